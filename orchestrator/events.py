@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -26,6 +26,19 @@ class Phase(IntEnum):
 
     PREFILL = 0
     DECODE = 1
+
+
+@overload
+def served(asked: int, resident: int) -> int: ...
+@overload
+def served(asked: int | np.ndarray, resident: np.ndarray) -> np.ndarray: ...
+def served(asked: int | np.ndarray, resident: int | np.ndarray) -> int | np.ndarray:
+    """The tier in which an expert is computed that is asked for in one: a better copy that is in
+    memory serves as well. asked: a tier or SKIP; resident: the best tier in memory, or ABSENT."""
+    if isinstance(asked, int) and isinstance(resident, int):
+        return asked if asked == SKIP else min(asked, resident)
+    found: np.ndarray = np.where(np.equal(asked, SKIP), SKIP, np.minimum(asked, resident))
+    return found
 
 
 # Memoryviews of single rows beside numpy: turning one into a list costs a third.

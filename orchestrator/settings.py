@@ -232,6 +232,11 @@ class Settings:
         """The record of a recorded run with changes to it."""
         return cls.of({**recorded, **changes})
 
+    @classmethod
+    def without_effect(cls, asked: Mapping[str, Any]) -> str | None:
+        """A sentence about a setting that can do nothing beside the others that were asked for."""
+        return None
+
     def as_dict(self) -> dict[str, Any]:
         """Values by name, of the settings that a trace records."""
         return {name: getattr(self, name) for name, one in self.declared().items() if one.recorded}

@@ -18,6 +18,15 @@ MAX_NUMBER = 1 << 24
 MAX_LAYERS = 4096
 MAX_CONTEXT = 1 << 40
 
+# What a router makes of its logits, as the key expert_gating_func has it.
+SOFTMAX, SIGMOID = 1, 2
+# Architectures whose graph has the sigmoid whatever the metadata says, and those that have it where
+# the metadata says nothing. All others have the softmax then.
+_ALWAYS_SIGMOID = frozenset(("llama4", "mimo2", "nemotron_h_moe"))
+_SIGMOID_UNSAID = frozenset(
+    ("afmoe", "cohere2moe", "glm-dsa", "glm4moe", "glm5-next", "hy_v3", "laguna", "step35")
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
@@ -25,7 +34,8 @@ class Hyperparameters:
 
     ``block_count`` counts all layers; ``routed_blocks`` leaves out those at the end that predict
     further tokens. ``n_expert_used`` is the most of any layer, where layers differ. ``n_head``
-    and ``n_head_kv`` have one number per layer. ``is_mla`` is true of latent attention.
+    and ``n_head_kv`` have one number per layer. ``is_mla`` is true of latent attention. ``gating``
+    is what a router makes of its logits: SOFTMAX, SIGMOID, or another number of llama.cpp's.
     """
 
     arch: str
@@ -40,6 +50,7 @@ class Hyperparameters:
     key_length: int
     value_length: int
     is_mla: bool
+    gating: int
 
     @classmethod
     def read(cls, file: GGUFFile, expert: TensorInfo) -> "Hyperparameters":
@@ -67,6 +78,7 @@ class Hyperparameters:
             key_length=keys.number("attention.key_length", head_length),
             value_length=keys.number("attention.value_length", head_length),
             is_mla=f"{keys.arch}.attention.key_length_mla" in file.metadata,
+            gating=keys.gating(),
         )
 
 
@@ -146,6 +158,12 @@ class _Keys:
     def routed_blocks(self) -> int:
         blocks = self.positive("block_count", MAX_LAYERS)
         return max(0, blocks - self.number("nextn_predict_layers", 0))
+
+    def gating(self) -> int:
+        if self.arch in _ALWAYS_SIGMOID:
+            return SIGMOID
+        unsaid = SIGMOID if self.arch in _SIGMOID_UNSAID else SOFTMAX
+        return self.number("expert_gating_func", 0) or unsaid
 
     def expert_count(self, expert: TensorInfo) -> int:
         """Experts of each MoE layer: the key, or where it is absent the tensor's own count."""

@@ -120,16 +120,12 @@ def _edges(
     return slopes, owners, tiers, added, saved
 
 
+def in_tiers(losses: np.ndarray, tiers: np.ndarray) -> np.ndarray:
+    """Of losses [n_layers, n_expert, n_tiers] those in the tiers [n_layers, n_expert]."""
+    found: np.ndarray = np.take_along_axis(losses, tiers[..., None].astype(np.int64), axis=2)
+    return found[..., 0]
+
+
 def lost(losses: np.ndarray, tiers: np.ndarray) -> float:
-    """What an allocation loses: losses w L [n_layers, n_expert, n_tiers] in tiers [n_layers,
-    n_expert]."""
-    chosen = np.take_along_axis(losses, tiers[..., None].astype(np.int64), axis=2)
-    return float(chosen.sum())
-
-
-def unevenness(weights: np.ndarray) -> float:
-    """The arithmetic over the geometric mean of w L in one tier, over the experts that are used: by
-    so much less would an allocation lose than the same bits for all, were bits divisible and each
-    one more to divide every loss by the same."""
-    used = weights[weights > 0]
-    return float(used.mean() / np.exp(np.log(used).mean())) if used.size else 1.0
+    """What an allocation loses: the sum of losses w L in its tiers."""
+    return float(in_tiers(losses, tiers).sum())

@@ -1,16 +1,18 @@
-"""Pools of slots that experts share in each tier (DynaExq 3.3), and who may have one."""
+"""Every expert in memory, in one of several tiers: pools of slots that experts share (DynaExq 3.3),
+who may have one, and what stands for losses and use that nobody knows."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from gguf_tools.units import format_size
 from orchestrator.allocation.slots import ModelShape, SlotGroup, SlotPlan, Transition
+from orchestrator.errors import BudgetError
 
-# Swaps of one pool that wait for a slot between two updates; each update makes the list anew.
-MAX_QUEUE = 64
 # Slots of one pool have one size. Layers whose sizes differ by less share one, with the largest.
 _SAME_SIZE = 1.02
 
@@ -27,6 +29,45 @@ class Pool:
     def unit_bytes(self) -> int:
         """One expert: a slot for each of its matrices."""
         return sum(self.sizes.values())
+
+
+def pools_by_size(shape: ModelShape, *tiers: int) -> list[Pool]:
+    """Layers by the size of slots that hold any of the tiers, so that as few pools as possible need
+    slots in reserve."""
+    pools: list[Pool] = []
+    largest = [
+        {kind: max(of_layer[tier][kind] for tier in tiers) for kind in of_layer[tiers[0]]}
+        for of_layer in shape.slots
+    ]
+    for layer in sorted(range(shape.n_layers), key=lambda each: sum(largest[each].values())):
+        sizes = largest[layer]
+        last = pools[-1] if pools else None
+        if last is not None and _alike(last.sizes, sizes):
+            most = {kind: max(size, last.sizes[kind]) for kind, size in sizes.items()}
+            pools[-1] = Pool((*last.layers, layer), most)
+        else:
+            pools.append(Pool((layer,), sizes))
+    return pools
+
+
+def _alike(ours: dict[int, int], theirs: dict[int, int]) -> bool:
+    return ours.keys() == theirs.keys() and all(
+        max(size, theirs[kind]) <= _SAME_SIZE * min(size, theirs[kind])
+        for kind, size in ours.items()
+    )
+
+
+def slot_plan(pools: Iterable[tuple[Pool, Sequence[int], bool]]) -> SlotPlan:
+    """The plan of pools, the tiers whose experts each holds, and whether its slots are in the
+    host's memory behind a device."""
+    groups: list[SlotGroup] = []
+    group_of: dict[tuple[int, int, int], int] = {}
+    for pool, tiers, on_host in pools:
+        for kind, size in pool.sizes.items():
+            held = ((layer, kind, tier) for layer in pool.layers for tier in tiers)
+            group_of.update(dict.fromkeys(held, len(groups)))
+            groups.append(SlotGroup(size, pool.n_slots, on_host=on_host))
+    return SlotPlan(tuple(groups), group_of)
 
 
 class Tracker:
@@ -61,97 +102,18 @@ class Tracker:
         return found
 
 
-class Pools:
-    """The pools of a plan: how many slots each has, and which one a layer uses in each tier."""
-
-    def __init__(
-        self,
-        pools: Sequence[Sequence[Pool]],
-        n_layers: int,
-        tiers: Sequence[Sequence[int]] | None = None,
-    ) -> None:
-        """pools[i], which hold experts in tiers[i]; None: in tier i."""
-        self._tiers = [(i,) for i in range(len(pools))] if tiers is None else tiers
-        self._slots = [np.array([pool.n_slots for pool in some]) for some in pools]
-        self._pool_of = [np.zeros(n_layers, np.int64) for _ in pools]
-        for some, pool_of in zip(pools, self._pool_of, strict=True):
-            for index, pool in enumerate(some):
-                pool_of[list(pool.layers)] = index
-
-    def free(self, held: Iterable[np.ndarray]) -> Tracker:
-        """held[i] [n_layers]: slots of pools[i] that the layer has taken."""
-        by_tier: dict[int, tuple[list[int], np.ndarray]] = {}
-        for tiers, slots, pool_of, taken in zip(
-            self._tiers, self._slots, self._pool_of, held, strict=True
-        ):
-            free = (slots - np.bincount(pool_of, taken, len(slots)).astype(np.int64)).tolist()
-            by_tier.update(dict.fromkeys(tiers, (free, pool_of)))
-        ordered = [by_tier[tier] for tier in sorted(by_tier)]
-        return Tracker([free for free, _ in ordered], [pool_of for _, pool_of in ordered])
-
-
-def pools_by_size(shape: ModelShape, *tiers: int) -> list[Pool]:
-    """Layers by the size of slots that hold any of the tiers, so that as few pools as possible need
-    slots in reserve."""
-    pools: list[Pool] = []
-    largest = [
-        {kind: max(of_layer[tier][kind] for tier in tiers) for kind in of_layer[tiers[0]]}
-        for of_layer in shape.slots
-    ]
-    for layer in sorted(range(shape.n_layers), key=lambda each: sum(largest[each].values())):
-        sizes = largest[layer]
-        last = pools[-1] if pools else None
-        if last is not None and _alike(last.sizes, sizes):
-            most = {kind: max(size, last.sizes[kind]) for kind, size in sizes.items()}
-            pools[-1] = Pool((*last.layers, layer), most)
-        else:
-            pools.append(Pool((layer,), sizes))
-    return pools
-
-
-def _alike(ours: dict[int, int], theirs: dict[int, int]) -> bool:
-    return ours.keys() == theirs.keys() and all(
-        max(size, theirs[kind]) <= _SAME_SIZE * min(size, theirs[kind])
-        for kind, size in ours.items()
-    )
-
-
-def slot_plan(
-    pools: Sequence[Sequence[Pool]],
-    tiers: Sequence[Sequence[int]] | None = None,
-    on_host: Sequence[bool] = (),
-) -> SlotPlan:
-    """The plan of pools[i], which hold experts in tiers[i]; None: in tier i. on_host[i]: their
-    slots are in the host's memory behind a device; none where it is empty."""
-    groups: list[SlotGroup] = []
-    group_of: dict[tuple[int, int, int], int] = {}
-    for place, of_place in enumerate(pools):
-        held = (place,) if tiers is None else tiers[place]
-        for pool in of_place:
-            for kind, size in pool.sizes.items():
-                each = ((layer, kind, tier) for layer in pool.layers for tier in held)
-                group_of.update(dict.fromkeys(each, len(groups)))
-                groups.append(
-                    SlotGroup(size, pool.n_slots, on_host=bool(on_host) and on_host[place])
-                )
-    return SlotPlan(tuple(groups), group_of)
-
-
-# One slot beyond what is needed for each so many experts of a pool: as many may be under way.
-_EXPERTS_PER_MOVE = 64
-_MOST_MOVES = 16
-
-
 @dataclass(frozen=True, slots=True)
 class Places:
     """Slots for n_experts of each layer, or so many of each, in any of these tiers, each as large
-    as the largest of them. reserve: a few more, for experts that are under way, one for each so
-    many. on_host: in the host's memory behind a device."""
+    as the largest of them. reserve: a few more, for experts that are under way: one for each
+    experts_per_move of a pool, most_moves at most. on_host: in the host's memory behind a device.
+    """
 
     tiers: tuple[int, ...]
     n_experts: int | Sequence[int]
     reserve: bool = True
-    experts_per_move: int = _EXPERTS_PER_MOVE
+    experts_per_move: int = 64
+    most_moves: int = 16
     on_host: bool = False
 
     def of(self, layers: Sequence[int]) -> int:
@@ -159,44 +121,50 @@ class Places:
         each = self.n_experts
         return each * len(layers) if isinstance(each, int) else sum(each[at] for at in layers)
 
+    def in_reserve(self, pool: Pool, n_expert: int) -> int:
+        """Slots in reserve of a pool, where a layer has n_expert experts."""
+        n = len(pool.layers) * n_expert // self.experts_per_move
+        return min(self.most_moves, max(1, n)) if self.reserve else 0
 
-class TierPools(Pools):
-    """The pools of a plan of several places, each tier in one of them; the first has no slots in
-    reserve.
 
-    With them every assignment of as many experts as the places have is reached from every other
-    one, and each expert moves once. A move inside of a place takes a slot in reserve and gives one
-    back. Where all moves to a later place find its pool full, that pool holds an expert that wants
-    elsewhere, and some pool of a later place has fewer than its share; where none is full, the only
-    moves left over are to the first place, and one of its own experts has to leave it.
+class TierPools:
+    """The pools of a plan of several places, each tier in one of them.
+
+    Where all places but the first have slots in reserve, every assignment with as many experts in
+    each place is reached from every other one, and each expert moves once. A move inside of a place
+    takes a slot in reserve and gives one back. Suppose that experts still have to move. If the
+    pools that they want are full, each of these holds an expert that has to leave it, and another
+    pool of these places holds fewer experts than it should. If none is full, only moves to the
+    first place are left: one of its own experts has to leave then, and finds a slot.
     """
 
     def __init__(self, shape: ModelShape, places: Sequence[Places]) -> None:
+        n = shape.n_expert
+        self._places = places
         self._pools = [
-            [_sized(pool, place, shape.n_expert) for pool in pools_by_size(shape, *place.tiers)]
+            [_with_slots(pool, place, n) for pool in pools_by_size(shape, *place.tiers)]
             for place in places
         ]
-        self._on_host = [place.on_host for place in places]
-        super().__init__(self._pools, shape.n_layers, [place.tiers for place in places])
+        # The place of each tier, and the pool of each layer in each place.
+        at_place = {tier: at for at, place in enumerate(places) for tier in place.tiers}
+        self._place_of = [at_place[tier] for tier in sorted(at_place)]
+        self._pool_in = [np.zeros(shape.n_layers, np.int64) for _ in places]
         # bool [n_places, 256]: whether a tier is of a place.
         self._is_in = np.zeros((len(places), 256), bool)
         for at, place in enumerate(places):
             self._is_in[at, list(place.tiers)] = True
+            for index, pool in enumerate(self._pools[at]):
+                self._pool_in[at][list(pool.layers)] = index
 
     @property
     def n_tiers(self) -> int:
-        return sum(map(len, self._tiers))
+        return len(self._place_of)
 
     @property
     def pool_of(self) -> np.ndarray:
         """The pool that holds a layer's experts in each tier, int64 [n_layers, n_tiers]: equal
         numbers of a tier are one pool."""
-        by_tier = {
-            tier: of_place
-            for tiers, of_place in zip(self._tiers, self._pool_of, strict=True)
-            for tier in tiers
-        }
-        return np.stack([by_tier[tier] for tier in sorted(by_tier)], axis=1)
+        return np.stack([self._pool_in[at] for at in self._place_of], axis=1)
 
     @property
     def total_bytes(self) -> int:
@@ -204,20 +172,84 @@ class TierPools(Pools):
         return self.plan().total_bytes
 
     def plan(self) -> SlotPlan:
-        return slot_plan(self._pools, self._tiers, self._on_host)
+        places = zip(self._places, self._pools, strict=True)
+        return slot_plan((pool, at.tiers, at.on_host) for at, pools in places for pool in pools)
 
     def track(self, resident: np.ndarray, target: np.ndarray) -> Tracker:
         """Free slots now. resident, target uint8 [n_layers, n_expert] as of StepReport: an expert
         between two tiers holds a slot of both, also where these are of one pool."""
         moving = target != resident
-        return self.free(
-            is_in[resident].sum(axis=1) + (is_in[target] & moving).sum(axis=1)
-            for is_in in self._is_in
-        )
+        free = []
+        for pools, pool_in, is_in in zip(self._pools, self._pool_in, self._is_in, strict=True):
+            held = is_in[resident].sum(axis=1) + (is_in[target] & moving).sum(axis=1)
+            taken = np.bincount(pool_in, held, len(pools)).astype(int).tolist()
+            free.append([pool.n_slots - n for pool, n in zip(pools, taken, strict=True)])
+        places = self._place_of
+        return Tracker([free[at] for at in places], [self._pool_in[at] for at in places])
 
 
-def _sized(pool: Pool, place: Places, n_expert: int) -> Pool:
-    """With its slots; the store wants one of every tier."""
-    spare = min(_MOST_MOVES, max(1, len(pool.layers) * n_expert // place.experts_per_move))
-    n_experts = place.of(pool.layers)
-    return replace(pool, n_slots=max(1, n_experts + (spare if place.reserve and n_experts else 0)))
+def _with_slots(pool: Pool, place: Places, n_expert: int) -> Pool:
+    """The store wants a slot in every tier."""
+    n = place.of(pool.layers)
+    return replace(pool, n_slots=max(1, n + (place.in_reserve(pool, n_expert) if n else 0)))
+
+
+def moves_to(
+    wanted: np.ndarray,
+    resident: np.ndarray,
+    target: np.ndarray,
+    gains: np.ndarray,
+    tracker: Tracker,
+) -> list[Transition]:
+    """Moves of experts at rest that are not where they should be, as far as slots are free: those
+    to lower tiers first, since they free the better ones, then those that gain most.
+
+    wanted, resident, target uint8, gains float64 [n_layers, n_expert]; resident and target as of
+    StepReport.
+    """
+    layers, experts = np.nonzero((resident == target) & (resident != wanted))
+    tiers = wanted[layers, experts]
+    rises = tiers < resident[layers, experts]
+    order = np.lexsort((-gains[layers, experts], rises)).tolist()
+    return tracker.admitted((int(layers[at]), int(experts[at]), int(tiers[at])) for at in order)
+
+
+def every_expert_to(wanted: np.ndarray) -> list[Transition]:
+    """Each expert to its tier, wanted [n_layers, n_expert]."""
+    each = np.ndindex(wanted.shape)
+    return [(layer, expert, int(wanted[layer, expert])) for layer, expert in each]
+
+
+def too_little(budget_bytes: int, needed_bytes: int) -> BudgetError:
+    """What to say of a budget that does not hold every expert."""
+    return BudgetError(
+        f"{format_size(budget_bytes)} are too little for every expert in one precision: it needs "
+        f"{format_size(needed_bytes, up=True)}",
+        needed_bytes,
+    )
+
+
+_DIGITS = re.compile(r"\d+")
+
+
+def nominal_bits(tier: str) -> int:
+    """Bits a weight that a precision is named after: 4 of q4_k, 16 of bf16."""
+    found = _DIGITS.search(tier)
+    return int(found.group()) if found else 1
+
+
+def nominal_losses(bits: Sequence[float], n_layers: int, n_expert: int) -> np.ndarray:
+    """What stands for a loss table where there is none, float64 [n_layers, n_expert, len(bits)]:
+    each bit more divides the mean squared error by four, in all experts alike."""
+    curve = 0.25 ** np.array(bits, np.float64)
+    alike: np.ndarray = np.broadcast_to(curve, (n_layers, n_expert, len(bits))).copy()
+    return alike
+
+
+def shares(sums: np.ndarray, otherwise: np.ndarray | None = None) -> np.ndarray:
+    """Each row divided by its sum, float64 [n_layers, n_expert]; where that is 0, the row of
+    `otherwise`, or alike in all experts."""
+    total = sums.sum(axis=1, keepdims=True, dtype=np.float64)
+    fallback = np.full(sums.shape, 1 / sums.shape[1]) if otherwise is None else otherwise
+    found: np.ndarray = np.where(total > 0, sums / np.where(total > 0, total, 1), fallback)
+    return found

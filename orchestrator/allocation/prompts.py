@@ -1,22 +1,15 @@
-"""A prompt in slots per layer: which of its experts stay in memory, and which pass through."""
+"""A prompt in slots per layer: which of its experts matter most (DyMoE, section 4.2), which stay in
+memory and which pass through, and what is loaded ahead (section 4.4.1)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from orchestrator.allocation import prefetch
-from orchestrator.allocation.importance import (
-    Ranking,
-    by_sequence,
-    heavy_hitters,
-    last_of_sequences,
-    together,
-    token_order,
-)
 from orchestrator.allocation.slots import ModelShape, Rules, Share, SlotGroup, SlotPlan, divide
 from orchestrator.events import SKIP, DecisionBuffer, RouteEvent, StoreView, distinct
 
@@ -48,17 +41,80 @@ def even_slots(shape: ModelShape, budget_bytes: int) -> list[int]:
     return divide([Share(size, 1, n, n) for size in sizes], budget_bytes)
 
 
-# What tokens that go by their gates need in tier 0 of a layer: of their experts and weights [T, k],
-# and of what is in memory, a mask [n_expert].
+def heavy_hitters(scores: np.ndarray, share: float) -> np.ndarray:
+    """Indices of the top-k tokens T_imp by the attention s_i that they receive (eq. 1),
+    k = ceil(share * T), at least 1. scores float32 [T]; the order of the result is free."""
+    k = max(1, math.ceil(share * len(scores)))
+    if k >= len(scores):
+        return np.arange(len(scores))
+    return np.argpartition(-scores, k - 1)[:k]
+
+
+def token_order(
+    ids: np.ndarray, heavy: np.ndarray | None, n_expert: int, first: np.ndarray | None = None
+) -> tuple[np.ndarray, int]:
+    """(experts [n_expert], the most important first; how many of them are used at all).
+
+    The importance of an expert is the number of heavy hitters routed to it, eq. 2; among
+    equals that of all tokens decides, then whether it is one of `first` (bool [n_expert], as
+    what is in memory), then the index. ids int32 [T, k]; heavy: indices of the heavy hitters,
+    None for no distinction between tokens.
+    """
+    load = np.bincount(ids.ravel(), minlength=n_expert)
+    score = load
+    if heavy is not None:
+        score = load + np.bincount(ids[heavy].ravel(), minlength=n_expert) * (ids.size + 1)
+    if first is not None:
+        score = 2 * score + first
+    return np.argsort(-score, kind="stable"), int(np.count_nonzero(load))
+
+
+class Ranking(NamedTuple):
+    """Experts of a layer, the most important first: of order, the first n_high are critical, the
+    first n_used are used at all."""
+
+    order: np.ndarray
+    n_high: int
+    n_used: int
+
+
+def by_sequence(event: RouteEvent) -> tuple[list[np.ndarray], np.ndarray]:
+    """(of each sequence with several tokens in the event, which are a prompt's, their rows; the
+    rows of all other tokens, which go by their gates: those of answers, and prompts' only ones), in
+    the event's order."""
+    sequences = event.sequences_array
+    of = [np.flatnonzero(sequences == each) for each in sorted(set(sequences.tolist()))]
+    single = [int(rows[0]) for rows in of if len(rows) == 1]
+    return [rows for rows in of if len(rows) > 1], np.array(sorted(single), np.intp)
+
+
+def last_of_sequences(event: RouteEvent) -> np.ndarray:
+    """The rows of each sequence's last token, in the event's order."""
+    last = {sequence: row for row, sequence in enumerate(event.sequences_array.tolist())}
+    return np.array(sorted(last.values()), np.intp)
+
+
+def together(rankings: Sequence[Ranking], n_expert: int) -> Ranking:
+    """What several sequences need of a layer, each of them by itself: critical is what is so for
+    one of them, and comes first; then the best rank that an expert has in any of them decides, then
+    the index."""
+    if len(rankings) == 1:
+        return rankings[0]
+    best, high = np.full(n_expert, n_expert), np.zeros(n_expert, bool)
+    for order, n_high, n_used in rankings:
+        np.minimum.at(best, order[:n_used], np.arange(n_used))
+        high[order[:n_high]] = True
+    order = np.lexsort((best, ~high))
+    return Ranking(order, int(np.count_nonzero(high)), int(np.count_nonzero(best < n_expert)))
+
+
+# What tokens that go by their gates need in tier 0: from a layer, their experts and weights [T, k]
+# and what is in memory, a mask [n_expert].
 Gated = Callable[[int, np.ndarray, np.ndarray, StoreView], np.ndarray]
 
 
-class _Prompt(NamedTuple):
-    """A prompt in a step: its rows of the event, and which of these are heavy hitters; None where
-    that is not known."""
-
-    rows: np.ndarray
-    heavy: np.ndarray | None
+def _all_critical(layer: int, n_used: int) -> int:
+    return n_used
 
 
 @dataclass
@@ -67,75 +123,56 @@ class Prompts:
     slots; the others pass through half of them at most.
 
     A step may have tokens of several prompts and of answers. Each sequence is ranked by itself, as
-    if it were alone; an expert gets the best tier that one of them asks for. What tokens need that
-    go by their gates stays in memory, as in a decode step.
+    if it were alone; an expert gets the best tier that one of them asks for. The experts of tokens
+    that go by their gates stay in memory, as in a decode step.
 
     critical(layer, n_used): how many of the n_used experts that a prompt uses in a layer are asked
     for in tier 0; the others are asked for in tier low. heavy_share: of a prompt's tokens, those
-    whose experts come first, where their importance is known. passes: whether anything passes.
-    gated: what an answer's tokens need in tier 0; None for all of it. room: of each layer, its
-    slots in tier 0 and in tier low.
+    whose experts come first, where their importance is known. passes: whether the others pass; else
+    they may take all slots. gated: what an answer's tokens need in tier 0; None for all of it.
+    room: of each layer, its slots in tier 0 and in tier low; after plan.
     """
 
     rules: Rules
-    critical: Callable[[int, int], int]
-    room: Sequence[tuple[int, int]]
+    critical: Callable[[int, int], int] = _all_critical
     low: int = SKIP
     heavy_share: float = 1.0
     passes: bool = True
     gated: Gated | None = None
+    room: Sequence[tuple[int, int]] = ()
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer, ahead: bool) -> None:
         """The tiers of one layer's experts and, if ahead, what to prefetch for the next one."""
-        layer, low, n_expert = event.layer, self.low, len(out.tier)
-        rows, gated = by_sequence(event)
-        prompts = [_Prompt(each, self._heavy(event, each)) for each in rows]
-        # equals in importance: what is in memory costs nothing
+        layer, n_expert, ids = event.layer, len(out.tier), event.ids_array
+        prompts, gated = by_sequence(event)
+        pairs = [(rows, self._heavy(event, rows)) for rows in prompts]
+        # Of experts that matter equally, those in memory come first: they cost nothing.
         here = None if self.rules.exact else view.resident_array[layer] == 0
-        rankings = [self._ranked(layer, event.ids_array, each, here, n_expert) for each in prompts]
+        rankings = [self._ranked(layer, ids[rows], h, here, n_expert) for rows, h in pairs]
         if len(gated):
             rankings.append(self._by_gates(event, view, gated))
         order, n_high, n_used = together(rankings, n_expert)
         if n_high < n_used:
             out.renormalize = self.rules.renormalize
-            out.tier_array[order[n_high:]] = low
+            out.tier_array[order[n_high:]] = self.low
         out.passing_array[self._passing(layer, order)] = 1
-        out.passing_array[event.ids_array[gated]] = 0
-        if event.n_ahead and ahead:
-            self._ask(event, view, out, prompts, gated)
-
-    def _ask(
-        self,
-        event: RouteEvent,
-        view: StoreView,
-        out: DecisionBuffer,
-        prompts: list[_Prompt],
-        gated: np.ndarray,
-    ) -> None:
-        """Asks for what the next layer is predicted to need, by the same rules."""
-        layer, low, n_expert = event.layer + 1, self.low, len(out.tier)
-        ids = event.ahead_ids_array[0]
-        if layer + 1 == len(self.room):  # the last one computes each sequence's last token alone
-            prompts, gated = [], last_of_sequences(event)
-        here = view.resident_array[layer] == 0
-        rankings = [self._ranked(layer, ids, each, here, n_expert) for each in prompts]
+        out.passing_array[ids[gated]] = 0
+        if not (event.n_ahead and ahead):
+            return
+        layer, ids, here = layer + 1, event.ahead_ids_array[0], view.resident_array[layer + 1] == 0
+        if layer + 1 == len(self.room):  # the last layer computes the last token of each sequence
+            pairs, gated = [], last_of_sequences(event)
+        rankings = [self._ranked(layer, ids[rows], h, here, n_expert) for rows, h in pairs]
         t = self.critical(layer, event.k)
         rankings += [Ranking(row, t, event.k) for row in ids[gated]]
         predicted = together(rankings, n_expert)
         passing = np.zeros(n_expert, bool)
         passing[self._passing(layer, predicted.order)] = True
         passing[ids[gated]] = False
-        prefetch.by_importance(
-            layer,
-            predicted,
-            view,
-            out,
-            low=low if low != SKIP else None,
-            room=self.room[layer],
-            passing=passing,
-        )
+        self._load_ahead(layer, predicted, passing, view, out)
 
     def _heavy(self, event: RouteEvent, rows: np.ndarray) -> np.ndarray | None:
+        """Which of a prompt's rows are heavy hitters; None where that is not known."""
         scores = event.importance_array
         return None if scores is None else heavy_hitters(scores[rows], self.heavy_share)
 
@@ -143,11 +180,11 @@ class Prompts:
         self,
         layer: int,
         ids: np.ndarray,
-        prompt: _Prompt,
+        heavy: np.ndarray | None,
         here: np.ndarray | None,
         n_expert: int,
     ) -> Ranking:
-        order, n_used = token_order(ids[prompt.rows], prompt.heavy, n_expert, here)
+        order, n_used = token_order(ids, heavy, n_expert, here)
         return Ranking(order, self.critical(layer, n_used), n_used)
 
     def _by_gates(self, event: RouteEvent, view: StoreView, rows: np.ndarray) -> Ranking:
@@ -165,3 +202,28 @@ class Prompts:
         gates."""
         stays = int(self.room[layer][0] * _STAYS_SHARE) if self.passes else len(order)
         return order[stays:]
+
+    def _load_ahead(
+        self,
+        layer: int,
+        predicted: Ranking,
+        passing: np.ndarray,
+        view: StoreView,
+        out: DecisionBuffer,
+    ) -> None:
+        """Eq. 7: asks for the experts of a layer that tokens are predicted to select, in their
+        predicted importance, which decides the precision.
+
+        The critical ones are asked for in tier 0, the others in tier low, or not at all where that
+        is SKIP. passing, bool [n_expert]: those that pass through memory; the others stay. No more
+        experts are read than there are slots. What is in memory already is listed as well, so that
+        nothing is read in its place.
+        """
+        resident, low = view.resident_array[layer], self.low
+        order, n_high, n_used = predicted
+        parts = [(0, 0, n_high)] if low == SKIP else [(0, 0, n_high), (low, n_high, n_used)]
+        for (tier, begin, end), most in zip(parts, self.room[layer], strict=False):
+            experts = order[begin:end]
+            absent = resident[experts] > tier
+            for expert in experts[~absent | (absent.cumsum() <= most)].tolist():
+                out.prefetch(layer, expert, tier, passing=int(passing[expert]))

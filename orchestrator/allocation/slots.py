@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NewType
 
 from orchestrator.errors import BudgetError
+
+# The place of a precision among all of a file, best first. A tier without further words is one of
+# those in use, counted from the best of them: what policies decide, and what the store holds.
+FileTier = NewType("FileTier", int)
 
 Transition = tuple[int, int, int]  # layer, expert, tier to bring it to
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A model as policies see it, reduced to the tiers in use (tier 0 the best of them).
+    """A model as policies see it, reduced to the tiers in use, whose names are tiers.
 
     slots[layer][tier] maps a matrix kind to its slot size in bytes. bits: that a weight takes in
     each tier, empty where that is not known. shares_slots: a slot may hold any tier that it is

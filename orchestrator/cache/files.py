@@ -1,21 +1,24 @@
-"""Where a user's own files are, and writing files so that none is ever half there.
+"""Where a user's own files are, what lies in the user cache, and writing files so that none is ever
+half there.
 
 The only place here that reads XDG_CACHE_HOME and XDG_STATE_HOME; the build, which runs before
-anything is installed, has its own (patches/upstream.py).
-"""
+anything is installed, has its own (patches/upstream.py)."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 from gguf_tools.file.opening import open_file
 from gguf_tools.file.unfinished import ENDING, UnfinishedFile, remove_abandoned
+from orchestrator.errors import ConfigError
 
 _USUAL = {"cache": ".cache", "state": ".local/state"}
 
@@ -98,3 +101,62 @@ def write_whole(path: Path, text: str, *, private: bool = False) -> None:
     """Writes a file, whole or not at all. private: only its owner may read it. Raises OSError."""
     with whole_file(path, 0o600 if private else 0o666) as file:
         file.write(text.encode())
+
+
+ALL = "all"
+KINDS = {
+    "bench": "models that `moe-edge bench` made, made again when it runs",
+    "build": "objects of the last builds, so that `make build` compiles what changed alone",
+    "cuda": "libraries for builds with CUDA",
+    "emulation": "objects of the tests that emulate a GPU",
+    "hotness": "which experts earlier chats used, of each model",
+    "plans": "which plan `--max-loss` took, of each model, so that it stays",
+    "sdist": "the source of llama.cpp as it was downloaded",
+    "servers": "llama.cpp's server, as `moe-edge serve` compiled it",
+    "speed": "how fast this machine computes and reads, measured again when it is needed",
+    "source": "the source of llama.cpp with our patches",
+    "tuned": "what policies tuned, of each model",
+    "usage": "how often earlier chats and servers used each expert, of each model",
+    "wheels": "llama.cpp as it was built, for other environments",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFolder:
+    """A folder of the cache. nbytes: what its files take on the disk."""
+
+    name: str
+    path: Path
+    n_files: int
+    nbytes: int
+
+    @property
+    def about(self) -> str:
+        return KINDS.get(self.name, "")
+
+
+def user_cache() -> list[CacheFolder]:
+    """The folders of the cache, the largest first."""
+    folder = user_folder("cache")
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_dir() and not path.is_symlink():
+            sizes = [512 * each.lstat().st_blocks for each in path.rglob("*") if not each.is_dir()]
+            found.append(CacheFolder(path.name, path, len(sizes), sum(sizes)))
+    return sorted(found, key=lambda each: (-each.nbytes, each.name))
+
+
+def clear_cache(names: tuple[str, ...]) -> list[CacheFolder]:
+    """Deletes the folders of these names, or all of them, and returns what they were. Raises
+    ConfigError for a name that is not there, before anything is deleted, and OSError."""
+    here = {each.name: each for each in user_cache()}
+    chosen = list(here.values()) if ALL in names else []
+    for name in names if ALL not in names else ():
+        if name in here:
+            chosen.append(here[name])
+        elif name not in KINDS:
+            known = ", ".join(here) or "nothing"
+            raise ConfigError(f"--clear {name}: the cache holds {known}; {ALL} clears everything")
+    for each in chosen:
+        shutil.rmtree(each.path)
+    return chosen

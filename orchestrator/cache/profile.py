@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -141,21 +141,27 @@ class HotnessKeeper:
         self._learned = False
 
 
-class UsageKeeper:
-    """How often tokens used each expert of a model, in earlier runs under any policy.
+class _Cached:
+    """Something that is learned of a model, in the user cache beside the profiles where
+    config.remember asks for that. What cannot be read or written there is done without."""
 
-    It lies in the user cache beside the profiles, in their format, where config.remember asks for
-    that. What cannot be read or written there is done without. Runs long ago count less: of all
-    earlier ones as many tokens stay as _USED_TOKENS.
-    """
+    kind: ClassVar[str]
 
     def __init__(self, config: Config, model: ExpertModel) -> None:
         self._remember, self._model = config.remember, model
-        self._now: np.ndarray | None = None
 
     @cached_property
     def _path(self) -> Path:
-        return cached_path(self._model, "usage")
+        return cached_path(self._model, self.kind)
+
+
+class UsageKeeper(_Cached):
+    """How often tokens used each expert of a model, in earlier runs under any policy, in the format
+    of profiles. Runs long ago count less: of all earlier ones as many tokens stay as _USED_TOKENS.
+    """
+
+    kind = "usage"
+    _now: np.ndarray | None = None
 
     @cached_property
     def _known(self) -> np.ndarray | None:
@@ -172,8 +178,7 @@ class UsageKeeper:
 
     def learn(self, used: np.ndarray) -> None:
         """Adds what a store counted until it was freed, [n_layers, n_expert]."""
-        before = np.zeros(used.shape) if self._now is None else self._now
-        self._now = before + used
+        self._now = used.astype(np.float64) if self._now is None else self._now + used
 
     def save(self) -> None:
         """Writes what was learned, if anything was."""
@@ -186,20 +191,12 @@ class UsageKeeper:
             save(self._path, self._model, total * min(1.0, _USED_TOKENS / tokens))
 
 
-class TunedKeeper:
-    """What policies tuned on a model, by the name of the policy, from this run or an earlier one.
+class TunedKeeper(_Cached):
+    """What policies tuned on a model, by the name of the policy, from this run or an earlier
+    one."""
 
-    It lies in the user cache beside the profiles, where config.remember asks for that. What cannot
-    be read or written there is done without.
-    """
-
-    def __init__(self, config: Config, model: ExpertModel) -> None:
-        self._remember, self._model = config.remember, model
-        self._learned = False
-
-    @cached_property
-    def _path(self) -> Path:
-        return cached_path(self._model, "tuned")
+    kind = "tuned"
+    _learned = False
 
     @cached_property
     def _known(self) -> dict[str, Any]:

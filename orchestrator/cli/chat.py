@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orchestrator.chat.console import Console
-from orchestrator.cli.files import model_path
 from orchestrator.cli.options import (
     answer_options,
     chat_config,
     conversation_options,
     model_options,
+    model_path,
     open_engine,
 )
 
@@ -48,8 +48,7 @@ LONGEST_PROMPT = 1 << 27
 def chat(prompt: str | None, as_json: bool, resume: bool, **options: Any) -> None:
     """Talk to a model."""
     from orchestrator.chat.chat import Chat, one_shot
-    from orchestrator.chat.files import LastConversation
-    from orchestrator.chat.session import Session
+    from orchestrator.chat.session import LastConversation, Session
 
     console = Console()
     prompt = with_stdin(prompt, console)

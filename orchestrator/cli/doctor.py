@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import numpy as np
@@ -19,50 +19,31 @@ from gguf_tools.units import format_size
 from orchestrator.chat.console import Console, strip_controls
 from orchestrator.cli.options import chat_config, model_options
 from orchestrator.config import Config
-from orchestrator.cost.disk import Bandwidth, bytes_per_s, read_bandwidth
-from orchestrator.cost.foreseen import Foreseen
-from orchestrator.cost.kept_disk import kept_reading
+from orchestrator.cost.disk import Bandwidth, bytes_per_s, kept_bandwidth, read_bandwidth
 from orchestrator.cost.planner import Planner, Runs
-from orchestrator.cost.predict import Prediction
-from orchestrator.cost.predictor import Predictor, spare_bytes
-from orchestrator.cost.timings import DISTURBED
+from orchestrator.cost.plans import PROMPT_TOKENS, Candidate
+from orchestrator.cost.speeds import DISTURBED
+from orchestrator.cost.time import spare_bytes
 from orchestrator.errors import MoeEdgeError
-from orchestrator.memory.accelerator import Accelerator, one_of_several
-from orchestrator.memory.hardware import more_than_there
-from orchestrator.memory.plan import MemoryPlan
+from orchestrator.memory.machine import Accelerator, more_than_there, one_of_several
 from orchestrator.native import Bandwidths, measure_device
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import PLAIN, known_policies
 
-# Tokens of the prompts that are predicted, and of the context behind which a token is.
-PROMPT_TOKENS = 512
+# Of a plan, for --json.
+_SHOWN = ("policy", "token_ms", "first_prompt_ms", "prompt_ms", "hit_rate", "read_bytes")
 _MEMORY_BYTES = 256 * 2**20
 _MEMORY_SECONDS = 0.5
-
-
-class Expected(NamedTuple):
-    """What a plan is predicted to take on the CPU: a token of an answer behind PROMPT_TOKENS, and a
-    prompt of as many, the first one after the start and a later one. hit_rate, read_bytes: of a
-    token. chosen: what runs where no policy is named."""
-
-    policy: str
-    tiers: str
-    token_ms: float
-    first_prompt_ms: float
-    prompt_ms: float
-    hit_rate: float
-    read_bytes: float
-    chosen: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
     """What was found. Speeds in bytes per second, sizes in bytes; expert_bytes: of an expert in the
-    best precision. gpu_note: why there is no GPU, or that there are others; loses: what the plan
-    is foreseen to lose; chosen: why a loss that is allowed chose it; plan_note: why the model would
-    not start; ram_note: what is wrong with the cap on memory. expected: one for each policy that
-    fits; profiled: by what earlier runs used, and not as if all experts were alike; disturbed:
-    while other programs ran."""
+    best precision. gpu_note: why there is no GPU, or that there are others; runs: what would run;
+    chosen: why a loss that is allowed chose it; plan_note: why the model would not start; ram_note:
+    what is wrong with the cap on memory. expected: what is predicted on the CPU of what runs, and
+    then of each other policy that fits; profiled: by what earlier runs used, and not as if all
+    experts were alike; disturbed: while other programs ran."""
 
     threads: int
     memory_bytes: int
@@ -75,23 +56,22 @@ class Health:
     gpu: Accelerator | None
     gpu_note: str
     copies: Bandwidths | None
-    plan: MemoryPlan | None
-    loses: Foreseen | None
+    runs: Runs | None
     chosen: str
     plan_note: str
     ram_note: str
-    expected: tuple[Expected, ...] = ()
+    expected: tuple[Candidate, ...] = ()
     profiled: bool = False
     disturbed: bool = False
 
     @property
     def plan_line(self) -> str:
         """What runs, what it loses, and where it lies; or why nothing does."""
-        plan = self.plan
-        if plan is None:
+        if self.runs is None:
             return self.plan_note
+        plan = self.runs.plan
         how = plan.reason if plan.managed else f"plain upstream path: {plan.reason}"
-        how += self.loses.text if self.loses else ""
+        how += self.runs.loses.text
         where = f"on {plan.device.name}" if plan.device else "in main memory"
         size = format_size(plan.total_bytes)
         return f"{how}; {size} {where}; context {plan.n_ctx} tokens"
@@ -110,11 +90,15 @@ class Health:
             "gpu": asdict(self.gpu.device) if self.gpu else None,
             "gpu_note": self.gpu_note,
             "copies": self.copies._asdict() if self.copies else None,
-            "plan": self.plan_line if self.plan else None,
-            "kl": self.loses.kl if self.loses else None,
+            "plan": self.plan_line if self.runs else None,
+            "kl": self.runs.loses.kl if self.runs else None,
             "plan_note": self.plan_note,
             "ram_note": self.ram_note,
-            "expected": [each._asdict() for each in self.expected],
+            "expected": [
+                {name: value for name, value in each.as_dict().items() if name in _SHOWN}
+                | {"tiers": "/".join(each.tiers), "chosen": number == 0}
+                for number, each in enumerate(self.expected)
+            ],
             "profiled": self.profiled,
             "disturbed": self.disturbed,
         }
@@ -132,20 +116,24 @@ def examine(config: Config, begins: Callable[[str], None] = lambda _what: None) 
         begins("Measuring the disk")
         disk = read_bandwidth(model, threads=config.io_threads)
         # What is found now counts for the plan, for its prediction, and for those of later runs.
-        reading = kept_reading(model, config, disk)
+        kept_bandwidth(model, config, disk)
         begins("Measuring this machine")  # a loss that is allowed chooses by speeds
-        found, plan_note = _try_plan(partial(planner.runs, config))
-        plan = found.plan if found else None
+        found, plan_note = None, ""
+        try:
+            found = planner.runs(config)
+        except MoeEdgeError as error:
+            plan_note = str(error)
         begins("Measuring the memory")
         memory_speed = memory_bandwidth(threads, spare_bytes(config, model))
         expert_bytes = model.tier_bytes[0] // (model.n_layers * model.n_expert)
-        expected: tuple[Expected, ...] = ()
+        expected: list[Candidate] = []
         profiled = disturbed = False
         if gpu is None and found is not None:
             begins("Measuring the processor")
-            with Predictor(bindings, config, model, reading, fresh=True) as predictor:
-                expected = expected_of(predictor, planner, config, found)
-                profiled, disturbed = predictor.profiled, predictor.disturbed
+            others = _others(planner, config, found)
+            with planner.times(fresh=True) as times:
+                expected = [planner.candidate(times, each) for each in (found, *others)]
+                profiled, disturbed = times.profiled, times.disturbed
     return Health(
         threads=threads,
         memory_bytes=machine.memory_bytes,
@@ -158,12 +146,11 @@ def examine(config: Config, begins: Callable[[str], None] = lambda _what: None) 
         gpu=gpu,
         gpu_note=note,
         copies=measure_device(bindings.library(), gpu.info, threads) if gpu else None,
-        plan=plan,
-        loses=found.loses if found else None,
+        runs=found,
         chosen=planner.chosen or "",
         plan_note=plan_note,
         ram_note=more_than_there(config.ram, machine) or "",
-        expected=expected,
+        expected=tuple(expected),
         profiled=profiled,
         disturbed=disturbed,
     )
@@ -183,40 +170,16 @@ def _planner(bindings: Bindings, config: Config, model: ExpertModel) -> tuple[Pl
     return planner, "not asked for" if built else "none that this build can use"
 
 
-def expected_of(
-    predictor: Predictor, planner: Planner, config: Config, runs: Runs
-) -> tuple[Expected, ...]:
-    """What the plan that runs is predicted to take, and those of all other policies that fit."""
-    found = [_expected(runs.plan, predictor.of_plan(runs.plan, runs.config), True)]
+def _others(planner: Planner, config: Config, runs: Runs) -> list[Runs]:
+    """What would run with the other policies that fit, where none was named."""
+    found: list[Runs] = []
+    ours = runs.plan.policy.name if runs.plan.policy else PLAIN
     for name in known_policies() if config.policy is None else ():
-        if name == found[0].policy:
-            continue
-        other, _ = _try_plan(partial(planner.compared, config.compared(policy=name)))
-        # The policy that keeps everything in memory is none where that does not fit.
-        if other is not None and other.plan.total_bytes <= other.plan.ram_bytes:
-            time = predictor.of_plan(other.plan, other.config)
-            found.append(_expected(other.plan, time, False))
-    return tuple(found)
-
-
-def _expected(plan: MemoryPlan, found: Prediction, chosen: bool) -> Expected:
-    return Expected(
-        policy=plan.policy.name if plan.policy else PLAIN,
-        tiers="/".join(plan.tier_names) + "/skip" * plan.skip,
-        token_ms=1e3 * found.token_s(PROMPT_TOKENS),
-        first_prompt_ms=1e3 * found.prompt_s(PROMPT_TOKENS, first=True),
-        prompt_ms=1e3 * found.prompt_s(PROMPT_TOKENS),
-        hit_rate=found.hit_rate,
-        read_bytes=found.read_bytes,
-        chosen=chosen,
-    )
-
-
-def _try_plan(runs: Callable[[], Runs]) -> tuple[Runs | None, str]:
-    try:
-        return runs(), ""
-    except MoeEdgeError as error:
-        return None, str(error)
+        if name != ours:
+            with suppress(MoeEdgeError):
+                found.append(planner.compared(config.compared(policy=name)))
+    # The policy that keeps everything in memory is none where that does not fit.
+    return [each for each in found if each.plan.total_bytes <= each.plan.ram_bytes]
 
 
 def memory_bandwidth(threads: int, most_bytes: int = _MEMORY_BYTES) -> float:
@@ -272,16 +235,16 @@ def _expected_lines(health: Health) -> list[str]:
     head = ["policy", "tiers", "ms/token", "tok/s", "first prompt", "prompt", "hit", "MB/token"]
     rows = [
         [
-            each.policy + " *" * each.chosen,
-            each.tiers,
-            f"{each.token_ms:.1f}",
-            f"{1e3 / each.token_ms:.1f}",
-            f"{each.first_prompt_ms / 1e3:.1f} s",
-            f"{each.prompt_ms / 1e3:.1f} s",
+            each.name + " *" * (number == 0),
+            "/".join(each.tiers),
+            f"{1e3 * each.token_s:.1f}",
+            f"{1 / each.token_s:.1f}",
+            f"{each.first_prompt_s:.1f} s",
+            f"{each.prompt_s:.1f} s",
             f"{each.hit_rate:.1%}",
             f"{each.read_bytes / 1e6:.1f}",
         ]
-        for each in health.expected
+        for number, each in enumerate(health.expected)
     ]
     lines = aligned([head, *rows])
     return [

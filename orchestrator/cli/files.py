@@ -1,121 +1,46 @@
-"""The command line of files as such: `moe-edge inspect`, `verify` and `pull`."""
+"""The commands of files as such: `moe-edge inspect`, `verify`, `architectures` and `pull`, and what
+takes room: `list`, `rm` and `cache`."""
 
 from __future__ import annotations
 
 import glob
 import json
-import math
-import os
 import shlex
-from collections.abc import Iterable
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from gguf_tools import interrupts
+from gguf_tools.columns import aligned
 from gguf_tools.units import format_size
-from orchestrator.chat.console import progress_bar, strip_controls
-from orchestrator.errors import GGUFError
+from orchestrator.chat.console import progress_bar
+from orchestrator.cli.options import (
+    FORCE,
+    JSON,
+    LOW,
+    MODEL,
+    NEW_FILE,
+    THREADS,
+    note,
+    say,
+    say_result,
+)
+from orchestrator.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gguf_tools.pack import PackReport
     from orchestrator.engine.support import Support
 
 # The status of verify for a file that is whole, of a model that llama.cpp does not load.
 CANNOT_RUN = 3
-# Where a context keeps whether outputs may be replaced.
-_FORCE = "moe-edge.force"
-AT_LEAST_1 = click.IntRange(min=1)
-
-
-class NamedPath(click.Path):
-    """A path that names something: "" would be the current folder."""
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        if value == "":
-            self.fail("the name is empty", param, ctx)
-        return super().convert(value, param, ctx)
-
-
-class NewPath(NamedPath):
-    """The name of an output. What has it already is replaced where FORCE was given, alone."""
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        if value == "-":
-            self.fail("an output is a file, not stdout (./- is a file of that name)", param, ctx)
-        path = super().convert(value, param, ctx)
-        complaint = taken(path, ctx)
-        if complaint:
-            self.fail(complaint, param, ctx)
-        return path
-
-
-def taken(path: Path, ctx: click.Context) -> str | None:
-    """Why an output of this name is not to be written, or None. Nobody writes over a folder."""
-    from gguf_tools.file.unfinished import irregular
-
-    complaint = irregular(path)
-    if complaint:
-        return f"{path} {complaint}"
-    if ctx.meta.get(_FORCE) or not os.path.lexists(path) or path.is_dir():
-        return None
-    return f"{path} exists: choose another name, or replace it with --force"
-
-
-def refuse_taken(path: Path, ctx: click.Context) -> None:
-    """Raises UsageError where an output of this name is not to be written."""
-    complaint = taken(path, ctx)
-    if complaint:
-        raise click.UsageError(complaint, ctx)
-
-
-def _remember_force(ctx: click.Context, _param: click.Parameter, given: bool) -> None:
-    ctx.meta[_FORCE] = given
-
-
-class Number(click.FloatRange):
-    """A number of a range; what is none (nan) is in no range."""
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        number = super().convert(value, param, ctx)
-        if math.isnan(number):
-            self.fail(f"{value} is no number", param, ctx)
-        return number
-
-
-FILE = NamedPath(path_type=Path)
-NEW_FILE = NewPath(path_type=Path)
-# Of every command with an output. It is read before the output's name is.
-FORCE = click.option(
-    "--force",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_remember_force,
-    help="Replace an output that exists.",
-)
-MODEL = click.argument(
-    "file", metavar="FILE", type=FILE, callback=lambda _ctx, _param, value: model_path(str(value))
-)
-TIERS = click.option(
-    "--tiers",
-    required=True,
-    metavar="LIST",
-    help="Precisions to store, best first, as q8_0,q4_k,q2_k.",
-)
-THREADS = click.option(
-    "--threads", type=AT_LEAST_1, metavar="N", help="Threads.  [default: the cores]"
-)
-LOW = click.option(
-    "--low", type=FILE, metavar="LOW", help="The same model in a lower precision, as a second GGUF."
-)
 
 
 @click.command()
 @MODEL
 @LOW
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@JSON
 @click.option(
     "--plot",
     "picture",
@@ -128,31 +53,31 @@ def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -
     """Show what a model file holds, and what fits which budget."""
     from gguf_tools.experts import ExpertModel
     from gguf_tools.inspect import describe, render
-    from orchestrator.cli import layer_plot
+    from orchestrator.cli import pictures
     from orchestrator.config import Config
     from orchestrator.engine.support import support_of
     from orchestrator.memory.footprint import scratch_bytes
 
     if picture is not None:
-        layer_plot.prepare(picture)
+        pictures.prepare(picture)
         interrupts.ends_with(picture)
     with ExpertModel.open(file, low) as model:
         facts = describe(model, scratch_bytes(model, Config.build(model=file)))
     found = support_of(file, facts["architecture"])
     facts["support"] = None if found is None else {"runs": found.runs, "reason": found.reason}
     if picture is not None:
-        layer_plot.draw(facts, picture)
+        pictures.draw_layers(facts, picture)
         note(str(picture))
-    click.echo(json.dumps(facts) if as_json else strip_controls(render(facts)))
+    say_result(facts, render(facts), as_json)
     if found is not None and not as_json:
-        click.echo(strip_controls(f"  {found.sentence}"))
+        say(f"  {found.sentence}")
 
 
 @click.command()
 @MODEL
 @LOW
 @THREADS
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@JSON
 @click.pass_context
 def verify(
     ctx: click.Context, file: Path, low: Path | None, threads: int | None, as_json: bool
@@ -172,14 +97,12 @@ def verify(
         click.echo(json.dumps(report.as_dict() | {"support": support}))
     elif report.problems:
         for problem in report.problems:
-            click.echo(strip_controls(problem.text))
+            say(problem.text)
     else:
         more = f" and {len(report.files) - 1} more" if len(report.files) > 1 else ""
-        click.echo(
-            strip_controls(
-                f"{report.files[0]}{more}: good: {report.n_tensors} tensors,"
-                f" {format_size(report.nbytes)}, experts in {', '.join(report.tiers)}"
-            )
+        say(
+            f"{report.files[0]}{more}: good: {report.n_tensors} tensors,"
+            f" {format_size(report.nbytes)}, experts in {', '.join(report.tiers)}"
         )
     if not as_json and not report.problems and report.unchecked:
         note(
@@ -204,7 +127,7 @@ def _support(file: Path) -> Support | None:
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@JSON
 def architectures(as_json: bool) -> None:
     """List the architectures whose experts can be managed, as GGUF files name them.
 
@@ -213,7 +136,7 @@ def architectures(as_json: bool) -> None:
     from orchestrator.native.llama import Bindings
 
     names = sorted(Bindings.load().library().managed_architectures())
-    click.echo(json.dumps({"managed": names}) if as_json else "\n".join(names))
+    say_result({"managed": names}, "\n".join(names), as_json)
 
 
 @click.command()
@@ -246,10 +169,10 @@ def pull(repo: str, include: tuple[str, ...], revision: str | None) -> None:
         note("Interrupted: what is here stays, and the same command goes on from there.")
         raise
     for path in paths:
-        click.echo(strip_controls(str(path)))
+        say(str(path))
     for file in found.files:
         if file.name in found.models:
-            click.echo(strip_controls(f"moe-edge chat -m {shlex.quote(str(file.path))}"))
+            say(f"moe-edge chat -m {shlex.quote(str(file.path))}")
     if not found.models:
         note("No GGUF among them: a checkpoint has to be converted before it can run, as by")
         target = f"{name or owner}.gguf"
@@ -257,66 +180,91 @@ def pull(repo: str, include: tuple[str, ...], revision: str | None) -> None:
         note(f"moe-edge convert --tiers q4_k,q2_k {shlex.quote(str(folder))} {shlex.quote(target)}")
 
 
-def print_report(report: PackReport) -> None:
-    """What was written on stdout, what is odd about it on stderr."""
-    tiers = ", ".join(
-        f"{name} {bpw:.2f} bits {format_size(nbytes)}" for name, bpw, nbytes in report.tiers
-    )
-    click.echo(strip_controls(f"{report.path}: {format_size(report.nbytes)}, experts in {tiers}"))
-    print_notes((*report.fallbacks, *report.warnings))
+@click.command("list")
+@JSON
+def list_models(as_json: bool) -> None:
+    """List the models that were pulled. Each name is one that -m understands."""
+    from gguf_tools.hub import pulled, short_name
+
+    models = pulled()
+    rows: list[dict[str, Any]] = [
+        {
+            "name": short_name(each, models),
+            "bytes": each.nbytes,
+            "used": time.strftime("%Y-%m-%d", time.localtime(each.used_s)),
+            "repo": each.repo,
+            "file": each.file or None,
+            "path": str(each.paths[0]),
+        }
+        for each in models
+    ]
+    if as_json:
+        click.echo(json.dumps({"models": rows}))
+        return
+    if not rows:
+        note("No model was pulled: `moe-edge pull OWNER/NAME` fetches one.")
+        return
+    shown = [
+        (
+            row["name"],
+            format_size(row["bytes"]),
+            row["used"],
+            row["repo"] if row["file"] else "a checkpoint, for convert",
+        )
+        for row in rows
+    ]
+    _print_table(("name", "size", "used", "from"), shown)
 
 
-def print_notes(sentences: Iterable[str]) -> None:
-    """What is odd about a result, on stderr."""
-    for sentence in sentences:
-        note(f"Note: {sentence}")
+@click.command("rm")
+@click.argument("names", metavar="NAME...", nargs=-1, required=True)
+def remove_models(names: tuple[str, ...]) -> None:
+    """Remove models that were pulled, by the names that `moe-edge list` shows."""
+    from gguf_tools.hub import find_pulled, remove
+
+    chosen = []
+    for name in names:
+        found = find_pulled(name, gguf=False)
+        if found is None:
+            raise ConfigError(f"{name}: no model of this name was pulled: `moe-edge list`")
+        chosen.append(found)
+    for found in dict.fromkeys(chosen):
+        say(f"{found.names[0]}: {format_size(remove(found))} freed")
 
 
-def names_of(text: str) -> list[str]:
-    """The names in a list that is written as q8_0,q4_k."""
-    return [name.strip().lower() for name in text.split(",") if name.strip()]
+@click.command("cache")
+@click.option(
+    "--clear",
+    multiple=True,
+    metavar="NAME",
+    help="Delete this folder of it, or all; may be repeated.",
+)
+@JSON
+def cache(clear: tuple[str, ...], as_json: bool) -> None:
+    """List what lies in the user cache, as models of benchmarks, or delete it.
+
+    All of it is made again when it is needed. Models that were pulled lie elsewhere: `moe-edge
+    list`."""
+    from orchestrator.cache.files import clear_cache, user_cache, user_folder
+
+    found = clear_cache(clear) if clear else user_cache()
+    if as_json:
+        rows = [
+            {"name": each.name, "path": str(each.path), "files": each.n_files, "bytes": each.nbytes}
+            for each in found
+        ]
+        click.echo(json.dumps({"cleared" if clear else "cache": rows}))
+        return
+    if clear:
+        freed = format_size(sum(each.nbytes for each in found))
+        say(f"{', '.join(each.name for each in found) or 'nothing'}: {freed} freed")
+        return
+    shown = [(each.name, format_size(each.nbytes), f"{each.n_files}", each.about) for each in found]
+    total = format_size(sum(each.nbytes for each in found))
+    note(f"{user_folder('cache')}: {total}")
+    if shown:
+        _print_table(("name", "size", "files", "what it is"), shown)
 
 
-def tier_names(text: str) -> list[str]:
-    """The names in a --tiers option; UsageError where there is none."""
-    names = names_of(text)
-    if not names:
-        raise click.UsageError("--tiers names no precision: write it as q8_0,q4_k,q2_k")
-    return names
-
-
-def model_path(text: str) -> Path:
-    """The path that an option names: hf:OWNER/NAME and hf:OWNER/NAME/FILE are fetched; where no
-    file has the name, a model that was pulled may (`moe-edge list`)."""
-    from gguf_tools.hub import PREFIX
-
-    if not text.startswith(PREFIX):
-        return _local(Path(text)) if os.path.lexists(text) else _pulled(text) or _local(Path(text))
-    from gguf_tools.hub import resolve
-
-    return resolve(text, note, lambda: progress_bar("Downloading"))
-
-
-def _pulled(name: str) -> Path | None:
-    """The model of that name that was pulled. Raises HubError where several have it."""
-    from gguf_tools.hub import find_pulled
-
-    found = find_pulled(name)
-    return None if found is None else found.paths[0]
-
-
-def _local(path: Path) -> Path:
-    """`path`, unless what it is says what was meant; all else is the reader's to refuse."""
-    if path.is_dir():
-        hint = "name a GGUF in it"
-        if (path / "config.json").is_file():
-            hint = "`moe-edge convert` makes one of a checkpoint"
-        raise GGUFError(f"{path}: a folder, not a GGUF: {hint}")
-    if path.parts and path.parts[0] in ("http:", "https:"):
-        raise GGUFError(f"{path}: no file; from the Hugging Face Hub it is hf:OWNER/NAME")
-    return path
-
-
-def note(text: str) -> None:
-    """A line on stderr."""
-    click.echo(strip_controls(text), err=True)
+def _print_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    say("\n".join(aligned([head, *rows])))

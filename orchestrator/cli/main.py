@@ -37,25 +37,23 @@ COMMANDS = {
     "architectures": Where(
         "files", "architectures", "List the architectures whose experts can be managed."
     ),
-    "list": Where("cache", "list_models", "List the models that were pulled."),
-    "rm": Where("cache", "remove_models", "Remove models that were pulled."),
-    "cache": Where("cache", "cache", "List or delete what lies in the user cache."),
+    "list": Where("files", "list_models", "List the models that were pulled."),
+    "rm": Where("files", "remove_models", "Remove models that were pulled."),
+    "cache": Where("files", "cache", "List or delete what lies in the user cache."),
     "pack": Where("pack", "pack", "Write a GGUF's experts in several precisions into one file."),
     "export": Where("pack", "export", "Write one precision of a packed file, for any llama.cpp."),
-    "convert": Where("convert", "convert", "Make a packed file of a checkpoint of transformers."),
+    "convert": Where("pack", "convert", "Make a packed file of a checkpoint of transformers."),
     "verify": Where("files", "verify", "Check every block of a model file, and its metadata."),
     "check": Where(
-        "check", "check", "Try a model: its bits, its memory and its speed, as one report."
+        "measure", "check", "Try a model: its bits, its memory and its speed, as one report."
     ),
-    "calibrate": Where(
-        "calibrate", "calibrate", "Measure what each expert loses in each precision."
-    ),
+    "calibrate": Where("measure", "calibrate", "Measure what each expert loses in each precision."),
     "doctor": Where(
         "doctor", "doctor", "Measure this machine, and say how a model would run on it."
     ),
     "plan": Where("plan", "plan", "Show what a model can be on this machine, by speed and loss."),
-    "bench": Where("bench", "bench", "Measure upstream and every policy on this machine."),
-    "eval": Where("eval", "evaluate", "Measure quality: perplexity, KL divergence, choices."),
+    "bench": Where("measure", "bench", "Measure upstream and every policy on this machine."),
+    "eval": Where("measure", "evaluate", "Measure quality: perplexity, KL divergence, choices."),
     "trace": Where("replay", "trace", "Record the routing of a run, for `moe-edge replay`."),
     "replay": Where("replay", "replay", "Play a trace with another policy, memory or disk."),
 }

@@ -1,8 +1,12 @@
-"""The options that several commands share, and what is made of them."""
+"""What several commands share: types of options, the options themselves, what is made of them, and
+how a result is printed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from orchestrator.chat.console import Console, progress_bar
-from orchestrator.cli.files import AT_LEAST_1, FILE, model_path, print_notes
+from gguf_tools import interrupts
+from orchestrator.chat.console import Console, progress_bar, strip_controls
 from orchestrator.config import Config
-from orchestrator.errors import MoeEdgeError, SettingError
+from orchestrator.errors import GGUFError, MoeEdgeError, SettingError
 from orchestrator.policy import owners, policy_settings
 from orchestrator.settings import Setting, flag_of, parse_size
 
@@ -21,6 +25,111 @@ if TYPE_CHECKING:
     from gguf_tools.quantize.methods import ExpertQuantizer
     from orchestrator.engine.engine import Engine
     from orchestrator.lab.calibrate.methods import Method
+    from orchestrator.lab.table import Table
+
+# Where a context keeps whether outputs may be replaced.
+_FORCE = "moe-edge.force"
+AT_LEAST_1 = click.IntRange(min=1)
+
+
+class NamedPath(click.Path):
+    """A path that names something: "" would be the current folder."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if value == "":
+            self.fail("the name is empty", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class NewPath(NamedPath):
+    """The name of an output. What has it already is replaced where FORCE was given, alone."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if value == "-":
+            self.fail("an output is a file, not stdout (./- is a file of that name)", param, ctx)
+        path = super().convert(value, param, ctx)
+        complaint = taken(path, ctx)
+        if complaint:
+            self.fail(complaint, param, ctx)
+        return path
+
+
+def taken(path: Path, ctx: click.Context) -> str | None:
+    """Why an output of this name is not to be written, or None. Nobody writes over a folder."""
+    from gguf_tools.file.unfinished import irregular
+
+    complaint = irregular(path)
+    if complaint:
+        return f"{path} {complaint}"
+    if ctx.meta.get(_FORCE) or not os.path.lexists(path) or path.is_dir():
+        return None
+    return f"{path} exists: choose another name, or replace it with --force"
+
+
+def refuse_taken(path: Path, ctx: click.Context) -> None:
+    """Raises UsageError where an output of this name is not to be written."""
+    complaint = taken(path, ctx)
+    if complaint:
+        raise click.UsageError(complaint, ctx)
+
+
+def check_output(path: Path) -> None:
+    """Before a long run: raises OSError where an output of this name cannot be written. An
+    interrupt that comes once it is there ends the program."""
+    from orchestrator.cache.files import check_target
+
+    check_target(path)
+    interrupts.ends_with(path)
+
+
+def check_study(study: str | None, out: Path | None, ctx: click.Context) -> None:
+    """Raises UsageError for --out without a study, and where its tables are not to be written."""
+    if out is None:
+        return
+    if study is None:
+        raise click.UsageError("--out is where a study writes: give --study NAME")
+    refuse_taken(out / f"{study}.md", ctx)
+    interrupts.ends_with(out / f"{study}.md")
+
+
+def _remember_force(ctx: click.Context, _param: click.Parameter, given: bool) -> None:
+    ctx.meta[_FORCE] = given
+
+
+class Number(click.FloatRange):
+    """A number of a range; what is none (nan) is in no range."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is no number", param, ctx)
+        return number
+
+
+FILE = NamedPath(path_type=Path)
+NEW_FILE = NewPath(path_type=Path)
+# Of every command with an output. It is read before the output's name is.
+FORCE = click.option(
+    "--force",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_remember_force,
+    help="Replace an output that exists.",
+)
+MODEL = click.argument(
+    "file", metavar="FILE", type=FILE, callback=lambda _ctx, _param, value: model_path(str(value))
+)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+THREADS = click.option(
+    "--threads", type=AT_LEAST_1, metavar="N", help="Threads.  [default: the cores]"
+)
+STUDY_OUT = click.option(
+    "--out", type=FILE, metavar="DIR", help="Where a study writes tables and plots."
+)
+LOW = click.option(
+    "--low", type=FILE, metavar="LOW", help="The same model in a lower precision, as a second GGUF."
+)
 
 DEMO = Path("models/demo/moe-edge-demo.gguf")
 
@@ -40,6 +149,24 @@ def read_by(parse: Callable[[str], Any]) -> Callable[..., Any]:
 
 
 size = read_by(parse_size)
+
+
+def disk_options(default: str, of_what: str = "") -> Callable[[F], F]:
+    """The disk of a virtual time. default: as the help names it."""
+    return together(
+        click.option(
+            "--bandwidth",
+            callback=size,
+            metavar="SIZE",
+            help=f"Reads in bytes a second, as 2GB{of_what}.  [default: {default}]",
+        ),
+        click.option(
+            "--latency-us",
+            type=click.IntRange(0, 10**7),
+            metavar="N",
+            help=f"Of such a read, in microseconds.  [default: {default}]",
+        ),
+    )
 
 
 def together(*options: Callable[[F], F]) -> Callable[[F], F]:
@@ -147,10 +274,8 @@ def make_config(options: dict[str, Any]) -> Config:
         chosen["model"] = demo_model()
     for name in {"model", "low"} & chosen.keys():
         chosen[name] = model_path(str(chosen[name]))
-    try:
+    with as_options():
         return Config.build(**chosen)
-    except SettingError as error:
-        raise bad_option(error) from error
 
 
 def chat_config(options: dict[str, Any]) -> Config:
@@ -159,9 +284,14 @@ def chat_config(options: dict[str, Any]) -> Config:
     return make_config({**options, "remember": True, "conversations": True})
 
 
-def bad_option(error: SettingError) -> click.BadParameter:
-    """The same about the option that asks for the setting."""
-    return click.BadParameter(error.complaint, param_hint=f"'{flag_of(error.name)}'")
+@contextmanager
+def as_options() -> Iterator[None]:
+    """Lets a SettingError name the option that asks for the setting."""
+    try:
+        yield
+    except SettingError as error:
+        hint = f"'{flag_of(error.name)}'"
+        raise click.BadParameter(error.complaint, param_hint=hint) from error
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:
@@ -218,11 +348,82 @@ def open_engine(config: Config, console: Console) -> Engine:
     profile = config.given("profile")
     if profile is not None and profile.parent.is_dir():  # else it is made
         check_target(profile)
-    try:
+    with console.bars():
         console.load_bar(0.0)  # a plan may be chosen first, for which this machine is measured
         engine = Engine.open(config, console.load_bar)
-    finally:
-        console.end_bar()
     if engine.note:
         console.note(engine.note)
     return engine
+
+
+def say(text: str) -> None:
+    """A line on stdout, or several."""
+    click.echo(strip_controls(text))
+
+
+def say_result(found: Any, text: str, as_json: bool) -> None:
+    """A result on stdout, as one JSON object or as text."""
+    click.echo(json.dumps(found) if as_json else strip_controls(text))
+
+
+def say_tables(study: str, tables: Iterable[Table], as_json: bool) -> None:
+    """The tables of a study on stdout."""
+    tables = list(tables)
+    found = {"study": study, "tables": [table.as_dict() for table in tables]}
+    say_result(found, "\n\n".join(table.markdown() for table in tables), as_json)
+
+
+def print_notes(sentences: Iterable[str]) -> None:
+    """What is odd about a result, on stderr."""
+    for sentence in sentences:
+        note(f"Note: {sentence}")
+
+
+def names_of(text: str) -> list[str]:
+    """The names in a list that is written as q8_0,q4_k."""
+    return [name.strip().lower() for name in text.split(",") if name.strip()]
+
+
+def tier_names(text: str) -> list[str]:
+    """The names in a --tiers option; UsageError where there is none."""
+    names = names_of(text)
+    if not names:
+        raise click.UsageError("--tiers names no precision: write it as q8_0,q4_k,q2_k")
+    return names
+
+
+def model_path(text: str) -> Path:
+    """The path that an option names: hf:OWNER/NAME and hf:OWNER/NAME/FILE are fetched; where no
+    file has the name, a model that was pulled may (`moe-edge list`)."""
+    from gguf_tools.hub import PREFIX
+
+    if not text.startswith(PREFIX):
+        return _local(Path(text)) if os.path.lexists(text) else _pulled(text) or _local(Path(text))
+    from gguf_tools.hub import resolve
+
+    return resolve(text, note, lambda: progress_bar("Downloading"))
+
+
+def _pulled(name: str) -> Path | None:
+    """The model of that name that was pulled. Raises HubError where several have it."""
+    from gguf_tools.hub import find_pulled
+
+    found = find_pulled(name)
+    return None if found is None else found.paths[0]
+
+
+def _local(path: Path) -> Path:
+    """`path`, unless what it is says what was meant; all else is the reader's to refuse."""
+    if path.is_dir():
+        hint = "name a GGUF in it"
+        if (path / "config.json").is_file():
+            hint = "`moe-edge convert` makes one of a checkpoint"
+        raise GGUFError(f"{path}: a folder, not a GGUF: {hint}")
+    if path.parts and path.parts[0] in ("http:", "https:"):
+        raise GGUFError(f"{path}: no file; from the Hugging Face Hub it is hf:OWNER/NAME")
+    return path
+
+
+def note(text: str) -> None:
+    """A line on stderr."""
+    click.echo(strip_controls(text), err=True)

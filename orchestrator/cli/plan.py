@@ -1,4 +1,4 @@
-"""The command line of the frontier: `moe-edge plan`."""
+"""The plans of a model on this machine, as a table: `moe-edge plan`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,50 @@ from typing import Any
 import click
 
 from gguf_tools import interrupts
+from gguf_tools.columns import aligned
+from gguf_tools.experts import ExpertModel
+from gguf_tools.units import format_size
 from orchestrator.chat.console import progress_bar, strip_controls
-from orchestrator.cli.files import FORCE, NEW_FILE
-from orchestrator.cli.options import chat_config, model_options
+from orchestrator.cli.options import FORCE, NEW_FILE, chat_config, model_options
+from orchestrator.cost.planner import Planner
+from orchestrator.cost.plans import PROMPT_TOKENS, Candidate, Frontier
+from orchestrator.cost.speeds import DISTURBED
+from orchestrator.errors import ConfigError
+
+_HEAD = ("", "plan", "tiers", "experts", "ms/token", "tok/s", "first prompt", "prompt", "KL, nats")
+
+
+def render(found: Frontier, best: str) -> str:
+    """The plans, the fastest first. best: the tier that KL is counted from."""
+    rows = [
+        (
+            "*" if each is found.taken else "+" if each.best else "",
+            each.label,
+            "/".join(each.tiers),
+            format_size(each.expert_bytes),
+            f"{1e3 * each.token_s:.1f}",
+            f"{1 / each.token_s:.1f}",
+            f"{each.first_prompt_s:.1f} s",
+            f"{each.prompt_s:.1f} s",
+            _kl(each),
+        )
+        for each in found.candidates
+    ]
+    return "\n".join(
+        [
+            *aligned([list(_HEAD), *map(list, rows)]),
+            f"Prompts have {PROMPT_TOKENS} tokens, and KL is the mean from {best}; 0 is lossless. "
+            f"+: no other plan is both faster and closer; *: taken.",
+            f"`chat` and `serve` take {found.why}",
+            *([DISTURBED] if found.disturbed else []),
+        ]
+    )
+
+
+def _kl(each: Candidate) -> str:
+    if each.kl is None:
+        return "?"
+    return "<= " * each.at_most + (f"{each.kl:.2g}" if each.kl else "0")
 
 
 @click.command()
@@ -32,14 +73,10 @@ def plan(as_json: bool, picture: Path | None, **options: Any) -> None:
     file's best precision where `moe-edge calibrate` has fitted it. With --max-loss, `chat` and
     `serve` take the fastest plan within it.
     """
-    from gguf_tools.experts import ExpertModel
-    from orchestrator.cli import layer_plot
-    from orchestrator.cli.frontier_text import draw, render
-    from orchestrator.cost.planner import Planner
-    from orchestrator.errors import ConfigError
+    from orchestrator.cli import pictures
 
     if picture is not None:
-        layer_plot.prepare(picture)
+        pictures.prepare(picture)
         interrupts.ends_with(picture)
     config = chat_config(options)
     if config.policy is not None:
@@ -50,10 +87,10 @@ def plan(as_json: bool, picture: Path | None, **options: Any) -> None:
         planner = Planner(config, model)
         with progress_bar("Measuring this machine") as measuring:
             measuring(None)
-            found, why_not = planner.frontier(config)
+            found = planner.frontier(config)
         best = model.tiers[0].name
     if picture is not None:
-        draw(found, strip_controls(config.model.name), picture)
+        pictures.draw_plans(found, strip_controls(config.model.name), picture)
     if as_json:
         told = {"candidates": [each.as_dict() for each in found.candidates]}
         taken = found.candidates.index(found.taken)
@@ -61,7 +98,7 @@ def plan(as_json: bool, picture: Path | None, **options: Any) -> None:
         click.echo(json.dumps({**told, "taken": taken, **more}))
         return
     click.echo(strip_controls(render(found, best)))
-    if why_not:
-        click.echo(strip_controls(f"KL is not known: {why_not}"), err=True)
+    if found.why_not:
+        click.echo(strip_controls(f"KL is not known: {found.why_not}"), err=True)
     if planner.note:
         click.echo(strip_controls(planner.note), err=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,35 +12,44 @@ import click
 from gguf_tools import interrupts
 from gguf_tools.units import format_size
 from orchestrator.allocation.placement import PlacementSettings
-from orchestrator.chat.console import Console, strip_controls
-from orchestrator.cli.files import AT_LEAST_1, FILE, FORCE, NEW_FILE, Number, refuse_taken
+from orchestrator.chat.console import Console
 from orchestrator.cli.options import (
-    bad_option,
+    AT_LEAST_1,
+    FILE,
+    FORCE,
+    JSON,
+    NEW_FILE,
+    STUDY_OUT,
+    Number,
+    as_options,
+    check_study,
+    disk_options,
     given,
     make_config,
     model_options,
     open_engine,
     option_of,
     policy_options,
+    say_result,
+    say_tables,
     size,
     together,
 )
 from orchestrator.config import check_policy
-from orchestrator.errors import SettingError
 from orchestrator.lab.registry import REPLAY_STUDIES, load_replay_study
-from orchestrator.lab.replay.near_data import (
-    Generated,
-    Machine,
+from orchestrator.lab.replay.near_data.machine import NearDataMachine
+from orchestrator.lab.replay.near_data.report import (
     NearData,
-    Workload,
+    NearDataWorkload,
     render_near_data,
     replay_near_data,
 )
+from orchestrator.lab.replay.near_data.routing import Generated
 from orchestrator.policy import DEFAULT, POLICIES, policy_settings
 from orchestrator.settings import flag_of
 
 # The records of a replay on near-data memory.
-NEAR_DATA = (Machine, Workload, Generated, PlacementSettings)
+NEAR_DATA = (NearDataMachine, NearDataWorkload, Generated, PlacementSettings)
 # Nobody records so many tokens of a text without saying how many.
 MOST_TOKENS = 1 << 17
 
@@ -131,18 +139,7 @@ def _near_options() -> list[Callable[..., Any]]:
 @click.option("--high-tier", metavar="TIER", help="As q4_k.  [default: as recorded]")
 @click.option("--low-tier", metavar="TIER", help="As q2_k, or skip.  [default: as recorded]")
 @together(*policy_options("as recorded", recorded=True))
-@click.option(
-    "--bandwidth",
-    callback=size,
-    metavar="SIZE",
-    help="Reads in bytes a second, as 2GB.  [default: measured when recorded]",
-)
-@click.option(
-    "--latency-us",
-    type=click.IntRange(0, 10**7),
-    metavar="N",
-    help="Of a read, in microseconds.  [default: measured when recorded]",
-)
+@disk_options("measured when recorded")
 @click.option(
     "--io-threads",
     type=click.IntRange(1, 64),
@@ -183,7 +180,7 @@ def _near_options() -> list[Callable[..., Any]]:
     metavar="NAME",
     help=f"A figure of the papers, from this trace: {', '.join(REPLAY_STUDIES)}.",
 )
-@click.option("--out", type=FILE, metavar="DIR", help="Where a study writes tables and plots.")
+@STUDY_OUT
 @FORCE
 @click.option(
     "--near-data",
@@ -192,7 +189,7 @@ def _near_options() -> list[Callable[..., Any]]:
     "model's shape; without FILE, with generated routing.",
 )
 @together(*_near_options())
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@JSON
 @click.pass_context
 def replay(
     ctx: click.Context,
@@ -233,26 +230,16 @@ def replay(
         for name, declared in policy_settings().items()
         if name in chosen and declared.recorded
     }
-    try:
+    with as_options():
         check_policy(chosen.get("policy"))
         asked = ReplayOptions(**chosen, settings=settings)
-    except SettingError as error:
-        raise bad_option(error) from error
-    recorded = read_trace(file)
-    if study is not None:
-        if out is not None:
-            refuse_taken(out / f"{study}.md", ctx)
-            interrupts.ends_with(out / f"{study}.md")
-        library = Bindings.load().library()
-        tables = load_replay_study(study).publish(library, recorded, asked, out)
-        found = {"study": study, "tables": [table.as_dict() for table in tables]}
-        text = "\n\n".join(table.markdown() for table in tables)
-        click.echo(json.dumps(found) if as_json else strip_controls(text))
-        return
-    if out is not None:
-        raise click.UsageError("--out is where a study writes: give --study NAME")
-    result = run(Bindings.load().library(), recorded, asked)
-    click.echo(json.dumps(result) if as_json else strip_controls(render(result)))
+    check_study(study, out, ctx)
+    recorded, library = read_trace(file), Bindings.load().library()
+    if study is None:
+        result = run(library, recorded, asked)
+        say_result(result, render(result), as_json)
+    else:
+        say_tables(study, load_replay_study(study).publish(library, recorded, asked, out), as_json)
 
 
 def _replay_near_data(file: Path | None, chosen: dict[str, Any], as_json: bool) -> None:
@@ -269,15 +256,12 @@ def _replay_near_data(file: Path | None, chosen: dict[str, Any], as_json: bool) 
         raise click.UsageError(
             f"{flag_of(min(odd))} is for generated routing: leave it or the trace out"
         )
-    try:
+    with as_options():
         asked = NearData(
-            Machine.of(chosen),
-            Workload.of(chosen),
+            NearDataMachine.of(chosen),
+            NearDataWorkload.of(chosen),
             Generated.of(chosen),
             PlacementSettings.of(chosen),
         )
-    except SettingError as error:
-        raise bad_option(error) from error
-    trace = None if file is None else read_trace(file)
-    result = replay_near_data(asked, trace)
-    click.echo(json.dumps(result) if as_json else strip_controls(render_near_data(result)))
+    result = replay_near_data(asked, None if file is None else read_trace(file))
+    say_result(result, render_near_data(result), as_json)

@@ -10,14 +10,14 @@ import click
 
 from orchestrator.chat.console import Console
 from orchestrator.cli.options import (
-    bad_option,
+    as_options,
     make_config,
     model_options,
     option_of,
     together,
 )
 from orchestrator.config import Config
-from orchestrator.errors import MoeEdgeError, SettingError
+from orchestrator.errors import MoeEdgeError
 from orchestrator.serve.settings import ServeSettings
 
 _OPTIONS = ServeSettings.declared()
@@ -46,10 +46,8 @@ def serve(**options: Any) -> None:
 
     console = Console()
     own = {name: options.pop(name) for name in _OPTIONS}
-    try:
+    with as_options():
         settings = ServeSettings.of(own)
-    except SettingError as error:
-        raise bad_option(error) from error
     config = make_config({**options, "remember": True})
     if not Running(config, settings, console.note, console.load_bar).run():
         sys.stderr.flush()

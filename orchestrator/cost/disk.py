@@ -1,7 +1,10 @@
-"""How fast this disk delivers experts: it is read as the store reads what a token misses."""
+"""How fast this disk delivers a model's experts: it is read as the store reads what a token misses,
+at some moments, and what was found is kept."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import mmap
 import os
 import random
@@ -11,14 +14,19 @@ from contextlib import contextmanager, suppress
 from itertools import accumulate, cycle
 from pathlib import Path
 from threading import Lock
-from time import perf_counter, process_time, sleep
+from time import perf_counter, process_time, sleep, time
 from typing import NamedTuple
 
 from gguf_tools import interrupts
 from gguf_tools.experts import ExpertModel
 from gguf_tools.experts.slices import Slice
 from gguf_tools.file.layout import COMPUTE_ORDER, IO_BLOCK_BYTES, pad
+from gguf_tools.process import default_threads, usable_cores
 from gguf_tools.workers import in_order, workers
+from orchestrator.cache.files import user_folder
+from orchestrator.cache.profile import identity
+from orchestrator.config import Config
+from orchestrator.cost.speeds import MOST_MOMENTS, Timings
 
 # As the store reads: MOE_EDGE_PART_BYTES of patches/native/moe-edge-reads.h.
 PART_BYTES = 512 * 2**10
@@ -30,17 +38,40 @@ _ROUNDS = 3
 # Experts that are read alone, so long one behind the other as a token computes between two layers.
 _ALONE, _PAUSE_S, _ALONE_S = 16, 0.002, 0.25
 
+_FORMAT = "moe-edge disk 1"
+_MIB = 1 << 20
+# A timing of nothing is none.
+_LEAST_S = 1e-9
+
 
 class Bandwidth(NamedTuple):
-    """bytes_per_s of `direct` (O_DIRECT) or buffered reads of slice_bytes on average, which are
-    parts of experts where these are large. core_s_per_byte: what it took of a core. latency_s: how
-    much longer than at that speed an expert takes that is read alone."""
+    """A disk: bytes_per_s of `direct` (O_DIRECT) or buffered reads of slice_bytes on average, which
+    are parts of experts where these are large. core_s_per_byte: what reading takes of a core on
+    which a thread computes meanwhile; the others wait for that one at the next barrier. latency_s:
+    how much longer than at that speed an expert takes that is read alone."""
 
     bytes_per_s: float
-    direct: bool
-    slice_bytes: int
+    direct: bool = True
+    slice_bytes: int = 0
     core_s_per_byte: float = 0.0
     latency_s: float = 1e-4
+
+    def beside(self, config: Config) -> Bandwidth:
+        """As it is beside the threads that compute: where these leave a core to itself, reading
+        takes nothing from them."""
+        shares_cores = (config.threads or default_threads()) >= usable_cores()
+        return self._replace(core_s_per_byte=self.core_s_per_byte if shares_cores else 0.0)
+
+    def seconds(self, n_bytes: float) -> float:
+        """Of so many bytes that are asked for together; 0 for none."""
+        return n_bytes / self.bytes_per_s + self.latency_s if n_bytes > 0 else 0.0
+
+    def disturbs_s(self, n_bytes: float, waited_s: float) -> float:
+        """By how much reading so many bytes delays what is computed beside it. While threads wait
+        for a read, which they do for waited_s, it takes nothing from them."""
+        seconds = self.seconds(n_bytes)
+        beside = max(0.0, 1.0 - waited_s / seconds) if seconds else 0.0
+        return beside * n_bytes * self.core_s_per_byte
 
 
 class _Read(NamedTuple):
@@ -191,3 +222,35 @@ def bytes_per_s(
     with workers(threads) as pool:
         total = sum(in_order(pool, lambda index: work(index, clock()), range(threads)))
     return total / (perf_counter() - start)
+
+
+def device_of(path: Path) -> int:
+    """The device that a file lies on: another one may be mounted at the same place."""
+    return path.stat().st_dev
+
+
+def kept_bandwidth(
+    model: ExpertModel, config: Config, measured: Bandwidth | None = None
+) -> Bandwidth:
+    """The disk beside the threads that compute, as it stands in the user cache for this file at
+    this place: the best of MOST_MOMENTS, since other reads make a disk slower. Nothing tells
+    whether a disk was quiet, so that two moments which agree may both have been disturbed, and all
+    of them are measured. Each takes a second or two where it is due, unless it was `measured` just
+    now. Raises OSError."""
+    place = [str(model.path.resolve()), device_of(model.path), identity(model)]
+    name = hashlib.sha256(json.dumps([*place, config.io_threads]).encode()).hexdigest()[:24]
+    path = user_folder("cache") / "speed" / f"disk-{name}.json"
+    timings = Timings.load(path, _FORMAT, time())
+    keys = ("read", "core", "latency")
+    if measured is not None or any(timings.is_due(each, MOST_MOMENTS) for each in keys):
+        disk = measured or read_bandwidth(model, threads=config.io_threads)
+        for each, seconds in (
+            ("read", _MIB / disk.bytes_per_s),
+            ("core", _MIB * disk.core_s_per_byte),
+            ("latency", disk.latency_s),
+        ):
+            timings.add(each, max(_LEAST_S, seconds), quiet=True)
+        timings.save(path, _FORMAT)
+    read, core, latency = (timings.least(each) or _LEAST_S for each in keys)
+    found = Bandwidth(_MIB / read, core_s_per_byte=core / _MIB, latency_s=latency)
+    return found.beside(config)

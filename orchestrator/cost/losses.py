@@ -1,4 +1,6 @@
-"""The loss table: what each expert's output loses in each precision, kept beside the model.
+"""What experts lose in lower precisions, and what a plan is foreseen to lose of an answer, in nats.
+
+The loss table says what each expert's output loses in each precision, and is kept beside the model:
 
 ``FILE.calib.json`` and not the model's metadata, since a longer header moves every tensor: a
 20 GB file would have to be written again. JSON, in UTF-8:
@@ -33,12 +35,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from orchestrator.allocation.estimate import KlEstimate, not_fitted
+from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.cache.files import read_object, write_whole
 from orchestrator.cache.profile import identity
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
-from orchestrator.events import SKIP_TIER
+from orchestrator.events import SKIP, SKIP_TIER
+from orchestrator.memory.plan import MemoryPlan
+from orchestrator.policy import ALLOWED_LOSS
+from orchestrator.policy.base import SpendsLoss
 
 _FORMAT = "moe-edge loss table"
 _VERSION = 1
@@ -48,7 +53,7 @@ _LARGEST = 1e30
 SUFFIX = ".calib.json"
 
 
-class Candidate(NamedTuple):
+class TablePrecision(NamedTuple):
     """A precision: bits per weight over all its matrices, and whether it is a tier of the
     file."""
 
@@ -82,7 +87,7 @@ class LossTable:
     model's answers.
     """
 
-    candidates: list[Candidate]
+    candidates: list[TablePrecision]
     loss: np.ndarray
     power: np.ndarray
     counts: np.ndarray
@@ -232,7 +237,7 @@ def load(path: Path, model: ExpertModel | None) -> LossTable:
         )
     try:
         candidates = [
-            Candidate(str(each["name"]), float(each["bits"]), bool(each["stored"]))
+            TablePrecision(str(each["name"]), float(each["bits"]), bool(each["stored"]))
             for each in data["candidates"]
         ]
         table = LossTable(
@@ -309,9 +314,76 @@ def _damaged(path: Path) -> ConfigError:
     return ConfigError(f"{path}: this is no loss table, or a damaged one: make it again")
 
 
-class LossKeeper:
-    """What an engine knows of its model's losses: the table that the setting losses names, else the
-    one beside the model.
+def not_fitted(model: str, reason: str) -> ConfigError:
+    """What to say where the KL cannot be foreseen."""
+    return ConfigError(
+        f"{reason}, so that nobody knows what lower precisions cost: run "
+        f"`moe-edge calibrate {model} --calib TEXT` first"
+    )
+
+
+class Skips(NamedTuple):
+    """What a policy may skip. nats: float64 [n_layers, n_expert], what skipping a use of each
+    expert costs in the mean; allowed: nats a token."""
+
+    nats: np.ndarray
+    allowed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """kl: mean KL from the tier `base`, the best of the file, in nats a token; an upper estimate
+    where at_most; None where no table knows it."""
+
+    kl: float | None
+    at_most: bool
+    base: str
+
+    @property
+    def text(self) -> str:
+        """For the line that says what runs; empty where nothing is lost."""
+        if self.kl is None:
+            return f", what it loses from {self.base} no table knows (`moe-edge calibrate`)"
+        if not self.kl:
+            return ""
+        most = "at most " * self.at_most
+        return f", foreseen to lose {most}{self.kl:.2g} nats a token from {self.base}"
+
+
+def foreseen(
+    plan: MemoryPlan, uses: np.ndarray, estimate: KlEstimate | None, base: str
+) -> Foreseen:
+    """What a plan loses, where tokens use each expert so often, [n_layers, n_expert]. estimate:
+    what all tiers of the file cost, best first; None where nobody knows.
+
+    Which experts are lowered is decided by gates where the policy is asked while it decodes: those
+    with the least, so that the mean gate of their share says too much. A policy that is told what
+    it may lose spends all of it.
+    """
+    policy = plan.policy
+    if policy is not None and policy.wants.all_resident:
+        tiers = np.array(plan.tiers, np.uint8)[plan.started()]
+        if not tiers.any():
+            return Foreseen(0.0, False, base)
+        return Foreseen(None if estimate is None else estimate.of_uses(uses, tiers), False, base)
+    shares = [1.0]
+    if policy is not None:  # as if all experts were used alike
+        shares = policy.asked_mix(np.ones(uses.shape)).mean(axis=(0, 1)).tolist()
+    asked = [*zip(plan.tiers, shares, strict=True), (SKIP, 1.0 - sum(shares))]
+    lost = [(tier, share) for tier, share in asked if tier and share > 1e-9]
+    kl = getattr(policy.settings, ALLOWED_LOSS) if isinstance(policy, SpendsLoss) else 0.0
+    if not lost:
+        return Foreseen(kl, False, base)
+    if estimate is None:
+        return Foreseen(None, False, base)
+    for tier, share in lost:
+        kl += share * estimate.of_uses(uses, np.full(uses.shape, tier, np.uint8))
+    return Foreseen(kl, lost[0][1] < 1.0 - 1e-9, base)
+
+
+class LossModel:
+    """What is known of one model's losses: by the table that the setting losses names, else the one
+    beside the model.
 
     note: why there is none, or None.
     """
@@ -358,6 +430,28 @@ class LossKeeper:
         else:
             what = f"the loss table lacks one of {', '.join(tiers)}"
         raise not_fitted(self._model.path.name, what)
+
+    @cached_property
+    def of_file(self) -> tuple[KlEstimate | None, str]:
+        """What all tiers of the file cost, best first, and what to say where nobody knows."""
+        try:
+            return self.needed([tier.name for tier in self._model.tiers]), ""
+        except ConfigError as error:
+            return None, str(error)
+
+    def foreseen(self, plan: MemoryPlan, uses: np.ndarray) -> Foreseen:
+        """What a plan loses, with its policy's settings as they are now, where tokens use each
+        expert so often, [n_layers, n_expert]."""
+        return foreseen(plan, uses, self.of_file[0], self._model.tiers[0].name)
+
+    def skips(self, plan: MemoryPlan) -> Skips | None:
+        """What a plan's policy may skip, None where it does not decide by losses. Raises what
+        `needed` does."""
+        if not isinstance(plan.policy, SpendsLoss):
+            return None
+        estimate = self.needed(plan.tier_names)
+        allowed = getattr(plan.policy.settings, ALLOWED_LOSS)
+        return Skips(estimate.nats[..., -1] * estimate.gates, allowed)
 
     @property
     def _path(self) -> Path:

@@ -14,6 +14,7 @@ import numpy as np
 from gguf_tools.file.layout import GGMLType, row_bytes
 from gguf_tools.process import Disturbance
 from orchestrator.errors import NativeError
+from orchestrator.memory.machine import InitParams
 
 # Weights of one timing, together: more than the caches of a processor hold.
 POOL_BYTES = 96 * 2**20
@@ -74,16 +75,6 @@ class Attention(NamedTuple):
     cells: int
 
 
-class _InitParams(ctypes.Structure):
-    """struct ggml_init_params."""
-
-    _fields_ = [
-        ("mem_size", ctypes.c_size_t),
-        ("mem_buffer", ctypes.c_void_p),
-        ("no_alloc", ctypes.c_bool),
-    ]
-
-
 _P, _I, _L, _F, _S = (
     ctypes.c_void_p,
     ctypes.c_int,
@@ -92,7 +83,7 @@ _P, _I, _L, _F, _S = (
     ctypes.c_size_t,
 )
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
-    "ggml_init": (_P, [_InitParams]),
+    "ggml_init": (_P, [InitParams]),
     "ggml_free": (None, [_P]),
     "ggml_new_tensor_2d": (_P, [_P, _I, _L, _L]),
     "ggml_new_tensor_3d": (_P, [_P, _I, _L, _L, _L]),
@@ -234,7 +225,7 @@ class Timer:
         return found
 
     def _context(self, stack: ExitStack) -> int:
-        context: int = self.init(_InitParams(_CONTEXT_BYTES, None, True))
+        context: int = self.init(InitParams(_CONTEXT_BYTES, None, True))
         stack.callback(self.free, context)
         return context
 

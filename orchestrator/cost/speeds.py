@@ -1,4 +1,11 @@
-"""How fast this machine computes a model, measured and kept: what predictions are made of."""
+"""How fast this machine computes a model, measured at several moments and kept: what predictions
+of time are made of.
+
+Other work makes a product slower, and nothing makes it faster. So the least of its timings stands.
+One moment cannot tell whether it was disturbed. So a product is timed again at another one, until
+two timings of a quiet machine agree. A machine that got slower is believed when the timings from
+before are old.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +13,13 @@ import hashlib
 import json
 import math
 import statistics
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from time import time
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,20 +27,34 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import layer_of, parse_expert_name
 from gguf_tools.file.parse import TensorInfo
 from gguf_tools.process import Disturbance, processor_name, usable_cores
-from orchestrator.cache.files import user_folder
-from orchestrator.cost.predict import ROWS, Costs
+from orchestrator.cache.files import read_object, user_folder, write_whole
 from orchestrator.cost.products import POOL_BYTES, QUIET_SHARE, Attention, Product, Small, Timer
-from orchestrator.cost.timings import Timings
 from orchestrator.memory.footprint import vocabulary_size
 from orchestrator.native.llama import Bindings
 
+DISTURBED = (
+    "Other programs kept the processor busy while its speed was measured, so that predictions may "
+    "be too slow. What is run next measures again."
+)
+# Timings agree when they are so close to the least one.
+AGREE = 1.2
+# What is timed again sooner is the same moment.
+APART_S = 600.0
+# So many moments are kept, and after as many quiet ones nothing is timed until timings of that age
+# are dropped.
+MOST_MOMENTS = 6
+OLD_S = 30 * 86400.0
+
+# Rows of activations for which costs are known; between them they grow evenly, and beyond the last
+# one with the rows.
+ROWS = (1, 4, 16, 64, 256)
 # In which layout experts are computed: as in the file; in slots in the CPU's own layout; as
 # upstream repacks them, where it multiplies them row by row.
 FILE, OWN, UPSTREAM = "file", "cpu", "upstream"
 
 # The second form: timings are what half of the runs took, with keys and values that no cache holds.
 _FORMAT = "moe-edge speed 2"
-_LARGEST_BYTES = 16 << 20
+_LARGEST_BYTES = 1 << 20
 # A timing during which threads waited for a core is tried again: so often, and all together.
 _TRIES, _REPEATS = 3, 30
 # So often what a token of an answer takes is timed in turns: this machine's speed changes within
@@ -51,6 +76,121 @@ _CHOICE_NODES = 2
 # The matrix that stands for all dense ones of a type.
 _DENSE_ROWS = 4096
 _CELLS = 512
+
+
+class Timing(NamedTuple):
+    """seconds: of the product. at: when, in seconds of the system's clock. quiet: hardly anything
+    else ran."""
+
+    seconds: float
+    at: float
+    quiet: bool
+
+
+class Timings:
+    """The timings of each product, by its key, as they are `now`."""
+
+    def __init__(self, now: float, of: Mapping[str, Iterable[Timing]] | None = None) -> None:
+        """of: what was kept. What is old, or of a time to come, is dropped."""
+        self._now = now
+        self._of: dict[str, list[Timing]] = {}
+        for key, kept in (of or {}).items():
+            young = [each for each in kept if 0 <= now - each.at < OLD_S]
+            if young:
+                self._of[key] = sorted(young, key=lambda each: each.at)
+
+    @classmethod
+    def read(cls, data: Any, now: float) -> Timings:
+        """Of what as_dict() wrote; nothing where that is damaged."""
+        try:
+            return cls(now, {key: [_read(*each) for each in kept] for key, kept in data.items()})
+        except (AttributeError, TypeError, ValueError):
+            return cls(now)
+
+    @classmethod
+    def load(cls, path: Path, form: str, now: float) -> Timings:
+        """Of what save() kept in this form; nothing where that is not to be had."""
+        with suppress(OSError):
+            data = read_object(path, _LARGEST_BYTES)
+            if data and data.get("format") == form:
+                return cls.read(data.get("timings"), now)
+        return cls(now)
+
+    def save(self, path: Path, form: str) -> None:
+        """Keeps them in a file, where it can be written."""
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps({"format": form, "timings": self.as_dict()}))
+
+    def as_dict(self) -> dict[str, list[Timing]]:
+        """For a file."""
+        return self._of
+
+    def least(self, key: str) -> float | None:
+        """The seconds that stand for a product, None where it was never timed."""
+        kept = self._of.get(key)
+        return min(each.seconds for each in kept) if kept else None
+
+    def is_due(self, key: str, alike: int = 2) -> bool:
+        """Whether to time it now: there is nothing of a quiet machine, or not so many timings that
+        agree, and then the last timing is some time ago."""
+        kept = self._of.get(key, [])
+        another = not kept or self._now - kept[-1].at >= APART_S
+        quiet = sum(each.quiet for each in kept)
+        if not quiet:
+            return another or len(kept) < MOST_MOMENTS
+        least = min(each.seconds for each in kept)
+        agreeing = sum(each.quiet and each.seconds <= AGREE * least for each in kept)
+        return another and agreeing < alike and quiet < MOST_MOMENTS
+
+    def was_quiet(self, key: str) -> bool:
+        """Whether any of its timings is of a quiet machine."""
+        return any(each.quiet for each in self._of.get(key, ()))
+
+    def add(self, key: str, seconds: float, quiet: bool) -> None:
+        """A timing of now. Of two of the same moment the lesser one stays."""
+        kept = self._of.setdefault(key, [])
+        if kept and self._now - kept[-1].at < APART_S:
+            last = kept.pop()
+            kept.append(min(last, last._replace(seconds=seconds, quiet=quiet)))
+        else:
+            kept.append(Timing(seconds, self._now, quiet))
+        if len(kept) > MOST_MOMENTS:
+            # The present one stays, which says when it was timed last.
+            kept.remove(max(kept[:-1], key=lambda each: (not each.quiet, each.seconds)))
+
+
+def _read(seconds: object, at: object, quiet: object) -> Timing:
+    """Raises ValueError for what is no timing."""
+    times = isinstance(seconds, float) and isinstance(at, float) and isinstance(quiet, bool)
+    if not (times and 0.0 < seconds < 1e6):  # type: ignore[operator]
+        raise ValueError
+    return Timing(seconds, at, quiet)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds that the parts of a model take on one machine, for each number of ROWS.
+
+    expert_s: float64 [n_layers, n_tiers, len(ROWS)], one expert with so many rows; expert_bytes:
+    int64 [n_layers, n_tiers], what reading it moves. dense_s: float64 [len(ROWS)], all other
+    weights and the small operations with so many tokens, but for output_s, the product with the
+    vocabulary for one token. attention_s: all layers, for one token and one cell of the cache,
+    alone and among many tokens. step_s: what a step takes besides: its batch, the choice of a
+    token, the text. asked_s: what a policy takes that is asked about a layer.
+    """
+
+    expert_s: np.ndarray
+    expert_bytes: np.ndarray
+    dense_s: np.ndarray
+    output_s: float
+    attention_s: tuple[float, float]
+    step_s: float = 0.0
+    asked_s: float = 0.0
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.expert_s)
 
 
 class Speeds:
@@ -139,6 +279,97 @@ class Speeds:
         before = set() if self._fresh else set(filter(self._kept.was_quiet, self._used))
         return not self._used.keys() <= now | before
 
+    def costs(self, model: ExpertModel, tiers: tuple[int, ...], layout: str) -> Costs:
+        """What the parts of a model take here, with its experts in these tiers of the file and in
+        one layout: FILE, OWN or UPSTREAM. Measures what is not known yet, for some seconds. Raises
+        NativeError."""
+        found = self._costs(model, tiers, layout)
+        return self._costs(model, tiers, layout) if self.again() else found
+
+    def _costs(self, model: ExpertModel, tiers: tuple[int, ...], layout: str) -> Costs:
+        """As costs, with each thing timed once."""
+        interleaves = self._bindings.library().interleaves
+
+        def product(info: Product) -> float:
+            """Of an expert in its layout. All are timed in the memory of slots: on upstream's path
+            small pages cost about what the tables of slots cost here, and neither is counted, so
+            that the two paths compare."""
+            kind, n_in, n_out, rows = info[:4]
+            plain = info._replace(routed=True, in_slots=True)
+            if layout == FILE or not interleaves(kind, n_in, n_out):
+                return self.seconds(plain)
+            one_by_one = plain._replace(repacked=True)
+            if layout == UPSTREAM or rows < _GEMM_LEAST:
+                return self.seconds(one_by_one)
+            together = self.seconds(one_by_one._replace(routed=False))
+            return min(together, self.seconds(plain)) if rows >= _TILES_FROM else together
+
+        expert_s = np.zeros((model.n_layers, len(tiers), len(ROWS)))
+        expert_bytes = np.zeros((model.n_layers, len(tiers)), np.int64)
+        for layer, (shapes, slices) in enumerate(zip(model.shapes, model.slices, strict=True)):
+            for shape, by_tier in zip(shapes, slices, strict=True):
+                for at, tier in enumerate(tiers):
+                    piece = by_tier[tier]
+                    if shape is None or piece is None:
+                        continue
+                    expert_bytes[layer, at] += piece.expert_bytes
+                    expert_s[layer, at] += [product(Product(piece.type, *shape, n)) for n in ROWS]
+        dense_s, output_s = self._dense_seconds(model, layout)
+        step_s, asked_s = self._besides_seconds(model)
+        attention_s = self._attention_seconds(model)
+        return Costs(expert_s, expert_bytes, dense_s, output_s, attention_s, step_s, asked_s)
+
+    def _dense_seconds(self, model: ExpertModel, layout: str) -> tuple[np.ndarray, float]:
+        """(dense_s, output_s) of Costs: by the bytes of each type, from one matrix of it. Dense
+        weights are repacked where experts are not as in the file."""
+        interleaves = self._bindings.library().interleaves
+        tensors = _dense_matrices(model)
+        output = tensors.pop("output.weight", None) or tensors.pop("token_embd.weight", None)
+        tensors.pop("token_embd.weight", None)
+        largest: dict[int, TensorInfo] = {}
+        for info in (*tensors.values(), *([output] if output else ())):
+            known = largest.get(info.type)
+            largest[info.type] = info if known is None or info.nbytes > known.nbytes else known
+
+        def seconds(info: TensorInfo, rows: int) -> float:
+            n_in, n_out = largest[info.type].shape[:2]
+            stands = Product(info.type, n_in, min(n_out, _DENSE_ROWS), rows)
+            scale = info.nbytes / stands.nbytes
+            if layout == FILE or not interleaves(info.type, n_in, n_out):
+                return self.seconds(stands) * scale
+            found = self.seconds(stands._replace(repacked=True))
+            if layout == OWN and rows >= _TILES_FROM:
+                # Tiles of plain rows are what an expert has that each token was routed to.
+                found = min(found, self.seconds(stands._replace(routed=True)))
+            return found * scale
+
+        nodes = len(model.hparams.n_head) * _NODES + model.n_layers * model.n_expert_used
+        width = model.hparams.embedding_length
+        small = np.array([self.seconds(Small(width, n)) for n in ROWS])
+        dense = [sum(seconds(info, n) for info in tensors.values()) for n in ROWS]
+        return np.array(dense) + nodes * small, seconds(output, 1) if output else 0.0
+
+    def _besides_seconds(self, model: ExpertModel) -> tuple[float, float]:
+        """(step_s, asked_s) of Costs."""
+        small = self.seconds(Small(model.hparams.embedding_length, 1))
+        choice = self.seconds(Small(max(1, vocabulary_size(model)), 1))
+        return _STEP_NODES * small + _CHOICE_NODES * choice, _ASKED_NODES * small
+
+    def _attention_seconds(self, model: ExpertModel) -> tuple[float, float]:
+        """attention_s of Costs."""
+        hparams = model.hparams
+        found = []
+        for rows in (1, 64):
+            total = 0.0
+            for n_head, n_head_kv in zip(hparams.n_head, hparams.n_head_kv, strict=True):
+                if not (n_head and n_head_kv and hparams.key_length and hparams.value_length):
+                    continue
+                lengths = hparams.key_length, hparams.value_length
+                what = Attention(n_head, n_head_kv, *lengths, rows, _CELLS)
+                total += self.seconds(what) / (rows * _CELLS)
+            found.append(total)
+        return found[0], found[1]
+
     def close(self) -> None:
         """Keeps what was measured, where the user cache can be written."""
         if self._timer is not None:
@@ -166,85 +397,6 @@ def _middle(rounds: list[tuple[float, bool]]) -> tuple[float, bool]:
     return min(seconds for seconds, _ in rounds), False
 
 
-def model_costs(
-    speeds: Speeds, bindings: Bindings, model: ExpertModel, tiers: tuple[int, ...], layout: str
-) -> Costs:
-    """What the parts of a model take here, with its experts in these tiers of the file and in one
-    layout: FILE, OWN or UPSTREAM. Measures what is not known yet, for some seconds. Raises
-    NativeError."""
-    found = _costs(speeds, bindings, model, tiers, layout)
-    return _costs(speeds, bindings, model, tiers, layout) if speeds.again() else found
-
-
-def _costs(
-    speeds: Speeds, bindings: Bindings, model: ExpertModel, tiers: tuple[int, ...], layout: str
-) -> Costs:
-    """As model_costs, with each thing timed once."""
-    interleaves = bindings.library().interleaves
-
-    def product(info: Product) -> float:
-        """Of an expert in its layout. All are timed in the memory of slots: on upstream's path
-        small pages cost about what the tables of slots cost here, and neither is counted, so that
-        the two paths compare."""
-        kind, n_in, n_out, rows = info[:4]
-        plain = info._replace(routed=True, in_slots=True)
-        if layout == FILE or not interleaves(kind, n_in, n_out):
-            return speeds.seconds(plain)
-        one_by_one = plain._replace(repacked=True)
-        if layout == UPSTREAM or rows < _GEMM_LEAST:
-            return speeds.seconds(one_by_one)
-        together = speeds.seconds(one_by_one._replace(routed=False))
-        return min(together, speeds.seconds(plain)) if rows >= _TILES_FROM else together
-
-    expert_s = np.zeros((model.n_layers, len(tiers), len(ROWS)))
-    expert_bytes = np.zeros((model.n_layers, len(tiers)), np.int64)
-    for layer, (shapes, slices) in enumerate(zip(model.shapes, model.slices, strict=True)):
-        for shape, by_tier in zip(shapes, slices, strict=True):
-            for at, tier in enumerate(tiers):
-                piece = by_tier[tier]
-                if shape is None or piece is None:
-                    continue
-                expert_bytes[layer, at] += piece.expert_bytes
-                expert_s[layer, at] += [product(Product(piece.type, *shape, n)) for n in ROWS]
-    dense_s, output_s = _dense_seconds(speeds, bindings, model, layout)
-    step_s, asked_s = _besides_seconds(speeds, model)
-    attention_s = _attention_seconds(speeds, model)
-    return Costs(expert_s, expert_bytes, dense_s, output_s, attention_s, step_s, asked_s)
-
-
-def _dense_seconds(
-    speeds: Speeds, bindings: Bindings, model: ExpertModel, layout: str
-) -> tuple[np.ndarray, float]:
-    """(dense_s, output_s) of Costs: by the bytes of each type, from one matrix of it. Dense weights
-    are repacked where experts are not as in the file."""
-    interleaves = bindings.library().interleaves
-    tensors = _dense_matrices(model)
-    output = tensors.pop("output.weight", None) or tensors.pop("token_embd.weight", None)
-    tensors.pop("token_embd.weight", None)
-    largest: dict[int, TensorInfo] = {}
-    for info in (*tensors.values(), *([output] if output else ())):
-        known = largest.get(info.type)
-        largest[info.type] = info if known is None or info.nbytes > known.nbytes else known
-
-    def seconds(info: TensorInfo, rows: int) -> float:
-        n_in, n_out = largest[info.type].shape[:2]
-        stands = Product(info.type, n_in, min(n_out, _DENSE_ROWS), rows)
-        scale = info.nbytes / stands.nbytes
-        if layout == FILE or not interleaves(info.type, n_in, n_out):
-            return speeds.seconds(stands) * scale
-        found = speeds.seconds(stands._replace(repacked=True))
-        if layout == OWN and rows >= _TILES_FROM:
-            # Tiles of plain rows are what an expert has that each token was routed to.
-            found = min(found, speeds.seconds(stands._replace(routed=True)))
-        return found * scale
-
-    nodes = len(model.hparams.n_head) * _NODES + model.n_layers * model.n_expert_used
-    width = model.hparams.embedding_length
-    small = np.array([speeds.seconds(Small(width, n)) for n in ROWS])
-    dense = [sum(seconds(info, n) for info in tensors.values()) for n in ROWS]
-    return np.array(dense) + nodes * small, seconds(output, 1) if output else 0.0
-
-
 def _dense_matrices(model: ExpertModel) -> dict[str, TensorInfo]:
     """All matrices but the experts', of the model proper, by name; a second file repeats them."""
     found: dict[str, TensorInfo] = {}
@@ -255,26 +407,3 @@ def _dense_matrices(model: ExpertModel) -> dict[str, TensorInfo]:
             if len(info.shape) == 2 and proper and parse_expert_name(info.name) is None:
                 found.setdefault(info.name, info)
     return found
-
-
-def _besides_seconds(speeds: Speeds, model: ExpertModel) -> tuple[float, float]:
-    """(step_s, asked_s) of Costs."""
-    small = speeds.seconds(Small(model.hparams.embedding_length, 1))
-    choice = speeds.seconds(Small(max(1, vocabulary_size(model)), 1))
-    return _STEP_NODES * small + _CHOICE_NODES * choice, _ASKED_NODES * small
-
-
-def _attention_seconds(speeds: Speeds, model: ExpertModel) -> tuple[float, float]:
-    """attention_s of Costs."""
-    hparams = model.hparams
-    found = []
-    for rows in (1, 64):
-        total = 0.0
-        for n_head, n_head_kv in zip(hparams.n_head, hparams.n_head_kv, strict=True):
-            if not (n_head and n_head_kv and hparams.key_length and hparams.value_length):
-                continue
-            lengths = hparams.key_length, hparams.value_length
-            what = Attention(n_head, n_head_kv, *lengths, rows, _CELLS)
-            total += speeds.seconds(what) / (rows * _CELLS)
-        found.append(total)
-    return found[0], found[1]

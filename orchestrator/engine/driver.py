@@ -12,25 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.allocation.estimate import LossMeter
 from orchestrator.allocation.slots import Transition
-from orchestrator.engine.idle import Idle
-from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, StepReport
+from orchestrator.engine.idle import Idle, likely
+from orchestrator.engine.loss_meter import LossMeter
+from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, StepReport, served
 from orchestrator.native import FAILED, Store
 from orchestrator.policy import Policy
-from orchestrator.policy.base import Callback, KeepsSequences, Tunes, WaitsBeforeAnswer
+from orchestrator.policy.base import KeepsSequences, Learns, Tunes, WaitsBeforeAnswer
 
 # (resident, target), as Store.states() has them.
 States = tuple[np.ndarray, np.ndarray]
 
 # Between two looks at reads that are waited for, in seconds.
 _PAUSE_S = 0.0005
-
-_ASKED = {
-    Callback.NEVER: (),
-    Callback.PREFILL: (Phase.PREFILL,),
-    Callback.ALWAYS: tuple(Phase),
-}
 
 
 class PlainDriver:
@@ -59,11 +53,11 @@ class PlainDriver:
         return nullcontext()
 
     def idle(self, used: np.ndarray | None) -> None:
-        """Nothing is asked for until attend is called: reads what is likely to be used, into free
+        """Nothing is asked for until end_idle is called: reads what is likely to be used, into free
         slots. used: how often tokens used each expert, float64 [n_layers, n_expert], None where
         that is not known."""
 
-    def attend(self) -> None:
+    def end_idle(self) -> None:
         """Before a step after idle, and before the store is freed; from any thread."""
 
     def used(self) -> np.ndarray | None:
@@ -137,14 +131,14 @@ class Driver(PlainDriver):
 
     def asks(self, phase: int) -> bool:
         """Whether the policy is asked in the steps of a phase."""
-        return phase in _ASKED[self.policy.wants.callback]
+        return phase in self.policy.wants.asked_in
 
     @contextmanager
     def few_experts(self) -> Iterator[None]:
         policy, decision = self.policy, self.store.decision
         others = [t for t in range(len(policy.shape.tiers)) if t != policy.wants.default_tier]
         # what is there changes by transitions alone where the policy is not asked
-        may_ask = policy.wants.callback is Callback.ALWAYS
+        may_ask = Phase.DECODE in policy.wants.asked_in
 
         def on_route(event: RouteEvent) -> None:
             first, *more = event.ids_array[0].tolist()
@@ -170,11 +164,9 @@ class Driver(PlainDriver):
     def on_route_unasked(self, event: RouteEvent) -> None:
         """What the store does by itself where the policy is not asked: its default tier, or a
         better one that is in memory."""
-        tier, decision = self.policy.wants.default_tier, self.store.decision
-        if tier:
-            resident = self.store.view.resident_array[event.layer]
-            np.minimum(resident, tier, out=decision.tier_array)
-        self.store.apply(decision)
+        resident = self.store.view.resident_array[event.layer]
+        self.store.decision.tier_array[:] = served(self.policy.wants.default_tier, resident)
+        self.store.apply(self.store.decision)
 
     def step_done(self, step: ComputedStep) -> None:
         """Once per step: the policy learns, and may start transitions."""
@@ -186,16 +178,16 @@ class Driver(PlainDriver):
         """Tells the policy what it wants to know of a step; returns the transitions that it asks
         for. states: in the place of the store's own."""
         policy = self.policy
-        wanted = policy.wants_report(step.phase)
+        wanted = not isinstance(policy, Learns) or policy.wants_report(step.phase)
         counts = self.store.take_counts() if policy.wants.counts else None
         resident = target = None
-        if policy.wants.tiers and wanted:
+        if policy.wants.states and wanted:
             resident, target = self.store.states() if states is None else states
         if self.meter is not None:
             if self.meter.costs and not self.asks(step.phase):
-                if wanted or self.meter.fresh:  # what moves counts where it was last seen
+                if wanted or self.meter.needs_tiers:  # what moves counts where it was last seen
                     held = self.store.resident() if resident is None else resident
-                    self.meter.holds(np.minimum(held, policy.wants.default_tier))
+                    self.meter.holds(served(policy.wants.default_tier, held))
                 self.meter.counted(self.store.take_counts() if counts is None else counts)
             self.meter.step_done(step.phase, step.n_tokens)
         if counts is not None:
@@ -228,9 +220,9 @@ class Driver(PlainDriver):
         if route is not None:
             self.store.set_route(route, self.policy.wants.default_tier)
             return
-        phases = _ASKED[self.policy.wants.callback]
-        asked = self.on_route if phases else None
-        self.store.set_route(asked, self.policy.wants.default_tier, phases)
+        wants = self.policy.wants
+        asked = self.on_route if wants.asked_in else None
+        self.store.set_route(asked, wants.default_tier, wants.asked_in)
 
     def load_first(
         self, first: Sequence[Transition], progress: Callable[[float], None] | None = None
@@ -290,15 +282,16 @@ class Driver(PlainDriver):
         return self._idle.brought
 
     def idle(self, used: np.ndarray | None) -> None:
-        self.attend()
+        self.end_idle()
         store = self.store
         store.cancel(False)
         if store.full:
             return
-        known = [each for each in (self.used(), used) if each is not None]
-        self._idle.start(self.policy.likely(store.resident(), np.sum(known, axis=0)))
+        counts = [each for each in (self.used(), used) if each is not None]
+        wanted = likely(self.policy.wants, store.resident(), np.sum(counts, axis=0))
+        self._idle.start(wanted)
 
-    def attend(self) -> None:
+    def end_idle(self) -> None:
         self._idle.stop()
 
     def used(self) -> np.ndarray | None:
@@ -345,7 +338,7 @@ class Driver(PlainDriver):
         return dict(self.policy.report())
 
     def hotness(self) -> np.ndarray | None:
-        return self.policy.hotness
+        return self.policy.hotness if isinstance(self.policy, Learns) else None
 
     def tuned(self) -> tuple[str, Mapping[str, Any]] | None:
         policy = self.policy

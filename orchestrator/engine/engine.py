@@ -13,21 +13,18 @@ import numpy as np
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config, Sampling
-from orchestrator.cost.losses import LossKeeper
+from orchestrator.cost.losses import LossModel
 from orchestrator.engine.driver import Driver
 from orchestrator.engine.load import Loader
-from orchestrator.engine.meter import Meter
-from orchestrator.engine.mode_line import mode_line
-from orchestrator.engine.prompts import PromptCache, PromptFolder, Shelf
-from orchestrator.engine.prompts.key import state_key
-from orchestrator.engine.sampling import StopTexts
+from orchestrator.engine.prompts import PromptCache, kept_prompts
+from orchestrator.engine.report import Meter, mode_line
 from orchestrator.engine.steps import Steps
-from orchestrator.engine.store_layout import importance_window
+from orchestrator.engine.texts import ChatTemplate, StopTexts
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import GenerationStats, Phase
 from orchestrator.memory.plan import MemoryPlan
-from orchestrator.native import Store
-from orchestrator.native.llama import Context, Model, SamplerChain
+from orchestrator.native import Store, context_memory
+from orchestrator.native.llama import LlamaContext, Model, SamplerChain
 from orchestrator.policy import Policy
 
 __all__ = ["Engine", "GenerationStats", "Sampling"]
@@ -52,10 +49,10 @@ class Engine:
         planner = self._loader.planner
         runs = planner.compared(config) if compared else planner.runs(config)
         self.config = config = runs.config
-        limit, folder = config.prompt_cache_limit, config.prompt_cache
-        self._folder = PromptFolder(folder, limit) if folder else None
-        self._shelf = Shelf(on_drop=self._folder.save_copy) if self._folder else Shelf()
+        self._shelf, self._folder = kept_prompts(config)
         self._loaded = self._loader.load(runs, progress)
+        llama = self._loaded.model
+        self._template = ChatTemplate(llama.chat_template(), llama.bos(), llama.eos())
         self._prompts = self._prompt_cache()
 
     @classmethod
@@ -83,19 +80,17 @@ class Engine:
         sampling: Sampling,
         max_tokens: int,
         on_prefill: Callable[[int, int], None] | None = None,
-        changes: Mapping[str, Any] | None = None,
     ) -> Iterator[str]:
         """Streams the answer to a prompt as whole characters.
 
         What the cache holds of the prompt already is not evaluated again. on_prefill gets
-        (tokens done, tokens to do). changes: other values of the policy's live settings, for
-        this answer alone. Ends at the model's end token, before a stop text of sampling, after
-        max_tokens, when the context is full, or after cancel; last_stats.finish says which:
+        (tokens done, tokens to do). Ends at the model's end token, before a stop text of sampling,
+        after max_tokens, when the context is full, or after cancel; last_stats.finish says which:
         "end", "stop", "length", "context" or "cancelled". Afterwards, closed early included, the
         engine is ready for the next call and last_stats is set.
 
-        Raises ConfigError for a prompt that leaves no room for an answer and for a setting out of
-        its range, NativeError for a failed step, and whatever a policy raised.
+        Raises ConfigError for a prompt that leaves no room for an answer, NativeError for a failed
+        step, and whatever a policy raised.
         """
         if not tokens:
             raise ConfigError("the prompt is empty")
@@ -104,10 +99,7 @@ class Engine:
                 f"the prompt has {len(tokens)} tokens, the context holds {self.n_ctx}"
                 f"{self._steps.more_context('shorten it')}"
             )
-        asked, driver = dict(changes or {}), self._loaded.driver
-        self.config.with_changes(**asked)  # checks them
-        usual = driver.values(list(asked))
-        steps, plan = self._steps, self.plan
+        steps, plan, driver = self._steps, self.plan, self._loaded.driver
         steps.begin()
         store = driver.store if isinstance(driver, Driver) else None
         meter = Meter(store, len(tokens), plan.tier_names, plan.skip, driver.meter)
@@ -115,7 +107,6 @@ class Engine:
         text = codecs.getincrementaldecoder("utf-8")("replace")
         stop = StopTexts(sampling.stop)
         try:
-            driver.change(asked)
             if not self._prefill(list(tokens), meter, on_prefill):
                 return
             token = -1
@@ -147,7 +138,6 @@ class Engine:
         finally:
             chain.close()
             self.last_stats = meter.stats(self.mode, plan.budget_bytes, driver.report())
-            driver.change(usual)
 
     def _prefill(
         self, tokens: list[int], meter: Meter, on_prefill: Callable[[int, int], None] | None
@@ -171,26 +161,17 @@ class Engine:
 
     def _prompt_cache(self) -> PromptCache:
         """The prompt cache of the model as it is loaded."""
-        config, loaded, shelf = self.config, self._loaded, self._shelf
-        shelf.budget_bytes = loaded.plan.prompt_bytes - loaded.plan.copying_bytes
-        shelf.make_room(0)
-        flash = importance_window(config, loaded.plan) >= 0
-        key = ""
-        if shelf.budget_bytes or self._folder:
-            key = state_key(config, self.model, loaded.plan, loaded.plan.policy, flash)
-        return PromptCache(
-            loaded.steps, loaded.model, loaded.context.n_ctx, shelf, self._folder, key
-        )
+        return PromptCache.of(self.config, self.model, self._loaded, self._shelf, self._folder)
 
     def idle(self) -> None:
         """Nothing is asked for now: until something is, free slots get the experts that were used
         most, by earlier runs and by this one. Returns at once."""
-        self._loaded.driver.idle(self._loader.usage.recall())
+        self._loaded.driver.idle(self._loader.learned.usage.recall())
 
     def attend(self) -> None:
         """Ends idle: what decodes without generate, eval or decode_batch calls it before a step.
         It waits for one expert's read at most."""
-        self._loaded.driver.attend()
+        self._loaded.driver.end_idle()
 
     def cancel(self) -> None:
         """Stops the running generation soon; safe in a signal handler and from any thread."""
@@ -266,7 +247,7 @@ class Engine:
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Tokens of a conversation, [{"role": ..., "content": ...}], up to where the answer
         starts. Raises MoeEdgeError where the model's template refuses it."""
-        text = self._loaded.template.render(messages)
+        text = self._template.render(messages)
         model = self._loaded.model
         bos = model.bos()
         add_bos = model.adds_bos() and not (bos and text.startswith(bos))
@@ -288,7 +269,7 @@ class Engine:
     def _restart(self, config: Config) -> None:
         runs = self._loader.planner.compared(config)
         before = self._loaded.runs._replace(config=self.config)  # with what was changed live
-        self._learn()
+        self._loader.learned.learn(self._loaded.driver)
         self._prompts.put_away()
         self._loaded.close()
         try:
@@ -338,18 +319,18 @@ class Engine:
         return self._loaded.model
 
     @property
-    def context(self) -> Context:
+    def context(self) -> LlamaContext:
         """llama.cpp's context; as llama. Who decodes with it keeps to its own sequences."""
         return self._loaded.context
 
     @property
-    def losses(self) -> LossKeeper:
-        return self._loader.losses
+    def losses(self) -> LossModel:
+        return self._loader.planner.losses
 
     @property
     def note(self) -> str | None:
         """What was left aside when the engine was opened."""
-        return self._loader.note
+        return self._loader.planner.note
 
     def prompt_notes(self) -> list[str]:
         """What the prompt cache has to say since it was last asked, sentences for the user."""
@@ -370,47 +351,32 @@ class Engine:
     @property
     def device_bytes(self) -> int:
         """What llama.cpp takes of a device's memory, without expert slots and what kernels take."""
-        return self._loader.device_bytes(self._loaded.context)
+        library = self._loader.bindings.library()
+        return context_memory(library, self._loaded.context.handle)[1]
 
     @property
     def mode(self) -> str:
         """One line: what runs, and why or how."""
         return mode_line(self.config, self._loader, self._loaded)
 
-    def _learn(self) -> None:
-        """What the policy that runs knows about the model, for the next one."""
-        hotness = self._loaded.driver.hotness()
-        if hotness is not None:
-            self._loader.hotness.learn(hotness)
-        used = self._loaded.driver.used()
-        if used is not None:
-            self._loader.usage.learn(used)
-        tuned = self._loaded.driver.tuned()
-        if tuned is not None:
-            self._loader.tuned.learn(*tuned)
-
     def close(self) -> None:
         """Frees everything, and keeps what policies learned where that is asked for; safe to call
         twice.
         Raises OSError where a named profile cannot be written."""
-        self._learn()
+        learned = self._loader.learned
+        learned.learn(self._loaded.driver)
         self._prompts.leave()
         self._loaded.close()
         try:
-            self._save()
+            learned.save()
         finally:
             self.model.close()
 
     def keep(self) -> None:
         """Keeps what policies learned where that is asked for, and frees nothing: for a process
         that ends while a step runs. Raises OSError where a named profile cannot be written."""
-        self._learn()
-        self._save()
-
-    def _save(self) -> None:
-        self._loader.tuned.save()
-        self._loader.usage.save()
-        self._loader.hotness.save()
+        self._loader.learned.learn(self._loaded.driver)
+        self._loader.learned.save()
 
     def __enter__(self) -> Engine:
         return self

@@ -6,8 +6,32 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import numpy as np
+
 from orchestrator.allocation.slots import Transition
+from orchestrator.events import ABSENT
 from orchestrator.native import Store
+from orchestrator.policy.base import Wants
+
+
+def likely(wants: Wants, resident: np.ndarray, used: np.ndarray) -> Sequence[Transition]:
+    """Experts to read into free slots while nothing is asked for, the likeliest first: those that
+    are absent, by the share of its layer's uses that each had; none where all are there. Where
+    the policy wants whole layers, layer by layer from the first on.
+
+    resident: uint8 [n_layers, n_expert] as of StepReport. used: how often tokens used each expert,
+    not negative, [n_layers, n_expert]; where nobody did, they come last, by layers.
+    """
+    if wants.all_resident:
+        return ()
+    share = used / np.maximum(used.sum(axis=1, keepdims=True), 1e-300)
+    order = np.argsort(-share, axis=None, kind="stable")
+    layers, experts = np.unravel_index(order, share.shape)
+    absent = np.flatnonzero(resident[layers, experts] == ABSENT)
+    if wants.whole_layers:
+        absent = absent[np.argsort(layers[absent], kind="stable")]
+    pairs = zip(layers[absent].tolist(), experts[absent].tolist(), strict=True)
+    return [(layer, expert, wants.default_tier) for layer, expert in pairs]
 
 
 class Idle:

@@ -4,40 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
-from orchestrator.allocation.estimate import LossMeter
-from orchestrator.allocation.slots import Transition
-from orchestrator.cache.profile import TunedKeeper, UsageKeeper
 from orchestrator.config import Config
 from orchestrator.cost.planner import Planner, Runs
-from orchestrator.engine.damage import Checksums, DataCheck, managed_places, with_checksums
+from orchestrator.engine.damage import DataCheck, managed_places
 from orchestrator.engine.driver import Driver, PlainDriver
-from orchestrator.engine.sequences import Sequences
-from orchestrator.engine.steps import Steps
-from orchestrator.engine.store_layout import importance_window, store_spec
-from orchestrator.engine.template import ChatTemplate
+from orchestrator.engine.learned import Learned
+from orchestrator.engine.loss_meter import LossMeter
+from orchestrator.engine.steps import Sequences, Steps
+from orchestrator.engine.store_layout import StoreSpecs, has_flash
 from orchestrator.events import Phase
-from orchestrator.memory.accelerator import serve_misses, with_product_times
 from orchestrator.memory.footprint import output_tokens
-from orchestrator.memory.layouts import wants_own_layout, with_layouts
+from orchestrator.memory.layouts import wants_own_layout
 from orchestrator.memory.plan import MemoryPlan
-from orchestrator.native import (
-    FreeCores,
-    Misses,
-    ProductTime,
-    Store,
-    context_memory,
-    find_device,
-    measure_product,
-)
-from orchestrator.native.llama import Context, Model
-from orchestrator.policy.base import Tunes
+from orchestrator.native import FreeCores, Store, find_device
+from orchestrator.native.llama import LlamaContext, Model
 
 Progress = Callable[[float], None]
-Part = FreeCores | Context | Store | Model
+Part = FreeCores | LlamaContext | Store | Model
 
 # Of a GPU's cap: so much less than was estimated is given to experts by loading again. Some memory
 # is left for what later steps may take, in each case.
@@ -46,29 +34,20 @@ SPARE_BYTES = 8 * 2**20
 MOST_LOADS = 3
 
 
+@dataclass
 class Loaded:
     """A model in memory, ready to decode. Made by Loader.load; free it with close.
 
-    driver: the policy and the store where experts are managed, else a PlainDriver.
+    driver: the policy and the store where experts are managed, else a PlainDriver. parts: what is
+    to be freed, in this order.
     """
 
-    def __init__(
-        self,
-        runs: Runs,
-        driver: PlainDriver,
-        model: Model,
-        context: Context,
-        steps: Steps,
-        parts: Sequence[Part],
-    ) -> None:
-        """parts: what is to be freed, in this order."""
-        self.runs = runs
-        self.driver = driver
-        self.model = model
-        self.context = context
-        self.steps = steps
-        self.template = ChatTemplate(model.chat_template(), model.bos(), model.eos())
-        self._parts = parts
+    runs: Runs
+    driver: PlainDriver
+    model: Model
+    context: LlamaContext
+    steps: Steps
+    parts: Sequence[Part]
 
     @property
     def plan(self) -> MemoryPlan:
@@ -85,9 +64,9 @@ class Loaded:
 
     def close(self) -> None:
         """Frees everything; safe to call twice."""
-        self.driver.attend()
-        _close(self._parts)
-        self._parts = ()
+        self.driver.end_idle()
+        _close(self.parts)
+        self.parts = ()
 
 
 class Loader:
@@ -98,45 +77,16 @@ class Loader:
         """Raises ConfigError for a device that is not here, NativeError without the library."""
         self.planner = Planner(config, model)
         self.bindings, self.gpu = self.planner.bindings, self.planner.gpu
-        self.hotness, self.losses = self.planner.hotness, self.planner.losses
-        self.tuned = TunedKeeper(config, model)
-        self.usage = UsageKeeper(config, model)
-        self._config = config
+        self.learned = Learned(config, model, self.planner)
+        self._specs = StoreSpecs(config, model, self.bindings, self.gpu)
         self._model = model
         # What llama.cpp reads was found to be what was written, for plans that are managed or not.
         self._sound: set[bool] = set()
-        self._product_times: dict[tuple[int, tuple[int, int]], ProductTime | None] = {}
-
-    @property
-    def note(self) -> str | None:
-        """What was left aside, or will be slow."""
-        return self.planner.note
 
     @property
     def on_gpu(self) -> bool:
         """Whether a GPU computes, and not main memory in the place of one."""
         return self.gpu is not None and self.gpu.index is not None
-
-    @cached_property
-    def misses(self) -> Misses:
-        """How a GPU gets what it lacks. Measured for the first store."""
-        return serve_misses(self.bindings, self.gpu, self._config)
-
-    def _product_time(self, quant: int, shape: tuple[int, int]) -> ProductTime | None:
-        at = quant, shape
-        if at not in self._product_times:
-            library = self.bindings.library()
-            self._product_times[at] = measure_product(library, *at, self.misses.threads)
-        return self._product_times[at]
-
-    @cached_property
-    def _checksums(self) -> Checksums:
-        return Checksums(self._model)
-
-    def device_bytes(self, context: Context) -> int:
-        """What llama.cpp takes of a device's memory, without expert slots and what kernels
-        take."""
-        return context_memory(self.bindings.library(), context.handle)[1]
 
     def load(self, runs: Runs, progress: Progress | None = None) -> Loaded:
         """Loads what is planned. On a GPU it is loaded again where a prompt and a token took
@@ -184,35 +134,32 @@ class Loader:
 
     def _load(self, runs: Runs, progress: Progress | None) -> Loaded:
         config, plan = runs.config, runs.plan
-        first = self._first(plan)
+        first = self.learned.first(plan)
         # of the time that loading takes; experts are read before the first token, or never
         share = 0.5 if first else 1.0
         parts: list[Part] = []
         try:
             driver = PlainDriver()
             if plan.policy is not None:
-                spec = store_spec(config, self._model, plan, self.misses)
-                library = self.bindings.library()
-                spec = with_layouts(spec, config, self._model, plan, library)
-                spec = with_product_times(spec, self._model, self._product_time)
-                store = Store.create(library, with_checksums(spec, self._checksums))
+                spec = self._specs.of(config, plan)
+                store = Store.create(self.bindings.library(), spec)
                 parts.append(store)
                 driver = Driver(plan.policy, store)
-                estimate = self.losses.estimate(plan.tier_names)
+                estimate = self.planner.losses.estimate(plan.tier_names)
                 if estimate is not None:
                     driver.meter = LossMeter(estimate, config.exact_tiers)
             with self._checked(plan):
                 model = self._weights(config, plan, _part_of(progress, 0.0, share))
                 parts.append(model)
             driver.prepare(first, _part_of(progress, share, 1.0))
-            context = Context(
+            context = LlamaContext(
                 self.bindings,
                 model,
                 n_ctx=plan.n_ctx,
                 n_ubatch=plan.n_ubatch,
                 threads=config.threads or default_threads(),
                 outputs=output_tokens(config, model.n_vocab, plan.n_ubatch),
-                flash_attention=importance_window(config, plan) >= 0,
+                flash_attention=has_flash(config, plan),
                 on_gpu=self.gpu is not None,
                 sequences=config.sequences,
                 kv=config.kv,
@@ -239,25 +186,13 @@ class Loader:
             yield
             return
         without = managed_places(self._model) if plan.managed else ()
-        check = DataCheck(self.bindings.library(), self._checksums, without)
+        check = DataCheck(self.bindings.library(), self._specs.checksums, without)
         try:
             yield
             check.finish()
         finally:
             check.stop()
         self._sound.add(plan.managed)
-
-    def _first(self, plan: MemoryPlan) -> Sequence[Transition]:
-        """What the policy wants in memory before the first token, by what earlier runs learned."""
-        policy = plan.policy
-        if policy is None:
-            return ()
-        self.planner.teach(policy, plan.tier_names)
-        if isinstance(policy, Tunes):
-            tuned = self.tuned.recall(policy.name)
-            if tuned is not None:
-                policy.recall(tuned)
-        return policy.start()
 
     def _weights(self, config: Config, plan: MemoryPlan, progress: Progress | None) -> Model:
         repack, mapped = config.use_extra_bufts, config.use_mmap

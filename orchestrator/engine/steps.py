@@ -1,16 +1,186 @@
-"""Steps of the engine's own sequence: what the cache holds, and what a failed step undoes."""
+"""What one context has read: states and marks, sequences, and the steps that read more."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
 
 from orchestrator.engine.driver import PlainDriver
-from orchestrator.engine.sequences import Sequences
-from orchestrator.engine.states import Mark, SequenceState
 from orchestrator.errors import ConfigError, NativeError, PolicyError
 from orchestrator.events import Phase
-from orchestrator.native.llama import Context
+from orchestrator.native.llama import LlamaContext
+
+# A copy in memory begins with a magic and the sequence's number, which a file lacks.
+COPY_HEAD_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in a sequence to which its memory can go back.
+
+    length: the tokens before it. part: what cannot be had by cutting, uint8; None where everything
+    can. policy: what the policy knew of the sequence there.
+    """
+
+    length: int
+    part: np.ndarray | None
+    policy: bytes | None
+
+    @property
+    def n_bytes(self) -> int:
+        return (0 if self.part is None else self.part.nbytes) + len(self.policy or b"")
+
+
+class SequenceState:
+    """The state of one sequence of a context, whole or in part.
+
+    The part is what attention over the whole context does not hold: the states of recurrent
+    layers, and the keys and values of layers with a window. It is small, and the rest can be cut.
+    """
+
+    def __init__(self, context: LlamaContext, sequence: int = 0) -> None:
+        self._context = context
+        self._sequence = sequence
+
+    @cached_property
+    def recurrent(self) -> bool:
+        """Whether not even the sequence itself can be cut: a recurrent layer knows its latest state
+        alone."""
+        api, model = self._context.api, self._context.model.handle
+        return bool(api.llama_model_is_recurrent(model) or api.llama_model_is_hybrid(model))
+
+    @cached_property
+    def has_part(self) -> bool:
+        """Whether a copy cannot be cut everywhere, since it leaves out what a window no longer
+        sees."""
+        api, model = self._context.api, self._context.model.handle
+        return self.recurrent or int(api.llama_model_n_swa(model)) > 0
+
+    def n_bytes(self, part: bool = False) -> int:
+        """What read takes."""
+        context, flags = self._context, self._flags(part)
+        size = context.api.llama_state_seq_get_size_ext(context.handle, self._sequence, flags)
+        return int(size)
+
+    def read(self, part: bool = False) -> np.ndarray:
+        """A copy, uint8. Raises NativeError."""
+        api = self._context.api
+        data = np.empty(self.n_bytes(part), np.uint8)
+        done = api.llama_state_seq_get_data_ext(
+            self._context.handle, _pointer(data), data.nbytes, self._sequence, self._flags(part)
+        )
+        if done != data.nbytes:
+            raise NativeError("llama.cpp cannot copy a conversation's memory")
+        return data
+
+    def write(self, data: np.ndarray, part: bool = False) -> bool:
+        """Puts a copy in the place of what the sequence holds; False where it does not go in, and
+        the sequence is then no longer what it was."""
+        api = self._context.api
+        done = api.llama_state_seq_set_data_ext(
+            self._context.handle, _pointer(data), data.nbytes, self._sequence, self._flags(part)
+        )
+        return int(done) == data.nbytes
+
+    def save(self, path: Path, tokens: Sequence[int]) -> int:
+        """Writes tokens and the whole state to a file, which it replaces, a layer at a time.
+        Returns its bytes; 0 where that failed."""
+        array = (ctypes.c_int32 * len(tokens))(*tokens)
+        return int(
+            self._context.api.llama_state_seq_save_file(
+                self._context.handle, os.fsencode(path), self._sequence, array, len(tokens)
+            )
+        )
+
+    def load(self, path: Path, n_tokens: int) -> bool:
+        """As write, from a file that save made of so many tokens; more may follow in it."""
+        tokens, count = (ctypes.c_int32 * n_tokens)(), ctypes.c_size_t()
+        done = self._context.api.llama_state_seq_load_file(
+            self._context.handle,
+            os.fsencode(path),
+            self._sequence,
+            tokens,
+            n_tokens,
+            ctypes.byref(count),
+        )
+        return bool(done) and count.value == n_tokens
+
+    def _flags(self, part: bool) -> int:
+        return int(self._context.api.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) if part else 0
+
+
+def _pointer(data: np.ndarray) -> ctypes._Pointer[ctypes.c_uint8]:
+    return data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+
+
+class Sequences:
+    """How far n sequences of one context have come. Number s, 0 to n - 1, is llama.cpp's s + 1;
+    its 0 is the engine's own sequence. All share the context's cells."""
+
+    def __init__(self, context: LlamaContext, n: int) -> None:
+        self._context = context
+        self.lengths = [0] * n  # tokens that each one holds
+
+    def name_of(self, number: int) -> int:
+        """What llama.cpp calls a sequence."""
+        return number + 1
+
+    def check(self, tokens: Sequence[int], sequences: Sequence[int]) -> None:
+        """Raises ConfigError for what cannot be one step."""
+        if not sequences or len(tokens) != len(sequences):
+            raise ConfigError(
+                f"a step takes one token for each sequence, not {len(tokens)} for {len(sequences)}"
+            )
+        if len(set(sequences)) < len(sequences):
+            raise ConfigError("a step takes one token of a sequence, and one is named twice")
+        for number in sequences:
+            if not 0 <= number < len(self.lengths):
+                raise ConfigError(
+                    f"there is no sequence {number}: the engine was opened with the setting "
+                    f"'sequences' at {len(self.lengths)}"
+                )
+        if len(sequences) > self._context.n_ubatch:
+            raise ConfigError(
+                f"{len(sequences)} sequences are more than the {self._context.n_ubatch} tokens of "
+                f"one step: raise --ubatch"
+            )
+
+    def fork(self, number: int, length: int) -> None:
+        """Lets a sequence go on from the engine's own one, which holds `length` tokens; they
+        share the cells."""
+        self._context.share(self.name_of(number))
+        self.lengths[number] = length
+
+    def decode(self, tokens: Sequence[int], sequences: Sequence[int]) -> int:
+        """llama_decode's status. Nothing counts as held before accept."""
+        positions = [self.lengths[number] for number in sequences]
+        return self._context.decode_each(
+            tokens, positions, [self.name_of(number) for number in sequences]
+        )
+
+    def accept(self, sequences: Sequence[int]) -> None:
+        """The step is good: each holds one token more."""
+        for number in sequences:
+            self.lengths[number] += 1
+
+    def undo(self, sequences: Sequence[int]) -> None:
+        """Drops what a failed step left; of a memory that cannot be cut, the whole sequence."""
+        for number in sequences:
+            if not self._context.forget_from(self.lengths[number], self.name_of(number)):
+                self._context.forget_from(0, self.name_of(number))
+                self.lengths[number] = 0
+
+    def forget(self) -> None:
+        """The context was cleared."""
+        self.lengths = [0] * len(self.lengths)
+
 
 _NO_ROOM = 1
 
@@ -24,7 +194,7 @@ class Steps:
 
     def __init__(
         self,
-        context: Context,
+        context: LlamaContext,
         driver: PlainDriver,
         sequences: Sequences,
         complaint: Callable[[], str],
@@ -46,7 +216,7 @@ class Steps:
 
     def begin(self) -> None:
         """Before the steps of one call: an earlier cancel no longer counts."""
-        self._driver.attend()
+        self._driver.end_idle()
         self.cancelled = False
         self._driver.cancel(False)
 

@@ -3,23 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.allocation.slots import SlotPlan
 from orchestrator.config import Config
+from orchestrator.engine.damage import Checksums, with_checksums
 from orchestrator.errors import ConfigError
 from orchestrator.memory.footprint import Placed
+from orchestrator.memory.layouts import with_layouts, with_product_times
+from orchestrator.memory.machine import Accelerator, serve_misses
 from orchestrator.memory.plan import MemoryPlan
-from orchestrator.native import Misses, Slices, StoreSpec
+from orchestrator.native import Misses, ProductTime, Slices, StoreSpec, measure_product
+from orchestrator.native.llama import Bindings
 from orchestrator.policy import Policy
-from orchestrator.policy.base import Callback
 
 StoreLayers = tuple[tuple[int, dict[tuple[int, int], Slices]], ...]
 
 
+class StoreSpecs:
+    """Specs of the stores of one model. What they depend on is measured for the first one: the link
+    to a GPU, and each product that the host computes for it."""
+
+    def __init__(
+        self, config: Config, model: ExpertModel, bindings: Bindings, gpu: Accelerator | None
+    ) -> None:
+        """config: as opened."""
+        self._config, self._model, self._bindings, self._gpu = config, model, bindings, gpu
+        self._product_times: dict[tuple[int, tuple[int, int]], ProductTime | None] = {}
+
+    def of(self, config: Config, plan: MemoryPlan) -> StoreSpec:
+        """The store of a plan with managed experts: where they lie, in which layout, how misses are
+        served, and the checksums of the files."""
+        library = self._bindings.library()
+        spec = store_spec(config, self._model, plan, self._misses)
+        spec = with_layouts(spec, config, self._model, plan, library)
+        spec = with_product_times(spec, self._model, self._product_time)
+        return with_checksums(spec, self.checksums)
+
+    @cached_property
+    def checksums(self) -> Checksums:
+        return Checksums(self._model)
+
+    @cached_property
+    def _misses(self) -> Misses:
+        return serve_misses(self._bindings, self._gpu, self._config)
+
+    def _product_time(self, quant: int, shape: tuple[int, int]) -> ProductTime | None:
+        at = quant, shape
+        if at not in self._product_times:
+            library = self._bindings.library()
+            self._product_times[at] = measure_product(library, *at, self._misses.threads)
+        return self._product_times[at]
+
+
 def store_spec(config: Config, model: ExpertModel, plan: MemoryPlan, misses: Misses) -> StoreSpec:
-    """The native store's layout: the plan's tiers renumbered from 0."""
+    """Where a plan's experts lie in the files, and in which slots: its tiers renumbered from 0."""
     if plan.slots is None or plan.policy is None:
         raise ConfigError("the plain path has no store")
     return spec_for(
@@ -51,7 +91,7 @@ def spec_for(policy: Policy, slots: SlotPlan, layers: StoreLayers, **rest: Any) 
         n_expert_used=shape.n_expert_used,
         n_ahead=policy.wants.n_ahead,
         exact_tiers=policy.rules.exact
-        and policy.wants.callback is not Callback.NEVER
+        and bool(policy.wants.asked_in)
         and not policy.wants.all_resident,
         **rest,
     )
@@ -90,3 +130,8 @@ def importance_window(config: Config, plan: MemoryPlan) -> int:
     if plan.policy is None or not plan.policy.wants.importance:
         return 0
     return {"window": config.importance_window, "exact": -1, "load": 0}[config.importance]
+
+
+def has_flash(config: Config, plan: MemoryPlan) -> bool:
+    """Whether attention is flash: all queries' weights are not kept for a prompt's token scores."""
+    return importance_window(config, plan) >= 0

@@ -103,14 +103,14 @@ def _found(path: Path, architecture: str) -> Support | None:
 def try_load(path: Path) -> None:
     """Loads a model without its data, and makes a context. Raises NativeError with llama.cpp's
     reason."""
-    from orchestrator.native.llama import Bindings, Context, Model
+    from orchestrator.native.llama import Bindings, LlamaContext, Model
 
     bindings = Bindings.load()
     model = Model(
         bindings, path, managed=False, use_extra_bufts=False, use_mmap=False, no_data=True
     )
     try:
-        Context(
+        LlamaContext(
             bindings,
             model,
             n_ctx=_N_CTX,

@@ -54,6 +54,12 @@ BENCHMARKS = {
         "A cap is the share of the expert bytes that the GPU's memory holds beside the rest of "
         "the model. Upstream keeps the experts of the layers that do not fit on the CPU.",
     ),
+    "paired": Place(
+        "bench.paired:Paired",
+        "Two sides in turns: settings, another checkout, or upstream at its best flags.\n\n"
+        "Both are loaded at once and take turns, so that whatever else the machine does meets "
+        "both. It tells a difference of one or two per cent.",
+    ),
     "prefill": Place(
         "bench.prefill:Prefill",
         "First token by prompt length; what a long prompt does.\n\n"
@@ -72,8 +78,6 @@ STUDIES = {
     "accuracy": Place("study.accuracy:Accuracy", paper="DyMoE"),
     "retention": Place("study.retention:Retention", paper="DyMoE"),
     "critical": Place("study.critical:Critical", paper="DyMoE"),
-    "tokens": Place("study.tokens:Tokens", paper="DyMoE"),
-    "schedule": Place("study.schedule:DepthSchedule", paper="DyMoE"),
     "depth": Place("study.depth:Depth", paper="DyMoE"),
     "similarity": Place("study.similarity:Similarity", paper="DyMoE"),
     "demotion": Place("study.demotion:Demotion", paper="DynaExq"),

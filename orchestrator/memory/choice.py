@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from gguf_tools.experts import ExpertModel
-from orchestrator.allocation.slots import ModelShape, Rules
+from orchestrator.allocation.slots import FileTier, ModelShape, Rules
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, PolicyError
 from orchestrator.events import SKIP_TIER
@@ -25,15 +25,15 @@ from orchestrator.policy.base import TierOffer
 from orchestrator.settings import flag_of
 
 # A model reduced to some of its tiers, as it lies in the memory of its experts.
-ShapeOf = Callable[[tuple[int, ...]], ModelShape]
+ShapeOf = Callable[[tuple[FileTier, ...]], ModelShape]
 
 
 class Choice(NamedTuple):
-    """A policy, and the file's tier indices that it works with, best first. skip: the tier of no
+    """A policy, and the tiers of the file that it works with, best first. skip: the tier of no
     bytes comes below them."""
 
     policy: type[Policy]
-    tiers: tuple[int, ...]
+    tiers: tuple[FileTier, ...]
     skip: bool
 
 
@@ -57,7 +57,7 @@ def check_unused(config: Config) -> None:
         if name is not None and name not in having:
             raise unused_option(given, name)
     if name is not None and name != PLAIN:
-        complaint = policy_class(name).without_effect(config.of_policies)
+        complaint = policy_class(name).Settings.without_effect(config.of_policies)
         if complaint is not None:
             raise ConfigError(complaint)
     if config.exact and (config.low is not None or config.low_tier is not None):
@@ -154,14 +154,16 @@ def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -
     # The low tier, as far as the user said: one of that name, or any.
     named = None
     if lower and config.low_tier not in (None, SKIP_TIER):
-        named = model.tier_index(config.low_tier or "")
+        named = FileTier(model.tier_index(config.low_tier or ""))
     offer = TierOffer(names, shape_of, budget, named)
     if config.high_tier is not None:
-        high = model.tier_index(config.high_tier)
+        high = FileTier(model.tier_index(config.high_tier))
     else:
-        high = (policy or Policy).high_tier(offer)
-    named = (policy or Policy).low_tier(offer, high) if lower else None
-    low = high + 1 if lower and named is None and high + 1 < len(names) else named
+        high = (policy or Policy).precisions.high(offer)
+    named = (policy or Policy).precisions.low(offer, high) if lower else None
+    low = named
+    if lower and named is None and high + 1 < len(names):
+        low = FileTier(high + 1)
     if low is not None and low <= high:
         raise PolicyError(
             f"the low tier {names[low]} is not below the high tier {names[high]}; the file "
@@ -177,11 +179,13 @@ def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -
     return Choice(policy, tiers_between(policy, high, named, len(names)), skip)
 
 
-def tiers_between(policy: type[Policy], high: int, low: int | None, n: int) -> tuple[int, ...]:
-    """The tiers that a policy works with, of n: from the high one on, at most as many as it wants,
-    the last of them the low one that was named."""
+def tiers_between(
+    policy: type[Policy], high: FileTier, low: FileTier | None, n: int
+) -> tuple[FileTier, ...]:
+    """The tiers that a policy works with, of n in the file: from the high one on, at most as many
+    as it wants, the last of them the low one that was named."""
     if policy.precisions.most == 1:
         return (high,)
     end = n if low is None else low + 1
-    tiers = tuple(range(high, end))[: policy.precisions.most]
+    tiers = tuple(FileTier(at) for at in range(high, end))[: policy.precisions.most]
     return tiers if low is None else (*tiers[:-1], low)

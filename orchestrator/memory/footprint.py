@@ -1,17 +1,25 @@
-"""How much memory a model takes: its scratch, and slots for its experts."""
+"""How much memory a model takes: its scratch, what it leaves for experts, and slots for these."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-from gguf_tools.experts import DEFAULT_KV, ExpertModel, Slice, Tier
-from gguf_tools.file.layout import DOWN, device_slot_bytes, slot_bytes
+from gguf_tools.experts import DEFAULT_KV, ExpertModel, Tier
+from gguf_tools.file.layout import (
+    DOWN,
+    KINDS,
+    POOL_ALIGNMENT,
+    GGMLType,
+    device_slot_bytes,
+    slot_bytes,
+)
 from gguf_tools.file.reader import metadata_value
+from gguf_tools.units import format_size
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.config import Config
-from orchestrator.memory.micro_batch import SIZES
+from orchestrator.errors import BudgetError
 from orchestrator.policy import DEFAULT, PLAIN, policy_class
 
 # Everything that is neither weights nor KV nor growing with the batch: the interpreter,
@@ -43,8 +51,11 @@ ROW_PLACE_BYTES = 16
 # What the logits of a part of a prompt that is scored may take.
 SCORING_BYTES = 16 * 2**20
 
-# The context where none is asked for and memory is short; context_length.py has the rest.
+# The context where none is asked for and memory is short.
 LEAST_CONTEXT = 4096
+
+# Tokens of a prompt that are computed at once, where that was not asked for.
+SIZES = (512, 1024, 2048, 4096)
 
 
 def context_tokens(model: ExpertModel, config: Config) -> int:
@@ -249,6 +260,33 @@ def exchange_bytes(model: ExpertModel, n_tokens: int) -> int:
     return 3 * 4 * n_tokens * model.n_expert_used * longest
 
 
+def alignment_bytes(model: ExpertModel) -> int:
+    """What starting each pool of slots at a boundary costs at most."""
+    return POOL_ALIGNMENT * len(model.slices) * len(KINDS) * len(model.tiers)
+
+
+def host_bytes(
+    config: Config, model: ExpertModel, tiers: tuple[int, ...], ram: int, near: int = 0
+) -> int:
+    """The cache of experts in the host's memory behind a device: what is left there, as far as
+    there are experts. near: bytes of slots there, with what their products take. Raises BudgetError
+    where not even reads in flight find room."""
+    fixed = process_bytes(model, config, on_gpu=True) + embedding_bytes(model) + near
+    shape = model_shape(model, tiers)
+    slots = {size for layer in shape.slots for sizes in layer for size in sizes.values()}
+    # every size has slots of its own, two at least
+    in_flight = max(2 * config.io_threads * max(slots), 2 * sum(slots))
+    every = sum(model_shape(model, (tier,)).all_slot_bytes() for tier in tiers)
+    if ram - fixed < in_flight:
+        needed = fixed + in_flight
+        raise BudgetError(
+            f"--ram {format_size(ram)} is too little beside a GPU: the smallest that works is "
+            f"{format_size(needed, up=True)}",
+            needed,
+        )
+    return min(ram - fixed, every + in_flight)
+
+
 class Placed(Protocol):
     """Where the experts of one (layer, kind, tier) lie: gguf_tools.experts.Slice."""
 
@@ -275,9 +313,6 @@ class Experts(Protocol):
     def slices(self) -> Sequence[Sequence[Sequence[Placed | None]]]: ...
 
 
-_P = TypeVar("_P", bound=Placed)
-
-
 def model_shape(model: Experts, tiers: tuple[int, ...]) -> ModelShape:
     """The model as policies see it, reduced to some of its tiers, with slots in the host's
     memory."""
@@ -285,26 +320,23 @@ def model_shape(model: Experts, tiers: tuple[int, ...]) -> ModelShape:
     def size(_layer: int, _kind: int, each: Placed) -> int:
         return slot_bytes(each.offset, each.expert_bytes, model.n_expert)
 
-    return _shape(model, model.slices, tiers, size)
+    return _shape(model, tiers, size)
 
 
 def device_shape(model: ExpertModel, tiers: tuple[int, ...]) -> ModelShape:
     """The same with slots in a device's memory, or in the host's behind it."""
 
-    def size(layer: int, kind: int, each: Slice) -> int:
+    def size(layer: int, kind: int, each: Placed) -> int:
         shape = model.shapes[layer][kind]
         assert shape is not None
-        return device_slot_bytes(each.type, each.expert_bytes, shape[0])
+        return device_slot_bytes(GGMLType(each.type), each.expert_bytes, shape[0])
 
-    found = _shape(model, model.slices, tiers, size)
+    found = _shape(model, tiers, size)
     return replace(found, shares_slots=False, host_slots=model_shape(model, tiers).slots)
 
 
 def _shape(
-    model: Experts,
-    slices: Sequence[Sequence[Sequence[_P | None]]],
-    tiers: tuple[int, ...],
-    size: Callable[[int, int, _P], int],
+    model: Experts, tiers: tuple[int, ...], size: Callable[[int, int, Placed], int]
 ) -> ModelShape:
     slots = tuple(
         tuple(
@@ -315,7 +347,7 @@ def _shape(
             }
             for tier in tiers
         )
-        for layer, kinds in enumerate(slices)
+        for layer, kinds in enumerate(model.slices)
     )
     names = tuple(model.tiers[tier].name for tier in tiers)
     bits = tuple(model.tiers[tier].bpw for tier in tiers)

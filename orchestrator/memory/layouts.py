@@ -1,15 +1,20 @@
-"""In which layout slots hold experts: as in the file, or the CPU's own, in which eight rows of a
-matrix are interleaved for upstream's repacked kernels."""
+"""How slots hold experts: as in the file, or in the CPU's own layout, in which eight rows of a
+matrix are interleaved for upstream's repacked kernels; and what the host takes to compute them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import GGMLType
 from orchestrator.config import Config
+from orchestrator.memory.machine import AUTO
 from orchestrator.memory.plan import MemoryPlan
-from orchestrator.native import Library, StoreSpec
+from orchestrator.native import Library, ProductTime, StoreSpec
+
+# A type and a shape of experts to what their product takes.
+TimeProduct = Callable[[int, tuple[int, int]], ProductTime | None]
 
 # A token that needs an expert waits until it is laid out, too, and so streaming is slower with the
 # CPU's layout even for types whose layout pays after one use (docs/experiments/layouts.md).
@@ -45,6 +50,29 @@ def with_layouts(
                 changed[kind, tier] = replace(each, interleaved_rows=shape[1])
         layers.append((il, changed))
     return replace(spec, layers=tuple(layers))
+
+
+def with_product_times(spec: StoreSpec, model: ExpertModel, timed: TimeProduct) -> StoreSpec:
+    """A store's spec with what the host takes to compute each expert, for misses by speeds. timed:
+    a product of experts of a type and a shape (row length, rows), None where the host has none."""
+    if spec.misses.mode != AUTO or not spec.misses.copy:
+        return spec
+    found: dict[tuple[int, tuple[int, int]], ProductTime | None] = {}
+    layers = []
+    for (il, slices), shapes in zip(spec.layers, model.shapes, strict=True):
+        with_times = {}
+        for (kind, tier), piece in slices.items():
+            shape = shapes[kind]
+            assert shape is not None
+            at = piece.type, shape
+            if at not in found:
+                found[at] = timed(*at)
+            took = found[at]
+            with_times[kind, tier] = replace(piece, compute_us=took.each_us if took else 0.0)
+        layers.append((il, with_times))
+    wake_us = max((took.wake_us for took in found.values() if took), default=0.0)
+    misses = replace(spec.misses, round_trip_us=spec.misses.round_trip_us + wake_us)
+    return replace(spec, layers=tuple(layers), misses=misses)
 
 
 def layout_text(spec: StoreSpec) -> str:

@@ -1,46 +1,68 @@
-"""How a model is laid out in memory: plain or managed, which tiers, which slots."""
+"""How a model is laid out in memory: plain or managed, which tiers, which slots; how long a context
+and how large a micro-batch, where these were not asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from gguf_tools.experts import KV_TYPES, ExpertModel
 from gguf_tools.file.layout import BLOCK
 from gguf_tools.units import format_size
-from orchestrator.allocation.slots import ModelShape, SlotPlan
+from orchestrator.allocation.slots import FileTier, ModelShape, SlotPlan
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
-from orchestrator.memory.choice import choose, make_policy, wants_plain
-from orchestrator.memory.context_length import longest_affordable
+from orchestrator.memory.choice import Choice, choose, make_policy, wants_plain
 from orchestrator.memory.footprint import (
+    SIZES,
+    alignment_bytes,
+    attention_weights,
+    compute_bytes,
     context_tokens,
     copying_bytes,
     device_shape,
     exchange_bytes,
+    host_bytes,
+    kernel_bytes,
+    look_ahead_bytes,
     model_shape,
     process_bytes,
     prompt_bytes,
     step_tokens,
 )
-from orchestrator.memory.hardware import Device, Machine
-from orchestrator.memory.micro_batch import SIZES, best_plan
-from orchestrator.memory.room import Graph, Room, host_bytes, room_of
-from orchestrator.policy import BASELINE, PLAIN, Policy, policy_class
+from orchestrator.memory.machine import Device, Machine
+from orchestrator.policy import BASELINE, DEFAULT, PLAIN, Policy, policy_class
+from orchestrator.policy.base import Learns, Wants
 
 # Bytes of scratch for a context of so many tokens and so many at once.
 GraphBytes = Callable[[int, int], int | None]
 # Tells a policy, before it plans, what is known of the model in these tiers.
 Teach = Callable[[Policy, tuple[str, ...]], None]
 
+STEP_TOKENS = 256  # llama.cpp rounds the cells of its cache up to these
+# The cache may take this share of what weights other than experts leave. With fifteen sixteenths
+# of them a cache of experts hits about as often, and a step reads the cache only as far as it is
+# filled.
+SHARE = 1 / 16
+
+# Tokens of an answer for each token of its prompt, and how often an expert without a slot is used,
+# of the mean of all. The medians of conversations in Splitwise (ISCA 2024, Figure 3) are 1,020 and
+# 129 tokens. What has no slot is what was used least; half is on the safe side
+# (docs/experiments/prompts.md, "Micro-batches by memory").
+ANSWER_SHARE = 1 / 8
+ABSENT_USE = 1 / 2
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Where everything goes. Sizes in bytes.
 
-    n_ubatch: tokens of a prompt that are computed at once. tiers: the file's tier indices in use,
+    n_ubatch: tokens of a prompt that are computed at once. tiers: the tiers of the file in use,
     best first; skip: experts may be skipped; policy, shape and slots are None in plain mode.
     ram_bytes is the cap over all that the host's memory takes.
 
@@ -57,18 +79,18 @@ class MemoryPlan:
     reason: str
     n_ctx: int
     n_ubatch: int
-    tiers: tuple[int, ...]
-    skip: bool
+    tiers: tuple[FileTier, ...]
     tier_names: tuple[str, ...]
     ram_bytes: int
     dense_bytes: int
     kv_bytes: int
     scratch_bytes: int
     expert_bytes: int
-    budget_bytes: int
-    policy: Policy | None
-    shape: ModelShape | None
-    slots: SlotPlan | None
+    skip: bool = False
+    budget_bytes: int = 0
+    policy: Policy | None = None
+    shape: ModelShape | None = None
+    slots: SlotPlan | None = None
     device: Device | None = None
     vram_bytes: int = 0
     host_bytes: int = 0
@@ -91,6 +113,19 @@ class MemoryPlan:
             return 0
         return max(0, self.shape.all_slot_bytes() - self.slots.total_bytes)
 
+    def started(self, uses: np.ndarray | None = None) -> np.ndarray:
+        """The tier in use in which a policy that keeps all experts in memory starts each one,
+        [n_layers, n_expert]. uses: what one that learns is told of, None for what it knows. The
+        policy stays as it is."""
+        assert self.policy is not None and self.shape is not None
+        policy, shape = deepcopy(self.policy), self.shape
+        if uses is not None and isinstance(policy, Learns):
+            policy.set_hotness(uses)
+        found = np.full((shape.n_layers, shape.n_expert), len(shape.tiers) - 1)
+        for layer, expert, tier in policy.start():
+            found[layer, expert] = tier
+        return found
+
 
 def plan_memory(
     config: Config,
@@ -109,7 +144,7 @@ def plan_memory(
 
     Where no context was asked for, it is the longest one that costs little, and the least one
     where the policy has no room beside that. Where no micro-batch was asked for, and no cap on
-    slots alone, the experts that are absent decide it (orchestrator.memory.micro_batch).
+    slots alone, the experts that are absent decide it (read_per_prompt_token).
 
     more_scratch: bytes that llama.cpp was seen to take beyond the estimate. graph_bytes: scratch
     in the host's memory as llama.cpp counts it for a context of so many tokens and so many at once,
@@ -122,53 +157,321 @@ def plan_memory(
     _check_kv(config, model)
     if config.policy not in (None, PLAIN):
         policy_class(config.policy or "")  # raises for an unknown one
-
-    def graph(n_ctx: int, n_ubatch: int) -> Graph:
-        return more_scratch, graph_bytes(n_ctx, n_ubatch) if graph_bytes else None
-
-    def with_micro_batch(n_ubatch: int) -> MemoryPlan | None:
-        """As `smallest`, and nothing else of it changes."""
-        if n_ubatch > smallest.n_ctx:
-            return None
-        changed = replace(config, ubatch=n_ubatch)
-        scratch, n_ctx = graph(smallest.n_ctx, n_ubatch), smallest.n_ctx
-        try:
-            kept = smallest.prompt_bytes
-            return _plan_memory(changed, model, machine, scratch, n_ctx, kept, teach)
-        except BudgetError:
-            return None
-
-    asked_for = config.ubatch is not None or config.expert_ram is not None
-    config = replace(config, ubatch=config.ubatch or SIZES[0])
-    smallest = _plan_with_context(config, model, machine, graph, teach)
-    if asked_for:
+    with_size = replace(config, ubatch=config.ubatch or SIZES[0])
+    ways = _Ways(with_size, model, machine, more_scratch, graph_bytes, teach)
+    smallest = ways.with_context()
+    if config.ubatch is not None or config.expert_ram is not None:
         return smallest
-    return best_plan(smallest, with_micro_batch, model.n_expert_used / model.n_expert)
+    return ways.with_micro_batch(smallest)
 
 
-def _plan_with_context(
-    config: Config,
-    model: ExpertModel,
-    machine: Machine,
-    graph: Callable[[int, int], Graph],
-    teach: Teach | None,
-) -> MemoryPlan:
-    """The plan of a config that says its micro-batch."""
-    least = context_tokens(model, config)
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The memory that experts live in, and what else of the model lies there beside a context of
+    n_ctx tokens, in bytes. plain: as upstream runs it."""
 
-    def scratch(n_ctx: int) -> Graph:
-        return graph(n_ctx, step_tokens(config, n_ctx))
+    n_ctx: int
+    plain: bool
+    option: str  # that caps it
+    free: str  # what it is called without that option
+    asked: int | None
+    cap: int
+    dense: int
+    kv: int
+    scratch: int
+    compute: int  # the part of scratch that graphs take
 
-    n_ctx = least if config.ctx else _affordable_context(config, model, machine, scratch(least))
-    prompts = _prompt_bytes(config, model, machine, scratch(n_ctx), n_ctx)
-    asked = config.cache_ram or 0
-    fewer = ((each, asked + copying_bytes(model, config, each)) for each in (n_ctx, least))
-    *wanted, last = dict.fromkeys([(n_ctx, prompts), *fewer])
-    for length, kept in wanted:
-        with suppress(BudgetError):
-            return _plan_memory(config, model, machine, scratch(length), length, kept, teach)
-    length, kept = last
-    return _plan_memory(config, model, machine, scratch(length), length, kept, teach)
+    @property
+    def fixed(self) -> int:
+        """All that is not experts, nor prompts that were read before."""
+        return self.dense + self.kv + self.scratch
+
+    @property
+    def given(self) -> str:
+        """The cap that binds, for a message."""
+        size = format_size(self.cap)
+        return f"{self.option} {size}" if self.asked == self.cap else f"{self.free} {size},"
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """The ways to lay one model out under a config that says its micro-batch. Each policy is made
+    and told what is known once; it is as the last way needs it."""
+
+    config: Config
+    model: ExpertModel
+    machine: Machine
+    more_scratch: int
+    graph_bytes: GraphBytes | None
+    teach: Teach | None
+    policies: dict[Choice, Policy] = field(default_factory=dict)
+
+    @property
+    def ram(self) -> int:
+        """The cap on what the host's memory takes."""
+        asked, machine = self.config.ram, self.machine
+        return min(asked, machine.memory_bytes) if asked else machine.usable_bytes
+
+    def room(self, n_ctx: int, plain: bool | None = None, counted: bool = True) -> Room:
+        """Beside a context of this many tokens. plain: None for whether the plain path could serve
+        what is asked for. counted: scratch is what llama.cpp counts, where that is known."""
+        config, model, device = self.config, self.model, self.machine.device
+        if plain is None:
+            plain = wants_plain(config, model)
+        tokens = step_tokens(config, n_ctx)
+        graph = self.graph_bytes(n_ctx, tokens) if counted and self.graph_bytes else None
+        compute = compute_bytes(model, config, n_ctx, graph) + self.more_scratch
+        wants = policy_class(config.policy or DEFAULT).wants if not plain else Wants()
+        ahead = look_ahead_bytes(model) if wants.asked_in else 0
+        dense, kv = model.dense_bytes, model.kv_bytes(n_ctx, config.kv)
+        if device is None:
+            scratch = process_bytes(model, config) + compute + ahead
+            cap = "--ram", "free memory,", config.ram, self.ram
+            return Room(n_ctx, plain, *cap, dense, kv, scratch, compute)
+        flash = device.flash and config.importance != "exact"
+        if not flash:  # the weights, and the mask in two precisions
+            compute += 4 * (attention_weights(model, config, n_ctx) + tokens * n_ctx)
+        # Without a cap, ggml's pool makes room for itself where the device is full.
+        piles = plain and config.vram is not None
+        kernels = kernel_bytes(model, config, n_ctx, flash, piles)
+        scratch = compute + kernels + alignment_bytes(model) + ahead
+        most = min(config.vram, device.memory_bytes) if config.vram else device.usable_bytes
+        cap = "--vram", f"free memory of {device.name},", config.vram, most
+        return Room(n_ctx, plain, *cap, dense, kv, scratch, compute)
+
+    def with_context(self) -> MemoryPlan:
+        """With the context and the memory for prompts that were asked for, or that cost little;
+        with less of these where the policy has no room beside them."""
+        config, model = self.config, self.model
+        least = context_tokens(model, config)
+        small = room = self.room(least)
+        if not config.ctx:
+            n_ctx = self._affordable_context(small)
+            room = small if n_ctx == least else self.room(n_ctx)
+        ways = [(room, self._prompt_bytes(room))]
+        for each in (room, small):
+            asked = (config.cache_ram or 0) + copying_bytes(model, config, each.n_ctx)
+            if (each, asked) not in ways:
+                ways.append((each, asked))
+        for each, prompts in ways[:-1]:
+            with suppress(BudgetError):
+                return self.plan(each, prompts)
+        return self.plan(*ways[-1])
+
+    def _affordable_context(self, least: Room) -> int:
+        """The context where none was asked for. Where everything fits beside the least one, it
+        still does beside this one."""
+        most = self.model.hparams.context_length * (1 + self.config.sequences)
+        at_least = self.room(least.n_ctx, counted=False).fixed
+        left = least.cap - (least.fixed - least.kv)
+
+        def bytes_of(n_ctx: int) -> int:
+            return least.kv + self.room(n_ctx, counted=False).fixed - at_least
+
+        spare = self._spare(least, left - least.kv, left)
+        return longest_affordable(least.n_ctx, most, bytes_of, left, spare)
+
+    def _prompt_bytes(self, room: Room) -> int:
+        """The memory for prompts. What fits whole without them still does."""
+        left = room.cap - room.fixed
+        if self.machine.device:
+            left = self.ram - process_bytes(self.model, self.config, on_gpu=True)
+            spare = left
+        else:
+            spare = self._spare(room, left, left)
+        return prompt_bytes(self.model, self.config, room.n_ctx, left, spare)
+
+    def _spare(self, room: Room, beside: int, left: int) -> int:
+        """What may be taken of `beside` without a change of how the model lies in memory: what all
+        experts leave, where the plain path could serve it; else all that is left."""
+        spare = beside - self.model.tier_bytes[0]
+        return spare if room.plain and spare >= 0 else left
+
+    def with_micro_batch(self, smallest: MemoryPlan) -> MemoryPlan:
+        """The plan with which least is read: of `smallest`, whose micro-batch is the smallest, and
+        of those with larger ones, as far as memory and context have room.
+
+        A micro-batch of hundreds of tokens uses nearly every expert, so it reads each one that has
+        no slot, once. Larger ones are fewer; their scratch takes slots from experts. It grows
+        evenly with the micro-batch, so that what is read first falls, then rises: beyond the best
+        one, each next size costs more in slots than it saves in passes. Where nothing is absent no
+        larger one is tried.
+        """
+        used_share = self.model.n_expert_used / self.model.n_expert
+        n_ctx, prompts = smallest.n_ctx, smallest.prompt_bytes
+
+        def read(plan: MemoryPlan) -> float:
+            return read_per_prompt_token(plan.n_ubatch, plan.absent_bytes, used_share)
+
+        best, least, plan = self, read(smallest), smallest
+        for n_tokens in SIZES[1:]:
+            if not least or n_tokens > n_ctx:
+                break
+            larger = replace(self, config=replace(self.config, ubatch=n_tokens))
+            try:
+                plan = larger.plan(larger.room(n_ctx), prompts)
+            except BudgetError:
+                return best.plan(best.room(n_ctx), prompts)
+            if read(plan) >= least:
+                return best.plan(best.room(n_ctx), prompts)
+            best, least = larger, read(plan)
+        return plan
+
+    def plan(self, room: Room, prompts: int) -> MemoryPlan:
+        """The plan in such a room, with so many bytes for prompts."""
+        config, tier_bytes, device = self.config, self.model.tier_bytes, self.machine.device
+        beside = 0 if device else prompts
+        if room.plain:
+            needed = room.fixed + beside + tier_bytes[0]
+            fits = needed <= room.cap
+            if not fits and config.policy == PLAIN and room.asked:
+                raise BudgetError(
+                    f"{room.given} is too little for the policy plain, which keeps everything "
+                    f"in memory: it needs at least {format_size(needed, up=True)}; the "
+                    f"other policies keep experts on disk",
+                    needed,
+                )
+            if fits or config.policy == PLAIN:
+                amounts = f"{format_size(needed)} of {format_size(room.cap)}"
+                reason = f"everything fits ({amounts})" if fits else f"asked for ({amounts})"
+                return self._plan(room, prompts, (FileTier(0),), managed=False, reason=reason)
+            room = self.room(room.n_ctx, plain=False)
+
+        rest = room.cap - room.fixed - beside
+        budget = config.expert_ram or rest
+        if room.asked:
+            budget = min(budget, rest)
+        choice = choose(config, self.model, self._shape, budget)
+        if choice not in self.policies:
+            self.policies[choice] = made = make_policy(config, choice, self._shape(choice.tiers))
+            if self.teach is not None:
+                self.teach(made, made.shape.tiers)
+        policy = self.policies[choice]
+        try:
+            slots = policy.plan(max(0, budget))
+        except BudgetError as error:
+            raise self._too_small(policy, error.needed_bytes, room, beside) from None
+        return self._plan(
+            room,
+            prompts,
+            choice.tiers,
+            managed=True,
+            reason=policy.describe(),
+            skip=choice.skip,
+            budget_bytes=budget if config.expert_ram or room.asked else slots.total_bytes,
+            policy=policy,
+            shape=policy.shape,
+            slots=slots,
+            host_bytes=self._host_bytes(choice.tiers, slots, room, prompts) if device else 0,
+        )
+
+    def _plan(
+        self, room: Room, prompts: int, tiers: tuple[FileTier, ...], **managed: Any
+    ) -> MemoryPlan:
+        config, model, device = self.config, self.model, self.machine.device
+        return MemoryPlan(
+            n_ctx=room.n_ctx,
+            n_ubatch=step_tokens(config, room.n_ctx),
+            tiers=tiers,
+            tier_names=tuple(model.tiers[tier].name for tier in tiers),
+            ram_bytes=self.ram,
+            dense_bytes=room.dense,
+            kv_bytes=room.kv,
+            scratch_bytes=room.scratch,
+            expert_bytes=sum(model.tier_bytes[tier] for tier in tiers),
+            device=device,
+            vram_bytes=room.cap if device else 0,
+            llama_bytes=room.dense + room.kv + room.compute,
+            prompt_bytes=prompts,
+            copying_bytes=copying_bytes(model, config, room.n_ctx),
+            **managed,
+        )
+
+    def _shape(self, tiers: tuple[FileTier, ...]) -> ModelShape:
+        of = device_shape if self.machine.device else model_shape
+        return of(self.model, tiers)
+
+    def _host_bytes(self, tiers: tuple[int, ...], slots: SlotPlan, room: Room, prompts: int) -> int:
+        """The cache of experts behind a device, beside slots in the host's memory, if there are."""
+        config, near = self.config, slots.host_bytes
+        if near:
+            groups = slots.groups
+            staged = {tier for (*_, tier), at in slots.group_of.items() if not groups[at].on_host}
+            tiers = tuple(tiers[tier] for tier in sorted(staged))
+            near += exchange_bytes(self.model, step_tokens(config, room.n_ctx))
+        return host_bytes(config, self.model, tiers, self.ram - prompts, near)
+
+    def _too_small(self, policy: Policy, slots: int, room: Room, beside: int) -> BudgetError:
+        """slots: what the policy needs at least, beside the room and so many bytes for prompts."""
+        expert_ram = self.config.expert_ram
+        by_slots = expert_ram is not None and (room.asked is None or expert_ram < slots)
+        other = ""
+        if policy.name != BASELINE:
+            least = _least_slots(policy_class(BASELINE), policy.shape)
+            if least < slots:
+                # The baseline takes no token importance.
+                usual = replace(self, config=self.config.compared(policy=BASELINE))
+                fixed = usual.room(room.n_ctx, plain=False).fixed + beside
+                from_bytes = least if by_slots else fixed + least
+                other = f"; --policy {BASELINE} works from {format_size(from_bytes, up=True)}"
+        if expert_ram is not None and by_slots:
+            return BudgetError(
+                f"--expert-ram {format_size(expert_ram)} is too small: the smallest that works "
+                f"with the policy {policy.name} is {format_size(slots, up=True)}{other}",
+                slots,
+            )
+        fixed = room.fixed + beside
+        needed = fixed + slots
+        return BudgetError(
+            f"{room.given} is too little: the smallest {room.option} that works with the policy "
+            f"{policy.name} is {format_size(needed, up=True)} ({format_size(fixed)} for dense "
+            f"weights, KV cache and scratch, {format_size(slots)} for the fewest experts; a "
+            f"smaller --ctx needs less){other}",
+            needed,
+        )
+
+
+def longest_affordable(
+    least: int, most: int, bytes_of: Callable[[int], int], left_bytes: int, spare_bytes: int
+) -> int:
+    """The longest context of `least` to `most` tokens that costs at most SHARE of left_bytes, and
+    of spare_bytes no more than there is; `least` where no longer one does.
+
+    bytes_of: what a context of so many tokens takes, cache and scratch, more for more tokens.
+    left_bytes: what is left behind the other weights for experts and the context. spare_bytes:
+    what more than the least context may take without a change of how the model lies in memory.
+    """
+    allowed = min(left_bytes * SHARE, bytes_of(least) + spare_bytes)
+    if most <= least or bytes_of(most) <= allowed:
+        return max(least, most)
+    low, high = least // STEP_TOKENS, most // STEP_TOKENS
+    while low < high:
+        middle = (low + high + 1) // 2
+        if bytes_of(middle * STEP_TOKENS) <= allowed:
+            low = middle
+        else:
+            high = middle - 1
+    return max(least, low * STEP_TOKENS)
+
+
+def read_per_prompt_token(n_tokens: int, absent_bytes: int, used_share: float) -> float:
+    """Bytes that are read for one token of a prompt and for what an answer has of tokens to it:
+
+        A / u + a * c * A * k / n
+
+    A = absent_bytes: experts without a slot, which are fewer where less is scratch. u = n_tokens of
+    a micro-batch, which reads all of A. a = ANSWER_SHARE: tokens of an answer for one of the
+    prompt. A token of an answer uses k / n = used_share of the experts, and c = ABSENT_USE says how
+    often those without a slot.
+    """
+    return absent_bytes * (1 / n_tokens + ANSWER_SHARE * ABSENT_USE * used_share)
+
+
+def _least_slots(policy: type[Policy], shape: ModelShape) -> int:
+    try:
+        return policy(shape).plan(0).total_bytes
+    except BudgetError as error:
+        return error.needed_bytes
 
 
 def _check_kv(config: Config, model: ExpertModel) -> None:
@@ -187,192 +490,3 @@ def _check_kv(config: Config, model: ExpertModel) -> None:
                 f"--kv {config.kv} needs heads whose length is a multiple of {block}, and those of "
                 f"this model have {length}: leave it out"
             )
-
-
-def _prompt_bytes(
-    config: Config, model: ExpertModel, machine: Machine, graph: Graph, n_ctx: int
-) -> int:
-    """The memory for prompts beside a context of this many tokens. What fits whole without them
-    still does."""
-    plain = wants_plain(config, model)
-    room = room_of(config, model, machine, n_ctx, _ram_cap(config, machine), graph, plain)
-    left = room.cap - room.fixed
-    if machine.device:
-        left = spare = _ram_cap(config, machine) - process_bytes(model, config, on_gpu=True)
-    else:
-        spare = left - model.tier_bytes[0]
-    if not plain or spare < 0:
-        spare = left
-    return prompt_bytes(model, config, n_ctx, left, spare)
-
-
-def _affordable_context(config: Config, model: ExpertModel, machine: Machine, graph: Graph) -> int:
-    """The context where none was asked for. Where everything fits beside the least one, it still
-    does beside this one."""
-    ram = _ram_cap(config, machine)
-    plain = wants_plain(config, model)
-    least = context_tokens(model, config)
-    most = model.hparams.context_length * (1 + config.sequences)
-
-    def estimated(n_ctx: int) -> int:
-        return room_of(config, model, machine, n_ctx, ram, (graph[0], None), plain).fixed
-
-    room, at_least = room_of(config, model, machine, least, ram, graph, plain), estimated(least)
-    other = room.fixed - room.kv
-    left = room.cap - other
-    spare = left - room.kv - model.tier_bytes[0]
-    if not plain or spare < 0:
-        spare = left
-    return longest_affordable(least, most, lambda n: room.kv + estimated(n) - at_least, left, spare)
-
-
-def _ram_cap(config: Config, machine: Machine) -> int:
-    return min(config.ram, machine.memory_bytes) if config.ram else machine.usable_bytes
-
-
-def _plan_memory(
-    config: Config,
-    model: ExpertModel,
-    machine: Machine,
-    graph: Graph,
-    n_ctx: int,
-    prompts: int,
-    teach: Teach | None,
-) -> MemoryPlan:
-    """As plan_memory, with a context of this many tokens, and so many bytes for prompts."""
-    device = machine.device
-    ram = _ram_cap(config, machine)
-    plain = wants_plain(config, model)
-    room = room_of(config, model, machine, n_ctx, ram, graph, plain, prompts)
-    rest = room.cap - room.fixed
-
-    def shape_of(tiers: tuple[int, ...]) -> ModelShape:
-        return device_shape(model, tiers) if device else model_shape(model, tiers)
-
-    def plan(
-        managed: bool, reason: str, tiers: tuple[int, ...], skip: bool = False, **fields: Any
-    ) -> MemoryPlan:
-        return MemoryPlan(
-            managed=managed,
-            reason=reason,
-            n_ctx=n_ctx,
-            n_ubatch=step_tokens(config, n_ctx),
-            tiers=tiers,
-            skip=skip,
-            tier_names=tuple(model.tiers[tier].name for tier in tiers),
-            ram_bytes=ram,
-            dense_bytes=room.dense,
-            kv_bytes=room.kv,
-            scratch_bytes=room.scratch,
-            expert_bytes=sum(model.tier_bytes[tier] for tier in tiers),
-            device=device,
-            vram_bytes=room.cap if device else 0,
-            llama_bytes=room.dense + room.kv + room.compute,
-            prompt_bytes=prompts,
-            copying_bytes=copying_bytes(model, config, n_ctx),
-            **fields,
-        )
-
-    if plain:
-        needed = room.fixed + model.tier_bytes[0]
-        fits = needed <= room.cap
-        if not fits and config.policy == PLAIN and room.asked:
-            raise BudgetError(
-                f"{room.given} is too little for the policy plain, which keeps everything "
-                f"in memory: it needs at least {format_size(needed, up=True)}; the "
-                f"other policies keep experts on disk",
-                needed,
-            )
-        if fits or config.policy == PLAIN:
-            amounts = f"{format_size(needed)} of {format_size(room.cap)}"
-            reason = f"everything fits ({amounts})" if fits else f"asked for ({amounts})"
-            return plan(False, reason, (0,), budget_bytes=0, policy=None, shape=None, slots=None)
-        room = room_of(config, model, machine, n_ctx, ram, graph, prompts=prompts)
-        rest = room.cap - room.fixed
-
-    budget = (
-        min(config.expert_ram, rest)
-        if config.expert_ram and room.asked
-        else (config.expert_ram or rest)
-    )
-    choice = choose(config, model, shape_of, budget)
-    shape = shape_of(choice.tiers)
-    policy = make_policy(config, choice, shape)
-    if teach is not None:
-        teach(policy, shape.tiers)
-    try:
-        slots = policy.plan(max(0, budget))
-    except BudgetError as error:
-        # The baseline takes no token importance.
-        usual = config.compared(policy=BASELINE)
-        fixed = room_of(usual, model, machine, n_ctx, ram, graph, prompts=prompts).fixed
-        raise _too_small(config, policy.name, shape, error.needed_bytes, room, fixed) from None
-    asked = config.expert_ram or room.asked
-    return plan(
-        True,
-        policy.describe(),
-        choice.tiers,
-        choice.skip,
-        budget_bytes=budget if asked else slots.total_bytes,
-        policy=policy,
-        shape=shape,
-        slots=slots,
-        host_bytes=_cache_bytes(config, model, choice.tiers, ram - prompts, slots, n_ctx)
-        if device
-        else 0,
-    )
-
-
-def _cache_bytes(
-    config: Config,
-    model: ExpertModel,
-    tiers: tuple[int, ...],
-    ram: int,
-    slots: SlotPlan,
-    n_ctx: int,
-) -> int:
-    """The cache of experts behind a device, beside slots in the host's memory, if there are."""
-    near = slots.host_bytes
-    if near:
-        staged = sorted(
-            {tier for (_, _, tier), at in slots.group_of.items() if not slots.groups[at].on_host}
-        )
-        tiers = tuple(tiers[tier] for tier in staged)
-        near += exchange_bytes(model, step_tokens(config, n_ctx))
-    return host_bytes(config, model, tiers, ram, near)
-
-
-def _too_small(
-    config: Config, name: str, shape: ModelShape, slots: int, room: Room, usual_fixed: int
-) -> BudgetError:
-    """slots: what the named policy needs at least. usual_fixed: bytes beside the slots with the
-    baseline."""
-    expert_ram = config.expert_ram
-    by_slots = expert_ram is not None and (room.asked is None or expert_ram < slots)
-    other = ""
-    if name != BASELINE:
-        least = _least_slots(policy_class(BASELINE), shape)
-        if least < slots:
-            from_bytes = least if by_slots else usual_fixed + least
-            other = f"; --policy {BASELINE} works from {format_size(from_bytes, up=True)}"
-    if expert_ram is not None and by_slots:
-        return BudgetError(
-            f"--expert-ram {format_size(expert_ram)} is too small: the smallest that works "
-            f"with the policy {name} is {format_size(slots, up=True)}{other}",
-            slots,
-        )
-    needed = room.fixed + slots
-    return BudgetError(
-        f"{room.given} is too little: the smallest {room.option} that works with the policy "
-        f"{name} is {format_size(needed, up=True)} ({format_size(room.fixed)} for dense "
-        f"weights, KV cache and scratch, {format_size(slots)} for the fewest experts; a smaller "
-        f"--ctx needs less){other}",
-        needed,
-    )
-
-
-def _least_slots(policy: type[Policy], shape: ModelShape) -> int:
-    try:
-        return policy(shape).plan(0).total_bytes
-    except BudgetError as error:
-        return error.needed_bytes

@@ -12,7 +12,7 @@ from gguf_tools.file.layout import MAX_TIERS, GGMLType, bits_per_weight, fitting
 from gguf_tools.units import format_size
 from orchestrator.allocation.hull import Hull
 from orchestrator.config import Config
-from orchestrator.memory.hardware import Machine
+from orchestrator.memory.machine import Machine
 from orchestrator.memory.plan import plan_memory
 from orchestrator.policy import BASELINE
 

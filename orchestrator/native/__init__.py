@@ -1,9 +1,11 @@
 """The native library of patches/native: the only ctypes for our own C interface."""
 
 from orchestrator.native.abi import ABI_VERSION, FAILED, MAX_AHEAD, MAX_TIERS, CStats
-from orchestrator.native.device import (
+from orchestrator.native.library import (
     Bandwidths,
     DeviceInfo,
+    FreeCores,
+    Library,
     ProductTime,
     context_memory,
     find_device,
@@ -11,12 +13,10 @@ from orchestrator.native.device import (
     measure_device,
     measure_product,
 )
-from orchestrator.native.library import Library
 from orchestrator.native.server import NativeRequest, NativeServer, ServerLibrary, ServerSpec
 from orchestrator.native.simulation import Simulation
 from orchestrator.native.spec import Misses, Slices, StoreSpec
 from orchestrator.native.store import Store
-from orchestrator.native.threads import FreeCores
 
 __all__ = [
     "ABI_VERSION",

@@ -19,188 +19,117 @@ WHOLE_EXPERTS = 8
 RIGID = 16
 FAILED = -3
 
+_POINTER, _TEXT, _SIZE = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
+_INT, _F64 = ctypes.c_int, ctypes.c_double
+_U8, _U32, _U64 = ctypes.c_uint8, ctypes.c_uint32, ctypes.c_uint64
+_I16, _I32, _I64 = ctypes.c_int16, ctypes.c_int32, ctypes.c_int64
+
+
+def fields_of(ctype: Any, names: str) -> list[tuple[str, Any]]:
+    """Fields of one type."""
+    return [(name, ctype) for name in names.split()]
+
 
 class CSlices(ctypes.Structure):
     _fields_ = [
-        ("offset", ctypes.c_uint64),
-        ("expert_bytes", ctypes.c_uint64),
-        ("file", ctypes.c_int32),
-        ("type", ctypes.c_int32),
-        ("group", ctypes.c_int32),
-        ("interleaved_rows", ctypes.c_int32),
-        ("checksums", ctypes.POINTER(ctypes.c_uint32)),
-        ("compute_us", ctypes.c_double),
+        *fields_of(_U64, "offset expert_bytes"),
+        *fields_of(_I32, "file type group interleaved_rows"),
+        ("checksums", ctypes.POINTER(_U32)),
+        ("compute_us", _F64),
     ]
 
 
 class CGroup(ctypes.Structure):
-    _fields_ = [
-        ("slot_bytes", ctypes.c_uint64),
-        ("n_slots", ctypes.c_int32),
-        ("n_passing", ctypes.c_int32),
-        ("place", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-    ]
+    _fields_ = [("slot_bytes", _U64), *fields_of(_I32, "n_slots n_passing place reserved")]
 
 
 class CLayer(ctypes.Structure):
-    _fields_ = [
-        ("il", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-        ("slices", (CSlices * MAX_TIERS) * N_KINDS),
-    ]
+    _fields_ = [*fields_of(_I32, "il reserved"), ("slices", (CSlices * MAX_TIERS) * N_KINDS)]
 
 
 class CConfig(ctypes.Structure):
     _fields_ = [
-        ("files", ctypes.POINTER(ctypes.c_char_p)),
+        ("files", ctypes.POINTER(_TEXT)),
         ("layers", ctypes.POINTER(CLayer)),
         ("groups", ctypes.POINTER(CGroup)),
-        ("device", ctypes.c_void_p),
-        ("budget_bytes", ctypes.c_uint64),
-        ("host_bytes", ctypes.c_uint64),
-        ("copy_bytes_per_s", ctypes.c_double),
-        ("read_bytes_per_s", ctypes.c_double),
-        ("round_trip_us", ctypes.c_double),
-        ("misses", ctypes.c_int32),
-        ("n_host_threads", ctypes.c_int32),
-        ("n_files", ctypes.c_int32),
-        ("n_layers", ctypes.c_int32),
-        ("n_groups", ctypes.c_int32),
-        ("n_tiers", ctypes.c_int32),
-        ("n_expert", ctypes.c_int32),
-        ("n_expert_used", ctypes.c_int32),
-        ("max_tokens", ctypes.c_int32),
-        ("n_ahead", ctypes.c_int32),
-        ("n_io_threads", ctypes.c_int32),
-        ("flags", ctypes.c_int32),
-        ("importance_window", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("device", _POINTER),
+        *fields_of(_U64, "budget_bytes host_bytes"),
+        *fields_of(_F64, "copy_bytes_per_s read_bytes_per_s round_trip_us"),
+        *fields_of(
+            _I32,
+            "misses n_host_threads n_files n_layers n_groups n_tiers n_expert n_expert_used "
+            "max_tokens n_ahead n_io_threads flags importance_window reserved",
+        ),
     ]
 
 
 class CEvent(ctypes.Structure):
     _fields_ = [
-        ("layer", ctypes.c_int32),
-        ("phase", ctypes.c_int32),
-        ("n_tokens", ctypes.c_int32),
-        ("n_ahead", ctypes.c_int32),
-        ("has_importance", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-        ("step", ctypes.c_int64),
-        ("ids", ctypes.c_void_p),
-        ("weights", ctypes.c_void_p),
-        ("tokens", ctypes.c_void_p),
-        ("phases", ctypes.c_void_p),
-        ("sequences", ctypes.c_void_p),
-        ("ahead_ids", ctypes.c_void_p),
-        ("ahead", ctypes.c_void_p),
-        ("importance", ctypes.c_void_p),
-        ("resident", ctypes.c_void_p),
-        ("missing", ctypes.c_void_p),
+        *fields_of(_I32, "layer phase n_tokens n_ahead has_importance reserved"),
+        ("step", _I64),
+        *fields_of(
+            _POINTER,
+            "ids weights tokens phases sequences ahead_ids ahead importance resident missing",
+        ),
     ]
 
 
 class CStep(ctypes.Structure):
     _fields_ = [
-        ("step", ctypes.c_int64),
-        ("us", ctypes.c_uint64),
-        ("phase", ctypes.c_int32),
-        ("n_tokens", ctypes.c_int32),
-        ("n_starts", ctypes.c_int32),
-        ("n_prompt_ends", ctypes.c_int32),
-        ("n_ends", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-        ("starts", ctypes.POINTER(ctypes.c_int32)),
-        ("prompt_ends", ctypes.POINTER(ctypes.c_int32)),
-        ("ends", ctypes.POINTER(ctypes.c_int32)),
+        ("step", _I64),
+        ("us", _U64),
+        *fields_of(_I32, "phase n_tokens n_starts n_prompt_ends n_ends reserved"),
+        *fields_of(ctypes.POINTER(_I32), "starts prompt_ends ends"),
     ]
 
 
 class CPrefetch(ctypes.Structure):
-    _fields_ = [
-        ("layer", ctypes.c_int16),
-        ("expert", ctypes.c_int16),
-        ("tier", ctypes.c_uint8),
-        ("kinds", ctypes.c_uint8),
-        ("passing", ctypes.c_int16),
-    ]
+    _fields_ = [*fields_of(_I16, "layer expert"), *fields_of(_U8, "tier kinds"), ("passing", _I16)]
 
 
 class CDecision(ctypes.Structure):
     _fields_ = [
-        ("tier", ctypes.c_void_p),
-        ("passing", ctypes.c_void_p),
-        ("prefetch", ctypes.c_void_p),
-        ("n_prefetch", ctypes.c_int32),
-        ("renormalize", ctypes.c_int32),
+        *fields_of(_POINTER, "tier passing prefetch"),
+        *fields_of(_I32, "n_prefetch renormalize"),
     ]
 
 
 class CStats(ctypes.Structure):
     _fields_ = [
-        ("requests", ctypes.c_uint64 * 2),
-        ("hits", ctypes.c_uint64 * 2),
-        ("demand_bytes", ctypes.c_uint64 * 2),
-        ("prefetch_bytes", ctypes.c_uint64 * 2),
-        ("wait_us", ctypes.c_uint64 * 2),
-        ("host_hits", ctypes.c_uint64 * 2),
-        ("copy_bytes", ctypes.c_uint64 * 2),
-        ("copy_wait_us", ctypes.c_uint64 * 2),
-        ("in_place", ctypes.c_uint64 * 2),
-        ("in_place_bytes", ctypes.c_uint64 * 2),
-        ("host_computed", ctypes.c_uint64 * 2),
-        ("callback_us", ctypes.c_uint64 * 2),
-        ("callbacks", ctypes.c_uint64 * 2),
-        ("routed", (ctypes.c_uint64 * (MAX_TIERS + 1)) * 2),
-        ("computed", (ctypes.c_uint64 * MAX_TIERS) * 2),
-        ("waves", ctypes.c_uint64),
-        ("promotions", ctypes.c_uint64),
-        ("evictions", ctypes.c_uint64),
-        ("prefetch_used", ctypes.c_uint64),
-        ("prefetch_wasted", ctypes.c_uint64),
-        ("prefetch_cancelled", ctypes.c_uint64),
-        ("slot_bytes_in_use", ctypes.c_uint64),
-        ("slot_bytes_peak", ctypes.c_uint64),
-        ("budget_bytes", ctypes.c_uint64),
-        ("read_us", ctypes.c_uint64),
-        ("experts_promoted", ctypes.c_uint64),
-        ("experts_demoted", ctypes.c_uint64),
-        ("transitions_rejected", ctypes.c_uint64),
-        ("transitions_failed", ctypes.c_uint64),
-        ("transition_bytes", ctypes.c_uint64),
-        ("host_bytes", ctypes.c_uint64),
-        ("direct_io", ctypes.c_int32),
-        ("host_pinned", ctypes.c_int32),
-        ("misses", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        *fields_of(
+            _U64 * 2,
+            "requests hits demand_bytes prefetch_bytes wait_us host_hits copy_bytes "
+            "copy_wait_us in_place in_place_bytes host_computed callback_us callbacks",
+        ),
+        ("routed", _U64 * (MAX_TIERS + 1) * 2),
+        ("computed", _U64 * MAX_TIERS * 2),
+        *fields_of(
+            _U64,
+            "waves promotions evictions prefetch_used prefetch_wasted prefetch_cancelled "
+            "slot_bytes_in_use slot_bytes_peak budget_bytes read_us experts_promoted "
+            "experts_demoted transitions_rejected transitions_failed transition_bytes "
+            "host_bytes",
+        ),
+        *fields_of(_I32, "direct_io host_pinned misses reserved"),
     ]
 
 
 class CDeviceInfo(ctypes.Structure):
-    _fields_ = [
-        ("name", ctypes.c_char * 128),
-        ("free_bytes", ctypes.c_uint64),
-        ("total_bytes", ctypes.c_uint64),
-    ]
+    _fields_ = [("name", ctypes.c_char * 128), *fields_of(_U64, "free_bytes total_bytes")]
 
 
 class CBandwidths(ctypes.Structure):
     _fields_ = [
-        ("pinned_bytes_per_s", ctypes.c_double),
-        ("pageable_bytes_per_s", ctypes.c_double),
-        ("round_trip_us", ctypes.c_double),
-        ("read_bytes_per_s", ctypes.c_double),
-        ("compute_bytes_per_s", ctypes.c_double),
+        *fields_of(
+            _F64,
+            "pinned_bytes_per_s pageable_bytes_per_s round_trip_us read_bytes_per_s "
+            "compute_bytes_per_s",
+        )
     ]
 
 
 class CMemory(ctypes.Structure):
-    _fields_ = [
-        ("weights", ctypes.c_uint64 * 2),
-        ("cache", ctypes.c_uint64 * 2),
-        ("scratch", ctypes.c_uint64 * 2),
-    ]
+    _fields_ = [*fields_of(_U64 * 2, "weights cache scratch")]
 
 
 # What the header's structs measure on a 64-bit machine. The library is built from the
@@ -220,124 +149,57 @@ STRUCT_BYTES = {
     CMemory: 48,
 }
 
-ROUTE_CB = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
-STEP_CB = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(CStep), ctypes.c_void_p)
-PROGRESS_CB = ctypes.CFUNCTYPE(None, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p)
-VISIT_CB = ctypes.CFUNCTYPE(
-    None,
-    ctypes.c_int32,
-    ctypes.c_int32,
-    ctypes.c_int32,
-    ctypes.c_void_p,
-    ctypes.c_uint64,
-    ctypes.c_void_p,
-)
+ROUTE_CB = ctypes.CFUNCTYPE(_INT, _POINTER)
+STEP_CB = ctypes.CFUNCTYPE(_INT, ctypes.POINTER(CStep), _POINTER)
+PROGRESS_CB = ctypes.CFUNCTYPE(None, _I32, _I32, _POINTER)
+VISIT_CB = ctypes.CFUNCTYPE(None, _I32, _I32, _I32, _POINTER, _U64, _POINTER)
 
-_STORE = ctypes.c_void_p
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
-    "moe_edge_abi_version": (ctypes.c_int32, []),
-    "moe_edge_interleaves": (ctypes.c_int32, [ctypes.c_int32, ctypes.c_int64, ctypes.c_int64]),
-    "moe_edge_crc32": (ctypes.c_uint32, [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64]),
-    "moe_edge_architecture": (ctypes.c_char_p, [ctypes.c_int32]),
-    "moe_edge_slot_bytes": (ctypes.c_uint64, [ctypes.c_uint64, ctypes.c_uint64]),
-    "moe_edge_device_slot_bytes": (
-        ctypes.c_uint64,
-        [ctypes.c_int32, ctypes.c_uint64, ctypes.c_int64],
-    ),
-    "moe_edge_host_least_bytes": (ctypes.c_uint64, [ctypes.POINTER(CConfig)]),
-    "moe_edge_device_find": (
-        ctypes.c_void_p,
-        [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t],
-    ),
-    "moe_edge_device_describe": (ctypes.c_int, [ctypes.c_void_p, ctypes.POINTER(CDeviceInfo)]),
-    "moe_edge_device_buffer_type": (ctypes.c_void_p, [ctypes.c_void_p]),
-    "moe_edge_device_measure": (
-        ctypes.c_int,
-        [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int32, ctypes.POINTER(CBandwidths)],
-    ),
-    "moe_edge_measure_product": (
-        ctypes.c_int,
-        [
-            *(ctypes.c_int32, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32),
-            *[ctypes.POINTER(ctypes.c_double)] * 2,
-        ],
-    ),
-    "moe_edge_store_create": (
-        _STORE,
-        [ctypes.POINTER(CConfig), ctypes.c_char_p, ctypes.c_size_t],
-    ),
-    "moe_edge_store_free": (None, [_STORE]),
-    "moe_edge_buffer_type": (ctypes.c_void_p, []),
-    "moe_edge_load_error": (ctypes.c_char_p, []),
-    "moe_edge_get_memory": (None, [ctypes.c_void_p, ctypes.POINTER(CMemory)]),
-    "moe_edge_adapt_threads": (None, [ctypes.c_void_p, ctypes.c_int32]),
-    "moe_edge_store_event": (ctypes.POINTER(CEvent), [_STORE]),
-    "moe_edge_store_decision": (ctypes.POINTER(CDecision), [_STORE]),
-    "moe_edge_set_callback": (
-        None,
-        [_STORE, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint32],
-    ),
-    "moe_edge_set_step_callback": (None, [_STORE, ctypes.c_void_p, ctypes.c_void_p]),
-    "moe_edge_set_phase": (None, [_STORE, ctypes.c_int32]),
-    "moe_edge_sequence_end": (None, [_STORE, ctypes.c_int32]),
-    "moe_edge_begin_step": (None, [_STORE, ctypes.c_int32]),
-    "moe_edge_error": (ctypes.c_char_p, [_STORE]),
-    "moe_edge_cancel": (None, [_STORE, ctypes.c_int32]),
-    "moe_edge_get_stats": (None, [_STORE, ctypes.POINTER(CStats)]),
-    "moe_edge_reset_stats": (None, [_STORE]),
-    "moe_edge_get_resident": (None, [_STORE, ctypes.POINTER(ctypes.c_uint8)]),
-    "moe_edge_warm": (
-        ctypes.c_int32,
-        [_STORE, ctypes.POINTER(CPrefetch), ctypes.c_int32, PROGRESS_CB, ctypes.c_void_p],
-    ),
-    "moe_edge_check": (ctypes.c_int, [_STORE, ctypes.c_char_p, ctypes.c_size_t]),
+    "moe_edge_abi_version": (_I32, []),
+    "moe_edge_interleaves": (_I32, [_I32, _I64, _I64]),
+    "moe_edge_crc32": (_U32, [_U32, _POINTER, _U64]),
+    "moe_edge_architecture": (_TEXT, [_I32]),
+    "moe_edge_slot_bytes": (_U64, [_U64, _U64]),
+    "moe_edge_device_slot_bytes": (_U64, [_I32, _U64, _I64]),
+    "moe_edge_host_least_bytes": (_U64, [ctypes.POINTER(CConfig)]),
+    "moe_edge_device_find": (_POINTER, [_TEXT, _TEXT, _SIZE]),
+    "moe_edge_device_describe": (_INT, [_POINTER, ctypes.POINTER(CDeviceInfo)]),
+    "moe_edge_device_buffer_type": (_POINTER, [_POINTER]),
+    "moe_edge_device_measure": (_INT, [_POINTER, _U64, _I32, ctypes.POINTER(CBandwidths)]),
+    "moe_edge_measure_product": (_INT, [*(_I32, _I64, _I64, _I32), *[ctypes.POINTER(_F64)] * 2]),
+    "moe_edge_store_create": (_POINTER, [ctypes.POINTER(CConfig), _TEXT, _SIZE]),
+    "moe_edge_store_free": (None, [_POINTER]),
+    "moe_edge_buffer_type": (_POINTER, []),
+    "moe_edge_load_error": (_TEXT, []),
+    "moe_edge_get_memory": (None, [_POINTER, ctypes.POINTER(CMemory)]),
+    "moe_edge_adapt_threads": (None, [_POINTER, _I32]),
+    "moe_edge_store_event": (ctypes.POINTER(CEvent), [_POINTER]),
+    "moe_edge_store_decision": (ctypes.POINTER(CDecision), [_POINTER]),
+    "moe_edge_set_callback": (None, [_POINTER, _POINTER, _POINTER, _I32, _U32]),
+    "moe_edge_set_step_callback": (None, [_POINTER, _POINTER, _POINTER]),
+    "moe_edge_set_phase": (None, [_POINTER, _I32]),
+    "moe_edge_sequence_end": (None, [_POINTER, _I32]),
+    "moe_edge_begin_step": (None, [_POINTER, _I32]),
+    "moe_edge_error": (_TEXT, [_POINTER]),
+    "moe_edge_cancel": (None, [_POINTER, _I32]),
+    "moe_edge_get_stats": (None, [_POINTER, ctypes.POINTER(CStats)]),
+    "moe_edge_reset_stats": (None, [_POINTER]),
+    "moe_edge_get_resident": (None, [_POINTER, ctypes.POINTER(_U8)]),
+    "moe_edge_warm": (_I32, [_POINTER, ctypes.POINTER(CPrefetch), _I32, PROGRESS_CB, _POINTER]),
+    "moe_edge_check": (_INT, [_POINTER, _TEXT, _SIZE]),
     "moe_edge_apply": (
-        ctypes.c_int,
-        [
-            _STORE,
-            ctypes.c_int32,
-            ctypes.POINTER(ctypes.c_int32),
-            ctypes.POINTER(ctypes.c_uint8),
-            ctypes.POINTER(ctypes.c_uint8),
-            ctypes.c_int32,
-        ],
+        _INT,
+        [_POINTER, _I32, ctypes.POINTER(_I32), ctypes.POINTER(_U8), ctypes.POINTER(_U8), _I32],
     ),
-    "moe_edge_prefetch": (None, [_STORE, ctypes.POINTER(CPrefetch), ctypes.c_int32]),
-    "moe_edge_transition": (ctypes.c_int32, [_STORE, ctypes.POINTER(CPrefetch), ctypes.c_int32]),
-    "moe_edge_set_transition_rate": (None, [_STORE, ctypes.c_uint64]),
-    "moe_edge_get_states": (
-        None,
-        [_STORE, ctypes.POINTER(ctypes.c_uint8), ctypes.POINTER(ctypes.c_uint8)],
-    ),
-    "moe_edge_get_landed": (None, [_STORE, ctypes.POINTER(ctypes.c_uint8)]),
-    "moe_edge_take_counts": (None, [_STORE, ctypes.POINTER(ctypes.c_uint32)]),
-    "moe_edge_use": (
-        ctypes.c_int,
-        [
-            _STORE,
-            ctypes.c_int32,
-            ctypes.c_int32,
-            ctypes.POINTER(ctypes.c_int32),
-            ctypes.c_int32,
-            VISIT_CB,
-            ctypes.c_void_p,
-        ],
-    ),
-    "moe_edge_sim_speed": (None, [_STORE, ctypes.c_uint64, ctypes.c_uint64]),
-    "moe_edge_sim_advance": (ctypes.c_uint64, [_STORE, ctypes.c_uint64]),
-    "moe_edge_sim_route": (
-        ctypes.c_int,
-        [_STORE, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32],
-    ),
-    "moe_edge_sim_use": (
-        ctypes.c_int,
-        [
-            _STORE,
-            ctypes.c_int32,
-            ctypes.c_int32,
-            ctypes.POINTER(ctypes.c_int32),
-            ctypes.c_int32,
-            ctypes.c_uint64,
-        ],
-    ),
+    "moe_edge_prefetch": (None, [_POINTER, ctypes.POINTER(CPrefetch), _I32]),
+    "moe_edge_transition": (_I32, [_POINTER, ctypes.POINTER(CPrefetch), _I32]),
+    "moe_edge_set_transition_rate": (None, [_POINTER, _U64]),
+    "moe_edge_get_states": (None, [_POINTER, ctypes.POINTER(_U8), ctypes.POINTER(_U8)]),
+    "moe_edge_get_landed": (None, [_POINTER, ctypes.POINTER(_U8)]),
+    "moe_edge_take_counts": (None, [_POINTER, ctypes.POINTER(_U32)]),
+    "moe_edge_use": (_INT, [_POINTER, _I32, _I32, ctypes.POINTER(_I32), _I32, VISIT_CB, _POINTER]),
+    "moe_edge_sim_speed": (None, [_POINTER, _U64, _U64]),
+    "moe_edge_sim_advance": (_U64, [_POINTER, _U64]),
+    "moe_edge_sim_route": (_INT, [_POINTER, _I32, _I32, _I32, _I32]),
+    "moe_edge_sim_use": (_INT, [_POINTER, _I32, _I32, ctypes.POINTER(_I32), _I32, _U64]),
 }

@@ -1,14 +1,22 @@
-"""The functions of moe-edge.h in a loaded library."""
+"""The functions of moe-edge.h in a loaded library, and what they say of devices and memory."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 from itertools import count, takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from orchestrator.errors import NativeError
-from orchestrator.native.abi import ABI_VERSION, FUNCTIONS, STRUCT_BYTES
+from gguf_tools.process import default_threads
+from orchestrator.errors import ConfigError, NativeError
+from orchestrator.native.abi import (
+    ABI_VERSION,
+    FUNCTIONS,
+    STRUCT_BYTES,
+    CBandwidths,
+    CDeviceInfo,
+    CMemory,
+)
 
 
 class Library:
@@ -56,3 +64,111 @@ class Library:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
+
+
+_ERROR_BYTES = 512
+_COPY_BYTES = 64 << 20
+
+
+class DeviceInfo(NamedTuple):
+    """handle is the library's own; name is how it is asked for, description what it calls itself;
+    sizes in bytes, memory_bytes what is free now."""
+
+    handle: int
+    name: str
+    description: str
+    memory_bytes: int
+    total_bytes: int
+
+
+class Bandwidths(NamedTuple):
+    """From the host's memory into the device's, in bytes per second, pinned 0 where the driver
+    does not pin memory; how long the smallest copy takes to be seen by the host, in microseconds.
+    In bytes of weights per second: what kernels read from pinned memory where it is, 0 where they
+    cannot, and what the host computes with one token, in Q4_K."""
+
+    pinned: float
+    pageable: float
+    round_trip_us: float
+    read: float
+    compute: float
+
+
+def find_device(library: Library, name: str) -> DeviceInfo:
+    """The device of this name, as "cuda0". Raises ConfigError where it is not here."""
+    message = ctypes.create_string_buffer(_ERROR_BYTES)
+    handle = library.device_find(name.encode(), message, _ERROR_BYTES)
+    if not handle:
+        raise ConfigError(f"--device {name}: {message.value.decode('utf-8', 'replace')}")
+    info = CDeviceInfo()
+    library.device_describe(handle, ctypes.byref(info))
+    description = info.name.decode("utf-8", "replace")
+    return DeviceInfo(handle, name, description, info.free_bytes, info.total_bytes)
+
+
+def context_memory(library: Library, context: int) -> tuple[int, int]:
+    """What a llama_context and its model take without expert slots: bytes of the host's memory,
+    and of others."""
+    found = CMemory()
+    library.get_memory(context, ctypes.byref(found))
+    parts = (found.weights, found.cache, found.scratch)
+    return sum(each[0] for each in parts), sum(each[1] for each in parts)
+
+
+def host_scratch(library: Library, context: int) -> int:
+    """What the graphs of a llama_context take of the host's memory, in bytes."""
+    found = CMemory()
+    library.get_memory(context, ctypes.byref(found))
+    return int(found.scratch[0])
+
+
+class ProductTime(NamedTuple):
+    """What the host's threads take to multiply experts with one token, in microseconds: one expert
+    more, and what the first one takes beyond that, since the threads slept."""
+
+    each_us: float
+    wake_us: float
+
+
+def measure_product(
+    library: Library, quant: int, shape: tuple[int, int], threads: int
+) -> ProductTime | None:
+    """For experts of this type, shape (row length, rows) each; takes 64 MiB meanwhile. None for a
+    type that the host does not multiply."""
+    each, wake = ctypes.c_double(), ctypes.c_double()
+    outputs = ctypes.byref(each), ctypes.byref(wake)
+    if library.measure_product(quant, *shape, threads, *outputs) != 0:
+        return None
+    return ProductTime(each.value, wake.value)
+
+
+def measure_device(library: Library, device: DeviceInfo, threads: int) -> Bandwidths:
+    """Times copies to a device, and computing on so many threads of the host. Raises ConfigError
+    where there is no room for that, or the device is lost."""
+    found = CBandwidths()
+    if library.device_measure(device.handle, _COPY_BYTES, threads, ctypes.byref(found)) != 0:
+        raise ConfigError(
+            f"--device {device.name}: copies cannot be timed, it is full or does not answer"
+        )
+    return Bandwidths(
+        found.pinned_bytes_per_s,
+        found.pageable_bytes_per_s,
+        found.round_trip_us,
+        found.read_bytes_per_s,
+        found.compute_bytes_per_s,
+    )
+
+
+class FreeCores:
+    """Lets a context of the CPU (a llama_context) choose its threads while it decodes, up to one
+    for each core that computing should use. Close it before the context is freed."""
+
+    def __init__(self, library: Library, context: int) -> None:
+        self._library, self._context = library, context
+        library.adapt_threads(context, default_threads())
+
+    def close(self) -> None:
+        """From here on the context keeps the threads that it has; safe to call twice."""
+        if self._context:
+            self._library.adapt_threads(self._context, 0)
+        self._context = 0

@@ -216,7 +216,7 @@ class Model:
             self._handle = None
 
 
-class Context:
+class LlamaContext:
     """A llama_context with one sequence, number 0, and maybe others, which share its cells. Free
     it with close, before the store and the model."""
 
@@ -364,7 +364,7 @@ class Context:
 class SamplerChain:
     """llama.cpp's samplers for one answer. Free it with close."""
 
-    def __init__(self, context: Context, sampling: Sampling) -> None:
+    def __init__(self, context: LlamaContext, sampling: Sampling) -> None:
         api = self.api = context.api
         self._context = context
         self._chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())

@@ -14,6 +14,7 @@ from typing import Any
 
 from gguf_tools import interrupts
 from orchestrator.errors import NativeError
+from orchestrator.native.abi import fields_of
 
 ABI_VERSION = 5
 _ERROR_BYTES = 512
@@ -29,22 +30,15 @@ class CServerConfig(ctypes.Structure):
     """moe_edge_server_config"""
 
     _fields_ = [
-        ("model_name", ctypes.c_char_p),
-        ("chat_template", ctypes.c_char_p),
-        ("n_parallel", ctypes.c_int32),
-        ("n_slot_context", ctypes.c_int32),
-        ("n_batch", ctypes.c_int32),
-        ("n_threads", ctypes.c_int32),
-        ("max_tokens", ctypes.c_int32),
-        ("cache_mib", ctypes.c_int32),
-        ("n_checkpoints", ctypes.c_int32),
+        *fields_of(ctypes.c_char_p, "model_name chat_template"),
+        *fields_of(
+            ctypes.c_int32,
+            "n_parallel n_slot_context n_batch n_threads max_tokens cache_mib n_checkpoints",
+        ),
         ("seed", ctypes.c_uint32),
         ("top_k", ctypes.c_int32),
-        ("temp", ctypes.c_float),
-        ("top_p", ctypes.c_float),
-        ("min_p", ctypes.c_float),
-        ("verbosity", ctypes.c_int32),
-        ("most_ahead", ctypes.c_int32),
+        *fields_of(ctypes.c_float, "temp top_p min_p"),
+        *fields_of(ctypes.c_int32, "verbosity most_ahead"),
     ]
 
 
@@ -75,6 +69,10 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_request_cancel": (None, [_POINTER]),
     "moe_edge_request_free": (None, [_POINTER]),
 }
+
+
+# Fields that C has by the same names.
+_SAME = ("cache_mib", "temp", "top_k", "top_p", "min_p", "most_ahead")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +106,10 @@ class ServerSpec:
             n_batch=self.n_batch,
             n_threads=self.threads,
             max_tokens=-1 if self.max_tokens is None else self.max_tokens,
-            cache_mib=self.cache_mib,
             n_checkpoints=self.checkpoints,
             seed=_NO_SEED if self.seed is None else self.seed,
-            temp=self.temp,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
             verbosity=4 if self.loud else -1,
-            most_ahead=self.most_ahead,
+            **{name: getattr(self, name) for name in _SAME},
         )
 
 

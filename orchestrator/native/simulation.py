@@ -12,8 +12,7 @@ import numpy as np
 
 from gguf_tools import interrupts
 from orchestrator.errors import NativeError
-from orchestrator.native.store import Store
-from orchestrator.native.views import event_arrays
+from orchestrator.native.store import Store, event_arrays
 
 _INTS = ctypes.POINTER(ctypes.c_int32)
 

@@ -90,6 +90,14 @@ class StoreSpec:
     rigid: bool = False  # simulated stores only
 
 
+# Fields that C has by the same names.
+_SLICES = ("offset", "expert_bytes", "file", "type", "group", "interleaved_rows", "compute_us")
+_NUMBERS = (
+    *("budget_bytes", "host_bytes", "n_tiers", "n_expert", "n_expert_used", "max_tokens"),
+    *("n_ahead", "n_io_threads", "importance_window"),
+)
+
+
 def c_config(spec: StoreSpec) -> tuple[CConfig, list[Any]]:
     """The C configuration and what must live as long as it is read."""
     files = (ctypes.c_char_p * len(spec.files))(*(bytes(path) for path in spec.files))
@@ -99,13 +107,8 @@ def c_config(spec: StoreSpec) -> tuple[CConfig, list[Any]]:
         c_layer.il = il
         for (kind, tier), piece in slices.items():
             target = c_layer.slices[kind][tier]
-            target.offset = piece.offset
-            target.expert_bytes = piece.expert_bytes
-            target.file = piece.file
-            target.type = piece.type
-            target.group = piece.group
-            target.interleaved_rows = piece.interleaved_rows
-            target.compute_us = piece.compute_us
+            for name in _SLICES:
+                setattr(target, name, getattr(piece, name))
             if piece.checksums:
                 checksums.append((ctypes.c_uint32 * spec.n_expert)(*piece.checksums))
                 target.checksums = checksums[-1]
@@ -120,8 +123,6 @@ def c_config(spec: StoreSpec) -> tuple[CConfig, list[Any]]:
         files=files,
         layers=layers,
         groups=groups,
-        budget_bytes=spec.budget_bytes,
-        host_bytes=spec.host_bytes,
         copy_bytes_per_s=spec.misses.copy,
         read_bytes_per_s=spec.misses.read,
         round_trip_us=spec.misses.round_trip_us,
@@ -130,17 +131,11 @@ def c_config(spec: StoreSpec) -> tuple[CConfig, list[Any]]:
         n_files=len(spec.files),
         n_layers=len(spec.layers),
         n_groups=len(spec.groups),
-        n_tiers=spec.n_tiers,
-        n_expert=spec.n_expert,
-        n_expert_used=spec.n_expert_used,
-        max_tokens=spec.max_tokens,
-        n_ahead=spec.n_ahead,
-        n_io_threads=spec.n_io_threads,
         flags=DIRECT_IO * spec.direct_io
         | EXACT_TIERS * spec.exact_tiers
         | SIMULATED * spec.simulated
         | WHOLE_EXPERTS * spec.whole_experts
         | RIGID * spec.rigid,
-        importance_window=spec.importance_window,
+        **{name: getattr(spec, name) for name in _NUMBERS},
     )
     return config, [files, layers, groups, checksums]

@@ -1,7 +1,7 @@
 """The policies by name. A policy decides; the native store moves the bytes.
 
-A policy is one file or one folder here, its import below, and its line in POLICIES. No policy
-imports another: what several of them compute with is in orchestrator/allocation.
+A policy is one file here, its import below, and its line in POLICIES. No policy imports another:
+what several of them compute with is in orchestrator/allocation.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from orchestrator.errors import PolicyError
 from orchestrator.policy.base import Policy
-from orchestrator.policy.context import Context
+from orchestrator.policy.context import ContextAware
 from orchestrator.policy.dymoe import DyMoE
 from orchestrator.policy.dynaexq import DynaExq
 from orchestrator.policy.firm import FIRM
@@ -26,7 +26,7 @@ POLICIES: dict[str, type[Policy]] = {
         DyMoE,
         DynaExq,
         FIRM,
-        Context,
+        ContextAware,
         Floor,
         Mixed,
     )

@@ -10,57 +10,46 @@ from typing import Any
 
 import numpy as np
 
-from gguf_tools.units import format_size
 from orchestrator.allocation.placement import (
     IMPORTANCE,
     PlacementSettings,
     bit_budget,
     importance,
     near_tiers,
+    place,
+    prefix_split,
+)
+from orchestrator.allocation.pools import (
+    Places,
+    TierPools,
+    every_expert_to,
+    moves_to,
     nominal_bits,
     nominal_losses,
-    place,
     shares,
+    too_little,
 )
-from orchestrator.allocation.pools import Places, TierPools
-from orchestrator.allocation.prefix_split import prefix_split
 from orchestrator.allocation.settings import Background, Shared
 from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan, Transition
-from orchestrator.errors import BudgetError, PolicyError
-from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
+from orchestrator.errors import PolicyError
+from orchestrator.events import (
+    DecisionBuffer,
+    Phase,
+    RouteEvent,
+    StepReport,
+    StoreView,
+    served,
+)
 from orchestrator.policy.base import (
-    Callback,
     KeepsSequences,
+    Learns,
     Policy,
     Precisions,
     WaitsBeforeAnswer,
     Wants,
+    WeighsLosses,
 )
 from orchestrator.settings import again, setting
-
-# Experts of a layer by the near tiers that share their slots.
-NearCounts = Mapping[tuple[int, ...], int]
-
-
-def near_counts(tiers: Sequence[int], counts: Sequence[int], share: bool) -> NearCounts:
-    """counts[i] experts of a layer in tiers[i], with slots of their own, or with shared ones."""
-    if share:
-        return {tuple(tiers): sum(counts)}
-    return {(tier,): n for tier, n in zip(tiers, counts, strict=True)}
-
-
-def like_counts(tiers: Sequence[str], n_cold: int, settings: PlacementSettings) -> tuple[int, ...]:
-    """How many of n_cold experts of a layer get each near tier where all are alike. Raises
-    PolicyError where the least bits are more than near_bits."""
-    bits = [nominal_bits(tier) for tier in tiers]
-    if settings.near_bits < bits[-1]:
-        raise PolicyError(
-            f"--near-bits {settings.near_bits:g} is less than {tiers[-1]} has: name a lower tier, "
-            f"or ask for {bits[-1]} or more"
-        )
-    losses = nominal_losses(bits, 1, n_cold)[0]
-    weights = 1 / np.arange(1.0, n_cold + 1) if settings.near_weights == IMPORTANCE else None
-    return prefix_split(losses, bits, bit_budget(n_cold, settings), weights)
 
 
 def placed_shape(shape: ModelShape, on_host: bool) -> ModelShape:
@@ -71,26 +60,7 @@ def placed_shape(shape: ModelShape, on_host: bool) -> ModelShape:
     return replace(shape, slots=tuple((there[0], *here[1:]) for there, here in pairs))
 
 
-def near_pools(shape: ModelShape, n_hot: int, near: NearCounts, on_host: bool) -> TierPools:
-    """Slots for n_hot experts of each layer in tier 0 and for the near ones. on_host: these are in
-    the host's memory behind a GPU, with its threads computing them."""
-    used = {tier for tiers in near for tier in tiers}
-    unused = set(range(1, len(shape.tiers))) - used
-    places = [Places((0,), n_hot, reserve=False)]
-    places += [Places((tier,), 0, on_host=on_host) for tier in sorted(unused)]
-    places += [Places(tiers, n, on_host=on_host) for tiers, n in near.items()]
-    return TierPools(placed_shape(shape, on_host), places)
-
-
 _MAGIC = b"moe-edge use 1\n"
-
-
-@dataclass(slots=True)
-class _Use:
-    """counts P and gates W, float64 [n_layers, n_expert] each."""
-
-    counts: np.ndarray
-    gates: np.ndarray
 
 
 class SequenceUse:
@@ -104,30 +74,20 @@ class SequenceUse:
 
     def __init__(self, n_layers: int, n_expert: int) -> None:
         self._size = n_layers, n_expert
-        self.past = self._zeros()
-        self._of: dict[int, _Use] = {}
+        self.past: np.ndarray = np.zeros(self._size)
+        # Of each sequence counts P and gates W, float64 [2, n_layers, n_expert].
+        self._of: dict[int, np.ndarray] = {}
         self._step = -1
-        self._in_step: dict[int, _Use] = {}
+        self._in_step: dict[int, np.ndarray] = {}
         self._given: set[int] = set()  # restored since the last step
 
-    def _zeros(self) -> np.ndarray:
-        return np.zeros(self._size)
-
-    def _new(self) -> _Use:
-        return _Use(self._zeros(), self._zeros())
+    def _none(self) -> np.ndarray:
+        return np.zeros((2, *self._size))
 
     @property
-    def counts(self) -> np.ndarray:
-        """P of all sequences in memory, float64 [n_layers, n_expert]."""
-        return self._sum([each.counts for each in self._of.values()])
-
-    @property
-    def gates(self) -> np.ndarray:
-        """W of them."""
-        return self._sum([each.gates for each in self._of.values()])
-
-    def _sum(self, parts: list[np.ndarray]) -> np.ndarray:
-        total: np.ndarray = np.sum([self._zeros(), *parts], axis=0)
+    def sums(self) -> np.ndarray:
+        """P and W of all sequences in memory, float64 [2, n_layers, n_expert]."""
+        total: np.ndarray = np.sum([self._none(), *self._of.values()], axis=0)
         return total
 
     def begin(self, step: int) -> bool:
@@ -144,50 +104,44 @@ class SequenceUse:
         sequence of each token [T]."""
         for sequence in sorted(set(sequences.tolist())):
             mine = sequences == sequence
-            use = self._in_step.setdefault(sequence, self._new())
+            use = self._in_step.setdefault(sequence, self._none())
             chosen, n = ids[mine].ravel(), self._size[1]
-            use.counts[layer] += np.bincount(chosen, minlength=n)
-            use.gates[layer] += np.bincount(chosen, gates[mine].ravel(), n)
+            use[0, layer] += np.bincount(chosen, minlength=n)
+            use[1, layer] += np.bincount(chosen, gates[mine].ravel(), n)
 
     def step_done(self, report: StepReport) -> None:
         """A step that succeeded: sequences end and begin, and what it used is added."""
         for sequence in {*report.ends, *report.starts} - self._given:
             if (over := self._of.pop(sequence, None)) is not None:
-                self.past += over.counts
+                self.past += over[0]
         self._given.clear()
         for sequence in report.starts:
-            self._of.setdefault(sequence, self._new())
+            self._of.setdefault(sequence, self._none())
         if report.phase == Phase.PREFILL:
             for sequence, use in self._in_step.items():
-                mine = self._of.setdefault(sequence, self._new())
-                mine.counts += use.counts
-                mine.gates += use.gates
+                self._of[sequence] = self._of.get(sequence, 0) + use
             self._in_step.clear()
         elif self._of and report.counts is not None:
-            part = report.counts / len(self._of)
             for use in self._of.values():
-                use.counts += part
+                use[0] += report.counts / len(self._of)
         elif report.counts is not None:
             self.past += report.counts
 
     def save(self, sequence: int) -> bytes | None:
         """What one sequence used so far; None for one that is not in memory."""
         use = self._of.get(sequence)
-        if use is None:
-            return None
-        return _MAGIC + np.stack([use.counts, use.gates]).astype("<f8").tobytes()
+        return None if use is None else _MAGIC + use.astype("<f8").tobytes()
 
     def restore(self, sequence: int, state: bytes) -> None:
         """A sequence goes on from where another one was saved, in the place of what it used itself.
         Raises PolicyError for what save did not write for this model."""
-        n_layers, n_expert = self._size
-        body = state[len(_MAGIC) :]
-        if not state.startswith(_MAGIC) or len(body) != 16 * n_layers * n_expert:
+        body, none = state[len(_MAGIC) :], self._none()
+        if not state.startswith(_MAGIC) or len(body) != 8 * none.size:
             raise PolicyError("the state of a sequence is damaged, or of another model")
-        sums = np.frombuffer(body, "<f8").reshape(2, n_layers, n_expert).astype(np.float64)
-        if not (np.isfinite(sums).all() and (sums >= 0).all()):
+        use = np.frombuffer(body, "<f8").reshape(none.shape).astype(np.float64)
+        if not (np.isfinite(use).all() and (use >= 0).all()):
             raise PolicyError("the state of a sequence is damaged: it has impossible sums")
-        self._of[sequence] = _Use(sums[0].copy(), sums[1].copy())
+        self._of[sequence] = use
         self._given.add(sequence)
 
 
@@ -227,12 +181,22 @@ class ContextSettings(PlacementSettings, Background):
         choices=(ASYNC, WAIT),
     )
 
+    @classmethod
+    def without_effect(cls, asked: Mapping[str, Any]) -> str | None:
+        if asked.get("losses") is None or asked.get("near_slots") == SHARED:
+            return None
+        return (
+            f"--losses has no effect with --near-slots {OWN}, where each lower precision has the "
+            f"same number of experts in every layer, whatever they lose: leave it out, or give "
+            f"--near-slots {SHARED}"
+        )
 
-# How many tokens the use that earlier runs learned counts as, beside that of this run.
+
+# What earlier runs learned counts as the use of so many tokens of this run.
 _LEARNED_TOKENS = 1024
 
 
-class Context(Policy, KeepsSequences, WaitsBeforeAnswer):
+class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnswer):
     """The K most important experts of each layer in tier 0, the others in the near tiers, all of
     them in memory, by what the conversation used.
 
@@ -260,9 +224,8 @@ class Context(Policy, KeepsSequences, WaitsBeforeAnswer):
     Settings = ContextSettings
     reason = "places every expert by the prompt"
     precisions = Precisions(least=2, keeps="several precisions")
-    # One layer ahead, for the last layer's part of a prompt.
-    wants = Wants(Callback.PREFILL, n_ahead=1, counts=True, tiers=True, all_resident=True)
-    learns = True
+    # The last layer's part of a prompt is seen by looking one layer ahead.
+    wants = Wants((Phase.PREFILL,), n_ahead=1, counts=True, states=True, all_resident=True)
     settings: ContextSettings
 
     def __init__(
@@ -275,9 +238,14 @@ class Context(Policy, KeepsSequences, WaitsBeforeAnswer):
         lacks or that are too many, and for shared slots on a device."""
         super().__init__(shape, settings, rules)
         self._near = near_tiers(shape.tiers, self.settings.near_tiers)
-        self._bits = [nominal_bits(shape.tiers[tier]) for tier in self._near]
+        self._names = [shape.tiers[tier] for tier in self._near]
+        self._bits = [nominal_bits(name) for name in self._names]
+        # Bits a weight of each near tier as stored; empty where they are not known.
+        self._stored = [shape.bits[tier] for tier in self._near] if shape.bits else []
+        self._shares = self.settings.near_slots == SHARED and len(self._near) > 1
+        # Tokens wait, too, where what is computed must not depend on what is in memory by now.
+        self._waits = self.rules.exact or self.settings.placement == WAIT
         self._on_host = False  # the near tiers of a GPU; after plan
-        self.weighs_losses = self._shares  # fixed counts leave nothing to choose by them
         if self._shares and not (shape.shares_slots or self._places[-1]):
             raise PolicyError(
                 f"--near-slots {SHARED} needs slots in host memory: leave it out, or give "
@@ -290,33 +258,22 @@ class Context(Policy, KeepsSequences, WaitsBeforeAnswer):
             default_tier=len(shape.tiers) - 1,
             transition_rate=0 if self._waits else rate,  # none where a token waits for them
         )
-        self.updates = 0
         self.use = SequenceUse(*size)
         self._n_hot = 0
         self._near_counts: tuple[int, ...] = ()
         self._pools: TierPools | None = None
-        self._losses: np.ndarray | None = None
         self._learned: np.ndarray = np.zeros(size)
-        self._predicted = False  # the last layer was counted by the look-ahead of the one before
-        self._placed = True  # no prompt was read since
+        self._predicted = False  # whether look-ahead has counted the last layer of this step
+        self._placed = True  # whether no prompt was read since the latest placement
         self._wanted: np.ndarray | None = None
         self._latest: np.ndarray | None = None  # wanted by the latest placement
         self._scores: np.ndarray = np.zeros(size)
         self._moved = self._steps = self._most_steps = self._changed_bytes = 0
 
-    @classmethod
-    def without_effect(cls, asked: Mapping[str, Any]) -> str | None:
-        if asked.get("losses") is None or asked.get("near_slots") == SHARED:
-            return None
-        return (
-            f"--losses has no effect with --near-slots {OWN}, where each lower precision has the "
-            f"same number of experts in every layer, whatever they lose: leave it out, or give "
-            f"--near-slots {SHARED}"
-        )
-
     @property
-    def _shares(self) -> bool:
-        return self.settings.near_slots == SHARED and len(self._near) > 1
+    def losses_matter(self) -> bool:
+        """Not where the counts of each tier are fixed: they leave nothing to choose by losses."""
+        return self._shares
 
     @property
     def _places(self) -> list[bool]:
@@ -326,17 +283,6 @@ class Context(Policy, KeepsSequences, WaitsBeforeAnswer):
             return [False]
         return [True] if asked == HOST or self._shares else [False, True]
 
-    @property
-    def _expert_bytes(self) -> np.ndarray:
-        """Slot bytes of an expert, int64 [n_layers, n_tiers]."""
-        slots = placed_shape(self.shape, self._on_host).slots
-        return np.array([[sum(sizes.values()) for sizes in tiers] for tiers in slots], np.int64)
-
-    @property
-    def _waits(self) -> bool:
-        """Also where what is computed must not depend on what is in memory by now."""
-        return self.rules.exact or self.settings.placement == WAIT
-
     def plan(self, budget_bytes: int) -> SlotPlan:
         """Every expert near, and K of each layer in the best tier instead: as many as fit, or
         hot_experts of them. Raises BudgetError."""
@@ -344,27 +290,49 @@ class Context(Policy, KeepsSequences, WaitsBeforeAnswer):
         most = n if asked is None else min(n, asked)
         for on_host in self._places:
             for n_hot in range(most, (1 if asked is None else most) - 1, -1):
-                counts = like_counts(self._names, n - n_hot, self.settings)
-                near = near_counts(self._near, counts, self._shares)
-                pools = near_pools(self.shape, n_hot, near, on_host)
+                counts = self._like_counts(n - n_hot)
+                pools = self._pools_of(n_hot, counts, on_host)
                 if pools.total_bytes <= budget_bytes:
                     self._n_hot, self._near_counts, self._pools = n_hot, counts, pools
                     self._on_host = on_host
                     return pools.plan()
-        raise BudgetError(
-            f"{format_size(budget_bytes)} are too little for every expert in one precision: it "
-            f"needs {format_size(pools.total_bytes, up=True)}",
-            pools.total_bytes,
-        )
+        raise too_little(budget_bytes, pools.total_bytes)
+
+    def _like_counts(self, n_cold: int) -> tuple[int, ...]:
+        """How many of n_cold experts of a layer get each near tier where all are alike. Raises
+        PolicyError where the least bits are more than near_bits."""
+        asked, bits = self.settings, self._bits
+        if asked.near_bits < bits[-1]:
+            raise PolicyError(
+                f"--near-bits {asked.near_bits:g} is less than {self._names[-1]} has: name a lower "
+                f"tier, or ask for {bits[-1]} or more"
+            )
+        losses = nominal_losses(bits, 1, n_cold)[0]
+        weights = 1 / np.arange(1.0, n_cold + 1) if asked.near_weights == IMPORTANCE else None
+        return prefix_split(losses, bits, bit_budget(n_cold, asked), weights)
+
+    def _pools_of(self, n_hot: int, counts: Sequence[int], on_host: bool) -> TierPools:
+        """Slots for n_hot experts of each layer in tier 0, and for counts of them in the near
+        tiers. on_host: the near ones are in the host's memory behind a GPU, with its threads
+        computing them."""
+        unused = set(range(1, len(self.shape.tiers))) - set(self._near)
+        near: list[tuple[tuple[int, ...], int]] = [((tier,), 0) for tier in sorted(unused)]
+        if self._shares:
+            near.append((tuple(self._near), sum(counts)))
+        else:
+            near += [((tier,), n) for tier, n in zip(self._near, counts, strict=True)]
+        places = [Places(tiers, n, on_host=on_host) for tiers, n in near]
+        hot = Places((0,), n_hot, reserve=False)
+        return TierPools(placed_shape(self.shape, on_host), [hot, *places])
 
     @property
     def fresh(self) -> bool:
-        return self.updates == 0 and not bool(self.use.counts.any())
+        return self.updates == 0 and not bool(self.use.sums.any())
 
     @property
     def hotness(self) -> np.ndarray:
         """The share of tokens that use each expert, of earlier runs and of this one."""
-        used = self.use.past + self.use.counts
+        used = self.use.past + self.use.sums[0]
         if not used.any():
             learned: np.ndarray = self._learned.copy()
             return learned
@@ -375,13 +343,6 @@ class Context(Policy, KeepsSequences, WaitsBeforeAnswer):
 
     def set_hotness(self, scores: np.ndarray) -> None:
         self._learned = np.array(scores, np.float64).reshape(self._learned.shape)
-
-    @property
-    def losses(self) -> np.ndarray | None:
-        return None if self._losses is None else self._losses.copy()
-
-    def set_losses(self, losses: np.ndarray) -> None:
-        self._losses = np.array(losses, np.float64)
 
     def save_sequence(self, sequence: int) -> bytes | None:
         return self.use.save(sequence)
@@ -394,20 +355,18 @@ class Context(Policy, KeepsSequences, WaitsBeforeAnswer):
     def start(self) -> list[Transition]:
         """Every expert where the profile alone would have it."""
         wanted = self._latest = self._place()
-        return [
-            (layer, expert, int(wanted[layer, expert]))
-            for layer, expert in np.ndindex(wanted.shape)
-        ]
+        return every_expert_to(wanted)
 
     def _place(self) -> np.ndarray:
         """The tier of each expert, uint8 [n_layers, n_expert], by what is known now."""
         use, settings, k = self.use, self.settings, self.shape.n_expert_used
         before = shares(self._learned, np.zeros_like(self._learned)) * _LEARNED_TOKENS
         usual = before * k + use.past
-        self._scores = importance(use.counts, use.gates, usual, settings, k)
+        counts, gates = use.sums
+        self._scores = importance(counts, gates, usual, settings, k)
         losses = nominal_losses(self._bits, *self._scores.shape)
-        if self._losses is not None:
-            losses = self._losses[..., self._near]
+        if self.losses is not None:
+            losses = self.losses[..., self._near]
         most = None if self._shares else self._near_counts
         placed = place(self._scores, self._n_hot, losses, self._bits, settings, most)
         tiers: np.ndarray = np.array([0, *self._near], np.uint8)[placed]
@@ -416,7 +375,7 @@ class Context(Policy, KeepsSequences, WaitsBeforeAnswer):
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         """Experts as they are in memory; counts what the layer's tokens use."""
         layer, last = event.layer, self.shape.n_layers - 1
-        np.minimum(view.resident_array[layer], self.wants.default_tier, out=out.tier_array)
+        out.tier_array[:] = served(self.wants.default_tier, view.resident_array[layer])
         if self.use.begin(event.step):
             self._predicted = False
         of = event.sequences_array
@@ -453,7 +412,7 @@ class Context(Policy, KeepsSequences, WaitsBeforeAnswer):
         """Behind a prompt, once. target: as of StepReport."""
         if self._placed:
             return
-        if self._wanted is not None:  # what has not begun to move need not
+        if self._wanted is not None:  # what has not begun to move will not
             self._changed_bytes -= self._bytes_to(self._wanted, target)
         self._wanted = self._latest = self._place()
         self._changed_bytes += self._bytes_to(self._wanted, target)
@@ -463,26 +422,20 @@ class Context(Policy, KeepsSequences, WaitsBeforeAnswer):
 
     def _bytes_to(self, wanted: np.ndarray, target: np.ndarray) -> int:
         """What slots of the experts take that neither are where they should be nor go there."""
-        sizes = np.take_along_axis(self._expert_bytes, wanted.astype(np.int64), axis=1)
-        return int(sizes[wanted != target].sum())
+        shape = placed_shape(self.shape, self._on_host)
+        moving = np.argwhere(wanted != target).tolist()
+        return sum(shape.expert_slot_bytes(at, int(wanted[at, expert])) for at, expert in moving)
 
     def _moves(self, resident: np.ndarray, target: np.ndarray) -> list[Transition]:
-        """Experts at rest that are not where they should be, as far as slots are free: those to
-        lower tiers first, since they free the better ones, then the most important ones."""
+        """What may move now towards the latest placement, the most important experts first."""
         wanted, pools = self._wanted, self._pools
         if wanted is None or pools is None:
             return []
-        layers, experts = np.nonzero((resident == target) & (resident != wanted))
-        if not len(layers):
-            if (resident == wanted).all():
-                self._wanted = None
+        if (resident == wanted).all():
+            self._wanted = None
             return []
-        tiers = wanted[layers, experts]
-        up = tiers < resident[layers, experts]
-        order = np.lexsort((-self._scores[layers, experts], up))
-        moves = pools.track(resident, target).admitted(
-            (int(layers[at]), int(experts[at]), int(tiers[at])) for at in order
-        )
+        tracker = pools.track(resident, target)
+        moves = moves_to(wanted, resident, target, self._scores, tracker)
         self._moved += len(moves)
         return moves
 
@@ -491,7 +444,9 @@ class Context(Policy, KeepsSequences, WaitsBeforeAnswer):
         slot bytes of those that they changed; decode steps that the latest one took, and the
         slowest; hot and near experts of a layer by tier, on average, and the near ones' bits,
         nominal and as stored."""
-        near = self._near_per_layer()
+        latest, near = self._latest, [float(n) for n in self._near_counts]
+        if latest is not None and self._shares:
+            near = [float((latest == tier).sum() / len(latest)) for tier in self._near]
         found: dict[str, Any] = {
             "placements": self.updates,
             "moves": self._moved,
@@ -506,21 +461,6 @@ class Context(Policy, KeepsSequences, WaitsBeforeAnswer):
         if any(near) and self._stored:
             found["near_bits_stored"] = float(np.average(self._stored, weights=near))
         return found
-
-    @property
-    def _names(self) -> list[str]:
-        return [self.shape.tiers[tier] for tier in self._near]
-
-    def _near_per_layer(self) -> list[float]:
-        latest = self._latest
-        if latest is None or not self._shares:
-            return [float(n) for n in self._near_counts]
-        return [float((latest == tier).sum() / len(latest)) for tier in self._near]
-
-    @property
-    def _stored(self) -> list[float]:
-        """Bits a weight of each near tier as stored; empty where they are not known."""
-        return [self.shape.bits[tier] for tier in self._near] if self.shape.bits else []
 
     def describe(self) -> str:
         names = self._names

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from orchestrator.allocation import prefetch
-from orchestrator.allocation.importance import gate_critical, gate_order
-from orchestrator.allocation.monitor import Monitor, Prediction
-from orchestrator.allocation.prefetch import AUTO, OFF, ON, LookAhead
+from orchestrator.allocation.critical import COSINE, FLAT, SCHEDULES, falling, gate_order, ratios
+from orchestrator.allocation.look_ahead import OFF, LookAhead, Prefetching
 from orchestrator.allocation.prompts import Prompts, layer_groups
-from orchestrator.allocation.retention import COSINE, FLAT, SCHEDULES, realised, solve
 from orchestrator.allocation.slots import ModelShape, Rules, Share, SlotPlan, divide
 from orchestrator.errors import PolicyError
 from orchestrator.events import (
@@ -25,8 +24,113 @@ from orchestrator.events import (
     StoreView,
     distinct,
 )
-from orchestrator.policy.base import Callback, Policy, Precisions, Wants
+from orchestrator.policy.base import EVERY_STEP, Policy, Precisions, Wants
 from orchestrator.settings import setting
+
+# r(l) * M is exact in theory where it lands on an integer; the ceiling must not turn
+# rounding noise into one more expert.
+_NOISE = 1e-9
+
+
+def critical_count(ratio: float, m: int) -> int:
+    """t_l = ceil(r(l) * M), eq. 5, at least 1: lambda = 0 alone would leave the last layer
+    of a 4/0 plan without any expert."""
+    return min(m, max(1, math.ceil(ratio * m - _NOISE)))
+
+
+def critical_counts(lam: float, n_layers: int, m: int, schedule: str = COSINE) -> list[int]:
+    """t_l of every layer."""
+    return [critical_count(r, m) for r in ratios(lam, n_layers, schedule)]
+
+
+def realised(counts: list[int], m: int) -> float:
+    """Mean of t_l / M over the MoE layers."""
+    return sum(counts) / (m * len(counts))
+
+
+def solve(
+    retention: float, n_layers: int, m: int, schedule: str = COSINE
+) -> tuple[float, list[int]]:
+    """(lambda, t_l) such that the mean of t_l / M comes nearest to the user's retention.
+
+    M is the number of experts that t_l is taken of: those a token selects when decoding, those
+    that a prompt uses in prefill. lambda lies in [0, 1], so shares below about one half cannot be
+    reached but with the flat schedule: eq. 4 keeps the mean of r(l) at (1 + lambda) / 2.
+    """
+    if n_layers == 1:
+        return retention, critical_counts(retention, 1, m, schedule)
+    # The counts change only just after a lambda at which some r(l) * M is an integer.
+    steps = {0.0, 1.0}
+    for c in falling(schedule, n_layers):
+        if c < 1.0:
+            for j in range(math.ceil(c * m), m + 1):
+                lam = (j / m - c) / (1 - c)
+                if 0.0 <= lam <= 1.0:
+                    steps.add(lam)
+    edges = sorted(steps)
+
+    def mean(index: int) -> float:
+        return realised(critical_counts(edges[index], n_layers, m, schedule), m)
+
+    above = bisect_right(range(len(edges)), retention, key=mean)
+    choices = [i for i in (above - 1, above) if 0 <= i < len(edges)]
+    best = min(choices, key=lambda i: (abs(mean(i) - retention), -i))
+    return edges[best], critical_counts(edges[best], n_layers, m, schedule)
+
+
+def gate_critical(ids: np.ndarray, weights: np.ndarray, t: int, n_expert: int) -> np.ndarray:
+    """Mask [n_expert] of the experts that are among the t most important of any token.
+
+    ids int32 [T, k], weights float32 [T, k].
+    """
+    critical = np.zeros(n_expert, bool)
+    if t > 0:
+        places = np.argsort(-weights, axis=1, kind="stable")[:, :t]
+        critical[np.take_along_axis(ids, places, axis=1)] = True
+    return critical
+
+
+def load_ahead(
+    event: RouteEvent, out: DecisionBuffer, critical: list[int], low: int | None
+) -> list[int]:
+    """Decode, eq. 8: asks for the top-t experts that the next layers are predicted to select.
+
+    critical[layer] is t_l. A predicted rank below t_l asks for tier 0; the other ranks ask
+    for tier `low`, or for nothing when it is None. What is in memory already is asked for as
+    well: the store then keeps it. Of several tokens the predictions of all are asked for, by
+    frequency. Returns the experts asked for in the next layer.
+    """
+    asked: list[int] = []
+    for ahead in range(event.n_ahead):
+        layer = event.layer + 1 + ahead
+        t = critical[layer]
+        if event.n_tokens == 1:
+            experts = event.ahead_ids[ahead].tolist()
+        else:
+            experts, t = union(event.ahead_ids_array[ahead], t, len(out.tier))
+        if low is None:
+            del experts[t:]
+        out.prefetch_all(layer, experts[:t], 0)
+        if low is not None:
+            out.prefetch_all(layer, experts[t:], low)
+        if ahead == 0:
+            asked = experts
+    return asked
+
+
+def union(ids: np.ndarray, t: int, n_expert: int) -> tuple[list[int], int]:
+    """What any of several tokens is predicted to select, and how many of it are critical: those
+    come first, and are among the first t of some token. Both parts go by the number of tokens, then
+    by the best rank, then by the index. ids int32 [T, k], each token's best first.
+    """
+    n_tokens, k = ids.shape
+    load = np.bincount(ids.ravel(), minlength=n_expert)
+    best = np.full(n_expert, k)
+    np.minimum.at(best, ids, np.arange(k)[None, :].repeat(n_tokens, 0))
+    order = np.lexsort((best, -load, best >= t))
+    order = order[load[order] > 0]
+    return order.tolist(), int(np.count_nonzero(best < t))
+
 
 _DECODE = int(Phase.DECODE)
 
@@ -100,7 +204,7 @@ class DyMoE(Policy):
     Settings = DyMoESettings
     reason = "decides token by token"
     precisions = Precisions(most=2, lossless={"retention": 1.0})
-    wants = Wants(Callback.ALWAYS, importance=True)
+    wants = Wants(EVERY_STEP, importance=True)
     settings: DyMoESettings
 
     def __init__(
@@ -109,9 +213,9 @@ class DyMoE(Policy):
         settings: DyMoESettings | None = None,
         rules: Rules | None = None,
     ) -> None:
-        """Raises PolicyError as settings_changed does."""
+        """Raises PolicyError as _settings_changed does."""
         super().__init__(shape, settings, rules)
-        self.settings = self.settings.settled()
+        self.settings = self.settings.with_usual()
         self._one_precision = len(shape.tiers) < 2 and not self.rules.skip
         self._low = SKIP if self.rules.skip or len(shape.tiers) < 2 else 1
         by_gates = self.settings.lower_which == GATES
@@ -123,21 +227,21 @@ class DyMoE(Policy):
             importance=not self._one_precision,
             by_residency=not by_gates and not self._one_precision,
         )
-        self._prefetch = self.settings.prefetch if self.wants.n_ahead else OFF
-        self._monitor = Monitor()
-        self._prediction = Prediction(shape.n_layers)
+        self._ahead = Prefetching(
+            self.settings.prefetch if self.wants.n_ahead else OFF, shape.n_layers
+        )
         self._prompts = Prompts(
             self.rules,
             self.prefill_critical,
-            [(0, 0)] * shape.n_layers,
             self._low,
             self.settings.heavy_hitters,
             self.settings.prompts_pass,
             self._high,
+            [(0, 0)] * shape.n_layers,
         )
-        self.settings_changed()
+        self._settings_changed()
 
-    def settings_changed(self) -> None:
+    def _settings_changed(self) -> None:
         """Solves the depth schedule for the share of critical experts.
 
         Raises PolicyError where experts would need a second tier and there is none."""
@@ -168,9 +272,10 @@ class DyMoE(Policy):
             self._prefill_counts[n_used] = counts
         return counts[layer]
 
-    def asked_shares(self) -> Sequence[float]:
+    def asked_mix(self, uses: np.ndarray) -> np.ndarray:
         """Critical experts high, the others low or skipped."""
-        return (self.realised, 1.0 - self.realised)[: len(self.shape.tiers)]
+        mix = (self.realised, 1.0 - self.realised)[: len(self.shape.tiers)]
+        return np.broadcast_to(mix, (*uses.shape, len(mix)))
 
     def plan(self, budget_bytes: int) -> SlotPlan:
         """One group per (layer, kind, tier). First the working set of one token in every
@@ -215,7 +320,7 @@ class DyMoE(Policy):
         if event.phase == _DECODE or event.n_tokens == 1:
             self._decide_decode(event, view, out)
         else:
-            self._prompts.decide(event, view, out, self._prefetch != OFF)
+            self._prompts.decide(event, view, out, self._ahead.asked != OFF)
 
     def _decide_decode(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         k, t, low = event.k, self.critical[event.layer], self._low
@@ -235,11 +340,11 @@ class DyMoE(Policy):
                 high = self._high(event.layer, event.ids_array, event.weights_array, view)
                 out.tier_array[:] = np.where(high, 0, low)
         if event.n_tokens == 1:
-            self._prediction.observe(event.layer, used)
-        if event.n_ahead and self._prefetches():
+            self._ahead.score.observe(event.layer, used)
+        if event.n_ahead and self._ahead.on:
             ahead = low if low != SKIP and self.settings.prefetch_low else None
-            asked = prefetch.direct(event, out, self.critical, ahead)
-            self._prediction.expect(event.layer + 1, asked)
+            asked = load_ahead(event, out, self.critical, ahead)
+            self._ahead.score.expect(event.layer + 1, asked)
 
     def _high(
         self, layer: int, ids: np.ndarray, weights: np.ndarray, view: StoreView
@@ -270,23 +375,13 @@ class DyMoE(Policy):
         kept: list[int] = (used[high[used]] if self._low == SKIP else used).tolist()
         return kept
 
-    def _prefetches(self) -> bool:
-        return self._prefetch == ON or (self._prefetch == AUTO and self._monitor.on)
-
     def step_done(self, report: StepReport) -> tuple[()]:
-        """The monitor learns from decode steps of one token."""
-        if report.phase == _DECODE and report.n_tokens == 1 and self._prefetch == AUTO:
-            self._monitor.step(report.us)
+        self._ahead.step_done(report)
         return ()
 
     def report(self) -> Mapping[str, Any]:
-        """prefetch: "off", "on" or "paused", while it does not pay; recall and precision of
-        the decode look-ahead per layer, since the engine started."""
-        how = self._prefetch
-        if how == AUTO:
-            how = ON if self._monitor.pays else "paused"
-        recall, precision = self._prediction.recall(), self._prediction.precision()
-        return {"prefetch": how, "recall": recall, "precision": precision}
+        """As Prefetching.report."""
+        return self._ahead.report()
 
     def describe(self) -> str:
         high = self.shape.tiers[0]
@@ -296,7 +391,7 @@ class DyMoE(Policy):
             low = "skip" if self._low == SKIP else self.shape.tiers[1]
             share = f"r={self.retention:g} (realised {self.realised:.3f}{self._no_less()})"
             text = f"dymoe {high}/{low} {share}"
-        return text if self._monitor.pays else text + ", prefetch paused"
+        return text + self._ahead.note
 
     def _no_less(self) -> str:
         """What to say of a share that the schedule cannot reach."""

@@ -6,15 +6,23 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from gguf_tools.units import format_size
-from orchestrator.allocation.hotness import Intervals
-from orchestrator.allocation.pools import MAX_QUEUE, Pool, Pools, Tracker, pools_by_size, slot_plan
+from orchestrator.allocation.pools import (
+    Places,
+    Pool,
+    TierPools,
+    Tracker,
+    pools_by_size,
+    slot_plan,
+)
 from orchestrator.allocation.settings import Shared
 from orchestrator.allocation.slots import (
+    FileTier,
     ModelShape,
     Rules,
     Share,
@@ -23,8 +31,8 @@ from orchestrator.allocation.slots import (
     divide,
 )
 from orchestrator.events import DecisionBuffer, RouteEvent, StepReport, StoreView
-from orchestrator.policy.base import Callback, Precisions, TierOffer, Wants
-from orchestrator.policy.learning import Learning
+from orchestrator.policy.base import EVERY_STEP, Precisions, TierOffer, Wants
+from orchestrator.policy.learning import MAX_QUEUE, Intervals, Learning
 from orchestrator.settings import again, setting
 
 HIGH, LOW = 0, 1
@@ -69,43 +77,15 @@ class Swap:
         return self.up if self.promoting or self.down is None else self.down
 
 
-# One low slot beyond what is needed for each so many experts: as many swaps may be under way.
-_EXPERTS_PER_SWAP = 64
-_MAX_SWAPS = 4
-# Of the slots beside one token's experts: those for high copies where not all low ones fit.
+# Low slots have some in reserve: as many swaps may be under way at once.
+_LOW_PLACES = Places((LOW,), 0, experts_per_move=64, most_moves=4)
+# Where not all low copies fit: the share of the slots beyond one token's experts for high copies.
 CACHED_HIGH = 0.5
-
-
-class VersionPools(Pools):
-    """The pools of two versions. capacity[layer] is n_l, experts that may be high at once."""
-
-    def __init__(self, pools: Sequence[Sequence[Pool]], capacity: Sequence[int]) -> None:
-        """pools[tier]"""
-        super().__init__(pools, len(capacity))
-        self.capacity = tuple(capacity)
-
-    def shortlist(self, swaps: Sequence[Swap]) -> list[Swap]:
-        """The first MAX_QUEUE of each low pool, whose slots in reserve its swaps go through: so a
-        pool that moves slowly leaves places to the others."""
-        listed = Counter[int]()
-        kept = []
-        for swap in swaps:
-            pool = int(self._pool_of[LOW][swap.layer])
-            listed[pool] += 1
-            if listed[pool] <= MAX_QUEUE:
-                kept.append(swap)
-        return kept
-
-    def track(self, states: np.ndarray) -> Tracker:
-        """states uint8 [n_layers, n_expert]: an expert between two versions holds both."""
-        present = states != ExpertState.ABSENT
-        without = ExpertState.LO, ExpertState.HI
-        return self.free((present & (states != other)).sum(axis=1) for other in without)
 
 
 def resident_plan(
     shape: ModelShape, budget_bytes: int, most_high: int | None
-) -> tuple[SlotPlan, VersionPools] | None:
+) -> tuple[TierPools, list[int]] | None:
     """Slots for every expert in one of two versions, as many high as fit: n_l = spare bytes /
     (high - low), the same in every layer, at most most_high; None where that takes more than
     the budget even with one high expert of each slot size.
@@ -127,21 +107,8 @@ def resident_plan(
     if spare < sum(share.unit_bytes * share.floor for share in shares):
         return None
     capacity = divide(shares, spare)
-    tiers = (
-        tuple(
-            Pool(pool.layers, pool.sizes, max(1, sum(capacity[layer] for layer in pool.layers)))
-            for pool in high
-        ),
-        tuple(
-            Pool(
-                pool.layers,
-                pool.sizes,
-                sum(n - capacity[layer] for layer in pool.layers) + _reserve(pool, n),
-            )
-            for pool in low
-        ),
-    )
-    return slot_plan(tiers), VersionPools(tiers, capacity)
+    low_places = replace(_LOW_PLACES, n_experts=[n - n_high for n_high in capacity])
+    return TierPools(shape, [Places((HIGH,), capacity, reserve=False), low_places]), capacity
 
 
 def least_resident_bytes(shape: ModelShape) -> int:
@@ -155,7 +122,8 @@ def least_resident_bytes(shape: ModelShape) -> int:
 def _low_bytes(low: Sequence[Pool], n_expert: int) -> int:
     """Low copies of all experts, and the slots in reserve."""
     return sum(
-        pool.unit_bytes * (n_expert * len(pool.layers) + _reserve(pool, n_expert)) for pool in low
+        pool.unit_bytes * (n_expert * len(pool.layers) + _LOW_PLACES.in_reserve(pool, n_expert))
+        for pool in low
     )
 
 
@@ -164,12 +132,21 @@ def _gain(high: Sequence[Pool], low: Sequence[Pool], layer: int) -> int:
     return max(1, _unit(high, layer) - _unit(low, layer))
 
 
-def _reserve(pool: Pool, n_expert: int) -> int:
-    return min(_MAX_SWAPS, max(1, len(pool.layers) * n_expert // _EXPERTS_PER_SWAP))
-
-
 def _unit(pools: Sequence[Pool], layer: int) -> int:
     return next(pool.unit_bytes for pool in pools if layer in pool.layers)
+
+
+def _shortlist(swaps: Sequence[Swap], low_pool_of: np.ndarray) -> list[Swap]:
+    """The first MAX_QUEUE of each low pool, whose slots in reserve its swaps go through: so a pool
+    that moves slowly leaves places to the others. low_pool_of: of each layer, its low pool."""
+    listed = Counter[int]()
+    kept = []
+    for swap in swaps:
+        pool = int(low_pool_of[swap.layer])
+        listed[pool] += 1
+        if listed[pool] <= MAX_QUEUE:
+            kept.append(swap)
+    return kept
 
 
 def cache_plan(
@@ -197,7 +174,8 @@ def cache_plan(
     fixed = [Share(pool.unit_bytes, pool.n_slots, pool.n_slots, 0.0) for pool in high]
     counts = divide([*shares, *fixed], budget_bytes)[: shape.n_layers]
     low = [Pool((layer,), shape.slots[layer][LOW], n_slots) for layer, n_slots in enumerate(counts)]
-    return slot_plan((high, low)), n_high, counts
+    pools = [(pool, (HIGH,), False) for pool in high] + [(pool, (LOW,), False) for pool in low]
+    return slot_plan(pools), n_high, counts
 
 
 def as_range(counts: np.ndarray) -> str:
@@ -206,7 +184,7 @@ def as_range(counts: np.ndarray) -> str:
     return str(fewest) if fewest == most else f"{fewest} to {most}"
 
 
-# As numbers: each step compares with them often, and to look up a member is a call of Python.
+# Plain numbers: each step compares with them often, and members of an enum are slow to look up.
 HIGH_STATE, LOW_STATE = int(ExpertState.HI), int(ExpertState.LO)
 UNDER_WAY = frozenset(map(int, (ExpertState.PROMOTING, ExpertState.DEMOTING)))
 
@@ -222,6 +200,31 @@ class DynaExqSettings(Intervals):
         hidden=True,
     )
     hot_experts: int | None = again(Shared, "hot_experts")
+
+
+class _TwoTiers(Precisions):
+    def high(self, offer: TierOffer) -> FileTier:
+        """The tier above the low one that was named, else above the best one whose copies all
+        fit; else above the lowest."""
+        if len(offer.tiers) < 2:
+            return offer.tiers[0]
+        if offer.low is not None:
+            return offer.tiers[max(0, offer.low - 1)]
+        pairs = list(pairwise(offer.tiers))
+        return next((high for high, low in pairs if _fit(offer, high, low)), pairs[-1][0])
+
+    def low(self, offer: TierOffer, high: FileTier) -> FileTier | None:
+        """The low one that was named, else the best one below the high one whose copies all fit,
+        else the lowest."""
+        below = offer.tiers[high + 1 :]
+        if offer.low is not None or not below:
+            return offer.low
+        return next((low for low in below if _fit(offer, high, low)), below[-1])
+
+
+def _fit(offer: TierOffer, high: FileTier, low: FileTier) -> bool:
+    """Whether every expert fits in one of these two."""
+    return resident_plan(offer.shape(high, low), offer.budget_bytes, None) is not None
 
 
 class DynaExq(Learning):
@@ -247,8 +250,8 @@ class DynaExq(Learning):
     )
     Settings = DynaExqSettings
     reason = "fills the budget with high copies"
-    precisions = Precisions(least=2, most=2, keeps="two precisions")
-    wants = Wants(Callback.ALWAYS, default_tier=LOW, all_resident=True)
+    precisions = _TwoTiers(least=2, most=2, keeps="two precisions")
+    wants = Wants(EVERY_STEP, default_tier=LOW, all_resident=True)
     settings: DynaExqSettings
 
     def __init__(
@@ -259,7 +262,7 @@ class DynaExq(Learning):
     ) -> None:
         """Raises PolicyError where the model has no second precision in use."""
         super().__init__(shape, settings, rules)
-        self._pools: VersionPools | None = None
+        self._pools: TierPools | None = None
         self.capacity = np.zeros(shape.n_layers, np.int64)  # n_l
         self.caching = False
         self.cached = np.zeros(shape.n_layers, np.int64)  # low slots, while caching
@@ -268,36 +271,6 @@ class DynaExq(Learning):
         self._active: list[Swap] = []
         self._done = {"promotions": 0, "demotions": 0, "given_up": 0}
 
-    @classmethod
-    def high_tier(cls, offer: TierOffer) -> int:
-        """The tier above the low one that was named, else above the best one whose copies all
-        fit; else above the lowest."""
-        if len(offer.names) < 2:
-            return 0
-        if offer.low is not None:
-            return max(0, offer.low - 1)
-        above = range(len(offer.names) - 1)
-        fits = (
-            at
-            for at in above
-            if resident_plan(offer.shape(at, at + 1), offer.budget_bytes, None) is not None
-        )
-        return next(fits, above[-1])
-
-    @classmethod
-    def low_tier(cls, offer: TierOffer, high: int) -> int | None:
-        """The low one that was named, else the best one below the high one whose copies all fit,
-        else the lowest."""
-        below = range(high + 1, len(offer.names))
-        if offer.low is not None or not below:
-            return offer.low
-        fits = (
-            low
-            for low in below
-            if resident_plan(offer.shape(high, low), offer.budget_bytes, None) is not None
-        )
-        return next(fits, below[-1])
-
     def plan(self, budget_bytes: int) -> SlotPlan:
         """Every expert low, and n_l = spare bytes / (high - low) of each layer high instead;
         where that does not fit, slots for some copies of each layer. Raises BudgetError."""
@@ -305,22 +278,18 @@ class DynaExq(Learning):
         resident = resident_plan(self.shape, budget_bytes, most_high)
         self.caching = resident is None
         if resident is not None:
-            slots, self._pools = resident
-            self.capacity = np.array(self._pools.capacity)
+            self._pools, capacity = resident
+            slots, self.capacity = self._pools.plan(), np.array(capacity)
         else:
             slots, n_high, n_low = cache_plan(self.shape, budget_bytes, most_high)
             self._pools = None
             self.capacity, self.cached = np.full(self.shape.n_layers, n_high), np.array(n_low)
-        # What is resident needs no callback, and nor do low copies alone.
+        # The store needs no answer where all experts are in memory, or where only low copies are.
         asked = self.caching and self.capacity.any()
-        callback = Callback.ALWAYS if asked else Callback.NEVER
-        self.wants = replace(self.wants, callback=callback, all_resident=not self.caching)
+        self.wants = replace(
+            self.wants, asked_in=EVERY_STEP if asked else (), all_resident=not self.caching
+        )
         return slots
-
-    def asked_shares(self) -> Sequence[float]:
-        """The hot set high, the others low, where all experts are used alike."""
-        hot = float(self.capacity.mean()) / self.shape.n_expert
-        return hot, 1.0 - hot
 
     def asked_mix(self, uses: np.ndarray) -> np.ndarray:
         """The hot set high, the others low: a token uses the hot ones more than their number
@@ -332,7 +301,7 @@ class DynaExq(Learning):
     def start(self) -> list[Transition]:
         """What to load before the first token: each expert in one version, the n_l hottest high
         (the first ones without a hotness); while caching, as many low copies as fit."""
-        order = np.argsort(-self._hotness.scores, axis=1, kind="stable")
+        order = np.argsort(-self._scores, axis=1, kind="stable")
         wanted = []
         for layer, n in enumerate(self.capacity.tolist()):
             end = n + int(self.cached[layer]) if self.caching else self.shape.n_expert
@@ -355,9 +324,10 @@ class DynaExq(Learning):
             self._update(states)
         moves: Sequence[Transition] = ()
         if (self._queue or self._active) and self._pools is not None:
-            moves = self._advance(states, self._pools)
+            tracker = self._pools.track(report.resident, report.target)
+            moves = self._advance(states, tracker)
         moving = bool((report.resident != report.target).any())
-        self._settled = not (self.caching or self._queue or self._active or moving)
+        self._at_rest = not (self.caching or self._queue or self._active or moving)
         return moves
 
     def _update(self, states: np.ndarray) -> None:
@@ -380,7 +350,7 @@ class DynaExq(Learning):
     def _swaps(self, hot: np.ndarray, busy: np.ndarray) -> list[Swap]:
         """The changes of the hot sets: into free places, then the largest gain first. hot and busy
         bool [L, E]: in the hot set when all that is under way is done; under way."""
-        scores, n = self._hotness.scores, self.capacity[:, None]
+        scores, n = self._scores, self.capacity[:, None]
         settings = self.settings
         unit = np.maximum(scores.mean(axis=1, keepdims=True), np.finfo(float).tiny)
         order = np.argsort(-scores, axis=1, kind="stable")
@@ -406,13 +376,12 @@ class DynaExq(Learning):
         largest = np.argsort(-gain[layers, places], kind="stable")
         for layer, place in zip(layers[largest].tolist(), places[largest].tolist(), strict=True):
             swaps.append(Swap(layer, int(up[layer, place]), int(down[layer, place])))
-        return swaps if self._pools is None else self._pools.shortlist(swaps)
+        return swaps if self._pools is None else _shortlist(swaps, self._pools.pool_of[:, LOW])
 
-    def _advance(self, states: np.ndarray, pools: VersionPools) -> list[Transition]:
+    def _advance(self, states: np.ndarray, tracker: Tracker) -> list[Transition]:
         """The next half of each swap under way, then new ones as far as slots are free:
         demotions come first, since they free the high slots. A swap whose pool is full waits in
         the queue, and those behind it go on."""
-        tracker = pools.track(states)
         moves: list[Transition] = []
         self._active = [swap for swap in self._active if self._go_on(swap, states, tracker, moves)]
         waiting: list[Swap] = []

@@ -10,12 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from orchestrator.allocation.critical import COSINE, FLAT, SCHEDULES, falling, gate_order
 from orchestrator.allocation.estimate import KlEstimate
-from orchestrator.allocation.importance import gate_order
-from orchestrator.allocation.monitor import Monitor, Prediction
-from orchestrator.allocation.prefetch import AUTO, OFF, ON, LookAhead
+from orchestrator.allocation.look_ahead import OFF, LookAhead, Prefetching
 from orchestrator.allocation.prompts import Prompts, even_slots, layer_groups
-from orchestrator.allocation.retention import COSINE, FLAT, SCHEDULES, ratios
 from orchestrator.allocation.settings import Background, Shared, rate_of
 from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan
 from orchestrator.errors import PolicyError
@@ -28,13 +26,13 @@ from orchestrator.events import (
     StepReport,
     StoreView,
 )
-from orchestrator.policy.base import Callback, Foresees, Policy, Precisions, Wants
+from orchestrator.policy.base import EVERY_STEP, Policy, Precisions, SpendsLoss, Wants
 from orchestrator.settings import again, setting
 
 # One way to save reading, an expert in a lower tier or skipped: (nats a byte that is saved, expert,
-# tier, nats, instead_of). nats: what it costs a token with a gate weight of 1; instead_of: the tier
-# that the expert has to be lowered to before, None for no other. A plain tuple, since some are made
-# and sorted in each layer of each token.
+# tier, nats, instead_of). nats: what it costs a token with a gate weight of 1. instead_of: the tier
+# to which the expert has to be lowered first, None where this is the first step. It is a plain
+# tuple for speed: some are made and sorted in each layer of each token.
 Way = tuple[float, int, int, float, int | None]
 
 
@@ -155,9 +153,10 @@ def spend_all(
     return lowered
 
 
-# What is lowered again within so many steps is read. What comes up once is worth no slot.
+# An expert that is lowered twice within so many steps is read. One that comes up once is not worth
+# a slot.
 AGAIN_STEPS = 4
-# Experts that reads may be ahead of their rate.
+# So many experts may be read at once, before the rate holds them back.
 _BURST_EXPERTS = 8
 
 
@@ -206,13 +205,13 @@ class ReadBehind:
 
 
 _DECODE = int(Phase.DECODE)
-# Tokens whose budget may wait to be spent: what one token leaves, the next ones have.
+# What tokens leave of their budget the next ones may spend, up to the budget of so many tokens.
 _CARRIED_TOKENS = 16
-# The share of a token's miss of its budget by which the price changes.
+# How strongly the price follows: by this share of what a token was off its budget.
 _GAIN = 0.1
-# Of the first price: so many of a token's experts are taken to be missing.
+# The first price assumes that this share of a token's experts is missing.
 _FIRST_MISSING = 0.3
-# The least square of a gate weight for which an expert in memory is looked at.
+# An expert in memory is left alone where its squared gate weight is below this.
 _LEAST_SQUARE = 1e-3
 
 
@@ -263,7 +262,7 @@ class FloorSettings(LookAhead):
     losses: Path | None = again(Shared, "losses")
 
 
-class Floor(Policy, Foresees):
+class Floor(Policy, SpendsLoss):
     """An answer's experts that are in memory high are used high. Of those that are missing, some
     are skipped, or computed with a low copy, as long as the loss that the user allows lasts. What
     lasts beyond all of these is spent on experts in memory, whose computing it saves.
@@ -289,7 +288,7 @@ class Floor(Policy, Foresees):
     Settings = FloorSettings
     reason = "decides by the loss that is allowed"
     precisions = Precisions(most=2, skips=True, lossless={"max_loss": 0.0})
-    wants = Wants(Callback.ALWAYS, by_residency=True)
+    wants = Wants(EVERY_STEP, by_residency=True)
     settings: FloorSettings
 
     def __init__(
@@ -299,53 +298,44 @@ class Floor(Policy, Foresees):
         rules: Rules | None = None,
     ) -> None:
         super().__init__(shape, settings, rules)
-        self.settings = self.settings.settled()
-        self._estimate: KlEstimate | None = None
+        self.settings = self.settings.with_usual()
         self._dearest = math.inf
         self._costs: list[LayerCosts] = []
         self._high_bytes = [shape.expert_slot_bytes(layer, 0) for layer in range(shape.n_layers)]
         self._accounts: dict[int, Account] = {}
-        self._prompts = Prompts(self.rules, lambda layer, n_used: n_used, ())
+        self._prompts = Prompts(self.rules)
         ahead = (self.settings.n_ahead or 0) if self.settings.prefetch != OFF else 0
         rate = rate_of(self.settings.transition_rate)
         self.wants = replace(self.wants, n_ahead=ahead, transition_rate=rate)
-        self._prefetch = self.settings.prefetch if ahead else OFF
-        self._monitor = Monitor()
-        self._prediction = Prediction(shape.n_layers)
+        self._ahead = Prefetching(self.settings.prefetch if ahead else OFF, shape.n_layers)
         self._running: list[Account] = []
         self._asks_ahead = False
         self._behind = ReadBehind(shape, rate)
         self._step, self._tokens, self._spent = -1, 0, 0.0
         self._routed = self._missing = self._lowered = self._missing_before = 0
         self._keep_top = self.settings.keep_top
-        # From which price on experts in memory are at stake.
+        # Experts in memory are looked at from this price on.
         self._present_price = math.inf
         self._reads_behind = self.settings.read_behind
-        self.settings_changed()
+        self._settings_changed()
 
     @property
     def fresh(self) -> bool:
         return self._tokens == 0
 
-    @property
-    def estimate(self) -> KlEstimate | None:
-        """What set_estimate said."""
-        return self._estimate
-
     def set_estimate(self, estimate: KlEstimate) -> None:
-        self._estimate = estimate
         self._costs = layer_costs(self.shape, estimate, self.settings.skip_present)
         self._dearest = max(each.dearest for each in self._costs)
         if self.settings.skip_present:
             self._present_price = _LEAST_SQUARE * min(each.least_present for each in self._costs)
 
-    def settings_changed(self) -> None:
+    def _settings_changed(self) -> None:
         """Deals the budget out by depth, and begins with a price at which it would be spent if all
         ways to save were alike."""
         budget, shape = self.settings.max_loss, self.shape
-        # What the critical experts leave: nothing in the first layer, most in the last one.
+        # A layer's part of the budget is the share of experts that the schedule lets be lowered.
         schedule = self.settings.loss_schedule
-        left = [schedule == FLAT or 1 - share for share in ratios(0.0, shape.n_layers, schedule)]
+        left = [schedule == FLAT or 1 - share for share in falling(schedule, shape.n_layers)]
         total = math.fsum(left) or 1.0
         self._allowed = [
             budget * math.fsum(left[: layer + 1]) / total for layer in range(shape.n_layers)
@@ -370,15 +360,14 @@ class Floor(Policy, Foresees):
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         if event.phase != _DECODE:
             if event.n_tokens > 1:
-                self._prompts.decide(event, view, out, self._prefetch != OFF)
+                self._prompts.decide(event, view, out, self._ahead.asked != OFF)
             return
         if not self._costs:
             raise PolicyError(f"the policy {self.name} was not told what lower precisions lose")
         if event.step != self._step:
             self._begin(event)
-        # An answer's token waits for this once per layer, and finds neither code nor data in a
-        # cache that the weights went through. So a single token has a way of its own that touches
-        # little. It decides what the other way would.
+        # A single token has code of its own, which decides the same as that for several. It waits
+        # here once per layer, with cold caches, so that this code has to touch little memory.
         lower = self._lower if event.n_tokens == 1 else self._lower_all
         lowered = lower(event, view, out)
         if lowered:
@@ -401,7 +390,7 @@ class Floor(Policy, Foresees):
             account.spent = 0.0
         names = event.sequences_array.tolist()
         self._running = [self._accounts.setdefault(each, Account()) for each in names]
-        self._asks_ahead = self._prefetch == ON or (self._prefetch == AUTO and self._monitor.on)
+        self._asks_ahead = self._ahead.on
 
     def _lower(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> dict[int, int]:
         """The tiers of what a step's only token skips or gets low."""
@@ -425,7 +414,7 @@ class Floor(Policy, Foresees):
             lowered = spend(ways, squares, self._running[0], self._price, self._allowed[layer])
         if lowered:
             ids = [expert for expert in ids if lowered.get(expert) != SKIP]
-        self._prediction.observe(layer, ids)
+        self._ahead.score.observe(layer, ids)
         return lowered
 
     def _lower_all(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> dict[int, int]:
@@ -465,7 +454,7 @@ class Floor(Policy, Foresees):
         layer, keep_top = event.layer + 1, self._keep_top
         resident, costs = view.resident[layer], self._costs[layer]
         ids, scores = event.ahead_ids[0].tolist(), event.ahead_scores[0].tolist()
-        # the model's weights have the sum that they have here
+        # The predicted scores are scaled to the sum of the weights in this layer.
         scale = sum(event.weights.tolist()) / max(sum(scores), 1e-30)
         least, skip, account = self._price * costs.high_bytes, costs.skip, self._running[0]
         left = account.left + self._allowed[layer] - account.spent
@@ -480,7 +469,7 @@ class Floor(Policy, Foresees):
                 left -= bill
         asked = [expert for place, expert in enumerate(ids) if place not in skipped]
         out.prefetch_all(layer, asked, 0)
-        self._prediction.expect(layer, asked)
+        self._ahead.score.expect(layer, asked)
 
     def _ask_all(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         """As _ask, of several tokens: what an expert would cost all of them, and each."""
@@ -489,7 +478,7 @@ class Floor(Policy, Foresees):
         rows, scores = event.ahead_ids_array[0].tolist(), event.ahead_array[0]
         sums = event.weights_array.sum(axis=1), np.maximum(scores.sum(axis=1), 1e-30)
         gates = (scores * (sums[0] / sums[1])[:, None]).tolist()
-        wanted: dict[int, dict[int, float]] = {}  # of each expert, what it would cost which tokens
+        wanted: dict[int, dict[int, float]] = {}  # [expert][token]: nats of skipping it
         for token, (ids, weights) in enumerate(zip(rows, gates, strict=True)):
             for place, (expert, gate) in enumerate(zip(ids, weights, strict=True)):
                 cost = math.inf if place < self._keep_top else gate**2 * costs.skip[expert]
@@ -518,40 +507,35 @@ class Floor(Policy, Foresees):
         for account in running:
             kept = account.left + budget - account.spent
             account.left, account.spent = min(kept, _CARRIED_TOKENS * budget), 0.0
-        # A step in which nothing was missing says nothing of the price.
+        # Where nothing was missing, nothing could be spent, whatever the price.
         if running and budget and self._missing > self._missing_before:
             off = 1 - spent / (budget * len(running))
-            # A price that is too high spends what is allowed as well: in the first layers that ask
-            # for it, until nothing is left. So the price keeps a half of what may be carried.
+            # A price that is too high spends no more than is allowed, but spends it in the first
+            # layers. So the price is to leave half of what may be carried.
             left = sum(account.left for account in running) / len(running)
             off += left / (_CARRIED_TOKENS * budget) - 0.5
-            # Where all that is missing is lowered it would rise without end.
+            # Where all that is missing is lowered already, the price would rise without end.
             self._price = min(self._price * math.exp(_GAIN * max(-1.0, off)), self._dearest)
         self._running = []
         self._tokens += report.n_tokens
         self._spent += spent
         self._behind.step_done(report.us)
-        if report.n_tokens == 1 and self._prefetch == AUTO:
-            self._monitor.step(report.us)
+        self._ahead.step_done(report)
         return ()
 
     def report(self) -> Mapping[str, Any]:
         """Since the engine started, of tokens that were decoded: loss, the mean that they are
         foreseen to have lost, in nats; of the experts that they chose, the shares that were not in
-        memory high (missing) and that were lowered or skipped. prefetch, recall, precision: as of
-        DyMoE."""
-        auto = ON if self._monitor.pays else "paused"
+        memory high (missing) and that were lowered or skipped. The rest as Prefetching.report."""
         return {
             "max_loss": self.settings.max_loss,
             "loss": self._spent / self._tokens if self._tokens else None,
             "missing": self._missing / self._routed if self._routed else None,
             "lowered": self._lowered / self._routed if self._routed else None,
-            "prefetch": auto if self._prefetch == AUTO else self._prefetch,
-            "recall": self._prediction.recall(),
-            "precision": self._prediction.precision(),
+            **self._ahead.report(),
         }
 
     def describe(self) -> str:
         tiers = "/".join((*self.shape.tiers, "skip"))
         text = f"floor {tiers} at a loss of {self.settings.max_loss:g} nats a token"
-        return text if self._monitor.pays else text + ", prefetch paused"
+        return text + self._ahead.note

@@ -1,25 +1,70 @@
-"""What policies have in common that go by how much each expert was used of late."""
+"""What policies have in common that place experts by how much each was used of late, and change
+versions in the background."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from orchestrator.allocation.hotness import Hotness, Intervals
-from orchestrator.allocation.settings import rate_of
+from orchestrator.allocation.settings import Background, rate_of
 from orchestrator.allocation.slots import ModelShape, Rules
 from orchestrator.events import Phase, StepReport
-from orchestrator.policy.base import Policy
+from orchestrator.policy.base import Learns, Policy
+from orchestrator.settings import setting
+
+# Exchanges that wait for a slot between two updates; each update makes the list anew.
+MAX_QUEUE = 64
 
 
-class Learning(Policy):
-    """A policy that goes by `Hotness`, and changes versions in the background at the usual rate.
+@dataclass(frozen=True)
+class Intervals(Background):
+    """Settings of policies that learn from intervals."""
 
-    _settled: nothing is under way, or waits to be moved, so that the policy has nothing to do until
-    the scores are new. What counts each of its steps leaves it False."""
+    update_steps: int = setting(
+        32,
+        "Decode steps between two updates of the hot sets, 0 for none; a prompt's part ends an "
+        "interval too.",
+        within=(0, 2**24),
+        hidden=True,
+    )
+    update_ms: int | None = setting(
+        None,
+        "Milliseconds of steps between two updates of the hot sets, as in the paper, in the place "
+        "of a number of steps; 0 for none.",
+        within=(0, 2**31),
+        hidden=True,
+    )
+    hotness_decay: float = setting(
+        0.8, "The alpha of the hotness's moving average.", within=(0.0, 1.0), hidden=True
+    )
+    hysteresis: float = setting(
+        0.25,
+        "By how many mean scores of its layer an expert has to be hotter than the one that it "
+        "replaces.",
+        within=(0.0, 1e6),
+        hidden=True,
+    )
 
-    learns = True
+
+class Learning(Policy, Learns):
+    """A policy that goes by S, a moving average over intervals of how much an expert is used.
+
+    S <- a S + (1 - a) f (DynaExq, 3.5) at the end of each interval, with f the share of the
+    interval's tokens that use the expert, 0 to 1, where the paper counts tokens: a prompt's part of
+    512 tokens says no more of what comes than some dozens do. a = alpha ** w, with w the part of a
+    whole interval that the layer saw: 1 by the clock; else as many of update_steps as there were
+    tokens, 1 at most; of a prompt the last layer sees only tokens with an output, and forgets
+    accordingly little.
+
+    An interval is update_steps decode steps, and a prompt's part ends it too; or, as in the paper,
+    update_ms of the steps' own time, as the step reports tell it.
+
+    updates: intervals that ended. _scores: S, float64 [n_layers, n_expert]; zeros before the first
+    of them. _at_rest: nothing is under way, or waits to be moved, so that the policy has nothing to
+    do until the scores are new; what counts each of its steps leaves it False.
+    """
+
     settings: Intervals
 
     def __init__(
@@ -28,31 +73,57 @@ class Learning(Policy):
         """Raises PolicyError where the policy cannot work with the model's tiers."""
         super().__init__(shape, settings, rules)
         rate = rate_of(self.settings.transition_rate)
-        self.wants = replace(self.wants, counts=True, tiers=True, transition_rate=rate)
-        self._hotness = Hotness(shape, self.settings)
-        self._settled = False
+        self.wants = replace(self.wants, counts=True, states=True, transition_rate=rate)
+        self._scores: np.ndarray = np.zeros((shape.n_layers, shape.n_expert))
+        self._counts = np.zeros((shape.n_layers, shape.n_expert), np.int64)
+        self._steps = self._tokens = 0
+        self._us = 0.0
+        self._at_rest = False
 
     @property
     def fresh(self) -> bool:
         """Whether no step was reported yet."""
-        return self._hotness.fresh
+        return self.updates == self._steps == 0
 
     @property
     def hotness(self) -> np.ndarray:
-        """S, float64 [n_layers, n_expert], a copy; zeros before the first update."""
-        return self._hotness.copy()
+        scores: np.ndarray = self._scores.copy()
+        return scores
 
     def set_hotness(self, scores: np.ndarray) -> None:
-        """Starts from the S of an earlier run, [n_layers, n_expert]."""
-        self._hotness.set(scores)
+        self._scores = np.array(scores, np.float64).reshape(self._scores.shape)
 
     def wants_report(self, phase: Phase) -> bool:
         """Not while every expert is where it should be, and the scores stay as they are."""
-        return not self._settled or self._hotness.may_end(phase)
+        return not self._at_rest or self._may_end_interval(phase)
+
+    def _may_end_interval(self, phase: Phase) -> bool:
+        """Whether the next step may end an interval, if it is one of this phase."""
+        return self.settings.update_ms is not None or self._ends_interval(phase, self._steps + 1)
+
+    def _ends_interval(self, phase: Phase, n_steps: int) -> bool:
+        ms, steps = self.settings.update_ms, self.settings.update_steps
+        if ms is not None:
+            return 0 < 1000 * ms <= self._us
+        return steps > 0 and (phase == Phase.PREFILL or n_steps >= steps)
 
     def _count(self, report: StepReport) -> bool:
-        """Counts a step; whether the scores are new."""
-        if not self._hotness.count(report):
+        """Counts a step; whether it ended an interval, so that the scores are new."""
+        if report.counts is not None:
+            self._counts += report.counts
+        self._steps += 1
+        self._tokens += report.n_tokens
+        self._us += report.us
+        if not self._ends_interval(report.phase, self._steps):
             return False
+        seen = self._counts.sum(axis=1, keepdims=True) / self.shape.n_expert_used
+        by_steps = self.settings.update_ms is None
+        whole = max(self._tokens, self.settings.update_steps) if by_steps else self._tokens
+        kept = self.settings.hotness_decay ** np.minimum(seen / whole, 1.0)
+        frequency = self._counts / np.maximum(seen, 1)
+        self._scores = kept * self._scores + (1 - kept) * frequency
+        self._counts[:] = 0
+        self._steps = self._tokens = 0
+        self._us = 0.0
         self.updates += 1
         return True

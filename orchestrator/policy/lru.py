@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import itemgetter
-
-import numpy as np
-
-from orchestrator.allocation.slots import Share, SlotGroup, SlotPlan, Transition, divide
-from orchestrator.policy.base import Policy, Precisions
+from orchestrator.allocation.slots import Share, SlotGroup, SlotPlan, divide
+from orchestrator.policy.base import Policy, Precisions, Wants
 
 
 class LRU(Policy):
@@ -19,12 +14,9 @@ class LRU(Policy):
     summary = "The null baseline: one precision, load on demand, evict what was used longest ago."
     reason = "runs one precision"
     precisions = Precisions(most=1, lossless={})
-
-    def likely(self, resident: np.ndarray, used: np.ndarray) -> Sequence[Transition]:
-        """Whole layers, from the first on, each with what was used most first. A prompt comes next,
-        and needs nearly all experts: of single ones in every layer, its first layers would push
-        out what the later ones were to find."""
-        return sorted(super().likely(resident, used), key=itemgetter(0))
+    # A prompt comes next, and needs nearly all experts: of single ones in every layer, its first
+    # layers would push out what the later ones were to find.
+    wants = Wants(whole_layers=True)
 
     def plan(self, budget_bytes: int) -> SlotPlan:
         """The same share of the experts of every group. Raises BudgetError."""

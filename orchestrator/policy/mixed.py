@@ -12,17 +12,23 @@ from typing import Any
 
 import numpy as np
 
-from gguf_tools.units import format_size
-from orchestrator.allocation.hotness import Intervals
-from orchestrator.allocation.hull import Hull, lost
-from orchestrator.allocation.placement import nominal_bits, shares
-from orchestrator.allocation.pools import MAX_QUEUE, Places, TierPools, pools_by_size
+from orchestrator.allocation.hull import Hull, in_tiers, lost
+from orchestrator.allocation.pools import (
+    Places,
+    TierPools,
+    every_expert_to,
+    moves_to,
+    nominal_bits,
+    nominal_losses,
+    pools_by_size,
+    shares,
+    too_little,
+)
 from orchestrator.allocation.settings import Shared
-from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan, Transition
-from orchestrator.errors import BudgetError
+from orchestrator.allocation.slots import FileTier, ModelShape, Rules, SlotPlan, Transition
 from orchestrator.events import ABSENT, Phase, StepReport
-from orchestrator.policy.base import Precisions, TierOffer, Wants
-from orchestrator.policy.learning import Learning
+from orchestrator.policy.base import Precisions, TierOffer, Wants, WeighsLosses
+from orchestrator.policy.learning import MAX_QUEUE, Intervals, Learning
 from orchestrator.settings import again
 
 
@@ -79,45 +85,32 @@ def moves(
     target: np.ndarray,
     losses: np.ndarray,
 ) -> list[Transition]:
-    """Experts at rest that are not where they should be, as far as slots are free: those to lower
-    tiers first, since they free the better ones, then those that gain most.
+    """As moves_to, by the losses w L, float64 [n_layers, n_expert, n_tiers].
 
     Only the lowest tier has slots in reserve. Where nothing is under way and nobody finds a slot,
     those that are to fall wait in the lowest tier, and free theirs: the pools hold as many experts
     of each tier as are wanted there, so that a slot which is free has somebody who wants it.
-
-    wanted, resident, target: uint8 [n_layers, n_expert], the latter as of StepReport. losses: w L,
-    float64 [n_layers, n_expert, n_tiers].
     """
-    resting = (resident == target) & (resident != ABSENT)
-    layers, experts = np.nonzero(resting & (resident != wanted))
-    if not len(layers):
-        return []
-    goals, before = wanted[layers, experts], resident[layers, experts]
-    rises, lost, all_of_them = goals < before, losses[layers, experts], np.arange(len(goals))
-    gains = lost[all_of_them, before] - lost[all_of_them, goals]
-    order = np.lexsort((-gains, rises)).tolist()
+    lowest = pools.n_tiers - 1
+    wanted = np.where(resident == ABSENT, ABSENT, wanted)
+    before, goals = (np.minimum(tiers, lowest) for tiers in (resident, wanted))
+    gains = in_tiers(losses, before) - in_tiers(losses, goals)
     tracker = pools.track(resident, target)
-
-    def admitted(tiers: np.ndarray, some: list[int]) -> list[Transition]:
-        return tracker.admitted((int(layers[at]), int(experts[at]), int(tiers[at])) for at in some)
-
-    found = admitted(goals, order)
+    found = moves_to(wanted, resident, target, gains, tracker)
     if found or (resident != target).any():
         return found
-    lowest = np.full_like(goals, pools.n_tiers - 1)
-    return admitted(lowest, [at for at in order if not rises[at] and before[at] < lowest[at]])
+    waiting = np.where((wanted > resident) & (resident < lowest), lowest, resident)
+    return moves_to(waiting, resident, target, gains, tracker)
 
 
-# The share of an expert's use that counts as alike for all of its layer: what was used once in a
-# while is not worth nothing.
+# This share of a layer's use is dealt out evenly, so that rarely used experts count as well.
 ALIKE = 0.05
-# Of a budget: less than that is next to nothing.
+# Less than this share of the budget counts as nothing.
 SMALL = 0.001
-# A slot in reserve for each so many experts.
+# One slot is in reserve for so many experts.
 _EXPERTS_PER_MOVE = 128
-# While experts move, the policy looks after them once in so many microseconds of steps. A look
-# takes a third of a fast model's token, and a move takes several of those.
+# While experts move, the policy asks where they are once in so many microseconds of steps. To ask
+# takes a third of a fast model's token, and a move takes several tokens.
 LOOK_US = 4000.0
 
 
@@ -128,7 +121,22 @@ class MixedSettings(Intervals):
     losses: Path | None = again(Shared, "losses")
 
 
-class Mixed(Learning):
+class _AnyTiers(Precisions):
+    def high(self, offer: TierOffer) -> FileTier:
+        """The tier above the best one whose copies all fit; a better one where a slot of it, which
+        the store wants, takes next to nothing of the budget."""
+        tiers = offer.tiers
+        fits = next((each for each in tiers if offer.fits_whole(each)), tiers[-1])
+        above = tiers[max(0, fits - 1)]
+        for better in tiers[:above]:
+            shape = offer.shape(better)
+            n_experts = shape.n_layers * shape.n_expert
+            if shape.all_slot_bytes() <= SMALL * n_experts * offer.budget_bytes:
+                return better
+        return above
+
+
+class Mixed(Learning, WeighsLosses):
     """The allocation of `Hull`: the sum over layers and experts of w L is least under the budget,
     over all tiers in use. L is what the tier costs a use of the expert, in nats where calibrate has
     fitted that, so that layers compare; else its mean squared error, or nominal losses. w is the
@@ -152,9 +160,9 @@ class Mixed(Learning):
     )
     Settings = MixedSettings
     reason = "fills the budget with the best precisions"
-    precisions = Precisions(least=2, keeps="several precisions")
+    precisions = _AnyTiers(least=2, keeps="several precisions")
     wants = Wants(all_resident=True)
-    weighs_losses = per_use = True
+    per_use = True
     settings: MixedSettings
 
     def __init__(
@@ -166,36 +174,17 @@ class Mixed(Learning):
         """Raises PolicyError where the model has no second precision in use."""
         super().__init__(shape, settings, rules)
         self.wants = replace(self.wants, default_tier=len(shape.tiers) - 1)
-        self._known: np.ndarray | None = None
-        self._losses = nominal(shape)
-        self._weighted: np.ndarray | None = None  # of the scores as they are
+        self._weighted: np.ndarray | None = None  # cached; None after scores or losses changed
         self._pools: TierPools | None = None
         self._used: list[int] = []  # tiers that experts have
         self._wanted: np.ndarray = np.zeros((shape.n_layers, shape.n_expert), np.uint8)
         self._moved = self._exchanged = 0
         self._unseen_us = math.inf  # of steps since the last look
-        # Where experts were, and went, when none of them found a slot.
+        # The states (resident, target) in which no expert found a slot: asking again is of no use.
         self._no_moves: tuple[bytes, bytes] | None = None
 
-    @classmethod
-    def high_tier(cls, offer: TierOffer) -> int:
-        """The tier above the best one whose copies all fit; a better one where a slot of it, which
-        the store wants, takes next to nothing of the budget."""
-        tiers = range(len(offer.names))
-        fits = next((at for at in tiers if offer.fits_whole(at)), tiers[-1])
-        for at in range(max(0, fits - 1)):
-            shape = offer.shape(at)
-            n_experts = shape.n_layers * shape.n_expert
-            if shape.all_slot_bytes() <= SMALL * n_experts * offer.budget_bytes:
-                return at
-        return max(0, fits - 1)
-
-    @property
-    def losses(self) -> np.ndarray | None:
-        return None if self._known is None else self._known.copy()
-
     def set_losses(self, losses: np.ndarray) -> None:
-        self._losses = self._known = np.array(losses, np.float64)
+        super().set_losses(losses)
         self._weighted = None
 
     def set_hotness(self, scores: np.ndarray) -> None:
@@ -206,7 +195,8 @@ class Mixed(Learning):
     def weighted(self) -> np.ndarray:
         """w L of each expert in each tier, float64 [n_layers, n_expert, n_tiers]."""
         if self._weighted is None:
-            self._weighted = weights(self._hotness.scores)[..., None] * self._losses
+            losses = nominal(self.shape) if self.losses is None else self.losses
+            self._weighted = weights(self._scores)[..., None] * losses
         return self._weighted
 
     def plan(self, budget_bytes: int) -> SlotPlan:
@@ -216,13 +206,9 @@ class Mixed(Learning):
         hull = Hull(self.weighted, sizes)
         needed = self._pools_of(hull.at(hull.least_bytes)).total_bytes
         if needed > budget_bytes:
-            raise BudgetError(
-                f"{format_size(budget_bytes)} are too little for every expert in one precision: it "
-                f"needs {format_size(needed, up=True)}",
-                needed,
-            )
+            raise too_little(budget_bytes, needed)
         spare = beyond = budget_bytes
-        while beyond > 0:  # what slots in reserve and those of unused tiers take
+        while beyond > 0:  # slots in reserve and those of unused tiers come on top
             tiers = hull.at(max(spare, hull.least_bytes))
             pools = self._pools_of(tiers)
             beyond = pools.total_bytes - budget_bytes
@@ -255,17 +241,13 @@ class Mixed(Learning):
 
     def start(self) -> list[Transition]:
         """Every expert where the plan has it."""
-        wanted = self._wanted
-        return [
-            (layer, expert, int(wanted[layer, expert]))
-            for layer, expert in np.ndindex(wanted.shape)
-        ]
+        return every_expert_to(self._wanted)
 
     def wants_report(self, phase: Phase) -> bool:
         """As every policy that learns, but that fast tokens do not each look after what is under
         way."""
-        looks = not self._settled and self._unseen_us >= LOOK_US
-        return looks or self._hotness.may_end(phase)
+        looks = not self._at_rest and self._unseen_us >= LOOK_US
+        return looks or self._may_end_interval(phase)
 
     def step_done(self, report: StepReport) -> Sequence[Transition]:
         """Counts the step, and returns the moves that have slots now."""
@@ -274,12 +256,12 @@ class Mixed(Learning):
             self._count(report)
             return ()
         resident, target = report.resident, report.target
-        self._unseen_us = report.us  # so that each step that takes as long has a look
+        self._unseen_us = report.us  # a step that takes LOOK_US by itself is looked at each time
         if self._count(report):
             self._exchange((resident == target) & (resident == self._wanted))
             self._no_moves = None
         there = bool((resident == self._wanted).all())
-        self._settled = there and bool((target == resident).all())
+        self._at_rest = there and bool((target == resident).all())
         states = resident.tobytes(), target.tobytes()
         if self._pools is None or there or states == self._no_moves:
             return ()
@@ -345,10 +327,7 @@ def nominal(shape: ModelShape) -> np.ndarray:
     """What stands for a loss table where there is none, float64 [n_layers, n_expert, n_tiers]: each
     bit more divides the mean squared error by four, in all experts alike."""
     bits = shape.bits or tuple(map(nominal_bits, shape.tiers))
-    curve = 0.25 ** np.array(bits, np.float64)
-    size = shape.n_layers, shape.n_expert, len(bits)
-    alike: np.ndarray = np.broadcast_to(curve, size).copy()
-    return alike
+    return nominal_losses(bits, shape.n_layers, shape.n_expert)
 
 
 def slot_sizes(shape: ModelShape) -> np.ndarray:

@@ -15,7 +15,7 @@ from gguf_tools.process import default_threads, peak_rss_bytes
 from orchestrator.config import Config, native_log_enabled
 from orchestrator.engine.driver import PlainDriver
 from orchestrator.engine.engine import Engine
-from orchestrator.engine.meter import StoreCosts
+from orchestrator.engine.report import StoreCosts
 from orchestrator.errors import ConfigError, MoeEdgeError, NativeError
 from orchestrator.events import Phase
 from orchestrator.memory.footprint import PROMPT_MARKS, part_bytes

@@ -20,7 +20,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from orchestrator.engine.sampling import log_softmax
+from orchestrator.engine.texts import log_softmax
 from orchestrator.native.llama import Model
 from orchestrator.serve.backend import Backend, sentence_of
 from orchestrator.serve.library import Stopped

@@ -13,12 +13,11 @@ import ast
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from click.testing import CliRunner
 from test_layers import LAYERS, RANK, REPO, rank
 
 if TYPE_CHECKING:
@@ -39,40 +38,6 @@ def commands_of(group: click.Group) -> dict[str, click.Command]:
     ctx = click.Context(group)
     found = {name: group.get_command(ctx, name) for name in group.list_commands(ctx)}
     return {name: command for name, command in found.items() if command is not None}
-
-
-def walk(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The words of every command, a group before what is in it."""
-    yield words
-    if isinstance(command, click.Group):
-        for name, inner in commands_of(command).items():
-            yield from walk(inner, (*words, name))
-
-
-def help_text(words: tuple[str, ...]) -> str:
-    arguments = [*words, "--help"]
-    result = CliRunner().invoke(
-        program(),
-        arguments,
-        prog_name="moe-edge",
-        terminal_width=WIDTH,
-        max_content_width=WIDTH,
-    )
-    if result.exit_code != 0:
-        raise ValueError(f"moe-edge {' '.join(arguments)}: {result.output}")
-    return result.output.rstrip()
-
-
-def commands_page() -> str:
-    """The help of every command."""
-    parts = [
-        "# Commands",
-        "What each command prints with `--help`. `make docs` writes this page.",
-    ]
-    for words in walk(program()):
-        title = " ".join(("moe-edge", *words))
-        parts.append(f"## {title}\n\n```\n{help_text(words)}\n```")
-    return "\n\n".join(parts) + "\n"
 
 
 def layers_block() -> str:
@@ -215,7 +180,6 @@ def values_of(declared: Setting) -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "docs/commands.md": commands_page,
     "docs/settings.md": settings_page,
 }
 BLOCKS: dict[str, Callable[[], str]] = {

@@ -109,7 +109,7 @@ def test_every_setting_is_declared_once() -> None:
 
 
 def test_a_policy_that_is_never_asked_does_not_decide() -> None:
-    with pytest.raises(TypeError, match="Silent decides, and its callback is"):
+    with pytest.raises(TypeError, match="Silent decides, and its wants"):
         type("Silent", (Policy,), {"name": "silent", "decide": lambda *_: None})
 
 

@@ -28,7 +28,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 HERE = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(HERE), str(HERE / "tests")]
+sys.path[:0] = [str(HERE), str(HERE / "tests" / "helpers")]
 
 from served import DEMO, HANG_S, Served, serving
 

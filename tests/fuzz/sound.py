@@ -18,7 +18,7 @@ from gguf_tools.pack import export
 from gguf_tools.quantize.imatrix import Entry, Imatrix, write_imatrix
 from orchestrator.cache import profile
 from orchestrator.cost import losses
-from orchestrator.cost.losses import Candidate, LossTable
+from orchestrator.cost.losses import LossTable, TablePrecision
 from orchestrator.lab.replay.file import write_trace
 
 TIERS = {"q8_0": GGMLType.Q8_0, "q4_0": GGMLType.Q4_0}
@@ -117,7 +117,7 @@ def _losses(model: ExpertModel, path: Path) -> Any:
     """A loss table in which one expert saw no token."""
     counts = np.array([[3, 0], [40, 7]])
     loss = np.where(counts[..., None] > 0, np.array([0.0, 0.25]), np.nan)
-    candidates = [Candidate("q8_0", 8.5, True), Candidate("q4_0", 4.5, True)]
+    candidates = [TablePrecision("q8_0", 8.5, True), TablePrecision("q4_0", 4.5, True)]
     table = LossTable(candidates, loss, loss[..., 1], counts, "r", "rtn", "text", 9)
     losses.save(path, model, table)
     return json.loads(path.read_text())

@@ -18,9 +18,9 @@ from random import Random
 import numpy as np
 
 HERE = Path(__file__).resolve()
-for _folder in (HERE.parents[2], HERE.parents[1], HERE.parents[1] / "unit" / "gguf"):
-    sys.path.insert(0, str(_folder))
-sys.path.insert(0, str(HERE.parents[1] / "unit" / "replay"))
+sys.path.insert(0, str(HERE.parents[2]))
+for _folder in ("helpers", "unit/gguf", "unit/replay"):
+    sys.path.insert(0, str(HERE.parents[1] / _folder))
 
 import damage
 from sound import Bench
@@ -41,7 +41,7 @@ from orchestrator.cost import losses
 from orchestrator.lab.replay.file import read_trace
 from orchestrator.lab.replay.trace import FORMAT
 from orchestrator.memory.footprint import scratch_bytes
-from orchestrator.memory.hardware import Machine
+from orchestrator.memory.machine import Machine
 from orchestrator.memory.plan import plan_memory
 
 ACCEPTED = "accepted"

@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from orchestrator.engine.observe import Node, Observer
+from orchestrator.lab.observe import Node, Observer
 
 
 class Attention:

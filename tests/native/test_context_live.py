@@ -14,7 +14,7 @@ from orchestrator.engine.engine import Engine
 from orchestrator.events import Phase
 from orchestrator.lab.replay import read_trace, write_trace
 from orchestrator.lab.replay.record import Disk, Recorder
-from orchestrator.policy.context import Context
+from orchestrator.policy.context import ContextAware
 
 from .replayed import replayed_exactly
 from .transition_driver import HANG_S
@@ -43,7 +43,7 @@ def converse(engine: Engine) -> None:
             engine.eval([token], len(prompt) + at)
 
 
-def until_placed(engine: Engine, policy: Context) -> None:
+def until_placed(engine: Engine, policy: ContextAware) -> None:
     """One token again and again: a disk that rests for a moment outlasts an answer."""
     end = monotonic() + HANG_S
     while policy._wanted is not None:
@@ -56,7 +56,7 @@ def test_it_places_every_expert_and_no_token_waits(exact: bool) -> None:
     """Also where studies ask for decisions that do not depend on what is in memory."""
     with Engine.open(build(exact_tiers=exact)) as engine:
         policy, store = engine.policy, engine.store
-        assert isinstance(policy, Context)
+        assert isinstance(policy, ContextAware)
         converse(engine)
         until_placed(engine, policy)
         stats = store.stats()
@@ -82,7 +82,7 @@ def test_it_places_every_expert_and_no_token_waits(exact: bool) -> None:
 def test_its_replay_is_exact(tmp_path: Path, options: dict[str, object]) -> None:
     """Hits, mix and moves on the recorded clock, also where a prompt comes in parts."""
     with Engine.open(build(**options)) as engine:
-        assert isinstance(engine.policy, Context)
+        assert isinstance(engine.policy, ContextAware)
         with Recorder(engine) as recorder:
             converse(engine)
             until_placed(engine, engine.policy)

@@ -21,7 +21,7 @@ from orchestrator.lab.replay.record import Disk, Recorder
 from orchestrator.lab.replay.report import set_up_for
 from orchestrator.lab.replay.simulate import Compute, Transport, simulate
 from orchestrator.native.llama import Bindings
-from orchestrator.policy.context import Context
+from orchestrator.policy.context import ContextAware
 
 from .replayed import replayed_exactly
 from .transition_driver import HANG_S
@@ -48,7 +48,7 @@ def save_table(path: Path, of: Path, tiers: tuple[str, ...] = FIVE) -> np.ndarra
         size = model.n_layers, model.n_expert
         found = np.sort(RNG.random((*size, len(tiers))) ** 4, axis=2).round(6)
         table = losses.LossTable(
-            [losses.Candidate(name, 4.0, True) for name in tiers],
+            [losses.TablePrecision(name, 4.0, True) for name in tiers],
             found,
             np.ones(size),
             np.ones(size, np.int64),
@@ -73,8 +73,8 @@ def converse(engine: Engine, number: int, n_answer: int = len(ANSWER)) -> None:
         engine.eval([token], len(prompt) + at)
 
 
-def policy_of(engine: Engine) -> Context:
-    assert isinstance(engine.policy, Context)
+def policy_of(engine: Engine) -> ContextAware:
+    assert isinstance(engine.policy, ContextAware)
     return engine.policy
 
 
@@ -223,19 +223,19 @@ def test_its_replay_knows_sequences_and_kept_tokens(
             engine.eval([token], engine.n_cached)
         until_placed(engine)
         policy = policy_of(engine)
-        known.extend([policy.use.counts, policy.use.gates, policy.use.past])
+        known.extend([*policy.use.sums, policy.use.past])
 
     config = build(five, sequences=2, placement=placement)
     trace, n_changed = recorded(config, tmp_path / "t.npz", talk)
     assert n_changed > 0 and set(trace.arrays["sequences"].tolist()) == {0, 1, 2}
     assert len(trace.restored()) == 3  # the two forks together, the third, the copy
     replayed_exactly(trace)
-    setup = set_up_for(trace, ReplayOptions(), Context, Transport(0, 0, 4))
+    setup = set_up_for(trace, ReplayOptions(), ContextAware, Transport(0, 0, 4))
     clock = Transport(10**9, 50, 4), Compute(1000.0, 1000.0)
     simulate(Bindings.load().library(), trace, setup, *clock, as_recorded=True)
-    assert isinstance(setup.policy, Context)
+    assert isinstance(setup.policy, ContextAware)
     use = setup.policy.use
-    for mine, its in zip((use.counts, use.gates, use.past), known, strict=True):
+    for mine, its in zip((*use.sums, use.past), known, strict=True):
         assert mine == pytest.approx(its, rel=1e-6)
     # A policy that knows nothing of sequences plays it too.
     replay(Bindings.load().library(), trace, ReplayOptions(policy="lru", expert_ram=1 << 22))
@@ -247,7 +247,7 @@ def test_it_adapts_within_64_steps(five: Path, tmp_path: Path) -> None:
     trace, _ = recorded(build(five), tmp_path / "t.npz")
     for hot in (2, 4):
         options = ReplayOptions(settings={"hot_experts": hot, "near_bits": 2.5}, expert_ram=1 << 26)
-        setup = set_up_for(trace, options, Context, Transport(0, 0, 4))
+        setup = set_up_for(trace, options, ContextAware, Transport(0, 0, 4))
         shape = setup.shape
         every = shape.all_slot_bytes(1)
         speed = Transport(int(every / 1.5), 100, 4)  # all experts in 1.5 s, as 1.9 GB are
@@ -260,14 +260,14 @@ def test_what_a_sequence_used_goes_with_its_tokens(five: Path) -> None:
     with Engine.open(build(five, sequences=2)) as engine:
         policy, driver = policy_of(engine), engine.driver
         converse(engine, 0, 4)
-        alone = policy.use.counts
+        alone = policy.use.sums[0]
         kept = driver.save_sequence(0)
         assert kept is not None and driver.save_sequence(1) is None
         engine.fork(0)  # llama.cpp's 1
         assert driver.save_sequence(1) == kept
         engine.decode_batch([5], [0])
-        assert policy.use.counts.sum() == pytest.approx(2 * alone.sum() + alone.sum() * 1 / 44)
+        assert policy.use.sums[0].sum() == pytest.approx(2 * alone.sum() + alone.sum() * 1 / 44)
     with Engine.open(build(five)) as engine:
         converse(engine, 0, 2)
         engine.driver.restore_sequence(0, kept)
-        assert policy_of(engine).use.counts == pytest.approx(alone)
+        assert policy_of(engine).use.sums[0] == pytest.approx(alone)

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchestrator.allocation.pools import Pool, slot_plan
-from orchestrator.allocation.slots import ModelShape, SlotPlan
+from orchestrator.allocation.pools import Places, TierPools
+from orchestrator.allocation.slots import ModelShape
 from orchestrator.cache import profile
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine, Sampling
@@ -81,13 +81,9 @@ def test_promoting_everything(
 
     def room_for_both(
         shape: ModelShape, _budget: int, _most: int | None
-    ) -> tuple[SlotPlan, dynaexq.VersionPools]:
-        layers = range(shape.n_layers)
-        pools = tuple(
-            tuple(Pool((layer,), shape.slots[layer][tier], shape.n_expert) for layer in layers)
-            for tier in (0, 1)
-        )
-        return slot_plan(pools), dynaexq.VersionPools(pools, [0] * shape.n_layers)
+    ) -> tuple[TierPools, list[int]]:
+        places = [Places((tier,), shape.n_expert, reserve=False) for tier in (0, 1)]
+        return TierPools(shape, places), [0] * shape.n_layers
 
     monkeypatch.setattr(dynaexq, "resident_plan", room_for_both)
     options = {"policy": "dynaexq", "expert_ram": PLENTY, "update_steps": 0}

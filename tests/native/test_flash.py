@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gguf_tools.experts import ExpertModel
-from orchestrator.memory.flash import runs_flash
+from orchestrator.memory.machine import runs_flash
 from orchestrator.native import Library
 from orchestrator.native.llama import Bindings
 

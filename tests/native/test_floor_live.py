@@ -37,7 +37,7 @@ def save_table(path: Path, model: Path, fitted: bool = True) -> None:
         power = np.broadcast_to(1.0 + np.arange(size[1]), size).copy()
         fit = losses.Fit((LAYERS_LOSE,) * size[0], (*names, "skip"), "none", 1.0)
         table = losses.LossTable(
-            [losses.Candidate(name, 4.0, True) for name in names],
+            [losses.TablePrecision(name, 4.0, True) for name in names],
             *(loss, power, np.ones(size, np.int64), "r", "rtn", "c", 9, np.full(size, 0.1)),
             fit if fitted else None,
         )

@@ -82,7 +82,7 @@ def test_what_was_used_most_is_in_memory_afterwards(policy: str, model: Path) ->
         assert used is not None
     with opened(model, policy, remember=True) as engine:
         store = engine.store
-        kept = engine._loader.usage.recall()
+        kept = engine._loader.learned.usage.recall()
         assert kept is not None
         np.testing.assert_allclose(kept, used)
         assert (store.resident() == ABSENT).all()

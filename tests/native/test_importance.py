@@ -13,7 +13,7 @@ from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
 from orchestrator.policy import Policy
-from orchestrator.policy.base import Callback, Wants
+from orchestrator.policy.base import EVERY_STEP, Wants
 
 from .attention import Attention, received, streams
 
@@ -29,7 +29,7 @@ class Recorder(Policy):
     """Keeps each event's importance, and decides nothing."""
 
     name = "recorder"
-    wants = Wants(Callback.ALWAYS)
+    wants = Wants(EVERY_STEP)
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__(shape)

@@ -22,7 +22,6 @@ from orchestrator.config import Config
 from orchestrator.cost import losses, planner
 from orchestrator.cost.disk import Bandwidth
 from orchestrator.cost.planner import Planner, Runs
-from orchestrator.cost.predict import Reading
 from orchestrator.engine.engine import Engine
 from orchestrator.engine.load import Loaded, Loader
 from orchestrator.errors import ConfigError
@@ -37,37 +36,31 @@ class Takes:
     times where a loss is spent on them."""
 
     plan: MemoryPlan
-    residency: float = 10.0
-    hit_rate: float = 1.0
+    slower: float = 10.0
+    residency = SimpleNamespace(hit_rate=1.0)
     read_bytes: float = 0.0
-
-    @property
-    def costs(self) -> SimpleNamespace:
-        return SimpleNamespace(expert_bytes=np.ones((len(self.plan.shape.slots), 1)))
 
     def token_s(self, cells: int = 0) -> float:
         plan = self.plan
         there = plan.slots.total_bytes if plan.slots else plan.expert_bytes
-        return (there + self.residency * plan.absent_bytes) * 1e-9
+        return (there + self.slower * plan.absent_bytes) * 1e-9
 
     def prompt_s(self, n_tokens: int, first: bool = False) -> float:
         return n_tokens * self.token_s()
 
 
 class Predicts:
-    """In the place of cost.predictor.Predictor, which measures; beside other programs."""
+    """In the place of cost.time.TimeModel, which measures; beside other programs."""
 
     disturbed, profiled = True, False
 
     def __init__(
-        self, bindings: Any, config: Config, model: ExpertModel, reading: Any, fresh: bool = False
+        self, bindings: Any, config: Config, model: ExpertModel, disk: Any, fresh: bool = False
     ) -> None:
-        assert reading.bytes_per_s == pytest.approx(1e9)
-        size = model.n_layers, model.n_expert
-        self.uses = np.full(size, model.n_expert_used / model.n_expert)
+        assert disk.bytes_per_s == pytest.approx(1e9)
 
-    def of_plan(self, plan: MemoryPlan, config: Config) -> Takes:
-        return Takes(plan)
+    def of_plan(self, plan: MemoryPlan, config: Config, skips: losses.Skips | None) -> Takes:
+        return Takes(plan, 5.0 if skips else 10.0)
 
     def __enter__(self) -> Predicts:
         return self
@@ -78,10 +71,9 @@ class Predicts:
 
 @pytest.fixture
 def model(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(planner, "Predictor", Predicts)
-    monkeypatch.setattr(planner, "spending", lambda *_: 5.0)
+    monkeypatch.setattr(planner, "TimeModel", Predicts)
     for module in (planner, doctor):
-        monkeypatch.setattr(module, "kept_reading", lambda *_: Reading(1e9))
+        monkeypatch.setattr(module, "kept_bandwidth", lambda *_: Bandwidth(1e9))
     yield tiny_model("qwen3moe", "q8_0", "q4_k", "q2_k")
 
 
@@ -134,7 +126,6 @@ def test_what_is_refused(model: Path, tmp_path: Path) -> None:
 def test_nobody_promises_what_a_chat_refuses(
     model: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], said: str
 ) -> None:
-    monkeypatch.setattr(doctor, "Predictor", Predicts)
     monkeypatch.setattr(doctor, "read_bandwidth", lambda *_, **__: Bandwidth(1e9, True, 4096))
     config = Config.build(model=model, expert_ram=2 << 20, device="cpu", **asked)
     with pytest.raises(ConfigError, match=said):
@@ -146,11 +137,10 @@ def test_other_policies_leave_aside_what_was_asked_for(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the table of doctor, and when a chat changes its policy."""
-    monkeypatch.setattr(doctor, "Predictor", Predicts)
     monkeypatch.setattr(doctor, "read_bandwidth", lambda *_, **__: Bandwidth(1e9, True, 4096))
     asked = {"model": model, "expert_ram": 2 << 20, "device": "cpu"}
     config = Config.build(**asked, retention=0.5, low_tier="q2_k")
-    assert {"dymoe", "lru", "firm"} <= {each.policy for each in doctor.examine(config).expected}
+    assert {"dymoe", "lru", "firm"} <= {each.name for each in doctor.examine(config).expected}
     with Engine.open(config) as engine:
         engine.set_policy("lru")
         assert (engine.policy.name, engine.config.given("retention")) == ("lru", 0.5)
@@ -168,7 +158,7 @@ def fitted(model: Path) -> Iterator[Path]:
     with ExpertModel.open(model) as opened:
         size = opened.n_layers, opened.n_expert
         lost = np.tile([0.0, 0.001, 0.01], (*size, 1))
-        candidates = [losses.Candidate(tier.name, tier.bpw, True) for tier in opened.tiers]
+        candidates = [losses.TablePrecision(tier.name, tier.bpw, True) for tier in opened.tiers]
         fit = losses.Fit((1.0,) * size[0], ("q8_0",), "text", 1.0)
         ones, counts = np.ones(size), np.ones(size, int)
         table = losses.LossTable(
@@ -202,7 +192,6 @@ def test_all_say_the_same_of_what_runs(
     """The engine, the mode line, `doctor` and `plan`: what runs, and what that loses."""
     if not table:
         losses.default_path(fitted).rename(fitted.with_name("aside"))
-    monkeypatch.setattr(doctor, "Predictor", Predicts)
     monkeypatch.setattr(doctor, "read_bandwidth", lambda *_, **__: Bandwidth(1e9, True, 4096))
     config = Config.build(model=fitted, expert_ram=2 << 20, device="cpu", **asked)
     try:
@@ -213,13 +202,13 @@ def test_all_say_the_same_of_what_runs(
         with ExpertModel.open(fitted) as model:
             runs = Planner(config, model).runs(config)
             if config.policy is None:
-                found, _ = Planner(config, model).frontier(config)
+                found = Planner(config, model).frontier(config)
                 assert (found.taken.tiers, found.taken.kl) == (tiers, runs.loses.kl)
     finally:
         if not table:
             fitted.with_name("aside").rename(losses.default_path(fitted))
-    assert health.plan is not None and health.plan.tier_names == tiers
-    assert health.loses == runs.loses
+    assert health.runs is not None and health.runs.plan.tier_names == tiers
+    assert health.runs.loses == runs.loses
     for line in (mode, health.plan_line):
         if not said:
             assert runs.loses.kl == 0.0 and "nats" not in line and "no table" not in line
@@ -290,12 +279,12 @@ def test_what_is_foreseen_is_said_of_the_start(
     with Engine.open(config) as engine:
         mode = engine.mode
         assert "foreseen to lose" in mode
-        foreseen = planner.foreseen
+        loses = Planner.loses
         monkeypatch.setattr(Loader, "_load", fails)
         monkeypatch.setattr(
-            planner,
-            "foreseen",
-            lambda plan, *more: None if plan.policy.wants.all_resident else foreseen(plan, *more),
+            Planner,
+            "loses",
+            lambda self, plan: None if plan.policy.wants.all_resident else loses(self, plan),
         )
         with pytest.raises(MemoryError):
             engine.set_policy("lru")
@@ -312,7 +301,7 @@ def test_what_takes_long_is_announced_before_it_begins(
         assert said
         raise ConfigError("measured")
 
-    monkeypatch.setattr(Planner, "known", measures)
+    monkeypatch.setattr(Planner, "times", measures)
     monkeypatch.setattr(Console, "bar", lambda _console, label, share, *_: said.append(label))
     assert "measured" in run("-m", str(model), "--device", "cpu").stderr
     assert said == ["Measuring this machine"]

@@ -11,7 +11,7 @@ from answering import evaluated, first_logits
 
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
-from orchestrator.engine.template import ChatTemplate
+from orchestrator.engine.texts import ChatTemplate
 
 DRAWN = np.random.default_rng(0).integers(10, 300, (6, 200)).tolist()
 FIRST, OTHER, THIRD, QUESTION, ANOTHER, SYSTEM = DRAWN

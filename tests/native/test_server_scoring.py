@@ -14,7 +14,7 @@ from served import DEMO, server_library
 
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
-from orchestrator.engine.sampling import log_softmax
+from orchestrator.engine.texts import log_softmax
 from orchestrator.lab.eval.judge import Judge
 from orchestrator.memory.footprint import SCORING_BYTES, output_tokens
 from orchestrator.memory.plan import MemoryPlan

@@ -14,7 +14,7 @@ from served import DEMO, server_library
 from speaking import CAPITAL
 
 from orchestrator.config import Config
-from orchestrator.engine.template import ChatTemplate
+from orchestrator.engine.texts import ChatTemplate
 from orchestrator.native import ServerLibrary
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.settings import ServeSettings

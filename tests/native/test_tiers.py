@@ -11,7 +11,7 @@ import pytest
 from gguf_tools import synthetic
 from gguf_tools.pack import pack
 from orchestrator.config import Config
-from orchestrator.engine.engine import Engine, Sampling
+from orchestrator.engine.engine import Engine
 from orchestrator.events import Phase
 from orchestrator.native import MAX_TIERS
 
@@ -135,19 +135,3 @@ def test_retention_changes_at_the_next_token(tiny_model: Callable[..., Path]) ->
         assert half[0] == half[1] > 0
         assert whole[0] > 0 and whole[1] == 0
         assert again[0] == again[1] > 0
-
-
-def test_retention_of_one_request(tiny_model: Callable[..., Path]) -> None:
-    model = tiny_model("qwen3moe", "q4_k", "q2_k")
-    sampling = Sampling(temp=1.0, seed=5)
-    with open_model(model, policy="dymoe", low_tier="q2_k") as engine:
-        seen = [decided(engine)]
-        for changes in (None, {"retention": 1.0}, None):
-            for _ in engine.generate(TOKENS, sampling, 6, changes=changes):
-                pass
-            seen.append(decided(engine))
-        half, whole, again = np.diff(seen, axis=0).tolist()
-        assert half[0] == half[1] > 0
-        assert whole[0] > 0 and whole[1] == 0
-        assert again[0] == again[1] > 0
-        assert engine.config.given("retention") == 0.5

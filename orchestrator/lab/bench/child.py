@@ -20,7 +20,6 @@ from typing import Any
 from gguf_tools.process import peak_rss_bytes
 from orchestrator.errors import MoeEdgeError
 from orchestrator.lab.bench.job import PROMPT, Job, Part
-from orchestrator.lab.bench.marks import Marks
 
 ROUTING_CHUNKS = 8
 SEPARATOR = "\n%\n"  # between the conversations of a text
@@ -87,7 +86,6 @@ def play(
     draw: Draw,
     watch: Watch,
     topics: Sequence[Draw] = (),
-    marks: Marks | None = None,
     together: Together | None = None,
     after_step: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> list[dict[str, Any]]:
@@ -95,9 +93,8 @@ def play(
 
     together evaluates the steps of parts with several sequences. watch(result) is entered before
     a part and left after it, and may add to the result. topics are the sources of the parts that
-    have one. marks adds "marks", one for each time; after_step(result) may add what else is of one
-    prompt or step, outside of its time. Tokens are drawn for whole parts, so that one
-    that ends early does not change those after it.
+    have one. after_step(result) may add what else is of one prompt or step, outside of its time.
+    Tokens are drawn for whole parts, so that one that ends early does not change those after it.
     """
     results = []
     pos = 0
@@ -112,9 +109,6 @@ def play(
             together.fork(n_together)
         result: dict[str, Any] = {"name": part.name, "tokens": 0, "ms": []}
         with watch(result):
-            if marks is not None:
-                result["marks"] = []
-                marks.start()
             deadline = perf_counter() + part.seconds
             for step in steps:
                 before = perf_counter()
@@ -126,8 +120,6 @@ def play(
                 result["ms"].append((now - before) * 1e3)
                 after_step(result)
                 result["tokens"] += len(step)
-                if marks is not None:
-                    result["marks"].append(marks.take())
                 pos += len(step)
                 if now > deadline and len(result["ms"]) >= part.at_least:
                     break
@@ -164,7 +156,7 @@ class DeviceMemory:
 def run_device(job: Job) -> dict[str, Any]:
     """The device itself: its name, its memory, and how fast it is copied to."""
     from orchestrator.errors import ConfigError
-    from orchestrator.memory.accelerator import find_gpu
+    from orchestrator.memory.machine import find_gpu
     from orchestrator.native import measure_device
     from orchestrator.native.llama import Bindings
 
@@ -226,13 +218,10 @@ def run_engine(job: Job) -> dict[str, Any]:
         watch: Watch = _store_watch(engine.store) if managed else lambda result: nullcontext()
         result: dict[str, Any] = {"mode": engine.mode}
         topics = topic_streams(job, n_vocab, engine.tokenize) if job.has_topics else []
-        marks = Marks(engine) if managed and job.marks else None
         together = Together(engine) if config.sequences else None
         evaluate: Eval = engine.eval if together is None else together.eval
         step_reads = _step_reads(engine.store) if managed else lambda result: None
-        result["parts"] = play(
-            job.parts, evaluate, draw, watch, topics, marks, together, step_reads
-        )
+        result["parts"] = play(job.parts, evaluate, draw, watch, topics, together, step_reads)
         result["policy"] = engine.policy.report() if managed else {}
         if memory is not None:
             plan = engine.plan

@@ -25,7 +25,7 @@ from orchestrator.lab.bench.report import HIT, NAME, by_cap, cap_title, memory_n
 from orchestrator.lab.bench.rows import Result, case_row, median_ratio
 from orchestrator.lab.table import Column, Table, fixed
 from orchestrator.native.llama import Bindings
-from orchestrator.policy.firm.votes import RANK
+from orchestrator.policy.firm import RANK
 
 
 def live_cases(options: FirmOptions) -> list[Case]:

@@ -23,8 +23,7 @@ from orchestrator.lab.replay.report import set_up_for, speed_and_time
 from orchestrator.lab.replay.simulate import Setup, simulate
 from orchestrator.native import MAX_AHEAD, CStats
 from orchestrator.policy import policy_class
-from orchestrator.policy.firm import FIRM
-from orchestrator.policy.firm.votes import MARGIN, MOL, RANK
+from orchestrator.policy.firm import FIRM, MARGIN, MOL, RANK
 from orchestrator.settings import FROM_0, FROM_1, SIZE, again, setting
 
 NO_PREFETCH = "no prefetch"

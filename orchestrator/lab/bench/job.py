@@ -60,10 +60,8 @@ class Job:
     """What to measure. settings: of PlainModel ("upstream") or Config ("engine").
 
     text: a file of conversations to take the tokens from; without it they are random.
-    warm: read every expert before the first token. routing: also count expert use. marks: say
-    of each prompt and decode step what else happened in it (orchestrator.lab.bench.marks), where
-    the engine manages its experts. device: whose memory to report; the system "device" measures
-    that alone.
+    warm: read every expert before the first token. routing: also count expert use.
+    device: whose memory to report; the system "device" measures that alone.
     """
 
     system: str
@@ -78,7 +76,6 @@ class Job:
     text: str | None = None
     warm: bool = False
     routing: bool = False
-    marks: bool = False
     device: str | None = None
 
     @property

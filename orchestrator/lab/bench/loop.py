@@ -199,7 +199,6 @@ class Loop(Generic[Asked]):
             text=str(DEMO_TEXT) if options.trained else None,
             warm=case.cap is None,
             routing=case.role == "reference" and number == 0,
-            marks=options.marks,
         )
 
     @staticmethod

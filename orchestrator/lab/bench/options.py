@@ -120,11 +120,6 @@ class BenchOptions(Settings):
         return not (self.quick or self.trained)
 
     @property
-    def marks(self) -> bool:
-        """Whether decode steps are marked with what else happened in them."""
-        return False
-
-    @property
     def n_ubatch(self) -> int:
         """Tokens that every system evaluates at once."""
         return self.prompt_tokens

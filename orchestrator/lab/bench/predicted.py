@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from orchestrator.config import Config
-from orchestrator.cost.predictor import Predictor, reading_of
+from orchestrator.cost.time import TimeModel
 from orchestrator.lab.bench.cases import Case
 from orchestrator.lab.bench.loop import Loop, Measured
 from orchestrator.lab.bench.rows import Result
-from orchestrator.memory.hardware import probe
+from orchestrator.memory.machine import probe
 from orchestrator.memory.plan import plan_memory
 from orchestrator.native.llama import Bindings
 
@@ -39,13 +39,13 @@ def predict(loop: Loop[Any], case: Case, number: int, measured: Measured) -> Non
     )
     plan = plan_memory(config, loop.model, probe())
     behind = options.prompt_tokens + options.warmup + options.tokens // 2
-    reading = reading_of(measured.bandwidths[-1], config, speed)
-    with Predictor(Bindings.load(), config, loop.model, reading, uses, fresh=True) as predictor:
-        found = predictor.of_plan(plan)
+    disk = measured.bandwidths[-1]._replace(bytes_per_s=speed).beside(config)
+    with TimeModel(Bindings.load(), config, loop.model, disk, uses, fresh=True) as times:
+        found = times.of_plan(plan)
         result |= {
             f"{_KEY}tpot_ms": 1e3 * found.token_s(behind),
             f"{_KEY}ttft_ms": 1e3 * found.prompt_s(options.prompt_tokens, first=not job.warm),
-            f"{_KEY}hit_rate": found.hit_rate,
+            f"{_KEY}hit_rate": found.residency.hit_rate,
         }
 
 

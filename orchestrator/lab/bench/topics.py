@@ -8,20 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.allocation.placement import nominal_bits
+from orchestrator.allocation.pools import nominal_bits
 from orchestrator.errors import ConfigError
 from orchestrator.lab.bench.benchmark import Benchmark
 from orchestrator.lab.bench.cases import MANAGED, NO_REPACK, REPACK, RESIDENT, Case, mapped
 from orchestrator.lab.bench.job import Part, decode, prompt, settle
 from orchestrator.lab.bench.loop import Loop, Measured
-from orchestrator.lab.bench.marks import MARKS
 from orchestrator.lab.bench.models import LOW
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.report import MIB, NAME, at_cap, by_cap, goal_table, tokens_of
 from orchestrator.lab.bench.rows import Result
 from orchestrator.lab.bench.topics_figures import (
     ADAPTED,
-    SLOWEST,
     STEADY,
     WINDOW,
     placement_goals,
@@ -88,10 +86,6 @@ class TopicOptions(BenchOptions):
             raise ConfigError("updates are different intervals of at least one step, as 8,16,32")
         if len(set(self.rates)) < len(self.rates) or min(self.rates, default=0) < 0:
             raise ConfigError("rates are different numbers of MiB a second, as 16,64,0")
-
-    @property
-    def marks(self) -> bool:
-        return True
 
     @property
     def usual(self) -> int:
@@ -178,9 +172,6 @@ class Topics(Benchmark[Loop[TopicOptions]]):
         found = [
             Table(title, COLUMNS, rows, _best_interval(rows)) for title, rows in by_cap(report)
         ]
-        marked = [row for row in report["cases"] if "slowest" in row]
-        if marked:
-            found.append(slowest_table(marked))
         if report["goals"]:
             found.append(
                 goal_table(
@@ -193,27 +184,6 @@ class Topics(Benchmark[Loop[TopicOptions]]):
                 )
             )
         return found
-
-
-def slowest_table(rows: Sequence[Result]) -> Table:
-    """What else happened in the slowest steps, beside how often it happens at all."""
-
-    def named(row: Row) -> str:
-        return str(row["name"] if row["cap"] is None else f"{row['name']} at {row['cap']:.0%}")
-
-    def column(mark: str) -> Column:
-        return Column(mark, lambda row: row["slowest"][mark], _both)
-
-    return Table(
-        f"what happened in the slowest {100 * SLOWEST:.0f} % of the steps, and in all, on average",
-        (Column("", named, left=True), *map(column, MARKS)),
-        rows,
-    )
-
-
-def _both(means: Sequence[float]) -> str:
-    """Two means, each with a digit behind the point where that says something."""
-    return ", ".join(f"{each:.0f}" if each >= 10 or each == 0 else f"{each:.2f}" for each in means)
 
 
 def _promoted(row: Row) -> str | None:

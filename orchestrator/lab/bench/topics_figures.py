@@ -10,7 +10,6 @@ from typing import TypeVar
 import numpy as np
 
 from orchestrator.lab.bench.cases import Case
-from orchestrator.lab.bench.marks import of_slowest
 from orchestrator.lab.bench.rows import (
     Result,
     failure,
@@ -23,7 +22,6 @@ from orchestrator.lab.bench.rows import (
 Window = TypeVar("Window")
 WINDOW = 16  # decode steps; the share of high experts is judged by windows
 ADAPTED = 0.95
-SLOWEST = 0.02  # of the steps: what is looked at to explain p99
 STEADY = "steady"
 
 
@@ -65,8 +63,7 @@ def topic_row(switches: int, case: Case, runs: Sequence[Result], limit_bytes: in
     promotions: per minute, while the topic changes and on the steady text; waited_ms and
     demand_bytes: over all parts of all runs; most_steps: of the slowest placement of all runs, and
     moved: bytes of transitions by those of the experts that placements changed, both of policies
-    that place behind a prompt alone. slowest: means of the marks of the slowest steps of
-    all runs, and of all steps.
+    that place behind a prompt alone.
     """
     row: Result = {
         "name": case.name,
@@ -90,9 +87,6 @@ def topic_row(switches: int, case: Case, runs: Sequence[Result], limit_bytes: in
     }
     changing = [[part for name in names for part in named(run, name)] for run in runs]
     flat = [part for parts in changing for part in parts]
-    marks = [mark for part in flat for mark in part.get("marks", ())]
-    if marks:
-        row["slowest"] = of_slowest([each for part in flat for each in part["ms"]], marks, SLOWEST)
     if not store_figures(flat):
         return row
     stores = [part["store"] for run in runs for part in run["parts"]]

@@ -23,10 +23,10 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, parse_expert_name
 from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
-from orchestrator.engine.observe import Node
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.lab.calibrate.spill import Rows, spill_folder
-from orchestrator.lab.calibrate.within import ObserverWithin, Room
+from orchestrator.lab.calibrate.within import CalibrationRoom, ObserverWithin
+from orchestrator.lab.observe import Node
 
 WINDOW = 512
 SPILL_BYTES = 8 << 30
@@ -110,7 +110,7 @@ class Capture:
         path: Path,
         n_ctx: int = WINDOW,
         threads: int | None = None,
-        room: Room | None = None,
+        room: CalibrationRoom | None = None,
     ) -> None:
         """n_ctx: the longest window in tokens. room: the memory to stay within, with experts read
         from the file as they are needed; None for all that there is. Raises GGUFError, NativeError
@@ -187,18 +187,24 @@ class Capture:
                 if progress is not None:
                     progress((number + share) / len(groups))
 
-            self._check_space(group, n_tokens, where)
-            yield from self._pass(windows, group, n_tokens, where, report)
+            needed = sum(self._layer_bytes(layer, n_tokens) for layer in group)
+            free = shutil.disk_usage(where).free
+            if needed > free:
+                raise ConfigError(
+                    f"{where}: the activations of {n_tokens} tokens in {len(group)} layers take"
+                    f" {format_size(needed)}, but only {format_size(free)} are free: use fewer"
+                    " tokens, or another folder (TMPDIR)"
+                )
+            yield from self._pass(windows, group, where, report)
 
     def _pass(
         self,
         windows: Sequence[Sequence[int]],
         group: list[int],
-        n_tokens: int,
         folder: Path,
         progress: Progress,
     ) -> Generator[LayerActivations, None, None]:
-        starts = np.cumsum([0, *(len(window) for window in windows)])
+        *starts, n_tokens = np.cumsum([0, *(len(window) for window in windows)]).tolist()
         found: dict[int, LayerActivations] = {}
 
         def keep(layer: int, number: int, seen: WindowActivations) -> None:
@@ -214,8 +220,9 @@ class Capture:
                     Rows(folder, n_tokens, (seen.x.shape[1], seen.x.shape[2])),
                     Rows(folder, n_tokens, (k, seen.hidden.shape[2])),
                 )
-            start, stop = starts[number], starts[number + 1]
-            each.ids[start:stop], each.weights[start:stop] = seen.ids, seen.weights
+            start = starts[number]
+            here = slice(start, start + len(seen.ids))
+            each.ids[here], each.weights[here] = seen.ids, seen.weights
             each.x.put(start, seen.x)
             each.hidden.put(start, seen.hidden)
 
@@ -239,16 +246,6 @@ class Capture:
         n_embd, n_ff = self._widths[layer]
         k = self.n_expert_used
         return Rows.n_bytes(n_tokens, (1, n_embd)) + Rows.n_bytes(n_tokens, (k, n_ff))
-
-    def _check_space(self, group: list[int], n_tokens: int, folder: Path) -> None:
-        needed = sum(self._layer_bytes(layer, n_tokens) for layer in group)
-        free = shutil.disk_usage(folder).free
-        if needed > free:
-            raise ConfigError(
-                f"{folder}: the activations of {n_tokens} tokens in {len(group)} layers"
-                f" take {format_size(needed)}, but only {format_size(free)} are free: use fewer"
-                " tokens, or another folder (TMPDIR)"
-            )
 
     def _layer(self, node: Node) -> tuple[int, str] | None:
         """(layer, name of what it shows) of a node that is read, or None."""

@@ -10,8 +10,7 @@ here either: no policy skips a token's first expert, and that costs more than th
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,15 +18,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gguf_tools.process import private_bytes
-from orchestrator.allocation.estimate import LossMeter
 from orchestrator.config import Config
 from orchestrator.cost.losses import Fit, LossTable
 from orchestrator.engine.engine import Engine
-from orchestrator.engine.sampling import log_softmax
+from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP, SKIP_TIER, Phase, RouteEvent
-from orchestrator.lab.eval.arithmetic import kl_divergence
+from orchestrator.lab.eval.arithmetic import geometric_mean
 from orchestrator.lab.eval.compare import Reference
+from orchestrator.lab.eval.judge import Judge
+from orchestrator.lab.eval.perplexity import score_text
+from orchestrator.lab.eval.run import Report, read_reference
 from orchestrator.lab.eval.text import Window
 from orchestrator.policy import BASELINE, DEFAULT
 
@@ -44,9 +45,6 @@ _SEED = 1
 # What of its own a process has that begins to load a model, as a chat does. One that has measured
 # has more: malloc keeps what was given back, and there are logits to compare with.
 _OWN_BYTES = 38 << 20
-
-# Gets what is being done, and its share.
-Report = Callable[[str, float], None]
 
 
 class _Way(NamedTuple):
@@ -100,18 +98,17 @@ class Fitting:
             for way in (*ways, *checked):
                 ratios.append(self._ratio(windows, way, reference, factors))
                 done()
-        scale = _mean(ratios[: len(ways)])
+        scale = geometric_mean(ratios[: len(ways)])
         of_tiers = {
-            tier: _mean(
+            tier: geometric_mean(
                 [ratio for way, ratio in zip(ways, ratios, strict=False) if way.tier == tier]
             )
             for tier in (*self.tiers[1:], SKIP_TIER)
         }
         # The best tier loses nothing, or as little as the next one.
         of_tiers = {self.tiers[0]: next(iter(of_tiers.values())), **of_tiers}
-        off = [
-            ratio / of_tiers[way.tier] for way, ratio in zip((*ways, *checked), ratios, strict=True)
-        ]
+        measured = zip((*ways, *checked), ratios, strict=True)
+        off = [ratio / of_tiers[way.tier] for way, ratio in measured]
         return Fit(
             tuple((factors * scale).tolist()),
             tuple(of_tiers),
@@ -145,15 +142,7 @@ class Fitting:
     def _read(self, windows: list[Window]) -> Reference:
         """What the best tier says. The caller closes it."""
         with Engine.open(self._config(policy=BASELINE)) as engine:
-            n_vocab = engine.eval(windows[0].tokens[:1], 0).shape[-1]
-            reference = Reference(sum(each.n_scored for each in windows), n_vocab)
-            try:
-                for at, row in enumerate(_rows(engine, windows)):
-                    reference.rows[at] = log_softmax(row)
-            except BaseException:
-                reference.close()
-                raise
-        return reference
+            return read_reference(engine, windows, prefill=True)
 
     def _ratio(
         self, windows: list[Window], way: _Way, reference: Reference, factors: np.ndarray
@@ -183,19 +172,12 @@ class Fitting:
                 meter.decided(event, store.view, decision)
 
             driver.set_route(route)
-            lost = [
-                kl_divergence(reference.row(at).astype(np.float64), log_softmax(row))
-                for at, row in enumerate(_rows(engine, windows))
-            ]
-        measured, foreseen = float(np.mean(lost)), meter.mean(Phase.PREFILL) or 0.0
+            scores = score_text(Judge(engine, prefill=True), windows, against=reference)
+        assert scores.kl is not None
+        measured, foreseen = float(np.mean(scores.kl)), meter.mean(Phase.PREFILL) or 0.0
         if not (measured > 0 and foreseen > 0):
             raise ConfigError("the model says the same in every precision")
         return measured / foreseen
-
-
-def _mean(ratios: Sequence[float]) -> float:
-    """The geometric mean."""
-    return math.exp(float(np.mean(np.log(ratios))))
 
 
 def _first_choices(event: RouteEvent) -> np.ndarray:
@@ -204,12 +186,3 @@ def _first_choices(event: RouteEvent) -> np.ndarray:
         np.arange(event.n_tokens), event.weights_array.argmax(axis=1)
     ]
     return first
-
-
-def _rows(engine: Engine, windows: Sequence[Window]) -> Iterator[np.ndarray]:
-    """Logits float32 [n_vocab] that predict each scored token, window by window."""
-    for window in windows:
-        before = window.first - 1
-        for part in engine.eval_each(window.tokens[:-1], 0, Phase.PREFILL):
-            yield from part[before:]
-            before = max(0, before - len(part))

@@ -16,7 +16,7 @@ from gguf_tools.file.layout import DOWN, UP, GGMLType
 from gguf_tools.quantize.ggml import Blocks, Ggml
 from gguf_tools.quantize.methods import ExpertQuantizer
 from gguf_tools.workers import in_order, workers
-from orchestrator.cost.losses import Candidate, LossTable
+from orchestrator.cost.losses import LossTable, TablePrecision
 from orchestrator.lab.calibrate.capture import Capture, LayerActivations, Progress
 from orchestrator.lab.calibrate.compute import LayerExperts, Matrices, stored
 from orchestrator.lab.calibrate.text import Calibration
@@ -30,7 +30,7 @@ WORK_BYTES = 2 << 30
 class _Precision(NamedTuple):
     """A candidate, and where it comes from: a tier of the file, or a type to quantize to."""
 
-    candidate: Candidate
+    candidate: TablePrecision
     tier: int | None
     type: GGMLType | None
 
@@ -100,14 +100,14 @@ class Run:
     def _precisions(self) -> list[_Precision]:
         """The tiers of the file, and the types that it has no tier of, best first."""
         found = [
-            _Precision(Candidate(tier.name, round(tier.bpw, 4), True), index, None)
+            _Precision(TablePrecision(tier.name, round(tier.bpw, 4), True), index, None)
             for index, tier in enumerate(self.model.tiers)
         ]
         names = {each.candidate.name for each in found}
         for kind in dict.fromkeys(self.types):
             if kind.tier_name not in names:
                 bits = round(self._bits(kind), 4)
-                found.append(_Precision(Candidate(kind.tier_name, bits, False), None, kind))
+                found.append(_Precision(TablePrecision(kind.tier_name, bits, False), None, kind))
         return sorted(found, key=lambda each: -each.candidate.bits)
 
     def _bits(self, kind: GGMLType) -> float:

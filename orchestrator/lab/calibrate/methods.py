@@ -25,7 +25,7 @@ from orchestrator.lab.calibrate.measure import Run, expert_bytes, rows_bytes
 from orchestrator.lab.calibrate.text import MAX_TOKENS, Calibration, read_calibration
 from orchestrator.lab.calibrate.within import (
     TORCH_BYTES,
-    Room,
+    CalibrationRoom,
     at_once,
     squares_bytes,
     sums_bytes,
@@ -72,9 +72,9 @@ class Method:
         if name == GPTQ and (self.calib is None or self.imatrix is not None):
             raise ConfigError("--method gptq needs --calib TEXT, and takes no --imatrix")
 
-    def room(self, own_bytes: int) -> Room | None:
+    def room(self, own_bytes: int) -> CalibrationRoom | None:
         """The cap, where there is one, and what the calibration takes of it."""
-        return None if self.ram is None else Room(self.ram, own_bytes + _PROCESS_BYTES)
+        return None if self.ram is None else CalibrationRoom(self.ram, own_bytes + _PROCESS_BYTES)
 
 
 @contextmanager

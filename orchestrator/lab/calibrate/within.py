@@ -14,8 +14,8 @@ from gguf_tools.units import format_size
 from orchestrator.config import Config
 from orchestrator.engine.driver import Driver
 from orchestrator.engine.load import Loaded, Loader
-from orchestrator.engine.observe import Node, Observer
 from orchestrator.errors import BudgetError, NativeError
+from orchestrator.lab.observe import Node, Observer
 from orchestrator.policy import BASELINE
 
 # Copies of a window's activations that live at once: as they come, in half precision, scaled.
@@ -34,7 +34,7 @@ TORCH_BYTES = 224 << 20
 _SHARE = 4
 
 
-class Room(NamedTuple):
+class CalibrationRoom(NamedTuple):
     """A cap, and what of it is taken beside the model that reads, and for what. In bytes."""
 
     ram: int
@@ -76,7 +76,9 @@ def at_once(ram: int | None, threads: int, n_bytes: int) -> int:
     return threads if ram is None else max(1, min(threads, ram // _SHARE // n_bytes))
 
 
-def load_within(path: Path, n_ctx: int, threads: int, room: Room) -> tuple[ExpertModel, Loaded]:
+def load_within(
+    path: Path, n_ctx: int, threads: int, room: CalibrationRoom
+) -> tuple[ExpertModel, Loaded]:
     """The model for windows of n_ctx tokens, without its context. Close both.
 
     Raises BudgetError naming the smallest cap that works.
@@ -118,7 +120,7 @@ class ObserverWithin(Observer):
         wanted: Callable[[Node], bool],
         seen: Callable[[Node], None],
         *,
-        room: Room | None,
+        room: CalibrationRoom | None,
         use_mmap: bool = False,
     ) -> None:
         """room: the memory to stay within, with experts read from the file as they are needed;
@@ -153,7 +155,7 @@ class ObserverWithin(Observer):
             model.close()
 
 
-def _too_small(room: Room, needed: int) -> BudgetError:
+def _too_small(room: CalibrationRoom, needed: int) -> BudgetError:
     return BudgetError(
         f"--ram {format_size(room.ram)} is too little: the smallest that works here is "
         f"{format_size(needed, up=True)}, {format_size(room.own)} of them for {room.use}",

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError
-from orchestrator.memory.accelerator import find_gpu
-from orchestrator.memory.hardware import Machine, probe
+from orchestrator.memory.machine import Machine, find_gpu, probe
 from orchestrator.memory.plan import plan_memory
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import BASELINE, PLAIN, POLICIES
-from orchestrator.policy.base import Foresees
+from orchestrator.policy.base import SpendsLoss
 
 # Tokens of the prompt that a comparison reads.
 PROMPT_TOKENS = 128
@@ -30,13 +29,6 @@ _ASIDE: dict[str, Any] = {
     "remember": False,
     "conversations": False,
 }
-
-
-class Budget(NamedTuple):
-    """A lossless run within a cap on everything."""
-
-    name: str
-    config: Config
 
 
 def machine_of(config: Config) -> Machine:
@@ -78,10 +70,13 @@ def cap_option(config: Config) -> str:
     return "vram" if find_gpu(Bindings.load(), config.device, config.vram) else "ram"
 
 
-def three_budgets(config: Config, path: Path, tier: str, machine: Machine) -> Iterator[Budget]:
-    """The least that works, all experts in memory (as far as the user's cap or the machine
-    allows), and half way between them, each with the baseline or, half way, with every other policy
-    that has a lossless form and needs no loss table, which a model need not have.
+def three_budgets(
+    config: Config, path: Path, tier: str, machine: Machine
+) -> Iterator[tuple[str, Config]]:
+    """Lossless runs by the name of their cap on everything: the least that works, all experts in
+    memory (as far as the user's cap or the machine allows), and half way between them. Each is with
+    the baseline or, half way, with every other policy that has a lossless form and needs no loss
+    table, which a model need not have.
 
     Raises BudgetError where not even the least is allowed, GGUFError.
     """
@@ -99,12 +94,12 @@ def three_budgets(config: Config, path: Path, tier: str, machine: Machine) -> It
         everything = lossless(config, path, tier, BASELINE, allowed)
         whole = plan_memory(everything, model, machine).total_bytes
         low = least(BASELINE)
-        yield Budget("the least", lossless(config, path, tier, BASELINE, low))
+        yield ("the least", lossless(config, path, tier, BASELINE, low))
         for name in half_way():
             cap = max(least(name), (low + whole) // 2)
             if allowed is None or cap <= allowed:
-                yield Budget("half way", lossless(config, path, tier, name, cap))
-        yield Budget("everything", lossless(config, path, tier, BASELINE, max(low, whole)))
+                yield ("half way", lossless(config, path, tier, name, cap))
+        yield ("everything", lossless(config, path, tier, BASELINE, max(low, whole)))
 
 
 def half_way() -> list[str]:
@@ -114,7 +109,7 @@ def half_way() -> list[str]:
         for name, policy in POLICIES.items()
         if policy.precisions.lossless is not None
         and name != BASELINE
-        and not issubclass(policy, Foresees)
+        and not issubclass(policy, SpendsLoss)
     ]
 
 

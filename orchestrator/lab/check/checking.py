@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from gguf_tools.experts import ExpertModel
 from gguf_tools.inspect import describe
 from gguf_tools.pack import export
@@ -26,9 +28,8 @@ from orchestrator.lab.check.budgets import (
     plain,
     three_budgets,
 )
-from orchestrator.lab.check.compare import compare_rows, first_layer
-from orchestrator.lab.check.job import Job, Result, run_job, settings_of
-from orchestrator.memory.hardware import Machine
+from orchestrator.lab.check.job import CheckJob, Result, run_job, settings_of
+from orchestrator.memory.machine import Machine
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import ALLOWED_LOSS
 
@@ -45,7 +46,7 @@ class CheckOptions:
     verify: bool = True
 
 
-class Subject(NamedTuple):
+class ComparedTier(NamedTuple):
     """One precision to compare: `path` computes it in its tier `tier`; packed: only an exported
     file has it as its best tier."""
 
@@ -143,7 +144,7 @@ class _Check:
                 settings = settings_of(asked.with_changes(ram=self.config.ram))
                 # A whole micro-batch: what is promised is seen to hold where all of it is taken.
                 chosen = asked.policy != self.config.policy
-                job = Job(settings, rows, None, self.options.tokens, chosen=chosen)
+                job = CheckJob(settings, rows, None, self.options.tokens, chosen=chosen)
                 self.report["as_asked"] = self._measure("as asked", job)
 
     def _as_asked(self) -> Config | None:
@@ -155,7 +156,7 @@ class _Check:
         config = self.config
         if config.policy is None and config.given(ALLOWED_LOSS) is not None:
             self.bar("Measuring this machine", None)
-            job = Job(settings_of(config), os.devnull, None, 0, beside=private_bytes())
+            job = CheckJob(settings_of(config), os.devnull, None, 0, beside=private_bytes())
             found = run_job(job)
             if "error" in found:
                 self._problem(f"as asked: {found['error']}")
@@ -169,7 +170,7 @@ class _Check:
             own = self.report["own_bytes"] = private_bytes()
             self.config = self.config.with_changes(ram=max(1, self.asked_ram - own))
 
-    def _subjects(self) -> Iterator[Subject]:
+    def _subjects(self) -> Iterator[ComparedTier]:
         config = self.config
         with ExpertModel.open(config.model) as model:
             names = [tier.name for tier in model.tiers]
@@ -179,12 +180,12 @@ class _Check:
             return
         wanted = names[names.index(high.lower()) :] if self.options.all_tiers else [high.lower()]
         for name in wanted:
-            yield Subject(config.model, name, packed=len(names) > 1 and name != names[0])
+            yield ComparedTier(config.model, name, packed=len(names) > 1 and name != names[0])
         if self.options.all_tiers and config.low is not None:
             with ExpertModel.open(config.low) as model:
-                yield Subject(config.low, model.tiers[0].name, packed=False)
+                yield ComparedTier(config.low, model.tiers[0].name, packed=False)
 
-    def _compare(self, subject: Subject, folder: Path) -> Result:
+    def _compare(self, subject: ComparedTier, folder: Path) -> Result:
         """Our runs of one precision against llama.cpp's."""
         rows = folder / "plain"
         found: Result = {"tier": subject.tier, "plain": None, "runs": []}
@@ -198,7 +199,7 @@ class _Check:
         except MoeEdgeError as error:
             self._problem(f"{subject.tier}: llama.cpp has nothing to compare with: {error}")
             return found
-        job = Job(settings_of(config), str(rows), PROMPT_TOKENS, self.options.tokens)
+        job = CheckJob(settings_of(config), str(rows), PROMPT_TOKENS, self.options.tokens)
         run = found["plain"] = self._measure(f"{subject.tier}, llama.cpp's own path", job)
         reference = None if "error" in run else run
         if self.report["managed"]:
@@ -216,7 +217,7 @@ class _Check:
 
     def _against(
         self,
-        plain: Job,
+        plain: CheckJob,
         reference: Result | None,
         rows: Path,
         name: str,
@@ -226,7 +227,7 @@ class _Check:
         """One managed run over the tokens of llama.cpp's."""
         label = f"{config.high_tier}, {name} ({config.policy})"
         tokens = (reference["prompt"], reference["answer"]) if reference else (None, None)
-        job = Job(
+        job = CheckJob(
             settings_of(config), str(folder / "managed"), plain.n_prompt, plain.n_decode, *tokens
         )
         run: Result = {"budget": name} | self._measure(label, job)
@@ -241,7 +242,7 @@ class _Check:
             found["layer"] = layer
         return run
 
-    def _measure(self, label: str, job: Job) -> Result:
+    def _measure(self, label: str, job: CheckJob) -> Result:
         """One process, and what is wrong with what it says: once for each sentence."""
         self._n_runs += 1
         self.bar(f"Run {self._n_runs} of {self._most_runs}: {label}", None)
@@ -264,7 +265,7 @@ class _Check:
         return run
 
     def _first_layer(
-        self, plain: Job, job: Job, reference: Result, row: int, folder: Path
+        self, plain: CheckJob, job: CheckJob, reference: Result, row: int, folder: Path
     ) -> tuple[int, float | None] | None:
         """Reads the tokens up to the first difference once more, layer by layer."""
         tokens = {
@@ -276,7 +277,9 @@ class _Check:
         for each in (job, plain):
             path = folder / f"layers-{len(paths)}.npz"
             self.bar("Looking for the layer", None)
-            run = run_job(Job(each.settings, str(path), each.n_prompt, each.n_decode, **tokens))
+            run = run_job(
+                CheckJob(each.settings, str(path), each.n_prompt, each.n_decode, **tokens)
+            )
             if "error" in run:
                 self._problem(f"the layer cannot be found: {run['error']}")
                 return None
@@ -304,20 +307,74 @@ class _Check:
             self.problems.append(sentence)
 
 
+def compare_rows(rows: Path, reference: Path, n_vocab: int) -> dict[str, Any]:
+    """Both files hold float32 [n, n_vocab]. first: the first row that differs in a bit, None for
+    none; first_error, most: the largest difference in that row and in any, None where it is no
+    number; choices: in how many rows the likeliest token is another one; finite: whether all is a
+    number.
+
+    One row at a time is in memory.
+    """
+    size = 4 * n_vocab
+    n, n_reference = rows.stat().st_size // size, reference.stat().st_size // size
+    first, choices, finite = None, 0, True
+    errors: list[float | None] = []
+    with rows.open("rb") as ours, reference.open("rb") as theirs:
+        for row in range(min(n, n_reference)):
+            mine = ours.read(size)
+            other = theirs.read(size)
+            a, b = np.frombuffer(mine, np.float32), np.frombuffer(other, np.float32)
+            finite = finite and bool(np.isfinite(a).all())
+            if mine == other:
+                continue
+            if first is None:
+                first = row
+            errors.append(largest(a, b))
+            choices += int(a.argmax() != b.argmax())
+    if first is None and n != n_reference:
+        first = min(n, n_reference)
+    return {
+        "rows": n,
+        "equal": first is None,
+        "first": first,
+        "first_error": errors[0] if errors else 0.0,
+        "most": None if None in errors else max((e for e in errors if e is not None), default=0.0),
+        "choices": choices,
+        "finite": finite,
+    }
+
+
+def largest(a: np.ndarray, b: np.ndarray) -> float | None:
+    """The largest difference, None where it is no number."""
+    error = float(np.abs(a.astype(np.float64) - b).max())
+    return error if np.isfinite(error) else None
+
+
+def first_layer(ours: Path, reference: Path) -> tuple[int, float | None] | None:
+    """The first layer whose experts give something else, and the largest difference there; None
+    where they agree in all layers."""
+    with np.load(ours) as mine, np.load(reference) as other:
+        for name in sorted(set(mine.files) & set(other.files), key=int):
+            a, b = mine[name], other[name]
+            if a.tobytes() != b.tobytes():
+                return int(name), largest(a, b)
+    return None
+
+
 def describe_difference(found: Result, layer: tuple[int, float | None] | None) -> str:
     """Where the bits differ, and by how much, as a sentence."""
+
+    def amount(error: float | None) -> str:
+        return "what is no number" if error is None else f"{error:.3g}"
+
     row = found["first"]
     where = "behind the prompt" if row == 0 else f"behind token {row} of the answer"
-    text = f"other logits than llama.cpp's {where}, by {_amount(found['first_error'])}, and by "
-    text += f"{_amount(found['most'])} at most; the likeliest token is another one in "
+    text = f"other logits than llama.cpp's {where}, by {amount(found['first_error'])}, and by "
+    text += f"{amount(found['most'])} at most; the likeliest token is another one in "
     text += f"{found['choices']} of {found['rows']} rows"
     if layer is None:
         return f"{text}; read in one batch, the experts of all layers give the same"
-    return f"{text}; the first layer whose experts differ is {layer[0]}, by {_amount(layer[1])}"
-
-
-def _amount(error: float | None) -> str:
-    return "what is no number" if error is None else f"{error:.3g}"
+    return f"{text}; the first layer whose experts differ is {layer[0]}, by {amount(layer[1])}"
 
 
 def describe_machine(machine: Machine) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""One run of a check in a process of its own: `python -m orchestrator.lab.check.child` reads a Job
-as JSON from stdin, and writes what it found as one JSON line to stdout."""
+"""One run of a check in a process of its own: `python -m orchestrator.lab.check.child` reads a
+CheckJob as JSON from stdin, and writes what it found as one JSON line to stdout."""
 
 from __future__ import annotations
 
@@ -19,14 +19,34 @@ from orchestrator.config import Config
 from orchestrator.cost.planner import Planner
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import BudgetError, MoeEdgeError
-from orchestrator.lab.check.job import Job, Result, settings_of
-from orchestrator.lab.check.words import PROSE, read_and_render
+from orchestrator.lab.check.job import CheckJob, Result, settings_of
 
 # What the experts of a layer give together, as llama.cpp's common MoE builder names it.
 _EXPERTS_OUT = "ffn_moe_out-"
 
+# Whether a model's tokenizer gives texts back, and its template renders a conversation.
+PROSE = (
+    "The experts of a model lie on disk, and a few of them are in memory. A router asks for those "
+    "that it needs for the next word; what is not there is read, while the others compute.\n"
+)
+SAMPLES = {
+    "prose": PROSE,
+    "numbers": "In 1987 they paid 12,345.67 for 3 x 4 pieces (100 %).",
+    "code": 'def f(x):\n    return {"a": x[0] ** 2}  # \t<b>&amp;</b>\n',
+    "other scripts": "Grüße, naïve café; Ελληνικά, русский, 日本語, العربية.",
+    "symbols": "🦊 → ½ ∑ ≤ “quoted” …",
+    "spaces": "a  b   c\n\n\n  d\t\te",
+}
+QUESTION = "What is the capital of Norway?"
+_DIALOGUE = (
+    {"role": "user", "content": "Hello."},
+    {"role": "assistant", "content": "Hello. What would you like to know?"},
+    {"role": "user", "content": QUESTION},
+)
+_SYSTEM = {"role": "system", "content": "Be brief."}
 
-def run(job: Job) -> Result:
+
+def run(job: CheckJob) -> Result:
     """Raises MoeEdgeError in one of its forms."""
     config = Config.build(**job.settings)
     if job.beside is not None:
@@ -61,7 +81,62 @@ def describe(engine: Engine) -> Result:
     }
 
 
-def play(engine: Engine, job: Job) -> Result:
+def read_and_render(engine: Engine) -> dict[str, Any]:
+    """lost: the samples whose tokens give another text. template: whether the model has its own;
+    rendered: tokens of a conversation, None where that fails. problems, notes: sentences."""
+    problems: list[str] = []
+    notes: list[str] = []
+    lost = [name for name, text in SAMPLES.items() if not comes_back(engine, text)]
+    if lost:
+        problems.append(f"the tokenizer does not give these texts back: {', '.join(lost)}")
+    if not engine.llama.eos():
+        notes.append("the model names no end token, so that answers end at their length only")
+    own = engine.llama.chat_template() is not None
+    if not own:
+        notes.append("the file has no chat template: ChatML takes its place in a chat")
+    rendered = None
+    try:
+        rendered = render_dialogue(engine, notes)
+    except MoeEdgeError as error:
+        problems.append(str(error))
+    if rendered is not None:
+        # Control tokens by their names.
+        pieces = (engine.llama.piece(token, special=True) for token in rendered)
+        text = b"".join(pieces).decode("utf-8", "replace")
+        if QUESTION not in text:
+            problems.append("the chat template leaves out what the user says")
+        bos = engine.llama.bos()
+        if bos and text.startswith(bos + bos):
+            notes.append("a rendered conversation begins with two begin tokens")
+    return {
+        "samples": len(SAMPLES),
+        "lost": lost,
+        "template": own,
+        "rendered": None if rendered is None else len(rendered),
+        "problems": problems,
+        "notes": notes,
+    }
+
+
+def comes_back(engine: Engine, text: str) -> bool:
+    """Whether a text is the same behind its tokens; SentencePiece puts a space before it."""
+    tokens = engine.tokenize(text, special=False)
+    back = b"".join(map(engine.llama.piece, tokens)).decode("utf-8", "replace")
+    return back in (text, f" {text}")
+
+
+def render_dialogue(engine: Engine, notes: list[str]) -> list[int]:
+    """Tokens of a conversation, without a system message where the template refuses one. Raises
+    MoeEdgeError where it refuses that as well."""
+    try:
+        return engine.render_chat((_SYSTEM, *_DIALOGUE))
+    except MoeEdgeError:
+        rendered = engine.render_chat(_DIALOGUE)
+        notes.append("the chat template takes no system message")
+        return rendered
+
+
+def play(engine: Engine, job: CheckJob) -> Result:
     """Reads the prompt, then decodes; each row of logits goes to the file at once, since memory is
     measured. Speeds in tokens per second, of the median step."""
     n_decode = min(job.n_decode, engine.n_ctx // 2)
@@ -115,7 +190,7 @@ def counted(engine: Engine) -> Result:
 
 def watch_layers(engine: Engine, tokens: Sequence[int], path: str) -> Result:
     """Reads the tokens in one batch, and keeps what the experts of each layer give."""
-    from orchestrator.engine.observe import Node, Observer
+    from orchestrator.lab.observe import Node, Observer
 
     seen: dict[str, np.ndarray] = {}
 
@@ -135,7 +210,7 @@ def watch_layers(engine: Engine, tokens: Sequence[int], path: str) -> Result:
 
 
 def main() -> int:
-    job = Job.from_json(sys.stdin.read())
+    job = CheckJob.from_json(sys.stdin.read())
     try:
         result = run(job)
     except BudgetError as error:

@@ -17,7 +17,7 @@ Result = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CheckJob:
     """One model to open and to read tokens with.
 
     settings: of Config.build. rows: the file for the logits, float32 [1 + n_decode, n_vocab]:
@@ -43,7 +43,7 @@ class Job:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Job:
+    def from_json(cls, text: str) -> CheckJob:
         return cls(**json.loads(text))
 
 
@@ -55,7 +55,7 @@ def settings_of(config: Config) -> dict[str, Any]:
     return {name: str(v) if isinstance(v, Path) else v for name, v in found.items()}
 
 
-def run_job(job: Job) -> Result:
+def run_job(job: CheckJob) -> Result:
     """What a process of its own measured, or {"error": a sentence}."""
     with child(
         [sys.executable, "-m", "orchestrator.lab.check.child"],

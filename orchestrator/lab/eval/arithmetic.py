@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,9 +57,28 @@ def share(part: np.ndarray, whole: np.ndarray) -> Estimate:
     return Estimate(ratio, mean(part - ratio * whole).error / abs(base))
 
 
+def geometric_mean(ratios: Sequence[float]) -> float:
+    """exp of the mean logarithm."""
+    return math.exp(float(np.mean(np.log(ratios))))
+
+
+def pair(estimate: Estimate) -> list[float | None]:
+    """[value, standard error], nan as None: fit for JSON."""
+    return [None if math.isnan(each) else each for each in (estimate.value, estimate.error)]
+
+
 def kl_divergence(reference: np.ndarray, other: np.ndarray) -> float:
     """KL(reference || other) = sum of p * (log p - log q) in nats, of log-probabilities
     [n_vocab]; a token that the reference rules out adds nothing."""
     possible = reference > -np.inf
     p, q = reference[possible], other[possible]
     return float(np.dot(np.exp(p), p - q))
+
+
+def median_interval(values: Sequence[float], draws: int = 10_000) -> tuple[float, float, float]:
+    """(median, lower end, upper end) of values [n], n >= 1; the ends are those of the 95 % interval
+    of the median by the percentile bootstrap. Equal values give an equal interval: the draws have
+    a seed of their own."""
+    drawn = np.random.default_rng(1).choice(np.asarray(values, float), (draws, len(values)))
+    low, high = np.percentile(np.median(drawn, axis=1), (2.5, 97.5))
+    return float(np.median(values)), float(low), float(high)

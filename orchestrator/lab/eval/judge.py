@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from orchestrator.engine.engine import Engine
-from orchestrator.engine.sampling import log_softmax
+from orchestrator.engine.texts import log_softmax
 from orchestrator.events import Phase
 
 

@@ -14,16 +14,15 @@ from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
 from orchestrator.events import Phase
 from orchestrator.lab.eval import arithmetic
-from orchestrator.lab.eval.arithmetic import Estimate
-from orchestrator.lab.eval.choices import Question, read_questions, score_choices
+from orchestrator.lab.eval.arithmetic import pair
+from orchestrator.lab.eval.choices import read_questions, score_choices
 from orchestrator.lab.eval.compare import Reference
 from orchestrator.lab.eval.judge import Judge
 from orchestrator.lab.eval.perplexity import TextScores, score_text
 from orchestrator.lab.eval.text import Window, cut_windows, needed_tokens, read_documents
 from orchestrator.lab.eval.usage import counters, foresee_from, usage_between
 from orchestrator.lab.eval.virtual import VirtualTime, virtual_store
-from orchestrator.memory.footprint import LEAST_CONTEXT
-from orchestrator.memory.micro_batch import SIZES
+from orchestrator.memory.footprint import LEAST_CONTEXT, SIZES
 from orchestrator.policy import BASELINE
 
 # (what is being done, how much of it, 0 to 1)
@@ -164,7 +163,12 @@ def evaluate(config: Config, options: EvalOptions, report: Report) -> dict[str, 
             )
             result["text"] = text_report(scores, best)
         if questions:
-            result["choices"] = _choices(judge, questions, report)
+            choices = score_choices(judge, questions, lambda done: report("Asking", done))
+            result["choices"] = {
+                "questions": len(questions),
+                "acc": pair(choices.acc),
+                "acc_norm": pair(choices.acc_norm),
+            }
         after = shadow.stats() if shadow else counters(engine)
         usage = usage_between(before, after, phase, losses)
         if shadow is not None:
@@ -176,16 +180,8 @@ def evaluate(config: Config, options: EvalOptions, report: Report) -> dict[str, 
     return result
 
 
-def best_reference(
-    config: Config, windows: list[Window], prefill: bool, report: Report
-) -> Reference:
-    """What a model in its best tier (best_config) says to the windows. The caller closes it."""
-    with Engine.open(config, loading(report)) as engine:
-        return read_reference(engine, windows, prefill, report)
-
-
 def read_reference(
-    engine: Engine, windows: list[Window], prefill: bool, report: Report
+    engine: Engine, windows: list[Window], prefill: bool, report: Report = lambda *_: None
 ) -> Reference:
     """What an engine says to the windows. The caller closes it."""
     n_vocab = engine.eval(windows[0].tokens[:1], 0).shape[-1]
@@ -208,15 +204,6 @@ def loading(report: Report) -> Callable[[float], None]:
     return lambda share: report(LOADING, share)
 
 
-def _choices(judge: Judge, questions: list[Question], report: Report) -> dict[str, Any]:
-    scores = score_choices(judge, questions, lambda done: report("Asking", done))
-    return {
-        "questions": len(questions),
-        "acc": pair(scores.acc),
-        "acc_norm": pair(scores.acc_norm),
-    }
-
-
 def text_report(scores: TextScores, best: str) -> dict[str, Any]:
     """Figures of one pass over the text. best: the name of the tier it was compared with."""
     result: dict[str, Any] = {
@@ -229,9 +216,3 @@ def text_report(scores: TextScores, best: str) -> dict[str, Any]:
         result["kl"] = pair(arithmetic.mean(scores.kl))
         result["top1"] = pair(arithmetic.mean(scores.agrees.astype(float)))
     return result
-
-
-def pair(estimate: Estimate) -> list[float | None]:
-    """[value, standard error], nan as None: fit for JSON."""
-    values = (estimate.value, estimate.error)
-    return [None if value != value else value for value in values]

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from orchestrator.allocation.estimate import LossMeter
 from orchestrator.engine.engine import Engine
+from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.events import Phase
+from orchestrator.lab.replay.agreement import ratio
 from orchestrator.native import MAX_TIERS, CStats
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class StoreUsage:
     """Shares of the routed experts that were asked for in the high tier, in a lower one and
     not at all; the share of matrices that were computed in a lower tier; the share found in
     memory; bytes read. Shares are None where nothing was counted. kl_estimate: nats a token from
@@ -48,7 +49,7 @@ def foresee_from(engine: Engine, best: str) -> LossMeter | None:
 
 def usage_between(
     old: CStats | None, new: CStats | None, phase: Phase, losses: LossMeter | None = None
-) -> Usage | None:
+) -> StoreUsage | None:
     """What happened between two readings of the counters in steps of one phase. losses: since the
     first reading."""
     if old is None or new is None:
@@ -63,18 +64,14 @@ def usage_between(
     routed, computed = moved("routed"), moved("computed")
     asked = sum(routed)
     requests = moved("requests")
-    return Usage(
-        high=_share(routed[0], asked),
-        low=_share(sum(routed[1:MAX_TIERS]), asked),
-        skip=_share(routed[MAX_TIERS], asked),
-        computed_low=_share(sum(computed[1:]), sum(computed)),
-        hit_rate=_share(moved("hits"), requests),
+    return StoreUsage(
+        high=ratio(routed[0], asked),
+        low=ratio(sum(routed[1:MAX_TIERS]), asked),
+        skip=ratio(routed[MAX_TIERS], asked),
+        computed_low=ratio(sum(computed[1:]), sum(computed)),
+        hit_rate=ratio(moved("hits"), requests),
         bytes_read=moved("demand_bytes")
         + moved("prefetch_bytes")
         + (new.transition_bytes - old.transition_bytes),
         kl_estimate=losses.mean(phase) if losses else None,
     )
-
-
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None

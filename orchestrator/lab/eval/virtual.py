@@ -19,7 +19,7 @@ import numpy as np
 from gguf_tools.file.layout import COMPUTE_ORDER
 from orchestrator.engine.driver import Driver
 from orchestrator.engine.engine import Engine
-from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, distinct
+from orchestrator.events import ComputedStep, Phase, RouteEvent, distinct, served
 from orchestrator.lab.replay.record import measured
 from orchestrator.lab.replay.simulate import Transport
 from orchestrator.native import CStats, Simulation, Store
@@ -102,7 +102,7 @@ class VirtualStore:
         self._driver.on_route(event)
         tiers = self._store.decision.tier_array
         resident = self._store.view.resident_array[event.layer]
-        self._tiers[:] = np.where(tiers == SKIP, SKIP, np.minimum(tiers, resident))
+        self._tiers[:] = served(tiers, resident)
 
     def on_route(self, event: RouteEvent) -> None:
         """In real time: plays the layer, and hands the same decision to the real store."""

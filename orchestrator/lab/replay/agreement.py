@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from orchestrator.engine import mix
+from orchestrator.engine import report
 from orchestrator.events import Phase, percentile
 from orchestrator.lab.replay.trace import COMPUTED, COUNTERS, MOVED, ROUTED, Trace
+from orchestrator.lab.table import Column, Row, Table
 from orchestrator.native import CStats
 
 Figures = dict[str, Any]
@@ -69,12 +70,12 @@ def figures(
         found[phase.name.lower()] = {
             "requests": count["requests"],
             "hits": count["hits"],
-            "hit_rate": share(count["hits"], count["requests"]),
+            "hit_rate": ratio(count["hits"], count["requests"]),
             "demand_bytes": count["demand_bytes"],
             "prefetch_bytes": count["prefetch_bytes"],
             "wait_ms": wait_ms[phase],
-            "mix": mix.decided([count[name] for name in ROUTED], tiers, skip),
-            "computed": mix.computed([count[name] for name in COMPUTED], tiers),
+            "mix": report.decided([count[name] for name in ROUTED], tiers, skip),
+            "computed": report.computed([count[name] for name in COMPUTED], tiers),
         }
     decode = phases == Phase.DECODE
     tpot = step_ms[decode].tolist()
@@ -87,7 +88,8 @@ def figures(
     }
 
 
-def share(part: int, whole: int) -> float | None:
+def ratio(part: float, whole: float) -> float | None:
+    """part / whole; None of nothing."""
     return part / whole if whole else None
 
 
@@ -118,27 +120,20 @@ _AFTER_MIX: tuple[_Row, ...] = (
 def agreement(recorded: Figures, replayed: Figures) -> list[dict[str, Any]]:
     """A row for each figure that is not zero in both: name, unit, recorded, replayed, and error,
     the difference in parts of what was recorded; None where that is zero."""
-    rows = []
-    for name, path, unit, scale in (*_BEFORE_MIX, *_mix_rows(recorded), *_AFTER_MIX):
-        ours, theirs = _at(replayed, path), _at(recorded, path)
-        if not ours and not theirs:
-            continue
-        ours, theirs = (ours or 0) / scale, (theirs or 0) / scale
-        error = (ours - theirs) / theirs if theirs else None
-        rows.append(
-            {"name": name, "unit": unit, "recorded": theirs, "replayed": ours, "error": error}
-        )
-    return rows
-
-
-def _mix_rows(found: Figures) -> list[_Row]:
-    """What was decided, by tier, and what was computed instead."""
-    said = (("routed in", "mix"), ("computed in", "computed"))
-    return [
+    mix_rows = [
         (f"{what} {tier}", ("decode", key, tier), "%", 0.01)
-        for what, key in said
-        for tier in found["decode"][key] or ()
+        for what, key in (("routed in", "mix"), ("computed in", "computed"))
+        for tier in recorded["decode"][key] or ()
     ]
+    rows = []
+    for name, path, unit, scale in (*_BEFORE_MIX, *mix_rows, *_AFTER_MIX):
+        ours, theirs = ((_at(each, path) or 0) / scale for each in (replayed, recorded))
+        if ours or theirs:
+            error = (ours - theirs) / theirs if theirs else None
+            rows.append(
+                {"name": name, "unit": unit, "recorded": theirs, "replayed": ours, "error": error}
+            )
+    return rows
 
 
 def _at(found: Figures, path: tuple[str, ...]) -> float | None:
@@ -148,16 +143,19 @@ def _at(found: Figures, path: tuple[str, ...]) -> float | None:
     return value  # type: ignore[no-any-return]
 
 
-def render_agreement(rows: list[dict[str, Any]]) -> list[str]:
-    """Lines of a table."""
-    lines = [f"{'':<20}{'recorded':>15}{'replayed':>15}{'error':>11}"]
-    for row in rows:
-        digits = 2 if row["unit"] else 0
-        values = "".join(
-            " " + f"{row[side]:.{digits}f} {row['unit']}".rstrip().rjust(14)
-            for side in ("recorded", "replayed")
-        )
-        error = row["error"]
-        said = "" if error is None else "0" if abs(error) < 5e-4 else f"{100 * error:+.1f} %"
-        lines.append(f"{row['name']:<20}{values} {said:>10}")
-    return lines
+def agreement_table(rows: list[dict[str, Any]]) -> Table:
+    """These rows for a person."""
+
+    def of(side: str) -> Callable[[Row], str]:
+        return lambda row: f"{row[side]:.{2 if row['unit'] else 0}f} {row['unit']}".rstrip()
+
+    def error(value: float) -> str:
+        return "0" if abs(value) < 5e-4 else f"{100 * value:+.1f} %"
+
+    columns = [
+        Column("", "name", left=True),
+        Column("recorded", of("recorded")),
+        Column("replayed", of("replayed")),
+        Column("error", "error", error),
+    ]
+    return Table("", columns, rows)

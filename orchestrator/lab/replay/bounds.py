@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,13 +22,6 @@ class Optimum:
     requests: tuple[int, int]
     hits: tuple[int, int]
     miss_bytes: tuple[int, int]
-
-
-def requests(trace: Trace) -> Iterator[tuple[Phase, int, np.ndarray]]:
-    """(phase, layer, distinct experts) of every route event."""
-    for step in trace.steps():
-        for event in step.events:
-            yield step.phase, event.layer, np.unique(event.ids)
 
 
 def belady(trace: Trace, shape: ModelShape, plan: SlotPlan, tier: int) -> Optimum:
@@ -54,7 +46,11 @@ def belady(trace: Trace, shape: ModelShape, plan: SlotPlan, tier: int) -> Optimu
             groups, layers = pools.setdefault(key, (set(), set()))
             groups.add(group)
             layers.add(layer)
-    events = [(phase, layer, ids.tolist()) for phase, layer, ids in requests(trace)]
+    events = [
+        (step.phase, event.layer, np.unique(event.ids).tolist())
+        for step in trace.steps()
+        for event in step.events
+    ]
     known: dict[tuple[int, frozenset[int]], list[tuple[Phase, int, int, int]]] = {}
     slices = trace.slices
     for (kind, _), (groups, layers) in pools.items():

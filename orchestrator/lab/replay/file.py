@@ -7,14 +7,14 @@ import math
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gguf_tools.file.layout import DOWN, KINDS, MAX_TIERS
+from gguf_tools.file.layout import DOWN, KINDS, MAX_TIERS, GGMLType
 from gguf_tools.file.opening import open_file
 from orchestrator.allocation.slots import Rules
 from orchestrator.cache import files
@@ -22,7 +22,6 @@ from orchestrator.errors import PolicyError, SettingError, TraceError
 from orchestrator.events import ABSENT, Phase
 from orchestrator.lab.replay.trace import (
     ARRAYS,
-    COUNTERS,
     FORMAT,
     SEQUENCE_MARKS,
     VERSION,
@@ -152,55 +151,49 @@ def _check_settings(policy: str, settings: dict[str, Any]) -> None:
         raise _Wrong(f"the header is damaged: {error}") from error
 
 
+def _number(low: int, high: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and low <= value <= high
+
+
 def _text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _number(low: int, high: int) -> Any:
-    return lambda value: type(value) is int and low <= value <= high
-
-
-def _share(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value <= 1
+def _list(most: int, right: Callable[[Any], bool], least: int = 1) -> Callable[[Any], bool]:
+    return lambda value: (
+        isinstance(value, list) and least <= len(value) <= most and all(map(right, value))
+    )
 
 
 def _rules(value: Any) -> bool:
-    names = {field.name for field in fields(Rules)}
     return (
         isinstance(value, dict)
-        and set(value) == names
+        and set(value) == {field.name for field in fields(Rules)}
         and all(isinstance(each, bool) for each in value.values())
     )
 
 
-def _texts(most: int) -> Any:
-    return lambda value: (
-        isinstance(value, list) and 1 <= len(value) <= most and all(map(_text, value))
-    )
-
-
-_FIELDS: dict[str, Any] = {
+# What the header's fields may be, its version apart.
+_FIELDS: dict[str, Callable[[Any], bool]] = {
     "model": _text,
     "arch": _text,
     "n_expert": _number(1, 65535),
     "n_expert_used": _number(1, 65535),
-    "layer_ids": lambda v: (
-        isinstance(v, list)
-        and 1 <= len(v) <= 4096
-        and all(type(il) is int and 0 <= il < 2**31 for il in v)
-    ),
-    "tiers": _texts(MAX_TIERS),
-    "files": _texts(1024),
+    "layer_ids": _list(4096, _number(0, 2**31 - 1)),
+    "tiers": _list(MAX_TIERS, _text),
+    "files": _list(1024, _text),
     "policy": _text,
-    "in_use": _texts(MAX_TIERS),
-    "settings": lambda v: isinstance(v, dict),
+    "in_use": _list(MAX_TIERS, _text),
+    "settings": lambda value: isinstance(value, dict),
     "rules": _rules,
     "transition_bytes": _number(0, 2**62),
     "expert_bytes": _number(1, 2**62),
     "io_threads": _number(1, 64),
     "read_bytes_per_s": _number(0, 2**62),
     "read_latency_us": _number(0, 10**9),
-    "dense_share": lambda v: isinstance(v, list) and len(v) == len(Phase) and all(map(_share, v)),
+    "dense_share": _list(
+        len(Phase), lambda value: type(value) in (int, float) and 0 <= value <= 1, len(Phase)
+    ),
 }
 
 
@@ -209,152 +202,113 @@ def _check(trace: Trace) -> None:
     a, header = trace.arrays, trace.header
     if set(a) != set(ARRAYS):
         raise _Wrong(f"arrays missing or unknown: {', '.join(sorted(set(a) ^ set(ARRAYS)))}")
-    for name, array in a.items():
-        kind, n_dims = ARRAYS[name]
-        if array.dtype != kind or array.ndim != n_dims:
-            raise _Wrong(f"{name} is {array.dtype} in {array.ndim} dimensions")
-    k, n_layers, tokens = header.n_expert_used, trace.n_layers, a["event_tokens"].astype(np.int64)
-    if k > header.n_expert:
-        raise _Wrong(f"{k} of {header.n_expert} experts a token")
-    lengths: dict[str, tuple[int, ...]] = {
-        name: a[f"{name[:4]}_phase"].shape for name in a if name.startswith("step_")
-    }
-    lengths |= {name: tokens.shape for name in a if name.startswith("event_")}
-    _check_shapes(a, lengths)
-    n_rows = int(tokens.sum())
-    n_ahead = int((tokens * a["event_ahead"]).sum())
-    n_scored = int((tokens * a["event_scored"]).sum())
-    lengths = {
-        "slices": (n_layers, len(KINDS), len(header.tiers), 4),
-        "start_tier": (n_layers, header.n_expert),
-        "start_hotness": (n_layers, header.n_expert),
-        "losses": (n_layers, header.n_expert, len(header.tiers)),
-        "costs": (n_layers, header.n_expert, len(header.tiers) + 1),
-        "counters": (len(Phase), len(COUNTERS)),
-        "published": (len(a["published"]), 4),
-        "marks": (len(a["marks"]), 3),
-        "restored": (len(a["restored"]), 3),
-        "ids": (n_rows, k),
-        "held": (n_rows, k),
-        "missing": (n_rows, k),
-        "weights": (n_rows, k),
-        "tokens": (n_rows,),
-        "phases": (n_rows,),
-        "sequences": (n_rows,),
-        "ahead_ids": (n_ahead, k),
-        "ahead_scores": (n_ahead, k),
-        "ahead_held": (n_ahead, k),
-        "ahead_missing": (n_ahead, k),
-        "importance": (n_scored,),
-    }
-    _check_shapes(a, lengths)
+    for name, (kind, shape) in ARRAYS.items():
+        if a[name].dtype != kind or a[name].ndim != len(shape):
+            raise _Wrong(f"{name} is {a[name].dtype} in {a[name].ndim} dimensions")
+    if header.n_expert_used > header.n_expert:
+        raise _Wrong(f"{header.n_expert_used} of {header.n_expert} experts a token")
+    for name in ("event_ahead", "event_scored"):  # lengths are products of these
+        _check_shape(name, a[name], {"E": len(a["event_tokens"])})
+    lengths = trace.lengths()
+    for name in ARRAYS:
+        _check_shape(name, a[name], lengths)
+    if lengths["S"] == 0 or lengths["E"] == 0:
+        raise _Wrong("it holds no step")
+    _check_ranges(trace)
     _check_slices(trace)
-    _check_routing(trace)
-    _check_versions(trace)
-    _check_sequences(trace)
+    _check_events(trace)
+    for name in ("published", "marks", "restored"):
+        if (np.diff(a[name][:, 0]) < 0).any():
+            raise _Wrong(f"{name}: not in the order of the steps")
+    if a["restored"][:, 2].sum(dtype=np.int64) != len(a["restored_use"]):
+        raise _Wrong("restored: not of the size of restored_use")
 
 
-def _check_shapes(arrays: dict[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    for name, shape in shapes.items():
-        if arrays[name].shape != shape:
-            raise _Wrong(f"{name} has the shape {arrays[name].shape}, not {shape}")
+def _check_shape(name: str, array: np.ndarray, lengths: Mapping[str, int]) -> None:
+    shape = tuple(lengths[n] if isinstance(n, str) else n for n in ARRAYS[name][1])
+    if array.shape != shape:
+        raise _Wrong(f"{name} has the shape {array.shape}, not {shape}")
+
+
+_FINITE, _FINITE_32 = (float(np.finfo(kind).max) for kind in (np.float64, np.float32))
+# Months.
+_LONG_NS = 2**53
+
+
+def _check_ranges(trace: Trace) -> None:
+    """The values of every array, and of those with columns of each column."""
+    n_steps, n_layers, n_expert = len(trace.arrays["step_phase"]), trace.n_layers, trace.n_expert
+    in_use, n_files = len(trace.header.in_use), len(trace.header.files)
+    every_kind, most = (1 << len(KINDS)) - 1, 2**31 - 1
+    step, anything = (0, n_steps - 1), (-most - 1, most)
+    ranges: dict[str, tuple[float, float] | list[tuple[float, float]]] = {
+        "slices": [(-1, n_files - 1), (0, 2**62), (0, 2**62 // n_expert), (0, 255)],
+        "start_hotness": (0, _FINITE),
+        "losses": (0, _FINITE),
+        "costs": (0, _FINITE),
+        "counters": (0, 2**63 - 1),
+        "step_phase": (0, max(Phase)),
+        "step_tokens": (1, most),
+        "step_us": (0, _LONG_NS / 1000),
+        "step_tick": (0, 1),
+        "published": [step, (0, n_layers - 1), (0, n_expert - 1), (0, in_use - 1)],
+        "marks": [step, (min(SEQUENCE_MARKS), max(SEQUENCE_MARKS)), anything],
+        "restored": [step, anything, (0, most)],
+        "event_layer": (0, n_layers - 1),
+        "event_tokens": (0, most),
+        "event_scored": (0, 1),
+        "event_computed": (0, n_expert),
+        "event_ns": (0, _LONG_NS),
+        "event_wait_us": (0, _LONG_NS // 1000),
+        "ids": (0, n_expert - 1),
+        "ahead_ids": (0, n_expert - 1),
+        "weights": (-_FINITE_32, _FINITE_32),
+        "ahead_scores": (-_FINITE_32, _FINITE_32),
+        "importance": (-_FINITE_32, _FINITE_32),
+        "missing": (0, every_kind),
+        "ahead_missing": (0, every_kind),
+        "phases": (0, max(Phase)),
+    }
+    for name, within in ranges.items():
+        array = trace.arrays[name]
+        columns = [within] if isinstance(within, tuple) else within
+        parts = [array] if isinstance(within, tuple) else np.moveaxis(array, -1, 0)
+        for number, (part, (low, high)) in enumerate(zip(parts, columns, strict=True)):
+            if not ((part >= low) & (part <= high)).all():  # NaN is neither
+                column = f", column {number}," if len(columns) > 1 else ""
+                raise _Wrong(f"{name}{column} has a value that is not {low} to {high}")
+    for name in ("start_tier", "held", "ahead_held"):
+        array = trace.arrays[name]
+        if ((array >= in_use) & (array != ABSENT)).any():
+            raise _Wrong(f"{name} has a tier that is not in use")
 
 
 def _check_slices(trace: Trace) -> None:
     slices = trace.arrays["slices"]
-    file, offset, expert_bytes = slices[..., 0], slices[..., 1], slices[..., 2]
-    there = file >= 0
+    there = slices[..., 0] >= 0
     kinds = np.all(there, axis=2, keepdims=True)
     few = kinds.sum(axis=1) < 2
     if (there != kinds).any() or not there[:, DOWN].all() or few.any():
         raise _Wrong("slices: a layer lacks a matrix or one of its tiers")
-    if (file[there] >= len(trace.header.files)).any() or (expert_bytes[there] < 1).any():
-        raise _Wrong("slices: a file number or a size is out of range")
-    far = 2**62 // trace.header.n_expert
-    if ((offset[there] < 0) | (offset[there] > 2**62) | (expert_bytes[there] > far)).any():
-        raise _Wrong("slices: an offset or a size is out of range")
-    if ((slices[..., 3] < 0) | (slices[..., 3] > 255)).any():
-        raise _Wrong("slices: a type is out of range")
+    if (slices[..., 2][there] < 1).any() or not np.isin(slices[..., 3], list(GGMLType)).all():
+        raise _Wrong("slices: a matrix has no bytes or an unknown type")
 
 
-def _check_routing(trace: Trace) -> None:
-    a, n_layers = trace.arrays, trace.n_layers
-    step, ahead = a["event_step"], a["event_ahead"]
-    layer: np.ndarray = a["event_layer"]
-    n_steps = len(a["step_phase"])
-    if n_steps == 0 or len(step) == 0:
-        raise _Wrong("it holds no step")
-    if (a["step_phase"] > max(Phase)).any() or (a["step_tokens"] < 1).any():
-        raise _Wrong("a step has no phase or no tokens")
-    if (a["event_ns"] < 0).any() or (a["event_wait_us"] < 0).any():
-        raise _Wrong("an event has a negative time")
-    if (a["event_ns"] > 2**53).any() or (a["event_wait_us"] > 2**53 // 1000).any():
-        raise _Wrong("an event has a time of months")
-    if not np.array_equal(np.unique(step), np.arange(n_steps)) or (np.diff(step) < 0).any():
-        raise _Wrong("its events are not in the order of their steps")
-    if ((layer < 0) | (layer >= n_layers)).any() or (
-        (np.diff(step) == 0) & (np.diff(layer) <= 0)
-    ).any():
-        raise _Wrong("an event's layer is out of range or out of order")
-    if (ahead > np.minimum(MAX_AHEAD, n_layers - 1 - layer)).any():
+def _check_events(trace: Trace) -> None:
+    """The order of route events, and each one against its step."""
+    a = trace.arrays
+    step, layer = a["event_step"], a["event_layer"].astype(int)
+    if (
+        not np.array_equal(np.unique(step), np.arange(len(a["step_phase"])))
+        or ((np.diff(step) < 0) | (np.diff(step) == 0) & (np.diff(layer) <= 0)).any()
+    ):
+        raise _Wrong("its events are not in the order of their steps and layers")
+    if (a["event_ahead"] > np.minimum(MAX_AHEAD, trace.n_layers - 1 - layer)).any():
         raise _Wrong("an event looks ahead beyond the last layer")
-    if (a["event_tokens"] < 0).any() or (a["event_tokens"] > a["step_tokens"][step]).any():
+    if (a["event_tokens"] > a["step_tokens"][step]).any():
         raise _Wrong("an event has more tokens than its step")
-    if (a["phases"] > max(Phase)).any() or (
-        a["phases"] < np.repeat(a["step_phase"][step], a["event_tokens"])
-    ).any():
-        raise _Wrong("phases: a token has none, or is a prompt's in a step without one")
-    if ((a["event_computed"] < 0) | (a["event_computed"] > trace.n_expert)).any():
-        raise _Wrong("event_computed is out of range")
+    if (a["phases"] < np.repeat(a["step_phase"][step], a["event_tokens"])).any():
+        raise _Wrong("phases: a token is a prompt's in a step without one")
     for name in ("ids", "ahead_ids"):
-        if (a[name] >= trace.n_expert).any():
-            raise _Wrong(f"{name}: an expert is out of range")
         if (np.diff(np.sort(a[name], axis=1), axis=1) == 0).any():
             raise _Wrong(f"{name}: a token has an expert twice")
-    if (a["event_scored"] > 1).any():
-        raise _Wrong("event_scored is neither 0 nor 1")
-    for name in ("weights", "ahead_scores", "importance"):
-        if not np.isfinite(a[name]).all():
-            raise _Wrong(f"{name}: not a finite number")
-
-
-def _check_versions(trace: Trace) -> None:
-    a = trace.arrays
-    in_use = tuple(range(len(trace.header.in_use)))
-    for name in ("start_tier", "held", "ahead_held"):
-        if not np.isin(a[name], (*in_use, ABSENT)).all():
-            raise _Wrong(f"{name}: a tier is out of range")
-    for name in ("missing", "ahead_missing"):
-        if (a[name] >> len(KINDS)).any():
-            raise _Wrong(f"{name}: a matrix is out of range")
-    for name in ("start_hotness", "losses", "costs"):
-        if not (np.isfinite(a[name]).all() and (a[name] >= 0).all()):
-            raise _Wrong(f"{name}: negative or not a finite number")
-    if (a["counters"] < 0).any():
-        raise _Wrong("counters: a negative number")
-    if not ((a["step_us"] >= 0) & (a["step_us"] <= 2**53 / 1000)).all():
-        raise _Wrong("step_us: negative, months, or not a finite number")
-    if (a["step_tick"] > 1).any():
-        raise _Wrong("step_tick is neither 0 nor 1")
-    step, layer, expert, tier = a["published"].T
-    ends = len(a["step_phase"]), trace.n_layers, trace.n_expert, len(in_use)
-    for name, column, end in zip(
-        ("step", "layer", "expert", "tier"), (step, layer, expert, tier), ends, strict=True
-    ):
-        if ((column < 0) | (column >= end)).any():
-            raise _Wrong(f"published: {name} is out of range")
-    if (np.diff(step) < 0).any():
-        raise _Wrong("published: not in the order of the steps")
-
-
-def _check_sequences(trace: Trace) -> None:
-    a, n_steps = trace.arrays, len(trace.arrays["step_phase"])
-    for name in ("marks", "restored"):
-        step = a[name][:, 0]
-        if ((step < 0) | (step >= n_steps)).any() or (np.diff(step) < 0).any():
-            raise _Wrong(f"{name}: not in the order of the steps")
-    if not np.isin(a["marks"][:, 1], SEQUENCE_MARKS).all():
-        raise _Wrong("marks: neither an end nor a start")
-    sizes = a["restored"][:, 2].astype(np.int64)
-    if (sizes < 0).any() or sizes.sum() != len(a["restored_use"]):
-        raise _Wrong("restored: not of the size of restored_use")

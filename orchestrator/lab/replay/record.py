@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter, perf_counter_ns
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,10 +17,19 @@ from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError, TraceError
 from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, distinct, percentile
 from orchestrator.lab.replay.agreement import counted
-from orchestrator.lab.replay.trace import ENDS, PROMPT_ENDS, STARTS, VERSION, Header, Trace
+from orchestrator.lab.replay.trace import (
+    ARRAYS,
+    ENDS,
+    PROMPT_ENDS,
+    STARTS,
+    VERSION,
+    Header,
+    Trace,
+)
 from orchestrator.memory.footprint import model_shape
 from orchestrator.native import CStats
 from orchestrator.policy import BASELINE, POLICIES, policy_class
+from orchestrator.policy.base import Learns, WeighsLosses
 
 # Steps from which the share of computing outside the experts is measured.
 DENSE_STEPS, DENSE_PROMPTS = 9, 3
@@ -63,43 +73,24 @@ class Recorder:
             )
         self._engine = engine
         self._policy = policy
-        self._step = -1
-        self._phases: list[int] = []
-        self._tokens_of_step: list[int] = []
-        self._marks: list[tuple[int, int, int]] = []
-        self._restored: list[tuple[int, int, bytes]] = []
-        self._step_us: list[float] = []
-        self._ticks: list[bool] = []
-        self._updates = 0
-        self._published: list[tuple[int, int, int, int]] = []
-        self._events: list[tuple[int, int, int, int, bool]] = []
-        self._computed: list[int] = []
-        self._times: list[tuple[int, int]] = []  # ns, and us of waits in it, by event
+        self._step, self._updates = -1, 0
         self._since = self._waited_us = 0
-        # bytes: the cheapest copies, and the policy waits for them
-        self._ids: list[bytes] = []
-        self._weights: list[bytes] = []
-        self._tokens: list[bytes] = []
-        self._token_phases: list[bytes] = []
-        self._sequences: list[bytes] = []
-        self._ahead_ids: list[bytes] = []
-        self._ahead: list[bytes] = []
-        self._held: list[bytes] = []
-        self._ahead_held: list[bytes] = []
-        self._missing: list[bytes] = []
-        self._ahead_missing: list[bytes] = []
-        self._importance: list[bytes] = []
-        self._start_hotness: np.ndarray = np.zeros(0)
-        self._start: np.ndarray = np.zeros(0)
+        # Of arrays of the trace by name: numbers or rows of steps and events, and of what events
+        # have parts of, bytes: the cheapest copies, since the policy waits for them.
+        self._rows: dict[str, list[Any]] = {name: [] for name in ARRAYS}
+        self._start: dict[str, np.ndarray] = {}
         self._resident: np.ndarray = np.zeros(0)
         self._before = self._after = CStats()
 
     def __enter__(self) -> Recorder:
         engine, store = self._engine, self._engine.store
         shape = (engine.model.n_layers, engine.model.n_expert)
-        hotness = self._policy.hotness
-        self._start_hotness = np.zeros(shape) if hotness is None else hotness
-        self._resident = self._start = store.resident()
+        hotness = engine.driver.hotness()
+        self._resident = store.resident()
+        self._start = {
+            "start_tier": self._resident,
+            "start_hotness": np.zeros(shape) if hotness is None else hotness,
+        }
         self._before = store.stats()
         engine.driver.on_restored = self._on_restored
         self._waited_us = sum(self._before.wait_us)
@@ -116,13 +107,17 @@ class Recorder:
         driver.on_restored = None
         self._engine.store.set_step_done(driver.step_done)
 
+    @property
+    def _n_steps(self) -> int:
+        return len(self._rows["step_phase"])
+
     def _on_step_done(self, step: ComputedStep) -> None:
         """The policy learns as always; what it is told is recorded."""
-        if self._step_us and step.number == self._step:
-            self._step_us[-1] = step.us
+        if self._n_steps and step.number == self._step:
+            self._rows["step_us"][-1] = step.us
             named = {ENDS: step.ends, STARTS: step.starts, PROMPT_ENDS: step.prompt_ends}
-            self._marks += [
-                (len(self._phases) - 1, what, sequence)
+            self._rows["marks"] += [
+                (self._n_steps - 1, what, sequence)
                 for what, sequences in named.items()
                 for sequence in sequences
             ]
@@ -130,67 +125,72 @@ class Recorder:
 
     def _on_restored(self, sequence: int, state: bytes) -> None:
         """Before the step that comes next."""
-        self._restored.append((len(self._phases), sequence, state))
+        self._rows["restored"].append((self._n_steps, sequence, len(state)))
+        self._rows["restored_use"].append(state)
 
     def _end_event(self, now_ns: int) -> None:
         """The time of the event before, if there is one."""
         waited_us = sum(self._engine.store.stats().wait_us)
-        if self._events:
-            self._times.append((now_ns - self._since, waited_us - self._waited_us))
+        if self._rows["event_step"]:
+            self._rows["event_ns"].append(now_ns - self._since)
+            self._rows["event_wait_us"].append(waited_us - self._waited_us)
         self._waited_us = waited_us
 
     def _end_step(self) -> None:
-        if self._phases:
-            updates, self._updates = self._updates, self._policy.updates
-            self._ticks[-1] = self._updates > updates
+        if self._n_steps:
+            policy, before = self._policy, self._updates
+            self._updates = policy.updates if isinstance(policy, Learns) else 0
+            self._rows["step_tick"][-1] = self._updates > before
 
     def _begin_step(self, event: RouteEvent) -> None:
         self._end_step()
         self._step = event.step
-        self._phases.append(event.phase)
-        self._tokens_of_step.append(event.n_tokens)
-        self._ticks.append(False)
-        self._step_us.append(0.0)
+        begun = {"phase": event.phase, "tokens": event.n_tokens, "tick": False, "us": 0.0}
+        for name, value in begun.items():
+            self._rows[f"step_{name}"].append(value)
         if not self._policy.wants.all_resident:
             return
         resident = self._engine.store.view.resident_array
         for layer, expert in np.argwhere(resident != self._resident).tolist():
             tier = int(resident[layer, expert])
-            self._published.append((len(self._phases) - 1, layer, expert, tier))
+            self._rows["published"].append((self._n_steps - 1, layer, expert, tier))
         self._resident = resident.copy()
 
     def _on_route(self, event: RouteEvent) -> None:
         self._end_event(perf_counter_ns())
         if event.step != self._step:
             self._begin_step(event)
-        n, scores = event.n_tokens, event.importance_array
+        rows, view, ids = self._rows, self._engine.store.view, event.ids_array
+        for name, array in {
+            "ids": ids,
+            "weights": event.weights_array,
+            "tokens": event.tokens_array,
+            "phases": event.phases_array,
+            "sequences": event.sequences_array,
+            "held": view.resident_array[event.layer, ids],
+            "missing": view.missing_array[event.layer, ids],
+            "ahead_ids": event.ahead_ids_array,
+            "ahead_scores": event.ahead_array,
+        }.items():
+            rows[name].append(array.tobytes())
+        for ahead, predicted in enumerate(event.ahead_ids_array, event.layer + 1):
+            rows["ahead_held"].append(view.resident_array[ahead, predicted].tobytes())
+            rows["ahead_missing"].append(view.missing_array[ahead, predicted].tobytes())
+        scores = event.importance_array
         if scores is not None:
-            self._importance.append(scores.tobytes())
-        step = len(self._phases) - 1
-        self._events.append((step, event.layer, n, event.n_ahead, scores is not None))
-        self._ids.append(event.ids_array.tobytes())
-        self._weights.append(event.weights_array.tobytes())
-        self._tokens.append(event.tokens_array.tobytes())
-        self._token_phases.append(event.phases_array.tobytes())
-        self._sequences.append(event.sequences_array.tobytes())
-        view = self._engine.store.view
-        here = event.layer, event.ids_array
-        self._held.append(view.resident_array[here].tobytes())
-        self._missing.append(view.missing_array[here].tobytes())
-        for ahead, ids in enumerate(event.ahead_ids_array, 1):
-            there = event.layer + ahead, ids
-            self._ahead_held.append(view.resident_array[there].tobytes())
-            self._ahead_missing.append(view.missing_array[there].tobytes())
-        if event.n_ahead:
-            self._ahead_ids.append(event.ahead_ids_array.tobytes())
-            self._ahead.append(event.ahead_array.tobytes())
+            rows["importance"].append(scores.tobytes())
+        rows["event_step"].append(self._n_steps - 1)
+        rows["event_layer"].append(event.layer)
+        rows["event_tokens"].append(event.n_tokens)
+        rows["event_ahead"].append(event.n_ahead)
+        rows["event_scored"].append(scores is not None)
         self._since = perf_counter_ns()  # what was before, a run without recording does not do
         driver = self._engine.driver
         asked = driver.asks(event.phase)
         (driver.on_route if asked else driver.on_route_unasked)(event)
         decided_ns = perf_counter_ns()
-        chosen = distinct(event.ids_array)
-        self._computed.append(int((self._engine.store.decision.tier_array[chosen] != SKIP).sum()))
+        tiers = self._engine.store.decision.tier_array[distinct(ids)]
+        rows["event_computed"].append(int((tiers != SKIP).sum()))
         done_ns = perf_counter_ns()
         self._since += done_ns - decided_ns
         if not asked:
@@ -198,7 +198,8 @@ class Recorder:
 
     def _losses(self) -> np.ndarray:
         """What the policy knew, by tier of the file."""
-        model, plan, known = self._engine.model, self._engine.plan, self._policy.losses
+        model, plan, policy = self._engine.model, self._engine.plan, self._policy
+        known = policy.losses if isinstance(policy, WeighsLosses) else None
         losses = np.zeros((model.n_layers, model.n_expert, len(model.tiers)))
         if known is not None:
             losses[..., list(plan.tiers)] = known
@@ -214,62 +215,43 @@ class Recorder:
     def trace(self, disk: Disk = UNKNOWN) -> Trace:
         """What was recorded. Raises TraceError where nothing was, and where a replay could not
         follow."""
-        if not self._events:
+        rows, before, after = self._rows, self._before, self._after
+        if not rows["event_step"]:
             raise TraceError("nothing was evaluated, so there is nothing to record")
-        before, after = self._before, self._after
         for what in ("transitions_failed", "transitions_rejected"):
             if getattr(after, what) > getattr(before, what):
                 raise TraceError(
                     "an expert could not change its version in this run, which a replay does not "
                     "do: record again"
                 )
-        k = self._engine.model.n_expert_used
-        events = np.array(self._events, np.int32)
-        times = np.array(self._times, np.int64)
-        kept = [each for each in self._restored if each[0] < len(self._phases)]
-        restored = [(step, sequence, len(state)) for step, sequence, state in kept]
-        arrays = {
+        # A sequence that went on with no step behind it did nothing.
+        kept = sum(step < self._n_steps for step, *_ in rows["restored"])
+        for name in ("restored", "restored_use"):
+            del rows[name][kept:]
+        found = self._start | {
             "slices": _slices(self._engine),
-            "start_tier": self._start,
-            "start_hotness": self._start_hotness,
             "losses": self._losses(),
             "costs": self._costs(),
             "counters": counted(after) - counted(before),
-            "step_phase": np.array(self._phases, np.uint8),
-            "step_tokens": np.array(self._tokens_of_step, np.int32),
-            "step_us": np.array(self._step_us),
-            "step_tick": np.array(self._ticks, np.uint8),
-            "published": np.array(self._published, np.int32).reshape(-1, 4),
-            "marks": np.array(self._marks, np.int32).reshape(-1, 3),
-            "restored": np.array(restored, np.int32).reshape(-1, 3),
-            "restored_use": _joined([each[2] for each in kept], np.uint8),
-            "event_step": events[:, 0].copy(),
-            "event_layer": events[:, 1].astype(np.int16),
-            "event_tokens": events[:, 2].copy(),
-            "event_ahead": events[:, 3].astype(np.uint8),
-            "event_scored": events[:, 4].astype(np.uint8),
-            "event_computed": np.array(self._computed, np.int32),
-            "event_ns": times[:, 0].copy(),
-            "event_wait_us": times[:, 1].copy(),
-            "ids": _joined(self._ids, np.int32).reshape(-1, k).astype(np.uint16),
-            "weights": _joined(self._weights, np.float32).reshape(-1, k),
-            "tokens": _joined(self._tokens, np.int32),
-            "phases": _joined(self._token_phases, np.uint8),
-            "sequences": _joined(self._sequences, np.int32),
-            "ahead_ids": _joined(self._ahead_ids, np.int32).reshape(-1, k).astype(np.uint16),
-            "ahead_scores": _joined(self._ahead, np.float32).reshape(-1, k),
-            "held": _joined(self._held, np.uint8).reshape(-1, k),
-            "ahead_held": _joined(self._ahead_held, np.uint8).reshape(-1, k),
-            "missing": _joined(self._missing, np.uint8).reshape(-1, k),
-            "ahead_missing": _joined(self._ahead_missing, np.uint8).reshape(-1, k),
-            "importance": _joined(self._importance, np.float32),
+        }
+        k = self._engine.model.n_expert_used
+        arrays = {
+            name: found[name] if name in found else _array(name, rows[name], k) for name in ARRAYS
         }
         read = after.transition_bytes - before.transition_bytes
         return Trace(_header(self._engine, disk, int(read)), arrays)
 
 
-def _joined(pieces: list[bytes], kind: type[np.generic]) -> np.ndarray:
-    return np.frombuffer(b"".join(pieces), kind)
+def _array(name: str, rows: list[Any], k: int) -> np.ndarray:
+    """An array of a trace from numbers, rows of numbers, or bytes as the hook has them."""
+    kind, shape = ARRAYS[name]
+    if shape[0] in ("N", "A", "I", "B"):
+        came = np.int32 if name in ("ids", "ahead_ids") else kind
+        array = np.frombuffer(b"".join(rows), came).astype(kind, copy=False)
+    else:
+        array = np.array(rows, kind)
+    columns = [k if each == "k" else int(each) for each in shape[1:]]
+    return array.reshape(-1, *columns)
 
 
 def _slices(engine: Engine) -> np.ndarray:
@@ -324,26 +306,36 @@ def record_text(engine: Engine, text: str, n_tokens: int | None = None, prefill:
         raise ConfigError("the text is empty")
     if prefill > len(tokens):
         raise ConfigError(f"--prefill {prefill} is more than the {len(tokens)} tokens to evaluate")
-    engine.reset()
-    disk = measured(engine)
-    with Recorder(engine) as recorder:
+
+    def play() -> None:
         if prefill:
             engine.eval(tokens[:prefill], 0, phase=Phase.PREFILL)
         for pos in range(prefill, len(tokens)):
             engine.eval(tokens[pos : pos + 1], pos, phase=Phase.DECODE)
-    return _finished(engine, recorder, disk)
+
+    return _recorded(engine, play)
 
 
 def record_answer(engine: Engine, prompt: str, sampling: Sampling, n_tokens: int) -> Trace:
     """Records an answer of at most n_tokens tokens, the prompt as the chat renders it.
     Raises ConfigError for a prompt that does not fit."""
     messages = [{"role": "user", "content": prompt}]
+
+    def play() -> None:
+        for _ in engine.generate(engine.render_chat(messages), sampling, n_tokens):
+            pass
+
+    return _recorded(engine, play)
+
+
+def _recorded(engine: Engine, play: Callable[[], None]) -> Trace:
+    """What play computes, with this disk's speed and the share outside the experts."""
     engine.reset()
     disk = measured(engine)
     with Recorder(engine) as recorder:
-        for _ in engine.generate(engine.render_chat(messages), sampling, n_tokens):
-            pass
-    return _finished(engine, recorder, disk)
+        play()
+    trace = recorder.trace(disk)
+    return replace(trace, header=replace(trace.header, dense_share=dense_share(engine, trace)))
 
 
 def measured(engine: Engine) -> Disk:
@@ -354,11 +346,6 @@ def measured(engine: Engine) -> Disk:
     one = read_bandwidth(engine.model, tier=tier, threads=1, seconds=0.5)
     latency_s = one.slice_bytes * (1 / one.bytes_per_s - 1 / many.bytes_per_s)
     return Disk(int(many.bytes_per_s), max(0, round(1e6 * latency_s)))
-
-
-def _finished(engine: Engine, recorder: Recorder, disk: Disk) -> Trace:
-    trace = recorder.trace(disk)
-    return replace(trace, header=replace(trace.header, dense_share=dense_share(engine, trace)))
 
 
 def dense_share(engine: Engine, trace: Trace) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 
 from gguf_tools.units import format_size
-from orchestrator.allocation.estimate import not_fitted
-from orchestrator.allocation.prefetch import LookAhead
+from orchestrator.allocation.look_ahead import LookAhead
+from orchestrator.cost.losses import not_fitted
 from orchestrator.errors import BudgetError, ConfigError, TraceError
 from orchestrator.events import SKIP_TIER, Phase
 from orchestrator.lab.replay.agreement import (
     agreement,
+    agreement_table,
     counted,
     figures,
+    ratio,
     recorded_figures,
-    render_agreement,
-    share,
 )
-from orchestrator.lab.replay.bounds import Optimum, belady, bound_us
+from orchestrator.lab.replay.bounds import belady, bound_us
 from orchestrator.lab.replay.simulate import (
     Compute,
     Outcome,
@@ -33,10 +33,11 @@ from orchestrator.lab.replay.simulate import (
     simulate,
 )
 from orchestrator.lab.replay.trace import Header, Trace
+from orchestrator.lab.table import Column, Row, Table, percent
 from orchestrator.memory.choice import tiers_between, unused_option
 from orchestrator.native import MAX_AHEAD, Library
 from orchestrator.policy import BASELINE, PLAIN, Policy, policy_class, policy_settings
-from orchestrator.policy.base import Foresees
+from orchestrator.policy.base import SpendsLoss
 from orchestrator.settings import flag_of
 
 RECORDED, SIMULATED = "recorded", "simulated"
@@ -150,6 +151,10 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
     tokens, compute_us = _work(trace, time)
     recorded = recorded_figures(trace)
     same = all(changes.values())
+    least_ms = [
+        bound_us(compute_us[phase], best.miss_bytes[phase], speed.bytes_per_s) / 1000
+        for phase in Phase
+    ]
     return {
         "model": header.model,
         "steps": len(trace.arrays["step_phase"]),
@@ -166,13 +171,24 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
         "transition_rate": asked.policy.wants.transition_rate,
         "clock": RECORDED if as_recorded else SIMULATED,
         "compute_ms": {
-            "prefill_token": _per(compute_us[Phase.PREFILL] / 1000, tokens[Phase.PREFILL]),
-            "decode_token": _per(compute_us[Phase.DECODE] / 1000, tokens[Phase.DECODE]),
+            f"{phase.name.lower()}_token": ratio(compute_us[phase] / 1000, tokens[phase])
+            for phase in Phase
         },
         "dense_share": list(header.dense_share),
         "runs": runs,
-        "belady": _best(best),
-        "bound": _bound(best, tokens, compute_us, speed),
+        "belady": {
+            phase.name.lower(): {
+                "requests": best.requests[phase],
+                "hits": best.hits[phase],
+                "hit_rate": ratio(best.hits[phase], best.requests[phase]),
+                "miss_bytes": best.miss_bytes[phase],
+            }
+            for phase in Phase
+        },
+        "bound": {
+            "prefill_ms": least_ms[Phase.PREFILL] if tokens[Phase.PREFILL] else None,
+            "tpot_ms_mean": ratio(least_ms[Phase.DECODE], tokens[Phase.DECODE]),
+        },
         "recorded": {"policy": header.policy, **recorded},
         "agreement": agreement(recorded, runs[name]) if same else None,
     }
@@ -228,9 +244,9 @@ def set_up_for(
             least,
         ) from None
     estimate = foreseen(trace, tiers, options.losses)
-    if issubclass(policy, Foresees) and estimate is None:
+    if issubclass(policy, SpendsLoss) and estimate is None:
         raise not_fitted(header.model, "the trace does not say what lower precisions lose")
-    if isinstance(made.policy, Foresees) and estimate is not None:
+    if isinstance(made.policy, SpendsLoss) and estimate is not None:
         made.policy.set_estimate(estimate)
     return replace(made, estimate=estimate)
 
@@ -277,110 +293,76 @@ def _figures(setup: Setup, outcome: Outcome) -> dict[str, Any]:
         np.array(outcome.phases),
         outcome.step_us / 1000,
     )
-    names = ("transition_bytes", "experts_promoted", "experts_demoted", "promotions", "evictions")
-    found |= {name: getattr(stats, name) for name in names}
+    names = (
+        *("transition_bytes", "experts_promoted", "experts_demoted", "promotions", "evictions"),
+        *("prefetch_used", "prefetch_wasted"),
+    )
     lost = None if outcome.losses is None else outcome.losses.mean(Phase.DECODE)
-    found["kl_estimate"] = lost
-    return found | {
-        "prefetch_used": stats.prefetch_used,
-        "prefetch_wasted": stats.prefetch_wasted,
-    }
-
-
-def _best(best: Optimum) -> dict[str, Any]:
-    return {
-        phase.name.lower(): {
-            "requests": best.requests[phase],
-            "hits": best.hits[phase],
-            "hit_rate": share(best.hits[phase], best.requests[phase]),
-            "miss_bytes": best.miss_bytes[phase],
-        }
-        for phase in Phase
-    }
-
-
-def _bound(
-    best: Optimum, tokens: list[int], compute_us: list[float], speed: Transport
-) -> dict[str, float | None]:
-    least = [
-        bound_us(compute_us[phase], best.miss_bytes[phase], speed.bytes_per_s) / 1000
-        for phase in Phase
-    ]
-    n = tokens[Phase.DECODE]
-    return {
-        "prefill_ms": least[Phase.PREFILL] if tokens[Phase.PREFILL] else None,
-        "tpot_ms_mean": least[Phase.DECODE] / n if n else None,
-    }
-
-
-def _per(whole: float, n: int) -> float | None:
-    return whole / n if n else None
+    return found | {name: getattr(stats, name) for name in names} | {"kl_estimate": lost}
 
 
 def render(result: dict[str, Any]) -> str:
     """The same as a table for a person."""
     tokens, prompt = result["decode_tokens"], result["prefill_tokens"]
     compute = result["compute_ms"]["decode_token"] or result["compute_ms"]["prefill_token"]
-    lines = [
+    odd = ", rigid link" if result["link"] == RIGID else ""
+    odd += ", whole experts waited for" if result["wait"] == WHOLE else ""
+    heading = [
         f"{result['model']}: {prompt} prompt tokens, {tokens} decoded; "
         f"{format_size(result['expert_bytes'])} of expert slots",
         f"reads: {format_size(result['bandwidth'])}/s, {result['latency_us']} us, "
-        f"{result['io_threads']} at once{_odd(result)}; computing: {compute:.2f} ms a token, "
+        f"{result['io_threads']} at once{odd}; computing: {compute:.2f} ms a token, "
         f"{100 * result['dense_share'][Phase.DECODE]:.0f} % of it outside the experts",
-        "",
-        f"{'':<20}{'hits':>8}{'read/token':>13}{'wait/token':>13}"
-        f"{'TPOT p50':>11}{'mean':>10}{'p99':>10}{'TTFT':>11}",
     ]
+    best, bound, recorded = result["belady"]["decode"], result["bound"], result["recorded"]
+    rows = [
+        *({"name": name, **run} for name, run in result["runs"].items()),
+        {
+            "name": f"Belady, {BASELINE} slots",
+            "decode": {"hit_rate": best["hit_rate"], "demand_bytes": best["miss_bytes"]},
+        },
+        {
+            "name": "bound, one precision",
+            "tpot_ms_mean": bound["tpot_ms_mean"],
+            "ttft_ms": bound["prefill_ms"],
+        },
+        {"name": f"recorded {recorded['policy']}", **recorded},
+    ]
+
+    def a_token(*names: str) -> Callable[[Row], float | None]:
+        """The sum of figures of decoding by token; None where there is none."""
+
+        def found(row: Row) -> float | None:
+            decode = row.get("decode", {})
+            here = [decode[name] for name in names if name in decode]
+            return ratio(sum(here), tokens) if here else None
+
+        return found
+
+    columns = [
+        Column("", "name", left=True),
+        Column("hits", lambda row: row.get("decode", {}).get("hit_rate"), percent(1, " %")),
+        Column("read/token", a_token("demand_bytes", "prefetch_bytes"), format_size),
+        Column("wait/token", a_token("wait_ms"), _ms),
+        Column("TPOT p50", "tpot_ms_p50", _ms),
+        Column("mean", "tpot_ms_mean", _ms),
+        Column("p99", "tpot_ms_p99", _ms),
+        Column("TTFT", "ttft_ms", _ms),
+    ]
+    notes = []
     for name, run in result["runs"].items():
-        lines.append(_line(name, run, tokens))
         if run["kl_estimate"]:
-            lines.append(f"  a loss of {run['kl_estimate']:.4f} nats a token is foreseen")
+            notes.append(f"{name}: a loss of {run['kl_estimate']:.4f} nats a token is foreseen")
         if run["transition_bytes"]:
             where = "where the run did" if result["clock"] == RECORDED else "as the reads allow"
             ups, downs = run["experts_promoted"], run["experts_demoted"]
-            lines.append(f"  {ups} promoted and {downs} demoted, {where}")
-    best, bound, recorded = result["belady"]["decode"], result["bound"], result["recorded"]
-    lines.append(
-        f"{f'Belady, {BASELINE} slots':<20}{_percent(best['hit_rate']):>8}"
-        f"{_size(best['miss_bytes'], tokens):>13}"
-    )
-    lines.append(
-        f"{'bound, one precision':<20}{'':>8}{'':>13}{'':>13}{'':>11}"
-        f"{_ms(bound['tpot_ms_mean']):>10}{'':>10}{_ms(bound['prefill_ms']):>11}"
-    )
-    lines.append(_line("recorded " + recorded["policy"], recorded, tokens))
-    lines += ["", f"policy: {result['policy']}, look-ahead {result['n_ahead']}"]
+            notes.append(f"{name}: {ups} promoted and {downs} demoted, {where}")
+    parts = ["\n".join(heading), Table("", columns, rows, notes).text()]
+    parts.append(f"policy: {result['policy']}, look-ahead {result['n_ahead']}")
     if result["agreement"] is not None:
-        lines += ["", *render_agreement(result["agreement"])]
-    return "\n".join(lines)
+        parts.append(agreement_table(result["agreement"]).text())
+    return "\n\n".join(parts)
 
 
-def _odd(result: dict[str, Any]) -> str:
-    """For the speed of reads: what is not as in a real store."""
-    rigid = ", rigid link" if result["link"] == RIGID else ""
-    return rigid + (", whole experts waited for" if result["wait"] == WHOLE else "")
-
-
-def _line(name: str, run: dict[str, Any], tokens: int) -> str:
-    decode = run["decode"]
-    moved = decode["demand_bytes"] + decode["prefetch_bytes"]
-    return (
-        f"{name:<20}{_percent(decode['hit_rate']):>8} {_size(moved, tokens):>12}"
-        f" {_ms(decode['wait_ms'] / tokens if tokens else None):>12}"
-        f" {_ms(run['tpot_ms_p50']):>10} {_ms(run['tpot_ms_mean']):>9}"
-        f" {_ms(run['tpot_ms_p99']):>9} {_ms(run['ttft_ms']):>10}"
-    )
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"
-
-
-def _size(size_bytes: int, tokens: int) -> str:
-    return format_size(size_bytes / tokens) if tokens else "-"
-
-
-def _ms(value: float | None) -> str:
-    if value is None:
-        return "-"
+def _ms(value: float) -> str:
     return f"{value:.2f} ms" if value < 1e4 else f"{value / 1000:.0f} s"

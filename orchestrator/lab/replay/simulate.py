@@ -7,26 +7,27 @@ experts change when the simulated reads are done, or where they changed in the r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from gguf_tools.file.layout import COMPUTE_ORDER
-from orchestrator.allocation.estimate import KlEstimate, LossMeter
-from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan
+from orchestrator.allocation.estimate import KlEstimate
+from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan, Transition
 from orchestrator.cost.losses import load
 from orchestrator.engine.driver import Driver
+from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.engine.store_layout import spec_for, store_layers
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, TraceError
 from orchestrator.events import ComputedStep, Phase, RouteEvent, StoreView
-from orchestrator.lab.replay.follow import RecordedVersions
 from orchestrator.lab.replay.trace import Event, Step, Trace
 from orchestrator.memory.footprint import model_shape
 from orchestrator.native import CStats, Library, Simulation, Store, StoreSpec
 from orchestrator.policy import Policy
-from orchestrator.policy.base import Tunes
+from orchestrator.policy.base import Learns, Tunes, WaitsBeforeAnswer, WeighsLosses
 from orchestrator.settings import Settings
 
 # Of virtual time, between two looks at reads that are waited for.
@@ -144,10 +145,10 @@ def foreseen(trace: Trace, tiers: tuple[int, ...], path: Path | None) -> KlEstim
 def _teach(policy: Policy, trace: Trace, tiers: tuple[int, ...]) -> None:
     """What earlier runs had learned of the model when the trace was recorded."""
     hotness = trace.arrays["start_hotness"]
-    if policy.learns and hotness.any():
+    if isinstance(policy, Learns) and hotness.any():
         policy.set_hotness(hotness)
     losses = trace.arrays["losses"][..., list(tiers)]
-    if policy.weighs_losses and losses.any():
+    if isinstance(policy, WeighsLosses) and policy.losses_matter and losses.any():
         policy.set_losses(losses)
 
 
@@ -183,36 +184,140 @@ def simulate(
         driver.load_first(policy.start())
         follow = None
         if as_recorded:
-            follow = RecordedVersions(store, policy, clock, speed.bytes_per_s, speed.latency_us)
+            follow = RecordedVersions(store, policy, clock, speed)
             follow.check_start(trace)
         # Of another policy nobody knows what it would have known.
         kept = trace.restored() if policy.name == trace.header.policy else {}
-        _restore(driver, kept.get(0, ()))
-        for step in trace.steps():
+
+        def restore(step: int) -> None:
+            for sequence, state in kept.get(step, ()):
+                driver.restore_sequence(sequence, state)
+
+        restore(0)
+        for number, step in enumerate(trace.steps(), 1):
             start_ns = clock.now_ns
             if follow is not None:
                 follow.begin_step(step)
             store.begin_step(step.phase)
             _play(clock, setup, step, time, held)
-            phases.append(step.phase)
-            step_us.append((clock.now_ns - start_ns) / 1000)
-            moves = driver.learn(
-                _computed(step, len(phases), step.us if told_recorded else step_us[-1]),
-                None if follow is None else follow.states(),
+            us = (clock.now_ns - start_ns) / 1000
+            told = ComputedStep(
+                number=number,
+                phase=step.phase,
+                n_tokens=step.n_tokens,
+                us=step.us if told_recorded else us,
+                starts=step.starts,
+                prompt_ends=step.prompt_ends,
+                ends=step.ends,
             )
-            _restore(driver, kept.get(len(phases), ()))
+            moves = driver.learn(told, None if follow is None else follow.states())
+            restore(number)
             if follow is not None:
-                follow.learned(moves)
-                if answered[len(phases) - 1]:
-                    follow.before_answer(driver)
-                follow.step_done(step)
-            elif moves:
-                store.transition(moves)
-            if follow is None and answered[len(phases) - 1]:
-                driver.before_answer()
-                step_us[-1] = (clock.now_ns - start_ns) / 1000
+                follow.step_done(step, moves, driver if answered[number - 1] else None)
+            else:
+                if moves:
+                    store.transition(moves)
+                if answered[number - 1]:
+                    driver.before_answer()
+                    us = (clock.now_ns - start_ns) / 1000
+            phases.append(step.phase)
+            step_us.append(us)
         stats = store.stats()
     return Outcome(stats, tuple(phases), np.array(step_us), driver.meter)
+
+
+class RecordedVersions:
+    """Keeps what a policy asks for until the step before which the run published it.
+
+    So the policy sees its experts under way as long as it did. Only then the store gets the
+    transition, and reads it in no time: fewer slots are taken meanwhile than were, so there is
+    always one. speed is that of all other reads.
+    """
+
+    def __init__(self, store: Store, policy: Policy, clock: Simulation, speed: Transport) -> None:
+        self._store, self._policy, self._clock, self._speed = store, policy, clock, speed
+        self._under_way: set[Transition] = set()
+        # What changed behind a prompt while its answer waited.
+        self._waited_for: set[Transition] = set()
+        self._updates = 0
+        self._steps = 0
+        store.set_transition_rate(0)
+
+    def check_start(self, trace: Trace) -> None:
+        """Raises TraceError where the policy starts with other versions than it did."""
+        if not np.array_equal(self._store.resident(), trace.arrays["start_tier"]):
+            raise self._astray("starts with other experts in memory")
+
+    def begin_step(self, step: Step) -> None:
+        """Before the store's own begin_step. Raises TraceError for a version that was not on its
+        way."""
+        published = [each for each in step.published if each not in self._waited_for]
+        if len(step.published) - len(published) < len(self._waited_for):
+            raise self._astray("waits for other versions")
+        self._waited_for.clear()
+        if not published:
+            return
+        if not self._under_way.issuperset(published):
+            raise self._astray("asks for other versions")
+        self._under_way.difference_update(published)
+        with self._at_once():
+            admitted = self._store.transition(published)
+            self._clock.advance(0)
+        if admitted < len(published):
+            raise self._astray("has other slots")
+
+    @contextmanager
+    def _at_once(self) -> Iterator[None]:
+        """Reads take no time."""
+        self._clock.set_speed(0, 0)
+        try:
+            yield
+        finally:
+            self._clock.set_speed(self._speed.bytes_per_s, self._speed.latency_us)
+
+    def _before_answer(self, driver: Driver) -> None:
+        """What the run waited for behind a prompt is in place."""
+        if not isinstance(self._policy, WaitsBeforeAnswer):
+            return
+        moves = self._policy.before_answer(*self.states())
+        if moves is None:
+            return
+        before = self._store.resident()
+        with self._at_once():
+            self._store.transition([*self._under_way, *moves])
+            self._under_way.clear()
+            driver.before_answer()
+        after = self._store.resident()
+        self._waited_for = {
+            (layer, expert, int(after[layer, expert]))
+            for layer, expert in np.argwhere(before != after).tolist()
+        }
+
+    def states(self) -> tuple[np.ndarray, np.ndarray]:
+        """Store.states(), with what is under way."""
+        resident, target = self._store.states()
+        for layer, expert, tier in self._under_way:
+            target[layer, expert] = tier
+        return resident, target
+
+    def step_done(self, step: Step, moves: Sequence[Transition], driver: Driver | None) -> None:
+        """After all of a step, of which the policy's step_done returned moves. driver: given where
+        an answer begins behind it. Raises TraceError where the policy renewed its hot sets after
+        another step than it did."""
+        self._under_way.update(moves)
+        if driver is not None:
+            self._before_answer(driver)
+        updates = self._policy.updates if isinstance(self._policy, Learns) else 0
+        if step.ticks != (updates > self._updates):
+            raise self._astray("renews its hot sets after other steps")
+        self._updates = updates
+        self._steps += 1
+
+    def _astray(self, what: str) -> TraceError:
+        return TraceError(
+            f"the policy {what} than the recorded run (step {self._steps}): it was recorded with "
+            f"another version of moe-edge, record it again or give --clock simulated"
+        )
 
 
 class Held:
@@ -247,26 +352,8 @@ class Held:
             driver.meter.decided(event, self._view, driver.store.decision)
 
 
-def _restore(driver: Driver, kept: Iterable[tuple[int, bytes]]) -> None:
-    for sequence, state in kept:
-        driver.restore_sequence(sequence, state)
-
-
 def _pass(clock: Simulation) -> None:
     clock.advance(_PAUSE_NS)
-
-
-def _computed(step: Step, number: int, us: float) -> ComputedStep:
-    """What the store of the model said of the step."""
-    return ComputedStep(
-        number=number,
-        phase=step.phase,
-        n_tokens=step.n_tokens,
-        us=us,
-        starts=step.starts,
-        prompt_ends=step.prompt_ends,
-        ends=step.ends,
-    )
 
 
 def _play(
@@ -275,12 +362,21 @@ def _play(
     """One step, from its first route event to where the next one has its first."""
     n_ahead, dense = setup.spec.n_ahead, time.dense_share[step.phase]
     for event, event_ns in zip(step.events, time.events_ns(step), strict=True):
-        layer, ids, weights, tokens, phases, of, ahead_ids, ahead, scores, n_computed = event[:10]
+        layer, n_computed = event.layer, event.n_computed
         if held is not None:
             held.show(event)
-        seen = ahead_ids[:n_ahead], ahead[:n_ahead]
-        clock.route(layer, ids, weights, tokens, *seen, scores, of, phases)
-        experts = np.unique(ids).astype(np.int32)
+        clock.route(
+            layer,
+            event.ids,
+            event.weights,
+            event.tokens,
+            event.ahead_ids[:n_ahead],
+            event.ahead_scores[:n_ahead],
+            event.importance,
+            event.sequences,
+            event.phases,
+        )
+        experts = np.unique(event.ids).astype(np.int32)
         kinds = [kind for kind in COMPUTE_ORDER if kind in setup.shape.slots[layer][0]]
         expert_ns = event_ns * (1 - dense) / (len(kinds) * max(1, n_computed))
         for kind in kinds:

@@ -1,70 +1,22 @@
 """A recorded run: what the routers chose, step by step, in one .npz file.
 
-Format, version 8. Numpy arrays by name; S steps, E route events in the order in which they
-came, N = sum of their tokens, A = sum of tokens times look-ahead layers, I = sum of the tokens
-that have an importance, P versions published, M marks of sequences, R sequences that went on from
-kept tokens, k experts a token:
-
-    header         uint8 [n]      a JSON object in UTF-8, the fields of Header and `format`
-    slices         int64 [layers, 4 kinds, tiers, 4]  file, offset, bytes of one expert and
-                                  ggml type of every (layer, kind, tier) of the model file;
-                                  file -1: no such matrix. Slot sizes follow from these.
-    start_tier     uint8 [layers, experts]    best of the tiers in use (0 the best) that was in
-                                  memory at the start, events.ABSENT for none
-    start_hotness  float64 [layers, experts]  what a policy that learns knew at the start; else 0
-    losses         float64 [layers, experts, tiers]  what each expert loses in each tier of the
-                                  file, as the policy knew it; 0 where it did not
-    costs          float64 [layers, experts, tiers + 1]  what it costs a token with a gate weight of
-                                  1 in each tier of the file and, last, skipped, against full
-                                  precision, in nats (allocation/estimate.py); 0 where nobody knew
-    counters       int64 [2 phases, COUNTERS]  what the run came to
-    step_phase     uint8 [S]      orchestrator.events.Phase
-    step_tokens    int32 [S]      tokens of the step
-    step_us        float64 [S]    microseconds of the step, as the policy was told them
-    step_tick      uint8 [S]      1 where the policy renewed what it wants in memory after the step
-    published      int32 [P, 4]   step, layer, expert, tier: versions that changed at the boundary
-                                  before the step; only of a policy that has all in memory
-    marks          int32 [M, 3]   step, SEQUENCE_MARKS, sequence: what the step's report said
-    restored       int32 [R, 3]   step, sequence, bytes: before the step, and before what its first
-                                  token waits for, a sequence went on from kept tokens, with so
-                                  many bytes of what the policy knew of it
-    restored_use   uint8 [sum of them]  these bytes
-    event_step     int32 [E]
-    event_layer    int16 [E]      MoE layers only, counted from 0
-    event_tokens   int32 [E]      T of the event; a last layer may see fewer than the step
-    event_ahead    uint8 [E]      look-ahead layers, layer+1 .. layer+event_ahead
-    event_scored   uint8 [E]      1 where its tokens have an importance
-    event_computed int32 [E]      different experts of the event that were not skipped
-    event_ns       int64 [E]      until the next event, also that of the next step, less what
-                                  recording took
-    event_wait_us  int64 [E]      the part of it in which computing waited for reads
-    ids            uint16 [N, k]  chosen experts
-    held           uint8 [N, k]   the tier in use that was in memory of each then, events.ABSENT for
-                                  none
-    missing        uint8 [N, k]   the matrices of each that were not, bits 1 << kind
-    weights        float32 [N, k] their routing weights
-    tokens         int32 [N]      position of each token in its batch
-    phases         uint8 [N]      orchestrator.events.Phase of each token
-    sequences      int32 [N]      the sequence of each token
-    ahead_ids      uint16 [A, k]  predicted experts; an event's are [event_ahead, T, k]
-    ahead_scores   float32 [A, k]
-    ahead_held     uint8 [A, k]   as held
-    ahead_missing  uint8 [A, k]   as missing
-    importance     float32 [I]    attention that each token receives (DyMoE eq. 1)
-
-A reader refuses a version it does not know and arrays that the version does not have.
+Format, version 8: the numpy arrays of ARRAYS by name, and `header`, uint8 [n], a JSON object in
+UTF-8 of the fields of Header and `format`. A reader refuses a version it does not know and arrays
+that the version does not have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from gguf_tools.experts import Tier
-from orchestrator.allocation.slots import Rules
+from gguf_tools.experts import Slice, Tier
+from gguf_tools.file.layout import KINDS, GGMLType
+from orchestrator.allocation.slots import FileTier, Rules
 from orchestrator.errors import TraceError
 from orchestrator.events import SKIP_TIER, Phase
 from orchestrator.native import MAX_TIERS
@@ -83,42 +35,76 @@ COUNTERS = (*MOVED, *ROUTED, *COMPUTED)
 # prompt in it.
 SEQUENCE_MARKS = ENDS, STARTS, PROMPT_ENDS = 0, 1, 2
 
-ARRAYS: dict[str, tuple[type[np.generic], int]] = {
-    "slices": (np.int64, 4),
-    "start_tier": (np.uint8, 2),
-    "start_hotness": (np.float64, 2),
-    "losses": (np.float64, 3),
-    "costs": (np.float64, 3),
-    "counters": (np.int64, 2),
-    "step_phase": (np.uint8, 1),
-    "step_tokens": (np.int32, 1),
-    "step_us": (np.float64, 1),
-    "step_tick": (np.uint8, 1),
-    "published": (np.int32, 2),
-    "marks": (np.int32, 2),
-    "restored": (np.int32, 2),
-    "restored_use": (np.uint8, 1),
-    "event_step": (np.int32, 1),
-    "event_layer": (np.int16, 1),
-    "event_tokens": (np.int32, 1),
-    "event_ahead": (np.uint8, 1),
-    "event_scored": (np.uint8, 1),
-    "event_computed": (np.int32, 1),
-    "event_ns": (np.int64, 1),
-    "event_wait_us": (np.int64, 1),
-    "ids": (np.uint16, 2),
-    "held": (np.uint8, 2),
-    "missing": (np.uint8, 2),
-    "weights": (np.float32, 2),
-    "tokens": (np.int32, 1),
-    "phases": (np.uint8, 1),
-    "sequences": (np.int32, 1),
-    "ahead_ids": (np.uint16, 2),
-    "ahead_scores": (np.float32, 2),
-    "ahead_held": (np.uint8, 2),
-    "ahead_missing": (np.uint8, 2),
-    "importance": (np.float32, 1),
+# Each array's type and shape. S steps, E route events in the order in which they came, N the sum of
+# their tokens, A the sum of tokens times look-ahead layers, I the sum of the tokens that have an
+# importance, P versions published, M marks of sequences, R sequences that went on from kept tokens,
+# B bytes of these; L layers, X experts of a layer, k of them a token, T tiers of the file.
+ARRAYS: dict[str, tuple[type[np.generic], tuple[str | int, ...]]] = {
+    # File, offset, bytes of one expert and ggml type of every matrix of the model file; file -1: no
+    # such matrix. Slot sizes follow from these.
+    "slices": (np.int64, ("L", len(KINDS), "T", 4)),
+    # The best of the tiers in use (0 the best) that was in memory at the start, or ABSENT.
+    "start_tier": (np.uint8, ("L", "X")),
+    # What a policy that learns knew at the start; else 0.
+    "start_hotness": (np.float64, ("L", "X")),
+    # What each expert loses in each tier, as the policy knew it; 0 where it did not.
+    "losses": (np.float64, ("L", "X", "T")),
+    # What it costs a token with a gate weight of 1 in each tier and, last, skipped, against full
+    # precision, in nats (allocation/estimate.py); 0 where nobody knew.
+    "costs": (np.float64, ("L", "X", "T+1")),
+    # What the run came to, by phase: COUNTERS.
+    "counters": (np.int64, (len(Phase), len(COUNTERS))),
+    "step_phase": (np.uint8, ("S",)),
+    "step_tokens": (np.int32, ("S",)),
+    # Microseconds of the step, as the policy was told them.
+    "step_us": (np.float64, ("S",)),
+    # 1 where the policy renewed what it wants in memory after the step.
+    "step_tick": (np.uint8, ("S",)),
+    # Step, layer, expert, tier: versions that changed at the boundary before the step; only of a
+    # policy that has all in memory.
+    "published": (np.int32, ("P", 4)),
+    # Step, one of SEQUENCE_MARKS, sequence: what the step's report said.
+    "marks": (np.int32, ("M", 3)),
+    # Step, sequence, bytes: before the step, and before what its first token waits for, a sequence
+    # went on from kept tokens, with so many bytes of what the policy knew of it.
+    "restored": (np.int32, ("R", 3)),
+    # These bytes, one after the other.
+    "restored_use": (np.uint8, ("B",)),
+    "event_step": (np.int32, ("E",)),
+    # MoE layers only, counted from 0.
+    "event_layer": (np.int16, ("E",)),
+    # A last layer may see fewer than the step.
+    "event_tokens": (np.int32, ("E",)),
+    # How many layers behind its own are predicted.
+    "event_ahead": (np.uint8, ("E",)),
+    # 1 where its tokens have an importance.
+    "event_scored": (np.uint8, ("E",)),
+    # Different experts of the event that were not skipped.
+    "event_computed": (np.int32, ("E",)),
+    # Nanoseconds until the next event, also that of the next step, less what recording took.
+    "event_ns": (np.int64, ("E",)),
+    # The part of it in which computing waited for reads, in microseconds.
+    "event_wait_us": (np.int64, ("E",)),
+    # Chosen experts, their routing weights, the tier in use that was in memory of each then (or
+    # ABSENT), and the matrices of each that were not, bits 1 << kind.
+    "ids": (np.uint16, ("N", "k")),
+    "weights": (np.float32, ("N", "k")),
+    "held": (np.uint8, ("N", "k")),
+    "missing": (np.uint8, ("N", "k")),
+    # Position of each token in its batch, its phase and its sequence.
+    "tokens": (np.int32, ("N",)),
+    "phases": (np.uint8, ("N",)),
+    "sequences": (np.int32, ("N",)),
+    # Predicted experts; an event's are [event_ahead, T, k].
+    "ahead_ids": (np.uint16, ("A", "k")),
+    "ahead_scores": (np.float32, ("A", "k")),
+    "ahead_held": (np.uint8, ("A", "k")),
+    "ahead_missing": (np.uint8, ("A", "k")),
+    # Attention that each token receives (DyMoE eq. 1).
+    "importance": (np.float32, ("I",)),
 }
+# Those that route events have a part of each, by the letter of their first axis.
+_BY_EVENT = {name: shape[0] for name, (_, shape) in ARRAYS.items() if shape[0] in ("N", "A", "I")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,36 +142,26 @@ class Header:
         return (*self.in_use, SKIP_TIER) if self.rules.skip else self.in_use
 
 
-class PlacedSlices(NamedTuple):
-    """As gguf_tools.experts.Slice."""
-
-    file_index: int
-    offset: int
-    expert_bytes: int
-    type: int
-
-
 class Event(NamedTuple):
-    """One route event. ids, weights, held, missing [T, k]; tokens, phases, sequences [T];
-    ahead_ids, ahead, ahead_held, ahead_missing [A, T, k]; importance [T] or None; n_computed:
-    different experts that were not skipped; compute_ns until the next event, without waits for
-    reads."""
+    """One route event of T tokens, its arrays as of ARRAYS, those of A predicted layers as
+    [A, T, k]; importance is None where its tokens have none. compute_ns: until the next event,
+    without waits for reads."""
 
     layer: int
+    n_computed: int
+    compute_ns: int
     ids: np.ndarray
     weights: np.ndarray
+    held: np.ndarray
+    missing: np.ndarray
     tokens: np.ndarray
     phases: np.ndarray
     sequences: np.ndarray
     ahead_ids: np.ndarray
-    ahead: np.ndarray
-    importance: np.ndarray | None
-    n_computed: int
-    compute_ns: int
-    held: np.ndarray
+    ahead_scores: np.ndarray
     ahead_held: np.ndarray
-    missing: np.ndarray
     ahead_missing: np.ndarray
+    importance: np.ndarray | None
 
 
 class Step(NamedTuple):
@@ -233,20 +209,23 @@ class Trace:
         return [Tier(name, 0.0, 0) for name in self.header.tiers]
 
     @property
-    def slices(self) -> list[tuple[tuple[PlacedSlices | None, ...], ...]]:
+    def slices(self) -> list[tuple[tuple[Slice | None, ...], ...]]:
         """As ExpertModel.slices: [layer][kind][tier]."""
         return [
             tuple(
-                tuple(PlacedSlices(*each) if each[0] >= 0 else None for each in tiers)
+                tuple(
+                    Slice(file, offset, n_bytes, GGMLType(kind)) if file >= 0 else None
+                    for file, offset, n_bytes, kind in tiers
+                )
                 for tiers in kinds
             )
             for kinds in self.arrays["slices"].tolist()
         ]
 
-    def tier_index(self, name: str) -> int:
-        """Index of a tier by name. Raises TraceError listing the tiers there are."""
+    def tier_index(self, name: str) -> FileTier:
+        """The tier of this name. Raises TraceError listing the tiers there are."""
         try:
-            return self.header.tiers.index(name.lower())
+            return FileTier(self.header.tiers.index(name.lower()))
         except ValueError:
             known = ", ".join(self.header.tiers)
             raise TraceError(f"tier {name} is missing: the trace is of {known}") from None
@@ -287,50 +266,43 @@ class Trace:
             at += n_bytes
         return found
 
+    def lengths(self) -> dict[str, int]:
+        """How long the axes of ARRAYS are, by letter."""
+        a, header = self.arrays, self.header
+        tokens = a["event_tokens"].astype(np.int64)
+        return {
+            "L": self.n_layers,
+            "X": header.n_expert,
+            "k": header.n_expert_used,
+            "T": len(header.tiers),
+            "T+1": len(header.tiers) + 1,
+            "S": len(a["step_phase"]),
+            "E": len(tokens),
+            "N": int(tokens.sum()),
+            "A": int((tokens * a["event_ahead"]).sum()),
+            "I": int((tokens * a["event_scored"]).sum()),
+            "P": len(a["published"]),
+            "M": len(a["marks"]),
+            "R": len(a["restored"]),
+            "B": len(a["restored_use"]),
+        }
+
     def steps(self) -> Iterator[Step]:
         """The steps in order; arrays are views."""
-        a, k = self.arrays, self.header.n_expert_used
-        counts, ahead = a["event_tokens"].tolist(), a["event_ahead"].tolist()
-        layers, scored = a["event_layer"].tolist(), a["event_scored"].tolist()
-        everyone = np.arange(len(a["step_phase"]))
-        ends = np.searchsorted(a["event_step"], everyone, side="right")
-        changes = np.searchsorted(a["published"][:, 0], np.append(everyone, len(everyone)))
-        computed, compute = a["event_computed"].tolist(), self._compute_ns().tolist()
+        a = self.arrays
+        everyone = np.arange(len(a["step_phase"]) + 1)
+        events = np.searchsorted(a["event_step"], everyone).tolist()
+        changes = np.searchsorted(a["published"][:, 0], everyone).tolist()
         marked: dict[tuple[int, int], tuple[int, ...]] = {}
         for step, what, sequence in a["marks"].tolist():
             marked[step, what] = (*marked.get((step, what), ()), sequence)
-        row = ahead_row = scored_row = first = 0
-        for step, end in enumerate(ends.tolist()):
-            events = []
-            for i in range(first, end):
-                n, p = counts[i], ahead[i]
-                to, ahead_to, scored_to = row + n, ahead_row + n * p, scored_row + n * scored[i]
-                events.append(
-                    Event(
-                        layers[i],
-                        a["ids"][row:to],
-                        a["weights"][row:to],
-                        a["tokens"][row:to],
-                        a["phases"][row:to],
-                        a["sequences"][row:to],
-                        a["ahead_ids"][ahead_row:ahead_to].reshape(p, n, k),
-                        a["ahead_scores"][ahead_row:ahead_to].reshape(p, n, k),
-                        a["importance"][scored_row:scored_to] if scored[i] else None,
-                        computed[i],
-                        compute[i],
-                        a["held"][row:to],
-                        a["ahead_held"][ahead_row:ahead_to].reshape(p, n, k),
-                        a["missing"][row:to],
-                        a["ahead_missing"][ahead_row:ahead_to].reshape(p, n, k),
-                    )
-                )
-                row, ahead_row, scored_row = to, ahead_to, scored_to
-            first = end
+        every_event = self._events()
+        for step, phase in enumerate(a["step_phase"].tolist()):
             published = a["published"][changes[step] : changes[step + 1], 1:].tolist()
             yield Step(
-                Phase(int(a["step_phase"][step])),
+                Phase(phase),
                 int(a["step_tokens"][step]),
-                events,
+                list(islice(every_event, events[step + 1] - events[step])),
                 marked.get((step, STARTS), ()),
                 marked.get((step, PROMPT_ENDS), ()),
                 marked.get((step, ENDS), ()),
@@ -338,3 +310,21 @@ class Trace:
                 float(a["step_us"][step]),
                 [(layer, expert, tier) for layer, expert, tier in published],
             )
+
+    def _events(self) -> Iterator[Event]:
+        a, k = self.arrays, self.header.n_expert_used
+        tokens = a["event_tokens"].astype(np.int64)
+        each = {"N": tokens, "A": tokens * a["event_ahead"], "I": tokens * a["event_scored"]}
+        bounds = {axis: [0, *np.cumsum(n).tolist()] for axis, n in each.items()}
+        layers, computed = a["event_layer"].tolist(), a["event_computed"].tolist()
+        ahead, scored, compute = a["event_ahead"].tolist(), a["event_scored"], self._compute_ns()
+        for i, layer in enumerate(layers):
+            part: dict[str, Any] = {}
+            for name, axis in _BY_EVENT.items():
+                of = bounds[str(axis)]
+                part[name] = a[name][of[i] : of[i + 1]]
+                if axis == "A":
+                    part[name] = part[name].reshape(ahead[i], int(tokens[i]), k)
+            if not scored[i]:
+                part["importance"] = None
+            yield Event(layer, computed[i], int(compute[i]), **part)

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from orchestrator.engine.observe import Node
 from orchestrator.errors import NativeError
-from orchestrator.lab.calibrate.within import ObserverWithin, Room
+from orchestrator.lab.calibrate.within import CalibrationRoom, ObserverWithin
+from orchestrator.lab.observe import Node
 
 _NAME = re.compile(r"([a-z_]+)-(\d+)")
 
@@ -54,7 +54,9 @@ class ActivationRecorder:
         self._found: Activations = {}
         room = None
         if ram is not None:
-            room = Room(ram, _kept_bytes(path, n_ctx), "what the study keeps of the text")
+            room = CalibrationRoom(
+                ram, _kept_bytes(path, n_ctx), "what the study keeps of the text"
+            )
         self._observer = ObserverWithin(
             path, n_ctx, threads, self._is_wanted, self._keep, room=room
         )

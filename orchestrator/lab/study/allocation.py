@@ -13,15 +13,14 @@ import numpy as np
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
-from orchestrator.allocation.hull import Hull, lost, unevenness
+from orchestrator.allocation.hull import Hull, lost
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.cache import profile
 from orchestrator.cost import losses
 from orchestrator.lab.eval import arithmetic
-from orchestrator.lab.eval.arithmetic import Estimate
+from orchestrator.lab.eval.arithmetic import Estimate, pair
 from orchestrator.lab.eval.compare import Reference, ReferencePart
 from orchestrator.lab.eval.report import share_with_error, with_error
-from orchestrator.lab.eval.run import pair
 from orchestrator.lab.eval.text import Window
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.figures import distances
@@ -35,6 +34,14 @@ from orchestrator.memory.footprint import model_shape
 from orchestrator.policy.mixed import nominal, slot_sizes
 
 EVERYTHING = "all"
+
+
+def unevenness(weights: np.ndarray) -> float:
+    """The arithmetic over the geometric mean of w L in one tier, over the experts that are used: by
+    so much less would an allocation lose than the same bits for all, were bits divisible and each
+    one more to divide every loss by the same."""
+    used = weights[weights > 0]
+    return float(used.mean() / np.exp(np.log(used).mean())) if used.size else 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
+from gguf_tools.experts.hparams import SIGMOID, SOFTMAX
 from gguf_tools.process import default_threads
-from orchestrator.allocation.placement import PlacementSettings, importance, shares
+from orchestrator.allocation.placement import PlacementSettings, importance
+from orchestrator.allocation.pools import shares
 from orchestrator.errors import ConfigError
 from orchestrator.lab.eval.text import Window
 from orchestrator.lab.study import plot
@@ -30,17 +31,12 @@ from orchestrator.lab.table import Column, Row, Table, fixed, percent
 
 # A window gives nothing to compare with fewer tokens in its prompt or in its answer.
 LEAST = 8
-# Ends of the prompt lengths that are looked at apart.
-LENGTHS = (32, 128, 512)
 
 # P~ and S of section 4.1: Figure 4 is of P, and experts are placed by S.
 COUNTS, OWN = "own prompt, P", "own prompt, S"
 RIGHT, WRONG, ALIKE, ORACLE = "others", "other domains", "uniform", "answer"
 # What is looked at by layer.
 BY_LAYER = (COUNTS, OWN, RIGHT, ALIKE)
-# Of a router, as the metadata has it.
-_SIGMOID = 2
-PRIORS = (16, 32, 64, 128)
 USUAL_PRIOR = int(PlacementSettings().prior_tokens)
 
 
@@ -93,17 +89,17 @@ def choices(usages: Sequence[Usage], at: int, k: int) -> dict[str, np.ndarray | 
         WRONG: wrong,
     }
     for name, usual in ((RIGHT, right), (WRONG, wrong)):
-        for prior in PRIORS:
-            asked = PlacementSettings(prior_tokens=float(prior))
-            found[blend(name, prior)] = (
-                None if usual is None else importance(own.counts, own.gates, usual, asked, k)
-            )
+        found[blend(name)] = (
+            None
+            if usual is None
+            else importance(own.counts, own.gates, usual, PlacementSettings(), k)
+        )
     return found | {ALIKE: shares(nothing), ORACLE: own.answer.astype(np.float64)}
 
 
-def blend(profile: str, prior: int) -> str:
+def blend(profile: str) -> str:
     """The name of the own prompt with a profile that counts as so many tokens."""
-    return f"prompt + {prior} of {profile}"
+    return f"prompt + {USUAL_PRIOR} of {profile}"
 
 
 def _mean(usages: Sequence[Usage]) -> np.ndarray | None:
@@ -115,14 +111,13 @@ def _mean(usages: Sequence[Usage]) -> np.ndarray | None:
 
 @dataclass(slots=True)
 class Found:
-    """rows: each way of choosing, by domain; lengths: by prompt length; layers: by layer."""
+    """rows: each way of choosing, by domain; layers: by layer."""
 
     subject: Subject
     n_windows: int
     n_hot: int
     n_expert: int
     rows: list[Row]
-    lengths: list[Row]
     layers: list[Row]
 
 
@@ -145,7 +140,6 @@ class PromptContext(Study[Found]):
             n_hot,
             n_expert,
             list(_by_domain(usages, every, n_hot)),
-            list(_by_length(usages, every, n_hot)),
             list(_by_layer(usages, every, layers)),
         )
 
@@ -171,19 +165,6 @@ class PromptContext(Study[Found]):
                 ],
             ),
             Table(
-                f"By prompt length, routed to the hot {hot}: {basis}",
-                (
-                    Column("text", "domain", left=True),
-                    Column("prompt tokens", "tokens", left=True),
-                    Column("prompts", "n"),
-                    *(
-                        Column(by, by, mass)
-                        for by in (OWN, blend(RIGHT, USUAL_PRIOR), RIGHT, ORACLE)
-                    ),
-                ),
-                found.lengths,
-            ),
-            Table(
                 f"Layers (Figures 2 and 3): {basis}",
                 (
                     Column("layer", "layer"),
@@ -199,25 +180,17 @@ class PromptContext(Study[Found]):
         ]
 
     def draw(self, found: Found, folder: Path) -> list[Path]:
-        with plot.figure(folder, self.name, 2) as (left, right):
+        with plot.figure(folder, self.name) as (axis,):
             x = [row["layer"] for row in found.layers]
             for number, by in enumerate(BY_LAYER):
                 y = [row[by] for row in found.layers]
                 if None not in y:
                     label = f"{by} (Figure 4 of the paper)" if by == COUNTS else by
-                    plot.line(left, x, y, label, number, dashed=by == OWN)
-            left.set_xlabel("layer")
-            left.set_ylabel("cosine with the answer's use")
-            left.set_title(found.subject.basis, fontsize=9)
-            for number, domain in enumerate(dict.fromkeys(row["domain"] for row in found.lengths)):
-                rows = [row for row in found.lengths if row["domain"] == domain]
-                at = [row["mean_tokens"] for row in rows]
-                name = domain or "text"
-                plot.line(right, at, [100 * row[OWN] for row in rows], f"{name}: {OWN}", number)
-            right.set_xlabel("prompt tokens")
-            right.set_ylabel(f"routed to the {found.n_hot} hot experts, %")
-            for axis in (left, right):
-                axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncol=2, fontsize=8)
+                    plot.line(axis, x, y, label, number, dashed=by == OWN)
+            axis.set_xlabel("layer")
+            axis.set_ylabel("cosine with the answer's use")
+            axis.set_title(found.subject.basis, fontsize=9)
+            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncol=2, fontsize=8)
         return plot.files(folder, self.name)
 
 
@@ -248,7 +221,7 @@ def read_usages(on: Subject) -> list[Usage]:
     with ExpertModel.open(config.model) as model:
         layers = model.layer_ids
         router = dense(model, f"blk.{layers[-1]}.ffn_gate_inp.weight")
-        gating = model.metadata.get(f"{model.hparams.arch}.expert_gating_func")
+        gating = model.hparams.gating
         longest = max(len(window.tokens) for window in windows)
         threads = config.threads or default_threads()
         with ActivationRecorder(config.model, longest, threads, config.ram) as recorder:
@@ -265,14 +238,14 @@ def usage_of(
     layer_ids: Sequence[int],
     router: np.ndarray | None,
     n_expert: int,
-    gating: int | None = None,
+    gating: int = SOFTMAX,
 ) -> Usage:
     """What a window used, from its activations: the experts that the model chose, with the weights
     that it applied.
 
-    router [n_expert, width]: of the last layer, None where its own choices have to do; gating: its
-    function, as the metadata has it, None for softmax. It ranks the input of the layer before, as
-    the hook does for the policy, and its gates are the scores of all experts.
+    router [n_expert, width]: of the last layer, None where its own choices have to do; gating: as
+    of Hyperparameters. The router ranks the input of the layer before, as the hook does for the
+    policy, and its gates are the scores of all experts.
     """
     n = prompt_tokens(window)
     size = len(layer_ids), n_expert
@@ -290,9 +263,9 @@ def usage_of(
     return Usage(window.domain, n, len(window.tokens) - n, counts, gates, answer)
 
 
-def _scores(logits: np.ndarray, gating: int | None) -> np.ndarray:
+def _scores(logits: np.ndarray, gating: int) -> np.ndarray:
     """What a router makes of its logits, float64 [T, n_expert]."""
-    if gating == _SIGMOID:
+    if gating == SIGMOID:
         sigmoid: np.ndarray = 1 / (1 + np.exp(-logits.astype(np.float64)))
         return sigmoid
     powers = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
@@ -337,29 +310,6 @@ def _by_domain(usages: Sequence[Usage], every: _Every, n_hot: int) -> Iterator[R
             found = _share(usages, every, by, n_hot, inside)
             if found is not None:
                 yield {"domain": domain, "by": by, "cosine": found[0], "mass": found[1]}
-
-
-def _by_length(usages: Sequence[Usage], every: _Every, n_hot: int) -> Iterator[Row]:
-    ends = (0, *LENGTHS, 2**31)
-    for domain in _domains(usages):
-        for low, high in pairwise(ends):
-
-            def inside(each: Usage, of: str = domain, low: int = low, high: int = high) -> bool:
-                return each.domain == of and low <= each.n_prompt < high
-
-            lengths = [each.n_prompt for each in usages if inside(each)]
-            if not lengths:
-                continue
-            row: Row = {
-                "domain": domain,
-                "tokens": f"{min(lengths)} to {max(lengths)}",
-                "mean_tokens": float(np.mean(lengths)),
-                "n": len(lengths),
-            }
-            for by in (OWN, blend(RIGHT, USUAL_PRIOR), RIGHT, ORACLE):
-                found = _share(usages, every, by, n_hot, inside)
-                row[by] = None if found is None else found[1]
-            yield row
 
 
 def _by_layer(usages: Sequence[Usage], every: _Every, layer_ids: Sequence[int]) -> Iterator[Row]:

@@ -17,9 +17,9 @@ from orchestrator.allocation.slots import ModelShape
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import BudgetError
 from orchestrator.lab.eval import arithmetic
+from orchestrator.lab.eval.arithmetic import pair
 from orchestrator.lab.eval.compare import Reference
 from orchestrator.lab.eval.report import with_error
-from orchestrator.lab.eval.run import pair
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.figures import (
     COMPUTED_LOW,
@@ -203,7 +203,7 @@ def _fits_mixed(residency: Residency, n_high: int) -> bool:
         def shape(tiers: tuple[int, ...]) -> ModelShape:
             return model_shape(model, tiers)
 
-        high = Mixed.high_tier(TierOffer(names, shape, budget))
+        high = Mixed.precisions.high(TierOffer(names, shape, budget))
         try:
             Mixed(shape(tuple(range(high, len(names))))).plan(budget)
         except BudgetError:

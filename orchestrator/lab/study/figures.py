@@ -10,8 +10,8 @@ import numpy as np
 
 from gguf_tools.units import format_size
 from orchestrator.lab.eval import arithmetic
+from orchestrator.lab.eval.arithmetic import pair
 from orchestrator.lab.eval.report import share_with_error, with_error
-from orchestrator.lab.eval.run import pair
 from orchestrator.lab.study.study import Configuration
 from orchestrator.lab.study.subject import Score
 from orchestrator.lab.study.uniform import UniformFile

@@ -12,10 +12,9 @@ import numpy as np
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.lab.eval import arithmetic
-from orchestrator.lab.eval.arithmetic import Estimate
+from orchestrator.lab.eval.arithmetic import Estimate, pair
 from orchestrator.lab.eval.compare import Reference, ReferencePart
 from orchestrator.lab.eval.report import share_with_error
-from orchestrator.lab.eval.run import pair
 from orchestrator.lab.eval.text import Window
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.figures import (

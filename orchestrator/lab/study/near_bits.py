@@ -14,42 +14,52 @@ import numpy as np
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
-from orchestrator.allocation.placement import PLAIN, shares
+from orchestrator.allocation.placement import MAX_WIDTHS, PLAIN, best_of_each_width
+from orchestrator.allocation.pools import nominal_bits, shares
 from orchestrator.allocation.slots import Transition
 from orchestrator.cache import profile
-from orchestrator.cost import losses
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
 from orchestrator.events import StepReport
 from orchestrator.lab.eval import arithmetic
+from orchestrator.lab.eval.arithmetic import pair
 from orchestrator.lab.eval.compare import Reference, ReferencePart
-from orchestrator.lab.eval.report import share_with_error, with_error
-from orchestrator.lab.eval.run import pair
+from orchestrator.lab.eval.report import with_error
 from orchestrator.lab.study import plot
-from orchestrator.lab.study.context import Usage, read_usages, with_prompts
-from orchestrator.lab.study.expected_loss import (
-    FORMS,
-    OURS,
-    PAPER,
-    RANDOM,
-    STATIC,
-    Losses,
-    NearTiers,
-    expected_loss,
-)
+from orchestrator.lab.study.context import read_usages, with_prompts
 from orchestrator.lab.study.figures import ANSWERS, answers_of, distances, quality, quality_of
 from orchestrator.lab.study.policies import Wrapper
 from orchestrator.lab.study.residency import halves
 from orchestrator.lab.study.study import Study
 from orchestrator.lab.study.subject import Score, Subject
-from orchestrator.lab.table import Column, Row, Table, percent
+from orchestrator.lab.table import Column, Row, Table
 from orchestrator.policy.context import OWN, SHARED, ContextSettings
 
 BITS = (3.0, 2.0)
 HOT = (0.25, 0.5)  # shares of the experts of a layer; the paper's is one half
+PAPER, OURS = "prompt, losses alone (the paper)", "prompt and profile"
+STATIC, RANDOM = "profile alone", "random"
 UNIFORM = "prompt and profile, uniform bits"
 FIXED = "prompt and profile, so many experts of each width"
 _SEED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class NearTiers:
+    """The near tiers of a file, the widest first: names, and nominal bits, all different."""
+
+    names: tuple[str, ...]
+    bits: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tiers: Sequence[str]) -> NearTiers:
+        """Of a file's tiers, best first: the best one of each width below the best tier."""
+        names = best_of_each_width(tiers[1:])[-MAX_WIDTHS:]
+        return cls(tuple(names), tuple(map(nominal_bits, names)))
+
+    def uniform(self, bits: float) -> str | None:
+        """The tier in which every expert has so many bits; None where the file has none."""
+        return self.names[self.bits.index(int(bits))] if bits in self.bits else None
 
 
 class Placed(Wrapper):
@@ -71,17 +81,14 @@ class Text:
     name: str
     subject: Subject
     places: np.ndarray
-    usages: list[Usage]
     profile: np.ndarray
 
 
 @dataclass(slots=True)
 class Found:
-    """expected: losses by the table, for each text; judged: what was computed."""
+    """judged: what was computed, for each text; asked: the same of questions."""
 
     subject: Subject
-    losses_from: str | None
-    expected: list[Row] = field(default_factory=list)
     judged: list[Row] = field(default_factory=list)
     asked: list[Row] = field(default_factory=list)
 
@@ -112,8 +119,7 @@ class NearBits(Study[Found]):
         near, asked = NearTiers.of(on.tiers), _settings(on)
         texts = list(_texts(on))
         scored = on.on([window for text in texts for window in text.subject.windows])
-        table = _losses(on, near)
-        found = Found(scored, None if table is None else table[1])
+        found = Found(scored)
         n_expert = texts[0].profile.shape[1]
         with scored.reference() as reference:
             for text in texts:
@@ -125,8 +131,6 @@ class NearBits(Study[Found]):
                 for n_hot in _hot_counts(on, n_expert):
                     for bits in _bits(on, near):
                         of = replace(asked, hot_experts=n_hot, near_bits=bits)
-                        if table is not None:
-                            found.expected += _expected(text, near, table[0], of)
                         found.judged += _judged(text, near, of, part, best)
             if on.questions:
                 everything = np.mean([text.profile for text in texts], axis=0)
@@ -142,46 +146,21 @@ class NearBits(Study[Found]):
             Column("hot", "hot"),
             Column("bits chosen by", "configuration", left=True),
         )
-        tables = []
-        if found.expected:
-            of_losses = (
-                *head,
-                Column("expected loss", "loss", percent(3, " %")),
-                Column("uniform bits", "uniform", percent(3, " %")),
-                Column("less by choosing", "gain", share_with_error),
-                Column("at best", "possible", percent(1, " %")),
-                Column("of that", "reached", percent(0, " %")),
-            )
-            note = (
-                f"Squared error of the experts' outputs as a share of their squares, by "
-                f"{found.losses_from} and what the answers use. Uniform bits, and at best: with "
-                f"the same hot experts; at best: the others' bits given by what the answer itself "
-                f"uses, to any expert. Less: with its standard error by text."
-            )
-            title = f"Expected loss of near experts: {subject.basis}"
-            tables.append(Table(title, of_losses, found.expected, [note]))
         columns = (
             *head,
             Column("slots", "bytes", format_size),
             *quality(tier, tier),
             Column("KL above uniform bits", "above", lambda each: with_error(each, digits=4)),
         )
-        notes = [
+        note = (
             f"Hot experts are in {tier}. Each domain is judged on its second half; the profile is "
             f"its first half. {STATIC} and {RANDOM}: placed before the first prompt, and never "
             f"again. Near experts share slots of the widest tier, so that each prompt has its own "
             f"bits; where so many of each width are fixed, each has slots of its own. KL above "
             f"uniform bits: paired, of the same hot experts; below 0 is better."
-        ]
-        if not found.expected:
-            notes.append(
-                f"Expected losses need a loss table: run `moe-edge calibrate {subject.name}`."
-            )
-        tables.append(
-            Table(
-                f"Near experts in few bits (Table 3): {subject.basis}", columns, found.judged, notes
-            )
         )
+        title = f"Near experts in few bits (Table 3): {subject.basis}"
+        tables = [Table(title, columns, found.judged, [note])]
         if found.asked:
             title = f"Multiple choice (Table 3): {subject.basis}"
             tables.append(Table(title, (*head[1:], *ANSWERS), found.asked))
@@ -231,17 +210,6 @@ def _hot_counts(on: Subject, n_expert: int) -> list[int]:
     return [asked] if asked else sorted({max(1, round(share * n_expert)) for share in HOT})
 
 
-def _losses(on: Subject, near: NearTiers) -> tuple[Losses, str] | None:
-    """The loss table that the policy has, if it has all tiers, and what it was measured on."""
-    path = on.config.given("losses") or losses.default_path(on.config.model)
-    if not path.exists():
-        return None
-    with ExpertModel.open(on.config.model) as model:
-        table = losses.load(path, model)
-    found = Losses.of(table, on.tiers[0], near)
-    return None if found is None else (found, f"{path.name} ({table.calibration})")
-
-
 def _texts(on: Subject) -> Iterator[Text]:
     """Each domain, with what its first half used. The second halves are scored one after the
     other."""
@@ -255,25 +223,7 @@ def _texts(on: Subject) -> Iterator[Text]:
         profile = np.mean([shares(each.all) for each in before], axis=0)
         places = np.arange(at, at + part.n_tokens)
         at += part.n_tokens
-        yield Text(name, part, places, [used[id(window)] for window in windows], profile)
-
-
-def _expected(text: Text, near: NearTiers, of: Losses, asked: ContextSettings) -> Iterator[Row]:
-    n_hot = asked.hot_experts or 0
-    k = text.subject.n_expert_used
-    for form in FORMS:
-        found = expected_loss(form, text.usages, text.profile, near, of, n_hot, asked, k)
-        yield {
-            "domain": text.name,
-            "bits": asked.near_bits,
-            "hot": n_hot,
-            "configuration": form,
-            "loss": found.chosen,
-            "uniform": found.uniform,
-            "gain": pair(found.gain) if found.gain else None,
-            "possible": found.possible,
-            "reached": found.reached,
-        }
+        yield Text(name, part, places, profile)
 
 
 def _cases(near: NearTiers, bits: float) -> Iterator[tuple[str, dict[str, Any], bool]]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from orchestrator.allocation.placement import nominal_bits
+from orchestrator.allocation.pools import nominal_bits
 from orchestrator.cache import profile
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError

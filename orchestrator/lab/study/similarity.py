@@ -4,7 +4,7 @@ well the next layer's experts are predicted from the layer before (DyMoE eq. 6).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +13,8 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from orchestrator.lab.eval import arithmetic
+from orchestrator.lab.eval.arithmetic import pair
 from orchestrator.lab.eval.report import share_with_error, with_error
-from orchestrator.lab.eval.run import pair
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.activations import (
     FFN_INPUT,
@@ -29,12 +29,11 @@ from orchestrator.lab.study.subject import Subject
 from orchestrator.lab.table import Column, Row, Table, percent
 
 # The predictors, by what the next layer's router is applied to.
-AS_IT_IS, RESCALED, OFTEN, CHANCE = "x", "x rescaled", "most used", "random"
+AS_IT_IS, OFTEN, CHANCE = "x", "most used", "random"
+FIRST = "x first"
 PREDICTORS = {
     AS_IT_IS: "recall, x as it is",
-    RESCALED: "recall, x rescaled",
-    f"{AS_IT_IS} first": "its first expert, as it is",
-    f"{RESCALED} first": "its first expert, rescaled",
+    FIRST: "its first expert, as it is",
     OFTEN: "recall, most used",
 }
 
@@ -105,7 +104,7 @@ class Similarity(Study[Alike]):
         values: dict[tuple[str, int], list[np.ndarray]] = defaultdict(list)
         config = on.config
         with ExpertModel.open(config.model) as model:
-            weights = _weights(model)
+            routers = [dense(model, f"blk.{il}.ffn_gate_inp.weight") for il in model.layer_ids]
             k = model.n_expert_used
             longest = max(len(window.tokens) for window in on.windows)
             threads = config.threads or default_threads()
@@ -114,7 +113,7 @@ class Similarity(Study[Alike]):
                 reads = []
                 for number, window in enumerate(on.windows, 1):
                     found = recorder.read(window.tokens)
-                    reads.append(_measure(found, model.layer_ids, weights, k, values, counts))
+                    reads.append(_measure(found, model.layer_ids, routers, k, values, counts))
                     on.report("Reading", number / len(on.windows))
         for layer in range(1, len(model.layer_ids)):
             often = top(counts[layer][None].astype(float), k)
@@ -126,9 +125,8 @@ class Similarity(Study[Alike]):
     def tables(self, found: Alike) -> list[Table]:
         basis = found.subject.basis
         note = (
-            "x: the router's input of the layer before, under the next layer's router. Rescaled: "
-            "times the ratio of the two layers' norm weights. Most used: always the experts that "
-            "this text uses most in that layer."
+            "x: the router's input of the layer before, under the next layer's router. Most used: "
+            "always the experts that this text uses most in that layer."
         )
         means = {name: found.known(found.ahead, name) for name in PREDICTORS}
         overall = {
@@ -164,7 +162,7 @@ class Similarity(Study[Alike]):
             for number, (name, label) in enumerate(labels.items()):
                 if y := found.known(found.alike, name):
                     plot.line(left, x, y, label, number)
-            labels = {AS_IT_IS: "x as it is", RESCALED: "x rescaled", OFTEN: "most used experts"}
+            labels = {AS_IT_IS: "x as it is", OFTEN: "most used experts"}
             for number, (name, label) in enumerate(labels.items()):
                 if y := found.known(found.ahead, name):
                     plot.line(right, x, [100 * each for each in y], label, number)
@@ -180,23 +178,10 @@ class Similarity(Study[Alike]):
         return plot.files(folder, self.name)
 
 
-# For each MoE layer: its router [n_expert, width], and its norm's weights [width].
-_Weights = list[tuple[np.ndarray | None, np.ndarray | None]]
-
-
-def _weights(model: ExpertModel) -> _Weights:
-    found: _Weights = []
-    for il in model.layer_ids:
-        norm = dense(model, f"blk.{il}.ffn_norm.weight")
-        router = dense(model, f"blk.{il}.ffn_gate_inp.weight")
-        found.append((router, None if norm is None else norm.ravel()))
-    return found
-
-
 def _measure(
     found: Activations,
     layer_ids: list[int],
-    weights: _Weights,
+    routers: Sequence[np.ndarray | None],
     k: int,
     values: dict[tuple[str, int], list[np.ndarray]],
     counts: np.ndarray,
@@ -211,20 +196,12 @@ def _measure(
         for name in (OUTPUT, FFN_INPUT):
             if (name, before) in found and (name, il) in found:
                 values[name, layer].append(cosine(found[name, before], found[name, il]))
-        router, norm = weights[layer]
-        norm_before = weights[layer - 1][1]
+        router = routers[layer]
         if router is None:
             continue
-        x = found[ROUTER_INPUT, before]
-        inputs = {AS_IT_IS: x}
-        if norm is not None and norm_before is not None:
-            scale = np.divide(norm, norm_before, out=np.zeros_like(norm), where=norm_before != 0)
-            inputs[RESCALED] = x * scale
-        for name, each in inputs.items():
-            predicted = top(each @ router.T, k)
-            values[name, layer].append(recall(predicted, actual[layer]))
-            first = recall(predicted, actual[layer][:, :1])
-            values[f"{name} first", layer].append(first)
+        predicted = top(found[ROUTER_INPUT, before] @ router.T, k)
+        values[AS_IT_IS, layer].append(recall(predicted, actual[layer]))
+        values[FIRST, layer].append(recall(predicted, actual[layer][:, :1]))
     return actual
 
 

@@ -26,11 +26,12 @@ from orchestrator.lab.eval.run import (
     EvalOptions,
     Report,
     best_config,
-    best_reference,
     eval_config,
+    loading,
+    read_reference,
 )
 from orchestrator.lab.eval.text import Window, cut_windows, read_documents
-from orchestrator.lab.eval.usage import Usage, counters, usage_between
+from orchestrator.lab.eval.usage import StoreUsage, counters, usage_between
 from orchestrator.lab.study.passes import Passes
 from orchestrator.lab.study.policies import Wrapper
 from orchestrator.lab.study.uniform import UniformFile, UniformTypes
@@ -47,7 +48,7 @@ class Score:
 
     text: TextScores
     choices: ChoiceScores | None
-    usage: Usage | None
+    usage: StoreUsage | None
     realised: float | None
     critical: tuple[int, ...] = ()
 
@@ -145,7 +146,9 @@ class Subject:
             else:
                 step(share)
 
-        return best_reference(best_config(self.config, self.tiers[0]), self.windows, False, report)
+        config = best_config(self.config, self.tiers[0])
+        with Engine.open(config, loading(report)) as engine:
+            return read_reference(engine, self.windows, False, report)
 
     def uniform(self, tier: str) -> dict[str, Any]:
         """Settings: every expert in one tier."""

@@ -13,8 +13,8 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from orchestrator.lab.eval import arithmetic
+from orchestrator.lab.eval.arithmetic import pair
 from orchestrator.lab.eval.report import share_with_error
-from orchestrator.lab.eval.run import pair
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.activations import (
     ROUTER_INPUT,
@@ -26,7 +26,7 @@ from orchestrator.lab.study.similarity import dense, top
 from orchestrator.lab.study.study import Study
 from orchestrator.lab.study.subject import Subject
 from orchestrator.lab.table import Column, Row, Table, fixed
-from orchestrator.policy.firm.votes import MARGIN, MOL, RANK, agreed
+from orchestrator.policy.firm import MARGIN, MOL, RANK, agreed
 
 TOP, UNION, WEIGHTED = "top-K", "union", "weighted"
 LABELS = {RANK: TOP, UNION: UNION, WEIGHTED: WEIGHTED, MOL: "MoL", MARGIN: "margin"}

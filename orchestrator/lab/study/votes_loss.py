@@ -15,9 +15,7 @@ from orchestrator.lab.replay.simulate import simulate
 from orchestrator.lab.study import plot
 from orchestrator.lab.table import Column, Row, Table, fixed
 from orchestrator.native import Library
-from orchestrator.policy.firm import FIRM
-from orchestrator.policy.firm.heop import ALL, CLIMB, GROUPS, Tuner, Votes
-from orchestrator.policy.firm.votes import MOL, depth_of
+from orchestrator.policy.firm import ALL, CLIMB, FIRM, GROUPS, MOL, Tuner, Votes, depth_of
 
 _NEVER = 2**24
 

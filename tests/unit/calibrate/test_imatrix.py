@@ -125,11 +125,6 @@ def test_an_expert_that_saw_too_little_gets_the_mean_of_its_layer(model: Path) -
     assert importance.counts(1)[3] == 0
 
 
-def test_enough_tokens_need_no_note(model: Path) -> None:
-    with ExpertModel.open(model) as facts:
-        assert ExpertImportance(made(), facts).note() is None
-
-
 def test_gate_and_up_may_be_fused_in_one_of_the_files(ggml, tmp_path: Path) -> None:
     fused = synthetic.write(tmp_path / "m.gguf", "tiny-deepseek2-fused", tiers=("f16",))
     imatrix = made()
@@ -247,8 +242,3 @@ def test_junk_is_a_sentence(data: bytes, tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(errors.MagicError, match=r"junk\.dat: neither a GGUF nor an importance"):
         read_imatrix(path)
-
-
-def test_a_missing_file_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(errors.FileAccessError, match=r"none\.gguf: No such file"):
-        read_imatrix(tmp_path / "none.gguf")

@@ -20,7 +20,7 @@ from gguf_tools.pack import pack
 from gguf_tools.quantize.ggml import Ggml
 from gguf_tools.quantize.imatrix import read_imatrix
 from orchestrator.cli.main import cli
-from orchestrator.cost.losses import Candidate, Fit, LossTable, default_path, load, save
+from orchestrator.cost.losses import Fit, LossTable, TablePrecision, default_path, load, save
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP
 from orchestrator.lab.calibrate import Capture, compute, fit, measure, read_calibration
@@ -61,10 +61,10 @@ def test_the_losses_are_those_of_the_formula(
     """Each candidate of each expert, computed plainly in double precision."""
     packed, source = files
     assert table.candidates == [
-        Candidate("q8_0", 8.5, True),
-        Candidate("q4_k", 4.5, False),
-        Candidate("q3_k", 3.4375, True),
-        Candidate("q1_0", 1.125, False),
+        TablePrecision("q8_0", 8.5, True),
+        TablePrecision("q4_k", 4.5, False),
+        TablePrecision("q3_k", 3.4375, True),
+        TablePrecision("q1_0", 1.125, False),
     ]
     kinds = (UP, GATE, DOWN)
     with (
@@ -287,7 +287,7 @@ def small(model: ExpertModel) -> LossTable:
     loss = np.full((*shape, 2), 0.25)
     counts = np.ones(shape, np.int64)
     loss[0, 1], counts[0, 1] = np.nan, 0
-    candidates = [Candidate("q8_0", 8.5, True), Candidate("q2_k", 2.625, False)]
+    candidates = [TablePrecision("q8_0", 8.5, True), TablePrecision("q2_k", 2.625, False)]
     fitted = Fit((0.5, 2.0), ("q8_0", "skip"), "9 tokens", 1.25, (0.8, 1.25))
     gates = loss[..., 1]
     return LossTable(candidates, loss, loss[..., 0], counts, "r", "rtn", "c", 7, gates, fitted)

@@ -210,13 +210,3 @@ def test_without_torch(no_torch: None, small: Path, text: Path, tmp_path: Path) 
     assert result.exit_code == 1
     assert "gptq needs torch: run `pip install 'moe-edge[convert]'`" in result.output
     assert not list(tmp_path.glob("*out.gguf*"))
-
-
-@pytest.mark.parametrize("options", [(), ("--imatrix", "TEXT"), ("--calib", "T", "--imatrix", "T")])
-def test_options_that_do_not_go_together(
-    options: tuple[str, ...], small: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out.gguf"
-    result = run(small, out, "--tiers", "q8_0,q2_k", "--method", "gptq", *options)
-    assert result.exit_code == 1
-    assert "--method gptq needs --calib TEXT, and takes no --imatrix" in result.output

@@ -16,7 +16,7 @@ from orchestrator.cli.main import cli
 from orchestrator.errors import BudgetError, MoeEdgeError
 from orchestrator.lab.calibrate import Capture
 from orchestrator.lab.calibrate.capture import WindowActivations
-from orchestrator.lab.calibrate.within import Room
+from orchestrator.lab.calibrate.within import CalibrationRoom
 from orchestrator.settings import parse_size
 
 TEXT = "Once upon a time an owl lived in an oak, and it was never at home. " * 40
@@ -24,7 +24,7 @@ OWN = 1 << 20
 WINDOWS = [[int(t) for t in row] for row in np.random.default_rng(2).integers(0, 250, (2, 96))]
 
 
-def seen_in(path: Path, room: Room | None) -> dict[tuple[int, int], WindowActivations]:
+def seen_in(path: Path, room: CalibrationRoom | None) -> dict[tuple[int, int], WindowActivations]:
     found = {}
 
     def keep(layer: int, number: int, seen: WindowActivations) -> None:
@@ -38,7 +38,7 @@ def seen_in(path: Path, room: Room | None) -> dict[tuple[int, int], WindowActiva
 def least(path: Path) -> int:
     """The smallest cap that works."""
     with pytest.raises(BudgetError) as caught:
-        seen_in(path, Room(OWN + 1, OWN))
+        seen_in(path, CalibrationRoom(OWN + 1, OWN))
     return caught.value.needed_bytes
 
 
@@ -46,8 +46,8 @@ def test_what_is_seen_is_the_same(model: Path) -> None:
     """To the bit, in the smallest memory that works, which the error names."""
     small = least(model)
     with pytest.raises(BudgetError, match="1 MiB of them for the calibration itself"):
-        seen_in(model, Room(small - 1, OWN))
-    plain, within = seen_in(model, None), seen_in(model, Room(small, OWN))
+        seen_in(model, CalibrationRoom(small - 1, OWN))
+    plain, within = seen_in(model, None), seen_in(model, CalibrationRoom(small, OWN))
     assert plain.keys() == within.keys()
     for key, whole in plain.items():
         for one, other in zip(whole, within[key], strict=True):
@@ -66,7 +66,7 @@ def test_a_damaged_expert_is_named(model: Path, tmp_path: Path) -> None:
         data[down.offset + expert * down.expert_bytes] ^= 1
     path.write_bytes(data)
     with pytest.raises(MoeEdgeError, match=r"blk\.1\.ffn_down_exps.*damaged"):
-        seen_in(path, Room(small, OWN))
+        seen_in(path, CalibrationRoom(small, OWN))
 
 
 @pytest.mark.parametrize("more", [("calibrate",), ("calibrate", "--save-imatrix", "i.gguf")])

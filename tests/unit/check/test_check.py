@@ -19,8 +19,8 @@ from gguf_tools.pack import export
 from orchestrator.cli.main import cli
 from orchestrator.config import Config
 from orchestrator.lab.check import CheckOptions, budgets, checking, child, examine, render
-from orchestrator.lab.check.compare import compare_rows, first_layer
-from orchestrator.memory.hardware import Machine
+from orchestrator.lab.check.checking import compare_rows, first_layer
+from orchestrator.memory.machine import Machine
 
 FEW = ("--tokens", "5", "--ctx", "256", "--threads", "1")
 
@@ -125,28 +125,16 @@ def test_a_later_layer_is_named(tiny_model: Callable[..., Path], tmp_path: Path)
 
 
 def compare_layers(one: Path, other: Path, folder: Path) -> int | None:
-    from orchestrator.lab.check.job import Job, run_job, settings_of
+    from orchestrator.lab.check.job import CheckJob, run_job, settings_of
 
     paths = []
     for path in (one, other):
         paths.append(folder / f"{len(paths)}.npz")
         config = Config.build(model=path, policy="lru", ctx=256, threads=1, expert_ram=1 << 20)
-        job = Job(settings_of(config), str(paths[-1]), 0, 0, [5, 6, 7, 8], [9], layers=True)
+        job = CheckJob(settings_of(config), str(paths[-1]), 0, 0, [5, 6, 7, 8], [9], layers=True)
         assert run_job(job) == {"layers": [0, 1, 2]}
     found = first_layer(*paths)
     return found[0] if found else None
-
-
-@pytest.mark.usefixtures("one_budget")
-def test_each_run_is_announced(model: Path, one_budget: None) -> None:
-    said: list[str] = []
-    look(model, bar=lambda label, share: said.append(label))
-    all_of = 1 + budgets.most_budgets() + 1
-    assert said == [
-        f"Run 1 of {all_of}: q4_k, llama.cpp's own path",
-        f"Run 2 of {all_of}: q4_k, the least (lru)",
-        f"Run 3 of {all_of}: as asked",
-    ]
 
 
 def test_lower_tiers_of_one_file_and_of_two(tiny_model: Callable[..., Path]) -> None:

@@ -24,7 +24,8 @@ POLICY = '''
 from dataclasses import dataclass
 
 from orchestrator.allocation.slots import SlotGroup, SlotPlan
-from orchestrator.policy.base import Callback, Policy, Precisions, Wants
+from orchestrator.events import Phase
+from orchestrator.policy.base import Policy, Precisions, Wants
 from orchestrator.settings import Settings, setting
 
 
@@ -40,7 +41,7 @@ class Stripes(Policy):
     Settings = StripesSettings
     reason = "goes by the index"
     precisions = Precisions(least=3, most=3)
-    wants = Wants(Callback.PREFILL, default_tier=2, counts=True, tiers=True)
+    wants = Wants((Phase.PREFILL,), default_tier=2, counts=True, states=True)
     seen = None
 
     def plan(self, budget_bytes):

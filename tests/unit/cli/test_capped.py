@@ -1,4 +1,4 @@
-"""Commands in a memory cgroup of their --ram. The table of all of them is tests/capped.py."""
+"""Commands in a memory cgroup of their --ram. tests/helpers/capped.py has the table of all."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import capped
 import pytest
+from served import library_path
 
 from orchestrator.native import Library
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import capped
-from served import library_path
 
 RAM = 112 << 20
 

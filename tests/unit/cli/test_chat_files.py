@@ -8,8 +8,12 @@ from pathlib import Path
 import fake_engine
 import pytest
 
-from orchestrator.chat.files import LastConversation, read_conversation, write_conversation
-from orchestrator.chat.session import Session
+from orchestrator.chat.session import (
+    LastConversation,
+    Session,
+    read_conversation,
+    write_conversation,
+)
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 

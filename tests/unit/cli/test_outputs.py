@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from gguf_tools import synthetic
-from orchestrator.cli.files import NEW_FILE
 from orchestrator.cli.main import COMMANDS, cli
+from orchestrator.cli.options import NEW_FILE
 
 
 @pytest.fixture(scope="module")

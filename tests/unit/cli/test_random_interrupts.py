@@ -1,21 +1,18 @@
 """Ctrl-C, and signals that end a process, at random moments of commands: status 130, nothing said,
-no file. The long form is tests/interrupting.py."""
+no file. The long form is tests/helpers/interrupting.py."""
 
 from __future__ import annotations
 
 import importlib.util
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
+import interrupting
 import pytest
+import small_commands
 
 from orchestrator.native import Library
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import interrupting
-import small_commands
 
 TIMES = 2
 NAMES = ("eval", "trace", "calibrate", "pack", "convert", "replay", "chat", "pull")

@@ -15,8 +15,8 @@ import pytest
 from fake_engine import STATS, FakeEngine
 
 from gguf_tools import interrupts
+from orchestrator.chat.chat import stats_fields, stats_table
 from orchestrator.chat.session import Session
-from orchestrator.chat.stats_text import stats_fields, stats_table
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, GGUFError
 

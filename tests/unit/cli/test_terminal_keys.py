@@ -9,7 +9,7 @@ from pseudo_terminal import CTRL_C, ESCAPES, UP, Terminal
 from test_session import make
 
 from gguf_tools import synthetic
-from orchestrator.chat.wrapping import WordWrap
+from orchestrator.chat.console import WordWrap
 from orchestrator.errors import GGUFError
 
 PASTE = "\x1b[200~{}\x1b[201~"

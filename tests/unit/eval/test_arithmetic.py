@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from orchestrator.engine.sampling import log_softmax
+from orchestrator.engine.texts import log_softmax
 from orchestrator.lab.eval import arithmetic
 
 

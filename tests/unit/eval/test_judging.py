@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from orchestrator.cli.main import cli
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
-from orchestrator.engine.sampling import log_softmax
+from orchestrator.engine.texts import log_softmax
 from orchestrator.events import Phase
 from orchestrator.lab.eval.judge import Judge
 

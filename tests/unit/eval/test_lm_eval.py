@@ -16,7 +16,7 @@ from lm_eval.tasks import TaskManager
 
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine, Sampling
-from orchestrator.engine.sampling import log_softmax
+from orchestrator.engine.texts import log_softmax
 from orchestrator.lab.eval.choices import read_questions, score_choices
 from orchestrator.lab.eval.harness import MoeEdgeLM
 from orchestrator.lab.eval.judge import Judge
@@ -110,12 +110,12 @@ def test_contexts_count_for_what_is_placed_behind_them(model: Path) -> None:
             placed.append(engine.store.resident())
             # All tokens but the last one of the context, which is decoded; weights of the last
             # layer are predictions.
-            gates = policy.use.gates.sum(axis=1)[:-1]
+            gates = policy.use.sums[1].sum(axis=1)[:-1]
             assert gates == pytest.approx([len(context) - 1] * len(gates), rel=1e-4)
         assert policy.updates == len(contexts)
         answered = sum(len(choice) - 1 for choice in choices)
         assert set(policy.use.past.sum(axis=1)) == {k * (len(contexts[0]) + answered)}
-        assert set(policy.use.counts.sum(axis=1)) == {k * (len(contexts[1]) + answered)}
+        assert set(policy.use.sums[0].sum(axis=1)) == {k * (len(contexts[1]) + answered)}
         assert (placed[0] != placed[1]).any()
 
 

@@ -13,7 +13,7 @@ from judged import TEXT
 from orchestrator.cli.main import cli
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
-from orchestrator.engine.sampling import log_softmax
+from orchestrator.engine.texts import log_softmax
 from orchestrator.errors import ConfigError
 from orchestrator.events import Phase
 from orchestrator.lab.eval import EvalOptions
@@ -110,10 +110,10 @@ def assert_counted(engine: Engine, asked: list[tuple[list[int], list[int]]]) -> 
     use, k = engine.policy.use, engine.model.n_expert_used
     *before, (context, behind) = [(len(c), len(t) - 1) for c, t in asked]
     assert (use.past.sum(axis=1) == k * sum(map(sum, before))).all()
-    assert (use.counts.sum(axis=1) == k * (context + behind)).all()
+    assert (use.sums[0].sum(axis=1) == k * (context + behind)).all()
     # An answer's first token is the last one of its context, which is decoded; weights of the last
     # layer are predictions.
-    gates = use.gates.sum(axis=1)[:-1]
+    gates = use.sums[1].sum(axis=1)[:-1]
     assert gates == pytest.approx(np.full(len(gates), context - 1), rel=1e-4)
 
 

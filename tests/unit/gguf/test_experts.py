@@ -13,6 +13,7 @@ from gguf_craft import (
 
 from gguf_tools import errors
 from gguf_tools.experts import ExpertModel
+from gguf_tools.experts.hparams import SIGMOID, SOFTMAX
 from gguf_tools.file.layout import (
     DOWN,
     GATE,
@@ -150,6 +151,23 @@ def test_expert_used_may_differ_by_layer(tmp_path):
     path = write_model(tmp_path / "m.gguf", metadata=model_metadata(expert_used_count=[1, 3]))
     with ExpertModel.open(path) as model:
         assert model.n_expert_used == 3
+
+
+@pytest.mark.parametrize(
+    ("arch", "said", "gating"),
+    [
+        ("qwen3moe", {}, SOFTMAX),
+        ("qwen3moe", {"expert_gating_func": 2}, SIGMOID),
+        ("glm4moe", {}, SIGMOID),
+        ("glm4moe", {"expert_gating_func": 0}, SIGMOID),
+        ("glm4moe", {"expert_gating_func": 1}, SOFTMAX),
+        ("llama4", {"expert_gating_func": 1}, SIGMOID),
+    ],
+)
+def test_a_router_has_the_function_of_its_architecture(tmp_path, arch, said, gating):
+    path = write_model(tmp_path / "m.gguf", metadata=model_metadata(arch, **said))
+    with ExpertModel.open(path) as model:
+        assert model.hparams.gating == gating
 
 
 def test_kv_bytes(tmp_path):

@@ -14,7 +14,7 @@ from hub_server import Repo
 from gguf_tools import synthetic
 from gguf_tools.errors import HubError
 from gguf_tools.hub import find_pulled, pulled, short_name
-from orchestrator.cache.user_cache import KINDS
+from orchestrator.cache.files import KINDS
 from orchestrator.cli.main import cli
 
 REPO = Path(__file__).resolve().parents[3]

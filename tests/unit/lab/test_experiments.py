@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-from pathlib import Path
 
 import pytest
 
 from orchestrator.errors import ConfigError
-from orchestrator.lab import table as drawing
 from orchestrator.lab.experiment import Experiment
 from orchestrator.lab.registry import (
     BENCHMARKS,
@@ -123,16 +120,3 @@ def test_a_number_stays_with_what_it_counts():
         first, second = wrapped("x" * length + " 5 % and 12 experts of the layer").splitlines()
         assert not first.endswith(("5", "12")), length
         assert not second.strip().startswith(("%", "experts")), length
-
-
-def test_only_the_renderer_lines_up_columns():
-    """No module of an experiment pads its figures by hand."""
-    room = Path(drawing.__file__).parent
-    padded = []
-    for path in room.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FormattedValue) and node.format_spec is not None:
-                spec = ast.unparse(node.format_spec).strip("f'\"")
-                if spec[:1] in "<>^" or spec[:1].isdigit() or spec[:1] == "{":
-                    padded.append(path.name)
-    assert set(padded) == {Path(drawing.__file__).name}

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.allocation.hull import Hull, lost, unevenness
+from orchestrator.allocation.hull import Hull, lost
 from orchestrator.allocation.placement import IMPORTANCE, PlacementSettings, place
 from orchestrator.errors import BudgetError
+from orchestrator.lab.study.allocation import unevenness
 
 SIZES = np.array([[9, 5, 4, 2], [8, 6, 3, 1]])
 

@@ -9,17 +9,12 @@ from hypothesis import strategies as st
 from moving import settle
 from shapes import in_one_step, make_decision, make_event, make_shape, make_view
 
-from orchestrator.allocation.placement import (
-    PlacementSettings,
-    importance,
-    nominal_bits,
-    nominal_losses,
-    place,
-)
+from orchestrator.allocation.placement import PlacementSettings, importance, place
+from orchestrator.allocation.pools import nominal_bits, nominal_losses
 from orchestrator.allocation.slots import ModelShape, Rules
 from orchestrator.errors import BudgetError, PolicyError
 from orchestrator.events import Phase, StepReport
-from orchestrator.policy.context import Context
+from orchestrator.policy.context import ContextAware
 
 TIERS = ("q8_0", "q4_k", "q2_k")
 PAPER = {"prior_tokens": 0.0, "near_weights": "plain"}
@@ -31,8 +26,8 @@ def three_tiers(n_layers: int = 4, n_expert: int = 16, k: int = 4) -> ModelShape
     return ModelShape(n_expert, k, TIERS, (sizes,) * n_layers)
 
 
-def make(shape: ModelShape, budget: int = 1 << 40, **options: object) -> Context:
-    policy = Context(shape, Context.Settings(**options))
+def make(shape: ModelShape, budget: int = 1 << 40, **options: object) -> ContextAware:
+    policy = ContextAware(shape, ContextAware.Settings(**options))
     policy.plan(budget)
     return policy
 
@@ -97,7 +92,7 @@ def test_as_many_are_hot_as_fit_the_budget():
     assert make(shape, least).report()["hot_per_layer"] == 1
     before = 1
     for budget in range(least, least * 2, least // 16):
-        policy = Context(shape)
+        policy = ContextAware(shape)
         plan = policy.plan(budget)
         assert plan.total_bytes <= budget
         assert policy.report()["hot_per_layer"] >= before
@@ -123,9 +118,9 @@ def test_what_the_file_lacks_is_said(options: dict[str, object], message: str):
 
 def test_it_needs_two_precisions():
     with pytest.raises(PolicyError, match="several precisions"):
-        Context(make_shape(tiers=("q4_k",)))
+        ContextAware(make_shape(tiers=("q4_k",)))
     with pytest.raises(PolicyError, match="several precisions"):
-        Context(three_tiers(), None, Rules(skip=True))
+        ContextAware(three_tiers(), None, Rules(skip=True))
 
 
 def test_one_near_tier_may_be_asked_for():
@@ -134,13 +129,13 @@ def test_one_near_tier_may_be_asked_for():
     assert {tier for _, _, tier in policy.start()} == {0, 2}
 
 
-def told(policy: Context, resident: np.ndarray, phase: Phase = Phase.PREFILL, **more: object):
+def told(policy: ContextAware, resident: np.ndarray, phase: Phase = Phase.PREFILL, **more: object):
     counts = more.pop("counts", np.zeros(resident.shape, np.uint32))
     target = more.pop("target", resident)
     return policy.step_done(StepReport(phase, 1, 1.0, counts, resident, target, **more))
 
 
-def prefill(policy: Context, rng: np.random.Generator, step: int, n_ahead: int = 1):
+def prefill(policy: ContextAware, rng: np.random.Generator, step: int, n_ahead: int = 1):
     """The events of one part of a prompt; returns what it used, [L, E], the last layer by the
     look-ahead."""
     shape = policy.shape
@@ -188,9 +183,9 @@ def test_an_answer_beside_a_prompt_counts_for_itself_and_has_no_gate_sums():
         policy.decide(event, make_view(shape, resident), make_decision(shape))
     told(policy, resident, starts=(0, 1))
     for sequence, tokens in ((0, 5), (1, 1)):
-        use = policy.use._of[sequence]
-        assert use.counts.sum(axis=1).tolist() == [4 * tokens] * 4
-        assert bool(use.gates.any()) == (sequence == 0)
+        counts, gates = policy.use._of[sequence]
+        assert counts.sum(axis=1).tolist() == [4 * tokens] * 4
+        assert bool(gates.any()) == (sequence == 0)
 
 
 def test_a_failed_step_counts_nothing_and_a_new_sequence_begins_anew():
@@ -203,10 +198,10 @@ def test_a_failed_step_counts_nothing_and_a_new_sequence_begins_anew():
     assert policy.hotness == pytest.approx(4 * once / once.sum(axis=1, keepdims=True))
     other = prefill(policy, rng, 2)
     told(policy, resident, starts=(1,))  # beside the first one, they add up
-    assert policy.use.counts == pytest.approx(once + other)
+    assert policy.use.sums[0] == pytest.approx(once + other)
     third = prefill(policy, rng, 3)
     told(policy, resident, ends=(0, 1), starts=(2,))
-    assert policy.use.counts == pytest.approx(third)
+    assert policy.use.sums[0] == pytest.approx(third)
     both = once + other + third
     assert policy.hotness == pytest.approx(4 * both / both.sum(axis=1, keepdims=True))
 
@@ -234,7 +229,7 @@ def test_every_expert_moves_once_and_slots_suffice(seed: int, hot: int, bits: fl
     if odd:  # its last layer has pools of its own
         larger = tuple({kind: 2 * size for kind, size in tier.items()} for tier in shape.slots[0])
         shape = ModelShape(16, 4, TIERS, (*shape.slots[:-1], larger))
-    policy = Context(shape, Context.Settings(hot_experts=hot, near_bits=bits))
+    policy = ContextAware(shape, ContextAware.Settings(hot_experts=hot, near_bits=bits))
     plan = policy.plan(1 << 40)
     resident = np.zeros((4, 16), np.uint8)
     for layer, expert, tier in policy.start():

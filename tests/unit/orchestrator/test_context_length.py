@@ -9,9 +9,8 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError
 from orchestrator.memory import plan as planning
-from orchestrator.memory.context_length import SHARE, longest_affordable
-from orchestrator.memory.hardware import Machine
-from orchestrator.memory.plan import plan_memory
+from orchestrator.memory.machine import Machine
+from orchestrator.memory.plan import SHARE, longest_affordable, plan_memory
 
 MIB = 2**20
 
@@ -84,14 +83,3 @@ def test_a_policy_without_room_beside_it_gets_the_least_context(model, monkeypat
 def test_a_context_that_was_asked_for_is_that(model):
     assert plan_in(model, 400 * MIB, ctx=512).n_ctx == 512
     assert plan_in(model, 64 * 2**30, ctx=4096).n_ctx == 4096
-
-
-def test_the_mode_line_says_it(model, library):
-    from orchestrator.engine.engine import Engine
-
-    with Engine.open(Config.build(model=model.path, ctx=512)) as engine:
-        assert engine.mode.endswith(", context 512")
-    with Engine.open(
-        Config.build(model=model.path, ctx=768, policy="lru", force_managed=True)
-    ) as engine:
-        assert engine.mode.endswith(", context 768")

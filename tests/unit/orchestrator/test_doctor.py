@@ -15,13 +15,17 @@ from gguf_tools.process import usable_cores
 from orchestrator.cli import doctor
 from orchestrator.cli.doctor import examine, misses_line, render
 from orchestrator.config import Config
-from orchestrator.cost.disk import Bandwidth
-from orchestrator.cost.kept_disk import kept_reading
-from orchestrator.cost.timings import DISTURBED
+from orchestrator.cost import planner
+from orchestrator.cost.disk import Bandwidth, kept_bandwidth
+from orchestrator.cost.speeds import DISTURBED
 from orchestrator.errors import BudgetError, ConfigError
-from orchestrator.memory.accelerator import has_gpu_support
 from orchestrator.memory.footprint import device_shape
-from orchestrator.memory.hardware import Device, Machine, more_than_there, too_many_threads
+from orchestrator.memory.machine import (
+    Device,
+    Machine,
+    more_than_there,
+    too_many_threads,
+)
 from orchestrator.memory.plan import plan_memory
 from orchestrator.native import Bandwidths
 from orchestrator.native.llama import Bindings
@@ -62,14 +66,14 @@ def test_predictions_go_by_the_disk_that_plans_go_by(
     def predictor(*told: Any, **_: Any) -> None:
         raise Predicted(told[3].bytes_per_s)
 
-    monkeypatch.setattr(doctor, "Predictor", predictor)
+    monkeypatch.setattr(planner, "TimeModel", predictor)
     for found, stands in ((1e9, 1e9), (3e9, 3e9), (2e9, 3e9)):
         measured = Bandwidth(found, True, 4096)
         monkeypatch.setattr(doctor, "read_bandwidth", lambda *_, disk=measured, **__: disk)
         with pytest.raises(Predicted) as seen:
             examine(config)
         with ExpertModel.open(model) as opened:
-            kept = kept_reading(opened, config).bytes_per_s
+            kept = kept_bandwidth(opened, config).bytes_per_s
         assert seen.value.args[0] == kept == pytest.approx(stands)
 
 
@@ -81,7 +85,7 @@ def test_what_does_not_fit_is_said_instead_of_a_plan(model: Path) -> None:
     pytest.importorskip("llama_cpp.llama_cpp")
     assert "is more than" in render(examine(Config.build(model=model, device="cpu", ram=1 << 50)))
     health = examine(Config.build(model=model, device="cpu", ram=1 * MIB))
-    assert health.plan is None
+    assert health.runs is None
     assert "smallest --ram that works" in render(health)
 
 
@@ -90,7 +94,7 @@ def test_copies_to_a_device_are_timed(model: Path) -> None:
     health = examine(Config.build(model=model, device="host", threads=1, force_managed=True))
     assert health.gpu is not None and health.copies is not None
     assert health.copies.pageable > 0
-    assert health.plan is not None and health.plan.device is not None
+    assert health.runs is not None and health.runs.plan.device is not None
     text = render(health)
     assert "there and back" in text and "all are copied: host memory cannot be pinned" in text
 
@@ -160,7 +164,7 @@ def test_a_device_that_is_not_here(model: Path) -> None:
     from orchestrator.engine.engine import Engine
 
     for asked, named in (("cuda63", "cuda63"), ("gpu", "cuda0")):
-        if named == "cuda0" and has_gpu_support(Bindings.load()):
+        if named == "cuda0" and Bindings.load().api.llama_supports_gpu_offload():
             continue
         with pytest.raises(ConfigError, match=f"--device {named}: "):
             Engine.open(Config.build(model=model, device=asked))

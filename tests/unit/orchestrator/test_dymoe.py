@@ -10,14 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import in_one_step, make_decision, make_event, make_shape, make_view, prefetches
 
-from orchestrator.allocation.importance import gate_critical, gate_order
-from orchestrator.allocation.retention import solve
+from orchestrator.allocation.critical import gate_order
 from orchestrator.allocation.slots import Rules
 from orchestrator.errors import PolicyError
 from orchestrator.events import ABSENT, SKIP, DecisionBuffer, Phase
 from orchestrator.policy import known_policies, policy_class
-from orchestrator.policy.base import Callback
-from orchestrator.policy.dymoe import DyMoE
+from orchestrator.policy.dymoe import DyMoE, gate_critical, solve
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -126,21 +124,27 @@ def test_prefill_follows_the_heavy_hitters(
 
 
 @settings(deadline=None)
-@given(SEEDS, st.integers(0, 3), st.integers(1, 2))
-def test_decode_prefetch(seed: int, layer: int, n_ahead: int) -> None:
+@given(
+    SEEDS, st.integers(0, 3), st.integers(1, 2), st.sampled_from(["all", "critical", "skip", "off"])
+)
+def test_decode_prefetch(seed: int, layer: int, n_ahead: int, how: str) -> None:
+    """Eq. 8: the top t_l; the ranks below in the low tier, unless the paper's form is asked for."""
     rng = np.random.default_rng(seed)
-    shape = make_shape()
-    policy = DyMoE(shape, DyMoE.Settings(retention=0.6))
+    shape = make_shape(tiers=("q4_k",) if how == "skip" else ("q4_k", "q2_k"))
+    prefetch = "off" if how == "off" else "auto"
+    asked = DyMoE.Settings(retention=0.6, prefetch_low=how != "critical", prefetch=prefetch)
+    policy = DyMoE(shape, asked, Rules(skip=how == "skip"))
     event = make_event(shape, rng, layer=layer, n_ahead=n_ahead)
     out = make_decision(shape)
     policy.decide(event, make_view(shape), out)
     expected = []
     for ahead in range(n_ahead):
-        target = layer + 1 + ahead
-        for rank, expert in enumerate(event.ahead_ids_array[ahead, 0].tolist()):
-            tier = 0 if rank < policy.critical[target] else 1
-            expected.append((target, expert, tier, 0))
-    assert prefetches(out) == expected
+        t = policy.critical[layer + 1 + ahead]
+        experts = event.ahead_ids_array[ahead, 0].tolist()
+        expected += [(layer + 1 + ahead, expert, 0, 0) for expert in experts[:t]]
+        if how == "all":
+            expected += [(layer + 1 + ahead, expert, 1, 0) for expert in experts[t:]]
+    assert prefetches(out) == ([] if how == "off" else expected)
 
 
 @settings(deadline=None)
@@ -246,38 +250,12 @@ def test_one_token_of_a_prompt_is_decided_by_its_gates() -> None:
     assert {expert: out.tier[expert] for expert in expected} == expected
 
 
-def test_skip_prefetches_only_critical_ones() -> None:
-    shape = make_shape(tiers=("q4_k",))
-    policy = DyMoE(shape, DyMoE.Settings(retention=0.5), Rules(skip=True))
-    event = make_event(shape, np.random.default_rng(0), layer=3, n_ahead=1)
-    out = make_decision(shape)
-    policy.decide(event, make_view(shape), out)
-    wanted = event.ahead_ids_array[0, 0, : policy.critical[4]].tolist()
-    assert [item[1] for item in prefetches(out)] == wanted
-
-
-def test_prefill_prefetch_counts_tokens() -> None:
-    shape = make_shape()
-    policy = DyMoE(shape, DyMoE.Settings())
-    policy.plan(sum(4 * shape.expert_slot_bytes(0, tier) * 6 for tier in (0, 1)))
-    event = make_event(shape, np.random.default_rng(5), 64, phase=Phase.PREFILL, n_ahead=1)
-    resident = np.full((shape.n_layers, shape.n_expert), ABSENT, np.uint8)
-    resident[1, 3] = 0
-    out = make_decision(shape)
-    policy.decide(event, make_view(shape, resident), out)
-    counts = {e: int((event.ahead_ids_array[0] == e).sum()) for e in range(16) if e != 3}
-    chosen = [item[1] for item in prefetches(out) if item[1] != 3]
-    assert 0 < len(chosen) < 15
-    assert min(counts[e] for e in chosen) >= max(counts[e] for e in counts if e not in chosen)
-
-
-def test_prefetch_can_be_off() -> None:
+def test_a_prompts_prefetch_can_be_off() -> None:
     shape = make_shape()
     policy = DyMoE(shape, DyMoE.Settings(prefetch="off"))
     out = make_decision(shape)
-    for phase in Phase:
-        event = make_event(shape, np.random.default_rng(0), 2, phase=phase, n_ahead=1)
-        policy.decide(event, make_view(shape), out)
+    event = make_event(shape, np.random.default_rng(0), 2, phase=Phase.PREFILL, n_ahead=1)
+    policy.decide(event, make_view(shape), out)
     assert prefetches(out) == []
 
 
@@ -314,7 +292,7 @@ def test_unknown_policy_lists_the_known() -> None:
 def test_lru_needs_no_python() -> None:
     shape = make_shape()
     policy = policy_class("lru")(shape)
-    assert policy.wants.callback is Callback.NEVER
+    assert policy.wants.asked_in == ()
     out = make_decision(shape)
     policy.decide(make_event(shape, np.random.default_rng(0)), make_view(shape), out)
     assert not any(out.tier)
@@ -340,21 +318,6 @@ def test_a_share_that_the_schedule_cannot_reach_is_said() -> None:
     # what may change between two tokens is said as well
     assert policy.change("retention", 0.5)
     assert "no less" not in policy.describe()
-
-
-def test_the_paper_loads_the_critical_ones_alone() -> None:
-    """Eq. 8: the top t_l; otherwise the ranks below are asked for in the low tier."""
-    shape = make_shape()
-    for low_too in (True, False):
-        policy = DyMoE(shape, DyMoE.Settings(retention=0.75, prefetch_low=low_too))
-        event = make_event(shape, np.random.default_rng(1), layer=4, n_ahead=1)
-        out = make_decision(shape)
-        policy.decide(event, make_view(shape), out)
-        t, ids = policy.critical[5], event.ahead_ids[0].tolist()
-        assert 0 < t < 4
-        wanted = [(5, expert, 0, 0) for expert in ids[:t]]
-        wanted += [(5, expert, 1, 0) for expert in ids[t:] if low_too]
-        assert prefetches(out) == wanted
 
 
 def test_missing_ones_are_lowered_in_the_place_of_the_lowest_gates() -> None:

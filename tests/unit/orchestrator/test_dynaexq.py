@@ -16,7 +16,7 @@ from gguf_tools.units import format_size
 from orchestrator.allocation.slots import ModelShape, Rules
 from orchestrator.errors import BudgetError, PolicyError
 from orchestrator.events import Phase, StepReport
-from orchestrator.policy.base import Callback
+from orchestrator.policy.base import Learns
 from orchestrator.policy.dymoe import DyMoE
 from orchestrator.policy.dynaexq import HIGH, LOW, DynaExq, ExpertState, least_resident_bytes
 from orchestrator.policy.lru import LRU
@@ -50,11 +50,11 @@ def draw(rng: np.random.Generator, shares: np.ndarray, k: int) -> np.ndarray:
 def test_it_counts_and_needs_no_callback() -> None:
     shape = make_shape()
     policy, _ = make(shape)
-    assert policy.wants.counts and policy.learns
-    assert policy.wants.callback is Callback.NEVER
+    assert policy.wants.counts and isinstance(policy, Learns)
+    assert policy.wants.asked_in == ()
     assert policy.wants.default_tier == LOW
     for other in (LRU, DyMoE):
-        assert not other.wants.counts and other(shape).hotness is None
+        assert not other.wants.counts and not issubclass(other, Learns)
 
 
 @pytest.mark.parametrize(

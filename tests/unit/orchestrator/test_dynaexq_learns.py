@@ -7,7 +7,7 @@ from plain_store import PlainStore, expert_bytes, make, report
 from shapes import make_decision, make_event, make_shape, make_view
 
 from orchestrator.events import Phase
-from orchestrator.policy.base import Callback
+from orchestrator.policy.base import EVERY_STEP
 from orchestrator.policy.dynaexq import HIGH, LOW, ExpertState
 
 LO = ExpertState.LO
@@ -77,7 +77,7 @@ def test_too_small_for_all_low_means_caching() -> None:
     shape = make_shape(n_layers=2, n_expert=8)
     policy, plan = make(shape, expert_bytes(shape, LOW) // 2, hot_experts=0)
     assert policy.caching
-    assert policy.wants.callback is Callback.NEVER
+    assert policy.wants.asked_in == ()
     assert "dynaexq q2_k, caching" in policy.describe()
     assert plan.total_bytes <= expert_bytes(shape, LOW) // 2
     kept = policy.cached.tolist()
@@ -93,7 +93,7 @@ def test_the_hot_set_is_high_while_caching() -> None:
     shape = make_shape(n_layers=2, n_expert=24, k=1)
     policy, plan = make(shape, int(0.9 * expert_bytes(shape, LOW)))
     n = int(policy.capacity[0])
-    assert policy.caching and n > 0 and policy.wants.callback is Callback.ALWAYS
+    assert policy.caching and n > 0 and policy.wants.asked_in == EVERY_STEP
     assert f"caching {n} high and" in policy.describe()
     assert policy.report()["high_per_layer"] == [n, n]
     assert plan.groups[plan.group_of[0, 0, HIGH]].n_slots == n

@@ -21,10 +21,8 @@ from orchestrator.engine.driver import Driver
 from orchestrator.engine.engine import Engine, Sampling
 from orchestrator.engine.store_layout import store_spec
 from orchestrator.errors import ConfigError, NativeError
-from orchestrator.memory import hardware
-from orchestrator.memory.hardware import Machine
+from orchestrator.memory.machine import Machine, Probe
 from orchestrator.memory.plan import plan_memory
-from orchestrator.memory.probe import Probe
 from orchestrator.native import Misses
 
 END = 0
@@ -140,12 +138,12 @@ def opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine
     for module, name, fake in (
         (planner_module, "Bindings", FakeBindings),
         (load_module, "Model", FakeModel),
-        (load_module, "Context", FakeContext),
+        (load_module, "LlamaContext", FakeContext),
         (engine_module, "SamplerChain", FakeChain),
     ):
         monkeypatch.setattr(module, name, fake)
     machine = Machine(2**34)
-    monkeypatch.setattr(hardware, "probe", lambda _device: machine)
+    monkeypatch.setattr(planner_module, "probe", lambda _device: machine)
     monkeypatch.setattr(Probe, "_measured", lambda *_: None)
     monkeypatch.setattr(load_module.Loader, "_checked", lambda _self, _plan: nullcontext())
     config = Config.build(model=path, policy="plain", ctx=64, ubatch=8, threads=1)
@@ -336,9 +334,9 @@ def test_eval(opened: tuple[Engine, FakeContext]) -> None:
 
 def test_begin_token_stands_once(opened: tuple[Engine, FakeContext]) -> None:
     engine, _ = opened
-    engine._loaded.template.render = lambda messages: "<s>hi"  # type: ignore[method-assign]
+    engine._template.render = lambda messages: "<s>hi"  # type: ignore[method-assign]
     assert engine.render_chat([]) == list(b"<s>hi")
-    engine._loaded.template.render = lambda messages: "hi"  # type: ignore[method-assign]
+    engine._template.render = lambda messages: "hi"  # type: ignore[method-assign]
     assert engine.render_chat([]) == [1, *b"hi"]
     assert engine.tokenize("hi") == [1, *b"hi"]
     assert engine.tokenize("hi", special=False) == list(b"hi")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gguf_tools import synthetic
@@ -12,8 +13,8 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, MoeEdgeError, PolicyError
 from orchestrator.memory.choice import check_unused
-from orchestrator.memory.hardware import Machine
 from orchestrator.memory.layouts import wants_own_layout
+from orchestrator.memory.machine import Machine
 from orchestrator.memory.plan import MemoryPlan, plan_memory
 
 
@@ -47,7 +48,7 @@ def test_the_plain_path_repacks_nothing(model: Path) -> None:
 def test_experts_are_in_one_precision(policy: str | None, model: Path) -> None:
     _, plan = planned(model, policy=policy, expert_ram=1 << 20)
     assert plan.tiers == (0,) and not plan.skip
-    assert plan.policy is not None and plan.policy.asked_shares() == (1.0,)
+    assert plan.policy is not None and (plan.policy.asked_mix(np.ones((1, 1))) == 1.0).all()
     for name, value in (plan.policy.precisions.lossless or {}).items():
         assert getattr(plan.policy.settings, name) == value
 

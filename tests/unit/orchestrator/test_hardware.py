@@ -6,8 +6,8 @@ from pathlib import Path
 
 import psutil
 
-from orchestrator.memory import hardware
-from orchestrator.memory.hardware import Machine, probe
+from orchestrator.memory import machine
+from orchestrator.memory.machine import Machine, probe
 
 
 def test_headroom() -> None:
@@ -35,7 +35,7 @@ def test_cgroup_version_1(tmp_path: Path) -> None:
     write_group(tmp_path / "memory", names, "5000", 4000, stat)
     proc = tmp_path / "cgroup"
     proc.write_text("5:cpu,cpuacct:/x\n4:memory:/a/b\n")
-    assert hardware._cgroup_limits(tmp_path, proc) == [(1000, 380), (5000, 3880)]
+    assert machine._cgroup_limits(tmp_path, proc) == [(1000, 380), (5000, 3880)]
 
 
 def test_cgroup_version_2(tmp_path: Path) -> None:
@@ -44,8 +44,8 @@ def test_cgroup_version_2(tmp_path: Path) -> None:
     write_group(tmp_path / "s.slice", names, "2000", 300, "active_file 50\ninactive_file 50\n")
     proc = tmp_path / "cgroup"
     proc.write_text("0::/s.slice/u\n")
-    assert hardware._cgroup_limits(tmp_path, proc) == [(2000, 200)]
+    assert machine._cgroup_limits(tmp_path, proc) == [(2000, 200)]
 
 
 def test_no_cgroups(tmp_path: Path) -> None:
-    assert hardware._cgroup_limits(tmp_path, tmp_path / "missing") == []
+    assert machine._cgroup_limits(tmp_path, tmp_path / "missing") == []

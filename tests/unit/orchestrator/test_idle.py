@@ -15,7 +15,7 @@ from orchestrator.allocation.slots import ModelShape
 from orchestrator.cache.profile import UsageKeeper, cached_path
 from orchestrator.config import Config
 from orchestrator.engine.driver import Driver, PlainDriver
-from orchestrator.engine.idle import Idle
+from orchestrator.engine.idle import Idle, likely
 from orchestrator.events import ABSENT
 from orchestrator.policy import POLICIES
 
@@ -112,7 +112,7 @@ def test_the_likeliest_come_first_by_their_share_of_the_layer() -> None:
     resident = np.full((2, 4), ABSENT, np.uint8)
     resident[0, 1] = 0
     used = np.array([[10.0, 90, 0, 0], [1, 1, 8, 0]])
-    asked = policy.likely(resident, used)
+    asked = likely(policy.wants, resident, used)
     assert asked[:4] == [(1, 2, 0), (0, 0, 0), (1, 0, 0), (1, 1, 0)]
     assert asked[4:] == [(0, 2, 0), (0, 3, 0), (1, 3, 0)]
 
@@ -122,9 +122,9 @@ def test_one_order_over_all_layers_gets_whole_layers() -> None:
     resident = np.full((2, 4), ABSENT, np.uint8)
     resident[0, 1] = 0
     used = np.array([[10.0, 90, 0, 20], [1, 1, 8, 0]])
-    asked = [expert for _, expert, _ in policy.likely(resident, used)]
+    asked = [expert for _, expert, _ in likely(policy.wants, resident, used)]
     assert asked == [3, 0, 2, 2, 0, 1, 3]
-    assert [each[0] for each in policy.likely(resident, used)] == [0, 0, 0, 1, 1, 1, 1]
+    assert [each[0] for each in likely(policy.wants, resident, used)] == [0, 0, 0, 1, 1, 1, 1]
 
 
 def test_a_policy_that_keeps_every_expert_asks_for_none() -> None:
@@ -132,7 +132,7 @@ def test_a_policy_that_keeps_every_expert_asks_for_none() -> None:
     policy = POLICIES["dynaexq"](ModelShape(4, 2, ("q4_k", "q2_k"), slots))
     policy.plan(2 * 4 * 3 * 40)
     assert policy.wants.all_resident
-    assert policy.likely(np.full((2, 4), ABSENT, np.uint8), np.ones((2, 4))) == ()
+    assert likely(policy.wants, np.full((2, 4), ABSENT, np.uint8), np.ones((2, 4))) == ()
 
 
 def test_the_driver_adds_this_run_to_the_earlier_ones() -> None:
@@ -143,7 +143,7 @@ def test_the_driver_adds_this_run_to_the_earlier_ones() -> None:
     driver._idle.wait()
     assert store.read[:4] == [(1, 3, 0), (0, 1, 0), (0, 2, 0), (0, 3, 0)]
     assert not store.cancelled  # by an answer that was stopped
-    driver.attend()
+    driver.end_idle()
 
 
 def test_full_slots_are_left_alone() -> None:
@@ -153,7 +153,7 @@ def test_full_slots_are_left_alone() -> None:
     driver.idle(None)
     assert not store.begun.acquire(timeout=0.1)
     PlainDriver().idle(None)  # which has nothing to read
-    PlainDriver().attend()
+    PlainDriver().end_idle()
 
 
 @pytest.fixture

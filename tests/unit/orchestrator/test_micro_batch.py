@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,10 +14,9 @@ from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
-from orchestrator.memory.footprint import compute_bytes
-from orchestrator.memory.hardware import Device, Machine
-from orchestrator.memory.micro_batch import SIZES, best_plan, read_per_prompt_token
-from orchestrator.memory.plan import MemoryPlan, plan_memory
+from orchestrator.memory.footprint import SIZES, compute_bytes
+from orchestrator.memory.machine import Device, Machine
+from orchestrator.memory.plan import MemoryPlan, _Ways, plan_memory, read_per_prompt_token
 
 MIB = 2**20
 
@@ -24,17 +24,36 @@ MIB = 2**20
 class Laid(NamedTuple):
     n_ubatch: int
     absent_bytes: int
+    n_ctx: int = 8192
+    prompt_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Played(_Ways):
+    """Each token takes so much scratch from slots, of which there is room for some."""
+
+    absent: int = 0
+    per_token: int = 0
+    most: int = 10**15
+    tried: list[int] = field(default_factory=list)
+
+    def room(self, n_ctx: int, *_: Any) -> Any:
+        return None
+
+    def plan(self, room: Any, prompts: int) -> Any:
+        n = self.config.ubatch
+        self.tried.append(n)
+        if n * self.per_token > self.most:
+            raise BudgetError("", 0)
+        return Laid(n, self.absent + n * self.per_token)
 
 
 def laid_out(absent: int, per_token: int, room: int = 10**15) -> tuple[Laid, list[int]]:
-    """What is chosen where each token takes so much scratch from slots, and the sizes tried."""
-    tried: list[int] = []
-
-    def plan_of(n: int) -> Laid | None:
-        tried.append(n)
-        return Laid(n, absent + n * per_token) if n * per_token <= room else None
-
-    return best_plan(Laid(512, absent + 512 * per_token), plan_of, 1 / 16), tried
+    """What is chosen, and the sizes tried."""
+    model = SimpleNamespace(n_expert_used=1, n_expert=16)
+    config = Config.build(model="m", ubatch=512)
+    ways = Played(config, model, Machine(0), 0, None, None, {}, absent, per_token, room)
+    return ways.with_micro_batch(Laid(512, absent + 512 * per_token)), ways.tried
 
 
 def test_what_is_read_for_a_token_of_a_prompt() -> None:
@@ -62,9 +81,10 @@ def test_more_that_is_absent_makes_them_larger_and_more_scratch_smaller() -> Non
 
 
 def test_what_has_no_room_is_not_chosen() -> None:
+    """What was chosen is planned again, since its policy is as another size needed it."""
     assert laid_out(10**11, 200_000, room=1024 * 200_000) == (
         Laid(1024, 10**11 + 204_800_000),
-        [1024, 2048],
+        [1024, 2048, 1024],
     )
 
 

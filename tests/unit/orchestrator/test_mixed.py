@@ -14,7 +14,7 @@ from orchestrator.allocation.pools import Places, TierPools
 from orchestrator.allocation.slots import ModelShape, Rules
 from orchestrator.errors import BudgetError, PolicyError
 from orchestrator.events import Phase, StepReport
-from orchestrator.policy.base import Callback, TierOffer
+from orchestrator.policy.base import TierOffer
 from orchestrator.policy.mixed import Mixed, exchanges, moves, nominal, slot_sizes, weights
 
 
@@ -67,9 +67,7 @@ def test_the_plan_keeps_the_budget_and_wastes_less_than_an_expert(odd: bool, ten
     assert all(n <= group.n_slots for n, group in zip(used, plan.groups, strict=True))
     assert lost(policy.weighted, tiers) <= before
     assert (
-        policy.wants.callback is Callback.NEVER
-        and policy.wants.all_resident
-        and policy.wants.default_tier == 4
+        policy.wants.asked_in == () and policy.wants.all_resident and policy.wants.default_tier == 4
     )
 
 
@@ -99,7 +97,7 @@ def test_the_best_tier_is_one_above_what_fits_where_slots_are_dear() -> None:
             part = tuple(tuple(each[at] for at in tiers) for each in shape.slots)
             return ModelShape(n_expert, 4, tuple(TIERS[at] for at in tiers), part)
 
-        return Mixed.high_tier(TierOffer(TIERS, of, budget * n_expert // N_EXPERT))
+        return Mixed.precisions.high(TierOffer(TIERS, of, budget * n_expert // N_EXPERT))
 
     sizes = [shape.all_slot_bytes(tier) for tier in range(5)]
     assert [offered(size, N_EXPERT) for size in sizes] == [0, 0, 1, 1, 3]

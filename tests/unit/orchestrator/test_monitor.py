@@ -6,13 +6,13 @@ from itertools import pairwise
 
 import pytest
 
-from orchestrator.allocation.monitor import (
+from orchestrator.allocation.look_ahead import (
     BLOCK_STEPS,
     FIRST_STEPS,
     LONGEST_STEPS,
     PERIOD_STEPS,
     Monitor,
-    Prediction,
+    PredictionScore,
 )
 
 TRIAL_STEPS = 4 * BLOCK_STEPS
@@ -62,11 +62,15 @@ def test_a_few_slow_steps_decide_nothing() -> None:
     assert monitor.pays
 
 
-def test_prediction_counts() -> None:
-    seen = Prediction(3)
-    seen.expect(1, [4, 5])
-    seen.observe(1, [5, 6, 7])
+def test_recall_and_precision() -> None:
+    """FIRM-MoE's eq. 7 and 8. Of layer 0 two of the four in use were expected, and two of the three
+    expected are used. Nothing was expected of layer 1, and what was of layer 2 is not seen."""
+    seen = PredictionScore(4)
+    for layer, expected, used in ((0, [5, 2, 7], [2, 7, 8, 9]), (1, [], [1, 2])):
+        seen.expect(layer, expected)
+        seen.observe(layer, used)
     seen.expect(2, [1])
-    seen.observe(1, [1])  # not the layer that was predicted
-    assert seen.precision() == [None, 1 / 2, None]
-    assert seen.recall() == [None, 1 / 3, None]
+    seen.observe(3, [1])  # another layer than the one of which something was expected
+    assert seen.recall() == [0.5, 0.0, None, None]
+    assert seen.precision() == [pytest.approx(2 / 3), None, None, None]
+    assert seen.size() == [3.0, 0.0, None, None]

@@ -19,7 +19,7 @@ from orchestrator.engine.driver import Driver
 from orchestrator.errors import PolicyError
 from orchestrator.events import Phase, StepReport
 from orchestrator.policy.base import WaitsBeforeAnswer
-from orchestrator.policy.context import Context
+from orchestrator.policy.context import ContextAware
 
 TIERS = ("q8_0", "q4_k", "q3_k", "q2_k", "q1_0")
 BITS = (8.5, 4.5, 3.44, 2.63, 1.13)
@@ -34,25 +34,29 @@ def five_tiers(odd: bool = False) -> ModelShape:
     return ModelShape(N_EXPERT, 4, TIERS, layers, BITS)
 
 
-def make(shape: ModelShape, **options: object) -> Context:
-    policy = Context(shape, Context.Settings(near_slots="shared", **options))
+def make(shape: ModelShape, **options: object) -> ContextAware:
+    policy = ContextAware(shape, ContextAware.Settings(near_slots="shared", **options))
     policy.plan(1 << 40)
     return policy
 
 
-def told(policy: Context, phase: Phase, resident: np.ndarray, target: np.ndarray, **more: object):
+def told(
+    policy: ContextAware, phase: Phase, resident: np.ndarray, target: np.ndarray, **more: object
+):
     counts = np.zeros(resident.shape, np.uint32)
     return policy.step_done(StepReport(phase, 1, 1.0, counts, resident, target, **more))
 
 
-def prefill(policy: Context, rng: np.random.Generator, step: int, resident: np.ndarray) -> None:
+def prefill(
+    policy: ContextAware, rng: np.random.Generator, step: int, resident: np.ndarray
+) -> None:
     for layer in range(N_LAYERS):
         event = make_event(policy.shape, rng, 6, layer, Phase.PREFILL)
         event.step = step
         policy.decide(event, make_view(policy.shape, resident), make_decision(policy.shape))
 
 
-def placed(policy: Context) -> np.ndarray:
+def placed(policy: ContextAware) -> np.ndarray:
     tiers = np.zeros((N_LAYERS, N_EXPERT), np.uint8)
     for layer, expert, tier in policy.start():
         tiers[layer, expert] = tier
@@ -60,14 +64,15 @@ def placed(policy: Context) -> np.ndarray:
 
 
 def test_one_group_of_slots_holds_all_near_tiers_and_each_is_of_the_largest():
-    policy = Context(five_tiers(), Context.Settings(near_slots="shared", hot_experts=4))
+    policy = ContextAware(five_tiers(), ContextAware.Settings(near_slots="shared", hot_experts=4))
     plan = policy.plan(1 << 40)
     for kind in (0, 1, 3):
         near = {plan.group_of[layer, kind, tier] for layer in range(4) for tier in range(1, 5)}
         assert len(near) == 1 and plan.group_of[0, kind, 0] not in near
         assert plan.groups[near.pop()].slot_bytes == 3 * 4096
-    fewer = Context(
-        five_tiers(), Context.Settings(near_slots="shared", hot_experts=4, near_tiers="q2_k,q1_0")
+    fewer = ContextAware(
+        five_tiers(),
+        ContextAware.Settings(near_slots="shared", hot_experts=4, near_tiers="q2_k,q1_0"),
     )
     plan = fewer.plan(1 << 40)
     assert plan.groups[plan.group_of[0, 0, 4]].slot_bytes == 2 * 4096
@@ -100,10 +105,10 @@ def test_the_bits_follow_the_losses_and_the_use():
 
 def test_slots_of_their_own_have_the_counts_of_like_experts():
     """No loss table changes that, so that none is asked for."""
-    own = Context(five_tiers(), Context.Settings(hot_experts=4))
+    own = ContextAware(five_tiers(), ContextAware.Settings(hot_experts=4))
     own.plan(1 << 40)
     before_losses = placed(own)
-    assert not own.weighs_losses and make(five_tiers(), hot_experts=4).weighs_losses
+    assert not own.losses_matter and make(five_tiers(), hot_experts=4).losses_matter
     losses = np.sort(np.random.default_rng(4).random((N_LAYERS, N_EXPERT, 5)), axis=2)
     before = own.report()["near_per_layer"]
     own.set_losses(losses)
@@ -117,7 +122,9 @@ def test_real_bits_stand_beside_the_nominal_ones():
     text = make(five_tiers(), hot_experts=4).describe()
     assert "q4_k (4.50 bits), q3_k (3.44 bits), q2_k (2.63 bits), q1_0 (1.13 bits)" in text
     assert "3 nominal bits" in text
-    own = Context(five_tiers(), Context.Settings(near_tiers="q2_k", near_bits=2.0, hot_experts=4))
+    own = ContextAware(
+        five_tiers(), ContextAware.Settings(near_tiers="q2_k", near_bits=2.0, hot_experts=4)
+    )
     own.plan(1 << 40)
     assert "12 q2_k (2.63 bits)" in own.describe()
 
@@ -127,7 +134,7 @@ def test_a_device_has_no_such_slots():
     with pytest.raises(PolicyError, match="--near-slots shared needs slots in host memory"):
         make(shape)
     make(shape, near_tiers="q2_k", near_bits=2.0)  # there is nothing to share
-    Context(shape).plan(1 << 40)
+    ContextAware(shape).plan(1 << 40)
 
 
 @settings(max_examples=12, deadline=None)
@@ -143,13 +150,13 @@ def test_every_expert_moves_once_in_shared_slots(
 ):
     """From one placement to the next, with reads that take several steps each."""
     rng, shape = np.random.default_rng(seed), five_tiers(odd)
-    asked = Context.Settings(
+    asked = ContextAware.Settings(
         hot_experts=hot,
         near_bits=bits,
         near_slots="shared",
         placement="wait" if waits else "async",
     )
-    policy = Context(shape, asked)
+    policy = ContextAware(shape, asked)
     plan = policy.plan(1 << 40)
     policy.set_losses(np.sort(rng.random((N_LAYERS, N_EXPERT, 5)) ** 3, axis=2))
     resident = placed(policy)
@@ -200,9 +207,9 @@ def test_only_a_policy_that_waits_settles():
         prefill(policy, rng, 1, resident)
         told(policy, Phase.PREFILL, resident, resident, starts=(0,))
         assert bool(policy.before_answer(resident, resident)) == waits
-    slow = Context(shape, Context.Settings(placement="wait", transition_rate=5))
+    slow = ContextAware(shape, ContextAware.Settings(placement="wait", transition_rate=5))
     assert slow.wants.transition_rate == 0
-    assert Context(shape, Context.Settings(transition_rate=5)).wants.transition_rate == 5
+    assert ContextAware(shape, ContextAware.Settings(transition_rate=5)).wants.transition_rate == 5
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -21,7 +21,7 @@ from orchestrator.memory.footprint import (
     scratch_bytes,
     step_tokens,
 )
-from orchestrator.memory.hardware import Machine
+from orchestrator.memory.machine import Machine
 from orchestrator.memory.plan import MemoryPlan, plan_memory
 from orchestrator.settings import parse_size
 

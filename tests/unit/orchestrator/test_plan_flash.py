@@ -9,7 +9,7 @@ import pytest
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
-from orchestrator.memory.hardware import Device, Machine
+from orchestrator.memory.machine import Device, Machine
 from orchestrator.memory.plan import MemoryPlan, plan_memory
 
 CTX, BATCH = 2048, 512  # all that the model was made for

@@ -13,7 +13,7 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.memory.footprint import PROMPT_SHARE, part_bytes
-from orchestrator.memory.hardware import Machine
+from orchestrator.memory.machine import Machine
 from orchestrator.memory.plan import MemoryPlan, plan_memory
 
 MIB = 2**20

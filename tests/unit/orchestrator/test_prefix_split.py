@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from orchestrator.allocation.prefix_split import prefix_split
+from orchestrator.allocation.placement import prefix_split
 from orchestrator.errors import PolicyError
 
 PAPER = (4, 3, 2, 1)

@@ -10,8 +10,8 @@ import pytest
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, GGMLType
 from orchestrator.engine.store_layout import spec_for, store_layers
-from orchestrator.memory.accelerator import with_product_times
 from orchestrator.memory.footprint import device_shape
+from orchestrator.memory.layouts import with_product_times
 from orchestrator.native import Library, Misses, ProductTime, StoreSpec, measure_product
 from orchestrator.policy import POLICIES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.config import Config, Sampling
-from orchestrator.engine.sampling import StopTexts
+from orchestrator.engine.texts import StopTexts
 from orchestrator.errors import SettingError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.engine.template import ChatTemplate
+from orchestrator.engine.texts import ChatTemplate
 from orchestrator.errors import MoeEdgeError
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi {{ x }}"}]

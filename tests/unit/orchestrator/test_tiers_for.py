@@ -14,7 +14,7 @@ from gguf_tools.quantize.tiers import parse_types
 from orchestrator.cli.main import cli
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError
-from orchestrator.memory.hardware import Machine
+from orchestrator.memory.machine import Machine
 from orchestrator.memory.plan import plan_memory
 from orchestrator.memory.tiers_for import tiers_for
 

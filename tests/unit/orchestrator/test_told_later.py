@@ -10,9 +10,10 @@ import pytest
 from shapes import make_shape
 from test_near_slots import five_tiers
 
-from orchestrator.allocation.estimate import KlEstimate, LossMeter
+from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.allocation.slots import ModelShape, Transition
 from orchestrator.engine.driver import Driver
+from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.events import ComputedStep, Phase
 from orchestrator.native import Store
 from orchestrator.policy.dynaexq import DynaExq

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from orchestrator.engine.prompts.folder import PromptFolder
-from orchestrator.engine.prompts.shelf import Copy
-from orchestrator.engine.states import Mark
+from orchestrator.engine.prompt_copies import Copy, PromptFolder
+from orchestrator.engine.steps import Mark
 
 KEY = "a key"
 TURNS = 6

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from test_matching import LETTERS
 
-from orchestrator.engine.prompts.cache import PromptCache
-from orchestrator.engine.prompts.shelf import Shelf
+from orchestrator.engine.prompt_copies import Shelf
+from orchestrator.engine.prompts import PromptCache
 from orchestrator.memory.footprint import PROMPT_MARKS
 
 PART_BYTES = 100

@@ -11,9 +11,8 @@ import pytest
 from killing import calls_of, killed, moments
 from prompt_writer import KEY, made, state_of, write
 
-from orchestrator.engine.prompts.folder import Listed, PromptFolder
-from orchestrator.engine.prompts.shelf import Copy
-from orchestrator.engine.states import Mark
+from orchestrator.engine.prompt_copies import Copy, Listed, PromptFolder
+from orchestrator.engine.steps import Mark
 from orchestrator.errors import ConfigError
 
 ROOMY = 1 << 30
@@ -150,7 +149,7 @@ def test_a_killed_writer_leaves_nothing_that_is_wrong(tmp_path: Path) -> None:
     def work() -> None:
         write(tmp_path)
 
-    modules = ("orchestrator.engine.prompts", "gguf_tools.file")
+    modules = ("orchestrator.engine.prompt_copies", "gguf_tools.file")
     total = calls_of(work, *modules)
     for path in tmp_path.iterdir():
         path.unlink()

@@ -2,7 +2,8 @@
 
 import pytest
 
-from orchestrator.engine.prompts.matching import as_held, common_prefix
+from orchestrator.engine.prompt_copies import common_prefix
+from orchestrator.engine.prompts import as_held
 
 BEGIN, END = 1, 2
 

@@ -31,7 +31,7 @@ from orchestrator.lab.replay.trace import ENDS, PROMPT_ENDS, STARTS, Trace
 from orchestrator.native import Library
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import policy_class
-from orchestrator.policy.base import Foresees, WaitsBeforeAnswer
+from orchestrator.policy.base import SpendsLoss, WaitsBeforeAnswer
 
 FOLDER = Path(__file__).parent / "golden"
 RUN, DECISIONS = FOLDER / "run.npz", FOLDER / "decisions.json"
@@ -259,7 +259,7 @@ def decided(library: Library, trace: Trace, row: str) -> dict[str, Any]:
     rules = Rules(skip=SKIP_NAME in tiers)
     made = set_up(trace, policy, budget, policy.Settings.of(settings), in_use, rules, threads=2)
     estimate = foreseen(trace, in_use, None)
-    if isinstance(made.policy, Foresees):
+    if isinstance(made.policy, SpendsLoss):
         made.policy.set_estimate(estimate)  # type: ignore[arg-type]
     heard = Listener(made.policy)
     setup: Setup = replace(made, estimate=estimate)

@@ -16,8 +16,9 @@ from orchestrator.cli.main import cli
 from orchestrator.errors import ConfigError, TraceError
 from orchestrator.events import Phase
 from orchestrator.lab.replay import write_trace
-from orchestrator.lab.replay.near_data import Machine, NearData, Workload, report, strategies
-from orchestrator.lab.replay.near_data.machine import SHAPES
+from orchestrator.lab.replay.near_data import report, strategies
+from orchestrator.lab.replay.near_data.machine import SHAPES, NearDataMachine
+from orchestrator.lab.replay.near_data.report import NearData, NearDataWorkload
 from orchestrator.lab.replay.near_data.routing import (
     Generated,
     Routing,
@@ -49,7 +50,7 @@ def step_ms(shape, n_hot, hot_mass, bits, machine=None):
     hot[:, :n_hot] = True
     plan = Plan(hot, np.full(hot.shape, float(bits)))
     return strategies.decode(
-        machine or Machine(), shape, plan, independent(shape, n_hot, hot_mass)
+        machine or NearDataMachine(), shape, plan, independent(shape, n_hot, hot_mass)
     ).step_ms
 
 
@@ -75,30 +76,30 @@ def test_decode_steps_take_what_the_closed_form_says(shape, n_hot, mass, bits, m
 
 
 def test_fixed_arrays_cap_the_gain_of_few_bits():
-    fixed = Machine(near_compute="fixed")
+    fixed = NearDataMachine(near_compute="fixed")
     for shape, n_hot, mass, ms in ((SMALL, 4, 0.5, 8.09), (LARGE, 2, 0.25, 29.2)):
         for bits in (3, 2):
             assert step_ms(shape, n_hot, mass, bits, fixed) == pytest.approx(ms, rel=0.006)
 
 
 def test_one_expert_takes_what_its_bytes_or_products_do():
-    machine = Machine()
+    machine = NearDataMachine()
     assert SMALL.expert_bytes() == pytest.approx(352.3e6, rel=1e-3)
     near = [machine.near_ms(SMALL, bits) for bits in (16, 3, 2)]
     assert near == pytest.approx([0.688, 0.129, 0.086], rel=0.005)
     assert machine.gpu_ms(SMALL) == pytest.approx(0.105, rel=0.005)
     assert machine.link_ms(SMALL.expert_bytes()) == pytest.approx(14.1, rel=0.005)
     # 64 arrays of 4 x 4 at 1 GHz multiply 176 million weights in 0.172 ms, four tokens in 0.688.
-    assert Machine(near_gbps=1e6).near_ms(SMALL) == pytest.approx(0.172, rel=0.005)
+    assert NearDataMachine(near_gbps=1e6).near_ms(SMALL) == pytest.approx(0.172, rel=0.005)
     assert machine.near_ms(SMALL, 16, 100) == pytest.approx(17.2, rel=0.005)
-    assert Machine(near_compute="none").near_ms(SMALL, 16, 100) == near[0]
+    assert NearDataMachine(near_compute="none").near_ms(SMALL, 16, 100) == near[0]
 
 
 def test_an_overhead_and_a_latency_are_paid_once_a_layer():
     base = step_ms(SMALL, 4, 0.5, 3)
-    assert step_ms(SMALL, 4, 0.5, 3, Machine(overhead_us=10)) == pytest.approx(base + 0.32)
+    assert step_ms(SMALL, 4, 0.5, 3, NearDataMachine(overhead_us=10)) == pytest.approx(base + 0.32)
     # Three quarters of the steps have a cold expert, and no hot one takes as long.
-    slower = step_ms(SMALL, 0, 0.0, 16, Machine(link_us=12))
+    slower = step_ms(SMALL, 0, 0.0, 16, NearDataMachine(link_us=12))
     assert slower == pytest.approx(step_ms(SMALL, 0, 0.0, 16) + 32 * 2 * 0.010)
 
 
@@ -106,9 +107,9 @@ def test_a_prompt_streams_or_computes_what_is_sooner_done():
     """512 tokens give an expert 128: 14.1 ms over the link, 22 ms near its memory, both at once."""
     tokens = np.full(8, 128.0)
     nothing, half = np.zeros(8, bool), np.arange(8) < 4
-    took, streamed = Machine().prefill_layer_ms(SMALL, tokens, nothing, 512)
+    took, streamed = NearDataMachine().prefill_layer_ms(SMALL, tokens, nothing, 512)
     assert took == pytest.approx(5 * 14.1, rel=0.01) and streamed.sum() == 5
-    took, streamed = Machine().prefill_layer_ms(SMALL, tokens, half, 512)
+    took, streamed = NearDataMachine().prefill_layer_ms(SMALL, tokens, half, 512)
     assert took == pytest.approx(3 * 14.1, rel=0.01) and streamed.sum() == 3
     assert not streamed[half].any()
 
@@ -120,7 +121,8 @@ def runs_of(shape, n_hot, mass, bits, **workload):
     sequence = independent(shape, n_hot, mass, 16)
     routing = Routing("by hand", [sequence, sequence], np.zeros_like(sequence.counts))
     asked = NearData(
-        workload=Workload(shape=shape.name, **workload), placement=replace(PAPER, near_bits=bits)
+        workload=NearDataWorkload(shape=shape.name, **workload),
+        placement=replace(PAPER, near_bits=bits),
     )
     return report._runs(asked, routing), asked
 
@@ -146,6 +148,15 @@ def test_the_papers_speedups_with_one_rate_of_migrations(
     assert runs["monde"].mean("step_ms") / ours.mean("step_ms") == pytest.approx(
         over_monde, rel=0.1
     )
+
+
+def test_a_gpu_alone_copies_what_it_does_not_hold_once_a_prompt():
+    """It holds 218 of 256 experts, and copying the others takes longer than computing all."""
+    runs, asked = runs_of(SMALL, 4, 0.5, 3.0)
+    missing = 256 - (80e9 - 2 * 1.6e9) / SMALL.expert_bytes()
+    for name in ("gpu-lru", "hobbit"):
+        assert runs[name].prompts[0] == pytest.approx(3 * [missing * 14.09 + 32 * 0.025], rel=0.01)
+    assert len(asked.workload.lengths) == 3
 
 
 # Hot experts of each sequence, those that the usual use has, and those that each of them moves in
@@ -174,35 +185,38 @@ def test_only_what_changed_is_moved(hot, usual, moved):
     stream = 352321536 / 25e6  # 3 x 4096 x 14336 weights of 2 bytes over 25 GB/s, in ms
     expected = {"changed": [32 * n * stream for n in moved], "none": [0.0] * len(moved)}
     for migration, ms in expected.items():
-        asked = NearData(workload=Workload(lengths=((4, 8),), migration=migration), placement=PAPER)
+        asked = NearData(
+            workload=NearDataWorkload(lengths=((4, 8),), migration=migration), placement=PAPER
+        )
         runs = report._runs(asked, routing)
         assert runs["context"].moves[:, 0] == pytest.approx(ms)
         assert not runs["static"].moves.any()  # placed once, before all of them
 
 
-def alone(shape, ids, n_slots, what):
+def alone(shape, ids, n_slots, bits):
     """A GPU alone with room for so many experts, over the experts of one layer by token."""
     one_layer = replace(shape, n_layers=1)
     gb = ((n_slots + 0.01) * shape.expert_bytes() + 2 * shape.other_weights) / 1e9
     ids = np.array(ids)[:, None, :]
-    return what(Machine(gpu_gb=gb), one_layer, [Sequence(np.zeros((1, 8)), np.zeros((1, 8)), ids)])
+    sequence = Sequence(np.zeros((1, 8)), np.zeros((1, 8)), ids)
+    return strategies.on_demand(NearDataMachine(gpu_gb=gb), one_layer, [sequence], bits)
 
 
 def test_gpu_lru_copies_what_it_has_not():
     there, copied = 0.0250 + 2 * 0.1052, 14.09 + 0.002
-    kept = alone(SMALL, [(0, 1), (1, 0)], 2, strategies.gpu_lru)
+    kept = alone(SMALL, [(0, 1), (1, 0)], 2, strategies.GPU_LRU_BITS)
     assert kept.step_ms == pytest.approx(there, rel=1e-2) and kept.hot_mass == 1.0
-    never = alone(SMALL, [(0, 1), (2, 3)], 2, strategies.gpu_lru)
+    never = alone(SMALL, [(0, 1), (2, 3)], 2, strategies.GPU_LRU_BITS)
     assert never.step_ms == pytest.approx(there + 2 * copied, rel=1e-3) and never.hot_mass == 0.0
     # The least recently used goes: 0 and 1 stay, and so 2 takes the place of 3.
-    some = alone(SMALL, [(0, 1), (2, 0), (1, 0), (3, 0)], 3, strategies.gpu_lru)
+    some = alone(SMALL, [(0, 1), (2, 0), (1, 0), (3, 0)], 3, strategies.GPU_LRU_BITS)
     assert some.hot_mass == pytest.approx(6 / 8)
 
 
 def test_hobbit_reads_a_quarter_of_all_but_the_first_and_keeps_what_is_better():
-    swapped = alone(SMALL, [(0, 1), (1, 0)], 2, strategies.hobbit)
+    swapped = alone(SMALL, [(0, 1), (1, 0)], 2, strategies.HOBBIT_BITS)
     assert swapped.hot_mass == 1.0  # 16 bits of both do for 4
-    missed = alone(SMALL, [(0, 1), (2, 3)], 1.25, strategies.hobbit)
+    missed = alone(SMALL, [(0, 1), (2, 3)], 1.25, strategies.HOBBIT_BITS)
     computing = 0.0250 + 0.1052 + 0.0263
     assert missed.step_ms == pytest.approx(computing + 14.09 * 1.25 + 0.004, rel=1e-3)
 

@@ -177,12 +177,13 @@ def test_every_invariant_holds_at_every_event(
         clock.set_speed(10**8, disk[1])
         for step in trace.steps():
             store.begin_step(step.phase)
-            for layer, ids, weights, tokens, phases, of, ahead_ids, ahead, *more in step.events:
-                clock.route(layer, ids, weights, tokens, ahead_ids, ahead, more[0], of, phases)
-                experts = np.unique(ids).astype(np.int32)
+            for e in step.events:
+                seen = e.ahead_ids, e.ahead_scores, e.importance, e.sequences, e.phases
+                clock.route(e.layer, e.ids, e.weights, e.tokens, *seen)
+                experts = np.unique(e.ids).astype(np.int32)
                 for kind in EXPERT_BYTES:
                     before = clock.now_ns
-                    clock.use(layer, kind, experts, 1000)
+                    clock.use(e.layer, kind, experts, 1000)
                     store.check()
                     assert clock.now_ns > before
         clock.advance(10**12)

@@ -26,7 +26,7 @@ from served import DEMO, HANG_S, Served, serving
 
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
-from orchestrator.engine.sampling import log_softmax
+from orchestrator.engine.texts import log_softmax
 from orchestrator.lab.eval.judge import Judge
 from orchestrator.serve.app import application
 from orchestrator.serve.backend import (

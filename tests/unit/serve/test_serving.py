@@ -292,7 +292,7 @@ def test_a_signal_ends_it_cleanly(
                 assert sock.getresponse().readline().startswith(b"data: ")
         start_s = time.monotonic()
         status, said = served.end(signum)
-        # Within two seconds where the machine has nothing else to do: tests/soaking.py signals.
+        # Within two seconds where the machine is idle: tests/helpers/soaking.py signals.
         print(f"{signum.name}: {time.monotonic() - start_s:.2f} s")
     assert status == 0, said
     assert "Traceback" not in said and "rror" not in said, said

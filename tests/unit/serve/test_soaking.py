@@ -1,4 +1,4 @@
-"""The soaks of tests/soaking.py, for seconds in the place of minutes."""
+"""The soaks of tests/helpers/soaking.py, for seconds in the place of minutes."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _MATRICES = 3  # gate, up and down
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class PaperModel:
     """A model as the near-data paper's Table 1 has it. kv_width: of keys, and of values, of one
     token. other_weights: those outside of experts. n_hot: hot experts of a layer in section 5.1.
     migrations: expert migrations a token with which MoNDE comes to the paper's speed-ups."""
@@ -49,8 +49,8 @@ class Shape:
 SHAPES = {
     shape.name: shape
     for shape in (
-        Shape("mixtral-8x7b", 4096, 14336, 32, 8, 2, 1024, 1.6e9, 4, 1.1),
-        Shape("mixtral-8x22b", 6144, 16384, 56, 8, 2, 1024, 5.1e9, 2, 2.8),
+        PaperModel("mixtral-8x7b", 4096, 14336, 32, 8, 2, 1024, 1.6e9, 4, 1.1),
+        PaperModel("mixtral-8x22b", 6144, 16384, 56, 8, 2, 1024, 5.1e9, 2, 2.8),
     )
 }
 
@@ -58,7 +58,7 @@ _RATE = (1e-3, 1e9)
 
 
 @dataclass(frozen=True)
-class Machine(Settings):
+class NearDataMachine(Settings):
     """One GPU and one near-data memory (Table 2), with what the paper leaves open. Times are in
     milliseconds; one sequence decodes."""
 
@@ -92,13 +92,13 @@ class Machine(Settings):
         0.0, "What each layer of a step takes besides, in microseconds.", within=(0.0, 1e6)
     )
 
-    def gpu_ms(self, shape: Shape, n_tokens: float = 1, bits: float = FULL_BITS) -> float:
+    def gpu_ms(self, shape: PaperModel, n_tokens: float = 1, bits: float = FULL_BITS) -> float:
         """One expert on the GPU for so many tokens: the slower of reading and multiplying."""
         read = shape.expert_bytes(bits) / (self.hbm_gbps * 1e9)
         multiply = 2 * n_tokens * shape.expert_weights / (self.gpu_tflops * 1e12)
         return 1e3 * max(read, multiply)
 
-    def near_ms(self, shape: Shape, bits: float = FULL_BITS, n_tokens: float = 1) -> float:
+    def near_ms(self, shape: PaperModel, bits: float = FULL_BITS, n_tokens: float = 1) -> float:
         """One expert in the near-data memory, where its weights lie at so many bits."""
         read = shape.expert_bytes(bits) / (self.near_gbps * 1e9)
         if self.near_compute == NONE:
@@ -112,18 +112,18 @@ class Machine(Settings):
         """Bytes over the link, without its latency."""
         return n_bytes / (self.link_gbps * 1e6)
 
-    def trip_ms(self, shape: Shape, n_tokens: float = 1) -> float:
+    def trip_ms(self, shape: PaperModel, n_tokens: float = 1) -> float:
         """Activations to the near-data memory and back, FP16, once a layer."""
         return 2 * (self.link_us / 1e3 + self.link_ms(2 * shape.hidden * n_tokens))
 
-    def dense_ms(self, shape: Shape, n_tokens: float = 1) -> float:
+    def dense_ms(self, shape: PaperModel, n_tokens: float = 1) -> float:
         """What a layer computes on the GPU besides experts, the attention's weights, and its
         overhead. Keys and values are left out."""
         read = 2 * shape.attention_weights / (self.hbm_gbps * 1e9)
         multiply = 2 * n_tokens * shape.attention_weights / (self.gpu_tflops * 1e12)
         return 1e3 * max(read, multiply) + self.overhead_us / 1e3
 
-    def layers_ms(self, shape: Shape, hot: np.ndarray, near: np.ndarray) -> np.ndarray:
+    def layers_ms(self, shape: PaperModel, hot: np.ndarray, near: np.ndarray) -> np.ndarray:
         """Layers of decode steps: the GPU's experts and the near-data memory's side by side.
 
         hot, near: float64 of one shape, what the hot experts of a layer and token take on the GPU
@@ -134,7 +134,7 @@ class Machine(Settings):
         return times
 
     def prefill_layer_ms(
-        self, shape: Shape, tokens: np.ndarray, on_gpu: np.ndarray, n_prompt: int
+        self, shape: PaperModel, tokens: np.ndarray, on_gpu: np.ndarray, n_prompt: int
     ) -> tuple[float, np.ndarray]:
         """A layer of a prompt, and the experts that went through the GPU, bool [E].
 
@@ -157,11 +157,11 @@ class Machine(Settings):
         streamed[rest[:n_streamed]] = True
         return self.dense_ms(shape, n_prompt) + best, streamed
 
-    def gpu_slots(self, shape: Shape) -> float:
+    def gpu_slots(self, shape: PaperModel) -> float:
         """Experts at 16 bits that the GPU's memory holds beside the other weights."""
         return (self.gpu_gb * 1e9 - 2 * shape.other_weights) / shape.expert_bytes()
 
-    def check(self, shape: Shape, n_hot: int) -> None:
+    def check(self, shape: PaperModel, n_hot: int) -> None:
         """Raises ConfigError where the model does not fit the two memories."""
         if n_hot > shape.n_expert:
             raise ConfigError(f"--hot {n_hot}: {shape.name} has {shape.n_expert} a layer")

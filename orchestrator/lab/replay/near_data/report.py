@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from orchestrator.allocation.placement import PlacementSettings, shares
+from orchestrator.allocation.placement import PlacementSettings
+from orchestrator.allocation.pools import shares
 from orchestrator.errors import ConfigError
 from orchestrator.lab.replay.near_data import strategies
-from orchestrator.lab.replay.near_data.machine import SHAPES, Machine, Shape
+from orchestrator.lab.replay.near_data.machine import SHAPES, NearDataMachine, PaperModel
 from orchestrator.lab.replay.near_data.routing import (
     Generated,
     Routing,
@@ -21,11 +21,14 @@ from orchestrator.lab.replay.near_data.routing import (
 )
 from orchestrator.lab.replay.near_data.strategies import Decoded, Plan
 from orchestrator.lab.replay.trace import Trace
+from orchestrator.lab.table import Column, Table, fixed, percent
 from orchestrator.settings import Notation, Settings, setting
 
 KEPT, CHANGED, UNCOUNTED = "kept", "changed", "none"
 NEAR_ONLY, MONDE, STATIC, CONTEXT = "near-only", "monde", "static", "context"
 GPU_LRU, HOBBIT = "gpu-lru", "hobbit"
+
+_PERCENT = percent(1, " %")
 
 
 def parse_lengths(text: str) -> tuple[tuple[int, int], ...]:
@@ -45,7 +48,7 @@ _LENGTHS = Notation(
 
 
 @dataclass(frozen=True)
-class Workload(Settings):
+class NearDataWorkload(Settings):
     """What is run on the machine."""
 
     shape: str = setting(
@@ -84,13 +87,13 @@ class Workload(Settings):
 class NearData:
     """Everything that is asked of a replay on near-data memory."""
 
-    machine: Machine = field(default_factory=Machine)
-    workload: Workload = field(default_factory=Workload)
+    machine: NearDataMachine = field(default_factory=NearDataMachine)
+    workload: NearDataWorkload = field(default_factory=NearDataWorkload)
     generated: Generated = field(default_factory=Generated)
     placement: PlacementSettings = field(default_factory=PlacementSettings)
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> PaperModel:
         return SHAPES[self.workload.shape]
 
     @property
@@ -104,7 +107,7 @@ class NearData:
         return self.shape.migrations if asked is None else asked
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Run:
     """A strategy over all sequences: each one's decoding, prompt and migration, in ms. prompts and
     moves are [n_sequences, n_lengths]."""
@@ -120,82 +123,101 @@ class _Run:
 def replay_near_data(asked: NearData, trace: Trace | None) -> dict[str, Any]:
     """All strategies on one routing, of the trace or generated: plain types, fit for JSON. Raises
     ConfigError and TraceError."""
-    shape, machine = asked.shape, asked.machine
-    machine.check(shape, asked.n_hot)
-    if trace is None:
-        routing = generated(shape, asked.generated)
-    else:
-        routing = from_trace(shape, trace)
+    shape = asked.shape
+    asked.machine.check(shape, asked.n_hot)
+    routing = generated(shape, asked.generated) if trace is None else from_trace(shape, trace)
     runs = _runs(asked, routing)
-    base = runs[MONDE].mean("step_ms")
     rows = {}
     for name, run in runs.items():
-        step = run.mean("step_ms")
-        near = run.mean("near_ms")
+        step, near = run.mean("step_ms"), run.mean("near_ms")
         rows[name] = {
             "step_ms": step,
             "tokens_per_s": 1e3 / step,
-            "over_monde": base / step,
+            "over_monde": runs[MONDE].mean("step_ms") / step,
             "over_near_only": runs[NEAR_ONLY].mean("step_ms") / step,
             "near_ms": near,
             "near_gain": run.mean("full_ms") / near if near else None,
             "hot_mass": run.mean("hot_mass"),
             "lengths": _lengths(asked, run, runs[MONDE]),
         }
+    # What a choice of the hot experts is worth at equal bits: of the first ones, of those that
+    # others use, by the prompt, and of those that the answer will use.
+    alike = np.ones((shape.n_layers, shape.n_expert))
+    answers = [each.decode_counts() for each in routing.sequences]
+    worth = {
+        "first": _decoded(asked, routing, [_placed(asked, alike)] * len(answers)),
+        STATIC: runs[STATIC].decoded,
+        CONTEXT: runs[CONTEXT].decoded,
+        "oracle": _decoded(asked, routing, [_placed(asked, used) for used in answers]),
+    }
+    pairs = zip(routing.sequences, answers, strict=True)
     return {
         "shape": shape.name,
         "routing": routing.source,
         "n_hot": asked.n_hot,
         "near_bits": asked.placement.near_bits,
         "migrations": asked.migrations,
-        "prefill_decode_cosine": _alike(routing),
+        "prefill_decode_cosine": float(
+            np.mean([cosine(each.counts, used).mean() for each, used in pairs])
+        ),
         "machine": asked.machine.as_dict(),
         "runs": rows,
-        "placement": _worth(asked, routing),
+        "placement": {
+            name: {
+                figure: float(np.mean([getattr(each, figure) for each in decoded]))
+                for figure in ("step_ms", "hot_mass")
+            }
+            for name, decoded in worth.items()
+        },
     }
 
 
+def _placed(asked: NearData, scores: np.ndarray) -> Plan:
+    return strategies.placed(asked.shape, scores, asked.n_hot, asked.placement)
+
+
+def _decoded(asked: NearData, routing: Routing, plans: list[Plan]) -> list[Decoded]:
+    return [
+        strategies.decode(asked.machine, asked.shape, plan, sequence)
+        for plan, sequence in zip(plans, routing.sequences, strict=True)
+    ]
+
+
 def _runs(asked: NearData, routing: Routing) -> dict[str, _Run]:
-    shape, machine, n_hot = asked.shape, asked.machine, asked.n_hot
-    near = strategies.near_only(shape)
+    shape, machine = asked.shape, asked.machine
     everywhere = range(len(routing.sequences))
 
     def run(plans: list[Plan], there: list[Plan]) -> _Run:
-        decoded = [
-            strategies.decode(machine, shape, plan, sequence)
-            for plan, sequence in zip(plans, routing.sequences, strict=True)
-        ]
-        return _Run(decoded, *_before(asked, routing, plans, there))
+        return _Run(_decoded(asked, routing, plans), *_before(asked, routing, plans, there))
 
-    alone = [near for _ in everywhere]
-    found = {NEAR_ONLY: run(alone, alone)}
-    only = found[NEAR_ONLY]
+    alone = [strategies.near_only(shape)] * len(everywhere)
+    only = run(alone, alone)
     moved = asked.migrations * machine.link_ms(shape.expert_bytes())
-    found[MONDE] = _Run(
-        [replace(each, step_ms=each.step_ms + moved) for each in only.decoded],
-        only.prompts,
-        only.moves,
-    )
-    settings = asked.placement
-    static = [
-        strategies.placed(shape, strategies.static_scores(routing, at), n_hot, settings)
+    monde = [replace(each, step_ms=each.step_ms + moved) for each in only.decoded]
+    static = [_placed(asked, routing.others(at)) for at in everywhere]
+    placed = [
+        _placed(
+            asked,
+            strategies.context_scores(routing, at, asked.placement, shape.n_expert_used),
+        )
         for at in everywhere
     ]
-    found[STATIC] = run(static, static)
-    placed = [
-        strategies.placed(shape, _scores(asked, routing, at), n_hot, settings) for at in everywhere
-    ]
-    started = strategies.placed(shape, shares(routing.usual), n_hot, settings)
-    found[CONTEXT] = run(placed, [started, *placed[:-1]])
-    for name, one in ((GPU_LRU, strategies.gpu_lru), (HOBBIT, strategies.hobbit)):
-        nothing = np.zeros((1, len(asked.workload.lengths)))
-        prompts = nothing + _streamed(asked, len(routing.sequences))
-        found[name] = _Run([one(machine, shape, routing.sequences)], prompts, nothing)
+    started = _placed(asked, shares(routing.usual))
+    found = {
+        NEAR_ONLY: only,
+        MONDE: replace(only, decoded=monde),
+        STATIC: run(static, static),
+        CONTEXT: run(placed, [started, *placed[:-1]]),
+    }
+    # On a GPU alone, what its memory does not hold is copied once while a prompt is read.
+    streamed, nothing = _streamed(asked)[None], np.zeros((1, len(asked.workload.lengths)))
+    for name, bits in (
+        (GPU_LRU, strategies.GPU_LRU_BITS),
+        (HOBBIT, strategies.HOBBIT_BITS),
+    ):
+        decoded = strategies.on_demand(machine, shape, routing.sequences, bits)
+        found[name] = _Run([decoded], streamed, nothing)
     return found
-
-
-def _scores(asked: NearData, routing: Routing, at: int) -> np.ndarray:
-    return strategies.context_scores(routing, at, asked.placement, asked.shape.n_expert_used)
 
 
 def _before(
@@ -229,86 +251,48 @@ def _before(
     return prompts, moves
 
 
-def _streamed(asked: NearData, n_sequences: int) -> np.ndarray:
-    """What prompts take on a GPU alone, [n_lengths] in ms: what its memory does not hold of the
-    experts is copied once."""
+def _streamed(asked: NearData) -> np.ndarray:
+    """What prompts take on a GPU alone, [n_lengths] in ms."""
     shape, machine = asked.shape, asked.machine
     n = shape.n_layers * shape.n_expert
-    absent = max(0.0, n - machine.gpu_slots(shape))
-    copied = absent * machine.link_ms(shape.expert_bytes())
+    copied = max(0.0, n - machine.gpu_slots(shape)) * machine.link_ms(shape.expert_bytes())
     times = []
     for n_prompt, _ in asked.workload.lengths:
-        each = n_prompt * shape.n_expert_used / shape.n_expert
-        computed = n * machine.gpu_ms(shape, each)
-        dense = shape.n_layers * machine.dense_ms(shape, n_prompt)
-        times.append(dense + max(copied, computed))
+        computed = n * machine.gpu_ms(shape, n_prompt * shape.n_expert_used / shape.n_expert)
+        times.append(shape.n_layers * machine.dense_ms(shape, n_prompt) + max(copied, computed))
     return np.array(times)
 
 
 def _lengths(asked: NearData, run: _Run, base: _Run) -> list[dict[str, float]]:
     """End to end for each pair of lengths."""
+
+    def parts(of: _Run, column: int, answer: int) -> tuple[float, float, float]:
+        """(prompt, migration, answer) in ms."""
+        prompt_ms, move_ms = of.prompts[:, column].mean(), of.moves[:, column].mean()
+        return float(prompt_ms), float(move_ms), answer * of.mean("step_ms")
+
     rows = []
     for column, (prompt, answer) in enumerate(asked.workload.lengths):
-        prompt_ms, move_ms = run.prompts[:, column].mean(), run.moves[:, column].mean()
-        total = prompt_ms + move_ms + answer * run.mean("step_ms")
-        other = base.prompts[:, column].mean() + base.moves[:, column].mean()
-        other += answer * base.mean("step_ms")
+        prompt_ms, move_ms, answer_ms = ours = parts(run, column, answer)
+        theirs = parts(base, column, answer)
         rows.append(
             {
                 "prompt": prompt,
                 "answer": answer,
-                "prompt_ms": float(prompt_ms),
-                "migration_ms": float(move_ms),
-                "total_ms": float(total),
-                "over_monde": float(other / total),
-                "without_prompt": float(
-                    answer * base.mean("step_ms") / (move_ms + answer * run.mean("step_ms"))
-                ),
+                "prompt_ms": prompt_ms,
+                "migration_ms": move_ms,
+                "total_ms": sum(ours),
+                "over_monde": sum(theirs) / sum(ours),
+                "without_prompt": theirs[2] / (move_ms + answer_ms),
             }
         )
     return rows
 
 
-def _alike(routing: Routing) -> float:
-    """Mean cosine between what prompts and their answers used."""
-    return float(
-        np.mean([cosine(each.counts, each.decode_counts()).mean() for each in routing.sequences])
-    )
-
-
-def _worth(asked: NearData, routing: Routing) -> dict[str, dict[str, float]]:
-    """What a choice of the hot experts is worth at equal bits: of the first ones, of those that
-    others use, by the prompt, and of those that the answer will use."""
-    shape, everywhere = asked.shape, range(len(routing.sequences))
-    alike = np.ones((shape.n_layers, shape.n_expert))
-    by: dict[str, Callable[[int], np.ndarray]] = {
-        "first": lambda at: alike,
-        STATIC: lambda at: strategies.static_scores(routing, at),
-        CONTEXT: lambda at: _scores(asked, routing, at),
-        "oracle": lambda at: strategies.oracle_scores(routing, at),
-    }
-    found = {}
-    for name, scores in by.items():
-        done = [
-            strategies.decode(
-                asked.machine,
-                shape,
-                strategies.placed(shape, scores(at), asked.n_hot, asked.placement),
-                routing.sequences[at],
-            )
-            for at in everywhere
-        ]
-        found[name] = {
-            "step_ms": float(np.mean([each.step_ms for each in done])),
-            "hot_mass": float(np.mean([each.hot_mass for each in done])),
-        }
-    return found
-
-
 def render_near_data(result: dict[str, Any]) -> str:
     """The same as tables for a person."""
     machine = result["machine"]
-    lines = [
+    heading = [
         f"{result['shape']}, {result['n_hot']} hot experts a layer, the others at "
         f"{result['near_bits']:g} bits; one sequence decodes",
         f"routing: {result['routing']}; prompts and answers have a cosine of "
@@ -316,34 +300,38 @@ def render_near_data(result: dict[str, Any]) -> str:
         f"near data {machine['near_gbps']:g} GB/s ({machine['near_compute']}), HBM "
         f"{machine['hbm_gbps']:g} GB/s, link {machine['link_gbps']:g} GB/s; monde moves "
         f"{result['migrations']:g} experts a token",
-        "",
-        f"{'':<12}{'ms/token':>10}{'tokens/s':>10}{'x monde':>10}{'x near-only':>13}"
-        f"{'near ms':>10}{'x 16 bits':>11}{'on the GPU':>12}",
     ]
-    for name, run in result["runs"].items():
-        gain = f"{run['near_gain']:.2f}" if run["near_gain"] else ""
-        lines.append(
-            f"{name:<12}{run['step_ms']:>10.2f}{run['tokens_per_s']:>10.1f}"
-            f"{run['over_monde']:>10.2f}{run['over_near_only']:>13.2f}{run['near_ms']:>10.2f}"
-            f"{gain:>11}{100 * run['hot_mass']:>10.1f} %"
-        )
-    lines += [
-        "",
-        f"{'end to end':<12}{'prompt:answer':>15}{'prompt s':>10}{'moves s':>9}{'all s':>9}"
-        f"{'x monde':>9}{'without prompt':>16}",
+    name, times = Column("", "name", left=True), fixed(2)
+    step, on_gpu = Column("ms/token", "step_ms", times), Column("on the GPU", "hot_mass", _PERCENT)
+    steps = [
+        name,
+        step,
+        Column("tokens/s", "tokens_per_s", fixed(1)),
+        Column("x monde", "over_monde", times),
+        Column("x near-only", "over_near_only", times),
+        Column("near ms", "near_ms", times),
+        Column("x 16 bits", "near_gain", times),
+        on_gpu,
     ]
-    for name, run in result["runs"].items():
-        for row in run["lengths"]:
-            pair = f"{row['prompt']}:{row['answer']}"
-            lines.append(
-                f"{name:<12}{pair:>15}{row['prompt_ms'] / 1e3:>10.2f}"
-                f"{row['migration_ms'] / 1e3:>9.2f}{row['total_ms'] / 1e3:>9.2f}"
-                f"{row['over_monde']:>9.2f}{row['without_prompt']:>16.2f}"
-            )
-    lines += ["", "what the choice of hot experts is worth, at the same bits:"]
-    for name, row in result["placement"].items():
-        lines.append(
-            f"  {name:<10}{row['step_ms']:>8.2f} ms/token, {100 * row['hot_mass']:.1f} % of the "
-            f"routed experts on the GPU"
-        )
-    return "\n".join(lines)
+    whole = [
+        name,
+        Column("prompt:answer", lambda row: f"{row['prompt']}:{row['answer']}"),
+        Column("prompt s", "prompt_ms", fixed(2, 1e3)),
+        Column("moves s", "migration_ms", fixed(2, 1e3)),
+        Column("all s", "total_ms", fixed(2, 1e3)),
+        Column("x monde", "over_monde", times),
+        Column("without prompt", "without_prompt", times),
+    ]
+    runs = [{"name": each, **run} for each, run in result["runs"].items()]
+    lengths = [{"name": run["name"], **row} for run in runs for row in run["lengths"]]
+    worth = [{"name": each, **row} for each, row in result["placement"].items()]
+    tables = [
+        Table("", steps, runs),
+        Table("end to end:", whole, lengths),
+        Table(
+            "what the choice of hot experts is worth, at the same bits:",
+            [name, step, on_gpu],
+            worth,
+        ),
+    ]
+    return "\n\n".join(["\n".join(heading), *(table.text() for table in tables)])

@@ -10,8 +10,8 @@ import numpy as np
 
 from orchestrator.errors import ConfigError, TraceError
 from orchestrator.events import Phase
-from orchestrator.lab.replay.near_data.machine import Shape
-from orchestrator.lab.replay.trace import Event, Step, Trace
+from orchestrator.lab.replay.near_data.machine import PaperModel
+from orchestrator.lab.replay.trace import Step, Trace
 from orchestrator.settings import Settings, setting
 
 
@@ -26,13 +26,25 @@ class Sequence:
     ids: np.ndarray
 
     def decode_counts(self) -> np.ndarray:
-        """How often the answer used each expert, int64 [n_layers, n_expert]."""
-        n_layers, n_expert = self.counts.shape
-        layers = np.broadcast_to(np.arange(n_layers)[None, :, None], self.ids.shape)
-        found = np.zeros((n_layers, n_expert), np.int64)
-        there = self.ids >= 0
-        np.add.at(found, (layers[there], self.ids[there]), 1)
-        return found
+        """How often the answer used each expert, float64 [n_layers, n_expert]."""
+        return _by_expert(self.ids, self.counts.shape)
+
+
+def layers_of(ids: np.ndarray) -> np.ndarray:
+    """The layer of each of ids [T, n_layers, k]."""
+    return np.broadcast_to(np.arange(ids.shape[1])[None, :, None], ids.shape)
+
+
+def _by_expert(
+    ids: np.ndarray, size: tuple[int, ...], weights: np.ndarray | float = 1.0
+) -> np.ndarray:
+    """Sums of weights [T, n_layers, k], or how often each expert was used, float64 [n_layers,
+    n_expert]; -1 is none."""
+    found = np.zeros(size)
+    there = ids >= 0
+    amounts = np.broadcast_to(weights, ids.shape)[there]
+    np.add.at(found, (layers_of(ids)[there], ids[there]), amounts)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +102,7 @@ class Generated(Settings):
     seed: int = setting(0, "Seed of generated routing.", within=(0, 2**31), hidden=True)
 
 
-def generated(shape: Shape, options: Generated) -> Routing:
+def generated(shape: PaperModel, options: Generated) -> Routing:
     """Random routing for a shape."""
     random = np.random.default_rng(options.seed)
     n, size = options.sequences, (shape.n_layers, shape.n_expert)
@@ -106,12 +118,8 @@ def generated(shape: Shape, options: Generated) -> Routing:
     made = []
     for prompt, answer in zip(in_prompt, in_answer, strict=True):
         ids, weights = _choose(random, prompt, options.prompt_tokens, shape.n_expert_used)
-        counts, gates = np.zeros(size), np.zeros(size)
-        layers = np.broadcast_to(np.arange(shape.n_layers)[None, :, None], ids.shape)
-        np.add.at(counts, (layers, ids), 1)
-        np.add.at(gates, (layers, ids), weights)
         chosen, _ = _choose(random, answer, options.tokens, shape.n_expert_used)
-        made.append(Sequence(counts, gates, chosen))
+        made.append(Sequence(_by_expert(ids, size), _by_expert(ids, size, weights), chosen))
     source = (
         f"{n} generated sequences of {options.prompt_tokens} + {options.tokens} tokens, skew "
         f"{options.skew:g}"
@@ -148,7 +156,7 @@ def _choose(
     return ids, raw / raw.sum(axis=2, keepdims=True)
 
 
-def from_trace(shape: Shape, trace: Trace) -> Routing:
+def from_trace(shape: PaperModel, trace: Trace) -> Routing:
     """The routing of a trace, as a model of this shape.
 
     Layers are repeated until there are as many as the shape has. Where the trace has more experts,
@@ -187,7 +195,7 @@ def from_trace(shape: Shape, trace: Trace) -> Routing:
 
 
 def folded(
-    ids: np.ndarray, weights: np.ndarray, fold: int, shape: Shape
+    ids: np.ndarray, weights: np.ndarray, fold: int, shape: PaperModel
 ) -> tuple[np.ndarray, np.ndarray]:
     """Experts [T, k] and weights of a trace as those of a shape: `fold` neighbours are one, and the
     n_expert_used with the largest sums of weights stay, the largest first; -1 where a token has
@@ -222,20 +230,16 @@ def _prompt_rows(steps: list[Step], n_layers: int) -> Iterator[tuple[int, np.nda
     """(layer, experts [T, k], weights) of each layer of each step; the last layer, which computes
     one token of a prompt, as the one before predicts it, where the trace looks ahead."""
     for step in steps:
-        seen = {event.layer: event for event in step.events}
+        before = None
         for event in step.events:
-            last = event.layer == n_layers - 1
-            if last and (before := _looks_ahead(seen.get(n_layers - 2))) is not None:
-                yield event.layer, before.ahead_ids[0].astype(np.int64), before.ahead[0]
+            if event.layer == n_layers - 1 and before is not None and len(before.ahead_ids):
+                yield event.layer, before.ahead_ids[0].astype(np.int64), before.ahead_scores[0]
             else:
                 yield event.layer, event.ids.astype(np.int64), event.weights
+            before = event if event.layer == n_layers - 2 else None
 
 
-def _looks_ahead(event: Event | None) -> Event | None:
-    return event if event is not None and len(event.ahead_ids) else None
-
-
-def _answer_rows(steps: list[Step], fold: int, shape: Shape, n_layers: int) -> np.ndarray:
+def _answer_rows(steps: list[Step], fold: int, shape: PaperModel, n_layers: int) -> np.ndarray:
     """Experts of the tokens of decode steps, int64 [T, n_layers, n_expert_used]."""
     rows = []
     for step in steps:

@@ -7,15 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from orchestrator.allocation.placement import PlacementSettings, importance, nominal_losses, place
-from orchestrator.lab.replay.near_data.machine import FULL_BITS, Machine, Shape
-from orchestrator.lab.replay.near_data.routing import Routing, Sequence
+from orchestrator.allocation.placement import PlacementSettings, importance, place
+from orchestrator.allocation.pools import nominal_losses
+from orchestrator.lab.replay.near_data.machine import FULL_BITS, NearDataMachine, PaperModel
+from orchestrator.lab.replay.near_data.routing import Routing, Sequence, layers_of
 
 # Widths of the near-data memory's replicas (section 4.2).
 NEAR_BITS = (4, 3, 2, 1)
 
-# What HOBBIT gives the experts of a token behind its first one.
-_HOBBIT_BITS = 4
+# Bits of a token's experts on demand, by the rank of their gate, the last one for all behind it.
+# HOBBIT has the first expert of a token in full and the others at 4 bits.
+GPU_LRU_BITS, HOBBIT_BITS = (FULL_BITS,), (FULL_BITS, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +41,13 @@ class Decoded:
     hot_mass: float
 
 
-def near_only(shape: Shape) -> Plan:
+def near_only(shape: PaperModel) -> Plan:
     """Every expert in the near-data memory, at 16 bits."""
     size = shape.n_layers, shape.n_expert
     return Plan(np.zeros(size, bool), np.full(size, float(FULL_BITS)))
 
 
-def placed(shape: Shape, scores: np.ndarray, n_hot: int, settings: PlacementSettings) -> Plan:
+def placed(shape: PaperModel, scores: np.ndarray, n_hot: int, settings: PlacementSettings) -> Plan:
     """The n_hot experts of each layer with the largest scores on the GPU, the others at near_bits
     on average."""
     losses = nominal_losses(NEAR_BITS, shape.n_layers, shape.n_expert)
@@ -54,27 +56,18 @@ def placed(shape: Shape, scores: np.ndarray, n_hot: int, settings: PlacementSett
     return Plan(tiers == 0, widths[tiers])
 
 
-def static_scores(routing: Routing, index: int) -> np.ndarray:
-    """What is known without the sequence itself."""
-    return routing.others(index)
-
-
 def context_scores(routing: Routing, index: int, settings: PlacementSettings, k: int) -> np.ndarray:
-    """What the policy `context` makes of the sequence's prompt, with that as its profile."""
+    """What the policy `context` makes of the sequence's prompt, with the usual use as its
+    profile."""
     sequence = routing.sequences[index]
     return importance(sequence.counts, sequence.gates, routing.others(index), settings, k)
 
 
-def oracle_scores(routing: Routing, index: int) -> np.ndarray:
-    """What the answer itself will use."""
-    return routing.sequences[index].decode_counts().astype(np.float64)
-
-
-def decode(machine: Machine, shape: Shape, plan: Plan, sequence: Sequence) -> Decoded:
+def decode(machine: NearDataMachine, shape: PaperModel, plan: Plan, sequence: Sequence) -> Decoded:
     """The answer of a sequence under a plan."""
     ids = sequence.ids
     there = ids >= 0
-    layers = np.broadcast_to(np.arange(shape.n_layers)[None, :, None], ids.shape)
+    layers = layers_of(ids)
     hot = plan.hot[layers, ids] & there
     times = np.vectorize(lambda bits: machine.near_ms(shape, bits), otypes=[float])(plan.bits)
     gpu_ms = machine.gpu_ms(shape)
@@ -115,14 +108,12 @@ class _Cache:
 
 
 def on_demand(
-    machine: Machine, shape: Shape, sequences: list[Sequence], bits: tuple[float, ...]
+    machine: NearDataMachine, shape: PaperModel, sequences: list[Sequence], bits: tuple[int, ...]
 ) -> Decoded:
     """A GPU alone, with a cache of experts in all of its memory that other weights leave: what is
-    missing is copied over the link when it is needed, and nothing is fetched ahead. bits: of a
-    token's experts, by the rank of their gate, the last one for all behind it. The first sequence
-    is run twice, so that the cache is warm."""
-    capacity = machine.gpu_slots(shape) * shape.expert_bytes()
-    cache = _Cache(capacity)
+    missing is copied over the link when it is needed, and nothing is fetched ahead. bits: as
+    HOBBIT_BITS. The first sequence is run twice, so that the cache is warm."""
+    cache = _Cache(machine.gpu_slots(shape) * shape.expert_bytes())
     ranks = [bits[min(at, len(bits) - 1)] for at in range(shape.n_expert_used)]
     sizes = [shape.expert_bytes(each) for each in ranks]
     computing = [machine.gpu_ms(shape, bits=each) for each in ranks]
@@ -145,13 +136,3 @@ def on_demand(
             if number:
                 steps.append(took)
     return Decoded(float(np.mean(steps)), 0.0, 0.0, hits / max(1, asked))
-
-
-def gpu_lru(machine: Machine, shape: Shape, sequences: list[Sequence]) -> Decoded:
-    """Every expert at 16 bits, on demand."""
-    return on_demand(machine, shape, sequences, (FULL_BITS,))
-
-
-def hobbit(machine: Machine, shape: Shape, sequences: list[Sequence]) -> Decoded:
-    """The expert with a token's largest gate at 16 bits, the others at 4, on demand."""
-    return on_demand(machine, shape, sequences, (FULL_BITS, _HOBBIT_BITS))

@@ -20,7 +20,7 @@ from orchestrator.lab.bench.firm_replay import (
 )
 from orchestrator.lab.bench.firm_replay import FirmOptions as Options
 from orchestrator.policy import POLICIES
-from orchestrator.policy.firm.votes import WAYS
+from orchestrator.policy.firm import AGREE_WAYS
 
 
 @pytest.mark.parametrize("k", [2, 8])
@@ -36,7 +36,7 @@ def test_rows_are_the_papers(k: int) -> None:
     assert rows["+ FG + MoL"].settings["votes"] == f"{min(3, k)},3"
     assert rows[NO_PREFETCH].world == OURS
     votes = [row.name.split(", ")[1] for row in rows.values() if ", n=" in row.name]
-    assert set(votes) == set(WAYS)  # no row leaves its vote to the default
+    assert set(votes) == set(AGREE_WAYS)  # no row leaves its vote to the default
 
 
 def test_live_rows_are_those_of_our_own_that_exist() -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -15,7 +13,6 @@ from orchestrator.cli.main import cli
 from orchestrator.errors import ConfigError
 from orchestrator.lab.bench.child import play, topic_streams
 from orchestrator.lab.bench.job import DECODE, Job, longest_context
-from orchestrator.lab.bench.marks import MARKS, Marks, of_slowest
 from orchestrator.lab.bench.models import DEMO_TEXT
 from orchestrator.lab.bench.topics import (
     ALL_LOW,
@@ -24,7 +21,6 @@ from orchestrator.lab.bench.topics import (
     RESTLESS,
     TopicOptions,
     Topics,
-    slowest_table,
     topic_cases,
 )
 from orchestrator.lab.bench.topics_figures import (
@@ -149,9 +145,6 @@ def measured_run():
     shares = {"topic 0": [8, 8, 8, 8], "topic 1": [4, 6, 10, 10], "topic 2": [10, 10, 10, 10]}
     parts = [window(name, high) for name, highs in shares.items() for high in highs]
     parts[0]["ms"][:4] = [4.0] * 4  # 2 % of the steps
-    for part in parts:
-        part["marks"] = [[0, 0, 7, 0, 0]] * WINDOW
-    parts[0]["marks"][:4] = [[3, 0, 0, 0, 0]] * 4
     return {"mode": "managed: dynaexq", "parts": [*parts, window("steady", 8, promoted=1)]}
 
 
@@ -174,8 +167,6 @@ def test_figures_follow_from_what_was_measured():
     assert row["steady_promotions_per_minute"] == pytest.approx(60e3 / (WINDOW * 2.0))
     assert (row["waited_ms"], row["demand_bytes"], row["transition_bytes"]) == (0.0, 0, 65)
     assert row["p99_of_p50"] >= 1.0
-    assert row["slowest"]["published"] == [3.0, pytest.approx(12 / (12 * WINDOW))]
-    assert row["slowest"]["read us"] == [0.0, pytest.approx(7 * (1 - 4 / (12 * WINDOW)))]
     assert "moved" not in row
     said = [{"changed_bytes": 100, "most_steps": 7}, {"changed_bytes": 60, "most_steps": 9}]
     found = topic_row(2, case, [{**measured_run(), "policy": each} for each in said], None)
@@ -269,39 +260,6 @@ def test_quick_topics_end_to_end(real_engine):
     for name in rows:
         assert name in text
     json.dumps(report)
-
-
-def test_marks_tell_slow_steps_apart():
-    class Store:
-        read_us = experts_promoted = experts_demoted = 0
-
-        def stats(self):
-            return self
-
-    store = Store()
-    policy = SimpleNamespace(updates=0)
-    marks = Marks(SimpleNamespace(store=store, policy=policy))
-    store.experts_promoted, store.read_us = 5, 5
-    marks.start()
-    assert marks.take()[:3] == [0, 0, 0]
-    store.experts_demoted = 2
-    assert marks.take()[:3] == [2, 0, 0]
-    policy.updates += 1
-    store.read_us += 9
-    assert marks.take()[:3] == [0, 1, 9]
-    grown = np.ones(1 << 20)  # 8 MB of new pages, some of them large
-    assert marks.take()[3] >= 1, grown.shape
-    found = of_slowest([1.0, 9.0, 2.0, 8.0], [[0] * 5, [4, 0, 0, 0, 0], [0] * 5, [2] * 5], 0.5)
-    assert found["published"] == [3.0, 1.5]
-    assert found["read us"] == [1.0, 0.5]
-
-
-def test_large_counts_stay_in_their_columns():
-    big = {name: [123456.7, 98765.4] for name in MARKS}
-    rows = [{"name": "every 128 steps", "cap": 0.8, "slowest": big}]
-    *_, line = slowest_table(rows).text().splitlines()
-    assert line.split()[-10:] == ["123457,", "98765"] * 5
-    assert len(line) <= 100
 
 
 def test_the_command_has_no_option_of_another_policy() -> None:

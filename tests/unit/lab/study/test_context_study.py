@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from gguf_tools import synthetic
+from gguf_tools.experts.hparams import SIGMOID, SOFTMAX
 from orchestrator.lab.eval.text import Window
 from orchestrator.lab.study.activations import (
     CHOSEN,
@@ -20,12 +21,10 @@ from orchestrator.lab.study.context import (
     ORACLE,
     OWN,
     RIGHT,
-    USUAL_PRIOR,
     WRONG,
     Usage,
     _by_domain,
     _by_layer,
-    _by_length,
     blend,
     captured,
     choices,
@@ -61,21 +60,12 @@ def test_every_choice_knows_what_it_should():
     assert known[RIGHT] == pytest.approx(np.array([[0.5, 0.5]]))
     assert known[WRONG] == pytest.approx(np.array([[0.75, 0.25]]))
     assert known[ORACLE] == pytest.approx(np.array([[0.0, 9.0]]))
-    assert known[blend(RIGHT, 16)] == pytest.approx(np.array([[(8 + 8) / 24, 8 / 24]]))
+    assert known[blend(RIGHT)] == pytest.approx(np.array([[(8 + 32) / 72, 32 / 72]]))
     assert choices(usages, 3, 1)[RIGHT] is None
     rows = {(row["domain"], row["by"]): row for row in _by_domain(usages, [known] * 4, 1)}
     assert rows["chat", ALIKE]["mass"] == 0.5
     assert rows["chat", OWN]["mass"] == 1 / 40
     assert rows["documents", RIGHT]["mass"] == 0.75
-
-
-def test_prompts_are_grouped_by_their_length():
-    usages = [usage("", [1, 0], [1, 0], n) for n in (10, 31, 32, 200, 600)]
-    every = [choices(usages, at, 1) for at in range(5)]
-    rows = list(_by_length(usages, every, 1))
-    assert [row["tokens"] for row in rows] == ["10 to 31", "32 to 32", "200 to 200", "600 to 600"]
-    assert [row["n"] for row in rows] == [2, 1, 1, 1]
-    assert all(row[blend(RIGHT, USUAL_PRIOR)] == 1.0 for row in rows)
 
 
 def test_figure_4_is_of_how_often_experts_are_used():
@@ -112,7 +102,7 @@ def test_a_window_is_a_prompt_and_an_answer():
                 gates[expert] += weight
         return counts, gates
 
-    for gating in (None, 2):
+    for gating in (SOFTMAX, SIGMOID):
         made = usage_of(found, window, [3, 5], router, 4, gating)
         counts, gates = sums(chosen[3][:10], weights[3][:10])
         assert made.counts[0].tolist() == counts.tolist()
@@ -121,7 +111,7 @@ def test_a_window_is_a_prompt_and_an_answer():
         for x in found[ROUTER_INPUT, 3][:10]:
             logits = router @ x
             powers = np.exp(logits)
-            score = powers / powers.sum() if gating is None else 1 / (1 + 1 / powers)
+            score = powers / powers.sum() if gating == SOFTMAX else 1 / (1 + 1 / powers)
             best = sorted(range(4), key=lambda e: -logits[e])[:2]
             ids.append(best)
             scores.append(score[best])

@@ -145,11 +145,11 @@ def allocation(uniform: Rows, plans: Rows) -> None:
     assert sum(row["tokens"] for row in plans[1:3]) == plans[0]["tokens"]
 
 
-def context(rows: Rows, lengths: Rows, layers: Rows) -> None:
+def context(rows: Rows, layers: Rows) -> None:
     found = by(rows, "by")
     assert found["answer",]["cosine"] == pytest.approx(1.0)
     assert found["answer",]["mass"] == max(row["mass"] for row in rows)
-    assert lengths and layers
+    assert layers
 
 
 def near_bits(judged: Rows, asked: Rows) -> None:

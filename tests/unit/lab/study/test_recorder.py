@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from orchestrator.cli.main import cli
 from orchestrator.errors import BudgetError
 from orchestrator.lab.calibrate import within
-from orchestrator.lab.calibrate.within import Room
+from orchestrator.lab.calibrate.within import CalibrationRoom
 from orchestrator.lab.study.activations import ActivationRecorder
 from orchestrator.native import Library
 
@@ -39,7 +39,7 @@ def test_a_study_that_reads_keeps_to_the_cap(
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
     rooms = []
 
-    def too_small(path: Path, n_ctx: int, threads: int, room: Room) -> None:
+    def too_small(path: Path, n_ctx: int, threads: int, room: CalibrationRoom) -> None:
         rooms.append(room)
         raise BudgetError("as it says there")
 

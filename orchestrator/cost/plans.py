@@ -1,0 +1,290 @@
+"""The plans of one model in one memory, by how fast they are and what they lose, and the one that
+is taken within a loss that the user allows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.process import processor_name
+from orchestrator.cache.files import read_object, write_whole
+from orchestrator.cache.profile import cached_path
+from orchestrator.config import Config
+from orchestrator.cost.losses import Foreseen
+from orchestrator.cost.speeds import AGREE
+from orchestrator.cost.time import PlanTime
+from orchestrator.errors import ConfigError
+from orchestrator.events import SKIP_TIER
+from orchestrator.memory.plan import MemoryPlan
+from orchestrator.policy import ALLOWED_LOSS, BASELINE, PLAIN, POLICIES, Policy
+
+# Tokens of the prompts that are predicted, and of the context behind which a token is.
+PROMPT_TOKENS = 512
+# Plans whose predicted times differ by less are as fast as each other: the one that loses least is
+# taken.
+AS_FAST = 1.02
+# What is spent and what is lost besides add up to what is allowed, but for this.
+_ROUNDING = 1 + 1e-9
+
+_FORMAT = "moe-edge plans 1"
+_LARGEST_BYTES = 1 << 20
+# So many commands of a model are kept, the latest ones.
+_MOST = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One plan. name: of its policy; asked: the settings that ask for it. Seconds: of a token of an
+    answer behind PROMPT_TOKENS, and until the answer to a prompt of as many, the first one after
+    the start and a later one. hit_rate, read_bytes: of such a token. kl: mean KL from the file's
+    best tier, in nats a token; an upper estimate where at_most; None where it is not known. best:
+    no other plan is both faster and closer."""
+
+    name: str
+    asked: Mapping[str, Any]
+    tiers: tuple[str, ...]
+    expert_bytes: int
+    resident: bool
+    token_s: float
+    first_prompt_s: float
+    prompt_s: float
+    hit_rate: float
+    read_bytes: float
+    kl: float | None
+    at_most: bool = False
+    best: bool = False
+
+    @classmethod
+    def of(
+        cls, asked: Mapping[str, Any], plan: MemoryPlan, time: PlanTime, loses: Foreseen
+    ) -> Candidate:
+        """asked: the settings of the plan; time, loses: what it is predicted to take and lose."""
+        return cls(
+            name=plan.policy.name if plan.policy else PLAIN,
+            asked=asked,
+            tiers=(*plan.tier_names, *([SKIP_TIER] if plan.skip else [])),
+            expert_bytes=plan.slots.total_bytes if plan.slots else plan.expert_bytes,
+            resident=plan.absent_bytes == 0,
+            token_s=time.token_s(PROMPT_TOKENS),
+            first_prompt_s=time.prompt_s(PROMPT_TOKENS, first=True),
+            prompt_s=time.prompt_s(PROMPT_TOKENS),
+            hit_rate=time.residency.hit_rate,
+            read_bytes=time.read_bytes,
+            kl=loses.kl,
+            at_most=loses.at_most,
+        )
+
+    @property
+    def label(self) -> str:
+        """As a user would ask for it, with three digits of what is a number."""
+
+        def text(value: Any) -> str:
+            return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+        asked = {key: value for key, value in self.asked.items() if value is not None}
+        asked.pop("policy", None)
+        more = [f"{key.replace('_', '-')} {text(value)}" for key, value in asked.items()]
+        return ", ".join([self.name, *more])
+
+    def is_like(self, other: Candidate) -> bool:
+        """Whether it computes the same by the same policy."""
+        return (self.name, self.tiers, self.kl) == (other.name, other.tiers, other.kl)
+
+    def is_asked_by(self, settings: Mapping[str, Any] | None) -> bool:
+        """Whether these are its settings, whatever they spend: what is left to spend follows from
+        what earlier runs used."""
+        mine = {name: value for name, value in self.asked.items() if name != ALLOWED_LOSS}
+        return mine == settings
+
+    @property
+    def is_another_ones(self) -> bool:
+        """Whether it is what the baseline would do, by another name; or allows a loss where nothing
+        is missing that a loss could save."""
+        alone = len(self.tiers) == 1 and self.name not in (PLAIN, BASELINE)
+        return self.resident and (alone or ALLOWED_LOSS in self.asked)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "policy": self.name,
+            "settings": dict(self.asked),
+            "tiers": list(self.tiers),
+            "expert_bytes": self.expert_bytes,
+            "resident": self.resident,
+            "token_ms": 1e3 * self.token_s,
+            "first_prompt_ms": 1e3 * self.first_prompt_s,
+            "prompt_ms": 1e3 * self.prompt_s,
+            "hit_rate": self.hit_rate,
+            "read_bytes": self.read_bytes,
+            "kl": self.kl,
+            "kl_at_most": self.at_most,
+            "best": self.best,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """Every plan that fits, the fastest first. taken: the one that runs where no policy is named;
+    why: a sentence about it. why_not: why nobody knows what they lose, empty where that is known.
+    disturbed: other programs ran while this machine was measured for it."""
+
+    candidates: tuple[Candidate, ...]
+    taken: Candidate
+    why: str
+    why_not: str = ""
+    disturbed: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        found: Sequence[Candidate],
+        usual: Candidate,
+        best_tier: str,
+        allowed: float | None = None,
+        before: Mapping[str, Any] | None = None,
+    ) -> Frontier:
+        """Of plans in any order. usual: what runs where no loss is allowed, in nats; before: the
+        settings that were taken the last time. Raises ConfigError for a loss that no plan keeps
+        to."""
+        shown: list[Candidate] = []
+        for each in found:
+            if not each.is_another_ones and not any(map(each.is_like, shown)):
+                shown.append(each)
+        if not any(map(usual.is_like, shown)):
+            shown.append(usual)
+        shown = _marked(sorted(shown, key=lambda each: each.token_s))
+        if allowed is not None:
+            taken = choose(shown, allowed, before)
+            reason = f"the fastest within {allowed:g} nats of {best_tier}"
+        else:
+            taken = next(filter(usual.is_like, shown))
+            lossless = "lossless, as nothing less is asked for"
+            reason = lossless if taken.kl == 0.0 else "what the options ask for"
+        kl = "" if taken.kl is None else f", {'at most ' * taken.at_most}{taken.kl:.2g} nats"
+        what = f"{taken.label} ({1e3 * taken.token_s:.1f} ms a token{kl})"
+        return cls(tuple(shown), taken, f"{what}: {reason}.")
+
+    def settled(self, config: Config) -> Config:
+        """The config with the plan that is taken in the place of the loss that is allowed."""
+        return config.compared(**{ALLOWED_LOSS: None, **self.taken.asked})
+
+
+def choose(
+    found: Sequence[Candidate], allowed: float, before: Mapping[str, Any] | None = None
+) -> Candidate:
+    """The fastest plan whose KL is within what is allowed; of those that are AS_FAST the one that
+    loses least. The one that was taken before stays, unless another one is faster by more than
+    timings of the same thing differ. Raises ConfigError where there is none."""
+    within = [each for each in found if each.kl is not None and each.kl <= allowed * _ROUNDING]
+    if not within:
+        least = min(each.kl for each in found if each.kl is not None)
+        raise ConfigError(
+            f"no plan in this memory keeps to {allowed:g} nats: the closest has {least:.2g}; allow "
+            f"more, or give more memory"
+        )
+    fastest = min(each.token_s for each in within)
+    near = (each for each in within if each.token_s <= AS_FAST * fastest)
+    best = min(near, key=lambda each: (each.kl or 0.0, each.token_s))
+    stays = (each for each in within if each.is_asked_by(before))
+    return next((each for each in stays if each.token_s <= AGREE * best.token_s), best)
+
+
+def _marked(found: Sequence[Candidate]) -> list[Candidate]:
+    """With those that no other one beats in both; found by rising time."""
+    least, marked = float("inf"), []
+    for each in found:
+        best = each.kl is not None and each.kl < least
+        least = each.kl if best and each.kl is not None else least
+        marked.append(replace(each, best=best))
+    return marked
+
+
+def settings_of_plans(
+    config: Config, model: ExpertModel, left: Mapping[str, float] | None
+) -> list[dict[str, Any]]:
+    """The settings of each plan that the registry of policies and the file's tiers offer. left: of
+    the loss that is allowed, in nats, by the names of the file's tiers; None where none is."""
+    every = [tier.name for tier in model.tiers]
+    names = every
+    if config.high_tier is not None:
+        names = [every[model.tier_index(config.high_tier)]]
+    asked: list[dict[str, Any]] = [{"policy": PLAIN}]
+    for name, policy in POLICIES.items():
+        if ALLOWED_LOSS not in policy.Settings.declared():
+            asked += _settings_of(name, policy, names, every, config.low_tier)
+        elif left is not None:
+            # What spends a loss while it decodes: what the best tier in use leaves of it.
+            asked += [
+                {"policy": name, "high_tier": high, ALLOWED_LOSS: left[high]}
+                for high in names
+                if left[high] > 0.0
+            ]
+    return asked
+
+
+def _settings_of(
+    name: str,
+    policy: type[Policy],
+    names: Sequence[str],
+    every: Sequence[str],
+    low_tier: str | None,
+) -> Iterator[dict[str, Any]]:
+    """Settings of the plans that one policy has. Where it has a lossless form: that in each of
+    some tiers of the file, and each of them with the low one that was asked for, or else with the
+    next lower one, and with skipping. Else as it chooses, where the file has several."""
+    mixes = policy.precisions.most > 1
+    if policy.precisions.lossless is None:
+        if not mixes or len(every) > 1:
+            yield {"policy": name}
+        return
+    for high in names:
+        yield {"policy": name, "high_tier": high, "low_tier": None, **policy.precisions.lossless}
+        if mixes:
+            below = every[every.index(high) + 1 :][:1]
+            for low in [low_tier] if low_tier else [*below, SKIP_TIER]:
+                yield {"policy": name, "high_tier": high, "low_tier": low}
+
+
+class TakenPlans:
+    """The settings of the plan that was taken under a config's options for this model on this
+    processor, in the user cache: the same command runs the same tomorrow. What cannot be read or
+    written there is done without."""
+
+    def __init__(self, config: Config, model: ExpertModel) -> None:
+        """All settings count by which a plan may differ, and so all but those of an answer."""
+        counting = [
+            name
+            for name, each in Config.declared().items()
+            if not each.answer and name not in ("model", "prompt_cache_limit")
+        ]
+        asked = {name: getattr(config, name) for name in counting} | dict(config.of_policies)
+        key = json.dumps([processor_name(), asked], default=str, sort_keys=True)
+        self._key = hashlib.sha256(key.encode()).hexdigest()[:24]
+        self._path = cached_path(model, "plans")
+
+    def _read(self) -> dict[str, Any]:
+        data: dict[str, Any] | None = None
+        with suppress(OSError):
+            data = read_object(self._path, _LARGEST_BYTES)
+        known = data.get("taken") if data and data.get("format") == _FORMAT else None
+        return known if isinstance(known, dict) else {}
+
+    def recall(self) -> Mapping[str, Any] | None:
+        """The settings, without the loss that they spend; None where nothing was taken."""
+        found = self._read().get(self._key)
+        return found if isinstance(found, dict) else None
+
+    def keep(self, settings: Mapping[str, Any]) -> None:
+        """Keeps what was taken now."""
+        known = self._read()
+        known.pop(self._key, None)
+        known[self._key] = {k: v for k, v in settings.items() if k != ALLOWED_LOSS}
+        latest = dict([*known.items()][-_MOST:])
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path, json.dumps({"format": _FORMAT, "taken": latest}))

@@ -1,0 +1,412 @@
+"""Sequences that are kept: in memory within a budget, on disk in a file each.
+
+A file is whole or not there, and checked before it is used. It has llama.cpp's own sequence file
+(tokens and state), the parts and the policy's states of the marks, a description in JSON, and a
+footer: lengths, and the hash of all before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from gguf_tools.file.unfinished import UnfinishedFile, remove_abandoned
+from gguf_tools.units import format_size
+from orchestrator.engine.steps import COPY_HEAD_BYTES, Mark
+from orchestrator.errors import ConfigError
+
+
+def common_prefix(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> int:
+    """How many tokens both begin with."""
+    n = min(len(a), len(b))
+    differs = np.flatnonzero(np.asarray(a[:n], np.int64) != np.asarray(b[:n], np.int64))
+    return int(differs[0]) if len(differs) else n
+
+
+def usable(length: int, has_part: bool, marks: Sequence[int], common: int) -> int:
+    """How many tokens of a copy of `length` tokens can be gone on from, where the prompt has
+    `common` of them: all of those, or as far as the latest mark where the copy cannot be cut.
+    marks: lengths of those with which a memory goes back."""
+    if common >= length:
+        return length
+    if not has_part:
+        return common
+    return max((each for each in marks if each <= common), default=0)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Copy:
+    """A sequence: its tokens, int32 [n], its state, uint8, and its marks. key: what else the state
+    depends on."""
+
+    key: str
+    tokens: np.ndarray
+    state: np.ndarray
+    has_part: bool
+    marks: tuple[Mark, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        return int(
+            self.tokens.nbytes + self.state.nbytes + sum(each.n_bytes for each in self.marks)
+        )
+
+    def usable(self, common: int) -> int:
+        places = [each.length for each in self.marks if each.part is not None]
+        return usable(len(self.tokens), self.has_part, places, common)
+
+
+class Shelf:
+    """Copies of sequences, the latest used one last.
+
+    budget_bytes: what they and the marks of the sequence that runs (live_bytes) take together at
+    most. on_drop: gets each copy that goes for want of room.
+    """
+
+    def __init__(
+        self, budget_bytes: int = 0, on_drop: Callable[[Copy], None] = lambda _copy: None
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.live_bytes = 0
+        self._on_drop = on_drop
+        self._copies: list[Copy] = []
+
+    @property
+    def used_bytes(self) -> int:
+        return self.live_bytes + sum(each.n_bytes for each in self._copies)
+
+    def of(self, key: str) -> Iterator[Copy]:
+        """Copies that go with this key, the latest used one first."""
+        return (each for each in reversed(list(self._copies)) if each.key == key)
+
+    def make_room(self, n_bytes: int) -> bool:
+        """Lets copies go until there is room for so many bytes more; False where there never
+        is. Nothing goes then."""
+        if self.live_bytes + n_bytes > self.budget_bytes:
+            return False
+        while self.used_bytes + n_bytes > self.budget_bytes:
+            self._on_drop(self._copies.pop(0))
+        return True
+
+    def add(self, copy: Copy) -> None:
+        """Keeps a copy that there is room for, in the place of those that it goes on from."""
+        self._copies = [each for each in self._copies if not _goes_on(copy, each)]
+        self._copies.append(copy)
+
+    def remove(self, copy: Copy) -> None:
+        self._copies.remove(copy)
+
+    def all(self) -> list[Copy]:
+        """Every copy, the latest used one last."""
+        return list(self._copies)
+
+
+def _goes_on(new: Copy, old: Copy) -> bool:
+    n = len(old.tokens)
+    return new.key == old.key and common_prefix(new.tokens, old.tokens) == n
+
+
+ENDING = ".prompt"
+_NAME = re.compile(r"([0-9a-f]{24})-[0-9a-f]{24}\.prompt")
+_MAGIC = b"moe-edge prompt\n"
+# The bytes of llama.cpp's file and of the description; the hash; the magic.
+_FOOTER = struct.Struct("<QQ32s16s")
+# llama.cpp's magic and version of a sequence's file, and the number of its tokens.
+_HEAD = struct.Struct("<III")
+_LLAMA = (0x67677371, 3)
+_MOST_DESCRIPTION = 1 << 20
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Listed:
+    """A file of the folder as its description has it. marks: length, bytes of the part (-1 for
+    none) and of the policy's state (-1 for none) each."""
+
+    path: Path
+    key: str
+    tokens: np.ndarray
+    has_part: bool
+    marks: tuple[tuple[int, int, int], ...]
+    state_end: int
+
+    def usable(self, common: int) -> int:
+        places = [length for length, part, _ in self.marks if part >= 0]
+        return usable(len(self.tokens), self.has_part, places, common)
+
+
+class PromptFolder:
+    """The folder and what is in it for one key.
+
+    notes: sentences about files that were dropped or could not be written, for the user.
+    """
+
+    def __init__(self, path: Path, most_bytes: int) -> None:
+        """Makes the folder where it is not there. Raises ConfigError where that cannot be."""
+        self._path, self._most_bytes = path, most_bytes
+        self._unusable: set[Path] = set()
+        self.notes: list[str] = []
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            names = os.listdir(path)
+        except OSError as error:
+            raise ConfigError(f"--prompt-cache {path}: {error.strerror}") from error
+        for name in names:
+            original, dot, _ = name.removeprefix(".").rpartition(ENDING + ".")
+            if name.startswith(".") and dot:
+                remove_abandoned(path / (original + ENDING))
+
+    def of(self, key: str) -> list[Listed]:
+        """Files that go with this key, the latest used one first. Drops damaged ones."""
+        found = []
+        for path in reversed(self._files()):
+            if path.name.startswith(_short(key)) and path not in self._unusable:
+                with contextlib.suppress(OSError):
+                    listed = _read_description(path)
+                    if listed is None or listed.key != key:
+                        self.drop(path)
+                    else:
+                        found.append(listed)
+        return found
+
+    def has(self, key: str, tokens: Sequence[int] | np.ndarray) -> bool:
+        return self._target(key, tokens).exists()
+
+    def save(
+        self,
+        key: str,
+        tokens: Sequence[int] | np.ndarray,
+        has_part: bool,
+        marks: Sequence[Mark],
+        write_state: Callable[[Path], int],
+    ) -> None:
+        """Writes a sequence, in the place of those that it goes on from. write_state: writes
+        llama.cpp's file to a path, and returns its bytes or 0. What cannot be written is noted."""
+        path = self._target(key, tokens)
+        remove_abandoned(path)
+        try:
+            unfinished = UnfinishedFile(path, 0o600)
+            try:
+                _write(unfinished, key, has_part, marks, write_state)
+                size = os.fstat(unfinished.fd).st_size
+                if size > self._most_bytes:
+                    self._note(
+                        f"A conversation of {format_size(size)} is not kept: it is more than "
+                        f"--prompt-cache-limit {format_size(self._most_bytes)}."
+                    )
+                    return
+                unfinished.complete(synced=False)
+                self._unusable.discard(path)
+            finally:
+                unfinished.discard()
+        except OSError as error:
+            self._note(f"{path}: {error.strerror}: the conversation is not kept there.")
+            return
+        self._tidy(key, tokens, path)
+
+    def save_copy(self, copy: Copy) -> None:
+        """As save, from memory."""
+
+        def write(path: Path) -> int:
+            with open(path, "r+b") as file:
+                file.write(_HEAD.pack(*_LLAMA, len(copy.tokens)))
+                file.write(copy.tokens.astype("<i4").tobytes())
+                file.write(copy.state[COPY_HEAD_BYTES:].data)
+                return file.tell()
+
+        self.save(copy.key, copy.tokens, copy.has_part, copy.marks, write)
+
+    def load(
+        self, listed: Listed, most_bytes: int, read_state: Callable[[Path], bool]
+    ) -> tuple[Mark, ...] | None:
+        """Checks a file, and lets read_state read llama.cpp's part of it. Returns the marks of at
+        most so many bytes, the latest ones; None for a file that is damaged, which is dropped, or
+        gone."""
+        try:
+            with open(listed.path, "rb") as file:
+                same = _is_whole(file) and _describe(file, listed.path)
+                if not same or same.key != listed.key or same.marks != listed.marks:
+                    self.drop(listed.path)
+                    return None
+                marks = _read_marks(file, listed, most_bytes)
+            if not np.array_equal(same.tokens, listed.tokens) or not read_state(listed.path):
+                self.drop(listed.path)
+                return None
+            os.utime(listed.path)
+        except OSError:
+            self._unusable.add(listed.path)
+            return None
+        return marks
+
+    def drop(self, path: Path) -> None:
+        """Removes a file that cannot be used, and notes it."""
+        self._unusable.add(path)
+        with contextlib.suppress(OSError):
+            path.unlink()
+        self._note(f"{path}: this kept conversation is damaged, so it was removed.")
+
+    def _note(self, sentence: str) -> None:
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+    def _target(self, key: str, tokens: Sequence[int] | np.ndarray) -> Path:
+        digest = hashlib.sha256(np.asarray(tokens, "<i4").tobytes()).hexdigest()
+        return self._path / f"{_short(key)}-{digest[:24]}{ENDING}"
+
+    def _files(self) -> list[Path]:
+        """Every file of ours, of any key, the latest used one last."""
+        found = []
+        with contextlib.suppress(OSError), os.scandir(self._path) as entries:
+            for entry in entries:
+                if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                    with contextlib.suppress(OSError):
+                        found.append((entry.stat().st_mtime_ns, Path(entry.path)))
+        return [path for _, path in sorted(found)]
+
+    def _tidy(self, key: str, tokens: Sequence[int] | np.ndarray, new: Path) -> None:
+        """Removes what the new file goes on from, and the least recently used files beyond the
+        limit."""
+        for listed in self.of(key):
+            n = len(listed.tokens)
+            if listed.path != new and n == common_prefix(listed.tokens, tokens):
+                with contextlib.suppress(OSError):
+                    listed.path.unlink()
+        sizes = {}
+        for path in self._files():
+            with contextlib.suppress(OSError):
+                sizes[path] = path.stat().st_size
+        for path in list(sizes):
+            if sum(sizes.values()) <= self._most_bytes:
+                return
+            if path != new:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                del sizes[path]
+
+
+def _short(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:24]
+
+
+def _write(
+    unfinished: UnfinishedFile,
+    key: str,
+    has_part: bool,
+    marks: Sequence[Mark],
+    write_state: Callable[[Path], int],
+) -> None:
+    """Raises OSError."""
+    state_end = write_state(unfinished.part)
+    if not state_end:
+        raise OSError(5, "llama.cpp cannot write it")
+    with os.fdopen(os.dup(unfinished.fd), "r+b") as file:
+        file.seek(state_end)
+        for mark in marks:
+            if mark.part is not None:
+                file.write(mark.part.data)
+            if mark.policy is not None:
+                file.write(mark.policy)
+        description = json.dumps(
+            {
+                "key": key,
+                "has_part": has_part,
+                "marks": [
+                    [
+                        mark.length,
+                        -1 if mark.part is None else mark.part.nbytes,
+                        -1 if mark.policy is None else len(mark.policy),
+                    ]
+                    for mark in marks
+                ],
+            }
+        ).encode()
+        file.write(description)
+        file.flush()
+        digest = _hash_of(file, file.tell(), state_end, len(description))
+        file.write(_FOOTER.pack(state_end, len(description), digest, _MAGIC))
+
+
+def _hash_of(file: BinaryIO, length: int, *lengths: int) -> bytes:
+    """Of the footer's lengths, and of so many bytes from the beginning; of fewer where the file
+    ends before."""
+    digest = hashlib.sha256(repr(lengths).encode())
+    file.seek(0)
+    while length > 0 and (data := file.read(min(_CHUNK, length))):
+        digest.update(data)
+        length -= len(data)
+    return digest.digest()
+
+
+def _is_whole(file: BinaryIO) -> bool:
+    """Whether the bytes are those that were written."""
+    footer = _footer(file)
+    if footer is None:
+        return False
+    *lengths, digest, _ = footer
+    body = os.fstat(file.fileno()).st_size - _FOOTER.size
+    return _hash_of(file, body, *lengths) == digest
+
+
+def _footer(file: BinaryIO) -> tuple[int, int, bytes, bytes] | None:
+    size = os.fstat(file.fileno()).st_size
+    if size < _HEAD.size + _FOOTER.size:
+        return None
+    file.seek(size - _FOOTER.size)
+    found = _FOOTER.unpack(file.read(_FOOTER.size))
+    return found if found[3] == _MAGIC else None
+
+
+def _read_description(path: Path) -> Listed | None:
+    """What a file says of itself; None for a damaged one. Raises OSError."""
+    with open(path, "rb") as file:
+        return _describe(file, path)
+
+
+def _describe(file: BinaryIO, path: Path) -> Listed | None:
+    footer = _footer(file)
+    if footer is None or footer[1] > _MOST_DESCRIPTION:
+        return None
+    state_end, length = footer[:2]
+    at = os.fstat(file.fileno()).st_size - _FOOTER.size - length
+    if not _HEAD.size <= state_end <= at:
+        return None
+    file.seek(at)
+    try:
+        data: dict[str, Any] = json.loads(file.read(length))
+        marks = tuple((int(a), int(b), int(c)) for a, b, c in data["marks"])
+        key, has_part = str(data["key"]), bool(data["has_part"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    if state_end + sum(max(0, b) + max(0, c) for _, b, c in marks) != at:
+        return None
+    file.seek(0)
+    *magic, n = _HEAD.unpack(file.read(_HEAD.size))
+    if tuple(magic) != _LLAMA or n == 0 or _HEAD.size + 4 * n > state_end:
+        return None
+    tokens = np.frombuffer(file.read(4 * n), "<i4").astype(np.int32)
+    return Listed(path, key, tokens, has_part, marks, state_end)
+
+
+def _read_marks(file: BinaryIO, listed: Listed, most_bytes: int) -> tuple[Mark, ...]:
+    """The latest marks, as far as they fit. Raises OSError."""
+    end, found = listed.state_end + sum(max(0, b) + max(0, c) for _, b, c in listed.marks), []
+    for length, part_bytes, policy_bytes in reversed(listed.marks):
+        size = max(0, part_bytes) + max(0, policy_bytes)
+        end, most_bytes = end - size, most_bytes - size
+        if most_bytes < 0 and part_bytes >= 0:
+            break
+        file.seek(end)
+        part = None if part_bytes < 0 else np.frombuffer(file.read(part_bytes), np.uint8)
+        policy = None if policy_bytes < 0 else file.read(policy_bytes)
+        found.append(Mark(length, part, policy))
+    return tuple(reversed(found))

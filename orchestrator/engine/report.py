@@ -1,0 +1,195 @@
+"""What an engine says of itself: a line on what runs, and what one answer cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from time import perf_counter
+from typing import Any
+
+from gguf_tools.experts import DEFAULT_KV
+from gguf_tools.process import peak_rss_bytes
+from gguf_tools.units import format_size
+from orchestrator.config import Config
+from orchestrator.engine.driver import Driver
+from orchestrator.engine.load import Loaded, Loader
+from orchestrator.engine.loss_meter import LossMeter
+from orchestrator.events import SKIP_TIER, GenerationStats, Phase, percentile
+from orchestrator.memory.layouts import layout_text
+from orchestrator.native import MAX_TIERS, CStats, Store
+
+
+def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
+    """The path, the policy and its slots, how misses are served, the micro-batch, the context."""
+    plan, driver = loaded.plan, loaded.driver
+    context = f", micro-batch {plan.n_ubatch}, context {loaded.context.n_ctx}"
+    if config.kv != DEFAULT_KV:
+        context += f" in {config.kv}"
+    if not isinstance(driver, Driver):
+        return f"plain upstream path: {plan.reason}{context}"
+    slots = format_size(plan.slots.total_bytes) if plan.slots else "no"
+    stats = driver.store.stats()
+    direct = "direct I/O" if stats.direct_io else "buffered I/O"
+    pinned = stats.host_pinned or not loader.on_gpu
+    pageable = "" if pinned else ", host memory not pinned"
+    text = f"managed: {driver.policy.describe()}, {slots} of expert slots, {direct}{pageable}"
+    # A policy that keeps all experts in memory has learned since it started; others have settings
+    # that change while they run.
+    resident = driver.policy.wants.all_resident
+    loses = loaded.runs.loses if resident else loader.planner.loses(plan)
+    return text + layout_text(driver.store.spec) + loses.text + _served(driver, loader) + context
+
+
+def _served(driver: Driver, loader: Loader) -> str:
+    """How a GPU gets the experts that it lacks."""
+    if loader.gpu is None:
+        return ""
+    asked, served = driver.store.spec.misses.mode, driver.store.misses()
+    return f", misses: {served}" + (f" ({asked} cannot be had)" if served != asked else "")
+
+
+# Shares by the name of a tier, best first, and of the tier of no bytes.
+Mix = dict[str, float]
+
+
+def decided(routed: Sequence[int], tiers: Sequence[str], skip: bool) -> Mix | None:
+    """Shares of the routed experts by the tier that was decided; None where none was routed.
+
+    routed [MAX_TIERS + 1]: experts by tier, the skipped ones last. tiers: names of those in use.
+    skip: whether experts may be skipped."""
+    total = sum(routed)
+    if not total:
+        return None
+    mix = {name: n / total for name, n in zip(tiers, routed, strict=False)}
+    return mix | {SKIP_TIER: routed[MAX_TIERS] / total} if skip else mix
+
+
+def computed(matrices: Sequence[int], tiers: Sequence[str]) -> Mix | None:
+    """Shares of the matrices by the tier that was computed; None where none was: a better copy in
+    memory is used where a lower one was asked for. matrices [MAX_TIERS]"""
+    total = sum(matrices)
+    return {n: m / total for n, m in zip(tiers, matrices, strict=False)} if total else None
+
+
+class StoreCosts:
+    """What a store did since this was made."""
+
+    def __init__(
+        self,
+        store: Store | None,
+        tiers: Sequence[str],
+        skip: bool = False,
+        losses: LossMeter | None = None,
+    ) -> None:
+        """As Meter."""
+        self._store = store
+        self._losses = losses
+        self._mark = losses.mark() if losses else None
+        self._tiers, self._skip = tiers, skip
+        self._before = store.stats() if store else CStats()
+        self._calls = store.calls if store else 0
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of GenerationStats that the store knows."""
+        store = self._store
+        if store is None:
+            best = {self._tiers[0]: 1.0}
+            return {
+                **dict.fromkeys(("hit_rate", "prefill_hit_rate", "callback_us_p50")),
+                **{"bytes_read": 0, "wait_ms": 0.0, "mix": best, "computed": best},
+            }
+        old, new = self._before, store.stats()
+        bytes_read, wait_ms = new.transition_bytes - old.transition_bytes, 0.0
+        for phase in Phase:
+            bytes_read += new.demand_bytes[phase] - old.demand_bytes[phase]
+            bytes_read += new.prefetch_bytes[phase] - old.prefetch_bytes[phase]
+            wait_ms += (new.wait_us[phase] - old.wait_us[phase]) / 1000.0
+        mix, as_computed = self._mixes(old, new)
+        return {
+            "hit_rate": _rate(old, new, Phase.DECODE),
+            "prefill_hit_rate": _rate(old, new, Phase.PREFILL),
+            "bytes_read": bytes_read,
+            "wait_ms": wait_ms,
+            "mix": mix,
+            "computed": as_computed,
+            "callback_us_p50": store.callback_us(since=self._calls),
+            "kl_estimate": self._foreseen(),
+        }
+
+    def _foreseen(self) -> float | None:
+        """Of the tokens that were decoded; of the prompt's where there were none."""
+        if self._losses is None or self._mark is None:
+            return None
+        found = self._losses.since(self._mark, Phase.DECODE)
+        return self._losses.since(self._mark, Phase.PREFILL) if found is None else found
+
+    def _mixes(self, old: CStats, new: CStats) -> tuple[Mix, Mix]:
+        """As decided and as computed while decoding; in the prompt where nothing was decoded."""
+        for phase in (Phase.DECODE, Phase.PREFILL):
+            routed = _moved(old.routed[phase], new.routed[phase])
+            mix = decided(routed, self._tiers, self._skip)
+            if mix is not None:
+                matrices = _moved(old.computed[phase], new.computed[phase])
+                return mix, computed(matrices, self._tiers) or {}
+        return {self._tiers[0]: 1.0}, {self._tiers[0]: 1.0}
+
+
+class Meter:
+    """Counts from its creation; token() at every chosen token; stats() at the end."""
+
+    def __init__(
+        self,
+        store: Store | None,
+        prompt_tokens: int,
+        tiers: Sequence[str],
+        skip: bool = False,
+        losses: LossMeter | None = None,
+    ) -> None:
+        """store None: the plain path, where there is nothing to count. tiers: names of those in
+        use, best first; skip: experts may be skipped. losses: None where nobody knows what lower
+        tiers cost."""
+        self._prompt_tokens = prompt_tokens
+        self.evaluated_tokens = 0
+        self.finish = "cancelled"
+        self._ended = False
+        self._times = [perf_counter()]
+        self._costs = StoreCosts(store, tiers, skip, losses)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens chosen so far, an end token left out."""
+        return len(self._times) - 1 - self._ended
+
+    def token(self, is_end: bool) -> None:
+        self._times.append(perf_counter())
+        self._ended = is_end
+
+    def stats(self, mode: str, budget_bytes: int, policy: dict[str, Any]) -> GenerationStats:
+        """The answer's costs until now, beside what ran, within which slots' budget, and the
+        policy's own report."""
+        times = self._times
+        gaps_ms = [1000.0 * (b - a) for a, b in pairwise(times[1:])]
+        return GenerationStats(
+            ttft_ms=1000.0 * (times[1] - times[0]) if len(times) > 1 else float("nan"),
+            tpot_ms_p50=percentile(gaps_ms, 50),
+            tpot_ms_p99=percentile(gaps_ms, 99),
+            tokens=self.tokens,
+            tokens_per_s=1000.0 * len(gaps_ms) / sum(gaps_ms) if gaps_ms else float("nan"),
+            prompt_tokens=self._prompt_tokens,
+            evaluated_tokens=self.evaluated_tokens,
+            peak_rss_bytes=peak_rss_bytes(),
+            budget_bytes=budget_bytes,
+            mode=mode,
+            finish=self.finish,
+            policy=policy,
+            **self._costs.fields(),
+        )
+
+
+def _rate(old: CStats, new: CStats, phase: Phase) -> float | None:
+    asked = new.requests[phase] - old.requests[phase]
+    return (new.hits[phase] - old.hits[phase]) / asked if asked else None
+
+
+def _moved(before: Sequence[int], after: Sequence[int]) -> list[int]:
+    return [b - a for a, b in zip(before, after, strict=True)]

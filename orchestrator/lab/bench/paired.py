@@ -1,0 +1,271 @@
+"""`moe-edge bench paired`: two sides that take turns, so that a noisy machine shows a difference of
+one or two per cent. It is the one harness for ratios of speeds."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gguf_tools.process import default_threads
+from orchestrator.config import Config
+from orchestrator.errors import ConfigError, MoeEdgeError
+from orchestrator.lab.bench.models import HIGH, Note, build_uniform
+from orchestrator.lab.bench.options import BenchOptions
+from orchestrator.lab.eval.arithmetic import median_interval
+from orchestrator.lab.experiment import Experiment
+from orchestrator.lab.lists import WORDS
+from orchestrator.lab.table import Column, Table, document, fixed
+from orchestrator.policy import policy_settings
+from orchestrator.settings import FROM_0, FROM_1, Settings, again, setting
+
+HERE = Path(__file__).resolve().parents[3]
+UPSTREAM = "upstream"
+N_CTX = 4096
+# Of each start: steps that count nowhere, then turns of so many steps, of which the first finds
+# cold caches. Of prompts a turn is one.
+WARM_UP, TURNS, STEPS = 30, 10, 12
+
+# Runs in both checkouts, so that it uses only what both have.
+WORKER = """
+import json, sys, time
+import numpy as np
+from contextlib import contextmanager
+
+
+@contextmanager
+def opened(settings):
+    # yields evaluate(tokens, pos), the size of the vocabulary, and what asks for the callback's us
+    if settings.pop("upstream", False):
+        from orchestrator.lab.bench.plain import PlainModel, silence
+
+        silence()
+        with PlainModel(**settings) as model:
+            yield model.eval, model.n_vocab, lambda: None
+        return
+    from orchestrator.config import Config
+    from orchestrator.engine.engine import Engine
+
+    with Engine.open(Config.build(**settings)) as engine:
+        model = engine.model
+        if engine.managed and engine.config.expert_ram is None and engine.config.ram is None:
+            layers, experts = range(model.n_layers), range(model.n_expert)
+            engine.store.warm([(layer, expert, 0) for layer in layers for expert in experts])
+        n_vocab = len(model.metadata["tokenizer.ggml.tokens"])
+        callback_us = engine.store.callback_us if engine.managed else lambda: None
+        yield engine.eval, n_vocab, callback_us
+
+
+with opened(json.loads(sys.argv[1])) as (evaluate, n_vocab, callback_us):
+    drawn = np.random.default_rng(7).integers(5, min(1000, n_vocab), 4000)
+    tokens, at = drawn.tolist(), 32
+    evaluate(tokens[:at], 0)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        n_steps, n_prompt = map(int, line.split())
+        times = []
+        for _ in range(n_steps):
+            n, at = (n_prompt, 0) if n_prompt else (1, at)
+            start = time.perf_counter()
+            evaluate(tokens[at : at + n], at)
+            times.append(1e3 * (time.perf_counter() - start))
+            at += n
+        print(json.dumps([times, callback_us()]), flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class PairedOptions(Settings):
+    """What is compared. ours, theirs: settings of the two sides as NAME=VALUE; the word "upstream"
+    makes a side llama.cpp without a store, whose settings are PlainModel's. other: the checkout
+    that "theirs" runs in. A side without a cap has every expert in memory. Raises ConfigError."""
+
+    model: Path | None = setting(None, "A model file.", shown="one of --shape")
+    shape: str = again(BenchOptions, "shape")
+    routing: str = again(BenchOptions, "routing", "zipf")
+    layers: int | None = again(BenchOptions, "layers")
+    tier: str = setting(HIGH, "Type of the experts of a random-weight model.")
+    ours: tuple[str, ...] = setting(
+        ("policy=lru", "force_managed=true"), "Settings of our side.", notation=WORDS
+    )
+    theirs: tuple[str, ...] = setting(
+        (UPSTREAM,),
+        "Settings of the other side; upstream: llama.cpp itself at its best flags.",
+        notation=WORDS,
+    )
+    other: Path | None = setting(None, "Another checkout for the other side.", metavar="DIR")
+    python: str = setting(
+        sys.executable, "Its Python, with its library.", metavar="FILE", shown="this one"
+    )
+    prompt: int = setting(0, "Tokens of a prompt; 0: decoding is timed.", within=FROM_0)
+    runs: int = setting(12, "Pairs: starts of both sides.", within=FROM_1)
+    threads: int | None = again(BenchOptions, "threads")
+    seed: int = again(BenchOptions, "seed")
+    quick: bool = again(BenchOptions, "quick")
+
+    def model_path(self, note: Note) -> Path:
+        """The model, made where it is one of random weights that is not there yet."""
+        if self.model is not None:
+            return self.model.resolve()
+        made = BenchOptions(
+            shape=self.shape,
+            routing=self.routing,
+            layers=self.layers,
+            seed=self.seed,
+            quick=self.quick,
+        )
+        return build_uniform(made, self.tier, note)
+
+    def side(self, words: Sequence[str], model: Path) -> dict[str, Any]:
+        """What a side's process is told. Raises ConfigError for what is no setting."""
+        n_ubatch, threads = max(64, self.prompt), self.threads or default_threads()
+        own = [word for word in words if word != UPSTREAM]
+        if len(own) < len(words):
+            flags = {"upstream": True, "mmap": False, "extra_bufts": True}
+            sizes = {"path": str(model), "n_ctx": N_CTX, "n_ubatch": n_ubatch, "threads": threads}
+            return {**flags, **sizes, **_parsed(own, {"mmap": _flag, "extra_bufts": _flag})}
+        sizes = {"model": str(model), "ctx": N_CTX, "ubatch": n_ubatch, "threads": threads}
+        known = {**Config.declared(), **policy_settings()}
+        return {**sizes, **_parsed(own, {name: each.parse for name, each in known.items()})}
+
+
+def _flag(text: str) -> bool:
+    return text.lower() in ("true", "1")
+
+
+def _parsed(words: Sequence[str], known: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
+    found = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name not in known or not equals:
+            raise ConfigError(f"'{word}' is no NAME=VALUE of a setting, as policy=lru")
+        found[name] = known[name](value)
+    return found
+
+
+class Side:
+    """One process, which computes when it is asked to. ms: of its steps."""
+
+    def __init__(self, tree: Path, python: str, told: Mapping[str, Any]) -> None:
+        """Raises MoeEdgeError where the process ends before it is ready."""
+        self.ms: list[float] = []
+        self.callback_us: float | None = None
+        self._process = subprocess.Popen(
+            [python, "-c", WORKER, json.dumps(told)],
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": str(tree)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._read()
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None and self._process.stderr is not None
+        line = self._process.stdout.readline()
+        if not line:
+            said = self._process.stderr.read().strip().splitlines()[-1:]
+            raise MoeEdgeError(f"a side ended: {' '.join(said)}")
+        return line
+
+    def run(self, steps: int, prompt: int) -> list[float]:
+        """Milliseconds of each step but the first, which finds cold caches. prompt: a step is a
+        prompt of so many tokens, 0 for one decoded token."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{steps} {prompt}\n")
+        self._process.stdin.flush()
+        times, self.callback_us = json.loads(self._read())
+        return list(times[1:])
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+def in_turns(sides: Mapping[str, Side], prompt: int, turns: int = TURNS) -> None:
+    """Lets the sides compute in turns, which fills their ms. While one computes the others wait, so
+    that whatever else the machine does meets all; who begins changes from turn to turn."""
+    steps = 2 if prompt else STEPS
+    order = list(sides.values())
+    for side in order:
+        side.run(2 if prompt else WARM_UP, prompt)
+    for _ in range(turns):
+        for side in order:
+            side.ms += side.run(steps, prompt)
+        order.reverse()
+
+
+COLUMNS = (
+    Column("pair", "pair"),
+    Column("ours", "ours_ms", fixed(2), "ms"),
+    Column("theirs", "theirs_ms", fixed(2), "ms"),
+    Column("ratio", "ratio", fixed(4)),
+    Column("callback, ours", "ours_callback_us", fixed(0), "us"),
+    Column("theirs", "theirs_callback_us", fixed(0), "us"),
+)
+
+
+class Paired(Experiment[PairedOptions, dict[str, Any]]):
+    """A pair is one start of both sides; its ratio is their median step over ours, above 1 where
+    ours is faster."""
+
+    options = PairedOptions
+
+    def measure(self, on: PairedOptions, note: Note = lambda text: None) -> dict[str, Any]:
+        """The report. Raises MoeEdgeError where a side cannot run."""
+        model = on.model_path(note)
+        told = {
+            "ours": (HERE, sys.executable, on.side(on.ours, model)),
+            "theirs": (on.other or HERE, on.python, on.side(on.theirs, model)),
+        }
+        rows: list[dict[str, Any]] = []
+        for number in range(1 if on.quick else on.runs):
+            names = list(told) if number % 2 else list(reversed(told))
+            with ExitStack() as stack:
+                sides = {}
+                for name in names:
+                    sides[name] = Side(*told[name])
+                    stack.callback(sides[name].close)
+                in_turns(sides, on.prompt, 1 if on.quick else TURNS)
+            row: dict[str, Any] = {"pair": number + 1}
+            for name, side in sides.items():
+                row[f"{name}_ms"] = statistics.median(side.ms)
+                row[f"{name}_callback_us"] = side.callback_us
+            rows.append(row | {"ratio": row["theirs_ms"] / row["ours_ms"]})
+            note(f"pair {number + 1} of {on.runs}: ratio {rows[-1]['ratio']:.4f}")
+        median, low, high = median_interval([row["ratio"] for row in rows])
+        return {
+            "model": str(model),
+            "ours": list(on.ours),
+            "theirs": list(on.theirs),
+            "prompt": on.prompt,
+            "cases": rows,
+            "ratio": {"median": median, "low": low, "high": high},
+        }
+
+    def run(self, options: PairedOptions, note: Note = lambda text: None) -> dict[str, Any]:
+        return self.measure(options, note)
+
+    def tables(self, found: dict[str, Any]) -> list[Table]:
+        ratio = found["ratio"]
+        footnote = (
+            f"median ratio {ratio['median']:.4f}, 95 % interval {ratio['low']:.4f} to "
+            f"{ratio['high']:.4f}; above 1 ours is faster"
+        )
+        what = f"a prompt of {found['prompt']} tokens" if found["prompt"] else "a decoded token"
+        return [Table(f"{what}, medians of each start", COLUMNS, found["cases"], [footnote])]
+
+    def text(self, report: dict[str, Any]) -> str:
+        """The report for a terminal."""
+        heading = [
+            f"{Path(report['model']).name}; ours: {', '.join(report['ours'])}; theirs: "
+            f"{', '.join(report['theirs'])}"
+        ]
+        return document(heading, self.tables(report), [])

@@ -1,0 +1,351 @@
+"""What there is to run on: the memory of this machine, its GPU or none, and what llama.cpp says of
+both for a model."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import psutil
+
+from gguf_tools.experts import KV_TYPES, ExpertModel
+from gguf_tools.file.layout import GGMLType
+from gguf_tools.process import default_threads, private_bytes, usable_cores
+from gguf_tools.units import format_size
+from orchestrator.config import Config
+from orchestrator.errors import ConfigError, NativeError
+from orchestrator.memory.footprint import PROCESS_BYTES, output_tokens
+from orchestrator.native import DeviceInfo, Misses, find_device, host_scratch, measure_device
+from orchestrator.native.llama import Bindings, LlamaContext, Model
+
+_HEADROOM_SHARE = 0.1
+_HEADROOM_BYTES = (256 * 2**20, 2 * 2**30)
+
+AUTO, CPU = "auto", "cpu"
+_GPU = "cuda"
+_FIRST_GPU = f"{_GPU}0"
+
+# Of a batch and of a cache, as a graph may have them; and bytes for that graph's tensors.
+_TOKENS, _CELLS = 512, 1024
+_TENSORS_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Memory beside the host's that experts may live in. name: "cuda0", say; memory_bytes is
+    what was free when it was found. flash: it computes the model's attention as flash attention."""
+
+    name: str
+    description: str
+    memory_bytes: int
+    total_bytes: int
+    flash: bool = False
+
+    @property
+    def usable_bytes(self) -> int:
+        """Free memory less a headroom for what draws the screen."""
+        return _less_headroom(self.memory_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a probe found. memory_bytes is free memory, or what is left under a cgroup's limit where
+    that is less; what the process itself has taken counts as free. device: where experts are to
+    live, None for the host's memory."""
+
+    memory_bytes: int
+    device: Device | None = None
+
+    @property
+    def usable_bytes(self) -> int:
+        """Free memory less a headroom for everything else that runs."""
+        return _less_headroom(self.memory_bytes)
+
+
+def _less_headroom(free: int) -> int:
+    low, high = _HEADROOM_BYTES
+    return max(0, free - min(max(int(free * _HEADROOM_SHARE), low), high))
+
+
+def probe(device: Device | None = None) -> Machine:
+    """Reads this machine; a device is given, since only the native library can see one."""
+    free = psutil.virtual_memory().available
+    for limit, used in _cgroup_limits():
+        free = min(free, max(0, limit - used))
+    return Machine(free + _own_bytes(), device)
+
+
+def _own_bytes() -> int:
+    """What this process takes already of what a plan counts for it, so that it is not counted
+    twice. Another model that it has in memory is not in that."""
+    return min(private_bytes(), PROCESS_BYTES)
+
+
+def _cgroup_limits(
+    root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self/cgroup")
+) -> list[tuple[int, int]]:
+    """(limit, bytes in use that cannot be dropped) of every memory cgroup around this
+    process; version 1 and 2."""
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        return []
+    limits = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        elif controllers == "":
+            base, names = root, ("memory.max", "memory.current")
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        while folder == base or base in folder.parents:
+            found = _read_limit(folder, *names)
+            if found is not None:
+                limits.append(found)
+            folder = folder.parent
+    return limits
+
+
+def _read_limit(folder: Path, limit_name: str, usage_name: str) -> tuple[int, int] | None:
+    try:
+        limit = (folder / limit_name).read_text().strip()
+        used = int((folder / usage_name).read_text())
+        stat = (folder / "memory.stat").read_text().splitlines()
+    except (OSError, ValueError):
+        return None
+    if not limit.isdigit() or int(limit) >= 2**60:
+        return None
+    counters = dict(line.split(maxsplit=1) for line in stat if " " in line)
+    prefix = "total_" if "total_inactive_file" in counters else ""
+    droppable = sum(int(counters.get(f"{prefix}{name}_file", 0)) for name in ("active", "inactive"))
+    return int(limit), max(0, used - droppable)
+
+
+def too_many_threads(threads: int | None) -> str | None:
+    """A sentence for more compute threads than cores: they wait for each other at each product."""
+    cores = usable_cores()
+    if threads is None or threads <= cores:
+        return None
+    return (
+        f"--threads {threads} on {cores} core{'s' * (cores != 1)} is many times slower than "
+        f"--threads {cores}."
+    )
+
+
+def more_than_there(ram: int | None, machine: Machine) -> str | None:
+    """A sentence for a cap that is no cap: the plan takes what is there."""
+    if ram is None or ram <= machine.memory_bytes:
+        return None
+    free = format_size(machine.memory_bytes)
+    return f"--ram {format_size(ram)} is more than the {free} that are free: those are the cap."
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """A device and what llama.cpp is told about it. index: its number among llama.cpp's GPUs,
+    None where all but the experts' slots stays in the host's memory."""
+
+    info: DeviceInfo
+    index: int | None
+    buffer_type: int
+
+    @property
+    def device(self) -> Device:
+        """As the planner sees it."""
+        info = self.info
+        return Device(info.name, info.description, info.memory_bytes, info.total_bytes)
+
+
+def find_gpu(bindings: Bindings, device: str, vram: int | None = None) -> Accelerator | None:
+    """What a setting `device` names; "gpu" is the first one, and so is "auto" if the library was
+    built for any.
+
+    Raises ConfigError for a device that is not here, and for --vram without one.
+    """
+    name = _FIRST_GPU if device == "gpu" else device
+    if name == AUTO:
+        name = _FIRST_GPU if bindings.api.llama_supports_gpu_offload() else CPU
+    if name == CPU:
+        if vram is not None:
+            reason = "--device cpu asks for none" if device == CPU else "there is none here"
+            raise ConfigError(
+                f"--vram caps a GPU's memory, and {reason}: leave it out, or build with "
+                f"`make build GPU=cuda` where a GPU is"
+            )
+        return None
+    info = find_device(bindings.library(), name)
+    number = info.name.removeprefix(_GPU)
+    index = int(number) if number != info.name else None
+    return Accelerator(info, index, bindings.library().device_buffer_type(info.handle))
+
+
+def planned_device(
+    bindings: Bindings, gpu: Accelerator | None, model: ExpertModel, kv: str
+) -> Device | None:
+    """The GPU as this model is planned for it. kv: the precision of its cache."""
+    if gpu is None or gpu.index is None:
+        return gpu.device if gpu else None
+    return replace(gpu.device, flash=runs_flash(bindings, gpu.index, model, kv))
+
+
+def one_of_several(bindings: Bindings, gpu: Accelerator | None) -> str | None:
+    """A sentence where there are other GPUs than the one in use, which stay idle."""
+    if gpu is None or gpu.index is None:
+        return None
+    n = bindings.count_gpus()
+    if n < 2:
+        return None
+    return f"One of {n} GPUs is used, {gpu.info.name}: --device names another."
+
+
+def check_misses(gpu: Accelerator | None, config: Config) -> None:
+    """Raises ConfigError for --misses without a GPU."""
+    if gpu is None and config.misses is not None:
+        raise ConfigError(
+            "--misses says how a GPU gets the experts that it lacks, and none is in use: "
+            "leave it out"
+        )
+
+
+def serve_misses(bindings: Bindings, gpu: Accelerator | None, config: Config) -> Misses:
+    """How a GPU gets the experts that it lacks. Measures its link, which takes some tenths of a
+    second: what is copied ahead is bounded by its speed, whatever becomes of misses.
+
+    Raises ConfigError for a GPU that does not answer.
+    """
+    if gpu is None:
+        return Misses()
+    mode, threads = config.misses or AUTO, config.threads or default_threads()
+    if gpu.index is None:  # main memory in the place of a GPU has no link to it
+        return Misses(mode, threads=threads)
+    speeds = measure_device(bindings.library(), gpu.info, threads)
+    # Where pinning is refused there is no link that nobody waits for.
+    return Misses(mode, speeds.pinned, speeds.read, speeds.round_trip_us, threads)
+
+
+class InitParams(ctypes.Structure):
+    """struct ggml_init_params."""
+
+    _fields_ = [
+        ("mem_size", ctypes.c_size_t),
+        ("mem_buffer", ctypes.c_void_p),
+        ("no_alloc", ctypes.c_bool),
+    ]
+
+
+def runs_flash(bindings: Bindings, gpu: int, model: ExpertModel, kv: str) -> bool:
+    """gpu: its number among llama.cpp's. kv: of KV_TYPES. False where a layer's heads have no
+    kernel, or the library was built without them; and for latent attention, whose heads in the
+    cache are others than the header's."""
+    hparams = model.hparams
+    if f"{hparams.arch}.attention.key_length_mla" in model.metadata:
+        return False
+    heads = set(zip(hparams.n_head, hparams.n_head_kv, strict=True))
+    return all(
+        _supports(bindings, gpu, n_head, n_kv, hparams.key_length, hparams.value_length, kv)
+        for n_head, n_kv in heads
+        if n_kv > 0
+    )
+
+
+def _supports(
+    bindings: Bindings, gpu: int, n_head: int, n_head_kv: int, key: int, value: int, kv: str
+) -> bool:
+    """Whether the backend of a GPU has a kernel for attention with heads of these numbers and
+    lengths."""
+    ggml = bindings.api._lib
+    pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+    ggml.ggml_init.argtypes, ggml.ggml_init.restype = [InitParams], pointer
+    ggml.ggml_free.argtypes = [pointer]
+    ggml.ggml_new_tensor_4d.argtypes = [pointer, ctypes.c_int, *[number] * 4]
+    ggml.ggml_new_tensor_4d.restype = pointer
+    ggml.ggml_flash_attn_ext.argtypes = [*[pointer] * 5, *[real] * 3]
+    ggml.ggml_flash_attn_ext.restype = pointer
+    ggml.ggml_backend_reg_by_name.argtypes = [ctypes.c_char_p]
+    ggml.ggml_backend_reg_by_name.restype = pointer
+    ggml.ggml_backend_reg_dev_get.argtypes = [pointer, ctypes.c_size_t]
+    ggml.ggml_backend_reg_dev_get.restype = pointer
+    ggml.ggml_backend_dev_supports_op.argtypes = [pointer, pointer]
+    ggml.ggml_backend_dev_supports_op.restype = ctypes.c_bool
+
+    backend = ggml.ggml_backend_reg_by_name(b"CUDA")
+    if not backend:
+        return False
+    ctx = ggml.ggml_init(InitParams(_TENSORS_BYTES, None, True))
+    try:
+
+        def tensor(kind: GGMLType, *shape: int) -> int:
+            made: int = ggml.ggml_new_tensor_4d(ctx, int(kind), *shape)
+            return made
+
+        of_cache = KV_TYPES[kv]
+        queries = tensor(GGMLType.F32, key, _TOKENS, n_head, 1)
+        keys = tensor(of_cache, key, _CELLS, n_head_kv, 1)
+        values = tensor(of_cache, value, _CELLS, n_head_kv, 1)
+        mask = tensor(GGMLType.F16, _CELLS, _TOKENS, 1, 1)
+        op = ggml.ggml_flash_attn_ext(ctx, queries, keys, values, mask, 1.0, 0.0, 0.0)
+        device = ggml.ggml_backend_reg_dev_get(backend, gpu)
+        return bool(ggml.ggml_backend_dev_supports_op(device, op))
+    finally:
+        ggml.ggml_free(ctx)
+
+
+class Probe:
+    """What llama.cpp would take of the host's memory for a model of which only the header is
+    read: where it is asked for what is not known yet, and once while the probe is entered."""
+
+    def __init__(self, bindings: Bindings, config: Config) -> None:
+        self._bindings, self._config = bindings, config
+        self._known: dict[tuple[int, int], int | None] = {}
+
+    @cached_property
+    def _model(self) -> Model:
+        return Model(
+            self._bindings,
+            self._config.model,
+            managed=True,
+            use_extra_bufts=False,
+            use_mmap=False,
+            no_data=True,
+        )
+
+    def scratch(self, n_ctx: int, n_ubatch: int) -> int | None:
+        """Bytes for a context of so many tokens and so many of them at once, without token
+        importance, which needs a store. None for a model that llama.cpp does not load: loading
+        says why."""
+        if (n_ctx, n_ubatch) not in self._known:
+            self._known[n_ctx, n_ubatch] = self._measured(n_ctx, n_ubatch)
+        return self._known[n_ctx, n_ubatch]
+
+    def _measured(self, n_ctx: int, n_ubatch: int) -> int | None:
+        config = self._config
+        try:
+            context = LlamaContext(
+                self._bindings,
+                self._model,
+                n_ctx=n_ctx,
+                n_ubatch=n_ubatch,
+                threads=1,
+                outputs=output_tokens(config, self._model.n_vocab, n_ubatch),
+                flash_attention=config.importance != "exact",
+                sequences=config.sequences,
+                kv=config.kv,
+            )
+        except NativeError:
+            return None
+        try:
+            return host_scratch(self._bindings.library(), context.handle)
+        finally:
+            context.close()
+
+    def __enter__(self) -> Probe:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if "_model" in self.__dict__:
+            self._model.close()
+            del self._model

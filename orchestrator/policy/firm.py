@@ -1,0 +1,753 @@
+"""FIRM-MoE: what earlier layers predict is loaded ahead, and how much of it is tuned.
+
+Meeting of Layers (eq. 4 to 6): several layers vote on what a layer will need. A vote is what one
+earlier layer m predicts of layer l: TopKIndices(x_m W_g of l, k), eq. 4 and 5, which the model's
+graph computes and a route event carries, best first. The votes on a layer stand nearest layer
+first. They are complete at layer l-1 and never before, so that more votes choose better but earn no
+time.
+
+Hierarchical Expert Optimization and Pre-fetching (eq. 9 to 11, Algorithm 1): how many candidates K
+and layers P vote in each group of layers. Latency T of eq. 9 is never measured; the loss of eq. 11
+stands for it:
+
+    L = waste_weight * n_unused + miss_weight * (n_miss - n_hit)
+
+n_unused: experts that were read ahead and are not used. n_miss: experts in use that were not
+expected, n_hit those of them that are in memory, so that the difference is what is read on demand.
+What is loaded ahead are the first n matrices of an expert, each of them is in memory or not, and
+each counts as 1/n. The others are read on demand whatever K and P are, and do not count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from gguf_tools.file.layout import COMPUTE_ORDER
+from orchestrator.allocation.look_ahead import OFF, LookAhead, PredictionScore, Prefetching
+from orchestrator.allocation.prompts import Prompts, even_slots, layer_groups
+from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan
+from orchestrator.errors import ConfigError, PolicyError, SettingError
+from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
+from orchestrator.policy.base import EVERY_STEP, Policy, Precisions, Tunes, Wants
+from orchestrator.settings import setting
+
+# How the votes of layers come to one set, and how K and P are found.
+AGREE_WAYS = MOL, RANK, MARGIN = ("mol", "rank", "margin")
+CLIMB, ALL = "climb", "all"
+TUNE_WAYS = (CLIMB, ALL, OFF)
+GROUPS = ("shallow", "middle", "deep")
+
+Votes = tuple[int, int]  # K, P
+# (experts as bits, n): n of the matrices that are loaded ahead are absent of just these.
+Absent = Sequence[tuple[int, int]]
+
+
+def mask_of(experts: Iterable[int]) -> int:
+    """The bits of these experts."""
+    mask = 0
+    for expert in experts:
+        mask |= 1 << expert
+    return mask
+
+
+def depth_of(way: str, n_ahead: int) -> int:
+    """How many layers a way to agree can use of those that look ahead."""
+    return n_ahead if way == MOL else min(1, n_ahead)
+
+
+def agreed(
+    way: str,
+    votes: Sequence[Sequence[int]],
+    candidates: int,
+    layers: int,
+    scores: Sequence[float] = (),
+) -> list[int]:
+    """The experts S_l that are expected in a layer, in the order of the nearest layer.
+
+    mol, eq. 6: those among the first K candidates of each of the nearest P layers, or of as many
+    as there are. rank: the first K of the nearest layer. margin: those of the nearest layer whose
+    score is high enough; scores [k] are its own, best first. With K = k that is the score of the
+    last one, so that all of them count. Each candidate less asks for half an octave more, so that a
+    layer that is sure of more experts takes more of them.
+    """
+    if not votes:
+        return []
+    nearest = votes[0]
+    if way == MARGIN:
+        least = scores[-1] * float(2.0 ** ((len(scores) - candidates) / 2))
+        return [expert for expert, score in zip(nearest, scores, strict=True) if score >= least]
+    first = list(nearest[:candidates])
+    if way == RANK:
+        return first
+    for vote in votes[1:layers]:
+        among = vote[:candidates]
+        first = [expert for expert in first if expert in among]
+    return first
+
+
+def every_set(
+    way: str, votes: Sequence[Sequence[int]], depth: int, scores: Sequence[float] = ()
+) -> list[list[int]]:
+    """agreed() for every (K, P) at once, as bits: [P - 1][K - 1], P up to depth. Where fewer
+    layers voted, the last row stands for the rest."""
+    k = len(votes[0])
+    if way == MARGIN:
+        return [[mask_of(agreed(way, votes, n, 1, scores)) for n in range(1, k + 1)]] * depth
+    rows: list[list[int]] = []
+    for vote in votes[:depth]:
+        row, mask = [], 0
+        for expert in vote:
+            mask |= 1 << expert
+            row.append(mask)
+        if rows:
+            row = [mine & theirs for mine, theirs in zip(row, rows[-1], strict=True)]
+        rows.append(row)
+        if way == RANK:
+            break
+    return rows + [rows[-1]] * (depth - len(rows))
+
+
+def group_of(n_layers: int) -> list[int]:
+    """The index in GROUPS of each layer. Of sixteen layers five are shallow and four deep, as in
+    Figure 6, of others as large a part; at least one each of those that can be predicted, which
+    is all but the first."""
+    shallow = max(2, int(5 * n_layers / 16 + 0.5))
+    deep = max(1, int(4 * n_layers / 16 + 0.5))
+    first_deep = max(shallow, n_layers - deep)
+    return [0 if i < shallow else 2 if i >= first_deep else 1 for i in range(n_layers)]
+
+
+def absent_of(missing: Mapping[int, int], kinds: Sequence[int]) -> Absent:
+    """missing: of each expert, the bits of its matrices that are not in memory; kinds: the bits of
+    those that are loaded ahead. Matrices that are absent of the same experts are one entry."""
+    sets = (mask_of(e for e, bits in missing.items() if bits & kind) for kind in kinds)
+    return tuple(Counter(sets).items())
+
+
+def unused_and_missed(expected: int, used: int, absent: Absent) -> tuple[int, int]:
+    """(n_unused, n_miss - n_hit) of eq. 11 in matrices, of sets as bits. Only what is absent is
+    read ahead, or on demand."""
+    unused = missed = 0
+    for gone, n in absent:
+        unused += n * (expected & gone & ~used).bit_count()
+        missed += n * (used & gone & ~expected).bit_count()
+    return unused, missed
+
+
+def least(means: Sequence[Sequence[float]], pairs: Iterable[Votes]) -> Votes:
+    """The (K, P) of the least loss among some; of equals that with the fewest layers, then
+    candidates. means: [P - 1][K - 1]."""
+    return min(pairs, key=lambda pair: (means[pair[1] - 1][pair[0] - 1], pair[1], pair[0]))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """alpha and beta of eq. 11. matrices: how many of an expert are loaded ahead."""
+
+    waste: float = 0.5
+    miss: float = 0.5
+    matrices: int = 1
+
+    def loss(self, unused: float, missed: float) -> float:
+        """Eq. 11, of numbers of matrices."""
+        return (self.waste * unused + self.miss * missed) / self.matrices
+
+
+@dataclass
+class Mean:
+    """The mean loss of what was counted."""
+
+    weights: Weights
+    unused: int = 0
+    missed: int = 0
+    n: int = 0
+
+    def add(self, unused: int, missed: int) -> None:
+        self.unused += unused
+        self.missed += missed
+        self.n += 1
+
+    @property
+    def value(self) -> float | None:
+        """None of nothing."""
+        return self.weights.loss(self.unused, self.missed) / self.n if self.n else None
+
+
+class Grid:
+    """Counts every (K, P) on the same tokens: predictions are ranked, so that each one's set is
+    known without running it. So the search is exhaustive, and noise is the same for all."""
+
+    def __init__(self, k: int, depth: int, weights: Weights) -> None:
+        self._means = [[Mean(weights) for _ in range(k)] for _ in range(depth)]
+
+    @property
+    def n(self) -> int:
+        """Layers of tokens that were counted."""
+        return self._means[0][0].n if self._means else 0
+
+    def count(self, sets: Sequence[Sequence[int]], used: int, absent: Absent) -> None:
+        """One layer of one token; sets of every_set, the others as in unused_and_missed."""
+        for row, means in zip(sets, self._means, strict=True):
+            for experts, mean in zip(row, means, strict=True):
+                mean.add(*unused_and_missed(experts, used, absent))
+
+    def means(self) -> list[list[float]]:
+        """Mean loss a layer and token, [P - 1][K - 1]."""
+        return [[mean.value or 0.0 for mean in row] for row in self._means]
+
+    def best(self) -> Votes:
+        """The (K, P) of the least loss."""
+        means = self.means()
+        every = [(k, p) for p, row in enumerate(means, 1) for k in range(1, len(row) + 1)]
+        return least(means, every)
+
+
+@dataclass
+class Climb:
+    """Algorithm 1 for one group, with what it leaves open or gets wrong put right.
+
+    It starts with all of k candidates and the deepest vote, on the axis of P downwards, where the
+    loss is smooth. At each update it goes one step on if the mean loss is lower there, and stays
+    otherwise. Both are counted on the same tokens, all since the start: as printed, intervals that
+    follow each other are compared, and their noise is larger than the difference of neighbours.
+    After `patience` updates without a step it turns round; after two turns it changes the axis, so
+    that the plane is explored in both directions (as printed, K or P only ever grow while the other
+    one falls). A step beyond 1 .. k or 1 .. depth is a turn.
+
+    seen: the pairs that it stood on or compared its own with, among which the last step chooses.
+    """
+
+    k: int
+    depth: int
+    patience: int
+    at: Votes = (0, 0)
+    axis: int = 1
+    delta: int = -1
+    seen: set[Votes] = field(default_factory=set)
+    _stale: int = 0
+    _turns: int = 0
+
+    def __post_init__(self) -> None:
+        self.at = (self.k, self.depth)
+        self.seen.add(self.at)
+
+    def update(self, means: Sequence[Sequence[float]]) -> None:
+        """An interval has passed. means [P - 1][K - 1]: of the loss, since the start."""
+        ahead = self._ahead()
+        for _ in range(3):  # the other three directions, where this one is at its end
+            if ahead is None:
+                self._turn()
+                ahead = self._ahead()
+        if ahead is None:
+            return
+        self.seen.add(ahead)
+        if means[ahead[1] - 1][ahead[0] - 1] < means[self.at[1] - 1][self.at[0] - 1]:
+            self.at, self._stale, self._turns = ahead, 0, 0
+            return
+        self._stale += 1
+        if self._stale >= self.patience:
+            self._turn()
+
+    def end(self, means: Sequence[Sequence[float]]) -> None:
+        """The last step of Algorithm 1: of the pairs that were seen, that of the least loss."""
+        self.at = least(means, self.seen)
+
+    def _ahead(self) -> Votes | None:
+        """The next step, where there is one."""
+        k, p = self.at
+        if self.axis == 0:
+            k += self.delta
+        else:
+            p += self.delta
+        return (k, p) if 1 <= k <= self.k and 1 <= p <= self.depth else None
+
+    def _turn(self) -> None:
+        self._stale = 0
+        self.delta = -self.delta
+        self._turns += 1
+        if self._turns == 2:
+            self._turns = 0
+            self.axis = 1 - self.axis
+
+
+class Tuner:
+    """(K, P) of each group, and how they come about. tuned: they change no more. every: of so
+    many tokens one is counted. until: the token after which they stay."""
+
+    every = 4
+
+    def __init__(
+        self,
+        way: str,
+        groups: Sequence[int],
+        start: Votes,
+        weights: Weights,
+        steps: int,
+        patience: int,
+        tokens: int,
+    ) -> None:
+        """groups: of group_of. steps: tokens between two updates; tokens: until the best is
+        chosen and fixed. start: the most candidates and layers, and what runs at first."""
+        self.way = way
+        self.groups = groups
+        self.chosen = [start] * len(GROUPS)
+        self.tuned = way == OFF or start == (1, 1) or start[1] == 0
+        self.tokens = 0
+        self._steps, self.until = steps, tokens
+        self._running = [Mean(weights) for _ in GROUPS]
+        self.grids = [Grid(*start, weights) for _ in GROUPS]
+        k, depth = start
+        self._climbs = [
+            # No layer of a group has more voters than its last one.
+            Climb(k, min(depth, self._last(group)), patience)
+            for group in range(len(GROUPS))
+        ]
+
+    def fix(self, chosen: Sequence[Votes]) -> None:
+        """Runs with these and changes nothing."""
+        self.chosen, self.tuned = list(chosen), True
+
+    def of(self, layer: int) -> Votes:
+        """(K, P) of a layer."""
+        return self.chosen[self.groups[layer]]
+
+    @property
+    def counts(self) -> bool:
+        """Whether what this token expected is compared with what it used: of one in `every`, so
+        that a decision stays short."""
+        return self.tokens % self.every == 0
+
+    @property
+    def counts_all(self) -> bool:
+        """Whether every (K, P) is counted on this token, too."""
+        return self.counts and not self.tuned
+
+    def count(
+        self, layer: int, sets: Sequence[Sequence[int]], used: Sequence[int], absent: Absent
+    ) -> None:
+        """A layer whose experts are known by now; see Grid.count."""
+        self.grids[self.groups[layer]].count(sets, mask_of(used), absent)
+
+    def observe(self, layer: int, unused: int, missed: int) -> None:
+        """What the running (K, P) came to in a layer, as in unused_and_missed."""
+        self._running[self.groups[layer]].add(unused, missed)
+
+    def token(self) -> None:
+        """A token has passed through all layers."""
+        self.tokens += 1
+        if self.tuned or (self.tokens % self._steps and self.tokens < self.until):
+            return
+        self.tuned = self.tokens >= self.until
+        for group, grid in enumerate(self.grids):
+            if not grid.n:
+                continue
+            if self.way == ALL:
+                self.chosen[group] = grid.best()
+            else:
+                climb = self._climbs[group]
+                (climb.end if self.tuned else climb.update)(grid.means())
+                self.chosen[group] = climb.at
+
+    def by_group(self) -> dict[str, Votes]:
+        """(K, P) of the groups that have a layer which can be predicted."""
+        return {GROUPS[group]: self.chosen[group] for group in self._used()}
+
+    def losses(self) -> dict[str, float | None]:
+        """Mean loss a layer and token of what ran, by group."""
+        return {GROUPS[group]: self._running[group].value for group in self._used()}
+
+    def _last(self, group: int) -> int:
+        """The deepest layer of a group, 1 at least."""
+        return max((i for i, each in enumerate(self.groups) if each == group), default=1) or 1
+
+    def _used(self) -> list[int]:
+        return sorted(set(self.groups[1:]))
+
+
+# Settings that say which votes count. The last three are dropped of a recorded run where a change
+# touches any of these: they were made for its own votes.
+_VOTING = ("prefetch", "agree", "votes", "tune", "n_ahead")
+
+
+def read_votes(text: str) -> list[Votes]:
+    """(K, P) of each group of layers from "4,1", for all of them, or "4,1/8,3/8,3". Raises
+    ValueError."""
+    pairs = [tuple(int(part) for part in pair.split(",")) for pair in text.split("/")]
+    if len(pairs) not in (1, len(GROUPS)) or any(len(pair) != 2 or min(pair) < 1 for pair in pairs):
+        raise ValueError(text)
+    return [(k, p) for k, p in pairs] * (len(GROUPS) // len(pairs))
+
+
+def write_votes(votes: Sequence[Votes]) -> str:
+    """As read_votes reads it."""
+    return "/".join(f"{k},{p}" for k, p in votes)
+
+
+@dataclass(frozen=True)
+class FIRMSettings(LookAhead):
+    """What a user can tune. Raises SettingError."""
+
+    prefetch_kinds: int = setting(
+        3,
+        "How many matrices of an expert are loaded ahead, in the order of computing: its gate; "
+        "its gate and up; all of it.",
+        within=(1, 3),
+    )
+    agree: str = setting(
+        RANK,
+        "Which experts are expected: rank, the first K that the layer before predicts; mol, the "
+        "paper's, those among the first K of each of P layers; margin, those that the layer before "
+        "ranks far enough above its last one.",
+        metavar="HOW",
+        choices=AGREE_WAYS,
+    )
+    votes: str | None = setting(
+        None,
+        "K,P: the candidates of a vote and the layers that vote, of which only mol has several; "
+        "K,P/K,P/K,P for shallow, middle and deep layers.",
+        metavar="K,P",
+        shown="tuned",
+    )
+    tune: str | None = setting(
+        None,
+        "How K and P are found: climb, the paper's hill climbing; all, every pair counted on the "
+        "same tokens; off.",
+        metavar="HOW",
+        choices=TUNE_WAYS,
+        shown=f"{ALL}, off with votes",
+    )
+    tune_steps: int = setting(
+        32, "Decode steps between two changes of K and P.", within=(1, 2**24), hidden=True
+    )
+    tune_patience: int = setting(
+        2, "Changes without gain, after which climb turns round.", within=(1, 2**16), hidden=True
+    )
+    tune_tokens: int = setting(
+        512, "Decode steps after which K and P stay.", within=(1, 2**24), hidden=True
+    )
+    waste_weight: float = setting(
+        0.5, "Loss of an expert that is loaded ahead for nothing.", within=(0.0, 1e6), hidden=True
+    )
+    miss_weight: float = setting(
+        0.5, "Loss of an expert that is loaded on demand.", within=(0.0, 1e6), hidden=True
+    )
+
+    def __post_init__(self) -> None:
+        """Refuses what would have no effect."""
+        super().__post_init__()
+        try:
+            deepest = self.deepest
+        except ValueError:
+            raise SettingError(
+                "votes",
+                f"must be K,P such as 4,1, or three of them as 4,1/8,3/8,3, not '{self.votes}'",
+            ) from None
+        if self.prefetch == OFF or self.n_ahead == 0:
+            for name, value in (("votes", self.votes), ("tune", self.tune)):
+                if value not in (None, OFF):
+                    off = "prefetch off" if self.prefetch == OFF else "n_ahead 0"
+                    raise SettingError(
+                        name, f"is {value}, and nothing is loaded ahead with {off}: leave one out"
+                    )
+        n_ahead, most = self.n_ahead, self.declared()["n_ahead"].within
+        if self.agree != MOL and (deepest or 0) > 1:
+            raise SettingError(
+                "votes",
+                f"asks {deepest} layers in '{self.votes}', and with {self.agree} one votes: "
+                f"write K,1, or choose {MOL} for agree",
+            )
+        if self.agree != MOL and n_ahead is not None and n_ahead > 1:
+            raise SettingError(
+                "n_ahead",
+                f"is {n_ahead}, and with {self.agree} only the layer before votes: leave it out, "
+                f"or choose {MOL} for agree",
+            )
+        if deepest is None:
+            return
+        if most is not None and deepest > most[1]:
+            raise SettingError(
+                "votes", f"asks {deepest} layers in '{self.votes}', and {most[1]:g} can vote"
+            )
+        if n_ahead not in (None, deepest):
+            raise SettingError(
+                "n_ahead",
+                f"is {n_ahead}, and the votes '{self.votes}' are of {deepest} layers: leave it out",
+            )
+        if self.tune not in (None, OFF):
+            raise SettingError(
+                "tune", f"is {self.tune}, and votes says what would be tuned: leave one out"
+            )
+
+    @property
+    def deepest(self) -> int | None:
+        """How many layers vote at most; None where that is tuned. Raises ValueError for votes that
+        cannot be read."""
+        return None if self.votes is None else max(p for _, p in read_votes(self.votes))
+
+    @property
+    def way(self) -> str:
+        """How K and P are found."""
+        return self.tune or (ALL if self.votes is None else OFF)
+
+    @property
+    def usual_ahead(self) -> int:
+        """As many as vote, or as the paper's, where they all may."""
+        return self.deepest or depth_of(self.agree, 3)
+
+    def limited(self, depth: int, asked: Collection[str]) -> FIRMSettings:
+        """Votes that were asked for need their layers; those of a recorded run that did not look
+        ahead decided nothing."""
+        if self.deepest is None or self.deepest <= depth:
+            return super().limited(depth, asked)
+        if "votes" in asked:
+            raise ConfigError(
+                f"the trace looks {depth} layers ahead, and the votes '{self.votes}' are of "
+                f"{self.deepest}: record it with --agree {MOL} --n-ahead {self.deepest}"
+            )
+        return replace(self, votes=None, n_ahead=None).limited(depth, asked)
+
+    @classmethod
+    def changed(cls, recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> FIRMSettings:
+        """What says which votes count belongs together: where a change concerns it, only the way to
+        agree stays as recorded."""
+        if any(changes.get(name, recorded.get(name)) != recorded.get(name) for name in _VOTING):
+            recorded = {k: v for k, v in recorded.items() if k not in _VOTING[2:]}
+        return cls.of({**recorded, **changes})
+
+
+_DECODE = int(Phase.DECODE)
+
+# With more tokens in a step, together they are predicted to need nearly all experts of a layer.
+_MOST_TOKENS = 8
+# What an earlier run tuned is used where the number of slots differs by at most this share, and
+# these settings have the same values.
+_SAME_SLOTS = 0.1
+_TUNED_FOR = ("agree", "prefetch_kinds", "n_ahead", "waste_weight", "miss_weight")
+
+
+class FIRM(Policy, Tunes):
+    """One precision, in slots per layer. While decoding, what the layers before predict decides
+    which experts are expected in the next one (eq. 4 to 6), and the first matrices of those are
+    loaded ahead: all gates, then all ups. How many candidates and layers vote is tuned for shallow,
+    middle and deep layers (eq. 9 to 11, Algorithm 1). Of several sequences that decode together,
+    whatever any of their tokens expects is loaded. Prompts are as DyMoE's with one precision.
+
+    Ours by default, and measured to be as fast or faster: the layer before alone predicts (rank),
+    whole experts are loaded, and every (K, P) is counted. The paper's form is an option each: the
+    votes of several layers (mol), the gate or the gate and up alone, and hill climbing.
+
+    tuner: what finds K and P.
+    """
+
+    name = "firm"
+    summary = (
+        "One precision, lossless. The experts that a layer predicts for the next one are loaded "
+        "ahead, and how many of them is tuned while it runs. The paper's form, gates alone and a "
+        "vote of several layers, is an option."
+    )
+    Settings = FIRMSettings
+    reason = "runs one precision"
+    precisions = Precisions(most=1)
+    wants = Wants(EVERY_STEP)
+    settings: FIRMSettings
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        settings: FIRMSettings | None = None,
+        rules: Rules | None = None,
+    ) -> None:
+        """Raises PolicyError for more candidates than the model's routers choose."""
+        super().__init__(shape, settings, rules)
+        self.settings = self.settings.with_usual()
+        most = max(k for k, _ in read_votes(self.settings.votes or "1,1"))
+        if most > shape.n_expert_used:
+            raise PolicyError(
+                f"the votes '{self.settings.votes}' have {most} candidates, and this model's "
+                f"routers choose {shape.n_expert_used} experts: K is 1 to {shape.n_expert_used}"
+            )
+        # The matrices that are loaded ahead in each layer, as bits, in this order.
+        self._kinds = [self._first_kinds(layer) for layer in range(shape.n_layers)]
+        self._absent = PredictionScore(shape.n_layers)  # of what was not in memory
+        self._prompts = Prompts(self.rules)
+        self._slots = 0
+        self._step = -1
+        self._counts = True  # whether this token is counted
+        self._ballots: list[list[list[list[int]]]] = []  # [layer][nearest first][token][k]
+        # The next layer, the experts expected in it, and what is missing of each predicted expert.
+        self._expected: tuple[int, list[int], dict[int, int]] = (-1, [], {})
+        self._every: list[list[int]] = []
+        self._make_tuner()
+
+    def _first_kinds(self, layer: int) -> list[int]:
+        kinds = [kind for kind in COMPUTE_ORDER if kind in self.shape.slots[layer][0]]
+        return [1 << kind for kind in kinds[: self.settings.prefetch_kinds]]
+
+    def _make_tuner(self) -> None:
+        asked = self.settings
+        # Where what is computed must not depend on what is in memory, nothing is loaded ahead.
+        ahead = asked.prefetch != OFF and not self.rules.exact
+        self.wants = replace(self.wants, n_ahead=(asked.n_ahead or 0) if ahead else 0)
+        n_ahead, n_layers = self.wants.n_ahead, self.shape.n_layers
+        self._ahead = Prefetching(asked.prefetch if n_ahead else OFF, n_layers)
+        self.tuner = Tuner(
+            asked.way,
+            group_of(n_layers),
+            (self.shape.n_expert_used, depth_of(asked.agree, n_ahead)),
+            Weights(asked.waste_weight, asked.miss_weight, max(map(len, self._kinds))),
+            asked.tune_steps,
+            asked.tune_patience,
+            asked.tune_tokens,
+        )
+        if asked.votes is not None:
+            self.tuner.fix(read_votes(asked.votes))
+
+    @property
+    def fresh(self) -> bool:
+        return self.tuner.tokens == 0
+
+    def plan(self, budget_bytes: int) -> SlotPlan:
+        """One group per (layer, kind), as many slots in each layer. Raises BudgetError."""
+        counts = even_slots(self.shape, budget_bytes)
+        self._slots = sum(counts)
+        self._prompts.room = [(n, 0) for n in counts]
+        return layer_groups(self.shape, [[n] for n in counts])
+
+    @property
+    def tuned(self) -> Mapping[str, Any] | None:
+        """What this run tuned, once it is fixed: votes, and what they were tuned for."""
+        if not self.tuner.tuned or not self.wants.n_ahead or self.settings.way == OFF or self.fresh:
+            return None
+        found = {"votes": write_votes(self.tuner.chosen), "slots": self._slots}
+        return found | self._tuned_for()
+
+    def _tuned_for(self) -> dict[str, Any]:
+        asked = self.settings
+        return {name: getattr(asked, name) for name in _TUNED_FOR} | {"tune": asked.way}
+
+    def recall(self, tuned: Mapping[str, Any]) -> None:
+        """Runs with what an earlier run tuned, and with no more look-ahead than that needs. Only
+        where this one would tune for the same: with as many layers, matrices and weights of the
+        loss, and about as many slots."""
+        asked, votes, slots = self.settings, tuned.get("votes"), tuned.get("slots")
+        if not self.wants.n_ahead or asked.way == OFF or not isinstance(votes, str):
+            return
+        if not isinstance(slots, int) or abs(slots - self._slots) > _SAME_SLOTS * self._slots:
+            return
+        if any(tuned.get(name) != value for name, value in self._tuned_for().items()):
+            return
+        try:
+            recalled = replace(asked, votes=votes, n_ahead=None, tune=None).with_usual()
+        except SettingError:
+            return
+        candidates = max(k for k, _ in read_votes(votes))
+        too_deep = (recalled.n_ahead or 0) > self.wants.n_ahead
+        if candidates <= self.shape.n_expert_used and not too_deep:
+            self.settings = recalled
+            self._make_tuner()
+
+    def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+        if event.phase != _DECODE and event.n_tokens > 1:
+            self._prompts.decide(event, view, out, self._ahead.asked != OFF)
+            return
+        if event.step != self._step:
+            self._step = event.step
+            self._ballots = [[] for _ in range(self.shape.n_layers)]
+            self._expected = (-1, [], {})
+            self._counts = self.tuner.counts
+        one = event.n_tokens == 1
+        if one and self._counts:
+            self._observe(event.layer, event.ids.tolist(), view)
+        if event.n_ahead and event.n_tokens <= _MOST_TOKENS and self._ahead.on:
+            layer = event.layer + 1
+            if one and not self._counts and self.settings.agree == RANK:
+                # The same as _agree, but faster: most tokens wait for this branch.
+                expected = event.ahead_ids[0].tolist()[: self.tuner.of(layer)[0]]
+            else:
+                for ahead, votes in enumerate(event.ahead_ids_array.tolist()):
+                    self._ballots[layer + ahead].insert(0, votes)
+                expected = self._agree(event, one)
+            self._ask(event, expected, view, out)
+
+    def _agree(self, event: RouteEvent, one: bool) -> list[int]:
+        """S of the next layer: eq. 6 for each token, and what any of them expects."""
+        layer, way, tuner = event.layer + 1, self.settings.agree, self.tuner
+        candidates, layers = tuner.of(layer)
+        # A step's last layer computes fewer tokens than those before, whose votes do not fit then.
+        ballots = [each for each in self._ballots[layer] if len(each) == event.n_tokens]
+        expected: list[int] = []
+        for token in range(event.n_tokens):
+            votes = [ballot[token] for ballot in ballots]
+            scores = event.ahead_array[0, token].tolist() if way == MARGIN else ()
+            found = agreed(way, votes, candidates, layers, scores)
+            expected += found if one else [each for each in found if each not in expected]
+            if one and tuner.counts_all:
+                self._every = every_set(way, votes, depth_of(way, self.wants.n_ahead), scores)
+        return expected
+
+    def _ask(
+        self, event: RouteEvent, expected: list[int], view: StoreView, out: DecisionBuffer
+    ) -> None:
+        """Asks for the first matrices of all of them, then for the second ones."""
+        layer = event.layer + 1
+        kinds = self._kinds[layer]
+        whole = len(kinds) == len(self.shape.slots[layer][0])
+        for part in (0,) if whole else kinds:
+            out.prefetch_all(layer, expected, 0, part)
+        if not self._counts:
+            return
+        missing, wanted = view.missing[layer], sum(kinds)
+        self._ahead.score.expect(layer, expected)
+        self._absent.expect(layer, [expert for expert in expected if missing[expert] & wanted])
+        if event.n_tokens == 1:
+            # Whatever the way to agree, it chooses among these.
+            predicted = event.ahead_ids[0].tolist()
+            self._expected = (layer, expected, {each: missing[each] for each in predicted})
+
+    def _observe(self, layer: int, used: list[int], view: StoreView) -> None:
+        """Compares what was expected of a layer with what one token uses there. What was predicted
+        counts as it was in memory then, since it may have been loaded ahead; the rest as it is."""
+        self._ahead.score.observe(layer, used)
+        self._absent.observe(layer, used)
+        (expected_layer, expected, missing), every = self._expected, self._every
+        self._every = []
+        if layer != expected_layer:
+            return
+        now = view.missing[layer]
+        absent = absent_of({each: now[each] for each in used} | missing, self._kinds[layer])
+        found = unused_and_missed(mask_of(expected), mask_of(used), absent)
+        self.tuner.observe(layer, *found)
+        if every:
+            self.tuner.count(layer, every, used, absent)
+
+    def step_done(self, report: StepReport) -> tuple[()]:
+        """The tuning and the monitor learn from decode steps of one token."""
+        if report.phase == _DECODE and report.n_tokens == 1 and self._ahead.on:
+            self.tuner.token()
+        self._ahead.step_done(report)
+        return ()
+
+    def report(self) -> Mapping[str, Any]:
+        """As Prefetching.report, of the tokens that are counted: recall is eq. 7, precision eq. 8.
+        size: the mean of |S| by layer, without which the two say nothing; absent_precision: that of
+        what was not in memory. By group of layers: votes, [K, P]; loss, the mean of eq. 11. tuned:
+        whether they are fixed."""
+        return {
+            **self._ahead.report(),
+            "size": self._ahead.score.size(),
+            "absent_precision": self._absent.precision(),
+            "votes": {name: list(votes) for name, votes in self.tuner.by_group().items()},
+            "loss": self.tuner.losses(),
+            "tuned": self.tuner.tuned,
+        }
+
+    def describe(self) -> str:
+        asked, text = self.settings, f"firm {self.shape.tiers[0]}, one precision"
+        if not self.wants.n_ahead:
+            return text
+        pairs = dict.fromkeys(self.tuner.by_group().values())
+        votes = " ".join(f"{k},{p}" for k, p in pairs)
+        return f"{text}, n={asked.prefetch_kinds}, {asked.agree} {votes}{self._ahead.note}"

@@ -1,0 +1,386 @@
+"""The memory of every command that loads a model, each in a memory cgroup of its own ``--ram``.
+
+    python tests/helpers/capped.py --model PACKED.gguf --ram 1GiB --text TEXT.txt [COMMAND ...]
+
+The kernel ends a process that needs more than the cgroup's limit. What may be dropped at any time,
+pages of files, counts for nobody; peak is what may not, read every few milliseconds. Beside it
+stand the pages of programs and libraries, which a cgroup is charged for where nobody else was
+before. A command that has no --ram runs in the same cgroup without. With --ram least each command
+gets the smallest cap that it names itself, all of which it plans to use: how far the peak stays
+below is how much the plan is too high. Needs root and cgroups of version 1 or 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from orchestrator.settings import parse_size
+
+REPO = Path(__file__).resolve().parents[2]
+ROOT = Path("/sys/fs/cgroup")
+LOOK_S = 0.005
+# Reading a process's maps takes long.
+MAPS_S = 0.5
+MIB = 1 << 20
+# By each of several clients.
+ASKED = 20
+ANSWER_TOKENS = 64
+# Of an answer in JSON, for which a grammar takes memory.
+FACTS = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "years": {"type": "array", "items": {"type": "number"}},
+    },
+    "required": ["name", "years"],
+}
+# What a chat template and the begin of a text take beside the text itself, at most.
+TEMPLATE_TOKENS = 64
+# Where a command asks for less than it can have, to say what it needs.
+ROOMY = 1 << 30
+# A command looks at what its cgroup has left, which the kernel's own takes some of.
+KERNEL = 8 << 20
+_LEAST = re.compile(r"the smallest (?:--ram )?that works[^;]*? is ([\d.]+ \w+)")
+_START = "import sys; from orchestrator.__main__ import main; sys.argv[0] = 'moe-edge'; main()"
+
+
+class Group:
+    """A memory cgroup with a limit."""
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        """Raises OSError where none can be made."""
+        self.folder = folder
+        folder.mkdir()
+        try:
+            first = folder / "memory.limit_in_bytes"
+            self._is_first = first.exists()
+            (first if self._is_first else folder / "memory.max").write_text(str(limit_bytes))
+            if not self._is_first:
+                (folder / "memory.swap.max").write_text("0")
+        except OSError:
+            self.close()
+            raise
+
+    @classmethod
+    def make(cls, limit_bytes: int) -> Group:
+        parent = ROOT / "memory" if (ROOT / "memory").is_dir() else ROOT
+        return cls(parent / f"moe-edge-{os.getpid()}-{time.monotonic_ns()}", limit_bytes)
+
+    def enter(self) -> None:
+        """For a child before it becomes another program."""
+        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    def used_bytes(self) -> int:
+        """What cannot be dropped: memory that no file is behind, and the kernel's own."""
+        found = dict(
+            line.split() for line in (self.folder / "memory.stat").read_text().splitlines()
+        )
+        if not self._is_first:
+            return int(found["anon"]) + int(found.get("kernel", 0))
+        kernel = int((self.folder / "memory.kmem.usage_in_bytes").read_text())
+        return int(found["rss"]) + kernel
+
+    def close(self) -> None:
+        for _ in range(100):
+            try:
+                self.folder.rmdir()
+                return
+            except OSError:
+                time.sleep(0.05)
+
+
+class Run(NamedTuple):
+    """How a command went in its cgroup: its status, what it said, its peak in bytes, and that of
+    the pages of programs and libraries that its first process has."""
+
+    status: int
+    out: str
+    err: str
+    peak_bytes: int
+    library_bytes: int
+
+
+def run(
+    args: Sequence[str],
+    limit_bytes: int,
+    python: str = sys.executable,
+    use: Callable[[subprocess.Popen[str]], None] | None = None,
+) -> Run:
+    """A command of moe-edge in a cgroup. use: what is done with it while it runs. Raises OSError
+    where no cgroup can be made."""
+    with _group(limit_bytes) as group:
+        process = subprocess.Popen(
+            [python, "-c", _START, *args],
+            cwd=REPO,
+            env={**os.environ, "PYTHONPATH": str(REPO), "OMP_WAIT_POLICY": "PASSIVE"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            preexec_fn=group.enter,
+            text=True,
+        )
+        peak = libraries = 0
+
+        def look() -> None:
+            nonlocal peak
+            while process.poll() is None:
+                peak = max(peak, group.used_bytes())
+                time.sleep(LOOK_S)
+
+        def look_at_maps() -> None:
+            nonlocal libraries
+            while process.poll() is None:
+                libraries = max(libraries, _library_bytes(process.pid))
+                time.sleep(MAPS_S)
+
+        watchers = [threading.Thread(target=each) for each in (look, look_at_maps)]
+        for each in watchers:
+            each.start()
+        if use is not None:
+            use(process)
+        out, err = process.communicate()
+        for each in watchers:
+            each.join()
+        return Run(process.returncode, out, err, peak, libraries)
+
+
+def _library_bytes(pid: int) -> int:
+    """What a process has in memory of files that it runs."""
+    try:
+        text = Path(f"/proc/{pid}/smaps").read_text()
+    except OSError:
+        return 0
+    total, counts = 0, False
+    for line in text.splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            name = line.rpartition(" ")[2]
+            counts = ".so" in name or "/bin/" in name
+        elif counts and line.startswith(("Shared_Clean:", "Private_Clean:")):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def ask_server(
+    port: int, clients: int, full: Sequence[str] = ()
+) -> Callable[[subprocess.Popen[str]], None]:
+    """Asks a server for answers to prompts of all lengths, so many clients at once, and ends it.
+    One client asks for those in full alone, one behind the other, and for an answer in JSON."""
+
+    def use(process: subprocess.Popen[str]) -> None:
+        url = f"http://127.0.0.1:{port}"
+        while process.poll() is None:
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                break
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.1)
+        else:
+            return
+
+        def post(path: str, body: dict[str, object]) -> None:
+            asked = urllib.request.Request(
+                f"{url}/v1/{path}",
+                json.dumps(body | {"max_tokens": ANSWER_TOKENS}).encode(),
+                {"Content-Type": "application/json"},
+            )
+            with suppress(OSError):  # the process says why it ended
+                urllib.request.urlopen(asked, timeout=3600).read()
+
+        def ask(number: int) -> None:
+            for turn in range(ASKED if clients > 1 else len(full)):
+                n = 100 - (37 * turn + 11 * number) % 90
+                prompt = "Once upon a time, " * n if clients > 1 else full[turn]
+                post("completions", {"prompt": prompt, "stream": turn % 2 > 0})
+            if clients == 1:
+                said = {"role": "user", "content": "Hello"}
+                form = {"type": "json_schema", "json_schema": {"name": "facts", "schema": FACTS}}
+                post("chat/completions", {"messages": [said], "response_format": form})
+
+        askers = [threading.Thread(target=ask, args=(number,)) for number in range(clients)]
+        for each in askers:
+            each.start()
+        for each in askers:
+            each.join()
+        process.send_signal(signal.SIGTERM)
+
+    return use
+
+
+@contextmanager
+def _group(limit_bytes: int) -> Iterator[Group]:
+    group = Group.make(limit_bytes)
+    try:
+        yield group
+    finally:
+        group.close()
+
+
+class Line(NamedTuple):
+    """A command line; has_ram: it takes --ram; port: that of a server, and how many clients it
+    gets, and the prompts of one alone; before: the arguments of another one that makes what it
+    reads, without a cap."""
+
+    args: list[str]
+    has_ram: bool = True
+    port: int = 0
+    clients: int = 1
+    full: Sequence[str] = ()
+    before: Sequence[str] = ()
+
+    def run(self, ram: int, *more: str) -> Run:
+        own = [f"--ram={ram}"] if self.has_ram else []
+        return self._run(ram, *own, *more)
+
+    def run_least(self) -> tuple[Run, int]:
+        """In the smallest cap that it says will do, and that cap. Without --ram: a roomy one."""
+        if not self.has_ram:
+            return self.run(ROOMY), ROOMY
+        ram, found = 1, self._run(ROOMY, "--ram=1")
+        while (named := _LEAST.search(found.err + found.out)) and parse_size(named[1]) > ram:
+            ram = parse_size(named[1])
+            found = self._run(ram + KERNEL, f"--ram={ram}")
+        return found, ram
+
+    def _run(self, limit_bytes: int, *more: str) -> Run:
+        if self.before:
+            made = run(self.before, ROOMY)
+            if made.status:
+                return made
+        use = ask_server(self.port, self.clients, self.full) if self.port else None
+        return run([*self.args, *more], limit_bytes, use=use)
+
+
+def filling(model: Path, words: str, n_tokens: int) -> str:
+    """Words again and again, of so many tokens at most, and hardly fewer."""
+    from orchestrator.native.llama import Bindings, Model
+
+    often = 64
+    vocabulary = Model(
+        Bindings.load(), model, managed=True, use_extra_bufts=False, use_mmap=False, no_data=True
+    )
+    try:
+        each = len(vocabulary.tokenize(words * often, True, True)) / often
+    finally:
+        vocabulary.close()
+    return words * int(n_tokens / each)
+
+
+def commands(
+    model: Path, text: Path, out: Path, tokens: int, types: str = "q4_k", ctx: int = 1024
+) -> dict[str, Line]:
+    """Command lines by name, without --ram. ctx: the context of those that have one."""
+    from orchestrator.lab.registry import STUDIES
+
+    reads = ["-m", str(model), f"--ctx={ctx}"]
+    # All of the context, which memory is planned for, and takes when it is written.
+    room = ctx - ANSWER_TOKENS - TEMPLATE_TOKENS
+    long, other = (filling(model, words, room) for words in ("Once upon a time, ", "And then a "))
+    text_of = [f"--text={text}", f"--tokens={tokens}"]
+    calib = [f"--calib={text}", f"--calib-tokens={tokens}"]
+    trace = out / "t.npz"
+    traced = [*reads, *text_of, "--ram=1GiB", "--expert-ram=16MiB", "--force", f"--out={trace}"]
+    packed = ["pack", str(model), str(out / "p.gguf"), f"--tiers={types},q2_k"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found = {
+        "chat": Line(["chat", *reads, "-p", long, f"--max-tokens={ANSWER_TOKENS}"]),
+        "chat, dymoe": Line(
+            ["chat", *reads, "--policy=dymoe", "-p", long, f"--max-tokens={ANSWER_TOKENS}"]
+        ),
+        "chat, dynaexq": Line(
+            ["chat", *reads, "--policy=dynaexq", "-p", long, f"--max-tokens={ANSWER_TOKENS}"]
+        ),
+        # What was read before is kept once another prompt comes.
+        "serve": Line(["serve", *reads, f"--port={port}"], port=port, full=[long, other, long]),
+        "serve, 8 clients": Line(["serve", *reads, f"--port={port}"], port=port, clients=8),
+        "eval": Line(["eval", *reads, *text_of]),
+        "eval --kl": Line(["eval", *reads, *text_of, "--kl"]),
+        "eval --prefill": Line(["eval", *reads, *text_of, "--prefill", "--window=1024"]),
+        "trace": Line(["trace", *reads, *text_of, "--out", str(trace)]),
+        "replay": Line(["replay", str(trace)], False, before=["trace", *traced]),
+        "plan": Line(["plan", *reads]),
+        "doctor": Line(["doctor", *reads]),
+        "calibrate": Line(
+            [
+                *("calibrate", str(model), *calib, f"--types={types}"),
+                *("--force", "--out", str(out / "c.json")),
+            ]
+        ),
+        "calibrate --save-imatrix": Line(
+            ["calibrate", str(model), *calib, "--save-imatrix", str(out / "i.gguf")]
+        ),
+        "pack": Line(packed, has_ram=False),
+        "pack --method imatrix": Line([*packed, *calib, "--method=imatrix"]),
+        "pack --method gptq": Line([*packed, *calib, "--method=gptq"]),
+        "check": Line(["check", "-m", str(model), "--tokens=8", "--no-verify"]),
+        "inspect": Line(["inspect", str(model)], has_ram=False),
+        "verify": Line(["verify", str(model)], has_ram=False),
+        "export": Line(["export", str(model), str(out / "e.gguf"), f"--tier={types}"], False),
+        "bench --quick": Line(["bench", "--quick", "--runs=1"], has_ram=False),
+    }
+    for study in STUDIES:
+        args = ["eval", *reads, *text_of, "--study", study, "--out", str(out / "study")]
+        found[f"study {study}"] = Line(args)
+    return found
+
+
+def main() -> int:
+    sys.path.insert(0, str(REPO))
+    from orchestrator.settings import parse_size
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--ram", default="1GiB", help="a size, or least")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--ctx", type=int, default=1024)
+    args = parser.parse_args()
+    failed = False
+    print(
+        f"{'command':26} {'cap':>6} {'peak':>6} {'of cap':>7} {'libraries':>9}  (MiB)", flush=True
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        known = commands(args.model, args.text, Path(folder), args.tokens, ctx=args.ctx)
+        if unknown := set(args.names) - set(known):
+            parser.error(
+                f"no command {', '.join(sorted(unknown))}: give some of {', '.join(known)}"
+            )
+        for name in args.names or known:
+            line, ram = known[name], 0
+            if args.ram == "least":
+                found, ram = line.run_least()
+            else:
+                ram = parse_size(args.ram)
+                found = line.run(ram)
+            share = found.peak_bytes / ram
+            figures = f"{ram / MIB:6.0f} {found.peak_bytes / MIB:6.0f} {share:7.1%}"
+            figures += f" {found.library_bytes / MIB:9.0f}"
+            said = found.err.strip().splitlines()[-1:] if found.status else []
+            print(f"{name:26} {figures}  status {found.status} {' '.join(said)}", flush=True)
+            failed |= found.status != 0
+            for path in Path(folder).iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

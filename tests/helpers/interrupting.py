@@ -1,0 +1,313 @@
+"""One Ctrl-C at a random moment of a command, and what it leaves.
+
+    python tests/helpers/interrupting.py --times 100 eval trace   all commands where none is named
+    python tests/helpers/interrupting.py --signal TERM pack       another signal that ends a command
+
+A command ends quietly with status 130 (128 and the signal's number) and leaves no file, or it was
+through before and all that it says and writes is that of a run which nobody interrupts. The moment
+counts from when Python has found the command's module: what comes before is Python's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+REPO = Path(__file__).resolve().parents[2]
+# Only what hangs takes so long.
+HANG_S = 300
+# A machine that stands still for longer than this is not what a command took.
+STILL_S = 1.0
+# How often a moment is drawn again where the command was through before it, or as good as, or where
+# it was not yet there to handle a signal.
+DRAWS = 5
+# An interrupt in the last part of a run may find the work done.
+THROUGH = 0.7
+# The pipe that the first argument numbers is closed when the command begins.
+_START = """
+import os, sys
+from orchestrator.__main__ import main
+os.close(int(sys.argv.pop(1)))
+main()
+"""
+# What a command says of the time that it took, and of files that tell of it.
+_MEASURED = re.compile(r'"[a-z_]*(?:us|ms|_s|seconds|rss)": [^,}]*|[\d.]+ (?:ms|MB/s|[KM]iB)')
+
+
+class Clock:
+    """Seconds in which this process ran: where it was stopped along with the commands, as a
+    machine that sleeps is, nothing went by."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._total_s, self._last_s = clock, 0.0, clock()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._tick, daemon=True).start()
+
+    def now_s(self) -> float:
+        with self._lock:
+            now_s = self._clock()
+            self._total_s += min(STILL_S, now_s - self._last_s)
+            self._last_s = now_s
+            return self._total_s
+
+    def _tick(self) -> None:
+        while True:
+            time.sleep(STILL_S / 20)
+            self.now_s()
+
+
+CLOCK = Clock()
+
+
+class Result(NamedTuple):
+    """How a run ended. took_s: from its begin; reached: whether it still ran at the signal; done:
+    which share of the time that it computed was over then. A process that stands still computes
+    nothing, so the share is that of its work on a machine that halts, too."""
+
+    status: int
+    out: str
+    err: str
+    files: dict[str, bytes]
+    took_s: float
+    reached: bool
+    done: float
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line of moe-edge and the folder that it writes to.
+
+    exact: whether it says and writes the same each time. keeps: names of files that may stay behind
+    an interrupt. lasts_s: for a command that only a signal ends, and with status 0, when it is
+    through. beside: what uses it while it runs.
+    """
+
+    args: Sequence[str]
+    folder: Path
+    exact: bool = True
+    keeps: str | None = None
+    lasts_s: float | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    beside: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def run(
+        self,
+        after_s: float | None = None,
+        repo: Path = REPO,
+        number: signal.Signals = signal.SIGINT,
+    ) -> Result:
+        """Runs it; after_s: when to send it a signal, as Ctrl-C does."""
+        self._empty_folder()
+        reader, writer = os.pipe()
+        environment = {**os.environ, "PYTHONPATH": str(repo), "OMP_WAIT_POLICY": "PASSIVE"}
+        if after_s is None:
+            after_s = self.lasts_s
+        with (
+            self.beside(),
+            subprocess.Popen(
+                [sys.executable, "-c", _START, str(writer), *self.args],
+                cwd=repo,
+                env=environment | self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=[writer],
+                start_new_session=True,
+                preexec_fn=_heed_signals,
+                text=True,
+            ) as process,
+        ):
+            before_s = _children_s()
+            os.close(writer)
+            with os.fdopen(reader, "rb") as begun:
+                begun.read()
+            start_s, at_start_s = CLOCK.now_s(), _computed_s(process.pid)
+            reached = False
+            try:
+                if after_s is not None:
+                    time.sleep(after_s)
+                    reached = process.poll() is None
+                    process.send_signal(number)
+                    at_signal_s = _computed_s(process.pid)
+                out, err = _wait(process)
+            finally:
+                process.kill()
+        took_s, in_all_s = CLOCK.now_s() - start_s, _children_s() - before_s
+        left = _processes_of(process.pid)
+        if left:
+            err += f"Left: processes {left}"
+        status = process.returncode
+        done = 1.0
+        if reached and at_start_s is not None and at_signal_s is not None:
+            done = (at_signal_s - at_start_s) / max(0.01, in_all_s - at_start_s)
+        return Result(status, out, err, self._files(), took_s, reached, done)
+
+    def _empty_folder(self) -> None:
+        for path in sorted(self.folder.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+
+    def _files(self) -> dict[str, bytes]:
+        return {
+            str(path.relative_to(self.folder)): path.read_bytes()
+            for path in self.folder.rglob("*")
+            if path.is_file()
+        }
+
+    def complaint(self, whole: Result, found: Result, number: signal.Signals) -> str:
+        """What is wrong with a run that was interrupted, or nothing."""
+        if any(word in found.err for word in ("Traceback", "Exception ignored", "Error", "Left:")):
+            return f"it says {found.err.strip()[-600:]}"
+        ends_well = (0,) if self.lasts_s is not None else ()
+        if found.status in (*_ended_by(number), *ends_well):
+            left = sorted(
+                name for name in found.files if not (self.keeps and re.search(self.keeps, name))
+            )
+            return f"it leaves {left}" if left else ""
+        if found.status != 0:
+            return f"status {found.status}: {found.err.strip()[-300:]}"
+        if found.done < THROUGH:
+            return "it goes on to the end"
+        if self.exact and (
+            _same(found.out) != _same(whole.out) or found.files.keys() != whole.files.keys()
+        ):
+            return "it says or writes something else"
+        return ""
+
+
+def _heed_signals() -> None:
+    """For a child: what nohup lets this process ignore, it would ignore, too."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _ended_by(number: signal.Signals) -> tuple[int, ...]:
+    """How a command ends by a signal: while it loads, as any program does."""
+    return (128 + number,) if number == signal.SIGINT else (128 + number, -number)
+
+
+def _same(text: str) -> str:
+    """What a command says, without what it measured of the time."""
+    return _MEASURED.sub("", text)
+
+
+def _children_s() -> float:
+    """Seconds that children of this process which have ended computed, with their own."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _computed_s(session: int) -> float | None:
+    """Seconds that the processes of a session have computed until now, with those that they waited
+    for; None where they are gone."""
+    ticks = [sum(map(int, fields[11:15])) for fields in _stats_of(session).values()]
+    return sum(ticks) / os.sysconf("SC_CLK_TCK") if ticks else None
+
+
+def _processes_of(session: int) -> list[int]:
+    """Those that run still."""
+    return [pid for pid, fields in _stats_of(session).items() if fields[0] != "Z"]
+
+
+def _stats_of(session: int) -> dict[int, list[str]]:
+    """What the kernel says of each process of a session, behind its name."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session:
+            found[int(path.parent.name)] = fields
+    return found
+
+
+def _wait(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """What it says on stdout and stderr until it ends. Raises TimeoutExpired where it hangs."""
+    start_s = CLOCK.now_s()
+    while True:
+        try:
+            return process.communicate(timeout=STILL_S)
+        except subprocess.TimeoutExpired:
+            if CLOCK.now_s() - start_s > HANG_S:
+                raise
+
+
+def interrupt(
+    command: Command,
+    times: int,
+    seed: str,
+    repo: Path = REPO,
+    number: signal.Signals = signal.SIGINT,
+) -> tuple[Counter[str], list[str]]:
+    """Runs a command so many times with a signal. Returns how the runs ended, and what was
+    wrong."""
+    whole = command.run(repo=repo)
+    assert whole.status == 0, whole.err
+    random, ends, wrong = Random(seed), Counter[str](), []
+    for index in range(times):
+        for _ in range(DRAWS):
+            share = (index + random.random()) / times
+            after_s = share * whole.took_s
+            found = command.run(after_s, repo, number)
+            complaint = command.complaint(whole, found, number)
+            is_early = found.status == -number
+            is_through = found.status == 0 and command.lasts_s is None
+            if is_through:
+                # The machine may be quicker than it was.
+                whole = whole._replace(took_s=found.took_s)
+            is_hit = found.reached and not is_early and (share >= THROUGH or not is_through)
+            if complaint or is_hit:
+                break
+        ends[f"status {found.status}"] += 1
+        if complaint:
+            wrong.append(f"{after_s:.2f} s behind its begin: {complaint}")
+    return ends, wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--times", type=int, default=100)
+    parser.add_argument("--seed", default="0")
+    parser.add_argument("--size", type=int, default=1)
+    parser.add_argument("--signal", default="INT", help="INT, TERM or HUP")
+    parser.add_argument("--repo", type=Path, default=REPO, help="another checkout to run")
+    args = parser.parse_args()
+    number = signal.Signals[f"SIG{args.signal}"]
+    # A script in the background ignores Ctrl-C, and what it starts inherits that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.path[:0] = [str(REPO), str(REPO / "tests" / "helpers")]
+    from small_commands import commands
+
+    failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        known = commands(Path(folder), args.size)
+        for name in args.names or known:
+            ends, wrong = interrupt(known[name](), args.times, args.seed, args.repo, number)
+            counts = ", ".join(f"{n} with {end}" for end, n in sorted(ends.items()))
+            print(f"{name}: {counts}; wrong: {len(wrong)}", flush=True)
+            for line in wrong:
+                print(f"  {line}", flush=True)
+            failed |= bool(wrong)
+    return failed
+
+
+if __name__ == "__main__":
+    # The commands are made of this module's classes, by its own name.
+    sys.modules["interrupting"] = sys.modules["__main__"]
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""What routers are predicted to choose (DyMoE eq. 6), computed in numpy from the input of a layer
+and the router of a later one, to compare with what route events report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from gguf_tools.experts import ExpertModel
+from orchestrator.allocation.slots import ModelShape
+from orchestrator.config import Config
+from orchestrator.engine.engine import Engine
+from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
+from orchestrator.lab.observe import Node, Observer
+from orchestrator.policy import Policy
+from orchestrator.policy.base import EVERY_STEP, Wants
+
+_LOGITS = "ffn_moe_logits-"
+
+
+@dataclass(frozen=True)
+class Gating:
+    """How a family's router chooses k experts, as its makers define it: scores by softmax or
+    sigmoid, and, of n_groups groups, the n_groups_used with the best sum of two scores."""
+
+    k: int = 2
+    sigmoid: bool = False
+    n_groups: int = 1
+    n_groups_used: int = 1
+
+
+@dataclass
+class Watched:
+    """Of each MoE layer: what its router read, x float32 [T, n_embd], and what was reported there,
+    ids [n_ahead, T, k] and scores alike."""
+
+    x: dict[int, np.ndarray] = field(default_factory=dict)
+    ids: dict[int, np.ndarray] = field(default_factory=dict)
+    scores: dict[int, np.ndarray] = field(default_factory=dict)
+    chosen: dict[int, np.ndarray] = field(default_factory=dict)
+
+
+class Recorder(Policy):
+    """Keeps what is predicted, and decides nothing."""
+
+    name = "recorder"
+    wants = Wants(EVERY_STEP)
+
+    def __init__(self, shape: ModelShape, watched: Watched) -> None:
+        super().__init__(shape)
+        self.watched = watched
+
+    def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+        layer, watched = event.layer, self.watched
+        watched.ids[layer] = event.ahead_ids_array.copy()
+        watched.scores[layer] = event.ahead_array.copy()
+        watched.chosen[layer] = event.ids_array.copy()
+
+
+def watch(path: Path, tokens: list[int], n_ahead: int) -> Watched:
+    """One batch of tokens in a managed model, with logits for all of them, so that the last layer
+    sees all."""
+    watched = Watched()
+    config = Config.build(
+        model=path, policy="dymoe", low_tier="skip", retention=1.0, ctx=256, threads=1,
+        expert_ram=64 << 20, n_ahead=n_ahead, prefetch="on",
+    )  # fmt: skip
+    with Engine.open(config) as engine:
+        engine.driver.policy = Recorder(engine.policy.shape, watched)
+        number = {str(il): layer for layer, il in enumerate(engine.model.layer_ids)}
+
+        def keep(node: Node) -> None:
+            # [1, 1, T, n_embd]
+            watched.x[number[node.name.removeprefix(_LOGITS)]] = node.source(1).array()[0, 0]
+
+        def wanted(node: Node) -> bool:
+            return node.name.startswith(_LOGITS) and node.op == "MUL_MAT"
+
+        with Observer(path, len(tokens), 1, wanted, keep, model=engine.llama) as observer:
+            observer.read(tokens)
+    return watched
+
+
+def weights(path: Path, name: str) -> list[np.ndarray | None]:
+    """A float32 tensor of each MoE layer, rows first; None where a layer has none."""
+    found: list[np.ndarray | None] = []
+    with ExpertModel.open(path) as model:
+        for il in model.layer_ids:
+            found.append(None)
+            for part in model.parts:
+                info = part.tensors.get(f"blk.{il}.{name}")
+                if info is not None:
+                    data = part.bytes_at(info.offset, info.nbytes).tobytes()
+                    found[-1] = np.frombuffer(data, np.float32).reshape(info.shape[::-1])
+    return found
+
+
+def predict(
+    x: np.ndarray,
+    router: np.ndarray,
+    gating: Gating,
+    bias: np.ndarray | None = None,
+    choice_bias: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(ids [T, k], the best first; all scores [T, E]; the least lead [T] of one that was taken over
+    the next one).
+
+    x [T, n_embd], router [E, n_embd]; bias [E] is added to the logits, choice_bias [E] to what is
+    chosen by, the scores of a sigmoid, and to nothing else. The look-ahead computes with routers in
+    half precision, and so with inputs in it.
+    """
+    halves = x.astype(np.float16), router.T.astype(np.float16)
+    logits = halves[0].astype(np.float64) @ halves[1].astype(np.float64)
+    if bias is not None:
+        logits = logits + bias
+    if gating.sigmoid:
+        scores = 1 / (1 + np.exp(-logits))
+    else:
+        scores = np.exp(logits - logits.max(axis=1, keepdims=True))
+        scores /= scores.sum(axis=1, keepdims=True)
+    # softmax keeps the order of the logits, and makes small scores of far ones
+    by = scores if gating.sigmoid else logits
+    if choice_bias is not None:
+        by = by + choice_bias
+    if gating.n_groups > 1:
+        grouped = by.reshape(len(x), gating.n_groups, -1)
+        best_two = np.sort(grouped, axis=2)[:, :, -2:].sum(axis=2)
+        kept = np.argsort(-best_two, axis=1)[:, : gating.n_groups_used]
+        allowed = np.zeros((len(x), gating.n_groups), bool)
+        np.put_along_axis(allowed, kept, True, axis=1)
+        by = np.where(np.repeat(allowed, grouped.shape[2], axis=1), by, -np.inf)
+    order = np.argsort(-by, axis=1, kind="stable")
+    ranked = np.take_along_axis(by, order, axis=1)
+    lead = -np.diff(ranked[:, : gating.k + 1], axis=1).max(axis=1)
+    return order[:, : gating.k], scores, lead
+
+
+def check(path: Path, tokens: list[int], gating: Gating, n_ahead: int = 2) -> None:
+    """What is reported in every layer is what the routers after it choose by eq. 6. A choice that
+    is closer than products round may be either; there are few."""
+    watched = watch(path, tokens, n_ahead)
+    routers = weights(path, "ffn_gate_inp.weight")
+    biases = weights(path, "ffn_gate_inp.bias")
+    choice_biases = weights(path, "exp_probs_b.bias")
+    n_layers, close, differs = len(routers), 0, 0
+    for layer in range(n_layers - 1):
+        depth = min(n_ahead, n_layers - 1 - layer)
+        assert len(watched.ids[layer]) == depth
+        for ahead in range(depth):
+            target = layer + 1 + ahead
+            router = routers[target]
+            assert router is not None
+            ids, scores, lead = predict(
+                watched.x[layer], router, gating, biases[target], choice_biases[target]
+            )
+            clear = lead > 1e-4
+            close += int((~clear).sum())
+            where = f"layer {layer}, {ahead + 1} ahead"
+            found = watched.ids[layer][ahead]
+            np.testing.assert_array_equal(found[clear], ids[clear], err_msg=where)
+            np.testing.assert_allclose(
+                watched.scores[layer][ahead],
+                np.take_along_axis(scores, found.astype(np.int64), axis=1),
+                rtol=1e-4, atol=1e-6, err_msg=where,
+            )  # fmt: skip
+            differs += int((np.sort(found) != np.sort(watched.chosen[target])).any(axis=1).sum())
+    assert close < len(tokens) // 10
+    # else a report of what is chosen later would pass as well
+    assert differs > 0
+
+
+def matters(path: Path, tokens: list[int], gating: Gating, without: str) -> int:
+    """In how many tokens of all layers the choice one layer ahead is another one where a part is
+    left out: "bias", "choice_bias" or "groups"."""
+    watched = watch(path, tokens, 1)
+    routers = weights(path, "ffn_gate_inp.weight")
+    bias = weights(path, "ffn_gate_inp.bias")
+    choice = weights(path, "exp_probs_b.bias")
+    changed = 0
+    for layer in range(len(routers) - 1):
+        router = routers[layer + 1]
+        assert router is not None
+        full = predict(watched.x[layer], router, gating, bias[layer + 1], choice[layer + 1])[0]
+        less = predict(
+            watched.x[layer],
+            router,
+            Gating(gating.k, gating.sigmoid) if without == "groups" else gating,
+            None if without == "bias" else bias[layer + 1],
+            None if without == "choice_bias" else choice[layer + 1],
+        )[0]
+        changed += int((full != less).any(axis=1).sum())
+    return changed

@@ -1,0 +1,110 @@
+"""A server in a process of its own, for tests that speak to it as a client does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from real_cache import REAL_CACHE
+
+from orchestrator.native import ServerLibrary
+from orchestrator.native.llama import Bindings
+
+REPO = Path(__file__).resolve().parents[2]
+DEMO = REPO / "models/demo/moe-edge-demo.gguf"
+# Only what hangs takes so long.
+HANG_S = 300
+
+
+def library_path() -> Path:
+    """The native server in the user's own cache. CI compiles it; elsewhere tests skip where it has
+    never been asked for."""
+    from patches.server import library_path as path_for
+    from patches.upstream import read_upstream
+
+    package = Path(Bindings.load().api.__file__).parent
+    path = path_for(read_upstream(), package, REAL_CACHE)
+    if not path.exists():
+        if not os.environ.get("CI"):
+            pytest.skip("the server is not compiled: run `make serve` once")
+        command = [sys.executable, str(REPO / "patches/tool.py"), "server", str(package)]
+        environment = {**os.environ, "XDG_CACHE_HOME": str(REAL_CACHE.parent)}
+        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+    return path
+
+
+def server_library() -> ServerLibrary:
+    return ServerLibrary(library_path())
+
+
+class Served:
+    """A running `moe-edge serve`. url: where, without a path."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self.url = ""
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip("\n"))
+            found = re.search(r"Listening on (http://\S+);", line)
+            if found:
+                self.url = found[1]
+            if " is ready at " in line:
+                self._ready.set()
+        self._ready.set()
+
+    def wait_ready(self) -> None:
+        """Raises AssertionError with what it said where it ends before."""
+        assert self._ready.wait(HANG_S), "it hangs"
+        assert " is ready at " in "".join(self.lines), "\n".join(self.lines)
+
+    def end(self, signum: int = signal.SIGTERM) -> tuple[int, str]:
+        """(status, what it said on stderr) after a signal."""
+        if self.process.poll() is None:
+            self.process.send_signal(signum)
+        status = self.process.wait(HANG_S)
+        self._reader.join(HANG_S)
+        return status, "\n".join(self.lines)
+
+
+@contextlib.contextmanager
+def serving(cache: Path, *options: str, files: int | None = None) -> Iterator[Served]:
+    """A server of the demo model on a free port, whose user folders are in `cache`. files: the most
+    file descriptors that it may have."""
+    servers = cache / "moe-edge" / "servers"
+    if not servers.exists():
+        servers.parent.mkdir(parents=True, exist_ok=True)
+        servers.symlink_to(library_path().parents[1])
+    environment = {
+        **os.environ,
+        "XDG_CACHE_HOME": str(cache),
+        "PYTHONPATH": str(REPO),
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+    command = [sys.executable, "-m", "orchestrator", "serve", "--port", "0", "--threads", "1"]
+    if files is not None:
+        command = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
+    with subprocess.Popen(
+        [*command, *options], env=environment, stderr=subprocess.PIPE, text=True, cwd=REPO
+    ) as process:
+        served = Served(process)
+        try:
+            served.wait_ready()
+            yield served
+        finally:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                served.end(signal.SIGKILL if process.poll() is None else 0)

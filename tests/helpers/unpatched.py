@@ -1,0 +1,141 @@
+"""llama.cpp as upstream publishes it, without our patches, to compare with: the library, and its
+own llama-quantize and llama-imatrix.
+
+    python tests/helpers/unpatched.py FOLDER       builds them from the pinned source: minutes
+    MOE_EDGE_UNPATCHED=FOLDER python -m pytest tests/unit/convert/test_unpatched.py
+
+Without that variable, the tests that need it are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+REPO = Path(__file__).resolve().parents[2]
+VARIABLE = "MOE_EDGE_UNPATCHED"
+# Read here: each test gets an environment without such variables.
+FOLDER = os.environ.get(VARIABLE)
+TARGETS = ("llama", "llama-quantize", "llama-imatrix")
+
+
+def build(folder: Path) -> None:
+    """Unpacks the pinned source as it is, and compiles it with the flags of the library that is
+    installed. Raises BuildError or CalledProcessError."""
+    from orchestrator.native.llama import Bindings
+    from patches.upstream import BuildError, cached_sdist, read_upstream, sha256_file
+
+    upstream = read_upstream()
+    sdist = cached_sdist(upstream)
+    if sdist is None or sha256_file(sdist) != upstream.sha256:
+        raise BuildError("the pinned source is not in the cache: run `make build`")
+    package = Path(Bindings.load().api.__file__).parent
+    flags = json.loads((package / "moe_edge_build.json").read_text())["flags"]
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "source", filter="data")
+    command = ["cmake", "-S", str(folder / "source" / upstream.base / upstream.source)]
+    command += ["-B", str(folder / "build"), *(f"-D{flag}" for flag in flags)]
+    command += [f"-D{each}" for each in ("LLAMA_BUILD_COMMON=ON", "LLAMA_BUILD_TOOLS=ON")]
+    command += ["-DGGML_CUDA=OFF", "-DCMAKE_BUILD_WITH_INSTALL_RPATH=OFF"]
+    subprocess.run(command, check=True)
+    jobs = str(os.cpu_count() or 1)
+    command = ["cmake", "--build", str(folder / "build"), "--parallel", jobs, "--target", *TARGETS]
+    subprocess.run(command, check=True)
+
+
+class Unpatched:
+    """A folder with such a build."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bin = folder / "build" / "bin"
+
+    def logits(self, model: Path, prompt: Sequence[int], answer: Sequence[int]) -> np.ndarray:
+        """Logits float32 [prompt + answer, vocab] of a GGUF: the prompt in one step, then one
+        token a step, in a process of its own. Raises AssertionError with what it said."""
+        out = model.with_suffix(".npy")
+        self._run(
+            [sys.executable, __file__, "--logits", model, out, json.dumps([prompt, answer])],
+            LLAMA_CPP_LIB_PATH=str(self.bin),
+            PYTHONPATH=str(REPO),
+        )
+        return np.load(out)
+
+    def tool(self, name: str, *arguments: object) -> str:
+        """Runs one of upstream's programs; what it printed. Raises AssertionError."""
+        return self._run([self.bin / name, *arguments])
+
+    def _run(self, command: Sequence[object], **environment: str) -> str:
+        done = subprocess.run(
+            [str(each) for each in command],
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        assert done.returncode == 0, done.stdout[-4000:]
+        return done.stdout
+
+
+def find() -> Unpatched | str:
+    """The build that the environment names, or why there is none."""
+    if not FOLDER:
+        return f"needs upstream without our patches: {VARIABLE}, see tests/helpers/unpatched.py"
+    return Unpatched(Path(FOLDER))
+
+
+def _logits(model: Path, out: Path, prompt: list[int], answer: list[int]) -> None:
+    """In the process of its own: as the engine computes a model that it does not manage."""
+    from orchestrator.native.llama import Bindings, LlamaContext, Model
+
+    bindings = Bindings.load()
+    lib = bindings.api._lib
+    if Path(lib._name).parent != Path(os.environ["LLAMA_CPP_LIB_PATH"]):
+        sys.exit(f"{lib._name} is another library")
+    if hasattr(lib, "moe_edge_abi_version"):
+        sys.exit(f"{lib._name} has our patches")
+    opened = Model(bindings, model, managed=False, use_extra_bufts=False, use_mmap=True)
+    context = LlamaContext(
+        bindings,
+        opened,
+        n_ctx=256,
+        n_ubatch=256,
+        threads=1,
+        outputs=256,
+        flash_attention=True,
+        should_stop=lambda: False,
+    )
+    rows = []
+    for pos, tokens in [(0, prompt), *((len(prompt) + i, [t]) for i, t in enumerate(answer))]:
+        if context.decode(tokens, pos, all_logits=True) != 0:
+            sys.exit(f"{model}: cannot be decoded")
+        rows.append(context.logits(len(tokens)).copy())
+    context.close()
+    opened.close()
+    np.save(out, np.concatenate(rows))
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--logits"]:
+        prompt, answer = json.loads(sys.argv[4])
+        _logits(Path(sys.argv[2]), Path(sys.argv[3]), prompt, answer)
+    elif len(sys.argv) == 2 and not sys.argv[1].startswith("-"):
+        folder = Path(sys.argv[1]).resolve()
+        shutil.rmtree(folder / "source", ignore_errors=True)
+        sys.path[:0] = [str(REPO)]
+        build(folder)
+        print(f"export {VARIABLE}={folder}")
+    else:
+        sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""What lower precisions cost, foreseen in nats: by a table, by uses, and while a model runs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from shapes import make_decision, make_event, make_shape, make_view
+
+from orchestrator.allocation.estimate import KlEstimate
+from orchestrator.cost import losses
+from orchestrator.cost.losses import Fit, LossModel, LossTable, TablePrecision
+from orchestrator.engine.loss_meter import LossMeter
+from orchestrator.errors import ConfigError
+from orchestrator.events import ABSENT, SKIP, Phase
+
+SHAPE = make_shape(n_layers=3, n_expert=8, k=2)
+
+SIZE = (SHAPE.n_layers, SHAPE.n_expert)
+
+RNG = np.random.default_rng(3)
+
+NATS = np.sort(RNG.random((*SIZE, 3)), axis=2)
+
+NATS[..., 0] = 0
+
+ESTIMATE = KlEstimate("q4_k", NATS, RNG.random(SIZE))
+
+
+def by_hand(layer: int, ids: Any, weights: Any, tiers: Any, nats: np.ndarray = NATS) -> float:
+    column = {0: 0, 1: 1, SKIP: 2}
+    return sum(
+        float(g) ** 2 * nats[layer, e, column[int(tiers[e])]]
+        for e, g in zip(ids, weights, strict=True)
+    )
+
+
+def test_a_choice_costs_the_square_of_its_gates_times_the_losses() -> None:
+    ids = np.array([[1, 5], [7, 0]])
+    weights = np.array([[0.5, 0.25], [0.75, 0.5]], np.float32)
+    tiers = np.zeros(8, np.uint8)
+    tiers[[5, 7]] = 1, SKIP
+    found = ESTIMATE.of_choice(2, ids, weights, tiers)
+    assert found.tolist() == pytest.approx([0.0625 * NATS[2, 5, 1], 0.5625 * NATS[2, 7, 2]])
+
+
+def test_a_resident_plan_costs_its_hotness_times_the_losses() -> None:
+    hotness = RNG.random(SIZE)
+    tiers = RNG.integers(0, 2, SIZE).astype(np.uint8)
+    expected = sum(
+        hotness[at] * ESTIMATE.gates[at] * NATS[(*at, int(tiers[at]))] for at in np.ndindex(SIZE)
+    )
+    assert ESTIMATE.of_uses(hotness, tiers) == pytest.approx(expected)
+    assert ESTIMATE.of_uses(hotness, np.zeros(SIZE, np.uint8)) == 0
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_meter_takes_what_is_computed(exact: bool) -> None:
+    """A better copy in memory is used, unless each expert has to be in its own tier. A step that
+    failed leaves nothing."""
+    meter = LossMeter(ESTIMATE, exact)
+    resident = np.full(SIZE, ABSENT, np.uint8)
+    resident[:, :4] = 0
+    view = make_view(SHAPE, resident)
+    total = 0.0
+    for step in range(4):
+        for layer in range(SHAPE.n_layers):
+            event = make_event(SHAPE, RNG, n_tokens=2, layer=layer)
+            event.step = step
+            out = make_decision(SHAPE)
+            out.tier_array[:] = 1
+            out.tier_array[3] = SKIP
+            meter.decided(event, view, out)
+            computed = out.tier_array.copy()
+            if not exact:
+                computed[:3] = 0
+            for ids, weights in zip(event.ids_array, event.weights_array, strict=True):
+                if step != 1:
+                    total += by_hand(layer, ids, weights, computed)
+        if step != 1:
+            meter.step_done(Phase.DECODE, 2)
+    assert meter.mean(Phase.DECODE) == pytest.approx(total / 6)
+    assert meter.mean(Phase.PREFILL) is None
+    mark = meter.mark()
+    assert meter.since(mark, Phase.DECODE) is None
+    meter.step_done(Phase.DECODE, 1)
+    assert meter.since(mark, Phase.DECODE) == 0
+
+
+def test_uses_that_nobody_decided_are_counted() -> None:
+    meter = LossMeter(ESTIMATE, exact=False)
+    counts, tiers = np.ones(SIZE), np.ones(SIZE, np.uint8)
+    meter.holds(tiers)
+    meter.counted(counts)
+    meter.step_done(Phase.DECODE, 4)
+    assert meter.mean(Phase.DECODE) == pytest.approx((ESTIMATE.gates * NATS[..., 1]).sum() / 4)
+    assert meter.costs and not LossMeter(KlEstimate("x", NATS[..., [0, 2]], counts), True).costs
+
+
+def table(fit: Fit | None = None, names: tuple[str, ...] = ("q8_0", "q4_k", "q2_k")) -> LossTable:
+    n = len(names)
+    loss = np.broadcast_to(np.arange(n, dtype=np.float64), (*SIZE, n)).copy()
+    counts = np.ones(SIZE, np.int64)
+    candidates = [TablePrecision(name, 8.0 - at, True) for at, name in enumerate(names)]
+    power, gates = np.full(SIZE, 9.0), np.full(SIZE, 0.25)
+    counts[0, 0], power[0, 0], gates[0, 0] = 0, np.nan, np.nan
+    loss[0, 0] = np.nan
+    return LossTable(candidates, loss, power, counts, "r", "rtn", "c", 7, gates, fit)
+
+
+FIT = Fit((0.5, 1.0, 2.0), ("q8_0", "q4_k", "q2_k", "skip"), "12 tokens", 1.25)
+
+
+def test_distances_are_from_the_base() -> None:
+    """q4_k and q2_k are 1 and 2 from the reference, and 3 from each other; a skipped expert is as
+    far from q4_k's output as that is long. An expert without a token is like its layer."""
+    found = table(FIT).estimate(["q4_k", "q2_k"])
+    assert found is not None and found.base == "q4_k"
+    factors = np.array(FIT.factors)[:, None, None]
+    assert np.allclose(found.nats, factors * np.array([0.0, 3.0, 10.0]))
+    assert np.allclose(found.gates, 0.25)
+    other = table(FIT).estimate(["q4_k", "q2_k"], "q8_0")
+    assert other is not None and np.allclose(other.nats, factors * np.array([1.0, 2.0, 9.0]))
+    assert table().estimate(["q4_k"]) is None and table(FIT).estimate(["q4_k", "q1_0"]) is None
+
+
+def test_each_tier_has_its_own_scale() -> None:
+    """One that was not fitted has that of the tier nearest in bits."""
+    scaled = FIT._replace(tiers=("q8_0", "q2_k", "skip"), scales=(0.5, 2.0, 3.0))
+    costs = table(scaled).costs(["q8_0", "q4_k", "q2_k"])
+    plain = table(scaled._replace(scales=())).costs(["q8_0", "q4_k", "q2_k"])
+    assert costs is not None and plain is not None
+    # The table's bits are 8, 7 and 6.
+    assert np.allclose(costs, plain * np.array([0.5, 0.5, 2.0, 3.0]))
+
+
+def keeper(folder: Path, monkeypatch: pytest.MonkeyPatch, found: LossTable | None) -> LossModel:
+    """Of a model in a folder, with this table beside it."""
+    path = folder / "m.gguf"
+    if found is not None:
+        losses.default_path(path).touch()
+        monkeypatch.setattr(losses, "load", lambda *_: found)
+    config, model = SimpleNamespace(given=lambda _: None), SimpleNamespace(path=path)
+    return LossModel(config, model)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("found", "tiers", "reason"),
+    [
+        (None, ["q4_k"], "there is no loss table, so"),
+        (table(), ["q4_k"], "the loss table has no factor"),
+        (table(FIT), ["q4_k", "q1_0"], "the loss table lacks one of q4_k, q1_0"),
+    ],
+)
+def test_who_needs_it_is_told_what_to_run(
+    found: LossTable | None,
+    tiers: list[str],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = keeper(tmp_path, monkeypatch, found)
+    assert known.estimate(tiers) is None
+    with pytest.raises(ConfigError) as caught:
+        known.needed(tiers)
+    command = re.escape("run `moe-edge calibrate m.gguf --calib TEXT` first")
+    assert str(caught.value).startswith(reason) and re.search(command, str(caught.value))
+
+
+def test_what_was_fitted_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = keeper(tmp_path, monkeypatch, table(FIT))
+    assert known.needed(["q4_k", "q2_k"]).base == "q4_k"
+
+
+def uneven_table() -> LossTable:
+    """Two layers of three experts; one of them saw no token."""
+    loss = np.array(
+        [[[0.0, 1.0], [0.0, 2.0], [np.nan, np.nan]], [[0.0, 3.0], [0.0, 4.0], [0.0, 5.0]]]
+    )
+    counts = np.array([[1, 3, 0], [2, 2, 2]])
+    gates = np.array([[0.5, 0.25, np.nan], [0.1, 0.2, 0.3]])
+    candidates = [TablePrecision("q8_0", 8.5, True), TablePrecision("q2_k", 2.6, True)]
+    power = np.where(counts > 0, 10.0, np.nan)
+    fit = Fit((2.0, 0.5), ("q8_0", "q2_k"), "text", 1.2)
+    return LossTable(candidates, loss, power, counts, "", "rtn", "text", 8, gates, fit)
+
+
+def test_factor_and_gates_weigh_the_losses() -> None:
+    """An expert without a token has the means of its layer."""
+    nats = uneven_table().per_use(("q8_0", "q2_k"))
+    assert nats is not None and (nats[..., 0] == 0).all()
+    gate, lost = (0.5 + 3 * 0.25) / 4, (1 + 3 * 2) / 4
+    assert nats[0, :, 1] == pytest.approx([2 * 0.5 * 1, 2 * 0.25 * 2, 2 * gate * lost])
+    assert nats[1, :, 1] == pytest.approx([0.5 * 0.1 * 3, 0.5 * 0.2 * 4, 0.5 * 0.3 * 5])
+
+
+def test_without_a_fit_they_are_the_losses() -> None:
+    for less in ({"fit": None}, {"gates": None}):
+        found = replace(uneven_table(), **less)
+        assert (found.per_use(("q2_k",)) == found.of_tiers(("q2_k",))).all()
+    assert uneven_table().per_use(("q3_k",)) is None

@@ -1,0 +1,320 @@
+"""Which plans there are in one memory, which of them nobody beats, and which one a loss chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gguf_tools import synthetic
+from gguf_tools.experts import ExpertModel
+from orchestrator.cli.pictures import draw_plans
+from orchestrator.cli.plan import render
+from orchestrator.config import Config
+from orchestrator.cost.losses import foreseen
+from orchestrator.cost.planner import Planner
+from orchestrator.cost.plans import AS_FAST, Candidate, Frontier, TakenPlans, choose
+from orchestrator.cost.speeds import AGREE, DISTURBED
+from orchestrator.errors import BudgetError, ConfigError
+from orchestrator.events import SKIP
+from orchestrator.memory.machine import Machine
+from orchestrator.memory.plan import MemoryPlan, plan_memory
+from orchestrator.policy import ALLOWED_LOSS
+
+TIERS = ("q8_0", "q4_k", "q2_k")
+
+# Nats of a use in each tier of the file, and skipped.
+NATS = {0: 0.0, 1: 0.001, 2: 0.01, SKIP: 0.1}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ExpertModel:
+    path = tmp_path_factory.mktemp("frontier") / "three.gguf"
+    return ExpertModel.open(synthetic.write(path, "tiny-qwen3moe", tiers=TIERS))
+
+
+class Nats:
+    """Every use costs what its tier does."""
+
+    def of_uses(self, uses: np.ndarray, tiers: np.ndarray) -> float:
+        return float((uses * np.vectorize(NATS.__getitem__)(tiers)).sum())
+
+
+@dataclass
+class Takes:
+    """Absent bytes take ten times as long as present ones."""
+
+    plan: MemoryPlan
+    residency = SimpleNamespace(hit_rate=1.0)
+
+    @property
+    def read_bytes(self) -> float:
+        return float(self.plan.absent_bytes)
+
+    def token_s(self, cells: int = 0) -> float:
+        plan = self.plan
+        there = plan.slots.total_bytes if plan.slots else plan.expert_bytes
+        return (there + 10 * plan.absent_bytes) * 1e-9
+
+    def prompt_s(self, n_tokens: int, first: bool = False) -> float:
+        return n_tokens * self.token_s() * (2 if first else 1)
+
+
+class Played(Planner):
+    """A machine of 64 GiB that takes what Takes says, without what earlier runs learned of it."""
+
+    def __init__(self, model: ExpertModel, estimate: Nats | None, disturbed: bool = False) -> None:
+        self._config, self._model = Config.build(model=model.path), model
+        self.gpu, self.machine = None, Machine(1 << 36)
+        self._probe = nullcontext()
+        self._uses = np.full((model.n_layers, model.n_expert), model.n_expert_used / model.n_expert)
+        self.losses = SimpleNamespace(
+            of_file=(estimate, "" if estimate else "calibrate first"),
+            foreseen=lambda plan, uses: foreseen(plan, uses, estimate, TIERS[0]),
+            skips=lambda plan: None,
+        )
+        self._times = SimpleNamespace(of_plan=lambda plan, *_: Takes(plan), disturbed=disturbed)
+
+    def _plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
+        return plan_memory(config, self._model, self.machine)
+
+    def times(self, fresh: bool = False) -> Any:
+        return nullcontext(self._times)
+
+
+def frontier(
+    config: Config,
+    model: ExpertModel,
+    estimate: Nats | None = Nats(),  # noqa: B008
+    disturbed: bool = False,
+) -> Frontier:
+    return Played(model, estimate, disturbed).frontier(config)
+
+
+def ask(model: ExpertModel, share: float, **settings: Any) -> Config:
+    """Slots for so large a share of the best tier."""
+    slots = int(
+        share
+        * plan_memory(
+            Config.build(model=model.path, policy="lru", high_tier="q8_0", expert_ram=1 << 40),
+            model,
+            Machine(1 << 36),
+        ).slots.total_bytes
+    )
+    return Config.build(model=model.path, expert_ram=slots, **settings)
+
+
+def by_label(found: Frontier) -> Mapping[str, Candidate]:
+    return {each.label: each for each in found.candidates}
+
+
+@pytest.fixture(scope="module")
+def found(model: ExpertModel) -> Frontier:
+    return frontier(ask(model, 0.6), model)
+
+
+def test_all_policies_and_uniform_types_are_on_it(model: ExpertModel, found: Frontier) -> None:
+    """Without a loss that is allowed the usual plan is taken, whatever is faster."""
+    usual = plan_memory(ask(model, 0.6), model, Machine(1 << 36))
+    assert usual.policy is not None and found.taken.name == usual.policy.name
+    assert found.taken.tiers == (*usual.tier_names, *(["skip"] if usual.skip else []))
+    assert found.taken.tiers == ("q8_0",) and found.taken.kl == 0.0
+    assert found.why.endswith("lossless, as nothing less is asked for.")
+    labels, uses = by_label(found), model.n_layers * model.n_expert_used
+    assert {each.name for each in found.candidates} >= {"lru", "dymoe", "dynaexq", "mixed"}
+    for tier in ("q4_k", "q2_k"):
+        uniform = labels[f"lru, high-tier {tier}"]
+        assert uniform.resident and uniform.tiers == (tier,)
+        assert uniform.kl == pytest.approx(NATS[TIERS.index(tier)] * uses)
+    lossless = labels["lru, high-tier q8_0"]
+    assert not lossless.resident and lossless.kl == 0.0
+    # What everyone computes alike is there once.
+    assert not any(
+        each.resident and len(each.tiers) == 1 and each.name != "lru" for each in found.candidates
+    )
+    mixed = labels["mixed"]
+    assert labels["lru, high-tier q2_k"].kl > mixed.kl > 0 and not mixed.at_most
+    skips = labels["dymoe, high-tier q4_k, low-tier skip"]
+    # One of a token's six experts.
+    assert skips.at_most and skips.kl == pytest.approx(NATS[SKIP] + 5 * NATS[1])
+
+
+def test_nobody_beats_the_best_ones(found: Frontier) -> None:
+    candidates = found.candidates
+    assert [each.token_s for each in candidates] == sorted(each.token_s for each in candidates)
+    for each in candidates:
+        beats = [
+            other.token_s <= each.token_s
+            and other.kl <= each.kl
+            and (other.token_s, other.kl) != (each.token_s, each.kl)
+            for other in candidates
+        ]
+        alike = [
+            other.best
+            for other in candidates
+            if (other.token_s, other.kl) == (each.token_s, each.kl)
+        ]
+        assert any(alike) != any(beats) and sum(alike) <= 1
+
+
+@pytest.mark.parametrize("allowed", [0.0, 0.004, 0.02, 1.0])
+def test_a_loss_chooses_the_fastest_within_it(model: ExpertModel, allowed: float) -> None:
+    config = ask(model, 0.4, max_loss=allowed)
+    found = frontier(config, model)
+    within = [each for each in found.candidates if each.kl <= allowed]
+    assert found.taken in within
+    fastest = min(each.token_s for each in within)
+    assert found.taken.token_s <= AS_FAST * fastest
+    assert f"within {allowed:g} nats of q8_0" in found.why
+    runs = found.settled(config)
+    assert runs.policy == found.taken.name and runs.given(ALLOWED_LOSS) != allowed
+    plan = plan_memory(runs, model, Machine(1 << 36))
+    name = plan.policy.name if plan.policy else "plain"
+    assert (name, plan.tier_names) == (found.taken.name, found.taken.tiers[: len(plan.tier_names)])
+    # A policy that spends a loss gets what its best tier leaves of it.
+    spent = {
+        each.tiers[0]: each.asked[ALLOWED_LOSS] for each in found.candidates if each.name == "floor"
+    }
+    total = model.n_layers * model.n_expert_used
+    for tier, left in spent.items():
+        assert left == pytest.approx(allowed - NATS[TIERS.index(tier)] * total)
+        assert left > 0
+
+
+def test_what_is_not_fitted_is_refused_where_a_loss_is_allowed(model: ExpertModel) -> None:
+    with pytest.raises(ConfigError, match="calibrate first"):
+        frontier(ask(model, 0.6, max_loss=0.1), model, None)
+    found = frontier(ask(model, 0.6), model, None)
+    assert {each.kl for each in found.candidates} <= {0.0, None}
+    assert "?" in render(found, "q8_0")
+
+
+def made(name: str, token_s: float, kl: float | None) -> Candidate:
+    return Candidate(name, {"policy": name}, ("q4_k",), 1, True, token_s, 1.0, 1.0, 1.0, 0.0, kl)
+
+
+def test_as_fast_is_decided_by_the_loss() -> None:
+    fast, near, far = made("a", 1.0, 0.01), made("b", 1.015, 0.002), made("c", 1.03, 0.0)
+    assert choose([fast, near, far], 0.1) is near
+    assert choose([fast, near, far], 0.001) is far
+    unknown = made("d", 0.1, None)
+    with pytest.raises(ConfigError, match=r"no plan in this memory keeps to 0.001 nats.* 0.01"):
+        choose([unknown, fast], 0.001)
+
+
+def test_the_plan_of_before_stays_until_another_is_clearly_faster() -> None:
+    """What spends a loss is asked for with what is left of it, which changes with the routing."""
+    fast = made("a", 1.0, 0.01)
+    for name, token_s, kl, stays in (
+        ("b", 1.0 * AGREE, 0.02, True),
+        ("b", 1.01 * AGREE, 0.02, False),
+        ("b", 1.1, 0.2, False),  # it loses more than is allowed by now
+        ("c", 1.1, 0.02, False),  # it was another one
+    ):
+        other = made(name, token_s, kl)
+        other = replace(other, asked={"policy": name, "high_tier": "q4_k", ALLOWED_LOSS: 0.05})
+        before = {"policy": "b", "high_tier": "q4_k"}
+        taken = other if stays else fast
+        assert choose([fast, other], 0.1, before) is taken, (name, token_s, kl)
+    assert choose([fast], 0.1, {"policy": "gone"}) is fast
+
+
+@pytest.mark.parametrize(
+    ("asked", "taken", "kl"),
+    [
+        ({}, ("q8_0",), 0.0),
+        ({"retention": 1.0}, ("q8_0",), 0.0),
+        ({"retention": 0.7}, ("q8_0", "q4_k"), None),
+        ({"low_tier": "q2_k"}, ("q8_0", "q2_k"), None),
+        ({"low_tier": "q2_k", "retention": 1.0}, ("q8_0",), 0.0),
+        ({"high_tier": "q4_k"}, ("q4_k",), None),
+    ],
+)
+def test_only_what_asks_for_less_gets_less(
+    model: ExpertModel, asked: dict[str, Any], taken: tuple[str, ...], kl: float | None
+) -> None:
+    """A file with several tiers asks for nothing; what is lossless is so without a table."""
+    config = ask(model, 0.6, **asked)
+    found = frontier(config, model, None)
+    assert (found.taken.tiers, found.taken.kl) == (taken, kl)
+    assert ("lossless" in found.why) == (kl == 0.0)
+    fitted = frontier(config, model).taken
+    assert (fitted.kl == 0.0) == (kl == 0.0)
+    for each in found.candidates:
+        if each.asked.get("retention") == 1.0 and each.tiers[0] == "q8_0":
+            assert each.kl == 0.0
+
+
+def test_what_was_measured_beside_other_programs_is_told(model: ExpertModel) -> None:
+    config = ask(model, 0.8)
+    assert not frontier(config, model).disturbed
+    assert frontier(config, model, disturbed=True).disturbed
+
+
+def test_no_plan_at_all(model: ExpertModel) -> None:
+    with pytest.raises(BudgetError):
+        frontier(Config.build(model=model.path, ram=1 << 20), model)
+
+
+def test_text_and_picture(found: Frontier, tmp_path: Path) -> None:
+    text = render(found, TIERS[0])
+    rows = text.splitlines()
+    assert sum(row.startswith("*") for row in rows) == 1
+    assert "`chat` and `serve` take " + found.why in text
+    assert len(rows) == len(found.candidates) + 3
+    busy = render(replace(found, disturbed=True), TIERS[0])
+    assert busy == f"{text}\n{DISTURBED}"
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
+    draw_plans(found, "three.gguf", tmp_path / "a.svg")
+    draw_plans(found, "three.gguf", tmp_path / "b.svg")
+    drawn = (tmp_path / "a.svg").read_bytes()
+    assert drawn == (tmp_path / "b.svg").read_bytes() and b"mixed" in drawn
+
+
+def config_of(model: ExpertModel, **settings: Any) -> Config:
+    return Config.build(model=model.path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("asked", "same"),
+    [
+        ({"max_loss": 0.01}, True),
+        ({"max_loss": 0.01, "temp": 0.1, "max_tokens": 9}, True),
+        ({"max_loss": 0.01, "prompt_cache_limit": 1 << 20}, True),
+        ({"max_loss": 0.01, "conversations": True}, False),
+        ({"max_loss": 0.01, "sequences": 4}, False),
+        ({"max_loss": 0.01, "scored": 4}, False),
+        ({"max_loss": 0.01, "beside": 1 << 20}, False),
+        ({"max_loss": 0.01, "beside_token": 8}, False),
+        ({"max_loss": 0.01, "cache_ram": 0}, False),
+        ({"max_loss": 0.01, "logits_all": True}, False),
+        ({"max_loss": 0.02}, False),
+        ({"max_loss": 0.01, "ram": 1 << 30}, False),
+        ({"max_loss": 0.01, "threads": 1}, False),
+    ],
+)
+def test_a_command_is_known_by_what_it_asks_of_the_model(
+    model: ExpertModel, asked: dict[str, Any], same: bool
+) -> None:
+    settings = {"policy": "floor", "high_tier": "q4_k", "max_loss": 0.008, "low_tier": None}
+    TakenPlans(config_of(model, max_loss=0.01), model).keep(settings)
+    found = TakenPlans(config_of(model, **asked), model).recall()
+    kept = {"policy": "floor", "high_tier": "q4_k", "low_tier": None}
+    assert found == (kept if same else None)
+
+
+def test_what_is_damaged_counts_as_nothing(model: ExpertModel, user_folder: Path) -> None:
+    taken = TakenPlans(config_of(model), model)
+    taken.keep({"policy": "lru"})
+    (path,) = (user_folder / "cache" / "moe-edge" / "plans").iterdir()
+    for text in ("", "[]", '{"format": "moe-edge plans 1", "taken": 3}', "{"):
+        path.write_text(text)
+        assert taken.recall() is None
+        taken.keep({"policy": "lru"})
+        assert taken.recall() == {"policy": "lru"}

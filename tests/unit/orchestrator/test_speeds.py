@@ -1,0 +1,445 @@
+"""How fast this machine computes: how it is timed, which timing stands, and what is kept."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from gguf_tools import synthetic
+from gguf_tools.experts import ExpertModel
+from gguf_tools.file.layout import GGMLType
+from orchestrator.config import Config
+from orchestrator.cost import products as products_module
+from orchestrator.cost import speeds as speeds_module
+from orchestrator.cost.disk import Bandwidth
+from orchestrator.cost.products import Attention, Product, Small, Timer
+from orchestrator.cost.speeds import (
+    APART_S,
+    FILE,
+    MOST_MOMENTS,
+    OLD_S,
+    OWN,
+    UPSTREAM,
+    Speeds,
+    Timing,
+    Timings,
+)
+from orchestrator.cost.time import (
+    TimeModel,
+    spare_bytes,
+)
+from orchestrator.memory.footprint import vocabulary_size
+from orchestrator.native.llama import Bindings
+
+DAY = 86400.0
+
+
+def kept(*of: tuple[float, float, bool], now: float = 10 * DAY) -> Timings:
+    return Timings(now, {"x": [Timing(*each) for each in of]})
+
+
+def test_the_least_stands_and_two_quiet_ones_that_agree_end_it() -> None:
+    assert kept().least("x") is None and kept().is_due("x")
+    early = 9 * DAY
+    one = kept((3.0, early, True))
+    assert one.least("x") == 3.0 and one.is_due("x")
+    slow = kept((3.0, early, True), (9.0, early + APART_S, True))
+    assert slow.least("x") == 3.0 and slow.is_due("x")  # either may have been disturbed
+    assert not kept((3.0, early, True), (3.3, early + APART_S, True)).is_due("x")
+    assert kept((3.0, early, True), (3.3, early + APART_S, False)).is_due("x")
+
+
+def test_a_quiet_moment_is_not_asked_twice_and_a_busy_one_is() -> None:
+    before = 10 * DAY - APART_S / 2
+    assert not kept((3.0, before, True)).is_due("x")
+    assert kept((3.0, before, False)).is_due("x")
+    both = kept((3.0, before, True))
+    both.add("x", 2.0, False)
+    assert both.as_dict() == {"x": [(2.0, before, False)]}
+    both.add("x", 5.0, True)
+    assert both.as_dict() == {"x": [(2.0, before, False)]}
+
+
+def test_timings_that_never_agree_come_to_an_end() -> None:
+    found: list[tuple[float, float, bool]] = []
+    for moment in range(MOST_MOMENTS):
+        timings = kept(*found, now=DAY + moment * APART_S)
+        assert timings.is_due("x")
+        timings.add("x", 2.0**-moment, True)
+        found = timings.as_dict()["x"]
+    assert len(found) == MOST_MOMENTS
+    assert not kept(*found, now=DAY + MOST_MOMENTS * APART_S).is_due("x")
+
+
+def test_of_many_moments_the_slowest_disturbed_one_is_dropped() -> None:
+    early = 10 * DAY - 100 * APART_S
+    moments = [(1.0 + at, early + at * APART_S, at == 5) for at in range(MOST_MOMENTS)]
+    timings = kept(*moments)
+    timings.add("x", 9.0, False)
+    left = timings.as_dict()["x"]
+    assert [each.seconds for each in left] == [1.0, 2.0, 3.0, 4.0, 6.0, 9.0]
+    timings = kept(*moments, now=early + 5 * APART_S)
+    timings.add("x", 0.5, False)
+    assert len(timings.as_dict()["x"]) == MOST_MOMENTS
+
+
+def test_a_machine_that_got_slower_is_believed_in_time() -> None:
+    fast = (1.0, 0.0, True), (1.0, APART_S, True)
+    slow = (3.0, OLD_S, True)
+    assert kept(*fast, slow, now=OLD_S).least("x") == 1.0
+    later = kept(*fast, slow, now=OLD_S + APART_S)
+    assert later.least("x") == 3.0 and later.is_due("x")
+    ahead = kept((1.0, 11 * DAY, True))
+    assert ahead.least("x") is None  # the clock was wrong then, or is now
+
+
+@pytest.mark.parametrize(
+    "damage", [None, [], {"x": 3}, {"x": [[1.0, 2.0]]}, {"x": [[-1.0, 2.0, True]]}]
+)
+def test_what_is_damaged_counts_as_nothing(damage: object) -> None:
+    assert Timings.read(damage, DAY).as_dict() == {}
+
+
+class Played:
+    """Stands for products.Timer, the clock, and other programs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+        self.seconds_of_all, self.now, self.others, self.asked = 1.0, DAY, 0.0, 0
+        monkeypatch.setattr(speeds_module, "_REPEATS", 0)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+        monkeypatch.setattr(speeds_module, "Timer", lambda *_: self)
+        monkeypatch.setattr(speeds_module, "time", lambda: self.now)
+        monkeypatch.setattr(speeds_module, "Disturbance", lambda: self)
+
+    def seconds(self, what: Product | Small | Attention) -> float:
+        self.asked += 1
+        return self.seconds_of_all
+
+    def share(self) -> float:
+        return self.others
+
+    def close(self) -> None:
+        pass
+
+
+class Unbound:
+    """As far as speeds ask."""
+
+    class api:
+        _lib = None
+
+        @staticmethod
+        def llama_print_system_info() -> bytes:
+            return b"a system"
+
+
+WHAT = Product(GGMLType.Q4_K, 256, 64, 1)
+
+
+def session(
+    machine: Played, seconds: float, after_s: float, others: float = 0.0, **settings: int
+) -> tuple[float, bool]:
+    """(what stands, whether it was disturbed) of a use of this machine."""
+    machine.seconds_of_all, machine.others = seconds, others
+    machine.now += after_s
+    with Speeds(Unbound(), **{"threads": 1} | settings) as speeds:  # type: ignore[arg-type]
+        return speeds.seconds(WHAT), speeds.disturbed
+
+
+def test_a_disturbed_moment_does_not_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Other programs made a product take ten times as long when it was first measured."""
+    machine = Played(monkeypatch, tmp_path)
+    assert session(machine, 10.0, 0, others=1.0) == (10.0, True)
+    assert session(machine, 1.0, 5) == (1.0, False)
+    assert session(machine, 10.0, 5) == (1.0, False) and machine.asked == 2
+    assert session(machine, 8.0, APART_S, others=1.0) == (1.0, False)
+    assert session(machine, 1.1, APART_S) == (1.0, False) and machine.asked == 4
+    assert session(machine, 9.0, DAY) == (1.0, False) and machine.asked == 4
+
+
+def test_disturbed_moments_go_on_until_there_is_a_quiet_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """However many there were; of the same moment, no more than a few."""
+    machine = Played(monkeypatch, tmp_path)
+    for number in range(2 * MOST_MOMENTS):
+        assert session(machine, 10.0 + number, APART_S, others=1.0) == (10.0, True)
+    assert session(machine, 10.0, 5, others=1.0) == (10.0, True)
+    assert machine.asked == 2 * MOST_MOMENTS
+    assert session(machine, 1.0, APART_S) == (1.0, False)
+    assert session(machine, 1.0, APART_S) == (1.0, False)
+    assert session(machine, 1.0, DAY) == (1.0, False)
+    assert machine.asked == 2 * MOST_MOMENTS + 2
+
+
+def test_what_is_known_is_not_timed_with_few_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They lie in caches, and would be too fast."""
+    machine = Played(monkeypatch, tmp_path)
+    session(machine, 5.0, 0)
+    assert session(machine, 1.0, DAY, pool_bytes=1 << 20) == (5.0, False)
+    assert machine.asked == 1
+
+
+def test_threads_without_a_core_of_their_own_are_no_disturbance(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine = Played(monkeypatch, tmp_path)
+    assert session(machine, 5.0, 0, others=1.0, threads=10_000) == (5.0, False)
+
+
+def test_a_moment_nobody_saw_to_be_disturbed_does_not_stay(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine = Played(monkeypatch, tmp_path)
+    assert session(machine, 10.0, 0) == (10.0, False)
+    assert session(machine, 1.0, APART_S) == (1.0, False)
+    assert session(machine, 1.0, APART_S) == (1.0, False)
+    assert session(machine, 1.0, APART_S) == (1.0, False) and machine.asked == 3
+
+
+def test_a_file_of_the_form_before_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine = Played(monkeypatch, tmp_path)
+    session(machine, 5.0, 0)
+    (path,) = (tmp_path / "moe-edge" / "speed").iterdir()
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({"format": data["format"], "seconds": {"Product": 5.0}}))
+    assert session(machine, 2.0, 0) == (2.0, False)
+
+
+def test_what_keeps_this_process_from_its_cores_is_told() -> None:
+    """Two processes on one core: one of them waits while the other runs. Both may be stopped at
+    any moment, so it is asked again until it tells."""
+    if not Path("/proc/self/schedstat").exists():
+        pytest.skip("the kernel does not count how long threads wait for a core")
+    code = (
+        "import os, signal, time; from gguf_tools.process import Disturbance\n"
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "other = os.fork()\n"
+        "while other == 0: pass\n"
+        "give_up = time.monotonic() + 60\n"
+        "share = 0.0\n"
+        "while share <= 0.2 and time.monotonic() < give_up:\n"
+        "    others, busy_s = Disturbance(), time.process_time() + 0.2\n"
+        "    while time.process_time() < busy_s: pass\n"
+        "    share = others.share()\n"
+        "os.kill(other, signal.SIGKILL)\n"
+        "print(share)"
+    )
+    run = [sys.executable, "-c", code]
+    found = subprocess.run(run, check=True, capture_output=True, text=True).stdout
+    assert float(found) > 0.2
+
+
+def test_what_a_token_takes_is_timed_in_rounds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The middle of three quiet rounds stands; prompts, whose products take long, have one."""
+    machine = Played(monkeypatch, tmp_path)
+    many, small = WHAT._replace(rows=4), Small(64, 1)
+    found = {WHAT: [4.0, 1.0, 2.0], small: [6.0, 7.0, 0.5], many: [3.0]}
+    beside = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    monkeypatch.setattr(machine, "seconds", lambda what: found[what].pop(0))
+    monkeypatch.setattr(machine, "share", lambda: beside.pop(0))
+    with Speeds(Unbound(), 2) as speeds:  # type: ignore[arg-type]
+        assert [speeds.seconds(each) for each in (WHAT, many, small)] == [4.0, 3.0, 6.0]
+        assert speeds.again() and not any(found.values())
+        # 0.5 was not timed on a quiet machine
+        assert [speeds.seconds(each) for each in (WHAT, many, small)] == [2.0, 3.0, 6.5]
+        assert not speeds.again() and not speeds.disturbed
+    machine.now += 5
+    with Speeds(Unbound(), 2) as speeds:  # type: ignore[arg-type]
+        assert [speeds.seconds(each) for each in (WHAT, many, small)] == [2.0, 3.0, 6.5]
+        assert not speeds.again()
+
+
+def test_a_timing_that_others_disturbed_is_repeated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Twice something ran beside the first of two products: it is timed until nothing does. Then
+    nothing is left for the second one."""
+    machine = Played(monkeypatch, tmp_path)
+    monkeypatch.setattr(speeds_module, "_REPEATS", 2)
+    found, beside = [6.0, 5.0, 1.0, 7.0], [1.0, 1.0, 0.0, 1.0]
+    monkeypatch.setattr(machine, "seconds", lambda what: found.pop(0))
+    monkeypatch.setattr(machine, "share", lambda: beside.pop(0))
+    with Speeds(Unbound(), 2) as speeds:  # type: ignore[arg-type]
+        assert speeds.seconds(WHAT) == 1.0 and not speeds.disturbed
+        assert speeds.seconds(WHAT._replace(rows=4)) == 7.0 and speeds.disturbed
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    return synthetic.write(path, "tiny-olmoe", tiers=("q4_k", "q2_k"))
+
+
+@pytest.fixture
+def bindings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bindings:
+    pytest.importorskip("llama_cpp.llama_cpp")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return Bindings.load()
+
+
+def test_products_are_timed(bindings: Bindings) -> None:
+    with Timer(bindings.api._lib, 1) as timer:
+
+        def seconds(what: Product | Small | Attention) -> float:
+            """The least of some: a machine may stand still while one is timed."""
+            return min(timer.seconds(what) for _ in range(3))
+
+        for routed in (False, True):
+            one, many = (
+                seconds(Product(GGMLType.Q4_K, 512, 256, rows, routed=routed)) for rows in (1, 256)
+            )
+            assert 0 < one < many < 1
+        assert seconds(Small(256, 1)) < seconds(Small(256, 256))
+        short, long = (seconds(Attention(4, 2, 64, 64, 1, n)) for n in (256, 4096))
+        assert 0 < short < long
+        if bindings.library().interleaves(GGMLType.Q4_K, 512, 256):
+            repacked = Product(GGMLType.Q4_K, 512, 256, 1, repacked=True, routed=True)
+            assert 0 < seconds(repacked) < 1
+
+
+def test_attention_reads_a_cache_that_is_not_in_the_processors(bindings: Bindings) -> None:
+    """As in llama.cpp: a cell's heads lie side by side, and a token goes through all layers."""
+    keys: list[int] = []
+    steps: list[tuple[int, ...]] = []
+    with Timer(bindings.api._lib, 1, pool_bytes=8 << 20) as timer:
+        attend, view = timer.flash_attn_ext, timer.view_3d
+
+        def attended(*args: Any) -> int:
+            keys.extend(args[2:4])
+            return attend(*args)
+
+        def viewed(*args: Any) -> int:
+            steps.append(args[2:])
+            return view(*args)
+
+        vars(timer).update(flash_attn_ext=attended, view_3d=viewed)
+        begin_s = perf_counter()
+        assert 0 < timer.seconds(Attention(4, 2, 64, 64, 1, 512)) < perf_counter() - begin_s
+        layer_bytes = 512 * 2 * (64 + 64) * 2
+        assert len(set(keys)) == len(keys) == 2 * min(48, (8 << 20) // layer_bytes)
+        assert set(steps) == {(64, 512, 2, 2 * 64 * 2, 64 * 2, 0)}
+        keys.clear()
+        timer.seconds(Attention(4, 2, 64, 64, 64, 512))
+        assert len(keys) == 2  # many queries reuse what they read
+
+
+@pytest.mark.parametrize(("others", "expected"), [(0.0, 3e-3), (0.5, 1e-3)])
+def test_half_of_the_runs_or_what_nobody_interrupted(
+    bindings: Bindings, monkeypatch: pytest.MonkeyPatch, others: float, expected: float
+) -> None:
+    """Runs of 1, 3 and 9 ms in turn. Nine of ten may be slow for others' sake, where there are
+    others."""
+    runs, now = itertools.cycle([1e-3, 3e-3, 9e-3]), 0.0
+    monkeypatch.setattr(products_module, "perf_counter", lambda: now)
+    monkeypatch.setattr(products_module.Disturbance, "share", lambda self: others)
+
+    def compute(*_: object) -> int:
+        nonlocal now
+        now += next(runs)
+        return 0
+
+    with Timer(bindings.api._lib, 1) as timer:
+        vars(timer).update(backend_graph_compute=compute)
+        assert timer.seconds(Product(GGMLType.Q4_K, 256, 64, 4)) == pytest.approx(expected / 2)
+
+
+def test_what_was_measured_is_kept(bindings: Bindings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speeds_module.Disturbance, "share", lambda self: 0.0)
+    product = Product(GGMLType.Q4_K, 256, 64, 1)
+    with Speeds(bindings, 1) as speeds:
+        found = speeds.seconds(product)
+    monkeypatch.setattr(speeds_module, "Timer", None)
+    with Speeds(bindings, 1) as speeds:
+        assert speeds.seconds(product) == found
+    with Speeds(bindings, 2) as speeds, pytest.raises(TypeError):
+        speeds.seconds(product)  # other threads are another machine
+    with Speeds(bindings, 1, fresh=True) as speeds, pytest.raises(TypeError):
+        speeds.seconds(product)
+
+
+def test_a_cap_holds_for_measuring_too(
+    bindings: Bindings, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few weights, which a cache may hold, figures are rough: nobody else shall have them."""
+    product, taken = Product(GGMLType.Q4_K, 256, 64, 1), []
+    allocate = Timer._allocate
+    monkeypatch.setattr(
+        Timer,
+        "_allocate",
+        lambda self, *args: (taken.append(self._pool_bytes), allocate(self, *args)),
+    )
+    with ExpertModel.open(model) as opened:
+        config = Config.build(model=model, ctx=256, threads=1, ram=120 << 20)
+        assert 8 << 20 <= spare_bytes(config, opened) < 48 << 20
+        with TimeModel(bindings, config, opened, Bandwidth(1e9), fresh=True) as predictor:
+            predictor._speeds.seconds(product)
+    assert taken and max(taken) < 48 << 20
+    monkeypatch.setattr(speeds_module, "Timer", None)
+    with Speeds(bindings, 1) as speeds, pytest.raises(TypeError):
+        speeds.seconds(product)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ratios"),
+    [(FILE, (8.0, 8.0, 8.0)), (OWN, (2.0, 2.0, 4.0)), (UPSTREAM, (2.0, 2.0, 6.0))],
+)
+def test_dense_weights_are_repacked_with_the_experts(
+    model: Path, layout: str, ratios: tuple[float, ...]
+) -> None:
+    """On a machine that is played, where repacked rows are slow for many activations: slots' own
+    layout takes tiles, from 8 on, and upstream's does not."""
+
+    class PlayedSpeeds(Speeds):
+        def seconds(self, what: Product | Small | Attention) -> float:
+            if not isinstance(what, Product):
+                return 1e-9
+            if what.repacked:
+                return 2.0 if what.rows < 8 else 6.0
+            return 4.0 if what.routed else 8.0
+
+        def again(self) -> bool:
+            return False
+
+    library = SimpleNamespace(interleaves=lambda *_: True)
+    api = SimpleNamespace(llama_print_system_info=lambda: b"played")
+    played = SimpleNamespace(library=lambda: library, api=api)
+    with ExpertModel.open(model) as opened:
+        found = PlayedSpeeds(played, 1).costs(opened, (0,), layout)  # type: ignore[arg-type]
+    assert found.dense_s[:3] / found.dense_s[0] == pytest.approx(np.array(ratios) / ratios[0])
+
+
+def test_a_step_and_a_decision_count_as_small_operations(model: Path) -> None:
+    """On a machine that is played, where each number of an operation takes a second."""
+    played = SimpleNamespace(seconds=lambda what: float(what.n * what.rows))
+    with ExpertModel.open(model) as opened:
+        width, words = opened.hparams.embedding_length, vocabulary_size(opened)
+        found = Speeds._besides_seconds(cast(Speeds, played), opened)
+    assert found == (200 * width + 2 * words, 16 * width) and words > 1
+
+
+def test_a_damaged_file_of_speeds_is_measured_again(bindings: Bindings) -> None:
+    product = Product(GGMLType.Q4_K, 256, 64, 1)
+    with Speeds(bindings, 1) as speeds:
+        speeds.seconds(product)
+        path = speeds._path
+    for text in ("{", '{"format": "moe-edge speed", "seconds": {"x": -1.0}}', "[]"):
+        path.write_text(text)
+        with Speeds(bindings, 1) as speeds:
+            begin_s = perf_counter()
+            assert 0 < speeds.seconds(product) < perf_counter() - begin_s

@@ -1,0 +1,337 @@
+"""What a token and a prompt take: the arithmetic, and its model of what is in memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gguf_tools import synthetic
+from gguf_tools.experts import ExpertModel
+from orchestrator.allocation.slots import ModelShape, SlotGroup, SlotPlan
+from orchestrator.config import Config
+from orchestrator.cost.disk import Bandwidth
+from orchestrator.cost.losses import Skips
+from orchestrator.cost.speeds import ROWS, Costs
+from orchestrator.cost.time import (
+    PlanTime,
+    Residency,
+    TimeModel,
+    cached,
+    chances,
+    interpolated,
+    recently_used,
+    resident,
+    scanned,
+    with_skips,
+)
+from orchestrator.events import SKIP
+from orchestrator.memory.machine import Machine
+from orchestrator.memory.plan import plan_memory
+from orchestrator.native.llama import Bindings
+from orchestrator.policy.dynaexq import DynaExq
+
+LAYERS, EXPERTS, USED = 3, 8, 2
+
+DISK = Bandwidth(1e6, latency_s=1e-3)
+
+
+def costs(expert_s: float = 0.010, dense_s: float = 0.030) -> Costs:
+    """An expert takes as long for each row; 5,000 bytes of it are 5 ms of DISK."""
+    per_row = np.array(ROWS) * expert_s
+    return Costs(
+        expert_s=np.tile(per_row, (LAYERS, 1, 1)),
+        expert_bytes=np.full((LAYERS, 1), 5000),
+        dense_s=np.array(ROWS) * dense_s,
+        output_s=0.004,
+        attention_s=(1e-5, 1e-6),
+    )
+
+
+def all_there() -> Residency:
+    uses = np.full((LAYERS, EXPERTS), USED / EXPERTS)
+    return resident(np.zeros((LAYERS, EXPERTS), int), uses, 1)
+
+
+def missing(share: float, foreseen: float = 0.0) -> Residency:
+    there = all_there()
+    present = np.full_like(there.present, 1.0 - share)
+    return Residency(there.uses, there.mix, present, (1.0 - share,) * 2, False, foreseen)
+
+
+def test_a_token_with_everything_in_memory_is_the_sum_of_its_parts() -> None:
+    found = PlanTime(costs(), all_there(), DISK, 512)
+    assert found.token_s() == pytest.approx(LAYERS * USED * 0.010 + 0.030 + 0.004)
+    assert found.token_s(100) - found.token_s() == pytest.approx(100 * 1e-5)
+    assert (found.residency.hit_rate, found.read_bytes) == (1.0, 0.0)
+
+
+def test_what_is_no_product_is_added_once_a_token_and_once_a_layer_that_is_asked_about() -> None:
+    besides = replace(costs(), step_s=0.5, asked_s=0.25)
+    alone = PlanTime(costs(), all_there(), DISK, 512).token_s()
+    unasked = PlanTime(besides, all_there(), DISK, 512)
+    assert unasked.token_s() == pytest.approx(alone + 0.5)
+    assert replace(unasked, asked=True).token_s() == pytest.approx(alone + 0.5 + LAYERS * 0.25)
+
+
+def test_reads_hide_behind_what_is_there_and_no_more() -> None:
+    # 5 + 1 ms of reading one expert hide behind the 20 ms of two; of two, 11 ms do
+    hidden = PlanTime(costs(), missing(0.5), DISK, 512)
+    assert hidden.token_s() == pytest.approx(LAYERS * USED * 0.010 + 0.030 + 0.004)
+    assert hidden.read_bytes == pytest.approx(LAYERS * USED * 0.5 * 5000)
+    # at a tenth of the speed: none, one or two of two experts miss, with 1, 2 and 1 of 4 chances
+    slow = PlanTime(costs(), missing(0.5), Bandwidth(1e5, latency_s=1e-3), 512)
+    tail = 0.020 / 6
+    layer = 0.25 * 0.020 + 0.5 * (0.051 + tail) + 0.25 * (0.101 + tail)
+    assert slow.token_s() == pytest.approx(LAYERS * (layer + 0.010) + 0.004)
+
+
+def test_what_is_foreseen_hides_behind_the_dense_weights_as_well() -> None:
+    disk = Bandwidth(4e5, latency_s=0.0)
+    late = PlanTime(costs(), missing(1.0), disk, 512)
+    early = PlanTime(costs(), missing(1.0, foreseen=1.0), disk, 512)
+    # 25 ms of reading, 10 of dense weights, 20 of experts; the first layer is not foreseen
+    waits = 0.010 + 0.025 + 0.020 / 6
+    assert late.token_s() == pytest.approx(LAYERS * waits + 0.004)
+    assert early.token_s() == pytest.approx(waits + (LAYERS - 1) * 0.030 + 0.004)
+
+
+def test_reading_takes_a_core_while_threads_compute_and_not_while_they_wait() -> None:
+    """5 ms of reading an expert, and 4 of a core."""
+
+    def took(bytes_per_s: float, foreseen: float = 0.0) -> float:
+        disk = Bandwidth(bytes_per_s, latency_s=0.0, core_s_per_byte=0.004 / 5000)
+        free = Bandwidth(bytes_per_s, latency_s=0.0)
+        there = missing(1.0, foreseen)
+        one, other = (PlanTime(costs(), there, each, 64) for each in (disk, free))
+        assert disk.disturbs_s(0, 0.0) == 0.0
+        assert one.prompt_s(64) > other.prompt_s(64)
+        return (one.token_s() - other.token_s()) / LAYERS
+
+    assert took(1e6) == pytest.approx(0.008)  # of 2 experts, all of it beside 20 ms of computing
+    tail = 0.020 / 6
+    assert took(1e5) == pytest.approx(0.008 * (0.020 - tail) / 0.100)  # for 20 of 100 ms
+    assert took(2.5e5, 1.0) > took(2.5e5)  # what is foreseen is read beside more
+
+
+def test_a_prompt_reads_each_expert_once_a_part() -> None:
+    disk = Bandwidth(1e3, latency_s=0.0)  # 5 s an expert
+    whole = PlanTime(costs(0.0, 0.0), missing(1.0), disk, 64).prompt_s(64)
+    # the last layer computes the last token alone
+    n_read = (LAYERS - 1) * EXPERTS * (1 - 0.75**64) + EXPERTS * 0.25
+    assert whole == pytest.approx(5 * n_read, rel=0.02)
+    halves = PlanTime(costs(0.0, 0.0), missing(1.0), disk, 32).prompt_s(64)
+    assert halves == pytest.approx(whole * 2 * (1 - 0.75**32) / (1 - 0.75**64), rel=0.1)
+    warm = PlanTime(costs(0.0, 0.0), missing(0.5), disk, 64)
+    assert warm.prompt_s(64, first=True) == pytest.approx(whole, rel=1e-6)
+    assert warm.prompt_s(64) == pytest.approx(whole / 2, rel=0.02)
+
+
+def test_what_is_loaded_before_the_first_token_makes_no_prompt_wait() -> None:
+    found = PlanTime(costs(), all_there(), DISK, 64)
+    assert found.prompt_s(64, first=True) == found.prompt_s(64)
+    assert found.prompt_s(256) > 3.5 * found.prompt_s(64)
+
+
+def test_skipped_experts_cost_nothing() -> None:
+    tiers = np.zeros((LAYERS, EXPERTS), int)
+    tiers[:, EXPERTS // 2 :] = SKIP
+    there = resident(tiers, np.full((LAYERS, EXPERTS), USED / EXPERTS), 1)
+    found = PlanTime(costs(), there, DISK, 64)
+    assert found.token_s() == pytest.approx(LAYERS * USED / 2 * 0.010 + 0.030 + 0.004)
+    assert found.read_bytes == 0 and found.residency.hit_rate == 1.0
+
+
+def test_rows_between_and_beyond_what_was_measured() -> None:
+    curve = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert interpolated(curve, 10.0) == pytest.approx(2.5)
+    assert interpolated(curve, 0.3) == 1.0
+    assert interpolated(curve, 512.0) == pytest.approx(10.0)
+
+
+def lru_hits(uses: np.ndarray, n_slots: int, steps: int = 6000) -> float:
+    """The hit rate of a cache in least-recently-used order, by playing it. As in the store, a step
+    finds what was there when it began."""
+    rng, held = np.random.default_rng(1), OrderedDict[int, None]()
+    hits = asked = 0
+    for _ in range(steps):
+        items = np.flatnonzero(rng.random(len(uses)) < uses).tolist()
+        hits += sum(item in held for item in items)
+        asked += len(items)
+        for item in items:
+            held[item] = None
+            held.move_to_end(item)
+        while len(held) > n_slots:
+            held.popitem(last=False)
+    return hits / asked
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.7, 1.1])
+def test_hits_are_those_of_a_cache_that_is_played(exponent: float) -> None:
+    uses = chances(np.arange(1.0, 65.0)[None] ** -exponent, 8)[0]
+    for n_slots in (16, 38, 58):
+        there = recently_used(uses, n_slots)
+        assert there.sum() == pytest.approx(n_slots, rel=1e-6)
+        assert (uses * there).sum() / 8 == pytest.approx(lru_hits(uses, n_slots), abs=0.03)
+    assert recently_used(uses, 64).min() == 1.0
+
+
+def test_a_scan_over_layers_that_share_their_slots() -> None:
+    n_layers, n_expert = 40, 60
+    for share in (0.3, 0.6, 0.9):
+        rng = np.random.default_rng(2)
+        everything = [(layer, e) for layer in range(n_layers) for e in range(n_expert)]
+        rng.shuffle(everything)
+        n_slots = int(share * len(everything))
+        held = OrderedDict.fromkeys(map(tuple, everything[:n_slots]))
+        found = []
+        for _ in range(2):
+            hits = 0
+            for layer in range(n_layers):
+                there = [(layer, e) for e in range(n_expert) if (layer, e) in held]
+                hits += len(there)
+                for each in [*there, *((layer, e) for e in range(n_expert))]:
+                    held[each] = None
+                    held.move_to_end(each)
+                while len(held) > n_slots:
+                    held.popitem(last=False)
+            found.append(hits / len(everything))
+        assert scanned(share, True) == pytest.approx(tuple(found), abs=0.03)
+    assert scanned(0.6, False) == (0.6, 0.6)
+    assert scanned(1.0, True) == (1.0, 1.0)
+
+
+def test_chances_sum_to_the_experts_of_a_token_and_none_is_certain_twice() -> None:
+    found = chances(np.array([[1000.0, 10.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]), 2)
+    assert found.sum(axis=1) == pytest.approx([2.0, 2.0])
+    assert found[0] == pytest.approx([1.0, 10 / 12, 1 / 12, 1 / 12])
+    assert found[1] == pytest.approx([0.5] * 4)
+
+
+def test_two_tiers_in_slots_of_their_own() -> None:
+    shape = ModelShape(4, 2, ("high", "low"), (({0: 100}, {0: 50}),))
+    slots = SlotPlan((SlotGroup(100, 4), SlotGroup(50, 1)), {(0, 0, 0): 0, (0, 0, 1): 1})
+    mix = np.tile([0.75, 0.25], (1, 4, 1))
+    there = cached(shape, slots, np.full((1, 4), 0.5), mix)
+    assert there.mix[0, 0] == pytest.approx([0.75, 0.25])
+    assert there.hit_rate == pytest.approx(1.0)  # what is there in high answers low as well
+    fewer = SlotPlan((SlotGroup(100, 2), SlotGroup(50, 4)), slots.group_of)
+    there = cached(shape, fewer, np.full((1, 4), 0.5), mix)
+    assert there.hit_rate == pytest.approx(0.75 * 0.5 + 0.25, abs=1e-6)
+
+
+def test_hot_experts_that_stay_high_are_not_missed() -> None:
+    """One is in a high slot for good; the others share too few low ones."""
+    shape = ModelShape(8, 2, ("high", "low"), (({0: 100}, {0: 50}),))
+    policy = DynaExq(shape)
+    policy.plan(350)
+    assert policy.caching and policy.capacity.tolist() == [1] and policy.cached.tolist() == [5]
+    uses = chances(np.array([[1.0, 30.0, 1.0, 1.0, 1.0, 40.0, 1.0, 1.0]]), 2)
+    mix = policy.asked_mix(uses)
+    assert mix[0, :, 0].tolist() == [0, 0, 0, 0, 0, 1, 0, 0] and (mix.sum(axis=2) == 1).all()
+    slots = SlotPlan((SlotGroup(100, 1), SlotGroup(50, 5)), {(0, 0, 0): 0, (0, 0, 1): 1})
+    there = cached(shape, slots, uses, mix)
+    assert there.present[0, 5] == 1.0
+    rest = np.delete(uses[0], 5)
+    found = (2 - rest.sum() + (rest * recently_used(rest, 5)).sum()) / 2
+    assert there.hit_rate == pytest.approx(found)
+    mean = policy.asked_mix(np.ones((1, 8))).mean(axis=1)
+    alike = cached(shape, slots, uses, np.tile(mean, (1, 8, 1)))
+    assert alike.hit_rate < there.hit_rate - 0.05
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    return synthetic.write(path, "tiny-olmoe", tiers=("q4_k", "q2_k"))
+
+
+@pytest.fixture
+def bindings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bindings:
+    pytest.importorskip("llama_cpp.llama_cpp")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return Bindings.load()
+
+
+def test_plans_of_a_model(bindings: Bindings, model: Path) -> None:
+    with ExpertModel.open(model) as opened:
+        config = Config.build(model=model, ctx=256, threads=1, force_managed=True)
+        machine = Machine(8 << 30)
+        with TimeModel(bindings, config, opened, Bandwidth(1e8)) as predictor:
+            assert not predictor.profiled
+
+            def predicted(**settings: object) -> PlanTime:
+                asked = config.with_changes(**settings)
+                return predictor.of_plan(plan_memory(asked, opened, machine), asked)
+
+            whole = predicted(policy="lru")
+            assert whole.residency.hit_rate == 1.0 and whole.read_bytes == 0.0
+            half = predicted(policy="lru", expert_ram=opened.tier_bytes[0] // 2)
+            assert 0.4 < half.residency.hit_rate < 0.6
+            assert half.token_s() > whole.token_s() and half.read_bytes > 0
+            assert half.prompt_s(64, first=True) > half.prompt_s(64) > whole.prompt_s(64)
+            skipping = predicted(
+                policy="dymoe",
+                low_tier="skip",
+                retention=0.5,
+                expert_ram=opened.tier_bytes[0] // 2,
+            )
+            assert skipping.read_bytes < half.read_bytes
+            assert skipping.asked and not half.asked
+            plain = predicted(policy="plain", force_managed=False)
+            # The same kernels compute a token on both paths, and no timing sets them apart.
+            assert plain.residency.hit_rate == 1.0 and plain.token_s() == whole.token_s()
+            mixed = predicted(policy="dynaexq", low_tier="q2_k")
+            assert mixed.residency.hit_rate == 1.0
+            low = predicted(policy="lru", high_tier="q2_k")
+            assert low.costs.expert_bytes.sum() < whole.costs.expert_bytes.sum()
+            assert predicted(policy="lru").costs is whole.costs
+
+
+def half_there() -> Residency:
+    """Two layers of four experts, two a token; the first half of each is in memory."""
+    present = np.tile([1.0, 1.0, 0.25, 0.0], (2, 1))
+    return Residency(np.full((2, 4), 0.5), np.ones((2, 4, 1)), present)
+
+
+NATS = np.array([[1.0, 1.0, 4.0, 2.0], [1.0, 1.0, 3.0, 9.0]])
+
+
+def lost(before: Residency, after: Residency) -> float:
+    skipped = before.uses * (before.mix - after.mix).sum(axis=2)
+    return float((skipped * NATS).sum())
+
+
+def test_the_cheapest_misses_are_skipped_until_the_loss_is_spent() -> None:
+    known, sizes = half_there(), np.array([1, 1])
+    same = with_skips(known, Skips(NATS, 0.0), sizes)
+    assert (same.mix == known.mix).all() and (same.present == known.present).all()
+    # 0.5 uses of expert 3 of the first layer miss; of those one half is the token's top one.
+    some = with_skips(known, Skips(NATS, 0.25), sizes)
+    assert lost(known, some) == pytest.approx(0.25)
+    changed = np.argwhere(some.mix[..., 0] < 1).tolist()
+    assert changed == [[0, 3]]
+    more = with_skips(known, Skips(NATS, 1.2), sizes)
+    assert lost(known, more) == pytest.approx(1.2)
+    assert np.argwhere(more.mix[..., 0] < 1).tolist() == [[0, 2], [0, 3], [1, 2]]
+    # What is found in memory stays, as a number of uses.
+    assert more.mix[..., 0] * more.present == pytest.approx(known.present)
+    assert more.hit_rate > some.hit_rate > known.hit_rate
+
+
+def test_all_that_may_be_skipped() -> None:
+    """One expert of a token in each layer stays."""
+    known = half_there()
+    everything = with_skips(known, Skips(NATS, 1e3), np.array([1, 1]))
+    assert everything.mix[..., 0] == pytest.approx(1 - 0.5 * (1 - known.present))
+
+
+def test_a_larger_expert_saves_more() -> None:
+    """At equal cost; so the second layer's come first."""
+    known = half_there()
+    even = np.ones((2, 4))
+    found = with_skips(known, Skips(even, 0.1), np.array([1, 2]))
+    assert {layer for layer, _ in np.argwhere(found.mix[..., 0] < 1).tolist()} == {1}
