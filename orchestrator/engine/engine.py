@@ -168,7 +168,7 @@ class Engine:
         most, by earlier runs and by this one. Returns at once."""
         self._loaded.driver.idle(self._loader.learned.usage.recall())
 
-    def attend(self) -> None:
+    def end_idle(self) -> None:
         """Ends idle: what decodes without generate, eval or decode_batch calls it before a step.
         It waits for one expert's read at most."""
         self._loaded.driver.end_idle()

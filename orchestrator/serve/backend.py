@@ -214,7 +214,7 @@ class Backend:
 
     def request(self, route: str, body: bytes) -> NativeRequest:
         """A request that has not begun; any thread may run it."""
-        self.engine.attend()
+        self.engine.end_idle()
         return self._native.request(route, body)
 
     def score(
@@ -227,7 +227,7 @@ class Backend:
         Raises Stopped, MoeEdgeError, and whatever a policy raised."""
         engine = self.engine
         context, driver = engine.context, engine.driver if engine.managed else PlainDriver()
-        engine.attend()
+        engine.end_idle()
         if not self._native.forget(sequence):
             raise Stopped
         try:

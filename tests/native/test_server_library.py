@@ -111,7 +111,7 @@ def test_every_policy_decides_for_the_server(native: ServerLibrary, policy: str)
 def test_experts_come_in_until_the_first_request(native: ServerLibrary) -> None:
     """The first answer is what it is without, and nothing is read for nobody beside it."""
     with closing(open_backend(native, config_of("lru"))) as backend:
-        backend.engine.attend()
+        backend.engine.end_idle()
         backend.engine.store.reset_stats()
         expected = greedy(backend)["choices"]
     with closing(open_backend(native, config_of("lru"))) as backend:

@@ -65,7 +65,7 @@ class Recorder:
             raise ConfigError(
                 f"the policy {policy.name} has decided already: record with a new engine"
             )
-        engine.attend()
+        engine.end_idle()
         if engine.driver.brought:
             raise ConfigError(
                 "experts were read while nothing was asked for, in an order that a replay does not "
