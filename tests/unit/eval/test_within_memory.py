@@ -75,7 +75,7 @@ def test_the_studies_keep_the_cap(
 ) -> None:
     monkeypatch.setattr(study, "LEAST_TOKENS", 16)
     options = EvalOptions(text=text, tokens=40, window=32)
-    load_study("schedule").publish(
+    load_study("depth").publish(
         config, options, text.parent / "out", lambda _what, _share: None, lambda _note: None
     )
     assert len(engines) > 2
