@@ -18,13 +18,14 @@ IN_ENV = "$$($(TOOL) python)"
 # installed.
 TEST_EXTRAS := dev,convert$(if $(CI),$(shell echo ,eval,clients))
 
-.PHONY: help build chat serve test check bench docs patches-verify patches-refresh cuda-check gpu-check clean fuzz
+.PHONY: help build chat serve test test-all check bench docs patches-verify patches-refresh cuda-check gpu-check clean fuzz
 
 help:
 	@echo 'make build            set everything up: environment, patched llama.cpp, moe-edge'
 	@echo 'make chat             the same, then chat with the demo model'
 	@echo 'make serve            the same, then serve it (SERVE="-m MODEL --ram 12GiB")'
 	@echo 'make test             the same, then run the tests'
+	@echo 'make test-all         the same, then those that it leaves out, too'
 	@echo 'make check            ruff, mypy, docs and patches'
 	@echo 'make bench            the benchmark (BENCH="--routing zipf --json" passes options)'
 	@echo 'make docs             write what is generated in the documents'
@@ -48,7 +49,10 @@ serve:
 
 test:
 	@$(TOOL) setup --extras $(TEST_EXTRAS) $(FLAGS)
-	@$(IN_ENV) -m pytest
+	@$(IN_ENV) -m pytest -m 'not rest'
+
+test-all: test
+	@$(IN_ENV) -m pytest -m rest
 
 check:
 	@$(TOOL) setup --extras dev $(FLAGS)

@@ -1,9 +1,10 @@
-"""What every test gets: a user folder of its own, and GPU tests that say why they skip; and what
-many want: the built library, and models of random weights."""
+"""What every test gets: a user folder of its own, and GPU tests that say why they skip; what many
+want: the built library, and models of random weights; and which tests `make test` leaves out."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,49 @@ from patches import probe
 
 if TYPE_CHECKING:
     from orchestrator.native import Library
+
+# What `make test` leaves to `make test-all`: the reason, and what such tests' ids begin with, as
+# regular expressions. `pytest` alone runs everything that it is pointed at.
+REST = {
+    "further families: one of each kind of attention, router and tokenizer is in `make test`": (
+        r"tests/unit/convert/test_families\.py::.*\["
+        r"(?!mixtral|qwen3-moe|qwen3-next|deepseek-v3|gpt-oss|ernie4\.5-moe)",
+        r"tests/unit/convert/test_check\.py",
+    ),
+    "the emulated GPU: that it computes and keeps to its memory is in `make test`; shapes, lost "
+    "cards and what the emulation notices are here": (
+        r"tests/native/cuda/test_(bench|fused|lost|near_host)\.py::.*\[emulated",
+        r"tests/native/cuda/test_strictness\.py",
+        r"tests/native/cuda/test_kernels\.py::test_(?!experts_of_several|random_swaps).*\[emulated",
+        r"tests/native/cuda/test_engine\.py::test_(?!decodes|one_tier|vram).*\[emulated",
+        r"tests/native/cuda/test_engine\.py::test_(decodes|vram).*\[emulated.*(dymoe-skip|dynaexq|firm)",
+    ),
+    "the store under ThreadSanitizer: `make test` runs it under AddressSanitizer": (
+        r"tests/native/test_executor\.py::.*\[thread\]",
+        r"tests/native/test_barrier\.py::.*flags1",
+    ),
+    "upstream's own tests of the operator that we replace: a large program to compile": (
+        r"tests/native/test_executor\.py::test_upstreams_own_operator_tests",
+    ),
+    "benchmarks and studies from end to end: nothing that runs a model needs them": (
+        r"tests/unit/lab/bench/.*(end_to_end|test_a_small_run|on_the_host_device)",
+        r"tests/unit/lab/study/test_(every_study|placed_rows|recorder|votes_study|uniform_types)\.py",
+        r"tests/unit/eval/test_(lm_eval|within_memory)\.py",
+    ),
+    "how the demo model was made: nothing that runs needs it": (r"tests/unit/test_demo_",),
+    "soaks: the same requests for longer, and signals at random moments of every command": (
+        r"tests/unit/serve/test_soaking\.py",
+        r"tests/unit/cli/test_random_interrupts\.py::test_(an_interrupt|so_does)",
+    ),
+    "further programs against the server: OpenAI's and Anthropic's are in `make test`": (
+        r"tests/unit/serve/test_clients\.py::test_(litellm|langchain_openai|llm)",
+        r"tests/unit/serve/test_openapi\.py::test_schemathesis",
+    ),
+    "the build tool, killed and raced: that it builds, and every edit with it, is in `make test`": (
+        r"tests/contract/test_build\.py::test_(an_interrupted|half_written|a_killed|two_builds|make_)",
+        r"tests/contract/test_gpu_check\.py",
+    ),
+}
 
 # ggml's threads are OpenMP's, which spin while they wait: on cores that others use, too, that takes
 # several times the time of the work. Read when the library is loaded.
@@ -81,7 +125,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return make
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before tests are picked by their marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    rest = [each for patterns in REST.values() for each in patterns]
+    for item in items:
+        if any(re.match(each, item.nodeid) for each in rest):
+            item.add_marker("rest")
+    if config.args == config.getini("testpaths"):
+        gone = [each for each in rest if not any(re.match(each, item.nodeid) for item in items)]
+        if gone:
+            raise pytest.UsageError(f"REST in tests/conftest.py names what is no test: {gone}")
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -89,3 +142,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not found:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=f"no GPU: {why}"))
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if "rest" in config.option.markexpr:
+        left = config.option.markexpr == "not rest"
+        terminalreporter.section("left to `make test-all`" if left else "beyond `make test`")
+        for reason in REST:
+            terminalreporter.line(reason)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -16,7 +15,7 @@ import pytest
 
 from patches import gpu_check, probe
 from patches import tool as tool_module
-from patches.gpu_check import Folder, Outcome, Step
+from patches.gpu_check import Folder, Step
 from patches.upstream import REPO, BuildError, read_upstream
 
 TEST = "tests/native/cuda/test_kernels.py::test_random_swaps[gpu]"
@@ -225,14 +224,6 @@ def test_without_a_gpu_all_is_skipped(
     assert gpu_check.run(gpu_check.PARTS, Path(sys.executable), [], report) == 0
     assert report.read_text().count("| skipped |") == 1 + len(gpu_check.COMMANDS)
     assert "no GPU: no driver" in capsys.readouterr().out
-
-
-def test_headings_of_an_output_are_none_of_the_report() -> None:
-    step = Outcome("bench", "x", "failed", 1, "a | b", "## build\n1 | 2")
-    text = gpu_check.render([step], "one GPU")
-    assert "| bench | x | failed | 1.0 | a \\| b |" in text
-    assert "\n## build" not in text and "\n    ## build" in text
-    assert json.dumps(text)
 
 
 def test_files_are_all_that_is_used(

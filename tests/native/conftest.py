@@ -1,4 +1,5 @@
-"""The folder of the patched library, and upstream's headers of the same source."""
+"""The folder of the patched library, upstream's headers of the same source, and what several tests
+do with an engine."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from orchestrator.engine.engine import Engine
 from orchestrator.native import Library
 from orchestrator.native.llama import Bindings
 from patches import tree
@@ -79,6 +82,20 @@ def compile_native(
         return program
 
     return compile_program
+
+
+@pytest.fixture
+def both(tiny_model: Callable[..., Path]) -> Path:
+    """A model of random weights in two tiers."""
+    return tiny_model("qwen3moe", "q4_k", "q2_k")
+
+
+def greedy(engine: Engine, prompt: list[int], n_decode: int) -> np.ndarray:
+    """Logits [1 + n_decode, n_vocab] behind a prompt and behind each of its likeliest tokens."""
+    rows = [engine.eval(prompt, 0)[-1]]
+    for i in range(n_decode):
+        rows.append(engine.eval([int(rows[-1].argmax())], len(prompt) + i)[-1])
+    return np.stack(rows)
 
 
 def run_program(program: Path, *arguments: object, timeout_s: float = 1200) -> str:

@@ -18,7 +18,7 @@ from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.events import ABSENT, Phase
 from orchestrator.policy import dynaexq
 
-from .conftest import DEVICES
+from .conftest import DEVICES, greedy
 from .transition_driver import HANG_S
 
 pytestmark = pytest.mark.usefixtures("library_folder")
@@ -35,10 +35,7 @@ def build(model: Path, **options: object) -> Config:
 
 def logits(engine: Engine, n_decode: int = 12) -> np.ndarray:
     """[1 + n_decode, n_vocab] of a prompt in two chunks and of greedy decoding."""
-    rows = [engine.eval(PROMPT, 0)[-1]]
-    for i in range(n_decode):
-        rows.append(engine.eval([int(rows[-1].argmax())], len(PROMPT) + i)[-1])
-    return np.stack(rows)
+    return greedy(engine, PROMPT, n_decode)
 
 
 def run(model: Path, **options: object) -> np.ndarray:
@@ -53,11 +50,6 @@ def arrive(engine: Engine) -> None:
         assert time.monotonic() < end
         engine.store.begin_step(Phase.DECODE)
         time.sleep(0.001)
-
-
-@pytest.fixture
-def both(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("qwen3moe", "q4_k", "q2_k")
 
 
 def test_all_low_is_the_low_file(both: Path, tiny_model: Callable[..., Path]) -> None:

@@ -14,7 +14,7 @@ from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import BudgetError, NativeError
 
-from .conftest import DEVICES
+from .conftest import DEVICES, greedy
 
 pytestmark = pytest.mark.usefixtures("library_folder")
 
@@ -40,14 +40,12 @@ def run(model: Path, n_decode: int, **options: object) -> np.ndarray:
         model=model, ctx=512, ubatch=32, threads=2, use_extra_bufts=False, **options
     )
     with Engine.open(config) as engine:
-        rows = [engine.eval(PROMPT, 0)[-1]]
-        for i in range(n_decode):
-            rows.append(engine.eval([int(rows[-1].argmax())], len(PROMPT) + i)[-1])
+        rows = greedy(engine, PROMPT, n_decode)
         if engine.managed:
             engine.store.check()
             stats = engine.store.stats()
             assert stats.slot_bytes_peak <= stats.budget_bytes
-    return np.stack(rows)
+    return rows
 
 
 def resident_bytes(path: Path) -> int:

@@ -17,6 +17,8 @@ from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
 
+from .conftest import greedy
+
 pytestmark = pytest.mark.usefixtures("library_folder")
 
 PROMPT = [int(t) for t in np.random.default_rng(2).integers(0, 250, 12)]
@@ -28,13 +30,11 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-def decode(model: Path, n: int, **options: Any) -> tuple[list[np.ndarray], Any, str]:
+def decode(model: Path, n: int, **options: Any) -> tuple[np.ndarray, Any, str]:
     """Logits of each token, the store's counters, how misses were served by the mode line."""
     settings = {"ctx": 128, "threads": 1, "device": "host:100", **options}
     with Engine.open(Config.build(model=model, **settings)) as engine:
-        rows = [engine.eval(PROMPT, 0)[-1]]
-        for i in range(n):
-            rows.append(engine.eval([int(rows[-1].argmax())], len(PROMPT) + i)[-1])
+        rows = greedy(engine, PROMPT, n)
         engine.store.check()
         how = engine.mode.rpartition("misses: ")[2].partition(", micro-batch")[0]
         return rows, engine.store.stats(), how

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -31,11 +30,6 @@ RNG = np.random.default_rng(11)
 PROMPTS = [[int(t) for t in RNG.integers(0, 250, n)] for n in (23, 9)]
 ANSWER = [int(t) for t in RNG.integers(0, 250, 80)]
 SPEEDS = (Transport(50 * 10**6, 300, 2), Transport(0, 0, 1))
-
-
-@pytest.fixture
-def both(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("qwen3moe", "q4_k", "q2_k")
 
 
 def build(model: Path, **options: object) -> Config:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +19,6 @@ N_DECODE = 10
 PROMPTS = [
     [int(t) for t in np.random.default_rng(seed).integers(0, 250, 6 + seed)] for seed in range(3)
 ]
-
-
-@pytest.fixture
-def both(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("qwen3moe", "q4_k", "q2_k")
 
 
 def build(model: Path, policy: str, **more: object) -> Config:

@@ -70,8 +70,7 @@ def test_a_lossless_policy_gives_the_probabilities_of_the_engine(
     with Engine.open(server_config(config, 1)) as engine:
         logits = engine.eval(engine.tokenize(PROMPT), 0)[-1].astype(np.float64)
     expected = np.sort(logits - np.logaddexp.reduce(logits))[::-1][:5]
-    backend = open_backend(native, config)
-    try:
+    with closing(open_backend(native, config)) as backend:
         answer = greedy(backend, logprobs=5)
         first = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
         assert np.allclose([each["logprob"] for each in first], expected, atol=1e-4)
@@ -80,8 +79,6 @@ def test_a_lossless_policy_gives_the_probabilities_of_the_engine(
         assert "Oslo" in answer["choices"][0]["text"] or answer["usage"]["completion_tokens"] == N
         # the conversation's tokens are kept
         assert again["timings"]["prompt_n"] < answer["timings"]["prompt_n"]
-    finally:
-        backend.close()
 
 
 @pytest.mark.parametrize("policy", ["dymoe", "dynaexq", "context"])
@@ -128,8 +125,7 @@ def test_experts_come_in_until_the_first_request(native: ServerLibrary) -> None:
 
 
 def test_a_stream_its_usage_and_a_grammar(native: ServerLibrary) -> None:
-    backend = open_backend(native, config_of("lru"))
-    try:
+    with closing(open_backend(native, config_of("lru"))) as backend:
         schema = {
             "type": "object",
             "properties": {"capital": {"enum": ["Oslo", "Paris"]}},
@@ -158,8 +154,6 @@ def test_a_stream_its_usage_and_a_grammar(native: ServerLibrary) -> None:
         )
         assert json.loads(text)["capital"] in ("Oslo", "Paris")
         assert any((chunk.get("usage") or {}).get("completion_tokens") for chunk in chunks)
-    finally:
-        backend.close()
 
 
 def test_what_cannot_be_served_is_refused(native: ServerLibrary) -> None:
@@ -189,8 +183,7 @@ class Broken(Exception):
 def test_a_step_that_fails_is_one_error_and_the_next_request_is_fine(
     native: ServerLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = open_backend(native, config_of("dymoe", expert_ram=16 << 20))
-    try:
+    with closing(open_backend(native, config_of("dymoe", expert_ram=16 << 20))) as backend:
         policy = backend.engine.policy
         good = policy.decide
 
@@ -204,8 +197,6 @@ def test_a_step_that_fails_is_one_error_and_the_next_request_is_fine(
         monkeypatch.setattr(policy, "decide", good)
         assert greedy(backend)["choices"]
         assert backend.failure() is None
-    finally:
-        backend.close()
 
 
 def test_figures_are_given_while_a_prompt_is_read(
@@ -244,8 +235,7 @@ def test_figures_are_given_while_a_prompt_is_read(
 
 
 def test_a_cancel_ends_the_work_and_keeps_what_was_read(native: ServerLibrary) -> None:
-    backend = open_backend(native, config_of("lru"))
-    try:
+    with closing(open_backend(native, config_of("lru"))) as backend:
         seen = threading.Event()
         store = backend.engine.store
         steps: list[int] = []
@@ -269,8 +259,6 @@ def test_a_cancel_ends_the_work_and_keeps_what_was_read(native: ServerLibrary) -
         status, body = ask(backend, "/v1/completions", {**data, "max_tokens": 1})
         assert status == 200
         assert body["usage"]["prompt_tokens_details"]["cached_tokens"] >= min(read, 64) - 1
-    finally:
-        backend.close()
 
 
 def test_stopping_ends_what_runs(native: ServerLibrary) -> None:
@@ -350,8 +338,7 @@ def test_who_finds_nothing_is_told_once(native: ServerLibrary) -> None:
 
 def test_a_request_that_runs_alone_may_change_the_policy(native: ServerLibrary) -> None:
     config = config_of("dymoe", expert_ram=16 << 20, low_tier="q2_k")
-    backend = open_backend(native, config)
-    try:
+    with closing(open_backend(native, config)) as backend:
         settings = backend.engine.policy.settings
         usual = settings.retention  # type: ignore[attr-defined]
         with backend.changed({"retention": 0.25}):
@@ -361,5 +348,3 @@ def test_a_request_that_runs_alone_may_change_the_policy(native: ServerLibrary) 
         for wrong in ({"retention": 7}, {"high_tier": "q8_0"}, {"nothing": 1}):
             with pytest.raises(ConfigError), backend.changed(wrong):
                 pass
-    finally:
-        backend.close()

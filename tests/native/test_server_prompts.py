@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -60,28 +61,19 @@ def test_a_conversation_that_another_one_drove_out_comes_back(native: ServerLibr
 
 def test_what_is_kept_stays_within_what_was_asked_for(native: ServerLibrary) -> None:
     # Of each token 4 KiB: the memory holds one of these conversations and no second one.
-    backend = open_backend(native, policy="lru", high_tier="q4_k", cache_ram=MIB)
-    try:
+    with closing(open_backend(native, policy="lru", high_tier="q4_k", cache_ram=MIB)) as backend:
         assert backend.engine.plan.prompt_bytes == MIB
         for country in COUNTRIES:
             ask(backend, country)
         assert read_of(ask(backend, COUNTRIES[0])) > 40
-    finally:
-        backend.close()
-    backend = open_backend(native, policy="lru", high_tier="q4_k", cache_ram=0)
-    try:
+    with closing(open_backend(native, policy="lru", high_tier="q4_k", cache_ram=0)) as backend:
         ask(backend, "Norway"), ask(backend, "Peru")
         assert read_of(ask(backend, "Norway")) > 40
-    finally:
-        backend.close()
 
 
 def test_memory_for_prompts_is_set_aside_without_being_asked_for(native: ServerLibrary) -> None:
-    backend = open_backend(native, policy="lru", high_tier="q4_k")
-    try:
+    with closing(open_backend(native, policy="lru", high_tier="q4_k")) as backend:
         assert backend.engine.plan.prompt_bytes > 0
-    finally:
-        backend.close()
 
 
 @pytest.mark.parametrize(
@@ -157,9 +149,6 @@ def test_a_policy_that_fails_before_an_answer_fails_that_answer(
 
 
 def test_only_a_policy_that_may_wait_is_asked(native: ServerLibrary) -> None:
-    backend = open_backend(native, policy="dymoe")
-    try:
+    with closing(open_backend(native, policy="dymoe")) as backend:
         assert not isinstance(backend.engine.policy, WaitsBeforeAnswer)
         assert not backend.engine.driver.may_wait
-    finally:
-        backend.close()

@@ -20,6 +20,8 @@ from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import NativeError
 
+from .conftest import greedy
+
 pytestmark = pytest.mark.usefixtures("library_folder")
 
 PROMPT = [int(t) for t in np.random.default_rng(0).integers(0, 250, 40)]
@@ -33,13 +35,11 @@ def run(model: Path, **options: object) -> np.ndarray:
     )
     with Engine.open(config) as engine:
         assert engine.managed == bool(options)
-        rows = [engine.eval(PROMPT, 0)[-1]]
-        for i in range(N_DECODE):
-            rows.append(engine.eval([int(rows[-1].argmax())], len(PROMPT) + i)[-1])
+        rows = greedy(engine, PROMPT, N_DECODE)
         if engine.managed:
             engine.store.check()
             assert len(engine.store.spec.files) == len(engine.model.files)
-    return np.stack(rows)
+    return rows
 
 
 @pytest.mark.parametrize(("n_parts", "bare_first"), [(2, False), (3, False), (3, True)])

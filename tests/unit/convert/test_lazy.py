@@ -59,73 +59,29 @@ def files(tmp_path: Path) -> Iterator[Files]:
         yield Files(tmp_path, base, gguf)
 
 
-def stacked(files: Files) -> Any:
-    return torch.stack([files[f"e{e}"] for e in range(N_EXPERT)], dim=0)
+DIVISIBLE: dict[str, Callable[[Files], Any]] = {
+    "stacked": lambda files: torch.stack([files[f"e{e}"] for e in range(N_EXPERT)], dim=0),
+    "scaled": lambda files: torch.stack([files[f"e{e}"] * (e + 1) for e in range(N_EXPERT)]),
+    "half": lambda files: files["fused"][..., ROWS:, :].contiguous(),
+    "swapped": lambda files: files["swapped"].transpose(-1, -2),
+    "permuted": lambda files: files["swapped"].permute(0, 2, 1),
+    "chunked": lambda files: files["fused"].chunk(2, dim=-2)[1],
+    "divided": lambda files: files["fused"].split(ROWS, dim=-2)[0],
+    "by function": lambda files: torch.split(files["fused"], [ROWS, ROWS], dim=1)[1],
+    "every other": lambda files: files["fused"][:, 1::2, :],
+}
+WHOLE: dict[str, Callable[[Files], Any]] = {
+    "flipped": lambda files: files["swapped"].flip(0).transpose(1, 2),
+    "rotated": lambda files: files["turned"].permute(2, 0, 1),
+}
+ALL = DIVISIBLE | WHOLE
 
 
-def half(files: Files) -> Any:
-    return files["fused"][..., ROWS:, :].contiguous()
-
-
-def swapped(files: Files) -> Any:
-    return files["swapped"].transpose(-1, -2)
-
-
-def permuted(files: Files) -> Any:
-    return files["swapped"].permute(0, 2, 1)
-
-
-def chunked(files: Files) -> Any:
-    return files["fused"].chunk(2, dim=-2)[1]
-
-
-def divided(files: Files) -> Any:
-    return files["fused"].split(ROWS, dim=-2)[0]
-
-
-def by_function(files: Files) -> Any:
-    return torch.split(files["fused"], [ROWS, ROWS], dim=1)[1]
-
-
-def every_other(files: Files) -> Any:
-    return files["fused"][:, 1::2, :]
-
-
-def flipped(files: Files) -> Any:
-    return files["swapped"].flip(0).transpose(1, 2)
-
-
-def rotated(files: Files) -> Any:
-    return files["turned"].permute(2, 0, 1)
-
-
-def scaled_stack(files: Files) -> Any:
-    return torch.stack([files[f"e{e}"] * (e + 1) for e in range(N_EXPERT)])
-
-
-def negated_dense(files: Files) -> Any:
-    return -files["dense"]
-
-
-DIVISIBLE = (
-    stacked,
-    half,
-    swapped,
-    permuted,
-    chunked,
-    divided,
-    by_function,
-    every_other,
-    scaled_stack,
-)
-WHOLE = (flipped, rotated)
-ALL = (*DIVISIBLE, *WHOLE)
-
-
-@pytest.mark.parametrize("make", ALL, ids=lambda each: each.__name__)
-def test_parts_are_parts_of_the_whole(files: Files, make: Callable[[Files], Any]) -> None:
-    whole = make(files)
-    expected = np.asarray(files.base.LazyTorchTensor.to_eager(make(files)))
+@pytest.mark.parametrize("name", ALL)
+def test_parts_are_parts_of_the_whole(files: Files, name: str) -> None:
+    whole = ALL[name](files)
+    assert lazy.divisible(whole.numpy()) == (name in DIVISIBLE)
+    expected = np.asarray(files.base.LazyTorchTensor.to_eager(ALL[name](files)))
     assert expected.shape == (N_EXPERT, ROWS, N)
     found = lazy.compute(whole.numpy())
     np.testing.assert_array_equal(found, expected)
@@ -140,13 +96,8 @@ def test_parts_are_parts_of_the_whole(files: Files, make: Callable[[Files], Any]
 
 
 def test_an_expert_is_computed_alone(files: Files) -> None:
-    lazy.compute(stacked(files).numpy(), (slice(3, 4), slice(0, 2)))
+    lazy.compute(DIVISIBLE["stacked"](files).numpy(), (slice(3, 4), slice(0, 2)))
     assert files.read == ["e3"]
-
-
-@pytest.mark.parametrize("make", ALL, ids=lambda each: each.__name__)
-def test_what_divides_is_known(files: Files, make: Callable[[Files], Any]) -> None:
-    assert lazy.divisible(make(files).numpy()) == (make in DIVISIBLE)
 
 
 def test_dense_rows(files: Files) -> None:
@@ -154,10 +105,9 @@ def test_dense_rows(files: Files) -> None:
     assert lazy.divisible(dense)
     expected = lazy.compute(dense)
     np.testing.assert_array_equal(lazy.compute(dense, (slice(3, 7),)), expected[3:7])
-    assert not lazy.divisible(negated_dense(files))
-    np.testing.assert_array_equal(
-        lazy.compute(negated_dense(files).numpy(), (slice(3, 7),)), -expected[3:7]
-    )
+    negated = -files["dense"]
+    assert not lazy.divisible(negated)
+    np.testing.assert_array_equal(lazy.compute(negated.numpy(), (slice(3, 7),)), -expected[3:7])
 
 
 def test_arrays_are_cut_as_they_are() -> None:

@@ -31,47 +31,37 @@ def split_paths(folder):
     return [folder / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
 
 
-def test_split_without_second_part(tmp_path):
-    first, second = split_paths(tmp_path)
-    part(first, 0, 2, model_tensors(), 9)
-    with pytest.raises(errors.SplitError, match=f"{second.name}: part 2 of 2 is missing"):
-        open_model(first)
+HALF = model_tensors()
+# What is opened, the parts that are there as (number, tensors), the error and what it says.
+PARTS = {
+    "no second part": (0, {0: (0, HALF)}, errors.SplitError, "part 2 of 2 is missing"),
+    "opened at the second": (1, {1: (1, HALF)}, errors.SplitError, "m-00001-of-00002"),
+    "twice the first": (0, {0: (0, HALF[:4]), 1: (0, HALF[4:])}, errors.SplitError, "split.no"),
+    "a tensor in both": (
+        *(0, {0: (0, HALF[:4]), 1: (1, HALF[3:])}),
+        *(errors.DuplicateError, "m-00001-of-00002"),
+    ),
+    "missing tensors": (
+        *(0, {0: (0, HALF[:4]), 1: (1, HALF[5:])}),
+        *(errors.SplitError, "split.tensors.count"),
+    ),
+}
 
 
-def test_split_opened_at_second_part(tmp_path):
-    _, second = split_paths(tmp_path)
-    part(second, 1, 2, model_tensors(), 9)
-    with pytest.raises(errors.SplitError, match="m-00001-of-00002"):
-        open_model(second)
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_that_are_no_model(name, tmp_path):
+    opened, parts, error, says = PARTS[name]
+    paths = split_paths(tmp_path)
+    for at, (number, tensors) in parts.items():
+        part(paths[at], number, 2, tensors, len(HALF))
+    with pytest.raises(error, match=re.escape(says)):
+        open_model(paths[opened])
 
 
 def test_split_with_a_wrong_name(tmp_path):
-    part(tmp_path / "m.gguf", 0, 2, model_tensors(), 9)
+    part(tmp_path / "m.gguf", 0, 2, HALF, 9)
     with pytest.raises(errors.SplitError, match="NAME-00001-of-00002"):
         open_model(tmp_path / "m.gguf")
-
-
-def test_split_with_a_foreign_part(tmp_path):
-    first, second = split_paths(tmp_path)
-    half = model_tensors()
-    part(first, 0, 2, half[:4], len(half))
-    part(second, 0, 2, half[4:], len(half))
-    with pytest.raises(errors.SplitError, match=r"split\.no"):
-        open_model(first)
-
-
-@pytest.mark.parametrize(
-    ("start", "error", "says"),
-    [(3, errors.DuplicateError, "m-00001-of-00002"), (5, errors.SplitError, "split.tensors.count")],
-    ids=["a tensor in both", "missing tensors"],
-)
-def test_split_with_another_second_part(start, error, says, tmp_path):
-    first, second = split_paths(tmp_path)
-    half = model_tensors()
-    part(first, 0, 2, half[:4], len(half))
-    part(second, 1, 2, half[start:], len(half))
-    with pytest.raises(error, match=re.escape(says)):
-        open_model(first)
 
 
 @pytest.fixture

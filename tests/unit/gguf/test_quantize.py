@@ -48,15 +48,7 @@ def error_of(ggml, ggml_type, values):
     return float(np.sqrt(np.mean((again - values) ** 2)))
 
 
-# ggml builds large tables before the first block of these.
-SLOW = (GGMLType.IQ2_S,)
-
-
-@pytest.mark.parametrize(
-    "ggml_type",
-    [pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in TIER_TYPES],
-    ids=lambda each: each.tier_name,
-)
+@pytest.mark.parametrize("ggml_type", TIER_TYPES, ids=lambda each: each.tier_name)
 def test_every_tier_type_round_trips_with_a_small_error(ggml, ggml_type):
     assert error_of(ggml, ggml_type, normal()) <= MOST_ERROR[ggml_type.name]
 

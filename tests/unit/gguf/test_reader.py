@@ -11,26 +11,31 @@ from gguf_tools.file.reader import GGUFFile, metadata_value
 
 gguf = pytest.importorskip("gguf")
 
+VALUES = {
+    "u8": ("uint8", 200),
+    "i8": ("int8", -3),
+    "u16": ("uint16", 60000),
+    "i16": ("int16", -30000),
+    "u32": ("uint32", 4_000_000_000),
+    "i32": ("int32", -2_000_000_000),
+    "u64": ("uint64", (1 << 64) - 1),
+    "i64": ("int64", -(1 << 63)),
+    "f32": ("float32", 0.5),
+    "f64": ("float64", 0.1),
+    "yes": ("bool", True),
+    "text": ("string", "Grüße, 世界"),
+    "words": ("array", ["a", "", "ß"]),
+    "numbers": ("array", [1, -2, 3]),
+    "floats": ("array", [0.5, 0.25]),
+    "flags": ("array", [True, False]),
+}
+
 
 def test_reads_what_the_gguf_package_writes(tmp_path):
     path = tmp_path / "theirs.gguf"
     writer = gguf.GGUFWriter(path, "qwen3moe")
-    writer.add_uint8("u8", 200)
-    writer.add_int8("i8", -3)
-    writer.add_uint16("u16", 60000)
-    writer.add_int16("i16", -30000)
-    writer.add_uint32("u32", 4_000_000_000)
-    writer.add_int32("i32", -2_000_000_000)
-    writer.add_uint64("u64", (1 << 64) - 1)
-    writer.add_int64("i64", -(1 << 63))
-    writer.add_float32("f32", 0.5)
-    writer.add_float64("f64", 0.1)
-    writer.add_bool("yes", True)
-    writer.add_string("text", "Grüße, 世界")
-    writer.add_array("words", ["a", "", "ß"])
-    writer.add_array("numbers", [1, -2, 3])
-    writer.add_array("floats", [0.5, 0.25])
-    writer.add_array("flags", [True, False])
+    for key, (kind, value) in VALUES.items():
+        getattr(writer, f"add_{kind}")(key, value)
     small = np.arange(6, dtype=np.float32).reshape(2, 3)
     half = np.arange(64, dtype=np.float16).reshape(2, 1, 32)
     writer.add_tensor("small", small)
@@ -44,24 +49,8 @@ def test_reads_what_the_gguf_package_writes(tmp_path):
 
     with GGUFFile.open(path) as file:
         assert file.metadata["general.architecture"] == "qwen3moe"
-        assert [file.metadata[key] for key in ("u8", "i8", "u16", "i16")] == [
-            200,
-            -3,
-            60000,
-            -30000,
-        ]
-        assert file.metadata["u32"] == 4_000_000_000
-        assert file.metadata["i32"] == -2_000_000_000
-        assert file.metadata["u64"] == (1 << 64) - 1
-        assert file.metadata["i64"] == -(1 << 63)
-        assert file.metadata["f32"] == 0.5
-        assert file.metadata["f64"] == 0.1
-        assert file.metadata["yes"] is True
-        assert file.metadata["text"] == "Grüße, 世界"
-        assert file.metadata["words"] == ["a", "", "ß"]
-        assert file.metadata["numbers"] == [1, -2, 3]
-        assert file.metadata["floats"] == [0.5, 0.25]
-        assert file.metadata["flags"] == [True, False]
+        for key, (_, value) in VALUES.items():
+            assert file.metadata[key] == value and type(file.metadata[key]) is type(value)
         assert file.tensors["small"].shape == (3, 2)
         assert file.tensors["small"].type is GGMLType.F32
         assert file.tensors["half"].shape == (32, 1, 2)
