@@ -61,21 +61,6 @@ def critical(*tables: Rows) -> None:
         assert by_gate["usage"]["skip"] == pytest.approx(by_chance["usage"]["skip"])
 
 
-def tokens(rows: Rows) -> None:
-    found = by(rows, "configuration", "retention")
-    assert len(found) == 3 * 6
-    for share in ("5%", "40%", "100%"):
-        assert found[share, 0.6]["kl"][0] > found[share, 0.9]["kl"][0] > 0
-
-
-def schedule(rows: Rows) -> None:
-    for row in rows:
-        counts = row["critical"]
-        assert row["realised"] == pytest.approx(sum(counts) / len(counts) / 2)
-        falls = "cosine" in row["configuration"]
-        assert counts == sorted(counts, reverse=True) and (falls or len(set(counts)) < 3)
-
-
 def depth(rows: Rows) -> None:
     assert [row["layer"] for row in rows] == list(range(len(rows)))
     assert all(row["kl"][0] > 1e-4 for row in rows)
@@ -167,7 +152,7 @@ def near_bits(judged: Rows, asked: Rows) -> None:
 KNOWN: dict[str, Callable[..., None]] = {
     each.__name__.replace("_", "-"): each
     for each in (
-        *(accuracy, retention, critical, tokens, schedule, depth, similarity),
+        *(accuracy, retention, critical, depth, similarity),
         *(demotion, memory, equal, allocation, context, near_bits),
     )
 }
