@@ -31,7 +31,7 @@ from orchestrator.native.llama import Bindings
 from orchestrator.policy import PLAIN, known_policies
 
 # Of a plan, for --json.
-_SHOWN = ("policy", "token_ms", "first_prompt_ms", "prompt_ms", "hit_rate", "read_bytes")
+_SHOWN = ("token_ms", "first_prompt_ms", "prompt_ms", "hit_rate", "read_bytes")
 _MEMORY_BYTES = 256 * 2**20
 _MEMORY_SECONDS = 0.5
 
@@ -95,8 +95,9 @@ class Health:
             "plan_note": self.plan_note,
             "ram_note": self.ram_note,
             "expected": [
-                {name: value for name, value in each.as_dict().items() if name in _SHOWN}
-                | {"tiers": "/".join(each.tiers), "chosen": number == 0}
+                {"policy": each.name, "tiers": "/".join(each.tiers)}
+                | {name: value for name, value in each.as_dict().items() if name in _SHOWN}
+                | {"chosen": number == 0}
                 for number, each in enumerate(self.expected)
             ],
             "profiled": self.profiled,

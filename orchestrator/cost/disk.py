@@ -28,7 +28,7 @@ from orchestrator.cache.profile import identity
 from orchestrator.config import Config
 from orchestrator.cost.speeds import MOST_MOMENTS, Timings
 
-# As the store reads: MOE_EDGE_PART_BYTES of patches/native/moe-edge-store.h.
+# As the store reads: MOE_EDGE_PART_BYTES of patches/native/moe-edge-reads.h.
 PART_BYTES = 512 * 2**10
 # What each thread reads into: more than a core's own caches hold.
 _SLOTS_BYTES = 8 * 2**20

@@ -75,10 +75,10 @@ BENCHMARKS = {
 }
 
 STUDIES = {
-    "accuracy": Place("study.accuracy:Accuracy", paper="DyMoE"),
-    "retention": Place("study.retention:Retention", paper="DyMoE"),
-    "critical": Place("study.critical:Critical", paper="DyMoE"),
-    "depth": Place("study.depth:Depth", paper="DyMoE"),
+    "accuracy": Place("study.dymoe:Accuracy", paper="DyMoE"),
+    "retention": Place("study.dymoe:Retention", paper="DyMoE"),
+    "critical": Place("study.dymoe:Critical", paper="DyMoE"),
+    "depth": Place("study.dymoe:Depth", paper="DyMoE"),
     "similarity": Place("study.similarity:Similarity", paper="DyMoE"),
     "demotion": Place("study.demotion:Demotion", paper="DynaExq"),
     "memory": Place("study.memory:HotMemory", paper="DynaExq"),

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Executor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from orchestrator.errors import ConfigError, NativeError
-from orchestrator.serve.backend import SCORE_BYTES, Backend
-from orchestrator.serve.bodies import Body
-from orchestrator.serve.gate import Gate, TooMany, Unread
-from orchestrator.serve.parts import Parts
-from orchestrator.serve.seats import Conversation, Seats, with_seat
-from orchestrator.serve.shape import Shape
+from orchestrator.native import NativeRequest
+from orchestrator.serve.admission import Body, Conversation, with_seat
+from orchestrator.serve.backend import SCORE_BYTES, STOPPING, Backend, State
 from orchestrator.serve.wire import (
     NOT_SUPPORTED,
     Refusal,
+    Shaping,
     error_event,
-    error_object,
     failure_at,
     grammar_failure,
     has_costs,
@@ -36,6 +35,11 @@ PING = b": working\n\n"
 # How long a client may take for the last word of its answer before its connection is cut.
 LAST_WORD_S = 1.0
 STREAM, JSON = "text/event-stream", "application/json; charset=utf-8"
+# Tokens that come faster than this go out together: nobody sees the difference, and each way to a
+# client takes time from the cores that compute.
+REST_S = 0.04
+# So many have to come fast before the next ones wait for each other.
+FAST = 2
 
 
 class Outlet:
@@ -64,55 +68,49 @@ class Outlet:
             await self.begin(200, STREAM)
         await self.part(PING)
 
-    async def fail(self, status: int, message: str, kind: str | None = None) -> None:
+    async def fail(self, refusal: Refusal) -> None:
         """Ends the answer with an error: as its status, or as an event where a stream has
         begun."""
-        error = json.dumps(error_object(status, message, kind), ensure_ascii=False).encode()
+        error = json.dumps(refusal.as_object(), ensure_ascii=False).encode()
         if self.status is None:
-            retry = {"retry-after": "1"} if status in (429, 503) else None
-            await self.begin(status, JSON, retry)
+            await self.begin(refusal.status, JSON, refusal.headers)
             await self.part(error, more=False)
         else:
             await self.part(error_event(self._route, error), more=False)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request asks for, beside what llama.cpp gets of it.
+
+    places: how many sequences it takes; conversation: which of them may hold what it goes on from;
+    changes: of the policy's settings; shape: turns llama.cpp's answer into the form of its path.
+    check: raises Refusal for a request that llama.cpp would refuse; asked before a stream begins
+    whose turn has not come. compute: makes the answer in the place of llama.cpp's server, on a
+    sequence; the parts of a JSON object, for which the place is not kept.
+    """
+
+    is_stream: bool
+    places: int
+    conversation: Conversation | None
+    changes: dict[str, Any]
+    shape: Shaping | None
+    check: Callable[[], Awaitable[None]]
+    compute: Callable[[int], Awaitable[Iterable[bytes]]] | None = None
 
 
 class Answer:
     """A response of starlette's kind: an application of ASGI that answers one request."""
 
     def __init__(
-        self,
-        backend: Backend,
-        gate: Gate,
-        unread: Unread,
-        seats: Seats,
-        workers: Executor,
-        route: str,
-        body: Body,
-        *,
-        conversation: Conversation | None,
-        is_stream: bool,
-        places: int,
-        changes: dict[str, Any],
-        most_s: float | None,
-        is_stopping: Callable[[], bool],
-        check: Callable[[], Awaitable[None]],
-        compute: Callable[[int], Awaitable[Iterable[bytes]]] | None = None,
-        shape: Shape | None = None,
+        self, state: State, backend: Backend, route: str, body: Body, asked: Asked
     ) -> None:
-        """check: raises Refusal for a request that llama.cpp would refuse; asked before a stream
-        begins whose turn has not come. compute: makes the answer in the place of llama.cpp's
-        server, on a sequence; the parts of a JSON object, for which the place is not kept. shape:
-        turns parts of llama.cpp's answer into the form of its path."""
-        self._backend, self._gate, self._workers = backend, gate, workers
-        self._unread, self._sending = unread, 0  # bytes that the client does not take
+        self._state, self._backend, self._route, self._body = state, backend, route, body
+        self._asked, self._is_stream = asked, asked.is_stream
+        self._most_s = state.settings.timeout or None
+        self._sending = 0  # bytes that the client does not take
         self._final: dict[str, Any] | None = None  # its costs, once the work has ended
         self._is_over = False  # nobody takes any more of it
-        self._seats, self._conversation = seats, conversation
-        self._route, self._body = route, body
-        self._is_stream, self._places, self._most_s = is_stream, places, most_s
-        self._changes = changes  # of the policy's settings
-        self._is_stopping, self._check = is_stopping, check
-        self._compute, self._shape = compute, shape
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         out = Outlet(send, self._route)
@@ -130,77 +128,73 @@ class Answer:
             work.cancel()
             await asyncio.wait({work})
             if not gone.done():
-                late = out.fail(504, f"the request took longer than --timeout {self._most_s:g}")
+                late = Refusal(504, f"the request took longer than --timeout {self._most_s}")
                 try:
-                    await asyncio.wait_for(late, LAST_WORD_S)
+                    await asyncio.wait_for(out.fail(late), LAST_WORD_S)
                 except asyncio.TimeoutError:
                     abort()
         finally:
             self._is_over = True
-            self._unread.leave(self)
+            self._state.unread.leave(self)
             for task in (work, gone):
                 task.cancel()
 
     async def _work(self, out: Outlet, abort: Callable[[], None]) -> None:
-        try:
-            ticket = self._gate.join(self._places)
-        except TooMany:
-            await out.fail(429, "too many requests wait already (--queue): try again later")
-            return
         with ExitStack() as held:  # what others wait for; closed with the work, before the answer
-            held.callback(ticket.leave)
             try:
+                ticket = self._state.gate.join(self._asked.places)
+                held.callback(ticket.leave)
                 await self._turn(ticket.turn, out)
-                held.enter_context(self._backend.changed(self._changes))
-                seat = self._seats.take(self._conversation)
-                held.callback(self._seats.leave, seat)
-                if self._compute is None:
+                held.enter_context(self._backend.changed(self._asked.changes))
+                seat = self._state.seats.take(self._asked.conversation)
+                held.callback(self._state.seats.leave, seat)
+                if self._asked.compute is None:
                     await self._ask(with_seat(self._body.take(), seat), out, held, abort)
                     return
-                parts = await self._compute(seat or 0)
+                parts = await self._asked.compute(seat or 0)
                 held.close()
-                self._unread.keep(self, SCORE_BYTES * self._backend.most_scored, abort)
+                self._state.unread.keep(self, SCORE_BYTES * self._backend.most_scored, abort)
                 await out.begin(200, JSON)
                 for part in parts:
                     await out.part(part)
                     await asyncio.sleep(0)  # a part takes a while to write: others go on meanwhile
                 await out.part(b"", more=False)
             except ConfigError as error:
-                await out.fail(400, str(error))
+                await out.fail(Refusal(400, str(error)))
             except NativeError as error:
-                await out.fail(500, str(error))
+                await out.fail(Refusal(500, str(error)))
             except Refusal as refusal:
-                await out.fail(refusal.status, refusal.message, refusal.kind)
+                await out.fail(refusal)
 
     async def _ask(
         self, body: bytes, out: Outlet, held: ExitStack, abort: Callable[[], None]
     ) -> None:
         """Runs the request on a thread of its own and sends what comes."""
         until_now = self._backend.costs()
-        is_shared = self._gate.running > 1
+        is_shared = self._state.gate.running > 1
         request = self._backend.request(self._route, body)
         del body  # llama.cpp has its own, as long as it is at work
 
         def costs() -> dict[str, Any]:
             nonlocal is_shared
-            is_shared = is_shared or self._gate.running > 1
+            is_shared = is_shared or self._state.gate.running > 1
             return {**until_now(), "shared_steps": is_shared}
 
         def at_end() -> None:
             self._final = costs()  # what runs afterwards is no part of it
             held.close()
             if not self._is_over:
-                self._unread.keep(self, self._sending + request.n_left, abort)
+                self._state.unread.keep(self, self._sending + request.n_left, abort)
 
         def made(text: bytes, status: int, is_stream: bool) -> bytes:
-            if self._shape is not None:
-                text = self._shape(text, is_stream)
+            if self._asked.shape is not None:
+                text = self._asked.shape.shape(text, is_stream)
             if status == 200 and has_costs(text, is_stream, self._route):
                 text = with_costs(text, self._final or costs(), is_stream, self._route)
             return text
 
         try:
-            parts = Parts(request, self._workers, at_end)
+            parts = Parts(request, self._state.workers, at_end)
         except OSError as error:
             raise Refusal(
                 503, f"the server has no room for the request: {error.strerror}"
@@ -224,7 +218,7 @@ class Answer:
                     raise self._failed(text[failed_at:])
                 if status == NOT_SUPPORTED:
                     raise Refusal(400, message_of(text))
-                is_shared = is_shared or self._gate.running > 1
+                is_shared = is_shared or self._state.gate.running > 1
                 await self._send(out, status, is_stream, made(text, status, is_stream))
             await parts.close()  # raises what the thread raised, while an error can be said
             if out.status is None:
@@ -245,8 +239,8 @@ class Answer:
         self._sending = 0
 
     def _failed(self, text: bytes) -> Refusal:
-        if self._is_stopping():
-            return Refusal(503, "the server is shutting down")
+        if self._state.stopping:
+            return STOPPING
         too_much = grammar_failure(text)
         if too_much is not None:
             return Refusal(400, too_much)
@@ -257,7 +251,7 @@ class Answer:
         while not turn.done():
             await asyncio.wait({turn}, timeout=PING_S if self._is_stream else None)
             if not turn.done() and out.status is None:
-                await self._check()  # the last moment at which a refusal has its status
+                await self._asked.check()  # the last moment at which a refusal has its status
             if not turn.done():
                 await out.ping()
 
@@ -265,3 +259,93 @@ class Answer:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._is_over = True
+
+
+class Parts:
+    """One request, which runs on a thread of its own, and one coroutine that takes what comes.
+    Close it, also where it was not taken to its end."""
+
+    def __init__(
+        self, request: NativeRequest, workers: Executor, at_end: Callable[[], None]
+    ) -> None:
+        """In the event loop that takes. at_end: called once the work has ended, however much of
+        what came of it is taken. Raises OSError where no file descriptors are left, and the request
+        is closed."""
+        self._loop = asyncio.get_running_loop()
+        self._request, self._at_end = request, at_end
+        self._waiter: asyncio.Future[bool] | None = None
+        self._told = False
+        self._fast, self._last_s = 0, self._loop.time()
+        with ExitStack() as undo:
+            undo.callback(request.close)
+            self._from, self._to = os.pipe()
+            undo.callback(self._close_pipe)
+            os.set_blocking(self._from, False)
+            os.set_blocking(self._to, False)
+            self._loop.add_reader(self._from, self._tell)
+            self._thread = self._loop.run_in_executor(workers, request.run, self._to)
+            undo.pop_all()
+        self._thread.add_done_callback(self._clear)
+
+    async def next(self, within_s: float | None) -> tuple[bytes, bool] | None:
+        """(what has come, whether that was all); None where nothing did within so many seconds
+        (None: for ever)."""
+        if self._fast >= FAST:
+            await self._coming(REST_S)  # shorter at the end of the answer
+            text, is_all = self._request.take()
+            if text or is_all:
+                return text, is_all
+            self._fast = 0
+        while True:
+            text, is_all = self._request.take()
+            if text or is_all:
+                now_s = self._loop.time()
+                self._fast = self._fast + 1 if now_s - self._last_s < REST_S else 0
+                self._last_s = now_s
+                return text, is_all
+            if not await self._coming(within_s):
+                return None
+
+    async def close(self) -> None:
+        """Ends the work, and returns when it has ended. Raises what the thread raised."""
+        self._request.cancel()
+        await asyncio.shield(self._thread)
+
+    async def _coming(self, within_s: float | None) -> bool:
+        """Waits for a byte of the thread; False where there is none within so many seconds."""
+        if self._told:
+            self._told = False
+            return True
+        self._waiter = self._loop.create_future()
+        late = None if within_s is None else self._loop.call_later(within_s, self._answer, False)
+        try:
+            return await self._waiter
+        finally:
+            self._waiter = None
+            if late is not None:
+                late.cancel()
+
+    def _tell(self) -> None:
+        with suppress(BlockingIOError):
+            os.read(self._from, 16)
+        if self._waiter is None:
+            self._told = True
+        else:
+            self._answer(True)
+
+    def _answer(self, is_here: bool) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(is_here)
+
+    def _clear(self, _thread: asyncio.Future[None]) -> None:
+        """The thread writes no more."""
+        self._close_pipe()
+        try:
+            self._at_end()
+        finally:
+            self._answer(True)
+
+    def _close_pipe(self) -> None:
+        self._loop.remove_reader(self._from)
+        os.close(self._from)
+        os.close(self._to)

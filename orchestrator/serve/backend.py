@@ -1,16 +1,25 @@
-"""The model that answers: an engine, llama.cpp's server on it, and the thread that decodes."""
+"""The model that answers: an engine, llama.cpp's server on it, and the thread that decodes; and
+what all requests share."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import threading
 from base64 import b64encode
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from time import monotonic
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from time import monotonic, time
 from typing import Any
 
 import numpy as np
 
+from gguf_tools.children import child
+from gguf_tools.file.reader import metadata_value
 from gguf_tools.process import default_threads, peak_rss_bytes
 from orchestrator.config import Config, native_log_enabled
 from orchestrator.engine.driver import PlainDriver
@@ -20,18 +29,24 @@ from orchestrator.errors import ConfigError, MoeEdgeError, NativeError
 from orchestrator.events import Phase
 from orchestrator.memory.footprint import PROMPT_MARKS, part_bytes
 from orchestrator.native import FAILED, NativeRequest, NativeServer, ServerLibrary, ServerSpec
+from orchestrator.native.llama import Bindings
 from orchestrator.policy import policy_settings
-from orchestrator.serve.bodies import bodies_bytes
-from orchestrator.serve.library import Stopped
+from orchestrator.serve.admission import (
+    PROBS_BYTES,
+    UNREAD_BYTES,
+    Bodies,
+    Gate,
+    Seats,
+    Unread,
+    bodies_bytes,
+)
 from orchestrator.serve.settings import LEAST_BODY_BYTES, ServeSettings
-from orchestrator.serve.shape import PROBS_BYTES
+from orchestrator.serve.wire import Refusal
 
 # What HTTP and llama.cpp's server take beside what a chat takes, and each answer that decodes at
 # once. Measured with eight clients: 12.3 MiB, and 0.13 MiB more for each of eight answers.
 PROCESS_BYTES = 15 * 2**20
 ANSWER_BYTES = 2**19
-# Of answers that are made and that nobody reads.
-UNREAD_BYTES = 4 * 2**20
 # How far a stream that is being made may be ahead of its client: a stream further ahead ends. At
 # worst it is there six times: twice while it grows, twice where it was taken from, and for Python
 # and the socket.
@@ -52,6 +67,44 @@ SCORED_TOKENS = 32
 MOST_LIKELIEST = 5
 SCORE_BYTES = 4 + 12 * (1 + MOST_LIKELIEST)
 SCORED_MOST = 16384
+
+LOOK_S = 0.1
+TOOL = Path(__file__).resolve().parents[2] / "patches" / "tool.py"
+# Tokens of a text are counted in pieces, so that counting takes no memory.
+PIECE_CHARS = 8192
+# The longest part of a text that a tokenizer by words takes for one.
+_WORD = re.compile(r"\s+|\w+|[^\w\s]+")
+STOPPING = Refusal(503, "the server is shutting down")
+_number = count(1)
+
+
+class Stopped(Exception):
+    """The server was told to end before it could answer."""
+
+
+def server_library(bindings: Bindings, is_stopping: Callable[[], bool]) -> ServerLibrary:
+    """The library that goes with the loaded llama.cpp. Compiling it shows its progress on stderr.
+
+    Raises NativeError where it cannot be had: this is no checkout, or no compiler is there; and
+    Stopped, where is_stopping says so while it is compiled.
+    """
+    if not TOOL.is_file():
+        raise NativeError(
+            f"the server is compiled from a checkout of moe-edge, and {TOOL} is not there"
+        )
+    package = Path(bindings.api.__file__).parent
+    command = [sys.executable, str(TOOL), "server", str(package)]
+    # Compilers of an interrupted build would go on for minutes.
+    with child(command, with_its_own=True, stdout=subprocess.PIPE) as process:
+        said = None
+        while said is None:
+            with suppress(subprocess.TimeoutExpired):
+                said, _ = process.communicate(timeout=LOOK_S)
+            if is_stopping():
+                raise Stopped
+    if process.returncode != 0:
+        raise NativeError("llama.cpp's server cannot be compiled: the lines above say why")
+    return ServerLibrary(Path(said.strip().splitlines()[-1]))
 
 
 def most_scored(config: Config) -> int:
@@ -116,6 +169,8 @@ class Backend:
         self.engine = Engine.open(made, progress)
         try:
             engine = self.engine
+            kind = metadata_value(engine.model.parts[0], "tokenizer.ggml.model", str, "")
+            self._has_words = kind == "gpt2"  # llama.cpp's name of merges within words
             self.slot_context = engine.n_ctx // settings.parallel
             plan = engine.plan
             cache_mib, checkpoints = kept_prompts(
@@ -194,6 +249,18 @@ class Backend:
             driver.sequence_end(sequence)
             if engine.managed:
                 engine.store.set_phase(None)  # requests go by their batch
+
+    def count_tokens(self, text: str) -> tuple[int, int]:
+        """About how many tokens a text is, and the characters of the longest part of it in which
+        its tokenizer looks for merges: a word, or all of it. For a thread."""
+        model = self.engine.llama
+        n_tokens = sum(
+            len(model.tokenize(text[at : at + PIECE_CHARS], add_special=False, parse_special=True))
+            for at in range(0, len(text), PIECE_CHARS)
+        )
+        if not self._has_words:
+            return n_tokens, len(text)
+        return n_tokens, max((len(word[0]) for word in _WORD.finditer(text)), default=0)
 
     def costs(self) -> Callable[[], dict[str, Any]]:
         """Counts from here on; what it returns gives the costs until then, for `timings`."""
@@ -295,3 +362,39 @@ class Backend:
         self._native.close()
         self.engine.close()
         return True
+
+
+class State:
+    """What the application answers with: the backend, once it has loaded. threads: how the names of
+    its threads begin that are in llama.cpp for a request."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self.threads = f"server{next(_number)}-"
+        self.settings = settings
+        keys = settings.keys()
+        # Clients send a key that is not ASCII as UTF-8, and some as Latin-1.
+        self.keys = frozenset(each for key in keys for each in _as_bytes(key))
+        self.gate = Gate(settings.parallel, settings.queue)
+        self.unread = Unread(UNREAD_BYTES)
+        self.seats = Seats(settings.parallel)
+        self.backend: Backend | None = None
+        self.began_s = int(time())  # of the Unix clock
+        self.stopping = False
+        self.workers: Executor = ThreadPoolExecutor(settings.parallel, f"{self.threads}answer")
+        self.quick: Executor = ThreadPoolExecutor(2, f"{self.threads}quick")
+        self.scorer: Executor = ThreadPoolExecutor(1, f"{self.threads}score")
+        self.bodies = Bodies(self.quick)
+
+    def ready(self) -> Backend:
+        """Raises Refusal while the model loads, and at the end."""
+        if self.stopping:
+            raise STOPPING
+        if self.backend is None:
+            raise Refusal(503, "the model is loading")
+        return self.backend
+
+
+def _as_bytes(key: str) -> Iterator[bytes]:
+    yield key.encode("utf-8", "surrogateescape")
+    with suppress(UnicodeEncodeError):
+        yield key.encode("latin-1")

@@ -14,12 +14,12 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from orchestrator.serve.bodies import PACES_ITSELF
-from orchestrator.serve.state import STOPPING, State
-from orchestrator.serve.wire import Refusal, error_object
+from orchestrator.serve.admission import PACES_ITSELF
+from orchestrator.serve.backend import STOPPING, State
+from orchestrator.serve.schemas import paths
+from orchestrator.serve.wire import Refusal
 
-HEALTH = ("/health", "/v1/health")
-OPEN = (*HEALTH, "/")  # without a key
+OPEN = (*paths("/health"), "/")  # without a key
 PICTURE = "/experts"
 # What a path may have as it is in the log.
 PLAIN = "/:@!$&'()*+,;=~"
@@ -31,26 +31,76 @@ PART_BYTES = 2**16
 DROP_S, DROP_BYTES = 2.0, 64 * 2**20
 
 
-class Way:
-    """The outermost: no client is waited for without an end, to take its answer or to send what
-    nobody reads. An answer that decodes has bounds of its own."""
+class Door:
+    """Around the application. No client is waited for without an end, to take its answer or to send
+    what nobody reads; an answer that decodes has bounds of its own. The log gets one line when a
+    request has ended: its path, its status and its time."""
 
-    def __init__(self, app: ASGIApp, state: State) -> None:
-        self._app, self._state = app, state
+    def __init__(self, app: ASGIApp, state: State, log: Callable[[str], None]) -> None:
+        self._app, self._state, self._log = app, state, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+        begin_s = monotonic()
         client = _Client(self._state, scope, receive, send)
         try:
-            await self._app(scope, client.receive, client.send)
+            await self._let_in(scope, client)
+        except asyncio.CancelledError:
+            # At the end uvicorn gives up what is open, and would show where it was.
+            if not self._state.stopping:
+                raise
+            if client.status == GONE:
+                await error_response(STOPPING)(scope, client.receive, client.send)
         finally:
             self._state.unread.leave(client)
+            # As it would be in a request: a line feed or a colour would be a line of its own.
+            path = quote(scope["path"][:80], safe=PLAIN)
+            if (path, client.status) != (PICTURE, 200):  # a page asks for it all the time
+                took_s = monotonic() - begin_s
+                self._log(f"{scope['method']} {path} {client.status} {took_s:.1f} s")
+
+    async def _let_in(self, scope: Scope, client: _Client) -> None:
+        """Host, origin and key; then the application."""
+        headers, cors = Headers(scope=scope), self._state.settings.cors_origin
+        origin = headers.get("origin")
+        # A browser names a page's origin where it is another than this server's own, and for each
+        # POST.
+        allowed = (
+            origin is None
+            or urlsplit(origin).netloc == headers.get("host", "")
+            or cors in ("*", origin)
+        )
+        if origin and allowed and cors:
+            client.fields = _cors_fields(origin, headers.get("access-control-request-headers"))
+        refusal = self._refusal(scope, headers, allowed)
+        answer: ASGIApp = self._app
+        if refusal is not None:
+            answer = error_response(refusal)
+        elif scope["method"] == "OPTIONS" and origin:
+            answer = Response(status_code=204)
+        await answer(scope, client.receive, client.send)
+
+    def _refusal(self, scope: Scope, headers: Headers, allowed: bool) -> Refusal | None:
+        state = self._state
+        if (
+            state.settings.is_local
+            and _name_of(headers.get("host", "")) not in state.settings.hosts
+        ):
+            return Refusal(
+                421, "this server has another name (--allow-host adds one to its Host header)"
+            )
+        if not allowed:
+            return Refusal(403, "pages of another origin may not ask (--cors-origin allows one)")
+        if state.keys and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
+            scheme, _, token = headers.get("authorization", "").partition(" ")
+            brought = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+            if not any(hmac.compare_digest(brought.encode("latin-1"), key) for key in state.keys):
+                return Refusal(401, "a key is missing or wrong: Authorization: Bearer KEY")
+        return None
 
 
 class _Client:
-    """One request's client, as what answers sees it."""
+    """One request's client, as what answers sees it. status: that of its answer; fields: more of
+    the answer's header."""
 
     def __init__(self, state: State, scope: Scope, receive: Receive, send: Send) -> None:
         self._state, self._scope, self._receive, self._send = state, scope, receive, send
@@ -59,6 +109,8 @@ class _Client:
             headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
         ) or "expect" in headers  # such a client sends nothing before it is asked to
         self._is_cut = False
+        self.status = GONE
+        self.fields: dict[str, str] = {}
 
     async def receive(self) -> Message:
         message = await self._receive()
@@ -67,8 +119,10 @@ class _Client:
         return message
 
     async def send(self, message: Message) -> None:
-        if message["type"] != "http.response.body":
-            await self._say(message)
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            more = [(name.encode(), text.encode()) for name, text in self.fields.items()]
+            await self._say({**message, "headers": [*message.get("headers", []), *more]})
             return
         data, goes_on = message.get("body", b""), message.get("more_body", False)
         if self._paces_itself:
@@ -121,55 +175,6 @@ def _body(data: bytes, more: bool) -> dict[str, Any]:
     return {"type": "http.response.body", "body": data, "more_body": more}
 
 
-class Door:
-    """Who is let in: Host, origin and key."""
-
-    def __init__(self, app: ASGIApp, state: State) -> None:
-        self._app, self._state = app, state
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        origin = headers.get("origin")
-        allowed = self._allowed(origin, headers)
-        refusal = self._refusal(scope, headers, allowed)
-        answer: ASGIApp = self._app
-        if refusal is not None:
-            answer = error_response(refusal)
-        elif scope["method"] == "OPTIONS" and origin and allowed:
-            answer = Response(status_code=204)
-        if origin and allowed and self._state.settings.cors_origin:
-            send = _with_cors(send, origin, headers.get("access-control-request-headers"))
-        await answer(scope, receive, send)
-
-    def _allowed(self, origin: str | None, headers: Headers) -> bool:
-        """Whether a page of this origin may ask. A browser names it where it is another than this
-        server's own, and for each POST."""
-        asked = self._state.settings.cors_origin
-        same = origin is None or urlsplit(origin).netloc == headers.get("host", "")
-        return same or asked in ("*", origin)
-
-    def _refusal(self, scope: Scope, headers: Headers, allowed: bool) -> Refusal | None:
-        state = self._state
-        if (
-            state.settings.is_local
-            and _name_of(headers.get("host", "")) not in state.settings.hosts
-        ):
-            return Refusal(
-                421, "this server has another name (--allow-host adds one to its Host header)"
-            )
-        if not allowed:
-            return Refusal(403, "pages of another origin may not ask (--cors-origin allows one)")
-        if state.keys and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
-            scheme, _, token = headers.get("authorization", "").partition(" ")
-            brought = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-            if not any(hmac.compare_digest(brought.encode("latin-1"), key) for key in state.keys):
-                return Refusal(401, "a key is missing or wrong: Authorization: Bearer KEY")
-        return None
-
-
 def _name_of(host: str) -> str:
     """The name in a Host header, without its port."""
     with suppress(ValueError):
@@ -177,60 +182,16 @@ def _name_of(host: str) -> str:
     return ""
 
 
-def _with_cors(send: Send, origin: str, wanted: str | None) -> Send:
+def _cors_fields(origin: str, wanted: str | None) -> dict[str, str]:
     """wanted: the header fields that a browser asks for before it sends a page's request. SDKs send
     fields of their own, and a page that is let in may send any."""
-    fields = {
+    return {
         "access-control-allow-origin": origin,
         "access-control-allow-headers": wanted or "authorization, content-type, x-api-key",
         "access-control-allow-methods": "GET, POST, OPTIONS",
         "vary": "origin, access-control-request-headers",
     }
 
-    async def sending(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            more = [(name.encode(), text.encode()) for name, text in fields.items()]
-            message["headers"] = [*message.get("headers", []), *more]
-        await send(message)
-
-    return sending
-
-
-class Log:
-    """One line a request: when it has ended, its path, its status and its time."""
-
-    def __init__(self, app: ASGIApp, state: State, log: Callable[[str], None]) -> None:
-        self._app, self._state, self._log = app, state, log
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status, begin_s = GONE, monotonic()
-
-        async def sending(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, sending)
-        except asyncio.CancelledError:
-            # At the end uvicorn gives up what is open, and would show where it was.
-            if not self._state.stopping:
-                raise
-            if status == GONE:
-                await error_response(STOPPING)(scope, receive, sending)
-        finally:
-            # As it would be in a request: a line feed or a colour would be a line of its own.
-            path = quote(scope["path"][:80], safe=PLAIN)
-            took_s = monotonic() - begin_s
-            if (path, status) != (PICTURE, 200):  # a page asks for it all the time
-                self._log(f"{scope['method']} {path} {status} {took_s:.1f} s")
-
 
 def error_response(refusal: Refusal) -> JSONResponse:
-    headers = {"retry-after": "1"} if refusal.status == 503 else None
-    error = error_object(refusal.status, refusal.message, refusal.kind)
-    return JSONResponse(error, refusal.status, headers)
+    return JSONResponse(refusal.as_object(), refusal.status, refusal.headers)

@@ -1,311 +1,582 @@
-"""What each kind of request may have, as JSON schemas: the one declaration from which the published
-description is made, by which requests are checked, and which says what llama.cpp gets to see."""
+"""A request on its way to llama.cpp's server: the fields that it gets to see, what they may hold
+and what they may cost, and in its words what its server would leave out without one."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
 from typing import Any
 
-Schema = dict[str, Any]
-
-MOST_INT = 2**31 - 1
-COUNT: Schema = {"type": "integer", "minimum": 0, "maximum": MOST_INT}
-FROM_1: Schema = {"type": "integer", "minimum": 1, "maximum": MOST_INT}
-SHARE: Schema = {"type": "number", "minimum": 0, "maximum": 1}
-NUMBER: Schema = {"type": "number"}
-STRING: Schema = {"type": "string"}
-FLAG: Schema = {"type": "boolean"}
-OBJECT: Schema = {"type": "object"}
-TOKEN: Schema = COUNT
-
-# Each of these takes time or memory of its own, for every token or before the first one: 50,000
-# biases took half a minute, 1,024 take a sixth of a second, and 64 breakers three seconds.
-MOST_STOPS, MOST_BREAKERS, MOST_SAMPLERS, MOST_BIASES, MOST_PROMPTS = 128, 16, 32, 1024, 64
-MOST_GRAMMAR_CHARS = 2**18
-MOST_MESSAGES, MOST_TOOLS, MOST_NAMES = 4096, 512, 256
-
-
-def listed(items: Schema, **more: Any) -> Schema:
-    return {"type": "array", "items": items, **more}
-
-
-def record(required: str = "", **properties: Schema) -> Schema:
-    """An object. required: names of properties, with spaces between. Further ones are ignored."""
-    made: Schema = {"type": "object", "properties": properties}
-    if required:
-        made["required"] = required.split()
-    return made
-
-
-def named(name: str) -> Schema:
-    return {"$ref": f"#/components/schemas/{name}"}
-
-
-def either(*schemas: Schema) -> Schema:
-    return {"anyOf": list(schemas)}
-
-
-# -1: as many as the context has.
-LIMIT: Schema = either({"const": -1}, FROM_1)
-LIMIT_OR_0: Schema = {"type": "integer", "minimum": -1, "maximum": MOST_INT}
-# A picture or a sound is a part too, and is refused: this server has text alone.
-CONTENT: Schema = either(STRING, listed(record("type", type=STRING, text=STRING), minItems=1))
-MESSAGES: Schema = listed(named("Message"), minItems=1, maxItems=MOST_MESSAGES)
-ANSWERS: Schema = {**FROM_1, "description": "At most --parallel."}
-LAST_N: Schema = {
-    "type": "integer",
-    "minimum": -1,
-    "maximum": MOST_INT,
-    "description": "At most the context counts; -1 for all of it.",
-}
-BIAS: Schema = either({"type": "number", "minimum": -100, "maximum": 100}, {"const": False})
-COMMON: dict[str, Schema] = {
-    "model": {**STRING, "description": "Any name: there is one model."},
-    "stream": {**FLAG, "description": "Server-sent events, and `data: [DONE]` at the end."},
-    "moe_edge": {
-        "type": "object",
-        "maxProperties": 32,
-        "additionalProperties": either(NUMBER, FLAG, {**STRING, "maxLength": 256}),
-        "description": "Live settings of the policy, for this request. Only with --parallel 1.",
-    },
-}
-PENALTIES: dict[str, Schema] = {
-    "seed": {"type": "integer", "minimum": -1, "maximum": 2**63 - 1},
-    "min_p": SHARE,
-    "frequency_penalty": {"type": "number", "minimum": -2, "maximum": 2},
-    "presence_penalty": {"type": "number", "minimum": -2, "maximum": 2},
-    "repeat_penalty": {"type": "number", "minimum": 0.01, "maximum": 10},
-    "logit_bias": {
-        **either(
-            {"type": "object", "additionalProperties": BIAS, "maxProperties": MOST_BIASES},
-            listed(
-                listed(either(TOKEN, STRING, BIAS), minItems=2, maxItems=2), maxItems=MOST_BIASES
-            ),
-        ),
-        "description": "By token id or text; false for never.",
-    },
-    "return_progress": {**FLAG, "description": "In a stream: how much of the prompt is read."},
-}
-USUAL: dict[str, Schema] = {
-    "temperature": {"type": "number", "minimum": 0, "maximum": 1e6},
-    "top_p": SHARE,
-    "top_k": {"type": "integer", "minimum": -1, "maximum": MOST_INT},
-}
-# llama.cpp's own: every path of OpenAI's and of its own takes them.
-SAMPLING: dict[str, Schema] = {
-    **COMMON,
-    **USUAL,
-    **PENALTIES,
-    "stop": either(STRING, listed(STRING, maxItems=MOST_STOPS)),
-    "stream_options": record(include_usage=FLAG),
-    "json_schema": {**OBJECT, "description": "A schema that the answer keeps."},
-    "grammar": {
-        **STRING,
-        "maxLength": MOST_GRAMMAR_CHARS,
-        "description": "A grammar in GBNF that the answer keeps.",
-    },
-    "repeat_last_n": LAST_N,
-    "dry_penalty_last_n": LAST_N,
-    "dry_allowed_length": COUNT,
-    "dry_multiplier": NUMBER,
-    "dry_base": NUMBER,
-    "dry_sequence_breakers": listed(STRING, minItems=1, maxItems=MOST_BREAKERS),
-    "samplers": either(
-        {**STRING, "maxLength": MOST_SAMPLERS}, listed(STRING, maxItems=MOST_SAMPLERS)
-    ),
-    "typical_p": NUMBER,
-    "top_n_sigma": NUMBER,
-    "xtc_probability": SHARE,
-    "xtc_threshold": SHARE,
-    "dynatemp_range": NUMBER,
-    "dynatemp_exponent": NUMBER,
-    "mirostat": {"type": "integer", "minimum": 0, "maximum": 2},
-    "mirostat_tau": NUMBER,
-    "mirostat_eta": NUMBER,
-    "adaptive_target": {"type": "number", "maximum": 1},
-    "adaptive_decay": {"type": "number", "minimum": 0, "maximum": 0.99},
-    "min_keep": COUNT,
-    "ignore_eos": FLAG,
-    "n_indent": COUNT,
-    "n_keep": {"type": "integer", "minimum": -1, "maximum": MOST_INT},
-    "t_max_predict_ms": {"type": "integer", "minimum": -1, "maximum": 2**53},
-    "cache_prompt": FLAG,
-    "return_tokens": FLAG,
-    "timings_per_token": FLAG,
-    "verbose": FLAG,
-}
-# What makes a chat's prompt.
-TEMPLATE: dict[str, Schema] = {
-    "messages": MESSAGES,
-    "tools": listed(
-        record("type function", type={"const": "function"}, function=named("Function")),
-        maxItems=MOST_TOOLS,
-    ),
-    "tool_choice": either({"enum": ["auto", "none", "required"]}, OBJECT),
-    "parallel_tool_calls": FLAG,
-    "response_format": record(
-        "type",
-        type={"enum": ["text", "json_object", "json_schema"]},
-        json_schema=record(name=STRING, schema=OBJECT),
-        schema=OBJECT,
-    ),
-    "chat_template_kwargs": OBJECT,
-    "add_generation_prompt": FLAG,
-    "continue_final_message": either(FLAG, {"enum": ["content", "reasoning_content"]}),
-    "reasoning_format": {"enum": ["none", "auto", "deepseek", "deepseek-legacy"]},
-    "reasoning_effort": STRING,
-    "reasoning_budget_tokens": LIMIT_OR_0,
-    "thinking_budget_tokens": LIMIT_OR_0,
-    "reasoning_budget_message": STRING,
-}
-# Names of the most tokens of an answer, in the order in which llama.cpp looks for them.
-LIMITS = ("n_predict", "max_completion_tokens", "max_tokens")
-SEVERAL: dict[str, Schema] = {"n": ANSWERS, "n_cmpl": ANSWERS}
-TOKENS: Schema = listed(TOKEN)
-PROMPT: Schema = either(
-    STRING,
-    TOKENS,
-    record("prompt_string", prompt_string=STRING),
-    listed(
-        either(STRING, TOKEN, record("prompt_string"), listed(either(TOKEN, STRING))),
-        minItems=1,
-        maxItems=MOST_PROMPTS,
-    ),
+from gguf_tools.units import format_size
+from orchestrator.serve.admission import BODY_FACTOR, PROBS_BYTES
+from orchestrator.serve.backend import Backend
+from orchestrator.serve.schemas import COMMON, COUNTING, INNER, PATHS, SCHEMAS, Schema
+from orchestrator.serve.wire import (
+    ANTHROPIC,
+    CHAT,
+    COMPLETIONS,
+    LIMITS,
+    RESPONSES,
+    Refusal,
+    Shaping,
+    beyond_context,
+    inner,
+    limit_of,
+    message_of,
+    read_object,
 )
-# llama.cpp's own form of an answer.
-OWN_FORM: dict[str, Schema] = {
-    **SAMPLING,
-    **SEVERAL,
-    **dict.fromkeys(LIMITS, LIMIT_OR_0),
-    "n_probs": {**COUNT, "description": "As many as an answer has memory for."},
-    "post_sampling_probs": FLAG,
-    "response_fields": listed(STRING, maxItems=MOST_NAMES),
+
+# The field with live settings of the policy for one request.
+_OURS = "moe_edge"
+_TOKEN_LISTS = ("prompt", "content", "tokens")
+# What is made of small values takes more than other bodies do, a hundred times their length and
+# above: a request has one value for so many bytes of the longest body; and so is a text shorter
+# whose tokens are written as pieces, which take 250 times its length.
+VALUE_BYTES, PIECES_SHARE = 12, 8
+# What reading a body takes of memory for each of its bytes; beside that for each token of its
+# texts; and for each character of the longest word, the part in which a tokenizer looks for merges.
+# Measured: 20 to 25, 57 to 72, and 58.
+BYTE_COST, TOKEN_COST, WORD_COST = 25, 72, 60
+# A message has so many tokens at least, what the template has around it among them; a few always
+# may be tried. Each takes 4 KiB until the prompt is made, and time.
+MESSAGE_TOKENS, _FEW_MESSAGES = 4, 64
+# No more than the context has any meaning here, and llama.cpp would take memory for more.
+_LAST_N = ("repeat_last_n", "dry_penalty_last_n")
+# Texts in `logit_bias` are as many entries as they have tokens.
+MOST_BIAS_CHARS = 16384
+# Of a name in a schema: llama.cpp's regular expressions recurse over each of its characters, and
+# those of the names around it.
+MOST_NAME_CHARS = 256
+# Of an object: for each of its optional properties llama.cpp copies the list of those behind it,
+# and for each of these again.
+MOST_PROPERTIES = 512
+_SHAPES = ("json_schema", "response_format", "tools")
+_ECHO = "/v1/completions has it, for the likelihood of a prompt"
+# Fields that change what an answer is, by path, and what to do about them.
+_FIELDS = {
+    CHAT: {
+        "audio": "answers are text",
+        "functions": "give them as tools",
+        "web_search_options": "this server searches nothing",
+    },
+    COMPLETIONS: {"suffix": "/infill fills gaps, for models that can"},
+    "/completion": {"echo": _ECHO},
+    "/infill": {"echo": _ECHO},
+    RESPONSES: {
+        "echo": _ECHO,
+        "conversation": "nothing is stored, so give the whole conversation as input",
+        "background": "nothing is stored, so wait for the answer",
+        "prompt": "nothing is stored, so give the text as input",
+    },
+    ANTHROPIC: {
+        "echo": _ECHO,
+        "mcp_servers": "this server runs no tools",
+        "container": "this server runs no tools",
+    },
 }
-BLOCKS: Schema = either(STRING, listed(record("type", type=STRING, text=STRING)))
-CONVERSATION: dict[str, Schema] = {
-    **COMMON,
-    **USUAL,
-    **PENALTIES,
-    "messages": listed(
-        record(
-            "role content",
-            role=STRING,
-            content=either(STRING, listed(record("type", type=STRING, text=STRING), minItems=1)),
-        ),
-        minItems=1,
-        maxItems=MOST_MESSAGES,
-    ),
-    "max_tokens": FROM_1,
-    "system": BLOCKS,
-    "stop_sequences": listed(STRING, maxItems=MOST_STOPS),
-    "tools": listed(OBJECT, maxItems=MOST_TOOLS),
-    "tool_choice": OBJECT,
-    "thinking": record(type=STRING, budget_tokens=COUNT),
-    "output_config": OBJECT,
-    "output_format": OBJECT,
-    "response_format": TEMPLATE["response_format"],
-    "parallel_tool_calls": FLAG,
-    "chat_template_kwargs": OBJECT,
+# Blocks of Anthropic's messages that llama.cpp reads, or refuses by itself.
+_BLOCKS = ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result")
+# How the types of tools begin that Anthropic's own servers run.
+_RUN_THERE = ("web_search", "web_fetch", "code_execution", "tool_search", "mcp_toolset")
+_MODES = ("auto", "none", "required")
+# What the tokens' probabilities of an answer take, for each alternative of each token: as long as
+# the answer lasts, and while it is written whole, which a stream never is. Measured with 400 tokens
+# of 21: 1.1 and 0.2 KiB, and twice as much where memory was fresh.
+WHOLE_BYTES, STREAM_BYTES = 2048, 256
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "integer": int,
+    "number": (int, float),
+}
+_NAMES = {
+    "object": "an object",
+    "array": "a list",
+    "string": "a text",
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "number": "a number",
 }
 
-REQUESTS: dict[str, Schema] = {
-    "Message": record(
-        "role",
-        role={**STRING, "description": "system, developer, user, assistant or tool."},
-        content=CONTENT,
-        tool_call_id=STRING,
-        tool_calls=listed(OBJECT),
-        reasoning_content=STRING,
-    ),
-    "Function": record("name", name=STRING, description=STRING, parameters=OBJECT),
-    "ChatRequest": record(
-        "messages",
-        **{
-            **TEMPLATE,
-            **SAMPLING,
-            **SEVERAL,
-            **dict.fromkeys(LIMITS, LIMIT),
-            "logprobs": FLAG,
-            "top_logprobs": {"type": "integer", "minimum": 0, "maximum": 20},
-            "echo": {**FLAG, "description": "With continue_final_message: begin with its text."},
-        },
-    ),
-    "CompletionRequest": record(
-        "prompt",
-        **{
-            "prompt": PROMPT,
-            **SAMPLING,
-            **SEVERAL,
-            **dict.fromkeys(LIMITS, LIMIT_OR_0),
-            "logprobs": {"type": "integer", "minimum": 0, "maximum": 5},
-            "echo": FLAG,
-        },
-    ),
-    "NativeRequest": record("prompt", prompt=PROMPT, **OWN_FORM),
-    "InfillRequest": record(
-        "input_prefix input_suffix",
-        **{
-            "input_prefix": STRING,
-            "input_suffix": STRING,
-            "prompt": STRING,
-            "input_extra": listed(
-                record("text", text=STRING, filename=STRING), maxItems=MOST_NAMES
-            ),
-            **OWN_FORM,
-        },
-    ),
-    "ResponsesRequest": record(
-        "input",
-        **{
-            "input": either(STRING, listed(OBJECT, minItems=1, maxItems=MOST_MESSAGES)),
-            **SAMPLING,
-            "instructions": STRING,
-            "max_output_tokens": LIMIT,
-            "previous_response_id": STRING,
-            "text": record(format=OBJECT),
-            "reasoning": record(effort=STRING),
-            "tools": listed(OBJECT, maxItems=MOST_TOOLS),
-            "tool_choice": TEMPLATE["tool_choice"],
-            "parallel_tool_calls": FLAG,
-            "response_format": TEMPLATE["response_format"],
-            "chat_template_kwargs": OBJECT,
-        },
-    ),
-    "MessagesRequest": record("messages", **CONVERSATION),
-    "TokenizeRequest": record(
-        "content",
-        content=either(STRING, listed(either(TOKEN, STRING))),
-        add_special=FLAG,
-        parse_special=FLAG,
-        with_pieces=FLAG,
-    ),
-    "DetokenizeRequest": record("tokens", tokens=TOKENS),
-    "TemplateRequest": record("messages", **TEMPLATE),
-}
 
-# What llama.cpp's server makes itself of a chat, with the reasons why no request may have it.
-INNER = dict.fromkeys(
-    (
-        "chat_parser",
-        "chat_format",
-        "grammar_triggers",
-        "grammar_lazy",
-        "grammar_type",
-        "preserved_tokens",
-        "generation_prompt",
-        "message_delimiters",
-        "parse_tool_calls",
-        "reasoning_budget_start_tag",
-        "reasoning_budget_end_tags",
-        "reasoning_budget_end_tag",
-    ),
-    "it is made by the server",
-) | {"lora": "there are no adapters"}
-# What llama.cpp declares, and what changes nothing here or is the server's to decide.
-LEFT_OUT = (
-    "backend_sampling",
-    "n_cache_reuse",
-    "n_discard",
-    "reasoning_control",
-    "sse_ping_interval",
-    "id_slot",
-)
+def read_request(
+    route: str, body: bytes, backend: Backend
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A request's object for llama.cpp, and what it has for the policy. Raises Refusal.
+
+    May take a while: a body may have a hundred thousand tokens.
+    """
+    data = read_object(body)
+    changes = data.pop(_OURS, None) or {}
+    fault = fault_of(COMMON[_OURS], changes, _OURS)
+    if fault is not None:
+        raise Refusal(400, fault)
+    _check_values(data, len(body), backend.most_body_bytes)
+    form = COUNTING.get(route, route)
+    settle_unserved(form, data)
+    _settle_format(form, data)
+    settle_fields(form, data, backend.slot_context)
+    settle_tool_choice(form, data)
+    _check_bounds(data)
+    _check_cost(form, data, len(body), backend)
+    return data, changes
+
+
+def _check_values(data: dict[str, Any], n_bytes: int, longest_bytes: int) -> None:
+    """Raises Refusal for a request of which more would be made than there is memory for."""
+    most = longest_bytes // PIECES_SHARE
+    if data.get("with_pieces") and n_bytes > most:
+        raise Refusal(400, f"with_pieces takes a request of at most {format_size(most)}")
+    most = longest_bytes // VALUE_BYTES
+    # Tokens are numbers in lists of their own, which take no more than texts do.
+    level = [value for name, value in data.items() if name not in _TOKEN_LISTS]
+    n_values = 0
+    while level:
+        n_values += len(level)
+        if n_values > most:
+            raise Refusal(400, f"a request has at most {most} values, and this one has more")
+        level = inner(level)
+
+
+def _check_cost(route: str, data: dict[str, Any], n_bytes: int, backend: Backend) -> None:
+    """Raises Refusal for a request that would take more memory than is held for one that is worked
+    with, BODY_FACTOR times the longest: its text has many tokens for its length, or a long word."""
+    most = BODY_FACTOR * backend.most_body_bytes
+    if n_bytes * (BYTE_COST + TOKEN_COST + WORD_COST) <= most:
+        return
+    level = [value for name, value in data.items() if name != "grammar"]
+    n_tokens = longest_word = 0
+    while level:
+        for text in level:
+            if isinstance(text, str):
+                n_more, n_chars = backend.count_tokens(text)
+                n_tokens, longest_word = n_tokens + n_more, max(longest_word, n_chars)
+        level = inner(level)
+    if BYTE_COST * n_bytes + TOKEN_COST * n_tokens + WORD_COST * longest_word <= most:
+        return
+    if route != "/tokenize" and n_tokens > backend.slot_context:
+        raise beyond_context(f"a prompt of {n_tokens} tokens", n_tokens, backend.slot_context)
+    raise Refusal(
+        400,
+        "the text of the request has so many tokens for its length, or so long a word, that "
+        f"reading it would take more than {format_size(most)}: send less of it, or raise "
+        "--body-limit",
+    )
+
+
+def request_schema(route: str) -> Schema:
+    """What a POST to this path may have."""
+    body = PATHS[route]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    return _resolved(body)
+
+
+def settle_fields(route: str, data: dict[str, Any], n_ctx: int) -> None:
+    """Leaves in a request what this path's schema has, with values for a context of n_ctx tokens.
+
+    Clients send fields that mean something to other servers alone, and null for what they leave
+    open: both go. Raises Refusal for a value of another kind or beyond its bounds, for a field that
+    is missing, and for those that steer llama.cpp from inside.
+    """
+    for name, why in INNER.items():
+        if data.get(name) is not None and (name != "lora" or data[name]):
+            raise Refusal(400, f"{name} cannot be set by a request: {why}")
+    schema = request_schema(route)
+    for name in [name for name, value in data.items() if value is None]:
+        del data[name]
+    for name in data.keys() - schema["properties"].keys():
+        del data[name]
+    fault = fault_of(schema, data, "")
+    if fault is not None:
+        raise Refusal(400, fault)
+    for name in _LAST_N:
+        if name in data:
+            data[name] = n_ctx if data[name] < 0 else min(data[name], n_ctx)
+    messages = data.get("messages", data.get("input"))
+    if isinstance(messages, list) and len(messages) > max(_FEW_MESSAGES, n_ctx // MESSAGE_TOKENS):
+        raise beyond_context(f"{len(messages)} messages", MESSAGE_TOKENS * len(messages), n_ctx)
+
+
+def fault_of(schema: Schema, value: Any, where: str) -> str | None:
+    """Why a value of JSON is not what a schema says, in a sentence; None where it is. where: the
+    value's name for people, "" for the whole request. A property that is null counts as absent."""
+    return None if _fits(schema, value) else _fault(_resolved(schema), value, where)
+
+
+def _fits(schema: Schema, value: Any) -> bool:
+    schema = _resolved(schema)
+    if "anyOf" in schema:
+        return any(_fits(choice, value) for choice in schema["anyOf"])
+    if not _is_kind(schema, value):
+        return False
+    if isinstance(value, list):
+        return _all_fit(schema.get("items", {}), value)
+    if isinstance(value, dict):
+        has_all = all(value.get(name) is not None for name in schema.get("required", ()))
+        return has_all and all(_fits(inner, each) for _, inner, each in _inside(schema, value))
+    return True
+
+
+def _all_fit(items: Schema, values: list[Any]) -> bool:
+    """Prompts are lists of up to a hundred thousand whole numbers: those are looked at together."""
+    if values and set(map(type, values)) == {int}:
+        ends = min(values), max(values)
+        for choice in map(_resolved, items.get("anyOf", [items])):
+            if choice.get("type") in ("integer", "number") and all(_fits(choice, n) for n in ends):
+                return True
+    return all(_fits(items, each) for each in values)
+
+
+def _inside(schema: Schema, value: dict[str, Any]) -> Iterator[tuple[str, Schema, Any]]:
+    """(name, schema, value) of the properties that a schema says anything about."""
+    for name, each in value.items():
+        inner = schema.get("properties", {}).get(name, schema.get("additionalProperties"))
+        if inner is not None and each is not None:
+            yield name, inner, each
+
+
+def _fault(schema: Schema, value: Any, where: str) -> str:
+    """Of a value that does not fit. Names are made for it alone."""
+    if "anyOf" in schema:
+        kind = "array" if isinstance(value, list) else "object" if isinstance(value, dict) else None
+        near = [
+            each for each in map(_resolved, schema["anyOf"]) if kind and each.get("type") == kind
+        ]
+        # The fault within the one choice that is a list or an object as the value is.
+        return (
+            _fault(near[0], value, where) if len(near) == 1 else f"{where} must be {_words(schema)}"
+        )
+    if not _is_kind(schema, value):
+        return f"{where} must be {_words(schema)}"
+    if isinstance(value, list):
+        items = _resolved(schema["items"])
+        at = next(number for number, each in enumerate(value) if not _fits(items, each))
+        return _fault(items, value[at], f"{where}[{at}]")
+    head = f"{where}." if where else ""
+    for name in schema.get("required", ()):
+        if value.get(name) is None:
+            return f"{head}{name} is missing"
+    name, inner, each = next(each for each in _inside(schema, value) if not _fits(*each[1:]))
+    return _fault(_resolved(inner), each, f"{head}{name[:80]}")
+
+
+def _is_kind(schema: Schema, value: Any) -> bool:
+    """Whether a value is of the schema's type, one of its words, and within its bounds."""
+    if "const" in schema or "enum" in schema:
+        words = schema.get("enum", [schema.get("const")])
+        return any(type(value) is type(word) and value == word for word in words)
+    kind = schema.get("type")
+    if kind is None:
+        return True
+    if not isinstance(value, _KINDS[kind]) or (isinstance(value, bool) and kind != "boolean"):
+        return False
+    size = len(value) if isinstance(value, (str, list, dict)) else value
+    least, most = _bounds(schema)
+    return (least is None or size >= least) and (most is None or size <= most)
+
+
+def _bounds(schema: Schema) -> tuple[Any, Any]:
+    """(least, most) of a number, or of how many there are of what."""
+    ends = {"array": "Items", "string": "Length", "object": "Properties"}
+    end = ends.get(schema.get("type", ""))
+    names = (f"min{end}", f"max{end}") if end else ("minimum", "maximum")
+    return schema.get(names[0]), schema.get(names[1])
+
+
+def _words(schema: Schema) -> str:
+    """What a value has to be, for people."""
+    if "anyOf" in schema:
+        said = dict.fromkeys(_words(_resolved(choice)) for choice in schema["anyOf"])
+        return " or ".join(said)
+    if "const" in schema or "enum" in schema:
+        words = schema.get("enum", [schema.get("const")])
+        return " or ".join(json.dumps(word) for word in words)
+    kind = schema.get("type", "")
+    least, most = _bounds(schema)
+    name = _NAMES.get(kind, "something else")
+    units = {"array": " items", "object": " entries", "string": " characters"}
+    unit = units.get(kind, "")
+    if unit and least is not None and most is None:
+        return f"{name} that is not empty"
+    if least is not None and most is not None:
+        return f"{name} {'of' if unit else 'from'} {least} to {most}{unit}"
+    if least is not None:
+        return f"{name} from {least} on"
+    if most is not None:
+        return f"{name} of at most {most}{unit}" if unit else f"{name} up to {most}"
+    return name
+
+
+def _resolved(schema: Schema) -> Schema:
+    """The schema that a reference names."""
+    name = schema.get("$ref")
+    return schema if name is None else SCHEMAS[name.rpartition("/")[2]]
+
+
+def settle_unserved(route: str, data: dict[str, Any]) -> None:
+    """Leaves out tools that a server would run, where others stand beside them: agents offer them
+    to any server.
+
+    Raises Refusal for what cannot be served.
+    """
+    for name, why in _FIELDS.get(route, {}).items():
+        if data.get(name):
+            raise Refusal(400, f"{name} is not served: {why}")
+    best_of, modalities = data.get("best_of"), data.get("modalities")
+    if route == COMPLETIONS and best_of not in (None, 1):
+        raise Refusal(400, "best_of is not served: each answer is one")
+    if route == CHAT and isinstance(modalities, list) and set(map(str, modalities)) - {"text"}:
+        raise Refusal(400, "modalities has more than text: answers are text")
+    if route == ANTHROPIC:
+        for kind in _blocks(data.get("messages")):
+            if kind not in _BLOCKS:
+                raise Refusal(400, f"content of type '{kind[:80]}' is not served: give it as text")
+    tools = data.get("tools")
+    if route not in (RESPONSES, ANTHROPIC) or not isinstance(tools, list):
+        return
+    own = [tool for tool in tools if not _runs_there(route, tool)]
+    if tools and not own:
+        raise Refusal(400, "this server runs no tools: give functions that the client runs")
+    data["tools"] = own
+
+
+def _blocks(messages: Any) -> Iterator[str]:
+    """The types of all blocks, those of results of tools included."""
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for block in content if isinstance(content, list) else ():
+            if isinstance(block, dict):
+                yield str(block.get("type"))
+                yield from _blocks([block])
+
+
+def _runs_there(route: str, tool: Any) -> bool:
+    kind = str(tool.get("type")) if isinstance(tool, dict) else "function"
+    if route == RESPONSES:
+        return kind != "function"
+    return kind.startswith(_RUN_THERE)
+
+
+def _settle_format(route: str, data: dict[str, Any]) -> None:
+    """Turns the forms that OpenAI's responses and Anthropic's messages have for a schema into that
+    of OpenAI's chat, which llama.cpp reads. Raises Refusal for a form that is none: llama.cpp would
+    leave it out, and the client would get any text."""
+    text, config = data.get("text"), data.get("output_config")
+    if route == RESPONSES and isinstance(text, dict) and text.get("format") is not None:
+        asked = text["format"]
+        if isinstance(asked, dict) and asked.get("type") == "json_schema":
+            asked = {"type": "json_schema", "json_schema": asked}
+        data["response_format"] = asked
+    if route == ANTHROPIC:
+        asked = config.get("format") if isinstance(config, dict) else None
+        asked = data.get("output_format") if asked is None else asked  # as it was called in beta
+        if asked is not None:
+            if not isinstance(asked, dict) or asked.get("type") != "json_schema":
+                raise Refusal(400, "the format in output_config must be a json_schema")
+            data["response_format"] = {"type": "json_schema", "json_schema": asked}
+
+
+def settle_tool_choice(route: str, data: dict[str, Any]) -> None:
+    """Turns a choice of tools into one of llama.cpp's words, and leaves out the tools that may not
+    be called.
+
+    A named function is required, once, and the only one that is offered. Raises Refusal for a
+    choice that cannot be met.
+    """
+    choice, tools = data.get("tool_choice"), data.get("tools")
+    if choice is None:
+        return
+    mode, names = _read(choice)
+    if mode == "required" and not tools:
+        raise Refusal(400, "tool_choice asks for a call, and the request has no tools")
+    offered = tools or []
+    if names is not None:
+        offered = [tool for tool in offered if _name_of(tool) in names]
+        if not offered:
+            said = ", ".join(repr(name[:80]) for name in names)
+            raise Refusal(400, f"tool_choice names {said}, which is none of the tools")
+    if route == ANTHROPIC:
+        # Its form has no word of llama.cpp's for none: without tools, none is called.
+        words = {"auto": "auto", "required": "any"}
+        data.pop("tool_choice")
+        if mode == "none":
+            data.pop("tools", None)
+            return
+        data["tool_choice"] = {"type": words[mode]}
+        if isinstance(choice, dict) and choice.get("disable_parallel_tool_use") is True:
+            data["parallel_tool_calls"] = False
+    else:
+        data["tool_choice"] = mode
+        if mode == "required" and names is not None:
+            data["parallel_tool_calls"] = False
+    if tools is not None:
+        data["tools"] = offered
+
+
+def _read(choice: Any) -> tuple[str, list[str] | None]:
+    """(mode, names of the tools that may be called; None for all) of OpenAI's and Anthropic's
+    forms."""
+    if isinstance(choice, str) and choice in _MODES:
+        return choice, None
+    if isinstance(choice, dict):
+        kind = choice.get("type")
+        allowed = choice.get("allowed_tools", choice)
+        if kind in ("auto", "none"):
+            return str(kind), None
+        if kind == "any":
+            return "required", None
+        if kind in ("function", "tool"):
+            name = _name_of(choice)
+            if name:
+                return "required", [name]
+        elif (
+            kind == "allowed_tools"
+            and isinstance(allowed, dict)
+            and allowed.get("mode") in ("auto", "required")
+            and isinstance(allowed.get("tools"), list)
+        ):
+            return str(allowed["mode"]), [_name_of(tool) or "" for tool in allowed["tools"]]
+    raise Refusal(
+        400, 'tool_choice must be "auto", "none", "required", or an object that names a function'
+    )
+
+
+def _name_of(tool: Any) -> str | None:
+    """A tool's name in OpenAI's two forms and in Anthropic's."""
+    if not isinstance(tool, dict):
+        return None
+    inner = tool.get("function")
+    found = inner.get("name") if isinstance(inner, dict) else tool.get("name")
+    return found if isinstance(found, str) else None
+
+
+def _check_bounds(data: dict[str, Any]) -> None:
+    """Raises Refusal for a request for which llama.cpp would compute for long before anybody can
+    end it, where the schema of a field cannot say so. How much work a grammar is cannot be told
+    from its text: the native server counts it (`patches/native/server/moe-edge-bounds.h`)."""
+    n_chars = sum(map(len, _texts(data.get("logit_bias"))))
+    _refuse_above("the texts of logit_bias", n_chars, MOST_BIAS_CHARS, "characters")
+    for name in _SHAPES:
+        _check_schemas(name, data.get(name))
+
+
+def _refuse_above(what: str, n: int, most: int, of: str) -> None:
+    if n > most:
+        raise Refusal(400, f"{what}: {n} {of}, and {most} is the most that is taken")
+
+
+def _texts(bias: Any) -> Iterator[str]:
+    if isinstance(bias, dict):
+        yield from bias
+        return
+    for each in bias or ():
+        if isinstance(each[0], str):
+            yield each[0]
+
+
+def _check_schemas(name: str, asked: Any) -> None:
+    """Of a schema, or of anything that has some in it."""
+    level = [asked]
+    while level:
+        for each in level:
+            if isinstance(each, dict):
+                reference = each.get("$ref")
+                names = [*each, reference] if isinstance(reference, str) else each
+                longest = max(map(len, names), default=0)
+                _refuse_above(f"a name in {name}", longest, MOST_NAME_CHARS, "characters")
+                properties = each.get("properties")
+                n = len(properties) if isinstance(properties, dict) else 0
+                _refuse_above(f"an object in {name}", n, MOST_PROPERTIES, "properties")
+        level = inner(level)
+
+
+def settle_probs(route: str, data: dict[str, Any], most_tokens: int) -> Shaping | None:
+    """Puts what a request asks of probabilities and of tokens into llama.cpp's words, and bounds
+    both together. Returns what turns parts of its answer into the form of its path; None where they
+    have it.
+
+    llama.cpp keeps the answers to all prompts of a request until the last one is made, so that they
+    share the memory. Further answers to a prompt (`n`) take a place each, and so have memory each.
+
+    most_tokens: of an answer. Raises Refusal for more than an answer has memory for.
+    """
+    shaping = Shaping(route, data)  # by what the client sent
+    name = {CHAT: "top_logprobs", COMPLETIONS: "logprobs"}.get(route, "n_probs")
+    if route == CHAT and data.get("logprobs") and not data.get(name):
+        data[name] = 1  # llama.cpp says nothing of the chosen token without another one
+    if route == CHAT and not data.get("logprobs"):
+        if data.get(name):
+            raise Refusal(400, "top_logprobs needs logprobs to be true")
+        data.pop(name, None)
+    if route == COMPLETIONS and data.get(name) == 0:
+        data[name] = 1
+    _bound(name, data, most_tokens)
+    if shaping.has_no_tokens:
+        _limit(data, 1)  # llama.cpp reads the prompt for no less
+    return shaping if shaping.is_needed else None
+
+
+def _bound(name: str, data: dict[str, Any], most_tokens: int) -> None:
+    n_probs = data.get(name, 0)
+    if not n_probs:
+        return
+    each = (STREAM_BYTES if data.get("stream") else WHOLE_BYTES) * (2 if data.get("verbose") else 1)
+    n_prompts = _prompts(data.get("prompt"))
+    most = PROBS_BYTES // (each * n_prompts)  # tokens and alternatives of one answer
+    room = most // (n_probs + 1)
+    of = "an answer" if n_prompts == 1 else f"each of {n_prompts} answers"
+    if room < 1:
+        raise Refusal(400, f"{name} is {n_probs}: {of} has memory for {max(0, most - 1)}")
+    limit = limit_of(data)
+    if limit is None:
+        if room < most_tokens:
+            _limit(data, room)
+    elif min(limit, most_tokens) > room:
+        raise Refusal(
+            400,
+            f"{of} of {limit} tokens with {n_probs} alternatives each has no room in memory: "
+            f"ask for {room} tokens or fewer alternatives"
+            + ("" if data.get("stream") else ", or for a stream"),
+        )
+
+
+def _prompts(prompt: Any) -> int:
+    """How many prompts llama.cpp takes a request's for: with a token in it, a list is one."""
+    if not isinstance(prompt, list) or any(isinstance(each, int) for each in prompt):
+        return 1
+    return max(1, len(prompt))
+
+
+def _limit(data: dict[str, Any], n_tokens: int) -> None:
+    """Lets an answer have so many tokens, whatever the request says by any name."""
+    for name in LIMITS:
+        data.pop(name, None)
+    data["max_tokens"] = n_tokens
+
+
+def check_length(
+    ask: Callable[[str, bytes], tuple[int, bytes]], route: str, body: bytes, most_tokens: int
+) -> None:
+    """Raises Refusal for a prompt that a context of so many tokens has no room for, and for one
+    that cannot be read at all.
+
+    ask: (status, answer) of a request that decodes nothing. Prompts whose length no such request
+    tells (several texts, gaps) pass, and are refused when their turn has come.
+    """
+    counting = next((each for each, form in COUNTING.items() if form == route), None)
+    prompt = json.loads(body).get("prompt")
+    if counting is not None:
+        status, answer = ask(counting, body)
+        if status == 400:
+            raise Refusal(400, message_of(answer))
+        n_tokens = json.loads(answer)["input_tokens"] if status == 200 else 0
+    elif isinstance(prompt, str):
+        text = json.dumps({"content": prompt, "add_special": True, "parse_special": True})
+        status, answer = ask("/tokenize", text.encode())
+        n_tokens = len(json.loads(answer)["tokens"]) if status == 200 else 0
+    else:
+        is_tokens = isinstance(prompt, list) and all(isinstance(each, int) for each in prompt)
+        n_tokens = len(prompt) if prompt and is_tokens else 0
+    if n_tokens >= most_tokens:
+        raise beyond_context(f"the prompt of {n_tokens} tokens", n_tokens, most_tokens)

@@ -21,12 +21,11 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.native.llama import Bindings
+from orchestrator.serve.admission import return_memory
 from orchestrator.serve.app import application
-from orchestrator.serve.backend import Backend
-from orchestrator.serve.library import Stopped, server_library
+from orchestrator.serve.backend import Backend, State, Stopped, server_library
 from orchestrator.serve.settings import ServeSettings
-from orchestrator.serve.state import State
-from orchestrator.serve.wire import error_object
+from orchestrator.serve.wire import Refusal
 
 CLOSE_S = 0.5  # that open answers get at the end
 END_S = 1.2  # after which nobody waits for what cannot be ended
@@ -107,8 +106,8 @@ class Protocol(H11Protocol):
 
 def _full() -> bytes:
     """What a connection gets for which there is no place."""
-    error = error_object(503, "too many connections are open: try again later")
-    body = json.dumps(error).encode()
+    error = Refusal(503, "too many connections are open: try again later")
+    body = json.dumps(error.as_object()).encode()
     head = (
         f"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n"
         f"content-length: {len(body)}\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
@@ -191,6 +190,7 @@ class Running:
         wrong, or there is no such model."""
         # Before some minutes of building, and before anybody is told to wait.
         ExpertModel.open(config.model, config.low).close()
+        return_memory()
         self._config, self._settings = config, settings
         self._note, self._progress = note, progress
         self._state = State(settings)

@@ -22,13 +22,11 @@ import numpy as np
 
 from orchestrator.engine.texts import log_softmax
 from orchestrator.native.llama import Model
-from orchestrator.serve.backend import Backend, sentence_of
-from orchestrator.serve.library import Stopped
-from orchestrator.serve.parts import outlasting
-from orchestrator.serve.requests import LIMITS, SEVERAL
-from orchestrator.serve.wire import Refusal
+from orchestrator.serve.admission import outlasting
+from orchestrator.serve.backend import STOPPING, Backend, Stopped, sentence_of
+from orchestrator.serve.schemas import SEVERAL
+from orchestrator.serve.wire import COMPLETIONS, LIMITS, Refusal, beyond_context
 
-_ROUTE = "/v1/completions"
 # What would change which token follows, or where the answer ends.
 _NOT_WITH = ("stop", "logit_bias", "grammar", "json_schema")
 # What JSON has in the place of minus infinity.
@@ -71,7 +69,7 @@ class Scores:
 def wants_scores(route: str, data: dict[str, Any]) -> bool:
     """Whether a request is for the likelihood of its prompt; data: as its schema has it. Raises
     Refusal for any other echo."""
-    if route != _ROUTE or not data.get("echo"):
+    if route != COMPLETIONS or not data.get("echo"):
         return False
     if "logprobs" not in data:
         raise Refusal(400, "echo needs logprobs: it is for the likelihood of a prompt")
@@ -133,7 +131,7 @@ class Scoring:
             # The place is given back when the work has ended, and not before.
             found, timings = await outlasting(work, given_up.set)
         except Stopped:
-            raise Refusal(503, "the server is shutting down") from None
+            raise STOPPING from None
         except Exception as error:  # noqa: BLE001 - whatever a policy raised
             raise Refusal(500, sentence_of(error)) from None
         return _written(self._backend.name, self._backend.engine.llama, found, timings)
@@ -332,10 +330,5 @@ def _read(model: Model, asked: str | list[int], most: int) -> Prompt:
     if n_tokens == prompt.n_hidden:
         raise Refusal(400, "a prompt is empty, and echo has nothing to score in it")
     if n_tokens > most:
-        raise Refusal(
-            400,
-            f"the prompt of {n_tokens} tokens exceeds the available context size, {most} tokens "
-            f"(--ctx)",
-            "exceed_context_size_error",
-        )
+        raise beyond_context(f"the prompt of {n_tokens} tokens", n_tokens, most)
     return prompt

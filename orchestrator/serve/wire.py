@@ -1,4 +1,5 @@
-"""What goes over the wire: bodies that come in, errors that go out, and costs in answers."""
+"""What goes over the wire: bodies that come in, errors that go out, and answers with their costs
+in the form that a path's clients know."""
 
 from __future__ import annotations
 
@@ -38,28 +39,48 @@ ERROR_EVENTS = (b'data: {"error"', b"event: error")
 EVENT_END = b"\n\n"
 # Anthropic's form of requests. Its clients see an error in a stream by the event's name alone.
 ANTHROPIC = "/v1/messages"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+# Names of the most tokens of an answer, in the order in which llama.cpp looks for them.
+LIMITS = ("n_predict", "max_completion_tokens", "max_tokens")
 # Its event with what an answer came to, which llama.cpp sends without `timings`.
 _SUMMARY = "message_delta"
 _SUMMARY_TYPE = re.compile(rb'"type": ?"message_delta"')
 _TIMINGS = re.compile(rb'"timings": ?\{(?=(\})?)')
 # Paths whose whole answers llama.cpp gives no `timings`. Elsewhere an answer has none where its
 # client wants other fields alone (`response_fields`).
-_WITHOUT_TIMINGS = (ANTHROPIC, "/v1/responses")
+_WITHOUT_TIMINGS = (ANTHROPIC, RESPONSES)
 
 
 class Refusal(Exception):
-    """A request that is answered with a status and one sentence. kind: the error's type, where it
-    is not that of its status."""
+    """A request that is answered with a status and one sentence. more: fields of the error beside
+    these, or in their place."""
 
-    def __init__(self, status: int, message: str, kind: str | None = None) -> None:
+    def __init__(self, status: int, message: str, **more: Any) -> None:
         super().__init__(message)
-        self.status, self.message, self.kind = status, message, kind
+        self.status, self.message, self.more = status, message, more
+
+    def as_object(self) -> dict[str, Any]:
+        """An error as the SDKs of OpenAI and Anthropic read it."""
+        kind = KINDS.get(self.status, "server_error")
+        error = {"code": self.status, "message": self.message, "type": kind, **self.more}
+        return {"type": "error", "error": error}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"retry-after": "1"} if self.status in (429, 503) else {}
 
 
-def error_object(status: int, message: str, kind: str | None = None) -> dict[str, Any]:
-    """An error as the SDKs of OpenAI and Anthropic read it."""
-    kind = kind or KINDS.get(status, "server_error")
-    return {"type": "error", "error": {"code": status, "message": message, "type": kind}}
+def beyond_context(what: str, n_tokens: int, n_ctx: int) -> Refusal:
+    """What llama.cpp says of a prompt that a context of n_ctx tokens has no room for. n_tokens: at
+    least so many it has."""
+    return Refusal(
+        400,
+        f"{what} exceed{'' if what.endswith('messages') else 's'} the available context size, "
+        f"{n_ctx} tokens (--ctx)",
+        type="exceed_context_size_error",
+        n_prompt_tokens=n_tokens,
+        n_ctx=n_ctx,
+    )
 
 
 async def read_body(
@@ -238,3 +259,120 @@ def _changed(text: bytes, change: Callable[[Any], Any]) -> bytes:
     except ValueError:
         return text
     return json.dumps(change(data), ensure_ascii=False).encode()
+
+
+def limit_of(data: dict[str, Any]) -> int | None:
+    """The most tokens that a request asks for, as llama.cpp reads it; None for all there are."""
+    for name in LIMITS:
+        if name in data:
+            limit = int(data[name])
+            return None if limit < 0 else limit
+    return None
+
+
+class Shaping:
+    """What is changed in the answer to one request, whose fields are as the client sent them."""
+
+    def __init__(self, route: str, data: dict[str, Any]) -> None:
+        self._route = route
+        self._stops = data.get("stop_sequences") or ()
+        asked = data.get("logprobs")
+        self._only_chosen = route == CHAT and bool(asked) and not data.get("top_logprobs")
+        self._n_logprobs = asked if route == COMPLETIONS else None
+        self._at: dict[int, int] = {}  # characters of each answer so far
+        self.has_no_tokens = route != CHAT and limit_of(data) == 0
+        self.is_needed = (
+            route == ANTHROPIC
+            or self._only_chosen
+            or self._n_logprobs is not None
+            or self.has_no_tokens
+        )
+
+    def shape(self, part: bytes, is_stream: bool) -> bytes:
+        """A part of the answer: all of it, or whole events of a stream."""
+        return mapped(part, is_stream, self._change)
+
+    def _change(self, data: Any) -> Any:
+        answers = data if isinstance(data, list) else [data]
+        for answer in answers:
+            if not isinstance(answer, dict):
+                continue
+            if self.has_no_tokens:
+                _empty(answer)
+            for choice in answer.get("choices") or ():
+                self._change_choice(choice)
+            if self._route == ANTHROPIC:
+                _stopped(answer, self._stops)
+                _stopped(answer.get("delta"), self._stops)
+        return anthropic_error(data) if self._route == ANTHROPIC else data
+
+    def _change_choice(self, choice: dict[str, Any]) -> None:
+        found = choice.get("logprobs")
+        text = choice.get("text") or ""
+        if isinstance(found, dict) and self._only_chosen:
+            for token in found.get("content") or ():
+                token["top_logprobs"] = []
+        elif isinstance(found, dict) and self._n_logprobs is not None:
+            number = choice.get("index", 0)
+            begin = self._at.get(number, 0)
+            choice["logprobs"] = completion_logprobs(
+                found.get("content") or [], begin, bool(self._n_logprobs)
+            )
+            self._at[number] = begin + len(text)
+
+
+def completion_logprobs(tokens: list[dict[str, Any]], begin: int, with_top: bool) -> dict[str, Any]:
+    """The probabilities of an answer's tokens as OpenAI's plain completion has them. begin: how
+    many characters of the answer came before."""
+    offsets, at = [], begin
+    for token in tokens:
+        offsets.append(at)
+        at += len(token["token"])
+    tops = [
+        {other["token"]: other["logprob"] for other in reversed(token["top_logprobs"])}
+        for token in tokens
+    ]
+    return {
+        "tokens": [token["token"] for token in tokens],
+        "token_logprobs": [token["logprob"] for token in tokens],
+        "top_logprobs": tops if with_top else None,
+        "text_offset": offsets,
+    }
+
+
+def _empty(answer: dict[str, Any]) -> None:
+    """Takes the one token out of an answer that was to have none."""
+    for choice in answer.get("choices") or ():
+        choice["text"], choice["logprobs"] = "", None
+        if choice.get("finish_reason") is not None:
+            choice["finish_reason"] = "length"
+    if "content" in answer:
+        answer["content"], answer["tokens"] = "", []
+        answer.pop("completion_probabilities", None)
+        if "stop_type" in answer:
+            answer["stop_type"], answer["stopping_word"] = "limit", ""
+    if "tokens_predicted" in answer:
+        answer["tokens_predicted"] = 0
+    usage = answer.get("usage")
+    if isinstance(usage, dict):
+        usage["completion_tokens"], usage["total_tokens"] = 0, usage.get("prompt_tokens", 0)
+
+
+def _stopped(answer: Any, stops: Any) -> None:
+    """Says of one of Anthropic's answers that a sequence of the client's ended it; llama.cpp also
+    names those of the chat template."""
+    if not isinstance(answer, dict) or "stop_sequence" not in answer:
+        return
+    if answer["stop_sequence"] not in stops:
+        answer["stop_sequence"] = None
+    elif answer.get("stop_reason") == "end_turn":
+        answer["stop_reason"] = "stop_sequence"
+
+
+def anthropic_error(data: Any) -> Any:
+    """An error of llama.cpp's, as Anthropic's clients know errors: within an object of its own."""
+    if isinstance(data, dict) and "type" not in data and isinstance(data.get("error"), dict):
+        return {"type": "error", **data}
+    if isinstance(data, dict) and "message" in data and "code" in data:
+        return {"type": "error", "error": data}
+    return data

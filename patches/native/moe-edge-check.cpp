@@ -1,5 +1,6 @@
 // Verifies the store's invariants. For tests, while others work.
 
+#include "moe-edge-store.h"
 #include "moe-edge-util.h"
 
 #include <map>
@@ -9,47 +10,27 @@ std::string moe_edge_store::check() {
     uint64_t in_use = 0;
     for (size_t g = 0; g < pools.size(); g++) {
         const auto & pool = pools[g];
-        size_t listed = 0;
-        int32_t before = -1;
-        for (int32_t i = pool.newest; i >= 0; i = pool.slots[i].older) {
-            if (!pool.slots[i].listed || pool.slots[i].newer != before || ++listed > pool.slots.size()) {
-                return format("group %zu: the LRU list is broken at slot %d", g, i);
-            }
-            before = i;
+        if (const std::string broken = pool.check(); !broken.empty()) {
+            return format("group %zu: %s", g, broken.c_str());
         }
-        if (pool.oldest != before) {
-            return format("group %zu: the LRU list does not end at its oldest slot", g);
-        }
-        size_t owned = 0;
-        int32_t n_passing = 0;
-        for (size_t i = 0; i < pool.slots.size(); i++) {
-            const auto & s = pool.slots[i];
-            n_passing += s.passing;
+        for (int32_t i = 0; i < pool.size(); i++) {
+            const auto & s = pool[i];
             if (s.cell < 0) {
                 continue;
             }
-            owned++;
             const auto & c = cells[s.cell];
-            const bool complete = c.tier != NO_TIER && c.slot == (int32_t) i && slice_of(s.cell, c.tier).group == (int32_t) g;
-            const bool loading  = c.loading != NO_TIER && c.loading_slot == (int32_t) i && slice_of(s.cell, c.loading).group == (int32_t) g;
-            if (complete == loading || complete != s.listed) {
-                return format("group %zu, slot %zu: its cell does not own it", g, i);
+            const auto * load   = c.load();
+            const bool complete = c.resident() && c.slot() == i && slice_of(s.cell, c.tier()).group == (int32_t) g;
+            const bool loading  = load && load->slot() == i && slice_of(s.cell, load->tier()).group == (int32_t) g;
+            if (complete == loading || complete != (s.is == moe_edge_pool::state::COMPLETE)) {
+                return format("group %zu, slot %d: its cell does not own it", g, i);
             }
             // in this order: both only ever turn true
-            if (host && loading && c.copied && device->passed(c.ticket) && !device->passed(s.behind)) {
-                return format("group %zu, slot %zu: a copy overtook what it comes behind", g, i);
+            if (host && loading && load->copied() && device->passed(s.after) && !device->passed(s.behind)) {
+                return format("group %zu, slot %d: a copy overtook what it comes behind", g, i);
             }
         }
-        if (owned + pool.free.size() != pool.slots.size()) {
-            return format("group %zu: %zu owned and %zu free of %zu slots", g, owned, pool.free.size(), pool.slots.size());
-        }
-        if (!pool.waiting.empty() && !pool.free.empty()) {
-            return format("group %zu: a cell waits for a slot while one is free", g);
-        }
-        if (n_passing != pool.n_passing) {
-            return format("group %zu: %d passing slots, %d counted", g, n_passing, pool.n_passing);
-        }
-        in_use += owned * pool.slot_bytes;
+        in_use += pool.in_use() * pool.slot_bytes;
     }
     if (in_use != stats.slot_bytes_in_use || stats.slot_bytes_peak > stats.budget_bytes) {
         return format("%llu slot bytes in use, %llu counted, peak %llu, budget %llu", (unsigned long long) in_use,
@@ -57,36 +38,49 @@ std::string moe_edge_store::check() {
             (unsigned long long) stats.budget_bytes);
     }
     std::map<int32_t, int32_t> lent;  // host slots by size
+    int64_t decided = 0;
+    size_t  to_read = 0, to_copy = 0;
     for (int32_t i = 0; i < (int32_t) cells.size(); i++) {
         const auto & c = cells[i];
+        const auto wrong = [&](const std::string & what) {
+            return format("layer %d, %s, expert %d: %s", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i), what.c_str());
+        };
+        decided += c.decided();
         const auto & entry = matrices[layer_of(i)][kind_of(i)].table[expert_of(i)];
-        const bool valid = c.tier == NO_TIER ? entry.data == nullptr
-            : entry.data != nullptr && entry.type == slice_of(i, c.tier).type && pool_of(i, c.tier).slots[c.slot].cell == i;
+        const bool valid = !c.resident() ? entry.data == nullptr
+            : entry.data != nullptr && entry.type == slice_of(i, c.tier()).type && pool_of(i, c.tier())[c.slot()].cell == i;
         if (!valid) {
-            return format("layer %d, %s, expert %d: the table does not match", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
+            return wrong("the table does not match");
         }
-        if (host && c.loading != NO_TIER && (c.copied ? c.host_slot >= 0 || c.ticket == 0 : c.cached && c.host_slot < 0)) {
-            return format("layer %d, %s, expert %d: its load and its host slot do not match", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
+        if (!c.resident() && in_transition(i) && has_kind(layer_of(i), kind_of(i))) {
+            return wrong("in transition from nothing");
         }
-        if (c.in_place()) {
-            const bool right = host && c.loading != NO_TIER && c.loading_slot < 0 && !c.ahead && !c.background && !c.copied &&
-                (!c.arrived() || (c.host_slot >= 0 && c.serves()));
-            if (!right) {
-                return format("layer %d, %s, expert %d: used in place, but it cannot be", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
-            }
-            lent[host_class(i, c.loading)]++;
+        const auto * load = c.load();
+        if (const std::string broken = c.check(load && staged(i, load->tier())); !broken.empty()) {
+            return wrong(broken);
         }
-        // In host memory a slot is taken before the first part starts; on a device before the copy.
-        if (c.slotless() && (c.background || c.copied || c.arrived() || (!host && (!c.ahead || c.started > 0)))) {
-            return format("layer %d, %s, expert %d: its load has no slot", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
+        if (!load) {
+            continue;
         }
-        const bool absent = c.tier == NO_TIER && has_kind(layer_of(i), kind_of(i));
-        if ((c.background && c.loading == NO_TIER) || (absent && in_transition(i))) {
-            return format("layer %d, %s, expert %d: in transition from nothing or to nothing", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
+        if (load->has_slot() && pool_of(i, load->tier())[load->slot()].cell != i) {
+            return wrong("its load's slot is another one's");
         }
-        if (c.queued() != (c.loading != NO_TIER && queue_of(c).count(read_key(i)) > 0)) {
-            return format("layer %d, %s, expert %d: the read queue does not match", layer_of(i), KIND_NAMES[kind_of(i)], expert_of(i));
+        if (load->copied() && pool_of(i, load->tier())[load->slot()].after == 0) {
+            return wrong("its copy has no ticket");
         }
+        if (load->in_place()) {
+            lent[host_class(i, load->tier())]++;
+        }
+        if (load->queued() != (reads.queue.has(read_key(i)) || copies.has(read_key(i))) || (load->queued() && !queue_of(*load).has(read_key(i)))) {
+            return wrong("the queue of its load does not match");
+        }
+        (load->in_host_tier() ? to_copy : to_read) += load->queued();
+    }
+    if (decided != n_decided) {
+        return format("%lld cells are decided, %lld counted", (long long) decided, (long long) n_decided);
+    }
+    if (to_read != reads.queue.size() || to_copy != copies.size()) {
+        return format("%zu loads to read and %zu to copy, %zu and %zu queued", to_read, to_copy, reads.queue.size(), copies.size());
     }
     for (const int32_t size_class : size_classes) {
         if (host->lent(size_class) != lent[size_class]) {

@@ -1,5 +1,6 @@
 // Misses that are not copied: used from the host tier by the op that needs them, in place of a slot.
 
+#include "moe-edge-store.h"
 #include "moe-edge-util.h"
 
 #include <algorithm>
@@ -32,8 +33,8 @@ void moe_edge_store::open_in_place(const moe_edge_config & config) {
 bool moe_edge_store::is_missing(int32_t layer, int32_t kind, int32_t of_kind, int32_t expert) const {
     const int32_t cell = cell_index(layer, of_kind, expert);
     const auto & c = cells[cell];
-    return has_kind(layer, of_kind) && (kind == of_kind || kind == MOE_EDGE_N_KINDS) && c.pinned() && !c.satisfied() &&
-        c.loading == NO_TIER && staged(cell, c.want);
+    return has_kind(layer, of_kind) && (kind == of_kind || kind == MOE_EDGE_N_KINDS) && c.lacks() && !c.load() &&
+        staged(cell, c.want());
 }
 
 uint64_t moe_edge_store::missing_bytes(int32_t layer, int32_t kind, int32_t expert) const {
@@ -41,7 +42,7 @@ uint64_t moe_edge_store::missing_bytes(int32_t layer, int32_t kind, int32_t expe
     for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
         if (is_missing(layer, kind, k, expert)) {
             const int32_t cell = cell_index(layer, k, expert);
-            bytes += slice_of(cell, cells[cell].want).expert_bytes;
+            bytes += slice_of(cell, cells[cell].want()).expert_bytes;
         }
     }
     return bytes;
@@ -53,7 +54,7 @@ double moe_edge_store::compute_seconds(int32_t layer, int32_t kind, int32_t expe
     for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
         if (is_missing(layer, kind, k, expert)) {
             const int32_t cell = cell_index(layer, k, expert);
-            const double us = slice_of(cell, cells[cell].want).compute_us;
+            const double us = slice_of(cell, cells[cell].want()).compute_us;
             seconds += us > 0.0 ? us * 1e-6 : INFINITY;
         }
     }
@@ -86,29 +87,23 @@ void moe_edge_store::choose_places(int32_t layer, int32_t kind, const int32_t * 
 // Serves a request of this step without a slot, where its expert is to be used in place and the
 // host tier can spare the room.
 bool moe_edge_store::try_in_place(int32_t cell) {
-    auto & c = cells[cell];
-    if (misses == MOE_EDGE_MISS_COPY || places[expert_of(cell)] == MOE_EDGE_MISS_COPY || !staged(cell, c.want) ||
-        !host->lend(host_class(cell, c.want))) {
+    const auto & c = cells[cell];
+    const int32_t place = misses == MOE_EDGE_MISS_COPY ? misses : places[expert_of(cell)];
+    if (place == MOE_EDGE_MISS_COPY || !staged(cell, c.want()) || !host->lend(host_class(cell, c.want()))) {
         return false;
     }
-    c.place = places[expert_of(cell)];
-    start_load(cell, c.want, -1, false, c.passing);
-    if (c.cached) {
-        c.started = c.finished = c.parts;
-        stats.host_hits[phase]++;
-    } else {
-        reads.insert(read_key(cell));
-    }
+    const auto purpose = place == MOE_EDGE_MISS_READ ? moe_edge_purpose::READ : moe_edge_purpose::COMPUTE;
+    start_load(cell, moe_edge_load::in_place_of_slot(c.want(), purpose));
+    stats.host_hits[phase] += c.load()->in_host_tier();
     return true;
 }
 
 void moe_edge_store::use_in_place(int32_t cell, moe_edge_ready * out) {
-    const auto & c = cells[cell];
-    const auto & s = slice_of(cell, c.loading);
-    const uint64_t offset = s.offset + expert_of(cell) * s.expert_bytes;
-    *out = { host->data(c.host_slot) + offset % MOE_EDGE_BLOCK, expert_of(cell), s.type, 0, c.place };
-    stats.computed[phase][c.loading]++;
-    count_in_place(s, c.place);
+    const auto & load = *cells[cell].load();
+    const auto & s    = slice_of(cell, load.tier());
+    *out = { host->data(load.host_slot()) + offset_in_block(cell, load.tier()), expert_of(cell), s.type, 0, load.place() };
+    stats.computed[phase][load.tier()]++;
+    count_in_place(s, load.place());
 }
 
 void moe_edge_store::count_in_place(const moe_edge_slices & s, int32_t place) {
@@ -126,11 +121,10 @@ void moe_edge_store::keep_used(int32_t layer, int32_t expert) {
     }
     for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
         const int32_t cell = cell_index(layer, k, expert);
-        auto & c = cells[cell];
-        if (has_kind(layer, k) && !c.decided && c.loading == NO_TIER && c.want != MOE_EDGE_SKIP && !c.satisfied() &&
-            staged(cell, c.want) && host->has(slice_id(cell, c.want))) {
-            queue_ahead(cell, c.want, c.passing);
-            c.after_use = true;
+        const auto & c = cells[cell];
+        if (has_kind(layer, k) && !c.decided() && !c.load() && c.want() != MOE_EDGE_SKIP && !c.satisfied() &&
+            staged(cell, c.want()) && host->has(slice_id(cell, c.want()))) {
+            load_ahead(cell, c.want(), c.passing(), moe_edge_purpose::AFTER_USE);
         }
     }
 }

@@ -4,6 +4,7 @@
 // waits for yet are enqueued by a thread of their own, a few at a time, so that a demand copy
 // has few of them before it and a stale one can be taken back.
 
+#include "moe-edge-store.h"
 #include "moe-edge-util.h"
 
 #include <algorithm>
@@ -79,14 +80,15 @@ void moe_edge_store::open_device(const moe_edge_config & config) {
 
 // The most urgent of the loads whose bytes the host tier has.
 void moe_edge_store::start_copy() {
-    const int32_t cell = std::get<3>(*copies.begin());
-    copies.erase(copies.begin());
-    auto & c = cells[cell];
-    c.started = c.finished = c.parts;
-    if (c.background && !c.was_read) {
-        hold_transitions(slice_of(cell, c.loading).expert_bytes);
+    const int32_t cell = copies.first();
+    auto & load = *cells[cell].load();
+    const bool found = load.stage() == moe_edge_stage::FOUND;
+    dequeue(cell);
+    load.leave_copies();
+    if (load.in_transition() && found) {
+        reads.hold_transitions(slice_of(cell, load.tier()).expert_bytes);
     }
-    stats.host_hits[phase] += !c.was_read;
+    stats.host_hits[phase] += found;
     settle(cell);
     done_cv.notify_all();
 }
@@ -98,12 +100,13 @@ void moe_edge_store::copy_loop() {
         if (stopping) {
             return;
         }
-        const uint64_t now = clock_us();
-        const int32_t cell = std::get<3>(*copies.begin());
-        const auto & next = slice_of(cell, cells[cell].loading);
-        if (cells[cell].background && !cells[cell].was_read && now < transition_at) {
-            copy_cv.wait_for(lock, std::chrono::microseconds(transition_at - now));
-        } else if (const moe_edge_ticket oldest = ahead_before(next.expert_bytes); oldest != 0) {
+        const uint64_t now  = reads.now();
+        const int32_t cell  = copies.first();
+        const auto & load   = *cells[cell].load();
+        const bool by_rate  = load.in_transition() && load.stage() == moe_edge_stage::FOUND;  // else its read was
+        if (by_rate && now < reads.held_until()) {
+            copy_cv.wait_for(lock, std::chrono::microseconds(reads.held_until() - now));
+        } else if (const moe_edge_ticket oldest = ahead_before(slice_of(cell, load.tier()).expert_bytes); oldest != 0) {
             lock.unlock();
             device->wait(oldest);
             lock.lock();
@@ -126,74 +129,79 @@ moe_edge_ticket moe_edge_store::ahead_before(uint64_t bytes) {
 
 // Enqueues the copy of a load whose bytes are in its host slot.
 void moe_edge_store::transfer(int32_t cell) {
-    auto & c = cells[cell];
-    const auto & s = slice_of(cell, c.loading);
-    auto & pool = pool_of(cell, c.loading);
-    auto & slot = pool.slots[c.loading_slot];
-    const int32_t lane = c.ahead || c.background ? MOE_EDGE_LANE_PREFETCH : MOE_EDGE_LANE_DEMAND;
-    const char * from = host->data(c.host_slot) + (s.offset + expert_of(cell) * s.expert_bytes) % MOE_EDGE_BLOCK;
-    c.ticket = device->copy(lane, pool.memory + c.loading_slot * pool.slot_bytes, from, s.expert_bytes, slot.after);
-    if (c.ticket == 0) {
+    auto & load = *cells[cell].load();
+    auto & pool = pool_of(cell, load.tier());
+    const int32_t lane   = load.awaited() ? MOE_EDGE_LANE_DEMAND : MOE_EDGE_LANE_PREFETCH;
+    const uint64_t bytes = slice_of(cell, load.tier()).expert_bytes;
+    const char * from = host->data(load.host_slot()) + offset_in_block(cell, load.tier());
+    const moe_edge_ticket ticket = device->copy(lane, pool.data(load.slot()), from, bytes, pool[load.slot()].after);
+    if (ticket == 0) {
         const std::string why = device->error();
-        c.broken    = true;
-        failed_read = name_of(cell, c.loading) + ": " + (why.empty() ? device->name() + " refused the copy" : why);
+        failed_read = name_of(cell, load.tier()) + ": " + (why.empty() ? device->name() + " refused the copy" : why);
+        load.fail();
         return;
     }
-    c.copied    = true;
-    slot.behind = slot.after;
-    slot.after  = c.ticket;
-    host->feeds(c.host_slot, lane, c.ticket);
+    load.copy_enqueued();
+    pool.copied(load.slot(), ticket);
+    host->feeds(load.host_slot(), lane, ticket);
     drop_host(cell);
-    stats.copy_bytes[phase] += s.expert_bytes;
+    stats.copy_bytes[phase] += bytes;
     if (lane == MOE_EDGE_LANE_PREFETCH) {
-        ahead_copies.emplace_back(c.ticket, s.expert_bytes);
-        ahead_copy_bytes += s.expert_bytes;
+        ahead_copies.emplace_back(ticket, bytes);
+        ahead_copy_bytes += bytes;
     }
 }
 
 // Whether a load is complete for somebody who does not wait for its ticket.
 bool moe_edge_store::landed(int32_t cell) const {
-    const auto & c = cells[cell];
-    return c.arrived() && (!c.copied || device->passed(c.ticket));
+    const auto & load = *cells[cell].load();
+    return load.arrived() && (!load.copied() || device->passed(pools[slice_of(cell, load.tier()).group][load.slot()].after));
 }
 
 // The read to go on with, which has a host slot: the most urgent one, or one that has begun and
 // holds the slot that this one needs. -1 if it has waited for a copy from such a slot to end; then
 // what is most urgent may have changed.
 int32_t moe_edge_store::reserve_host(std::unique_lock<std::mutex> & lock) {
-    const int32_t cell = most_urgent();
-    auto & c = cells[cell];
-    if (!staged(cell, c.loading)) {
+    const int32_t cell = reads.queue.first();
+    auto & load = *cells[cell].load();
+    if (!staged(cell, load.tier())) {
         return cell;
     }
-    if (c.host_slot < 0) {
-        c.host_slot = host->reserve(slice_id(cell, c.loading), host_class(cell, c.loading));
-    }
-    if (c.host_slot >= 0) {
-        return cell;
-    }
-    for (const auto & key : reads) {
-        const int32_t other = std::get<3>(key);
-        if (cells[other].host_slot >= 0 && host_class(other, cells[other].loading) == host_class(cell, c.loading)) {
-            return other;
+    const int32_t size_class = host_class(cell, load.tier());
+    if (load.host_slot() < 0) {
+        const int32_t slot = host->reserve(slice_id(cell, load.tier()), size_class);
+        if (slot >= 0) {
+            load.reserve(slot);
         }
     }
-    const moe_edge_ticket ticket = host->blocked_by(host_class(cell, c.loading));
+    if (load.host_slot() >= 0) {
+        return cell;
+    }
+    int32_t begun = -1;
+    reads.queue.each([&](int32_t other) {
+        const auto & of_other = *cells[other].load();
+        const bool holds = of_other.host_slot() >= 0 && host_class(other, of_other.tier()) == size_class;
+        begun = holds ? other : -1;
+        return holds;
+    });
+    if (begun >= 0) {
+        return begun;
+    }
+    const moe_edge_ticket ticket = host->blocked_by(size_class);
     if (ticket != 0) {
         lock.unlock();
         device->wait(ticket);
         lock.lock();
     } else {
-        work_cv.wait_for(lock, std::chrono::milliseconds(10));  // all are being filled, or held for a copy
+        reads.wait_for_room(lock, 10);  // all are being filled, or held for a copy
     }
     return -1;
 }
 
 void moe_edge_store::drop_host(int32_t cell) {
-    auto & c = cells[cell];
-    if (c.host_slot >= 0) {
-        host->drop(c.host_slot);
-        c.host_slot = -1;
+    const int32_t held = cells[cell].load()->let_host_go();
+    if (held >= 0) {
+        host->drop(held);
     }
 }
 
@@ -211,7 +219,7 @@ void moe_edge_store::fix_tables() {
     bool fixed = !asks(phase) && !directed && !exact_tiers && !failed && !split;
     for (size_t i = 0; !same && fixed && i < cells.size(); i++) {
         const auto & c = cells[i];
-        const bool there = c.tier != NO_TIER && c.tier <= default_tier && (c.loading == NO_TIER || c.background);
+        const bool there = c.as_good_as(default_tier) && (!c.load() || c.in_transition());
         fixed = there || !has_kind(layer_of(i), kind_of(i));
     }
     if (!fixed) {

@@ -1,5 +1,6 @@
 // Steps: what happens at their boundaries, and what is told about them.
 
+#include "moe-edge-store.h"
 #include "moe-edge-util.h"
 
 #include <algorithm>
@@ -47,7 +48,7 @@ void moe_edge_store::open_step(int32_t new_phase) {
     phase = new_phase;
     event.phase = phase;
     event.step++;
-    if (reads.empty() && copies.empty()) {
+    if (reads.queue.empty() && copies.empty()) {
         ahead_seq = 0;
     }
     failed = false;
@@ -70,19 +71,19 @@ void moe_edge_store::open_step(int32_t new_phase) {
 void moe_edge_store::drop_step() {
     n_decided = 0;
     for (auto & pool : pools) {
-        pool.waiting.clear();
+        pool.forget_waiting();
     }
     for (auto & op : ops) {
         op = {};
     }
     for (auto & c : cells) {
-        c.decided = false;
-        c.waiting = false;
+        c.forget_request();
     }
     for (size_t i = 0; i < cells.size(); i++) {
-        if (cells[i].arrived()) {
+        const auto * load = cells[i].load();
+        if (load && load->arrived()) {
             settle(i);
-        } else if (cells[i].queued() && cells[i].started == 0 && !cells[i].background) {
+        } else if (load && load->untouched() && !load->in_transition()) {
             cancel_read(i);
         }
     }

@@ -1,5 +1,6 @@
 // The store's C interface.
 
+#include "moe-edge-store.h"
 #include "moe-edge-util.h"
 
 #include "ggml.h"

@@ -1,7 +1,9 @@
 // The store: slots, budget, residency, disk reads and the expert tables of one model.
 //
-// Every (layer, kind, expert) is one cell. A cell holds at most one complete tier; while
-// another tier is being read, the old one stays valid until the new one is published.
+// It brings together cells (moe-edge-cells.h), pools of slots (moe-edge-slots.h) and reads from disk (moe-edge-reads.h).
+//
+// Every (layer, kind, expert) is one cell. A cell holds at most one complete tier; while another tier is
+// being read, the old one stays valid until the new one is published.
 // Rules of the mixed-precision cache (DyMoE 4.4.2), each about a cell: one format; a request
 // better than what is resident is a miss and promotes; a request that is worse reuses. Cells are
 // evicted one by one, so a worse request may meet what is left of an expert beside what is read.
@@ -20,9 +22,11 @@
 
 #pragma once
 
+#include "moe-edge-cells.h"
 #include "moe-edge-host-tier.h"
+#include "moe-edge-reads.h"
+#include "moe-edge-slots.h"
 #include "moe-edge-table.h"
-#include "moe-edge-transport.h"
 #include "moe-edge-workers.h"
 
 #include <array>
@@ -35,102 +39,7 @@
 #include <set>
 #include <string>
 #include <thread>
-#include <tuple>
 #include <vector>
-
-constexpr uint64_t MOE_EDGE_BLOCK = 4096;  // unit of direct reads
-
-// Large slices are read in parts of about this size, so that all I/O threads work on the
-// most urgent expert and it is complete while the next one is still being read.
-#ifndef MOE_EDGE_PART_BYTES  // tests read small slices in parts too
-#define MOE_EDGE_PART_BYTES (512 << 10)
-#endif
-constexpr uint64_t MOE_EDGE_PART = MOE_EDGE_PART_BYTES;
-
-constexpr int8_t NO_TIER = -1;
-
-// A fixed-size place in a group's memory, threaded into the group's LRU list.
-struct moe_edge_slot {
-    int32_t  cell       = -1;     // index of the cell that owns it, -1: free
-    int32_t  newer      = -1;     // LRU list of complete slots
-    int32_t  older      = -1;
-    uint64_t used_at    = 0;      // when its bytes were last asked for; orders the LRU list
-    bool     listed     = false;
-    bool     prefetched = false;  // read ahead and not used yet
-    bool     passing    = false;  // loaded for passing requests alone
-    moe_edge_ticket after  = 0;   // of the last copy to here, or of the last reader since then
-    moe_edge_ticket behind = 0;   // what that copy had to wait for
-};
-
-struct moe_edge_cell {
-    int8_t   tier         = NO_TIER;  // complete
-    int8_t   loading      = NO_TIER;
-    uint8_t  want         = 0;        // tier asked for by the current step, or MOE_EDGE_SKIP
-    bool     decided      = false;    // want belongs to the current step
-    bool     passing      = false;    // so does this: nothing but passing requests asked for it
-    bool     waiting      = false;    // in its group's queue for a slot
-    bool     ahead        = false;    // its read is a prefetch
-    bool     background   = false;    // its read is a transition's: published at a step boundary
-    bool     broken       = false;    // a part of its read failed
-    bool     abandoned    = false;    // its read goes on to the end of a part and is thrown away
-    bool     cut          = false;    // and some of its parts are never read
-    bool     cached       = false;    // the host tier has the bytes: there is only a copy to make
-    bool     was_read     = false;    // and it has them by this load
-    bool     copied       = false;    // on a device: its copy is enqueued
-    bool     after_use    = false;    // its copy is for the next time: this time it was used in place
-    bool     checks       = false;    // its read is compared with the slice's checksum
-    bool     passes       = false;    // its load, as long as it has no slot, is for passing requests alone
-    int8_t   place        = MOE_EDGE_MISS_COPY;  // of its load: else that is for this step, without a slot
-    uint16_t parts        = 0;        // of its read; each is one call to the disk
-    uint16_t started      = 0;
-    uint16_t finished     = 0;
-    int32_t  slot         = -1;
-    int32_t  loading_slot = -1;
-    int32_t  host_slot    = -1;       // held by the load
-    uint32_t crc          = 0;        // of the parts that were read so far
-    moe_edge_ticket ticket = 0;       // of the load's copy
-    int32_t  ahead_seq    = 0;        // order of prefetch reads, of transitions, and of all on a rigid link
-    uint64_t asked_at     = 0;        // of a load without a slot: used_at of the slot that it takes
-    uint64_t list         = 0;        // prefetch lists so far when the load was queued
-    uint64_t predicted    = 0;        // number of the last prefetch list that it stood in
-
-    // An op of the current step will read it: must not be evicted.
-    bool pinned() const { return decided && want != MOE_EDGE_SKIP; }
-    bool satisfied() const { return tier != NO_TIER && tier <= want; }
-    // Some of its read is still in the queue.
-    bool queued() const { return loading != NO_TIER && started < parts; }
-    // All of its read is done, but not yet acted upon.
-    bool arrived() const { return loading != NO_TIER && finished == parts; }
-    bool in_place() const { return place != MOE_EDGE_MISS_COPY; }
-    // Its load needs a slot and has none yet.
-    bool slotless() const { return loading != NO_TIER && loading_slot < 0 && !in_place(); }
-    // An op may use its load in place, until release().
-    bool serves() const { return in_place() && arrived() && !broken && pinned() && loading <= want; }
-};
-
-struct moe_edge_pool {
-    uint64_t slot_bytes = 0;
-    char *   memory     = nullptr;
-    int32_t  kind       = -1;
-    int32_t  tier       = -1;     // of its slices; the last one of several
-    bool     mixed      = false;  // there are several, in host memory
-    bool     on_host    = false;  // in the host's memory behind a device, where its threads compute
-    int32_t  type       = -1;     // on a device: of all its slices
-    uint64_t slice_bytes = 0;     // and their size
-    int32_t  newest     = -1;
-    int32_t  oldest     = -1;
-    int32_t  n_passing  = 0;      // slots that passing loads hold
-    int32_t  max_passing = 1;     // more of them evict only each other
-    std::vector<moe_edge_slot> slots;
-    std::vector<int32_t>       free;
-    std::deque<int32_t>        waiting;  // pinned cells without a slot, first come first served
-};
-
-struct moe_edge_file {
-    std::string path;
-    int         fd     = -1;
-    bool        direct = false;
-};
 
 // The micro-batch of a step. A store without a model has none: its tokens are then of the step's
 // phase, and of sequence 0.
@@ -142,12 +51,7 @@ struct moe_edge_batch {
     std::set<int32_t>    members;    // all sequences of its tokens
 };
 
-// Order of reads: demand before prefetch before transitions, then the kind that is computed
-// first (demand) or the policy's order (the others), then the file offset, then the cell. On a
-// rigid link demand and prefetch have one order, in which they were asked for.
-using moe_edge_read_key = std::tuple<int32_t, int32_t, uint64_t, int32_t>;
-
-struct moe_edge_store {
+struct moe_edge_store final : private moe_edge_reads::owner {
   public:
     moe_edge_store(const moe_edge_config & config);
     ~moe_edge_store();
@@ -251,22 +155,23 @@ struct moe_edge_store {
     moe_edge_pool & pool_of(int32_t cell, int32_t tier) { return pools[slice_of(cell, tier).group]; }
     // Whether a slice comes through the host tier. Else it is read into its slot.
     bool    staged(int32_t cell, int32_t tier) const { return host && !pools[slice_of(cell, tier).group].on_host; }
+    // Where it begins in memory that it was read into from a block on.
+    uint64_t offset_in_block(int32_t cell, int32_t tier) const {
+        const auto & s = slice_of(cell, tier);
+        return (s.offset + expert_of(cell) * s.expert_bytes) % MOE_EDGE_BLOCK;
+    }
+    std::string name_of(int32_t cell, int32_t tier) const;
 
+    // construction (moe-edge-open.cpp)
     void    open_files(const moe_edge_config & config);
-    void    probe_host_reads();
     void    make_pools(const moe_edge_config & config);
     uint64_t pool_bytes(const moe_edge_group & group) const;
     char *  map_pools(uint64_t total, int32_t flags);
+    void    keep_checksums();
     void    open_device(const moe_edge_config & config);
     void    close_all();
-    void    io_loop();
-    void    simulate_until(uint64_t ns);
-    // Reads one part of a slice into its slot; empty, or why it failed. Without the mutex.
-    std::string read_part(const moe_edge_slices & s, int32_t expert, char * slot, int32_t part, int32_t parts) const;
-    uint32_t part_crc(const moe_edge_slices & s, int32_t expert, const char * slot, int32_t part, int32_t parts) const;
-    void    lay_out(const moe_edge_read & read, const moe_edge_kernels & kernels) const;
-    void    keep_checksums();
-    std::string name_of(int32_t cell, int32_t tier) const;
+    static int64_t row_length(const moe_edge_slices & s);
+    static const moe_edge_kernels * kernels_of(const moe_edge_slices & s);
 
     // Whether tokens are counted on the device in this step, and nowhere else.
     bool    device_counts() const { return device && runs_unwatched(); }
@@ -276,11 +181,10 @@ struct moe_edge_store {
     // below: with the mutex held
     // copies from the host tier (moe-edge-staging.cpp)
     int32_t slice_id(int32_t cell, int32_t tier) const { return cell * n_tiers + tier; }
-    std::set<moe_edge_read_key> & queue_of(const moe_edge_cell & c) { return c.cached ? copies : reads; }
+    moe_edge_queue & queue_of(const moe_edge_load & load) { return load.in_host_tier() ? copies : reads.queue; }
     void    copy_loop();
     void    start_copy();
     moe_edge_ticket ahead_before(uint64_t bytes);
-    void    hold_transitions(uint64_t bytes);
     void    transfer(int32_t cell);
     bool    landed(int32_t cell) const;
     int32_t reserve_host(std::unique_lock<std::mutex> & lock);
@@ -303,12 +207,39 @@ struct moe_edge_store {
     void    count_in_place(const moe_edge_slices & s, int32_t place);
     void    keep_used(int32_t layer, int32_t expert);
 
-    moe_edge_read start_read(int32_t cell);
-    int32_t most_urgent() const { return std::get<3>(*reads.begin()); }
-    void    finish_read(const moe_edge_read & read, const std::string & why, uint64_t took_us, uint32_t crc = 0);
+    // loads (moe-edge-loads.cpp)
+    bool    begin_read(std::unique_lock<std::mutex> * lock, moe_edge_read & read) override;
+    void    end_read(std::unique_lock<std::mutex> * lock, const moe_edge_read & read, const std::string & why,
+                     uint64_t took_us, uint32_t crc) override;
+    void    wake() override;
     void    break_load(const moe_edge_read & read, const std::string & sentence);
     void    compare(const moe_edge_read & read);
-    void    wake();  // there may be reads to start
+    void    lay_out(const moe_edge_read & read) const;  // without the mutex
+    moe_edge_read_key read_key(int32_t cell) const;
+    void    enqueue(int32_t cell);
+    void    dequeue(int32_t cell);  // where it is queued
+    void    start_load(int32_t cell, moe_edge_load load);
+    bool    try_load(int32_t cell, int32_t tier, bool passing, moe_edge_purpose purpose = moe_edge_purpose::DEMAND);
+    void    load_or_wait(int32_t cell);
+    void    load_ahead(int32_t cell, int32_t tier, bool passing, moe_edge_purpose purpose);
+    bool    claim_slot(int32_t cell);
+    bool    passes_for(int32_t cell, const moe_edge_load & load);
+    void    cancel_read(int32_t cell);
+    void    abandon(int32_t cell);
+    void    free_load(int32_t cell);
+    void    discard_load(int32_t cell);
+    void    settle(int32_t cell);
+    void    publish(int32_t cell);
+    int32_t take_slot(moe_edge_pool & pool, int32_t cell, const moe_edge_claim & claim);
+    bool    revoke(const moe_edge_pool & pool);
+    void    serve_waiting(moe_edge_pool & pool);
+    void    serve_waiting(const moe_edge_matrix & m);  // in every tier
+    void    drop_tier(int32_t cell);
+    void    evict(int32_t cell);
+    void    touch(int32_t cell);
+    void    set_entry(int32_t cell, const moe_edge_entry & entry);
+    void    update_resident(int32_t cell);
+
     // Until a read is done, or ms passed; returns the microseconds that it took.
     uint64_t wait_done(std::unique_lock<std::mutex> & lock, int ms);
     // kind MOE_EDGE_N_KINDS: all of the layer
@@ -319,62 +250,27 @@ struct moe_edge_store {
     void    open_step(int32_t new_phase);
     void    drop_step();
     void    ask(int32_t cell);
-    void    load_or_wait(int32_t cell);
-    bool    try_load(int32_t cell, int32_t tier, bool passing);
-    void    start_load(int32_t cell, int32_t tier, int32_t slot, bool ahead, bool passing);
+    bool    ask_for_load(int32_t cell);
     void    prefetch_locked(int32_t layer, const moe_edge_prefetch_item * list, int32_t n);
     void    cancel_stale(int32_t layer);
     bool    transits(const moe_edge_prefetch_item & t);
     bool    in_transition(int32_t cell) const;
     bool    admit(const moe_edge_prefetch_item & t);
     bool    conclude(const moe_edge_prefetch_item & t);
-    bool    revoke(const moe_edge_pool & pool);
-    bool    urgent() const;  // a read that is no transition's is in the queue
-    bool    may_transit() const;
-    uint64_t clock_us() const;
-    void    cancel_read(int32_t cell);
-    void    drop_rest(int32_t cell);
-    void    free_load(int32_t cell);
-    void    discard_load(int32_t cell);
-    void    queue_ahead(int32_t cell, int32_t tier, bool passing);
-    bool    claim_slot(int32_t cell);
-    bool    claim_or_drop(int32_t cell);
     bool    whole(int32_t cell) const;
     bool    whole_comes(int32_t cell) const;
-    void    abandon(int32_t cell);
-    int32_t take_slot(moe_edge_pool & pool, bool passing, const uint64_t * list);
-    void    set_passing(moe_edge_pool & pool, int32_t slot, bool passing);
-    void    give_slot(moe_edge_pool & pool, int32_t slot);
-    void    serve_waiting(moe_edge_pool & pool);
-    void    serve_waiting(const moe_edge_matrix & m);  // in every tier
-    void    settle(int32_t cell);
-    void    publish(int32_t cell);
-    void    drop_tier(int32_t cell);
-    void    set_entry(int32_t cell, const moe_edge_entry & entry);
-    void    evict(int32_t cell);
-    void    list_remove(moe_edge_pool & pool, int32_t slot);
-    void    list_insert(moe_edge_pool & pool, int32_t slot);
-    void    touch(int32_t cell);
-    void    update_resident(int32_t cell);
     void    fail_locked(const std::string & sentence);
-    moe_edge_read_key read_key(int32_t cell) const;
 
     std::mutex              mutex;
-    std::condition_variable work_cv;   // I/O threads wait for reads
     std::condition_variable done_cv;   // ops wait for complete cells
     void *                      memory = nullptr;  // of all pools, or on a device of those there
     void *                      mapped = nullptr;  // the part of it that is the host's
     uint64_t                    mapped_bytes = 0;
     bool                        split = false;     // some of a device's pools are in the host's memory
-    std::vector<moe_edge_file>  files;
     std::vector<moe_edge_pool>  pools;
     std::vector<moe_edge_cell>  cells;
-    std::vector<uint32_t>       checksums;  // [slice_id], empty where no file has any
-    std::vector<uint8_t>        unchecked;  // [slice_id] 1: its next complete read is compared with its checksum
+    moe_edge_checksums          checksums;  // by slice_id
     std::vector<op_state>       ops;   // [n_layers * N_KINDS]
-    std::set<moe_edge_read_key> reads;   // with parts that are not started
-    std::vector<std::thread>    threads;
-    std::unique_ptr<moe_edge_simulation> simulation;  // in the place of the threads
     std::unique_ptr<moe_edge_host_tier> host;          // with a device only
     std::vector<int32_t>        size_classes;          // of the host tier: [layer, kind, tier]
     double                      copy_s_per_byte = 0.0;  // of misses, infinite where they cannot go this way
@@ -384,7 +280,7 @@ struct moe_edge_store {
     int32_t                     misses = MOE_EDGE_MISS_COPY;
     std::vector<int8_t>         places;                // [n_expert] of the layer that is decided now
     std::unique_ptr<moe_edge_workers> workers;         // where the host may have to compute
-    std::set<moe_edge_read_key> copies;                // loads that only need a copy, not enqueued yet
+    moe_edge_queue              copies;                // loads that only need a copy, not enqueued yet
     std::deque<std::pair<moe_edge_ticket, uint64_t>> ahead_copies;  // tickets, bytes: copies that nobody waits for
     uint64_t                    ahead_copy_bytes = 0;  // sum of them
     std::condition_variable     copy_cv;               // the copy thread waits for copies
@@ -393,15 +289,12 @@ struct moe_edge_store {
     bool                        directed = false;      // a front end decides by apply()
     std::vector<moe_edge_prefetch_item> transitions;  // under way
     std::vector<moe_edge_pool *> unserved;            // that revoked transitions gave slots back to
-    uint64_t                    transition_rate = 0;  // bytes per second, 0: no limit
-    uint64_t                    transition_at   = 0;  // when their next part may be read or copied, now_us()
-    bool                        transiting = false;   // an I/O thread is on one, or waits for transition_at
     int32_t                     transition_seq = 0;
     int64_t                 n_decided = 0;  // cells with `decided`
     bool                    tables_fixed = false;  // until the next step
     uint64_t                table_changes = 0;     // of all matrices
     uint64_t                fixed_changes = 0;     // how many there were when the tables were last found fixed
-    bool                    stopping = false;
+    bool                    stopping = false;      // the copy thread is to end
     std::atomic<bool>       failed { false };
     std::string             failure;
     std::string             failed_read;  // the latest one
@@ -425,6 +318,7 @@ struct moe_edge_store {
     std::vector<int32_t>    routed;
     std::vector<std::vector<int32_t>> routed_of;  // [n_layers] what the hook saw last
     std::vector<uint8_t>    routed_tiers, routed_passing;
+    moe_edge_reads          reads { *this, mutex };  // its threads end before the rest goes
 };
 
 // A store waits for a model from when it is created until one takes it (moe-edge.h).

@@ -1,5 +1,6 @@
 // Transitions: experts that change their version in the background, at step boundaries.
 
+#include "moe-edge-store.h"
 #include "moe-edge-util.h"
 
 #include <algorithm>
@@ -13,7 +14,7 @@ bool moe_edge_store::transits(const moe_edge_prefetch_item & t) {
 // stay, those that are in that version already included.
 bool moe_edge_store::in_transition(int32_t cell) const {
     for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
-        if (cells[cell_index(layer_of(cell), k, expert_of(cell))].background) {
+        if (cells[cell_index(layer_of(cell), k, expert_of(cell))].in_transition()) {
             return true;
         }
     }
@@ -31,17 +32,16 @@ bool moe_edge_store::admit(const moe_edge_prefetch_item & t) {
             const int32_t cell = cell_index(t.layer, k, t.expert);
             const auto & c = cells[cell];
             const auto & pool = pool_of(cell, t.tier);
-            if (c.tier == NO_TIER || c.loading != NO_TIER || (c.tier != t.tier && (pool.free.empty() || !pool.waiting.empty()))) {
+            if (!c.resident() || c.load() || (c.tier() != t.tier && (!pool.has_free() || pool.awaited()))) {
                 return false;
             }
-            if (c.tier != t.tier) {
+            if (c.tier() != t.tier) {
                 moving.push_back(cell);
             }
         }
     }
     for (const int32_t cell : moving) {
-        cells[cell].background = true;
-        try_load(cell, t.tier, false);
+        try_load(cell, t.tier, false, moe_edge_purpose::TRANSITION);
     }
     return !moving.empty();
 }
@@ -63,7 +63,7 @@ int32_t moe_edge_store::transition(const moe_edge_prefetch_item * list, int32_t 
     }
     stats.transitions_rejected += n - admitted;
     if (admitted > 0) {
-        work_cv.notify_one();
+        reads.wake_for_transition();
         wake();
     }
     return admitted;
@@ -76,18 +76,18 @@ bool moe_edge_store::conclude(const moe_edge_prefetch_item & t) {
     bool broken = false;
     for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
         const int32_t cell = cell_index(t.layer, k, t.expert);
-        if (cells[cell].background) {
+        if (cells[cell].in_transition()) {
             if (!landed(cell)) {
                 return false;
             }
-            broken |= cells[cell].broken;
+            broken |= cells[cell].load()->has_failed();
             moving.push_back(cell);
         }
     }
     if (broken) {
         stats.transitions_failed++;
     } else if (!moving.empty()) {
-        (t.tier < cells[moving[0]].tier ? stats.experts_promoted : stats.experts_demoted)++;
+        (t.tier < cells[moving[0]].tier() ? stats.experts_promoted : stats.experts_demoted)++;
     }
     for (const int32_t cell : moving) {
         broken ? discard_load(cell) : publish(cell);
@@ -99,29 +99,27 @@ bool moe_edge_store::conclude(const moe_edge_prefetch_item & t) {
 // matrices keep their old version, which may then be evicted. False if there is none. A part that
 // is being read gives its slot back when it is done.
 bool moe_edge_store::revoke(const moe_edge_pool & pool) {
-    const auto held = std::find_if(pool.slots.begin(), pool.slots.end(), [this](const moe_edge_slot & s) {
-        if (s.cell < 0 || !in_transition(s.cell)) {
-            return false;
+    int32_t of = -1;
+    for (int32_t i = 0; i < pool.size() && of < 0; i++) {
+        const int32_t cell = pool[i].cell;
+        if (cell >= 0 && in_transition(cell) && (cells[cell].in_transition() || !cells[cell].pinned() || cells[cell].lacks())) {
+            of = cell;  // else its slot stays anyway
         }
-        const auto & c = cells[s.cell];
-        return c.background || !c.pinned() || !c.satisfied();  // else its slot stays anyway
-    });
-    if (held == pool.slots.end()) {
+    }
+    if (of < 0) {
         return false;
     }
-    const int32_t of = held->cell;
     for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
         const int32_t cell = cell_index(layer_of(of), k, expert_of(of));
-        auto & c = cells[cell];
-        if (!c.background) {
+        if (!cells[cell].in_transition()) {
             continue;
         }
-        drop_rest(cell);
-        c.background = false;
-        c.abandoned  = true;
-        if (c.arrived()) {
+        dequeue(cell);
+        auto & load = *cells[cell].load();
+        load.revoke();
+        if (load.arrived()) {
             // who waits is served when the caller, who may be doing that, is done
-            unserved.push_back(&pool_of(cell, c.loading));
+            unserved.push_back(&pool_of(cell, load.tier()));
             free_load(cell);
         }
     }
@@ -131,9 +129,7 @@ bool moe_edge_store::revoke(const moe_edge_pool & pool) {
 
 void moe_edge_store::set_transition_rate(uint64_t bytes_per_s) {
     std::lock_guard<std::mutex> lock(mutex);
-    transition_rate = bytes_per_s;
-    transition_at   = 0;
-    work_cv.notify_all();
+    reads.set_transition_rate(bytes_per_s);
     copy_cv.notify_all();
     wake();
 }
@@ -154,7 +150,7 @@ void moe_edge_store::get_landed(uint8_t * out) {
         bool complete = true;
         for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
             const int32_t cell = cell_index(t.layer, k, t.expert);
-            complete &= !cells[cell].background || (landed(cell) && !cells[cell].broken);
+            complete &= !cells[cell].in_transition() || (landed(cell) && !cells[cell].load()->has_failed());
         }
         out[(size_t) t.layer * n_expert + t.expert] = complete;
     }
@@ -187,7 +183,7 @@ void moe_edge_store::collect_counts() {
             if (has_kind(layer, k)) {
                 stats.requests[phase] += asked;
                 stats.hits[phase]     += asked;
-                stats.computed[phase][cells[cell_index(layer, k, i % n_expert)].tier] += asked;
+                stats.computed[phase][cells[cell_index(layer, k, i % n_expert)].tier()] += asked;
             }
         }
     }

@@ -15,10 +15,14 @@
 #include <cstdint>
 #include <deque>
 
+struct moe_edge_slices;
+
 // One part of a slice on its way into its slot: what a store hands to an I/O thread.
 struct moe_edge_read {
     int32_t  cell;
     int32_t  tier;
+    const moe_edge_slices * slices;  // of the tier, over all experts
+    int32_t  expert;
     int32_t  part;
     int32_t  parts;
     bool     background;  // of a transition

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "moe-edge-store.h"
+#include "moe-edge-reads.h"
 
 #include <chrono>
 #include <cstdio>

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,7 @@ def runtime_files() -> list[Path]:
     ]
 
 
+@cache
 def words_of(path: Path) -> set[str]:
     """Names and texts of a module's code; comments and docstrings say what they like."""
     found: set[str] = set()

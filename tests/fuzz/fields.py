@@ -32,7 +32,7 @@ sys.path[:0] = [str(HERE), str(HERE / "tests" / "helpers")]
 
 from served import DEMO, HANG_S, Served, serving
 
-from orchestrator.serve.openapi import PATHS, SCHEMAS
+from orchestrator.serve.schemas import PATHS, SCHEMAS
 from patches.upstream import cache_dir
 
 CAP = 300 << 20

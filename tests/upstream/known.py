@@ -83,6 +83,7 @@ KNOWN: dict[str, dict[str, str]] = {
         "test_apply_chat_template": BY_NAME,
     },
     "compat_anthropic": {
+        "test_anthropic_empty_messages": "messages without one are refused",
         "test_anthropic_tool_result_with_image": NO_IMAGES,
         "test_anthropic_vision_format_accepted": NO_IMAGES,
         "test_anthropic_vision_base64_with_multimodal_model": "downloads an image",
@@ -91,6 +92,10 @@ KNOWN: dict[str, dict[str, str]] = {
         "test_nocache_long_input_prompt": "a prompt too long there is shorter in our vocabulary",
         "test_n_probs_post_backend_sampling": "no sampling on a GPU",
         "test_cancel_request": NO_SLOTS,
+    },
+    "infill": {
+        "test_infill_without_input_extra": "the demo has no tokens for a gap",
+        "test_infill_with_input_extra": "the demo has no tokens for a gap",
     },
     "metrics": {
         "test_metrics_disabled": "/metrics is always on",

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
 from orchestrator.config import Config
+from orchestrator.cost.time import TimeModel
 from orchestrator.lab.bench.benchmark import Benchmark
-from orchestrator.lab.bench.bounds import add_bound, bound_notes, computing
 from orchestrator.lab.bench.cases import (
     LESS,
     MANAGED,
@@ -17,14 +23,187 @@ from orchestrator.lab.bench.cases import (
     policies,
     uniform,
 )
+from orchestrator.lab.bench.job import DECODE
 from orchestrator.lab.bench.loop import Loop, Measured
 from orchestrator.lab.bench.models import tier_expert_bytes, uniform_tiers
 from orchestrator.lab.bench.options import BenchOptions
-from orchestrator.lab.bench.predicted import predict, predicted, prediction_notes
 from orchestrator.lab.bench.report import MIX, by_cap, memory_notes, moved, speeds, tokens_of
-from orchestrator.lab.bench.rows import Result, case_row, median_ratio
+from orchestrator.lab.bench.rows import Result, case_row, median_ratio, named
 from orchestrator.lab.table import Column, Table, fixed, percent
 from orchestrator.memory.footprint import scratch_bytes
+from orchestrator.memory.machine import probe
+from orchestrator.memory.plan import plan_memory
+from orchestrator.native.llama import Bindings
+
+# A row above this share of its bound needs an explanation that was checked.
+MOST = 1.05
+# A row that reads so much faster than the probes beside it shows that the disk changed.
+FASTER = 1.05
+
+
+class Computing(NamedTuple):
+    """Milliseconds a token of upstream at its best flags, one for each run: with everything in the
+    high precision; all experts in the low one; and as many experts as `fewer_share` of them. None
+    where that was not measured."""
+
+    high: Sequence[float]
+    low: Sequence[float] | None
+    fewer: Sequence[float] | None
+    fewer_share: float
+
+    def of_mix(self, run: int, mix: Mapping[str, float]) -> float:
+        """What a token of this mix computes, from what its parts save: a low expert what all of
+        them save together, a skipped one in proportion to the share that `fewer` leaves out."""
+        high = self.high[run]
+        found = high
+        if self.low is not None:
+            found -= mix["low"] * max(0.0, high - self.low[run])
+        if self.fewer is not None and self.fewer_share < 1:
+            saved = max(0.0, high - self.fewer[run]) / (1 - self.fewer_share)
+            found -= mix["skip"] * saved
+        return max(0.0, found)
+
+
+def computing(rows: Sequence[Result], fewer_share: float) -> Computing | None:
+    """From the rows with everything in memory, the better flags of each run; None without them."""
+
+    def best(role: str) -> list[float] | None:
+        found = [
+            row["tpot_ms_p50_runs"] for row in rows if row["role"] == role and "error" not in row
+        ]
+        return [min(each) for each in zip(*found, strict=True)] if found else None
+
+    high = best("upstream")
+    return Computing(high, best("low"), best("fewer"), fewer_share) if high else None
+
+
+def add_bound(row: Result, runs: Sequence[Result], compute: Computing) -> None:
+    """Adds the bound of a row that reads and how much of it was reached, run by run: what a run
+    compares ran within minutes of each other, and a machine's speed drifts.
+
+    A step takes at least max(computing, bytes it missed / bandwidth); the bound is the median over
+    the steps, as the speed is. The bandwidth is the best that the disk showed: in the probes right
+    before and after, or under the row itself, which then says that the disk became faster.
+    """
+    bounds, waits, computed, reads, probes = [], [], [], [], []
+    for at, run in enumerate(runs):
+        parts = named(run, DECODE)
+        seconds = sum(sum(part["ms"]) for part in parts) / 1e3
+        reached = sum(part["store"]["bytes"] for part in parts) / seconds
+        fastest = max(reached, *run["disk"])
+        needed = [each / fastest * 1e3 for part in parts for each in step_bytes(part)]
+        compute_ms = compute.of_mix(at, row["mix"])
+        bounds.append(statistics.median(max(compute_ms, wait_ms) for wait_ms in needed))
+        waits.append(statistics.median(needed))
+        computed.append(compute_ms)
+        reads.append(reached)
+        probes += run["disk"]
+    row |= {
+        "bound_tpot_ms": statistics.median(bounds),
+        "bound_by": "reading" if sum(waits) > sum(computed) else "computing",
+        "bound_compute_ms": statistics.median(computed),
+        "bound_read_ms": statistics.median(waits),
+        "of_bound": median_ratio(bounds, row["tpot_ms_p50_runs"]),
+        "read_bytes_per_s": statistics.median(reads),
+        "probe_bytes_per_s": probes,
+        "disk_changed": max(reads) > FASTER * max(probes),
+    }
+
+
+def step_bytes(part: Result) -> list[float]:
+    """What each step of a part needed to read: what it waited for, and of what was read ahead the
+    share that was used."""
+    store = part["store"]
+    judged = store["prefetch_used"] + store["prefetch_wasted"]
+    used = store["prefetch_used"] / judged if judged else 0.0
+    return [demand + used * ahead for demand, ahead in part["step_reads"]]
+
+
+def bound_notes(rows: Sequence[Result]) -> list[str]:
+    """What binds each row, how fast it read beside its probes, and which rows need a reason."""
+    lines = []
+    for row in rows:
+        if "bound_tpot_ms" not in row:
+            continue
+        probes = row["probe_bytes_per_s"]
+        line = (
+            f"{row['name']}: bound {1e3 / row['bound_tpot_ms']:.1f} tok/s by {row['bound_by']} "
+            f"(computing {row['bound_compute_ms']:.1f} ms, reading {row['bound_read_ms']:.1f}), "
+            f"read at {row['read_bytes_per_s'] / 1e9:.2f} GB/s, probes {min(probes) / 1e9:.2f} to "
+            f"{max(probes) / 1e9:.2f}"
+        )
+        if row["disk_changed"]:
+            line += ": the disk was faster under this row than in its probes"
+        if row["of_bound"] > MOST:
+            line += f"; ABOVE {MOST:.0%} of its bound"
+        lines.append(line)
+    return lines
+
+
+_KEY = "predicted_"
+
+
+def predict(loop: Loop[Any], case: Case, number: int, measured: Measured) -> None:
+    """Adds to the last result of a case of our engine what its plan was to take, by what this
+    machine computes in the same minute, the routing that the run measured so far, and the disk's
+    speed before and after. Raises MoeEdgeError."""
+    if case.system != "engine" or case.tier is not None:
+        return
+    result = measured.results[case.key][-1]
+    speed = statistics.mean(result.get("disk", [measured.bandwidths[-1].bytes_per_s]))
+    uses, job, options = _uses(loop, measured), loop.job(case, number), loop.options
+    config = Config.build(
+        model=job.model,
+        low=job.low,
+        ctx=job.n_ctx,
+        ubatch=job.n_ubatch,
+        threads=job.threads,
+        **job.settings,
+    )
+    plan = plan_memory(config, loop.model, probe())
+    behind = options.prompt_tokens + options.warmup + options.tokens // 2
+    disk = measured.bandwidths[-1]._replace(bytes_per_s=speed).beside(config)
+    with TimeModel(Bindings.load(), config, loop.model, disk, uses, fresh=True) as times:
+        found = times.of_plan(plan)
+        result |= {
+            f"{_KEY}tpot_ms": 1e3 * found.token_s(behind),
+            f"{_KEY}ttft_ms": 1e3 * found.prompt_s(options.prompt_tokens, first=not job.warm),
+            f"{_KEY}hit_rate": found.residency.hit_rate,
+        }
+
+
+def predicted(runs: Sequence[Result]) -> Result:
+    """The medians of what was predicted in all runs of a case; nothing where nothing was."""
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        for name, value in run.items():
+            if name.startswith(_KEY):
+                found.setdefault(name, []).append(value)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def _uses(loop: Loop[Any], measured: Measured) -> np.ndarray | None:
+    """The routing that a run measured, in every layer alike, which says as much of hits as the
+    layers' own; None where none did."""
+    runs = (each for row in measured.results.values() for each in row)
+    use = next((each["routing"]["use"] for each in runs if "routing" in each), None)
+    if use is None:
+        return None
+    chances = np.asarray(use) * loop.model.n_expert_used / max(sum(use), 1e-300)
+    return np.tile(np.minimum(chances, 1.0), (loop.model.n_layers, 1))
+
+
+def prediction_notes(rows: Sequence[Result]) -> list[str]:
+    """Prediction and measurement of each row, and their ratio."""
+    return [
+        f"{row['name']}: predicted {row['predicted_tpot_ms']:.1f} ms a token, measured over that "
+        f"{row['tpot_ms_p50'] / row['predicted_tpot_ms']:.2f}; TTFT "
+        f"{row['predicted_ttft_ms']:.0f} ms, {row['ttft_ms'] / row['predicted_ttft_ms']:.2f}; "
+        f"hits {row['predicted_hit_rate']:.1%}"
+        for row in rows
+        if "predicted_tpot_ms" in row
+    ]
+
 
 COLUMNS = (
     *speeds(1),

@@ -4,8 +4,8 @@ The model reads a text as prompts, first in its best tier, then with experts tha
 chance in lower tiers, or skipped. The choice is another one in each layer of each micro-batch, so
 that all experts have a part in it. Some layers are lowered alone: each part of the depth gets its
 own factor by that. Then all layers are, in one tier after the other: each gets its own scale, since
-large moves change answers less than in proportion. What no token can do without is not skipped
-here either: no policy skips a token's first expert, and that costs more than the others foretell.
+large moves change answers less than in proportion. A token's first expert is never skipped, as no
+policy skips it: that costs more than the losses of the others foretell.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Way(NamedTuple):
 class Fitting:
     """What factors are fitted with. path: the model; tiers: its own, best first; table: without
     factors; windows: tokens of the text; ram: the cap on the model, None for all that there is.
-    What stands before a text counts as well: answers that a model is sure of would say little."""
+    Every token of a window is scored but its first one."""
 
     path: Path
     tiers: Sequence[str]
@@ -79,7 +79,7 @@ class Fitting:
         alone = [low._replace(layers=part) for part in parts if part]
         ways = [_Way(tier, _LOWERED, every) for tier in self.tiers[1:]]
         ways += [_Way(SKIP_TIER, share, every) for share in _SKIPPED]
-        # Nothing is fitted by it: it shows how far the estimate goes.
+        # No factor is fitted by this way: it shows how far off the estimate gets.
         checked = [_Way(tier, 1.0, every) for tier in self.tiers[1:][-1:]]
         windows = self._windows()
         n_steps = len(alone) + len(ways) + len(checked) + 1

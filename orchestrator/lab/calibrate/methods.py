@@ -213,7 +213,7 @@ def measure_losses(
         table = replace(table, fit=fitting.fit(progress))
     except (BudgetError, ConfigError, NativeError) as error:
         note(f"The table has no factor that makes KL of its losses: {error}")
-    # Once: a result that has its name is the end of what can be interrupted.
+    # The table is written once and last, so that an interruption leaves none.
     with ExpertModel.open(source) as model:
         save(out, model, table)
     return table

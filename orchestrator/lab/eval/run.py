@@ -95,9 +95,9 @@ def eval_config(config: Config, options: EvalOptions) -> Config:
 
 
 def best_config(config: Config, best: str) -> Config:
-    """The same model in its best tier alone, where nothing is decided, with keys and values as they
-    are. With few slots it is slower
-    and says the same, so the cap on memory stays; that on slots alone is for what decides."""
+    """The same model in its best tier alone, with keys and values in their usual type. The cap on
+    memory stays: with few slots the model is slower and says the same. A cap on slots alone is left
+    out, since it is for the policy that is judged."""
     return config.compared(
         policy=BASELINE,
         high_tier=best,

@@ -37,8 +37,8 @@ def counters(engine: Engine) -> CStats | None:
 
 
 def foresee_from(engine: Engine, best: str) -> LossMeter | None:
-    """From here on the engine's losses are foreseen against this tier of the file; None where they
-    cannot be."""
+    """Attaches a meter that foresees, from here on, what the engine loses against this tier of the
+    file; None where nothing can be foreseen."""
     if not engine.managed:
         return None
     estimate = engine.losses.estimate(engine.plan.tier_names, best)

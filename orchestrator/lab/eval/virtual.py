@@ -21,7 +21,7 @@ from orchestrator.engine.driver import Driver
 from orchestrator.engine.engine import Engine
 from orchestrator.events import ComputedStep, Phase, RouteEvent, distinct, served
 from orchestrator.lab.replay.record import measured
-from orchestrator.lab.replay.simulate import Transport
+from orchestrator.lab.replay.simulate import Transport, compute_layer
 from orchestrator.native import CStats, Simulation, Store
 
 # Decode steps from which computing is measured, the first one left out.
@@ -130,15 +130,12 @@ class VirtualStore:
         self._play(event)
 
     def _play(self, event: RouteEvent) -> None:
-        """The computing of a layer, which waits where the simulated disk has not read."""
+        """The computing of a layer in virtual time."""
         slices = self._store.spec.layers[event.layer][1]
         kinds = [kind for kind in COMPUTE_ORDER if (kind, 0) in slices]
         experts = distinct(event.ids_array).astype(np.int32)
-        layer_ns = 1000 * self.time.token_us * event.n_tokens / len(self._store.spec.layers)
-        each_ns = layer_ns * (1 - _DENSE_SHARE) / (len(kinds) * len(experts))
-        for kind in kinds:
-            self._clock.use(event.layer, kind, experts, int(each_ns))
-        self._clock.advance(int(layer_ns * _DENSE_SHARE))
+        ns = 1000 * self.time.token_us * event.n_tokens / len(self._store.spec.layers)
+        compute_layer(self._clock, event.layer, kinds, experts, ns, _DENSE_SHARE, len(experts))
 
     def on_step(self, step: ComputedStep) -> None:
         """The policy learns of the step as it was in virtual time."""

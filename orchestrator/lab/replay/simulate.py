@@ -30,7 +30,7 @@ from orchestrator.policy import Policy
 from orchestrator.policy.base import Learns, Tunes, WaitsBeforeAnswer, WeighsLosses
 from orchestrator.settings import Settings
 
-# Of virtual time, between two looks at reads that are waited for.
+# How far virtual time goes on before a read that is waited for is looked at again.
 _PAUSE_NS = 50_000
 
 
@@ -378,7 +378,21 @@ def _play(
         )
         experts = np.unique(event.ids).astype(np.int32)
         kinds = [kind for kind in COMPUTE_ORDER if kind in setup.shape.slots[layer][0]]
-        expert_ns = event_ns * (1 - dense) / (len(kinds) * max(1, n_computed))
-        for kind in kinds:
-            clock.use(layer, kind, experts, int(expert_ns))
-        clock.advance(int(event_ns * dense if n_computed else event_ns))
+        compute_layer(clock, layer, kinds, experts, event_ns, dense, n_computed)
+
+
+def compute_layer(
+    clock: Simulation,
+    layer: int,
+    kinds: Sequence[int],
+    experts: np.ndarray,
+    layer_ns: float,
+    dense_share: float,
+    n_computed: int,
+) -> None:
+    """The computing of a layer, which waits where the simulated disk has not read: its experts,
+    int32 [n], of which so many are computed, kind by kind, and what is outside of them."""
+    expert_ns = layer_ns * (1 - dense_share) / (len(kinds) * max(1, n_computed))
+    for kind in kinds:
+        clock.use(layer, kind, experts, int(expert_ns))
+    clock.advance(int(layer_ns * dense_share if n_computed else layer_ns))

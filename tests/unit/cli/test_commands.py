@@ -112,7 +112,7 @@ def test_what_would_run_is_said_of_what_a_chat_runs(monkeypatch):
         "cli.chat.open_engine",
         "cli.doctor.examine",
         "lab.check.examine",
-        "cost.planner.Planner",
+        "cli.plan.Planner",
     ):
         monkeypatch.setattr(f"orchestrator.{name}", takes)
     monkeypatch.setattr(ExpertModel, "open", lambda *_: nullcontext())

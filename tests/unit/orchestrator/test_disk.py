@@ -27,7 +27,7 @@ NATIVE = Path(__file__).resolve().parents[3] / "patches" / "native"
 
 
 def test_parts_are_those_of_the_store():
-    source = (NATIVE / "moe-edge-store.h").read_text()
+    source = (NATIVE / "moe-edge-reads.h").read_text()
     found = re.search(r"#define MOE_EDGE_PART_BYTES \((\d+) << (\d+)\)", source)
     assert found is not None
     assert int(found[1]) << int(found[2]) == disk.PART_BYTES

@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from threading import Event
 from typing import Any
 
+from starlette.applications import Starlette
+
 from orchestrator.errors import ConfigError
+from orchestrator.serve.app import application
+from orchestrator.serve.backend import State
 from orchestrator.serve.settings import ServeSettings
-from orchestrator.serve.state import State
 
 # Only what hangs takes so long.
 HANG_S = 120.0
@@ -177,6 +180,10 @@ class FakeBackend:
         self.asked.append((route, body))
         return self.requests[len(self.asked) - 1]
 
+    def count_tokens(self, text: str) -> tuple[int, int]:
+        """Of prose."""
+        return len(text) // 4, 12
+
     def costs(self) -> Any:
         return lambda: {"hit_rate": 0.5}
 
@@ -195,3 +202,8 @@ def state_with(backend: Any, **settings: Any) -> State:
     state = State(ServeSettings(**settings))
     state.backend = backend
     return state
+
+
+def app_for(backend: Any, **settings: Any) -> Starlette:
+    """The application that answers with a backend."""
+    return application(state_with(backend, **settings), lambda _line: None)

@@ -12,12 +12,12 @@ import pytest
 
 pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
 
-from asgi import HANG_S, Client, FakeBackend, FakeRequest, Reply, ask, state_with
+from asgi import HANG_S, Client, FakeBackend, FakeRequest, Reply, app_for, ask, state_with
 from starlette.types import ASGIApp
 
 from orchestrator.errors import NativeError
 from orchestrator.serve import answer
-from orchestrator.serve import state as state_module
+from orchestrator.serve import backend as state_module
 from orchestrator.serve.app import application
 from orchestrator.serve.wire import with_costs
 
@@ -36,7 +36,7 @@ def quiet(_line: str) -> None:
 
 def test_a_stream_comes_in_parts_and_its_last_one_has_the_costs() -> None:
     request = FakeRequest(200, True, [b"data: {}\n\n", FINAL, b"data: [DONE]\n\n"])
-    reply = ask(application(state_with(FakeBackend(request)), quiet), CHAT, STREAM)
+    reply = ask(app_for(FakeBackend(request)), CHAT, STREAM)
     assert reply.status == 200 and reply.headers["content-type"] == "text/event-stream"
     assert [reply.parts[0], reply.parts[2]] == [b"data: {}\n\n", b"data: [DONE]\n\n"]
     timings = json.loads(reply.parts[1].removeprefix(b"data: "))["timings"]
@@ -46,14 +46,14 @@ def test_a_stream_comes_in_parts_and_its_last_one_has_the_costs() -> None:
 
 def test_an_answer_at_once_has_the_costs_too() -> None:
     request = FakeRequest(200, False, [b'{"timings": {}}'])
-    reply = ask(application(state_with(FakeBackend(request)), quiet), CHAT, ASK)
+    reply = ask(app_for(FakeBackend(request)), CHAT, ASK)
     assert reply.headers["content-type"].startswith("application/json")
     assert reply.json()["timings"]["hit_rate"] == 0.5
 
 
 def test_letters_stay_as_they_are_beside_the_costs() -> None:
     request = FakeRequest(200, False, ['{"content": "fjord ø", "timings": {}}'.encode()])
-    reply = ask(application(state_with(FakeBackend(request)), quiet), CHAT, ASK)
+    reply = ask(app_for(FakeBackend(request)), CHAT, ASK)
     assert '"fjord ø"'.encode() in reply.body and b"hit_rate" in reply.body
 
 
@@ -62,16 +62,13 @@ def test_answers_without_figures_of_llama_cpps_have_ours() -> None:
         b'event: message_delta\ndata: {"type": "message_delta", "usage": {}}\n\n'
         b'event: message_stop\ndata: {"type": "message_stop"}\n\n'
     )
-    app = application(
-        state_with(
-            FakeBackend(
-                FakeRequest(200, False, [b'{"output": []}']),
-                FakeRequest(200, False, [b'{"content": []}']),
-                FakeRequest(200, True, [b"event: message_start\ndata: {}\n\n", summary]),
-                FakeRequest(200, False, [b'[{"timings": {"predicted_n": 1}}, {"timings": {}}]']),
-            )
-        ),
-        quiet,
+    app = app_for(
+        FakeBackend(
+            FakeRequest(200, False, [b'{"output": []}']),
+            FakeRequest(200, False, [b'{"content": []}']),
+            FakeRequest(200, True, [b"event: message_start\ndata: {}\n\n", summary]),
+            FakeRequest(200, False, [b'[{"timings": {"predicted_n": 1}}, {"timings": {}}]']),
+        )
     )
     for path in ("/v1/responses", "/v1/messages"):
         assert ask(app, path, ASK).json()["timings"]["hit_rate"] == 0.5
@@ -87,7 +84,7 @@ def test_answers_without_figures_of_llama_cpps_have_ours() -> None:
 
 def test_who_wants_some_fields_alone_gets_no_others() -> None:
     request = FakeRequest(200, False, [b'{"content": "timings"}'])
-    app = application(state_with(FakeBackend(request)), quiet)
+    app = app_for(FakeBackend(request))
     wanted = {"prompt": "a", "response_fields": ["content"]}
     assert ask(app, "/completion", wanted).json() == {"content": "timings"}
 
@@ -95,13 +92,13 @@ def test_who_wants_some_fields_alone_gets_no_others() -> None:
 @pytest.mark.parametrize("data", [ASK, STREAM])
 def test_what_llama_cpp_refuses_is_refused(data: dict[str, object]) -> None:
     request = FakeRequest(400, False, [b'{"error": {"message": "too long"}}'])
-    reply = ask(application(state_with(FakeBackend(request)), quiet), CHAT, data)
+    reply = ask(app_for(FakeBackend(request)), CHAT, data)
     assert reply.status == 400 and reply.json()["error"]["message"] == "too long"
 
 
 def test_what_the_model_cannot_do_is_no_failure_of_the_server() -> None:
     request = FakeRequest(501, False, [b'{"error": {"code": 501, "message": "no gaps"}}'])
-    reply = ask(application(state_with(FakeBackend(request)), quiet), "/infill", ASK)
+    reply = ask(app_for(FakeBackend(request)), "/infill", ASK)
     assert reply.status == 400
     assert reply.json()["error"]["code"] == 400 and reply.json()["error"]["message"] == "no gaps"
 
@@ -113,7 +110,7 @@ def test_a_step_that_failed_says_why() -> None:
         FakeRequest(200, True, [b"data: {}\n\n", b"data: " + failed + b"\n\n"]),
         FakeRequest(200, False, [b'{"choices": "Compute error."}']),
     )
-    app = application(state_with(backend), quiet)
+    app = app_for(backend)
     reply = ask(app, CHAT, ASK)
     assert reply.status == 500 and reply.json()["error"]["message"] == "the disk is gone"
     reply = ask(app, CHAT, STREAM)
@@ -132,7 +129,7 @@ def test_what_came_before_a_step_failed_is_sent() -> None:
     )
     request = FakeRequest(200, True, [said, failed, b"data: [DONE]\n\n"], at_once=True)
     request.run()
-    reply = ask(application(state_with(FakeBackend(request)), quiet), CHAT, STREAM)
+    reply = ask(app_for(FakeBackend(request)), CHAT, STREAM)
     assert reply.parts[0] == said
     assert b"the disk is gone" in reply.parts[1] and len(reply.parts) == 2
 
@@ -145,7 +142,7 @@ def test_what_came_before_a_step_failed_has_its_form_and_its_costs() -> None:
     request = FakeRequest(200, True, parts, at_once=True)
     request.run()
     data = {"prompt": "a", "logprobs": 1, "stream": True}
-    app = application(state_with(FakeBackend(request)), quiet)
+    app = app_for(FakeBackend(request))
     got = json.loads(ask(app, "/v1/completions", data).parts[0].removeprefix(b"data: "))
     assert got["choices"][0]["logprobs"]["text_offset"] == []
     assert got["timings"]["hit_rate"] == 0.5
@@ -177,7 +174,7 @@ def test_a_silent_stream_is_kept_alive_before_its_prompt_is_read(
         FakeRequest(400, False, [b'{"error": {}}'], hold),
         FakeRequest(500, False, [b'{"error": {"message": "Compute error."}}'], other),
     )
-    app = application(state_with(backend), quiet)
+    app = app_for(backend)
     reply = asyncio.run(streamed(app, hold, path))
     assert reply.status == 200 and reply.parts[0].startswith(b":")
     # An error that comes after the comments is an event, not a status.
@@ -212,7 +209,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_its_stream_begins(
     first, last = FakeRequest(200, False, [b"{}"], hold), FakeRequest(200, True, [FINAL])
     counted = [FakeRequest(200, False, [count]) for count in counts]
     backend = FakeBackend(first, *counted, last)
-    app = application(state_with(backend), quiet)
+    app = app_for(backend)
     body = json.dumps({**data, "stream": True}).encode()
 
     async def three() -> None:
@@ -222,6 +219,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_its_stream_begins(
         long = await asyncio.wait_for(Client(app, "POST", path, body).run(), HANG_S)
         error = long.json()["error"]
         assert long.status == 400 and error["type"] == "exceed_context_size_error"
+        assert (error["n_prompt_tokens"], error["n_ctx"]) == (512, 512)  # as upstream says it
         assert "512" in error["message"]
         short = await streamed(app, hold, path, {**data, "stream": True})
         assert short.status == 200 and short.parts[0].startswith(b":")
@@ -240,7 +238,7 @@ def test_what_cannot_be_read_is_refused_before_its_stream_begins(
     hold = Event()
     refused = FakeRequest(400, False, [b'{"error": {"message": "no such role"}}'])
     backend = FakeBackend(FakeRequest(200, False, [b"{}"], hold), refused)
-    app = application(state_with(backend), quiet)
+    app = app_for(backend)
 
     async def two() -> None:
         running = asyncio.create_task(Client(app, "POST", CHAT, ANY).run())
@@ -262,7 +260,7 @@ def test_a_stream_is_kept_alive_while_a_tool_call_is_withheld(
     pause = Event()
     role, call = b'data: {"role": "assistant"}\n\n', b'data: {"tool_calls": []}\n\n'
     request = FakeRequest(200, True, [role, call], pause=pause)
-    app = application(state_with(FakeBackend(request)), quiet)
+    app = app_for(FakeBackend(request))
 
     def kept_alive(parts: list[bytes]) -> bool:
         return len(parts[parts.index(role) :]) > 3 if role in parts else False
@@ -445,7 +443,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 def test_who_reads_nothing_until_the_timeout_is_cut() -> None:
     hold = Event()
     backend = FakeBackend(FakeRequest(200, True, [b"data: {}\n\n", FINAL], pause=hold))
-    app = application(state_with(backend, timeout=1), quiet)
+    app = app_for(backend, timeout=1)
 
     async def run() -> None:
         deaf = Deaf(app, STREAM)
@@ -461,7 +459,7 @@ def test_a_grammar_that_is_given_up_in_an_answer_is_the_requests_fault() -> None
         FakeRequest(500, False, [failed]),
         FakeRequest(200, True, [b"data: {}\n\n", b"data: " + failed + b"\n\n"]),
     )
-    app = application(state_with(backend), quiet)
+    app = app_for(backend)
     reply = ask(app, CHAT, ASK)
     assert reply.status == 400
     assert reply.json()["error"]["message"] == "the grammar is refused: why"
@@ -493,7 +491,7 @@ class Exhausted(FakeRequest):
 def test_an_answer_without_memory_is_an_error_in_a_sentence() -> None:
     parts = [b"data: {}\n\n"]
     backend = FakeBackend(Exhausted(200, False, []), Exhausted(200, True, parts))
-    app = application(state_with(backend), quiet)
+    app = app_for(backend)
     reply = ask(app, CHAT, ASK)
     assert reply.status == 500 and "no memory" in reply.json()["error"]["message"]
     reply = ask(app, CHAT, STREAM)

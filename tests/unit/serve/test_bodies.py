@@ -11,13 +11,12 @@ import pytest
 
 pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
 
-from asgi import HANG_S, Client, FakeBackend, FakeRequest, ask, state_with
+from asgi import HANG_S, Client, FakeBackend, FakeRequest, app_for, ask, state_with
 
-from orchestrator.serve import app as app_module
-from orchestrator.serve import bodies as module
+from orchestrator.serve import requests as app_module
+from orchestrator.serve.admission import BODY_FACTOR, KEPT, Bodies, Body
 from orchestrator.serve.app import application
 from orchestrator.serve.backend import server_config
-from orchestrator.serve.bodies import BODY_FACTOR, KEPT, TRIM_FROM_BYTES, Bodies, Body
 from orchestrator.serve.wire import Refusal
 
 WORKERS = ThreadPoolExecutor(2)
@@ -163,34 +162,41 @@ def test_bodies_are_looked_at_beside_the_event_loop(monkeypatch: pytest.MonkeyPa
         usual(*arguments)
 
     monkeypatch.setattr(app_module, "settle_fields", settle)
-    app = application(
-        state_with(FakeBackend(*(FakeRequest(200, False, [b"{}"]) for _ in range(2)))), quiet
-    )
+    app = app_for(FakeBackend(*(FakeRequest(200, False, [b"{}"]) for _ in range(2))))
     assert ask(app, COMPLETIONS, {"prompt": "a"}).status == 200
     assert ask(app, "/tokenize", {"content": "a"}).status == 200
     assert len(threads) == 2 and all("quick" in name for name in threads)
 
 
-def test_memory_is_given_back_once_for_all_who_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the end of each long body, and never twice in the line of the threads."""
-    trimmed, go_on = [], threading.Event()
-    monkeypatch.setattr(module, "trim", lambda: trimmed.append(1))
+LIMIT = 2**17
 
-    async def run() -> None:
-        workers = ThreadPoolExecutor(1)
-        workers.submit(go_on.wait, HANG_S)
-        bodies = Bodies(workers)
-        for n_bytes in (10, TRIM_FROM_BYTES, 2 * TRIM_FROM_BYTES, TRIM_FROM_BYTES):
-            body = Body(bodies, 2**20)
-            body.count(n_bytes // 2)
-            body.count(n_bytes)
-            body.take()
-            body.close()
-        go_on.set()
-        workers.shutdown()
 
-    asyncio.run(run())
-    assert trimmed == [1]
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens", COMPLETIONS])
+@pytest.mark.parametrize(
+    ("n_chars", "chars_a_token", "word", "passes"),
+    [
+        (LIMIT // 4 - 100, 1, LIMIT, True),  # whatever it is
+        (LIMIT // 2, 1, 1, False),
+        (LIMIT // 2, 2, 1, True),
+        (LIMIT - 100, 4, 12, False),
+        (LIMIT - 100, 5, 12, True),
+        (LIMIT // 2, 1000, LIMIT // 2, False),
+    ],
+)
+def test_a_text_that_would_take_more_than_is_held_for_a_body_is_refused(
+    path: str, n_chars: int, chars_a_token: int, word: int, passes: bool
+) -> None:
+    """Where each character is a token it took 96 times its length, and one long word 120 times."""
+    backend = FakeBackend(FakeRequest(200, False, [b"{}"]))
+    backend.count_tokens = lambda text: (len(text) // chars_a_token, word)  # type: ignore[method-assign]
+    text = "a" * n_chars
+    data = {"content": text} if path == "/tokenize" else {"prompt": text}
+    if "messages" in path:
+        data = {"messages": [{"role": "user", "content": text}]}  # type: ignore[dict-item]
+    reply = ask(app_for(backend), path, data)
+    assert (reply.status, bool(backend.asked)) == ((200, True) if passes else (400, False))
+    says = "raise --body-limit" if path == "/tokenize" or word > 12 else "available context size"
+    assert passes or says in reply.json()["error"]["message"]
 
 
 def test_a_body_never_counts_for_more_than_there_is() -> None:

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
 
-from asgi import Client, FakeBackend, FakeRequest, ask, state_with
+from asgi import Client, FakeBackend, FakeRequest, app_for, ask, state_with
 
 from orchestrator.cli.main import cli
 from orchestrator.errors import ConfigError, NativeError
@@ -29,7 +29,7 @@ def with_said(**more: Any) -> bytes:
 
 def app_with(**settings: Any) -> Any:
     answers = [FakeRequest(200, False, [b'{"ok": 1}']) for _ in range(4)]
-    return application(state_with(FakeBackend(*answers), **settings), lambda _line: None)
+    return app_for(FakeBackend(*answers), **settings)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_body_that_the_context_has_room_for_is_told_which_limit_it_needs() -> 
     ):
         backend = FakeBackend()
         backend.slot_context = n_ctx
-        app = application(state_with(backend), lambda _line: None)
+        app = app_for(backend)
         reply = ask(app, CHAT, b" " * 2**18)
         said = reply.json()["error"]["message"]
         assert reply.status == 413 and "--body-limit" in said and says in said, said
@@ -182,7 +182,7 @@ class Failing(FakeBackend):
 
 
 def test_a_native_failure_on_a_quick_path_is_its_sentence() -> None:
-    app = application(state_with(Failing()), lambda _line: None)
+    app = app_for(Failing())
     for path, data in (("/tokenize", {"content": "a"}), ("/props", None)):
         reply = ask(app, path, data)
         assert reply.status == 500
@@ -196,7 +196,7 @@ def test_a_count_for_anthropics_clients_has_errors_in_their_form() -> None:
         ("/v1/chat/completions/input_tokens", None),
     ):
         backend = FakeBackend(FakeRequest(400, False, [error]))
-        app = application(state_with(backend), lambda _line: None)
+        app = app_for(backend)
         reply = ask(app, path, MESSAGE)
         assert reply.status == 400 and reply.json()["error"]["message"] == "no"
         assert reply.json().get("type") == outer
@@ -204,10 +204,7 @@ def test_a_count_for_anthropics_clients_has_errors_in_their_form() -> None:
 
 def test_what_takes_more_memory_than_its_length_says_is_less() -> None:
     """Small values and pieces of tokens take a hundred times their length and more."""
-    app = application(
-        state_with(FakeBackend(*(FakeRequest(200, False, [b"{}"]) for _ in range(2)))),
-        lambda _line: None,
-    )
+    app = app_for(FakeBackend(*(FakeRequest(200, False, [b"{}"]) for _ in range(2))))
     for path, data, says in (
         (CHAT, {**MESSAGE, "chat_template_kwargs": {"a": [[]] * 11_000}}, "at most 10922 values"),
         ("/tokenize", {"content": "a" * 20_000, "with_pieces": True}, "at most 16 KiB"),
@@ -221,7 +218,7 @@ def test_what_takes_more_memory_than_its_length_says_is_less() -> None:
 
 def test_settings_for_the_policy_are_few_and_short() -> None:
     """They are kept while a request waits."""
-    app = application(state_with(FakeBackend()), lambda _line: None)
+    app = app_for(FakeBackend())
     for wrong in ({"a": []}, {"a": "x" * 300}, {str(n): 1 for n in range(33)}):
         reply = ask(app, CHAT, {**MESSAGE, "moe_edge": wrong})
         assert reply.status == 400 and "moe_edge" in reply.json()["error"]["message"]
@@ -230,10 +227,7 @@ def test_settings_for_the_policy_are_few_and_short() -> None:
 def test_a_model_is_found_by_its_name() -> None:
     found = {"id": "org/demo", "object": "model"}
     text = json.dumps({"data": [found], "models": []}).encode()
-    app = application(
-        state_with(FakeBackend(*(FakeRequest(200, False, [text]) for _ in range(3)))),
-        lambda _line: None,
-    )
+    app = app_for(FakeBackend(*(FakeRequest(200, False, [text]) for _ in range(3))))
     assert ask(app, "/v1/models/org/demo").json() == found
     assert ask(app, "/models/org/demo").status == 200
     other = ask(app, "/v1/models/gpt-5")
@@ -278,14 +272,14 @@ def test_a_path_in_the_log_is_one_line_as_it_was_asked_for() -> None:
 
 def test_a_client_may_not_choose_its_slot() -> None:
     backend = FakeBackend(FakeRequest(200, False, [b"{}"]))
-    ask(application(state_with(backend), lambda _line: None), CHAT, {**MESSAGE, "id_slot": 7})
+    ask(app_for(backend), CHAT, {**MESSAGE, "id_slot": 7})
     (route, body) = backend.asked[0]
     assert route == CHAT and b"id_slot" not in body and b"messages" in body
 
 
 def test_settings_of_one_request_go_to_the_policy_and_not_to_llama_cpp() -> None:
     backend = FakeBackend(FakeRequest(200, False, [b"{}"]))
-    app = application(state_with(backend), lambda _line: None)
+    app = app_for(backend)
     assert ask(app, CHAT, {**MESSAGE, "moe_edge": {"retention": 0.5}}).status == 200
     assert backend.changes == [{"retention": 0.5}]
     assert b"moe_edge" not in backend.asked[0][1]
@@ -297,7 +291,7 @@ def test_settings_of_one_request_go_to_the_policy_and_not_to_llama_cpp() -> None
 def test_a_path_without_v1_is_llama_cpps_own() -> None:
     """`/completions` has llama.cpp's answer, with `content`; `/v1/completions` has OpenAI's."""
     backend = FakeBackend(*(FakeRequest(200, False, [b"{}"]) for _ in range(3)))
-    app = application(state_with(backend), lambda _line: None)
+    app = app_for(backend)
     for path in ("/completions", "/completion", "/v1/completions"):
         assert ask(app, path, {"prompt": "a"}).status == 200
     routes = [route for route, _ in backend.asked]

@@ -7,7 +7,8 @@ from functools import partial
 
 import pytest
 
-from orchestrator.serve.gate import Gate, TooMany, Unread
+from orchestrator.serve.admission import Gate, Unread
+from orchestrator.serve.wire import Refusal
 
 
 def test_requests_run_in_their_order_and_the_rest_waits() -> None:
@@ -16,7 +17,7 @@ def test_requests_run_in_their_order_and_the_rest_waits() -> None:
         tickets = [gate.join() for _ in range(4)]
         assert [each.turn.done() for each in tickets] == [True, True, False, False]
         assert (gate.running, gate.waiting) == (2, 2)
-        with pytest.raises(TooMany):
+        with pytest.raises(Refusal):
             gate.join()
         assert gate.refused == 1
         tickets[1].leave()
@@ -50,7 +51,7 @@ def test_who_would_wait_behind_a_wide_request_counts_as_waiting() -> None:
         gate = Gate(places=2, queue=1)
         gate.join()
         gate.join(2)
-        with pytest.raises(TooMany):
+        with pytest.raises(Refusal):
             gate.join()  # a place is free, and it would have to overtake
 
     asyncio.run(line())
@@ -60,7 +61,7 @@ def test_an_empty_queue_refuses_only_who_would_have_to_wait() -> None:
     async def line() -> None:
         gate = Gate(places=1, queue=0)
         ticket = gate.join()
-        with pytest.raises(TooMany):
+        with pytest.raises(Refusal):
             gate.join()
         ticket.leave()
         assert gate.join().turn.done()

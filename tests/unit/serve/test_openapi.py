@@ -12,12 +12,11 @@ import pytest
 
 pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
 
-from asgi import FakeBackend, ask, state_with
+from asgi import FakeBackend, app_for, ask
 from served import serving
 from starlette.routing import Route
 
-from orchestrator.serve.app import application
-from orchestrator.serve.openapi import document
+from orchestrator.serve.schemas import document
 
 # What a server must never do to any request, and what holds of each answer.
 CHECKS = (
@@ -29,7 +28,7 @@ CHECKS = (
 
 
 def test_it_describes_each_path_and_no_other() -> None:
-    app = application(state_with(FakeBackend()), lambda _line: None)
+    app = app_for(FakeBackend())
     routes = {
         (route.path.replace(":path}", "}"), method.lower())
         for route in app.routes
@@ -50,7 +49,7 @@ def test_what_it_refers_to_is_there() -> None:
 
 
 def test_it_needs_the_key_and_says_so() -> None:
-    app = application(state_with(FakeBackend(), api_key="k"), lambda _line: None)
+    app = app_for(FakeBackend(), api_key="k")
     assert ask(app, "/openapi.json").status == 401
     found = ask(app, "/openapi.json", x_api_key="k").json()
     (scheme,) = found["components"]["securitySchemes"].values()
@@ -58,7 +57,7 @@ def test_it_needs_the_key_and_says_so() -> None:
 
 
 def test_a_wrong_method_is_told_the_right_one() -> None:
-    app = application(state_with(FakeBackend()), lambda _line: None)
+    app = app_for(FakeBackend())
     assert ask(app, "/tokenize", method="GET").headers["allow"] == "POST"
 
 

@@ -9,10 +9,9 @@ import pytest
 
 pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
 
-from asgi import FakeBackend, ask, state_with
+from asgi import FakeBackend, app_for, ask
 
-from orchestrator.serve.app import application
-from orchestrator.serve.page import PAGE
+from orchestrator.serve.views import PAGE
 
 
 class Elements(HTMLParser):
@@ -31,7 +30,7 @@ def elements() -> list[tuple[str, dict[str, str | None]]]:
 
 
 def test_the_page_needs_no_key_and_may_speak_to_this_server_alone() -> None:
-    app = application(state_with(FakeBackend(), api_key="k"), lambda _line: None)
+    app = app_for(FakeBackend(), api_key="k")
     reply = ask(app, "/")
     assert reply.status == 200 and reply.body == PAGE.read_bytes()
     assert "default-src 'none'" in reply.headers["content-security-policy"]

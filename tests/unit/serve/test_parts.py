@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.serve import parts as module
-from orchestrator.serve.parts import FAST, Parts, outlasting
+from orchestrator.serve import answer as module
+from orchestrator.serve.admission import outlasting
+from orchestrator.serve.answer import FAST, Parts
 
 N = 20_000
 # Only what hangs takes so long. A rest that is not cut short takes ten times as long.

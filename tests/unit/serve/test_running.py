@@ -22,9 +22,9 @@ from served import DEMO, HANG_S, Served, serving
 
 from orchestrator.config import Config
 from orchestrator.errors import NativeError
-from orchestrator.serve import library as library_module
+from orchestrator.serve import backend as library_module
 from orchestrator.serve import run as module
-from orchestrator.serve.library import Stopped, server_library
+from orchestrator.serve.backend import Stopped, server_library
 from orchestrator.serve.run import LEAST_CONNECTIONS, MOST_CONNECTIONS, Running, most_connections
 from orchestrator.serve.settings import ServeSettings
 

@@ -21,14 +21,13 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
 
-from asgi import Client, FakeBackend, FakeRequest, Reply, ask, state_with
+from asgi import Client, FakeBackend, FakeRequest, Reply, app_for, ask
 from served import DEMO, HANG_S, Served, serving
 
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.engine.texts import log_softmax
 from orchestrator.lab.eval.judge import Judge
-from orchestrator.serve.app import application
 from orchestrator.serve.backend import (
     SCORE_BYTES,
     SCORED_MOST,
@@ -94,7 +93,7 @@ class ScoringBackend(FakeBackend):
 
 
 def scored(data: dict[str, Any], model: ByteModel | None = None) -> Any:
-    reply = ask(application(state_with(ScoringBackend(model)), lambda _line: None), PATH, data)
+    reply = ask(app_for(ScoringBackend(model)), PATH, data)
     assert reply.status == 200, reply.body
     return reply.json()
 
@@ -145,7 +144,7 @@ def scored(data: dict[str, Any], model: ByteModel | None = None) -> Any:
 )
 def test_any_other_echo_is_refused(path: str, change: dict[str, Any], names: str) -> None:
     backend = ScoringBackend()
-    reply = ask(application(state_with(backend), lambda _line: None), path, ASK | change)
+    reply = ask(app_for(backend), path, ASK | change)
     assert reply.status == 400 and names in reply.json()["error"]["message"], reply.body
     assert not backend.asked
 
@@ -153,7 +152,7 @@ def test_any_other_echo_is_refused(path: str, change: dict[str, Any], names: str
 def test_without_echo_nothing_changes() -> None:
     backend = ScoringBackend()
     data = ASK | {"echo": False, "logprobs": 5, "max_tokens": 9}
-    assert ask(application(state_with(backend), lambda _line: None), PATH, data).status == 200
+    assert ask(app_for(backend), PATH, data).status == 200
     assert json.loads(backend.asked[0][1]) == data
 
 
@@ -235,7 +234,7 @@ def test_others_go_on_while_the_answer_is_written() -> None:
             await super()._send(message)
 
     async def run() -> Reply:
-        app = application(state_with(ScoringBackend()), lambda _line: None)
+        app = app_for(ScoringBackend())
         body = json.dumps(ASK | {"prompt": "a" * 512}).encode()
         asking = asyncio.create_task(Counting(app, "POST", PATH, body).run())
         nonlocal turns
@@ -257,7 +256,7 @@ def test_what_is_scored_is_what_the_plan_has() -> None:
     assert planned[1] - planned[0] == 100 * SCORE_BYTES
     backend = ScoringBackend()
     backend.most_scored = 3
-    app = application(state_with(backend), lambda _line: None)
+    app = app_for(backend)
     refused = ask(app, PATH, ASK | {"prompt": ["ab", "cd"]})
     assert refused.status == 400 and "echo 3 at most" in refused.json()["error"]["message"]
 
@@ -267,7 +266,7 @@ def test_what_is_scored_is_what_the_plan_has() -> None:
     [(Stopped(), 503, "shutting down"), (RuntimeError("no idea"), 500, "the policy failed")],
 )
 def test_what_fails_is_said_in_a_sentence(error: Exception, status: int, says: str) -> None:
-    app = application(state_with(ScoringBackend(error=error)), lambda _line: None)
+    app = app_for(ScoringBackend(error=error))
     reply = ask(app, PATH, ASK)
     assert reply.status == status and says in reply.json()["error"]["message"]
 

@@ -11,12 +11,12 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
 
-from asgi import Client, FakeBackend, FakeRequest, ask, state_with
+from asgi import Client, FakeBackend, FakeRequest, app_for, ask, state_with
 from served import Served, serving
 from speaking import CAPITAL, post
 
+from orchestrator.serve.admission import Conversation, Seats, conversation_of, with_seat
 from orchestrator.serve.app import application
-from orchestrator.serve.seats import Conversation, Seats, conversation_of, with_seat
 
 CHAT = "/v1/chat/completions"
 SYSTEM = {"role": "system", "content": "You are a helper who knows many countries. " * 6}
@@ -125,7 +125,7 @@ def test_the_field_is_added_to_any_object(body: bytes) -> None:
 def test_the_server_names_it_and_a_client_cannot() -> None:
     answers = [FakeRequest(200, False, [b"{}"]) for _ in range(4)]
     backend = FakeBackend(*answers)
-    app = application(state_with(backend, parallel=2), lambda _line: None)
+    app = app_for(backend, parallel=2)
     for text in ("one", "two"):
         ask(app, CHAT, {**chat(text), "id_slot": 7})
     ask(app, CHAT, chat("one", "said", "more"))
@@ -133,7 +133,7 @@ def test_the_server_names_it_and_a_client_cannot() -> None:
     named = [json.loads(body).get("id_slot") for _, body in backend.asked]
     assert named == [0, 1, 0, None]
     alone = FakeBackend(FakeRequest(200, False, [b"{}"]))
-    ask(application(state_with(alone), lambda _line: None), CHAT, chat("one"))
+    ask(app_for(alone), CHAT, chat("one"))
     assert "id_slot" not in json.loads(alone.asked[0][1])
 
 

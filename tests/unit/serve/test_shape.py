@@ -9,10 +9,9 @@ import pytest
 
 pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
 
-from asgi import FakeBackend, FakeRequest, ask, state_with
+from asgi import FakeBackend, FakeRequest, app_for, ask
 
-from orchestrator.serve.app import application
-from orchestrator.serve.requests import LIMITS
+from orchestrator.serve.wire import LIMITS
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 NATIVE = "/completion"
@@ -32,7 +31,7 @@ def answered(path: str, data: dict[str, Any], *answers: Any, status: int = 200) 
     if is_stream:
         parts = [b"data: " + part + b"\n\n" for part in parts]
     backend = FakeBackend(FakeRequest(status, is_stream, parts))
-    reply = ask(application(state_with(backend), lambda _line: None), path, data)
+    reply = ask(app_for(backend), path, data)
     assert reply.status == status
     events = [line[6:] for line in reply.body.split(b"\n") if line.startswith(b"data: ")]
     got = [json.loads(each) for each in events] if is_stream else reply.json()
@@ -112,7 +111,7 @@ def test_probabilities_of_all_prompts_have_one_bound(
     ],
 )
 def test_more_probabilities_are_refused(path: str, data: dict[str, Any], says: str) -> None:
-    reply = ask(application(state_with(FakeBackend()), lambda _line: None), path, data)
+    reply = ask(app_for(FakeBackend()), path, data)
     assert reply.status == 400 and says in reply.json()["error"]["message"], reply.body
 
 

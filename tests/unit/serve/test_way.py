@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
 
 import uvicorn
-from asgi import HANG_S, Client, FakeBackend, FakeRequest, state_with
+from asgi import HANG_S, Client, FakeBackend, FakeRequest, app_for, state_with
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
@@ -142,7 +142,7 @@ def test_a_refusal_arrives_though_its_client_still_sends(
     host: str, length: int, status: int
 ) -> None:
     """A connection that is closed on unread bytes is reset, and what was said is lost."""
-    with running(application(state_with(FakeBackend()), quiet), 30.0) as (port, _):
+    with running(app_for(FakeBackend()), 30.0) as (port, _):
         for _ in range(5):
             with connected(port) as sock:
                 head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
@@ -155,7 +155,7 @@ def test_what_nobody_reads_is_dropped_for_a_while_and_no_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(door, "DROP_S", 0.1)
-    with running(application(state_with(FakeBackend()), quiet), 30.0) as (port, server):
+    with running(app_for(FakeBackend()), 30.0) as (port, server):
         with connected(port) as sock:
             sock.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nHost: evil\r\nConnection: close\r\n"

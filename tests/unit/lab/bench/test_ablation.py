@@ -190,18 +190,18 @@ def test_a_failed_row_is_shown_and_has_no_speedup(monkeypatch, no_disk):
 
 def test_plot_shows_every_row_of_every_cap(faked, tmp_path):
     pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
-    from orchestrator.lab.bench import ablation_plot
+    from orchestrator.lab.bench.ablation import draw_bars
 
     report, _ = faked
     (tmp_path / "a" / "b").mkdir(parents=True)
-    png, svg = ablation_plot.draw(report, tmp_path / "a" / "b")
+    png, svg = draw_bars(report, tmp_path / "a" / "b")
     assert png.read_bytes().startswith(b"\x89PNG")
     texts = ["".join(node.itertext()) for node in ET.parse(svg).iter() if node.tag.endswith("text")]
     for name in (*ROWS, "cap of 60%", "cap of 80%", "TTFT, ms", "TPOT, ms (median step)"):
         assert name in texts
     assert texts.count("20.0  (5.00x)") == 2  # row 6 under both caps
     assert any("tiny-olmoe" in text for text in texts)
-    again = ablation_plot.draw(report, tmp_path)[1]
+    again = draw_bars(report, tmp_path)[1]
     assert again.read_bytes() == svg.read_bytes()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.lab.bench.bounds import Computing, add_bound, bound_notes, computing, step_bytes
+from orchestrator.lab.bench.caps import Computing, add_bound, bound_notes, computing, step_bytes
 
 ALL_HIGH = {"high": 1.0, "low": 0.0, "skip": 0.0}
 

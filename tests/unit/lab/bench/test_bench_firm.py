@@ -9,16 +9,16 @@ from click.testing import CliRunner
 
 from orchestrator.cli.main import cli
 from orchestrator.errors import ConfigError, SettingError
-from orchestrator.lab.bench.firm import live_cases
-from orchestrator.lab.bench.firm_replay import (
+from orchestrator.lab.bench.firm import (
     BASE,
     LENGTH_ROWS,
     NO_PREFETCH,
     OURS,
     PAPERS,
+    live_cases,
     played_rows,
 )
-from orchestrator.lab.bench.firm_replay import FirmOptions as Options
+from orchestrator.lab.bench.firm import FirmOptions as Options
 from orchestrator.policy import POLICIES
 from orchestrator.policy.firm import AGREE_WAYS
 

@@ -13,6 +13,7 @@ from orchestrator.lab.bench import gpu
 from orchestrator.lab.bench.ablation import BASELINE, CACHE, MIXED_AHEAD, SKIP_AHEAD
 from orchestrator.lab.bench.gpu import (
     MANAGED_ON_GPU,
+    PAPER,
     UPSTREAM,
     UPSTREAM_CPU,
     UPSTREAM_ON_GPU,
@@ -20,12 +21,9 @@ from orchestrator.lab.bench.gpu import (
     GpuLoop,
     GpuOptions,
     Room,
-    gpu_cases,
-)
-from orchestrator.lab.bench.gpu_goals import (
-    PAPER,
     add_bounds,
     add_ratios,
+    gpu_cases,
     gpu_goals,
     streamed,
 )

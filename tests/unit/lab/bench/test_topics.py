@@ -19,13 +19,11 @@ from orchestrator.lab.bench.topics import (
     CONTEXT,
     FIXED,
     RESTLESS,
+    WINDOW,
     TopicOptions,
     Topics,
-    topic_cases,
-)
-from orchestrator.lab.bench.topics_figures import (
-    WINDOW,
     placement_goals,
+    topic_cases,
     topic_goals,
     topic_row,
     topic_rows,

@@ -15,7 +15,7 @@ from judged import choices, model, text
 
 from orchestrator.cli.main import cli
 from orchestrator.lab.study import study
-from orchestrator.lab.study.passes import Passes
+from orchestrator.lab.study.subject import Passes
 
 __all__ = ["choices", "domains", "model", "published", "text"]
 

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from orchestrator.cli.main import cli
 from orchestrator.lab.study import study
-from orchestrator.lab.study.passes import Passes, duration
+from orchestrator.lab.study.subject import Passes, duration
 
 
 def test_a_pass_says_which_it_is_and_what_is_left() -> None:

@@ -1,24 +1,59 @@
-"""What the store and the queue count, as Prometheus reads it."""
+"""What people and monitors see of the server: the page at `/`, and what Prometheus reads."""
 
 from __future__ import annotations
 
+import hashlib
+import re
+from base64 import b64encode
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from starlette.responses import Response
 
 from gguf_tools.process import peak_rss_bytes
 from orchestrator.events import Phase
-from orchestrator.serve.backend import Backend
-from orchestrator.serve.bodies import Bodies
-from orchestrator.serve.gate import Gate, Unread
+from orchestrator.serve.backend import Backend, State
 
+# One file of ours, which works without network.
+PAGE = Path(__file__).with_name("page.html")
 PREFIX = "moe_edge_"
 Labels = Mapping[str, str]
 
 
-def metrics_text(backend: Backend, gate: Gate, unread: Unread, bodies: Bodies) -> str:
+def page_response() -> Response:
+    """The page, and what a browser may do for it: run its own script, use its own style, and ask
+    this server. Whatever an answer brought into it could do neither."""
+    text = PAGE.read_text(encoding="utf-8")
+    may = (
+        "default-src 'none'",
+        f"style-src '{_digest(text, 'style')}'",
+        f"script-src '{_digest(text, 'script')}'",
+        "img-src data:",
+        "connect-src 'self'",
+        "frame-ancestors 'none'",
+        "base-uri 'none'",
+        "form-action 'none'",
+    )
+    headers = {
+        "content-security-policy": "; ".join(may),
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+    return Response(text, headers=headers, media_type="text/html")
+
+
+def _digest(text: str, tag: str) -> str:
+    """An inline element as Content Security Policy names it (level 2, section 7.17.2)."""
+    (inner,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    return "sha256-" + b64encode(hashlib.sha256(inner.encode()).digest()).decode()
+
+
+def metrics_text(state: State, backend: Backend) -> str:
     """Counters and gauges in Prometheus's text format."""
     lines: list[str] = []
     last = ""
-    for name, kind, help, labels, value in _samples(backend, gate, unread, bodies):
+    for name, kind, help, labels, value in _samples(state, backend):
         if name != last:
             lines += [f"# HELP {PREFIX}{name} {help}", f"# TYPE {PREFIX}{name} {kind}"]
             last = name
@@ -27,9 +62,8 @@ def metrics_text(backend: Backend, gate: Gate, unread: Unread, bodies: Bodies) -
     return "\n".join(lines) + "\n"
 
 
-def _samples(
-    backend: Backend, gate: Gate, unread: Unread, bodies: Bodies
-) -> Iterator[tuple[str, str, str, Labels, float]]:
+def _samples(state: State, backend: Backend) -> Iterator[tuple[str, str, str, Labels, float]]:
+    gate, bodies, unread = state.gate, state.bodies, state.unread
     yield "requests_running", "gauge", "Requests that decode now.", {}, gate.running
     yield "requests_waiting", "gauge", "Requests that wait for their turn.", {}, gate.waiting
     yield "requests_refused_total", "counter", "Requests refused with 429.", {}, gate.refused

@@ -1,0 +1,341 @@
+"""What may be here at once: turns, sequences, bodies of requests, and answers that nobody reads.
+
+All of it is of one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import hashlib
+import json
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from orchestrator.serve.wire import ANTHROPIC, Refusal
+
+T = TypeVar("T")
+
+# Of answers that are made and that nobody reads.
+UNREAD_BYTES = 4 * 2**20
+# What each answer may take for the probabilities of its tokens.
+PROBS_BYTES = 5 << 20
+# What reading a body may take, its tokens and llama.cpp's objects among it, for each byte of the
+# longest one; `orchestrator.serve.requests` refuses a body that would take more.
+BODY_FACTOR = 40
+# So many of the longest bodies may arrive and wait at once.
+KEPT = 8
+# An entry of a request's state: its answer may wait for its client for longer than others.
+PACES_ITSELF = "paces_itself"
+# What is freed goes back to the system from this length on.
+RETURN_FROM_BYTES = 2**19
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+# A text without messages is compared with others in pieces of so many characters.
+_PIECE_CHARS = 64
+_SHARED = ("system", "developer")
+
+
+class Ticket:
+    """A request's place in the line. turn is done when it may run; leave gives the place back, at
+    any time, and has to be called once."""
+
+    def __init__(self, gate: Gate, places: int) -> None:
+        self.places = places
+        self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._gate = gate
+
+    def leave(self) -> None:
+        self._gate._leave(self)
+
+
+class Gate:
+    """Lets requests in by their order, each with as many places as it takes.
+
+    running: requests now; refused: those that the queue had no room for, ever.
+    """
+
+    def __init__(self, places: int, queue: int) -> None:
+        """places: answers at once; queue: requests that may wait."""
+        self.places, self.queue = places, queue
+        self.running = self.refused = 0
+        self._free = places
+        self._line: deque[Ticket] = deque()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._line)
+
+    def join(self, places: int = 1) -> Ticket:
+        """A place in the line, of which its turn may come at once. Raises Refusal where the
+        queue is full, and ValueError for more places than there are."""
+        if not 1 <= places <= self.places:
+            raise ValueError(f"{places} places of {self.places}")
+        must_wait = self._line or places > self._free
+        if must_wait and self.waiting >= self.queue:
+            self.refused += 1
+            raise Refusal(429, "too many requests wait already (--queue): try again later")
+        ticket = Ticket(self, places)
+        self._line.append(ticket)
+        self._call_next()
+        return ticket
+
+    def _leave(self, ticket: Ticket) -> None:
+        if ticket.turn.done():
+            self.running -= 1
+            self._free += ticket.places
+        else:
+            self._line.remove(ticket)
+            ticket.turn.cancel()
+        self._call_next()
+
+    def _call_next(self) -> None:
+        while self._line and self._line[0].places <= self._free:
+            ticket = self._line.popleft()
+            self._free -= ticket.places
+            self.running += 1
+            ticket.turn.set_result(None)
+
+
+class Unread:
+    """Answers that are made and that their clients have not taken, in memory: n_bytes of them."""
+
+    def __init__(self, most_bytes: int) -> None:
+        """most_bytes: beyond it the answer that waits the longest is given up, but never the last
+        one."""
+        self.n_bytes = 0
+        self._most_bytes = most_bytes
+        self._kept: dict[object, tuple[int, Callable[[], None]]] = {}
+
+    def keep(self, owner: object, n_bytes: int, give_up: Callable[[], None]) -> None:
+        """owner calls leave once its client has taken all, or is gone."""
+        self._kept[owner] = n_bytes, give_up
+        self.n_bytes += n_bytes
+        while self.n_bytes > self._most_bytes and len(self._kept) > 1:
+            oldest = next(iter(self._kept))
+            _, give_up = self._kept[oldest]
+            self.leave(oldest)
+            give_up()
+
+    def leave(self, owner: object) -> None:
+        n_bytes, _ = self._kept.pop(owner, (0, None))
+        self.n_bytes -= n_bytes
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A request as pieces whose beginnings can be compared. n_common: how many of the first ones
+    others have, too, without being the same conversation: tools, and what a system says."""
+
+    pieces: tuple[bytes, ...] = ()
+    n_common: int = 0
+
+    def goes_on(self, before: Conversation) -> int:
+        """How many pieces it shares with one that it continues, repeats, or says the last piece of
+        in another way; else 0."""
+        shared = 0
+        for ours, theirs in zip(self.pieces, before.pieces, strict=False):
+            if ours != theirs:
+                break
+            shared += 1
+        enough = max(self.n_common + 1, len(before.pieces) - 1)
+        return shared if shared >= enough else 0
+
+
+def conversation_of(route: str, data: dict[str, Any]) -> Conversation | None:
+    """What a request goes on from; None where no sequence can be named for it."""
+    prompt = data.get("prompt", data.get("input_prefix"))
+    # llama.cpp's form of Anthropic's requests drops the field that names a sequence.
+    if route == ANTHROPIC or data.get("n_cmpl", data.get("n", 1)) not in (None, 1):
+        return None
+    messages = data.get("messages", data.get("input"))
+    if messages is not None:
+        return _of_messages(messages, data)
+    if isinstance(prompt, str) or (
+        isinstance(prompt, list) and all(isinstance(each, int) for each in prompt)
+    ):
+        cut = range(0, len(prompt), _PIECE_CHARS)
+        return Conversation(_digests(prompt[at : at + _PIECE_CHARS] for at in cut))
+    return None  # several prompts, each of which takes a sequence
+
+
+def _of_messages(messages: Any, data: dict[str, Any]) -> Conversation:
+    said = messages if isinstance(messages, list) else [messages]
+    before = [data.get("tools"), data.get("instructions")]
+    n_system = 0
+    for each in said:
+        if not isinstance(each, dict) or each.get("role") not in _SHARED:
+            break
+        n_system += 1
+    return Conversation(_digests([*before, *said]), len(before) + n_system)
+
+
+def _digests(pieces: Iterable[Any]) -> tuple[bytes, ...]:
+    return tuple(
+        hashlib.sha256(json.dumps(piece, sort_keys=True).encode()).digest() for piece in pieces
+    )
+
+
+@dataclass
+class _Seat:
+    holds: Conversation = field(default_factory=Conversation)
+    busy: bool = False
+    last: int = 0
+
+
+class Seats:
+    """The sequences of one server, each with the conversation that it was last given. Who takes
+    gives back what it got, by leave, once.
+
+    Left to itself, llama.cpp gives a request the idle sequence whose tokens begin most like it,
+    from a tenth of the prompt on, and writes over what follows there. Conversations with one system
+    prompt so take each other's place, even while another sequence is free. Here a request gets the
+    sequence that holds its own conversation, and any other one gets the sequence that was used the
+    longest ago. What conversations have in common is then read once for each sequence, and no more.
+    """
+
+    def __init__(self, n: int) -> None:
+        self._seats = [_Seat() for _ in range(n)]
+        self._taken = 0
+        self._nameless = 0
+
+    def take(self, asked: Conversation | None) -> int | None:
+        """The sequence for a request; None where llama.cpp has to choose: for a request for which
+        none can be named, and beside such a one, which may have got any."""
+        idle = [seat for seat in self._seats if not seat.busy]
+        if asked is None or self._nameless or not idle:
+            self._nameless += 1
+            return None
+        seat = max(idle, key=lambda each: (asked.goes_on(each.holds), -each.last))
+        self._taken += 1
+        seat.holds, seat.busy, seat.last = asked, True, self._taken
+        return self._seats.index(seat)
+
+    def leave(self, taken: int | None) -> None:
+        if taken is not None:
+            self._seats[taken].busy = False
+            return
+        self._nameless -= 1
+        for seat in self._seats:
+            seat.holds = Conversation()
+
+
+def with_seat(body: bytes, taken: int | None) -> bytes:
+    """A JSON object's text with the field that names a sequence. The object has none."""
+    if taken is None:
+        return body
+    rest = body.lstrip()[1:].lstrip()
+    comma = b"" if rest.startswith(b"}") else b","
+    return b'{"id_slot":%d%s' % (taken, comma) + rest
+
+
+async def outlasting(work: asyncio.Future[T], give_up: Callable[[], None] = lambda: None) -> T:
+    """What comes of work on a thread. Where this is cancelled it still ends with the work, whose
+    memory is in use until then. give_up: asks the work to end soon."""
+    try:
+        return await asyncio.shield(work)
+    finally:
+        give_up()
+        await asyncio.wait({work})
+        if not work.cancelled():
+            work.exception()  # nobody else asks for it where this was cancelled
+
+
+def bodies_bytes(longest_bytes: int, parallel: int) -> int:
+    """What bodies take together: those that arrive and wait, one that is looked at, and those of
+    the answers that decode."""
+    return longest_bytes * (KEPT + BODY_FACTOR * (1 + parallel))
+
+
+class Bodies:
+    """All bodies of a server. A body counts once from its first byte on until its turn, whoever
+    sends it. What is made of a body takes many times as much. So one thread at a time works with a
+    body before its turn, and after it there are as many as may be answered at once.
+
+    kept_bytes: of those that arrive or wait; waiting: those that a thread will look at; refused:
+    those that there was no room for, ever.
+    """
+
+    def __init__(self, workers: Executor) -> None:
+        """workers: where bodies are looked at."""
+        self.kept_bytes = self.waiting = self.refused = 0
+        self._workers = workers
+        self._one = asyncio.Lock()
+
+    def keep(self, n_bytes: int, most_bytes: int) -> None:
+        """Counts n_bytes more, or fewer. Raises Refusal where they are more than most_bytes then.
+        Who waited for room could hold everybody up who sends nothing."""
+        if n_bytes > 0 and self.kept_bytes + n_bytes > most_bytes:
+            self.refused += 1
+            raise Refusal(503, "other requests take the memory for requests: try again later")
+        self.kept_bytes += n_bytes
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """What call returns on a thread, which works with one body: after those before it. Where it
+        is cancelled it ends with the work."""
+        self.waiting += 1
+        try:
+            await self._one.acquire()
+        finally:
+            self.waiting -= 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await outlasting(loop.run_in_executor(self._workers, call))
+        finally:
+            self._one.release()
+
+
+class Body:
+    """The body of one request. data: its bytes, until its turn. Close it."""
+
+    def __init__(self, bodies: Bodies, longest_bytes: int) -> None:
+        """longest_bytes: of any request's body."""
+        self.data = b""
+        self._bodies, self._most_bytes = bodies, KEPT * longest_bytes
+        self._n_bytes = 0
+
+    def count(self, n_bytes: int) -> None:
+        """It is n_bytes long by now. Raises Refusal where there is no room for more."""
+        self._bodies.keep(n_bytes - self._n_bytes, self._most_bytes)
+        self._n_bytes = n_bytes
+
+    def take(self) -> bytes:
+        """The bytes, at its turn: from now on it is one of those that are answered."""
+        data, self.data = self.data, b""
+        self.count(0)
+        return data
+
+    def close(self) -> None:
+        """Once nothing that was made of it is in use."""
+        self.take()
+
+
+class Holding:
+    """An answer, and the body of its request until its end. paces_itself: it has bounds of its own
+    for a client that does not read."""
+
+    def __init__(self, answer: ASGIApp, body: Body, *, paces_itself: bool) -> None:
+        self._answer, self._body, self._paces_itself = answer, body, paces_itself
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._paces_itself:
+            scope.setdefault("state", {})[PACES_ITSELF] = True
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            self._body.close()
+
+
+def return_memory() -> None:
+    """Lets the allocator (glibc) give memory back as soon as it is freed. Left to itself it keeps
+    what is free at the end of a thread's arena, up to 64 MiB for each thread, and `malloc_trim`
+    leaves that where it is."""
+    with suppress(AttributeError, OSError):
+        allocator = ctypes.CDLL(None)
+        for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+            allocator.mallopt(option, RETURN_FROM_BYTES)

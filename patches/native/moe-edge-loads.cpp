@@ -1,0 +1,431 @@
+// Loads: from what is asked for to a slot that is published, and what is evicted for it. All with the mutex held.
+
+#include "moe-edge-store.h"
+#include "moe-edge-util.h"
+
+#include "ggml.h"
+
+#include <algorithm>
+
+namespace {
+
+// The order in which a layer computes its kinds: the activation's first operand is gate.
+constexpr int32_t KIND_RANK[MOE_EDGE_N_KINDS] = { /* up */ 1, /* gate */ 0, /* gate_up */ 0, /* down */ 2 };
+
+}  // namespace
+
+// ---- slots
+
+// As if a load had arrived: what is evicted next does not depend on the disk.
+void moe_edge_store::touch(int32_t cell) {
+    auto & c = cells[cell];
+    if (auto * load = c.load()) {
+        if (load->has_slot()) {
+            pool_of(cell, load->tier()).use(load->slot(), ++clock);
+        } else if (load->slotless()) {
+            load->touch(++clock);
+        }
+    }
+    if (c.resident()) {
+        pool_of(cell, c.tier()).use(c.slot(), ++clock);
+    }
+}
+
+// A free slot; else one that no op of this step and no transition needs: what passing
+// requests loaded before the rest, of either the one used least recently. A prefetch takes no slot of
+// what stands in its list or in a later one. Where a pool holds several tiers, a request may at last take the slot of a
+// cell that this step needs in a better tier than it has: that cell waits for a slot of the same pool, and no op can use
+// its old tier. -1 if there is none.
+int32_t moe_edge_store::take_slot(moe_edge_pool & pool, int32_t cell, const moe_edge_claim & claim) {
+    const bool request = claim.list == MOE_EDGE_NO_LIST;
+    const auto oldest = [&](bool of_passing) {
+        return pool.oldest([&](const moe_edge_pool::slot & s) {
+            const auto & c = cells[s.cell];
+            return s.passing == of_passing && !c.pinned() && !c.foreseen_since(claim.list) && !in_transition(s.cell);
+        });
+    };
+    if (!pool.has_free()) {
+        int32_t slot = -1;
+        if (pool.has_passing()) {
+            slot = oldest(true);
+        }
+        if (slot < 0 && (!claim.passing || pool.may_pass())) {
+            slot = oldest(false);
+        }
+        if (slot < 0 && request && revoke(pool)) {
+            return take_slot(pool, cell, claim);
+        }
+        if (slot < 0 && request && pool.mixed) {
+            slot = pool.oldest([&](const moe_edge_pool::slot & s) { return cells[s.cell].lacks() && !in_transition(s.cell); });
+        }
+        if (slot < 0) {
+            return -1;
+        }
+        evict(pool[slot].cell);
+    }
+    stats.slot_bytes_in_use += pool.slot_bytes;
+    stats.slot_bytes_peak = std::max(stats.slot_bytes_peak, stats.slot_bytes_in_use);
+    return pool.take(cell, claim);
+}
+
+// The cell's complete tier leaves memory.
+void moe_edge_store::drop_tier(int32_t cell) {
+    auto & c    = cells[cell];
+    auto & pool = pool_of(cell, c.tier());
+    stats.prefetch_wasted += pool[c.slot()].prefetched;
+    if (host && !pool[c.slot()].passing) {
+        host->touch(slice_id(cell, c.tier()));
+    }
+    set_entry(cell, {});
+    pool.give(c.slot());
+    stats.slot_bytes_in_use -= pool.slot_bytes;
+    c.drop();
+}
+
+void moe_edge_store::set_entry(int32_t cell, const moe_edge_entry & entry) {
+    auto & m = matrices[layer_of(cell)][kind_of(cell)];
+    m.table[expert_of(cell)] = entry;
+    m.version++;
+    table_changes++;
+}
+
+void moe_edge_store::evict(int32_t cell) {
+    drop_tier(cell);
+    update_resident(cell);
+    stats.evictions++;
+}
+
+void moe_edge_store::serve_waiting(moe_edge_pool & pool) {
+    while (pool.awaited()) {
+        const int32_t cell = pool.first_waiting();
+        auto & c = cells[cell];
+        if (c.lacks() && !c.load() && !try_load(cell, c.want(), c.passing())) {
+            return;
+        }
+        c.served();
+        pool.served();
+    }
+}
+
+void moe_edge_store::serve_waiting(const moe_edge_matrix & m) {
+    for (int32_t t = 0; t < n_tiers; t++) {
+        serve_waiting(pools[slices[m.layer][m.kind][t].group]);
+    }
+}
+
+void moe_edge_store::update_resident(int32_t cell) {
+    const int32_t layer  = layer_of(cell);
+    const int32_t expert = expert_of(cell);
+    uint8_t worst = 0, none = 0;
+    for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
+        if (has_kind(layer, k)) {
+            const auto & c = cells[cell_index(layer, k, expert)];
+            worst = std::max<uint8_t>(worst, c.resident() ? c.tier() : MOE_EDGE_ABSENT);
+            none |= !c.resident() << k;
+        }
+    }
+    resident[(size_t) layer * n_expert + expert] = worst;
+    missing[(size_t) layer * n_expert + expert]  = none;
+}
+
+// ---- queues
+
+moe_edge_read_key moe_edge_store::read_key(int32_t cell) const {
+    const auto & load = *cells[cell].load();
+    const auto & s    = slice_of(cell, load.tier());
+    return load.in_transition() ? moe_edge_read_key(MOE_EDGE_TRANSITING, load.order(), 0, cell)
+         : rigid                ? moe_edge_read_key(MOE_EDGE_DEMANDED, load.order(), 0, cell)
+         : load.ahead()         ? moe_edge_read_key(MOE_EDGE_AHEAD, load.order(), 0, cell)
+                                : moe_edge_read_key(MOE_EDGE_DEMANDED, KIND_RANK[kind_of(cell)], s.offset + expert_of(cell) * s.expert_bytes, cell);
+}
+
+void moe_edge_store::enqueue(int32_t cell) { queue_of(*cells[cell].load()).insert(read_key(cell)); }
+
+void moe_edge_store::dequeue(int32_t cell) {
+    if (cells[cell].load()->queued()) {
+        queue_of(*cells[cell].load()).erase(read_key(cell));
+    }
+}
+
+// ---- the beginning of a load
+
+// From the host tier where it has the bytes, else from disk.
+void moe_edge_store::start_load(int32_t cell, moe_edge_load load) {
+    const int32_t found = staged(cell, load.tier()) ? host->find(slice_id(cell, load.tier()), passes_for(cell, load)) : -1;
+    if (found >= 0) {
+        load.finds(found);
+    } else {
+        load.reads_parts(moe_edge_parts_of(slice_of(cell, load.tier())));
+    }
+    cells[cell].begin(load);
+    if (load.queued()) {
+        enqueue(cell);
+    }
+}
+
+bool moe_edge_store::try_load(int32_t cell, int32_t tier, bool passing, moe_edge_purpose purpose) {
+    const int32_t slot = take_slot(pool_of(cell, tier), cell, { clock + 1, MOE_EDGE_NO_LIST, passing });
+    if (slot < 0) {
+        return false;
+    }
+    clock++;
+    const int32_t order = purpose == moe_edge_purpose::TRANSITION ? transition_seq++ : rigid ? ahead_seq++ : 0;
+    start_load(cell, moe_edge_load::into_slot(tier, purpose, order, slot));
+    return true;
+}
+
+// Its slot comes later: nothing is evicted for a read that may never start.
+void moe_edge_store::load_ahead(int32_t cell, int32_t tier, bool passing, moe_edge_purpose purpose) {
+    start_load(cell, moe_edge_load::ahead(tier, purpose, ahead_seq++, { ++clock, n_lists, passing }));
+}
+
+void moe_edge_store::load_or_wait(int32_t cell) {
+    auto & c    = cells[cell];
+    auto & pool = pool_of(cell, c.want());
+    if (!c.waiting() && (pool.awaited() || !try_load(cell, c.want(), c.passing()))) {
+        c.wait();
+        pool.wait(cell);
+    }
+}
+
+// A slot for a load that has none; false if there is none, or if others wait for it already.
+bool moe_edge_store::claim_slot(int32_t cell) {
+    auto & load = *cells[cell].load();
+    auto & pool = pool_of(cell, load.tier());
+    const int32_t slot = !load.ahead() && pool.awaited() ? -1 : take_slot(pool, cell, load.claim());
+    if (slot < 0) {
+        return false;
+    }
+    load.take_slot(slot);
+    return true;
+}
+
+// Whether nothing but passing requests asked for a load.
+bool moe_edge_store::passes_for(int32_t cell, const moe_edge_load & load) {
+    return load.in_place() ? cells[cell].passing() : load.slotless() ? load.claim().passing : pool_of(cell, load.tier())[load.slot()].passing;
+}
+
+// ---- its end
+
+// A read that has not started is taken back.
+void moe_edge_store::cancel_read(int32_t cell) {
+    dequeue(cell);
+    stats.prefetch_cancelled += cells[cell].load()->purpose() == moe_edge_purpose::AHEAD;
+    discard_load(cell);
+}
+
+// What is read goes on to the end of a part, and is thrown away.
+void moe_edge_store::abandon(int32_t cell) {
+    auto & load = *cells[cell].load();
+    dequeue(cell);
+    load.give_up();
+    if (load.arrived()) {
+        settle(cell);  // no thread is on it any more
+    }
+}
+
+// Gives what a load holds back that comes to nothing.
+void moe_edge_store::free_load(int32_t cell) {
+    auto & load = *cells[cell].load();
+    auto & pool = pool_of(cell, load.tier());
+    drop_host(cell);
+    if (load.in_place()) {
+        host->take_back(host_class(cell, load.tier()));
+    } else if (load.has_slot()) {
+        pool.give(load.slot());
+        stats.slot_bytes_in_use -= pool.slot_bytes;
+    }
+    cells[cell].end();
+}
+
+// The same, and its slot goes to whoever waits for one.
+void moe_edge_store::discard_load(int32_t cell) {
+    auto & pool = pool_of(cell, cells[cell].load()->tier());
+    free_load(cell);
+    serve_waiting(pool);
+}
+
+// Acts on a read whose parts are all done. An op may be reading the bytes that a promotion
+// replaces; the promotion then waits for release(), and a transition for the next step.
+void moe_edge_store::settle(int32_t cell) {
+    auto & c    = cells[cell];
+    auto & load = *c.load();
+    if (staged(cell, load.tier()) && !load.copied() && load.good() && !load.in_place()) {
+        if (!load.awaited() && !load.in_host_tier() && ahead_before(slice_of(cell, load.tier()).expert_bytes) != 0) {
+            // as one that the host tier had: the copy thread takes it in its turn
+            load.fetched();
+            enqueue(cell);
+            copy_cv.notify_one();
+            return;
+        }
+        if (!load.slotless() || claim_slot(cell)) {
+            transfer(cell);
+        } else {
+            load.give_up();  // but the host tier keeps the bytes
+            stats.prefetch_cancelled += load.purpose() == moe_edge_purpose::AHEAD;
+        }
+    }
+    if (load.in_transition() || c.serves()) {
+        return;
+    }
+    if (load.good() && !load.in_place()) {
+        if (!c.pinned() || !c.satisfied()) {
+            publish(cell);
+        }
+        return;
+    }
+    const bool failed_to_load = load.has_failed();
+    discard_load(cell);
+    if (c.lacks() && !c.load()) {  // it may have been next in line
+        if (failed_to_load) {
+            fail_locked(failed_read.empty() ? "an expert could not be read" : failed_read);
+        } else {
+            load_or_wait(cell);
+        }
+    }
+}
+
+// The bytes of a load are complete: the table may point at them from here on.
+void moe_edge_store::publish(int32_t cell) {
+    auto & c = cells[cell];
+    moe_edge_pool * freed = nullptr;
+    if (c.resident()) {
+        stats.promotions += c.load()->tier() < c.tier();
+        freed = &pool_of(cell, c.tier());
+        drop_tier(cell);
+    }
+    const bool foreseen = c.load()->purpose() == moe_edge_purpose::AHEAD && !c.pinned();
+    c.publish();
+    auto & pool = pool_of(cell, c.tier());
+    pool.complete(c.slot(), foreseen);
+    const bool copied = staged(cell, c.tier());
+    set_entry(cell, { pool.data(c.slot()) + (copied ? 0 : offset_in_block(cell, c.tier())), slice_of(cell, c.tier()).type,
+        copied ? pool[c.slot()].after : 0 });
+    update_resident(cell);
+
+    if (c.lacks()) {
+        load_or_wait(cell);  // a worse tier was already under way when this one was asked for
+    }
+    if (freed) {
+        serve_waiting(*freed);
+    }
+    if (!c.pinned()) {
+        serve_waiting(pool);  // it may be evicted for one that waits
+    }
+}
+
+// ---- reads
+
+// In host memory a prefetch takes its slot now, and is dropped where there is none.
+bool moe_edge_store::begin_read(std::unique_lock<std::mutex> * lock, moe_edge_read & read) {
+    const int32_t cell = host ? reserve_host(*lock) : reads.queue.first();
+    if (cell < 0) {
+        return false;
+    }
+    auto & load = *cells[cell].load();
+    const int32_t tier = load.tier();
+    if (!staged(cell, tier) && load.slotless() && !claim_slot(cell)) {
+        cancel_read(cell);
+        return false;
+    }
+    const auto & s      = slice_of(cell, tier);
+    const int32_t parts = moe_edge_parts_of(s);
+    char * to = load.host_slot() >= 0 ? host->data(load.host_slot()) : pool_of(cell, tier).data(load.slot());
+    const bool checks = !reads.simulated() && checksums.due(slice_id(cell, tier));
+    read = { cell, tier, &s, expert_of(cell), load.start_part(parts), parts, load.in_transition(), to, checks };
+    if (read.part == 0) {
+        (load.in_transition() ? stats.transition_bytes : load.ahead() ? stats.prefetch_bytes[phase] : stats.demand_bytes[phase]) += s.expert_bytes;
+    }
+    reads.began(read);
+    if (!load.queued()) {
+        reads.queue.erase(read_key(cell));
+    }
+    return true;
+}
+
+// The thread that has read the last part of a slice lays it out, before anybody is told of it.
+void moe_edge_store::end_read(std::unique_lock<std::mutex> * lock, const moe_edge_read & read, const std::string & why,
+                              uint64_t took_us, uint32_t crc) {
+    auto & load = *cells[read.cell].load();
+    if (lock && why.empty() && load.in_last_part() && load.entire() && matrices[layer_of(read.cell)][kind_of(read.cell)].kernels[read.tier]) {
+        lock->unlock();
+        lay_out(read);
+        lock->lock();
+    }
+    stats.read_us += took_us;
+    load.finish_part(crc);
+    if (!why.empty()) {
+        break_load(read, name_of(read.cell, read.tier) + ": " + why);
+    }
+    if (!load.arrived()) {
+        return;
+    }
+    if (read.checks && load.entire()) {
+        compare(read);
+    }
+    if (staged(read.cell, read.tier) && load.entire()) {
+        host->complete(load.host_slot(), passes_for(read.cell, load));
+    }
+    settle(read.cell);
+    done_cv.notify_all();
+}
+
+// A part of a load failed: the rest is not worth reading.
+void moe_edge_store::break_load(const moe_edge_read & read, const std::string & sentence) {
+    auto & load = *cells[read.cell].load();
+    if (!load.has_failed()) {
+        failed_read = sentence;
+        dequeue(read.cell);
+        load.fail();
+    }
+}
+
+// A slice that was read as a whole, against its checksum.
+void moe_edge_store::compare(const moe_edge_read & read) {
+    if (checksums.fits(slice_id(read.cell, read.tier), cells[read.cell].load()->crc())) {
+        return;
+    }
+    const auto & s = *read.slices;
+    break_load(read, format("%s: tensor blk.%d.ffn_%s_exps.weight (%s): offset %llu: expert %d is damaged: its checksum differs",
+        reads.files.path(s.file).c_str(), il[layer_of(read.cell)], KIND_NAMES[kind_of(read.cell)], ggml_type_name((ggml_type) s.type),
+        (unsigned long long) (s.offset + read.expert * s.expert_bytes), read.expert));
+}
+
+void moe_edge_store::lay_out(const moe_edge_read & read) const {
+    const auto & kernels = *matrices[layer_of(read.cell)][kind_of(read.cell)].kernels[read.tier];
+    moe_edge_interleave(kernels, row_length(*read.slices), read.slices->interleaved_rows, read.slot + offset_in_block(read.cell, read.tier));
+}
+
+std::string moe_edge_store::name_of(int32_t cell, int32_t tier) const {
+    const auto & s = slice_of(cell, tier);
+    return format("%s: expert %d of layer %d (%s, %s)", reads.files.path(s.file).c_str(), expert_of(cell), il[layer_of(cell)],
+        KIND_NAMES[kind_of(cell)], ggml_type_name((ggml_type) s.type));
+}
+
+void moe_edge_store::wake() {
+    while (!unserved.empty()) {
+        moe_edge_pool & pool = *unserved.back();
+        unserved.pop_back();
+        serve_waiting(pool);
+    }
+    while (!copies.empty() && copies.first_urgency() == MOE_EDGE_DEMANDED) {
+        start_copy();
+    }
+    if (!copies.empty()) {
+        copy_cv.notify_one();
+    }
+    reads.wake_threads();
+}
+
+uint64_t moe_edge_store::wait_done(std::unique_lock<std::mutex> & lock, int ms) {
+    uint64_t took_us = 0;
+    if (!reads.simulated()) {
+        const uint64_t t0 = now_us();
+        done_cv.wait_for(lock, std::chrono::milliseconds(ms));
+        return now_us() - t0;
+    }
+    if (!reads.simulate_next(took_us)) {
+        fail_locked("the simulation waits for an expert that nobody reads");
+    }
+    return took_us;
+}

@@ -1,0 +1,251 @@
+// Every state of a load that its functions can bring about, in any order, and what they refuse.
+//
+// Prints one line; exit status 1 and a sentence on the first violation.
+
+#include "moe-edge-cells.h"
+#include "stress.h"
+
+#include <functional>
+#include <map>
+#include <stdexcept>
+#include <tuple>
+#include <vector>
+
+namespace {
+
+constexpr int32_t PARTS = 3;
+
+using action = std::function<void(moe_edge_load &)>;
+
+bool refuses(const std::function<void()> & call) {
+    try {
+        call();
+    } catch (const std::logic_error &) {
+        return true;
+    }
+    return false;
+}
+
+using fingerprint = std::tuple<int, int, int, bool, bool, bool, bool, bool, bool>;
+
+fingerprint of(const moe_edge_load & load) {
+    return { (int) load.purpose(), (int) load.stage(), (int) load.fate(), load.queued(), load.in_last_part(), load.arrived(),
+        load.has_slot(), load.slotless(), load.host_slot() >= 0 };
+}
+
+// What a store does to a load, which may refuse it. staged: there is a host tier, that loads go through.
+std::vector<action> actions(bool staged) {
+    std::vector<action> out = {
+        [=](moe_edge_load & load) {
+            if (staged && load.host_slot() < 0) {
+                load.reserve(1);
+            } else if (!staged && load.slotless()) {
+                load.take_slot(2);
+            }
+            load.start_part(PARTS);
+        },
+        [](moe_edge_load & load) { load.finish_part(0x5a); },
+        [](moe_edge_load & load) { load.touch(9); },
+        [](moe_edge_load & load) { load.take_slot(2); },
+        [=](moe_edge_load & load) {
+            load.ask();
+            if (!staged && load.slotless()) {
+                load.take_slot(2);
+            }
+        },
+        [](moe_edge_load & load) { load.give_up(); },
+        [](moe_edge_load & load) { load.revoke(); },
+        [](moe_edge_load & load) { load.fail(); },
+    };
+    if (staged) {
+        out.push_back([](moe_edge_load & load) { load.fetched(); });
+        out.push_back([](moe_edge_load & load) { load.leave_copies(); });
+        out.push_back([](moe_edge_load & load) {
+            load.copy_enqueued();
+            load.let_host_go();
+        });
+    }
+    return out;
+}
+
+std::vector<moe_edge_load> beginnings(bool staged, bool found) {
+    using purpose = moe_edge_purpose;
+    const moe_edge_claim claim = { 5, 3, true };
+    std::vector<moe_edge_load> out = {
+        moe_edge_load::into_slot(1, purpose::DEMAND, 0, 2), moe_edge_load::into_slot(1, purpose::TRANSITION, 4, 2),
+        moe_edge_load::ahead(1, purpose::AHEAD, 4, claim),
+    };
+    if (staged) {
+        out.push_back(moe_edge_load::ahead(1, purpose::AFTER_USE, 4, claim));
+        out.push_back(moe_edge_load::in_place_of_slot(1, purpose::READ));
+        out.push_back(moe_edge_load::in_place_of_slot(1, purpose::COMPUTE));
+    }
+    for (auto & load : out) {
+        if (found) {
+            load.finds(1);
+        } else {
+            load.reads_parts(PARTS);
+        }
+    }
+    return out;
+}
+
+// A load is as it may be whatever was done to it, but for one that has arrived: the store acts on that at once.
+size_t explore(bool staged) {
+    std::map<fingerprint, moe_edge_load> seen;
+    std::vector<moe_edge_load> open;
+    size_t refused = 0;
+    const auto meet = [&](const moe_edge_load & load) {
+        if (seen.emplace(of(load), load).second) {
+            open.push_back(load);
+        }
+    };
+    for (const bool found : { false, true }) {
+        for (const auto & load : staged || !found ? beginnings(staged, found) : std::vector<moe_edge_load>()) {
+            meet(load);
+        }
+    }
+    while (!open.empty()) {
+        const moe_edge_load load = open.back();
+        open.pop_back();
+        const std::string wrong = load.check(staged);
+        if (!wrong.empty() && !load.arrived()) {
+            die("a load can be brought into a state that cannot be: " + wrong);
+        }
+        for (const auto & act : actions(staged)) {
+            moe_edge_load next = load;
+            if (refuses([&] { act(next); })) {
+                refused++;
+            } else {
+                meet(next);
+            }
+        }
+    }
+    if (refused == 0) {
+        die("a load does whatever it is told");
+    }
+    return seen.size();
+}
+
+void read_parts(moe_edge_load & load) {
+    for (int32_t part = 0; part < PARTS; part++) {
+        if (load.start_part(PARTS) != part) {
+            die("the parts of a read do not come in their order");
+        }
+    }
+    for (int32_t part = 0; part < PARTS; part++) {
+        load.finish_part(1u << part);
+    }
+    if (!load.arrived() || load.crc() != 7) {
+        die("a read whose parts are done has not arrived");
+    }
+}
+
+// Behind a device: bytes that were read for nobody wait in the host tier, those that it had are copied or used there.
+void run_host_tier() {
+    auto load = moe_edge_load::ahead(1, moe_edge_purpose::AHEAD, 4, { 5, 3, true });
+    load.reads_parts(PARTS);
+    load.reserve(8);
+    read_parts(load);
+    const bool none = !load.in_host_tier() && !load.queued();
+    load.fetched();
+    const bool waits = load.in_host_tier() && load.queued() && load.untouched() && !load.arrived();
+    load.leave_copies();
+    load.take_slot(2);
+    load.copy_enqueued();
+    const bool copied = load.copied() && load.arrived() && !load.queued() && load.let_host_go() == 8 && load.check(true).empty();
+
+    auto found = moe_edge_load::into_slot(1, moe_edge_purpose::DEMAND, 0, 2);
+    auto here  = moe_edge_load::in_place_of_slot(1, moe_edge_purpose::COMPUTE);
+    found.finds(8);
+    here.finds(8);
+    const bool apart = found.queued() && found.untouched() && !here.queued() && here.arrived() && here.place() == MOE_EDGE_MISS_COMPUTE;
+    if (!none || !waits || !copied || !apart || !refuses([&] { found.copy_enqueued(); }) || !refuses([&] { here.leave_copies(); })) {
+        die("a load behind a device is something else");
+    }
+}
+
+void run_load() {
+    auto load = moe_edge_load::ahead(1, moe_edge_purpose::AHEAD, 4, { 5, 3, true });
+    load.reads_parts(PARTS);
+    const bool early = load.untouched() && load.slotless() && load.claim().list == 3 && !load.awaited();
+    load.touch(9);
+    load.ask();
+    const bool asked = load.awaited() && load.claim().asked_at == 9 && !load.claim().passing && load.claim().list == MOE_EDGE_NO_LIST;
+    load.take_slot(2);
+    load.start_part(PARTS);
+    load.give_up();
+    const bool cut = load.fate() == moe_edge_fate::CUT && !load.queued() && !load.arrived() && load.in_last_part();
+    load.fail();
+    load.finish_part(0);
+    if (!early || !asked || !cut || !load.arrived() || !load.has_failed() || load.entire()) {
+        die("a load that is asked for, given up and fails is something else");
+    }
+    auto whole = moe_edge_load::into_slot(0, moe_edge_purpose::DEMAND, 0, 1);
+    whole.reads_parts(1);
+    whole.start_part(1);
+    whole.give_up();
+    if (whole.fate() != moe_edge_fate::UNWANTED || !whole.entire()) {
+        die("what is given up in its last part is not read to its end");
+    }
+    if (!refuses([] { moe_edge_load::into_slot(0, moe_edge_purpose::READ, 0, 1); }) ||
+        !refuses([] { moe_edge_load::ahead(0, moe_edge_purpose::DEMAND, 0, {}); }) ||
+        !refuses([] { moe_edge_load::in_place_of_slot(0, moe_edge_purpose::AHEAD); }) || !refuses([&] { whole.reads_parts(2); })) {
+        die("a load begins as it cannot");
+    }
+}
+
+void run_cell() {
+    moe_edge_cell cell;
+    if (!refuses([&] { cell.publish(); }) || !refuses([&] { cell.end(); }) || !refuses([&] { cell.drop(); }) || !refuses([&] { cell.wait(); })) {
+        die("a cell without anything gives something up");
+    }
+    const bool first = cell.decide(1, true), again = cell.decide(1, false);
+    cell.wait();
+    if (!first || again || !cell.lacks() || cell.passing() || !cell.waiting() || !refuses([&] { cell.wait(); })) {
+        die("a request of a cell is something else");
+    }
+    auto load = moe_edge_load::into_slot(1, moe_edge_purpose::DEMAND, 0, 6);
+    load.reads_parts(PARTS);
+    cell.begin(load);
+    if (!refuses([&] { cell.begin(load); }) || !refuses([&] { cell.publish(); })) {
+        die("a cell has two loads, or publishes one that is under way");
+    }
+    read_parts(*cell.load());
+    if (cell.check(false).empty()) {
+        die("a load that has arrived is left where it is");
+    }
+    cell.publish();
+    if (cell.load() || cell.tier() != 1 || cell.slot() != 6 || !cell.satisfied() || cell.lacks() || !cell.check(false).empty()) {
+        die("what is published is not resident");
+    }
+    auto better = moe_edge_load::into_slot(0, moe_edge_purpose::DEMAND, 0, 3);
+    better.reads_parts(PARTS);
+    read_parts(better);
+    cell.begin(better);  // it waits for the op that reads the other version
+    if (!cell.check(false).empty() || !refuses([&] { cell.publish(); })) {
+        die("two versions of a cell are resident");
+    }
+    cell.release();
+    if (cell.check(false).empty()) {
+        die("a promotion is not published when its op is done");
+    }
+    cell.drop();
+    cell.publish();
+    cell.forget_request();
+    cell.foresee(4);
+    if (cell.tier() != 0 || cell.waiting() || !cell.foreseen_since(4) || cell.foreseen_since(5) || cell.foreseen_since(MOE_EDGE_NO_LIST)) {
+        die("a promotion leaves something behind");
+    }
+}
+
+}  // namespace
+
+int main() {
+    run_load();
+    run_host_tier();
+    run_cell();
+    const size_t direct = explore(false), staged = explore(true);
+    printf("cells: %zu states of a load, %zu with a host tier\n", direct, staged);
+    return 0;
+}
