@@ -59,7 +59,7 @@ check:
 	@$(IN_ENV) -m ruff check .
 	@$(IN_ENV) -m mypy
 	@$(TOOL) verify --fetch
-	@$(IN_ENV) -m pytest -q tests/contract
+	@$(IN_ENV) -m pytest -q -m 'not rest' tests/contract --ignore tests/contract/test_build.py
 
 bench:
 	@$(TOOL) setup $(FLAGS)

@@ -19,6 +19,7 @@ from patches import probe
 if TYPE_CHECKING:
     from orchestrator.native import Library
 
+HERE = Path(__file__).parent
 # What `make test` leaves to `make test-all`: the reason, and what such tests' ids begin with, as
 # regular expressions. `pytest` alone runs everything that it is pointed at.
 REST = {
@@ -43,7 +44,7 @@ REST = {
         r"tests/native/test_executor\.py::test_upstreams_own_operator_tests",
     ),
     "benchmarks and studies from end to end: nothing that runs a model needs them": (
-        r"tests/unit/lab/bench/.*(end_to_end|test_a_small_run|on_the_host_device)",
+        r"tests/unit/lab/bench/test_\w+\.py::.*(end_to_end|test_a_small_run|on_the_host_device)",
         r"tests/unit/lab/study/test_(every_study|placed_rows|recorder|votes_study|uniform_types)\.py",
         r"tests/unit/eval/test_(lm_eval|within_memory)\.py",
     ),
@@ -131,10 +132,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if any(re.match(each, item.nodeid) for each in rest):
             item.add_marker("rest")
-    if config.args == config.getini("testpaths"):
-        gone = [each for each in rest if not any(re.match(each, item.nodeid) for item in items)]
-        if gone:
-            raise pytest.UsageError(f"REST in tests/conftest.py names what is no test: {gone}")
+    files = [path.relative_to(config.rootpath).as_posix() for path in HERE.rglob("test_*.py")]
+    for each in rest:
+        if not any(re.match(each.partition("::")[0], file) for file in files):
+            raise pytest.UsageError(f"REST in tests/conftest.py: no file is {each}")
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
