@@ -44,17 +44,18 @@ GraphBytes = Callable[[int, int], int | None]
 # Tells a policy, before it plans, what is known of the model in these tiers.
 Teach = Callable[[Policy, tuple[str, ...]], None]
 
-STEP_TOKENS = 256  # llama.cpp rounds the cells of its cache up to these
-# The cache may take this share of what weights other than experts leave. With fifteen sixteenths
-# of them a cache of experts hits about as often, and a step reads the cache only as far as it is
-# filled.
+CELL_STEP = 256  # llama.cpp rounds a context up to a multiple of this
+# The KV cache may take this share of what is left behind the weights that are not experts. The
+# expert cache hits about as often with the other fifteen sixteenths, and a step reads the KV cache
+# only as far as it is filled.
 SHARE = 1 / 16
 
-# Tokens of an answer for each token of its prompt, and how often an expert without a slot is used,
-# of the mean of all. The medians of conversations in Splitwise (ISCA 2024, Figure 3) are 1,020 and
-# 129 tokens. What has no slot is what was used least; half is on the safe side
-# (docs/experiments/prompts.md, "Micro-batches by memory").
+# Tokens of an answer for each token of its prompt. The medians of conversations in Splitwise
+# (ISCA 2024, Figure 3) are 129 and 1,020 tokens.
 ANSWER_SHARE = 1 / 8
+# How often an expert without a slot is used, relative to the mean of all. Such experts are those
+# that were used least; half is on the safe side (docs/experiments/prompts.md, "Micro-batches by
+# memory").
 ABSENT_USE = 1 / 2
 
 
@@ -72,7 +73,8 @@ class MemoryPlan:
     On a device, dense_bytes, kv_bytes, scratch_bytes and the slots are its memory, capped by
     vram_bytes; host_bytes is then the cache of experts in the host's memory behind it, and
     llama_bytes what llama.cpp counts of the device's: weights, cache and scratch of its graphs.
-    budget_bytes is the cap of the slots.
+    budget_bytes is the cap of the slots where one was asked
+    for, else what they take.
     """
 
     managed: bool
@@ -107,16 +109,17 @@ class MemoryPlan:
 
     @property
     def absent_bytes(self) -> int:
-        """Experts in the best tier in use that have no slot; 0 where each is in memory."""
+        """How far the slots fall short of every expert in the best tier in use; 0 where each
+        expert is in memory."""
         whole = self.policy is not None and self.policy.wants.all_resident
         if self.slots is None or self.shape is None or whole:
             return 0
         return max(0, self.shape.all_slot_bytes() - self.slots.total_bytes)
 
     def started(self, uses: np.ndarray | None = None) -> np.ndarray:
-        """The tier in use in which a policy that keeps all experts in memory starts each one,
-        [n_layers, n_expert]. uses: what one that learns is told of, None for what it knows. The
-        policy stays as it is."""
+        """The tier in which each expert starts, [n_layers, n_expert], as its place among those in
+        use; for a policy that keeps all experts in memory. uses: in the place of what it has
+        learned. A copy of the policy is asked."""
         assert self.policy is not None and self.shape is not None
         policy, shape = deepcopy(self.policy), self.shape
         if uses is not None and isinstance(policy, Learns):
@@ -138,9 +141,9 @@ def plan_memory(
     """Lays the model out in memory: that of the machine's device, where it has one, with the
     host's behind it.
 
-    Without a policy: the plain upstream path where everything fits and neither a low tier
-    nor expert slots are asked for; else the baseline where the high tier fits whole, so that
-    there is nothing to decide; else the default policy. That is lossless unless less is asked for.
+    Without a policy: the plain upstream path where everything fits and nothing asks for less or for
+    slots; else the baseline where the high tier fits whole and nothing asks for less, so that there
+    is nothing to decide; else the default policy. That is lossless unless less is asked for.
 
     Where no context was asked for, it is the longest one that costs little, and the least one
     where the policy has no room beside that. Where no micro-batch was asked for, and no cap on
@@ -152,7 +155,7 @@ def plan_memory(
     learned of the model, which plans may go by.
 
     Raises BudgetError naming the smallest budget that works, PolicyError and ConfigError
-    for a policy or tiers that do not go with the model.
+    for a policy, tiers, or a precision of keys and values that do not go with the model.
     """
     _check_kv(config, model)
     if config.policy not in (None, PLAIN):
@@ -196,7 +199,7 @@ class Room:
 @dataclass(frozen=True)
 class _Ways:
     """The ways to lay one model out under a config that says its micro-batch. Each policy is made
-    and told what is known once; it is as the last way needs it."""
+    and told what is known once, and `plan` changes it. So the plan that is taken is made last."""
 
     config: Config
     model: ExpertModel
@@ -213,8 +216,8 @@ class _Ways:
         return min(asked, machine.memory_bytes) if asked else machine.usable_bytes
 
     def room(self, n_ctx: int, plain: bool | None = None, counted: bool = True) -> Room:
-        """Beside a context of this many tokens. plain: None for whether the plain path could serve
-        what is asked for. counted: scratch is what llama.cpp counts, where that is known."""
+        """Beside a context of this many tokens. plain: whether as upstream runs it; None: as the
+        config asks. counted: scratch is what llama.cpp counts, where that is known."""
         config, model, device = self.config, self.model, self.machine.device
         if plain is None:
             plain = wants_plain(config, model)
@@ -282,8 +285,8 @@ class _Ways:
         return prompt_bytes(self.model, self.config, room.n_ctx, left, spare)
 
     def _spare(self, room: Room, beside: int, left: int) -> int:
-        """What may be taken of `beside` without a change of how the model lies in memory: what all
-        experts leave, where the plain path could serve it; else all that is left."""
+        """How many more bytes may be taken without turning a model that fits whole into a managed
+        one: `beside` less all experts. Where it does not fit whole anyway: `left`."""
         spare = beside - self.model.tier_bytes[0]
         return spare if room.plain and spare >= 0 else left
 
@@ -293,9 +296,9 @@ class _Ways:
 
         A micro-batch of hundreds of tokens uses nearly every expert, so it reads each one that has
         no slot, once. Larger ones are fewer; their scratch takes slots from experts. It grows
-        evenly with the micro-batch, so that what is read first falls, then rises: beyond the best
-        one, each next size costs more in slots than it saves in passes. Where nothing is absent no
-        larger one is tried.
+        evenly with the micro-batch, so that the bytes that are read fall at first, then rise:
+        beyond the best one, each next size costs more in slots than it saves in passes. Where
+        nothing is absent no larger one is tried.
         """
         used_share = self.model.n_expert_used / self.model.n_expert
         n_ctx, prompts = smallest.n_ctx, smallest.prompt_bytes
@@ -434,8 +437,8 @@ class _Ways:
 def longest_affordable(
     least: int, most: int, bytes_of: Callable[[int], int], left_bytes: int, spare_bytes: int
 ) -> int:
-    """The longest context of `least` to `most` tokens that costs at most SHARE of left_bytes, and
-    of spare_bytes no more than there is; `least` where no longer one does.
+    """The longest context of `least` to `most` tokens that takes at most SHARE of left_bytes, and
+    at most spare_bytes more than the least one; `least` where no longer one does.
 
     bytes_of: what a context of so many tokens takes, cache and scratch, more for more tokens.
     left_bytes: what is left behind the other weights for experts and the context. spare_bytes:
@@ -444,18 +447,18 @@ def longest_affordable(
     allowed = min(left_bytes * SHARE, bytes_of(least) + spare_bytes)
     if most <= least or bytes_of(most) <= allowed:
         return max(least, most)
-    low, high = least // STEP_TOKENS, most // STEP_TOKENS
+    low, high = least // CELL_STEP, most // CELL_STEP
     while low < high:
         middle = (low + high + 1) // 2
-        if bytes_of(middle * STEP_TOKENS) <= allowed:
+        if bytes_of(middle * CELL_STEP) <= allowed:
             low = middle
         else:
             high = middle - 1
-    return max(least, low * STEP_TOKENS)
+    return max(least, low * CELL_STEP)
 
 
 def read_per_prompt_token(n_tokens: int, absent_bytes: int, used_share: float) -> float:
-    """Bytes that are read for one token of a prompt and for what an answer has of tokens to it:
+    """Bytes that are read for one token of a prompt and for the answer tokens that come with it:
 
         A / u + a * c * A * k / n
 
@@ -475,7 +478,7 @@ def _least_slots(policy: type[Policy], shape: ModelShape) -> int:
 
 
 def _check_kv(config: Config, model: ExpertModel) -> None:
-    """Raises ConfigError for keys and values in blocks that cannot be."""
+    """Raises ConfigError where keys and values cannot be stored in blocks of this type."""
     block = BLOCK[KV_TYPES[config.kv]].weights
     if block == 1:
         return

@@ -1,6 +1,6 @@
 """What a policy is: arithmetic from read-only views to a decision.
 
-No clock, no I/O, no global; the same object runs live and in replay.
+No clock, no I/O, no global; the same code runs live and in replay.
 """
 
 from __future__ import annotations
@@ -59,10 +59,11 @@ class Precisions:
     """The precisions that a policy works with, and which ones of a file it takes where the user
     left that open.
 
-    least, most: how many. keeps: where each expert is kept in one of them and none may be skipped,
-    what to call them, as "two precisions". skips: it may skip experts, whatever its lower tiers
-    are; it has a lower tier only where one is named. lossless: values of its settings with which
-    every expert is computed in the best tier; None where there are none.
+    least, most: how many. keeps: for a policy that keeps every expert in one of them and skips
+    none, what to call these in a message, as "two precisions". skips: it may skip experts, whatever
+    its lower tiers are; it has a lower tier only where one is named. lossless: values of its
+    settings with which every expert is computed in the best tier, {} where that is always so, and
+    None where there are none.
     """
 
     least: int = 1
@@ -83,9 +84,9 @@ class Precisions:
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """What a policy wants of those who run it. The class has the most that any of its instances
-    wants; an instance has its own, by its settings and slots, and may change it in `plan` and in
-    `recall`.
+    """What a policy wants of those who run it. An instance has its own, by its settings and slots,
+    and may change it in `plan` and in `recall`. Of the class asked_in and importance are read, for
+    plans that are made before there is an instance: they are the most that any instance wants.
 
     asked_in: in the steps of which phases it is asked once per MoE layer. In the others every
     routed expert is asked for in default_tier, or a better one that is in memory, without Python.
@@ -110,13 +111,14 @@ class Wants:
 
 
 class Policy:
-    """One way to decide. The class says what a policy wants, its methods what it does; what a
-    policy leaves alone does nothing.
+    """One way to decide. The class says what a policy wants, its methods what it does. `plan` has
+    to be written; `asked_mix` says that everything is asked for in the best tier, and the other
+    methods do nothing until a policy has its own.
 
     name: what a user calls it; summary: what it does, in a sentence for tables of the documents.
-    reason: why other policies' options have no effect with it, the end of "NAME, which ...".
-    Settings: the record of its own settings, all of which become options. What only some policies
-    do is a class below, which they name as a base beside this one.
+    reason: ends the sentence "NAME, which ..." that says why another policy's option has no effect.
+    Settings: the record of its own settings. What only some policies do is a class below, which
+    they name as a base beside this one.
     """
 
     name: ClassVar[str]
@@ -157,13 +159,14 @@ class Policy:
         return True
 
     def plan(self, budget_bytes: int) -> SlotPlan:
-        """How the budget is divided into slots. Raises BudgetError when it is too small."""
+        """How the budget is divided into slots. It may be called several times with other budgets;
+        the last call counts. Raises BudgetError for one that is too small."""
         raise NotImplementedError
 
     def asked_mix(self, uses: np.ndarray) -> np.ndarray:
-        """Of an answer's uses of each expert, the shares asked for in each tier; the rest is
-        skipped. uses [n_layers, n_expert]: how often tokens use each; returns [.., n_tiers]. After
-        plan."""
+        """The share of each expert's uses that is asked for in each tier, float64 [n_layers,
+        n_expert, n_tiers]; what is missing to 1 is skipped. uses [n_layers, n_expert]: how often
+        tokens of an answer use each. After plan."""
         mix = np.zeros((*uses.shape, len(self.shape.tiers)))
         mix[..., 0] = 1.0
         return mix
@@ -174,14 +177,14 @@ class Policy:
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         """Writes a tier for the routed experts (0 where nothing is written) and what to
-        prefetch. Mutates only `out`; keeps no reference to what it was given."""
+        prefetch. Of what it is given it changes `out` alone, and it keeps no reference to it."""
 
     def step_done(self, report: StepReport) -> Sequence[Transition]:
         """After every step that succeeded; returns the transitions to start."""
         return ()
 
     def change(self, name: str, value: Any) -> bool:
-        """Changes a live setting; False where the policy has none of this name. Slots stay as
+        """Changes a live setting; False where it has no live setting of this name. Slots stay as
         planned. Raises SettingError and what _settings_changed raises, and changes nothing then."""
         declared = self.Settings.declared().get(name)
         if declared is None or not declared.live:
@@ -222,19 +225,20 @@ class Learns(ABC):
 
     @abstractmethod
     def set_hotness(self, scores: np.ndarray) -> None:
-        """Starts from what an earlier run learned, [n_layers, n_expert]."""
+        """Starts from what an earlier run learned, [n_layers, n_expert]; before plan, and again
+        before start."""
 
     def wants_report(self, phase: Phase) -> bool:
         """Whether the report of a step of this phase has to carry what it asks for. Where not, its
-        counts come with the next one that does, and no expert may be on its way until then."""
+        counts come with the next one that does, and `step_done` gets no states."""
         return True
 
 
 class WeighsLosses:
     """A policy that goes by what each expert loses in each tier, where that is known.
 
-    per_use: it wants losses with the usual gate weights of their expert, in nats where that was
-    fitted. losses: what set_losses said, None where nothing.
+    per_use: it wants losses that are multiplied by what gates their expert usually has, in nats
+    where a fit is known. losses: what set_losses said, None where nothing.
     """
 
     per_use: ClassVar[bool] = False
@@ -246,7 +250,8 @@ class WeighsLosses:
         return True
 
     def set_losses(self, losses: np.ndarray) -> None:
-        """What experts lose in each tier, float64 [n_layers, n_expert, n_tiers]; before start."""
+        """What experts lose in each tier, float64 [n_layers, n_expert, n_tiers]; before plan, and
+        again before start."""
         self.losses = np.array(losses, np.float64)
 
 
@@ -256,7 +261,8 @@ class SpendsLoss(ABC):
 
     @abstractmethod
     def set_estimate(self, estimate: KlEstimate) -> None:
-        """What the tiers in use cost against the best of them; before start."""
+        """What the tiers in use cost against the best of them; before plan, and again before
+        start."""
 
 
 class Tunes(ABC):
@@ -279,9 +285,9 @@ class WaitsBeforeAnswer(ABC):
     def before_answer(
         self, resident: np.ndarray, target: np.ndarray
     ) -> Sequence[Transition] | None:
-        """Transitions that an answer's first token waits for, as for those under way, by what is in
-        memory between two steps: resident, target as of StepReport. It is asked again when all are
-        done, until there are none. None: nothing is waited for."""
+        """Called between a prompt and its answer, and again each time what it returned is done.
+        Returns transitions to wait for, () where only those under way are left, and None to wait
+        for nothing. resident, target: as of StepReport."""
 
 
 class KeepsSequences(ABC):

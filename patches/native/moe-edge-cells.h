@@ -5,10 +5,10 @@
 //
 //   A load is          reads of it       its bytes go to                    and then it
 //   QUEUED             none yet          a slot; a prefetch has none yet    is read, or taken back
-//   READING            some or all       a slot, or the host tier           is published, copied, used in place or thrown away
-//   FOUND              none: the host tier had it                           is copied or used in place
-//   FETCHED            all, for nobody that waits                           is copied in its turn
-//   COPIED             all, and its copy to the device is enqueued          is published
+//   READING            some or all       a slot, or the host tier           is published, copied, FETCHED, used in place or thrown away
+//   FOUND              none: the host tier had it                           is copied, used in place, or taken back
+//   FETCHED            all, for nobody that waits                           is copied in its turn, or taken back
+//   COPIED             all, and its copy to the device is enqueued          is published; a revoked transition is thrown away
 //
 // Where slots are in the host's memory a load is QUEUED or READING alone. A load that is in place has no slot, goes to the
 // host tier, and stays until the op that asked for it has used it there. Guarded by the store's mutex.
@@ -25,7 +25,7 @@
 
 // Why a load is made. Its slot counts as read ahead where it is AHEAD and nobody asked for it on the way.
 enum class moe_edge_purpose : uint8_t {
-    DEMAND,      // the step waits for it, or a request did
+    DEMAND,      // a step asked for it, or a warm start, or it was a transition that was revoked
     AHEAD,       // a prefetch
     AFTER_USE,   // it was used in place, and comes to a slot for the next time
     TRANSITION,  // it is published at a step boundary, with the other matrices of its expert
@@ -68,14 +68,14 @@ class moe_edge_load {
     bool ahead() const { return why == moe_edge_purpose::AHEAD || why == moe_edge_purpose::AFTER_USE; }
     bool in_transition() const { return why == moe_edge_purpose::TRANSITION; }
     bool in_place() const { return why >= moe_edge_purpose::READ; }
-    // The step waits for the whole of it, or at least asked for it.
+    // Neither ahead nor a transition: it is read and copied before those.
     bool awaited() const { return !ahead() && !in_transition(); }
     int32_t place() const { return why == moe_edge_purpose::READ ? MOE_EDGE_MISS_READ : MOE_EDGE_MISS_COMPUTE; }  // if in_place
     bool has_slot() const { return std::holds_alternative<int32_t>(to); }
-    bool slotless() const { return std::holds_alternative<moe_edge_claim>(to); }  // it needs one
+    bool slotless() const { return std::holds_alternative<moe_edge_claim>(to); }  // has no slot yet and needs one; a load in place never does
     const moe_edge_claim & claim() const { return std::get<moe_edge_claim>(to); }
 
-    // In the host tier since before it began, or since it was read: there is only a copy to make.
+    // In the host tier since before it began, or since it was read: at most a copy is to be made.
     bool in_host_tier() const { return at == moe_edge_stage::FOUND || at == moe_edge_stage::FETCHED; }
     bool copied() const { return at == moe_edge_stage::COPIED; }
     bool good() const { return end == moe_edge_fate::USED; }
@@ -85,14 +85,15 @@ class moe_edge_load {
     bool entire() const { return end == moe_edge_fate::USED || end == moe_edge_fate::UNWANTED; }
     // In the queue: a part of it is to be read, or all of it to be copied.
     bool queued() const { return left > 0; }
-    // In the queue, and taken back without a trace.
+    // In the queue and no thread on it: it can be taken back.
     bool untouched() const { return left > 0 && at != moe_edge_stage::READING; }
+    // No part is left and no thread is on it, whatever its fate.
     bool arrived() const { return left == 0 && running == 0; }
     bool in_last_part() const { return left == 0 && running == 1; }
 
     // ---- transitions
     void take_slot(int32_t slot);
-    void touch(uint64_t now);               // slotless: asked for by a request that does not only pass
+    void touch(uint64_t now);               // slotless: asked for or foreseen, not only in passing
     void ask();                             // the step waits for it from now on, unless it is in place anyway
     void reserve(int32_t in_host_slot);     // where it will be read to
     int32_t let_host_go();                  // the slot of the host tier that it held, -1
@@ -101,11 +102,11 @@ class moe_edge_load {
     void fetched();                         // its bytes stay in the host tier until its copy's turn
     void leave_copies();                    // its copy's turn has come
     void copy_enqueued();
-    void give_up();                         // what is read is thrown away, what is not is not read
-    void revoke();                          // a transition is not to be: the same
+    void give_up();                         // it gets no slot: parts that were not begun are not read, and complete bytes stay in the host tier
+    void revoke();                          // as give_up, and it is a transition no longer
     void fail();                            // the same, for it cannot be used
 
-    // Empty, or what cannot be. staged: its bytes go through a host tier, which the store may have without that.
+    // Empty, or what cannot be. staged: this load goes through the host tier; a store that has one has other loads, too.
     std::string check(bool staged) const;
 
   private:
@@ -115,12 +116,12 @@ class moe_edge_load {
     moe_edge_purpose why;
     moe_edge_stage   at      = moe_edge_stage::QUEUED;
     moe_edge_fate    end     = moe_edge_fate::USED;
-    uint16_t         left    = 0;   // parts that no thread has begun; 1: a copy that is not enqueued
+    uint16_t         left    = 0;   // parts that no thread has begun; 1 where a copy waits for its turn
     uint16_t         running = 0;   // parts that threads are on
     int32_t          turn;
     int32_t          in_host = -1;  // slot of the host tier that it holds
     uint32_t         sum     = 0;   // CRC-32 of the parts that were read so far
-    std::variant<std::monostate, int32_t, moe_edge_claim> to;  // in place; its slot; what it will ask of its pool
+    std::variant<std::monostate, int32_t, moe_edge_claim> to;  // nothing (in place), its slot, or what it will ask of its pool
 };
 
 class moe_edge_cell {
@@ -141,7 +142,7 @@ class moe_edge_cell {
     moe_edge_load *       load() { return bringing ? &*bringing : nullptr; }
     const moe_edge_load * load() const { return bringing ? &*bringing : nullptr; }
 
-    // An op of the current step will read it: must not be evicted.
+    // An op of the running step will read it. A version that serves the request is not evicted.
     bool pinned() const { return asked && asked_tier != MOE_EDGE_SKIP; }
     bool satisfied() const { return as_good_as(asked_tier); }
     bool lacks() const { return pinned() && !satisfied(); }
@@ -151,11 +152,11 @@ class moe_edge_cell {
     bool serves() const {
         return bringing && bringing->in_place() && bringing->arrived() && bringing->good() && pinned() && bringing->tier() <= asked_tier;
     }
-    // What stands in this prefetch list or in a later one.
+    // Whether it stands in this prefetch list or in a later one.
     bool foreseen_since(uint64_t list) const { return in_list >= list; }
 
     // ---- transitions
-    // A step's request; whether it is the first one.
+    // A step's request; returns whether it is the first one.
     bool decide(uint8_t tier, bool passing) {
         const bool first = !asked;
         asked       = true;
@@ -183,7 +184,7 @@ class moe_edge_cell {
     int8_t   of_tier     = NO_TIER;
     uint8_t  asked_tier  = 0;
     bool     asked       = false;
-    bool     only_passes = false;  // nothing but passing requests asked for it
+    bool     only_passes = false;  // its latest request only passes
     bool     in_line     = false;
 };
 

@@ -193,6 +193,16 @@ def test_every_patch_has_its_line() -> None:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_named_in_a_file_is_there(name: str) -> None:
+    """As `Driver.on_route` in `orchestrator/engine/driver.py`."""
+    for named, path in re.findall(r"`([\w.]+)` in\s`([\w/]+\.py)`", text_of(name)):
+        source = (REPO / path).read_text()
+        for part in named.split("."):
+            found = re.search(rf"\b(class|def) {part}\b|^\s*{part}\b.*=", source, re.MULTILINE)
+            assert found, f"{name} names {named} in {path}, which has no {part}"
+
+
+@pytest.mark.parametrize("name", WRITTEN)
 def test_named_commands_exist(name: str) -> None:
     targets = re.findall(r"^([a-z-]+):", text_of("Makefile"), re.MULTILINE)
     for line in code_of(own_text(name)):
