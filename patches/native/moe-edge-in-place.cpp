@@ -73,7 +73,11 @@ void moe_edge_store::choose_places(int32_t layer, int32_t kind, const int32_t * 
         auto & place = places[experts[i]];
         place = few ? misses : MOE_EDGE_MISS_COPY;
         const double bytes = missing_bytes(layer, kind, experts[i]);
-        if (place != MOE_EDGE_MISS_AUTO || bytes == 0.0) {
+        if (place != MOE_EDGE_MISS_AUTO) {
+            continue;
+        }
+        if (bytes == 0.0) {  // all that it lacks is on its way: nothing was weighed, and it comes to a slot
+            place = MOE_EDGE_MISS_COPY;
             continue;
         }
         const double done[MOE_EDGE_MISS_AUTO] = {  // by enum moe_edge_miss
