@@ -90,7 +90,7 @@ def test_an_executor_that_never_waits(
     poisoned slots, no wrong row, misses copied or used in place; misses shared by speeds; a reader
     beside a load that a cut step left; then under fixed tables; then the device is lost."""
     output = run_program(compile_stress("device_stress"), tmp_path, 10_000, 3)
-    assert output.count("none wrong") == 6
+    assert output.count("none wrong") == 7
     assert "places: by speed" in output
     assert "brought up to date" in output
     assert output.count("remembered for the slot") == 2
