@@ -6,16 +6,15 @@
 #include "stress.h"
 
 #include <functional>
-#include <map>
+#include <set>
 #include <stdexcept>
+#include <string>
 #include <tuple>
 #include <vector>
 
 namespace {
 
 constexpr int32_t PARTS = 3;
-
-using action = std::function<void(moe_edge_load &)>;
 
 bool refuses(const std::function<void()> & call) {
     try {
@@ -26,25 +25,86 @@ bool refuses(const std::function<void()> & call) {
     return false;
 }
 
-using fingerprint = std::tuple<int, int, int, bool, bool, bool, bool, bool, bool>;
+// A load, and what it does not tell: how many of its parts have begun, and how many have ended.
+struct counted_load {
+    moe_edge_load load;
+    int32_t begun = 0, ended = 0;
 
-fingerprint of(const moe_edge_load & load) {
-    return { (int) load.purpose(), (int) load.stage(), (int) load.fate(), load.queued(), load.in_last_part(), load.arrived(),
-        load.has_slot(), load.slotless(), load.host_slot() >= 0 };
+    void start_part() {
+        load.start_part(PARTS);
+        begun++;
+    }
+    void finish_part() {
+        load.finish_part(0x5a);
+        ended++;
+    }
+};
+
+using fingerprint = std::tuple<int, int, int, int, int, bool, bool, bool, bool, bool, bool>;
+
+fingerprint of(const counted_load & counted) {
+    const auto & load = counted.load;
+    return { (int) load.purpose(), (int) load.stage(), (int) load.fate(), counted.begun, counted.ended, load.queued(), load.in_last_part(),
+        load.arrived(), load.has_slot(), load.slotless(), load.host_slot() >= 0 };
+}
+
+// Its stage and fate, whether bytes were read for it, and whether a thread is on it.
+using situation = std::tuple<moe_edge_stage, moe_edge_fate, bool, bool>;
+
+situation situation_of(const counted_load & counted) {
+    return { counted.load.stage(), counted.load.fate(), counted.begun > 0, counted.begun > counted.ended };
+}
+
+// All that come up.
+std::set<situation> situations(bool staged) {
+    using stage = moe_edge_stage;
+    using fate  = moe_edge_fate;
+    std::set<situation> out = { { stage::QUEUED, fate::USED, false, false }, { stage::QUEUED, fate::CUT, false, false } };
+    for (const fate end : { fate::USED, fate::UNWANTED, fate::CUT, fate::FAILED }) {
+        out.insert({ { stage::READING, end, true, false }, { stage::READING, end, true, true } });
+        if (staged) {
+            out.insert({ { stage::FOUND, end, false, false }, { stage::FETCHED, end, true, false } });
+        }
+    }
+    if (staged) {
+        for (const fate end : { fate::USED, fate::UNWANTED }) {
+            out.insert({ { stage::COPIED, end, false, false }, { stage::COPIED, end, true, false } });
+        }
+    }
+    return out;
+}
+
+// Against what was counted; empty where they agree.
+std::string compare(const counted_load & counted) {
+    const auto & load  = counted.load;
+    const bool reading = load.stage() == moe_edge_stage::READING;
+    if (reading && load.good() && load.queued() != (counted.begun < PARTS)) {
+        return "a part is forgotten, or there is one too many";
+    }
+    if (reading && !load.queued() && load.arrived() != (counted.begun == counted.ended)) {
+        return "a thread on it is forgotten";
+    }
+    if (load.stage() > moe_edge_stage::READING && counted.ended != (counted.begun > 0 ? PARTS : 0)) {
+        return "it goes on before it was read";
+    }
+    return {};
 }
 
 // What a store does to a load, which may refuse it. staged: there is a host tier, that loads go through.
-std::vector<action> actions(bool staged) {
-    std::vector<action> out = {
-        [=](moe_edge_load & load) {
+std::vector<std::function<void(counted_load &)>> actions(bool staged) {
+    std::vector<std::function<void(counted_load &)>> out = {
+        [=](counted_load & counted) {
+            auto & load = counted.load;
             if (staged && load.host_slot() < 0) {
                 load.reserve(1);
             } else if (!staged && load.slotless()) {
                 load.take_slot(2);
             }
-            load.start_part(PARTS);
+            counted.start_part();
         },
-        [](moe_edge_load & load) { load.finish_part(0x5a); },
+        [](counted_load & counted) { counted.finish_part(); },
+    };
+    std::vector<std::function<void(moe_edge_load &)>> others = {
         [](moe_edge_load & load) { load.touch(9); },
         [](moe_edge_load & load) { load.take_slot(2); },
         [=](moe_edge_load & load) {
@@ -58,12 +118,15 @@ std::vector<action> actions(bool staged) {
         [](moe_edge_load & load) { load.fail(); },
     };
     if (staged) {
-        out.push_back([](moe_edge_load & load) { load.fetched(); });
-        out.push_back([](moe_edge_load & load) { load.leave_copies(); });
-        out.push_back([](moe_edge_load & load) {
+        others.push_back([](moe_edge_load & load) { load.fetched(); });
+        others.push_back([](moe_edge_load & load) { load.leave_copies(); });
+        others.push_back([](moe_edge_load & load) {
             load.copy_enqueued();
             load.let_host_go();
         });
+    }
+    for (const auto & act : others) {
+        out.push_back([=](counted_load & counted) { act(counted.load); });
     }
     return out;
 }
@@ -92,28 +155,32 @@ std::vector<moe_edge_load> beginnings(bool staged, bool found) {
 
 // A load is as it may be whatever was done to it, but for one that has arrived: the store acts on that at once.
 size_t explore(bool staged) {
-    std::map<fingerprint, moe_edge_load> seen;
-    std::vector<moe_edge_load> open;
+    std::set<fingerprint> seen;
+    std::set<situation>   came;
+    std::vector<counted_load> open;
     size_t refused = 0;
-    const auto meet = [&](const moe_edge_load & load) {
-        if (seen.emplace(of(load), load).second) {
-            open.push_back(load);
+    const auto meet = [&](const counted_load & counted) {
+        if (seen.insert(of(counted)).second) {
+            open.push_back(counted);
         }
     };
     for (const bool found : { false, true }) {
         for (const auto & load : staged || !found ? beginnings(staged, found) : std::vector<moe_edge_load>()) {
-            meet(load);
+            meet({ load });
         }
     }
     while (!open.empty()) {
-        const moe_edge_load load = open.back();
+        const counted_load counted = open.back();
         open.pop_back();
-        const std::string wrong = load.check(staged);
-        if (!wrong.empty() && !load.arrived()) {
-            die("a load can be brought into a state that cannot be: " + wrong);
+        came.insert(situation_of(counted));
+        const std::string wrong = counted.load.arrived() ? std::string() : counted.load.check(staged);
+        for (const auto & what : { wrong, compare(counted) }) {
+            if (!what.empty()) {
+                die("a load can be brought into a state that cannot be: " + what);
+            }
         }
         for (const auto & act : actions(staged)) {
-            moe_edge_load next = load;
+            counted_load next = counted;
             if (refuses([&] { act(next); })) {
                 refused++;
             } else {
@@ -123,6 +190,9 @@ size_t explore(bool staged) {
     }
     if (refused == 0) {
         die("a load does whatever it is told");
+    }
+    if (came != situations(staged)) {
+        die("a load comes into other situations than it can be in");
     }
     return seen.size();
 }

@@ -105,6 +105,17 @@ struct expert_file {
         }
         fclose(f);
     }
+
+    // The same one, while this one lives, of whose upper or lower tier the host computes nothing.
+    expert_file without_compute(int32_t tier) const {
+        expert_file out = *this;
+        for (auto & layer : out.layers) {
+            for (const int32_t k : KINDS) {
+                layer.slices[k][tier].compute_us = 0.0;
+            }
+        }
+        return out;
+    }
 };
 
 // Keeps tables of its own, as an executor does that runs without asking the store.
@@ -230,6 +241,12 @@ moe_edge_ticket compute(moe_edge_host_device & device, const expert_file & file,
     const int32_t tier = r.type == TYPES[0] ? 0 : 1;
     const uint64_t expected = file.rows[m.layer][m.kind][tier][r.expert];
     const auto * weights = static_cast<const unsigned char *>(r.data);
+    if (r.place >= MOE_EDGE_MISS_AUTO) {
+        die("an expert is to be used nowhere");
+    }
+    if (r.place == MOE_EDGE_MISS_COMPUTE && file.layers[m.layer].slices[m.kind][tier].compute_us <= 0.0) {
+        die("the host is to compute what it cannot");
+    }
     if (r.place == MOE_EDGE_MISS_COMPUTE) {  // by the host, which is done when it gives the expert back
         count.rows++;
         count.wrong += row_of(weights, BYTES[tier]) != expected;
@@ -833,6 +850,7 @@ int main(int argc, char ** argv) {
     run_steps(file, steps / 4, seed + 2, 2, 2, 60000, MOE_EDGE_MISS_READ);
     run_steps(file, steps - steps / 4 * 3, seed + 3, 2, 2, 300000, MOE_EDGE_MISS_COMPUTE);
     run_steps(file, steps / 8, seed + 4, 2, 3, 0, MOE_EDGE_MISS_COPY, true);
+    run_steps(file.without_compute(0), steps / 4, seed + 5, 2, 2, 300000, MOE_EDGE_MISS_AUTO);
     run_places(file);
     run_late_reader(file);
     run_reader_beside_load(file, MOE_EDGE_MISS_READ);

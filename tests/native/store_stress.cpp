@@ -10,6 +10,8 @@
 // Prints one line of counts; exit status 1 and a sentence on the first violation.
 
 #include "moe-edge-host-device.h"
+#include "moe-edge-reads.h"
+#include "moe-edge-util.h"
 #include "moe-edge.h"
 #include "stress.h"
 
@@ -38,10 +40,35 @@ std::atomic<bool>  held { false };
 std::atomic<int>   n_held { 0 };
 std::atomic<int64_t> held_bytes { 0 };  // that came
 
+// Of the reads that begin between these offsets, each a part of a slice, the one of this number fails.
+std::atomic<off_t> broken_first { 0 }, broken_last { 0 };
+std::atomic<int>   broken_part { 0 };
+std::atomic<int>   n_parts { 0 }, n_broken { 0 };  // that began; that failed
+std::atomic<int>   n_beside { 0 };                 // failed while another one was under way
+std::atomic<int>   n_under_way { 0 };
+
+ssize_t read_or_break(int fd, void * to, size_t bytes, off_t at) {
+    const bool beside = n_under_way++ > 0;
+    ssize_t n = -1;
+    if (n_parts++ == broken_part) {
+        n_beside += beside;
+        n_broken++;
+        errno = EIO;
+    } else {
+        usleep(300);  // so that several are under way
+        n = next_pread(fd, to, bytes, at);
+    }
+    n_under_way--;
+    return n;
+}
+
 }  // namespace
 
 // The store's reads come by here, since a program's own functions go before those of libraries.
 extern "C" ssize_t pread(int fd, void * to, size_t bytes, off_t at) {
+    if (at >= broken_first && at < broken_last) {
+        return read_or_break(fd, to, bytes, at);
+    }
     if (at < held_first || at >= held_last) {
         return next_pread(fd, to, bytes, at);
     }
@@ -479,6 +506,81 @@ void run_without_hook(const std::string & dir) {
     printf("without a hook: done\n");
 }
 
+// Prefetches one part of which cannot be read, whichever it is: who did not ask for the expert hears nothing of it, who
+// waits is told once, and the next one who asks gets its bytes.
+void run_broken_prefetches(const std::string & dir, unsigned seed) {
+    model_file file(dir, 1);
+    moe_edge_store * store = open_store(file, false, 2, 2, seed % 2 ? MOE_EDGE_DIRECT_IO : 0);
+    std::atomic<bool> stop { false };
+    std::thread checker([&] {
+        char err[512];
+        while (!stop) {
+            if (moe_edge_check(store, err, sizeof(err)) != 0) {
+                die(std::string("broken prefetches: ") + err);
+            }
+            usleep(100);
+        }
+    });
+    std::mt19937 random(seed);
+    const uint8_t asked[EXPERTS] = {};
+    int told = 0, untold = 0, cut = 0, last_parts = 0;
+    const auto missing = [&]() -> const char * {
+        return told == 0 ? "a broken prefetch that an op waits for" : untold == 0 ? "a broken prefetch that nobody asks for"
+            : n_beside == 0 ? "a part that fails beside another one" : cut == 0 ? "a part that is not worth reading any more"
+            : last_parts == 0 ? "a last part that fails" : nullptr;
+    };
+    patience more;
+    for (int round = 0; round < 100 || missing(); round++) {
+        if (round >= 100) {
+            more.wait(missing());
+        }
+        const int32_t l = random() % LAYERS, k = KINDS[random() % 3], e = random() % EXPERTS;
+        const bool waits = random() % 2;
+        const auto & s = file.layers[l].slices[k][0];
+        const uint64_t first = s.offset + e * BYTES[0], last = first + BYTES[0];
+        const int32_t blocks = block_ceil(last) / MOE_EDGE_BLOCK - block_floor(first) / MOE_EDGE_BLOCK;
+        const int32_t blocks_of_part = (blocks + moe_edge_parts_of(s) - 1) / moe_edge_parts_of(s);
+        const int32_t parts = (blocks + blocks_of_part - 1) / blocks_of_part;
+        n_parts = n_broken = 0;
+        broken_part  = random() % parts;
+        broken_last  = last;
+        broken_first = block_floor(first);  // direct reads begin at a block
+        const moe_edge_prefetch_item item = { (int16_t) l, (int16_t) e, 0, (uint8_t) (1 << k), 0 };
+        moe_edge_begin_step(store, MOE_EDGE_DECODE);
+        moe_edge_prefetch(store, &item, 1);
+        for (int i = 0; !waits && i < 10 && n_broken == 0; i++) {  // what is in a slot or in the host tier is not read
+            usleep(1000);
+        }
+        if (!waits && moe_edge_error(store)) {
+            die("a step is told of a broken prefetch that it did not ask for");
+        }
+        const int told_before = told;
+        for (bool done = false; !done;) {
+            moe_edge_apply(store, l, &e, nullptr, nullptr, 1);
+            done = true;
+            for (const int32_t kind : { MOE_EDGE_GATE, MOE_EDGE_UP, MOE_EDGE_DOWN }) {
+                visit_state v = { l, kind, asked };
+                done = done && moe_edge_use(store, l, kind, &e, 1, visit, &v) == 0 && v.seen == 1;
+            }
+            if (!done) {
+                const char * error = moe_edge_error(store);
+                if (!error || !strstr(error, file.path.c_str()) || !strstr(error, strerror(EIO)) || ++told > told_before + n_broken) {
+                    die(std::string("broken prefetches: an op failed: ") + (error ? error : "without an error"));
+                }
+                moe_edge_begin_step(store, MOE_EDGE_DECODE);
+            }
+        }
+        broken_first = broken_last = 0;
+        untold     += n_broken > 0 && told == told_before;
+        cut        += n_broken > 0 && n_parts < 2 * parts;  // it was read again to its end
+        last_parts += n_broken > 0 && broken_part == parts - 1;
+    }
+    stop = true;
+    checker.join();
+    moe_edge_store_free(store);
+    printf("broken prefetches: %d told to who waited, %d to nobody, %d cut short, %d beside other parts\n", told, untold, cut, n_beside.load());
+}
+
 // A file cut short while the store is open: an error that names it, never bytes.
 void run_truncated(const std::string & dir) {
     model_file file(dir, 1);
@@ -537,6 +639,7 @@ int main(int argc, char ** argv) {
     run_promotion_during_use(argv[1]);
     run_transitions(argv[1], seconds, seed, false);
     run_without_hook(argv[1]);
+    run_broken_prefetches(argv[1], seed);
     run_truncated(argv[1]);
     return 0;
 }

@@ -71,14 +71,15 @@ def compile_stress(
 
 
 def test_store_under_stress(compile_stress: Callable[[str], Path], tmp_path: Path) -> None:
-    """Threads, pools of one slot, tiers that share slots, promotions, skips, prefetches and a
-    truncated file: every byte is the byte on disk, and every invariant holds at every instant; in
-    host memory, and on a device."""
+    """Threads, pools of one slot, tiers that share slots, promotions, skips, prefetches, parts of
+    them that cannot be read, and a truncated file: every byte is the byte on disk, and every
+    invariant holds at every instant; in host memory, and on a device."""
     program = compile_stress("store_stress")
     for device in ([], [100]):
         output = run_program(program, tmp_path, 1, 7, *device)
         assert output.count("rounds") == (4 if device else 6)
         assert output.count("transitions:") == (1 if device else 2)
+        assert output.count("cut short") == 1
         for end in ("bytes stayed", "nothing waited", "without a hook: done", "store recovered"):
             assert end in output
 
@@ -90,7 +91,7 @@ def test_an_executor_that_never_waits(
     poisoned slots, no wrong row, misses copied or used in place; misses shared by speeds; a reader
     beside a load that a cut step left; then under fixed tables; then the device is lost."""
     output = run_program(compile_stress("device_stress"), tmp_path, 10_000, 3)
-    assert output.count("none wrong") == 6
+    assert output.count("none wrong") == 7
     assert "places: by speed" in output
     assert "brought up to date" in output
     assert output.count("remembered for the slot") == 2
