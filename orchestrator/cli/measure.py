@@ -214,10 +214,12 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
     with Console().bars() as console:
         if study is None:
             result = run(config, wanted, console.bar)
-            say_result(result, render(result), as_json)
         else:
             tables = load_study(study).publish(config, wanted, out, console.bar, console.note)
-            say_tables(study, tables, as_json)
+    if study is None:
+        say_result(result, render(result), as_json)
+    else:
+        say_tables(study, tables, as_json)
 
 
 TYPES = "q4_k,q3_k,q2_k,q1_0"

@@ -51,7 +51,10 @@ def opened(settings):
             yield model.eval, model.n_vocab, lambda: None
         return
     from orchestrator.config import Config
-    from orchestrator.engine.engine import Engine
+    try:
+        from orchestrator.engine.engine import Engine
+    except ModuleNotFoundError:  # a checkout in which the engine was one file
+        from orchestrator.engine import Engine
 
     with Engine.open(Config.build(**settings)) as engine:
         model = engine.model
