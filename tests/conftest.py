@@ -32,7 +32,7 @@ REST = {
     "cards and what the emulation notices are here": (
         r"tests/native/cuda/test_(bench|fused|lost|near_host)\.py::.*\[emulated",
         r"tests/native/cuda/test_strictness\.py",
-        r"tests/native/cuda/test_kernels\.py::test_(?!experts_of_several|random_swaps).*\[emulated",
+        r"tests/native/cuda/test_kernels\.py::.*\[emulated",
         r"tests/native/cuda/test_engine\.py::test_(?!decodes|one_tier|vram).*\[emulated",
         r"tests/native/cuda/test_engine\.py::test_(decodes|vram).*\[emulated.*(dymoe-skip|dynaexq|firm)",
     ),
@@ -44,6 +44,7 @@ REST = {
         r"tests/native/test_executor\.py::test_upstreams_own_operator_tests",
     ),
     "benchmarks and studies from end to end: nothing that runs a model needs them": (
+        r"tests/unit/lab/bench/test_bench\.py",
         r"tests/unit/lab/bench/test_\w+\.py::.*(end_to_end|test_a_small_run|on_the_host_device)",
         r"tests/unit/lab/study/test_(every_study|placed_rows|recorder|votes_study|uniform_types)\.py",
         r"tests/unit/eval/test_(lm_eval|within_memory)\.py",
