@@ -27,8 +27,10 @@ UNREAD_BYTES = 4 * 2**20
 # What each answer may take for the probabilities of its tokens.
 PROBS_BYTES = 5 << 20
 # What reading a body may take, its tokens and llama.cpp's objects among it, for each byte of the
-# longest one; `orchestrator.serve.requests` refuses a body that would take more.
-BODY_FACTOR = 40
+# longest one: prose and code take 25 to 50, and `orchestrator.serve.requests` refuses a body that
+# would take more. A tokenizer that looks for merges in a whole text (SentencePiece's) takes 45 to
+# 70, and 91 at most, whatever the text: its tables are in two places while they grow.
+BODY_FACTOR, WHOLE_FACTOR = 64, 92
 # So many of the longest bodies may arrive and wait at once.
 KEPT = 8
 # An entry of a request's state: its answer may wait for its client for longer than others.
@@ -246,10 +248,10 @@ async def outlasting(work: asyncio.Future[T], give_up: Callable[[], None] = lamb
             work.exception()  # nobody else asks for it where this was cancelled
 
 
-def bodies_bytes(longest_bytes: int, parallel: int) -> int:
+def bodies_bytes(longest_bytes: int, parallel: int, factor: int) -> int:
     """What bodies take together: those that arrive and wait, one that is looked at, and those of
-    the answers that decode."""
-    return longest_bytes * (KEPT + BODY_FACTOR * (1 + parallel))
+    the answers that decode. factor: what reading one takes for each byte of the longest."""
+    return longest_bytes * (KEPT + factor * (1 + parallel))
 
 
 class Bodies:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import unicodedata
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from gguf_tools.children import child
+from gguf_tools.experts import ExpertModel
 from gguf_tools.file.reader import metadata_value
 from gguf_tools.process import default_threads, peak_rss_bytes
 from orchestrator.config import Config, native_log_enabled
@@ -32,8 +34,10 @@ from orchestrator.native import FAILED, NativeRequest, NativeServer, ServerLibra
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import policy_settings
 from orchestrator.serve.admission import (
+    BODY_FACTOR,
     PROBS_BYTES,
     UNREAD_BYTES,
+    WHOLE_FACTOR,
     Bodies,
     Gate,
     Seats,
@@ -72,8 +76,11 @@ LOOK_S = 0.1
 TOOL = Path(__file__).resolve().parents[2] / "patches" / "tool.py"
 # Tokens of a text are counted in pieces, so that counting takes no memory.
 PIECE_CHARS = 8192
-# The longest part of a text that a tokenizer by words takes for one.
-_WORD = re.compile(r"\s+|\w+|[^\w\s]+")
+# Where llama.cpp cuts a text before it looks for merges in the parts, by `tokenizer.ggml.pre`: into
+# clauses, since words are joined across spaces, or lines. Elsewhere it cuts words.
+_BY_CLAUSE, _BY_LINE = ("exaone-moe", "deepseek-llm"), ("gemma4", "sarvam-moe")
+# Where Unicode has marks, which are on the letter before.
+_MARKED = range(0x300, 0x1F000)
 STOPPING = Refusal(503, "the server is shutting down")
 _number = count(1)
 
@@ -113,11 +120,15 @@ def most_scored(config: Config) -> int:
 
 
 def server_config(
-    config: Config, parallel: int, longest_body_bytes: int = LEAST_BODY_BYTES
+    config: Config,
+    parallel: int,
+    longest_body_bytes: int = LEAST_BODY_BYTES,
+    body_factor: int = BODY_FACTOR,
 ) -> Config:
     """The model's config for so many conversations at once. They share the context, each with as
-    much of it as was asked for, and the memory for prompts that were read before."""
-    bodies = bodies_bytes(longest_body_bytes, parallel)
+    much of it as was asked for, and the memory for prompts that were read before. body_factor: what
+    reading a body takes for each byte of the longest."""
+    bodies = bodies_bytes(longest_body_bytes, parallel, body_factor)
     each = ANSWER_BYTES + PROBS_BYTES + AHEAD_COPIES * AHEAD_BYTES
     answers = each * parallel + UNREAD_BYTES
     return config.with_changes(
@@ -136,6 +147,30 @@ def kept_prompts(n_bytes: int, part: int, parallel: int) -> tuple[int, int]:
     models whose memory can be cut anywhere."""
     places = min(PROMPT_MARKS, n_bytes // 2 // (part * parallel)) if part else 0
     return (n_bytes - places * part * parallel) >> 20, places
+
+
+class Words:
+    """The parts of a text in which a tokenizer looks for merges. They are no shorter than
+    llama.cpp's: letters and digits with the marks on them, and what is between; or clauses, or
+    lines. is_whole: it looks for merges in the whole text."""
+
+    def __init__(self, kind: str, cut: str) -> None:
+        """kind, cut: `tokenizer.ggml.model` and `tokenizer.ggml.pre` of a model."""
+        self.is_whole = kind not in ("gpt2", "gemma4")
+        # Each byte is a symbol, but where lines are cut each character is one.
+        self._by_byte = kind == "gpt2" and cut not in _BY_LINE
+        if not self._by_byte:
+            self._patterns = [re.compile(r"[^\n]+|\n+")]
+            return
+        marks = "".join(chr(n) for n in _MARKED if unicodedata.category(chr(n)).startswith("M"))
+        spaces = r"|[^\S\r\n]" if cut in _BY_CLAUSE else ""
+        letters = re.compile(rf"(?:[^\W_]|[{marks}]{spaces})+")
+        self._patterns = [letters, re.compile(r"(?:\W|_)+")]
+
+    def longest(self, text: str) -> int:
+        """How many symbols the longest has: bytes, or characters."""
+        found = (word[0] for each in self._patterns for word in each.finditer(text))
+        return max((len(word.encode() if self._by_byte else word) for word in found), default=0)
 
 
 def sentence_of(error: Exception) -> str:
@@ -165,12 +200,14 @@ class Backend:
         template = settings.chat_template
         self.most_body_bytes = settings.most_body_bytes(config.ctx)
         self.most_scored = most_scored(config)
-        made = server_config(config, settings.parallel, self.most_body_bytes)
+        with ExpertModel.open(config.model, config.low) as opened:
+            keys = ("tokenizer.ggml.model", "tokenizer.ggml.pre")
+            self._words = Words(*(metadata_value(opened.parts[0], key, str, "") for key in keys))
+        self.body_factor = WHOLE_FACTOR if self._words.is_whole else BODY_FACTOR
+        made = server_config(config, settings.parallel, self.most_body_bytes, self.body_factor)
         self.engine = Engine.open(made, progress)
         try:
             engine = self.engine
-            kind = metadata_value(engine.model.parts[0], "tokenizer.ggml.model", str, "")
-            self._has_words = kind == "gpt2"  # llama.cpp's name of merges within words
             self.slot_context = engine.n_ctx // settings.parallel
             plan = engine.plan
             cache_mib, checkpoints = kept_prompts(
@@ -251,16 +288,17 @@ class Backend:
                 engine.store.set_phase(None)  # requests go by their batch
 
     def count_tokens(self, text: str) -> tuple[int, int]:
-        """About how many tokens a text is, and the characters of the longest part of it in which
-        its tokenizer looks for merges: a word, or all of it. For a thread."""
+        """About how many tokens a text is, and how long the longest part of it is in which its
+        tokenizer looks for merges; (0, 0) where body_factor is enough for any text. For a thread.
+        """
+        if self._words.is_whole:
+            return 0, 0
         model = self.engine.llama
         n_tokens = sum(
             len(model.tokenize(text[at : at + PIECE_CHARS], add_special=False, parse_special=True))
             for at in range(0, len(text), PIECE_CHARS)
         )
-        if not self._has_words:
-            return n_tokens, len(text)
-        return n_tokens, max((len(word[0]) for word in _WORD.finditer(text)), default=0)
+        return n_tokens, self._words.longest(text)
 
     def costs(self) -> Callable[[], dict[str, Any]]:
         """Counts from here on; what it returns gives the costs until then, for `timings`."""

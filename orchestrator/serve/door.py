@@ -65,9 +65,7 @@ class Door:
         # A browser names a page's origin where it is another than this server's own, and for each
         # POST.
         allowed = (
-            origin is None
-            or urlsplit(origin).netloc == headers.get("host", "")
-            or cors in ("*", origin)
+            origin is None or _place_of(origin) == headers.get("host", "") or cors in ("*", origin)
         )
         if origin and allowed and cors:
             client.fields = _cors_fields(origin, headers.get("access-control-request-headers"))
@@ -173,6 +171,13 @@ class _Client:
 
 def _body(data: bytes, more: bool) -> dict[str, Any]:
     return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+def _place_of(origin: str) -> str | None:
+    """The name and port in an Origin header; None where it is none."""
+    with suppress(ValueError):
+        return urlsplit(origin).netloc
+    return None
 
 
 def _name_of(host: str) -> str:

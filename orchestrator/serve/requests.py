@@ -8,9 +8,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gguf_tools.units import format_size
-from orchestrator.serve.admission import BODY_FACTOR, PROBS_BYTES
+from orchestrator.serve.admission import PROBS_BYTES
 from orchestrator.serve.backend import Backend
-from orchestrator.serve.schemas import COMMON, COUNTING, INNER, PATHS, SCHEMAS, Schema
+from orchestrator.serve.schemas import (
+    COMMON,
+    COUNTING,
+    GENERATING,
+    INNER,
+    PATHS,
+    SCHEMAS,
+    Schema,
+)
 from orchestrator.serve.wire import (
     ANTHROPIC,
     CHAT,
@@ -34,9 +42,11 @@ _TOKEN_LISTS = ("prompt", "content", "tokens")
 # whose tokens are written as pieces, which take 250 times its length.
 VALUE_BYTES, PIECES_SHARE = 12, 8
 # What reading a body takes of memory for each of its bytes; beside that for each token of its
-# texts; and for each character of the longest word, the part in which a tokenizer looks for merges.
-# Measured: 20 to 25, 57 to 72, and 58.
-BYTE_COST, TOKEN_COST, WORD_COST = 25, 72, 60
+# texts; and for each byte of the longest word, the part in which a tokenizer looks for merges.
+# Measured: 10 to 18, up to 108 where each token is a word of its own, and up to 100.
+BYTE_COST, TOKEN_COST, WORD_COST = 22, 108, 100
+# What a prompt is made of.
+_PROMPT = ("prompt", "messages", "input", "instructions", "system", "tools")
 # A message has so many tokens at least, what the template has around it among them; a few always
 # may be tried. Each takes 4 KiB until the prompt is made, and time.
 MESSAGE_TOKENS, _FEW_MESSAGES = 4, 64
@@ -120,7 +130,7 @@ def read_request(
     settle_fields(form, data, backend.slot_context)
     settle_tool_choice(form, data)
     _check_bounds(data)
-    _check_cost(form, data, len(body), backend)
+    _check_cost(route, data, len(body), backend)
     return data, changes
 
 
@@ -142,28 +152,43 @@ def _check_values(data: dict[str, Any], n_bytes: int, longest_bytes: int) -> Non
 
 def _check_cost(route: str, data: dict[str, Any], n_bytes: int, backend: Backend) -> None:
     """Raises Refusal for a request that would take more memory than is held for one that is worked
-    with, BODY_FACTOR times the longest: its text has many tokens for its length, or a long word."""
-    most = BODY_FACTOR * backend.most_body_bytes
+    with: its text has many tokens for its length, or a long word."""
+    most = backend.body_factor * backend.most_body_bytes
     if n_bytes * (BYTE_COST + TOKEN_COST + WORD_COST) <= most:
         return
-    level = [value for name, value in data.items() if name != "grammar"]
-    n_tokens = longest_word = 0
-    while level:
-        for text in level:
-            if isinstance(text, str):
-                n_more, n_chars = backend.count_tokens(text)
-                n_tokens, longest_word = n_tokens + n_more, max(longest_word, n_chars)
-        level = inner(level)
-    if BYTE_COST * n_bytes + TOKEN_COST * n_tokens + WORD_COST * longest_word <= most:
+    n_tokens = n_prompt = longest_word = 0
+    for name, value in data.items():
+        n_more, n_long = (0, 0) if name == "grammar" else _counted(value, backend)
+        n_tokens, longest_word = n_tokens + n_more, max(longest_word, n_long)
+        n_prompt += n_more if name in _PROMPT else 0
+    cost = BYTE_COST * n_bytes + TOKEN_COST * n_tokens + WORD_COST * longest_word
+    if cost <= most:
         return
-    if route != "/tokenize" and n_tokens > backend.slot_context:
-        raise beyond_context(f"a prompt of {n_tokens} tokens", n_tokens, backend.slot_context)
+    # Of several prompts each is within the context, or not; gaps are cut to it.
+    is_one = not isinstance(data.get("prompt"), list) and route != "/infill"
+    if is_one and route in GENERATING and n_prompt > backend.slot_context:
+        raise beyond_context(f"a prompt of {n_prompt} tokens", n_prompt, backend.slot_context)
+    limit_kib = -(-cost // (backend.body_factor * 1024))
     raise Refusal(
         400,
         "the text of the request has so many tokens for its length, or so long a word, that "
-        f"reading it would take more than {format_size(most)}: send less of it, or raise "
-        "--body-limit",
+        f"reading it would take more than {format_size(most)}: send less of it, or start the "
+        f"server with --body-limit {limit_kib}KiB",
     )
+
+
+def _counted(value: Any, backend: Backend) -> tuple[int, int]:
+    """(tokens, length of the longest word) of all texts in a value, names in objects among them,
+    which templates write, too."""
+    level = [value]
+    n_tokens = longest_word = 0
+    while level:
+        names = [name for each in level if isinstance(each, dict) for name in each]
+        for text in [*(each for each in level if isinstance(each, str)), *names]:
+            n_more, n_long = backend.count_tokens(text)
+            n_tokens, longest_word = n_tokens + n_more, max(longest_word, n_long)
+        level = inner(level)
+    return n_tokens, longest_word
 
 
 def request_schema(route: str) -> Schema:

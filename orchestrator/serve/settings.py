@@ -11,7 +11,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.settings import FROM_0, FROM_1, SIZE, Settings, setting
 
 # How long a request may be for each token of the context, and in any case. Prose has four to five
-# bytes a token; what one takes that is worked with is in the plan, at forty times its length.
+# bytes a token; what one takes that is worked with is in the plan, too (BODY_FACTOR).
 BODY_BYTES, LEAST_BODY_BYTES = 16, 2**17
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")

@@ -27,7 +27,7 @@ MIB = 2**20
 SETTINGS = {
     "ctx": 256,
     "threads": 1,
-    "ram": 140 * MIB,
+    "ram": 150 * MIB,
     "policy": "lru",
     "high_tier": "q4_k",
     "exact": True,

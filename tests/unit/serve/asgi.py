@@ -15,6 +15,7 @@ from typing import Any
 from starlette.applications import Starlette
 
 from orchestrator.errors import ConfigError
+from orchestrator.serve.admission import BODY_FACTOR
 from orchestrator.serve.app import application
 from orchestrator.serve.backend import State
 from orchestrator.serve.settings import ServeSettings
@@ -169,7 +170,7 @@ class FakeBackend:
 
     slot_context = 512
     most_scored = 16384
-    most_body_bytes = 2**17
+    most_body_bytes, body_factor = 2**17, BODY_FACTOR
 
     def __init__(self, *requests: FakeRequest) -> None:
         self.requests = list(requests)

@@ -71,6 +71,7 @@ ATTACKS = {
     "another name": (request(b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\n"), 421),
     "two names": (request(b"GET / HTTP/1.1\r\n" + HOST + b"Host: evil.example\r\n"), 400),
     "another origin": (request(CHAT + KEYED + b"Origin: https://evil.example\r\n", b"{}"), 403),
+    "an origin that is none": (request(CHAT + HOST + b"Origin: http://[x\r\n", b"{}"), 403),
     "path traversal": (request(b"GET /../../../etc/passwd HTTP/1.1\r\n" + KEYED), 404),
     "encoded traversal": (request(b"GET /%2e%2e/%2e%2e/etc/passwd HTTP/1.1\r\n" + KEYED), 404),
     "traversal behind a path": (

@@ -14,9 +14,9 @@ pytest.importorskip("starlette", reason="starlette is missing: run `make build`"
 from asgi import HANG_S, Client, FakeBackend, FakeRequest, app_for, ask, state_with
 
 from orchestrator.serve import requests as app_module
-from orchestrator.serve.admission import BODY_FACTOR, KEPT, Bodies, Body
+from orchestrator.serve.admission import BODY_FACTOR, KEPT, WHOLE_FACTOR, Bodies, Body
 from orchestrator.serve.app import application
-from orchestrator.serve.backend import server_config
+from orchestrator.serve.backend import Words, server_config
 from orchestrator.serve.wire import Refusal
 
 WORKERS = ThreadPoolExecutor(2)
@@ -169,34 +169,85 @@ def test_bodies_are_looked_at_beside_the_event_loop(monkeypatch: pytest.MonkeyPa
 
 
 LIMIT = 2**17
+HALF = LIMIT // 2
+CHAT, COUNT, TEMPLATE = "/v1/chat/completions", "/v1/messages/count_tokens", "/apply-template"
+NEEDS, BEYOND = "--body-limit ", "available context size"
 
 
-@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens", COMPLETIONS])
+def said(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+def tool(n: int) -> dict[str, Any]:
+    """Of n properties with names of 240 letters."""
+    names = {"a" * 237 + f"{at:03}": {"type": "string"} for at in range(n)}
+    return {"type": "function", "function": {"name": "f", "parameters": {"properties": names}}}
+
+
 @pytest.mark.parametrize(
-    ("n_chars", "chars_a_token", "word", "passes"),
+    ("path", "data", "chars_a_token", "word", "says"),
     [
-        (LIMIT // 4 - 100, 1, LIMIT, True),  # whatever it is
-        (LIMIT // 2, 1, 1, False),
-        (LIMIT // 2, 2, 1, True),
-        (LIMIT - 100, 4, 12, False),
-        (LIMIT - 100, 5, 12, True),
-        (LIMIT // 2, 1000, LIMIT // 2, False),
+        # Whatever a short text is, and prose and code at the limit.
+        (COMPLETIONS, {"prompt": "a" * (LIMIT // 4)}, 1, LIMIT // 4, None),
+        (COMPLETIONS, {"prompt": "a" * (LIMIT - 100)}, 4.2, 12, None),
+        (CHAT, said("a" * (LIMIT - 100)), 3, 80, None),
+        (COUNT, said("a" * (LIMIT - 100)), 2.7, 80, None),
+        ("/tokenize", {"content": "a" * 64_000}, 1, 1, None),
+        ("/tokenize", {"content": "a" * HALF}, 1000, HALF, None),
+        # More tokens or a longer word than is held for them.
+        ("/tokenize", {"content": "a" * (LIMIT - 100)}, 2, 1, NEEDS + "152KiB"),
+        ("/tokenize", {"content": "a" * 70_000}, 1000, 70_000, NEEDS + "131KiB"),
+        (COMPLETIONS, {"prompt": "a" * HALF}, 1000, 200 * HALF, NEEDS),
+        (COMPLETIONS, {"prompt": "a" * (LIMIT - 100)}, 2, 1, BEYOND),
+        (CHAT, said("a" * (LIMIT - 100)), 2, 1, BEYOND),
+        # None of them is one prompt that decodes.
+        (COMPLETIONS, {"prompt": ["a" * 2000] * 64}, 2, 1, NEEDS),
+        (TEMPLATE, said("a" * (LIMIT - 100)), 2, 1, NEEDS),
+        (COUNT, said("a" * (LIMIT - 100)), 2, 1, NEEDS),
+        ("/infill", {"input_prefix": "a" * HALF, "input_suffix": "a" * 60_000}, 2, 1, NEEDS),
+        (CHAT, {**said("a"), "stop": "a" * (LIMIT - 100)}, 2, 1, NEEDS),
+        # Templates write the names of properties, too.
+        (
+            CHAT,
+            {**said("a"), "tools": [tool(480)]},
+            2,
+            1,
+            BEYOND,
+        ),
     ],
 )
 def test_a_text_that_would_take_more_than_is_held_for_a_body_is_refused(
-    path: str, n_chars: int, chars_a_token: int, word: int, passes: bool
+    path: str, data: dict[str, Any], chars_a_token: float, word: int, says: str | None
 ) -> None:
-    """Where each character is a token it took 96 times its length, and one long word 120 times."""
+    """Where each character is a token it took 130 times its length, and one long word 160 times."""
     backend = FakeBackend(FakeRequest(200, False, [b"{}"]))
-    backend.count_tokens = lambda text: (len(text) // chars_a_token, word)  # type: ignore[method-assign]
-    text = "a" * n_chars
-    data = {"content": text} if path == "/tokenize" else {"prompt": text}
-    if "messages" in path:
-        data = {"messages": [{"role": "user", "content": text}]}  # type: ignore[dict-item]
+    backend.count_tokens = lambda text: (int(len(text) / chars_a_token), word)  # type: ignore[method-assign]
     reply = ask(app_for(backend), path, data)
-    assert (reply.status, bool(backend.asked)) == ((200, True) if passes else (400, False))
-    says = "raise --body-limit" if path == "/tokenize" or word > 12 else "available context size"
-    assert passes or says in reply.json()["error"]["message"]
+    assert (reply.status, bool(backend.asked)) == ((200, True) if says is None else (400, False))
+    assert says is None or says in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "cut", "text", "longest"),
+    [
+        ("gpt2", "qwen2", "one four, three", 5),
+        ("gpt2", "qwen2", "snake_case_name", 5),
+        ("gpt2", "qwen2", "a" + "_-" * 50, 100),
+        ("gpt2", "qwen2", "das Übergrößenmaß", 17),  # bytes
+        ("gpt2", "qwen2", "a\u0301\u0302" * 20, 100),  # marks are on a letter
+        ("gpt2", "qwen2", "", 0),
+        ("gpt2", "exaone-moe", "words joined by spaces. And more\nthan this", 22),
+        ("gpt2", "deepseek-llm", "words joined by spaces. And more\nthan this", 22),
+        ("gpt2", "sarvam-moe", "é é é é\na line", 7),
+        ("gemma4", "", "é é é é, and\na line", 12),
+    ],
+)
+def test_the_longest_part_in_which_merges_are_looked_for(
+    kind: str, cut: str, text: str, longest: int
+) -> None:
+    words = Words(kind, cut)
+    assert not words.is_whole and words.longest(text) == longest
+    assert all(Words(each, "default").is_whole for each in ("llama", "t5", "rwkv", ""))
 
 
 def test_a_body_never_counts_for_more_than_there_is() -> None:
@@ -220,9 +271,15 @@ def test_the_plan_counts_them() -> None:
     from orchestrator.config import Config
 
     config = Config.build(model="a.gguf")
-    one, longer, more = (
-        server_config(config, parallel, longest).beside
-        for parallel, longest in ((1, 1000), (1, 2000), (4, 1000))
+    one, longer, more, whole = (
+        server_config(config, parallel, longest, factor).beside
+        for parallel, longest, factor in (
+            (1, 1000, BODY_FACTOR),
+            (1, 2000, BODY_FACTOR),
+            (4, 1000, BODY_FACTOR),
+            (1, 1000, WHOLE_FACTOR),
+        )
     )
     assert longer - one == (KEPT + 2 * BODY_FACTOR) * 1000
     assert more - one > 3 * BODY_FACTOR * 1000
+    assert whole - one == 2 * (WHOLE_FACTOR - BODY_FACTOR) * 1000
