@@ -164,7 +164,7 @@ def disk_options(default: str, of_what: str = "") -> Callable[[F], F]:
             "--latency-us",
             type=click.IntRange(0, 10**7),
             metavar="N",
-            help=f"Of such a read, in microseconds.  [default: {default}]",
+            help=f"What a read takes beside its bytes, in microseconds.  [default: {default}]",
         ),
     )
 

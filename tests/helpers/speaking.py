@@ -41,11 +41,6 @@ class Said:
     def text(self) -> str:
         return "".join(self.texts)
 
-    @property
-    def decoding_s(self) -> float:
-        """Between its first and its last text."""
-        return self.times_s[-1] - self.times_s[0]
-
 
 def stream(url: str, data: dict[str, Any]) -> Said:
     """A streamed answer of llama.cpp's own form, from its start to its end."""

@@ -7,7 +7,6 @@
 
 #include <functional>
 #include <set>
-#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -15,15 +14,6 @@
 namespace {
 
 constexpr int32_t PARTS = 3;
-
-bool refuses(const std::function<void()> & call) {
-    try {
-        call();
-    } catch (const std::logic_error &) {
-        return true;
-    }
-    return false;
-}
 
 // A load, and what it does not tell: how many of its parts have begun, and how many have ended.
 struct counted_load {

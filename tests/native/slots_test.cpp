@@ -6,21 +6,10 @@
 #include "stress.h"
 
 #include <algorithm>
-#include <functional>
 #include <random>
-#include <stdexcept>
 #include <vector>
 
 namespace {
-
-bool refuses(const std::function<void()> & call) {
-    try {
-        call();
-    } catch (const std::logic_error &) {
-        return true;
-    }
-    return false;
-}
 
 struct held {
     int32_t  slot, cell;

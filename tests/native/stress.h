@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <stdexcept>
 #include <string>
 #include <thread>
 
@@ -15,6 +16,16 @@
 [[noreturn]] inline void die(const std::string & sentence) {
     fprintf(stderr, "%s: %s\n", program_invocation_short_name, sentence.c_str());
     exit(1);
+}
+
+// Whether it was called out of its turn.
+template <typename F> bool refuses(const F & call) {
+    try {
+        call();
+    } catch (const std::logic_error &) {
+        return true;
+    }
+    return false;
 }
 
 // The pread behind a program's own, which comes first: the sanitizer's, which has to see what is written.

@@ -304,14 +304,13 @@ def test_answers_are_answers_behind_kernels_that_were_tried(
     native: ServerLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where a step with a prompt comes before the first request."""
-    real = Engine.open
+    real = Engine.__init__
 
-    def warmed(*args: Any) -> Engine:
-        engine = real(*args)
+    def warmed(engine: Engine, *args: Any) -> None:
+        real(engine, *args)
         engine._loaded.warm_up()
-        return engine
 
-    monkeypatch.setattr(Engine, "open", warmed)
+    monkeypatch.setattr(Engine, "__init__", warmed)
     with closing(open_backend(native, config_of("lru"))) as backend:
         greedy(backend)
         assert backend.engine.store.stats().requests[Phase.DECODE] > 0

@@ -152,14 +152,7 @@ def predict(loop: Loop[Any], case: Case, number: int, measured: Measured) -> Non
     result = measured.results[case.key][-1]
     speed = statistics.mean(result.get("disk", [measured.bandwidths[-1].bytes_per_s]))
     uses, job, options = _uses(loop, measured), loop.job(case, number), loop.options
-    config = Config.build(
-        model=job.model,
-        low=job.low,
-        ctx=job.n_ctx,
-        ubatch=job.n_ubatch,
-        threads=job.threads,
-        **job.settings,
-    )
+    config = job.config()
     plan = plan_memory(config, loop.model, probe())
     behind = options.prompt_tokens + options.warmup + options.tokens // 2
     disk = measured.bandwidths[-1]._replace(bytes_per_s=speed).beside(config)

@@ -196,17 +196,9 @@ def run_upstream(job: Job) -> dict[str, Any]:
 
 
 def run_engine(job: Job) -> dict[str, Any]:
-    from orchestrator.config import Config
     from orchestrator.engine.engine import Engine
 
-    config = Config.build(
-        model=job.model,
-        low=job.low,
-        ctx=job.n_ctx,
-        ubatch=job.n_ubatch,
-        threads=job.threads,
-        **job.settings,
-    )
+    config = job.config()
     memory = DeviceMemory(job.device) if job.device is not None else None
     with Engine.open(config) as engine:
         n_vocab = len(engine.model.metadata["tokenizer.ggml.tokens"])

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from orchestrator.config import Config
 
 PROMPT, DECODE = "prompt", "decode"
 MIN_STEPS = 8
@@ -77,6 +80,19 @@ class Job:
     warm: bool = False
     routing: bool = False
     device: str | None = None
+
+    def config(self) -> Config:
+        """Of our engine. Raises ConfigError."""
+        from orchestrator.config import Config
+
+        return Config.build(
+            model=self.model,
+            low=self.low,
+            ctx=self.n_ctx,
+            ubatch=self.n_ubatch,
+            threads=self.threads,
+            **self.settings,
+        )
 
     @property
     def decode_seconds(self) -> float:

@@ -8,12 +8,14 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
+from gguf_tools.children import child
 from gguf_tools.process import default_threads
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, MoeEdgeError
@@ -156,26 +158,38 @@ def _parsed(words: Sequence[str], known: Mapping[str, Callable[[str], Any]]) -> 
 class Side:
     """One process, which computes when it is asked to. ms: of its steps."""
 
-    def __init__(self, tree: Path, python: str, told: Mapping[str, Any]) -> None:
-        """Raises MoeEdgeError where the process ends before it is ready."""
+    def __init__(self, process: subprocess.Popen[str], errors: IO[str]) -> None:
         self.ms: list[float] = []
         self.callback_us: float | None = None
-        self._process = subprocess.Popen(
-            [python, "-c", WORKER, json.dumps(told)],
-            cwd=tree,
-            env={**os.environ, "PYTHONPATH": str(tree)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self._read()
+        self._process, self._errors = process, errors
+
+    @classmethod
+    @contextmanager
+    def started(cls, tree: Path, python: str, told: Mapping[str, Any]) -> Iterator[Side]:
+        """One that has loaded, and ends with the block. Raises MoeEdgeError where it cannot."""
+        with (
+            TemporaryFile("w+") as errors,
+            child(
+                [python, "-c", WORKER, json.dumps(told)],
+                cwd=tree,
+                env={**os.environ, "PYTHONPATH": str(tree)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            ) as process,
+        ):
+            side = cls(process, errors)
+            side._read()
+            yield side
+            process.communicate()
 
     def _read(self) -> str:
-        assert self._process.stdout is not None and self._process.stderr is not None
+        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            said = self._process.stderr.read().strip().splitlines()[-1:]
+            self._process.wait()
+            self._errors.seek(0)
+            said = self._errors.read().strip().splitlines()[-1:]
             raise MoeEdgeError(f"a side ended: {' '.join(said)}")
         return line
 
@@ -187,9 +201,6 @@ class Side:
         self._process.stdin.flush()
         times, self.callback_us = json.loads(self._read())
         return list(times[1:])
-
-    def close(self) -> None:
-        self._process.communicate()
 
 
 def in_turns(sides: Mapping[str, Side], prompt: int, turns: int = TURNS) -> None:
@@ -232,10 +243,7 @@ class Paired(Experiment[PairedOptions, dict[str, Any]]):
         for number in range(1 if on.quick else on.runs):
             names = list(told) if number % 2 else list(reversed(told))
             with ExitStack() as stack:
-                sides = {}
-                for name in names:
-                    sides[name] = Side(*told[name])
-                    stack.callback(sides[name].close)
+                sides = {name: stack.enter_context(Side.started(*told[name])) for name in names}
                 in_turns(sides, on.prompt, 1 if on.quick else TURNS)
             row: dict[str, Any] = {"pair": number + 1}
             for name, side in sides.items():

@@ -18,7 +18,7 @@ from gguf_tools.experts import Slice, Tier
 from gguf_tools.file.layout import KINDS, GGMLType
 from orchestrator.allocation.slots import FileTier, Rules
 from orchestrator.errors import TraceError
-from orchestrator.events import SKIP_TIER, Phase
+from orchestrator.events import Phase
 from orchestrator.native import MAX_TIERS
 
 FORMAT = "moe-edge-trace"
@@ -135,11 +135,6 @@ class Header:
     read_bytes_per_s: int
     read_latency_us: int
     dense_share: tuple[float, float]
-
-    @property
-    def mix_names(self) -> tuple[str, ...]:
-        """Names of what an expert can be decided as."""
-        return (*self.in_use, SKIP_TIER) if self.rules.skip else self.in_use
 
 
 class Event(NamedTuple):

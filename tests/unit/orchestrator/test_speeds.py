@@ -14,7 +14,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import GGMLType
 from orchestrator.config import Config
@@ -278,19 +277,6 @@ def test_a_timing_that_others_disturbed_is_repeated(
     with Speeds(Unbound(), 2) as speeds:  # type: ignore[arg-type]
         assert speeds.seconds(WHAT) == 1.0 and not speeds.disturbed
         assert speeds.seconds(WHAT._replace(rows=4)) == 7.0 and speeds.disturbed
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    return synthetic.write(path, "tiny-olmoe", tiers=("q4_k", "q2_k"))
-
-
-@pytest.fixture
-def bindings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bindings:
-    pytest.importorskip("llama_cpp.llama_cpp")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return Bindings.load()
 
 
 def test_products_are_timed(bindings: Bindings) -> None:

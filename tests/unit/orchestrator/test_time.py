@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from orchestrator.allocation.slots import ModelShape, SlotGroup, SlotPlan
 from orchestrator.config import Config
@@ -241,19 +240,6 @@ def test_hot_experts_that_stay_high_are_not_missed() -> None:
     mean = policy.asked_mix(np.ones((1, 8))).mean(axis=1)
     alike = cached(shape, slots, uses, np.tile(mean, (1, 8, 1)))
     assert alike.hit_rate < there.hit_rate - 0.05
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    return synthetic.write(path, "tiny-olmoe", tiers=("q4_k", "q2_k"))
-
-
-@pytest.fixture
-def bindings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bindings:
-    pytest.importorskip("llama_cpp.llama_cpp")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return Bindings.load()
 
 
 def test_plans_of_a_model(bindings: Bindings, model: Path) -> None:

@@ -86,5 +86,9 @@ def test_both_sides_really_run(real_engine):
 def test_a_side_that_cannot_run_says_why(real_engine, tmp_path):
     import sys
 
-    with pytest.raises(MoeEdgeError, match=r"a side ended: .*no\.gguf"):
-        Side(HERE, sys.executable, {"model": str(tmp_path / "no.gguf"), "policy": "lru"})
+    told = {"model": str(tmp_path / "no.gguf"), "policy": "lru"}
+    with (
+        pytest.raises(MoeEdgeError, match=r"a side ended: .*no\.gguf"),
+        Side.started(HERE, sys.executable, told),
+    ):
+        pass
