@@ -17,14 +17,13 @@ from orchestrator.cache.profile import cached_path
 from orchestrator.config import Config
 from orchestrator.cost.losses import Foreseen
 from orchestrator.cost.speeds import AGREE
-from orchestrator.cost.time import PlanTime
+from orchestrator.cost.time import PROMPT_TOKENS, PlanTime
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP_TIER
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.policy import ALLOWED_LOSS, BASELINE, PLAIN, POLICIES, Policy
 
 # Tokens of the prompts that are predicted, and of the context behind which a token is.
-PROMPT_TOKENS = 512
 # Plans whose predicted times differ by less are as fast as each other: the one that loses least is
 # taken.
 AS_FAST = 1.02

@@ -43,6 +43,8 @@ from orchestrator.native.llama import Bindings
 
 # Of the experts of the next layer, look-ahead finds so many (docs/experiments/firm.md).
 FORESEEN = 0.8
+# The prompt behind which an answer is foreseen.
+PROMPT_TOKENS = 512
 _MOST_STEPS = 64
 # A cap that leaves less is too small for any model.
 _LEAST_SPARE_BYTES = 8 << 20
@@ -369,7 +371,7 @@ class TimeModel:
         costs = self._costs[at]
         if skips is not None:
             there = with_skips(there, skips, costs.expert_bytes[:, 0])
-        return PlanTime(costs, there, self._disk, plan.n_ubatch, asked)
+        return PlanTime(costs, there, self._disk, plan.micro_batch(0, PROMPT_TOKENS), asked)
 
     @property
     def disturbed(self) -> bool:

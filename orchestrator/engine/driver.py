@@ -16,6 +16,7 @@ from orchestrator.allocation.slots import Transition
 from orchestrator.engine.idle import Idle, likely
 from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, StepReport, served
+from orchestrator.memory.shared import SharedMemory
 from orchestrator.native import FAILED, Store
 from orchestrator.policy import Policy
 from orchestrator.policy.base import KeepsSequences, Learns, Tunes, WaitsBeforeAnswer
@@ -42,6 +43,9 @@ class PlainDriver:
 
     def begin(self, phase: Phase) -> None:
         """Before a decode whose tokens are all of this phase."""
+
+    def make_room(self, n_cells: int, n_tokens: int) -> None:
+        """Before a step of n_tokens, at whose end n_cells of the context are in use."""
 
     def check(self, status: int) -> None:
         """After a decode, with its status: raises what went wrong in a callback or in the
@@ -115,6 +119,9 @@ class Driver(PlainDriver):
         self.store = store
         # Hears of sequences that go on from kept tokens: (sequence, state).
         self.on_restored: Callable[[int, bytes], None] | None = None
+        # What slots give way to, where memory is given out as it is used.
+        self.shared: SharedMemory | None = None
+        self._limit: int | None = None
         self._idle = Idle(store)
         self._pause = pause
         self._prompt_read = False
@@ -237,6 +244,17 @@ class Driver(PlainDriver):
     def begin(self, phase: Phase) -> None:
         self.follow(phase)
         self.store.set_phase(phase)
+
+    def make_room(self, n_cells: int, n_tokens: int) -> None:
+        """Slots give way to what the step takes, and come back when that is given back."""
+        if self.shared is None:
+            return
+        limit = self.shared.slots(n_cells, n_tokens)
+        if limit == self._limit:
+            return
+        while self.store.limit(limit):  # until reads into slots that go are complete
+            self._pause()
+        self._limit = limit
 
     def follow(self, phase: Phase) -> None:
         """Before a step of this phase, whose tokens' own phases their batch shows: where an answer

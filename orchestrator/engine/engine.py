@@ -143,10 +143,11 @@ class Engine:
         self, tokens: list[int], meter: Meter, on_prefill: Callable[[int, int], None] | None
     ) -> bool:
         """Evaluates what the cache does not hold; False when cancelled on the way."""
-        steps, prompts, at_once = self._steps, self._prompts, self._loaded.context.n_ubatch
+        steps, prompts = self._steps, self._prompts
         tokens = prompts.recall(tokens)
         before = steps.keep_prefix(tokens)
         meter.evaluated_tokens = todo = len(tokens) - before
+        at_once = self.plan.micro_batch(before, todo)
         for stop in prompts.stops(tokens):
             while (start := len(steps.cached)) < stop:
                 if on_prefill is not None:
@@ -210,8 +211,9 @@ class Engine:
         steps.rewind(pos)
         if len(steps.cached) != pos:
             raise NativeError("this model's memory cannot be cut in the middle")
-        for start in range(0, len(tokens), self.context.n_ubatch):
-            part = list(tokens[start : start + self.context.n_ubatch])
+        at_once = self.plan.micro_batch(pos, len(tokens))
+        for start in range(0, len(tokens), at_once):
+            part = list(tokens[start : start + at_once])
             if not steps.step(part, phase, each):
                 raise NativeError("the evaluation was cancelled")
             yield len(part)

@@ -145,6 +145,7 @@ class Loader:
                 store = Store.create(self.bindings.library(), spec)
                 parts.append(store)
                 driver = Driver(plan.policy, store)
+                driver.shared = plan.shared
                 estimate = self.planner.losses.estimate(plan.tier_names)
                 if estimate is not None:
                     driver.meter = LossMeter(estimate, config.exact_tiers)

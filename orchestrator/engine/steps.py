@@ -322,6 +322,7 @@ class Steps:
         """One llama_decode. True when its logits are good, False when it was cancelled; the
         cache holds the tokens only in the first case. Raises what went wrong otherwise."""
         before = len(self.cached)
+        self.make_room(before + len(tokens), len(tokens))
         good = self._run(
             phase,
             lambda: self._context.decode(
@@ -332,6 +333,10 @@ class Steps:
         if good:
             self.cached += tokens
         return good
+
+    def make_room(self, n_cells: int, n_tokens: int = 1) -> None:
+        """Before so many cells of the context are in use, n_tokens of them by the next step."""
+        self._driver.make_room(n_cells, n_tokens)
 
     def fork(self, number: int) -> None:
         """Lets another sequence go on from the engine's own one. Raises ConfigError for one that

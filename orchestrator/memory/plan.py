@@ -36,6 +36,7 @@ from orchestrator.memory.footprint import (
     step_tokens,
 )
 from orchestrator.memory.machine import Device, Machine
+from orchestrator.memory.shared import CELL_STEP, SharedMemory
 from orchestrator.policy import BASELINE, DEFAULT, PLAIN, Policy, policy_class
 from orchestrator.policy.base import Learns, Wants
 
@@ -44,7 +45,6 @@ GraphBytes = Callable[[int, int], int | None]
 # Tells a policy, before it plans, what is known of the model in these tiers.
 Teach = Callable[[Policy, tuple[str, ...]], None]
 
-CELL_STEP = 256  # llama.cpp rounds a context up to a multiple of this
 # The KV cache may take this share of what is left behind the weights that are not experts. The
 # expert cache hits about as often with the other fifteen sixteenths, and a step reads the KV cache
 # only as far as it is filled.
@@ -99,6 +99,11 @@ class MemoryPlan:
     llama_bytes: int = 0
     prompt_bytes: int = 0
     copying_bytes: int = 0
+    shared: SharedMemory | None = None
+
+    def micro_batch(self, n_cells: int, n_tokens: int) -> int:
+        """How many of n_tokens of a prompt behind n_cells of context are read at once."""
+        return self.shared.micro_batch(n_cells, n_tokens) if self.shared else self.n_ubatch
 
     @property
     def total_bytes(self) -> int:
@@ -162,6 +167,10 @@ def plan_memory(
         policy_class(config.policy or "")  # raises for an unknown one
     with_size = replace(config, ubatch=config.ubatch or SIZES[0])
     ways = _Ways(with_size, model, machine, more_scratch, graph_bytes, teach)
+    if config.conversations and not (config.sequences or config.expert_ram or machine.device):
+        shared = ways.shared(config.ubatch or SIZES[-1])
+        if shared is not None:
+            return shared
     smallest = ways.with_context()
     if config.ubatch is not None or config.expert_ram is not None:
         return smallest
@@ -260,6 +269,63 @@ class _Ways:
             with suppress(BudgetError):
                 return self.plan(each, prompts)
         return self.plan(*ways[-1])
+
+    def shared(self, most_at_once: int) -> MemoryPlan | None:
+        """The plan whose context and scratch take from the slots what they need when they need it;
+        None where everything fits, and for a policy that keeps every expert in memory.
+        most_at_once: the most tokens that may be read at once.
+
+        Raises BudgetError for a context that was asked for and is too long, with the longest one.
+        """
+        config, model = self.config, self.model
+        usual = self.room(context_tokens(model, config))
+        if usual.plain and self._spare(usual, usual.cap - usual.fixed, -1) >= 0:
+            return None
+        room = self.room(max(CELL_STEP, step_tokens(config, usual.n_ctx)), plain=False)
+        plan = None
+        for prompts in (self._prompt_bytes(usual), config.cache_ram or 0):
+            with suppress(BudgetError):
+                plan = plan or self.plan(room, prompts)
+        if plan is None or plan.policy is None or plan.policy.wants.all_resident:
+            return None  # what would be enough is said for the usual context
+        return self._sharing(plan, plan.policy, room, most_at_once)
+
+    def _sharing(
+        self, plan: MemoryPlan, policy: Policy, room: Room, most_at_once: int
+    ) -> MemoryPlan:
+        config, model = self.config, self.model
+        own_length = model.hparams.context_length
+        most = context_tokens(model, replace(config, ctx=config.ctx or own_length or None))
+        own = room.cap - room.fixed - plan.prompt_bytes  # of slots, beside an empty context
+        copied = copying_bytes(model, config, room.n_ctx)
+        least = self.config.ubatch or SIZES[0]
+        sizes = {least} | {size for size in SIZES if size <= min(most_at_once, most)}
+        shared = SharedMemory(
+            own + room.kv + room.compute,
+            least_slots(policy),
+            policy.shape.all_slot_bytes(),
+            (room.kv + copied) / room.n_ctx,
+            {size: self._scratch(size, most) for size in sorted(sizes)},
+        )
+        longest = shared.longest(most)
+        if longest < most and config.ctx:
+            raise BudgetError(
+                f"--ctx {config.ctx} is too long for {room.given.rstrip(',')}: the longest context "
+                f"beside the fewest experts of the policy {policy.name} has {longest} tokens",
+                room.cap + shared.least_slots - shared.slots(most, least),
+            )
+        at_once = max(n for n in shared.scratch if n in shared.may_read(n))
+        return replace(plan, n_ctx=longest, n_ubatch=at_once, shared=shared)
+
+    def _scratch(self, n_tokens: int, most: int) -> tuple[int, float]:
+        """What graphs take of so many tokens at once, as SharedMemory has it. It is the largest of
+        sums that grow evenly with the context, so it is never above the line from the shortest to
+        the longest one."""
+        with_size = replace(self, config=replace(self.config, ubatch=n_tokens))
+        short, long = max(CELL_STEP, n_tokens), max(most, n_tokens + CELL_STEP)
+        first, last = (with_size.room(n, plain=False).compute for n in (short, long))
+        each = max(0.0, (last - first) / (long - short))
+        return int(first - each * short), each
 
     def _affordable_context(self, least: Room) -> int:
         """The context where none was asked for. Where everything fits beside the least one, it
@@ -410,7 +476,7 @@ class _Ways:
         by_slots = expert_ram is not None and (room.asked is None or expert_ram < slots)
         other = ""
         if policy.name != BASELINE:
-            least = _least_slots(policy_class(BASELINE), policy.shape)
+            least = least_slots(policy_class(BASELINE)(policy.shape))
             if least < slots:
                 # The baseline takes no token importance.
                 usual = replace(self, config=self.config.compared(policy=BASELINE))
@@ -470,9 +536,10 @@ def read_per_prompt_token(n_tokens: int, absent_bytes: int, used_share: float) -
     return absent_bytes * (1 / n_tokens + ANSWER_SHARE * ABSENT_USE * used_share)
 
 
-def _least_slots(policy: type[Policy], shape: ModelShape) -> int:
+def least_slots(policy: Policy) -> int:
+    """Bytes of the fewest slots with which a policy works."""
     try:
-        return policy(shape).plan(0).total_bytes
+        return deepcopy(policy).plan(0).total_bytes
     except BudgetError as error:
         return error.needed_bytes
 

@@ -1,0 +1,67 @@
+"""Memory that is given out as it is used: a context's cells and the scratch of a step come first,
+and slots of experts have the rest."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+CELL_STEP = 256  # cells come in so many, as llama.cpp pads them
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """What slots, cells and scratch share, in bytes.
+
+    n_bytes: of all three. least_slots: what a policy needs of them. all_slots: what every expert
+    takes. cell_bytes: of one token of the context. scratch: by the most tokens of a step, the
+    fewest first, what it takes beside an empty context, and what each cell of that adds.
+    """
+
+    n_bytes: int
+    least_slots: int
+    all_slots: int
+    cell_bytes: float
+    scratch: Mapping[int, tuple[int, float]]
+
+    def slots(self, n_cells: int, n_tokens: int) -> int:
+        """What is left for slots in a step of n_tokens that ends with n_cells in use."""
+        cells = -(-max(1, n_cells) // CELL_STEP) * CELL_STEP
+        empty, each = next(s for size, s in self.scratch.items() if size >= n_tokens)
+        return self.n_bytes - empty - int(cells * (self.cell_bytes + each))
+
+    def longest(self, most: int) -> int:
+        """The longest context, of `most` tokens at most, at whose end a policy still has what it
+        needs; 0 where there is none."""
+        smallest = min(self.scratch)
+
+        def too_long(n: int) -> bool:
+            return self.slots(n * CELL_STEP, smallest) < self.least_slots
+
+        steps = range(1, -(-most // CELL_STEP) + 1)
+        return min(most, bisect_right(steps, False, key=too_long) * CELL_STEP)
+
+    def may_read(self, n_cells: int) -> list[int]:
+        """How many tokens may be read at once so that the context then has n_cells: the least
+        number always, since `longest` sees to it."""
+        smallest, *larger = self.scratch
+        return [smallest, *(n for n in larger if self.slots(n_cells, n) >= self.least_slots)]
+
+    def micro_batch(self, n_cells: int, n_tokens: int) -> int:
+        """How many of n_tokens behind n_cells are best read at once: with which least comes from
+        the disk.
+
+        A micro-batch of hundreds of tokens uses nearly every expert, so that each one reads all
+        that have no slot. Its scratch takes slots from experts, which are read once more behind
+        the prompt. With n tokens, u at once, A bytes of all experts and S(u) of slots that is
+
+            ceil(n / u) (A - S(u)) - S(u)
+        """
+        end, every = n_cells + n_tokens, self.all_slots
+
+        def read(size: int) -> int:
+            slots = min(every, self.slots(end, size))
+            return -(-n_tokens // size) * (every - slots) - slots
+
+        return min(self.may_read(end), key=read)
