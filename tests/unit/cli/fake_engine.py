@@ -192,15 +192,15 @@ class FakeEngine:
         return used
 
 
-def install(modules) -> None:
-    """Make `modules` (sys.modules) hand out FakeEngine as the engine."""
-    module = types.ModuleType("orchestrator.engine.engine")
-    module.Engine = FakeEngine
-    modules["orchestrator.engine.engine"] = module
+def module() -> types.ModuleType:
+    """What stands in for orchestrator.engine.engine."""
+    made = types.ModuleType("orchestrator.engine.engine")
+    made.Engine = FakeEngine
+    return made
 
 
 if __name__ == "__main__":
-    install(sys.modules)
+    sys.modules["orchestrator.engine.engine"] = module()
     from orchestrator.cli.main import main
 
     main()

@@ -6,11 +6,9 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import pytest
 
@@ -56,16 +54,6 @@ def served(tmp_path_factory: pytest.TempPathFactory, library: object) -> Iterato
     options = ("--ram", "160MiB", "--policy", "dymoe", "--ctx", "1024", "--temp", "0")
     with serving(cache, *options) as running:
         yield running
-
-
-def wait_until_idle(served: Served) -> None:
-    """Until nothing decodes for a client that left."""
-    for _ in range(10 * HANG_S):
-        with urlopen(served.url + "/metrics", timeout=60) as answer:
-            if b"moe_edge_requests_running 0" in answer.read():
-                return
-        time.sleep(0.1)
-    pytest.fail("the work for a client that left goes on")
 
 
 def is_a_call(name: str, arguments: Any) -> bool:
@@ -114,7 +102,7 @@ def test_openai(served: Served) -> None:
     leaving = client.chat.completions.create(**{**common, "messages": LONG}, stream=True)
     next(iter(leaving))
     leaving.close()
-    wait_until_idle(served)
+    served.until_running(0)
     with pytest.raises(openai.BadRequestError, match="none of the tools"):
         client.chat.completions.create(**common, tools=[other], tool_choice=named)
 
@@ -134,6 +122,9 @@ def test_anthropic(served: Served) -> None:
     anthropic = pytest.importorskip("anthropic", reason="the anthropic package is missing")
     client = anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
     common = {"model": "any", "max_tokens": 200, "messages": MESSAGES}
+    whole = client.messages.create(**common).content[0].text
+    with client.messages.stream(**common) as stream:
+        assert "".join(stream.text_stream) == whole and "Oslo" in whole
     tool = {"name": "capital", "description": "A capital.", "input_schema": ARGUMENTS}
     other = {"name": "other", "description": "Another.", "input_schema": ARGUMENTS}
     common["tools"] = [other, tool]
@@ -155,7 +146,7 @@ def test_anthropic(served: Served) -> None:
         assert json.loads("".join(stream.text_stream))["capital"] in CAPITALS
     with client.messages.stream(model="any", max_tokens=200, messages=LONG) as stream:
         next(iter(stream.text_stream))
-    wait_until_idle(served)
+    served.until_running(0)
 
 
 def test_litellm(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +173,7 @@ def test_litellm(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     leaving = litellm.completion(**{**common, "messages": LONG}, stream=True)
     next(iter(leaving))
     leaving.completion_stream.close()
-    wait_until_idle(served)
+    served.until_running(0)
 
 
 def test_langchain_openai(served: Served) -> None:
@@ -199,7 +190,7 @@ def test_langchain_openai(served: Served) -> None:
     leaving = model.stream(LONG[0]["content"])
     next(leaving)
     leaving.close()
-    wait_until_idle(served)
+    served.until_running(0)
 
 
 def test_llm(served: Served, tmp_path: Path) -> None:
@@ -230,4 +221,4 @@ def test_llm(served: Served, tmp_path: Path) -> None:
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as leaving:
         assert leaving.stdout is not None and leaving.stdout.read(1)
         leaving.kill()
-    wait_until_idle(served)
+    served.until_running(0)

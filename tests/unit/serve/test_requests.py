@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
 
-from asgi import FakeBackend, FakeRequest, app_for, ask
+from asgi import FakeBackend, app_for, ask, whole
 from real_cache import REAL_CACHE
 
 from orchestrator.serve import requests
@@ -62,7 +62,7 @@ DOCUMENT = {"type": "document", "source": {"type": "text", "data": "a"}}
 
 def asked(path: str, data: dict[str, Any], most_body_bytes: int = 2**20) -> tuple[int, Any]:
     """(status, what llama.cpp got, or else the sentence)."""
-    backend = FakeBackend(FakeRequest(200, False, [b"{}"]))
+    backend = FakeBackend(whole())
     backend.most_body_bytes = most_body_bytes
     reply = ask(app_for(backend, parallel=2), path, data)
     if not backend.asked:
@@ -297,7 +297,7 @@ def test_a_count_reads_a_request_as_the_answer_does() -> None:
         (CHAT, {**ASK, "tools": TWO, "tool_choice": NAMED_B}),
         (RESPONSES, {"input": "a", "text": {"format": {"type": "json_object"}}}),
     ):
-        backend = FakeBackend(*(FakeRequest(200, False, [b"{}"]) for _ in range(2)))
+        backend = FakeBackend(whole(), whole())
         app = app_for(backend)
         count = next(each for each, form in COUNTING.items() if form == path)
         assert [ask(app, each, data).status for each in (path, count)] == [200, 200]
