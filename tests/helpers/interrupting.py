@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +30,6 @@ from typing import NamedTuple
 REPO = Path(__file__).resolve().parents[2]
 # Only what hangs takes so long.
 HANG_S = 300
-# A machine that stands still for longer than this is not what a command took.
-STILL_S = 1.0
 # How often a moment is drawn again where the command was through before it, or as good as, or where
 # it was not yet there to handle a signal.
 DRAWS = 5
@@ -47,31 +44,6 @@ main()
 """
 # What a command says of the time that it took, and of files that tell of it.
 _MEASURED = re.compile(r'"[a-z_]*(?:us|ms|_s|seconds|rss)": [^,}]*|[\d.]+ (?:ms|MB/s|[KM]iB)')
-
-
-class Clock:
-    """Seconds in which this process ran: where it was stopped along with the commands, as a
-    machine that sleeps is, nothing went by."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._total_s, self._last_s = clock, 0.0, clock()
-        self._lock = threading.Lock()
-        threading.Thread(target=self._tick, daemon=True).start()
-
-    def now_s(self) -> float:
-        with self._lock:
-            now_s = self._clock()
-            self._total_s += min(STILL_S, now_s - self._last_s)
-            self._last_s = now_s
-            return self._total_s
-
-    def _tick(self) -> None:
-        while True:
-            time.sleep(STILL_S / 20)
-            self.now_s()
-
-
-CLOCK = Clock()
 
 
 class Result(NamedTuple):
@@ -136,7 +108,7 @@ class Command:
             os.close(writer)
             with os.fdopen(reader, "rb") as begun:
                 begun.read()
-            start_s, at_start_s = CLOCK.now_s(), _computed_s(process.pid)
+            start_s, at_start_s = time.monotonic(), _computed_s(process.pid)
             reached = False
             try:
                 if after_s is not None:
@@ -144,10 +116,10 @@ class Command:
                     reached = process.poll() is None
                     process.send_signal(number)
                     at_signal_s = _computed_s(process.pid)
-                out, err = _wait(process)
+                out, err = process.communicate(timeout=HANG_S)
             finally:
                 process.kill()
-        took_s, in_all_s = CLOCK.now_s() - start_s, _children_s() - before_s
+        took_s, in_all_s = time.monotonic() - start_s, _children_s() - before_s
         left = _processes_of(process.pid)
         if left:
             err += f"Left: processes {left}"
@@ -234,17 +206,6 @@ def _stats_of(session: int) -> dict[int, list[str]]:
         if int(fields[3]) == session:
             found[int(path.parent.name)] = fields
     return found
-
-
-def _wait(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """What it says on stdout and stderr until it ends. Raises TimeoutExpired where it hangs."""
-    start_s = CLOCK.now_s()
-    while True:
-        try:
-            return process.communicate(timeout=STILL_S)
-        except subprocess.TimeoutExpired:
-            if CLOCK.now_s() - start_s > HANG_S:
-                raise
 
 
 def interrupt(

@@ -2,7 +2,6 @@
 
     python tests/helpers/soaking.py clients [--model M] [--clients 8] [--seconds 600] [--share 0.6]
     python tests/helpers/soaking.py requests [--model M] [--requests 1000] [--cache-ram 8MiB]
-    python tests/helpers/soaking.py signals [--model M] [--times 10]
 
 clients: so many at once, some of whom leave in the middle, with slots for that share of the
 experts in the best precision. The server has a queue for half of them, so that some get 429. Fails
@@ -10,9 +9,6 @@ where the process ever had more than the cap, or where another status came.
 
 requests: conversations one after another. Fails where the resident memory at the end is more than
 2 % above that at the request with which the prompt cache was first full.
-
-signals: servers that get SIGTERM or SIGINT, idle and in the middle of a stream. Fails where one
-says anything of an error or ends with another status than 0; prints how long each took.
 """
 
 from __future__ import annotations
@@ -22,12 +18,11 @@ import collections
 import http.client
 import json
 import random
-import signal
 import sys
 import tempfile
 import threading
 from pathlib import Path
-from time import monotonic, perf_counter, sleep
+from time import monotonic, sleep
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -189,32 +184,6 @@ def soak_requests(cache: Path, model: Path, requests: int, cache_ram: str) -> tu
     return first, last
 
 
-def soak_signals(cache: Path, model: Path, times: int) -> list[float]:
-    """Seconds from each signal to the end of the process. Raises AssertionError for an end that is
-    not clean."""
-    took: list[float] = []
-    for number in range(4 * times):
-        signum = (signal.SIGTERM, signal.SIGINT)[number % 2]
-        busy = number // 2 % 2 == 1
-        with serving(cache, "-m", str(model), "--ctx", "2048") as served:
-            connection = http.client.HTTPConnection(
-                "127.0.0.1", urlsplit(served.url).port, timeout=HANG_S
-            )
-            if busy:
-                data = {"prompt": "One", "n_predict": 1900, "ignore_eos": True, "stream": True}
-                connection.request("POST", "/completion", json.dumps(data))
-                connection.getresponse().readline()
-            start = perf_counter()
-            status, said = served.end(signum)
-            took.append(perf_counter() - start)
-            assert status == 0 and "Traceback" not in said and "rror" not in said, said
-            connection.close()
-            state = "in a stream" if busy else "idle"
-            print(f"{signum.name} {state}: {took[-1]:.2f} s", flush=True)
-    print(f"the longest of {len(took)}: {max(took):.2f} s")
-    return took
-
-
 def kv_bytes(model: Path) -> int:
     """Of one token of a conversation."""
     from gguf_tools.experts import ExpertModel
@@ -225,21 +194,18 @@ def kv_bytes(model: Path) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("clients", "requests", "signals"))
+    parser.add_argument("what", choices=("clients", "requests"))
     parser.add_argument("--model", type=Path, default=DEMO)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--share", type=float, default=0.6, help="of the experts' bytes")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--cache-ram", default="8MiB")
-    parser.add_argument("--times", type=int, default=10, help="of each signal and state")
     asked = parser.parse_args()
     model = asked.model.resolve()
     with tempfile.TemporaryDirectory() as cache:
         if asked.what == "clients":
             soak_clients(Path(cache), model, asked.clients, asked.seconds, asked.share)
-        elif asked.what == "signals":
-            soak_signals(Path(cache), model, asked.times)
         else:
             first, last = soak_requests(Path(cache), model, asked.requests, asked.cache_ram)
             if last > MOST_GROWTH * first:

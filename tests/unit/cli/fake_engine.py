@@ -88,8 +88,6 @@ class FakeEngine:
     @classmethod
     def open(cls, config, progress=None):
         mark("open")
-        if config.model.name == "missing.gguf":
-            raise GGUFError(f"{config.model}: no such file")
         for step in range(5):
             if config.model.name == "slow.gguf":
                 time.sleep(0.2)
