@@ -78,10 +78,7 @@ class Command:
     beside: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def run(
-        self,
-        after_s: float | None = None,
-        repo: Path = REPO,
-        number: signal.Signals = signal.SIGINT,
+        self, after_s: float | None = None, repo: Path = REPO, number: int = signal.SIGINT
     ) -> Result:
         """Runs it; after_s: when to send it a signal, as Ctrl-C does."""
         self._empty_folder()
@@ -140,7 +137,7 @@ class Command:
             if path.is_file()
         }
 
-    def complaint(self, whole: Result, found: Result, number: signal.Signals) -> str:
+    def complaint(self, whole: Result, found: Result, number: int) -> str:
         """What is wrong with a run that was interrupted, or nothing."""
         if any(word in found.err for word in ("Traceback", "Exception ignored", "Error", "Left:")):
             return f"it says {found.err.strip()[-600:]}"
@@ -167,7 +164,7 @@ def _heed_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _ended_by(number: signal.Signals) -> tuple[int, ...]:
+def _ended_by(number: int) -> tuple[int, ...]:
     """How a command ends by a signal: while it loads, as any program does."""
     return (128 + number,) if number == signal.SIGINT else (128 + number, -number)
 
@@ -209,11 +206,7 @@ def _stats_of(session: int) -> dict[int, list[str]]:
 
 
 def interrupt(
-    command: Command,
-    times: int,
-    seed: str,
-    repo: Path = REPO,
-    number: signal.Signals = signal.SIGINT,
+    command: Command, times: int, seed: str, repo: Path = REPO, number: int = signal.SIGINT
 ) -> tuple[Counter[str], list[str]]:
     """Runs a command so many times with a signal. Returns how the runs ended, and what was
     wrong."""
@@ -245,7 +238,6 @@ def main() -> int:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--times", type=int, default=100)
     parser.add_argument("--seed", default="0")
-    parser.add_argument("--size", type=int, default=1)
     parser.add_argument("--signal", default="INT", help="INT, TERM or HUP")
     parser.add_argument("--repo", type=Path, default=REPO, help="another checkout to run")
     args = parser.parse_args()
@@ -257,7 +249,7 @@ def main() -> int:
 
     failed = False
     with tempfile.TemporaryDirectory() as folder:
-        known = commands(Path(folder), args.size)
+        known = commands(Path(folder))
         for name in args.names or known:
             ends, wrong = interrupt(known[name](), args.times, args.seed, args.repo, number)
             counts = ", ".join(f"{n} with {end}" for end, n in sorted(ends.items()))

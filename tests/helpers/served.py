@@ -128,6 +128,7 @@ class Served:
 def serving(cache: Path, *options: str, files: int | None = None) -> Iterator[Served]:
     """A server of the demo model on a free port, whose user folders are in `cache`. files: the most
     file descriptors that it may have."""
+    pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
     servers = cache / "moe-edge" / "servers"
     if not servers.exists():
         servers.parent.mkdir(parents=True, exist_ok=True)
@@ -151,3 +152,14 @@ def serving(cache: Path, *options: str, files: int | None = None) -> Iterator[Se
         finally:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 served.end(signal.SIGKILL if process.poll() is None else 0)
+
+
+def running(*options: str, files: int | None = None) -> Any:
+    """A fixture: one such server for the tests of a module."""
+
+    @pytest.fixture(scope="module")
+    def served(tmp_path_factory: pytest.TempPathFactory, library: object) -> Iterator[Served]:
+        with serving(tmp_path_factory.mktemp("served"), *options, files=files) as server:
+            yield server
+
+    return served

@@ -15,23 +15,22 @@ from __future__ import annotations
 
 import argparse
 import collections
-import http.client
-import json
 import random
 import sys
 import tempfile
 import threading
+from contextlib import closing
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
-from urllib.parse import urlsplit
 
 HERE = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(HERE))
 
 import psutil  # noqa: E402
-from served import DEMO, serving  # noqa: E402
-from speaking import HANG_S, post  # noqa: E402
+from served import DEMO, Served, serving  # noqa: E402
+
+from orchestrator.settings import parse_size  # noqa: E402
 
 COUNTRIES = ("Norway", "Peru", "Japan", "Chad", "Spain", "Chile", "Kenya", "India", "Italy", "Cuba")
 MOST_GROWTH = 1.02
@@ -51,13 +50,9 @@ def conversation(rng: random.Random, n_predict: int) -> dict[str, Any]:
     }
 
 
-def ask(url: str, data: dict[str, Any], leaves: bool) -> int:
+def ask(served: Served, data: dict[str, Any], leaves: bool) -> int:
     """The status of one request. leaves: the client goes away behind the first line."""
-    where = urlsplit(url)
-    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=HANG_S)
-    try:
-        body, kind = json.dumps(data), {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/chat/completions", body, kind)
+    with closing(served.asked("/v1/chat/completions", data)) as connection:
         answer = connection.getresponse()
         if leaves:
             answer.readline()
@@ -66,8 +61,6 @@ def ask(url: str, data: dict[str, Any], leaves: bool) -> int:
         if answer.status == 200 and (b'"error"' in text or b'"timings"' not in text):
             return 500  # the error came behind the status
         return answer.status
-    finally:
-        connection.close()
 
 
 class Memory:
@@ -114,16 +107,7 @@ def soak_clients(
     """How often each status came. Raises AssertionError for another one than 200 and 429, and for
     memory over the promise."""
     ram = ram_for(model, share)
-    options = (
-        "-m",
-        str(model),
-        "--ram",
-        str(ram),
-        "--ctx",
-        "512",
-        "--queue",
-        str(clients // 2 - 1),
-    )
+    options = ("-m", str(model), "--ctx=512", f"--ram={ram}", f"--queue={clients // 2 - 1}")
     statuses: collections.Counter[int] = collections.Counter()
     with serving(cache, *options) as served:
         memory = Memory(served.process.pid)
@@ -132,7 +116,7 @@ def soak_clients(
         def client(number: int) -> None:
             rng = random.Random(number)
             while monotonic() < end:
-                status = ask(served.url, conversation(rng, 60), leaves=rng.random() < 0.1)
+                status = ask(served, conversation(rng, 60), leaves=rng.random() < 0.1)
                 statuses[status] += 1
                 if status == 429:
                     sleep(0.2)
@@ -143,8 +127,7 @@ def soak_clients(
         for thread in threads:
             thread.join()
         memory.close()
-        status, _ = post(served.url, "/tokenize", {"content": "still here"})
-        assert status == 200, status
+        served.post("/tokenize", {"content": "still here"})
         status, said = served.end()
         assert status == 0 and "Traceback" not in said, said[-2000:]
     print(
@@ -157,19 +140,15 @@ def soak_clients(
 
 def soak_requests(cache: Path, model: Path, requests: int, cache_ram: str) -> tuple[int, int]:
     """(resident bytes when the prompt cache was first full, at the end)."""
-    from orchestrator.settings import parse_size
-
     limit = parse_size(cache_ram)
     rng = random.Random(1)
-    options = ("-m", str(model), "--ctx", "512", "--ram", "180MiB", "--policy", "lru")
-    options += ("--high-tier", "q4_k", "--cache-ram", cache_ram)
+    options = ("-m", str(model), "--ctx=512", "--ram=180MiB", "--policy=lru", "--high-tier=q4_k")
     first, at, kept = 0, 0, 0
-    with serving(cache, *options) as served:
+    with serving(cache, *options, f"--cache-ram={cache_ram}") as served:
         memory = Memory(served.process.pid)
         for number in range(1, requests + 1):
             data = conversation(rng, 24) | {"stream": False}
-            status, answer = post(served.url, "/v1/chat/completions", data)
-            assert status == 200, answer
+            answer = served.post("/v1/chat/completions", data)
             kept += answer["usage"]["total_tokens"] * kv_bytes(model)
             if not first and kept > limit:
                 first, at = memory.now_bytes(), number

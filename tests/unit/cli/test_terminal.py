@@ -127,10 +127,10 @@ def test_the_history_may_be_unwritable(start, tmp_path):
     assert "Hi there!" in terminal.ask("hello")
 
 
-LISTED = "/help /regen /read_FILE /reset /system_TEXT /stats /set_NAME_VALUE /temp_T /model_NAME"
-LISTED += ' /policy_NAME /retention_R /save_FILE /quit """ Ctrl-C'
+LISTED = "/help|/regen|/read FILE|/reset|/system TEXT|/stats|/set NAME VALUE|/temp T|/model NAME"
+LISTED += '|/policy NAME|/retention R|/save FILE|/quit|"""|Ctrl-C'
 COMMANDS = [
-    ("/help", LISTED.replace("_", " ").split(" /")),
+    ("/help", LISTED.split("|")),
     ("/?", ["/regen", "another answer"]),
     ("/regen", ["Error: nothing was answered yet"]),
     ("/reset", ["The conversation is empty."]),

@@ -12,6 +12,10 @@ from dataclasses import dataclass, field
 from threading import Event
 from typing import Any
 
+import pytest
+
+pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
+
 from starlette.applications import Starlette
 
 from orchestrator.errors import ConfigError

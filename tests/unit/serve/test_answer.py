@@ -9,9 +9,6 @@ from threading import Event
 from typing import Any
 
 import pytest
-
-pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
-
 from asgi import (
     HANG_S,
     Client,

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
-
-from served import Served, serving
+from served import Served, running
 
 KEY = "a key"
 HOST = b"Host: localhost\r\n"
@@ -20,12 +16,10 @@ KEYED = HOST + b"x-api-key: a key\r\n"
 CHAT = b"POST /v1/chat/completions HTTP/1.1\r\n"
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, library: object) -> Iterator[Served]:
-    cache = tmp_path_factory.mktemp("attacked")
-    options = ("--ram", "160MiB", "--policy", "lru", "--ctx", "512", "--api-key", KEY)
-    with serving(cache, *options, "--body-limit", "64KiB", "--patience", "5") as running:
-        yield running
+served = running(
+    *("--ram", "160MiB", "--policy", "lru", "--ctx", "512", "--api-key", KEY),
+    *("--body-limit", "64KiB", "--patience", "5"),
+)
 
 
 def answer_to(served: Served, data: bytes) -> bytes:

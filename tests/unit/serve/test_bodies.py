@@ -8,9 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-
-pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
-
 from asgi import (
     HANG_S,
     Client,

@@ -6,15 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
-
-from served import HANG_S, Served, serving
+from served import HANG_S, Served, running
 from speaking import ARGUMENTS, CAPITAL
 
 ASK = "What is the capital of Norway?"
@@ -48,12 +44,7 @@ print(json.dumps(made))
 """
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, library: object) -> Iterator[Served]:
-    cache = tmp_path_factory.mktemp("clients")
-    options = ("--ram", "160MiB", "--policy", "dymoe", "--ctx", "1024", "--temp", "0")
-    with serving(cache, *options) as running:
-        yield running
+served = running("--ram", "160MiB", "--policy", "dymoe", "--ctx", "1024", "--temp", "0")
 
 
 def is_a_call(name: str, arguments: Any) -> bool:

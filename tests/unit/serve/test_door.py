@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
-
-pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
-
 from asgi import Client, FakeBackend, FakeRequest, app_for, ask, body_of, quiet, state_with, whole
+from click.testing import CliRunner
 
 from orchestrator.cli.main import cli
 from orchestrator.errors import ConfigError, NativeError

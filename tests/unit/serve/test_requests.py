@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
-
 from asgi import FakeBackend, app_for, ask, whole
 from real_cache import REAL_CACHE
 
@@ -108,6 +105,7 @@ def test_what_means_nothing_here_is_left_out_and_what_steers_llama_cpp_is_refuse
 
 
 LONG_NAME = "!" * 300
+FORM, OBJECT = {"type": "json_schema"}, "schema must be an object"
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # No request of its path.
     *[
@@ -126,19 +124,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": SAID * 200}, "200 messages exceed"),
     (CHAT, {**ASK, "grammar": {"a": 1}}, "grammar must be a text"),
     (CHAT, {**ASK, "response_format": "json"}, "response_format must be an object"),
-    (CHAT, {**ASK, "response_format": {"type": "json_schema", "json_schema": 3}}, "json_schema"),
-    (RESPONSES, {"input": "a", "text": {"format": 3}}, "must be an object"),
-    (
-        RESPONSES,
-        {"input": "a", "text": {"format": {"type": "json_schema", "schema": 3}}},
-        "schema must be an object",
-    ),
-    (MESSAGES, {**ASK, "output_config": {"format": {"type": "text"}}}, "must be a json_schema"),
-    (
-        MESSAGES,
-        {**ASK, "output_config": {"format": {"type": "json_schema", "schema": "x"}}},
-        "schema must be an object",
-    ),
+    (CHAT, {**ASK, "response_format": FORM | {"json_schema": 3}}, "json_schema"),
+    *[
+        (RESPONSES, {"input": "a", "text": {"format": wrong}}, says)
+        for wrong, says in ((3, "must be an object"), (FORM | {"schema": 3}, OBJECT))
+    ],
+    *[
+        (MESSAGES, {**ASK, "output_config": {"format": wrong}}, says)
+        for wrong, says in (
+            ({"type": "text"}, "must be a json_schema"),
+            (FORM | {"schema": "x"}, OBJECT),
+        )
+    ],
     (COMPLETIONS, {"prompt": "a", "logprobs": 6}, "logprobs must be a whole number from 0 to 5"),
     (COMPLETIONS, {"prompt": "a", "logprobs": True}, "logprobs must be"),
     (COMPLETIONS, {}, "prompt is missing"),
@@ -161,15 +158,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {**ASK, "json_schema": schema(513)}, "an object in json_schema: 513 properties"),
     (
         CHAT,
-        {**ASK, "response_format": {"type": "json_schema", "json_schema": {"schema": schema(513)}}},
+        {**ASK, "response_format": FORM | {"json_schema": {"schema": schema(513)}}},
         "an object in response_format: 513 properties",
     ),
-    (CHAT, {**ASK, "tools": [tool("f", schema(513))]}, "an object in tools: 513 properties"),
-    (
-        CHAT,
-        {**ASK, "tools": [tool("f", {"properties": {LONG_NAME: {}}})]},
-        "a name in tools: 300 characters",
-    ),
+    *[
+        (CHAT, {**ASK, "tools": [tool("f", wrong)]}, says)
+        for wrong, says in (
+            (schema(513), "an object in tools: 513 properties"),
+            ({"properties": {LONG_NAME: {}}}, "a name in tools: 300 characters"),
+        )
+    ],
     (CHAT, {**ASK, "json_schema": {"$ref": LONG_NAME}}, "a name in json_schema: 300 characters"),
     # What llama.cpp's server would leave out without a word.
     (CHAT, {"modalities": ["text", "audio"]}, "modalities"),

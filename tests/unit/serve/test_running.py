@@ -6,7 +6,7 @@ import json
 import resource
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
 
-from served import DEMO, HANG_S, Served, serving
+from served import DEMO, HANG_S, Served, running
 
 from orchestrator.config import Config
 from orchestrator.errors import NativeError
@@ -168,11 +168,7 @@ def test_connections_follow_the_file_descriptors(
     assert asked == ([] if raised is None else [(raised, hard)])
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, library: object) -> Iterator[Served]:
-    cache = tmp_path_factory.mktemp("few files")
-    with serving(cache, "--ram", "160MiB", "--policy", "lru", "--ctx", "512", files=100) as running:
-        yield running
+served = running("--ram", "160MiB", "--policy", "lru", "--ctx", "512", files=100)
 
 
 def test_one_connection_too_many_gets_503(served: Served) -> None:

@@ -15,11 +15,8 @@ from urllib.error import HTTPError
 
 import numpy as np
 import pytest
-
-pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
-
 from asgi import Client, FakeBackend, Reply, app_for, ask, whole
-from served import DEMO, HANG_S, Served, serving
+from served import DEMO, HANG_S, Served, running, serving
 
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
@@ -255,11 +252,8 @@ def test_what_fails_is_said_in_a_sentence(error: Exception, status: int, says: s
     assert reply.status == status and says in reply.json()["error"]["message"]
 
 
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory, library: object) -> Iterator[Served]:
-    options = ("--policy", "lru", "--high-tier", "q4_k", "--ctx", "512", "--ram", RAM)
-    with serving(tmp_path_factory.mktemp("scored"), *options, "--parallel=2", "--exact") as running:
-        yield running
+OPTIONS = ("--policy", "lru", "--high-tier", "q4_k", "--ctx", "512", "--ram", RAM)
+live = running(*OPTIONS, "--parallel=2", "--exact")
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,8 @@ from threading import Event
 from typing import Any
 
 import pytest
-
-pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
-
 from asgi import FakeBackend, app_for, ask, begun, until, whole
-from served import Served, serving
+from served import Served, running
 from speaking import CAPITAL
 
 from orchestrator.serve.admission import Conversation, Seats, conversation_of, with_seat
@@ -150,11 +147,10 @@ def test_a_client_that_leaves_gives_it_back() -> None:
     assert [json.loads(body)["id_slot"] for _, body in backend.asked] == [0, 0]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, library: object) -> Any:
-    options = ("--ram", "160MiB", "--policy", "lru", "--high-tier", "q4_k", "--ctx", "512")
-    with serving(tmp_path_factory.mktemp("seats"), *options, "--parallel", "2") as running:
-        yield running
+served = running(
+    *("--ram", "160MiB", "--policy", "lru", "--high-tier", "q4_k", "--ctx", "512"),
+    *("--parallel", "2"),
+)
 
 
 def test_neither_of_two_conversations_is_read_again(served: Served) -> None:

@@ -8,28 +8,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 import pytest
-
-pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
-
-from served import HANG_S, REPO, Served, serving
+from served import HANG_S, REPO, Served, running, serving
 from speaking import CAPITAL
 
 RAM = "160MiB"
 QUESTION = [{"role": "user", "content": "What is the capital of Norway?"}]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, library: object) -> Iterator[Served]:
-    cache = tmp_path_factory.mktemp("served")
-    options = ("--ram", RAM, "--policy", "lru", "--high-tier", "q4_k", "--ctx", "512")
-    with serving(cache, *options) as running:
-        yield running
+served = running("--ram", RAM, "--policy", "lru", "--high-tier", "q4_k", "--ctx", "512")
 
 
 def test_an_answer_has_our_costs_and_the_memory_is_kept(served: Served) -> None:

@@ -6,9 +6,6 @@ import json
 from typing import Any
 
 import pytest
-
-pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
-
 from asgi import FakeBackend, FakeRequest, app_for, ask
 
 from orchestrator.serve.wire import LIMITS
