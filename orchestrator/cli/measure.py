@@ -90,7 +90,7 @@ def _measure(name: str, as_json: bool, out: Path | None = None, **options: Any) 
     if out is not None:
         for path in experiment.draw(report, out):
             note(f"wrote {path}")
-    say_result(report, experiment.text(report), as_json)
+    say_result(report, experiment.text, as_json)
 
 
 @click.group(
@@ -217,7 +217,7 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
         else:
             tables = load_study(study).publish(config, wanted, out, console.bar, console.note)
     if study is None:
-        say_result(result, render(result), as_json)
+        say_result(result, render, as_json)
     else:
         say_tables(study, tables, as_json)
 

@@ -262,7 +262,7 @@ class Engine:
         """Changes a live setting of a policy from the next token on; False where the policy that
         runs has no such setting, so that it waits for another one."""
         config = self.config.with_changes(**{name: value})
-        used = self._loaded.driver.change({name: value})
+        used = self._loaded.driver.change(name, value)
         self.config = config
         return used
 

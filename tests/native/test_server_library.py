@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -338,12 +339,17 @@ def test_who_finds_nothing_is_told_once(native: ServerLibrary) -> None:
 def test_a_request_that_runs_alone_may_change_the_policy(native: ServerLibrary) -> None:
     config = config_of("dymoe", expert_ram=16 << 20, low_tier="q2_k")
     with closing(open_backend(native, config)) as backend:
-        settings = backend.engine.policy.settings
-        usual = settings.retention  # type: ignore[attr-defined]
-        with backend.changed({"retention": 0.25}):
-            assert backend.engine.driver.values(["retention"]) == {"retention": 0.25}
-            greedy(backend)
-        assert backend.engine.driver.values(["retention"]) == {"retention": usual}
-        for wrong in ({"retention": 7}, {"high_tier": "q8_0"}, {"nothing": 1}):
-            with pytest.raises(ConfigError), backend.changed(wrong):
-                pass
+        policy = backend.engine.policy
+        usual = policy.settings
+        backend.go_by(backend.settings_for({"retention": 0.25}))
+        assert policy.settings == replace(usual, retention=0.25)  # type: ignore[type-var]
+        greedy(backend)
+        backend.go_by(backend.settings_for({}))
+        assert policy.settings == usual
+        for wrong in ({"retention": 7}, {"high_tier": "q8_0"}, {"nothing": 1}, {"max_loss": 0.1}):
+            with pytest.raises(ConfigError):
+                backend.settings_for(wrong)
+    with closing(open_backend(native, config_of("plain"))) as plain:
+        with pytest.raises(ConfigError, match="no policy"):
+            plain.settings_for({"retention": 0.5})
+        plain.go_by(plain.settings_for({}))

@@ -6,8 +6,7 @@ import asyncio
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Event
 from typing import Any
@@ -18,7 +17,7 @@ pytest.importorskip("starlette", reason="starlette is missing: run `make build`"
 
 from starlette.applications import Starlette
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, PolicyError
 from orchestrator.serve.admission import BODY_FACTOR
 from orchestrator.serve.app import application
 from orchestrator.serve.backend import State
@@ -174,7 +173,7 @@ class FakeBackend:
     def __init__(self, *requests: FakeRequest) -> None:
         self.requests = list(requests)
         self.asked: list[tuple[str, bytes]] = []
-        self.changes: list[dict[str, Any]] = []
+        self.used: list[dict[str, Any]] = []
 
     def request(self, route: str, body: bytes) -> FakeRequest:
         self.asked.append((route, body))
@@ -187,12 +186,15 @@ class FakeBackend:
     def costs(self) -> Any:
         return lambda: {"hit_rate": 0.5}
 
-    @contextmanager
-    def changed(self, settings: dict[str, Any]) -> Iterator[None]:
-        if "bad" in settings:
+    def settings_for(self, changes: dict[str, Any]) -> dict[str, Any]:
+        if "bad" in changes:
             raise ConfigError("bad is no setting")
-        self.changes.append(settings)
-        yield
+        return changes
+
+    def go_by(self, settings: dict[str, Any]) -> None:
+        if "odd" in settings:
+            raise PolicyError("odd needs a second precision")
+        self.used.append(settings)
 
     def failure(self) -> str | None:
         return "the disk is gone"

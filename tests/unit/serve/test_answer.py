@@ -141,13 +141,8 @@ def test_what_fails_is_said_as_a_status_or_as_the_last_event(
     assert says in error["message"] and error.get("code") == code
 
 
-def test_a_model_may_speak_of_an_error() -> None:
-    reply = ask(app_for(FakeBackend(whole(b'{"choices": "Compute error."}'))), CHAT, ASK)
-    assert reply.json()["choices"] == "Compute error."
-
-
 def test_what_came_before_a_step_failed_is_sent() -> None:
-    """Several parts come at once where tokens are fast."""
+    """Several parts come at once where tokens are fast. A model may speak of an error."""
     said = event(b'{"content": "Compute error."}')
     request = streaming(said, event(FAILED), event(b"[DONE]"), at_once=True)
     request.run()

@@ -24,10 +24,9 @@ from asgi import (
 
 from orchestrator.config import Config
 from orchestrator.serve import requests as app_module
-from orchestrator.serve.admission import BODY_FACTOR, KEPT, WHOLE_FACTOR, Bodies, Body
+from orchestrator.serve.admission import BODY_FACTOR, KEPT, WHOLE_FACTOR, Bodies
 from orchestrator.serve.app import application
 from orchestrator.serve.backend import Words, server_config
-from orchestrator.serve.wire import Refusal
 
 WORKERS = ThreadPoolExecutor(2)
 COMPLETIONS = "/v1/completions"
@@ -233,23 +232,6 @@ def test_the_longest_part_in_which_merges_are_looked_for(
     words = Words(kind, cut)
     assert not words.is_whole and words.longest(text) == longest
     assert all(Words(each, "default").is_whole for each in ("llama", "t5", "rwkv", ""))
-
-
-def test_a_body_never_counts_for_more_than_there_is() -> None:
-    async def run() -> None:
-        bodies = Bodies(WORKERS)
-        bodies_of = [Body(bodies, 100) for _ in range(KEPT + 1)]
-        for body in bodies_of[:-1]:
-            body.count(100)
-        with pytest.raises(Refusal):
-            bodies_of[-1].count(1)
-        bodies_of[0].take()
-        bodies_of[-1].count(100)
-        for body in bodies_of:
-            body.close()
-        assert bodies.kept_bytes == 0 and bodies.refused == 1
-
-    asyncio.run(run())
 
 
 def test_the_plan_counts_them() -> None:

@@ -193,19 +193,6 @@ def test_a_native_failure_on_a_quick_path_is_its_sentence(path: str, data: Any) 
     assert reply.json()["error"]["message"] == "there was no memory for the answer"
 
 
-@pytest.mark.parametrize(
-    ("path", "outer"),
-    [("/v1/messages/count_tokens", "error"), ("/v1/chat/completions/input_tokens", None)],
-)
-def test_a_count_for_anthropics_clients_has_errors_in_their_form(
-    path: str, outer: str | None
-) -> None:
-    error = b'{"error": {"code": 400, "message": "no", "type": "invalid_request_error"}}'
-    reply = ask(app_for(FakeBackend(whole(error, 400))), path, MESSAGE)
-    assert reply.status == 400 and reply.json()["error"]["message"] == "no"
-    assert reply.json().get("type") == outer
-
-
 def test_a_model_is_found_by_its_name() -> None:
     found = {"id": "org/demo", "object": "model"}
     text = json.dumps({"data": [found], "models": []}).encode()
@@ -266,11 +253,12 @@ def test_settings_of_one_request_go_to_the_policy_and_not_to_llama_cpp() -> None
     # Nor may a client choose its slot.
     asked = {**MESSAGE, "moe_edge": {"retention": 0.5}, "id_slot": 7}
     assert ask(app, CHAT, asked).status == 200
-    assert backend.changes == [{"retention": 0.5}]
+    assert backend.used == [{"retention": 0.5}]
     ((route, body),) = backend.asked
     assert (route, json.loads(body)) == (CHAT, MESSAGE)
-    refused = ask(app, CHAT, {**MESSAGE, "moe_edge": {"bad": 1}})
-    assert refused.status == 400 and "bad is no setting" in refused.json()["error"]["message"]
+    for wrong, says in (("bad", "bad is no setting"), ("odd", "needs a second precision")):
+        refused = ask(app, CHAT, {**MESSAGE, "moe_edge": {wrong: 1}})
+        assert refused.status == 400 and says in refused.json()["error"]["message"]
 
 
 def test_a_path_without_v1_is_llama_cpps_own() -> None:

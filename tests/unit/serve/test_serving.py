@@ -65,8 +65,6 @@ def test_the_openai_client(served: Served) -> None:
     assert "e" not in stopped.choices[0].text
     with pytest.raises(openai.BadRequestError, match="exceed"):
         client.completions.create(model=model.id, prompt="word " * 900, stream=True)
-    chosen = client.responses.create(model=model.id, input="What is the capital of Norway?")
-    assert chosen.output_text
 
 
 def shaped(name: str, **bounds: int) -> dict[str, Any]:
@@ -92,33 +90,13 @@ def test_a_schema_that_bounds_its_strings_ends_in_json(served: Served) -> None:
         assert choice["finish_reason"] == "length"
 
 
-def test_responses_keep_a_schema(served: Served) -> None:
-    """Its form is another one than the chat's, of which llama.cpp knows nothing."""
-    named = shaped("capital", maxLength=20)["json_schema"]
-    data = {"input": "What is the capital of Norway?", "max_output_tokens": 60, "temperature": 0}
-    form = {"format": {"type": "json_schema", **named}}
-    answer = served.post("/v1/responses", {**data, "text": form})
-    (text,) = [part["text"] for item in answer["output"] for part in item.get("content", ())]
-    assert isinstance(json.loads(text)["capital"], str)
-    plain = served.post("/v1/responses", {**data, "text": {"format": {"type": "text"}}})
-    assert "Oslo" in plain["output"][0]["content"][0]["text"]
-
-
 def test_anthropics_form_has_the_fields_of_the_others(served: Served) -> None:
     """llama.cpp's own reading of it drops them."""
-    data = {"messages": QUESTION, "max_tokens": 60, "temperature": 0}
-    schema = shaped("capital", maxLength=20)["json_schema"]["schema"]
-    form = {"format": {"type": "json_schema", "schema": schema}}
-    answer = served.post("/v1/messages", {**data, "output_config": form})
-    assert isinstance(json.loads(answer["content"][0]["text"])["capital"], str)
-    assert answer["stop_reason"] == "end_turn" and "hit_rate" in answer["timings"]
     story = [{"role": "user", "content": "Tell me a story about a fox and a river."}]
     drawn = {"messages": story, "max_tokens": 30, "temperature": 1.5}
-    one, same, other = (
-        served.post("/v1/messages", {**drawn, "seed": seed})["content"][0]["text"]
-        for seed in (7, 7, 8)
-    )
-    assert one == same != other
+    one, same, other = (served.post("/v1/messages", {**drawn, "seed": seed}) for seed in (7, 7, 8))
+    assert one["content"] == same["content"] != other["content"]
+    assert "hit_rate" in one["timings"]
 
 
 def test_what_is_counted_is_what_is_read(served: Served) -> None:
