@@ -77,20 +77,18 @@ class Command:
     environment: Mapping[str, str] = field(default_factory=dict)
     beside: Callable[[], AbstractContextManager[object]] = nullcontext
 
-    def run(
-        self, after_s: float | None = None, repo: Path = REPO, number: int = signal.SIGINT
-    ) -> Result:
+    def run(self, after_s: float | None = None, number: int = signal.SIGINT) -> Result:
         """Runs it; after_s: when to send it a signal, as Ctrl-C does."""
         self._empty_folder()
         reader, writer = os.pipe()
-        environment = {**os.environ, "PYTHONPATH": str(repo), "OMP_WAIT_POLICY": "PASSIVE"}
+        environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_WAIT_POLICY": "PASSIVE"}
         if after_s is None:
             after_s = self.lasts_s
         with (
             self.beside(),
             subprocess.Popen(
                 [sys.executable, "-c", _START, str(writer), *self.args],
-                cwd=repo,
+                cwd=REPO,
                 env=environment | self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -206,18 +204,18 @@ def _stats_of(session: int) -> dict[int, list[str]]:
 
 
 def interrupt(
-    command: Command, times: int, seed: str, repo: Path = REPO, number: int = signal.SIGINT
+    command: Command, times: int, seed: str, number: int = signal.SIGINT
 ) -> tuple[Counter[str], list[str]]:
     """Runs a command so many times with a signal. Returns how the runs ended, and what was
     wrong."""
-    whole = command.run(repo=repo)
+    whole = command.run()
     assert whole.status == 0, whole.err
     random, ends, wrong = Random(seed), Counter[str](), []
     for index in range(times):
         for _ in range(DRAWS):
             share = (index + random.random()) / times
             after_s = share * whole.took_s
-            found = command.run(after_s, repo, number)
+            found = command.run(after_s, number)
             complaint = command.complaint(whole, found, number)
             is_early = found.status == -number
             is_through = found.status == 0 and command.lasts_s is None
@@ -239,7 +237,6 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=100)
     parser.add_argument("--seed", default="0")
     parser.add_argument("--signal", default="INT", help="INT, TERM or HUP")
-    parser.add_argument("--repo", type=Path, default=REPO, help="another checkout to run")
     args = parser.parse_args()
     number = signal.Signals[f"SIG{args.signal}"]
     # A script in the background ignores Ctrl-C, and what it starts inherits that.
@@ -251,7 +248,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         known = commands(Path(folder))
         for name in args.names or known:
-            ends, wrong = interrupt(known[name](), args.times, args.seed, args.repo, number)
+            ends, wrong = interrupt(known[name](), args.times, args.seed, number)
             counts = ", ".join(f"{n} with {end}" for end, n in sorted(ends.items()))
             print(f"{name}: {counts}; wrong: {len(wrong)}", flush=True)
             for line in wrong:

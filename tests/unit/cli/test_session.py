@@ -78,22 +78,6 @@ def test_a_message_without_an_answer_is_forgotten(text):
     assert [message["content"] for message in session.messages] == ["hello", "Hi there!"]
 
 
-def test_ctrl_c_keeps_what_was_said():
-    session = make()
-    pieces = []
-    with interrupts.calling(session.stop):
-        for piece in session.answer("long"):
-            pieces.append(piece)
-            if len(pieces) == 3:
-                os.kill(os.getpid(), signal.SIGINT)
-    assert session.stopped
-    assert len(pieces) <= 4
-    assert session.messages[-1] == {"role": "assistant", "content": "".join(pieces)}
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    list(session.answer("hello"))
-    assert not session.stopped
-
-
 def test_ctrl_c_before_the_engine_starts_is_not_lost():
     session = make()
     render = session.engine.render_chat
