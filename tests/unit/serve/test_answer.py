@@ -30,7 +30,6 @@ from orchestrator.errors import NativeError
 from orchestrator.serve import answer
 from orchestrator.serve import backend as state_module
 from orchestrator.serve.app import application
-from orchestrator.serve.wire import with_costs
 
 CHAT = "/v1/chat/completions"
 SAID = [{"role": "user", "content": "a"}]
@@ -74,6 +73,19 @@ OURS = {"hit_rate": 0.5, "shared_steps": False}
             {"prompt": ["a", "b"]},
             [{"timings": {"predicted_n": 1}}, {"timings": {}}],
             [{"timings": {"predicted_n": 1, **OURS}}, {"timings": OURS}],
+        ),
+        # They are put into an answer that is not parsed, whose text may say what they are called.
+        (
+            CHAT,
+            ASK,
+            {"content": '"timings":{', "timings": {"n": 1}, "list": [{"timings": {}}]},
+            {"content": '"timings":{', "timings": {"n": 1, **OURS}, "list": [{"timings": OURS}]},
+        ),
+        (
+            "/v1/messages",
+            ASK,
+            {"content": [{"input": {"timings": {}}}]},
+            {"content": [{"input": {"timings": {}}}], "timings": OURS},
         ),
         # Who wants some fields alone gets no others.
         (
@@ -406,32 +418,6 @@ def test_who_reads_nothing_until_the_timeout_is_cut() -> None:
         assert deaf.aborted.is_set()
 
     asyncio.run(run())
-
-
-@pytest.mark.parametrize(
-    ("path", "said", "expected"),
-    [
-        # A text may say what the figures are called.
-        (
-            CHAT,
-            {"content": '"timings":{', "timings": {"n": 1}, "list": [{"timings": {}}]},
-            {
-                "content": '"timings":{',
-                "timings": {"ours": 2, "n": 1},
-                "list": [{"timings": {"ours": 2}}],
-            },
-        ),
-        (
-            "/v1/messages",
-            {"content": [{"input": {"timings": {}}}]},
-            {"content": [{"input": {"timings": {}}}], "timings": {"ours": 2}},
-        ),
-    ],
-)
-def test_costs_are_put_into_an_answer_that_is_not_parsed(
-    path: str, said: dict[str, Any], expected: dict[str, Any]
-) -> None:
-    assert json.loads(with_costs(json.dumps(said).encode(), {"ours": 2}, False, path)) == expected
 
 
 def test_a_request_without_file_descriptors_is_refused_and_its_place_is_free(

@@ -14,7 +14,6 @@ from real_cache import REAL_CACHE
 from orchestrator.serve import requests
 from orchestrator.serve.requests import request_schema
 from orchestrator.serve.schemas import (
-    COUNTING,
     GENERATING,
     INNER,
     LEFT_OUT,
@@ -286,21 +285,6 @@ def test_what_llama_cpp_gets_to_see(
 ) -> None:
     expected = {**NEEDED[path], **(data if seen is AS_SENT else seen)}
     assert asked(path, {**NEEDED[path], **data}) == (200, expected)
-
-
-def test_a_count_reads_a_request_as_the_answer_does() -> None:
-    """What llama.cpp counts is the prompt of the request as it gets it for an answer."""
-    for path, data in (
-        (MESSAGES, {**ASK, "tools": PLAIN, "tool_choice": {"type": "any"}}),
-        (CHAT, {**ASK, "tools": TWO, "tool_choice": NAMED_B}),
-        (RESPONSES, {"input": "a", "text": {"format": {"type": "json_object"}}}),
-    ):
-        backend = FakeBackend(whole(), whole())
-        app = app_for(backend)
-        count = next(each for each, form in COUNTING.items() if form == path)
-        assert [ask(app, each, data).status for each in (path, count)] == [200, 200]
-        (answered, body), (counted, same) = backend.asked
-        assert (answered, counted) == (path, count) and body == same
 
 
 def test_a_list_of_numbers_is_looked_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
