@@ -87,28 +87,6 @@ def test_options_reach_the_replay(recorded: Path) -> None:
     assert found["runs"]["dymoe"]["decode"]["mix"]["skip"] == 0.5
 
 
-def test_a_run_of_dynaexq_is_replayed_as_it_was(model: Path, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("a text of some words, " * 20)
-    out, profile = tmp_path / "t.npz", tmp_path / "hot.json"
-    for _ in range(2):  # the second run starts from what the first one learned
-        done(
-            *("trace", "-m", model, "--text", text, "--tokens=100", "--prefill=16", "--out", out),
-            *("--ctx=128", "--threads=1", "--expert-ram=2MiB", "--policy=dynaexq", "--force"),
-            *("--profile", profile, "--transition-rate=64MiB"),
-        )
-    trace = read_trace(out)
-    assert trace.arrays["start_hotness"].any()
-    assert trace.header.settings["transition_rate"] == 64 << 20
-    for clock in ("recorded", "simulated"):
-        found = json.loads(done("replay", out, "--json", f"--clock={clock}"))
-        assert found["clock"] == clock
-        rows = {row["name"]: row["error"] for row in found["agreement"]}
-        assert rows["hits"] == rows["of requests"] == 0
-        if clock == "recorded":
-            assert rows["routed in q4_k"] == 0
-
-
 def test_an_answer_becomes_a_trace(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "answer.npz"
     done(
