@@ -46,6 +46,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     (listed,) = folder.of(KEY)
     assert listed.tokens.tolist() == [7, 8, 9, 10, 11, 12]
     assert [listed.usable(n) for n in (6, 5, 4, 3, 2, 1)] == [6, 5, 2, 2, 2, 0]
+    # Without a part at a mark, a sequence can be cut anywhere.
+    assert [copy_of([7, 8, 9]).usable(n) for n in (4, 3, 2)] == [3, 3, 2]
     state, found = read(folder, listed)
     np.testing.assert_array_equal(state, copy.state[8:])
     assert [(m.length, m.policy) for m in found] == [(2, None), (3, b"policy"), (5, b"")]

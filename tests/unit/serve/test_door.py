@@ -141,22 +141,6 @@ def test_bodies_that_cannot_be_served(body: bytes, status: int, says: str) -> No
     assert says in reply.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("data", "says"),
-    [
-        ({"content": "a" * 20_000, "with_pieces": True}, "at most 16 KiB"),
-        ({"content": "a" * 15_000, "with_pieces": True}, None),
-        ({"content": [1] * 20_000}, None),
-    ],
-)
-def test_pieces_of_tokens_take_more_memory_than_their_text(
-    data: dict[str, Any], says: str | None
-) -> None:
-    reply = ask(app_for(FakeBackend(whole())), "/tokenize", data)
-    assert reply.status == (400 if says else 200)
-    assert says is None or says in reply.body.decode()
-
-
 def test_a_body_is_as_long_as_the_context_has_use_for() -> None:
     longest = [
         ServeSettings(**settings).most_body_bytes(n_ctx)

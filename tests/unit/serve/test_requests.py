@@ -168,6 +168,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         )
     ],
     (CHAT, {**ASK, "json_schema": {"$ref": LONG_NAME}}, "a name in json_schema: 300 characters"),
+    # Pieces of tokens take a hundred times the memory of their text.
+    ("/tokenize", {"content": "a" * 140_000, "with_pieces": True}, "at most 128 KiB"),
     # What llama.cpp's server would leave out without a word.
     (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
     (CHAT, {"audio": {"voice": "alloy", "format": "wav"}}, "audio"),
@@ -225,6 +227,8 @@ SEEN: list[tuple[str, dict[str, Any], dict[str, Any] | None]] = [
     (CHAT, {"x": nested(MOST_DEPTH - 2)}, {}),
     (CHAT, {"stop": "x" * 200}, AS_SENT),
     (NATIVE, {"prompt": [1] * 1000}, AS_SENT),
+    ("/tokenize", {"content": "a" * 120_000, "with_pieces": True}, AS_SENT),
+    ("/tokenize", {"content": [1] * 140_000}, AS_SENT),
     (CHAT, {"json_schema": schema(512)}, AS_SENT),
     (CHAT, {"tools": [tool("f", {"description": LONG_NAME})]}, AS_SENT),
     (CHAT, {"modalities": ["text"], "audio": None, "functions": [], "store": 1}, {}),
