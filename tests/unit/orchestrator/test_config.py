@@ -76,6 +76,7 @@ def test_model_is_needed() -> None:
         ("ram", 1.5),
         ("ram", "6GiB"),
         ("ctx", 0),
+        ("ubatch", 0),
         ("max_tokens", 0),
         ("temp", -0.1),
         ("temp", float("inf")),
