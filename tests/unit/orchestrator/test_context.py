@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moving import settle
+from moving import settle, started
 from shapes import in_one_step, make_decision, make_event, make_shape, make_view
 
 from orchestrator.allocation.placement import PlacementSettings, importance, place
@@ -231,9 +231,7 @@ def test_every_expert_moves_once_and_slots_suffice(seed: int, hot: int, bits: fl
         shape = ModelShape(16, 4, TIERS, (*shape.slots[:-1], larger))
     policy = ContextAware(shape, ContextAware.Settings(hot_experts=hot, near_bits=bits))
     plan = policy.plan(1 << 40)
-    resident = np.zeros((4, 16), np.uint8)
-    for layer, expert, tier in policy.start():
-        resident[layer, expert] = tier
+    resident = started(policy)
     for number in range(3):
         before = resident.copy()
         prefill(policy, rng, number)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moving import settle
+from moving import settle, started
 from test_near_slots import BITS, N_EXPERT, N_LAYERS, TIERS, five_tiers
 
 from orchestrator.allocation.hull import Hull, lost
@@ -20,13 +20,6 @@ from orchestrator.policy.mixed import Mixed, exchanges, moves, nominal, slot_siz
 
 def make(shape: ModelShape, **options: object) -> Mixed:
     return Mixed(shape, Mixed.Settings(**options))  # type: ignore[arg-type]
-
-
-def started(policy: Mixed) -> np.ndarray:
-    tiers = np.zeros((policy.shape.n_layers, policy.shape.n_expert), np.uint8)
-    for layer, expert, tier in policy.start():
-        tiers[layer, expert] = tier
-    return tiers
 
 
 def told(policy: Mixed, counts: np.ndarray, resident: np.ndarray, target: np.ndarray):

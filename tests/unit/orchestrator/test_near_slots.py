@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moving import settle
+from moving import settle, started
 from shapes import make_decision, make_event, make_view
 
 from orchestrator.allocation.placement import PlacementSettings, place
@@ -56,13 +56,6 @@ def prefill(
         policy.decide(event, make_view(policy.shape, resident), make_decision(policy.shape))
 
 
-def placed(policy: ContextAware) -> np.ndarray:
-    tiers = np.zeros((N_LAYERS, N_EXPERT), np.uint8)
-    for layer, expert, tier in policy.start():
-        tiers[layer, expert] = tier
-    return tiers
-
-
 def test_one_group_of_slots_holds_all_near_tiers_and_each_is_of_the_largest():
     policy = ContextAware(five_tiers(), ContextAware.Settings(near_slots="shared", hot_experts=4))
     plan = policy.plan(1 << 40)
@@ -84,11 +77,11 @@ def test_the_bits_follow_the_losses_and_the_use():
     rng, policy = np.random.default_rng(3), make(five_tiers(), hot_experts=4)
     losses = np.zeros((N_LAYERS, N_EXPERT, 5))
     losses[..., 1:] = np.sort(rng.random((N_LAYERS, N_EXPERT, 4)) ** 4, axis=2)
-    nominal = placed(policy)
+    nominal = started(policy)
     policy.set_losses(losses)
     assert (policy.losses == losses).all()
     policy.set_hotness(rng.random((N_LAYERS, N_EXPERT)) ** 3)
-    found = placed(policy)
+    found = started(policy)
     expected = place(policy._scores, 4, losses[..., 1:], (4, 3, 2, 1), PlacementSettings())
     assert (found == expected).all() and (found != nominal).any()
     counts = [tuple((row == tier).sum() for tier in range(5)) for row in found]
@@ -107,12 +100,12 @@ def test_slots_of_their_own_have_the_counts_of_like_experts():
     """No loss table changes that, so that none is asked for."""
     own = ContextAware(five_tiers(), ContextAware.Settings(hot_experts=4))
     own.plan(1 << 40)
-    before_losses = placed(own)
+    before_losses = started(own)
     assert not own.losses_matter and make(five_tiers(), hot_experts=4).losses_matter
     losses = np.sort(np.random.default_rng(4).random((N_LAYERS, N_EXPERT, 5)), axis=2)
     before = own.report()["near_per_layer"]
     own.set_losses(losses)
-    tiers = placed(own)
+    tiers = started(own)
     assert (tiers == before_losses).all()
     for tier, n in enumerate((4, *before.values())):
         assert ((tiers == tier).sum(axis=1) == n).all()
@@ -159,7 +152,7 @@ def test_every_expert_moves_once_in_shared_slots(
     policy = ContextAware(shape, asked)
     plan = policy.plan(1 << 40)
     policy.set_losses(np.sort(rng.random((N_LAYERS, N_EXPERT, 5)) ** 3, axis=2))
-    resident = placed(policy)
+    resident = started(policy)
     for number in range(3):
         before = resident.copy()
         prefill(policy, rng, number, resident)
@@ -179,7 +172,7 @@ def test_every_expert_moves_once_in_shared_slots(
 def test_better_slots_are_freed_first_and_the_most_important_experts_move_first():
     rng, shape = np.random.default_rng(7), five_tiers()
     policy = make(shape, hot_experts=4, placement="wait")
-    resident = placed(policy)
+    resident = started(policy)
     prefill(policy, rng, 1, resident)
     told(policy, Phase.PREFILL, resident, resident, starts=(0,))
     everywhere = SimpleNamespace(admitted=list)
@@ -202,7 +195,7 @@ def test_only_a_policy_that_waits_settles():
     for waits in (False, True):
         policy = make(shape, hot_experts=4, placement="wait" if waits else "async")
         assert policy.wants.transition_rate == 0
-        resident = placed(policy)
+        resident = started(policy)
         assert not policy.before_answer(resident, resident)
         prefill(policy, rng, 1, resident)
         told(policy, Phase.PREFILL, resident, resident, starts=(0,))
@@ -240,8 +233,8 @@ def test_an_answer_waits_for_what_is_under_way_as_well(waits: bool):
 def test_a_restored_sequence_is_placed_behind_what_follows():
     rng, shape = np.random.default_rng(6), five_tiers()
     policy, other = make(shape, hot_experts=4), make(shape, hot_experts=4)
-    resident = placed(policy)
-    placed(other)
+    resident = started(policy)
+    started(other)
     prefill(policy, rng, 1, resident)
     told(policy, Phase.PREFILL, resident, resident, starts=(0,))
     told(policy, Phase.DECODE, resident, resident)
