@@ -6,15 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from moving import MovingStore, started
 from shapes import make_decision, make_event, make_shape, make_view
 
 from gguf_tools.units import format_size
-from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan
-from orchestrator.errors import BudgetError, PolicyError
+from orchestrator.allocation.slots import ModelShape, SlotPlan
+from orchestrator.errors import BudgetError
 from orchestrator.events import Phase, StepReport
 from orchestrator.policy.base import EVERY_STEP
 from orchestrator.policy.dynaexq import HIGH, LOW, DynaExq, least_resident_bytes
@@ -67,14 +66,6 @@ def draw(rng: np.random.Generator, shares: np.ndarray, k: int) -> np.ndarray:
     counts = np.zeros(shares.shape, np.uint32)
     np.put_along_axis(counts, order[:, :k], 1, axis=1)
     return counts
-
-
-@pytest.mark.parametrize(
-    ("tiers", "rules"), [(("q4_k",), Rules()), (("q4_k", "q2_k"), Rules(skip=True))]
-)
-def test_two_precisions_are_needed(tiers: tuple[str, ...], rules: Rules) -> None:
-    with pytest.raises(PolicyError, match=r"--low FILE"):
-        DynaExq(make_shape(tiers=tiers), rules=rules)
 
 
 @given(

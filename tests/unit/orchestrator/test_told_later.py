@@ -8,8 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from moving import MovingStore, started
-from shapes import make_shape
-from test_near_slots import five_tiers
+from shapes import five_tiers, make_shape
 
 from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.allocation.slots import ModelShape, SlotPlan, Transition
