@@ -348,7 +348,6 @@ def test_better_slots_are_freed_first_and_the_most_important_experts_move_first(
     everywhere = SimpleNamespace(admitted=list)
     policy._pools = SimpleNamespace(track=lambda *_: everywhere)
     moves = policy.before_answer(resident, resident)
-    assert moves is not None
     up = [tier < resident[layer, expert] for layer, expert, tier in moves]
     assert sum(up) > 1 and up.count(False) > 1 and up == sorted(up)
     for way in (False, True):

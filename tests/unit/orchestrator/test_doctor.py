@@ -120,7 +120,6 @@ def test_vram_caps_everything_there(model: Path) -> None:
     with ExpertModel.open(model) as opened:
         config = Config.build(model=model, ctx=256)
         all_of_it = plan_memory(config.with_changes(policy="lru"), opened, on_gpu(1 << 30))
-        assert all_of_it.slots is not None
         fixed = all_of_it.total_bytes - all_of_it.slots.total_bytes
         one_expert = device_shape(opened, (0,)).expert_slot_bytes(0, 0)
         vram = fixed + 24 * one_expert
@@ -131,7 +130,6 @@ def test_vram_caps_everything_there(model: Path) -> None:
         less = plan_memory(
             config.with_changes(vram=vram, policy="lru"), opened, on_gpu(1 << 30), 8 * one_expert
         )
-        assert less.slots is not None
         assert 0 < less.slots.total_bytes <= plan.slots.total_bytes - 7 * one_expert
         assert less.total_bytes <= vram
         with pytest.raises(BudgetError, match=r"--vram .* smallest --vram that works") as caught:

@@ -197,7 +197,6 @@ def test_what_was_long_ago_counts_less(model: ExpertModel) -> None:
     first.learn(counts(model, 10**7))
     first.save()
     found = keeper(model).recall()
-    assert found is not None
     assert found.sum(axis=1) == pytest.approx(65_536 * model.n_expert_used)
 
 

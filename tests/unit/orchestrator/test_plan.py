@@ -115,13 +115,11 @@ def test_choices(
 ) -> None:
     plan = plan_for(models["three"], **settings)
     assert plan.managed
-    assert plan.policy is not None
     assert (plan.policy.name, plan.tier_names) == (policy, tiers)
 
 
 def test_two_files_are_high_and_low(models: dict[str, ExpertModel]) -> None:
     plan = plan_for(models["pair"], low=models["low"].path)
-    assert plan.policy is not None
     assert (plan.policy.name, plan.tier_names) == ("dymoe", ("q8_0", "q2_k"))
     lossless = plan_for(models["pair"], low=models["low"].path, retention=1.0)
     assert lossless.tier_names == ("q8_0",)

@@ -257,11 +257,6 @@ def test_what_was_measured_beside_other_programs_is_told(model: ExpertModel) -> 
     assert frontier(config, model, disturbed=True).disturbed
 
 
-def test_no_plan_at_all(model: ExpertModel) -> None:
-    with pytest.raises(BudgetError):
-        frontier(Config.build(model=model.path, ram=1 << 20), model)
-
-
 def test_text_and_picture(found: Frontier, tmp_path: Path) -> None:
     text = render(found, TIERS[0])
     rows = text.splitlines()
