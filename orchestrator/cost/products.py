@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from gguf_tools.closing import Closing
 from gguf_tools.file.layout import GGMLType, row_bytes
 from gguf_tools.process import Disturbance
 from orchestrator.errors import NativeError
@@ -114,7 +115,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 _CONTEXT_BYTES = 4 * 2**20
 
 
-class Timer:
+class Timer(Closing):
     """Times products with so many threads. Close it."""
 
     def __init__(self, lib: ctypes.CDLL, threads: int, pool_bytes: int = POOL_BYTES) -> None:
@@ -271,12 +272,6 @@ class Timer:
         if self._backend:
             self.backend_free(self._backend)
         self._backend = 0
-
-    def __enter__(self) -> Timer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _ask_for_huge_pages(base: int, n_bytes: int) -> None:

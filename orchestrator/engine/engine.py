@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from gguf_tools.closing import Closing
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config, Sampling
 from orchestrator.cost.losses import LossModel
@@ -30,7 +31,7 @@ from orchestrator.policy import Policy
 __all__ = ["Engine", "GenerationStats", "Sampling"]
 
 
-class Engine:
+class Engine(Closing):
     """One model ready to answer. Make it with Engine.open; free it with close or `with`.
 
     last_stats: the latest answer's costs, or None. One generation at a time.
@@ -377,9 +378,3 @@ class Engine:
         that ends while a step runs. Raises OSError where a named profile cannot be written."""
         self._loader.learned.learn(self._loaded.driver)
         self._loader.learned.save()
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -13,7 +13,7 @@ import numpy as np
 from orchestrator.allocation.critical import COSINE, FLAT, SCHEDULES, falling, gate_order, ratios
 from orchestrator.allocation.look_ahead import OFF, LookAhead, Prefetching
 from orchestrator.allocation.prompts import Prompts, layer_groups
-from orchestrator.allocation.slots import ModelShape, Rules, Share, SlotPlan, divide
+from orchestrator.allocation.slots import Share, SlotPlan, divide
 from orchestrator.errors import PolicyError
 from orchestrator.events import (
     SKIP,
@@ -207,17 +207,11 @@ class DyMoE(Policy):
     wants = Wants(EVERY_STEP, importance=True)
     settings: DyMoESettings
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        settings: DyMoESettings | None = None,
-        rules: Rules | None = None,
-    ) -> None:
+    def _set_up(self) -> None:
         """Raises PolicyError as _settings_changed does."""
-        super().__init__(shape, settings, rules)
         self.settings = self.settings.with_usual()
-        self._one_precision = len(shape.tiers) < 2 and not self.rules.skip
-        self._low = SKIP if self.rules.skip or len(shape.tiers) < 2 else 1
+        self._one_precision = len(self.shape.tiers) < 2 and not self.rules.skip
+        self._low = SKIP if self.rules.skip or len(self.shape.tiers) < 2 else 1
         by_gates = self.settings.lower_which == GATES
         # Exact decisions do not depend on what is in memory.
         ahead = self.settings.prefetch != OFF and not (self.rules.exact and by_gates)
@@ -228,7 +222,7 @@ class DyMoE(Policy):
             by_residency=not by_gates and not self._one_precision,
         )
         self._ahead = Prefetching(
-            self.settings.prefetch if self.wants.n_ahead else OFF, shape.n_layers
+            self.settings.prefetch if self.wants.n_ahead else OFF, self.shape.n_layers
         )
         self._prompts = Prompts(
             self.rules,
@@ -237,7 +231,7 @@ class DyMoE(Policy):
             self.settings.heavy_hitters,
             self.settings.prompts_pass,
             self._high,
-            [(0, 0)] * shape.n_layers,
+            [(0, 0)] * self.shape.n_layers,
         )
         self._settings_changed()
 

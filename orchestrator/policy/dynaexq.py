@@ -23,7 +23,6 @@ from orchestrator.allocation.settings import Shared
 from orchestrator.allocation.slots import (
     FileTier,
     ModelShape,
-    Rules,
     Share,
     SlotPlan,
     Transition,
@@ -227,14 +226,9 @@ class DynaExq(Learning):
     wants = Wants(EVERY_STEP, default_tier=LOW, all_resident=True)
     settings: DynaExqSettings
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        settings: DynaExqSettings | None = None,
-        rules: Rules | None = None,
-    ) -> None:
-        """Raises PolicyError where the model has no second precision in use."""
-        super().__init__(shape, settings, rules)
+    def _set_up(self) -> None:
+        super()._set_up()
+        shape = self.shape
         self._pools: TierPools | None = None
         self.capacity = np.zeros(shape.n_layers, np.int64)  # n_l
         self.caching = False

@@ -28,7 +28,7 @@ from typing import Any
 from gguf_tools.file.layout import COMPUTE_ORDER
 from orchestrator.allocation.look_ahead import OFF, LookAhead, PredictionScore, Prefetching
 from orchestrator.allocation.prompts import Prompts, even_slots, layer_groups
-from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan
+from orchestrator.allocation.slots import SlotPlan
 from orchestrator.errors import ConfigError, PolicyError, SettingError
 from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.policy.base import EVERY_STEP, Policy, Precisions, Tunes, Wants
@@ -554,14 +554,9 @@ class FIRM(Policy, Tunes):
     wants = Wants(EVERY_STEP)
     settings: FIRMSettings
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        settings: FIRMSettings | None = None,
-        rules: Rules | None = None,
-    ) -> None:
+    def _set_up(self) -> None:
         """Raises PolicyError for more candidates than the model's routers choose."""
-        super().__init__(shape, settings, rules)
+        shape = self.shape
         self.settings = self.settings.with_usual()
         most = max(k for k, _ in read_votes(self.settings.votes or "1,1"))
         if most > shape.n_expert_used:

@@ -15,7 +15,7 @@ from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.allocation.look_ahead import OFF, LookAhead, Prefetching
 from orchestrator.allocation.prompts import Prompts, even_slots, layer_groups
 from orchestrator.allocation.settings import Background, Shared, rate_of
-from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan
+from orchestrator.allocation.slots import ModelShape, SlotPlan
 from orchestrator.errors import PolicyError
 from orchestrator.events import (
     ABSENT,
@@ -291,13 +291,8 @@ class Floor(Policy, SpendsLoss):
     wants = Wants(EVERY_STEP, by_residency=True)
     settings: FloorSettings
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        settings: FloorSettings | None = None,
-        rules: Rules | None = None,
-    ) -> None:
-        super().__init__(shape, settings, rules)
+    def _set_up(self) -> None:
+        shape = self.shape
         self.settings = self.settings.with_usual()
         self._dearest = math.inf
         self._costs: list[LayerCosts] = []

@@ -25,7 +25,7 @@ from orchestrator.allocation.pools import (
     too_little,
 )
 from orchestrator.allocation.settings import Shared
-from orchestrator.allocation.slots import FileTier, ModelShape, Rules, SlotPlan, Transition
+from orchestrator.allocation.slots import FileTier, ModelShape, SlotPlan, Transition
 from orchestrator.events import ABSENT, Phase, StepReport
 from orchestrator.policy.base import Precisions, TierOffer, Wants, WeighsLosses
 from orchestrator.policy.learning import MAX_QUEUE, Intervals, Learning
@@ -165,19 +165,13 @@ class Mixed(Learning, WeighsLosses):
     per_use = True
     settings: MixedSettings
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        settings: MixedSettings | None = None,
-        rules: Rules | None = None,
-    ) -> None:
-        """Raises PolicyError where the model has no second precision in use."""
-        super().__init__(shape, settings, rules)
-        self.wants = replace(self.wants, default_tier=len(shape.tiers) - 1)
+    def _set_up(self) -> None:
+        super()._set_up()
+        self.wants = replace(self.wants, default_tier=len(self.shape.tiers) - 1)
         self._weighted: np.ndarray | None = None  # cached; None after scores or losses changed
         self._pools: TierPools | None = None
         self._used: list[int] = []  # tiers that experts have
-        self._wanted: np.ndarray = np.zeros((shape.n_layers, shape.n_expert), np.uint8)
+        self._wanted: np.ndarray = np.zeros((self.shape.n_layers, self.shape.n_expert), np.uint8)
         self._moved = self._exchanged = 0
         self._unseen_us = math.inf  # of steps since the last look
         # The states (resident, target) in which no expert found a slot: asking again is of no use.

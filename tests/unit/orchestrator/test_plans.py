@@ -21,7 +21,7 @@ from orchestrator.cost.losses import foreseen
 from orchestrator.cost.planner import Planner
 from orchestrator.cost.plans import AS_FAST, Candidate, Frontier, TakenPlans, choose
 from orchestrator.cost.speeds import AGREE, DISTURBED
-from orchestrator.errors import BudgetError, ConfigError
+from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP
 from orchestrator.memory.machine import Machine
 from orchestrator.memory.plan import MemoryPlan, plan_memory

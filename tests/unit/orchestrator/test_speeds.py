@@ -60,9 +60,9 @@ def test_a_quiet_moment_is_not_asked_twice_and_a_busy_one_is() -> None:
     assert kept((3.0, before, False)).is_due("x")
     both = kept((3.0, before, True))
     both.add("x", 2.0, False)
-    assert both.as_dict() == {"x": [(2.0, before, False)]}
+    assert both.of == {"x": [(2.0, before, False)]}
     both.add("x", 5.0, True)
-    assert both.as_dict() == {"x": [(2.0, before, False)]}
+    assert both.of == {"x": [(2.0, before, False)]}
 
 
 def test_timings_that_never_agree_come_to_an_end() -> None:
@@ -71,7 +71,7 @@ def test_timings_that_never_agree_come_to_an_end() -> None:
         timings = kept(*found, now=DAY + moment * APART_S)
         assert timings.is_due("x")
         timings.add("x", 2.0**-moment, True)
-        found = timings.as_dict()["x"]
+        found = timings.of["x"]
     assert len(found) == MOST_MOMENTS
     assert not kept(*found, now=DAY + MOST_MOMENTS * APART_S).is_due("x")
 
@@ -81,11 +81,11 @@ def test_of_many_moments_the_slowest_disturbed_one_is_dropped() -> None:
     moments = [(1.0 + at, early + at * APART_S, at == 5) for at in range(MOST_MOMENTS)]
     timings = kept(*moments)
     timings.add("x", 9.0, False)
-    left = timings.as_dict()["x"]
+    left = timings.of["x"]
     assert [each.seconds for each in left] == [1.0, 2.0, 3.0, 4.0, 6.0, 9.0]
     timings = kept(*moments, now=early + 5 * APART_S)
     timings.add("x", 0.5, False)
-    assert len(timings.as_dict()["x"]) == MOST_MOMENTS
+    assert len(timings.of["x"]) == MOST_MOMENTS
 
 
 def test_a_machine_that_got_slower_is_believed_in_time() -> None:
@@ -101,8 +101,10 @@ def test_a_machine_that_got_slower_is_believed_in_time() -> None:
 @pytest.mark.parametrize(
     "damage", [None, [], {"x": 3}, {"x": [[1.0, 2.0]]}, {"x": [[-1.0, 2.0, True]]}]
 )
-def test_what_is_damaged_counts_as_nothing(damage: object) -> None:
-    assert Timings.read(damage, DAY).as_dict() == {}
+def test_what_is_damaged_counts_as_nothing(damage: object, tmp_path: Path) -> None:
+    path = tmp_path / "speeds.json"
+    path.write_text(json.dumps({"format": "a form", "timings": damage}))
+    assert Timings.load(path, "a form", DAY).of == {}
 
 
 class Played:
