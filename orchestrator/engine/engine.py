@@ -18,7 +18,7 @@ from orchestrator.cost.losses import LossModel
 from orchestrator.engine.driver import Driver
 from orchestrator.engine.load import Loader
 from orchestrator.engine.prompts import PromptCache, kept_prompts
-from orchestrator.engine.report import Meter, mode_line
+from orchestrator.engine.report import Meter, StoreCosts, mode_line
 from orchestrator.engine.steps import Steps
 from orchestrator.engine.texts import ChatTemplate, StopTexts
 from orchestrator.errors import ConfigError, NativeError
@@ -103,7 +103,8 @@ class Engine(Closing):
         steps, plan, driver = self._steps, self.plan, self._loaded.driver
         steps.begin()
         store = driver.store if isinstance(driver, Driver) else None
-        meter = Meter(store, len(tokens), plan.tier_names, plan.skip, driver.meter)
+        costs = StoreCosts(store, plan.tier_names, plan.skip, driver.meter)
+        meter = Meter(costs, len(tokens))
         chain = SamplerChain(self._loaded.context, sampling)
         text = codecs.getincrementaldecoder("utf-8")("replace")
         stop = StopTexts(sampling.stop)
@@ -343,11 +344,6 @@ class Engine(Closing):
     def n_ctx(self) -> int:
         """Tokens that a conversation may have, answers included."""
         return self._loaded.context.n_ctx
-
-    @property
-    def n_cached(self) -> int:
-        """Tokens of the conversation that the KV cache holds."""
-        return len(self._steps.cached)
 
     @property
     def device_bytes(self) -> int:

@@ -132,12 +132,11 @@ class SequenceUse:
         """A sequence goes on from where another one was saved, in the place of what it used itself.
         Raises PolicyError for what save did not write for this model."""
         body, none = state[len(_MAGIC) :], self._none()
-        if not state.startswith(_MAGIC) or len(body) != 8 * none.size:
+        written = state.startswith(_MAGIC) and len(body) == 8 * none.size
+        use = np.frombuffer(body if written else b"", "<f8")
+        if not written or not (np.isfinite(use) & (use >= 0)).all():
             raise PolicyError("the state of a sequence is damaged, or of another model")
-        use = np.frombuffer(body, "<f8").reshape(none.shape).astype(np.float64)
-        if not (np.isfinite(use).all() and (use >= 0).all()):
-            raise PolicyError("the state of a sequence is damaged: it has impossible sums")
-        self._of[sequence] = use
+        self._of[sequence] = use.reshape(none.shape).astype(np.float64)
         self._given.add(sequence)
 
 

@@ -565,7 +565,10 @@ class FIRM(Policy, Tunes):
                 f"routers choose {shape.n_expert_used} experts: K is 1 to {shape.n_expert_used}"
             )
         # The matrices that are loaded ahead in each layer, as bits, in this order.
-        self._kinds = [self._first_kinds(layer) for layer in range(shape.n_layers)]
+        self._kinds = [
+            [1 << kind for kind in COMPUTE_ORDER if kind in slots][: self.settings.prefetch_kinds]
+            for slots, *_ in shape.slots
+        ]
         self._absent = PredictionScore(shape.n_layers)  # of what was not in memory
         self._prompts = Prompts(self.rules)
         self._slots = 0
@@ -576,10 +579,6 @@ class FIRM(Policy, Tunes):
         self._expected: tuple[int, list[int], dict[int, int]] = (-1, [], {})
         self._every: list[list[int]] = []
         self._make_tuner()
-
-    def _first_kinds(self, layer: int) -> list[int]:
-        kinds = [kind for kind in COMPUTE_ORDER if kind in self.shape.slots[layer][0]]
-        return [1 << kind for kind in kinds[: self.settings.prefetch_kinds]]
 
     def _make_tuner(self) -> None:
         asked = self.settings
