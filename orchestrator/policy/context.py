@@ -282,11 +282,12 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
             for n_hot in range(most, (1 if asked is None else most) - 1, -1):
                 counts = self._like_counts(n - n_hot)
                 pools = self._pools_of(n_hot, counts, on_host)
-                if pools.total_bytes <= budget_bytes:
+                slots = pools.plan()
+                if slots.total_bytes <= budget_bytes:
                     self._n_hot, self._near_counts, self._pools = n_hot, counts, pools
                     self._on_host = on_host
-                    return pools.plan()
-        raise too_little(budget_bytes, pools.total_bytes)
+                    return slots
+        raise too_little(budget_bytes, slots.total_bytes)
 
     def _like_counts(self, n_cold: int) -> tuple[int, ...]:
         """How many of n_cold experts of a layer get each near tier where all are alike. Raises
@@ -330,9 +331,8 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
 
     def _before(self) -> np.ndarray:
         """What earlier runs learned, as uses of this one."""
-        learned = shares(self._learned, np.zeros_like(self._learned))
-        uses: np.ndarray = learned * self.shape.n_expert_used * _LEARNED_TOKENS
-        return uses
+        k = self.shape.n_expert_used
+        return shares(self._learned, np.zeros_like(self._learned)) * k * _LEARNED_TOKENS
 
     def set_hotness(self, scores: np.ndarray) -> None:
         self._learned = np.array(scores, np.float64).reshape(self._learned.shape)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from orchestrator.allocation.settings import Background, rate_of
+from orchestrator.allocation.settings import USUAL_RATE, Background
 from orchestrator.events import Phase, StepReport
 from orchestrator.policy.base import Learns, Policy
 from orchestrator.settings import setting
@@ -67,7 +67,8 @@ class Learning(Policy, Learns):
     settings: Intervals
 
     def _set_up(self) -> None:
-        rate = rate_of(self.settings.transition_rate)
+        asked = self.settings.transition_rate
+        rate = USUAL_RATE if asked is None else asked
         self.wants = replace(self.wants, counts=True, states=True, transition_rate=rate)
         self._scores: np.ndarray = np.zeros((self.shape.n_layers, self.shape.n_expert))
         self._counts = np.zeros((self.shape.n_layers, self.shape.n_expert), np.int64)

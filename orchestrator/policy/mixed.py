@@ -91,7 +91,7 @@ def moves(
     those that are to fall wait in the lowest tier, and free theirs: the pools hold as many experts
     of each tier as are wanted there, so that a slot which is free has somebody who wants it.
     """
-    lowest = pools.n_tiers - 1
+    lowest = losses.shape[2] - 1
     wanted = np.where(resident == ABSENT, ABSENT, wanted)
     before, goals = (np.minimum(tiers, lowest) for tiers in (resident, wanted))
     gains = in_tiers(losses, before) - in_tiers(losses, goals)
@@ -198,14 +198,14 @@ class Mixed(Learning, WeighsLosses):
         BudgetError."""
         sizes = slot_sizes(self.shape)
         hull = Hull(self.weighted, sizes)
-        needed = self._pools_of(hull.at(hull.least_bytes)).total_bytes
+        needed = self._pools_of(hull.at(hull.least_bytes)).plan().total_bytes
         if needed > budget_bytes:
             raise too_little(budget_bytes, needed)
         spare = beyond = budget_bytes
         while beyond > 0:  # slots in reserve and those of unused tiers come on top
             tiers = hull.at(max(spare, hull.least_bytes))
             pools = self._pools_of(tiers)
-            beyond = pools.total_bytes - budget_bytes
+            beyond = pools.plan().total_bytes - budget_bytes
             spare -= beyond
         self._pools, self._wanted = pools, tiers
         self._used = sorted(set(tiers.ravel().tolist()))
