@@ -152,6 +152,10 @@ class Policy:
         self.shape = shape
         self.settings = self.Settings() if settings is None else settings
         self.rules = rules or Rules()
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Sets what a new policy has besides. Raises PolicyError as __init__ does."""
 
     @property
     def fresh(self) -> bool:

@@ -13,7 +13,7 @@ PACKAGES = ("gguf_tools", "orchestrator", "models", "patches")
 # Lowest first. A name stands for the module or package and all that is in it; the longest
 # matching name decides.
 LAYERS = (
-    ("gguf_tools.errors", "gguf_tools.interrupts"),
+    ("gguf_tools.closing", "gguf_tools.errors", "gguf_tools.interrupts"),
     (
         "gguf_tools.columns",
         "gguf_tools.file",

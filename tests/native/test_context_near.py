@@ -80,7 +80,7 @@ def policy_of(engine: Engine) -> ContextAware:
 
 def until_placed(engine: Engine) -> None:
     """However slow the disk is, with few tokens: what they use would be placed for, too."""
-    end, at = monotonic() + HANG_S, engine.n_cached
+    end, at = monotonic() + HANG_S, len(engine._steps.cached)
     while policy_of(engine)._wanted is not None:
         while (np.not_equal(*engine.store.states()) & ~engine.store.landed()).any():
             assert monotonic() < end, "a transition does not arrive"
@@ -139,7 +139,7 @@ def test_moves_read_what_changed_and_nothing_waits(five: Path, placement: str) -
             converse(engine, number, 1)
             at_once = store.stats().transition_bytes - read
             for token in ANSWER[1:]:
-                engine.eval([token], engine.n_cached)
+                engine.eval([token], len(engine._steps.cached))
             until_placed(engine)
             after, stats = store.resident(), store.stats()
             changed = np.argwhere(before != after).tolist()
@@ -207,7 +207,7 @@ def test_its_replay_knows_sequences_and_kept_tokens(
         converse(engine, 0, 3)
         kept = engine.driver.save_sequence(0)
         assert kept is not None
-        engine.eval(PROMPTS[1], engine.n_cached)
+        engine.eval(PROMPTS[1], len(engine._steps.cached))
         engine.fork(0)
         engine.fork(1)
         for token in ANSWER[:20]:
@@ -218,9 +218,9 @@ def test_its_replay_knows_sequences_and_kept_tokens(
         engine.reset()  # all three are
         converse(engine, 0, 2)
         engine.driver.restore_sequence(0, kept)
-        engine.eval(PROMPTS[0][:9], engine.n_cached)
+        engine.eval(PROMPTS[0][:9], len(engine._steps.cached))
         for token in ANSWER[:30]:
-            engine.eval([token], engine.n_cached)
+            engine.eval([token], len(engine._steps.cached))
         until_placed(engine)
         policy = policy_of(engine)
         known.extend([*policy.use.sums, policy.use.past])

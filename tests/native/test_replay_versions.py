@@ -49,7 +49,7 @@ def go_on(engine: Engine) -> None:
     """One token again and again: a slow disk outlasts an answer, and so does a hot set's time on a
     fast machine."""
     assert isinstance(engine.policy, DynaExq)
-    end, at = monotonic() + HANG_S, engine.n_cached
+    end, at = monotonic() + HANG_S, len(engine._steps.cached)
     wanted_s, took_s = 3e-3 * (engine.policy.settings.update_ms or 0), 0.0
     caching = "caching" in engine.mode
     while took_s < wanted_s or not (caching or engine.store.stats().experts_promoted):

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from gguf_tools.file.layout import BLOCK, DOWN, GATE, UP, GGMLType, pad
-from orchestrator.native import Library, Simulation, Slices, Store, StoreSpec
+from orchestrator.lab.replay.clock import Simulation
+from orchestrator.native import Library, Slices, Store, StoreSpec
 from orchestrator.native.abi import VISIT_CB, CPrefetch
 
 N_LAYERS, N_EXPERT, KINDS = 2, 5, (UP, GATE, DOWN)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gguf_tools.closing import Closing
 from gguf_tools.experts import ExpertModel
 from orchestrator.errors import NativeError
 from orchestrator.lab.calibrate.within import CalibrationRoom, ObserverWithin
@@ -45,7 +46,7 @@ def applied_gates(found: Activations, layer: int) -> np.ndarray:
     return next(found[name, layer] for name in reversed(GATES) if (name, layer) in found)
 
 
-class ActivationRecorder:
+class ActivationRecorder(Closing):
     """A model and a context that keep the activations of each read. Free it with close."""
 
     def __init__(self, path: Path, n_ctx: int, threads: int, ram: int | None = None) -> None:
@@ -86,9 +87,3 @@ class ActivationRecorder:
     def close(self) -> None:
         """Frees the context and the model; safe to call twice."""
         self._observer.close()
-
-    def __enter__(self) -> ActivationRecorder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -89,7 +89,7 @@ class Residency:
         found = resident_plan(self.shape, 2 * self._plenty, n_high)
         if found is None:
             raise ConfigError("the model has no experts to hold in two precisions")
-        return found[0].total_bytes
+        return found[0].plan().total_bytes
 
     @cached_property
     def _plenty(self) -> int:

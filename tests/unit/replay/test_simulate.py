@@ -22,9 +22,10 @@ from orchestrator.allocation.slots import Rules
 from orchestrator.errors import BudgetError, ConfigError, MoeEdgeError, NativeError, TraceError
 from orchestrator.events import ABSENT, DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.lab.replay import ReplayOptions, Trace, render, replay
+from orchestrator.lab.replay.clock import Simulation
 from orchestrator.lab.replay.simulate import Compute, Outcome, Setup, Transport, simulate
 from orchestrator.lab.replay.trace import ENDS, PROMPT_ENDS, STARTS
-from orchestrator.native import MAX_TIERS, Library, Simulation, Store
+from orchestrator.native import MAX_TIERS, Library, Store
 
 ALL = 24 * 16384
 BYTES_PER_S = 4096 * 10**6
