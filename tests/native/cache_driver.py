@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from pathlib import Path
-
-import numpy as np
 
 from gguf_tools.file.layout import BLOCK, GGMLType, pad
 from orchestrator.events import Phase
 from orchestrator.native import MAX_TIERS, Library, Slices, Store, StoreSpec
 from orchestrator.native.abi import VISIT_CB, CPrefetch
 
-from .cache_model import Cache
-from .cache_parts import DOWN, GATE, GATE_UP, SKIP, UP, Item, Layout, Visit
+from .cache_model import DOWN, GATE, GATE_UP, SKIP, UP, Cache, Item, Layout, Visit
+from .transition_driver import N_EXPERT, ExpertFile
 
 KINDS = ((UP, GATE, DOWN), (GATE_UP, DOWN), (UP, DOWN), (UP, GATE, DOWN))  # of each layer
-N_EXPERT = 5
 TYPES = (8, 12, 11, 10)  # q8_0, q4_K, q3_K, q2_K
 # Of each tier in the file. No slice starts on a block; a read takes long enough to be met
 # while it runs.
@@ -30,29 +26,6 @@ DEVICE_SLOT_BYTES = tuple(
 STUCK_SLEEPS, SLEEP_S = 3000, 0.2
 
 
-class ExpertFile:
-    """Slices of known bytes: every one begins with what it is, and differs after that."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.offsets: dict[tuple[int, int, int], int] = {}
-        data = bytearray(32)
-        for layer, kinds in enumerate(KINDS):
-            for kind in kinds:
-                for tier, n_bytes in enumerate(EXPERT_BYTES):
-                    self.offsets[layer, kind, tier] = len(data)
-                    for expert in range(N_EXPERT):
-                        name = bytes((layer, kind, expert, tier))
-                        rng = np.random.default_rng(int.from_bytes(name, "big"))
-                        data += name + rng.bytes(n_bytes - len(name))
-        self.data = bytes(data)
-        path.write_bytes(data)
-
-    def slice(self, layer: int, kind: int, expert: int, tier: int) -> bytes:
-        start = self.offsets[layer, kind, tier] + expert * EXPERT_BYTES[tier]
-        return self.data[start : start + EXPERT_BYTES[tier]]
-
-
 def make_store(library: Library, file: ExpertFile, tiers: tuple[int, ...], layout: Layout) -> Store:
     """A store of this layout; writes the file's offsets into it."""
     groups: dict[tuple[int, int, int], int] = {}
@@ -61,7 +34,7 @@ def make_store(library: Library, file: ExpertFile, tiers: tuple[int, ...], layou
         slices = {}
         for kind in kinds:
             for i, tier in enumerate(tiers):
-                offset = file.offsets[layer, kind, tier]
+                offset = file.offset[layer, kind, tier]
                 layout.offsets[layer, kind, i] = offset
                 group = groups.setdefault(layout.pool((layer, kind, 0), i), len(groups))
                 slices[kind, i] = Slices(0, offset, EXPERT_BYTES[tier], TYPES[tier], group)
@@ -122,7 +95,7 @@ class Driver:
                     wrong.append(f"expert {expert} is skipped and has bytes")
                 return
             in_file = self.tiers[tier]
-            expected = self.file.slice(layer, kind, expert, in_file)
+            expected = self.file.slice(layer, kind, in_file, expert)
             if ggml != TYPES[in_file] or ctypes.string_at(data, n_bytes) != expected:
                 wrong.append(f"expert {expert} has other bytes than those of tier {tier}")
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.native import Library
 from orchestrator.native.llama import Bindings
@@ -28,6 +30,12 @@ HERE = Path(__file__).parent
 # Where slots may be: the host's memory, or a device whose copies take up to 100 us and poison
 # where they go before.
 DEVICES = (None, "host:100")
+HANG_S = 600  # only what hangs takes so long
+
+
+@pytest.fixture(autouse=True)
+def built(library: Library) -> None:
+    """Every test here runs what was built, or says that it is not there."""
 
 
 @pytest.fixture(scope="session")
@@ -84,10 +92,50 @@ def compile_native(
     return compile_program
 
 
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str | None:
+    """Whose memory the slots are in: the host's, or a device's with late copies."""
+    return request.param
+
+
+@pytest.fixture
+def one(tiny_model: Callable[..., Path]) -> Path:
+    """A model of random weights in one tier."""
+    return tiny_model("qwen3moe", "q4_k")
+
+
 @pytest.fixture
 def both(tiny_model: Callable[..., Path]) -> Path:
-    """A model of random weights in two tiers."""
     return tiny_model("qwen3moe", "q4_k", "q2_k")
+
+
+@pytest.fixture
+def three(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("qwen3moe", "q8_0", "q4_k", "q2_k")
+
+
+def drawn(n: int, seed: int = 0) -> list[int]:
+    """Tokens of no text."""
+    return [int(t) for t in np.random.default_rng(seed).integers(0, 250, n)]
+
+
+def build(model: Path, **options: object) -> Config:
+    return Config.build(model=model, **({"ctx": 256, "threads": 1} | options))
+
+
+def opened(model: Path, **options: object) -> Engine:
+    return Engine.open(build(model, **options))
+
+
+def until(is_so: Callable[[], object], meanwhile: Callable[[], object] | None = None) -> None:
+    """Waits for it, and fails where it hangs. meanwhile: what is done again and again."""
+    end = time.monotonic() + HANG_S
+    while not is_so():
+        assert time.monotonic() < end, "it never comes"
+        if meanwhile is None:
+            time.sleep(0.001)
+        else:
+            meanwhile()
 
 
 def greedy(engine: Engine, prompt: list[int], n_decode: int) -> np.ndarray:
