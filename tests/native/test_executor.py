@@ -9,11 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
 from patches.upstream import PATCHES
 
-from .conftest import HERE, run_program
+from .conftest import HERE, greedy, opened, run_program
 
 NATIVE = PATCHES / "native"
 STORE_ROOMS = (
@@ -102,26 +100,18 @@ def test_an_executor_that_never_waits(
     assert output.count("lost device: reported") == 2
 
 
-def test_model_without_python(
-    compile_native: Callable[..., Path], tiny_model: Callable[..., Path]
-) -> None:
+def test_model_without_python(compile_native: Callable[..., Path], one: Path) -> None:
     """A C program decodes with experts on disk and gets the tokens that the engine gets."""
     program = compile_native("plain_c", [HERE / "plain_c.c"], "-std=c11")
-    model = tiny_model("qwen3moe", "q4_k")
     prompt, n = [5, 6, 7, 8], 16
-    tokens, memory = run_program(program, model, 2, n, *prompt).splitlines()
+    tokens, memory = run_program(program, one, 2, n, *prompt).splitlines()
     peak, budget = map(int, memory.split())
     assert peak <= budget
 
-    config = Config.build(model=model, ctx=512, threads=2, use_extra_bufts=False)
-    with Engine.open(config) as engine:
-        expected = []
-        logits = engine.eval(prompt, 0)
-        for i in range(n):
-            expected.append(int(logits[-1].argmax()))
-            logits = engine.eval(expected[-1:], len(prompt) + i)
-    assert list(map(int, tokens.split())) == expected
-    assert np.isfinite(logits).all()
+    with opened(one, ctx=512, threads=2, use_extra_bufts=False) as engine:
+        rows = greedy(engine, prompt, n)
+    assert list(map(int, tokens.split())) == rows[:-1].argmax(axis=1).tolist()
+    assert np.isfinite(rows).all()
 
 
 def test_upstreams_own_operator_tests(

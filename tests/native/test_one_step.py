@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
 from orchestrator.events import ABSENT, SKIP, RouteEvent, StoreView
 
+from .conftest import drawn, opened
 from .decoder import Decoder, Token, prompt
 
-pytestmark = pytest.mark.usefixtures("library_folder")
-
 WINDOW = 4
-READ = [int(t) for t in np.random.default_rng(2).integers(0, 250, 9)]
+READ = drawn(9, 2)
 ANSWER = [Token(17, len(READ), 2, wanted=True)]
 
 
 def prompt_of(sequence: int, n: int) -> list[Token]:
-    tokens = np.random.default_rng(10 + sequence).integers(0, 250, n)
-    return prompt([int(each) for each in tokens], 0, sequence)
+    return prompt(drawn(n, 10 + sequence), 0, sequence)
 
 
 def in_turns(*parts: Sequence[Token]) -> list[Token]:
@@ -60,11 +56,9 @@ class Watched:
     the same: else a layer's input would depend on who shares the step."""
 
     def __init__(self, model: Path, low: str) -> None:
-        config = Config.build(
-            model=model, ctx=256, ubatch=64, threads=1, policy="dymoe", expert_ram=64 << 20,
-            high_tier="q4_k", low_tier=low, retention=0.5, prefetch="on", importance_window=WINDOW,
-        )  # fmt: skip
-        self.engine = Engine.open(config)
+        asked = {"high_tier": "q4_k", "low_tier": low, "retention": 0.5, "prefetch": "on"}
+        asked |= {"policy": "dymoe", "expert_ram": 64 << 20, "importance_window": WINDOW}
+        self.engine = opened(model, ubatch=64, **asked)
         self.policy, self.store = self.engine.policy, self.engine.store
         shape = self.policy.shape
         self.policy._prompts.room = [(shape.n_expert, shape.n_expert)] * shape.n_layers
@@ -109,15 +103,11 @@ class Watched:
 
 
 @pytest.fixture(params=["q2_k", "skip"])
-def watched(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Iterator[Watched]:
-    made = Watched(tiny_model("qwen3moe", "q4_k", "q2_k"), request.param)
+def watched(request: pytest.FixtureRequest, both: Path) -> Iterator[Watched]:
+    made = Watched(both, request.param)
     yield made
     made.store.check()
     made.close()
-
-
-def best(found: dict[int, int], expert: int, tier: int) -> None:
-    found[expert] = min(found.get(expert, SKIP), tier)
 
 
 def test_each_sequence_is_decided_as_alone(watched: Watched) -> None:
@@ -137,10 +127,10 @@ def test_each_sequence_is_decided_as_alone(watched: Watched) -> None:
             for sequence, layers in alone.items():
                 mine, rows = layers[layer], joint.sequences == sequence
                 np.testing.assert_array_equal(joint.ids[rows], mine.ids, f"{name} {layer}")
-                for expert in np.unique(mine.ids).tolist():
-                    best(tiers, expert, int(mine.tiers[expert]))
-                for expert, tier in mine.ahead.items():
-                    best(ahead, expert, tier)
+                now = {expert: int(mine.tiers[expert]) for expert in np.unique(mine.ids).tolist()}
+                for asked, found in ((now, tiers), (mine.ahead, ahead)):
+                    for expert, tier in asked.items():
+                        found[expert] = min(found.get(expert, SKIP), tier)
                 if mine.importance is not None and len(mine.ids) > 1:
                     assert joint.importance is not None
                     np.testing.assert_allclose(

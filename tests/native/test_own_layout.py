@@ -15,8 +15,12 @@ from orchestrator.engine.engine import Engine
 from orchestrator.lab.bench.plain import PlainModel
 from orchestrator.native import Library
 
-TOKENS = [int(t) for t in np.random.default_rng(5).integers(0, 250, 24)]
+from .conftest import drawn
+
+TOKENS = drawn(24, 5)
 TYPES = ("q4_0", "q4_k", "iq4_nl", "mxfp4", "q2_k")
+Evaluate = Callable[[list[int], int], np.ndarray]
+Read = Callable[[Evaluate], np.ndarray]
 SETTINGS = {"ctx": 256, "ubatch": 32, "threads": 2, "policy": "lru"}
 
 
@@ -27,22 +31,27 @@ def cpu_has_one(library: Library, request: pytest.FixtureRequest) -> None:
         pytest.skip(f"this CPU has no layout of its own for {tier or 'q4_0'}")
 
 
-def one_by_one(evaluate: Callable[[list[int], int], np.ndarray]) -> np.ndarray:
+def one_by_one(evaluate: Evaluate) -> np.ndarray:
     """Logits behind each of the tokens, decoded one at a time."""
     return np.concatenate([evaluate([token], at) for at, token in enumerate(TOKENS)])
 
 
-def upstream(path: Path, repack: bool) -> np.ndarray:
-    with PlainModel(
-        path, n_ctx=256, n_ubatch=32, threads=2, mmap=False, extra_bufts=repack
-    ) as model:
-        return one_by_one(model.eval)
+def prompt(evaluate: Evaluate) -> np.ndarray:
+    """Logits behind a prompt of three micro-batches."""
+    return evaluate(TOKENS * 4, 0)[-1]
 
 
-def managed(path: Path, **options: object) -> tuple[np.ndarray, str]:
+def upstream(path: Path, repack: bool, read: Read = one_by_one, n_ubatch: int = 32) -> np.ndarray:
+    asked = {"n_ctx": 256, "n_ubatch": n_ubatch, "threads": 2, "mmap": False}
+    with PlainModel(path, **asked, extra_bufts=repack) as model:
+        return read(model.eval)
+
+
+def managed(path: Path, read: Read = one_by_one, **options: object) -> tuple[np.ndarray, str]:
     """Logits, and the mode line; the store's invariants hold, and its slots are within budget."""
-    with Engine.open(Config.build(model=path, force_managed=True, **SETTINGS, **options)) as engine:
-        found = one_by_one(engine.eval)
+    config = Config.build(model=path, force_managed=True, **(SETTINGS | options))
+    with Engine.open(config) as engine:
+        found = read(engine.eval)
         engine.store.check()
         stats = engine.store.stats()
         assert stats.slot_bytes_peak <= stats.budget_bytes
@@ -68,15 +77,11 @@ def test_exact_is_upstream_without_repacked_weights(
     tier: str, tiny_model: Callable[..., Path]
 ) -> None:
     """With everything in memory, where `auto` would change the layout, and in prompts too."""
-    path, prompt = tiny_model("olmoe", tier), TOKENS * 4
-    found, mode = managed(path, exact=True)
-    assert "own layout" not in mode
-    np.testing.assert_array_equal(found, upstream(path, repack=False))
-    config = Config.build(model=path, force_managed=True, exact=True, **SETTINGS)
-    with PlainModel(path, n_ctx=256, n_ubatch=32, threads=2, mmap=False) as model:
-        expected = model.eval(prompt, 0)[-1]
-    with Engine.open(config) as engine:
-        np.testing.assert_array_equal(engine.eval(prompt, 0)[-1], expected)
+    path = tiny_model("olmoe", tier)
+    for read in (one_by_one, prompt):
+        found, mode = managed(path, read, exact=True)
+        assert "own layout" not in mode
+        np.testing.assert_array_equal(found, upstream(path, False, read))
 
 
 def test_where_experts_come_and_go(tiny_model: Callable[..., Path]) -> None:
@@ -122,12 +127,8 @@ def test_prompts_are_upstream_too(tier: str, tiny_model: Callable[..., Path]) ->
     """With four rows or more of an expert we take upstream's matrix product, where upstream goes
     row by row. Only for Q4_K its sums have another order."""
     path = tiny_model("olmoe", tier)
-    prompt = TOKENS * 4
-    with PlainModel(path, n_ctx=256, n_ubatch=32, threads=2, mmap=False, extra_bufts=True) as model:
-        expected = model.eval(prompt, 0)[-1]
-    config = Config.build(model=path, force_managed=True, use_extra_bufts=True, **SETTINGS)
-    with Engine.open(config) as engine:
-        found = engine.eval(prompt, 0)[-1]
+    found, _ = managed(path, prompt, use_extra_bufts=True)
+    expected = upstream(path, True, prompt)
     if tier == "q4_k":
         assert np.square(found - expected).sum() < 5e-4 * np.square(expected).sum()
     else:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from answering import evaluated, first_logits
 
-from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.engine.texts import ChatTemplate
+
+from .conftest import opened
 
 DRAWN = np.random.default_rng(0).integers(10, 300, (6, 200)).tolist()
 FIRST, OTHER, THIRD, QUESTION, ANOTHER, SYSTEM = DRAWN
@@ -20,13 +21,13 @@ TOOLS = Path(__file__).parents[1] / "unit/serve/tools.jinja"
 
 
 @pytest.fixture(scope="module")
-def path(library, tiny_model: Callable[..., Path]) -> Path:
+def path(library: object, tiny_model: Callable[..., Path]) -> Path:
     return tiny_model("qwen3moe", "q8_0", "q4_k", "q2_k", seed=1)
 
 
-def open_engine(path: Path, **settings) -> Engine:
+def open_engine(path: Path, **settings: object) -> Engine:
     usual = {"policy": "lru", "expert_ram": 2 * MIB, "ctx": 1024, "cache_ram": 8 * MIB}
-    return Engine.open(Config.build(model=path, threads=1, **{**usual, **settings}))
+    return opened(path, **(usual | settings))
 
 
 @pytest.fixture
@@ -47,6 +48,8 @@ def test_a_further_turn_the_same_again_and_an_edited_message(engine: Engine) -> 
     assert evaluated(engine, before + QUESTION[:30]) == 1
     assert evaluated(engine, before + ANOTHER[:20]) == 20
     assert not engine._shelf.all()  # nothing but answers and a message was taken back
+    engine.set_policy("lru")  # what that does not change is kept
+    assert evaluated(engine, before + QUESTION[:30]) == 30
 
 
 @pytest.mark.parametrize("policy", ["lru", "dymoe", "plain"])
@@ -55,8 +58,7 @@ def test_another_conversation_in_between(path: Path, policy: str) -> None:
     with open_engine(path, policy=policy, **memory) as engine:
         first = said(engine, FIRST)
         assert evaluated(engine, OTHER) == 200
-        wanted = first + QUESTION[:30]
-        assert evaluated(engine, wanted) == 30
+        assert evaluated(engine, first + QUESTION[:30]) == 30
         assert evaluated(engine, [*OTHER, 11, 12]) == 2
         assert engine._shelf.used_bytes <= engine.plan.prompt_bytes
 
@@ -84,21 +86,17 @@ def test_a_prefix_that_many_share_is_read_once(engine: Engine) -> None:
         assert evaluated(engine, SYSTEM + text) <= 1
 
 
-def test_conversations_stay_within_the_memory_that_is_set_aside(path: Path) -> None:
-    with open_engine(path, cache_ram=600 * 2**10) as engine:
+@pytest.mark.parametrize(("cache_ram", "n_kept"), [(600 * 2**10, 1), (None, 0)])
+def test_conversations_stay_within_the_memory_that_is_set_aside(
+    path: Path, cache_ram: int | None, n_kept: int
+) -> None:
+    with open_engine(path, cache_ram=cache_ram) as engine:
+        assert engine.plan.prompt_bytes == (cache_ram or 0)
         for text in (FIRST, OTHER, THIRD, ANOTHER):
             evaluated(engine, text)
-            assert engine._shelf.used_bytes <= 600 * 2**10
-        assert len(engine._shelf.all()) == 1
-        assert evaluated(engine, THIRD) == 1
-        assert evaluated(engine, FIRST) == 200
-
-
-def test_without_memory_nothing_is_kept(path: Path) -> None:
-    with open_engine(path, cache_ram=None) as engine:
-        assert engine.plan.prompt_bytes == 0
-        evaluated(engine, FIRST)
-        evaluated(engine, OTHER)
+            assert engine._shelf.used_bytes <= (cache_ram or 0)
+        assert len(engine._shelf.all()) == n_kept
+        assert evaluated(engine, THIRD) == (1 if n_kept else 200)
         assert evaluated(engine, FIRST) == 200
 
 
@@ -124,7 +122,6 @@ def test_a_restart_goes_on_from_the_disk(path: Path, tmp_path: Path) -> None:
 def test_a_tool_call_and_its_answer_survive_a_restart(path: Path, tmp_path: Path) -> None:
     """As a template with tools writes them: the call's arguments and the tool's answer are read
     once, and what follows is computed from the same state."""
-    template = ChatTemplate(TOOLS.read_text(), "", "")
     call = {"function": {"name": "weather", "arguments": {"city": "Oslo", "days": 3}}}
     messages = [
         {"role": "user", "content": "What is the weather in Oslo?"},
@@ -132,7 +129,7 @@ def test_a_tool_call_and_its_answer_survive_a_restart(path: Path, tmp_path: Path
         {"role": "tool", "content": '{"celsius": [-3, 1.5, 0]}'},
     ]
     with open_engine(path) as engine:
-        prompt = engine.tokenize(template.render(messages))
+        prompt = engine.tokenize(ChatTemplate(TOOLS.read_text(), "", "").render(messages))
         known = said(engine, prompt)
         further = engine.tokenize("And in Bergen?<|im_end|>", special=False)
         expected = first_logits(engine, known + further)
@@ -147,18 +144,22 @@ def test_a_tool_call_and_its_answer_survive_a_restart(path: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"kv": "q8_0"}, {"high_tier": "q4_k"}, {"policy": "dymoe", "low_tier": "skip"}],
-    ids=str,
+    ("settings", "n_read"),
+    [
+        ({"kv": "q8_0"}, 200),
+        ({"high_tier": "q4_k"}, 200),
+        ({"policy": "dymoe", "low_tier": "skip"}, 200),
+        ({"expert_ram": 3 * MIB}, 1),  # a budget changes nothing
+    ],
 )
-def test_other_settings_have_other_prompts(path: Path, tmp_path: Path, settings: dict) -> None:
+def test_other_settings_have_other_prompts(
+    path: Path, tmp_path: Path, settings: dict[str, object], n_read: int
+) -> None:
     with open_engine(path, prompt_cache=tmp_path) as engine:
         evaluated(engine, FIRST)
     with open_engine(path, prompt_cache=tmp_path, **settings) as engine:
-        assert evaluated(engine, FIRST) == 200
+        assert evaluated(engine, FIRST) == n_read
         assert engine.prompt_notes() == []
-    with open_engine(path, prompt_cache=tmp_path, expert_ram=3 * MIB) as engine:
-        assert evaluated(engine, FIRST) == 1  # a budget changes nothing
 
 
 def test_a_damaged_file_is_dropped_and_said(path: Path, tmp_path: Path) -> None:
@@ -185,26 +186,20 @@ def test_a_shorter_context_leaves_long_prompts_alone(path: Path, tmp_path: Path)
 
 
 def test_what_a_policy_learned_of_a_prompt_comes_back_with_it(path: Path, tmp_path: Path) -> None:
+    def counts() -> np.ndarray:
+        state = engine.driver.save_sequence(0)
+        assert state is not None
+        return np.frombuffer(state[len(b"moe-edge use 1\n") :], "<f8")
+
     settings = {"policy": "context", "expert_ram": 4 * MIB, "prompt_cache": tmp_path}
     with open_engine(path, **settings) as engine:
         evaluated(engine, FIRST)
-        first = engine.driver.save_sequence(0)
+        first = counts()
         evaluated(engine, OTHER)
-        other = engine.driver.save_sequence(0)
-        assert first != other
+        other = counts()
+        assert not np.array_equal(first, other)
         assert evaluated(engine, FIRST, 0) == 1
-        np.testing.assert_allclose(counts(engine.driver.save_sequence(0)), counts(first), atol=20)
+        np.testing.assert_allclose(counts(), first, atol=20)
     with open_engine(path, **settings) as engine:
         assert evaluated(engine, OTHER, 0) == 1
-        np.testing.assert_allclose(counts(engine.driver.save_sequence(0)), counts(other), atol=20)
-
-
-def counts(state: bytes | None) -> np.ndarray:
-    assert state is not None
-    return np.frombuffer(state[len(b"moe-edge use 1\n") :], "<f8")
-
-
-def test_a_change_of_the_policy_keeps_what_it_does_not_change(engine: Engine) -> None:
-    first = said(engine, FIRST)
-    engine.set_policy("lru")
-    assert evaluated(engine, first + QUESTION[:30]) == 30
+        np.testing.assert_allclose(counts(), other, atol=20)
