@@ -109,15 +109,3 @@ def test_weights_of_the_kept(
         assert difference < 1e-3
     else:
         assert difference > 0.1
-
-
-def test_retention_changes_at_the_next_token(both: Path) -> None:
-    with open_model(both, policy="dymoe", low_tier="q2_k") as engine:
-        engine.eval(TOKENS, 0)
-        for at, retention in enumerate((0.5, 1.0, 0.5)):
-            assert engine.change("retention", retention)
-            engine.store.reset_stats()
-            for i in range(3):
-                engine.eval([TOKENS[0]], len(TOKENS) + 3 * at + i)
-            high, low = engine.store.stats().routed[Phase.DECODE][:2]
-            assert high > 0 and low == (0 if retention == 1 else high)
