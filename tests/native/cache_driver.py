@@ -11,6 +11,7 @@ from orchestrator.native import MAX_TIERS, Library, Slices, Store, StoreSpec
 from orchestrator.native.abi import VISIT_CB, CPrefetch
 
 from .cache_model import DOWN, GATE, GATE_UP, SKIP, UP, Cache, Item, Layout, Visit
+from .conftest import HANG_S
 from .transition_driver import N_EXPERT, ExpertFile
 
 KINDS = ((UP, GATE, DOWN), (GATE_UP, DOWN), (UP, DOWN), (UP, GATE, DOWN))  # of each layer
@@ -22,8 +23,6 @@ SLOT_BYTES = tuple((n + 2 * 4096) // 4096 * 4096 for n in EXPERT_BYTES)
 DEVICE_SLOT_BYTES = tuple(
     pad(n, BLOCK[GGMLType(each)].bytes) for n, each in zip(EXPERT_BYTES, TYPES, strict=True)
 )
-# As long as an op may take, in sleeps: a program that was stopped for a while had none of them.
-STUCK_SLEEPS, SLEEP_S = 3000, 0.2
 
 
 def make_store(library: Library, file: ExpertFile, tiers: tuple[int, ...], layout: Layout) -> Store:
@@ -99,24 +98,13 @@ class Driver:
             if ggml != TYPES[in_file] or ctypes.string_at(data, n_bytes) != expected:
                 wrong.append(f"expert {expert} has other bytes than those of tier {tier}")
 
-        done = threading.Event()
-
-        def watch() -> None:
-            for _ in range(STUCK_SLEEPS):
-                if done.wait(SLEEP_S):
-                    return
-            self.store.cancel(True)
-
-        watching = threading.Thread(target=watch)
-        watching.start()
-        array = (ctypes.c_int32 * len(experts))(*experts)
+        stuck = threading.Timer(HANG_S, self.store.cancel, (True,))
+        stuck.start()
+        ids, handle = (ctypes.c_int32 * len(experts))(*experts), self.store.handle
         try:
-            status = self.native.use(
-                self.store.handle, layer, kind, array, len(experts), VISIT_CB(visit), None
-            )
+            status = self.native.use(handle, layer, kind, ids, len(experts), VISIT_CB(visit), None)
         finally:
-            done.set()
-            watching.join()
+            stuck.cancel()
         assert not wrong, wrong
         return visits if status == 0 else None
 

@@ -10,7 +10,6 @@ import pytest
 
 from orchestrator.allocation.pools import Places, TierPools
 from orchestrator.allocation.slots import ModelShape
-from orchestrator.cache import profile
 from orchestrator.engine.engine import Engine, Sampling
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.events import ABSENT, Phase
@@ -46,11 +45,6 @@ def arrive(engine: Engine) -> None:
     )
 
 
-def move(engine: Engine, moves: list[tuple[int, int, int]]) -> None:
-    assert engine.store.transition(moves) == len(moves)
-    arrive(engine)
-
-
 def test_promoting_everything(
     both: Path,
     tiny_model: Callable[..., Path],
@@ -75,32 +69,13 @@ def test_promoting_everything(
         everyone = np.argwhere(store.resident() == 1).tolist()
         np.testing.assert_array_equal(logits(engine), low)
         for tier, expected in ((0, high), (1, low)):
-            move(engine, [(*each, tier) for each in everyone])
+            assert store.transition([(*each, tier) for each in everyone]) == len(everyone)
+            arrive(engine)
             np.testing.assert_array_equal(logits(engine), expected)
         stats = store.stats()
         assert stats.experts_promoted == stats.experts_demoted == len(everyone)
         assert bool(sum(stats.copy_bytes)) == bool(sum(stats.host_hits)) == bool(device)
         store.check()
-
-
-def test_a_hot_set_computes_alike_however_it_came_to_be(both: Path, tmp_path: Path) -> None:
-    """Swapped into memory while running, or read so from a profile."""
-    options = {"hot_experts": 3, "update_steps": 0}
-    with opened(both, **options) as engine:
-        first = logits(engine)
-        n_expert = engine.model.n_expert
-        wanted = [0, n_expert - 2, n_expert - 1]
-        for layer in range(engine.model.n_layers):
-            for down, up in ((1, wanted[1]), (2, wanted[2])):
-                for each in ((layer, down, 1), (layer, up, 0)):
-                    move(engine, [each])
-        swapped = logits(engine)
-        scores = np.zeros((engine.model.n_layers, n_expert))
-        scores[:, wanted] = 1.0
-        path = tmp_path / "hot.json"
-        profile.save(path, engine.model, scores)
-    assert not np.array_equal(first, swapped)
-    np.testing.assert_array_equal(run(both, profile=path, **options), swapped)
 
 
 def test_where_low_copies_do_not_fit_they_are_cached(

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from orchestrator.events import Phase
-from orchestrator.policy.base import WaitsBeforeAnswer
 from orchestrator.serve.backend import Backend, kept_prompts
 
 from .servers import MIB, answered, ask, broken, serving
@@ -108,9 +107,3 @@ def test_a_policy_that_fails_before_an_answer_fails_that_answer(
             assert backend.failure() == "the policy failed: RuntimeError: no idea"
         assert about(backend, "Norway")[1]
         assert backend.failure() is None
-
-
-def test_only_a_policy_that_may_wait_is_asked() -> None:
-    with serving(policy="dymoe", ram=140 * MIB) as backend:
-        assert not isinstance(backend.engine.policy, WaitsBeforeAnswer)
-        assert not backend.engine.driver.may_wait
