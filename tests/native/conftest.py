@@ -92,6 +92,14 @@ def compile_native(
     return compile_program
 
 
+@pytest.fixture(scope="session")
+def operator_tests(compile_native: Callable[..., Path], llama_source: Path) -> Path:
+    """Upstream's own tests of operators, compiled in a quarter of the usual time."""
+    sources = [llama_source / "tests/test-backend-ops.cpp"]
+    flags = ("-std=c++17", "-w", "-O0", "-g0", f"-I{llama_source / 'src'}")
+    return compile_native("test-backend-ops", sources, *flags)
+
+
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str | None:
     """Whose memory the slots are in: the host's, or a device's with late copies."""

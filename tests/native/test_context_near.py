@@ -63,11 +63,6 @@ def converse(engine: Engine, number: int, n_answer: int = len(ANSWER)) -> None:
         engine.eval([token], len(prompt) + at)
 
 
-def policy_of(engine: Engine) -> ContextAware:
-    assert isinstance(engine.policy, ContextAware)
-    return engine.policy
-
-
 def until_placed(engine: Engine) -> None:
     """However slow the disk is, with few tokens: what they use would be placed for, too."""
     at, store = engine.n_cached, engine.store
@@ -76,14 +71,14 @@ def until_placed(engine: Engine) -> None:
         until(lambda: not (np.not_equal(*store.states()) & ~store.landed()).any())
         engine.eval([1], at)
 
-    until(lambda: policy_of(engine)._wanted is None, one_more)
+    until(lambda: engine.policy._wanted is None, one_more)
 
 
 def test_a_loss_table_is_found_and_used(five: Path, tmp_path: Path) -> None:
     def used(**options: object) -> tuple[np.ndarray | None, str, np.ndarray]:
         """The losses that it goes by, what it notes, and where experts are at first."""
         with Engine.open(context(five, **options)) as engine:
-            return policy_of(engine).losses, str(engine.note), engine.store.resident()
+            return engine.policy.losses, str(engine.note), engine.store.resident()
 
     beside, named = losses.default_path(five), tmp_path / "losses.json"
     found, note, nominal = used()
@@ -126,7 +121,7 @@ def test_a_loss_table_is_found_and_used(five: Path, tmp_path: Path) -> None:
 def test_moves_read_what_changed_and_nothing_waits(five: Path, options: dict[str, object]) -> None:
     """Where it waits, everything is in place before an answer's first token."""
     with Engine.open(context(five, **options)) as engine:
-        policy, store = policy_of(engine), engine.store
+        policy, store = engine.policy, engine.store
         model, is_async = engine.model, options["placement"] == "async"
         converse(engine, 0)
         until_placed(engine)
@@ -169,7 +164,7 @@ def converse_twice(engine: Engine) -> np.ndarray | None:
     for number in (0, 1):
         converse(engine, number)
         until_placed(engine)
-    return policy_of(engine).hotness
+    return engine.policy.hotness
 
 
 def n_changed(run: Run) -> int:
@@ -214,7 +209,6 @@ def test_its_replay_knows_sequences_and_kept_tokens(
     def talk(engine: Engine) -> list[np.ndarray]:
         converse(engine, 0, 3)
         kept = engine.driver.save_sequence(0)
-        assert kept is not None
         engine.eval(PROMPTS[1], engine.n_cached)
         engine.fork(0)
         engine.fork(1)
@@ -230,7 +224,7 @@ def test_its_replay_knows_sequences_and_kept_tokens(
         for token in ANSWER[:30]:
             engine.eval([token], engine.n_cached)
         until_placed(engine)
-        use = policy_of(engine).use
+        use = engine.policy.use
         return [*use.sums, use.past]
 
     run = recorded(context(five, sequences=2, placement=placement), tmp_path, talk)
@@ -239,7 +233,6 @@ def test_its_replay_knows_sequences_and_kept_tokens(
     assert len(trace.restored()) == 3  # the two forks together, the third, the copy
     replayed_exactly(trace)
     _, policy = replayed(trace, SPEEDS[1], Compute(1000.0, 1000.0))
-    assert isinstance(policy, ContextAware)
     for mine, its in zip((*policy.use.sums, policy.use.past), run.said, strict=True):
         assert mine == pytest.approx(its, rel=1e-6)
     # A policy that knows nothing of sequences plays it too.
@@ -262,7 +255,7 @@ def test_it_adapts_within_64_steps(five: Path, tmp_path: Path) -> None:
 
 def test_what_a_sequence_used_goes_with_its_tokens(five: Path) -> None:
     with Engine.open(context(five, sequences=2)) as engine:
-        policy, driver = policy_of(engine), engine.driver
+        policy, driver = engine.policy, engine.driver
         converse(engine, 0, 4)
         alone = policy.use.sums[0]
         kept = driver.save_sequence(0)
@@ -274,4 +267,4 @@ def test_what_a_sequence_used_goes_with_its_tokens(five: Path) -> None:
     with Engine.open(context(five)) as engine:
         converse(engine, 0, 2)
         engine.driver.restore_sequence(0, kept)
-        assert policy_of(engine).use.sums[0] == pytest.approx(alone)
+        assert engine.policy.use.sums[0] == pytest.approx(alone)

@@ -108,7 +108,6 @@ def test_no_token_waits_while_the_topic_changes() -> None:
             tokens = engine.render_chat([{"role": "user", "content": question}])
             assert "".join(engine.generate(tokens, Sampling(temp=0.0), 60))
             last = engine.last_stats
-            assert last is not None
             assert (last.hit_rate, last.prefill_hit_rate, last.wait_ms) == (1.0, 1.0, 0.0)
             assert 0 < last.mix["q4_k"] < 1
             assert last.mix == last.computed and set(last.mix) == {"q4_k", "q2_k"}

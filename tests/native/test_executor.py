@@ -113,19 +113,10 @@ def test_model_without_python(compile_native: Callable[..., Path], one: Path) ->
     assert np.isfinite(rows).all()
 
 
-def test_upstreams_own_operator_tests(
-    compile_native: Callable[..., Path], llama_source: Path
-) -> None:
-    """test-backend-ops on MUL_MAT_ID: the plain op is what it was. It compares backends, so a
-    second CPU backend stands for the reference."""
-    program = compile_native(
-        "test-backend-ops",
-        [llama_source / "tests/test-backend-ops.cpp"],
-        # compiled in a quarter of the time
-        *("-std=c++17", "-w", "-O0", "-g0"),
-        f"-I{llama_source / 'src'}",
-    )
+def test_upstreams_own_operator_tests(operator_tests: Path) -> None:
+    """The plain op is what it was. They compare backends, so a second CPU backend stands for the
+    reference."""
     # all of them take over ten minutes
     some = "type_a=(q8_0|q4_K|q2_K),type_b=f32,n_mats=(4|8),n_used=[1-4],b=.,m=512,n=(1|32),"
-    output = run_program(program, "test", "-o", "MUL_MAT_ID", "-b", "CPU", "-p", some)
+    output = run_program(operator_tests, "test", "-o", "MUL_MAT_ID", "-b", "CPU", "-p", some)
     assert "56/56 tests passed" in output

@@ -8,10 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchestrator.allocation.slots import ModelShape
-from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
-from orchestrator.policy import Policy
-from orchestrator.policy.base import EVERY_STEP, Wants
+from orchestrator.events import RouteEvent
 
 from .attention import Attention, received, streams
 from .conftest import opened
@@ -21,36 +18,26 @@ TOKENS = np.random.default_rng(3).integers(0, 200, N).tolist()
 Scores = dict[int, np.ndarray | None]
 
 
-class Recorder(Policy):
-    """Keeps each event's importance, and decides nothing."""
-
-    name = "recorder"
-    wants = Wants(EVERY_STEP)
-
-    def __init__(self, shape: ModelShape) -> None:
-        super().__init__(shape)
-        self.scores: Scores = {}
-
-    def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        found = event.importance_array
-        self.scores[event.layer] = None if found is None else found.copy()
-
-
 def scores(model: Path, parts: list[list[int]], **settings: object) -> Scores:
     """Layer -> importance [T] of the last part, evaluated one after the other."""
     usual = {"policy": "dymoe", "low_tier": "skip", "expert_ram": 64 << 20, "prefetch": "off"}
+    found: Scores = {}
+
+    def note(event: RouteEvent) -> None:
+        score = event.importance_array
+        found[event.layer] = None if score is None else score.copy()
+
     with opened(model, **usual, **settings) as engine:
-        recorder = Recorder(engine.policy.shape)
-        engine.driver.policy = recorder
+        engine.store.set_route(note)
         at = 0
         for part in parts:
-            recorder.scores = {}
+            found.clear()
             if engine.config.logits_all:
                 assert sum(len(rows) for rows in engine.eval_each(part, at)) == len(part)
             else:
                 engine.eval(part, at)
             at += len(part)
-        return recorder.scores
+    return found
 
 
 @pytest.mark.parametrize("shape", ["qwen3moe", "olmoe", "mixtral", "phimoe", "deepseek2"])
@@ -64,7 +51,6 @@ def test_the_cheap_form_over_all_queries_is_the_exact_one(
     assert len(exact) > 1
     for layer, expected in exact.items():
         found = cheap[layer]
-        assert expected is not None and found is not None
         np.testing.assert_allclose(found, expected, rtol=0.02, atol=0.02)
         if len(expected) == N:
             assert expected.sum() == pytest.approx(N, rel=1e-4)
@@ -93,7 +79,6 @@ def test_it_is_the_attention_of_the_model(
     entering = [own.embeddings(TOKENS), *(behind[il] for il in range(len(found) - 1))]
     for layer, stream in enumerate(entering):
         expected, score = received(own.weights(layer, stream), window), found[layer]
-        assert score is not None
         # tokens differ by far more than that
         assert expected.std() > 0.1 * expected.mean()
         np.testing.assert_allclose(score, expected, atol=0.03 * expected.std(), rtol=0.02)
@@ -105,7 +90,6 @@ def test_keys_in_8_bits_give_nearly_the_same(shape: str, tiny_model: Callable[..
     asked = {"importance": "window", "importance_window": 8, "logits_all": True}
     usual, found = scores(model, [TOKENS], **asked), scores(model, [TOKENS], kv="q8_0", **asked)
     for layer, expected in usual.items():
-        assert found[layer] is not None and expected is not None
         assert np.corrcoef(found[layer], expected)[0, 1] > 0.99
         assert found[layer].sum() == pytest.approx(expected.sum(), rel=1e-3)
 
@@ -114,7 +98,6 @@ def test_a_later_chunk_scores_its_own_tokens(one: Path) -> None:
     """The last query looks at the same tokens, whichever chunk they came in."""
     whole = scores(one, [TOKENS], importance_window=1)[0]
     parts = scores(one, [TOKENS[:19], TOKENS[19:]], importance_window=1)[0]
-    assert whole is not None and parts is not None
     assert parts.shape == (N - 19,)
     np.testing.assert_allclose(parts, whole[19:], rtol=1e-3, atol=1e-5)
     assert parts.sum() < 0.99

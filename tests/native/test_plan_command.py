@@ -153,11 +153,6 @@ def test_other_policies_leave_aside_what_was_asked_for(model: Path) -> None:
         assert (engine.policy.name, engine.config.given("retention")) == ("lru", 0.5)
 
 
-def test_a_loss_that_nobody_fitted_is_refused(model: Path) -> None:
-    with pytest.raises(ConfigError, match="calibrate"):
-        Engine.open(build(model, max_loss=0.1))
-
-
 @pytest.fixture
 def fitted(model: Path) -> Iterator[Path]:
     """A use of an expert costs 0, 0.001 and 0.01 nats in the file's tiers, 0.1 where skipped."""

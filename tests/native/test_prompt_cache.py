@@ -188,7 +188,6 @@ def test_a_shorter_context_leaves_long_prompts_alone(path: Path, tmp_path: Path)
 def test_what_a_policy_learned_of_a_prompt_comes_back_with_it(path: Path, tmp_path: Path) -> None:
     def counts() -> np.ndarray:
         state = engine.driver.save_sequence(0)
-        assert state is not None
         return np.frombuffer(state[len(b"moe-edge use 1\n") :], "<f8")
 
     settings = {"policy": "context", "expert_ram": 4 * MIB, "prompt_cache": tmp_path}

@@ -18,8 +18,6 @@ from orchestrator.lab.replay import render
 from orchestrator.lab.replay.record import Recorder, record_text
 from orchestrator.lab.replay.simulate import Compute
 from orchestrator.native import CStats
-from orchestrator.policy import Policy
-from orchestrator.policy.dynaexq import DynaExq
 
 from .conftest import build, drawn, until
 from .replayed import SPEEDS, recorded, replayed, replayed_exactly, reported
@@ -51,11 +49,6 @@ def evaluate(engine: Engine) -> None:
     until(
         lambda: took_s >= wanted_s and (caching or engine.store.stats().experts_promoted), further
     )
-
-
-def hotness(policy: Policy) -> np.ndarray:
-    assert isinstance(policy, DynaExq)
-    return policy.hotness
 
 
 def same(ours: CStats, theirs: CStats) -> None:
@@ -107,7 +100,7 @@ def test_it_agrees_exactly(
             found.stats.wait_us = stats.wait_us
             found.stats.waves = stats.waves
         same(found.stats, stats)
-        np.testing.assert_array_equal(hotness(policy), hotness(run.policy))
+        np.testing.assert_array_equal(policy.hotness, run.policy.hotness)
 
 
 def test_a_batch_agrees_exactly(both: Path, tmp_path: Path) -> None:
@@ -145,7 +138,7 @@ def test_the_report_says_how_well_it_agrees(both: Path, tmp_path: Path) -> None:
     assert rows["hits"]["error"] == rows["of requests"]["error"] == 0
     assert result["runs"]["dynaexq"]["experts_promoted"] > 0
     _, policy = replayed(trace, SPEEDS[1], Compute(None, None), as_recorded=False)
-    np.testing.assert_array_equal(hotness(policy), hotness(run.policy))
+    np.testing.assert_array_equal(policy.hotness, run.policy.hotness)
     for options in ({"settings": {"transition_rate": 1}}, {"bandwidth": 10**6}):
         changed = reported(trace, **options)
         assert changed["clock"] == "simulated" and changed["agreement"] is not None
@@ -161,7 +154,7 @@ def test_measuring_the_dense_share_teaches_nothing(both: Path, tmp_path: Path) -
     assert trace.arrays["step_tokens"].tolist() == [8, 8, 4] + 40 * [1]
     assert all(0 < share <= 1 for share in trace.header.dense_share)
     _, policy = replayed(trace, SPEEDS[0], Compute(None, None))
-    np.testing.assert_allclose(profile.load(path, model), hotness(policy), rtol=1e-5)
+    np.testing.assert_allclose(profile.load(path, model), policy.hotness, rtol=1e-5)
 
 
 def test_a_run_that_went_otherwise_is_refused(both: Path, tmp_path: Path) -> None:

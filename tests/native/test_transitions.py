@@ -227,7 +227,6 @@ def test_an_expert_of_two_versions(expert_file: ExpertFile, library: Library) ->
     moves, and yet nothing of the expert is evicted."""
     driver = Driver(expert_file, library, slots=(4,), pools=(0, 0), simulated=True)
     with driver.store as store:
-        assert driver.clock is not None
         store.warm([(0, 0, LOW), (0, 1, LOW)])
         assert store.transition([(0, 0, HIGH)]) == 1
         driver.clock.advance(50 * US)
