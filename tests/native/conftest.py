@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.native import Library
@@ -127,12 +128,16 @@ def drawn(n: int, seed: int = 0) -> list[int]:
     return [int(t) for t in np.random.default_rng(seed).integers(0, 250, n)]
 
 
-def build(model: Path, **options: object) -> Config:
+def build(model: Path, share: float = 0, **options: object) -> Config:
+    """share: of the best tier's experts that there are slots for, unless expert_ram says it."""
+    if share:
+        with ExpertModel.open(model) as file:
+            options["expert_ram"] = int(share * file.tier_bytes[0])
     return Config.build(model=model, **({"ctx": 256, "threads": 1} | options))
 
 
-def opened(model: Path, **options: object) -> Engine:
-    return Engine.open(build(model, **options))
+def opened(model: Path, share: float = 0, **options: object) -> Engine:
+    return Engine.open(build(model, share, **options))
 
 
 def until(is_so: Callable[[], object], meanwhile: Callable[[], object] | None = None) -> None:

@@ -40,11 +40,8 @@ def save_table(path: Path, model: Path, fitted: bool = True) -> None:
 
 
 def floor(model: Path, table: Path | None, share: float = 1.0, **options: object) -> Config:
-    """share: of what the experts take in the best tier."""
-    with ExpertModel.open(model) as file:
-        options["expert_ram"] = int(share * file.tier_bytes[0])
     asked = {"policy": "floor", "max_loss": 0.01, "ctx": 128, "high_tier": "q4_k", "losses": table}
-    return build(model, **asked, **options)
+    return build(model, share, **asked, **options)
 
 
 def test_it_is_refused_where_nobody_measured(both: Path, tmp_path: Path) -> None:

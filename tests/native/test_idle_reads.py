@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gguf_tools.experts import ExpertModel
 from orchestrator.config import Sampling
 from orchestrator.engine.driver import Driver
 from orchestrator.engine.engine import Engine
@@ -28,11 +27,8 @@ def policy(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def opened(model: Path, policy: str, share: float = 0.6, **settings: Any) -> Engine:
-    with ExpertModel.open(model) as file:
-        slots = int(file.tier_bytes[0] * share)
-    usual = {"use_extra_bufts": False, "expert_ram": slots, "policy": policy}
-    return conftest.opened(model, **(usual | settings))
+def opened(model: Path, policy: str, **settings: Any) -> Engine:
+    return conftest.opened(model, 0.6, policy=policy, use_extra_bufts=False, **settings)
 
 
 def idle(engine: Engine) -> Driver:

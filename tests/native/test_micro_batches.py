@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gguf_tools.experts import ExpertModel
 from orchestrator.engine.engine import Engine
 
 from . import conftest
@@ -18,11 +17,7 @@ PROMPT = drawn(1100, 3)
 
 
 def opened(model: Path, share: float = 0, **settings: object) -> Engine:
-    """share: of the experts that there are slots for; 0: nothing is said."""
-    if share:
-        with ExpertModel.open(model) as file:
-            settings["expert_ram"] = int(file.tier_bytes[0] * share)
-    return conftest.opened(model, **({"ctx": 1280, "use_extra_bufts": False} | settings))
+    return conftest.opened(model, share, ctx=1280, use_extra_bufts=False, **settings)
 
 
 @pytest.mark.parametrize("n_ubatch", [512, 1024])

@@ -12,14 +12,11 @@ import numpy as np
 import pytest
 
 from gguf_tools import synthetic
-from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import GGMLType
-from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
 from orchestrator.lab.bench.plain import PlainModel
 from orchestrator.native import Library
 
-from .conftest import drawn
+from .conftest import drawn, opened
 
 TOKENS = drawn(24, 5)
 WORDS = [7, 300, 12, 99, 41, 250, 3, 17, 64, 128, 5, 201]
@@ -52,10 +49,11 @@ def upstream(path: Path, repack: bool, read: Read = one_by_one, n_ubatch: int = 
         return read(model.eval)
 
 
-def managed(path: Path, read: Read = one_by_one, **options: object) -> tuple[np.ndarray, str]:
+def managed(
+    path: Path, read: Read = one_by_one, share: float = 0, **options: object
+) -> tuple[np.ndarray, str]:
     """Logits, and the mode line; the store's invariants hold, and its slots are within budget."""
-    config = Config.build(model=path, force_managed=True, **(SETTINGS | options))
-    with Engine.open(config) as engine:
+    with opened(path, share, force_managed=True, **(SETTINGS | options)) as engine:
         found = read(engine.eval)
         engine.store.check()
         stats = engine.store.stats()
@@ -92,12 +90,10 @@ def test_exact_is_upstream_without_repacked_weights(
 def test_where_experts_come_and_go(tiny_model: Callable[..., Path]) -> None:
     """auto keeps what the file has; asked for, the layout is changed at each read."""
     path = tiny_model("qwen3moe", "q4_0")
-    with ExpertModel.open(path) as model:
-        half = model.tier_bytes[0] // 2
-    _, mode = managed(path, expert_ram=half)
+    _, mode = managed(path, share=0.5)
     assert "own layout" not in mode
     whole, _ = managed(path)
-    found, mode = managed(path, expert_ram=half, layout="cpu")
+    found, mode = managed(path, share=0.5, layout="cpu")
     assert "q4_0 in this CPU's own layout" in mode
     np.testing.assert_array_equal(found, whole)
 
@@ -105,13 +101,11 @@ def test_where_experts_come_and_go(tiny_model: Callable[..., Path]) -> None:
 def test_auto_is_for_experts_that_stay(tiny_model: Callable[..., Path]) -> None:
     """Not where one of twenty comes and goes; but where all stay and change versions seldom."""
     path = tiny_model("qwen3moe", "q4_0")
-    with ExpertModel.open(path) as model:
-        nearly = int(0.95 * model.tier_bytes[0])
-    assert "own layout" not in managed(path, expert_ram=nearly)[1]
+    assert "own layout" not in managed(path, share=0.95)[1]
     low = tiny_model("qwen3moe", "q2_k")
-    asked = SETTINGS | {"model": path, "low": low, "policy": "dynaexq", "expert_ram": nearly}
+    asked = SETTINGS | {"low": low, "policy": "dynaexq"}
     for rate, changed in ((1 << 20, True), (0, False)):
-        with Engine.open(Config.build(transition_rate=rate, **asked)) as engine:
+        with opened(path, 0.95, transition_rate=rate, **asked) as engine:
             assert engine.policy.wants.all_resident
             assert ("q4_0 in this CPU's own layout" in engine.mode) == changed
             one_by_one(engine.eval)
