@@ -40,19 +40,13 @@ MODELS = {
             "general.architecture",
         ),
         "no-block-count": (
-            model_tensors(),
-            model_metadata(block_count=None),
-            "qwen3moe.block_count",
+            model_tensors(), model_metadata(block_count=None), "qwen3moe.block_count"
         ),
         "no-embedding-length": (
-            model_tensors(),
-            model_metadata(embedding_length=None),
-            "embedding_length",
+            model_tensors(), model_metadata(embedding_length=None), "embedding_length"
         ),
         "no-experts-used": (
-            model_tensors(),
-            model_metadata(expert_used_count=None),
-            "expert_used_count",
+            model_tensors(), model_metadata(expert_used_count=None), "expert_used_count"
         ),
         "tiers-absent": (
             PACKED,
@@ -67,9 +61,7 @@ MODELS = {
     },
     errors.MetadataError: {
         "architecture-number": (
-            model_tensors(),
-            {**model_metadata(), "general.architecture": 7},
-            "general.architecture",
+            model_tensors(), {**model_metadata(), "general.architecture": 7}, "general.architecture"
         ),
         "absurd-block-count": (model_tensors(), model_metadata(block_count=1 << 31), "block_count"),
         "too-many-experts-used": (model_tensors(), model_metadata(expert_used_count=5), "5 of 4"),
@@ -93,9 +85,7 @@ MODELS = {
         "tiers-twice": (PACKED, packed_metadata(tiers=("q4_0", "q4_0")), "different"),
         "tiers-six": (PACKED, packed_metadata(tiers=tuple("abcdef")), "1 to 5"),
         "tiers-numbers": (
-            PACKED,
-            {**packed_metadata(), "moe_edge.tiers": [8, 4]},
-            "moe_edge.tiers",
+            PACKED, {**packed_metadata(), "moe_edge.tiers": [8, 4]}, "moe_edge.tiers"
         ),
         "fallbacks-number": (
             PACKED,
@@ -110,9 +100,7 @@ MODELS = {
             "no expert tensors: not a Mixture-of-Experts model: llama.cpp itself runs it",
         ),
         "one-tensor-per-expert": (
-            [("blk.0.ffn_gate.0.weight", (N_EMBD, 3), GGMLType.F32)],
-            model_metadata(),
-            "old layout",
+            [("blk.0.ffn_gate.0.weight", (N_EMBD, 3), GGMLType.F32)], model_metadata(), "old layout"
         ),
     },
     errors.MissingTensorError: {
@@ -136,9 +124,7 @@ MODELS = {
             "expected 4 experts",
         ),
         "experts-without-third-dimension": (
-            retyped(model_tensors(), DOWN_1, shape=(32, 64)),
-            model_metadata(),
-            DOWN_1,
+            retyped(model_tensors(), DOWN_1, shape=(32, 64)), model_metadata(), DOWN_1
         ),
         "wrong-rows": (
             retyped(model_tensors(), UP_1, shape=(64, 64, 4)),
@@ -158,9 +144,7 @@ MODELS = {
     },
     errors.VersionError: {
         "format-newer": (
-            PACKED,
-            {**packed_metadata(), "moe_edge.format_version": 2},
-            "this version reads 1",
+            PACKED, {**packed_metadata(), "moe_edge.format_version": 2}, "this version reads 1"
         ),
     },
 }
