@@ -106,7 +106,7 @@ def test_equal_with_every_policy(
     ("tier", "options"),
     [
         ("q2_k", {"policy": "lru", "high_tier": "q2_k", "expert_ram": 1 << 20}),
-        ("q2_k", {"policy": "dynaexq", "hot_experts": 0, "expert_ram": PLENTY}),
+        ("q2_k", {"policy": "dynaexq", "low_tier": "q2_k", "hot_experts": 0, "expert_ram": PLENTY}),
         ("q8_0", {"policy": "dynaexq", "expert_ram": PLENTY}),
         ("q8_0", {"policy": "mixed", "expert_ram": PLENTY}),
     ],

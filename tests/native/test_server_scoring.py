@@ -14,6 +14,7 @@ import pytest
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.engine.texts import log_softmax
+from orchestrator.events import Phase
 from orchestrator.lab.eval.judge import Judge
 from orchestrator.memory.footprint import SCORING_BYTES, output_tokens
 from orchestrator.memory.plan import MemoryPlan
@@ -110,7 +111,9 @@ def test_there_is_room_for_the_longest_prompt_whatever_is_kept(backend: Backend)
 def test_what_is_answered_is_the_same_before_and_behind(backend: Backend) -> None:
     before = said(backend, OTHERS[0], cache_prompt=False)
     scored(backend, TEXT)
+    backend.engine.store.reset_stats()
     assert said(backend, OTHERS[0], cache_prompt=False) == before
+    assert backend.engine.store.stats().requests[Phase.DECODE] > 0  # tokens have their own phase
 
 
 def test_several_prompts_one_token_and_costs(backend: Backend) -> None:
@@ -132,6 +135,9 @@ def test_it_ends_between_parts_and_leaves_nothing(backend: Backend) -> None:
     assert [len(next(parts)) for _ in range(2)] == [SCORED_TOKENS] * 2
     with pytest.raises(Stopped):
         next(parts)
+    context = backend.engine.context
+    memory = context.api.llama_get_memory(context.handle)
+    assert context.api.llama_memory_seq_pos_max(memory, 1) == -1
     assert said(backend, OTHERS[0])[1]
 
 
