@@ -10,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
+from orchestrator.cost import losses
 from orchestrator.engine.engine import Engine
 from orchestrator.native import Library
 from orchestrator.native.llama import Bindings
@@ -138,6 +140,31 @@ def build(model: Path, share: float = 0, **options: object) -> Config:
 
 def opened(model: Path, share: float = 0, **options: object) -> Engine:
     return Engine.open(build(model, share, **options))
+
+
+def save_losses(
+    path: Path,
+    model: Path,
+    lost: npt.ArrayLike,
+    power: npt.ArrayLike = 1.0,
+    gates: float | None = None,
+    fit: tuple[float, tuple[str, ...]] | None = None,
+) -> None:
+    """A loss table: what a use of an expert loses in each of the best tiers, [..., n_tiers], and
+    skipped. fit: the factor of each layer, and what it was fitted with."""
+    with ExpertModel.open(model) as file:
+        size = file.n_layers, file.n_expert
+        tiers = file.tiers[: np.shape(lost)[-1]]
+        table = losses.LossTable(
+            [losses.TablePrecision(tier.name, tier.bpw, True) for tier in tiers],
+            np.broadcast_to(lost, (*size, len(tiers))).copy(),
+            np.broadcast_to(power, size).copy(),
+            np.ones(size, np.int64),
+            *("none", "rtn", "text", 9),
+            None if gates is None else np.full(size, gates),
+            None if fit is None else losses.Fit((fit[0],) * size[0], fit[1], "text", 1.0),
+        )
+        losses.save(path, file, table)
 
 
 def until(is_so: Callable[[], object], meanwhile: Callable[[], object] | None = None) -> None:

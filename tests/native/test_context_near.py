@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from gguf_tools import synthetic
-from gguf_tools.experts import ExpertModel
 from gguf_tools.pack import pack
 from orchestrator.config import Config
 from orchestrator.cost import losses
@@ -21,7 +20,7 @@ from orchestrator.lab.replay.simulate import Compute, Transport, simulate
 from orchestrator.native.llama import Bindings
 from orchestrator.policy.context import ContextAware
 
-from .conftest import build, drawn, until
+from .conftest import build, drawn, save_losses, until
 from .replayed import SPEEDS, Run, recorded, replayed, replayed_exactly, reported
 
 FIVE = ("q8_0", "q4_k", "q3_k", "q2_k", "q1_0")
@@ -38,15 +37,10 @@ def five(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "five.gguf"
 
 
-def save_table(path: Path, of: Path, tiers: tuple[str, ...] = FIVE) -> np.ndarray:
+def save_table(path: Path, of: Path, n_tiers: int = len(FIVE)) -> np.ndarray:
     """A loss table of random numbers, worse in lower tiers; returns the losses."""
-    with ExpertModel.open(of) as model:
-        size = model.n_layers, model.n_expert
-        found = np.sort(RNG.random((*size, len(tiers))) ** 4, axis=2).round(6)
-        named = [losses.TablePrecision(name, 4.0, True) for name in tiers]
-        ones = np.ones(size), np.ones(size, np.int64)
-        table = losses.LossTable(named, found, *ones, "none", "rtn", "random", 1)
-        losses.save(path, model, table)
+    found = np.sort(RNG.random((3, 8, n_tiers)) ** 4, axis=2).round(6)
+    save_losses(path, of, found)
     return found
 
 
@@ -92,7 +86,7 @@ def test_a_loss_table_is_found_and_used(five: Path, tmp_path: Path) -> None:
         assert not np.array_equal(resident, nominal)
         found, note, resident = used(near_slots="own")
         assert found is None and note == "None" and np.array_equal(resident, in_own_slots)
-        save_table(beside, five, FIVE[:3])
+        save_table(beside, five, 3)
         found, note, _ = used()
         assert found is None and "lacks one of" in note
         beside.write_text("{}")
@@ -102,7 +96,7 @@ def test_a_loss_table_is_found_and_used(five: Path, tmp_path: Path) -> None:
         beside.unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
         used(losses=named)
-    save_table(named, five, FIVE[:3])
+    save_table(named, five, 3)
     with pytest.raises(ConfigError, match=r"--losses .* lacks one of"):
         used(losses=named)
     expected = save_table(named, five)

@@ -7,36 +7,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
-from orchestrator.cost import losses
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
 from orchestrator.events import Phase
 from orchestrator.lab.eval import EvalOptions, evaluate, render
 from orchestrator.policy.floor import Floor
 
-from .conftest import build, drawn
+from .conftest import build, drawn, save_losses
 from .replayed import recorded, reported
 
 ANSWER = drawn(60, 3)
-LAYERS_LOSE = 0.02
+N_EXPERT = 8
 
 
 def save_table(path: Path, model: Path, fitted: bool = True) -> None:
     """A skipped expert loses as much as its index says."""
-    with ExpertModel.open(model) as opened:
-        size, names = (opened.n_layers, opened.n_expert), [tier.name for tier in opened.tiers]
-        loss = np.zeros((*size, len(names)))
-        loss[..., 1:] = 0.1
-        power = np.broadcast_to(1.0 + np.arange(size[1]), size).copy()
-        fit = losses.Fit((LAYERS_LOSE,) * size[0], (*names, "skip"), "none", 1.0)
-        table = losses.LossTable(
-            [losses.TablePrecision(name, 4.0, True) for name in names],
-            *(loss, power, np.ones(size, np.int64), "r", "rtn", "c", 9, np.full(size, 0.1)),
-            fit if fitted else None,
-        )
-        losses.save(path, opened, table)
+    fit = (0.02, ("q4_k", "q2_k", "skip")) if fitted else None
+    save_losses(path, model, [0.0, 0.1], power=1.0 + np.arange(N_EXPERT), gates=0.1, fit=fit)
 
 
 def floor(model: Path, table: Path | None, share: float = 1.0, **options: object) -> Config:

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -26,6 +25,8 @@ from orchestrator.engine.engine import Engine
 from orchestrator.engine.load import Loaded, Loader
 from orchestrator.errors import ConfigError
 from orchestrator.memory.plan import MemoryPlan
+
+from .conftest import save_losses
 
 MIB = 1 << 20
 LITTLE = ("--expert-ram", "2MiB")
@@ -157,16 +158,7 @@ def test_other_policies_leave_aside_what_was_asked_for(model: Path) -> None:
 def fitted(model: Path) -> Iterator[Path]:
     """A use of an expert costs 0, 0.001 and 0.01 nats in the file's tiers, 0.1 where skipped."""
     path = losses.default_path(model)
-    with ExpertModel.open(model) as opened:
-        size = opened.n_layers, opened.n_expert
-        lost = np.tile([0.0, 0.001, 0.01], (*size, 1))
-        candidates = [losses.TablePrecision(tier.name, tier.bpw, True) for tier in opened.tiers]
-        fit = losses.Fit((1.0,) * size[0], ("q8_0",), "text", 1.0)
-        ones, counts = np.ones(size), np.ones(size, int)
-        table = losses.LossTable(
-            candidates, lost, 0.1 * ones, counts, "", "rtn", "text", 1, ones, fit
-        )
-        losses.save(path, opened, table)
+    save_losses(path, model, [0.0, 0.001, 0.01], power=0.1, gates=1.0, fit=(1.0, ("q8_0",)))
     yield model
     path.unlink(missing_ok=True)
 

@@ -17,6 +17,12 @@ from .conftest import opened
 DRAWN = np.random.default_rng(0).integers(10, 300, (6, 200)).tolist()
 FIRST, OTHER, THIRD, QUESTION, ANOTHER, SYSTEM = DRAWN
 MIB = 2**20
+CALL = {"function": {"name": "weather", "arguments": {"city": "Oslo", "days": 3}}}
+CALLED = [
+    {"role": "user", "content": "What is the weather in Oslo?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": '{"celsius": [-3, 1.5, 0]}'},
+]
 TOOLS = Path(__file__).parents[1] / "unit/serve/tools.jinja"
 
 
@@ -63,17 +69,6 @@ def test_another_conversation_in_between(path: Path, policy: str) -> None:
         assert engine._shelf.used_bytes <= engine.plan.prompt_bytes
 
 
-def test_what_comes_back_gives_the_same_logits(path: Path) -> None:
-    with open_engine(path) as engine:
-        prompt = said(engine, FIRST) + QUESTION[:30]
-        expected = first_logits(engine, prompt)
-    with open_engine(path) as engine:
-        assert said(engine, FIRST) + QUESTION[:30] == prompt
-        evaluated(engine, OTHER)
-        np.testing.assert_array_equal(first_logits(engine, prompt), expected)
-        assert engine.last_stats.evaluated_tokens == 30
-
-
 def test_a_prefix_that_many_share_is_read_once(engine: Engine) -> None:
     for text in (FIRST, OTHER, THIRD):
         evaluated(engine, SYSTEM + text)
@@ -100,47 +95,41 @@ def test_conversations_stay_within_the_memory_that_is_set_aside(
         assert evaluated(engine, FIRST) == 200
 
 
-def test_a_restart_goes_on_from_the_disk(path: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "prompts"
+@pytest.mark.parametrize("with_tools", [False, True])
+def test_what_comes_back_gives_the_same_logits(
+    path: Path, tmp_path: Path, with_tools: bool
+) -> None:
+    """From memory, and behind a restart from the disk; also where a template has written the
+    arguments of a call and the tool's answer."""
+    prompt, further = FIRST, QUESTION[:30]
     with open_engine(path) as engine:
-        first = said(engine, FIRST)
-        expected = first_logits(engine, first + QUESTION[:30])
-    with open_engine(path, prompt_cache=folder) as engine:
-        evaluated(engine, FIRST)
+        if with_tools:
+            prompt = engine.tokenize(ChatTemplate(TOOLS.read_text(), "", "").render(CALLED))
+            further = engine.tokenize("And in Bergen?<|im_end|>", special=False)
+        known = said(engine, prompt)
+        expected = first_logits(engine, known + further)
+
+    def goes_on(engine: Engine) -> None:
+        np.testing.assert_array_equal(first_logits(engine, known + further), expected)
+        assert engine.last_stats.evaluated_tokens == len(further)
+
+    with open_engine(path) as engine:
+        assert said(engine, prompt) == known
         evaluated(engine, OTHER)
-    assert len(list(folder.iterdir())) == 2
-    with open_engine(path, prompt_cache=folder, cache_ram=0) as engine:
-        logits = first_logits(engine, first + QUESTION[:30])
-        np.testing.assert_array_equal(logits, expected)
-        assert engine.last_stats.evaluated_tokens == 30
+        goes_on(engine)
+    with open_engine(path, prompt_cache=tmp_path) as engine:
+        assert said(engine, prompt) == known
+        evaluated(engine, OTHER)
+    assert len(list(tmp_path.iterdir())) == 2
+    with open_engine(path, prompt_cache=tmp_path, cache_ram=0) as engine:
+        goes_on(engine)
+        text = b"".join(map(engine.llama.piece, engine._steps.cached)).decode(errors="replace")
+        for each in ('"arguments": {"city": "Oslo", "days": 3}}', '{"celsius": [-3, 1.5, 0]}'):
+            assert (each in text) == with_tools
         assert evaluated(engine, [*OTHER, 11, 12]) == 2
         assert engine.prompt_notes() == []
     # The first one in the place of what it goes on from; the other went apart from its answer.
-    assert len(list(folder.iterdir())) == 3
-
-
-def test_a_tool_call_and_its_answer_survive_a_restart(path: Path, tmp_path: Path) -> None:
-    """As a template with tools writes them: the call's arguments and the tool's answer are read
-    once, and what follows is computed from the same state."""
-    call = {"function": {"name": "weather", "arguments": {"city": "Oslo", "days": 3}}}
-    messages = [
-        {"role": "user", "content": "What is the weather in Oslo?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": '{"celsius": [-3, 1.5, 0]}'},
-    ]
-    with open_engine(path) as engine:
-        prompt = engine.tokenize(ChatTemplate(TOOLS.read_text(), "", "").render(messages))
-        known = said(engine, prompt)
-        further = engine.tokenize("And in Bergen?<|im_end|>", special=False)
-        expected = first_logits(engine, known + further)
-    with open_engine(path, prompt_cache=tmp_path) as engine:
-        assert said(engine, prompt) == known
-    with open_engine(path, prompt_cache=tmp_path, cache_ram=0) as engine:
-        np.testing.assert_array_equal(first_logits(engine, known + further), expected)
-        assert engine.last_stats.evaluated_tokens == len(further)
-        text = b"".join(map(engine.llama.piece, engine._steps.cached)).decode(errors="replace")
-        assert '{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}' in text
-        assert '<tool_response>\n{"celsius": [-3, 1.5, 0]}\n</tool_response>' in text
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 @pytest.mark.parametrize(
