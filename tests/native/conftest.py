@@ -13,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
+from gguf_tools.pack import pack
 from orchestrator.config import Config
 from orchestrator.cost import losses
 from orchestrator.engine.engine import Engine
@@ -123,6 +125,21 @@ def both(tiny_model: Callable[..., Path]) -> Path:
 @pytest.fixture
 def three(tiny_model: Callable[..., Path]) -> Path:
     return tiny_model("qwen3moe", "q8_0", "q4_k", "q2_k")
+
+
+@pytest.fixture(scope="session")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """packed(*tiers): one and the same random model in these tiers, out of its f16 weights."""
+    folder = tmp_path_factory.mktemp("packed")
+    source = synthetic.write(folder / "source.gguf", "tiny-qwen3moe", tiers=("f16",))
+
+    def make(*tiers: str) -> Path:
+        path = folder / f"{'-'.join(tiers)}.gguf"
+        if not path.exists():
+            pack(source, path, tiers)
+        return path
+
+    return make
 
 
 def drawn(n: int, seed: int = 0) -> list[int]:

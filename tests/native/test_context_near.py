@@ -3,13 +3,12 @@ losses, kept prefixes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gguf_tools import synthetic
-from gguf_tools.pack import pack
 from orchestrator.config import Config
 from orchestrator.cost import losses
 from orchestrator.engine.engine import Engine
@@ -29,12 +28,9 @@ TOKENS = drawn(125, 17)
 PROMPTS, ANSWER = (TOKENS[:40], TOKENS[40:65]), TOKENS[65:]
 
 
-@pytest.fixture(scope="module")
-def five(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("five")
-    source = synthetic.write(folder / "source.gguf", "tiny-qwen3moe", tiers=("f16",))
-    pack(source, folder / "five.gguf", FIVE)
-    return folder / "five.gguf"
+@pytest.fixture
+def five(packed: Callable[..., Path]) -> Path:
+    return packed(*FIVE)
 
 
 def save_table(path: Path, of: Path, n_tiers: int = len(FIVE)) -> np.ndarray:

@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gguf_tools import synthetic
-from gguf_tools.pack import pack
 from orchestrator.engine.engine import Engine
 from orchestrator.events import Phase
 from orchestrator.native import MAX_TIERS
@@ -37,21 +35,6 @@ def decode(engine: Engine) -> np.ndarray:
 def uniform(model: Path) -> np.ndarray:
     with open_model(model, policy="plain", expert_ram=None) as engine:
         return decode(engine)
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """packed(*tiers): one and the same random model in these tiers, out of its f16 weights."""
-    folder = tmp_path_factory.mktemp("packed")
-    source = synthetic.write(folder / "source.gguf", "tiny-qwen3moe", tiers=("f16",))
-
-    def make(*tiers: str) -> Path:
-        path = folder / f"{'-'.join(tiers)}.gguf"
-        if not path.exists():
-            pack(source, path, tiers)
-        return path
-
-    return make
 
 
 @pytest.mark.parametrize(
