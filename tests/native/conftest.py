@@ -148,7 +148,7 @@ def drawn(n: int, seed: int = 0) -> list[int]:
 
 
 def build(model: Path, share: float = 0, **options: object) -> Config:
-    """share: of the best tier's experts that there are slots for, unless expert_ram says it."""
+    """share: of the experts in the best tier, what there are slots for; 0: nothing is said."""
     if share:
         with ExpertModel.open(model) as file:
             options["expert_ram"] = int(share * file.tier_bytes[0])
