@@ -38,7 +38,7 @@ REST = {
     ),
     "the store under ThreadSanitizer: `make test` runs it under AddressSanitizer": (
         r"tests/native/test_executor\.py::.*\[thread\]",
-        r"tests/native/test_barrier\.py::.*flags1",
+        r"tests/native/test_threads\.py::test_barrier\[-fsanitize",
     ),
     "upstream's own tests of the operator that we replace: a large program to compile": (
         r"tests/native/test_executor\.py::test_upstreams_own_operator_tests",
