@@ -86,7 +86,7 @@ class AllocationStudy(HalvedStudy):
                 {
                     "domain": case.part.name,
                     "tokens": len(case.part.places),
-                    "bytes": case.row["bytes"],
+                    "slots": case.row["slots"],
                     "plan_bytes": score.slot_bytes,
                     "uniform": rival,
                     "uniform_kl": pair(arithmetic.mean(theirs)),
@@ -122,7 +122,7 @@ class AllocationStudy(HalvedStudy):
         whole = [each for each in found.of(PLANS) if each[0].part and each[0].part.name == ALL]
         drawn = lines(
             [*alone, *whole],
-            lambda case, _: case.row["bytes"] / (1 << 20),
+            lambda case, _: case.row["slots"] / (1 << 20),
             lambda _, score: score.mean_kl,
             lambda case: UNIFORM if case.group == UNIFORM else "resident plan",
         )
@@ -148,7 +148,7 @@ def _plan(part: Part, n_bytes: int, used: Uses, tier: int) -> Case:
         "update_steps": 0,
     }
     label = f"plan in {format_size(n_bytes)}"
-    return Case(label, settings, PLANS, {"bytes": n_bytes, "of": tier}, part, used)
+    return Case(label, settings, PLANS, {"slots": n_bytes, "of": tier}, part, used)
 
 
 def _rival(alone: list[Scored], plan: Case) -> tuple[str, np.ndarray]:
@@ -158,7 +158,7 @@ def _rival(alone: list[Scored], plan: Case) -> tuple[str, np.ndarray]:
     fits = {
         case.label: score.kl[places]
         for case, score in alone
-        if case.row["bytes"] <= plan.row["bytes"]
+        if case.row["slots"] <= plan.row["slots"]
     }
     return min(fits.items(), key=lambda each: float(each[1].mean()))
 
@@ -167,7 +167,7 @@ def _possible(weighted: np.ndarray, shape: ModelShape, plan: Case) -> float:
     """The share of the sum of use times loss of all experts in the type of these slots that can be
     won at most. weighted [n_layers, n_expert, n_tiers]."""
     alone = float(weighted[..., plan.row["of"]].sum())
-    return 1 - Hull(weighted, slot_sizes(shape)).bound(plan.row["bytes"]) / alone
+    return 1 - Hull(weighted, slot_sizes(shape)).bound(plan.row["slots"]) / alone
 
 
 def _of(possible: float, gain: Estimate) -> list[float | None] | None:

@@ -86,7 +86,8 @@ class EqualMemory(HalvedStudy):
             f"and lru keep in this memory what fits and read the rest; where a high copy is in "
             f"memory, it is used. low or skipped: of the experts, as computed. KL above "
             f"dynaexq's: paired; below 0 is better. read: bytes for each token, what filled the "
-            f"memory at first included. Memory: slots, of whole pages."
+            f"memory at first included. A uniform type takes the bytes of its file, and a mix "
+            f"takes slots, of whole pages."
         )
         drawn = lines(
             [*alone, *found.of(MIX), *found.of(READS)],

@@ -82,7 +82,7 @@ class HotMemory(HalvedStudy):
                     label,
                     settings(n_high),
                     HOT,
-                    {"bytes": residency.budget_bytes(n_high), "high": n_high / on.n_expert},
+                    {"slots": residency.budget_bytes(n_high), "high": n_high / on.n_expert},
                     part,
                     used,
                 )
@@ -93,10 +93,10 @@ class HotMemory(HalvedStudy):
 
     def show(self, found: Scores, on: Subject) -> Findings:
         shown = Findings([], [], rows=2)
-        whole = found.of(UNIFORM)[1][0].row["bytes"]
+        whole = found.of(UNIFORM)[1][0].row["slots"]
         columns = (
             LABEL,
-            Column("memory", lambda row: row["bytes"] / whole, share),
+            Column("memory", "memory", share),
             Column("experts high", "high", percent(0, " %")),
             Column("routed to high", "routed_high", share),
             *quality(on.best, on.high),
@@ -113,7 +113,7 @@ class HotMemory(HalvedStudy):
             won = partial(_won_back, high, low)
             rows = found.rows([*ends, *hot], high)
             rows = [
-                _row(row, score, None if number < N_ENDS else won(score), on)
+                _row(row, score, None if number < N_ENDS else won(score), on, whole)
                 for number, (row, (_, score)) in enumerate(zip(rows, [*ends, *hot], strict=True))
             ]
             shown.tables.append(
@@ -132,10 +132,10 @@ class HotMemory(HalvedStudy):
             f"{on.n_tokens - found.on.n_tokens} other tokens of the same text were routed to, "
             f"those of the domain where it is one. won back: share of the gap from all {on.low} "
             f"to all {on.high}, in KL from {on.best} (nats) and in mean log-likelihood (log "
-            f"perplexity); ratio: won back / experts high. Memory: slots, of whole pages. "
-            f"Swaps take time, so rows that adapt "
-            f"differ a little from run to run. Rows of context are there where the text has "
-            f"prompts (--prompt-tokens): it places its experts behind each."
+            f"perplexity); ratio: won back / experts high. A uniform type takes the bytes of its "
+            f"file, and tiers of the model take slots, of whole pages. Swaps take time, so rows "
+            f"that adapt differ a little from run to run. Rows of context are there where the text "
+            f"has prompts (--prompt-tokens): it places its experts behind each."
         )
         return shown
 
@@ -162,15 +162,21 @@ def _won_columns(of: str, suffix: str) -> tuple[Column, Column]:
     )
 
 
-def _row(row: Row, score: Score, won: tuple[Estimate, Estimate] | None, on: Subject) -> Row:
+def _row(
+    row: Row, score: Score, won: tuple[Estimate, Estimate] | None, on: Subject, whole: int
+) -> Row:
     """A configuration beside what it won back, None for the ends of the way. Experts that moved are
-    half of them promoted; a policy that places as many as fit says how many these are."""
+    half of them promoted; a policy that places as many as fit says how many these are. whole: slots
+    of all experts in high."""
     report, held = score.report, row.get("high")
     if "hot_per_layer" in report:
         held = report["hot_per_layer"] / on.n_expert
     promoted = report["moves"] // 2 if "moves" in report else report.get("promotions")
+    # A file of one type takes its bytes, and tiers of the model take slots.
+    taken = row["slots"] if row.get("tier", HOT) else row["bytes"]
     found = {
         **row,
+        "memory": taken / whole,
         "high": held,
         "routed_high": held if promoted is None else score.high,
         "promoted": promoted,

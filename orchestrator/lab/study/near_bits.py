@@ -95,7 +95,7 @@ class NearBits(ScoredStudy):
             rows.append(
                 {
                     **row,
-                    "bytes": score.slot_bytes if row["hot"] else None,
+                    "slots": score.slot_bytes if row["hot"] else None,
                     "above": None if rival is None else above(score, rival),
                 }
             )

@@ -41,12 +41,14 @@ NONE = "none"
 @dataclass(frozen=True, slots=True)
 class UniformFile:
     """One uniform type as a file. method: how it was quantized, "" where the file does not say.
-    n_bytes: the slots of its experts; bits: a weight of theirs, the mean."""
+    n_bytes: of its experts, which is what they take in memory where everything fits; slot_bytes:
+    what their slots would take; bits: a weight of theirs, the mean."""
 
     tier: str
     method: str
     path: Path
     n_bytes: int
+    slot_bytes: int
     bits: float
 
     @property
@@ -175,8 +177,9 @@ def _described(model: ExpertModel, tier: int) -> UniformFile:
     stored = next(kind[tier] for kind in model.slices[0] if kind and kind[tier])
     part = model.parts[stored.file_index if stored else 0]
     said = str(metadata_value(part, KEY_QUANTIZATION, str, "")).split(",")[0]
-    found, n_bytes = model.tiers[tier], model_shape(model, (tier,)).all_slot_bytes()
-    return UniformFile(found.name, RTN if said == "ggml" else said, part.path, n_bytes, found.bpw)
+    method, found = RTN if said == "ggml" else said, model.tiers[tier]
+    sizes = model.tier_bytes[tier], model_shape(model, (tier,)).all_slot_bytes()
+    return UniformFile(found.name, method, part.path, *sizes, found.bpw)
 
 
 def tiers_of(config: Config) -> dict[str, UniformFile]:

@@ -96,12 +96,13 @@ def memory(*tables: Rows) -> None:
         assert [row["configuration"] for row in alone] == [
             f"{name}_k, rtn" for name in ("q3", "q5", "q6")
         ]
-        assert low["bytes"] < alone[0]["bytes"] < high["bytes"] < alone[1]["bytes"] < best["bytes"]
+        assert low["memory"] < alone[0]["memory"] < high["memory"] < alone[1]["memory"]
+        assert high["memory"] == 1.0 < best["memory"]
         assert low["kl"][0] > alone[0]["kl"][0] > high["kl"][0]
         assert best["kl"][0] == pytest.approx(0.0, abs=1e-6) and high["change"] == [0.0, 0.0]
         assert len(placed) == 4 * 3
         for row in placed:
-            assert low["bytes"] < row["bytes"]
+            assert low["memory"] < row["memory"]
             assert 0 < row["high"] < 1 and 0 < row["routed_high"] < 1
             assert row["ratio_kl"] == pytest.approx(row["won_back_kl"][0] / row["high"])
             gained = (low["kl"][0] - row["kl"][0]) / (low["kl"][0] - high["kl"][0])
@@ -135,7 +136,7 @@ def allocation(uniform: Rows, plans: Rows) -> None:
     assert kl[LOW] > kl[HIGH] > kl[BEST] == pytest.approx(0.0, abs=1e-6)
     assert [row["domain"] for row in plans] == ["all", "river", "sums"]
     for row in plans:
-        assert row["plan_bytes"] <= row["bytes"] and row["uniform"] == f"{HIGH}, random"
+        assert row["plan_bytes"] <= row["slots"] and row["uniform"] == f"{HIGH}, random"
         assert sum(row["experts"].values()) == 3 * 8
         assert row["gain"][0] == pytest.approx(1 - row["kl"][0] / row["uniform_kl"][0])
         assert row["possible"] < 1

@@ -22,8 +22,8 @@ def test_hot_memory(model: Path, domains: Path, tmp_path: Path) -> None:
         _best, _high, low, *others = table["rows"]
         placed = [row for row in others if row["configuration"].startswith("context")]
         assert [row["high"] for row in placed] == [0.25, 0.5, 0.75] * 2
-        by_memory = {row["bytes"] for row in others if row["configuration"].startswith("dynaexq")}
-        assert {row["bytes"] for row in placed} == by_memory
+        by_memory = {row["memory"] for row in others if row["configuration"].startswith("dynaexq")}
+        assert {row["memory"] for row in placed} == by_memory
         for row in placed:
             assert 0 < row["routed_high"] < 1 and row["kl"][0] < low["kl"][0]
             assert row["ratio_kl"] == pytest.approx(row["won_back_kl"][0] / row["high"])
