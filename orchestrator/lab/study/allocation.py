@@ -34,7 +34,6 @@ from orchestrator.lab.study.subject import (
     Part,
     Subject,
     Uses,
-    domains_of,
     first_uses,
     parts_of,
 )
@@ -55,8 +54,7 @@ class AllocationStudy(HalvedStudy):
 
     def n_before(self, on: Subject) -> int:
         """Uses of the first halves and of the second ones."""
-        parts = parts_of(on)
-        return len(domains_of(parts)) + len(parts)
+        return 2 * len(parts_of(on))
 
     def cases(self, on: Subject) -> list[Case]:
         shape, parts = _shape(on), parts_of(on)

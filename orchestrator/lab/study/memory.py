@@ -29,7 +29,6 @@ from orchestrator.lab.study.subject import (
     Settings,
     Subject,
     Uses,
-    domains_of,
     first_uses,
     has_prompts,
     parts_of,
@@ -59,8 +58,8 @@ class HotMemory(HalvedStudy):
     policies = ("dynaexq", "context")
 
     def n_before(self, on: Subject) -> int:
-        """Uses of each domain. Passes over a domain are shorter than those over all of the text."""
-        return len(domains_of(parts_of(on)))
+        """Uses of each text. Passes over a domain are shorter than those over all of the text."""
+        return len(parts_of(on))
 
     def cases(self, on: Subject) -> list[Case]:
         residency, parts = Residency(on), parts_of(on)

@@ -17,7 +17,7 @@ from orchestrator.lab.study.figures import ANSWERS, SLOTS, above, four_digits, q
 from orchestrator.lab.study.plot import Panel
 from orchestrator.lab.study.policies import Placed
 from orchestrator.lab.study.study import Case, Findings, ScoredStudy, Scores, lines
-from orchestrator.lab.study.subject import Part, Settings, Subject, Uses, domains_of, parts_of
+from orchestrator.lab.study.subject import Part, Settings, Subject, Uses, parts_of
 from orchestrator.lab.table import Column, Row, Table
 from orchestrator.policy.context import OWN, SHARED
 
@@ -61,7 +61,8 @@ class NearBits(ScoredStudy):
 
     def cases(self, on: Subject) -> list[Case]:
         on = on.on(with_prompts(on.windows))
-        near, parts = NearTiers.of(on.tiers), domains_of(parts_of(on))
+        near, parts = NearTiers.of(on.tiers), parts_of(on)
+        parts = parts[1:] or parts
         bits, hot = _bits(on, near), _hot_counts(on)
         usages = cache(partial(_profiles, on, parts))
         listed = []

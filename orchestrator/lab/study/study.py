@@ -159,7 +159,7 @@ def uniform_cases(on: Subject, tiers: Sequence[str], ask: bool = False) -> list[
 
 def _of_file(file: UniformFile, settings: Settings, ask: bool, tier: str | None = None) -> Case:
     """tier: the one of the model that it is; None for another type."""
-    row = {"bytes": file.n_bytes, "slots": file.slot_bytes, "bits": file.bits}
+    row: Row = {"bytes": file.n_bytes, "slots": file.slot_bytes, "bits": file.bits}
     row |= {"method": file.method, "tier": tier}
     return Case(file.label, settings, UNIFORM, row, ask=ask)
 

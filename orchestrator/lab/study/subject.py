@@ -391,11 +391,6 @@ class Part:
     first: list[Window]
     second: list[Window]
 
-    @property
-    def n_first(self) -> int:
-        """Tokens of the first half."""
-        return sum(window.n_scored for window in self.first)
-
 
 def parts_of(on: Subject) -> list[Part]:
     """All of a text, then each of its domains where there are several."""
@@ -409,23 +404,9 @@ def parts_of(on: Subject) -> list[Part]:
     return found
 
 
-def domains_of(parts: Sequence[Part]) -> Sequence[Part]:
-    """The parts that do not overlap."""
-    return parts[1:] or parts
-
-
 def first_uses(on: Subject, parts: Sequence[Part], tier: str) -> dict[Part, Uses]:
-    """What the first half of each part used, measured when it is first asked for, by a pass for
-    each domain."""
-    domains = domains_of(parts)
-    found: dict[Part, Uses] = {part: cache(partial(on.uses, part.first, tier)) for part in domains}
-
-    def whole() -> np.ndarray:
-        sizes = [sum(len(window.tokens) for window in part.first) for part in domains]
-        mean: np.ndarray = np.average([found[part]() for part in domains], axis=0, weights=sizes)
-        return mean
-
-    return {parts[0]: cache(whole), **found}
+    """What the first half of each part used, measured by a pass when it is first asked for."""
+    return {part: cache(partial(on.uses, part.first, tier)) for part in parts}
 
 
 def has_prompts(on: Subject) -> bool:
