@@ -34,12 +34,9 @@ def _mixes(on: Subject, ratios: tuple[float, ...], ask: bool = False) -> list[Ca
 
 
 class Accuracy(ScoredStudy):
-    """Tables 1 and 2: each tier and uniform type alone, then high/skip and high/low at three
-    ratios."""
+    """Tables 1 and 2: each tier alone, then high/skip and high/low at three ratios."""
 
     name = "accuracy"
-    rivals = True
-    asks = True
 
     def cases(self, on: Subject) -> list[Case]:
         alone = uniform_cases(on, on.tiers[::-1], ask=True)

@@ -1,5 +1,5 @@
-"""What the same memory buys: uniform types that fit whole, two tiers that fit whole, and tiers that
-are read while decoding. This answers why not to take a smaller quantization that fits."""
+"""What the same memory buys: uniform types that fit whole, and two tiers that fit whole. This
+answers why not to take a smaller quantization that fits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from functools import cache, partial
 
 from gguf_tools.units import format_size
 from orchestrator.lab.study.figures import (
-    COMPUTED_LOW,
     LABEL,
     SIZE,
     above,
@@ -17,7 +16,6 @@ from orchestrator.lab.study.figures import (
 from orchestrator.lab.study.plot import Panel
 from orchestrator.lab.study.residency import Residency
 from orchestrator.lab.study.study import (
-    UNIFORM,
     Case,
     Findings,
     HalvedStudy,
@@ -26,12 +24,11 @@ from orchestrator.lab.study.study import (
     lines,
     uniform_cases,
 )
-from orchestrator.lab.study.subject import SKIP, Settings, Subject, halves
-from orchestrator.lab.table import Column, Row
+from orchestrator.lab.study.subject import Subject, halves
+from orchestrator.lab.table import Column
 
 HELD = (0.0, 0.25, 0.5, 0.75)  # shares of the experts that a memory holds high, and one more
-RETENTION = 0.75
-MIX, READS = "dynaexq", "reads"
+MIX = "dynaexq"
 
 
 class EqualMemory(HalvedStudy):
@@ -48,63 +45,39 @@ class EqualMemory(HalvedStudy):
             row = {"bytes": residency.budget_bytes(n_high)}
             label = f"dynaexq, {n_high} of {on.n_expert} high"
             listed.append(Case(label, residency.settings(n_high), MIX, row, used=hotness))
-            # As in a chat: a low request may use a high copy in memory.
-            memory = {"ram": None, "expert_ram": row["bytes"], "exact_tiers": False}
-            listed += [
-                Case(name, {**settings, **memory}, READS, row)
-                for name, settings in _streaming(on).items()
-            ]
         return listed
 
     def show(self, found: Scores, on: Subject) -> Findings:
         scored, base = found.on, found.tier(on.high)
         alone = found.by_size()
-        after = (
-            Column("KL above dynaexq's", "above", four_digits),
-            Column("read", "read", format_size, "a token"),
-        )
+        after = [Column("KL above dynaexq's", "above", four_digits)]
         tables = [
             found.table("All uniform types", (LABEL, *SIZE), found.rows(alone, base), on.high)
         ]
         for mix in found.of(MIX):
             n_bytes = mix[0].row["bytes"]
-            best = _best_that_fit(alone, n_bytes)
-            reads = [each for each in found.of(READS) if each[0].row["bytes"] == n_bytes]
-            several = [*best, mix, *reads]
-            rows: list[Row] = []
-            for row, (case, score) in zip(found.rows(several, base), several, strict=True):
-                usage = None if case.group == UNIFORM else row["usage"]
-                read = row["usage"]["bytes_read"] / scored.n_tokens
-                row |= {"usage": usage, "above": above(score, mix[1])}
-                rows.append({**row, "read": read if case.group == READS else None})
+            several = [*_best_that_fit(alone, n_bytes), mix]
+            rows = [
+                {**row, "above": above(score, mix[1])}
+                for row, (_, score) in zip(found.rows(several, base), several, strict=True)
+            ]
             title = f"Experts in {format_size(n_bytes)}"
-            tables.append(found.table(title, (LABEL, COMPUTED_LOW), rows, on.high, after))
+            tables.append(found.table(title, (LABEL,), rows, on.high, after))
         tables[-1].footnotes.append(
             f"uniform: of the types of a method that fit whole, the one with the least KL. "
             f"dynaexq: every expert in memory, in {on.high} or {on.low}, started with what "
-            f"{on.n_tokens - scored.n_tokens} other tokens of the same text were routed to. dymoe "
-            f"and lru keep in this memory what fits and read the rest; where a high copy is in "
-            f"memory, it is used. low or skipped: of the experts, as computed. KL above "
-            f"dynaexq's: paired; below 0 is better. read: bytes for each token, what filled the "
-            f"memory at first included. A uniform type takes the bytes of its file, and a mix "
-            f"takes slots, of whole pages."
+            f"{on.n_tokens - scored.n_tokens} other tokens of the same text were routed to. KL "
+            f"above dynaexq's: paired; below 0 is better. A uniform type takes the bytes of its "
+            f"file, and a mix takes slots, of whole pages."
         )
         drawn = lines(
-            [*alone, *found.of(MIX), *found.of(READS)],
+            [*alone, *found.of(MIX)],
             lambda case, _: case.row["bytes"] / (1 << 20),
             lambda _, score: score.mean_kl,
-            _line,
-            lambda label: label.endswith(READS),
+            lambda case: MIX if case.group == MIX else f"uniform, {case.row['method']}",
         )
         x, y = "memory of the experts, MiB", f"KL from {on.best}, nats"
         return Findings(tables, [Panel(x, y, drawn, scored.basis, scale="log")])
-
-
-def _line(case: Case) -> str:
-    """Which line of the picture a case is on."""
-    if case.group == UNIFORM:
-        return f"uniform, {case.row['method']}"
-    return MIX if case.group == MIX else f"{case.label}, {READS}"
 
 
 def _high_counts(residency: Residency) -> list[int]:
@@ -113,17 +86,6 @@ def _high_counts(residency: Residency) -> list[int]:
     n, whole = residency.shape.n_expert, residency.uniform_bytes(0)
     most = max((high for high in range(n) if residency.budget_bytes(high) <= whole), default=n)
     return sorted({*(round(share * n) for share in HELD), most})
-
-
-def _streaming(on: Subject) -> dict[str, Settings]:
-    """Settings of what reads while it decodes, by name."""
-    return {
-        f"lru, {on.high}": on.uniform(on.high),
-        **{
-            f"dymoe, {on.high} / {low}, r = {RETENTION:g}": on.mixed(low, RETENTION)
-            for low in (on.low, SKIP)
-        },
-    }
 
 
 def _best_that_fit(alone: list[Scored], n_bytes: int) -> list[Scored]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.lab.eval.arithmetic import Estimate
-from orchestrator.lab.plotting import COLOURS, require_matplotlib, save_figure
+from orchestrator.lab.plotting import COLOURS, save_figure
 
 MARKERS = "os^Dv"
 GREY = "#666666"
@@ -53,14 +53,8 @@ def exact(values: Sequence[float]) -> list[Estimate]:
     return [Estimate(each, math.nan) for each in values]
 
 
-def require() -> None:
-    """Raises ConfigError where matplotlib is not installed."""
-    require_matplotlib("--study")
-
-
 def draw(folder: Path, name: str, panels: Sequence[Panel], rows: int) -> list[Path]:
     """Writes NAME.png and NAME.svg, with the panels side by side in rows. Returns their paths."""
-    require()
     import_module("matplotlib").use("Agg")
     plt = import_module("matplotlib.pyplot")
     paths = [folder / f"{name}.png", folder / f"{name}.svg"]

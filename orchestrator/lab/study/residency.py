@@ -3,14 +3,13 @@ high, whatever --ram says."""
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 from orchestrator.allocation.pools import nominal_bits
 from orchestrator.errors import ConfigError
 from orchestrator.lab.study.subject import Settings, Subject
 from orchestrator.memory.footprint import model_shape
-from orchestrator.policy.dynaexq import HIGH, LOW, DynaExq, resident_plan
+from orchestrator.policy.dynaexq import HIGH, LOW, resident_plan
 
 # Of hot sets that are chosen at random.
 SEEDS = (1, 2, 3)
@@ -31,13 +30,10 @@ class Residency:
         """Slot bytes of every expert in one of the two tiers."""
         return self.shape.all_slot_bytes(tier)
 
-    @cached_property
-    def _plenty(self) -> int:
-        return self.uniform_bytes(HIGH) + self.uniform_bytes(LOW)
-
     def budget_bytes(self, n_high: int) -> int:
         """The least budget that holds n_high experts of each layer high, and what swaps need."""
-        found = resident_plan(self.shape, 2 * self._plenty, n_high)
+        plenty = 2 * (self.uniform_bytes(HIGH) + self.uniform_bytes(LOW))
+        found = resident_plan(self.shape, plenty, n_high)
         if found is None:
             raise ConfigError("the model has no experts to hold in two precisions")
         return found[0].total_bytes
@@ -64,8 +60,3 @@ class Residency:
         of them high as fit, n_high at most."""
         bits = float(nominal_bits(self.subject.low))
         return self.settings(n_high, policy="context", hot_experts=None, near_bits=bits)
-
-
-def update_steps(subject: Subject) -> int:
-    """Decode steps between two updates of the hot sets."""
-    return DynaExq.Settings.of(subject.config.of_policies).update_steps

@@ -17,6 +17,7 @@ from orchestrator.lab.eval.arithmetic import Estimate
 from orchestrator.lab.eval.compare import Reference, ReferencePart
 from orchestrator.lab.eval.run import EvalOptions, Report
 from orchestrator.lab.experiment import Experiment
+from orchestrator.lab.plotting import require_matplotlib
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.figures import figures, quality
 from orchestrator.lab.study.plot import Line, Panel
@@ -61,7 +62,7 @@ class Drawn(Experiment[On, Findings]):
         if folder is None:
             raise ConfigError("a study writes tables and plots: give --out DIR")
         # It is imported when it draws: what the models take is measured and capped without it.
-        plot.require()
+        require_matplotlib("--study")
         return folder
 
     def write_found(self, found: Findings, folder: Path, **basis: Any) -> list[Table]:
@@ -154,10 +155,12 @@ Scored = tuple[Case, Score]
 def uniform_cases(on: Subject, tiers: Sequence[str], ask: bool = False) -> list[Case]:
     """Every expert in one tier of the model, with its size."""
     files = tiers_of(on.config)
-    return [_of_file(files[tier], on.uniform(tier), ask, tier) for tier in tiers]
+    return [_of_file(files[tier], on.uniform(tier), tier, ask) for tier in tiers]
 
 
-def _of_file(file: UniformFile, settings: Settings, ask: bool, tier: str | None = None) -> Case:
+def _of_file(
+    file: UniformFile, settings: Settings, tier: str | None = None, ask: bool = False
+) -> Case:
     """tier: the one of the model that it is; None for another type."""
     row: Row = {"bytes": file.n_bytes, "slots": file.slot_bytes, "bits": file.bits}
     row |= {"method": file.method, "tier": tier}
@@ -190,10 +193,11 @@ class Scores:
             (case, score), *others = several
             self.scored.append((case, score.averaged([each for _, each in others])))
 
-    def run_files(self, ask: bool) -> None:
+    def run_files(self) -> None:
         """Scores the uniform types to compare with, each gone before the next one is made."""
         for file in self.on.uniform_types.files(self.on.report):
-            self.run([_of_file(file, self.on.uniform_file(file), ask)])
+            settings = {**self.on.uniform(""), "model": file.path, "high_tier": None}
+            self.run([_of_file(file, settings)])
 
     def of(self, group: str, part: Part | None = None) -> list[Scored]:
         """The cases of one group, of one part where it is given."""
@@ -268,10 +272,7 @@ def lines(
 
 
 class ScoredStudy(Study):
-    """A study of cases, each compared with what the best tier says to each token. asks: uniform
-    files are asked the questions too."""
-
-    asks: ClassVar[bool] = False
+    """A study of cases, each compared with what the best tier says to each token."""
 
     @abstractmethod
     def cases(self, on: Subject) -> list[Case]:
@@ -304,7 +305,7 @@ class ScoredStudy(Study):
         """Scores everything."""
         found.run(self.cases(on))
         if self.rivals:
-            found.run_files(self.asks)
+            found.run_files()
 
 
 class HalvedStudy(ScoredStudy):

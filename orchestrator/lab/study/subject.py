@@ -38,7 +38,7 @@ from orchestrator.lab.eval.run import (
 from orchestrator.lab.eval.text import Window, cut_windows, read_documents
 from orchestrator.lab.eval.usage import StoreUsage, counters, usage_between
 from orchestrator.lab.study.policies import Counts, Wrapper
-from orchestrator.lab.study.uniform import UniformFile, UniformTypes
+from orchestrator.lab.study.uniform import UniformTypes
 from orchestrator.policy import Policy
 
 # So many passes have ended when the time of all is estimated: the first one opens the model anew.
@@ -272,10 +272,6 @@ class Subject:
             settings["model"] = self.config.low
         return settings
 
-    def uniform_file(self, file: UniformFile) -> Settings:
-        """Settings: every expert as in a file of one type."""
-        return {**self.uniform(""), "model": file.path, "high_tier": None}
-
     def mixed(self, low: str, retention: float, **more: Any) -> Settings:
         """Settings: critical experts in the high tier, the others in low, or "skip"."""
         return {
@@ -407,8 +403,3 @@ def parts_of(on: Subject) -> list[Part]:
 def first_uses(on: Subject, parts: Sequence[Part], tier: str) -> dict[Part, Uses]:
     """What the first half of each part used, measured by a pass when it is first asked for."""
     return {part: cache(partial(on.uses, part.first, tier)) for part in parts}
-
-
-def has_prompts(on: Subject) -> bool:
-    """Whether the text is read as prompts and answers, by which experts are placed."""
-    return any(window.prompt for window in on.windows)

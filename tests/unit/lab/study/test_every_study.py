@@ -24,9 +24,9 @@ def by(rows: Rows, *keys: str) -> dict[Any, dict[str, Any]]:
 
 def accuracy(uniform: Rows, mixed: Rows) -> None:
     sizes = [row["bytes"] for row in uniform]
-    assert sizes == sorted(sizes) and len(set(sizes)) == 6
-    q2, q3, q4, *_, q8 = (row["kl"][0] for row in uniform)
-    assert q2 > q3 > q4 > q8 == pytest.approx(0.0, abs=1e-6)
+    assert sizes == sorted(set(sizes))
+    q2, q4, q8 = (row["kl"][0] for row in uniform)
+    assert q2 > q4 > q8 == pytest.approx(0.0, abs=1e-6)
     assert uniform[-1]["top1"][0] == 1.0
     assert len(mixed) == 6
     for row in mixed:
@@ -104,28 +104,23 @@ def memory(*tables: Rows) -> None:
         for row in placed:
             assert low["memory"] < row["memory"]
             assert 0 < row["high"] < 1 and 0 < row["routed_high"] < 1
-            assert row["ratio_kl"] == pytest.approx(row["won_back_kl"][0] / row["high"])
+            assert row["ratio"] == pytest.approx(row["won_back"][0] / row["high"])
             gained = (low["kl"][0] - row["kl"][0]) / (low["kl"][0] - high["kl"][0])
-            assert row["won_back_kl"][0] == pytest.approx(gained)
+            assert row["won_back"][0] == pytest.approx(gained)
         fixed = [row for row in placed if "never" in row["configuration"]]
         assert [row["promoted"] for row in fixed] == [0] * 6
 
 
 def equal(uniform: Rows, *memories: Rows) -> None:
     alone = by(uniform, "configuration")
-    high, low = (alone[f"{tier}, random",]["kl"] for tier in (HIGH, LOW))
+    low = alone[f"{LOW}, random",]["kl"]
     fits = []
-    for rows in memories:
-        mix = next(row for row in rows if row["configuration"].startswith("dynaexq"))
-        streamed = [row for row in rows if row["read"] is not None]
-        assert [row["configuration"].split(",")[0] for row in streamed] == ["lru", "dymoe", "dymoe"]
-        assert streamed[0]["kl"] == pytest.approx(high)  # lossless, whatever is read
-        assert all(row["read"] > 0 for row in streamed)
-        for row in rows:
-            if row is not mix:
-                assert row["above"][0] == pytest.approx(row["kl"][0] - mix["kl"][0], abs=1e-9)
-        fits.append([row["configuration"] for row in rows if "uniform" in row["configuration"]])
-    least = next(row for row in memories[0] if row["configuration"].startswith("dynaexq"))
+    for *rivals, mix in memories:
+        assert mix["configuration"].startswith("dynaexq") and mix["above"] is None
+        for row in rivals:
+            assert row["above"][0] == pytest.approx(row["kl"][0] - mix["kl"][0], abs=1e-9)
+        fits.append([row["configuration"] for row in rivals])
+    least = memories[0][-1]
     assert least["kl"] == pytest.approx(low) and least["usage"]["computed_low"] == 1.0
     assert fits[0] == ["uniform q2_k, random"] and "uniform q3_k, rtn" in fits[-1]
     assert not any("q5_k" in name or "q8_0" in name for names in fits for name in names)
@@ -211,10 +206,10 @@ def check_quality(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--study", "accuracy", "--uniform", "iq2_xxs"], "give --calib TEXT"),
-        (["--study", "accuracy", "--uniform", "q9_k"], "unknown tier q9_k"),
+        (["--study", "memory", "--uniform", "iq2_xxs"], "give --calib TEXT"),
+        (["--study", "memory", "--uniform", "q9_k"], "unknown tier q9_k"),
         (["--study", "depth", "--uniform", "q3_k"], "depth has no use for --uniform"),
-        (["--uniform", "q3_k"], "are for --study accuracy, memory and equal"),
+        (["--uniform", "q3_k"], "are for --study memory, equal and allocation"),
     ],
 )
 def test_uniform_types_that_cannot_be(

@@ -26,5 +26,5 @@ def test_hot_memory(model: Path, domains: Path, tmp_path: Path) -> None:
         assert {row["memory"] for row in placed} == by_memory
         for row in placed:
             assert 0 < row["routed_high"] < 1 and row["kl"][0] < low["kl"][0]
-            assert row["ratio_kl"] == pytest.approx(row["won_back_kl"][0] / row["high"])
+            assert row["ratio"] == pytest.approx(row["won_back"][0] / row["high"])
         assert any(row["promoted"] > 0 for row in placed)
