@@ -176,7 +176,7 @@ for _name, _place in BENCHMARKS.items():
 @click.option(
     "--uniform",
     metavar="TYPES",
-    help="What the studies accuracy, memory and equal compare with, all experts in one type: "
+    help="What the studies memory, equal and allocation compare with, all experts in one type: "
     "types made from the best tier, .gguf files of the same model, or none.  [default: "
     "q2_k,q3_k,q4_k,q5_k,q6_k]",
 )
