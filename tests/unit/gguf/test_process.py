@@ -10,6 +10,13 @@ from gguf_tools.process import default_threads, peak_rss_bytes
 REPO = Path(__file__).resolve().parents[3]
 
 
+def printed(program):
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True, check=True
+    )
+    return int(done.stdout)
+
+
 def test_peak_is_not_that_of_the_program_before():
     """exec keeps getrusage's figure: a small program would show its big caller's."""
     peak = "from gguf_tools.process import peak_rss_bytes; print(peak_rss_bytes())"
@@ -17,10 +24,7 @@ def test_peak_is_not_that_of_the_program_before():
         "import os, sys; block = b'x' * (300 << 20); "
         f"os.execv(sys.executable, [sys.executable, '-c', {peak!r}])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", big], cwd=REPO, capture_output=True, text=True, check=True
-    )
-    assert 2**20 < int(done.stdout) < 200 << 20
+    assert 2**20 < printed(big) < 200 << 20
 
 
 def test_peak_grows():
@@ -29,10 +33,7 @@ def test_peak_grows():
         "from gguf_tools.process import peak_rss_bytes; before = peak_rss_bytes(); "
         "block = b'x' * (before + (8 << 20)); print(peak_rss_bytes() - before)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True, check=True
-    )
-    assert int(done.stdout) > 4 << 20
+    assert printed(program) > 4 << 20
 
 
 def test_peak_without_proc(tmp_path):

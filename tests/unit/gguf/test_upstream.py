@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from gguf_tools import synthetic
-from gguf_tools.experts import ExpertModel
 from gguf_tools.pack import export, pack
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama_cpp is not built: run `make build`")
@@ -41,15 +40,10 @@ def logits(path):
         llama_cpp.llama_model_free(model)
 
 
-@pytest.fixture(scope="module", params=["tiny-qwen3moe", "tiny-deepseek2-fused"])
-def packed(request, tmp_path_factory, ggml):
-    folder = tmp_path_factory.mktemp("upstream")
-    src = synthetic.write(folder / "src.gguf", request.param, tiers=("f16",))
-    return src, pack(src, folder / "packed.gguf", TIERS, ggml=ggml).path
-
-
-def test_exported_tiers_compute_like_the_source(packed, tmp_path):
-    src, path = packed
+@pytest.mark.parametrize("shape", ["tiny-qwen3moe", "tiny-deepseek2-fused"])
+def test_exported_tiers_compute_like_the_source(shape, tmp_path, ggml):
+    src = synthetic.write(tmp_path / "src.gguf", shape, tiers=("f16",))
+    path = pack(src, tmp_path / "packed.gguf", TIERS, ggml=ggml).path
     reference = logits(src)
     errors = []
     for tier in TIERS:
@@ -58,15 +52,3 @@ def test_exported_tiers_compute_like_the_source(packed, tmp_path):
         errors.append(float(np.sqrt(np.mean((found - reference) ** 2))))
     assert errors[0] < 0.05 * reference.std()
     assert errors == sorted(errors)
-
-
-def test_stock_llama_refuses_a_packed_file(packed):
-    """Why a packed file needs the patched loader, or ``export``."""
-    library = llama_cpp.llama_cpp._lib
-    if hasattr(library, "moe_edge_abi_version"):
-        pytest.skip("the installed llama_cpp is patched: it drops the lower tiers")
-    _, path = packed
-    with ExpertModel.open(path) as model:
-        assert len(model.tiers) == 3
-    with pytest.raises(ValueError, match="not loaded"):
-        logits(path)

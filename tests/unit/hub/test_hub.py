@@ -80,18 +80,14 @@ def test_parts_come_together(server, tmp_path):
 def test_a_checkpoint(server):
     wanted = {
         "config.json": b"{}",
-        "model-00001-of-00002.safetensors": noise(1, 3000),
-        "model-00002-of-00002.safetensors": noise(2, 3000),
+        **{f"model-0000{part}-of-00002.safetensors": noise(part, 3000) for part in (1, 2)},
         "model.safetensors.index.json": b"{}",
         "tokenizer.model": noise(3, 1500),
     }
-    rest = {
-        "README.md": b"x",
-        "consolidated.safetensors": noise(4, 3000),
-        "pytorch_model.bin": noise(5, 3000),
-        "original/model.safetensors": noise(6, 3000),
-    }
-    server.repos["o/n"] = Repo({**wanted, **rest})
+    rest = ("consolidated.safetensors", "pytorch_model.bin", "original/model.safetensors")
+    server.repos["o/n"] = Repo(
+        {**wanted, "README.md": b"x", **{name: noise(4, 3000) for name in rest}}
+    )
     result = pull("o/n")
     assert [Path(line).name for line in result.stdout.splitlines()] == sorted(wanted)
     *_, advice, command = result.stderr.splitlines()
@@ -127,6 +123,10 @@ def test_a_download_of_an_earlier_run_goes_on(server, tmp_path):
     server.slow = threading.Event()
     environment = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf")}
     command = [sys.executable, "-m", "orchestrator", "pull", "o/n"]
+
+    def run():
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -136,7 +136,7 @@ def test_a_download_of_an_earlier_run_goes_on(server, tmp_path):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    second = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    second = run()
     assert second.returncode == 1
     assert "m.gguf: another process is downloading it" in second.stderr
     process.send_signal(signal.SIGKILL)
@@ -150,7 +150,7 @@ def test_a_download_of_an_earlier_run_goes_on(server, tmp_path):
     found = module.prepare("o/n")
     assert (found.nbytes, found.missing) == (len(data), len(data) - have)
     before = server.sent
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = run()
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.splitlines()[0]).read_bytes() == data
     assert server.sent - before == len(data) - have
