@@ -26,6 +26,7 @@ REST = {
     "further families: one of each kind of attention, router and tokenizer is in `make test`": (
         r"tests/unit/convert/test_families\.py::.*\["
         r"(?!mixtral|qwen3-moe|qwen3-next|deepseek-v3|gpt-oss|ernie4\.5-moe)",
+        r"tests/unit/convert/test_check\.py",
     ),
     "the emulated GPU: that it computes and keeps to its memory is in `make test`; shapes, lost "
     "cards and what the emulation notices are here": (

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
@@ -31,6 +32,7 @@ HERE = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(HERE), str(HERE / "tests" / "helpers")]
 
 from served import DEMO, HANG_S, Served, serving
+from speaking import post
 
 from orchestrator.serve.schemas import PATHS, SCHEMAS
 from patches.upstream import cache_dir
@@ -116,26 +118,24 @@ def schemas(rng: random.Random) -> Any:
     )
 
 
+CONSTANTS = (None, True, False)
+# A kind stands here as often as it shall come.
+PLAIN = (CONSTANTS, CONSTANTS, NUMBERS, NUMBERS, FLOATS, WORDS, WORDS)
+
+
 def anything(rng: random.Random) -> Any:
     """A value of any JSON type, most of them short."""
-    kind = rng.randrange(12)
-    if kind < 2:
-        return rng.choice((None, True, False))
-    if kind < 4:
-        return rng.choice(NUMBERS)
-    if kind < 5:
-        return rng.choice(FLOATS)
-    if kind < 7:
-        return rng.choice(WORDS)
-    if kind < 8:
-        return schemas(rng)
-    if kind < 9:
-        return [anything(rng) for _ in range(rng.choice((0, 1, 3)))]
-    if kind < 10:
-        return {rng.choice(WORDS[:6]): anything(rng) for _ in range(rng.choice((0, 1, 3)))}
-    if kind < 11:
+    few = rng.choice((0, 1, 3))
+    kind = rng.choice((*PLAIN, "schema", "list", "object", "deep", "long"))
+    if kind == "list":
+        return [anything(rng) for _ in range(few)]
+    if kind == "object":
+        return {rng.choice(WORDS[:6]): anything(rng) for _ in range(few)}
+    if kind == "deep":
         return rng.choice((nested(3), nested(100), nested(300), DEEP))
-    return [rng.choice((1, "a", [1, -1], {"a": 1}))] * rng.choice((10, 1_000, 50_000))
+    if kind == "long":
+        return [rng.choice((1, "a", [1, -1], {"a": 1}))] * rng.choice((10, 1_000, 50_000))
+    return schemas(rng) if kind == "schema" else rng.choice(kind)
 
 
 def of_kind(rng: random.Random, kind: str) -> Any:
@@ -229,6 +229,9 @@ def declared(cache: Path) -> dict[str, str]:
     return found
 
 
+BROKEN = (b"", b"[1]", b"{", b"\xff", b'{"a": NaN}', b"[" * 50_000)
+
+
 class Requests:
     """Random requests to every path of the description."""
 
@@ -239,12 +242,11 @@ class Requests:
         for path, methods in PATHS.items():
             for method, operation in methods.items():
                 body = operation.get("requestBody")
-                name = (
-                    body["content"]["application/json"]["schema"]["$ref"].split("/")[-1]
-                    if body
-                    else ""
-                )
-                self._paths += [(method.upper(), path, name)] * (4 if name else 1)
+                if not body:
+                    self._paths.append((method.upper(), path, ""))
+                    continue
+                name = body["content"]["application/json"]["schema"]["$ref"].split("/")[-1]
+                self._paths += [(method.upper(), path, name)] * 4
 
     def next(self) -> tuple[str, str, bytes]:
         """(method, path, body)."""
@@ -253,11 +255,7 @@ class Requests:
         if not name:
             return method, path, b""
         if rng.random() < 0.02:
-            return (
-                method,
-                path,
-                rng.choice((b"", b"[1]", b"{", b"\xff", b'{"a": NaN}', b"[" * 50_000)),
-            )
+            return method, path, rng.choice(BROKEN)
         data: dict[str, Any] = {**SOUND[name]}
         own = list(SCHEMAS[name]["properties"])
         for _ in range(rng.choice((1, 1, 2, 3, 6))):
@@ -377,25 +375,17 @@ def peak_bytes(pid: int) -> int:
     return int(found[1]) << 10 if found else 0  # it has ended
 
 
-def plain(served: Served, text: str, key: bool) -> int:
-    """The status of a plain completion."""
-    from http.client import HTTPConnection
-
-    where = urlsplit(served.url)
-    connection = HTTPConnection(where.hostname or "", where.port, timeout=HANG_S)
-    head = {"Content-Type": "application/json", **({"x-api-key": KEY} if key else {})}
-    with contextlib.closing(connection):
-        body = json.dumps({"prompt": text, "max_tokens": 8, "ignore_eos": True})
-        connection.request("POST", "/v1/completions", body, head)
-        answer = connection.getresponse()
-        answer.read()
-        return answer.status
-
-
-def log_findings(said: str) -> list[str]:
-    """What a log must not have."""
-    found = [line for line in said.splitlines() if "Traceback" in line or "\x1b" in line]
-    return [f"the log: {line[:300]!r}" for line in found]
+def ended(served: Served, what: str) -> list[str]:
+    """The findings of an end by SIGTERM: its status, its time, and what a log must not have."""
+    start = perf_counter()
+    status, said = served.end()
+    took = perf_counter() - start
+    lines = [line for line in said.splitlines() if "Traceback" in line or "\x1b" in line]
+    found = [f"the log: {line[:300]!r}" for line in lines]
+    print(f"{what}: {took:.2f} s", flush=True)
+    if status or took > MOST_END_S:
+        found.append(f"{what}: status {status} after {took:.2f} s: {said[-800:]}")
+    return found
 
 
 def fuzz(
@@ -414,28 +404,21 @@ def fuzz(
         if served.process.poll() is not None:
             status, said = served.end()
             return [*findings, f"it ended with {status} in {run.asked()}: {said[-1500:]}"]
-        statuses: list[int] = []
-        threads = [
-            threading.Thread(target=lambda: statuses.append(plain(served, "Spain", key)))
-            for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        plain = {"prompt": "Spain", "max_tokens": 8, "ignore_eos": True}
+        head = {"x-api-key": KEY} if key else {}
+        with ThreadPoolExecutor(4) as pool:
+            asked = [
+                pool.submit(post, served.url, "/v1/completions", plain, **head) for _ in range(4)
+            ]
+        statuses = [each.result()[0] for each in asked]
         if statuses != [200] * 4:
             findings.append(f"four plain requests at the end got {statuses}")
         peak = peak_bytes(served.process.pid)
-        start = perf_counter()
-        status, said = served.end()
-        took = perf_counter() - start
+        findings += ended(served, "SIGTERM")
         run.close()
-        if status or took > MOST_END_S:
-            findings.append(f"SIGTERM: status {status} after {took:.2f} s")
-        findings += log_findings(said)
-    asked = sum(run.statuses.values())
     print(
-        f"{asked} requests, {dict(run.statuses)}, peak {peak / 2**20:.1f} MiB of {CAP >> 20}",
+        f"{run.statuses.total()} requests, {dict(run.statuses)}, "
+        f"peak {peak / 2**20:.1f} MiB of {CAP >> 20}",
         flush=True,
     )
     return findings
@@ -443,23 +426,17 @@ def fuzz(
 
 def stops(cache: Path, model: Path, times: int, seed: int, key: bool) -> list[str]:
     """SIGTERM at random moments of such requests: each end is clean and in time."""
-    rng, findings, longest = random.Random(seed), [], 0.0
+    rng, findings = random.Random(seed), []
     options = (*OPTIONS, *(("--api-key", KEY) if key else ()))
     for number in range(times):
         with serving(cache, "-m", str(model), *options) as served:
             run = Fuzz(served, seed + 100 * number, key)
             run.start(6)
             threading.Event().wait(rng.uniform(0.0, 6.0))
-            start = perf_counter()
-            status, said = served.end()
-            took = perf_counter() - start
+            findings += ended(served, f"stop {number}")
             run.stop()
             run.close()
-            longest = max(longest, took)
-            if status or took > MOST_END_S:
-                findings.append(f"stop {number}: status {status} after {took:.2f} s: {said[-800:]}")
-            findings += [*run.findings, *log_findings(said)]
-    print(f"the longest of {times} ends: {longest:.2f} s", flush=True)
+            findings += run.findings
     return findings
 
 

@@ -74,12 +74,13 @@ def stream(url: str, data: dict[str, Any]) -> Said:
         connection.close()
 
 
-def post(url: str, path: str, data: Any) -> tuple[int, Any]:
+def post(url: str, path: str, data: Any, **head: str) -> tuple[int, Any]:
     """(status, what the JSON of the answer says)."""
     where = urlsplit(url)
     connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=HANG_S)
     try:
-        connection.request("POST", path, json.dumps(data), {"Content-Type": "application/json"})
+        head["Content-Type"] = "application/json"
+        connection.request("POST", path, json.dumps(data), head)
         answer = connection.getresponse()
         return answer.status, json.loads(answer.read())
     finally:

@@ -1,0 +1,36 @@
+"""`moe-edge check` on converted families: every run gives llama.cpp's bits, within its promise."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("torch", reason="needs the extra `convert`")
+pytest.importorskip("transformers", reason="needs the extra `convert`")
+
+from orchestrator.config import Config
+from orchestrator.lab.check import CheckOptions, examine
+
+from .families import FAMILIES
+from .running import Case
+
+# Read here: each test gets an environment without such variables.
+ALL = bool(os.environ.get("MOE_EDGE_SLOW"))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_good(
+    name: str, case: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not ALL and name != "gpt-oss":
+        pytest.skip("starts nine processes: set MOE_EDGE_SLOW=1")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    config = Config.build(model=case(name).packed, ctx=256, threads=1)
+    report = examine(config, CheckOptions(all_tiers=ALL), lambda label, share: None)
+    assert report["problems"] == []
+    assert len(report["tiers"]) == 1 + ALL
+    for tier in report["tiers"]:
+        assert [run["compared"]["equal"] for run in tier["runs"]] == [True] * 3
+        assert [run["compared"]["rows"] for run in tier["runs"]] == [65] * 3
