@@ -16,7 +16,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from gguf_tools.file.layout import KINDS, VALUE_FORMAT, GGMLType, ValueType, pad
+from gguf_craft import craft, tensor, text
+
+from gguf_tools.file.layout import KINDS, VALUE_FORMAT, GGMLType, ValueType
 from gguf_tools.file.reader import GGUFFile
 
 # Where numbers turn over, or a limit of ours stands.
@@ -69,26 +71,23 @@ class Model:
             )
 
     def encoded(self) -> bytes:
-        parts = [
-            self.magic,
-            struct.pack("<I", self.version),
-            number(len(self.tensors) + self.more_tensors),
-            number(len(self.values) + self.more_values),
-        ]
-        parts += (text(key) + value for key, value in self.values)
-        for name, shape, kind, offset in self.tensors:
-            parts += (text(name), struct.pack("<I", len(shape)), *map(number, shape))
-            parts += (struct.pack("<I", kind & 0xFFFFFFFF), number(offset))
-        head = b"".join(parts)
-        return head.ljust(pad(len(head), self.alignment), b"\0") + self.data
+        return craft(
+            [text(key) + value for key, value in self.values],
+            [tensor(name, shape, kind, at & MOST) for name, shape, kind, at in self.tensors],
+            self.data,
+            n_kv=(len(self.values) + self.more_values) & MOST,
+            n_tensors=(len(self.tensors) + self.more_tensors) & MOST,
+            magic=self.magic,
+            version=self.version,
+            align=self.alignment,
+        )
+
+
+MOST = (1 << 64) - 1
 
 
 def number(value: int) -> bytes:
-    return struct.pack("<Q", value & ((1 << 64) - 1))
-
-
-def text(value: bytes) -> bytes:
-    return number(len(value)) + value
+    return struct.pack("<Q", value & MOST)
 
 
 def any_number(random: Random) -> int:

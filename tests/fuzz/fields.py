@@ -76,7 +76,7 @@ WORDS = (
     "edkypmxt",
 )
 
-
+PATTERNS = ("^a+$", "^(a|b)*c$", "^((((a*)*)*)*)*$", "[", "^")
 # Nests deeper than Python writes JSON; put into the text in the end.
 DEEP = "<deep>"
 
@@ -100,10 +100,7 @@ def schemas(rng: random.Random) -> Any:
             {"type": "object", "properties": many},
             {"type": "object", "properties": many, "required": list(many)},
             deep,
-            {
-                "type": "string",
-                "pattern": rng.choice(("^a+$", "^(a|b)*c$", "^((((a*)*)*)*)*$", "[", "^")),
-            },
+            {"type": "string", "pattern": rng.choice(PATTERNS)},
             {"type": "string", "minLength": 1, "maxLength": rng.choice((5, 10**5, 2**31))},
             {"type": "array", "items": {"type": "integer"}, "minItems": 10**6, "maxItems": 10**7},
             {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
@@ -151,7 +148,7 @@ def of_kind(rng: random.Random, kind: str) -> Any:
     return anything(rng)
 
 
-# Fields whose values have a form of their own.
+# Fields whose values have a form of their own: a choice of them, or what makes one.
 FORMS: dict[str, Any] = {
     "logit_bias": lambda rng: rng.choice(
         (
@@ -162,7 +159,7 @@ FORMS: dict[str, Any] = {
         )
     ),
     "json_schema": schemas,
-    "grammar": lambda rng: rng.choice(WORDS),
+    "grammar": WORDS,
     "response_format": lambda rng: {
         "type": rng.choice(("json_object", "json_schema", "text", "odd")),
         "json_schema": {"name": "a", "schema": schemas(rng)},
@@ -177,19 +174,12 @@ FORMS: dict[str, Any] = {
         }
         for n in range(rng.choice((1, 2, 60)))
     ],
-    "tool_choice": lambda rng: rng.choice(
-        (
-            "auto",
-            "required",
-            "none",
-            {"type": "function", "function": {"name": "f0"}},
-            {"type": "any"},
-        )
+    "tool_choice": (
+        *("auto", "required", "none", {"type": "any"}),
+        {"type": "function", "function": {"name": "f0"}},
     ),
-    "stop": lambda rng: rng.choice(
-        (["a"], ["", "e", "\ud800"], ["x" * 20] * 4_000, " ", [1, None])
-    ),
-    "samplers": lambda rng: rng.choice((["top_k", "odd"], "kfypmxt", ["temperature"] * 3_000)),
+    "stop": (["a"], ["", "e", "\ud800"], ["x" * 20] * 4_000, " ", [1, None]),
+    "samplers": (["top_k", "odd"], "kfypmxt", ["temperature"] * 3_000),
     "messages": lambda rng: [
         {
             "role": rng.choice(("user", "assistant", "system", "tool", "odd", 5)),
@@ -199,19 +189,12 @@ FORMS: dict[str, Any] = {
         }
         for _ in range(rng.choice((0, 1, 3, 400)))
     ],
-    "prompt": lambda rng: rng.choice(
-        (
-            ["One", "two"],
-            [[1, 2], [3]],
-            [1, 2, 3],
-            ["One"] * 40,
-            [-1, 2**31],
-            {"a": 1},
-            rng.choice(WORDS),
-        )
+    "prompt": (
+        *(["One", "two"], [[1, 2], [3]], [1, 2, 3], ["One"] * 40, [-1, 2**31], {"a": 1}),
+        *WORDS,
     ),
-    "n": lambda rng: rng.choice((1, 2, 4, 5, -1)),
-    "stream": lambda rng: rng.random() < 0.7,
+    "n": (1, 2, 4, 5, -1),
+    "stream": (True, True, False),
 }
 
 
@@ -266,7 +249,8 @@ class Requests:
             if kind < 0.2:
                 data[field] = anything(rng)
             elif field in FORMS:
-                data[field] = FORMS[field](rng)
+                form = FORMS[field]
+                data[field] = form(rng) if callable(form) else rng.choice(form)
             else:
                 data[field] = of_kind(rng, self._declared.get(field, "json"))
         text = json.dumps(data).replace(json.dumps(DEEP), "[" * 20_000 + "]" * 20_000)

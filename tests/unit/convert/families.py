@@ -164,28 +164,16 @@ PHI_MSCALE = math.sqrt(1 + math.log(512 / 256) / math.log(256))
 
 FAMILIES = {
     "mixtral": Family(
-        "MixtralForCausalLM",
-        {**EIGHT_LOCAL, **SENTENCEPIECE_ENDS},
-        "sentencepiece",
+        "MixtralForCausalLM", {**EIGHT_LOCAL, **SENTENCEPIECE_ENDS}, "sentencepiece"
     ),
     "qwen2-moe": Family(
         "Qwen2MoeForCausalLM",
-        {
-            "moe_intermediate_size": 96,
-            "shared_expert_intermediate_size": 160,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "num_key_value_heads": 4,
-        },
+        {**EIGHT_EXPERTS, "shared_expert_intermediate_size": 160, "num_key_value_heads": 4},
         "qwen2",
     ),
     "qwen3-moe": Family(
         "Qwen3MoeForCausalLM",
-        {
-            **EIGHT_EXPERTS,
-            "norm_topk_prob": True,
-            "head_dim": 32,
-        },
+        {**EIGHT_EXPERTS, "norm_topk_prob": True, "head_dim": 32},
         "qwen2",
     ),
     "qwen3-next": Family("Qwen3NextForCausalLM", QWEN3_NEXT, "qwen2"),
@@ -345,12 +333,7 @@ FAMILIES = {
     ),
     "exaone-moe": Family(
         "ExaoneMoeForCausalLM",
-        {
-            "num_hidden_layers": 4,
-            **EIGHT_EXPERTS,
-            "head_dim": 32,
-            "sliding_window": 8,
-        },
+        {**EIGHT_EXPERTS, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 8},
         "qwen2",
     ),
     "qwen3.5-moe": Family(

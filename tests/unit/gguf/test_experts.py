@@ -10,7 +10,6 @@ from gguf_craft import (
     write_model,
     write_packed,
 )
-from gguf_split import split
 
 from gguf_tools import errors
 from gguf_tools.experts import ExpertModel
@@ -116,13 +115,6 @@ def test_layers_that_predict_further_tokens_are_not_routed(tmp_path):
     with ExpertModel.open(write_model(tmp_path / "m.gguf", tensors, metadata)) as model:
         assert model.layer_ids == [0, 1]
         assert model.dense_bytes > model.tier_bytes[0] // 2
-
-
-def test_split_model(tmp_path):
-    with ExpertModel.open(split(write_model(tmp_path / "whole.gguf"), tmp_path, 2)[0]) as model:
-        assert len(model.files) == 2
-        assert model.slices[0][UP][0].file_index == 0
-        assert model.slices[1][DOWN][0].file_index == 1
 
 
 def test_expert_used_may_differ_by_layer(tmp_path):

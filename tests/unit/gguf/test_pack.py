@@ -2,11 +2,9 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import textwrap
-from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
@@ -273,15 +271,6 @@ def test_target_equal_to_source(tmp_path, ggml):
     with pytest.raises(errors.WriteError, match="also the input"):
         export(src, tmp_path / "link.gguf")
     assert src.read_bytes() == before
-
-
-def test_no_disk_space(tmp_path, ggml, monkeypatch):
-    src = source(tmp_path / "src.gguf")
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 40, 0, 1 << 10))
-    with pytest.raises(errors.DiskSpaceError, match="are free on its disk"):
-        pack(src, tmp_path / "out.gguf", ["q8_0"], ggml=ggml)
-    assert os.listdir(tmp_path) == ["src.gguf"]
 
 
 def test_unknown_tiers(tmp_path, ggml):

@@ -206,26 +206,22 @@ def test_one_file_by_its_path(server):
 
 
 def test_ctrl_c_says_that_nothing_is_lost(server, monkeypatch):
-    server.repos["o/n"] = Repo({"m.gguf": noise(1)})
-
     def stop(*_):
         raise KeyboardInterrupt
 
+    server.repos["o/n"] = Repo({"m.gguf": noise(1)})
     monkeypatch.setattr(module, "fetch", stop)
     result = pull("o/n")
     assert result.exit_code == 130
-    assert result.stderr.splitlines()[-1] == (
-        "Interrupted: what is here stays, and the same command goes on from there."
-    )
+    assert "what is here stays, and the same command goes on" in result.stderr.splitlines()[-1]
 
 
 def test_revisions(server):
-    old = "0" * 40
+    old, new = "0" * 40, "1" * 40
     server.repos["o/n"] = Repo({"m.gguf": noise(1)}, commit=old, revisions=("main", "v1"))
     assert refused("o/n", "--revision", "v2") == "o/n: no revision v2"
-    first = pull("o/n", "--revision", "v1")
-    assert f"snapshots/{old}/" in first.stdout
-    server.repos["o/n"] = Repo({"m.gguf": noise(1), "b.txt": b"x"}, commit="1" * 40)
+    assert f"snapshots/{old}/" in pull("o/n", "--revision", "v1").stdout
+    server.repos["o/n"] = Repo({"m.gguf": noise(1), "b.txt": b"x"}, commit=new)
     second = pull("o/n")
-    assert f"snapshots/{'1' * 40}/" in second.stdout
+    assert f"snapshots/{new}/" in second.stdout
     assert "all here already" in second.stderr  # the same content under another commit

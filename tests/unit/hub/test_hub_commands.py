@@ -80,26 +80,22 @@ def resolved(text):
     return module.resolve_checkpoint(text, lambda note: None)
 
 
-def test_a_checkpoint_goes_before_a_gguf(server, tmp_path):
-    server.repos["o/n"] = Repo({**CHECKPOINT, "n.gguf": noise(2)})
+def test_a_checkpoint_goes_before_a_gguf_and_has_revisions(server):
+    server.repos["o/n"] = Repo({**CHECKPOINT, "n.gguf": noise(2)}, revisions=("main", "v2"))
     folder, name = resolved("hf:o/n")
     assert name == "n"
     assert {path.name for path in folder.iterdir()} == set(CHECKPOINT)
     assert (folder / "model.safetensors").read_bytes() == CHECKPOINT["model.safetensors"]
     server.status = 503
     assert resolved("hf:o/n") == (folder, name)
-
-
-def test_a_revision_of_a_checkpoint(server):
-    server.repos["o/n"] = Repo(CHECKPOINT, revisions=("main", "v2"))
-    folder, _ = resolved("hf:o/n@v2")
-    assert (folder / "config.json").exists()
+    with pytest.raises(HubError, match="answers 503"):
+        resolved("hf:o/n@v2")
+    server.status = 0
+    assert (resolved("hf:o/n@v2")[0] / "config.json").exists()
     with pytest.raises(HubError, match="no revision v3"):
         resolved("hf:o/n@v3")
     server.status = 503
     assert resolved("hf:o/n@v2")[0] == folder
-    with pytest.raises(HubError, match="answers 503"):
-        resolved("hf:o/n")
 
 
 def test_convert_says_what_is_wrong_with_what_it_fetched(server, tmp_path):
