@@ -5,7 +5,7 @@ import os
 
 import pytest
 from gguf_craft import model_metadata, model_tensors, write_model
-from killing import Stopped, calls_of, killed, moments
+from killing import Stopped, calls_of, check_model_at_twenty_deaths, killed
 
 from gguf_tools.file import unfinished
 from gguf_tools.file.writer import GGUFWriter
@@ -46,25 +46,7 @@ def test_killed_at_twenty_moments(kind, older, src, out, ggml):
         else:
             export(src, out)
 
-    total = calls_of(work, *OURS)
-    whole = out.read_bytes()
-    old = src.read_bytes()
-    died = 0
-    for at in moments(total, 20, seed=1 + older):
-        out.unlink(missing_ok=True)
-        if older:
-            out.write_bytes(old)
-        died += killed(work, at, *OURS)
-        if out.exists():
-            assert out.read_bytes() in (whole, old)
-            assert sound(out, ggml)
-        elif older:
-            pytest.fail("the older file is gone")
-        assert len(os.listdir(out.parent)) <= 2, "leftovers of earlier runs are still there"
-    assert died >= 15
-    work()
-    assert os.listdir(out.parent) == [out.name]
-    assert out.read_bytes() == whole and sound(out, ggml)
+    check_model_at_twenty_deaths(work, out, OURS, 1 + older, src.read_bytes() if older else b"")
 
 
 def test_two_at_once_do_not_meet(src, out, ggml):
