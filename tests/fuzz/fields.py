@@ -23,6 +23,7 @@ import tempfile
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
@@ -359,14 +360,23 @@ def peak_bytes(pid: int) -> int:
     return int(found[1]) << 10 if found else 0  # it has ended
 
 
+def plain(served: Served, key: bool) -> int | str:
+    """The status of a plain completion, or what kept it from one."""
+    data = {"prompt": "Spain", "max_tokens": 8, "ignore_eos": True}
+    try:
+        return post(served.url, "/v1/completions", data, **({"x-api-key": KEY} if key else {}))[0]
+    except (OSError, ValueError, HTTPException) as error:
+        return repr(error)
+
+
 def ended(served: Served, what: str) -> list[str]:
     """The findings of an end by SIGTERM: its status, its time, and what a log must not have."""
     start = perf_counter()
     status, said = served.end()
     took = perf_counter() - start
+    print(f"{what}: {took:.2f} s", flush=True)
     lines = [line for line in said.splitlines() if "Traceback" in line or "\x1b" in line]
     found = [f"the log: {line[:300]!r}" for line in lines]
-    print(f"{what}: {took:.2f} s", flush=True)
     if status or took > MOST_END_S:
         found.append(f"{what}: status {status} after {took:.2f} s: {said[-800:]}")
     return found
@@ -388,13 +398,8 @@ def fuzz(
         if served.process.poll() is not None:
             status, said = served.end()
             return [*findings, f"it ended with {status} in {run.asked()}: {said[-1500:]}"]
-        plain = {"prompt": "Spain", "max_tokens": 8, "ignore_eos": True}
-        head = {"x-api-key": KEY} if key else {}
         with ThreadPoolExecutor(4) as pool:
-            asked = [
-                pool.submit(post, served.url, "/v1/completions", plain, **head) for _ in range(4)
-            ]
-        statuses = [each.result()[0] for each in asked]
+            statuses = list(pool.map(plain, [served] * 4, [key] * 4))
         if statuses != [200] * 4:
             findings.append(f"four plain requests at the end got {statuses}")
         peak = peak_bytes(served.process.pid)
