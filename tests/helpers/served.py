@@ -92,10 +92,10 @@ class Served:
         with urlopen(request, timeout=HANG_S) as answer:
             return json.load(answer)
 
-    def asked(self, path: str, data: Any) -> http.client.HTTPConnection:
+    def asked(self, path: str, data: Any, **head: str) -> http.client.HTTPConnection:
         """A connection on which a request was sent."""
         connection = http.client.HTTPConnection(*self.address, timeout=HANG_S)
-        connection.request("POST", path, json.dumps(data))
+        connection.request("POST", path, json.dumps(data), head)
         return connection
 
     @property

@@ -1,12 +1,14 @@
 """A folder of hostile files: each is refused with its own named error, at once, with
-hardly any memory, and with a message that says where to look."""
+hardly any memory, and with a message that says where to look. So is every cut of a sound file, and
+every flip of a header's bytes that leaves none: random damage is in tests/fuzz."""
 
 import struct
 import time
 import tracemalloc
+from pathlib import Path
 
 import pytest
-from gguf_craft import ARCH, U32, craft, kv, tensor, text
+from gguf_craft import ARCH, U32, craft, kv, tensor, text, write_packed
 
 from gguf_tools import errors
 from gguf_tools.file.layout import GGMLType, ValueType
@@ -227,3 +229,32 @@ def test_hostile_header(name, error, tmp_path):
     assert says in str(caught.value)
     assert peak < 1 << 20
     assert time.process_time() - started_s < 5
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    return write_packed(tmp_path_factory.mktemp("fuzz") / "packed.gguf").read_bytes()
+
+
+def test_every_truncation_is_refused(packed):
+    end = GGUFFile(Path("whole.gguf"), packed)
+    last = max(info.offset + info.nbytes for info in end.tensors.values())
+    stops = [*range(1, end.data_offset), end.data_offset, last - 4097, last - 1]
+    for stop in stops:
+        with pytest.raises(errors.GGUFError, match=r"^cut\.gguf: "):
+            GGUFFile(Path("cut.gguf"), packed[:stop])
+    assert len(GGUFFile(Path("cut.gguf"), packed[:last]).tensors) == len(end.tensors)
+
+
+@pytest.mark.parametrize("mask", [0x01, 0x80, 0xFF])
+def test_every_flipped_header_byte(packed, mask):
+    refused = 0
+    for at in range(GGUFFile(Path("whole.gguf"), packed).data_offset):
+        data = bytearray(packed)
+        data[at] ^= mask
+        try:
+            GGUFFile(Path("flip.gguf"), bytes(data))
+        except errors.GGUFError as error:
+            assert str(error).startswith("flip.gguf: ")
+            refused += 1
+    assert refused > 100

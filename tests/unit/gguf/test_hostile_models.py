@@ -9,34 +9,26 @@ from gguf_tools.file.layout import DOWN, GATE, GGMLType, expert_tensor_name
 from gguf_tools.file.reader import GGUFFile
 
 
-def without(tensors, name):
-    return [each for each in tensors if each[0] != name]
+def without(entries, name):
+    """Tensors or metadata with one of them left out."""
+    if isinstance(entries, dict):
+        return {key: value for key, value in entries.items() if key != name}
+    return [each for each in entries if each[0] != name]
 
 
-def retyped(tensors, name, **changes):
-    return [
-        (each[0], changes.get("shape", each[1]), changes.get("type", each[2]))
-        if each[0] == name
-        else each
-        for each in tensors
-    ]
+def reshaped(tensors, name, shape):
+    return [(each[0], shape, each[2]) if each[0] == name else each for each in tensors]
 
 
 UP_1, DOWN_1 = expert_tensor_name(1, 0), expert_tensor_name(1, DOWN)
-
-
 PACKED = model_tensors(tiers=("q8_0", "q4_0"), tier_types=(GGMLType.Q8_0, GGMLType.Q4_0))
-
-
 LOW_1 = expert_tensor_name(1, DOWN, "q4_0")
-
-
 # error: name: (tensors, metadata, what the message must say)
 MODELS = {
     errors.MissingKeyError: {
         "no-architecture": (
             model_tensors(),
-            {k: v for k, v in model_metadata().items() if k != "general.architecture"},
+            without(model_metadata(), "general.architecture"),
             "general.architecture",
         ),
         "no-block-count": (
@@ -54,15 +46,9 @@ MODELS = {
             model_metadata(expert_used_count=None),
             "expert_used_count",
         ),
-        "tiers-absent": (
-            PACKED,
-            {k: v for k, v in packed_metadata().items() if k != "moe_edge.tiers"},
-            "moe_edge.tiers",
-        ),
+        "tiers-absent": (PACKED, without(packed_metadata(), "moe_edge.tiers"), "moe_edge.tiers"),
         "format-absent": (
-            PACKED,
-            {k: v for k, v in packed_metadata().items() if k != "moe_edge.format_version"},
-            "moe_edge.format_version",
+            PACKED, without(packed_metadata(), "moe_edge.format_version"), "moe_edge.format_version"
         ),
     },
     errors.MetadataError: {
@@ -131,21 +117,19 @@ MODELS = {
     },
     errors.TensorShapeError: {
         "wrong-expert-count": (
-            retyped(model_tensors(), DOWN_1, shape=(32, 64, 3)),
+            reshaped(model_tensors(), DOWN_1, (32, 64, 3)),
             model_metadata(),
             "expected 4 experts",
         ),
         "experts-without-third-dimension": (
-            retyped(model_tensors(), DOWN_1, shape=(32, 64)),
-            model_metadata(),
-            DOWN_1,
+            reshaped(model_tensors(), DOWN_1, (32, 64)), model_metadata(), DOWN_1
         ),
         "wrong-rows": (
-            retyped(model_tensors(), UP_1, shape=(64, 64, 4)),
+            reshaped(model_tensors(), UP_1, (64, 64, 4)),
             model_metadata(),
             "beside the down matrix",
         ),
-        "tier-shape": (retyped(PACKED, LOW_1, shape=(32, 64, 2)), packed_metadata(), LOW_1),
+        "tier-shape": (reshaped(PACKED, LOW_1, (32, 64, 2)), packed_metadata(), LOW_1),
     },
     errors.MissingTierError: {
         "missing-tier": (without(PACKED, LOW_1), packed_metadata(), f"{LOW_1} is missing"),
