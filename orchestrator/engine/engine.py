@@ -346,6 +346,11 @@ class Engine(Closing):
         return self._loaded.context.n_ctx
 
     @property
+    def n_cached(self) -> int:
+        """Tokens of the conversation that the KV cache holds."""
+        return len(self._steps.cached)
+
+    @property
     def device_bytes(self) -> int:
         """What llama.cpp takes of a device's memory, without expert slots and what kernels take."""
         library = self._loader.bindings.library()
