@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from patches.upstream import (
     cache_dir,
     fetch_sdist,
     locked,
+    publishing,
     say,
 )
 
@@ -113,7 +113,9 @@ def make_plan(upstream: Upstream, options: Options) -> Plan:
     """Probes the machine and computes the cache key; downloads nothing but cuBLAS for CUDA."""
     tools = probe.find_toolchain()
     gpu, gpu_reason = probe.choose_gpu(options.gpu)
-    amx, amx_reason = _choose_amx(options.amx, tools)
+    amx, amx_reason = (False, "AMX=off") if options.amx == "off" else probe.probe_amx(tools)
+    if options.amx == "on" and not amx:
+        raise BuildError(f"AMX=on, but {amx_reason}.")
     flags = [*BASE_FLAGS, f"LLAMA_BUILD_COMMIT={upstream.local_version}"]
     rpath = ["$ORIGIN"]
     if tools.native_amx and not amx:
@@ -135,15 +137,6 @@ def make_plan(upstream: Upstream, options: Options) -> Plan:
 
 def _digest(parts: Iterable[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def _choose_amx(asked: str, tools: probe.Toolchain) -> tuple[bool, str]:
-    if asked == "off":
-        return False, "AMX=off"
-    usable, why = probe.probe_amx(tools)
-    if asked == "on" and not usable:
-        raise BuildError(f"AMX=on, but {why}.")
-    return usable, why
 
 
 def _user_flags(text: str) -> list[str]:
@@ -313,25 +306,12 @@ def _run(command: list[str], what: str, log_fd: int, log: Path, lock: int) -> No
 
 
 def _publish(plan: Plan, root: Path) -> None:
-    target = plan.wheel_path
-    wheels = target.parent.parent
-    wheels.mkdir(parents=True, exist_ok=True)
-    for stale in wheels.glob(".publish.*"):
-        shutil.rmtree(stale, ignore_errors=True)
-    libraries = sorted((plan.build_dir / "bin").glob("lib*.so")) or sorted(
-        (plan.build_dir / "bin").glob("lib*.dylib")
-    )
+    binaries = plan.build_dir / "bin"
+    libraries = sorted(binaries.glob("lib*.so")) or sorted(binaries.glob("lib*.dylib"))
     check_libraries(libraries)
-    with tempfile.TemporaryDirectory(dir=wheels, prefix=".publish.") as folder:
-        stage = Path(folder) / "wheel"
-        stage.mkdir()
+    target = plan.wheel_path
+    with publishing(target.parent, KEEP_WHEELS) as stage:
         wheel.write(stage / target.name, plan.upstream, root, libraries, plan.stamp())
-        if target.parent.exists():
-            shutil.rmtree(target.parent)
-        os.replace(stage, target.parent)
-    by_age = sorted(wheels.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-    for old in by_age[KEEP_WHEELS:]:
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def header_symbols(header: Path = PATCHES / "native" / "moe-edge.h") -> tuple[int, list[str]]:

@@ -22,14 +22,10 @@ DEFAULT_ARCH = 80
 
 def flags(arch: str | None) -> tuple[list[str], list[str]]:
     """(cmake definitions, library folders for the run path). Raises BuildError."""
-    nvcc = probe.find_nvcc()
-    if nvcc is None:
-        raise BuildError(
-            "GPU=cuda needs nvcc: install it with `sudo apt install nvidia-cuda-toolkit`, "
-            "or set CUDA_HOME to your CUDA toolkit."
-        )
+    nvcc = probe.need_nvcc()
     root = probe.toolkit_root(nvcc)
-    if not _headers(root, "cublas_v2.h"):
+    header = "include/cublas_v2.h"
+    if not (root / header).exists() and not any(root.glob(f"targets/*/{header}")):
         root = overlay(root, nvcc)
     libraries = [str(path) for path in (root / "lib64", root / "lib") if path.is_dir()][:1]
     definitions = [
@@ -100,14 +96,6 @@ def gpu_capabilities() -> list[int]:
     return sorted({int(major) * 10 + int(minor) for major, minor in found})
 
 
-def _headers(root: Path, name: str) -> list[Path]:
-    return [
-        path
-        for path in (root / "include" / name, *root.glob(f"targets/*/include/{name}"))
-        if path.exists()
-    ]
-
-
 def overlay(root: Path, nvcc: str) -> Path:
     """A tree of links to the toolkit with cuBLAS beside it, cached by version. cuBLAS is that of an
     installed Python package, else it is downloaded from PyPI."""
@@ -123,7 +111,6 @@ def overlay(root: Path, nvcc: str) -> Path:
         stage = Path(folder) / "tree"
         for name in ("include", "lib"):
             (stage / name).mkdir(parents=True)
-        for name in ("include", "lib"):
             for path in (root / name).iterdir():
                 (stage / name / path.name).symlink_to(path)
         for name in ("bin", "nvvm"):

@@ -13,22 +13,23 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from patches import wheel
-from patches.upstream import REPO, BuildError, Upstream, say, write_atomic
+from patches.upstream import REPO, BuildError, Upstream, errors_of_pip, say, write_atomic
 
 PYTHON_AT_LEAST = (3, 10)
 
 # This runs inside the environment, and prints what is installed there as one JSON object.
 INSPECT = """
 import importlib.metadata as metadata, json, sys
-report = {"version": sys.version_info[:2], "prefix": sys.prefix, "stamp": None, "names": {}}
+report = {"version": sys.version_info[:2], "stamp": None, "names": []}
 for item in metadata.distributions():
-    name = item.metadata["Name"]
-    if name:
-        report["names"][name.lower().replace("_", "-")] = item.version
+    if item.metadata["Name"]:
+        report["names"].append(item.metadata["Name"].lower().replace("_", "-"))
 try:
     text = metadata.distribution("llama_cpp_python").read_text("../" + sys.argv[1])
     report["stamp"] = json.loads(text) if text else None
@@ -49,7 +50,7 @@ class Environment:
         """What the last finished set-up put here; written last."""
         return self.root / "moe-edge-setup.json"
 
-    def read_note(self) -> dict[str, object]:
+    def read_note(self) -> dict[str, Any]:
         try:
             note = json.loads(self.note.read_text())
         except (OSError, ValueError):
@@ -102,26 +103,23 @@ def _has_pip(python: Path) -> bool:
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
-def _too_old(version: tuple[int, ...]) -> str:
+def _too_old(version: Sequence[int]) -> str:
     return f"Python 3.10 or newer is needed, this is {version[0]}.{version[1]}."
 
 
-def inspect(env: Environment) -> dict[str, object]:
-    """{version, prefix, stamp of the installed llama_cpp or None, names: {package: version}}."""
-    if not env.python.exists():
-        return {"stamp": None, "names": {}}
-    done = subprocess.run(
-        [str(env.python), "-I", "-c", INSPECT, wheel.STAMP], capture_output=True, text=True
-    )
-    if done.returncode != 0:
-        return {"stamp": None, "names": {}}
-    report: dict[str, object] = json.loads(done.stdout)
+def inspect(env: Environment) -> dict[str, Any]:
+    """{version or None, stamp of the installed llama_cpp or None, names of the packages}."""
+    report: dict[str, Any] = {"version": None, "stamp": None, "names": []}
+    if env.python.exists():
+        command = [str(env.python), "-I", "-c", INSPECT, wheel.STAMP]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode == 0:
+            report = json.loads(done.stdout)
     return report
 
 
-def installed_key(report: dict[str, object]) -> str | None:
-    stamp = report.get("stamp")
-    return str(stamp.get("key")) if isinstance(stamp, dict) else None
+def installed_key(report: dict[str, Any]) -> str | None:
+    return str(report["stamp"].get("key")) if report["stamp"] else None
 
 
 def install(
@@ -137,40 +135,32 @@ def install(
     Extras once installed stay. choices (gpu, amx) are remembered, so that a forced one holds
     until the next one.
     """
-    report = inspect(env)
-    version = report.get("version")
-    if isinstance(version, list) and tuple(version) < PYTHON_AT_LEAST:
-        raise BuildError(_too_old(tuple(version)))
-    note = env.read_note()
-    before = note.get("extras")
-    wanted = extras | set(before if isinstance(before, list) else [])
-    changed = False
-    if installed_key(report) != key:
+    report, note = inspect(env), env.read_note()
+    if report["version"] and tuple(report["version"]) < PYTHON_AT_LEAST:
+        raise BuildError(_too_old(report["version"]))
+    before, packages = set(note.get("extras", ())), note.get("packages")
+    wanted = sorted(extras | before)
+    changed = installed_key(report) != key
+    if changed:
         _pip(env, "installing the bindings", ["--no-deps", "--force-reinstall", str(wheel_path)])
-        changed = True
     project = hashlib.sha256((REPO / "pyproject.toml").read_bytes()).hexdigest()
-    names = report.get("names")
-    present = names if isinstance(names, dict) else {}
-    packages = note.get("packages")
     complete = (
         note.get("project") == project
-        and set(before if isinstance(before, list) else []) >= wanted
-        and isinstance(packages, list)
-        and all(name in present for name in packages)
+        and before >= extras
+        and packages is not None
+        and set(packages) <= set(report["names"])
     )
     if not complete:
-        suffix = f"[{','.join(sorted(wanted))}]" if wanted else ""
-        what = "installing moe-edge" + (f" with {', '.join(sorted(wanted))}" if wanted else "")
+        suffix = f"[{','.join(wanted)}]" if wanted else ""
+        what = "installing moe-edge" + (f" with {', '.join(wanted)}" if wanted else "")
         _pip(env, what, ["--editable", f"{REPO}{suffix}"])
         changed = True
     after = inspect(env)
     if installed_key(after) != key:
         raise BuildError(f"pip replaced our build of {upstream.name} in {env.root}: run it again.")
-    names = after.get("names")
-    listed = sorted(names) if isinstance(names, dict) else []
     if changed or any(note.get(name) != choice for name, choice in choices.items()):
-        packages = packages if complete and isinstance(packages, list) else listed
-        content = {"project": project, "extras": sorted(wanted), "packages": packages, **choices}
+        packages = packages if complete else sorted(after["names"])
+        content = {"project": project, "extras": wanted, "packages": packages, **choices}
         write_atomic(env.note, json.dumps(content).encode())
     return changed
 
@@ -182,17 +172,13 @@ def _pip(env: Environment, what: str, arguments: list[str]) -> None:
         [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     if done.returncode != 0:
-        lines = [line for line in done.stdout.splitlines() if line.strip()]
-        errors = [line for line in lines if line.startswith("ERROR")] or lines
-        raise BuildError(f"{what} failed: " + "\n".join(errors[-6:]))
+        raise BuildError(f"{what} failed: " + "\n".join(errors_of_pip(done.stdout)[-6:]))
 
 
 def ready_line(env: Environment) -> str:
     """How the user reaches the moe-edge command from the shell that ran make."""
     if not env.created:
         return "ready: moe-edge chat"
-    try:
-        shown = env.root.relative_to(Path.cwd())
-    except ValueError:
-        shown = env.root
+    here = Path.cwd()
+    shown = env.root.relative_to(here) if env.root.is_relative_to(here) else env.root
     return f"ready: run `source {shown}/bin/activate`, then `moe-edge chat`"

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,8 +34,6 @@ TRIES = 2  # a step that was cut off so often is left aside: it may be what ends
 COLLECT_SECONDS = 300.0
 # The emulated GPU computes on the CPU. Its limit is for what hangs, as a GPU's is.
 EMULATED_TIMES = 10
-LIBRARY = "library, environment and tests' tools for this GPU"
-
 # Each part with the longest time of one of its steps, and the tests that it has: a part takes what
 # no part before it took.
 PARTS: dict[str, tuple[float, str]] = {
@@ -141,7 +139,7 @@ class Folder:
 
 
 def run(
-    parts: Iterable[str],
+    parts: Sequence[str],
     python: Path,
     build_options: list[str],
     report: Path,
@@ -157,15 +155,15 @@ def run(
     say(f"GPU: {machine}" if found or emulated else f"no GPU: {why}; what needs one is skipped")
     folder = Folder(report)
     _end_left_over(folder)
-    chosen = list(parts)
     failed = False
     done: list[Step] = []
-    for step in _steps(chosen, python, build_options, folder, emulated):
+    for step in _steps(parts, python, build_options, folder, emulated):
         if only and only not in f"{step.part}: {step.name}: {shlex.join(step.command)}":
             continue
         done.append(step)
         if not (only or _is_left(step, folder)):
-            failed = failed or (folder.outcome(step) or _unknown(step)).outcome == "failed"
+            known = folder.outcome(step)  # none: it was cut off each time that it ran
+            failed = failed or known is None or known.outcome == "failed"
             continue
         outcome = _run_step(step, folder, found or emulated, why)
         folder.write(machine, done)
@@ -187,7 +185,8 @@ def _steps(
     if "build" in parts and not emulated:
         tool = str(Path(__file__).with_name("tool.py"))
         setup = (sys.executable, tool, "setup", "--extras", "test", "--gpu", "cuda")
-        yield Step("build", LIBRARY, (*setup, *build_options), PARTS["build"][0])
+        name = "library, environment and tests' tools for this GPU"
+        yield Step("build", name, (*setup, *build_options), PARTS["build"][0])
     tests: list[Step] | None = None
     for part in PARTS:
         if part not in parts or part == "build":
@@ -196,8 +195,7 @@ def _steps(
         yield from (step for step in tests if step.part == part)
         for of_part, name, arguments in COMMANDS:
             if of_part == part and not emulated:
-                command: tuple[str, ...] = (str(python), "-m", "orchestrator")
-                command += tuple(shlex.split(arguments))
+                command = (str(python), "-m", "orchestrator", *shlex.split(arguments))
                 if of_part == "bench":
                     command += ("--keep", str(folder.path / f"cases-{sources()}"))
                 yield Step(part, f"{name}: moe-edge {arguments}", command, PARTS[part][0])
@@ -249,10 +247,6 @@ def sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def _unknown(step: Step) -> Outcome:
-    return Outcome(step.part, step.name, "failed", 0, "it was cut off each time that it ran")
-
-
 def _is_left(step: Step, folder: Folder) -> bool:
     """Whether it has to run: what passed does not, nor what failed until the sources change."""
     known = folder.outcome(step)
@@ -282,10 +276,10 @@ def _run_step(step: Step, folder: Folder, there: bool, why: str) -> Outcome:
         result = read_junit(step.results.read_text())
     elif status < 0:
         result = ("failed", f"signal {-status} ({signal.Signals(-status).name})", output)
+    elif status:
+        result = ("failed", f"exit status {status}", output)
     else:
-        result = (
-            ("passed", "", output) if status == 0 else ("failed", f"exit status {status}", output)
-        )
+        result = ("passed", "", output)
     outcome = Outcome(step.part, step.name, result[0], seconds, *result[1:], sources=sources())
     folder.end(step, outcome)
     return outcome

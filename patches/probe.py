@@ -176,6 +176,17 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which(f"{home}/bin/nvcc")
 
 
+def need_nvcc() -> str:
+    """Raises BuildError where there is none."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise BuildError(
+            "GPU=cuda needs nvcc: install it with `sudo apt install nvidia-cuda-toolkit`, "
+            "or set CUDA_HOME to your CUDA toolkit."
+        )
+    return nvcc
+
+
 def find_gpu() -> tuple[bool, str]:
     """(found, why) for an NVIDIA GPU that the driver can reach."""
     smi = shutil.which("nvidia-smi")
@@ -194,20 +205,15 @@ def find_gpu() -> tuple[bool, str]:
 
 def choose_gpu(asked: str) -> tuple[bool, str]:
     """(build with CUDA, why) for asked = cuda | off | auto."""
-    nvcc = find_nvcc()
     if asked == "off":
         return False, "GPU=off"
     if asked == "cuda":
-        if nvcc is None:
-            raise BuildError(
-                "GPU=cuda needs nvcc: install it with `sudo apt install nvidia-cuda-toolkit`, "
-                "or set CUDA_HOME to your CUDA toolkit."
-            )
+        need_nvcc()
         return True, "GPU=cuda"
     found, why = find_gpu()
-    if not found:
-        return False, why
-    return (True, why) if nvcc else (False, f"{why}, but nvcc is not installed")
+    if found and find_nvcc() is None:
+        return False, f"{why}, but nvcc is not installed"
+    return found, why
 
 
 def toolkit_root(nvcc: str) -> Path:

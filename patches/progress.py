@@ -29,12 +29,10 @@ class Progress:
             self._show()
 
     def close(self) -> None:
+        if self.live or self.done:
+            self._show()
         if self.live:
-            self._show()
-            sys.stderr.write("\n")
-        elif self.done:
-            self._show()
-        sys.stderr.flush()
+            print(file=sys.stderr, flush=True)
 
     def _show(self) -> None:
         self.printed = time.monotonic()

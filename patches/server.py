@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import tempfile
 from pathlib import Path
 
 from patches import build, probe
 from patches.tree import sync_tree
-from patches.upstream import PATCHES, BuildError, Upstream, cache_dir, fetch_sdist, locked, say
+from patches.upstream import (
+    PATCHES,
+    BuildError,
+    Upstream,
+    cache_dir,
+    fetch_sdist,
+    locked,
+    publishing,
+    say,
+)
 
 SOURCES = PATCHES / "native" / "server"
 TARGET = "moe-edge-server"
@@ -59,20 +66,6 @@ def build_server(upstream: Upstream, llama_cpp: Path, sdist: Path | None = None)
         build.compile_tree(plan, SOURCES, None, lock, (TARGET,))
         if library_path(upstream, llama_cpp, cache_dir()) != path:
             raise BuildError("the sources changed while they were compiled: run it again.")
-        _publish(plan.build_dir / "bin" / path.name, path)
+        with publishing(path.parent, KEEP) as stage:
+            shutil.copy2(plan.build_dir / "bin" / path.name, stage / path.name)
     return path
-
-
-def _publish(built: Path, path: Path) -> None:
-    """Gives a finished library its name; older ones go."""
-    folder = path.parent
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".publish.") as stage:
-        target = Path(stage) / "server"
-        target.mkdir()
-        shutil.copy2(built, target / path.name)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(target, folder)
-    found = [each for each in folder.parent.iterdir() if not each.name.startswith(".")]
-    for old in sorted(found, key=lambda each: each.stat().st_mtime, reverse=True)[KEEP:]:
-        shutil.rmtree(old, ignore_errors=True)

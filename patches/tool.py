@@ -220,8 +220,10 @@ def parser() -> argparse.ArgumentParser:
         if flags:
             sub.add_argument("--gpu", choices=["auto", "cuda", "off"])
             sub.add_argument("--amx", choices=["auto", "on", "off"])
-            sub.add_argument("--cuda-arch", metavar="LIST", help="e.g. 86-real")
             sub.add_argument("--jobs", type=int)
+        if flags or name == "cuda-check":
+            sub.add_argument("--cuda-arch", metavar="LIST", help="e.g. 86-real")
+        if flags or name in ("server", "source", "part", "cuda-check", "gpu-check"):
             sub.add_argument("--sdist", type=Path, help="use this copy instead of a download")
         return sub
 
@@ -230,7 +232,6 @@ def parser() -> argparse.ArgumentParser:
     setup.add_argument("--extras", default="", help="comma-separated, e.g. dev,convert")
     beside = command("server", cmd_server, "compile the server library; prints its path")
     beside.add_argument("llama_cpp", type=Path, help="the installed llama_cpp package")
-    beside.add_argument("--sdist", type=Path)
     command("python", cmd_python, "print the environment's Python")
     status = command("status", cmd_status, "what would be built and what is installed", True)
     status.add_argument("--json", action="store_true")
@@ -247,22 +248,17 @@ def parser() -> argparse.ArgumentParser:
     add.add_argument("--author", help="NAME <MAIL>")
     for name in ("subject", "reason", "forwarded", "remove-when"):
         add.add_argument(f"--{name}")
-    source = command("source", cmd_source, "unpack and patch; prints the llama.cpp folder")
-    source.add_argument("--sdist", type=Path)
+    command("source", cmd_source, "unpack and patch; prints the llama.cpp folder")
     part = command("part", cmd_part, "write the part of the source that is built; prints its path")
     part.add_argument("folder", type=Path)
-    part.add_argument("--sdist", type=Path)
     command("probe-amx", cmd_probe_amx, "try AMX in a child process")
     cuda_check = command("cuda-check", cmd_cuda_check, "compile some CUDA objects")
-    cuda_check.add_argument("--cuda-arch", metavar="LIST")
-    cuda_check.add_argument("--sdist", type=Path)
     cuda_check.add_argument("--full", action="store_true", help="all of them (an hour and more)")
     check = command("gpu-check", cmd_gpu_check, "everything that needs a GPU, with a report")
     check.add_argument("--part", choices=gpu_check.PARTS, help="default: all of them, in order")
     check.add_argument("--step", default="", metavar="TEXT", help="steps whose line has it, anew")
     check.add_argument("--report", type=Path, default=gpu_check.REPORT, metavar="FILE")
     check.add_argument("--emulated", action="store_true", help="the tests of the emulated GPU")
-    check.add_argument("--sdist", type=Path, help="use this copy instead of a download")
     return top
 
 

@@ -62,10 +62,9 @@ def read_upstream(path: Path = PATCHES / "UPSTREAM") -> Upstream:
             raise BuildError(f"{path}:{number}: expected one KEY = VALUE a line, got {line!r}")
         fields[key] = value
     known = ("name", "version", "sha256", "source", "revision", "part")
-    for key in known:
+    for key in (*known, *fields):
         if key not in fields:
             raise BuildError(f"{path}: no {key!r} line")
-    for key in fields:
         if key not in known:
             raise BuildError(f"{path}: unknown key {key!r}; known: {', '.join(known)}")
     for key in ("sha256", "part"):
@@ -127,6 +126,26 @@ def write_atomic(path: Path, data: bytes) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def publishing(folder: Path, keep: int) -> Iterator[Path]:
+    """Yields an empty folder that gets the name `folder` when it is complete; of the folders
+    beside it the `keep` newest stay. The caller holds the build lock."""
+    beside = folder.parent
+    beside.mkdir(parents=True, exist_ok=True)
+    for stale in beside.glob(".publish.*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=beside, prefix=".publish.") as above:
+        stage = Path(above) / "stage"
+        stage.mkdir()
+        yield stage
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(stage, folder)
+    by_age = sorted(beside.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+    for old in by_age[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def sha256_file(path: Path) -> str:
@@ -196,16 +215,14 @@ def _pip_download(upstream: Upstream, folder: Path) -> Path:
             "pip is missing from this Python: install it with `sudo apt install python3-pip "
             "python3-venv`."
         )
-    raise BuildError(
-        f"pip could not download {upstream.sdist_name}: "
-        f"{_last_line(done.stdout) or 'no reason given'}"
-    )
+    why = errors_of_pip(done.stdout) or ["no reason given"]
+    raise BuildError(f"pip could not download {upstream.sdist_name}: {why[-1]}")
 
 
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR")]
-    return (errors or lines or [""])[-1]
+def errors_of_pip(said: str) -> list[str]:
+    """The lines with which pip says what is wrong, or all that it said."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return [line for line in lines if line.startswith("ERROR")] or lines
 
 
 class Sdist:

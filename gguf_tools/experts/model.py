@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gguf_tools import errors
+from gguf_tools.closing import Closing
 from gguf_tools.experts.hparams import Hyperparameters, announced_tiers
 from gguf_tools.experts.pairing import check_pair
 from gguf_tools.experts.slices import LayerShapes, LayerSlices, Tier
@@ -26,7 +27,7 @@ DEFAULT_KV = "f16"
 
 
 @dataclass(slots=True)
-class ExpertModel:
+class ExpertModel(Closing):
     """A Mixture-of-Experts model as the engine sees it on disk.
 
     ``slices[layer][kind][tier]`` counts MoE layers only; ``layer_ids[layer]`` is the
@@ -117,12 +118,6 @@ class ExpertModel:
         """Let go of the mapped files."""
         for part in self.parts:
             part.close()
-
-    def __enter__(self) -> "ExpertModel":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _of_one(parts: list[GGUFFile]) -> ExpertModel:

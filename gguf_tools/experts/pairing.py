@@ -4,8 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 from gguf_tools.errors import MismatchError
 from gguf_tools.file.layout import KINDS, MAX_TIERS
-from gguf_tools.file.parse import TensorInfo
-from gguf_tools.file.reader import GGUFFile
 
 if TYPE_CHECKING:
     from gguf_tools.experts.model import ExpertModel
@@ -88,19 +86,11 @@ def _same_tokenizer(high: "ExpertModel", low: "ExpertModel", key: str) -> None:
         _same(high, low, f"key {key}", a, b)
 
 
-def _find(model: "ExpertModel", name: str) -> tuple[GGUFFile, TensorInfo] | None:
-    for part in model.parts:
-        if name in part.tensors:
-            return part, part.tensors[name]
-    return None
-
-
 def _same_bytes(high: "ExpertModel", low: "ExpertModel", name: str) -> None:
-    of_high, of_low = _find(high, name), _find(low, name)
-    if of_high is None or of_low is None or of_high[1].type != of_low[1].type:
+    parts = [part for part in (*high.parts, *low.parts) if name in part.tensors]
+    if len(parts) != 2 or parts[0].tensors[name].type != parts[1].tensors[name].type:
         return
-    a, b = of_high[0].array(name), of_low[0].array(name)
-    if a.tobytes() != b.tobytes():
+    if parts[0].array(name).tobytes() != parts[1].array(name).tobytes():
         raise MismatchError(
             f"{low.path}: not the model of {high.path}: the routers {name} differ"
             " (another fine-tune or version of the same base?)"

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gguf_tools import errors
+from gguf_tools.closing import Closing
 from gguf_tools.file.layout import (
     DEFAULT_ALIGNMENT,
     KEY_ALIGNMENT,
@@ -42,7 +43,7 @@ LFS_POINTER = b"version https://git-lfs."
 F = TypeVar("F", bound="GGUFFile")
 
 
-class GGUFFile:
+class GGUFFile(Closing):
     """An open GGUF. ``metadata`` and ``tensors`` keep the order of the file.
 
     ``value_spans[key]`` is the (start, end) of the encoded value, type tag included, so
@@ -209,12 +210,6 @@ class GGUFFile:
     def close(self) -> None:
         """Let go of the mapping; it stays mapped while a view of it lives."""
         self._buffer = None
-
-    def __enter__(self: F) -> F:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def metadata_value(file: GGUFFile, key: str, kind: type | tuple[type, ...], default: Any) -> Any:

@@ -103,14 +103,8 @@ def _download(file: HubFile, add: Callable[[int], None]) -> None:
                 time.sleep(1)
         target.flush()
         os.fsync(target.fileno())
-        _check_content(file, incomplete)
+        # Large files are named by their SHA-256.
+        if _SHA256.fullmatch(file.blob.name) and sha256_of(incomplete) != file.blob.name:
+            incomplete.unlink()
+            raise HubError(f"{file.name}: damaged on the way (its SHA-256 differs): pull it again")
         os.replace(incomplete, file.blob)
-
-
-def _check_content(file: HubFile, incomplete: Path) -> None:
-    """Large files are named by their SHA-256, which must be that of what was downloaded."""
-    if not _SHA256.fullmatch(file.blob.name):
-        return
-    if sha256_of(incomplete) != file.blob.name:
-        incomplete.unlink()
-        raise HubError(f"{file.name}: damaged on the way (its SHA-256 differs): pull it again")

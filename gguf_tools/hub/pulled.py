@@ -115,8 +115,8 @@ def remove(model: Pulled) -> int:
     nbytes = 0
     blobs = set()
     for path in model.paths:
-        name = path.relative_to(_snapshot_of(path, folder))
-        for each in folder.glob(f"snapshots/*/{name.as_posix()}"):
+        name = "/".join(path.relative_to(folder / "snapshots").parts[1:])
+        for each in folder.glob(f"snapshots/*/{name}"):
             blobs.add(each.resolve())
             each.unlink()
     kept = {path.resolve() for path in (folder / "snapshots").rglob("*") if path.is_symlink()}
@@ -125,10 +125,6 @@ def remove(model: Pulled) -> int:
             nbytes += blob.stat().st_size
             blob.unlink()
     return nbytes
-
-
-def _snapshot_of(path: Path, folder: Path) -> Path:
-    return folder / "snapshots" / path.relative_to(folder / "snapshots").parts[0]
 
 
 def _is(model: Pulled, name: str) -> bool:

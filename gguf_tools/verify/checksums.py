@@ -6,7 +6,6 @@ its SHA-256. Any other GGUF has none, and damage that leaves every block finite 
 
 import re
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ class FileChecksums:
     def jobs(self) -> Iterator[Job]:
         """What is to be read beside the tensors."""
         if self.hub_hash is not None:
-            yield partial(self._read_whole)
+            yield self._read_whole
 
     def _read_whole(self) -> int:
         self._hash = sha256_of(self.part.path)

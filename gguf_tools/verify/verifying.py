@@ -6,7 +6,6 @@ search goes on.
 """
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from gguf_tools.errors import GGUFError
@@ -55,7 +54,10 @@ def verify(
             report.problems += foreign_problems(parts)
             report.problems += model_problems(parts, report)
         if low is not None and not report.problems:
-            report.problems += _pair_problems(opened[0], opened[1], models[1], report)
+            try:
+                report.tiers = [tier.name for tier in ExpertModel.of_parts(*opened).tiers]
+            except GGUFError as error:
+                report.problems.append(Problem(str(error), str(models[1])))
         together = [part for parts in opened for part in parts]
         if together:
             check_blocks(
@@ -67,12 +69,3 @@ def verify(
                 part.close()
     report.seconds = time.monotonic() - started
     return report
-
-
-def _pair_problems(
-    high: list[GGUFFile], low: list[GGUFFile], named: Path, report: VerifyReport
-) -> Iterator[Problem]:
-    try:
-        report.tiers = [tier.name for tier in ExpertModel.of_parts(high, low).tiers]
-    except GGUFError as error:
-        yield Problem(str(error), str(named))

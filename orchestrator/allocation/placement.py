@@ -101,13 +101,11 @@ def place(
     tiers = np.zeros(scores.shape, np.uint8)
     order = np.argsort(-scores, axis=1, kind="stable")
     budget = bit_budget(scores.shape[1] - n_hot, settings)
-    weighted = settings.near_weights == IMPORTANCE
-    names = np.arange(1, len(bits) + 1)
     for layer, ranked in enumerate(order):
         cold = ranked[n_hot:]
-        weights = scores[layer, cold] if weighted else None
+        weights = scores[layer, cold] if settings.near_weights == IMPORTANCE else None
         counts = prefix_split(losses[layer, cold], bits, budget, weights, most)
-        tiers[layer, cold] = np.repeat(names, counts)
+        tiers[layer, cold] = np.repeat(np.arange(1, len(bits) + 1), counts)
     return tiers
 
 

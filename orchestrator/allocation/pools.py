@@ -157,19 +157,10 @@ class TierPools:
                 self._pool_in[at][list(pool.layers)] = index
 
     @property
-    def n_tiers(self) -> int:
-        return len(self._place_of)
-
-    @property
     def pool_of(self) -> np.ndarray:
         """The pool that holds a layer's experts in each tier, int64 [n_layers, n_tiers]: equal
         numbers of a tier are one pool."""
         return np.stack([self._pool_in[at] for at in self._place_of], axis=1)
-
-    @property
-    def total_bytes(self) -> int:
-        """Of slots in the memory that the budget is of."""
-        return self.plan().total_bytes
 
     def plan(self) -> SlotPlan:
         places = zip(self._places, self._pools, strict=True)
@@ -216,8 +207,7 @@ def moves_to(
 
 def every_expert_to(wanted: np.ndarray) -> list[Transition]:
     """Each expert to its tier, wanted [n_layers, n_expert]."""
-    each = np.ndindex(wanted.shape)
-    return [(layer, expert, int(wanted[layer, expert])) for layer, expert in each]
+    return [(layer, expert, int(tier)) for (layer, expert), tier in np.ndenumerate(wanted)]
 
 
 def too_little(budget_bytes: int, needed_bytes: int) -> BudgetError:
@@ -241,9 +231,7 @@ def nominal_bits(tier: str) -> int:
 def nominal_losses(bits: Sequence[float], n_layers: int, n_expert: int) -> np.ndarray:
     """What stands for a loss table where there is none, float64 [n_layers, n_expert, len(bits)]:
     each bit more divides the mean squared error by four, in all experts alike."""
-    curve = 0.25 ** np.array(bits, np.float64)
-    alike: np.ndarray = np.broadcast_to(curve, (n_layers, n_expert, len(bits))).copy()
-    return alike
+    return np.tile(0.25 ** np.array(bits, np.float64), (n_layers, n_expert, 1))
 
 
 def shares(sums: np.ndarray, otherwise: np.ndarray | None = None) -> np.ndarray:

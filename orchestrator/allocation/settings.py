@@ -8,7 +8,7 @@ from pathlib import Path
 from gguf_tools.units import format_size
 from orchestrator.settings import RATE, Settings, setting
 
-USUAL_RATE = 128 << 20
+USUAL_RATE = 128 << 20  # bytes a second
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,3 @@ class Shared(Settings):
         shown="FILE.calib.json",
         recorded=False,
     )
-
-
-def rate_of(asked: int | None) -> int:
-    """Bytes a second that transitions may read, 0 for no limit: the usual cap, unless asked."""
-    return USUAL_RATE if asked is None else asked

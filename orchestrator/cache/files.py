@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +21,8 @@ from gguf_tools.file.unfinished import ENDING, UnfinishedFile, remove_abandoned
 from orchestrator.errors import ConfigError
 
 _USUAL = {"cache": ".cache", "state": ".local/state"}
+# No file of settings or timings that we kept is larger.
+_LARGEST_BYTES = 1 << 20
 
 
 def user_folder(kind: str) -> Path:
@@ -101,6 +103,23 @@ def write_whole(path: Path, text: str, *, private: bool = False) -> None:
     """Writes a file, whole or not at all. private: only its owner may read it. Raises OSError."""
     with whole_file(path, 0o600 if private else 0o666) as file:
         file.write(text.encode())
+
+
+def recalled(path: Path, form: str, name: str) -> dict[str, Any]:
+    """What keep() put under this name into a file of the user cache of this form; nothing where
+    that is damaged or not to be had."""
+    data: dict[str, Any] | None = None
+    with suppress(OSError):
+        data = read_object(path, _LARGEST_BYTES)
+    found = data.get(name) if data and data.get("format") == form else None
+    return found if isinstance(found, dict) else {}
+
+
+def keep(path: Path, form: str, name: str, what: Mapping[str, Any]) -> None:
+    """Writes that file, where it can be written."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps({"format": form, name: what}))
 
 
 ALL = "all"

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from orchestrator.cache.files import read_object, user_folder, write_whole
+from orchestrator.cache.files import keep, read_object, recalled, user_folder, write_whole
 from orchestrator.config import Config
 from orchestrator.errors import ProfileError
 
@@ -201,12 +201,7 @@ class TunedKeeper(_Cached):
     @cached_property
     def _known(self) -> dict[str, Any]:
         """By policy; read when it is first asked for."""
-        data: dict[str, Any] = {}
-        if self._remember:
-            with suppress(OSError):
-                data = read_object(self._path, _LARGEST_BYTES) or {}
-        known = data.get("policies")
-        return known if data.get("format") == _TUNED and isinstance(known, dict) else {}
+        return recalled(self._path, _TUNED, "policies") if self._remember else {}
 
     def recall(self, policy: str) -> dict[str, Any] | None:
         """What the named policy tuned; None where nothing is known."""
@@ -221,7 +216,5 @@ class TunedKeeper(_Cached):
         """Writes what was learned, if anything was."""
         if not self._learned or not self._remember:
             return
-        with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path, json.dumps({"format": _TUNED, "policies": self._known}))
+        keep(self._path, _TUNED, "policies", self._known)
         self._learned = False

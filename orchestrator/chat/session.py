@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gguf_tools import interrupts
+from gguf_tools.closing import Closing
 from gguf_tools.file.opening import open_file
 from orchestrator.cache.files import write_whole
 from orchestrator.config import Config, Sampling
@@ -131,7 +132,7 @@ def read_text(path: Path, most_bytes: int, else_do: str) -> str:
 Prefill = Callable[[int, int], None]
 
 
-class Session:
+class Session(Closing):
     """The messages of a conversation, and the engine that answers them.
 
     `messages` is everything said. Where that outgrows the context, the oldest exchanges are left
@@ -279,12 +280,6 @@ class Session:
     def close(self) -> None:
         """Frees the engine."""
         self.engine.close()
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def load(self, messages: list[Message]) -> None:
         """Go on with another conversation: its messages, as read_conversation gives them."""

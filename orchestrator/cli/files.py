@@ -68,7 +68,7 @@ def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -
     if picture is not None:
         pictures.draw_layers(facts, picture)
         note(str(picture))
-    say_result(facts, render(facts), as_json)
+    say_result(facts, render, as_json)
     if found is not None and not as_json:
         say(f"  {found.sentence}")
 
@@ -136,7 +136,7 @@ def architectures(as_json: bool) -> None:
     from orchestrator.native.llama import Bindings
 
     names = sorted(Bindings.load().library().managed_architectures())
-    say_result({"managed": names}, "\n".join(names), as_json)
+    say_result({"managed": names}, lambda _: "\n".join(names), as_json)
 
 
 @click.command()

@@ -90,7 +90,7 @@ def _measure(name: str, as_json: bool, out: Path | None = None, **options: Any) 
     if out is not None:
         for path in experiment.draw(report, out):
             note(f"wrote {path}")
-    say_result(report, experiment.text(report), as_json)
+    say_result(report, experiment.text, as_json)
 
 
 @click.group(
@@ -176,7 +176,7 @@ for _name, _place in BENCHMARKS.items():
 @click.option(
     "--uniform",
     metavar="TYPES",
-    help="What the studies accuracy, memory and equal compare with, all experts in one type: "
+    help="What the studies memory, equal and allocation compare with, all experts in one type: "
     "types made from the best tier, .gguf files of the same model, or none.  [default: "
     "q2_k,q3_k,q4_k,q5_k,q6_k]",
 )
@@ -217,7 +217,7 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
         else:
             tables = load_study(study).publish(config, wanted, out, console.bar, console.note)
     if study is None:
-        say_result(result, render(result), as_json)
+        say_result(result, render, as_json)
     else:
         say_tables(study, tables, as_json)
 

@@ -361,16 +361,16 @@ def say(text: str) -> None:
     click.echo(strip_controls(text))
 
 
-def say_result(found: Any, text: str, as_json: bool) -> None:
-    """A result on stdout, as one JSON object or as text."""
-    click.echo(json.dumps(found) if as_json else strip_controls(text))
+def say_result(found: Any, render: Callable[[Any], str], as_json: bool) -> None:
+    """A result on stdout, as one JSON object or as the text that render makes of it."""
+    click.echo(json.dumps(found) if as_json else strip_controls(render(found)))
 
 
 def say_tables(study: str, tables: Iterable[Table], as_json: bool) -> None:
     """The tables of a study on stdout."""
     tables = list(tables)
     found = {"study": study, "tables": [table.as_dict() for table in tables]}
-    say_result(found, "\n\n".join(table.markdown() for table in tables), as_json)
+    say_result(found, lambda _: "\n\n".join(table.markdown() for table in tables), as_json)
 
 
 def print_notes(sentences: Iterable[str]) -> None:

@@ -237,7 +237,7 @@ def replay(
     recorded, library = read_trace(file), Bindings.load().library()
     if study is None:
         result = run(library, recorded, asked)
-        say_result(result, render(result), as_json)
+        say_result(result, render, as_json)
     else:
         say_tables(study, load_replay_study(study).publish(library, recorded, asked, out), as_json)
 
@@ -264,4 +264,4 @@ def _replay_near_data(file: Path | None, chosen: dict[str, Any], as_json: bool) 
             PlacementSettings.of(chosen),
         )
     result = replay_near_data(asked, None if file is None else read_trace(file))
-    say_result(result, render_near_data(result), as_json)
+    say_result(result, render_near_data, as_json)

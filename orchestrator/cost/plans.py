@@ -6,13 +6,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import processor_name
-from orchestrator.cache.files import read_object, write_whole
+from orchestrator.cache.files import keep, recalled
 from orchestrator.cache.profile import cached_path
 from orchestrator.config import Config
 from orchestrator.cost.losses import Foreseen
@@ -31,7 +30,6 @@ AS_FAST = 1.02
 _ROUNDING = 1 + 1e-9
 
 _FORMAT = "moe-edge plans 1"
-_LARGEST_BYTES = 1 << 20
 # So many commands of a model are kept, the latest ones.
 _MOST = 64
 
@@ -266,24 +264,15 @@ class TakenPlans:
         self._key = hashlib.sha256(key.encode()).hexdigest()[:24]
         self._path = cached_path(model, "plans")
 
-    def _read(self) -> dict[str, Any]:
-        data: dict[str, Any] | None = None
-        with suppress(OSError):
-            data = read_object(self._path, _LARGEST_BYTES)
-        known = data.get("taken") if data and data.get("format") == _FORMAT else None
-        return known if isinstance(known, dict) else {}
-
     def recall(self) -> Mapping[str, Any] | None:
         """The settings, without the loss that they spend; None where nothing was taken."""
-        found = self._read().get(self._key)
+        found = recalled(self._path, _FORMAT, "taken").get(self._key)
         return found if isinstance(found, dict) else None
 
     def keep(self, settings: Mapping[str, Any]) -> None:
         """Keeps what was taken now."""
-        known = self._read()
+        known = recalled(self._path, _FORMAT, "taken")
         known.pop(self._key, None)
         known[self._key] = {k: v for k, v in settings.items() if k != ALLOWED_LOSS}
         latest = dict([*known.items()][-_MOST:])
-        with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path, json.dumps({"format": _FORMAT, "taken": latest}))
+        keep(self._path, _FORMAT, "taken", latest)

@@ -7,14 +7,15 @@ import ctypes
 import mmap
 from contextlib import ExitStack
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from gguf_tools.closing import Closing
 from gguf_tools.file.layout import GGMLType, row_bytes
 from gguf_tools.process import Disturbance
 from orchestrator.errors import NativeError
-from orchestrator.memory.machine import InitParams
+from orchestrator.native.ggml import Ggml, InitParams
 
 # Weights of one timing, together: more than the caches of a processor hold.
 POOL_BYTES = 96 * 2**20
@@ -75,57 +76,19 @@ class Attention(NamedTuple):
     cells: int
 
 
-_P, _I, _L, _F, _S = (
-    ctypes.c_void_p,
-    ctypes.c_int,
-    ctypes.c_int64,
-    ctypes.c_float,
-    ctypes.c_size_t,
-)
-_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
-    "ggml_init": (_P, [InitParams]),
-    "ggml_free": (None, [_P]),
-    "ggml_new_tensor_2d": (_P, [_P, _I, _L, _L]),
-    "ggml_new_tensor_3d": (_P, [_P, _I, _L, _L, _L]),
-    "ggml_view_3d": (_P, [_P, _P, _L, _L, _L, _S, _S, _S]),
-    "ggml_mul_mat": (_P, [_P, _P, _P]),
-    "ggml_mul_mat_id": (_P, [_P, _P, _P, _P]),
-    "ggml_rms_norm": (_P, [_P, _P, _F]),
-    "ggml_flash_attn_ext": (_P, [_P, _P, _P, _P, _P, _F, _F, _F]),
-    "ggml_new_graph": (_P, [_P]),
-    "ggml_build_forward_expand": (None, [_P, _P]),
-    "ggml_backend_alloc_ctx_tensors_from_buft": (_P, [_P, _P]),
-    "ggml_backend_buffer_clear": (None, [_P, ctypes.c_uint8]),
-    "ggml_backend_buffer_free": (None, [_P]),
-    "ggml_backend_buffer_get_base": (_P, [_P]),
-    "ggml_backend_buffer_get_size": (_S, [_P]),
-    "ggml_backend_tensor_set": (None, [_P, _P, _S, _S]),
-    "ggml_backend_graph_compute": (_I, [_P, _P]),
-    "ggml_backend_cpu_init": (_P, []),
-    "ggml_backend_cpu_set_n_threads": (None, [_P, _I]),
-    "ggml_backend_cpu_buffer_type": (_P, []),
-    "ggml_backend_cpu_reg": (_P, []),
-    "ggml_backend_reg_dev_get": (_P, [_P, _S]),
-    "ggml_backend_reg_get_proc_address": (_P, [_P, ctypes.c_char_p]),
-    "ggml_backend_buft_name": (ctypes.c_char_p, [_P]),
-    "ggml_backend_free": (None, [_P]),
-}
 # Bytes for the tensors and the graph of one timing, without their data.
 _CONTEXT_BYTES = 4 * 2**20
 
 
-class Timer:
+class Timer(Ggml, Closing):
     """Times products with so many threads. Close it."""
 
     def __init__(self, lib: ctypes.CDLL, threads: int, pool_bytes: int = POOL_BYTES) -> None:
-        """lib: llama.cpp's library, through which ggml's is found. pool_bytes: weights of one
+        """pool_bytes: weights of one
         timing; where a processor's cache holds them, products seem faster than they are. Raises
         NativeError."""
+        super().__init__(lib)
         self._pool_bytes = pool_bytes
-        for name, (result, arguments) in _FUNCTIONS.items():
-            function = lib[name]
-            function.restype, function.argtypes = result, arguments
-            setattr(self, name.removeprefix("ggml_"), function)
         self._backend: int = self.backend_cpu_init()
         if not self._backend:
             raise NativeError("ggml's CPU backend cannot be opened")
@@ -139,7 +102,9 @@ class Timer:
         address = self.backend_reg_get_proc_address(reg, b"ggml_backend_dev_get_extra_bufts")
         if not address:
             return None
-        types = ctypes.CFUNCTYPE(ctypes.POINTER(_P), _P)(address)(self.backend_reg_dev_get(reg, 0))
+        types = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(address)(
+            self.backend_reg_dev_get(reg, 0)
+        )
         at = 0
         while found := types[at]:
             if self.backend_buft_name(found) == b"CPU_REPACK":
@@ -262,21 +227,11 @@ class Timer:
         below = 2 if others.share() < QUIET_SHARE else 10
         return sorted(times)[len(times) // below] / len(ops)
 
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
-
     def close(self) -> None:
         """Frees the backend; safe to call twice."""
         if self._backend:
             self.backend_free(self._backend)
         self._backend = 0
-
-    def __enter__(self) -> Timer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _ask_for_huge_pages(base: int, n_bytes: int) -> None:
@@ -287,4 +242,5 @@ def _ask_for_huge_pages(base: int, n_bytes: int) -> None:
     last = (base + n_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if last > first:
         libc = ctypes.CDLL(None)
-        libc.madvise(_P(first), _S(last - first), mmap.MADV_HUGEPAGE)
+        length = ctypes.c_size_t(last - first)
+        libc.madvise(ctypes.c_void_p(first), length, mmap.MADV_HUGEPAGE)

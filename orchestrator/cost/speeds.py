@@ -19,15 +19,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from time import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from gguf_tools.closing import Closing
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import layer_of, parse_expert_name
 from gguf_tools.file.parse import TensorInfo
 from gguf_tools.process import Disturbance, processor_name, usable_cores
-from orchestrator.cache.files import read_object, user_folder, write_whole
+from orchestrator.cache.files import keep, recalled, user_folder
 from orchestrator.cost.products import POOL_BYTES, QUIET_SHARE, Attention, Product, Small, Timer
 from orchestrator.memory.footprint import vocabulary_size
 from orchestrator.native.llama import Bindings
@@ -54,7 +55,6 @@ FILE, OWN, UPSTREAM = "file", "cpu", "upstream"
 
 # The second form: timings are what half of the runs took, with keys and values that no cache holds.
 _FORMAT = "moe-edge speed 2"
-_LARGEST_BYTES = 1 << 20
 # A timing during which threads waited for a core is tried again: so often, and all together.
 _TRIES, _REPEATS = 3, 30
 # So often what a token of an answer takes is timed in turns: this machine's speed changes within
@@ -93,48 +93,33 @@ class Timings:
     def __init__(self, now: float, of: Mapping[str, Iterable[Timing]] | None = None) -> None:
         """of: what was kept. What is old, or of a time to come, is dropped."""
         self._now = now
-        self._of: dict[str, list[Timing]] = {}
+        self.of: dict[str, list[Timing]] = {}
         for key, kept in (of or {}).items():
             young = [each for each in kept if 0 <= now - each.at < OLD_S]
             if young:
-                self._of[key] = sorted(young, key=lambda each: each.at)
-
-    @classmethod
-    def read(cls, data: Any, now: float) -> Timings:
-        """Of what as_dict() wrote; nothing where that is damaged."""
-        try:
-            return cls(now, {key: [_read(*each) for each in kept] for key, kept in data.items()})
-        except (AttributeError, TypeError, ValueError):
-            return cls(now)
+                self.of[key] = sorted(young, key=lambda each: each.at)
 
     @classmethod
     def load(cls, path: Path, form: str, now: float) -> Timings:
-        """Of what save() kept in this form; nothing where that is not to be had."""
-        with suppress(OSError):
-            data = read_object(path, _LARGEST_BYTES)
-            if data and data.get("format") == form:
-                return cls.read(data.get("timings"), now)
+        """Of what save() kept in this form; nothing where that is damaged or not to be had."""
+        known = recalled(path, form, "timings")
+        with suppress(TypeError, ValueError):
+            return cls(now, {key: [_read(*each) for each in kept] for key, kept in known.items()})
         return cls(now)
 
     def save(self, path: Path, form: str) -> None:
         """Keeps them in a file, where it can be written."""
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps({"format": form, "timings": self.as_dict()}))
-
-    def as_dict(self) -> dict[str, list[Timing]]:
-        """For a file."""
-        return self._of
+        keep(path, form, "timings", self.of)
 
     def least(self, key: str) -> float | None:
         """The seconds that stand for a product, None where it was never timed."""
-        kept = self._of.get(key)
+        kept = self.of.get(key)
         return min(each.seconds for each in kept) if kept else None
 
     def is_due(self, key: str, alike: int = 2) -> bool:
         """Whether to time it now: there is nothing of a quiet machine, or not so many timings that
         agree, and then the last timing is some time ago."""
-        kept = self._of.get(key, [])
+        kept = self.of.get(key, [])
         another = not kept or self._now - kept[-1].at >= APART_S
         quiet = sum(each.quiet for each in kept)
         if not quiet:
@@ -145,11 +130,11 @@ class Timings:
 
     def was_quiet(self, key: str) -> bool:
         """Whether any of its timings is of a quiet machine."""
-        return any(each.quiet for each in self._of.get(key, ()))
+        return any(each.quiet for each in self.of.get(key, ()))
 
     def add(self, key: str, seconds: float, quiet: bool) -> None:
         """A timing of now. Of two of the same moment the lesser one stays."""
-        kept = self._of.setdefault(key, [])
+        kept = self.of.setdefault(key, [])
         if kept and self._now - kept[-1].at < APART_S:
             last = kept.pop()
             kept.append(min(last, last._replace(seconds=seconds, quiet=quiet)))
@@ -193,7 +178,7 @@ class Costs:
         return len(self.expert_s)
 
 
-class Speeds:
+class Speeds(Closing):
     """Seconds of products and operations on this machine, measured or from the user cache.
 
     What stands in the cache is the least of timings at several moments, as `Timings` says. While
@@ -380,12 +365,6 @@ class Speeds:
                 kept.add(key, *_middle(rounds))
             kept.save(self._path, _FORMAT)
         self._measured, self._once, self._timer = {}, {}, None
-
-    def __enter__(self) -> Speeds:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _middle(rounds: list[tuple[float, bool]]) -> tuple[float, bool]:

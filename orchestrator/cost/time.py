@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from gguf_tools.closing import Closing
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from orchestrator.allocation.slots import ModelShape, SlotPlan
@@ -326,7 +327,7 @@ def known_uses(config: Config, model: ExpertModel) -> tuple[np.ndarray, bool]:
     return chances(alike if counts is None else counts, model.n_expert_used), known
 
 
-class TimeModel:
+class TimeModel(Closing):
     """What plans of one model take on this machine, with so many threads and this disk. Close it:
     it keeps what it measured for the next one.
 
@@ -381,9 +382,3 @@ class TimeModel:
     def close(self) -> None:
         """Keeps what was measured."""
         self._speeds.close()
-
-    def __enter__(self) -> TimeModel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

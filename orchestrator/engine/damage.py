@@ -21,7 +21,7 @@ from gguf_tools.file.checksums import header_checksum, n_slices, stored
 from gguf_tools.file.layout import TIER_MARK
 from gguf_tools.file.parse import TensorInfo
 from gguf_tools.file.reader import GGUFFile
-from orchestrator.native import Library, StoreSpec
+from orchestrator.native import Library, Slices, StoreSpec
 
 _CHUNK_BYTES = 1 << 20
 
@@ -56,17 +56,11 @@ class Checksums:
 def with_checksums(spec: StoreSpec, checksums: Checksums) -> StoreSpec:
     """The store that also compares what it reads, as far as the model's files have checksums."""
     known = {(each.file, each.info.offset): tuple(each.checksums) for each in checksums.tensors}
-    layers = tuple(
-        (
-            il,
-            {
-                key: replace(each, checksums=known.get((each.file, each.offset), ()))
-                for key, each in slices.items()
-            },
-        )
-        for il, slices in spec.layers
-    )
-    return replace(spec, layers=layers)
+
+    def compared(_layer: int, _kind: int, each: Slices) -> Slices:
+        return replace(each, checksums=known.get((each.file, each.offset), ()))
+
+    return spec.with_slices(compared)
 
 
 def managed_places(model: ExpertModel) -> set[Place]:

@@ -84,13 +84,9 @@ class PlainDriver:
     def sequence_end(self, sequence: int | None = None) -> None:
         """A sequence was dropped, or all that there are."""
 
-    def change(self, settings: Mapping[str, Any]) -> bool:
-        """Changes live settings of the policy; False where it lacks one of them."""
-        return not settings
-
-    def values(self, names: Sequence[str]) -> dict[str, Any]:
-        """What the policy's settings of these names are, as far as it has them."""
-        return {}
+    def change(self, name: str, value: Any) -> bool:
+        """Changes a live setting of the policy; False where it lacks it."""
+        return False
 
     def report(self) -> dict[str, Any]:
         """What the policy knows about its own work."""
@@ -344,13 +340,8 @@ class Driver(PlainDriver):
     def sequence_end(self, sequence: int | None = None) -> None:
         self.store.sequence_end(sequence)
 
-    def change(self, settings: Mapping[str, Any]) -> bool:
-        used = [self.policy.change(name, value) for name, value in settings.items()]
-        return all(used)
-
-    def values(self, names: Sequence[str]) -> dict[str, Any]:
-        settings = self.policy.settings
-        return {name: getattr(settings, name) for name in names if hasattr(settings, name)}
+    def change(self, name: str, value: Any) -> bool:
+        return self.policy.change(name, value)
 
     def report(self) -> dict[str, Any]:
         return dict(self.policy.report())

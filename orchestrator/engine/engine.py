@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from gguf_tools.closing import Closing
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config, Sampling
 from orchestrator.cost.losses import LossModel
 from orchestrator.engine.driver import Driver
 from orchestrator.engine.load import Loader
 from orchestrator.engine.prompts import PromptCache, kept_prompts
-from orchestrator.engine.report import Meter, mode_line
+from orchestrator.engine.report import Meter, StoreCosts, mode_line
 from orchestrator.engine.steps import Steps
 from orchestrator.engine.texts import ChatTemplate, StopTexts
 from orchestrator.errors import ConfigError, NativeError
@@ -30,7 +31,7 @@ from orchestrator.policy import Policy
 __all__ = ["Engine", "GenerationStats", "Sampling"]
 
 
-class Engine:
+class Engine(Closing):
     """One model ready to answer. Make it with Engine.open; free it with close or `with`.
 
     last_stats: the latest answer's costs, or None. One generation at a time.
@@ -102,7 +103,8 @@ class Engine:
         steps, plan, driver = self._steps, self.plan, self._loaded.driver
         steps.begin()
         store = driver.store if isinstance(driver, Driver) else None
-        meter = Meter(store, len(tokens), plan.tier_names, plan.skip, driver.meter)
+        costs = StoreCosts(store, plan.tier_names, plan.skip, driver.meter)
+        meter = Meter(costs, len(tokens))
         chain = SamplerChain(self._loaded.context, sampling)
         text = codecs.getincrementaldecoder("utf-8")("replace")
         stop = StopTexts(sampling.stop)
@@ -264,7 +266,7 @@ class Engine:
         """Changes a live setting of a policy from the next token on; False where the policy that
         runs has no such setting, so that it waits for another one."""
         config = self.config.with_changes(**{name: value})
-        used = self._loaded.driver.change({name: value})
+        used = self._loaded.driver.change(name, value)
         self.config = config
         return used
 
@@ -379,9 +381,3 @@ class Engine:
         that ends while a step runs. Raises OSError where a named profile cannot be written."""
         self._loader.learned.learn(self._loaded.driver)
         self._loader.learned.save()
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -100,8 +100,12 @@ class Shelf:
 
     def add(self, copy: Copy) -> None:
         """Keeps a copy that there is room for, in the place of those that it goes on from."""
-        self._copies = [each for each in self._copies if not _goes_on(copy, each)]
-        self._copies.append(copy)
+        before = [
+            each
+            for each in self._copies
+            if each.key != copy.key or common_prefix(copy.tokens, each.tokens) < len(each.tokens)
+        ]
+        self._copies = [*before, copy]
 
     def remove(self, copy: Copy) -> None:
         self._copies.remove(copy)
@@ -109,11 +113,6 @@ class Shelf:
     def all(self) -> list[Copy]:
         """Every copy, the latest used one last."""
         return list(self._copies)
-
-
-def _goes_on(new: Copy, old: Copy) -> bool:
-    n = len(old.tokens)
-    return new.key == old.key and common_prefix(new.tokens, old.tokens) == n
 
 
 ENDING = ".prompt"
@@ -171,8 +170,8 @@ class PromptFolder:
         found = []
         for path in reversed(self._files()):
             if path.name.startswith(_short(key)) and path not in self._unusable:
-                with contextlib.suppress(OSError):
-                    listed = _read_description(path)
+                with contextlib.suppress(OSError), open(path, "rb") as file:
+                    listed = _describe(file, path)
                     if listed is None or listed.key != key:
                         self.drop(path)
                     else:
@@ -366,13 +365,8 @@ def _footer(file: BinaryIO) -> tuple[int, int, bytes, bytes] | None:
     return found if found[3] == _MAGIC else None
 
 
-def _read_description(path: Path) -> Listed | None:
-    """What a file says of itself; None for a damaged one. Raises OSError."""
-    with open(path, "rb") as file:
-        return _describe(file, path)
-
-
 def _describe(file: BinaryIO, path: Path) -> Listed | None:
+    """What a file says of itself; None for a damaged one. Raises OSError."""
     footer = _footer(file)
     if footer is None or footer[1] > _MOST_DESCRIPTION:
         return None

@@ -81,7 +81,9 @@ class StoreCosts:
         skip: bool = False,
         losses: LossMeter | None = None,
     ) -> None:
-        """As Meter."""
+        """store None: the plain path, where there is nothing to count. tiers: names of those in
+        use, best first; skip: experts may be skipped. losses: None where nobody knows what lower
+        tiers cost."""
         self._store = store
         self._losses = losses
         self._mark = losses.mark() if losses else None
@@ -137,23 +139,12 @@ class StoreCosts:
 class Meter:
     """Counts from its creation; token() at every chosen token; stats() at the end."""
 
-    def __init__(
-        self,
-        store: Store | None,
-        prompt_tokens: int,
-        tiers: Sequence[str],
-        skip: bool = False,
-        losses: LossMeter | None = None,
-    ) -> None:
-        """store None: the plain path, where there is nothing to count. tiers: names of those in
-        use, best first; skip: experts may be skipped. losses: None where nobody knows what lower
-        tiers cost."""
-        self._prompt_tokens = prompt_tokens
+    def __init__(self, costs: StoreCosts, prompt_tokens: int) -> None:
+        self._costs, self._prompt_tokens = costs, prompt_tokens
         self.evaluated_tokens = 0
         self.finish = "cancelled"
         self._ended = False
         self._times = [perf_counter()]
-        self._costs = StoreCosts(store, tiers, skip, losses)
 
     @property
     def tokens(self) -> int:

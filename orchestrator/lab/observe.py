@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from gguf_tools import interrupts
+from gguf_tools.closing import Closing
 from orchestrator.errors import NativeError
 from orchestrator.native.llama import Bindings, Model
 
@@ -91,7 +92,7 @@ class Node:
             raise NativeError("llama.cpp lays out its tensors in another way: run `make build`")
 
 
-class Observer:
+class Observer(Closing):
     """A model and a context that show tensors of each read. Free it with close."""
 
     def __init__(
@@ -189,9 +190,3 @@ class Observer:
             self._handle = None
         if not self._borrowed:
             self.model.close()
-
-    def __enter__(self) -> Observer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

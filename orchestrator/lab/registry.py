@@ -99,11 +99,11 @@ def load_benchmark(name: str) -> Benchmark[Any]:
     return found
 
 
-def load_study(name: str) -> Study[Any]:
+def load_study(name: str) -> Study:
     """The study of this name. Raises ConfigError where there is none."""
     if name not in STUDIES:
         raise ConfigError(f"unknown study '{name}'; known: {', '.join(STUDIES)}")
-    found: Study[Any] = _load(STUDIES[name])
+    found: Study = _load(STUDIES[name])
     return found
 
 

@@ -11,7 +11,7 @@ from gguf_tools.file.layout import GGMLType
 from orchestrator.config import Config
 from orchestrator.memory.machine import AUTO
 from orchestrator.memory.plan import MemoryPlan
-from orchestrator.native import Library, ProductTime, StoreSpec
+from orchestrator.native import Library, ProductTime, Slices, StoreSpec
 
 # A type and a shape of experts to what their product takes.
 TimeProduct = Callable[[int, tuple[int, int]], ProductTime | None]
@@ -41,15 +41,14 @@ def with_layouts(
     the plan wants it. On a device experts are as in the file."""
     if plan.device is not None or not wants_own_layout(config, plan):
         return spec
-    layers = []
-    for shapes, (il, slices) in zip(model.shapes, spec.layers, strict=True):
-        changed = dict(slices)
-        for (kind, tier), each in slices.items():
-            shape = shapes[kind]
-            if shape is not None and library.interleaves(each.type, *shape):
-                changed[kind, tier] = replace(each, interleaved_rows=shape[1])
-        layers.append((il, changed))
-    return replace(spec, layers=tuple(layers))
+
+    def laid_out(layer: int, kind: int, each: Slices) -> Slices:
+        shape = model.shapes[layer][kind]
+        if shape is None or not library.interleaves(each.type, *shape):
+            return each
+        return replace(each, interleaved_rows=shape[1])
+
+    return spec.with_slices(laid_out)
 
 
 def with_product_times(spec: StoreSpec, model: ExpertModel, timed: TimeProduct) -> StoreSpec:
@@ -58,21 +57,20 @@ def with_product_times(spec: StoreSpec, model: ExpertModel, timed: TimeProduct) 
     if spec.misses.mode != AUTO or not spec.misses.copy:
         return spec
     found: dict[tuple[int, tuple[int, int]], ProductTime | None] = {}
-    layers = []
-    for (il, slices), shapes in zip(spec.layers, model.shapes, strict=True):
-        with_times = {}
-        for (kind, tier), piece in slices.items():
-            shape = shapes[kind]
-            assert shape is not None
-            at = piece.type, shape
-            if at not in found:
-                found[at] = timed(*at)
-            took = found[at]
-            with_times[kind, tier] = replace(piece, compute_us=took.each_us if took else 0.0)
-        layers.append((il, with_times))
+
+    def with_time(layer: int, kind: int, each: Slices) -> Slices:
+        shape = model.shapes[layer][kind]
+        assert shape is not None
+        at = each.type, shape
+        if at not in found:
+            found[at] = timed(*at)
+        took = found[at]
+        return replace(each, compute_us=took.each_us if took else 0.0)
+
+    spec = spec.with_slices(with_time)
     wake_us = max((took.wake_us for took in found.values() if took), default=0.0)
     misses = replace(spec.misses, round_trip_us=spec.misses.round_trip_us + wake_us)
-    return replace(spec, layers=tuple(layers), misses=misses)
+    return replace(spec, misses=misses)
 
 
 def layout_text(spec: StoreSpec) -> str:

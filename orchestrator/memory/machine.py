@@ -3,7 +3,6 @@ both for a model."""
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +17,7 @@ from orchestrator.config import Config
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.memory.footprint import PROCESS_BYTES, output_tokens
 from orchestrator.native import DeviceInfo, Misses, find_device, host_scratch, measure_device
+from orchestrator.native.ggml import Ggml, InitParams
 from orchestrator.native.llama import Bindings, LlamaContext, Model
 
 _HEADROOM_SHARE = 0.1
@@ -227,16 +227,6 @@ def serve_misses(bindings: Bindings, gpu: Accelerator | None, config: Config) ->
     return Misses(mode, speeds.pinned, speeds.read, speeds.round_trip_us, threads)
 
 
-class InitParams(ctypes.Structure):
-    """struct ggml_init_params."""
-
-    _fields_ = [
-        ("mem_size", ctypes.c_size_t),
-        ("mem_buffer", ctypes.c_void_p),
-        ("no_alloc", ctypes.c_bool),
-    ]
-
-
 def runs_flash(bindings: Bindings, gpu: int, model: ExpertModel, kv: str) -> bool:
     """gpu: its number among llama.cpp's. kv: of KV_TYPES. False where a layer's heads have no
     kernel, or the library was built without them; and for latent attention, whose heads in the
@@ -257,29 +247,15 @@ def _supports(
 ) -> bool:
     """Whether the backend of a GPU has a kernel for attention with heads of these numbers and
     lengths."""
-    ggml = bindings.api._lib
-    pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-    ggml.ggml_init.argtypes, ggml.ggml_init.restype = [InitParams], pointer
-    ggml.ggml_free.argtypes = [pointer]
-    ggml.ggml_new_tensor_4d.argtypes = [pointer, ctypes.c_int, *[number] * 4]
-    ggml.ggml_new_tensor_4d.restype = pointer
-    ggml.ggml_flash_attn_ext.argtypes = [*[pointer] * 5, *[real] * 3]
-    ggml.ggml_flash_attn_ext.restype = pointer
-    ggml.ggml_backend_reg_by_name.argtypes = [ctypes.c_char_p]
-    ggml.ggml_backend_reg_by_name.restype = pointer
-    ggml.ggml_backend_reg_dev_get.argtypes = [pointer, ctypes.c_size_t]
-    ggml.ggml_backend_reg_dev_get.restype = pointer
-    ggml.ggml_backend_dev_supports_op.argtypes = [pointer, pointer]
-    ggml.ggml_backend_dev_supports_op.restype = ctypes.c_bool
-
-    backend = ggml.ggml_backend_reg_by_name(b"CUDA")
+    ggml = Ggml(bindings.api._lib)
+    backend = ggml.backend_reg_by_name(b"CUDA")
     if not backend:
         return False
-    ctx = ggml.ggml_init(InitParams(_TENSORS_BYTES, None, True))
+    ctx = ggml.init(InitParams(_TENSORS_BYTES, None, True))
     try:
 
         def tensor(kind: GGMLType, *shape: int) -> int:
-            made: int = ggml.ggml_new_tensor_4d(ctx, int(kind), *shape)
+            made: int = ggml.new_tensor_4d(ctx, int(kind), *shape)
             return made
 
         of_cache = KV_TYPES[kv]
@@ -287,11 +263,11 @@ def _supports(
         keys = tensor(of_cache, key, _CELLS, n_head_kv, 1)
         values = tensor(of_cache, value, _CELLS, n_head_kv, 1)
         mask = tensor(GGMLType.F16, _CELLS, _TOKENS, 1, 1)
-        op = ggml.ggml_flash_attn_ext(ctx, queries, keys, values, mask, 1.0, 0.0, 0.0)
-        device = ggml.ggml_backend_reg_dev_get(backend, gpu)
-        return bool(ggml.ggml_backend_dev_supports_op(device, op))
+        op = ggml.flash_attn_ext(ctx, queries, keys, values, mask, 1.0, 0.0, 0.0)
+        device = ggml.backend_reg_dev_get(backend, gpu)
+        return bool(ggml.backend_dev_supports_op(device, op))
     finally:
-        ggml.ggml_free(ctx)
+        ggml.free(ctx)
 
 
 class Probe:

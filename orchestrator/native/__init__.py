@@ -14,7 +14,6 @@ from orchestrator.native.library import (
     measure_product,
 )
 from orchestrator.native.server import NativeRequest, NativeServer, ServerLibrary, ServerSpec
-from orchestrator.native.simulation import Simulation
 from orchestrator.native.spec import Misses, Slices, StoreSpec
 from orchestrator.native.store import Store
 
@@ -34,7 +33,6 @@ __all__ = [
     "ProductTime",
     "ServerLibrary",
     "ServerSpec",
-    "Simulation",
     "Slices",
     "Store",
     "StoreSpec",

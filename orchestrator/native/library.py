@@ -150,13 +150,7 @@ def measure_device(library: Library, device: DeviceInfo, threads: int) -> Bandwi
         raise ConfigError(
             f"--device {device.name}: copies cannot be timed, it is full or does not answer"
         )
-    return Bandwidths(
-        found.pinned_bytes_per_s,
-        found.pageable_bytes_per_s,
-        found.round_trip_us,
-        found.read_bytes_per_s,
-        found.compute_bytes_per_s,
-    )
+    return Bandwidths(*(getattr(found, name) for name, *_ in CBandwidths._fields_))
 
 
 class FreeCores:

@@ -20,6 +20,7 @@ from gguf_tools.experts import DEFAULT_KV, KV_TYPES
 from orchestrator.config import Sampling, native_log_enabled
 from orchestrator.errors import NativeError
 from orchestrator.native import Library
+from orchestrator.native.ggml import Ggml
 
 EXPERT_PATTERN = rb"blk\.\d+\.ffn_(up|gate|gate_up|down)_exps\.weight"
 _LOG_ERROR = 4
@@ -69,12 +70,9 @@ class Bindings:
 
     def count_gpus(self) -> int:
         """How many GPUs llama.cpp sees."""
-        ggml = self.api._lib
-        ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
-        get, kind = ggml.ggml_backend_dev_get, ggml.ggml_backend_dev_type
-        get.argtypes, get.restype = [ctypes.c_size_t], ctypes.c_void_p
-        kind.argtypes, kind.restype = [ctypes.c_void_p], ctypes.c_int
-        return sum(kind(get(i)) == _GPU for i in range(ggml.ggml_backend_dev_count()))
+        ggml = Ggml(self.api._lib)
+        devices = map(ggml.backend_dev_get, range(ggml.backend_dev_count()))
+        return sum(ggml.backend_dev_type(each) == _GPU for each in devices)
 
     def listen(self) -> None:
         """Hears what the library says from here on: another may have taken its only log."""

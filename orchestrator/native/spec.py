@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -85,9 +86,17 @@ class StoreSpec:
     device: str | None = None  # whose memory the slots are; None for the host's
     host_bytes: int = 0  # the cache of experts behind a device
     misses: Misses = Misses()
-    simulated: bool = False  # no file is opened; see orchestrator.native.simulation
+    simulated: bool = False  # no file is opened; see orchestrator.lab.replay.clock
     whole_experts: bool = False
     rigid: bool = False  # simulated stores only
+
+    def with_slices(self, change: Callable[[int, int, Slices], Slices]) -> StoreSpec:
+        """With what change makes of each, by the number of its layer and its kind."""
+        layers = tuple(
+            (il, {(kind, tier): change(at, kind, each) for (kind, tier), each in slices.items()})
+            for at, (il, slices) in enumerate(self.layers)
+        )
+        return replace(self, layers=layers)
 
 
 # Fields that C has by the same names.

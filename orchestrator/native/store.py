@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from gguf_tools import interrupts
+from gguf_tools.closing import Closing
 from orchestrator.errors import NativeError
 from orchestrator.events import (
     MAX_PREFETCH,
@@ -81,7 +82,7 @@ RouteCallback = Callable[[RouteEvent], None]
 StepCallback = Callable[[ComputedStep], None]
 
 
-class Store:
+class Store(Closing):
     """One native store. Make it with Store.create; free it with close or `with`.
 
     event, view and decision are this store's buffers, alive as long as the store;
@@ -390,12 +391,6 @@ class Store:
             handle, self._handle = self._handle, None
             self._route = self._step_done = None
             self.library.store_free(handle)
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _items(wanted: Sequence[tuple[int, int, int]]) -> ctypes.Array[CPrefetch]:

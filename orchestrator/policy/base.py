@@ -152,6 +152,10 @@ class Policy:
         self.shape = shape
         self.settings = self.Settings() if settings is None else settings
         self.rules = rules or Rules()
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Sets what a new policy has besides. Raises PolicyError as __init__ does."""
 
     @property
     def fresh(self) -> bool:
@@ -184,19 +188,23 @@ class Policy:
         return ()
 
     def change(self, name: str, value: Any) -> bool:
-        """Changes a live setting; False where it has no live setting of this name. Slots stay as
-        planned. Raises SettingError and what _settings_changed raises, and changes nothing then."""
+        """Changes a live setting; False where it has no live setting of this name. Raises
+        SettingError, and as go_by does."""
         declared = self.Settings.declared().get(name)
         if declared is None or not declared.live:
             return False
-        before = self.settings
-        self.settings = replace(before, **{name: value})
+        self.go_by(replace(self.settings, **{name: value}))
+        return True
+
+    def go_by(self, settings: Any) -> None:
+        """Has a record with other values of live settings from the next step on. Slots stay as
+        planned. Raises what _settings_changed raises, and changes nothing then."""
+        before, self.settings = self.settings, settings
         try:
             self._settings_changed()
         except BaseException:
             self.settings = before
             raise
-        return True
 
     def _settings_changed(self) -> None:
         """After a live setting changed. Changes nothing where it raises PolicyError."""

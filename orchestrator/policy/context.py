@@ -30,7 +30,7 @@ from orchestrator.allocation.pools import (
     too_little,
 )
 from orchestrator.allocation.settings import Background, Shared
-from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan, Transition
+from orchestrator.allocation.slots import ModelShape, SlotPlan, Transition
 from orchestrator.errors import PolicyError
 from orchestrator.events import (
     DecisionBuffer,
@@ -90,18 +90,14 @@ class SequenceUse:
         total: np.ndarray = np.sum([self._none(), *self._of.values()], axis=0)
         return total
 
-    def begin(self, step: int) -> bool:
-        """A layer of this step follows: whether it is the step's first one. What a failed step
-        counted is dropped."""
-        if step == self._step:
-            return False
-        self._step = step
-        self._in_step.clear()
-        return True
-
-    def count(self, layer: int, ids: np.ndarray, gates: np.ndarray, sequences: np.ndarray) -> None:
-        """Tokens of the running step: the experts ids and their weights gates [T, k], and the
-        sequence of each token [T]."""
+    def count(
+        self, step: int, layer: int, ids: np.ndarray, gates: np.ndarray, sequences: np.ndarray
+    ) -> None:
+        """Tokens of a step: the experts ids and their weights gates [T, k], and the sequence of
+        each token [T]. What an earlier step counted that failed is dropped."""
+        if step != self._step:
+            self._step = step
+            self._in_step.clear()
         for sequence in sorted(set(sequences.tolist())):
             mine = sequences == sequence
             use = self._in_step.setdefault(sequence, self._none())
@@ -136,12 +132,11 @@ class SequenceUse:
         """A sequence goes on from where another one was saved, in the place of what it used itself.
         Raises PolicyError for what save did not write for this model."""
         body, none = state[len(_MAGIC) :], self._none()
-        if not state.startswith(_MAGIC) or len(body) != 8 * none.size:
+        written = state.startswith(_MAGIC) and len(body) == 8 * none.size
+        use = np.frombuffer(body if written else b"", "<f8")
+        if not written or not (np.isfinite(use) & (use >= 0)).all():
             raise PolicyError("the state of a sequence is damaged, or of another model")
-        use = np.frombuffer(body, "<f8").reshape(none.shape).astype(np.float64)
-        if not (np.isfinite(use).all() and (use >= 0).all()):
-            raise PolicyError("the state of a sequence is damaged: it has impossible sums")
-        self._of[sequence] = use
+        self._of[sequence] = use.reshape(none.shape).astype(np.float64)
         self._given.add(sequence)
 
 
@@ -228,15 +223,10 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
     wants = Wants((Phase.PREFILL,), n_ahead=1, counts=True, states=True, all_resident=True)
     settings: ContextSettings
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        settings: ContextSettings | None = None,
-        rules: Rules | None = None,
-    ) -> None:
+    def _set_up(self) -> None:
         """Raises PolicyError where the model has no second precision in use, for near tiers that it
         lacks or that are too many, and for shared slots on a device."""
-        super().__init__(shape, settings, rules)
+        shape = self.shape
         self._near = near_tiers(shape.tiers, self.settings.near_tiers)
         self._names = [shape.tiers[tier] for tier in self._near]
         self._bits = [nominal_bits(name) for name in self._names]
@@ -263,7 +253,7 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
         self._near_counts: tuple[int, ...] = ()
         self._pools: TierPools | None = None
         self._learned: np.ndarray = np.zeros(size)
-        self._predicted = False  # whether look-ahead has counted the last layer of this step
+        self._predicted = -1  # the step of which look-ahead has counted the last layer
         self._placed = True  # whether no prompt was read since the latest placement
         self._wanted: np.ndarray | None = None
         self._latest: np.ndarray | None = None  # wanted by the latest placement
@@ -292,11 +282,12 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
             for n_hot in range(most, (1 if asked is None else most) - 1, -1):
                 counts = self._like_counts(n - n_hot)
                 pools = self._pools_of(n_hot, counts, on_host)
-                if pools.total_bytes <= budget_bytes:
+                slots = pools.plan()
+                if slots.total_bytes <= budget_bytes:
                     self._n_hot, self._near_counts, self._pools = n_hot, counts, pools
                     self._on_host = on_host
-                    return pools.plan()
-        raise too_little(budget_bytes, pools.total_bytes)
+                    return slots
+        raise too_little(budget_bytes, slots.total_bytes)
 
     def _like_counts(self, n_cold: int) -> tuple[int, ...]:
         """How many of n_cold experts of a layer get each near tier where all are alike. Raises
@@ -334,12 +325,14 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
         """The share of tokens that use each expert, of earlier runs and of this one."""
         used = self.use.past + self.use.sums[0]
         if not used.any():
-            learned: np.ndarray = self._learned.copy()
-            return learned
-        k = self.shape.n_expert_used
-        before = shares(self._learned, np.zeros_like(used)) * k * _LEARNED_TOKENS
-        frequency: np.ndarray = shares(before + used) * k
+            return np.array(self._learned)
+        frequency: np.ndarray = shares(self._before() + used) * self.shape.n_expert_used
         return frequency
+
+    def _before(self) -> np.ndarray:
+        """What earlier runs learned, as uses of this one."""
+        k = self.shape.n_expert_used
+        return shares(self._learned, np.zeros_like(self._learned)) * k * _LEARNED_TOKENS
 
     def set_hotness(self, scores: np.ndarray) -> None:
         self._learned = np.array(scores, np.float64).reshape(self._learned.shape)
@@ -360,10 +353,8 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
     def _place(self) -> np.ndarray:
         """The tier of each expert, uint8 [n_layers, n_expert], by what is known now."""
         use, settings, k = self.use, self.settings, self.shape.n_expert_used
-        before = shares(self._learned, np.zeros_like(self._learned)) * _LEARNED_TOKENS
-        usual = before * k + use.past
         counts, gates = use.sums
-        self._scores = importance(counts, gates, usual, settings, k)
+        self._scores = importance(counts, gates, self._before() + use.past, settings, k)
         losses = nominal_losses(self._bits, *self._scores.shape)
         if self.losses is not None:
             losses = self.losses[..., self._near]
@@ -374,17 +365,16 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         """Experts as they are in memory; counts what the layer's tokens use."""
-        layer, last = event.layer, self.shape.n_layers - 1
+        step, layer, last = event.step, event.layer, self.shape.n_layers - 1
         out.tier_array[:] = served(self.wants.default_tier, view.resident_array[layer])
-        if self.use.begin(event.step):
-            self._predicted = False
         of = event.sequences_array
         of_prompt = event.phases_array[:, None] == int(Phase.PREFILL)
-        if not (layer == last and self._predicted):
-            self.use.count(layer, event.ids_array, event.weights_array * of_prompt, of)
+        if layer < last or self._predicted != step:
+            self.use.count(step, layer, event.ids_array, event.weights_array * of_prompt, of)
         if layer == last - 1 and event.n_ahead:
-            self._predicted = True
-            self.use.count(last, event.ahead_ids_array[0], event.ahead_array[0] * of_prompt, of)
+            self._predicted = step
+            gates = event.ahead_array[0] * of_prompt
+            self.use.count(step, last, event.ahead_ids_array[0], gates, of)
 
     def step_done(self, report: StepReport) -> Sequence[Transition]:
         """Counts the step, and returns the moves that have slots now. Experts are placed after the

@@ -13,7 +13,7 @@ import numpy as np
 from orchestrator.allocation.critical import COSINE, FLAT, SCHEDULES, falling, gate_order, ratios
 from orchestrator.allocation.look_ahead import OFF, LookAhead, Prefetching
 from orchestrator.allocation.prompts import Prompts, layer_groups
-from orchestrator.allocation.slots import ModelShape, Rules, Share, SlotPlan, divide
+from orchestrator.allocation.slots import Share, SlotPlan, divide
 from orchestrator.errors import PolicyError
 from orchestrator.events import (
     SKIP,
@@ -207,17 +207,11 @@ class DyMoE(Policy):
     wants = Wants(EVERY_STEP, importance=True)
     settings: DyMoESettings
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        settings: DyMoESettings | None = None,
-        rules: Rules | None = None,
-    ) -> None:
+    def _set_up(self) -> None:
         """Raises PolicyError as _settings_changed does."""
-        super().__init__(shape, settings, rules)
         self.settings = self.settings.with_usual()
-        self._one_precision = len(shape.tiers) < 2 and not self.rules.skip
-        self._low = SKIP if self.rules.skip or len(shape.tiers) < 2 else 1
+        self._one_precision = len(self.shape.tiers) < 2 and not self.rules.skip
+        self._low = SKIP if self.rules.skip or len(self.shape.tiers) < 2 else 1
         by_gates = self.settings.lower_which == GATES
         # Exact decisions do not depend on what is in memory.
         ahead = self.settings.prefetch != OFF and not (self.rules.exact and by_gates)
@@ -228,7 +222,7 @@ class DyMoE(Policy):
             by_residency=not by_gates and not self._one_precision,
         )
         self._ahead = Prefetching(
-            self.settings.prefetch if self.wants.n_ahead else OFF, shape.n_layers
+            self.settings.prefetch if self.wants.n_ahead else OFF, self.shape.n_layers
         )
         self._prompts = Prompts(
             self.rules,
@@ -237,7 +231,7 @@ class DyMoE(Policy):
             self.settings.heavy_hitters,
             self.settings.prompts_pass,
             self._high,
-            [(0, 0)] * shape.n_layers,
+            [(0, 0)] * self.shape.n_layers,
         )
         self._settings_changed()
 
@@ -286,35 +280,27 @@ class DyMoE(Policy):
         layer's demand per byte; a low slot only the low ones, (k-t) / k. The high ones win
         unless a layer is almost wholly sub-critical.
         """
-        shape, k = self.shape, self.shape.n_expert_used
-        two = len(shape.tiers) > 1
-        first: list[Share] = []
-        for layer, t in enumerate(self.critical):
-            first.append(Share(shape.expert_slot_bytes(layer, 0), 1, t, t))
-            if two:
-                low_units = max(1, k - t)
-                first.append(Share(shape.expert_slot_bytes(layer, 1), 1, low_units, low_units))
+        shape, k, n = self.shape, self.shape.n_expert_used, min(2, len(self.shape.tiers))
+        first = [
+            Share(shape.expert_slot_bytes(layer, tier), 1, units, units)
+            for layer, t in enumerate(self.critical)
+            for tier, units in enumerate((t, max(1, k - t))[:n])
+        ]
         counts = divide(first, budget_bytes)
-        per_layer = 2 if two else 1
         second: list[Share] = []
         for layer, t in enumerate(self.critical):
-            high = first[layer * per_layer]
-            ratio = shape.expert_slot_bytes(layer, 1) / high.unit_bytes if two else 0.0
+            pair = slice(layer * n, layer * n + n)
+            high, *low = first[pair]
+            ratio = low[0].unit_bytes / high.unit_bytes if low else 0.0
             high_value, low_value = (t + (k - t) * ratio) / k, (k - t) / k
-            if not two or high_value >= low_value:
-                low_value = 0.0
-            values = (high_value, low_value) if two else (high_value,)
-            for tier, value in enumerate(values):
-                index = layer * per_layer + tier
-                floor = counts[index]
+            values = high_value, 0.0 if high_value >= low_value else low_value
+            for each, floor, value in zip(first[pair], counts[pair], values, strict=False):
                 full = shape.n_expert if value > 0 else floor
-                second.append(Share(first[index].unit_bytes, floor, full, value))
+                second.append(Share(each.unit_bytes, floor, full, value))
         counts = divide(second, budget_bytes)
-
-        low_slots = counts[1::2] if two else [0] * shape.n_layers
-        room = list(zip(counts[::per_layer], low_slots, strict=True))
-        self._prompts.room = room
-        return layer_groups(shape, [pair[:per_layer] for pair in room])
+        of_layers = [counts[at : at + n] for at in range(0, len(counts), n)]
+        self._prompts.room = [(high, low[0] if low else 0) for high, *low in of_layers]
+        return layer_groups(shape, of_layers)
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         if event.phase == _DECODE or event.n_tokens == 1:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from itertools import pairwise
 from typing import Any
 
@@ -24,41 +23,19 @@ from orchestrator.allocation.settings import Shared
 from orchestrator.allocation.slots import (
     FileTier,
     ModelShape,
-    Rules,
     Share,
     SlotPlan,
     Transition,
     divide,
 )
-from orchestrator.events import DecisionBuffer, RouteEvent, StepReport, StoreView
+from orchestrator.events import ABSENT, DecisionBuffer, RouteEvent, StepReport, StoreView
 from orchestrator.policy.base import EVERY_STEP, Precisions, TierOffer, Wants
 from orchestrator.policy.learning import MAX_QUEUE, Intervals, Learning
 from orchestrator.settings import again, setting
 
 HIGH, LOW = 0, 1
-
-
-class ExpertState(IntEnum):
-    """What memory holds of an expert, and what is under way (DynaExq 3.2)."""
-
-    ABSENT = 0
-    HI = 1
-    LO = 2
-    PROMOTING = 3
-    DEMOTING = 4
-
-
-# [resident, target], either of them tier 0, tier 1, or absent.
-_STATES = np.zeros((3, 3), np.uint8)
-_STATES[0] = ExpertState.HI, ExpertState.DEMOTING, ExpertState.DEMOTING
-_STATES[1] = ExpertState.PROMOTING, ExpertState.LO, ExpertState.DEMOTING
-
-
-def expert_states(resident: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """The ExpertState of each expert, uint8 [n_layers, n_expert], from StepReport.resident and
-    target; one that is complete and not published yet counts as under way."""
-    found: np.ndarray = _STATES[np.minimum(resident, 2), np.minimum(target, 2)]
-    return found
+# In the place of a tier: the expert is on its way to another one.
+MOVING = 254
 
 
 @dataclass(slots=True)
@@ -184,11 +161,6 @@ def as_range(counts: np.ndarray) -> str:
     return str(fewest) if fewest == most else f"{fewest} to {most}"
 
 
-# Plain numbers: each step compares with them often, and members of an enum are slow to look up.
-HIGH_STATE, LOW_STATE = int(ExpertState.HI), int(ExpertState.LO)
-UNDER_WAY = frozenset(map(int, (ExpertState.PROMOTING, ExpertState.DEMOTING)))
-
-
 @dataclass(frozen=True)
 class DynaExqSettings(Intervals):
     """What a user can tune."""
@@ -254,14 +226,9 @@ class DynaExq(Learning):
     wants = Wants(EVERY_STEP, default_tier=LOW, all_resident=True)
     settings: DynaExqSettings
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        settings: DynaExqSettings | None = None,
-        rules: Rules | None = None,
-    ) -> None:
-        """Raises PolicyError where the model has no second precision in use."""
-        super().__init__(shape, settings, rules)
+    def _set_up(self) -> None:
+        super()._set_up()
+        shape = self.shape
         self._pools: TierPools | None = None
         self.capacity = np.zeros(shape.n_layers, np.int64)  # n_l
         self.caching = False
@@ -319,26 +286,25 @@ class DynaExq(Learning):
         if report.counts is None or report.resident is None or report.target is None:
             self._count(report)
             return ()
-        states = expert_states(report.resident, report.target)
+        present, moving = report.resident != ABSENT, report.resident != report.target
         if self._count(report):
-            self._update(states)
+            self._update(present & (report.target == HIGH))
         moves: Sequence[Transition] = ()
         if (self._queue or self._active) and self._pools is not None:
             tracker = self._pools.track(report.resident, report.target)
-            moves = self._advance(states, tracker)
-        moving = bool((report.resident != report.target).any())
-        self._at_rest = not (self.caching or self._queue or self._active or moving)
+            moves = self._advance(np.where(present & moving, MOVING, report.resident), tracker)
+        self._at_rest = not (self.caching or self._queue or self._active or moving.any())
         return moves
 
-    def _update(self, states: np.ndarray) -> None:
-        """The end of an interval: the list of swaps that the new scores ask for."""
+    def _update(self, hot: np.ndarray) -> None:
+        """The end of an interval: the list of swaps that the new scores ask for. hot bool [L, E]:
+        high, or on the way there."""
         if self.caching:
             for swap in self._swaps(self._hot, np.zeros_like(self._hot)):
                 self._hot[swap.layer, swap.up] = True
                 if swap.down is not None:
                     self._hot[swap.layer, swap.down] = False
             return
-        hot = (states == ExpertState.HI) | (states == ExpertState.PROMOTING)
         busy = np.zeros_like(hot)
         for swap in self._active:
             hot[swap.layer, swap.up] = busy[swap.layer, swap.up] = True
@@ -378,21 +344,19 @@ class DynaExq(Learning):
             swaps.append(Swap(layer, int(up[layer, place]), int(down[layer, place])))
         return swaps if self._pools is None else _shortlist(swaps, self._pools.pool_of[:, LOW])
 
-    def _advance(self, states: np.ndarray, tracker: Tracker) -> list[Transition]:
+    def _advance(self, tiers: np.ndarray, tracker: Tracker) -> list[Transition]:
         """The next half of each swap under way, then new ones as far as slots are free:
         demotions come first, since they free the high slots. A swap whose pool is full waits in
-        the queue, and those behind it go on."""
+        the queue, and those behind it go on. tiers [L, E]: of each expert, or MOVING."""
         moves: list[Transition] = []
-        self._active = [swap for swap in self._active if self._go_on(swap, states, tracker, moves)]
+        self._active = [swap for swap in self._active if self._go_on(swap, tiers, tracker, moves)]
         waiting: list[Swap] = []
         for at, swap in enumerate(self._queue):
             if tracker.full:
                 waiting += self._queue[at:]
                 break
             layer, down = swap.layer, swap.down
-            if states[layer, swap.up] != LOW_STATE or (
-                down is not None and states[layer, down] != HIGH_STATE
-            ):
+            if tiers[layer, swap.up] != LOW or (down is not None and tiers[layer, down] != HIGH):
                 continue
             if not tracker.try_reserve(layer, HIGH if down is None else LOW):
                 waiting.append(swap)
@@ -406,18 +370,18 @@ class DynaExq(Learning):
     def _go_on(
         self,
         swap: Swap,
-        states: np.ndarray,
+        tiers: np.ndarray,
         tracker: Tracker,
         moves: list[Transition],
     ) -> bool:
         """False when the swap is over: done, or given up because the store could not."""
-        state = states[swap.layer, swap.moving]
-        if state in UNDER_WAY:
+        tier = tiers[swap.layer, swap.moving]
+        if tier == MOVING:
             return True
         if swap.promoting:
-            self._done["promotions" if state == HIGH_STATE else "given_up"] += 1
+            self._done["promotions" if tier == HIGH else "given_up"] += 1
             return False
-        if state != LOW_STATE:
+        if tier != LOW:
             self._done["given_up"] += 1
             return False
         if tracker.try_reserve(swap.layer, HIGH):

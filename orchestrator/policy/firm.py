@@ -28,7 +28,7 @@ from typing import Any
 from gguf_tools.file.layout import COMPUTE_ORDER
 from orchestrator.allocation.look_ahead import OFF, LookAhead, PredictionScore, Prefetching
 from orchestrator.allocation.prompts import Prompts, even_slots, layer_groups
-from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan
+from orchestrator.allocation.slots import SlotPlan
 from orchestrator.errors import ConfigError, PolicyError, SettingError
 from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.policy.base import EVERY_STEP, Policy, Precisions, Tunes, Wants
@@ -554,14 +554,9 @@ class FIRM(Policy, Tunes):
     wants = Wants(EVERY_STEP)
     settings: FIRMSettings
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        settings: FIRMSettings | None = None,
-        rules: Rules | None = None,
-    ) -> None:
+    def _set_up(self) -> None:
         """Raises PolicyError for more candidates than the model's routers choose."""
-        super().__init__(shape, settings, rules)
+        shape = self.shape
         self.settings = self.settings.with_usual()
         most = max(k for k, _ in read_votes(self.settings.votes or "1,1"))
         if most > shape.n_expert_used:
@@ -570,7 +565,10 @@ class FIRM(Policy, Tunes):
                 f"routers choose {shape.n_expert_used} experts: K is 1 to {shape.n_expert_used}"
             )
         # The matrices that are loaded ahead in each layer, as bits, in this order.
-        self._kinds = [self._first_kinds(layer) for layer in range(shape.n_layers)]
+        self._kinds = [
+            [1 << kind for kind in COMPUTE_ORDER if kind in slots][: self.settings.prefetch_kinds]
+            for slots, *_ in shape.slots
+        ]
         self._absent = PredictionScore(shape.n_layers)  # of what was not in memory
         self._prompts = Prompts(self.rules)
         self._slots = 0
@@ -581,10 +579,6 @@ class FIRM(Policy, Tunes):
         self._expected: tuple[int, list[int], dict[int, int]] = (-1, [], {})
         self._every: list[list[int]] = []
         self._make_tuner()
-
-    def _first_kinds(self, layer: int) -> list[int]:
-        kinds = [kind for kind in COMPUTE_ORDER if kind in self.shape.slots[layer][0]]
-        return [1 << kind for kind in kinds[: self.settings.prefetch_kinds]]
 
     def _make_tuner(self) -> None:
         asked = self.settings

@@ -14,8 +14,8 @@ from orchestrator.allocation.critical import COSINE, FLAT, SCHEDULES, falling, g
 from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.allocation.look_ahead import OFF, LookAhead, Prefetching
 from orchestrator.allocation.prompts import Prompts, even_slots, layer_groups
-from orchestrator.allocation.settings import Background, Shared, rate_of
-from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan
+from orchestrator.allocation.settings import USUAL_RATE, Background, Shared
+from orchestrator.allocation.slots import ModelShape, SlotPlan
 from orchestrator.errors import PolicyError
 from orchestrator.events import (
     ABSENT,
@@ -291,13 +291,8 @@ class Floor(Policy, SpendsLoss):
     wants = Wants(EVERY_STEP, by_residency=True)
     settings: FloorSettings
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        settings: FloorSettings | None = None,
-        rules: Rules | None = None,
-    ) -> None:
-        super().__init__(shape, settings, rules)
+    def _set_up(self) -> None:
+        shape = self.shape
         self.settings = self.settings.with_usual()
         self._dearest = math.inf
         self._costs: list[LayerCosts] = []
@@ -305,7 +300,8 @@ class Floor(Policy, SpendsLoss):
         self._accounts: dict[int, Account] = {}
         self._prompts = Prompts(self.rules)
         ahead = (self.settings.n_ahead or 0) if self.settings.prefetch != OFF else 0
-        rate = rate_of(self.settings.transition_rate)
+        asked = self.settings.transition_rate
+        rate = USUAL_RATE if asked is None else asked
         self.wants = replace(self.wants, n_ahead=ahead, transition_rate=rate)
         self._ahead = Prefetching(self.settings.prefetch if ahead else OFF, shape.n_layers)
         self._running: list[Account] = []

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from orchestrator.allocation.settings import Background, rate_of
-from orchestrator.allocation.slots import ModelShape, Rules
+from orchestrator.allocation.settings import USUAL_RATE, Background
 from orchestrator.events import Phase, StepReport
 from orchestrator.policy.base import Learns, Policy
 from orchestrator.settings import setting
@@ -67,15 +66,12 @@ class Learning(Policy, Learns):
 
     settings: Intervals
 
-    def __init__(
-        self, shape: ModelShape, settings: Intervals | None = None, rules: Rules | None = None
-    ) -> None:
-        """Raises PolicyError where the policy cannot work with the model's tiers."""
-        super().__init__(shape, settings, rules)
-        rate = rate_of(self.settings.transition_rate)
+    def _set_up(self) -> None:
+        asked = self.settings.transition_rate
+        rate = USUAL_RATE if asked is None else asked
         self.wants = replace(self.wants, counts=True, states=True, transition_rate=rate)
-        self._scores: np.ndarray = np.zeros((shape.n_layers, shape.n_expert))
-        self._counts = np.zeros((shape.n_layers, shape.n_expert), np.int64)
+        self._scores: np.ndarray = np.zeros((self.shape.n_layers, self.shape.n_expert))
+        self._counts = np.zeros((self.shape.n_layers, self.shape.n_expert), np.int64)
         self._steps = self._tokens = 0
         self._us = 0.0
         self._at_rest = False

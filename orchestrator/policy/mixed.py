@@ -25,7 +25,7 @@ from orchestrator.allocation.pools import (
     too_little,
 )
 from orchestrator.allocation.settings import Shared
-from orchestrator.allocation.slots import FileTier, ModelShape, Rules, SlotPlan, Transition
+from orchestrator.allocation.slots import FileTier, ModelShape, SlotPlan, Transition
 from orchestrator.events import ABSENT, Phase, StepReport
 from orchestrator.policy.base import Precisions, TierOffer, Wants, WeighsLosses
 from orchestrator.policy.learning import MAX_QUEUE, Intervals, Learning
@@ -91,7 +91,7 @@ def moves(
     those that are to fall wait in the lowest tier, and free theirs: the pools hold as many experts
     of each tier as are wanted there, so that a slot which is free has somebody who wants it.
     """
-    lowest = pools.n_tiers - 1
+    lowest = losses.shape[2] - 1
     wanted = np.where(resident == ABSENT, ABSENT, wanted)
     before, goals = (np.minimum(tiers, lowest) for tiers in (resident, wanted))
     gains = in_tiers(losses, before) - in_tiers(losses, goals)
@@ -165,19 +165,13 @@ class Mixed(Learning, WeighsLosses):
     per_use = True
     settings: MixedSettings
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        settings: MixedSettings | None = None,
-        rules: Rules | None = None,
-    ) -> None:
-        """Raises PolicyError where the model has no second precision in use."""
-        super().__init__(shape, settings, rules)
-        self.wants = replace(self.wants, default_tier=len(shape.tiers) - 1)
+    def _set_up(self) -> None:
+        super()._set_up()
+        self.wants = replace(self.wants, default_tier=len(self.shape.tiers) - 1)
         self._weighted: np.ndarray | None = None  # cached; None after scores or losses changed
         self._pools: TierPools | None = None
         self._used: list[int] = []  # tiers that experts have
-        self._wanted: np.ndarray = np.zeros((shape.n_layers, shape.n_expert), np.uint8)
+        self._wanted: np.ndarray = np.zeros((self.shape.n_layers, self.shape.n_expert), np.uint8)
         self._moved = self._exchanged = 0
         self._unseen_us = math.inf  # of steps since the last look
         # The states (resident, target) in which no expert found a slot: asking again is of no use.
@@ -204,14 +198,14 @@ class Mixed(Learning, WeighsLosses):
         BudgetError."""
         sizes = slot_sizes(self.shape)
         hull = Hull(self.weighted, sizes)
-        needed = self._pools_of(hull.at(hull.least_bytes)).total_bytes
+        needed = self._pools_of(hull.at(hull.least_bytes)).plan().total_bytes
         if needed > budget_bytes:
             raise too_little(budget_bytes, needed)
         spare = beyond = budget_bytes
         while beyond > 0:  # slots in reserve and those of unused tiers come on top
             tiers = hull.at(max(spare, hull.least_bytes))
             pools = self._pools_of(tiers)
-            beyond = pools.total_bytes - budget_bytes
+            beyond = pools.plan().total_bytes - budget_bytes
             spare -= beyond
         self._pools, self._wanted = pools, tiers
         self._used = sorted(set(tiers.ravel().tolist()))

@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from orchestrator.errors import ConfigError, NativeError
+from orchestrator.errors import NativeError, PolicyError
 from orchestrator.native import NativeRequest
 from orchestrator.serve.admission import Body, Conversation, with_seat
 from orchestrator.serve.backend import SCORE_BYTES, STOPPING, Backend, State
@@ -28,6 +28,7 @@ from orchestrator.serve.wire import (
     message_of,
     with_costs,
 )
+from orchestrator.settings import Settings
 
 # A silence after which a stream gets a comment, so that nobody takes the connection for dead.
 PING_S = 5.0
@@ -84,7 +85,7 @@ class Asked:
     """What a request asks for, beside what llama.cpp gets of it.
 
     places: how many sequences it takes; conversation: which of them may hold what it goes on from;
-    changes: of the policy's settings; shape: turns llama.cpp's answer into the form of its path.
+    settings: what the policy goes by; shape: turns llama.cpp's answer into the form of its path.
     check: raises Refusal for a request that llama.cpp would refuse; asked before a stream begins
     whose turn has not come. compute: makes the answer in the place of llama.cpp's server, on a
     sequence; the parts of a JSON object, for which the place is not kept.
@@ -93,7 +94,7 @@ class Asked:
     is_stream: bool
     places: int
     conversation: Conversation | None
-    changes: dict[str, Any]
+    settings: Settings | None
     shape: Shaping | None
     check: Callable[[], Awaitable[None]]
     compute: Callable[[int], Awaitable[Iterable[bytes]]] | None = None
@@ -145,7 +146,7 @@ class Answer:
                 ticket = self._state.gate.join(self._asked.places)
                 held.callback(ticket.leave)
                 await self._turn(ticket.turn, out)
-                held.enter_context(self._backend.changed(self._asked.changes))
+                self._backend.go_by(self._asked.settings)
                 seat = self._state.seats.take(self._asked.conversation)
                 held.callback(self._state.seats.leave, seat)
                 if self._asked.compute is None:
@@ -159,7 +160,7 @@ class Answer:
                     await out.part(part)
                     await asyncio.sleep(0)  # a part takes a while to write: others go on meanwhile
                 await out.part(b"", more=False)
-            except ConfigError as error:
+            except PolicyError as error:
                 await out.fail(Refusal(400, str(error)))
             except NativeError as error:
                 await out.fail(Refusal(500, str(error)))

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from orchestrator.errors import MoeEdgeError
+from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.serve.admission import Body, Conversation, Holding, conversation_of
 from orchestrator.serve.answer import Answer, Asked
 from orchestrator.serve.backend import Backend, State
@@ -90,6 +90,7 @@ class Endpoints:
         state = self._state
         parallel = state.settings.parallel
         data, changes = read_request(route, body.data, backend)
+        settings = backend.settings_for(changes)
         make = shape = conversation = None
         if wants_scores(route, data):
             places, conversation = parallel, Conversation()  # nothing else decodes
@@ -106,7 +107,9 @@ class Endpoints:
             checking = partial(check_length, ask, route, body.data, backend.slot_context)
             await state.bodies.run(checking)
 
-        asked = Asked(data.get("stream") is True, places, conversation, changes, shape, check, make)
+        asked = Asked(
+            data.get("stream") is True, places, conversation, settings, shape, check, make
+        )
         return Answer(state, backend, route, body, asked)
 
     async def _score(self, backend: Backend, body: Body, sequence: int) -> Iterable[bytes]:
@@ -224,7 +227,7 @@ async def _refused(_request: Request, error: Exception) -> Response:
 
 
 async def _failed(_request: Request, error: Exception) -> Response:
-    return error_response(Refusal(500, str(error)))
+    return error_response(Refusal(400 if isinstance(error, ConfigError) else 500, str(error)))
 
 
 async def _missing(request: Request, error: Exception) -> Response:

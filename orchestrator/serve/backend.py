@@ -9,9 +9,10 @@ import sys
 import threading
 import unicodedata
 from base64 import b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from pathlib import Path
@@ -47,6 +48,7 @@ from orchestrator.serve.admission import (
 )
 from orchestrator.serve.settings import LEAST_BODY_BYTES, ServeSettings
 from orchestrator.serve.wire import Refusal
+from orchestrator.settings import Settings
 
 # What HTTP and llama.cpp's server take beside what a chat takes, and each answer that decodes at
 # once. Measured with eight clients: 12.3 MiB, and 0.13 MiB more for each of eight answers.
@@ -251,6 +253,7 @@ class Backend:
             engine.store.set_phase(None)  # on a GPU a prompt's, since kernels were tried
             if engine.driver.may_wait:
                 self._native.set_before_step(self._before_step)
+        self._settings: Settings | None = engine.policy.settings if engine.managed else None
         self._thread = threading.Thread(target=self._native.run, name="decode", daemon=True)
         self._thread.start()
         engine.idle()  # until the first request
@@ -328,30 +331,29 @@ class Backend:
 
         return until_now
 
-    @contextmanager
-    def changed(self, settings: dict[str, Any]) -> Iterator[None]:
-        """Other values of the policy's live settings, for one request that runs alone. Raises
-        ConfigError where that cannot be."""
-        if not settings:
-            yield
-            return
+    def settings_for(self, changes: Mapping[str, Any]) -> Settings | None:
+        """What the policy goes by for a request; None where no expert is managed. changes: other
+        values of live settings, for one that runs alone. Raises ConfigError where that cannot
+        be."""
+        usual = self._settings
+        if not changes:
+            return usual
+        if usual is None:
+            raise ConfigError("the plain path has no policy: leave moe_edge out")
         if self.parallel > 1:
             raise ConfigError("settings of one request are for --parallel 1: here steps are shared")
-        known = policy_settings()
-        for name in settings:
+        known, own = policy_settings(), usual.declared()
+        for name in changes:
             if name not in known or not known[name].live:
                 raise ConfigError(f"'{name}' is no setting that a request may change")
-        driver = self.engine.driver
-        self.engine.config.with_changes(**settings)  # checks them
-        usual = driver.values(list(settings))
-        for name in settings:
-            if name not in usual:
-                raise ConfigError(f"the policy {driver.policy.name} has no setting '{name}'")
-        driver.change(settings)
-        try:
-            yield
-        finally:
-            driver.change(usual)
+            if name not in own:
+                raise ConfigError(f"the policy {self.engine.policy.name} has no setting '{name}'")
+        return replace(usual, **changes)
+
+    def go_by(self, settings: Settings | None) -> None:
+        """Has the policy decide by what settings_for gave. Raises PolicyError where it cannot."""
+        if settings is not None and settings != self.engine.policy.settings:
+            self.engine.policy.go_by(settings)
 
     def picture(self) -> dict[str, Any]:
         """What the page shows: where each expert is, how often tokens used it, hits and bytes.

@@ -48,9 +48,7 @@ def layers_block() -> str:
         for name in names:
             package, _, module = name.partition(".")
             packages.setdefault(package, []).append(module or "all else")
-        line = "; ".join(
-            f"{package}: {', '.join(sorted(packages[package]))}" for package in packages
-        )
+        line = "; ".join(f"{name}: {', '.join(sorted(found))}" for name, found in packages.items())
         lines.append(textwrap.fill(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False))
     return "```\n" + "\n".join(lines) + "\n```\n"
 

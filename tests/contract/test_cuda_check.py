@@ -25,13 +25,17 @@ def test_only_our_warnings_count() -> None:
     assert "#177-D" in found[0] and "launch.h:7" in found[1]
 
 
+def compiler(folder: Path, command: str) -> str:
+    path = folder / "nvcc"
+    path.write_text(f"#!/bin/sh\n{command}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
 @pytest.fixture
 def nvcc(tmp_path: Path) -> str:
     """A compiler that knows cards up to 9.0."""
-    path = tmp_path / "nvcc"
-    path.write_text("#!/bin/sh\nprintf 'compute_75\\ncompute_80\\ncompute_86\\ncompute_90\\n'\n")
-    path.chmod(0o755)
-    return str(path)
+    return compiler(tmp_path, "printf 'compute_75\\ncompute_80\\ncompute_86\\ncompute_90\\n'")
 
 
 def test_real_code_for_the_cards_that_nvcc_knows(
@@ -49,8 +53,5 @@ def test_real_code_for_the_cards_that_nvcc_knows(
 
 
 def test_a_compiler_that_names_no_architecture_is_one_sentence(tmp_path: Path) -> None:
-    path = tmp_path / "nvcc"
-    path.write_text("#!/bin/sh\nexit 1\n")
-    path.chmod(0o755)
     with pytest.raises(BuildError, match="--list-gpu-arch names no architecture"):
-        cuda.offered_architectures(str(path))
+        cuda.offered_architectures(compiler(tmp_path, "exit 1"))

@@ -49,8 +49,8 @@ def runtime_files() -> list[Path]:
 @cache
 def words_of(path: Path) -> set[str]:
     """Names and texts of a module's code; comments and docstrings say what they like."""
-    found: set[str] = set()
     tree = ast.parse(path.read_text())
+    found: set[str] = set()
     said = {
         id(node.body[0].value)
         for node in ast.walk(tree)
@@ -59,16 +59,10 @@ def words_of(path: Path) -> set[str]:
         and isinstance(node.body[0], ast.Expr)
     }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            found.add(node.id)
-        elif isinstance(node, ast.Attribute):
-            found.add(node.attr)
-        elif isinstance(node, ast.arg | ast.keyword) and node.arg:
-            found.add(node.arg)
-        elif (
-            isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said
-        ):
-            found.update(node.value.replace("--", " ").replace("-", "_").split())
+        found |= {getattr(node, each, None) or "" for each in ("id", "attr", "arg")}
+        text = getattr(node, "value", None)
+        if isinstance(text, str) and id(node) not in said:
+            found.update(text.replace("--", " ").replace("-", "_").split())
     return found
 
 

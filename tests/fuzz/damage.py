@@ -7,14 +7,18 @@ checks behind the first ones are reached.
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from gguf_tools.file.layout import KINDS, GGMLType, ValueType, pad
+from gguf_craft import craft, tensor, text
+
+from gguf_tools.file.layout import KINDS, VALUE_FORMAT, GGMLType, ValueType
 from gguf_tools.file.reader import GGUFFile
 
 # Where numbers turn over, or a limit of ours stands.
@@ -39,21 +43,6 @@ ARCH_KEYS = (
     *("attention.head_count", "attention.head_count_kv", "attention.key_length"),
     *("attention.value_length", "attention.key_length_mla", "leading_dense_block_count"),
 )
-_NUMBER_BYTES = {
-    ValueType.UINT8: 1,
-    ValueType.INT8: 1,
-    ValueType.UINT16: 2,
-    ValueType.INT16: 2,
-    ValueType.UINT32: 4,
-    ValueType.INT32: 4,
-    ValueType.FLOAT32: 4,
-    ValueType.BOOL: 1,
-    ValueType.UINT64: 8,
-    ValueType.INT64: 8,
-    ValueType.FLOAT64: 8,
-}
-
-
 @dataclass
 class Model:
     """A GGUF in pieces. values: key and encoded value; tensors: name, shape, type, offset."""
@@ -81,31 +70,24 @@ class Model:
                 file.alignment,
             )
 
-    def copy(self) -> Model:
-        tensors = [(name, list(shape), kind, at) for name, shape, kind, at in self.tensors]
-        return Model(list(self.values), tensors, self.data, self.alignment)
-
     def encoded(self) -> bytes:
-        parts = [
-            self.magic,
-            struct.pack("<I", self.version),
-            number(len(self.tensors) + self.more_tensors),
-            number(len(self.values) + self.more_values),
-        ]
-        parts += (text(key) + value for key, value in self.values)
-        for name, shape, kind, offset in self.tensors:
-            parts += (text(name), struct.pack("<I", len(shape)), *map(number, shape))
-            parts += (struct.pack("<I", kind & 0xFFFFFFFF), number(offset))
-        head = b"".join(parts)
-        return head.ljust(pad(len(head), self.alignment), b"\0") + self.data
+        return craft(
+            [text(key) + value for key, value in self.values],
+            [tensor(name, shape, kind, at & MOST) for name, shape, kind, at in self.tensors],
+            self.data,
+            n_kv=(len(self.values) + self.more_values) & MOST,
+            n_tensors=(len(self.tensors) + self.more_tensors) & MOST,
+            magic=self.magic,
+            version=self.version,
+            align=self.alignment,
+        )
+
+
+MOST = (1 << 64) - 1
 
 
 def number(value: int) -> bytes:
-    return struct.pack("<Q", value & ((1 << 64) - 1))
-
-
-def text(value: bytes) -> bytes:
-    return number(len(value)) + value
+    return struct.pack("<Q", value & MOST)
 
 
 def any_number(random: Random) -> int:
@@ -132,7 +114,7 @@ def _body(random: Random, kind: ValueType, depth: int) -> bytes:
         return struct.pack("<I", element) + number(said) + body
     if kind is ValueType.BOOL:
         return bytes([random.choice((0, 1, 1, 2, 255))])
-    return number(any_number(random))[: _NUMBER_BYTES[kind]]
+    return number(any_number(random))[: struct.calcsize(VALUE_FORMAT[kind])]
 
 
 def _tagged_number(random: Random) -> bytes:
@@ -158,23 +140,33 @@ def _change_value(model: Model, random: Random) -> None:
 
 def _change_names(model: Model, random: Random) -> None:
     """Another list of tiers."""
-    n = random.randrange(6)
-    body = b"".join(text(random.choice(TEXTS)) for _ in range(n))
-    value = struct.pack("<II", ValueType.ARRAY, ValueType.STRING) + number(n) + body
+    names = [text(random.choice(TEXTS)) for _ in range(random.randrange(6))]
+    value = struct.pack("<IIQ", ValueType.ARRAY, ValueType.STRING, len(names)) + b"".join(names)
     model.values = [
         (name, value if name == b"moe_edge.tiers" else old) for name, old in model.values
     ]
 
 
-def _drop_value(model: Model, random: Random) -> None:
-    if model.values:
-        del model.values[random.randrange(len(model.values))]
+def _drop(model: Model, random: Random) -> None:
+    entries = random.choice((model.values, model.values, model.tensors))
+    if entries:
+        del entries[random.randrange(len(entries))]
 
 
-def _repeat_value(model: Model, random: Random) -> None:
-    if model.values:
-        at = random.randrange(len(model.values))
-        model.values.insert(random.randrange(len(model.values)), model.values[at])
+def _repeat(model: Model, random: Random) -> None:
+    """Once more, at any place; a tensor under another name now and then."""
+    entries = random.choice((model.values, model.tensors))
+    if entries:
+        entry = random.choice(entries)
+        if entries is model.tensors and random.randrange(2):
+            entry = (_tensor_name(random), *entry[1:])
+        entries.insert(random.randrange(len(entries) + 1), entry)
+
+
+def _move_tensor(model: Model, random: Random) -> None:
+    if model.tensors:
+        moved = model.tensors.pop(random.randrange(len(model.tensors)))
+        model.tensors.insert(random.randrange(len(model.tensors) + 1), moved)
 
 
 def _rename_value(model: Model, random: Random) -> None:
@@ -212,48 +204,26 @@ def _tensor_name(random: Random) -> bytes:
     return name if random.randrange(3) else random.choice(TEXTS)
 
 
-def _drop_tensor(model: Model, random: Random) -> None:
-    if model.tensors:
-        del model.tensors[random.randrange(len(model.tensors))]
-
-
-def _repeat_tensor(model: Model, random: Random) -> None:
-    if model.tensors:
-        name, shape, kind, offset = random.choice(model.tensors)
-        name = name if random.randrange(2) else _tensor_name(random)
-        model.tensors.append((name, list(shape), kind, offset))
-
-
-def _swap_tensors(model: Model, random: Random) -> None:
-    if model.tensors:
-        a, b = random.randrange(len(model.tensors)), random.randrange(len(model.tensors))
-        model.tensors[a], model.tensors[b] = model.tensors[b], model.tensors[a]
-
-
 def _change_counts(model: Model, random: Random) -> None:
     more = random.choice((-1, 1, any_number(random)))
-    if random.randrange(2):
-        model.more_values = more
-    else:
-        model.more_tensors = more
+    setattr(model, random.choice(("more_values", "more_tensors")), more)
 
 
 def _change_frame(model: Model, random: Random) -> None:
-    what = random.randrange(4)
-    if what == 0:
-        model.version = random.choice((0, 1, 2, 3, 4, 3 << 24, 0xFFFFFFFF))
-    elif what == 1:
-        model.alignment = random.choice((1, 8, 32, 64, 4096))
-    elif what == 2:
-        model.magic = random.choice((b"GGUF", b"GGML", b"\0\0\0\0", b"PK\3\4"))
-    else:
-        model.data = model.data[: random.randrange(len(model.data) + 1)]
+    what = random.choice(("version", "alignment", "magic", "data"))
+    values = {
+        "version": random.choice((0, 1, 2, 3, 4, 3 << 24, 0xFFFFFFFF)),
+        "alignment": random.choice((1, 8, 32, 64, 4096)),
+        "magic": random.choice((b"GGUF", b"GGML", b"\0\0\0\0", b"PK\3\4")),
+        "data": model.data[: random.randrange(len(model.data) + 1)],
+    }
+    setattr(model, what, values[what])
 
 
 CHANGES: tuple[Callable[[Model, Random], None], ...] = (
     *(_change_value, _change_value, _change_value, _change_names, _change_tensor, _change_tensor),
-    *(_change_value, _change_tensor, _drop_value, _drop_value, _drop_tensor, _swap_tensors),
-    *(_repeat_value, _rename_value, _repeat_tensor, _change_counts, _change_frame),
+    *(_change_value, _change_tensor, _drop, _drop, _drop, _move_tensor),
+    *(_repeat, _rename_value, _repeat, _change_counts, _change_frame),
 )
 
 
@@ -262,7 +232,7 @@ def damaged(good: Model, random: Random) -> bytes:
 
     Chance that has run out, all zeros, changes little more.
     """
-    model = good.copy()
+    model = deepcopy(good)
     for _ in range(random.choice((1, 1, 1, 2, 3))):
         random.choice(CHANGES)(model, random)
     data = bytearray(model.encoded())
@@ -277,8 +247,6 @@ def damaged(good: Model, random: Random) -> bytes:
 
 def damaged_json(good: Any, random: Random) -> str:
     """The JSON text of a value with one place changed, or with broken syntax."""
-    import json
-
     odd = [
         *(None, True, -1, 0, 1.5, 1e308, float("nan"), float("inf"), 10**400, "", "x", [], {}),
         *([[]], {"a": 1}, [1, "a"], "\ud800"),

@@ -22,6 +22,8 @@ import sys
 import tempfile
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
@@ -74,7 +76,7 @@ WORDS = (
     "edkypmxt",
 )
 
-
+PATTERNS = ("^a+$", "^(a|b)*c$", "^((((a*)*)*)*)*$", "[", "^")
 # Nests deeper than Python writes JSON; put into the text in the end.
 DEEP = "<deep>"
 
@@ -98,10 +100,7 @@ def schemas(rng: random.Random) -> Any:
             {"type": "object", "properties": many},
             {"type": "object", "properties": many, "required": list(many)},
             deep,
-            {
-                "type": "string",
-                "pattern": rng.choice(("^a+$", "^(a|b)*c$", "^((((a*)*)*)*)*$", "[", "^")),
-            },
+            {"type": "string", "pattern": rng.choice(PATTERNS)},
             {"type": "string", "minLength": 1, "maxLength": rng.choice((5, 10**5, 2**31))},
             {"type": "array", "items": {"type": "integer"}, "minItems": 10**6, "maxItems": 10**7},
             {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
@@ -116,26 +115,24 @@ def schemas(rng: random.Random) -> Any:
     )
 
 
+CONSTANTS = (None, True, False)
+# A kind stands here as often as it shall come.
+PLAIN = (CONSTANTS, CONSTANTS, NUMBERS, NUMBERS, FLOATS, WORDS, WORDS)
+
+
 def anything(rng: random.Random) -> Any:
     """A value of any JSON type, most of them short."""
-    kind = rng.randrange(12)
-    if kind < 2:
-        return rng.choice((None, True, False))
-    if kind < 4:
-        return rng.choice(NUMBERS)
-    if kind < 5:
-        return rng.choice(FLOATS)
-    if kind < 7:
-        return rng.choice(WORDS)
-    if kind < 8:
-        return schemas(rng)
-    if kind < 9:
-        return [anything(rng) for _ in range(rng.choice((0, 1, 3)))]
-    if kind < 10:
-        return {rng.choice(WORDS[:6]): anything(rng) for _ in range(rng.choice((0, 1, 3)))}
-    if kind < 11:
+    few = rng.choice((0, 1, 3))
+    kind = rng.choice((*PLAIN, "schema", "list", "object", "deep", "long"))
+    if kind == "list":
+        return [anything(rng) for _ in range(few)]
+    if kind == "object":
+        return {rng.choice(WORDS[:6]): anything(rng) for _ in range(few)}
+    if kind == "deep":
         return rng.choice((nested(3), nested(100), nested(300), DEEP))
-    return [rng.choice((1, "a", [1, -1], {"a": 1}))] * rng.choice((10, 1_000, 50_000))
+    if kind == "long":
+        return [rng.choice((1, "a", [1, -1], {"a": 1}))] * rng.choice((10, 1_000, 50_000))
+    return schemas(rng) if kind == "schema" else rng.choice(kind)
 
 
 def of_kind(rng: random.Random, kind: str) -> Any:
@@ -151,7 +148,7 @@ def of_kind(rng: random.Random, kind: str) -> Any:
     return anything(rng)
 
 
-# Fields whose values have a form of their own.
+# Fields whose values have a form of their own: a choice of them, or what makes one.
 FORMS: dict[str, Any] = {
     "logit_bias": lambda rng: rng.choice(
         (
@@ -162,7 +159,7 @@ FORMS: dict[str, Any] = {
         )
     ),
     "json_schema": schemas,
-    "grammar": lambda rng: rng.choice(WORDS),
+    "grammar": WORDS,
     "response_format": lambda rng: {
         "type": rng.choice(("json_object", "json_schema", "text", "odd")),
         "json_schema": {"name": "a", "schema": schemas(rng)},
@@ -177,19 +174,12 @@ FORMS: dict[str, Any] = {
         }
         for n in range(rng.choice((1, 2, 60)))
     ],
-    "tool_choice": lambda rng: rng.choice(
-        (
-            "auto",
-            "required",
-            "none",
-            {"type": "function", "function": {"name": "f0"}},
-            {"type": "any"},
-        )
+    "tool_choice": (
+        *("auto", "required", "none", {"type": "any"}),
+        {"type": "function", "function": {"name": "f0"}},
     ),
-    "stop": lambda rng: rng.choice(
-        (["a"], ["", "e", "\ud800"], ["x" * 20] * 4_000, " ", [1, None])
-    ),
-    "samplers": lambda rng: rng.choice((["top_k", "odd"], "kfypmxt", ["temperature"] * 3_000)),
+    "stop": (["a"], ["", "e", "\ud800"], ["x" * 20] * 4_000, " ", [1, None]),
+    "samplers": (["top_k", "odd"], "kfypmxt", ["temperature"] * 3_000),
     "messages": lambda rng: [
         {
             "role": rng.choice(("user", "assistant", "system", "tool", "odd", 5)),
@@ -199,19 +189,12 @@ FORMS: dict[str, Any] = {
         }
         for _ in range(rng.choice((0, 1, 3, 400)))
     ],
-    "prompt": lambda rng: rng.choice(
-        (
-            ["One", "two"],
-            [[1, 2], [3]],
-            [1, 2, 3],
-            ["One"] * 40,
-            [-1, 2**31],
-            {"a": 1},
-            rng.choice(WORDS),
-        )
+    "prompt": (
+        *(["One", "two"], [[1, 2], [3]], [1, 2, 3], ["One"] * 40, [-1, 2**31], {"a": 1}),
+        *WORDS,
     ),
-    "n": lambda rng: rng.choice((1, 2, 4, 5, -1)),
-    "stream": lambda rng: rng.random() < 0.7,
+    "n": (1, 2, 4, 5, -1),
+    "stream": (True, True, False),
 }
 
 
@@ -229,6 +212,9 @@ def declared(cache: Path) -> dict[str, str]:
     return found
 
 
+BROKEN = (b"", b"[1]", b"{", b"\xff", b'{"a": NaN}', b"[" * 50_000)
+
+
 class Requests:
     """Random requests to every path of the description."""
 
@@ -239,12 +225,11 @@ class Requests:
         for path, methods in PATHS.items():
             for method, operation in methods.items():
                 body = operation.get("requestBody")
-                name = (
-                    body["content"]["application/json"]["schema"]["$ref"].split("/")[-1]
-                    if body
-                    else ""
-                )
-                self._paths += [(method.upper(), path, name)] * (4 if name else 1)
+                if not body:
+                    self._paths.append((method.upper(), path, ""))
+                    continue
+                name = body["content"]["application/json"]["schema"]["$ref"].split("/")[-1]
+                self._paths += [(method.upper(), path, name)] * 4
 
     def next(self) -> tuple[str, str, bytes]:
         """(method, path, body)."""
@@ -253,11 +238,7 @@ class Requests:
         if not name:
             return method, path, b""
         if rng.random() < 0.02:
-            return (
-                method,
-                path,
-                rng.choice((b"", b"[1]", b"{", b"\xff", b'{"a": NaN}', b"[" * 50_000)),
-            )
+            return method, path, rng.choice(BROKEN)
         data: dict[str, Any] = {**SOUND[name]}
         own = list(SCHEMAS[name]["properties"])
         for _ in range(rng.choice((1, 1, 2, 3, 6))):
@@ -268,7 +249,8 @@ class Requests:
             if kind < 0.2:
                 data[field] = anything(rng)
             elif field in FORMS:
-                data[field] = FORMS[field](rng)
+                form = FORMS[field]
+                data[field] = form(rng) if callable(form) else rng.choice(form)
             else:
                 data[field] = of_kind(rng, self._declared.get(field, "json"))
         text = json.dumps(data).replace(json.dumps(DEEP), "[" * 20_000 + "]" * 20_000)
@@ -377,25 +359,30 @@ def peak_bytes(pid: int) -> int:
     return int(found[1]) << 10 if found else 0  # it has ended
 
 
-def plain(served: Served, text: str, key: bool) -> int:
-    """The status of a plain completion."""
-    from http.client import HTTPConnection
-
-    where = urlsplit(served.url)
-    connection = HTTPConnection(where.hostname or "", where.port, timeout=HANG_S)
-    head = {"Content-Type": "application/json", **({"x-api-key": KEY} if key else {})}
-    with contextlib.closing(connection):
-        body = json.dumps({"prompt": text, "max_tokens": 8, "ignore_eos": True})
-        connection.request("POST", "/v1/completions", body, head)
-        answer = connection.getresponse()
-        answer.read()
-        return answer.status
+def plain(served: Served, key: bool) -> int | str:
+    """The status of a plain completion, or what kept it from one."""
+    data = {"prompt": "Spain", "max_tokens": 8, "ignore_eos": True}
+    head = {"x-api-key": KEY} if key else {}
+    try:
+        with contextlib.closing(served.asked("/v1/completions", data, **head)) as connection:
+            answer = connection.getresponse()
+            answer.read()
+            return answer.status
+    except (OSError, ValueError, HTTPException) as error:
+        return repr(error)
 
 
-def log_findings(said: str) -> list[str]:
-    """What a log must not have."""
-    found = [line for line in said.splitlines() if "Traceback" in line or "\x1b" in line]
-    return [f"the log: {line[:300]!r}" for line in found]
+def ended(served: Served, what: str) -> list[str]:
+    """The findings of an end by SIGTERM: its status, its time, and what a log must not have."""
+    start = perf_counter()
+    status, said = served.end()
+    took = perf_counter() - start
+    print(f"{what}: {took:.2f} s", flush=True)
+    lines = [line for line in said.splitlines() if "Traceback" in line or "\x1b" in line]
+    found = [f"the log: {line[:300]!r}" for line in lines]
+    if status or took > MOST_END_S:
+        found.append(f"{what}: status {status} after {took:.2f} s: {said[-800:]}")
+    return found
 
 
 def fuzz(
@@ -414,28 +401,16 @@ def fuzz(
         if served.process.poll() is not None:
             status, said = served.end()
             return [*findings, f"it ended with {status} in {run.asked()}: {said[-1500:]}"]
-        statuses: list[int] = []
-        threads = [
-            threading.Thread(target=lambda: statuses.append(plain(served, "Spain", key)))
-            for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            statuses = list(pool.map(plain, [served] * 4, [key] * 4))
         if statuses != [200] * 4:
             findings.append(f"four plain requests at the end got {statuses}")
         peak = peak_bytes(served.process.pid)
-        start = perf_counter()
-        status, said = served.end()
-        took = perf_counter() - start
+        findings += ended(served, "SIGTERM")
         run.close()
-        if status or took > MOST_END_S:
-            findings.append(f"SIGTERM: status {status} after {took:.2f} s")
-        findings += log_findings(said)
-    asked = sum(run.statuses.values())
     print(
-        f"{asked} requests, {dict(run.statuses)}, peak {peak / 2**20:.1f} MiB of {CAP >> 20}",
+        f"{run.statuses.total()} requests, {dict(run.statuses)}, "
+        f"peak {peak / 2**20:.1f} MiB of {CAP >> 20}",
         flush=True,
     )
     return findings
@@ -443,23 +418,17 @@ def fuzz(
 
 def stops(cache: Path, model: Path, times: int, seed: int, key: bool) -> list[str]:
     """SIGTERM at random moments of such requests: each end is clean and in time."""
-    rng, findings, longest = random.Random(seed), [], 0.0
+    rng, findings = random.Random(seed), []
     options = (*OPTIONS, *(("--api-key", KEY) if key else ()))
     for number in range(times):
         with serving(cache, "-m", str(model), *options) as served:
             run = Fuzz(served, seed + 100 * number, key)
             run.start(6)
             threading.Event().wait(rng.uniform(0.0, 6.0))
-            start = perf_counter()
-            status, said = served.end()
-            took = perf_counter() - start
+            findings += ended(served, f"stop {number}")
             run.stop()
             run.close()
-            longest = max(longest, took)
-            if status or took > MOST_END_S:
-                findings.append(f"stop {number}: status {status} after {took:.2f} s: {said[-800:]}")
-            findings += [*run.findings, *log_findings(said)]
-    print(f"the longest of {times} ends: {longest:.2f} s", flush=True)
+            findings += run.findings
     return findings
 
 

@@ -66,6 +66,21 @@ def _answer(paths: list[Path], work: Callable[[], None]) -> str:
     return ACCEPTED
 
 
+def _described(files: list[Path], paths: list[Path]) -> str:
+    """Describes a model of one or two files that is made of paths; `verify` has to see at least
+    what keeps it from being opened."""
+
+    def work() -> None:
+        with ExpertModel.open(*files) as model:
+            inspect.describe(model)
+
+    report = verify(*files, threads=1, ggml=_ggml())
+    assert all(problem.file in map(str, paths) for problem in report.problems)
+    answer = _answer(paths, work)
+    assert answer == ACCEPTED or report.problems, f"verify does not see the {answer}"
+    return answer
+
+
 def header(bench: Bench, random: Random) -> str:
     """Opening a model, and all that is told of it without running it."""
     path = _written(bench, damage.damaged(random.choice(bench.models), random))
@@ -111,19 +126,9 @@ def checked(bench: Bench, random: Random) -> str:
 def pair(bench: Bench, random: Random) -> str:
     """A high and a low file, one of them damaged."""
     which = random.randrange(2)
-    path = _written(bench, damage.damaged(bench.pair_models[which], random))
     files = [bench.high, bench.low]
-    files[which] = path
-
-    def work() -> None:
-        with ExpertModel.open(*files) as model:
-            inspect.describe(model)
-
-    report = verify(*files, threads=1, ggml=_ggml())
-    assert all(problem.file in map(str, files) for problem in report.problems)
-    answer = _answer(files, work)
-    assert answer == ACCEPTED or report.problems, f"verify does not see the {answer}"
-    return answer
+    files[which] = _written(bench, damage.damaged(bench.pair_models[which], random))
+    return _described(files, files)
 
 
 def parts(bench: Bench, random: Random) -> str:
@@ -137,15 +142,7 @@ def parts(bench: Bench, random: Random) -> str:
     paths[which].write_bytes(damage.damaged(bench.part_models[which], random))
     if random.randrange(20) == 19:
         paths[random.randrange(3)].unlink()
-
-    def work() -> None:
-        with ExpertModel.open(paths[0]) as model:
-            inspect.describe(model)
-
-    report = verify(paths[0], threads=1, ggml=_ggml())
-    answer = _answer(paths, work)
-    assert answer == ACCEPTED or report.problems, f"verify does not see the {answer}"
-    return answer
+    return _described(paths[:1], paths)
 
 
 def written(bench: Bench, random: Random) -> str:

@@ -5,7 +5,6 @@ It is spoken to in the DevTools protocol over a pipe, which needs no package.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import fcntl
 import json
@@ -188,11 +187,6 @@ class Tab:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-
-    def picture(self, path: Path) -> None:
-        """A PNG of what the window shows."""
-        data = self.call("Page.captureScreenshot", format="png")["data"]
-        path.write_bytes(base64.b64decode(data))
 
 
 @contextlib.contextmanager

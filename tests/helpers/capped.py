@@ -120,14 +120,13 @@ class Run(NamedTuple):
 def run(
     args: Sequence[str],
     limit_bytes: int,
-    python: str = sys.executable,
     use: Callable[[subprocess.Popen[str]], None] | None = None,
 ) -> Run:
     """A command of moe-edge in a cgroup. use: what is done with it while it runs. Raises OSError
     where no cgroup can be made."""
     with _group(limit_bytes) as group:
         process = subprocess.Popen(
-            [python, "-c", _START, *args],
+            [sys.executable, "-c", _START, *args],
             cwd=REPO,
             env={**os.environ, "PYTHONPATH": str(REPO), "OMP_WAIT_POLICY": "PASSIVE"},
             stdin=subprocess.DEVNULL,
@@ -300,33 +299,28 @@ def commands(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    chat = ["chat", *reads, "-p", long, f"--max-tokens={ANSWER_TOKENS}"]
+    serve = ["serve", *reads, f"--port={port}"]
+    judge = ["eval", *reads, *text_of]
+    calibrate = ["calibrate", str(model), *calib]
     found = {
-        "chat": Line(["chat", *reads, "-p", long, f"--max-tokens={ANSWER_TOKENS}"]),
-        "chat, dymoe": Line(
-            ["chat", *reads, "--policy=dymoe", "-p", long, f"--max-tokens={ANSWER_TOKENS}"]
-        ),
-        "chat, dynaexq": Line(
-            ["chat", *reads, "--policy=dynaexq", "-p", long, f"--max-tokens={ANSWER_TOKENS}"]
-        ),
+        "chat": Line(chat),
+        "chat, dymoe": Line([*chat, "--policy=dymoe"]),
+        "chat, dynaexq": Line([*chat, "--policy=dynaexq"]),
         # What was read before is kept once another prompt comes.
-        "serve": Line(["serve", *reads, f"--port={port}"], port=port, full=[long, other, long]),
-        "serve, 8 clients": Line(["serve", *reads, f"--port={port}"], port=port, clients=8),
-        "eval": Line(["eval", *reads, *text_of]),
-        "eval --kl": Line(["eval", *reads, *text_of, "--kl"]),
-        "eval --prefill": Line(["eval", *reads, *text_of, "--prefill", "--window=1024"]),
+        "serve": Line(serve, port=port, full=[long, other, long]),
+        "serve, 8 clients": Line(serve, port=port, clients=8),
+        "eval": Line(judge),
+        "eval --kl": Line([*judge, "--kl"]),
+        "eval --prefill": Line([*judge, "--prefill", "--window=1024"]),
         "trace": Line(["trace", *reads, *text_of, "--out", str(trace)]),
         "replay": Line(["replay", str(trace)], False, before=["trace", *traced]),
         "plan": Line(["plan", *reads]),
         "doctor": Line(["doctor", *reads]),
         "calibrate": Line(
-            [
-                *("calibrate", str(model), *calib, f"--types={types}"),
-                *("--force", "--out", str(out / "c.json")),
-            ]
+            [*calibrate, f"--types={types}", "--force", "--out", str(out / "c.json")]
         ),
-        "calibrate --save-imatrix": Line(
-            ["calibrate", str(model), *calib, "--save-imatrix", str(out / "i.gguf")]
-        ),
+        "calibrate --save-imatrix": Line([*calibrate, "--save-imatrix", str(out / "i.gguf")]),
         "pack": Line(packed, has_ram=False),
         "pack --method imatrix": Line([*packed, *calib, "--method=imatrix"]),
         "pack --method gptq": Line([*packed, *calib, "--method=gptq"]),
@@ -337,15 +331,11 @@ def commands(
         "bench --quick": Line(["bench", "--quick", "--runs=1"], has_ram=False),
     }
     for study in STUDIES:
-        args = ["eval", *reads, *text_of, "--study", study, "--out", str(out / "study")]
-        found[f"study {study}"] = Line(args)
+        found[f"study {study}"] = Line([*judge, "--study", study, "--out", str(out / "study")])
     return found
 
 
 def main() -> int:
-    sys.path.insert(0, str(REPO))
-    from orchestrator.settings import parse_size
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--model", type=Path, required=True)

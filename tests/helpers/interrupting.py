@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +30,6 @@ from typing import NamedTuple
 REPO = Path(__file__).resolve().parents[2]
 # Only what hangs takes so long.
 HANG_S = 300
-# A machine that stands still for longer than this is not what a command took.
-STILL_S = 1.0
 # How often a moment is drawn again where the command was through before it, or as good as, or where
 # it was not yet there to handle a signal.
 DRAWS = 5
@@ -47,31 +44,6 @@ main()
 """
 # What a command says of the time that it took, and of files that tell of it.
 _MEASURED = re.compile(r'"[a-z_]*(?:us|ms|_s|seconds|rss)": [^,}]*|[\d.]+ (?:ms|MB/s|[KM]iB)')
-
-
-class Clock:
-    """Seconds in which this process ran: where it was stopped along with the commands, as a
-    machine that sleeps is, nothing went by."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._total_s, self._last_s = clock, 0.0, clock()
-        self._lock = threading.Lock()
-        threading.Thread(target=self._tick, daemon=True).start()
-
-    def now_s(self) -> float:
-        with self._lock:
-            now_s = self._clock()
-            self._total_s += min(STILL_S, now_s - self._last_s)
-            self._last_s = now_s
-            return self._total_s
-
-    def _tick(self) -> None:
-        while True:
-            time.sleep(STILL_S / 20)
-            self.now_s()
-
-
-CLOCK = Clock()
 
 
 class Result(NamedTuple):
@@ -105,23 +77,18 @@ class Command:
     environment: Mapping[str, str] = field(default_factory=dict)
     beside: Callable[[], AbstractContextManager[object]] = nullcontext
 
-    def run(
-        self,
-        after_s: float | None = None,
-        repo: Path = REPO,
-        number: signal.Signals = signal.SIGINT,
-    ) -> Result:
+    def run(self, after_s: float | None = None, number: int = signal.SIGINT) -> Result:
         """Runs it; after_s: when to send it a signal, as Ctrl-C does."""
         self._empty_folder()
         reader, writer = os.pipe()
-        environment = {**os.environ, "PYTHONPATH": str(repo), "OMP_WAIT_POLICY": "PASSIVE"}
+        environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_WAIT_POLICY": "PASSIVE"}
         if after_s is None:
             after_s = self.lasts_s
         with (
             self.beside(),
             subprocess.Popen(
                 [sys.executable, "-c", _START, str(writer), *self.args],
-                cwd=repo,
+                cwd=REPO,
                 env=environment | self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -136,7 +103,7 @@ class Command:
             os.close(writer)
             with os.fdopen(reader, "rb") as begun:
                 begun.read()
-            start_s, at_start_s = CLOCK.now_s(), _computed_s(process.pid)
+            start_s, at_start_s = time.monotonic(), _computed_s(process.pid)
             reached = False
             try:
                 if after_s is not None:
@@ -144,10 +111,10 @@ class Command:
                     reached = process.poll() is None
                     process.send_signal(number)
                     at_signal_s = _computed_s(process.pid)
-                out, err = _wait(process)
+                out, err = process.communicate(timeout=HANG_S)
             finally:
                 process.kill()
-        took_s, in_all_s = CLOCK.now_s() - start_s, _children_s() - before_s
+        took_s, in_all_s = time.monotonic() - start_s, _children_s() - before_s
         left = _processes_of(process.pid)
         if left:
             err += f"Left: processes {left}"
@@ -168,7 +135,7 @@ class Command:
             if path.is_file()
         }
 
-    def complaint(self, whole: Result, found: Result, number: signal.Signals) -> str:
+    def complaint(self, whole: Result, found: Result, number: int) -> str:
         """What is wrong with a run that was interrupted, or nothing."""
         if any(word in found.err for word in ("Traceback", "Exception ignored", "Error", "Left:")):
             return f"it says {found.err.strip()[-600:]}"
@@ -195,7 +162,7 @@ def _heed_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _ended_by(number: signal.Signals) -> tuple[int, ...]:
+def _ended_by(number: int) -> tuple[int, ...]:
     """How a command ends by a signal: while it loads, as any program does."""
     return (128 + number,) if number == signal.SIGINT else (128 + number, -number)
 
@@ -236,34 +203,19 @@ def _stats_of(session: int) -> dict[int, list[str]]:
     return found
 
 
-def _wait(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """What it says on stdout and stderr until it ends. Raises TimeoutExpired where it hangs."""
-    start_s = CLOCK.now_s()
-    while True:
-        try:
-            return process.communicate(timeout=STILL_S)
-        except subprocess.TimeoutExpired:
-            if CLOCK.now_s() - start_s > HANG_S:
-                raise
-
-
 def interrupt(
-    command: Command,
-    times: int,
-    seed: str,
-    repo: Path = REPO,
-    number: signal.Signals = signal.SIGINT,
+    command: Command, times: int, seed: str, number: int = signal.SIGINT
 ) -> tuple[Counter[str], list[str]]:
     """Runs a command so many times with a signal. Returns how the runs ended, and what was
     wrong."""
-    whole = command.run(repo=repo)
+    whole = command.run()
     assert whole.status == 0, whole.err
     random, ends, wrong = Random(seed), Counter[str](), []
     for index in range(times):
         for _ in range(DRAWS):
             share = (index + random.random()) / times
             after_s = share * whole.took_s
-            found = command.run(after_s, repo, number)
+            found = command.run(after_s, number)
             complaint = command.complaint(whole, found, number)
             is_early = found.status == -number
             is_through = found.status == 0 and command.lasts_s is None
@@ -284,9 +236,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--times", type=int, default=100)
     parser.add_argument("--seed", default="0")
-    parser.add_argument("--size", type=int, default=1)
     parser.add_argument("--signal", default="INT", help="INT, TERM or HUP")
-    parser.add_argument("--repo", type=Path, default=REPO, help="another checkout to run")
     args = parser.parse_args()
     number = signal.Signals[f"SIG{args.signal}"]
     # A script in the background ignores Ctrl-C, and what it starts inherits that.
@@ -296,9 +246,9 @@ def main() -> int:
 
     failed = False
     with tempfile.TemporaryDirectory() as folder:
-        known = commands(Path(folder), args.size)
+        known = commands(Path(folder))
         for name in args.names or known:
-            ends, wrong = interrupt(known[name](), args.times, args.seed, args.repo, number)
+            ends, wrong = interrupt(known[name](), args.times, args.seed, number)
             counts = ", ".join(f"{n} with {end}" for end, n in sorted(ends.items()))
             print(f"{name}: {counts}; wrong: {len(wrong)}", flush=True)
             for line in wrong:

@@ -21,6 +21,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from itertools import count
+from pathlib import Path
 from random import Random
 from types import FrameType
 from typing import Any
@@ -56,6 +57,32 @@ def killed(work: Work, at: int, *modules: str) -> bool:
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert status in (0, -signal.SIGKILL), f"the work ended with status {status}"
     return status != 0
+
+
+def check_model_at_twenty_deaths(
+    work: Work, out: Path, modules: tuple[str, ...], seed: int, older: bytes = b""
+) -> None:
+    """Work that writes a model, killed at twenty moments: what has the final name is whole, or the
+    older file that had it, and what killed runs left is gone behind the next one."""
+    from gguf_tools.verify import verify
+
+    total = calls_of(work, *modules)
+    whole = out.read_bytes()
+    died = 0
+    for at in moments(total, 20, seed):
+        out.unlink(missing_ok=True)
+        if older:
+            out.write_bytes(older)
+        died += killed(work, at, *modules)
+        assert out.exists() or not older, "the older file is gone"
+        if out.exists():
+            assert out.read_bytes() in (whole, older)
+            assert verify(out, threads=1).problems == []
+        assert len(os.listdir(out.parent)) <= 2, "leftovers of earlier runs are still there"
+    assert died >= 15
+    work()
+    assert os.listdir(out.parent) == [out.name]
+    assert out.read_bytes() == whole and verify(out, threads=1).problems == []
 
 
 class Stopped:

@@ -176,19 +176,15 @@ def matters(path: Path, tokens: list[int], gating: Gating, without: str) -> int:
     left out: "bias", "choice_bias" or "groups"."""
     watched = watch(path, tokens, 1)
     routers = weights(path, "ffn_gate_inp.weight")
-    bias = weights(path, "ffn_gate_inp.bias")
-    choice = weights(path, "exp_probs_b.bias")
+    biases = weights(path, "ffn_gate_inp.bias"), weights(path, "exp_probs_b.bias")
+    fewer = Gating(gating.k, gating.sigmoid) if without == "groups" else gating
     changed = 0
-    for layer in range(len(routers) - 1):
-        router = routers[layer + 1]
+    for layer, router in enumerate(routers[1:]):
         assert router is not None
-        full = predict(watched.x[layer], router, gating, bias[layer + 1], choice[layer + 1])[0]
-        less = predict(
-            watched.x[layer],
-            router,
-            Gating(gating.k, gating.sigmoid) if without == "groups" else gating,
-            None if without == "bias" else bias[layer + 1],
-            None if without == "choice_bias" else choice[layer + 1],
-        )[0]
+        bias, choice = (each[layer + 1] for each in biases)
+        full = predict(watched.x[layer], router, gating, bias, choice)[0]
+        bias = None if without == "bias" else bias
+        choice = None if without == "choice_bias" else choice
+        less = predict(watched.x[layer], router, fewer, bias, choice)[0]
         changed += int((full != less).any(axis=1).sum())
     return changed

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 import pytest
 from real_cache import REAL_CACHE
@@ -72,6 +79,42 @@ class Served:
         assert self._ready.wait(HANG_S), "it hangs"
         assert " is ready at " in "".join(self.lines), "\n".join(self.lines)
 
+    def get(self, path: str) -> str:
+        with urlopen(self.url + path, timeout=HANG_S) as answer:
+            text: str = answer.read().decode()
+        return text
+
+    def post(self, path: str, data: Any) -> Any:
+        """The JSON of an answer. Raises HTTPError where its status says that there is none."""
+        request = Request(
+            self.url + path, json.dumps(data).encode(), {"Content-Type": "application/json"}
+        )
+        with urlopen(request, timeout=HANG_S) as answer:
+            return json.load(answer)
+
+    def asked(self, path: str, data: Any, **head: str) -> http.client.HTTPConnection:
+        """A connection on which a request was sent."""
+        connection = http.client.HTTPConnection(*self.address, timeout=HANG_S)
+        connection.request("POST", path, json.dumps(data), head)
+        return connection
+
+    @property
+    def address(self) -> tuple[str, int]:
+        where = urlsplit(self.url)
+        assert where.hostname and where.port
+        return where.hostname, where.port
+
+    def connected(self) -> socket.socket:
+        return socket.create_connection(self.address, timeout=HANG_S)
+
+    def until_running(self, n: int) -> None:
+        """Waits until so many requests are at work."""
+        for _ in range(100 * HANG_S):
+            if f"moe_edge_requests_running {n}\n" in self.get("/metrics"):
+                return
+            time.sleep(0.01)
+        pytest.fail(f"there are never {n} requests that run")
+
     def end(self, signum: int = signal.SIGTERM) -> tuple[int, str]:
         """(status, what it said on stderr) after a signal."""
         if self.process.poll() is None:
@@ -85,6 +128,7 @@ class Served:
 def serving(cache: Path, *options: str, files: int | None = None) -> Iterator[Served]:
     """A server of the demo model on a free port, whose user folders are in `cache`. files: the most
     file descriptors that it may have."""
+    pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
     servers = cache / "moe-edge" / "servers"
     if not servers.exists():
         servers.parent.mkdir(parents=True, exist_ok=True)
@@ -108,3 +152,14 @@ def serving(cache: Path, *options: str, files: int | None = None) -> Iterator[Se
         finally:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 served.end(signal.SIGKILL if process.poll() is None else 0)
+
+
+def running(*options: str, files: int | None = None) -> Any:
+    """A fixture: one such server for the tests of a module."""
+
+    @pytest.fixture(scope="module")
+    def served(tmp_path_factory: pytest.TempPathFactory, library: object) -> Iterator[Served]:
+        with serving(tmp_path_factory.mktemp("served"), *options, files=files) as server:
+            yield server
+
+    return served

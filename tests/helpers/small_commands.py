@@ -9,8 +9,9 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from interrupting import REPO, Command
 
@@ -20,73 +21,65 @@ SERVED_S = 4.0
 PULLED_BYTES = 256 << 20
 # What a machine was seen to do, which the next command need not find out again.
 MEASURED = r"/speed/[0-9a-f]+\.json$"
+DEMO = REPO / "models/demo/moe-edge-demo.gguf"
+# Command lines in whose place of SLOTS, READS, CALIB, a model, a text or an output there is what
+# such a command needs.
+PLAIN = {
+    "eval": "eval SLOTS --policy=dymoe READS=500 --json",
+    "eval --kl": "eval SLOTS --policy=dymoe READS=500 --kl --json",
+    "trace": "trace SLOTS --policy=dymoe READS=300 --out OUT/t.npz",
+    "calibrate": "calibrate MODEL/f16 CALIB --types=q4_k --out OUT/c.json",
+    "pack": "pack MODEL/f16 OUT/p.gguf --tiers=q8_0,q4_k,q2_k --method=imatrix CALIB",
+    "gptq": "pack MODEL/f16 OUT/p.gguf --tiers=q8_0,q4_k,q2_k --method=gptq CALIB",
+    "export": f"export {DEMO} OUT/e.gguf --tier=q4_k",
+    "verify": f"verify {DEMO} --threads=1",
+    "inspect": f"inspect {DEMO} --json",
+}
+# Those that say something else each time.
+VARYING = {
+    "study": "eval SLOTS READS=520 --study=similarity --out OUT/tables",
+    "chat": "chat SLOTS --policy=dymoe -p hello --threads=1 --temp=0 --max-tokens=300",
+    "check": "check -m MODEL/q8_0 --tokens=8 --out OUT/report.txt",
+}
 
-_F = TypeVar("_F", bound=Callable[["SmallCommands"], Command])
-_NAMES: dict[str, str] = {}
 
-
-def _named(name: str) -> Callable[[_F], _F]:
-    def register(function: _F) -> _F:
-        _NAMES[name] = function.__name__
-        return function
-
-    return register
-
-
-def commands(folder: Path, size: int = 1) -> dict[str, Callable[[], Command]]:
-    """Commands by name, on small models that are made when they are asked for. size: how much
-    longer than a second they shall take, about."""
-    made = SmallCommands(folder, size)
-    return {name: getattr(made, function) for name, function in _NAMES.items()}
+def commands(folder: Path) -> dict[str, Callable[[], Command]]:
+    """Commands by name, on small models that are made when they are asked for."""
+    made = SmallCommands(folder)
+    return {
+        **{name: partial(made.plain, line) for name, line in PLAIN.items()},
+        **{name: partial(made.plain, line, exact=False) for name, line in VARYING.items()},
+        **{"doctor": partial(made.of_a_machine, "doctor -m MODEL/q8_0 --ctx=512 --json")},
+        **{"plan": partial(made.of_a_machine, "plan -m MODEL/q8_0 --ctx=512 --json")},
+        # A few rows, each in a process of its own; models are made in its own cache.
+        "bench": partial(
+            made.of_a_machine,
+            "bench --quick --runs=1 --tokens=16 --caps=60 --rows=lru,dymoe",
+            keeps=rf"bench/[^.][^/]*\.gguf$|{MEASURED}",
+        ),
+        "convert": made.convert,
+        "replay": made.replay,
+        "pull": made.pull,
+        "serve": made.serve,
+    }
 
 
 class SmallCommands:
     """What the commands read, each made once in a folder, and the command lines."""
 
-    def __init__(self, folder: Path, size: int) -> None:
-        self._folder, self._size = folder, size
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
-    @_named("eval")
-    def judge(self) -> Command:
-        return self._command("eval", *self._slots(), *self._reads(500 * self._size), "--json")
+    def plain(self, line: str, **fields: Any) -> Command:
+        folder = self._folder / "out"
+        folder.mkdir(exist_ok=True)
+        return Command([arg for word in line.split() for arg in self._args(word)], folder, **fields)
 
-    @_named("eval --kl")
-    def judge_beside(self) -> Command:
-        reads = self._reads(500 * self._size)
-        return self._command("eval", *self._slots(), *reads, "--kl", "--json")
+    def of_a_machine(self, line: str, keeps: str = MEASURED) -> Command:
+        """One that has never been measured: what is found goes into its cache."""
+        cache = {"XDG_CACHE_HOME": str(self._folder / "out" / "cache")}
+        return self.plain(line, exact=False, keeps=keeps, environment=cache)
 
-    @_named("study")
-    def study(self) -> Command:
-        tables = self._out("tables")
-        reads = self._reads(520 * self._size)
-        model = [each for each in self._slots() if not str(each).startswith("--policy")]
-        return self._command(
-            *("eval", *model, *reads, "--study=similarity", "--out", tables), exact=False
-        )
-
-    @_named("trace")
-    def record(self) -> Command:
-        tokens = min(500, 300 * self._size)
-        return self._command(
-            "trace", *self._slots(), *self._reads(tokens), "--out", self._out("t.npz")
-        )
-
-    @_named("calibrate")
-    def calibrate(self) -> Command:
-        return self._command(
-            *("calibrate", self._model("f16"), *self._calib()),
-            *("--types=q4_k", "--out", self._out("c.json")),
-        )
-
-    @_named("pack")
-    def pack(self) -> Command:
-        return self._pack("imatrix")
-
-    @_named("gptq")
-    def pack_gptq(self) -> Command:
-        return self._pack("gptq")
-
-    @_named("convert")
     def convert(self) -> Command:
         sys.path.insert(0, str(REPO))
         from tests.unit.convert.checkpoints import write_checkpoint
@@ -94,64 +87,16 @@ class SmallCommands:
         checkpoint = self._folder / "checkpoint"
         if not checkpoint.exists():
             write_checkpoint("qwen3-moe", checkpoint)
-        return self._command("convert", checkpoint, self._out("c.gguf"), "--tiers=q8_0,q4_k,q2_k")
+        return self.plain(f"convert {checkpoint} OUT/c.gguf --tiers=q8_0,q4_k,q2_k")
 
-    @_named("replay")
     def replay(self) -> Command:
         trace = self._folder / "recorded.npz"
         if not trace.exists():
-            done = self.record().run()
+            done = self.plain(PLAIN["trace"]).run()
             assert done.status == 0, done.err
             trace.write_bytes(done.files["t.npz"])
-        return self._command("replay", trace, "--policy=lru", "--expert-ram=2MiB", "--json")
+        return self.plain(f"replay {trace} --policy=lru --expert-ram=2MiB --json")
 
-    @_named("chat")
-    def chat(self) -> Command:
-        tokens = f"--max-tokens={300 * self._size}"
-        return self._command(
-            "chat", *self._slots(), "-p", "hello", "--threads=1", "--temp=0", tokens, exact=False
-        )
-
-    @_named("bench")
-    def bench(self) -> Command:
-        """A few rows, each in a process of its own; the models are made in its own cache, where
-        those that are whole stay."""
-        return self._command(
-            *("bench", "--quick", "--runs=1", "--tokens=16", "--caps=60", "--rows=lru,dymoe"),
-            exact=False,
-            keeps=rf"bench/[^.][^/]*\.gguf$|{MEASURED}",
-            environment={"XDG_CACHE_HOME": str(self._out("cache"))},
-        )
-
-    @_named("export")
-    def export(self) -> Command:
-        demo = REPO / "models/demo/moe-edge-demo.gguf"
-        return self._command("export", demo, self._out("e.gguf"), "--tier=q4_k")
-
-    @_named("verify")
-    def verify(self) -> Command:
-        return self._command("verify", REPO / "models/demo/moe-edge-demo.gguf", "--threads=1")
-
-    @_named("inspect")
-    def inspect(self) -> Command:
-        return self._command("inspect", REPO / "models/demo/moe-edge-demo.gguf", "--json")
-
-    @_named("check")
-    def check(self) -> Command:
-        return self._command(
-            *("check", "-m", self._model("q8_0"), "--tokens=8", "--out", self._out("report.txt")),
-            exact=False,
-        )
-
-    @_named("doctor")
-    def doctor(self) -> Command:
-        return self._of_a_machine("doctor")
-
-    @_named("plan")
-    def plan(self) -> Command:
-        return self._of_a_machine("plan")
-
-    @_named("pull")
     def pull(self) -> Command:
         """From a Hub on this machine. An unfinished download stays, for the next time."""
         sys.path.insert(0, str(REPO / "tests/unit/hub"))
@@ -162,71 +107,51 @@ class SmallCommands:
         hub.start()
         # A client that was ended is what this is about.
         hub.server.handle_error = lambda *_: None
-        return self._command(
-            *("pull", "me/model"),
+        return self.plain(
+            "pull me/model",
             keeps=r"\.incomplete$|/refs/|\.lock$|CACHEDIR",
-            environment={"HF_ENDPOINT": hub.url, "HF_HOME": str(self._out("hf"))},
+            environment={"HF_ENDPOINT": hub.url, "HF_HOME": str(self._folder / "out" / "hf")},
         )
 
-    @_named("serve")
     def serve(self) -> Command:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        return self._command(
-            *("serve", *self._slots(), "--threads=1", f"--port={port}", "--parallel=2"),
+        return self.plain(
+            f"serve SLOTS --policy=dymoe --threads=1 --port={port} --parallel=2",
             exact=False,
-            lasts_s=SERVED_S * self._size,
-            beside=lambda: _asking(port),
+            lasts_s=SERVED_S,
+            beside=partial(_asking, port),
         )
 
-    def _command(self, *args: object, **fields: object) -> Command:
-        folder = self._folder / "out"
-        folder.mkdir(exist_ok=True)
-        return Command([str(arg) for arg in args], folder, **fields)  # type: ignore[arg-type]
+    def _args(self, word: str) -> list[str]:
+        """What stands in the place of a word of a command line."""
+        kind, _, rest = word.replace("=", "/", 1).partition("/")
+        if kind == "SLOTS":
+            packed = self._model("q8_0", "q4_k", "q2_k")
+            return ["-m", packed, "--expert-ram=3MiB", "--low-tier=q2_k", "--ctx=512"]
+        if kind == "READS":
+            return ["--threads=1", "--text", self._text(), f"--tokens={rest}"]
+        if kind == "CALIB":
+            return ["--calib", self._text(), "--calib-tokens=512"]
+        if kind == "MODEL":
+            return [self._model(rest)]
+        if kind == "OUT":
+            return [str(self._folder / "out" / rest)]
+        return [word]
 
-    def _of_a_machine(self, name: str) -> Command:
-        """One that has never been measured: what is found goes into its cache."""
-        return self._command(
-            *(name, "-m", self._model("q8_0"), "--ctx=512", "--json"),
-            exact=False,
-            keeps=MEASURED,
-            environment={"XDG_CACHE_HOME": str(self._out("cache"))},
-        )
-
-    def _out(self, name: str) -> Path:
-        return self._folder / "out" / name
-
-    def _model(self, *tiers: str) -> Path:
+    def _model(self, *tiers: str) -> str:
         from gguf_tools import synthetic
 
         path = self._folder / f"{'-'.join(tiers)}.gguf"
         if not path.exists():
             synthetic.write(path, "tiny-qwen3moe", tiers=tiers)
-        return path
+        return str(path)
 
-    def _slots(self) -> list[object]:
-        packed = self._model("q8_0", "q4_k", "q2_k")
-        return ["-m", packed, "--policy=dymoe", "--expert-ram=3MiB", "--low-tier=q2_k", "--ctx=512"]
-
-    def _text(self) -> Path:
+    def _text(self) -> str:
         path = self._folder / "text.txt"
-        path.write_text(
-            "Some words of a text that says the same over and over. " * 200 * self._size
-        )
-        return path
-
-    def _reads(self, tokens: int) -> list[object]:
-        return ["--threads=1", "--text", self._text(), f"--tokens={tokens}"]
-
-    def _calib(self) -> list[object]:
-        return ["--calib", self._text(), f"--calib-tokens={512 * self._size}"]
-
-    def _pack(self, method: str) -> Command:
-        return self._command(
-            *("pack", self._model("f16"), self._out("p.gguf"), "--tiers=q8_0,q4_k,q2_k"),
-            *(f"--method={method}", *self._calib()),
-        )
+        path.write_text("Some words of a text that says the same over and over. " * 200)
+        return str(path)
 
 
 @contextlib.contextmanager
@@ -234,14 +159,11 @@ def _asking(port: int) -> Iterator[None]:
     """Two clients that ask again and again, as soon as somebody listens."""
     over = threading.Event()
     body = json.dumps({"prompt": "hello", "max_tokens": 200, "stream": True}).encode()
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
 
     def ask() -> None:
         while not over.wait(0.05):
-            request = urllib.request.Request(
-                f"http://127.0.0.1:{port}/v1/completions",
-                body,
-                {"Content-Type": "application/json"},
-            )
             # What the server does when it ends is not the client's to judge.
             with (
                 contextlib.suppress(OSError, ValueError),

@@ -2,7 +2,6 @@
 
     python tests/helpers/soaking.py clients [--model M] [--clients 8] [--seconds 600] [--share 0.6]
     python tests/helpers/soaking.py requests [--model M] [--requests 1000] [--cache-ram 8MiB]
-    python tests/helpers/soaking.py signals [--model M] [--times 10]
 
 clients: so many at once, some of whom leave in the middle, with slots for that share of the
 experts in the best precision. The server has a queue for half of them, so that some get 429. Fails
@@ -10,33 +9,28 @@ where the process ever had more than the cap, or where another status came.
 
 requests: conversations one after another. Fails where the resident memory at the end is more than
 2 % above that at the request with which the prompt cache was first full.
-
-signals: servers that get SIGTERM or SIGINT, idle and in the middle of a stream. Fails where one
-says anything of an error or ends with another status than 0; prints how long each took.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import http.client
-import json
 import random
-import signal
 import sys
 import tempfile
 import threading
+from contextlib import closing
 from pathlib import Path
-from time import monotonic, perf_counter, sleep
+from time import monotonic, sleep
 from typing import Any
-from urllib.parse import urlsplit
 
 HERE = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(HERE))
 
 import psutil  # noqa: E402
-from served import DEMO, serving  # noqa: E402
-from speaking import HANG_S, post  # noqa: E402
+from served import DEMO, Served, serving  # noqa: E402
+
+from orchestrator.settings import parse_size  # noqa: E402
 
 COUNTRIES = ("Norway", "Peru", "Japan", "Chad", "Spain", "Chile", "Kenya", "India", "Italy", "Cuba")
 MOST_GROWTH = 1.02
@@ -56,13 +50,9 @@ def conversation(rng: random.Random, n_predict: int) -> dict[str, Any]:
     }
 
 
-def ask(url: str, data: dict[str, Any], leaves: bool) -> int:
+def ask(served: Served, data: dict[str, Any], leaves: bool) -> int:
     """The status of one request. leaves: the client goes away behind the first line."""
-    where = urlsplit(url)
-    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=HANG_S)
-    try:
-        body, kind = json.dumps(data), {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/chat/completions", body, kind)
+    with closing(served.asked("/v1/chat/completions", data)) as connection:
         answer = connection.getresponse()
         if leaves:
             answer.readline()
@@ -71,8 +61,6 @@ def ask(url: str, data: dict[str, Any], leaves: bool) -> int:
         if answer.status == 200 and (b'"error"' in text or b'"timings"' not in text):
             return 500  # the error came behind the status
         return answer.status
-    finally:
-        connection.close()
 
 
 class Memory:
@@ -119,16 +107,7 @@ def soak_clients(
     """How often each status came. Raises AssertionError for another one than 200 and 429, and for
     memory over the promise."""
     ram = ram_for(model, share)
-    options = (
-        "-m",
-        str(model),
-        "--ram",
-        str(ram),
-        "--ctx",
-        "512",
-        "--queue",
-        str(clients // 2 - 1),
-    )
+    options = ("-m", str(model), "--ctx=512", f"--ram={ram}", f"--queue={clients // 2 - 1}")
     statuses: collections.Counter[int] = collections.Counter()
     with serving(cache, *options) as served:
         memory = Memory(served.process.pid)
@@ -137,7 +116,7 @@ def soak_clients(
         def client(number: int) -> None:
             rng = random.Random(number)
             while monotonic() < end:
-                status = ask(served.url, conversation(rng, 60), leaves=rng.random() < 0.1)
+                status = ask(served, conversation(rng, 60), leaves=rng.random() < 0.1)
                 statuses[status] += 1
                 if status == 429:
                     sleep(0.2)
@@ -148,8 +127,7 @@ def soak_clients(
         for thread in threads:
             thread.join()
         memory.close()
-        status, _ = post(served.url, "/tokenize", {"content": "still here"})
-        assert status == 200, status
+        served.post("/tokenize", {"content": "still here"})
         status, said = served.end()
         assert status == 0 and "Traceback" not in said, said[-2000:]
     print(
@@ -162,19 +140,15 @@ def soak_clients(
 
 def soak_requests(cache: Path, model: Path, requests: int, cache_ram: str) -> tuple[int, int]:
     """(resident bytes when the prompt cache was first full, at the end)."""
-    from orchestrator.settings import parse_size
-
     limit = parse_size(cache_ram)
     rng = random.Random(1)
-    options = ("-m", str(model), "--ctx", "512", "--ram", "180MiB", "--policy", "lru")
-    options += ("--high-tier", "q4_k", "--cache-ram", cache_ram)
+    options = ("-m", str(model), "--ctx=512", "--ram=180MiB", "--policy=lru", "--high-tier=q4_k")
     first, at, kept = 0, 0, 0
-    with serving(cache, *options) as served:
+    with serving(cache, *options, f"--cache-ram={cache_ram}") as served:
         memory = Memory(served.process.pid)
         for number in range(1, requests + 1):
             data = conversation(rng, 24) | {"stream": False}
-            status, answer = post(served.url, "/v1/chat/completions", data)
-            assert status == 200, answer
+            answer = served.post("/v1/chat/completions", data)
             kept += answer["usage"]["total_tokens"] * kv_bytes(model)
             if not first and kept > limit:
                 first, at = memory.now_bytes(), number
@@ -189,32 +163,6 @@ def soak_requests(cache: Path, model: Path, requests: int, cache_ram: str) -> tu
     return first, last
 
 
-def soak_signals(cache: Path, model: Path, times: int) -> list[float]:
-    """Seconds from each signal to the end of the process. Raises AssertionError for an end that is
-    not clean."""
-    took: list[float] = []
-    for number in range(4 * times):
-        signum = (signal.SIGTERM, signal.SIGINT)[number % 2]
-        busy = number // 2 % 2 == 1
-        with serving(cache, "-m", str(model), "--ctx", "2048") as served:
-            connection = http.client.HTTPConnection(
-                "127.0.0.1", urlsplit(served.url).port, timeout=HANG_S
-            )
-            if busy:
-                data = {"prompt": "One", "n_predict": 1900, "ignore_eos": True, "stream": True}
-                connection.request("POST", "/completion", json.dumps(data))
-                connection.getresponse().readline()
-            start = perf_counter()
-            status, said = served.end(signum)
-            took.append(perf_counter() - start)
-            assert status == 0 and "Traceback" not in said and "rror" not in said, said
-            connection.close()
-            state = "in a stream" if busy else "idle"
-            print(f"{signum.name} {state}: {took[-1]:.2f} s", flush=True)
-    print(f"the longest of {len(took)}: {max(took):.2f} s")
-    return took
-
-
 def kv_bytes(model: Path) -> int:
     """Of one token of a conversation."""
     from gguf_tools.experts import ExpertModel
@@ -225,21 +173,18 @@ def kv_bytes(model: Path) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("clients", "requests", "signals"))
+    parser.add_argument("what", choices=("clients", "requests"))
     parser.add_argument("--model", type=Path, default=DEMO)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--share", type=float, default=0.6, help="of the experts' bytes")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--cache-ram", default="8MiB")
-    parser.add_argument("--times", type=int, default=10, help="of each signal and state")
     asked = parser.parse_args()
     model = asked.model.resolve()
     with tempfile.TemporaryDirectory() as cache:
         if asked.what == "clients":
             soak_clients(Path(cache), model, asked.clients, asked.seconds, asked.share)
-        elif asked.what == "signals":
-            soak_signals(Path(cache), model, asked.times)
         else:
             first, last = soak_requests(Path(cache), model, asked.requests, asked.cache_ram)
             if last > MOST_GROWTH * first:

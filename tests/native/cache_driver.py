@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from pathlib import Path
-
-import numpy as np
 
 from gguf_tools.file.layout import BLOCK, GGMLType, pad
 from orchestrator.events import Phase
 from orchestrator.native import MAX_TIERS, Library, Slices, Store, StoreSpec
 from orchestrator.native.abi import VISIT_CB, CPrefetch
 
-from .cache_model import Cache
-from .cache_parts import DOWN, GATE, GATE_UP, SKIP, UP, Item, Layout, Visit
+from .cache_model import DOWN, GATE, GATE_UP, SKIP, UP, Cache, Item, Layout, Visit
+from .conftest import HANG_S
+from .transition_driver import N_EXPERT, ExpertFile
 
 KINDS = ((UP, GATE, DOWN), (GATE_UP, DOWN), (UP, DOWN), (UP, GATE, DOWN))  # of each layer
-N_EXPERT = 5
 TYPES = (8, 12, 11, 10)  # q8_0, q4_K, q3_K, q2_K
 # Of each tier in the file. No slice starts on a block; a read takes long enough to be met
 # while it runs.
@@ -26,31 +23,6 @@ SLOT_BYTES = tuple((n + 2 * 4096) // 4096 * 4096 for n in EXPERT_BYTES)
 DEVICE_SLOT_BYTES = tuple(
     pad(n, BLOCK[GGMLType(each)].bytes) for n, each in zip(EXPERT_BYTES, TYPES, strict=True)
 )
-# As long as an op may take, in sleeps: a program that was stopped for a while had none of them.
-STUCK_SLEEPS, SLEEP_S = 3000, 0.2
-
-
-class ExpertFile:
-    """Slices of known bytes: every one begins with what it is, and differs after that."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.offsets: dict[tuple[int, int, int], int] = {}
-        data = bytearray(32)
-        for layer, kinds in enumerate(KINDS):
-            for kind in kinds:
-                for tier, n_bytes in enumerate(EXPERT_BYTES):
-                    self.offsets[layer, kind, tier] = len(data)
-                    for expert in range(N_EXPERT):
-                        name = bytes((layer, kind, expert, tier))
-                        rng = np.random.default_rng(int.from_bytes(name, "big"))
-                        data += name + rng.bytes(n_bytes - len(name))
-        self.data = bytes(data)
-        path.write_bytes(data)
-
-    def slice(self, layer: int, kind: int, expert: int, tier: int) -> bytes:
-        start = self.offsets[layer, kind, tier] + expert * EXPERT_BYTES[tier]
-        return self.data[start : start + EXPERT_BYTES[tier]]
 
 
 def make_store(library: Library, file: ExpertFile, tiers: tuple[int, ...], layout: Layout) -> Store:
@@ -61,7 +33,7 @@ def make_store(library: Library, file: ExpertFile, tiers: tuple[int, ...], layou
         slices = {}
         for kind in kinds:
             for i, tier in enumerate(tiers):
-                offset = file.offsets[layer, kind, tier]
+                offset = file.offset[layer, kind, tier]
                 layout.offsets[layer, kind, i] = offset
                 group = groups.setdefault(layout.pool((layer, kind, 0), i), len(groups))
                 slices[kind, i] = Slices(0, offset, EXPERT_BYTES[tier], TYPES[tier], group)
@@ -122,28 +94,17 @@ class Driver:
                     wrong.append(f"expert {expert} is skipped and has bytes")
                 return
             in_file = self.tiers[tier]
-            expected = self.file.slice(layer, kind, expert, in_file)
+            expected = self.file.slice(layer, kind, in_file, expert)
             if ggml != TYPES[in_file] or ctypes.string_at(data, n_bytes) != expected:
                 wrong.append(f"expert {expert} has other bytes than those of tier {tier}")
 
-        done = threading.Event()
-
-        def watch() -> None:
-            for _ in range(STUCK_SLEEPS):
-                if done.wait(SLEEP_S):
-                    return
-            self.store.cancel(True)
-
-        watching = threading.Thread(target=watch)
-        watching.start()
-        array = (ctypes.c_int32 * len(experts))(*experts)
+        stuck = threading.Timer(HANG_S, self.store.cancel, (True,))
+        stuck.start()
+        ids, handle = (ctypes.c_int32 * len(experts))(*experts), self.store.handle
         try:
-            status = self.native.use(
-                self.store.handle, layer, kind, array, len(experts), VISIT_CB(visit), None
-            )
+            status = self.native.use(handle, layer, kind, ids, len(experts), VISIT_CB(visit), None)
         finally:
-            done.set()
-            watching.join()
+            stuck.cancel()
         assert not wrong, wrong
         return visits if status == 0 else None
 

@@ -8,8 +8,8 @@ its read starts (on a device: when its bytes are in host memory), or as soon as 
 it is dropped where there is none.
 
 The disk runs beside the requests, so one history of requests has several legal outcomes. A
-`Cache` is one of them; `Caches` (cache_states) is the set of all that agree with what was seen, and
-empty as soon as the real store does what no legal outcome does.
+`Cache` is one of them; `Caches` is the set of all that agree with what was seen, and empty as soon
+as the real store does what no legal outcome does.
 """
 
 from __future__ import annotations
@@ -17,26 +17,75 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
-from .cache_parts import (
-    ABSENT,
-    ARRIVED,
-    DOOMED,
-    DOWN,
-    GATE,
-    GATE_UP,
-    QUEUED,
-    RUNNING,
-    SKIP,
-    UP,
-    Cell,
-    Copy,
-    Item,
-    Layout,
-    Pool,
-    Read,
-    Visit,
-)
+SKIP = 255
+ABSENT = 254
+UP, GATE, GATE_UP, DOWN = range(4)
+GRAPH_ORDER = (GATE, GATE_UP, UP, DOWN)  # in which a layer computes its kinds
+
+Cell = tuple[int, int, int]  # layer, kind, expert
+Pool = tuple[int, int, int]  # layer (-1: all layers share it), kind, tier
+Visit = tuple[int, int]  # expert, tier it came in (SKIP: none)
+Item = tuple[int, int, int, int, bool]  # prefetch: layer, expert, tier, mask of kinds, passing
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What does not change while a store lives; bytes and counts as the store is given them."""
+
+    kinds: tuple[tuple[int, ...], ...]  # of each layer, ascending
+    n_expert: int
+    n_tiers: int
+    shared: bool  # layers share slots
+    n_slots: tuple[int, ...]  # [tier] of each pool; where it is mixed, the first one
+    slot_bytes: tuple[int, ...]  # [tier]
+    expert_bytes: tuple[int, ...]  # [tier]
+    offsets: dict[tuple[int, int, int], int]  # (layer, kind, tier) of expert 0 in the file
+    io_threads: int
+    n_passing: int = 1  # slots of a pool that passing reads may take from the others
+    exact_tiers: bool = False  # a request drops a better copy: no reuse, to measure quality
+    # Slots are on a device, with a cache of slices in host memory behind it: what that has does
+    # not queue for the disk, so that any load may be the next one, and none need read bytes.
+    device: str | None = None
+    host_bytes: int = 0
+    mixed: bool = False  # tiers share slots
+
+    def computed(self, layer: int) -> tuple[int, ...]:
+        """The kinds of a layer, in the order in which it computes them."""
+        return tuple(kind for kind in GRAPH_ORDER if kind in self.kinds[layer])
+
+    def pool(self, cell: Cell, tier: int) -> Pool:
+        return (-1 if self.shared else cell[0], cell[1], 0 if self.mixed else tier)
+
+    def offset(self, cell: Cell, tier: int) -> int:
+        return self.offsets[cell[0], cell[1], tier] + cell[2] * self.expert_bytes[tier]
+
+
+class Copy(NamedTuple):
+    """A complete tier in a slot."""
+
+    tier: int
+    stamp: int  # when it was last asked for
+    unused: bool  # read ahead, and not asked for yet
+    passing: bool  # read for passing requests alone: goes before all others
+
+
+class Read(NamedTuple):
+    """A tier on its way from disk. placed: its slot is taken. kept: what a prefetch does not evict,
+    which is what stands in its list or in a later one."""
+
+    tier: int
+    stamp: int
+    ahead: bool  # a prefetch
+    turn: int  # among prefetches
+    stage: int  # of those below; a doomed one runs, and comes to nothing
+    passing: bool
+    placed: bool = True
+    kept: frozenset[Cell] = frozenset()
+
+
+QUEUED, RUNNING, DOOMED, ARRIVED = range(4)
 
 
 @dataclass
@@ -47,26 +96,16 @@ class Cache:
     held: dict[Cell, Copy] = field(default_factory=dict)
     reads: dict[Cell, Read] = field(default_factory=dict)
     want: dict[Cell, int] = field(default_factory=dict)  # what the running step needs, or SKIP
-    passing: set[Cell] = field(default_factory=set)  # those of them that only pass through
     waiting: dict[Pool, tuple[Cell, ...]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+    passing: set[Cell] = field(default_factory=set)  # what is wanted, and only passes through
     phase: int = 0
     clock: int = 0
     turn: int = 0
 
     def copy(self) -> Cache:
-        return Cache(
-            self.layout,
-            dict(self.held),
-            dict(self.reads),
-            dict(self.want),
-            set(self.passing),
-            dict(self.waiting),
-            dict(self.counts),
-            self.phase,
-            self.clock,
-            self.turn,
-        )
+        dicts = map(dict, (self.held, self.reads, self.want, self.waiting, self.counts))
+        return Cache(self.layout, *dicts, set(self.passing), self.phase, self.clock, self.turn)
 
     def key(self) -> tuple[object, ...]:
         """Equal for states that cannot be told apart later: only the order of stamps counts."""
@@ -398,3 +437,89 @@ class Cache:
     def serve_kind(self, layer: int, kind: int) -> None:
         for tier in range(self.layout.n_tiers):
             self.serve(self.layout.pool((layer, kind, 0), tier))
+
+
+class Caches:
+    """All states that agree with what was seen. Beyond max_states it gives up and is `lost`:
+    what may be the case then depends on too much that nobody saw."""
+
+    def __init__(self, layout: Layout, max_states: int) -> None:
+        self.states = [Cache(layout)]
+        self.max_states = max_states
+        self.lost = False
+
+    def _let_the_disk_run(self) -> None:
+        """Any number of disk steps may have been taken since the last look."""
+        found = {state.key(): state for state in self.states}
+        todo = list(found.values())
+        while todo and not self._give_up(len(found) // 10):
+            state = todo.pop()
+            for step in state.disk_steps():
+                after = state.copy()
+                step(after)
+                if (key := after.key()) not in found:
+                    found[key] = after
+                    todo.append(after)
+        self.states = list(found.values())
+
+    def _give_up(self, n_states: int) -> bool:
+        self.lost = self.lost or n_states > self.max_states
+        return self.lost
+
+    def do(self, change: Callable[[Cache], None]) -> None:
+        """One request, at some moment of the disk's work."""
+        if not self.lost:
+            self._let_the_disk_run()
+            for state in self.states:
+                change(state)
+
+    def keep(self, agrees: Callable[[Cache], bool]) -> bool:
+        """Something was seen at some moment; False if no legal outcome shows it."""
+        if not self.lost:
+            self._let_the_disk_run()
+        found = [state for state in self.states if agrees(state)]
+        if found and not self.lost:
+            self.states = found
+            self._give_up(len(found))
+        return bool(found) or self.lost
+
+    def use(self, layer: int, kind: int, experts: list[int], visits: list[Visit]) -> bool:
+        """An op computed these experts, and met them in the order of visits. Takes what is
+        ready, computes it, gives it back, waits for more; False if that cannot be."""
+        done: dict[object, Cache] = {}
+        seen: set[object] = set()
+        todo = [(state.copy(), 0, 0, False) for state in self.states]
+        while todo and not self._give_up(len(seen) // 10):
+            state, n_visited, n_taken, again = todo.pop()
+            key = (state.key(), n_visited, n_taken, again)
+            if key in seen:
+                continue
+            seen.add(key)
+            for step in state.disk_steps():
+                after = state.copy()
+                step(after)
+                todo.append((after, n_visited, n_taken, again))
+            if n_taken:
+                end = n_visited + n_taken
+                state.release(layer, kind, [expert for expert, _ in visits[n_visited:end]])
+                if end == len(visits):
+                    done[state.key()] = state
+                else:
+                    todo.append((state, end, 0, True))
+                continue
+            gone = {expert for expert, _ in visits[:n_visited]}
+            ready = state.ready(layer, kind, [e for e in experts if e not in gone])
+            if not ready:  # it looks for slots once more, and waits
+                state.serve_kind(layer, kind)
+                todo.append((state, n_visited, 0, again))
+            elif ready == visits[n_visited : n_visited + len(ready)]:
+                after = state.copy()
+                after.count("waves", again)
+                for _, tier in ready:
+                    if tier != SKIP:
+                        after.count_phase(f"computed {tier}")
+                todo.append((after, n_visited, len(ready), again))
+        if done and not self.lost:
+            self.states = list(done.values())
+            self._give_up(len(done))
+        return bool(done) or self.lost

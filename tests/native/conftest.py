@@ -5,12 +5,19 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
+from gguf_tools import synthetic
+from gguf_tools.experts import ExpertModel
+from gguf_tools.pack import pack
+from orchestrator.config import Config
+from orchestrator.cost import losses
 from orchestrator.engine.engine import Engine
 from orchestrator.native import Library
 from orchestrator.native.llama import Bindings
@@ -28,6 +35,12 @@ HERE = Path(__file__).parent
 # Where slots may be: the host's memory, or a device whose copies take up to 100 us and poison
 # where they go before.
 DEVICES = (None, "host:100")
+HANG_S = 600  # only what hangs takes so long
+
+
+@pytest.fixture(autouse=True)
+def built(library: Library) -> None:
+    """Every test here runs what was built, or says that it is not there."""
 
 
 @pytest.fixture(scope="session")
@@ -84,10 +97,102 @@ def compile_native(
     return compile_program
 
 
+@pytest.fixture(scope="session")
+def operator_tests(compile_native: Callable[..., Path], llama_source: Path) -> Path:
+    """Upstream's own tests of operators, compiled in a quarter of the usual time."""
+    sources = [llama_source / "tests/test-backend-ops.cpp"]
+    flags = ("-std=c++17", "-w", "-O0", "-g0", f"-I{llama_source / 'src'}")
+    return compile_native("test-backend-ops", sources, *flags)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str | None:
+    """Whose memory the slots are in: the host's, or a device's with late copies."""
+    return request.param
+
+
+@pytest.fixture
+def one(tiny_model: Callable[..., Path]) -> Path:
+    """A model of random weights in one tier."""
+    return tiny_model("qwen3moe", "q4_k")
+
+
 @pytest.fixture
 def both(tiny_model: Callable[..., Path]) -> Path:
-    """A model of random weights in two tiers."""
     return tiny_model("qwen3moe", "q4_k", "q2_k")
+
+
+@pytest.fixture
+def three(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("qwen3moe", "q8_0", "q4_k", "q2_k")
+
+
+@pytest.fixture(scope="session")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """packed(*tiers): one and the same random model in these tiers, out of its f16 weights."""
+    folder = tmp_path_factory.mktemp("packed")
+    source = synthetic.write(folder / "source.gguf", "tiny-qwen3moe", tiers=("f16",))
+
+    def make(*tiers: str) -> Path:
+        path = folder / f"{'-'.join(tiers)}.gguf"
+        if not path.exists():
+            pack(source, path, tiers)
+        return path
+
+    return make
+
+
+def drawn(n: int, seed: int = 0) -> list[int]:
+    """Tokens of no text."""
+    return [int(t) for t in np.random.default_rng(seed).integers(0, 250, n)]
+
+
+def build(model: Path, share: float = 0, **options: object) -> Config:
+    """share: of the experts in the best tier, what there are slots for; 0: nothing is said."""
+    if share:
+        with ExpertModel.open(model) as file:
+            options["expert_ram"] = int(share * file.tier_bytes[0])
+    return Config.build(model=model, **({"ctx": 256, "threads": 1} | options))
+
+
+def opened(model: Path, share: float = 0, **options: object) -> Engine:
+    return Engine.open(build(model, share, **options))
+
+
+def save_losses(
+    path: Path,
+    model: Path,
+    lost: npt.ArrayLike,
+    power: npt.ArrayLike = 1.0,
+    gates: float | None = None,
+    fit: tuple[float, tuple[str, ...]] | None = None,
+) -> None:
+    """A loss table: what a use of an expert loses in each of the best tiers, [..., n_tiers], and
+    skipped. fit: the factor of each layer, and what it was fitted with."""
+    with ExpertModel.open(model) as file:
+        size = file.n_layers, file.n_expert
+        tiers = file.tiers[: np.shape(lost)[-1]]
+        table = losses.LossTable(
+            [losses.TablePrecision(tier.name, tier.bpw, True) for tier in tiers],
+            np.broadcast_to(lost, (*size, len(tiers))).copy(),
+            np.broadcast_to(power, size).copy(),
+            np.ones(size, np.int64),
+            *("none", "rtn", "text", 9),
+            None if gates is None else np.full(size, gates),
+            None if fit is None else losses.Fit((fit[0],) * size[0], fit[1], "text", 1.0),
+        )
+        losses.save(path, file, table)
+
+
+def until(is_so: Callable[[], object], meanwhile: Callable[[], object] | None = None) -> None:
+    """Waits for it, and fails where it hangs. meanwhile: what is done again and again."""
+    end = time.monotonic() + HANG_S
+    while not is_so():
+        assert time.monotonic() < end, "it never comes"
+        if meanwhile is None:
+            time.sleep(0.001)
+        else:
+            meanwhile()
 
 
 def greedy(engine: Engine, prompt: list[int], n_decode: int) -> np.ndarray:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from orchestrator.events import RouteEvent
 from orchestrator.native.llama import Bindings, Model
 
 
@@ -73,24 +72,3 @@ class Decoder:
     def close(self) -> None:
         self.api.llama_batch_free(self._batch)
         self.api.llama_free(self.handle)
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a route event said of its tokens."""
-
-    layer: int
-    step: int
-    phase: int
-    phases: list[int]
-    sequences: list[int]
-
-    @classmethod
-    def of(cls, event: RouteEvent) -> Seen:
-        return cls(
-            event.layer,
-            event.step,
-            event.phase,
-            event.phases_array.tolist(),
-            event.sequences_array.tolist(),
-        )

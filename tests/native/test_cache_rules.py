@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -30,19 +29,9 @@ from hypothesis.stateful import (
 from orchestrator.events import Phase
 from orchestrator.native import Library
 
-from .cache_driver import (
-    DEVICE_SLOT_BYTES,
-    EXPERT_BYTES,
-    KINDS,
-    N_EXPERT,
-    SLOT_BYTES,
-    Driver,
-    ExpertFile,
-    model_counts,
-)
-from .cache_parts import GRAPH_ORDER, SKIP, Item, Layout
-from .cache_states import Caches
-from .conftest import DEVICES
+from .cache_driver import DEVICE_SLOT_BYTES, EXPERT_BYTES, KINDS, SLOT_BYTES, Driver, model_counts
+from .cache_model import SKIP, Caches, Item, Layout
+from .transition_driver import N_EXPERT, ExpertFile
 
 # Read when the tests are collected: while one runs, its environment is a clean one.
 SLOW = bool(os.environ.get("MOE_EDGE_SLOW"))
@@ -238,77 +227,10 @@ class CacheRules(RuleBasedStateMachine):
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> ExpertFile:
-    return ExpertFile(tmp_path_factory.mktemp("cache") / "experts.bin")
+    path = tmp_path_factory.mktemp("cache") / "experts.bin"
+    return ExpertFile(path, len(EXPERT_BYTES), EXPERT_BYTES, KINDS)
 
 
-HIGH, LOW = 0, 1
-
-
-@pytest.fixture
-def driver(library: Library, file: ExpertFile) -> Iterator[Driver]:
-    """Two tiers, three slots each."""
-    layout = Layout(
-        kinds=KINDS,
-        n_expert=N_EXPERT,
-        n_tiers=2,
-        shared=True,
-        n_slots=(3, 3),
-        slot_bytes=SLOT_BYTES[1:3],
-        expert_bytes=EXPERT_BYTES[1:3],
-        offsets={},
-        io_threads=1,
-    )
-    made = Driver(library, file, (1, 2), layout)
-    yield made
-    made.store.close()
-
-
-def hits(driver: Driver, expert: int, tier: int, met_in: int) -> bool:
-    """One step of one expert; whether it was in memory when it was asked for."""
-    before = driver.counts()["hits[1]"]
-    driver.store.begin_step(Phase.DECODE)
-    driver.apply(0, {expert: tier})
-    for kind in GRAPH_ORDER:
-        if kind in KINDS[0]:
-            assert driver.use(0, kind, [expert]) == [(expert, met_in)]
-    driver.store.check()
-    return driver.counts()["hits[1]"] - before == len(KINDS[0])
-
-
-def slot_bytes(*tiers: int) -> int:
-    """What one expert in each of these tiers takes."""
-    return sum(SLOT_BYTES[1:3][tier] * len(KINDS[0]) for tier in tiers)
-
-
-def test_precision_promotion_leaves_no_duplicate(driver: Driver) -> None:
-    assert not hits(driver, 2, LOW, met_in=LOW)
-    assert driver.counts()["slot_bytes_in_use"] == slot_bytes(LOW)
-    assert not hits(driver, 2, HIGH, met_in=HIGH)
-    counts = driver.counts()
-    assert counts["slot_bytes_in_use"] == slot_bytes(HIGH)
-    assert (counts["promotions"], counts["evictions"]) == (len(KINDS[0]), 0)
-    assert hits(driver, 2, HIGH, met_in=HIGH)
-
-
-def test_conservative_reuse_reads_nothing(driver: Driver) -> None:
-    assert not hits(driver, 2, HIGH, met_in=HIGH)
-    before = driver.counts()["demand_bytes[1]"]
-    assert hits(driver, 2, LOW, met_in=HIGH)
-    counts = driver.counts()
-    assert counts["demand_bytes[1]"] == before
-    assert counts["slot_bytes_in_use"] == slot_bytes(HIGH)
-
-
-def test_the_one_asked_for_longest_ago_goes(driver: Driver) -> None:
-    for expert in (0, 1, 2):
-        assert not hits(driver, expert, HIGH, met_in=HIGH)
-    assert hits(driver, 0, LOW, met_in=HIGH)  # reuse is a use: 1 is the oldest now
-    assert not hits(driver, 3, HIGH, met_in=HIGH)
-    assert hits(driver, 0, HIGH, met_in=HIGH)
-    assert not hits(driver, 1, HIGH, met_in=HIGH)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_cache_rules(library: Library, file: ExpertFile, device: str | None) -> None:
     met: Counter[str] = Counter()
     failures: list[str] = []

@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import os
 import random
-import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, GATE
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.pack import pack
 from gguf_tools.verify import verify
 from orchestrator.cli.main import cli
-from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
 from orchestrator.errors import MoeEdgeError, NativeError
 from orchestrator.events import Phase
 from orchestrator.native import Library
 
-from .conftest import DEVICES
-from .transition_driver import HANG_S, HIGH, LOW, N_EXPERT, N_LAYERS, Driver, ExpertFile
+from .conftest import drawn, opened
+from .transition_driver import HIGH, LOW, Driver, ExpertFile, flip
 
 DAMAGES = 100 if os.environ.get("MOE_EDGE_SLOW") else 9
 PAGE_BYTES = 4096
-TOKENS = [int(t) for t in np.random.default_rng(5).integers(0, 250, 24)]
+TOKENS = drawn(24, 5)
 # How a model may run: slots that the store fills while it computes, in one tier and in two, all of
 # it filled at the start, and llama.cpp alone.
 SLOTS: dict[str, object] = {"expert_ram": 3 << 20}
@@ -42,13 +39,6 @@ RUNS: dict[str, dict[str, object]] = {
 }
 
 
-def flip(path: Path, at: int) -> None:
-    """One bit of a file."""
-    data = bytearray(path.read_bytes())
-    data[at] ^= 0x10
-    path.write_bytes(data)
-
-
 def test_the_checksum_is_zlibs(library: Library) -> None:
     data = np.random.default_rng(1).integers(0, 256, 5000, np.uint8)
     for start, n in ((0, 0), (0, 1), (3, 15), (1, 64), (7, 63), (5, 128), (2, 4000), (0, 5000)):
@@ -56,12 +46,6 @@ def test_the_checksum_is_zlibs(library: Library) -> None:
         for before in (0, 123456789):
             found = library.crc32(before, piece.ctypes.data, n)
             assert found == zlib.crc32(piece.tobytes(), before), (start, n)
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str | None:
-    name: str | None = request.param
-    return name
 
 
 def use(driver: Driver, experts: list[int]) -> str | None:
@@ -109,29 +93,8 @@ def test_behind_a_device(library: Library, tmp_path: Path, device: str | None) -
         store.check()
 
 
-def test_a_transition_to_a_damaged_version_leaves_the_old_one(
-    library: Library, tmp_path: Path, device: str | None
-) -> None:
-    file = ExpertFile(tmp_path / "experts.bin")
-    driver = Driver(file, library, slots=(4, 8), device=device)
-    driver.warm({(layer, expert) for layer in range(N_LAYERS) for expert in (0, 1)})
-    with driver.store as store:
-        flip(file.path, file.start(1, GATE, LOW, 0))
-        assert store.transition([(1, 0, LOW)]) == 1
-        end = time.monotonic() + HANG_S
-        while not store.stats().transitions_failed:
-            assert time.monotonic() < end
-            store.begin_step(Phase.DECODE)
-            driver.apply(1, list(range(N_EXPERT)))
-            assert driver.use(1, list(range(N_EXPERT)))[0] == {HIGH}
-        store.check_step()
-        store.check()
-
-
 @pytest.fixture(scope="module")
 def sound(library: Library, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from gguf_tools import synthetic
-
     folder = tmp_path_factory.mktemp("damage")
     source = synthetic.write(folder / "source.gguf", "tiny-qwen3moe", tiers=("q8_0",))
     return pack(source, folder / "packed.gguf", ["q8_0", "q2_k"], threads=2).path
@@ -141,14 +104,13 @@ def logits(model: Path, how: str) -> np.ndarray:
     """Those behind a prompt. Raises MoeEdgeError."""
     # Without exact tiers the copy that dymoe computes with is whichever is there in time.
     exact = {"exact_tiers": True} if how == "dymoe" else {}
-    config = Config.build(model=model, ctx=256, ubatch=32, threads=1, **RUNS[how], **exact)
-    with Engine.open(config) as engine:
+    with opened(model, ubatch=32, **RUNS[how], **exact) as engine:
         return np.array(engine.eval(TOKENS, 0))
 
 
 @pytest.fixture(scope="module")
-def right(sound: Path) -> Iterator[dict[str, np.ndarray]]:
-    yield {how: logits(sound, how) for how in RUNS}
+def right(sound: Path) -> dict[str, np.ndarray]:
+    return {how: logits(sound, how) for how in RUNS}
 
 
 def damage(data: bytearray, number: int) -> str:

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import BLOCK, GGMLType, device_slot_bytes, row_bytes
 from orchestrator.errors import ConfigError
+from orchestrator.memory.machine import runs_flash
 from orchestrator.native import Library, find_device, measure_device
 from orchestrator.native.abi import CBandwidths
+from orchestrator.native.llama import Bindings
 from patches.upstream import PATCHES
 
 from .conftest import HERE, run_program
@@ -38,6 +41,12 @@ def test_unknown_names_are_refused(library: Library, name: str) -> None:
 def test_a_missing_gpu_is_refused_with_the_reason(library: Library) -> None:
     with pytest.raises(ConfigError, match=r"no CUDA|CUDA devices are usable"):
         find_device(library, "cuda99")
+
+
+def test_a_library_without_a_gpu_has_no_flash_attention_there(one: Path) -> None:
+    """Whether attention is flash is the backend's own answer."""
+    with ExpertModel.open(one) as model:
+        assert not runs_flash(Bindings.load(), 0, model, "f16")
 
 
 def test_copies_are_timed(library: Library) -> None:

@@ -9,11 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
 from patches.upstream import PATCHES
 
-from .conftest import HERE, run_program
+from .conftest import HERE, greedy, opened, run_program
 
 NATIVE = PATCHES / "native"
 STORE_ROOMS = (
@@ -24,14 +22,13 @@ STORE = [NATIVE / f"moe-edge-{room}.cpp" for room in STORE_ROOMS]
 SANITIZERS = ("thread", "address,undefined")
 
 
-def test_header_is_plain_c(tmp_path: Path) -> None:
+@pytest.mark.parametrize("standard", ["c99", "c11"])
+def test_header_is_plain_c(tmp_path: Path, standard: str) -> None:
     source = tmp_path / "header.c"
     source.write_text('#include "moe-edge.h"\n')
-    for standard in ("c99", "c11"):
-        command = ["cc", f"-std={standard}", "-pedantic", "-Wall", "-Wextra", "-Werror"]
-        command += [f"-I{NATIVE}", "-fsyntax-only", str(source)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+    warnings = ("-pedantic", "-Wall", "-Wextra", "-Werror")
+    command = ["cc", f"-std={standard}", *warnings, f"-I{NATIVE}", "-fsyntax-only", str(source)]
+    subprocess.run(command, check=True)
 
 
 def test_mixed_tiers_against_references(
@@ -102,41 +99,24 @@ def test_an_executor_that_never_waits(
     assert output.count("lost device: reported") == 2
 
 
-def test_model_without_python(
-    compile_native: Callable[..., Path], tiny_model: Callable[..., Path]
-) -> None:
+def test_model_without_python(compile_native: Callable[..., Path], one: Path) -> None:
     """A C program decodes with experts on disk and gets the tokens that the engine gets."""
     program = compile_native("plain_c", [HERE / "plain_c.c"], "-std=c11")
-    model = tiny_model("qwen3moe", "q4_k")
     prompt, n = [5, 6, 7, 8], 16
-    tokens, memory = run_program(program, model, 2, n, *prompt).splitlines()
+    tokens, memory = run_program(program, one, 2, n, *prompt).splitlines()
     peak, budget = map(int, memory.split())
     assert peak <= budget
 
-    config = Config.build(model=model, ctx=512, threads=2, use_extra_bufts=False)
-    with Engine.open(config) as engine:
-        expected = []
-        logits = engine.eval(prompt, 0)
-        for i in range(n):
-            expected.append(int(logits[-1].argmax()))
-            logits = engine.eval(expected[-1:], len(prompt) + i)
-    assert list(map(int, tokens.split())) == expected
-    assert np.isfinite(logits).all()
+    with opened(one, ctx=512, threads=2, use_extra_bufts=False) as engine:
+        rows = greedy(engine, prompt, n)
+    assert list(map(int, tokens.split())) == rows[:-1].argmax(axis=1).tolist()
+    assert np.isfinite(rows).all()
 
 
-def test_upstreams_own_operator_tests(
-    compile_native: Callable[..., Path], llama_source: Path
-) -> None:
-    """test-backend-ops on MUL_MAT_ID: the plain op is what it was. It compares backends, so a
-    second CPU backend stands for the reference."""
-    program = compile_native(
-        "test-backend-ops",
-        [llama_source / "tests/test-backend-ops.cpp"],
-        # compiled in a quarter of the time
-        *("-std=c++17", "-w", "-O0", "-g0"),
-        f"-I{llama_source / 'src'}",
-    )
+def test_upstreams_own_operator_tests(operator_tests: Path) -> None:
+    """The plain op is what it was. They compare backends, so a second CPU backend stands for the
+    reference."""
     # all of them take over ten minutes
     some = "type_a=(q8_0|q4_K|q2_K),type_b=f32,n_mats=(4|8),n_used=[1-4],b=.,m=512,n=(1|32),"
-    output = run_program(program, "test", "-o", "MUL_MAT_ID", "-b", "CPU", "-p", some)
+    output = run_program(operator_tests, "test", "-o", "MUL_MAT_ID", "-b", "CPU", "-p", some)
     assert "56/56 tests passed" in output

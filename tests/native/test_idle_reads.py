@@ -9,37 +9,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gguf_tools.experts import ExpertModel
-from orchestrator.config import Config, Sampling
+from orchestrator.config import Sampling
 from orchestrator.engine.driver import Driver
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
 from orchestrator.events import ABSENT
 from orchestrator.lab.replay.record import Recorder
 
-from .conftest import DEVICES
+from . import conftest
+from .conftest import drawn
 
-pytestmark = pytest.mark.usefixtures("library_folder")
-
-PROMPT = [int(t) for t in np.random.default_rng(5).integers(0, 250, 24)]
-STREAMING = ("lru", "dymoe", "firm")
+PROMPT = drawn(24, 5)
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+@pytest.fixture(params=["lru", "dymoe", "firm"])
+def policy(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
-@pytest.fixture
-def model(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("qwen3moe", "q4_k")
-
-
-def opened(model: Path, policy: str, share: float = 0.6, **settings: Any) -> Engine:
-    with ExpertModel.open(model) as file:
-        slots = int(file.tier_bytes[0] * share)
-    usual = {"ctx": 256, "threads": 1, "use_extra_bufts": False, "expert_ram": slots}
-    return Engine.open(Config.build(model=model, policy=policy, **(usual | settings)))
+def opened(model: Path, policy: str, **settings: Any) -> Engine:
+    return conftest.opened(model, 0.6, policy=policy, use_extra_bufts=False, **settings)
 
 
 def idle(engine: Engine) -> Driver:
@@ -60,30 +49,28 @@ def logits(engine: Engine, between: Callable[[], object] = lambda: None) -> np.n
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("policy", STREAMING)
-def test_answers_are_the_same(policy: str, device: str | None, model: Path) -> None:
+def test_answers_are_the_same(policy: str, device: str | None, one: Path) -> None:
     where = {"device": device} if device else {}
-    with opened(model, policy, **where) as engine:
+    with opened(one, policy, **where) as engine:
         expected = logits(engine)
-    with opened(model, policy, **where) as engine:
+    with opened(one, policy, **where) as engine:
+        engine.cancel()  # a stopped answer does not keep it from reading
         assert idle(engine).brought > 0
         np.testing.assert_array_equal(logits(engine), expected)
         # a request may come at any moment: it ends what is going on
         np.testing.assert_array_equal(logits(engine, engine.idle), expected)
         engine.store.check()
+        with pytest.raises(ConfigError, match="record with a new engine"):
+            Recorder(engine)
 
 
-@pytest.mark.parametrize("policy", STREAMING)
-def test_what_was_used_most_is_in_memory_afterwards(policy: str, model: Path) -> None:
-    with opened(model, policy, remember=True) as engine:
+def test_what_was_used_most_is_in_memory_afterwards(policy: str, one: Path) -> None:
+    with opened(one, policy, remember=True) as engine:
         list(engine.generate(PROMPT, Sampling(temp=0.0, seed=1), 16))
         used = engine.driver.used()
-        assert used is not None
-    with opened(model, policy, remember=True) as engine:
+    with opened(one, policy, remember=True) as engine:
         store = engine.store
         kept = engine._loader.learned.usage.recall()
-        assert kept is not None
         np.testing.assert_allclose(kept, used)
         assert (store.resident() == ABSENT).all()
         driver = idle(engine)
@@ -102,29 +89,9 @@ def test_what_was_used_most_is_in_memory_afterwards(policy: str, model: Path) ->
         assert idle(engine).brought == brought  # slots are full: nothing is exchanged
 
 
-@pytest.mark.parametrize("policy", STREAMING)
-def test_a_prompt_reads_less(policy: str, model: Path) -> None:
-    read = {}
-    for warm in (False, True):
-        with opened(model, policy, 0.5) as engine:
-            if warm:
-                idle(engine)
-            engine.store.reset_stats()
-            engine.eval(PROMPT, 0)
-            stats = engine.store.stats()
-            read[warm] = sum(stats.demand_bytes) + sum(stats.prefetch_bytes)
-    assert read[True] <= 0.6 * read[False]
-
-
-def test_a_stopped_answer_does_not_keep_it_from_reading(model: Path) -> None:
-    with opened(model, "lru") as engine:
-        engine.cancel()
-        assert idle(engine).brought > 0
-
-
-def test_a_damaged_expert_is_told_by_the_token_that_needs_it(model: Path, tmp_path: Path) -> None:
+def test_a_damaged_expert_is_told_by_the_token_that_needs_it(one: Path, tmp_path: Path) -> None:
     copy = tmp_path / "short.gguf"
-    whole = model.read_bytes()
+    whole = one.read_bytes()
     copy.write_bytes(whole)
     with opened(copy, "lru") as engine:
         with open(copy, "r+b") as file:
@@ -134,21 +101,14 @@ def test_a_damaged_expert_is_told_by_the_token_that_needs_it(model: Path, tmp_pa
             engine.eval(PROMPT, 0)
 
 
-def test_a_recording_refuses_it(model: Path) -> None:
-    with opened(model, "lru") as engine:
-        idle(engine)
-        with pytest.raises(ConfigError, match="record with a new engine"):
-            Recorder(engine)
-
-
-def test_every_step_waits_until_it_has_ended(model: Path) -> None:
+def test_every_step_waits_until_it_has_ended(one: Path) -> None:
     """No thread reads for nobody while tokens need what it would take."""
     calls: dict[str, Callable[[Engine], object]] = {
         "eval": lambda engine: engine.eval(PROMPT, 0),
         "generate": lambda engine: list(engine.generate(PROMPT, Sampling(temp=0.0), 2)),
         "decode_batch": lambda engine: engine.decode_batch([7], [0]),
     }
-    with opened(model, "dymoe", sequences=1) as engine:
+    with opened(one, "dymoe", sequences=1) as engine:
         for name, call in calls.items():
             begun: list[bool] = []
             engine.idle()
@@ -157,9 +117,9 @@ def test_every_step_waits_until_it_has_ended(model: Path) -> None:
             assert begun and all(begun), name
 
 
-def test_closing_ends_it(model: Path) -> None:
+def test_closing_ends_it(one: Path) -> None:
     for _ in range(5):
-        engine = opened(model, "lru", remember=True)
+        engine = opened(one, "lru", remember=True)
         engine.idle()
         engine.close()
         engine.close()

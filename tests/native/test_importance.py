@@ -8,56 +8,36 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchestrator.allocation.slots import ModelShape
-from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
-from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
-from orchestrator.policy import Policy
-from orchestrator.policy.base import EVERY_STEP, Wants
+from orchestrator.events import RouteEvent
 
 from .attention import Attention, received, streams
+from .conftest import opened
 
 N = 48
+TOKENS = np.random.default_rng(3).integers(0, 200, N).tolist()
 Scores = dict[int, np.ndarray | None]
-
-
-def tokens(n: int = N) -> list[int]:
-    return np.random.default_rng(3).integers(0, 200, n).tolist()
-
-
-class Recorder(Policy):
-    """Keeps each event's importance, and decides nothing."""
-
-    name = "recorder"
-    wants = Wants(EVERY_STEP)
-
-    def __init__(self, shape: ModelShape) -> None:
-        super().__init__(shape)
-        self.scores: Scores = {}
-
-    def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        found = event.importance_array
-        self.scores[event.layer] = None if found is None else found.copy()
 
 
 def scores(model: Path, parts: list[list[int]], **settings: object) -> Scores:
     """Layer -> importance [T] of the last part, evaluated one after the other."""
-    config = Config.build(
-        model=model, policy="dymoe", low_tier="skip", ctx=256, threads=1, expert_ram=64 << 20,
-        prefetch="off", **settings,
-    )  # fmt: skip
-    with Engine.open(config) as engine:
-        recorder = Recorder(engine.policy.shape)
-        engine.driver.policy = recorder
+    usual = {"policy": "dymoe", "low_tier": "skip", "expert_ram": 64 << 20, "prefetch": "off"}
+    found: Scores = {}
+
+    def note(event: RouteEvent) -> None:
+        score = event.importance_array
+        found[event.layer] = None if score is None else score.copy()
+
+    with opened(model, **usual, **settings) as engine:
+        engine.store.set_route(note)
         at = 0
         for part in parts:
-            recorder.scores = {}
+            found.clear()
             if engine.config.logits_all:
                 assert sum(len(rows) for rows in engine.eval_each(part, at)) == len(part)
             else:
                 engine.eval(part, at)
             at += len(part)
-        return recorder.scores
+    return found
 
 
 @pytest.mark.parametrize("shape", ["qwen3moe", "olmoe", "mixtral", "phimoe", "deepseek2"])
@@ -66,12 +46,11 @@ def test_the_cheap_form_over_all_queries_is_the_exact_one(
 ) -> None:
     """Flash attention and softmax round differently, and the deeper the more."""
     model = tiny_model(shape, "q4_k")
-    exact = scores(model, [tokens()], importance="exact")
-    cheap = scores(model, [tokens()], importance="window", importance_window=N)
+    exact = scores(model, [TOKENS], importance="exact")
+    cheap = scores(model, [TOKENS], importance="window", importance_window=N)
     assert len(exact) > 1
     for layer, expected in exact.items():
         found = cheap[layer]
-        assert expected is not None and found is not None
         np.testing.assert_allclose(found, expected, rtol=0.02, atol=0.02)
         if len(expected) == N:
             assert expected.sum() == pytest.approx(N, rel=1e-4)
@@ -94,13 +73,12 @@ def test_it_is_the_attention_of_the_model(
     model = tiny_model(shape, "q4_k")
     own = Attention(model, interleaved, normed)
     found = scores(
-        model, [tokens()], importance=importance, importance_window=window, logits_all=True
+        model, [TOKENS], importance=importance, importance_window=window, logits_all=True
     )
-    behind = streams(model, tokens())
-    entering = [own.embeddings(tokens()), *(behind[il] for il in range(len(found) - 1))]
+    behind = streams(model, TOKENS)
+    entering = [own.embeddings(TOKENS), *(behind[il] for il in range(len(found) - 1))]
     for layer, stream in enumerate(entering):
         expected, score = received(own.weights(layer, stream), window), found[layer]
-        assert score is not None
         # tokens differ by far more than that
         assert expected.std() > 0.1 * expected.mean()
         np.testing.assert_allclose(score, expected, atol=0.03 * expected.std(), rtol=0.02)
@@ -109,66 +87,44 @@ def test_it_is_the_attention_of_the_model(
 @pytest.mark.parametrize("shape", ["qwen3moe", "mixtral", "deepseek2"])
 def test_keys_in_8_bits_give_nearly_the_same(shape: str, tiny_model: Callable[..., Path]) -> None:
     model = tiny_model(shape, "q4_k")
-    usual = scores(model, [tokens()], importance="window", importance_window=8, logits_all=True)
-    found = scores(
-        model, [tokens()], importance="window", importance_window=8, logits_all=True, kv="q8_0"
-    )
+    asked = {"importance": "window", "importance_window": 8, "logits_all": True}
+    usual, found = scores(model, [TOKENS], **asked), scores(model, [TOKENS], kv="q8_0", **asked)
     for layer, expected in usual.items():
-        assert found[layer] is not None and expected is not None
         assert np.corrcoef(found[layer], expected)[0, 1] > 0.99
         assert found[layer].sum() == pytest.approx(expected.sum(), rel=1e-3)
 
 
-def test_a_window_is_the_last_queries(tiny_model: Callable[..., Path]) -> None:
-    model = tiny_model("qwen3moe", "q4_k")
-    for window in (1, 8):
-        found = scores(model, [tokens()], importance="window", importance_window=window)[0]
-        assert found is not None
-        assert found.sum() == pytest.approx(window, rel=1e-4)
-        assert found.min() >= 0
-
-
-def test_a_later_chunk_scores_its_own_tokens(tiny_model: Callable[..., Path]) -> None:
+def test_a_later_chunk_scores_its_own_tokens(one: Path) -> None:
     """The last query looks at the same tokens, whichever chunk they came in."""
-    model = tiny_model("qwen3moe", "q4_k")
-    whole = scores(model, [tokens()], importance_window=1)[0]
-    parts = scores(model, [tokens()[:19], tokens()[19:]], importance_window=1)[0]
-    assert whole is not None and parts is not None
+    whole = scores(one, [TOKENS], importance_window=1)[0]
+    parts = scores(one, [TOKENS[:19], TOKENS[19:]], importance_window=1)[0]
     assert parts.shape == (N - 19,)
     np.testing.assert_allclose(parts, whole[19:], rtol=1e-3, atol=1e-5)
     assert parts.sum() < 0.99
 
 
-def test_a_last_layer_maps_its_output_rows(tiny_model: Callable[..., Path]) -> None:
-    model = tiny_model("qwen3moe", "q4_k")
-    found = scores(model, [tokens()], importance_window=4)
+def test_a_last_layer_maps_its_output_rows(one: Path) -> None:
+    found = scores(one, [TOKENS], importance_window=4)
     last = found[max(found)]
     assert last is not None and last.shape == (1,)
-    everything = scores(model, [tokens()], importance_window=4, logits_all=True)[max(found)]
+    everything = scores(one, [TOKENS], importance_window=4, logits_all=True)[max(found)]
     assert everything is not None and everything.shape == (N,)
     np.testing.assert_allclose(last[0], everything[-1], rtol=1e-4)
 
 
 @pytest.mark.parametrize("importance", ["window", "exact", "load"])
-def test_none_for_one_token_and_none_unasked(
-    importance: str, tiny_model: Callable[..., Path]
-) -> None:
-    model = tiny_model("qwen3moe", "q4_k")
-    single = scores(model, [tokens(), [5]], importance=importance)
+def test_none_for_one_token_and_none_unasked(importance: str, one: Path) -> None:
+    single = scores(one, [TOKENS, [5]], importance=importance)
     assert set(single.values()) == {None}
-    many = scores(model, [tokens()], importance=importance)
+    many = scores(one, [TOKENS], importance=importance)
     assert all((found is None) == (importance == "load") for found in many.values())
 
 
-def test_logits_do_not_change(tiny_model: Callable[..., Path]) -> None:
+def test_logits_do_not_change(both: Path) -> None:
     """The side branch reads, and nothing else: bit for bit the same answer."""
-
-    def logits(importance: str) -> np.ndarray:
-        config = Config.build(
-            model=tiny_model("qwen3moe", "q4_k", "q2_k"), policy="dymoe", low_tier="skip",
-            retention=1.0, ctx=256, threads=1, expert_ram=64 << 20, importance=importance,
-        )  # fmt: skip
-        with Engine.open(config) as engine:
-            return engine.eval(tokens(), 0)
-
-    np.testing.assert_array_equal(logits("window"), logits("load"))
+    options = {"policy": "dymoe", "low_tier": "skip", "retention": 1.0, "expert_ram": 64 << 20}
+    found = []
+    for importance in ("window", "load"):
+        with opened(both, importance=importance, **options) as engine:
+            found.append(engine.eval(TOKENS, 0))
+    np.testing.assert_array_equal(*found)

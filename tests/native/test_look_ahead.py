@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import routers
 from routers import Gating
 
-pytestmark = pytest.mark.usefixtures("library_folder")
+from .conftest import drawn
 
-TOKENS = [int(t) for t in np.random.default_rng(5).integers(0, 250, 96)]
+TOKENS = drawn(96, 5)
 SIGMOID_IN_GROUPS = Gating(sigmoid=True, n_groups=4, n_groups_used=2)
 GATINGS = {
     "qwen3moe": Gating(),

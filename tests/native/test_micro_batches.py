@@ -8,33 +8,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gguf_tools.experts import ExpertModel
-from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 
-pytestmark = pytest.mark.usefixtures("library_folder")
+from . import conftest
+from .conftest import drawn
 
-PROMPT = [int(t) for t in np.random.default_rng(3).integers(0, 250, 1100)]
+PROMPT = drawn(1100, 3)
 
 
-def build(model: Path, **settings: object) -> Config:
-    usual = {"ctx": 1280, "threads": 1, "use_extra_bufts": False}
-    return Config.build(model=model, **(usual | settings))
+def opened(model: Path, share: float = 0, **settings: object) -> Engine:
+    return conftest.opened(model, share, ctx=1280, use_extra_bufts=False, **settings)
 
 
 @pytest.mark.parametrize("n_ubatch", [512, 1024])
-def test_equal_to_upstream_in_micro_batches_of_the_same_size(
-    n_ubatch: int, tiny_model: Callable[..., Path]
-) -> None:
-    """With slots for a third of the experts."""
-    model = tiny_model("qwen3moe", "q4_k")
-    with Engine.open(build(model, ubatch=n_ubatch, policy="plain")) as engine:
+def test_equal_to_upstream_in_micro_batches_of_the_same_size(n_ubatch: int, one: Path) -> None:
+    with opened(one, ubatch=n_ubatch, policy="plain") as engine:
         expected = engine.eval(PROMPT, 0)
-    with ExpertModel.open(model) as opened:
-        slots = opened.tier_bytes[0] // 3
     for policy in ("lru", "dymoe", "firm"):
-        config = build(model, ubatch=n_ubatch, policy=policy, expert_ram=slots)
-        with Engine.open(config) as engine:
+        with opened(one, 1 / 3, ubatch=n_ubatch, policy=policy) as engine:
             assert f"micro-batch {n_ubatch}, context" in engine.mode
             found = engine.eval(PROMPT, 0)
             engine.store.check()
@@ -42,14 +33,10 @@ def test_equal_to_upstream_in_micro_batches_of_the_same_size(
 
 
 def test_larger_ones_read_less(tiny_model: Callable[..., Path]) -> None:
-    """The third prompt in a running process, with slots for 60 % of the experts."""
-    model = tiny_model("olmoe", "q4_k")
-    with ExpertModel.open(model) as opened:
-        slots = int(opened.tier_bytes[0] * 0.6)
+    """The third prompt in a running process."""
     read = {}
     for n_ubatch in (256, 1024):
-        config = build(model, ubatch=n_ubatch, policy="lru", expert_ram=slots)
-        with Engine.open(config) as engine:
+        with opened(tiny_model("olmoe", "q4_k"), 0.6, ubatch=n_ubatch, policy="lru") as engine:
             for _ in range(3):
                 engine.store.reset_stats()
                 engine.eval(PROMPT[:1024], 0)
@@ -57,13 +44,12 @@ def test_larger_ones_read_less(tiny_model: Callable[..., Path]) -> None:
     assert 0 < read[1024] <= read[256] / 3
 
 
-def test_the_one_that_was_chosen_is_used(tiny_model: Callable[..., Path]) -> None:
+def test_the_one_that_was_chosen_is_used(one: Path) -> None:
     """By the context, the store and the promise."""
-    model = tiny_model("qwen3moe", "q4_k")
-    with Engine.open(build(model, policy="lru", ubatch=1024)) as engine:
+    with opened(one, policy="lru", ubatch=1024) as engine:
         whole = engine.plan
     ram = whole.total_bytes - whole.expert_bytes // 2
-    with Engine.open(build(model, policy="lru", ubatch=1024, ram=ram)) as engine:
+    with opened(one, policy="lru", ubatch=1024, ram=ram) as engine:
         assert engine.context.n_ubatch == engine.plan.n_ubatch == 1024
         assert engine.store.spec.max_tokens == 1024
         seen: list[int] = []

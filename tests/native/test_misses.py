@@ -6,22 +6,17 @@ GPU's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
 
-from .conftest import greedy
+from .conftest import build, drawn, greedy, opened
 
-pytestmark = pytest.mark.usefixtures("library_folder")
-
-PROMPT = [int(t) for t in np.random.default_rng(2).integers(0, 250, 12)]
+PROMPT = drawn(12, 2)
 # With exact tiers what is computed does not depend on what is in memory.
 POLICIES: dict[str, dict[str, Any]] = {
     "lru": {"policy": "lru", "expert_ram": 300_000},
@@ -32,8 +27,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 def decode(model: Path, n: int, **options: Any) -> tuple[np.ndarray, Any, str]:
     """Logits of each token, the store's counters, how misses were served by the mode line."""
-    settings = {"ctx": 128, "threads": 1, "device": "host:100", **options}
-    with Engine.open(Config.build(model=model, **settings)) as engine:
+    with opened(model, **{"device": "host:100", **options}) as engine:
         rows = greedy(engine, PROMPT, n)
         engine.store.check()
         how = engine.mode.rpartition("misses: ")[2].partition(", micro-batch")[0]
@@ -41,12 +35,11 @@ def decode(model: Path, n: int, **options: Any) -> tuple[np.ndarray, Any, str]:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_text_is_the_same(tiny_model: Callable[..., Path], name: str) -> None:
-    model = tiny_model("qwen3moe", "q4_k", "q2_k")
-    wanted, copied, how = decode(model, 12, **POLICIES[name], misses="copy")
+def test_the_text_is_the_same(both: Path, name: str) -> None:
+    wanted, copied, how = decode(both, 12, **POLICIES[name], misses="copy")
     assert how == "copy" and sum(copied.in_place) == 0
     for misses in ("read", "compute"):
-        rows, stats, how = decode(model, 12, **POLICIES[name], misses=misses)
+        rows, stats, how = decode(both, 12, **POLICIES[name], misses=misses)
         assert how == misses
         assert np.array_equal(rows, wanted)
         # of a prompt only the last layer, which computes one token, has few
@@ -59,16 +52,14 @@ def test_the_text_is_the_same(tiny_model: Callable[..., Path], name: str) -> Non
         assert stats.slot_bytes_peak <= stats.budget_bytes
 
 
-def test_without_speeds_all_are_copied(tiny_model: Callable[..., Path]) -> None:
-    model = tiny_model("qwen3moe", "q4_k", "q2_k")
+def test_without_speeds_all_are_copied(both: Path) -> None:
     for misses in (None, "auto"):
-        _, stats, how = decode(model, 2, **POLICIES["lru"], misses=misses)
+        _, stats, how = decode(both, 2, **POLICIES["lru"], misses=misses)
         assert how == "copy (auto cannot be had)" and sum(stats.in_place) == 0
 
 
-def test_misses_need_a_gpu(tiny_model: Callable[..., Path]) -> None:
-    model = tiny_model("qwen3moe", "q4_k")
+def test_misses_need_a_gpu(one: Path) -> None:
     with pytest.raises(ConfigError, match=r"--misses says how a GPU .* none is in use"):
-        Engine.open(Config.build(model=model, device="cpu", misses="copy"))
+        opened(one, device="cpu", misses="copy")
     with pytest.raises(ConfigError, match="auto, copy, read or compute, not 'swap'"):
-        Config.build(model=model, misses="swap")
+        build(one, misses="swap")

@@ -6,35 +6,27 @@ GPU's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import BudgetError, PolicyError
 from orchestrator.events import Phase
 from orchestrator.memory.footprint import exchange_bytes
 
-pytestmark = pytest.mark.usefixtures("library_folder")
+from . import conftest
+from .conftest import drawn
+from .cuda.engine_driver import bytes_that_came
 
-TIERS = ("q8_0", "q4_k", "q2_k")
-N_HOT = 2
-RNG = np.random.default_rng(5)
-PROMPT, ANSWER = ([int(t) for t in RNG.integers(0, 250, n)] for n in (40, 12))
-
-
-@pytest.fixture
-def model(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("qwen3moe", *TIERS)
+PROMPT, ANSWER = drawn(40, 5), drawn(12, 6)
 
 
-def build(model: Path, **options: Any) -> Config:
-    asked = {"policy": "context", "hot_experts": N_HOT, "device": "host:100", "placement": "wait"}
-    return Config.build(model=model, **(asked | {"ctx": 256, "threads": 1} | options))
+def opened(model: Path, **options: Any) -> Engine:
+    asked = {"policy": "context", "hot_experts": 2, "device": "host:100", "placement": "wait"}
+    return conftest.opened(model, **(asked | options))
 
 
 def converse(engine: Engine) -> list[np.ndarray]:
@@ -42,24 +34,19 @@ def converse(engine: Engine) -> list[np.ndarray]:
     return rows + [engine.eval([t], len(PROMPT) + at)[-1] for at, t in enumerate(ANSWER)]
 
 
-def test_nothing_of_a_cold_expert_is_copied(model: Path) -> None:
+def test_nothing_of_a_cold_expert_is_copied(three: Path) -> None:
     """The same logits as with all of it on the device; of what was copied there since the start,
     every byte is of an expert that the placement made hot."""
-    with Engine.open(build(model, near_place="device")) as engine:
+    with opened(three, near_place="device") as engine:
         wanted = converse(engine)
-    with Engine.open(build(model, near_place="host")) as engine:
+    with opened(three, near_place="host") as engine:
         store, before = engine.store, engine.store.resident()
         assert "which the host computes" in engine.mode
-        hot_bytes = [
-            sum(kinds[kind][0].expert_bytes for kind in range(len(kinds)) if kinds[kind][0])
-            for kinds in engine.model.slices
-        ]
         rows = converse(engine)
         store.check()
-        stats, after = store.stats(), store.resident()
+        stats, came = store.stats(), bytes_that_came(engine, before)
     assert np.array_equal(rows, wanted)
-    came = ((before != 0) & (after == 0)).sum(axis=1)  # each moved once
-    assert sum(stats.copy_bytes) == int(came @ np.array(hot_bytes)) > 0
+    assert sum(stats.copy_bytes) == came > 0  # each moved once
     for phase in (Phase.PREFILL, Phase.DECODE):
         cold = sum(stats.computed[phase][1:])
         assert stats.host_computed[phase] == stats.in_place[phase] == cold > 0
@@ -67,41 +54,40 @@ def test_nothing_of_a_cold_expert_is_copied(model: Path) -> None:
     assert stats.slot_bytes_peak <= stats.budget_bytes
 
 
-def test_near_experts_go_to_the_host_where_the_device_is_full(model: Path) -> None:
+def test_near_experts_go_to_the_host_where_the_device_is_full(three: Path) -> None:
     """Of its own accord, and no sooner; and there they may share slots."""
-    with Engine.open(build(model)) as engine:
+    with opened(three) as engine:
         everything = engine.plan.slots
         assert everything is not None and everything.host_bytes == 0
     small = everything.total_bytes // 2
-    with Engine.open(build(model, expert_ram=small)) as engine:
+    with opened(three, expert_ram=small) as engine:
         slots = engine.plan.slots
         assert slots is not None and slots.host_bytes > 0 and slots.total_bytes <= small
         converse(engine)
         engine.store.check()
-    with Engine.open(build(model, near_slots="shared")) as engine:
+    with opened(three, near_slots="shared") as engine:
         slots = engine.plan.slots
         assert slots is not None and slots.host_bytes > 0
         converse(engine)
         engine.store.check()
     with pytest.raises(PolicyError, match="give --near-place host"):
-        Engine.open(build(model, near_slots="shared", near_place="device"))
+        opened(three, near_slots="shared", near_place="device")
     with pytest.raises(BudgetError):
-        Engine.open(build(model, expert_ram=small, near_place="device"))
+        opened(three, expert_ram=small, near_place="device")
 
 
-def test_the_hosts_memory_counts(model: Path) -> None:
+def test_the_hosts_memory_counts(three: Path) -> None:
     """Near experts take of --ram before the cache behind the device does."""
-    with Engine.open(build(model, near_place="host")) as engine:
-        assert engine.plan.slots is not None
+    with opened(three, near_place="host") as engine:
         near = engine.plan.slots.host_bytes
         rows = exchange_bytes(engine.model, engine.plan.n_ubatch)
     with pytest.raises(BudgetError, match=r"--ram .* is too little beside a GPU") as refused:
-        Engine.open(build(model, near_place="host", ram=1 << 20))
+        opened(three, near_place="host", ram=1 << 20)
     with pytest.raises(BudgetError) as without:
-        Engine.open(build(model, near_place="device", ram=1 << 20))
+        opened(three, near_place="device", ram=1 << 20)
     more = refused.value.needed_bytes - without.value.needed_bytes
     # the cache needs less: nothing of the near tiers goes through it
     assert 0 < more <= near + rows
-    with Engine.open(build(model, near_place="host", ram=refused.value.needed_bytes)) as engine:
+    with opened(three, near_place="host", ram=refused.value.needed_bytes) as engine:
         converse(engine)
         assert engine.plan.host_bytes > 0

@@ -1,22 +1,28 @@
-"""Experts in the CPU's own layout: upstream's bits with repacked weights, within the same slots."""
+"""Experts in the CPU's own layout, and dense weights beside managed experts: upstream's bits with
+repacked weights, within the same slots."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gguf_tools.experts import ExpertModel
+from gguf_tools import synthetic
 from gguf_tools.file.layout import GGMLType
-from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
 from orchestrator.lab.bench.plain import PlainModel
 from orchestrator.native import Library
 
-TOKENS = [int(t) for t in np.random.default_rng(5).integers(0, 250, 24)]
+from .conftest import drawn, opened
+
+TOKENS = drawn(24, 5)
+WORDS = [7, 300, 12, 99, 41, 250, 3, 17, 64, 128, 5, 201]
 TYPES = ("q4_0", "q4_k", "iq4_nl", "mxfp4", "q2_k")
+Evaluate = Callable[[list[int], int], np.ndarray]
+Read = Callable[[Evaluate], np.ndarray]
 SETTINGS = {"ctx": 256, "ubatch": 32, "threads": 2, "policy": "lru"}
 
 
@@ -27,22 +33,28 @@ def cpu_has_one(library: Library, request: pytest.FixtureRequest) -> None:
         pytest.skip(f"this CPU has no layout of its own for {tier or 'q4_0'}")
 
 
-def one_by_one(evaluate: Callable[[list[int], int], np.ndarray]) -> np.ndarray:
+def one_by_one(evaluate: Evaluate) -> np.ndarray:
     """Logits behind each of the tokens, decoded one at a time."""
     return np.concatenate([evaluate([token], at) for at, token in enumerate(TOKENS)])
 
 
-def upstream(path: Path, repack: bool) -> np.ndarray:
-    with PlainModel(
-        path, n_ctx=256, n_ubatch=32, threads=2, mmap=False, extra_bufts=repack
-    ) as model:
-        return one_by_one(model.eval)
+def prompt(evaluate: Evaluate) -> np.ndarray:
+    """Logits behind a prompt of three micro-batches."""
+    return evaluate(TOKENS * 4, 0)[-1]
 
 
-def managed(path: Path, **options: object) -> tuple[np.ndarray, str]:
+def upstream(path: Path, repack: bool, read: Read = one_by_one, n_ubatch: int = 32) -> np.ndarray:
+    asked = {"n_ctx": 256, "n_ubatch": n_ubatch, "threads": 2, "mmap": False}
+    with PlainModel(path, **asked, extra_bufts=repack) as model:
+        return read(model.eval)
+
+
+def managed(
+    path: Path, read: Read = one_by_one, share: float = 0, **options: object
+) -> tuple[np.ndarray, str]:
     """Logits, and the mode line; the store's invariants hold, and its slots are within budget."""
-    with Engine.open(Config.build(model=path, force_managed=True, **SETTINGS, **options)) as engine:
-        found = one_by_one(engine.eval)
+    with opened(path, share, force_managed=True, **(SETTINGS | options)) as engine:
+        found = read(engine.eval)
         engine.store.check()
         stats = engine.store.stats()
         assert stats.slot_bytes_peak <= stats.budget_bytes
@@ -68,26 +80,20 @@ def test_exact_is_upstream_without_repacked_weights(
     tier: str, tiny_model: Callable[..., Path]
 ) -> None:
     """With everything in memory, where `auto` would change the layout, and in prompts too."""
-    path, prompt = tiny_model("olmoe", tier), TOKENS * 4
-    found, mode = managed(path, exact=True)
-    assert "own layout" not in mode
-    np.testing.assert_array_equal(found, upstream(path, repack=False))
-    config = Config.build(model=path, force_managed=True, exact=True, **SETTINGS)
-    with PlainModel(path, n_ctx=256, n_ubatch=32, threads=2, mmap=False) as model:
-        expected = model.eval(prompt, 0)[-1]
-    with Engine.open(config) as engine:
-        np.testing.assert_array_equal(engine.eval(prompt, 0)[-1], expected)
+    path = tiny_model("olmoe", tier)
+    for read in (one_by_one, prompt):
+        found, mode = managed(path, read, exact=True)
+        assert "own layout" not in mode
+        np.testing.assert_array_equal(found, upstream(path, False, read))
 
 
 def test_where_experts_come_and_go(tiny_model: Callable[..., Path]) -> None:
     """auto keeps what the file has; asked for, the layout is changed at each read."""
     path = tiny_model("qwen3moe", "q4_0")
-    with ExpertModel.open(path) as model:
-        half = model.tier_bytes[0] // 2
-    _, mode = managed(path, expert_ram=half)
+    _, mode = managed(path, share=0.5)
     assert "own layout" not in mode
     whole, _ = managed(path)
-    found, mode = managed(path, expert_ram=half, layout="cpu")
+    found, mode = managed(path, share=0.5, layout="cpu")
     assert "q4_0 in this CPU's own layout" in mode
     np.testing.assert_array_equal(found, whole)
 
@@ -95,13 +101,11 @@ def test_where_experts_come_and_go(tiny_model: Callable[..., Path]) -> None:
 def test_auto_is_for_experts_that_stay(tiny_model: Callable[..., Path]) -> None:
     """Not where one of twenty comes and goes; but where all stay and change versions seldom."""
     path = tiny_model("qwen3moe", "q4_0")
-    with ExpertModel.open(path) as model:
-        nearly = int(0.95 * model.tier_bytes[0])
-    assert "own layout" not in managed(path, expert_ram=nearly)[1]
+    assert "own layout" not in managed(path, share=0.95)[1]
     low = tiny_model("qwen3moe", "q2_k")
-    asked = SETTINGS | {"model": path, "low": low, "policy": "dynaexq", "expert_ram": nearly}
+    asked = SETTINGS | {"low": low, "policy": "dynaexq"}
     for rate, changed in ((1 << 20, True), (0, False)):
-        with Engine.open(Config.build(transition_rate=rate, **asked)) as engine:
+        with opened(path, 0.95, transition_rate=rate, **asked) as engine:
             assert engine.policy.wants.all_resident
             assert ("q4_0 in this CPU's own layout" in engine.mode) == changed
             one_by_one(engine.eval)
@@ -122,13 +126,57 @@ def test_prompts_are_upstream_too(tier: str, tiny_model: Callable[..., Path]) ->
     """With four rows or more of an expert we take upstream's matrix product, where upstream goes
     row by row. Only for Q4_K its sums have another order."""
     path = tiny_model("olmoe", tier)
-    prompt = TOKENS * 4
-    with PlainModel(path, n_ctx=256, n_ubatch=32, threads=2, mmap=False, extra_bufts=True) as model:
-        expected = model.eval(prompt, 0)[-1]
-    config = Config.build(model=path, force_managed=True, use_extra_bufts=True, **SETTINGS)
-    with Engine.open(config) as engine:
-        found = engine.eval(prompt, 0)[-1]
+    found, _ = managed(path, prompt, use_extra_bufts=True)
+    expected = upstream(path, True, prompt)
     if tier == "q4_k":
         assert np.square(found - expected).sum() < 5e-4 * np.square(expected).sum()
     else:
         np.testing.assert_array_equal(found, expected)
+
+
+def written(folder: Path, dense: GGMLType) -> Path:
+    shape = replace(synthetic.preset("tiny-qwen3moe"), dense_type=dense)
+    return synthetic.write(folder / "m.gguf", shape, tiers=("q8_0",))
+
+
+def few(evaluate: Evaluate) -> np.ndarray:
+    """Logits behind a prompt of fewer tokens than go by tiles, and behind each of some tokens."""
+    found = [evaluate(WORDS[:7], 0)]
+    found += [evaluate([token], 7 + i) for i, token in enumerate((11, 222, 33))]
+    return np.concatenate(found)
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="Q8_0 experts stay as they are on x86 alone"
+)
+@pytest.mark.parametrize("repack", [True, False])
+def test_managed_beside_repacked_dense_weights_is_upstream_bit_for_bit(
+    tmp_path: Path, repack: bool
+) -> None:
+    # upstream repacks Q4_K for this CPU, and has no such form of Q8_0
+    path = written(tmp_path, GGMLType.Q4_K)
+    found, _ = managed(path, few, use_extra_bufts=repack)
+    np.testing.assert_array_equal(found, upstream(path, repack, few))
+
+
+def has_tiles() -> bool:
+    """Whether prompts are faster by tiles on this CPU: moe-edge-layout.cpp says when."""
+    return "avx512_vnni" in Path("/proc/cpuinfo").read_text()
+
+
+@pytest.mark.skipif(not has_tiles(), reason="on this CPU prompts stay in its own layout")
+@pytest.mark.parametrize("dense, least", [(GGMLType.Q4_K, 8), (GGMLType.Q2_K, 10)])
+def test_prompts_over_repacked_dense_weights_are_those_over_plain_ones(
+    library: Library, tmp_path: Path, dense: GGMLType, least: int
+) -> None:
+    """From so many activations on, in windows that are not full: tiles are those of plain rows."""
+    if not library.interleaves(dense, 256, 256):
+        pytest.skip(f"this CPU has no layout of its own for {dense.name}")
+    path = written(tmp_path, dense)
+    for n, is_plain in ((least - 1, False), (least, True), (120, True)):
+
+        def prompt(evaluate: Evaluate, n: int = n) -> np.ndarray:
+            return evaluate((WORDS * 10)[:n], 0)
+
+        found, _ = managed(path, prompt, use_extra_bufts=True, ubatch=128)
+        np.testing.assert_array_equal(found, upstream(path, not is_plain, prompt, 128))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -27,7 +26,10 @@ from orchestrator.engine.load import Loaded, Loader
 from orchestrator.errors import ConfigError
 from orchestrator.memory.plan import MemoryPlan
 
-pytestmark = pytest.mark.usefixtures("library_folder")
+from .conftest import save_losses
+
+MIB = 1 << 20
+LITTLE = ("--expert-ram", "2MiB")
 
 
 @dataclass
@@ -70,49 +72,62 @@ class Predicts:
 
 
 @pytest.fixture
-def model(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def model(three: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(planner, "TimeModel", Predicts)
     for module in (planner, doctor):
         monkeypatch.setattr(module, "kept_bandwidth", lambda *_: Bandwidth(1e9))
-    yield tiny_model("qwen3moe", "q8_0", "q4_k", "q2_k")
+    monkeypatch.setattr(doctor, "read_bandwidth", lambda *_, **__: Bandwidth(1e9, True, 4096))
+    return three
 
 
-def run(*args: str) -> Any:
-    return CliRunner().invoke(cli, ["plan", *args])
+def run(model: Path, *args: str) -> Any:
+    return CliRunner().invoke(cli, ["plan", "-m", str(model), "--device", "cpu", *args])
+
+
+def candidates(model: Path, *args: str) -> dict[str, Any]:
+    shown: dict[str, Any] = json.loads(run(model, *args, "--json").stdout)
+    return shown
+
+
+def build(model: Path, **asked: Any) -> Config:
+    return Config.build(model=model, expert_ram=2 * MIB, device="cpu", **asked)
 
 
 def test_the_frontier_is_printed_and_drawn(model: Path, tmp_path: Path) -> None:
     """Without a loss that is allowed it takes what a chat takes; without a table no KL is known
     but that of what is lossless."""
-    asked = ["-m", str(model), "--expert-ram", "2MiB", "--device", "cpu"]
-    shown = run(*asked)
+    shown = run(model, *LITTLE)
     assert shown.exit_code == 0, shown.output
     assert "`chat` and `serve` take dymoe" in shown.stdout
     assert "KL is not known" in shown.stderr and "calibrate" in shown.stderr
     assert "Other programs kept the processor busy" in shown.stdout
-    found = json.loads(run(*asked, "--json").stdout)
+    found = candidates(model, *LITTLE)
     assert found["disturbed"] is True
     names = {each["policy"] for each in found["candidates"]}
     assert names == {"lru", "dymoe", "dynaexq", "firm", "mixed"}
-    more = json.loads(run(*asked[:2], "--expert-ram", "3MiB", "--device", "cpu", "--json").stdout)
-    assert {each["policy"] for each in more["candidates"]} == names | {"context"}
+    more = candidates(model, "--expert-ram", "3MiB")["candidates"]
+    assert {each["policy"] for each in more} == names | {"context"}
     taken = found["candidates"][found["taken"]]
-    with Engine.open(Config.build(model=model, expert_ram=2 << 20, device="cpu")) as engine:
+    with Engine.open(build(model)) as engine:
         assert taken["policy"] == engine.policy.name
         assert tuple(taken["tiers"]) == engine.plan.tier_names
     assert {each["kl"] for each in found["candidates"]} == {None, 0.0}
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
-    assert run(*asked, "--plot", str(tmp_path / "plans.svg")).exit_code == 0
+    assert run(model, *LITTLE, "--plot", str(tmp_path / "plans.svg")).exit_code == 0
     assert b"predicted ms a token" in (tmp_path / "plans.svg").read_bytes()
 
 
-def test_what_is_refused(model: Path, tmp_path: Path) -> None:
-    refused = run("-m", str(model), "--policy", "lru")
-    assert refused.exit_code == 1 and "names the plan already" in refused.stderr
-    refused = run("-m", str(model), "--ram", "1MiB", "--device", "cpu")
-    assert refused.exit_code == 1 and "too little" in refused.stderr
-    refused = run("-m", str(model), "--plot", str(tmp_path / "plans.txt"))
-    assert refused.exit_code == 1 and "ends in .png or .svg" in refused.stderr
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--policy", "lru"), "names the plan already"),
+        (("--ram", "1MiB"), "too little"),
+        (("--plot", "plans.txt"), "ends in .png or .svg"),
+    ],
+)
+def test_what_is_refused(model: Path, args: tuple[str, ...], said: str) -> None:
+    refused = run(model, *args)
+    assert refused.exit_code == 1 and said in refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -123,50 +138,29 @@ def test_what_is_refused(model: Path, tmp_path: Path) -> None:
         ({"losses": Path("t.json")}, "--losses is for --policy context or floor or mixed"),
     ],
 )
-def test_nobody_promises_what_a_chat_refuses(
-    model: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], said: str
-) -> None:
-    monkeypatch.setattr(doctor, "read_bandwidth", lambda *_, **__: Bandwidth(1e9, True, 4096))
-    config = Config.build(model=model, expert_ram=2 << 20, device="cpu", **asked)
+def test_nobody_promises_what_a_chat_refuses(model: Path, asked: dict[str, Any], said: str) -> None:
+    config = build(model, **asked)
     with pytest.raises(ConfigError, match=said):
         Engine.open(config)
     assert said in doctor.examine(config).plan_line
 
 
-def test_other_policies_leave_aside_what_was_asked_for(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_policies_leave_aside_what_was_asked_for(model: Path) -> None:
     """In the table of doctor, and when a chat changes its policy."""
-    monkeypatch.setattr(doctor, "read_bandwidth", lambda *_, **__: Bandwidth(1e9, True, 4096))
-    asked = {"model": model, "expert_ram": 2 << 20, "device": "cpu"}
-    config = Config.build(**asked, retention=0.5, low_tier="q2_k")
+    config = build(model, retention=0.5, low_tier="q2_k")
     assert {"dymoe", "lru", "firm"} <= {each.name for each in doctor.examine(config).expected}
     with Engine.open(config) as engine:
         engine.set_policy("lru")
         assert (engine.policy.name, engine.config.given("retention")) == ("lru", 0.5)
 
 
-def test_a_loss_that_nobody_fitted_is_refused(model: Path) -> None:
-    with pytest.raises(ConfigError, match="calibrate"):
-        Engine.open(Config.build(model=model, expert_ram=2 << 20, max_loss=0.1))
-
-
 @pytest.fixture
 def fitted(model: Path) -> Iterator[Path]:
     """A use of an expert costs 0, 0.001 and 0.01 nats in the file's tiers, 0.1 where skipped."""
     path = losses.default_path(model)
-    with ExpertModel.open(model) as opened:
-        size = opened.n_layers, opened.n_expert
-        lost = np.tile([0.0, 0.001, 0.01], (*size, 1))
-        candidates = [losses.TablePrecision(tier.name, tier.bpw, True) for tier in opened.tiers]
-        fit = losses.Fit((1.0,) * size[0], ("q8_0",), "text", 1.0)
-        ones, counts = np.ones(size), np.ones(size, int)
-        table = losses.LossTable(
-            candidates, lost, 0.1 * ones, counts, "", "rtn", "text", 1, ones, fit
-        )
-        losses.save(path, opened, table)
+    save_losses(path, model, [0.0, 0.001, 0.01], power=0.1, gates=1.0, fit=(1.0, ("q8_0",)))
     yield model
-    path.unlink()
+    path.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("table", [True, False])
@@ -182,31 +176,21 @@ def fitted(model: Path) -> Iterator[Path]:
     ],
 )
 def test_all_say_the_same_of_what_runs(
-    fitted: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    asked: dict[str, Any],
-    tiers: tuple[str, ...],
-    said: str,
-    table: bool,
+    fitted: Path, asked: dict[str, Any], tiers: tuple[str, ...], said: str, table: bool
 ) -> None:
     """The engine, the mode line, `doctor` and `plan`: what runs, and what that loses."""
     if not table:
-        losses.default_path(fitted).rename(fitted.with_name("aside"))
-    monkeypatch.setattr(doctor, "read_bandwidth", lambda *_, **__: Bandwidth(1e9, True, 4096))
-    config = Config.build(model=fitted, expert_ram=2 << 20, device="cpu", **asked)
-    try:
-        with Engine.open(config) as engine:
-            assert engine.plan.tier_names == tiers
-            mode = engine.mode
-        health = doctor.examine(config)
-        with ExpertModel.open(fitted) as model:
-            runs = Planner(config, model).runs(config)
-            if config.policy is None:
-                found = Planner(config, model).frontier(config)
-                assert (found.taken.tiers, found.taken.kl) == (tiers, runs.loses.kl)
-    finally:
-        if not table:
-            fitted.with_name("aside").rename(losses.default_path(fitted))
+        losses.default_path(fitted).unlink()
+    config = build(fitted, **asked)
+    with Engine.open(config) as engine:
+        assert engine.plan.tier_names == tiers
+        mode = engine.mode
+    health = doctor.examine(config)
+    with ExpertModel.open(fitted) as model:
+        runs = Planner(config, model).runs(config)
+        if config.policy is None:
+            found = Planner(config, model).frontier(config)
+            assert (found.taken.tiers, found.taken.kl) == (tiers, runs.loses.kl)
     assert health.runs is not None and health.runs.plan.tier_names == tiers
     assert health.runs.loses == runs.loses
     for line in (mode, health.plan_line):
@@ -221,46 +205,35 @@ def test_all_say_the_same_of_what_runs(
 def test_an_engine_takes_the_plan_of_its_loss(fitted: Path) -> None:
     """Six uses a token: 0.006 nats in q4_k, 0.06 in q2_k; between them a resident plan. The note
     says why."""
-    asked = {"model": fitted, "expert_ram": 2 << 20, "device": "cpu"}
     ran = {}
     for allowed in (0.0, 0.05, 1.0):
-        with Engine.open(Config.build(**asked, max_loss=allowed)) as engine:
+        with Engine.open(build(fitted, max_loss=allowed)) as engine:
             ran[allowed] = engine.policy.name, engine.plan.tier_names
             assert f"within {allowed:g} nats of q8_0" in str(engine.note)
     assert ran[0.0][1][0] == "q8_0" and ran[0.0][0] in ("lru", "dymoe")
     assert ran[0.05] in ((name, ("q4_k", "q2_k")) for name in ("mixed", "dynaexq"))
     assert ran[1.0] == ("lru", ("q2_k",))
-    shown_args = ["-m", str(fitted), "--expert-ram", "2MiB", "--device", "cpu"]
-    shown_args += ["--max-loss", "0.05"]
-    shown = run(*shown_args)
+    shown = run(fitted, *LITTLE, "--max-loss", "0.05")
     assert shown.exit_code == 0 and f"take {ran[0.05][0]} (" in shown.stdout and not shown.stderr
-    told = run(*shown_args, "--json")
-    times = {each["policy"]: each for each in json.loads(told.stdout)["candidates"]}
-    high = times["floor"]["settings"]["high_tier"]
-    lossless = next(
-        each
-        for each in json.loads(told.stdout)["candidates"]
-        if each["policy"] == "lru" and each["settings"]["high_tier"] == high
-    )
-    assert times["floor"]["token_ms"] < 0.8 * lossless["token_ms"]
-    assert times["floor"]["kl"] == 0.05 and times["floor"]["settings"]["max_loss"] <= 0.05
     assert sum(line.startswith("*") for line in shown.stdout.splitlines()) == 1
+    told = candidates(fitted, *LITTLE, "--max-loss", "0.05")["candidates"]
+    floor = next(each for each in told if each["policy"] == "floor")
+    high = floor["settings"]["high_tier"]
+    lossless = next(
+        each for each in told if each["policy"] == "lru" and each["settings"]["high_tier"] == high
+    )
+    assert floor["token_ms"] < 0.8 * lossless["token_ms"]
+    assert floor["kl"] == 0.05 and floor["settings"]["max_loss"] <= 0.05
 
 
 def test_a_named_table_chooses_a_plan(fitted: Path, tmp_path: Path) -> None:
     """Without the table beside the model `plan` and a chat go by the named one alone."""
     named = losses.default_path(fitted).rename(tmp_path / "named.json")
-    try:
-        args = ["-m", str(fitted), "--expert-ram", "2MiB", "--device", "cpu"]
-        args += ["--losses", str(named)]
-        for more in ([], ["--max-loss", "0.05"]):
-            shown = run(*args, *more)
-            assert shown.exit_code == 0 and not shown.stderr, shown.stderr
-        asked = {"model": fitted, "expert_ram": 2 << 20, "device": "cpu", "losses": named}
-        with Engine.open(Config.build(**asked, max_loss=0.05)) as engine:
-            assert "foreseen to lose" in engine.mode
-    finally:
-        named.rename(losses.default_path(fitted))
+    for more in ((), ("--max-loss", "0.05")):
+        shown = run(fitted, *LITTLE, "--losses", str(named), *more)
+        assert shown.exit_code == 0 and not shown.stderr, shown.stderr
+    with Engine.open(build(fitted, losses=named, max_loss=0.05)) as engine:
+        assert "foreseen to lose" in engine.mode
 
 
 def test_what_is_foreseen_is_said_of_the_start(
@@ -268,7 +241,6 @@ def test_what_is_foreseen_is_said_of_the_start(
 ) -> None:
     """A policy that keeps all experts in memory learns while it runs, and is not asked again: not
     for the mode line, nor where another one could not be loaded and it comes back."""
-    config = Config.build(model=fitted, expert_ram=2 << 20, device="cpu", policy="dynaexq")
     load = Loader._load
 
     def fails(loader: Loader, runs: Runs, progress: Any) -> Loaded:
@@ -276,7 +248,7 @@ def test_what_is_foreseen_is_said_of_the_start(
             raise MemoryError
         return load(loader, runs, progress)
 
-    with Engine.open(config) as engine:
+    with Engine.open(build(fitted, policy="dynaexq")) as engine:
         mode = engine.mode
         assert "foreseen to lose" in mode
         loses = Planner.loses
@@ -303,9 +275,9 @@ def test_what_takes_long_is_announced_before_it_begins(
 
     monkeypatch.setattr(Planner, "times", measures)
     monkeypatch.setattr(Console, "bar", lambda _console, label, share, *_: said.append(label))
-    assert "measured" in run("-m", str(model), "--device", "cpu").stderr
+    assert "measured" in run(model).stderr
     assert said == ["Measuring this machine"]
     said.clear()
     with pytest.raises(ConfigError, match="measured"):
-        open_engine(Config.build(model=model, device="cpu", max_loss=0.1), Console())
+        open_engine(build(model, max_loss=0.1), Console())
     assert said == ["Loading"]

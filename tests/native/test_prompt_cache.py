@@ -9,24 +9,31 @@ import numpy as np
 import pytest
 from answering import evaluated, first_logits
 
-from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.engine.texts import ChatTemplate
+
+from .conftest import opened
 
 DRAWN = np.random.default_rng(0).integers(10, 300, (6, 200)).tolist()
 FIRST, OTHER, THIRD, QUESTION, ANOTHER, SYSTEM = DRAWN
 MIB = 2**20
+CALL = {"function": {"name": "weather", "arguments": {"city": "Oslo", "days": 3}}}
+CALLED = [
+    {"role": "user", "content": "What is the weather in Oslo?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": '{"celsius": [-3, 1.5, 0]}'},
+]
 TOOLS = Path(__file__).parents[1] / "unit/serve/tools.jinja"
 
 
 @pytest.fixture(scope="module")
-def path(library, tiny_model: Callable[..., Path]) -> Path:
+def path(library: object, tiny_model: Callable[..., Path]) -> Path:
     return tiny_model("qwen3moe", "q8_0", "q4_k", "q2_k", seed=1)
 
 
-def open_engine(path: Path, **settings) -> Engine:
+def open_engine(path: Path, **settings: object) -> Engine:
     usual = {"policy": "lru", "expert_ram": 2 * MIB, "ctx": 1024, "cache_ram": 8 * MIB}
-    return Engine.open(Config.build(model=path, threads=1, **{**usual, **settings}))
+    return opened(path, **(usual | settings))
 
 
 @pytest.fixture
@@ -47,6 +54,8 @@ def test_a_further_turn_the_same_again_and_an_edited_message(engine: Engine) -> 
     assert evaluated(engine, before + QUESTION[:30]) == 1
     assert evaluated(engine, before + ANOTHER[:20]) == 20
     assert not engine._shelf.all()  # nothing but answers and a message was taken back
+    engine.set_policy("lru")  # what that does not change is kept
+    assert evaluated(engine, before + QUESTION[:30]) == 30
 
 
 @pytest.mark.parametrize("policy", ["lru", "dymoe", "plain"])
@@ -55,21 +64,9 @@ def test_another_conversation_in_between(path: Path, policy: str) -> None:
     with open_engine(path, policy=policy, **memory) as engine:
         first = said(engine, FIRST)
         assert evaluated(engine, OTHER) == 200
-        wanted = first + QUESTION[:30]
-        assert evaluated(engine, wanted) == 30
+        assert evaluated(engine, first + QUESTION[:30]) == 30
         assert evaluated(engine, [*OTHER, 11, 12]) == 2
         assert engine._shelf.used_bytes <= engine.plan.prompt_bytes
-
-
-def test_what_comes_back_gives_the_same_logits(path: Path) -> None:
-    with open_engine(path) as engine:
-        prompt = said(engine, FIRST) + QUESTION[:30]
-        expected = first_logits(engine, prompt)
-    with open_engine(path) as engine:
-        assert said(engine, FIRST) + QUESTION[:30] == prompt
-        evaluated(engine, OTHER)
-        np.testing.assert_array_equal(first_logits(engine, prompt), expected)
-        assert engine.last_stats.evaluated_tokens == 30
 
 
 def test_a_prefix_that_many_share_is_read_once(engine: Engine) -> None:
@@ -84,81 +81,74 @@ def test_a_prefix_that_many_share_is_read_once(engine: Engine) -> None:
         assert evaluated(engine, SYSTEM + text) <= 1
 
 
-def test_conversations_stay_within_the_memory_that_is_set_aside(path: Path) -> None:
-    with open_engine(path, cache_ram=600 * 2**10) as engine:
+@pytest.mark.parametrize(("cache_ram", "n_kept"), [(600 * 2**10, 1), (None, 0)])
+def test_conversations_stay_within_the_memory_that_is_set_aside(
+    path: Path, cache_ram: int | None, n_kept: int
+) -> None:
+    with open_engine(path, cache_ram=cache_ram) as engine:
+        assert engine.plan.prompt_bytes == (cache_ram or 0)
         for text in (FIRST, OTHER, THIRD, ANOTHER):
             evaluated(engine, text)
-            assert engine._shelf.used_bytes <= 600 * 2**10
-        assert len(engine._shelf.all()) == 1
-        assert evaluated(engine, THIRD) == 1
+            assert engine._shelf.used_bytes <= (cache_ram or 0)
+        assert len(engine._shelf.all()) == n_kept
+        assert evaluated(engine, THIRD) == (1 if n_kept else 200)
         assert evaluated(engine, FIRST) == 200
 
 
-def test_without_memory_nothing_is_kept(path: Path) -> None:
-    with open_engine(path, cache_ram=None) as engine:
-        assert engine.plan.prompt_bytes == 0
-        evaluated(engine, FIRST)
-        evaluated(engine, OTHER)
-        assert evaluated(engine, FIRST) == 200
-
-
-def test_a_restart_goes_on_from_the_disk(path: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "prompts"
+@pytest.mark.parametrize("with_tools", [False, True])
+def test_what_comes_back_gives_the_same_logits(
+    path: Path, tmp_path: Path, with_tools: bool
+) -> None:
+    """From memory, and behind a restart from the disk; also where a template has written the
+    arguments of a call and the tool's answer."""
+    prompt, further = FIRST, QUESTION[:30]
     with open_engine(path) as engine:
-        first = said(engine, FIRST)
-        expected = first_logits(engine, first + QUESTION[:30])
-    with open_engine(path, prompt_cache=folder) as engine:
-        evaluated(engine, FIRST)
+        if with_tools:
+            prompt = engine.tokenize(ChatTemplate(TOOLS.read_text(), "", "").render(CALLED))
+            further = engine.tokenize("And in Bergen?<|im_end|>", special=False)
+        known = said(engine, prompt)
+        expected = first_logits(engine, known + further)
+
+    def goes_on(engine: Engine) -> None:
+        np.testing.assert_array_equal(first_logits(engine, known + further), expected)
+        assert engine.last_stats.evaluated_tokens == len(further)
+
+    with open_engine(path) as engine:
+        assert said(engine, prompt) == known
         evaluated(engine, OTHER)
-    assert len(list(folder.iterdir())) == 2
-    with open_engine(path, prompt_cache=folder, cache_ram=0) as engine:
-        logits = first_logits(engine, first + QUESTION[:30])
-        np.testing.assert_array_equal(logits, expected)
-        assert engine.last_stats.evaluated_tokens == 30
+        goes_on(engine)
+    with open_engine(path, prompt_cache=tmp_path) as engine:
+        assert said(engine, prompt) == known
+        evaluated(engine, OTHER)
+    assert len(list(tmp_path.iterdir())) == 2
+    with open_engine(path, prompt_cache=tmp_path, cache_ram=0) as engine:
+        goes_on(engine)
+        text = b"".join(map(engine.llama.piece, engine._steps.cached)).decode(errors="replace")
+        for each in ('"arguments": {"city": "Oslo", "days": 3}}', '{"celsius": [-3, 1.5, 0]}'):
+            assert (each in text) == with_tools
         assert evaluated(engine, [*OTHER, 11, 12]) == 2
         assert engine.prompt_notes() == []
     # The first one in the place of what it goes on from; the other went apart from its answer.
-    assert len(list(folder.iterdir())) == 3
-
-
-def test_a_tool_call_and_its_answer_survive_a_restart(path: Path, tmp_path: Path) -> None:
-    """As a template with tools writes them: the call's arguments and the tool's answer are read
-    once, and what follows is computed from the same state."""
-    template = ChatTemplate(TOOLS.read_text(), "", "")
-    call = {"function": {"name": "weather", "arguments": {"city": "Oslo", "days": 3}}}
-    messages = [
-        {"role": "user", "content": "What is the weather in Oslo?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": '{"celsius": [-3, 1.5, 0]}'},
-    ]
-    with open_engine(path) as engine:
-        prompt = engine.tokenize(template.render(messages))
-        known = said(engine, prompt)
-        further = engine.tokenize("And in Bergen?<|im_end|>", special=False)
-        expected = first_logits(engine, known + further)
-    with open_engine(path, prompt_cache=tmp_path) as engine:
-        assert said(engine, prompt) == known
-    with open_engine(path, prompt_cache=tmp_path, cache_ram=0) as engine:
-        np.testing.assert_array_equal(first_logits(engine, known + further), expected)
-        assert engine.last_stats.evaluated_tokens == len(further)
-        text = b"".join(map(engine.llama.piece, engine._steps.cached)).decode(errors="replace")
-        assert '{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}' in text
-        assert '<tool_response>\n{"celsius": [-3, 1.5, 0]}\n</tool_response>' in text
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"kv": "q8_0"}, {"high_tier": "q4_k"}, {"policy": "dymoe", "low_tier": "skip"}],
-    ids=str,
+    ("settings", "n_read"),
+    [
+        ({"kv": "q8_0"}, 200),
+        ({"high_tier": "q4_k"}, 200),
+        ({"policy": "dymoe", "low_tier": "skip"}, 200),
+        ({"expert_ram": 3 * MIB}, 1),  # a budget changes nothing
+    ],
 )
-def test_other_settings_have_other_prompts(path: Path, tmp_path: Path, settings: dict) -> None:
+def test_other_settings_have_other_prompts(
+    path: Path, tmp_path: Path, settings: dict[str, object], n_read: int
+) -> None:
     with open_engine(path, prompt_cache=tmp_path) as engine:
         evaluated(engine, FIRST)
     with open_engine(path, prompt_cache=tmp_path, **settings) as engine:
-        assert evaluated(engine, FIRST) == 200
+        assert evaluated(engine, FIRST) == n_read
         assert engine.prompt_notes() == []
-    with open_engine(path, prompt_cache=tmp_path, expert_ram=3 * MIB) as engine:
-        assert evaluated(engine, FIRST) == 1  # a budget changes nothing
 
 
 def test_a_damaged_file_is_dropped_and_said(path: Path, tmp_path: Path) -> None:
@@ -185,26 +175,19 @@ def test_a_shorter_context_leaves_long_prompts_alone(path: Path, tmp_path: Path)
 
 
 def test_what_a_policy_learned_of_a_prompt_comes_back_with_it(path: Path, tmp_path: Path) -> None:
+    def counts() -> np.ndarray:
+        state = engine.driver.save_sequence(0)
+        return np.frombuffer(state[len(b"moe-edge use 1\n") :], "<f8")
+
     settings = {"policy": "context", "expert_ram": 4 * MIB, "prompt_cache": tmp_path}
     with open_engine(path, **settings) as engine:
         evaluated(engine, FIRST)
-        first = engine.driver.save_sequence(0)
+        first = counts()
         evaluated(engine, OTHER)
-        other = engine.driver.save_sequence(0)
-        assert first != other
+        other = counts()
+        assert not np.array_equal(first, other)
         assert evaluated(engine, FIRST, 0) == 1
-        np.testing.assert_allclose(counts(engine.driver.save_sequence(0)), counts(first), atol=20)
+        np.testing.assert_allclose(counts(), first, atol=20)
     with open_engine(path, **settings) as engine:
         assert evaluated(engine, OTHER, 0) == 1
-        np.testing.assert_allclose(counts(engine.driver.save_sequence(0)), counts(other), atol=20)
-
-
-def counts(state: bytes | None) -> np.ndarray:
-    assert state is not None
-    return np.frombuffer(state[len(b"moe-edge use 1\n") :], "<f8")
-
-
-def test_a_change_of_the_policy_keeps_what_it_does_not_change(engine: Engine) -> None:
-    first = said(engine, FIRST)
-    engine.set_policy("lru")
-    assert evaluated(engine, first + QUESTION[:30]) == 30
+        np.testing.assert_allclose(counts(), other, atol=20)

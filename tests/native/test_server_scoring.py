@@ -4,54 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-from served import DEMO, server_library
 
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.engine.texts import log_softmax
+from orchestrator.events import Phase
 from orchestrator.lab.eval.judge import Judge
 from orchestrator.memory.footprint import SCORING_BYTES, output_tokens
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.serve.backend import SCORED_TOKENS, Backend, Stopped, server_config
 from orchestrator.serve.scoring import Scoring
-from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.wire import Refusal
 
-MIB = 2**20
-SETTINGS = {
-    "ctx": 256,
-    "threads": 1,
-    "ram": 150 * MIB,
-    "policy": "lru",
-    "high_tier": "q4_k",
-    "exact": True,
-}
+from .servers import MIB, answered, broken, config, serving
+
+SETTINGS = {"ctx": 256, "ram": 150 * MIB, "policy": "lru", "high_tier": "q4_k", "exact": True}
 TEXT = "The fox sat by the river and looked at the stars. A star, they said, is hot and far away. "
 OTHERS = ("What is the capital of Norway?", "How many legs does a spider have?")
 
 
-def opened(parallel: int, **more: Any) -> Iterator[Backend]:
-    config = Config.build(model=DEMO, ubatch=64, **SETTINGS | more)
-    made = Backend(config, ServeSettings(parallel=parallel), server_library(), lambda _done: None)
-    yield made
-    made.close()
-
-
 @pytest.fixture(scope="module")
 def backend(library: object) -> Iterator[Backend]:
-    yield from opened(parallel=2)
+    with serving(2, **SETTINGS) as made:
+        yield made
 
 
 @pytest.fixture
-def deciding(library: object) -> Iterator[Backend]:
+def deciding() -> Iterator[Backend]:
     """A server whose policy is asked in each layer of a prompt."""
-    yield from opened(parallel=1, policy="dymoe")
+    with serving(**SETTINGS | {"policy": "dymoe"}) as made:
+        yield made
 
 
 def scored(
@@ -68,12 +56,16 @@ def scored(
     return answer
 
 
-def said(backend: Backend, prompt: str, **more: Any) -> dict[str, Any]:
-    data = {"prompt": prompt, "temperature": 0, "max_tokens": 8, "ignore_eos": True, **more}
-    status, text = backend.request("/v1/completions", json.dumps(data).encode()).whole()
-    answer: dict[str, Any] = json.loads(text)
-    assert status == 200, answer
-    return answer
+def choice_of(backend: Backend, prompt: Any, **more: Any) -> dict[str, Any]:
+    (choice,) = scored(backend, prompt, **more)["choices"]
+    found: dict[str, Any] = choice["logprobs"]
+    return found
+
+
+def said(backend: Backend, prompt: Any, **more: Any) -> tuple[int, str]:
+    """How many tokens were read for an answer, and that answer."""
+    answer = answered(backend, prompt=prompt, max_tokens=8, ignore_eos=True, **more)
+    return answer["timings"]["prompt_n"], answer["choices"][0]["text"]
 
 
 def test_scores_are_those_of_eval_to_the_bit(backend: Backend) -> None:
@@ -81,12 +73,10 @@ def test_scores_are_those_of_eval_to_the_bit(backend: Backend) -> None:
     router's close choices go."""
     tokens = backend.engine.tokenize(TEXT * 5)
     assert SCORED_TOKENS == backend.engine.context.outputs < len(tokens)
-    (choice,) = scored(backend, tokens, top=3, n_more=1)["choices"]
-    config = Config.build(model=DEMO, ubatch=SCORED_TOKENS, logits_all=True, **SETTINGS)
-    with Engine.open(config) as engine:
+    found = choice_of(backend, tokens, top=3, n_more=1)
+    with Engine.open(config(**SETTINGS, ubatch=SCORED_TOKENS, logits_all=True)) as engine:
         rows = Judge(engine, prefill=True).rows([*tokens, 0])
         expected = [log_softmax(row) for row in rows]
-    found = choice["logprobs"]
     following = [*tokens[1:], int(expected[-1].argmax())]
     ours = [float(row[token]) for row, token in zip(expected, following, strict=True)]
     assert found["token_logprobs"] == [None, *ours]
@@ -97,12 +87,10 @@ def test_scores_are_those_of_eval_to_the_bit(backend: Backend) -> None:
 
 def test_one_part_says_what_several_say_of_its_tokens(backend: Backend) -> None:
     tokens = backend.engine.tokenize(TEXT * 5)
-    first = tokens[:SCORED_TOKENS]
-    (whole,) = scored(backend, tokens)["choices"]
-    (alone,) = scored(backend, first)["choices"]
-    shown = whole["logprobs"]["token_logprobs"][: len(first)]
+    whole = choice_of(backend, tokens)["token_logprobs"]
+    alone = choice_of(backend, tokens[:SCORED_TOKENS])["token_logprobs"]
     # The last token of the first part is read with it there, and not at all alone.
-    assert alone["logprobs"]["token_logprobs"] == pytest.approx(shown, abs=0.05)
+    assert alone == pytest.approx(whole[:SCORED_TOKENS], abs=0.05)
 
 
 def test_there_is_room_for_the_longest_prompt_whatever_is_kept(backend: Backend) -> None:
@@ -110,25 +98,22 @@ def test_there_is_room_for_the_longest_prompt_whatever_is_kept(backend: Backend)
     other one goes on from what was read."""
     room = backend.slot_context
     words = backend.engine.tokenize(TEXT * 20)
-    longest = words[:room]
-    (first,) = scored(backend, longest)["choices"]
-    for seat, other in enumerate(OTHERS):
-        prompt = [*backend.engine.tokenize(other), *words][: room - 8]
-        kept = said(backend, prompt, id_slot=seat)  # type: ignore[arg-type]
-        assert kept["timings"]["prompt_n"] == room - 8
-    (again,) = scored(backend, longest)["choices"]
-    assert again["logprobs"] == first["logprobs"]
-    for seat, other in enumerate(OTHERS):
-        prompt = [*backend.engine.tokenize(other), *words][: room - 8]
-        read_n = said(backend, prompt, id_slot=seat)["timings"]["prompt_n"]  # type: ignore[arg-type]
-        assert read_n < 8 if seat == 0 else read_n == room - 8
+    prompts = [[*backend.engine.tokenize(other), *words][: room - 8] for other in OTHERS]
+    first = choice_of(backend, words[:room])
+    for seat, prompt in enumerate(prompts):
+        assert said(backend, prompt, id_slot=seat)[0] == room - 8
+    assert choice_of(backend, words[:room]) == first
+    assert said(backend, prompts[0], id_slot=0)[0] < 8
+    assert said(backend, prompts[1], id_slot=1)[0] == room - 8
     scored(backend, "a")  # gives the second one back, for the other tests
 
 
 def test_what_is_answered_is_the_same_before_and_behind(backend: Backend) -> None:
-    before = said(backend, OTHERS[0], cache_prompt=False)["choices"][0]["text"]
+    before = said(backend, OTHERS[0], cache_prompt=False)
     scored(backend, TEXT)
-    assert said(backend, OTHERS[0], cache_prompt=False)["choices"][0]["text"] == before
+    backend.engine.store.reset_stats()
+    assert said(backend, OTHERS[0], cache_prompt=False) == before
+    assert backend.engine.store.stats().requests[Phase.DECODE] > 0  # tokens have their own phase
 
 
 def test_several_prompts_one_token_and_costs(backend: Backend) -> None:
@@ -139,42 +124,32 @@ def test_several_prompts_one_token_and_costs(backend: Backend) -> None:
     assert answer["usage"]["completion_tokens"] == 2
     timings = answer["timings"]
     assert timings["mix"] == {"q4_k": 1.0} and timings["policy"] == "lru"
-    (one,) = scored(backend, "a")["choices"]
-    assert one["logprobs"] == {
-        "tokens": ["a"],
-        "token_logprobs": [None],
-        "top_logprobs": [None],
-        "text_offset": [0],
-    }
+    nothing = {"token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+    assert choice_of(backend, "a") == {"tokens": ["a"], **nothing}
 
 
 def test_it_ends_between_parts_and_leaves_nothing(backend: Backend) -> None:
     tokens = np.array(backend.engine.tokenize(TEXT * 5), np.int32)
-    asked: list[int] = []
-
-    def goes_on() -> bool:
-        asked.append(1)
-        return len(asked) < 3
-
-    parts = backend.score(tokens, 1, goes_on)
+    goes_on = iter((True, True, False))
+    parts = backend.score(tokens, 1, lambda: next(goes_on))
     assert [len(next(parts)) for _ in range(2)] == [SCORED_TOKENS] * 2
     with pytest.raises(Stopped):
         next(parts)
-    assert said(backend, OTHERS[0])["choices"][0]["text"]
+    context = backend.engine.context
+    memory = context.api.llama_get_memory(context.handle)
+    assert context.api.llama_memory_seq_pos_max(memory, 1) == -1
+    assert said(backend, OTHERS[0])[1]
 
 
 def test_a_policy_that_fails_fails_the_request_alone(
     deciding: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: object) -> None:
-        raise RuntimeError("no idea")
-
     with monkeypatch.context() as patched:
         patched.setattr(deciding.engine.policy, "decide", broken)
         with pytest.raises(Refusal, match="the policy failed: RuntimeError: no idea"):
             scored(deciding, TEXT, sequence=0)
     assert scored(deciding, TEXT, sequence=0)["choices"]
-    assert said(deciding, OTHERS[0])["choices"][0]["text"]
+    assert said(deciding, OTHERS[0])[1]
 
 
 def test_a_stop_ends_the_part_that_runs(deciding: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,22 +172,21 @@ def test_a_stop_ends_the_part_that_runs(deciding: Backend, monkeypatch: pytest.M
     [(6144, 512, SCORED_TOKENS), (6144, 8, 8), (151_936, 512, 13), (10**8, 512, 1)],
 )
 def test_logits_of_a_part_are_in_the_plan(n_vocab: int, n_ubatch: int, expected: int) -> None:
-    config = server_config(Config.build(model=DEMO, **SETTINGS), 1)
-    found = output_tokens(config, n_vocab, n_ubatch)
+    scoring = server_config(config(**SETTINGS), 1)
+    found = output_tokens(scoring, n_vocab, n_ubatch)
     assert found == expected
     assert found == 1 or 2 * 4 * found * n_vocab <= SCORING_BYTES
-    unscored = config.with_changes(scored=0)
-    assert output_tokens(unscored, n_vocab, n_ubatch) == 1
+    assert output_tokens(scoring.with_changes(scored=0), n_vocab, n_ubatch) == 1
 
 
-def planned(change: Callable[[Config], Config]) -> MemoryPlan:
-    with Engine.open(change(Config.build(model=DEMO, ubatch=64, **SETTINGS))) as engine:
+def planned(config: Config) -> MemoryPlan:
+    with Engine.open(config) as engine:
         return engine.plan
 
 
-def test_experts_give_up_what_the_logits_take(library: object) -> None:
+def test_experts_give_up_what_the_logits_take() -> None:
     """The experts' memory is whole slots, so that they give up a little less or more."""
-    with_them = planned(lambda config: server_config(config, 1))
-    without = planned(lambda config: server_config(config, 1).with_changes(scored=0))
+    scoring = server_config(config(**SETTINGS), 1)
+    with_them, without = planned(scoring), planned(scoring.with_changes(scored=0))
     assert with_them.scratch_bytes - without.scratch_bytes >= 4 * (SCORED_TOKENS - 1) * 6144
     assert with_them.budget_bytes < without.budget_bytes

@@ -16,24 +16,17 @@ from gguf_split import split
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.reader import GGUFFile
 from orchestrator.cli.main import cli
-from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
 from orchestrator.errors import NativeError
 
-from .conftest import greedy
+from .conftest import drawn, greedy, opened
 
-pytestmark = pytest.mark.usefixtures("library_folder")
-
-PROMPT = [int(t) for t in np.random.default_rng(0).integers(0, 250, 40)]
+PROMPT = drawn(40)
 N_DECODE = 8
 
 
 def run(model: Path, **options: object) -> np.ndarray:
     """Logits [1 + N_DECODE, n_vocab] of a prompt in two chunks and of greedy decoding."""
-    config = Config.build(
-        model=model, ctx=256, ubatch=32, threads=1, use_extra_bufts=False, **options
-    )
-    with Engine.open(config) as engine:
+    with opened(model, ubatch=32, use_extra_bufts=False, **options) as engine:
         assert engine.managed == bool(options)
         rows = greedy(engine, PROMPT, N_DECODE)
         if engine.managed:
@@ -44,11 +37,10 @@ def run(model: Path, **options: object) -> np.ndarray:
 
 @pytest.mark.parametrize(("n_parts", "bare_first"), [(2, False), (3, False), (3, True)])
 def test_plain_and_managed_equal_the_whole_file(
-    n_parts: int, bare_first: bool, tiny_model: Callable[..., Path], tmp_path: Path
+    n_parts: int, bare_first: bool, one: Path, tmp_path: Path
 ) -> None:
-    whole = tiny_model("qwen3moe", "q4_k")
-    first = split(whole, tmp_path, n_parts, bare_first=bare_first)[0]
-    with ExpertModel.open(first) as model, ExpertModel.open(whole) as other:
+    first = split(one, tmp_path, n_parts, bare_first=bare_first)[0]
+    with ExpertModel.open(first) as model, ExpertModel.open(one) as other:
         assert len(model.files) == n_parts
         assert model.tier_bytes == other.tier_bytes
         assert model.dense_bytes == other.dense_bytes
@@ -57,15 +49,14 @@ def test_plain_and_managed_equal_the_whole_file(
             each.file_index for layer in model.slices for kind in layer for each in kind if each
         }
         assert len(used) > 1  # the store reads more than one file
-    reference = run(whole)
+    reference = run(one)
     np.testing.assert_array_equal(run(first), reference)
     np.testing.assert_array_equal(run(first, policy="lru", expert_ram=budget), reference)
 
 
-def test_parts_of_a_packed_file(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_parts_of_a_packed_file(both: Path, tmp_path: Path) -> None:
     """Both tiers are read, from parts whose slices do not start at a block of the disk."""
-    whole = tiny_model("qwen3moe", "q4_k", "q2_k")
-    first = split(whole, tmp_path, 3)[0]
+    first = split(both, tmp_path, 3)[0]
     with ExpertModel.open(first) as model:
         offsets = [
             each.offset % 4096 for layer in model.slices for kind in layer for each in kind if each
@@ -73,7 +64,7 @@ def test_parts_of_a_packed_file(tiny_model: Callable[..., Path], tmp_path: Path)
         assert any(offsets)
     for tier, name in ((0, "q4_k"), (1, "q2_k")):
         options = {"policy": "lru", "high_tier": name, "expert_ram": 4 << 20}
-        np.testing.assert_array_equal(run(first, **options), run(whole, **options), str(tier))
+        np.testing.assert_array_equal(run(first, **options), run(both, **options), str(tier))
 
 
 @pytest.mark.parametrize("parts", [(1, 3), (2, 1), (2, 3)])
@@ -91,10 +82,9 @@ def test_low_in_parts_or_not(
     np.testing.assert_array_equal(run(paths[0], low=paths[1], **options), expected)
 
 
-def test_a_part_cut_short_while_decoding(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    paths = split(tiny_model("qwen3moe", "q4_k"), tmp_path, 2)
-    config = Config.build(model=paths[0], policy="lru", expert_ram=1 << 20, ctx=256, threads=1)
-    with Engine.open(config) as engine:
+def test_a_part_cut_short_while_decoding(one: Path, tmp_path: Path) -> None:
+    paths = split(one, tmp_path, 2)
+    with opened(paths[0], policy="lru", expert_ram=1 << 20) as engine:
         os.truncate(paths[1], paths[1].stat().st_size // 4)
         with pytest.raises(NativeError, match=rf"{paths[1].name}.*truncated"):
             engine.eval(PROMPT, 0)
@@ -106,13 +96,12 @@ def call(*words: object) -> str:
     return result.stdout
 
 
-def test_commands_take_parts(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    whole = tiny_model("qwen3moe", "q4_k", "q2_k")
-    first = split(whole, tmp_path, 2)[0]
+def test_commands_take_parts(both: Path, tmp_path: Path) -> None:
+    first = split(both, tmp_path, 2)[0]
     facts = json.loads(call("inspect", "--json", first))
     assert facts["files"] == [str(path) for path in sorted(tmp_path.glob("m-*.gguf"))]
     assert f"{first} and 1 more" in call("inspect", first)
-    sources = {"split": first, "whole": whole}
+    sources = {"split": first, "whole": both}
     packed, exported = {}, {}
     for name, source in sources.items():
         packed[name] = tmp_path / f"{name}-packed.gguf"

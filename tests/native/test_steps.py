@@ -2,46 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
 from orchestrator.errors import NativeError
 from orchestrator.events import ComputedStep, Phase, RouteEvent
 from orchestrator.native import FAILED
 
+from .conftest import drawn, opened
 from .copies import copied
-from .decoder import Decoder, Seen, Token, prompt
+from .decoder import Decoder, Token, prompt
 
-pytestmark = pytest.mark.usefixtures("library_folder")
-
-PROMPT = [int(t) for t in np.random.default_rng(3).integers(0, 250, 41)]
-P, D = int(Phase.PREFILL), int(Phase.DECODE)
+PROMPT = drawn(41, 3)
+P, D = Phase.PREFILL, Phase.DECODE
 CANCELLED = 2
 
 
 class Watched:
-    """An engine with a small budget, a context beside its own, and what its store says."""
+    """An engine with a small budget, a context beside its own, and what its store says: copies of
+    steps, and (layer, step, phase, phases and sequences of its tokens) of each event."""
 
     def __init__(self, model: Path) -> None:
-        config = Config.build(
-            model=model, ctx=256, ubatch=64, threads=1, policy="lru", expert_ram=1 << 20
-        )
-        self.engine = Engine.open(config)
+        self.engine = opened(model, ubatch=64, policy="lru", expert_ram=1 << 20)
         self.store = self.engine.store
         self.decoder = Decoder(self.engine._loaded.model)
-        self.events: list[Seen] = []
+        self.events: list[tuple[int, int, int, list[int], list[int]]] = []
         self.steps: list[ComputedStep] = []
         self.store.set_route(self.on_route)
         self.store.set_step_done(self.steps.append)
 
     def on_route(self, event: RouteEvent) -> None:
-        self.events.append(Seen.of(event))
+        of_tokens = event.phases_array.tolist(), event.sequences_array.tolist()
+        self.events.append((event.layer, event.step, event.phase, *of_tokens))
         self.engine.driver.on_route(event)
+
+    def read(self, tokens: list[int], pos: int = 0, sequence: int = 0) -> ComputedStep:
+        """A prompt, or a part of one; its last step."""
+        assert self.decoder.decode(prompt(tokens, pos, sequence)) == 0
+        return self.steps[-1]
+
+    def answer(self, token: int, pos: int) -> ComputedStep:
+        assert self.decoder.decode([Token(token, pos, wanted=True)]) == 0
+        return self.steps[-1]
 
     def forget(self) -> None:
         """Drops what was read and what was seen."""
@@ -56,13 +61,8 @@ class Watched:
 
 
 @pytest.fixture
-def model(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("qwen3moe", "q4_k")
-
-
-@pytest.fixture
-def watched(model: Path) -> Iterator[Watched]:
-    made = Watched(model)
+def watched(one: Path) -> Iterator[Watched]:
+    made = Watched(one)
     yield made
     made.store.check()
     made.close()
@@ -70,16 +70,16 @@ def watched(model: Path) -> Iterator[Watched]:
 
 def test_micro_batches_are_steps(watched: Watched) -> None:
     """41 tokens in one call, 8 at a time, are six steps, and compute what six calls do."""
-    decoder, steps = watched.decoder, watched.steps
+    steps = watched.steps
     for start in range(0, 41, 8):
-        assert decoder.decode(prompt(PROMPT[start : start + 8], start)) == 0
-    expected = decoder.logits()
+        watched.read(PROMPT[start : start + 8], start)
+    expected = watched.decoder.logits()
     watched.forget()
-    assert decoder.decode(prompt(PROMPT)) == 0
-    np.testing.assert_array_equal(decoder.logits(), expected)
+    watched.read(PROMPT)
+    np.testing.assert_array_equal(watched.decoder.logits(), expected)
 
     assert [step.n_tokens for step in steps] == [8, 8, 8, 8, 8, 1]
-    assert {step.phase for step in steps} == {Phase.PREFILL}  # the last one belongs to a prompt
+    assert {step.phase for step in steps} == {P}  # the last one belongs to a prompt
     assert [step.starts for step in steps] == [(0,), *[()] * 5]
     assert [step.prompt_ends for step in steps] == [*[()] * 5, (0,)]
     assert [step.ends for step in steps] == [(0,), *[()] * 5]
@@ -88,7 +88,7 @@ def test_micro_batches_are_steps(watched: Watched) -> None:
     assert numbers == list(range(numbers[0], numbers[0] + 6))
     # the last layer sees tokens with an output alone
     n_layers = watched.engine.model.n_layers
-    assert [(seen.step, seen.layer) for seen in watched.events] == [
+    assert [(step, layer) for layer, step, *_ in watched.events] == [
         (number, layer)
         for number in numbers
         for layer in range(n_layers)
@@ -98,74 +98,61 @@ def test_micro_batches_are_steps(watched: Watched) -> None:
 
 def test_each_token_has_its_phase(watched: Watched) -> None:
     """A prompt comes in beside the answers of two other sequences."""
-    decoder = watched.decoder
     for sequence in (0, 2):
-        assert decoder.decode(prompt(PROMPT[:5], 0, sequence)) == 0
+        watched.read(PROMPT[:5], 0, sequence)
     watched.events.clear()
     watched.steps.clear()
-    mixed = [
-        Token(7, 5, 0, wanted=True),
-        *prompt(PROMPT[5:8], 0, 1),
-        Token(9, 5, 2, wanted=True),
-    ]
-    assert decoder.decode(mixed) == 0
-    first, *_, last = watched.events
-    assert (first.phase, first.phases, first.sequences) == (P, [D, P, P, P, D], [0, 1, 1, 1, 2])
-    assert (last.phase, last.phases, last.sequences) == (P, [D, P, D], [0, 1, 2])
+    first, second = Token(7, 5, 0, wanted=True), Token(9, 5, 2, wanted=True)
+    assert watched.decoder.decode([first, *prompt(PROMPT[5:8], 0, 1), second]) == 0
+    assert watched.events[0][2:] == (P, [D, P, P, P, D], [0, 1, 1, 1, 2])
+    assert watched.events[-1][2:] == (P, [D, P, D], [0, 1, 2])
     (step,) = watched.steps
-    assert (step.phase, step.n_tokens) == (Phase.PREFILL, 5)
+    assert (step.phase, step.n_tokens) == (P, 5)
     assert (step.starts, step.prompt_ends, step.ends) == ((1,), (1,), ())
 
     answers = [Token(7, 6, 0, wanted=True), Token(9, 6, 2, wanted=True)]
-    assert decoder.decode(answers) == 0
-    assert watched.events[-1].phases == [D, D]
-    assert watched.steps[-1].phase == Phase.DECODE
+    assert watched.decoder.decode(answers) == 0
+    assert watched.events[-1][3] == [D, D]
+    assert watched.steps[-1].phase == D
 
 
 def test_callers_may_know_the_phase(watched: Watched) -> None:
-    decoder, store = watched.decoder, watched.store
-    assert decoder.decode([Token(5, 0, wanted=True)]) == 0
-    assert watched.steps[-1].phase == Phase.DECODE  # by what the batch shows
-    store.set_phase(Phase.PREFILL)
-    assert decoder.decode([Token(6, 1, wanted=True)]) == 0
-    assert watched.steps[-1].phase == Phase.PREFILL
-    assert watched.steps[-1].prompt_ends == (0,)
-    store.set_phase(Phase.DECODE)
-    assert decoder.decode(prompt(PROMPT[:4], 2)) == 0
-    assert watched.steps[-1].phase == Phase.DECODE
-    assert watched.events[0].phases == [D] and watched.events[-1].phases == [D]
+    store = watched.store
+    assert watched.answer(5, 0).phase == D  # by what the batch shows
+    store.set_phase(P)
+    step = watched.answer(6, 1)
+    assert (step.phase, step.prompt_ends) == (P, (0,))
+    store.set_phase(D)
+    assert watched.read(PROMPT[:4], 2).phase == D
+    assert watched.events[0][3] == watched.events[-1][3] == [D]
     store.set_phase(None)
-    assert decoder.decode(prompt(PROMPT[:4], 6)) == 0
-    assert watched.steps[-1].phase == Phase.PREFILL
+    assert watched.read(PROMPT[:4], 6).phase == P
 
 
 def test_ends_are_told_once(watched: Watched) -> None:
-    decoder, store = watched.decoder, watched.store
+    store = watched.store
     for sequence in range(3):
-        assert decoder.decode(prompt(PROMPT[:2], 0, sequence)) == 0
+        watched.read(PROMPT[:2], 0, sequence)
     store.sequence_end(1)
     store.sequence_end(3)  # no token of it was computed
-    assert decoder.decode([Token(1, 2, 0, wanted=True)]) == 0
-    assert watched.steps[-1].ends == (1,)
+    assert watched.answer(1, 2).ends == (1,)
     store.sequence_end()
-    assert decoder.decode([Token(1, 3, 0, wanted=True)]) == 0
-    assert watched.steps[-1].ends == (0, 2)
-    assert decoder.decode([Token(1, 4, 0, wanted=True)]) == 0
-    assert watched.steps[-1].ends == ()
+    assert watched.answer(1, 3).ends == (0, 2)
+    assert watched.answer(1, 4).ends == ()
 
 
-def test_a_read_error_fails_the_step(model: Path, tmp_path: Path) -> None:
+def test_a_read_error_fails_the_step(one: Path, tmp_path: Path) -> None:
     """It has a code of its own and a sentence, nothing stays of the micro-batch, and the next
     step is good."""
-    path = copied(model, tmp_path / "cut.gguf", arch="qwen3moe")
+    path = copied(one, tmp_path / "cut.gguf", arch="qwen3moe")
     data = path.read_bytes()
     watched = Watched(path)
     decoder, store = watched.decoder, watched.store
     try:
-        assert decoder.decode(prompt(PROMPT)) == 0
+        watched.read(PROMPT)
         expected = decoder.logits()
         watched.forget()
-        assert decoder.decode(prompt(PROMPT[:8])) == 0
+        watched.read(PROMPT[:8])
         first = min(piece.offset for _, each in store.spec.layers for piece in each.values())
         with path.open("r+b") as file:
             file.truncate(first)
@@ -177,7 +164,7 @@ def test_a_read_error_fails_the_step(model: Path, tmp_path: Path) -> None:
             with pytest.raises(NativeError, match=r"cut\.gguf: expert .* was truncated"):
                 store.check_step()
         path.write_bytes(data)
-        assert decoder.decode(prompt(PROMPT[8:], 8)) == 0
+        watched.read(PROMPT[8:], 8)
         store.check_step()
         np.testing.assert_array_equal(decoder.logits(), expected)
     finally:
@@ -185,19 +172,8 @@ def test_a_read_error_fails_the_step(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_cancel_is_told_apart(watched: Watched) -> None:
+    """The store's, and that of the context's own abort callback, which stays."""
     decoder, store = watched.decoder, watched.store
-    assert decoder.decode(prompt(PROMPT[:8])) == 0
-    store.cancel(True)
-    assert decoder.decode(prompt(PROMPT[8:24], 8)) == CANCELLED
-    store.check_step()
-    assert decoder.last_pos() == 7
-    assert len(watched.steps) == 1
-    store.cancel(False)
-    assert decoder.decode(prompt(PROMPT[8:24], 8)) == 0
-
-
-def test_the_contexts_own_abort_callback_stays(watched: Watched) -> None:
-    decoder = watched.decoder
     asked: list[bool] = [False]
 
     @decoder.api.ggml_abort_callback
@@ -205,15 +181,15 @@ def test_the_contexts_own_abort_callback_stays(watched: Watched) -> None:
         return asked[0]
 
     decoder.stop_when(stop)
-    assert decoder.decode(prompt(PROMPT[:8])) == 0
-    asked[0] = True
-    assert decoder.decode(prompt(PROMPT[8:16], 8)) == CANCELLED
-    watched.store.check_step()
-    asked[0] = False
-    watched.store.cancel(True)
-    assert decoder.decode(prompt(PROMPT[8:16], 8)) == CANCELLED
-    watched.store.cancel(False)
-    assert decoder.decode(prompt(PROMPT[8:16], 8)) == 0
+    watched.read(PROMPT[:8])
+    for its, ours in ((True, False), (False, True)):
+        asked[0] = its
+        store.cancel(ours)
+        assert decoder.decode(prompt(PROMPT[8:24], 8)) == CANCELLED
+        store.check_step()
+        assert decoder.last_pos() == 7 and len(watched.steps) == 1
+    store.cancel(False)
+    watched.read(PROMPT[8:24], 8)
 
 
 @pytest.mark.parametrize("where", ["route", "step"])
@@ -243,46 +219,28 @@ def test_a_callback_may_fail_the_step(watched: Watched, where: str) -> None:
     assert caught.value is error
     store.set_step_done(watched.steps.append)
     store.set_route(watched.on_route)
-    assert decoder.decode(prompt(PROMPT[16:], 16)) == 0
+    watched.read(PROMPT[16:], 16)
 
 
 def test_prefill_may_be_watched_alone(watched: Watched) -> None:
     """Without a callback, decode steps ask for the default tier; the logits are those of steps
     that are watched."""
-    decoder, store = watched.decoder, watched.store
+    store = watched.store
 
     def answer() -> np.ndarray:
-        assert decoder.decode(prompt(PROMPT[:8])) == 0
+        watched.read(PROMPT[:8])
         for pos in range(8, 12):
-            assert decoder.decode([Token(pos, pos, wanted=True)]) == 0
-        return decoder.logits()
+            watched.answer(pos, pos)
+        return watched.decoder.logits()
 
     expected = answer()
-    assert {seen.phase for seen in watched.events} == {P, D}
+    assert {phase for _, _, phase, *_ in watched.events} == {P, D}
     watched.forget()
     store.reset_stats()
-    store.set_route(watched.on_route, 0, (Phase.PREFILL,))
+    store.set_route(watched.on_route, 0, (P,))
     np.testing.assert_array_equal(answer(), expected)
-    assert {seen.phase for seen in watched.events} == {P}
+    assert {phase for _, _, phase, *_ in watched.events} == {P}
     stats = store.stats()
-    assert stats.callbacks[Phase.PREFILL] > 0 and stats.callbacks[Phase.DECODE] == 0
-    assert stats.routed[Phase.DECODE][0] > 0
-    assert [step.phase for step in watched.steps] == [Phase.PREFILL, *[Phase.DECODE] * 4]
-
-
-def test_the_engine_goes_on_after_a_failed_step(model: Path) -> None:
-    with Engine.open(
-        Config.build(model=model, ctx=256, threads=1, policy="lru", expert_ram=1 << 20)
-    ) as engine:
-        expected = engine.eval(PROMPT, 0)
-        original, error = engine.policy.step_done, RuntimeError("not this one")
-
-        def fail(_report: object) -> None:
-            raise error
-
-        engine.policy.step_done = fail  # type: ignore[method-assign, assignment]
-        with pytest.raises(RuntimeError) as caught:
-            engine.eval(PROMPT[:3], 41)
-        assert caught.value is error
-        engine.policy.step_done = original  # type: ignore[method-assign]
-        np.testing.assert_array_equal(engine.eval(PROMPT, 0), expected)
+    assert stats.callbacks[P] > 0 and stats.callbacks[D] == 0
+    assert stats.routed[D][0] > 0
+    assert [step.phase for step in watched.steps] == [P, *[D] * 4]

@@ -1,10 +1,10 @@
-"""With how many threads a context decodes, and that their number changes no bits."""
+"""How ggml's compute threads wait for each other, with how many of them a context decodes, and that
+their number changes no bits."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,14 +12,11 @@ import numpy as np
 import pytest
 
 from gguf_tools.process import default_threads
-from orchestrator.config import Config
 from orchestrator.engine import load
-from orchestrator.engine.engine import Engine
-from patches.upstream import PATCHES
 
-from .conftest import HERE, run_program
+from .conftest import HERE, drawn, opened, run_program, until
 
-TOKENS = [int(t) for t in np.random.default_rng(3).integers(0, 250, 40)]
+TOKENS = drawn(40, 3)
 PATHS = {
     "plain": {"policy": "plain"},
     "managed": {"policy": "lru", "force_managed": True},
@@ -28,24 +25,31 @@ PATHS = {
 }
 
 
-def test_as_many_as_find_a_core(tmp_path: Path) -> None:
-    program = tmp_path / "threads_test"
-    command = ["c++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-O1"]
-    command += [f"-I{PATCHES / 'native'}", str(HERE / "threads_test.cpp"), "-o", str(program)]
-    subprocess.run(command, check=True)
+def test_as_many_as_find_a_core(compile_native: Callable[..., Path]) -> None:
+    program = compile_native(
+        "threads_test", [HERE / "threads_test.cpp"], "-std=c++17", libraries=()
+    )
     assert "as many threads as find a core" in run_program(program, timeout_s=60)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere upstream's barrier stays")
+@pytest.mark.parametrize("flag", ["-O2", "-fsanitize=thread"])
+def test_barrier(flag: str, compile_native: Callable[..., Path]) -> None:
+    sources = [HERE / "barrier_test.c"]
+    program = compile_native(f"barrier{flag}", sources, "-std=gnu11", flag, libraries=())
+    assert "all passed together" in run_program(program, timeout_s=120)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("tier", ["q4_k", "q4_0", "q8_0"])
 def test_their_number_changes_no_bits(
-    path: str, tier: str, tiny_model: Callable[..., Path], library: object
+    path: str, tier: str, tiny_model: Callable[..., Path]
 ) -> None:
     """Behind less than 256 tokens: beyond that upstream's attention sums by thread."""
-    config = Config.build(model=tiny_model("olmoe", tier), ctx=256, ubatch=16, **PATHS[path])
+    model = tiny_model("olmoe", tier)
 
     def logits(numbers: list[int]) -> np.ndarray:
-        with Engine.open(config.with_changes(threads=max(numbers))) as engine:
+        with opened(model, ubatch=16, threads=max(numbers), **PATHS[path]) as engine:
             set_threads = engine.context.api.llama_set_n_threads
             found = []
             for at, token in enumerate(TOKENS):
@@ -60,9 +64,7 @@ def test_their_number_changes_no_bits(
         np.testing.assert_array_equal(logits(numbers), expected)
 
 
-def test_who_keeps_a_number(
-    tiny_model: Callable[..., Path], library: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_keeps_a_number(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
     class Seen(load.FreeCores):
@@ -71,11 +73,10 @@ def test_who_keeps_a_number(
             made.append(self)
 
     monkeypatch.setattr(load, "FreeCores", Seen)
-    config = Config.build(model=tiny_model("olmoe", "q8_0"), ctx=256)
-    for settings in ({"threads": 1}, {"exact": True}):
-        with Engine.open(config.with_changes(**settings)):
+    for settings in ({"threads": 1}, {"threads": None, "exact": True}):
+        with opened(one, **settings):
             assert not made
-    with Engine.open(config) as engine:
+    with opened(one, threads=None) as engine:
         assert len(made) == 1
         assert engine.context.api.llama_n_threads(engine.context.handle) == default_threads()
     assert made[0]._context == 0
@@ -83,25 +84,22 @@ def test_who_keeps_a_number(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody says who waits for a core")
 @pytest.mark.skipif(default_threads() < 2, reason="needs two cores")
-def test_beside_busy_loops(tiny_model: Callable[..., Path], library: object) -> None:
+def test_beside_busy_loops(one: Path) -> None:
     """With more processes than cores a token is soon computed by fewer threads."""
-    config = Config.build(model=tiny_model("olmoe", "q4_k"), ctx=256, policy="plain")
     loops = [
         subprocess.Popen([sys.executable, "-c", "while True: pass"])
         for _ in range(3 * default_threads())
     ]
     try:
-        with Engine.open(config) as engine:
-            number = engine.context.api.llama_n_threads
-            end = time.perf_counter() + 600
+        with opened(one, threads=None, policy="plain") as engine:
+            number, context = engine.context.api.llama_n_threads, engine.context.handle
             engine.eval(TOKENS, 0)
-            seen = default_threads()
-            while seen == default_threads() and time.perf_counter() < end:
-                engine.eval([TOKENS[0]], len(TOKENS))
-                seen = number(engine.context.handle)
-            assert seen < default_threads()
+            until(
+                lambda: number(context) < default_threads(),
+                lambda: engine.eval([TOKENS[0]], len(TOKENS)),
+            )
             engine.eval(TOKENS, 0)  # a part of a prompt takes all of them
-            assert number(engine.context.handle) == default_threads()
+            assert number(context) == default_threads()
     finally:
         for loop in loops:
             loop.kill()

@@ -8,27 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gguf_tools import synthetic
-from gguf_tools.pack import pack
-from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.events import Phase
 from orchestrator.native import MAX_TIERS
 
+from .conftest import build, drawn
 from .copies import copied
 
-pytestmark = pytest.mark.usefixtures("library_folder")
-
 N_KINDS, SKIPPED = 3, MAX_TIERS  # gate, up, down; where the statistics count skipped experts
-TOKENS = [int(t) for t in np.random.default_rng(1).integers(0, 250, 12)]
+TOKENS = drawn(12, 1)
 THREE = ("q8_0", "q4_k", "q2_k")
 
 
 def open_model(model: Path, **options: object) -> Engine:
     """Half of the experts critical in every layer, token by token; nothing is read ahead."""
     settings = {"retention": 0.5, "schedule": "flat", "n_ahead": 0, "expert_ram": 1 << 26}
-    chosen = Config.build(model=model, ctx=128, threads=1, use_extra_bufts=False, **settings)
-    return Engine.open(chosen.compared(**options))
+    return Engine.open(build(model, use_extra_bufts=False, **settings).compared(**options))
 
 
 def decode(engine: Engine) -> np.ndarray:
@@ -40,21 +35,6 @@ def decode(engine: Engine) -> np.ndarray:
 def uniform(model: Path) -> np.ndarray:
     with open_model(model, policy="plain", expert_ram=None) as engine:
         return decode(engine)
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """packed(*tiers): one and the same random model in these tiers, out of its f16 weights."""
-    folder = tmp_path_factory.mktemp("packed")
-    source = synthetic.write(folder / "source.gguf", "tiny-qwen3moe", tiers=("f16",))
-
-    def make(*tiers: str) -> Path:
-        path = folder / f"{'-'.join(tiers)}.gguf"
-        if not path.exists():
-            pack(source, path, tiers)
-        return path
-
-    return make
 
 
 @pytest.mark.parametrize(
@@ -112,26 +92,3 @@ def test_weights_of_the_kept(
         assert difference < 1e-3
     else:
         assert difference > 0.1
-
-
-def decided(engine: Engine) -> np.ndarray:
-    """Experts of decode steps so far: high, low."""
-    return np.array(engine.store.stats().routed[Phase.DECODE][:2], np.int64)
-
-
-def test_retention_changes_at_the_next_token(tiny_model: Callable[..., Path]) -> None:
-    model = tiny_model("qwen3moe", "q4_k", "q2_k")
-    with open_model(model, policy="dymoe", low_tier="q2_k") as engine:
-        engine.eval(TOKENS, 0)
-        at = len(TOKENS)
-        seen = [decided(engine)]
-        for retention in (0.5, 1.0, 0.5):
-            assert engine.change("retention", retention)
-            for _ in range(3):
-                engine.eval([TOKENS[0]], at)
-                at += 1
-            seen.append(decided(engine))
-        half, whole, again = np.diff(seen, axis=0).tolist()
-        assert half[0] == half[1] > 0
-        assert whole[0] > 0 and whole[1] == 0
-        assert again[0] == again[1] > 0

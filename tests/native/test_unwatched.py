@@ -10,18 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.config import Config
-from orchestrator.engine.driver import Driver
 from orchestrator.engine.engine import Engine
 from orchestrator.events import ABSENT
-from orchestrator.native import Library
 
-TOKENS = [int(t) for t in np.random.default_rng(11).integers(0, 250, 90)]
+from .conftest import drawn, opened
+
+TOKENS = drawn(90, 11)
 COUNTED = ("requests", "hits", "routed", "computed", "demand_bytes")
-
-
-def listed(value: Any) -> Any:
-    return [listed(each) for each in value] if hasattr(value, "__len__") else value
 
 
 def run(engine: Engine) -> tuple[np.ndarray, dict[str, Any], np.ndarray]:
@@ -37,7 +32,7 @@ def run(engine: Engine) -> tuple[np.ndarray, dict[str, Any], np.ndarray]:
     stats = store.stats()
     return (
         np.concatenate(rows),
-        {name: listed(getattr(stats, name)) for name in COUNTED},
+        {name: np.ctypeslib.as_array(getattr(stats, name)).tolist() for name in COUNTED},
         store.take_counts(),
     )
 
@@ -45,15 +40,14 @@ def run(engine: Engine) -> tuple[np.ndarray, dict[str, Any], np.ndarray]:
 @pytest.mark.parametrize("shape", ["qwen3moe", "olmoe", "deepseek2-fused"])
 @pytest.mark.parametrize("layout", ["file", "cpu"])
 def test_counts_and_logits_are_those_of_watched_steps(
-    shape: str, layout: str, tiny_model: Callable[..., Path], library: Library
+    shape: str, layout: str, tiny_model: Callable[..., Path]
 ) -> None:
-    settings = {"ctx": 256, "ubatch": 32, "threads": 2, "policy": "lru", "layout": layout}
-    path, found = tiny_model(shape, "q4_k"), []
+    settings = {"ubatch": 32, "threads": 2, "policy": "lru", "force_managed": True}
+    found = []
     for is_watched in (True, False):
-        with Engine.open(Config.build(model=path, force_managed=True, **settings)) as engine:
+        with opened(tiny_model(shape, "q4_k"), layout=layout, **settings) as engine:
             if is_watched:
                 driver = engine._loaded.driver
-                assert isinstance(driver, Driver)
                 driver.set_route(driver.on_route_unasked)  # as a recorder does
             found.append(run(engine))
             assert (sum(engine.store.stats().callbacks) > 0) == is_watched

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
-from orchestrator.native import Library
+from .conftest import opened
 
 POLICIES = (
     {"policy": "lru", "expert_ram": 300_000},
@@ -26,15 +23,10 @@ TIERS = (
 
 
 @pytest.mark.parametrize("settings", POLICIES, ids=lambda each: each["policy"])
-def test_a_warm_up_leaves_nothing_behind(
-    library: Library, tiny_model: Callable[..., Path], settings: dict[str, object]
-) -> None:
-    config = Config.build(
-        model=tiny_model("qwen3moe", "q4_k", "q2_k"), ctx=64, ubatch=16, threads=1, **settings
-    )
+def test_a_warm_up_leaves_nothing_behind(both: Path, settings: dict[str, object]) -> None:
     rows = []
     for warm in (False, True):
-        with Engine.open(config) as engine:
+        with opened(both, ctx=64, ubatch=16, **settings) as engine:
             if warm:
                 engine._loaded.warm_up()
                 stats = engine.store.stats()
@@ -50,17 +42,10 @@ def test_a_warm_up_leaves_nothing_behind(
 
 @pytest.mark.parametrize(("settings", "tiers"), TIERS)
 def test_a_warm_up_computes_in_each_tier(
-    library: Library,
-    tiny_model: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    settings: dict[str, object],
-    tiers: set[int],
+    both: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], tiers: set[int]
 ) -> None:
     """A GPU's kernels for each type take memory when they are first launched."""
-    config = Config.build(
-        model=tiny_model("qwen3moe", "q4_k", "q2_k"), ctx=64, ubatch=16, threads=1, **settings
-    )
-    with Engine.open(config) as engine:
+    with opened(both, ctx=64, ubatch=16, **settings) as engine:
         forget = engine.store.reset_stats
         found: set[int] = set()
 

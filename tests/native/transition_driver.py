@@ -4,17 +4,20 @@ file, at every moment."""
 from __future__ import annotations
 
 import ctypes
-import time
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gguf_tools.file.layout import BLOCK, DOWN, GATE, UP, GGMLType, pad
-from orchestrator.native import Library, Simulation, Slices, Store, StoreSpec
+from orchestrator.lab.replay.clock import Simulation
+from orchestrator.native import Library, Slices, Store, StoreSpec
 from orchestrator.native.abi import VISIT_CB, CPrefetch
+
+from .conftest import until
 
 N_LAYERS, N_EXPERT, KINDS = 2, 5, (UP, GATE, DOWN)
 # By tier; q4_k, q2_k, q3_k, iq2_xs and iq1_s by number only: nothing computes.
@@ -23,26 +26,36 @@ HOST_BYTES = 4 << 20  # behind a device: more than all slices take
 HIGH, LOW = 0, 1
 HELD = 1  # byte per second: after one part, nothing arrives
 US = 1000  # nanoseconds of virtual time
-HANG_S = 600
+
+
+def flip(path: Path, at: int) -> None:
+    """One bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)
 
 
 class ExpertFile:
-    """Random bytes in some tiers, where each slice lies in them, and its checksum."""
+    """Random bytes in some tiers, and where each slice lies in them. kinds: of each layer."""
 
     def __init__(
-        self, path: Path, n_tiers: int = 2, expert_bytes: tuple[int, ...] = EXPERT_BYTES
+        self,
+        path: Path,
+        n_tiers: int = 2,
+        expert_bytes: tuple[int, ...] = EXPERT_BYTES,
+        kinds: tuple[tuple[int, ...], ...] = (KINDS,) * N_LAYERS,
     ) -> None:
         self.path = path
         self.tiers = range(n_tiers)
         self.expert_bytes = expert_bytes
         self.offset: dict[tuple[int, int, int], int] = {}
         at = 100  # slices do not start on a block
-        for layer in range(N_LAYERS):
-            for kind in KINDS:
+        for layer, some in enumerate(kinds):
+            for kind in some:
                 for tier in self.tiers:
                     self.offset[layer, kind, tier] = at
                     at += expert_bytes[tier] * N_EXPERT
-        self.data = np.random.default_rng(0).integers(0, 256, at, np.uint8).tobytes()
+        self.data = np.random.default_rng(0).bytes(at)
         path.write_bytes(self.data)
 
     def slice(self, layer: int, kind: int, tier: int, expert: int) -> bytes:
@@ -71,24 +84,17 @@ class ExpertFile:
             for pool in range(len(slots))
         ]
         groups = list(zip(largest, slots, strict=True)) * len(KINDS)
-        layers = []
-        for layer in range(N_LAYERS):
-            slices = {
-                (kind, tier): Slices(
-                    0,
-                    self.offset[layer, kind, tier],
-                    self.expert_bytes[tier],
-                    TYPES[tier],
-                    len(slots) * KINDS.index(kind) + pool_of[tier],
-                    tuple(
-                        zlib.crc32(self.slice(layer, kind, tier, expert))
-                        for expert in range(N_EXPERT)
-                    ),
-                )
-                for kind in KINDS
-                for tier in self.tiers
-            }
-            layers.append((layer, slices))
+
+        def slices(layer: int, kind: int, tier: int) -> Slices:
+            group = len(slots) * KINDS.index(kind) + pool_of[tier]
+            each = [self.slice(layer, kind, tier, expert) for expert in range(N_EXPERT)]
+            at, n_bytes = self.offset[layer, kind, tier], self.expert_bytes[tier]
+            return Slices(0, at, n_bytes, TYPES[tier], group, tuple(map(zlib.crc32, each)))
+
+        parts = [(kind, tier) for kind in KINDS for tier in self.tiers]
+        layers = [
+            (layer, {part: slices(layer, *part) for part in parts}) for layer in range(N_LAYERS)
+        ]
         return StoreSpec(
             files=(self.path,),
             layers=tuple(layers),
@@ -127,20 +133,13 @@ class Driver:
             self.clock.set_speed(file.expert_bytes[LOW] * 10**6, 0)
 
     def warm(self, high: set[tuple[int, int]]) -> None:
-        self.store.warm(
-            [
-                (layer, expert, HIGH if (layer, expert) in high else LOW)
-                for layer in range(N_LAYERS)
-                for expert in range(N_EXPERT)
-            ]
-        )
+        everyone = [(layer, e) for layer in range(N_LAYERS) for e in range(N_EXPERT)]
+        self.store.warm([(*each, HIGH if each in high else LOW) for each in everyone])
         self.store.reset_stats()
 
     def apply(self, layer: int, experts: list[int]) -> None:
-        ids = (ctypes.c_int32 * len(experts))(*experts)
-        assert (
-            self.store.library.apply(self.store.handle, layer, ids, None, None, len(experts)) == 0
-        )
+        ids, n = (ctypes.c_int32 * len(experts))(*experts), len(experts)
+        assert self.store.library.apply(self.store.handle, layer, ids, None, None, n) == 0
 
     def prefetch(self, wanted: Sequence[tuple[int, int, int]], kind: int) -> None:
         """One kind of each (layer, expert, tier), ahead of who asks for it."""
@@ -158,28 +157,20 @@ class Driver:
         ids = (ctypes.c_int32 * len(experts))(*experts)
         seen: dict[int, dict[int, int]] = {expert: {} for expert in experts}
         wrong: list[str] = []
+
+        def visit(kind: int, expert: int, tier: int, _: int, data: Any, size: int, __: Any) -> None:
+            name = f"layer {layer}, kind {kind}, tier {tier}, expert {expert}"
+            if kind in seen[expert]:
+                wrong.append(f"{name}: twice")
+            seen[expert][kind] = tier
+            right = None if self.clock else self.file.slice(layer, kind, tier, expert)
+            if right is not None and ctypes.string_at(data, size) != right:
+                wrong.append(f"{name}: other bytes")
+
         for kind in KINDS:
-
-            def visit(
-                expert: int,
-                tier: int,
-                _type: int,
-                data: Any,
-                size: int,
-                _user: Any,
-                kind: int = kind,
-            ) -> None:
-                name = f"layer {layer}, kind {kind}, tier {tier}, expert {expert}"
-                if kind in seen[expert]:
-                    wrong.append(f"{name}: twice")
-                seen[expert][kind] = tier
-                if self.clock is not None:
-                    return
-                if ctypes.string_at(data, size) != self.file.slice(layer, kind, tier, expert):
-                    wrong.append(f"{name}: other bytes")
-
+            visited = VISIT_CB(partial(visit, kind))
             done = self.store.library.use(
-                self.store.handle, layer, kind, ids, len(experts), VISIT_CB(visit), None
+                self.store.handle, layer, kind, ids, len(experts), visited, None
             )
             assert done == 0, self.store.library.error(self.store.handle)
         assert not wrong
@@ -202,10 +193,5 @@ class Driver:
     def arrive(self) -> None:
         """Until every read of a transition is done."""
         self.store.set_transition_rate(0)
-        end = time.monotonic() + HANG_S
-        while self.reading().any():
-            assert time.monotonic() < end, "a transition does not arrive"
-            if self.clock is not None:
-                self.clock.advance(US)
-            else:
-                time.sleep(0.0005)
+        step = None if self.clock is None else partial(self.clock.advance, US)
+        until(lambda: not self.reading().any(), step)

@@ -42,17 +42,6 @@ def test_a_chat_record_is_an_answer_behind_all_that_was_said(tmp_path: Path) -> 
     assert all(any(w.startswith(d.context + d.text) for w in whole) for d in documents)
 
 
-def test_last_answers_are_of_different_conversations() -> None:
-    every = list(heldout.chat_records(sources(), 20))
-    last = list(heldout.chat_records(sources(), 20, last=True))
-    assert len(last) == 20 < len(every)
-    assert last == [
-        each
-        for each, after in itertools.pairwise([*every, {"context": ""}])
-        if not after["context"].startswith(each["context"] + each["text"])
-    ]
-
-
 def test_documents_begin_as_those_of_the_held_out_part(tmp_path: Path) -> None:
     (tmp_path / "valid").mkdir()
     for name, path in heldout.DOCUMENTS.items():

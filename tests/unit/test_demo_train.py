@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from models.demo.training import facts, smalltalk, tales
+from models.demo.training import smalltalk
 
 torch = pytest.importorskip(
     "torch", reason="needs torch: python3 patches/tool.py setup --extras convert"
@@ -160,25 +160,6 @@ def test_missing_torch_names_the_extra(tmp_path: Path, monkeypatch: pytest.Monke
     args = train.parse_args(["--tiny", "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match=r"extras convert"):
         train.train(args)
-
-
-def test_tales_are_about_what_was_asked() -> None:
-    rng = random.Random(1)
-    for kind in tales.subjects():
-        text, hero = tales.tale(rng, kind)
-        assert kind in text and hero.name in text
-        assert "{" not in text
-
-
-def test_country_facts_are_short_sentences() -> None:
-    record = {
-        "country": "Norway",
-        "messages": [{"content": "What is the capital of Norway?"}, {"content": "It is Oslo."}],
-    }
-    (norway,) = facts.load_countries([record])
-    assert norway.answers["capital"] == "The capital of Norway is Oslo."
-    assert norway.answers["continent"] == "Norway is in Europe."
-    assert norway.answers["about"].endswith("People in Norway speak Norwegian.")
 
 
 def test_conversations_render_as_chatml() -> None:

@@ -35,37 +35,19 @@ FILES = (
 ).split()
 NOT_OURS = 97
 
-# Options of llama-server that moe-edge serve has, under its own names.
-SAME = {
-    "--port": "--port",
-    "--host": "--host",
-    "--temp": "--temp",
-    "--seed": "--seed",
-    "--alias": "--alias",
+# Options of llama-server that moe-edge serve has, and those with another name.
+SAME = "--port --host --temp --seed --alias --parallel --threads --api-key".split()
+OTHERS = {
     "--n-predict": "--max-tokens",
-    "--parallel": "--parallel",
-    "--threads": "--threads",
-    "--api-key": "--api-key",
     "--cors-origins": "--cors-origin",
     "--chat-template-file": "--chat-template",
 }
 # Those that change nothing here, with and without a value.
-LEFT_OUT = {
-    "--offline": 0,
-    "--cont-batching": 0,
-    "--metrics": 0,
-    "--kv-unified": 0,
-    "--no-slots": 0,
-    "--jinja": 0,
-    "--no-jinja": 0,
-    "--no-ui": 0,
-    "--verbose": 0,
-    "--no-cache-idle-slots": 0,
-    "--hf-repo": 1,
-    "--hf-file": 1,
-    "-fa": 1,
-    "--reasoning-format": 1,
-}
+LEFT_OUT = (
+    "--offline --cont-batching --metrics --kv-unified --no-slots --jinja --no-jinja --no-ui "
+    "--verbose --no-cache-idle-slots"
+).split()
+LEFT_OUT_WITH_VALUE = "--hf-repo --hf-file -fa --reasoning-format".split()
 
 # Upstream downloads its models before the first test, and compares names of header fields by case,
 # which they do not have (RFC 9110, 5.1). A plugin of pytest, which writes what each test came to.
@@ -104,7 +86,9 @@ def our_options(theirs: list[str]) -> list[str]:
     while left:
         name = left.pop(0)
         if name in LEFT_OUT:
-            del left[: LEFT_OUT[name]]
+            continue
+        if name in LEFT_OUT_WITH_VALUE:
+            left.pop(0)
         elif name in ("--batch-size", "--ubatch-size"):
             batches.append(int(left.pop(0)))  # the smaller one counts
         elif name == "--ctx-size":
@@ -118,7 +102,7 @@ def our_options(theirs: list[str]) -> list[str]:
             os.write(handle, left.pop(0).encode())
             os.close(handle)
             ours += ["--chat-template", path]
-        elif name in SAME:
+        elif name in SAME or name in OTHERS:
             value = left.pop(0)
             if name == "--parallel":
                 parallel = int(value)
@@ -126,7 +110,7 @@ def our_options(theirs: list[str]) -> list[str]:
                 value = str(Path(value).resolve())  # serve runs in another folder
             if name == "--n-predict" and int(value) < 1:
                 continue  # no limit
-            ours += [SAME[name], value]
+            ours += [OTHERS.get(name, name), value]
         else:
             print(f"moe-edge serve has nothing like {name}", file=sys.stderr)
             sys.exit(NOT_OURS)

@@ -14,6 +14,7 @@ import llama_cpp.llama_cpp as ll
 import numpy as np
 import numpy.typing as npt
 
+from gguf_tools.closing import Closing
 from orchestrator.errors import NativeError
 from orchestrator.native.llama import BufferTypeOverride
 
@@ -41,7 +42,7 @@ def silence() -> None:
     ll.llama_log_set(_silent, None)
 
 
-class PlainModel:
+class PlainModel(Closing):
     """One model and one context; a context manager.
 
     mmap: weights are mapped and paged in, otherwise read into memory at load.
@@ -99,12 +100,6 @@ class PlainModel:
     def context(self) -> int:
         """The llama_context."""
         return int(ctypes.cast(self._context, ctypes.c_void_p).value or 0)
-
-    def __enter__(self) -> PlainModel:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Frees everything; further calls are not allowed."""

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gguf_tools.closing import Closing
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, parse_expert_name
 from gguf_tools.process import default_threads
@@ -102,7 +103,7 @@ class LayerActivations:
         return found
 
 
-class Capture:
+class Capture(Closing):
     """A loaded model whose experts are watched. Free it with close."""
 
     def __init__(
@@ -285,9 +286,3 @@ class Capture:
     def close(self) -> None:
         """Frees the model; safe to call twice."""
         self._observer.close()
-
-    def __enter__(self) -> Capture:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

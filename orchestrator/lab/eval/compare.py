@@ -7,11 +7,12 @@ import tempfile
 
 import numpy as np
 
+from gguf_tools.closing import Closing
 from gguf_tools.units import format_size
 from orchestrator.errors import ConfigError
 
 
-class Reference:
+class Reference(Closing):
     """Log-probabilities float32 [n_tokens, n_vocab] in a temporary file; free it with close
     or `with`."""
 
@@ -35,12 +36,6 @@ class Reference:
     def close(self) -> None:
         """Frees the file; safe to call twice."""
         self._file.close()
-
-    def __enter__(self) -> Reference:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class ReferencePart:

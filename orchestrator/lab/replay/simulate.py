@@ -23,9 +23,10 @@ from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.engine.store_layout import spec_for, store_layers
 from orchestrator.errors import ConfigError, TraceError
 from orchestrator.events import ComputedStep, Phase, RouteEvent, StoreView
+from orchestrator.lab.replay.clock import Simulation
 from orchestrator.lab.replay.trace import Event, Step, Trace
 from orchestrator.memory.footprint import model_shape
-from orchestrator.native import CStats, Library, Simulation, Store, StoreSpec
+from orchestrator.native import CStats, Library, Store, StoreSpec
 from orchestrator.policy import Policy
 from orchestrator.policy.base import Learns, Tunes, WaitsBeforeAnswer, WeighsLosses
 from orchestrator.settings import Settings

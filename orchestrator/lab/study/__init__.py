@@ -1,1 +1,1 @@
-"""Studies of quality: the tables and figures of the papers, on one model and one text."""
+"""The studies: tables and figures of the papers, and ours, measured on any model."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from gguf_tools.closing import Closing
 from gguf_tools.experts import ExpertModel
+from gguf_tools.process import default_threads
 from orchestrator.errors import NativeError
 from orchestrator.lab.calibrate.within import CalibrationRoom, ObserverWithin
+from orchestrator.lab.eval.text import Window
 from orchestrator.lab.observe import Node
+from orchestrator.lab.study.subject import Subject
 
 _NAME = re.compile(r"([a-z_]+)-(\d+)")
 
@@ -23,20 +27,12 @@ CHOSEN = "ffn_moe_topk"
 # the last one there is what the model multiplies by.
 GATES = ("ffn_moe_weights", *(f"ffn_moe_weights_{step}" for step in ("softmax", "norm", "scaled")))
 NAMES = (FFN_INPUT, OUTPUT, ROUTER_INPUT, ROUTER_LOGITS, CHOSEN, *GATES)
-
-# Of the activations of a read.
+# Of the activations of a read: those of two reads at once, and what is made of them.
 _COPIES = 3
+_DTYPES = {0: np.float32, 1: np.float16}
+_BF16 = 30
 
 Activations = dict[tuple[str, int], np.ndarray]
-
-
-def _kept_bytes(path: Path, n_ctx: int) -> int:
-    """What a study keeps of the text beside the model: the activations of two reads at once, and
-    what it makes of them."""
-    with ExpertModel.open(path) as model:
-        width = 3 * model.hparams.embedding_length + model.n_expert
-        width += (1 + len(GATES)) * model.n_expert_used
-        return _COPIES * 4 * n_ctx * width * len(model.layer_ids)
 
 
 def applied_gates(found: Activations, layer: int) -> np.ndarray:
@@ -45,7 +41,59 @@ def applied_gates(found: Activations, layer: int) -> np.ndarray:
     return next(found[name, layer] for name in reversed(GATES) if (name, layer) in found)
 
 
-class ActivationRecorder:
+def top(logits: np.ndarray, k: int) -> np.ndarray:
+    """The k best of each row [T, n], best first: int64 [T, k]."""
+    return np.argsort(-logits, axis=1, kind="stable")[:, :k]
+
+
+def recall(predicted: np.ndarray, actual: np.ndarray) -> np.ndarray:
+    """Share [T] of each row's actual entries [T, k] that are among its predicted ones [T, p]."""
+    share: np.ndarray = (actual[:, :, None] == predicted[:, None, :]).any(axis=2).mean(axis=1)
+    return share
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Cosine similarity [T] of the rows of two arrays [T, width]; 0 of a row of zeros."""
+    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    products = (a.astype(np.float64) * b).sum(axis=1)
+    found: np.ndarray = products / np.where(lengths > 0, lengths, 1)
+    return found
+
+
+def dense(model: ExpertModel, name: str) -> np.ndarray | None:
+    """A tensor as float32 [rows, row length]; None where it is absent or quantized."""
+    for part in model.parts:
+        info = part.tensors.get(name)
+        if info is None:
+            continue
+        raw, kind = part.array(name), int(info.type)
+        if kind == _BF16:
+            values = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        elif kind in _DTYPES:
+            values = raw.view(_DTYPES[kind]).astype(np.float32)
+        else:
+            return None
+        return values.reshape(-1, info.shape[0])
+    return None
+
+
+def routers_of(on: Subject) -> list[np.ndarray | None]:
+    """Each MoE layer's router, float32 [n_expert, width]."""
+    with on.model() as model:
+        return [dense(model, f"blk.{il}.ffn_gate_inp.weight") for il in on.layer_ids]
+
+
+def read_windows(on: Subject, windows: Sequence[Window]) -> Iterator[tuple[Window, Activations]]:
+    """What the best tier computes of each window."""
+    config, longest = on.config, max(len(window.tokens) for window in windows)
+    threads = config.threads or default_threads()
+    with ActivationRecorder(config.model, longest, threads, config.ram) as recorder:
+        for number, window in enumerate(windows, 1):
+            yield window, recorder.read(window.tokens)
+            on.report("Reading", number / len(windows))
+
+
+class ActivationRecorder(Closing):
     """A model and a context that keep the activations of each read. Free it with close."""
 
     def __init__(self, path: Path, n_ctx: int, threads: int, ram: int | None = None) -> None:
@@ -54,9 +102,8 @@ class ActivationRecorder:
         self._found: Activations = {}
         room = None
         if ram is not None:
-            room = CalibrationRoom(
-                ram, _kept_bytes(path, n_ctx), "what the study keeps of the text"
-            )
+            own = _kept_bytes(path, n_ctx)
+            room = CalibrationRoom(ram, own, "what the study keeps of the text")
         self._observer = ObserverWithin(
             path, n_ctx, threads, self._is_wanted, self._keep, room=room
         )
@@ -87,8 +134,10 @@ class ActivationRecorder:
         """Frees the context and the model; safe to call twice."""
         self._observer.close()
 
-    def __enter__(self) -> ActivationRecorder:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def _kept_bytes(path: Path, n_ctx: int) -> int:
+    """What a study keeps of the text beside the model."""
+    with ExpertModel.open(path) as model:
+        width = 3 * model.hparams.embedding_length + model.n_expert
+        width += (1 + len(GATES)) * model.n_expert_used
+        return _COPIES * 4 * n_ctx * width * len(model.layer_ids)

@@ -3,31 +3,31 @@ beside what other texts say."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
-from gguf_tools.experts import ExpertModel
 from gguf_tools.experts.hparams import SIGMOID, SOFTMAX
-from gguf_tools.process import default_threads
 from orchestrator.allocation.placement import PlacementSettings, importance
 from orchestrator.allocation.pools import shares
 from orchestrator.errors import ConfigError
 from orchestrator.lab.eval.text import Window
-from orchestrator.lab.study import plot
 from orchestrator.lab.study.activations import (
     CHOSEN,
     ROUTER_INPUT,
-    ActivationRecorder,
     Activations,
     applied_gates,
+    cosine,
+    read_windows,
+    routers_of,
+    top,
 )
-from orchestrator.lab.study.similarity import dense, top
-from orchestrator.lab.study.study import Study
+from orchestrator.lab.study.figures import share
+from orchestrator.lab.study.plot import Line, Panel, exact
+from orchestrator.lab.study.study import Findings, Study
 from orchestrator.lab.study.subject import Subject
-from orchestrator.lab.table import Column, Row, Table, fixed, percent
+from orchestrator.lab.table import Column, Row, Table, fixed
 
 # A window gives nothing to compare with fewer tokens in its prompt or in its answer.
 LEAST = 8
@@ -35,19 +35,26 @@ LEAST = 8
 # P~ and S of section 4.1: Figure 4 is of P, and experts are placed by S.
 COUNTS, OWN = "own prompt, P", "own prompt, S"
 RIGHT, WRONG, ALIKE, ORACLE = "others", "other domains", "uniform", "answer"
-# What is looked at by layer.
-BY_LAYER = (COUNTS, OWN, RIGHT, ALIKE)
 USUAL_PRIOR = int(PlacementSettings().prior_tokens)
+# What is looked at by layer, with the head of its column.
+BY_LAYER = {
+    COUNTS: "cosine of the answer's use with the prompt's, P",
+    OWN: "with the prompt's S",
+    RIGHT: "with others",
+    ALIKE: "with uniform use",
+}
+
+# What each way of choosing says of a window's experts, scores [n_layers, n_expert]; None where
+# there is no text to choose by.
+Choices = dict[str, np.ndarray | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
     """What one window used, [n_layers, n_expert] each: counts and gate sums of its prompt, counts
-    of its answer. n_prompt, n_answer: their tokens."""
+    of its answer."""
 
     domain: str
-    n_prompt: int
-    n_answer: int
     counts: np.ndarray
     gates: np.ndarray
     answer: np.ndarray
@@ -65,36 +72,33 @@ def captured(scores: np.ndarray, used: np.ndarray, n_hot: int) -> float:
     return float(np.take_along_axis(used, hot, axis=1).sum())
 
 
-def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Cosine [n_layers] of the rows of two arrays [n_layers, n_expert]."""
-    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    found: np.ndarray = (a * b).sum(axis=1) / np.where(lengths > 0, lengths, 1)
-    return found
+def choices(usages: Sequence[Usage], at: int, k: int) -> Choices:
+    """Of one window. Others: all other windows of the same domain; those of other domains are the
+    wrong profile."""
+    own, alike = usages[at], np.zeros(usages[at].counts.shape)
 
+    def mean(same: bool) -> np.ndarray | None:
+        rest = [
+            shares(each.all)
+            for each in usages
+            if each is not own and (each.domain == own.domain) == same
+        ]
+        return np.mean(rest, axis=0) if rest else None
 
-def choices(usages: Sequence[Usage], at: int, k: int) -> dict[str, np.ndarray | None]:
-    """What each way of choosing says of one window's experts, scores [n_layers, n_expert]; None
-    where there is no text to choose by. Others: all other windows of the same domain; those of
-    other domains are the wrong profile."""
-    own = usages[at]
-    rest = [each for index, each in enumerate(usages) if index != at]
-    right = _mean([each for each in rest if each.domain == own.domain])
-    wrong = _mean([each for each in rest if each.domain != own.domain])
-    paper = PlacementSettings(prior_tokens=0.0)
-    nothing = np.zeros(own.counts.shape)
-    found = {
+    def blended(usual: np.ndarray | None, settings: PlacementSettings) -> np.ndarray | None:
+        return None if usual is None else importance(own.counts, own.gates, usual, settings, k)
+
+    right, wrong, usual = mean(True), mean(False), PlacementSettings()
+    return {
         COUNTS: shares(own.counts),
-        OWN: importance(own.counts, own.gates, nothing, paper, k),
+        OWN: blended(alike, PlacementSettings(prior_tokens=0.0)),
         RIGHT: right,
         WRONG: wrong,
+        blend(RIGHT): blended(right, usual),
+        blend(WRONG): blended(wrong, usual),
+        ALIKE: shares(alike),
+        ORACLE: own.answer.astype(np.float64),
     }
-    for name, usual in ((RIGHT, right), (WRONG, wrong)):
-        found[blend(name)] = (
-            None
-            if usual is None
-            else importance(own.counts, own.gates, usual, PlacementSettings(), k)
-        )
-    return found | {ALIKE: shares(nothing), ORACLE: own.answer.astype(np.float64)}
 
 
 def blend(profile: str) -> str:
@@ -102,61 +106,30 @@ def blend(profile: str) -> str:
     return f"prompt + {USUAL_PRIOR} of {profile}"
 
 
-def _mean(usages: Sequence[Usage]) -> np.ndarray | None:
-    if not usages:
-        return None
-    mean: np.ndarray = np.mean([shares(each.all) for each in usages], axis=0)
-    return mean
-
-
-@dataclass(slots=True)
-class Found:
-    """rows: each way of choosing, by domain; layers: by layer."""
-
-    subject: Subject
-    n_windows: int
-    n_hot: int
-    n_expert: int
-    rows: list[Row]
-    layers: list[Row]
-
-
-class PromptContext(Study[Found]):
+class PromptContext(Study):
     """How well a prompt says what its answer needs."""
 
     name = "context"
 
-    def measure(self, on: Subject) -> Found:
+    def measure(self, on: Subject) -> Findings:
         """Reads the text once with the best tier. A record's context is the prompt; of a window
         without one, its first half. The last layer's part of a prompt is predicted from the layer
         before, as the policy does it. Raises ConfigError where no window is long enough."""
         usages = read_usages(on)
-        k, n_expert, layers = on.n_expert_used, usages[0].counts.shape[1], on.layer_ids
-        n_hot = max(1, n_expert // 4)
-        every = [choices(usages, at, k) for at in range(len(usages))]
-        return Found(
-            on,
-            len(usages),
-            n_hot,
-            n_expert,
-            list(_by_domain(usages, every, n_hot)),
-            list(_by_layer(usages, every, layers)),
-        )
-
-    def tables(self, found: Found) -> list[Table]:
-        basis = f"{found.n_windows} prompts and answers; {found.subject.basis}"
-        hot = f"{found.n_hot} of {found.n_expert} experts"
-        mass = percent(1, " %")
-        return [
+        n_hot = max(1, on.n_expert // 4)
+        every = [choices(usages, at, on.n_expert_used) for at in range(len(usages))]
+        by_layer = list(layer_rows(usages, every, on.layer_ids))
+        basis = f"{len(usages)} prompts and answers; {on.basis}"
+        tables = [
             Table(
                 f"Experts of an answer by what is known before (Figure 4): {basis}",
                 (
                     Column("text", "domain", left=True),
                     Column("chosen by", "by", left=True),
                     Column("cosine", "cosine", fixed(3)),
-                    Column(f"routed to the hot {hot}", "mass", mass),
+                    Column(f"routed to the hot {n_hot} of {on.n_expert} experts", "mass", share),
                 ),
-                found.rows,
+                list(domain_rows(usages, every, n_hot)),
                 [
                     "P: how often the prompt used each expert, which is what the paper's Figure 4 "
                     "compares; S: its importance, half of it P, half the gates' sums. Others: the "
@@ -168,30 +141,19 @@ class PromptContext(Study[Found]):
                 f"Layers (Figures 2 and 3): {basis}",
                 (
                     Column("layer", "layer"),
-                    Column("most used expert", "most", mass),
-                    Column("least used", "least", mass),
-                    Column("cosine of the answer's use with the prompt's, P", COUNTS, fixed(3)),
-                    Column("with the prompt's S", OWN, fixed(3)),
-                    Column("with others", RIGHT, fixed(3)),
-                    Column("with uniform use", ALIKE, fixed(3)),
+                    Column("most used expert", "most", share),
+                    Column("least used", "least", share),
+                    *(Column(head, by, fixed(3)) for by, head in BY_LAYER.items()),
                 ),
-                found.layers,
+                by_layer,
             ),
         ]
-
-    def draw(self, found: Found, folder: Path) -> list[Path]:
-        with plot.figure(folder, self.name) as (axis,):
-            x = [row["layer"] for row in found.layers]
-            for number, by in enumerate(BY_LAYER):
-                y = [row[by] for row in found.layers]
-                if None not in y:
-                    label = f"{by} (Figure 4 of the paper)" if by == COUNTS else by
-                    plot.line(axis, x, y, label, number, dashed=by == OWN)
-            axis.set_xlabel("layer")
-            axis.set_ylabel("cosine with the answer's use")
-            axis.set_title(found.subject.basis, fontsize=9)
-            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncol=2, fontsize=8)
-        return plot.files(folder, self.name)
+        drawn = [
+            Line(by, on.layer_ids, exact([row[by] for row in by_layer]), dashed=by == OWN)
+            for by in BY_LAYER
+            if by_layer[0][by] is not None
+        ]
+        return Findings(tables, [Panel("layer", "cosine with the answer's use", drawn, on.basis)])
 
 
 def prompt_tokens(window: Window) -> int:
@@ -216,20 +178,13 @@ def with_prompts(windows: Sequence[Window]) -> list[Window]:
 
 def read_usages(on: Subject) -> list[Usage]:
     """What each window of with_prompts used, by one pass over the text in the best tier."""
-    config, windows = on.config, with_prompts(on.windows)
-    found: list[Usage] = []
-    with ExpertModel.open(config.model) as model:
-        layers = model.layer_ids
-        router = dense(model, f"blk.{layers[-1]}.ffn_gate_inp.weight")
+    router = routers_of(on)[-1]
+    with on.model() as model:
         gating = model.hparams.gating
-        longest = max(len(window.tokens) for window in windows)
-        threads = config.threads or default_threads()
-        with ActivationRecorder(config.model, longest, threads, config.ram) as recorder:
-            for number, window in enumerate(windows, 1):
-                read = recorder.read(window.tokens)
-                found.append(usage_of(read, window, layers, router, model.n_expert, gating))
-                on.report("Reading", number / len(windows))
-    return found
+    return [
+        usage_of(found, window, on.layer_ids, router, on.n_expert, gating)
+        for window, found in read_windows(on, with_prompts(on.windows))
+    ]
 
 
 def usage_of(
@@ -248,8 +203,7 @@ def usage_of(
     policy, and its gates are the scores of all experts.
     """
     n = prompt_tokens(window)
-    size = len(layer_ids), n_expert
-    counts, gates, answer = np.zeros(size), np.zeros(size), np.zeros(size)
+    counts, gates, answer = np.zeros((3, len(layer_ids), n_expert))
     for layer, il in enumerate(layer_ids):
         chosen = found[CHOSEN, il]
         ids, weights = chosen[:n], applied_gates(found, il)[:n]
@@ -260,7 +214,7 @@ def usage_of(
         counts[layer] = np.bincount(ids.ravel(), minlength=n_expert)
         gates[layer] = np.bincount(ids.ravel(), weights.ravel(), n_expert)
         answer[layer] = np.bincount(chosen[n:].ravel(), minlength=n_expert)
-    return Usage(window.domain, n, len(window.tokens) - n, counts, gates, answer)
+    return Usage(window.domain, counts, gates, answer)
 
 
 def _scores(logits: np.ndarray, gating: int) -> np.ndarray:
@@ -273,61 +227,42 @@ def _scores(logits: np.ndarray, gating: int) -> np.ndarray:
     return softmax
 
 
-_Every = Sequence[dict[str, np.ndarray | None]]
-
-
-def _share(
-    usages: Sequence[Usage], every: _Every, by: str, n_hot: int, where: Callable[[Usage], bool]
-) -> tuple[float, float] | None:
-    """(cosine, captured share) of one way of choosing over the windows of which `where` is true:
-    the mean, and the share of all their routed experts; None where it says nothing of them."""
-    cosine, caught, asked = [], 0.0, 0.0
-    for usage, known in zip(usages, every, strict=True):
-        scores = known[by]
-        if not where(usage) or scores is None:
-            continue
-        cosine.append(cosines(scores, usage.answer).mean())
-        asked += usage.answer.sum()
-        # What is alike in all experts captures the share of experts that are hot.
-        alike = n_hot / scores.shape[1]
-        caught += (
-            alike * usage.answer.sum() if by == ALIKE else captured(scores, usage.answer, n_hot)
-        )
-    return (float(np.mean(cosine)), caught / asked) if asked else None
-
-
-def _domains(usages: Sequence[Usage]) -> list[str]:
-    return list(dict.fromkeys(usage.domain for usage in usages))
-
-
-def _by_domain(usages: Sequence[Usage], every: _Every, n_hot: int) -> Iterator[Row]:
-    for domain in _domains(usages):
-
-        def inside(each: Usage, of: str = domain) -> bool:
-            return each.domain == of
-
+def domain_rows(usages: Sequence[Usage], every: Sequence[Choices], n_hot: int) -> Iterator[Row]:
+    """Each way of choosing in each domain that it says something of: the mean cosine, and the
+    share of all routed experts that it captures."""
+    for domain in dict.fromkeys(usage.domain for usage in usages):
         for by in every[0]:
-            found = _share(usages, every, by, n_hot, inside)
-            if found is not None:
-                yield {"domain": domain, "by": by, "cosine": found[0], "mass": found[1]}
+            alike, caught, asked = [], 0.0, 0.0
+            for usage, known in zip(usages, every, strict=True):
+                scores = known[by]
+                if usage.domain == domain and scores is not None:
+                    alike.append(cosine(scores, usage.answer).mean())
+                    caught += captured(scores, usage.answer, n_hot)
+                    asked += usage.answer.sum()
+            # What is alike in all experts captures the share of experts that are hot.
+            if by == ALIKE:
+                caught = asked * n_hot / usages[0].counts.shape[1]
+            if asked:
+                mean = float(np.mean(alike))
+                yield {"domain": domain, "by": by, "cosine": mean, "mass": caught / asked}
 
 
-def _by_layer(usages: Sequence[Usage], every: _Every, layer_ids: Sequence[int]) -> Iterator[Row]:
+def layer_rows(
+    usages: Sequence[Usage], every: Sequence[Choices], layer_ids: Sequence[int]
+) -> Iterator[Row]:
+    """How unevenly each layer's experts are used, and the mean cosines."""
     frequency = shares(np.sum([usage.all for usage in usages], axis=0))
-    known: dict[str, np.ndarray | None] = {}
-    for by in BY_LAYER:
-        found = [
-            cosines(scores, usage.answer)
+    known = {
+        by: [
+            cosine(scores, usage.answer)
             for usage, each in zip(usages, every, strict=True)
             if (scores := each[by]) is not None
         ]
-        known[by] = np.mean(found, axis=0) if found else None
+        for by in BY_LAYER
+    }
     for layer, il in enumerate(layer_ids):
-        row: Row = {
-            "layer": il,
-            "most": float(frequency[layer].max()),
-            "least": float(frequency[layer].min()),
-        }
+        row: Row = {"layer": il, "most": float(frequency[layer].max())}
+        row["least"] = float(frequency[layer].min())
         for by, values in known.items():
-            row[by] = None if values is None else float(values[layer])
+            row[by] = float(np.mean([each[layer] for each in values])) if values else None
         yield row

@@ -1,20 +1,15 @@
-"""Rows and columns that the tables of several studies share."""
+"""The row and the columns that the tables of studies share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
-
-import numpy as np
 
 from gguf_tools.units import format_size
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import pair
 from orchestrator.lab.eval.report import share_with_error, with_error
-from orchestrator.lab.study.study import Configuration
 from orchestrator.lab.study.subject import Score
-from orchestrator.lab.study.uniform import UniformFile
 from orchestrator.lab.table import Column, Row, fixed, percent
 
 
@@ -39,77 +34,47 @@ def _lower(row: Row) -> float | None:
     return share
 
 
+LABEL = Column("configuration", "configuration", left=True)
 RETENTION = Column("r", "retention", "{:g}".format)
 COMPUTED_LOW = Column("low or skipped", _lower, percent(1, " %"))
 # What a configuration did.
-DONE = (
-    RETENTION,
-    Column("realised", _realised, fixed(3)),
-    COMPUTED_LOW,
-)
-LABEL = Column("configuration", "configuration", left=True)
+DONE = (RETENTION, Column("realised", _realised, fixed(3)), COMPUTED_LOW)
 # What all experts take in one type, and what a weight of theirs does.
 SIZE = (Column("experts", "bytes", format_size), Column("bits", "bits", fixed(2)))
 ANSWERS = (Column("acc", "acc", share_with_error), Column("acc_norm", "acc_norm", share_with_error))
+SLOTS = Column("slots", "slots", format_size)
+four_digits = partial(with_error, digits=4)
+share = percent(1, " %")
 
 
 def quality(best: str, base: str) -> tuple[Column, ...]:
     """The columns of quality, the same in every table: the distance from the best tier first.
     base: what the perplexity's relative change is from."""
     return (
-        Column(f"KL from {best}", "kl", partial(with_error, digits=4)),
+        Column(f"KL from {best}", "kl", four_digits),
         Column("perplexity", "perplexity", with_error),
         Column(f"change from {base}", "change", show_change),
         Column("same top token", "top1", share_with_error),
     )
 
 
-def quality_of(score: Score, base: Score) -> Row:
-    """The figures of `quality`, each with its standard error, and the perplexity by domain."""
-    return {
-        "kl": pair(arithmetic.mean(distances(score))),
+def figures(score: Score, base: Score) -> Row:
+    """What a configuration came to, its quality with standard errors and by domain. base: what the
+    perplexity's change is from."""
+    found: Row = {
+        "realised": score.realised,
+        "usage": score.usage.as_dict() if score.usage else None,
+        "kl": pair(score.mean_kl),
         "perplexity": pair(score.text.perplexity),
         "change": pair(score.against(base)),
-        "top1": pair(arithmetic.mean(agreements(score))),
+        "top1": pair(arithmetic.mean(score.agrees)),
         "domains": {name: pair(each) for name, each in score.text.by_domain().items()},
     }
+    if score.choices is not None:
+        found |= {"acc": pair(score.choices.acc), "acc_norm": pair(score.choices.acc_norm)}
+    return found
 
 
-def size_of(file: UniformFile) -> Row:
-    """The figures of SIZE."""
-    return {"bytes": file.n_bytes, "bits": file.bits}
-
-
-def row_of(each: Configuration, score: Score, base: Score, **more: Any) -> Row:
-    """One configuration with its figures. base: what the perplexity's change is from."""
-    usage = score.usage
-    return {
-        "configuration": each.label,
-        "retention": each.retention,
-        "realised": score.realised,
-        "usage": usage.as_dict() if usage else None,
-        **quality_of(score, base),
-        **more,
-    }
-
-
-def distances(score: Score) -> np.ndarray:
-    """KL of each token from the reference that the score was taken with."""
-    if score.text.kl is None:
-        raise ValueError("scored without a reference")
-    return score.text.kl
-
-
-def agreements(score: Score) -> np.ndarray:
-    """Of each token 1.0 where its likeliest one is the reference's, else 0.0; between them where
-    the score is a mean over several."""
-    if score.text.agrees is None:
-        raise ValueError("scored without a reference")
-    return score.text.agrees.astype(np.float64)
-
-
-def answers_of(score: Score) -> dict[str, list[float | None]]:
-    """The shares of questions that were answered right; nothing where none were put."""
-    if score.choices is None:
-        return {}
-    return {"acc": pair(score.choices.acc), "acc_norm": pair(score.choices.acc_norm)}
+def above(score: Score, other: Score) -> list[float | None] | None:
+    """How much higher a KL is than another one, paired; None of itself."""
+    return None if score is other else pair(arithmetic.mean(score.kl - other.kl))

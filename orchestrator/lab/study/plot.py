@@ -1,99 +1,114 @@
-"""Studies as pictures: one PNG and one SVG each."""
+"""Studies as pictures: panels of lines or bars, one PNG and one SVG of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from orchestrator.lab.eval.arithmetic import Estimate
-from orchestrator.lab.plotting import COLOURS, require_matplotlib, save_figure
+from orchestrator.lab.plotting import COLOURS, save_figure
 
 MARKERS = "os^Dv"
+GREY = "#666666"
 
 
-def require() -> Any:
-    """pyplot, drawing to files. Raises ConfigError where matplotlib is not installed."""
-    require_matplotlib("--study")
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One series with its standard errors. style: the number of its colour and marker, None for
+    its place in the panel."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[Estimate]
+    dashed: bool = False
+    style: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One pair of axes: their labels and what is drawn there.
+
+    levels: horizontal lines to compare with, by label. percent: the values are shares, drawn in per
+    cent. scale, ends: of y. bars: in the place of lines, on x named by ticks.
+    """
+
+    x: str
+    y: str
+    lines: Sequence[Line]
+    title: str = ""
+    levels: Mapping[str, float] = field(default_factory=dict)
+    percent: bool = False
+    scale: str = "linear"
+    ends: tuple[float | None, float | None] = (None, None)
+    bars: bool = False
+    ticks: Sequence[Any] = ()
+
+
+def exact(values: Sequence[float]) -> list[Estimate]:
+    """Values without an error."""
+    return [Estimate(each, math.nan) for each in values]
+
+
+def draw(folder: Path, name: str, panels: Sequence[Panel], rows: int) -> list[Path]:
+    """Writes NAME.png and NAME.svg, with the panels side by side in rows. Returns their paths."""
     import_module("matplotlib").use("Agg")
-    return import_module("matplotlib.pyplot")
-
-
-def files(folder: Path, name: str) -> list[Path]:
-    """The paths of a picture."""
-    return [folder / f"{name}.png", folder / f"{name}.svg"]
-
-
-@contextmanager
-def figure(folder: Path, name: str, panels: int = 1, rows: int = 1) -> Iterator[Sequence[Any]]:
-    """Axes side by side, in rows; written to `files` at the end."""
-    plt = require()
+    plt = import_module("matplotlib.pyplot")
+    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
+    columns = len(panels) // rows
     with plt.rc_context({"svg.hashsalt": name, "font.size": 10}):
         drawing, axes = plt.subplots(
             rows,
-            panels // rows,
-            figsize=(5.6 * panels // rows, 4.2 * rows),
+            columns,
+            figsize=(5.6 * columns, 4.2 * rows),
             squeeze=False,
             layout="constrained",
         )
         try:
-            yield axes.ravel()
-            for axis in axes.ravel():
-                axis.grid(alpha=0.3)
-                axis.spines[["top", "right"]].set_visible(False)
-            for path in files(folder, name):
+            for axis, panel in zip(axes.ravel(), panels, strict=True):
+                _draw_panel(axis, panel)
+            for path in paths:
                 save_figure(drawing, path)
         finally:
             plt.close(drawing)
+    return paths
 
 
-def line(
-    axis: Any,
-    x: Sequence[float],
-    y: Sequence[float],
-    label: str,
-    number: int,
-    error: Sequence[float] | None = None,
-    dashed: bool = False,
-) -> None:
-    """One series with its standard errors; number picks color and marker."""
-    axis.errorbar(
-        x,
-        y,
-        yerr=error,
-        label=label,
-        color=COLOURS[number % len(COLOURS)],
-        marker=MARKERS[number % len(MARKERS)],
-        linestyle="--" if dashed else "-",
-        capsize=3,
-        markersize=5,
-    )
-
-
-def percent_line(
-    axis: Any,
-    x: Sequence[float],
-    y: Sequence[Estimate],
-    label: str,
-    number: int,
-    dashed: bool = False,
-) -> None:
-    """A series of shares, drawn in per cent with their errors."""
-    values, errors = [100 * each.value for each in y], [100 * each.error for each in y]
-    line(axis, x, values, label, number, errors, dashed)
-
-
-def level(axis: Any, y: float, label: str) -> None:
-    """A horizontal line to compare with."""
-    axis.axhline(y, color="#666666", linestyle=":", linewidth=1.2)
-    axis.annotate(
-        label,
-        (0.01, y),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, 3),
-        textcoords="offset points",
-        color="#444444",
-        fontsize=8,
-    )
+def _draw_panel(axis: Any, panel: Panel) -> None:
+    unit = 100 if panel.percent else 1
+    for number, line in enumerate(panel.lines):
+        style = number if line.style is None else line.style
+        y = [unit * each.value for each in line.y]
+        errors = [unit * each.error for each in line.y]
+        looks = {"yerr": errors, "color": COLOURS[style % len(COLOURS)], "capsize": 3}
+        if panel.bars:
+            axis.bar(line.x, y, **looks)
+            continue
+        marker, dash = MARKERS[style % len(MARKERS)], "--" if line.dashed else "-"
+        looks |= {"marker": marker, "markersize": 5, "linestyle": dash, "label": line.label}
+        axis.errorbar(line.x, y, **looks)
+    for label, value in panel.levels.items():
+        at = unit * value
+        axis.axhline(at, color=GREY, linestyle=":", linewidth=1.2)
+        place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+        axis.annotate(label, (0.01, at), xytext=(0, 3), color=GREY, fontsize=8, **place)
+    if panel.bars:
+        places = range(len(panel.ticks))
+        names = [str(each) for each in panel.ticks]
+        turned = {"rotation": 60, "ha": "right"} if max(map(len, names)) > 3 else {}
+        axis.set_xticks(places, names, fontsize=8, **turned)
+    else:
+        axis.legend(fontsize=7)
+    axis.set_xlabel(panel.x)
+    axis.set_ylabel(panel.y)
+    axis.set_title(panel.title, fontsize=9)
+    if panel.scale == "symlog":
+        axis.set_yscale("symlog", linthresh=10)
+    else:
+        axis.set_yscale(panel.scale)
+    axis.set_ylim(*panel.ends)
+    axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)

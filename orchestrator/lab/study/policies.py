@@ -45,7 +45,31 @@ class RandomCritical(Wrapper):
         out.tier_array[used] = rng.permutation(out.tier_array[used])
 
 
-class Counts(Wrapper):
+class OneLayer(Wrapper):
+    """Every expert of one MoE layer in one tier, all others in the best: Figure 5."""
+
+    def __init__(self, inner: Policy, layer: int, tier: int) -> None:
+        super().__init__(inner)
+        self._layer, self._tier = layer, tier
+
+    def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+        """The tier in that layer; nothing, so the best one, in the others."""
+        if event.layer == self._layer:
+            out.tier_array[:] = self._tier
+
+
+class Placed(Wrapper):
+    """Every expert stays where it started."""
+
+    def step_done(self, report: StepReport) -> Sequence[Transition]:
+        """No transitions."""
+        return ()
+
+    def before_answer(self, resident: np.ndarray, target: np.ndarray) -> None:
+        """Nor behind a prompt."""
+
+
+class Counts(Placed):
     """Adds up what a policy that counts is told, and lets it change nothing."""
 
     def __init__(self, inner: Policy) -> None:
@@ -72,16 +96,3 @@ class Counts(Wrapper):
             self._total = counts if self._total is None else self._total + counts
             self.steps += 1
         return ()
-
-
-class OneLayer(Wrapper):
-    """Every expert of one MoE layer in one tier, all others in the best: Figure 5."""
-
-    def __init__(self, inner: Policy, layer: int, tier: int) -> None:
-        super().__init__(inner)
-        self._layer, self._tier = layer, tier
-
-    def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        """The tier in that layer; nothing, so the best one, in the others."""
-        if event.layer == self._layer:
-            out.tier_array[:] = self._tier

@@ -1,48 +1,88 @@
-"""The form of every study: what is measured on a subject becomes tables and a picture."""
+"""The form of every study: settings that are compared on a subject become tables and a picture."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
+
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
-from orchestrator.lab.eval.compare import Reference
+from orchestrator.lab.eval.arithmetic import Estimate
+from orchestrator.lab.eval.compare import Reference, ReferencePart
 from orchestrator.lab.eval.run import EvalOptions, Report
 from orchestrator.lab.experiment import Experiment
 from orchestrator.lab.plotting import require_matplotlib
+from orchestrator.lab.study import plot
+from orchestrator.lab.study.figures import figures, quality
+from orchestrator.lab.study.plot import Line, Panel
 from orchestrator.lab.study.policies import Wrapper
-from orchestrator.lab.study.subject import Score, Subject
-from orchestrator.lab.study.uniform import NONE, UniformFile
-from orchestrator.lab.table import Table
+from orchestrator.lab.study.subject import Part, Score, Settings, Subject, halves
+from orchestrator.lab.study.uniform import NONE, UniformFile, tiers_of
+from orchestrator.lab.table import Column, Row, Table
 from orchestrator.policy import DEFAULT, Policy, owners
 from orchestrator.settings import flag_of
 
-Found = TypeVar("Found")
+On = TypeVar("On")
 # With fewer, standard errors are larger than what studies look for.
 LEAST_TOKENS = 512
+# The group of every expert in one type, a tier of the model or another file.
+UNIFORM = "uniform"
 
 
-class Study(Experiment[Subject, Found]):
-    """A study, by its name; its picture is NAME.png and NAME.svg. rivals: uniform types that fit
-    whole are rows of it. policies: those whose settings it takes, beside the default one."""
+@dataclass(slots=True)
+class Findings:
+    """What a study found. rows: of panels in its picture."""
+
+    tables: list[Table]
+    panels: list[Panel]
+    rows: int = 1
+
+
+class Drawn(Experiment[On, Findings]):
+    """An experiment with a picture, NAME.png and NAME.svg."""
 
     name: ClassVar[str]
     draws = True
+
+    def tables(self, found: Findings) -> list[Table]:
+        return found.tables
+
+    def draw(self, found: Findings, folder: Path) -> list[Path]:
+        return plot.draw(folder, self.name, found.panels, found.rows)
+
+    def check(self, folder: Path | None) -> Path:
+        """The folder. Raises ConfigError without one or without matplotlib, before anything is
+        measured."""
+        if folder is None:
+            raise ConfigError("a study writes tables and plots: give --out DIR")
+        # It is imported when it draws: what the models take is measured and capped without it.
+        require_matplotlib("--study")
+        return folder
+
+    def write_found(self, found: Findings, folder: Path, **basis: Any) -> list[Table]:
+        """Writes NAME.md, NAME.json and the picture. basis: what it was measured on."""
+        rows = [{"title": table.title, "rows": list(table.rows)} for table in found.tables]
+        data = {"study": self.name, **basis, "tables": rows}
+        self.write(folder, self.name, found, found.tables, data)
+        return found.tables
+
+
+class Study(Drawn[Subject]):
+    """A study of a model and a text. rivals: uniform types that fit whole are rows of it.
+    policies: those whose settings it takes, beside the default one."""
+
     policies: ClassVar[tuple[str, ...]] = ()
     rivals: ClassVar[bool] = False
 
     def n_passes(self, on: Subject) -> int:
         """How many passes over the text it makes; 0 for one alone, whose bar says all."""
         return 0
-
-    @abstractmethod
-    def draw(self, found: Found, folder: Path) -> list[Path]:
-        """Writes the picture to a folder and returns its paths. Needs matplotlib."""
 
     def publish(
         self,
@@ -52,15 +92,9 @@ class Study(Experiment[Subject, Found]):
         report: Report,
         note: Callable[[str], None],
     ) -> list[Table]:
-        """Measures, and writes NAME.md, NAME.json and the picture to the folder. note gets
-        sentences for the user while it does.
-
-        Raises ConfigError without a folder or without matplotlib, before anything is measured.
-        """
-        if folder is None:
-            raise ConfigError("a study writes tables and plots: give --out DIR")
-        # It is imported when it draws: what the models take is measured and capped without it.
-        require_matplotlib("--study")
+        """Measures, and writes the tables and the picture to the folder. note gets sentences for
+        the user while it does. Raises ConfigError for what the study has no use for."""
+        folder = self.check(folder)
         for setting in config.of_policies:
             having = owners(setting)
             if not {DEFAULT, *self.policies} & set(having):
@@ -72,100 +106,215 @@ class Study(Experiment[Subject, Found]):
             if options.uniform is not None or options.calib is not None:
                 raise ConfigError(f"the study {self.name} has no use for --uniform and --calib")
             options = replace(options, uniform=(NONE,))
-        subject = Subject(config, options, report, note)
-        if subject.n_tokens < LEAST_TOKENS:
+        on = Subject(config, options, report, note)
+        if on.n_tokens < LEAST_TOKENS:
             raise ConfigError(
-                f"{options.text}: {subject.n_tokens} tokens are too few for a study, whose figures "
+                f"{options.text}: {on.n_tokens} tokens are too few for a study, whose figures "
                 f"would be noise: {LEAST_TOKENS} are the least (a longer --text or --max-tokens)"
             )
-        cost = subject.uniform_types.cost()
+        cost = on.uniform_types.cost()
         if cost:
             note(cost)
-        n_passes = self.n_passes(subject)
+        n_passes = self.n_passes(on)
         if n_passes:
-            subject.passes.expect(n_passes, subject.n_tokens)
+            on.passes.expect(n_passes, on.n_tokens)
         folder.mkdir(parents=True, exist_ok=True)
-        found = self.measure(subject)
-        tables = self.tables(found)
-        rows = [{"title": table.title, "rows": list(table.rows)} for table in tables]
-        data = {"study": self.name, "model": subject.name, "tokens": subject.n_tokens}
-        self.write(folder, self.name, found, tables, {**data, "tables": rows})
-        return tables
+        return self.write_found(self.measure(on), folder, model=on.name, tokens=on.n_tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class Configuration:
-    """One configuration that a study scores, as its tables name it.
+class Case:
+    """One configuration that a study scores.
 
-    settings: changes of the subject's config. group: which table, or line of a picture, it is in.
-    prefill: the text is read as prompts. deciders make what decides in the place of the policy;
-    of several, each token's figures are averaged over all. file: a file of its own that it is.
+    settings: changes of the subject's config. group: which table, or panel, it is in. row: figures
+    that are known beforehand. Of neighbours with one group, label, row and part, each token's
+    figures are averaged. part: the text, None for all that is scored. used: says how much each
+    expert was used before. decider: what decides in the place of the policy. prefill: the text
+    is read as prompts. ask: questions are put too.
     """
 
     label: str
-    settings: dict[str, Any]
-    retention: float | None = None
+    settings: Settings
     group: str = ""
+    row: Row = field(default_factory=dict)
+    part: Part | None = None
+    used: Callable[[], np.ndarray] | None = None
+    decider: Callable[[Policy], Wrapper] | None = None
     prefill: bool = False
-    deciders: tuple[Callable[[Policy], Wrapper], ...] = ()
-    file: UniformFile | None = None
+    ask: bool = False
+
+    @property
+    def place(self) -> tuple[str, str, Row, Part | None]:
+        """What repeated cases have in common."""
+        return self.group, self.label, self.row, self.part
+
+
+Scored = tuple[Case, Score]
+
+
+def uniform_cases(on: Subject, tiers: Sequence[str], ask: bool = False) -> list[Case]:
+    """Every expert in one tier of the model, with its size."""
+    files = tiers_of(on.config)
+    return [_of_file(files[tier], on.uniform(tier), tier, ask) for tier in tiers]
+
+
+def _of_file(
+    file: UniformFile, settings: Settings, tier: str | None = None, ask: bool = False
+) -> Case:
+    """tier: the one of the model that it is; None for another type."""
+    row: Row = {"bytes": file.n_bytes, "slots": file.slot_bytes, "bits": file.bits}
+    row |= {"method": file.method, "tier": tier}
+    return Case(file.label, settings, UNIFORM, row, ask=ask)
 
 
 @dataclass(slots=True)
 class Scores:
-    """What each configuration scored, in the order of the configurations."""
+    """What each case scored, in their order. on: what is scored; reference: of all of it."""
 
-    subject: Subject
-    scored: list[tuple[Configuration, Score]] = field(default_factory=list)
+    on: Subject
+    reference: Reference
+    scored: list[Scored] = field(default_factory=list)
 
-    def of(self, group: str) -> list[tuple[Configuration, Score]]:
-        """The configurations of one group."""
-        return [pair for pair in self.scored if pair[0].group == group]
+    def run(self, cases: Sequence[Case]) -> None:
+        """Scores cases. Neighbours that differ in what decides share an engine."""
+        runs: list[Scored] = []
+        for (settings, part, used), same in groupby(
+            cases, key=lambda each: (each.settings, each.part, each.used)
+        ):
+            on = self.on if part is None else self.on.on(part.second)
+            whole = part is None or len(part.places) == self.on.n_tokens
+            against = self.reference if whole else ReferencePart(self.reference, part.places)
+            with on.open(settings, used and used()) as engine:
+                for each in same:
+                    what = each.label if part is None else f"{part.name}: {each.label}"
+                    score = on.score(engine, what, against, each.decider, each.prefill, each.ask)
+                    runs.append((each, score))
+        for _, several in groupby(runs, key=lambda each: each[0].place):
+            (case, score), *others = several
+            self.scored.append((case, score.averaged([each for _, each in others])))
+
+    def run_files(self) -> None:
+        """Scores the uniform types to compare with, each gone before the next one is made."""
+        for file in self.on.uniform_types.files(self.on.report):
+            settings = {**self.on.uniform(""), "model": file.path, "high_tier": None}
+            self.run([_of_file(file, settings)])
+
+    def of(self, group: str, part: Part | None = None) -> list[Scored]:
+        """The cases of one group, of one part where it is given."""
+        return [
+            (case, score)
+            for case, score in self.scored
+            if case.group == group and (part is None or case.part is part)
+        ]
+
+    def by_size(self) -> list[Scored]:
+        """Every expert in one type, the smallest first."""
+        return sorted(self.of(UNIFORM), key=lambda each: (each[0].row["bytes"], each[0].label))
 
     def one(self, group: str) -> Score:
-        """The score of the only configuration of a group."""
+        """The score of the only case of a group."""
         ((_, score),) = self.of(group)
         return score
 
-    def lines(self, *groups: str) -> Iterator[tuple[str, list[tuple[Configuration, Score]]]]:
-        """(label, what was scored under it) of the groups, a line of a picture each."""
-        chosen = [pair for group in groups for pair in self.of(group)]
-        for label in dict.fromkeys(each.label for each, _ in chosen):
-            yield label, [pair for pair in chosen if pair[0].label == label]
+    def tier(self, name: str) -> Score:
+        """The score of every expert in one tier of the model."""
+        return next(score for case, score in self.scored if case.row.get("tier") == name)
+
+    def rows(self, found: Iterable[Scored], base: Score) -> list[Row]:
+        """Cases as rows of a table. base: what the perplexity's change is from."""
+        return [
+            {"configuration": case.label, "retention": None, **case.row, **figures(score, base)}
+            for case, score in found
+        ]
+
+    def table(
+        self,
+        title: str,
+        columns: Sequence[Column],
+        rows: Sequence[Row],
+        base: str,
+        after: Sequence[Column] = (),
+        note: str = "",
+    ) -> Table:
+        """These rows under these columns, those of quality and what comes after. base: what the
+        perplexity's change is from."""
+        every = (*columns, *quality(self.on.best, base), *after)
+        return Table(f"{title}: {self.on.basis}", every, rows, [note] if note else [])
 
 
-class ScoredStudy(Study[Scores]):
-    """A study of configurations, each compared with what the best tier says to each token. asks:
-    questions are put too."""
+def change_from(base: Score) -> Callable[[Case, Score], Estimate]:
+    """The change of the perplexity, for a line."""
+    return lambda _, score: score.against(base)
 
-    asks: ClassVar[bool] = False
+
+def lines(
+    found: Iterable[Scored],
+    x: Callable[[Case, Score], float],
+    y: Callable[[Case, Score], Estimate],
+    label: Callable[[Case], str] = lambda case: case.label,
+    dashed: Callable[[str], bool] = lambda label: False,
+    share: int = 1,
+) -> list[Line]:
+    """A line for each label, through its cases. share: so many lines have a colour."""
+    by_label: dict[str, list[Scored]] = {}
+    for case, score in found:
+        by_label.setdefault(label(case), []).append((case, score))
+    return [
+        Line(
+            name,
+            [x(*each) for each in several],
+            [y(*each) for each in several],
+            dashed(name),
+            number // share,
+        )
+        for number, (name, several) in enumerate(by_label.items())
+    ]
+
+
+class ScoredStudy(Study):
+    """A study of cases, each compared with what the best tier says to each token."""
 
     @abstractmethod
-    def cases(self, subject: Subject) -> list[Configuration]:
-        """What is compared, in the order of the tables. Neighbours with the same settings share
-        an engine."""
+    def cases(self, on: Subject) -> list[Case]:
+        """What is compared, in the order of the tables. No pass is made here."""
+
+    @abstractmethod
+    def show(self, found: Scores, on: Subject) -> Findings:
+        """The tables and panels. on: the subject with all of its text."""
+
+    def scored(self, on: Subject) -> Subject:
+        """What is scored of a subject."""
+        return on
+
+    def n_before(self, on: Subject) -> int:
+        """Passes beside the cases, the files and the reference."""
+        return 0
 
     def n_passes(self, on: Subject) -> int:
-        own = sum(len(each.deciders or (None,)) for each in self.cases(on))
-        return 1 + own + (on.uniform_types.n_files if self.rivals else 0)
+        n_files = on.uniform_types.n_files if self.rivals else 0
+        return 1 + len(self.cases(on)) + n_files + self.n_before(on)
 
-    def measure(self, on: Subject) -> Scores:
-        found = Scores(on)
-        with on.reference() as reference:
-            for settings, same in groupby(self.cases(on), lambda each: each.settings):
-                with on.open(settings) as engine:
-                    for each in same:
-                        rows = [
-                            on.score_open(
-                                engine, each.label, decider, each.prefill, reference, self.asks
-                            )
-                            for decider in each.deciders or (None,)
-                        ]
-                        score = rows[0].averaged(rows[1:]) if rows[1:] else rows[0]
-                        found.scored.append((each, score))
-            found.scored += self.others(on, reference)
-        return found
+    def measure(self, on: Subject) -> Findings:
+        scored = self.scored(on)
+        with scored.reference() as reference:
+            found = Scores(scored, reference)
+            self.run(found, on)
+        return self.show(found, on)
 
-    def others(self, on: Subject, reference: Reference) -> Iterator[tuple[Configuration, Score]]:
-        """What is scored behind the cases, of files of its own."""
-        return iter(())
+    def run(self, found: Scores, on: Subject) -> None:
+        """Scores everything."""
+        found.run(self.cases(on))
+        if self.rivals:
+            found.run_files()
+
+
+class HalvedStudy(ScoredStudy):
+    """A study of which each domain's first half says how experts are used, and its second half is
+    scored."""
+
+    def scored(self, on: Subject) -> Subject:
+        return on.on(halves(on.windows)[1])
+
+    def n_before(self, on: Subject) -> int:
+        """The uses of the first half."""
+        return 1

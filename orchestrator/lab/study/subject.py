@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
+from orchestrator.cache import profile
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
 from orchestrator.events import Phase
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import Estimate
-from orchestrator.lab.eval.choices import ChoiceScores, Question, read_questions, score_choices
+from orchestrator.lab.eval.choices import ChoiceScores, read_questions, score_choices
 from orchestrator.lab.eval.compare import Reference, ReferencePart
 from orchestrator.lab.eval.judge import Judge
 from orchestrator.lab.eval.perplexity import TextScores, score_text
@@ -33,12 +37,19 @@ from orchestrator.lab.eval.run import (
 )
 from orchestrator.lab.eval.text import Window, cut_windows, read_documents
 from orchestrator.lab.eval.usage import StoreUsage, counters, usage_between
-from orchestrator.lab.study.policies import Wrapper
-from orchestrator.lab.study.uniform import UniformFile, UniformTypes
+from orchestrator.lab.study.policies import Counts, Wrapper
+from orchestrator.lab.study.uniform import UniformTypes
 from orchestrator.policy import Policy
 
 # So many passes have ended when the time of all is estimated: the first one opens the model anew.
 _ESTIMATE_AFTER = 2
+SKIP = "skip"
+# The name of all of a text, beside its domains.
+ALL = "all"
+
+Settings = dict[str, Any]
+# Says how much each expert was used, float64 [n_layers, n_expert].
+Uses = Callable[[], np.ndarray]
 
 
 class Passes:
@@ -88,34 +99,69 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
-SKIP = "skip"
-
-
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One configuration's scores. realised: mean share of critical experts by the policy's own
-    counts for decode steps, None where it has none; critical: those counts, of each layer.
-    choices: None where no questions were put."""
+    """One configuration's scores.
+
+    choices: None where no questions were put. realised: mean share of critical experts by the
+    policy's own counts for decode steps, None where it has none. report: what the policy says of
+    itself. slot_bytes: of all slots. resident [n_layers, n_expert]: the file's tier of each expert
+    at the end, where all are in memory.
+    """
 
     text: TextScores
-    choices: ChoiceScores | None
-    usage: StoreUsage | None
-    realised: float | None
-    critical: tuple[int, ...] = ()
+    choices: ChoiceScores | None = None
+    usage: StoreUsage | None = None
+    realised: float | None = None
+    report: dict[str, Any] = field(default_factory=dict)
+    slot_bytes: int = 0
+    resident: np.ndarray | None = None
+
+    @property
+    def kl(self) -> np.ndarray:
+        """KL of each token from the reference."""
+        if self.text.kl is None:
+            raise ValueError("scored without a reference")
+        return self.text.kl
+
+    @property
+    def agrees(self) -> np.ndarray:
+        """Of each token 1.0 where its likeliest one is the reference's, else 0.0; between them
+        where the score is a mean over several."""
+        if self.text.agrees is None:
+            raise ValueError("scored without a reference")
+        return self.text.agrees.astype(np.float64)
+
+    @property
+    def mean_kl(self) -> Estimate:
+        return arithmetic.mean(self.kl)
+
+    @property
+    def high(self) -> float:
+        """The share of the routed experts that were asked for in the high tier."""
+        return (self.usage.high or 0.0) if self.usage else 0.0
 
     def against(self, base: Score) -> Estimate:
         """Relative change of the perplexity from base, paired."""
         return arithmetic.change(self.text.nll, base.text.nll)
 
+    def part(self, places: np.ndarray) -> Score:
+        """Of some of the tokens. places int [m]."""
+        return replace(self, text=self.text.part(places))
+
     def averaged(self, others: Sequence[Score]) -> Score:
-        """This one with the figures of each token averaged over it and others."""
-        texts = [row.text for row in (self, *others)]
-        means = {
-            "nll": np.mean([text.nll for text in texts], axis=0),
-            "kl": _mean([text.kl for text in texts]),
-            "agrees": _mean([text.agrees for text in texts]),
-        }
-        return replace(self, text=replace(self.text, **means))
+        """This one with the figures of each token, and the share of high, averaged over it and
+        others, which have the same reference."""
+        rows = (self, *others)
+        text = replace(
+            self.text,
+            nll=np.mean([row.text.nll for row in rows], axis=0),
+            kl=np.mean([row.kl for row in rows], axis=0),
+            agrees=np.mean([row.agrees for row in rows], axis=0),
+        )
+        high = sum(row.high for row in rows) / len(rows)
+        usage = None if self.usage is None else replace(self.usage, high=high)
+        return replace(self, text=text, usage=usage)
 
 
 class Subject:
@@ -143,18 +189,21 @@ class Subject:
             if config.given(name) is not None:
                 raise ConfigError(f"a study chooses what it compares: leave out --{name}")
         documents = read_documents(options.text, options.text_tokens)
-        self.questions: list[Question] = read_questions(options.choices) if options.choices else []
+        self.questions = read_questions(options.choices) if options.choices else []
         self.report = report
         self.passes = Passes(report, note)
-        self._low_tiers = _tier_names(config.low) if config.low else ()
         self.config = eval_config(config, options)
+        self._low_tiers: tuple[str, ...] = ()
+        if config.low:
+            with ExpertModel.open(config.low) as model:
+                self._low_tiers = tuple(tier.name for tier in model.tiers)
         # Any configuration tokenizes alike; the settings are for the policies that a study names.
         unset = dict.fromkeys(self.config.of_policies)
         with Engine.open(self.config.with_changes(**unset)) as engine:
             self.tiers = tuple(tier.name for tier in engine.model.tiers)
             self.name = config.model.name
-            self.n_layers = engine.model.n_layers
             self.layer_ids = list(engine.model.layer_ids)
+            self.n_layers = engine.model.n_layers
             self.n_expert_used = engine.model.n_expert_used
             self.n_expert = engine.model.n_expert
             window = min(options.window, engine.n_ctx)
@@ -169,6 +218,11 @@ class Subject:
                 f"{config.model} holds one precision, {self.tiers[0]}: a study compares several, "
                 f"of a file packed with them or of --low FILE"
             )
+
+    @property
+    def best(self) -> str:
+        """The best tier, which all is compared with."""
+        return self.tiers[0]
 
     @property
     def n_tokens(self) -> int:
@@ -187,6 +241,10 @@ class Subject:
         other.windows = list(windows)
         return other
 
+    def model(self) -> ExpertModel:
+        """The model's file, with its lower precisions. The caller closes it."""
+        return ExpertModel.open(self.config.model, self.config.low)
+
     def reference(self) -> Reference:
         """What the best tier says, decided token by token. The caller closes it."""
         step = self.passes.begin("Reading with the best tier")
@@ -197,13 +255,13 @@ class Subject:
             else:
                 step(share)
 
-        config = best_config(self.config, self.tiers[0])
+        config = best_config(self.config, self.best)
         with Engine.open(config, loading(report)) as engine:
             return read_reference(engine, self.windows, False, report)
 
-    def uniform(self, tier: str) -> dict[str, Any]:
+    def uniform(self, tier: str) -> Settings:
         """Settings: every expert in one tier."""
-        settings: dict[str, Any] = {
+        settings: Settings = {
             "policy": "lru",
             "high_tier": tier,
             "low_tier": None,
@@ -214,15 +272,7 @@ class Subject:
             settings["model"] = self.config.low
         return settings
 
-    def uniform_files(
-        self, against: Reference, ask: bool = False
-    ) -> Iterator[tuple[UniformFile, Score]]:
-        """The uniform types to compare with, all in memory, each scored as `score` does."""
-        for each in self.uniform_types.files(self.report):
-            settings = {**self.uniform(""), "model": each.path, "high_tier": None}
-            yield each, self.score(each.label, settings, against=against, ask=ask)
-
-    def mixed(self, low: str, retention: float, **more: Any) -> dict[str, Any]:
+    def mixed(self, low: str, retention: float, **more: Any) -> Settings:
         """Settings: critical experts in the high tier, the others in low, or "skip"."""
         return {
             "policy": "dymoe",
@@ -233,63 +283,123 @@ class Subject:
             **more,
         }
 
+    @contextmanager
+    def open(self, settings: Settings, used: np.ndarray | None = None) -> Iterator[Engine]:
+        """An engine with these settings. used [n_layers, n_expert]: how much each expert was used
+        before, as its policy remembers it."""
+        with tempfile.TemporaryDirectory() as folder:
+            if used is not None:
+                settings = {**settings, "profile": Path(folder) / "profile.json"}
+                with self.model() as model:
+                    profile.save(settings["profile"], model, used)
+            with Engine.open(self.config.compared(**settings)) as engine:
+                yield engine
+
     def score(
-        self,
-        label: str,
-        settings: dict[str, Any],
-        *,
-        wrap: Callable[[Policy], Wrapper] | None = None,
-        prefill: bool = False,
-        against: Reference | ReferencePart | None = None,
-        ask: bool = False,
-    ) -> Score:
-        """One configuration. wrap: what decides in the place of its policy. ask: put the
-        questions too."""
-        with self.open(settings) as engine:
-            return self.score_open(engine, label, wrap, prefill, against, ask)
-
-    def open(self, settings: dict[str, Any]) -> Engine:
-        """An engine of the configuration with these settings."""
-        return Engine.open(self.config.compared(**settings))
-
-    def score_open(
         self,
         engine: Engine,
         label: str,
-        wrap: Callable[[Policy], Wrapper] | None = None,
-        prefill: bool = False,
         against: Reference | ReferencePart | None = None,
+        decider: Callable[[Policy], Wrapper] | None = None,
+        prefill: bool = False,
         ask: bool = False,
     ) -> Score:
-        """As score, with an engine that stays open; its own policy is put back."""
+        """What an engine makes of the text. decider: what decides in the place of its policy, which
+        is put back. ask: put the questions too."""
         own = engine.policy
-        if wrap is not None:
-            engine.driver.policy = cast(Policy, wrap(own))
+        if decider is not None:
+            engine.driver.policy = cast(Policy, decider(own))
         try:
-            judge = Judge(engine, prefill)
-            before = counters(engine)
+            judge, before = Judge(engine, prefill), counters(engine)
             step = self.passes.begin(label)
             text = score_text(judge, self.windows, against=against, progress=step)
             phase = Phase.PREFILL if prefill else Phase.DECODE
             usage = usage_between(before, counters(engine), phase)
-            asked: Sequence[Question] = self.questions if ask else ()
-            choices = (
-                score_choices(judge, asked, lambda x: self.report(f"{label}, questions", x))
-                if asked
-                else None
-            )
+            choices = None
+            if ask and self.questions:
+                choices = score_choices(
+                    judge, self.questions, lambda x: self.report(f"{label}, questions", x)
+                )
         finally:
             engine.driver.policy = own
-        realised = None if prefill else getattr(own, "realised", None)
-        return Score(text, choices, usage, realised, tuple(getattr(own, "critical", ())))
+        slots, tiers = engine.plan.slots, np.array(engine.plan.tiers, np.uint8)
+        all_in_memory = engine.managed and own.wants.all_resident
+        return Score(
+            text,
+            choices,
+            usage,
+            None if prefill else getattr(own, "realised", None),
+            dict(own.report()),
+            slots.total_bytes if slots else 0,
+            tiers[engine.store.resident()] if all_in_memory else None,
+        )
+
+    def uses(self, windows: Sequence[Window], tier: str) -> np.ndarray:
+        """The share of the tokens of these windows that uses each expert, with every expert in one
+        tier: float64 [n_layers, n_expert]."""
+        settings = {**self.uniform(tier), "policy": "mixed", "ram": None, "expert_ram": 1 << 48}
+        whole = [replace(window, prompt=False) for window in windows]
+        with self.open(settings) as engine:
+            counts = Counts(engine.policy)
+            self.on(whole).score(engine, "Counting uses", decider=lambda _: counts)
+        return counts.per_step
+
+    def random_uses(self, seed: int) -> np.ndarray:
+        """Uses that say nothing: an order of each layer's experts by chance."""
+        rng = np.random.default_rng(seed)
+        return np.stack([rng.permutation(self.n_expert) + 1.0 for _ in range(self.n_layers)])
 
 
-def _mean(parts: list[np.ndarray | None]) -> np.ndarray | None:
-    """The mean of each token; None where one has no figures."""
-    known = [part for part in parts if part is not None]
-    return np.mean(known, axis=0) if len(known) == len(parts) else None
+def halves(windows: Sequence[Window]) -> tuple[list[Window], list[Window]]:
+    """Each domain's first half, for the uses of experts, and its second one, to be scored; both in
+    the text's order. Raises ConfigError where a domain is a single window."""
+    left = {window.domain: 0 for window in windows}
+    for window in windows:
+        left[window.domain] += window.n_scored
+    total, most = dict(left), {window.domain: window for window in windows}
+    parts: tuple[list[Window], list[Window]] = ([], [])
+    seen: set[str] = set()
+    for window in windows:
+        domain = window.domain
+        if window is most[domain] and domain not in seen:
+            named = f"the domain '{domain}'" if domain else "the text"
+            raise ConfigError(
+                f"{named} is one window, which cannot be both measured for hotness and scored: "
+                f"raise --max-tokens or lower --window"
+            )
+        # the last window is always scored, the first one never
+        first = window is not most[domain] and (
+            domain not in seen or 2 * left[domain] > total[domain]
+        )
+        parts[0 if first else 1].append(window)
+        left[domain] -= window.n_scored
+        seen.add(domain)
+    return parts
 
 
-def _tier_names(path: Path) -> tuple[str, ...]:
-    with ExpertModel.open(path) as model:
-        return tuple(tier.name for tier in model.tiers)
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A text to be judged in one go, all of it or a domain: places int [m], where its tokens stand
+    among all that are scored; first, second: its windows, the second ones are scored."""
+
+    name: str
+    places: np.ndarray
+    first: list[Window]
+    second: list[Window]
+
+
+def parts_of(on: Subject) -> list[Part]:
+    """All of a text, then each of its domains where there are several."""
+    first, second = halves(on.windows)
+    domains = np.repeat([each.domain for each in second], [each.n_scored for each in second])
+    found = [Part(ALL, np.arange(len(domains)), first, second)]
+    names = list(dict.fromkeys(window.domain for window in second))
+    for name in names if len(names) > 1 else ():
+        mine = ([each for each in half if each.domain == name] for half in (first, second))
+        found.append(Part(name or "no domain", np.flatnonzero(domains == name), *mine))
+    return found
+
+
+def first_uses(on: Subject, parts: Sequence[Part], tier: str) -> dict[Part, Uses]:
+    """What the first half of each part used, measured by a pass when it is first asked for."""
+    return {part: cache(partial(on.uses, part.first, tier)) for part in parts}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from gguf_tools.file.layout import (
 )
 from gguf_tools.file.reader import metadata_value
 from gguf_tools.pack import pack
-from gguf_tools.quantize.methods import ExpertQuantizer
 from gguf_tools.quantize.tiers import parse_types
 from gguf_tools.units import format_size
 from orchestrator.config import Config
@@ -31,6 +30,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.lab.calibrate.methods import IMATRIX, RTN, Method, open_quantizer
 from orchestrator.lab.calibrate.spill import spill_folder
 from orchestrator.lab.eval.run import EvalOptions, Report
+from orchestrator.memory.footprint import model_shape
 
 # What is tried where nothing was asked for: types that take seconds to make. The IQ types take
 # ten times as long.
@@ -41,13 +41,14 @@ NONE = "none"
 @dataclass(frozen=True, slots=True)
 class UniformFile:
     """One uniform type as a file. method: how it was quantized, "" where the file does not say.
-    n_bytes: of its experts, which is what they take in memory where everything fits; bits: a weight
-    of theirs, the mean."""
+    n_bytes: of its experts, which is what they take in memory where everything fits; slot_bytes:
+    what their slots would take; bits: a weight of theirs, the mean."""
 
     tier: str
     method: str
     path: Path
     n_bytes: int
+    slot_bytes: int
     bits: float
 
     @property
@@ -65,19 +66,33 @@ class UniformTypes:
         self._model, self._calib, self._threads = config.model, options.calib, config.threads
         asked = USUAL if options.uniform is None else options.uniform
         asked = () if asked == (NONE,) else asked
-        names = [name for name in asked if not name.endswith(".gguf")]
-        self._files = [Path(name) for name in asked if name not in names]
+        self._files = [Path(name) for name in asked if name.endswith(".gguf")]
         with ExpertModel.open(self._model) as model:
-            self._tiers = {tier.name for tier in model.tiers}
-            self._types = self._made_of(model, names, chosen=options.uniform is not None)
-            self._dense_bytes = model.dense_bytes
-            self._n_weights = _n_weights(model)
+            tiers = {tier.name for tier in model.tiers}
+            types = self._types(model, [name for name in asked if not name.endswith(".gguf")])
+            if options.uniform is None:
+                types = [each for each in types if _is_below(model, each)]
+            shapes = [shape for layer in model.shapes for shape in layer if shape is not None]
+            self._n_weights = model.n_expert * sum(length * rows for length, rows in shapes)
+            bits = max(map(bits_per_weight, types), default=0.0)
+            self._largest = model.dense_bytes + int(self._n_weights * bits / 8)
             for path in self._files:
                 with ExpertModel.open(path) as other:
                     check_same(model, other)
+        # A tier of the model itself is not made again.
+        self._kinds = [
+            (each, method)
+            for each in types
+            for method in (RTN, IMATRIX)
+            if (
+                self._calib is not None
+                if method == IMATRIX
+                else each not in IMPORTANCE_TYPES and each.tier_name not in tiers
+            )
+        ]
 
-    def _made_of(self, model: ExpertModel, names: list[str], chosen: bool) -> list[GGMLType]:
-        """The types to make, the smallest first; of the usual ones those below the best tier."""
+    def _types(self, model: ExpertModel, names: list[str]) -> list[GGMLType]:
+        """The smallest first."""
         try:
             types = parse_types(names, importance=True)
         except QuantizeError as error:
@@ -88,48 +103,24 @@ class UniformTypes:
                 f"--uniform {needy[0]} needs an importance matrix: give --calib TEXT, a text to "
                 f"calibrate on"
             )
-        if not chosen:
-            rows = {shape[0] for layer in model.shapes for shape in layer if shape}
-            best = model.tiers[0].bpw
-            types = [
-                each
-                for each in types
-                if bits_per_weight(each) < best
-                and all(fitting_type(each, row) == each for row in rows)
-            ]
         return sorted(types, key=bits_per_weight)
-
-    def _kinds(self) -> list[tuple[GGMLType, str]]:
-        """(type, method) of each file to make. A tier of the model itself is not made again."""
-        return [
-            (each, method)
-            for each in self._types
-            for method in (RTN, IMATRIX)
-            if not (method == RTN and (each in IMPORTANCE_TYPES or each.tier_name in self._tiers))
-            and not (method == IMATRIX and self._calib is None)
-        ]
 
     @property
     def n_files(self) -> int:
         """How many there will be."""
-        return len(self._files) + len(self._kinds())
+        return len(self._files) + len(self._kinds)
 
     def cost(self) -> str | None:
         """What making them takes, in a sentence; None where nothing is made."""
-        kinds = self._kinds()
-        if not kinds:
+        if not self._kinds:
             return None
         calibrated = f"{self._calib} is read once, then " if self._calib else ""
-        types = ", ".join(dict.fromkeys(each.tier_name for each, _ in kinds))
+        types = ", ".join(dict.fromkeys(each.tier_name for each, _ in self._kinds))
         return (
             f"--uniform: {calibrated}{self._n_weights / 1e6:,.0f} million weights are quantized "
-            f"{len(kinds)} times ({types}), one file at a time of at most "
-            f"{format_size(self._largest())} in {spill_folder()}. --uniform none leaves it out."
+            f"{len(self._kinds)} times ({types}), one file at a time of at most "
+            f"{format_size(self._largest)} in {spill_folder()}. --uniform none leaves it out."
         )
-
-    def _largest(self) -> int:
-        bits = max(bits_per_weight(each) for each, _ in self._kinds())
-        return self._dense_bytes + int(self._n_weights * bits / 8)
 
     def files(self, report: Report) -> Iterator[UniformFile]:
         """Each of them, valid until the next one is asked for.
@@ -137,63 +128,58 @@ class UniformTypes:
         Raises ConfigError where the folder has no room, QuantizeError as pack does.
         """
         for path in self._files:
-            with ExpertModel.open(path) as model:
-                found = _described(model)
-            yield found
-        kinds = self._kinds()
-        if not kinds:
+            yield _read(path)
+        if not self._kinds:
             return
         free = shutil.disk_usage(spill_folder()).free
-        if self._largest() > free:
+        if self._largest > free:
             raise ConfigError(
-                f"--uniform: a file takes up to {format_size(self._largest())} in "
+                f"--uniform: a file takes up to {format_size(self._largest)} in "
                 f"{spill_folder()}, where {format_size(free)} are free: set TMPDIR to another "
                 f"folder, or give --uniform none"
             )
-        with self._quantizer(report) as importance:
-            for ggml_type, method in kinds:
+        with ExitStack() as stack:
+            importance = None
+            if self._calib is not None:
+                method = Method(IMATRIX, self._calib, threads=self._threads)
+                reading = partial(report, "Calibrating")
+                importance = stack.enter_context(
+                    open_quantizer(method, self._model, reading, lambda note: None)
+                )
+            for kind, how in self._kinds:
                 with tempfile.TemporaryDirectory(dir=spill_folder()) as folder:
-                    path = Path(folder) / f"{ggml_type.tier_name}.gguf"
+                    path = Path(folder) / f"{kind.tier_name}.gguf"
                     pack(
                         self._model,
                         path,
-                        [ggml_type.tier_name],
-                        quantizer=importance if method == IMATRIX else None,
-                        progress=partial(report, f"Packing {ggml_type.tier_name}, {method}"),
+                        [kind.tier_name],
+                        quantizer=importance if how == IMATRIX else None,
+                        progress=partial(report, f"Packing {kind.tier_name}, {how}"),
                         threads=self._threads,
                     )
-                    with ExpertModel.open(path) as model:
-                        found = _described(model)
-                    yield found
-
-    @contextmanager
-    def _quantizer(self, report: Report) -> Iterator[ExpertQuantizer | None]:
-        """The method `imatrix` where there is a text to calibrate on."""
-        with ExitStack() as stack:
-            if self._calib is None:
-                yield None
-                return
-            method = Method(IMATRIX, self._calib, threads=self._threads)
-            progress = partial(report, "Calibrating")
-            yield stack.enter_context(
-                open_quantizer(method, self._model, progress, lambda note: None)
-            )
+                    yield _read(path)
 
 
-def _n_weights(model: ExpertModel) -> int:
-    """Weights of all experts."""
-    shapes = (shape for layer in model.shapes for shape in layer if shape is not None)
-    return model.n_expert * sum(length * rows for length, rows in shapes)
+def _is_below(model: ExpertModel, kind: GGMLType) -> bool:
+    """Whether a type is smaller than the best tier, and all experts can have it."""
+    rows = {shape[0] for layer in model.shapes for shape in layer if shape}
+    smaller = bits_per_weight(kind) < model.tiers[0].bpw
+    return smaller and all(fitting_type(kind, row) == kind for row in rows)
 
 
-def _described(model: ExpertModel, tier: int = 0) -> UniformFile:
+def _read(path: Path) -> UniformFile:
+    with ExpertModel.open(path) as model:
+        return _described(model, 0)
+
+
+def _described(model: ExpertModel, tier: int) -> UniformFile:
     """A tier of a model, as if it were all of it."""
     stored = next(kind[tier] for kind in model.slices[0] if kind and kind[tier])
     part = model.parts[stored.file_index if stored else 0]
     said = str(metadata_value(part, KEY_QUANTIZATION, str, "")).split(",")[0]
-    method = RTN if said == "ggml" else said
-    found = model.tiers[tier]
-    return UniformFile(found.name, method, part.path, model.tier_bytes[tier], found.bpw)
+    method, found = RTN if said == "ggml" else said, model.tiers[tier]
+    sizes = model.tier_bytes[tier], model_shape(model, (tier,)).all_slot_bytes()
+    return UniformFile(found.name, method, part.path, *sizes, found.bpw)
 
 
 def tiers_of(config: Config) -> dict[str, UniformFile]:

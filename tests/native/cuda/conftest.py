@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,28 +23,10 @@ HERE = Path(__file__).parent
 # What a whole model needs beside the core.
 ENGINE_SOURCES = (
     *("add-id.cu", "argsort.cu", "binbcast.cu", "concat.cu", "cpy.cu", "fwht.cu", "getrows.cu"),
-    *(
-        "mmf.cu",
-        "mmvf.cu",
-        "moe-weighted-reduction.cu",
-        "norm.cu",
-        "rope.cu",
-        "scale.cu",
-        "set-rows.cu",
-        "softmax.cu",
-    ),
-    *("sumrows.cu", "topk-moe.cu", "unary.cu"),
+    *("mmf.cu", "mmvf.cu", "moe-weighted-reduction.cu", "norm.cu", "rope.cu", "scale.cu"),
+    *("set-rows.cu", "softmax.cu", "sumrows.cu", "topk-moe.cu", "unary.cu"),
 )
 ENGINE_TYPES = ("q2_k", "q4_k", "q8_0")
-
-
-def run_python(script: Path, *arguments: object, timeout_s: float = 1800) -> str:
-    """Its standard output. A failure shows what it said."""
-    command = [sys.executable, str(script), *map(str, arguments)]
-    root = Path(__file__).parents[3]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=root)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()[-1]
 
 
 @pytest.fixture(scope="session")
@@ -110,3 +94,48 @@ def device(
     if not emulated and not (library_folder / "libggml-cuda.so").exists():
         pytest.skip("the library was built without CUDA: run `make build GPU=cuda`")
     return Device(emulated, compile_native, emulated_backend, monkeypatch)
+
+
+@pytest.fixture
+def emulated(device: Device) -> Device:
+    if not device.emulated:
+        pytest.skip("a device that does what it is told to is at hand in the emulation only")
+    return device
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Answers of a model, each by engine_driver.py in a process of its own."""
+
+    device: Device
+    model: Path
+
+    def on_host(self, n_decode: int, **options: Any) -> dict[str, Any]:
+        return self._run("-", n_decode, {"device": "host"} | options)
+
+    def on_gpu(self, n_decode: int, **options: Any) -> dict[str, Any]:
+        return self._run(self.device.library, n_decode, {"device": "cuda0"} | options)
+
+    def _run(self, library: Path | str, n_decode: int, options: dict[str, Any]) -> dict[str, Any]:
+        """What the driver found, and under "failed" the last words of one that ended early."""
+        job: dict[str, Any] = {"prompt": list(range(5, 17)), "n_decode": n_decode}
+        job |= {"warm": False, "watch": False, "routes": False}
+        given = (*job, "pinned_limit", "refuse_pin", "answer")
+        job |= {key: options.pop(key) for key in given if key in options}
+        # the micro-batch is computed when a model has loaded
+        usual = {"model": str(self.model), "ctx": 128, "threads": 1, "ubatch": 16}
+        job["options"] = usual | options
+        command = [sys.executable, str(HERE / "engine_driver.py"), str(library), json.dumps(job)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=1800, cwd=HERE.parents[2]
+        )
+        found: dict[str, Any] = {"emulated": library != "-"}
+        if done.returncode == 1 and "Traceback" not in done.stderr:
+            return found | {"failed": done.stderr.strip()}
+        assert done.returncode == 0, done.stdout + done.stderr
+        return found | json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def runs(device: Device, both: Path) -> Runs:
+    return Runs(device, both)

@@ -148,7 +148,6 @@ def decode(library: str, job: dict[str, Any]) -> dict[str, Any]:
             found["copied"] = sum(stats.copy_bytes)
             found["came"] = bytes_that_came(engine, at_first)
             found["cold"] = sum(map(sum, (phase[1:] for phase in stats.computed)))
-            found["evictions"] = stats.evictions
             found["in_place"] = sum(stats.in_place)
             found["host_computed"] = sum(stats.host_computed)
             found["misses"] = engine.store.misses()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,9 @@ import pytest
 
 from gguf_tools.units import format_size
 
-from .conftest import HERE, Device, run_python
+from .conftest import Device, Runs
 
 DEMO = Path(__file__).parents[3] / "models/demo/moe-edge-demo.gguf"
-PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
 POLICIES: dict[str, dict[str, Any]] = {
     "lru": {"policy": "lru", "expert_ram": 300_000},
     "dymoe": {"policy": "dymoe", "retention": 0.5, "expert_ram": 700_000},
@@ -31,23 +28,7 @@ DECODING = POLICIES | {
         **{"tune_steps": 1, "tune_tokens": 4, "expert_ram": 500_000},
     }
 }
-
-
-def engine(library: Path | str, n_decode: int, **options: object) -> dict[str, Any]:
-    job: dict[str, object] = {"prompt": PROMPT, "n_decode": n_decode}
-    job |= {"warm": False, "watch": False, "routes": False}
-    given = ("prompt", "warm", "watch", "routes", "pinned_limit", "refuse_pin", "answer")
-    job |= {key: options.pop(key) for key in given if key in options}
-    # the micro-batch is computed when a model has loaded
-    job["options"] = {"ctx": 128, "threads": 1, "ubatch": 16, **options}
-    driver = HERE / "engine_driver.py"
-    found: dict[str, Any] = json.loads(run_python(driver, library, json.dumps(job)))
-    return found | {"emulated": library != "-"}
-
-
-def pack_model(source: Path, target: Path, tier: str) -> None:
-    command = [sys.executable, "-m", "orchestrator", "pack", str(source), str(target)]
-    subprocess.run([*command, "--tiers", tier], check=True, capture_output=True)
+ALL_THERE = {"policy": "lru", "warm": True}  # every expert on the GPU, in one tier
 
 
 def nmse(found: list[float], wanted: list[float]) -> float:
@@ -74,15 +55,14 @@ def assert_same_answer(found: dict[str, Any], wanted: dict[str, Any], limit: flo
 
 
 @pytest.mark.parametrize("name", DECODING)
-def test_decodes_as_on_the_host(device: Device, tiny_model: Callable[..., Path], name: str) -> None:
+def test_decodes_as_on_the_host(runs: Runs, name: str) -> None:
     """Same policy, same budget: the same answer and the same decisions as with experts in the
     host's memory, through the same seam. Streams of the emulated GPU sleep at random."""
-    options = {**DECODING[name], "model": str(tiny_model("qwen3moe", "q4_k", "q2_k"))}
-    options["misses"] = "copy"
+    options = {**DECODING[name], "misses": "copy"}
     if name == "dymoe":  # with two tiers, what was read ahead by now decides what is computed
         options["prefetch"] = "off"
-    wanted = engine("-", 6, **options, device="host")
-    found = engine(device.library, 6, **options, device="cuda0", answer=wanted["tokens"])
+    wanted = runs.on_host(6, **options)
+    found = runs.on_gpu(6, **options, answer=wanted["tokens"])
     assert found["device"] == "cuda0" and found["managed"] and wanted["managed"]
     assert not found["over_budget"]
     assert found["copied"] > 0
@@ -90,7 +70,7 @@ def test_decodes_as_on_the_host(device: Device, tiny_model: Callable[..., Path],
         # no op asks the store: what the device counted, of the last step what is computed by now
         assert found["hits"] == found["requests"] and any(found["requests"])
         assert sum(map(sum, found["computed"])) == sum(found["requests"])
-    elif device.emulated:
+    elif found["emulated"]:
         assert found["requests"] == wanted["requests"]
         assert found["computed"] == wanted["computed"]
     else:  # a router's close call may fall the other way where sums have another order
@@ -100,14 +80,13 @@ def test_decodes_as_on_the_host(device: Device, tiny_model: Callable[..., Path],
 
 
 @pytest.mark.parametrize("name", ["lru", "dymoe", "dymoe-skip"])
-def test_misses_by_choice(device: Device, tiny_model: Callable[..., Path], name: str) -> None:
+def test_misses_by_choice(runs: Runs, name: str) -> None:
     """Read in place, computed by the host, each by the speeds measured: the same answer."""
-    options = {**POLICIES[name], "model": str(tiny_model("qwen3moe", "q4_k", "q2_k"))}
-    options["exact_tiers"] = name == "dymoe"  # else what is there by now is computed with
-    wanted = engine("-", 6, **options, device="host")
+    # else what is there by now is computed with
+    options = {**POLICIES[name], "exact_tiers": name == "dymoe"}
+    wanted = runs.on_host(6, **options)
     for misses in ("read", "compute", "auto"):
-        options |= {"answer": wanted["tokens"], "misses": misses}
-        found = engine(device.library, 6, **options, device="cuda0")
+        found = runs.on_gpu(6, **options, answer=wanted["tokens"], misses=misses)
         assert_same_answer(found, wanted)
         assert not found["over_budget"] and found["misses"] == misses
         if misses != "auto":
@@ -116,64 +95,51 @@ def test_misses_by_choice(device: Device, tiny_model: Callable[..., Path], name:
 
 
 def test_pinned_memory_that_kernels_cannot_reach(
-    device: Device, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    runs: Runs, emulated: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some drivers give it another address on the device: it is copied from, never read in
     place."""
-    if not device.emulated:
-        pytest.skip("such a driver is at hand in the emulation only")
-    options = {**POLICIES["lru"], "model": str(tiny_model("qwen3moe", "q4_k", "q2_k"))}
-    wanted = engine("-", 3, **options, device="host")
-    options |= {"answer": wanted["tokens"], "device": "cuda0"}
+    wanted = runs.on_host(3, **POLICIES["lru"])
     monkeypatch.setenv("MOE_EMU_SAME_ADDRESS", "0")
     for misses, served in (("read", "copy"), ("compute", "compute"), ("auto", "auto")):
-        found = engine(device.library, 3, **options, misses=misses)
+        found = runs.on_gpu(3, **POLICIES["lru"], answer=wanted["tokens"], misses=misses)
         assert_same_answer(found, wanted)
         assert found["misses"] == served and "not pinned" not in found["mode"]
         assert found["in_place"] == found["host_computed"]
     assert found["copied"] > 0
 
 
-def test_one_tier_is_lossless(device: Device, tiny_model: Callable[..., Path]) -> None:
+def test_one_tier_is_lossless(runs: Runs) -> None:
     """What experts from a few slots give, and what upstream's own path gives on the same GPU."""
-    library = device.library
-    model = str(tiny_model("qwen3moe", "q4_k", "q2_k"))
-    plain = engine(library, 6, model=model, device="cuda0", policy="plain")
-    options = {**POLICIES["lru"], "misses": "copy", "answer": plain["tokens"]}
-    found = engine(library, 6, model=model, device="cuda0", **options)
+    plain = runs.on_gpu(6, policy="plain")
+    found = runs.on_gpu(6, **POLICIES["lru"], misses="copy", answer=plain["tokens"])
     assert not plain["managed"] and found["managed"]
     # a GPU splits the sums of a prompt by how many experts a launch has
-    assert_same_answer(found, plain, 1e-6 if device.emulated else 1e-4)
+    assert_same_answer(found, plain, 1e-6 if found["emulated"] else 1e-4)
 
 
-def test_steps_that_nobody_watches_are_counted(
-    device: Device, tiny_model: Callable[..., Path]
-) -> None:
-    """Every expert on the GPU in one tier: no hook, and the same figures as with one."""
-    options = {"model": str(tiny_model("qwen3moe", "q4_k", "q2_k")), "policy": "lru", "warm": True}
-    wanted = engine("-", 3, **options, device="host")
-    found = engine(device.library, 3, **options, device="cuda0")
+def test_steps_that_nobody_watches_are_counted(runs: Runs) -> None:
+    """No hook, and the same figures as with one."""
+    wanted, found = runs.on_host(3, **ALL_THERE), runs.on_gpu(3, **ALL_THERE)
     assert found["routed"] == wanted["routed"]
     for key in ("requests", "hits", "computed"):  # in a prompt, a close call may add an expert
-        few = 0 if device.emulated else 0.05
+        few = 0 if found["emulated"] else 0.05
         assert np.array(found[key]) == pytest.approx(np.array(wanted[key]), rel=few)
     assert found["hits"] == found["requests"] and all(found["requests"])
 
 
-def test_prefill_alone_may_be_watched(device: Device, tiny_model: Callable[..., Path]) -> None:
-    """Every expert on the GPU: decode steps run without the hook, and a step of one token of a
-    prompt between them has it, though its graph is the same otherwise."""
-    options = {"model": str(tiny_model("qwen3moe", "q4_k", "q2_k")), "policy": "lru", "warm": True}
-    wanted = engine(device.library, 5, **options, device="cuda0")
-    options |= {"watch": True, "answer": wanted["tokens"]}
-    found = engine(device.library, 5, **options, device="cuda0")
+def test_prefill_alone_may_be_watched(runs: Runs) -> None:
+    """Decode steps run without the hook, and a step of one token of a prompt between them has it,
+    though its graph is the same otherwise."""
+    wanted = runs.on_gpu(5, **ALL_THERE)
+    found = runs.on_gpu(5, **ALL_THERE, watch=True, answer=wanted["tokens"])
     assert not wanted["watched"]
     assert found["watched"] == [[0, 1]] * 3  # layers
-    if device.emulated:
+    if found["emulated"]:
         assert found["rows"] == wanted["rows"]
     assert_same_answer(found, wanted)
-    assert sum(found["requests"]) == sum(wanted["requests"])
-    assert sum(found["hits"]) == sum(wanted["hits"])
+    for counted in ("requests", "hits"):
+        assert sum(found[counted]) == sum(wanted[counted])
 
 
 @pytest.mark.parametrize("tier", ["q8_0", "f16"])
@@ -183,16 +149,16 @@ def test_text_of_the_demo_model(device: Device, tier: str, tmp_path: Path) -> No
     close call fell the other way. Left to itself a GPU may write another text from there on."""
     if device.emulated and tier == "f16":
         pytest.skip("seconds a token: the other precision stands for both")
-    n = 4 if device.emulated else 64
-    model = DEMO
+    n, model = 4 if device.emulated else 64, DEMO
     if tier == "f16":
         model = tmp_path / "f16.gguf"
-        pack_model(DEMO, model, tier)
-    options = {"model": str(model), "policy": "lru", "high_tier": tier, "routes": True}
-    wanted = engine("-", n, **options, device="host")
+        command = [sys.executable, "-m", "orchestrator", "pack", str(DEMO), str(model)]
+        subprocess.run([*command, "--tiers", tier], check=True, capture_output=True)
+    runs = Runs(device, model)
+    options = {"policy": "lru", "high_tier": tier, "routes": True}
+    wanted = runs.on_host(n, **options)
     budget = model.stat().st_size // 4
-    options |= {"answer": wanted["tokens"], "expert_ram": budget}
-    found = engine(device.library, n, **options, device="cuda0")
+    found = runs.on_gpu(n, **options, answer=wanted["tokens"], expert_ram=budget)
     assert found["managed"]
     same = [a == b for a, b in zip(of_last_token(found), of_last_token(wanted), strict=True)]
     errors = [nmse(*pair) for pair in zip(found["rows"], wanted["rows"], strict=True)]
@@ -214,31 +180,24 @@ def of_last_token(found: dict[str, Any]) -> list[list[list[int]]]:
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("kernels", [0, 4 << 20])
 def test_vram_is_a_cap(
-    device: Device,
-    tiny_model: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    kernels: int,
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, name: str, kernels: int
 ) -> None:
     """The smallest --vram that a message names works, and what was really taken of the device,
     memory of kernels included, stays within it. One byte less is refused. kernels: what each takes
     of the emulated device; more than was estimated is measured, and the message says so."""
-    if kernels and not device.emulated:
+    emulated = runs.device.emulated
+    if kernels and not emulated:
         pytest.skip("kernels of a chosen size are at hand in the emulation only")
     monkeypatch.setenv("MOE_EMU_MODULE", str(kernels))
-    options = {**POLICIES[name], "ubatch": 8}
-    options.pop("expert_ram", None)
-    library = device.library
-    model = str(tiny_model("qwen3moe", "q4_k", "q2_k"))
-    least = least_vram(engine(library, 0, **options, model=model, device="cuda0", vram=1))
-    again = engine(library, 0, **options, model=model, device="cuda0", vram=least - 1)
-    assert least_vram(again) == least
-    found = engine(library, 2, **options, model=model, device="cuda0", vram=least)
-    if kernels or (not device.emulated and "error" in found):
+    options = {**POLICIES[name], "ubatch": 8, "expert_ram": None}
+    least = least_vram(runs.on_gpu(0, **options, vram=1))
+    assert least_vram(runs.on_gpu(0, **options, vram=least - 1)) == least
+    found = runs.on_gpu(2, **options, vram=least)
+    if kernels or (not emulated and "error" in found):
         measured = least_vram(found)
         assert measured > least
         least = measured + (16 << 20)  # a driver gives memory in steps
-        found = engine(library, 2, **options, model=model, device="cuda0", vram=least)
+        found = runs.on_gpu(2, **options, vram=least)
     assert found["cap"] == least >= found["planned"]
     assert 0 < found["llama"] + found["slots"] < found["took"][-1] <= least
 
@@ -251,64 +210,47 @@ def least_vram(refused: dict[str, Any]) -> int:
 
 
 def test_what_kernels_take_is_measured(
-    device: Device, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    runs: Runs, emulated: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loaded kernels take less than was estimated: experts get the rest. Or they take more: the
     smallest cap that works is named, and holds."""
-    if not device.emulated:
-        pytest.skip("kernels of a chosen size are at hand in the emulation only")
-    options = {"policy": "lru", "model": str(tiny_model("qwen3moe", "q4_k", "q2_k"))}
-    options["device"] = "cuda0"
-    estimated = least_vram(engine(device.library, 0, **options, vram=1))
-    found = engine(device.library, 2, **options, vram=estimated)
+    estimated = least_vram(runs.on_gpu(0, policy="lru", vram=1))
+    found = runs.on_gpu(2, policy="lru", vram=estimated)
     few, all_of_them = found["slots_at_first"], found["slots"]
     assert found["used"] <= estimated and all_of_them > 2 * few
     monkeypatch.setenv("MOE_EMU_MODULE", str(16 << 20))
-    measured = least_vram(engine(device.library, 2, **options, vram=estimated))
+    measured = least_vram(runs.on_gpu(2, policy="lru", vram=estimated))
     assert measured > estimated
     cap = measured + (16 << 20)  # a driver gives memory in steps
-    found = engine(device.library, 2, **options, vram=cap)
-    assert found["used"] <= cap
+    assert runs.on_gpu(2, policy="lru", vram=cap)["used"] <= cap
 
 
-def test_kernels_take_no_more_the_longer_a_prompt(
-    device: Device, tiny_model: Callable[..., Path]
-) -> None:
+def test_kernels_take_no_more_the_longer_a_prompt(runs: Runs) -> None:
     """Without flash attention its weights grow with the prompt, and ggml keeps what each length
     took: the longest is taken at once."""
-    options: dict[str, Any] = {"policy": "lru", "ctx": 768, "ubatch": 64}
-    model = str(tiny_model("qwen3moe", "q4_k", "q2_k"))
     prompt = [5 + i % 300 for i in range(320)]
-    found = engine(device.library, 0, **options, model=model, device="cuda0", prompt=prompt)
+    found = runs.on_gpu(0, policy="lru", ctx=768, ubatch=64, prompt=prompt)
     assert len(found["took"]) == 6
     # a driver gives memory in steps of 2 MiB, and loads kernels when they are first used
-    assert found["took"][-1] - found["took"][0] < (64 * 1024 if device.emulated else 32 * 2**20)
+    most = 64 * 1024 if found["emulated"] else 32 * 2**20
+    assert found["took"][-1] - found["took"][0] < most
 
 
-def test_memory_that_is_not_pinned_is_reported(
-    device: Device, tiny_model: Callable[..., Path]
-) -> None:
+def test_memory_that_is_not_pinned_is_reported(runs: Runs, emulated: Device) -> None:
     """The driver pins little or nothing: copies take the way of pageable memory, and say so."""
-    if not device.emulated:
-        pytest.skip("a driver that refuses is at hand in the emulation only")
-    options = {**POLICIES["lru"], "model": str(tiny_model("qwen3moe", "q4_k", "q2_k"))}
-    options |= {"misses": "copy", "device": "cuda0"}
-    wanted = engine(device.library, 2, **options)
-    found = engine(device.library, 2, **options, pinned_limit=65536)
+    wanted = runs.on_gpu(2, **POLICIES["lru"], misses="copy")
+    found = runs.on_gpu(2, **POLICIES["lru"], misses="copy", pinned_limit=65536)
     assert "not pinned" not in wanted["mode"]
     assert "host memory not pinned" in found["mode"]
     assert found["tokens"] == wanted["tokens"]
 
 
 def test_one_of_several_gpus_is_used_and_named(
-    device: Device, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    runs: Runs, emulated: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not device.emulated:
-        pytest.skip("as many GPUs as wanted are at hand in the emulation only")
     monkeypatch.setenv("MOE_EMU_DEVICES", "2")
-    options = {**POLICIES["lru"], "model": str(tiny_model("qwen3moe", "q4_k", "q2_k"))}
-    found = engine(device.library, 1, **options, device="auto")
+    found = runs.on_gpu(1, **POLICIES["lru"], device="auto")
     assert found["device"] == "cuda0"
     assert found["note"] == "One of 2 GPUs is used, cuda0: --device names another."
-    second = engine(device.library, 1, **options, device="cuda1")
+    second = runs.on_gpu(1, **POLICIES["lru"], device="cuda1")
     assert second["device"] == "cuda1" and second["tokens"] == found["tokens"]

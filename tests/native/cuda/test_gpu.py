@@ -43,16 +43,9 @@ def test_no_bad_access_and_no_leak(cuda_library: Path, compile_native: Callable[
     assert "40 steps, no wrong row" in done.stdout
 
 
-def test_upstreams_operator_tests(
-    cuda_library: Path, compile_native: Callable[..., Path], llama_source: Path
-) -> None:
-    """test-backend-ops on MUL_MAT_ID: the plain op on the GPU is what it was."""
-    program = compile_native(
-        "test-backend-ops",
-        [llama_source / "tests/test-backend-ops.cpp"],
-        *("-std=c++17", "-w", "-O0", "-g0", f"-I{llama_source / 'src'}"),
-    )
+def test_upstreams_operator_tests(cuda_library: Path, operator_tests: Path) -> None:
+    """The plain op on the GPU is what it was."""
     command = ("test", "-o", "MUL_MAT_ID", "-b", "CUDA0", "-p", OPERATORS)
-    output = run_program(program, *command, timeout_s=1800)
+    output = run_program(operator_tests, *command, timeout_s=1800)
     print(output[-2000:])
     assert "tests passed" in output and "FAIL" not in output

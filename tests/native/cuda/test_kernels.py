@@ -32,11 +32,6 @@ def mmq_types(sets: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(sorted({name for types in sets.values() for name in types}))
 
 
-def all_or_skip(device: Device) -> None:
-    if device.emulated and not ALL:
-        pytest.skip("compiles all kernels for the emulated GPU: set MOE_EDGE_SLOW=1")
-
-
 def test_upstreams_kernels(device: Device) -> None:
     """MMVQ and MMQ on plain tensors, against a dot product in double precision: on a GPU a
     check of the build, on the emulated one a check of the emulation."""
@@ -46,18 +41,14 @@ def test_upstreams_kernels(device: Device) -> None:
     assert output.count("NMSE") == 10
 
 
-def test_experts_of_several_types(device: Device) -> None:
+@pytest.mark.parametrize("sets", [TIERS, MORE_TIERS], ids=("some", "more"))
+def test_experts_of_several_types(device: Device, sets: dict[str, tuple[str, ...]]) -> None:
     """Batches of 1 to 512, experts of each tier and skipped ones in each, fewer slots than
     experts: within upstream's limit for the op."""
-    output = device.run("managed_test", "types", *TIERS, types=mmq_types(TIERS))
-    assert output.count("30 cases") == len(TIERS)
-
-
-def test_experts_of_all_types(device: Device) -> None:
-    all_or_skip(device)
-    sets = TIERS | MORE_TIERS
-    output = device.run("managed_test", "types", *MORE_TIERS, types=mmq_types(sets))
-    assert output.count("30 cases") == len(MORE_TIERS)
+    if sets is MORE_TIERS and device.emulated and not ALL:
+        pytest.skip("compiles all kernels for the emulated GPU: set MOE_EDGE_SLOW=1")
+    output = device.run("managed_test", "types", *sets, types=mmq_types(TIERS | sets))
+    assert output.count("30 cases") == len(sets)
 
 
 @pytest.mark.parametrize("how", ["wide", "far"])
@@ -83,13 +74,11 @@ def test_random_swaps(device: Device) -> None:
 
 
 @pytest.mark.parametrize("order", ["load", "reuse"])
-def test_a_missing_wait_is_noticed(device: Device, order: str) -> None:
+def test_a_missing_wait_is_noticed(emulated: Device, order: str) -> None:
     """What the tests above rely on: without the wait for a copy, or for a slot's last reader,
-    rows are wrong."""
-    if not device.emulated:
-        pytest.skip("a GPU may be fast enough to be right by chance")
+    rows are wrong. A GPU may be fast enough to be right by chance."""
     with pytest.raises(AssertionError, match="row "):
-        device.run(
+        emulated.run(
             *("managed_test", "random", 400, "q4_K+q2_K", "--break", order),
             types=mmq_types(TIERS),
             delay_us=200,

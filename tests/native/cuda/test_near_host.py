@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from .conftest import Device
-from .test_engine import assert_same_answer, engine
+from .conftest import Device, Runs
+from .test_engine import assert_same_answer
 
 
 @pytest.mark.parametrize(("n_hot", "n_prompt"), [(1, 12), (3, 12), (1, 80)])
 def test_not_one_byte_of_a_cold_expert_is_copied(
-    device: Device, tiny_model: Callable[..., Path], n_hot: int, n_prompt: int
+    device: Device, three: Path, n_hot: int, n_prompt: int
 ) -> None:
     """Every byte that the GPU gets of experts behind the start is of one that the placement made
     hot, and each of these once; the host computes all others, in the prompt too, where many rows
     of one expert are a product of matrices."""
-    model = str(tiny_model("qwen3moe", "q8_0", "q4_k", "q2_k"))
-    options: dict[str, Any] = {"policy": "context", "hot_experts": n_hot, "model": model}
-    options |= {"near_place": "host", "placement": "wait", "ubatch": max(16, n_prompt)}
+    options = {"policy": "context", "hot_experts": n_hot, "near_place": "host"}
+    options |= {"placement": "wait", "ubatch": max(16, n_prompt)}
     options["prompt"] = list(range(5, 5 + n_prompt))
-    wanted = engine("-", 6, **options, device="host")
-    found = engine(device.library, 6, **options, device="cuda0", answer=wanted["tokens"])
+    runs = Runs(device, three)
+    wanted = runs.on_host(6, **options)
+    found = runs.on_gpu(6, **options, answer=wanted["tokens"])
     assert found["device"] == "cuda0" and not found["over_budget"]
     assert found["copied"] == found["came"] > 0
     assert found["host_computed"] == found["in_place"] == found["cold"] > 0

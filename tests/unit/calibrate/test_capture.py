@@ -18,7 +18,7 @@ from orchestrator.errors import ConfigError, GGUFError
 from orchestrator.lab.calibrate import Capture, read_calibration, spill
 from orchestrator.lab.calibrate.compute import stored
 from orchestrator.lab.calibrate.spill import Rows
-from orchestrator.lab.study.similarity import dense
+from orchestrator.lab.study.activations import dense
 
 
 def silu(x: np.ndarray) -> np.ndarray:

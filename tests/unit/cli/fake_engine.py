@@ -88,8 +88,6 @@ class FakeEngine:
     @classmethod
     def open(cls, config, progress=None):
         mark("open")
-        if config.model.name == "missing.gguf":
-            raise GGUFError(f"{config.model}: no such file")
         for step in range(5):
             if config.model.name == "slow.gguf":
                 time.sleep(0.2)
@@ -192,15 +190,15 @@ class FakeEngine:
         return used
 
 
-def install(modules) -> None:
-    """Make `modules` (sys.modules) hand out FakeEngine as the engine."""
-    module = types.ModuleType("orchestrator.engine.engine")
-    module.Engine = FakeEngine
-    modules["orchestrator.engine.engine"] = module
+def module() -> types.ModuleType:
+    """What stands in for orchestrator.engine.engine."""
+    made = types.ModuleType("orchestrator.engine.engine")
+    made.Engine = FakeEngine
+    return made
 
 
 if __name__ == "__main__":
-    install(sys.modules)
+    sys.modules["orchestrator.engine.engine"] = module()
     from orchestrator.cli.main import main
 
     main()

@@ -107,14 +107,10 @@ def model(library, tiny_model) -> Path:
     return tiny_model("qwen3moe", "q8_0", "q4_k", "q2_k")
 
 
-def moe_edge(folder: Path, *args: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def moe_edge(folder: Path, *args: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PROGRAM, folder, *map(str, args)]
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM, folder, *map(str, args)],
-        cwd=ROOT,
-        input=stdin,
-        capture_output=True,
-        text=True,
-        check=False,
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
 
 
@@ -127,19 +123,28 @@ def test_its_option_and_its_help(folder: Path) -> None:
     assert "--stripe N" in said and "stripes" in said
 
 
-def test_its_check(folder: Path, model: Path) -> None:
-    ask = ("chat", "-m", model, "-p", "hello")
-    done = moe_edge(folder, *ask, "--policy", "stripes", "--stripe", "10")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "'--stripe': must be 1 to 9, not 10" in done.stderr
-    done = moe_edge(folder, *ask, "--policy", "lru", "--stripe", "3")
-    assert "--stripe has no effect with --policy lru, which runs one precision" in done.stderr
-    done = moe_edge(folder, *ask, "--policy", "stripes", "--retention", "0.5")
-    assert "--retention has no effect with --policy stripes, which goes by the index" in done.stderr
-    done = moe_edge(folder, *ask, "--policy", "stripes", "--high-tier", "q4_k")
-    assert "the policy stripes works with 3 precisions: give --low FILE" in done.stderr
-    done = moe_edge(folder, *ask, "--stripe", "3")
-    assert "--stripe is for --policy stripes: leave it out" in done.stderr
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--policy stripes --stripe 10", "'--stripe': must be 1 to 9, not 10"),
+        (
+            "--policy lru --stripe 3",
+            "--stripe has no effect with --policy lru, which runs one precision",
+        ),
+        (
+            "--policy stripes --retention 0.5",
+            "--retention has no effect with --policy stripes, which goes by the index",
+        ),
+        (
+            "--policy stripes --high-tier q4_k",
+            "the policy stripes works with 3 precisions: give --low FILE",
+        ),
+        ("--stripe 3", "--stripe is for --policy stripes: leave it out"),
+    ],
+)
+def test_its_checks(folder: Path, model: Path, options: str, said: str) -> None:
+    done = moe_edge(folder, "chat", "-m", model, "-p", "hello", *options.split())
+    assert done.returncode in (1, 2) and done.stdout == "" and said in done.stderr
 
 
 def test_its_mode_line_and_its_mix(folder: Path, model: Path) -> None:

@@ -64,11 +64,9 @@ def test_a_chat_loads_no_masked_arrays(tiny_model: Callable[..., Path], policy: 
     """Beside a model they take 2 MiB, and 9 where Python has to compile them."""
     model = tiny_model("qwen3moe", "q8_0", "q2_k")
     asked = ["chat", "-m", str(model), f"--policy={policy}", "--expert-ram=3MiB", "-p", "hello"]
-    done = subprocess.run(
-        [sys.executable, "-c", _IMPORTS, *asked, "--ctx=256", "--max-tokens=4", "--threads=1"],
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-c", _IMPORTS, *asked]
+    command += ["--ctx=256", "--max-tokens=4", "--threads=1"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

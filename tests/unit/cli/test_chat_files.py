@@ -26,18 +26,23 @@ TURNS = [
 SYSTEM = {"role": "system", "content": "Be short."}
 
 
-@pytest.mark.parametrize("messages", [TURNS, [SYSTEM, *TURNS[:2]]])
-def test_what_is_written_is_read(tmp_path: Path, messages: list[dict[str, str]]) -> None:
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (TURNS, TURNS),
+        ([SYSTEM, *TURNS[:2]], [SYSTEM, *TURNS[:2]]),
+        (TURNS[:3], TURNS[:2]),  # a question without an answer is left out
+    ],
+)
+def test_what_is_written_is_read(
+    tmp_path: Path, written: list[dict[str, str]], read: list[dict[str, str]]
+) -> None:
     path = tmp_path / "saved.jsonl"
-    write_conversation(path, messages)
-    assert read_conversation(path) == messages
+    write_conversation(path, written)
+    assert read_conversation(path) == read
     assert path.stat().st_mode & 0o777 == 0o600
-
-
-def test_a_question_without_an_answer_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "saved.jsonl"
-    write_conversation(path, TURNS[:3])
-    assert read_conversation(path) == TURNS[:2]
+    assert "wö" in path.read_text(encoding="utf-8")
+    assert list(tmp_path.iterdir()) == [path]
 
 
 WRONG = {

@@ -70,13 +70,3 @@ def test_what_is_reported_once_is_shown_and_counts_the_seconds(monkeypatch, shar
             assert time.monotonic() < end, screen.getvalue()
             time.sleep(0.01)
     assert screen.getvalue().endswith("\r\x1b[K")
-
-
-def test_elsewhere_nothing_is_shown(monkeypatch):
-    pipe = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", pipe)
-    monkeypatch.setattr(console, "BAR_DELAY_S", 0.0)
-    with progress_bar("Measuring") as progress:
-        progress(None)
-        progress(0.5)
-    assert pipe.getvalue() == ""

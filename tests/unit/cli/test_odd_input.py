@@ -29,33 +29,41 @@ def refused(*args: str) -> str:
     return sentence
 
 
-@pytest.mark.parametrize("number", ["nan", "-1", "1e30"])
-@pytest.mark.parametrize("option", ["--retention", "--compute-ms"])
-def test_numbers_of_a_replay_are_numbers(option: str, number: str) -> None:
-    assert f"'{option}'" in refused("replay", "T.npz", option, number)
+REFUSED = [
+    *[
+        (["replay", "T.npz", option, number], f"'{option}'")
+        for option in ("--retention", "--compute-ms")
+        for number in ("nan", "-1", "1e30")
+    ],
+    (["bench", "--retention", "nan"], "'--retention': must be 0.0 to 1.0, not nan"),
+    *[
+        (
+            ["chat", "-m", str(DEMO), "-p", "x", "--policy", "lru", *option],
+            f"{option[0]} has no effect with --policy lru, which runs one precision",
+        )
+        for option in (("--schedule", "flat"), ("--prefetch", "on"))
+    ],
+    (["chat", "-m", "https://huggingface.co/a/b", "-p", "x"], "hf:OWNER/NAME"),
+    (
+        ["pack", "in", "out", "--tiers", "q4_k", "--calib-tokens", "5"],
+        "--calib-tokens is for a text",
+    ),
+    *[
+        (["calibrate", "in", "--calib", "T", "--save-imatrix", "M", *option], "is for the table")
+        for option in (("--out", "T.json"), ("--method", "rtn"))
+    ],
+]
 
 
-def test_nan_is_no_retention_of_a_benchmark() -> None:
-    said = refused("bench", "--retention", "nan")
-    assert "'--retention': must be 0.0 to 1.0, not nan" in said
-
-
-@pytest.mark.parametrize("option", [("--schedule", "flat"), ("--prefetch", "on")])
-def test_what_dymoe_alone_does_is_refused_with_another_policy(option: tuple[str, str]) -> None:
-    args = ("chat", "-m", str(DEMO), "-p", "x", "--policy", "lru", *option)
-    assert f"{option[0]} has no effect with --policy lru, which runs one precision" in refused(
-        *args
-    )
+@pytest.mark.parametrize(("args", "said"), REFUSED)
+def test_what_makes_no_sense_is_refused(args: list[str], said: str) -> None:
+    assert said in refused(*args)
 
 
 def test_a_folder_is_no_model(tmp_path: Path) -> None:
     assert "name a GGUF in it" in refused("chat", "-m", str(tmp_path), "-p", "x")
     (tmp_path / "config.json").touch()
     assert "moe-edge convert" in refused("chat", "-m", str(tmp_path), "-p", "x")
-
-
-def test_an_address_of_the_hub_is_no_file() -> None:
-    assert "hf:OWNER/NAME" in refused("chat", "-m", "https://huggingface.co/a/b", "-p", "x")
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "replay"])
@@ -74,29 +82,19 @@ def test_a_pipe_without_a_writer_is_no_file(tmp_path: Path, command: str) -> Non
     assert "Traceback" not in result.stderr
 
 
-def test_tokens_to_calibrate_on_need_a_text(tmp_path: Path) -> None:
-    target = tmp_path / "out.gguf"
-    args = ("pack", "in.gguf", str(target), "--tiers", "q4_k", "--calib-tokens", "5")
-    assert "--calib-tokens is for a text" in refused(*args)
-
-
-def test_a_table_that_cannot_be_written_is_refused_before_calibrating(tmp_path: Path) -> None:
-    said = refused("calibrate", "in.gguf", "--calib", "T.txt", "--out", str(tmp_path))
-    assert said == f"Error: {tmp_path}: Is a directory"
-    said = refused("calibrate", "in.gguf", "--calib", "T.txt", "--out", str(tmp_path / "a" / "b"))
-    assert said == f"Error: {tmp_path / 'a' / 'b'}: No such file or directory"
+@pytest.mark.parametrize(
+    ("args", "name", "why"),
+    [
+        ("calibrate in.gguf --calib T.txt --out", "", "Is a directory"),
+        ("calibrate in.gguf --calib T.txt --out", "a/b", "No such file or directory"),
+        ("chat -m x.gguf -p x --policy dynaexq --profile", "", "Is a directory"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, args: str, name: str, why: str
+) -> None:
+    assert refused(*args.split(), str(tmp_path / name)) == f"Error: {tmp_path / name}: {why}"
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("option", "value"), [("--out", "T.json"), ("--method", "rtn")])
-def test_an_importance_matrix_takes_no_option_of_the_table(option: str, value: str) -> None:
-    args = ("--calib", "T.txt", "--save-imatrix", "M.gguf")
-    assert f"{option} is for the table" in refused("calibrate", "in.gguf", *args, option, value)
-
-
-def test_a_profile_that_cannot_be_kept_is_refused_before_the_chat(tmp_path: Path) -> None:
-    args = ("chat", "-m", "x.gguf", "-p", "x", "--policy", "dynaexq", "--profile", str(tmp_path))
-    assert refused(*args) == f"Error: {tmp_path}: Is a directory"
 
 
 def test_an_endless_stdin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,23 +116,23 @@ def test_a_plot_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_closed_stdout_is_one_sentence() -> None:
-    result = subprocess.run(
-        ["sh", "-c", 'exec "$@" >&-', "sh", *FAKE, "chat", "-m", "x.gguf", "-p", "hello"],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert result.returncode == 1
-    assert result.stderr == "Error: stdout is closed: send it to a file, or to /dev/null\n"
-
-
-def test_a_closed_stderr_loses_notes_alone() -> None:
-    result = subprocess.run(
-        ["sh", "-c", 'exec "$@" 2>&-', "sh", *FAKE, "chat", "-m", "odd.gguf", "-p", "hello"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert (result.returncode, result.stdout) == (0, "Hi there!\n")
+@pytest.mark.parametrize(
+    ("closing", "model", "status", "stdout", "stderr"),
+    [
+        (
+            ">&-",
+            "x.gguf",
+            1,
+            "",
+            "Error: stdout is closed: send it to a file, or to /dev/null\n",
+        ),
+        ("2>&-", "odd.gguf", 0, "Hi there!\n", ""),  # notes alone are lost
+    ],
+)
+def test_a_closed_stream(closing: str, model: str, status: int, stdout: str, stderr: str) -> None:
+    command = ["sh", "-c", f'exec "$@" {closing}', "sh", *FAKE, "chat", "-m", model, "-p", "hello"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (status, stdout, stderr)
 
 
 def test_files_do_not_get_the_number_of_a_closed_stream(tmp_path: Path) -> None:

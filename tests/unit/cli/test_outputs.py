@@ -35,29 +35,25 @@ CALLS = [
 ]
 
 
+@pytest.mark.parametrize("is_pipe", [False, True])
 @pytest.mark.parametrize("call", CALLS)
-def test_an_output_that_exists_is_kept(call: str, model: Path, tmp_path: Path) -> None:
+def test_an_output_that_exists_is_kept(
+    call: str, is_pipe: bool, model: Path, tmp_path: Path
+) -> None:
+    """A pipe is never replaced, by --force neither."""
     out, text = tmp_path / "out.png", tmp_path / "text.txt"
-    out.write_text("mine")
     text.write_text("some words")
+    if is_pipe:
+        os.mkfifo(out)
+        words, said = [*call.split(), "--force"], "is not a regular file"
+    else:
+        out.write_text("mine")
+        words, said = call.split(), "exists: choose another name, or replace it with --force"
     places = {"IN": str(model), "OUT": str(out), "TEXT": str(text)}
-    result = CliRunner().invoke(cli, [places.get(word, word) for word in call.split()])
+    result = CliRunner().invoke(cli, [places.get(word, word) for word in words])
     assert result.exit_code == 2
-    assert f"{out} exists: choose another name, or replace it with --force" in result.stderr
-    assert out.read_text() == "mine"
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_a_pipe_is_never_replaced(call: str, model: Path, tmp_path: Path) -> None:
-    out, text = tmp_path / "out.png", tmp_path / "text.txt"
-    os.mkfifo(out)
-    text.write_text("some words")
-    places = {"IN": str(model), "OUT": str(out), "TEXT": str(text)}
-    words = [places.get(word, word) for word in call.split()]
-    result = CliRunner().invoke(cli, [*words, "--force"])
-    assert result.exit_code == 2
-    assert f"{out} is not a regular file" in result.stderr
-    assert stat.S_ISFIFO(out.lstat().st_mode)
+    assert f"{out} {said}" in result.stderr
+    assert stat.S_ISFIFO(out.lstat().st_mode) if is_pipe else out.read_text() == "mine"
     assert sorted(tmp_path.iterdir()) == [out, text]
 
 
@@ -79,26 +75,22 @@ def test_force_replaces_it(model: Path, tmp_path: Path, before: bool) -> None:
     assert out.read_bytes()[:4] == b"GGUF"
 
 
-def test_a_table_beside_the_model_is_kept(model: Path, tmp_path: Path) -> None:
-    copy, text = tmp_path / "m.gguf", tmp_path / "text.txt"
-    copy.symlink_to(model)
-    (tmp_path / "m.gguf.calib.json").write_text("mine")
-    text.write_text("some words")
-    result = CliRunner().invoke(cli, ["calibrate", str(copy), "--calib", str(text)])
-    assert result.exit_code == 2 and "calib.json exists" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("call", "table"),
-    [("eval -m IN --text TEXT --study depth --out DIR", "depth.md")],
+    [
+        ("calibrate IN --calib TEXT", "m.gguf.calib.json"),
+        ("eval -m IN --text TEXT --study depth --out DIR", "depth.md"),
+    ],
 )
-def test_tables_of_a_study_are_kept(model: Path, tmp_path: Path, call: str, table: str) -> None:
-    folder = tmp_path / "results"
-    folder.mkdir()
-    (folder / table).write_text("mine")
-    places = {"IN": str(model), "DIR": str(folder), "TEXT": str(tmp_path / "text.txt")}
+def test_a_table_is_kept(model: Path, tmp_path: Path, call: str, table: str) -> None:
+    """That beside a model, and those of a study."""
+    copy, text = tmp_path / "m.gguf", tmp_path / "text.txt"
+    copy.symlink_to(model)
+    text.write_text("some words")
+    (tmp_path / table).write_text("mine")
+    places = {"IN": str(copy), "DIR": str(tmp_path), "TEXT": str(text)}
     result = CliRunner().invoke(cli, [places.get(word, word) for word in call.split()])
-    assert result.exit_code == 2 and f"{folder / table} exists" in result.stderr
+    assert result.exit_code == 2 and f"{tmp_path / table} exists" in result.stderr
 
 
 def test_every_command_with_an_output_has_force() -> None:

@@ -49,7 +49,6 @@ def test_what_could_not_be_kept_is_said_at_the_end(model: Path, tmp_path: Path) 
 
 def test_there_is_something_to_resume(model: Path, tmp_path: Path) -> None:
     code, _, said = chat(model, "--resume", "-p", "x")
-    assert code == 2
-    assert "--prompt-cache DIR" in said
+    assert code == 2 and "--prompt-cache DIR" in said
     code, _, said = chat(model, "--resume", "--prompt-cache", tmp_path, "-p", "x")
     assert (code, said) == (1, f"Error: --resume: no conversation is kept in {tmp_path}\n")

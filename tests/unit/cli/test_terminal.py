@@ -6,7 +6,8 @@ import json
 import re
 
 import fake_engine
-from pseudo_terminal import CTRL_C, CTRL_D, ESCAPES, PROMPT, UP, Terminal
+import pytest
+from pseudo_terminal import CTRL_C, CTRL_D, PROMPT, UP, Terminal
 
 
 def test_a_conversation(start):
@@ -17,12 +18,6 @@ def test_a_conversation(start):
     line = "TTFT 12 ms · 48.9 tokens/s · hits 93 % · q4_k 75 % q2_k 25 % (computed q4_k 81 % q2_k"
     assert f"\nHi there!\n{line}" in answer
     assert "<more>" in terminal.ask("more")
-    terminal.send("/quit\n")
-    assert terminal.finish() == 0
-
-
-def test_ctrl_d_leaves(start):
-    terminal = start()
     terminal.send(CTRL_D)
     assert terminal.finish() == 0
 
@@ -70,21 +65,21 @@ def test_bars_appear_and_go(start):
     assert "Reading" not in terminal.ask("hello")
 
 
-def test_ctrl_c_during_prefill(start):
+@pytest.mark.parametrize(
+    ("prompt", "shown"),
+    [
+        ("endless prompt", "Reading 1000 tokens"),
+        ("one micro-batch", r"Reading 1000 tokens \[-+\]   0 %, 1 s"),
+    ],
+)
+def test_ctrl_c_during_prefill(start, prompt, shown):
+    """A prompt that is one micro-batch shows that it is read."""
     terminal = start()
-    terminal.send("endless prompt\n")
-    terminal.wait("Reading 1000 tokens")
+    terminal.send(prompt + "\n")
+    terminal.wait(shown)
     terminal.send(CTRL_C)
     assert "stopped" in terminal.wait(PROMPT)
     assert "Hi there!" in terminal.ask("hello")
-
-
-def test_a_prompt_that_is_one_micro_batch_shows_that_it_is_read(start):
-    terminal = start()
-    terminal.send("one micro-batch\n")
-    terminal.wait(r"Reading 1000 tokens \[-+\]   0 %, 1 s")
-    terminal.send(CTRL_C)
-    assert "stopped" in terminal.wait(PROMPT)
 
 
 def test_a_narrow_terminal_breaks_between_words(start):
@@ -132,27 +127,10 @@ def test_the_history_may_be_unwritable(start, tmp_path):
     assert "Hi there!" in terminal.ask("hello")
 
 
+LISTED = "/help|/regen|/read FILE|/reset|/system TEXT|/stats|/set NAME VALUE|/temp T|/model NAME"
+LISTED += '|/policy NAME|/retention R|/save FILE|/quit|"""|Ctrl-C'
 COMMANDS = [
-    (
-        "/help",
-        [
-            "/help",
-            "/regen",
-            "/read FILE",
-            "/reset",
-            "/system TEXT",
-            "/stats",
-            "/set NAME VALUE",
-            "/temp T",
-            "/model NAME",
-            "/policy NAME",
-            "/retention R",
-            "/save FILE",
-            "/quit",
-            '"""',
-            "Ctrl-C",
-        ],
-    ),
+    ("/help", LISTED.split("|")),
     ("/?", ["/regen", "another answer"]),
     ("/regen", ["Error: nothing was answered yet"]),
     ("/reset", ["The conversation is empty."]),
@@ -250,14 +228,6 @@ def test_a_file_stands_before_one_message(start, tmp_path):
     assert "<nothing was added>" in terminal.ask("nothing was added")
 
 
-def test_an_answer_is_given_once_more(start, tmp_path):
-    terminal = start()
-    terminal.ask("hello")
-    assert "Hi there!" in terminal.ask("/regen")
-    terminal.ask(f"/save {tmp_path}/talk.jsonl")
-    assert len((tmp_path / "talk.jsonl").read_text().splitlines()) == 2
-
-
 def test_the_statistics_line_without_unicode(start):
     terminal = start(PYTHONIOENCODING="ascii")
     assert "TTFT 12 ms | 48.9 tokens/s" in terminal.ask("hello")
@@ -308,33 +278,22 @@ def test_the_model_cannot_control_the_terminal(start):
         assert control not in said
 
 
-def test_no_color_is_honoured(start):
-    def sgr(terminal: Terminal) -> list[str]:
-        terminal.ask("hello")
-        return re.findall(r"\x1b\[[0-9;]*m", terminal.raw)
-
-    assert sgr(start())
-    assert sgr(start(NO_COLOR="1")) == []
-    assert sgr(start(TERM="dumb")) == []
-
-
-def test_a_dumb_terminal_gets_no_bar(start):
-    terminal = start("-m", "slow.gguf", TERM="dumb")
-    assert "Loading" not in terminal.greeting
-    assert "\x1b[K" not in terminal.raw
+@pytest.mark.parametrize(
+    ("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
+)
+def test_no_color_is_honoured(start, environment, coloured):
+    """A dumb terminal gets no bar either."""
+    terminal = start("-m", "slow.gguf", **environment)
+    terminal.ask("hello")
+    assert bool(re.search(r"\x1b\[[0-9;]*m", terminal.raw)) == coloured
+    has_bar = "TERM" not in environment
+    assert ("Loading" in terminal.greeting) == ("\x1b[K" in terminal.raw) == has_bar
 
 
 def test_json_needs_a_prompt(tmp_path):
     with Terminal("-m", "x.gguf", "--json", home=tmp_path) as terminal:
         assert terminal.finish() == 2
         assert "--json needs a prompt" in terminal.raw
-
-
-def test_one_shot_on_a_terminal_shows_the_statistics(tmp_path):
-    with Terminal("-m", "x.gguf", "-p", "hello", home=tmp_path) as terminal:
-        assert terminal.finish() == 0
-        plain = ESCAPES.sub("", terminal.raw)
-        assert plain.startswith("Hi there!\r\nTTFT 12 ms · ")
 
 
 def test_json_on_a_terminal_is_escaped(tmp_path):

@@ -66,11 +66,12 @@ def test_lines_end_between_words(start):
     assert not re.search(r"^\s", "\n".join(said))
 
 
-def test_one_answer_is_wrapped_and_json_is_not(tmp_path):
+def test_one_answer_is_wrapped_and_has_its_statistics_and_json_is_not(tmp_path):
     args = ("-m", "x.gguf", "-p", "words")
     with Terminal(*args, home=tmp_path) as terminal:
         assert terminal.finish() == 0
-        assert "\r\n" in ESCAPES.sub("", terminal.raw).partition("TTFT")[0].strip()
+        said, _, statistics = ESCAPES.sub("", terminal.raw).partition("\r\nTTFT")
+        assert "\r\n" in said and statistics.startswith(" 12 ms · ")
     with Terminal(*args, "--json", home=tmp_path) as terminal:
         assert terminal.finish() == 0
         assert terminal.raw.count("\n") == 1

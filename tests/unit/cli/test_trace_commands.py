@@ -51,10 +51,16 @@ def test_a_text_becomes_a_trace(recorded: Path) -> None:
     assert trace.arrays["step_tokens"].tolist() == [16] + 24 * [1]
 
 
-def test_replay_prints_the_policy_beside_its_baselines(recorded: Path) -> None:
-    result = run("replay", recorded)
+def done(*args: object) -> str:
+    """What a command prints that succeeds."""
+    result = run(*args)
     assert result.exit_code == 0, result.stderr
-    table, agreement = result.stdout.split("policy: ")
+    return result.stdout
+
+
+def test_replay_prints_the_policy_beside_its_baselines(recorded: Path) -> None:
+    said = done("replay", recorded)
+    table, agreement = said.split("policy: ")
     names = [line.split()[0].rstrip(",") for line in table.splitlines() if " % " in line]
     assert names == ["reads:", "dymoe", "lru", "Belady", "recorded"]
     assert "bound, one precision" in table
@@ -63,12 +69,10 @@ def test_replay_prints_the_policy_beside_its_baselines(recorded: Path) -> None:
 
 
 def test_options_reach_the_replay(recorded: Path) -> None:
-    result = run(
-        *("replay", recorded, "--json", "--policy=lru", "--expert-ram=1MiB", "--bandwidth=1GB"),
-        *("--latency-us=70", "--io-threads=3", "--compute-ms=2.5"),
+    options = ("--policy=lru", "--expert-ram=1MiB", "--bandwidth=1GB", "--latency-us=70")
+    found = json.loads(
+        done("replay", recorded, "--json", *options, "--io-threads=3", "--compute-ms=2.5")
     )
-    assert result.exit_code == 0, result.stderr
-    found = json.loads(result.stdout)
     assert list(found["runs"]) == ["lru"]
     wanted = {"expert_bytes": 1 << 20, "bandwidth": 10**9, "latency_us": 70, "io_threads": 3}
     wanted |= {"transition_rate": 0, "clock": "simulated", "agreement": None}
@@ -77,47 +81,18 @@ def test_options_reach_the_replay(recorded: Path) -> None:
     assert found["runs"]["lru"]["tpot_ms_mean"] > 2.5
 
     options = ("--retention=0.5", "--low-tier=skip", "--schedule=flat", "--prefetch=off")
-    result = run("replay", recorded, "--json", *options)
-    assert result.exit_code == 0, result.stderr
-    found = json.loads(result.stdout)
+    found = json.loads(done("replay", recorded, "--json", *options))
     assert found["policy"].startswith("dymoe q4_k/skip r=0.5")
     assert found["n_ahead"] == 0
     assert found["runs"]["dymoe"]["decode"]["mix"]["skip"] == 0.5
 
 
-def test_a_run_of_dynaexq_is_replayed_as_it_was(model: Path, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("a text of some words, " * 20)
-    out, profile = tmp_path / "t.npz", tmp_path / "hot.json"
-    for _ in range(2):  # the second run starts from what the first one learned
-        result = run(
-            *("trace", "-m", model, "--text", text, "--tokens=100", "--prefill=16", "--out", out),
-            "--force",
-            *("--ctx=128", "--threads=1", "--expert-ram=2MiB", "--policy=dynaexq"),
-            *("--profile", profile, "--transition-rate=64MiB"),
-        )
-        assert result.exit_code == 0, result.stderr
-    trace = read_trace(out)
-    assert trace.arrays["start_hotness"].any()
-    assert trace.header.settings["transition_rate"] == 64 << 20
-    for clock in ("recorded", "simulated"):
-        result = run("replay", out, "--json", f"--clock={clock}")
-        assert result.exit_code == 0, result.stderr
-        found = json.loads(result.stdout)
-        assert found["clock"] == clock
-        rows = {row["name"]: row["error"] for row in found["agreement"]}
-        assert rows["hits"] == rows["of requests"] == 0
-        if clock == "recorded":
-            assert rows["routed in q4_k"] == 0
-
-
 def test_an_answer_becomes_a_trace(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "answer.npz"
-    result = run(
+    done(
         *("trace", "-m", model, "-p", "hello", "--tokens=5", "--seed=3", "--out", out),
         *("--ctx=128", "--threads=1", "--expert-ram=2MiB", "--policy=lru"),
     )
-    assert result.exit_code == 0, result.stderr
     trace = read_trace(out)
     assert trace.header.policy == "lru"
     assert len(trace.arrays["step_phase"]) <= 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,3 +22,11 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
         return made[name]
 
     return make
+
+
+@pytest.fixture
+def float32_attention(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it for keys and values in float32, and no flash attention, which rounds them to half."""
+    from .running import use_float32_attention
+
+    return partial(use_float32_attention, monkeypatch)

@@ -6,6 +6,7 @@ same numbers as an F32 one. Router rows are long, so that no choice of experts i
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +17,6 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-
-from . import deepseek_moe
 
 VOCAB = 384
 END = "<|endoftext|>"
@@ -44,8 +43,6 @@ class Family:
     publish: Callable[[Path], None] | None = None
 
     def build(self) -> Any:
-        if self.model == "DeepseekForCausalLM":
-            return deepseek_moe.build(VOCAB)
         name = self.config_class or self.model.replace("ForCausalLM", "Config")
         config_class = getattr(transformers, name)
         torch.manual_seed(1)  # for what randomise leaves as it is
@@ -69,10 +66,11 @@ SIZES = {
     "tie_word_embeddings": False,
 }
 SENTENCEPIECE_ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+EIGHT_EXPERTS = {"moe_intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 2}
+EIGHT_LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
+EIGHT_ROUTED = {"moe_intermediate_size": 96, "n_routed_experts": 8, "num_experts_per_tok": 2}
 DEEPSEEK = {
-    "moe_intermediate_size": 96,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
+    **EIGHT_ROUTED,
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
@@ -82,11 +80,9 @@ DEEPSEEK = {
     "v_head_dim": 32,
 }
 QWEN3_NEXT = {
+    **EIGHT_EXPERTS,
     "num_hidden_layers": 4,
-    "moe_intermediate_size": 96,
     "shared_expert_intermediate_size": 96,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
     "head_dim": 32,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -124,35 +120,60 @@ def with_columns_first(folder: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+def with_open_gates(model: Any) -> None:
+    """DeepSeek-MoE-16B, which transformers has no class for, is Qwen2-MoE without biases and
+    without a gate before the shared experts (arXiv 2401.06066, section 3)."""
+
+    def always(x: torch.Tensor) -> torch.Tensor:
+        return torch.full((len(x), 1), math.inf)
+
+    for module in model.modules():
+        if hasattr(module, "shared_expert_gate"):
+            del module.shared_expert_gate
+            module.shared_expert_gate = always
+
+
+def as_deepseek_moe(folder: Path) -> None:
+    """Under the names of the published checkpoint."""
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {
+        name.replace("shared_expert.", "shared_experts."): values
+        for name, values in tensors.items()
+        if "shared_expert_gate" not in name
+    }
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        **SIZES,
+        **EIGHT_ROUTED,
+        "architectures": ["DeepseekForCausalLM"],
+        "model_type": "deepseek",
+        "intermediate_size": 160,
+        "num_key_value_heads": 4,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 # What llama.cpp derives from the two context lengths below; published as a number of its own.
 PHI_MSCALE = math.sqrt(1 + math.log(512 / 256) / math.log(256))
 
 FAMILIES = {
     "mixtral": Family(
-        "MixtralForCausalLM",
-        {"num_local_experts": 8, "num_experts_per_tok": 2, **SENTENCEPIECE_ENDS},
-        "sentencepiece",
+        "MixtralForCausalLM", {**EIGHT_LOCAL, **SENTENCEPIECE_ENDS}, "sentencepiece"
     ),
     "qwen2-moe": Family(
         "Qwen2MoeForCausalLM",
-        {
-            "moe_intermediate_size": 96,
-            "shared_expert_intermediate_size": 160,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "num_key_value_heads": 4,
-        },
+        {**EIGHT_EXPERTS, "shared_expert_intermediate_size": 160, "num_key_value_heads": 4},
         "qwen2",
     ),
     "qwen3-moe": Family(
         "Qwen3MoeForCausalLM",
-        {
-            "moe_intermediate_size": 96,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "norm_topk_prob": True,
-            "head_dim": 32,
-        },
+        {**EIGHT_EXPERTS, "norm_topk_prob": True, "head_dim": 32},
         "qwen2",
     ),
     "qwen3-next": Family("Qwen3NextForCausalLM", QWEN3_NEXT, "qwen2"),
@@ -193,8 +214,7 @@ FAMILIES = {
         "PhimoeForCausalLM",
         {
             **SENTENCEPIECE_ENDS,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
+            **EIGHT_LOCAL,
             "attention_bias": True,
             "lm_head_bias": True,
             "sliding_window": 512,
@@ -211,13 +231,25 @@ FAMILIES = {
         "sentencepiece",
         as_llama_cpp,
     ),
-    "deepseek-moe": Family("DeepseekForCausalLM", {}, "llama3"),
+    "deepseek-moe": Family(
+        "Qwen2MoeForCausalLM",
+        {
+            **EIGHT_EXPERTS,
+            "intermediate_size": 160,
+            "shared_expert_intermediate_size": 2 * 96,
+            "num_experts_per_tok": 3,
+            "mlp_only_layers": [0],
+            "qkv_bias": False,
+            "num_key_value_heads": 4,
+        },
+        "llama3",
+        with_open_gates,
+        publish=as_deepseek_moe,
+    ),
     "dots1": Family(
         "Dots1ForCausalLM",
         {
-            "moe_intermediate_size": 96,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
+            **EIGHT_ROUTED,
             "n_shared_experts": 2,
             "first_k_dense_replace": 1,
             "n_group": 1,
@@ -232,8 +264,7 @@ FAMILIES = {
     "granite-moe": Family(
         "GraniteMoeForCausalLM",
         {
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
+            **EIGHT_LOCAL,
             "embedding_multiplier": 3.0,
             "logits_scaling": 2.0,
             "residual_multiplier": 0.5,
@@ -243,7 +274,7 @@ FAMILIES = {
     ),
     "minimax-m2": Family(
         "MiniMaxM2ForCausalLM",
-        {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 32, "rotary_dim": 16},
+        {**EIGHT_LOCAL, "head_dim": 32, "rotary_dim": 16},
         "qwen2",
     ),
     # Biases of experts, attention that may go nowhere, and a window in every other layer.
@@ -251,8 +282,7 @@ FAMILIES = {
         "GptOssForCausalLM",
         {
             "num_hidden_layers": 4,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
+            **EIGHT_LOCAL,
             "head_dim": 32,
             "sliding_window": 8,
             # llama.cpp blends frequencies between whole dimensions.
@@ -271,9 +301,7 @@ FAMILIES = {
     "glm4-moe": Family(
         "Glm4MoeForCausalLM",
         {
-            "moe_intermediate_size": 96,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
+            **EIGHT_ROUTED,
             "routed_scaling_factor": 2.5,
             "head_dim": 32,
             "attention_bias": True,
@@ -305,14 +333,7 @@ FAMILIES = {
     ),
     "exaone-moe": Family(
         "ExaoneMoeForCausalLM",
-        {
-            "num_hidden_layers": 4,
-            "moe_intermediate_size": 96,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "head_dim": 32,
-            "sliding_window": 8,
-        },
+        {**EIGHT_EXPERTS, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 8},
         "qwen2",
     ),
     "qwen3.5-moe": Family(
@@ -326,9 +347,7 @@ FAMILIES = {
         {
             "text_config": {
                 **SIZES,
-                "moe_intermediate_size": 96,
-                "num_experts": 8,
-                "num_experts_per_tok": 2,
+                **EIGHT_EXPERTS,
                 "norm_topk_prob": True,
                 "head_dim": 32,
                 "rope_parameters": {

@@ -67,8 +67,12 @@ def our_logits(path: Path, tokens: list[int], answer: list[int], **options: obje
     return np.concatenate(rows)
 
 
+def managed_logits(path: Path, tokens: list[int], answer: list[int], tier: str | None = None):
+    """With room for a part of the experts."""
+    return our_logits(path, tokens, answer, policy="lru", high_tier=tier, expert_ram=1 << 20)
+
+
 def use_float32_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys and values in float32, and no flash attention, which rounds them to half."""
     api = Bindings.load().api
     default = api.llama_context_default_params
 

@@ -15,7 +15,7 @@ from gguf_tools.pack import export
 from gguf_tools.verify import verify
 
 from .families import FAMILIES
-from .running import Case, our_logits, use_float32_attention
+from .running import Case, managed_logits, our_logits
 
 # In standard deviations of the logits, the largest error. float32 throughout: only the order of
 # sums differs (3e-5 measured), and in linear attention upstream's way to compute it (6e-4).
@@ -28,16 +28,6 @@ HALF = 0.1
 LINEAR = ("qwen3-next", "qwen3.5-moe")
 
 
-@pytest.fixture
-def float32_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys and values in float32, and no flash attention, which rounds them to half."""
-    use_float32_attention(monkeypatch)
-
-
-def error(found: np.ndarray, made: Case) -> float:
-    return float(np.abs(found - made.logits).max() / made.logits.std())
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_are_theirs(name: str, case: Callable[[str], Case]) -> None:
     made = case(name)
@@ -45,14 +35,16 @@ def test_tokens_are_theirs(name: str, case: Callable[[str], Case]) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_theirs(name: str, case: Callable[[str], Case], float32_attention: None) -> None:
+def test_logits_are_theirs(
+    name: str, case: Callable[[str], Case], float32_attention: Callable[[], None]
+) -> None:
     """Over the prompt and 16 decoded tokens, with room for a part of the experts."""
     made = case(name)
     assert 0.3 < made.logits.std() < 30
-    found = our_logits(
-        made.packed, made.tokens, made.answer, policy="lru", high_tier="f32", expert_ram=1 << 20
-    )
-    assert error(found, made) < (EXACT_LINEAR if name in LINEAR else EXACT)
+    float32_attention()
+    found = managed_logits(made.packed, made.tokens, made.answer, "f32")
+    most = EXACT_LINEAR if name in LINEAR else EXACT
+    assert np.abs(found - made.logits).max() < most * made.logits.std()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -61,14 +53,10 @@ def test_f16_tier_is_near_and_exports(
 ) -> None:
     """As people run it; and the tier alone, in the plain path, gives the same bits."""
     made = case(name)
-    found = our_logits(
-        made.packed, made.tokens, made.answer, policy="lru", high_tier="f16", expert_ram=1 << 20
-    )
+    found = managed_logits(made.packed, made.tokens, made.answer, "f16")
     assert np.sqrt(np.mean((found - made.logits) ** 2)) < HALF * made.logits.std()
-    export(made.packed, tmp_path / "f16.gguf", "f16")
-    np.testing.assert_array_equal(
-        our_logits(tmp_path / "f16.gguf", made.tokens, made.answer), found
-    )
+    plain = export(made.packed, tmp_path / "f16.gguf", "f16").path
+    np.testing.assert_array_equal(our_logits(plain, made.tokens, made.answer), found)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -76,16 +76,16 @@ def shards(folder: Path) -> list[Path]:
     return found
 
 
+INDEX = "model.safetensors.index.json"
+
+
 def no_weights(folder: Path) -> None:
-    for path in [*shards(folder), folder / "model.safetensors.index.json"]:
+    for path in [*shards(folder), folder / INDEX]:
         path.unlink()
 
 
 def an_index_that_leads_out(folder: Path) -> None:
-    path = folder / "model.safetensors.index.json"
-    content = json.loads(path.read_text())
-    content["weight_map"]["model.norm.weight"] = "../elsewhere.safetensors"
-    path.write_text(json.dumps(content))
+    change_json(folder / INDEX, weight_map={"model.norm.weight": "../elsewhere.safetensors"})
 
 
 def unknown_splits(folder: Path) -> None:
@@ -94,7 +94,7 @@ def unknown_splits(folder: Path) -> None:
 
 
 def one_shard_without_index(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").unlink()
+    (folder / INDEX).unlink()
     shards(folder)[2].unlink()
 
 
@@ -224,18 +224,24 @@ def test_code_of_a_checkpoint_runs_only_when_asked_for(tmp_path: Path) -> None:
     assert trace.exists()
 
 
-def test_no_folder(tmp_path: Path) -> None:
+def test_a_source_that_is_no_checkpoint_of_experts(tmp_path: Path) -> None:
     assert "does not exist" in said(tmp_path / "none")
     (tmp_path / "text.txt").write_text("x")
     assert "not a folder" in said(tmp_path / "text.txt")
-
-
-def test_a_model_without_experts(tmp_path: Path) -> None:
     config = transformers.Qwen3Config(**families.SIZES)
     transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path / "dense")
     checkpoints.save_tokenizer("qwen2", tmp_path / "dense")
     found = said(tmp_path / "dense")
     assert "Qwen3ForCausalLM has no experts: not a Mixture-of-Experts model" in found
+
+
+def test_a_target_that_cannot_be_written(folder: Path, tmp_path: Path) -> None:
+    assert "there is no folder" in said(folder, out=tmp_path / "none" / "out.gguf")
+    (tmp_path / "taken").mkdir()
+    assert "is a folder" in said(folder, out=tmp_path / "taken")
+    (tmp_path / "locked").mkdir(mode=0o555)
+    if os.geteuid():  # root may write everywhere
+        assert "cannot be written" in said(folder, out=tmp_path / "locked" / "out.gguf")
 
 
 @pytest.mark.parametrize(
@@ -251,18 +257,6 @@ def test_no_space(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 1 << 40, 4096))
     assert "only 0.0 MiB are free" in said(folder)
-
-
-def test_a_target_that_cannot_be_written(folder: Path, tmp_path: Path) -> None:
-    assert "there is no folder" in said(folder, out=tmp_path / "none" / "out.gguf")
-    (tmp_path / "taken").mkdir()
-    assert "is a folder" in said(folder, out=tmp_path / "taken")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_is_read_only(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "locked").mkdir(mode=0o555)
-    assert "cannot be written" in said(folder, out=tmp_path / "locked" / "out.gguf")
 
 
 def test_the_header_is_shown_before_anything_is_computed(folder: Path, tmp_path: Path) -> None:

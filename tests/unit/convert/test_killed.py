@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,9 @@ import pytest
 pytest.importorskip("torch", reason="needs the extra `convert`")
 pytest.importorskip("transformers", reason="needs the extra `convert`")
 
-from killing import calls_of, killed, moments
+from killing import check_model_at_twenty_deaths
 
 from gguf_tools.convert import convert
-from gguf_tools.verify import verify
 
 from . import checkpoints
 
@@ -36,17 +34,4 @@ def test_killed_at_twenty_moments(tmp_path: Path) -> None:
         convert(tmp_path / "hf", out, ["f16", "q8_0"], threads=2)
 
     work()  # loads what a child should not have to
-    whole = out.read_bytes()
-    total = calls_of(work, *OURS)
-    died = 0
-    for at in moments(total, 20, seed=3):
-        out.unlink(missing_ok=True)
-        died += killed(work, at, *OURS)
-        if out.exists():
-            assert out.read_bytes() == whole
-            assert verify(out, threads=1).problems == []
-        assert len(os.listdir(out.parent)) <= 2, "leftovers of earlier runs are still there"
-    assert died >= 15
-    work()
-    assert os.listdir(out.parent) == [out.name]
-    assert out.read_bytes() == whole
+    check_model_at_twenty_deaths(work, out, OURS, seed=3)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from gguf_tools.convert import convert
 
 from . import checkpoints
 from .families import FAMILIES
-from .running import our_logits, use_float32_attention
+from .running import managed_logits, our_logits
 
 ODD = {
     "hidden_size": 72,
@@ -66,12 +65,6 @@ def with_parameters(model: Any, dtype: Any) -> None:
         values.data = values.data.to(dtype)
 
 
-@pytest.fixture
-def float32_attention(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Call it for keys and values in float32, and no flash attention."""
-    return partial(use_float32_attention, monkeypatch)
-
-
 def rms(found: np.ndarray, expected: np.ndarray) -> float:
     """In standard deviations of the logits."""
     return float(np.sqrt(np.mean((found - expected) ** 2)) / expected.std())
@@ -87,12 +80,12 @@ def test_odd_sizes_and_tied_embeddings(
     theirs = checkpoints.reference_logits(model, TOKENS + ANSWER)
     assert exact.shape[1] == 391
     convert(tmp_path / "hf", tmp_path / "bf16.gguf", ["bf16"], threads=1)
-    ours = our_logits(tmp_path / "bf16.gguf", TOKENS, ANSWER, policy="lru", expert_ram=1 << 20)
+    ours = managed_logits(tmp_path / "bf16.gguf", TOKENS, ANSWER)
     assert rms(ours, exact) < 1.5 * rms(theirs, exact)
 
     convert(tmp_path / "hf32", tmp_path / "f32.gguf", ["f32"], threads=1)
     float32_attention()
-    found = our_logits(tmp_path / "f32.gguf", TOKENS, ANSWER, policy="lru", expert_ram=1 << 20)
+    found = managed_logits(tmp_path / "f32.gguf", TOKENS, ANSWER)
     assert np.abs(found - exact).max() < 2e-4 * exact.std()
 
 

@@ -24,7 +24,7 @@ from orchestrator.lab.calibrate.capture import WINDOW
 from orchestrator.lab.calibrate.methods import Method, save_imatrix
 
 from .families import FAMILIES
-from .running import Case, our_logits
+from .running import Case, managed_logits, our_logits
 
 DEMO = Path(__file__).parents[3] / "models" / "demo" / "moe-edge-demo.gguf"
 PLAIN = ("q8_0", "q6_k", "q5_k", "q4_k", "q3_k", "q2_k", "iq4_xs", "iq4_nl", "q4_0", "q5_1")
@@ -112,9 +112,7 @@ def test_every_family_runs_there(
     made = case(name)
     export(made.packed, tmp_path / "f16.gguf", "f16")
     found = upstream.logits(tmp_path / "f16.gguf", made.tokens, made.answer)
-    here = our_logits(
-        made.packed, made.tokens, made.answer, policy="lru", high_tier="f16", expert_ram=1 << 20
-    )
+    here = managed_logits(made.packed, made.tokens, made.answer, "f16")
     np.testing.assert_array_equal(found, here)
 
 

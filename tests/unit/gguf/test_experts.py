@@ -21,12 +21,13 @@ from gguf_tools.file.layout import (
     KINDS,
     UP,
     GGMLType,
-    ValueType,
     expert_tensor_name,
     parse_expert_name,
     slot_bytes,
 )
 from gguf_tools.file.reader import GGUFFile
+
+LENGTHS = {"attention.key_length": 40, "attention.value_length": 24}
 
 
 def types(up, down):
@@ -86,18 +87,6 @@ def test_packed_file(tmp_path):
             model.tier_index("q2_k")
 
 
-def test_slices_are_the_bytes_of_each_expert(tmp_path):
-    with ExpertModel.open(write_packed(tmp_path / "m.gguf")) as model:
-        for tier in range(2):
-            found = model.slices[1][DOWN][tier]
-            name = expert_tensor_name(1, DOWN, None if tier == 0 else "q4_0")
-            whole = model.parts[0].array(name).reshape(N_EXPERT, -1)
-            for expert in range(N_EXPERT):
-                at = found.offset + expert * found.expert_bytes
-                data = model.parts[0].bytes_at(at, found.expert_bytes)
-                assert data.tobytes() == whole[expert].tobytes()
-
-
 def test_dense_layers_first_and_shared_experts(tmp_path):
     tensors = [
         ("blk.0.ffn_up.weight", (64, 128), GGMLType.F32),
@@ -111,14 +100,13 @@ def test_dense_layers_first_and_shared_experts(tmp_path):
         assert model.dense_bytes == 4 * (64 * 3 + 2 * 64 * 4 + 64 * 128 + 64 * 32)
 
 
-def test_fused_and_ungated_layers(tmp_path):
-    fused = write_model(tmp_path / "fused.gguf", model_tensors(fused=True))
-    with ExpertModel.open(fused) as model:
-        assert model.kinds(0) == [GATE_UP, DOWN]
-        assert model.shapes[0][GATE_UP] == (64, 64)
-    ungated = write_model(tmp_path / "ungated.gguf", model_tensors(gated=False))
-    with ExpertModel.open(ungated) as model:
-        assert model.kinds(0) == [UP, DOWN]
+@pytest.mark.parametrize(
+    ("changes", "kinds"), [({"fused": True}, [GATE_UP, DOWN]), ({"gated": False}, [UP, DOWN])]
+)
+def test_fused_and_ungated_layers(tmp_path, changes, kinds):
+    with ExpertModel.open(write_model(tmp_path / "m.gguf", model_tensors(**changes))) as model:
+        assert model.kinds(0) == kinds
+        assert model.shapes[0][GATE_UP] == ((64, 64) if "fused" in changes else None)
 
 
 def test_layers_that_predict_further_tokens_are_not_routed(tmp_path):
@@ -127,24 +115,6 @@ def test_layers_that_predict_further_tokens_are_not_routed(tmp_path):
     with ExpertModel.open(write_model(tmp_path / "m.gguf", tensors, metadata)) as model:
         assert model.layer_ids == [0, 1]
         assert model.dense_bytes > model.tier_bytes[0] // 2
-
-
-def test_split_model(tmp_path):
-    tensors = model_tensors()
-    for index, half in enumerate((tensors[:4], tensors[4:])):
-        write_model(
-            tmp_path / f"m-0000{index + 1}-of-00002.gguf",
-            half,
-            model_metadata() if index == 0 else {},
-            extra=[
-                ("split.no", index, ValueType.UINT16, None),
-                ("split.count", 2, ValueType.UINT16, None),
-            ],
-        )
-    with ExpertModel.open(tmp_path / "m-00001-of-00002.gguf") as model:
-        assert len(model.files) == 2
-        assert model.slices[0][UP][0].file_index == 0
-        assert model.slices[1][DOWN][0].file_index == 1
 
 
 def test_expert_used_may_differ_by_layer(tmp_path):
@@ -170,41 +140,38 @@ def test_a_router_has_the_function_of_its_architecture(tmp_path, arch, said, gat
         assert model.hparams.gating == gating
 
 
-def test_kv_bytes(tmp_path):
-    path = write_model(tmp_path / "m.gguf")
+@pytest.mark.parametrize(
+    ("changes", "nbytes"),
+    [
+        # 2 layers, 2 heads of 16 values, keys and values in F16.
+        ({}, 2 * 2 * 2 * 16 * 2 * 256),
+        ({"head_count_kv": [0, 1], **LENGTHS}, (40 + 24) * 2 * 256),
+        # Latent attention stores keys only.
+        (
+            {
+                **LENGTHS,
+                "head_count_kv": 1,
+                "attention.key_length_mla": 24,
+                "attention.value_length_mla": 16,
+            },
+            2 * 40 * 2 * 256,
+        ),
+    ],
+)
+def test_kv_bytes(tmp_path, changes, nbytes):
+    """Cells come in steps of 256."""
+    path = write_model(tmp_path / "m.gguf", metadata=model_metadata(**changes))
     with ExpertModel.open(path) as model:
-        # 2 layers, 2 heads of 16 values, keys and values in F16, cells in steps of 256.
-        assert model.kv_bytes(256) == 2 * 2 * 2 * 16 * 2 * 256
-        assert model.kv_bytes(1) == model.kv_bytes(256)
-        assert model.kv_bytes(257) == 2 * model.kv_bytes(256)
-    metadata = model_metadata(
-        head_count_kv=[0, 1], **{"attention.key_length": 40, "attention.value_length": 24}
-    )
-    with ExpertModel.open(write_model(tmp_path / "n.gguf", metadata=metadata)) as model:
-        assert model.kv_bytes(256) == (40 + 24) * 2 * 256
-
-
-def test_latent_attention_stores_keys_only(tmp_path):
-    metadata = model_metadata(
-        head_count_kv=1,
-        **{
-            "attention.key_length": 40,
-            "attention.value_length": 32,
-            "attention.key_length_mla": 24,
-            "attention.value_length_mla": 16,
-        },
-    )
-    with ExpertModel.open(write_model(tmp_path / "m.gguf", metadata=metadata)) as model:
-        assert model.hparams.is_mla
-        assert model.kv_bytes(256) == 2 * 40 * 2 * 256
+        assert model.hparams.is_mla == ("attention.key_length_mla" in changes)
+        assert [model.kv_bytes(n) for n in (1, 256, 257)] == [nbytes, nbytes, 2 * nbytes]
 
 
 def pair(tmp_path, high=None, low=None, *, low_metadata=None, seed=0):
-    high_tensors = high or model_tensors(types=types(GGMLType.Q8_0, GGMLType.Q8_0))
-    low_tensors = low or model_tensors(types=types(GGMLType.Q4_0, GGMLType.Q4_0))
+    high = high or model_tensors(types=types(GGMLType.Q8_0, GGMLType.Q8_0))
+    low = low or model_tensors(types=types(GGMLType.Q4_0, GGMLType.Q4_0))
     return (
-        write_model(tmp_path / "high.gguf", high_tensors),
-        write_model(tmp_path / "low.gguf", low_tensors, low_metadata, seed=seed),
+        write_model(tmp_path / "high.gguf", high),
+        write_model(tmp_path / "low.gguf", low, low_metadata, seed=seed),
     )
 
 
@@ -283,11 +250,8 @@ def test_low_must_be_the_same_model(tmp_path):
         mismatch(same_routers(tmp_path, **changes), says)
 
 
-def test_low_of_another_fine_tune(tmp_path):
+def test_low_of_another_fine_tune_or_not_less_precise(tmp_path):
     mismatch(pair(tmp_path, seed=1), "the routers blk.0.ffn_gate_inp.weight differ")
-
-
-def test_low_must_be_less_precise(tmp_path):
     high, low = same_routers(tmp_path)
     mismatch((low, high), "8.50 bits per weight, not below the 4.50")
     mismatch((low, high), "swap the two files")
@@ -296,11 +260,9 @@ def test_low_must_be_less_precise(tmp_path):
 
 def test_low_may_not_add_too_many_tiers(tmp_path):
     names = ("f16", "q8_0", "q5_1", "q5_0", "q4_0")
-    kinds = tuple(GGMLType[name.upper()] for name in names)
+    tensors = model_tensors(tiers=names, tier_types=[GGMLType[name.upper()] for name in names])
     metadata = {**packed_metadata(), "moe_edge.tiers": list(names)}
-    high = write_model(
-        tmp_path / "high.gguf", model_tensors(tiers=names, tier_types=kinds), metadata
-    )
+    high = write_model(tmp_path / "high.gguf", tensors, metadata)
     low = write_model(
         tmp_path / "low.gguf", model_tensors(types=types(GGMLType.Q2_0, GGMLType.Q4_0))
     )

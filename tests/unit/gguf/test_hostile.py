@@ -1,12 +1,14 @@
 """A folder of hostile files: each is refused with its own named error, at once, with
-hardly any memory, and with a message that says where to look."""
+hardly any memory, and with a message that says where to look. So is every cut of a sound file, and
+every flip of a header's bytes that leaves none: random damage is in tests/fuzz."""
 
 import struct
 import time
 import tracemalloc
+from pathlib import Path
 
 import pytest
-from gguf_craft import ARCH, U32, craft, kv, tensor, text
+from gguf_craft import ARCH, U32, craft, kv, tensor, text, write_packed
 
 from gguf_tools import errors
 from gguf_tools.file.layout import GGMLType, ValueType
@@ -61,17 +63,21 @@ HEADERS = {
             "entry 0: a string of 100 bytes cannot fit in the 20",
         ),
         "key-length-huge": (
-            craft([struct.pack("<Q", HUGE) + b"k" * 64]), f"string of {HUGE} bytes"
+            craft([struct.pack("<Q", HUGE) + b"k" * 64]),
+            f"string of {HUGE} bytes",
         ),
         "value-length": (
-            craft([text("k") + struct.pack("<IQ", ValueType.STRING, 1 << 40)]), "key k"
+            craft([text("k") + struct.pack("<IQ", ValueType.STRING, 1 << 40)]),
+            "key k",
         ),
         "array-count": (
-            craft([text("k") + array(ValueType.UINT8, HUGE)]), f"array of {HUGE} values"
+            craft([text("k") + array(ValueType.UINT8, HUGE)]),
+            f"array of {HUGE} values",
         ),
         "array-count-overflow": (craft([text("k") + array(ValueType.UINT64, 1 << 61)]), "key k"),
         "array-strings": (
-            craft([text("k") + array(ValueType.STRING, 1 << 50) + b"\0" * 64]), "key k"
+            craft([text("k") + array(ValueType.STRING, 1 << 50) + b"\0" * 64]),
+            "key k",
         ),
         "array-cut": (
             craft(
@@ -80,13 +86,15 @@ HEADERS = {
             "key k: a string of 5 bytes cannot fit in the 2",
         ),
         "array-wide": (
-            craft([text("k") + array(ValueType.ARRAY, 1 << 40) + b"\0" * 640]), "cannot fit"
+            craft([text("k") + array(ValueType.ARRAY, 1 << 40) + b"\0" * 640]),
+            "cannot fit",
         ),
         "name-length": (craft(tensors=[struct.pack("<Q", 1 << 62) + b"\0" * 64]), "tensor 0"),
     },
     errors.TextError: {
         "kv-count-plausible": (
-            craft(n_kv=3, tensors=[b"\0" * 64]), "metadata entry 1: empty key (at offset 72)"
+            craft(n_kv=3, tensors=[b"\0" * 64]),
+            "metadata entry 1: empty key (at offset 72)",
         ),
         "key-empty": (craft([kv("", 1)]), "empty key"),
         "key-utf8": (craft([text(b"\xff\xfe") + b"\0" * 16]), "UTF-8"),
@@ -95,7 +103,8 @@ HEADERS = {
             "key k: not valid UTF-8",
         ),
         "tensor-list-short": (
-            craft(tensors=[GOOD_TENSOR + b"\0" * 40], n_tensors=2), "tensor 1: empty tensor name"
+            craft(tensors=[GOOD_TENSOR + b"\0" * 40], n_tensors=2),
+            "tensor 1: empty tensor name",
         ),
         "name-empty": (craft(tensors=[tensor("")]), "empty tensor name"),
         "name-long": (craft(tensors=[tensor("n" * 64)]), "64 bytes"),
@@ -104,7 +113,8 @@ HEADERS = {
     errors.DuplicateError: {
         "key-twice": (craft([ARCH, ARCH]), "key general.architecture"),
         "name-twice": (
-            craft(tensors=[GOOD_TENSOR, tensor("a", (32,), 0, 128)], data=b"\0" * 256), "tensor a"
+            craft(tensors=[GOOD_TENSOR, tensor("a", (32,), 0, 128)], data=b"\0" * 256),
+            "tensor a",
         ),
     },
     errors.MetadataError: {
@@ -113,11 +123,13 @@ HEADERS = {
             "key k: unknown metadata value type 13",
         ),
         "value-bool": (
-            craft([text("k") + struct.pack("<IB", ValueType.BOOL, 2)]), "boolean value 2"
+            craft([text("k") + struct.pack("<IB", ValueType.BOOL, 2)]),
+            "boolean value 2",
         ),
         "array-type": (craft([text("k") + array(77, 0)]), "type 77"),
         "array-bool": (
-            craft([text("k") + array(ValueType.BOOL, 3) + b"\0\1\7"]), "boolean value 7"
+            craft([text("k") + array(ValueType.BOOL, 3) + b"\0\1\7"]),
+            "boolean value 7",
         ),
         "alignment-0": (craft([kv("general.alignment", 0, U32)]), "not a power of two"),
         "alignment-33": (craft([kv("general.alignment", 33, U32)]), "33"),
@@ -125,24 +137,29 @@ HEADERS = {
     },
     errors.NestingError: {
         "array-cycle": (
-            craft([text("k") + ARRAY + nested(1000) + struct.pack("<IQ", 0, 0)]), "nested more than"
+            craft([text("k") + ARRAY + nested(1000) + struct.pack("<IQ", 0, 0)]),
+            "nested more than",
         ),
         "array-cycle-no-end": (craft([text("k") + ARRAY + nested(50)]), "key k"),
     },
     errors.TensorBoundsError: {
         "alignment-huge": (
-            craft([kv("general.alignment", 1 << 31, U32)], [GOOD_TENSOR], b"\0" * 128), "tensor a"
+            craft([kv("general.alignment", 1 << 31, U32)], [GOOD_TENSOR], b"\0" * 128),
+            "tensor a",
         ),
         "data-missing": (craft(tensors=[GOOD_TENSOR]), "128 bytes"),
         "data-cut": (craft(tensors=[GOOD_TENSOR], data=b"\0" * 127), "tensor a: offset"),
         "offset-past-end": (
-            craft(tensors=[tensor("a", offset=1 << 40)], data=b"\0" * 128), "past the end"
+            craft(tensors=[tensor("a", offset=1 << 40)], data=b"\0" * 128),
+            "past the end",
         ),
         "offset-wraps": (
-            craft(tensors=[tensor("a", offset=HUGE - 31)], data=b"\0" * 128), "tensor a"
+            craft(tensors=[tensor("a", offset=HUGE - 31)], data=b"\0" * 128),
+            "tensor a",
         ),
         "size-beyond-file": (
-            craft(tensors=[tensor("a", (1 << 40,))], data=b"\0" * 64), f"{1 << 42} bytes"
+            craft(tensors=[tensor("a", (1 << 40,))], data=b"\0" * 64),
+            f"{1 << 42} bytes",
         ),
     },
     errors.TensorShapeError: {
@@ -153,10 +170,12 @@ HEADERS = {
         "dim-overflow": (craft(tensors=[tensor("a", (1 << 32, 1 << 32))]), "impossible shape"),
         "dim-negative": (craft(tensors=[tensor("a", (HUGE,))]), str(HUGE)),
         "dim-wraps-to-small": (
-            craft(tensors=[tensor("a", (1 << 33, 1 << 31, 2))], data=b"\0" * 64), "tensor a"
+            craft(tensors=[tensor("a", (1 << 33, 1 << 31, 2))], data=b"\0" * 64),
+            "tensor a",
         ),
         "row-not-a-block": (
-            craft(tensors=[tensor("a", (32, 2), GGMLType.Q4_K)]), "256, the block of q4_k"
+            craft(tensors=[tensor("a", (32, 2), GGMLType.Q4_K)]),
+            "256, the block of q4_k",
         ),
     },
     errors.TensorTypeError: {
@@ -184,7 +203,8 @@ HEADERS = {
             "lies inside tensor a",
         ),
         "overlap-same": (
-            craft(tensors=[GOOD_TENSOR, tensor("b", (32,), 0, 0)], data=b"\0" * 512), "tensor b"
+            craft(tensors=[GOOD_TENSOR, tensor("b", (32,), 0, 0)], data=b"\0" * 512),
+            "tensor b",
         ),
     },
 }
@@ -209,3 +229,32 @@ def test_hostile_header(name, error, tmp_path):
     assert says in str(caught.value)
     assert peak < 1 << 20
     assert time.process_time() - started_s < 5
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    return write_packed(tmp_path_factory.mktemp("fuzz") / "packed.gguf").read_bytes()
+
+
+def test_every_truncation_is_refused(packed):
+    end = GGUFFile(Path("whole.gguf"), packed)
+    last = max(info.offset + info.nbytes for info in end.tensors.values())
+    stops = [*range(1, end.data_offset), end.data_offset, last - 4097, last - 1]
+    for stop in stops:
+        with pytest.raises(errors.GGUFError, match=r"^cut\.gguf: "):
+            GGUFFile(Path("cut.gguf"), packed[:stop])
+    assert len(GGUFFile(Path("cut.gguf"), packed[:last]).tensors) == len(end.tensors)
+
+
+@pytest.mark.parametrize("mask", [0x01, 0x80, 0xFF])
+def test_every_flipped_header_byte(packed, mask):
+    refused = 0
+    for at in range(GGUFFile(Path("whole.gguf"), packed).data_offset):
+        data = bytearray(packed)
+        data[at] ^= mask
+        try:
+            GGUFFile(Path("flip.gguf"), bytes(data))
+        except errors.GGUFError as error:
+            assert str(error).startswith("flip.gguf: ")
+            refused += 1
+    assert refused > 100

@@ -9,59 +9,53 @@ from gguf_tools.file.layout import DOWN, GATE, GGMLType, expert_tensor_name
 from gguf_tools.file.reader import GGUFFile
 
 
-def without(tensors, name):
-    return [each for each in tensors if each[0] != name]
+def without(entries, name):
+    """Tensors or metadata with one of them left out."""
+    if isinstance(entries, dict):
+        return {key: value for key, value in entries.items() if key != name}
+    return [each for each in entries if each[0] != name]
 
 
-def retyped(tensors, name, **changes):
-    return [
-        (each[0], changes.get("shape", each[1]), changes.get("type", each[2]))
-        if each[0] == name
-        else each
-        for each in tensors
-    ]
+def reshaped(tensors, name, shape):
+    return [(each[0], shape, each[2]) if each[0] == name else each for each in tensors]
 
 
 UP_1, DOWN_1 = expert_tensor_name(1, 0), expert_tensor_name(1, DOWN)
-
-
 PACKED = model_tensors(tiers=("q8_0", "q4_0"), tier_types=(GGMLType.Q8_0, GGMLType.Q4_0))
-
-
 LOW_1 = expert_tensor_name(1, DOWN, "q4_0")
-
-
 # error: name: (tensors, metadata, what the message must say)
 MODELS = {
     errors.MissingKeyError: {
         "no-architecture": (
             model_tensors(),
-            {k: v for k, v in model_metadata().items() if k != "general.architecture"},
+            without(model_metadata(), "general.architecture"),
             "general.architecture",
         ),
         "no-block-count": (
-            model_tensors(), model_metadata(block_count=None), "qwen3moe.block_count"
+            model_tensors(),
+            model_metadata(block_count=None),
+            "qwen3moe.block_count",
         ),
         "no-embedding-length": (
-            model_tensors(), model_metadata(embedding_length=None), "embedding_length"
+            model_tensors(),
+            model_metadata(embedding_length=None),
+            "embedding_length",
         ),
         "no-experts-used": (
-            model_tensors(), model_metadata(expert_used_count=None), "expert_used_count"
+            model_tensors(),
+            model_metadata(expert_used_count=None),
+            "expert_used_count",
         ),
-        "tiers-absent": (
-            PACKED,
-            {k: v for k, v in packed_metadata().items() if k != "moe_edge.tiers"},
-            "moe_edge.tiers",
-        ),
+        "tiers-absent": (PACKED, without(packed_metadata(), "moe_edge.tiers"), "moe_edge.tiers"),
         "format-absent": (
-            PACKED,
-            {k: v for k, v in packed_metadata().items() if k != "moe_edge.format_version"},
-            "moe_edge.format_version",
+            PACKED, without(packed_metadata(), "moe_edge.format_version"), "moe_edge.format_version"
         ),
     },
     errors.MetadataError: {
         "architecture-number": (
-            model_tensors(), {**model_metadata(), "general.architecture": 7}, "general.architecture"
+            model_tensors(),
+            {**model_metadata(), "general.architecture": 7},
+            "general.architecture",
         ),
         "absurd-block-count": (model_tensors(), model_metadata(block_count=1 << 31), "block_count"),
         "too-many-experts-used": (model_tensors(), model_metadata(expert_used_count=5), "5 of 4"),
@@ -85,7 +79,9 @@ MODELS = {
         "tiers-twice": (PACKED, packed_metadata(tiers=("q4_0", "q4_0")), "different"),
         "tiers-six": (PACKED, packed_metadata(tiers=tuple("abcdef")), "1 to 5"),
         "tiers-numbers": (
-            PACKED, {**packed_metadata(), "moe_edge.tiers": [8, 4]}, "moe_edge.tiers"
+            PACKED,
+            {**packed_metadata(), "moe_edge.tiers": [8, 4]},
+            "moe_edge.tiers",
         ),
         "fallbacks-number": (
             PACKED,
@@ -100,7 +96,9 @@ MODELS = {
             "no expert tensors: not a Mixture-of-Experts model: llama.cpp itself runs it",
         ),
         "one-tensor-per-expert": (
-            [("blk.0.ffn_gate.0.weight", (N_EMBD, 3), GGMLType.F32)], model_metadata(), "old layout"
+            [("blk.0.ffn_gate.0.weight", (N_EMBD, 3), GGMLType.F32)],
+            model_metadata(),
+            "old layout",
         ),
     },
     errors.MissingTensorError: {
@@ -119,19 +117,19 @@ MODELS = {
     },
     errors.TensorShapeError: {
         "wrong-expert-count": (
-            retyped(model_tensors(), DOWN_1, shape=(32, 64, 3)),
+            reshaped(model_tensors(), DOWN_1, (32, 64, 3)),
             model_metadata(),
             "expected 4 experts",
         ),
         "experts-without-third-dimension": (
-            retyped(model_tensors(), DOWN_1, shape=(32, 64)), model_metadata(), DOWN_1
+            reshaped(model_tensors(), DOWN_1, (32, 64)), model_metadata(), DOWN_1
         ),
         "wrong-rows": (
-            retyped(model_tensors(), UP_1, shape=(64, 64, 4)),
+            reshaped(model_tensors(), UP_1, (64, 64, 4)),
             model_metadata(),
             "beside the down matrix",
         ),
-        "tier-shape": (retyped(PACKED, LOW_1, shape=(32, 64, 2)), packed_metadata(), LOW_1),
+        "tier-shape": (reshaped(PACKED, LOW_1, (32, 64, 2)), packed_metadata(), LOW_1),
     },
     errors.MissingTierError: {
         "missing-tier": (without(PACKED, LOW_1), packed_metadata(), f"{LOW_1} is missing"),
@@ -144,7 +142,9 @@ MODELS = {
     },
     errors.VersionError: {
         "format-newer": (
-            PACKED, {**packed_metadata(), "moe_edge.format_version": 2}, "this version reads 1"
+            PACKED,
+            {**packed_metadata(), "moe_edge.format_version": 2},
+            "this version reads 1",
         ),
     },
 }

@@ -76,40 +76,35 @@ def refused(path):
     return str(caught.value)
 
 
-def test_split_part_without_the_model_s_metadata_names_the_first(split_model):
-    assert refused(split_model[2]) == (
-        f"{split_model[2]}: part 3 of 3; open the first part, m-00001-of-00003.gguf"
-    )
+# What takes the place of which parts of three, and then which is opened, which is named, and what
+# is said of it. A file of another model is one of its parts, or the model itself.
+SWAPPED = {
+    "a later part is opened": (
+        *({}, 3, 3),
+        "part 3 of 3; open the first part, m-00001-of-00003.gguf",
+    ),
+    "another order": ({2: "part 3", 3: "part 2"}, 1, 2, "key split.no: 2, expected 1"),
+    "the first under another's name": ({2: "part 1"}, 2, 2, "named part 2 of 3, but it is part 1"),
+    "of another split": ({2: "halves"}, 1, 2, "key split.count: 2, expected 3"),
+    "of another model": (
+        *({2: "larger"}, 1, 2),
+        "not of the model of m-00001-of-00003.gguf: key split.t",
+    ),
+    "a model of its own": ({2: "whole"}, 1, 2, "key split.no is missing"),
+}
 
 
-def test_split_parts_in_the_wrong_order(split_model):
-    _, second, third = split_model
-    second.rename(spare := second.with_name("spare"))
-    third.rename(second)
-    spare.rename(third)
-    assert refused(split_model[0]) == f"{second}: key split.no: 2, expected 1"
-
-
-def test_split_first_part_under_another_s_name(split_model):
-    first, second, _ = split_model
-    first.replace(second)
-    assert refused(second).startswith(f"{second}: named part 2 of 3, but it is part 1")
-
-
-def test_split_part_of_another_split(split_model, tmp_path):
-    other = split(tmp_path / "whole.gguf", tmp_path / "other", 2)
-    other[1].replace(split_model[1])
-    assert refused(split_model[0]) == f"{split_model[1]}: key split.count: 2, expected 3"
-
-
-def test_split_part_of_another_model(split_model, tmp_path):
+@pytest.mark.parametrize("name", SWAPPED)
+def test_parts_in_each_other_s_place(split_model, tmp_path, name):
+    moves, opened, named, says = SWAPPED[name]
     larger = write_model(tmp_path / "larger.gguf", model_tensors(layers=range(3)))
-    other = split(larger, tmp_path / "other", 3)
-    other[1].replace(split_model[1])
-    said = refused(split_model[0])
-    assert said.startswith(
-        f"{split_model[1]}: not of the model of {split_model[0].name}: key split.t"
-    )
+    data = {f"part {number}": path.read_bytes() for number, path in enumerate(split_model, 1)}
+    data["whole"] = (tmp_path / "whole.gguf").read_bytes()
+    data["halves"] = split(tmp_path / "whole.gguf", tmp_path / "other", 2)[1].read_bytes()
+    data["larger"] = split(larger, tmp_path / "other", 3)[1].read_bytes()
+    for number, content in moves.items():
+        split_model[number - 1].write_bytes(data[content])
+    assert refused(split_model[opened - 1]).startswith(f"{split_model[named - 1]}: {says}")
 
 
 def test_split_part_that_says_another_architecture(tmp_path):
@@ -120,11 +115,6 @@ def test_split_part_that_says_another_architecture(tmp_path):
     write_model(second, tensors[4:], {"general.architecture": "olmoe"}, extra=keys)
     said = refused(first)
     assert said.startswith(f"{second}: not of the model of") and "'olmoe' here" in said
-
-
-def test_split_part_that_is_a_model_of_its_own(split_model, tmp_path):
-    (tmp_path / "whole.gguf").replace(split_model[1])
-    assert refused(split_model[0]).startswith(f"{split_model[1]}: key split.no is missing")
 
 
 @pytest.mark.parametrize("size", [0, 3, 100, -1])

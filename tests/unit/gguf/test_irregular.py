@@ -22,7 +22,7 @@ def make(kind: str, path: Path) -> None:
         os.mkfifo(path)
     elif kind == "socket":
         with socket.socket(socket.AF_UNIX) as bound:
-            bound.bind(os.path.relpath(path))  # its names are short
+            bound.bind(path.name)  # its names are short
     else:
         try:  # the numbers of /dev/null: whoever writes to it harms nobody
             os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))

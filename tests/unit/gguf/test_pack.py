@@ -2,21 +2,21 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import textwrap
-from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from gguf_craft import model_metadata, model_tensors, write_model
+from gguf_split import split
+from verify_files import place, poke
 
 from gguf_tools import errors
 from gguf_tools.experts import ExpertModel
-from gguf_tools.file.layout import DOWN, GATE, UP, GGMLType, ValueType, expert_tensor_name
+from gguf_tools.file.layout import DOWN, GATE, UP, GGMLType, expert_tensor_name
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.pack import export, pack
 from orchestrator.cli.main import cli
@@ -24,15 +24,13 @@ from orchestrator.cli.main import cli
 ROOT = Path(__file__).parents[3]
 
 
-def source(path, n_ff=256, n_embd=256, ggml_type=GGMLType.F16, **changes):
-    types = {UP: ggml_type, GATE: ggml_type, DOWN: ggml_type}
-    tensors = model_tensors(n_embd=n_embd, n_ff=n_ff, types=types, **changes)
+def source(path, n_ff=256, n_embd=256, **changes):
     metadata = {
         **model_metadata(embedding_length=n_embd),
         "general.file_type": 1,
         "custom.key": ["kept", "as it is"],
     }
-    return write_model(path, tensors, metadata)
+    return write_model(path, model_tensors(n_embd=n_embd, n_ff=n_ff, **changes), metadata)
 
 
 def tensor_bytes(path):
@@ -40,23 +38,22 @@ def tensor_bytes(path):
         return {name: file.array(name).tobytes() for name in file.tensors}
 
 
+def expert_data(model, found, expert):
+    return model.parts[0].bytes_at(found.offset + expert * found.expert_bytes, found.expert_bytes)
+
+
 def test_pack_and_export(tmp_path, ggml):
     src = source(tmp_path / "src.gguf")
+    tiers = ["q8_0", "q4_k", "q2_k"]
     shares = []
-    report = pack(
-        src, tmp_path / "packed.gguf", ["q8_0", "q4_k", "q2_k"], progress=shares.append, ggml=ggml
-    )
+    report = pack(src, tmp_path / "packed.gguf", tiers, progress=shares.append, ggml=ggml)
     assert report.fallbacks == report.warnings == []
-    assert [(name, bpw) for name, bpw, _ in report.tiers] == [
-        ("q8_0", 8.5),
-        ("q4_k", 4.5),
-        ("q2_k", 2.625),
-    ]
+    assert [tier[:2] for tier in report.tiers] == [("q8_0", 8.5), ("q4_k", 4.5), ("q2_k", 2.625)]
     assert report.nbytes == report.path.stat().st_size
     assert shares == sorted(shares) and shares[-1] == 1.0
 
     with ExpertModel.open(report.path) as model, ExpertModel.open(src) as original:
-        assert [tier.name for tier in model.tiers] == ["q8_0", "q4_k", "q2_k"]
+        assert [tier.name for tier in model.tiers] == tiers
         assert model.dense_bytes == original.dense_bytes
         assert model.tier_bytes == [nbytes for _, _, nbytes in report.tiers]
         for layer in range(2):
@@ -65,22 +62,19 @@ def test_pack_and_export(tmp_path, ggml):
                 for tier, found in enumerate(model.slices[layer][kind]):
                     assert found.offset % 4096 == 0
                     for expert in range(model.n_expert):
-                        values = original.parts[0].bytes_at(
-                            where.offset + expert * where.expert_bytes, where.expert_bytes
-                        )
+                        values = expert_data(original, where, expert)
                         rows = values.view(np.float16).astype(np.float32).reshape(256, 256)
-                        data = model.parts[0].bytes_at(
-                            found.offset + expert * found.expert_bytes, found.expert_bytes
-                        )
+                        data = expert_data(model, found, expert)
                         assert data.tobytes() == ggml.quantize(found.type, rows).tobytes(), tier
-        metadata = model.metadata
-        assert metadata["moe_edge.format_version"] == 1
-        assert metadata["moe_edge.tiers"] == ["q8_0", "q4_k", "q2_k"]
-        assert metadata["moe_edge.tier_bpw"] == [8.5, 4.5, 2.625]
-        assert metadata["moe_edge.quantization"] == "rtn"
-        assert metadata["moe_edge.calibration"] == "none"
-        assert metadata["general.file_type"] == 7
-        assert metadata["custom.key"] == ["kept", "as it is"]
+        assert model.metadata.items() >= {
+            "moe_edge.format_version": 1,
+            "moe_edge.tiers": tiers,
+            "moe_edge.tier_bpw": [8.5, 4.5, 2.625],
+            "moe_edge.quantization": "rtn",
+            "moe_edge.calibration": "none",
+            "general.file_type": 7,
+            "custom.key": ["kept", "as it is"],
+        }.items()
         assert model.parts[0].alignment == 4096
 
     packed, dense = tensor_bytes(report.path), tensor_bytes(src)
@@ -94,9 +88,8 @@ def test_pack_and_export(tmp_path, ggml):
         assert theirs.fields["general.quantization_version"].contents() == 2
         assert not any("moe_edge" in key for key in theirs.fields)
         assert {each.name for each in theirs.tensors} == set(dense)
-        exported = tensor_bytes(out)
         suffix = "" if tier == "q8_0" else f".moe_edge.{tier}"
-        for name, data in exported.items():
+        for name, data in tensor_bytes(out).items():
             assert data == packed[name + suffix if "_exps" in name else name]
         with ExpertModel.open(out) as model:
             assert [each.name for each in model.tiers] == [tier]
@@ -174,11 +167,9 @@ def test_an_older_type_holds_the_same_numbers(tmp_path, ggml):
                 continue
             changed += 1
             assert old.tensors[name].type is GGMLType.Q4_0
-            values = [
-                ggml.dequantize(kind, file.array(name), 192)
-                for kind, file in ((GGMLType.Q2_0, new), (GGMLType.Q4_0, old))
-            ]
-            assert values[0].any() and (values[0] == values[1]).all()
+            values = ggml.dequantize(GGMLType.Q4_0, data, 192)
+            assert values.any()
+            assert (ggml.dequantize(GGMLType.Q2_0, new.array(name), 192) == values).all()
         assert changed == 2
 
 
@@ -206,12 +197,12 @@ def test_tiers_that_fall_back_to_one_size_are_refused(tmp_path, ggml):
         pack(src, tmp_path / "out.gguf", ["q4_k", "q2_k"], ggml=ggml)
 
 
-def test_fused_layers_and_ungated_layers(tmp_path, ggml):
-    for name, changes in {"fused": {"fused": True}, "ungated": {"gated": False}}.items():
-        src = source(tmp_path / f"{name}.gguf", **changes)
-        out = pack(src, tmp_path / f"{name}-out.gguf", ["q8_0", "q2_k"], ggml=ggml).path
-        with ExpertModel.open(out) as model, ExpertModel.open(src) as original:
-            assert model.kinds(0) == original.kinds(0)
+@pytest.mark.parametrize("changes", [{"fused": True}, {"gated": False}])
+def test_fused_layers_and_ungated_layers(tmp_path, ggml, changes):
+    src = source(tmp_path / "src.gguf", **changes)
+    out = pack(src, tmp_path / "out.gguf", ["q8_0", "q2_k"], ggml=ggml).path
+    with ExpertModel.open(out) as model, ExpertModel.open(src) as original:
+        assert model.kinds(0) == original.kinds(0)
 
 
 def test_warnings_about_the_source(tmp_path, ggml):
@@ -234,33 +225,21 @@ def test_dense_matrices_on_demand(tmp_path, ggml):
         *model_tensors(n_embd=256, n_ff=256),
     ]
     src = write_model(tmp_path / "src.gguf", tensors, model_metadata(embedding_length=256))
-    kept = pack(src, tmp_path / "kept.gguf", ["q4_k"], ggml=ggml).path
-    small = pack(src, tmp_path / "small.gguf", ["q4_k"], dense="q8_0", ggml=ggml).path
-    with GGUFFile.open(src) as a, GGUFFile.open(kept) as b, GGUFFile.open(small) as c:
-        changed = {name for name in a.tensors if a.tensors[name].type != c.tensors[name].type}
-        experts = {name for name in a.tensors if "_exps" in name}
-        assert {
-            name for name in a.tensors if a.tensors[name].type != b.tensors[name].type
-        } == experts
-        assert changed - experts == {"output.weight", "blk.0.attn_q.weight", "token_embd.weight"}
-        values = a.array("output.weight").view(np.float16).astype(np.float32).reshape(8, 256)
-        again = ggml.dequantize(GGMLType.Q8_0, c.array("output.weight"), 256)
-        np.testing.assert_allclose(again, values, atol=0.002)
+    experts = {name for name, *_ in tensors if "_exps" in name}
+    matrices = {"output.weight", "blk.0.attn_q.weight", "token_embd.weight"}
+    for dense, changed in ((None, experts), ("q8_0", experts | matrices)):
+        out = pack(src, tmp_path / "out.gguf", ["q4_k"], dense=dense, ggml=ggml).path
+        with GGUFFile.open(src) as a, GGUFFile.open(out) as b:
+            types = {name: (a.tensors[name].type, b.tensors[name].type) for name in a.tensors}
+            assert {name for name, (old, new) in types.items() if old != new} == changed
+            values = a.array("output.weight").view(np.float16).astype(np.float32).reshape(8, 256)
+            again = ggml.dequantize(types["output.weight"][1], b.array("output.weight"), 256)
+    np.testing.assert_allclose(again, values, atol=0.002)
 
 
 def test_split_source(tmp_path, ggml):
-    tensors = model_tensors(n_embd=256, n_ff=256)
-    for index, half in enumerate((tensors[:3], tensors[3:])):
-        write_model(
-            tmp_path / f"m-0000{index + 1}-of-00002.gguf",
-            half,
-            model_metadata(embedding_length=256) if index == 0 else {},
-            extra=[
-                ("split.no", index, ValueType.UINT16, None),
-                ("split.count", 2, ValueType.UINT16, None),
-            ],
-        )
-    out = pack(tmp_path / "m-00001-of-00002.gguf", tmp_path / "out.gguf", ["q4_k"], ggml=ggml).path
+    parts = split(source(tmp_path / "src.gguf"), tmp_path, 2)
+    out = pack(parts[0], tmp_path / "out.gguf", ["q4_k"], ggml=ggml).path
     with ExpertModel.open(out) as model:
         assert len(model.files) == 1
         assert not any(key.startswith("split.") for key in model.metadata)
@@ -269,25 +248,18 @@ def test_split_source(tmp_path, ggml):
 def test_values_that_are_not_finite(tmp_path, ggml):
     src = source(tmp_path / "src.gguf")
     name = expert_tensor_name(1, GATE)
-    with GGUFFile.open(src) as file:
-        at = file.tensors[name].offset + 2 * 256 * 256 * 2
-    data = bytearray(src.read_bytes())
-    data[at : at + 2] = b"\x00\x7c"
-    src.write_bytes(data)
-    with pytest.raises(
-        errors.QuantizeError, match=rf"tensor {name}: expert 2: a value is not finite"
-    ):
+    poke(src, place(src, name).offset + 2 * 256 * 256 * 2, b"\x00\x7c")
+    said = rf"tensor {name}: expert 2: a value is not finite"
+    with pytest.raises(errors.QuantizeError, match=said):
         pack(src, tmp_path / "out.gguf", ["q4_k"], ggml=ggml)
     assert os.listdir(tmp_path) == ["src.gguf"]
 
 
 def test_experts_of_integers(tmp_path, ggml):
-    source = write_model(
-        tmp_path / "m.gguf", model_tensors(types=dict.fromkeys(range(4), GGMLType.I16))
-    )
-    said = rf"{re.escape(str(source))}: tensor blk\.0\..*: ggml cannot turn i16 into floats"
+    src = source(tmp_path / "m.gguf", types=dict.fromkeys(range(4), GGMLType.I16))
+    said = rf"{re.escape(str(src))}: tensor blk\.0\..*: ggml cannot turn i16 into floats"
     with pytest.raises(errors.QuantizeError, match=said):
-        pack(source, tmp_path / "out.gguf", ["q8_0"], ggml=ggml)
+        pack(src, tmp_path / "out.gguf", ["q8_0"], ggml=ggml)
 
 
 def test_target_equal_to_source(tmp_path, ggml):
@@ -299,15 +271,6 @@ def test_target_equal_to_source(tmp_path, ggml):
     with pytest.raises(errors.WriteError, match="also the input"):
         export(src, tmp_path / "link.gguf")
     assert src.read_bytes() == before
-
-
-def test_no_disk_space(tmp_path, ggml, monkeypatch):
-    src = source(tmp_path / "src.gguf")
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 40, 0, 1 << 10))
-    with pytest.raises(errors.DiskSpaceError, match="are free on its disk"):
-        pack(src, tmp_path / "out.gguf", ["q8_0"], ggml=ggml)
-    assert os.listdir(tmp_path) == ["src.gguf"]
 
 
 def test_unknown_tiers(tmp_path, ggml):
@@ -353,13 +316,8 @@ def test_ctrl_c_leaves_nothing(tmp_path, ggml):
         pack(src, out, ["q5_k", "q2_k"], progress=say, ggml=load_ggml(Path(library)))
         """
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(src), str(tmp_path / "out.gguf"), str(ggml.path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command = [sys.executable, "-c", code, str(src), str(tmp_path / "out.gguf"), str(ggml.path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode != 0 and done.stdout == "2\n"
     assert "KeyboardInterrupt" in done.stderr
     assert os.listdir(tmp_path) == ["src.gguf"]

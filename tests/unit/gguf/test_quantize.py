@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from gguf_tools.errors import QuantizeError
-from gguf_tools.file.layout import BLOCK, TIER_TYPES, GGMLType, bits_per_weight, fitting_type
+from gguf_tools.file.layout import (
+    BLOCK,
+    FALLBACK,
+    TIER_TYPES,
+    GGMLType,
+    bits_per_weight,
+    fitting_type,
+)
 from gguf_tools.quantize.ggml import library_path, load_ggml
 from gguf_tools.quantize.tiers import parse_tiers
 
@@ -68,24 +75,30 @@ def test_dequantizes_like_the_gguf_package(ggml, name):
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_rows_are_quantized_one_by_one(ggml):
-    """Runs of rows may be cut anywhere: the bytes are those of one call of ggml."""
-    values = normal(rows=6, seed=3)
+def by_ggml(ggml, ggml_type, values):
+    """The bytes of one call of ggml's own encoder."""
     library = ctypes.CDLL(str(ggml.path))
     library.ggml_quantize_chunk.restype = ctypes.c_size_t
-    for ggml_type in (GGMLType.Q4_K, GGMLType.Q2_K, GGMLType.IQ3_XXS, GGMLType.IQ4_NL):
-        whole = np.zeros(6 * 512 // BLOCK[ggml_type].weights * BLOCK[ggml_type].bytes, np.uint8)
-        library.ggml_quantize_chunk(
-            ctypes.c_int(ggml_type),
-            ctypes.c_void_p(values.ctypes.data),
-            ctypes.c_void_p(whole.ctypes.data),
-            ctypes.c_int64(0),
-            ctypes.c_int64(6),
-            ctypes.c_int64(512),
-            ctypes.c_void_p(None),
-        )
-        pieces = [ggml.quantize(ggml_type, values[at : at + 2]).tobytes() for at in (0, 2, 4)]
-        assert b"".join(pieces) == whole.tobytes()
+    blocks = np.zeros(values.size // BLOCK[ggml_type].weights * BLOCK[ggml_type].bytes, np.uint8)
+    library.ggml_quantize_chunk(
+        ctypes.c_int(ggml_type),
+        ctypes.c_void_p(values.ctypes.data),
+        ctypes.c_void_p(blocks.ctypes.data),
+        ctypes.c_int64(0),
+        *map(ctypes.c_int64, values.shape),
+        ctypes.c_void_p(None),
+    )
+    return blocks
+
+
+@pytest.mark.parametrize(
+    "ggml_type", [GGMLType.Q4_K, GGMLType.Q2_K, GGMLType.IQ3_XXS, GGMLType.IQ4_NL]
+)
+def test_rows_are_quantized_one_by_one(ggml, ggml_type):
+    """Runs of rows may be cut anywhere: the bytes are those of one call of ggml."""
+    values = normal(rows=6, seed=3)
+    pieces = [ggml.quantize(ggml_type, values[at : at + 2]).tobytes() for at in (0, 2, 4)]
+    assert b"".join(pieces) == by_ggml(ggml, ggml_type, values).tobytes()
 
 
 def test_fallbacks_keep_the_size_and_choose_the_smaller_error(ggml):
@@ -99,26 +112,11 @@ def test_fallbacks_keep_the_size_and_choose_the_smaller_error(ggml):
     assert error_of(ggml, GGMLType.IQ4_NL, values) < error_of(ggml, GGMLType.Q4_0, values)
 
 
-def q2_0_of_ggml(ggml, values):
-    library = ctypes.CDLL(str(ggml.path))
-    library.ggml_quantize_chunk.restype = ctypes.c_size_t
-    blocks = np.zeros(values.size // 64 * 18, np.uint8)
-    library.ggml_quantize_chunk(
-        ctypes.c_int(GGMLType.Q2_0),
-        ctypes.c_void_p(values.ctypes.data),
-        ctypes.c_void_p(blocks.ctypes.data),
-        ctypes.c_int64(0),
-        ctypes.c_int64(values.shape[0]),
-        ctypes.c_int64(values.shape[1]),
-        ctypes.c_void_p(None),
-    )
-    return ggml.dequantize(GGMLType.Q2_0, blocks, values.shape[1])
-
-
 def test_q2_0_is_half_the_error_of_ggmls_encoder(ggml):
     values = normal(rows=32, n=1408, seed=5)
-    theirs = float(np.sqrt(np.mean((q2_0_of_ggml(ggml, values) - values) ** 2)))
-    assert error_of(ggml, GGMLType.Q2_0, values) < 0.55 * theirs
+    theirs = ggml.dequantize(GGMLType.Q2_0, by_ggml(ggml, GGMLType.Q2_0, values), 1408)
+    error = float(np.sqrt(np.mean((theirs - values) ** 2)))
+    assert error_of(ggml, GGMLType.Q2_0, values) < 0.55 * error
 
 
 def test_q2_0_is_exact_where_it_can_be(ggml):
@@ -179,8 +177,6 @@ def test_a_missing_library_is_one_sentence(tmp_path, monkeypatch):
 
 
 def test_fallback_types_are_tier_types_with_smaller_blocks():
-    from gguf_tools.file.layout import FALLBACK
-
     for ggml_type, chain in FALLBACK.items():
         for coarse, fine in pairwise((ggml_type, *chain)):
             assert fine in TIER_TYPES

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from gguf_craft import craft, kv, model_metadata, model_tensors, tensor, write_model
+from gguf_craft import craft, kv, tensor, write_model
+from verify_files import write_bytes
 
 from gguf_tools import errors
 from gguf_tools.file.layout import BLOCK, GGMLType, ValueType, row_bytes
-from gguf_tools.file.parts import open_model
 from gguf_tools.file.reader import GGUFFile, metadata_value
 
 gguf = pytest.importorskip("gguf")
@@ -38,9 +38,9 @@ def test_reads_what_the_gguf_package_writes(tmp_path):
         getattr(writer, f"add_{kind}")(key, value)
     small = np.arange(6, dtype=np.float32).reshape(2, 3)
     half = np.arange(64, dtype=np.float16).reshape(2, 1, 32)
+    q8 = gguf.quants.quantize(np.ones((4, 64), np.float32), gguf.GGMLQuantizationType.Q8_0)
     writer.add_tensor("small", small)
     writer.add_tensor("half", half)
-    q8 = gguf.quants.quantize(np.ones((4, 64), np.float32), gguf.GGMLQuantizationType.Q8_0)
     writer.add_tensor("q8", q8, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -51,13 +51,13 @@ def test_reads_what_the_gguf_package_writes(tmp_path):
         assert file.metadata["general.architecture"] == "qwen3moe"
         for key, (_, value) in VALUES.items():
             assert file.metadata[key] == value and type(file.metadata[key]) is type(value)
-        assert file.tensors["small"].shape == (3, 2)
-        assert file.tensors["small"].type is GGMLType.F32
-        assert file.tensors["half"].shape == (32, 1, 2)
-        assert file.array("small").tobytes() == small.tobytes()
-        assert file.array("half").tobytes() == half.tobytes()
-        assert file.tensors["q8"].shape == (64, 4)
-        assert file.array("q8").tobytes() == q8.tobytes()
+        for name, data, shape, kind in (
+            ("small", small, (3, 2), GGMLType.F32),
+            ("half", half, (32, 1, 2), GGMLType.F16),
+            ("q8", q8, (64, 4), GGMLType.Q8_0),
+        ):
+            assert (file.tensors[name].shape, file.tensors[name].type) == (shape, kind)
+            assert file.array(name).tobytes() == data.tobytes()
 
 
 def test_same_offsets_as_the_gguf_package(tmp_path):
@@ -106,16 +106,14 @@ def test_unknown_tensor_and_range_past_the_end(tmp_path):
 
 
 def test_version_2_and_nested_arrays_are_read(tmp_path):
-    path = tmp_path / "m.gguf"
-    path.write_bytes(craft([kv("deep", [[1, 2], [3]]), kv("empty", [])], version=2))
-    with GGUFFile.open(path) as file:
+    data = craft([kv("deep", [[1, 2], [3]]), kv("empty", [])], version=2)
+    with GGUFFile.open(write_bytes(tmp_path / "m.gguf", data)) as file:
         assert file.metadata == {"deep": [[1, 2], [3]], "empty": []}
 
 
 def test_gaps_and_a_short_end_are_allowed(tmp_path):
-    path = tmp_path / "m.gguf"
     two = [tensor("a", (1,), 0, 64), tensor("b", (1,), 0, 0)]
-    path.write_bytes(craft(tensors=two, data=bytes(range(68))))
+    path = write_bytes(tmp_path / "m.gguf", craft(tensors=two, data=bytes(range(68))))
     with GGUFFile.open(path) as file:
         assert file.array("a").tolist() == [64, 65, 66, 67]
         assert file.array("b").tolist() == [0, 1, 2, 3]
@@ -129,32 +127,12 @@ def test_encoded_values_are_the_bytes_of_the_file(tmp_path):
 
 
 def test_metadata_value_checks_the_type(tmp_path):
-    with GGUFFile.open(
-        write_model(tmp_path / "m.gguf", extra=[("flag", True, None, None)])
-    ) as file:
+    path = write_model(tmp_path / "m.gguf", extra=[("flag", True, None, None)])
+    with GGUFFile.open(path) as file:
         assert metadata_value(file, "absent", int, 7) == 7
         assert metadata_value(file, "flag", bool, None) is True
         with pytest.raises(errors.MetadataError, match="key flag: unexpected value of type bool"):
             metadata_value(file, "flag", int, 0)
-
-
-def test_split_files_are_one_model(tmp_path):
-    tensors = model_tensors()
-    halves = tensors[:4], tensors[4:]
-    for index, half in enumerate(halves):
-        write_model(
-            tmp_path / f"m-0000{index + 1}-of-00002.gguf",
-            half,
-            model_metadata() if index == 0 else {},
-            seed=index,
-            extra=[
-                ("split.no", index, ValueType.UINT16, None),
-                ("split.count", 2, ValueType.UINT16, None),
-                ("split.tensors.count", len(tensors), ValueType.INT32, None),
-            ],
-        )
-    parts = open_model(tmp_path / "m-00001-of-00002.gguf")
-    assert [len(part.tensors) for part in parts] == [4, len(tensors) - 4]
 
 
 def test_row_bytes():

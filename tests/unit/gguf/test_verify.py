@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
-from gguf_craft import model_metadata, model_tensors, packed_metadata, write_model, write_packed
+from gguf_craft import model_metadata, model_tensors, write_model
 from gguf_split import split
 from verify_files import NAN_HALF, UP, place, poke, texts, write_bytes
 
@@ -91,39 +89,25 @@ def test_data_in_the_padding(copy, ggml):
 
 
 def test_data_behind_the_last_tensor(copy, ggml):
-    size = copy.stat().st_size
     with copy.open("ab") as file:
         file.write(b"\0" * 4096)
     (said,) = texts(copy, ggml)
     assert "behind the last tensor" in said and str(copy) in said
-    os.truncate(copy, size)
-    assert texts(copy, ggml) == []
 
 
 def test_a_gap_between_tensors(packed, tmp_path, ggml):
     """The reader follows offsets and accepts a hole; llama.cpp does not."""
     whole = packed.read_bytes()
     with GGUFFile.open(packed) as file:
-        infos = list(file.tensors.values())
-        data = file.data_offset
-    last = infos[-1]
-    entry = last.name.encode() + struct.pack(f"<I{len(last.shape)}Q", len(last.shape), *last.shape)
-    entry += struct.pack("<I", last.type)
-    at = whole.index(entry) + len(entry)
-    shifted = struct.pack("<Q", last.offset - data + 4096)
-    moved = whole[:at] + shifted + whole[at + 8 : last.offset] + bytes(4096) + whole[last.offset :]
-    path = write_bytes(tmp_path / "m.gguf", moved)
+        *_, before, last = file.tensors.values()
+        offset = last.offset - file.data_offset
+    at = whole.index(struct.pack("<Q", offset), whole.index(last.name.encode()))
+    moved = whole[:at] + struct.pack("<Q", offset + 4096) + whole[at + 8 : last.offset]
+    path = write_bytes(tmp_path / "m.gguf", moved + bytes(4096) + whole[last.offset :])
     assert texts(path, ggml) == [
         f"{path}: tensor {last.name}: offset {last.offset + 4096}: expected at {last.offset},"
-        f" behind {infos[-2].name}"
+        f" behind {before.name}"
     ]
-
-
-@pytest.mark.parametrize("size", [0, 10, 2000, -5000])
-def test_a_file_cut_short(copy, ggml, size):
-    os.truncate(copy, size if size >= 0 else copy.stat().st_size + size)
-    (said,) = texts(copy, ggml)
-    assert said.startswith(f"{copy}: ")
 
 
 def test_a_dense_model_is_checked_all_the_same(tmp_path, ggml):
@@ -159,40 +143,22 @@ def test_a_pair_of_files(two_files, packed, tmp_path, ggml):
     assert said == f"{tmp_path / 'none.gguf'}: No such file or directory"
 
 
+def call(*words):
+    return CliRunner().invoke(cli, ["verify", "--threads", "1", *map(str, words)])
+
+
 def test_the_command_takes_a_pair(two_files):
-    high, low = map(str, two_files)
-    result = CliRunner().invoke(cli, ["verify", high, "--low", low, "--threads", "1"])
+    high, low = two_files
+    result = call(high, "--low", low)
     assert result.exit_code == 0, result.output
     assert f"{high} and 1 more: good" in result.stdout and "in q4_k, q2_k" in result.stdout
-    result = CliRunner().invoke(cli, ["verify", low, "--low", high, "--threads", "1", "--json"])
+    result = call(low, "--low", high, "--json")
     assert result.exit_code == 1
-    assert json.loads(result.stdout)["problems"][0]["file"] == high
-
-
-def test_mutated_headers_give_sentences(packed, tmp_path, ggml):
-    """Whatever bytes a header has: a report, where every finding starts with the file."""
-    whole = packed.read_bytes()
-    with GGUFFile.open(packed) as file:
-        header = file.data_offset
-    random = np.random.default_rng(5)
-    path = tmp_path / "m.gguf"
-    found = 0
-    for _ in range(150):
-        data = bytearray(whole)
-        for at in random.integers(0, header, random.integers(1, 4)):
-            data[at] = random.integers(0, 256)
-        report = verify(write_bytes(path, bytes(data)), ggml=ggml, threads=1)
-        assert all(problem.text.startswith(f"{path}: ") for problem in report.problems)
-        found += bool(report.problems)
-    assert found > 20
-
-
-def call(*words):
-    return CliRunner().invoke(cli, ["verify", *map(str, words)])
+    assert json.loads(result.stdout)["problems"][0]["file"] == str(high)
 
 
 def test_command(copy, tmp_path):
-    result = call("--threads", 1, copy)
+    result = call(copy)
     assert result.exit_code == 0
     assert result.stderr.startswith(f"Note: {copy}: has no checksums, ")
     assert result.stdout.startswith(f"{copy}: good: ")
@@ -203,22 +169,12 @@ def test_command(copy, tmp_path):
 
     info = place(copy, UP)
     poke(copy, info.offset, struct.pack("<H", NAN_HALF))
-    result = call(copy)
-    assert (result.exit_code, result.stderr) == (1, "")
-    assert result.stdout.count("\n") == 1 and f"tensor {UP}: q4_k block 0" in result.stdout
+    for path, said in ((copy, f"tensor {UP}: q4_k block 0"), (tmp_path / "none.gguf", "none.gguf")):
+        result = call(path)
+        assert (result.exit_code, result.stderr, result.stdout.count("\n")) == (1, "", 1)
+        assert said in result.stdout
     result = call("--json", copy)
     facts = json.loads(result.stdout)
     assert (result.exit_code, facts["ok"]) == (1, False)
     (problem,) = facts["problems"]
     assert (problem["tensor"], problem["offset"], problem["block"]) == (UP, info.offset, 0)
-
-    result = call(tmp_path / "none.gguf")
-    assert (result.exit_code, result.stdout.count("\n")) == (1, 1)
-    assert "none.gguf" in result.stdout
-
-
-def test_a_packed_file_of_the_writer_s_own(tmp_path, ggml):
-    path = write_packed(tmp_path / "m.gguf")
-    said = texts(path, ggml)  # random bytes: scales are not finite somewhere, nothing else
-    assert said and all("is not finite" in each for each in said)
-    assert packed_metadata()["moe_edge.tiers"] == verify(path, ggml=ggml).tiers

@@ -33,9 +33,7 @@ def test_a_scale_that_is_not_finite(copy, ggml, capfd, value, tier):
     for at in SCALES[tier]:
         for block in (0, per_expert, n_blocks - 1):
             offset = info.offset + block * block_bytes
-            with copy.open("rb") as file:
-                file.seek(offset + at)
-                was = file.read(2)
+            was = copy.read_bytes()[offset + at :][:2]
             poke(copy, offset + at, struct.pack("<H", value))
             assert texts(copy, ggml) == [
                 f"{copy}: tensor {name}: {tier} block {block} (expert {block // per_expert})"
@@ -56,27 +54,26 @@ def test_stderr_works_again_afterwards(copy, ggml, capfd):
 
 
 def test_several_problems_are_several_sentences(copy, ggml):
-    float_info = place(copy, "blk.0.attn_norm.weight")
-    poke(copy, float_info.offset + 8, struct.pack("<f", float("nan")))
+    floats = place(copy, "blk.0.attn_norm.weight")
+    poke(copy, floats.offset + 8, struct.pack("<f", float("nan")))
     info = place(copy, "blk.0.ffn_up_exps.weight")
     for block in (3, 4, 9):
         poke(copy, info.offset + block * 144 + 2, struct.pack("<H", INF_HALF))
-    of_values, of_blocks = sorted(texts(copy, ggml), key=len)
-    at = float_info.offset + 8
-    assert of_values == (
-        f"{copy}: tensor blk.0.attn_norm.weight: value 2 at offset {at} is not finite"
-    )
-    at = info.offset + 3 * 144
-    assert of_blocks == (
-        f"{copy}: tensor {info.name}: q4_k block 3 (expert 0) at offset {at} is not finite, and 2"
-        " more"
-    )
+    assert sorted(texts(copy, ggml), key=len) == [
+        f"{copy}: tensor {floats.name}: value 2 at offset {floats.offset + 8} is not finite",
+        f"{copy}: tensor {info.name}: q4_k block 3 (expert 0) at offset {info.offset + 3 * 144} is"
+        " not finite, and 2 more",
+    ]
+
+
+def with_tensor(folder, *tensor):
+    """A model with one more tensor, and where that is."""
+    path = write_model(folder / "m.gguf", [*model_tensors(), tensor])
+    return path, place(path, tensor[0])
 
 
 def test_a_tensor_of_noise_is_one_sentence(tmp_path, ggml):
-    tensors = [*model_tensors(), ("noise.weight", (4096, 2), GGMLType.F16)]
-    path = write_model(tmp_path / "m.gguf", tensors)
-    info = place(path, "noise.weight")
+    path, info = with_tensor(tmp_path, "noise.weight", (4096, 2), GGMLType.F16)
     poke(path, info.offset, b"\xff" * info.nbytes)
     assert texts(path, ggml) == [
         f"{path}: tensor noise.weight: value 0 at offset {info.offset} is not finite, and at"
@@ -86,13 +83,12 @@ def test_a_tensor_of_noise_is_one_sentence(tmp_path, ggml):
 
 def test_every_block_of_a_tensor_of_many_runs(tmp_path, ggml):
     """Whole runs of it are checked by different threads: none of its blocks lies between two."""
-    tensors = [*model_tensors(), ("large.weight", (4096, 5000), GGMLType.Q8_0)]
     path = tmp_path / "m.gguf"
     with GGUFWriter(path) as writer:
         for key, value in model_metadata().items():
             writer.meta(key, value)
-        for name, shape, ggml_type in tensors:
-            writer.declare(name, shape, ggml_type)
+        for name, shape, kind in (*model_tensors(), ("large.weight", (4096, 5000), GGMLType.Q8_0)):
+            writer.declare(name, shape, kind)
         writer.begin()
         for declared in writer.tensors.values():
             writer.write_tensor(declared.name, bytes(declared.nbytes))
@@ -129,12 +125,8 @@ def blocks_with_a_bad_value(ggml, kind, blocks):
 def test_noise_under_every_type(tmp_path, ggml, kind):
     """What is found in noise, by halving runs of blocks, is what is wrong with single ones."""
     rows = 5 if BLOCK[kind].weights == 1 else 300
-    tensors = [*model_tensors(), ("noise.weight", (256, rows), kind)]
-    path = write_model(tmp_path / "m.gguf", tensors)
-    rng = np.random.default_rng(kind)
-    with GGUFFile.open(path) as file:
-        info = file.tensors["noise.weight"]
-    noise = rng.integers(0, 256, info.nbytes, np.uint8)
+    path, info = with_tensor(tmp_path, "noise.weight", (256, rows), kind)
+    noise = np.random.default_rng(kind).integers(0, 256, info.nbytes, np.uint8)
     poke(path, info.offset, noise.tobytes())
     bad = blocks_with_a_bad_value(ggml, kind, noise.reshape(-1, BLOCK[kind].bytes))
     report = verify(path, ggml=ggml, threads=2)
@@ -150,14 +142,11 @@ def test_noise_under_every_type(tmp_path, ggml, kind):
 
 
 def test_a_type_that_ggml_cannot_check(tmp_path, ggml):
-    tensors = [*model_tensors(), ("odd.weight", (256, 2), GGMLType.Q8_1)]
-    path = write_model(tmp_path / "m.gguf", tensors)
-    offset = place(path, "odd.weight").offset
+    path, odd = with_tensor(tmp_path, "odd.weight", (256, 2), GGMLType.Q8_1)
     report = verify(path, ggml=ggml, threads=1)
     assert [each.text for each in report.problems] == [
-        f"{path}: tensor odd.weight: offset {offset}: ggml has no check for q8_1"
+        f"{path}: tensor odd.weight: offset {odd.offset}: ggml has no check for q8_1"
     ]
-    assert report.n_tensors == len(tensors)
-    assert report.nbytes == sum(
-        int(np.prod(shape)) * BLOCK[kind].bytes for _, shape, kind in tensors[:-1]
-    )
+    with GGUFFile.open(path) as file:
+        assert report.n_tensors == len(file.tensors)
+        assert report.nbytes == sum(info.nbytes for info in file.tensors.values()) - odd.nbytes

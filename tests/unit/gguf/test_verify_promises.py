@@ -18,14 +18,35 @@ def test_a_missing_tier(packed, tmp_path, ggml):
         f"{path}: tensor {name} is missing, but key moe_edge.tiers announces tier q2_k"
         for name in (gate, LOW)
     ]
-
-
-def test_a_missing_best_tier(packed, tmp_path, ggml):
-    path = repack(packed, tmp_path / "m.gguf", drop={UP})
+    path = repack(packed, tmp_path / "n.gguf", drop={UP})
     offset = place(path, LOW).offset
     assert texts(path, ggml)[0] == (
         f"{path}: tensor {LOW}: offset {offset}: its best tier {UP} is missing"
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "rest"),
+    [
+        (
+            {"alignment": 64},
+            "alignment 64; an expert file is aligned to 4096 bytes",
+            "not a multiple of 4096",
+        ),
+        ({"meta": {"qwen3moe.expert_count": 7}}, "expert", None),
+        (
+            {"meta": {"moe_edge.tier_bpw": [4.5]}},
+            "key moe_edge.tier_bpw [4.5], but the tiers hold 4.50, 2.62 bits per weight",
+            None,
+        ),
+        ({"meta": {"moe_edge.format_version": 99}}, "moe_edge.format_version: 99", None),
+    ],
+)
+def test_an_alignment_and_numbers_that_are_wrong(packed, tmp_path, ggml, changes, said, rest):
+    path = repack(packed, tmp_path / "m.gguf", **changes)
+    first, *others = texts(path, ggml)
+    assert first.startswith(f"{path}: ") and said in first
+    assert bool(others) == bool(rest) and all(rest in each for each in others)
 
 
 def test_a_tier_that_is_not_announced(packed, tmp_path, ggml):
@@ -45,27 +66,6 @@ def test_a_tier_of_another_type(packed, tmp_path, ggml):
     assert "key moe_edge.tier_bpw [4.5, 2.625], but the tiers hold 4.50, 2.7" in said[1]
 
 
-def test_alignment_of_an_expert_file(packed, tmp_path, ggml):
-    path = repack(packed, tmp_path / "m.gguf", alignment=64)
-    said = texts(path, ggml)
-    assert said[0] == f"{path}: alignment 64; an expert file is aligned to 4096 bytes"
-    assert all("not a multiple of 4096" in each for each in said[1:])
-
-
-def test_wrong_counts(packed, tmp_path, ggml):
-    path = repack(packed, tmp_path / "m.gguf", meta={"qwen3moe.expert_count": 7})
-    (said,) = texts(path, ggml)
-    assert "expert" in said and said.startswith(f"{path}: ")
-    path = repack(packed, tmp_path / "n.gguf", meta={"moe_edge.tier_bpw": [4.5]})
-    (said,) = texts(path, ggml)
-    assert said == (
-        f"{path}: key moe_edge.tier_bpw [4.5], but the tiers hold 4.50, 2.62 bits per weight"
-    )
-    path = repack(packed, tmp_path / "o.gguf", meta={"moe_edge.format_version": 99})
-    (said,) = texts(path, ggml)
-    assert "moe_edge.format_version: 99" in said
-
-
 def test_a_layer_without_its_experts(packed, tmp_path, ggml):
     with GGUFFile.open(packed) as file:
         gone = {name for name in file.tensors if name.startswith("blk.1.") and "_exps" in name}
@@ -82,27 +82,20 @@ def test_layers_that_predict_further_tokens_have_no_tiers(tmp_path, ggml):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("key", "value", "said"),
     [
-        (
-            {"moe_edge.fallbacks": ["down: q8_0 is fine"]},
-            "does not say: down: q4_k -> iq4_nl (rows",
-        ),
-        ({"moe_edge.quantization": 7}, "key moe_edge.quantization: not a text"),
-        ({"moe_edge.calibration": ["a"]}, "key moe_edge.calibration: not a text"),
-        ({"moe_edge.fallbackz": ["a"]}, "key moe_edge.fallbackz: unknown"),
-        ({"moe_edge.tiers": ["y4_k"]}, "key moe_edge.tiers: y4_k is no type"),
+        ("fallbacks", ["down: q8_0 is fine"], "does not say: down: q4_k -> iq4_nl (rows"),
+        ("quantization", 7, "not a text"),
+        ("calibration", ["a"], "not a text"),
+        ("fallbackz", ["a"], "unknown"),
+        ("tiers", ["y4_k"], "y4_k is no type"),
     ],
 )
-def test_what_is_said_about_the_making(tmp_path, ggml, change, said):
-    types = dict.fromkeys((0, 1, 2, 3), GGMLType.F16)
-    source = write_model(
-        tmp_path / "src.gguf",
-        model_tensors(n_embd=256, n_ff=64, types=types),
-        model_metadata(embedding_length=256),
-    )
+def test_what_is_said_about_the_making(tmp_path, ggml, key, value, said):
+    tensors = model_tensors(n_embd=256, n_ff=64)
+    source = write_model(tmp_path / "src.gguf", tensors, model_metadata(embedding_length=256))
     good = pack(source, tmp_path / "good.gguf", ["q4_k"], ggml=ggml).path
     assert texts(good, ggml) == []
-    bad = repack(good, tmp_path / "bad.gguf", meta=change)
+    bad = repack(good, tmp_path / "bad.gguf", meta={f"moe_edge.{key}": value})
     (found,) = texts(bad, ggml)
-    assert found.startswith(f"{bad}: key moe_edge.") and said in found
+    assert found.startswith(f"{bad}: key moe_edge.{key}") and said in found

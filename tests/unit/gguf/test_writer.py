@@ -60,15 +60,13 @@ def test_the_gguf_package_reads_what_we_write(tmp_path):
 
 
 def test_own_round_trip_keeps_every_value(tmp_path):
-    path = tmp_path / "ours.gguf"
-    writer = begun(path)
-    for key, value in VALUES.items():
-        writer.meta(key, value)
-    with writer:
+    with begun(tmp_path / "ours.gguf") as writer:
+        for key, value in VALUES.items():
+            writer.meta(key, value)
         writer.begin()
         writer.write_tensor("a", bytes(256))
         writer.write_tensor("b", bytes(102))
-    with GGUFFile.open(path) as file:
+    with GGUFFile.open(tmp_path / "ours.gguf") as file:
         assert file.metadata == VALUES
         assert file.alignment == 32
 
@@ -78,41 +76,30 @@ def leftovers(folder):
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
-def test_nothing_stays_behind_after_an_exception(tmp_path, error):
-    writer = begun(tmp_path / "ours.gguf")
-    with pytest.raises(error), writer:
+@pytest.mark.parametrize("old", [None, b"old"])
+def test_an_exception_leaves_what_was_there_before(tmp_path, error, old):
+    path = tmp_path / "ours.gguf"
+    if old:
+        path.write_bytes(old)
+    with pytest.raises(error), begun(path) as writer:
         writer.begin()
+        assert not old or path.read_bytes() == old
         writer.write_tensor("a", bytes(256))
         raise error
-    assert leftovers(tmp_path) == []
+    assert leftovers(tmp_path) == ["ours.gguf"] * bool(old)
+    assert not old or path.read_bytes() == old
 
 
-def test_the_old_file_survives_a_failure(tmp_path):
-    path = tmp_path / "ours.gguf"
-    path.write_bytes(b"old")
-    writer = begun(path)
-    with pytest.raises(RuntimeError), writer:
-        writer.begin()
-        assert path.read_bytes() == b"old"
-        raise RuntimeError
-    assert path.read_bytes() == b"old"
-    assert leftovers(tmp_path) == ["ours.gguf"]
-
-
-def test_missing_bytes_are_an_error(tmp_path):
+@pytest.mark.parametrize(
+    ("at", "said"), [(0, "34 of 102 bytes written"), (69, "34 bytes at 69 do not fit")]
+)
+def test_missing_and_too_many_bytes_are_an_error(tmp_path, at, said):
     writer = begun(tmp_path / "ours.gguf")
-    with pytest.raises(errors.WriteError, match="tensor b: 34 of 102 bytes written"), writer:
+    with pytest.raises(errors.WriteError, match=f"tensor b: {said}"), writer:
         writer.begin()
         writer.write_tensor("a", bytes(256))
-        writer.write_at("b", 0, bytes(34))
+        writer.write_at("b", at, bytes(34))
     assert leftovers(tmp_path) == []
-
-
-def test_too_many_bytes_are_an_error(tmp_path):
-    writer = begun(tmp_path / "ours.gguf")
-    with pytest.raises(errors.WriteError, match="tensor b: 34 bytes at 69 do not fit"), writer:
-        writer.begin()
-        writer.write_at("b", 69, bytes(34))
 
 
 def test_disk_space_is_checked_before_anything_is_written(tmp_path, monkeypatch):
@@ -145,29 +132,37 @@ def test_missing_folder_and_folder_as_target(tmp_path):
         w.begin()
 
 
-def test_wrong_declarations(tmp_path):
-    writer = begun(tmp_path / "ours.gguf")
-    with pytest.raises(errors.DuplicateError, match="declared twice"):
-        writer.declare("a", (1,), GGMLType.F32)
-    with pytest.raises(errors.TextError):
-        writer.declare("n" * 64, (1,), GGMLType.F32)
-    with pytest.raises(errors.TensorShapeError):
-        writer.declare("c", (), GGMLType.F32)
-    with pytest.raises(errors.TensorShapeError):
-        writer.declare("c", (4, 0), GGMLType.F32)
-    with pytest.raises(errors.TensorShapeError, match="not a multiple of 256"):
-        writer.declare("c", (128,), GGMLType.Q4_K)
+@pytest.mark.parametrize(
+    ("declared", "error", "said"),
+    [
+        (("a", (1,), GGMLType.F32), errors.DuplicateError, "declared twice"),
+        (("n" * 64, (1,), GGMLType.F32), errors.TextError, ""),
+        (("c", (), GGMLType.F32), errors.TensorShapeError, ""),
+        (("c", (4, 0), GGMLType.F32), errors.TensorShapeError, ""),
+        (("c", (128,), GGMLType.Q4_K), errors.TensorShapeError, "not a multiple of 256"),
+    ],
+)
+def test_wrong_declarations(tmp_path, declared, error, said):
+    with pytest.raises(error, match=said):
+        begun(tmp_path / "ours.gguf").declare(*declared)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind", "said"),
+    [
+        ("k", 256, ValueType.UINT8, "uint8"),
+        ("k", "x", ValueType.UINT8, "uint8"),
+        ("k", 1 << 64, None, "uint64"),
+        ("k", ["a", 1], None, "differ in type"),
+        ("k", object(), None, "no metadata type"),
+        ("general.alignment", 64, None, "alignment 32"),
+    ],
+)
+def test_values_that_are_refused(tmp_path, key, value, kind, said):
+    with pytest.raises(errors.WriteError, match=said):
+        GGUFWriter(tmp_path / "ours.gguf").meta(key, value, kind)
+
+
+def test_an_alignment_that_is_none(tmp_path):
     with pytest.raises(errors.WriteError, match="power of two"):
         GGUFWriter(tmp_path / "x", 48)
-    with pytest.raises(errors.WriteError, match="alignment 32"):
-        writer.meta("general.alignment", 64)
-
-
-def test_values_that_do_not_fit_their_type(tmp_path):
-    writer = GGUFWriter(tmp_path / "ours.gguf")
-    with pytest.raises(errors.WriteError, match="uint8"):
-        writer.meta("k", 256, ValueType.UINT8)
-    with pytest.raises(errors.WriteError, match="differ in type"):
-        writer.meta("k", ["a", 1])
-    with pytest.raises(errors.WriteError, match="no metadata type"):
-        writer.meta("k", object())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from click.testing import CliRunner
 
 from orchestrator.cli.main import cli
@@ -10,8 +12,6 @@ SIZE = 300_000
 
 
 def noise(seed: int, size: int = SIZE) -> bytes:
-    import random
-
     return random.Random(seed).randbytes(size)
 
 

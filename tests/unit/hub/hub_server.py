@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import socket
+import struct
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -93,13 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
-    def do_HEAD(self) -> None:
-        self.answer()
-
     def do_GET(self) -> None:
-        self.answer()
-
-    def answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
         authorization = self.headers.get("Authorization")
         self.state.seen.append((self.command, path, self.headers.get("Range"), authorization))
@@ -120,14 +116,18 @@ class _Handler(BaseHTTPRequestHandler):
                         return self.data(name, data, {})
         return self.fail(404)
 
-    def fail(self, status: int, code: str = "", message: str = "") -> None:
+    do_HEAD = do_GET
+
+    def head(self, status: int, headers: dict[str, str], length: int = 0) -> None:
         self.send_response(status)
-        if code:
-            self.send_header("X-Error-Code", code)
-        if message:
-            self.send_header("X-Error-Message", message)
-        self.send_header("Content-Length", "0")
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(length))
         self.end_headers()
+
+    def fail(self, status: int, code: str = "", message: str = "") -> None:
+        said = {"X-Error-Code": code, "X-Error-Message": message}
+        self.head(status, {key: value for key, value in said.items() if value})
 
     def repo(self, name: str, revision: str, listing: bool) -> Repo | None:
         repo = self.state.repos.get(name)
@@ -159,10 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
                     entry["lfs"] = {"sha256": sha256, "size": len(data), "pointerSize": 135}
             siblings.append(entry)
         body = json.dumps({"id": name, "modelId": name, "sha": repo.commit, "siblings": siblings})
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
+        self.head(200, {"Content-Type": "application/json"}, len(body))
         self.wfile.write(body.encode())
 
     def resolve(self, name: str, revision: str, file: str) -> None:
@@ -178,24 +175,15 @@ class _Handler(BaseHTTPRequestHandler):
             return self.data(file, data, headers)
         sha256 = hashlib.sha256(data).hexdigest()
         headers |= {"X-Linked-Size": str(len(data)), "X-Linked-Etag": f'"{sha256}"'}
-        self.send_response(302)
-        for key, value in headers.items():
-            self.send_header(key, value)
-        self.send_header("Location", f"http://localhost:{self.state.port}/cdn/{sha256}")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
+        headers["Location"] = f"http://localhost:{self.state.port}/cdn/{sha256}"
+        self.head(302, headers)
 
     def data(self, name: str, data: bytes, headers: dict[str, str]) -> None:
-        start = 0
+        start, headers["Accept-Ranges"] = 0, "bytes"
         if span := self.headers.get("Range"):
             start = int(re.fullmatch(r"bytes=(\d+)-", span)[1])
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-        self.send_response(206 if span else 200)
-        for key, value in headers.items():
-            self.send_header(key, value)
-        self.send_header("Accept-Ranges", "bytes")
-        self.send_header("Content-Length", str(len(data) - start))
-        self.end_headers()
+        self.head(206 if span else 200, headers, len(data) - start)
         if self.command == "HEAD":
             return
         if self.state.corrupt:
@@ -206,9 +194,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.write(data[start : start + fault.after])
             self.close_connection = True
             if fault.reset:
-                import socket
-                import struct
-
                 linger = struct.pack("ii", 1, 0)
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
                 self.connection.close()

@@ -21,6 +21,10 @@ def tiny(tmp_path_factory):
     return synthetic.write(tmp_path_factory.mktemp("m") / "m.gguf", "tiny-qwen3moe")
 
 
+def run(*words):
+    return CliRunner().invoke(cli, [str(word) for word in words])
+
+
 def test_chat_with_a_model_of_the_hub(server, tiny, tmp_path, monkeypatch):
     pytest.importorskip("llama_cpp")
     parts = split(tiny, tmp_path / "parts", 2)
@@ -29,34 +33,33 @@ def test_chat_with_a_model_of_the_hub(server, tiny, tmp_path, monkeypatch):
     options = ["--ctx", "256", "--threads", "1", "--temp", "0", "--max-tokens", "3", "-p", "a"]
 
     def chat(model):
-        return CliRunner().invoke(cli, ["chat", "-m", model, *options])
+        return run("chat", "-m", model, *options)
 
-    result = chat(f"hf:o/n/sub/{parts[0].name}")
+    name = f"hf:o/n/sub/{parts[0].name}"
+    result = chat(name)
     assert result.exit_code == 0, result.output
     assert "o/n at c0ffeec0: 2 files" in result.stderr
-    assert result.stdout == chat(str(tiny)).stdout
-    again = chat(f"hf:o/n/sub/{parts[0].name}")
+    assert result.stdout == chat(tiny).stdout
+    again = chat(name)
     assert (again.stdout, again.stderr) == (result.stdout, "")
     assert "holds 2 models" in chat("hf:o/n").stderr
     server.repos["o/n"].files |= {f"{folder}/other.gguf": noise(2) for folder in "ab"}
     assert "other.gguf: header" in chat("hf:o/n/other.gguf").stderr  # that very file, which is none
     del server.repos["o/n"].files["other.gguf"]
     assert "several models match a/other.gguf, b/other.gguf" in chat("hf:o/n/other.gguf").stderr
-    wrong = chat("hf:o")
-    assert "write it as hf:OWNER/NAME or hf:OWNER/NAME/FILE.gguf" in wrong.stderr
+    assert "write it as hf:OWNER/NAME or hf:OWNER/NAME/FILE.gguf" in chat("hf:o").stderr
 
     server.status = 503  # the cache is enough
-    assert chat(f"hf:o/n/sub/{parts[0].name}").stdout == result.stdout
+    assert chat(name).stdout == result.stdout
     assert "answers 503" in chat("hf:o/none").stderr
 
 
-def test_inspect_and_verify_a_model_of_the_hub(server, tiny):
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_inspect_and_verify_a_model_of_the_hub(server, tiny, command):
     server.repos["o/n"] = Repo({"m.gguf": tiny.read_bytes()})
-    for command in ("inspect", "verify"):
-        here = CliRunner().invoke(cli, [command, "--json", str(tiny)])
-        result = CliRunner().invoke(cli, [command, "--json", "hf:o/n"])
-        assert result.exit_code == 0, result.output
-        assert json.loads(result.stdout).keys() == json.loads(here.stdout).keys()
+    here, result = (run(command, "--json", each) for each in (tiny, "hf:o/n"))
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout).keys() == json.loads(here.stdout).keys()
 
 
 def test_resolve_without_a_gguf(server):
@@ -77,44 +80,37 @@ def resolved(text):
     return module.resolve_checkpoint(text, lambda note: None)
 
 
-def test_a_checkpoint_goes_before_a_gguf(server, tmp_path):
-    server.repos["o/n"] = Repo({**CHECKPOINT, "n.gguf": noise(2)})
+def test_a_checkpoint_goes_before_a_gguf_and_has_revisions(server):
+    server.repos["o/n"] = Repo({**CHECKPOINT, "n.gguf": noise(2)}, revisions=("main", "v2"))
     folder, name = resolved("hf:o/n")
     assert name == "n"
     assert {path.name for path in folder.iterdir()} == set(CHECKPOINT)
     assert (folder / "model.safetensors").read_bytes() == CHECKPOINT["model.safetensors"]
     server.status = 503
     assert resolved("hf:o/n") == (folder, name)
-
-
-def test_a_revision_of_a_checkpoint(server):
-    server.repos["o/n"] = Repo(CHECKPOINT, revisions=("main", "v2"))
-    folder, _ = resolved("hf:o/n@v2")
-    assert (folder / "config.json").exists()
+    with pytest.raises(HubError, match="answers 503"):
+        resolved("hf:o/n@v2")
+    server.status = 0
+    assert (resolved("hf:o/n@v2")[0] / "config.json").exists()
     with pytest.raises(HubError, match="no revision v3"):
         resolved("hf:o/n@v3")
     server.status = 503
     assert resolved("hf:o/n@v2")[0] == folder
-    with pytest.raises(HubError, match="answers 503"):
-        resolved("hf:o/n")
 
 
 def test_convert_says_what_is_wrong_with_what_it_fetched(server, tmp_path):
     server.repos["o/n"] = Repo(CHECKPOINT)
-    words = ["convert", "hf:o/n", str(tmp_path / "out.gguf"), "--tiers"]
-    result = CliRunner().invoke(cli, [*words, "q4_k,f17"])
-    assert "unknown tier f17" in result.output
+    words = ["convert", "hf:o/n", tmp_path / "out.gguf", "--tiers"]
+    assert "unknown tier f17" in run(*words, "q4_k,f17").output
     assert server.data_requests() == []
-    result = CliRunner().invoke(cli, [*words, "q4_k"])
+    result = run(*words, "q4_k")
     assert result.exit_code == 1
     assert "model.safetensors: ends inside its header" in result.output
 
 
 def test_convert_packs_a_gguf(server, tiny, tmp_path):
     server.repos["o/n"] = Repo({"n.gguf": tiny.read_bytes()})
-    for source in ("hf:o/n", str(tiny)):
-        out = tmp_path / "out.gguf"
-        result = CliRunner().invoke(cli, ["convert", source, str(out), "--tiers", "q8_0,q2_k"])
+    for number, source in enumerate(("hf:o/n", tiny)):
+        result = run("convert", source, tmp_path / f"{number}.gguf", "--tiers", "q8_0,q2_k")
         assert result.exit_code == 0, result.output
         assert "experts in q8_0" in result.output
-        out.unlink()

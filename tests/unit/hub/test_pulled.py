@@ -55,28 +55,23 @@ def test_nothing_was_pulled(server):
     assert "`moe-edge pull OWNER/NAME`" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "file"),
-    [
-        ("big-Q4", "big-Q4.gguf"),
-        ("BIG-q4", "big-Q4.gguf"),
-        ("big-Q2.gguf", "big-Q2.gguf"),
-        ("o/big/big-Q2", "big-Q2.gguf"),
-        ("small", "sub/small-Q4.gguf"),
-        ("p/small", "sub/small-Q4.gguf"),
-        ("p/small/sub/small-Q4.gguf", "sub/small-Q4.gguf"),
-    ],
-)
-def test_names_of_a_model(models, name, file):
-    found = find_pulled(name)
-    assert found is not None and found.file == file
+NAMES = {
+    "big-Q4": "big-Q4.gguf",
+    "BIG-q4": "big-Q4.gguf",
+    "big-Q2.gguf": "big-Q2.gguf",
+    "o/big/big-Q2": "big-Q2.gguf",
+    "small": "sub/small-Q4.gguf",
+    "p/small": "sub/small-Q4.gguf",
+    "p/small/sub/small-Q4.gguf": "sub/small-Q4.gguf",
+}
 
 
-def test_a_name_of_two_models_is_refused(models):
-    with pytest.raises(HubError, match=r"several models .* have this name: big-Q2, big-Q4"):
-        find_pulled("o/big")
+def test_names_of_a_model(models):
+    assert {name: getattr(find_pulled(name), "file", None) for name in NAMES} == NAMES
     assert find_pulled("weights") is None
     assert find_pulled("none-Q4") is None
+    with pytest.raises(HubError, match=r"several models .* have this name: big-Q2, big-Q4"):
+        find_pulled("o/big")
 
 
 def test_a_stem_of_two_repositories_needs_its_owner(models, server):
@@ -131,9 +126,7 @@ def test_the_user_cache_is_listed_and_cleared(tmp_path, monkeypatch):
 
 
 def test_every_folder_of_the_cache_is_explained():
-    named = set()
-    for folder in ("orchestrator", "patches"):
-        for path in (REPO / folder).rglob("*.py"):
-            named |= set(FOLDER.findall(path.read_text()))
+    files = [path for room in ("orchestrator", "patches") for path in (REPO / room).rglob("*.py")]
+    named = {name for path in files for name in FOLDER.findall(path.read_text())}
     assert {"bench", "servers", "wheels"} <= named
     assert named - {"lock"} <= KINDS.keys()

@@ -17,7 +17,6 @@ def model(tiny_model: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture
-def bindings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bindings:
+def bindings() -> Bindings:
     pytest.importorskip("llama_cpp.llama_cpp")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return Bindings.load()

@@ -1,4 +1,4 @@
-"""Experts that move from one placement to the next, with reads that take several steps each."""
+"""Experts that move from one tier to another, with reads that take several steps each."""
 
 from __future__ import annotations
 
@@ -7,6 +7,56 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from orchestrator.allocation.slots import SlotPlan, Transition
+from orchestrator.events import ABSENT
+from orchestrator.policy.base import Policy
+
+
+def started(policy: Policy) -> np.ndarray:
+    """The tier of each expert after the start, uint8 [n_layers, n_expert]."""
+    tiers = np.full((policy.shape.n_layers, policy.shape.n_expert), ABSENT, np.uint8)
+    for layer, expert, tier in policy.start():
+        tiers[layer, expert] = tier
+    return tiers
+
+
+class MovingStore:
+    """What the native store does with transitions, in Python. An expert is never asked for while
+    it moves, and nowhere are more slots taken than there are."""
+
+    def __init__(self, plan: SlotPlan, tiers: np.ndarray) -> None:
+        """tiers uint8 [n_layers, n_expert] is brought up to date."""
+        self.plan, self.tiers = plan, tiers
+        self.moved = np.zeros(tiers.shape, int)
+        self.way: dict[tuple[int, int], tuple[int, int, bool]] = {}
+        self._check()
+
+    @property
+    def target(self) -> np.ndarray:
+        target = self.tiers.copy()
+        for at, (tier, _, _) in self.way.items():
+            target[at] = tier
+        return target
+
+    def _check(self) -> None:
+        target, used = self.target, [0] * len(self.plan.groups)
+        for (layer, _, tier), group in self.plan.group_of.items():
+            used[group] += int(((self.tiers[layer] == tier) | (target[layer] == tier)).sum())
+        assert all(n <= group.n_slots for n, group in zip(used, self.plan.groups, strict=True))
+
+    def transition(self, moves: Sequence[Transition], steps: int = 1, fails: bool = False) -> None:
+        for layer, expert, tier in moves:
+            assert (layer, expert) not in self.way and tier != self.tiers[layer, expert]
+            self.way[layer, expert] = tier, steps, fails
+            self.moved[layer, expert] += 1
+        self._check()
+
+    def begin_step(self) -> None:
+        """What has arrived is in its tier."""
+        for at, (tier, left, fails) in list(self.way.items()):
+            self.way[at] = tier, left - 1, fails
+            if left == 1:
+                del self.way[at]
+                self.tiers[at] = self.tiers[at] if fails else tier
 
 
 def settle(
@@ -15,30 +65,13 @@ def settle(
     rng: np.random.Generator,
     moves_for: Callable[[np.ndarray], Sequence[Transition]],
 ) -> np.ndarray:
-    """Lets experts move until none is under way. resident uint8 [n_layers, n_expert] is brought up
-    to date; moves_for: what is asked for, by the target of each expert. An expert is never asked
-    for while it moves, and nowhere are more slots taken than there are. Returns how often each
-    moved."""
-    moved = np.zeros(resident.shape, int)
-    under_way: dict[tuple[int, int], tuple[int, int]] = {}
+    """Lets experts move until none is under way. resident is brought up to date; moves_for: what
+    is asked for, by the target of each expert. Returns how often each moved."""
+    store = MovingStore(plan, resident)
     for _ in range(400):
-        target = resident.copy()
-        for at, (tier, _) in under_way.items():
-            target[at] = tier
-        used = [0] * len(plan.groups)
-        for (layer, _, tier), group in plan.group_of.items():
-            used[group] += int(((resident[layer] == tier) | (target[layer] == tier)).sum())
-        assert all(n <= group.n_slots for n, group in zip(used, plan.groups, strict=True))
-        for layer, expert, tier in moves_for(target):
-            assert (layer, expert) not in under_way and tier != resident[layer, expert]
-            under_way[layer, expert] = tier, int(rng.integers(1, 4))
-            moved[layer, expert] += 1
-        if not under_way:
+        for move in moves_for(store.target):
+            store.transition([move], int(rng.integers(1, 4)))
+        if not store.way:
             break
-        for at, (tier, left) in list(under_way.items()):
-            if left > 1:
-                under_way[at] = tier, left - 1
-            else:
-                resident[at] = tier
-                del under_way[at]
-    return moved
+        store.begin_step()
+    return store.moved

@@ -17,6 +17,19 @@ def make_shape(
     return ModelShape(n_expert, k, tiers, tuple(sizes[: len(tiers)] for _ in range(n_layers)))
 
 
+FIVE = ("q8_0", "q4_k", "q3_k", "q2_k", "q1_0")
+BITS = (8.5, 4.5, 3.44, 2.63, 1.13)
+N_LAYERS, N_EXPERT = 4, 16
+
+
+def five_tiers(odd: bool = False) -> ModelShape:
+    """odd: its last layer has slots of another size."""
+    tiers = tuple({UP: 4096 * n, GATE: 4096 * n, DOWN: 4096 * n} for n in (5, 3, 2, 2, 1))
+    last = tuple({kind: 2 * size for kind, size in each.items()} for each in tiers)
+    layers = (tiers,) * (N_LAYERS - 1) + ((last,) if odd else (tiers,))
+    return ModelShape(N_EXPERT, 4, FIVE, layers, BITS)
+
+
 def make_event(
     shape: ModelShape,
     rng: np.random.Generator,

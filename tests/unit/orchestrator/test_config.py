@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from gguf_tools.units import format_size
 from orchestrator.config import Config, native_log_enabled
 from orchestrator.errors import ConfigError
 from orchestrator.settings import parse_size
@@ -37,11 +36,6 @@ def test_sizes(text: str, size_bytes: int) -> None:
 def test_no_sizes(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_size(text)
-
-
-@pytest.mark.parametrize("size_bytes", [2**20, 5 * 2**20, 3 * 2**30, 2**10])
-def test_formatted_sizes_read_back(size_bytes: int) -> None:
-    assert parse_size(format_size(size_bytes)) == size_bytes
 
 
 def test_defaults_and_paths() -> None:
@@ -76,6 +70,7 @@ def test_model_is_needed() -> None:
         ("ram", 1.5),
         ("ram", "6GiB"),
         ("ctx", 0),
+        ("ubatch", 0),
         ("max_tokens", 0),
         ("temp", -0.1),
         ("temp", float("inf")),

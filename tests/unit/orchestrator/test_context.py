@@ -1,20 +1,39 @@
-"""Context-aware placement: its arithmetic by hand, its statistics, moves that a store can do."""
+"""Context-aware placement: its arithmetic by hand, its statistics, moves that a store can do, and
+near tiers that share slots."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moving import settle
-from shapes import in_one_step, make_decision, make_event, make_shape, make_view
+from moving import settle, started
+from shapes import (
+    BITS,
+    N_EXPERT,
+    N_LAYERS,
+    five_tiers,
+    in_one_step,
+    make_decision,
+    make_event,
+    make_shape,
+    make_view,
+)
 
 from orchestrator.allocation.placement import PlacementSettings, importance, place
 from orchestrator.allocation.pools import nominal_bits, nominal_losses
-from orchestrator.allocation.slots import ModelShape, Rules
+from orchestrator.allocation.slots import ModelShape, Rules, Transition
+from orchestrator.engine.driver import Driver
 from orchestrator.errors import BudgetError, PolicyError
 from orchestrator.events import Phase, StepReport
+from orchestrator.policy.base import Policy, WaitsBeforeAnswer
 from orchestrator.policy.context import ContextAware
+from orchestrator.policy.dynaexq import DynaExq
+from orchestrator.policy.mixed import Mixed
 
 TIERS = ("q8_0", "q4_k", "q2_k")
 PAPER = {"prior_tokens": 0.0, "near_weights": "plain"}
@@ -24,6 +43,10 @@ def three_tiers(n_layers: int = 4, n_expert: int = 16, k: int = 4) -> ModelShape
     sizes = ({0: 20480, 1: 20480, 3: 20480}, {0: 12288, 1: 12288, 3: 12288})
     sizes = (*sizes, {0: 8192, 1: 8192, 3: 8192})
     return ModelShape(n_expert, k, TIERS, (sizes,) * n_layers)
+
+
+def shared(shape: ModelShape, **options: object) -> ContextAware:
+    return make(shape, near_slots="shared", **options)
 
 
 def make(shape: ModelShape, budget: int = 1 << 40, **options: object) -> ContextAware:
@@ -116,11 +139,11 @@ def test_what_the_file_lacks_is_said(options: dict[str, object], message: str):
         make(three_tiers(), **options)
 
 
-def test_it_needs_two_precisions():
-    with pytest.raises(PolicyError, match="several precisions"):
-        ContextAware(make_shape(tiers=("q4_k",)))
-    with pytest.raises(PolicyError, match="several precisions"):
-        ContextAware(three_tiers(), None, Rules(skip=True))
+@pytest.mark.parametrize("policy", [ContextAware, Mixed, DynaExq])
+def test_several_precisions_are_needed(policy: type[Policy]):
+    for shape, rules in ((make_shape(tiers=("q4_k",)), Rules()), (make_shape(), Rules(skip=True))):
+        with pytest.raises(PolicyError, match="--low FILE"):
+            policy(shape, rules=rules)
 
 
 def test_one_near_tier_may_be_asked_for():
@@ -206,43 +229,38 @@ def test_a_failed_step_counts_nothing_and_a_new_sequence_begins_anew():
     assert policy.hotness == pytest.approx(4 * both / both.sum(axis=1, keepdims=True))
 
 
-def test_experts_are_asked_for_as_they_are():
-    rng, shape = np.random.default_rng(3), three_tiers()
-    policy = make(shape, hot_experts=4)
-    resident = rng.integers(0, 3, (4, 16)).astype(np.uint8)
-    out = make_decision(shape)
-    event = make_event(shape, rng, 3, 2, Phase.PREFILL, 1)
-    policy.decide(event, make_view(shape, resident), out)
-    assert (out.tier_array == resident[2]).all()
-
-
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     hot=st.integers(0, 16),
-    bits=st.sampled_from([2.0, 2.5, 3.0, 4.0]),
+    bits=st.sampled_from([1.0, 1.5, 2.5, 3.0, 4.0]),
     odd=st.booleans(),
+    near_slots=st.sampled_from(["own", "shared"]),
+    placement=st.sampled_from(["wait", "async"]),
 )
-def test_every_expert_moves_once_and_slots_suffice(seed: int, hot: int, bits: float, odd: bool):
+def test_every_expert_moves_once_and_slots_suffice(
+    seed: int, hot: int, bits: float, odd: bool, near_slots: str, placement: str
+):
     """From one placement to the next, with reads that take several steps each."""
-    rng, shape = np.random.default_rng(seed), three_tiers()
-    if odd:  # its last layer has pools of its own
-        larger = tuple({kind: 2 * size for kind, size in tier.items()} for tier in shape.slots[0])
-        shape = ModelShape(16, 4, TIERS, (*shape.slots[:-1], larger))
-    policy = ContextAware(shape, ContextAware.Settings(hot_experts=hot, near_bits=bits))
+    rng, shape = np.random.default_rng(seed), five_tiers(odd)
+    asked = {"near_slots": near_slots, "placement": placement}
+    policy = ContextAware(shape, ContextAware.Settings(hot_experts=hot, near_bits=bits, **asked))
     plan = policy.plan(1 << 40)
-    resident = np.zeros((4, 16), np.uint8)
-    for layer, expert, tier in policy.start():
-        resident[layer, expert] = tier
+    policy.set_losses(np.sort(rng.random((N_LAYERS, N_EXPERT, 5)) ** 3, axis=2))
+    resident = started(policy)
     for number in range(3):
         before = resident.copy()
         prefill(policy, rng, number)
         told(policy, resident, starts=(number,), ends=(number - 1,))
-        moved = settle(
-            plan, resident, rng, lambda target: told(policy, resident, Phase.DECODE, target=target)
-        )
-        assert policy._wanted is None
-        assert (resident == policy._place()).all()
+
+        def moves_for(target: np.ndarray) -> Sequence[Transition]:
+            if placement == "wait":
+                return policy.before_answer(resident, target)
+            return told(policy, resident, Phase.DECODE, target=target)
+
+        moved = settle(plan, resident, rng, moves_for)
+        assert policy.updates == number + 1
+        assert (resident == policy._latest).all()
         assert (moved == (resident != before)).all()
 
 
@@ -254,3 +272,144 @@ def test_it_starts_from_what_it_learned():
     assert (policy.hotness == learned).all() and policy.fresh
     hot = {(layer, expert) for layer, expert, tier in policy.start() if tier == 0}
     assert hot == {(layer, expert) for layer in range(4) for expert in range(12, 16)}
+
+
+def test_one_group_of_slots_holds_all_near_tiers_and_each_is_of_the_largest():
+    plan = shared(five_tiers(), hot_experts=4).plan(1 << 40)
+    for kind in (0, 1, 3):
+        near = {plan.group_of[layer, kind, tier] for layer in range(4) for tier in range(1, 5)}
+        assert len(near) == 1 and plan.group_of[0, kind, 0] not in near
+        assert plan.groups[near.pop()].slot_bytes == 3 * 4096
+    plan = shared(five_tiers(), hot_experts=4, near_tiers="q2_k,q1_0").plan(1 << 40)
+    assert plan.groups[plan.group_of[0, 0, 4]].slot_bytes == 2 * 4096
+    assert plan.groups[plan.group_of[0, 0, 1]].n_slots == 1  # the store wants one of every tier
+
+
+def test_the_bits_follow_the_losses_and_the_use():
+    """As place says with no limit on the experts of a tier, so that layers differ."""
+    rng, policy = np.random.default_rng(3), shared(five_tiers(), hot_experts=4)
+    losses = np.zeros((N_LAYERS, N_EXPERT, 5))
+    losses[..., 1:] = np.sort(rng.random((N_LAYERS, N_EXPERT, 4)) ** 4, axis=2)
+    nominal = started(policy)
+    policy.set_losses(losses)
+    assert (policy.losses == losses).all()
+    policy.set_hotness(rng.random((N_LAYERS, N_EXPERT)) ** 3)
+    found = started(policy)
+    expected = place(policy._scores, 4, losses[..., 1:], (4, 3, 2, 1), PlacementSettings())
+    assert (found == expected).all() and (found != nominal).any()
+    counts = [tuple((row == tier).sum() for tier in range(5)) for row in found]
+    assert len(set(counts)) > 1
+    bits = np.array([0, 4, 3, 2, 1])[found].sum(axis=1)
+    assert (bits <= 3 * 12).all()
+    report = policy.report()
+    of_tier = [float((found == tier).sum() / N_LAYERS) for tier in range(1, 5)]
+    assert list(report["near_per_layer"].values()) == of_tier
+    stored = np.array([0, *BITS[1:]])[found].sum() / (12 * N_LAYERS)
+    assert report["near_bits"] == pytest.approx(bits.sum() / (12 * N_LAYERS))
+    assert report["near_bits_stored"] == pytest.approx(stored)
+
+
+def test_slots_of_their_own_have_the_counts_of_like_experts():
+    """No loss table changes that, so that none is asked for."""
+    own = make(five_tiers(), hot_experts=4)
+    before_losses = started(own)
+    assert not own.losses_matter and shared(five_tiers(), hot_experts=4).losses_matter
+    losses = np.sort(np.random.default_rng(4).random((N_LAYERS, N_EXPERT, 5)), axis=2)
+    before = own.report()["near_per_layer"]
+    own.set_losses(losses)
+    tiers = started(own)
+    assert (tiers == before_losses).all()
+    for tier, n in enumerate((4, *before.values())):
+        assert ((tiers == tier).sum(axis=1) == n).all()
+
+
+def test_real_bits_stand_beside_the_nominal_ones():
+    text = shared(five_tiers(), hot_experts=4).describe()
+    assert "q4_k (4.50 bits), q3_k (3.44 bits), q2_k (2.63 bits), q1_0 (1.13 bits)" in text
+    assert "3 nominal bits" in text
+    own = make(five_tiers(), near_tiers="q2_k", near_bits=2.0, hot_experts=4)
+    assert "12 q2_k (2.63 bits)" in own.describe()
+
+
+def test_a_device_has_no_such_slots():
+    shape = replace(five_tiers(), shares_slots=False)
+    with pytest.raises(PolicyError, match="--near-slots shared needs slots in host memory"):
+        shared(shape)
+    shared(shape, near_tiers="q2_k", near_bits=2.0)  # there is nothing to share
+    make(shape)
+
+
+def test_better_slots_are_freed_first_and_the_most_important_experts_move_first():
+    rng, shape = np.random.default_rng(7), five_tiers()
+    policy = shared(shape, hot_experts=4, placement="wait")
+    resident = started(policy)
+    prefill(policy, rng, 1)
+    told(policy, resident, starts=(0,))
+    everywhere = SimpleNamespace(admitted=list)
+    policy._pools = SimpleNamespace(track=lambda *_: everywhere)
+    moves = policy.before_answer(resident, resident)
+    up = [tier < resident[layer, expert] for layer, expert, tier in moves]
+    assert sum(up) > 1 and up.count(False) > 1 and up == sorted(up)
+    for way in (False, True):
+        scores = [
+            policy._scores[layer, expert]
+            for (layer, expert, _), of in zip(moves, up, strict=True)
+            if of == way
+        ]
+        assert scores == sorted(scores, reverse=True)
+
+
+def test_only_a_policy_that_waits_settles():
+    rng, shape = np.random.default_rng(5), five_tiers()
+    for waits in (False, True):
+        policy = shared(shape, hot_experts=4, placement="wait" if waits else "async")
+        assert policy.wants.transition_rate == 0
+        resident = started(policy)
+        assert not policy.before_answer(resident, resident)
+        prefill(policy, rng, 1)
+        told(policy, resident, starts=(0,))
+        assert bool(policy.before_answer(resident, resident)) == waits
+    slow = ContextAware(shape, ContextAware.Settings(placement="wait", transition_rate=5))
+    assert slow.wants.transition_rate == 0
+    assert ContextAware(shape, ContextAware.Settings(transition_rate=5)).wants.transition_rate == 5
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_answer_waits_for_what_is_under_way_as_well(waits: bool):
+    """Of an earlier placement, say: nothing new has to be asked for."""
+    resident, left = np.zeros((1, 2), np.uint8), [3]
+    asked: list[Sequence[Transition]] = []
+
+    def states():
+        target = resident + np.array([[0, left[0] > 0]], np.uint8)
+        return resident, target
+
+    store = SimpleNamespace(
+        states=states,
+        stats=lambda: SimpleNamespace(transitions_failed=0),
+        transition=lambda moves: asked.append(moves) or len(moves),
+        begin_step=lambda phase: left.__setitem__(0, left[0] - 1),
+    )
+
+    class Policy(WaitsBeforeAnswer):
+        def before_answer(self, resident, target):
+            return () if waits else None
+
+    Driver(Policy(), store, lambda: None).before_answer()
+    assert left == [0 if waits else 3] and not any(asked)
+
+
+def test_a_restored_sequence_is_placed_behind_what_follows():
+    rng, shape = np.random.default_rng(6), five_tiers()
+    policy, other = shared(shape, hot_experts=4), shared(shape, hot_experts=4)
+    resident = started(policy)
+    started(other)
+    prefill(policy, rng, 1)
+    told(policy, resident, starts=(0,))
+    told(policy, resident, Phase.DECODE)
+    state = policy.save_sequence(0)
+    assert state is not None and other.save_sequence(0) is None
+    other.restore_sequence(3, state)
+    told(other, resident, Phase.DECODE)
+    assert other.updates == 1 and (other._latest == policy._latest).all()
+    assert not other.fresh

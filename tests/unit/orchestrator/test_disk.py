@@ -8,7 +8,6 @@ import re
 import threading
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +23,12 @@ from orchestrator.cost.speeds import APART_S
 HANG_S = 600  # only what hangs takes so long
 
 NATIVE = Path(__file__).resolve().parents[3] / "patches" / "native"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ExpertModel:
+    path = tmp_path_factory.mktemp("taken") / "two.gguf"
+    return ExpertModel.open(synthetic.write(path, "tiny-olmoe", tiers=("q4_k", "q2_k")))
 
 
 def test_parts_are_those_of_the_store():
@@ -45,8 +50,7 @@ def test_a_matrix_is_read_whole_in_blocks():
             assert one.offset + one.length == after.offset
 
 
-def test_the_order_is_that_of_missed_experts(tmp_path):
-    model = ExpertModel.open(synthetic.write(tmp_path / "m.gguf", "tiny-olmoe"))
+def test_the_order_is_that_of_missed_experts(model):
     reads = list(islice(disk._missed(model, 0, random.Random(1)), 2 * 3 * 2))
 
     def where(read):
@@ -64,7 +68,7 @@ def test_the_order_is_that_of_missed_experts(tmp_path):
     assert [where(read) for read in reads] == [(at, kind) for at in (0, 1) for kind in kinds]
 
 
-def test_it_reads_into_memory_that_may_have_huge_pages(tmp_path, monkeypatch):
+def test_it_reads_into_memory_that_may_have_huge_pages(model, monkeypatch):
     """Shared memory has none on most systems, and small pages halve the speed of a fast disk."""
     maps, read, kinds = Path("/proc/self/maps"), os.preadv, set()
     if not maps.exists():
@@ -79,13 +83,11 @@ def test_it_reads_into_memory_that_may_have_huge_pages(tmp_path, monkeypatch):
         return read(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    model = ExpertModel.open(synthetic.write(tmp_path / "m.gguf", "tiny-olmoe"))
     disk.read_bandwidth(model, threads=1, seconds=0)
     assert kinds == {"rw-p"}
 
 
-def test_what_reading_takes_of_a_core(tmp_path, monkeypatch):
-    model = ExpertModel.open(synthetic.write(tmp_path / "m.gguf", "tiny-olmoe"))
+def test_what_reading_takes_of_a_core(model, monkeypatch):
     busy = iter([5.0, 7.0])
     monkeypatch.setattr(disk, "process_time", lambda: next(busy))
     found = disk.read_bandwidth(model, threads=1, seconds=0)
@@ -93,21 +95,19 @@ def test_what_reading_takes_of_a_core(tmp_path, monkeypatch):
     for threads, taken in ((None, found.core_s_per_byte), (1, 0.0)):
         monkeypatch.setattr(disk, "usable_cores", lambda: 2)
         monkeypatch.setattr(disk, "default_threads", lambda: 2)
-        config = Config.build(model=tmp_path / "m.gguf", threads=threads)
+        config = Config.build(model=model.path, threads=threads)
         assert found.beside(config) == found._replace(core_s_per_byte=taken)
 
 
-def test_a_disk_that_rests_for_a_moment_is_not_slow(tmp_path, monkeypatch):
-    model = ExpertModel.open(synthetic.write(tmp_path / "m.gguf", "tiny-olmoe"))
+def test_a_disk_that_rests_for_a_moment_is_not_slow(model, monkeypatch):
     rounds = iter([1.0e9, 0.1e9, 1.2e9])
     monkeypatch.setattr(disk, "bytes_per_s", lambda *_: next(rounds))
     assert disk.read_bandwidth(model, threads=1, seconds=0).bytes_per_s == 1.0e9
 
 
-def test_an_expert_that_is_read_alone_takes_longer(tmp_path, monkeypatch):
+def test_an_expert_that_is_read_alone_takes_longer(model, monkeypatch):
     """A disk of 1 GB/s where each read takes 20 ms beside that, and an expert's three run at
     once."""
-    model = ExpertModel.open(synthetic.write(tmp_path / "m.gguf", "tiny-olmoe"))
     read, now_s = os.preadv, [0.0]
 
     def pass_by():
@@ -126,29 +126,12 @@ def test_an_expert_that_is_read_alone_takes_longer(tmp_path, monkeypatch):
     assert 0.019 < found.latency_s < 0.02  # the bytes take some of it
 
 
-def test_read_bandwidth_measures_such_reads(tmp_path):
-    model = ExpertModel.open(synthetic.write(tmp_path / "m.gguf", "tiny-olmoe"))
+def test_read_bandwidth_measures_such_reads(model):
     found = disk.read_bandwidth(model, threads=2, seconds=0.05)
     assert found.bytes_per_s > 0
     # Threads that begin when the time is over, as on a busy machine.
     assert disk.read_bandwidth(model, threads=2, seconds=0).bytes_per_s > 0
     assert found.slice_bytes >= model.slices[1][0][0].expert_bytes
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ExpertModel:
-    path = tmp_path_factory.mktemp("taken") / "two.gguf"
-    return ExpertModel.open(synthetic.write(path, "tiny-olmoe", tiers=("q4_k", "q2_k")))
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "moe-edge"
-
-
-def ask(model: ExpertModel, **settings: Any) -> Config:
-    return Config.build(model=model.path, **settings)
 
 
 def test_a_disk_keeps_its_speed(model: ExpertModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +146,7 @@ def test_a_disk_keeps_its_speed(model: ExpertModel, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(disk, "read_bandwidth", read_bandwidth)
     monkeypatch.setattr(disk, "time", lambda: now[0])
-    config = ask(model)
+    config = Config.build(model=model.path)
     for times, wait, best in (
         (1, 0.0, 4e8),
         (1, 1.0, 4e8),
@@ -181,11 +164,13 @@ def test_a_disk_keeps_its_speed(model: ExpertModel, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_disk_is_known_by_its_device(
-    model: ExpertModel, cache: Path, monkeypatch: pytest.MonkeyPatch
+    model: ExpertModel, user_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another disk may be mounted at the same place, with the same file on it."""
     for device, speed in enumerate((1e9, 2e9, 1e9)):
         monkeypatch.setattr(disk, "device_of", lambda _path, at=device: at)
         told = Bandwidth(speed, True, 4096, 0.0, 0.0)
-        assert kept_bandwidth(model, ask(model), told).bytes_per_s == pytest.approx(speed)
-    assert len(list((cache / "speed").iterdir())) == 3
+        assert kept_bandwidth(
+            model, Config.build(model=model.path), told
+        ).bytes_per_s == pytest.approx(speed)
+    assert len(list((user_folder / "cache" / "moe-edge" / "speed").iterdir())) == 3

@@ -30,6 +30,8 @@ from orchestrator.memory.plan import plan_memory
 from orchestrator.native import Bandwidths
 from orchestrator.native.llama import Bindings
 
+pytest.importorskip("llama_cpp.llama_cpp")
+
 MIB = 1 << 20
 
 
@@ -40,7 +42,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_machine_without_a_gpu(model: Path) -> None:
-    pytest.importorskip("llama_cpp.llama_cpp")
     said: list[str] = []
     health = examine(Config.build(model=model, device="cpu", threads=1), said.append)
     parts = ("the disk", "this machine", "the memory", "the processor")
@@ -56,11 +57,9 @@ def test_a_machine_without_a_gpu(model: Path) -> None:
 
 
 def test_predictions_go_by_the_disk_that_plans_go_by(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is measured counts for later plans, and what was measured better before for this one."""
-    pytest.importorskip("llama_cpp.llama_cpp")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = Config.build(model=model, device="cpu", threads=1)
 
     def predictor(*told: Any, **_: Any) -> None:
@@ -82,7 +81,6 @@ class Predicted(Exception):
 
 
 def test_what_does_not_fit_is_said_instead_of_a_plan(model: Path) -> None:
-    pytest.importorskip("llama_cpp.llama_cpp")
     assert "is more than" in render(examine(Config.build(model=model, device="cpu", ram=1 << 50)))
     health = examine(Config.build(model=model, device="cpu", ram=1 * MIB))
     assert health.runs is None
@@ -90,7 +88,6 @@ def test_what_does_not_fit_is_said_instead_of_a_plan(model: Path) -> None:
 
 
 def test_copies_to_a_device_are_timed(model: Path) -> None:
-    pytest.importorskip("llama_cpp.llama_cpp")
     health = examine(Config.build(model=model, device="host", threads=1, force_managed=True))
     assert health.gpu is not None and health.copies is not None
     assert health.copies.pageable > 0
@@ -111,7 +108,6 @@ def test_the_quickest_way_of_a_miss_is_named() -> None:
 
 
 def test_vram_without_a_gpu_is_refused(model: Path) -> None:
-    pytest.importorskip("llama_cpp.llama_cpp")
     health = examine(Config.build(model=model, device="cpu", vram=64 * MIB))
     assert "--vram" in health.gpu_note and "GPU=cuda" in health.gpu_note
 
@@ -124,7 +120,6 @@ def test_vram_caps_everything_there(model: Path) -> None:
     with ExpertModel.open(model) as opened:
         config = Config.build(model=model, ctx=256)
         all_of_it = plan_memory(config.with_changes(policy="lru"), opened, on_gpu(1 << 30))
-        assert all_of_it.slots is not None
         fixed = all_of_it.total_bytes - all_of_it.slots.total_bytes
         one_expert = device_shape(opened, (0,)).expert_slot_bytes(0, 0)
         vram = fixed + 24 * one_expert
@@ -135,7 +130,6 @@ def test_vram_caps_everything_there(model: Path) -> None:
         less = plan_memory(
             config.with_changes(vram=vram, policy="lru"), opened, on_gpu(1 << 30), 8 * one_expert
         )
-        assert less.slots is not None
         assert 0 < less.slots.total_bytes <= plan.slots.total_bytes - 7 * one_expert
         assert less.total_bytes <= vram
         with pytest.raises(BudgetError, match=r"--vram .* smallest --vram that works") as caught:
@@ -160,7 +154,6 @@ def test_the_host_behind_a_card_needs_room_for_reads(model: Path) -> None:
 
 
 def test_a_device_that_is_not_here(model: Path) -> None:
-    pytest.importorskip("llama_cpp.llama_cpp")
     from orchestrator.engine.engine import Engine
 
     for asked, named in (("cuda63", "cuda63"), ("gpu", "cuda0")):

@@ -1,27 +1,48 @@
 """DynaExq: slots within the budget, hot sets as a plain reference finds them, and transitions that
-a store can always do."""
+a store can always do, what steps teach, and hot sets where low copies are cached."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from plain_store import PlainStore, expert_bytes, make, report
-from shapes import make_shape
+from moving import MovingStore, started
+from shapes import make_decision, make_event, make_shape, make_view
 
 from gguf_tools.units import format_size
-from orchestrator.allocation.slots import ModelShape, Rules
-from orchestrator.errors import BudgetError, PolicyError
+from orchestrator.allocation.slots import ModelShape, SlotPlan
+from orchestrator.errors import BudgetError
 from orchestrator.events import Phase, StepReport
-from orchestrator.policy.base import Learns
-from orchestrator.policy.dymoe import DyMoE
-from orchestrator.policy.dynaexq import HIGH, LOW, DynaExq, ExpertState, least_resident_bytes
-from orchestrator.policy.lru import LRU
+from orchestrator.policy.base import EVERY_STEP
+from orchestrator.policy.dynaexq import HIGH, LOW, DynaExq, least_resident_bytes
 
-HI, LO = ExpertState.HI, ExpertState.LO
+
+def make(
+    shape: ModelShape, budget_bytes: int | None = None, **options: object
+) -> tuple[DynaExq, SlotPlan]:
+    """By default with room for about half of the experts in high, and some in reserve."""
+    if budget_bytes is None:
+        both = shape.all_slot_bytes(HIGH) + shape.all_slot_bytes(LOW)
+        budget_bytes = both // 2 + 4 * shape.expert_slot_bytes(0, HIGH)
+    policy = DynaExq(shape, DynaExq.Settings(**options))  # type: ignore[arg-type]
+    return policy, policy.plan(budget_bytes)
+
+
+def running(policy: DynaExq, plan: SlotPlan) -> MovingStore:
+    return MovingStore(plan, started(policy))
+
+
+def report(
+    counts: np.ndarray,
+    store: MovingStore,
+    phase: Phase = Phase.DECODE,
+    n_tokens: int = 1,
+    us: float = 1.0,
+) -> StepReport:
+    tiers = store.tiers.copy(), store.target
+    return StepReport(phase, n_tokens, us, counts.astype(np.uint32), *tiers)
 
 
 def with_larger_last_layer(shape: ModelShape, odd: bool) -> ModelShape:
@@ -47,24 +68,6 @@ def draw(rng: np.random.Generator, shares: np.ndarray, k: int) -> np.ndarray:
     return counts
 
 
-def test_it_counts_and_needs_no_callback() -> None:
-    shape = make_shape()
-    policy, _ = make(shape)
-    assert policy.wants.counts and isinstance(policy, Learns)
-    assert policy.wants.asked_in == ()
-    assert policy.wants.default_tier == LOW
-    for other in (LRU, DyMoE):
-        assert not other.wants.counts and not issubclass(other, Learns)
-
-
-@pytest.mark.parametrize(
-    ("tiers", "rules"), [(("q4_k",), Rules()), (("q4_k", "q2_k"), Rules(skip=True))]
-)
-def test_two_precisions_are_needed(tiers: tuple[str, ...], rules: Rules) -> None:
-    with pytest.raises(PolicyError, match=r"--low FILE"):
-        DynaExq(make_shape(tiers=tiers), rules=rules)
-
-
 @given(
     layers=st.integers(1, 5),
     n_expert=st.integers(2, 70),
@@ -77,7 +80,7 @@ def test_plans_fit_and_fill_the_budget(
 ) -> None:
     shape = make_shape(n_layers=layers, n_expert=n_expert, k=1)
     shape = with_larger_last_layer(shape, odd)
-    low, high = expert_bytes(shape, LOW), expert_bytes(shape, HIGH)
+    low, high = shape.all_slot_bytes(LOW), shape.all_slot_bytes(HIGH)
     budget = int(share * (high + low // 4))
     policy = DynaExq(shape, DynaExq.Settings(hot_experts=most))
     try:
@@ -107,7 +110,7 @@ def test_plans_fit_and_fill_the_budget(
             assert (held.count(HIGH), held.count(LOW)) == (n_high[layer], min(n_low[layer], 99))
             assert n_high[layer] <= (n_expert if most is None else most)
         return
-    PlainStore(shape, plan, start)  # checks that what it starts with has slots
+    running(policy, plan)  # checks that what it starts with has slots
     assert len(start) == layers * n_expert
     n = policy.capacity
     assert n.max() - n.min() <= 1 or odd
@@ -174,15 +177,15 @@ def test_a_full_pool_holds_up_no_other() -> None:
     """Layers of two slot sizes: all swaps of the one wait for reads that never end."""
     shape = with_larger_last_layer(make_shape(n_layers=2, n_expert=256, k=1), odd=True)
     policy, plan = make(shape, hot_experts=100, update_steps=1, hysteresis=0.0)
-    store = PlainStore(shape, plan, policy.start())
+    store = running(policy, plan)
     gains = np.zeros((2, 256))
     gains[0, 100:200] = 100.0  # larger ones than those of the other pool
     gains[1, 100:200] = 1.0
     moved: set[tuple[int, int]] = set()
     for _ in range(40):
         store.begin_step()
-        moves = policy.step_done(report(gains, store.states, n_tokens=100))
-        store.transition([move for move in moves if move[0] == 0], delay=10_000)
+        moves = policy.step_done(report(gains, store, n_tokens=100))
+        store.transition([move for move in moves if move[0] == 0], steps=10_000)
         store.transition([move for move in moves if move[0] == 1])
         moved |= {(layer, expert) for layer, expert, _ in moves}
     assert len([each for each in moved if each[0] == 0]) == 4  # the slots in reserve
@@ -192,15 +195,15 @@ def test_a_full_pool_holds_up_no_other() -> None:
 def test_a_swap_demotes_first() -> None:
     shape = make_shape(n_layers=1, n_expert=4, k=1)
     policy, plan = make(shape, hot_experts=1, update_steps=1, hysteresis=0.0, rank_slack=0)
-    store = PlainStore(shape, plan, policy.start())
+    store = running(policy, plan)
     steps = []
     for _ in range(4):
         store.begin_step()
-        moves = policy.step_done(report(np.array([[0, 0, 0, 1]]), store.states))
+        moves = policy.step_done(report(np.array([[0, 0, 0, 1]]), store))
         store.transition(moves)
         steps.append(list(moves))
     assert steps == [[(0, 0, LOW)], [(0, 3, HIGH)], [], []]
-    assert store.states.tolist() == [[LO, LO, LO, HI]]
+    assert store.tiers.tolist() == [[LOW, LOW, LOW, HIGH]]
     counted = policy.report()
     assert (counted["promotions"], counted["demotions"], counted["waiting"]) == (1, 1, 0)
 
@@ -220,30 +223,32 @@ def test_transitions_always_have_a_slot(
     slot. When nothing is left to do, each layer has its n_l experts high."""
     rng = np.random.default_rng(seed)
     shape = make_shape(n_layers=n_layers, n_expert=n_expert, k=2)
-    low, high = expert_bytes(shape, LOW), expert_bytes(shape, HIGH)
+    low, high = shape.all_slot_bytes(LOW), shape.all_slot_bytes(HIGH)
     policy, plan = make(
         shape, int(low * 1.3 + share * (high - low)), update_steps=4, hysteresis=0.1, rank_slack=0
     )
     assume(not policy.caching)
-    store = PlainStore(shape, plan, policy.start())
+    store = running(policy, plan)
     shares = zipf(rng, shape)
     for at in range(120):
         if at == 60:
             shares = zipf(rng, shape)
         store.begin_step()
-        moves = policy.step_done(report(draw(rng, shares, 2), store.states))
+        moves = policy.step_done(report(draw(rng, shares, 2), store))
         for move in moves:
             store.transition([move], int(rng.integers(1, 6)), rng.random() < failing)
     # nothing new: what was asked for comes to its end, and what failed is made good
     for _ in range(150):
         store.begin_step()
-        store.transition(policy.step_done(report(shares * 1000, store.states)))
-    assert not store.under_way
+        store.transition(policy.step_done(report(shares * 1000, store)))
+    assert not store.way
     assert policy.report()["waiting"] == 0
-    np.testing.assert_array_equal((store.states == HI).sum(axis=1), policy.capacity)
+    np.testing.assert_array_equal((store.tiers == HIGH).sum(axis=1), policy.capacity)
     for layer, n in enumerate(policy.capacity.tolist()):
         hottest = np.sort(shares[layer])[::-1][:n].sum()
-        assert shares[layer][store.states[layer] == HI].sum() >= hottest - 0.1 * n / n_expert - 0.01
+        assert (
+            shares[layer][store.tiers[layer] == HIGH].sum() >= hottest - 0.1 * n / n_expert - 0.01
+        )
 
 
 def run_stationary(margin: float, slack: int) -> tuple[int, float]:
@@ -251,16 +256,16 @@ def run_stationary(margin: float, slack: int) -> tuple[int, float]:
     rng = np.random.default_rng(5)
     shape = make_shape(n_layers=4, n_expert=32, k=4)
     policy, plan = make(shape, hysteresis=margin, rank_slack=slack)
-    store = PlainStore(shape, plan, policy.start())
+    store = running(policy, plan)
     shares = zipf(rng, shape)
-    high = total = 0
+    hits = total = 0
     for _ in range(1000):
         store.begin_step()
         counts = draw(rng, shares, 4)
-        high += int(counts[store.high()].sum())
+        hits += int(counts[store.tiers == HIGH].sum())
         total += int(counts.sum())
-        store.transition(policy.step_done(report(counts, store.states)))
-    return store.promoted, high / total
+        store.transition(policy.step_done(report(counts, store)))
+    return policy.report()["promotions"], hits / total
 
 
 def test_hysteresis_halves_the_promotions_on_a_steady_text() -> None:
@@ -281,13 +286,13 @@ def test_a_new_text_gets_a_new_hot_set() -> None:
     rng = np.random.default_rng(1)
     shape = make_shape(n_layers=4, n_expert=32, k=4)
     policy, plan = make(shape)
-    store = PlainStore(shape, plan, policy.start())
+    store = running(policy, plan)
     for shares in (zipf(rng, shape, 1.2), zipf(rng, shape, 1.2)):
-        first = float((shares * store.high()).sum(axis=1).mean())
+        first = float((shares * (store.tiers == HIGH)).sum(axis=1).mean())
         for _ in range(700):
             store.begin_step()
-            store.transition(policy.step_done(report(draw(rng, shares, 4), store.states)))
-        adapted = float((shares * store.high()).sum(axis=1).mean())
+            store.transition(policy.step_done(report(draw(rng, shares, 4), store)))
+        adapted = float((shares * (store.tiers == HIGH)).sum(axis=1).mean())
         best = float(np.sort(shares, axis=1)[:, ::-1][:, : policy.capacity[0]].sum(axis=1).mean())
         assert first < 0.75 * best
         assert adapted > 0.93 * best
@@ -296,10 +301,10 @@ def test_a_new_text_gets_a_new_hot_set() -> None:
 def test_what_the_store_refuses_is_given_up() -> None:
     shape = make_shape(n_layers=1, n_expert=4, k=1)
     policy, plan = make(shape, hot_experts=1, update_steps=1, hysteresis=0.0, rank_slack=0)
-    states = PlainStore(shape, plan, policy.start()).states
+    store = running(policy, plan)
     counts = np.array([[0, 0, 0, 1]])
-    assert policy.step_done(report(counts, states)) == [(0, 0, LOW)]
-    policy.step_done(report(counts, states))  # nothing moved
+    assert policy.step_done(report(counts, store)) == [(0, 0, LOW)]
+    policy.step_done(report(counts, store))  # nothing moved
     assert policy.report()["given_up"] == 1
 
 
@@ -327,6 +332,106 @@ def test_the_smallest_budget_without_caching_is_the_smallest(
 def test_the_mode_line_says_how_many_are_high() -> None:
     shape = make_shape(n_layers=2, n_expert=8)
     assert "4 of 8 experts a layer high" in make(shape, hot_experts=4)[0].describe()
-    assert make(shape, 2 * expert_bytes(shape, HIGH))[0].describe() == (
+    assert make(shape, 2 * shape.all_slot_bytes(HIGH))[0].describe() == (
         "dynaexq q4_k/q2_k, 8 of 8 experts a layer high"
     )
+
+
+def test_moving_average_and_intervals() -> None:
+    """S <- alpha S + (1 - alpha) f, each update_steps decode steps and after each part of a
+    prompt; the counts start again from zero."""
+    shape = make_shape(n_layers=1, n_expert=4, k=1)
+    policy, plan = make(shape, update_steps=3, hotness_decay=0.75)
+    store = running(policy, plan)
+    one, other = np.array([[0, 1, 0, 0]]), np.array([[1, 0, 0, 0]])
+    for done, counts in ((0, one), (0, one), (1, other)):
+        policy.step_done(report(counts, store))
+        assert policy.report()["updates"] == done
+    expected = np.array([[1 / 3, 2 / 3, 0, 0]]) / 4
+    np.testing.assert_allclose(policy.hotness, expected)
+    for _ in range(3):
+        policy.step_done(report(one, store))
+    expected = 0.75 * expected + 0.25 * one
+    np.testing.assert_allclose(policy.hotness, expected)
+    # a prompt's part of many tokens is one interval, and one token of a prompt a third of one
+    policy.step_done(report(512 * other, store, Phase.PREFILL, n_tokens=512))
+    expected = 0.75 * expected + 0.25 * other
+    np.testing.assert_allclose(policy.hotness, expected)
+    policy.step_done(report(one, store, Phase.PREFILL))
+    kept = 0.75 ** (1 / 3)
+    np.testing.assert_allclose(policy.hotness, kept * expected + (1 - kept) * one)
+    still, _ = make(shape, update_steps=0)
+    for phase in [Phase.PREFILL, *[Phase.DECODE] * 100]:
+        assert not still.step_done(report(one, store, phase))
+    assert still.report()["updates"] == 0
+
+
+def test_a_layer_that_sees_little_of_a_prompt_forgets_little() -> None:
+    """The last layer computes one of a prompt's 512 tokens."""
+    shape = make_shape(n_layers=2, n_expert=4, k=1)
+    policy, plan = make(shape, hotness_decay=0.5)
+    store = running(policy, plan)
+    before = np.array([[0, 1, 0, 0], [0, 1, 0, 0]], float)
+    policy.set_hotness(before)
+    counts = np.array([[512, 0, 0, 0], [1, 0, 0, 0]])
+    policy.step_done(report(counts, store, Phase.PREFILL, n_tokens=512))
+    kept = 0.5 ** (1 / 512)
+    np.testing.assert_allclose(policy.hotness, [[0.5, 0.5, 0, 0], [1 - kept, kept, 0, 0]])
+
+
+def test_an_interval_in_time_is_summed_from_the_steps() -> None:
+    """Whatever the steps are, and however many; each interval counts alike."""
+    shape = make_shape(n_layers=1, n_expert=4, k=1)
+    policy, plan = make(shape, update_ms=5, hotness_decay=0.5)
+    store = running(policy, plan)
+    one, other = np.array([[0, 1, 0, 0]]), np.array([[1, 0, 0, 0]])
+    told = [(Phase.DECODE, 2000.0, 0), (Phase.PREFILL, 2999.0, 0), (Phase.DECODE, 1.0, 1)]
+    told += [(Phase.DECODE, 1.0, 1), (Phase.DECODE, 9000.0, 2), (Phase.DECODE, 4999.0, 2)]
+    for phase, us, done in told:
+        policy.step_done(report(one if done < 2 else other, store, phase, us=us))
+        assert policy.updates == done
+    np.testing.assert_allclose(policy.hotness, [[0.25, 0.5, 0, 0]])
+    never, _ = make(shape, update_ms=0, update_steps=1)
+    for _ in range(50):
+        never.step_done(report(one, store, us=1e6))
+    assert never.updates == 0
+
+
+def test_too_small_for_all_low_means_caching() -> None:
+    shape = make_shape(n_layers=2, n_expert=8)
+    policy, plan = make(shape, shape.all_slot_bytes(LOW) // 2, hot_experts=0)
+    assert policy.caching
+    assert policy.wants.asked_in == ()
+    assert "dynaexq q2_k, caching" in policy.describe()
+    assert plan.total_bytes <= shape.all_slot_bytes(LOW) // 2
+    store = running(policy, plan)
+    assert (store.tiers == LOW).sum(axis=1).tolist() == policy.cached.tolist()
+    for _ in range(100):
+        assert not policy.step_done(report(np.eye(2, 8), store))
+    assert policy.hotness.any()
+
+
+def test_the_hot_set_is_high_while_caching() -> None:
+    """What is asked for follows the hotness; without transitions, since tokens wait anyway."""
+    shape = make_shape(n_layers=2, n_expert=24, k=1)
+    policy, plan = make(shape, int(0.9 * shape.all_slot_bytes(LOW)))
+    n = int(policy.capacity[0])
+    assert policy.caching and n > 0 and policy.wants.asked_in == EVERY_STEP
+    assert f"caching {n} high and" in policy.describe()
+    assert policy.report()["high_per_layer"] == [n, n]
+    assert plan.groups[plan.group_of[0, 0, HIGH]].n_slots == n
+    assert (policy.cached >= shape.n_expert_used).all()
+    store = running(policy, plan)
+
+    def high(layer: int) -> list[int]:
+        event, out = make_event(shape, np.random.default_rng(0), layer=layer), make_decision(shape)
+        policy.decide(event, make_view(shape), out)
+        return np.flatnonzero(out.tier_array == HIGH).tolist()
+
+    assert high(0) == high(1) == list(range(n))
+    counts = np.zeros((2, 24))
+    counts[1, -n:] = 100
+    for _ in range(40):
+        assert not policy.step_done(report(counts, store, n_tokens=100 * n))
+    assert high(0) == list(range(n))
+    assert high(1) == list(range(24 - n, 24))

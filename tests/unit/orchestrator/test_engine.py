@@ -17,7 +17,6 @@ from orchestrator.config import Config
 from orchestrator.cost import planner as planner_module
 from orchestrator.engine import engine as engine_module
 from orchestrator.engine import load as load_module
-from orchestrator.engine.driver import Driver
 from orchestrator.engine.engine import Engine, Sampling
 from orchestrator.engine.store_layout import store_spec
 from orchestrator.errors import ConfigError, NativeError
@@ -134,7 +133,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, FakeContext]]:
+def engine(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     for module, name, fake in (
         (planner_module, "Bindings", FakeBindings),
         (load_module, "Model", FakeModel),
@@ -147,10 +146,13 @@ def opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine
     monkeypatch.setattr(Probe, "_measured", lambda *_: None)
     monkeypatch.setattr(load_module.Loader, "_checked", lambda _self, _plan: nullcontext())
     config = Config.build(model=path, policy="plain", ctx=64, ubatch=8, threads=1)
-    with Engine.open(config) as engine:
-        context = engine._loaded.context
-        assert isinstance(context, FakeContext)
-        yield engine, context
+    with Engine.open(config) as opened:
+        yield opened
+
+
+@pytest.fixture
+def context(engine: Engine) -> FakeContext:
+    return engine._loaded.context
 
 
 def script(text: bytes, *more: int) -> None:
@@ -161,26 +163,19 @@ def answer(engine: Engine, prompt: bytes, max_tokens: int = 100) -> str:
     return "".join(engine.generate(list(prompt), GREEDY, max_tokens))
 
 
-def test_streams_whole_characters(opened: tuple[Engine, FakeContext]) -> None:
-    engine, _ = opened
+def test_streams_whole_characters(engine: Engine) -> None:
     script("aé€😀z".encode(), END)
     pieces = list(engine.generate([5, 6], GREEDY, 100))
     assert pieces == ["a", "é", "€", "😀", "z"]
     stats = engine.last_stats
-    assert stats is not None
     assert (stats.finish, stats.tokens, stats.prompt_tokens) == ("end", 11, 2)
     assert stats.hit_rate is None
     assert stats.mode.startswith("plain upstream path: everything fits")
-
-
-def test_broken_characters_are_replaced_at_the_end(opened: tuple[Engine, FakeContext]) -> None:
-    engine, _ = opened
     script(b"a\xe2\x82", END)
-    assert answer(engine, b"p") == "a\ufffd"
+    assert answer(engine, b"p") == "a\ufffd"  # a broken character at the end
 
 
-def test_only_new_tokens_are_evaluated(opened: tuple[Engine, FakeContext]) -> None:
-    engine, context = opened
+def test_only_new_tokens_are_evaluated(engine: Engine, context: FakeContext) -> None:
     script(b"xyz", END)
     answer(engine, b"hello")
     assert context.kept == list(b"helloxyz")
@@ -188,24 +183,18 @@ def test_only_new_tokens_are_evaluated(opened: tuple[Engine, FakeContext]) -> No
     script(b"!", END)
     answer(engine, b"helloxyz more")
     assert context.calls[0] == (list(b" more"), 8)
-    assert engine.last_stats is not None
     assert engine.last_stats.evaluated_tokens == 5
     context.calls.clear()
     script(b"!", END)
     answer(engine, b"hello you")
     assert context.calls[0] == (list(b" you"), 5)
-
-
-def test_the_last_prompt_token_is_always_evaluated(opened: tuple[Engine, FakeContext]) -> None:
-    engine, context = opened
     for _ in range(2):
         script(b"", END)
         answer(engine, b"same")
-    assert context.calls[-1] == (list(b"e"), 3)
+    assert context.calls[-1] == (list(b"e"), 3)  # the last token, for its logits
 
 
-def test_memory_that_cannot_be_cut_starts_over(opened: tuple[Engine, FakeContext]) -> None:
-    engine, context = opened
+def test_memory_that_cannot_be_cut_starts_over(engine: Engine, context: FakeContext) -> None:
     script(b"ab", END)
     answer(engine, b"hello")
     context.can_cut = False
@@ -214,8 +203,7 @@ def test_memory_that_cannot_be_cut_starts_over(opened: tuple[Engine, FakeContext
     assert context.kept == list(b"helpcd")
 
 
-def test_long_prompts_go_in_batches(opened: tuple[Engine, FakeContext]) -> None:
-    engine, context = opened
+def test_long_prompts_go_in_batches(engine: Engine, context: FakeContext) -> None:
     seen: list[tuple[int, int]] = []
     script(b"", END)
     list(engine.generate(list(range(1, 21)), GREEDY, 5, lambda *at: seen.append(at)))
@@ -223,44 +211,40 @@ def test_long_prompts_go_in_batches(opened: tuple[Engine, FakeContext]) -> None:
     assert seen == [(0, 20), (8, 20), (16, 20), (20, 20)]
 
 
-def test_max_tokens(opened: tuple[Engine, FakeContext]) -> None:
-    engine, context = opened
-    script(b"abcdef")
-    assert answer(engine, b"p", max_tokens=3) == "abc"
-    assert engine.last_stats is not None
-    assert (engine.last_stats.finish, engine.last_stats.tokens) == ("length", 3)
-    assert context.kept == list(b"pab")
-
-
-def test_full_context_ends_the_answer(opened: tuple[Engine, FakeContext]) -> None:
-    engine, context = opened
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "said", "finish", "kept"),
+    [(b"p", 3, "xxx", "length", 3), (b"p" * 60, 100, "xxxxx", "context", 64)],
+)
+def test_an_answer_that_is_cut(
+    engine: Engine,
+    context: FakeContext,
+    prompt: bytes,
+    max_tokens: int,
+    said: str,
+    finish: str,
+    kept: int,
+) -> None:
     script(b"x" * 200)
-    assert answer(engine, b"p" * 60, max_tokens=100) == "xxxxx"
-    assert engine.last_stats is not None
-    assert engine.last_stats.finish == "context"
-    assert len(context.kept) == 64
-
-
-@pytest.mark.parametrize("prompt", [b"", b"p" * 64])
-def test_impossible_prompts(opened: tuple[Engine, FakeContext], prompt: bytes) -> None:
-    with pytest.raises(ConfigError):
-        answer(opened[0], prompt)
+    assert answer(engine, prompt, max_tokens) == said
+    assert (engine.last_stats.finish, engine.last_stats.tokens) == (finish, len(said))
+    assert len(context.kept) == kept
 
 
 @pytest.mark.parametrize(
-    ("asked", "advice"), [(64, "64: shorten it, or raise --ctx"), (10**6, "made for no more")]
+    ("prompt", "asked", "advice"),
+    [
+        (b"", 64, "empty"),
+        (b"p" * 64, 64, "64: shorten it, or raise --ctx"),
+        (b"p" * 64, 10**6, "made for no more"),
+    ],
 )
-def test_a_prompt_that_is_too_long_says_what_helps(
-    opened: tuple[Engine, FakeContext], asked: int, advice: str
-) -> None:
-    engine, _ = opened
+def test_impossible_prompts(engine: Engine, prompt: bytes, asked: int, advice: str) -> None:
     engine._steps._asked_ctx = asked
     with pytest.raises(ConfigError, match=advice):
-        answer(engine, b"p" * 64)
+        answer(engine, prompt)
 
 
-def test_cancel_between_tokens(opened: tuple[Engine, FakeContext]) -> None:
-    engine, _ = opened
+def test_cancel_between_tokens(engine: Engine) -> None:
     script(b"abcdef")
     pieces = []
     for piece in engine.generate([5], GREEDY, 6):
@@ -268,14 +252,12 @@ def test_cancel_between_tokens(opened: tuple[Engine, FakeContext]) -> None:
         if piece == "b":
             engine.cancel()
     assert pieces == ["a", "b"]
-    assert engine.last_stats is not None
     assert engine.last_stats.finish == "cancelled"
     script(b"z", END)
     assert answer(engine, b"next") == "z"
 
 
-def test_cancel_inside_a_step_leaves_the_cache_whole(opened: tuple[Engine, FakeContext]) -> None:
-    engine, context = opened
+def test_cancel_inside_a_step_leaves_the_cache_whole(engine: Engine, context: FakeContext) -> None:
 
     def cancelled() -> int:
         engine.cancel()
@@ -292,13 +274,11 @@ def test_cancel_inside_a_step_leaves_the_cache_whole(opened: tuple[Engine, FakeC
     assert answer(engine, bytes(kept) + b"more") == "c"
 
 
-def test_closing_early_is_a_cancel(opened: tuple[Engine, FakeContext]) -> None:
-    engine, _ = opened
+def test_closing_early_is_a_cancel(engine: Engine) -> None:
     script(b"abc")
     stream = engine.generate([5], GREEDY, 3)
     next(stream)
     stream.close()  # type: ignore[attr-defined]
-    assert engine.last_stats is not None
     assert (engine.last_stats.finish, engine.last_stats.tokens) == ("cancelled", 1)
 
 
@@ -307,9 +287,8 @@ def test_closing_early_is_a_cancel(opened: tuple[Engine, FakeContext]) -> None:
     [(1, ConfigError, "full"), (-3, NativeError, "scripted"), (2, NativeError, "evaluate")],
 )
 def test_failed_steps(
-    opened: tuple[Engine, FakeContext], status: int, error: type[Exception], text: str
+    engine: Engine, context: FakeContext, status: int, error: type[Exception], text: str
 ) -> None:
-    engine, context = opened
     context.before_decode = lambda: status
     with pytest.raises(error, match=text):
         answer(engine, b"hello")
@@ -318,8 +297,7 @@ def test_failed_steps(
     assert answer(engine, b"hello") == "z"
 
 
-def test_eval(opened: tuple[Engine, FakeContext]) -> None:
-    engine, context = opened
+def test_eval(engine: Engine, context: FakeContext) -> None:
     logits = engine.eval(list(b"0123456789"), 0)
     assert logits.shape == (1, 256)
     assert context.kept == list(b"0123456789")
@@ -332,8 +310,7 @@ def test_eval(opened: tuple[Engine, FakeContext]) -> None:
         next(engine.eval_each([1], 0))
 
 
-def test_begin_token_stands_once(opened: tuple[Engine, FakeContext]) -> None:
-    engine, _ = opened
+def test_begin_token_stands_once(engine: Engine) -> None:
     engine._template.render = lambda messages: "<s>hi"  # type: ignore[method-assign]
     assert engine.render_chat([]) == list(b"<s>hi")
     engine._template.render = lambda messages: "hi"  # type: ignore[method-assign]
@@ -342,16 +319,14 @@ def test_begin_token_stands_once(opened: tuple[Engine, FakeContext]) -> None:
     assert engine.tokenize("hi", special=False) == list(b"hi")
 
 
-def test_retention_is_checked(opened: tuple[Engine, FakeContext]) -> None:
-    engine, _ = opened
+def test_retention_is_checked(engine: Engine) -> None:
     with pytest.raises(ConfigError):
         engine.change("retention", 1.5)
     assert engine.change("retention", 0.5) is False  # the plain path: nothing to retain
     assert engine.config.given("retention") == 0.5
 
 
-def test_a_policy_that_cannot_start_changes_nothing(opened: tuple[Engine, FakeContext]) -> None:
-    engine, _ = opened
+def test_a_policy_that_cannot_start_changes_nothing(engine: Engine) -> None:
     mode = engine.mode
     with pytest.raises(ConfigError, match="belady"):
         engine.set_policy("belady")
@@ -360,24 +335,6 @@ def test_a_policy_that_cannot_start_changes_nothing(opened: tuple[Engine, FakeCo
     assert (engine.config.policy, engine.mode) == ("plain", mode)
     script(b"z", END)
     assert answer(engine, b"hello") == "z"
-
-
-def test_the_loop() -> None:
-    """on_route: decide into the store's buffer, then hand it over."""
-    done: list[object] = []
-
-    class Recorder:
-        view, decision = "view", "decision"
-
-        def decide(self, *arguments: object) -> None:
-            done.append(arguments)
-
-        def apply(self, decision: object) -> None:
-            done.append(decision)
-
-    both = Recorder()
-    Driver(both, both).on_route("event")  # type: ignore[arg-type]
-    assert done == [("event", "view", "decision"), "decision"]
 
 
 def test_store_spec_renumbers_tiers(path: Path) -> None:
@@ -392,7 +349,6 @@ def test_store_spec_renumbers_tiers(path: Path) -> None:
         assert {kind for kind, _ in slices} == {0, 1, 3}
         for (kind, tier), piece in slices.items():
             expected = by_kind[kind][tier + 1]
-            assert expected is not None
             for name in ("offset", "expert_bytes", "type"):
                 assert getattr(piece, name) == getattr(expected, name)
             assert spec.groups[piece.group][0] >= piece.expert_bytes

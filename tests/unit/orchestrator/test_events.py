@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -52,14 +53,6 @@ def test_inputs_are_read_only() -> None:
             flat[0] = 0
 
 
-def test_views_follow_the_memory() -> None:
-    shape = make_shape()
-    resident = np.full((shape.n_layers, shape.n_expert), 254, np.uint8)
-    view = make_view(shape, resident)
-    resident[2, 3] = 1
-    assert view.resident[2][3] == 1
-
-
 def test_prefetch_packs_the_c_struct() -> None:
     decision = make_decision(make_shape())
     decision.prefetch(300, 511, 2, kinds=8, passing=1)
@@ -76,38 +69,13 @@ def test_prefetch_beyond_capacity_is_dropped() -> None:
     assert [item[1] for item in prefetches(decision)] == [0, 1]
     decision = make_decision(make_shape(), capacity=4)
     decision.prefetch_all(3, [7, 8, 9], 1)
-    decision.prefetch_all(4, [1, 2, 3], 0)
-    assert prefetches(decision) == [(3, 7, 1, 0), (3, 8, 1, 0), (3, 9, 1, 0), (4, 1, 0, 0)]
-
-
-def test_prefetch_of_some_kinds() -> None:
-    decision = make_decision(make_shape())
-    decision.prefetch_all(3, [7, 8], 1, kinds=6)
-    assert prefetches(decision) == [(3, 7, 1, 6), (3, 8, 1, 6)]
+    decision.prefetch_all(4, [1, 2, 3], 0, kinds=6)
+    assert prefetches(decision) == [(3, 7, 1, 0), (3, 8, 1, 0), (3, 9, 1, 0), (4, 1, 0, 6)]
 
 
 def test_stats_are_json() -> None:
-    stats = GenerationStats(
-        ttft_ms=1.0,
-        tpot_ms_p50=math.nan,
-        tpot_ms_p99=math.nan,
-        tokens=1,
-        tokens_per_s=math.nan,
-        prompt_tokens=3,
-        evaluated_tokens=3,
-        hit_rate=None,
-        prefill_hit_rate=None,
-        bytes_read=0,
-        wait_ms=0.0,
-        mix={"q4_k": 1.0},
-        computed={"q4_k": 1.0},
-        peak_rss_bytes=1,
-        budget_bytes=0,
-        mode="m",
-        callback_us_p50=None,
-        finish="end",
-        policy={},
-    )
+    unknown = {each.name: math.nan for each in fields(GenerationStats)}
+    stats = GenerationStats(**(unknown | {"mix": {"q4_k": 1.0}, "computed": {"q4_k": 1.0}}))
     parsed = json.loads(json.dumps(stats.as_dict(), allow_nan=False))
     assert parsed["tpot_ms_p50"] is None
     assert parsed["mix"]["q4_k"] == parsed["computed"]["q4_k"] == 1.0

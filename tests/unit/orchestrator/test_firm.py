@@ -116,17 +116,18 @@ def test_a_token_that_is_not_compared_asks_for_the_same(agree: str, kinds: int) 
         assert token(policy, step) == first
 
 
-def test_fewer_candidates_and_layers_by_group() -> None:
-    """Layer 1 is shallow, 2 and 3 are middle ones: K, P are 1, 1 and 2, 2 there."""
-    found = token(firm(votes="1,1/3,2/4,3"))
-    assert [[expert for _, expert, *_ in each] for each in found] == [[4], [8, 4, 2], [2, 3]]
-
-
-def test_ways_to_agree_that_need_one_layer() -> None:
-    rank, margin = firm(agree="rank", votes="2,1"), firm(agree="margin", votes="2,1")
-    assert tuple(each.wants.n_ahead for each in (rank, margin, firm())) == (1, 1, 3)
-    assert [e for _, e, *_ in token(rank)[0]] == [4, 5]
-    assert [e for _, e, *_ in token(margin)[0]] == [4, 5, 6]  # at least 2 * 0.05
+@pytest.mark.parametrize(
+    ("agree", "votes", "expected"),
+    [
+        ("mol", "1,1/3,2/4,3", [[4], [8, 4, 2], [2, 3]]),
+        ("rank", "2,1", [[4, 5], [8, 4], [2, 3]]),
+        ("margin", "2,1", [[4, 5, 6], [8, 4, 2], [2, 3, 9]]),  # at least 2 * 0.05
+    ],
+)
+def test_ways_to_agree(agree: str, votes: str, expected: list[list[int]]) -> None:
+    """By group: layer 1 is shallow, 2 and 3 are middle ones."""
+    found = token(firm(agree=agree, votes=votes))
+    assert [[expert for _, expert, *_ in each] for each in found] == expected
 
 
 def test_votes_end_with_their_step() -> None:
@@ -265,10 +266,8 @@ def test_what_would_have_no_effect_is_refused(settings: dict[str, Any], said: st
 
 
 def test_as_many_layers_look_ahead_as_vote() -> None:
-    assert [firm(votes=votes).wants.n_ahead for votes in ("4,4", "4,1/4,2/4,1", "4,1", None)] == [
-        *(4, 2, 1),
-        3,
-    ]
+    votes = ("4,4", "4,1/4,2/4,1", "4,1", None)
+    assert [firm(votes=each).wants.n_ahead for each in votes] == [4, 2, 1, 3]
     assert firm(tune="off", votes="4,2").wants.n_ahead == 2
 
 
@@ -349,41 +348,25 @@ SCORES = [0.4, 0.2, 0.1, 0.05]
 
 
 @pytest.mark.parametrize(
-    ("candidates", "layers", "expected"),
+    ("way", "candidates", "n", "expected"),
     [
-        (4, 1, [5, 2, 7, 1]),
-        (4, 2, [5, 2, 7]),
-        (4, 3, [5, 2, 7]),
-        (3, 2, [5, 2]),
-        (3, 3, [2]),  # 5 is the third layer's fourth candidate
-        (1, 2, []),
-        (2, 4, [2]),  # there are three votes
+        ("mol", 4, 1, [5, 2, 7, 1]),  # eq. 6, in the order of the nearest layer
+        ("mol", 4, 2, [5, 2, 7]),
+        ("mol", 4, 3, [5, 2, 7]),
+        ("mol", 3, 2, [5, 2]),
+        ("mol", 3, 3, [2]),  # 5 is the third layer's fourth candidate
+        ("mol", 1, 2, []),
+        ("mol", 2, 4, [2]),  # there are three votes
+        ("rank", 3, 3, [5, 2, 7]),
+        ("margin", 4, 1, [5, 2, 7, 1]),  # at least 0.05
+        ("margin", 3, 1, [5, 2, 7]),
+        ("margin", 2, 1, [5, 2, 7]),  # at least 0.1
+        ("margin", 1, 1, [5, 2]),
     ],
 )
-def test_the_layers_meet(candidates: int, layers: int, expected: list[int]) -> None:
-    """Eq. 6, in the order of the nearest layer."""
-    assert agreed("mol", BALLOTS, candidates, layers) == expected
-
-
-def test_the_nearest_layer_alone() -> None:
-    assert agreed("rank", BALLOTS, 3, 3) == [5, 2, 7]
-    assert agreed("mol", [], 3, 3) == agreed("rank", [], 3, 1) == agreed("margin", [], 3, 1) == []
-
-
-@pytest.mark.parametrize(
-    ("candidates", "least", "expected"),
-    [
-        (4, 0.05, [5, 2, 7, 1]),
-        (3, 0.05 * 2**0.5, [5, 2, 7]),
-        (2, 0.1, [5, 2, 7]),
-        (1, 0.1 * 2**0.5, [5, 2]),
-    ],
-)
-def test_a_margin_above_the_last_candidate(
-    candidates: int, least: float, expected: list[int]
-) -> None:
-    assert [each for each, s in zip(BALLOTS[0], SCORES, strict=True) if s >= least] == expected
-    assert agreed("margin", BALLOTS, candidates, 1, SCORES) == expected
+def test_what_is_agreed(way: str, candidates: int, n: int, expected: list[int]) -> None:
+    assert agreed(way, BALLOTS, candidates, n, SCORES) == expected
+    assert agreed(way, [], candidates, n) == []
 
 
 @pytest.mark.parametrize("way", AGREE_WAYS)
@@ -402,27 +385,24 @@ def test_every_set_at_once(way: str) -> None:
 HALF = Weights()
 
 
-def test_groups() -> None:
-    """Five shallow and four deep of sixteen, as in Figure 6; at least one that can be predicted."""
-    assert group_of(16) == [0] * 5 + [1] * 7 + [2] * 4
-    assert group_of(8) == [0, 0, 0, 1, 1, 1, 2, 2]
-    assert group_of(4) == [0, 0, 1, 2]
-    assert group_of(3) == [0, 0, 2]
-    assert group_of(2) == [0, 0]
-
-
-def test_the_loss_of_one_layer() -> None:
-    """S = 1 2 3 4, A = 3 4 5 6, and 2, 4, 5 are in memory. 1 is read for nothing, 3 is of use; 5
-    and 6 are missed and 5 is a hit: L = 0.5 * 1 + 0.5 * (2 - 1)."""
-    absent = [(mask_of([1, 3, 6]), 1)]
-    assert unused_and_missed(mask_of([1, 2, 3, 4]), mask_of([3, 4, 5, 6]), absent) == (1, 1)
-    assert HALF.loss(1, 1) == 1.0
-    assert Weights(2.0, 0.25).loss(1, 4) == 3.0
+@pytest.mark.parametrize(
+    ("n_layers", "groups"),
+    [
+        (16, [0] * 5 + [1] * 7 + [2] * 4),  # five shallow and four deep ones, as in Figure 6
+        (8, [0, 0, 0, 1, 1, 1, 2, 2]),
+        (4, [0, 0, 1, 2]),
+        (3, [0, 0, 2]),
+        (2, [0, 0]),
+    ],
+)
+def test_every_group_has_a_layer_that_can_be_predicted(n_layers: int, groups: list[int]) -> None:
+    assert group_of(n_layers) == groups
 
 
 def test_the_loss_counts_matrices() -> None:
     """Two are loaded ahead, a gate and an up. Of 1 both are absent and of 3 the up, and neither is
     used; of 6 the gate is absent, and it is read on demand: 3 and 1 of two matrices each."""
+    assert HALF.loss(1, 1) == 1.0 and Weights(2.0, 0.25).loss(1, 4) == 3.0
     absent = absent_of({1: 0b110, 3: 0b101, 6: 0b010, 5: 0}, [0b010, 0b100])
     assert sorted(absent) == [(mask_of([1, 3]), 1), (mask_of([1, 6]), 1)]
     assert unused_and_missed(mask_of([1, 2, 3]), mask_of([5, 6]), absent) == (3, 1)
@@ -464,18 +444,17 @@ def test_climbing_down_one_axis_and_then_the_other() -> None:
     assert path[3:] == [(3, 1)] * 5  # 2, and neither K = 2 nor K = 4 is less
 
 
-def test_patience_delays_a_turn() -> None:
-    means = [[1.0, 0.5, 0.75], [1.0, 0.5, 0.75]]
-    assert climbed(means, 4, patience=1)[-1] == (2, 2)
-    assert climbed(means, 4, patience=4)[-1] == (3, 2)
-
-
-def test_a_climb_follows_what_it_has_learned_since() -> None:
-    """A start that misled it is made good once the means of all tokens say otherwise."""
-    climb = Climb(3, 1, patience=1)
-    for means in ([0.1, 0.2, 0.3], [0.1, 0.2, 0.3], *[[0.3, 0.2, 0.1]] * 4):
-        climb.update([means])
-    assert climb.at == (3, 1)
+@pytest.mark.parametrize(
+    ("means", "patience", "end"),
+    [
+        ([[1.0, 0.5, 0.75], [1.0, 0.5, 0.75]], 1, (2, 2)),
+        ([[1.0, 0.5, 0.75], [1.0, 0.5, 0.75]], 4, (3, 2)),  # patience delays a turn
+        ([[0.5, 0.5]], 1, (2, 1)),  # a step out of range is a turn
+        ([[0.1]], 1, (1, 1)),
+    ],
+)
+def test_a_climb_turns(means: list[list[float]], patience: int, end: tuple[int, int]) -> None:
+    assert climbed(means, 4, patience)[-1] == end
 
 
 def test_the_last_step_takes_the_best_of_what_was_seen() -> None:
@@ -496,16 +475,12 @@ def test_a_tuner_ends_where_the_climb_saw_the_least() -> None:
     sets = [[mask_of(range(1, n + 1)) for n in (1, 2, 3)]]
     for step in range(12):
         used, times = ([1], 1) if step < 8 else ([1, 2, 3], 3)
+        assert made.counts_all == (step % 4 == 0)
         for _ in range(times if made.counts_all else 0):
             made.count(1, sets, used, [(0b1110, 1)])
         made.token()
         assert made.of(1) == ((3, 1) if step in (0, 1, 2, 11) else (2, 1) if step < 7 else (1, 1))
-    assert made.tuned
-
-
-def test_a_step_out_of_range_is_a_turn() -> None:
-    assert climbed([[0.5, 0.5]], 6) == [(2, 1)] * 6
-    assert climbed([[0.1]], 3) == [(1, 1)] * 3
+    assert made.tuned and not made.counts_all
 
 
 def test_no_more_layers_vote_than_a_group_has_before_it() -> None:
@@ -513,44 +488,9 @@ def test_no_more_layers_vote_than_a_group_has_before_it() -> None:
     assert [climb.depth for climb in made._climbs] == [2, 4, 4]
 
 
-def tuner(way: str, **changes: int) -> Tuner:
-    options = {"steps": 4, "patience": 1, "tokens": 16} | changes
-    return Tuner(way, [0, 0, 1, 2], (2, 1), HALF, **options)
-
-
-def test_all_takes_the_best_of_each_group() -> None:
-    made = tuner("all")
-    sets = [[mask_of([1]), mask_of([1, 2])]]
-    for token in range(16):
-        assert made.counts_all == (token % 4 == 0)
-        if made.counts_all:
-            made.count(1, sets, [1], [(0b1110, 1)])  # 2 is read for nothing
-            made.count(3, sets, [1, 2], [(0b1110, 1)])  # and here it is of use
-        made.token()
-        assert made.tuned == (token == 15)
-    assert made.by_group() == {"shallow": (1, 1), "middle": (2, 1), "deep": (2, 1)}
-    assert not made.counts_all
-
-
-def test_climb_moves_the_running_pair() -> None:
-    """One candidate is right in the layers 1 and 2, and both are in the last one."""
-    made = tuner("climb", tokens=24)
-    sets = [[mask_of([1]), mask_of([1, 2])]]
-    for _ in range(24):
-        for layer, used in ((1, [1]), (2, [1]), (3, [1, 2])):
-            if made.counts_all:
-                made.count(layer, sets, used, [(0b110, 1)])
-            made.observe(layer, 0 if made.of(layer) == (1, 1) or layer == 3 else 1, 0)
-        made.token()
-    assert made.by_group() == {"shallow": (1, 1), "middle": (1, 1), "deep": (2, 1)}
-    losses = made.losses()
-    assert losses["shallow"] == losses["middle"] and 0 < losses["shallow"] < 0.5
-    assert losses["deep"] == 0
-
-
 def test_what_is_fixed_stays() -> None:
     for way, fixed in (("off", (2, 1)), ("all", (1, 1))):
-        made = tuner(way)
+        made = Tuner(way, [0, 0, 1, 2], (2, 1), HALF, 4, 1, 16)
         if way == "all":
             made.fix([fixed] * 3)
         for _ in range(40):

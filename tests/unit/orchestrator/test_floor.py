@@ -128,11 +128,6 @@ def test_top_gates_are_kept() -> None:
     assert set(decided(made(keep_top=2), shuffled)[0]) == {5, 7}
 
 
-def test_nothing_is_skipped_above_the_price() -> None:
-    expert_bytes = ONE.expert_slot_bytes(0, 0)
-    assert set(decided(made(price=0.05 / expert_bytes), make())[0]) == {0, 7}
-
-
 def test_a_low_copy_in_memory_stands_for_the_high_one() -> None:
     found, out = decided(made(TWO, [0.1, 1.0]), make(), here=[0], low=[5, 7])
     assert found == {5: 1, 7: 1, 2: SKIP}

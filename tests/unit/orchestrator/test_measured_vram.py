@@ -69,25 +69,22 @@ def load(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Plan:
     return cast(Plan, found.plan)
 
 
-def test_what_was_estimated_well_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = Gpu(modules=0, beyond=-5 * MIB)
-    assert load(gpu, monkeypatch).more == 0
-    assert gpu.loads == [0]
-
-
-def test_more_than_was_estimated_comes_off_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = Gpu(modules=60 * MIB, beyond=20 * MIB)
-    assert load(gpu, monkeypatch).more == 80 * MIB + SPARE_BYTES
+@pytest.mark.parametrize(
+    ("modules", "beyond", "more"),
+    [
+        (0, -5 * MIB, 0),  # what was estimated well stays
+        (60 * MIB, 20 * MIB, 80 * MIB + SPARE_BYTES),
+        # The kernels that the first model loaded still count for the second one.
+        (60 * MIB, -400 * MIB, -340 * MIB + SPARE_BYTES),
+    ],
+)
+def test_what_is_taken_beyond_the_estimate_comes_off_the_slots(
+    modules: int, beyond: int, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Gpu(modules, beyond)
+    assert load(gpu, monkeypatch).more == more
     assert gpu.taken <= CAP
-    assert gpu.loads == [0, 80 * MIB + SPARE_BYTES]
-
-
-def test_less_than_was_estimated_goes_to_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels that the first model loaded still count for the second one."""
-    gpu = Gpu(modules=60 * MIB, beyond=-400 * MIB)
-    assert load(gpu, monkeypatch).more == -340 * MIB + SPARE_BYTES
-    assert gpu.taken <= CAP
-    assert len(gpu.loads) == 2
+    assert gpu.loads == ([0, more] if more else [0])
 
 
 def test_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:

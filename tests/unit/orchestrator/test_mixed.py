@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moving import settle
-from test_near_slots import BITS, N_EXPERT, N_LAYERS, TIERS, five_tiers
+from moving import settle, started
+from shapes import BITS, FIVE, N_EXPERT, N_LAYERS, five_tiers
 
 from orchestrator.allocation.hull import Hull, lost
 from orchestrator.allocation.pools import Places, TierPools
-from orchestrator.allocation.slots import ModelShape, Rules
-from orchestrator.errors import BudgetError, PolicyError
+from orchestrator.allocation.slots import ModelShape
+from orchestrator.errors import BudgetError
 from orchestrator.events import Phase, StepReport
 from orchestrator.policy.base import TierOffer
 from orchestrator.policy.mixed import Mixed, exchanges, moves, nominal, slot_sizes, weights
@@ -20,13 +20,6 @@ from orchestrator.policy.mixed import Mixed, exchanges, moves, nominal, slot_siz
 
 def make(shape: ModelShape, **options: object) -> Mixed:
     return Mixed(shape, Mixed.Settings(**options))  # type: ignore[arg-type]
-
-
-def started(policy: Mixed) -> np.ndarray:
-    tiers = np.zeros((policy.shape.n_layers, policy.shape.n_expert), np.uint8)
-    for layer, expert, tier in policy.start():
-        tiers[layer, expert] = tier
-    return tiers
 
 
 def told(policy: Mixed, counts: np.ndarray, resident: np.ndarray, target: np.ndarray):
@@ -81,7 +74,7 @@ def test_tiers_that_nobody_has_take_no_slots_of_their_own() -> None:
     plan = policy.plan(middle(shape))
     assert 2 not in started(policy)
     assert plan.group_of[0, 0, 2] == plan.group_of[0, 0, 1] != plan.group_of[0, 0, 3]
-    apart = make(ModelShape(N_EXPERT, 4, TIERS, shape.slots, BITS, shares_slots=False))
+    apart = make(ModelShape(N_EXPERT, 4, FIVE, shape.slots, BITS, shares_slots=False))
     apart.set_losses(losses)
     plan = apart.plan(middle(shape))
     assert len({plan.group_of[0, 0, tier] for tier in range(5)}) == 5
@@ -95,9 +88,9 @@ def test_the_best_tier_is_one_above_what_fits_where_slots_are_dear() -> None:
     def offered(budget: int, n_expert: int) -> int:
         def of(tiers: tuple[int, ...]) -> ModelShape:
             part = tuple(tuple(each[at] for at in tiers) for each in shape.slots)
-            return ModelShape(n_expert, 4, tuple(TIERS[at] for at in tiers), part)
+            return ModelShape(n_expert, 4, tuple(FIVE[at] for at in tiers), part)
 
-        return Mixed.precisions.high(TierOffer(TIERS, of, budget * n_expert // N_EXPERT))
+        return Mixed.precisions.high(TierOffer(FIVE, of, budget * n_expert // N_EXPERT))
 
     sizes = [shape.all_slot_bytes(tier) for tier in range(5)]
     assert [offered(size, N_EXPERT) for size in sizes] == [0, 0, 1, 1, 3]
@@ -165,7 +158,7 @@ def test_a_change_of_topic_moves_the_tiers_in_the_same_slots() -> None:
     assert lost(now, resident) == pytest.approx(lost(now, ideal.reshape(resident.shape)))
     told_of = policy.report()
     assert told_of["exchanges"] > 0 and told_of["moves"] >= 2 * told_of["exchanges"]
-    assert told_of["experts"] == dict(zip(TIERS, counts.tolist(), strict=True))
+    assert told_of["experts"] == dict(zip(FIVE, counts.tolist(), strict=True))
 
 
 @given(st.integers(0, 10_000))
@@ -179,12 +172,11 @@ def test_every_assignment_is_reached_with_slots_in_the_lowest_tier_alone(seed: i
     plan = policy.plan(int(shape.all_slot_bytes(4) * rng.uniform(2.2, 4)))
     resident = started(policy)
     pools = policy._pools
-    assert pools is not None
     wanted = resident.copy()
     for some in (slice(0, N_LAYERS - 1), slice(N_LAYERS - 1, None)):
         part = wanted[some]
         wanted[some] = rng.permutation(part.ravel()).reshape(part.shape)
-    losses = rng.standard_normal((*resident.shape, len(TIERS)))
+    losses = rng.standard_normal((*resident.shape, len(FIVE)))
     settle(plan, resident, rng, lambda target: moves(pools, wanted, resident, target, losses))
     assert (resident == wanted).all()
 
@@ -198,7 +190,7 @@ def test_two_experts_of_full_tiers_exchange_through_the_lowest_one() -> None:
     wanted = resident.copy()
     faller, riser = (0, 3), (2, 7)
     wanted[faller], wanted[riser] = 2, 1
-    losses = np.zeros((*resident.shape, len(TIERS)))
+    losses = np.zeros((*resident.shape, len(FIVE)))
     rng = np.random.default_rng(0)
     moved = settle(
         pools.plan(), resident, rng, lambda target: moves(pools, wanted, resident, target, losses)
@@ -227,12 +219,3 @@ def test_layers_of_other_sizes_exchange_among_themselves() -> None:
     tiers, free = np.array([[0], [1]], np.uint8), np.ones((2, 1), bool)
     assert exchanges(losses, tiers, np.zeros((2, 2), int), free, 0.0) == [(1, 0)]
     assert exchanges(losses, tiers, np.array([[0, 0], [1, 1]]), free, 0.0) == []
-
-
-def test_it_needs_two_precisions_and_skips_none() -> None:
-    shape = five_tiers()
-    one = ModelShape(N_EXPERT, 4, TIERS[:1], tuple(each[:1] for each in shape.slots))
-    with pytest.raises(PolicyError, match="several precisions"):
-        Mixed(one)
-    with pytest.raises(PolicyError):
-        Mixed(shape, None, Rules(skip=True))

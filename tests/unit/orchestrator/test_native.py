@@ -116,13 +116,6 @@ def test_event_reaches_the_route(store: Store) -> None:
     assert store.callback_us(since=2) is None
 
 
-def test_no_route_means_no_python(store: Store) -> None:
-    store.set_route(None)
-    assert step(store, 0) == 0
-    assert store.calls == 0
-    assert store.callback_us() is None
-
-
 @pytest.mark.parametrize("error", [KeyError("odd"), KeyboardInterrupt(), SystemExit(3)])
 def test_exception_in_the_route_is_raised_by_the_step(store: Store, error: BaseException) -> None:
     def route(_event: RouteEvent) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,22 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
+from orchestrator.memory import plan as planning
 from orchestrator.memory.choice import check_unused, without_effect
 from orchestrator.memory.footprint import (
+    PROMPT_SHARE,
     look_ahead_bytes,
+    part_bytes,
     process_bytes,
     scratch_bytes,
     step_tokens,
 )
-from orchestrator.memory.machine import Machine
-from orchestrator.memory.plan import MemoryPlan, plan_memory
+from orchestrator.memory.machine import Device, Machine
+from orchestrator.memory.plan import SHARE, MemoryPlan, longest_affordable, plan_memory
+from orchestrator.policy import POLICIES
 from orchestrator.settings import parse_size
 
+MIB = 2**20
 ROOMY = Machine(64 * 2**30)
 TIERS = ("q8_0", "q4_k", "q2_k")
 
@@ -32,10 +38,21 @@ TIERS = ("q8_0", "q4_k", "q2_k")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ExpertModel]:
     folder = tmp_path_factory.mktemp("models")
-    files = {"one": ("q4_k",), "three": TIERS, "high": ("q8_0",), "low": ("q2_k",)}
+    tiny = synthetic.preset("tiny-qwen3moe")
+    # The context of a large model, and experts many times as large as its cache for 4096 tokens.
+    long = replace(tiny, context=65536, n_expert=128, n_head_kv=1, head_dim=32)
+    files = {
+        "one": (tiny, ("q4_k",)),
+        "three": (tiny, TIERS),
+        "high": (tiny, ("q8_0",)),
+        "low": (tiny, ("q2_k",)),
+        "more": (replace(tiny, n_expert=64), ("q4_k",)),
+        "long": (long, ("q4_k", "q2_k")),
+        "odd heads": (replace(tiny, head_dim=40), ("q4_k",)),
+    }
     paths = {
-        name: synthetic.write(folder / f"{name}.gguf", "tiny-qwen3moe", tiers=tiers)
-        for name, tiers in files.items()
+        name: synthetic.write(folder / f"{name}.gguf", shape, tiers=tiers)
+        for name, (shape, tiers) in files.items()
     }
     opened = {name: ExpertModel.open(path) for name, path in paths.items()}
     opened["pair"] = ExpertModel.open(paths["high"], paths["low"])
@@ -55,18 +72,14 @@ def tight(model: ExpertModel, slots: int, **settings: Any) -> Machine:
     return Machine(free + headroom)
 
 
-def test_everything_fits(models: dict[str, ExpertModel]) -> None:
-    plan = plan_for(models["one"])
-    assert not plan.managed
+@pytest.mark.parametrize(("name", "tier"), [("one", "q4_k"), ("three", "q8_0")])
+def test_everything_fits(models: dict[str, ExpertModel], name: str, tier: str) -> None:
+    """Of a packed file its best tier."""
+    plan = plan_for(models[name])
+    assert (plan.managed, plan.tier_names) == (False, (tier,))
     assert "everything fits" in plan.reason
     assert plan.total_bytes <= plan.ram_bytes
-    assert plan.expert_bytes == models["one"].tier_bytes[0]
-    assert plan.budget_bytes == 0
-
-
-def test_a_packed_file_runs_its_best_tier_where_it_fits(models: dict[str, ExpertModel]) -> None:
-    plan = plan_for(models["three"])
-    assert (plan.managed, plan.tier_names) == (False, ("q8_0",))
+    assert (plan.expert_bytes, plan.budget_bytes) == (models[name].tier_bytes[0], 0)
 
 
 @pytest.mark.parametrize(
@@ -102,25 +115,27 @@ def test_choices(
 ) -> None:
     plan = plan_for(models["three"], **settings)
     assert plan.managed
-    assert plan.policy is not None
     assert (plan.policy.name, plan.tier_names) == (policy, tiers)
 
 
 def test_two_files_are_high_and_low(models: dict[str, ExpertModel]) -> None:
     plan = plan_for(models["pair"], low=models["low"].path)
-    assert plan.policy is not None
     assert (plan.policy.name, plan.tier_names) == ("dymoe", ("q8_0", "q2_k"))
     lossless = plan_for(models["pair"], low=models["low"].path, retention=1.0)
     assert lossless.tier_names == ("q8_0",)
 
 
 def test_too_little_memory_is_managed(models: dict[str, ExpertModel]) -> None:
+    """One precision is lossless, and lower ones are not."""
     model = models["one"]
     plan = plan_for(model, tight(model, model.tier_bytes[0] // 2))
-    assert plan.managed
-    assert plan.slots is not None
+    assert plan.policy is not None and plan.slots is not None
+    assert (plan.policy.name, plan.reason) == ("dymoe", "dymoe q4_k, one precision")
     assert plan.slots.total_bytes <= plan.budget_bytes <= model.tier_bytes[0] // 2
     assert plan.total_bytes <= plan.ram_bytes
+    for settings in ({"low_tier": "skip"}, {"low_tier": "q2_k"}):
+        assert "r=0.75" in plan_for(models["three"], **settings).reason
+    assert "r=0.5" in plan_for(models["three"], policy="dymoe", retention=0.5).reason
 
 
 def named(size_bytes: int) -> str:
@@ -145,46 +160,42 @@ def test_the_smallest_budget_named_is_the_smallest(
             plan_for(model, policy=policy, **{key: needed - 1})
 
 
-def test_ram_caps_everything(models: dict[str, ExpertModel]) -> None:
+def test_both_caps_hold(models: dict[str, ExpertModel]) -> None:
     model = models["three"]
     with pytest.raises(BudgetError) as caught:
         plan_for(model, policy="dymoe", ram=1)
     for spare in (0, 10**5, 10**6, 10**9):
-        plan = plan_for(model, policy="dymoe", ram=caught.value.needed_bytes + spare)
-        assert plan.total_bytes <= caught.value.needed_bytes + spare
+        ram = caught.value.needed_bytes + spare
+        assert plan_for(model, policy="dymoe", ram=ram).total_bytes <= ram
+    assert plan_for(model, expert_ram=10**6, ram=2**34).budget_bytes == 10**6
 
 
-def test_both_caps_hold(models: dict[str, ExpertModel]) -> None:
-    plan = plan_for(models["three"], expert_ram=10**6, ram=2**34)
-    assert plan.budget_bytes == 10**6
-
-
-def test_unknown_names_list_the_known(models: dict[str, ExpertModel]) -> None:
-    known = "lru, dymoe, dynaexq, firm, context, floor, mixed or plain"
-    with pytest.raises(ConfigError, match=known):
-        plan_for(models["one"], policy="belady")
-    for key in ("high_tier", "low_tier"):
-        with pytest.raises(GGUFError, match="q8_0, q4_k, q2_k"):
-            plan_for(models["three"], **{key: "q3_k"})
-
-
-def test_low_must_be_lower(models: dict[str, ExpertModel]) -> None:
-    with pytest.raises(PolicyError, match="not below"):
-        plan_for(models["three"], high_tier="q4_k", low_tier="q8_0")
-
-
-def test_dymoe_on_one_tier_says_what_is_missing(models: dict[str, ExpertModel]) -> None:
-    with pytest.raises(PolicyError, match="--low-tier skip"):
-        plan_for(models["one"], policy="dymoe", retention=0.75)
-    assert plan_for(models["one"], policy="dymoe", low_tier="skip").managed
+@pytest.mark.parametrize(
+    ("name", "settings", "error", "said"),
+    [
+        ("one", {"policy": "belady"}, ConfigError, ", ".join(POLICIES) + " or plain"),
+        ("three", {"high_tier": "q3_k"}, GGUFError, "q8_0, q4_k, q2_k"),
+        ("three", {"low_tier": "q3_k"}, GGUFError, "q8_0, q4_k, q2_k"),
+        ("three", {"high_tier": "q4_k", "low_tier": "q8_0"}, PolicyError, "not below"),
+        ("one", {"policy": "dymoe", "retention": 0.75}, PolicyError, "--low-tier skip"),
+        ("three", {"policy": "plain", "expert_ram": MIB}, ConfigError, "best tier"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    models: dict[str, ExpertModel],
+    name: str,
+    settings: dict[str, Any],
+    error: type[Exception],
+    said: str,
+) -> None:
+    with pytest.raises(error, match=said):
+        plan_for(models[name], **settings)
 
 
 def test_plain_can_be_asked_for(models: dict[str, ExpertModel]) -> None:
     plan = plan_for(models["three"], Machine(2**28), policy="plain")
     assert not plan.managed
     assert "asked for" in plan.reason
-    with pytest.raises(ConfigError, match="best tier"):
-        plan_for(models["three"], policy="plain", expert_ram=2**20)
 
 
 def test_plain_within_a_given_cap(models: dict[str, ExpertModel]) -> None:
@@ -211,16 +222,6 @@ def test_a_smaller_minimum_of_lru_is_named(models: dict[str, ExpertModel]) -> No
         assert "works from" not in str(caught.value)
 
 
-def test_one_precision_is_lossless_by_default(models: dict[str, ExpertModel]) -> None:
-    plan = plan_for(models["one"], tight(models["one"], models["one"].tier_bytes[0] // 2))
-    assert plan.policy is not None
-    assert (plan.policy.name, plan.reason) == ("dymoe", "dymoe q4_k, one precision")
-    for settings in ({"low_tier": "skip"}, {"low_tier": "q2_k"}):
-        plan = plan_for(models["three"], **settings)
-        assert "r=0.75" in plan.reason
-    assert "r=0.5" in plan_for(models["three"], policy="dymoe", retention=0.5).reason
-
-
 @pytest.mark.parametrize("policy", ["plain", "lru"])
 @pytest.mark.parametrize(
     "option", [{"low": "b.gguf"}, {"low_tier": "skip"}, {"low_tier": "q2_k"}, {"retention": 1.0}]
@@ -235,27 +236,25 @@ def test_what_a_policy_does_not_use_is_refused(policy: str, option: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("more", "refused"),
-    [({}, True), ({"near_slots": "own"}, True), ({"near_slots": "shared"}, False)],
+    ("asked", "refused"),
+    [
+        ({"policy": "context"}, "has no effect with --near-slots own"),
+        ({"policy": "context", "near_slots": "own"}, "has no effect with --near-slots own"),
+        ({"policy": "context", "near_slots": "shared"}, None),
+        ({"policy": "mixed"}, None),
+        ({}, "is for --policy context or floor or mixed"),
+        ({"max_loss": 0.01}, None),
+    ],
 )
-def test_a_loss_table_is_for_slots_that_lower_tiers_share(
-    more: dict[str, Any], refused: bool
-) -> None:
-    asked = Config.build(model="a.gguf", policy="context", losses=Path("t.json"), **more)
+def test_a_loss_table_is_for_what_reads_it(asked: dict[str, Any], refused: str | None) -> None:
+    """Slots that lower tiers share, or a loss that chooses the policy."""
+    config = Config.build(model="a.gguf", losses=Path("t.json"), **asked)
     if refused:
-        with pytest.raises(ConfigError, match="--losses has no effect with --near-slots own"):
-            check_unused(asked)
+        with pytest.raises(ConfigError, match=f"--losses {refused}"):
+            check_unused(config)
     else:
-        check_unused(asked)
-    check_unused(asked.with_changes(losses=None))
-    check_unused(asked.compared(policy="mixed"))
-
-
-def test_a_loss_table_is_used_where_a_loss_chooses_the_policy() -> None:
-    asked = Config.build(model="a.gguf", losses=Path("t.json"))
-    with pytest.raises(ConfigError, match="--losses is for --policy context or floor or mixed"):
-        check_unused(asked)
-    check_unused(asked.with_changes(max_loss=0.01))
+        check_unused(config)
+    check_unused(config.with_changes(losses=None))
 
 
 @pytest.mark.parametrize(
@@ -306,18 +305,13 @@ def test_what_inspect_prints_works_as_ram(models: dict[str, ExpertModel], name: 
 
 
 def test_context_is_capped_by_the_model(models: dict[str, ExpertModel]) -> None:
-    model = models["one"]
-    assert plan_for(model, ctx=10**6).n_ctx == model.hparams.context_length
-    assert plan_for(model, ctx=512).n_ctx == 512
-    assert plan_for(model, ctx=512).kv_bytes == model.kv_bytes(512)
-
-
-def test_sequences_share_a_larger_context(models: dict[str, ExpertModel]) -> None:
-    """Each may be as long as the model was made for."""
+    """Sequences share a larger one: each may be as long as the model was made for."""
     model = models["one"]
     most = model.hparams.context_length
     for sequences, n_ctx in ((0, most), (1, 2 * most), (7, 4 * most)):
         assert plan_for(model, ctx=4 * most, sequences=sequences).n_ctx == n_ctx
+    short = plan_for(model, ctx=512)
+    assert (short.n_ctx, short.kv_bytes) == (512, model.kv_bytes(512))
 
 
 def test_logits_of_all_tokens_need_more_scratch(models: dict[str, ExpertModel]) -> None:
@@ -358,3 +352,149 @@ def test_a_vocabulary_that_is_no_list(models: dict[str, ExpertModel], tmp_path: 
         model.metadata["tokenizer.ggml.tokens"] = 7
         with pytest.raises(GGUFError, match=r"one\.gguf: key tokenizer\.ggml\.tokens"):
             plan_for(model)
+
+
+@pytest.mark.parametrize(
+    ("left", "changes", "tokens"),
+    [
+        (16 * 10_000 * 1000, {}, 9984),  # 10,000 tokens in steps of 256
+        (10**12, {}, 131072),  # no longer than the model
+        (10**6, {}, 4096),  # nor shorter than the least
+        (0, {}, 4096),
+        (0, {"least": 1000, "most": 1000}, 1000),
+        (10**12, {"spare_bytes": 5000 * 1000}, (4096 + 5000) // 256 * 256),
+        (10**12, {"spare_bytes": 0}, 4096),
+    ],
+)
+def test_a_context_takes_its_share_of_what_is_left(
+    left: int, changes: dict[str, int], tokens: int
+) -> None:
+    """With a cache of 1000 bytes a token."""
+    asked = {"least": 4096, "most": 131072, "spare_bytes": 2**60} | changes
+    found = longest_affordable(
+        asked["least"], asked["most"], lambda n: 1000 * n, left, asked["spare_bytes"]
+    )
+    assert found == tokens
+    assert found <= asked["least"] or 1000 * found <= SHARE * left
+
+
+def test_more_memory_gives_more_context_until_the_models_own(
+    models: dict[str, ExpertModel],
+) -> None:
+    free = (400, 450, 1000, 3000, 64 * 1024)
+    contexts = [plan_for(models["long"], Machine(each * MIB)).n_ctx for each in free]
+    assert contexts == sorted(contexts)
+    assert len(set(contexts)) > 2
+    assert contexts[0] >= 4096
+    assert contexts[-1] == 65536
+    for machine, ctx in ((Machine(400 * MIB), 512), (ROOMY, 4096)):
+        assert plan_for(models["long"], machine, ctx=ctx).n_ctx == ctx
+
+
+def test_what_fits_with_the_least_context_still_fits(models: dict[str, ExpertModel]) -> None:
+    least = plan_for(models["long"], ctx=4096, ubatch=16).total_bytes
+    for spare in (0, MIB // 4, 40 * MIB):
+        plan = plan_for(models["long"], ram=least + spare, ubatch=16)
+        assert not plan.managed
+        assert plan.total_bytes <= least + spare
+
+
+def test_a_policy_without_room_beside_it_gets_the_least_context(
+    models: dict[str, ExpertModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, settings = models["long"], {"policy": "lru", "force_managed": True, "ubatch": 16}
+    with pytest.raises(BudgetError) as too_little:
+        plan_for(model, ctx=4096, ram=MIB, **settings)
+    monkeypatch.setattr(planning, "longest_affordable", lambda *_: 65536)
+    least = too_little.value.needed_bytes
+    assert plan_for(model, ram=least, **settings).n_ctx == 4096
+    assert plan_for(model, ram=least + 60 * MIB, **settings).n_ctx == 65536
+
+
+def test_conversations_get_one_more_context(models: dict[str, ExpertModel]) -> None:
+    """Where that costs experts, a small share; and what fits whole still does."""
+    model = models["more"]
+    whole = plan_for(model, ctx=512)
+    assert whole.prompt_bytes == 0
+    plan = plan_for(model, ctx=512, conversations=True)
+    assert plan.prompt_bytes == plan.kv_bytes
+    assert plan.total_bytes == whole.total_bytes + plan.kv_bytes
+    for spare in (0, 1000, MIB):
+        plan = plan_for(model, ctx=512, ram=whole.total_bytes + spare, conversations=True)
+        assert not plan.managed
+        assert plan.prompt_bytes <= spare
+    ram = plan_for(model, ctx=512, policy="lru").total_bytes - model.tier_bytes[0] // 2
+    left = plan_for(model, ctx=512, policy="lru", ram=ram).budget_bytes
+    plan = plan_for(model, ctx=512, policy="lru", ram=ram, conversations=True)
+    assert 0 < plan.prompt_bytes <= PROMPT_SHARE * left
+    assert plan.budget_bytes == left - plan.prompt_bytes
+    assert plan.total_bytes <= ram
+
+
+def test_what_prompts_are_given_is_set_aside_or_refused(models: dict[str, ExpertModel]) -> None:
+    model = models["more"]
+    assert plan_for(model, ctx=512, cache_ram=3 * MIB).prompt_bytes == 3 * MIB
+    assert plan_for(model, ctx=512, cache_ram=0, conversations=True).prompt_bytes == 0
+    asked: dict[str, Any] = {"ctx": 512, "policy": "lru"}
+    with pytest.raises(BudgetError) as least:
+        plan_for(model, ram=MIB, **asked)
+    enough = least.value.needed_bytes
+    plan_for(model, ram=enough, **asked)
+    plan_for(model, ram=enough, conversations=True, **asked)  # goes without
+    with pytest.raises(BudgetError) as more:
+        plan_for(model, ram=enough, cache_ram=3 * MIB, **asked)
+    assert more.value.needed_bytes == enough + 3 * MIB
+    plan_for(model, ram=enough + 3 * MIB, cache_ram=3 * MIB, **asked)
+
+
+def test_a_memory_that_cannot_be_cut_gets_marks(models: dict[str, ExpertModel]) -> None:
+    with ExpertModel.open(models["more"].path) as model:
+        config = Config.build(model=model.path)
+        assert part_bytes(model, config) == 0
+        recurrent = {"inner_size": 4096, "state_size": 128, "group_count": 16, "conv_kernel": 4}
+        model.metadata.update({f"qwen3moe.ssm.{key}": n for key, n in recurrent.items()})
+        # of Qwen3-Next: 2 MiB of state a layer, and three columns of what is convolved
+        assert part_bytes(model, config) == 3 * 4 * (128 * 4096 + 3 * 8192)
+        plan = plan_for(model, ctx=512, conversations=True)
+        assert plan.prompt_bytes == plan.kv_bytes + 6 * part_bytes(model, config)
+
+
+def test_8_bits_leave_more_for_experts(models: dict[str, ExpertModel]) -> None:
+    asked: dict[str, Any] = {"ctx": 512, "policy": "lru"}
+    ram = plan_for(models["more"], **asked).total_bytes - models["more"].tier_bytes[0] // 2
+    usual = plan_for(models["more"], ram=ram, **asked)
+    plan = plan_for(models["more"], ram=ram, kv="q8_0", **asked)
+    assert usual.kv_bytes - plan.kv_bytes == plan.budget_bytes - usual.budget_bytes
+    assert plan.kv_bytes * 32 == usual.kv_bytes * 17
+    with pytest.raises(ConfigError, match="multiple of 32, and those of this model have 40"):
+        plan_for(models["odd heads"], kv="q8_0", ctx=512)
+
+
+CTX, BATCH = 2048, 512  # all that the model was made for
+
+
+def on_gpu(model: ExpertModel, flash: bool, **settings: Any) -> MemoryPlan:
+    machine = Machine(8 << 30, Device("cuda0", "a card", 8 << 30, 8 << 30, flash))
+    return plan_for(model, machine, ctx=CTX, ubatch=BATCH, policy="lru", vram=4 << 30, **settings)
+
+
+def test_what_flash_attention_does_not_keep_is_free(models: dict[str, ExpertModel]) -> None:
+    """Weights in single precision and in half, and a mask: 0.4 GB of Qwen3-30B at 4k tokens."""
+    model = models["one"]
+    slow, fast = on_gpu(model, False), on_gpu(model, True)
+    assert slow.n_ctx == CTX
+    weights = max(model.hparams.n_head) * BATCH * CTX
+    saved = slow.scratch_bytes - fast.scratch_bytes
+    assert 6 * weights < saved < 7 * weights + 5 * BATCH * CTX
+    assert slow.llama_bytes - fast.llama_bytes >= 4 * weights
+    # exact importance wants the weights
+    exact = [on_gpu(model, flash, importance="exact") for flash in (False, True)]
+    assert exact[0].scratch_bytes == exact[1].scratch_bytes
+
+
+def test_a_cache_in_8_bits_is_unpacked_a_layer_at_a_time(models: dict[str, ExpertModel]) -> None:
+    model = models["one"]
+    hparams = model.hparams
+    of_layer = 2 * CTX * max(hparams.n_head_kv) * (hparams.key_length + hparams.value_length)
+    packed, plain = (on_gpu(model, True, kv=kv).scratch_bytes for kv in ("q8_0", "f16"))
+    assert of_layer < packed - plain < 1.4 * of_layer

@@ -21,7 +21,7 @@ from orchestrator.cost.losses import foreseen
 from orchestrator.cost.planner import Planner
 from orchestrator.cost.plans import AS_FAST, Candidate, Frontier, TakenPlans, choose
 from orchestrator.cost.speeds import AGREE, DISTURBED
-from orchestrator.errors import BudgetError, ConfigError
+from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP
 from orchestrator.memory.machine import Machine
 from orchestrator.memory.plan import MemoryPlan, plan_memory
@@ -255,11 +255,6 @@ def test_what_was_measured_beside_other_programs_is_told(model: ExpertModel) -> 
     config = ask(model, 0.8)
     assert not frontier(config, model).disturbed
     assert frontier(config, model, disturbed=True).disturbed
-
-
-def test_no_plan_at_all(model: ExpertModel) -> None:
-    with pytest.raises(BudgetError):
-        frontier(Config.build(model=model.path, ram=1 << 20), model)
 
 
 def test_text_and_picture(found: Frontier, tmp_path: Path) -> None:

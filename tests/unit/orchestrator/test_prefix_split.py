@@ -46,38 +46,6 @@ def test_it_is_the_best_of_all_splits(widths, falling):
                 assert loss_of(found, loss, weights) == pytest.approx(least, abs=1e-12)
 
 
-def test_falling_losses_spend_the_whole_budget_as_in_the_paper():
-    """3 n4 + 2 n3 + n2 = R for every budget from one bit to four."""
-    random = np.random.default_rng(3)
-    for n in range(1, 7):
-        loss = np.sort(random.random((n, 4)), axis=1)
-        for increments in range(3 * n + 1):
-            n4, n3, n2, n1 = prefix_split(loss, PAPER, n + increments)
-            assert (3 * n4 + 2 * n3 + n2, n4 + n3 + n2 + n1) == (increments, n)
-
-
-def test_a_width_that_is_missing_has_no_experts():
-    """As if its column were there and its number forced to 0."""
-    random = np.random.default_rng(4)
-    loss = np.sort(random.random((6, 4)), axis=1)
-    for gone in itertools.combinations(range(4), 2):
-        here = [at for at in range(4) if at not in gone]
-        widths = [PAPER[at] for at in here]
-        for budget in range(6 * widths[-1], 6 * widths[0] + 1):
-            found = prefix_split(loss[:, here], widths, budget)
-            forced = [each for each in splits(6, PAPER, budget) if not any(each[at] for at in gone)]
-            least = min(loss_of(each, loss) for each in forced)
-            assert loss_of(found, loss[:, here]) == pytest.approx(least)
-
-
-def test_like_experts_get_like_bits_unless_some_count_more():
-    """Losses that fall ever slower make uniform bits the best; weights change that."""
-    loss = np.repeat(0.25 ** np.array(PAPER)[None], 6, axis=0)
-    assert prefix_split(loss, PAPER, 6 * 2) == (0, 0, 6, 0)
-    skewed = prefix_split(loss, PAPER, 6 * 2, np.array([100, 10, 1, 0.1, 0.1, 0.1]))
-    assert skewed[0] > 0 and skewed[3] > 0
-
-
 def test_slots_limit_the_split():
     random = np.random.default_rng(5)
     loss = np.sort(random.random((5, 4)), axis=1)

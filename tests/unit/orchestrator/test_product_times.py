@@ -41,7 +41,6 @@ def test_each_type_and_shape_is_timed_once(tiny_model: Callable[..., Path]) -> N
     for layer, (_, slices) in enumerate(spec.layers):
         for (kind, tier), piece in slices.items():
             shape = shapes[layer][kind]
-            assert shape is not None
             assert piece.compute_us == (0 if tier else shape[0] / 100)
     # gate and up begin together, down behind them: each waits for the threads to wake
     waking = max(at + 1 for at, (quant, _) in enumerate(asked) if quant == GGMLType.Q4_K)

@@ -15,13 +15,11 @@ SIZE = (2, 4)
 def read(use: SequenceUse, step: int, tokens: list[tuple[int, list[int]]], **said: object) -> None:
     """A step of a prompt: (sequence, experts) of each token, the same in both layers, with weights
     0.75 and 0.25."""
-    assert use.begin(step)
     ids = np.array([experts for _, experts in tokens], np.int32)
     gates = np.tile(np.array([0.75, 0.25], np.float32), (len(tokens), 1))
     of = np.array([sequence for sequence, _ in tokens], np.int32)
     for layer in range(SIZE[0]):
-        assert not use.begin(step)
-        use.count(layer, ids, gates, of)
+        use.count(step, layer, ids, gates, of)
     use.step_done(StepReport(Phase.PREFILL, len(tokens), 1.0, **said))
 
 
@@ -51,8 +49,7 @@ def test_a_conversation_counts_until_it_ends_and_several_add_up():
 
 def test_a_sequence_that_begins_anew_forgets_and_a_failed_step_counts_nothing():
     use = SequenceUse(*SIZE)
-    assert use.begin(1)
-    use.count(0, np.array([[3, 2]]), np.ones((1, 2)), np.zeros(1, np.int32))  # no report follows
+    use.count(1, 0, np.array([[3, 2]]), np.ones((1, 2)), np.zeros(1, np.int32))  # no report follows
     read(use, 2, [(0, [0, 1])], starts=(0,))
     read(use, 3, [(0, [2, 3])], starts=(0,))
     assert use.sums[0].tolist() == [[0, 0, 1, 1]] * 2
@@ -87,7 +84,6 @@ def test_a_damaged_state_is_refused(damage: bytes | str):
     use = SequenceUse(*SIZE)
     read(use, 1, [(0, [0, 1])], starts=(0,))
     kept = use.save(0)
-    assert kept is not None
     bad = {"cut": kept[:-8], "more": kept + bytes(8), "other": b"x" + kept[1:]}
     bad |= {name: kept[:-8] + np.float64(v).tobytes() for name, v in WRONG.items()}
     with pytest.raises(PolicyError, match="state of a sequence"):

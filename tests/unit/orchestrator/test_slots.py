@@ -130,13 +130,3 @@ def test_dymoe_gives_spare_memory_to_high_slots() -> None:
     assert low == [max(1, 4 - t) for t in policy.critical]
     assert sum(high) > 6 * 7
     assert high == sorted(high, reverse=True)
-
-
-def test_every_matrix_of_a_layer_has_as_many_slots() -> None:
-    plan = DyMoE(make_shape()).plan(3_000_000)
-    for layer in range(6):
-        for tier in (0, 1):
-            counts = {
-                plan.groups[plan.group_of[layer, kind, tier]].n_slots for kind in (UP, GATE, DOWN)
-            }
-            assert len(counts) == 1

@@ -32,10 +32,7 @@ from orchestrator.cost.speeds import (
     Timing,
     Timings,
 )
-from orchestrator.cost.time import (
-    TimeModel,
-    spare_bytes,
-)
+from orchestrator.cost.time import TimeModel, spare_bytes
 from orchestrator.memory.footprint import vocabulary_size
 from orchestrator.native.llama import Bindings
 
@@ -63,9 +60,9 @@ def test_a_quiet_moment_is_not_asked_twice_and_a_busy_one_is() -> None:
     assert kept((3.0, before, False)).is_due("x")
     both = kept((3.0, before, True))
     both.add("x", 2.0, False)
-    assert both.as_dict() == {"x": [(2.0, before, False)]}
+    assert both.of == {"x": [(2.0, before, False)]}
     both.add("x", 5.0, True)
-    assert both.as_dict() == {"x": [(2.0, before, False)]}
+    assert both.of == {"x": [(2.0, before, False)]}
 
 
 def test_timings_that_never_agree_come_to_an_end() -> None:
@@ -74,7 +71,7 @@ def test_timings_that_never_agree_come_to_an_end() -> None:
         timings = kept(*found, now=DAY + moment * APART_S)
         assert timings.is_due("x")
         timings.add("x", 2.0**-moment, True)
-        found = timings.as_dict()["x"]
+        found = timings.of["x"]
     assert len(found) == MOST_MOMENTS
     assert not kept(*found, now=DAY + MOST_MOMENTS * APART_S).is_due("x")
 
@@ -84,11 +81,11 @@ def test_of_many_moments_the_slowest_disturbed_one_is_dropped() -> None:
     moments = [(1.0 + at, early + at * APART_S, at == 5) for at in range(MOST_MOMENTS)]
     timings = kept(*moments)
     timings.add("x", 9.0, False)
-    left = timings.as_dict()["x"]
+    left = timings.of["x"]
     assert [each.seconds for each in left] == [1.0, 2.0, 3.0, 4.0, 6.0, 9.0]
     timings = kept(*moments, now=early + 5 * APART_S)
     timings.add("x", 0.5, False)
-    assert len(timings.as_dict()["x"]) == MOST_MOMENTS
+    assert len(timings.of["x"]) == MOST_MOMENTS
 
 
 def test_a_machine_that_got_slower_is_believed_in_time() -> None:
@@ -104,17 +101,18 @@ def test_a_machine_that_got_slower_is_believed_in_time() -> None:
 @pytest.mark.parametrize(
     "damage", [None, [], {"x": 3}, {"x": [[1.0, 2.0]]}, {"x": [[-1.0, 2.0, True]]}]
 )
-def test_what_is_damaged_counts_as_nothing(damage: object) -> None:
-    assert Timings.read(damage, DAY).as_dict() == {}
+def test_what_is_damaged_counts_as_nothing(damage: object, tmp_path: Path) -> None:
+    path = tmp_path / "speeds.json"
+    path.write_text(json.dumps({"format": "a form", "timings": damage}))
+    assert Timings.load(path, "a form", DAY).of == {}
 
 
 class Played:
     """Stands for products.Timer, the clock, and other programs."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds_of_all, self.now, self.others, self.asked = 1.0, DAY, 0.0, 0
         monkeypatch.setattr(speeds_module, "_REPEATS", 0)
-        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
         monkeypatch.setattr(speeds_module, "Timer", lambda *_: self)
         monkeypatch.setattr(speeds_module, "time", lambda: self.now)
         monkeypatch.setattr(speeds_module, "Disturbance", lambda: self)
@@ -141,6 +139,11 @@ class Unbound:
             return b"a system"
 
 
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Played:
+    return Played(monkeypatch)
+
+
 WHAT = Product(GGMLType.Q4_K, 256, 64, 1)
 
 
@@ -154,9 +157,8 @@ def session(
         return speeds.seconds(WHAT), speeds.disturbed
 
 
-def test_a_disturbed_moment_does_not_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_disturbed_moment_does_not_stay(machine: Played) -> None:
     """Other programs made a product take ten times as long when it was first measured."""
-    machine = Played(monkeypatch, tmp_path)
     assert session(machine, 10.0, 0, others=1.0) == (10.0, True)
     assert session(machine, 1.0, 5) == (1.0, False)
     assert session(machine, 10.0, 5) == (1.0, False) and machine.asked == 2
@@ -165,11 +167,8 @@ def test_a_disturbed_moment_does_not_stay(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert session(machine, 9.0, DAY) == (1.0, False) and machine.asked == 4
 
 
-def test_disturbed_moments_go_on_until_there_is_a_quiet_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_disturbed_moments_go_on_until_there_is_a_quiet_one(machine: Played) -> None:
     """However many there were; of the same moment, no more than a few."""
-    machine = Played(monkeypatch, tmp_path)
     for number in range(2 * MOST_MOMENTS):
         assert session(machine, 10.0 + number, APART_S, others=1.0) == (10.0, True)
     assert session(machine, 10.0, 5, others=1.0) == (10.0, True)
@@ -180,39 +179,27 @@ def test_disturbed_moments_go_on_until_there_is_a_quiet_one(
     assert machine.asked == 2 * MOST_MOMENTS + 2
 
 
-def test_what_is_known_is_not_timed_with_few_weights(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_is_known_is_not_timed_with_few_weights(machine: Played) -> None:
     """They lie in caches, and would be too fast."""
-    machine = Played(monkeypatch, tmp_path)
     session(machine, 5.0, 0)
     assert session(machine, 1.0, DAY, pool_bytes=1 << 20) == (5.0, False)
     assert machine.asked == 1
 
 
-def test_threads_without_a_core_of_their_own_are_no_disturbance(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    machine = Played(monkeypatch, tmp_path)
+def test_threads_without_a_core_of_their_own_are_no_disturbance(machine: Played) -> None:
     assert session(machine, 5.0, 0, others=1.0, threads=10_000) == (5.0, False)
 
 
-def test_a_moment_nobody_saw_to_be_disturbed_does_not_stay(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    machine = Played(monkeypatch, tmp_path)
+def test_a_moment_nobody_saw_to_be_disturbed_does_not_stay(machine: Played) -> None:
     assert session(machine, 10.0, 0) == (10.0, False)
     assert session(machine, 1.0, APART_S) == (1.0, False)
     assert session(machine, 1.0, APART_S) == (1.0, False)
     assert session(machine, 1.0, APART_S) == (1.0, False) and machine.asked == 3
 
 
-def test_a_file_of_the_form_before_is_measured_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    machine = Played(monkeypatch, tmp_path)
+def test_a_file_of_the_form_before_is_measured_again(machine: Played, user_folder: Path) -> None:
     session(machine, 5.0, 0)
-    (path,) = (tmp_path / "moe-edge" / "speed").iterdir()
+    (path,) = (user_folder / "cache" / "moe-edge" / "speed").iterdir()
     data = json.loads(path.read_text())
     path.write_text(json.dumps({"format": data["format"], "seconds": {"Product": 5.0}}))
     assert session(machine, 2.0, 0) == (2.0, False)
@@ -243,10 +230,9 @@ def test_what_keeps_this_process_from_its_cores_is_told() -> None:
 
 
 def test_what_a_token_takes_is_timed_in_rounds(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    machine: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The middle of three quiet rounds stands; prompts, whose products take long, have one."""
-    machine = Played(monkeypatch, tmp_path)
     many, small = WHAT._replace(rows=4), Small(64, 1)
     found = {WHAT: [4.0, 1.0, 2.0], small: [6.0, 7.0, 0.5], many: [3.0]}
     beside = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
@@ -265,11 +251,10 @@ def test_what_a_token_takes_is_timed_in_rounds(
 
 
 def test_a_timing_that_others_disturbed_is_repeated(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    machine: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice something ran beside the first of two products: it is timed until nothing does. Then
     nothing is left for the second one."""
-    machine = Played(monkeypatch, tmp_path)
     monkeypatch.setattr(speeds_module, "_REPEATS", 2)
     found, beside = [6.0, 5.0, 1.0, 7.0], [1.0, 1.0, 0.0, 1.0]
     monkeypatch.setattr(machine, "seconds", lambda what: found.pop(0))
@@ -347,23 +332,22 @@ def test_half_of_the_runs_or_what_nobody_interrupted(
 
 def test_what_was_measured_is_kept(bindings: Bindings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speeds_module.Disturbance, "share", lambda self: 0.0)
-    product = Product(GGMLType.Q4_K, 256, 64, 1)
     with Speeds(bindings, 1) as speeds:
-        found = speeds.seconds(product)
+        found = speeds.seconds(WHAT)
     monkeypatch.setattr(speeds_module, "Timer", None)
     with Speeds(bindings, 1) as speeds:
-        assert speeds.seconds(product) == found
+        assert speeds.seconds(WHAT) == found
     with Speeds(bindings, 2) as speeds, pytest.raises(TypeError):
-        speeds.seconds(product)  # other threads are another machine
+        speeds.seconds(WHAT)  # other threads are another machine
     with Speeds(bindings, 1, fresh=True) as speeds, pytest.raises(TypeError):
-        speeds.seconds(product)
+        speeds.seconds(WHAT)
 
 
 def test_a_cap_holds_for_measuring_too(
     bindings: Bindings, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With few weights, which a cache may hold, figures are rough: nobody else shall have them."""
-    product, taken = Product(GGMLType.Q4_K, 256, 64, 1), []
+    taken: list[int] = []
     allocate = Timer._allocate
     monkeypatch.setattr(
         Timer,
@@ -374,11 +358,11 @@ def test_a_cap_holds_for_measuring_too(
         config = Config.build(model=model, ctx=256, threads=1, ram=120 << 20)
         assert 8 << 20 <= spare_bytes(config, opened) < 48 << 20
         with TimeModel(bindings, config, opened, Bandwidth(1e9), fresh=True) as predictor:
-            predictor._speeds.seconds(product)
+            predictor._speeds.seconds(WHAT)
     assert taken and max(taken) < 48 << 20
     monkeypatch.setattr(speeds_module, "Timer", None)
     with Speeds(bindings, 1) as speeds, pytest.raises(TypeError):
-        speeds.seconds(product)
+        speeds.seconds(WHAT)
 
 
 @pytest.mark.parametrize(
@@ -420,12 +404,11 @@ def test_a_step_and_a_decision_count_as_small_operations(model: Path) -> None:
 
 
 def test_a_damaged_file_of_speeds_is_measured_again(bindings: Bindings) -> None:
-    product = Product(GGMLType.Q4_K, 256, 64, 1)
     with Speeds(bindings, 1) as speeds:
-        speeds.seconds(product)
+        speeds.seconds(WHAT)
         path = speeds._path
     for text in ("{", '{"format": "moe-edge speed", "seconds": {"x": -1.0}}', "[]"):
         path.write_text(text)
         with Speeds(bindings, 1) as speeds:
             begin_s = perf_counter()
-            assert 0 < speeds.seconds(product) < perf_counter() - begin_s
+            assert 0 < speeds.seconds(WHAT) < perf_counter() - begin_s

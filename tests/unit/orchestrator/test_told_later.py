@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from shapes import make_shape
-from test_near_slots import five_tiers
+from moving import MovingStore, started
+from shapes import five_tiers, make_shape
 
 from orchestrator.allocation.estimate import KlEstimate
-from orchestrator.allocation.slots import ModelShape, Transition
+from orchestrator.allocation.slots import ModelShape, SlotPlan, Transition
 from orchestrator.engine.driver import Driver
 from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.events import ComputedStep, Phase
@@ -37,20 +37,15 @@ class AlwaysHot(DynaExq):
         return True
 
 
-class FakeStore:
+class FakeStore(MovingStore):
     """Counts what it is given, and brings what it is asked for some steps later."""
 
-    def __init__(self, policy: Learning, seed: int) -> None:
-        shape = policy.shape
-        self.tiers = np.zeros((shape.n_layers, shape.n_expert), np.uint8)
-        for layer, expert, tier in policy.start():
-            self.tiers[layer, expert] = tier
+    def __init__(self, policy: Learning, plan: SlotPlan, seed: int) -> None:
+        super().__init__(plan, started(policy))
         self._rng = np.random.default_rng(seed)
-        self._way: dict[tuple[int, int], tuple[int, int]] = {}
         self.step_counts = np.zeros(self.tiers.shape, np.uint32)
-        self.looks = 0
+        self.looks = self.number = 0
         self.asked: list[tuple[int, Transition]] = []
-        self.number = 0
 
     def take_counts(self) -> np.ndarray:
         counts, self.step_counts = self.step_counts, np.zeros_like(self.step_counts)
@@ -58,25 +53,17 @@ class FakeStore:
 
     def states(self) -> tuple[np.ndarray, np.ndarray]:
         self.looks += 1
-        target = self.tiers.copy()
-        for at, (tier, _) in self._way.items():
-            target[at] = tier
-        return self.tiers.copy(), target
+        return self.tiers.copy(), self.target
 
     def transition(self, moves: Sequence[Transition]) -> int:
-        for layer, expert, tier in moves:
-            self.asked.append((self.number, (layer, expert, tier)))
-            self._way[layer, expert] = tier, int(self._rng.integers(1, 4))
+        for move in moves:
+            self.asked.append((self.number, move))
+            super().transition([move], int(self._rng.integers(1, 4)))
         return len(moves)
 
     def begin_step(self) -> None:
-        """What has arrived is in its tier."""
         self.number += 1
-        for at, (tier, left) in list(self._way.items()):
-            self._way[at] = tier, left - 1
-            if left == 1:
-                self.tiers[at] = tier
-                del self._way[at]
+        super().begin_step()
 
 
 def run(
@@ -86,8 +73,7 @@ def run(
     a step."""
     rng = np.random.default_rng(seed)
     policy.set_hotness(rng.random((shape.n_layers, shape.n_expert)) ** 2)
-    policy.plan(budget)
-    store = FakeStore(policy, seed)
+    store = FakeStore(policy, policy.plan(budget), seed)
     driver = Driver(policy, cast(Store, store))
     size = shape.n_layers, shape.n_expert
     nats = rng.random((*size, len(shape.tiers) + 1)).cumsum(axis=2)

@@ -3,27 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
 
 import numpy as np
-import pytest
 
 from orchestrator.allocation.pools import Tracker
 from orchestrator.allocation.slots import Transition
-from orchestrator.events import ABSENT
-from orchestrator.policy.dynaexq import HIGH, LOW, ExpertState, expert_states
-
-
-@pytest.mark.parametrize("resident, target", list(product((HIGH, LOW, ABSENT), repeat=2)))
-def test_the_state_of_an_expert(resident: int, target: int) -> None:
-    found = expert_states(np.full((1, 2), resident, np.uint8), np.full((1, 2), target, np.uint8))
-    if resident == ABSENT:
-        expected = ExpertState.ABSENT
-    elif target == resident:
-        expected = ExpertState.HI if resident == HIGH else ExpertState.LO
-    else:
-        expected = ExpertState.PROMOTING if target < resident else ExpertState.DEMOTING
-    assert found.dtype == np.uint8 and found.tolist() == [[expected, expected]]
 
 
 def test_moves_get_slots_in_their_order_until_none_is_left() -> None:

@@ -46,25 +46,26 @@ def test_common_prefix(a: list[int], b: list[int], n: int) -> None:
     assert common_prefix(a, b) == n
 
 
-def test_an_answer_keeps_the_tokens_that_it_was_given_in() -> None:
-    held = [*of("<who>"), *of("<abcd>"), *of("<x")]
-    prompt = [*of("<who>"), BEGIN, 260, END, *of("<xyz>")]
-    assert as_held(prompt, held, LETTERS) == of("<who><abcd><xyz>")
+WHO = [*of("<who>"), BEGIN, 260, END]
 
 
-def test_the_last_token_of_an_answer_may_not_have_been_read() -> None:
-    held = [*of("<who><ab")]
-    prompt = [*of("<who>"), BEGIN, 260, END, *of("<more>")]
-    assert as_held(prompt, held, LETTERS) == of("<who><abcd><more>")
-
-
-def test_another_text_stays_as_it_is() -> None:
-    prompt = [*of("<who>"), BEGIN, 260, END]
-    for held in (of("<who><abce>"), of("<who><x"), of("<who><abcdef"), of("<what>"), []):
-        assert as_held(prompt, held, LETTERS) == prompt
-
-
-def test_texts_are_not_compared_across_control_tokens() -> None:
-    held = [BEGIN, *of("ab"), END, *of("cd")]
-    prompt = [BEGIN, 260, END]
-    assert as_held(prompt, held, LETTERS) == prompt
+@pytest.mark.parametrize(
+    ("prompt", "held", "found"),
+    [
+        # An answer keeps the tokens that it was given in, and its last one may not have been read.
+        ([*WHO, *of("<xyz>")], of("<who><abcd><x"), of("<who><abcd><xyz>")),
+        ([*WHO, *of("<more>")], of("<who><ab"), of("<who><abcd><more>")),
+        # Another text stays as it is.
+        *[
+            (WHO, held, WHO)
+            for held in (
+                *(of("<who><abce>"), of("<who><x"), of("<who><abcdef"), of("<what>")),
+                [],
+            )
+        ],
+        # Texts are not compared across control tokens.
+        ([BEGIN, 260, END], [BEGIN, *of("ab"), END, *of("cd")], [BEGIN, 260, END]),
+    ],
+)
+def test_what_is_held_of_a_prompt(prompt: list[int], held: list[int], found: list[int]) -> None:
+    assert as_held(prompt, held, LETTERS) == found

@@ -5,10 +5,9 @@ from __future__ import annotations
 from itertools import combinations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traces import HEADER, decode, over, random_trace
+from traces import decode, over, random_trace
 
 from gguf_tools.file.layout import DOWN
 from orchestrator.events import Phase
@@ -130,20 +129,3 @@ def test_bound() -> None:
     assert bound_us(100.0, 10**6, 10**9) == 1000.0
     assert bound_us(2000.0, 10**6, 10**9) == 2000.0
     assert bound_us(100.0, 10**6, 0) == 100.0
-    assert HEADER.read_bytes_per_s == 10**9
-
-
-def test_capacity_never_hurts() -> None:
-    trace = random_trace(np.random.default_rng(3), n_steps=30)
-    hits = [sum(optimum(trace, n).hits) for n in (1, 3, 6, 12, 24)]
-    assert hits == sorted(hits)
-    assert hits[-1] > hits[0]
-
-
-@pytest.mark.parametrize("n_experts", [6, 12])
-def test_it_is_above_lru_by_a_margin_on_a_cycle(library: Library, n_experts: int) -> None:
-    """Layers in turn with more experts than slots: lru never hits, the optimum does."""
-    trace = decode(*[[[step % 4, step % 4 + 4] for _ in range(3)] for step in range(24)])
-    made = over(trace, "lru", n_experts * EXPERT)
-    assert sum(simulate(library, trace, made, SLOW, COMPUTE).stats.hits) == 0
-    assert sum(optimum(trace, n_experts).hits) > 0

@@ -75,13 +75,6 @@ def test_decode_steps_take_what_the_closed_form_says(shape, n_hot, mass, bits, m
     assert step_ms(shape, n_hot, mass, bits) == pytest.approx(ms, rel=0.006)
 
 
-def test_fixed_arrays_cap_the_gain_of_few_bits():
-    fixed = NearDataMachine(near_compute="fixed")
-    for shape, n_hot, mass, ms in ((SMALL, 4, 0.5, 8.09), (LARGE, 2, 0.25, 29.2)):
-        for bits in (3, 2):
-            assert step_ms(shape, n_hot, mass, bits, fixed) == pytest.approx(ms, rel=0.006)
-
-
 def test_one_expert_takes_what_its_bytes_or_products_do():
     machine = NearDataMachine()
     assert SMALL.expert_bytes() == pytest.approx(352.3e6, rel=1e-3)
@@ -92,15 +85,11 @@ def test_one_expert_takes_what_its_bytes_or_products_do():
     # 64 arrays of 4 x 4 at 1 GHz multiply 176 million weights in 0.172 ms, four tokens in 0.688.
     assert NearDataMachine(near_gbps=1e6).near_ms(SMALL) == pytest.approx(0.172, rel=0.005)
     assert machine.near_ms(SMALL, 16, 100) == pytest.approx(17.2, rel=0.005)
-    assert NearDataMachine(near_compute="none").near_ms(SMALL, 16, 100) == near[0]
 
 
-def test_an_overhead_and_a_latency_are_paid_once_a_layer():
+def test_an_overhead_is_paid_once_a_layer():
     base = step_ms(SMALL, 4, 0.5, 3)
     assert step_ms(SMALL, 4, 0.5, 3, NearDataMachine(overhead_us=10)) == pytest.approx(base + 0.32)
-    # Three quarters of the steps have a cold expert, and no hot one takes as long.
-    slower = step_ms(SMALL, 0, 0.0, 16, NearDataMachine(link_us=12))
-    assert slower == pytest.approx(step_ms(SMALL, 0, 0.0, 16) + 32 * 2 * 0.010)
 
 
 def test_a_prompt_streams_or_computes_what_is_sooner_done():
@@ -128,21 +117,20 @@ def runs_of(shape, n_hot, mass, bits, **workload):
 
 
 @pytest.mark.parametrize(
-    ("shape", "n_hot", "mass", "bits", "near", "over_near", "over_monde"),
+    ("shape", "n_hot", "mass", "bits", "over_near", "over_monde"),
     [
-        (SMALL, 4, 0.5, 3.0, 16 / 3, 6.7, 8.7),
-        (SMALL, 4, 0.5, 2.0, 8.0, 8.0, 11.2),
-        (LARGE, 2, 0.25, 3.0, 16 / 3, 5.9, 8.9),
-        (LARGE, 2, 0.25, 2.0, 8.0, 7.8, 11.5),
+        (SMALL, 4, 0.5, 3.0, 6.7, 8.7),
+        (SMALL, 4, 0.5, 2.0, 8.0, 11.2),
+        (LARGE, 2, 0.25, 3.0, 5.9, 8.9),
+        (LARGE, 2, 0.25, 2.0, 7.8, 11.5),
     ],
 )
 def test_the_papers_speedups_with_one_rate_of_migrations(
-    shape, n_hot, mass, bits, near, over_near, over_monde
+    shape, n_hot, mass, bits, over_near, over_monde
 ):
     """Figure 6 within 10 %, with one rate for both widths of a shape."""
     runs, _ = runs_of(shape, n_hot, mass, bits)
     ours = runs["context"]
-    assert ours.mean("full_ms") / ours.mean("near_ms") == pytest.approx(near)
     only = runs["near-only"].mean("step_ms")
     assert only / ours.mean("step_ms") == pytest.approx(over_near, rel=0.02)
     assert runs["monde"].mean("step_ms") / ours.mean("step_ms") == pytest.approx(
@@ -183,23 +171,27 @@ def test_only_what_changed_is_moved(hot, usual, moved):
     ids = independent(SMALL, 4, 0.5, 16).ids
     routing = Routing("", [Sequence(use(each), use(each), ids) for each in hot], use(usual))
     stream = 352321536 / 25e6  # 3 x 4096 x 14336 weights of 2 bytes over 25 GB/s, in ms
-    expected = {"changed": [32 * n * stream for n in moved], "none": [0.0] * len(moved)}
-    for migration, ms in expected.items():
-        asked = NearData(
-            workload=NearDataWorkload(lengths=((4, 8),), migration=migration), placement=PAPER
-        )
-        runs = report._runs(asked, routing)
-        assert runs["context"].moves[:, 0] == pytest.approx(ms)
-        assert not runs["static"].moves.any()  # placed once, before all of them
+    asked = NearData(workload=NearDataWorkload(lengths=((4, 8),)), placement=PAPER)
+    runs = report._runs(asked, routing)
+    # A prompt of four tokens brings nothing to the GPU.
+    assert runs["context"].moves[:, 0] == pytest.approx([32 * n * stream for n in moved])
+    assert not runs["static"].moves.any()  # placed once, before all of them
+
+
+def test_what_a_prompt_brought_to_the_gpu_stays_there_for_nothing():
+    sequence = independent(SMALL, 4, 0.5, 16)
+    routing = Routing("", [sequence], np.roll(sequence.counts, 4, axis=1))
+    asked = NearData(workload=NearDataWorkload(lengths=((4, 8), (4096, 8))), placement=PAPER)
+    short, long = report._runs(asked, routing)["context"].moves[0]
+    assert long < short / 2
 
 
 def alone(shape, ids, n_slots, bits):
     """A GPU alone with room for so many experts, over the experts of one layer by token."""
-    one_layer = replace(shape, n_layers=1)
-    gb = ((n_slots + 0.01) * shape.expert_bytes() + 2 * shape.other_weights) / 1e9
     ids = np.array(ids)[:, None, :]
     sequence = Sequence(np.zeros((1, 8)), np.zeros((1, 8)), ids)
-    return strategies.on_demand(NearDataMachine(gpu_gb=gb), one_layer, [sequence], bits)
+    one_layer = replace(shape, n_layers=1)
+    return strategies.on_demand(NearDataMachine(), one_layer, [sequence], bits, n_slots + 0.01)
 
 
 def test_gpu_lru_copies_what_it_has_not():
@@ -263,14 +255,14 @@ def test_traces_that_cannot_stand_for_the_shape_are_refused():
 
 
 def test_generated_routing_is_as_alike_as_asked():
-    made = generated(SMALL, Generated(tokens=400, prompt_tokens=400, sequences=3, skew=1.0))
+    made = generated(SMALL, Generated(tokens=400, sequences=3, skew=1.0))
     found = [cosine(each.counts, each.decode_counts()).mean() for each in made.sequences]
     assert np.mean(found) == pytest.approx(0.89, abs=0.05)
     ids = made.sequences[0].ids
     assert (ids[..., 0] != ids[..., 1]).all() and made.sequences[0].counts.sum() == 400 * 32 * 2
     apart = generated(SMALL, Generated(skew=1.0, prefill_decode_cosine=0.0))
     assert cosine(apart.sequences[0].counts, apart.sequences[0].decode_counts()).mean() < 0.8
-    same = generated(SMALL, Generated(tokens=400, prompt_tokens=400, sequences=3, skew=1.0))
+    same = generated(SMALL, Generated(tokens=400, sequences=3, skew=1.0))
     assert (same.sequences[0].ids == ids).all()
 
 
@@ -290,7 +282,7 @@ def test_the_command_prints_every_strategy(tmp_path: Path):
     write_trace(tmp_path / "t.npz", random_trace(np.random.default_rng(3), n_steps=6))
     result = run(tmp_path / "t.npz", "--near-data", "--lengths=16:32", "--near-bits=2")
     assert result.exit_code == 0, result.output
-    for name in ("near-only", "monde", "static", "context", "gpu-lru", "hobbit", "oracle"):
+    for name in ("near-only", "monde", "static", "context", "gpu-lru", "hobbit"):
         assert name in result.stdout
     assert "made up: 1 sequences with 5 decoded tokens" in result.stdout
     asked = ("--near-data", "--shape=mixtral-8x22b", "--sequences=1", "--tokens=8", "--json")
@@ -304,11 +296,9 @@ def test_the_command_prints_every_strategy(tmp_path: Path):
         ((), "name a trace"),
         (("--near-gbps=9",), "--near-gbps is for a replay on near-data memory"),
         (("--near-data", "--policy=lru"), "--policy has no effect with --near-data"),
-        (("--near-data", "--hot=7"), "--hot 7: the 80 GB of --gpu-gb hold at most 6"),
+        (("--near-data", "--hot=7"), "--hot 7: the GPU's 80 GB hold at most 6"),
         (("--near-data", "--hot=9"), "mixtral-8x7b has 8 a layer"),
-        (("--near-data", "--near-gb=80"), "--near-gb 80 is too small"),
         (("--near-data", "--lengths=5"), "no list of lengths"),
-        (("--near-data", "--near-compute=fast"), "must be packed, fixed or none"),
         (("t.npz", "--near-data", "--skew=1"), "--skew is for generated routing"),
     ],
 )

@@ -22,9 +22,10 @@ from orchestrator.allocation.slots import Rules
 from orchestrator.errors import BudgetError, ConfigError, MoeEdgeError, NativeError, TraceError
 from orchestrator.events import ABSENT, DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.lab.replay import ReplayOptions, Trace, render, replay
+from orchestrator.lab.replay.clock import Simulation
 from orchestrator.lab.replay.simulate import Compute, Outcome, Setup, Transport, simulate
 from orchestrator.lab.replay.trace import ENDS, PROMPT_ENDS, STARTS
-from orchestrator.native import MAX_TIERS, Library, Simulation, Store
+from orchestrator.native import MAX_TIERS, Library, Store
 
 ALL = 24 * 16384
 BYTES_PER_S = 4096 * 10**6
@@ -40,16 +41,35 @@ def played(library: Library, trace: Trace, speed: Transport, us: float, **more: 
     return simulate(library, trace, made, speed, Compute(us, us))
 
 
-def test_one_thread(library: Library) -> None:
-    """gate 0..11, up 11..22, down 22..34; computing ends at 13, 24, 36, and then 6."""
-    trace = decode([[0]], [[0]])
-    outcome = played(library, trace, Transport(BYTES_PER_S, 10, 1), 12.0)
-    assert outcome.step_us.tolist() == [42.0, 12.0]
+# Steps, the disk, us of computing a token; us of each step, us waited, hits.
+BY_HAND = {
+    # gate 0..11, up 11..22, down 22..34; computing ends at 13, 24, 36, and then 6.
+    "one thread": ([[[0]], [[0]]], (10, 1), 12.0, [42.0, 12.0], 11 + 9 + 10, 3),
+    # gate 0..11, up waits for the channel: 0..12, down 11..23; computing ends 13, 15, 25.
+    "two threads overlap their latency": ([[[0]]], (10, 2), 12.0, [31.0], 11 + 8, 0),
+    # Without latency more threads gain nothing: 0..1, 1..2, 2..4; computing 3, 5, 7.
+    "bandwidth of one thread": ([[[0]]], (0, 1), 12.0, [13.0], 1, 0),
+    "bandwidth is shared": ([[[0]]], (0, 3), 12.0, [13.0], 1, 0),
+    # Six reads from 0 on: gates done at 1, 2, ups at 3, 4, downs at 6, 8. In the second step 24 us
+    # for two experts: what is missing is there before the resident one is computed.
+    "hits compute meanwhile": ([[[0, 1]], [[0, 2]]], (0, 1), 24.0, [25.0, 24.0], 1, 3),
+}
+
+
+@pytest.mark.parametrize("case", BY_HAND.values(), ids=BY_HAND)
+def test_times_by_hand(library: Library, case: tuple[Any, ...]) -> None:
+    steps, (latency_us, threads), us, step_us, waited_us, hits = case
+    speed = Transport(BYTES_PER_S, latency_us, threads)
+    outcome = played(library, decode(*steps), speed, us)
+    assert outcome.step_us.tolist() == step_us
     stats = outcome.stats
-    assert stats.wait_us[Phase.DECODE] == 11 + 9 + 10
-    assert stats.read_us == 11 + 11 + 12
+    assert (stats.wait_us[Phase.DECODE], stats.hits[Phase.DECODE]) == (waited_us, hits)
+
+
+def test_a_read_is_counted(library: Library) -> None:
+    stats = played(library, decode([[0]], [[0]]), Transport(BYTES_PER_S, 10, 1), 12.0).stats
+    assert stats.read_us == 11 + 11 + 12 and stats.requests[Phase.DECODE] == 6
     assert stats.demand_bytes[Phase.DECODE] == sum(EXPERT_BYTES.values())
-    assert (stats.requests[Phase.DECODE], stats.hits[Phase.DECODE]) == (6, 3)
 
 
 def test_a_policy_sees_which_matrices_are_missing(library: Library) -> None:
@@ -71,29 +91,6 @@ def test_a_policy_sees_which_matrices_are_missing(library: Library) -> None:
     nothing, but_gate = 0, 1 << UP | 1 << DOWN
     assert {nothing, but_gate, but_gate | 1 << GATE} <= seen
     assert all(bits & ~(but_gate | 1 << GATE) == 0 for bits in seen)
-
-
-def test_two_threads_overlap_their_latency(library: Library) -> None:
-    """gate 0..11, up waits for the channel: 0..12, down 11..23; computing ends 13, 15, 25."""
-    outcome = played(library, decode([[0]]), Transport(BYTES_PER_S, 10, 2), 12.0)
-    assert outcome.step_us.tolist() == [31.0]
-    assert outcome.stats.wait_us[Phase.DECODE] == 11 + 8
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_bandwidth_is_shared(library: Library, threads: int) -> None:
-    """Without latency more threads gain nothing: 0..1, 1..2, 2..4; computing 3, 5, 7."""
-    outcome = played(library, decode([[0]]), Transport(BYTES_PER_S, 0, threads), 12.0)
-    assert outcome.step_us.tolist() == [13.0]
-
-
-def test_hits_compute_while_the_rest_is_read(library: Library) -> None:
-    """24 us for two experts: what is missing is there before the resident one is computed."""
-    trace = decode([[0, 1]], [[0, 2]])
-    outcome = played(library, trace, Transport(BYTES_PER_S, 0, 1), 24.0)
-    # six reads from 0 on: gates done at 1, 2, ups at 3, 4, downs at 6, 8
-    assert outcome.step_us.tolist() == [25.0, 24.0]
-    assert outcome.stats.hits[Phase.DECODE] == 3
 
 
 def test_prefetch_uses_the_idle_disk(library: Library) -> None:

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from traces import decode, make_trace, over, random_trace
 
 from orchestrator.events import Phase
+from orchestrator.lab.replay.clock import Simulation
 from orchestrator.lab.replay.simulate import Compute, Setup, Transport, simulate
 from orchestrator.lab.replay.trace import Trace
-from orchestrator.native import Library, Simulation, Store
+from orchestrator.native import Library, Store
 from orchestrator.policy.dynaexq import DynaExq
 
 BYTES_PER_S = 4096 * 10**6  # a kind of 4096 bytes takes 1 us

@@ -6,15 +6,18 @@ import asyncio
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Event
 from typing import Any
 
+import pytest
+
+pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
+
 from starlette.applications import Starlette
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, PolicyError
 from orchestrator.serve.admission import BODY_FACTOR
 from orchestrator.serve.app import application
 from orchestrator.serve.backend import State
@@ -68,15 +71,6 @@ class Client:
     def leave(self) -> None:
         self._gone.set()
 
-    async def heard(self, enough: Callable[[list[bytes]], object]) -> None:
-        """Waits until the parts of the answer are enough."""
-
-        async def come() -> None:
-            while not enough(self.reply.parts):
-                await asyncio.sleep(0.001)
-
-        await asyncio.wait_for(come(), HANG_S)
-
     async def run(self) -> Reply:
         await self._app(self._scope, self._receive, self._send)
         return self.reply
@@ -95,13 +89,17 @@ class Client:
             self.reply.parts.append(message["body"])
 
 
+def body_of(data: Any) -> bytes:
+    """A body as it is, or what is sent as JSON."""
+    return data if isinstance(data, bytes) else b"" if data is None else json.dumps(data).encode()
+
+
 def ask(app: Any, path: str, data: Any = None, method: str = "", **headers: str) -> Reply:
-    """One request from its start to its end. data: a body as it is, or what is sent as JSON."""
-    body = data if isinstance(data, bytes) else b"" if data is None else json.dumps(data).encode()
+    """One request from its start to its end."""
     method = method or ("GET" if data is None else "POST")
 
     async def once() -> Reply:
-        return await Client(app, method, path, body, **headers).run()
+        return await Client(app, method, path, body_of(data), **headers).run()
 
     return asyncio.run(once())
 
@@ -175,7 +173,7 @@ class FakeBackend:
     def __init__(self, *requests: FakeRequest) -> None:
         self.requests = list(requests)
         self.asked: list[tuple[str, bytes]] = []
-        self.changes: list[dict[str, Any]] = []
+        self.used: list[dict[str, Any]] = []
 
     def request(self, route: str, body: bytes) -> FakeRequest:
         self.asked.append((route, body))
@@ -188,15 +186,27 @@ class FakeBackend:
     def costs(self) -> Any:
         return lambda: {"hit_rate": 0.5}
 
-    @contextmanager
-    def changed(self, settings: dict[str, Any]) -> Iterator[None]:
-        if "bad" in settings:
+    def settings_for(self, changes: dict[str, Any]) -> dict[str, Any]:
+        if "bad" in changes:
             raise ConfigError("bad is no setting")
-        self.changes.append(settings)
-        yield
+        return changes
+
+    def go_by(self, settings: dict[str, Any]) -> None:
+        if "odd" in settings:
+            raise PolicyError("odd needs a second precision")
+        self.used.append(settings)
 
     def failure(self) -> str | None:
         return "the disk is gone"
+
+
+def whole(answer: bytes = b"{}", status: int = 200, **more: Any) -> FakeRequest:
+    """A request with an answer that comes at once."""
+    return FakeRequest(status, False, [answer], **more)
+
+
+def streaming(*parts: bytes, **more: Any) -> FakeRequest:
+    return FakeRequest(200, True, list(parts), **more)
 
 
 def state_with(backend: Any, **settings: Any) -> State:
@@ -205,6 +215,28 @@ def state_with(backend: Any, **settings: Any) -> State:
     return state
 
 
+def quiet(_line: str) -> None:
+    """A log that keeps nothing."""
+
+
 def app_for(backend: Any, **settings: Any) -> Starlette:
     """The application that answers with a backend."""
-    return application(state_with(backend, **settings), lambda _line: None)
+    return application(state_with(backend, **settings), quiet)
+
+
+async def until(is_so: Callable[[], object]) -> None:
+    """Waits until something is so."""
+
+    async def come() -> None:
+        while not is_so():
+            await asyncio.sleep(0.001)
+
+    await asyncio.wait_for(come(), HANG_S)
+
+
+def begun(
+    app: Any, path: str, data: Any, kind: type[Client] = Client
+) -> tuple[Client, asyncio.Task[Reply]]:
+    """A POST that goes on: its client, and what comes of it. In an event loop."""
+    client = kind(app, "POST", path, body_of(data))
+    return client, asyncio.create_task(client.run())

@@ -8,24 +8,29 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from asgi import (
+    HANG_S,
+    Client,
+    FakeBackend,
+    app_for,
+    ask,
+    begun,
+    body_of,
+    quiet,
+    state_with,
+    until,
+    whole,
+)
 
-pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
-
-from asgi import HANG_S, Client, FakeBackend, FakeRequest, app_for, ask, state_with
-
+from orchestrator.config import Config
 from orchestrator.serve import requests as app_module
-from orchestrator.serve.admission import BODY_FACTOR, KEPT, WHOLE_FACTOR, Bodies, Body
+from orchestrator.serve.admission import BODY_FACTOR, KEPT, WHOLE_FACTOR, Bodies
 from orchestrator.serve.app import application
 from orchestrator.serve.backend import Words, server_config
-from orchestrator.serve.wire import Refusal
 
 WORKERS = ThreadPoolExecutor(2)
 COMPLETIONS = "/v1/completions"
-LONG = b'{"prompt": "' + b"a" * 100_000 + b'"}'
-
-
-def quiet(_line: str) -> None:
-    pass
+LONG = body_of({"prompt": "a" * 100_000})
 
 
 class Halted(Client):
@@ -37,7 +42,7 @@ class Halted(Client):
 
 def test_who_says_much_and_sends_nothing_holds_nobody_up() -> None:
     """Place is taken by bytes that are here."""
-    state = state_with(FakeBackend(FakeRequest(200, False, [b"{}"])))
+    state = state_with(FakeBackend(whole()))
     app = application(state, quiet)
 
     async def run() -> int:
@@ -63,31 +68,23 @@ def test_who_says_much_and_sends_nothing_holds_nobody_up() -> None:
 def test_requests_that_wait_count_once_and_hold_no_other_path_up() -> None:
     """Before, two long ones took all that there was for any request."""
     go_on = threading.Event()
-    running = FakeRequest(200, False, [b"{}"], hold=go_on)
-    others = [FakeRequest(200, False, [b"{}"]) for _ in range(7)]
-    state = state_with(FakeBackend(running, *others))
+    state = state_with(FakeBackend(whole(hold=go_on), *(whole() for _ in range(7))))
     app = application(state, quiet)
 
     async def run() -> list[int]:
-        clients = [asyncio.create_task(Client(app, "POST", COMPLETIONS, LONG).run())]
-        while state.gate.running < 1:
-            await asyncio.sleep(0.001)
-        clients += [
-            asyncio.create_task(Client(app, "POST", COMPLETIONS, LONG).run()) for _ in range(5)
-        ]
-        while state.gate.waiting < 5:
-            await asyncio.sleep(0.001)
+        replies = [begun(app, COMPLETIONS, LONG)[1] for _ in range(6)]
+        await until(lambda: state.gate.waiting == 5)
         assert state.bodies.kept_bytes == 5 * len(LONG)  # the one that runs is the gate's
-        quick = await Client(app, "POST", "/tokenize", b'{"content": "a"}').run()
+        quick = await begun(app, "/tokenize", {"content": "a"})[1]
         go_on.set()
-        return [quick.status, *[(await client).status for client in clients]]
+        return [quick.status, *[(await reply).status for reply in replies]]
 
     assert asyncio.run(run()) == [200] * 7
     assert state.bodies.kept_bytes == 0
 
 
 def test_a_body_without_room_is_refused_at_once() -> None:
-    state = state_with(FakeBackend(FakeRequest(200, False, [b"{}"])))
+    state = state_with(FakeBackend(whole()))
     app = application(state, quiet)
     state.bodies.keep(KEPT * 2**17 - 10, KEPT * 2**17)
     reply = ask(app, COMPLETIONS, {"prompt": "a" * 20})
@@ -101,24 +98,17 @@ def test_a_body_without_room_is_refused_at_once() -> None:
 
 def test_each_request_gives_its_room_back() -> None:
     """Also one that is refused, one that is longer when it is written anew, and one that leaves."""
-    answers = [FakeRequest(200, False, [b"{}"]) for _ in range(20)]
-    state = state_with(FakeBackend(*answers))
+    state = state_with(FakeBackend(*(whole() for _ in range(20))))
     app = application(state, quiet)
 
-    async def once(path: str, body: bytes) -> int:
-        return (await Client(app, "POST", path, body).run()).status
-
     async def run() -> list[int]:
-        text = b'{"content": "' + b"a" * 60_000 + b'"}'
-        asks = [once("/tokenize", text) for _ in range(10)]
-        asks += [once(COMPLETIONS, b'{"prompt":[1,1,1,1,1,1]}'), once(COMPLETIONS, b"{")]
+        bodies = [("/tokenize", {"content": "a" * 60_000})] * 10
+        bodies += [(COMPLETIONS, b'{"prompt":[1,1,1,1,1,1]}'), (COMPLETIONS, b"{")]
+        asked = [begun(app, path, body)[1] for path, body in [*bodies, ("/tokenize", b"")]]
         leaving = Halted(app, "POST", COMPLETIONS, b"")
         leaving.sends(b"{")
         leaving.leave()
-        return await asyncio.gather(*asks, once("/tokenize", b""), leaving_status(leaving))
-
-    async def leaving_status(client: Client) -> int:
-        return (await client.run()).status
+        return [reply.status for reply in await asyncio.gather(*asked, leaving.run())]
 
     assert asyncio.run(run()) == [200] * 11 + [400] * 3
     assert state.bodies.kept_bytes == state.bodies.waiting == 0
@@ -162,7 +152,7 @@ def test_bodies_are_looked_at_beside_the_event_loop(monkeypatch: pytest.MonkeyPa
         usual(*arguments)
 
     monkeypatch.setattr(app_module, "settle_fields", settle)
-    app = app_for(FakeBackend(*(FakeRequest(200, False, [b"{}"]) for _ in range(2))))
+    app = app_for(FakeBackend(whole(), whole()))
     assert ask(app, COMPLETIONS, {"prompt": "a"}).status == 200
     assert ask(app, "/tokenize", {"content": "a"}).status == 200
     assert len(threads) == 2 and all("quick" in name for name in threads)
@@ -207,20 +197,14 @@ def tool(n: int) -> dict[str, Any]:
         ("/infill", {"input_prefix": "a" * HALF, "input_suffix": "a" * 60_000}, 2, 1, NEEDS),
         (CHAT, {**said("a"), "stop": "a" * (LIMIT - 100)}, 2, 1, NEEDS),
         # Templates write the names of properties, too.
-        (
-            CHAT,
-            {**said("a"), "tools": [tool(480)]},
-            2,
-            1,
-            BEYOND,
-        ),
+        (CHAT, {**said("a"), "tools": [tool(480)]}, 2, 1, BEYOND),
     ],
 )
 def test_a_text_that_would_take_more_than_is_held_for_a_body_is_refused(
     path: str, data: dict[str, Any], chars_a_token: float, word: int, says: str | None
 ) -> None:
     """Where each character is a token it took 130 times its length, and one long word 160 times."""
-    backend = FakeBackend(FakeRequest(200, False, [b"{}"]))
+    backend = FakeBackend(whole())
     backend.count_tokens = lambda text: (int(len(text) / chars_a_token), word)  # type: ignore[method-assign]
     reply = ask(app_for(backend), path, data)
     assert (reply.status, bool(backend.asked)) == ((200, True) if says is None else (400, False))
@@ -250,28 +234,9 @@ def test_the_longest_part_in_which_merges_are_looked_for(
     assert all(Words(each, "default").is_whole for each in ("llama", "t5", "rwkv", ""))
 
 
-def test_a_body_never_counts_for_more_than_there_is() -> None:
-    async def run() -> None:
-        bodies = Bodies(WORKERS)
-        bodies_of = [Body(bodies, 100) for _ in range(KEPT + 1)]
-        for body in bodies_of[:-1]:
-            body.count(100)
-        with pytest.raises(Refusal):
-            bodies_of[-1].count(1)
-        bodies_of[0].take()
-        bodies_of[-1].count(100)
-        for body in bodies_of:
-            body.close()
-        assert bodies.kept_bytes == 0 and bodies.refused == 1
-
-    asyncio.run(run())
-
-
 def test_the_plan_counts_them() -> None:
-    from orchestrator.config import Config
-
     config = Config.build(model="a.gguf")
-    one, longer, more, whole = (
+    one, longer, more, joined = (
         server_config(config, parallel, longest, factor).beside
         for parallel, longest, factor in (
             (1, 1000, BODY_FACTOR),
@@ -282,4 +247,4 @@ def test_the_plan_counts_them() -> None:
     )
     assert longer - one == (KEPT + 2 * BODY_FACTOR) * 1000
     assert more - one > 3 * BODY_FACTOR * 1000
-    assert whole - one == 2 * (WHOLE_FACTOR - BODY_FACTOR) * 1000
+    assert joined - one == 2 * (WHOLE_FACTOR - BODY_FACTOR) * 1000

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
+from collections.abc import Callable, Coroutine
+from functools import partial, wraps
+from typing import Any
 
 import pytest
 
@@ -11,64 +13,66 @@ from orchestrator.serve.admission import Gate, Unread
 from orchestrator.serve.wire import Refusal
 
 
-def test_requests_run_in_their_order_and_the_rest_waits() -> None:
-    async def line() -> None:
-        gate = Gate(places=2, queue=2)
-        tickets = [gate.join() for _ in range(4)]
-        assert [each.turn.done() for each in tickets] == [True, True, False, False]
-        assert (gate.running, gate.waiting) == (2, 2)
-        with pytest.raises(Refusal):
-            gate.join()
-        assert gate.refused == 1
-        tickets[1].leave()
-        assert [each.turn.done() for each in tickets[2:]] == [True, False]
-        tickets[0].leave()
-        tickets[2].leave()
-        tickets[3].leave()
-        assert (gate.running, gate.waiting) == (0, 0)
+def in_a_loop(line: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """A test of what only an event loop has."""
 
-    asyncio.run(line())
+    @wraps(line)
+    def run() -> None:
+        asyncio.run(line())
+
+    return run
 
 
-def test_who_leaves_the_line_lets_the_next_one_pass() -> None:
-    async def line() -> None:
-        gate = Gate(places=2, queue=4)
-        first = gate.join()
-        wide, narrow = gate.join(2), gate.join(1)
-        assert not wide.turn.done() and not narrow.turn.done()  # nobody overtakes
-        wide.leave()
-        assert wide.turn.cancelled() and narrow.turn.done()
-        first.leave()
-        narrow.leave()
-        last = gate.join(2)
-        assert last.turn.done()
-
-    asyncio.run(line())
-
-
-def test_who_would_wait_behind_a_wide_request_counts_as_waiting() -> None:
-    async def line() -> None:
-        gate = Gate(places=2, queue=1)
+@in_a_loop
+async def test_requests_run_in_their_order_and_the_rest_waits() -> None:
+    gate = Gate(places=2, queue=2)
+    tickets = [gate.join() for _ in range(4)]
+    assert [each.turn.done() for each in tickets] == [True, True, False, False]
+    assert (gate.running, gate.waiting) == (2, 2)
+    with pytest.raises(Refusal):
         gate.join()
+    assert gate.refused == 1
+    tickets[1].leave()
+    assert [each.turn.done() for each in tickets[2:]] == [True, False]
+    tickets[0].leave()
+    tickets[2].leave()
+    tickets[3].leave()
+    assert (gate.running, gate.waiting) == (0, 0)
+
+
+@in_a_loop
+async def test_who_leaves_the_line_lets_the_next_one_pass() -> None:
+    gate = Gate(places=2, queue=4)
+    first = gate.join()
+    wide, narrow = gate.join(2), gate.join(1)
+    assert not wide.turn.done() and not narrow.turn.done()  # nobody overtakes
+    wide.leave()
+    assert wide.turn.cancelled() and narrow.turn.done()
+    first.leave()
+    narrow.leave()
+    last = gate.join(2)
+    assert last.turn.done()
+
+
+@in_a_loop
+async def test_who_would_wait_behind_a_wide_request_counts_as_waiting() -> None:
+    gate = Gate(places=2, queue=1)
+    gate.join()
+    gate.join(2)
+    with pytest.raises(Refusal):
+        gate.join()  # a place is free, and it would have to overtake
+
+
+@in_a_loop
+async def test_an_empty_queue_refuses_only_who_would_have_to_wait() -> None:
+    gate = Gate(places=1, queue=0)
+    ticket = gate.join()
+    with pytest.raises(Refusal):
+        gate.join()
+    ticket.leave()
+    assert gate.join().turn.done()
+    with pytest.raises(ValueError, match="2 places of 1"):
         gate.join(2)
-        with pytest.raises(Refusal):
-            gate.join()  # a place is free, and it would have to overtake
-
-    asyncio.run(line())
-
-
-def test_an_empty_queue_refuses_only_who_would_have_to_wait() -> None:
-    async def line() -> None:
-        gate = Gate(places=1, queue=0)
-        ticket = gate.join()
-        with pytest.raises(Refusal):
-            gate.join()
-        ticket.leave()
-        assert gate.join().turn.done()
-        with pytest.raises(ValueError, match="2 places of 1"):
-            gate.join(2)
-
-    asyncio.run(line())
 
 
 def test_what_nobody_reads_is_bounded_and_the_oldest_goes_first() -> None:

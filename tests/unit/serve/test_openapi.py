@@ -9,9 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
-
 from asgi import FakeBackend, app_for, ask
 from served import serving
 from starlette.routing import Route

@@ -5,10 +5,6 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-import pytest
-
-pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
-
 from asgi import FakeBackend, app_for, ask
 
 from orchestrator.serve.views import PAGE

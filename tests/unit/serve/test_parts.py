@@ -102,14 +102,23 @@ class Made:
         self.closed.set()
 
 
-def through(make: Callable[[Made], None], use: Callable[[Parts, Made], Any]) -> tuple[Any, Made]:
+def nothing() -> None:
+    pass
+
+
+def through(
+    make: Callable[[Made], None],
+    use: Callable[[Parts, Made], Any],
+    kind: type[Made] = Made,
+    at_end: Callable[[], None] = nothing,
+) -> tuple[Any, Made]:
     """What a coroutine makes of the parts of such a request, and the request."""
     loop = Loop()
-    request = Made(make, loop)
+    request = kind(make, loop)
 
     async def run() -> Any:
         with ThreadPoolExecutor(1) as workers:
-            parts = Parts(request, workers, lambda: None)  # type: ignore[arg-type]
+            parts = Parts(request, workers, at_end)  # type: ignore[arg-type]
             try:
                 return await use(parts, request)
             finally:
@@ -147,15 +156,24 @@ def test_all_of_it_arrives_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [int(line) for line in b"".join(found).splitlines()] == list(range(N))
 
 
-def test_fast_parts_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first ones go alone. What comes then waits until the rest is over, or all has come."""
+def put_fast(request: Made, text: bytes) -> None:
+    """So often that the next parts wait for each other."""
+    for _ in range(FAST):
+        request.put(text)
+        request.until_taken()
+    request.loop.until_rest(1)
+
+
+@pytest.fixture
+def long_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REST_S", LONG_S)
 
+
+def test_fast_parts_go_together(long_rest: None) -> None:
+    """The first ones go alone. What comes then waits until the rest is over, or all has come."""
+
     def make(request: Made) -> None:
-        for _ in range(FAST):
-            request.put(b"a")
-            request.until_taken()
-        request.loop.until_rest(1)
+        put_fast(request, b"a")
         for _ in range(50):
             request.put(b"b")
         request.loop.skip()
@@ -168,9 +186,8 @@ def test_fast_parts_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert request.told <= FAST
 
 
-def test_slow_parts_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_parts_go_at_once(long_rest: None) -> None:
     """Those that come slowly from the beginning, and those that were fast before."""
-    monkeypatch.setattr(module, "REST_S", LONG_S)
 
     def make(request: Made) -> None:
         def put_slowly(text: bytes) -> None:
@@ -181,10 +198,7 @@ def test_slow_parts_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
         for _ in range(5):
             put_slowly(b"a")
-        for _ in range(FAST):
-            request.put(b"b")
-            request.until_taken()
-        request.loop.until_rest(1)
+        put_fast(request, b"b")
         request.loop.skip()  # a part that came now might have waited
         for _ in range(3):
             put_slowly(b"c")
@@ -194,14 +208,10 @@ def test_slow_parts_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert request.told >= 8
 
 
-def test_the_end_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REST_S", LONG_S)
+def test_the_end_waits_for_nothing(long_rest: None) -> None:
 
     def make(request: Made) -> None:
-        for _ in range(FAST):
-            request.put(b"a")
-            request.until_taken()
-        request.loop.until_rest(1)
+        put_fast(request, b"a")
         request.put(b"b")
 
     async def use(parts: Parts, request: Made) -> list[bytes]:
@@ -268,19 +278,14 @@ def test_the_end_is_told_where_what_follows_it_fails() -> None:
     def fail() -> None:
         raise RuntimeError("no idea")
 
-    async def run(request: Made) -> list[Any]:
+    async def use(parts: Parts, _request: Made) -> list[Any]:
         errors: list[Any] = []
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _loop, what: errors.append(what["exception"]))
-        with ThreadPoolExecutor(1) as workers:
-            parts = Parts(request, workers, fail)  # type: ignore[arg-type]
-            assert await asyncio.wait_for(parts.next(None), HANG_S) == (b"", True)
-            await parts.close()
+        assert await asyncio.wait_for(parts.next(None), HANG_S) == (b"", True)
         return errors
 
-    loop = Loop()
-    errors = loop.run_until_complete(run(Mute(Made.until_awaited, loop)))
-    loop.close()
+    errors, _ = through(Made.until_awaited, use, Mute, fail)
     assert [str(error) for error in errors] == ["no idea"]
 
 
@@ -291,7 +296,7 @@ def test_a_request_for_which_no_pipe_can_be_had_is_freed(monkeypatch: pytest.Mon
     async def run(request: Made) -> None:
         monkeypatch.setattr(os, "pipe", none)
         with pytest.raises(OSError, match="Too many open files"):
-            Parts(request, ThreadPoolExecutor(1), lambda: None)  # type: ignore[arg-type]
+            Parts(request, ThreadPoolExecutor(1), nothing)  # type: ignore[arg-type]
 
     loop = Loop()
     request = Made(lambda _: None, loop)

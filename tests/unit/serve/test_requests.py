@@ -8,16 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
-
-from asgi import FakeBackend, FakeRequest, app_for, ask
+from asgi import FakeBackend, app_for, ask, whole
 from real_cache import REAL_CACHE
 
 from orchestrator.serve import requests
 from orchestrator.serve.requests import request_schema
 from orchestrator.serve.schemas import (
-    COUNTING,
     GENERATING,
     INNER,
     LEFT_OUT,
@@ -62,7 +58,7 @@ DOCUMENT = {"type": "document", "source": {"type": "text", "data": "a"}}
 
 def asked(path: str, data: dict[str, Any], most_body_bytes: int = 2**20) -> tuple[int, Any]:
     """(status, what llama.cpp got, or else the sentence)."""
-    backend = FakeBackend(FakeRequest(200, False, [b"{}"]))
+    backend = FakeBackend(whole())
     backend.most_body_bytes = most_body_bytes
     reply = ask(app_for(backend, parallel=2), path, data)
     if not backend.asked:
@@ -108,6 +104,7 @@ def test_what_means_nothing_here_is_left_out_and_what_steers_llama_cpp_is_refuse
 
 
 LONG_NAME = "!" * 300
+FORM, OBJECT = {"type": "json_schema"}, "schema must be an object"
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # No request of its path.
     *[
@@ -126,19 +123,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": SAID * 200}, "200 messages exceed"),
     (CHAT, {**ASK, "grammar": {"a": 1}}, "grammar must be a text"),
     (CHAT, {**ASK, "response_format": "json"}, "response_format must be an object"),
-    (CHAT, {**ASK, "response_format": {"type": "json_schema", "json_schema": 3}}, "json_schema"),
-    (RESPONSES, {"input": "a", "text": {"format": 3}}, "must be an object"),
-    (
-        RESPONSES,
-        {"input": "a", "text": {"format": {"type": "json_schema", "schema": 3}}},
-        "schema must be an object",
-    ),
-    (MESSAGES, {**ASK, "output_config": {"format": {"type": "text"}}}, "must be a json_schema"),
-    (
-        MESSAGES,
-        {**ASK, "output_config": {"format": {"type": "json_schema", "schema": "x"}}},
-        "schema must be an object",
-    ),
+    (CHAT, {**ASK, "response_format": FORM | {"json_schema": 3}}, "json_schema"),
+    *[
+        (RESPONSES, {"input": "a", "text": {"format": wrong}}, says)
+        for wrong, says in ((3, "must be an object"), (FORM | {"schema": 3}, OBJECT))
+    ],
+    *[
+        (MESSAGES, {**ASK, "output_config": {"format": wrong}}, says)
+        for wrong, says in (
+            ({"type": "text"}, "must be a json_schema"),
+            (FORM | {"schema": "x"}, OBJECT),
+        )
+    ],
     (COMPLETIONS, {"prompt": "a", "logprobs": 6}, "logprobs must be a whole number from 0 to 5"),
     (COMPLETIONS, {"prompt": "a", "logprobs": True}, "logprobs must be"),
     (COMPLETIONS, {}, "prompt is missing"),
@@ -161,16 +157,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {**ASK, "json_schema": schema(513)}, "an object in json_schema: 513 properties"),
     (
         CHAT,
-        {**ASK, "response_format": {"type": "json_schema", "json_schema": {"schema": schema(513)}}},
+        {**ASK, "response_format": FORM | {"json_schema": {"schema": schema(513)}}},
         "an object in response_format: 513 properties",
     ),
-    (CHAT, {**ASK, "tools": [tool("f", schema(513))]}, "an object in tools: 513 properties"),
-    (
-        CHAT,
-        {**ASK, "tools": [tool("f", {"properties": {LONG_NAME: {}}})]},
-        "a name in tools: 300 characters",
-    ),
+    *[
+        (CHAT, {**ASK, "tools": [tool("f", wrong)]}, says)
+        for wrong, says in (
+            (schema(513), "an object in tools: 513 properties"),
+            ({"properties": {LONG_NAME: {}}}, "a name in tools: 300 characters"),
+        )
+    ],
     (CHAT, {**ASK, "json_schema": {"$ref": LONG_NAME}}, "a name in json_schema: 300 characters"),
+    # Pieces of tokens take a hundred times the memory of their text.
+    ("/tokenize", {"content": "a" * 140_000, "with_pieces": True}, "at most 128 KiB"),
     # What llama.cpp's server would leave out without a word.
     (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
     (CHAT, {"audio": {"voice": "alloy", "format": "wav"}}, "audio"),
@@ -228,6 +227,8 @@ SEEN: list[tuple[str, dict[str, Any], dict[str, Any] | None]] = [
     (CHAT, {"x": nested(MOST_DEPTH - 2)}, {}),
     (CHAT, {"stop": "x" * 200}, AS_SENT),
     (NATIVE, {"prompt": [1] * 1000}, AS_SENT),
+    ("/tokenize", {"content": "a" * 120_000, "with_pieces": True}, AS_SENT),
+    ("/tokenize", {"content": [1] * 140_000}, AS_SENT),
     (CHAT, {"json_schema": schema(512)}, AS_SENT),
     (CHAT, {"tools": [tool("f", {"description": LONG_NAME})]}, AS_SENT),
     (CHAT, {"modalities": ["text"], "audio": None, "functions": [], "store": 1}, {}),
@@ -288,21 +289,6 @@ def test_what_llama_cpp_gets_to_see(
 ) -> None:
     expected = {**NEEDED[path], **(data if seen is AS_SENT else seen)}
     assert asked(path, {**NEEDED[path], **data}) == (200, expected)
-
-
-def test_a_count_reads_a_request_as_the_answer_does() -> None:
-    """What llama.cpp counts is the prompt of the request as it gets it for an answer."""
-    for path, data in (
-        (MESSAGES, {**ASK, "tools": PLAIN, "tool_choice": {"type": "any"}}),
-        (CHAT, {**ASK, "tools": TWO, "tool_choice": NAMED_B}),
-        (RESPONSES, {"input": "a", "text": {"format": {"type": "json_object"}}}),
-    ):
-        backend = FakeBackend(*(FakeRequest(200, False, [b"{}"]) for _ in range(2)))
-        app = app_for(backend)
-        count = next(each for each, form in COUNTING.items() if form == path)
-        assert [ask(app, each, data).status for each in (path, count)] == [200, 200]
-        (answered, body), (counted, same) = backend.asked
-        assert (answered, counted) == (path, count) and body == same
 
 
 def test_a_list_of_numbers_is_looked_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

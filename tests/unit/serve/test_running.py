@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import resource
-import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
 
 pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
 
-from served import DEMO, HANG_S, Served, serving
+from served import DEMO, HANG_S, Served, running
 
 from orchestrator.config import Config
 from orchestrator.errors import NativeError
@@ -28,19 +27,17 @@ from orchestrator.serve.backend import Stopped, server_library
 from orchestrator.serve.run import LEAST_CONNECTIONS, MOST_CONNECTIONS, Running, most_connections
 from orchestrator.serve.settings import ServeSettings
 
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+
 
 def made(note: Callable[[str], None] = lambda _line: None) -> Running:
     return Running(Config.build(model=DEMO), ServeSettings(port=0), note, lambda _done: None)
 
 
 def status_of(url: str) -> tuple[int, str]:
-    where = urlsplit(url)
-    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=HANG_S)
-    connection.request("GET", "/health")
-    answer = connection.getresponse()
-    text = answer.read().decode()
-    connection.close()
-    return answer.status, json.loads(text)["error"]["message"]
+    with pytest.raises(HTTPError) as refused:
+        urlopen(url + "/health", timeout=HANG_S)
+    return refused.value.code, json.load(refused.value)["error"]["message"]
 
 
 def test_health_is_503_while_the_server_is_compiled(
@@ -171,26 +168,16 @@ def test_connections_follow_the_file_descriptors(
     assert asked == ([] if raised is None else [(raised, hard)])
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, library: object) -> Iterator[Served]:
-    cache = tmp_path_factory.mktemp("few files")
-    with serving(cache, "--ram", "160MiB", "--policy", "lru", "--ctx", "512", files=100) as running:
-        yield running
-
-
-def connected(served: Served, stack: ExitStack) -> socket.socket:
-    where = urlsplit(served.url)
-    sock = socket.create_connection((where.hostname, where.port), timeout=HANG_S)
-    return stack.enter_context(sock)
+served = running("--ram", "160MiB", "--policy", "lru", "--ctx", "512", files=100)
 
 
 def test_one_connection_too_many_gets_503(served: Served) -> None:
     """The others go on, and so does the server."""
     with ExitStack() as stack:
-        socks = [connected(served, stack) for _ in range(90)]
+        socks = [stack.enter_context(served.connected()) for _ in range(90)]
         said = socks[-1].recv(1 << 16)
         assert said.startswith(b"HTTP/1.1 503 ") and b"too many connections" in said
-        socks[0].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        socks[0].sendall(HEALTH + b"\r\n")
         assert socks[0].recv(1 << 16).startswith(b"HTTP/1.1 200 ")
     assert_answers(served)
     assert len(served.lines) < 100 and not any("Traceback" in line for line in served.lines)
@@ -206,7 +193,7 @@ def test_without_file_descriptors_it_says_so_once_and_waits(served: Served) -> N
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (n_open + 2, usual[1]))
         stack.callback(resource.prlimit, pid, resource.RLIMIT_NOFILE, usual)
         for _ in range(10):
-            connected(served, stack)
+            stack.enter_context(served.connected())
         said = "No file descriptors are left"
         while not any(said in line for line in served.lines):
             assert served.process.poll() is None
@@ -219,9 +206,8 @@ def test_without_file_descriptors_it_says_so_once_and_waits(served: Served) -> N
 def assert_answers(served: Served) -> None:
     """A new client is heard, once those that have left are noticed."""
     while True:
-        with ExitStack() as stack:
-            sock = connected(served, stack)
-            sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        with served.connected() as sock:
+            sock.sendall(HEALTH + b"Connection: close\r\n\r\n")
             said = sock.recv(1 << 16)
         if said.startswith(b"HTTP/1.1 200 "):
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import signal
 import threading
@@ -13,16 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.error import HTTPError
-from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
-
-pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
-
-from asgi import Client, FakeBackend, FakeRequest, Reply, app_for, ask
-from served import DEMO, HANG_S, Served, serving
+from asgi import Client, FakeBackend, Reply, app_for, ask, whole
+from served import DEMO, HANG_S, Served, running, serving
 
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
@@ -77,7 +71,7 @@ class ScoringBackend(FakeBackend):
     name = "bytes"
 
     def __init__(self, model: ByteModel | None = None, error: Exception | None = None) -> None:
-        super().__init__(FakeRequest(200, False, [b"{}"]))
+        super().__init__(whole())
         self.engine = SimpleNamespace(llama=model or ByteModel())
         self.error = error
 
@@ -99,52 +93,42 @@ def scored(data: dict[str, Any], model: ByteModel | None = None) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("path", "change", "names"),
+    ("change", "names"),
     [
-        (PATH, {"logprobs": None}, "logprobs"),
-        (PATH, {"logprobs": 6}, "from 0 to 5"),
-        (PATH, {"logprobs": True}, "logprobs"),
-        (PATH, {"logprobs": "1"}, "logprobs"),
-        (PATH, {"max_tokens": None}, "max_tokens"),
-        (PATH, {"max_tokens": 2}, "max_tokens"),
-        (PATH, {"max_tokens": -1}, "max_tokens"),
-        (PATH, {"max_tokens": True}, "max_tokens"),
-        (PATH, {"max_tokens": 1}, "temperature"),
-        (PATH, {"max_tokens": 1, "temperature": 0.5}, "temperature"),
-        (PATH, {"stream": True}, "stream"),
-        (PATH, {"n": 2}, "n out"),
-        (PATH, {"n_cmpl": 3}, "n_cmpl out"),
-        (PATH, {"n_predict": 50}, "n_predict out"),
-        (PATH, {"n_predict": -1}, "n_predict out"),
-        (PATH, {"max_completion_tokens": 0}, "max_completion_tokens out"),
-        (PATH, {"stop": ["a"]}, "stop"),
-        (PATH, {"logit_bias": {"1": 1}}, "logit_bias"),
-        (PATH, {"echo": "yes"}, "echo must be"),
-        (PATH, {"echo": 1}, "echo must be"),
-        (PATH, {"prompt": None}, "prompt is missing"),
-        (PATH, {"prompt": []}, "prompt must be"),
-        (PATH, {"prompt": [[]]}, "prompt must be"),
-        (PATH, {"prompt": ["a", 1]}, "prompt must be"),
-        (PATH, {"prompt": [True]}, "prompt must be"),
-        (PATH, {"prompt": [1.5]}, "prompt must be"),
-        (PATH, {"prompt": ""}, "empty"),
-        (PATH, {"prompt": ["a", ""]}, "empty"),
-        (PATH, {"prompt": [N_VOCAB]}, f"token {N_VOCAB}"),
-        (PATH, {"prompt": [2**70]}, "prompt must be"),
-        (PATH, {"prompt": [-1]}, "prompt must be"),
-        (PATH, {"prompt": {"prompt_string": "a"}}, "prompt must be"),
-        (PATH, {"prompt": "a" * 513}, "513 tokens exceeds"),
-        (PATH, {"prompt": "a" * 512, "max_tokens": 1, "temperature": 0}, "512 tokens exceeds"),
-        (PATH, {"prompt": ["a" * 512] * 33}, "together"),
-        ("/completion", {}, "/v1/completions"),
-        ("/infill", {}, "/v1/completions"),
-        ("/v1/responses", {}, "/v1/completions"),
-        ("/v1/messages", {}, "/v1/completions"),
+        *[({"logprobs": wrong}, "logprobs") for wrong in (None, True, "1")],
+        ({"logprobs": 6}, "from 0 to 5"),
+        *[({"max_tokens": wrong}, "max_tokens") for wrong in (None, 2, -1, True)],
+        ({"max_tokens": 1}, "temperature"),
+        ({"max_tokens": 1, "temperature": 0.5}, "temperature"),
+        ({"stream": True}, "stream"),
+        ({"n": 2}, "n out"),
+        ({"n_cmpl": 3}, "n_cmpl out"),
+        ({"n_predict": 50}, "n_predict out"),
+        ({"n_predict": -1}, "n_predict out"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens out"),
+        ({"stop": ["a"]}, "stop"),
+        ({"logit_bias": {"1": 1}}, "logit_bias"),
+        ({"echo": "yes"}, "echo must be"),
+        ({"echo": 1}, "echo must be"),
+        ({"prompt": None}, "prompt is missing"),
+        *[
+            ({"prompt": wrong}, "prompt must be")
+            for wrong in (
+                *([], [[]], ["a", 1], [True], [1.5], [2**70], [-1]),
+                {"prompt_string": "a"},
+            )
+        ],
+        ({"prompt": ""}, "empty"),
+        ({"prompt": ["a", ""]}, "empty"),
+        ({"prompt": [N_VOCAB]}, f"token {N_VOCAB}"),
+        ({"prompt": "a" * 513}, "513 tokens exceeds"),
+        ({"prompt": "a" * 512, "max_tokens": 1, "temperature": 0}, "512 tokens exceeds"),
+        ({"prompt": ["a" * 512] * 33}, "together"),
     ],
 )
-def test_any_other_echo_is_refused(path: str, change: dict[str, Any], names: str) -> None:
+def test_any_other_echo_is_refused(change: dict[str, Any], names: str) -> None:
     backend = ScoringBackend()
-    reply = ask(app_for(backend), path, ASK | change)
+    reply = ask(app_for(backend), PATH, ASK | change)
     assert reply.status == 400 and names in reply.json()["error"]["message"], reply.body
     assert not backend.asked
 
@@ -198,12 +182,9 @@ def test_the_form_is_openais(
         assert named[token] == value
         likeliest = sorted(named.values(), reverse=True)[:2]
         assert likeliest == pytest.approx(np.log([2 / 3, 1 / 3]).tolist())
-    n_tokens = answer["usage"]["prompt_tokens"]
-    assert answer["usage"] == {
-        "prompt_tokens": n_tokens,
-        "completion_tokens": 0,
-        "total_tokens": n_tokens,
-    }
+    usage = answer["usage"]
+    n_tokens = usage["prompt_tokens"]
+    assert (usage["completion_tokens"], usage["total_tokens"]) == (0, n_tokens)
     assert answer["timings"]["hit_rate"] == 0.5 and answer["timings"]["prompt_n"] == n_tokens
 
 
@@ -271,21 +252,8 @@ def test_what_fails_is_said_in_a_sentence(error: Exception, status: int, says: s
     assert reply.status == status and says in reply.json()["error"]["message"]
 
 
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory, library: object) -> Iterator[Served]:
-    options = (
-        "--policy",
-        "lru",
-        "--high-tier",
-        "q4_k",
-        "--ctx",
-        "512",
-        "--parallel",
-        "2",
-        "--exact",
-    )
-    with serving(tmp_path_factory.mktemp("scored"), "--ram", RAM, *options) as running:
-        yield running
+OPTIONS = ("--policy", "lru", "--high-tier", "q4_k", "--ctx", "512", "--ram", RAM)
+live = running(*OPTIONS, "--parallel=2", "--exact")
 
 
 @pytest.fixture(scope="module")
@@ -306,27 +274,6 @@ def likelihood(
     logp = [float(row[token]) for row, token in zip(rows, tokens[first:], strict=True)]
     best = [float(row.max()) for row in rows]
     return sum(logp), logp == best
-
-
-def post(served: Served, data: Any, path: str = PATH) -> Any:
-    body = json.dumps(data).encode()
-    request = Request(served.url + path, body, {"Content-Type": "application/json"})
-    with urlopen(request, timeout=HANG_S) as answer:
-        return json.load(answer)
-
-
-def get(served: Served, path: str) -> str:
-    with urlopen(served.url + path, timeout=HANG_S) as answer:
-        text: str = answer.read().decode()
-    return text
-
-
-def wait_for(served: Served, running: int) -> None:
-    for _ in range(100 * HANG_S):
-        if f"moe_edge_requests_running {running}\n" in get(served, "/metrics"):
-            return
-        time.sleep(0.01)
-    pytest.fail(f"there are never {running} requests that run")
 
 
 def test_the_openai_client_scores_within_the_plan(live: Served, engine: Engine) -> None:
@@ -350,36 +297,28 @@ def test_the_openai_client_scores_within_the_plan(live: Served, engine: Engine) 
 def test_an_answer_beside_it_is_what_it_is_alone(live: Served) -> None:
     """It waits for the answer, and the answer for nothing."""
     data = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 200, "ignore_eos": True}
-    alone = post(live, data)["choices"][0]["text"]
-    where = urlsplit(live.url)
-    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=HANG_S)
-    connection.request("POST", PATH, json.dumps(data | {"stream": True}))
-    answer = connection.getresponse()
+    alone = live.post(PATH, data)["choices"][0]["text"]
+    answer = live.asked(PATH, data | {"stream": True}).getresponse()
     first = answer.readline()
     scores: list[Any] = []
     asked = ASK | {"prompt": TEXT}
-    scoring = threading.Thread(target=lambda: scores.append(post(live, asked)))
+    scoring = threading.Thread(target=lambda: scores.append(live.post(PATH, asked)))
     scoring.start()
     events = [first, *answer]
     scoring.join(HANG_S)
     said = [json.loads(line[6:]) for line in events if line.startswith(b"data: {")]
     assert "".join(each["choices"][0]["text"] for each in said if each["choices"]) == alone
-    assert scores[0] | {"timings": None, "id": "", "created": 0} == post(live, asked) | {
-        "timings": None,
-        "id": "",
-        "created": 0,
-    }
-    assert post(live, data)["choices"][0]["text"] == alone
+    of_this_run = {"timings": None, "id": "", "created": 0}
+    assert scores[0] | of_this_run == live.post(PATH, asked) | of_this_run
+    assert live.post(PATH, data)["choices"][0]["text"] == alone
 
 
 def test_a_client_that_leaves_ends_it(live: Served) -> None:
-    where = urlsplit(live.url)
     for _ in range(3):
-        connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=HANG_S)
-        connection.request("POST", PATH, json.dumps(ASK | {"prompt": [[5] * 500] * 30}))
-        wait_for(live, running=1)
+        connection = live.asked(PATH, ASK | {"prompt": [[5] * 500] * 30})
+        live.until_running(1)
         connection.close()
-    wait_for(live, running=0)
+    live.until_running(0)
     # Had it been read to its end, its line would have a status of its own.
     for _ in range(100 * HANG_S):
         if sum("POST /v1/completions 499" in line for line in live.lines) == 3:
@@ -387,7 +326,7 @@ def test_a_client_that_leaves_ends_it(live: Served) -> None:
         time.sleep(0.01)
     else:
         pytest.fail("they were read to their end: " + "\n".join(live.lines))
-    assert post(live, ASK)["choices"]
+    assert live.post(PATH, ASK)["choices"]
 
 
 def test_a_signal_ends_it_cleanly(tmp_path: Path, library: object) -> None:
@@ -396,13 +335,13 @@ def test_a_signal_ends_it_cleanly(tmp_path: Path, library: object) -> None:
 
         def asking() -> None:
             try:
-                post(served, ASK | {"prompt": [[5] * 500] * 30})
+                served.post(PATH, ASK | {"prompt": [[5] * 500] * 30})
             except HTTPError as error:
                 replies.append(error.code)
 
         client = threading.Thread(target=asking)
         client.start()
-        wait_for(served, running=1)
+        served.until_running(1)
         status, said = served.end(signal.SIGTERM)
         client.join(HANG_S)
     assert status == 0 and replies == [503], said

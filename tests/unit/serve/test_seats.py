@@ -8,26 +8,22 @@ from threading import Event
 from typing import Any
 
 import pytest
-
-pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
-
-from asgi import Client, FakeBackend, FakeRequest, app_for, ask, state_with
-from served import Served, serving
-from speaking import CAPITAL, post
+from asgi import FakeBackend, app_for, ask, begun, until, whole
+from served import Served, running
+from speaking import CAPITAL
 
 from orchestrator.serve.admission import Conversation, Seats, conversation_of, with_seat
-from orchestrator.serve.app import application
 
 CHAT = "/v1/chat/completions"
 SYSTEM = {"role": "system", "content": "You are a helper who knows many countries. " * 6}
 
 
-def chat(*said: str, system: dict[str, str] | None = None) -> dict[str, Any]:
+def chat(*said: str) -> dict[str, Any]:
     """Turns of a user and an assistant, one after the other."""
     turns = [
         {"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(said)
     ]
-    return {"messages": [system or SYSTEM, *turns]}
+    return {"messages": [SYSTEM, *turns]}
 
 
 def asked(data: dict[str, Any], route: str = CHAT) -> Conversation:
@@ -123,8 +119,7 @@ def test_the_field_is_added_to_any_object(body: bytes) -> None:
 
 
 def test_the_server_names_it_and_a_client_cannot() -> None:
-    answers = [FakeRequest(200, False, [b"{}"]) for _ in range(4)]
-    backend = FakeBackend(*answers)
+    backend = FakeBackend(*(whole() for _ in range(4)))
     app = app_for(backend, parallel=2)
     for text in ("one", "two"):
         ask(app, CHAT, {**chat(text), "id_slot": 7})
@@ -132,22 +127,18 @@ def test_the_server_names_it_and_a_client_cannot() -> None:
     ask(app, "/v1/messages", chat("one"))
     named = [json.loads(body).get("id_slot") for _, body in backend.asked]
     assert named == [0, 1, 0, None]
-    alone = FakeBackend(FakeRequest(200, False, [b"{}"]))
+    alone = FakeBackend(whole())
     ask(app_for(alone), CHAT, chat("one"))
     assert "id_slot" not in json.loads(alone.asked[0][1])
 
 
 def test_a_client_that_leaves_gives_it_back() -> None:
-    held = FakeRequest(200, False, [b"{}"], Event())
-    backend = FakeBackend(held, FakeRequest(200, False, [b"{}"]))
-    state = state_with(backend, parallel=2)
-    app = application(state, lambda _line: None)
+    backend = FakeBackend(whole(hold=Event()), whole())
+    app = app_for(backend, parallel=2)
 
     async def leave() -> None:
-        client = Client(app, "POST", CHAT, json.dumps(chat("one")).encode())
-        running = asyncio.create_task(client.run())
-        while not backend.asked:
-            await asyncio.sleep(0.01)
+        client, running = begun(app, CHAT, chat("one"))
+        await until(lambda: backend.asked)
         client.leave()
         await running
 
@@ -156,11 +147,10 @@ def test_a_client_that_leaves_gives_it_back() -> None:
     assert [json.loads(body)["id_slot"] for _, body in backend.asked] == [0, 0]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, library: object) -> Any:
-    options = ("--ram", "160MiB", "--policy", "lru", "--high-tier", "q4_k", "--ctx", "512")
-    with serving(tmp_path_factory.mktemp("seats"), *options, "--parallel", "2") as running:
-        yield running
+served = running(
+    *("--ram", "160MiB", "--policy", "lru", "--high-tier", "q4_k", "--ctx", "512"),
+    *("--parallel", "2"),
+)
 
 
 def test_neither_of_two_conversations_is_read_again(served: Served) -> None:
@@ -172,8 +162,7 @@ def test_neither_of_two_conversations_is_read_again(served: Served) -> None:
     for _turn in range(3):
         for country, turns in said.items():
             data = {**chat(*turns), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-            status, answer = post(served.url, CHAT, data)
-            assert status == 200, answer
+            answer = served.post(CHAT, data)
             n_read[country].append(answer["timings"]["prompt_n"])
             turns += [answer["choices"][0]["message"]["content"], "And what else?"]
     for first, *later in n_read.values():

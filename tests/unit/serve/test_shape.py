@@ -6,9 +6,6 @@ import json
 from typing import Any
 
 import pytest
-
-pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
-
 from asgi import FakeBackend, FakeRequest, app_for, ask
 
 from orchestrator.serve.wire import LIMITS
@@ -158,6 +155,8 @@ def test_anthropics_clients_get_their_form_of_errors() -> None:
     inner = {"code": 400, "message": "no such role", "type": "invalid_request_error"}
     data = {"messages": SAID, "max_tokens": 5}
     expected = {"type": "error", "error": inner}
-    assert answered(MESSAGES, data, {"error": inner}, status=400)[1] == expected
+    for path in (MESSAGES, "/v1/messages/count_tokens"):
+        assert answered(path, data, {"error": inner}, status=400)[1] == expected
     assert answered(MESSAGES, {**data, "stream": True}, inner)[1] == [expected]
-    assert answered(CHAT, data, {"error": inner}, status=400)[1] == {"error": inner}
+    for path in (CHAT, "/v1/chat/completions/input_tokens"):
+        assert answered(path, data, {"error": inner}, status=400)[1] == {"error": inner}

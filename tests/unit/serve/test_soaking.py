@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
-
 from soaking import soak_clients, soak_requests
 
 DEMO = Path(__file__).resolve().parents[3] / "models/demo/moe-edge-demo.gguf"

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
 
 import uvicorn
-from asgi import HANG_S, Client, FakeBackend, FakeRequest, app_for, state_with
+from asgi import HANG_S, Client, FakeBackend, app_for, quiet, state_with, whole
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
@@ -26,10 +26,6 @@ from orchestrator.serve.run import Protocol, _Server
 
 BIG = json.dumps({"tokens": [1] * 3_000_000}).encode()
 HEAD = b"HTTP/1.1\r\nHost: localhost\r\n"
-
-
-def quiet(_line: str) -> None:
-    pass
 
 
 @contextmanager
@@ -85,7 +81,7 @@ def wait_until_none(state: Any) -> None:
 
 def test_who_reads_no_quick_answer_loses_its_connection() -> None:
     """What it does not take is counted meanwhile."""
-    backend = FakeBackend(*(FakeRequest(200, False, [BIG]) for _ in range(4)))
+    backend = FakeBackend(*(whole(BIG) for _ in range(4)))
     state = state_with(backend, patience=1)
     with running(application(state, quiet), 1.0) as (port, server):
         socks = [connected(port, 4096) for _ in range(3)]
@@ -101,7 +97,7 @@ def test_who_reads_no_quick_answer_loses_its_connection() -> None:
 
 
 def test_a_long_quick_answer_goes_out_in_parts_and_is_counted() -> None:
-    state = state_with(FakeBackend(FakeRequest(200, False, [BIG])))
+    state = state_with(FakeBackend(whole(BIG)))
     app = application(state, quiet)
     counted = []
 
@@ -156,18 +152,11 @@ def test_what_nobody_reads_is_dropped_for_a_while_and_no_longer(
 ) -> None:
     monkeypatch.setattr(door, "DROP_S", 0.1)
     with running(app_for(FakeBackend()), 30.0) as (port, server):
-        with connected(port) as sock:
-            sock.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: evil\r\nConnection: close\r\n"
-                b"Content-Length: 1000\r\n\r\n"
-            )
-            assert all_of(sock).startswith(b"HTTP/1.1 421 ")
-        with connected(port) as sock:  # and one that waits to be asked is not
-            sock.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: evil\r\nConnection: close\r\n"
-                b"Expect: 100-continue\r\nContent-Length: 1000\r\n\r\n"
-            )
-            assert all_of(sock).startswith(b"HTTP/1.1 421 ")
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: evil\r\nConnection: close\r\n"
+        for more in (b"", b"Expect: 100-continue\r\n"):  # one that waits to be asked is not
+            with connected(port) as sock:
+                sock.sendall(head + more + b"Content-Length: 1000\r\n\r\n")
+                assert all_of(sock).startswith(b"HTTP/1.1 421 ")
         wait_until_none(server)
 
 

@@ -9,10 +9,13 @@ import numpy as np
 from orchestrator.errors import ConfigError
 from orchestrator.settings import Settings, setting
 
-PACKED, FIXED, NONE = "packed", "fixed", "none"
-
 FULL_BITS = 16
 _MATRICES = 3  # gate, up and down
+# Table 2. The near-data memory: products a second of 64 arrays of 4 x 4 at 1 GHz, for
+# weights of 16 bits; of b bits they do 16 / b times as many. The GPU: memory and peak. The link.
+NEAR_MACS_PER_S = 64 * 4**2 * 1e9
+GPU_BYTES, GPU_FLOPS = 80e9, 989.4e12
+LINK_US = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,34 +62,15 @@ _RATE = (1e-3, 1e9)
 
 @dataclass(frozen=True)
 class NearDataMachine(Settings):
-    """One GPU and one near-data memory (Table 2), with what the paper leaves open. Times are in
-    milliseconds; one sequence decodes."""
+    """The rates of one GPU and one near-data memory. Times are in milliseconds; one sequence
+    decodes."""
 
     near_gbps: float = setting(
         512.0, "What the near-data memory reads for itself, in GB/s.", within=_RATE
     )
-    near_units: int = setting(
-        64, "Its compute units, systolic arrays.", within=(1, 2**20), hidden=True
-    )
-    near_array: int = setting(
-        4, "Rows, and columns, of one of its arrays.", within=(1, 4096), hidden=True
-    )
-    near_ghz: float = setting(1.0, "Its clock in GHz.", within=_RATE, hidden=True)
-    near_gb: float = setting(512.0, "Its size in GB.", within=_RATE, hidden=True)
-    near_compute: str = setting(
-        PACKED,
-        "What its arrays do at b bits: packed (16/b times as many products), fixed (as many as at "
-        "16 bits), or none (they never limit).",
-        choices=(PACKED, FIXED, NONE),
-    )
     hbm_gbps: float = setting(3350.0, "What the GPU reads from its memory, in GB/s.", within=_RATE)
-    gpu_tflops: float = setting(989.4, "The GPU's peak in TFLOP/s.", within=_RATE, hidden=True)
-    gpu_gb: float = setting(80.0, "The GPU's memory in GB.", within=_RATE, hidden=True)
     link_gbps: float = setting(
         25.0, "The link between the two, in GB/s each way (PCIe 4.0 x16).", within=_RATE
-    )
-    link_us: float = setting(
-        2.0, "Latency of the link in microseconds.", within=(0.0, 1e6), hidden=True
     )
     overhead_us: float = setting(
         0.0, "What each layer of a step takes besides, in microseconds.", within=(0.0, 1e6)
@@ -95,17 +79,13 @@ class NearDataMachine(Settings):
     def gpu_ms(self, shape: PaperModel, n_tokens: float = 1, bits: float = FULL_BITS) -> float:
         """One expert on the GPU for so many tokens: the slower of reading and multiplying."""
         read = shape.expert_bytes(bits) / (self.hbm_gbps * 1e9)
-        multiply = 2 * n_tokens * shape.expert_weights / (self.gpu_tflops * 1e12)
+        multiply = 2 * n_tokens * shape.expert_weights / GPU_FLOPS
         return 1e3 * max(read, multiply)
 
     def near_ms(self, shape: PaperModel, bits: float = FULL_BITS, n_tokens: float = 1) -> float:
         """One expert in the near-data memory, where its weights lie at so many bits."""
         read = shape.expert_bytes(bits) / (self.near_gbps * 1e9)
-        if self.near_compute == NONE:
-            return 1e3 * read
-        macs_per_s = self.near_units * self.near_array**2 * self.near_ghz * 1e9
-        if self.near_compute == PACKED:
-            macs_per_s *= FULL_BITS / bits
+        macs_per_s = NEAR_MACS_PER_S * FULL_BITS / bits
         return 1e3 * max(read, n_tokens * shape.expert_weights / macs_per_s)
 
     def link_ms(self, n_bytes: float) -> float:
@@ -114,13 +94,13 @@ class NearDataMachine(Settings):
 
     def trip_ms(self, shape: PaperModel, n_tokens: float = 1) -> float:
         """Activations to the near-data memory and back, FP16, once a layer."""
-        return 2 * (self.link_us / 1e3 + self.link_ms(2 * shape.hidden * n_tokens))
+        return 2 * (LINK_US / 1e3 + self.link_ms(2 * shape.hidden * n_tokens))
 
     def dense_ms(self, shape: PaperModel, n_tokens: float = 1) -> float:
         """What a layer computes on the GPU besides experts, the attention's weights, and its
         overhead. Keys and values are left out."""
         read = 2 * shape.attention_weights / (self.hbm_gbps * 1e9)
-        multiply = 2 * n_tokens * shape.attention_weights / (self.gpu_tflops * 1e12)
+        multiply = 2 * n_tokens * shape.attention_weights / GPU_FLOPS
         return 1e3 * max(read, multiply) + self.overhead_us / 1e3
 
     def layers_ms(self, shape: PaperModel, hot: np.ndarray, near: np.ndarray) -> np.ndarray:
@@ -157,22 +137,18 @@ class NearDataMachine(Settings):
         streamed[rest[:n_streamed]] = True
         return self.dense_ms(shape, n_prompt) + best, streamed
 
-    def gpu_slots(self, shape: PaperModel) -> float:
-        """Experts at 16 bits that the GPU's memory holds beside the other weights."""
-        return (self.gpu_gb * 1e9 - 2 * shape.other_weights) / shape.expert_bytes()
 
-    def check(self, shape: PaperModel, n_hot: int) -> None:
-        """Raises ConfigError where the model does not fit the two memories."""
-        if n_hot > shape.n_expert:
-            raise ConfigError(f"--hot {n_hot}: {shape.name} has {shape.n_expert} a layer")
-        if n_hot * shape.n_layers > self.gpu_slots(shape):
-            raise ConfigError(
-                f"--hot {n_hot}: the {self.gpu_gb:g} GB of --gpu-gb hold at most "
-                f"{int(self.gpu_slots(shape) / shape.n_layers)} of each layer of {shape.name}"
-            )
-        needed = shape.n_layers * shape.n_expert * shape.expert_bytes() / 1e9
-        if needed > self.near_gb:
-            raise ConfigError(
-                f"--near-gb {self.near_gb:g} is too small: the experts of {shape.name} take "
-                f"{needed:.0f} GB"
-            )
+def gpu_slots(shape: PaperModel) -> float:
+    """Experts at 16 bits that the GPU's memory holds beside the other weights."""
+    return (GPU_BYTES - 2 * shape.other_weights) / shape.expert_bytes()
+
+
+def check(shape: PaperModel, n_hot: int) -> None:
+    """Raises ConfigError where so many hot experts of a layer are too many."""
+    if n_hot > shape.n_expert:
+        raise ConfigError(f"--hot {n_hot}: {shape.name} has {shape.n_expert} a layer")
+    if n_hot * shape.n_layers > gpu_slots(shape):
+        raise ConfigError(
+            f"--hot {n_hot}: the GPU's {GPU_BYTES / 1e9:g} GB hold at most "
+            f"{int(gpu_slots(shape) / shape.n_layers)} of each layer of {shape.name}"
+        )

@@ -11,7 +11,13 @@ from orchestrator.allocation.placement import PlacementSettings
 from orchestrator.allocation.pools import shares
 from orchestrator.errors import ConfigError
 from orchestrator.lab.replay.near_data import strategies
-from orchestrator.lab.replay.near_data.machine import SHAPES, NearDataMachine, PaperModel
+from orchestrator.lab.replay.near_data.machine import (
+    SHAPES,
+    NearDataMachine,
+    PaperModel,
+    check,
+    gpu_slots,
+)
 from orchestrator.lab.replay.near_data.routing import (
     Generated,
     Routing,
@@ -24,7 +30,6 @@ from orchestrator.lab.replay.trace import Trace
 from orchestrator.lab.table import Column, Table, fixed, percent
 from orchestrator.settings import Notation, Settings, setting
 
-KEPT, CHANGED, UNCOUNTED = "kept", "changed", "none"
 NEAR_ONLY, MONDE, STATIC, CONTEXT = "near-only", "monde", "static", "context"
 GPU_LRU, HOBBIT = "gpu-lru", "hobbit"
 
@@ -67,20 +72,6 @@ class NearDataWorkload(Settings):
         "Tokens of the prompt and of the answer that end-to-end times are for, as 128:512,512:512.",
         notation=_LENGTHS,
     )
-    migrations: float | None = setting(
-        None,
-        "Experts that MoNDE moves to the GPU for a token, on average.",
-        within=(0.0, 1e6),
-        shown="what fits the paper's figures",
-    )
-    migration: str = setting(
-        KEPT,
-        "What a placement costs before the answer: kept (changed experts over the link, but those "
-        "that the prompt has brought to the GPU stay for nothing), changed (all that change), or "
-        "none (it is not counted).",
-        choices=(KEPT, CHANGED, UNCOUNTED),
-        hidden=True,
-    )
 
 
 @dataclass(frozen=True)
@@ -100,12 +91,6 @@ class NearData:
     def n_hot(self) -> int:
         return self.shape.n_hot if self.workload.hot is None else self.workload.hot
 
-    @property
-    def migrations(self) -> float:
-        """Of MoNDE, experts a token."""
-        asked = self.workload.migrations
-        return self.shape.migrations if asked is None else asked
-
 
 @dataclass(frozen=True, slots=True)
 class _Run:
@@ -124,51 +109,31 @@ def replay_near_data(asked: NearData, trace: Trace | None) -> dict[str, Any]:
     """All strategies on one routing, of the trace or generated: plain types, fit for JSON. Raises
     ConfigError and TraceError."""
     shape = asked.shape
-    asked.machine.check(shape, asked.n_hot)
+    check(shape, asked.n_hot)
     routing = generated(shape, asked.generated) if trace is None else from_trace(shape, trace)
     runs = _runs(asked, routing)
-    rows = {}
+    rows, sequences = {}, routing.sequences
     for name, run in runs.items():
-        step, near = run.mean("step_ms"), run.mean("near_ms")
+        step = run.mean("step_ms")
         rows[name] = {
             "step_ms": step,
-            "tokens_per_s": 1e3 / step,
             "over_monde": runs[MONDE].mean("step_ms") / step,
             "over_near_only": runs[NEAR_ONLY].mean("step_ms") / step,
-            "near_ms": near,
-            "near_gain": run.mean("full_ms") / near if near else None,
+            "near_ms": run.mean("near_ms"),
             "hot_mass": run.mean("hot_mass"),
             "lengths": _lengths(asked, run, runs[MONDE]),
         }
-    # What a choice of the hot experts is worth at equal bits: of the first ones, of those that
-    # others use, by the prompt, and of those that the answer will use.
-    alike = np.ones((shape.n_layers, shape.n_expert))
-    answers = [each.decode_counts() for each in routing.sequences]
-    worth = {
-        "first": _decoded(asked, routing, [_placed(asked, alike)] * len(answers)),
-        STATIC: runs[STATIC].decoded,
-        CONTEXT: runs[CONTEXT].decoded,
-        "oracle": _decoded(asked, routing, [_placed(asked, used) for used in answers]),
-    }
-    pairs = zip(routing.sequences, answers, strict=True)
     return {
         "shape": shape.name,
         "routing": routing.source,
         "n_hot": asked.n_hot,
         "near_bits": asked.placement.near_bits,
-        "migrations": asked.migrations,
+        "migrations": shape.migrations,
         "prefill_decode_cosine": float(
-            np.mean([cosine(each.counts, used).mean() for each, used in pairs])
+            np.mean([cosine(each.counts, each.decode_counts()).mean() for each in sequences])
         ),
         "machine": asked.machine.as_dict(),
         "runs": rows,
-        "placement": {
-            name: {
-                figure: float(np.mean([getattr(each, figure) for each in decoded]))
-                for figure in ("step_ms", "hot_mass")
-            }
-            for name, decoded in worth.items()
-        },
     }
 
 
@@ -192,7 +157,7 @@ def _runs(asked: NearData, routing: Routing) -> dict[str, _Run]:
 
     alone = [strategies.near_only(shape)] * len(everywhere)
     only = run(alone, alone)
-    moved = asked.migrations * machine.link_ms(shape.expert_bytes())
+    moved = shape.migrations * machine.link_ms(shape.expert_bytes())
     monde = [replace(each, step_ms=each.step_ms + moved) for each in only.decoded]
     static = [_placed(asked, routing.others(at)) for at in everywhere]
     placed = [
@@ -215,7 +180,7 @@ def _runs(asked: NearData, routing: Routing) -> dict[str, _Run]:
         (GPU_LRU, strategies.GPU_LRU_BITS),
         (HOBBIT, strategies.HOBBIT_BITS),
     ):
-        decoded = strategies.on_demand(machine, shape, routing.sequences, bits)
+        decoded = strategies.on_demand(machine, shape, routing.sequences, bits, gpu_slots(shape))
         found[name] = _Run([decoded], streamed, nothing)
     return found
 
@@ -243,11 +208,8 @@ def _before(
                     shape, tokens, before.hot[layer], n_prompt
                 )
                 prompts[at, column] += took
-            new = plan.hot & ~before.hot
-            if asked.workload.migration == KEPT:
-                new &= ~brought
-            if asked.workload.migration != UNCOUNTED:
-                moves[at, column] = new.sum() * stream
+            # What the prompt has brought to the GPU stays there for nothing.
+            moves[at, column] = (plan.hot & ~before.hot & ~brought).sum() * stream
     return prompts, moves
 
 
@@ -255,7 +217,7 @@ def _streamed(asked: NearData) -> np.ndarray:
     """What prompts take on a GPU alone, [n_lengths] in ms."""
     shape, machine = asked.shape, asked.machine
     n = shape.n_layers * shape.n_expert
-    copied = max(0.0, n - machine.gpu_slots(shape)) * machine.link_ms(shape.expert_bytes())
+    copied = max(0.0, n - gpu_slots(shape)) * machine.link_ms(shape.expert_bytes())
     times = []
     for n_prompt, _ in asked.workload.lengths:
         computed = n * machine.gpu_ms(shape, n_prompt * shape.n_expert_used / shape.n_expert)
@@ -273,7 +235,7 @@ def _lengths(asked: NearData, run: _Run, base: _Run) -> list[dict[str, float]]:
 
     rows = []
     for column, (prompt, answer) in enumerate(asked.workload.lengths):
-        prompt_ms, move_ms, answer_ms = ours = parts(run, column, answer)
+        prompt_ms, move_ms, _ = ours = parts(run, column, answer)
         theirs = parts(base, column, answer)
         rows.append(
             {
@@ -283,7 +245,6 @@ def _lengths(asked: NearData, run: _Run, base: _Run) -> list[dict[str, float]]:
                 "migration_ms": move_ms,
                 "total_ms": sum(ours),
                 "over_monde": sum(theirs) / sum(ours),
-                "without_prompt": theirs[2] / (move_ms + answer_ms),
             }
         )
     return rows
@@ -297,7 +258,7 @@ def render_near_data(result: dict[str, Any]) -> str:
         f"{result['near_bits']:g} bits; one sequence decodes",
         f"routing: {result['routing']}; prompts and answers have a cosine of "
         f"{result['prefill_decode_cosine']:.2f}",
-        f"near data {machine['near_gbps']:g} GB/s ({machine['near_compute']}), HBM "
+        f"near data {machine['near_gbps']:g} GB/s, HBM "
         f"{machine['hbm_gbps']:g} GB/s, link {machine['link_gbps']:g} GB/s; monde moves "
         f"{result['migrations']:g} experts a token",
     ]
@@ -306,11 +267,9 @@ def render_near_data(result: dict[str, Any]) -> str:
     steps = [
         name,
         step,
-        Column("tokens/s", "tokens_per_s", fixed(1)),
         Column("x monde", "over_monde", times),
         Column("x near-only", "over_near_only", times),
         Column("near ms", "near_ms", times),
-        Column("x 16 bits", "near_gain", times),
         on_gpu,
     ]
     whole = [
@@ -320,18 +279,8 @@ def render_near_data(result: dict[str, Any]) -> str:
         Column("moves s", "migration_ms", fixed(2, 1e3)),
         Column("all s", "total_ms", fixed(2, 1e3)),
         Column("x monde", "over_monde", times),
-        Column("without prompt", "without_prompt", times),
     ]
     runs = [{"name": each, **run} for each, run in result["runs"].items()]
     lengths = [{"name": run["name"], **row} for run in runs for row in run["lengths"]]
-    worth = [{"name": each, **row} for each, row in result["placement"].items()]
-    tables = [
-        Table("", steps, runs),
-        Table("end to end:", whole, lengths),
-        Table(
-            "what the choice of hot experts is worth, at the same bits:",
-            [name, step, on_gpu],
-            worth,
-        ),
-    ]
+    tables = [Table("", steps, runs), Table("end to end:", whole, lengths)]
     return "\n\n".join(["\n".join(heading), *(table.text() for table in tables)])

@@ -85,26 +85,24 @@ class Generated(Settings):
         within=(0.0, 1.0),
         hidden=True,
     )
-    sequences_cosine: float = setting(
-        0.85,
-        "Cosine between the popularity in a prompt and in the mean of all prompts; of generated "
-        "routing.",
-        within=(0.0, 1.0),
-        hidden=True,
-    )
     sequences: int = setting(
         8, "How many sequences are generated.", within=(1, 10_000), hidden=True
     )
-    prompt_tokens: int = setting(
-        128, "Tokens of each generated prompt.", within=(1, 10**6), hidden=True
+    tokens: int = setting(
+        128,
+        "Tokens of each generated prompt, and of each answer.",
+        within=(1, 10**6),
+        hidden=True,
     )
-    tokens: int = setting(128, "Tokens of each generated answer.", within=(1, 10**6), hidden=True)
-    seed: int = setting(0, "Seed of generated routing.", within=(0, 2**31), hidden=True)
+
+
+# Between the popularity in a prompt and in the mean of all prompts.
+_SEQUENCES_COSINE = 0.85
 
 
 def generated(shape: PaperModel, options: Generated) -> Routing:
     """Random routing for a shape."""
-    random = np.random.default_rng(options.seed)
+    random = np.random.default_rng(0)
     n, size = options.sequences, (shape.n_layers, shape.n_expert)
     ranks = np.arange(1, shape.n_expert + 1, dtype=np.float64)
     popularity = ranks**-options.skew / (ranks**-options.skew).sum()
@@ -113,15 +111,15 @@ def generated(shape: PaperModel, options: Generated) -> Routing:
         return random.permuted(np.broadcast_to(popularity, (count, *size)), axis=2)
 
     usual = np.repeat(fresh(1), n, axis=0)
-    in_prompt = blended(usual, fresh(n), options.sequences_cosine)
+    in_prompt = blended(usual, fresh(n), _SEQUENCES_COSINE)
     in_answer = blended(in_prompt, fresh(n), options.prefill_decode_cosine)
     made = []
     for prompt, answer in zip(in_prompt, in_answer, strict=True):
-        ids, weights = _choose(random, prompt, options.prompt_tokens, shape.n_expert_used)
+        ids, weights = _choose(random, prompt, options.tokens, shape.n_expert_used)
         chosen, _ = _choose(random, answer, options.tokens, shape.n_expert_used)
         made.append(Sequence(_by_expert(ids, size), _by_expert(ids, size, weights), chosen))
     source = (
-        f"{n} generated sequences of {options.prompt_tokens} + {options.tokens} tokens, skew "
+        f"{n} generated sequences of {options.tokens} + {options.tokens} tokens, skew "
         f"{options.skew:g}"
     )
     return Routing(source, made, np.zeros(size))

@@ -9,7 +9,12 @@ import numpy as np
 
 from orchestrator.allocation.placement import PlacementSettings, importance, place
 from orchestrator.allocation.pools import nominal_losses
-from orchestrator.lab.replay.near_data.machine import FULL_BITS, NearDataMachine, PaperModel
+from orchestrator.lab.replay.near_data.machine import (
+    FULL_BITS,
+    LINK_US,
+    NearDataMachine,
+    PaperModel,
+)
 from orchestrator.lab.replay.near_data.routing import Routing, Sequence, layers_of
 
 # Widths of the near-data memory's replicas (section 4.2).
@@ -31,13 +36,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Means over tokens, in milliseconds: a decode step; what the near-data memory computes in it;
-    and what it would for the same experts at 16 bits. hot_mass: the share of routed experts that
-    were on the GPU."""
+    """Means over tokens, in milliseconds: a decode step, and what the near-data memory computes in
+    it. hot_mass: the share of routed experts that were on the GPU."""
 
     step_ms: float
     near_ms: float
-    full_ms: float
     hot_mass: float
 
 
@@ -78,7 +81,6 @@ def decode(machine: NearDataMachine, shape: PaperModel, plan: Plan, sequence: Se
     return Decoded(
         float(steps.mean()),
         float(near.sum(axis=1).mean()),
-        float(cold.sum() * machine.near_ms(shape) / len(ids)),
         float(hot.sum() / max(1, there.sum())),
     )
 
@@ -108,12 +110,16 @@ class _Cache:
 
 
 def on_demand(
-    machine: NearDataMachine, shape: PaperModel, sequences: list[Sequence], bits: tuple[int, ...]
+    machine: NearDataMachine,
+    shape: PaperModel,
+    sequences: list[Sequence],
+    bits: tuple[int, ...],
+    n_slots: float,
 ) -> Decoded:
-    """A GPU alone, with a cache of experts in all of its memory that other weights leave: what is
-    missing is copied over the link when it is needed, and nothing is fetched ahead. bits: as
-    HOBBIT_BITS. The first sequence is run twice, so that the cache is warm."""
-    cache = _Cache(machine.gpu_slots(shape) * shape.expert_bytes())
+    """A GPU alone, with a cache of so many experts at 16 bits: what is missing is copied over the
+    link when it is needed, and nothing is fetched ahead. bits: as HOBBIT_BITS. The first sequence
+    is run twice, so that the cache is warm."""
+    cache = _Cache(n_slots * shape.expert_bytes())
     ranks = [bits[min(at, len(bits) - 1)] for at in range(shape.n_expert_used)]
     sizes = [shape.expert_bytes(each) for each in ranks]
     computing = [machine.gpu_ms(shape, bits=each) for each in ranks]
@@ -130,9 +136,9 @@ def on_demand(
                     missing = cache.use((layer, expert), sizes[rank])
                     took += computing[rank]
                     if missing:
-                        took += machine.link_us / 1e3 + machine.link_ms(missing)
+                        took += LINK_US / 1e3 + machine.link_ms(missing)
                     if number:
                         asked, hits = asked + 1, hits + (missing == 0)
             if number:
                 steps.append(took)
-    return Decoded(float(np.mean(steps)), 0.0, 0.0, hits / max(1, asked))
+    return Decoded(float(np.mean(steps)), 0.0, hits / max(1, asked))

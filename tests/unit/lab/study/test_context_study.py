@@ -23,27 +23,25 @@ from orchestrator.lab.study.context import (
     RIGHT,
     WRONG,
     Usage,
-    _by_domain,
-    _by_layer,
     blend,
     captured,
     choices,
-    cosines,
+    domain_rows,
+    layer_rows,
     prompt_tokens,
     usage_of,
 )
 
 
-def usage(domain: str, prompt: list[float], answer: list[float], n_prompt: int = 20) -> Usage:
+def usage(domain: str, prompt: list[float], answer: list[float]) -> Usage:
     counts = np.array([prompt])
-    return Usage(domain, n_prompt, 10, counts, counts, np.array([answer]))
+    return Usage(domain, counts, counts, np.array([answer]))
 
 
 def test_what_the_hot_experts_capture():
     scores, used = np.array([[0.1, 0.5, 0.4], [0.9, 0.1, 0.9]]), np.array([[5, 2, 3], [1, 7, 2]])
     assert captured(scores, used, 1) == 2 + 1  # ties by index
     assert captured(scores, used, 2) == 5 + 3
-    assert cosines(np.array([[1.0, 0.0]]), np.array([[3.0, 4.0]])) == pytest.approx([0.6])
 
 
 def test_every_choice_knows_what_it_should():
@@ -62,7 +60,7 @@ def test_every_choice_knows_what_it_should():
     assert known[ORACLE] == pytest.approx(np.array([[0.0, 9.0]]))
     assert known[blend(RIGHT)] == pytest.approx(np.array([[(8 + 32) / 72, 32 / 72]]))
     assert choices(usages, 3, 1)[RIGHT] is None
-    rows = {(row["domain"], row["by"]): row for row in _by_domain(usages, [known] * 4, 1)}
+    rows = {(row["domain"], row["by"]): row for row in domain_rows(usages, [known] * 4, 1)}
     assert rows["chat", ALIKE]["mass"] == 0.5
     assert rows["chat", OWN]["mass"] == 1 / 40
     assert rows["documents", RIGHT]["mass"] == 0.75
@@ -71,11 +69,11 @@ def test_every_choice_knows_what_it_should():
 def test_figure_4_is_of_how_often_experts_are_used():
     """P = 3/5, 4/5 of length 1 against the answer's 1, 0; S is half P and half W = 0, 1."""
     counts, gates = np.array([[3.0, 4.0]]), np.array([[0.0, 7.0]])
-    one = Usage("", 20, 10, counts, gates, np.array([[5.0, 0.0]]))
+    one = Usage("", counts, gates, np.array([[5.0, 0.0]]))
     known = choices([one], 0, 1)
     assert known[COUNTS] == pytest.approx(np.array([[3 / 7, 4 / 7]]))
     assert known[OWN] == pytest.approx(np.array([[3 / 14, 11 / 14]]))
-    (row,) = _by_layer([one], [known], [3])
+    (row,) = layer_rows([one], [known], [3])
     assert row[COUNTS] == pytest.approx(0.6)
     assert row[OWN] == pytest.approx(3 / np.hypot(3, 11))
 
@@ -121,7 +119,7 @@ def test_a_window_is_a_prompt_and_an_answer():
         for layer, il in enumerate((3, 5)):
             answer = np.bincount(chosen[il][10:].ravel(), minlength=4)
             assert made.answer[layer].tolist() == answer.tolist()
-        assert (made.n_prompt, made.n_answer, made.domain) == (10, 10, "x")
+        assert made.domain == "x"
     alone = usage_of(found, window, [3, 5], None, 4)
     assert alone.counts[1].tolist() == sums(chosen[5][:10], weights[5][:10])[0].tolist()
 

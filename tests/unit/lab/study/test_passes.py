@@ -45,7 +45,7 @@ def test_a_text_that_is_too_short_is_refused(
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
     monkeypatch.setattr(study, "LEAST_TOKENS", 512)
     words = ["-m", model, "--threads", "1", "--ctx", "128", "--text", text, "--max-tokens", "78"]
-    words += ["--study", "accuracy", "--uniform", "none", "--out", tmp_path / "out"]
+    words += ["--study", "accuracy", "--out", tmp_path / "out"]
     result = CliRunner().invoke(cli, ["eval", *map(str, words)])
     assert result.exit_code == 1
     assert "78 tokens are too few for a study, whose figures would be noise: 512" in result.stderr

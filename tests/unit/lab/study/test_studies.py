@@ -14,10 +14,16 @@ from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.events import SKIP, DecisionBuffer, Phase, RouteEvent, StoreView
 from orchestrator.lab.eval.perplexity import TextScores
-from orchestrator.lab.study.activations import ROUTER_LOGITS, ActivationRecorder
+from orchestrator.lab.study.activations import (
+    ROUTER_LOGITS,
+    ActivationRecorder,
+    cosine,
+    dense,
+    recall,
+    top,
+)
 from orchestrator.lab.study.figures import COMPUTED_LOW
 from orchestrator.lab.study.policies import OneLayer, RandomCritical
-from orchestrator.lab.study.similarity import cosine, dense, recall, top
 from orchestrator.lab.study.subject import Score
 
 K, N = 4, 16
@@ -84,11 +90,11 @@ def test_a_score_of_several_seeds_is_the_mean_of_each_token() -> None:
         text = TextScores(
             np.full(2, nll), np.full(2, kl), np.full(2, agrees), np.zeros(2, np.int32), ("",)
         )
-        return Score(text, None, None, None)
+        return Score(text)
 
-    found = score(1.0, 0.1, True).averaged([score(2.0, 0.3, False)]).text
-    assert found.nll.tolist() == [1.5, 1.5] and found.kl == pytest.approx([0.2, 0.2])
-    assert found.agrees is not None and found.agrees.tolist() == [0.5, 0.5]
+    found = score(1.0, 0.1, True).averaged([score(2.0, 0.3, False)])
+    assert found.text.nll.tolist() == [1.5, 1.5] and found.kl == pytest.approx([0.2, 0.2])
+    assert found.agrees.tolist() == [0.5, 0.5]
 
 
 def test_low_or_skipped_is_what_was_computed() -> None:

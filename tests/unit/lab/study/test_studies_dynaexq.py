@@ -1,5 +1,4 @@
-"""The studies of DynaExq: how a text is divided, the arithmetic of what is won back, and both from
-end to end."""
+"""How a text is divided, the arithmetic of what is won back, and hot sets."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from orchestrator.lab.eval import EvalOptions
 from orchestrator.lab.eval.arithmetic import share
 from orchestrator.lab.eval.compare import Reference, ReferencePart
 from orchestrator.lab.eval.text import Window
-from orchestrator.lab.study.residency import Residency, halves
-from orchestrator.lab.study.subject import Subject
+from orchestrator.lab.study.residency import NEVER, Residency
+from orchestrator.lab.study.subject import Score, Subject, halves
 
 
 def window(domain: str, n_scored: int) -> Window:
@@ -66,73 +65,32 @@ def subject(model: Path, text: Path) -> Subject:
     return Subject(config, options, lambda what, done: None)
 
 
+def fixed(subject: Subject, n_high: int, used: np.ndarray | None) -> Score:
+    """The text with a hot set that never changes."""
+    settings = Residency(subject).settings(n_high, **NEVER)
+    with subject.open(settings, used) as engine:
+        return subject.score(engine, "")
+
+
 def test_what_hotness_says_is_high_is_resident_and_computed(subject: Subject) -> None:
-    residency = Residency(subject)
-    scores = residency.random(seed=3)
-    wanted = np.argsort(-scores, axis=1)[:, :3]
-    with residency.open(3, scores, update_steps=0) as engine:
-        high = [np.flatnonzero(row == 0).tolist() for row in engine.store.resident()]
-        assert high == [sorted(row) for row in wanted.tolist()]
-        slots = engine.plan.slots
-        assert slots is not None and slots.total_bytes == residency.budget_bytes(3)
-    n = residency.n_expert
-    for n_high, tier in ((n, subject.high), (0, subject.low)):
-        row = residency.fixed("", n_high, None)
-        alone = subject.score("", subject.uniform(tier))
+    scores = subject.random_uses(seed=3)
+    score = fixed(subject, 3, scores)
+    assert score.resident is not None and score.slot_bytes == Residency(subject).budget_bytes(3)
+    high = np.sort(np.argsort(-scores, axis=1)[:, :3], axis=1)
+    best = subject.tiers.index(subject.high)
+    assert [np.flatnonzero(row == best).tolist() for row in score.resident] == high.tolist()
+    for n_high, tier in ((subject.n_expert, subject.high), (0, subject.low)):
+        row = fixed(subject, n_high, None)
+        with subject.open(subject.uniform(tier)) as engine:
+            alone = subject.score(engine, "")
         assert np.array_equal(row.text.nll, alone.text.nll)
-        assert row.usage is not None and row.usage.high == (1.0 if n_high else 0.0)
+        assert row.high == (1.0 if n_high else 0.0)
 
 
-def test_hotness_is_what_was_routed(subject: Subject) -> None:
-    residency = Residency(subject)
-    found = residency.hotness(subject.windows)
-    per_token = found.sum(axis=1)
-    assert per_token == pytest.approx(np.full(residency.shape.n_layers, subject.n_expert_used))
-    hottest = residency.fixed("", 2, found)
-    coldest = residency.fixed("", 2, found.max() - found)
+def test_uses_are_what_was_routed(subject: Subject) -> None:
+    found = subject.uses(subject.windows, subject.high)
+    assert found.sum(axis=1) == pytest.approx(np.full(subject.n_layers, subject.n_expert_used))
+    hottest, coldest = (fixed(subject, 2, used) for used in (found, found.max() - found))
     n_hot = np.sort(found, axis=1)[:, -2:].sum() / found.sum()
-    assert hottest.usage is not None and coldest.usage is not None
-    assert hottest.usage.high == pytest.approx(n_hot, abs=0.02)  # routing moves with precision
-    assert coldest.usage.high < n_hot
-
-
-def test_demotion(published) -> None:
-    rows = published("demotion").data["tables"][0]["rows"]
-    shares = {(row["order"], row["demoted"]): row["routed_high"] for row in rows}
-    levels = sorted({demoted for _, demoted in shares})
-    assert levels[0] == 0 and len(rows) == 3 * len(levels)
-    for level in levels[1:-1]:
-        assert shares["cold first", level] > shares["at random", level]
-        assert shares["at random", level] > shares["hot first", level]
-    for row in rows:
-        if row["demoted"] == 0:
-            assert row["change"] == [0.0, 0.0] and row["routed_high"] == 1.0
-        if row["demoted"] == levels[-1]:
-            assert row["routed_high"] == 0.0
-
-
-def test_memory(published) -> None:
-    data = published("memory").data
-    titles = [table["title"] for table in data["tables"]]
-    assert [title.split(",")[1].split()[0] for title in titles] == ["mixed", "river", "sums"]
-    for table in data["tables"]:
-        best, high, low, *others = table["rows"]
-        alone = [row for row in others if row["configuration"].startswith("all ")]
-        assert [row["configuration"] for row in alone] == [
-            f"all {name}_k, rtn" for name in ("q3", "q5", "q6")
-        ]
-        assert low["memory"] < alone[0]["memory"] < high["memory"] < alone[1]["memory"]
-        assert low["kl"][0] > alone[0]["kl"][0] > high["kl"][0]
-        others = [row for row in others if row not in alone]
-        assert best["kl"][0] == pytest.approx(0.0, abs=1e-6)
-        assert high["memory"] == 1.0 and high["change"] == [0.0, 0.0]
-        assert best["memory"] > 1.0 > low["memory"]
-        assert len(others) == 4 * 3
-        for row in others:
-            assert low["memory"] < row["memory"]
-            assert 0 < row["high"] < 1 and 0 < row["routed_high"] < 1
-            assert row["ratio_kl"] == pytest.approx(row["won_back_kl"][0] / row["high"])
-            gained = (low["kl"][0] - row["kl"][0]) / (low["kl"][0] - high["kl"][0])
-            assert row["won_back_kl"][0] == pytest.approx(gained)
-        fixed = [row for row in others if "never" in row["configuration"]]
-        assert [row["promoted"] for row in fixed] == [0] * 6
+    assert hottest.high == pytest.approx(n_hot, abs=0.02)  # routing moves with precision
+    assert coldest.high < n_hot

@@ -29,7 +29,8 @@ def test_ways_to_predict() -> None:
     assert weighted(VOTES, 3, 2.0) == [5, 2, 7]  # 2.5, 3.0 and 2.0
     assert weighted(VOTES, 3, 2.5) == [5, 2]
     assert weighted(VOTES[:2], 4, 3.0) == [5, 2, 7]  # all votes there are
-    named = {each.label: each.predict(VOTES, [1.0, 0.5, 0.3, 0.1]) for each in strategies(4)}
+    scores = [1.0, 0.5, 0.3, 0.1]
+    named = {label: predict(VOTES, scores) for label, (_, predict) in strategies(4).items()}
     assert named["top 2"] == [5, 2]
     assert named["MoL K=4 P=3"] == named["weighted >= 3.0"] == [5, 2, 7]
     assert named["margin, K=2"] == [5, 2, 7]  # at least twice the last one
@@ -55,10 +56,11 @@ def test_the_loss_of_a_trace(library, tmp_path: Path) -> None:
     assert (out / "votes-loss.png").read_bytes()[1:4] == b"PNG"
     shown = (out / "votes-loss.md").read_text()
     assert "Off-policy: " in shown and "In-sample: " in shown
-    found = json.loads((out / "votes-loss.json").read_text())
-    losses = found["losses"]["deep"]
+    (table,) = json.loads((out / "votes-loss.json").read_text())["tables"]
+    deep = next(row for row in table["rows"] if row["group"] == "deep")
+    losses = deep["losses"]
     assert losses[0][1] == 0.0 < losses[0][0] < losses[1][1]
-    assert found["tuned"]["all"]["deep"] == [2, 1]
+    assert deep["all"] == [2, 1]
     refused = CliRunner().invoke(cli, arguments)
     assert refused.exit_code == 1 and "give --out DIR" in refused.stderr
     refused = CliRunner().invoke(cli, [*arguments, "--out", str(out), "--expert-ram", "64MiB"])

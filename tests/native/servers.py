@@ -1,0 +1,57 @@
+"""llama.cpp's server on the demo model, in this process, and what tests ask of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from served import DEMO, server_library
+
+from orchestrator.config import Config
+from orchestrator.native.server import NativeRequest
+from orchestrator.serve.backend import Backend
+from orchestrator.serve.settings import ServeSettings
+
+MIB = 1 << 20
+PROMPT = "<|im_start|>user\nTell me about Norway.<|im_end|>\n<|im_start|>assistant\n"
+
+
+def config(**settings: Any) -> Config:
+    return Config.build(model=DEMO, **({"ctx": 512, "threads": 1, "ubatch": 64} | settings))
+
+
+@contextmanager
+def serving(parallel: int = 1, template: Path | None = None, **settings: Any) -> Iterator[Backend]:
+    ours = ServeSettings(parallel=parallel, chat_template=template)
+    with closing(Backend(config(**settings), ours, server_library(), lambda _done: None)) as made:
+        yield made
+
+
+def posted(backend: Backend, route: str, **data: Any) -> NativeRequest:
+    return backend.request(route, json.dumps(data).encode())
+
+
+def ask(backend: Backend, route: str, **data: Any) -> tuple[int, Any]:
+    """(status, body) of one request; the events of a stream as a list."""
+    request = posted(backend, route, **data)
+    status, text = request.whole()
+    if not request.is_stream:
+        return status, json.loads(text)
+    lines = text.decode().splitlines()
+    return status, [line.removeprefix("data: ") for line in lines if line]
+
+
+def answered(backend: Backend, route: str = "/v1/completions", **data: Any) -> dict[str, Any]:
+    """What a request that has to succeed gets; greedy."""
+    status, body = ask(backend, route, **({"temperature": 0} | data))
+    assert status == 200, body
+    answer: dict[str, Any] = body
+    return answer
+
+
+def broken(*_: object) -> None:
+    """In the place of what a policy does."""
+    raise RuntimeError("no idea")

@@ -1,0 +1,119 @@
+"""Processes that this one starts end with what they are for; its pool of threads, and what it knows
+of itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from gguf_tools import children, interrupts
+from gguf_tools.children import child
+from gguf_tools.process import default_threads, peak_rss_bytes
+from gguf_tools.progress import ProgressMeter
+from gguf_tools.workers import run_all
+
+REPO = Path(__file__).resolve().parents[3]
+HANG_S = 600  # only what hangs takes so long
+ASLEEP = [sys.executable, "-c", f"import time; time.sleep({2 * HANG_S})"]
+
+
+def test_one_that_still_runs_is_killed() -> None:
+    with pytest.raises(ZeroDivisionError), child(ASLEEP, stdout=subprocess.PIPE) as process:
+        raise ZeroDivisionError
+    assert process.poll() is not None
+
+
+def test_what_it_has_started_goes_with_it() -> None:
+    starts = (
+        "import subprocess, sys; started = subprocess.Popen(sys.argv[1:]); "
+        "print(started.pid, flush=True); started.wait()"
+    )
+    command = [sys.executable, "-c", starts, *ASLEEP]
+    with child(command, with_its_own=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        started = psutil.Process(int(process.stdout.readline()))
+        assert started.status() != psutil.STATUS_ZOMBIE
+    gone, _ = psutil.wait_procs([started], timeout=HANG_S)
+    assert gone
+
+
+def test_an_interrupt_while_it_is_started_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Late(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+            # As from a signal: within held it waits for the end of the block.
+            interrupts.hand_over(KeyboardInterrupt())
+
+    monkeypatch.setattr(children.subprocess, "Popen", Late)
+    with pytest.raises(KeyboardInterrupt), child(ASLEEP, stdout=subprocess.PIPE):
+        pytest.fail("the block begins all the same")
+    assert made[0].poll() is not None
+
+
+def test_none_keeps_apart_the_jobs_before_and_behind_it() -> None:
+    running, most, order = set(), [], []
+
+    def job(group: int, number: int) -> int:
+        running.add((group, number))
+        most.append({each for each, _ in running.copy()})
+        time.sleep(0.002 * (number % 3))
+        running.discard((group, number))
+        order.append(group)
+        return 1
+
+    shares: list[float] = []
+    jobs = [
+        each
+        for group in range(3)
+        for each in (*(partial(job, group, number) for number in range(9)), None)
+    ]
+    run_all(jobs, 4, ProgressMeter(shares.append, 27))
+    assert order == sorted(order) and len(order) == 27
+    assert all(len(groups) == 1 for groups in most)
+    assert shares[-1] == 1
+    run_all([None, None], 2, ProgressMeter(None, 1))
+
+
+def printed(program: str) -> int:
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True, check=True
+    )
+    return int(done.stdout)
+
+
+def test_peak_is_not_that_of_the_program_before() -> None:
+    """exec keeps getrusage's figure: a small program would show its big caller's."""
+    peak = "from gguf_tools.process import peak_rss_bytes; print(peak_rss_bytes())"
+    big = (
+        "import os, sys; block = b'x' * (300 << 20); "
+        f"os.execv(sys.executable, [sys.executable, '-c', {peak!r}])"
+    )
+    assert 2**20 < printed(big) < 200 << 20
+
+
+def test_peak_grows() -> None:
+    """In a small program: what the tests before took once would have to be exceeded here."""
+    program = (
+        "from gguf_tools.process import peak_rss_bytes; before = peak_rss_bytes(); "
+        "block = b'x' * (before + (8 << 20)); print(peak_rss_bytes() - before)"
+    )
+    assert printed(program) > 4 << 20
+
+
+def test_peak_without_proc(tmp_path: Path) -> None:
+    assert peak_rss_bytes(tmp_path / "missing") > 2**20
+
+
+def test_threads() -> None:
+    assert 1 <= default_threads() <= (os.cpu_count() or 1)
