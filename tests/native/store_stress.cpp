@@ -310,9 +310,10 @@ void run(const model_file & file, bool quotas, int32_t slots_hi, int32_t slots_l
             usleep(200);
         }
     });
+    usleep(seconds * 5e5);
     limits limit(store, seed);
     const bool room = slots_hi > 1;  // for a lower limit
-    if (!device) {
+    if (!device) {  // for the other half
         threads.emplace_back([&] {
             while (!stop) {
                 limit.change();
@@ -320,7 +321,7 @@ void run(const model_file & file, bool quotas, int32_t slots_hi, int32_t slots_l
             }
         });
     }
-    usleep(seconds * 1e6);
+    usleep(seconds * 5e5);
     moe_edge_stats s;
     const auto missing = [&]() -> const char * {
         moe_edge_get_stats(store, &s);
