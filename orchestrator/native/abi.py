@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 MAX_TIERS = 5
 MAX_AHEAD = 4
 N_KINDS = 4
@@ -106,9 +106,9 @@ class CStats(ctypes.Structure):
         *fields_of(
             _U64,
             "waves promotions evictions prefetch_used prefetch_wasted prefetch_cancelled "
-            "slot_bytes_in_use slot_bytes_peak budget_bytes read_us experts_promoted "
-            "experts_demoted transitions_rejected transitions_failed transition_bytes "
-            "host_bytes",
+            "slot_bytes_in_use slot_bytes_peak budget_bytes slot_bytes read_us "
+            "experts_promoted experts_demoted transitions_rejected transitions_failed "
+            "transition_bytes host_bytes",
         ),
         *fields_of(_I32, "direct_io host_pinned misses reserved"),
     ]
@@ -143,7 +143,7 @@ STRUCT_BYTES = {
     CStep: 64,
     CPrefetch: 8,
     CDecision: 32,
-    CStats: 528,
+    CStats: 536,
     CDeviceInfo: 144,
     CBandwidths: 40,
     CMemory: 48,
@@ -169,6 +169,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_measure_product": (_INT, [*(_I32, _I64, _I64, _I32), *[ctypes.POINTER(_F64)] * 2]),
     "moe_edge_store_create": (_POINTER, [ctypes.POINTER(CConfig), _TEXT, _SIZE]),
     "moe_edge_store_free": (None, [_POINTER]),
+    "moe_edge_store_limit": (_I64, [_POINTER, _U64, _TEXT, _SIZE]),
     "moe_edge_buffer_type": (_POINTER, []),
     "moe_edge_load_error": (_TEXT, []),
     "moe_edge_get_memory": (None, [_POINTER, ctypes.POINTER(CMemory)]),

@@ -313,6 +313,19 @@ class Store(Closing):
         """How misses are served: what was asked for, or "copy" where that cannot be had."""
         return str(Misses.MODES[self.stats().misses])
 
+    def limit(self, n_bytes: int) -> int:
+        """How many bytes slots may take from now on, at most what they were planned with. Experts
+        that are next to be evicted go, and memory goes back to the system in pieces of 2 MiB.
+        Returns the bytes of slots that are still to come: a read, a transition or a step that was
+        cut off holds them. Between steps, from any thread, and from the step callback. Raises
+        NativeError, and nothing has changed, within a step or a warm start, below one slot of each
+        group, and where slots are on a device."""
+        message = ctypes.create_string_buffer(_ERROR_BYTES)
+        to_come = self.library.store_limit(self.handle, n_bytes, message, _ERROR_BYTES)
+        if to_come < 0:
+            raise NativeError(_text(message.value))
+        return int(to_come)
+
     def reset_stats(self) -> None:
         self.library.reset_stats(self.handle)
 
@@ -375,9 +388,9 @@ class Store(Closing):
 
     @property
     def full(self) -> bool:
-        """Whether every slot is in use."""
-        slots_bytes = sum(size * n for size, n in self.spec.groups)
-        return bool(self.stats().slot_bytes_in_use >= slots_bytes)
+        """Whether every slot that may be used is in use."""
+        stats = self.stats()
+        return bool(stats.slot_bytes_in_use >= stats.slot_bytes)
 
     def check(self) -> None:
         """Raises NativeError where an invariant of the store does not hold. For tests."""

@@ -199,6 +199,11 @@ void moe_edge_cell::publish() {
     bringing.reset();
 }
 
+void moe_edge_cell::move(int32_t slot) {
+    require(resident() && slot >= 0 && slot != in_slot, "what is not resident is moved, or to where it is");
+    in_slot = slot;
+}
+
 void moe_edge_cell::drop() {
     require(resident(), "what is not resident is dropped");
     of_tier = NO_TIER;

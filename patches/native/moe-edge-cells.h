@@ -172,6 +172,7 @@ class moe_edge_cell {
     void begin(const moe_edge_load & load);   // there must be none
     void end();                               // of its load, which comes to nothing
     void publish();                           // its load is the resident version: there must be no other
+    void move(int32_t slot);                  // the resident version lies elsewhere
     void drop();                              // the resident version is gone
 
     // Empty, or what cannot be.

@@ -5,6 +5,13 @@
 
 #include <map>
 
+// Whether an entry of the table points into the slot of what is resident.
+bool moe_edge_store::lies_in_slot(int32_t cell, const moe_edge_entry & entry) {
+    const auto & c    = cells[cell];
+    const auto & pool = pool_of(cell, c.tier());
+    return entry.data == pool.data(c.slot()) + (staged(cell, c.tier()) ? 0 : offset_in_block(cell, c.tier()));
+}
+
 std::string moe_edge_store::check() {
     std::lock_guard<std::mutex> lock(mutex);
     uint64_t in_use = 0;
@@ -37,6 +44,9 @@ std::string moe_edge_store::check() {
             (unsigned long long) stats.slot_bytes_in_use, (unsigned long long) stats.slot_bytes_peak,
             (unsigned long long) stats.budget_bytes);
     }
+    if (const std::string broken = check_limit(); !broken.empty()) {
+        return broken;
+    }
     std::map<int32_t, int32_t> lent;  // host slots by size
     int64_t decided = 0;
     size_t  to_read = 0, to_copy = 0;
@@ -48,7 +58,7 @@ std::string moe_edge_store::check() {
         decided += c.decided();
         const auto & entry = matrices[layer_of(i)][kind_of(i)].table[expert_of(i)];
         const bool valid = !c.resident() ? entry.data == nullptr
-            : entry.data != nullptr && entry.type == slice_of(i, c.tier()).type && pool_of(i, c.tier())[c.slot()].cell == i;
+            : lies_in_slot(i, entry) && entry.type == slice_of(i, c.tier()).type && pool_of(i, c.tier())[c.slot()].cell == i;
         if (!valid) {
             return wrong("the table does not match");
         }

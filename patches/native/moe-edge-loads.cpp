@@ -31,29 +31,30 @@ void moe_edge_store::touch(int32_t cell) {
     }
 }
 
-// A free slot; else one that no op of this step and no transition needs: what passing
-// requests loaded before the rest, of either the one used least recently. A prefetch takes no slot of
-// what stands in its list or in a later one. Where a pool holds several tiers, a request may at last take the slot of a
-// cell that this step needs in a better tier than it has: that cell waits for a slot of the same pool, and no op can use
-// its old tier. -1 if there is none.
-int32_t moe_edge_store::take_slot(moe_edge_pool & pool, int32_t cell, const moe_edge_claim & claim) {
-    const bool request = claim.list == MOE_EDGE_NO_LIST;
+// No op of this step and no transition needs what is resident.
+bool moe_edge_store::may_go(int32_t cell) const { return !cells[cell].pinned() && !in_transition(cell); }
+
+// The complete slot that goes first, of those that may: what passing requests loaded before the rest, of either the one
+// used least recently. A prefetch takes no slot of what stands in its list or in a later one. -1 if there is none.
+int32_t moe_edge_store::least_useful(const moe_edge_pool & pool, const moe_edge_claim & claim) const {
     const auto oldest = [&](bool of_passing) {
         return pool.oldest([&](const moe_edge_pool::slot & s) {
-            const auto & c = cells[s.cell];
-            return s.passing == of_passing && !c.pinned() && !c.foreseen_since(claim.list) && !in_transition(s.cell);
+            return s.passing == of_passing && may_go(s.cell) && !cells[s.cell].foreseen_since(claim.list);
         });
     };
-    if (!pool.has_free()) {
-        int32_t slot = -1;
-        if (pool.has_passing()) {
-            slot = oldest(true);
-        }
-        if (slot < 0 && (!claim.passing || pool.may_pass())) {
-            slot = oldest(false);
-        }
+    const int32_t slot = pool.has_passing() ? oldest(true) : -1;
+    return slot < 0 && (!claim.passing || pool.may_pass()) ? oldest(false) : slot;
+}
+
+// A free slot; else the one that goes first. Where a pool holds several tiers, a request may at last take the slot of a
+// cell that this step needs in a better tier than it has: that cell waits for a slot of the same pool, and no op can use
+// its old tier. -1 if there is none. A slot behind the limit that goes first leaves nothing free.
+int32_t moe_edge_store::take_slot(moe_edge_pool & pool, int32_t cell, const moe_edge_claim & claim) {
+    const bool request = claim.list == MOE_EDGE_NO_LIST;
+    while (!pool.has_free()) {
+        int32_t slot = least_useful(pool, claim);
         if (slot < 0 && request && revoke(pool)) {
-            return take_slot(pool, cell, claim);
+            continue;
         }
         if (slot < 0 && request && pool.mixed) {
             slot = pool.oldest([&](const moe_edge_pool::slot & s) { return cells[s.cell].lacks() && !in_transition(s.cell); });
@@ -87,6 +88,14 @@ void moe_edge_store::set_entry(int32_t cell, const moe_edge_entry & entry) {
     m.table[expert_of(cell)] = entry;
     m.version++;
     table_changes++;
+}
+
+void moe_edge_store::point_to_slot(int32_t cell) {
+    const auto & c    = cells[cell];
+    const auto & pool = pool_of(cell, c.tier());
+    const bool copied = staged(cell, c.tier());
+    set_entry(cell, { pool.data(c.slot()) + (copied ? 0 : offset_in_block(cell, c.tier())), slice_of(cell, c.tier()).type,
+        copied ? pool[c.slot()].after : 0 });
 }
 
 void moe_edge_store::evict(int32_t cell) {
@@ -298,9 +307,7 @@ void moe_edge_store::publish(int32_t cell) {
     c.publish();
     auto & pool = pool_of(cell, c.tier());
     pool.complete(c.slot(), foreseen);
-    const bool copied = staged(cell, c.tier());
-    set_entry(cell, { pool.data(c.slot()) + (copied ? 0 : offset_in_block(cell, c.tier())), slice_of(cell, c.tier()).type,
-        copied ? pool[c.slot()].after : 0 });
+    point_to_slot(cell);
     update_resident(cell);
 
     if (c.lacks()) {
@@ -407,6 +414,9 @@ void moe_edge_store::wake() {
         moe_edge_pool & pool = *unserved.back();
         unserved.pop_back();
         serve_waiting(pool);
+    }
+    if (owed_bytes > 0 && !tables_fixed) {
+        fit();
     }
     while (!copies.empty() && copies.first_urgency() == MOE_EDGE_DEMANDED) {
         start_copy();

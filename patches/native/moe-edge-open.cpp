@@ -12,8 +12,6 @@
 
 namespace {
 
-constexpr uint64_t HUGE_PAGE = 2 << 20;
-
 void ops_begin(moe_edge_matrix * m, const int32_t * experts, int32_t n) { m->store->begin(*m, experts, n); }
 int32_t ops_next(moe_edge_matrix * m, moe_edge_ready * out) { return m->store->next(*m, out); }
 void ops_release(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n, moe_edge_ticket after) {
@@ -285,25 +283,60 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
         }
         refuse("store: %s has no memory for slots of %llu bytes", device->name().c_str(), (unsigned long long) on_device);
     }
-    char * at_device = static_cast<char *>(memory);
-    for (int32_t g = 0; g < config.n_groups; g++) {
-        auto & pool = pools[g];
-        const auto & group = config.groups[g];
-        char *& at = device && !pool.on_host ? at_device : at_host;
-        pool.open(at, group.slot_bytes, group.n_slots, group.n_passing);
-        at += pool_bytes(group);
+    stats.slot_bytes = total;
+    if (device) {
+        lay_out_one_by_one(config, at_host);
+    } else {
+        lay_out_in_turn(config);
     }
     for (auto & of_layer : matrices) {
         for (auto & m : of_layer) {
             for (int32_t t = 0; t < n_tiers; t++) {
                 const auto & pool = pools[slices[m.layer][m.kind][t].group];
-                m.base.push_back(has_kind(m.layer, m.kind) && !pool.on_host ? pool.memory : nullptr);
+                m.base.push_back(device && has_kind(m.layer, m.kind) && !pool.on_host ? pool.data(0) : nullptr);
             }
         }
     }
 }
 
-// What a group takes, up to where the next one starts.
+// Each pool by itself, on the device or in the host's memory behind it.
+void moe_edge_store::lay_out_one_by_one(const moe_edge_config & config, char * at_host) {
+    char * at_device = static_cast<char *>(memory);
+    for (int32_t g = 0; g < config.n_groups; g++) {
+        const auto & group = config.groups[g];
+        char *& at = pools[g].on_host ? at_host : at_device;
+        std::vector<char *> places(group.n_slots);
+        for (int32_t i = 0; i < group.n_slots; i++) {
+            places[i] = at + i * group.slot_bytes;
+        }
+        pools[g].open(std::move(places), group.slot_bytes, group.n_passing);
+        at += pool_bytes(group);
+    }
+}
+
+// The first slots of all groups, then the others of each at even distances: where memory is cut off, every group keeps
+// the same share of its slots, and one of them at least.
+void moe_edge_store::lay_out_in_turn(const moe_edge_config & config) {
+    char * at = static_cast<char *>(memory);
+    std::vector<std::pair<double, int32_t>> order;  // of a slot, where it stands in its group, from 0 to 1, and the group
+    for (int32_t g = 0; g < config.n_groups; g++) {
+        for (int32_t i = 0; i < config.groups[g].n_slots; i++) {
+            order.emplace_back((double) i / config.groups[g].n_slots, g);
+        }
+    }
+    std::sort(order.begin(), order.end());
+    std::vector<std::vector<char *>> places(config.n_groups);
+    for (const auto & [share, g] : order) {
+        group_of_slot.push_back(g);
+        places[g].push_back(at);
+        at += config.groups[g].slot_bytes;
+    }
+    for (int32_t g = 0; g < config.n_groups; g++) {
+        pools[g].open(std::move(places[g]), config.groups[g].slot_bytes, config.groups[g].n_passing);
+    }
+}
+
+// What a group of a store on a device takes, up to where the next one starts.
 uint64_t moe_edge_store::pool_bytes(const moe_edge_group & group) const {
     const uint64_t bytes = group.slot_bytes * group.n_slots;
     return device ? (bytes + MOE_EDGE_DEVICE_ALIGN - 1) / MOE_EDGE_DEVICE_ALIGN * MOE_EDGE_DEVICE_ALIGN : bytes;
@@ -321,6 +354,6 @@ char * moe_edge_store::map_pools(uint64_t total, int32_t flags) {
     }
     madvise(mapped, mapped_bytes, MADV_HUGEPAGE);
     madvise(mapped, mapped_bytes, MADV_DONTFORK);  // direct reads and copy-on-write do not go together
-    return reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(mapped) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
+    return huge_page_ceil(static_cast<char *>(mapped));
 }
 

@@ -15,13 +15,25 @@ std::string at_slot(size_t i, const char * what) { return "slot " + std::to_stri
 
 }  // namespace
 
-void moe_edge_pool::open(char * at, uint64_t bytes_of_each, int32_t n_slots, int32_t most_passing) {
-    memory      = at;
+void moe_edge_pool::open(std::vector<char *> where, uint64_t bytes_of_each, int32_t most_passing) {
+    places      = std::move(where);
     slot_bytes  = bytes_of_each;
     max_passing = std::max(1, most_passing);
-    slots.resize(n_slots);
-    for (int32_t i = n_slots; i-- > 0;) {
-        free.push_back(i);
+    slots.resize(places.size());
+    limit(size());
+}
+
+void moe_edge_pool::limit(int32_t n) {
+    require(n > 0 && n <= size(), "a limit of no slots, or of more than there are");
+    n_usable = n;
+    beyond   = 0;
+    free.clear();
+    for (int32_t i = size(); i-- > 0;) {
+        const bool used = slots[i].is != state::FREE;
+        beyond += used && i >= n;
+        if (!used && i < n) {
+            free.push_back(i);
+        }
     }
 }
 
@@ -53,7 +65,23 @@ void moe_edge_pool::give(int32_t i) {
     fresh.after  = slots[i].after;
     fresh.behind = slots[i].behind;
     slots[i] = fresh;
-    free.push_back(i);
+    if (i < n_usable) {
+        free.push_back(i);
+    } else {
+        beyond--;
+    }
+}
+
+int32_t moe_edge_pool::move(int32_t i) {
+    require(slots[i].is == state::COMPLETE && i >= n_usable && !free.empty(), "one is moved that may stay, or has nowhere to go");
+    const int32_t to = free.back();
+    free.pop_back();
+    slots[to] = slots[i];
+    (slots[to].newer >= 0 ? slots[slots[to].newer].older : newest) = to;
+    (slots[to].older >= 0 ? slots[slots[to].older].newer : last) = to;
+    slots[i] = {};
+    beyond--;
+    return to;
 }
 
 void moe_edge_pool::use(int32_t i, uint64_t at) {
@@ -108,7 +136,7 @@ void moe_edge_pool::insert(int32_t i) {
 }
 
 std::string moe_edge_pool::check() const {
-    int32_t listed = 0, complete = 0, passing = 0, used = 0;
+    int32_t listed = 0, complete = 0, passing = 0, used = 0, used_beyond = 0;
     int32_t before = -1;
     for (int32_t i = newest; i >= 0; i = slots[i].older) {
         if (slots[i].is != state::COMPLETE || slots[i].newer != before || ++listed > size()) {
@@ -127,6 +155,7 @@ std::string moe_edge_pool::check() const {
         complete += s.is == state::COMPLETE;
         passing  += s.passing;
         used     += s.is != state::FREE;
+        used_beyond += s.is != state::FREE && i >= n_usable;
         if ((s.is == state::FREE) != (s.cell < 0)) {
             return at_slot(i, "it is free and owned, or neither");
         }
@@ -138,13 +167,13 @@ std::string moe_edge_pool::check() const {
         }
     }
     for (const int32_t i : free) {
-        if (slots[i].is != state::FREE) {
-            return at_slot(i, "it is in use, and among the free ones");
+        if (slots[i].is != state::FREE || i >= n_usable) {
+            return at_slot(i, "it is in use or behind the limit, and among the free ones");
         }
     }
-    if (used != in_use() || complete != listed) {
-        return std::to_string(used) + " in use and " + std::to_string(free.size()) + " free of " + std::to_string(size()) +
-            " slots, " + std::to_string(complete) + " complete and " + std::to_string(listed) + " listed";
+    if (used != in_use() || used_beyond != beyond || complete != listed) {
+        return std::to_string(used) + " in use, " + std::to_string(beyond) + " of them behind the limit, and " +
+            std::to_string(free.size()) + " free of " + std::to_string(n_usable) + " slots, " + std::to_string(complete) + " complete and " + std::to_string(listed) + " listed";
     }
     if (!waiting.empty() && !free.empty()) {
         return "a cell waits for a slot while one is free";

@@ -3,6 +3,9 @@
 // A slot is free, or it is being filled for one cell, or it is complete. Complete slots are in a list by the time of
 // their last use, those that only passing requests asked for among them. Nothing here knows what a cell is but its
 // number. Guarded by the store's mutex.
+//
+// While a limit holds, slots behind the first so many are not given to anybody: those that are free are nobody's, and
+// those in use become so when they are given back or moved.
 
 #pragma once
 
@@ -41,7 +44,6 @@ class moe_edge_pool {
 
     // What it holds; fixed when the store has been made.
     uint64_t slot_bytes  = 0;
-    char *   memory      = nullptr;
     int32_t  kind        = -1;
     int32_t  tier        = -1;     // of its slices; the last one of several
     bool     mixed       = false;  // there are several, in host memory
@@ -49,12 +51,15 @@ class moe_edge_pool {
     int32_t  type        = -1;     // on a device: of all its slices
     uint64_t slice_bytes = 0;      // and their size
 
-    // most_passing: more slots for passing requests only take each other's.
-    void open(char * at, uint64_t bytes_of_each, int32_t n_slots, int32_t most_passing);
+    // places: where each slot lies. most_passing: more slots for passing requests only take each other's.
+    void open(std::vector<char *> places, uint64_t bytes_of_each, int32_t most_passing);
+    void limit(int32_t n);  // only the first n slots are given away from now on
 
     const slot & operator[](int32_t i) const { return slots[i]; }
     int32_t size() const { return slots.size(); }
-    char *  data(int32_t i) const { return memory + i * slot_bytes; }
+    int32_t usable() const { return n_usable; }      // slots within the limit
+    int32_t n_beyond() const { return beyond; }      // slots in use behind it
+    char *  data(int32_t i) const { return places[i]; }
     bool    has_free() const { return !free.empty(); }
     bool    has_passing() const { return n_passing > 0; }
     bool    may_pass() const { return n_passing < max_passing; }
@@ -63,6 +68,8 @@ class moe_edge_pool {
     int32_t take(int32_t cell, const moe_edge_claim & claim);
     void    complete(int32_t i, bool prefetched);  // it was filled
     void    give(int32_t i);                       // it is free, whatever it was
+    // A complete one from behind the limit takes a free slot's place in everything but its bytes; returns which.
+    int32_t move(int32_t i);
     // Its bytes are asked for at this time, by a request that does not only pass.
     void    use(int32_t i, uint64_t at);
     bool    used_as_foreseen(int32_t i);  // whether it was read ahead, and this is the first use
@@ -87,7 +94,7 @@ class moe_edge_pool {
     void    forget_waiting() { waiting.clear(); }
 
     std::string check() const;  // empty, or the invariant that does not hold
-    int32_t     in_use() const { return slots.size() - free.size(); }
+    int32_t     in_use() const { return n_usable - free.size() + beyond; }
 
   private:
     void insert(int32_t i);
@@ -95,10 +102,13 @@ class moe_edge_pool {
     void set_passing(int32_t i, bool passing);
 
     std::vector<slot>    slots;
-    std::vector<int32_t> free;
+    std::vector<char *>  places;  // of each
+    std::vector<int32_t> free;    // those within the limit
     std::deque<int32_t>  waiting;
     int32_t newest      = -1;
     int32_t last        = -1;  // the oldest
+    int32_t n_usable    = 0;
+    int32_t beyond      = 0;
     int32_t n_passing   = 0;   // slots that are filled or complete for passing requests
     int32_t max_passing = 1;
 };

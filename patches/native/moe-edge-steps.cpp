@@ -34,14 +34,15 @@ void moe_edge_store::begin_step(int32_t new_phase) {
 
 void moe_edge_store::begin_step(moe_edge_batch micro_batch) {
     std::lock_guard<std::mutex> lock(mutex);
-    batch = std::move(micro_batch);
+    batch   = std::move(micro_batch);
+    running = true;
     batch.window = last_of_prompts(batch, importance_window);
     const bool prompt = std::count(batch.phases.begin(), batch.phases.end(), MOE_EDGE_PREFILL) > 0;
     open_step(prompt ? MOE_EDGE_PREFILL : MOE_EDGE_DECODE);
 }
 
 void moe_edge_store::open_step(int32_t new_phase) {
-    if (phase != new_phase || asks(new_phase) || !transitions.empty()) {
+    if (phase != new_phase || asks(new_phase) || !transitions.empty() || owed_bytes > 0) {
         collect_counts();  // while they still tell of this phase and of these versions
     }
     n_uncollected++;
@@ -58,6 +59,9 @@ void moe_edge_store::open_step(int32_t new_phase) {
     }
     transitions.erase(std::remove_if(transitions.begin(), transitions.end(),
         [this](const moe_edge_prefetch_item & t) { return conclude(t); }), transitions.end());
+    if (owed_bytes > 0) {
+        fit();
+    }
     if (device) {
         check_device();
     }
@@ -99,9 +103,16 @@ void moe_edge_store::describe_tokens() {
     }
 }
 
+void moe_edge_store::forget_batch() {
+    std::lock_guard<std::mutex> lock(mutex);
+    batch   = {};
+    running = false;
+}
+
 bool moe_edge_store::end_step(uint64_t us) {
     {
         std::lock_guard<std::mutex> lock(mutex);
+        running = false;
         ends.assign(ended.begin(), ended.end());
         ended.clear();
         live.insert(batch.members.begin(), batch.members.end());

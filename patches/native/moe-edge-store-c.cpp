@@ -73,6 +73,15 @@ void moe_edge_store_free(moe_edge_store * store) {
     delete store;
 }
 
+int64_t moe_edge_store_limit(moe_edge_store * store, uint64_t bytes, char * err, size_t err_size) {
+    try {
+        return store->limit(bytes);
+    } catch (const std::exception & e) {
+        write_error(err, err_size, e.what());
+        return -1;
+    }
+}
+
 const moe_edge_event * moe_edge_store_event(moe_edge_store * store) { return &store->event; }
 
 moe_edge_decision * moe_edge_store_decision(moe_edge_store * store) { return &store->decision; }

@@ -469,6 +469,7 @@ int32_t moe_edge_store::warm(const moe_edge_prefetch_item * list, int32_t n,
         loaded += any;
     }
     wake();
+    running = true;
     const int32_t total = asked.size();
     for (;;) {
         const int32_t open = std::count_if(asked.begin(), asked.end(), [&](int32_t cell) { return cells[cell].load() != nullptr; });
@@ -482,6 +483,7 @@ int32_t moe_edge_store::warm(const moe_edge_prefetch_item * list, int32_t n,
         }
         wait_done(lock, 100);
     }
+    running = false;
     const bool complete = std::all_of(asked.begin(), asked.end(), [&](int32_t cell) { return cells[cell].resident(); });
     if (!complete && !aborted()) {
         fail_locked(failed_read.empty() ? "warm start: an expert could not be read" : failed_read);
@@ -526,6 +528,7 @@ void moe_edge_store::reset_stats() {
     collect_counts();
     moe_edge_stats fresh = {};
     fresh.budget_bytes      = stats.budget_bytes;
+    fresh.slot_bytes        = stats.slot_bytes;
     fresh.slot_bytes_in_use = stats.slot_bytes_in_use;
     fresh.slot_bytes_peak   = stats.slot_bytes_in_use;
     fresh.direct_io         = stats.direct_io;

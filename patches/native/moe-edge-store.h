@@ -61,7 +61,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     // hook side
     void    begin_step(int32_t phase);
     void    begin_step(moe_edge_batch micro_batch);
-    void    forget_batch() { batch = {}; }  // no step runs
+    void    forget_batch();         // no step runs
     const moe_edge_batch & step_batch() const { return batch; }  // empty where no step runs
     bool    end_step(uint64_t us);  // reports a computed step; false, and it fails, where the callback says so
     void    end_sequence(int32_t sequence);
@@ -76,6 +76,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
 
     int32_t transition(const moe_edge_prefetch_item * list, int32_t n);
     void    set_transition_rate(uint64_t bytes_per_s);
+    uint64_t limit(uint64_t bytes);  // raises std::runtime_error
     void    get_states(uint8_t * now, uint8_t * target);
     void    get_landed(uint8_t * out);
     void    take_counts(uint32_t * out);
@@ -166,6 +167,8 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     void    open_files(const moe_edge_config & config);
     void    make_pools(const moe_edge_config & config);
     uint64_t pool_bytes(const moe_edge_group & group) const;
+    void    lay_out_one_by_one(const moe_edge_config & config, char * at_host);
+    void    lay_out_in_turn(const moe_edge_config & config);
     char *  map_pools(uint64_t total, int32_t flags);
     void    keep_checksums();
     void    open_device(const moe_edge_config & config);
@@ -230,6 +233,8 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     void    discard_load(int32_t cell);
     void    settle(int32_t cell);
     void    publish(int32_t cell);
+    bool    may_go(int32_t cell) const;
+    int32_t least_useful(const moe_edge_pool & pool, const moe_edge_claim & claim) const;
     int32_t take_slot(moe_edge_pool & pool, int32_t cell, const moe_edge_claim & claim);
     bool    revoke(const moe_edge_pool & pool);
     void    serve_waiting(moe_edge_pool & pool);
@@ -238,7 +243,16 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     void    evict(int32_t cell);
     void    touch(int32_t cell);
     void    set_entry(int32_t cell, const moe_edge_entry & entry);
+    void    point_to_slot(int32_t cell);  // the table follows what is resident
     void    update_resident(int32_t cell);
+
+    // how much memory slots take (moe-edge-limit.cpp)
+    void    fit();
+    void    move_slot(moe_edge_pool & pool, int32_t slot);
+    uint64_t bytes_beyond() const;
+    std::vector<std::pair<char *, char *>> unused_pieces() const;
+    std::string check_limit() const;
+    bool    lies_in_slot(int32_t cell, const moe_edge_entry & entry);
 
     // Until a read is done, or ms passed; returns the microseconds that it took.
     uint64_t wait_done(std::unique_lock<std::mutex> & lock, int ms);
@@ -268,6 +282,9 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     uint64_t                    mapped_bytes = 0;
     bool                        split = false;     // some of a device's pools are in the host's memory
     std::vector<moe_edge_pool>  pools;
+    std::vector<int32_t>        group_of_slot;     // in the order in which slots lie in host memory; empty on a device
+    uint64_t                    owed_bytes = 0;    // of slots behind the limit that were in use when fit() was done
+    bool                        running = false;   // a step of a model, or a warm start
     std::vector<moe_edge_cell>  cells;
     moe_edge_checksums          checksums;  // by slice_id
     std::vector<op_state>       ops;   // [n_layers * N_KINDS]

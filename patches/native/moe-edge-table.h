@@ -86,7 +86,7 @@ struct moe_edge_matrix {
     std::vector<moe_edge_entry> table;   // [n_expert]
     uint64_t                    version = 0;        // changes whenever the table does
     moe_edge_device *           device  = nullptr;  // whose memory it points to; null: the host's
-    // [n_tiers] the start of the memory that holds this tier's slots: on a device, an expert lies
+    // [n_tiers], null in the host's memory: the start of the memory that holds this tier's slots: on a device, an expert lies
     // a whole number of the type's blocks behind it.
     std::vector<const char *>   base;
     std::shared_ptr<void>       executor;  // what an executor keeps of it; goes with the store

@@ -100,7 +100,7 @@ bool moe_edge_store::conclude(const moe_edge_prefetch_item & t) {
 // is being read gives its slot back when it is done.
 bool moe_edge_store::revoke(const moe_edge_pool & pool) {
     int32_t of = -1;
-    for (int32_t i = 0; i < pool.size() && of < 0; i++) {
+    for (int32_t i = 0; i < pool.usable() && of < 0; i++) {
         const int32_t cell = pool[i].cell;
         if (cell >= 0 && in_transition(cell) && (cells[cell].in_transition() || !cells[cell].pinned() || cells[cell].lacks())) {
             of = cell;  // else its slot stays anyway

@@ -20,6 +20,11 @@ inline uint64_t now_us() {
 inline uint64_t block_floor(uint64_t n) { return n / MOE_EDGE_BLOCK * MOE_EDGE_BLOCK; }
 inline uint64_t block_ceil(uint64_t n) { return block_floor(n + MOE_EDGE_BLOCK - 1); }
 
+constexpr uint64_t HUGE_PAGE = 2 << 20;
+
+inline char * huge_page_floor(char * at) { return reinterpret_cast<char *>(reinterpret_cast<uintptr_t>(at) / HUGE_PAGE * HUGE_PAGE); }
+inline char * huge_page_ceil(char * at) { return huge_page_floor(at + HUGE_PAGE - 1); }
+
 template <typename... Args> std::string format(const char * fmt, Args... args) {
     char buf[1024];
     snprintf(buf, sizeof(buf), fmt, args...);

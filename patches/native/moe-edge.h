@@ -38,7 +38,7 @@ extern "C" {
 
 // Raised with every change of a struct or a function below. Callers compare it
 // with moe_edge_abi_version() before anything else.
-#define MOE_EDGE_ABI_VERSION 14
+#define MOE_EDGE_ABI_VERSION 15
 
 #define MOE_EDGE_API __attribute__((visibility("default")))
 
@@ -258,6 +258,7 @@ struct moe_edge_stats {
     uint64_t slot_bytes_in_use;
     uint64_t slot_bytes_peak;
     uint64_t budget_bytes;
+    uint64_t slot_bytes;           // of the slots that may be used: all of them, or what moe_edge_store_limit left
     uint64_t read_us;              // summed over I/O threads
     uint64_t experts_promoted;     // transitions published, by direction
     uint64_t experts_demoted;
@@ -329,6 +330,16 @@ MOE_EDGE_API int moe_edge_measure_product(int32_t type, int64_t n_in, int64_t n_
 MOE_EDGE_API struct moe_edge_store * moe_edge_store_create(
         const struct moe_edge_config * config, char * err, size_t err_size);
 MOE_EDGE_API void moe_edge_store_free(struct moe_edge_store * store);
+
+// How many bytes slots may take from now on: at most what the groups were made with, which any larger number stands for.
+// All groups keep the same share of their slots. Free slots go first, then those that are next to be evicted. Slots that
+// are read to, that a transition holds or an op of the step still needs go as soon as these let go of them. Memory behind
+// the limit goes back to the system at once, in pieces of 2 MiB. A higher limit makes slots of it again, which are empty.
+// Returns how many bytes of slots are still to come, 0 where the limit holds; the same call again says it again. -1, with
+// one sentence in err, and nothing has changed: below one slot of each group, which is the least that a step needs; where
+// slots are on a device, whose memory stays divided as it was; and while a step of a model or a warm start runs. Between
+// the steps of a model it may be called from any thread, and from the step callback.
+MOE_EDGE_API int64_t moe_edge_store_limit(struct moe_edge_store * store, uint64_t bytes, char * err, size_t err_size);
 
 // ggml_backend_buffer_type_t for the expert tensors: placeholders without memory.
 MOE_EDGE_API void * moe_edge_buffer_type(void);

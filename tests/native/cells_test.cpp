@@ -257,7 +257,7 @@ void run_load() {
 
 void run_cell() {
     moe_edge_cell cell;
-    if (!refuses([&] { cell.publish(); }) || !refuses([&] { cell.end(); }) || !refuses([&] { cell.drop(); }) || !refuses([&] { cell.wait(); })) {
+    if (!refuses([&] { cell.publish(); }) || !refuses([&] { cell.end(); }) || !refuses([&] { cell.drop(); }) || !refuses([&] { cell.move(1); }) || !refuses([&] { cell.wait(); })) {
         die("a cell without anything gives something up");
     }
     const bool first = cell.decide(1, true), again = cell.decide(1, false);

@@ -28,14 +28,15 @@ int32_t oldest_of(const std::vector<held> & all, bool passing, int32_t not_cell)
     return found ? found->slot : -1;
 }
 
-void compare(const moe_edge_pool & pool, const std::vector<held> & all, int32_t not_cell) {
+void compare(const moe_edge_pool & pool, const std::vector<held> & all, int32_t usable, int32_t not_cell) {
     if (const std::string wrong = pool.check(); !wrong.empty()) {
         die(wrong);
     }
-    int32_t n_passing = 0;
+    int32_t n_passing = 0, beyond = 0;
     for (const auto & h : all) {
         const auto & s = pool[h.slot];
         n_passing += h.passing;
+        beyond    += h.slot >= usable;
         if (s.cell != h.cell || s.used_at != h.used_at || s.passing != h.passing || s.prefetched != h.prefetched ||
             s.is != (h.complete ? moe_edge_pool::state::COMPLETE : moe_edge_pool::state::FILLING)) {
             die("a slot is not what it was made");
@@ -47,7 +48,8 @@ void compare(const moe_edge_pool & pool, const std::vector<held> & all, int32_t 
             die("another slot goes first than the one that was used longest ago");
         }
     }
-    if (pool.in_use() != (int32_t) all.size() || pool.has_free() != (pool.in_use() < pool.size()) || pool.has_passing() != (n_passing > 0) ||
+    const int32_t within = all.size() - beyond;
+    if (pool.in_use() != (int32_t) all.size() || pool.n_beyond() != beyond || pool.has_free() != (within < usable) || pool.has_passing() != (n_passing > 0) ||
         pool.may_pass() != (n_passing < 2)) {
         die("the slots are counted wrong");
     }
@@ -57,13 +59,18 @@ void run_random(unsigned seed) {
     constexpr int32_t N = 6;
     moe_edge_pool pool;
     char memory[N * 64];
-    pool.open(memory, 64, N, 2);
+    std::vector<char *> places;
+    for (int32_t i = 0; i < N; i++) {
+        places.push_back(memory + i * 5 % N * 64);
+    }
+    pool.open(places, 64, 2);
     std::mt19937 random(seed);
     std::vector<held> all;
     uint64_t clock = 0;
+    int32_t usable = N;
     for (int32_t i = 0; i < 20000; i++) {
         const size_t which = all.empty() ? 0 : random() % all.size();
-        switch (random() % 5) {
+        switch (random() % 7) {
             case 0:
             case 1:
                 if (pool.has_free()) {
@@ -71,7 +78,7 @@ void run_random(unsigned seed) {
                     const moe_edge_claim claim = { ++clock * 2 - random() % 2 * 3, MOE_EDGE_NO_LIST, random() % 3 == 0 };
                     const int32_t slot = pool.take(i, claim);
                     all.push_back({ slot, i, claim.asked_at, false, false, claim.passing });
-                    if (pool.data(slot) != memory + slot * 64) {
+                    if (pool.data(slot) != places[slot] || slot >= usable) {
                         die("a slot lies elsewhere");
                     }
                 } else if (!refuses([&] { pool.take(i, {}); })) {
@@ -98,6 +105,17 @@ void run_random(unsigned seed) {
                     all[which].prefetched = false;
                 }
                 break;
+            case 4:
+                usable = 1 + random() % N;
+                pool.limit(usable);
+                break;
+            case 5:
+                if (!all.empty() && all[which].complete && all[which].slot >= usable && pool.has_free()) {
+                    all[which].slot = pool.move(all[which].slot);
+                } else if (!all.empty() && !refuses([&] { pool.move(all[which].slot); })) {
+                    die("a slot was moved that may stay, or that has nowhere to go");
+                }
+                break;
             default:
                 if (!all.empty()) {
                     const int32_t slot = all[which].slot;
@@ -108,14 +126,14 @@ void run_random(unsigned seed) {
                     }
                 }
         }
-        compare(pool, all, all.empty() ? -1 : all[random() % all.size()].cell);
+        compare(pool, all, usable, all.empty() ? -1 : all[random() % all.size()].cell);
     }
 }
 
 // What a slot was last copied to and read by is known when it is filled again.
 void run_tickets() {
     moe_edge_pool pool;
-    pool.open(nullptr, 64, 1, 1);
+    pool.open({ nullptr }, 64, 1);
     int32_t slot = pool.take(7, { 1, MOE_EDGE_NO_LIST, false });
     pool.copied(slot, 10);
     pool.complete(slot, false);
@@ -131,7 +149,7 @@ void run_tickets() {
 
 void run_line() {
     moe_edge_pool pool;
-    pool.open(nullptr, 64, 1, 1);
+    pool.open({ nullptr }, 64, 1);
     pool.take(7, { 1, MOE_EDGE_NO_LIST, false });
     pool.wait(3);
     pool.wait(1);
@@ -149,6 +167,13 @@ void run_line() {
 }  // namespace
 
 int main() {
+    for (const int32_t bad : { 0, 7 }) {
+        moe_edge_pool pool;
+        pool.open(std::vector<char *>(6), 64, 1);
+        if (!refuses([&] { pool.limit(bad); })) {
+            die("a limit that cannot be was set");
+        }
+    }
     run_random(11);
     run_random(12);
     run_tickets();

@@ -204,6 +204,52 @@ void visit(int32_t expert, int32_t tier, int32_t type, const void * data, uint64
     }
 }
 
+// How many bytes slots may take, which changes while layers are computed.
+struct limits {
+    moe_edge_store * store;
+    uint64_t         least = 0, most;
+    std::mt19937     random;
+    std::atomic<int> n { 0 }, n_late { 0 };  // that were set; that some slots held up
+
+    limits(moe_edge_store * of, unsigned seed) : store(of), random(seed) {
+        moe_edge_stats s;
+        moe_edge_get_stats(store, &s);
+        most = s.budget_bytes;
+        char err[512];
+        if (moe_edge_store_limit(store, 0, err, sizeof(err)) != -1 || (!device && sscanf(strstr(err, "works is"), "works is %lu", &least) != 1)) {
+            die("a limit of nothing was set");
+        }
+    }
+
+    int64_t set(uint64_t bytes) {
+        char err[512];
+        const int64_t to_come = moe_edge_store_limit(store, bytes, err, sizeof(err));
+        if ((to_come < 0) != (device != nullptr)) {
+            die(std::string("a limit: ") + (to_come < 0 ? err : "set on a device"));
+        }
+        return to_come;
+    }
+
+    void change() {
+        n_late += set(random() % 4 ? least + random() % (most - least + 1) : random() % 2 ? least : UINT64_MAX) > 0;
+        n++;
+    }
+
+    // When nothing is under way any more, only so much is left.
+    void end() {
+        patience more;
+        while (set(least) > 0) {
+            more.wait("a limit that holds");
+        }
+        moe_edge_stats s;
+        moe_edge_get_stats(store, &s);
+        char err[512];
+        if (s.slot_bytes != least || s.slot_bytes_in_use > least || moe_edge_check(store, err, sizeof(err)) != 0) {
+            die("a limit does not hold");
+        }
+    }
+};
+
 void run(const model_file & file, bool quotas, int32_t slots_hi, int32_t slots_lo, double seconds, unsigned seed) {
     moe_edge_store * store = open_store(file, quotas, slots_hi, slots_lo, seed % 2 ? MOE_EDGE_DIRECT_IO : 0);
     std::atomic<bool> stop { false };
@@ -264,13 +310,25 @@ void run(const model_file & file, bool quotas, int32_t slots_hi, int32_t slots_l
             usleep(200);
         }
     });
-    usleep(seconds * 1e6);
+    usleep(seconds * 5e5);
+    limits limit(store, seed);
+    const bool room = slots_hi > 1;  // for a lower limit
+    if (!device) {  // for the other half
+        threads.emplace_back([&] {
+            while (!stop) {
+                limit.change();
+                usleep(limit.random() % 300);
+            }
+        });
+    }
+    usleep(seconds * 5e5);
     moe_edge_stats s;
     const auto missing = [&]() -> const char * {
         moe_edge_get_stats(store, &s);
         return rounds == 0 ? "a layer that was computed" : skipped == 0 ? "an expert that was skipped" : s.evictions == 0 ? "an eviction"
             : s.prefetch_used == 0 ? "a prefetch that was used" : s.prefetch_cancelled == 0 ? "a prefetch that was cancelled"
-            : device && s.copy_bytes[1] == 0 ? "a copy to the device" : nullptr;
+            : device && s.copy_bytes[1] == 0 ? "a copy to the device" : !device && limit.n < 1000 ? "a thousand limits"
+            : !device && room && limit.n_late == 0 ? "a limit that some slots hold up" : nullptr;
     };
     patience more;
     while (const char * what = missing()) {
@@ -280,12 +338,15 @@ void run(const model_file & file, bool quotas, int32_t slots_hi, int32_t slots_l
     for (auto & t : threads) {
         t.join();
     }
+    if (!device) {
+        limit.end();
+    }
     moe_edge_get_stats(store, &s);
     if (s.slot_bytes_peak > s.budget_bytes || s.hits[1] > s.requests[1] || (device != nullptr) != (s.copy_bytes[1] > 0 && s.host_bytes > 0)) {
         die("the statistics contradict themselves");
     }
-    printf("%s hi %d lo %d: %lld rounds, %llu host hits, %llu requests, %llu hits, %llu promotions, %llu evictions, prefetch %llu used %llu wasted %llu cancelled\n",
-        file.mixed ? "mixed" : quotas ? "quotas" : "global", slots_hi, slots_lo, (long long) rounds, (unsigned long long) s.host_hits[1], (unsigned long long) s.requests[1],
+    printf("%s hi %d lo %d: %lld rounds, %d limits, %d late, %llu host hits, %llu requests, %llu hits, %llu promotions, %llu evictions, prefetch %llu used %llu wasted %llu cancelled\n",
+        file.mixed ? "mixed" : quotas ? "quotas" : "global", slots_hi, slots_lo, (long long) rounds, limit.n.load(), limit.n_late.load(), (unsigned long long) s.host_hits[1], (unsigned long long) s.requests[1],
         (unsigned long long) s.hits[1], (unsigned long long) s.promotions, (unsigned long long) s.evictions,
         (unsigned long long) s.prefetch_used, (unsigned long long) s.prefetch_wasted, (unsigned long long) s.prefetch_cancelled);
     moe_edge_store_free(store);
@@ -624,6 +685,9 @@ int main(int argc, char ** argv) {
         model_file shared(argv[1], 1);
         run(shared, false, 20, 6, seconds, seed);
         run(shared, false, 1, 1, seconds, seed + 1);
+        if (!device) {
+            run(shared, false, LAYERS * EXPERTS, LAYERS * EXPERTS, seconds, seed + 2);  // of which whole huge pages go back
+        }
     }
     {
         model_file quotas(argv[1], LAYERS);

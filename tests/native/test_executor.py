@@ -16,7 +16,7 @@ from .conftest import HERE, greedy, opened, run_program
 NATIVE = PATCHES / "native"
 STORE_ROOMS = (
     *("store", "store-c", "steps", "transitions", "check", "staging", "host-tier", "host-device"),
-    *("in-place", "workers", "crc32", "cells", "slots", "reads", "loads", "open"),
+    *("in-place", "workers", "crc32", "cells", "slots", "reads", "loads", "open", "limit"),
 )
 STORE = [NATIVE / f"moe-edge-{room}.cpp" for room in STORE_ROOMS]
 SANITIZERS = ("thread", "address,undefined")

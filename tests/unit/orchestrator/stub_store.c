@@ -93,6 +93,11 @@ struct moe_edge_store * moe_edge_store_create(const struct moe_edge_config * c, 
     return s;
 }
 void moe_edge_store_free(struct moe_edge_store * s) { free(s); live--; }
+int64_t moe_edge_store_limit(struct moe_edge_store * s, uint64_t bytes, char * err, size_t n) {
+    (void) s; (void) bytes;
+    snprintf(err, n, "the stub has no slots");
+    return -1;
+}
 void * moe_edge_buffer_type(void) { return NULL; }
 const char * moe_edge_load_error(void) { return NULL; }
 const struct moe_edge_event * moe_edge_store_event(struct moe_edge_store * s) { return &s->event; }

@@ -236,6 +236,11 @@ def test_cancel_and_stats(store: Store) -> None:
     assert store.stats().callbacks[Phase.DECODE] == 0
 
 
+def test_a_limit_that_is_refused(store: Store) -> None:
+    with pytest.raises(NativeError, match="the stub has no slots"):
+        store.limit(1)
+
+
 def test_closed_store_says_so(library: Library) -> None:
     store = Store.create(library, SPEC)
     store.close()

@@ -1,0 +1,143 @@
+// How much of their memory slots take, which may change between steps.
+//
+// Slots lie in turn (lay_out_in_turn), so that a limit cuts their memory at one place: what is before it stays, and what
+// is behind it is emptied and goes back to the system. What is worth keeping there moves to the front.
+
+#include "moe-edge-store.h"
+#include "moe-edge-util.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include <sys/mman.h>
+
+uint64_t moe_edge_store::limit(uint64_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (device) {
+        refuse("store: slots on a device stay as they were planned");
+    }
+    if (running) {
+        refuse("store: slots are given back between steps, and a step or a warm start runs");
+    }
+    uint64_t least = 0, total = 0;
+    for (const auto & pool : pools) {
+        least += pool.slot_bytes;
+    }
+    if (bytes < least) {
+        refuse("store: %llu bytes are too few for slots: the least that works is %llu bytes, one slot of each group",
+            (unsigned long long) bytes, (unsigned long long) least);
+    }
+    std::vector<int32_t> n_slots(pools.size());
+    for (const int32_t g : group_of_slot) {
+        if (pools[g].slot_bytes > bytes - total) {
+            break;
+        }
+        total += pools[g].slot_bytes;
+        n_slots[g]++;
+    }
+    collect_counts();  // while the tables are as they were
+    tables_fixed = false;
+    stats.slot_bytes = total;
+    for (size_t g = 0; g < pools.size(); g++) {
+        pools[g].limit(n_slots[g]);
+    }
+    fit();
+    for (auto & pool : pools) {
+        serve_waiting(pool);  // where the limit rose
+    }
+    wake();
+    return owed_bytes;
+}
+
+// Empties slots behind the limit, as far as nobody needs what is in them, and gives their memory back: what is used most
+// moves to slots within it, which are free or become so. What is left is empty when who needs it lets go.
+void moe_edge_store::fit() {
+    for (auto & pool : pools) {
+        for (int32_t i = pool.usable(); i < pool.size() && pool.n_beyond() > 0; i++) {
+            if (pool[i].is != moe_edge_pool::state::COMPLETE || !may_go(pool[i].cell)) {
+                continue;
+            }
+            while (!pool.has_free() && pool[i].is == moe_edge_pool::state::COMPLETE) {
+                evict(pool[least_useful(pool, { 0, MOE_EDGE_NO_LIST, false })].cell);
+            }
+            if (pool[i].is == moe_edge_pool::state::COMPLETE) {
+                move_slot(pool, i);
+            }
+        }
+    }
+    owed_bytes = bytes_beyond();
+    for (const auto & [first, last] : unused_pieces()) {
+        madvise(first, last - first, MADV_DONTNEED);
+    }
+}
+
+void moe_edge_store::move_slot(moe_edge_pool & pool, int32_t slot) {
+    const int32_t cell = pool[slot].cell;
+    const int32_t to   = pool.move(slot);
+    if (!reads.simulated()) {
+        memcpy(pool.data(to), pool.data(slot), pool.slot_bytes);
+    }
+    cells[cell].move(to);
+    point_to_slot(cell);
+}
+
+// Of slots behind the limit that are still in use.
+uint64_t moe_edge_store::bytes_beyond() const {
+    uint64_t bytes = 0;
+    for (const auto & pool : pools) {
+        bytes += pool.n_beyond() * pool.slot_bytes;
+    }
+    return bytes;
+}
+
+// The memory behind the limit that no slot in use has a part in, as far as huge pages go back whole.
+std::vector<std::pair<char *, char *>> moe_edge_store::unused_pieces() const {
+    std::vector<std::pair<char *, char *>> used, unused;
+    for (const auto & pool : pools) {
+        int32_t left = pool.n_beyond();
+        for (int32_t i = pool.usable(); left > 0; i++) {
+            if (pool[i].is != moe_edge_pool::state::FREE) {
+                used.emplace_back(pool.data(i), pool.data(i) + pool.slot_bytes);
+                left--;
+            }
+        }
+    }
+    std::sort(used.begin(), used.end());
+    char * end = static_cast<char *>(mapped) + mapped_bytes;  // no huge page goes on behind it
+    char * at  = static_cast<char *>(memory) + stats.slot_bytes;
+    used.emplace_back(end, end);
+    for (const auto & [first, last] : used) {
+        char * from = huge_page_ceil(at);
+        char * to   = first == end ? end : huge_page_floor(first);
+        if (from < to) {
+            unused.emplace_back(from, to);
+        }
+        at = last;
+    }
+    return unused;
+}
+
+// Empty, or the invariant that does not hold.
+std::string moe_edge_store::check_limit() const {
+    uint64_t usable = 0;
+    for (const auto & pool : pools) {
+        usable += pool.usable() * pool.slot_bytes;
+    }
+    if (usable != stats.slot_bytes || usable > stats.budget_bytes || stats.slot_bytes_in_use > usable + bytes_beyond() ||
+        (bytes_beyond() > 0 && owed_bytes == 0)) {
+        return format("slots of %llu bytes may be used, %llu counted, %llu in use, %llu of them behind the limit",
+            (unsigned long long) usable, (unsigned long long) stats.slot_bytes, (unsigned long long) stats.slot_bytes_in_use,
+            (unsigned long long) bytes_beyond());
+    }
+    if (device || owed_bytes > 0) {
+        return {};  // what is still to come may have gone meanwhile, and its memory not yet
+    }
+    for (const auto & [first, last] : unused_pieces()) {
+        std::vector<unsigned char> resident((last - first) / MOE_EDGE_BLOCK);
+        if (mincore(first, last - first, resident.data()) != 0 ||
+            std::any_of(resident.begin(), resident.end(), [](unsigned char page) { return (page & 1) != 0; })) {
+            return "memory behind the limit is still there";
+        }
+    }
+    return {};
+}

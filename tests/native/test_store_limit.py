@@ -1,0 +1,333 @@
+"""Slots that are given back and come again while the model runs."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gguf_tools.file.layout import GGMLType
+from orchestrator.config import Config
+from orchestrator.engine.engine import Engine
+from orchestrator.errors import NativeError
+from orchestrator.events import ABSENT, ComputedStep, Phase, RouteEvent
+from orchestrator.native import Library, Store
+from orchestrator.native.abi import VISIT_CB
+
+from .conftest import DEVICES
+from .transition_driver import HELD, HIGH, KINDS, LOW, US, Driver, ExpertFile
+
+N_SLOTS = 8  # of each kind, for ten experts
+HUGE_PAGE = 2 << 20
+EXPERTS = [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0), (1, 1), (1, 2)]  # as many
+THE_OTHERS = [(1, 3), (1, 4)]
+
+
+def make(
+    library: Library,
+    folder: Path,
+    simulated: bool = False,
+    n_warm: int = N_SLOTS,
+    n_slots: int = N_SLOTS,
+    device: str | None = None,
+    expert_bytes: int = 20000,
+) -> Driver:
+    """A store of one tier; so many experts are in memory, the first ones asked for longest ago."""
+    file = ExpertFile(folder / "experts.bin", 1, (expert_bytes,) * 5)
+    driver = Driver(file, library, (n_slots,), device, simulated=simulated)
+    driver.store.warm([(*each, 0) for each in [*EXPERTS, *THE_OTHERS][:n_warm]])
+    driver.store.begin_step(Phase.DECODE)
+    return driver
+
+
+def row_bytes(store: Store) -> int:
+    """Of a slot of each kind: what one expert takes, and the least that works."""
+    return sum(size for size, _ in store.spec.groups)
+
+
+def kept(store: Store) -> list[tuple[int, int]]:
+    """The experts in memory. Invariants hold, and no more slots are used than may be."""
+    store.check()
+    stats = store.stats()
+    assert stats.slot_bytes_in_use <= stats.slot_bytes <= stats.budget_bytes
+    return [(int(at), int(e)) for at, e in np.argwhere(store.resident() != ABSENT)]
+
+
+@pytest.mark.parametrize("simulated", [True, False])
+@pytest.mark.parametrize(
+    ("n_warm", "slots", "usable", "left"),
+    [
+        pytest.param(4, 4, 4, EXPERTS[:4], id="free slots go first"),
+        pytest.param(8, 5, 5, EXPERTS[3:], id="then what was used longest ago"),
+        pytest.param(8, 5.3, 5, EXPERTS[3:], id="whole slots alone"),
+        pytest.param(8, 1, 1, EXPERTS[7:], id="to the least"),
+        pytest.param(2, 1, 1, EXPERTS[1:2], id="to the least with few in use"),
+        pytest.param(8, 8, 8, EXPERTS, id="what is there already"),
+        pytest.param(8, 1000, 8, EXPERTS, id="more than was planned"),
+    ],
+)
+def test_between_steps(
+    n_warm: int,
+    slots: float,
+    usable: int,
+    left: list[tuple[int, int]],
+    simulated: bool,
+    library: Library,
+    tmp_path: Path,
+) -> None:
+    """And what is left is what it was; then slots come back, empty."""
+    driver = make(library, tmp_path, simulated, n_warm)
+    with driver.store as store:
+        row = row_bytes(store)
+        evictions = store.stats().evictions
+        assert store.limit(int(slots * row)) == 0
+        assert kept(store) == left
+        assert store.stats().slot_bytes == usable * row
+        assert store.stats().evictions - evictions == len(KINDS) * (n_warm - len(left))
+        assert store.full == (len(left) == usable)
+        for layer, expert in left:
+            driver.apply(layer, [expert])
+            assert driver.use(layer, [expert]) == {expert: {0}}
+        assert store.stats().demand_bytes[Phase.DECODE] == 0
+
+        assert store.limit(2**64 - 1) == 0
+        assert kept(store) == left and store.stats().slot_bytes == N_SLOTS * row
+        absent = [each for each in EXPERTS if each not in left]
+        store.warm([(*each, 0) for each in absent])
+        assert kept(store) == EXPERTS and store.full
+        for layer in (0, 1):
+            chosen = [expert for at, expert in EXPERTS if at == layer]
+            driver.apply(layer, chosen)
+            assert driver.use(layer, chosen) == {expert: {0} for expert in chosen}
+
+
+def test_all_kinds_keep_as_many(library: Library, tmp_path: Path) -> None:
+    """Where the limit ends within an expert, one kind has a slot more and no other."""
+    driver = make(library, tmp_path, simulated=True)
+    with driver.store as store:
+        row, (slot, _) = row_bytes(store), store.spec.groups[0]
+        assert store.limit(4 * row + slot) == 0
+        assert store.stats().slot_bytes == 4 * row + slot
+        assert kept(store) == EXPERTS[4:]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_refused(device: str | None, library: Library, tmp_path: Path) -> None:
+    """Nothing has changed then, and the next step is none that failed."""
+    driver = make(library, tmp_path, device=device)
+    with driver.store as store:
+        row, before = row_bytes(store), kept(store)
+        why = rf"too few.* {row} bytes" if device is None else "on a device"
+        for n_bytes in (0, row - 1):
+            with pytest.raises(NativeError, match=why):
+                store.limit(n_bytes)
+        assert kept(store) == before
+        assert store.stats().slot_bytes == N_SLOTS * row
+        store.check_step()
+        said: list[str] = []
+
+        def meanwhile(_done: float) -> None:
+            with pytest.raises(NativeError) as refused:
+                store.limit(4 * row)
+            said.append(str(refused.value))
+
+        store.warm([], meanwhile)
+        assert said and all(("warm start" in each) == (device is None) for each in said)
+
+
+def test_what_is_read_goes_when_it_is_there(library: Library, tmp_path: Path) -> None:
+    driver = make(library, tmp_path, simulated=True, n_warm=5)
+    with driver.store as store:
+        row = row_bytes(store)
+        store.limit(4 * row)
+        assert kept(store) == EXPERTS[1:5]
+        store.limit(N_SLOTS * row)
+        for kind in KINDS:
+            driver.prefetch([(1, 4, 0)], kind)
+        assert store.limit(3 * row) == row
+        store.check()
+        assert driver.clock is not None
+        driver.clock.advance(1000 * US)
+        assert kept(store) == [(0, 3), (0, 4), (1, 4)]
+        assert store.limit(3 * row) == 0
+
+
+def test_fixed_tables_end(library: Library, tmp_path: Path) -> None:
+    """Where everything was in memory and nobody decides, a prefetch has something to do again."""
+    driver = make(library, tmp_path, simulated=True, n_warm=10, n_slots=10)
+    with driver.store as store:
+        row, everything = row_bytes(store), kept(store)
+        assert everything == [*EXPERTS, *THE_OTHERS]
+        store.limit(9 * row)
+        assert kept(store) == everything[1:]
+        store.limit(10 * row)
+        for kind in KINDS:
+            driver.prefetch([(*everything[0], 0)], kind)
+        assert driver.clock is not None
+        driver.clock.advance(1000 * US)
+        assert kept(store) == everything
+
+
+def test_what_a_step_needs_goes_when_it_has_it(library: Library, tmp_path: Path) -> None:
+    """Of an expert that was computed, and of one that the step did not come to."""
+    driver = make(library, tmp_path)
+    with driver.store as store:
+        row, needed = row_bytes(store), [3, 4]
+        driver.apply(0, needed)
+        assert store.limit(row) == 2 * row
+        store.check()
+        assert driver.use(0, needed) == {expert: {0} for expert in needed}
+        assert len(kept(store)) == 1
+        assert store.limit(row) == 0
+        store.limit(N_SLOTS * row)
+        store.warm([(*each, 0) for each in EXPERTS])
+        store.begin_step(Phase.DECODE)
+        driver.apply(1, [2])
+        assert store.limit(row) == row
+        store.begin_step(Phase.DECODE)
+        assert len(kept(store)) == 1
+        assert store.limit(row) == 0
+
+
+def test_what_a_transition_holds_goes_when_it_ends(library: Library, tmp_path: Path) -> None:
+    file = ExpertFile(tmp_path / "experts.bin")
+    driver = Driver(file, library, (4, 8))
+    with driver.store as store:
+        driver.warm({(0, 0)})
+        store.begin_step(Phase.DECODE)
+        store.set_transition_rate(HELD)
+        assert store.transition([(0, 1, HIGH)]) == 1
+        to_come = store.limit(row_bytes(store))
+        assert to_come > 0
+        store.check()
+        assert driver.state(0, 1)[:2] == (LOW, HIGH)
+        driver.arrive()
+        store.begin_step(Phase.DECODE)
+        assert len(kept(store)) <= 2
+        assert store.resident()[0, 1] == HIGH and store.stats().transitions_failed == 0
+        assert store.limit(row_bytes(store)) == 0
+
+
+def memory_at(address: int) -> int:
+    """Bytes of the mapping at this address that are in memory."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first and first[0] in "0123456789abcdef":
+            low, high = (int(each, 16) for each in first.split("-"))
+            inside = low <= address < high
+        elif inside and first == "Rss:":
+            return int(rest.split()[0]) * 1024
+    raise AssertionError("there is no such mapping")
+
+
+def address_of(driver: Driver, layer: int, expert: int) -> int:
+    """Of one of its matrices, where it is now."""
+    found: list[int] = []
+
+    def visit(_expert: int, _tier: int, _type: int, data: int, _bytes: int, _: None) -> None:
+        found.append(data)
+
+    library, handle = driver.store.library, driver.store.handle
+    driver.apply(layer, [expert])
+    for kind in KINDS:
+        library.use(handle, layer, kind, (ctypes.c_int32 * 1)(expert), 1, VISIT_CB(visit), None)
+    return found[0]
+
+
+@pytest.mark.parametrize("expert_bytes", [300_000, 1_000_000])
+def test_memory_goes_back(expert_bytes: int, library: Library, tmp_path: Path) -> None:
+    """As the system counts it, but for what shares a huge page with the last slot."""
+    driver = make(library, tmp_path, expert_bytes=expert_bytes)
+    with driver.store as store:
+        row = row_bytes(store)
+        at = address_of(driver, 1, 2)
+        for _ in range(3):
+            assert memory_at(at) >= N_SLOTS * len(KINDS) * expert_bytes
+            for rows in (5, 3, 1):
+                store.limit(rows * row)
+                assert memory_at(at) <= rows * row + HUGE_PAGE
+                store.check()
+            store.limit(N_SLOTS * row)
+            store.warm([(*each, 0) for each in EXPERTS])
+
+
+def rows_with(path: Path, seed: int | None, **options: object) -> tuple[np.ndarray, int]:
+    """Logits behind a prompt and behind each of some tokens, and how many slots were evicted.
+    seed: limits change at random before each of them, None: there are none."""
+    config = Config.build(model=path, ctx=256, ubatch=32, threads=2, **options)
+    prompt = [int(t) for t in np.random.default_rng(5).integers(0, 250, 40)]
+    rows: list[np.ndarray] = []
+    with Engine.open(config) as engine:
+        store, rng = engine.store, random.Random(seed)
+        least, most = sum(size for size, _ in store.spec.groups), store.stats().slot_bytes
+        for at in range(-1, 30):
+            if seed is not None:
+                to_come = store.limit(rng.choice([least, most, rng.randint(least, most)]))
+                stats = store.stats()
+                assert stats.slot_bytes_in_use <= stats.slot_bytes + to_come
+                store.check()
+            tokens = prompt if at < 0 else [int(rows[-1].argmax())]
+            rows.append(engine.eval(tokens, 0 if at < 0 else len(prompt) + at))
+        store.check()
+        return np.concatenate(rows), store.stats().evictions
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"policy": "lru", "force_managed": True}, id="everything in memory"),
+        pytest.param({"policy": "lru", "expert_ram": 1 << 20}, id="some of it"),
+        pytest.param({"policy": "lru", "expert_ram": 1 << 20, "layout": "cpu"}, id="own layout"),
+        pytest.param({"policy": "dymoe", "retention": 1.0, "expert_ram": 1 << 20}, id="read ahead"),
+    ],
+)
+def test_the_same_rows(
+    options: dict[str, object], tiny_model: Callable[..., Path], library: Library
+) -> None:
+    if "layout" in options and not library.interleaves(GGMLType.Q4_0, 256, 256):
+        pytest.skip("this CPU has no layout of its own for q4_0")
+    path = tiny_model("qwen3moe", "q4_0" if "layout" in options else "q4_k")
+    rows, before = rows_with(path, None, **options)
+    for seed in (1, 2):
+        found, evictions = rows_with(path, seed, **options)
+        np.testing.assert_array_equal(found, rows)
+        assert evictions > before
+
+
+def test_a_step_of_a_model(tiny_model: Callable[..., Path]) -> None:
+    """Refused while it runs, which it gets over; the step callback may."""
+    config = Config.build(
+        model=tiny_model("qwen3moe", "q4_k"),
+        ctx=256,
+        ubatch=32,
+        threads=2,
+        policy="lru",
+        expert_ram=1 << 20,
+    )
+    with Engine.open(config) as engine:
+        store, driver = engine.store, engine.driver
+        reference = engine.eval([1, 2, 3], 0)
+        least = sum(size for size, _ in store.spec.groups)
+        said, limits = [], []
+
+        def in_step(event: RouteEvent) -> None:
+            with pytest.raises(NativeError) as refused:
+                store.limit(least)
+            said.append(str(refused.value))
+            driver.on_route(event)
+
+        def behind_it(_step: ComputedStep) -> None:
+            limits.append(store.limit(least))
+
+        store.set_route(in_step)
+        store.set_step_done(behind_it)
+        np.testing.assert_array_equal(engine.eval([1, 2, 3], 0), reference)
+        assert said and all("a step" in each for each in said)
+        assert limits == [0] and store.stats().slot_bytes == least
+        store.set_route(None)
+        np.testing.assert_array_equal(engine.eval([1, 2, 3], 0), reference)
