@@ -7,11 +7,14 @@ from orchestrator.native.library import (
     FreeCores,
     Library,
     ProductTime,
+    Touched,
+    TouchedMemory,
     context_memory,
     find_device,
     host_scratch,
     measure_device,
     measure_product,
+    touched_memory,
 )
 from orchestrator.native.server import NativeRequest, NativeServer, ServerLibrary, ServerSpec
 from orchestrator.native.simulation import Simulation
@@ -38,9 +41,12 @@ __all__ = [
     "Slices",
     "Store",
     "StoreSpec",
+    "Touched",
+    "TouchedMemory",
     "context_memory",
     "find_device",
     "host_scratch",
     "measure_device",
     "measure_product",
+    "touched_memory",
 ]

@@ -57,6 +57,9 @@ char * map_pages(size_t size, use kind, const void * owner) {
     if (data == MAP_FAILED) {
         return nullptr;
     }
+    if (kind == CACHE) {
+        madvise(data, size, MADV_NOHUGEPAGE);  // one for each layer would come with the first token
+    }
     std::lock_guard<std::mutex> lock(known.mutex);
     known.all[static_cast<char *>(data)] = { size, kind, owner };
     return static_cast<char *>(data);
