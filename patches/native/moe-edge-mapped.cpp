@@ -88,7 +88,7 @@ void drop_owned(const void * owner) {
 
 size_t resident_bytes(char * data, size_t size) {
     constexpr size_t PART = 1 << 16;  // pages that are asked for at once
-    thread_local std::vector<unsigned char> pages(PART);
+    std::vector<unsigned char> pages(PART);
     size_t n = 0;
     for (size_t at = 0; at < size; at += PART * PAGE) {
         const size_t part = std::min(PART * PAGE, page_ceil(size) - at);
