@@ -39,6 +39,8 @@ ALLOWED_FILES = frozenset(
         "src/llama-context.cpp",
         "src/llama-context.h",
         "src/llama-graph.cpp",
+        "src/llama-impl.cpp",
+        "src/llama-kv-cache.cpp",
         "src/llama-model-loader.cpp",
         "src/llama-model.cpp",
         "src/llama.cpp",

@@ -7,11 +7,14 @@ from orchestrator.native.library import (
     FreeCores,
     Library,
     ProductTime,
+    Touched,
+    TouchedMemory,
     context_memory,
     find_device,
     host_scratch,
     measure_device,
     measure_product,
+    touched_memory,
 )
 from orchestrator.native.server import NativeRequest, NativeServer, ServerLibrary, ServerSpec
 from orchestrator.native.spec import Misses, Slices, StoreSpec
@@ -36,9 +39,12 @@ __all__ = [
     "Slices",
     "Store",
     "StoreSpec",
+    "Touched",
+    "TouchedMemory",
     "context_memory",
     "find_device",
     "host_scratch",
     "measure_device",
     "measure_product",
+    "touched_memory",
 ]

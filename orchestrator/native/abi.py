@@ -132,6 +132,10 @@ class CMemory(ctypes.Structure):
     _fields_ = [*fields_of(_U64 * 2, "weights cache scratch")]
 
 
+class CTouched(ctypes.Structure):
+    _fields_ = [*fields_of(_U64 * 2, "cache scratch work")]
+
+
 # What the header's structs measure on a 64-bit machine. The library is built from the
 # same header and checked by its ABI version; these catch a mirror that went astray.
 STRUCT_BYTES = {
@@ -147,6 +151,7 @@ STRUCT_BYTES = {
     CDeviceInfo: 144,
     CBandwidths: 40,
     CMemory: 48,
+    CTouched: 48,
 }
 
 ROUTE_CB = ctypes.CFUNCTYPE(_INT, _POINTER)
@@ -173,6 +178,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_buffer_type": (_POINTER, []),
     "moe_edge_load_error": (_TEXT, []),
     "moe_edge_get_memory": (None, [_POINTER, ctypes.POINTER(CMemory)]),
+    "moe_edge_get_touched": (None, [ctypes.POINTER(CTouched)]),
     "moe_edge_adapt_threads": (None, [_POINTER, _I32]),
     "moe_edge_store_event": (ctypes.POINTER(CEvent), [_POINTER]),
     "moe_edge_store_decision": (ctypes.POINTER(CDecision), [_POINTER]),

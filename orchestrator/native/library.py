@@ -16,6 +16,7 @@ from orchestrator.native.abi import (
     CBandwidths,
     CDeviceInfo,
     CMemory,
+    CTouched,
 )
 
 
@@ -120,6 +121,29 @@ def host_scratch(library: Library, context: int) -> int:
     found = CMemory()
     library.get_memory(context, ctypes.byref(found))
     return int(found.scratch[0])
+
+
+class Touched(NamedTuple):
+    """Bytes of the host's memory: what may be taken, and what of that is in memory now."""
+
+    reserved: int
+    resident: int
+
+
+class TouchedMemory(NamedTuple):
+    """What all contexts of this process have used of their caches, of the scratch that graphs
+    compute in, and of ggml's work buffers. Recurrent memories are not among them."""
+
+    cache: Touched
+    scratch: Touched
+    work: Touched
+
+
+def touched_memory(library: Library) -> TouchedMemory:
+    """Asks the kernel page by page."""
+    found = CTouched()
+    library.get_touched(ctypes.byref(found))
+    return TouchedMemory(Touched(*found.cache), Touched(*found.scratch), Touched(*found.work))
 
 
 class ProductTime(NamedTuple):

@@ -79,6 +79,9 @@ moe_edge_step_hook::moe_edge_step_hook(llama_context & ctx, const llama_ubatch &
     if (threads) {
         ctx.cparams.n_threads = ctx.cparams.n_threads_batch = threads->count(n_tokens);
     }
+    if (ctx.backends.size() == 1) {  // else a device may still read what it is to compute with
+        ctx.scratch.step(n_tokens, ctx.backend_cpu);
+    }
     began_us = now_us();
     if (model) {
         model->store->begin_step(describe(ubatch, ctx.balloc->get_batch(), model->store->said_phase));

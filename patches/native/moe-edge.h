@@ -360,6 +360,19 @@ struct moe_edge_memory {
 // context: struct llama_context *.
 MOE_EDGE_API void moe_edge_get_memory(void * context, struct moe_edge_memory * out);
 
+// Of all contexts of this process, in the host's memory: what their caches, the scratch that graphs
+// compute in, and the work buffers of ggml's CPU backend may take, and what of that is in memory
+// now, in bytes: [reserved, resident]. A recurrent memory is not among them, nor is what a GPU's
+// library pins. The kernel is asked page by page: 0.3 ms for each GiB that is reserved, and 0.7 more
+// for each that is resident.
+struct moe_edge_touched {
+    uint64_t cache[2];
+    uint64_t scratch[2];
+    uint64_t work[2];
+};
+
+MOE_EDGE_API void moe_edge_get_touched(struct moe_edge_touched * out);
+
 // From the next step on a context of the CPU (struct llama_context *) decodes with `most` threads at most: with as many
 // as find a core beside whatever else runs. Steps of more than a few tokens take all of them. 0 ends that; it is called
 // so before the context is freed.

@@ -74,6 +74,7 @@ int moe_edge_device_measure(void * device, uint64_t bytes, int32_t n_threads, st
     return -1;
 }
 void moe_edge_get_memory(void * context, struct moe_edge_memory * out) { (void) context; (void) out; }
+void moe_edge_get_touched(struct moe_edge_touched * out) { (void) out; }
 
 struct moe_edge_store * moe_edge_store_create(const struct moe_edge_config * c, char * err, size_t n) {
     if (c->n_layers != N_LAYERS || c->n_expert != N_EXPERT || c->layers[1].slices[3][0].group != 1 ||

@@ -24,6 +24,7 @@ STRUCTS = {
     "moe_edge_prefetch_item": abi.CPrefetch,
     "moe_edge_decision": abi.CDecision,
     "moe_edge_stats": abi.CStats,
+    "moe_edge_touched": abi.CTouched,
 }
 CONSTANTS = {
     "MOE_EDGE_ABI_VERSION": abi.ABI_VERSION,

@@ -1,0 +1,156 @@
+"""Memory that is not used is not there: caches, scratch and work buffers by what was touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gguf_tools import synthetic
+from orchestrator.config import Config
+from orchestrator.engine import load
+from orchestrator.engine.engine import Engine
+from orchestrator.native import Library, touched_memory
+
+N_CTX = 131072
+DRAWN = np.random.default_rng(0).integers(10, 300, 4000).tolist()
+SHAPE = replace(synthetic.preset("tiny-qwen3moe"), context=N_CTX)
+PAGE = 4096
+MIB = 2**20
+# Of keys and of values.
+TENSORS = 2 * SHAPE.n_layer
+CELL_VALUES = TENSORS * SHAPE.n_head_kv * SHAPE.head_dim
+# Attention reads the cells beside those that are used, up to a whole number of so many.
+READ_CELLS = 256
+ROW_BYTES = {"f16": 2.0, "q8_0": 34 / 32}
+
+
+@pytest.fixture(scope="module")
+def path(library: Library, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synthetic.write(tmp_path_factory.mktemp("long") / "long.gguf", SHAPE, tiers=("q8_0",))
+
+
+@contextmanager
+def opened(path: Path, **settings: object) -> Iterator[Engine]:
+    usual = {"policy": "lru", "expert_ram": 2 * MIB, "threads": 1, "ctx": N_CTX, "ubatch": 512}
+    with Engine.open(Config.build(model=path, **{**usual, **settings})) as engine:
+        assert engine.n_ctx == N_CTX
+        yield engine
+
+
+@pytest.fixture
+def transposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without flash attention, values of all cells lie together for each of their dimensions."""
+    monkeypatch.setattr(load, "has_flash", lambda *_: False)
+
+
+def anonymous_bytes() -> int:
+    """Of this process, in memory, as the kernel adds it up."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Anonymous:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no such line")
+
+
+@pytest.mark.parametrize("kv", ROW_BYTES)
+def test_a_cache_is_as_large_as_what_it_holds(library: Library, path: Path, kv: str) -> None:
+    def held(n_cells: int) -> bool:
+        """Whether the cache has that many cells in memory."""
+        least = n_cells * CELL_VALUES * ROW_BYTES[kv]
+        most = (n_cells + READ_CELLS) * CELL_VALUES * ROW_BYTES[kv] + 2 * TENSORS * PAGE
+        return least <= touched_memory(library).cache.resident <= most
+
+    with opened(path, kv=kv) as engine:
+        cache = touched_memory(library).cache
+        assert cache.reserved >= N_CTX * CELL_VALUES * ROW_BYTES[kv]
+        assert cache.resident == 0
+        state = engine._steps.state
+        engine.eval(DRAWN[:10], 0)
+        assert held(10)
+        engine.eval(DRAWN, 0)
+        assert held(len(DRAWN))
+        kept = state.read()
+        assert held(len(DRAWN))
+        engine.eval(DRAWN[:1], 1000)
+        assert held(1001)
+        assert state.write(kept)
+        assert held(len(DRAWN))
+        assert not state.write(kept[: len(kept) // 2])
+        assert held(0)
+        assert state.write(kept)
+        engine.reset()
+        assert touched_memory(library).cache.resident == 0
+    assert touched_memory(library) == ((0, 0), (0, 0), (0, 0))
+
+
+def test_transposed_values_come_by_pages_of_each_dimension(
+    library: Library, path: Path, transposed: None
+) -> None:
+    """2,048 cells in f16 are a page."""
+    n_values = SHAPE.n_head_kv * SHAPE.head_dim
+    with opened(path) as engine:
+        assert touched_memory(library).cache.resident == 0
+        engine.eval(DRAWN[:10], 0)
+        few = touched_memory(library).cache.resident
+        assert few <= SHAPE.n_layer * (n_values * PAGE + READ_CELLS * n_values * 2 + 2 * PAGE)
+        engine.eval(DRAWN, 0)
+        assert touched_memory(library).cache.resident >= len(DRAWN) * CELL_VALUES * 2
+        engine.eval(DRAWN[:10], 0)
+        assert touched_memory(library).cache.resident <= few + TENSORS * PAGE
+        engine.reset()
+        assert touched_memory(library).cache.resident == 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "plain"])
+def test_scratch_is_back_behind_a_long_prompt(library: Library, path: Path, policy: str) -> None:
+    with opened(path, policy=policy, expert_ram=2 * MIB if policy == "lru" else None) as engine:
+        engine.eval(DRAWN[:10], 0)
+        before = touched_memory(library)
+        engine.eval(DRAWN[:2048], 0)
+        prompt = touched_memory(library)
+        assert prompt.scratch.resident > 4 * before.scratch.resident
+        engine.eval(DRAWN[:1], 2048)
+        after = touched_memory(library)
+        assert after.scratch.resident <= before.scratch.resident
+        assert after.work.resident <= before.work.resident + PAGE
+        assert after.cache.resident >= prompt.cache.resident
+
+
+def test_the_process_has_that_much_less(library: Library, path: Path) -> None:
+    """The kernel's own sum for the process says what ours says, but for what Python takes."""
+    with opened(path) as engine:
+        engine.eval(DRAWN, 0)
+        process, ours = anonymous_bytes(), sum(each.resident for each in touched_memory(library))
+        assert ours > 8 * MIB
+        engine.reset()
+        engine.eval(DRAWN[:1], 0)
+        given_back = ours - sum(each.resident for each in touched_memory(library))
+        assert given_back > 8 * MIB
+        assert abs(process - anonymous_bytes() - given_back) < MIB
+
+
+def test_what_another_sequence_holds_stays(
+    library: Library, tiny_model: Callable[..., Path]
+) -> None:
+    """A prompt is dropped that a fork goes on from: its cells stay, until the fork goes too."""
+    prompt, steps = DRAWN[:1000], DRAWN[1000:1006]
+    usual = {"policy": "plain", "threads": 1, "ctx": 2048, "sequences": 1}
+    rows = []
+    for drop in (False, True):
+        config = Config.build(model=tiny_model("qwen3moe", "q8_0"), **usual)
+        with Engine.open(config) as engine:
+            engine.eval(prompt, 0)
+            engine.fork(0)
+            if drop:
+                engine.eval(DRAWN[2000:2001], 0)
+            held = touched_memory(library).cache.resident
+            assert held >= len(prompt) * CELL_VALUES * 2
+            rows.append(np.stack([engine.decode_batch([token], [0])[0] for token in steps]))
+            if drop:
+                engine.fork(0)
+                assert touched_memory(library).cache.resident < held / 4
+    np.testing.assert_array_equal(*rows)
