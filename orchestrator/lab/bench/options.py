@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from gguf_tools import synthetic
@@ -81,9 +82,9 @@ class BenchOptions(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.shape not in synthetic.PRESETS and self.shape != DEMO:
-            known = ", ".join((*synthetic.PRESETS, DEMO))
-            raise ConfigError(f"unknown shape '{self.shape}': known are {known}")
+        shapes = (*synthetic.PRESETS, DEMO)
+        if self.shape not in shapes:
+            raise ConfigError(f"unknown shape '{self.shape}': known are {', '.join(shapes)}")
         if self.routing not in synthetic.ROUTINGS:
             known = ", ".join(synthetic.ROUTINGS)
             raise ConfigError(f"unknown routing '{self.routing}': known are {known}")
@@ -120,14 +121,19 @@ class BenchOptions(Settings):
         return not (self.quick or self.trained)
 
     @property
-    def n_ubatch(self) -> int:
-        """Tokens that every system evaluates at once."""
-        return self.prompt_tokens
+    def n_threads(self) -> int:
+        """Compute threads, the cores where nothing was asked for."""
+        return self.threads or default_threads()
 
     @property
     def sequences(self) -> int:
-        """How many sequences may decode together."""
+        """How many sequences decode together; 0: one alone."""
         return max((part.sequences for part in self.parts()), default=0)
+
+    @property
+    def n_ubatch(self) -> int:
+        """Tokens that every system evaluates at once."""
+        return max(self.prompt_tokens, self.sequences)
 
     @property
     def n_ctx(self) -> int:
@@ -142,17 +148,10 @@ class BenchOptions(Settings):
             decode(self.tokens, self.max_seconds),
         ]
 
-    def described(self, *more: str) -> dict[str, Any]:
-        """What a report says of the options, JSON-ready; more: names of further ones."""
-        names = ("tokens", "prompt_tokens", "runs", "retention", "io_threads", "quick", *more)
-        values = {name: getattr(self, name) for name in names}
+    def described(self) -> dict[str, Any]:
+        """What a report says of the options, JSON-ready."""
+        values = {name: getattr(self, name) for name in self.declared()}
         routing = "trained" if self.trained else self.routing
-        return {"routing": routing, "threads": self.n_threads} | {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in values.items()
-        }
-
-    @property
-    def n_threads(self) -> int:
-        """Compute threads, the cores where nothing was asked for."""
-        return self.threads or default_threads()
+        return {
+            name: str(value) if isinstance(value, Path) else value for name, value in values.items()
+        } | {"routing": routing, "threads": self.n_threads}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gguf_tools.units import format_size
-from orchestrator.lab.bench.rows import Result
-from orchestrator.lab.table import Column, Table, fixed, percent
+from orchestrator.lab.bench.rows import Result, caps_of
+from orchestrator.lab.table import Column, fixed, percent
 
 MIB, MB = 2**20, 1e6
 
@@ -20,21 +20,21 @@ def show_mix(mix: dict[str, float]) -> str:
 NAME = Column("", "name", left=True)
 HIT = Column("hit", "hit_rate", percent(1), "%")
 MIX = Column("hi/lo/skip", "mix", show_mix, "%")
+TOKENS = Column("tok/s", "tokens_per_s", fixed(1))
+TTFT = Column("TTFT", "ttft_ms", fixed(0), "ms")
 
 
-def speeds(digits: int) -> tuple[Column, ...]:
-    """How fast a case is; digits: of milliseconds a token."""
-    return (
-        NAME,
-        Column("tok/s", "tokens_per_s", fixed(1)),
-        Column("p50", "tpot_ms_p50", fixed(digits), "ms"),
-        Column("p99", "tpot_ms_p99", fixed(digits), "ms"),
-        Column("TTFT", "ttft_ms", fixed(0), "ms"),
-        HIT,
-    )
+def step(digits: int) -> Column:
+    """The median decode step, in milliseconds with so many digits."""
+    return Column("p50", "tpot_ms_p50", fixed(digits), "ms")
 
 
-def moved(key: str, digits: int = 1) -> Column:
+def slowest(digits: int) -> Column:
+    """What the slowest hundredth of the steps took at least."""
+    return Column("p99", "tpot_ms_p99", fixed(digits), "ms")
+
+
+def moved(key: str = "bytes_per_token", digits: int = 1) -> Column:
     """Megabytes that were moved for a token."""
     return Column("MB/tok", key, fixed(digits, MB))
 
@@ -81,22 +81,12 @@ def by_cap(report: dict[str, Any]) -> Iterator[tuple[str, list[Result]]]:
     made = f"{model['n_layers']} layers, {runs} run{'s' if runs > 1 else ''}"
     if model["residual_power"] is not None:
         made += f", a layer adds {model['residual_power']:.1f} of the stream's power"
-    for cap in dict.fromkeys(row["cap"] for row in report["cases"]):
-        rows = [row for row in report["cases"] if row["cap"] == cap]
-        yield f"{cap_title(cap, rows)}; {made}", rows
-
-
-def cap_title(cap: float | None, rows: Sequence[Result]) -> str:
-    """What the rows of one cap have in common."""
-    if cap is None:
-        return "everything resident"
-    if rows[0].get("vram_bytes"):
-        total = rows[0]["vram_bytes"] / MIB
-        return f"room for {cap:.0%} of the experts on the GPU, {total:.0f} MiB in all"
-    limit = rows[0]["limit_bytes"]
-    if limit is None:
-        return f"expert slots of {cap:.0%} of the experts"
-    return f"whole process within {cap:.0%} of the file, {limit / MIB:.0f} MiB"
+    for rows in caps_of(report["cases"]):
+        cap, limit = rows[0]["cap"], rows[0]["limit_bytes"]
+        title = "everything resident" if cap is None else report["cap"].format(cap)
+        if limit is not None:
+            title += f", {limit / MIB:.0f} MiB"
+        yield f"{title}; {made}", rows
 
 
 def memory_notes(rows: Sequence[Result]) -> list[str]:
@@ -105,34 +95,21 @@ def memory_notes(rows: Sequence[Result]) -> list[str]:
     for row in rows:
         if "budget_bytes" not in row:
             continue
-        parts = [f"peak {row['peak_rss_bytes'] / MIB:.0f} MiB"]
+        parts = [f"peak {row['peak_bytes'] / MIB:.0f} MiB"]
         if row["limit_bytes"]:
-            kept = "OVER its promise of" if row["over_promise"] else "promised"
-            parts.append(f"{kept} {row['limit_bytes'] / MIB:.0f}")
+            over = row["peak_bytes"] > row["limit_bytes"]
+            promised = "OVER its promise of" if over else "promised"
+            parts.append(f"{promised} {row['limit_bytes'] / MIB:.0f}")
         parts.append(f"slots {row['budget_bytes'] / MIB:.0f} MiB")
-        if row.get("callback_us_p50") is not None:
+        if row["callback_us_p50"] is not None:
             parts.append(f"callback {row['callback_us_p50']:.0f} us")
-        if not row["direct_io"]:
-            parts.append("buffered I/O")
         lines.append(f"{row['name']}: {', '.join(parts)}")
     return lines
 
 
-_VERDICTS = {True: "met", False: "MISSED", None: "not measured"}
-
-
-def goal_table(title: str, goals: Sequence[Result], *columns: Column) -> Table:
-    """Goals, each under its own columns and with whether it was met."""
-    return Table(
-        title, (*columns, Column("", lambda goal: _VERDICTS[goal["met"]], left=True)), goals
+def bound_note(row: Result) -> str:
+    """What binds a row that has a bound."""
+    return (
+        f"{row['name']}: bound {1e3 / row['bound_tpot_ms']:.1f} tok/s by {row['bound_by']} "
+        f"(computing {row['bound_compute_ms']:.1f} ms, misses {row['bound_wait_ms']:.1f})"
     )
-
-
-def at_cap(name: str) -> Callable[[Result], str]:
-    """Takes the name of a goal, and the cap that it is for."""
-
-    def named(goal: Result) -> str:
-        cap = goal["cap"]
-        return str(goal[name]) if cap is None else f"{goal[name]}, at {cap:.0%}"
-
-    return named
