@@ -10,8 +10,8 @@ from orchestrator.lab.bench.cases import ON_DEMAND, REFERENCE, Case, global_lru,
 from orchestrator.lab.bench.job import COLD, Part, decode, prompt, settle
 from orchestrator.lab.bench.loop import Loop, Measured
 from orchestrator.lab.bench.options import BenchOptions
-from orchestrator.lab.bench.report import HIT, MIX, NAME, memory_notes, moved, slowest, tokens_of
-from orchestrator.lab.bench.rows import Result, add_ratio, caps_of, case_row
+from orchestrator.lab.bench.report import HIT, MIX, NAME, memory_notes, moved, slowest
+from orchestrator.lab.bench.rows import Result, add_ratio, caps_of, managed
 from orchestrator.lab.table import Column, fixed, percent
 from orchestrator.settings import FROM_1, again, setting
 
@@ -73,23 +73,23 @@ class Ablation(Benchmark[Loop[AblationOptions]]):
             listed += [global_lru(cap), *paper_rows(cap, options.retention)]
         return listed
 
-    def figures(self, loop: Loop[AblationOptions], measured: Measured) -> Result:
-        rows = [case_row(case, runs, loop.limit_bytes(case)) for case, runs in measured.each()]
+    def compare(
+        self, loop: Loop[AblationOptions], rows: Sequence[Result], measured: Measured
+    ) -> None:
         add_over_demand(rows)
-        return {"cases": rows}
 
-    def intro(self, report: Result) -> list[str]:
-        options = report["options"]
+    def intro(self, loop: Loop[AblationOptions]) -> list[str]:
+        options = loop.options
         return [
-            f"{options['turns']} prompts of {options['prompt_tokens']} {tokens_of(report)} tokens, "
-            f"each followed by its share of {options['tokens']} decode steps; cold: one before "
-            f"them, into empty slots. {options['runs']} runs in turn, medians; 4/2 and 4/0 at r = "
-            f"{options['retention']}",
+            f"{options.turns} prompts of {options.prompt_tokens} {options.words} tokens, each "
+            f"followed by its share of {options.tokens} decode steps; cold: one before them, into "
+            f"empty slots. {options.runs} runs in turn, medians; 4/2 and 4/0 at r = "
+            f"{options.retention}",
             "the paper's speed-ups in TPOT over row 1: row 5 x 2.43, row 6 x 2.67",
         ]
 
     def notes(self, rows: Sequence[Result]) -> list[str]:
-        return memory_notes(rows) + look_ahead_notes(rows)
+        return memory_notes(managed(rows)) + look_ahead_notes(rows)
 
 
 def look_ahead_notes(rows: Sequence[Result]) -> list[str]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
 from orchestrator.lab.bench.cases import Case, chosen
 from orchestrator.lab.bench.loop import Loop, Measured
 from orchestrator.lab.bench.models import Note
 from orchestrator.lab.bench.options import BenchOptions
-from orchestrator.lab.bench.report import by_cap, heading
-from orchestrator.lab.bench.rows import Result
+from orchestrator.lab.bench.report import MIB, heading, made_of
+from orchestrator.lab.bench.rows import Result, caps_of, case_row
 from orchestrator.lab.experiment import Experiment
-from orchestrator.lab.table import Column, Table, document
+from orchestrator.lab.table import Column, Report, Table
 
 L = TypeVar("L", bound="Loop[Any]")
 
@@ -24,9 +23,9 @@ QUICK_NOTE = (
 )
 
 
-class Benchmark(Experiment[L, Result]):
-    """A benchmark is measured on a loop, which holds its options and its model. The report is one
-    JSON-ready object, whose rows are under "cases"; they are shown under columns."""
+class Benchmark(Experiment[L, Report]):
+    """A benchmark is measured on a loop, which holds its options and its model: a list of cases, a
+    row for each, and columns."""
 
     options: ClassVar[type[BenchOptions]]
     columns: ClassVar[Sequence[Column]]
@@ -39,41 +38,49 @@ class Benchmark(Experiment[L, Result]):
     def cases(self, loop: L) -> list[Case]:
         """What is compared, in the order of the tables."""
 
-    def watch(self, loop: L, case: Case, number: int, measured: Measured) -> None:
-        """Looks at a case in the minute in which it ran; nothing by default."""
+    def row(self, loop: L, case: Case, runs: Sequence[Result]) -> Result:
+        """The figures of one case over its runs, or "error"."""
+        return case_row(case, runs, loop.limit_bytes(case))
+
+    def compare(self, loop: L, rows: Sequence[Result], measured: Measured) -> None:
+        """Adds to the rows what follows from all of them; nothing by default."""
+
+    def rows(self, loop: L, measured: Measured) -> list[Result]:
+        """All rows. A case that failed is reported in its row."""
+        rows = [self.row(loop, case, runs) for case, runs in measured.each()]
+        self.compare(loop, rows, measured)
+        return rows
+
+    def groups(self, loop: L, rows: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
+        """(title, rows) of each table: of each cap, everything resident first."""
+        for same in caps_of(rows):
+            cap, limit = same[0]["cap"], same[0]["limit_bytes"]
+            title = "everything resident" if cap is None else loop.cap_words.format(cap)
+            yield title + ("" if limit is None else f", {limit / MIB:.0f} MiB"), same
 
     @abstractmethod
-    def figures(self, loop: L, measured: Measured) -> Result:
-        """What follows from all runs, at least the rows."""
-
-    @abstractmethod
-    def intro(self, report: Result) -> list[str]:
+    def intro(self, loop: L) -> list[str]:
         """What was measured and what the columns mean, a paragraph each."""
 
     def notes(self, rows: Sequence[Result]) -> list[str]:
-        """What else is to be said of the rows of one cap."""
+        """What else is to be said of the rows of one table."""
         return []
 
-    def tables(self, found: Result) -> list[Table]:
-        return [
-            Table(title, self.columns, rows, self.notes(rows)) for title, rows in by_cap(found)
+    def measure(self, on: L) -> Report:
+        measured = on.run(chosen(self.cases(on), on.options.rows))
+        tables = [
+            Table(f"{title}; {made_of(on)}", self.columns, rows, self.notes(rows))
+            for title, rows in self.groups(on, self.rows(on, measured))
         ]
+        quick = [QUICK_NOTE] if on.options.quick else []
+        return Report([*quick, *heading(on, measured), *self.intro(on)], tables, on.skipped)
 
-    def measure(self, on: L) -> Result:
-        """The report. A case that fails is reported in its row."""
-        listed = chosen(self.cases(on), on.options.rows)
-        measured = on.run(listed, partial(self.watch, on))
-        return on.describe(measured) | self.figures(on, measured)
+    def tables(self, found: Report) -> list[Table]:
+        return found.tables
 
-    def run(self, options: BenchOptions, note: Note = lambda text: None) -> Result:
-        """Makes the model, measures everything and returns the report; note gets progress lines.
-        Raises MoeEdgeError where no model can be made or read."""
+    def run(self, options: BenchOptions, note: Note = lambda text: None) -> Report:
+        """Makes the model, measures everything and reports it; note gets progress lines. Raises
+        MoeEdgeError where no model can be made or read."""
         if options.quick:
             note(QUICK_NOTE)
         return self.measure(self.prepare(options, note))
-
-    def text(self, report: Result) -> str:
-        """The report for a terminal."""
-        quick = [QUICK_NOTE] if report["options"]["quick"] else []
-        head = [*quick, *heading(report), *self.intro(report)]
-        return document(head, self.tables(report), report["skipped"])

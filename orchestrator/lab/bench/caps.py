@@ -7,10 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from orchestrator.config import MOST_SEQUENCES, Config
-from orchestrator.cost.time import TimeModel
 from orchestrator.lab.bench.benchmark import Benchmark
 from orchestrator.lab.bench.cases import REFERENCE, RESIDENT, Case, mapped, policies, uniform
 from orchestrator.lab.bench.job import DECODE, Part
@@ -28,7 +25,6 @@ from orchestrator.lab.bench.report import (
     moved,
     slowest,
     step,
-    tokens_of,
 )
 from orchestrator.lab.bench.rows import (
     Result,
@@ -36,20 +32,13 @@ from orchestrator.lab.bench.rows import (
     add_ratio,
     best_runs,
     caps_of,
-    case_row,
+    managed,
     named,
 )
 from orchestrator.lab.table import Column, fixed, percent
 from orchestrator.memory.footprint import scratch_bytes
-from orchestrator.memory.machine import probe
-from orchestrator.memory.plan import plan_memory
-from orchestrator.native.llama import Bindings
 from orchestrator.settings import setting
 
-# A row above this share of its bound needs an explanation that was checked.
-MOST = 1.05
-# A row that reads so much faster than the probes beside it shows that the disk changed.
-FASTER = 1.05
 # Beside the experts, what reading one tensor at a time into another layout takes.
 _REPACKED = ("q4_k", "q2_k")
 
@@ -101,23 +90,17 @@ def computing(rows: Sequence[Result], fewer_share: float) -> Computing:
 
 def add_disk_bound(row: Result, runs: Sequence[Result], compute: Computing) -> None:
     """Adds the bound of a row that reads: bytes that a step missed, over the bandwidth. That is the
-    best that the disk showed: in the probes right before and after, or under the row itself, which
-    then says that the disk became faster."""
+    best that the disk showed: in the probes right before and after, or under the row itself."""
     waits, reads, probes = [], [], []
     for run in runs:
         parts = named(run, DECODE)
         seconds = sum(sum(part["ms"]) for part in parts) / 1e3
-        reached = sum(part["store"]["bytes"] for part in parts) / seconds
-        fastest = max(reached, *run["disk"])
-        waits.append([each / fastest * 1e3 for part in parts for each in step_bytes(part)])
-        reads.append(reached)
+        reads.append(sum(part["store"]["bytes"] for part in parts) / seconds)
         probes += run["disk"]
+        fastest = max(reads[-1], *run["disk"])
+        waits.append([each / fastest * 1e3 for part in parts for each in step_bytes(part)])
     add_bound(row, [compute.of_mix(at, row["mix"]) for at in range(len(runs))], waits)
-    row |= {
-        "read_bytes_per_s": statistics.median(reads),
-        "probe_bytes_per_s": probes,
-        "disk_changed": max(reads) > FASTER * max(probes),
-    }
+    row |= {"read_bytes_per_s": statistics.median(reads), "probe_bytes_per_s": probes}
 
 
 def step_bytes(part: Result) -> list[float]:
@@ -128,65 +111,11 @@ def step_bytes(part: Result) -> list[float]:
 
 
 def disk_note(row: Result) -> str:
-    """What binds a row, how fast it read beside its probes, and whether it needs a reason."""
+    """What binds a row, and how fast it read beside its probes."""
     probes = row["probe_bytes_per_s"]
-    line = (
+    return (
         f"{bound_note(row)}, read at {row['read_bytes_per_s'] / 1e9:.2f} GB/s, probes "
         f"{min(probes) / 1e9:.2f} to {max(probes) / 1e9:.2f}"
-    )
-    if row["disk_changed"]:
-        line += ": the disk was faster under this row than in its probes"
-    if row["of_bound"] > MOST:
-        line += f"; ABOVE {MOST:.0%} of its bound"
-    return line
-
-
-_KEY = "predicted_"
-
-
-def predict(loop: Loop[Any], case: Case, number: int, measured: Measured) -> None:
-    """Adds to the last result of a case of our engine what its plan was to take, by what this
-    machine computes in the same minute, the routing that the run measured so far, and the disk's
-    speed before and after. Raises MoeEdgeError."""
-    result = measured.results[case.key][-1]
-    speed = statistics.mean(result.get("disk", [measured.bandwidths[-1].bytes_per_s]))
-    uses, job, options = _uses(loop, measured), loop.job(case, number), loop.options
-    config = job.config()
-    plan = plan_memory(config, loop.model, probe())
-    behind = options.prompt_tokens + options.warmup + options.tokens // 2
-    disk = measured.bandwidths[-1]._replace(bytes_per_s=speed).beside(config)
-    with TimeModel(Bindings.load(), config, loop.model, disk, uses, fresh=True) as times:
-        found = times.of_plan(plan)
-        result |= {
-            f"{_KEY}tpot_ms": 1e3 * found.token_s(behind),
-            f"{_KEY}ttft_ms": 1e3 * found.prompt_s(options.prompt_tokens, first=not job.warm),
-            f"{_KEY}hit_rate": found.residency.hit_rate,
-        }
-
-
-def predicted(runs: Sequence[Result]) -> Result:
-    """The medians of what was predicted in all runs of a case; nothing where nothing was."""
-    names = [name for name in runs[0] if name.startswith(_KEY)]
-    return {name: statistics.median(run[name] for run in runs if name in run) for name in names}
-
-
-def _uses(loop: Loop[Any], measured: Measured) -> np.ndarray | None:
-    """The routing that a run measured, in every layer alike, which says as much of hits as the
-    layers' own; None where none did."""
-    if (routing := measured.routing) is None:
-        return None
-    use = routing["use"]
-    chances = np.asarray(use) * loop.model.n_expert_used / max(sum(use), 1e-300)
-    return np.tile(np.minimum(chances, 1.0), (loop.model.n_layers, 1))
-
-
-def prediction_note(row: Result) -> str:
-    """Prediction and measurement of a row, and their ratio."""
-    return (
-        f"{row['name']}: predicted {row['predicted_tpot_ms']:.1f} ms a token, measured over that "
-        f"{row['tpot_ms_p50'] / row['predicted_tpot_ms']:.2f}; TTFT "
-        f"{row['predicted_ttft_ms']:.0f} ms, {row['ttft_ms'] / row['predicted_ttft_ms']:.2f}; "
-        f"hits {row['predicted_hit_rate']:.1%}"
     )
 
 
@@ -232,7 +161,10 @@ class Caps(Benchmark[Loop[CapOptions]]):
         alone."""
         options = loop.options
         if options.together > 1:
-            return [REFERENCE, *(c for cap in options.caps for c in policies(cap, options.retention))]
+            listed = [REFERENCE]
+            for cap in options.caps:
+                listed += policies(cap, options.retention)
+            return listed
         listed = [*RESIDENT]
         for cap in options.caps:
             repacked = {"mmap": True, "extra_bufts": True}
@@ -248,42 +180,31 @@ class Caps(Benchmark[Loop[CapOptions]]):
                 listed += uniform(cap, tier)
         return listed
 
-    def watch(self, loop: Loop[CapOptions], case: Case, number: int, measured: Measured) -> None:
-        if case.system == "engine" and case.tier is None and loop.options.together == 1:
-            predict(loop, case, number, measured)
-
-    def figures(self, loop: Loop[CapOptions], measured: Measured) -> Result:
-        rows = [
-            case_row(case, runs, loop.limit_bytes(case)) | predicted(runs)
-            for case, runs in measured.each()
-        ]
-        fewer = loop.fewer_experts[1]
-        compute = computing(rows, fewer / loop.model.n_expert_used)
+    def compare(self, loop: Loop[CapOptions], rows: Sequence[Result], measured: Measured) -> None:
+        compute = computing(rows, loop.fewer_experts[1] / loop.model.n_expert_used)
         for row, (_, runs) in zip(rows, measured.each(), strict=True):
             if compute.high and "error" not in row and "disk" in runs[0]:
                 add_disk_bound(row, runs, compute)
         add_ratio(rows, "of_resident", [row for row in rows if row["role"] == "reference"])
         for same in caps_of(rows):
             add_ratio(same, "speedup_mmap", [row for row in same if row["role"] == "mmap"])
-        return {"fewer_experts": fewer, "cases": rows}
 
-    def intro(self, report: Result) -> list[str]:
-        options = report["options"]
-        if options["together"] > 1:
-            return [
-                f"{options['together']} sequences decode together behind a prompt of "
-                f"{options['prompt_tokens']} {tokens_of(report)} tokens, {options['tokens']} steps; "
-                f"{options['runs']} runs in turn; dymoe at r = {options['retention']}"
-            ]
+    def intro(self, loop: Loop[CapOptions]) -> list[str]:
+        options = loop.options
+        behind = (
+            f"behind the same {options.prompt_tokens} {options.words} tokens for all; "
+            f"{options.runs} runs in turn, speeds from the median step; dymoe at r = "
+            f"{options.retention}"
+        )
+        if options.together > 1:
+            return [f"{options.together} sequences, {options.tokens} decode steps {behind}"]
         return [
-            f"{options['tokens']} decode steps with the same {tokens_of(report)} tokens for all, "
-            f"{options['prompt_tokens']} before them; {options['runs']} runs in turn, speeds from "
-            f"the median step; dymoe at r = {options['retention']}",
+            f"{options.tokens} decode steps {behind}",
             "bound: the median over the steps of the slower of computing and missed bytes / "
             "bandwidth. Computing is upstream's at its best flags with everything resident, less "
             "what low and skipped experts save there; the bandwidth is the best that the probes "
-            f"before and after or the row itself showed. fewer experts: {report['fewer_experts']} "
-            f"of {report['model']['n_expert_used']} a token",
+            f"before and after or the row itself showed. fewer experts: {loop.fewer_experts[1]} "
+            f"of {loop.model.n_expert_used} a token",
             "all TYPE: every expert in the largest type with which the model fits whole. It is "
             "the rival by speed; what types and mixes lose is no matter of random weights, and "
             "stands in docs/quality.md",
@@ -291,12 +212,11 @@ class Caps(Benchmark[Loop[CapOptions]]):
 
     def notes(self, rows: Sequence[Result]) -> list[str]:
         return [
-            *memory_notes(rows),
+            *memory_notes(managed(rows)),
             *(disk_note(row) for row in rows if "bound_tpot_ms" in row),
-            *(prediction_note(row) for row in rows if "predicted_tpot_ms" in row),
             *(
                 f"{row['name']}: {row['of_resident']:.2f} of the speed of everything resident"
-                for row in rows
-                if {"of_resident", "budget_bytes"} <= row.keys() and "bound_tpot_ms" not in row
+                for row in managed(rows)
+                if "of_resident" in row and row["cap"] and "bound_tpot_ms" not in row
             ),
         ]

@@ -252,6 +252,7 @@ def _expert_use(engine: Any, n_ubatch: int, draw: Draw) -> Result:
         counts[event.layer] += np.bincount(ids, minlength=n_expert)
         seen[event.layer] += event.n_tokens
 
+    engine.reset()
     engine.store.set_route(record)
     for _ in range(ROUTING_CHUNKS):
         engine.eval(draw(n_ubatch), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from orchestrator.lab.replay import ReplayOptions, Trace
 from orchestrator.lab.replay.record import Disk, Recorder, dense_share
 from orchestrator.lab.replay.report import set_up_for, speed_and_time
 from orchestrator.lab.replay.simulate import simulate
-from orchestrator.lab.table import Column, Table, fixed
+from orchestrator.lab.table import Column, fixed
 from orchestrator.native import MAX_AHEAD
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import policy_class
@@ -199,7 +200,7 @@ class Firm(Benchmark[Loop[FirmOptions]]):
         """No real runs."""
         return []
 
-    def figures(self, loop: Loop[FirmOptions], measured: Measured) -> Result:
+    def rows(self, loop: Loop[FirmOptions], measured: Measured) -> list[Result]:
         loop.note("recording the routing, with everything in memory")
         trace = record(loop)
         speed = loop.options.bandwidth or int(measured.bandwidths[0].bytes_per_s)
@@ -219,26 +220,22 @@ class Firm(Benchmark[Loop[FirmOptions]]):
                     if other["bytes_per_token"]:
                         row["bytes_ratio"] = row["bytes_per_token"] / other["bytes_per_token"]
                 rows += played
-        return {"cases": rows, "replay_bytes_per_s": speed}
+        return rows
 
-    def intro(self, report: Result) -> list[str]:
-        options, speed = report["options"], report["replay_bytes_per_s"] / 1e9
-        return [
-            f"{options['tokens']} decode steps behind a prompt of {options['prompt_tokens']} "
-            f"tokens. Virtual time: routing recorded once, reads of {speed:.2f} GB/s and "
-            f"{options['latency_us']} us. n: matrices of an expert that are loaded ahead; rank, "
-            f"mol: the vote, with K and P tuned; x base: against no prefetch, or BB; answer tok/s: "
-            f"by the time of the prompt and the answer; x none: bytes against no prefetch"
-        ]
+    def groups(
+        self, loop: Loop[FirmOptions], rows: Sequence[Result]
+    ) -> Iterator[tuple[str, list[Result]]]:
+        for cap, world in dict.fromkeys((row["cap"], row["world"]) for row in rows):
+            same = [row for row in rows if (row["cap"], row["world"]) == (cap, world)]
+            yield f"expert slots of {cap:.0%} of the experts, {world}", same
 
-    def tables(self, found: Result) -> list[Table]:
-        rows = found["cases"]
-        groups = dict.fromkeys((row["cap"], row["world"]) for row in rows)
+    def intro(self, loop: Loop[FirmOptions]) -> list[str]:
+        options = loop.options
+        speed = "measured" if options.bandwidth is None else f"{options.bandwidth / 1e9:.2f} GB/s"
         return [
-            Table(
-                f"expert slots of {cap:.0%} of the experts, {world}",
-                self.columns,
-                [row for row in rows if (row["cap"], row["world"]) == (cap, world)],
-            )
-            for cap, world in groups
+            f"{options.tokens} decode steps behind a prompt of {options.prompt_tokens} tokens. "
+            f"Virtual time: routing recorded once, reads of {speed} and {options.latency_us} us. "
+            "n: matrices of an expert that are loaded ahead; rank, mol: the vote, with K and P "
+            "tuned; x base: against no prefetch, or BB; answer tok/s: by the time of the prompt "
+            "and the answer; x none: bytes against no prefetch"
         ]

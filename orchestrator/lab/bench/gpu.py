@@ -26,7 +26,7 @@ from orchestrator.lab.bench.cases import (
     paper_rows,
     policies,
 )
-from orchestrator.lab.bench.job import DECODE, PROMPT, Job, prompt, settle
+from orchestrator.lab.bench.job import DECODE, Job, prompt, settle
 from orchestrator.lab.bench.loop import Loop, Measured
 from orchestrator.lab.bench.models import Note
 from orchestrator.lab.bench.options import BenchOptions
@@ -34,13 +34,11 @@ from orchestrator.lab.bench.report import (
     HIT,
     MIX,
     NAME,
-    TOKENS,
     TTFT,
     bound_note,
     memory_notes,
     moved,
     step,
-    tokens_of,
 )
 from orchestrator.lab.bench.rows import (
     Result,
@@ -49,10 +47,7 @@ from orchestrator.lab.bench.rows import (
     best_runs,
     caps_of,
     case_row,
-    good,
-    median_ratio,
     named,
-    times_ms,
 )
 from orchestrator.lab.table import Column, fixed, percent
 from orchestrator.memory.footprint import device_shape, kernel_bytes
@@ -184,7 +179,6 @@ class GpuLoop(Loop[GpuOptions]):
             kept: Result = json.loads(place.read_text())
             return kept
         found = super().measure(case, number)
-        self.note(f"{case.key}: {said(case, found)}")
         if place is not None:
             place.parent.mkdir(parents=True, exist_ok=True)
             write_whole(place, json.dumps(found))
@@ -236,14 +230,6 @@ class GpuLoop(Loop[GpuOptions]):
         return super().bandwidth(number)
 
 
-def said(case: Case, found: Result) -> str:
-    """What a process found, in short."""
-    if "error" in found or case.role == "probe":
-        return str(found.get("error", "loaded"))
-    row = case_row(case, [found], None)
-    return f"{row['tpot_ms_p50']:.2f} ms per token, first token after {row['ttft_ms']:.1f} ms"
-
-
 def ask_device(name: str) -> Result:
     """A GPU, as a process of its own finds it: this one shall take nothing of its memory. Raises
     ConfigError where there is none."""
@@ -267,12 +253,7 @@ def gpu_row(case: Case, runs: Sequence[Result], vram_bytes: int | None) -> Resul
     row["peak_bytes"] = max(each["memory"]["used"] for each in runs)
     if "hit_rate" in row:
         copied = [per_token(run, "copied_bytes") for run in runs]
-        speeds = [
-            sum(part["store"]["copied_bytes"] for part in named(run, PROMPT))
-            / (sum(times_ms(run, PROMPT)) / 1e3)
-            for run in runs
-        ]
-        row |= {"copied_bytes_per_token": statistics.median(copied), "prompt_speed_runs": speeds}
+        row["copied_bytes_per_token"] = statistics.median(copied)
     return row
 
 
@@ -291,7 +272,7 @@ def wait_ms(run: Result, speeds: Result, disk_speed: float) -> float:
     in_place = per_token(run, "in_place_bytes") - by_host
     over_link = per_token(run, "needed_copied_bytes") / link + in_place / (speeds["read"] or link)
     computed = by_host / speeds["compute"] if by_host else 0.0
-    return 1e3 * max(over_link, computed, per_token(run, "needed_bytes") / disk_speed)
+    return float(1e3 * max(over_link, computed, per_token(run, "needed_bytes") / disk_speed))
 
 
 def compare(
@@ -311,12 +292,10 @@ def compare(
         add_ratio(same, "ttft_speedup", upstream, "ttft_ms_runs")
     add_over_demand(rows)
     compute = best_runs([row for row in rows if row["role"] == "reference"]) or [0.0] * len(reads)
-    peaks = [each["pinned"] or each["pageable"] for each in copies]
     for row, each in zip(rows, runs, strict=True):
-        if "prompt_speed_runs" in row and row["cap"] is not None:
+        if "hit_rate" in row and row["cap"] is not None:
             waits = [[wait_ms(*given)] for given in zip(each, copies, reads, strict=True)]
             add_bound(row, compute, waits)
-            row["of_copy_peak"] = median_ratio(row["prompt_speed_runs"], peaks)
 
 
 class Gpu(Benchmark[GpuLoop]):
@@ -325,7 +304,6 @@ class Gpu(Benchmark[GpuLoop]):
     options = GpuOptions
     columns = (
         NAME,
-        TOKENS,
         step(2),
         TTFT,
         HIT,
@@ -350,40 +328,30 @@ class Gpu(Benchmark[GpuLoop]):
     def cases(self, loop: GpuLoop) -> list[Case]:
         return gpu_cases(loop.options, loop.room, loop.gpu["index"] or 0)
 
-    def figures(self, loop: GpuLoop, measured: Measured) -> Result:
-        rows = [
-            gpu_row(case, runs, None if case.cap is None else loop.room.vram_bytes(case.cap))
-            for case, runs in measured.each()
-        ]
+    def row(self, loop: GpuLoop, case: Case, runs: Sequence[Result]) -> Result:
+        return gpu_row(case, runs, None if case.cap is None else loop.room.vram_bytes(case.cap))
+
+    def compare(self, loop: GpuLoop, rows: Sequence[Result], measured: Measured) -> None:
         runs = [runs for _, runs in measured.each()]
         compare(rows, runs, loop.copies, [each.bytes_per_s for each in measured.bandwidths])
-        return {"gpu": loop.gpu | {"copies": loop.copies}, "cases": rows}
 
-    def intro(self, report: Result) -> list[str]:
-        options, gpu = report["options"], report["gpu"]
+    def intro(self, loop: GpuLoop) -> list[str]:
+        options, gpu = loop.options, loop.gpu
         names = ("pinned", "pageable", "read", "compute")
-        pinned, pageable, read, compute = (_speeds(gpu["copies"], name) for name in names)
+        pinned, pageable, read, compute = (_speeds(loop.copies, name) for name in names)
         return [
             f"{gpu['name']}, {format_size(gpu['total_bytes'])}; copies to it {pinned} pinned, "
             f"{pageable} pageable; in place {read}, by the host {compute}",
-            f"{options['tokens']} decode steps with the same {tokens_of(report)} tokens for all, "
-            f"{options['prompt_tokens']} before them, {options['runs']} runs in turn; x TPOT, x "
-            f"TTFT: against upstream's best; dymoe at r = {options['retention']}",
+            f"{options.tokens} decode steps with the same {options.words} tokens for all, "
+            f"{options.prompt_tokens} before them, {options.runs} runs in turn; x TPOT, x TTFT: "
+            f"against upstream's best; dymoe at r = {options.retention}",
             "bound: the slower of computing (all on the GPU) and what tokens missed / those speeds",
             "rows 1 to 6: Table 3 of DyMoE, misses copied; x row 1: in TPOT",
         ]
 
     def notes(self, rows: Sequence[Result]) -> list[str]:
-        return [
-            *memory_notes(rows),
-            *(
-                f"{bound_note(row)}; copies of a prompt at "
-                f"{statistics.median(row['prompt_speed_runs']) / 1e9:.2f} GB/s, "
-                f"{row['of_copy_peak']:.0%} of their peak"
-                for row in good(rows)
-                if "bound_tpot_ms" in row
-            ),
-        ]
+        bounds = [bound_note(row) for row in rows if "bound_tpot_ms" in row]
+        return memory_notes(rows) + bounds
 
 
 def _speeds(copies: list[Result], name: str) -> str:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import platform
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -14,8 +11,6 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.process import processor_name
-from gguf_tools.synthetic.tensors import RESIDUAL_POWER
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.cost import disk
 from orchestrator.errors import ConfigError
@@ -50,9 +45,6 @@ class Measured(NamedTuple):
         return next((each["routing"] for each in runs if "routing" in each), None)
 
 
-# A case, the number of its run, and all that was measured so far.
-Watch = Callable[[Case, int, Measured], None]
-
 Asked = TypeVar("Asked", bound=BenchOptions)
 L = TypeVar("L", bound="Loop[Any]")
 ShapeOf = Callable[[ExpertModel, tuple[int, ...]], ModelShape]
@@ -85,16 +77,14 @@ class Loop(Generic[Asked]):
             )
         return cls(options, high, low, model, note)
 
-    def run(self, listed: Sequence[Case], watch: Watch) -> Measured:
+    def run(self, listed: Sequence[Case]) -> Measured:
         """Measures all cases once, then all of them again, options.runs times: what a ratio
-        compares ran within minutes of each other. A case that failed is not tried again. watch
-        sees each case right behind it, and what was measured until then."""
+        compares ran within minutes of each other. A case that failed is not tried again."""
         options = self.options
         for case in listed:
             self.file_of(case.tier)  # a disk without room ends this before an hour of measuring
         results: dict[str, list[Result]] = {case.key: [] for case in listed}
         bandwidths: list[disk.Bandwidth] = []
-        so_far = Measured(listed, results, bandwidths)
         with contextlib.nullcontext() if options.quick else host.first_in_line():
             for number in range(options.runs):
                 bandwidths.append(self.bandwidth(number))
@@ -108,9 +98,7 @@ class Loop(Generic[Asked]):
                     if case.cap is not None and case.system == "engine" and case.tier is None:
                         after = self.probe(number).bytes_per_s
                         earlier[-1]["disk"], before = [before, after], after
-                    if "error" not in earlier[-1]:
-                        watch(case, number, so_far)
-        return so_far
+        return Measured(listed, results, bandwidths)
 
     @property
     def text(self) -> str | None:
@@ -222,39 +210,6 @@ class Loop(Generic[Asked]):
             warm=case.cap is None,
             routing=case.role == "reference" and number == 0,
         )
-
-    def describe(self, measured: Measured) -> Result:
-        """What all reports say of the machine, the model and the options."""
-        options, model = self.options, self.model
-        bandwidths = measured.bandwidths
-        return {
-            "machine": {
-                "processor": processor_name(),
-                "cores": len(os.sched_getaffinity(0)),
-                "system": platform.platform(),
-            },
-            "model": {
-                "shape": options.model_name,
-                "trained": options.trained,
-                "file_bytes": self.file_bytes,
-                "tiers": [tier.name for tier in model.tiers],
-                "n_layers": model.n_layers,
-                "residual_power": None if options.trained else RESIDUAL_POWER,
-                "n_expert": model.n_expert,
-                "n_expert_used": model.n_expert_used,
-            },
-            "options": options.described(),
-            "cap": self.cap_words,
-            "routing": measured.routing,
-            "bandwidth": {
-                "bytes_per_s": statistics.median(each.bytes_per_s for each in bandwidths),
-                "runs": [each.bytes_per_s for each in bandwidths],
-                "direct": all(each.direct for each in bandwidths),
-                "slice_bytes": bandwidths[0].slice_bytes,
-                "threads": options.io_threads,
-            },
-            "skipped": self.skipped,
-        }
 
 
 def token_slot_bytes(model: ExpertModel, shape_of: ShapeOf = model_shape) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from gguf_tools import synthetic
@@ -148,10 +147,7 @@ class BenchOptions(Settings):
             decode(self.tokens, self.max_seconds),
         ]
 
-    def described(self) -> dict[str, Any]:
-        """What a report says of the options, JSON-ready."""
-        values = {name: getattr(self, name) for name in self.declared()}
-        routing = "trained" if self.trained else self.routing
-        return {
-            name: str(value) if isinstance(value, Path) else value for name, value in values.items()
-        } | {"routing": routing, "threads": self.n_threads}
+    @property
+    def words(self) -> str:
+        """What the tokens are."""
+        return "text" if self.trained else "random"

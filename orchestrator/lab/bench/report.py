@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
+from gguf_tools.process import processor_name
+from gguf_tools.synthetic.tensors import RESIDUAL_POWER
 from gguf_tools.units import format_size
-from orchestrator.lab.bench.rows import Result, caps_of
+from orchestrator.lab.bench.loop import Loop, Measured
+from orchestrator.lab.bench.rows import Result, good
 from orchestrator.lab.table import Column, fixed, percent
 
 MIB, MB = 2**20, 1e6
@@ -39,25 +44,24 @@ def moved(key: str = "bytes_per_token", digits: int = 1) -> Column:
     return Column("MB/tok", key, fixed(digits, MB))
 
 
-def heading(report: dict[str, Any]) -> list[str]:
+def heading(loop: Loop[Any], measured: Measured) -> list[str]:
     """The model, the machine, the disk and the routing."""
-    model, bandwidth = report["model"], report["bandwidth"]
-    threads = report["options"]["threads"]
+    options, model, disks = loop.options, loop.model, measured.bandwidths
+    threads, speeds = options.n_threads, [each.bytes_per_s / 1e9 for each in disks]
     return [
-        f"{model['shape']}: {model['n_layers']} layers of {model['n_expert']} experts, top-"
-        f"{model['n_expert_used']}, {format_size(model['file_bytes'])} in "
-        f"{model['tiers'][0]}, {'trained' if model['trained'] else 'random weights'}",
-        f"{report['machine']['processor']}, {report['machine']['cores']} cores, "
-        f"{threads} compute thread{'s' if threads > 1 else ''}",
-        f"{'direct' if bandwidth['direct'] else 'buffered'} reads of "
-        f"{bandwidth['slice_bytes'] / 1e6:.2f} MB by {bandwidth['threads']} threads: "
-        f"{bandwidth['bytes_per_s'] / 1e9:.2f} GB/s "
-        f"({', '.join(f'{each / 1e9:.2f}' for each in bandwidth['runs'])})",
-        _routing_line(report["options"]["routing"], report["routing"]),
+        f"{options.model_name}: {model.n_layers} layers of {model.n_expert} experts, top-"
+        f"{model.n_expert_used}, {format_size(loop.file_bytes)} in {model.tiers[0].name}, "
+        f"{'trained' if options.trained else 'random weights'}",
+        f"{processor_name()}, {len(os.sched_getaffinity(0))} cores, {threads} compute "
+        f"thread{'s' if threads > 1 else ''}",
+        f"{'direct' if all(each.direct for each in disks) else 'buffered'} reads of "
+        f"{disks[0].slice_bytes / 1e6:.2f} MB by {options.io_threads} threads: "
+        f"{statistics.median(speeds):.2f} GB/s ({', '.join(f'{each:.2f}' for each in speeds)})",
+        _routing_line("trained" if options.trained else options.routing, measured.routing),
     ]
 
 
-def _routing_line(routing: str, measured: dict[str, Any] | None) -> str:
+def _routing_line(routing: str, measured: Result | None) -> str:
     if measured is None:
         return f"{routing} routing, not measured"
     use = measured["use"]
@@ -69,39 +73,29 @@ def _routing_line(routing: str, measured: dict[str, Any] | None) -> str:
     )
 
 
-def tokens_of(report: dict[str, Any]) -> str:
-    """What the tokens are."""
-    return "text" if report["model"]["trained"] else "random"
-
-
-def by_cap(report: dict[str, Any]) -> Iterator[tuple[str, list[Result]]]:
-    """(title, rows) of each cap, everything resident first. A title says what a shortened model
-    of random weights is, and how often it ran: a table is quoted without its heading."""
-    model, runs = report["model"], report["options"]["runs"]
-    made = f"{model['n_layers']} layers, {runs} run{'s' if runs > 1 else ''}"
-    if model["residual_power"] is not None:
-        made += f", a layer adds {model['residual_power']:.1f} of the stream's power"
-    for rows in caps_of(report["cases"]):
-        cap, limit = rows[0]["cap"], rows[0]["limit_bytes"]
-        title = "everything resident" if cap is None else report["cap"].format(cap)
-        if limit is not None:
-            title += f", {limit / MIB:.0f} MiB"
-        yield f"{title}; {made}", rows
+def made_of(loop: Loop[Any]) -> str:
+    """What a shortened model of random weights is, and how often it ran: a table is quoted without
+    its heading."""
+    runs = loop.options.runs
+    made = f"{loop.model.n_layers} layers, {runs} run{'s' if runs > 1 else ''}"
+    if loop.options.trained:
+        return made
+    return f"{made}, a layer adds {RESIDUAL_POWER:.1f} of the stream's power"
 
 
 def memory_notes(rows: Sequence[Result]) -> list[str]:
     """Memory against what was promised, and what else does not fit a table."""
     lines = []
-    for row in rows:
-        if "budget_bytes" not in row:
-            continue
+    for row in good(rows):
         parts = [f"peak {row['peak_bytes'] / MIB:.0f} MiB"]
         if row["limit_bytes"]:
             over = row["peak_bytes"] > row["limit_bytes"]
-            promised = "OVER its promise of" if over else "promised"
-            parts.append(f"{promised} {row['limit_bytes'] / MIB:.0f}")
-        parts.append(f"slots {row['budget_bytes'] / MIB:.0f} MiB")
-        if row["callback_us_p50"] is not None:
+            parts.append(
+                f"{'OVER' if over else 'within'} its cap of {row['limit_bytes'] / MIB:.0f}"
+            )
+        if "budget_bytes" in row:
+            parts.append(f"slots {row['budget_bytes'] / MIB:.0f} MiB")
+        if row.get("callback_us_p50") is not None:
             parts.append(f"callback {row['callback_us_p50']:.0f} us")
         lines.append(f"{row['name']}: {', '.join(parts)}")
     return lines

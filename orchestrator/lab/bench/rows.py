@@ -43,6 +43,11 @@ def good(rows: Sequence[Result]) -> list[Result]:
     return [row for row in rows if "error" not in row]
 
 
+def managed(rows: Sequence[Result]) -> list[Result]:
+    """The rows of a run with a store."""
+    return [row for row in rows if "budget_bytes" in row]
+
+
 def best_runs(rows: Sequence[Result], key: str = "tpot_ms_p50_runs") -> list[float]:
     """For each run, the least that one of the rows took; nothing without rows."""
     return [min(each) for each in zip(*(row[key] for row in good(rows)), strict=True)]

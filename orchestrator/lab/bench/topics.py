@@ -4,7 +4,6 @@ steps stay, and how fast it is once its experts have moved."""
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +14,7 @@ from orchestrator.lab.bench.job import COLD, Part, decode, prompt, settle
 from orchestrator.lab.bench.loop import Loop, Measured
 from orchestrator.lab.bench.models import LOW
 from orchestrator.lab.bench.options import BenchOptions
-from orchestrator.lab.bench.report import NAME, tokens_of
+from orchestrator.lab.bench.report import NAME
 from orchestrator.lab.bench.rows import (
     Result,
     add_ratio,
@@ -82,9 +81,6 @@ def topic_row(case: Case, runs: Sequence[Result], limit_bytes: int | None) -> Re
     moved = sum(each["transition_bytes"] for each in stores)
     row |= {
         "placed_high_runs": [store_figures(named(run, PLACED))["mix"]["high"] for run in runs],
-        "promotions_per_minute": statistics.median(
-            promotions_per_minute(named(run, MOVING, PLACED)) for run in runs
-        ),
         "waited_ms": sum(each["wait_ms"] for each in stores),
         "demand_bytes": sum(each["demand_bytes"] for each in stores),
         "transition_bytes": moved,
@@ -97,13 +93,7 @@ def topic_row(case: Case, runs: Sequence[Result], limit_bytes: int | None) -> Re
     return row
 
 
-def promotions_per_minute(parts: Sequence[Result]) -> float:
-    """Experts that became high."""
-    minutes = sum(sum(part["ms"]) for part in parts) / 60e3
-    return float(sum(part["store"]["promoted"] for part in parts) / minutes)
-
-
-def compare(rows: Sequence[Result]) -> None:
+def add_speeds(rows: Sequence[Result]) -> None:
     """Adds the speed of each row against everything resident and upstream mmap, and once placed
     against everything resident at the same bits: between everything high and everything low, by
     the share of high in the row."""
@@ -142,7 +132,6 @@ class Topics(Benchmark[Loop[TopicOptions]]):
         Column("speed", "of_resident", fixed(2)),
         Column("placed", "of_same_bits", fixed(2)),
         Column("high", lambda row: row.get("mix", {}).get("high"), percent(1), "%"),
-        Column("promoted/min", "promotions_per_minute", fixed(0)),
         Column("waited", "waited_ms", fixed(1), "ms"),
     )
 
@@ -163,16 +152,17 @@ class Topics(Benchmark[Loop[TopicOptions]]):
                 listed.append(replace(base, name=name, settings=base.settings | settings))
         return listed
 
-    def figures(self, loop: Loop[TopicOptions], measured: Measured) -> Result:
-        rows = [topic_row(case, runs, loop.limit_bytes(case)) for case, runs in measured.each()]
-        compare(rows)
-        return {"cases": rows}
+    def row(self, loop: Loop[TopicOptions], case: Case, runs: Sequence[Result]) -> Result:
+        return topic_row(case, runs, loop.limit_bytes(case))
 
-    def intro(self, report: Result) -> list[str]:
-        options = report["options"]
+    def compare(self, loop: Loop[TopicOptions], rows: Sequence[Result], measured: Measured) -> None:
+        add_speeds(rows)
+
+    def intro(self, loop: Loop[TopicOptions]) -> list[str]:
+        options = loop.options
         return [
-            f"{options['switches']} changes between two topics, {options['tokens']} decode steps "
-            f"of {tokens_of(report)} tokens each; medians of {options['runs']} runs in turn",
+            f"{options.switches} changes between two topics, {options.tokens} decode steps of "
+            f"{options.words} tokens each; medians of {options.runs} runs in turn",
             "speed: of our managed path with everything resident; placed: of its speed at the same "
             "bits, in the second halves of the conversations; high: routed experts that were high",
         ]
