@@ -10,8 +10,8 @@ from orchestrator.lab.bench.cases import ON_DEMAND, REFERENCE, Case, global_lru,
 from orchestrator.lab.bench.job import COLD, Part, decode, prompt, settle
 from orchestrator.lab.bench.loop import Loop, Measured
 from orchestrator.lab.bench.options import BenchOptions
-from orchestrator.lab.bench.report import HIT, MIX, NAME, memory_notes, moved, slowest
-from orchestrator.lab.bench.rows import Result, add_ratio, caps_of, managed
+from orchestrator.lab.bench.report import HIT, MIX, NAME, moved, slowest
+from orchestrator.lab.bench.rows import Result, add_ratio, caps_of
 from orchestrator.lab.table import Column, fixed, percent
 from orchestrator.settings import FROM_1, again, setting
 
@@ -89,7 +89,7 @@ class Ablation(Benchmark[Loop[AblationOptions]]):
         ]
 
     def notes(self, rows: Sequence[Result]) -> list[str]:
-        return memory_notes(managed(rows)) + look_ahead_notes(rows)
+        return super().notes(rows) + look_ahead_notes(rows)
 
 
 def look_ahead_notes(rows: Sequence[Result]) -> list[str]:

@@ -10,7 +10,7 @@ from orchestrator.lab.bench.cases import Case, chosen
 from orchestrator.lab.bench.loop import Loop, Measured
 from orchestrator.lab.bench.models import Note
 from orchestrator.lab.bench.options import BenchOptions
-from orchestrator.lab.bench.report import MIB, heading, made_of
+from orchestrator.lab.bench.report import MIB, heading, made_of, row_notes
 from orchestrator.lab.bench.rows import Result, caps_of, case_row
 from orchestrator.lab.experiment import Experiment
 from orchestrator.lab.table import Column, Report, Table
@@ -64,7 +64,7 @@ class Benchmark(Experiment[L, Report]):
 
     def notes(self, rows: Sequence[Result]) -> list[str]:
         """What else is to be said of the rows of one table."""
-        return []
+        return row_notes(rows)
 
     def measure(self, on: L) -> Report:
         measured = on.run(chosen(self.cases(on), on.options.rows))

@@ -20,8 +20,6 @@ from orchestrator.lab.bench.report import (
     NAME,
     TOKENS,
     TTFT,
-    bound_note,
-    memory_notes,
     moved,
     slowest,
     step,
@@ -110,15 +108,6 @@ def step_bytes(part: Result) -> list[float]:
     return [demand + used * ahead for demand, ahead in part["step_reads"]]
 
 
-def disk_note(row: Result) -> str:
-    """What binds a row, and how fast it read beside its probes."""
-    probes = row["probe_bytes_per_s"]
-    return (
-        f"{bound_note(row)}, read at {row['read_bytes_per_s'] / 1e9:.2f} GB/s, probes "
-        f"{min(probes) / 1e9:.2f} to {max(probes) / 1e9:.2f}"
-    )
-
-
 def largest_whole(loop: Loop[Any], cap: float) -> str | None:
     """The largest uniform type of the experts with which the model fits under a cap as a whole."""
     model, options = loop.model, loop.options
@@ -177,7 +166,7 @@ class Caps(Benchmark[Loop[CapOptions]]):
             if tier is None:
                 loop.skip(f"no uniform type of the experts fits {cap:.0%} as a whole")
             else:
-                listed += uniform(cap, tier)
+                listed.append(uniform(cap, tier))
         return listed
 
     def compare(self, loop: Loop[CapOptions], rows: Sequence[Result], measured: Measured) -> None:
@@ -211,12 +200,9 @@ class Caps(Benchmark[Loop[CapOptions]]):
         ]
 
     def notes(self, rows: Sequence[Result]) -> list[str]:
-        return [
-            *memory_notes(managed(rows)),
-            *(disk_note(row) for row in rows if "bound_tpot_ms" in row),
-            *(
-                f"{row['name']}: {row['of_resident']:.2f} of the speed of everything resident"
-                for row in managed(rows)
-                if "of_resident" in row and row["cap"] and "bound_tpot_ms" not in row
-            ),
+        """Rows that decode together have no bound but everything resident."""
+        return super().notes(rows) + [
+            f"{row['name']}: {row['of_resident']:.2f} of the speed of everything resident"
+            for row in managed(rows)
+            if "of_resident" in row and row["cap"] and "bound_tpot_ms" not in row
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orchestrator.errors import ConfigError
@@ -47,39 +47,32 @@ def chosen(cases: list[Case], words: Sequence[str]) -> list[Case]:
 
 
 PLAIN, MANAGED = "our plain path", "our managed path"
-FLAGS = (("repack", True), ("no repack", False))
-
 REFERENCE = Case(MANAGED, "engine", None, "reference", {"policy": "lru", "force_managed": True})
+
+
+def resident(name: str, role: str, tier: str | None = None) -> list[Case]:
+    """Upstream with everything in memory, at either flags."""
+    flags = {"mmap": False, "extra_bufts": True}
+    repacked = Case(f"{name}, repack", "upstream", None, role, flags, tier=tier)
+    other = replace(repacked, name=f"{name}, no repack", settings={"mmap": False})
+    return [repacked, other]
+
+
+UPSTREAM = resident("upstream", "upstream")
 # Everything in memory. Low and fewer experts compute less than the high precision with all of them.
 RESIDENT = (
-    *(
-        Case(
-            f"{name}, {flag}",
-            "upstream",
-            None,
-            role,
-            {"mmap": False, "extra_bufts": repack},
-            tier=tier,
-        )
-        for name, role, tier in (
-            ("upstream", "upstream", None),
-            (f"all {LOW}", "low", LOW),
-            ("fewer experts", "fewer", None),
-        )
-        for flag, repack in FLAGS
-    ),
+    *UPSTREAM,
+    *resident(f"all {LOW}", "low", LOW),
+    *resident("fewer experts", "fewer"),
     Case(PLAIN, "engine", None, "", {"policy": "plain"}),
     REFERENCE,
 )
 
 
-def uniform(cap: float, tier: str) -> list[Case]:
+def uniform(cap: float, tier: str) -> Case:
     """All experts in a smaller type that fits whole: nothing is missed, and all lose alike."""
     flags = {"mmap": False, "extra_bufts": True}
-    return [
-        Case(f"all {tier}, upstream", "upstream", cap, "", flags, tier=tier),
-        Case(f"all {tier}, our plain path", "engine", cap, "", {"policy": "plain"}, tier=tier),
-    ]
+    return Case(f"all {tier}", "upstream", cap, "", flags, tier=tier)
 
 
 def mapped(cap: float) -> Case:

@@ -19,7 +19,6 @@ from gguf_tools.process import peak_rss_bytes
 from orchestrator.lab.bench.job import PROMPT, Job, Part
 from orchestrator.lab.children import Result, answer
 
-ROUTING_CHUNKS = 8
 SEPARATOR = "\n%\n"  # between the conversations of a text
 
 Draw = Callable[[int], list[int]]
@@ -113,30 +112,14 @@ def play(parts: Sequence[Part], model: Any, draws: Sequence[Draw], store: Any = 
     return results
 
 
-class DeviceMemory:
-    """How much of a device's memory this process takes, beside what the driver needs for itself.
-    Raises ConfigError where there is no such device."""
+def free_bytes(device: str | None) -> int:
+    """What is free of a device's memory, 0 without one. Raises ConfigError."""
+    if device is None:
+        return 0
+    from orchestrator.native import find_device
+    from orchestrator.native.llama import Bindings
 
-    def __init__(self, name: str) -> None:
-        from orchestrator.native.llama import Bindings
-
-        self._library, self._name = Bindings.load().library(), name
-        self._free = self._free_bytes()
-
-    def _free_bytes(self) -> int:
-        from orchestrator.native import find_device
-
-        return find_device(self._library, self._name).memory_bytes
-
-    def used_bytes(self) -> int:
-        """What the process took since this object was made."""
-        return max(0, self._free - self._free_bytes())
-
-    def llama_bytes(self, context: int) -> int:
-        """What a llama_context and its model take of it, as llama.cpp counts."""
-        from orchestrator.native import context_memory
-
-        return context_memory(self._library, context)[1]
+    return find_device(Bindings.load().library(), device).memory_bytes
 
 
 def run_device(job: Job) -> Result:
@@ -161,9 +144,11 @@ def run_device(job: Job) -> Result:
 def run_upstream(job: Job) -> Result:
     """llama.cpp itself."""
     from orchestrator.lab.bench.plain import PlainModel, silence
+    from orchestrator.native import context_memory
+    from orchestrator.native.llama import Bindings
 
     silence()
-    memory = DeviceMemory(job.device) if job.device is not None else None
+    free = free_bytes(job.device)
     with PlainModel(
         Path(job.model),
         n_ctx=job.n_ctx,
@@ -173,9 +158,9 @@ def run_upstream(job: Job) -> Result:
     ) as model:
         draws = sources(job.text, job.seed, model.n_vocab, model.tokenize)
         found: Result = {"parts": play(job.parts, model, draws)}
-        if memory is not None:
-            llama = memory.llama_bytes(model.context)
-            found["memory"] = {"llama": llama, "used": memory.used_bytes()}
+        if job.device is not None:
+            llama = context_memory(Bindings.load().library(), model.context)[1]
+            found["memory"] = {"llama": llama, "used": max(0, free - free_bytes(job.device))}
         return found
 
 
@@ -183,7 +168,7 @@ def run_engine(job: Job) -> Result:
     """Our engine."""
     from orchestrator.engine.engine import Engine
 
-    memory = DeviceMemory(job.device) if job.device is not None else None
+    free = free_bytes(job.device)
     with Engine.open(job.config()) as engine:
         store = engine.store if engine.managed else None
         n_vocab = len(engine.model.metadata["tokenizer.ggml.tokens"])
@@ -194,17 +179,14 @@ def run_engine(job: Job) -> Result:
         found: Result = {"parts": play(job.parts, engine, draws, store)}
         if store is not None:
             found["policy"] = engine.policy.report()
-        if memory is not None:
+        if job.device is not None:
             plan = engine.plan
             found["memory"] = {
                 "fixed": plan.dense_bytes + plan.kv_bytes + plan.scratch_bytes,
                 "planned": plan.total_bytes,
                 "flash": plan.device is not None and plan.device.flash,
-                "used": memory.used_bytes(),
+                "used": max(0, free - free_bytes(job.device)),
             }
-        if store is not None and job.routing:
-            more = sources(job.text, job.seed + 1, n_vocab, engine.tokenize)[0]
-            found["routing"] = _expert_use(engine, job.n_ubatch, more)
         return found
 
 
@@ -236,32 +218,6 @@ def store_counters(stats: Any) -> Result:
         "routed": {"high": routed[0], "low": sum(routed[1:-1]), "skip": routed[-1]},
         "budget_bytes": stats.budget_bytes,
     }
-
-
-def _expert_use(engine: Any, n_ubatch: int, draw: Draw) -> Result:
-    """How often a token uses the experts of each rank, most used first, mean over layers.
-
-    The last layer sees one token of each chunk only, and is left out.
-    """
-    n_layers, n_expert = engine.model.n_layers, engine.model.n_expert
-    counts = np.zeros((n_layers, n_expert), np.int64)
-    seen = np.zeros(n_layers, np.int64)
-
-    def record(event: Any) -> None:
-        ids = event.ids_array.ravel()
-        counts[event.layer] += np.bincount(ids, minlength=n_expert)
-        seen[event.layer] += event.n_tokens
-
-    engine.reset()
-    engine.store.set_route(record)
-    for _ in range(ROUTING_CHUNKS):
-        engine.eval(draw(n_ubatch), 0)
-    full = seen == seen.max()
-    use = np.sort(counts[full] / seen[full][:, None], axis=1)[:, ::-1].mean(axis=0)
-    rank = np.arange(1, n_expert + 1)
-    fitted = (rank > 1) & (use > 0)
-    slope = np.polyfit(np.log(rank[fitted]), np.log(use[fitted]), 1)[0] if fitted.sum() > 1 else 0.0
-    return {"tokens": int(seen.max()), "use": use.round(4).tolist(), "exponent": -float(slope)}
 
 
 def measure(told: dict[str, Any]) -> Result:

@@ -169,6 +169,7 @@ def play(
     return {
         "name": row.name,
         "cap": cap,
+        "limit_bytes": None,
         "tpot_ms_p50": float(np.median(measured)),
         "tpot_ms_mean": float(measured.mean()),
         "answer_tokens_per_s": 1000 * options.tokens / float(spent_ms),

@@ -35,8 +35,6 @@ from orchestrator.lab.bench.report import (
     MIX,
     NAME,
     TTFT,
-    bound_note,
-    memory_notes,
     moved,
     step,
 )
@@ -348,10 +346,6 @@ class Gpu(Benchmark[GpuLoop]):
             "bound: the slower of computing (all on the GPU) and what tokens missed / those speeds",
             "rows 1 to 6: Table 3 of DyMoE, misses copied; x row 1: in TPOT",
         ]
-
-    def notes(self, rows: Sequence[Result]) -> list[str]:
-        bounds = [bound_note(row) for row in rows if "bound_tpot_ms" in row]
-        return memory_notes(rows) + bounds
 
 
 def _speeds(copies: list[Result], name: str) -> str:

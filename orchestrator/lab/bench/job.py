@@ -63,7 +63,7 @@ class Job:
     """What to measure. settings: of PlainModel ("upstream") or Config ("engine").
 
     text: a file of conversations to take the tokens from; without it they are random.
-    warm: read every expert before the first token. routing: also count expert use.
+    warm: read every expert before the first token.
     device: whose memory to report; the system "device" measures that alone.
     """
 
@@ -78,7 +78,6 @@ class Job:
     seed: int
     text: str | None = None
     warm: bool = False
-    routing: bool = False
     device: str | None = None
 
     def __post_init__(self) -> None:

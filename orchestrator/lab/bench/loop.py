@@ -38,12 +38,6 @@ class Measured(NamedTuple):
         for case in self.listed:
             yield case, self.results[case.key]
 
-    @property
-    def routing(self) -> Result | None:
-        """How a run used the experts, where one counted it."""
-        runs = (each for row in self.results.values() for each in row)
-        return next((each["routing"] for each in runs if "routing" in each), None)
-
 
 Asked = TypeVar("Asked", bound=BenchOptions)
 L = TypeVar("L", bound="Loop[Any]")
@@ -95,7 +89,7 @@ class Loop(Generic[Asked]):
                         continue
                     self.note(f"run {number + 1} of {options.runs}: {case.key}")
                     earlier.append(self.measure(case, number))
-                    if case.cap is not None and case.system == "engine" and case.tier is None:
+                    if case.cap is not None and case.system == "engine":
                         after = self.probe(number).bytes_per_s
                         earlier[-1]["disk"], before = [before, after], after
         return Measured(listed, results, bandwidths)
@@ -192,8 +186,7 @@ class Loop(Generic[Asked]):
         if case.system == "engine":
             settings["io_threads"] = options.io_threads
             settings["sequences"] = options.sequences
-            if case.tier is None or options.caps_process:
-                settings |= self.cap_settings(case)
+            settings |= self.cap_settings(case)
             if case.one_token:
                 settings["expert_ram"] = token_slot_bytes(self.model, self.shape_of)
         return Job(
@@ -208,7 +201,6 @@ class Loop(Generic[Asked]):
             seed=options.seed * 1000 + number,
             text=self.text,
             warm=case.cap is None,
-            routing=case.role == "reference" and number == 0,
         )
 
 

@@ -57,20 +57,8 @@ def heading(loop: Loop[Any], measured: Measured) -> list[str]:
         f"{'direct' if all(each.direct for each in disks) else 'buffered'} reads of "
         f"{disks[0].slice_bytes / 1e6:.2f} MB by {options.io_threads} threads: "
         f"{statistics.median(speeds):.2f} GB/s ({', '.join(f'{each:.2f}' for each in speeds)})",
-        _routing_line("trained" if options.trained else options.routing, measured.routing),
+        f"{'trained' if options.trained else options.routing} routing",
     ]
-
-
-def _routing_line(routing: str, measured: Result | None) -> str:
-    if measured is None:
-        return f"{routing} routing, not measured"
-    use = measured["use"]
-    top = " ".join(f"{share * 100:.0f}" for share in use[:6])
-    return (
-        f"{routing} routing, measured on {measured['tokens']} tokens: the experts of a layer are "
-        f"used by {top} .. {use[len(use) // 2] * 100:.1f} (median) .. {use[-1] * 100:.1f} % of "
-        f"the tokens, most used first; exponent {measured['exponent']:.2f}"
-    )
 
 
 def made_of(loop: Loop[Any]) -> str:
@@ -83,27 +71,35 @@ def made_of(loop: Loop[Any]) -> str:
     return f"{made}, a layer adds {RESIDUAL_POWER:.1f} of the stream's power"
 
 
-def memory_notes(rows: Sequence[Result]) -> list[str]:
-    """Memory against what was promised, and what else does not fit a table."""
+def row_notes(rows: Sequence[Result]) -> list[str]:
+    """Memory of the rows with a store, and of those that are over their cap; and what binds the
+    rows that have a bound."""
     lines = []
     for row in good(rows):
+        limit = row["limit_bytes"]
+        over = limit is not None and row["peak_bytes"] > limit
+        if not over and "budget_bytes" not in row:
+            continue
         parts = [f"peak {row['peak_bytes'] / MIB:.0f} MiB"]
-        if row["limit_bytes"]:
-            over = row["peak_bytes"] > row["limit_bytes"]
-            parts.append(
-                f"{'OVER' if over else 'within'} its cap of {row['limit_bytes'] / MIB:.0f}"
-            )
+        if limit is not None:
+            parts.append(f"{'OVER' if over else 'within'} its cap of {limit / MIB:.0f}")
         if "budget_bytes" in row:
             parts.append(f"slots {row['budget_bytes'] / MIB:.0f} MiB")
         if row.get("callback_us_p50") is not None:
             parts.append(f"callback {row['callback_us_p50']:.0f} us")
         lines.append(f"{row['name']}: {', '.join(parts)}")
-    return lines
+    return lines + [_bound_note(row) for row in rows if "bound_tpot_ms" in row]
 
 
-def bound_note(row: Result) -> str:
-    """What binds a row that has a bound."""
-    return (
+def _bound_note(row: Result) -> str:
+    line = (
         f"{row['name']}: bound {1e3 / row['bound_tpot_ms']:.1f} tok/s by {row['bound_by']} "
         f"(computing {row['bound_compute_ms']:.1f} ms, misses {row['bound_wait_ms']:.1f})"
     )
+    if "probe_bytes_per_s" in row:
+        probes = row["probe_bytes_per_s"]
+        line += (
+            f", read at {row['read_bytes_per_s'] / 1e9:.2f} GB/s, probes {min(probes) / 1e9:.2f} "
+            f"to {max(probes) / 1e9:.2f}"
+        )
+    return line

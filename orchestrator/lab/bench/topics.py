@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from orchestrator.allocation.pools import nominal_bits
 from orchestrator.lab.bench.benchmark import Benchmark
-from orchestrator.lab.bench.cases import RESIDENT, Case, mapped
+from orchestrator.lab.bench.cases import REFERENCE, UPSTREAM, Case, mapped
 from orchestrator.lab.bench.job import COLD, Part, decode, prompt, settle
 from orchestrator.lab.bench.loop import Loop, Measured
 from orchestrator.lab.bench.models import LOW
@@ -138,7 +138,7 @@ class Topics(Benchmark[Loop[TopicOptions]]):
     def cases(self, loop: Loop[TopicOptions]) -> list[Case]:
         """Everything in memory in high, and upstream so; under each cap, upstream mmap, all low, a
         hot set that never changes, context, and dynaexq."""
-        listed = [case for case in RESIDENT if case.role in ("upstream", "reference")]
+        listed = [*UPSTREAM, REFERENCE]
         for cap in loop.options.caps:
             base = Case("dynaexq", "engine", cap, "", {"policy": "dynaexq", "low_tier": LOW})
             placed = {"policy": "context", "near_bits": float(nominal_bits(LOW))}
@@ -168,7 +168,7 @@ class Topics(Benchmark[Loop[TopicOptions]]):
         ]
 
     def notes(self, rows: Sequence[Result]) -> list[str]:
-        return [
+        return super().notes(rows) + [
             f"{row['name']}: all moved after {row['most_steps']} steps at most, "
             f"{row['moved']:.2f} of what changed was moved, and tokens waited for "
             f"{row['demand_bytes']} bytes"
