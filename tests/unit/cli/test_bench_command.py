@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
 import json
 import re
 import subprocess
@@ -14,6 +12,7 @@ from click.testing import CliRunner
 
 from orchestrator.cli.main import cli
 from orchestrator.lab.registry import BENCHMARKS, load_benchmark
+from orchestrator.lab.table import Report
 
 
 def run(*args: str):
@@ -24,20 +23,12 @@ def run(*args: str):
 def test_help_shows_the_defaults_of_the_benchmark(name):
     text = " ".join(run("bench", *name.split(), "--help").stdout.split())
     checked = 0
-    for field in dataclasses.fields(load_benchmark(name).options):
-        default = field.default
-        if field.name == "caps":
-            default = ",".join(f"{100 * cap:.0f}" for cap in default)
-        if field.name in ("prompts", "answers", "updates", "batches"):
-            default = ",".join(map(str, default)) or "no table"
-        if field.name in ("ours", "theirs"):
-            default = ",".join(default)
-        known = {"rows": "all", "model": "one of --shape", "python": "this one"}
-        default = known.get(field.name, default)
-        found = re.search(rf"--{field.name.replace('_', '-')} .*?(\[default: (.*?)\]|  -)", text)
-        if found and field.name != "quick" and default is not None:
-            assert found.group(2) == str(default), field.name
+    for declared in load_benchmark(name).options.declared().values():
+        found = re.search(rf"{declared.flag} .*?(\[default: (.*?)\]|  -)", text)
+        if found and declared.default_text:
+            assert found.group(2) == declared.default_text, declared.name
             checked += 1
+        assert bool(found) <= declared.option
     assert checked >= 8
 
 
@@ -47,10 +38,10 @@ def measured(monkeypatch):
 
     def replace(name):
         seen, benchmark = [], type(load_benchmark(name))
+        report = Report(["heading"], [], [])
         monkeypatch.setattr(
-            benchmark, "run", lambda self, options, note: seen.append(options) or {"a": 1}
+            benchmark, "run", lambda self, options, note: seen.append(options) or report
         )
-        monkeypatch.setattr(benchmark, "text", lambda self, report: f"table of {report}")
         return seen
 
     return replace
@@ -60,35 +51,25 @@ def test_bench_gets_its_options(measured):
     seen = measured("")
     result = run("bench", "--caps", "50", "--routing", "zipf", "--quick", "--tokens", "9")
     assert result.exit_code == 0
-    assert result.stdout == "table of {'a': 1}\n"
     assert seen == [load_benchmark("").options(caps=(0.5,), routing="zipf", quick=True, tokens=9)]
-    assert json.loads(run("bench", "--json").stdout) == {"a": 1}
     result = run("bench", "--caps", "much")
     assert result.exit_code == 2
     assert "'--caps': 'much' is no list of percentages" in result.stderr
 
 
-@pytest.mark.parametrize("command", [name for name in BENCHMARKS if name])
+@pytest.mark.parametrize("command", BENCHMARKS)
 def test_commands_below_bench_get_their_options(measured, command):
     seen = measured(command)
-    result = run("bench", command, "--shape", "demo", "--runs", "1")
+    result = run("bench", *command.split(), "--shape", "demo", "--threads", "1")
     assert result.exit_code == 0, result.stderr
-    assert result.stdout == "table of {'a': 1}\n"
-    assert seen == [load_benchmark(command).options(shape="demo", runs=1)]
-    assert json.loads(run("bench", command, "--json").stdout) == {"a": 1}
-
-
-def test_prefill_gets_its_lengths(measured):
-    seen = measured("prefill")
-    assert run("bench", "prefill", "--prompts", "4,8", "--long", "0", "--json").exit_code == 0
-    assert seen == [load_benchmark("prefill").options(prompts=(4, 8), long=0)]
-    result = run("bench", "prefill", "--prompts", "4,x")
-    assert result.exit_code == 2
-    assert "'--prompts': '4,x' is no list of prompt lengths" in result.stderr
+    assert result.stdout == "heading\n"
+    assert seen == [load_benchmark(command).options(shape="demo", threads=1)]
+    found = json.loads(run("bench", *command.split(), "--json").stdout)
+    assert found == {"heading": ["heading"], "tables": [], "notes": []}
 
 
 def test_options_before_a_command_below_bench_are_refused():
-    for words in ("bench --runs 3 ablation", "bench --quick prefill", "bench --seed 0 prefill"):
+    for words in ("bench --runs 3 ablation", "bench --quick topics", "bench --seed 0 topics"):
         result = run(*words.split())
         assert result.exit_code == 2, words
         assert f"{words.split()[1]} comes after the command" in result.stderr
@@ -98,27 +79,6 @@ def test_routing_of_a_trained_model_is_its_own():
     result = run("bench", "ablation", "--shape", "demo", "--routing", "uniform")
     assert result.exit_code == 1
     assert "--routing has no effect with --shape demo" in result.stderr
-
-
-def test_a_plot_without_matplotlib_is_refused_before_measuring(monkeypatch, tmp_path):
-    benchmark = type(load_benchmark("ablation"))
-    monkeypatch.setattr(benchmark, "run", lambda *arguments: pytest.fail("it measured"))
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *rest: None if name == "matplotlib" else find_spec(name, *rest),
-    )
-    result = run("bench", "ablation", "--out", str(tmp_path / "plots"))
-    assert result.exit_code == 1
-    assert "pip install 'moe-edge[plot]'" in result.stderr
-    assert not (tmp_path / "plots").exists()
-
-
-def test_only_an_experiment_that_draws_has_a_folder_for_plots():
-    for name in BENCHMARKS:
-        text = run("bench", *name.split(), "--help").stdout
-        assert ("--out" in text) == load_benchmark(name).draws == (name == "ablation"), name
 
 
 def test_listing_the_benchmarks_loads_none_but_the_first():
