@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from orchestrator.lab.bench.benchmark import Benchmark
 from orchestrator.lab.bench.cases import ON_DEMAND, REFERENCE, Case, global_lru, mapped, paper_rows
 from orchestrator.lab.bench.job import COLD, Part, decode, prompt, settle
-from orchestrator.lab.bench.loop import Loop, Measured
+from orchestrator.lab.bench.loop import Loop
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.report import HIT, MIX, NAME, moved, slowest
 from orchestrator.lab.bench.rows import Result, add_ratio, caps_of
@@ -74,7 +74,7 @@ class Ablation(Benchmark[Loop[AblationOptions]]):
         return listed
 
     def compare(
-        self, loop: Loop[AblationOptions], rows: Sequence[Result], measured: Measured
+        self, loop: Loop[AblationOptions], rows: Sequence[Result], runs: Sequence[Sequence[Result]]
     ) -> None:
         add_over_demand(rows)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
 from orchestrator.lab.bench.cases import Case, chosen
-from orchestrator.lab.bench.loop import Loop, Measured
+from orchestrator.lab.bench.loop import Loop
 from orchestrator.lab.bench.models import Note
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.report import MIB, heading, made_of, row_notes
@@ -28,11 +28,8 @@ class Benchmark(Experiment[L, Report]):
     row for each, and columns."""
 
     options: ClassVar[type[BenchOptions]]
+    loop: ClassVar[type[Loop[Any]]] = Loop
     columns: ClassVar[Sequence[Column]]
-
-    def prepare(self, options: BenchOptions, note: Note) -> L:
-        """The loop; makes the model where it is not there yet. Raises MoeEdgeError."""
-        return cast(L, Loop.prepare(options, note))
 
     @abstractmethod
     def cases(self, loop: L) -> list[Case]:
@@ -42,13 +39,15 @@ class Benchmark(Experiment[L, Report]):
         """The figures of one case over its runs, or "error"."""
         return case_row(case, runs, loop.limit_bytes(case))
 
-    def compare(self, loop: L, rows: Sequence[Result], measured: Measured) -> None:
-        """Adds to the rows what follows from all of them; nothing by default."""
+    def compare(self, loop: L, rows: Sequence[Result], runs: Sequence[Sequence[Result]]) -> None:
+        """Adds to the rows what follows from all of them; nothing by default. runs: of each."""
 
-    def rows(self, loop: L, measured: Measured) -> list[Result]:
-        """All rows. A case that failed is reported in its row."""
-        rows = [self.row(loop, case, runs) for case, runs in measured.each()]
-        self.compare(loop, rows, measured)
+    def rows(self, loop: L) -> list[Result]:
+        """Measures all rows. A case that failed is reported in its row."""
+        listed = chosen(self.cases(loop), loop.options.rows)
+        runs = loop.run(listed)
+        rows = [self.row(loop, case, each) for case, each in zip(listed, runs, strict=True)]
+        self.compare(loop, rows, runs)
         return rows
 
     def groups(self, loop: L, rows: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
@@ -67,13 +66,12 @@ class Benchmark(Experiment[L, Report]):
         return row_notes(rows)
 
     def measure(self, on: L) -> Report:
-        measured = on.run(chosen(self.cases(on), on.options.rows))
         tables = [
             Table(f"{title}; {made_of(on)}", self.columns, rows, self.notes(rows))
-            for title, rows in self.groups(on, self.rows(on, measured))
+            for title, rows in self.groups(on, self.rows(on))
         ]
         quick = [QUICK_NOTE] if on.options.quick else []
-        return Report([*quick, *heading(on, measured), *self.intro(on)], tables, on.skipped)
+        return Report([*quick, *heading(on), *self.intro(on)], tables, on.skipped)
 
     def tables(self, found: Report) -> list[Table]:
         return found.tables
@@ -83,4 +81,4 @@ class Benchmark(Experiment[L, Report]):
         MoeEdgeError where no model can be made or read."""
         if options.quick:
             note(QUICK_NOTE)
-        return self.measure(self.prepare(options, note))
+        return self.measure(cast(L, self.loop(options, note)))

@@ -11,7 +11,7 @@ from orchestrator.config import MOST_SEQUENCES, Config
 from orchestrator.lab.bench.benchmark import Benchmark
 from orchestrator.lab.bench.cases import REFERENCE, RESIDENT, Case, mapped, policies, uniform
 from orchestrator.lab.bench.job import DECODE, Part
-from orchestrator.lab.bench.loop import Loop, Measured
+from orchestrator.lab.bench.loop import Loop
 from orchestrator.lab.bench.models import tier_expert_bytes, uniform_tiers
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.report import (
@@ -169,11 +169,13 @@ class Caps(Benchmark[Loop[CapOptions]]):
                 listed.append(uniform(cap, tier))
         return listed
 
-    def compare(self, loop: Loop[CapOptions], rows: Sequence[Result], measured: Measured) -> None:
+    def compare(
+        self, loop: Loop[CapOptions], rows: Sequence[Result], runs: Sequence[Sequence[Result]]
+    ) -> None:
         compute = computing(rows, loop.fewer_experts[1] / loop.model.n_expert_used)
-        for row, (_, runs) in zip(rows, measured.each(), strict=True):
-            if compute.high and "error" not in row and "disk" in runs[0]:
-                add_disk_bound(row, runs, compute)
+        for row, each in zip(rows, runs, strict=True):
+            if compute.high and "error" not in row and "disk" in each[0]:
+                add_disk_bound(row, each, compute)
         add_ratio(rows, "of_resident", [row for row in rows if row["role"] == "reference"])
         for same in caps_of(rows):
             add_ratio(same, "speedup_mmap", [row for row in same if row["role"] == "mmap"])

@@ -14,7 +14,7 @@ from orchestrator.events import Phase
 from orchestrator.lab.bench.benchmark import Benchmark
 from orchestrator.lab.bench.cases import Case
 from orchestrator.lab.bench.child import sources
-from orchestrator.lab.bench.loop import Loop, Measured
+from orchestrator.lab.bench.loop import Loop
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.report import HIT, NAME, moved
 from orchestrator.lab.bench.rows import Result
@@ -201,10 +201,11 @@ class Firm(Benchmark[Loop[FirmOptions]]):
         """No real runs."""
         return []
 
-    def rows(self, loop: Loop[FirmOptions], measured: Measured) -> list[Result]:
+    def rows(self, loop: Loop[FirmOptions]) -> list[Result]:
+        loop.run([])
         loop.note("recording the routing, with everything in memory")
         trace = record(loop)
-        speed = loop.options.bandwidth or int(measured.bandwidths[0].bytes_per_s)
+        speed = loop.options.bandwidth or int(loop.bandwidths[0].bytes_per_s)
         library = Bindings.load().library()
         rows: list[Result] = []
         for cap in loop.options.caps:

@@ -27,7 +27,7 @@ from orchestrator.lab.bench.cases import (
     policies,
 )
 from orchestrator.lab.bench.job import DECODE, Job, prompt, settle
-from orchestrator.lab.bench.loop import Loop, Measured
+from orchestrator.lab.bench.loop import Loop
 from orchestrator.lab.bench.models import Note
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.report import (
@@ -145,14 +145,15 @@ class GpuLoop(Loop[GpuOptions]):
     """The cap is one on the GPU's memory. gpu: what `ask_device` found; room: what the model takes;
     copies: how fast the GPU was copied to before each run."""
 
-    gpu: Result
     room: Room
     shape_of = staticmethod(device_shape)
     cap_words = "room for {:.0%} of the experts on the GPU"
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, options: GpuOptions, note: Note) -> None:
+        """Raises ConfigError without a GPU, before a model is made."""
+        self.gpu = ask_device(options.device)
         self.copies: list[Result] = []
+        super().__init__(options, note)
 
     def limit_bytes(self, case: Case) -> int | None:
         return None
@@ -300,6 +301,7 @@ class Gpu(Benchmark[GpuLoop]):
     """A GPU's memory in shares of the experts."""
 
     options = GpuOptions
+    loop = GpuLoop
     columns = (
         NAME,
         step(2),
@@ -313,25 +315,17 @@ class Gpu(Benchmark[GpuLoop]):
         Column("x row 1", "speedup_tpot", fixed(2)),
     )
 
-    def prepare(self, options: BenchOptions, note: Note) -> GpuLoop:
-        """Raises ConfigError without a GPU, before a model is made."""
-        if not isinstance(options, GpuOptions):
-            raise TypeError("the options are those of another benchmark")
-        gpu = ask_device(options.device)
-        loop = GpuLoop.prepare(options, note)
-        loop.gpu = gpu
-        loop.measure_room(gpu["index"])
-        return loop
-
     def cases(self, loop: GpuLoop) -> list[Case]:
+        loop.measure_room(loop.gpu["index"])
         return gpu_cases(loop.options, loop.room, loop.gpu["index"] or 0)
 
     def row(self, loop: GpuLoop, case: Case, runs: Sequence[Result]) -> Result:
         return gpu_row(case, runs, None if case.cap is None else loop.room.vram_bytes(case.cap))
 
-    def compare(self, loop: GpuLoop, rows: Sequence[Result], measured: Measured) -> None:
-        runs = [runs for _, runs in measured.each()]
-        compare(rows, runs, loop.copies, [each.bytes_per_s for each in measured.bandwidths])
+    def compare(
+        self, loop: GpuLoop, rows: Sequence[Result], runs: Sequence[Sequence[Result]]
+    ) -> None:
+        compare(rows, runs, loop.copies, [each.bytes_per_s for each in loop.bandwidths])
 
     def intro(self, loop: GpuLoop) -> list[str]:
         options, gpu = loop.options, loop.gpu

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.allocation.slots import ModelShape
@@ -26,65 +26,47 @@ from orchestrator.memory.footprint import model_shape
 START_SECONDS = 300.0
 
 
-class Measured(NamedTuple):
-    """What came of all runs. results: by the key of a case, one for each run or one failure."""
-
-    listed: Sequence[Case]
-    results: dict[str, list[Result]]
-    bandwidths: list[disk.Bandwidth]
-
-    def each(self) -> Iterator[tuple[Case, list[Result]]]:
-        """(case, its results), in the order of the tables."""
-        for case in self.listed:
-            yield case, self.results[case.key]
-
-
 Asked = TypeVar("Asked", bound=BenchOptions)
-L = TypeVar("L", bound="Loop[Any]")
 ShapeOf = Callable[[ExpertModel, tuple[int, ...]], ModelShape]
 
 
 class Loop(Generic[Asked]):
-    """The cases of one benchmark on one model. Make it with Loop.prepare."""
+    """The cases of one benchmark on one model, which is made where it is not there yet.
+
+    bandwidths: what the disk delivered before each run; skipped: what could not be done. Raises
+    MoeEdgeError where no model can be made, or where its context does not hold what is to be
+    measured."""
 
     shape_of: ShapeOf = staticmethod(model_shape)
 
-    def __init__(
-        self, options: Asked, high: Path, low: Path, model: ExpertModel, note: Note
-    ) -> None:
-        self.options, self.high, self.low, self.model, self.note = options, high, low, model, note
-        self.file_bytes = high.stat().st_size
+    def __init__(self, options: Asked, note: Note) -> None:
+        self.options, self.note = options, note
+        self.high, self.low = build_models(options, (HIGH, LOW), note)
+        self.model = ExpertModel.open(self.high, self.low)
+        self.file_bytes = self.high.stat().st_size
+        self.bandwidths: list[disk.Bandwidth] = []
         self.skipped: list[str] = []
-
-    @classmethod
-    def prepare(cls: type[L], options: BenchOptions, note: Note) -> L:
-        """Makes the model where it is not there yet. Raises MoeEdgeError where that fails, or
-        where its context does not hold what is to be measured."""
-        high, low = build_models(options, (HIGH, LOW), note)
-        model = ExpertModel.open(high, low)
         longest = longest_context(options.parts(), shared=False)
-        most = model.hparams.context_length
+        most = self.model.hparams.context_length
         if most and longest > most:
             raise ConfigError(
                 f"what is to be measured takes a context of {longest} tokens, the model "
                 f"was made for {most}: ask for shorter prompts or fewer tokens"
             )
-        return cls(options, high, low, model, note)
 
-    def run(self, listed: Sequence[Case]) -> Measured:
+    def run(self, listed: Sequence[Case]) -> list[list[Result]]:
         """Measures all cases once, then all of them again, options.runs times: what a ratio
-        compares ran within minutes of each other. A case that failed is not tried again."""
+        compares ran within minutes of each other. Of each case what its runs came to; one that
+        failed is not tried again."""
         options = self.options
         for case in listed:
             self.file_of(case.tier)  # a disk without room ends this before an hour of measuring
-        results: dict[str, list[Result]] = {case.key: [] for case in listed}
-        bandwidths: list[disk.Bandwidth] = []
+        results: list[list[Result]] = [[] for _ in listed]
         with contextlib.nullcontext() if options.quick else host.first_in_line():
             for number in range(options.runs):
-                bandwidths.append(self.bandwidth(number))
-                before = bandwidths[-1].bytes_per_s
-                for case in listed:
-                    earlier = results[case.key]
+                self.bandwidths.append(self.bandwidth(number))
+                before = self.bandwidths[-1].bytes_per_s
+                for case, earlier in zip(listed, results, strict=True):
                     if any("error" in each for each in earlier):
                         continue
                     self.note(f"run {number + 1} of {options.runs}: {case.key}")
@@ -92,7 +74,7 @@ class Loop(Generic[Asked]):
                     if case.cap is not None and case.system == "engine":
                         after = self.probe(number).bytes_per_s
                         earlier[-1]["disk"], before = [before, after], after
-        return Measured(listed, results, bandwidths)
+        return results
 
     @property
     def text(self) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 from gguf_tools.process import processor_name
 from gguf_tools.synthetic.tensors import RESIDUAL_POWER
 from gguf_tools.units import format_size
-from orchestrator.lab.bench.loop import Loop, Measured
+from orchestrator.lab.bench.loop import Loop
 from orchestrator.lab.bench.rows import Result, good
 from orchestrator.lab.table import Column, fixed, percent
 
@@ -44,9 +44,9 @@ def moved(key: str = "bytes_per_token", digits: int = 1) -> Column:
     return Column("MB/tok", key, fixed(digits, MB))
 
 
-def heading(loop: Loop[Any], measured: Measured) -> list[str]:
+def heading(loop: Loop[Any]) -> list[str]:
     """The model, the machine, the disk and the routing."""
-    options, model, disks = loop.options, loop.model, measured.bandwidths
+    options, model, disks = loop.options, loop.model, loop.bandwidths
     threads, speeds = options.n_threads, [each.bytes_per_s / 1e9 for each in disks]
     return [
         f"{options.model_name}: {model.n_layers} layers of {model.n_expert} experts, top-"

@@ -11,7 +11,7 @@ from orchestrator.allocation.pools import nominal_bits
 from orchestrator.lab.bench.benchmark import Benchmark
 from orchestrator.lab.bench.cases import REFERENCE, UPSTREAM, Case, mapped
 from orchestrator.lab.bench.job import COLD, Part, decode, prompt, settle
-from orchestrator.lab.bench.loop import Loop, Measured
+from orchestrator.lab.bench.loop import Loop
 from orchestrator.lab.bench.models import LOW
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.report import NAME
@@ -155,7 +155,9 @@ class Topics(Benchmark[Loop[TopicOptions]]):
     def row(self, loop: Loop[TopicOptions], case: Case, runs: Sequence[Result]) -> Result:
         return topic_row(case, runs, loop.limit_bytes(case))
 
-    def compare(self, loop: Loop[TopicOptions], rows: Sequence[Result], measured: Measured) -> None:
+    def compare(
+        self, loop: Loop[TopicOptions], rows: Sequence[Result], runs: Sequence[Sequence[Result]]
+    ) -> None:
         add_speeds(rows)
 
     def intro(self, loop: Loop[TopicOptions]) -> list[str]:

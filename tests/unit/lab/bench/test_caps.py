@@ -30,7 +30,7 @@ ALL_HIGH = {"high": 1.0, "low": 0.0, "skip": 0.0}
 @pytest.fixture
 def loop(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return Caps().prepare(CapOptions(quick=True, retention=0.6), lambda text: None)
+    return Loop(CapOptions(quick=True, retention=0.6), lambda text: None)
 
 
 def test_every_system_runs_under_every_cap(loop):

@@ -45,9 +45,9 @@ def test_what_kernels_take_is_room(monkeypatch, tmp_path, kernels):
     options = GpuOptions(caps=(0.25, 0.5), prompt_tokens=8)
     pieces = [SimpleNamespace(expert_bytes=GIB // 8)]
     model = SimpleNamespace(n_layers=4, n_expert=8, tier_bytes=(4 * GIB,), slices=[[pieces]] * 4)
-    file = tmp_path / "model.gguf"
-    file.touch()
-    loop = GpuLoop(options, file, file, model, lambda _: None)
+    loop = GpuLoop.__new__(GpuLoop)
+    loop.options, loop.model, loop.note = options, model, lambda text: None
+    loop.high = tmp_path / "model.gguf"
     asked = []
 
     def measure(case, _number):
