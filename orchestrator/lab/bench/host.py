@@ -10,7 +10,6 @@ from pathlib import Path
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 GROUP_NAME = "moe-edge-bench"
-AUTOGROUP = Path("/proc/self/autogroup")
 
 
 def _limited(folder: Path, limit_bytes: int) -> None:
@@ -71,36 +70,6 @@ def memory_group(limit_bytes: int) -> Iterator[Path | str]:
                 folder.rmdir()
         return
     yield reason
-
-
-@contextlib.contextmanager
-def first_in_line() -> Iterator[None]:
-    """The highest priority for this process and its children, where that is allowed: two
-    threads that wait for each other suffer most from whatever else runs.
-
-    Linux weighs sessions against each other first (autogroup), and processes within one.
-    """
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    group = _autogroup_nice()
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, -20)
-        if group is not None:
-            AUTOGROUP.write_text("-20")
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, 0, before)
-            if group is not None:
-                AUTOGROUP.write_text(str(group))
-
-
-def _autogroup_nice() -> int | None:
-    try:
-        words = AUTOGROUP.read_text().split()
-    except OSError:
-        return None
-    return int(words[-1]) if words[-2:-1] == ["nice"] else None
 
 
 def forget_files(paths: Iterable[Path]) -> str:

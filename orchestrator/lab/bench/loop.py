@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -62,18 +61,17 @@ class Loop(Generic[Asked]):
         for case in listed:
             self.file_of(case.tier)  # a disk without room ends this before an hour of measuring
         results: list[list[Result]] = [[] for _ in listed]
-        with contextlib.nullcontext() if options.quick else host.first_in_line():
-            for number in range(options.runs):
-                self.bandwidths.append(self.bandwidth(number))
-                before = self.bandwidths[-1].bytes_per_s
-                for case, earlier in zip(listed, results, strict=True):
-                    if any("error" in each for each in earlier):
-                        continue
-                    self.note(f"run {number + 1} of {options.runs}: {case.key}")
-                    earlier.append(self.measure(case, number))
-                    if case.cap is not None and case.system == "engine":
-                        after = self.probe(number).bytes_per_s
-                        earlier[-1]["disk"], before = [before, after], after
+        for number in range(options.runs):
+            self.bandwidths.append(self.bandwidth(number))
+            before = self.bandwidths[-1].bytes_per_s
+            for case, earlier in zip(listed, results, strict=True):
+                if any("error" in each for each in earlier):
+                    continue
+                self.note(f"run {number + 1} of {options.runs}: {case.key}")
+                earlier.append(self.measure(case, number))
+                if case.cap is not None and case.system == "engine":
+                    after = self.probe(number).bytes_per_s
+                    earlier[-1]["disk"], before = [before, after], after
         return results
 
     @property

@@ -10,9 +10,8 @@ from gguf_tools import synthetic
 from gguf_tools.process import default_threads
 from orchestrator.errors import ConfigError
 from orchestrator.lab.bench.job import Part, decode, longest_context, prompt, settle
-from orchestrator.lab.lists import PERCENTAGES, WORDS
 from orchestrator.policy.dymoe import DyMoESettings
-from orchestrator.settings import FROM_0, FROM_1, Settings, again, setting
+from orchestrator.settings import FROM_0, FROM_1, Notation, Settings, again, setting
 
 # A quick pass: tiny model, caps that leave a few experts of room, seconds in all.
 QUICK_SHAPE = "tiny-olmoe"
@@ -21,6 +20,28 @@ DEMO = "demo"
 _RETENTION = DyMoESettings.declared()["retention"]
 
 Asked = TypeVar("Asked", bound="BenchOptions")
+
+
+def parse_percentages(text: str) -> tuple[float, ...]:
+    """Shares from percentages, "60,80" -> (0.6, 0.8). Raises ConfigError."""
+    try:
+        return tuple(float(part.strip().rstrip("%")) / 100 for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"'{text}' is no list of percentages such as 60,80") from None
+
+
+def show_percentages(shares: tuple[float, ...]) -> str:
+    """ "60,80" of shares."""
+    return ",".join(f"{100 * share:.0f}" for share in shares)
+
+
+def parse_words(text: str) -> tuple[str, ...]:
+    """("lru", "upstream mmap") from "lru, upstream mmap"."""
+    return tuple(word for part in text.split(",") if (word := part.strip()))
+
+
+PERCENTAGES = Notation(parse_percentages, show_percentages)
+WORDS = Notation(parse_words, ",".join)
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,9 @@ from gguf_tools.children import child
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.lab.bench.models import HIGH, Note, build_models
-from orchestrator.lab.bench.options import BenchOptions
+from orchestrator.lab.bench.options import WORDS, BenchOptions
 from orchestrator.lab.eval.arithmetic import median_interval
 from orchestrator.lab.experiment import Experiment
-from orchestrator.lab.lists import WORDS
 from orchestrator.lab.table import Column, Report, Row, Table, fixed
 from orchestrator.policy import policy_settings
 from orchestrator.settings import FROM_0, again, setting

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import shutil
 import sys
 from types import SimpleNamespace
@@ -26,7 +25,6 @@ from orchestrator.lab.bench.loop import Loop
 from orchestrator.lab.bench.models import DEMO_TEXT
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.topics import TopicOptions
-from orchestrator.lab.lists import parse_numbers
 
 
 def job(**changes):
@@ -49,9 +47,6 @@ def test_lists_are_read():
     assert caps.parse("60, 80%") == (0.6, 0.8)
     with pytest.raises(ConfigError, match="'a,b' is no list of percentages"):
         caps.parse("a,b")
-    assert parse_numbers("8, 16") == (8, 16)
-    with pytest.raises(ConfigError, match="'8,,' is no list of lengths such as 8,16,32"):
-        parse_numbers("8,,", "lengths")
 
 
 @pytest.mark.parametrize(
@@ -279,17 +274,6 @@ def test_a_real_memory_group_holds_its_limit():
         (limit,) = (path for path in limits if path.exists())
         assert int(limit.read_text()) == 64 * 2**20
     assert not group.parent.exists()
-
-
-def test_priority_is_given_back():
-    def now():
-        return os.getpriority(os.PRIO_PROCESS, 0), host._autogroup_nice()
-
-    before = now()
-    with host.first_in_line():
-        inside = now()
-    assert now() == before
-    assert inside[0] in (before[0], -20)
 
 
 def test_models_are_cached_and_stale_ones_removed(monkeypatch, tmp_path):
