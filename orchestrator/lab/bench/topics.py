@@ -20,6 +20,8 @@ from orchestrator.lab.bench.rows import (
     add_ratio,
     caps_of,
     case_row,
+    good,
+    managed,
     median_ms,
     median_ratio,
     named,
@@ -97,26 +99,18 @@ def add_speeds(rows: Sequence[Result]) -> None:
     """Adds the speed of each row against everything resident and upstream mmap, and once placed
     against everything resident at the same bits: between everything high and everything low, by
     the share of high in the row."""
-    resident = [row for row in rows if row["role"] == "reference"]
+    resident = [row for row in good(rows) if row["role"] == "reference"]
     add_ratio(rows, "of_resident", resident)
     for same in caps_of(rows):
         add_ratio(same, "of_mmap", [row for row in same if row["role"] == "mmap"])
-        low = [row for row in same if row["name"] == ALL_LOW]
-        if any("error" in row for row in (*resident, *low)) or not (resident and low):
-            continue
-        (high,), (low_row,) = resident, low
-        for row in same:
-            if "placed_high_runs" in row:
-                equal = [
-                    share * high_ms + (1.0 - share) * low_ms
-                    for share, high_ms, low_ms in zip(
-                        row["placed_high_runs"],
-                        high["placed_ms_p50_runs"],
-                        low_row["placed_ms_p50_runs"],
-                        strict=True,
-                    )
-                ]
-                row["of_same_bits"] = median_ratio(equal, row["placed_ms_p50_runs"])
+        low = [row for row in good(same) if row["name"] == ALL_LOW]
+        for row in managed(same) if resident and low else ():
+            ms = (each["placed_ms_p50_runs"] for each in (*resident, *low))
+            equal = [
+                share * high_ms + (1.0 - share) * low_ms
+                for share, high_ms, low_ms in zip(row["placed_high_runs"], *ms, strict=True)
+            ]
+            row["of_same_bits"] = median_ratio(equal, row["placed_ms_p50_runs"])
 
 
 class Topics(Benchmark[Loop[TopicOptions]]):
