@@ -21,7 +21,6 @@ from orchestrator.cli.options import (
     RAM,
     STUDY_OUT,
     THREADS,
-    NamedPath,
     Number,
     as_options,
     chat_config,
@@ -43,13 +42,6 @@ from orchestrator.cli.options import (
 )
 from orchestrator.lab.registry import BENCHMARKS, load_benchmark, load_study, studies_by_paper
 
-_OUT = click.Option(
-    ["--out"],
-    type=NamedPath(path_type=Path, file_okay=False),
-    metavar="DIR",
-    help="Write a plot there, as PNG and SVG; needs the extra `plot`.",
-)
-
 
 class Measurement(click.Command):
     """The command of one experiment."""
@@ -64,9 +56,6 @@ class Measurement(click.Command):
                 if declared.option:
                     option_of(declared)(self)
             JSON(self)
-            if experiment.draws:
-                self.params.append(_OUT)
-                FORCE(self)
         return super().get_params(ctx)
 
 
@@ -74,23 +63,13 @@ class Measurements(Measurement, click.Group):
     """`moe-edge bench`: an experiment itself, and the commands of the others."""
 
 
-def _measure(name: str, as_json: bool, out: Path | None = None, **options: Any) -> None:
+def _measure(name: str, as_json: bool, **options: Any) -> None:
     """Runs one experiment with the options that were given, and prints its report."""
     experiment = load_benchmark(name)
     with as_options():
         asked = experiment.options.of(options)
-    if out is not None:
-        from orchestrator.lab.plotting import require_matplotlib
-
-        require_matplotlib("--out")
-        for path in out.glob(f"{name}*.png"):
-            refuse_taken(path, click.get_current_context())
-        out.mkdir(parents=True, exist_ok=True)
     report = experiment.run(asked, note)
-    if out is not None:
-        for path in experiment.draw(report, out):
-            note(f"wrote {path}")
-    say_result(report, experiment.text, as_json)
+    say_result(report.as_dict(), lambda _: report.text(), as_json)
 
 
 @click.group(

@@ -84,9 +84,8 @@ class Timer(Ggml, Closing):
     """Times products with so many threads. Close it."""
 
     def __init__(self, lib: ctypes.CDLL, threads: int, pool_bytes: int = POOL_BYTES) -> None:
-        """pool_bytes: weights of one
-        timing; where a processor's cache holds them, products seem faster than they are. Raises
-        NativeError."""
+        """pool_bytes: weights of one timing; where a processor's cache holds them, products seem
+        faster than they are. Raises NativeError."""
         super().__init__(lib)
         self._pool_bytes = pool_bytes
         self._backend: int = self.backend_cpu_init()

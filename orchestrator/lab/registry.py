@@ -3,7 +3,7 @@ loaded, so that the command line answers at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,10 +38,6 @@ BENCHMARKS = {
         "TTFT is that of a prompt after decode steps of another conversation; cold TTFT that of "
         "the first prompt, with nothing in memory.",
     ),
-    "batch": Place(
-        "bench.batch:Batch",
-        "Several sequences that decode together, a token each a step, under every policy.",
-    ),
     "firm": Place(
         "bench.firm:Firm",
         "What each part of FIRM-MoE brings, as in its Tables 1 and 2 and Figure 4.\n\n"
@@ -60,17 +56,11 @@ BENCHMARKS = {
         "Both are loaded at once and take turns, so that whatever else the machine does meets "
         "both. It tells a difference of one or two per cent.",
     ),
-    "prefill": Place(
-        "bench.prefill:Prefill",
-        "First token by prompt length; what a long prompt does.\n\n"
-        "One precision against 4/2 and 4/0 under the same memory caps, and what a long prompt "
-        "does to the experts that decoding had in memory.",
-    ),
     "topics": Place(
         "bench.topics:Topics",
-        "dynaexq while the topic changes.\n\n"
-        "How even its steps stay, how soon the hot set has followed, how many experts are "
-        "promoted with and without hysteresis, and what the slowest steps have in common.",
+        "dynaexq and context while the topic changes.\n\n"
+        "How even their steps stay, how many experts are promoted, and how fast they are once the "
+        "experts of a topic have moved.",
     ),
 }
 
@@ -95,23 +85,19 @@ REPLAY_STUDIES = {"votes-loss": Place("study.votes_loss:VotesLoss", paper="FIRM-
 
 def load_benchmark(name: str) -> Benchmark[Any]:
     """The benchmark of this name, which must be one of BENCHMARKS."""
-    found: Benchmark[Any] = _load(BENCHMARKS[name])
+    found: Benchmark[Any] = _load(BENCHMARKS, name)
     return found
 
 
 def load_study(name: str) -> Study:
     """The study of this name. Raises ConfigError where there is none."""
-    if name not in STUDIES:
-        raise ConfigError(f"unknown study '{name}'; known: {', '.join(STUDIES)}")
-    found: Study = _load(STUDIES[name])
+    found: Study = _load(STUDIES, name)
     return found
 
 
 def load_replay_study(name: str) -> VotesLoss:
     """The study of a recorded run of this name. Raises ConfigError where there is none."""
-    if name not in REPLAY_STUDIES:
-        raise ConfigError(f"unknown study '{name}'; known: {', '.join(REPLAY_STUDIES)}")
-    found: VotesLoss = _load(REPLAY_STUDIES[name])
+    found: VotesLoss = _load(REPLAY_STUDIES, name)
     return found
 
 
@@ -121,6 +107,8 @@ def studies_by_paper() -> Iterator[str]:
         yield f"{', '.join(names)} ({paper})"
 
 
-def _load(place: Place) -> Any:
-    module, _, name = place.where.partition(":")
-    return getattr(import_module(f"{__package__}.{module}"), name)()
+def _load(places: Mapping[str, Place], name: str) -> Any:
+    if name not in places:
+        raise ConfigError(f"unknown study '{name}'; known: {', '.join(places)}")
+    module, _, kind = places[name].where.partition(":")
+    return getattr(import_module(f"{__package__}.{module}"), kind)()

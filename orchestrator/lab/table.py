@@ -142,16 +142,34 @@ def wrapped(text: str, indent: str = "") -> str:
     return filled.replace(_TIED, " ")
 
 
-def document(heading: Sequence[str], tables: Sequence[Table], notes: Sequence[str]) -> str:
-    """A report as text: what was measured, its tables, and what is to be said of all of it. The
-    columns of tables with the same headings stand below each other."""
-    shared: dict[tuple[str, ...], list[int]] = {}
-    for table in tables:
-        key = tuple(table.headings[1:])
-        before = shared.get(key, [0] * len(table.columns))
-        shared[key] = [max(pair) for pair in zip(before, table.widths(), strict=True)]
-    parts = ["\n".join(map(wrapped, heading))]
-    parts += [table.text(shared[tuple(table.headings[1:])]) for table in tables]
-    if notes:
-        parts.append("\n".join(wrapped(f"note: {note}") for note in notes))
-    return "\n\n".join(parts)
+@dataclass(slots=True)
+class Report:
+    """What was measured, its tables, and what is to be said of all of it."""
+
+    heading: list[str]
+    tables: list[Table]
+    notes: list[str]
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows of all tables."""
+        return [row for table in self.tables for row in table.rows]
+
+    def text(self) -> str:
+        """The report for a terminal. The columns of tables with the same headings stand below each
+        other."""
+        shared: dict[tuple[str, ...], list[int]] = {}
+        for table in self.tables:
+            key = tuple(table.headings[1:])
+            before = shared.get(key, [0] * len(table.columns))
+            shared[key] = [max(pair) for pair in zip(before, table.widths(), strict=True)]
+        parts = ["\n".join(map(wrapped, self.heading))]
+        parts += [table.text(shared[tuple(table.headings[1:])]) for table in self.tables]
+        if self.notes:
+            parts.append("\n".join(wrapped(f"note: {note}") for note in self.notes))
+        return "\n\n".join(parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report for JSON."""
+        tables = [table.as_dict() for table in self.tables]
+        return {"heading": self.heading, "tables": tables, "notes": self.notes}

@@ -43,6 +43,8 @@ ARCH_KEYS = (
     *("attention.head_count", "attention.head_count_kv", "attention.key_length"),
     *("attention.value_length", "attention.key_length_mla", "leading_dense_block_count"),
 )
+
+
 @dataclass
 class Model:
     """A GGUF in pieces. values: key and encoded value; tensors: name, shape, type, offset."""

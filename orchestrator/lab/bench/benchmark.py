@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
-from orchestrator.errors import ConfigError
-from orchestrator.lab.bench.cases import Case
-from orchestrator.lab.bench.loop import Loop, Measured
+from orchestrator.lab.bench.cases import Case, chosen
+from orchestrator.lab.bench.loop import Loop
 from orchestrator.lab.bench.models import Note
 from orchestrator.lab.bench.options import BenchOptions
-from orchestrator.lab.bench.report import heading
-from orchestrator.lab.bench.rows import Result
+from orchestrator.lab.bench.report import MIB, heading, made_of, row_notes
+from orchestrator.lab.bench.rows import Result, caps_of, case_row
 from orchestrator.lab.experiment import Experiment
-from orchestrator.lab.table import document
+from orchestrator.lab.table import Column, Report, Table
 
 L = TypeVar("L", bound="Loop[Any]")
-
-
-def only(cases: list[Case], words: Sequence[str]) -> list[Case]:
-    """The cases whose names have one of these words, all without words. Raises ConfigError where
-    none is left."""
-    found = [case for case in cases if not words or any(word in case.name for word in words)]
-    if words and not found:
-        names = ", ".join(dict.fromkeys(case.name for case in cases))
-        raise ConfigError(f"--rows {','.join(words)}: no row is left of {names}")
-    return found
-
 
 # Said before anything else.
 QUICK_NOTE = (
@@ -36,55 +23,62 @@ QUICK_NOTE = (
 )
 
 
-class Benchmark(Experiment[L, Result]):
-    """A benchmark is measured on a loop, which holds its options and its model. The report is one
-    JSON-ready object, whose rows are under "cases"."""
+class Benchmark(Experiment[L, Report]):
+    """A benchmark is measured on a loop, which holds its options and its model: a list of cases, a
+    row for each, and columns."""
 
     options: ClassVar[type[BenchOptions]]
-    listed: ClassVar[staticmethod[[Any], list[Case]]]  # the cases that options ask for
+    loop: ClassVar[type[Loop[Any]]] = Loop
+    columns: ClassVar[Sequence[Column]]
 
-    def prepare(self, options: BenchOptions, note: Note) -> L:
-        """The loop; makes the model where it is not there yet. Raises MoeEdgeError."""
-        return cast(L, Loop.prepare(options, note))
-
+    @abstractmethod
     def cases(self, loop: L) -> list[Case]:
         """What is compared, in the order of the tables."""
-        listed: list[Case] = type(self).listed(loop.options)
-        return listed
 
-    def watch(self, loop: L, case: Case, number: int, measured: Measured) -> None:
-        """Looks at a case in the minute in which it ran; nothing by default."""
+    def row(self, loop: L, case: Case, runs: Sequence[Result]) -> Result:
+        """The figures of one case over its runs, or "error"."""
+        return case_row(case, runs, loop.limit_bytes(case))
+
+    def compare(self, loop: L, rows: Sequence[Result], runs: Sequence[Sequence[Result]]) -> None:
+        """Adds to the rows what follows from all of them; nothing by default. runs: of each."""
+
+    def rows(self, loop: L) -> list[Result]:
+        """Measures all rows. A case that failed is reported in its row."""
+        listed = chosen(self.cases(loop), loop.options.rows)
+        runs = loop.run(listed)
+        rows = [self.row(loop, case, each) for case, each in zip(listed, runs, strict=True)]
+        self.compare(loop, rows, runs)
+        return rows
+
+    def groups(self, loop: L, rows: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
+        """(title, rows) of each table: of each cap, everything resident first."""
+        for same in caps_of(rows):
+            cap, limit = same[0]["cap"], same[0]["limit_bytes"]
+            title = "everything resident" if cap is None else loop.cap_words.format(cap)
+            yield title + ("" if limit is None else f", {limit / MIB:.0f} MiB"), same
 
     @abstractmethod
-    def figures(self, loop: L, measured: Measured) -> Result:
-        """What follows from all runs, at least the rows."""
-
-    def goals(self, loop: L, rows: Sequence[Result]) -> list[Result] | None:
-        """Each goal with what was measured, and whether it was "met"; None without goals."""
-        return None
-
-    @abstractmethod
-    def intro(self, report: Result) -> list[str]:
+    def intro(self, loop: L) -> list[str]:
         """What was measured and what the columns mean, a paragraph each."""
 
-    def measure(self, on: L) -> Result:
-        """The report. A case that fails is reported in its row."""
-        measured = on.run(only(self.cases(on), on.options.rows), partial(self.watch, on))
-        report = on.describe(measured) | self.figures(on, measured)
-        goals = self.goals(on, report["cases"])
-        if goals is None:
-            return report
-        return report | {"goals": [] if on.options.quick else goals}
+    def notes(self, rows: Sequence[Result]) -> list[str]:
+        """What else is to be said of the rows of one table."""
+        return row_notes(rows)
 
-    def run(self, options: BenchOptions, note: Note = lambda text: None) -> Result:
-        """Makes the model, measures everything and returns the report; note gets progress lines.
-        Raises MoeEdgeError where no model can be made or read."""
+    def measure(self, on: L) -> Report:
+        tables = [
+            Table(f"{title}; {made_of(on)}", self.columns, rows, self.notes(rows))
+            for title, rows in self.groups(on, self.rows(on))
+        ]
+        quick = [QUICK_NOTE] if on.options.quick else []
+        return Report([*quick, *heading(on), *self.intro(on)], tables, on.skipped)
+
+    def tables(self, found: Report) -> list[Table]:
+        return found.tables
+
+    def run(self, options: BenchOptions, note: Note = lambda text: None) -> Report:
+        """Makes the model, measures everything and reports it; note gets progress lines. Raises
+        MoeEdgeError where no model can be made or read."""
         if options.quick:
             note(QUICK_NOTE)
-        return self.measure(self.prepare(options, note))
-
-    def text(self, report: Result) -> str:
-        """The report for a terminal."""
-        quick = [QUICK_NOTE] if report["options"]["quick"] else []
-        head = [*quick, *heading(report), *self.intro(report)]
-        return document(head, self.tables(report), report["skipped"])
+        return self.measure(cast(L, self.loop(options, note)))

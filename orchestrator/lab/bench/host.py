@@ -10,50 +10,24 @@ from pathlib import Path
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 GROUP_NAME = "moe-edge-bench"
-AUTOGROUP = Path("/proc/self/autogroup")
 
 
-class MemoryGroup:
-    """A memory cgroup (version 1 or 2) of a process that is still to start."""
-
-    def __init__(self, folder: Path, limit_bytes: int) -> None:
-        """Makes the group. Raises OSError where that is not allowed."""
-        self.folder = folder
-        self.limit_bytes = limit_bytes
-        folder.mkdir()
-        try:
-            if (folder / "memory.limit_in_bytes").exists():
-                (folder / "memory.limit_in_bytes").write_text(str(limit_bytes))
-                # Without this, swap would take what the limit refuses.
-                with contextlib.suppress(OSError):
-                    (folder / "memory.memsw.limit_in_bytes").write_text(str(limit_bytes))
-            else:
-                (folder / "memory.max").write_text(str(limit_bytes))
-                with contextlib.suppress(OSError):
-                    (folder / "memory.swap.max").write_text("0")
-        except OSError:
-            folder.rmdir()
-            raise
-
-    @property
-    def procs(self) -> Path:
-        """Writing its process id here puts a process into the group."""
-        return self.folder / "cgroup.procs"
-
-    def was_killed(self) -> bool:
-        """Whether the kernel ended a process of the group for want of memory."""
-        for name in ("memory.oom_control", "memory.events"):
-            with contextlib.suppress(OSError):
-                for line in (self.folder / name).read_text().splitlines():
-                    key, _, value = line.partition(" ")
-                    if key == "oom_kill":
-                        return int(value) > 0
-        return False
-
-    def remove(self) -> None:
-        """Removes the group; its processes must have ended."""
+def _limited(folder: Path, limit_bytes: int) -> None:
+    """Makes a memory cgroup (version 1 or 2) with this limit. Raises OSError where that is not
+    allowed."""
+    folder.mkdir()
+    try:
+        old = (folder / "memory.limit_in_bytes").exists()
+        (folder / ("memory.limit_in_bytes" if old else "memory.max")).write_text(str(limit_bytes))
+        # Without this, swap would take what the limit refuses.
         with contextlib.suppress(OSError):
-            self.folder.rmdir()
+            if old:
+                (folder / "memory.memsw.limit_in_bytes").write_text(str(limit_bytes))
+            else:
+                (folder / "memory.swap.max").write_text("0")
+    except OSError:
+        folder.rmdir()
+        raise
 
 
 def memory_folders(root: Path = CGROUP_ROOT, proc: Path = Path("/proc/self/cgroup")) -> list[Path]:
@@ -70,60 +44,32 @@ def memory_folders(root: Path = CGROUP_ROOT, proc: Path = Path("/proc/self/cgrou
 
 
 @contextlib.contextmanager
-def memory_group(limit_bytes: int) -> Iterator[MemoryGroup | str]:
-    """A group with this limit, removed on leaving, or the reason why there is none."""
+def memory_group(limit_bytes: int) -> Iterator[Path | str]:
+    """A memory cgroup with this limit: the file that takes the id of a process that enters it. It
+    is removed on leaving, when its processes must have ended. A text is the reason why there is
+    none."""
     reason = "no memory cgroup is mounted here"
-    group = None
     try:
         folders = memory_folders()
     except OSError as error:
         folders, reason = [], str(error)
-    for folder in folders:
-        for left_over in folder.glob(f"{GROUP_NAME}-*"):
+    for parent in folders:
+        for left_over in parent.glob(f"{GROUP_NAME}-*"):
             with contextlib.suppress(OSError):  # not one that is in use
                 left_over.rmdir()
+        folder = parent / f"{GROUP_NAME}-{os.getpid()}"
         try:
-            group = MemoryGroup(folder / f"{GROUP_NAME}-{os.getpid()}", limit_bytes)
-            break
+            _limited(folder, limit_bytes)
         except OSError as error:
             reason = f"a memory cgroup could not be made ({error.strerror}: {error.filename})"
-    if group is None:
-        yield reason
+            continue
+        try:
+            yield folder / "cgroup.procs"
+        finally:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
         return
-    try:
-        yield group
-    finally:
-        group.remove()
-
-
-@contextlib.contextmanager
-def first_in_line() -> Iterator[None]:
-    """The highest priority for this process and its children, where that is allowed: two
-    threads that wait for each other suffer most from whatever else runs.
-
-    Linux weighs sessions against each other first (autogroup), and processes within one.
-    """
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    group = _autogroup_nice()
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, -20)
-        if group is not None:
-            AUTOGROUP.write_text("-20")
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, 0, before)
-            if group is not None:
-                AUTOGROUP.write_text(str(group))
-
-
-def _autogroup_nice() -> int | None:
-    try:
-        words = AUTOGROUP.read_text().split()
-    except OSError:
-        return None
-    return int(words[-1]) if words[-2:-1] == ["nice"] else None
+    yield reason
 
 
 def forget_files(paths: Iterable[Path]) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from orchestrator.config import Config
 
 PROMPT, DECODE = "prompt", "decode"
+COLD = "cold"  # the first prompt, which finds nothing in memory
 MIN_STEPS = 8
 
 
@@ -18,7 +18,7 @@ class Part(NamedTuple):
     """A stretch of a measurement: one prompt of n tokens, or n decode steps.
 
     name: what the report finds it by. Decode steps end early after so many seconds, when at
-    least at_least of them are done. topic: 0 or 1, a text of its own; -1 for any. sequences: so
+    least at_least of them are done. topic: 1 or 2, a text of its own; 0 for any. sequences: so
     many go on from the prompt before and decode together, a token each a step; 0: the prompt's
     own one does.
     """
@@ -28,7 +28,7 @@ class Part(NamedTuple):
     n: int
     seconds: float = 0.0
     at_least: int = 1
-    topic: int = -1
+    topic: int = 0
     sequences: int = 0
 
 
@@ -63,7 +63,7 @@ class Job:
     """What to measure. settings: of PlainModel ("upstream") or Config ("engine").
 
     text: a file of conversations to take the tokens from; without it they are random.
-    warm: read every expert before the first token. routing: also count expert use.
+    warm: read every expert before the first token.
     device: whose memory to report; the system "device" measures that alone.
     """
 
@@ -78,8 +78,10 @@ class Job:
     seed: int
     text: str | None = None
     warm: bool = False
-    routing: bool = False
     device: str | None = None
+
+    def __post_init__(self) -> None:
+        self.parts = [Part(*each) for each in self.parts]  # JSON has lists
 
     def config(self) -> Config:
         """Of our engine. Raises ConfigError."""
@@ -98,16 +100,3 @@ class Job:
     def decode_seconds(self) -> float:
         """How long the decode steps may take together."""
         return sum(part.seconds for part in self.parts)
-
-    @property
-    def has_topics(self) -> bool:
-        """Whether some part is about a topic."""
-        return any(part.topic >= 0 for part in self.parts)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Job:
-        fields = json.loads(text)
-        return cls(**(fields | {"parts": [Part(*each) for each in fields["parts"]]}))

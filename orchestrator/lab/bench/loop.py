@@ -2,110 +2,82 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import platform
-import signal
-import statistics
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
-from gguf_tools.children import child
 from gguf_tools.experts import ExpertModel
-from gguf_tools.process import processor_name
-from gguf_tools.synthetic.tensors import RESIDUAL_POWER
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.cost import disk
 from orchestrator.errors import ConfigError
 from orchestrator.lab.bench import host
 from orchestrator.lab.bench.cases import Case
 from orchestrator.lab.bench.job import Job, longest_context
-from orchestrator.lab.bench.models import DEMO_TEXT, LOW, Note, build_models, build_uniform
+from orchestrator.lab.bench.models import DEMO_TEXT, HIGH, LOW, Note, build_models
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.rows import Result
+from orchestrator.lab.children import run_child
 from orchestrator.memory.footprint import model_shape
 
 START_SECONDS = 300.0
 
 
-class Measured(NamedTuple):
-    """What came of all runs. results: by the key of a case, one for each run or one failure."""
-
-    listed: Sequence[Case]
-    results: dict[str, list[Result]]
-    bandwidths: list[disk.Bandwidth]
-
-    def each(self) -> Iterator[tuple[Case, list[Result]]]:
-        """(case, its results), in the order of the tables."""
-        for case in self.listed:
-            yield case, self.results[case.key]
-
-
-# A case, the number of its run, and all that was measured so far.
-Watch = Callable[[Case, int, Measured], None]
-
 Asked = TypeVar("Asked", bound=BenchOptions)
-L = TypeVar("L", bound="Loop[Any]")
 ShapeOf = Callable[[ExpertModel, tuple[int, ...]], ModelShape]
 
 
 class Loop(Generic[Asked]):
-    """The cases of one benchmark on one model. Make it with Loop.prepare."""
+    """The cases of one benchmark on one model, which is made where it is not there yet.
+
+    bandwidths: what the disk delivered before each run; skipped: what could not be done. Raises
+    MoeEdgeError where no model can be made, or where its context does not hold what is to be
+    measured."""
 
     shape_of: ShapeOf = staticmethod(model_shape)
 
-    def __init__(
-        self, options: Asked, high: Path, low: Path, model: ExpertModel, note: Note
-    ) -> None:
-        self.options, self.high, self.low, self.model, self.note = options, high, low, model, note
-        self.file_bytes = high.stat().st_size
+    def __init__(self, options: Asked, note: Note) -> None:
+        self.options, self.note = options, note
+        self.high, self.low = build_models(options, (HIGH, LOW), note)
+        self.model = ExpertModel.open(self.high, self.low)
+        self.file_bytes = self.high.stat().st_size
+        self.bandwidths: list[disk.Bandwidth] = []
         self.skipped: list[str] = []
-
-    @classmethod
-    def prepare(cls: type[L], options: BenchOptions, note: Note) -> L:
-        """Makes the model where it is not there yet. Raises MoeEdgeError where that fails, or
-        where its context does not hold what is to be measured."""
-        high, low = build_models(options, note)
-        model = ExpertModel.open(high, low)
         longest = longest_context(options.parts(), shared=False)
-        most = model.hparams.context_length
+        most = self.model.hparams.context_length
         if most and longest > most:
             raise ConfigError(
                 f"what is to be measured takes a context of {longest} tokens, the model "
                 f"was made for {most}: ask for shorter prompts or fewer tokens"
             )
-        return cls(options, high, low, model, note)
 
-    def run(self, listed: Sequence[Case], watch: Watch | None = None) -> Measured:
+    def run(self, listed: Sequence[Case]) -> list[list[Result]]:
         """Measures all cases once, then all of them again, options.runs times: what a ratio
-        compares ran within minutes of each other. A case that failed is not tried again. watch
-        sees each case right behind it, and what was measured until then."""
+        compares ran within minutes of each other. Of each case what its runs came to; one that
+        failed is not tried again."""
         options = self.options
         for case in listed:
             self.file_of(case.tier)  # a disk without room ends this before an hour of measuring
-        results: dict[str, list[Result]] = {case.key: [] for case in listed}
-        bandwidths: list[disk.Bandwidth] = []
-        so_far = Measured(listed, results, bandwidths)
-        with contextlib.nullcontext() if options.quick else host.first_in_line():
-            for number in range(options.runs):
-                bandwidths.append(self.bandwidth(number))
-                before = bandwidths[-1].bytes_per_s
-                for case in listed:
-                    earlier = results[case.key]
-                    if any("error" in each for each in earlier):
-                        continue
-                    self.note(f"run {number + 1} of {options.runs}: {case.key}")
-                    earlier.append(self.measure(case, number))
-                    if case.cap is not None and case.system == "engine" and case.tier is None:
-                        after = self.probe(number).bytes_per_s
-                        earlier[-1]["disk"], before = [before, after], after
-                    if watch is not None and "error" not in earlier[-1]:
-                        watch(case, number, so_far)
-        return so_far
+        results: list[list[Result]] = [[] for _ in listed]
+        for number in range(options.runs):
+            self.bandwidths.append(self.bandwidth(number))
+            before = self.bandwidths[-1].bytes_per_s
+            for case, earlier in zip(listed, results, strict=True):
+                if any("error" in each for each in earlier):
+                    continue
+                self.note(f"run {number + 1} of {options.runs}: {case.key}")
+                earlier.append(self.measure(case, number))
+                if case.cap is not None and case.system == "engine":
+                    after = self.probe(number).bytes_per_s
+                    earlier[-1]["disk"], before = [before, after], after
+        return results
+
+    @property
+    def text(self) -> str | None:
+        """The file that tokens come from; without it they are random."""
+        return str(DEMO_TEXT) if self.options.trained else None
 
     def skip(self, reason: str) -> None:
         if reason and reason not in self.skipped:
@@ -143,7 +115,7 @@ class Loop(Generic[Asked]):
         where it is not there yet."""
         if tier is None:
             return self.high
-        return self.low if tier == LOW else build_uniform(self.options, tier, self.note)
+        return build_models(self.options, (tier,), self.note)[0]
 
     def limit_bytes(self, case: Case) -> int | None:
         """The cap on the whole process; None without one."""
@@ -151,20 +123,12 @@ class Loop(Generic[Asked]):
             return None
         return int(case.cap * self.file_bytes)
 
-    def measure(self, case: Case, number: int) -> Result:
-        """One process of one case: what it printed, or {"error": reason}."""
-        job = self.job(case, number)
-        limit = self.limit_bytes(case)
-        self.forget()
-        if case.cap is not None and not self.options.caps_process:
-            self.skip("small model: the expert slots are capped, not the process; nor upstream")
-        if limit is None:
-            return self._spawn(job, None)
-        with host.memory_group(limit) as group:
-            if isinstance(group, str):
-                self.skip(f"memory is not capped: {group}; mmap figures are of no use then")
-                return self._spawn(job, None)
-            return self._spawn(job, group)
+    @property
+    def cap_words(self) -> str:
+        """What a cap is, for a title."""
+        if self.options.caps_process:
+            return "whole process within {:.0%} of the file"
+        return "expert slots of {:.0%} of the experts"
 
     def cap_settings(self, case: Case) -> dict[str, Any]:
         """What holds our engine to the cap of a case."""
@@ -172,6 +136,26 @@ class Loop(Generic[Asked]):
         if limit is not None:
             return {"ram": limit}
         return {} if case.cap is None else {"expert_ram": int(case.cap * self.model.tier_bytes[0])}
+
+    def measure(self, case: Case, number: int) -> Result:
+        """One process of one case: what it measured, or {"error": reason}."""
+        job = self.job(case, number)
+        limit = self.limit_bytes(case)
+        self.forget()
+        if case.cap is not None and not self.options.caps_process:
+            self.skip("small model: the expert slots are capped, not the process; nor upstream")
+        if limit is None:
+            return self._spawn(job)
+        with host.memory_group(limit) as group:
+            if isinstance(group, str):
+                self.skip(f"memory is not capped: {group}; mmap figures are of no use then")
+                return self._spawn(job)
+            return self._spawn(job, partial(group.write_text, "0"))
+
+    @staticmethod
+    def _spawn(job: Job, enter: Callable[[], object] | None = None) -> Result:
+        seconds = START_SECONDS + 2 * job.decode_seconds
+        return run_child("orchestrator.lab.bench.child", json.dumps(asdict(job)), seconds, enter)
 
     def job(self, case: Case, number: int) -> Job:
         """What the process of a case is told."""
@@ -182,8 +166,7 @@ class Loop(Generic[Asked]):
         if case.system == "engine":
             settings["io_threads"] = options.io_threads
             settings["sequences"] = options.sequences
-            if case.tier is None or options.caps_process:
-                settings |= self.cap_settings(case)
+            settings |= self.cap_settings(case)
             if case.one_token:
                 settings["expert_ram"] = token_slot_bytes(self.model, self.shape_of)
         return Job(
@@ -196,77 +179,9 @@ class Loop(Generic[Asked]):
             threads=options.n_threads,
             parts=options.parts(),
             seed=options.seed * 1000 + number,
-            text=str(DEMO_TEXT) if options.trained else None,
+            text=self.text,
             warm=case.cap is None,
-            routing=case.role == "reference" and number == 0,
         )
-
-    @staticmethod
-    def _spawn(job: Job, group: host.MemoryGroup | None) -> Result:
-        def enter_group() -> None:
-            if group is not None:
-                group.procs.write_text("0")
-
-        timeout = START_SECONDS + 2 * job.decode_seconds
-        try:
-            with child(
-                [sys.executable, "-m", "orchestrator.lab.bench.child"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                preexec_fn=enter_group,
-            ) as process:
-                out, err = process.communicate(job.to_json(), timeout=timeout)
-        except subprocess.TimeoutExpired:
-            return {"error": f"still not done after {timeout:.0f} s"}
-        return read_child(process.returncode, out, err, group is not None and group.was_killed())
-
-    def describe(self, measured: Measured) -> Result:
-        """What all reports say of the machine, the model and the options."""
-        options, model = self.options, self.model
-        runs = [each for row in measured.results.values() for each in row]
-        bandwidths = measured.bandwidths
-        return {
-            "machine": {
-                "processor": processor_name(),
-                "cores": len(os.sched_getaffinity(0)),
-                "system": platform.platform(),
-            },
-            "model": {
-                "path": str(self.high),
-                "shape": options.model_name,
-                "trained": options.trained,
-                "file_bytes": self.file_bytes,
-                "tiers": [tier.name for tier in model.tiers],
-                "n_layers": model.n_layers,
-                "residual_power": None if options.trained else RESIDUAL_POWER,
-                "n_expert": model.n_expert,
-                "n_expert_used": model.n_expert_used,
-            },
-            "options": options.described(),
-            "routing": next((each["routing"] for each in runs if "routing" in each), None),
-            "bandwidth": {
-                "bytes_per_s": statistics.median(each.bytes_per_s for each in bandwidths),
-                "runs": [each.bytes_per_s for each in bandwidths],
-                "direct": all(each.direct for each in bandwidths),
-                "slice_bytes": bandwidths[0].slice_bytes,
-                "threads": options.io_threads,
-            },
-            "skipped": self.skipped,
-        }
-
-
-def read_child(status: int, out: str, err: str, out_of_memory: bool) -> Result:
-    """What a process printed, or {"error": what became of it}."""
-    if status == -signal.SIGKILL and out_of_memory:
-        return {"error": "does not fit: ended by the kernel, out of memory"}
-    if status < 0:
-        return {"error": f"died of {signal.Signals(-status).name}"}
-    if status or not out.strip():
-        last = err.strip().splitlines()[-1:] or [f"status {status}"]
-        return {"error": f"failed: {last[0]}"}
-    result: Result = json.loads(out.strip().splitlines()[-1])
-    return result
 
 
 def token_slot_bytes(model: ExpertModel, shape_of: ShapeOf = model_shape) -> int:

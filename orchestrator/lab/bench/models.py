@@ -31,13 +31,8 @@ DEMO_TEXT = DEMO_FOLDER / "conversations.txt"
 Note = Callable[[str], None]
 
 
-def cache_folder() -> Path:
-    """Where generated models are kept between runs."""
-    return user_folder("cache") / "bench"
-
-
-def build_models(options: BenchOptions, note: Note) -> tuple[Path, Path]:
-    """The model in the high and in the low precision, written when not there yet.
+def build_models(options: BenchOptions, tiers: Sequence[str], note: Note) -> list[Path]:
+    """The model with all experts in each of these types, written when not there yet.
 
     The names hold a digest of what they are made from, so that a changed generator or demo
     model never meets old files. Raises MoeEdgeError where the demo model is not installed, and
@@ -47,18 +42,12 @@ def build_models(options: BenchOptions, note: Note) -> tuple[Path, Path]:
         for path in (DEMO_MODEL, DEMO_TEXT):
             if not path.is_file():
                 raise MoeEdgeError(f"{path} is not here: choose another --shape")
-    missing = [tier for tier in (HIGH, LOW) if not _path(options, tier).exists()]
+    missing = [tier for tier in tiers if not _path(options, tier).exists()]
     if missing and not options.trained:
         _check_room(options, missing, note)
-    return _build(options, HIGH, note), _build(options, LOW, note)
-
-
-def build_uniform(options: BenchOptions, tier: str, note: Note) -> Path:
-    """The model with all experts in this type, written when not there yet. Raises MoeEdgeError
-    where that fails."""
-    if not _path(options, tier).exists() and not options.trained:
-        _check_room(options, [tier], note)
-    return _build(options, tier, note)
+    for tier in missing:
+        _write(options, tier, note)
+    return [_path(options, tier) for tier in tiers]
 
 
 def uniform_tiers(options: BenchOptions) -> tuple[str, ...]:
@@ -96,12 +85,12 @@ def _path(options: BenchOptions, tier: str) -> Path:
     digest = hashlib.sha256()
     for source in sources:
         digest.update(source.read_bytes())
-    return cache_folder() / f"{stem}-{tier}-{digest.hexdigest()[:12]}.gguf"
+    return user_folder("cache") / "bench" / f"{stem}-{tier}-{digest.hexdigest()[:12]}.gguf"
 
 
 def _check_room(options: BenchOptions, tiers: Sequence[str], note: Note) -> None:
     """Says what is going to be written, and raises MoeEdgeError where the disk has no room."""
-    folder = cache_folder()
+    folder = _path(options, tiers[0]).parent
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     old = (_stale(_path(options, tier)) for tier in tiers)
@@ -122,16 +111,14 @@ def _stale(path: Path) -> list[Path]:
     return [each for each in path.parent.glob(f"{stem}-*.gguf") if each != path]
 
 
-def _build(options: BenchOptions, tier: str, note: Note) -> Path:
+def _write(options: BenchOptions, tier: str, note: Note) -> None:
     path = _path(options, tier)
-    if not path.exists():
-        note(f"writing {path}")
-        for stale in _stale(path):
-            stale.unlink()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if options.trained:
-            export(DEMO_MODEL, path, tier)
-        else:
-            shape = _shape(options)
-            synthetic.write(path, shape, tiers=(tier,), routing=options.routing, seed=options.seed)
-    return path
+    note(f"writing {path}")
+    for stale in _stale(path):
+        stale.unlink()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if options.trained:
+        export(DEMO_MODEL, path, tier)
+    else:
+        shape = _shape(options)
+        synthetic.write(path, shape, tiers=(tier,), routing=options.routing, seed=options.seed)

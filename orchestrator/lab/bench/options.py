@@ -10,9 +10,8 @@ from gguf_tools import synthetic
 from gguf_tools.process import default_threads
 from orchestrator.errors import ConfigError
 from orchestrator.lab.bench.job import Part, decode, longest_context, prompt, settle
-from orchestrator.lab.lists import PERCENTAGES, WORDS
 from orchestrator.policy.dymoe import DyMoESettings
-from orchestrator.settings import FROM_0, FROM_1, Settings, again, setting
+from orchestrator.settings import FROM_0, FROM_1, Notation, Settings, again, setting
 
 # A quick pass: tiny model, caps that leave a few experts of room, seconds in all.
 QUICK_SHAPE = "tiny-olmoe"
@@ -21,6 +20,28 @@ DEMO = "demo"
 _RETENTION = DyMoESettings.declared()["retention"]
 
 Asked = TypeVar("Asked", bound="BenchOptions")
+
+
+def parse_percentages(text: str) -> tuple[float, ...]:
+    """Shares from percentages, "60,80" -> (0.6, 0.8). Raises ConfigError."""
+    try:
+        return tuple(float(part.strip().rstrip("%")) / 100 for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"'{text}' is no list of percentages such as 60,80") from None
+
+
+def show_percentages(shares: tuple[float, ...]) -> str:
+    """ "60,80" of shares."""
+    return ",".join(f"{100 * share:.0f}" for share in shares)
+
+
+def parse_words(text: str) -> tuple[str, ...]:
+    """("lru", "upstream mmap") from "lru, upstream mmap"."""
+    return tuple(word for part in text.split(",") if (word := part.strip()))
+
+
+PERCENTAGES = Notation(parse_percentages, show_percentages)
+WORDS = Notation(parse_words, ",".join)
 
 
 @dataclass(frozen=True)
@@ -81,9 +102,9 @@ class BenchOptions(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.shape not in synthetic.PRESETS and self.shape != DEMO:
-            known = ", ".join((*synthetic.PRESETS, DEMO))
-            raise ConfigError(f"unknown shape '{self.shape}': known are {known}")
+        shapes = (*synthetic.PRESETS, DEMO)
+        if self.shape not in shapes:
+            raise ConfigError(f"unknown shape '{self.shape}': known are {', '.join(shapes)}")
         if self.routing not in synthetic.ROUTINGS:
             known = ", ".join(synthetic.ROUTINGS)
             raise ConfigError(f"unknown routing '{self.routing}': known are {known}")
@@ -120,14 +141,19 @@ class BenchOptions(Settings):
         return not (self.quick or self.trained)
 
     @property
-    def n_ubatch(self) -> int:
-        """Tokens that every system evaluates at once."""
-        return self.prompt_tokens
+    def n_threads(self) -> int:
+        """Compute threads, the cores where nothing was asked for."""
+        return self.threads or default_threads()
 
     @property
     def sequences(self) -> int:
-        """How many sequences may decode together."""
+        """How many sequences decode together; 0: one alone."""
         return max((part.sequences for part in self.parts()), default=0)
+
+    @property
+    def n_ubatch(self) -> int:
+        """Tokens that every system evaluates at once."""
+        return max(self.prompt_tokens, self.sequences)
 
     @property
     def n_ctx(self) -> int:
@@ -142,17 +168,7 @@ class BenchOptions(Settings):
             decode(self.tokens, self.max_seconds),
         ]
 
-    def described(self, *more: str) -> dict[str, Any]:
-        """What a report says of the options, JSON-ready; more: names of further ones."""
-        names = ("tokens", "prompt_tokens", "runs", "retention", "io_threads", "quick", *more)
-        values = {name: getattr(self, name) for name in names}
-        routing = "trained" if self.trained else self.routing
-        return {"routing": routing, "threads": self.n_threads} | {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in values.items()
-        }
-
     @property
-    def n_threads(self) -> int:
-        """Compute threads, the cores where nothing was asked for."""
-        return self.threads or default_threads()
+    def words(self) -> str:
+        """What the tokens are."""
+        return "text" if self.trained else "random"

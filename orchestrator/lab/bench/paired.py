@@ -16,17 +16,15 @@ from tempfile import TemporaryFile
 from typing import IO, Any
 
 from gguf_tools.children import child
-from gguf_tools.process import default_threads
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, MoeEdgeError
-from orchestrator.lab.bench.models import HIGH, Note, build_uniform
-from orchestrator.lab.bench.options import BenchOptions
+from orchestrator.lab.bench.models import HIGH, Note, build_models
+from orchestrator.lab.bench.options import WORDS, BenchOptions
 from orchestrator.lab.eval.arithmetic import median_interval
 from orchestrator.lab.experiment import Experiment
-from orchestrator.lab.lists import WORDS
-from orchestrator.lab.table import Column, Table, document, fixed
+from orchestrator.lab.table import Column, Report, Row, Table, fixed
 from orchestrator.policy import policy_settings
-from orchestrator.settings import FROM_0, FROM_1, Settings, again, setting
+from orchestrator.settings import FROM_0, again, setting
 
 HERE = Path(__file__).resolve().parents[3]
 UPSTREAM = "upstream"
@@ -87,15 +85,13 @@ with opened(json.loads(sys.argv[1])) as (evaluate, n_vocab, callback_us):
 
 
 @dataclass(frozen=True)
-class PairedOptions(Settings):
+class PairedOptions(BenchOptions):
     """What is compared. ours, theirs: settings of the two sides as NAME=VALUE; the word "upstream"
     makes a side llama.cpp without a store, whose settings are PlainModel's. other: the checkout
     that "theirs" runs in. A side without a cap has every expert in memory. Raises ConfigError."""
 
     model: Path | None = setting(None, "A model file.", shown="one of --shape")
-    shape: str = again(BenchOptions, "shape")
     routing: str = again(BenchOptions, "routing", "zipf")
-    layers: int | None = again(BenchOptions, "layers")
     tier: str = setting(HIGH, "Type of the experts of a random-weight model.")
     ours: tuple[str, ...] = setting(
         ("policy=lru", "force_managed=true"), "Settings of our side.", notation=WORDS
@@ -110,27 +106,16 @@ class PairedOptions(Settings):
         sys.executable, "Its Python, with its library.", metavar="FILE", shown="this one"
     )
     prompt: int = setting(0, "Tokens of a prompt; 0: decoding is timed.", within=FROM_0)
-    runs: int = setting(12, "Pairs: starts of both sides.", within=FROM_1)
-    threads: int | None = again(BenchOptions, "threads")
-    seed: int = again(BenchOptions, "seed")
-    quick: bool = again(BenchOptions, "quick")
-
-    def model_path(self, note: Note) -> Path:
-        """The model, made where it is one of random weights that is not there yet."""
-        if self.model is not None:
-            return self.model.resolve()
-        made = BenchOptions(
-            shape=self.shape,
-            routing=self.routing,
-            layers=self.layers,
-            seed=self.seed,
-            quick=self.quick,
-        )
-        return build_uniform(made, self.tier, note)
+    runs: int = again(BenchOptions, "runs", 12, help="Pairs: starts of both sides.")
+    caps: tuple[float, ...] = again(BenchOptions, "caps", option=False)
+    tokens: int = again(BenchOptions, "tokens", option=False)
+    prompt_tokens: int = again(BenchOptions, "prompt_tokens", option=False)
+    retention: float = again(BenchOptions, "retention", option=False)
+    rows: tuple[str, ...] = again(BenchOptions, "rows", option=False)
 
     def side(self, words: Sequence[str], model: Path) -> dict[str, Any]:
         """What a side's process is told. Raises ConfigError for what is no setting."""
-        n_ubatch, threads = max(64, self.prompt), self.threads or default_threads()
+        n_ubatch, threads = max(64, self.prompt), self.n_threads
         own = [word for word in words if word != UPSTREAM]
         if len(own) < len(words):
             flags = {"upstream": True, "mmap": False, "extra_bufts": True}
@@ -226,57 +211,44 @@ COLUMNS = (
 )
 
 
-class Paired(Experiment[PairedOptions, dict[str, Any]]):
+class Paired(Experiment[PairedOptions, Report]):
     """A pair is one start of both sides; its ratio is their median step over ours, above 1 where
     ours is faster."""
 
     options = PairedOptions
 
-    def measure(self, on: PairedOptions, note: Note = lambda text: None) -> dict[str, Any]:
-        """The report. Raises MoeEdgeError where a side cannot run."""
-        model = on.model_path(note)
+    def measure(self, on: PairedOptions, note: Note = lambda text: None) -> Report:
+        """Raises MoeEdgeError where a side cannot run."""
+        model = on.model or build_models(on, (on.tier,), note)[0]
+        model = model.resolve()
         told = {
             "ours": (HERE, sys.executable, on.side(on.ours, model)),
             "theirs": (on.other or HERE, on.python, on.side(on.theirs, model)),
         }
-        rows: list[dict[str, Any]] = []
+        rows: list[Row] = []
         for number in range(1 if on.quick else on.runs):
             names = list(told) if number % 2 else list(reversed(told))
             with ExitStack() as stack:
                 sides = {name: stack.enter_context(Side.started(*told[name])) for name in names}
                 in_turns(sides, on.prompt, 1 if on.quick else TURNS)
-            row: dict[str, Any] = {"pair": number + 1}
+            row: Row = {"pair": number + 1}
             for name, side in sides.items():
                 row[f"{name}_ms"] = statistics.median(side.ms)
                 row[f"{name}_callback_us"] = side.callback_us
             rows.append(row | {"ratio": row["theirs_ms"] / row["ours_ms"]})
             note(f"pair {number + 1} of {on.runs}: ratio {rows[-1]['ratio']:.4f}")
         median, low, high = median_interval([row["ratio"] for row in rows])
-        return {
-            "model": str(model),
-            "ours": list(on.ours),
-            "theirs": list(on.theirs),
-            "prompt": on.prompt,
-            "cases": rows,
-            "ratio": {"median": median, "low": low, "high": high},
-        }
-
-    def run(self, options: PairedOptions, note: Note = lambda text: None) -> dict[str, Any]:
-        return self.measure(options, note)
-
-    def tables(self, found: dict[str, Any]) -> list[Table]:
-        ratio = found["ratio"]
         footnote = (
-            f"median ratio {ratio['median']:.4f}, 95 % interval {ratio['low']:.4f} to "
-            f"{ratio['high']:.4f}; above 1 ours is faster"
+            f"median ratio {median:.4f}, 95 % interval {low:.4f} to {high:.4f}; above 1 ours is "
+            "faster"
         )
-        what = f"a prompt of {found['prompt']} tokens" if found["prompt"] else "a decoded token"
-        return [Table(f"{what}, medians of each start", COLUMNS, found["cases"], [footnote])]
+        what = f"a prompt of {on.prompt} tokens" if on.prompt else "a decoded token"
+        table = Table(f"{what}, medians of each start", COLUMNS, rows, [footnote])
+        compared = f"ours: {', '.join(on.ours)}; theirs: {', '.join(on.theirs)}"
+        return Report([f"{model.name}; {compared}"], [table], [])
 
-    def text(self, report: dict[str, Any]) -> str:
-        """The report for a terminal."""
-        heading = [
-            f"{Path(report['model']).name}; ours: {', '.join(report['ours'])}; theirs: "
-            f"{', '.join(report['theirs'])}"
-        ]
-        return document(heading, self.tables(report), [])
+    def tables(self, found: Report) -> list[Table]:
+        return found.tables
+
+    def run(self, options: PairedOptions, note: Note = lambda text: None) -> Report:
+        return self.measure(options, note)

@@ -1,4 +1,4 @@
-"""From what the processes printed to the figures of one case."""
+"""From what the processes printed to the figures of one case, and what rows are compared by."""
 
 from __future__ import annotations
 
@@ -9,33 +9,86 @@ from typing import Any
 import numpy as np
 
 from orchestrator.lab.bench.cases import Case
-from orchestrator.lab.bench.job import DECODE, PROMPT
+from orchestrator.lab.bench.job import COLD, DECODE, PROMPT
 
 Result = dict[str, Any]
 
 
-def named(run: Result, name: str) -> list[Result]:
-    """The parts of one run that have this name."""
-    return [part for part in run["parts"] if part["name"] == name]
+def named(run: Result, *names: str) -> list[Result]:
+    """The parts of one run that have one of these names."""
+    return [part for part in run["parts"] if part["name"] in names]
 
 
-def times_ms(run: Result, name: str) -> list[float]:
-    """All times of the parts of this name."""
-    return [each for part in named(run, name) for each in part["ms"]]
+def times_ms(run: Result, *names: str) -> list[float]:
+    """All times of the parts of these names."""
+    return [each for part in named(run, *names) for each in part["ms"]]
 
 
-def median_ms(runs: Sequence[Result], name: str) -> list[float]:
-    """For each run, the median time of the parts of this name.
+def median_ms(runs: Sequence[Result], *names: str) -> list[float]:
+    """For each run, the median time of the parts of these names.
 
     Speeds come from medians, of a run's times and then of the runs: other work on the machine
     moves a mean far more.
     """
-    return [float(np.median(times_ms(run, name))) for run in runs]
+    return [float(np.median(times_ms(run, *names))) for run in runs]
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
     """Median over the runs of a ratio within a run: a machine's speed drifts."""
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
+
+
+def good(rows: Sequence[Result]) -> list[Result]:
+    """The rows that have figures."""
+    return [row for row in rows if "error" not in row]
+
+
+def managed(rows: Sequence[Result]) -> list[Result]:
+    """The rows of a run with a store."""
+    return [row for row in rows if "budget_bytes" in row]
+
+
+def best_runs(rows: Sequence[Result], key: str = "tpot_ms_p50_runs") -> list[float]:
+    """For each run, the least that one of the rows took; nothing without rows."""
+    return [min(each) for each in zip(*(row[key] for row in good(rows)), strict=True)]
+
+
+def add_ratio(
+    rows: Sequence[Result], name: str, bases: Sequence[Result], key: str = "tpot_ms_p50_runs"
+) -> None:
+    """Adds to all rows how many times as fast they are, by what key says, as the best of the bases;
+    nothing without bases."""
+    best = best_runs(bases, key)
+    for row in good(rows):
+        if best:
+            row[name] = median_ratio(best, row[key])
+
+
+def caps_of(rows: Sequence[Result]) -> list[list[Result]]:
+    """The rows by their cap, in their order."""
+    caps = dict.fromkeys(row["cap"] for row in rows)
+    return [[row for row in rows if row["cap"] == cap] for cap in caps]
+
+
+def add_bound(row: Result, compute_ms: Sequence[float], waits_ms: Sequence[list[float]]) -> None:
+    """Adds the bound of a row and how much of it was reached, run by run: what a run compares ran
+    within minutes of each other.
+
+    A step takes at least the longer of computing and waiting for what it missed; the bound is the
+    median over the steps, as the speed is. waits_ms: of the steps of each run.
+    """
+    bounds = [
+        statistics.median(max(compute, wait) for wait in waits)
+        for compute, waits in zip(compute_ms, waits_ms, strict=True)
+    ]
+    waited = [statistics.median(waits) for waits in waits_ms]
+    row |= {
+        "bound_tpot_ms": statistics.median(bounds),
+        "bound_by": "misses" if sum(waited) > sum(compute_ms) else "computing",
+        "bound_compute_ms": statistics.median(compute_ms),
+        "bound_wait_ms": statistics.median(waited),
+        "of_bound": median_ratio(bounds, row["tpot_ms_p50_runs"]),
+    }
 
 
 def store_figures(parts: Sequence[Result]) -> Result:
@@ -49,60 +102,47 @@ def store_figures(parts: Sequence[Result]) -> Result:
     total = sum(routed.values())
     return {
         "hit_rate": sum(each["hits"] for each in stores) / requests if requests else None,
-        "bytes": sum(each["bytes"] for each in stores),
         "bytes_per_token": sum(each["bytes"] for each in stores) / tokens,
-        "needed_bytes_per_token": sum(each["needed_bytes"] for each in stores) / tokens,
-        "wait_ms_per_token": sum(each["wait_ms"] for each in stores) / tokens,
         "mix": {key: n / total if total else 0.0 for key, n in routed.items()},
     }
 
 
-def failure(runs: Sequence[Result]) -> Result:
-    """{"error": why} where a run failed, else {}."""
-    return next(({"error": each["error"]} for each in runs if "error" in each), {})
+def case_row(
+    case: Case, runs: Sequence[Result], limit_bytes: int | None, steps: Sequence[str] = (DECODE,)
+) -> Result:
+    """The figures of one case over its runs: decode speed, TTFT, store, memory. steps: names of the
+    parts whose decode steps count.
 
-
-def case_row(case: Case, runs: Sequence[Result], limit_bytes: int | None) -> Result:
-    """The figures of one case over its runs: decode speed, TTFT, store, memory.
-
-    p99 is that of all decode steps, or prompts, together.
+    p99 is that of all decode steps together.
     """
     row: Result = {"name": case.name, "cap": case.cap, "role": case.role}
     row["limit_bytes"] = limit_bytes
-    if failed := failure(runs):
-        return row | failed
-    steps = [each for run in runs for each in times_ms(run, DECODE)]
-    medians, ttft = median_ms(runs, DECODE), median_ms(runs, PROMPT)
+    failed = [run for run in runs if "error" in run]
+    if failed:
+        return row | {"error": failed[0]["error"]}
+    times = [each for run in runs for each in times_ms(run, *steps)]
+    parts = [part for run in runs for part in named(run, *steps)]
+    medians, ttft = median_ms(runs, *steps), median_ms(runs, PROMPT)
     tpot_ms = statistics.median(medians)
+    tokens = sum(part["tokens"] for part in parts)
     row |= {
-        "tokens": len(steps),
         "tpot_ms_p50": tpot_ms,
-        "tpot_ms_p99": float(np.percentile(steps, 99)),
-        "tpot_ms_mean": float(np.mean(steps)),
+        "tpot_ms_p99": float(np.percentile(times, 99)),
         "tpot_ms_p50_runs": medians,
-        "tokens_per_s": 1e3 / tpot_ms,
+        "tokens_per_s": tokens / len(times) * 1e3 / tpot_ms,
         "ttft_ms": statistics.median(ttft),
         "ttft_ms_runs": ttft,
-        "ttft_ms_p99": float(np.percentile([t for run in runs for t in times_ms(run, PROMPT)], 99)),
-        "peak_rss_bytes": max(each["peak_rss"] for each in runs),
-        "mode": runs[0].get("mode", "upstream"),
+        "peak_bytes": max(each["peak_rss"] for each in runs),
         "policy": runs[-1].get("policy", {}),
     }
-    if limit_bytes and case.system == "engine":
-        row["over_promise"] = row["peak_rss_bytes"] > limit_bytes
-    parts = [part for run in runs for part in named(run, DECODE)]
-    found = store_figures(parts)
-    if found:
-        by_run = [store_figures(named(run, DECODE)) for run in runs]
-        row |= {
-            "hit_rate": found["hit_rate"],
-            "mix": found["mix"],
-            "bytes_per_token": statistics.median(each["bytes_per_token"] for each in by_run),
-            "needed_bytes_per_token_runs": [each["needed_bytes_per_token"] for each in by_run],
-            "wait_ms_per_token": statistics.median(each["wait_ms_per_token"] for each in by_run),
-            "budget_bytes": parts[0]["store"]["budget_bytes"],
-            "direct_io": parts[0]["store"]["direct_io"],
-        }
+    if any(part["name"] == COLD for part in runs[0]["parts"]):
+        row["ttft_cold_ms"] = statistics.median(median_ms(runs, COLD))
+    if "store" in parts[0]:
+        by_run = [store_figures(named(run, *steps)) for run in runs]
         callbacks = [part["callback_us"] for part in parts if part["callback_us"] is not None]
-        row["callback_us_p50"] = statistics.median(callbacks) if callbacks else None
+        row |= store_figures(parts) | {
+            "bytes_per_token": statistics.median(each["bytes_per_token"] for each in by_run),
+            "budget_bytes": parts[0]["store"]["budget_bytes"],
+            "callback_us_p50": statistics.median(callbacks) if callbacks else None,
+        }
     return row

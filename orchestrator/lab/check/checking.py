@@ -28,7 +28,8 @@ from orchestrator.lab.check.budgets import (
     plain,
     three_budgets,
 )
-from orchestrator.lab.check.job import CheckJob, Result, run_job, settings_of
+from orchestrator.lab.check.job import CheckJob, run_job, settings_of
+from orchestrator.lab.children import Result
 from orchestrator.memory.machine import Machine
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import ALLOWED_LOSS

@@ -1,12 +1,10 @@
-"""One run of a check in a process of its own: `python -m orchestrator.lab.check.child` reads a
-CheckJob as JSON from stdin, and writes what it found as one JSON line to stdout."""
+"""One run of a check in a process of its own: `python -m orchestrator.lab.check.child` is told a
+CheckJob, and answers what it found."""
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import sys
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
@@ -18,8 +16,9 @@ from gguf_tools.process import peak_rss_bytes
 from orchestrator.config import Config
 from orchestrator.cost.planner import Planner
 from orchestrator.engine.engine import Engine
-from orchestrator.errors import BudgetError, MoeEdgeError
-from orchestrator.lab.check.job import CheckJob, Result, settings_of
+from orchestrator.errors import MoeEdgeError
+from orchestrator.lab.check.job import CheckJob, settings_of
+from orchestrator.lab.children import Result, answer
 
 # What the experts of a layer give together, as llama.cpp's common MoE builder names it.
 _EXPERTS_OUT = "ffn_moe_out-"
@@ -209,17 +208,5 @@ def watch_layers(engine: Engine, tokens: Sequence[int], path: str) -> Result:
     return {"layers": sorted(map(int, seen))}
 
 
-def main() -> int:
-    job = CheckJob.from_json(sys.stdin.read())
-    try:
-        result = run(job)
-    except BudgetError as error:
-        result = {"error": str(error), "needed_bytes": error.needed_bytes}
-    except MoeEdgeError as error:
-        result = {"error": str(error)}
-    print(json.dumps(result))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    answer(lambda told: run(CheckJob(**told)))

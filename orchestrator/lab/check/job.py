@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gguf_tools.children import child
 from orchestrator.config import Config
-
-Result = dict[str, Any]
+from orchestrator.lab.children import Result, run_child
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +34,6 @@ class CheckJob:
     beside: int | None = None
     layers: bool = False
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> CheckJob:
-        return cls(**json.loads(text))
-
 
 def settings_of(config: Config) -> dict[str, Any]:
     """What Config.build makes the same config of, but for settings of an answer; JSON-ready."""
@@ -57,20 +45,4 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 def run_job(job: CheckJob) -> Result:
     """What a process of its own measured, or {"error": a sentence}."""
-    with child(
-        [sys.executable, "-m", "orchestrator.lab.check.child"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        errors="replace",
-    ) as process:
-        out, err = process.communicate(job.to_json())
-    if process.returncode == -signal.SIGKILL:
-        return {"error": "the process was killed, as the kernel does where memory is short"}
-    if process.returncode < 0:
-        return {"error": f"the process died of {signal.Signals(-process.returncode).name}"}
-    if process.returncode or not out.strip():
-        last = err.strip().splitlines()[-1:] or [f"status {process.returncode}"]
-        return {"error": f"the process failed: {last[0]}"}
-    result: Result = json.loads(out.strip().splitlines()[-1])
-    return result
+    return run_child("orchestrator.lab.check.child", json.dumps(asdict(job)))

@@ -12,7 +12,7 @@ import numpy as np
 from orchestrator.allocation.placement import MAX_WIDTHS, PLAIN, best_of_each_width
 from orchestrator.allocation.pools import nominal_bits, shares
 from orchestrator.errors import ConfigError
-from orchestrator.lab.study.context import read_usages, with_prompts
+from orchestrator.lab.study.context import Usage, read_usages, with_prompts
 from orchestrator.lab.study.figures import ANSWERS, SLOTS, above, four_digits, quality
 from orchestrator.lab.study.plot import Panel
 from orchestrator.lab.study.policies import Placed
@@ -61,14 +61,14 @@ class NearBits(ScoredStudy):
 
     def cases(self, on: Subject) -> list[Case]:
         on = on.on(with_prompts(on.windows))
-        near, parts = NearTiers.of(on.tiers), parts_of(on)
-        parts = parts[1:] or parts
+        near, (everything, *domains) = NearTiers.of(on.tiers), parts_of(on)
         bits, hot = _bits(on, near), _hot_counts(on)
-        usages = cache(partial(_profiles, on, parts))
+        # One reading of all texts, when it is first asked for.
+        usages = cache(lambda: dict(zip(map(id, on.windows), read_usages(on), strict=True)))
         listed = []
-        for part in parts:
+        for part in domains or [everything]:
             listed.append(_alone(on, on.best, None, part, JUDGED))
-            known = partial(_one_of, usages, part)
+            known = cache(partial(_profile, usages, part))
             for n_hot in hot:
                 for width in bits:
                     name = near.uniform(width)
@@ -78,7 +78,7 @@ class NearBits(ScoredStudy):
         if on.questions:
             whole = self.scored(on).windows[:1]
             part = Part("", np.arange(whole[0].n_scored), [], whole)
-            known = partial(_mean_of, usages)
+            known = cache(partial(_profile, usages, everything))
             listed.append(_alone(on, on.best, None, part, ASKED))
             n_hot = on.config.given("hot_experts") or max(1, on.n_expert // 2)
             for width in bits:
@@ -166,21 +166,9 @@ def _hot_counts(on: Subject) -> list[int]:
     return [asked] if asked else sorted({max(1, round(share * on.n_expert)) for share in HOT})
 
 
-def _profiles(on: Subject, parts: Sequence[Part]) -> dict[Part, np.ndarray]:
-    """How much the first half of each text used each expert, by one reading of all of them."""
-    used = dict(zip(map(id, on.windows), read_usages(on), strict=True))
-    return {
-        part: np.mean([shares(used[id(window)].all) for window in part.first], axis=0)
-        for part in parts
-    }
-
-
-def _one_of(usages: Callable[[], dict[Part, np.ndarray]], part: Part) -> np.ndarray:
-    return usages()[part]
-
-
-def _mean_of(usages: Callable[[], dict[Part, np.ndarray]]) -> np.ndarray:
-    mean: np.ndarray = np.mean(list(usages().values()), axis=0)
+def _profile(usages: Callable[[], dict[int, Usage]], part: Part) -> np.ndarray:
+    """How much the first half of a text used each expert. usages: by the window's id."""
+    mean: np.ndarray = np.mean([shares(usages()[id(each)].all) for each in part.first], axis=0)
     return mean
 
 

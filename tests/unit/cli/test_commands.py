@@ -172,9 +172,6 @@ def test_help_shows_the_defaults_of_the_config():
     ("words", "said"),
     [
         ("bench ablation --turns 0", "'--turns': must be 1 or more, not 0"),
-        ("bench prefill --ubatch 0", "'--ubatch': must be 1 or more, not 0"),
-        ("bench prefill --long -1", "'--long': must be 0 or more, not -1"),
-        ("bench prefill --prefetch off", "'--prefetch': must be on or auto, not 'off'"),
         ("bench --threads 0", "'--threads': must be 1 or more, not 0"),
         ("bench --seed -1", "'--seed': must be 0 or more, not -1"),
         ("bench --tokens 0", "'--tokens': must be 1 or more, not 0"),

@@ -163,9 +163,7 @@ def as_deepseek_moe(folder: Path) -> None:
 PHI_MSCALE = math.sqrt(1 + math.log(512 / 256) / math.log(256))
 
 FAMILIES = {
-    "mixtral": Family(
-        "MixtralForCausalLM", {**EIGHT_LOCAL, **SENTENCEPIECE_ENDS}, "sentencepiece"
-    ),
+    "mixtral": Family("MixtralForCausalLM", {**EIGHT_LOCAL, **SENTENCEPIECE_ENDS}, "sentencepiece"),
     "qwen2-moe": Family(
         "Qwen2MoeForCausalLM",
         {**EIGHT_EXPERTS, "shared_expert_intermediate_size": 160, "num_key_value_heads": 4},

@@ -48,7 +48,9 @@ MODELS = {
         ),
         "tiers-absent": (PACKED, without(packed_metadata(), "moe_edge.tiers"), "moe_edge.tiers"),
         "format-absent": (
-            PACKED, without(packed_metadata(), "moe_edge.format_version"), "moe_edge.format_version"
+            PACKED,
+            without(packed_metadata(), "moe_edge.format_version"),
+            "moe_edge.format_version",
         ),
     },
     errors.MetadataError: {
@@ -122,7 +124,9 @@ MODELS = {
             "expected 4 experts",
         ),
         "experts-without-third-dimension": (
-            reshaped(model_tensors(), DOWN_1, (32, 64)), model_metadata(), DOWN_1
+            reshaped(model_tensors(), DOWN_1, (32, 64)),
+            model_metadata(),
+            DOWN_1,
         ),
         "wrong-rows": (
             reshaped(model_tensors(), UP_1, (64, 64, 4)),

@@ -66,15 +66,18 @@ def test_pack_and_export(tmp_path, ggml):
                         rows = values.view(np.float16).astype(np.float32).reshape(256, 256)
                         data = expert_data(model, found, expert)
                         assert data.tobytes() == ggml.quantize(found.type, rows).tobytes(), tier
-        assert model.metadata.items() >= {
-            "moe_edge.format_version": 1,
-            "moe_edge.tiers": tiers,
-            "moe_edge.tier_bpw": [8.5, 4.5, 2.625],
-            "moe_edge.quantization": "rtn",
-            "moe_edge.calibration": "none",
-            "general.file_type": 7,
-            "custom.key": ["kept", "as it is"],
-        }.items()
+        assert (
+            model.metadata.items()
+            >= {
+                "moe_edge.format_version": 1,
+                "moe_edge.tiers": tiers,
+                "moe_edge.tier_bpw": [8.5, 4.5, 2.625],
+                "moe_edge.quantization": "rtn",
+                "moe_edge.calibration": "none",
+                "general.file_type": 7,
+                "custom.key": ["kept", "as it is"],
+            }.items()
+        )
         assert model.parts[0].alignment == 4096
 
     packed, dense = tensor_bytes(report.path), tensor_bytes(src)

@@ -136,9 +136,9 @@ def test_missing_folder_and_folder_as_target(tmp_path):
     ("declared", "error", "said"),
     [
         (("a", (1,), GGMLType.F32), errors.DuplicateError, "declared twice"),
-        (("n" * 64, (1,), GGMLType.F32), errors.TextError, ""),
-        (("c", (), GGMLType.F32), errors.TensorShapeError, ""),
-        (("c", (4, 0), GGMLType.F32), errors.TensorShapeError, ""),
+        (("n" * 64, (1,), GGMLType.F32), errors.TextError, None),
+        (("c", (), GGMLType.F32), errors.TensorShapeError, None),
+        (("c", (4, 0), GGMLType.F32), errors.TensorShapeError, None),
         (("c", (128,), GGMLType.Q4_K), errors.TensorShapeError, "not a multiple of 256"),
     ],
 )

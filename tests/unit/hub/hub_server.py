@@ -179,7 +179,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.head(302, headers)
 
     def data(self, name: str, data: bytes, headers: dict[str, str]) -> None:
-        start, headers["Accept-Ranges"] = 0, "bytes"
+        start = 0
+        headers["Accept-Ranges"] = "bytes"
         if span := self.headers.get("Range"):
             start = int(re.fullmatch(r"bytes=(\d+)-", span)[1])
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"

@@ -15,7 +15,7 @@ from orchestrator.lab.registry import (
     load_study,
     studies_by_paper,
 )
-from orchestrator.lab.table import WIDTH, Column, Table, document, fixed, percent, wrapped
+from orchestrator.lab.table import WIDTH, Column, Report, Table, fixed, percent, wrapped
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -92,7 +92,7 @@ def test_totals_are_shown_and_are_no_data():
 
 def test_columns_of_one_report_stand_below_each_other():
     one, two = (Table("", (NAME, SPEED), [{"name": name, "speed": 1.0}]) for name in ("a", "long"))
-    lines = document(["head"], [one, two], ["odd"]).splitlines()
+    lines = Report(["head"], [one, two], ["odd"]).text().splitlines()
     assert lines == [
         "head",
         "",

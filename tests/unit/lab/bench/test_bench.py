@@ -1,28 +1,30 @@
+"""What all benchmarks share: options, the parts of a process, the machine, models and the loop."""
+
+import dataclasses
 import json
-import os
+import shutil
 import sys
-from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 
-from orchestrator.errors import ConfigError
-from orchestrator.lab.bench import host
-from orchestrator.lab.bench import loop as bench_loop
-from orchestrator.lab.bench import models as bench_models
-from orchestrator.lab.bench.caps import Caps, cap_cases
-from orchestrator.lab.bench.cases import ONE_TIER
-from orchestrator.lab.bench.child import play, text_stream, token_stream
+from orchestrator.errors import ConfigError, MoeEdgeError
+from orchestrator.lab.bench import host, models
+from orchestrator.lab.bench.caps import CapOptions, Caps
+from orchestrator.lab.bench.child import play, sources, text_stream, token_stream
 from orchestrator.lab.bench.job import (
+    DECODE,
     MIN_STEPS,
     Job,
-    Part,
     decode,
     longest_context,
     prompt,
     settle,
 )
+from orchestrator.lab.bench.loop import Loop
+from orchestrator.lab.bench.models import DEMO_TEXT
 from orchestrator.lab.bench.options import BenchOptions
-from orchestrator.lab.table import WIDTH
+from orchestrator.lab.bench.topics import TopicOptions
 
 
 def job(**changes):
@@ -40,7 +42,7 @@ def job(**changes):
     return Job(**(settings | changes))
 
 
-def test_caps_are_percentages():
+def test_lists_are_read():
     caps = BenchOptions.declared()["caps"]
     assert caps.parse("60, 80%") == (0.6, 0.8)
     with pytest.raises(ConfigError, match="'a,b' is no list of percentages"):
@@ -54,42 +56,45 @@ def test_caps_are_percentages():
         ({"routing": "flat"}, "unknown routing 'flat'"),
         ({"caps": (60.0,)}, "between 0 and 100"),
         ({"tokens": 0}, "'tokens' must be 1 or more, not 0"),
-        ({"threads": 0}, "'threads' must be 1 or more, not 0"),
         ({"seed": -1}, "'seed' must be 0 or more, not -1"),
         ({"retention": 1.1}, "'retention' must be 0.0 to 1.0, not 1.1"),
         ({"retention": float("nan")}, "'retention' must be 0.0 to 1.0, not nan"),
         ({"max_seconds": -1.0}, "'max_seconds' must be 0 or more, not -1.0"),
         ({"caps": ()}, "between 0 and 100"),
         ({"caps": (0.601, 0.604)}, "differ by whole percentages"),
-        ({"caps": (0.6, 0.6)}, "differ by whole percentages"),
+        ({"shape": "demo", "layers": 2}, "layers are for a random-weight model"),
+        ({"together": 0}, "'together' must be 1 to"),
+        ({"together": 1000}, "'together' must be 1 to"),
     ],
 )
 def test_bad_options_are_named(options, message):
     with pytest.raises(ConfigError, match=message):
-        BenchOptions(**options)
+        CapOptions(**options)
 
 
-def test_every_system_runs_under_every_cap():
-    listed = cap_cases(BenchOptions(caps=(0.5, 0.7), retention=0.6))
-    keys = [case.key for case in listed]
-    assert len(set(keys)) == len(keys)
-    for cap in ("50%", "70%"):
-        for name in ("upstream mmap", "lru", ONE_TIER, "dymoe 4/2", "dymoe 4/0"):
-            assert f"{name} @{cap}" in keys
-    assert [case.role for case in listed].count("reference") == 1
-    assert {case.settings["retention"] for case in listed if "dymoe 4/" in case.name} == {0.6}
+class Played:
+    """A model that computes nothing, and says what it was asked."""
+
+    def __init__(self):
+        self.calls, self.forked, self.steps, self.resets = [], [], [], 0
+
+    def eval(self, tokens, pos):
+        self.calls.append((tokens, pos))
+
+    def fork(self, sequence):
+        self.forked.append((sequence, len(self.steps)))
+
+    def decode_batch(self, tokens, sequences):
+        self.steps.append((tokens, list(sequences)))
+
+    def reset(self):
+        self.resets += 1
 
 
-def timed(parts, draw=None):
+def timed(parts):
     """(results, calls (tokens, pos)) of play()."""
-    calls = []
-    results = play(
-        parts,
-        lambda tokens, pos: calls.append((tokens, pos)),
-        draw or token_stream(1, 320),
-        lambda result: nullcontext(),
-    )
-    return results, calls
+    model = Played()
+    return play(parts, model, [token_stream(1, 320)]), model.calls
 
 
 def test_every_system_gets_the_same_tokens():
@@ -111,38 +116,113 @@ def test_every_system_gets_the_same_tokens():
 
 
 def test_parts_end_in_time_and_leave_the_tokens_after_them_alone():
-    slow = [prompt(16), settle(4, 0.0), decode(20, 0.0), prompt(8)]
-    results, calls = timed(slow)
+    results, calls = timed([prompt(16), settle(4, 0.0), decode(20, 0.0), prompt(8)])
     assert [len(each["ms"]) for each in results] == [1, 1, MIN_STEPS, 1]
     patient = timed([prompt(16), settle(4, 60.0), decode(20, 60.0), prompt(8)])[1]
     assert calls[-1] == patient[-1]
     assert calls[-1][1] == 0  # a prompt starts a conversation of its own
 
 
-def test_a_part_is_watched_from_before_its_first_step():
-    order = []
+def test_each_sequence_gets_its_own_tokens():
+    """They fork from the prompt, and go on with pieces of their own."""
+    numbers = iter(range(10**6))
+    model = Played()
+    parts = CapOptions(tokens=3, prompt_tokens=2, warmup=1, together=2).parts()
+    done = play(parts, model, [lambda n: [next(numbers) for _ in range(n)]])
+    assert model.calls == [([0, 1], 0), ([2], 2)]
+    assert model.forked == [(0, 0), (1, 0)]
+    assert model.steps == [([3, 6], [0, 1]), ([4, 7], [0, 1]), ([5, 8], [0, 1])]
+    assert model.resets == 1 and done[-1]["tokens"] == 6
+    options = CapOptions(tokens=10, prompt_tokens=7, together=40)
+    assert (options.sequences, options.n_ubatch) == (40, 40)
+    assert longest_context(options.parts()) == 512  # 7 + 16 + 40 * 10 cells
+    assert longest_context(options.parts(), shared=False) == 256
 
-    @contextmanager
-    def watch(result):
-        order.append("in")
-        yield
-        order.append("out")
-        result["seen"] = len(result["ms"])
 
-    results = play(
-        [prompt(2), decode(3, 60.0)], lambda t, p: order.append("step"), lambda n: [7] * n, watch
-    )
-    assert order == ["in", "step", "out", "in", "step", "step", "step", "out"]
-    assert [each["seen"] for each in results] == [1, 3]
+def test_a_part_has_what_the_store_counted_meanwhile():
+    """Of its own steps: waited for and ahead, by step."""
+
+    class Store:
+        calls = 3
+
+        def __init__(self):
+            self.read = 0
+
+        def reset_stats(self):
+            self.read = 0
+
+        def stats(self):
+            keys = ("demand_bytes", "prefetch_bytes", "requests", "hits", "copy_bytes", "in_place")
+            keys += ("in_place_bytes", "host_computed", "wait_us")
+            found = SimpleNamespace(**{key: [0, 0] for key in keys})
+            found.demand_bytes, found.prefetch_bytes = [0, self.read], [0, 2 * self.read]
+            found.routed = [[0, 0, 0], [3, 2, 1]]
+            found.prefetch_used, found.prefetch_wasted, found.budget_bytes = 3, 1, 9
+            found.transition_bytes = found.experts_promoted = 0
+            return found
+
+        def callback_us(self, since):
+            return 10.0 * since
+
+    store = Store()
+
+    class Reads(Played):
+        def eval(self, tokens, pos):
+            store.read += len(tokens)
+
+    first, last = play([prompt(2), decode(3, 60.0)], Reads(), [lambda n: [7] * n], store)
+    assert first["step_reads"] == [[2, 4]]
+    assert last["step_reads"] == [[1, 2]] * 3
+    assert last["callback_us"] == 30.0
+    counted = last["store"]
+    assert (counted["bytes"], counted["needed_bytes"]) == (9, 3 + 0.75 * 6)
+    assert counted["routed"] == {"high": 3, "low": 2, "skip": 1}
 
 
 def test_text_gives_its_conversations_in_an_order_of_the_seed():
-    text = "a b\n%\nc\n%\nd e f\n"
-    seen = text_stream(0, text, str.split)(6)
+    pieces = ["a b", "c", "d e f"]
+    seen = text_stream(0, pieces, str.split)(6)
     assert sorted(seen) == ["a", "b", "c", "d", "e", "f"]
-    longer = text_stream(0, text, str.split)(15)
+    longer = text_stream(0, pieces, str.split)(15)
     assert longer[:6] == longer[6:12] == seen
-    assert len({tuple(text_stream(seed, text, str.split)(6)) for seed in range(20)}) > 1
+    assert len({tuple(text_stream(seed, pieces, str.split)(6)) for seed in range(20)}) > 1
+
+
+def test_random_topics_are_halves_of_the_vocabulary():
+    _, low, high = sources(None, 7, 101, lambda text: [])
+    first, second = set(low(5000)), set(high(5000))
+    assert not first & second
+    assert max(first) < 50 <= min(second)
+    assert max(second) < 98  # the last tokens are special
+    assert len(first) > 35 < len(second)
+
+
+def test_text_topics_are_conversations_of_two_kinds():
+    _, stories, others = (
+        "".join(map(chr, draw(20000)))
+        for draw in sources(str(DEMO_TEXT), 7, 256, lambda text: list(map(ord, text)))
+    )
+    assert "story" in stories.split("assistant")[0].lower()
+    shared = set(stories.splitlines()) & set(others.splitlines())
+    assert len([line for line in shared if len(line) > 60]) < 20  # a later turn may ask for a story
+
+
+def test_topics_take_turns_and_draw_from_their_text():
+    parts = TopicOptions(tokens=5, switches=2, warmup=2).parts()
+    assert [(part.name, part.n, part.topic) for part in parts if part.kind == DECODE] == [
+        ("settle", 2, 0),
+        *[(name, n, topic) for topic in (1, 2, 1) for name, n in (("moving", 3), ("placed", 2))],
+    ]
+    drawn = []
+    draws = [lambda n, at=at: drawn.append(at) or [0] * n for at in range(3)]
+    play(parts, Played(), draws)
+    assert drawn == [part.topic for part in parts]
+
+
+def test_demo_text_is_what_its_generator_makes():
+    from models.demo.training.sample import conversations
+
+    assert DEMO_TEXT.read_text("utf-8") == "%\n".join(conversations())
 
 
 def test_context_holds_the_longest_conversation():
@@ -151,30 +231,28 @@ def test_context_holds_the_longest_conversation():
     assert longest_context([prompt(200), decode(20, 1.0), prompt(9), settle(40, 1.0)]) == 256
 
 
-def test_job_survives_json():
-    again = Job.from_json(job(low="x").to_json())
+def test_what_does_not_fit_the_model_is_refused_before_measuring(no_disk):
+    options = CapOptions(shape="demo", prompt_tokens=900, tokens=300)
+    with pytest.raises(ConfigError, match="context of 1280 tokens, the model was made for 1024"):
+        Caps().run(options)
+
+
+def test_a_job_survives_json():
+    again = Job(**json.loads(json.dumps(dataclasses.asdict(job(low="x")))))
     assert again == job(low="x")
-    assert isinstance(again.parts[0], Part)
     assert again.decode_seconds == 80.0
 
 
-@pytest.fixture
-def cgroups(tmp_path):
-    """Fake cgroup files: groups made below get the files of a version-1 memory cgroup."""
+def test_memory_folders_of_version_1_and_2(tmp_path):
     own = tmp_path / "memory" / "job"
     own.mkdir(parents=True)
     proc = tmp_path / "cgroup"
     proc.write_text("5:cpu:/job\n4:memory:/job\n0::/\n")
-    return tmp_path, proc, own
-
-
-def test_memory_folders_of_version_1_and_2(cgroups):
-    root, proc, own = cgroups
-    assert host.memory_folders(root, proc) == [own]
-    (root / "cgroup.controllers").write_text("memory\n")
-    (root / "a" / "b").mkdir(parents=True)
+    assert host.memory_folders(tmp_path, proc) == [own]
+    (tmp_path / "cgroup.controllers").write_text("memory\n")
+    (tmp_path / "a" / "b").mkdir(parents=True)
     proc.write_text("0::/a/b\n")
-    assert host.memory_folders(root, proc) == [root / "a" / "b", root / "a"]
+    assert host.memory_folders(tmp_path, proc) == [tmp_path / "a" / "b", tmp_path / "a"]
 
 
 def test_no_group_is_a_reason_not_an_error(monkeypatch, tmp_path):
@@ -182,176 +260,66 @@ def test_no_group_is_a_reason_not_an_error(monkeypatch, tmp_path):
     with host.memory_group(2**20) as group:
         assert group == "no memory cgroup is mounted here"
     # A plain folder has no limit file: writing one fails as it does without permission.
-    locked = tmp_path / "missing"
-    monkeypatch.setattr(host, "memory_folders", lambda: [locked])
+    monkeypatch.setattr(host, "memory_folders", lambda: [tmp_path / "missing"])
     with host.memory_group(2**20) as group:
         assert isinstance(group, str)
         assert "could not be made" in group
-
-
-def test_memory_group_counts_kills(tmp_path):
-    group = host.MemoryGroup.__new__(host.MemoryGroup)
-    group.folder = tmp_path
-    assert not group.was_killed()
-    (tmp_path / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
-    assert group.was_killed()
 
 
 def test_a_real_memory_group_holds_its_limit():
     with host.memory_group(64 * 2**20) as group:
         if isinstance(group, str):
             pytest.skip(group)
-        folder = group.folder
-        limit = next(
-            path
-            for name in ("memory.limit_in_bytes", "memory.max")
-            if (path := folder / name).exists()
-        )
+        limits = [group.with_name(name) for name in ("memory.limit_in_bytes", "memory.max")]
+        (limit,) = (path for path in limits if path.exists())
         assert int(limit.read_text()) == 64 * 2**20
-    assert not folder.exists()
-
-
-def test_priority_is_given_back():
-    def now():
-        return os.getpriority(os.PRIO_PROCESS, 0), host._autogroup_nice()
-
-    before = now()
-    with host.first_in_line():
-        inside = now()
-    assert now() == before
-    assert inside[0] in (before[0], -20)
-
-
-def measured(step_ms, **store):
-    parts = [
-        {"name": "prompt", "tokens": 128, "ms": [5.0]},
-        {"name": "settle", "tokens": 4, "ms": [1.0] * 4},
-        {"name": "decode", "tokens": len(step_ms), "ms": step_ms},
-    ]
-    if store:
-        for part in parts:
-            part |= {"callback_us": 9.0, "store": store}
-            part["step_reads"] = [[store["needed_bytes"] / 8, 0]] * len(part["ms"])
-    return {"parts": parts, "peak_rss": 50 * 2**20, "mode": "m"}
-
-
-def counters(needed):
-    """Of 8 decode steps that read so many bytes each."""
-    return {
-        "requests": 100,
-        "hits": 60,
-        "bytes": 8 * needed,
-        "needed_bytes": 8 * needed,
-        "wait_ms": 8.0,
-        "prefetch_used": 0,
-        "prefetch_wasted": 0,
-        "routed": {"high": 75, "low": 25, "skip": 0},
-        "budget_bytes": 2**20,
-        "direct_io": True,
-    }
-
-
-@pytest.fixture
-def faked(monkeypatch, no_disk):
-    """run() with processes and the disk replaced: 10 ms resident, 1 GB/s, known misses."""
-    jobs = []
-
-    def spawn(self, job, group):
-        jobs.append(job)
-        if job.system == "upstream":
-            if job.settings.get("mmap") and job.settings.get("extra_bufts"):
-                return {"error": "does not fit: ended by the kernel, out of memory"}
-            return measured([200.0] * 8 if job.settings["mmap"] else [8.0] * 8)
-        if job.settings["policy"] == "plain":
-            return measured([8.0] * 8)
-        if job.settings.get("expert_ram") is None:
-            result = measured([10.0] * 8, **counters(0.0))
-            if job.routing:
-                result["routing"] = {"tokens": 64, "use": [0.25] * 8, "exponent": 0.0}
-            return result
-        return measured([25.0] * 7 + [9000.0], **counters(2e7))
-
-    monkeypatch.setattr(bench_loop.Loop, "_spawn", spawn)
-    return Caps().run(BenchOptions(quick=True, caps=(0.6,), runs=2)), jobs
-
-
-def test_bound_and_speedup_follow_from_what_was_measured(faked):
-    report, _ = faked
-    rows = {(row["name"], row["cap"]): row for row in report["cases"]}
-    lru = rows["lru", 0.6]
-    # 20 MB a token at 1 GB/s: 20 ms, more than the 10 ms of computing.
-    assert lru["bound_tpot_ms"] == pytest.approx(20.0)
-    assert lru["of_bound"] == pytest.approx(20 / 25)
-    assert lru["speedup_mmap"] == pytest.approx(8.0)
-    assert lru["hit_rate"] == pytest.approx(0.6)
-    assert lru["mix"] == {"high": 0.75, "low": 0.25, "skip": 0.0}
-    assert lru["callback_us_p50"] == 9.0
-    assert "bound_tpot_ms" not in rows["our managed path", None]
-    assert report["ratios"]["plain_of_best_upstream"] == pytest.approx(1.0)
-    assert report["ratios"]["managed_of_upstream_without_repack"] == pytest.approx(0.8)
-    json.dumps(report)
-
-
-def test_a_failed_case_is_a_row_and_is_not_tried_again(faked):
-    report, jobs = faked
-    row = next(row for row in report["cases"] if row["name"] == "upstream mmap, repack")
-    assert row["error"].startswith("does not fit")
-    tries = [job for job in jobs if job.settings.get("mmap") and job.settings.get("extra_bufts")]
-    assert len(tries) == 1
-
-
-def test_runs_are_interleaved(faked):
-    _, jobs = faked
-    policies = [job.settings.get("policy") for job in jobs if job.system == "engine"]
-    ours = ["plain", "lru", "lru", "dymoe", "dymoe", "dymoe", "dynaexq"]
-    assert policies == 2 * [*ours, "plain"]  # the last one: a uniform type that fits whole
-
-
-def test_table_fits_the_terminal_and_names_everything(faked):
-    report, _ = faked
-    text = Caps().text(report)
-    assert max(map(len, text.splitlines())) <= WIDTH
-    for phrase in ("lru", "dymoe 4/2", "75/25/0", "80 %", "out of memory", "uniform routing"):
-        assert phrase in text
-    assert "resident, plain path: 1.00 of upstream" in text
+    assert not group.parent.exists()
 
 
 def test_models_are_cached_and_stale_ones_removed(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    options = BenchOptions(quick=True)
     notes = []
-    high, low = bench_models.build_models(options, notes.append)
+
+    def build():
+        return models.build_models(BenchOptions(quick=True), ("q4_k", "q2_k"), notes.append)
+
+    high, low = build()
     assert len(notes) == 2
     stale = high.with_name("tiny-olmoe-uniform-0-q4_k-000000000000.gguf")
     stale.write_bytes(b"")
-    assert bench_models.build_models(options, notes.append) == (high, low)
+    assert build() == [high, low]
     assert len(notes) == 2
     high.unlink()
-    bench_models.build_models(options, notes.append)
+    build()
     assert not stale.exists()
     assert high.exists()
 
 
-def test_a_child_that_dies_is_reported(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+def test_a_disk_without_room_is_said_before_anything_is_written(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = BenchOptions(shape="qwen3-30b", layers=48)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=20 * 10**9))
+    notes = []
+    with pytest.raises(MoeEdgeError, match=r"takes 25\.12 GiB, and .* has 18\.63 GiB"):
+        models.build_models(options, ("q4_k", "q2_k"), notes.append)
+    assert "writing 25.12 GiB" in notes[0]
+    assert not list(tmp_path.rglob("*.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("kill -ILL $$", "the process died of SIGILL"),
+        ("kill -KILL $$", "the process was killed, as the kernel does where memory is short"),
+        ("echo 'no such thing' >&2; exit 3", "the process failed: no such thing"),
+        ("exec sleep 60", "still not done after 0 s"),
+    ],
+)
+def test_a_child_that_does_not_answer_is_reported(monkeypatch, tmp_path, line, said):
     program = tmp_path / "python"
-    program.write_text("#!/bin/sh\ncat >/dev/null\nkill -ILL $$\n")
+    program.write_text(f"#!/bin/sh\ncat >/dev/null\n{line}\n")
     program.chmod(0o755)
-    bench = bench_loop.Loop.__new__(bench_loop.Loop)
-    assert bench._spawn(job(), None) == {"error": "died of SIGILL"}
-    program.write_text("#!/bin/sh\necho 'no such thing' >&2\nexit 3\n")
-    assert bench._spawn(job(), None) == {"error": "failed: no such thing"}
-
-
-def test_quick_benchmark_end_to_end(real_engine):
-    report = Caps().run(
-        BenchOptions(quick=True, caps=(0.6,), tokens=8, warmup=2, runs=1, threads=1)
-    )
-    rows = {row["name"]: row for row in report["cases"]}
-    failed = {name: row["error"] for name, row in rows.items() if "error" in row}
-    assert not failed
-    assert rows["dymoe 4/0"]["mix"]["skip"] > 0
-    assert rows["dymoe 4/2"]["mix"]["low"] > 0
-    assert rows["our managed path"]["hit_rate"] == 1.0
-    assert rows["lru"]["hit_rate"] < 1.0
-    assert sum(report["routing"]["use"]) == pytest.approx(2.0, rel=0.01)
+    monkeypatch.setattr(sys, "executable", str(program))
+    if "sleep" in line:
+        monkeypatch.setattr("orchestrator.lab.bench.loop.START_SECONDS", 0.2)
+    assert Loop._spawn(job(parts=[])) == {"error": said}

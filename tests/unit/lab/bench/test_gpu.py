@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pytest
+from made_runs import part, rows_of, run
 
 from orchestrator.engine.load import SPARE_BYTES
 from orchestrator.errors import ConfigError
 from orchestrator.lab.bench import gpu
-from orchestrator.lab.bench.ablation import BASELINE, CACHE, MIXED_AHEAD, SKIP_AHEAD
+from orchestrator.lab.bench.cases import ON_DEMAND, PAPER, Case
 from orchestrator.lab.bench.gpu import (
     MANAGED_ON_GPU,
-    PAPER,
     UPSTREAM,
     UPSTREAM_CPU,
     UPSTREAM_ON_GPU,
@@ -21,11 +20,9 @@ from orchestrator.lab.bench.gpu import (
     GpuLoop,
     GpuOptions,
     Room,
-    add_bounds,
-    add_ratios,
+    compare,
     gpu_cases,
-    gpu_goals,
-    streamed,
+    gpu_row,
 )
 
 MIB, GIB = 2**20, 2**30
@@ -48,9 +45,9 @@ def test_what_kernels_take_is_room(monkeypatch, tmp_path, kernels):
     options = GpuOptions(caps=(0.25, 0.5), prompt_tokens=8)
     pieces = [SimpleNamespace(expert_bytes=GIB // 8)]
     model = SimpleNamespace(n_layers=4, n_expert=8, tier_bytes=(4 * GIB,), slices=[[pieces]] * 4)
-    file = tmp_path / "model.gguf"
-    file.touch()
-    loop = GpuLoop(options, file, file, model, lambda _: None)
+    loop = GpuLoop.__new__(GpuLoop)
+    loop.options, loop.model, loop.note = options, model, lambda text: None
+    loop.high = tmp_path / "model.gguf"
     asked = []
 
     def measure(case, _number):
@@ -96,124 +93,70 @@ def test_cases_of_each_share():
 
 
 def row(name, cap, role, tpot, ttft):
-    return {
-        "name": name,
-        "cap": cap,
-        "role": role,
-        "tpot_ms_p50_runs": tpot,
-        "ttft_ms_runs": ttft,
-    }
+    times = {"tpot_ms_p50_runs": tpot, "ttft_ms_runs": ttft}
+    return {"name": name, "cap": cap, "role": role} | times
 
 
 def test_ratios_are_against_the_better_upstream_of_each_run():
     rows = [
-        row(UPSTREAM_ON_GPU, None, "resident", [2.0, 2.0], [10.0, 10.0]),
+        row(UPSTREAM_ON_GPU, None, "upstream", [2.0, 2.0], [10.0, 10.0]),
         row(MANAGED_ON_GPU, None, "reference", [2.5, 4.0], [20.0, 10.0]),
         row(UPSTREAM, 0.5, "upstream", [8.0, 12.0], [100.0, 100.0]),
         row(UPSTREAM_CPU, 0.5, "upstream", [9.0, 10.0], [90.0, 200.0]),
         row("lru", 0.5, "", [4.0, 2.0], [45.0, 50.0]),
+        row(ON_DEMAND, 0.5, "", [8.0, 8.0], [45.0, 50.0]),
     ]
-    add_ratios(rows)
+    compare(rows, [[]] * 6, [{"pinned": 1, "pageable": 1}] * 2, [1e9] * 2)
     assert (rows[1]["speedup"], rows[1]["ttft_speedup"]) == (0.65, 0.75)
     assert (rows[4]["speedup"], rows[4]["ttft_speedup"]) == (3.5, 2.0)
-    assert "speedup" not in rows[0] and "speedup" not in rows[2]
+    assert (rows[3]["speedup"], rows[4]["speedup_tpot"]) == ((8 / 9 + 1.0) / 2, 3.0)
 
 
-def part(name, tokens, ms, copied, needed, read=0):
-    store = {
-        "requests": 4,
-        "hits": 2,
-        "routed": {"high": 1, "low": 1, "skip": 0},
-        "bytes": read,
-        "needed_bytes": read,
-        "wait_ms": 0,
-        "copied_bytes": copied,
-        "needed_copied_bytes": needed,
-        "in_place_bytes": 0,
-        "host_computed_bytes": 0,
-    }
-    return {"name": name, "tokens": tokens, "ms": ms, "store": store}
+def measured(**store):
+    """A run of four tokens that took 8 ms each."""
+    four = {key: 4 * value for key, value in store.items()}
+    made = run(part("prompt", [500.0], 100, copied_bytes=9e9), part("decode", [8.0] * 4, **four))
+    return made | {"memory": {"used": 5 * MIB}}
 
 
-def test_copies_while_a_prompt_is_read():
-    run = {
-        "parts": [part("prompt", 100, [500.0], 2e9, 2e9), part("decode", 4, [1.0] * 4, 8e6, 4e6)]
-    }
-    found = streamed([run])
-    assert found["copied_bytes_per_token"] == 2e6
-    assert found["needed_copied_bytes_per_token_runs"] == [1e6]
-    assert found["prompt_copy_speed_runs"] == [4e9]
-    assert streamed([{"parts": [{"name": "prompt", "tokens": 1, "ms": [1.0]}]}]) == {}
-
-
-def measured(name, cap, role, tpot, copied, read=0.0, in_place=0.0, by_host=0.0):
-    return row(name, cap, role, [tpot], [100.0]) | {
-        "tpot_ms_p50": tpot,
-        "needed_copied_bytes_per_token_runs": [copied],
-        "needed_bytes_per_token_runs": [read],
-        "in_place_bytes_per_token_runs": [in_place],
-        "host_computed_bytes_per_token_runs": [by_host],
-        "prompt_copy_speed_runs": [9e9],
-    }
-
-
-def test_the_bound_is_the_slower_of_computing_and_what_was_missed():
+@pytest.mark.parametrize(
+    ("cap", "store", "bound", "by"),
+    [
+        (0.5, {"needed_copied_bytes": 40e6}, 4.0, "misses"),
+        (0.5, {"needed_copied_bytes": 10e6}, 2.0, "computing"),
+        (0.5, {"needed_copied_bytes": 10e6, "needed_bytes": 20e6}, 20.0, "misses"),
+        (0.5, {"needed_copied_bytes": 10e6, "in_place_bytes": 25e6}, 6.0, "misses"),
+        (
+            0.5,
+            {
+                "needed_copied_bytes": 10e6,
+                "in_place_bytes": 30e6,
+                "host_computed_bytes": 30e6,
+            },
+            6.0,
+            "misses",
+        ),
+        (None, {"needed_copied_bytes": 40e6}, None, None),
+    ],
+)
+def test_the_bound_is_the_slower_of_computing_and_what_was_missed(cap, store, bound, by):
+    runs = [measured(**store)]
     rows = [
-        measured(MANAGED_ON_GPU, None, "reference", 2.0, 0),
-        measured("copies", 0.5, "", 8.0, 40e6),
-        measured("computes", 0.5, "", 4.0, 10e6),
-        measured("reads", 0.5, "", 40.0, 10e6, 20e6),
-        measured("in place", 0.5, "", 12.0, 10e6, in_place=25e6),
-        measured("by the host", 0.5, "", 12.0, 10e6, in_place=30e6, by_host=30e6),
+        row(MANAGED_ON_GPU, None, "reference", [2.0], [100.0]),
+        gpu_row(Case("lru", "engine", cap), runs, 4 * MIB),
     ]
     speeds = {"pinned": 10e9, "pageable": 2e9, "read": 5e9, "compute": 5e9}
-    add_bounds(rows, [speeds], [1e9])
-    assert "bound_tpot_ms" not in rows[0]
-    assert [each["bound_tpot_ms"] for each in rows[1:]] == [4.0, 2.0, 20.0, 6.0, 6.0]
-    assert [each["of_bound"] for each in rows[1:]] == [0.5] * 5
-    assert [each["bound_by"] for each in rows[1:3]] == ["misses", "computing"]
-    assert rows[1]["of_copy_peak"] == 0.9
+    compare(rows, [[], runs], [speeds], [1e9])
+    assert (rows[1].get("bound_tpot_ms"), rows[1].get("bound_by")) == (bound, by)
+    assert rows[1].get("of_bound") == (bound and bound / 8.0)
+    assert "OVER its cap of 4" in Gpu().notes(rows[1:])[0]
 
 
-def paper_table(times):
-    rows = [measured(UPSTREAM, 0.5, "upstream", 40.0, 0)]
-    rows += [measured(name, 0.5, "", tpot, 0) for name, tpot in zip(PAPER, times, strict=True)]
-    add_ratios(rows)
-    return {each["goal"]: each for each in gpu_goals(rows, skewed=True)}
-
-
-def test_goals():
-    found = paper_table([60.0, 20.0, 15.0, 14.0, 12.0, 10.0])
-    one_tier = found["TPOT over upstream's best, one tier"]
-    assert (one_tier["measured"], one_tier["row"], one_tier["met"]) == (40 / 15, PAPER[2], True)
-    assert found["TPOT over upstream's best, 4/2"]["met"]
-    assert not found["TTFT over upstream's best"]["met"]
-    assert found["TPOT of the paper's rows in its order"]["met"]
-    assert found["TPOT, all on the GPU, over upstream's"]["met"] is None
-    assert found["TPOT over load on demand"]["row"] == SKIP_AHEAD
-    slower = paper_table([60.0, 20.0, 15.0, 14.0, 16.0, 10.0])
-    assert slower["TPOT of the paper's rows in its order"]["met"] is False
-
-
-def test_ratios_of_the_paper_are_asked_of_the_smallest_and_the_largest_share():
-    rows = []
-    for cap, row_5, row_6 in ((0.25, 20.0, 15.0), (0.5, 18.0, 10.0)):
-        times = [50.0, 40.0, 30.0, 25.0, row_5, row_6]
-        rows += [measured(name, cap, "", t, 0) for name, t in zip(PAPER, times, strict=True)]
-    add_ratios(rows)
-    asked = [each for each in gpu_goals(rows, True) if each["goal"] == "TPOT over load on demand"]
-    assert [(each["cap"], each["row"], each["measured"], each["met"]) for each in asked] == [
-        (0.25, MIXED_AHEAD, 2.5, True),
-        (0.5, SKIP_AHEAD, 5.0, True),
-    ]
-
-
-def test_uniform_routing_has_no_goal_for_speed():
-    rows = [measured(CACHE, 0.5, "", 4.0, 0), measured(BASELINE, 0.5, "", 8.0, 0)]
-    add_ratios(rows)
-    assert not [
-        each for each in gpu_goals(rows, skewed=False) if "upstream's best," in each["goal"]
-    ]
+def test_what_was_copied_counts_by_token_and_all_on_the_gpu_means_all():
+    runs = [measured(copied_bytes=2e6)]
+    assert gpu_row(Case("lru", "engine", 0.5), runs, None)["copied_bytes_per_token"] == 2e6
+    found = gpu_row(Case("all", "engine", None, "reference"), runs, None)
+    assert found["error"] == "not all experts fit the GPU"
 
 
 def test_without_a_gpu_there_is_one_sentence():
@@ -221,7 +164,7 @@ def test_without_a_gpu_there_is_one_sentence():
         Gpu().run(GpuOptions(device="cuda63"))
 
 
-def test_every_case_runs_on_the_host_device(real_engine):
+def test_every_case_runs_on_the_host_device(real_engine, tmp_path):
     options = GpuOptions(
         quick=True,
         device="host",
@@ -231,17 +174,19 @@ def test_every_case_runs_on_the_host_device(real_engine):
         prompt_tokens=16,
         runs=1,
         layers=2,
+        keep=tmp_path,
     )
     report = Gpu().run(options)
-    json.dumps(report)
-    rows = {(case["name"], case["cap"]): case for case in report["cases"]}
-    assert not [case for case in report["cases"] if "error" in case]
+    rows = rows_of(report)
+    assert not [case for case in report.rows if "error" in case]
     assert rows[MANAGED_ON_GPU, None]["hit_rate"] == 1
     assert 0 < rows["lru", 0.6]["hit_rate"] < 1
     assert rows["dynaexq 4/2", 0.6]["mix"]["low"] > 0
-    assert rows[BASELINE, 0.6]["hit_rate"] == 0
+    assert rows[ON_DEMAND, 0.6]["hit_rate"] == 0
     assert all(rows[name, 0.6]["bound_tpot_ms"] > 0 for name in ("lru", *PAPER))
-    assert report["goals"] == []  # of a quick pass
-    assert {goal["cap"] for goal in gpu_goals(report["cases"], skewed=False)} == {None, 0.6}
-    lines = Gpu().text(report).splitlines()
-    assert max(map(len, lines)) <= 100
+    assert max(map(len, report.text().splitlines())) <= 100
+    # Another call takes what was kept.
+    kept = set(tmp_path.glob("case-*.json"))
+    again = Gpu().run(options)
+    assert rows_of(again)["lru", 0.6]["tpot_ms_p50"] == rows["lru", 0.6]["tpot_ms_p50"]
+    assert len(kept) == 2 + len(report.rows) and set(tmp_path.glob("case-*.json")) == kept

@@ -4,7 +4,7 @@ import pytest
 
 from gguf_tools import synthetic
 from orchestrator.lab.bench import child
-from orchestrator.lab.bench.cases import PLAIN, REPACK, RESIDENT
+from orchestrator.lab.bench.cases import PLAIN, RESIDENT, UPSTREAM
 from orchestrator.lab.bench.job import Job, decode, prompt
 
 # These do not touch what is computed or where weights lie: a progress bar and its argument, timers,
@@ -49,9 +49,8 @@ def asked(library, monkeypatch):
 def test_both_paths_ask_llama_cpp_for_the_same(asked, tmp_path):
     path = synthetic.write(tmp_path / "m.gguf", "tiny-olmoe")
     seen = {}
-    for case in RESIDENT:
-        if case.name not in (REPACK, PLAIN):
-            continue
+    repacked = UPSTREAM[0]
+    for case in (repacked, next(case for case in RESIDENT if case.name == PLAIN)):
         job = Job(
             case.system,
             str(path),
@@ -66,7 +65,7 @@ def test_both_paths_ask_llama_cpp_for_the_same(asked, tmp_path):
         (child.run_engine if case.system == "engine" else child.run_upstream)(job)
         seen[case.name] = {what: dict(fields) for what, fields in asked.items()}
     for what in ("model", "context"):
-        ours, theirs = seen[PLAIN][what], seen[REPACK][what]
+        ours, theirs = seen[PLAIN][what], seen[repacked.name][what]
         assert len(ours) > 15
         different = {key for key in ours if ours[key] != theirs[key]}
         assert different <= OTHER, {key: (ours[key], theirs[key]) for key in different - OTHER}

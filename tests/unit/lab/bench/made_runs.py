@@ -1,0 +1,37 @@
+"""Made-up runs, as processes print them, and the rows of a report."""
+
+
+def part(name, ms, tokens=None, **store):
+    """A part of a run whose steps took ms. store: what was counted, where there was one."""
+    tokens = len(ms) if tokens is None else tokens
+    made = {"name": name, "tokens": tokens, "ms": list(ms)}
+    if not store:
+        return made
+    counted = {
+        "requests": 10,
+        "hits": 4,
+        "bytes": 0,
+        "needed_bytes": 0,
+        "demand_bytes": 0,
+        "transition_bytes": 0,
+        "used_ahead": 0.0,
+        "copied_bytes": 0,
+        "needed_copied_bytes": 0,
+        "in_place_bytes": 0,
+        "host_computed_bytes": 0,
+        "wait_ms": 0.0,
+        "routed": {"high": 4, "low": 0, "skip": 0},
+        "budget_bytes": 2**20,
+    } | store
+    each = counted["needed_bytes"] / max(1, len(ms))
+    return made | {"store": counted, "callback_us": 9.0, "step_reads": [[each, 0]] * len(ms)}
+
+
+def run(*parts, **more):
+    """What a process printed."""
+    return {"parts": list(parts), "peak_rss": 50 * 2**20, "policy": {}} | more
+
+
+def rows_of(report):
+    """The rows of a report by name and cap."""
+    return {(row["name"], row["cap"]): row for row in report.rows}

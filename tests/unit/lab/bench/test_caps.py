@@ -1,0 +1,231 @@
+"""`moe-edge bench`: its cases, its bound, and a small run."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from made_runs import part, rows_of, run
+
+from gguf_tools import synthetic
+from gguf_tools.experts import ExpertModel
+from orchestrator.errors import ConfigError
+from orchestrator.lab.bench import cases
+from orchestrator.lab.bench.benchmark import QUICK_NOTE
+from orchestrator.lab.bench.caps import (
+    CapOptions,
+    Caps,
+    Computing,
+    add_disk_bound,
+    computing,
+    largest_whole,
+    step_bytes,
+)
+from orchestrator.lab.bench.loop import Loop
+from orchestrator.lab.bench.models import UNIFORM, tier_expert_bytes
+from orchestrator.lab.table import WIDTH
+
+ALL_HIGH = {"high": 1.0, "low": 0.0, "skip": 0.0}
+
+
+@pytest.fixture
+def loop(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return Loop(CapOptions(quick=True, retention=0.6), lambda text: None)
+
+
+def test_every_system_runs_under_every_cap(loop):
+    listed = Caps().cases(loop)
+    keys = [case.key for case in listed]
+    assert len(set(keys)) == len(keys)
+    for cap in ("60%", "80%"):
+        for name in ("upstream mmap", "lru", "dymoe 4, r=1", "dymoe 4/2", "dymoe 4/0"):
+            assert f"{name} @{cap}" in keys
+    assert [case.role for case in listed].count("reference") == 1
+    assert {case.settings["retention"] for case in listed if "dymoe 4/" in case.name} == {0.6}
+    # The largest uniform type that fits stands under its cap.
+    assert {(case.cap, case.tier) for case in listed if case.cap and case.tier} == {
+        (0.6, "q2_k"),
+        (0.8, "q3_k"),
+    }
+    uniform = loop.job(next(case for case in listed if case.tier == "q3_k"), 0)
+    assert "-q3_k-" in uniform.model and uniform.low is None
+    fewer = next(case for case in listed if case.role == "fewer")
+    assert loop.job(fewer, 0).settings["experts_used"] == ("olmoe.expert_used_count", 1)
+    loop.options = CapOptions(quick=True, together=4, caps=(0.6,))
+    assert {case.system for case in Caps().cases(loop)} == {"engine"}
+
+
+def test_only_rows_that_were_asked_for():
+    listed = cases.policies(0.5, 0.75)
+    found = cases.chosen(listed, ("lru", "dynaexq"))
+    assert [case.name for case in found] == ["lru", "dynaexq 4/2"]
+    assert cases.chosen(listed, ()) == listed
+    with pytest.raises(ConfigError, match="--rows firm: no row is left of lru, dymoe 4, r=1"):
+        cases.chosen(listed, ("firm",))
+
+
+def test_bytes_of_a_type_are_those_of_its_file(tmp_path, loop):
+    for tier in ("q2_k", "q8_0", "q6_k"):
+        path = synthetic.write(tmp_path / f"{tier}.gguf", "tiny-olmoe", tiers=(tier,))
+        assert tier_expert_bytes(loop.model, tier) == ExpertModel.open(path).tier_bytes[0]
+
+
+def test_the_largest_type_that_fits_is_taken(loop):
+    experts = loop.model.tier_bytes[0]
+    sizes = {tier: tier_expert_bytes(loop.model, tier) for tier in UNIFORM}
+    assert list(sizes.values()) == sorted(sizes.values(), reverse=True)
+    for tier in ("iq4_xs", "q3_k", "iq2_xxs"):
+        assert largest_whole(loop, (sizes[tier] + 0.5) / experts) == tier
+        assert largest_whole(loop, (sizes[tier] - 0.5) / experts) != tier
+    assert largest_whole(loop, 0.1) is None
+
+
+def test_the_whole_process_counts_where_it_is_capped(loop):
+    loop.options = SimpleNamespace(
+        caps_process=True, n_ctx=256, n_ubatch=16, trained=False, routing="uniform"
+    )
+    # a tiny model is smaller than the process around it
+    assert largest_whole(loop, 0.99) is None
+    loop.file_bytes = 2**40
+    assert largest_whole(loop, 0.99) == "q6_k"
+
+
+def test_a_skipped_and_a_low_expert_compute_less():
+    compute = Computing([20.0], [16.0], [17.0], 0.75)
+    assert compute.of_mix(0, ALL_HIGH) == 20.0
+    # a quarter of the experts left out saves 3 ms, half of them would save 6
+    assert compute.of_mix(0, {"high": 0.5, "low": 0.0, "skip": 0.5}) == pytest.approx(14.0)
+    assert compute.of_mix(0, {"high": 0.5, "low": 0.5, "skip": 0.0}) == pytest.approx(18.0)
+    # noise that makes the cheaper one slower saves nothing
+    assert Computing([20.0], [21.0], [], 1).of_mix(0, {"high": 0, "low": 1, "skip": 0}) == 20.0
+
+
+def test_computing_is_the_better_flags_of_upstream_run_by_run():
+    def upstream(role, *ms, cap=None, **more):
+        return {"role": role, "cap": cap, "tpot_ms_p50_runs": list(ms)} | more
+
+    rows = [
+        upstream("upstream", 10.0, 9.0),
+        upstream("upstream", 8.0, 11.0),
+        upstream("reference", 1.0, 1.0),  # our managed path is no bound of itself
+        upstream("low", 7.0, 7.0),
+        {"role": "fewer", "cap": None, "error": "died"},
+    ]
+    assert computing(rows, 0.75) == Computing([8.0, 9.0], [7.0, 7.0], [], 0.75)
+    assert computing(rows[2:3], 0.75).high == []
+
+
+@pytest.mark.parametrize(
+    ("ms", "reads", "disk", "computed", "bound", "by"),
+    [
+        # Three steps miss nothing, two miss 100 MB: the median step is bound by its computing.
+        ([6.0] * 3 + [110.0] * 2, [[0, 0]] * 3 + [[1e8, 0]] * 2, [1e9], 5.0, 5.0, "computing"),
+        # The best probe beside a row binds it: 20 MB at 1.25 GB/s.
+        ([25.0] * 4, [[2e7, 0]] * 4, [1e9, 1.25e9], 5.0, 16.0, "misses"),
+        # A disk that became faster bounds the row: 20 MB in 12.8 ms, where its probes said 1.05.
+        ([12.8] * 4, [[2e7, 0]] * 4, [1.05e9, 1.05e9], 5.0, 12.8, "misses"),
+    ],
+)
+def test_the_bound_of_a_row(ms, reads, disk, computed, bound, by):
+    moved = sum(sum(each) for each in reads)
+    made = part("decode", ms, bytes=moved) | {"step_reads": reads}
+    row = {"mix": ALL_HIGH, "tpot_ms_p50_runs": [sorted(ms)[len(ms) // 2]]}
+    add_disk_bound(row, [run(made, disk=disk)], Computing([computed], [], [], 1.0))
+    assert row["bound_tpot_ms"] == pytest.approx(bound)
+    assert row["bound_by"] == by
+    assert row["of_bound"] == pytest.approx(bound / row["tpot_ms_p50_runs"][0])
+
+
+def test_what_was_read_ahead_counts_as_far_as_it_was_used():
+    made = part("decode", [1.0], used_ahead=0.75) | {"step_reads": [[10, 8]]}
+    assert step_bytes(made) == [16.0]
+
+
+@pytest.fixture
+def faked(monkeypatch, no_disk):
+    """run() with processes and the disk replaced: 10 ms resident, 1 GB/s, known misses."""
+    jobs, notes = [], []
+
+    def spawn(job, enter=None):
+        jobs.append(job)
+        prompt = part("prompt", [5.0], 128)
+        if job.system == "upstream":
+            if job.settings.get("mmap") and job.settings.get("extra_bufts"):
+                return {"error": "out of memory"}
+            return run(prompt, part("decode", [200.0 if job.settings["mmap"] else 8.0] * 8))
+        if job.settings["policy"] == "plain":
+            return run(prompt, part("decode", [8.0] * 8))
+        if job.settings.get("expert_ram") is None:
+            return run(prompt, part("decode", [10.0] * 8, hits=10))
+        mix = {"high": 75, "low": 25, "skip": 0}
+        missed = {"bytes": 1.6e8, "needed_bytes": 1.6e8, "routed": mix}
+        return run(prompt, part("decode", [25.0] * 7 + [9000.0], **missed))
+
+    monkeypatch.setattr(Loop, "_spawn", staticmethod(spawn))
+    report = Caps().run(CapOptions(quick=True, caps=(0.6,), runs=2), notes.append)
+    assert notes[0] == QUICK_NOTE
+    return report, jobs
+
+
+def test_bound_and_speedup_follow_from_what_was_measured(faked):
+    report, _ = faked
+    rows = rows_of(report)
+    lru = rows["lru", 0.6]
+    # 20 MB a token at 1 GB/s: 20 ms, more than the 8 ms of computing.
+    assert lru["bound_tpot_ms"] == pytest.approx(20.0)
+    assert lru["of_bound"] == pytest.approx(20 / 25)
+    assert lru["speedup_mmap"] == pytest.approx(8.0)
+    assert lru["of_resident"] == pytest.approx(10 / 25)
+    assert lru["hit_rate"] == pytest.approx(0.4)
+    assert lru["mix"] == {"high": 0.75, "low": 0.25, "skip": 0.0}
+    assert lru["bytes_per_token"] == pytest.approx(2e7)
+    assert lru["callback_us_p50"] == 9.0
+    assert "bound_tpot_ms" not in rows["our managed path", None]
+    assert json.loads(json.dumps(report.as_dict()))["tables"][1]["data"][2]["name"] == "lru"
+
+
+def test_a_failed_case_is_a_row_and_is_not_tried_again(faked):
+    report, jobs = faked
+    assert rows_of(report)["upstream mmap, repack", 0.6]["error"] == "out of memory"
+    tries = [job for job in jobs if job.settings.get("mmap") and job.settings.get("extra_bufts")]
+    assert len(tries) == 1
+
+
+def test_runs_are_interleaved(faked):
+    _, jobs = faked
+    policies = [job.settings.get("policy") for job in jobs if job.system == "engine"]
+    assert policies == 2 * ["plain", "lru", "lru", "dymoe", "dymoe", "dymoe", "dynaexq"]
+    seeds = [job.seed for job in jobs]
+    assert seeds == sorted(seeds) and set(seeds) == {0, 1}
+
+
+def test_table_fits_the_terminal_and_names_everything(faked):
+    report, _ = faked
+    text = report.text()
+    assert text.startswith(QUICK_NOTE)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    for phrase in ("lru", "dymoe 4/2", "75/25/0", "80 %", "out of memory", "uniform routing"):
+        assert phrase in text
+    assert "lru: bound 50.0 tok/s by misses" in text
+
+
+def test_quick_benchmark_end_to_end(real_engine):
+    options = CapOptions(quick=True, caps=(0.6,), tokens=8, warmup=2, runs=1, threads=1)
+    rows = {row["name"]: row for row in Caps().run(options).rows}
+    assert not {name: row["error"] for name, row in rows.items() if "error" in row}
+    assert rows["dymoe 4/0"]["mix"]["skip"] > 0
+    assert rows["dymoe 4/2"]["mix"]["low"] > 0
+    assert rows["our managed path"]["hit_rate"] == 1.0
+    assert rows["lru"]["hit_rate"] < 1.0
+
+
+def test_sequences_together_end_to_end(real_engine):
+    options = CapOptions(quick=True, runs=1, tokens=8, together=5, threads=1, caps=(0.99,))
+    report = Caps().run(options)
+    rows = {row["name"]: row for row in report.rows}
+    assert not any("error" in row for row in rows.values())
+    for name in ("our managed path", "dynaexq 4/2"):
+        assert rows[name]["hit_rate"] == 1.0
+        assert rows[name]["tokens_per_s"] == pytest.approx(5e3 / rows[name]["tpot_ms_p50"])
+    assert rows["lru"]["hit_rate"] < 1.0
+    assert "lru: " in report.text() and "of the speed of everything resident" in report.text()
