@@ -22,7 +22,10 @@ from orchestrator.native import MAX_TIERS, CStats, Store
 def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
     """The path, the policy and its slots, how misses are served, the micro-batch, the context."""
     plan, driver = loaded.plan, loaded.driver
-    context = f", micro-batch {plan.n_ubatch}, context {loaded.context.n_ctx}"
+    most = "up to " if plan.shared and len(plan.shared.scratch) > 1 else ""
+    context = f", micro-batch {most}{plan.n_ubatch}, context {loaded.context.n_ctx}"
+    if plan.shared and loaded.steps.cached:
+        context += f" ({len(loaded.steps.cached)} in use)"
     if config.kv != DEFAULT_KV:
         context += f" in {config.kv}"
     if not isinstance(driver, Driver):

@@ -1,0 +1,84 @@
+"""Slots give way to a context and to scratch, and come back; what is computed stays the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gguf_tools import synthetic
+from orchestrator.config import Config
+from orchestrator.engine.engine import Engine
+from orchestrator.native import Library, touched_memory
+
+MIB = 2**20
+SHAPE = replace(
+    synthetic.preset("tiny-qwen3moe"),
+    context=16384,
+    n_layer=4,
+    n_expert=128,
+    n_head_kv=2,
+    head_dim=64,
+)
+PROMPT = np.random.default_rng(0).integers(10, 300, 3000).tolist()
+
+
+@pytest.fixture(scope="module")
+def path(library: Library, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synthetic.write(tmp_path_factory.mktemp("shared") / "m.gguf", SHAPE, tiers=("q8_0",))
+
+
+def opened(path: Path, **settings: object) -> Engine:
+    usual = {"policy": "lru", "threads": 1, "ubatch": 512, "use_extra_bufts": False}
+    return Engine.open(Config.build(model=path, **{**usual, **settings}))
+
+
+@pytest.fixture(scope="module")
+def cap(path: Path) -> int:
+    """A cap with slots for two thirds of the experts."""
+    with opened(path, ctx=4096) as engine:
+        assert engine.plan.slots is not None
+        return engine.plan.total_bytes - engine.plan.slots.total_bytes // 3
+
+
+def test_the_rows_are_those_of_a_run_with_memory_to_spare(path: Path, cap: int) -> None:
+    """Long and short prompts, a cut and answers, in micro-batches of one size."""
+    talk = [(PROMPT, 0), (PROMPT[:1], 3000), (PROMPT[:700], 100), (PROMPT[5:6], 800), (PROMPT, 10)]
+    with opened(path, ctx=16384) as engine:
+        expected = [engine.eval(tokens, pos) for tokens, pos in talk]
+    with opened(path, ram=cap, conversations=True) as engine:
+        assert engine.plan.shared is not None and engine.n_ctx == 16384
+        for (tokens, pos), row in zip(talk, expected, strict=True):
+            assert np.array_equal(engine.eval(tokens, pos), row)
+        assert engine.store.stats().slot_bytes < engine.plan.slots.total_bytes  # type: ignore[union-attr]
+
+
+def test_slots_give_way_to_what_is_used_and_come_back(path: Path, cap: int) -> None:
+    with opened(path, ram=cap, conversations=True, ubatch=None) as engine:
+        plan, store, shared = engine.plan, engine.store, engine.plan.shared
+        assert shared is not None and plan.slots is not None
+        seen = []
+        for tokens, pos in ((PROMPT[:20], 0), (PROMPT, 20), (PROMPT[:1], 3020)):
+            engine.eval(tokens, pos)
+            touched = touched_memory(store.library)
+            beside = touched.cache.resident + touched.scratch.resident + touched.work.resident
+            held = store.stats().slot_bytes
+            assert held + beside <= shared.n_bytes
+            seen.append(held)
+        short, long, behind = seen
+        assert long < behind < short == plan.slots.total_bytes
+        engine.reset()
+        engine.eval(PROMPT[:20], 0)
+        assert store.stats().slot_bytes == short
+
+
+def test_an_answer_takes_cell_after_cell(path: Path, cap: int) -> None:
+    with opened(path, ram=cap, conversations=True) as engine:
+        store, held = engine.store, []
+        for pos, token in enumerate(PROMPT[:1300]):
+            engine.eval([token], pos)
+            held.append(store.stats().slot_bytes)
+    assert held == sorted(held, reverse=True)
+    assert len(set(held)) > 2  # from 512 cells on it goes in steps of 256
