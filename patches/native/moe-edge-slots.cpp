@@ -173,7 +173,8 @@ std::string moe_edge_pool::check() const {
     }
     if (used != in_use() || used_beyond != beyond || complete != listed) {
         return std::to_string(used) + " in use, " + std::to_string(beyond) + " of them behind the limit, and " +
-            std::to_string(free.size()) + " free of " + std::to_string(n_usable) + " slots, " + std::to_string(complete) + " complete and " + std::to_string(listed) + " listed";
+            std::to_string(free.size()) + " free of " + std::to_string(n_usable) + " slots, " + std::to_string(complete) + " complete and " +
+            std::to_string(listed) + " listed";
     }
     if (!waiting.empty() && !free.empty()) {
         return "a cell waits for a slot while one is free";
