@@ -140,7 +140,8 @@ class TouchedMemory(NamedTuple):
 
 
 def touched_memory(library: Library) -> TouchedMemory:
-    """Asks the kernel page by page."""
+    """Now. The kernel is asked page by page, which takes 0.3 ms for each GiB that is reserved, and
+    0.7 more for each that is resident."""
     found = CTouched()
     library.get_touched(ctypes.byref(found))
     return TouchedMemory(Touched(*found.cache), Touched(*found.scratch), Touched(*found.work))
