@@ -15,7 +15,7 @@ from gguf_tools.closing import Closing
 from gguf_tools.file.layout import GGMLType, row_bytes
 from gguf_tools.process import Disturbance
 from orchestrator.errors import NativeError
-from orchestrator.native.ggml import Ggml, InitParams
+from orchestrator.native.ggml import GgmlFunctions, InitParams
 
 # Weights of one timing, together: more than the caches of a processor hold.
 POOL_BYTES = 96 * 2**20
@@ -80,7 +80,7 @@ class Attention(NamedTuple):
 _CONTEXT_BYTES = 4 * 2**20
 
 
-class Timer(Ggml, Closing):
+class Timer(GgmlFunctions, Closing):
     """Times products with so many threads. Close it."""
 
     def __init__(self, lib: ctypes.CDLL, threads: int, pool_bytes: int = POOL_BYTES) -> None:

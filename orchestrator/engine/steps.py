@@ -15,6 +15,7 @@ import numpy as np
 from orchestrator.engine.driver import PlainDriver
 from orchestrator.errors import ConfigError, NativeError, PolicyError
 from orchestrator.events import Phase
+from orchestrator.memory.shared import CELL_STEP
 from orchestrator.native.llama import LlamaContext
 
 # A copy in memory begins with a magic and the sequence's number, which a file lacks.
@@ -208,6 +209,8 @@ class Steps:
         self.cancelled = False
         # A copy that was brought back lacks what is needed for a cut before its end.
         self._least = 0
+        # Cells of the context whose memory is there: a short cut leaves it.
+        self._touched = 0
         self._context = context
         self._driver = driver
         self._sequences = sequences
@@ -274,6 +277,8 @@ class Steps:
     def _cut(self, length: int) -> None:
         """The cache holds no more than length tokens."""
         dropped = length < len(self.cached)
+        if self._touched - length >= CELL_STEP:
+            self._touched = length
         # Behind a prompt the policy knows one token more than an answer begins with.
         known = [each for each in self.marks if each.policy and each.length <= length + 1]
         self.marks = [each for each in self.marks if each.length <= length]
@@ -316,7 +321,7 @@ class Steps:
         self._context.forget_all()
         self._driver.sequence_end()
         self._sequences.forget()
-        self.cached, self.marks, self._least = [], [], 0
+        self.cached, self.marks, self._least, self._touched = [], [], 0, 0
 
     def step(self, tokens: list[int], phase: Phase, all_logits: bool = False) -> bool:
         """One llama_decode. True when its logits are good, False when it was cancelled; the
@@ -336,7 +341,8 @@ class Steps:
 
     def make_room(self, n_cells: int, n_tokens: int = 1) -> None:
         """Before so many cells of the context are in use, n_tokens of them by the next step."""
-        self._driver.make_room(n_cells, n_tokens)
+        self._touched = max(self._touched, n_cells)
+        self._driver.make_room(self._touched, n_tokens)
 
     def fork(self, number: int) -> None:
         """Lets another sequence go on from the engine's own one. Raises ConfigError for one that

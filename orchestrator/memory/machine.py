@@ -17,7 +17,7 @@ from orchestrator.config import Config
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.memory.footprint import PROCESS_BYTES, output_tokens
 from orchestrator.native import DeviceInfo, Misses, find_device, host_scratch, measure_device
-from orchestrator.native.ggml import Ggml, InitParams
+from orchestrator.native.ggml import GgmlFunctions, InitParams
 from orchestrator.native.llama import Bindings, LlamaContext, Model
 
 _HEADROOM_SHARE = 0.1
@@ -247,7 +247,7 @@ def _supports(
 ) -> bool:
     """Whether the backend of a GPU has a kernel for attention with heads of these numbers and
     lengths."""
-    ggml = Ggml(bindings.api._lib)
+    ggml = GgmlFunctions(bindings.api._lib)
     backend = ggml.backend_reg_by_name(b"CUDA")
     if not backend:
         return False

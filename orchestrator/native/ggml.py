@@ -53,7 +53,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-class Ggml:
+class GgmlFunctions:
     """The functions above, without their prefix."""
 
     def __init__(self, lib: ctypes.CDLL) -> None:

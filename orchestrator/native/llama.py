@@ -20,7 +20,7 @@ from gguf_tools.experts import DEFAULT_KV, KV_TYPES
 from orchestrator.config import Sampling, native_log_enabled
 from orchestrator.errors import NativeError
 from orchestrator.native import Library
-from orchestrator.native.ggml import Ggml
+from orchestrator.native.ggml import GgmlFunctions
 
 EXPERT_PATTERN = rb"blk\.\d+\.ffn_(up|gate|gate_up|down)_exps\.weight"
 _LOG_ERROR = 4
@@ -70,7 +70,7 @@ class Bindings:
 
     def count_gpus(self) -> int:
         """How many GPUs llama.cpp sees."""
-        ggml = Ggml(self.api._lib)
+        ggml = GgmlFunctions(self.api._lib)
         devices = map(ggml.backend_dev_get, range(ggml.backend_dev_count()))
         return sum(ggml.backend_dev_type(each) == _GPU for each in devices)
 
