@@ -21,9 +21,9 @@ from orchestrator.cli.options import chat_config, model_options
 from orchestrator.config import Config
 from orchestrator.cost.disk import Bandwidth, bytes_per_s, kept_bandwidth, read_bandwidth
 from orchestrator.cost.planner import Planner, Runs
-from orchestrator.cost.plans import PROMPT_TOKENS, Candidate
+from orchestrator.cost.plans import Candidate
 from orchestrator.cost.speeds import DISTURBED
-from orchestrator.cost.time import spare_bytes
+from orchestrator.cost.time import PROMPT_TOKENS, spare_bytes
 from orchestrator.errors import MoeEdgeError
 from orchestrator.memory.machine import Accelerator, more_than_there, one_of_several
 from orchestrator.native import Bandwidths, measure_device

@@ -15,8 +15,9 @@ from gguf_tools.units import format_size
 from orchestrator.chat.console import progress_bar, strip_controls
 from orchestrator.cli.options import FORCE, NEW_FILE, chat_config, model_options
 from orchestrator.cost.planner import Planner
-from orchestrator.cost.plans import PROMPT_TOKENS, Candidate, Frontier
+from orchestrator.cost.plans import Candidate, Frontier
 from orchestrator.cost.speeds import DISTURBED
+from orchestrator.cost.time import PROMPT_TOKENS
 from orchestrator.errors import ConfigError
 
 _HEAD = ("", "plan", "tiers", "experts", "ms/token", "tok/s", "first prompt", "prompt", "KL, nats")
