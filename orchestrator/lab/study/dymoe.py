@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
 
+from orchestrator.lab.eval.arithmetic import Estimate
 from orchestrator.lab.study.figures import ANSWERS, DONE, LABEL, SIZE
 from orchestrator.lab.study.plot import Line, Panel
 from orchestrator.lab.study.policies import OneLayer, RandomCritical
@@ -19,7 +21,7 @@ from orchestrator.lab.study.study import (
     lines,
     uniform_cases,
 )
-from orchestrator.lab.study.subject import SKIP, Subject
+from orchestrator.lab.study.subject import SKIP, Score, Subject
 from orchestrator.lab.table import Column
 
 MIXED, HIGH, LOW = "mixed", "high", "low"
@@ -71,23 +73,29 @@ class Retention(ScoredStudy):
     name = "retention"
 
     def cases(self, on: Subject) -> list[Case]:
-        ends = [Case(tier, on.uniform(tier), tier) for tier in (on.high, on.low)]
-        return [*ends, *_mixes(on, (0.6, 0.7, 0.75, 0.8, 0.9, 1.0))]
+        ends = [Case(tier, on.uniform(tier), tier, ask=True) for tier in (on.high, on.low)]
+        return [*ends, *_mixes(on, (0.6, 0.7, 0.75, 0.8, 0.9, 1.0), ask=True)]
 
     def show(self, found: Scores, on: Subject) -> Findings:
-        base, least = found.one(on.high), found.one(on.low)
-        rows = found.rows(found.scored, base)
+        base, rows = found.one(on.high), found.rows(found.scored, found.one(on.high))
+        answers = ANSWERS if on.questions else ()
         title = "Quality over the retention ratio (Figure 11)"
-        drawn = lines(found.of(MIXED), lambda _, score: score.realised or 0.0, change_from(base))
-        panel = Panel(
-            "realised share of critical experts",
-            f"perplexity against {on.high}, %",
-            drawn,
-            on.basis,
-            {f"all {on.high}": 0.0, f"all {on.low}": least.against(base).value},
-            percent=True,
-        )
-        return Findings([found.table(title, (LABEL, *DONE), rows, on.high)], [panel])
+
+        def panel(y: str, share: Callable[[Case, Score], Estimate]) -> Panel:
+            drawn = lines(found.of(MIXED), lambda _, score: score.realised or 0.0, share)
+            ends = [found.of(tier)[0] for tier in (on.high, on.low)]
+            levels = {f"all {case.label}": share(case, score).value for case, score in ends}
+            x = "realised share of critical experts"
+            return Panel(x, y, drawn, on.basis, levels, percent=True)
+
+        panels = [panel(f"perplexity against {on.high}, %", change_from(base))]
+        if on.questions:
+            panels.append(panel("multiple choice, acc, %", lambda _, score: _accuracy(score)))
+        return Findings([found.table(title, (LABEL, *DONE), rows, on.high, answers)], panels)
+
+
+def _accuracy(score: Score) -> Estimate:
+    return score.choices.acc if score.choices is not None else Estimate(0.0, 0.0)
 
 
 SEEDS = (1, 2, 3)

@@ -43,6 +43,7 @@ def retention(rows: Rows) -> None:
         least, most = (found[f"{HIGH} / {low}", r] for r in (0.6, 1.0))
         assert least["kl"][0] > most["kl"][0] and most["kl"] == high
         assert least["realised"] == pytest.approx(0.6, abs=0.1)
+    assert all(0 <= row["acc"][0] <= 1 for row in rows)
 
 
 def critical(*tables: Rows) -> None:
