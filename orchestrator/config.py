@@ -266,6 +266,12 @@ class Config(Settings):
     conversations: bool = setting(
         False, "Memory is set aside for prompts that were read before.", option=False
     )
+    as_used: bool = setting(
+        False,
+        "Slots of experts give way to a context and to scratch as far as these are used: of a "
+        "program that begins each step by itself, and decodes one sequence.",
+        option=False,
+    )
     remember: bool = setting(
         False, "What a policy learned is kept in the user cache.", option=False
     )

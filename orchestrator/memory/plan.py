@@ -167,7 +167,8 @@ def plan_memory(
         policy_class(config.policy or "")  # raises for an unknown one
     with_size = replace(config, ubatch=config.ubatch or SIZES[0])
     ways = _Ways(with_size, model, machine, more_scratch, graph_bytes, teach)
-    if config.conversations and not (config.sequences or config.expert_ram or machine.device):
+    plain = config.policy == PLAIN
+    if config.as_used and not (plain or config.expert_ram or machine.device):
         shared = ways.shared(config.ubatch or SIZES[-1])
         if shared is not None:
             return shared
@@ -286,12 +287,14 @@ class _Ways:
         for prompts in (self._prompt_bytes(usual), config.cache_ram or 0):
             with suppress(BudgetError):
                 plan = plan or self.plan(room, prompts)
-        if plan is None or plan.policy is None or plan.policy.wants.all_resident:
+        if plan is None or plan.policy is None or plan.slots is None:
             return None  # what would be enough is said for the usual context
-        return self._sharing(plan, plan.policy, room, most_at_once)
+        if type(plan.policy).wants.all_resident:
+            return None
+        return self._sharing(plan, plan.policy, plan.slots, room, most_at_once)
 
     def _sharing(
-        self, plan: MemoryPlan, policy: Policy, room: Room, most_at_once: int
+        self, plan: MemoryPlan, policy: Policy, slots: SlotPlan, room: Room, most_at_once: int
     ) -> MemoryPlan:
         config, model = self.config, self.model
         own_length = model.hparams.context_length
@@ -302,7 +305,7 @@ class _Ways:
         sizes = {least} | {size for size in SIZES if size <= min(most_at_once, most)}
         shared = SharedMemory(
             own + room.kv + room.compute,
-            least_slots(policy),
+            max(least_slots(policy), sum(group.slot_bytes for group in slots.groups)),
             policy.shape.all_slot_bytes(),
             (room.kv + copied) / room.n_ctx,
             {size: self._scratch(size, most) for size in sorted(sizes)},

@@ -48,7 +48,7 @@ def test_the_rows_are_those_of_a_run_with_memory_to_spare(path: Path, cap: int) 
     talk = [(PROMPT, 0), (PROMPT[:1], 3000), (PROMPT[:700], 100), (PROMPT[5:6], 800), (PROMPT, 10)]
     with opened(path, ctx=16384) as engine:
         expected = [engine.eval(tokens, pos) for tokens, pos in talk]
-    with opened(path, ram=cap, conversations=True) as engine:
+    with opened(path, ram=cap, as_used=True) as engine:
         assert engine.plan.shared is not None and engine.n_ctx == 16384
         for (tokens, pos), row in zip(talk, expected, strict=True):
             assert np.array_equal(engine.eval(tokens, pos), row)
@@ -56,7 +56,7 @@ def test_the_rows_are_those_of_a_run_with_memory_to_spare(path: Path, cap: int) 
 
 
 def test_slots_give_way_to_what_is_used_and_come_back(path: Path, cap: int) -> None:
-    with opened(path, ram=cap, conversations=True, ubatch=None) as engine:
+    with opened(path, ram=cap, as_used=True, ubatch=None) as engine:
         plan, store, shared = engine.plan, engine.store, engine.plan.shared
         assert shared is not None and plan.slots is not None
         seen = []
@@ -75,7 +75,7 @@ def test_slots_give_way_to_what_is_used_and_come_back(path: Path, cap: int) -> N
 
 
 def test_an_answer_takes_cell_after_cell(path: Path, cap: int) -> None:
-    with opened(path, ram=cap, conversations=True) as engine:
+    with opened(path, ram=cap, as_used=True) as engine:
         store, held = engine.store, []
         for pos, token in enumerate(PROMPT[:1300]):
             engine.eval([token], pos)

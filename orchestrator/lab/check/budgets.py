@@ -28,6 +28,7 @@ _ASIDE: dict[str, Any] = {
     "layout": "auto",
     "remember": False,
     "conversations": False,
+    "as_used": False,
 }
 
 

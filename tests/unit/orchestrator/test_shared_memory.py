@@ -82,13 +82,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ExpertModel:
 
 
 def plan_in(model: ExpertModel, free: int, **settings: Any) -> MemoryPlan:
-    config = Config.build(model=model.path, **{"conversations": True, **settings})
+    config = Config.build(model=model.path, **{"as_used": True, **settings})
     return plan_memory(config, model, Machine(free))
 
 
 def half(model: ExpertModel, **settings: Any) -> int:
     """A cap with slots for about half of the experts beside a context of 4,096."""
-    usual = {"conversations": False, "ctx": 4096, "ubatch": 512, "policy": "lru"}
+    usual = {"as_used": False, "ctx": 4096, "ubatch": 512, "policy": "lru"}
     plan = plan_in(model, 2**40, **usual, **settings)
     assert plan.slots is not None
     return plan.total_bytes - plan.slots.total_bytes // 2
@@ -98,7 +98,7 @@ def half(model: ExpertModel, **settings: Any) -> int:
 def test_a_long_context_takes_nothing_before_it_is_used(model: ExpertModel, policy: str) -> None:
     ram = half(model)
     plan = plan_in(model, 2**40, ram=ram, policy=policy)
-    fixed = plan_in(model, 2**40, ram=ram, policy=policy, ctx=4096, ubatch=512, conversations=False)
+    fixed = plan_in(model, 2**40, ram=ram, policy=policy, ctx=4096, ubatch=512, as_used=False)
     assert plan.shared is not None and plan.slots is not None and fixed.slots is not None
     assert plan.n_ctx == 16384
     assert plan.slots.total_bytes >= fixed.slots.total_bytes
@@ -106,7 +106,8 @@ def test_a_long_context_takes_nothing_before_it_is_used(model: ExpertModel, poli
     assert plan.shared.slots(512, 512) == plan.budget_bytes
     # At the end of the context the fewest slots are there, and all of it is within the cap.
     assert plan.policy is not None
-    assert plan.shared.least_slots == least_slots(plan.policy)
+    one_each = sum(group.slot_bytes for group in plan.slots.groups)
+    assert plan.shared.least_slots == max(least_slots(plan.policy), one_each)
     assert plan.shared.slots(plan.n_ctx, 512) >= plan.shared.least_slots
 
 
@@ -133,14 +134,13 @@ def test_a_context_that_is_too_long_is_refused_with_the_longest_one(model: Exper
         {"policy": "dynaexq", "low_tier": "q2_k"},
         {"policy": "mixed"},
         {"policy": "lru", "expert_ram": 8 * MIB},
-        {"policy": "lru", "sequences": 4},
-        {"policy": "lru", "conversations": False},
+        {"policy": "lru", "as_used": False},
         {"policy": "plain"},
     ],
 )
 def test_others_are_divided_once(model: ExpertModel, settings: dict[str, Any]) -> None:
-    """Those that keep every expert in memory, with slots that were asked for, of several sequences,
-    and what is no conversation."""
+    """Those that keep every expert in memory, with slots that were asked for, and what decodes by
+    itself, as the server does."""
     plan = plan_in(model, 2**40, ctx=4096, **settings)
     assert plan.shared is None
     assert plan.micro_batch(0, 5000) == plan.n_ubatch
