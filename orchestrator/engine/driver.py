@@ -16,7 +16,7 @@ from orchestrator.allocation.slots import Transition
 from orchestrator.engine.idle import Idle, likely
 from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, StepReport, served
-from orchestrator.memory.shared import SharedMemory
+from orchestrator.memory.shared import FEWER, SharedMemory
 from orchestrator.native import FAILED, Store
 from orchestrator.policy import Policy
 from orchestrator.policy.base import KeepsSequences, Learns, Tunes, WaitsBeforeAnswer
@@ -45,7 +45,8 @@ class PlainDriver:
         """Before a decode whose tokens are all of this phase."""
 
     def make_room(self, n_cells: int, n_tokens: int) -> None:
-        """Before a step of n_tokens, at whose end n_cells of the context are in use."""
+        """Before n_cells of the context are in use. n_tokens: of the step that follows, 0 where
+        none does."""
 
     def check(self, status: int) -> None:
         """After a decode, with its status: raises what went wrong in a callback or in the
@@ -118,6 +119,7 @@ class Driver(PlainDriver):
         # What slots give way to, where memory is given out as it is used.
         self.shared: SharedMemory | None = None
         self._limit: int | None = None
+        self._at_once = 0  # the most tokens of a step whose scratch is still there
         self._idle = Idle(store)
         self._pause = pause
         self._prompt_read = False
@@ -245,7 +247,10 @@ class Driver(PlainDriver):
         """Slots give way to what the step takes, and come back when that is given back."""
         if self.shared is None:
             return
-        limit = self.shared.slots(n_cells, n_tokens)
+        if n_tokens and n_tokens * FEWER <= self._at_once:
+            self._at_once = 0
+        self._at_once = max(self._at_once, n_tokens)
+        limit = self.shared.slots(n_cells, self._at_once)
         if limit == self._limit:
             return
         while self.store.limit(limit):  # until reads into slots that go are complete

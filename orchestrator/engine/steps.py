@@ -339,8 +339,9 @@ class Steps:
             self.cached += tokens
         return good
 
-    def make_room(self, n_cells: int, n_tokens: int = 1) -> None:
-        """Before so many cells of the context are in use, n_tokens of them by the next step."""
+    def make_room(self, n_cells: int, n_tokens: int = 0) -> None:
+        """Before so many cells of the context are in use. n_tokens: of the step that follows, 0
+        where none does."""
         self._touched = max(self._touched, n_cells)
         self._driver.make_room(self._touched, n_tokens)
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 CELL_STEP = 256  # cells come in so many, as llama.cpp pads them
+# The scratch of a step stays until one of this many times fewer tokens (`moe_edge_scratch::step`).
+FEWER = 8
 
 
 @dataclass(frozen=True, slots=True)
