@@ -68,13 +68,13 @@ def compile_stress(
 
 
 def test_store_under_stress(compile_stress: Callable[[str], Path], tmp_path: Path) -> None:
-    """Threads, pools of one slot, tiers that share slots, promotions, skips, prefetches, parts of
-    them that cannot be read, and a truncated file: every byte is the byte on disk, and every
-    invariant holds at every instant; in host memory, and on a device."""
+    """Threads, pools of one slot, tiers that share slots, a thousand limits, promotions, skips,
+    prefetches, parts of them that cannot be read, and a truncated file: every byte is the byte on
+    disk, and every invariant holds at every instant; in host memory, and on a device."""
     program = compile_stress("store_stress")
     for device in ([], [100]):
         output = run_program(program, tmp_path, 1, 7, *device)
-        assert output.count("rounds") == (4 if device else 6)
+        assert output.count("rounds") == (4 if device else 7)
         assert output.count("transitions:") == (1 if device else 2)
         assert output.count("cut short") == 1
         for end in ("bytes stayed", "nothing waited", "without a hook: done", "store recovered"):
