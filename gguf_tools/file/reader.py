@@ -9,7 +9,7 @@ import mmap
 import os
 import stat
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -39,8 +39,6 @@ from gguf_tools.file.parse import (
 MAX_KEY_BYTES = 65535
 
 LFS_POINTER = b"version https://git-lfs."
-
-F = TypeVar("F", bound="GGUFFile")
 
 
 class GGUFFile(Closing):

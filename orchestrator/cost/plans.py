@@ -22,7 +22,6 @@ from orchestrator.events import SKIP_TIER
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.policy import ALLOWED_LOSS, BASELINE, PLAIN, POLICIES, Policy
 
-# Tokens of the prompts that are predicted, and of the context behind which a token is.
 # Plans whose predicted times differ by less are as fast as each other: the one that loses least is
 # taken.
 AS_FAST = 1.02

@@ -44,7 +44,7 @@ from orchestrator.native.llama import Bindings
 
 # Of the experts of the next layer, look-ahead finds so many (docs/experiments/firm.md).
 FORESEEN = 0.8
-# The prompt behind which an answer is foreseen.
+# Tokens of the prompts that are predicted, and of the context behind which a token is.
 PROMPT_TOKENS = 512
 _MOST_STEPS = 64
 # A cap that leaves less is too small for any model.

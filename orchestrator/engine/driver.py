@@ -119,7 +119,8 @@ class Driver(PlainDriver):
         # What slots give way to, where memory is given out as it is used.
         self.shared: SharedMemory | None = None
         self._limit: int | None = None
-        self._at_once = 0  # the most tokens of a step whose scratch is still there
+        # The most of a step whose scratch is still there, (cells in use, tokens).
+        self._most = 0, 0
         self._idle = Idle(store)
         self._pause = pause
         self._prompt_read = False
@@ -247,10 +248,12 @@ class Driver(PlainDriver):
         """Slots give way to what the step takes, and come back when that is given back."""
         if self.shared is None:
             return
-        if n_tokens and n_tokens * FEWER <= self._at_once:
-            self._at_once = 0
-        self._at_once = max(self._at_once, n_tokens)
-        limit = self.shared.slots(n_cells, self._at_once)
+        cells, at_once = self._most
+        if n_tokens and n_tokens * FEWER <= at_once:
+            cells = at_once = 0
+        self._most = cells, at_once = max(cells, n_cells), max(at_once, n_tokens)
+        # Beside the scratch of a prompt that was given up, the fewest slots may have to do.
+        limit = max(self.shared.least_slots, self.shared.slots(n_cells, at_once, cells))
         if limit == self._limit:
             return
         while self.store.limit(limit):  # until reads into slots that go are complete

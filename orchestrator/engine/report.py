@@ -22,7 +22,7 @@ from orchestrator.native import MAX_TIERS, CStats, Store
 def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
     """The path, the policy and its slots, how misses are served, the micro-batch, the context."""
     plan, driver = loaded.plan, loaded.driver
-    most = "up to " if plan.shared and len(plan.shared.scratch) > 1 else ""
+    most = "up to " if plan.shared and plan.n_ubatch > min(plan.shared.scratch) else ""
     context = f", micro-batch {most}{plan.n_ubatch}, context {loaded.context.n_ctx}"
     if plan.shared and loaded.steps.cached:
         context += f" ({len(loaded.steps.cached)} in use)"

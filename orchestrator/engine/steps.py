@@ -209,7 +209,7 @@ class Steps:
         self.cancelled = False
         # A copy that was brought back lacks what is needed for a cut before its end.
         self._least = 0
-        # Cells of the context whose memory is there: a short cut leaves it.
+        # Cells of the context whose memory is there: short cuts leave it (`moe_edge_removal`).
         self._touched = 0
         self._context = context
         self._driver = driver
@@ -277,7 +277,7 @@ class Steps:
     def _cut(self, length: int) -> None:
         """The cache holds no more than length tokens."""
         dropped = length < len(self.cached)
-        if self._touched - length >= CELL_STEP:
+        if len(self.cached) - length >= CELL_STEP:
             self._touched = length
         # Behind a prompt the policy knows one token more than an answer begins with.
         known = [each for each in self.marks if each.policy and each.length <= length + 1]

@@ -6,7 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from orchestrator.cache.files import whole_files
 from orchestrator.lab.table import Table
@@ -21,10 +21,8 @@ class Experiment(ABC, Generic[On, Found]):
     On is what it is measured on: the model with the loop over processes of a benchmark
     (`orchestrator.lab.bench.loop`), or the model with the text of a study
     (`orchestrator.lab.study.subject`). Found is what came of it. An experiment keeps nothing
-    between its calls. draws: it has a picture too.
+    between its calls.
     """
-
-    draws: ClassVar[bool] = False
 
     @abstractmethod
     def measure(self, on: On) -> Found:

@@ -12,6 +12,10 @@ CELL_STEP = 256  # cells come in so many, as llama.cpp pads them
 FEWER = 8
 
 
+def _padded(n_cells: int) -> int:
+    return -(-max(1, n_cells) // CELL_STEP) * CELL_STEP
+
+
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
     """What slots, cells and scratch share, in bytes.
@@ -27,11 +31,12 @@ class SharedMemory:
     cell_bytes: float
     scratch: Mapping[int, tuple[int, float]]
 
-    def slots(self, n_cells: int, n_tokens: int) -> int:
-        """What is left for slots in a step of n_tokens that ends with n_cells in use."""
-        cells = -(-max(1, n_cells) // CELL_STEP) * CELL_STEP
+    def slots(self, n_cells: int, n_tokens: int, most_cells: int = 0) -> int:
+        """What is left for slots in a step of n_tokens that ends with n_cells in use. most_cells:
+        that were in use in a step whose scratch is still there."""
+        cells, most = _padded(n_cells), _padded(max(n_cells, most_cells))
         empty, each = next(s for size, s in self.scratch.items() if size >= n_tokens)
-        return self.n_bytes - empty - int(cells * (self.cell_bytes + each))
+        return self.n_bytes - empty - int(cells * self.cell_bytes + most * each)
 
     def longest(self, most: int) -> int:
         """The longest context, of `most` tokens at most, at whose end a policy still has what it

@@ -11,6 +11,7 @@ import pytest
 from gguf_tools import synthetic
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
+from orchestrator.memory.shared import CELL_STEP
 from orchestrator.native import Library, touched_memory
 
 MIB = 2**20
@@ -74,6 +75,31 @@ def test_slots_give_way_to_what_is_used_and_come_back(path: Path, cap: int) -> N
         engine.reset()
         engine.eval(PROMPT[:20], 0)
         assert store.stats().slot_bytes == short
+
+
+def test_what_a_prompt_that_was_given_up_leaves_still_counts(path: Path, cap: int) -> None:
+    """No small step gives its scratch back before a short prompt of another conversation."""
+    with opened(path, ram=cap, as_used=True, ubatch=None) as engine:
+        store, shared = engine.store, engine.plan.shared
+        assert shared is not None
+        for at in range(0, 9000, 3000):
+            engine.eval(PROMPT, at)
+        engine.reset()
+        engine.eval(PROMPT[:400], 0)
+        touched = touched_memory(store.library)
+        beside = touched.cache.resident + touched.scratch.resident + touched.work.resident
+        assert store.stats().slot_bytes + beside <= shared.n_bytes
+
+
+def test_cells_of_short_cuts_stay_and_count(path: Path, cap: int) -> None:
+    with opened(path, ram=cap, as_used=True) as engine:
+        shared = engine.plan.shared
+        assert shared is not None
+        engine.eval(PROMPT[:2000], 0)
+        for length in (1800, 1600, 1400, 1100, 900):
+            engine.eval(PROMPT[:1], length)
+            held = touched_memory(engine.store.library).cache.resident
+            assert held <= shared.cell_bytes * (engine._steps._touched + CELL_STEP)
 
 
 def test_an_answer_takes_cell_after_cell(path: Path, cap: int) -> None:

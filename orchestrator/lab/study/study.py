@@ -48,7 +48,6 @@ class Drawn(Experiment[On, Findings]):
     """An experiment with a picture, NAME.png and NAME.svg."""
 
     name: ClassVar[str]
-    draws = True
 
     def tables(self, found: Findings) -> list[Table]:
         return found.tables

@@ -34,7 +34,7 @@ def test_every_benchmark_has_the_form(name):
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_study_has_the_form_and_its_own_name(name):
     study = load_study(name)
-    assert isinstance(study, Experiment) and study.draws
+    assert isinstance(study, Experiment) and type(study).draw is not Experiment.draw
     assert study.name == name
 
 
