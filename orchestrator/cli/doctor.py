@@ -31,7 +31,7 @@ from orchestrator.native.llama import Bindings
 from orchestrator.policy import PLAIN, known_policies
 
 # Of a plan, for --json.
-_SHOWN = ("token_ms", "first_prompt_ms", "prompt_ms", "hit_rate", "read_bytes")
+_SHOWN = ("token_ms", "token_ms_behind", "first_prompt_ms", "prompt_ms", "hit_rate", "read_bytes")
 _MEMORY_BYTES = 256 * 2**20
 _MEMORY_SECONDS = 0.5
 
@@ -251,6 +251,7 @@ def _expected_lines(health: Health) -> list[str]:
     return [
         f"Predicted behind prompts of {PROMPT_TOKENS} tokens, {used} (* is what would run):",
         *(f"          {line}" for line in lines),
+        *filter(None, [health.expected[0].behind_text]),
         *([DISTURBED] if health.disturbed else []),
     ]
 

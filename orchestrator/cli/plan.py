@@ -45,6 +45,7 @@ def render(found: Frontier, best: str) -> str:
             f"Prompts have {PROMPT_TOKENS} tokens, and KL is the mean from {best}; 0 is lossless. "
             f"+: no other plan is both faster and closer; *: taken.",
             f"`chat` and `serve` take {found.why}",
+            *filter(None, [found.taken.behind_text]),
             *([DISTURBED] if found.disturbed else []),
         ]
     )
