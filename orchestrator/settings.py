@@ -74,20 +74,20 @@ class Setting:
     optional: bool
     default: Any
     help: str
-    metavar: str
-    within: tuple[float, float] | None
-    choices: tuple[str, ...]
-    unit: str | None
-    notation: Notation | None
-    shown: str | None
-    option: bool
-    hidden: bool
-    answer: bool
-    conversation: bool
-    repeated: bool
-    live: bool
-    recorded: bool
-    timing: bool
+    metavar: str = ""
+    within: tuple[float, float] | None = None
+    choices: tuple[str, ...] = ()
+    unit: str | None = None
+    notation: Notation | None = None
+    shown: str | None = None
+    option: bool = True
+    hidden: bool = False
+    answer: bool = False
+    conversation: bool = False
+    repeated: bool = False
+    live: bool = False
+    recorded: bool = True
+    timing: bool = False
 
     @property
     def flag(self) -> str:
@@ -148,45 +148,11 @@ class Setting:
         return value
 
 
-def setting(
-    default: Any,
-    help: str,
-    *,
-    metavar: str = "",
-    within: tuple[float, float] | None = None,
-    choices: tuple[str, ...] = (),
-    unit: str | None = None,
-    notation: Notation | None = None,
-    shown: str | None = None,
-    option: bool = True,
-    hidden: bool = False,
-    answer: bool = False,
-    conversation: bool = False,
-    repeated: bool = False,
-    live: bool = False,
-    recorded: bool = True,
-    timing: bool = False,
-) -> Any:
-    """A field of a record of settings; see Setting. shown: how the help names the default, where
-    that is not the value itself. default MISSING: there is none, a value has to be given."""
-    said = {
-        "help": help,
-        "metavar": metavar,
-        "within": within,
-        "choices": choices,
-        "unit": unit,
-        "notation": notation,
-        "shown": shown,
-        "option": option,
-        "hidden": hidden,
-        "answer": answer,
-        "conversation": conversation,
-        "repeated": repeated,
-        "live": live,
-        "recorded": recorded,
-        "timing": timing,
-    }
-    return field(default=default, metadata={_DECLARED: said})
+def setting(default: Any, help: str, **said: Any) -> Any:
+    """A field of a record of settings. said: fields of Setting. shown: how the help names the
+    default, where that is not the value itself. default MISSING: there is none, a value has to be
+    given."""
+    return field(default=default, metadata={_DECLARED: {"help": help, **said}})
 
 
 def again(record: type[Settings], name: str, default: Any = MISSING, **changes: Any) -> Any:
@@ -250,8 +216,8 @@ def _declaration(name: str, hint: Any, default: Any, metadata: Mapping[str, Any]
     kinds = tuple(typing.get_origin(kind) or kind for kind in kinds if kind is not type(None))
     if float in kinds:
         kinds = (float, int)
-    if not said["metavar"]:
-        said["metavar"] = _metavar(kinds[0], said["unit"])
+    if not said.get("metavar"):
+        said["metavar"] = _metavar(kinds[0], said.get("unit"))
     return Setting(name, kinds, optional, None if default is MISSING else default, **said)
 
 
