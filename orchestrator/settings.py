@@ -66,8 +66,7 @@ class Setting:
     documents only. answer: it is of an answer, not of how the model runs. conversation: it is of a
     program that holds conversations. repeated: its value is a tuple of texts, and its option may be
     given several times. live: it may be changed between two tokens. recorded: it says how a policy
-    decides, so that a trace keeps it and a replay may change it; timing: it only changes when that
-    takes effect."""
+    decides, so that a trace keeps it and a replay may change it."""
 
     name: str
     kinds: tuple[type, ...]
@@ -87,7 +86,6 @@ class Setting:
     repeated: bool = False
     live: bool = False
     recorded: bool = True
-    timing: bool = False
 
     @property
     def flag(self) -> str:

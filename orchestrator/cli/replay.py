@@ -136,12 +136,6 @@ def trace(
     help="Computing a decoded token, without waits.  [default: each as when recorded]",
 )
 @click.option(
-    "--clock",
-    type=click.Choice(["recorded", "simulated"]),
-    help="Versions change where they did in the run, or when the simulated reads are done.  "
-    "[default: recorded, where no option changes anything]",
-)
-@click.option(
     "--link",
     type=click.Choice(["shared", "rigid"]),
     help="rigid: one queue for demand and prefetch, and nothing in it is dropped.  "
@@ -191,7 +185,7 @@ def replay(
 ) -> None:
     """Play a trace with another policy, memory or disk: no model needed.
 
-    Without options it plays the recorded run itself, and prints how well it agrees."""
+    It is compared with lru, with what no cache can beat, and with the recorded run."""
     from orchestrator.lab.replay import ReplayOptions, read_trace, render
     from orchestrator.lab.replay import replay as run
     from orchestrator.native.llama import Bindings
