@@ -86,12 +86,6 @@ class Candidate:
         )
 
     @property
-    def behind_text(self) -> str:
-        """Its speeds as its context fills, in a sentence."""
-        said = [f"{1 / took:.1f} behind {n}" for n, took in self.behind.items()]
-        return f"Tokens/s as its context fills: {', '.join(said)} tokens." if said else ""
-
-    @property
     def label(self) -> str:
         """As a user would ask for it, with three digits of what is a number."""
 
@@ -185,6 +179,13 @@ class Frontier:
     def settled(self, config: Config) -> Config:
         """The config with the plan that is taken in the place of the loss that is allowed."""
         return config.compared(**{ALLOWED_LOSS: None, **self.taken.asked})
+
+
+def behind_text(token_ms: Mapping[str, float]) -> str:
+    """A sentence about the speeds of a plan as its context fills: milliseconds of a token by the
+    tokens in use, as Candidate.as_dict has them; empty without any."""
+    said = [f"{1e3 / took:.1f} behind {n}" for n, took in token_ms.items()]
+    return f"Tokens/s as the context fills: {', '.join(said)} tokens." if said else ""
 
 
 def choose(

@@ -11,9 +11,8 @@ import pytest
 from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.lab.bench import host, models
 from orchestrator.lab.bench.caps import CapOptions, Caps
-from orchestrator.lab.bench.child import play, sources, text_stream, token_stream
+from orchestrator.lab.bench.child import play, source, text_stream, token_stream
 from orchestrator.lab.bench.job import (
-    DECODE,
     MIN_STEPS,
     Job,
     decode,
@@ -24,7 +23,6 @@ from orchestrator.lab.bench.job import (
 from orchestrator.lab.bench.loop import Loop
 from orchestrator.lab.bench.models import DEMO_TEXT
 from orchestrator.lab.bench.options import BenchOptions
-from orchestrator.lab.bench.topics import TopicOptions
 
 
 def job(**changes):
@@ -94,7 +92,7 @@ class Played:
 def timed(parts):
     """(results, calls (tokens, pos)) of play()."""
     model = Played()
-    return play(parts, model, [token_stream(1, 320)]), model.calls
+    return play(parts, model, token_stream(1, 320)), model.calls
 
 
 def test_every_system_gets_the_same_tokens():
@@ -128,7 +126,7 @@ def test_each_sequence_gets_its_own_tokens():
     numbers = iter(range(10**6))
     model = Played()
     parts = CapOptions(tokens=3, prompt_tokens=2, warmup=1, together=2).parts()
-    done = play(parts, model, [lambda n: [next(numbers) for _ in range(n)]])
+    done = play(parts, model, lambda n: [next(numbers) for _ in range(n)])
     assert model.calls == [([0, 1], 0), ([2], 2)]
     assert model.forked == [(0, 0), (1, 0)]
     assert model.steps == [([3, 6], [0, 1]), ([4, 7], [0, 1]), ([5, 8], [0, 1])]
@@ -153,12 +151,12 @@ def test_a_part_has_what_the_store_counted_meanwhile():
 
         def stats(self):
             keys = ("demand_bytes", "prefetch_bytes", "requests", "hits", "copy_bytes", "in_place")
-            keys += ("in_place_bytes", "host_computed", "wait_us")
+            keys += ("in_place_bytes", "host_computed")
             found = SimpleNamespace(**{key: [0, 0] for key in keys})
             found.demand_bytes, found.prefetch_bytes = [0, self.read], [0, 2 * self.read]
             found.routed = [[0, 0, 0], [3, 2, 1]]
             found.prefetch_used, found.prefetch_wasted, found.budget_bytes = 3, 1, 9
-            found.transition_bytes = found.experts_promoted = 0
+            found.transition_bytes = 0
             return found
 
         def callback_us(self, since):
@@ -170,7 +168,7 @@ def test_a_part_has_what_the_store_counted_meanwhile():
         def eval(self, tokens, pos):
             store.read += len(tokens)
 
-    first, last = play([prompt(2), decode(3, 60.0)], Reads(), [lambda n: [7] * n], store)
+    first, last = play([prompt(2), decode(3, 60.0)], Reads(), lambda n: [7] * n, store)
     assert first["step_reads"] == [[2, 4]]
     assert last["step_reads"] == [[1, 2]] * 3
     assert last["callback_us"] == 30.0
@@ -188,35 +186,12 @@ def test_text_gives_its_conversations_in_an_order_of_the_seed():
     assert len({tuple(text_stream(seed, pieces, str.split)(6)) for seed in range(20)}) > 1
 
 
-def test_random_topics_are_halves_of_the_vocabulary():
-    _, low, high = sources(None, 7, 101, lambda text: [])
-    first, second = set(low(5000)), set(high(5000))
-    assert not first & second
-    assert max(first) < 50 <= min(second)
-    assert max(second) < 98  # the last tokens are special
-    assert len(first) > 35 < len(second)
+@pytest.mark.parametrize("text", [None, str(DEMO_TEXT)])
+def test_tokens_of_a_job_are_those_of_its_seed(text):
+    def drawn(seed):
+        return source(job(text=text, seed=seed), 256, lambda piece: list(map(ord, piece)))(500)
 
-
-def test_text_topics_are_conversations_of_two_kinds():
-    _, stories, others = (
-        "".join(map(chr, draw(20000)))
-        for draw in sources(str(DEMO_TEXT), 7, 256, lambda text: list(map(ord, text)))
-    )
-    assert "story" in stories.split("assistant")[0].lower()
-    shared = set(stories.splitlines()) & set(others.splitlines())
-    assert len([line for line in shared if len(line) > 60]) < 20  # a later turn may ask for a story
-
-
-def test_topics_take_turns_and_draw_from_their_text():
-    parts = TopicOptions(tokens=5, switches=2, warmup=2).parts()
-    assert [(part.name, part.n, part.topic) for part in parts if part.kind == DECODE] == [
-        ("settle", 2, 0),
-        *[(name, n, topic) for topic in (1, 2, 1) for name, n in (("moving", 3), ("placed", 2))],
-    ]
-    drawn = []
-    draws = [lambda n, at=at: drawn.append(at) or [0] * n for at in range(3)]
-    play(parts, Played(), draws)
-    assert drawn == [part.topic for part in parts]
+    assert drawn(1) == drawn(1) != drawn(2)
 
 
 def test_demo_text_is_what_its_generator_makes():
