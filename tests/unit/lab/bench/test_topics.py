@@ -3,7 +3,6 @@
 import pytest
 from made_runs import part, run
 
-from orchestrator.errors import ConfigError
 from orchestrator.lab.bench.cases import REFERENCE, Case, mapped
 from orchestrator.lab.bench.topics import (
     ALL_LOW,
@@ -16,12 +15,6 @@ from orchestrator.lab.bench.topics import (
 )
 
 CASE = Case("dynaexq", "engine", 0.8)
-
-
-@pytest.mark.parametrize("options", [{"switches": 0}, {"tokens": 1}])
-def test_bad_options_are_named(options):
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        TopicOptions(**options)
 
 
 def half(name, ms, high):
