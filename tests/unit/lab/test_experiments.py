@@ -14,8 +14,12 @@ from orchestrator.lab.registry import (
     load,
     studies_by_paper,
 )
+<<<<<<< HEAD
 from orchestrator.lab.study.study import Drawn
 from orchestrator.lab.table import WIDTH, Column, Report, Table, fixed, percent, wrapped
+=======
+from orchestrator.lab.table import WIDTH, Column, Table, fixed, percent
+>>>>>>> tests
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -82,28 +86,6 @@ def test_a_table_is_text_markdown_and_data():
     assert found["rows"][1] == ["longer", "", "100 %"]
 
 
-def test_totals_are_shown_and_are_no_data():
-    table = Table("T", (NAME, SPEED), ROWS[:1], totals=[{"name": "mean", "speed": 1.0}])
-    assert "mean" in table.text() and "mean" in table.markdown()
-    assert table.as_dict()["data"] == ROWS[:1] and len(table.as_dict()["rows"]) == 2
-
-
-def test_columns_of_one_report_stand_below_each_other():
-    one, two = (Table("", (NAME, SPEED), [{"name": name, "speed": 1.0}]) for name in ("a", "long"))
-    lines = Report(["head"], [one, two], ["odd"]).text().splitlines()
-    assert lines == [
-        "head",
-        "",
-        "      speed ms",
-        "a          1.0",
-        "",
-        "      speed ms",
-        "long       1.0",
-        "",
-        "note: odd",
-    ]
-
-
 def test_text_fits_the_terminal_where_it_can():
     wide = tuple(Column("column", "share", percent(1)) for _ in range(12))
     table = Table("word " * 40, (NAME, *wide), [*ROWS[:1], {"name": "c", "error": "x" * 200}])
@@ -111,10 +93,3 @@ def test_text_fits_the_terminal_where_it_can():
     lines = table.text().splitlines()
     assert max(map(len, lines)) <= WIDTH
     assert lines[-1].startswith("      word")  # a note's own indent, and that of what goes on
-
-
-def test_a_number_stays_with_what_it_counts():
-    for length in range(80, WIDTH):
-        first, second = wrapped("x" * length + " 5 % and 12 experts of the layer").splitlines()
-        assert not first.endswith(("5", "12")), length
-        assert not second.strip().startswith(("%", "experts")), length

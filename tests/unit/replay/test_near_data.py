@@ -17,16 +17,13 @@ from orchestrator.events import Phase
 from orchestrator.lab.replay import near_data, write_trace
 from orchestrator.lab.replay.near_data import (
     GPU_LRU_BITS,
-    HOBBIT_BITS,
     SHAPES,
     NearData,
     Plan,
     Routing,
     Sequence,
-    blended,
     cosine,
     decode,
-    folded,
     from_trace,
     generated,
     on_demand,
@@ -195,24 +192,6 @@ def test_gpu_lru_copies_what_it_has_not():
     assert some.hot_mass == pytest.approx(6 / 8)
 
 
-def test_hobbit_reads_a_quarter_of_all_but_the_first_and_keeps_what_is_better():
-    swapped = alone(SMALL, [(0, 1), (1, 0)], 2, HOBBIT_BITS)
-    assert swapped.hot_mass == 1.0  # 16 bits of both do for 4
-    missed = alone(SMALL, [(0, 1), (2, 3)], 1.25, HOBBIT_BITS)
-    computing = 0.0250 + 0.1052 + 0.0263
-    assert missed.step_ms == pytest.approx(computing + 14.09 * 1.25 + 0.004, rel=1e-3)
-
-
-def test_neighbours_of_a_larger_model_are_one_expert():
-    ids = np.array([[0, 3, 5, 1], [7, 6, 15, 14]])
-    weights = np.array([[0.3, 0.4, 0.1, 0.2], [0.4, 0.3, 0.2, 0.1]])
-    kept, gates = folded(ids, weights, 2, SMALL)
-    assert kept.tolist() == [[0, 1], [3, 7]]
-    assert gates == pytest.approx(np.array([[0.5, 0.4], [0.7, 0.3]]))
-    kept, gates = folded(np.array([[2, 3]]), np.array([[0.6, 0.4]]), 2, SMALL)
-    assert kept.tolist() == [[1, -1]] and gates.tolist() == [[1.0, 0.0]]
-
-
 def test_a_trace_is_tiled_and_its_last_layer_is_predicted():
     rng = np.random.default_rng(1)
     trace = random_trace(rng, n_layers=3)
@@ -225,15 +204,6 @@ def test_a_trace_is_tiled_and_its_last_layer_is_predicted():
     predicted = np.bincount(prompt.events[1].ahead_ids[0].ravel(), minlength=8)
     assert sequence.counts[2].tolist() == predicted.tolist()
     assert sequence.decode_counts().sum() == 11 * 32 * 2
-
-
-def test_every_prompt_of_a_trace_is_a_sequence():
-    one = [np.array([[0, 1]]), np.array([[2, 3]])]
-    phases = [Phase.PREFILL, Phase.DECODE, Phase.DECODE, Phase.PREFILL, Phase.DECODE]
-    routing = from_trace(SMALL, make_trace([(phase, one) for phase in phases]))
-    assert [len(each.ids) for each in routing.sequences] == [2, 1]
-    # Without itself, a sequence is known by the other one.
-    assert routing.others(0)[0].tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
 
 
 def test_traces_that_cannot_stand_for_the_shape_are_refused():
@@ -251,14 +221,6 @@ def test_generated_routing_is_as_alike_as_the_papers():
     ids = made.sequences[0].ids
     assert (ids[..., 0] != ids[..., 1]).all() and made.sequences[0].counts.sum() == 128 * 32 * 2
     assert (generated(SMALL).sequences[0].ids == ids).all()
-
-
-def test_mixed_has_the_cosine_that_is_wanted():
-    rng = np.random.default_rng(2)
-    base, other = rng.random((2, 6, 8))
-    for wanted in (0.99, 0.95, 0.9):
-        assert cosine(base, blended(base, other, wanted)).mean() == pytest.approx(wanted, abs=1e-6)
-    assert blended(base, other, 0.0) == pytest.approx(other)
 
 
 def run(*args):
