@@ -127,8 +127,8 @@ def test_the_history_may_be_unwritable(start, tmp_path):
     assert "Hi there!" in terminal.ask("hello")
 
 
-LISTED = "/help|/regen|/read FILE|/reset|/system TEXT|/stats|/memory|/set NAME VALUE|/temp T|/model NAME"
-LISTED += '|/policy NAME|/retention R|/save FILE|/quit|"""|Ctrl-C'
+LISTED = "/help|/regen|/read FILE|/reset|/system TEXT|/stats|/memory|/set NAME VALUE|/temp T"
+LISTED += '|/model NAME|/policy NAME|/retention R|/save FILE|/quit|"""|Ctrl-C'
 COMMANDS = [
     ("/help", LISTED.split("|")),
     ("/?", ["/regen", "another answer"]),

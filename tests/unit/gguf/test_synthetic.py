@@ -4,7 +4,7 @@ import pytest
 from gguf_tools import synthetic
 from gguf_tools.errors import GGUFError
 from gguf_tools.experts import ExpertModel
-from gguf_tools.file.layout import GGMLType, row_bytes
+from gguf_tools.file.layout import row_bytes
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.synthetic import weights as sw
 from gguf_tools.synthetic.__main__ import main

@@ -14,12 +14,8 @@ from orchestrator.lab.registry import (
     load,
     studies_by_paper,
 )
-<<<<<<< HEAD
 from orchestrator.lab.study.study import Drawn
-from orchestrator.lab.table import WIDTH, Column, Report, Table, fixed, percent, wrapped
-=======
 from orchestrator.lab.table import WIDTH, Column, Table, fixed, percent
->>>>>>> tests
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

@@ -9,11 +9,7 @@ import pytest
 from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.lab.bench import host, models
 from orchestrator.lab.bench.caps import CapOptions, Caps
-<<<<<<< HEAD
-from orchestrator.lab.bench.child import play, source, text_stream, token_stream
-=======
 from orchestrator.lab.bench.child import play, token_stream
->>>>>>> tests
 from orchestrator.lab.bench.job import (
     MIN_STEPS,
     Job,
@@ -171,38 +167,6 @@ def test_a_part_has_what_the_store_counted_meanwhile():
     assert counted["routed"] == {"high": 3, "low": 2, "skip": 1}
 
 
-<<<<<<< HEAD
-def test_text_gives_its_conversations_in_an_order_of_the_seed():
-    pieces = ["a b", "c", "d e f"]
-    seen = text_stream(0, pieces, str.split)(6)
-    assert sorted(seen) == ["a", "b", "c", "d", "e", "f"]
-    longer = text_stream(0, pieces, str.split)(15)
-    assert longer[:6] == longer[6:12] == seen
-    assert len({tuple(text_stream(seed, pieces, str.split)(6)) for seed in range(20)}) > 1
-
-
-@pytest.mark.parametrize("text", [None, str(DEMO_TEXT)])
-def test_tokens_of_a_job_are_those_of_its_seed(text):
-    def drawn(seed):
-        return source(job(text=text, seed=seed), 256, lambda piece: list(map(ord, piece)))(500)
-
-    assert drawn(1) == drawn(1) != drawn(2)
-
-
-def test_demo_text_is_what_its_generator_makes():
-    from models.demo.training.sample import conversations
-
-    assert DEMO_TEXT.read_text("utf-8") == "%\n".join(conversations())
-
-
-def test_context_holds_the_longest_conversation():
-    assert longest_context([prompt(200), decode(56, 1.0)]) == 256
-    assert longest_context([prompt(200), decode(57, 1.0)]) == 512
-    assert longest_context([prompt(200), decode(20, 1.0), prompt(9), settle(40, 1.0)]) == 256
-
-
-=======
->>>>>>> tests
 def test_what_does_not_fit_the_model_is_refused_before_measuring(no_disk):
     options = CapOptions(shape="demo", prompt_tokens=900, tokens=300)
     with pytest.raises(ConfigError, match="context of 1280 tokens, the model was made for 1024"):
