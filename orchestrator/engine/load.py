@@ -17,8 +17,9 @@ from orchestrator.engine.learned import Learned
 from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.engine.steps import Sequences, Steps
 from orchestrator.engine.store_layout import StoreSpecs, has_flash
+from orchestrator.errors import NativeError
 from orchestrator.events import Phase
-from orchestrator.memory.footprint import output_tokens
+from orchestrator.memory.footprint import LEAST_CONTEXT, output_tokens
 from orchestrator.memory.layouts import wants_own_layout
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import FreeCores, Store, find_device
@@ -153,18 +154,7 @@ class Loader:
                 model = self._weights(config, plan, _part_of(progress, 0.0, share))
                 parts.append(model)
             driver.prepare(first, _part_of(progress, share, 1.0))
-            context = LlamaContext(
-                self.bindings,
-                model,
-                n_ctx=plan.n_ctx,
-                n_ubatch=plan.n_ubatch,
-                threads=config.threads or default_threads(),
-                outputs=output_tokens(config, model.n_vocab, plan.n_ubatch),
-                flash_attention=has_flash(config, plan),
-                on_gpu=self.gpu is not None,
-                sequences=config.sequences,
-                kv=config.kv,
-            )
+            context = self._context(config, plan, model)
             # the context goes first, then the store, then the model that it was attached to
             parts.insert(0, context)
             if config.threads is None and not config.exact and not self.on_gpu:
@@ -179,6 +169,29 @@ class Loader:
         except BaseException:
             _close(parts)
             raise
+
+    def _context(self, config: Config, plan: MemoryPlan, model: Model) -> LlamaContext:
+        """As planned; where nobody asked for a length, the system may refuse to reserve memory for
+        the longest one, and half of it is tried."""
+        n_ctx = plan.n_ctx
+        while True:
+            try:
+                return LlamaContext(
+                    self.bindings,
+                    model,
+                    n_ctx=n_ctx,
+                    n_ubatch=min(n_ctx, plan.n_ubatch),
+                    threads=config.threads or default_threads(),
+                    outputs=output_tokens(config, model.n_vocab, plan.n_ubatch),
+                    flash_attention=has_flash(config, plan),
+                    on_gpu=self.gpu is not None,
+                    sequences=config.sequences,
+                    kv=config.kv,
+                )
+            except NativeError:
+                n_ctx //= 2
+                if config.ctx or n_ctx < LEAST_CONTEXT:
+                    raise
 
     @contextmanager
     def _checked(self, plan: MemoryPlan) -> Iterator[None]:

@@ -26,6 +26,8 @@ def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
     context = f", micro-batch {most}{plan.n_ubatch}, context {loaded.context.n_ctx}"
     if plan.shared and loaded.steps.cached:
         context += f" ({len(loaded.steps.cached)} in use)"
+    elif config.conversations and plan.slots and not (plan.shared or plan.device):
+        context += " (set aside)"  # for a policy whose slots give way to nothing
     if config.kv != DEFAULT_KV:
         context += f" in {config.kv}"
     if not isinstance(driver, Driver):
