@@ -254,6 +254,18 @@ def test_what_would_have_no_effect_is_refused(settings: dict[str, Any], said: st
         firm(**settings)
 
 
+def test_as_many_layers_look_ahead_as_vote() -> None:
+    votes = ("4,4", "4,1/4,2/4,1", "4,1", None)
+    assert [firm(votes=each).wants.n_ahead for each in votes] == [4, 2, 1, 3]
+    assert firm(tune="off", votes="4,2").wants.n_ahead == 2
+
+
+def test_without_prefetch_nothing_is_asked_for() -> None:
+    policy = firm(prefetch="off", votes=None)
+    assert policy.wants.n_ahead == 0 and policy.report()["prefetch"] == "off"
+    assert asked(policy, make(0, [USED[0]], [[row] for row in AHEAD[0]])) == []
+
+
 def test_a_recorded_run_with_other_votes() -> None:
     """What was recorded of them gives way, and a trace has the layers that are asked for or not."""
     Settings = FIRM.Settings
