@@ -17,6 +17,7 @@ from orchestrator.engine.learned import Learned
 from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.engine.steps import Sequences, Steps
 from orchestrator.engine.store_layout import StoreSpecs, has_flash
+from orchestrator.engine.support import try_load
 from orchestrator.errors import NativeError
 from orchestrator.events import Phase
 from orchestrator.memory.footprint import LEAST_CONTEXT, output_tokens
@@ -83,11 +84,17 @@ class Loader:
         self._model = model
         # What llama.cpp reads was found to be what was written, for plans that are managed or not.
         self._sound: set[bool] = set()
+        self._can_be_managed = False
 
     @property
     def on_gpu(self) -> bool:
         """Whether a GPU computes, and not main memory in the place of one."""
         return self.gpu is not None and self.gpu.index is not None
+
+    @property
+    def table_bytes(self) -> int:
+        """Of the dense weights, what stays on disk where experts are managed."""
+        return self._model.lookup_bytes
 
     def load(self, runs: Runs, progress: Progress | None = None) -> Loaded:
         """Loads what is planned. On a GPU it is loaded again where a prompt and a token took
@@ -142,6 +149,9 @@ class Loader:
         try:
             driver = PlainDriver()
             if plan.policy is not None:
+                if not self._can_be_managed:
+                    try_load(config.model, managed=True)  # before anything of its size is read
+                    self._can_be_managed = True
                 spec = self._specs.of(config, plan)
                 store = Store.create(self.bindings.library(), spec)
                 parts.append(store)
