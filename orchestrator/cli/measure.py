@@ -40,7 +40,7 @@ from orchestrator.cli.options import (
     say_result,
     say_tables,
 )
-from orchestrator.lab.registry import BENCHMARKS, load_benchmark, load_study, studies_by_paper
+from orchestrator.lab.registry import BENCHMARKS, STUDIES, load, studies_by_paper
 
 
 class Measurement(click.Command):
@@ -51,7 +51,7 @@ class Measurement(click.Command):
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """The experiment's options; it is loaded here."""
         if not self.params:
-            experiment = load_benchmark(self.experiment)
+            experiment = load(BENCHMARKS, self.experiment)
             for declared in experiment.options.declared().values():
                 if declared.option:
                     option_of(declared)(self)
@@ -65,7 +65,7 @@ class Measurements(Measurement, click.Group):
 
 def _measure(name: str, as_json: bool, **options: Any) -> None:
     """Runs one experiment with the options that were given, and prints its report."""
-    experiment = load_benchmark(name)
+    experiment = load(BENCHMARKS, name)
     with as_options():
         asked = experiment.options.of(options)
     report = experiment.run(asked, note)
@@ -155,7 +155,7 @@ for _name, _place in BENCHMARKS.items():
 @click.option(
     "--uniform",
     metavar="TYPES",
-    help="What the studies memory, equal and allocation compare with, all experts in one type: "
+    help="What the studies memory and equal compare with, all experts in one type: "
     "types made from the best tier, .gguf files of the same model, or none.  [default: "
     "q2_k,q3_k,q4_k,q5_k,q6_k]",
 )
@@ -194,7 +194,7 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
         if study is None:
             result = run(config, wanted, console.bar)
         else:
-            tables = load_study(study).publish(config, wanted, out, console.bar, console.note)
+            tables = load(STUDIES, study).publish(config, wanted, out, console.bar, console.note)
     if study is None:
         say_result(result, render, as_json)
     else:

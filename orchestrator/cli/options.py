@@ -281,7 +281,7 @@ def make_config(options: dict[str, Any]) -> Config:
 def chat_config(options: dict[str, Any]) -> Config:
     """As make_config, of what `moe-edge chat` runs with these options. Commands that say what would
     run, or try it, take the same."""
-    return make_config({**options, "remember": True, "conversations": True, "as_used": True})
+    return make_config({**options, "remember": True, "conversations": True})
 
 
 @contextmanager

@@ -394,8 +394,13 @@ SCHEMAS: dict[str, Schema] = {
         timings=named("Costs"),
     ),
     "Experts": record(
-        "mode layers",
+        "mode layers memory",
         mode=STRING,
+        memory={
+            "type": "object",
+            "additionalProperties": COUNT,
+            "description": "Bytes of the host's memory by what they are for, the free ones last.",
+        },
         layers={**COUNT, "description": "0 where experts are not managed; no more is said then."},
         experts=COUNT,
         tiers=listed(STRING),

@@ -34,6 +34,24 @@ void moe_edge_model_loaded(const llama_model & model);
 // Model: it goes, while its tensors are still there. Its store waits for another one.
 void moe_edge_model_freed(const llama_model & model);
 
+// Context: before a batch of n_tokens, or before a state of n_bytes is brought back, which adds to
+// the cache. Whoever gives memory out makes room, and says in micro-batches of how many tokens the
+// batch is computed while this lives.
+class moe_edge_room_hook {
+  public:
+    explicit moe_edge_room_hook(llama_context & ctx, uint32_t n_tokens, uint64_t n_bytes = 0);
+    moe_edge_room_hook(const moe_edge_room_hook &) = delete;
+    ~moe_edge_room_hook();
+
+    // False: there is none, and the store has the reason.
+    bool good() const { return is_good; }
+
+  private:
+    llama_context & ctx;
+    const uint32_t  n_ubatch;  // of the context
+    bool            is_good = true;
+};
+
 // Context: one step of the store around the computing of one micro-batch.
 class moe_edge_step_hook {
   public:

@@ -38,7 +38,7 @@ extern "C" {
 
 // Raised with every change of a struct or a function below. Callers compare it
 // with moe_edge_abi_version() before anything else.
-#define MOE_EDGE_ABI_VERSION 15
+#define MOE_EDGE_ABI_VERSION 16
 
 #define MOE_EDGE_API __attribute__((visibility("default")))
 
@@ -396,6 +396,22 @@ MOE_EDGE_API void moe_edge_set_callback(
 // cb is called by the thread that decodes, at the end of each step that was computed without an
 // error, but not for a warm-up; NULL: none. With one, a step ends when the device has computed it.
 MOE_EDGE_API void moe_edge_set_step_callback(struct moe_edge_store * store, moe_edge_step_cb cb, void * user);
+
+// What a batch of a model takes beside the slots, before it takes it.
+struct moe_edge_room {
+    struct moe_edge_touched touched;  // now: of all caches, and of this context's scratch and work buffer
+    uint64_t n_bytes;      // of a state that is brought back into the cache
+    int32_t  n_tokens;     // of the batch; 0 before a state
+    int32_t  at_once;      // in: the most tokens of a micro-batch; out: those of this batch's
+    int32_t  drop_scratch; // out: 1 gives back what scratch and work buffer still hold
+    int32_t  reserved;
+};
+
+// cb is called on the CPU by the thread that decodes, before a batch is computed and before a state is brought back, in
+// which slots may give way (moe_edge_store_limit); NULL: none. What it gives is good for 256 tokens more in steps of
+// no more tokens, for which it is not asked. Where it does not return 0 the batch fails, and nothing was computed.
+typedef int (*moe_edge_room_cb)(struct moe_edge_room * room, void * user);
+MOE_EDGE_API void moe_edge_set_room_callback(struct moe_edge_store * store, moe_edge_room_cb cb, void * user);
 
 // What every token is from the next step on: enum moe_edge_phase, or -1, the start, to go by what
 // the batch shows. A token is prompt then if its sequence has more than one token in the batch that

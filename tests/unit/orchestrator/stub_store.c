@@ -106,6 +106,7 @@ struct moe_edge_decision * moe_edge_store_decision(struct moe_edge_store * s) { 
 void moe_edge_set_callback(struct moe_edge_store * s, moe_edge_route_cb cb, void * user, int32_t tier, uint32_t phases) {
     (void) tier; s->cb = cb; s->user = user; s->callback_phases = phases;
 }
+void moe_edge_set_room_callback(struct moe_edge_store * s, moe_edge_room_cb cb, void * user) { (void) s; (void) cb; (void) user; }
 void moe_edge_set_step_callback(struct moe_edge_store * s, moe_edge_step_cb cb, void * user) { (void) user; s->step_cb = cb; }
 void moe_edge_set_phase(struct moe_edge_store * s, int32_t phase) { s->said_phase = phase; }
 void moe_edge_sequence_end(struct moe_edge_store * s, int32_t sequence) { s->ended = sequence; }
