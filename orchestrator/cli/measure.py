@@ -210,9 +210,6 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
         say_tables(study, tables, as_json)
 
 
-TYPES = "q4_k,q3_k,q2_k,q1_0"
-
-
 @click.command()
 @click.argument("file", metavar="FILE", type=FILE)
 @click.option("--calib", required=True, type=FILE, metavar="TEXT", help="The text to read.")
@@ -225,10 +222,9 @@ TYPES = "q4_k,q3_k,q2_k,q1_0"
 )
 @click.option(
     "--types",
-    default=TYPES,
+    default="",
     metavar="LIST",
-    help=f"Precisions to measure beside the file's, quantized from the reference.  "
-    f"[default: {TYPES}]",
+    help="Precisions to measure beside the file's, as q4_k,q2_k, quantized from the reference.",
 )
 @click.option(
     "--method",
@@ -259,15 +255,18 @@ def calibrate(
 ) -> None:
     """Measure what each expert's output loses in each precision, on a text.
 
-    The table of mean squared errors stands beside the file, where policies that choose
-    precisions find it.
+    The table stands beside the file, where policies that choose precisions find it. A run that
+    was interrupted goes on where it was.
     """
     from orchestrator.cost.losses import default_path
     from orchestrator.lab.calibrate import methods
+    from orchestrator.lab.calibrate import table as tables
 
     if save_imatrix is not None and (out is not None or options["method"] is not None):
         unused = "--method" if out is None else "--out"
         raise click.UsageError(f"{unused} is for the table, which --save-imatrix leaves out")
+    if save_imatrix is None:
+        options["calib_tokens"] = options["calib_tokens"] or tables.TOKENS
     method = chosen_method(threads, options)
     target = save_imatrix or out or default_path(file)
     refuse_taken(target, ctx)
@@ -280,7 +279,7 @@ def calibrate(
         return
     notes: list[str] = []
     with Console().bars() as console:
-        table = methods.measure_losses(
+        table = tables.measure_losses(
             method, file, reference, names_of(types), target, console.bar, notes.append
         )
     print_notes(notes)

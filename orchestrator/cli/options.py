@@ -214,7 +214,7 @@ CALIB_TOKENS = click.option(
     "--calib-tokens",
     type=AT_LEAST_1,
     metavar="N",
-    help="Use N tokens of it at most.  [default: 65536]",
+    help="Use N tokens of it at most.  [default: 65536, or 8192 for a loss table]",
 )
 RAM = option_of(
     replace(
