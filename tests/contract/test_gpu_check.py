@@ -16,7 +16,7 @@ import pytest
 from patches import gpu_check, probe
 from patches import tool as tool_module
 from patches.gpu_check import Folder, Step
-from patches.upstream import REPO, BuildError, read_upstream
+from patches.upstream import REPO, read_upstream
 
 TEST = "tests/native/cuda/test_kernels.py::test_random_swaps[gpu]"
 
@@ -39,22 +39,6 @@ sys.exit(gpu_check.run(("engine",), Path(sys.executable), [], report))
 """
 
 
-def junit(case: str) -> str:
-    return f'<?xml version="1.0"?><testsuites><testsuite>{case}</testsuite></testsuites>'
-
-
-def test_reads_what_pytest_found() -> None:
-    case = '<testcase name="a">{}</testcase>'
-    printed = "<system-out>--- Captured Out ---\nworst NMSE 1e-4</system-out>"
-    assert gpu_check.read_junit(junit(case.format(printed))) == ("passed", "", "worst NMSE 1e-4")
-    skipped = gpu_check.read_junit(junit(case.format('<skipped message="no tool">x</skipped>')))
-    assert skipped == ("skipped", "no tool", "")
-    message = '<failure message="AssertionError: row 3&#10;more">where it was</failure>'
-    failed = gpu_check.read_junit(junit(case.format(message)))
-    assert failed == ("failed", "AssertionError: row 3", "where it was")
-    assert gpu_check.read_junit(junit(""))[0] == "failed"
-
-
 def test_every_test_for_a_gpu_has_its_part_and_its_order() -> None:
     """Each is found by the name under which pytest runs it."""
     steps = gpu_check.find_tests(Path(sys.executable), Path("/nowhere"), emulated=False)
@@ -64,22 +48,6 @@ def test_every_test_for_a_gpu_has_its_part_and_its_order() -> None:
     assert len({step.slug for step in steps}) == len(steps)
     assert gpu_check.part_of(TEST) == "managed"
     assert gpu_check.part_of("tests/native/cuda/test_gpu.py::test_upstreams_operators") == "kernels"
-
-
-def test_tests_that_are_not_listed_in_time_are_a_failed_step(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What hangs while pytest looks for tests ends with a sentence in the report."""
-    python = folder.path / "python"
-    with pytest.raises(BuildError, match="is not there: run `make build`"):
-        gpu_check.find_tests(python, folder.path, emulated=True)
-    python.write_text(f'#!/bin/sh\n[ "$1" = -m ] && exec sleep 30\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    monkeypatch.setattr(gpu_check, "COLLECT_SECONDS", 0.2)
-    steps = gpu_check.find_tests(python, folder.path, emulated=False)
-    assert [step.part for step in steps] == ["device"]
-    assert check(folder, *steps) == 1
-    assert "the tests were not listed within 0.2 s" in folder.report.read_text()
 
 
 def test_killed_at_ten_random_moments(tmp_path: Path) -> None:
@@ -159,56 +127,6 @@ def test_a_hang_and_a_crash_end_their_step_alone(
         if not alive.exists():
             break
     assert not alive.exists()
-
-
-def test_what_failed_runs_again_when_the_sources_change(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran = folder.path / "ran"
-    steps = shell("bad", f"echo bad >> {ran}; false"), shell("good", f"echo good >> {ran}")
-    for sources, times in (("these", 1), ("these", 1), ("others", 2)):
-        monkeypatch.setattr(gpu_check, "sources", lambda sources=sources: sources)
-        assert check(folder, *steps) == 1
-        assert sorted(ran.read_text().split()) == ["bad"] * times + ["good"]
-
-
-def test_a_step_that_ends_the_machine_is_left_aside(folder: Folder) -> None:
-    """It was begun twice, and nothing is known of how it ended: what it said is in the report."""
-    step = shell("deadly", "true")
-    for _ in range(gpu_check.TRIES):
-        folder.begin(step)
-    folder.log(step).write_text("the last words")
-    assert check(folder, step) == 1
-    assert not folder.outcomes()
-    assert "| deadly | cut off |" in folder.report.read_text()
-    assert "the last words" in folder.report.read_text()
-    assert check(folder, step, only="deadly") == 0
-
-
-def test_a_lost_gpu_ends_the_call(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What follows would fail for its sake, and is left for the next call."""
-    answers = iter([(True, "one"), (False, "it has fallen off the bus")])
-    monkeypatch.setattr(probe, "find_gpu", lambda: next(answers))
-    assert check(folder, shell("bad", "false"), shell("next", "true")) == 1
-    assert [each.name for each in folder.outcomes()] == ["bad"]
-
-
-def test_what_a_killed_call_left_running_is_ended(folder: Folder) -> None:
-    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    running = folder.path / "running"
-    running.write_text(f"{process.pid} 1")  # another process that had this number
-    check(folder)
-    assert process.poll() is None
-    running.write_text(f"{process.pid} {gpu_check._started(process.pid)}")
-    check(folder)
-    assert process.wait(60) == -signal.SIGKILL
-
-
-def test_steps_are_picked_by_a_word_in_every_part(folder: Folder) -> None:
-    steps = Step("device", "a", ("echo", "one"), 60), Step("bench", "b", ("echo", "two"), 60)
-    for word, name in (("device: ", "a"), ("two", "b")):
-        assert check(folder, *steps, only=word) == 0
-        assert [each.name for each in folder.outcomes()][-1] == name
 
 
 def test_without_a_gpu_all_is_skipped(

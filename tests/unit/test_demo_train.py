@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import random
-import sys
 from pathlib import Path
 
 import pytest
-
-from models.demo.training import smalltalk
 
 torch = pytest.importorskip(
     "torch", reason="needs torch: python3 patches/tool.py setup --extras convert"
@@ -22,10 +18,6 @@ pytest.importorskip(
 )
 
 from models.demo.training import train  # noqa: E402
-from models.demo.training.model import DemoModel, ModelConfig  # noqa: E402
-from models.demo.training.talk import Sources, Talker, render  # noqa: E402
-
-SMALL = ModelConfig(vocab_size=512, num_layers=2, num_experts=4, num_experts_per_tok=2)
 
 
 @pytest.fixture(scope="module")
@@ -48,17 +40,6 @@ def test_tiny_writes_a_checkpoint(toy: Path) -> None:
     assert shape == [config["hidden_size"], config["moe_intermediate_size"]]
     template = json.loads((toy / "tokenizer_config.json").read_text())["chat_template"]
     assert "<|im_start|>" in template
-
-
-def test_tokenizer_has_the_promised_size_and_specials(toy: Path) -> None:
-    from tokenizers import Tokenizer
-
-    tok = Tokenizer.from_file(str(toy / "tokenizer.json"))
-    config = json.loads((toy / "config.json").read_text())
-    assert tok.get_vocab_size() == config["vocab_size"]
-    assert tok.token_to_id("<|im_end|>") == config["eos_token_id"]
-    text = "Hello, 123 wörld!\n\n<|im_start|>user\nit's fine<|im_end|>\n"
-    assert tok.decode(tok.encode(text).ids, skip_special_tokens=False) == text
 
 
 def test_converter_recognises_the_tokenizer(toy: Path) -> None:
@@ -118,56 +99,8 @@ def test_gradients_equal_plain_autograd() -> None:
         assert torch.allclose(a, b, atol=1e-5)
 
 
-def test_a_document_does_not_see_its_neighbour() -> None:
-    torch.manual_seed(0)
-    model = DemoModel(SMALL)
-    a, b = torch.randint(0, 512, (1, 9)), torch.randint(0, 512, (1, 7))
-    row = torch.cat([a, b], 1)
-    doc = torch.tensor([[0] * 9 + [1] * 7])
-    with torch.no_grad():
-        alone = model.hidden(b, dtype=torch.float32)[0]
-        packed = model.hidden(row, doc, dtype=torch.float32)[0][:, 9:]
-    # Positions are relative, so a shift changes nothing but rounding.
-    assert torch.allclose(alone, packed, atol=1e-4)
-
-
-def test_schedule_by_steps_decays_to_zero(tmp_path: Path) -> None:
-    args = train.parse_args(["--tiny", "--steps", "100", "--decay", "0.5", "--out", str(tmp_path)])
-    read = train.Schedule(args, tmp_path).read
-    assert read(0) == (0.0, 1.0)
-    assert read(50)[1] == 1.0
-    assert read(75)[1] == pytest.approx(0.5)
-    assert read(100) == (1.0, 0.0)
-
-
 def test_resume_continues_at_the_saved_step(tmp_path: Path) -> None:
     train.main(["--tiny", "--steps", "2", "--out", str(tmp_path)])
     train.main(["--tiny", "--steps", "4", "--resume", "--out", str(tmp_path)])
     steps = [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").open()]
     assert steps == [1, 2, 3, 4]
-
-
-def test_data_is_demanded_in_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        train.parse_args(["--out", str(tmp_path), "--steps", "1"])
-    assert "--data is needed" in capsys.readouterr().err
-
-
-def test_missing_torch_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    args = train.parse_args(["--tiny", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit, match=r"extras convert"):
-        train.train(args)
-
-
-def test_conversations_render_as_chatml() -> None:
-    talker = Talker(Sources(), random.Random(1))
-    kinds = {"small": 0.5, "identity": 0.3, "story": 0.1, "refuse": 0.1}
-    for _ in range(50):
-        pieces = render(talker.conversation(kinds, 0.5), "Be kind.")
-        text = "".join(t for t, _ in pieces)
-        assert text.startswith("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n")
-        assert all(t.endswith("<|im_end|>") for t, learn in pieces if learn)
-    assert all(asks and says for asks, says in (*smalltalk.INTENTS, *smalltalk.IDENTITY))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -147,7 +146,7 @@ def test_options_reach_the_config(opened):
         assert run("chat", "-m", "a.gguf", "-p", "x", *words).exit_code == 0
         values = {name: value for name, (_, value) in given.items()}
         assert opened[-1].config == module.Config.build(
-            model=Path("a.gguf"), remember=True, conversations=True, as_used=True, **values
+            model=Path("a.gguf"), remember=True, conversations=True, **values
         )
     assert opened[-1].seen[0][0] == {"role": "system", "content": "Be brief."}
 
@@ -157,15 +156,6 @@ def test_a_note_of_the_engine_is_shown(opened):
     assert result.exit_code == 0
     assert "What earlier runs learned is not used" in result.stderr
     assert result.stdout == "<x>\n"
-
-
-def test_help_shows_the_defaults_of_the_config():
-    text = " ".join(run("chat", "--help").stdout.split())
-    assert re.search(r"--ctx N +Context in tokens. +\[default: by memory and the model\]", text)
-    for name in ("temp", "top_p"):
-        default = module.Config.__dataclass_fields__[name].default
-        assert f"--{name.replace('_', '-')}" in text
-        assert f"[default: {default}]" in text
 
 
 @pytest.mark.parametrize(
@@ -243,15 +233,6 @@ def test_help_lists_the_commands():
     assert "...\n" not in listed  # as click ends a line that is too long
 
 
-@pytest.mark.parametrize(
-    ("typed", "hint"), [("chta", "did you mean chat?"), ("qqq", "No such command 'qqq'.")]
-)
-def test_a_command_that_is_none_gets_the_nearest_name(typed, hint):
-    result = run(typed, "-m", "x.gguf")
-    assert result.exit_code == 2
-    assert hint in result.stderr and ("mean" in result.stderr) == ("mean" in hint)
-
-
 def test_help_imports_nothing_heavy():
     code = (
         "import sys, orchestrator.cli.main; "
@@ -260,13 +241,6 @@ def test_help_imports_nothing_heavy():
     )
     command = [sys.executable, "-c", code]
     assert subprocess.check_output(command, cwd=fake_engine.ROOT) == b"[]\n"
-
-
-def test_version_names_both_packages():
-    result = run("--version")
-    assert result.exit_code == 0
-    assert result.stdout.startswith("moe-edge ")
-    assert "llama_cpp_python" in result.stdout
 
 
 @pytest.mark.parametrize("name", ["none.gguf", "no\x1b[2Jfile\x9b.gguf"])

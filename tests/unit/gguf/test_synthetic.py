@@ -4,16 +4,12 @@ import pytest
 from gguf_tools import synthetic
 from gguf_tools.errors import GGUFError
 from gguf_tools.experts import ExpertModel
-from gguf_tools.file.layout import GGMLType, row_bytes, type_by_name
+from gguf_tools.file.layout import row_bytes
 from gguf_tools.file.reader import GGUFFile
-from gguf_tools.quantize.ggml import load_ggml
 from gguf_tools.synthetic import weights as sw
 from gguf_tools.synthetic.__main__ import main
-from gguf_tools.synthetic.drawn import drawn_matrix
 
 gguf = pytest.importorskip("gguf")
-
-TINY = [name for name in synthetic.PRESETS if name.startswith("tiny-")]
 
 
 def dequantize(kind, data):
@@ -28,23 +24,6 @@ def test_blocks_have_the_asked_deviation(kind):
     weights = dequantize(kind, data)
     assert abs(weights.mean()) < 0.002
     assert weights.std() == pytest.approx(0.05, rel=0.05)
-
-
-def test_lower_tiers_approximate_the_best():
-    best, middle, low = (
-        dequantize(kind, sw.random_matrix([7], kind, 256 * 64, 1.0)) for kind in sw.BLOCK_TYPES
-    )
-    assert np.abs(middle - best).max() < 0.002
-    error = np.sqrt(np.mean((low - best) ** 2))
-    assert 0.1 < error < 0.3  # two bits of a unit-variance uniform: 1/4 of its 16 steps
-
-
-def test_q8_0_encodes_given_values():
-    values = np.random.default_rng(0).standard_normal(320).astype(np.float32)
-    values[:32] = 0
-    got = dequantize(GGMLType.Q8_0, sw.encode(GGMLType.Q8_0, values))
-    assert np.abs(got - values).max() < np.abs(values).max() / 127
-    assert not got[:32].any()
 
 
 @pytest.mark.parametrize(("n_expert", "n_used"), [(64, 8), (8, 2), (128, 8)])
@@ -63,16 +42,6 @@ def test_router_bias_gives_zipf_use(n_expert, n_used):
     assert seen[-1] < seen[0] / 5
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_every_tiny_shape_opens_as_a_model(name, tmp_path):
-    shape = synthetic.PRESETS[name]
-    model = ExpertModel.open(synthetic.write(tmp_path / "m.gguf", name))
-    assert model.hparams.arch == shape.arch
-    assert model.layer_ids == list(range(shape.n_dense, shape.n_layer))
-    assert (model.n_expert, model.n_expert_used) == (shape.n_expert, shape.n_expert_used)
-    assert [tier.name for tier in model.tiers] == ["q4_k"]
-
-
 def test_same_arguments_same_bytes_and_experts_differ(tmp_path):
     first, again, other = (
         synthetic.write(tmp_path / f"{place}.gguf", "tiny-olmoe", seed=seed)
@@ -82,17 +51,6 @@ def test_same_arguments_same_bytes_and_experts_differ(tmp_path):
     assert first.read_bytes() != other.read_bytes()
     up = GGUFFile.open(first).array("blk.1.ffn_up_exps.weight").reshape(8, -1)
     assert len({expert.tobytes() for expert in up}) == 8
-
-
-@pytest.mark.parametrize("tier", ["q6_k", "q3_k", "iq4_xs"])
-def test_types_that_only_ggml_encodes_have_the_asked_spread(tier, library):
-    kind = type_by_name(tier)
-    blocks = drawn_matrix([1, 2], kind, 256 * 64, 0.05)
-    values = load_ggml().dequantize(kind, blocks, 256)
-    assert values.shape == (64, 256)
-    assert values.std() == pytest.approx(0.05, rel=0.1)
-    assert np.array_equal(blocks, drawn_matrix([1, 2], kind, 256 * 64, 0.05))
-    assert not np.array_equal(blocks, drawn_matrix([1, 3], kind, 256 * 64, 0.05))
 
 
 def test_a_file_of_such_a_type_is_as_long_as_said(tmp_path, library):
@@ -129,31 +87,6 @@ def test_bad_arguments_are_named_errors(tmp_path, arguments, message):
     with pytest.raises(GGUFError, match=message):
         synthetic.write(tmp_path / "x.gguf", **{"shape": "tiny-olmoe", **arguments})
     assert not list(tmp_path.iterdir())
-
-
-def test_topics_use_other_experts(tmp_path):
-    """Each half of the vocabulary is skewed as Zipf is, and by other experts; a LayerNorm that
-    subtracts the mean changes neither direction."""
-    path = synthetic.write(tmp_path / "m.gguf", "tiny-olmoe", routing="topics", tiers=("q8_0",))
-    shape, file = synthetic.PRESETS["tiny-olmoe"], GGUFFile.open(path)
-    embedded = dequantize(GGMLType.Q8_0, file.array("token_embd.weight").ravel())
-    embedded = embedded.reshape(shape.n_vocab, shape.n_embd)
-    router = file.array("blk.0.ffn_gate_inp.weight").view(np.float32)
-    router = router.reshape(shape.n_expert, shape.n_embd)
-    normed = embedded / np.sqrt((embedded**2).mean(axis=1, keepdims=True))
-    top = np.argsort(-normed @ router.T, axis=1)[:, : shape.n_expert_used]
-    middle = shape.n_vocab // 2
-    use = [
-        np.bincount(each.ravel(), minlength=shape.n_expert) / len(each)
-        for each in (top[:middle], top[middle:])
-    ]
-    wanted = sw.zipf_use(shape.n_expert, shape.n_expert_used, 1.0)
-    for each in use:
-        assert np.abs(np.sort(each)[::-1] - wanted).max() < 0.15
-    assert np.abs(use[0] - use[1]).sum() > 0.5
-    means = embedded[:middle].mean(axis=0), embedded[middle:].mean(axis=0)
-    assert abs(np.corrcoef(*means)[0, 1]) < 0.2
-    assert all(abs(mean.mean()) < 0.05 for mean in means)
 
 
 def test_command_line(tmp_path, capsys):

@@ -7,21 +7,20 @@ import dataclasses
 import pytest
 
 from orchestrator.errors import ConfigError
-from orchestrator.lab.experiment import Experiment
 from orchestrator.lab.registry import (
     BENCHMARKS,
+    REPLAY_STUDIES,
     STUDIES,
-    load_benchmark,
-    load_study,
+    load,
     studies_by_paper,
 )
-from orchestrator.lab.table import WIDTH, Column, Report, Table, fixed, percent, wrapped
+from orchestrator.lab.study.study import Drawn
+from orchestrator.lab.table import WIDTH, Column, Table, fixed, percent
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_benchmark_has_the_form(name):
-    benchmark = load_benchmark(name)
-    assert isinstance(benchmark, Experiment)
+    benchmark = load(BENCHMARKS, name)
     options = benchmark.options()
     for option, declared in options.declared().items():
         assert getattr(options, option) == declared.default, option
@@ -31,11 +30,10 @@ def test_every_benchmark_has_the_form(name):
     assert {field.name for field in dataclasses.fields(options)} == set(options.declared())
 
 
-@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("name", [*STUDIES, *REPLAY_STUDIES])
 def test_every_study_has_the_form_and_its_own_name(name):
-    study = load_study(name)
-    assert isinstance(study, Experiment) and type(study).draw is not Experiment.draw
-    assert study.name == name
+    study = load(STUDIES | REPLAY_STUDIES, name)
+    assert isinstance(study, Drawn) and study.name == name
 
 
 def test_studies_are_listed_by_paper():
@@ -43,7 +41,7 @@ def test_studies_are_listed_by_paper():
     assert listed.count("(DyMoE)") == listed.count("(DynaExq)") == 1
     assert all(name in listed for name in STUDIES)
     with pytest.raises(ConfigError, match="unknown study 'x'; known: accuracy, "):
-        load_study("x")
+        load(STUDIES, "x")
 
 
 NAME = Column("", "name", left=True)
@@ -84,28 +82,6 @@ def test_a_table_is_text_markdown_and_data():
     assert found["rows"][1] == ["longer", "", "100 %"]
 
 
-def test_totals_are_shown_and_are_no_data():
-    table = Table("T", (NAME, SPEED), ROWS[:1], totals=[{"name": "mean", "speed": 1.0}])
-    assert "mean" in table.text() and "mean" in table.markdown()
-    assert table.as_dict()["data"] == ROWS[:1] and len(table.as_dict()["rows"]) == 2
-
-
-def test_columns_of_one_report_stand_below_each_other():
-    one, two = (Table("", (NAME, SPEED), [{"name": name, "speed": 1.0}]) for name in ("a", "long"))
-    lines = Report(["head"], [one, two], ["odd"]).text().splitlines()
-    assert lines == [
-        "head",
-        "",
-        "      speed ms",
-        "a          1.0",
-        "",
-        "      speed ms",
-        "long       1.0",
-        "",
-        "note: odd",
-    ]
-
-
 def test_text_fits_the_terminal_where_it_can():
     wide = tuple(Column("column", "share", percent(1)) for _ in range(12))
     table = Table("word " * 40, (NAME, *wide), [*ROWS[:1], {"name": "c", "error": "x" * 200}])
@@ -113,10 +89,3 @@ def test_text_fits_the_terminal_where_it_can():
     lines = table.text().splitlines()
     assert max(map(len, lines)) <= WIDTH
     assert lines[-1].startswith("      word")  # a note's own indent, and that of what goes on
-
-
-def test_a_number_stays_with_what_it_counts():
-    for length in range(80, WIDTH):
-        first, second = wrapped("x" * length + " 5 % and 12 experts of the layer").splitlines()
-        assert not first.endswith(("5", "12")), length
-        assert not second.strip().startswith(("%", "experts")), length

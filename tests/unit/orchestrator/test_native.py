@@ -8,19 +8,15 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from time import perf_counter, sleep
-from typing import Any
 
-import numpy as np
 import pytest
 
 from orchestrator.errors import NativeError
-from orchestrator.events import ComputedStep, Phase, RouteEvent
+from orchestrator.events import Phase, RouteEvent
 from orchestrator.native import ABI_VERSION, Library, Slices, Store, StoreSpec
 
 HERE = Path(__file__).resolve().parent
 HEADER = HERE.parents[2] / "patches" / "native" / "moe-edge.h"
-SLEEP_US = 2000  # in a callback
 
 
 def compile_stub(folder: Path, *extra: str, abi: int = ABI_VERSION) -> ctypes.CDLL:
@@ -77,45 +73,6 @@ def seen(store: Store, what: int) -> int:
     return int(store.library.lib.stub_seen(ctypes.c_void_p(store.handle), what))
 
 
-def test_event_reaches_the_route(store: Store) -> None:
-    events: list[tuple[Any, ...]] = []
-
-    def route(event: RouteEvent) -> None:
-        events.append(
-            (
-                event.layer,
-                event.phase,
-                event.step,
-                event.n_ahead,
-                event.ids_array.tolist(),
-                event.weights_array.ravel().tolist(),
-                event.phases_array.tolist(),
-                event.sequences_array.tolist(),
-            )
-        )
-        sleep(SLEEP_US / 1e6)
-        store.decision.tier[1] = 3
-        store.decision.prefetch(1, 2, 0)
-        store.decision.renormalize = True
-        store.apply(store.decision)
-
-    store.set_route(route)
-    begin_s = perf_counter()
-    assert step(store, 0, Phase.PREFILL) == 0
-    assert (seen(store, PREFETCHES), seen(store, RENORMALIZE)) == (1, 1)
-    assert step(store, 1) == 0
-    store.check_step()
-    weights = [0.25, 0.5, 0.75, 1.0]
-    assert events == [
-        (0, Phase.PREFILL, 1, 1, [[0, 1], [3, 0]], weights, [1, 0], [0, 3]),
-        (1, Phase.DECODE, 2, 0, [[2, 3], [3, 0]], weights, [1, 0], [1, 4]),
-    ]
-    assert store.decision.tier.tolist() == [0, 3, 0, 0]
-    assert store.calls == 2
-    assert SLEEP_US <= (store.callback_us() or 0) <= 1e6 * (perf_counter() - begin_s)
-    assert store.callback_us(since=2) is None
-
-
 @pytest.mark.parametrize("error", [KeyError("odd"), KeyboardInterrupt(), SystemExit(3)])
 def test_exception_in_the_route_is_raised_by_the_step(store: Store, error: BaseException) -> None:
     def route(_event: RouteEvent) -> None:
@@ -146,57 +103,6 @@ def test_creation_refused_with_a_reason(library: Library) -> None:
         Store.create(library, dataclasses.replace(SPEC, groups=((4096, 3), (8192, 4))))
 
 
-def test_a_step_is_reported(store: Store) -> None:
-    steps: list[ComputedStep] = []
-    store.set_step_done(steps.append)
-    store.begin_step(Phase.PREFILL)
-    end_step = store.library.lib.stub_end_step
-    assert end_step(ctypes.c_void_p(store.handle)) == 0
-    assert steps == [ComputedStep(1, Phase.PREFILL, 7, 1500.0, (3, 5), (), (2,))]
-
-    error = KeyError("odd")
-
-    def fail(_step: ComputedStep) -> None:
-        raise error
-
-    store.set_step_done(fail)
-    assert end_step(ctypes.c_void_p(store.handle)) == 1
-    with pytest.raises(KeyError) as caught:
-        store.check_step()
-    assert caught.value is error
-    store.set_step_done(None)
-    assert end_step(ctypes.c_void_p(store.handle)) == 0
-    assert len(steps) == 1
-
-
-def test_what_the_front_end_says(store: Store) -> None:
-    for phase, said in ((Phase.PREFILL, 0), (Phase.DECODE, 1), (None, -1)):
-        store.set_phase(phase)
-        assert seen(store, PHASE) == said
-    for sequence, name in ((4, 4), (None, -1)):
-        store.sequence_end(sequence)
-        assert seen(store, ENDED) == name
-    store.set_route(lambda event: None)
-    assert seen(store, CALLBACK_PHASES) == 0b11
-    store.set_route(lambda event: None, 1, (Phase.PREFILL,))
-    assert seen(store, CALLBACK_PHASES) == 0b01
-
-
-def test_check_raises_the_reason(store: Store) -> None:
-    store.check()
-    for _ in range(101):
-        store.begin_step(Phase.DECODE)
-    with pytest.raises(NativeError, match="101 steps"):
-        store.check()
-
-
-def test_warm_loads_and_reports(store: Store) -> None:
-    shares: list[float] = []
-    assert store.warm([(0, 1, 0), (1, 3, 0)], shares.append) == 2
-    assert shares == [0.5, 1.0]
-    assert store.warm([]) == 0
-
-
 def test_exception_in_progress_stops_the_warming(store: Store) -> None:
     def progress(_share: float) -> None:
         raise KeyboardInterrupt
@@ -205,40 +111,6 @@ def test_exception_in_progress_stops_the_warming(store: Store) -> None:
         store.warm([(0, 0, 0), (0, 1, 0), (0, 2, 0)], progress)
     assert not seen(store, CANCELLED)
     assert store.warm([(0, 0, 0)]) == 1
-
-
-def test_transitions_states_and_counts(store: Store) -> None:
-    store.warm([(layer, expert, 1) for layer in (0, 1) for expert in range(4)])
-    assert store.transition([(1, 2, 0)]) == 1
-    assert store.transition([]) == 0
-    resident, target = store.states()
-    assert resident.tolist() == [[1, 1, 1, 1], [1, 1, 1, 1]]
-    assert target.tolist() == [[1, 1, 1, 1], [1, 1, 0, 1]]
-    assert np.argwhere(store.landed()).tolist() == [[1, 2]]
-    with pytest.raises(NativeError, match="does not have"):
-        store.transition([(0, 4, 0)])
-    store.set_transition_rate(1 << 40)
-    step(store, 1)
-    assert all(state.tolist() == target.tolist() for state in store.states())
-    assert store.take_counts().tolist() == [[0, 0, 0, 0], [1, 0, 1, 2]]
-    assert not store.take_counts().any()
-
-
-def test_cancel_and_stats(store: Store) -> None:
-    assert not seen(store, CANCELLED)
-    store.cancel(True)
-    assert seen(store, CANCELLED)
-    store.cancel(False)
-    assert not seen(store, CANCELLED)
-    step(store, 0)
-    assert store.stats().callbacks[Phase.DECODE] == 1
-    store.reset_stats()
-    assert store.stats().callbacks[Phase.DECODE] == 0
-
-
-def test_a_limit_that_is_refused(store: Store) -> None:
-    with pytest.raises(NativeError, match="the stub has no slots"):
-        store.limit(1)
 
 
 def test_closed_store_says_so(library: Library) -> None:

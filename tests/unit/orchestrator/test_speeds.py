@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +31,6 @@ from orchestrator.cost.speeds import (
     Timings,
 )
 from orchestrator.cost.time import TimeModel, spare_bytes
-from orchestrator.memory.footprint import vocabulary_size
 from orchestrator.native.llama import Bindings
 
 DAY = 86400.0
@@ -52,40 +49,6 @@ def test_the_least_stands_and_two_quiet_ones_that_agree_end_it() -> None:
     assert slow.least("x") == 3.0 and slow.is_due("x")  # either may have been disturbed
     assert not kept((3.0, early, True), (3.3, early + APART_S, True)).is_due("x")
     assert kept((3.0, early, True), (3.3, early + APART_S, False)).is_due("x")
-
-
-def test_a_quiet_moment_is_not_asked_twice_and_a_busy_one_is() -> None:
-    before = 10 * DAY - APART_S / 2
-    assert not kept((3.0, before, True)).is_due("x")
-    assert kept((3.0, before, False)).is_due("x")
-    both = kept((3.0, before, True))
-    both.add("x", 2.0, False)
-    assert both.of == {"x": [(2.0, before, False)]}
-    both.add("x", 5.0, True)
-    assert both.of == {"x": [(2.0, before, False)]}
-
-
-def test_timings_that_never_agree_come_to_an_end() -> None:
-    found: list[tuple[float, float, bool]] = []
-    for moment in range(MOST_MOMENTS):
-        timings = kept(*found, now=DAY + moment * APART_S)
-        assert timings.is_due("x")
-        timings.add("x", 2.0**-moment, True)
-        found = timings.of["x"]
-    assert len(found) == MOST_MOMENTS
-    assert not kept(*found, now=DAY + MOST_MOMENTS * APART_S).is_due("x")
-
-
-def test_of_many_moments_the_slowest_disturbed_one_is_dropped() -> None:
-    early = 10 * DAY - 100 * APART_S
-    moments = [(1.0 + at, early + at * APART_S, at == 5) for at in range(MOST_MOMENTS)]
-    timings = kept(*moments)
-    timings.add("x", 9.0, False)
-    left = timings.of["x"]
-    assert [each.seconds for each in left] == [1.0, 2.0, 3.0, 4.0, 6.0, 9.0]
-    timings = kept(*moments, now=early + 5 * APART_S)
-    timings.add("x", 0.5, False)
-    assert len(timings.of["x"]) == MOST_MOMENTS
 
 
 def test_a_machine_that_got_slower_is_believed_in_time() -> None:
@@ -177,56 +140,6 @@ def test_disturbed_moments_go_on_until_there_is_a_quiet_one(machine: Played) -> 
     assert session(machine, 1.0, APART_S) == (1.0, False)
     assert session(machine, 1.0, DAY) == (1.0, False)
     assert machine.asked == 2 * MOST_MOMENTS + 2
-
-
-def test_what_is_known_is_not_timed_with_few_weights(machine: Played) -> None:
-    """They lie in caches, and would be too fast."""
-    session(machine, 5.0, 0)
-    assert session(machine, 1.0, DAY, pool_bytes=1 << 20) == (5.0, False)
-    assert machine.asked == 1
-
-
-def test_threads_without_a_core_of_their_own_are_no_disturbance(machine: Played) -> None:
-    assert session(machine, 5.0, 0, others=1.0, threads=10_000) == (5.0, False)
-
-
-def test_a_moment_nobody_saw_to_be_disturbed_does_not_stay(machine: Played) -> None:
-    assert session(machine, 10.0, 0) == (10.0, False)
-    assert session(machine, 1.0, APART_S) == (1.0, False)
-    assert session(machine, 1.0, APART_S) == (1.0, False)
-    assert session(machine, 1.0, APART_S) == (1.0, False) and machine.asked == 3
-
-
-def test_a_file_of_the_form_before_is_measured_again(machine: Played, user_folder: Path) -> None:
-    session(machine, 5.0, 0)
-    (path,) = (user_folder / "cache" / "moe-edge" / "speed").iterdir()
-    data = json.loads(path.read_text())
-    path.write_text(json.dumps({"format": data["format"], "seconds": {"Product": 5.0}}))
-    assert session(machine, 2.0, 0) == (2.0, False)
-
-
-def test_what_keeps_this_process_from_its_cores_is_told() -> None:
-    """Two processes on one core: one of them waits while the other runs. Both may be stopped at
-    any moment, so it is asked again until it tells."""
-    if not Path("/proc/self/schedstat").exists():
-        pytest.skip("the kernel does not count how long threads wait for a core")
-    code = (
-        "import os, signal, time; from gguf_tools.process import Disturbance\n"
-        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "other = os.fork()\n"
-        "while other == 0: pass\n"
-        "give_up = time.monotonic() + 60\n"
-        "share = 0.0\n"
-        "while share <= 0.2 and time.monotonic() < give_up:\n"
-        "    others, busy_s = Disturbance(), time.process_time() + 0.2\n"
-        "    while time.process_time() < busy_s: pass\n"
-        "    share = others.share()\n"
-        "os.kill(other, signal.SIGKILL)\n"
-        "print(share)"
-    )
-    run = [sys.executable, "-c", code]
-    found = subprocess.run(run, check=True, capture_output=True, text=True).stdout
-    assert float(found) > 0.2
 
 
 def test_what_a_token_takes_is_timed_in_rounds(
@@ -392,23 +305,3 @@ def test_dense_weights_are_repacked_with_the_experts(
     with ExpertModel.open(model) as opened:
         found = PlayedSpeeds(played, 1).costs(opened, (0,), layout)  # type: ignore[arg-type]
     assert found.dense_s[:3] / found.dense_s[0] == pytest.approx(np.array(ratios) / ratios[0])
-
-
-def test_a_step_and_a_decision_count_as_small_operations(model: Path) -> None:
-    """On a machine that is played, where each number of an operation takes a second."""
-    played = SimpleNamespace(seconds=lambda what: float(what.n * what.rows))
-    with ExpertModel.open(model) as opened:
-        width, words = opened.hparams.embedding_length, vocabulary_size(opened)
-        found = Speeds._besides_seconds(cast(Speeds, played), opened)
-    assert found == (200 * width + 2 * words, 16 * width) and words > 1
-
-
-def test_a_damaged_file_of_speeds_is_measured_again(bindings: Bindings) -> None:
-    with Speeds(bindings, 1) as speeds:
-        speeds.seconds(WHAT)
-        path = speeds._path
-    for text in ("{", '{"format": "moe-edge speed", "seconds": {"x": -1.0}}', "[]"):
-        path.write_text(text)
-        with Speeds(bindings, 1) as speeds:
-            begin_s = perf_counter()
-            assert 0 < speeds.seconds(WHAT) < perf_counter() - begin_s

@@ -5,7 +5,6 @@ from made_runs import part, rows_of, run
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
-from orchestrator.errors import ConfigError
 from orchestrator.lab.bench import loop
 from orchestrator.lab.bench.ablation import Ablation, AblationOptions
 from orchestrator.lab.bench.cases import (
@@ -20,7 +19,6 @@ from orchestrator.lab.bench.cases import (
     paper_rows,
 )
 from orchestrator.lab.bench.job import COLD, DECODE, PROMPT
-from orchestrator.lab.table import WIDTH
 from orchestrator.memory.footprint import model_shape
 from orchestrator.policy.lru import LRU
 
@@ -37,18 +35,6 @@ def test_rows_differ_in_one_part_each():
     assert settings[MIXED] == settings[CACHE] | {"retention": 0.75, "low_tier": "q2_k"}
     assert settings[SKIP_AHEAD] == settings[MIXED_AHEAD] | {"low_tier": "skip"}
     assert settings[CACHE_AHEAD]["prefetch"] == "on"
-
-
-def test_ttft_is_taken_cold_and_after_decoding():
-    parts = AblationOptions(tokens=10, turns=3, prompt_tokens=7, warmup=5).parts()
-    assert [(part.name, part.kind, part.n) for part in parts] == [
-        (COLD, PROMPT, 7),
-        ("settle", DECODE, 5),
-        *[(PROMPT, PROMPT, 7), (DECODE, DECODE, 4)] * 3,
-    ]
-    assert sum(part.seconds for part in parts if part.name == DECODE) == pytest.approx(45)
-    with pytest.raises(ConfigError, match="'turns' must be 1 or more, not 0"):
-        AblationOptions(turns=0)
 
 
 def test_slots_of_one_token_hold_k_experts_of_one_layer(tmp_path):
@@ -113,15 +99,6 @@ def test_speedups_refer_to_load_on_demand_under_the_same_cap(faked):
     assert rows[SKIP_AHEAD, 0.8]["error"] == "died of SIGILL"
     slots = [job.settings["expert_ram"] for job in jobs if job.settings.get("expert_ram")]
     assert slots.count(min(slots)) == 4  # row 1: two caps, two runs
-
-
-def test_table_fits_the_terminal_and_names_everything(faked):
-    text = faked[0].text()
-    assert max(map(len, text.splitlines())) <= WIDTH
-    for phrase in (*PAPER, "75/0/25", "zipf routing", "peak 50 MiB", "expert slots of 80%", "died"):
-        assert phrase in text
-    assert f"{CACHE_AHEAD}: recall of the look-ahead by layer in %: - 50 75" in text
-    assert f"{CACHE}: recall" not in text
 
 
 @pytest.mark.parametrize("shape", ["olmoe", "demo"])

@@ -1,7 +1,5 @@
 """What all benchmarks share: options, the parts of a process, the machine, models and the loop."""
 
-import dataclasses
-import json
 import shutil
 import sys
 from types import SimpleNamespace
@@ -11,9 +9,8 @@ import pytest
 from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.lab.bench import host, models
 from orchestrator.lab.bench.caps import CapOptions, Caps
-from orchestrator.lab.bench.child import play, sources, text_stream, token_stream
+from orchestrator.lab.bench.child import play, token_stream
 from orchestrator.lab.bench.job import (
-    DECODE,
     MIN_STEPS,
     Job,
     decode,
@@ -22,9 +19,7 @@ from orchestrator.lab.bench.job import (
     settle,
 )
 from orchestrator.lab.bench.loop import Loop
-from orchestrator.lab.bench.models import DEMO_TEXT
 from orchestrator.lab.bench.options import BenchOptions
-from orchestrator.lab.bench.topics import TopicOptions
 
 
 def job(**changes):
@@ -40,13 +35,6 @@ def job(**changes):
         "seed": 1,
     }
     return Job(**(settings | changes))
-
-
-def test_lists_are_read():
-    caps = BenchOptions.declared()["caps"]
-    assert caps.parse("60, 80%") == (0.6, 0.8)
-    with pytest.raises(ConfigError, match="'a,b' is no list of percentages"):
-        caps.parse("a,b")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +82,7 @@ class Played:
 def timed(parts):
     """(results, calls (tokens, pos)) of play()."""
     model = Played()
-    return play(parts, model, [token_stream(1, 320)]), model.calls
+    return play(parts, model, token_stream(1, 320)), model.calls
 
 
 def test_every_system_gets_the_same_tokens():
@@ -128,7 +116,7 @@ def test_each_sequence_gets_its_own_tokens():
     numbers = iter(range(10**6))
     model = Played()
     parts = CapOptions(tokens=3, prompt_tokens=2, warmup=1, together=2).parts()
-    done = play(parts, model, [lambda n: [next(numbers) for _ in range(n)]])
+    done = play(parts, model, lambda n: [next(numbers) for _ in range(n)])
     assert model.calls == [([0, 1], 0), ([2], 2)]
     assert model.forked == [(0, 0), (1, 0)]
     assert model.steps == [([3, 6], [0, 1]), ([4, 7], [0, 1]), ([5, 8], [0, 1])]
@@ -153,12 +141,12 @@ def test_a_part_has_what_the_store_counted_meanwhile():
 
         def stats(self):
             keys = ("demand_bytes", "prefetch_bytes", "requests", "hits", "copy_bytes", "in_place")
-            keys += ("in_place_bytes", "host_computed", "wait_us")
+            keys += ("in_place_bytes", "host_computed")
             found = SimpleNamespace(**{key: [0, 0] for key in keys})
             found.demand_bytes, found.prefetch_bytes = [0, self.read], [0, 2 * self.read]
             found.routed = [[0, 0, 0], [3, 2, 1]]
             found.prefetch_used, found.prefetch_wasted, found.budget_bytes = 3, 1, 9
-            found.transition_bytes = found.experts_promoted = 0
+            found.transition_bytes = 0
             return found
 
         def callback_us(self, since):
@@ -170,7 +158,7 @@ def test_a_part_has_what_the_store_counted_meanwhile():
         def eval(self, tokens, pos):
             store.read += len(tokens)
 
-    first, last = play([prompt(2), decode(3, 60.0)], Reads(), [lambda n: [7] * n], store)
+    first, last = play([prompt(2), decode(3, 60.0)], Reads(), lambda n: [7] * n, store)
     assert first["step_reads"] == [[2, 4]]
     assert last["step_reads"] == [[1, 2]] * 3
     assert last["callback_us"] == 30.0
@@ -179,80 +167,10 @@ def test_a_part_has_what_the_store_counted_meanwhile():
     assert counted["routed"] == {"high": 3, "low": 2, "skip": 1}
 
 
-def test_text_gives_its_conversations_in_an_order_of_the_seed():
-    pieces = ["a b", "c", "d e f"]
-    seen = text_stream(0, pieces, str.split)(6)
-    assert sorted(seen) == ["a", "b", "c", "d", "e", "f"]
-    longer = text_stream(0, pieces, str.split)(15)
-    assert longer[:6] == longer[6:12] == seen
-    assert len({tuple(text_stream(seed, pieces, str.split)(6)) for seed in range(20)}) > 1
-
-
-def test_random_topics_are_halves_of_the_vocabulary():
-    _, low, high = sources(None, 7, 101, lambda text: [])
-    first, second = set(low(5000)), set(high(5000))
-    assert not first & second
-    assert max(first) < 50 <= min(second)
-    assert max(second) < 98  # the last tokens are special
-    assert len(first) > 35 < len(second)
-
-
-def test_text_topics_are_conversations_of_two_kinds():
-    _, stories, others = (
-        "".join(map(chr, draw(20000)))
-        for draw in sources(str(DEMO_TEXT), 7, 256, lambda text: list(map(ord, text)))
-    )
-    assert "story" in stories.split("assistant")[0].lower()
-    shared = set(stories.splitlines()) & set(others.splitlines())
-    assert len([line for line in shared if len(line) > 60]) < 20  # a later turn may ask for a story
-
-
-def test_topics_take_turns_and_draw_from_their_text():
-    parts = TopicOptions(tokens=5, switches=2, warmup=2).parts()
-    assert [(part.name, part.n, part.topic) for part in parts if part.kind == DECODE] == [
-        ("settle", 2, 0),
-        *[(name, n, topic) for topic in (1, 2, 1) for name, n in (("moving", 3), ("placed", 2))],
-    ]
-    drawn = []
-    draws = [lambda n, at=at: drawn.append(at) or [0] * n for at in range(3)]
-    play(parts, Played(), draws)
-    assert drawn == [part.topic for part in parts]
-
-
-def test_demo_text_is_what_its_generator_makes():
-    from models.demo.training.sample import conversations
-
-    assert DEMO_TEXT.read_text("utf-8") == "%\n".join(conversations())
-
-
-def test_context_holds_the_longest_conversation():
-    assert longest_context([prompt(200), decode(56, 1.0)]) == 256
-    assert longest_context([prompt(200), decode(57, 1.0)]) == 512
-    assert longest_context([prompt(200), decode(20, 1.0), prompt(9), settle(40, 1.0)]) == 256
-
-
 def test_what_does_not_fit_the_model_is_refused_before_measuring(no_disk):
     options = CapOptions(shape="demo", prompt_tokens=900, tokens=300)
     with pytest.raises(ConfigError, match="context of 1280 tokens, the model was made for 1024"):
         Caps().run(options)
-
-
-def test_a_job_survives_json():
-    again = Job(**json.loads(json.dumps(dataclasses.asdict(job(low="x")))))
-    assert again == job(low="x")
-    assert again.decode_seconds == 80.0
-
-
-def test_memory_folders_of_version_1_and_2(tmp_path):
-    own = tmp_path / "memory" / "job"
-    own.mkdir(parents=True)
-    proc = tmp_path / "cgroup"
-    proc.write_text("5:cpu:/job\n4:memory:/job\n0::/\n")
-    assert host.memory_folders(tmp_path, proc) == [own]
-    (tmp_path / "cgroup.controllers").write_text("memory\n")
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    proc.write_text("0::/a/b\n")
-    assert host.memory_folders(tmp_path, proc) == [tmp_path / "a" / "b", tmp_path / "a"]
 
 
 def test_no_group_is_a_reason_not_an_error(monkeypatch, tmp_path):

@@ -6,10 +6,6 @@ from types import SimpleNamespace
 import pytest
 from made_runs import part, rows_of, run
 
-from gguf_tools import synthetic
-from gguf_tools.experts import ExpertModel
-from orchestrator.errors import ConfigError
-from orchestrator.lab.bench import cases
 from orchestrator.lab.bench.benchmark import QUICK_NOTE
 from orchestrator.lab.bench.caps import (
     CapOptions,
@@ -22,7 +18,6 @@ from orchestrator.lab.bench.caps import (
 )
 from orchestrator.lab.bench.loop import Loop
 from orchestrator.lab.bench.models import UNIFORM, tier_expert_bytes
-from orchestrator.lab.table import WIDTH
 
 ALL_HIGH = {"high": 1.0, "low": 0.0, "skip": 0.0}
 
@@ -53,21 +48,6 @@ def test_every_system_runs_under_every_cap(loop):
     assert loop.job(fewer, 0).settings["experts_used"] == ("olmoe.expert_used_count", 1)
     loop.options = CapOptions(quick=True, together=4, caps=(0.6,))
     assert {case.system for case in Caps().cases(loop)} == {"engine"}
-
-
-def test_only_rows_that_were_asked_for():
-    listed = cases.policies(0.5, 0.75)
-    found = cases.chosen(listed, ("lru", "dynaexq"))
-    assert [case.name for case in found] == ["lru", "dynaexq 4/2"]
-    assert cases.chosen(listed, ()) == listed
-    with pytest.raises(ConfigError, match="--rows firm: no row is left of lru, dymoe 4, r=1"):
-        cases.chosen(listed, ("firm",))
-
-
-def test_bytes_of_a_type_are_those_of_its_file(tmp_path, loop):
-    for tier in ("q2_k", "q8_0", "q6_k"):
-        path = synthetic.write(tmp_path / f"{tier}.gguf", "tiny-olmoe", tiers=(tier,))
-        assert tier_expert_bytes(loop.model, tier) == ExpertModel.open(path).tier_bytes[0]
 
 
 def test_the_largest_type_that_fits_is_taken(loop):
@@ -197,16 +177,6 @@ def test_runs_are_interleaved(faked):
     assert policies == 2 * ["plain", "lru", "lru", "dymoe", "dymoe", "dymoe", "dynaexq"]
     seeds = [job.seed for job in jobs]
     assert seeds == sorted(seeds) and set(seeds) == {0, 1}
-
-
-def test_table_fits_the_terminal_and_names_everything(faked):
-    report, _ = faked
-    text = report.text()
-    assert text.startswith(QUICK_NOTE)
-    assert max(map(len, text.splitlines())) <= WIDTH
-    for phrase in ("lru", "dymoe 4/2", "75/25/0", "80 %", "out of memory", "uniform routing"):
-        assert phrase in text
-    assert "lru: bound 50.0 tok/s by misses" in text
 
 
 def test_quick_benchmark_end_to_end(real_engine):

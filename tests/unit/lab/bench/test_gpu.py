@@ -21,7 +21,6 @@ from orchestrator.lab.bench.gpu import (
     GpuOptions,
     Room,
     compare,
-    gpu_cases,
     gpu_row,
 )
 
@@ -67,29 +66,6 @@ def test_what_kernels_take_is_room(monkeypatch, tmp_path, kernels):
     assert loop.room.theirs == theirs * MIB + kernels + SPARE_BYTES
     assert loop.room.vram_bytes(0.5) == loop.room.ours + 2 * GIB
     assert asked[0]["low_tier"] and asked[0]["prefetch"] == "on" and asked[1]["gpu"] == 1
-
-
-def test_cases_of_each_share():
-    listed = gpu_cases(GpuOptions(caps=(0.25, 0.5)), ROOM, gpu=1)
-    on_cpu = {
-        (case.name, case.cap): case.settings["cpu_moe"]
-        for case in listed
-        if "cpu_moe" in case.settings
-    }
-    assert on_cpu == {
-        (f"{UPSTREAM} 5", 0.25): 5,
-        (f"{UPSTREAM} 3", 0.5): 3,
-        (UPSTREAM_CPU, 0.25): 8,
-        (UPSTREAM_CPU, 0.5): 8,
-    }
-    assert {case.settings["gpu"] for case in listed if case.system == "upstream"} == {1}
-    keys = [case.key for case in listed]
-    assert len(set(keys)) == len(keys)
-    names = {case.name for case in listed if case.cap == 0.25}
-    assert names >= {"lru", *PAPER, "dymoe 4/2", "dymoe 4/0", "dynaexq 4/2"}
-    ways = {case.settings.get("misses") for case in listed if case.name.startswith("lru, ")}
-    assert ways == {None, "copy", "read", "compute"}  # None: all on the GPU, nothing is missed
-    assert {case.settings["misses"] for case in listed if case.name in PAPER} == {"copy"}
 
 
 def row(name, cap, role, tpot, ttft):
@@ -150,13 +126,6 @@ def test_the_bound_is_the_slower_of_computing_and_what_was_missed(cap, store, bo
     assert (rows[1].get("bound_tpot_ms"), rows[1].get("bound_by")) == (bound, by)
     assert rows[1].get("of_bound") == (bound and bound / 8.0)
     assert "OVER its cap of 4" in Gpu().notes(rows[1:])[0]
-
-
-def test_what_was_copied_counts_by_token_and_all_on_the_gpu_means_all():
-    runs = [measured(copied_bytes=2e6)]
-    assert gpu_row(Case("lru", "engine", 0.5), runs, None)["copied_bytes_per_token"] == 2e6
-    found = gpu_row(Case("all", "engine", None, "reference"), runs, None)
-    assert found["error"] == "not all experts fit the GPU"
 
 
 def test_without_a_gpu_there_is_one_sentence():

@@ -9,34 +9,6 @@ from click.testing import CliRunner
 
 from orchestrator.cli.main import cli
 from orchestrator.lab.study import study
-from orchestrator.lab.study.subject import Passes, duration
-
-
-def test_a_pass_says_which_it_is_and_what_is_left() -> None:
-    now, shown, notes = [0.0], [], []
-    passes = Passes(lambda *what: shown.append(what), notes.append, lambda: now[0])
-    passes.expect(4, 600)
-    for label in "abcde":
-        passes.begin(label)(0.5)
-        now[0] += 60
-    assert shown == [
-        ("a, pass 1 of 4", 0.5),
-        ("b, pass 2 of 4", 0.5),
-        ("c, pass 3 of 4, 2 min left in all", 0.5),
-        ("d, pass 4 of 4, 60 s left in all", 0.5),
-        ("e, pass 5", 0.5),
-    ]
-    assert notes == [
-        "4 passes over up to 600 tokens of the text",
-        "The first 2 of 4 passes took 2 min: about 2 min more",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"), [(0, "0 s"), (99, "99 s"), (120, "2 min"), (6060, "1 h 41 min")]
-)
-def test_durations(seconds: float, said: str) -> None:
-    assert duration(seconds) == said
 
 
 def test_a_text_that_is_too_short_is_refused(

@@ -13,7 +13,6 @@ from orchestrator.cli.main import cli
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.events import SKIP, DecisionBuffer, Phase, RouteEvent, StoreView
-from orchestrator.lab.eval.perplexity import TextScores
 from orchestrator.lab.study.activations import (
     ROUTER_LOGITS,
     ActivationRecorder,
@@ -22,9 +21,7 @@ from orchestrator.lab.study.activations import (
     recall,
     top,
 )
-from orchestrator.lab.study.figures import COMPUTED_LOW
-from orchestrator.lab.study.policies import OneLayer, RandomCritical
-from orchestrator.lab.study.subject import Score
+from orchestrator.lab.study.policies import RandomCritical
 
 K, N = 4, 16
 
@@ -76,41 +73,6 @@ def test_random_critical_experts_are_as_many_but_any() -> None:
         tiers = decide(policy, make_event(step, Phase.PREFILL))
         assert sorted(tiers[[3, 1, 9, 12]]) == [0, 0, SKIP, SKIP]
     assert policy.critical == (1, 2)
-
-
-def test_random_choices_depend_on_the_seed_alone() -> None:
-    events = [make_event(step, Phase.DECODE) for step in range(20)]
-    runs = [[decide(RandomCritical(Inner(), seed), e) for e in events] for seed in (1, 1, 2)]
-    assert np.array_equal(runs[0], runs[1])
-    assert not np.array_equal(runs[0], runs[2])
-
-
-def test_a_score_of_several_seeds_is_the_mean_of_each_token() -> None:
-    def score(nll: float, kl: float, agrees: bool) -> Score:
-        text = TextScores(
-            np.full(2, nll), np.full(2, kl), np.full(2, agrees), np.zeros(2, np.int32), ("",)
-        )
-        return Score(text)
-
-    found = score(1.0, 0.1, True).averaged([score(2.0, 0.3, False)])
-    assert found.text.nll.tolist() == [1.5, 1.5] and found.kl == pytest.approx([0.2, 0.2])
-    assert found.agrees.tolist() == [0.5, 0.5]
-
-
-def test_low_or_skipped_is_what_was_computed() -> None:
-    def shown(**usage) -> str:
-        return COMPUTED_LOW.cell({"usage": usage})
-
-    assert shown(low=0.25, skip=0.0, computed_low=0.04) == "4.0 %"
-    assert shown(low=0.0, skip=0.25, computed_low=0.0) == "25.0 %"
-    assert shown(low=0.25, skip=0.5, computed_low=0.5) == "75.0 %"
-    assert COMPUTED_LOW.cell({"usage": None}) == ""
-
-
-def test_one_layer_is_low() -> None:
-    event = make_event(0, Phase.DECODE)
-    assert (decide(OneLayer(Inner(), 2, 1), event) == 1).all()
-    assert (decide(OneLayer(Inner(), 1, 1), event) == 0).all()
 
 
 def test_recall_and_cosine_are_their_definitions() -> None:
