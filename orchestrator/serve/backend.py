@@ -269,6 +269,11 @@ class Backend:
         self.engine.end_idle()
         return self._native.request(route, body)
 
+    def forget(self, sequence: int) -> bool:
+        """Drops what a sequence holds that nobody decodes on; False at the end of the server."""
+        self.engine.end_idle()
+        return self._native.forget(sequence)
+
     def score(
         self, tokens: np.ndarray, sequence: int, goes_on: Callable[[], bool]
     ) -> Iterator[np.ndarray]:
