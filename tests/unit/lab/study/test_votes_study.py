@@ -13,27 +13,9 @@ from click.testing import CliRunner
 from orchestrator.cli.main import cli
 from orchestrator.events import Phase
 from orchestrator.lab.replay import write_trace
-from orchestrator.lab.study.votes import strategies, union, weighted
 
 sys.path.append(str(Path(__file__).parents[2] / "replay"))
 from traces import make_trace
-
-VOTES = [[5, 2, 7, 1], [2, 5, 9, 7], [7, 2, 4, 5]]
-
-
-def test_ways_to_predict() -> None:
-    """5 is worth 1.5 + 1.0 + 0.5 where the third layer's last candidate counts; 7 then too."""
-    assert union(VOTES, 2, 2) == [5, 2]
-    assert union(VOTES, 4, 3) == [5, 2, 7, 1, 9, 4]
-    assert weighted(VOTES, 4, 3.0) == [5, 2, 7]
-    assert weighted(VOTES, 3, 2.0) == [5, 2, 7]  # 2.5, 3.0 and 2.0
-    assert weighted(VOTES, 3, 2.5) == [5, 2]
-    assert weighted(VOTES[:2], 4, 3.0) == [5, 2, 7]  # all votes there are
-    scores = [1.0, 0.5, 0.3, 0.1]
-    named = {label: predict(VOTES, scores) for label, (_, predict) in strategies(4).items()}
-    assert named["top 2"] == [5, 2]
-    assert named["MoL K=4 P=3"] == named["weighted >= 3.0"] == [5, 2, 7]
-    assert named["margin, K=2"] == [5, 2, 7]  # at least twice the last one
 
 
 def test_the_loss_of_a_trace(library, tmp_path: Path) -> None:
