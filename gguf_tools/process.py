@@ -77,6 +77,11 @@ def peak_rss_bytes(status: Path = Path("/proc/self/status")) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def rss_bytes() -> int:
+    """What this process has in memory now."""
+    return int(psutil.Process().memory_info().rss)
+
+
 def private_bytes() -> int:
     """What this process has in memory now that is not of files, which programs share."""
     taken = psutil.Process().memory_info()

@@ -264,12 +264,9 @@ class Config(Settings):
         0, "The same for each token of the vocabulary.", within=FROM_0, unit=SIZE, option=False
     )
     conversations: bool = setting(
-        False, "Memory is set aside for prompts that were read before.", option=False
-    )
-    as_used: bool = setting(
         False,
-        "Slots of experts give way to a context and to scratch as far as these are used: of a "
-        "program that begins each step by itself, and decodes one sequence.",
+        "Memory is set aside for prompts that were read before, and slots of experts give way to a "
+        "context and to scratch as far as these are used.",
         option=False,
     )
     remember: bool = setting(

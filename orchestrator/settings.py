@@ -66,28 +66,26 @@ class Setting:
     documents only. answer: it is of an answer, not of how the model runs. conversation: it is of a
     program that holds conversations. repeated: its value is a tuple of texts, and its option may be
     given several times. live: it may be changed between two tokens. recorded: it says how a policy
-    decides, so that a trace keeps it and a replay may change it; timing: it only changes when that
-    takes effect."""
+    decides, so that a trace keeps it and a replay may change it."""
 
     name: str
     kinds: tuple[type, ...]
     optional: bool
     default: Any
     help: str
-    metavar: str
-    within: tuple[float, float] | None
-    choices: tuple[str, ...]
-    unit: str | None
-    notation: Notation | None
-    shown: str | None
-    option: bool
-    hidden: bool
-    answer: bool
-    conversation: bool
-    repeated: bool
-    live: bool
-    recorded: bool
-    timing: bool
+    metavar: str = ""
+    within: tuple[float, float] | None = None
+    choices: tuple[str, ...] = ()
+    unit: str | None = None
+    notation: Notation | None = None
+    shown: str | None = None
+    option: bool = True
+    hidden: bool = False
+    answer: bool = False
+    conversation: bool = False
+    repeated: bool = False
+    live: bool = False
+    recorded: bool = True
 
     @property
     def flag(self) -> str:
@@ -148,45 +146,11 @@ class Setting:
         return value
 
 
-def setting(
-    default: Any,
-    help: str,
-    *,
-    metavar: str = "",
-    within: tuple[float, float] | None = None,
-    choices: tuple[str, ...] = (),
-    unit: str | None = None,
-    notation: Notation | None = None,
-    shown: str | None = None,
-    option: bool = True,
-    hidden: bool = False,
-    answer: bool = False,
-    conversation: bool = False,
-    repeated: bool = False,
-    live: bool = False,
-    recorded: bool = True,
-    timing: bool = False,
-) -> Any:
-    """A field of a record of settings; see Setting. shown: how the help names the default, where
-    that is not the value itself. default MISSING: there is none, a value has to be given."""
-    said = {
-        "help": help,
-        "metavar": metavar,
-        "within": within,
-        "choices": choices,
-        "unit": unit,
-        "notation": notation,
-        "shown": shown,
-        "option": option,
-        "hidden": hidden,
-        "answer": answer,
-        "conversation": conversation,
-        "repeated": repeated,
-        "live": live,
-        "recorded": recorded,
-        "timing": timing,
-    }
-    return field(default=default, metadata={_DECLARED: said})
+def setting(default: Any, help: str, **said: Any) -> Any:
+    """A field of a record of settings. said: fields of Setting. shown: how the help names the
+    default, where that is not the value itself. default MISSING: there is none, a value has to be
+    given."""
+    return field(default=default, metadata={_DECLARED: {"help": help, **said}})
 
 
 def again(record: type[Settings], name: str, default: Any = MISSING, **changes: Any) -> Any:
@@ -250,8 +214,8 @@ def _declaration(name: str, hint: Any, default: Any, metadata: Mapping[str, Any]
     kinds = tuple(typing.get_origin(kind) or kind for kind in kinds if kind is not type(None))
     if float in kinds:
         kinds = (float, int)
-    if not said["metavar"]:
-        said["metavar"] = _metavar(kinds[0], said["unit"])
+    if not said.get("metavar"):
+        said["metavar"] = _metavar(kinds[0], said.get("unit"))
     return Setting(name, kinds, optional, None if default is MISSING else default, **said)
 
 

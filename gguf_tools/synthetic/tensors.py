@@ -3,8 +3,7 @@
 Routing: every token embedding holds one constant direction c beside its random part, and
 the router row of expert e is b_e * c plus a random row orthogonal to c. So its logit is
 b_e plus noise that differs per token: b = 0 uses all experts alike, and other b give any
-skew. With "topics" each half of the vocabulary has a direction of its own, orthogonal to the
-other's, and so a Zipf distribution over the experts of its own. Each layer adds little to the
+skew. Each layer adds little to the
 residual stream (RESIDUAL_POWER), as in trained models, so the router of the next layer can be
 predicted from this layer's input.
 """
@@ -57,16 +56,7 @@ class ModelBuilder:
         signs = np.where(np.arange(s.n_embd) % 2 == 0, 1.0, -1.0)
         rng = np.random.default_rng([seed, 1])
         rng.shuffle(signs)
-        directions = [signs]
-        if routing == "topics":
-            # Half of each sign gets the other one, so that both are orthogonal and balanced.
-            other = signs.copy()
-            for sign in (1.0, -1.0):
-                same = np.flatnonzero(signs == sign)
-                other[rng.permutation(same)[: len(same) // 2]] = -sign
-            directions.append(other)
-        # One direction for each part of the vocabulary has unit length.
-        self.directions = np.stack(directions) / math.sqrt(s.n_embd)
+        self.direction = signs / math.sqrt(s.n_embd)  # of unit length
 
     def tensors(self) -> Iterator[PlannedTensor]:
         s = self.shape
@@ -129,10 +119,7 @@ class ModelBuilder:
         def chunks() -> Iterator[sw.Bytes]:
             values = self._rng(name).standard_normal((s.n_vocab, s.n_embd), dtype=np.float32)
             constant = math.sqrt(self.constant_power * s.n_embd)
-            each = s.n_vocab // len(self.directions)
-            for part, direction in enumerate(self.directions):
-                end = None if part + 1 == len(self.directions) else (part + 1) * each
-                values[part * each : end] += (constant * direction).astype(np.float32)
+            values += (constant * self.direction).astype(np.float32)
             yield sw.encode(GGMLType.Q8_0, values.reshape(-1))
 
         return PlannedTensor(name, (s.n_embd, s.n_vocab), GGMLType.Q8_0, chunks)
@@ -224,12 +211,10 @@ class ModelBuilder:
         random_power = 1 + RESIDUAL_POWER * il
         rms = math.sqrt(random_power + self.constant_power)
         rows = rng.standard_normal((s.n_expert, s.n_embd))
-        for direction in self.directions:
-            rows -= np.outer(rows @ direction, direction)
+        rows -= np.outer(rows @ self.direction, self.direction)
         rows *= ROUTER_SPREAD / math.sqrt(s.n_embd) * rms / math.sqrt(random_power)
         if self.constant_power:
             constant = math.sqrt(self.constant_power * s.n_embd) / rms
-            for direction in self.directions:
-                bias = ROUTER_SPREAD * rng.permutation(self.bias) / constant
-                rows += np.outer(bias, direction)
+            bias = ROUTER_SPREAD * rng.permutation(self.bias) / constant
+            rows += np.outer(bias, self.direction)
         return self._values(name, (s.n_embd, s.n_expert), GGMLType.F32, rows)

@@ -21,7 +21,7 @@ from gguf_tools.synthetic.shapes import Shape, preset
 from gguf_tools.synthetic.tensors import ModelBuilder
 from gguf_tools.synthetic.vocab import TOKEN_TYPE
 
-ROUTINGS = ("uniform", "zipf", "topics")
+ROUTINGS = ("uniform", "zipf")
 
 
 def write(

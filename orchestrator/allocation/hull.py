@@ -47,17 +47,16 @@ class Hull:
         """What all experts take in their smallest tiers."""
         return int(self.n_bytes[0])
 
-    def bound(self, budget_bytes: float) -> float:
-        """The least loss of any choice in so many bytes, were experts divisible: no allocation
-        goes below it. Raises BudgetError below least_bytes."""
-        self._check(budget_bytes)
-        return float(np.interp(budget_bytes, self.n_bytes, self.loss))
-
     def at(self, budget_bytes: int) -> np.ndarray:
         """The tier of each expert, uint8 [n_layers, n_expert]. Edges are taken in their order; what
         is left behind the last break point goes to later edges that fit. Raises BudgetError below
         least_bytes."""
-        self._check(budget_bytes)
+        if budget_bytes < self.least_bytes:
+            raise BudgetError(
+                f"{budget_bytes} bytes are too few for every expert in its smallest tier: it needs "
+                f"{self.least_bytes} bytes",
+                self.least_bytes,
+            )
         n = int(np.searchsorted(self.n_bytes, budget_bytes, side="right")) - 1
         tiers = self._start.copy()
         # An expert's edges lie in its own order, so that the last one stands.
@@ -78,14 +77,6 @@ class Hull:
                 passed.add(owner)
         found: np.ndarray = tiers.reshape(self._shape).astype(np.uint8)
         return found
-
-    def _check(self, budget_bytes: float) -> None:
-        if budget_bytes < self.least_bytes:
-            raise BudgetError(
-                f"{budget_bytes} bytes are too few for every expert in its smallest tier: it needs "
-                f"{self.least_bytes} bytes",
-                self.least_bytes,
-            )
 
 
 def _sums(steps: np.ndarray) -> np.ndarray:

@@ -26,7 +26,6 @@ class Background(Settings):
         within=(0, 2**48),
         unit=RATE,
         shown=f"{format_size(USUAL_RATE)}, with context no limit",
-        timing=True,
     )
 
 

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,15 +24,33 @@ _VERSION = 2
 _LARGEST_BYTES = 64 << 20
 # That a usage profile remembers: some dozens of conversations.
 _USED_TOKENS = 65_536
+# Pieces of a file that its identity is made of, and their bytes: 25 ms on a disk that takes 0.1 ms.
+_SAMPLES, _SAMPLE_BYTES = 256, 4096
 
 
 def identity(model: ExpertModel) -> str:
-    """What makes a model file this one: the hash of its size and of everything before the first
-    tensor's bytes, the metadata and the tensor table."""
-    first = model.parts[0]
-    digest = hashlib.sha256(str(first.path.stat().st_size).encode())
-    with open(first.path, "rb") as file:
-        digest.update(file.read(first.data_offset))
+    """What makes a model file this one: the hash of the sizes of its parts, of what is before their
+    first tensors' bytes, the metadata and the tensor table, and of _SAMPLES pieces of these bytes,
+    evenly over each part. Other weights differ in all of them, as other rounding does; a damaged
+    byte between two pieces is what checksums are for."""
+    return _identity(tuple((part.path, part.data_offset) for part in model.parts), _stamps(model))
+
+
+def _stamps(model: ExpertModel) -> tuple[tuple[int, int], ...]:
+    found = (part.path.stat() for part in model.parts)
+    return tuple((each.st_size, each.st_mtime_ns) for each in found)
+
+
+@lru_cache(maxsize=16)
+def _identity(parts: tuple[tuple[Path, int], ...], stamps: tuple[tuple[int, int], ...]) -> str:
+    digest = hashlib.sha256()
+    for (path, data_offset), (size, _) in zip(parts, stamps, strict=True):
+        digest.update(str(size).encode())
+        with open(path, "rb") as file:
+            digest.update(file.read(data_offset))
+            for at in range(_SAMPLES):
+                file.seek(data_offset + (size - data_offset) * at // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
 
 

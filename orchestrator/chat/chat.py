@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gguf_tools import interrupts
+from gguf_tools.columns import aligned
 from gguf_tools.units import format_size
 from orchestrator.chat.console import Console
 from orchestrator.chat.session import Session, goes_on, read_conversation, read_text
@@ -40,6 +41,7 @@ ALIASES = {
 QUOTES = '"""'
 # A file with more bytes for each token of the context does not fit, whatever is in it.
 _BYTES_PER_TOKEN = 64
+_BAR = 30  # of /memory, in characters
 
 
 def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> bool:
@@ -93,6 +95,7 @@ class Chat:
             "/reset": ("", "forget the conversation", self._reset),
             "/system": ("TEXT", "set the system prompt and reset (- for none)", self._system),
             "/stats": ("", "everything measured on the last answer", self._stats),
+            "/memory": ("", "what memory is in use, and what for", self._memory),
             "/set": (
                 "NAME VALUE",
                 "change how tokens are chosen; alone: list",
@@ -250,6 +253,20 @@ class Chat:
     def _stats(self, _argument: str) -> None:
         stats = self.session.engine.last_stats
         self.console.note(stats_table(stats) if stats else "Nothing was answered yet.")
+
+    def _memory(self, _argument: str) -> None:
+        engine = self.session.engine
+        parts = engine.memory()
+        if not parts:
+            self.console.note("The model lies on a GPU, whose memory was divided at the start.")
+            return
+        total = sum(parts.values())
+        rows = [
+            [name, format_size(n), "#" * round(_BAR * n / total), f"{100 * n / total:.0f} %"]
+            for name, n in parts.items()
+        ]
+        self.console.note("\n".join(aligned(rows)))
+        self.console.note(f"Context: {engine.n_cached} of {engine.n_ctx} tokens in use.")
 
     def _policy(self, argument: str) -> None:
         if argument:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -16,97 +14,34 @@ from gguf_tools.columns import aligned
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
-from orchestrator.chat.console import Console, strip_controls
-from orchestrator.cli.options import chat_config, model_options
+from orchestrator.chat.console import Console
+from orchestrator.cli.options import JSON, chat_config, model_options, say_result
 from orchestrator.config import Config
-from orchestrator.cost.disk import Bandwidth, bytes_per_s, kept_bandwidth, read_bandwidth
+from orchestrator.cost.disk import bytes_per_s, kept_bandwidth, read_bandwidth
 from orchestrator.cost.planner import Planner, Runs
-from orchestrator.cost.plans import Candidate
+from orchestrator.cost.plans import Candidate, behind_text
 from orchestrator.cost.speeds import DISTURBED
 from orchestrator.cost.time import PROMPT_TOKENS, spare_bytes
 from orchestrator.errors import MoeEdgeError
-from orchestrator.memory.machine import Accelerator, more_than_there, one_of_several
+from orchestrator.memory.machine import more_than_there, one_of_several
 from orchestrator.native import Bandwidths, measure_device
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import PLAIN, known_policies
 
 # Of a plan, for --json.
-_SHOWN = ("token_ms", "first_prompt_ms", "prompt_ms", "hit_rate", "read_bytes")
+_SHOWN = ("token_ms", "token_ms_behind", "first_prompt_ms", "prompt_ms", "hit_rate", "read_bytes")
 _MEMORY_BYTES = 256 * 2**20
 _MEMORY_SECONDS = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Health:
-    """What was found. Speeds in bytes per second, sizes in bytes; expert_bytes: of an expert in the
-    best precision. gpu_note: why there is no GPU, or that there are others; runs: what would run;
-    chosen: why a loss that is allowed chose it; plan_note: why the model would not start; ram_note:
-    what is wrong with the cap on memory. expected: what is predicted on the CPU of what runs, and
-    then of each other policy that fits; profiled: by what earlier runs used, and not as if all
-    experts were alike; disturbed: while other programs ran."""
+def examine(config: Config, begins: Callable[[str], None] = lambda _what: None) -> dict[str, Any]:
+    """Measures this machine for a few seconds; begins gets what is being measured. JSON-ready.
 
-    threads: int
-    memory_bytes: int
-    usable_bytes: int
-    system: str
-    memory_speed: float
-    model: Path
-    expert_bytes: int
-    disk: Bandwidth
-    gpu: Accelerator | None
-    gpu_note: str
-    copies: Bandwidths | None
-    runs: Runs | None
-    chosen: str
-    plan_note: str
-    ram_note: str
-    expected: tuple[Candidate, ...] = ()
-    profiled: bool = False
-    disturbed: bool = False
-
-    @property
-    def plan_line(self) -> str:
-        """What runs, what it loses, and where it lies; or why nothing does."""
-        if self.runs is None:
-            return self.plan_note
-        plan = self.runs.plan
-        how = plan.reason if plan.managed else f"plain upstream path: {plan.reason}"
-        how += self.runs.loses.text
-        where = f"on {plan.device.name}" if plan.device else "in main memory"
-        size = format_size(plan.total_bytes)
-        return f"{how}; {size} {where}; context {plan.n_ctx} tokens"
-
-    def as_dict(self) -> dict[str, Any]:
-        """For --json."""
-        return {
-            "threads": self.threads,
-            "memory_bytes": self.memory_bytes,
-            "usable_bytes": self.usable_bytes,
-            "system": self.system,
-            "memory_bytes_per_s": self.memory_speed,
-            "model": str(self.model),
-            "expert_bytes": self.expert_bytes,
-            "disk": self.disk._asdict(),
-            "gpu": asdict(self.gpu.device) if self.gpu else None,
-            "gpu_note": self.gpu_note,
-            "copies": self.copies._asdict() if self.copies else None,
-            "plan": self.plan_line if self.runs else None,
-            "kl": self.runs.loses.kl if self.runs else None,
-            "plan_note": self.plan_note,
-            "ram_note": self.ram_note,
-            "expected": [
-                {"policy": each.name, "tiers": "/".join(each.tiers)}
-                | {name: value for name, value in each.as_dict().items() if name in _SHOWN}
-                | {"chosen": number == 0}
-                for number, each in enumerate(self.expected)
-            ],
-            "profiled": self.profiled,
-            "disturbed": self.disturbed,
-        }
-
-
-def examine(config: Config, begins: Callable[[str], None] = lambda _what: None) -> Health:
-    """Measures this machine for a few seconds. begins gets what is being measured.
+    gpu_note: why there is no GPU, or that there are others. plan: what runs, what it loses, and
+    where it lies, None where nothing does, and plan_note says why; kl: its loss; chosen: why a loss
+    that is allowed chose it. ram_note: what is wrong with the cap on memory. expected: what is
+    predicted on the CPU of what runs, and then of each other policy that fits; profiled: by what
+    earlier runs used, and not as if all experts were alike; disturbed: while other programs ran.
 
     Raises MoeEdgeError for a model that cannot be read, OSError for a disk that fails."""
     bindings = Bindings.load()
@@ -119,9 +54,9 @@ def examine(config: Config, begins: Callable[[str], None] = lambda _what: None) 
         # What is found now counts for the plan, for its prediction, and for those of later runs.
         kept_bandwidth(model, config, disk)
         begins("Measuring this machine")  # a loss that is allowed chooses by speeds
-        found, plan_note = None, ""
+        runs, plan_note = None, ""
         try:
-            found = planner.runs(config)
+            runs = planner.runs(config)
         except MoeEdgeError as error:
             plan_note = str(error)
         begins("Measuring the memory")
@@ -129,32 +64,48 @@ def examine(config: Config, begins: Callable[[str], None] = lambda _what: None) 
         expert_bytes = model.tier_bytes[0] // (model.n_layers * model.n_expert)
         expected: list[Candidate] = []
         profiled = disturbed = False
-        if gpu is None and found is not None:
+        if gpu is None and runs is not None:
             begins("Measuring the processor")
-            others = _others(planner, config, found)
+            others = _others(planner, config, runs)
             with planner.times(fresh=True) as times:
-                expected = [planner.candidate(times, each) for each in (found, *others)]
+                expected = [planner.candidate(times, each) for each in (runs, *others)]
                 profiled, disturbed = times.profiled, times.disturbed
-    return Health(
-        threads=threads,
-        memory_bytes=machine.memory_bytes,
-        usable_bytes=machine.usable_bytes,
-        system=bindings.api.llama_print_system_info().decode("utf-8", "replace").strip(),
-        memory_speed=memory_speed,
-        model=config.model,
-        expert_bytes=expert_bytes,
-        disk=disk,
-        gpu=gpu,
-        gpu_note=note,
-        copies=measure_device(bindings.library(), gpu.info, threads) if gpu else None,
-        runs=found,
-        chosen=planner.chosen or "",
-        plan_note=plan_note,
-        ram_note=more_than_there(config.ram, machine) or "",
-        expected=tuple(expected),
-        profiled=profiled,
-        disturbed=disturbed,
-    )
+    copies = measure_device(bindings.library(), gpu.info, threads) if gpu else None
+    return {
+        "threads": threads,
+        "memory_bytes": machine.memory_bytes,
+        "usable_bytes": machine.usable_bytes,
+        "system": bindings.api.llama_print_system_info().decode("utf-8", "replace").strip(),
+        "memory_bytes_per_s": memory_speed,
+        "model": str(config.model),
+        "expert_bytes": expert_bytes,
+        "disk": disk._asdict(),
+        "gpu": asdict(gpu.device) if gpu else None,
+        "gpu_note": note,
+        "copies": copies._asdict() if copies else None,
+        "plan": plan_line(runs) if runs else None,
+        "kl": runs.loses.kl if runs else None,
+        "plan_note": plan_note,
+        "chosen": planner.chosen,
+        "ram_note": more_than_there(config.ram, machine) or "",
+        "expected": [
+            {"policy": each.name, "tiers": "/".join(each.tiers)}
+            | {name: value for name, value in each.as_dict().items() if name in _SHOWN}
+            | {"chosen": number == 0}
+            for number, each in enumerate(expected)
+        ],
+        "profiled": profiled,
+        "disturbed": disturbed,
+    }
+
+
+def plan_line(runs: Runs) -> str:
+    """What runs, what it loses, and where it lies."""
+    plan = runs.plan
+    how = plan.reason if plan.managed else f"plain upstream path: {plan.reason}"
+    where = f"on {plan.device.name}" if plan.device else "in main memory"
+    size = format_size(plan.total_bytes)
+    return f"{how}{runs.loses.text}; {size} {where}; context {plan.n_ctx} tokens"
 
 
 def _planner(bindings: Bindings, config: Config, model: ExpertModel) -> tuple[Planner, str]:
@@ -198,60 +149,59 @@ def memory_bandwidth(threads: int, most_bytes: int = _MEMORY_BYTES) -> float:
     return bytes_per_s(work, threads, _MEMORY_SECONDS)
 
 
-def render(health: Health) -> str:
+def render(found: dict[str, Any]) -> str:
     """The report as text."""
-    size, usable = format_size(health.memory_bytes), format_size(health.usable_bytes)
-    how = "direct" if health.disk.direct else "buffered"
+    size, usable = format_size(found["memory_bytes"]), format_size(found["usable_bytes"])
+    disk, gpu, copies = found["disk"], found["gpu"], found["copies"]
     lines = [
-        f"CPU       {health.threads} threads; {health.system}",
-        f"Memory    {size} free, {usable} usable; read at {_speed(health.memory_speed)}",
-        *([f"          {health.ram_note}"] if health.ram_note else []),
-        f"Disk      {_speed(health.disk.bytes_per_s)}, {how} reads of about "
-        f"{format_size(health.disk.slice_bytes)} from {health.model}",
+        f"CPU       {found['threads']} threads; {found['system']}",
+        f"Memory    {size} free, {usable} usable; read at {_speed(found['memory_bytes_per_s'])}",
+        *([f"          {found['ram_note']}"] if found["ram_note"] else []),
+        f"Disk      {_speed(disk['bytes_per_s'])}, {'direct' if disk['direct'] else 'buffered'} "
+        f"reads of about {format_size(disk['slice_bytes'])} from {found['model']}",
     ]
-    if health.gpu is None or health.copies is None:
-        lines.append(f"GPU       {health.gpu_note}")
+    if gpu is None:
+        lines.append(f"GPU       {found['gpu_note']}")
     else:
-        gpu, copies = health.gpu.device, health.copies
-        pinned = _speed(copies.pinned) if copies.pinned else "refused"
+        pinned = _speed(copies["pinned"]) if copies["pinned"] else "refused"
         lines += [
-            f"GPU       {gpu.name}: {gpu.description}, {format_size(gpu.memory_bytes)} of "
-            f"{format_size(gpu.total_bytes)} free",
-            f"Copies    to the GPU: {pinned} pinned, {_speed(copies.pageable)} pageable; "
-            f"{copies.round_trip_us:.0f} us there and back",
+            f"GPU       {gpu['name']}: {gpu['description']}, {format_size(gpu['memory_bytes'])} of "
+            f"{format_size(gpu['total_bytes'])} free",
+            f"Copies    to the GPU: {pinned} pinned, {_speed(copies['pageable'])} pageable; "
+            f"{copies['round_trip_us']:.0f} us there and back",
+            *([f"          {found['gpu_note']}"] if found["gpu_note"] else []),
+            f"Misses    {misses_line(Bandwidths(**copies), found['expert_bytes'])}",
         ]
-        if health.gpu_note:
-            lines.append(f"          {health.gpu_note}")
-        lines.append(f"Misses    {misses_line(copies, health.expert_bytes)}")
-    lines.append(f"Model     {health.plan_line}")
-    if health.chosen:
-        lines.append(f"          {health.chosen}")
-    return "\n".join([*lines, *_expected_lines(health)])
+    lines.append(f"Model     {found['plan'] or found['plan_note']}")
+    if found["chosen"]:
+        lines.append(f"          {found['chosen']}")
+    if found["expected"]:
+        lines += _expected_lines(found)
+    return "\n".join(lines)
 
 
-def _expected_lines(health: Health) -> list[str]:
-    if not health.expected:
-        return []
-    used = "by what earlier runs used" if health.profiled else "as if all experts were used alike"
-    head = ["policy", "tiers", "ms/token", "tok/s", "first prompt", "prompt", "hit", "MB/token"]
-    rows = [
+def _expected_lines(found: dict[str, Any]) -> list[str]:
+    profiled = found["profiled"]
+    used = "by what earlier runs used" if profiled else "as if all experts were used alike"
+    rows = [["policy", "tiers", "ms/token", "tok/s", "first prompt", "prompt", "hit", "MB/token"]]
+    rows += [
         [
-            each.name + " *" * (number == 0),
-            "/".join(each.tiers),
-            f"{1e3 * each.token_s:.1f}",
-            f"{1 / each.token_s:.1f}",
-            f"{each.first_prompt_s:.1f} s",
-            f"{each.prompt_s:.1f} s",
-            f"{each.hit_rate:.1%}",
-            f"{each.read_bytes / 1e6:.1f}",
+            each["policy"] + " *" * each["chosen"],
+            each["tiers"],
+            f"{each['token_ms']:.1f}",
+            f"{1e3 / each['token_ms']:.1f}",
+            f"{each['first_prompt_ms'] / 1e3:.1f} s",
+            f"{each['prompt_ms'] / 1e3:.1f} s",
+            f"{each['hit_rate']:.1%}",
+            f"{each['read_bytes'] / 1e6:.1f}",
         ]
-        for number, each in enumerate(health.expected)
+        for each in found["expected"]
     ]
-    lines = aligned([head, *rows])
     return [
         f"Predicted behind prompts of {PROMPT_TOKENS} tokens, {used} (* is what would run):",
-        *(f"          {line}" for line in lines),
-        *([DISTURBED] if health.disturbed else []),
+        *(f"          {line}" for line in aligned(rows)),
+        *filter(None, [behind_text(found["expected"][0]["token_ms_behind"])]),
+        *([DISTURBED] if found["disturbed"] else []),
     ]
 
 
@@ -277,12 +227,9 @@ def _speed(bytes_per_s: float) -> str:
 
 @click.command()
 @model_options
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@JSON
 def doctor(as_json: bool, **options: Any) -> None:
     """Measure this machine, and say how a model would run on it."""
-    console = Console()
-    try:
-        health = examine(chat_config(options), lambda what: console.bar(what, None))
-    finally:
-        console.end_bar()
-    click.echo(json.dumps(health.as_dict()) if as_json else strip_controls(render(health)))
+    with Console().bars() as console:
+        found = examine(chat_config(options), lambda what: console.bar(what, None))
+    say_result(found, render, as_json)

@@ -27,7 +27,6 @@ from orchestrator.cli.options import (
     check_output,
     check_study,
     chosen_method,
-    disk_options,
     given,
     make_config,
     model_options,
@@ -39,8 +38,9 @@ from orchestrator.cli.options import (
     say,
     say_result,
     say_tables,
+    size,
 )
-from orchestrator.lab.registry import BENCHMARKS, load_benchmark, load_study, studies_by_paper
+from orchestrator.lab.registry import BENCHMARKS, STUDIES, load, studies_by_paper
 
 
 class Measurement(click.Command):
@@ -51,7 +51,7 @@ class Measurement(click.Command):
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """The experiment's options; it is loaded here."""
         if not self.params:
-            experiment = load_benchmark(self.experiment)
+            experiment = load(BENCHMARKS, self.experiment)
             for declared in experiment.options.declared().values():
                 if declared.option:
                     option_of(declared)(self)
@@ -65,7 +65,7 @@ class Measurements(Measurement, click.Group):
 
 def _measure(name: str, as_json: bool, **options: Any) -> None:
     """Runs one experiment with the options that were given, and prints its report."""
-    experiment = load_benchmark(name)
+    experiment = load(BENCHMARKS, name)
     with as_options():
         asked = experiment.options.of(options)
     report = experiment.run(asked, note)
@@ -137,9 +137,18 @@ for _name, _place in BENCHMARKS.items():
     help="A low request may use a high copy in memory, as in a chat; results then depend on "
     "the memory.",
 )
-@disk_options(
-    "measured",
-    ", of the virtual time in which a policy decides that goes by what is in memory",
+@click.option(
+    "--bandwidth",
+    callback=size,
+    metavar="SIZE",
+    help="Reads in bytes a second, as 2GB, of the virtual time in which a policy decides that goes "
+    "by what is in memory.  [default: measured]",
+)
+@click.option(
+    "--latency-us",
+    type=click.IntRange(0, 10**7),
+    metavar="N",
+    help="What a read takes beside its bytes, in microseconds.  [default: measured]",
 )
 @click.option(
     "--compute-ms",
@@ -155,7 +164,7 @@ for _name, _place in BENCHMARKS.items():
 @click.option(
     "--uniform",
     metavar="TYPES",
-    help="What the studies memory, equal and allocation compare with, all experts in one type: "
+    help="What the studies memory and equal compare with, all experts in one type: "
     "types made from the best tier, .gguf files of the same model, or none.  [default: "
     "q2_k,q3_k,q4_k,q5_k,q6_k]",
 )
@@ -194,14 +203,11 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
         if study is None:
             result = run(config, wanted, console.bar)
         else:
-            tables = load_study(study).publish(config, wanted, out, console.bar, console.note)
+            tables = load(STUDIES, study).publish(config, wanted, out, console.bar, console.note)
     if study is None:
         say_result(result, render, as_json)
     else:
         say_tables(study, tables, as_json)
-
-
-TYPES = "q4_k,q3_k,q2_k,q1_0"
 
 
 @click.command()
@@ -216,10 +222,9 @@ TYPES = "q4_k,q3_k,q2_k,q1_0"
 )
 @click.option(
     "--types",
-    default=TYPES,
+    default="",
     metavar="LIST",
-    help=f"Precisions to measure beside the file's, quantized from the reference.  "
-    f"[default: {TYPES}]",
+    help="Precisions to measure beside the file's, as q4_k,q2_k, quantized from the reference.",
 )
 @click.option(
     "--method",
@@ -250,15 +255,18 @@ def calibrate(
 ) -> None:
     """Measure what each expert's output loses in each precision, on a text.
 
-    The table of mean squared errors stands beside the file, where policies that choose
-    precisions find it.
+    The table stands beside the file, where policies that choose precisions find it. A run that
+    was interrupted goes on where it was.
     """
     from orchestrator.cost.losses import default_path
     from orchestrator.lab.calibrate import methods
+    from orchestrator.lab.calibrate import table as tables
 
     if save_imatrix is not None and (out is not None or options["method"] is not None):
         unused = "--method" if out is None else "--out"
         raise click.UsageError(f"{unused} is for the table, which --save-imatrix leaves out")
+    if save_imatrix is None:
+        options["calib_tokens"] = options["calib_tokens"] or tables.TOKENS
     method = chosen_method(threads, options)
     target = save_imatrix or out or default_path(file)
     refuse_taken(target, ctx)
@@ -271,7 +279,7 @@ def calibrate(
         return
     notes: list[str] = []
     with Console().bars() as console:
-        table = methods.measure_losses(
+        table = tables.measure_losses(
             method, file, reference, names_of(types), target, console.bar, notes.append
         )
     print_notes(notes)

@@ -151,24 +151,6 @@ def read_by(parse: Callable[[str], Any]) -> Callable[..., Any]:
 size = read_by(parse_size)
 
 
-def disk_options(default: str, of_what: str = "") -> Callable[[F], F]:
-    """The disk of a virtual time. default: as the help names it."""
-    return together(
-        click.option(
-            "--bandwidth",
-            callback=size,
-            metavar="SIZE",
-            help=f"Reads in bytes a second, as 2GB{of_what}.  [default: {default}]",
-        ),
-        click.option(
-            "--latency-us",
-            type=click.IntRange(0, 10**7),
-            metavar="N",
-            help=f"What a read takes beside its bytes, in microseconds.  [default: {default}]",
-        ),
-    )
-
-
 def together(*options: Callable[[F], F]) -> Callable[[F], F]:
     """Several options as one decorator, in the order of the help."""
 
@@ -232,7 +214,7 @@ CALIB_TOKENS = click.option(
     "--calib-tokens",
     type=AT_LEAST_1,
     metavar="N",
-    help="Use N tokens of it at most.  [default: 65536]",
+    help="Use N tokens of it at most.  [default: 65536, or 8192 for a loss table]",
 )
 RAM = option_of(
     replace(
@@ -281,7 +263,7 @@ def make_config(options: dict[str, Any]) -> Config:
 def chat_config(options: dict[str, Any]) -> Config:
     """As make_config, of what `moe-edge chat` runs with these options. Commands that say what would
     run, or try it, take the same."""
-    return make_config({**options, "remember": True, "conversations": True, "as_used": True})
+    return make_config({**options, "remember": True, "conversations": True})
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,17 @@ from gguf_tools.columns import aligned
 from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
 from orchestrator.chat.console import progress_bar, strip_controls
-from orchestrator.cli.options import FORCE, NEW_FILE, chat_config, model_options
+from orchestrator.cli.options import (
+    FORCE,
+    JSON,
+    NEW_FILE,
+    chat_config,
+    model_options,
+    note,
+    say_result,
+)
 from orchestrator.cost.planner import Planner
-from orchestrator.cost.plans import Candidate, Frontier
+from orchestrator.cost.plans import Candidate, Frontier, behind_text
 from orchestrator.cost.speeds import DISTURBED
 from orchestrator.cost.time import PROMPT_TOKENS
 from orchestrator.errors import ConfigError
@@ -45,6 +52,7 @@ def render(found: Frontier, best: str) -> str:
             f"Prompts have {PROMPT_TOKENS} tokens, and KL is the mean from {best}; 0 is lossless. "
             f"+: no other plan is both faster and closer; *: taken.",
             f"`chat` and `serve` take {found.why}",
+            *filter(None, [behind_text(found.taken.as_dict()["token_ms_behind"])]),
             *([DISTURBED] if found.disturbed else []),
         ]
     )
@@ -58,7 +66,7 @@ def _kl(each: Candidate) -> str:
 
 @click.command()
 @model_options
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@JSON
 @click.option(
     "--plot",
     "picture",
@@ -92,14 +100,15 @@ def plan(as_json: bool, picture: Path | None, **options: Any) -> None:
         best = model.tiers[0].name
     if picture is not None:
         pictures.draw_plans(found, strip_controls(config.model.name), picture)
-    if as_json:
-        told = {"candidates": [each.as_dict() for each in found.candidates]}
-        taken = found.candidates.index(found.taken)
-        more = {"why": found.why, "best_tier": best, "disturbed": found.disturbed}
-        click.echo(json.dumps({**told, "taken": taken, **more}))
-        return
-    click.echo(strip_controls(render(found, best)))
-    if found.why_not:
-        click.echo(strip_controls(f"KL is not known: {found.why_not}"), err=True)
-    if planner.note:
-        click.echo(strip_controls(planner.note), err=True)
+    told = {
+        "candidates": [each.as_dict() for each in found.candidates],
+        "taken": found.candidates.index(found.taken),
+        "why": found.why,
+        "best_tier": best,
+        "disturbed": found.disturbed,
+    }
+    say_result(told, lambda _: render(found, best), as_json)
+    if not as_json:
+        unknown = f"KL is not known: {found.why_not}" if found.why_not else None
+        for sentence in filter(None, (unknown, planner.note)):
+            note(sentence)

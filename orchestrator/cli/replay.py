@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import click
 
 from gguf_tools import interrupts
 from gguf_tools.units import format_size
-from orchestrator.allocation.placement import PlacementSettings
 from orchestrator.chat.console import Console
 from orchestrator.cli.options import (
     AT_LEAST_1,
@@ -20,10 +18,8 @@ from orchestrator.cli.options import (
     JSON,
     NEW_FILE,
     STUDY_OUT,
-    Number,
     as_options,
     check_study,
-    disk_options,
     given,
     make_config,
     model_options,
@@ -32,24 +28,20 @@ from orchestrator.cli.options import (
     policy_options,
     say_result,
     say_tables,
-    size,
     together,
 )
 from orchestrator.config import check_policy
-from orchestrator.lab.registry import REPLAY_STUDIES, load_replay_study
-from orchestrator.lab.replay.near_data.machine import NearDataMachine
-from orchestrator.lab.replay.near_data.report import (
-    NearData,
-    NearDataWorkload,
-    render_near_data,
-    replay_near_data,
-)
-from orchestrator.lab.replay.near_data.routing import Generated
-from orchestrator.policy import DEFAULT, POLICIES, policy_settings
+from orchestrator.lab.registry import REPLAY_STUDIES, load
+from orchestrator.lab.replay import ReplayOptions, read_trace, render
+from orchestrator.lab.replay import replay as run
+from orchestrator.lab.replay.near_data import NearData, render_near_data, replay_near_data
+from orchestrator.policy import DEFAULT, policy_settings
 from orchestrator.settings import flag_of
 
-# The records of a replay on near-data memory.
-NEAR_DATA = (NearDataMachine, NearDataWorkload, Generated, PlacementSettings)
+# Settings of a replay on near-data memory that no policy has.
+NEAR_DATA = {
+    name: each for name, each in NearData.declared().items() if name not in policy_settings()
+}
 # Nobody records so many tokens of a text without saying how many.
 MOST_TOKENS = 1 << 17
 
@@ -113,68 +105,10 @@ def trace(
     click.echo(f"{out}: {steps} steps of {recorded.header.model}, {format_size(nbytes)}")
 
 
-def _near_options() -> list[Callable[..., Any]]:
-    """The options of a replay on near-data memory."""
-    return [
-        option_of(replace(declared, help=f"{declared.help} With --near-data."))
-        for record in NEAR_DATA
-        for name, declared in record.declared().items()
-        if name not in policy_settings()
-    ]
-
-
 @click.command()
 @click.argument("file", metavar="[FILE]", type=FILE, required=False)
-@click.option(
-    "--policy",
-    metavar="NAME",
-    help=f"The policy that decides: {', '.join(POLICIES)}.  [default: as recorded]",
-)
-@click.option(
-    "--expert-ram",
-    callback=size,
-    metavar="SIZE",
-    help="Cap on the expert slots.  [default: as recorded]",
-)
-@click.option("--high-tier", metavar="TIER", help="As q4_k.  [default: as recorded]")
-@click.option("--low-tier", metavar="TIER", help="As q2_k, or skip.  [default: as recorded]")
+@together(*map(option_of, ReplayOptions.declared().values()))
 @together(*policy_options("as recorded", recorded=True))
-@disk_options("measured when recorded")
-@click.option(
-    "--io-threads",
-    type=click.IntRange(1, 64),
-    metavar="N",
-    help="Reads at once.  [default: as recorded]",
-)
-@click.option(
-    "--compute-ms",
-    type=Number(0, 10**6),
-    metavar="MS",
-    help="Computing a decoded token, without waits.  [default: each as when recorded]",
-)
-@click.option(
-    "--clock",
-    type=click.Choice(["recorded", "simulated"]),
-    help="Versions change where they did in the run, or when the simulated reads are done.  "
-    "[default: recorded, where no option changes anything]",
-)
-@click.option(
-    "--link",
-    type=click.Choice(["shared", "rigid"]),
-    help="rigid: one queue for demand and prefetch, and nothing in it is dropped.  "
-    "[default: shared]",
-)
-@click.option(
-    "--wait",
-    type=click.Choice(["matrix", "whole"]),
-    help="whole: computing waits for all matrices of an expert.  [default: matrix]",
-)
-@click.option(
-    "--losses",
-    type=FILE,
-    metavar="FILE",
-    help="What lower precisions lose, by the loss table of any model.  [default: as recorded]",
-)
 @click.option(
     "--study",
     metavar="NAME",
@@ -188,7 +122,12 @@ def _near_options() -> list[Callable[..., Any]]:
     help="Play it on a model of a GPU and a memory that computes, layers repeated to a large "
     "model's shape; without FILE, with generated routing.",
 )
-@together(*_near_options())
+@together(
+    *(
+        option_of(replace(each, help=f"{each.help} With --near-data."))
+        for each in NEAR_DATA.values()
+    )
+)
 @JSON
 @click.pass_context
 def replay(
@@ -203,9 +142,7 @@ def replay(
 ) -> None:
     """Play a trace with another policy, memory or disk: no model needed.
 
-    Without options it plays the recorded run itself, and prints how well it agrees."""
-    from orchestrator.lab.replay import ReplayOptions, read_trace, render
-    from orchestrator.lab.replay import replay as run
+    It is compared with lru, with what no cache can beat, and with the recorded run."""
     from orchestrator.native.llama import Bindings
 
     chosen = given(options)
@@ -213,13 +150,11 @@ def replay(
         chosen |= given({"study": study, "out": out})
         _replay_near_data(file, chosen, as_json)
         return
-    for record in NEAR_DATA:
-        for name in record.declared():
-            if name in chosen and name not in policy_settings():
-                raise click.UsageError(
-                    f"{flag_of(name)} is for a replay on near-data memory: give --near-data, or "
-                    f"leave it out"
-                )
+    for name in NEAR_DATA.keys() & chosen.keys():
+        raise click.UsageError(
+            f"{flag_of(name)} is for a replay on near-data memory: give --near-data, or leave it "
+            f"out"
+        )
     if file is None:
         raise click.UsageError(
             "Missing argument 'FILE': name a trace that `moe-edge trace` wrote, or give --near-data"
@@ -232,36 +167,25 @@ def replay(
     }
     with as_options():
         check_policy(chosen.get("policy"))
-        asked = ReplayOptions(**chosen, settings=settings)
+        asked = replace(ReplayOptions.of(chosen), settings=settings)
     check_study(study, out, ctx)
     recorded, library = read_trace(file), Bindings.load().library()
     if study is None:
         result = run(library, recorded, asked)
         say_result(result, render, as_json)
     else:
-        say_tables(study, load_replay_study(study).publish(library, recorded, asked, out), as_json)
+        found = load(REPLAY_STUDIES, study)
+        say_tables(study, found.publish(library, recorded, asked, out), as_json)
 
 
 def _replay_near_data(file: Path | None, chosen: dict[str, Any], as_json: bool) -> None:
     """`moe-edge replay --near-data`, with the options that were given."""
-    from orchestrator.lab.replay import read_trace
-
-    known = {name for record in NEAR_DATA for name in record.declared()}
     for name in chosen:
-        if name not in known:
+        if name not in NearData.declared():
             raise click.UsageError(
                 f"{flag_of(name)} has no effect with --near-data: leave one of the two out"
             )
-    if file is not None and (odd := set(Generated.declared()) & set(chosen)):
-        raise click.UsageError(
-            f"{flag_of(min(odd))} is for generated routing: leave it or the trace out"
-        )
     with as_options():
-        asked = NearData(
-            NearDataMachine.of(chosen),
-            NearDataWorkload.of(chosen),
-            Generated.of(chosen),
-            PlacementSettings.of(chosen),
-        )
+        asked = NearData.of(chosen)
     result = replay_near_data(asked, None if file is None else read_trace(file))
     say_result(result, render_near_data, as_json)

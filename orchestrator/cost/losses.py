@@ -5,7 +5,7 @@ The loss table says what each expert's output loses in each precision, and is ke
 ``FILE.calib.json`` and not the model's metadata, since a longer header moves every tensor: a
 20 GB file would have to be written again. JSON, in UTF-8:
 
-    {"format": "moe-edge loss table", "version": 1,
+    {"format": "moe-edge loss table", "version": 2,
      "model": identity of the file that it belongs to, "name": its name,
      "reference": what full precision was, "method": of the candidates that are not stored,
      "calibration": the text, its tokens, its hash, "max_rows": most tokens measured an expert,
@@ -17,8 +17,8 @@ The loss table says what each expert's output loses in each precision, and is ke
          is absent, it was not measured,
      "kl": what makes nats of it, absent where that was not fitted: {"factors": [n_layers] nats for
          g^2 L = 1,
-         "tiers": those that it was fitted with, "text": the tokens it was fitted on, "spread": the
-         largest ratio between estimate and measurement there, "scales": what the factors are
+         "tiers": those that it was fitted with, "text": the tokens it was fitted on, "error": the
+         standard error of the factors together, as a share, "scales": what the factors are
          multiplied by for each of the tiers, empty for 1}}
 """
 
@@ -46,10 +46,12 @@ from orchestrator.policy import ALLOWED_LOSS
 from orchestrator.policy.base import SpendsLoss
 
 _FORMAT = "moe-edge loss table"
-_VERSION = 1
+_VERSION = 2
 _LARGEST_BYTES = 256 << 20
 # No mean square of outputs comes near it, and sums of such numbers are still numbers.
 _LARGEST = 1e30
+# Of a logarithm: what is worse known is not known.
+_LARGEST_ERROR = 10.0
 SUFFIX = ".calib.json"
 
 
@@ -64,13 +66,14 @@ class TablePrecision(NamedTuple):
 
 class Fit(NamedTuple):
     """What makes nats of a table, as orchestrator.allocation.estimate says: the factor of each
-    layer; the tiers that they were fitted with; the text; the largest ratio between estimate and
-    measurement there; what the factors are multiplied by for each of the tiers, none for 1."""
+    layer; the tiers that they were fitted with; the text; the standard error of all factors
+    together, of their logarithm; what the factors are multiplied by for each of the tiers, none for
+    1."""
 
     factors: tuple[float, ...]
     tiers: tuple[str, ...]
     text: str
-    spread: float
+    error: float
     scales: tuple[float, ...] = ()
 
 
@@ -184,8 +187,9 @@ class LossTable:
                 f"  {whole:8.3%}  {low:8.3%} to {high:8.3%}"
             )
         if self.fit is not None:
-            worst = f"within a factor of {self.fit.spread:.2f} there"
-            lines.append(f"  KL is foreseen by {self.fit.text.split(', sha')[0]}: {worst}")
+            low, high = (math.exp(side * 1.96 * self.fit.error) for side in (-1, 1))
+            exact = f"{low:.2f} to {high:.2f} of what is foreseen (95 %)"
+            lines.append(f"  KL is foreseen by {self.fit.text.split(', sha')[0]}: {exact}")
         if not seen.all():
             lines.append(f"  {np.count_nonzero(~seen)} of {seen.size} experts saw no token")
         return "\n".join(lines)
@@ -284,12 +288,12 @@ def _fit(data: Any) -> Fit | None:
         tuple(float(each) for each in data["factors"]),
         tuple(str(each) for each in data["tiers"]),
         str(data["text"]),
-        float(data["spread"]),
+        float(data["error"]),
         tuple(float(each) for each in data.get("scales", ())),
     )
     if not (
         all(0 < factor <= _LARGEST for factor in (*found.factors, *found.scales))
-        and 1 <= found.spread <= _LARGEST
+        and 0 <= found.error <= _LARGEST_ERROR
         and (
             not found.scales or (len(found.scales) == len(found.tiers) and SKIP_TIER in found.tiers)
         )

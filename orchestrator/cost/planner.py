@@ -16,7 +16,13 @@ from orchestrator.cache.profile import HotnessKeeper
 from orchestrator.config import Config
 from orchestrator.cost.disk import kept_bandwidth
 from orchestrator.cost.losses import Foreseen, LossModel
-from orchestrator.cost.plans import Candidate, Frontier, TakenPlans, settings_of_plans
+from orchestrator.cost.plans import (
+    LENGTHS,
+    Candidate,
+    Frontier,
+    TakenPlans,
+    settings_of_plans,
+)
 from orchestrator.cost.time import TimeModel, known_uses
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.memory.choice import check_unused, without_effect
@@ -157,8 +163,14 @@ class Planner:
     ) -> Candidate:
         """What a plan is predicted to take and to lose. asked: the settings that ask for it. Raises
         NativeError."""
-        time = times.of_plan(runs.plan, runs.config, self.losses.skips(runs.plan))
-        return Candidate.of(asked or {}, runs.plan, time, runs.loses)
+        plan, skips = runs.plan, self.losses.skips(runs.plan)
+        short = times.of_plan(plan, runs.config, skips)
+        behind = {
+            n: times.of_plan(plan, runs.config, skips, n).token_s(n)
+            for n in LENGTHS
+            if n <= plan.n_ctx
+        }
+        return Candidate.of(asked or {}, plan, short, runs.loses, behind)
 
     def times(self, fresh: bool = False) -> TimeModel:
         """What plans take here; close it. fresh: this processor is measured again. Raises

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gguf_tools.experts import ExpertModel
@@ -25,6 +25,8 @@ from orchestrator.policy import ALLOWED_LOSS, BASELINE, PLAIN, POLICIES, Policy
 # Plans whose predicted times differ by less are as fast as each other: the one that loses least is
 # taken.
 AS_FAST = 1.02
+# Tokens of context in use for which a plan's speed is said beside that of a short conversation.
+LENGTHS = (8192, 32768, 131072)
 # What is spent and what is lost besides add up to what is allowed, but for this.
 _ROUNDING = 1 + 1e-9
 
@@ -38,8 +40,9 @@ class Candidate:
     """One plan. name: of its policy; asked: the settings that ask for it. Seconds: of a token of an
     answer behind PROMPT_TOKENS, and until the answer to a prompt of as many, the first one after
     the start and a later one. hit_rate, read_bytes: of such a token. kl: mean KL from the file's
-    best tier, in nats a token; an upper estimate where at_most; None where it is not known. best:
-    no other plan is both faster and closer."""
+    best tier, in nats a token; an upper estimate where at_most; None where it is not known.
+    behind: seconds of a token with so many tokens of context in use, of LENGTHS as far as the
+    context goes. best: no other plan is both faster and closer."""
 
     name: str
     asked: Mapping[str, Any]
@@ -53,13 +56,19 @@ class Candidate:
     read_bytes: float
     kl: float | None
     at_most: bool = False
+    behind: Mapping[int, float] = field(default_factory=dict)
     best: bool = False
 
     @classmethod
     def of(
-        cls, asked: Mapping[str, Any], plan: MemoryPlan, time: PlanTime, loses: Foreseen
+        cls,
+        asked: Mapping[str, Any],
+        plan: MemoryPlan,
+        time: PlanTime,
+        loses: Foreseen,
+        behind: Mapping[int, float],
     ) -> Candidate:
-        """asked: the settings of the plan; time, loses: what it is predicted to take and lose."""
+        """asked: the settings of the plan; the rest: what it is predicted to take and lose."""
         return cls(
             name=plan.policy.name if plan.policy else PLAIN,
             asked=asked,
@@ -73,6 +82,7 @@ class Candidate:
             read_bytes=time.read_bytes,
             kl=loses.kl,
             at_most=loses.at_most,
+            behind=behind,
         )
 
     @property
@@ -119,6 +129,7 @@ class Candidate:
             "read_bytes": self.read_bytes,
             "kl": self.kl,
             "kl_at_most": self.at_most,
+            "token_ms_behind": {str(n): 1e3 * took for n, took in self.behind.items()},
             "best": self.best,
         }
 
@@ -168,6 +179,13 @@ class Frontier:
     def settled(self, config: Config) -> Config:
         """The config with the plan that is taken in the place of the loss that is allowed."""
         return config.compared(**{ALLOWED_LOSS: None, **self.taken.asked})
+
+
+def behind_text(token_ms: Mapping[str, float]) -> str:
+    """A sentence about the speeds of a plan as its context fills: milliseconds of a token by the
+    tokens in use, as Candidate.as_dict has them; empty without any."""
+    said = [f"{1e3 / took:.1f} behind {n}" for n, took in token_ms.items()]
+    return f"Tokens/s as the context fills: {', '.join(said)} tokens." if said else ""
 
 
 def choose(

@@ -295,15 +295,17 @@ def with_skips(known: Residency, skips: Skips, expert_bytes: np.ndarray) -> Resi
     )
 
 
-def expected(plan: MemoryPlan, uses: np.ndarray) -> Residency:
+def expected(plan: MemoryPlan, uses: np.ndarray, n_cells: int = 0) -> Residency:
     """What a managed plan will have in memory, where tokens use experts with these chances: each
-    in the tier in which its policy starts it, where all stay in memory; else what was used last."""
-    assert plan.policy is not None and plan.shape is not None and plan.slots is not None
+    in the tier in which its policy starts it, where all stay in memory; else what was used last.
+    n_cells: of the context in use."""
+    slots = plan.slots_behind(n_cells)
+    assert plan.policy is not None and plan.shape is not None and slots is not None
     policy = plan.policy
     if policy.wants.all_resident:
         return resident(plan.started(uses), uses, len(plan.shape.tiers))
     foreseen = FORESEEN if policy.wants.n_ahead else 0.0
-    return cached(plan.shape, plan.slots, uses, policy.asked_mix(uses), foreseen)
+    return cached(plan.shape, slots, uses, policy.asked_mix(uses), foreseen)
 
 
 def spare_bytes(config: Config, model: ExpertModel) -> int:
@@ -352,11 +354,15 @@ class TimeModel(Closing):
         self.uses, self.profiled = known_uses(config, model) if uses is None else (uses, True)
 
     def of_plan(
-        self, plan: MemoryPlan, config: Config | None = None, skips: Skips | None = None
+        self,
+        plan: MemoryPlan,
+        config: Config | None = None,
+        skips: Skips | None = None,
+        n_cells: int = 0,
     ) -> PlanTime:
         """Of a plan that plan_memory made with a config, in the layout that it would have. skips:
-        what its policy may skip of what is missing. Measures what is not known of this machine,
-        for some seconds. Raises NativeError."""
+        what its policy may skip of what is missing. n_cells: of the context in use. Measures what
+        is not known of this machine, for some seconds. Raises NativeError."""
         config = config or self._config
         asked = False
         if plan.policy is None or plan.shape is None or plan.slots is None:
@@ -364,7 +370,7 @@ class TimeModel(Closing):
             there = resident(np.zeros(self.uses.shape, np.int64), self.uses, 1)
         else:
             layout = OWN if wants_own_layout(config, plan) else FILE
-            there = expected(plan, self.uses)
+            there = expected(plan, self.uses, n_cells)
             asked = Phase.DECODE in plan.policy.wants.asked_in
         at = plan.tiers, layout
         if at not in self._costs:

@@ -16,8 +16,8 @@ from orchestrator.allocation.slots import Transition
 from orchestrator.engine.idle import Idle, likely
 from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, StepReport, served
-from orchestrator.memory.shared import FEWER, SharedMemory
-from orchestrator.native import FAILED, Store
+from orchestrator.memory.shared import CELL_STEP, SharedMemory
+from orchestrator.native import FAILED, CRoom, Store
 from orchestrator.policy import Policy
 from orchestrator.policy.base import KeepsSequences, Learns, Tunes, WaitsBeforeAnswer
 
@@ -43,10 +43,6 @@ class PlainDriver:
 
     def begin(self, phase: Phase) -> None:
         """Before a decode whose tokens are all of this phase."""
-
-    def make_room(self, n_cells: int, n_tokens: int) -> None:
-        """Before n_cells of the context are in use. n_tokens: of the step that follows, 0 where
-        none does."""
 
     def check(self, status: int) -> None:
         """After a decode, with its status: raises what went wrong in a callback or in the
@@ -119,8 +115,6 @@ class Driver(PlainDriver):
         # What slots give way to, where memory is given out as it is used.
         self.shared: SharedMemory | None = None
         self._limit: int | None = None
-        # The most of a step whose scratch is still there, (cells in use, tokens).
-        self._most = 0, 0
         self._idle = Idle(store)
         self._pause = pause
         self._prompt_read = False
@@ -218,6 +212,8 @@ class Driver(PlainDriver):
     ) -> None:
         self.set_route()
         self.store.set_step_done(self.step_done)
+        if self.shared is not None:
+            self.store.set_room(self.make_room)
         self.load_first(first, progress)
 
     def set_route(self, route: Callable[[RouteEvent], None] | None = None) -> None:
@@ -244,16 +240,19 @@ class Driver(PlainDriver):
         self.follow(phase)
         self.store.set_phase(phase)
 
-    def make_room(self, n_cells: int, n_tokens: int) -> None:
-        """Slots give way to what the step takes, and come back when that is given back."""
-        if self.shared is None:
-            return
-        cells, at_once = self._most
-        if n_tokens and n_tokens * FEWER <= at_once:
-            cells = at_once = 0
-        self._most = cells, at_once = max(cells, n_cells), max(at_once, n_tokens)
-        # Beside the scratch of a prompt that was given up, the fewest slots may have to do.
-        limit = max(self.shared.least_slots, self.shared.slots(n_cells, at_once, cells))
+    def make_room(self, room: CRoom) -> None:
+        """Before a batch is computed or a state brought back: slots give way to what that takes and
+        the tokens behind it, or come back."""
+        shared = self.shared
+        assert shared is not None
+        touched, n_tokens = room.touched, room.n_tokens
+        held = touched.scratch[1] + touched.work[1]
+        cells = shared.cells(touched.cache[1] + room.n_bytes) + CELL_STEP
+        room.at_once = shared.micro_batch(cells, n_tokens)
+        limit = shared.slots(cells + n_tokens, room.at_once, held)
+        if limit < shared.least_slots:  # beside the scratch of a prompt that was given up
+            room.drop_scratch = 1
+            limit = max(shared.least_slots, shared.slots(cells + n_tokens, room.at_once))
         if limit == self._limit:
             return
         while self.store.limit(limit):  # until reads into slots that go are complete

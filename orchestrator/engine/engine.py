@@ -18,7 +18,7 @@ from orchestrator.cost.losses import LossModel
 from orchestrator.engine.driver import Driver
 from orchestrator.engine.load import Loader
 from orchestrator.engine.prompts import PromptCache, kept_prompts
-from orchestrator.engine.report import Meter, StoreCosts, mode_line
+from orchestrator.engine.report import Meter, StoreCosts, memory_now, mode_line
 from orchestrator.engine.steps import Steps
 from orchestrator.engine.texts import ChatTemplate, StopTexts
 from orchestrator.errors import ConfigError, NativeError
@@ -357,6 +357,10 @@ class Engine(Closing):
         """What llama.cpp takes of a device's memory, without expert slots and what kernels take."""
         library = self._loader.bindings.library()
         return context_memory(library, self._loaded.context.handle)[1]
+
+    def memory(self) -> dict[str, int]:
+        """As memory_now. From any thread."""
+        return memory_now(self._loader.bindings.library(), self._loaded, self._shelf.used_bytes)
 
     @property
     def mode(self) -> str:

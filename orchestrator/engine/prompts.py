@@ -220,7 +220,6 @@ class PromptCache:
         marks: tuple[Mark, ...] | None
         with interrupts.held():
             steps.rewind(0)
-            steps.make_room(len(kept.tokens))
             shelf.live_bytes = 0
             if isinstance(kept, Copy):
                 marks = kept.marks if steps.state.write(kept.state) else None

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from gguf_tools.experts import DEFAULT_KV
-from gguf_tools.process import peak_rss_bytes
+from gguf_tools.process import peak_rss_bytes, rss_bytes
 from gguf_tools.units import format_size
 from orchestrator.config import Config
 from orchestrator.engine.driver import Driver
@@ -16,7 +16,7 @@ from orchestrator.engine.load import Loaded, Loader
 from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.events import SKIP_TIER, GenerationStats, Phase, percentile
 from orchestrator.memory.layouts import layout_text
-from orchestrator.native import MAX_TIERS, CStats, Store
+from orchestrator.native import MAX_TIERS, CStats, Library, Store, touched_memory
 
 
 def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
@@ -26,6 +26,8 @@ def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
     context = f", micro-batch {most}{plan.n_ubatch}, context {loaded.context.n_ctx}"
     if plan.shared and loaded.steps.cached:
         context += f" ({len(loaded.steps.cached)} in use)"
+    elif config.conversations and plan.slots and not (plan.shared or plan.device):
+        context += " (set aside)"  # for a policy whose slots give way to nothing
     if config.kv != DEFAULT_KV:
         context += f" in {config.kv}"
     if not isinstance(driver, Driver):
@@ -40,7 +42,29 @@ def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
     # that change while they run.
     resident = driver.policy.wants.all_resident
     loses = loaded.runs.loses if resident else loader.planner.loses(plan)
+    if loader.table_bytes:
+        text += f", a table of {format_size(loader.table_bytes)} read by rows"
     return text + layout_text(driver.store.spec) + loses.text + _served(driver, loader) + context
+
+
+def memory_now(library: Library, loaded: Loaded, prompts: int) -> dict[str, int]:
+    """What of the cap on the host's memory is in use, by what for, and what is free, in bytes;
+    empty where the model lies on a GPU. prompts: what kept ones take, as far as that is known; the
+    rest of the process is what the system counts beyond all of these."""
+    plan, driver = loaded.plan, loaded.driver
+    if plan.device:
+        return {}
+    touched = touched_memory(library)
+    slots = driver.store.stats().slot_bytes_in_use if isinstance(driver, Driver) else None
+    parts = {
+        "dense weights": plan.dense_bytes,
+        "experts": plan.expert_bytes if slots is None else int(slots),
+        "context": touched.cache.resident,
+        "scratch": touched.scratch.resident + touched.work.resident,
+        "kept prompts": prompts,
+    }
+    parts["rest of the process"] = max(0, rss_bytes() - sum(parts.values()))
+    return parts | {"free": max(0, plan.ram_bytes - sum(parts.values()))}
 
 
 def _served(driver: Driver, loader: Loader) -> str:

@@ -15,7 +15,6 @@ import numpy as np
 from orchestrator.engine.driver import PlainDriver
 from orchestrator.errors import ConfigError, NativeError, PolicyError
 from orchestrator.events import Phase
-from orchestrator.memory.shared import CELL_STEP
 from orchestrator.native.llama import LlamaContext
 
 # A copy in memory begins with a magic and the sequence's number, which a file lacks.
@@ -183,7 +182,8 @@ class Sequences:
         self.lengths = [0] * len(self.lengths)
 
 
-_NO_ROOM = 1
+# Of llama_decode: the context has no cells for the batch.
+NO_ROOM = 1
 
 
 class Steps:
@@ -209,8 +209,6 @@ class Steps:
         self.cancelled = False
         # A copy that was brought back lacks what is needed for a cut before its end.
         self._least = 0
-        # Cells of the context whose memory is there: short cuts leave it (`moe_edge_removal`).
-        self._touched = 0
         self._context = context
         self._driver = driver
         self._sequences = sequences
@@ -277,8 +275,6 @@ class Steps:
     def _cut(self, length: int) -> None:
         """The cache holds no more than length tokens."""
         dropped = length < len(self.cached)
-        if len(self.cached) - length >= CELL_STEP:
-            self._touched = length
         # Behind a prompt the policy knows one token more than an answer begins with.
         known = [each for each in self.marks if each.policy and each.length <= length + 1]
         self.marks = [each for each in self.marks if each.length <= length]
@@ -321,13 +317,12 @@ class Steps:
         self._context.forget_all()
         self._driver.sequence_end()
         self._sequences.forget()
-        self.cached, self.marks, self._least, self._touched = [], [], 0, 0
+        self.cached, self.marks, self._least = [], [], 0
 
     def step(self, tokens: list[int], phase: Phase, all_logits: bool = False) -> bool:
         """One llama_decode. True when its logits are good, False when it was cancelled; the
         cache holds the tokens only in the first case. Raises what went wrong otherwise."""
         before = len(self.cached)
-        self.make_room(before + len(tokens), len(tokens))
         good = self._run(
             phase,
             lambda: self._context.decode(
@@ -338,12 +333,6 @@ class Steps:
         if good:
             self.cached += tokens
         return good
-
-    def make_room(self, n_cells: int, n_tokens: int = 0) -> None:
-        """Before so many cells of the context are in use. n_tokens: of the step that follows, 0
-        where none does."""
-        self._touched = max(self._touched, n_cells)
-        self._driver.make_room(self._touched, n_tokens)
 
     def fork(self, number: int) -> None:
         """Lets another sequence go on from the engine's own one. Raises ConfigError for one that
@@ -384,7 +373,7 @@ class Steps:
         undo()
         if self.cancelled:
             return False
-        if status == _NO_ROOM:
+        if status == NO_ROOM:
             n_ctx = self._context.n_ctx
             raise ConfigError(
                 f"the context of {n_ctx} tokens is full{self.more_context('start anew')}"

@@ -66,7 +66,13 @@ class Node:
         return Node(self._lib, address)
 
     def array(self) -> np.ndarray:
-        """A copy of the values, float32 or int32, slowest dimension first: [ne3, ne2, ne1, ne0].
+        """A copy of the values, as view has them."""
+        values: np.ndarray = self.view().copy()
+        return values
+
+    def view(self) -> np.ndarray:
+        """The values where they lie, float32 or int32, slowest dimension first: [ne3, ne2, ne1,
+        ne0]. Writing there changes what is computed from them.
 
         Raises NativeError for other types."""
         tensor = self._tensor
@@ -78,7 +84,7 @@ class Node:
         n_bytes = self._lib.ggml_nbytes(self._address)
         data = (ctypes.c_uint8 * n_bytes).from_address(tensor.data)
         shape, strides = tuple(tensor.ne)[::-1], tuple(tensor.nb)[::-1]
-        values: np.ndarray = np.ndarray(shape, kind, data, strides=strides).copy()
+        values: np.ndarray = np.ndarray(shape, kind, data, strides=strides)
         return values
 
     def check(self) -> None:
@@ -105,10 +111,13 @@ class Observer(Closing):
         *,
         use_mmap: bool = False,
         model: Model | None = None,
+        sequences: int = 1,
+        outputs: int | None = None,
     ) -> None:
         """wanted says of each node of the graph, before it is computed, whether seen gets it
         once it is; what either raises comes out of read. model: one that is loaded already, and
-        stays so, in the place of the plain one at path.
+        stays so, in the place of the plain one at path. sequences: that may be read at once,
+        each with as large a part of n_ctx tokens; outputs: tokens with logits, None for all.
 
         Raises NativeError."""
         bindings = Bindings.load()
@@ -133,8 +142,9 @@ class Observer(Closing):
         )
         params = self._api.llama_context_default_params()
         params.n_ctx = params.n_batch = params.n_ubatch = n_ctx
-        # Every token wants logits: else the last layer sees the last token only.
-        params.n_outputs_max = params.n_outputs_max_per_seq = n_ctx
+        # The last layer sees those tokens alone that want logits.
+        params.n_outputs_max = params.n_outputs_max_per_seq = outputs or n_ctx
+        params.n_seq_max = sequences  # each with cells of its own, so that none looks at another's
         params.n_threads = params.n_threads_batch = threads
         params.no_perf = True
         self._callback = self._api.ggml_backend_sched_eval_callback(self._on_tensor)
@@ -149,12 +159,21 @@ class Observer(Closing):
 
     def read(self, tokens: Sequence[int]) -> None:
         """Evaluates at most n_ctx tokens on their own, in one batch. Raises NativeError."""
-        batch, n = self._batch, len(tokens)
+        self.read_each([tokens])
+
+    def read_each(self, windows: Sequence[Sequence[int]], scored: np.ndarray | None = None) -> None:
+        """Evaluates windows of at most n_ctx tokens in all, each as a sequence of its own, in one
+        batch. scored: bool [n], which tokens get logits, None for all. Raises NativeError."""
+        batch, n = self._batch, sum(map(len, windows))
         if not 1 <= n <= self.n_ctx:
             raise NativeError(f"{n} tokens do not fit a context of {self.n_ctx}")
-        for i, token in enumerate(tokens):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, i, 1
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+        i = 0
+        for sequence, window in enumerate(windows):
+            for at, token in enumerate(window):
+                batch.token[i], batch.pos[i] = token, at
+                batch.logits[i] = 1 if scored is None else int(scored[i])
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+                i += 1
         batch.n_tokens = n
         self._api.llama_memory_clear(self._api.llama_get_memory(self._handle), True)
         self._failed = False
@@ -162,6 +181,15 @@ class Observer(Closing):
             status = self._api.llama_decode(self._handle, batch)
         if status != 0:
             raise NativeError(f"llama.cpp failed to evaluate {n} tokens")
+
+    def logits(self, n: int) -> np.ndarray:
+        """float32 [n, n_vocab] of the n tokens of the last read that got logits: a view, valid
+        until the next one."""
+        pointer = self._api.llama_get_logits(self._handle)
+        if not pointer:
+            raise NativeError("llama.cpp has no logits")
+        found: np.ndarray = np.ctypeslib.as_array(pointer, (n, self.model.n_vocab))
+        return found
 
     @interrupts.called_from_c
     def _on_tensor(self, address: int, ask: bool, _user: int | None) -> bool:

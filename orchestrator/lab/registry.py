@@ -6,14 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from orchestrator.errors import ConfigError
-
-if TYPE_CHECKING:
-    from orchestrator.lab.bench.benchmark import Benchmark
-    from orchestrator.lab.study.study import Study
-    from orchestrator.lab.study.votes_loss import VotesLoss
 
 
 class Place(NamedTuple):
@@ -38,12 +33,6 @@ BENCHMARKS = {
         "TTFT is that of a prompt after decode steps of another conversation; cold TTFT that of "
         "the first prompt, with nothing in memory.",
     ),
-    "firm": Place(
-        "bench.firm:Firm",
-        "What each part of FIRM-MoE brings, as in its Tables 1 and 2 and Figure 4.\n\n"
-        "The routing is recorded once, and the rows are played in virtual time: ours, and the "
-        "paper's, whose link has one queue for all reads.",
-    ),
     "gpu": Place(
         "bench.gpu:Gpu",
         "Upstream and every policy on a GPU, against the bound and the goals.\n\n"
@@ -56,12 +45,6 @@ BENCHMARKS = {
         "Both are loaded at once and take turns, so that whatever else the machine does meets "
         "both. It tells a difference of one or two per cent.",
     ),
-    "topics": Place(
-        "bench.topics:Topics",
-        "dynaexq and context while the topic changes.\n\n"
-        "How even their steps stay, how many experts are promoted, and how fast they are once the "
-        "experts of a topic have moved.",
-    ),
 }
 
 STUDIES = {
@@ -73,32 +56,16 @@ STUDIES = {
     "demotion": Place("study.demotion:Demotion", paper="DynaExq"),
     "memory": Place("study.memory:HotMemory", paper="DynaExq"),
     "equal": Place("study.equal:EqualMemory", paper="ours"),
-    "allocation": Place("study.allocation:AllocationStudy", paper="ours"),
     "votes": Place("study.votes:VotesStudy", paper="FIRM-MoE"),
     "context": Place("study.context:PromptContext", paper="near-data"),
     "near-bits": Place("study.near_bits:NearBits", paper="near-data"),
 }
 
 # Studies of a recorded run.
-REPLAY_STUDIES = {"votes-loss": Place("study.votes_loss:VotesLoss", paper="FIRM-MoE")}
-
-
-def load_benchmark(name: str) -> Benchmark[Any]:
-    """The benchmark of this name, which must be one of BENCHMARKS."""
-    found: Benchmark[Any] = _load(BENCHMARKS, name)
-    return found
-
-
-def load_study(name: str) -> Study:
-    """The study of this name. Raises ConfigError where there is none."""
-    found: Study = _load(STUDIES, name)
-    return found
-
-
-def load_replay_study(name: str) -> VotesLoss:
-    """The study of a recorded run of this name. Raises ConfigError where there is none."""
-    found: VotesLoss = _load(REPLAY_STUDIES, name)
-    return found
+REPLAY_STUDIES = {
+    "firm": Place("study.firm:FirmParts", paper="FIRM-MoE"),
+    "votes-loss": Place("study.firm:VotesLoss", paper="FIRM-MoE"),
+}
 
 
 def studies_by_paper() -> Iterator[str]:
@@ -107,7 +74,8 @@ def studies_by_paper() -> Iterator[str]:
         yield f"{', '.join(names)} ({paper})"
 
 
-def _load(places: Mapping[str, Place], name: str) -> Any:
+def load(places: Mapping[str, Place], name: str) -> Any:
+    """The experiment of this name. Raises ConfigError where there is none."""
     if name not in places:
         raise ConfigError(f"unknown study '{name}'; known: {', '.join(places)}")
     module, _, kind = places[name].where.partition(":")

@@ -3,6 +3,7 @@ and how large a micro-batch, where these were not asked for."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
@@ -105,6 +106,14 @@ class MemoryPlan:
         """How many of n_tokens of a prompt behind n_cells of context are read at once."""
         return self.shared.micro_batch(n_cells, n_tokens) if self.shared else self.n_ubatch
 
+    def slots_behind(self, n_cells: int) -> SlotPlan | None:
+        """What of the slots an answer has with so much of the context in use."""
+        if self.shared is None or self.slots is None:
+            return self.slots
+        share = min(1.0, self.shared.slots(n_cells, 1) / self.slots.total_bytes)
+        groups = (replace(g, n_slots=max(1, int(share * g.n_slots))) for g in self.slots.groups)
+        return replace(self.slots, groups=tuple(groups))
+
     @property
     def total_bytes(self) -> int:
         """The most that the model takes of the memory that its experts live in."""
@@ -168,7 +177,7 @@ def plan_memory(
     with_size = replace(config, ubatch=config.ubatch or SIZES[0])
     ways = _Ways(with_size, model, machine, more_scratch, graph_bytes, teach)
     plain = config.policy == PLAIN
-    if config.as_used and not (plain or config.expert_ram or machine.device):
+    if config.conversations and not (plain or config.expert_ram or machine.device):
         shared = ways.shared(config.ubatch or SIZES[-1])
         if shared is not None:
             return shared
@@ -236,7 +245,8 @@ class _Ways:
         compute = compute_bytes(model, config, n_ctx, graph) + self.more_scratch
         wants = policy_class(config.policy or DEFAULT).wants if not plain else Wants()
         ahead = look_ahead_bytes(model) if wants.asked_in else 0
-        dense, kv = model.dense_bytes, model.kv_bytes(n_ctx, config.kv)
+        dense = model.dense_bytes - (0 if plain else model.lookup_bytes)
+        kv = model.kv_bytes(n_ctx, config.kv)
         if device is None:
             scratch = process_bytes(model, config) + compute + ahead
             cap = "--ram", "free memory,", config.ram, self.ram
@@ -297,8 +307,10 @@ class _Ways:
         self, plan: MemoryPlan, policy: Policy, slots: SlotPlan, room: Room, most_at_once: int
     ) -> MemoryPlan:
         config, model = self.config, self.model
-        own_length = model.hparams.context_length
+        n_each = 1 + config.sequences
+        own_length = model.hparams.context_length * n_each
         most = context_tokens(model, replace(config, ctx=config.ctx or own_length or None))
+        each = most // n_each if config.ctx else 0
         own = room.cap - room.fixed - plan.prompt_bytes  # of slots, beside an empty context
         copied = copying_bytes(model, config, room.n_ctx)
         least = self.config.ubatch or SIZES[0]
@@ -309,13 +321,15 @@ class _Ways:
             policy.shape.all_slot_bytes(),
             (room.kv + copied) / room.n_ctx,
             {size: self._scratch(size, most) for size in sorted(sizes)},
+            # Values that are transposed grow by a page for each of their dimensions.
+            CELL_STEP if config.importance != "exact" else 8 * CELL_STEP,
         )
         longest = shared.longest(most)
-        if longest < most and config.ctx:
+        if longest < each:
             raise BudgetError(
-                f"--ctx {config.ctx} is too long for {room.given.rstrip(',')}: the longest context "
+                f"--ctx {each} is too long for {room.given.rstrip(',')}: the longest context "
                 f"beside the fewest experts of the policy {policy.name} has {longest} tokens",
-                room.cap + shared.least_slots - shared.slots(most, least),
+                room.cap + shared.least_slots - shared.slots(each, least),
             )
         at_once = max(n for n in shared.scratch if n in shared.may_read(n))
         return replace(plan, n_ctx=longest, n_ubatch=at_once, shared=shared)
@@ -332,7 +346,8 @@ class _Ways:
 
     def _affordable_context(self, least: Room) -> int:
         """The context where none was asked for. Where everything fits beside the least one, it
-        still does beside this one."""
+        still does beside this one; a conversation gets the longest such, since it takes nothing
+        until it is used."""
         most = self.model.hparams.context_length * (1 + self.config.sequences)
         at_least = self.room(least.n_ctx, counted=False).fixed
         left = least.cap - (least.fixed - least.kv)
@@ -340,8 +355,14 @@ class _Ways:
         def bytes_of(n_ctx: int) -> int:
             return least.kv + self.room(n_ctx, counted=False).fixed - at_least
 
-        spare = self._spare(least, left - least.kv, left)
-        return longest_affordable(least.n_ctx, most, bytes_of, left, spare)
+        beside = left - least.kv
+        allowed = bytes_of(least.n_ctx) + self._spare(least, beside, left)
+        fits = least.plain and beside >= self.model.tier_bytes[0]
+        if fits and self.config.conversations and not self.machine.device:
+            allowed -= self._prompt_bytes(least)
+        else:
+            allowed = min(int(left * SHARE), allowed)
+        return longest_affordable(least.n_ctx, most, bytes_of, allowed)
 
     def _prompt_bytes(self, room: Room) -> int:
         """The memory for prompts. What fits whole without them still does."""
@@ -504,26 +525,16 @@ class _Ways:
 
 
 def longest_affordable(
-    least: int, most: int, bytes_of: Callable[[int], int], left_bytes: int, spare_bytes: int
+    least: int, most: int, bytes_of: Callable[[int], int], allowed_bytes: int
 ) -> int:
-    """The longest context of `least` to `most` tokens that takes at most SHARE of left_bytes, and
-    at most spare_bytes more than the least one; `least` where no longer one does.
-
-    bytes_of: what a context of so many tokens takes, cache and scratch, more for more tokens.
-    left_bytes: what is left behind the other weights for experts and the context. spare_bytes:
-    what more than the least context may take without a change of how the model lies in memory.
-    """
-    allowed = min(left_bytes * SHARE, bytes_of(least) + spare_bytes)
-    if most <= least or bytes_of(most) <= allowed:
+    """The longest context of `least` to `most` tokens that takes at most allowed_bytes; `least`
+    where no longer one does. bytes_of: what a context of so many tokens takes, cache and scratch,
+    more for more tokens."""
+    steps = range(least // CELL_STEP + 1, most // CELL_STEP + 1)
+    if most <= least or bytes_of(most) <= allowed_bytes:
         return max(least, most)
-    low, high = least // CELL_STEP, most // CELL_STEP
-    while low < high:
-        middle = (low + high + 1) // 2
-        if bytes_of(middle * CELL_STEP) <= allowed:
-            low = middle
-        else:
-            high = middle - 1
-    return max(least, low * CELL_STEP)
+    longer = bisect_right(steps, False, key=lambda n: bytes_of(n * CELL_STEP) > allowed_bytes)
+    return max(least, steps[longer - 1] * CELL_STEP) if longer else least
 
 
 def read_per_prompt_token(n_tokens: int, absent_bytes: int, used_share: float) -> float:

@@ -8,12 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 CELL_STEP = 256  # cells come in so many, as llama.cpp pads them
-# The scratch of a step stays until one of this many times fewer tokens (`moe_edge_scratch::step`).
-FEWER = 8
-
-
-def _padded(n_cells: int) -> int:
-    return -(-max(1, n_cells) // CELL_STEP) * CELL_STEP
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +15,9 @@ class SharedMemory:
     """What slots, cells and scratch share, in bytes.
 
     n_bytes: of all three. least_slots: what a policy needs of them. all_slots: what every expert
-    takes. cell_bytes: of one token of the context. scratch: by the most tokens of a step, the
-    fewest first, what it takes beside an empty context, and what each cell of that adds.
+    takes. cell_bytes: of one token of the context; cell_step: memory comes for so many cells at
+    once. scratch: by the most tokens of a step, the fewest first, what it takes beside an empty
+    context, and what each cell of that adds.
     """
 
     n_bytes: int
@@ -30,24 +25,29 @@ class SharedMemory:
     all_slots: int
     cell_bytes: float
     scratch: Mapping[int, tuple[int, float]]
+    cell_step: int = CELL_STEP
 
-    def slots(self, n_cells: int, n_tokens: int, most_cells: int = 0) -> int:
-        """What is left for slots in a step of n_tokens that ends with n_cells in use. most_cells:
-        that were in use in a step whose scratch is still there."""
-        cells, most = _padded(n_cells), _padded(max(n_cells, most_cells))
+    def slots(self, n_cells: int, n_tokens: int, held: int = 0) -> int:
+        """What is left for slots in a step of n_tokens that ends with n_cells in use. held: what an
+        earlier step has left of its scratch."""
+        cells = -(-max(1, n_cells) // self.cell_step) * self.cell_step
         empty, each = next(s for size, s in self.scratch.items() if size >= n_tokens)
-        return self.n_bytes - empty - int(cells * self.cell_bytes + most * each)
+        return self.n_bytes - max(held, empty + int(cells * each)) - int(cells * self.cell_bytes)
+
+    def cells(self, cache_bytes: int) -> int:
+        """How many cells of the context take so much."""
+        return int(cache_bytes / self.cell_bytes)
 
     def longest(self, most: int) -> int:
         """The longest context, of `most` tokens at most, at whose end a policy still has what it
         needs; 0 where there is none."""
-        smallest = min(self.scratch)
+        smallest, step = min(self.scratch), self.cell_step
 
         def too_long(n: int) -> bool:
-            return self.slots(n * CELL_STEP, smallest) < self.least_slots
+            return self.slots(n * step, smallest) < self.least_slots
 
-        steps = range(1, -(-most // CELL_STEP) + 1)
-        return min(most, bisect_right(steps, False, key=too_long) * CELL_STEP)
+        steps = range(1, -(-most // step) + 1)
+        return min(most, bisect_right(steps, False, key=too_long) * step)
 
     def may_read(self, n_cells: int) -> list[int]:
         """How many tokens may be read at once so that the context then has n_cells: the least

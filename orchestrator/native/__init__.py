@@ -1,6 +1,6 @@
 """The native library of patches/native: the only ctypes for our own C interface."""
 
-from orchestrator.native.abi import ABI_VERSION, FAILED, MAX_AHEAD, MAX_TIERS, CStats
+from orchestrator.native.abi import ABI_VERSION, FAILED, MAX_AHEAD, MAX_TIERS, CRoom, CStats
 from orchestrator.native.library import (
     Bandwidths,
     DeviceInfo,
@@ -26,6 +26,7 @@ __all__ = [
     "MAX_AHEAD",
     "MAX_TIERS",
     "Bandwidths",
+    "CRoom",
     "CStats",
     "DeviceInfo",
     "FreeCores",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-ABI_VERSION = 15
+ABI_VERSION = 16
 MAX_TIERS = 5
 MAX_AHEAD = 4
 N_KINDS = 4
@@ -136,6 +136,14 @@ class CTouched(ctypes.Structure):
     _fields_ = [*fields_of(_U64 * 2, "cache scratch work")]
 
 
+class CRoom(ctypes.Structure):
+    _fields_ = [
+        ("touched", CTouched),
+        ("n_bytes", _U64),
+        *fields_of(_I32, "n_tokens at_once drop_scratch reserved"),
+    ]
+
+
 # What the header's structs measure on a 64-bit machine. The library is built from the
 # same header and checked by its ABI version; these catch a mirror that went astray.
 STRUCT_BYTES = {
@@ -152,10 +160,12 @@ STRUCT_BYTES = {
     CBandwidths: 40,
     CMemory: 48,
     CTouched: 48,
+    CRoom: 72,
 }
 
 ROUTE_CB = ctypes.CFUNCTYPE(_INT, _POINTER)
 STEP_CB = ctypes.CFUNCTYPE(_INT, ctypes.POINTER(CStep), _POINTER)
+ROOM_CB = ctypes.CFUNCTYPE(_INT, ctypes.POINTER(CRoom), _POINTER)
 PROGRESS_CB = ctypes.CFUNCTYPE(None, _I32, _I32, _POINTER)
 VISIT_CB = ctypes.CFUNCTYPE(None, _I32, _I32, _I32, _POINTER, _U64, _POINTER)
 
@@ -163,7 +173,6 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_abi_version": (_I32, []),
     "moe_edge_interleaves": (_I32, [_I32, _I64, _I64]),
     "moe_edge_crc32": (_U32, [_U32, _POINTER, _U64]),
-    "moe_edge_architecture": (_TEXT, [_I32]),
     "moe_edge_slot_bytes": (_U64, [_U64, _U64]),
     "moe_edge_device_slot_bytes": (_U64, [_I32, _U64, _I64]),
     "moe_edge_host_least_bytes": (_U64, [ctypes.POINTER(CConfig)]),
@@ -184,6 +193,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_store_decision": (ctypes.POINTER(CDecision), [_POINTER]),
     "moe_edge_set_callback": (None, [_POINTER, _POINTER, _POINTER, _I32, _U32]),
     "moe_edge_set_step_callback": (None, [_POINTER, _POINTER, _POINTER]),
+    "moe_edge_set_room_callback": (None, [_POINTER, _POINTER, _POINTER]),
     "moe_edge_set_phase": (None, [_POINTER, _I32]),
     "moe_edge_sequence_end": (None, [_POINTER, _I32]),
     "moe_edge_begin_step": (None, [_POINTER, _I32]),

@@ -22,7 +22,17 @@ from orchestrator.events import (
     StoreView,
     percentile,
 )
-from orchestrator.native.abi import PROGRESS_CB, ROUTE_CB, STEP_CB, CEvent, CPrefetch, CStats, CStep
+from orchestrator.native.abi import (
+    PROGRESS_CB,
+    ROOM_CB,
+    ROUTE_CB,
+    STEP_CB,
+    CEvent,
+    CPrefetch,
+    CRoom,
+    CStats,
+    CStep,
+)
 from orchestrator.native.library import Library
 from orchestrator.native.spec import Misses, StoreSpec, c_config
 
@@ -80,6 +90,7 @@ _EVERY_SEQUENCE = -1
 
 RouteCallback = Callable[[RouteEvent], None]
 StepCallback = Callable[[ComputedStep], None]
+RoomCallback = Callable[[CRoom], None]
 
 
 class Store(Closing):
@@ -98,6 +109,8 @@ class Store(Closing):
         self._trampoline: Any = None
         self._step_done: StepCallback | None = None
         self._step_trampoline: Any = None
+        self._room: RoomCallback | None = None
+        self._room_trampoline: Any = None
         self._ring = array("q", bytes(8 * _RING))
         self._calls = 0
         self._taken = np.zeros((len(spec.layers), spec.n_expert), np.uint32)
@@ -159,6 +172,13 @@ class Store(Closing):
         address = ctypes.cast(self._step_trampoline, ctypes.c_void_p) if done is not None else None
         self.library.set_step_callback(self.handle, address, None)
 
+    def set_room(self, room: RoomCallback) -> None:
+        """Calls room before a batch is computed on the CPU, and before a state is brought back,
+        where it takes memory that was not given: slots may give way in it (limit)."""
+        self._room, self._room_trampoline = room, ROOM_CB(self._on_room)
+        address = ctypes.cast(self._room_trampoline, ctypes.c_void_p)
+        self.library.set_room_callback(self.handle, address, None)
+
     def set_phase(self, phase: Phase | None) -> None:
         """What the tokens of the steps from here on are; None goes by what their batch shows.
         What a callback raised in a step whose caller raised something else is forgotten."""
@@ -213,6 +233,16 @@ class Store(Closing):
                         _names(step.ends, step.n_ends),
                     )
                 )
+            return int(interrupts.asked())
+        except BaseException as error:  # noqa: BLE001 - nothing may unwind through C
+            self._error = error
+            return 1
+
+    @interrupts.called_from_c
+    def _on_room(self, pointer: Any, _user: int | None) -> int:
+        try:
+            if self._room is not None:
+                self._room(pointer.contents)
             return int(interrupts.asked())
         except BaseException as error:  # noqa: BLE001 - nothing may unwind through C
             self._error = error
@@ -402,7 +432,7 @@ class Store(Closing):
         """Frees the native store; the llama_context that used it must be gone before."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
-            self._route = self._step_done = None
+            self._route = self._step_done = self._room = None
             self.library.store_free(handle)
 
 

@@ -61,6 +61,10 @@ class LayerCosts:
     low_bytes: int
     present_bytes: float
 
+    def __deepcopy__(self, _memo: object) -> LayerCosts:
+        """Nothing of it changes; and a view of memory cannot be copied."""
+        return self
+
     @property
     def dearest(self) -> float:
         """No way costs a token more, in nats a byte: above it a price changes nothing."""

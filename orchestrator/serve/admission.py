@@ -47,8 +47,8 @@ class Ticket:
     """A request's place in the line. turn is done when it may run; leave gives the place back, at
     any time, and has to be called once."""
 
-    def __init__(self, gate: Gate, places: int) -> None:
-        self.places = places
+    def __init__(self, gate: Gate, places: int, cells: int) -> None:
+        self.places, self.cells = places, cells
         self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._gate = gate
 
@@ -57,7 +57,8 @@ class Ticket:
 
 
 class Gate:
-    """Lets requests in by their order, each with as many places as it takes.
+    """Lets requests in by their order, each with as many places and as much of the context as it
+    takes.
 
     running: requests now; refused: those that the queue had no room for, ever.
     """
@@ -66,40 +67,49 @@ class Gate:
         """places: answers at once; queue: requests that may wait."""
         self.places, self.queue = places, queue
         self.running = self.refused = 0
-        self._free = places
+        self._free, self._cells = places, 0
         self._line: deque[Ticket] = deque()
 
     @property
     def waiting(self) -> int:
         return len(self._line)
 
-    def join(self, places: int = 1) -> Ticket:
-        """A place in the line, of which its turn may come at once. Raises Refusal where the
-        queue is full, and ValueError for more places than there are."""
+    def open(self, cells: int) -> None:
+        """The context that requests share has so many cells."""
+        self._cells = cells
+
+    def join(self, places: int = 1, cells: int = 0) -> Ticket:
+        """A place in the line, of which its turn may come at once. cells: of the context, for its
+        prompt and its answers. Raises Refusal where the queue is full, and ValueError for more
+        places than there are."""
         if not 1 <= places <= self.places:
             raise ValueError(f"{places} places of {self.places}")
-        must_wait = self._line or places > self._free
-        if must_wait and self.waiting >= self.queue:
+        ticket = Ticket(self, places, cells)
+        if (self._line or not self._fits(ticket)) and self.waiting >= self.queue:
             self.refused += 1
             raise Refusal(429, "too many requests wait already (--queue): try again later")
-        ticket = Ticket(self, places)
         self._line.append(ticket)
         self._call_next()
         return ticket
+
+    def _fits(self, ticket: Ticket) -> bool:
+        return ticket.places <= self._free and (ticket.cells <= self._cells or not self.running)
 
     def _leave(self, ticket: Ticket) -> None:
         if ticket.turn.done():
             self.running -= 1
             self._free += ticket.places
+            self._cells += ticket.cells
         else:
             self._line.remove(ticket)
             ticket.turn.cancel()
         self._call_next()
 
     def _call_next(self) -> None:
-        while self._line and self._line[0].places <= self._free:
+        while self._line and self._fits(self._line[0]):
             ticket = self._line.popleft()
             self._free -= ticket.places
+            self._cells -= ticket.cells
             self.running += 1
             ticket.turn.set_result(None)
 

@@ -84,15 +84,17 @@ class Outlet:
 class Asked:
     """What a request asks for, beside what llama.cpp gets of it.
 
-    places: how many sequences it takes; conversation: which of them may hold what it goes on from;
-    settings: what the policy goes by; shape: turns llama.cpp's answer into the form of its path.
-    check: raises Refusal for a request that llama.cpp would refuse; asked before a stream begins
-    whose turn has not come. compute: makes the answer in the place of llama.cpp's server, on a
-    sequence; the parts of a JSON object, for which the place is not kept.
+    places: how many sequences it takes; cells: of the context that all share; conversation: which
+    sequence may hold what it goes on from; settings: what the policy goes by; shape: turns
+    llama.cpp's answer into the form of its path. check: raises Refusal for a request that llama.cpp
+    would refuse; asked before a stream begins whose turn has not come. compute: makes the answer in
+    the place of llama.cpp's server, on a sequence; the parts of a JSON object, for which the place
+    is not kept.
     """
 
     is_stream: bool
     places: int
+    cells: int
     conversation: Conversation | None
     settings: Settings | None
     shape: Shaping | None
@@ -143,7 +145,7 @@ class Answer:
     async def _work(self, out: Outlet, abort: Callable[[], None]) -> None:
         with ExitStack() as held:  # what others wait for; closed with the work, before the answer
             try:
-                ticket = self._state.gate.join(self._asked.places)
+                ticket = self._state.gate.join(self._asked.places, self._asked.cells)
                 held.callback(ticket.leave)
                 await self._turn(ticket.turn, out)
                 self._backend.go_by(self._asked.settings)

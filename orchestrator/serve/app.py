@@ -19,7 +19,7 @@ from orchestrator.serve.admission import Body, Conversation, Holding, conversati
 from orchestrator.serve.answer import Answer, Asked
 from orchestrator.serve.backend import Backend, State
 from orchestrator.serve.door import Door, error_response
-from orchestrator.serve.requests import check_length, read_request, settle_probs
+from orchestrator.serve.requests import check_length, read_request, settle_length, settle_probs
 from orchestrator.serve.schemas import COUNTING, GENERATING, QUICK, READ, document, paths
 from orchestrator.serve.scoring import Scoring, wants_scores
 from orchestrator.serve.views import metrics_text, page_response
@@ -92,6 +92,8 @@ class Endpoints:
         data, changes = read_request(route, body.data, backend)
         settings = backend.settings_for(changes)
         make = shape = conversation = None
+        cells = 0
+        ask = partial(_asked, backend)
         if wants_scores(route, data):
             places, conversation = parallel, Conversation()  # nothing else decodes
             make = partial(self._score, backend, body)
@@ -100,15 +102,15 @@ class Endpoints:
             places = _places(data, parallel)
             if parallel > 1:
                 conversation = conversation_of(route, data)
+                cells = settle_length(ask, route, data, backend, places)
         body.data = written(data)
 
         async def check() -> None:
-            ask = partial(_asked, backend)
             checking = partial(check_length, ask, route, body.data, backend.slot_context)
             await state.bodies.run(checking)
 
         asked = Asked(
-            data.get("stream") is True, places, conversation, settings, shape, check, make
+            data.get("stream") is True, places, cells, conversation, settings, shape, check, make
         )
         return Answer(state, backend, route, body, asked)
 

@@ -29,6 +29,7 @@ from orchestrator.config import Config, native_log_enabled
 from orchestrator.engine.driver import PlainDriver
 from orchestrator.engine.engine import Engine
 from orchestrator.engine.report import StoreCosts
+from orchestrator.engine.steps import NO_ROOM
 from orchestrator.errors import ConfigError, MoeEdgeError, NativeError
 from orchestrator.events import Phase
 from orchestrator.memory.footprint import PROMPT_MARKS, part_bytes
@@ -203,7 +204,7 @@ class Backend:
         """Loads the model; progress gets the loaded share, 0 to 1, and what it raises comes
         through. Raises MoeEdgeError in one of its forms."""
         self.name = settings.alias or config.model.stem
-        self.parallel = settings.parallel
+        self.parallel, self.max_tokens = settings.parallel, config.max_tokens
         template = settings.chat_template
         self.most_body_bytes = settings.most_body_bytes(config.ctx)
         self.most_scored = most_scored(config)
@@ -219,7 +220,9 @@ class Backend:
             raise
         try:
             engine = self.engine
-            self.slot_context = engine.n_ctx // settings.parallel
+            self.cells = engine.n_ctx
+            own_length = config.ctx or engine.model.hparams.context_length or engine.n_ctx
+            self.slot_context = min(own_length, engine.n_ctx)
             plan = engine.plan
             cache_mib, checkpoints = kept_prompts(
                 plan.prompt_bytes, part_bytes(engine.model, engine.config), settings.parallel
@@ -271,12 +274,14 @@ class Backend:
     ) -> Iterator[np.ndarray]:
         """Logits float32 [n, n_vocab] of each token of a prompt, int32, part by part: views, valid
         until the next one. For a thread beside the one that decodes, while no request does; the
-        sequence loses what it held. goes_on: asked before each part.
+        sequence loses what it held, and others do where there is no room beside that. goes_on:
+        asked before each part.
 
         Raises Stopped, MoeEdgeError, and whatever a policy raised."""
         engine = self.engine
         context, driver = engine.context, engine.driver if engine.managed else PlainDriver()
         engine.end_idle()
+        others = [each for each in range(self.parallel) if each != sequence]
         if not self._native.forget(sequence):
             raise Stopped
         try:
@@ -287,6 +292,8 @@ class Backend:
                 driver.begin(Phase.PREFILL)
                 places = range(start, start + len(part))
                 status = context.decode_each(part, places, [sequence] * len(part))
+                while status == NO_ROOM and others and self._native.forget(others.pop()):
+                    status = context.decode_each(part, places, [sequence] * len(part))
                 driver.check(status)
                 if status and not goes_on():
                     raise Stopped
@@ -356,13 +363,14 @@ class Backend:
             self.engine.policy.go_by(settings)
 
     def picture(self) -> dict[str, Any]:
-        """What the page shows: where each expert is, how often tokens used it, hits and bytes.
+        """What the page shows: where each expert is, how often tokens used it, hits and bytes, and
+        what memory is in use.
 
         resident and used: uint8 and little-endian uint32 [layers, experts] in base64.
         """
         engine = self.engine
         if not engine.managed:
-            return {"mode": engine.mode, "layers": 0}
+            return {"mode": engine.mode, "layers": 0, "memory": engine.memory()}
         store = engine.store
         if not engine.policy.wants.counts:  # else the policy takes them
             store.take_counts()
@@ -380,6 +388,7 @@ class Backend:
             "requests": sum(stats.requests),
             "hits": sum(stats.hits),
             "bytes_read": sum(read),
+            "memory": engine.memory(),
         }
 
     def failure(self) -> str | None:

@@ -32,6 +32,7 @@ from orchestrator.serve.wire import (
     limit_of,
     message_of,
     read_object,
+    written,
 )
 
 # The field with live settings of the policy for one request.
@@ -54,6 +55,8 @@ MESSAGE_TOKENS, _FEW_MESSAGES = 4, 64
 _LAST_N = ("repeat_last_n", "dry_penalty_last_n")
 # Texts in `logit_bias` are as many entries as they have tokens.
 MOST_BIAS_CHARS = 16384
+# Of an answer that shares the context with others, where it says no limit of its own.
+RESERVED_TOKENS = 4096
 # Of a name in a schema: llama.cpp's regular expressions recurse over each of its characters, and
 # those of the names around it.
 MOST_NAME_CHARS = 256
@@ -580,28 +583,57 @@ def _limit(data: dict[str, Any], n_tokens: int) -> None:
     data["max_tokens"] = n_tokens
 
 
+def settle_length(
+    ask: Callable[[str, bytes], tuple[int, bytes]],
+    route: str,
+    data: dict[str, Any],
+    backend: Backend,
+    n_answers: int,
+) -> int:
+    """Bounds an answer that shares the context with those of other sequences, and returns how many
+    of its cells the request takes at most: nobody else is let into these.
+
+    An answer without a limit may be as long as its sequence's even share of the context, and has
+    RESERVED_TOKENS in any case, as far as the context goes. Raises Refusal as check_length.
+    """
+    body, most = written(data), backend.slot_context
+    counted = check_length(ask, route, body, most)
+    n_prompt = len(body) if counted is None else counted  # no token is shorter than a byte
+    limit, share = limit_of(data), backend.cells // backend.parallel
+    if limit is None:
+        limit = backend.max_tokens or max(RESERVED_TOKENS, share - n_prompt)
+    limit = min(limit, most - (counted or 0))
+    if limit_of(data) is None:
+        _limit(data, limit)
+    n_answers = max(n_answers, min(_prompts(data.get("prompt")), backend.parallel))
+    return min(backend.cells, n_prompt + n_answers * limit)
+
+
 def check_length(
     ask: Callable[[str, bytes], tuple[int, bytes]], route: str, body: bytes, most_tokens: int
-) -> None:
-    """Raises Refusal for a prompt that a context of so many tokens has no room for, and for one
-    that cannot be read at all.
+) -> int | None:
+    """How many tokens a prompt has; None where no request that decodes nothing tells: of several
+    texts, gaps, and what llama.cpp will refuse. Raises Refusal for a prompt that a context of so
+    many tokens has no room for, and for one that cannot be read at all.
 
-    ask: (status, answer) of a request that decodes nothing. Prompts whose length no such request
-    tells (several texts, gaps) pass, and are refused when their turn has come.
+    ask: (status, answer) of a request that decodes nothing.
     """
     counting = next((each for each, form in COUNTING.items() if form == route), None)
     prompt = json.loads(body).get("prompt")
+    n_tokens: int | None = None
     if counting is not None:
         status, answer = ask(counting, body)
         if status == 400:
             raise Refusal(400, message_of(answer))
-        n_tokens = json.loads(answer)["input_tokens"] if status == 200 else 0
+        if status == 200:
+            n_tokens = json.loads(answer)["input_tokens"]
     elif isinstance(prompt, str):
         text = json.dumps({"content": prompt, "add_special": True, "parse_special": True})
         status, answer = ask("/tokenize", text.encode())
-        n_tokens = len(json.loads(answer)["tokens"]) if status == 200 else 0
-    else:
-        is_tokens = isinstance(prompt, list) and all(isinstance(each, int) for each in prompt)
-        n_tokens = len(prompt) if prompt and is_tokens else 0
-    if n_tokens >= most_tokens:
+        if status == 200:
+            n_tokens = len(json.loads(answer)["tokens"])
+    elif prompt and isinstance(prompt, list) and all(isinstance(each, int) for each in prompt):
+        n_tokens = len(prompt)
+    if n_tokens is not None and n_tokens >= most_tokens:
         raise beyond_context(f"the prompt of {n_tokens} tokens", n_tokens, most_tokens)
+    return n_tokens

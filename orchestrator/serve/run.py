@@ -268,6 +268,7 @@ class Running:
             self._failure = error
             self.stop()
             return
+        self._state.gate.open(backend.cells)
         self._state.backend = backend
         if self._state.stopping:
             backend.stop()

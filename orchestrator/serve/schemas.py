@@ -301,15 +301,6 @@ INNER = dict.fromkeys(
     ),
     "it is made by the server",
 ) | {"lora": "there are no adapters"}
-# What llama.cpp declares, and what changes nothing here or is the server's to decide.
-LEFT_OUT = (
-    "backend_sampling",
-    "n_cache_reuse",
-    "n_discard",
-    "reasoning_control",
-    "sse_ping_interval",
-    "id_slot",
-)
 
 JSON, STREAM, TEXT = "application/json", "text/event-stream", "text/plain"
 TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
@@ -394,8 +385,13 @@ SCHEMAS: dict[str, Schema] = {
         timings=named("Costs"),
     ),
     "Experts": record(
-        "mode layers",
+        "mode layers memory",
         mode=STRING,
+        memory={
+            "type": "object",
+            "additionalProperties": COUNT,
+            "description": "Bytes of the host's memory by what they are for, the free ones last.",
+        },
         layers={**COUNT, "description": "0 where experts are not managed; no more is said then."},
         experts=COUNT,
         tiers=listed(STRING),

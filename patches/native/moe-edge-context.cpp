@@ -74,6 +74,41 @@ moe_edge_batch describe(const llama_ubatch & ubatch, const llama_batch & whole, 
 
 }  // namespace
 
+// A cache grows by so many tokens beyond a batch before anybody is asked again.
+const uint32_t TOKENS_AHEAD = 256;
+
+moe_edge_room_hook::moe_edge_room_hook(llama_context & ctx, uint32_t n_tokens, uint64_t n_bytes)
+    : ctx(ctx), n_ubatch(ctx.cparams.n_ubatch) {
+    const auto * model = attached_to(ctx.model);
+    if (!model || !model->store->room_callback || ctx.backends.size() > 1) {
+        return;
+    }
+    auto & given = model->store->given;
+    if (n_bytes == 0 && n_tokens <= std::min(given.tokens, given.at_once) && !ctx.scratch.gives_back(n_tokens)) {
+        given.tokens -= n_tokens;
+        return;
+    }
+    if (ctx.scratch.gives_back(n_tokens)) {
+        ctx.scratch.drop(ctx.backend_cpu);
+    }
+    moe_edge_room room = { ctx.scratch.touched(ctx.backend_cpu), n_bytes, (int32_t) n_tokens, (int32_t) n_ubatch, 0, 0 };
+    given   = {};
+    is_good = model->store->room_callback(&room, model->store->room_user) == 0;
+    if (!is_good) {
+        model->store->fail("there is no room for the step");
+        return;
+    }
+    if (room.drop_scratch) {
+        ctx.scratch.drop(ctx.backend_cpu);
+    }
+    given = { n_bytes ? 0 : TOKENS_AHEAD, (uint32_t) room.at_once };
+    ctx.cparams.n_ubatch = std::min(n_ubatch, given.at_once);
+}
+
+moe_edge_room_hook::~moe_edge_room_hook() {
+    ctx.cparams.n_ubatch = n_ubatch;
+}
+
 moe_edge_step_hook::moe_edge_step_hook(llama_context & ctx, const llama_ubatch & ubatch)
     : ctx(ctx), model(attached_to(ctx.model)), threads(threads_of(ctx)), n_tokens(ubatch.n_tokens) {
     if (threads) {

@@ -99,6 +99,19 @@ size_t resident_bytes(char * data, size_t size) {
     return n * PAGE;
 }
 
+template <typename Counts> moe_edge_touched touched_by(Counts counts) {
+    moe_edge_touched out = {};
+    std::lock_guard<std::mutex> lock(known.mutex);
+    for (const auto & [data, each] : known.all) {
+        if (counts(each)) {
+            uint64_t * const both = each.kind == CACHE ? out.cache : each.kind == SCRATCH ? out.scratch : out.work;
+            both[0] += each.size;
+            both[1] += resident_bytes(data, each.size);
+        }
+    }
+    return out;
+}
+
 // ---- buffers
 
 void free_buffer(ggml_backend_buffer_t buffer) {
@@ -186,13 +199,25 @@ ggml_backend_buffer_type_t moe_edge_scratch::type(ggml_backend_buffer_type_t typ
     return type == ggml_backend_cpu_buffer_type() ? own.get() : type;
 }
 
+bool moe_edge_scratch::gives_back(int32_t n_tokens) const {
+    return most_tokens >= LEAST_PROMPT && most_tokens >= FEWER * n_tokens;
+}
+
 void moe_edge_scratch::step(int32_t n_tokens, ggml_backend_t cpu) {
-    if (most_tokens >= LEAST_PROMPT && most_tokens >= FEWER * n_tokens) {
-        drop_owned(own.get());
-        drop_owned(cpu);
-        most_tokens = 0;
+    if (gives_back(n_tokens)) {
+        drop(cpu);
     }
     most_tokens = std::max(most_tokens, n_tokens);
+}
+
+void moe_edge_scratch::drop(ggml_backend_t cpu) {
+    drop_owned(own.get());
+    drop_owned(cpu);
+    most_tokens = 0;
+}
+
+moe_edge_touched moe_edge_scratch::touched(ggml_backend_t cpu) const {
+    return touched_by([&](const mapping & each) { return each.kind == CACHE || each.owner == own.get() || each.owner == cpu; });
 }
 
 void moe_edge_fit_work(ggml_backend_t cpu, uint8_t *& data, size_t & size, size_t needed) {
@@ -210,11 +235,5 @@ void moe_edge_free_work(uint8_t * data) {
 }
 
 void moe_edge_get_touched(moe_edge_touched * out) {
-    *out = {};
-    std::lock_guard<std::mutex> lock(known.mutex);
-    for (const auto & [data, each] : known.all) {
-        uint64_t * const both = each.kind == CACHE ? out->cache : each.kind == SCRATCH ? out->scratch : out->work;
-        both[0] += each.size;
-        both[1] += resident_bytes(data, each.size);
-    }
+    *out = touched_by([](const mapping &) { return true; });
 }

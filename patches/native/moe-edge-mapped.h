@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <memory>
 
+struct moe_edge_touched;
+
 // For the buffers of a cache, in the place of this type: ours where it is the CPU's, else the same.
 // Cleared with zeros, such a buffer gives its pages back.
 ggml_backend_buffer_type_t moe_edge_cache_type(ggml_backend_buffer_type_t type);
@@ -36,6 +38,15 @@ class moe_edge_scratch {
     // A step of so many tokens begins, and nothing that was computed is needed any more. cpu: the
     // backend whose work buffer it uses.
     void step(int32_t n_tokens, ggml_backend_t cpu);
+
+    // Whether a step of so many tokens gives memory back.
+    bool gives_back(int32_t n_tokens) const;
+
+    // Gives all of it back.
+    void drop(ggml_backend_t cpu);
+
+    // Of this context's scratch and work buffer, and of all caches.
+    moe_edge_touched touched(ggml_backend_t cpu) const;
 
   private:
     const std::unique_ptr<ggml_backend_buffer_type> own;

@@ -98,6 +98,12 @@ void moe_edge_set_step_callback(moe_edge_store * store, moe_edge_step_cb cb, voi
     store->step_user     = user;
 }
 
+void moe_edge_set_room_callback(moe_edge_store * store, moe_edge_room_cb cb, void * user) {
+    store->room_callback = cb;
+    store->room_user     = user;
+    store->given         = {};
+}
+
 void moe_edge_set_phase(moe_edge_store * store, int32_t phase) { store->said_phase = phase; }
 
 void moe_edge_sequence_end(moe_edge_store * store, int32_t sequence) { store->end_sequence(sequence); }

@@ -127,6 +127,11 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     int32_t           said_phase    = -1;   // enum moe_edge_phase of all tokens, or -1: go by the batch
     moe_edge_step_cb  step_callback = nullptr;
     void *            step_user     = nullptr;
+    moe_edge_room_cb  room_callback = nullptr;
+    void *            room_user     = nullptr;
+
+    // What there is room for without asking: so many tokens more in the cache, so many in a step.
+    struct { uint32_t tokens, at_once; } given = {};
 
     // arrays behind event and decision
     moe_edge_event    event    = {};

@@ -38,7 +38,7 @@ extern "C" {
 
 // Raised with every change of a struct or a function below. Callers compare it
 // with moe_edge_abi_version() before anything else.
-#define MOE_EDGE_ABI_VERSION 15
+#define MOE_EDGE_ABI_VERSION 16
 
 #define MOE_EDGE_API __attribute__((visibility("default")))
 
@@ -282,9 +282,6 @@ MOE_EDGE_API int32_t moe_edge_interleaves(int32_t type, int64_t n_in, int64_t n_
 // The CRC-32 of n bytes behind those that crc is of; 0 is that of none. As zlib's.
 MOE_EDGE_API uint32_t moe_edge_crc32(uint32_t crc, const void * data, uint64_t n);
 
-// The architectures whose experts a store can manage, as GGUF names them; NULL behind the last one.
-MOE_EDGE_API const char * moe_edge_architecture(int32_t i);
-
 // Bytes a slot needs for a slice of this length at this file offset: direct reads
 // cover whole 4096-byte blocks.
 MOE_EDGE_API uint64_t moe_edge_slot_bytes(uint64_t offset, uint64_t expert_bytes);
@@ -344,10 +341,11 @@ MOE_EDGE_API int64_t moe_edge_store_limit(struct moe_edge_store * store, uint64_
 // ggml_backend_buffer_type_t for the expert tensors: placeholders without memory.
 MOE_EDGE_API void * moe_edge_buffer_type(void);
 
-// Why a load of a model with managed tensors failed in this thread: no store waited for it, its
-// architecture does not build its experts through the common MoE builder, or its tensors do not
-// match the store's. NULL where no load failed for that, or the sentence was asked for already; it
-// is valid until the next load.
+// Why a load of a model with managed tensors failed in this thread, or its first context: no store
+// waited for it, its tensors do not match the store's, or its graph reads them in another way than a
+// store serves them. A model that is loaded without memory (no_alloc) takes no store, and its context
+// fails for the latter alike. NULL where nothing failed for that, or the sentence was asked for
+// already; it is valid until the next load.
 MOE_EDGE_API const char * moe_edge_load_error(void);
 
 // What a context and its model take without the store's slots, in bytes: [host, other memories].
@@ -396,6 +394,22 @@ MOE_EDGE_API void moe_edge_set_callback(
 // cb is called by the thread that decodes, at the end of each step that was computed without an
 // error, but not for a warm-up; NULL: none. With one, a step ends when the device has computed it.
 MOE_EDGE_API void moe_edge_set_step_callback(struct moe_edge_store * store, moe_edge_step_cb cb, void * user);
+
+// What a batch of a model takes beside the slots, before it takes it.
+struct moe_edge_room {
+    struct moe_edge_touched touched;  // now: of all caches, and of this context's scratch and work buffer
+    uint64_t n_bytes;      // of a state that is brought back into the cache
+    int32_t  n_tokens;     // of the batch; 0 before a state
+    int32_t  at_once;      // in: the most tokens of a micro-batch; out: those of this batch's
+    int32_t  drop_scratch; // out: 1 gives back what scratch and work buffer still hold
+    int32_t  reserved;
+};
+
+// cb is called on the CPU by the thread that decodes, before a batch is computed and before a state is brought back, in
+// which slots may give way (moe_edge_store_limit); NULL: none. What it gives is good for 256 tokens more in steps of
+// no more tokens, for which it is not asked. Where it does not return 0 the batch fails, and nothing was computed.
+typedef int (*moe_edge_room_cb)(struct moe_edge_room * room, void * user);
+MOE_EDGE_API void moe_edge_set_room_callback(struct moe_edge_store * store, moe_edge_room_cb cb, void * user);
 
 // What every token is from the next step on: enum moe_edge_phase, or -1, the start, to go by what
 // the batch shows. A token is prompt then if its sequence has more than one token in the batch that

@@ -46,31 +46,13 @@ def replayed(
     trace: Trace,
     speed: Transport,
     time: Compute | None = None,
-    see: Callable[[Policy], None] | None = None,
-    **how: bool,
 ) -> tuple[Outcome, Policy]:
-    """With the recorded policy, settings and slots; see: is shown the policy before it begins; how:
-    as_recorded, unless something else of `simulate` is asked for."""
+    """With the recorded policy, settings and slots."""
     setup = set_up_for(trace, ReplayOptions(), policy_class(trace.header.policy), speed)
-    if see is not None:
-        see(setup.policy)
     library, time = Bindings.load().library(), time or Compute(20.0, 20.0)
-    how = how or {"as_recorded": True}
-    return simulate(library, trace, setup, speed, time, **how), setup.policy
+    return simulate(library, trace, setup, speed, time), setup.policy
 
 
 def reported(trace: Trace, **options: Any) -> dict[str, Any]:
     """What `moe-edge replay` finds."""
     return replay(Bindings.load().library(), trace, ReplayOptions(**options))
-
-
-def replayed_exactly(trace: Trace) -> dict[str, dict[str, Any]]:
-    """The rows of agreement by name; what was counted and decided has to agree to the last one."""
-    result = reported(trace)
-    assert result["clock"] == "recorded"
-    rows = {row["name"]: row for row in result["agreement"]}
-    exact = ["hits", "of requests", "prompt: hits", "promoted", "demoted"]
-    exact += [name for name in rows if name.startswith(("routed in", "computed in"))]
-    for name in exact:
-        assert rows[name]["error"] == 0, name
-    return rows

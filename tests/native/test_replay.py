@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from orchestrator.lab.replay.record import record_answer, record_text
 from orchestrator.lab.replay.simulate import Transport
 from orchestrator.lab.replay.trace import PROMPT_ENDS, STARTS
 from orchestrator.native import CStats
-from orchestrator.policy import Policy
 from orchestrator.policy.dymoe import DyMoE
 
 from .conftest import build, drawn, opened, until
@@ -137,64 +135,6 @@ def test_with_prefetch_it_asks_the_same(both: Path, tmp_path: Path) -> None:
     scores = prefill.events[0].importance
     assert scores is not None and scores.shape == (len(PROMPT),) and scores.max() > scores.min()
     assert all(event.importance is None for step in decode for event in step.events)
-
-
-Decision = tuple[int, int, list[int], list[int], list[int]]
-
-
-def note_decisions(found: list[Decision], policy: Policy) -> None:
-    """Adds what the policy decides from here on: layer and tokens, tiers and passing of the routed
-    experts, and what it asks for ahead."""
-    decide = policy.decide
-
-    def decide_and_note(event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        decide(event, view, out)
-        routed = distinct(event.ids_array)
-        tiers, passing = out.tier_array[routed].tolist(), out.passing_array[routed].tolist()
-        ahead = list(out._prefetch[: out.n_prefetch])
-        found.append((event.layer, event.n_tokens, tiers, passing, ahead))
-
-    policy.decide = decide_and_note  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize(
-    ("shape", "options"),
-    [
-        ("qwen3moe", {"prefetch": "on"}),
-        ("qwen3moe", {"agree": "mol", "prefetch_kinds": 1, "tune": "climb", "prefetch": "on"}),
-        ("olmoe", {"agree": "margin", "prefetch_kinds": 2}),
-        ("deepseek2-fused", {"agree": "mol", "prefetch_kinds": 1, "waste_weight": 1.0}),
-        ("qwen3moe", {"agree": "mol", "votes": "2,2/1,1/2,1", "prefetch": "on"}),
-    ],
-)
-def test_firm_decides_as_it_did(
-    shape: str, options: dict[str, object], tiny_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    """What firm tunes depends on what the disk had read by then, and whether it looks ahead on what
-    steps took. Both are in the trace: whatever the simulated disk does, every decision is that of
-    the run, and so are the pairs that were tuned and their losses."""
-    tuning = {} if "votes" in options else {"tune_steps": 4, "tune_tokens": 40}
-    config = build(
-        tiny_model(shape, "q4_k"), policy="firm", expert_ram=1 << 20, ubatch=4, **tuning, **options
-    )
-    live: list[Decision] = []
-
-    def noted(engine: Engine) -> object:
-        note_decisions(live, engine.policy)
-        evaluate(engine)
-        return engine.policy.report(), engine.policy.tuned
-
-    run = recorded(config, tmp_path, noted)
-    report, tuned = run.said
-    assert run.stats.hits[Phase.DECODE] < run.stats.requests[Phase.DECODE]
-    assert report["tuned"] and (tuned is None) == ("votes" in options)
-    assert any(ahead for *_, ahead in live)
-    for speed in SPEEDS:
-        again: list[Decision] = []
-        see = partial(note_decisions, again)
-        _, policy = replayed(run.trace, speed, see=see, recorded_us=True)
-        assert again == live
-        assert (policy.report(), policy.tuned) == (report, tuned)
 
 
 @pytest.mark.parametrize("low", ["q2_k", "skip"])

@@ -1,8 +1,7 @@
-"""Replays of dynaexq: versions change where they changed in the recorded run."""
+"""Replays of dynaexq, which learns and exchanges versions."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 
@@ -12,15 +11,14 @@ import pytest
 from orchestrator.cache import profile
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
-from orchestrator.errors import ConfigError, TraceError
+from orchestrator.errors import ConfigError
 from orchestrator.events import Phase
 from orchestrator.lab.replay import render
 from orchestrator.lab.replay.record import Recorder, record_text
 from orchestrator.lab.replay.simulate import Compute
-from orchestrator.native import CStats
 
 from .conftest import build, drawn, until
-from .replayed import SPEEDS, recorded, replayed, replayed_exactly, reported
+from .replayed import SPEEDS, recorded, replayed, reported
 
 PROMPTS, ANSWER = (drawn(23, 11), drawn(9, 12)), drawn(80, 13)
 
@@ -51,34 +49,20 @@ def evaluate(engine: Engine) -> None:
     )
 
 
-def same(ours: CStats, theirs: CStats) -> None:
-    for name in ("requests", "hits", "demand_bytes", "prefetch_bytes", "wait_us"):
-        assert list(getattr(ours, name)) == list(getattr(theirs, name)), name
-    for name in ("routed", "computed"):
-        for phase in Phase:
-            assert list(getattr(ours, name)[phase]) == list(getattr(theirs, name)[phase]), name
-    for name in ("experts_promoted", "experts_demoted", "promotions", "evictions", "waves"):
-        assert getattr(ours, name) == getattr(theirs, name), name
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {},
         {"transition_rate": 0, "update_steps": 8, "hysteresis": 0.0},
-        {"transition_rate": 16 << 20, "update_steps": 8, "hysteresis": 0.0, "rank_slack": 1},
         {"hot_experts": 2, "hotness_decay": 0.5},
-        {"update_ms": 20, "hysteresis": 0.0},
         {"expert_ram": 700 << 10, "ubatch": 1},  # low copies do not fit: they are cached
-        {"expert_ram": 900 << 10, "ubatch": 1, "update_ms": 5},
     ],
 )
 @pytest.mark.parametrize("warm", [False, True])
-def test_it_agrees_exactly(
+def test_it_learns_what_the_run_did(
     both: Path, tmp_path: Path, options: dict[str, object], warm: bool
 ) -> None:
-    """In hits, tiers, promotions and demotions, whatever the simulated disk does; from a cold
-    start, and from the profile of an earlier run."""
+    """Whatever the simulated disk does; from a cold start, and from an earlier run's profile."""
     if warm:
         path = tmp_path / "hot.json"
         with Engine.open(dynaexq(both)) as engine:
@@ -87,24 +71,16 @@ def test_it_agrees_exactly(
             profile.save(path, engine.model, np.random.default_rng(11).random(size) * 0.1)
         options = options | {"profile": path}
     run = recorded(dynaexq(both, **options), tmp_path, evaluate)
-    trace, stats = run.trace, run.stats
-    caching = "expert_ram" in options
-    assert (stats.experts_promoted > 0) != caching
-    assert trace.arrays["start_hotness"].any() == warm
-    ticks, prompts = trace.arrays["step_tick"], trace.arrays["step_phase"] == Phase.PREFILL
-    assert ticks.any() if "update_ms" in options else ticks[prompts].all()
-    assert (trace.arrays["step_us"] > 0).all()
+    assert (run.stats.experts_promoted > 0) != ("expert_ram" in options)
+    assert run.trace.arrays["start_hotness"].any() == warm
     for speed in SPEEDS[::2]:
-        found, policy = replayed(trace, speed, Compute(None, None, trace.header.dense_share))
-        if caching:  # it waits, and for how long the disk says
-            found.stats.wait_us = stats.wait_us
-            found.stats.waves = stats.waves
-        same(found.stats, stats)
+        found, policy = replayed(run.trace, speed, Compute(1000.0, 1000.0))
+        assert list(found.stats.requests) == list(run.stats.requests)
         np.testing.assert_array_equal(policy.hotness, run.policy.hotness)
 
 
-def test_a_batch_agrees_exactly(both: Path, tmp_path: Path) -> None:
-    """Several sequences that decode together: a step has an event of several tokens."""
+def test_several_sequences_that_decode_together(both: Path, tmp_path: Path) -> None:
+    """A step has an event of several tokens."""
 
     def together(engine: Engine) -> None:
         engine.eval(PROMPTS[0], 0)
@@ -116,33 +92,16 @@ def test_a_batch_agrees_exactly(both: Path, tmp_path: Path) -> None:
     run = recorded(dynaexq(both, sequences=3, update_steps=4, hysteresis=0.0), tmp_path, together)
     assert run.trace.arrays["step_tokens"].tolist() == [8, 8, 7] + 20 * [3]
     assert run.trace.arrays["step_phase"].tolist() == 3 * [Phase.PREFILL] + 20 * [Phase.DECODE]
-    same(replayed(run.trace, SPEEDS[0], Compute(None, None))[0].stats, run.stats)
-
-
-def test_the_report_says_how_well_it_agrees(both: Path, tmp_path: Path) -> None:
-    run = recorded(dynaexq(both, update_steps=8), tmp_path, evaluate)
-    trace, result = run.trace, reported(run.trace)
-    rows = replayed_exactly(trace)
-    assert rows["promoted"]["recorded"] == run.stats.experts_promoted
-    assert abs(rows["TPOT mean"]["error"]) < 0.01  # nothing waits, and computing is as recorded
-    assert "recorded" in render(result) and "where the run did" in render(result)
-    header = trace.header
-    rate = {"transition_rate": header.settings["transition_rate"]}
-    unchanged = {"policy": "dynaexq", "high_tier": "q4_k", "low_tier": "q2_k", "settings": rate}
-    unchanged |= {"expert_ram": header.expert_bytes, "bandwidth": header.read_bytes_per_s}
-    assert reported(trace, clock="recorded", **unchanged) == result
-
-    result = reported(trace, clock="simulated")
-    assert result["clock"] == "simulated"
-    rows = {row["name"]: row for row in result["agreement"]}
-    assert rows["hits"]["error"] == rows["of requests"]["error"] == 0
-    assert result["runs"]["dynaexq"]["experts_promoted"] > 0
-    _, policy = replayed(trace, SPEEDS[1], Compute(None, None), as_recorded=False)
+    _, policy = replayed(run.trace, SPEEDS[0])
     np.testing.assert_array_equal(policy.hotness, run.policy.hotness)
-    for options in ({"settings": {"transition_rate": 1}}, {"bandwidth": 10**6}):
-        changed = reported(trace, **options)
-        assert changed["clock"] == "simulated" and changed["agreement"] is not None
-    assert reported(trace, policy="lru")["agreement"] is None
+
+
+def test_the_report_has_the_run_beside_its_replay(both: Path, tmp_path: Path) -> None:
+    result = reported(recorded(dynaexq(both, update_steps=8), tmp_path, evaluate).trace)
+    ours, theirs = result["runs"]["dynaexq"]["decode"], result["recorded"]["decode"]
+    assert (ours["hits"], ours["requests"]) == (theirs["hits"], theirs["requests"])
+    assert result["runs"]["dynaexq"]["experts_promoted"] > 0
+    assert "recorded dynaexq" in render(result) and "as the reads allow" in render(result)
 
 
 def test_measuring_the_dense_share_teaches_nothing(both: Path, tmp_path: Path) -> None:
@@ -153,26 +112,8 @@ def test_measuring_the_dense_share_teaches_nothing(both: Path, tmp_path: Path) -
         model = engine.model
     assert trace.arrays["step_tokens"].tolist() == [8, 8, 4] + 40 * [1]
     assert all(0 < share <= 1 for share in trace.header.dense_share)
-    _, policy = replayed(trace, SPEEDS[0], Compute(None, None))
+    _, policy = replayed(trace, SPEEDS[0])
     np.testing.assert_allclose(profile.load(path, model), policy.hotness, rtol=1e-5)
-
-
-def test_a_run_that_went_otherwise_is_refused(both: Path, tmp_path: Path) -> None:
-    trace = recorded(dynaexq(both, update_steps=8), tmp_path, evaluate).trace
-    step, layer, *_ = trace.arrays["published"][0].tolist()
-    asked = {(each[1], each[2]) for each in trace.arrays["published"].tolist() if each[0] <= step}
-    published, start = trace.arrays["published"].copy(), trace.arrays["start_tier"].copy()
-    published[0, 2] = next(e for e in range(trace.n_expert) if (layer, e) not in asked)
-    start[0, [0, -1]] = start[0, [-1, 0]]
-    for change, said in (
-        ({"published": published}, rf"asks for other versions .* \(step {step}\)"),
-        ({"step_tick": 1 - trace.arrays["step_tick"]}, "renews its hot sets after other steps"),
-        ({"start_tier": start}, "starts with other experts in memory"),
-    ):
-        wrong = replace(trace, arrays=trace.arrays | change)
-        with pytest.raises(TraceError, match=said):
-            reported(wrong)
-        reported(wrong, clock="simulated")
 
 
 def test_a_policy_that_has_decided_is_not_recorded(both: Path) -> None:

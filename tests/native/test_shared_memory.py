@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from gguf_tools import synthetic
 from orchestrator.config import Config
+from orchestrator.engine import load
 from orchestrator.engine.engine import Engine
-from orchestrator.memory.shared import CELL_STEP
+from orchestrator.errors import NativeError
 from orchestrator.native import Library, touched_memory
+from orchestrator.native.llama import LlamaContext
 
 MIB = 2**20
 SHAPE = replace(
@@ -49,7 +52,7 @@ def test_the_rows_are_those_of_a_run_with_memory_to_spare(path: Path, cap: int) 
     talk = [(PROMPT, 0), (PROMPT[:1], 3000), (PROMPT[:700], 100), (PROMPT[5:6], 800), (PROMPT, 10)]
     with opened(path, ctx=16384) as engine:
         expected = [engine.eval(tokens, pos) for tokens, pos in talk]
-    with opened(path, ram=cap, as_used=True) as engine:
+    with opened(path, ram=cap, conversations=True) as engine:
         assert engine.plan.shared is not None and engine.n_ctx == 16384
         for (tokens, pos), row in zip(talk, expected, strict=True):
             assert np.array_equal(engine.eval(tokens, pos), row)
@@ -58,7 +61,7 @@ def test_the_rows_are_those_of_a_run_with_memory_to_spare(path: Path, cap: int) 
 
 def test_slots_give_way_to_what_is_used_and_come_back(path: Path, cap: int) -> None:
     """Scratch of a large micro-batch stays for a while behind it, and counts as long."""
-    with opened(path, ram=cap, as_used=True, ubatch=None) as engine:
+    with opened(path, ram=cap, conversations=True, ubatch=None) as engine:
         plan, store, shared = engine.plan, engine.store, engine.plan.shared
         assert shared is not None and plan.slots is not None
         seen, at = [], 0
@@ -79,7 +82,7 @@ def test_slots_give_way_to_what_is_used_and_come_back(path: Path, cap: int) -> N
 
 def test_what_a_prompt_that_was_given_up_leaves_still_counts(path: Path, cap: int) -> None:
     """No small step gives its scratch back before a short prompt of another conversation."""
-    with opened(path, ram=cap, as_used=True, ubatch=None) as engine:
+    with opened(path, ram=cap, conversations=True, ubatch=None) as engine:
         store, shared = engine.store, engine.plan.shared
         assert shared is not None
         for at in range(0, 9000, 3000):
@@ -92,21 +95,69 @@ def test_what_a_prompt_that_was_given_up_leaves_still_counts(path: Path, cap: in
 
 
 def test_cells_of_short_cuts_stay_and_count(path: Path, cap: int) -> None:
-    with opened(path, ram=cap, as_used=True) as engine:
+    with opened(path, ram=cap, conversations=True) as engine:
         shared = engine.plan.shared
         assert shared is not None
         engine.eval(PROMPT[:2000], 0)
         for length in (1800, 1600, 1400, 1100, 900):
             engine.eval(PROMPT[:1], length)
-            held = touched_memory(engine.store.library).cache.resident
-            assert held <= shared.cell_bytes * (engine._steps._touched + CELL_STEP)
+            beside = sum(each.resident for each in touched_memory(engine.store.library))
+            assert engine.store.stats().slot_bytes + beside <= shared.n_bytes
 
 
 def test_an_answer_takes_cell_after_cell(path: Path, cap: int) -> None:
-    with opened(path, ram=cap, as_used=True) as engine:
+    with opened(path, ram=cap, conversations=True) as engine:
         store, held = engine.store, []
         for pos, token in enumerate(PROMPT[:1300]):
             engine.eval([token], pos)
             held.append(store.stats().slot_bytes)
     assert held == sorted(held, reverse=True)
     assert len(set(held)) > 2  # from 512 cells on it goes in steps of 256
+
+
+def test_a_step_for_which_no_room_is_made_fails_alone(path: Path, cap: int) -> None:
+    def full(_room: object) -> None:
+        raise MemoryError("no more")
+
+    with opened(path, ram=cap, conversations=True) as engine:
+        engine.store.set_room(full)
+        with pytest.raises(MemoryError, match="no more"):
+            engine.eval(PROMPT[:100], 0)
+        engine.store.set_room(engine.driver.make_room)
+        assert engine.n_cached == 0
+        row = engine.eval(PROMPT[:100], 0)
+    with opened(path, ctx=4096) as engine:
+        assert np.array_equal(engine.eval(PROMPT[:100], 0), row)
+
+
+def test_several_sequences_take_from_the_slots_too(path: Path, cap: int) -> None:
+    settings = {"ram": cap, "conversations": True, "sequences": 2, "threads": 1}
+    with opened(path, **settings) as engine:
+        shared = engine.plan.shared
+        assert shared is not None
+        engine.eval(PROMPT[:1500], 0)
+        for sequence in (0, 1):
+            engine.fork(sequence)
+        before = engine.store.stats().slot_bytes
+        for _ in range(300):
+            engine.decode_batch([5, 6], [0, 1])
+        beside = sum(each.resident for each in touched_memory(engine.store.library))
+        held = engine.store.stats().slot_bytes
+        assert held <= before - int(512 * shared.cell_bytes)
+        assert held + beside <= shared.n_bytes
+
+
+def test_a_context_that_the_system_refuses_to_reserve_is_halved(
+    path: Path, cap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(LlamaContext):
+        def __init__(self, *args: Any, n_ctx: int, **more: Any) -> None:
+            if n_ctx > 5000:
+                raise NativeError("the context cannot be made")
+            super().__init__(*args, n_ctx=n_ctx, **more)
+
+    monkeypatch.setattr(load, "LlamaContext", Refusing)
+    with opened(path, ram=cap, conversations=True) as engine:
+        assert engine.plan.n_ctx == 16384 and engine.n_ctx == 4096
+    with pytest.raises(NativeError, match="cannot be made"):
+        opened(path, ram=cap, conversations=True, ctx=8192)

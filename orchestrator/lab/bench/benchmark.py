@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, TypeVar, cast
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from orchestrator.lab.bench.cases import Case, chosen
 from orchestrator.lab.bench.loop import Loop
@@ -12,10 +12,7 @@ from orchestrator.lab.bench.models import Note
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.report import MIB, heading, made_of, row_notes
 from orchestrator.lab.bench.rows import Result, caps_of, case_row
-from orchestrator.lab.experiment import Experiment
 from orchestrator.lab.table import Column, Report, Table
-
-L = TypeVar("L", bound="Loop[Any]")
 
 # Said before anything else.
 QUICK_NOTE = (
@@ -23,26 +20,27 @@ QUICK_NOTE = (
 )
 
 
-class Benchmark(Experiment[L, Report]):
+class Benchmark(ABC):
     """A benchmark is measured on a loop, which holds its options and its model: a list of cases, a
     row for each, and columns."""
 
     options: ClassVar[type[BenchOptions]]
-    loop: ClassVar[type[Loop[Any]]] = Loop
+    loop: ClassVar[type[Loop]] = Loop
     columns: ClassVar[Sequence[Column]]
 
     @abstractmethod
-    def cases(self, loop: L) -> list[Case]:
+    def cases(self, loop: Any) -> list[Case]:
         """What is compared, in the order of the tables."""
 
-    def row(self, loop: L, case: Case, runs: Sequence[Result]) -> Result:
+    def row(self, loop: Any, case: Case, runs: Sequence[Result]) -> Result:
         """The figures of one case over its runs, or "error"."""
         return case_row(case, runs, loop.limit_bytes(case))
 
-    def compare(self, loop: L, rows: Sequence[Result], runs: Sequence[Sequence[Result]]) -> None:
-        """Adds to the rows what follows from all of them; nothing by default. runs: of each."""
+    @abstractmethod
+    def compare(self, loop: Any, rows: Sequence[Result], runs: Sequence[Sequence[Result]]) -> None:
+        """Adds to the rows what follows from all of them. runs: of each."""
 
-    def rows(self, loop: L) -> list[Result]:
+    def rows(self, loop: Any) -> list[Result]:
         """Measures all rows. A case that failed is reported in its row."""
         listed = chosen(self.cases(loop), loop.options.rows)
         runs = loop.run(listed)
@@ -50,35 +48,25 @@ class Benchmark(Experiment[L, Report]):
         self.compare(loop, rows, runs)
         return rows
 
-    def groups(self, loop: L, rows: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
-        """(title, rows) of each table: of each cap, everything resident first."""
-        for same in caps_of(rows):
-            cap, limit = same[0]["cap"], same[0]["limit_bytes"]
-            title = "everything resident" if cap is None else loop.cap_words.format(cap)
-            yield title + ("" if limit is None else f", {limit / MIB:.0f} MiB"), same
-
     @abstractmethod
-    def intro(self, loop: L) -> list[str]:
+    def intro(self, loop: Any) -> list[str]:
         """What was measured and what the columns mean, a paragraph each."""
 
     def notes(self, rows: Sequence[Result]) -> list[str]:
         """What else is to be said of the rows of one table."""
         return row_notes(rows)
 
-    def measure(self, on: L) -> Report:
-        tables = [
-            Table(f"{title}; {made_of(on)}", self.columns, rows, self.notes(rows))
-            for title, rows in self.groups(on, self.rows(on))
-        ]
-        quick = [QUICK_NOTE] if on.options.quick else []
-        return Report([*quick, *heading(on), *self.intro(on)], tables, on.skipped)
-
-    def tables(self, found: Report) -> list[Table]:
-        return found.tables
-
     def run(self, options: BenchOptions, note: Note = lambda text: None) -> Report:
-        """Makes the model, measures everything and reports it; note gets progress lines. Raises
-        MoeEdgeError where no model can be made or read."""
-        if options.quick:
-            note(QUICK_NOTE)
-        return self.measure(cast(L, self.loop(options, note)))
+        """Makes the model, measures everything and reports it, in a table for each cap, everything
+        resident first; note gets progress lines. Raises MoeEdgeError where no model can be made or
+        read."""
+        quick = [QUICK_NOTE] if options.quick else []
+        for line in quick:
+            note(line)
+        loop, tables = self.loop(options, note), []
+        for same in caps_of(self.rows(loop)):
+            cap, limit = same[0]["cap"], same[0]["limit_bytes"]
+            title = "everything resident" if cap is None else loop.cap_words.format(cap)
+            title += "" if limit is None else f", {limit / MIB:.0f} MiB"
+            tables.append(Table(f"{title}; {made_of(loop)}", self.columns, same, self.notes(same)))
+        return Report([*quick, *heading(loop), *self.intro(loop)], tables, loop.skipped)

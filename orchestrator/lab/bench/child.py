@@ -40,31 +40,17 @@ def text_stream(seed: int, pieces: Sequence[str], tokenize: Callable[[str], Sequ
     return lambda n: list(itertools.islice(tokens, n))
 
 
-def sources(
-    text: str | None, seed: int, n_vocab: int, tokenize: Callable[[str], Sequence[int]]
-) -> list[Draw]:
-    """Where tokens come from, by the topic of a part: any, and two topics that have nothing in
-    common. Those are the two halves of a vocabulary, or of a file of conversations those that begin
-    with asking for a story and the others."""
-    if text is None:
-        middle = n_vocab // 2
-        low, high = token_stream(seed, middle), token_stream(seed, n_vocab - middle + 3)
-        return [
-            token_stream(seed, n_vocab),
-            low,
-            lambda n: [token + middle - 3 for token in high(n)],
-        ]
-    pieces = Path(text).read_text("utf-8").removesuffix("\n").split(SEPARATOR)
-    kinds: dict[bool, list[str]] = {True: [], False: []}
-    for piece in pieces:
-        kinds["story" in piece.split("assistant", 1)[0].lower()].append(piece)
-    return [text_stream(seed, each, tokenize) for each in (pieces, kinds[True], kinds[False])]
+def source(job: Job, n_vocab: int, tokenize: Callable[[str], Sequence[int]]) -> Draw:
+    """Where the tokens of a job come from."""
+    if job.text is None:
+        return token_stream(job.seed, n_vocab)
+    pieces = Path(job.text).read_text("utf-8").removesuffix("\n").split(SEPARATOR)
+    return text_stream(job.seed, pieces, tokenize)
 
 
-def play(parts: Sequence[Part], model: Any, draws: Sequence[Draw], store: Any = None) -> list[Any]:
+def play(parts: Sequence[Part], model: Any, draw: Draw, store: Any = None) -> list[Any]:
     """Times every part, in order: {"name", "tokens", "ms"}, one time for each prompt or step; and
-    with a store, what it counted meanwhile. model: an engine, or one that evaluates as it does;
-    draws: as of sources.
+    with a store, what it counted meanwhile. model: an engine, or one that evaluates as it does.
 
     Tokens are drawn for whole parts, so that one that ends early does not change those after it.
     """
@@ -72,7 +58,7 @@ def play(parts: Sequence[Part], model: Any, draws: Sequence[Draw], store: Any = 
     shared = any(part.sequences for part in parts)
     pos = 0
     for part in parts:
-        tokens = draws[part.topic](part.n * max(1, part.sequences))
+        tokens = draw(part.n * max(1, part.sequences))
         # Each sequence gets a piece of the tokens of its own.
         steps = [tokens[i :: part.n] for i in range(part.n)]
         if part.kind == PROMPT:
@@ -156,8 +142,8 @@ def run_upstream(job: Job) -> Result:
         threads=job.threads,
         **job.settings,
     ) as model:
-        draws = sources(job.text, job.seed, model.n_vocab, model.tokenize)
-        found: Result = {"parts": play(job.parts, model, draws)}
+        draw = source(job, model.n_vocab, model.tokenize)
+        found: Result = {"parts": play(job.parts, model, draw)}
         if job.device is not None:
             llama = context_memory(Bindings.load().library(), model.context)[1]
             found["memory"] = {"llama": llama, "used": max(0, free - free_bytes(job.device))}
@@ -175,8 +161,8 @@ def run_engine(job: Job) -> Result:
         if store is not None and job.warm:
             layers, experts = range(engine.model.n_layers), range(engine.model.n_expert)
             store.warm([(layer, e, 0) for layer in layers for e in experts])
-        draws = sources(job.text, job.seed, n_vocab, engine.tokenize)
-        found: Result = {"parts": play(job.parts, engine, draws, store)}
+        draw = source(job, n_vocab, engine.tokenize)
+        found: Result = {"parts": play(job.parts, engine, draw, store)}
         if store is not None:
             found["policy"] = engine.policy.report()
         if job.device is not None:
@@ -205,16 +191,12 @@ def store_counters(stats: Any) -> Result:
         "requests": sum(stats.requests),
         "hits": sum(stats.hits),
         "bytes": demand + prefetched + stats.transition_bytes,
-        "demand_bytes": demand,
-        "transition_bytes": stats.transition_bytes,
-        "promoted": stats.experts_promoted,
         "used_ahead": useful,
         "needed_bytes": demand + useful * prefetched,
         "copied_bytes": copied,
         "needed_copied_bytes": copied * used / loads if loads else 0,
         "in_place_bytes": in_place,
         "host_computed_bytes": in_place * sum(stats.host_computed) / max(1, sum(stats.in_place)),
-        "wait_ms": sum(stats.wait_us) / 1e3,
         "routed": {"high": routed[0], "low": sum(routed[1:-1]), "skip": routed[-1]},
         "budget_bytes": stats.budget_bytes,
     }

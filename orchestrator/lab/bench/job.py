@@ -18,9 +18,8 @@ class Part(NamedTuple):
     """A stretch of a measurement: one prompt of n tokens, or n decode steps.
 
     name: what the report finds it by. Decode steps end early after so many seconds, when at
-    least at_least of them are done. topic: 1 or 2, a text of its own; 0 for any. sequences: so
-    many go on from the prompt before and decode together, a token each a step; 0: the prompt's
-    own one does.
+    least at_least of them are done. sequences: so many go on from the prompt before and decode
+    together, a token each a step; 0: the prompt's own one does.
     """
 
     name: str
@@ -28,7 +27,6 @@ class Part(NamedTuple):
     n: int
     seconds: float = 0.0
     at_least: int = 1
-    topic: int = 0
     sequences: int = 0
 
 
@@ -42,9 +40,9 @@ def settle(n: int, seconds: float) -> Part:
     return Part("settle", DECODE, n, seconds)
 
 
-def decode(n: int, seconds: float, name: str = DECODE) -> Part:
+def decode(n: int, seconds: float) -> Part:
     """Measured decode steps."""
-    return Part(name, DECODE, n, seconds, MIN_STEPS)
+    return Part(DECODE, DECODE, n, seconds, MIN_STEPS)
 
 
 def longest_context(parts: Sequence[Part], shared: bool = True) -> int:

@@ -64,8 +64,7 @@ class BenchOptions(Settings):
     )
     routing: str = setting(
         "uniform",
-        "How a random-weight model uses its experts: uniform, zipf, or topics: zipf, and other "
-        "experts for the other half of the vocabulary.",
+        "How a random-weight model uses its experts: uniform, or zipf, which is skewed.",
         metavar="KIND",
     )
     caps: tuple[float, ...] = setting(

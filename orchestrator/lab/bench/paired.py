@@ -21,7 +21,6 @@ from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.lab.bench.models import HIGH, Note, build_models
 from orchestrator.lab.bench.options import WORDS, BenchOptions
 from orchestrator.lab.eval.arithmetic import median_interval
-from orchestrator.lab.experiment import Experiment
 from orchestrator.lab.table import Column, Report, Row, Table, fixed
 from orchestrator.policy import policy_settings
 from orchestrator.settings import FROM_0, again, setting
@@ -211,13 +210,13 @@ COLUMNS = (
 )
 
 
-class Paired(Experiment[PairedOptions, Report]):
+class Paired:
     """A pair is one start of both sides; its ratio is their median step over ours, above 1 where
     ours is faster."""
 
     options = PairedOptions
 
-    def measure(self, on: PairedOptions, note: Note = lambda text: None) -> Report:
+    def run(self, on: PairedOptions, note: Note = lambda text: None) -> Report:
         """Raises MoeEdgeError where a side cannot run."""
         model = on.model or build_models(on, (on.tier,), note)[0]
         model = model.resolve()
@@ -246,9 +245,3 @@ class Paired(Experiment[PairedOptions, Report]):
         table = Table(f"{what}, medians of each start", COLUMNS, rows, [footnote])
         compared = f"ours: {', '.join(on.ours)}; theirs: {', '.join(on.theirs)}"
         return Report([f"{model.name}; {compared}"], [table], [])
-
-    def tables(self, found: Report) -> list[Table]:
-        return found.tables
-
-    def run(self, options: PairedOptions, note: Note = lambda text: None) -> Report:
-        return self.measure(options, note)

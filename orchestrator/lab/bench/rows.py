@@ -14,23 +14,23 @@ from orchestrator.lab.bench.job import COLD, DECODE, PROMPT
 Result = dict[str, Any]
 
 
-def named(run: Result, *names: str) -> list[Result]:
-    """The parts of one run that have one of these names."""
-    return [part for part in run["parts"] if part["name"] in names]
+def named(run: Result, name: str) -> list[Result]:
+    """The parts of one run that have this name."""
+    return [part for part in run["parts"] if part["name"] == name]
 
 
-def times_ms(run: Result, *names: str) -> list[float]:
-    """All times of the parts of these names."""
-    return [each for part in named(run, *names) for each in part["ms"]]
+def times_ms(run: Result, name: str) -> list[float]:
+    """All times of the parts of this name."""
+    return [each for part in named(run, name) for each in part["ms"]]
 
 
-def median_ms(runs: Sequence[Result], *names: str) -> list[float]:
-    """For each run, the median time of the parts of these names.
+def median_ms(runs: Sequence[Result], name: str) -> list[float]:
+    """For each run, the median time of the parts of this name.
 
     Speeds come from medians, of a run's times and then of the runs: other work on the machine
     moves a mean far more.
     """
-    return [float(np.median(times_ms(run, *names))) for run in runs]
+    return [float(np.median(times_ms(run, name))) for run in runs]
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
@@ -107,22 +107,17 @@ def store_figures(parts: Sequence[Result]) -> Result:
     }
 
 
-def case_row(
-    case: Case, runs: Sequence[Result], limit_bytes: int | None, steps: Sequence[str] = (DECODE,)
-) -> Result:
-    """The figures of one case over its runs: decode speed, TTFT, store, memory. steps: names of the
-    parts whose decode steps count.
-
-    p99 is that of all decode steps together.
-    """
+def case_row(case: Case, runs: Sequence[Result], limit_bytes: int | None) -> Result:
+    """The figures of one case over its runs: decode speed, TTFT, store, memory. p99 is that of all
+    decode steps together."""
     row: Result = {"name": case.name, "cap": case.cap, "role": case.role}
     row["limit_bytes"] = limit_bytes
     failed = [run for run in runs if "error" in run]
     if failed:
         return row | {"error": failed[0]["error"]}
-    times = [each for run in runs for each in times_ms(run, *steps)]
-    parts = [part for run in runs for part in named(run, *steps)]
-    medians, ttft = median_ms(runs, *steps), median_ms(runs, PROMPT)
+    times = [each for run in runs for each in times_ms(run, DECODE)]
+    parts = [part for run in runs for part in named(run, DECODE)]
+    medians, ttft = median_ms(runs, DECODE), median_ms(runs, PROMPT)
     tpot_ms = statistics.median(medians)
     tokens = sum(part["tokens"] for part in parts)
     row |= {
@@ -138,7 +133,7 @@ def case_row(
     if any(part["name"] == COLD for part in runs[0]["parts"]):
         row["ttft_cold_ms"] = statistics.median(median_ms(runs, COLD))
     if "store" in parts[0]:
-        by_run = [store_figures(named(run, *steps)) for run in runs]
+        by_run = [store_figures(named(run, DECODE)) for run in runs]
         callbacks = [part["callback_us"] for part in parts if part["callback_us"] is not None]
         row |= store_figures(parts) | {
             "bytes_per_token": statistics.median(each["bytes_per_token"] for each in by_run),

@@ -10,11 +10,9 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, GATE, GATE_UP, KINDS, UP, GGMLType
 from gguf_tools.quantize.ggml import Ggml
 from orchestrator.errors import ConfigError
-from orchestrator.lab.calibrate.capture import LayerActivations
 
 # Inner values as captured are products of quantized activations: what int8 leaves of them.
 _TOLERANCE = 0.1
-_PROBE_ROWS = 64
 
 Matrices = dict[int, np.ndarray]
 
@@ -70,13 +68,21 @@ class LayerExperts:
     ConfigError where none does.
     """
 
-    def __init__(self, model: ExpertModel, seen: LayerActivations, ggml: Ggml) -> None:
-        self.kinds = model.kinds(seen.layer)
-        self._biases = {kind: _bias(model, seen.il, kind) for kind in self.kinds}
-        expert = int(np.argmax(seen.counts()))
-        matrices = {kind: stored(model, seen.layer, kind, expert, ggml) for kind in self.kinds}
-        gate, up = self._inner(expert, matrices, seen.inputs(UP, expert, stop=_PROBE_ROWS))
-        actual = seen.inputs(DOWN, expert, stop=_PROBE_ROWS)
+    def __init__(
+        self,
+        model: ExpertModel,
+        layer: int,
+        expert: int,
+        x: np.ndarray,
+        actual: np.ndarray,
+        ggml: Ggml,
+    ) -> None:
+        """x, actual: what gate and up, and what down of an expert multiplied, float32 [n, row
+        length]."""
+        self.kinds, il = model.kinds(layer), model.layer_ids[layer]
+        self._biases = {kind: expert_bias(model, il, kind) for kind in self.kinds}
+        matrices = {kind: stored(model, layer, kind, expert, ggml) for kind in self.kinds}
+        gate, up = self._inner(expert, matrices, x)
         errors = {
             name: float(np.linalg.norm(function(gate, up) - actual))
             for name, function in self._functions.items()
@@ -84,7 +90,7 @@ class LayerExperts:
         self.activation = min(errors, key=lambda name: errors[name])
         if not errors[self.activation] <= _TOLERANCE * np.linalg.norm(actual):
             raise ConfigError(
-                f"{model.path}: layer {seen.il}: what is between an expert's matrices is none of"
+                f"{model.path}: layer {il}: what is between an expert's matrices is none of"
                 f" {', '.join(self._functions)}: its losses cannot be measured"
             )
 
@@ -114,7 +120,7 @@ class LayerExperts:
         return found if bias is None else found + bias[expert]
 
 
-def _bias(model: ExpertModel, il: int, kind: int) -> np.ndarray | None:
+def expert_bias(model: ExpertModel, il: int, kind: int) -> np.ndarray | None:
     """Biases of a layer's experts, float32 [n_expert, rows]."""
     name = f"blk.{il}.ffn_{KINDS[kind]}_exps.bias"
     for part in model.parts:

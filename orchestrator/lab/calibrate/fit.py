@@ -1,188 +1,164 @@
 """The factors that make nats of a loss table: what lowering experts does to a model's answers.
 
-The model reads a text as prompts, first in its best tier, then with experts that are chosen by
-chance in lower tiers, or skipped. The choice is another one in each layer of each micro-batch, so
-that all experts have a part in it. Some layers are lowered alone: each part of the depth gets its
-own factor by that. Then all layers are, in one tier after the other: each gets its own scale, since
-large moves change answers less than in proportion. A token's first expert is never skipped, as no
-policy skips it: that costs more than the losses of the others foretell.
+The model reads the text once in its best tier, and then again with a loss in it, a pass for each
+kind of it: experts skipped, drawn for each pair of a token and an expert, in one part of the depth,
+which is another one in each window; skipped in all layers; and lowered in all layers, drawn for
+each expert and step, in one tier after the other. Windows differ by up to eight times in how easily
+their answers move, whatever moves them, so that each has a sensitivity of its own c: with the
+factors f of the parts,
+
+    KL of a window = c * sum of f g^2 L over its parts.
+
+The passes with skipping give f and c by turns; the mean of c is the scale. A tier has a scale of
+its own beside that, since large moves change answers less than in proportion. A token's first
+expert is never skipped, as no policy skips it: that costs more than the losses of the others
+foretell.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from gguf_tools.process import private_bytes
-from orchestrator.config import Config
-from orchestrator.cost.losses import Fit, LossTable
-from orchestrator.engine.engine import Engine
-from orchestrator.engine.loss_meter import LossMeter
+from orchestrator.allocation.estimate import KlEstimate
+from orchestrator.cost.losses import Fit
+from orchestrator.engine.texts import log_softmax
 from orchestrator.errors import ConfigError
-from orchestrator.events import SKIP, SKIP_TIER, Phase, RouteEvent
-from orchestrator.lab.eval.arithmetic import geometric_mean
+from orchestrator.events import SKIP_TIER, DecisionBuffer, RouteEvent
+from orchestrator.lab.calibrate.capture import Progress
+from orchestrator.lab.calibrate.reader import TextReader
+from orchestrator.lab.eval.arithmetic import kl_divergence
 from orchestrator.lab.eval.compare import Reference
-from orchestrator.lab.eval.judge import Judge
-from orchestrator.lab.eval.perplexity import score_text
-from orchestrator.lab.eval.run import Report, read_reference
-from orchestrator.lab.eval.text import Window
-from orchestrator.policy import BASELINE, DEFAULT
 
-# Tokens of the calibration text that are read: they settle the factor to a few per cent.
-MAX_TOKENS = 2048
-# Tokens that share one choice; fewer where the first expert of each of them is not skipped, so that
-# some are.
-_MICRO_BATCH, _FEW = 32, 4
-# Shares of the experts that are lowered or skipped: about what a policy does with them.
-_LOWERED, _SKIPPED = 0.5, (0.1, 0.25)
+# Shares of the experts that are lowered, and skipped in a part and in all layers: each moves
+# answers by about as much as a user allows.
+_LOWERED, _ALONE, _SKIPPED = 0.5, 0.25, 0.05
 # Parts of the depth with a factor of their own, layers of about as many each.
 _PARTS = 8
+_TURNS = 32
 _SEED = 1
-# What of its own a process has that begins to load a model, as a chat does. One that has measured
-# has more: malloc keeps what was given back, and there are logits to compare with.
-_OWN_BYTES = 38 << 20
+_DRAWS = 1000
+
+# Passes beside those of the lower tiers. Those with skipping in a part have other windows in each.
+PARTS, ALL = ("skip in parts", "skip in other parts"), "skip"
+_SHIFT = 3
 
 
-class _Way(NamedTuple):
-    """A tier that experts are lowered to, the share of them, and the layers."""
+class Moved(NamedTuple):
+    """What a pass did to n windows. kl: float64 [n], the mean KL of a token; lost: float64 [n,
+    n_layers], the mean g^2 L of a token in each layer."""
 
-    tier: str
-    share: float
-    layers: frozenset[int]
+    kl: np.ndarray
+    lost: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
-class Fitting:
-    """What factors are fitted with. path: the model; tiers: its own, best first; table: without
-    factors; windows: tokens of the text; ram: the cap on the model, None for all that there is.
-    Every token of a window is scored but its first one."""
+def passes(tiers: Sequence[str]) -> list[tuple[str, str | None]]:
+    """(name, the tier that experts are lowered to, None for skipping) of each."""
+    return [*((name, None) for name in (*PARTS, ALL)), *((tier, tier) for tier in tiers[1:])]
 
-    path: Path
-    tiers: Sequence[str]
-    table: LossTable
-    windows: Sequence[list[int]]
-    threads: int | None
-    ram: int | None
 
-    def fit(self, report: Report) -> Fit:
-        """Raises ConfigError where nothing can be compared, and what an engine raises."""
-        n_layers = len(self.table.counts)
-        every = frozenset(range(n_layers))
-        parts = [frozenset(part.tolist()) for part in np.array_split(range(n_layers), _PARTS)]
-        low = _Way(self.tiers[-1], _LOWERED, every)
-        if len(self.tiers) == 1:
-            low = _Way(SKIP_TIER, _SKIPPED[-1], every)
-        alone = [low._replace(layers=part) for part in parts if part]
-        ways = [_Way(tier, _LOWERED, every) for tier in self.tiers[1:]]
-        ways += [_Way(SKIP_TIER, share, every) for share in _SKIPPED]
-        # No factor is fitted by this way: it shows how far off the estimate gets.
-        checked = [_Way(tier, 1.0, every) for tier in self.tiers[1:][-1:]]
-        windows = self._windows()
-        n_steps = len(alone) + len(ways) + len(checked) + 1
-        steps = iter(range(1, n_steps + 1))
+def parts_of(n_layers: int, n_windows: int) -> np.ndarray:
+    """The part of the depth that each layer belongs to, int [n_layers]: no more than windows."""
+    n = min(_PARTS, n_layers, n_windows)
+    return np.arange(n_layers) * n // n_layers
 
-        def done() -> None:
-            report("Fitting KL", next(steps) / n_steps)
 
-        factors = np.ones(n_layers)
-        with self._read(windows) as reference:
-            done()
-            for way in alone:
-                factors[list(way.layers)] = self._ratio(windows, way, reference, factors)
-                done()
-            ratios = []
-            for way in (*ways, *checked):
-                ratios.append(self._ratio(windows, way, reference, factors))
-                done()
-        scale = geometric_mean(ratios[: len(ways)])
-        of_tiers = {
-            tier: geometric_mean(
-                [ratio for way, ratio in zip(ways, ratios, strict=False) if way.tier == tier]
+def moved(
+    reader: TextReader,
+    name: str,
+    costs: np.ndarray,
+    against: Reference,
+    progress: Progress,
+) -> Moved:
+    """One pass. costs: float64 [n_layers, n_expert], what an expert loses in the pass with a gate
+    weight of 1, without factors."""
+    n_layers, n_windows = len(costs), len(reader.scored)
+    part = parts_of(n_layers, n_windows)
+    n_parts = int(part[-1]) + 1
+    kl, lost, seen = np.zeros(n_windows), *np.zeros((2, n_windows, n_layers))
+    lowers = name not in (*PARTS, ALL)
+    at = 0
+
+    def change(event: RouteEvent, decision: DecisionBuffer) -> np.ndarray | None:
+        layer, of = event.layer, np.array(reader.reading)[event.sequences_array]
+        random = np.random.default_rng([_SEED, reader.reading[0], layer])
+        squares = np.square(event.weights_array, dtype=np.float64)
+        bills = squares * costs[layer, event.ids_array]
+        skipped = None
+        if lowers:
+            chosen = random.random(len(decision.tier_array)) < _LOWERED
+            decision.tier_array[chosen] = 1
+            bills = bills * chosen[event.ids_array]
+        else:
+            shares = np.full(len(of), _SKIPPED)
+            if name in PARTS:
+                whose = (of + _SHIFT * PARTS.index(name)) % n_parts
+                shares = np.where(whose == part[layer], _ALONE, 0.0)
+            skipped = random.random(bills.shape) < shares[:, None]
+            if event.k > 1:
+                skipped[np.arange(len(of)), event.weights_array.argmax(axis=1)] = False
+            bills = bills * skipped
+        lost[:, layer] += np.bincount(of, bills.sum(axis=1), n_windows)
+        seen[:, layer] += np.bincount(of, minlength=n_windows)
+        return skipped
+
+    for done, step in enumerate(reader.read(change, masks=not lowers), 1):
+        for window, logits in zip(np.array(step.windows)[step.of], step.logits, strict=True):
+            row = against.row(at).astype(np.float64)
+            kl[window] += kl_divergence(row, log_softmax(logits))
+            at += 1
+        progress(done / len(reader.steps))
+    scored = np.array([each.sum() for each in reader.scored])
+    return Moved(kl / scored, lost / np.maximum(seen, 1))
+
+
+def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np.ndarray) -> Fit:
+    """tiers: of the file, best first; found: by the names of `passes`; weights: float64 [n], the
+    tokens of each window. Raises ConfigError where nothing moves."""
+    n_layers = found[ALL].lost.shape[1]
+    part = parts_of(n_layers, len(weights))
+    n_parts = int(part[-1]) + 1
+    weights = weights / weights.sum()
+
+    def by_part(lost: np.ndarray) -> np.ndarray:
+        return np.stack([lost[:, part == each].sum(axis=1) for each in range(n_parts)], axis=1)
+
+    every = by_part(found[ALL].lost)
+    alone = np.concatenate([by_part(found[name].lost) for name in PARTS])
+    of_part = np.concatenate([weights * found[name].kl for name in PARTS]) @ (alone > 0)
+    factors = np.ones(n_parts)
+    for _ in range(_TURNS):
+        sensitivity = weights * found[ALL].kl / np.maximum(every @ factors, 1e-300)
+        foreseen = np.tile(sensitivity, len(PARTS)) @ alone
+        if not (of_part.all() and foreseen.all() and found[ALL].kl.any()):
+            raise ConfigError(
+                "the model says the same in every precision, or the text is too short"
             )
-            for tier in (*self.tiers[1:], SKIP_TIER)
-        }
-        # The best tier loses nothing, or as little as the next one.
-        of_tiers = {self.tiers[0]: next(iter(of_tiers.values())), **of_tiers}
-        measured = zip((*ways, *checked), ratios, strict=True)
-        off = [ratio / of_tiers[way.tier] for way, ratio in measured]
-        return Fit(
-            tuple((factors * scale).tolist()),
-            tuple(of_tiers),
-            f"{sum(each.n_scored for each in windows)} tokens of {self.table.calibration}",
-            max(max(each, 1 / each) for each in off),
-            tuple(each / scale for each in of_tiers.values()),
-        )
-
-    def _windows(self) -> list[Window]:
-        """Windows from all over the text."""
-        total = sum(map(len, self.windows))
-        every = [Window(tokens, 1, "") for tokens in self.windows]
-        step = max(1, round(total / MAX_TOKENS))
-        return [each for each in every[::step] if each.n_scored > 0]
-
-    def _config(self, micro_batch: int = _MICRO_BATCH, **settings: Any) -> Config:
-        return Config.build(
-            model=self.path,
-            high_tier=self.tiers[0],
-            ctx=max(8, *(len(window) for window in self.windows)),
-            ubatch=micro_batch,
-            logits_all=True,
-            exact_tiers=True,
-            force_managed=True,
-            threads=self.threads,
-            ram=self.ram,
-            beside=max(0, private_bytes() - _OWN_BYTES),
-            **settings,
-        )
-
-    def _read(self, windows: list[Window]) -> Reference:
-        """What the best tier says. The caller closes it."""
-        with Engine.open(self._config(policy=BASELINE)) as engine:
-            return read_reference(engine, windows, prefill=True)
-
-    def _ratio(
-        self, windows: list[Window], way: _Way, reference: Reference, factors: np.ndarray
-    ) -> float:
-        """The mean KL from the best tier, by what these factors foresee. Raises ConfigError where
-        there is none."""
-        settings = {"policy": DEFAULT, "low_tier": way.tier, "prefetch": "off"}
-        micro_batch = _FEW if way.tier == SKIP_TIER else _MICRO_BATCH
-        random = np.random.default_rng(_SEED)
-        table = replace(self.table, fit=Fit(tuple(factors.tolist()), (), "", 1.0))
-        with Engine.open(self._config(micro_batch, **settings)) as engine:
-            estimate = table.estimate(engine.plan.tier_names, self.tiers[0])
-            if estimate is None:
-                raise ConfigError(f"the loss table lacks {way.tier}")
-            driver, store = engine.driver, engine.store
-            driver.meter = meter = LossMeter(estimate, exact=True)
-            low = SKIP if way.tier == SKIP_TIER else 1
-
-            def route(event: RouteEvent) -> None:
-                decision = store.decision
-                if event.layer in way.layers:
-                    chosen = random.random(len(decision.tier)) < way.share
-                    if low == SKIP and event.k > 1:
-                        chosen[_first_choices(event)] = False
-                    decision.tier_array[chosen] = low
-                store.apply(decision)
-                meter.decided(event, store.view, decision)
-
-            driver.set_route(route)
-            scores = score_text(Judge(engine, prefill=True), windows, against=reference)
-        assert scores.kl is not None
-        measured, foreseen = float(np.mean(scores.kl)), meter.mean(Phase.PREFILL) or 0.0
-        if not (measured > 0 and foreseen > 0):
-            raise ConfigError("the model says the same in every precision")
-        return measured / foreseen
+        factors = of_part / foreseen
+    factors = factors * float(weights @ found[ALL].kl) / float(weights @ (every @ factors))
+    error = spread(weights * found[ALL].kl, weights * (every @ factors))
+    scales = {}
+    for tier in tiers[1:]:
+        foreseen_kl = float(weights @ (by_part(found[tier].lost) @ factors))
+        scales[tier] = float(weights @ found[tier].kl) / max(foreseen_kl, 1e-300)
+    # The best tier loses nothing, or as little as the next one.
+    scales = {tiers[0]: next(iter(scales.values()), 1.0), **scales, SKIP_TIER: 1.0}
+    if not all(0 < each < np.inf for each in (*factors, *scales.values())):
+        raise ConfigError("the model says the same in every precision, or the text is too short")
+    return Fit(tuple(factors[part].tolist()), tuple(scales), text, error, tuple(scales.values()))
 
 
-def _first_choices(event: RouteEvent) -> np.ndarray:
-    """The expert with the highest gate of each token, int [T]."""
-    first: np.ndarray = event.ids_array[
-        np.arange(event.n_tokens), event.weights_array.argmax(axis=1)
-    ]
-    return first
+def spread(measured: np.ndarray, foreseen: np.ndarray) -> float:
+    """The standard error of log(sum of measured / sum of foreseen) over windows [n], drawn anew
+    again and again; the draws have a seed of their own."""
+    n = len(measured)
+    drawn = np.random.default_rng(_SEED).integers(0, n, (_DRAWS, n))
+    return float(np.std(np.log(measured[drawn].sum(axis=1) / foreseen[drawn].sum(axis=1))))
+
+
+def unscaled(estimate: KlEstimate, tier: str | None) -> np.ndarray:
+    """What a pass loses by an expert with a gate weight of 1, float64 [n_layers, n_expert], of an
+    estimate of the best tier and, where there is one, this lower one."""
+    return estimate.nats[..., -1 if tier is None else 1]

@@ -1,10 +1,13 @@
-"""The loss table of a model: each expert in each precision against the full one."""
+"""What each expert's output is, and what it loses in each precision, measured in one pass over a
+text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -12,19 +15,25 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from gguf_tools.experts.pairing import check_same
 from gguf_tools.file import layout
-from gguf_tools.file.layout import DOWN, UP, GGMLType
+from gguf_tools.file.layout import DOWN, GGMLType
 from gguf_tools.quantize.ggml import Blocks, Ggml
 from gguf_tools.quantize.methods import ExpertQuantizer
 from gguf_tools.workers import in_order, workers
 from orchestrator.cost.losses import LossTable, TablePrecision
-from orchestrator.lab.calibrate.capture import Capture, LayerActivations, Progress
-from orchestrator.lab.calibrate.compute import LayerExperts, Matrices, stored
+from orchestrator.events import DecisionBuffer, RouteEvent
+from orchestrator.lab.calibrate.capture import Progress
+from orchestrator.lab.calibrate.compute import LayerExperts, Matrices, expert_bias, stored
+from orchestrator.lab.calibrate.spill import Rows
 from orchestrator.lab.calibrate.text import Calibration
+from orchestrator.lab.observe import Node
 
-# Tokens of an expert that its losses are measured on: they settle them to a few percent.
-MAX_ROWS = 1024
+# Inputs of an expert that its errors are measured on, of the first step. What an error is of the
+# output they settle to a few percent; the output's mean square is over all tokens.
+MAX_ROWS = 64
 # Float32 matrices in memory at a time.
 WORK_BYTES = 2 << 30
+# Tokens whose outputs are squared at once.
+_BLOCK = 64
 
 
 class _Precision(NamedTuple):
@@ -35,69 +44,100 @@ class _Precision(NamedTuple):
     type: GGMLType | None
 
 
+class _Sample(NamedTuple):
+    """Inputs of a layer's experts. starts: int [n_expert + 1], the rows of each one; probe: an
+    expert whose inner values are kept beside its inputs, float32 [n, n_ff]."""
+
+    starts: np.ndarray
+    rows: Rows
+    probe: int
+    hidden: np.ndarray
+
+
+class OutputSums:
+    """Sums over the outputs of each expert, while a model reads a text in its best tier.
+
+    counts, gates, squares: [n_layers, n_expert], tokens, their squared gate weights, and the mean
+    squares of their outputs. weighs: bool [n_layers], whether a layer's gates weigh the inputs.
+    """
+
+    def __init__(self, model: ExpertModel, folder: Path | None = None) -> None:
+        """folder: where inputs are kept of the first step; None keeps none."""
+        shape = (model.n_layers, model.n_expert)
+        self.counts, self.weighs = np.zeros(shape, np.int64), np.zeros(shape[0], bool)
+        self.gates, self.squares = np.zeros((2, *shape))
+        self.samples: dict[int, _Sample] = {}
+        self._folder, self._n_expert = folder, model.n_expert
+        self._inputs: tuple[int, np.ndarray] | None = None
+        self._biases = [expert_bias(model, il, DOWN) for il in model.layer_ids]
+
+    def route(self, event: RouteEvent, _decision: DecisionBuffer) -> None:
+        ids = event.ids_array.ravel()
+        weights = np.square(event.weights_array.ravel(), dtype=np.float64)
+        self.counts[event.layer] += np.bincount(ids, minlength=self._n_expert)
+        self.gates[event.layer] += np.bincount(ids, weights, self._n_expert)
+
+    def seen(self, layer: int, kind: int, node: Node) -> None:
+        """A product of a layer's experts. What the first one multiplies are the inputs."""
+        if kind != DOWN:
+            if self._inputs is None or self._inputs[0] != layer:
+                self._inputs = layer, node.source(1).array()[0]
+                self.weighs[layer] = self._inputs[1].shape[1] > 1
+            return
+        ids, y, bias = node.source(2).view()[0, 0], node.view()[0], self._biases[layer]
+        squares = np.empty(ids.shape)
+        for start in range(0, len(ids), _BLOCK):
+            here = slice(start, start + _BLOCK)
+            block = y[here] if bias is None else y[here] + bias[ids[here]]
+            squares[here] = np.einsum("tkn,tkn->tk", block, block)
+        flat = np.ascontiguousarray(ids).ravel()
+        self.squares[layer] += np.bincount(flat, squares.ravel() / y.shape[2], self._n_expert)
+        if self._folder is not None and layer not in self.samples and self._inputs is not None:
+            hidden = node.source(1).view()[0]
+            self.samples[layer] = self._sample(flat, self._inputs[1], hidden, ids.shape[1])
+        self._inputs = None
+
+    def _sample(self, ids: np.ndarray, x: np.ndarray, hidden: np.ndarray, k: int) -> _Sample:
+        """Rows of every expert, evenly over its tokens. ids: [T * k]."""
+        order = np.argsort(ids, kind="stable")
+        bounds = np.searchsorted(ids[order], np.arange(self._n_expert + 1))
+        places = [order[a : b : max(1, -(-(b - a) // MAX_ROWS))] for a, b in pairwise(bounds)]
+        starts = np.cumsum([0, *map(len, places)])
+        probe = int(np.argmax(np.diff(starts)))
+        assert self._folder is not None
+        rows = Rows(self._folder, int(starts[-1]), (1, x.shape[2]))
+        for start, at in zip(starts, places, strict=False):
+            token, slot = np.divmod(at, k)
+            if len(at):
+                rows.put(int(start), x[token, slot if x.shape[1] > 1 else 0][:, None])
+        token, slot = np.divmod(places[probe], k)
+        return _Sample(starts, rows, probe, hidden[token, slot].copy())
+
+
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What a table is measured with. reference: the model in full precision, which capture
-    reads, too; quantizer makes the types that the model has no tier of."""
+class Precisions:
+    """What a table is made of. model: whose tiers it tells of; reference: in full precision;
+    quantizer makes the types that the model has no tier of."""
 
     model: ExpertModel
     reference: ExpertModel
-    capture: Capture
-    calibration: Calibration
     types: Sequence[GGMLType]
     quantizer: ExpertQuantizer
     ggml: Ggml
     threads: int
 
-    def measure(self, progress: Progress) -> LossTable:
-        """The table, layer by layer: in memory are one layer's rows of a few experts, and their
-        matrices in float32.
+    def __post_init__(self) -> None:
+        """Raises MismatchError for a reference of another model."""
+        check_same(self.reference, self.model)
 
-        Raises MismatchError for a reference of another model, ConfigError or NativeError where
-        its experts cannot be followed, QuantizeError.
-        """
-        model = self.model
-        check_same(self.reference, model)
-        precisions = self._precisions()
-        n_layers, n = model.n_layers, model.n_expert
-        counts = np.zeros((n_layers, n), np.int64)
-        power, gates = np.full((2, n_layers, n), np.nan)
-        loss = np.full((n_layers, n, len(precisions)), np.nan)
-        shares = [0.0, 0.0]
+    @property
+    def need_inputs(self) -> bool:
+        """Whether any of them differs from full precision."""
+        own = self.reference.path != self.model.path
+        return own or len(self.listed) > 1
 
-        def report(part: int, share: float) -> None:
-            shares[part] = share
-            progress(sum(shares) / 2)
-
-        layers = self.capture.layers(
-            self.calibration.windows, progress=lambda share: report(0, share)
-        )
-        n_workers = max(1, min(self.threads, WORK_BYTES // expert_bytes(model)))
-        with workers(n_workers, "losses") as pool:
-            for done, seen in enumerate(layers, 1):
-                counts[seen.layer] = seen.counts()
-                experts = LayerExperts(self.reference, seen, self.ggml)
-                used = [int(e) for e in np.flatnonzero(counts[seen.layer])]
-                rows = in_order(pool, partial(self._row, seen, experts, precisions), used)
-                for expert, (mean_square, errors) in zip(used, rows, strict=True):
-                    gates[seen.layer, expert] = _mean_square(seen.gates(expert))
-                    power[seen.layer, expert] = mean_square
-                    loss[seen.layer, expert] = errors
-                report(1, done / n_layers)
-        tier = self.reference.tiers[0]
-        return LossTable(
-            [each.candidate for each in precisions],
-            loss,
-            power,
-            counts,
-            f"{self.reference.path.name}, {tier.name} ({tier.bpw:.2f} bits per weight)",
-            self.quantizer.method,
-            self.calibration.summary(),
-            MAX_ROWS,
-            gates,
-        )
-
-    def _precisions(self) -> list[_Precision]:
+    @property
+    def listed(self) -> list[_Precision]:
         """The tiers of the file, and the types that it has no tier of, best first."""
         found = [
             _Precision(TablePrecision(tier.name, round(tier.bpw, 4), True), index, None)
@@ -110,6 +150,42 @@ class Run:
                 found.append(_Precision(TablePrecision(kind.tier_name, bits, False), None, kind))
         return sorted(found, key=lambda each: -each.candidate.bits)
 
+    def table(self, sums: OutputSums, calibration: Calibration, progress: Progress) -> LossTable:
+        """Layer by layer: in memory are a few experts' rows, and their matrices in float32.
+
+        Raises ConfigError where experts cannot be followed, QuantizeError.
+        """
+        seen, precisions = sums.counts > 0, self.listed
+        uses = np.where(sums.weighs[:, None], sums.gates, sums.counts)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            power = np.where(seen, sums.squares / uses, np.nan)
+            gates = np.where(seen, sums.gates / sums.counts, np.nan)
+        errors = np.zeros((*seen.shape, len(precisions)))
+        n_workers = max(1, min(self.threads, WORK_BYTES // expert_bytes(self.model)))
+        with workers(n_workers, "losses") as pool:
+            for done, (layer, sample) in enumerate(sorted(sums.samples.items()), 1):
+                experts = self._experts(layer, sample)
+                used = [int(e) for e in np.flatnonzero(np.diff(sample.starts))]
+                rows = in_order(pool, partial(self._row, layer, sample, experts, precisions), used)
+                found = np.full(errors.shape[1:], np.nan)
+                for expert, row in zip(used, rows, strict=True):
+                    found[expert] = row
+                # One that the first step lacks is like the others of its layer.
+                errors[layer] = np.where(np.isnan(found), np.nanmean(found, axis=0), found)
+                progress(done / len(sums.samples))
+        tier = self.reference.tiers[0]
+        return LossTable(
+            [each.candidate for each in precisions],
+            errors * power[:, :, None],
+            power,
+            sums.counts,
+            f"{self.reference.path.name}, {tier.name} ({tier.bpw:.2f} bits per weight)",
+            self.quantizer.method,
+            calibration.summary(),
+            MAX_ROWS,
+            gates,
+        )
+
     def _bits(self, kind: GGMLType) -> float:
         shapes = [shape for layer in self.model.shapes for shape in layer if shape is not None]
         n_bytes = sum(
@@ -117,29 +193,38 @@ class Run:
         )
         return 8 * n_bytes / sum(n * rows for n, rows in shapes)
 
+    def _experts(self, layer: int, sample: _Sample) -> LayerExperts:
+        start = sample.starts[sample.probe]
+        x = sample.rows.take(np.arange(start, start + len(sample.hidden)))
+        return LayerExperts(self.reference, layer, sample.probe, x, sample.hidden, self.ggml)
+
     def _row(
         self,
-        seen: LayerActivations,
+        layer: int,
+        sample: _Sample,
         experts: LayerExperts,
         precisions: list[_Precision],
         expert: int,
-    ) -> tuple[float, list[float]]:
-        """(mean square of an expert's output, mean squared error in each precision)."""
-        n = int(seen.counts()[expert])
-        x = seen.inputs(UP, expert, step=-(-n // MAX_ROWS))
-        full = {k: stored(self.reference, seen.layer, k, expert, self.ggml) for k in experts.kinds}
+    ) -> list[float]:
+        """An expert's squared error in each precision, as a share of its output's square."""
+        x = sample.rows.take(np.arange(*sample.starts[expert : expert + 2]))
+        full = {k: stored(self.reference, layer, k, expert, self.ggml) for k in experts.kinds}
         y = experts.output(expert, full, x)
-        made = self._made(seen.layer, expert, full, precisions)
-        errors = []
+        made = self._made(layer, expert, full, precisions)
+        power, errors = max(_mean_square(y), 1e-300), []
+        own = self.reference.path == self.model.path
         for each in precisions:
+            if own and each.tier == 0:
+                errors.append(0.0)
+                continue
             matrices = {
-                kind: stored(self.model, seen.layer, kind, expert, self.ggml, each.tier)
+                kind: stored(self.model, layer, kind, expert, self.ggml, each.tier)
                 if each.tier is not None
                 else self.ggml.dequantize(*made[kind, each.candidate.name], values.shape[1])
                 for kind, values in full.items()
             }
-            errors.append(_mean_square(experts.output(expert, matrices, x) - y))
-        return _mean_square(y), errors
+            errors.append(_mean_square(experts.output(expert, matrices, x) - y) / power)
+        return errors
 
     def _made(
         self, layer: int, expert: int, full: Matrices, precisions: list[_Precision]
@@ -159,17 +244,6 @@ def expert_bytes(model: ExpertModel) -> int:
     """What one expert takes in float32, twice: in full precision and in another."""
     shapes = (shape for shape in model.shapes[0] if shape is not None)
     return 2 * 4 * sum(n * rows for n, rows in shapes)
-
-
-def rows_bytes(model: ExpertModel, tokens: int) -> int:
-    """What one expert's losses take beside its matrices, on a text of so many tokens: the encodings
-    of all candidates; and in float32, its inputs and its output in full precision, with either all
-    inner values of another output or that output's errors."""
-    down = model.shapes[0][DOWN]
-    assert down is not None
-    n_ff, n_embd = down
-    columns = 2 * n_embd + max(5 * n_ff + n_embd, 3 * n_embd)
-    return expert_bytes(model) // 2 + 4 * min(MAX_ROWS, tokens) * columns
 
 
 def _mean_square(values: np.ndarray) -> float:

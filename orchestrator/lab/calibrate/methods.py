@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -13,15 +13,11 @@ from gguf_tools.pack.jobs import RUN_WEIGHTS
 from gguf_tools.process import default_threads
 from gguf_tools.quantize.ggml import load_ggml
 from gguf_tools.quantize.imatrix import ExpertImportance, Imatrix, write_imatrix
-from gguf_tools.quantize.methods import ByImportance, ExpertQuantizer, Rtn
-from gguf_tools.quantize.tiers import parse_types
-from orchestrator.cost.losses import LossTable, save
-from orchestrator.errors import BudgetError, ConfigError, NativeError
+from gguf_tools.quantize.methods import ByImportance, ExpertQuantizer
+from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.lab.calibrate.capture import WINDOW, Capture, Progress
-from orchestrator.lab.calibrate.fit import Fitting
 from orchestrator.lab.calibrate.gather import gather
 from orchestrator.lab.calibrate.gptq import ROWS_AT_ONCE, Gptq, computing, factors_at_once
-from orchestrator.lab.calibrate.measure import Run, expert_bytes, rows_bytes
 from orchestrator.lab.calibrate.text import MAX_TOKENS, Calibration, read_calibration
 from orchestrator.lab.calibrate.within import (
     TORCH_BYTES,
@@ -172,48 +168,3 @@ def save_imatrix(method: Method, source: Path, out: Path, progress: Progress) ->
         imatrix, _ = calibrated(method, model, progress)
         write_imatrix(out, imatrix)
         return ExpertImportance(imatrix, model).note()
-
-
-def measure_losses(
-    method: Method,
-    source: Path,
-    reference: Path | None,
-    types: Sequence[str],
-    out: Path,
-    progress: Callable[[str, float], None],
-    note: Callable[[str], None],
-) -> LossTable:
-    """Measures the loss table of a file's tiers and of other types, quantized by a method from
-    the reference (None: the file's best tier), and writes it. progress gets what is being done,
-    and its share."""
-    path = reference or source
-    # The text is for the losses, too; rtn itself has no use for it.
-    quantizing = replace(method, calib=None) if method.chosen == RTN else method
-    with (
-        ExpertModel.open(source) as model,
-        ExpertModel.open(path) as full,
-        open_quantizer(
-            quantizing, path, lambda share: progress("Calibrating", share), note
-        ) as quantizer,
-        _reading(
-            method,
-            path,
-            window_bytes(full, WINDOW),
-            expert_bytes(full) + rows_bytes(full, method.tokens),
-        ) as (capture, calibration, threads),
-    ):
-        by = quantizer or Rtn(load_ggml())
-        wanted = parse_types(types, by.has_importance)
-        run = Run(model, full, capture, calibration, wanted, by, load_ggml(), threads)
-        table = run.measure(lambda share: progress("Measuring losses", share))
-        names = [tier.name for tier in model.tiers]
-    # The model that read is gone: two would not fit the memory.
-    fitting = Fitting(source, names, table, calibration.windows, method.threads, method.ram)
-    try:
-        table = replace(table, fit=fitting.fit(progress))
-    except (BudgetError, ConfigError, NativeError) as error:
-        note(f"The table has no factor that makes KL of its losses: {error}")
-    # The table is written once and last, so that an interruption leaves none.
-    with ExpertModel.open(source) as model:
-        save(out, model, table)
-    return table

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN
@@ -77,29 +77,30 @@ def at_once(ram: int | None, threads: int, n_bytes: int) -> int:
 
 
 def load_within(
-    path: Path, n_ctx: int, threads: int, room: CalibrationRoom
+    path: Path, n_ctx: int, threads: int, room: CalibrationRoom | None, **more: Any
 ) -> tuple[ExpertModel, Loaded]:
-    """The model for windows of n_ctx tokens, without its context. Close both.
+    """The model for windows of n_ctx tokens in all, without its context. Close both. room None: as
+    much as there is; more: settings beside those.
 
     Raises BudgetError naming the smallest cap that works.
     """
-    ram = room.model_bytes()
     model = ExpertModel.open(path)
     try:
+        settings = {"policy": BASELINE, "high_tier": model.tiers[0].name, "logits_all": True}
         config = Config.build(
             model=path,
             ctx=n_ctx,
             ubatch=n_ctx,
             threads=threads,
-            policy=BASELINE,
-            high_tier=model.tiers[0].name,
-            ram=ram,
-            logits_all=True,
+            ram=None if room is None else room.model_bytes(),
+            **settings | more,
         )
         loader = Loader(config, model)
         try:
             loaded = loader.load(loader.planner.runs(config))
         except BudgetError as error:
+            if room is None:
+                raise
             raise _too_small(room, error.needed_bytes + room.own) from error
     except BaseException:
         model.close()

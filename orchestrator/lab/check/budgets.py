@@ -28,7 +28,6 @@ _ASIDE: dict[str, Any] = {
     "layout": "auto",
     "remember": False,
     "conversations": False,
-    "as_used": False,
 }
 
 

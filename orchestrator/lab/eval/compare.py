@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from pathlib import Path
 
 import numpy as np
 
@@ -13,21 +14,24 @@ from orchestrator.errors import ConfigError
 
 
 class Reference(Closing):
-    """Log-probabilities float32 [n_tokens, n_vocab] in a temporary file; free it with close
-    or `with`."""
+    """Log-probabilities float32 [n_tokens, n_vocab] in a file; free it with close or `with`."""
 
-    def __init__(self, n_tokens: int, n_vocab: int) -> None:
-        """Raises ConfigError where the temporary folder has no room for it."""
-        needed, folder = 4 * n_tokens * n_vocab, tempfile.gettempdir()
+    def __init__(self, n_tokens: int, n_vocab: int, path: Path | None = None) -> None:
+        """path: an empty file, or one that has them already; None for a temporary one. Raises
+        ConfigError where the folder has no room for it."""
+        needed = 4 * n_tokens * n_vocab
+        folder = tempfile.gettempdir() if path is None else str(path.parent)
         free = shutil.disk_usage(folder).free
-        if needed > free:
+        known = 0 if path is None else path.stat().st_size
+        if needed > free + known:
             raise ConfigError(
                 f"comparing {n_tokens} tokens with the best tier takes {format_size(needed)} in "
                 f"{folder}, where {format_size(free)} are free: lower --max-tokens"
             )
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close
+        self._file = tempfile.TemporaryFile() if path is None else path.open("r+b")  # noqa: SIM115
+        self._file.truncate(needed)
         shape = (n_tokens, n_vocab)
-        self.rows: np.ndarray = np.memmap(self._file, np.float32, "w+", shape=shape)
+        self.rows: np.ndarray = np.memmap(self._file, np.float32, "r+", shape=shape)
 
     def row(self, at: int) -> np.ndarray:
         """float32 [n_vocab], a view: the log-probabilities of one token's prediction."""

@@ -116,7 +116,7 @@ def evaluate(config: Config, options: EvalOptions, report: Report) -> dict[str, 
     """
     options.check()
     if options.uniform is not None or options.calib is not None:
-        raise ConfigError("--uniform and --calib are for --study memory, equal and allocation")
+        raise ConfigError("--uniform and --calib are for --study memory and equal")
     documents = read_documents(options.text, options.text_tokens) if options.text else []
     questions = read_questions(options.choices) if options.choices else []
     config = eval_config(config, options)

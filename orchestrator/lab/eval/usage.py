@@ -8,7 +8,7 @@ from typing import Any
 from orchestrator.engine.engine import Engine
 from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.events import Phase
-from orchestrator.lab.replay.agreement import ratio
+from orchestrator.lab.replay.figures import ratio
 from orchestrator.native import MAX_TIERS, CStats
 
 

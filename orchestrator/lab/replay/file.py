@@ -8,20 +8,21 @@ import tokenize
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gguf_tools.file.layout import DOWN, KINDS, MAX_TIERS, GGMLType
+from gguf_tools.file.layout import DOWN, MAX_TIERS, GGMLType
 from gguf_tools.file.opening import open_file
 from orchestrator.allocation.slots import Rules
 from orchestrator.cache import files
 from orchestrator.errors import PolicyError, SettingError, TraceError
-from orchestrator.events import ABSENT, Phase
+from orchestrator.events import Phase
 from orchestrator.lab.replay.trace import (
     ARRAYS,
+    EARLIER,
     FORMAT,
     SEQUENCE_MARKS,
     VERSION,
@@ -59,6 +60,9 @@ def read_trace(path: Path) -> Trace:
     try:
         arrays = _load(path)
         header = _header(arrays.pop("header"))
+        if header.version < VERSION:
+            arrays = {name: each for name, each in arrays.items() if name not in EARLIER}
+            header = replace(header, version=VERSION)
         trace = Trace(header, arrays)
         _check(trace)
     except OSError as error:
@@ -119,9 +123,10 @@ def _header(array: np.ndarray) -> Header:
         raise _Wrong(f"the header is damaged: {error}") from error
     if not isinstance(raw, dict) or raw.pop("format", None) != FORMAT:
         raise _Wrong("a .npz file, but not a trace: its header says otherwise")
-    if raw.get("version") != VERSION:
+    if raw.get("version") not in (8, VERSION):
         raise _Wrong(
-            f"a trace of version {raw.get('version')}; this moe-edge reads {VERSION}: record again"
+            f"a trace of version {raw.get('version')}; this moe-edge reads 8 and {VERSION}: record "
+            f"again"
         )
     known = {field.name for field in fields(Header)}
     if set(raw) != known:
@@ -217,7 +222,7 @@ def _check(trace: Trace) -> None:
     _check_ranges(trace)
     _check_slices(trace)
     _check_events(trace)
-    for name in ("published", "marks", "restored"):
+    for name in ("marks", "restored"):
         if (np.diff(a[name][:, 0]) < 0).any():
             raise _Wrong(f"{name}: not in the order of the steps")
     if a["restored"][:, 2].sum(dtype=np.int64) != len(a["restored_use"]):
@@ -238,8 +243,7 @@ _LONG_NS = 2**53
 def _check_ranges(trace: Trace) -> None:
     """The values of every array, and of those with columns of each column."""
     n_steps, n_layers, n_expert = len(trace.arrays["step_phase"]), trace.n_layers, trace.n_expert
-    in_use, n_files = len(trace.header.in_use), len(trace.header.files)
-    every_kind, most = (1 << len(KINDS)) - 1, 2**31 - 1
+    n_files, most = len(trace.header.files), 2**31 - 1
     step, anything = (0, n_steps - 1), (-most - 1, most)
     ranges: dict[str, tuple[float, float] | list[tuple[float, float]]] = {
         "slices": [(-1, n_files - 1), (0, 2**62), (0, 2**62 // n_expert), (0, 255)],
@@ -249,9 +253,6 @@ def _check_ranges(trace: Trace) -> None:
         "counters": (0, 2**63 - 1),
         "step_phase": (0, max(Phase)),
         "step_tokens": (1, most),
-        "step_us": (0, _LONG_NS / 1000),
-        "step_tick": (0, 1),
-        "published": [step, (0, n_layers - 1), (0, n_expert - 1), (0, in_use - 1)],
         "marks": [step, (min(SEQUENCE_MARKS), max(SEQUENCE_MARKS)), anything],
         "restored": [step, anything, (0, most)],
         "event_layer": (0, n_layers - 1),
@@ -265,8 +266,6 @@ def _check_ranges(trace: Trace) -> None:
         "weights": (-_FINITE_32, _FINITE_32),
         "ahead_scores": (-_FINITE_32, _FINITE_32),
         "importance": (-_FINITE_32, _FINITE_32),
-        "missing": (0, every_kind),
-        "ahead_missing": (0, every_kind),
         "phases": (0, max(Phase)),
     }
     for name, within in ranges.items():
@@ -277,10 +276,6 @@ def _check_ranges(trace: Trace) -> None:
             if not ((part >= low) & (part <= high)).all():  # NaN is neither
                 column = f", column {number}," if len(columns) > 1 else ""
                 raise _Wrong(f"{name}{column} has a value that is not {low} to {high}")
-    for name in ("start_tier", "held", "ahead_held"):
-        array = trace.arrays[name]
-        if ((array >= in_use) & (array != ABSENT)).any():
-            raise _Wrong(f"{name} has a tier that is not in use")
 
 
 def _check_slices(trace: Trace) -> None:

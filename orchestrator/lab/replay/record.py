@@ -16,7 +16,7 @@ from orchestrator.cost.disk import read_bandwidth
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError, TraceError
 from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, distinct, percentile
-from orchestrator.lab.replay.agreement import counted
+from orchestrator.lab.replay.figures import counted
 from orchestrator.lab.replay.trace import (
     ARRAYS,
     ENDS,
@@ -29,7 +29,7 @@ from orchestrator.lab.replay.trace import (
 from orchestrator.memory.footprint import model_shape
 from orchestrator.native import CStats
 from orchestrator.policy import BASELINE, POLICIES, policy_class
-from orchestrator.policy.base import Learns, WeighsLosses
+from orchestrator.policy.base import WeighsLosses
 
 # Steps from which the share of computing outside the experts is measured.
 DENSE_STEPS, DENSE_PROMPTS = 9, 3
@@ -73,24 +73,17 @@ class Recorder:
             )
         self._engine = engine
         self._policy = policy
-        self._step, self._updates = -1, 0
+        self._step = -1
         self._since = self._waited_us = 0
         # Of arrays of the trace by name: numbers or rows of steps and events, and of what events
         # have parts of, bytes: the cheapest copies, since the policy waits for them.
         self._rows: dict[str, list[Any]] = {name: [] for name in ARRAYS}
-        self._start: dict[str, np.ndarray] = {}
-        self._resident: np.ndarray = np.zeros(0)
+        self._hotness: np.ndarray | None = None
         self._before = self._after = CStats()
 
     def __enter__(self) -> Recorder:
         engine, store = self._engine, self._engine.store
-        shape = (engine.model.n_layers, engine.model.n_expert)
-        hotness = engine.driver.hotness()
-        self._resident = store.resident()
-        self._start = {
-            "start_tier": self._resident,
-            "start_hotness": np.zeros(shape) if hotness is None else hotness,
-        }
+        self._hotness = engine.driver.hotness()
         self._before = store.stats()
         engine.driver.on_restored = self._on_restored
         self._waited_us = sum(self._before.wait_us)
@@ -100,7 +93,6 @@ class Recorder:
 
     def __exit__(self, *_: object) -> None:
         self._end_event(perf_counter_ns())
-        self._end_step()
         self._after = self._engine.store.stats()
         driver = self._engine.driver
         driver.set_route()
@@ -114,7 +106,6 @@ class Recorder:
     def _on_step_done(self, step: ComputedStep) -> None:
         """The policy learns as always; what it is told is recorded."""
         if self._n_steps and step.number == self._step:
-            self._rows["step_us"][-1] = step.us
             named = {ENDS: step.ends, STARTS: step.starts, PROMPT_ENDS: step.prompt_ends}
             self._rows["marks"] += [
                 (self._n_steps - 1, what, sequence)
@@ -136,46 +127,23 @@ class Recorder:
             self._rows["event_wait_us"].append(waited_us - self._waited_us)
         self._waited_us = waited_us
 
-    def _end_step(self) -> None:
-        if self._n_steps:
-            policy, before = self._policy, self._updates
-            self._updates = policy.updates if isinstance(policy, Learns) else 0
-            self._rows["step_tick"][-1] = self._updates > before
-
-    def _begin_step(self, event: RouteEvent) -> None:
-        self._end_step()
-        self._step = event.step
-        begun = {"phase": event.phase, "tokens": event.n_tokens, "tick": False, "us": 0.0}
-        for name, value in begun.items():
-            self._rows[f"step_{name}"].append(value)
-        if not self._policy.wants.all_resident:
-            return
-        resident = self._engine.store.view.resident_array
-        for layer, expert in np.argwhere(resident != self._resident).tolist():
-            tier = int(resident[layer, expert])
-            self._rows["published"].append((self._n_steps - 1, layer, expert, tier))
-        self._resident = resident.copy()
-
     def _on_route(self, event: RouteEvent) -> None:
         self._end_event(perf_counter_ns())
+        rows, ids = self._rows, event.ids_array
         if event.step != self._step:
-            self._begin_step(event)
-        rows, view, ids = self._rows, self._engine.store.view, event.ids_array
+            self._step = event.step
+            rows["step_phase"].append(event.phase)
+            rows["step_tokens"].append(event.n_tokens)
         for name, array in {
             "ids": ids,
             "weights": event.weights_array,
             "tokens": event.tokens_array,
             "phases": event.phases_array,
             "sequences": event.sequences_array,
-            "held": view.resident_array[event.layer, ids],
-            "missing": view.missing_array[event.layer, ids],
             "ahead_ids": event.ahead_ids_array,
             "ahead_scores": event.ahead_array,
         }.items():
             rows[name].append(array.tobytes())
-        for ahead, predicted in enumerate(event.ahead_ids_array, event.layer + 1):
-            rows["ahead_held"].append(view.resident_array[ahead, predicted].tobytes())
-            rows["ahead_missing"].append(view.missing_array[ahead, predicted].tobytes())
         scores = event.importance_array
         if scores is not None:
             rows["importance"].append(scores.tobytes())
@@ -213,28 +181,24 @@ class Recorder:
         return none if known is None else known
 
     def trace(self, disk: Disk = UNKNOWN) -> Trace:
-        """What was recorded. Raises TraceError where nothing was, and where a replay could not
-        follow."""
+        """What was recorded. Raises TraceError where nothing was."""
         rows, before, after = self._rows, self._before, self._after
         if not rows["event_step"]:
             raise TraceError("nothing was evaluated, so there is nothing to record")
-        for what in ("transitions_failed", "transitions_rejected"):
-            if getattr(after, what) > getattr(before, what):
-                raise TraceError(
-                    "an expert could not change its version in this run, which a replay does not "
-                    "do: record again"
-                )
         # A sequence that went on with no step behind it did nothing.
         kept = sum(step < self._n_steps for step, *_ in rows["restored"])
         for name in ("restored", "restored_use"):
             del rows[name][kept:]
-        found = self._start | {
+        model, hotness = self._engine.model, self._hotness
+        unknown = np.zeros((model.n_layers, model.n_expert))
+        found = {
+            "start_hotness": unknown if hotness is None else hotness,
             "slices": _slices(self._engine),
             "losses": self._losses(),
             "costs": self._costs(),
             "counters": counted(after) - counted(before),
         }
-        k = self._engine.model.n_expert_used
+        k = model.n_expert_used
         arrays = {
             name: found[name] if name in found else _array(name, rows[name], k) for name in ARRAYS
         }

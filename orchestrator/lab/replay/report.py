@@ -14,15 +14,8 @@ from orchestrator.allocation.look_ahead import LookAhead
 from orchestrator.cost.losses import not_fitted
 from orchestrator.errors import BudgetError, ConfigError, TraceError
 from orchestrator.events import SKIP_TIER, Phase
-from orchestrator.lab.replay.agreement import (
-    agreement,
-    agreement_table,
-    counted,
-    figures,
-    ratio,
-    recorded_figures,
-)
 from orchestrator.lab.replay.bounds import belady, bound_us
+from orchestrator.lab.replay.figures import counted, figures, ratio, recorded_figures
 from orchestrator.lab.replay.simulate import (
     Compute,
     Outcome,
@@ -36,75 +29,73 @@ from orchestrator.lab.replay.trace import Header, Trace
 from orchestrator.lab.table import Column, Row, Table, percent
 from orchestrator.memory.choice import tiers_between, unused_option
 from orchestrator.native import MAX_AHEAD, Library
-from orchestrator.policy import BASELINE, PLAIN, Policy, policy_class, policy_settings
+from orchestrator.policy import BASELINE, PLAIN, POLICIES, Policy, policy_class, policy_settings
 from orchestrator.policy.base import SpendsLoss
-from orchestrator.settings import flag_of
+from orchestrator.settings import FROM_1, SIZE, Settings, setting
 
-RECORDED, SIMULATED = "recorded", "simulated"
 # How reads share the link, and what computing an expert waits for.
 LINKS = SHARED, RIGID = ("shared", "rigid")
 WAITS = MATRIX, WHOLE = ("matrix", "whole")
 
-# What else than the policy and its slots an option can change.
-_OF_TIME = ("bandwidth", "latency_us", "io_threads", "compute_ms", "link", "wait")
 
+@dataclass(frozen=True)
+class ReplayOptions(Settings):
+    """What differs from the recorded run; None: as recorded. settings: of policies, by name. Raises
+    SettingError for a setting out of its range."""
 
-@dataclass(frozen=True, slots=True)
-class ReplayOptions:
-    """What differs from the recorded run; None: as recorded. settings: of policies, by name.
-    bandwidth in bytes per second; compute_ms for each decoded token, without waits. clock: whether
-    versions change when the simulated reads are done or where they did in the recorded run; None:
-    the latter where nothing differs. link: shared, as the store's threads read, demand first and
-    what is no longer wanted dropped; or rigid, one queue for all that is asked for, in which
-    nothing is overtaken or dropped. wait: what computing with a matrix waits for, itself or its
-    whole expert. losses: a loss table in the place of what the trace says, of any model; it is
-    stretched to the shape of the trace. Raises SettingError for a setting out of its range."""
-
-    policy: str | None = None
-    expert_ram: int | None = None
-    high_tier: str | None = None
-    low_tier: str | None = None
+    policy: str | None = setting(
+        None, f"The policy that decides: {', '.join(POLICIES)}.", shown="as recorded"
+    )
+    expert_ram: int | None = setting(
+        None, "Cap on the expert slots.", unit=SIZE, within=FROM_1, shown="as recorded"
+    )
+    high_tier: str | None = setting(None, "As q4_k.", metavar="TIER", shown="as recorded")
+    low_tier: str | None = setting(None, "As q2_k, or skip.", metavar="TIER", shown="as recorded")
+    bandwidth: int | None = setting(
+        None,
+        "Reads in bytes a second, as 2GB.",
+        unit=SIZE,
+        within=FROM_1,
+        shown="measured when recorded",
+    )
+    latency_us: int | None = setting(
+        None,
+        "What a read takes beside its bytes, in microseconds.",
+        within=(0, 10**7),
+        shown="measured when recorded",
+    )
+    io_threads: int | None = setting(None, "Reads at once.", within=(1, 64), shown="as recorded")
+    compute_ms: float | None = setting(
+        None,
+        "Computing a decoded token, without waits.",
+        metavar="MS",
+        within=(0, 10**6),
+        shown="each as when recorded",
+    )
+    link: str = setting(
+        SHARED,
+        "How reads share the disk: shared, demand first, as the store's threads read, and what is "
+        "no longer wanted is dropped; rigid, one queue for demand and prefetch, in which nothing "
+        "is overtaken or dropped.",
+        choices=LINKS,
+    )
+    wait: str = setting(
+        MATRIX,
+        "What computing with a matrix waits for: itself, or all matrices of its expert (whole).",
+        choices=WAITS,
+    )
+    losses: Path | None = setting(
+        None,
+        "What lower precisions lose, by the loss table of any model, stretched to the trace's "
+        "shape.",
+        shown="as recorded",
+    )
     settings: Mapping[str, Any] = field(default_factory=dict)
-    bandwidth: int | None = None
-    latency_us: int | None = None
-    io_threads: int | None = None
-    compute_ms: float | None = None
-    clock: str | None = None
-    link: str | None = None
-    wait: str | None = None
-    losses: Path | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, value in self.settings.items():
             policy_settings()[name].check(value)
-
-    def changes(self, header: Header) -> dict[str, bool]:
-        """Names of what differs from the recorded run, and whether it only changes when things
-        happen, not what is decided."""
-        recorded = {
-            "policy": header.policy,
-            "expert_ram": header.expert_bytes,
-            "high_tier": header.in_use[0],
-            "low_tier": _low_name(header),
-            "bandwidth": header.read_bytes_per_s,
-            "latency_us": header.read_latency_us,
-            "io_threads": header.io_threads,
-            "compute_ms": None,
-            "link": SHARED,
-            "wait": MATRIX,
-            "losses": None,
-        }
-        differing = {
-            name: name in _OF_TIME
-            for name, value in recorded.items()
-            if getattr(self, name) is not None and getattr(self, name) != value
-        }
-        declared = policy_settings()
-        return differing | {
-            name: declared[name].timing
-            for name, value in self.settings.items()
-            if value != header.settings.get(name)
-        }
 
 
 def _low_name(header: Header) -> str | None:
@@ -118,39 +109,23 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
     types, fit for JSON.
 
     Both run from an empty store, over the same transport, with slots of as many bytes.
-    belady and bound take the slots of lru, in its one precision. agreement compares the replay
-    with the recorded run where policy and slots are the same. Raises MoeEdgeError.
+    belady and bound take the slots of lru, in its one precision. Raises MoeEdgeError.
     """
     header = trace.header
     if options.policy == PLAIN:
         raise ConfigError("the plain path has no store to replay: choose another --policy")
     speed, time = speed_and_time(header, options)
-    changes = options.changes(header)
-    if options.clock == RECORDED and changes:
-        raise ConfigError(
-            f"--clock recorded is for a replay that changes nothing: leave "
-            f"{flag_of(next(iter(changes)))} out"
-        )
     asked = set_up_for(trace, options, policy_class(options.policy or header.policy), speed)
     name = asked.policy.name
-    if options.clock == RECORDED and not asked.policy.wants.all_resident:
-        raise ConfigError(
-            f"--clock recorded is for versions that change, and with {name} none did: leave it out"
-        )
-    unchanged = not changes and options.clock != SIMULATED
-    as_recorded = asked.policy.wants.all_resident and unchanged
     plain = asked
     if name != BASELINE:
         bare = replace(options, settings={})
         plain = set_up_for(trace, bare, policy_class(BASELINE), speed)
-    outcome = simulate(library, trace, asked, speed, time, as_recorded, recorded_us=unchanged)
-    runs = {name: _figures(asked, outcome)}
+    runs = {name: _figures(asked, simulate(library, trace, asked, speed, time))}
     if plain is not asked:
         runs[BASELINE] = _figures(plain, simulate(library, trace, plain, speed, time))
     best = belady(trace, plain.shape, plain.slots, plain.tiers[0])
     tokens, compute_us = _work(trace, time)
-    recorded = recorded_figures(trace)
-    same = all(changes.values())
     least_ms = [
         bound_us(compute_us[phase], best.miss_bytes[phase], speed.bytes_per_s) / 1000
         for phase in Phase
@@ -166,10 +141,9 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
         "bandwidth": speed.bytes_per_s,
         "latency_us": speed.latency_us,
         "io_threads": speed.threads,
-        "link": options.link or SHARED,
-        "wait": options.wait or MATRIX,
+        "link": options.link,
+        "wait": options.wait,
         "transition_rate": asked.policy.wants.transition_rate,
-        "clock": RECORDED if as_recorded else SIMULATED,
         "compute_ms": {
             f"{phase.name.lower()}_token": ratio(compute_us[phase] / 1000, tokens[phase])
             for phase in Phase
@@ -189,8 +163,7 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
             "prefill_ms": least_ms[Phase.PREFILL] if tokens[Phase.PREFILL] else None,
             "tpot_ms_mean": ratio(least_ms[Phase.DECODE], tokens[Phase.DECODE]),
         },
-        "recorded": {"policy": header.policy, **recorded},
-        "agreement": agreement(recorded, runs[name]) if same else None,
+        "recorded": {"policy": header.policy, **recorded_figures(trace)},
     }
 
 
@@ -354,13 +327,10 @@ def render(result: dict[str, Any]) -> str:
         if run["kl_estimate"]:
             notes.append(f"{name}: a loss of {run['kl_estimate']:.4f} nats a token is foreseen")
         if run["transition_bytes"]:
-            where = "where the run did" if result["clock"] == RECORDED else "as the reads allow"
             ups, downs = run["experts_promoted"], run["experts_demoted"]
-            notes.append(f"{name}: {ups} promoted and {downs} demoted, {where}")
+            notes.append(f"{name}: {ups} promoted and {downs} demoted, as the reads allow")
     parts = ["\n".join(heading), Table("", columns, rows, notes).text()]
     parts.append(f"policy: {result['policy']}, look-ahead {result['n_ahead']}")
-    if result["agreement"] is not None:
-        parts.append(agreement_table(result["agreement"]).text())
     return "\n\n".join(parts)
 
 

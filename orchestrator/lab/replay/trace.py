@@ -1,8 +1,8 @@
 """A recorded run: what the routers chose, step by step, in one .npz file.
 
-Format, version 8: the numpy arrays of ARRAYS by name, and `header`, uint8 [n], a JSON object in
+Format, version 9: the numpy arrays of ARRAYS by name, and `header`, uint8 [n], a JSON object in
 UTF-8 of the fields of Header and `format`. A reader refuses a version it does not know and arrays
-that the version does not have.
+that the version does not have. Version 8 has those of EARLIER, too, which are left aside.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from orchestrator.events import Phase
 from orchestrator.native import MAX_TIERS
 
 FORMAT = "moe-edge-trace"
-VERSION = 8
+VERSION = 9
 
 # Columns of the counters: what was moved; routed experts by decided tier, the skipped ones last;
 # matrices by the tier that was computed.
@@ -37,14 +37,12 @@ SEQUENCE_MARKS = ENDS, STARTS, PROMPT_ENDS = 0, 1, 2
 
 # Each array's type and shape. S steps, E route events in the order in which they came, N the sum of
 # their tokens, A the sum of tokens times look-ahead layers, I the sum of the tokens that have an
-# importance, P versions published, M marks of sequences, R sequences that went on from kept tokens,
-# B bytes of these; L layers, X experts of a layer, k of them a token, T tiers of the file.
+# importance, M marks of sequences, R sequences that went on from kept tokens, B bytes of these;
+# L layers, X experts of a layer, k of them a token, T tiers of the file.
 ARRAYS: dict[str, tuple[type[np.generic], tuple[str | int, ...]]] = {
     # File, offset, bytes of one expert and ggml type of every matrix of the model file; file -1: no
     # such matrix. Slot sizes follow from these.
     "slices": (np.int64, ("L", len(KINDS), "T", 4)),
-    # The best of the tiers in use (0 the best) that was in memory at the start, or ABSENT.
-    "start_tier": (np.uint8, ("L", "X")),
     # What a policy that learns knew at the start; else 0.
     "start_hotness": (np.float64, ("L", "X")),
     # What each expert loses in each tier, as the policy knew it; 0 where it did not.
@@ -56,13 +54,6 @@ ARRAYS: dict[str, tuple[type[np.generic], tuple[str | int, ...]]] = {
     "counters": (np.int64, (len(Phase), len(COUNTERS))),
     "step_phase": (np.uint8, ("S",)),
     "step_tokens": (np.int32, ("S",)),
-    # Microseconds of the step, as the policy was told them.
-    "step_us": (np.float64, ("S",)),
-    # 1 where the policy renewed what it wants in memory after the step.
-    "step_tick": (np.uint8, ("S",)),
-    # Step, layer, expert, tier: versions that changed at the boundary before the step; only of a
-    # policy that has all in memory.
-    "published": (np.int32, ("P", 4)),
     # Step, one of SEQUENCE_MARKS, sequence: what the step's report said.
     "marks": (np.int32, ("M", 3)),
     # Step, sequence, bytes: before the step, and before what its first token waits for, a sequence
@@ -85,12 +76,9 @@ ARRAYS: dict[str, tuple[type[np.generic], tuple[str | int, ...]]] = {
     "event_ns": (np.int64, ("E",)),
     # The part of it in which computing waited for reads, in microseconds.
     "event_wait_us": (np.int64, ("E",)),
-    # Chosen experts, their routing weights, the tier in use that was in memory of each then (or
-    # ABSENT), and the matrices of each that were not, bits 1 << kind.
+    # Chosen experts and their routing weights.
     "ids": (np.uint16, ("N", "k")),
     "weights": (np.float32, ("N", "k")),
-    "held": (np.uint8, ("N", "k")),
-    "missing": (np.uint8, ("N", "k")),
     # Position of each token in its batch, its phase and its sequence.
     "tokens": (np.int32, ("N",)),
     "phases": (np.uint8, ("N",)),
@@ -98,11 +86,14 @@ ARRAYS: dict[str, tuple[type[np.generic], tuple[str | int, ...]]] = {
     # Predicted experts; an event's are [event_ahead, T, k].
     "ahead_ids": (np.uint16, ("A", "k")),
     "ahead_scores": (np.float32, ("A", "k")),
-    "ahead_held": (np.uint8, ("A", "k")),
-    "ahead_missing": (np.uint8, ("A", "k")),
     # Attention that each token receives (DyMoE eq. 1).
     "importance": (np.float32, ("I",)),
 }
+# What version 8 has besides: what was in memory, and when versions changed.
+EARLIER = (
+    *("start_tier", "step_us", "step_tick", "published"),
+    *("held", "missing", "ahead_held", "ahead_missing"),
+)
 # Those that route events have a part of each, by the letter of their first axis.
 _BY_EVENT = {name: shape[0] for name, (_, shape) in ARRAYS.items() if shape[0] in ("N", "A", "I")}
 
@@ -147,21 +138,16 @@ class Event(NamedTuple):
     compute_ns: int
     ids: np.ndarray
     weights: np.ndarray
-    held: np.ndarray
-    missing: np.ndarray
     tokens: np.ndarray
     phases: np.ndarray
     sequences: np.ndarray
     ahead_ids: np.ndarray
     ahead_scores: np.ndarray
-    ahead_held: np.ndarray
-    ahead_missing: np.ndarray
     importance: np.ndarray | None
 
 
 class Step(NamedTuple):
-    """One llama_decode. starts, prompt_ends, ends: as of ComputedStep; us: microseconds that the
-    policy was told; published: (layer, expert, tier) of what changed right before it."""
+    """One llama_decode. starts, prompt_ends, ends: as of ComputedStep."""
 
     phase: Phase
     n_tokens: int
@@ -169,9 +155,6 @@ class Step(NamedTuple):
     starts: tuple[int, ...]
     prompt_ends: tuple[int, ...]
     ends: tuple[int, ...]
-    ticks: bool
-    us: float
-    published: list[tuple[int, int, int]]
 
 
 @dataclass(frozen=True)
@@ -276,7 +259,6 @@ class Trace:
             "N": int(tokens.sum()),
             "A": int((tokens * a["event_ahead"]).sum()),
             "I": int((tokens * a["event_scored"]).sum()),
-            "P": len(a["published"]),
             "M": len(a["marks"]),
             "R": len(a["restored"]),
             "B": len(a["restored_use"]),
@@ -287,13 +269,11 @@ class Trace:
         a = self.arrays
         everyone = np.arange(len(a["step_phase"]) + 1)
         events = np.searchsorted(a["event_step"], everyone).tolist()
-        changes = np.searchsorted(a["published"][:, 0], everyone).tolist()
         marked: dict[tuple[int, int], tuple[int, ...]] = {}
         for step, what, sequence in a["marks"].tolist():
             marked[step, what] = (*marked.get((step, what), ()), sequence)
         every_event = self._events()
         for step, phase in enumerate(a["step_phase"].tolist()):
-            published = a["published"][changes[step] : changes[step + 1], 1:].tolist()
             yield Step(
                 Phase(phase),
                 int(a["step_tokens"][step]),
@@ -301,9 +281,6 @@ class Trace:
                 marked.get((step, STARTS), ()),
                 marked.get((step, PROMPT_ENDS), ()),
                 marked.get((step, ENDS), ()),
-                bool(a["step_tick"][step]),
-                float(a["step_us"][step]),
-                [(layer, expert, tier) for layer, expert, tier in published],
             )
 
     def _events(self) -> Iterator[Event]:

@@ -42,7 +42,6 @@ DONE = (RETENTION, Column("realised", _realised, fixed(3)), COMPUTED_LOW)
 # What all experts take in one type, and what a weight of theirs does.
 SIZE = (Column("experts", "bytes", format_size), Column("bits", "bits", fixed(2)))
 ANSWERS = (Column("acc", "acc", share_with_error), Column("acc_norm", "acc_norm", share_with_error))
-SLOTS = Column("slots", "slots", format_size)
 four_digits = partial(with_error, digits=4)
 share = percent(1, " %")
 

@@ -4,7 +4,7 @@ over each domain alone; the policy adapts while it reads."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import Estimate, pair
@@ -28,7 +28,6 @@ from orchestrator.lab.study.subject import (
     Settings,
     Subject,
     Uses,
-    first_uses,
     parts_of,
 )
 from orchestrator.lab.table import Column, Row, Table, fixed, percent
@@ -62,11 +61,10 @@ class HotMemory(HalvedStudy):
 
     def cases(self, on: Subject) -> list[Case]:
         residency, parts = Residency(on), parts_of(on)
-        uses = first_uses(on, parts, on.high)
         listed = uniform_cases(on, (on.best, on.high, on.low))
         by_chance = partial(on.random_uses, SEEDS[0])
         for part in parts:
-            known = uses[part]
+            known = cache(partial(on.uses, part.first, on.high))
             ways: list[tuple[str, Uses | None, Callable[[int], Settings]]] = [
                 (EMPTY, None, residency.settings),
                 (STARTED, known, residency.settings),

@@ -9,11 +9,12 @@ from functools import cache, partial
 
 import numpy as np
 
+from gguf_tools.units import format_size
 from orchestrator.allocation.placement import MAX_WIDTHS, PLAIN, best_of_each_width
 from orchestrator.allocation.pools import nominal_bits, shares
 from orchestrator.errors import ConfigError
 from orchestrator.lab.study.context import Usage, read_usages, with_prompts
-from orchestrator.lab.study.figures import ANSWERS, SLOTS, above, four_digits, quality
+from orchestrator.lab.study.figures import ANSWERS, above, four_digits, quality
 from orchestrator.lab.study.plot import Panel
 from orchestrator.lab.study.policies import Placed
 from orchestrator.lab.study.study import Case, Findings, ScoredStudy, Scores, lines
@@ -108,7 +109,7 @@ class NearBits(ScoredStudy):
         )
         columns = (
             *head,
-            SLOTS,
+            Column("slots", "slots", format_size),
             *quality(on.best, on.best),
             Column("KL above uniform bits", "above", four_digits),
         )

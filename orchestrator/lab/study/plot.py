@@ -53,11 +53,10 @@ def exact(values: Sequence[float]) -> list[Estimate]:
     return [Estimate(each, math.nan) for each in values]
 
 
-def draw(folder: Path, name: str, panels: Sequence[Panel], rows: int) -> list[Path]:
-    """Writes NAME.png and NAME.svg, with the panels side by side in rows. Returns their paths."""
+def draw(folder: Path, name: str, panels: Sequence[Panel], rows: int) -> None:
+    """Writes NAME.png and NAME.svg, with the panels side by side in rows."""
     import_module("matplotlib").use("Agg")
     plt = import_module("matplotlib.pyplot")
-    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
     columns = len(panels) // rows
     with plt.rc_context({"svg.hashsalt": name, "font.size": 10}):
         drawing, axes = plt.subplots(
@@ -70,11 +69,10 @@ def draw(folder: Path, name: str, panels: Sequence[Panel], rows: int) -> list[Pa
         try:
             for axis, panel in zip(axes.ravel(), panels, strict=True):
                 _draw_panel(axis, panel)
-            for path in paths:
-                save_figure(drawing, path)
+            for ending in ("png", "svg"):
+                save_figure(drawing, folder / f"{name}.{ending}")
         finally:
             plt.close(drawing)
-    return paths
 
 
 def _draw_panel(axis: Any, panel: Panel) -> None:

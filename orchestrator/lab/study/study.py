@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
+from orchestrator.cache.files import whole_files
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.lab.eval.arithmetic import Estimate
 from orchestrator.lab.eval.compare import Reference, ReferencePart
 from orchestrator.lab.eval.run import EvalOptions, Report
-from orchestrator.lab.experiment import Experiment
 from orchestrator.lab.plotting import require_matplotlib
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.figures import figures, quality
@@ -44,16 +45,14 @@ class Findings:
     rows: int = 1
 
 
-class Drawn(Experiment[On, Findings]):
-    """An experiment with a picture, NAME.png and NAME.svg."""
+class Drawn(ABC, Generic[On]):
+    """What is measured on something, and written as tables and a picture."""
 
     name: ClassVar[str]
 
-    def tables(self, found: Findings) -> list[Table]:
-        return found.tables
-
-    def draw(self, found: Findings, folder: Path) -> list[Path]:
-        return plot.draw(folder, self.name, found.panels, found.rows)
+    @abstractmethod
+    def measure(self, on: On) -> Findings:
+        """Measures everything; raises MoeEdgeError where that cannot begin."""
 
     def check(self, folder: Path | None) -> Path:
         """The folder. Raises ConfigError without one or without matplotlib, before anything is
@@ -64,11 +63,17 @@ class Drawn(Experiment[On, Findings]):
         require_matplotlib("--study")
         return folder
 
-    def write_found(self, found: Findings, folder: Path, **basis: Any) -> list[Table]:
-        """Writes NAME.md, NAME.json and the picture. basis: what it was measured on."""
+    def write(self, folder: Path, found: Findings, **basis: Any) -> list[Table]:
+        """Writes NAME.md, NAME.json, NAME.png and NAME.svg to a folder, which is made: all of them
+        or none. basis: what it was measured on. Raises OSError."""
+        folder.mkdir(parents=True, exist_ok=True)
         rows = [{"title": table.title, "rows": list(table.rows)} for table in found.tables]
         data = {"study": self.name, **basis, "tables": rows}
-        self.write(folder, self.name, found, found.tables, data)
+        text = "\n\n".join(table.markdown() for table in found.tables)
+        with whole_files(folder, f"{self.name}.md") as made:
+            (made / f"{self.name}.md").write_text(text + "\n")
+            (made / f"{self.name}.json").write_text(json.dumps(data, indent=1) + "\n")
+            plot.draw(made, self.name, found.panels, found.rows)
         return found.tables
 
 
@@ -118,7 +123,7 @@ class Study(Drawn[Subject]):
         if n_passes:
             on.passes.expect(n_passes, on.n_tokens)
         folder.mkdir(parents=True, exist_ok=True)
-        return self.write_found(self.measure(on), folder, model=on.name, tokens=on.n_tokens)
+        return self.write(folder, self.measure(on), model=on.name, tokens=on.n_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -105,8 +104,7 @@ class Score:
 
     choices: None where no questions were put. realised: mean share of critical experts by the
     policy's own counts for decode steps, None where it has none. report: what the policy says of
-    itself. slot_bytes: of all slots. resident [n_layers, n_expert]: the file's tier of each expert
-    at the end, where all are in memory.
+    itself. slot_bytes: of all slots.
     """
 
     text: TextScores
@@ -115,7 +113,6 @@ class Score:
     realised: float | None = None
     report: dict[str, Any] = field(default_factory=dict)
     slot_bytes: int = 0
-    resident: np.ndarray | None = None
 
     @property
     def kl(self) -> np.ndarray:
@@ -322,8 +319,7 @@ class Subject:
                 )
         finally:
             engine.driver.policy = own
-        slots, tiers = engine.plan.slots, np.array(engine.plan.tiers, np.uint8)
-        all_in_memory = engine.managed and own.wants.all_resident
+        slots = engine.plan.slots
         return Score(
             text,
             choices,
@@ -331,7 +327,6 @@ class Subject:
             None if prefill else getattr(own, "realised", None),
             dict(own.report()),
             slots.total_bytes if slots else 0,
-            tiers[engine.store.resident()] if all_in_memory else None,
         )
 
     def uses(self, windows: Sequence[Window], tier: str) -> np.ndarray:
@@ -398,8 +393,3 @@ def parts_of(on: Subject) -> list[Part]:
         mine = ([each for each in half if each.domain == name] for half in (first, second))
         found.append(Part(name or "no domain", np.flatnonzero(domains == name), *mine))
     return found
-
-
-def first_uses(on: Subject, parts: Sequence[Part], tier: str) -> dict[Part, Uses]:
-    """What the first half of each part used, measured by a pass when it is first asked for."""
-    return {part: cache(partial(on.uses, part.first, tier)) for part in parts}

@@ -66,6 +66,7 @@ class FakeEngine:
         self.config = config
         self.n_ctx = config.ctx or 4096
         self.mode = STATS.mode
+        self.n_cached = 300
         self.note = (
             "What earlier runs learned is not used" if config.model.name == "odd.gguf" else None
         )
@@ -182,6 +183,9 @@ class FakeEngine:
         if name not in ("lru", "dymoe"):
             raise PolicyError(f"unknown policy '{name}'; known: dymoe, lru")
         self.mode = f"managed: {name}"
+
+    def memory(self) -> dict[str, int]:
+        return {"dense weights": 2**30, "experts": 3 * 2**30, "context": 0, "free": 4 * 2**30}
 
     def change(self, name, value):
         used = "lru" not in self.mode

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from orchestrator.cli.main import cli
-from orchestrator.lab.registry import BENCHMARKS, load_benchmark
+from orchestrator.lab.registry import BENCHMARKS, load
 from orchestrator.lab.table import Report
 
 BELOW = [name for name in BENCHMARKS if name]
@@ -25,7 +25,7 @@ def measured(monkeypatch):
     """measured(name): the options that a benchmark is run with, in the place of running it."""
 
     def replace(name):
-        seen, benchmark = [], type(load_benchmark(name))
+        seen, benchmark = [], type(load(BENCHMARKS, name))
         report = Report(["heading"], [], [])
         monkeypatch.setattr(
             benchmark, "run", lambda self, options, note: seen.append(options) or report
@@ -54,7 +54,7 @@ def test_a_benchmark_gets_its_options(measured, name, args, options):
     result = run("bench", *name.split(), *args)
     assert result.exit_code == 0, result.stderr
     assert result.stdout == "heading\n"
-    assert seen == [load_benchmark(name).options(**options)]
+    assert seen == [load(BENCHMARKS, name).options(**options)]
     found = json.loads(run("bench", *name.split(), "--json").stdout)
     assert found == {"heading": ["heading"], "tables": [], "notes": []}
 
@@ -64,8 +64,8 @@ def test_a_benchmark_gets_its_options(measured, name, args, options):
     [
         ("--caps much", 2, "'--caps': 'much' is no list of percentages"),
         ("--runs 3 ablation", 2, "--runs comes after the command"),
-        ("--quick topics", 2, "--quick comes after the command"),
-        ("--seed 0 topics", 2, "--seed comes after the command"),
+        ("--quick ablation", 2, "--quick comes after the command"),
+        ("--seed 0 ablation", 2, "--seed comes after the command"),
         # The routing of a trained model is its own.
         (
             "ablation --shape demo --routing uniform",

@@ -146,7 +146,7 @@ def test_options_reach_the_config(opened):
         assert run("chat", "-m", "a.gguf", "-p", "x", *words).exit_code == 0
         values = {name: value for name, (_, value) in given.items()}
         assert opened[-1].config == module.Config.build(
-            model=Path("a.gguf"), remember=True, conversations=True, as_used=True, **values
+            model=Path("a.gguf"), remember=True, conversations=True, **values
         )
     assert opened[-1].seen[0][0] == {"role": "system", "content": "Be brief."}
 

@@ -127,8 +127,8 @@ def test_the_history_may_be_unwritable(start, tmp_path):
     assert "Hi there!" in terminal.ask("hello")
 
 
-LISTED = "/help|/regen|/read FILE|/reset|/system TEXT|/stats|/set NAME VALUE|/temp T|/model NAME"
-LISTED += '|/policy NAME|/retention R|/save FILE|/quit|"""|Ctrl-C'
+LISTED = "/help|/regen|/read FILE|/reset|/system TEXT|/stats|/memory|/set NAME VALUE|/temp T"
+LISTED += '|/model NAME|/policy NAME|/retention R|/save FILE|/quit|"""|Ctrl-C'
 COMMANDS = [
     ("/help", LISTED.split("|")),
     ("/?", ["/regen", "another answer"]),
@@ -139,6 +139,7 @@ COMMANDS = [
     ("/system Be brief.", ["The conversation is empty.", "System prompt: Be brief."]),
     ("/system -", ["System prompt: none"]),
     ("/stats", ["Nothing was answered yet."]),
+    ("/memory", ["dense weights  1 GiB  ####", "12 %", "context        0 B ", "Context: 300 of"]),
     ("/policy", ["dymoe 4/2"]),
     ("/policy lru", ["managed: lru"]),
     ("/policy lur", ["Error: unknown policy 'lur'; known: dymoe, lru"]),

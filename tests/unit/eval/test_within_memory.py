@@ -11,7 +11,7 @@ import pytest
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.lab.eval import EvalOptions, evaluate
-from orchestrator.lab.registry import load_study
+from orchestrator.lab.registry import STUDIES, load
 from orchestrator.lab.study import study
 from orchestrator.native import Library
 
@@ -75,7 +75,7 @@ def test_the_studies_keep_the_cap(
 ) -> None:
     monkeypatch.setattr(study, "LEAST_TOKENS", 16)
     options = EvalOptions(text=text, tokens=40, window=32)
-    load_study("depth").publish(
+    load(STUDIES, "depth").publish(
         config, options, text.parent / "out", lambda _what, _share: None, lambda _note: None
     )
     assert len(engines) > 2

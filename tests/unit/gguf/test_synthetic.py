@@ -4,7 +4,7 @@ import pytest
 from gguf_tools import synthetic
 from gguf_tools.errors import GGUFError
 from gguf_tools.experts import ExpertModel
-from gguf_tools.file.layout import GGMLType, row_bytes
+from gguf_tools.file.layout import row_bytes
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.synthetic import weights as sw
 from gguf_tools.synthetic.__main__ import main
@@ -87,31 +87,6 @@ def test_bad_arguments_are_named_errors(tmp_path, arguments, message):
     with pytest.raises(GGUFError, match=message):
         synthetic.write(tmp_path / "x.gguf", **{"shape": "tiny-olmoe", **arguments})
     assert not list(tmp_path.iterdir())
-
-
-def test_topics_use_other_experts(tmp_path):
-    """Each half of the vocabulary is skewed as Zipf is, and by other experts; a LayerNorm that
-    subtracts the mean changes neither direction."""
-    path = synthetic.write(tmp_path / "m.gguf", "tiny-olmoe", routing="topics", tiers=("q8_0",))
-    shape, file = synthetic.PRESETS["tiny-olmoe"], GGUFFile.open(path)
-    embedded = dequantize(GGMLType.Q8_0, file.array("token_embd.weight").ravel())
-    embedded = embedded.reshape(shape.n_vocab, shape.n_embd)
-    router = file.array("blk.0.ffn_gate_inp.weight").view(np.float32)
-    router = router.reshape(shape.n_expert, shape.n_embd)
-    normed = embedded / np.sqrt((embedded**2).mean(axis=1, keepdims=True))
-    top = np.argsort(-normed @ router.T, axis=1)[:, : shape.n_expert_used]
-    middle = shape.n_vocab // 2
-    use = [
-        np.bincount(each.ravel(), minlength=shape.n_expert) / len(each)
-        for each in (top[:middle], top[middle:])
-    ]
-    wanted = sw.zipf_use(shape.n_expert, shape.n_expert_used, 1.0)
-    for each in use:
-        assert np.abs(np.sort(each)[::-1] - wanted).max() < 0.15
-    assert np.abs(use[0] - use[1]).sum() > 0.5
-    means = embedded[:middle].mean(axis=0), embedded[middle:].mean(axis=0)
-    assert abs(np.corrcoef(*means)[0, 1]) < 0.2
-    assert all(abs(mean.mean()) < 0.05 for mean in means)
 
 
 def test_command_line(tmp_path, capsys):

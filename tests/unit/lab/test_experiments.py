@@ -7,21 +7,20 @@ import dataclasses
 import pytest
 
 from orchestrator.errors import ConfigError
-from orchestrator.lab.experiment import Experiment
 from orchestrator.lab.registry import (
     BENCHMARKS,
+    REPLAY_STUDIES,
     STUDIES,
-    load_benchmark,
-    load_study,
+    load,
     studies_by_paper,
 )
+from orchestrator.lab.study.study import Drawn
 from orchestrator.lab.table import WIDTH, Column, Table, fixed, percent
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_benchmark_has_the_form(name):
-    benchmark = load_benchmark(name)
-    assert isinstance(benchmark, Experiment)
+    benchmark = load(BENCHMARKS, name)
     options = benchmark.options()
     for option, declared in options.declared().items():
         assert getattr(options, option) == declared.default, option
@@ -31,11 +30,10 @@ def test_every_benchmark_has_the_form(name):
     assert {field.name for field in dataclasses.fields(options)} == set(options.declared())
 
 
-@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("name", [*STUDIES, *REPLAY_STUDIES])
 def test_every_study_has_the_form_and_its_own_name(name):
-    study = load_study(name)
-    assert isinstance(study, Experiment) and type(study).draw is not Experiment.draw
-    assert study.name == name
+    study = load(STUDIES | REPLAY_STUDIES, name)
+    assert isinstance(study, Drawn) and study.name == name
 
 
 def test_studies_are_listed_by_paper():
@@ -43,7 +41,7 @@ def test_studies_are_listed_by_paper():
     assert listed.count("(DyMoE)") == listed.count("(DynaExq)") == 1
     assert all(name in listed for name in STUDIES)
     with pytest.raises(ConfigError, match="unknown study 'x'; known: accuracy, "):
-        load_study("x")
+        load(STUDIES, "x")
 
 
 NAME = Column("", "name", left=True)

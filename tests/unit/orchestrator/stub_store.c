@@ -52,7 +52,6 @@ int32_t moe_edge_abi_version(void) { return STUB_ABI; }
 void moe_edge_adapt_threads(void * context, int32_t most) { (void) context; (void) most; }
 uint32_t moe_edge_crc32(uint32_t crc, const void * data, uint64_t n) { (void) data; (void) n; return crc; }
 int32_t moe_edge_interleaves(int32_t type, int64_t n_in, int64_t n_out) { (void) type; (void) n_in; (void) n_out; return 0; }
-const char * moe_edge_architecture(int32_t i) { (void) i; return 0; }
 uint64_t moe_edge_slot_bytes(uint64_t offset, uint64_t bytes) {
     return (offset + bytes + 4095) / 4096 * 4096 - offset / 4096 * 4096;
 }
@@ -106,6 +105,7 @@ struct moe_edge_decision * moe_edge_store_decision(struct moe_edge_store * s) { 
 void moe_edge_set_callback(struct moe_edge_store * s, moe_edge_route_cb cb, void * user, int32_t tier, uint32_t phases) {
     (void) tier; s->cb = cb; s->user = user; s->callback_phases = phases;
 }
+void moe_edge_set_room_callback(struct moe_edge_store * s, moe_edge_room_cb cb, void * user) { (void) s; (void) cb; (void) user; }
 void moe_edge_set_step_callback(struct moe_edge_store * s, moe_edge_step_cb cb, void * user) { (void) user; s->step_cb = cb; }
 void moe_edge_set_phase(struct moe_edge_store * s, int32_t phase) { s->said_phase = phase; }
 void moe_edge_sequence_end(struct moe_edge_store * s, int32_t sequence) { s->ended = sequence; }

@@ -25,6 +25,7 @@ STRUCTS = {
     "moe_edge_decision": abi.CDecision,
     "moe_edge_stats": abi.CStats,
     "moe_edge_touched": abi.CTouched,
+    "moe_edge_room": abi.CRoom,
 }
 CONSTANTS = {
     "MOE_EDGE_ABI_VERSION": abi.ABI_VERSION,

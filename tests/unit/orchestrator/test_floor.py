@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -292,6 +293,13 @@ def test_it_cannot_decide_without_an_estimate() -> None:
     policy.plan(ONE.all_slot_bytes())
     with pytest.raises(PolicyError, match="was not told what lower precisions lose"):
         decided(policy, make())
+
+
+def test_a_copy_plans_as_it_does() -> None:
+    """Whoever asks for the fewest slots plans a copy."""
+    policy = made()
+    slots = policy.plan(1 << 20)
+    assert deepcopy(policy).plan(1 << 20) == slots
 
 
 def test_the_budget_changes_live() -> None:

@@ -26,7 +26,7 @@ from orchestrator.memory.footprint import (
     step_tokens,
 )
 from orchestrator.memory.machine import Device, Machine
-from orchestrator.memory.plan import SHARE, MemoryPlan, longest_affordable, plan_memory
+from orchestrator.memory.plan import MemoryPlan, longest_affordable, plan_memory
 from orchestrator.policy import POLICIES
 from orchestrator.settings import parse_size
 
@@ -355,27 +355,20 @@ def test_a_vocabulary_that_is_no_list(models: dict[str, ExpertModel], tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("left", "changes", "tokens"),
+    ("allowed", "least", "most", "tokens"),
     [
-        (16 * 10_000 * 1000, {}, 9984),  # 10,000 tokens in steps of 256
-        (10**12, {}, 131072),  # no longer than the model
-        (10**6, {}, 4096),  # nor shorter than the least
-        (0, {}, 4096),
-        (0, {"least": 1000, "most": 1000}, 1000),
-        (10**12, {"spare_bytes": 5000 * 1000}, (4096 + 5000) // 256 * 256),
-        (10**12, {"spare_bytes": 0}, 4096),
+        (10_000 * 1000, 4096, 131072, 9984),  # 10,000 tokens in steps of 256
+        (10**12, 4096, 131072, 131072),  # no longer than the model
+        (4000 * 1000, 4096, 131072, 4096),  # nor shorter than the least
+        (0, 1000, 1000, 1000),
+        (0, 300, 131072, 300),
     ],
 )
-def test_a_context_takes_its_share_of_what_is_left(
-    left: int, changes: dict[str, int], tokens: int
+def test_the_longest_context_within_what_is_allowed(
+    allowed: int, least: int, most: int, tokens: int
 ) -> None:
     """With a cache of 1000 bytes a token."""
-    asked = {"least": 4096, "most": 131072, "spare_bytes": 2**60} | changes
-    found = longest_affordable(
-        asked["least"], asked["most"], lambda n: 1000 * n, left, asked["spare_bytes"]
-    )
-    assert found == tokens
-    assert found <= asked["least"] or 1000 * found <= SHARE * left
+    assert longest_affordable(least, most, lambda n: 1000 * n, allowed) == tokens
 
 
 def test_more_memory_gives_more_context_until_the_models_own(

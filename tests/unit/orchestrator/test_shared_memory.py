@@ -37,6 +37,8 @@ SHARED = SharedMemory(
 )
 def test_what_is_left_for_slots(n_cells: int, n_tokens: int, slots: int) -> None:
     assert SHARED.slots(n_cells, n_tokens) == slots
+    assert SHARED.slots(n_cells, n_tokens, held=1000) == slots
+    assert SHARED.slots(n_cells, n_tokens, held=800_000) == SHARED.slots(n_cells, 1, held=800_000)
 
 
 @pytest.mark.parametrize(
@@ -82,13 +84,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ExpertModel:
 
 
 def plan_in(model: ExpertModel, free: int, **settings: Any) -> MemoryPlan:
-    config = Config.build(model=model.path, **{"as_used": True, **settings})
+    config = Config.build(model=model.path, **{"conversations": True, "cache_ram": 0, **settings})
     return plan_memory(config, model, Machine(free))
 
 
 def half(model: ExpertModel, **settings: Any) -> int:
     """A cap with slots for about half of the experts beside a context of 4,096."""
-    usual = {"as_used": False, "ctx": 4096, "ubatch": 512, "policy": "lru"}
+    usual = {"conversations": False, "ctx": 4096, "ubatch": 512, "policy": "lru"}
     plan = plan_in(model, 2**40, **usual, **settings)
     assert plan.slots is not None
     return plan.total_bytes - plan.slots.total_bytes // 2
@@ -98,7 +100,7 @@ def half(model: ExpertModel, **settings: Any) -> int:
 def test_a_long_context_takes_nothing_before_it_is_used(model: ExpertModel, policy: str) -> None:
     ram = half(model)
     plan = plan_in(model, 2**40, ram=ram, policy=policy)
-    fixed = plan_in(model, 2**40, ram=ram, policy=policy, ctx=4096, ubatch=512, as_used=False)
+    fixed = plan_in(model, 2**40, ram=ram, policy=policy, ctx=4096, ubatch=512, conversations=False)
     assert plan.shared is not None and plan.slots is not None and fixed.slots is not None
     assert plan.n_ctx == 16384
     assert plan.slots.total_bytes >= fixed.slots.total_bytes
@@ -134,13 +136,13 @@ def test_a_context_that_is_too_long_is_refused_with_the_longest_one(model: Exper
         {"policy": "dynaexq", "low_tier": "q2_k"},
         {"policy": "mixed"},
         {"policy": "lru", "expert_ram": 8 * MIB},
-        {"policy": "lru", "as_used": False},
+        {"policy": "lru", "conversations": False},
         {"policy": "plain"},
     ],
 )
 def test_others_are_divided_once(model: ExpertModel, settings: dict[str, Any]) -> None:
-    """Those that keep every expert in memory, with slots that were asked for, and what decodes by
-    itself, as the server does."""
+    """Those that keep every expert in memory, with slots that were asked for, and what holds no
+    conversation."""
     plan = plan_in(model, 2**40, ctx=4096, **settings)
     assert plan.shared is None
     assert plan.micro_batch(0, 5000) == plan.n_ubatch

@@ -24,7 +24,7 @@ import numpy as np
 
 from gguf_tools.file.layout import DOWN, GATE, UP
 from orchestrator.allocation.slots import Rules, Transition
-from orchestrator.events import ABSENT, SKIP, DecisionBuffer, Phase, RouteEvent, StoreView
+from orchestrator.events import SKIP, DecisionBuffer, Phase, RouteEvent, StoreView
 from orchestrator.lab.replay.file import read_trace, write_trace
 from orchestrator.lab.replay.simulate import Compute, Setup, Transport, foreseen, set_up, simulate
 from orchestrator.lab.replay.trace import ENDS, PROMPT_ENDS, STARTS, Trace
@@ -170,20 +170,15 @@ def make_run(seed: int = 20261125) -> Trace:
                 offset += whole // 3 * N_EXPERT
     each = rng.uniform(0.001, 0.02, (N_LAYERS, N_EXPERT, len(TIERS) + 1))
     lost = np.cumsum(each * (1, 1, 2, 20), axis=2)
-    n_rows, n_ahead = (sum(map(len, rows[name])) for name in ("ids", "ahead_ids"))
-    every = sum(1 << kind for kind in (UP, GATE, DOWN))
     arrays = {
         **made.arrays,
         **{name: np.concatenate(values) for name, values in rows.items()},
         "slices": slices,
-        "start_tier": np.full((N_LAYERS, N_EXPERT), ABSENT, np.uint8),
         "start_hotness": rng.random((N_LAYERS, N_EXPERT)),
         "losses": lost[..., :-1],
         "costs": lost,
         "step_phase": np.array([phase for phase, *_ in steps], np.uint8),
         "step_tokens": np.array([len(of) for _, of, _ in steps], np.int32),
-        "step_us": np.array([400.0 * len(of) for _, of, _ in steps]),
-        "step_tick": np.zeros(len(steps), np.uint8),
         "marks": np.array(marks, np.int32),
         "event_step": columns[:, 0].astype(np.int32),
         "event_layer": columns[:, 1].astype(np.int16),
@@ -193,10 +188,6 @@ def make_run(seed: int = 20261125) -> Trace:
         "event_computed": columns[:, 5].astype(np.int32),
         "event_ns": 60_000 * columns[:, 2].astype(np.int64),
         "event_wait_us": np.zeros(len(columns), np.int64),
-        "held": np.full((n_rows, K), ABSENT, np.uint8),
-        "missing": np.full((n_rows, K), every, np.uint8),
-        "ahead_held": np.full((n_ahead, K), ABSENT, np.uint8),
-        "ahead_missing": np.full((n_ahead, K), every, np.uint8),
     }
     return Trace(header, arrays)
 

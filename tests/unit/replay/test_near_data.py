@@ -11,23 +11,24 @@ import pytest
 from click.testing import CliRunner
 from traces import make_trace, random_trace
 
-from orchestrator.allocation.placement import PlacementSettings
 from orchestrator.cli.main import cli
 from orchestrator.errors import ConfigError, TraceError
 from orchestrator.events import Phase
-from orchestrator.lab.replay import write_trace
-from orchestrator.lab.replay.near_data import report, strategies
-from orchestrator.lab.replay.near_data.machine import SHAPES, NearDataMachine
-from orchestrator.lab.replay.near_data.report import NearData, NearDataWorkload
-from orchestrator.lab.replay.near_data.routing import (
-    Generated,
+from orchestrator.lab.replay import near_data, write_trace
+from orchestrator.lab.replay.near_data import (
+    GPU_LRU_BITS,
+    SHAPES,
+    NearData,
+    Plan,
     Routing,
     Sequence,
     cosine,
+    decode,
     from_trace,
     generated,
+    on_demand,
+    strategies,
 )
-from orchestrator.lab.replay.near_data.strategies import Plan
 
 SMALL, LARGE = SHAPES["mixtral-8x7b"], SHAPES["mixtral-8x22b"]
 
@@ -43,13 +44,11 @@ def independent(shape, n_hot, hot_mass, n=400):
     return Sequence(counts, counts, ids)
 
 
-def step_ms(shape, n_hot, hot_mass, bits, machine=None):
+def step_ms(shape, n_hot, hot_mass, bits):
     hot = np.zeros((shape.n_layers, shape.n_expert), bool)
     hot[:, :n_hot] = True
     plan = Plan(hot, np.full(hot.shape, float(bits)))
-    return strategies.decode(
-        machine or NearDataMachine(), shape, plan, independent(shape, n_hot, hot_mass)
-    ).step_ms
+    return decode(shape, plan, independent(shape, n_hot, hot_mass)).step_ms
 
 
 # ms a token, worked out by hand: (shape, hot experts, hot mass, bits, ms).
@@ -73,40 +72,36 @@ def test_decode_steps_take_what_the_closed_form_says(shape, n_hot, mass, bits, m
     assert step_ms(shape, n_hot, mass, bits) == pytest.approx(ms, rel=0.006)
 
 
-def test_one_expert_takes_what_its_bytes_or_products_do():
-    machine = NearDataMachine()
+def test_one_expert_takes_what_its_bytes_or_products_do(monkeypatch):
     assert SMALL.expert_bytes() == pytest.approx(352.3e6, rel=1e-3)
-    near = [machine.near_ms(SMALL, bits) for bits in (16, 3, 2)]
+    near = [SMALL.near_ms(bits) for bits in (16, 3, 2)]
     assert near == pytest.approx([0.688, 0.129, 0.086], rel=0.005)
-    assert machine.gpu_ms(SMALL) == pytest.approx(0.105, rel=0.005)
-    assert machine.link_ms(SMALL.expert_bytes()) == pytest.approx(14.1, rel=0.005)
+    assert SMALL.gpu_ms() == pytest.approx(0.105, rel=0.005)
+    assert SMALL.move_ms == pytest.approx(14.1, rel=0.005)
+    assert SMALL.near_ms(16, 100) == pytest.approx(17.2, rel=0.005)
     # 64 arrays of 4 x 4 at 1 GHz multiply 176 million weights in 0.172 ms, four tokens in 0.688.
-    assert NearDataMachine(near_gbps=1e6).near_ms(SMALL) == pytest.approx(0.172, rel=0.005)
-    assert machine.near_ms(SMALL, 16, 100) == pytest.approx(17.2, rel=0.005)
+    monkeypatch.setattr(near_data, "NEAR_BYTES_PER_S", 1e15)
+    assert SMALL.near_ms() == pytest.approx(0.172, rel=0.005)
 
 
 def test_a_prompt_streams_or_computes_what_is_sooner_done():
     """512 tokens give an expert 128: 14.1 ms over the link, 22 ms near its memory, both at once."""
     tokens = np.full(8, 128.0)
     nothing, half = np.zeros(8, bool), np.arange(8) < 4
-    took, streamed = NearDataMachine().prefill_layer_ms(SMALL, tokens, nothing, 512)
+    took, streamed = SMALL.prompt_layer_ms(tokens, nothing, 512)
     assert took == pytest.approx(5 * 14.1, rel=0.01) and streamed.sum() == 5
-    took, streamed = NearDataMachine().prefill_layer_ms(SMALL, tokens, half, 512)
+    took, streamed = SMALL.prompt_layer_ms(tokens, half, 512)
     assert took == pytest.approx(3 * 14.1, rel=0.01) and streamed.sum() == 3
     assert not streamed[half].any()
 
 
-PAPER = PlacementSettings(near_weights="plain", prior_tokens=0.0)
+PAPER = NearData(near_weights="plain", prior_tokens=0.0)
 
 
-def runs_of(shape, n_hot, mass, bits, **workload):
+def runs_of(shape, n_hot, mass, bits):
     sequence = independent(shape, n_hot, mass, 16)
     routing = Routing("by hand", [sequence, sequence], np.zeros_like(sequence.counts))
-    asked = NearData(
-        workload=NearDataWorkload(shape=shape.name, **workload),
-        placement=replace(PAPER, near_bits=bits),
-    )
-    return report._runs(asked, routing), asked
+    return strategies(replace(PAPER, shape=shape.name, near_bits=bits), routing)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +117,7 @@ def test_the_papers_speedups_with_one_rate_of_migrations(
     shape, n_hot, mass, bits, over_near, over_monde
 ):
     """Figure 6 within 10 %, with one rate for both widths of a shape."""
-    runs, _ = runs_of(shape, n_hot, mass, bits)
+    runs = runs_of(shape, n_hot, mass, bits)
     ours = runs["context"]
     only = runs["near-only"].mean("step_ms")
     assert only / ours.mean("step_ms") == pytest.approx(over_near, rel=0.02)
@@ -133,11 +128,10 @@ def test_the_papers_speedups_with_one_rate_of_migrations(
 
 def test_a_gpu_alone_copies_what_it_does_not_hold_once_a_prompt():
     """It holds 218 of 256 experts, and copying the others takes longer than computing all."""
-    runs, asked = runs_of(SMALL, 4, 0.5, 3.0)
+    runs = runs_of(SMALL, 4, 0.5, 3.0)
     missing = 256 - (80e9 - 2 * 1.6e9) / SMALL.expert_bytes()
     for name in ("gpu-lru", "hobbit"):
         assert runs[name].prompts[0] == pytest.approx(3 * [missing * 14.09 + 32 * 0.025], rel=0.01)
-    assert len(asked.workload.lengths) == 3
 
 
 # Hot experts of each sequence, those that the usual use has, and those that each of them moves in
@@ -155,7 +149,7 @@ MOVED = [
 @pytest.mark.parametrize(
     ("hot", "usual", "moved"), [case[1:] for case in MOVED], ids=[case[0] for case in MOVED]
 )
-def test_only_what_changed_is_moved(hot, usual, moved):
+def test_only_what_changed_is_moved(hot, usual, moved, monkeypatch):
     def use(experts):
         counts = np.zeros((32, 8))
         counts[:, list(experts)] = 1.0
@@ -164,18 +158,18 @@ def test_only_what_changed_is_moved(hot, usual, moved):
     ids = independent(SMALL, 4, 0.5, 16).ids
     routing = Routing("", [Sequence(use(each), use(each), ids) for each in hot], use(usual))
     stream = 352321536 / 25e6  # 3 x 4096 x 14336 weights of 2 bytes over 25 GB/s, in ms
-    asked = NearData(workload=NearDataWorkload(lengths=((4, 8),)), placement=PAPER)
-    runs = report._runs(asked, routing)
+    monkeypatch.setattr(near_data, "LENGTHS", ((4, 8),))
+    runs = strategies(PAPER, routing)
     # A prompt of four tokens brings nothing to the GPU.
     assert runs["context"].moves[:, 0] == pytest.approx([32 * n * stream for n in moved])
     assert not runs["static"].moves.any()  # placed once, before all of them
 
 
-def test_what_a_prompt_brought_to_the_gpu_stays_there_for_nothing():
+def test_what_a_prompt_brought_to_the_gpu_stays_there_for_nothing(monkeypatch):
     sequence = independent(SMALL, 4, 0.5, 16)
     routing = Routing("", [sequence], np.roll(sequence.counts, 4, axis=1))
-    asked = NearData(workload=NearDataWorkload(lengths=((4, 8), (4096, 8))), placement=PAPER)
-    short, long = report._runs(asked, routing)["context"].moves[0]
+    monkeypatch.setattr(near_data, "LENGTHS", ((4, 8), (4096, 8)))
+    short, long = strategies(PAPER, routing)["context"].moves[0]
     assert long < short / 2
 
 
@@ -184,17 +178,17 @@ def alone(shape, ids, n_slots, bits):
     ids = np.array(ids)[:, None, :]
     sequence = Sequence(np.zeros((1, 8)), np.zeros((1, 8)), ids)
     one_layer = replace(shape, n_layers=1)
-    return strategies.on_demand(NearDataMachine(), one_layer, [sequence], bits, n_slots + 0.01)
+    return on_demand(one_layer, [sequence], bits, n_slots + 0.01)
 
 
 def test_gpu_lru_copies_what_it_has_not():
     there, copied = 0.0250 + 2 * 0.1052, 14.09 + 0.002
-    kept = alone(SMALL, [(0, 1), (1, 0)], 2, strategies.GPU_LRU_BITS)
+    kept = alone(SMALL, [(0, 1), (1, 0)], 2, GPU_LRU_BITS)
     assert kept.step_ms == pytest.approx(there, rel=1e-2) and kept.hot_mass == 1.0
-    never = alone(SMALL, [(0, 1), (2, 3)], 2, strategies.GPU_LRU_BITS)
+    never = alone(SMALL, [(0, 1), (2, 3)], 2, GPU_LRU_BITS)
     assert never.step_ms == pytest.approx(there + 2 * copied, rel=1e-3) and never.hot_mass == 0.0
     # The least recently used goes: 0 and 1 stay, and so 2 takes the place of 3.
-    some = alone(SMALL, [(0, 1), (2, 0), (1, 0), (3, 0)], 3, strategies.GPU_LRU_BITS)
+    some = alone(SMALL, [(0, 1), (2, 0), (1, 0), (3, 0)], 3, GPU_LRU_BITS)
     assert some.hot_mass == pytest.approx(6 / 8)
 
 
@@ -220,16 +214,13 @@ def test_traces_that_cannot_stand_for_the_shape_are_refused():
         from_trace(SMALL, make_trace([(Phase.PREFILL, one)], n_expert=12))
 
 
-def test_generated_routing_is_as_alike_as_asked():
-    made = generated(SMALL, Generated(tokens=400, sequences=3, skew=1.0))
+def test_generated_routing_is_as_alike_as_the_papers():
+    made = generated(SMALL)
     found = [cosine(each.counts, each.decode_counts()).mean() for each in made.sequences]
     assert np.mean(found) == pytest.approx(0.89, abs=0.05)
     ids = made.sequences[0].ids
-    assert (ids[..., 0] != ids[..., 1]).all() and made.sequences[0].counts.sum() == 400 * 32 * 2
-    apart = generated(SMALL, Generated(skew=1.0, prefill_decode_cosine=0.0))
-    assert cosine(apart.sequences[0].counts, apart.sequences[0].decode_counts()).mean() < 0.8
-    same = generated(SMALL, Generated(tokens=400, sequences=3, skew=1.0))
-    assert (same.sequences[0].ids == ids).all()
+    assert (ids[..., 0] != ids[..., 1]).all() and made.sequences[0].counts.sum() == 128 * 32 * 2
+    assert (generated(SMALL).sequences[0].ids == ids).all()
 
 
 def run(*args):
@@ -238,12 +229,12 @@ def run(*args):
 
 def test_the_command_prints_every_strategy(tmp_path: Path):
     write_trace(tmp_path / "t.npz", random_trace(np.random.default_rng(3), n_steps=6))
-    result = run(tmp_path / "t.npz", "--near-data", "--lengths=16:32", "--near-bits=2")
+    result = run(tmp_path / "t.npz", "--near-data", "--near-bits=2")
     assert result.exit_code == 0, result.output
     for name in ("near-only", "monde", "static", "context", "gpu-lru", "hobbit"):
         assert name in result.stdout
     assert "made up: 1 sequences with 5 decoded tokens" in result.stdout
-    asked = ("--near-data", "--shape=mixtral-8x22b", "--sequences=1", "--tokens=8", "--json")
+    asked = ("--near-data", "--shape=mixtral-8x22b", "--json")
     found = json.loads(run(*asked).stdout)
     assert found["n_hot"] == 2 and found["runs"]["monde"]["over_monde"] == 1.0
 
@@ -252,12 +243,10 @@ def test_the_command_prints_every_strategy(tmp_path: Path):
     ("args", "message"),
     [
         ((), "name a trace"),
-        (("--near-gbps=9",), "--near-gbps is for a replay on near-data memory"),
+        (("--hot=2",), "--hot is for a replay on near-data memory"),
         (("--near-data", "--policy=lru"), "--policy has no effect with --near-data"),
         (("--near-data", "--hot=7"), "--hot 7: the GPU's 80 GB hold at most 6"),
         (("--near-data", "--hot=9"), "mixtral-8x7b has 8 a layer"),
-        (("--near-data", "--lengths=5"), "no list of lengths"),
-        (("t.npz", "--near-data", "--skew=1"), "--skew is for generated routing"),
     ],
 )
 def test_what_does_not_go_together_is_said(args, message):

@@ -237,7 +237,6 @@ def test_report(library: Library) -> None:
     assert result["compute_ms"]["decode_token"] == pytest.approx(0.2)
     computed = 3 * result["compute_ms"]["prefill_token"] + 29 * 0.2
     assert total == pytest.approx(computed + waits, abs=0.001 * 30)
-    assert result["agreement"] is None  # it was lru
     text = render(result)
     for part in ("dymoe", "lru", "Belady", "bound", "recorded", "TPOT"):
         assert part in text
@@ -252,8 +251,7 @@ def test_a_trace_without_decoding_has_no_tpot(library: Library) -> None:
     assert result["runs"]["lru"]["tpot_ms_mean"] is None
     assert result["bound"]["tpot_ms_mean"] is None
     assert result["runs"]["lru"]["ttft_ms"] > 0
-    *_, last = render(result).splitlines()
-    assert re.fullmatch(r"TTFT +[\d.]+ ms +[\d.]+ ms +[-+]?[\d.]+( %)?", last), last
+    assert re.search(r"^lru .* [\d.]+ ms$", render(result), re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -282,12 +280,6 @@ def test_a_trace_without_decoding_has_no_tpot(library: Library) -> None:
             {"settings": {"n_ahead": 1}},
             ConfigError,
             "--n-ahead has no effect with --policy lru, which runs one precision",
-        ),
-        ({"clock": "recorded"}, ConfigError, "with lru none did: leave it out"),
-        (
-            {"clock": "recorded", "io_threads": 3},
-            ConfigError,
-            "a replay that changes nothing: leave --io-threads out",
         ),
     ],
 )

@@ -8,7 +8,7 @@ import numpy as np
 
 from gguf_tools.file.layout import DOWN, GATE, KINDS, UP
 from orchestrator.allocation.slots import Rules
-from orchestrator.events import ABSENT, Phase
+from orchestrator.events import Phase
 from orchestrator.lab.replay.simulate import Setup, set_up
 from orchestrator.lab.replay.trace import COUNTERS, STARTS, VERSION, Header, Trace
 from orchestrator.policy import policy_class
@@ -73,20 +73,15 @@ def make_trace(
     columns = np.array(events)
     all_ids, all_ahead = np.concatenate(ids), np.concatenate(ahead_ids)
     scored = np.array([steps[number][0] is Phase.PREFILL for number in columns[:, 0]])
-    kinds = sum(1 << kind for kind in sizes[0])
     falling = np.linspace(0.9, 0.1, k, dtype=np.float32)
     arrays = {
         "slices": slices,
-        "start_tier": np.full((n_layers, header.n_expert), ABSENT, np.uint8),
         "start_hotness": np.zeros((n_layers, header.n_expert)),
         "losses": np.zeros((n_layers, header.n_expert, 2)),
         "costs": np.zeros((n_layers, header.n_expert, 3)),
         "counters": np.zeros((len(Phase), len(COUNTERS)), np.int64),
         "step_phase": np.array([phase for phase, _ in steps], np.uint8),
         "step_tokens": np.array([len(layers[0]) for _, layers in steps], np.int32),
-        "step_us": np.array([1.0 * compute_us * len(layers[0]) for _, layers in steps]),
-        "step_tick": np.zeros(len(steps), np.uint8),
-        "published": np.zeros((0, 4), np.int32),
         "marks": np.array([(0, STARTS, 0)], np.int32),
         "restored": np.zeros((0, 3), np.int32),
         "restored_use": np.zeros(0, np.uint8),
@@ -99,8 +94,6 @@ def make_trace(
         "event_ns": np.array(event_ns, np.int64),
         "event_wait_us": np.zeros(len(columns), np.int64),
         "ids": all_ids.astype(np.uint16),
-        "held": np.full(all_ids.shape, ABSENT, np.uint8),
-        "missing": np.full(all_ids.shape, kinds, np.uint8),
         "weights": np.tile(falling, (len(all_ids), 1)),
         "tokens": np.concatenate(tokens).astype(np.int32),
         "phases": np.repeat([steps[number][0] for number in columns[:, 0]], columns[:, 2]).astype(
@@ -108,8 +101,6 @@ def make_trace(
         ),
         "sequences": np.zeros(sum(map(len, tokens)), np.int32),
         "ahead_ids": all_ahead.astype(np.uint16),
-        "ahead_held": np.full(all_ahead.shape, ABSENT, np.uint8),
-        "ahead_missing": np.full(all_ahead.shape, kinds, np.uint8),
         "ahead_scores": np.tile(falling, (len(all_ahead), 1)),
         "importance": np.linspace(1, 0, int(columns[scored, 2].sum()), dtype=np.float32),
     }

@@ -75,6 +75,22 @@ async def test_an_empty_queue_refuses_only_who_would_have_to_wait() -> None:
         gate.join(2)
 
 
+@in_a_loop
+async def test_requests_share_the_context_by_what_they_may_take() -> None:
+    gate = Gate(places=4, queue=4)
+    gate.open(1000)
+    long, short = gate.join(cells=700), gate.join(cells=300)
+    waits, behind = gate.join(cells=301), gate.join(cells=0)
+    assert [each.turn.done() for each in (long, short, waits, behind)] == [True, True, False, False]
+    short.leave()
+    assert not waits.turn.done()
+    long.leave()
+    assert waits.turn.done() and behind.turn.done()
+    waits.leave()
+    behind.leave()
+    assert gate.join(cells=5000).turn.done()  # alone: there is nobody to wait for
+
+
 def test_what_nobody_reads_is_bounded_and_the_oldest_goes_first() -> None:
     gone: list[str] = []
     unread = Unread(100)

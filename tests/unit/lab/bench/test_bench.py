@@ -59,7 +59,7 @@ class Played:
 def timed(parts):
     """(results, calls (tokens, pos)) of play()."""
     model = Played()
-    return play(parts, model, [token_stream(1, 320)]), model.calls
+    return play(parts, model, token_stream(1, 320)), model.calls
 
 
 def test_every_system_gets_the_same_tokens():
@@ -93,7 +93,7 @@ def test_each_sequence_gets_its_own_tokens():
     numbers = iter(range(10**6))
     model = Played()
     parts = CapOptions(tokens=3, prompt_tokens=2, warmup=1, together=2).parts()
-    done = play(parts, model, [lambda n: [next(numbers) for _ in range(n)]])
+    done = play(parts, model, lambda n: [next(numbers) for _ in range(n)])
     assert model.calls == [([0, 1], 0), ([2], 2)]
     assert model.forked == [(0, 0), (1, 0)]
     assert model.steps == [([3, 6], [0, 1]), ([4, 7], [0, 1]), ([5, 8], [0, 1])]
@@ -118,12 +118,12 @@ def test_a_part_has_what_the_store_counted_meanwhile():
 
         def stats(self):
             keys = ("demand_bytes", "prefetch_bytes", "requests", "hits", "copy_bytes", "in_place")
-            keys += ("in_place_bytes", "host_computed", "wait_us")
+            keys += ("in_place_bytes", "host_computed")
             found = SimpleNamespace(**{key: [0, 0] for key in keys})
             found.demand_bytes, found.prefetch_bytes = [0, self.read], [0, 2 * self.read]
             found.routed = [[0, 0, 0], [3, 2, 1]]
             found.prefetch_used, found.prefetch_wasted, found.budget_bytes = 3, 1, 9
-            found.transition_bytes = found.experts_promoted = 0
+            found.transition_bytes = 0
             return found
 
         def callback_us(self, since):
@@ -135,7 +135,7 @@ def test_a_part_has_what_the_store_counted_meanwhile():
         def eval(self, tokens, pos):
             store.read += len(tokens)
 
-    first, last = play([prompt(2), decode(3, 60.0)], Reads(), [lambda n: [7] * n], store)
+    first, last = play([prompt(2), decode(3, 60.0)], Reads(), lambda n: [7] * n, store)
     assert first["step_reads"] == [[2, 4]]
     assert last["step_reads"] == [[1, 2]] * 3
     assert last["callback_us"] == 30.0

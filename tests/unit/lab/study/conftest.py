@@ -43,7 +43,7 @@ def short_texts() -> Iterator[None]:
 
 
 # Studies of halves need all of the text; the others do with little.
-WHOLE = ("demotion", "memory", "allocation", "near-bits")
+WHOLE = ("demotion", "memory", "near-bits")
 # One size of the hot set shows what there is to see, in half of the time.
 MORE = {"near-bits": ["--hot-experts", "2"]}
 

@@ -127,20 +127,6 @@ def equal(uniform: Rows, *memories: Rows) -> None:
     assert not any("q5_k" in name or "q8_0" in name for names in fits for name in names)
 
 
-def allocation(uniform: Rows, plans: Rows) -> None:
-    kl = {row["configuration"].split(",")[0]: row["kl"][0] for row in uniform}
-    assert kl[LOW] > kl[HIGH] > kl[BEST] == pytest.approx(0.0, abs=1e-6)
-    assert [row["domain"] for row in plans] == ["all", "river", "sums"]
-    for row in plans:
-        assert row["plan_bytes"] <= row["slots"] and row["uniform"] == f"{HIGH}, random"
-        assert sum(row["experts"].values()) == 3 * 8
-        assert row["gain"][0] == pytest.approx(1 - row["kl"][0] / row["uniform_kl"][0])
-        assert row["possible"] < 1
-        if possible := row["possible"]:
-            assert row["reached"] == pytest.approx([each / possible for each in row["gain"]])
-    assert sum(row["tokens"] for row in plans[1:]) == plans[0]["tokens"]
-
-
 def context(rows: Rows, layers: Rows) -> None:
     found = by(rows, "by")
     assert found["answer",]["cosine"] == pytest.approx(1.0)
@@ -164,7 +150,7 @@ KNOWN: dict[str, Callable[..., None]] = {
     each.__name__.replace("_", "-"): each
     for each in (
         *(accuracy, retention, critical, depth, similarity),
-        *(demotion, memory, equal, allocation, context, near_bits),
+        *(demotion, memory, equal, context, near_bits),
     )
 }
 
@@ -210,7 +196,7 @@ def check_quality(row: dict[str, Any]) -> None:
         (["--study", "memory", "--uniform", "iq2_xxs"], "give --calib TEXT"),
         (["--study", "memory", "--uniform", "q9_k"], "unknown tier q9_k"),
         (["--study", "depth", "--uniform", "q3_k"], "depth has no use for --uniform"),
-        (["--uniform", "q3_k"], "are for --study memory, equal and allocation"),
+        (["--uniform", "q3_k"], "are for --study memory and equal"),
     ],
 )
 def test_uniform_types_that_cannot_be(

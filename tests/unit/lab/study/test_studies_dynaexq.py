@@ -58,11 +58,11 @@ def fixed(subject: Subject, n_high: int, used: np.ndarray | None) -> Score:
 
 def test_what_hotness_says_is_high_is_resident_and_computed(subject: Subject) -> None:
     scores = subject.random_uses(seed=3)
-    score = fixed(subject, 3, scores)
-    assert score.resident is not None and score.slot_bytes == Residency(subject).budget_bytes(3)
+    with subject.open(Residency(subject).settings(3, **NEVER), scores) as engine:
+        assert subject.score(engine, "").slot_bytes == Residency(subject).budget_bytes(3)
+        resident = engine.store.resident()
     high = np.sort(np.argsort(-scores, axis=1)[:, :3], axis=1)
-    best = subject.tiers.index(subject.high)
-    assert [np.flatnonzero(row == best).tolist() for row in score.resident] == high.tolist()
+    assert [np.flatnonzero(row == 0).tolist() for row in resident] == high.tolist()
     for n_high, tier in ((subject.n_expert, subject.high), (0, subject.low)):
         row = fixed(subject, n_high, None)
         with subject.open(subject.uniform(tier)) as engine:

@@ -13,14 +13,47 @@ from click.testing import CliRunner
 from orchestrator.cli.main import cli
 from orchestrator.events import Phase
 from orchestrator.lab.replay import write_trace
+from orchestrator.lab.study.firm import BASE, NO_PREFETCH, parts
+from orchestrator.lab.study.votes import strategies, union, weighted
+from orchestrator.policy import POLICIES
 
 sys.path.append(str(Path(__file__).parents[2] / "replay"))
 from traces import make_trace
 
+VOTES = [[5, 2, 7, 1], [2, 5, 9, 7], [7, 2, 4, 5]]
 
-def test_the_loss_of_a_trace(library, tmp_path: Path) -> None:
-    """Layer 2 is predicted rightly by the layer before and wrongly by the one before that: one
-    layer is the best vote, which tuning finds."""
+
+def test_ways_to_predict() -> None:
+    """5 is worth 1.5 + 1.0 + 0.5 where the third layer's last candidate counts; 7 then too."""
+    assert union(VOTES, 2, 2) == [5, 2]
+    assert union(VOTES, 4, 3) == [5, 2, 7, 1, 9, 4]
+    assert weighted(VOTES, 4, 3.0) == [5, 2, 7]
+    assert weighted(VOTES, 3, 2.0) == [5, 2, 7]  # 2.5, 3.0 and 2.0
+    assert weighted(VOTES, 3, 2.5) == [5, 2]
+    assert weighted(VOTES[:2], 4, 3.0) == [5, 2, 7]  # all votes there are
+    scores = [1.0, 0.5, 0.3, 0.1]
+    named = {label: predict(VOTES, scores) for label, (_, predict) in strategies(4).items()}
+    assert named["top 2"] == [5, 2]
+    assert named["MoL K=4 P=3"] == named["weighted >= 3.0"] == [5, 2, 7]
+    assert named["margin, K=2"] == [5, 2, 7]  # at least twice the last one
+
+
+@pytest.mark.parametrize("k", [2, 8])
+def test_parts_are_the_papers(k: int) -> None:
+    """Settings that policies take; K = P = 3, as far as the model has as many experts a token."""
+    listed = parts(k)
+    assert len({part.name for part in listed}) == len(listed)
+    for part in listed:
+        POLICIES[part.policy].Settings.of(part.settings)
+    paper = {part.name: part for part in listed if part.base == BASE}
+    assert all(part.changes["link"] == "rigid" for part in paper.values())
+    assert ["wait" in part.changes for part in paper.values()] == [True, False, True, False, False]
+    assert paper["+ FG + MoL"].settings["votes"] == f"{min(3, k)},3"
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Layer 2 is predicted rightly by the layer before and wrongly by the one before that."""
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
     rng = np.random.default_rng(0)
     steps, ahead = [], []
@@ -30,8 +63,33 @@ def test_the_loss_of_a_trace(library, tmp_path: Path) -> None:
         wrong = np.array([e for e in range(8) if e not in chosen[2]])[:2]
         ahead.append([np.stack([chosen[1], wrong])[:, None], chosen[2][None, None], []])
         ahead[-1][2] = np.zeros((0, 1, 2))
-    trace, out = tmp_path / "t.npz", tmp_path / "out"
-    write_trace(trace, make_trace(steps, ahead))
+    write_trace(tmp_path / "t.npz", make_trace(steps, ahead))
+    return tmp_path / "t.npz"
+
+
+def test_the_parts_over_a_trace(library, trace: Path, tmp_path: Path) -> None:
+    options = ["--bandwidth", "50MB", "--compute-ms", "2", "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(cli, ["replay", str(trace), "--study", "firm", *options, "--json"])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "out" / "firm.png").read_bytes()[1:4] == b"PNG"
+    for table in json.loads(done.stdout)["tables"]:
+        for held in {row["held"] for row in table["data"]}:
+            rows = {row["name"]: row for row in table["data"] if row["held"] == held}
+            base = NO_PREFETCH if NO_PREFETCH in rows else BASE
+            assert rows[base]["speedup"] == 1.0 and 0 < rows[base]["hit_rate"] < 1
+            # Each of 40 tokens computes for 2 ms.
+            assert all(0 < row["answer_tokens_per_s"] <= 1000 / 2 for row in rows.values())
+            if base == NO_PREFETCH:
+                # reads of single matrices are waited for one by one: never slower than for all
+                assert rows["whole experts waited for"]["speedup"] <= 1.0
+                one, every = rows["firm, rank, n=1"], rows["firm, rank, n=3"]
+                assert one["bytes_ratio"] <= every["bytes_ratio"] and one["votes"]
+                assert rows[base]["votes"] == rows["lru"]["votes"] == ""
+
+
+def test_the_loss_of_a_trace(library, trace: Path, tmp_path: Path) -> None:
+    """One layer is the best vote, which tuning finds."""
+    out = tmp_path / "out"
     arguments = ["replay", str(trace), "--study", "votes-loss", "--policy", "firm"]
     done = CliRunner().invoke(cli, [*arguments, "--out", str(out)])
     assert done.exit_code == 0, done.output

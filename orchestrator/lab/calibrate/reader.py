@@ -1,0 +1,196 @@
+"""A text that a model reads in as few steps as memory allows, so that each pass over it reads each
+expert about once. Its experts come through the store; what they are to lose is drawn by who asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gguf_tools.closing import Closing
+from gguf_tools.experts import ExpertModel
+from gguf_tools.file.layout import parse_expert_name
+from gguf_tools.process import private_bytes
+from orchestrator.engine.driver import Driver
+from orchestrator.errors import BudgetError, NativeError
+from orchestrator.events import DecisionBuffer, RouteEvent
+from orchestrator.lab.calibrate.within import CalibrationRoom, load_within, window_bytes
+from orchestrator.lab.observe import Node, Observer
+from orchestrator.memory.footprint import vocabulary_size
+from orchestrator.policy import DEFAULT
+
+# Tokens of the largest step that is tried, and its sequences.
+_MOST_TOKENS, _MOST_SEQUENCES = 8192, 250
+# What the logits of a step may take, and of the cap; a token's are there twice.
+_LOGITS_BYTES, _LOGITS_SHARE = 1 << 30, 8
+# The node of the route hook: the weights of a layer's experts as they will be used [T, k, 1].
+_ROUTED = "moe_edge_route"
+# What of its own a process has that begins to load a model, as a chat does. One that has read
+# before has more: malloc keeps what was given back.
+_OWN_BYTES = 38 << 20
+
+# Called for each layer of a step: writes tiers, and says which of the experts of each token are
+# skipped, bool [T, k], None for none.
+Change = Callable[[RouteEvent, DecisionBuffer], np.ndarray | None]
+# Gets (layer, kind, product of a layer's experts) once it is computed.
+Seen = Callable[[int, int, Node], None]
+
+
+class Step(NamedTuple):
+    """Some windows that were read at once. windows: their numbers; the sequences of its events are
+    called 0, 1, ... in this order. of: int [n], the place in `windows` of each token with logits;
+    logits: float32 [n, n_vocab] in the order of the text, valid until the next step."""
+
+    windows: list[int]
+    of: np.ndarray
+    logits: np.ndarray
+
+
+class TextReader(Closing):
+    """A model for one text. Free it with close.
+
+    steps: the numbers of the windows of each step; reading: of the one that runs. scored: bool [n]
+    of each window, which of its tokens have logits.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        windows: Sequence[Sequence[int]],
+        threads: int,
+        ram: int | None,
+        low: str | None = None,
+    ) -> None:
+        """low: the tier that experts may be lowered to. Raises BudgetError naming the smallest cap
+        that works, and what a model raises."""
+        self._windows = windows
+        with ExpertModel.open(path) as model:
+            n_vocab = vocabulary_size(model)
+            self._layer_of = {il: layer for layer, il in enumerate(model.layer_ids)}
+            window_of = partial(window_bytes, model)
+        total, longest = sum(map(len, windows)), max(map(len, windows))
+        logits_bytes = _LOGITS_BYTES if ram is None else ram // _LOGITS_SHARE
+        sizes = [min(total, _MOST_TOKENS)]
+        while sizes[-1] > longest:
+            sizes.append(max(longest, sizes[-1] // 2))
+        # At last one window at a time, with logits of few tokens: what works in the least memory.
+        rows = [logits_bytes // (8 * n_vocab)] * len(sizes) + [0]
+        more: dict[str, Any] = {"logits_all": False}
+        if low is not None:
+            more |= {"policy": DEFAULT, "low_tier": low, "prefetch": "off", "exact_tiers": True}
+        for size, most in zip([*sizes, longest], rows, strict=True):
+            self.scored = _scored(windows, most)
+            self.steps = list(_steps(windows, size))
+            outputs = max(sum(int(self.scored[n].sum()) for n in step) for step in self.steps)
+            more["sequences"] = max(map(len, self.steps))
+            own = window_of(size) + 8 * n_vocab * outputs
+            own += max(0, private_bytes() - _OWN_BYTES)
+            room = None if ram is None else CalibrationRoom(ram, own)
+            try:
+                self._model, self._loaded = load_within(path, size, threads, room, **more)
+                break
+            except BudgetError:
+                if not most:
+                    raise
+        self.reading = self.steps[0]
+        self._mask: np.ndarray | None = None
+        self._seen: Seen | None = None
+        self._masks = False
+        self._observer: Observer | None = None
+        try:
+            driver = self._loaded.driver
+            assert isinstance(driver, Driver)
+            self._driver = driver
+            driver.store.set_step_done(None)
+            driver.set_route(self._route)
+            self._observer = Observer(
+                path,
+                size,
+                threads,
+                self._is_wanted,
+                self._on_node,
+                model=self._loaded.model,
+                sequences=more["sequences"],
+                outputs=outputs,
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, change: Change, seen: Seen | None = None, masks: bool = False) -> Iterator[Step]:
+        """One pass over the text. masks: change skips experts of single tokens. Raises NativeError
+        with the store's own reason, where a step failed for one, and what change and seen raise."""
+        assert self._observer is not None
+        self._change, self._seen, self._masks = change, seen, masks
+        for numbers in self.steps:
+            self.reading = numbers
+            scored = np.concatenate([self.scored[each] for each in numbers])
+            try:
+                self._observer.read_each([self._windows[each] for each in numbers], scored)
+            except NativeError:
+                self._driver.store.check_step()
+                raise
+            of = np.repeat(np.arange(len(numbers)), [self.scored[n].sum() for n in numbers])
+            yield Step(numbers, of, self._observer.logits(len(of)))
+
+    def _route(self, event: RouteEvent) -> None:
+        decision = self._driver.store.decision
+        self._mask = self._change(event, decision)
+        self._driver.store.apply(decision)
+
+    def _is_wanted(self, node: Node) -> bool:
+        if node.name == _ROUTED:
+            return self._masks
+        return self._seen is not None and self._place(node) is not None
+
+    def _place(self, node: Node) -> tuple[int, int] | None:
+        """(layer, kind) of a product of experts; None for other nodes."""
+        parsed = parse_expert_name(node.source(0).name) if node.op == "MUL_MAT_ID" else None
+        if parsed is None or parsed.il not in self._layer_of:
+            return None
+        return self._layer_of[parsed.il], parsed.kind
+
+    def _on_node(self, node: Node) -> None:
+        if node.name == _ROUTED:
+            if self._mask is not None:
+                node.view()[0, :, :, 0][self._mask] = 0.0
+            return
+        place = self._place(node)
+        if place is not None and self._seen is not None:
+            self._seen(*place, node)
+
+    def close(self) -> None:
+        """Frees the context and the model; safe to call twice."""
+        if self._observer is not None:
+            self._observer.close()
+        self._loaded.close()
+        self._model.close()
+
+
+def _steps(windows: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
+    """Numbers of windows of at most so many tokens in all."""
+    step: list[int] = []
+    left = size
+    for number, window in enumerate(windows):
+        if len(window) > left or len(step) == _MOST_SEQUENCES:
+            yield step
+            step, left = [], size
+        step.append(number)
+        left -= len(window)
+    yield step
+
+
+def _scored(windows: Sequence[Sequence[int]], most: int) -> list[np.ndarray]:
+    """Which tokens of each window are to have logits, about `most` in all, evenly: one at least."""
+    n = sum(map(len, windows))
+    every = max(1, -(-n // max(1, most)))
+    found = []
+    for window in windows:
+        chosen = np.zeros(len(window), bool)
+        chosen[min(len(window) - 1, every // 2) :: every] = True
+        found.append(chosen)
+    return found

@@ -1,0 +1,236 @@
+"""The loss table of a model: measured in one pass over a text, and made nats of in some more. What
+is done is kept until all of it is, so that an interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.process import default_threads
+from gguf_tools.quantize.ggml import load_ggml
+from gguf_tools.quantize.methods import Rtn
+from gguf_tools.quantize.tiers import parse_types
+from orchestrator.cache.files import whole_file
+from orchestrator.cache.profile import cached_path, identity
+from orchestrator.cost.losses import Fit, LossTable, load, save
+from orchestrator.engine.texts import log_softmax
+from orchestrator.errors import BudgetError, ConfigError, NativeError
+from orchestrator.lab.calibrate.capture import Progress
+from orchestrator.lab.calibrate.fit import Moved, fitted, moved, passes, unscaled
+from orchestrator.lab.calibrate.measure import OutputSums, Precisions
+from orchestrator.lab.calibrate.methods import RTN, Method, open_quantizer
+from orchestrator.lab.calibrate.reader import TextReader
+from orchestrator.lab.calibrate.spill import spill_folder
+from orchestrator.lab.calibrate.text import Calibration, read_calibration
+from orchestrator.lab.eval.compare import Reference
+from orchestrator.native.llama import Bindings, Model
+
+Report = Callable[[str, float], None]
+
+# Tokens of the text that are read where no number is asked for, and of a window.
+TOKENS, WINDOW = 8192, 256
+_FORM = 1
+
+
+class Kept:
+    """What a calibration has done, in the user cache; of one at a time for each model.
+
+    went_on: it had begun before.
+    """
+
+    def __init__(self, model: ExpertModel, asked: Mapping[str, Any]) -> None:
+        """asked: whatever its numbers depend on. Raises OSError."""
+        self.folder = cached_path(model, "calibrating").with_suffix("")
+        key = json.dumps({"form": _FORM, "model": identity(model), **asked}, sort_keys=True)
+        known = self.folder / "asked.json"
+        self.went_on = known.exists() and known.read_text("utf-8") == key
+        if not self.went_on:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+            with whole_file(known) as file:
+                file.write(key.encode())
+
+    @property
+    def table(self) -> Path:
+        """The table without factors, once it is measured; `rows` has the best tier's word then."""
+        return self.folder / "table.json"
+
+    @property
+    def rows(self) -> Path:
+        path = self.folder / "logits.f32"
+        path.touch()
+        return path
+
+    def moved(self, name: str) -> Moved | None:
+        """What a pass did, where it was done."""
+        path = self.folder / f"{name}.npz"
+        if not path.exists():
+            return None
+        with np.load(path) as found:
+            return Moved(found["kl"], found["lost"])
+
+    def keep(self, name: str, what: Moved) -> None:
+        with whole_file(self.folder / f"{name}.npz") as file:
+            np.savez(file, **what._asdict())
+
+    def drop(self) -> None:
+        """All is done."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def read_windows(method: Method, path: Path) -> Calibration:
+    """The text of a calibration for this model, its documents one behind the other in windows of
+    one length: what is read at once has to have as many tokens of each."""
+    if method.calib is None:
+        raise ConfigError("a text to calibrate on is missing: give --calib TEXT")
+    words = Model(
+        Bindings.load(), path, managed=True, use_extra_bufts=False, use_mmap=False, no_data=True
+    )
+    try:
+        found = read_calibration(_Words(words), method.calib, method.tokens, WINDOW)
+    finally:
+        words.close()
+    tokens = [token for window in found.windows for token in window]
+    starts = range(0, max(1, len(tokens) - WINDOW + 1), WINDOW)
+    return replace(found, windows=[tokens[start : start + WINDOW] for start in starts])
+
+
+class _Words:
+    """A vocabulary as read_calibration wants it."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._model.tokenize(text, add_special=True, parse_special=True)
+
+
+def measure_losses(
+    method: Method,
+    source: Path,
+    reference: Path | None,
+    types: Sequence[str],
+    out: Path,
+    report: Report,
+    note: Callable[[str], None],
+) -> LossTable:
+    """Measures the loss table of a file's tiers and of other types, quantized by a method from
+    the reference (None: the file's best tier), and writes it. report gets what is being done, and
+    its share."""
+    text = read_windows(method, source)
+    asked = {
+        "text": text.summary(),
+        "reference": None if reference is None else str(reference.resolve()),
+        "types": [*types],
+        "method": method.chosen,
+        "ram": method.ram,
+    }
+    with ExpertModel.open(source) as model:
+        kept = Kept(model, asked)
+        tiers = [tier.name for tier in model.tiers]
+        if kept.went_on:
+            note(f"It went on from what an interrupted run had done ({kept.folder}).")
+        run = _Run(method, model, text, kept, report)
+        if not kept.table.exists():
+            save(kept.table, model, run.measured(reference, types, note))
+        table = load(kept.table, model)
+        try:
+            table = replace(table, fit=run.fit(table, tiers))
+        except (BudgetError, ConfigError, NativeError) as error:
+            note(f"The table has no factor that makes KL of its losses: {error}")
+        # The table is written once and last, so that an interruption leaves none.
+        save(out, model, table)
+        kept.drop()
+    return table
+
+
+class _Run:
+    """The passes of one calibration."""
+
+    def __init__(
+        self, method: Method, model: ExpertModel, text: Calibration, kept: Kept, report: Report
+    ) -> None:
+        self._method, self._model, self._text, self._kept = method, model, text, kept
+        self._report = report
+        self._threads = method.threads or default_threads()
+
+    def _reader(self, path: Path, low: str | None = None) -> TextReader:
+        return TextReader(path, self._text.windows, self._threads, self._method.ram, low)
+
+    def measured(
+        self, reference: Path | None, types: Sequence[str], note: Callable[[str], None]
+    ) -> LossTable:
+        """The table without factors. Beside it, what the best tier says of the text."""
+        # The text is for the losses, too; rtn itself has no use for it.
+        method, model, path = self._method, self._model, reference or self._model.path
+        quantizing = replace(method, calib=None) if method.chosen == RTN else method
+        with ExitStack() as stack:
+            full = stack.enter_context(ExpertModel.open(path))
+            by = stack.enter_context(
+                open_quantizer(
+                    quantizing, path, lambda done: self._report("Calibrating", done), note
+                )
+            ) or Rtn(load_ggml())
+            wanted = parse_types(types, by.has_importance)
+            precisions = Precisions(model, full, wanted, by, load_ggml(), self._threads)
+            sums = OutputSums(full, spill_folder() if precisions.need_inputs else None)
+            self._say(path, sums)
+            if path != model.path:
+                self._say(model.path, None)
+            return precisions.table(
+                sums, self._text, lambda done: self._report("Measuring losses", done)
+            )
+
+    def _say(self, path: Path, sums: OutputSums | None) -> None:
+        """Reads the text in a file's best tier, and keeps what it says."""
+        with self._reader(path) as reader:
+            scored, at = sum(int(each.sum()) for each in reader.scored), 0
+            for done, step in enumerate(
+                reader.read(sums.route, sums.seen) if sums else reader.read(lambda *_: None), 1
+            ):
+                if at == 0:
+                    rows = Reference(scored, step.logits.shape[1], self._kept.rows)
+                for logits in step.logits:
+                    rows.rows[at] = log_softmax(logits)
+                    at += 1
+                self._report("Reading the text", done / len(reader.steps))
+            rows.close()
+
+    def fit(self, table: LossTable, tiers: Sequence[str]) -> Fit:
+        """Raises ConfigError where nothing can be compared, and what a model raises."""
+        plain = replace(table, fit=Fit((1.0,) * len(table.counts), (), "", 0.0))
+        todo, found = passes(tiers), {}
+        for number, (name, tier) in enumerate(todo):
+            known = self._kept.moved(name)
+            if known is None:
+
+                def progress(share: float, number: int = number) -> None:
+                    self._report("Fitting KL", (number + share) / len(todo))
+
+                known = self._moved(plain, name, tier, tiers[0], progress)
+                self._kept.keep(name, known)
+            found[name] = known
+        weights = np.array([len(window) for window in self._text.windows], np.float64)
+        text = f"{self._text.n_tokens} tokens of {table.calibration}"
+        return fitted(tiers, found, text, weights)
+
+    def _moved(
+        self, table: LossTable, name: str, tier: str | None, best: str, progress: Progress
+    ) -> Moved:
+        estimate = table.estimate([best] if tier is None else [best, tier])
+        if estimate is None:
+            raise ConfigError(f"the loss table lacks {best if tier is None else tier}")
+        with self._reader(self._model.path, low=tier) as reader:
+            scored = sum(int(each.sum()) for each in reader.scored)
+            n_vocab = self._kept.rows.stat().st_size // (4 * scored)
+            with Reference(scored, n_vocab, self._kept.rows) as against:
+                return moved(reader, name, unscaled(estimate, tier), against, progress)

@@ -1,0 +1,635 @@
+"""`moe-edge replay --near-data`: strategies on a model of a GPU and a CXL memory that computes (the
+near-data paper, section 5), in virtual time.
+
+The routing is a trace's, its layers tiled to the shape of a large model, or of random numbers with
+a given skew and likeness. Times are in milliseconds; one sequence decodes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from orchestrator.allocation.placement import PlacementSettings, importance, place
+from orchestrator.allocation.pools import nominal_losses, shares
+from orchestrator.errors import ConfigError, TraceError
+from orchestrator.events import Phase
+from orchestrator.lab.replay.trace import Step, Trace
+from orchestrator.lab.table import Column, Table, fixed, percent
+from orchestrator.settings import setting
+
+FULL_BITS = 16
+_MATRICES = 3  # gate, up and down
+# Table 2. What the near-data memory reads for itself, and its products a second: of 64 arrays of
+# 4 x 4 at 1 GHz, for weights of 16 bits; of b bits they do 16 / b times as many. What the GPU reads
+# from its memory, its peak and its memory. The link between the two, each way.
+NEAR_BYTES_PER_S, NEAR_MACS_PER_S = 512e9, 64 * 4**2 * 1e9
+GPU_BYTES_PER_S, GPU_FLOPS, GPU_BYTES = 3350e9, 989.4e12, 80e9
+LINK_BYTES_PER_S, LINK_US = 25e9, 2.0
+# Widths of the near-data memory's replicas (section 4.2).
+NEAR_BITS = (4, 3, 2, 1)
+# Bits of a token's experts on demand, by the rank of their gate, the last one for all behind it.
+# HOBBIT has the first expert of a token in full and the others at 4 bits.
+GPU_LRU_BITS, HOBBIT_BITS = (FULL_BITS,), (FULL_BITS, 4)
+# Tokens of the prompt and of the answer that end-to-end times are for.
+LENGTHS = ((128, 512), (512, 512), (512, 2048))
+
+# Generated routing: how many sequences, and tokens of each prompt and of each answer; the exponent
+# of the experts' popularity by rank; the cosine between the popularity in a prompt and in the mean
+# of all prompts, and in its answer, as in the paper's Figure 4.
+N_SEQUENCES, N_TOKENS = 8, 128
+SKEW = 0.6
+PROMPTS_COSINE, ANSWER_COSINE = 0.85, 0.89
+
+NEAR_ONLY, MONDE, STATIC, CONTEXT = "near-only", "monde", "static", "context"
+GPU_LRU, HOBBIT = "gpu-lru", "hobbit"
+
+
+def link_ms(n_bytes: float) -> float:
+    """Bytes over the link, without its latency."""
+    return 1e3 * n_bytes / LINK_BYTES_PER_S
+
+
+@dataclass(frozen=True, slots=True)
+class PaperModel:
+    """A model as the paper's Table 1 has it, and what it takes on the machine. kv_width: of keys,
+    and of values, of one token. other_weights: those outside of experts. n_hot: hot experts of a
+    layer in section 5.1. migrations: expert migrations a token with which MoNDE comes to the
+    paper's speed-ups."""
+
+    name: str
+    hidden: int
+    ffn: int
+    n_layers: int
+    n_expert: int
+    n_expert_used: int
+    kv_width: int
+    other_weights: float
+    n_hot: int
+    migrations: float
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.n_layers, self.n_expert
+
+    @property
+    def expert_weights(self) -> int:
+        return _MATRICES * self.hidden * self.ffn
+
+    def expert_bytes(self, bits: float = FULL_BITS) -> float:
+        """Of one expert at so many bits a weight, scales left out."""
+        return self.expert_weights * bits / 8
+
+    @property
+    def move_ms(self) -> float:
+        """One expert over the link."""
+        return link_ms(self.expert_bytes())
+
+    @property
+    def gpu_slots(self) -> float:
+        """Experts at 16 bits that the GPU's memory holds beside the other weights."""
+        return (GPU_BYTES - 2 * self.other_weights) / self.expert_bytes()
+
+    def gpu_ms(self, n_tokens: float = 1, bits: float = FULL_BITS) -> float:
+        """One expert on the GPU for so many tokens: the slower of reading and multiplying."""
+        read = self.expert_bytes(bits) / GPU_BYTES_PER_S
+        return 1e3 * max(read, 2 * n_tokens * self.expert_weights / GPU_FLOPS)
+
+    def near_ms(self, bits: float = FULL_BITS, n_tokens: float = 1) -> float:
+        """One expert in the near-data memory, where its weights lie at so many bits."""
+        read = self.expert_bytes(bits) / NEAR_BYTES_PER_S
+        macs_per_s = NEAR_MACS_PER_S * FULL_BITS / bits
+        return 1e3 * max(read, n_tokens * self.expert_weights / macs_per_s)
+
+    def trip_ms(self, n_tokens: float = 1) -> float:
+        """Activations to the near-data memory and back, FP16, once a layer."""
+        return 2 * (LINK_US / 1e3 + link_ms(2 * self.hidden * n_tokens))
+
+    def dense_ms(self, n_tokens: float = 1) -> float:
+        """What a layer computes on the GPU besides experts: the weights of queries and output, keys
+        and values. Cached keys and values are left out."""
+        weights = 2 * self.hidden * (self.hidden + self.kv_width)
+        read, multiply = 2 * weights / GPU_BYTES_PER_S, 2 * n_tokens * weights / GPU_FLOPS
+        return 1e3 * max(read, multiply)
+
+    def layers_ms(self, hot: np.ndarray, near: np.ndarray) -> np.ndarray:
+        """Layers of decode steps: the GPU's experts and the near-data memory's side by side.
+
+        hot, near: float64 of one shape, what the hot experts of a layer and token take on the GPU
+        and the others in the near-data memory; there is no trip where near is 0.
+        """
+        there = np.where(near > 0, near + self.trip_ms(), 0.0)
+        times: np.ndarray = self.dense_ms() + np.maximum(hot, there)
+        return times
+
+    def prompt_layer_ms(
+        self, tokens: np.ndarray, on_gpu: np.ndarray, n_prompt: int
+    ) -> tuple[float, np.ndarray]:
+        """A layer of a prompt, and the experts that went through the GPU, bool [E].
+
+        tokens float64 [E]: of the prompt, by expert; on_gpu bool [E]. What is not on the GPU is
+        streamed there, over the link, or computed near its memory at 16 bits: those with the most
+        tokens are streamed, so many of them that both sides together end soonest.
+        """
+        gpu = sum(self.gpu_ms(n) for n in tokens[on_gpu] if n > 0)
+        rest = [e for e in np.argsort(-tokens, kind="stable") if not on_gpu[e] and tokens[e] > 0]
+        near = [self.near_ms(n_tokens=tokens[e]) for e in rest]
+        trip = self.trip_ms(n_prompt)
+        best, n_streamed = np.inf, 0
+        for n in range(len(rest) + 1):
+            left = sum(near[n:]) + (trip if n < len(rest) else 0.0)
+            took = max(gpu, n * self.move_ms, left)
+            if took < best:
+                best, n_streamed = took, n
+        streamed = np.zeros(len(tokens), bool)
+        streamed[rest[:n_streamed]] = True
+        return self.dense_ms(n_prompt) + best, streamed
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        PaperModel("mixtral-8x7b", 4096, 14336, 32, 8, 2, 1024, 1.6e9, 4, 1.1),
+        PaperModel("mixtral-8x22b", 6144, 16384, 56, 8, 2, 1024, 5.1e9, 2, 2.8),
+    )
+}
+
+
+@dataclass(frozen=True)
+class NearData(PlacementSettings):
+    """What is asked of a replay on near-data memory. Raises SettingError, and ConfigError for more
+    hot experts than there are or than the GPU holds."""
+
+    shape: str = setting(
+        "mixtral-8x7b", f"The model's shape: {' or '.join(SHAPES)}.", choices=tuple(SHAPES)
+    )
+    hot: int | None = setting(
+        None, "Hot experts of a layer, on the GPU.", within=(0, 65535), shown="as in the paper"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        model, most = self.model, int(self.model.gpu_slots / self.model.n_layers)
+        if self.n_hot > model.n_expert:
+            raise ConfigError(f"--hot {self.n_hot}: {model.name} has {model.n_expert} a layer")
+        if self.n_hot > most:
+            raise ConfigError(
+                f"--hot {self.n_hot}: the GPU's {GPU_BYTES / 1e9:g} GB hold at most {most} of each "
+                f"layer of {model.name}"
+            )
+
+    @property
+    def model(self) -> PaperModel:
+        return SHAPES[self.shape]
+
+    @property
+    def n_hot(self) -> int:
+        return self.model.n_hot if self.hot is None else self.hot
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """One prompt and its answer. counts, gates: float64 [n_layers, n_expert], how often the prompt
+    used each expert, and the sums of its routing weights. ids: int64 [T, n_layers, k], experts of
+    the answer's tokens, -1 for none; the one with the largest gate comes first."""
+
+    counts: np.ndarray
+    gates: np.ndarray
+    ids: np.ndarray
+
+    def decode_counts(self) -> np.ndarray:
+        """How often the answer used each expert, float64 [n_layers, n_expert]."""
+        return _by_expert(self.ids, self.counts.shape)
+
+
+def _layers_of(ids: np.ndarray) -> np.ndarray:
+    """The layer of each of ids [T, n_layers, k]."""
+    return np.broadcast_to(np.arange(ids.shape[1])[None, :, None], ids.shape)
+
+
+def _by_expert(
+    ids: np.ndarray, size: tuple[int, ...], weights: np.ndarray | float = 1.0
+) -> np.ndarray:
+    """Sums of weights [T, n_layers, k], or how often each expert was used, float64 [n_layers,
+    n_expert]; -1 is none."""
+    found = np.zeros(size)
+    there = ids >= 0
+    amounts = np.broadcast_to(weights, ids.shape)[there]
+    np.add.at(found, (_layers_of(ids)[there], ids[there]), amounts)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Sequences one after the other, and what is known before the first one: usual, float64
+    [n_layers, n_expert], zeros for nothing. source: where they come from, for the report."""
+
+    source: str
+    sequences: list[Sequence]
+    usual: np.ndarray
+
+    def others(self, index: int) -> np.ndarray:
+        """What is known of the usual use without one sequence: the mean shares of the others'
+        answers, else the usual use."""
+        rest = [each for at, each in enumerate(self.sequences) if at != index]
+        if not rest:
+            return self.usual
+        mean: np.ndarray = np.mean([e.decode_counts() / max(1, len(e.ids)) for e in rest], axis=0)
+        return mean
+
+
+def generated(shape: PaperModel) -> Routing:
+    """Random routing for a shape: each layer of each sequence has a distribution of its own, and
+    its tokens choose different experts by it."""
+    random = np.random.default_rng(0)
+    powers = np.arange(1, shape.n_expert + 1, dtype=np.float64) ** -SKEW
+    popularity = powers / powers.sum()
+
+    def fresh(count: int) -> np.ndarray:
+        return random.permuted(np.broadcast_to(popularity, (count, *shape.size)), axis=2)
+
+    usual = np.repeat(fresh(1), N_SEQUENCES, axis=0)
+    in_prompt = blended(usual, fresh(N_SEQUENCES), PROMPTS_COSINE)
+    in_answer = blended(in_prompt, fresh(N_SEQUENCES), ANSWER_COSINE)
+    made = []
+    for prompt, answer in zip(in_prompt, in_answer, strict=True):
+        ids, weights = _choose(random, prompt, shape.n_expert_used)
+        chosen, _ = _choose(random, answer, shape.n_expert_used)
+        counts, gates = (_by_expert(ids, shape.size, each) for each in (1.0, weights))
+        made.append(Sequence(counts, gates, chosen))
+    source = f"{N_SEQUENCES} generated sequences of {N_TOKENS} + {N_TOKENS} tokens, skew {SKEW:g}"
+    return Routing(source, made, np.zeros(shape.size))
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Cosine similarity along the last axis."""
+    lengths = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
+    found: np.ndarray = (a * b).sum(axis=-1) / np.where(lengths > 0, lengths, 1)
+    return found
+
+
+def blended(base: np.ndarray, other: np.ndarray, wanted: float) -> np.ndarray:
+    """(1 - x) base + x other along the last axis, with the x at which the mean cosine with base is
+    the one wanted; `other` itself where even that is more alike."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        alike = cosine(base, (1 - middle) * base + middle * other).mean()
+        low, high = (middle, high) if alike > wanted else (low, middle)
+    return (1 - high) * base + high * other
+
+
+def _choose(
+    random: np.random.Generator, popularity: np.ndarray, k: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """For N_TOKENS tokens k different experts of each layer, drawn one after the other by
+    popularity [L, E], and routing weights that fall in this order: [N_TOKENS, L, k] both."""
+    keys = np.log(popularity)[None] + random.gumbel(size=(N_TOKENS, *popularity.shape))
+    ids = np.argsort(-keys, axis=2)[..., :k]
+    raw = np.sort(random.gamma(1.0, size=ids.shape), axis=2)[..., ::-1]
+    return ids, raw / raw.sum(axis=2, keepdims=True)
+
+
+def from_trace(shape: PaperModel, trace: Trace) -> Routing:
+    """The routing of a trace, as a model of this shape.
+
+    Layers are repeated until there are as many as the shape has. Where the trace has more experts,
+    neighbours are taken as one, whose weight is the sum of theirs, and a token keeps its best
+    n_expert_used. Raises ConfigError where experts cannot be shared out so, TraceError for a trace
+    without a prompt or without an answer.
+    """
+    fold, rest = divmod(trace.n_expert, shape.n_expert)
+    if rest or trace.n_expert_used < shape.n_expert_used:
+        raise ConfigError(
+            f"the trace routes to {trace.n_expert_used} of {trace.n_expert} experts, which cannot "
+            f"stand for {shape.n_expert_used} of {shape.n_expert} of {shape.name}: leave the trace "
+            f"out to generate the routing"
+        )
+    tiled = np.arange(shape.n_layers) % trace.n_layers
+    sequences = []
+    for prompt, answer in _sequences(trace):
+        counts = np.zeros((trace.n_layers, shape.n_expert))
+        gates = np.zeros_like(counts)
+        for layer, ids, weights in _prompt_rows(prompt, trace.n_layers):
+            kept, gate = folded(ids, weights, fold, shape)
+            counts[layer] += np.bincount(kept[kept >= 0], minlength=shape.n_expert)
+            gates[layer] += np.bincount(kept[kept >= 0], gate[kept >= 0], shape.n_expert)
+        rows = _answer_rows(answer, fold, shape, trace.n_layers)
+        if counts.any() and len(rows):
+            sequences.append(Sequence(counts[tiled], gates[tiled], rows[:, tiled]))
+    if not sequences:
+        raise TraceError(
+            "the trace has no prompt with an answer: record one with `moe-edge trace -p`, or with "
+            "--text and --prefill"
+        )
+    known = trace.arrays["start_hotness"].reshape(trace.n_layers, shape.n_expert, fold).sum(axis=2)
+    n_tokens = sum(len(each.ids) for each in sequences)
+    source = f"{trace.header.model}: {len(sequences)} sequences with {n_tokens} decoded tokens"
+    return Routing(source, sequences, known[tiled])
+
+
+def folded(
+    ids: np.ndarray, weights: np.ndarray, fold: int, shape: PaperModel
+) -> tuple[np.ndarray, np.ndarray]:
+    """Experts [T, k] and weights of a trace as those of a shape: `fold` neighbours are one, and the
+    n_expert_used with the largest sums of weights stay, the largest first; -1 where a token has
+    fewer. [T, n_expert_used] both."""
+    rows = np.broadcast_to(np.arange(len(ids))[:, None], ids.shape)
+    sums = np.zeros((len(ids), shape.n_expert))
+    used = np.zeros(sums.shape, bool)
+    np.add.at(sums, (rows, ids // fold), weights)
+    used[rows, ids // fold] = True
+    ranked = np.argsort(np.where(used, -sums, np.inf), axis=1, kind="stable")
+    best = ranked[:, : shape.n_expert_used]
+    there = np.take_along_axis(used, best, axis=1)
+    gates = np.where(there, np.take_along_axis(sums, best, axis=1), 0.0)
+    return np.where(there, best, -1), gates
+
+
+def _sequences(trace: Trace) -> Iterator[tuple[list[Step], list[Step]]]:
+    """The steps of each prompt and of its answer; a further prompt of a conversation begins another
+    one."""
+    prompt: list[Step] = []
+    answer: list[Step] = []
+    for step in trace.steps():
+        again = step.phase is Phase.PREFILL and bool(answer)
+        if (step.starts or again) and (prompt or answer):
+            yield prompt, answer
+            prompt, answer = [], []
+        (prompt if step.phase is Phase.PREFILL else answer).append(step)
+    yield prompt, answer
+
+
+def _prompt_rows(steps: list[Step], n_layers: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """(layer, experts [T, k], weights) of each layer of each step; the last layer, which computes
+    one token of a prompt, as the one before predicts it, where the trace looks ahead."""
+    for step in steps:
+        before = None
+        for event in step.events:
+            if event.layer == n_layers - 1 and before is not None and len(before.ahead_ids):
+                yield event.layer, before.ahead_ids[0].astype(np.int64), before.ahead_scores[0]
+            else:
+                yield event.layer, event.ids.astype(np.int64), event.weights
+            before = event if event.layer == n_layers - 2 else None
+
+
+def _answer_rows(steps: list[Step], fold: int, shape: PaperModel, n_layers: int) -> np.ndarray:
+    """Experts of the tokens of decode steps, int64 [T, n_layers, n_expert_used]."""
+    rows = [np.zeros((0, n_layers, shape.n_expert_used), np.int64)]
+    for step in steps:
+        row = np.full((step.n_tokens, n_layers, shape.n_expert_used), -1, np.int64)
+        for event in step.events:
+            kept, _ = folded(event.ids.astype(np.int64), event.weights, fold, shape)
+            row[: len(kept), event.layer] = kept
+        rows.append(row)
+    return np.concatenate(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where the experts of one sequence are: hot bool [n_layers, n_expert], on the GPU at 16 bits;
+    bits float64 [n_layers, n_expert], of the others in the near-data memory."""
+
+    hot: np.ndarray
+    bits: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """Means over tokens: a decode step, and what the near-data memory computes in it. hot_mass: the
+    share of routed experts that were on the GPU."""
+
+    step_ms: float
+    near_ms: float
+    hot_mass: float
+
+
+def placed(asked: NearData, scores: np.ndarray) -> Plan:
+    """The hot experts of each layer, those with the largest scores, on the GPU, the others at
+    near_bits on average."""
+    losses = nominal_losses(NEAR_BITS, *asked.model.size)
+    tiers = place(scores, asked.n_hot, losses, NEAR_BITS, asked)
+    widths = np.array([FULL_BITS, *NEAR_BITS], np.float64)
+    return Plan(tiers == 0, widths[tiers])
+
+
+def decode(shape: PaperModel, plan: Plan, sequence: Sequence) -> Decoded:
+    """The answer of a sequence under a plan."""
+    ids = sequence.ids
+    there, layers = ids >= 0, _layers_of(ids)
+    hot = plan.hot[layers, ids] & there
+    times = np.vectorize(shape.near_ms, otypes=[float])(plan.bits)
+    near = np.where(there & ~hot, times[layers, ids], 0.0).sum(axis=2)
+    steps = shape.layers_ms((hot * shape.gpu_ms()).sum(axis=2), near).sum(axis=1)
+    hot_mass = float(hot.sum() / max(1, there.sum()))
+    return Decoded(float(steps.mean()), float(near.sum(axis=1).mean()), hot_mass)
+
+
+class _Cache:
+    """Experts in the GPU's memory, least recently used first. It holds so many bytes."""
+
+    def __init__(self, capacity: float) -> None:
+        self._capacity = capacity
+        self._held = 0.0
+        self._experts: OrderedDict[tuple[int, int], float] = OrderedDict()
+
+    def use(self, expert: tuple[int, int], n_bytes: float) -> float:
+        """Bytes to copy for an expert of this size: 0 where it is there, in this precision or a
+        better one."""
+        there = self._experts.get(expert, 0.0)
+        if there >= n_bytes:
+            self._experts.move_to_end(expert)
+            return 0.0
+        self._held += n_bytes - there
+        self._experts[expert] = n_bytes
+        self._experts.move_to_end(expert)
+        while self._held > self._capacity:
+            _, size = self._experts.popitem(last=False)
+            self._held -= size
+        return n_bytes
+
+
+def on_demand(
+    shape: PaperModel, sequences: list[Sequence], bits: tuple[int, ...], n_slots: float
+) -> Decoded:
+    """A GPU alone, with a cache of so many experts at 16 bits: what is missing is copied over the
+    link when it is needed, and nothing is fetched ahead. bits: as HOBBIT_BITS. The first sequence
+    is run twice, so that the cache is warm."""
+    cache = _Cache(n_slots * shape.expert_bytes())
+    ranks = [bits[min(at, len(bits) - 1)] for at in range(shape.n_expert_used)]
+    sizes = [shape.expert_bytes(each) for each in ranks]
+    computing = [shape.gpu_ms(bits=each) for each in ranks]
+    dense = shape.n_layers * shape.dense_ms()
+    steps: list[float] = []
+    hits = asked = 0
+    for number, sequence in enumerate([sequences[0], *sequences]):
+        for token in sequence.ids.tolist():
+            took = dense
+            for layer, experts in enumerate(token):
+                for rank, expert in enumerate(experts):
+                    if expert < 0:
+                        continue
+                    missing = cache.use((layer, expert), sizes[rank])
+                    took += computing[rank]
+                    if missing:
+                        took += LINK_US / 1e3 + link_ms(missing)
+                    if number:
+                        asked, hits = asked + 1, hits + (missing == 0)
+            if number:
+                steps.append(took)
+    return Decoded(float(np.mean(steps)), 0.0, hits / max(1, asked))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A strategy over all sequences: each one's decoding, prompt and migration, in ms. prompts and
+    moves are [n_sequences, len(LENGTHS)]."""
+
+    decoded: list[Decoded]
+    prompts: np.ndarray
+    moves: np.ndarray
+
+    def mean(self, name: str) -> float:
+        return float(np.mean([getattr(each, name) for each in self.decoded]))
+
+    def lengths(self, base: Run) -> list[dict[str, float]]:
+        """End to end for each pair of lengths, and against a base."""
+        rows = []
+        for column, (prompt, answer) in enumerate(LENGTHS):
+            ours, theirs = (
+                (
+                    float(run.prompts[:, column].mean()),
+                    float(run.moves[:, column].mean()),
+                    answer * run.mean("step_ms"),
+                )
+                for run in (self, base)
+            )
+            row = {"prompt": prompt, "answer": answer, "prompt_ms": ours[0]}
+            row |= {"migration_ms": ours[1], "total_ms": sum(ours)}
+            rows.append(row | {"over_monde": sum(theirs) / sum(ours)})
+        return rows
+
+
+def strategies(asked: NearData, routing: Routing) -> dict[str, Run]:
+    """All of them on one routing."""
+    shape, sequences = asked.model, routing.sequences
+
+    def run(plans: list[Plan], there: list[Plan]) -> Run:
+        """plans: how each sequence is decoded; there: what its prompt finds on the GPU."""
+        pairs = zip(plans, sequences, strict=True)
+        decoded = [decode(shape, plan, sequence) for plan, sequence in pairs]
+        return Run(decoded, *_before(shape, sequences, plans, there))
+
+    near = Plan(np.zeros(shape.size, bool), np.full(shape.size, float(FULL_BITS)))
+    only = run([near] * len(sequences), [near] * len(sequences))
+    moved = shape.migrations * shape.move_ms
+    monde = [replace(each, step_ms=each.step_ms + moved) for each in only.decoded]
+    static, context = [], []
+    for at, each in enumerate(sequences):
+        usual = routing.others(at)
+        static.append(placed(asked, usual))
+        # As the policy `context` does it, with the usual use as its profile.
+        scores = importance(each.counts, each.gates, usual, asked, shape.n_expert_used)
+        context.append(placed(asked, scores))
+    started = placed(asked, shares(routing.usual))
+    found = {
+        NEAR_ONLY: only,
+        MONDE: replace(only, decoded=monde),
+        STATIC: run(static, static),
+        CONTEXT: run(context, [started, *context[:-1]]),
+    }
+    # On a GPU alone, what its memory does not hold is copied once while a prompt is read.
+    n = shape.n_layers * shape.n_expert
+    copied = max(0.0, n - shape.gpu_slots) * shape.move_ms
+    prompts = []
+    for n_prompt, _ in LENGTHS:
+        computed = n * shape.gpu_ms(n_prompt * shape.n_expert_used / shape.n_expert)
+        prompts.append(shape.n_layers * shape.dense_ms(n_prompt) + max(copied, computed))
+    for name, bits in ((GPU_LRU, GPU_LRU_BITS), (HOBBIT, HOBBIT_BITS)):
+        decoded = on_demand(shape, sequences, bits, shape.gpu_slots)
+        found[name] = Run([decoded], np.array([prompts]), np.zeros((1, len(LENGTHS))))
+    return found
+
+
+def _before(
+    shape: PaperModel, sequences: list[Sequence], plans: list[Plan], there: list[Plan]
+) -> tuple[np.ndarray, np.ndarray]:
+    """What prompts take, and what their placements move before the answers: [n_sequences,
+    len(LENGTHS)] both."""
+    prompts, moves = np.zeros((2, len(plans), len(LENGTHS)))
+    for at, (plan, before, sequence) in enumerate(zip(plans, there, sequences, strict=True)):
+        used = sequence.counts.sum(axis=1, keepdims=True)
+        share = sequence.counts / np.where(used > 0, used, 1)
+        for column, (n_prompt, _) in enumerate(LENGTHS):
+            brought = np.zeros_like(before.hot)
+            for layer in range(shape.n_layers):
+                tokens = share[layer] * n_prompt * shape.n_expert_used
+                took, brought[layer] = shape.prompt_layer_ms(tokens, before.hot[layer], n_prompt)
+                prompts[at, column] += took
+            # What the prompt has brought to the GPU stays there for nothing.
+            moves[at, column] = (plan.hot & ~before.hot & ~brought).sum() * shape.move_ms
+    return prompts, moves
+
+
+def replay_near_data(asked: NearData, trace: Trace | None) -> dict[str, Any]:
+    """All strategies on the routing of the trace, or on a generated one: plain types, fit for JSON.
+    Raises ConfigError and TraceError."""
+    shape = asked.model
+    routing = generated(shape) if trace is None else from_trace(shape, trace)
+    runs, rows = strategies(asked, routing), {}
+    for name, run in runs.items():
+        step = run.mean("step_ms")
+        rows[name] = {
+            "step_ms": step,
+            "over_monde": runs[MONDE].mean("step_ms") / step,
+            "over_near_only": runs[NEAR_ONLY].mean("step_ms") / step,
+            "near_ms": run.mean("near_ms"),
+            "hot_mass": run.mean("hot_mass"),
+            "lengths": run.lengths(runs[MONDE]),
+        }
+    alike = [cosine(each.counts, each.decode_counts()).mean() for each in routing.sequences]
+    return {
+        "shape": shape.name,
+        "routing": routing.source,
+        "n_hot": asked.n_hot,
+        "near_bits": asked.near_bits,
+        "migrations": shape.migrations,
+        "prefill_decode_cosine": float(np.mean(alike)),
+        "runs": rows,
+    }
+
+
+def render_near_data(result: dict[str, Any]) -> str:
+    """The same as tables for a person."""
+    heading = (
+        f"{result['shape']}, {result['n_hot']} hot experts a layer, the others at "
+        f"{result['near_bits']:g} bits; one sequence decodes\n"
+        f"routing: {result['routing']}; prompts and answers have a cosine of "
+        f"{result['prefill_decode_cosine']:.2f}\n"
+        f"monde moves {result['migrations']:g} experts a token"
+    )
+    name, times, seconds = Column("", "name", left=True), fixed(2), fixed(2, 1e3)
+    steps = [
+        name,
+        Column("ms/token", "step_ms", times),
+        Column("x monde", "over_monde", times),
+        Column("x near-only", "over_near_only", times),
+        Column("near ms", "near_ms", times),
+        Column("on the GPU", "hot_mass", percent(1, " %")),
+    ]
+    whole = [
+        name,
+        Column("prompt:answer", lambda row: f"{row['prompt']}:{row['answer']}"),
+        Column("prompt s", "prompt_ms", seconds),
+        Column("moves s", "migration_ms", seconds),
+        Column("all s", "total_ms", seconds),
+        Column("x monde", "over_monde", times),
+    ]
+    runs = [{"name": each, **run} for each, run in result["runs"].items()]
+    lengths = [{"name": run["name"], **row} for run in runs for row in run["lengths"]]
+    tables = [Table("", steps, runs), Table("end to end:", whole, lengths)]
+    return "\n\n".join([heading, *(table.text() for table in tables)])

@@ -1,0 +1,296 @@
+"""What a recorded run says of FIRM-MoE, in virtual time: what its parts bring (Tables 1, 2, Figures
+4, 5), and its loss (eq. 11) over candidates K and layers P, with what tuning finds (Figure 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from orchestrator.errors import ConfigError
+from orchestrator.events import Phase
+from orchestrator.lab.replay import ReplayOptions, Trace
+from orchestrator.lab.replay.report import RIGID, WHOLE, set_up_for, speed_and_time
+from orchestrator.lab.replay.simulate import Outcome, Setup, simulate
+from orchestrator.lab.study.figures import share
+from orchestrator.lab.study.plot import Line, Panel, exact
+from orchestrator.lab.study.study import Drawn, Findings
+from orchestrator.lab.table import Column, Row, Table, fixed
+from orchestrator.native import Library
+from orchestrator.policy import policy_class
+from orchestrator.policy.firm import ALL, CLIMB, FIRM, GROUPS, MOL, RANK, Tuner, Votes, depth_of
+
+NO_PREFETCH, BASE = "no prefetch", "BB: top-k, whole experts"
+WORLDS = {NO_PREFETCH: "as the store reads", BASE: "rigid link, as in the paper"}
+# Shares of the experts that have slots, where no --expert-ram says how many.
+HELD = (0.5, 0.6, 0.8)
+# Decode steps that are left out, in which the slots fill.
+WARM_UP = 16
+
+_NEVER = 2**24
+_BASIS = (
+    "Off-policy: one run is played, which loads by the best pair so far, and every pair is counted "
+    "against what that run has in memory. In-sample: a pair is judged on the tokens that chose it."
+)
+
+# Of a group, by P - 1 and K - 1.
+Grid = list[list[float]]
+
+
+class Played(NamedTuple):
+    """What is measured on: a trace that looks ahead, and what is asked of its replays."""
+
+    library: Library
+    trace: Trace
+    options: ReplayOptions
+
+    def play(
+        self,
+        policy: str,
+        settings: Mapping[str, Any],
+        prepare: Callable[[Setup], None] = lambda made: None,
+        **changes: Any,
+    ) -> tuple[Setup, Outcome]:
+        """The trace with a policy. prepare: gets it before it begins; changes: of the options."""
+        asked = replace(self.options, policy=policy, settings=settings, **changes)
+        speed, time = speed_and_time(self.trace.header, asked)
+        made = set_up_for(self.trace, asked, policy_class(policy), speed)
+        prepare(made)
+        return made, simulate(self.library, self.trace, made, speed, time)
+
+
+class OfTrace(Drawn[Played]):
+    """A study of a trace that looks ahead."""
+
+    def publish(
+        self, library: Library, trace: Trace, options: ReplayOptions, folder: Path | None
+    ) -> list[Table]:
+        """Measures, and writes the tables and the picture to the folder. Raises ConfigError where
+        the trace does not do."""
+        folder = self.check(folder)
+        if not trace.arrays["event_ahead"].any():
+            raise ConfigError(
+                f"--study {self.name}: the trace does not look ahead, record it with --policy "
+                f"{FIRM.name} --agree {MOL} --n-ahead 4"
+            )
+        if options.policy not in (None, FIRM.name):
+            raise ConfigError(
+                f"--study {self.name} plays --policy {FIRM.name}: leave the other out"
+            )
+        found = self.measure(Played(library, trace, options))
+        return self.write(folder, found, model=trace.header.model)
+
+
+class Part(NamedTuple):
+    """A row of FIRM's parts. base: the row that it is compared with; changes: of the options."""
+
+    name: str
+    base: str
+    policy: str
+    settings: dict[str, Any]
+    changes: dict[str, Any]
+
+
+def parts(k: int) -> list[Part]:
+    """What is compared: as the store reads, with no prefetch; and what the paper compares, on a
+    link with one queue for all reads, with its base. K = P = 3 where the model has as many experts
+    a token as k."""
+    off, whole, rigid = {"prefetch": "off"}, {"wait": WHOLE}, {"link": RIGID}
+    dymoe = {"prefetch": "on", "retention": 1.0}
+    one, few = {"votes": f"{k},1"}, {"votes": f"{min(3, k)},3"}
+
+    def ahead(way: str, n: int) -> dict[str, Any]:
+        return {"prefetch": "on", "agree": way, "prefetch_kinds": n}
+
+    return [
+        Part("lru", NO_PREFETCH, "lru", {}, {}),
+        Part("whole experts waited for", NO_PREFETCH, FIRM.name, off, whole),
+        Part(NO_PREFETCH, NO_PREFETCH, FIRM.name, off, {}),
+        Part("dymoe, r=1", NO_PREFETCH, "dymoe", dymoe, {}),
+        *(
+            Part(f"firm, {way}, n={n}", NO_PREFETCH, FIRM.name, ahead(way, n), {})
+            for way, n in ((RANK, 1), (RANK, 3), (MOL, 1))
+        ),
+        Part(BASE, BASE, FIRM.name, ahead(RANK, 3) | one, rigid | whole),
+        Part("+ FG: gates alone", BASE, FIRM.name, ahead(RANK, 1) | one, rigid),
+        Part("+ MoL", BASE, FIRM.name, ahead(MOL, 3) | few, rigid | whole),
+        Part("+ FG + MoL", BASE, FIRM.name, ahead(MOL, 1) | few, rigid),
+        Part("all: tuned", BASE, FIRM.name, ahead(MOL, 1), rigid),
+    ]
+
+
+class FirmParts(OfTrace):
+    """What each part of FIRM brings, by the share of the experts that have slots."""
+
+    name = "firm"
+
+    def measure(self, on: Played) -> Findings:
+        header, tables, panels = on.trace.header, [], []
+        tier = on.trace.tier_index(header.in_use[0])
+        every = on.trace.n_expert * sum(
+            each.expert_bytes
+            for layer in on.trace.slices
+            for kind in layer
+            if (each := kind[tier]) is not None
+        )
+        sizes = [int(held * every) for held in HELD]
+        sizes = sizes if on.options.expert_ram is None else [on.options.expert_ram]
+        listed = parts(on.trace.n_expert_used)
+        for base, world in WORLDS.items():
+            rows = [
+                _measured(on, each, size) | {"held": size / every}
+                for size in sizes
+                for each in listed
+                if each.base == base
+            ]
+            bases = {row["held"]: row for row in rows if row["name"] == base}
+            for row in rows:
+                other = bases[row["held"]]
+                row["speedup"] = other["tpot_ms_mean"] / row["tpot_ms_mean"]
+                if other["bytes_per_token"]:
+                    row["bytes_ratio"] = row["bytes_per_token"] / other["bytes_per_token"]
+            tables.append(Table(f"The parts of FIRM-MoE, {world}: {header.model}", _PARTS, rows))
+            drawn = []
+            for name in dict.fromkeys(row["name"] for row in rows):
+                points = [(100 * r["held"], r["speedup"]) for r in rows if r["name"] == name]
+                x, y = zip(*points, strict=True)
+                drawn.append(Line(name, x, exact(y)))
+            panels.append(Panel("slots, % of the experts", f"x {base}", drawn, world))
+        tables[-1].footnotes.append(
+            f"Virtual time, decode steps behind the first {WARM_UP}. n: matrices of an expert that "
+            f"are loaded ahead; rank, mol: the vote, with K and P tuned; x base: mean steps "
+            f"against {NO_PREFETCH}, or BB; answer tok/s: by the time of the prompt and the answer "
+            f"(Figure 5); x none: bytes against {NO_PREFETCH}."
+        )
+        return Findings(tables, panels)
+
+
+_PARTS = (
+    Column("slots", "held", share),
+    Column("", "name", left=True),
+    Column("TPOT", "tpot_ms_p50", fixed(2), "ms"),
+    Column("mean", "tpot_ms_mean", fixed(2), "ms"),
+    Column("x base", "speedup", fixed(3)),
+    Column("answer tok/s", "answer_tokens_per_s", fixed(1)),
+    Column("MB/tok", "bytes_per_token", fixed(2, 1e6)),
+    Column("x none", "bytes_ratio", fixed(2)),
+    Column("hit", "hit_rate", share),
+    Column("K,P", "votes", left=True),
+)
+
+
+def _measured(on: Played, part: Part, expert_bytes: int) -> Row:
+    """The figures of one row."""
+    made, outcome = on.play(part.policy, part.settings, expert_ram=expert_bytes, **part.changes)
+    stats, phase = outcome.stats, Phase.DECODE
+    decoded = np.array(outcome.phases) == phase
+    step_ms = outcome.step_us / 1000
+    steps = step_ms[decoded]
+    measured = steps[WARM_UP:] if len(steps) > WARM_UP else steps
+    policy, looks_ahead = made.policy, part.settings.get("prefetch") == "on"
+    tuned = isinstance(policy, FIRM) and looks_ahead and policy.tuner.by_group()
+    return {
+        "name": part.name,
+        "tpot_ms_p50": float(np.median(measured)),
+        "tpot_ms_mean": float(measured.mean()),
+        "answer_tokens_per_s": 1000 * len(steps) / float(step_ms.sum()),
+        "bytes_per_token": (stats.demand_bytes[phase] + stats.prefetch_bytes[phase]) / len(steps),
+        "hit_rate": stats.hits[phase] / max(1, stats.requests[phase]),
+        "votes": " ".join(f"{k},{p}" for k, p in (tuned or {}).values()),
+    }
+
+
+class VotesLoss(OfTrace):
+    """Plays a trace with FIRM: once to count every (K, P) on every token, and once for each way
+    to tune, whose choice is then looked up there."""
+
+    name = "votes-loss"
+
+    def measure(self, on: Played) -> Findings:
+        way = on.options.settings.get("agree", MOL)
+        depth = depth_of(way, int(on.trace.arrays["event_ahead"].max()))
+        asked = {"n_ahead": depth, "prefetch": "on", "agree": way, **on.options.settings}
+        counted, held = _tuner(on, {**asked, "tune": ALL, "tune_tokens": _NEVER}, every=1)
+        there = set(counted.groups[1:])
+        losses: dict[str, Grid] = {
+            name: counted.grids[group].means()
+            for group, name in enumerate(GROUPS)
+            if group in there
+        }
+        if not any(loss for rows in losses.values() for row in rows for loss in row):
+            raise ConfigError(
+                f"--study {self.name}: everything was in memory: give a smaller --expert-ram"
+            )
+        tuned = {way: _tuner(on, {**asked, "tune": way})[0] for way in (ALL, CLIMB)}
+        tokens = min(min(each.tokens, each.until) for each in tuned.values())
+        title = (
+            f"Loss of eq. 11 a layer and token over K, P (Figure 6 of FIRM-MoE): "
+            f"{on.trace.header.model}, slots for {100 * held:.0f} % of the experts; tuned in "
+            f"{tokens} tokens"
+        )
+        rows, panels = [], []
+        for group, grid in losses.items():
+            chosen = {way: each.by_group()[group] for way, each in tuned.items()}
+            rows.append(_row(group, grid, chosen))
+            panels.append(_panel(group, grid, chosen))
+        return Findings([Table(title, _columns(len(grid)), rows, [_BASIS])], panels)
+
+
+def _tuner(
+    on: Played, settings: Mapping[str, Any], every: int | None = None
+) -> tuple[Tuner, float]:
+    """The tuner at the end of the trace, and the share of the experts that had slots."""
+
+    def prepare(made: Setup) -> None:
+        assert isinstance(made.policy, FIRM)
+        made.policy.tuner.every = every or made.policy.tuner.every
+
+    made, _ = on.play(FIRM.name, settings, prepare)
+    assert isinstance(made.policy, FIRM)
+    return made.policy.tuner, made.slots.total_bytes / made.shape.all_slot_bytes()
+
+
+def _least(grid: Grid) -> tuple[float, Votes]:
+    """The least loss of a group, and its (K, P)."""
+    return min((loss, (k, p)) for p, row in enumerate(grid, 1) for k, loss in enumerate(row, 1))
+
+
+def _at(grid: Grid, votes: Votes) -> float:
+    return grid[votes[1] - 1][votes[0] - 1]
+
+
+def _row(group: str, grid: Grid, chosen: Mapping[str, Votes]) -> Row:
+    least, best = _least(grid)
+    row: Row = {"group": group, "losses": grid, "best": best, "least": least, **chosen}
+    for way, votes in chosen.items():
+        row[f"{way}_ratio"] = _at(grid, votes) / least if least else None
+    return row | {f"P={p}": min(each) for p, each in enumerate(grid, 1)}
+
+
+def _columns(depth: int) -> list[Column]:
+    def pair(votes: Votes) -> str:
+        return f"{votes[0]}, {votes[1]}"
+
+    found = [
+        Column("layers", "group", left=True),
+        Column("best K, P", "best", pair),
+        Column("its loss", "least", fixed(3)),
+    ]
+    for way in (ALL, CLIMB):
+        found.append(Column(f"{way}: K, P", way, pair))
+        found.append(Column("x best", f"{way}_ratio", fixed(3)))
+    return found + [Column(f"best at P={p}", f"P={p}", fixed(3)) for p in range(1, depth + 1)]
+
+
+def _panel(group: str, grid: Grid, chosen: Mapping[str, Votes]) -> Panel:
+    """The loss over K, a line for each P, with what is the least and what tuning finds."""
+    drawn = [Line(f"P = {p}", range(1, len(row) + 1), exact(row)) for p, row in enumerate(grid, 1)]
+    marks = {"least": _least(grid)[1], **chosen}
+    drawn += [
+        Line(f"{name}: K, P = {k}, {p}", [k], exact([_at(grid, (k, p))]))
+        for name, (k, p) in marks.items()
+    ]
+    return Panel("candidates K", "loss a layer and token", drawn, f"{group} layers")
