@@ -23,6 +23,7 @@ def describe(model: ExpertModel, scratch_bytes: int = 0) -> dict[str, Any]:
     """
     n_ctx = min(KV_TOKENS, model.hparams.context_length or KV_TOKENS)
     kv_bytes = model.kv_bytes(n_ctx)
+    fixed_bytes = model.dense_bytes - model.lookup_bytes + kv_bytes
     budgets = []
     for share in BUDGET_SHARES:
         slot_budget = round(share * model.tier_bytes[0])
@@ -30,7 +31,7 @@ def describe(model: ExpertModel, scratch_bytes: int = 0) -> dict[str, Any]:
             {
                 "share": share,
                 "slot_bytes": slot_budget,
-                "ram_bytes": model.dense_bytes + kv_bytes + scratch_bytes + slot_budget,
+                "ram_bytes": fixed_bytes + scratch_bytes + slot_budget,
                 "experts_per_layer": {
                     tier.name: _experts_per_layer(model, index, slot_budget)
                     for index, tier in enumerate(model.tiers)
@@ -52,6 +53,7 @@ def describe(model: ExpertModel, scratch_bytes: int = 0) -> dict[str, Any]:
         "matrices": _matrices(model),
         "file_bytes": sum(path.stat().st_size for path in model.files),
         "dense_bytes": model.dense_bytes,
+        "lookup_bytes": model.lookup_bytes,
         "kv_tokens": n_ctx,
         "kv_bytes": kv_bytes,
         "scratch_bytes": scratch_bytes,
@@ -148,7 +150,13 @@ def render(facts: dict[str, Any]) -> str:
         f" {facts['experts_used']} experts per token",
         "  expert matrices: "
         + ", ".join(f"{each['kind']} {each['rows']}x{each['row']}" for each in facts["matrices"]),
-        f"  dense weights {format_size(facts['dense_bytes'])},"
+        f"  dense weights {format_size(facts['dense_bytes'])}"
+        + (
+            f" ({format_size(table)} of it read by rows)"
+            if (table := facts["lookup_bytes"])
+            else ""
+        )
+        + ","
         f" KV cache {format_size(facts['kv_bytes'])} for {facts['kv_tokens']} tokens,"
         f" files {format_size(facts['file_bytes'])}",
         "",

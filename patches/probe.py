@@ -108,9 +108,10 @@ def find_toolchain() -> Toolchain:
         raise BuildError(
             "A C and C++ compiler is missing: install it with `sudo apt install build-essential`."
         )
-    cmake = shutil.which("cmake")
-    if cmake is None:
-        raise BuildError("cmake is missing: install it with `sudo apt install cmake`.")
+    for tool in ("cmake", "patch"):
+        if shutil.which(tool) is None:
+            raise BuildError(f"{tool} is missing: install it with `sudo apt install {tool}`.")
+    cmake = str(shutil.which("cmake"))
     text = subprocess.run([cmake, "--version"], capture_output=True, text=True).stdout
     match = re.search(r"(\d+)\.(\d+)", text)
     if match is None or (int(match[1]), int(match[2])) < CMAKE_AT_LEAST:
@@ -124,8 +125,6 @@ def find_toolchain() -> Toolchain:
         generator = "Unix Makefiles"
     else:
         raise BuildError("make is missing: install it with `sudo apt install build-essential`.")
-    if shutil.which("patch") is None:
-        raise BuildError("patch is missing: install it with `sudo apt install patch`.")
     macros = _macros(cc, "c") + _macros(cxx, "c++")
     return Toolchain(
         cc=cc,

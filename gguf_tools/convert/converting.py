@@ -25,7 +25,6 @@ from gguf_tools.errors import ConvertError, NotMoEError, QuantizeError, WriteErr
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import (
     FLOAT_TYPES,
-    KEY_ARCHITECTURE,
     GGMLType,
     parse_expert_name,
     row_bytes,
@@ -70,7 +69,7 @@ def convert(
     dense: str | None = None,
     imatrix: str | os.PathLike[str] | None = None,
     trust_remote_code: bool = False,
-    on_header: Callable[[Path, str], None] | None = None,
+    on_header: Callable[[Path], None] | None = None,
     progress: Progress | None = None,
     threads: int | None = None,
 ) -> PackReport:
@@ -82,7 +81,7 @@ def convert(
     another one for matrices among them. ``imatrix``: an importance matrix of llama.cpp that
     weighs the columns of experts. ``title`` names the model, where the folder's name and
     its README do not. ``on_header`` gets a file with the header that ``dst`` will have, and no
-    data, and the architecture, before anything is computed; what it raises ends the conversion.
+    data, before anything is computed; what it raises ends the conversion.
     ``progress`` gets the finished share, 0 to 1.
 
     Raises CheckpointError, ConvertError and GGUFError, each one sentence; on any exception,
@@ -100,7 +99,7 @@ def convert(
             model = _opened(file, checkpoint)
             if on_header is not None:
                 with source.header_alone() as path:
-                    on_header(path, str(file.metadata[KEY_ARCHITECTURE]))
+                    on_header(path)
             by = None if imatrix is None else ByImportance.of_file(imatrix, model, ggml)
             report = pack(
                 model,

@@ -15,7 +15,7 @@ from gguf_tools.closing import Closing
 from gguf_tools.experts.hparams import Hyperparameters, announced_tiers
 from gguf_tools.experts.pairing import check_pair
 from gguf_tools.experts.slices import LayerShapes, LayerSlices, Tier
-from gguf_tools.experts.tensors import cut_slices, first_expert, sort_tensors, sum_tiers
+from gguf_tools.experts.tensors import Found, cut_slices, first_expert, sort_tensors, sum_tiers
 from gguf_tools.file.layout import BLOCK, KEY_FALLBACKS, GGMLType, pad
 from gguf_tools.file.parts import SPLIT_NAME, open_model
 from gguf_tools.file.reader import GGUFFile, metadata_value
@@ -34,7 +34,7 @@ class ExpertModel(Closing):
     model's own layer number. ``shapes[layer][kind]`` is (row length, rows) of one
     expert's matrix. Tiers are ordered best first. Sizes are bytes. ``dense_bytes`` counts
     all that is no expert, ``dense_layer_bytes[il]`` what of it is in each of the model's
-    own layers.
+    own layers. ``lookup`` is the table of it that is read by rows, which can stay on disk.
     """
 
     path: Path
@@ -49,6 +49,7 @@ class ExpertModel(Closing):
     dense_layer_bytes: list[int]
     tier_bytes: list[int]
     has_shared: bool
+    lookup: Found | None
     fallbacks: list[str]
     parts: list[GGUFFile]
 
@@ -89,6 +90,11 @@ class ExpertModel(Closing):
     def n_expert_used(self) -> int:
         """Experts that a token uses in each MoE layer."""
         return self.hparams.n_expert_used
+
+    @property
+    def lookup_bytes(self) -> int:
+        """Of ``dense_bytes``, the table that can stay on disk."""
+        return self.lookup.info.nbytes if self.lookup else 0
 
     def tier_index(self, name: str) -> int:
         """Index of a tier by name; MissingTierError lists the tiers there are."""
@@ -141,6 +147,7 @@ def _of_one(parts: list[GGUFFile]) -> ExpertModel:
         dense_layer_bytes=tensors.dense_layer_bytes,
         tier_bytes=tier_bytes,
         has_shared=tensors.has_shared,
+        lookup=tensors.lookup,
         fallbacks=[str(text) for text in metadata_value(first, KEY_FALLBACKS, list, [])],
         parts=parts,
     )

@@ -14,6 +14,7 @@ from gguf_tools.file.layout import (
     GATE_UP,
     KEY_TIERS,
     KINDS,
+    LOOKUP_TABLE,
     TIER_MARK,
     UP,
     GGMLType,
@@ -39,12 +40,14 @@ class SortedTensors:
     """The tensors of a model's files, by what they are.
 
     ``best[il][kind]`` is the best tier, ``lower[il, kind, tier]`` the others. ``dense_bytes``
-    counts all that is no expert, ``dense_layer_bytes[il]`` what of it is in each layer.
+    counts all that is no expert, ``dense_layer_bytes[il]`` what of it is in each layer, and
+    ``lookup`` is the table of it that is read by rows, if there is one.
     """
 
     dense_layer_bytes: list[int]
     dense_bytes: int = 0
     has_shared: bool = False
+    lookup: Found | None = None
     best: dict[int, dict[int, Found]] = field(default_factory=dict)
     lower: dict[tuple[int, int, str], Found] = field(default_factory=dict)
 
@@ -82,6 +85,8 @@ def sort_tensors(
                         " an expert matrix"
                     )
                 tensors.dense_bytes += info.nbytes
+                if info.name == LOOKUP_TABLE:
+                    tensors.lookup = Found(file_index, info)
                 block = layer_of(info.name)
                 if block is not None and block < hparams.block_count:
                     tensors.dense_layer_bytes[block] += info.nbytes

@@ -36,6 +36,8 @@ KEY_CALIBRATION = "moe_edge.calibration"
 KEY_FALLBACKS = "moe_edge.fallbacks"
 KEY_CHECKSUMS = "moe_edge.crc32"
 TIER_MARK = ".moe_edge."
+# Embeddings for each layer or n-gram, of which a graph reads a few rows a token and nothing else.
+LOOKUP_TABLE = "per_layer_token_embd.weight"
 
 KEY_ARCHITECTURE = "general.architecture"
 KEY_ALIGNMENT = "general.alignment"

@@ -63,7 +63,7 @@ def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -
         interrupts.ends_with(picture)
     with ExpertModel.open(file, low) as model:
         facts = describe(model, scratch_bytes(model, Config.build(model=file)))
-    found = support_of(file, facts["architecture"])
+    found = support_of(file)
     facts["support"] = None if found is None else {"runs": found.runs, "reason": found.reason}
     if picture is not None:
         pictures.draw_layers(facts, picture)
@@ -122,20 +122,20 @@ def _support(file: Path) -> Support | None:
     from gguf_tools.experts import ExpertModel
     from orchestrator.engine.support import support_of
 
-    with ExpertModel.open(file) as model:
-        return support_of(file, model.hparams.arch)
+    with ExpertModel.open(file):  # what a model with experts has to have is said first
+        return support_of(file)
 
 
 @click.command()
 @JSON
 def architectures(as_json: bool) -> None:
-    """List the architectures whose experts can be managed, as GGUF files name them.
+    """List the architectures whose managed experts are tested, as GGUF files name them.
 
-    Any other one that llama.cpp loads runs where all of it fits the memory. `moe-edge inspect` says
-    of a file how it can run."""
-    from orchestrator.native.llama import Bindings
+    Others are managed where llama.cpp's graph lets them. `moe-edge inspect` says of a file how it
+    can run."""
+    from gguf_tools.experts import PROVEN
 
-    names = sorted(Bindings.load().library().managed_architectures())
+    names = sorted(PROVEN)
     say_result({"managed": names}, lambda _: "\n".join(names), as_json)
 
 

@@ -35,7 +35,7 @@ COMMANDS = {
     ),
     "pull": Where("files", "pull", "Download a model from the Hugging Face Hub."),
     "architectures": Where(
-        "files", "architectures", "List the architectures whose experts can be managed."
+        "files", "architectures", "List the architectures whose managed experts are tested."
     ),
     "list": Where("files", "list_models", "List the models that were pulled."),
     "rm": Where("files", "remove_models", "Remove models that were pulled."),

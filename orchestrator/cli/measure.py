@@ -27,7 +27,6 @@ from orchestrator.cli.options import (
     check_output,
     check_study,
     chosen_method,
-    disk_options,
     given,
     make_config,
     model_options,
@@ -39,6 +38,7 @@ from orchestrator.cli.options import (
     say,
     say_result,
     say_tables,
+    size,
 )
 from orchestrator.lab.registry import BENCHMARKS, STUDIES, load, studies_by_paper
 
@@ -138,9 +138,18 @@ for _name, _place in BENCHMARKS.items():
     help="A low request may use a high copy in memory, as in a chat; results then depend on "
     "the memory.",
 )
-@disk_options(
-    "measured",
-    ", of the virtual time in which a policy decides that goes by what is in memory",
+@click.option(
+    "--bandwidth",
+    callback=size,
+    metavar="SIZE",
+    help="Reads in bytes a second, as 2GB, of the virtual time in which a policy decides that goes "
+    "by what is in memory.  [default: measured]",
+)
+@click.option(
+    "--latency-us",
+    type=click.IntRange(0, 10**7),
+    metavar="N",
+    help="What a read takes beside its bytes, in microseconds.  [default: measured]",
 )
 @click.option(
     "--compute-ms",

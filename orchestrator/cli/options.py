@@ -151,24 +151,6 @@ def read_by(parse: Callable[[str], Any]) -> Callable[..., Any]:
 size = read_by(parse_size)
 
 
-def disk_options(default: str, of_what: str = "") -> Callable[[F], F]:
-    """The disk of a virtual time. default: as the help names it."""
-    return together(
-        click.option(
-            "--bandwidth",
-            callback=size,
-            metavar="SIZE",
-            help=f"Reads in bytes a second, as 2GB{of_what}.  [default: {default}]",
-        ),
-        click.option(
-            "--latency-us",
-            type=click.IntRange(0, 10**7),
-            metavar="N",
-            help=f"What a read takes beside its bytes, in microseconds.  [default: {default}]",
-        ),
-    )
-
-
 def together(*options: Callable[[F], F]) -> Callable[[F], F]:
     """Several options as one decorator, in the order of the help."""
 

@@ -200,13 +200,13 @@ def convert(
     print_report(report)
 
 
-def say_support(header: Path, architecture: str) -> None:
+def say_support(header: Path) -> None:
     """Says how a model of this header will run, before its weights are computed. Raises
     ConvertError where it will not."""
     from gguf_tools.errors import ConvertError
     from orchestrator.engine.support import NOT, support_of
 
-    found = support_of(header, architecture)
+    found = support_of(header)
     if found is None or not found.reason:
         return
     if found.runs == NOT:

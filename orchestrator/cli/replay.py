@@ -18,10 +18,8 @@ from orchestrator.cli.options import (
     JSON,
     NEW_FILE,
     STUDY_OUT,
-    Number,
     as_options,
     check_study,
-    disk_options,
     given,
     make_config,
     model_options,
@@ -30,13 +28,14 @@ from orchestrator.cli.options import (
     policy_options,
     say_result,
     say_tables,
-    size,
     together,
 )
 from orchestrator.config import check_policy
 from orchestrator.lab.registry import REPLAY_STUDIES, load
+from orchestrator.lab.replay import ReplayOptions, read_trace, render
+from orchestrator.lab.replay import replay as run
 from orchestrator.lab.replay.near_data import NearData, render_near_data, replay_near_data
-from orchestrator.policy import DEFAULT, POLICIES, policy_settings
+from orchestrator.policy import DEFAULT, policy_settings
 from orchestrator.settings import flag_of
 
 # Settings of a replay on near-data memory that no policy has.
@@ -108,50 +107,8 @@ def trace(
 
 @click.command()
 @click.argument("file", metavar="[FILE]", type=FILE, required=False)
-@click.option(
-    "--policy",
-    metavar="NAME",
-    help=f"The policy that decides: {', '.join(POLICIES)}.  [default: as recorded]",
-)
-@click.option(
-    "--expert-ram",
-    callback=size,
-    metavar="SIZE",
-    help="Cap on the expert slots.  [default: as recorded]",
-)
-@click.option("--high-tier", metavar="TIER", help="As q4_k.  [default: as recorded]")
-@click.option("--low-tier", metavar="TIER", help="As q2_k, or skip.  [default: as recorded]")
+@together(*map(option_of, ReplayOptions.declared().values()))
 @together(*policy_options("as recorded", recorded=True))
-@disk_options("measured when recorded")
-@click.option(
-    "--io-threads",
-    type=click.IntRange(1, 64),
-    metavar="N",
-    help="Reads at once.  [default: as recorded]",
-)
-@click.option(
-    "--compute-ms",
-    type=Number(0, 10**6),
-    metavar="MS",
-    help="Computing a decoded token, without waits.  [default: each as when recorded]",
-)
-@click.option(
-    "--link",
-    type=click.Choice(["shared", "rigid"]),
-    help="rigid: one queue for demand and prefetch, and nothing in it is dropped.  "
-    "[default: shared]",
-)
-@click.option(
-    "--wait",
-    type=click.Choice(["matrix", "whole"]),
-    help="whole: computing waits for all matrices of an expert.  [default: matrix]",
-)
-@click.option(
-    "--losses",
-    type=FILE,
-    metavar="FILE",
-    help="What lower precisions lose, by the loss table of any model.  [default: as recorded]",
-)
 @click.option(
     "--study",
     metavar="NAME",
@@ -186,8 +143,6 @@ def replay(
     """Play a trace with another policy, memory or disk: no model needed.
 
     It is compared with lru, with what no cache can beat, and with the recorded run."""
-    from orchestrator.lab.replay import ReplayOptions, read_trace, render
-    from orchestrator.lab.replay import replay as run
     from orchestrator.native.llama import Bindings
 
     chosen = given(options)
@@ -212,7 +167,7 @@ def replay(
     }
     with as_options():
         check_policy(chosen.get("policy"))
-        asked = ReplayOptions(**chosen, settings=settings)
+        asked = replace(ReplayOptions.of(chosen), settings=settings)
     check_study(study, out, ctx)
     recorded, library = read_trace(file), Bindings.load().library()
     if study is None:
@@ -225,8 +180,6 @@ def replay(
 
 def _replay_near_data(file: Path | None, chosen: dict[str, Any], as_json: bool) -> None:
     """`moe-edge replay --near-data`, with the options that were given."""
-    from orchestrator.lab.replay import read_trace
-
     for name in chosen:
         if name not in NearData.declared():
             raise click.UsageError(

@@ -64,14 +64,17 @@ def with_checksums(spec: StoreSpec, checksums: Checksums) -> StoreSpec:
 
 
 def managed_places(model: ExpertModel) -> set[Place]:
-    """Where the experts lie that a store reads: llama.cpp does not."""
-    return {
+    """Where the experts lie that a store reads, and a table that nobody reads as a whole."""
+    experts = {
         (each.file_index, each.offset)
         for layer in model.slices
         for kind in layer
         for each in kind
         if each is not None
     }
+    return experts | (
+        {(model.lookup.file_index, model.lookup.info.offset)} if model.lookup else set()
+    )
 
 
 class DataCheck:

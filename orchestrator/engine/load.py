@@ -17,8 +17,10 @@ from orchestrator.engine.learned import Learned
 from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.engine.steps import Sequences, Steps
 from orchestrator.engine.store_layout import StoreSpecs, has_flash
+from orchestrator.engine.support import try_load
+from orchestrator.errors import NativeError
 from orchestrator.events import Phase
-from orchestrator.memory.footprint import output_tokens
+from orchestrator.memory.footprint import LEAST_CONTEXT, output_tokens
 from orchestrator.memory.layouts import wants_own_layout
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import FreeCores, Store, find_device
@@ -82,11 +84,17 @@ class Loader:
         self._model = model
         # What llama.cpp reads was found to be what was written, for plans that are managed or not.
         self._sound: set[bool] = set()
+        self._can_be_managed = False
 
     @property
     def on_gpu(self) -> bool:
         """Whether a GPU computes, and not main memory in the place of one."""
         return self.gpu is not None and self.gpu.index is not None
+
+    @property
+    def table_bytes(self) -> int:
+        """Of the dense weights, what stays on disk where experts are managed."""
+        return self._model.lookup_bytes
 
     def load(self, runs: Runs, progress: Progress | None = None) -> Loaded:
         """Loads what is planned. On a GPU it is loaded again where a prompt and a token took
@@ -141,6 +149,9 @@ class Loader:
         try:
             driver = PlainDriver()
             if plan.policy is not None:
+                if not self._can_be_managed:
+                    try_load(config.model, managed=True)  # before anything of its size is read
+                    self._can_be_managed = True
                 spec = self._specs.of(config, plan)
                 store = Store.create(self.bindings.library(), spec)
                 parts.append(store)
@@ -153,18 +164,7 @@ class Loader:
                 model = self._weights(config, plan, _part_of(progress, 0.0, share))
                 parts.append(model)
             driver.prepare(first, _part_of(progress, share, 1.0))
-            context = LlamaContext(
-                self.bindings,
-                model,
-                n_ctx=plan.n_ctx,
-                n_ubatch=plan.n_ubatch,
-                threads=config.threads or default_threads(),
-                outputs=output_tokens(config, model.n_vocab, plan.n_ubatch),
-                flash_attention=has_flash(config, plan),
-                on_gpu=self.gpu is not None,
-                sequences=config.sequences,
-                kv=config.kv,
-            )
+            context = self._context(config, plan, model)
             # the context goes first, then the store, then the model that it was attached to
             parts.insert(0, context)
             if config.threads is None and not config.exact and not self.on_gpu:
@@ -179,6 +179,29 @@ class Loader:
         except BaseException:
             _close(parts)
             raise
+
+    def _context(self, config: Config, plan: MemoryPlan, model: Model) -> LlamaContext:
+        """As planned; where nobody asked for a length, the system may refuse to reserve memory for
+        the longest one, and half of it is tried."""
+        n_ctx = plan.n_ctx
+        while True:
+            try:
+                return LlamaContext(
+                    self.bindings,
+                    model,
+                    n_ctx=n_ctx,
+                    n_ubatch=min(n_ctx, plan.n_ubatch),
+                    threads=config.threads or default_threads(),
+                    outputs=output_tokens(config, model.n_vocab, plan.n_ubatch),
+                    flash_attention=has_flash(config, plan),
+                    on_gpu=self.gpu is not None,
+                    sequences=config.sequences,
+                    kv=config.kv,
+                )
+            except NativeError:
+                n_ctx //= 2
+                if config.ctx or n_ctx < LEAST_CONTEXT:
+                    raise
 
     @contextmanager
     def _checked(self, plan: MemoryPlan) -> Iterator[None]:

@@ -26,6 +26,8 @@ def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
     context = f", micro-batch {most}{plan.n_ubatch}, context {loaded.context.n_ctx}"
     if plan.shared and loaded.steps.cached:
         context += f" ({len(loaded.steps.cached)} in use)"
+    elif config.conversations and plan.slots and not (plan.shared or plan.device):
+        context += " (set aside)"  # for a policy whose slots give way to nothing
     if config.kv != DEFAULT_KV:
         context += f" in {config.kv}"
     if not isinstance(driver, Driver):
@@ -40,6 +42,8 @@ def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
     # that change while they run.
     resident = driver.policy.wants.all_resident
     loses = loaded.runs.loses if resident else loader.planner.loses(plan)
+    if loader.table_bytes:
+        text += f", a table of {format_size(loader.table_bytes)} read by rows"
     return text + layout_text(driver.store.spec) + loses.text + _served(driver, loader) + context
 
 

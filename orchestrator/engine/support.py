@@ -1,7 +1,8 @@
 """How a model can run: with managed experts, on llama.cpp's plain path, or not at all.
 
-llama.cpp says so itself: it loads the header, without data, and makes a context. It may end its
-process over a header that it did not expect, so that is done in a child of this one.
+llama.cpp says so itself: it loads the header, without data, and makes a context, whose graphs show
+whether every expert is read by our executor alone. It may end its process over a header that it did
+not expect, so that is done in a child of this one.
 """
 
 from __future__ import annotations
@@ -39,17 +40,15 @@ class Support:
         return f"it cannot run: {self.reason}"
 
 
-def support_of(path: Path, architecture: str) -> Support | None:
-    """How the model of this file and architecture can run. None where llama.cpp cannot be asked,
+def support_of(path: Path) -> Support | None:
+    """How the model of this file can run. None where llama.cpp cannot be asked,
     as without our build of it."""
     # A fork has loaded what it needs: a process of its own would take most of a second to start.
     # Only it loads the library, which may find a GPU that a fork could not use.
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
     with reader, tempfile.TemporaryFile() as said:
-        child = context.Process(
-            target=_ask, args=(path, architecture, writer, said.fileno()), daemon=True
-        )
+        child = context.Process(target=_ask, args=(path, writer, said.fileno()), daemon=True)
         child.start()
         writer.close()
         try:
@@ -70,44 +69,39 @@ def support_of(path: Path, architecture: str) -> Support | None:
     return Support(NOT, f"llama.cpp ends the process over its header ({why[:200]})")
 
 
-def _ask(path: Path, architecture: str, answer: Connection, stderr: int) -> None:
+def _ask(path: Path, answer: Connection, stderr: int) -> None:
     """The child: sends how the model can run."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     faulthandler.disable()
     os.dup2(stderr, 2)
     os.environ["GGML_NO_BACKTRACE"] = "1"
-    answer.send(_found(path, architecture))
+    answer.send(_found(path))
 
 
-def _found(path: Path, architecture: str) -> Support | None:
+def _found(path: Path) -> Support | None:
     from orchestrator.native.llama import Bindings
 
     try:
-        managed = Bindings.load().library().managed_architectures()
+        Bindings.load().library()
     except NativeError:
         return None
-    try:
-        try_load(path)
-    except MoeEdgeError as error:
-        return Support(NOT, str(error).removeprefix(f"{path}: "))
-    if architecture in managed:
-        return Support(MANAGED, "")
-    return Support(
-        PLAIN,
-        f"moe-edge does not manage experts of the architecture {architecture}, so that all of it "
-        f"has to fit the memory (`moe-edge architectures` lists those that it manages)",
-    )
+    for runs, managed in ((NOT, False), (PLAIN, True)):
+        try:
+            try_load(path, managed)
+        except MoeEdgeError as error:
+            return Support(runs, str(error).removeprefix(f"{path}: "))
+    return Support(MANAGED, "")
 
 
-def try_load(path: Path) -> None:
-    """Loads a model without its data, and makes a context. Raises NativeError with llama.cpp's
-    reason."""
+def try_load(path: Path, managed: bool) -> None:
+    """Loads a model without its data, and makes a context, whose graphs a store has to be able to
+    serve where experts are managed. Raises NativeError with the reason."""
     from orchestrator.native.llama import Bindings, LlamaContext, Model
 
     bindings = Bindings.load()
     model = Model(
-        bindings, path, managed=False, use_extra_bufts=False, use_mmap=False, no_data=True
+        bindings, path, managed=managed, use_extra_bufts=False, use_mmap=False, no_data=True
     )
     try:
         LlamaContext(

@@ -245,7 +245,8 @@ class _Ways:
         compute = compute_bytes(model, config, n_ctx, graph) + self.more_scratch
         wants = policy_class(config.policy or DEFAULT).wants if not plain else Wants()
         ahead = look_ahead_bytes(model) if wants.asked_in else 0
-        dense, kv = model.dense_bytes, model.kv_bytes(n_ctx, config.kv)
+        dense = model.dense_bytes - (0 if plain else model.lookup_bytes)
+        kv = model.kv_bytes(n_ctx, config.kv)
         if device is None:
             scratch = process_bytes(model, config) + compute + ahead
             cap = "--ram", "free memory,", config.ram, self.ram

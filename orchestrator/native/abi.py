@@ -173,7 +173,6 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_abi_version": (_I32, []),
     "moe_edge_interleaves": (_I32, [_I32, _I64, _I64]),
     "moe_edge_crc32": (_U32, [_U32, _POINTER, _U64]),
-    "moe_edge_architecture": (_TEXT, [_I32]),
     "moe_edge_slot_bytes": (_U64, [_U64, _U64]),
     "moe_edge_device_slot_bytes": (_U64, [_I32, _U64, _I64]),
     "moe_edge_host_least_bytes": (_U64, [ctypes.POINTER(CConfig)]),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gguf_tools.process import default_threads
@@ -56,11 +55,6 @@ class Library:
                 "the installed llama_cpp is the stock package, without the expert store: "
                 f"run `make build` (missing symbol {name})"
             ) from None
-
-    def managed_architectures(self) -> tuple[str, ...]:
-        """The architectures whose experts a store can manage, as GGUF names them."""
-        names = takewhile(bool, map(self.architecture, count()))
-        return tuple(name.decode() for name in names)
 
     if TYPE_CHECKING:
 

@@ -29,6 +29,7 @@ _ALL_LAYERS = 1 << 20
 _PIECE_BYTES = 256
 # How often OpenMP's threads look for work between two graphs: for a millisecond, not for twenty.
 _OPENMP_SPINS = "20000"
+_LAZY_ON = 2  # LLAMA_LAZY_MODE_ON
 _GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
 
 
@@ -67,6 +68,11 @@ class Bindings:
         if self._library is None:
             self._library = Library(self.api._lib)
         return self._library
+
+    def refusal(self) -> str:
+        """Why our side of the library refused the latest model with managed experts, or its
+        context; empty where it did not, or that was asked for already."""
+        return (self.library().load_error() or b"").decode("utf-8", "replace")
 
     def count_gpus(self) -> int:
         """How many GPUs llama.cpp sees."""
@@ -112,7 +118,8 @@ class Model:
         no_data: bool = False,
     ) -> None:
         """managed: expert tensors become placeholders for the native store, of buffer_type or
-        else of the host's. gpu: the one that everything is loaded onto, None for none. no_data:
+        else of the host's, and rows of lookup tables are read from the file when they are needed.
+        gpu: the one that everything is loaded onto, None for none. no_data:
         it takes no memory, and neither do its contexts, which count what they would take.
 
         Raises NativeError with the library's own reason; what progress raises comes through.
@@ -126,6 +133,7 @@ class Model:
         params.use_extra_bufts, params.no_alloc = use_extra_bufts, no_data
         overrides = (BufferTypeOverride * 2)()
         if managed:
+            params.lazy_mode = _LAZY_ON
             overrides[0].pattern = EXPERT_PATTERN
             overrides[0].buffer_type = buffer_type or bindings.library().buffer_type()
             params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
@@ -151,11 +159,11 @@ class Model:
                 api.llama_model_free(handle)
             raise
         if not handle:
-            reason = bindings.library().load_error() if managed else None
-            if reason:
-                raise NativeError(f"{path}: {reason.decode('utf-8', 'replace')}")
+            if managed and (reason := bindings.refusal()):
+                raise NativeError(f"{path}: {reason}")
             raise NativeError(f"{path}: llama.cpp cannot load it{bindings.complaint()}")
         self._handle = handle
+        self.path, self.managed = path, managed
         self.vocab = api.llama_model_get_vocab(handle)
         self.n_vocab: int = api.llama_vocab_n_tokens(self.vocab)
 
@@ -239,6 +247,10 @@ class LlamaContext:
         Raises NativeError."""
         api = self.api = bindings.api
         self.model = model
+        if api.llama_model_is_diffusion(model.handle):
+            raise NativeError(
+                f"{model.path}: it writes a text by diffusion, and not token by token"
+            )
         params = api.llama_context_default_params()
         params.n_ctx = n_ctx
         params.n_batch = params.n_ubatch = n_ubatch
@@ -258,6 +270,8 @@ class LlamaContext:
         bindings.listen()
         self._handle: int | None = api.llama_init_from_model(model.handle, params)
         if not self._handle:
+            if model.managed and (reason := bindings.refusal()):
+                raise NativeError(f"{model.path}: {reason}")
             raise NativeError(f"llama.cpp cannot make a context{bindings.complaint()}")
         # Says that a decode should end early; asked during interruptible steps.
         self.should_stop: Callable[[], bool] = lambda: False

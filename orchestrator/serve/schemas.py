@@ -301,15 +301,6 @@ INNER = dict.fromkeys(
     ),
     "it is made by the server",
 ) | {"lora": "there are no adapters"}
-# What llama.cpp declares, and what changes nothing here or is the server's to decide.
-LEFT_OUT = (
-    "backend_sampling",
-    "n_cache_reuse",
-    "n_discard",
-    "reasoning_control",
-    "sse_ping_interval",
-    "id_slot",
-)
 
 JSON, STREAM, TEXT = "application/json", "text/event-stream", "text/plain"
 TEXT_OR_NULL: Schema = {"type": ["string", "null"]}

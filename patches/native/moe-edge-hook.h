@@ -18,7 +18,8 @@ struct hook_model;
 struct hook_layer {
     hook_model *  model;
     int32_t       layer;
-    ggml_tensor * router;       // gate_inp [n_embd, n_expert]
+    const ggml_tensor * experts = nullptr;  // its down matrices, by which graphs name it
+    ggml_tensor * router;       // gate_inp [n_embd, n_expert]; null where none can be foreseen with
     ggml_tensor * ahead_router; // what earlier layers look ahead with: a copy in half precision, or the same
     std::vector<float> router_bias;  // [n_expert] or empty
     std::vector<float> choice_bias;  // [n_expert] added for the selection only, or empty
@@ -50,7 +51,7 @@ struct hook_model {
 struct moe_edge_registry {
     std::shared_mutex mutex;
     std::unordered_map<const llama_model *, std::unique_ptr<hook_model>> models;
-    std::unordered_map<const ggml_tensor *, hook_layer *> by_router;
+    std::unordered_map<const ggml_tensor *, hook_layer *> by_experts;
 };
 
 extern moe_edge_registry moe_edge_attached;

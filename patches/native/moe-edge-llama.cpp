@@ -10,20 +10,13 @@
 
 #include "ggml.h"
 
-#include <algorithm>
+#include <stdexcept>
 
 moe_edge_registry moe_edge_attached;
 
 namespace {
 
-// Architectures whose every expert layer goes through llm_graph_context::build_moe_ffn.
-const char * const ARCHITECTURES[] = {
-    "qwen3moe", "qwen2moe", "olmoe", "llama", "deepseek", "deepseek2", "phimoe",
-    "bailingmoe", "bailingmoe2", "dots1", "ernie4_5-moe", "exaone-moe", "glm4moe", "granitemoe",
-    "hunyuan-moe", "minimax-m2", "gpt-oss", "qwen3next", "qwen35moe", "qwen3vlmoe",
-};
-
-// Why the latest load in this thread failed, until it is asked for.
+// Why the latest load or context in this thread failed, until it is asked for.
 thread_local std::string load_error, told_load_error;
 
 // Stands for the experts of a model that is loaded without memory, which computes nothing.
@@ -39,6 +32,12 @@ bool read_bias(const ggml_tensor * bias, int32_t n, std::vector<float> & out) {
         ggml_backend_tensor_get(bias, out.data(), 0, n * sizeof(float));
     }
     return true;
+}
+
+// The graph has what a store cannot serve.
+template <typename... Args> [[noreturn]] void cannot_manage(const char * text, Args... args) {
+    load_error = format(text, args...) + ": moe-edge cannot manage this model";
+    throw std::runtime_error(load_error);
 }
 
 void bind(moe_edge_store & store, int32_t layer, int32_t kind, ggml_tensor * tensor) {
@@ -71,7 +70,7 @@ void copy_routers(hook_model & hook) {
     for (int32_t l = 1; l < n; l++) {  // nobody looks ahead to the first layer
         auto & layer = hook.layers[l];
         const ggml_tensor * router = layer.router;
-        if (router->type != GGML_TYPE_F32 || !ggml_is_contiguous(router)) {
+        if (!router || router->type != GGML_TYPE_F32 || !ggml_is_contiguous(router)) {
             continue;
         }
         const int64_t n_values = ggml_nelements(router);
@@ -97,23 +96,18 @@ void copy_routers(hook_model & hook) {
 }
 
 std::unique_ptr<hook_model> make_hook(moe_edge_store & store, const llama_model & model, size_t n_placeholders) {
-    const std::string arch = model.arch_name();
-    if (std::find(std::begin(ARCHITECTURES), std::end(ARCHITECTURES), arch) == std::end(ARCHITECTURES)) {
-        refuse("architecture %s does not build its experts in the common way and cannot be managed", arch.c_str());
-    }
     auto hook = std::make_unique<hook_model>(&store, model);
     for (int32_t l = 0; l < store.n_layers; l++) {
         const int32_t il = store.il[l];
-        if (il < 0 || il >= (int32_t) model.layers.size() || !model.layers[il].ffn_gate_inp) {
-            refuse("layer %d has no router", il);
+        if (il < 0 || il >= (int32_t) model.layers.size()) {
+            refuse("the model has no layer %d", il);
         }
         const auto & layer = model.layers[il];
-        hook_layer each = { hook.get(), l, layer.ffn_gate_inp, layer.ffn_gate_inp, {}, {} };
-        if (!read_bias(layer.ffn_gate_inp_b, store.n_expert, each.router_bias) ||
+        hook_layer each = { hook.get(), l, nullptr, layer.ffn_gate_inp, layer.ffn_gate_inp, {}, {} };
+        if (layer.ffn_gate_inp_s || !read_bias(layer.ffn_gate_inp_b, store.n_expert, each.router_bias) ||
             !read_bias(layer.ffn_exp_probs_b, store.n_expert, each.choice_bias)) {
-            refuse("layer %d: the biases of its router are not in F32", il);
+            each.router = each.ahead_router = nullptr;  // each layer scales what its router reads, or a bias is odd
         }
-        hook->layers.push_back(std::move(each));
         for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
             if (store.slices[l][k][0].expert_bytes == 0) {
                 continue;
@@ -125,7 +119,11 @@ std::unique_ptr<hook_model> make_hook(moe_edge_store & store, const llama_model 
             }
             bind(store, l, k, tensor);
             hook->bound.push_back(tensor);
+            if (k == MOE_EDGE_DOWN) {
+                each.experts = tensor;
+            }
         }
+        hook->layers.push_back(std::move(each));
     }
     if (hook->bound.size() != n_placeholders) {
         refuse("the model has expert tensors that the expert file does not list");
@@ -138,7 +136,7 @@ std::unique_ptr<hook_model> make_hook(moe_edge_store & store, const llama_model 
 void detach(const llama_model * model) {
     const auto it = moe_edge_attached.models.find(model);
     for (auto & layer : it->second->layers) {
-        moe_edge_attached.by_router.erase(layer.router);
+        moe_edge_attached.by_experts.erase(layer.experts);
     }
     it->second->store->detach = nullptr;
     moe_edge_attached.models.erase(it);
@@ -153,7 +151,7 @@ void attach(const llama_model & model, size_t n_placeholders) {
     auto hook = make_hook(*store, model, n_placeholders);
     moe_edge_stop_waiting(store);
     for (auto & layer : hook->layers) {
-        moe_edge_attached.by_router[layer.router] = &layer;
+        moe_edge_attached.by_experts[layer.experts] = &layer;
     }
     for (const auto & [name, tensor] : model.tensors_by_name) {
         moe_edge_tiles_for_prompts(tensor);
@@ -199,6 +197,24 @@ void moe_edge_model_loaded(const llama_model & model) {
     }
 }
 
+void moe_edge_reserve_hook::built(ggml_cgraph * graph) const {
+    for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
+        const ggml_tensor * node = ggml_graph_node(graph, i);
+        for (int s = 0; s < GGML_MAX_SRC; s++) {
+            const ggml_tensor * src = node->src[s];
+            if (!src || !moe_edge_is_placeholder(src)) {
+                continue;
+            }
+            if (node->op != GGML_OP_MUL_MAT_ID || s != 0) {
+                cannot_manage("%s is read by %s, and not by the product of experts alone", src->name, ggml_op_desc(node));
+            }
+            if (!announced(node->src[2])) {
+                cannot_manage("the experts of %s are not chosen in the common way", src->name);
+            }
+        }
+    }
+}
+
 void moe_edge_model_freed(const llama_model & model) {
     std::unique_lock<std::shared_mutex> lock(moe_edge_attached.mutex);
     const auto it = moe_edge_attached.models.find(&model);
@@ -210,10 +226,6 @@ void moe_edge_model_freed(const llama_model & model) {
 }
 
 // ---- C interface
-
-const char * moe_edge_architecture(int32_t i) {
-    return i >= 0 && i < (int32_t) std::size(ARCHITECTURES) ? ARCHITECTURES[i] : nullptr;
-}
 
 int moe_edge_store_bind(moe_edge_store * store, int32_t layer, int32_t kind, void * operand, char * err, size_t err_size) {
     try {

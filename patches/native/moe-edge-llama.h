@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <iterator>
 #include <string>
+#include <vector>
 
 struct hook_model;
 struct llama_context;
@@ -90,7 +91,26 @@ void moe_edge_attention_weights(ggml_tensor * weights);
 
 // Graph: behind the routing weights of a MoE layer and before its experts. Returns the
 // weights to use: the same values, except 0 for skipped experts.
-//   gate_inp: the layer's router [n_embd, n_expert]; x: its input [n_embd, T]
+//   experts: the layer's down matrices; logits: F32 [n_expert, T], null where something else decides
 //   selected: I32 [k, T]; weights: F32 [1, k, T]; gating_op: llama_expert_gating_func_type
-ggml_tensor * moe_edge_route_hook(const llm_graph_context & graph, ggml_tensor * gate_inp, ggml_tensor * x,
+ggml_tensor * moe_edge_route_hook(const llm_graph_context & graph, const ggml_tensor * experts, ggml_tensor * logits,
                                   ggml_tensor * selected, ggml_tensor * weights, int gating_op);
+
+// Context: while it is there, a graph is built that is not computed: memory is reserved by it, with or
+// without a store. moe_edge_route_hook announces each of its layers.
+class moe_edge_reserve_hook {
+  public:
+    moe_edge_reserve_hook();
+    moe_edge_reserve_hook(const moe_edge_reserve_hook &) = delete;
+    ~moe_edge_reserve_hook();
+
+    // Throws a sentence unless experts that are managed are read by products of experts that were
+    // announced, and by nothing else.
+    void built(ggml_cgraph * graph) const;
+
+    void announce(const ggml_tensor * selected) { choices.push_back(selected); }
+    bool announced(const ggml_tensor * selected) const;
+
+  private:
+    std::vector<const ggml_tensor *> choices;
+};

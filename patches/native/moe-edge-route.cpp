@@ -29,6 +29,9 @@ struct attention {
 };
 thread_local attention seen_attention;
 
+// Hears of the expert layers of the graph that this thread builds; null for one that is computed.
+thread_local moe_edge_reserve_hook * reserving;
+
 float gate(int gating_op, float logit) {
     switch (gating_op) {
         case LLAMA_EXPERT_GATING_FUNC_TYPE_SIGMOID:
@@ -103,8 +106,28 @@ void predict(const hook_layer & target, const float * logits, int32_t k, int32_t
     }
 }
 
+// Where the node keeps how many layers it looks ahead: behind what ggml keeps of a custom op.
+constexpr int AHEAD_AT = GGML_MAX_OP_PARAMS / sizeof(int32_t) - 1;
+
+// How many layers behind this one are foreseen: up to the first that its router alone does not decide.
 int32_t ahead_layers(const hook_layer & layer) {
-    return std::min<int32_t>(layer.model->store->n_ahead, layer.model->layers.size() - 1 - layer.layer);
+    const auto & layers = layer.model->layers;
+    const int32_t most = std::min<int32_t>(layer.model->store->n_ahead, layers.size() - 1 - layer.layer);
+    int32_t n = 0;
+    while (n < most && layers[layer.layer + 1 + n].router) {
+        n++;
+    }
+    return n;
+}
+
+// What a layer's router reads [n_embd, T], of its logits with or without a bias; null where they come
+// from something else.
+ggml_tensor * router_input(const hook_layer & layer, const ggml_tensor * logits) {
+    while (logits && logits->op == GGML_OP_ADD) {
+        logits = logits->src[0];
+    }
+    const bool own = logits && logits->op == GGML_OP_MUL_MAT && logits->src[0] == layer.router;
+    return own ? logits->src[1] : nullptr;
 }
 
 // The queries of a micro-batch that token importance is taken from. A graph is kept for another one
@@ -184,7 +207,7 @@ void route_node(ggml_tensor * dst, int ith, int, void * userdata) {
     std::iota(store.tokens.begin(), store.tokens.begin() + n, 0);
     event.has_importance = 0;
     const float * importance = nullptr;
-    const int32_t n_ahead = ahead_layers(layer);
+    const int32_t n_ahead = dst->op_params[AHEAD_AT];
     for (int i = 2; i < GGML_MAX_SRC && dst->src[i]; i++) {
         const ggml_tensor * src = dst->src[i];
         if (src->type == GGML_TYPE_I32) {
@@ -358,26 +381,45 @@ void moe_edge_attention_weights(ggml_tensor * weights) {
     seen_attention.weights = weights;
 }
 
-ggml_tensor * moe_edge_route_hook(const llm_graph_context & graph, ggml_tensor * gate_inp, ggml_tensor * x,
+moe_edge_reserve_hook::moe_edge_reserve_hook() { reserving = this; }
+
+moe_edge_reserve_hook::~moe_edge_reserve_hook() { reserving = nullptr; }
+
+bool moe_edge_reserve_hook::announced(const ggml_tensor * selected) const {
+    return std::find(choices.begin(), choices.end(), selected) != choices.end();
+}
+
+ggml_tensor * moe_edge_route_hook(const llm_graph_context & graph, const ggml_tensor * experts, ggml_tensor * logits,
                                   ggml_tensor * selected, ggml_tensor * weights, int gating_op) {
+    if (reserving) {
+        reserving->announce(selected);
+    }
     hook_layer * found = nullptr;
     {
         std::shared_lock<std::shared_mutex> lock(moe_edge_attached.mutex);
-        const auto it = moe_edge_attached.by_router.find(gate_inp);
-        if (it != moe_edge_attached.by_router.end() && it->second->model->store->device) {
+        const auto it = moe_edge_attached.by_experts.find(experts);
+        if (it != moe_edge_attached.by_experts.end() && it->second->model->store->device) {
             expect_attention(graph, *it->second->model->store->device);
         }
-        if (it == moe_edge_attached.by_router.end() || graph.cparams.warmup || it->second->model->store->runs_unwatched()) {
+        if (it == moe_edge_attached.by_experts.end()) {
             return weights;
         }
         found = it->second;
     }
     hook_layer & layer = *found;
     layer.gating_op = gating_op;
+    ggml_tensor * x = router_input(layer, logits);
+    if (!x) {
+        layer.router = nullptr;  // graphs are reserved before any is computed
+    }
+    if (graph.cparams.warmup || layer.model->store->runs_unwatched()) {
+        return weights;
+    }
 
     std::vector<ggml_tensor *> args = { weights, selected };
     auto & model = *layer.model;
-    for (int32_t p = 1; p <= ahead_layers(layer); p++) {
+    const int32_t n_ahead = x && x->ne[1] == selected->ne[1] ? ahead_layers(layer) : 0;
+    for (int32_t p = 1; p <= n_ahead; p++) {
         args.push_back(ggml_mul_mat(graph.ctx0, model.layers[layer.layer + p].ahead_router, x));
     }
     if (ggml_tensor * scores = importance(graph, *model.store, model.store->il[layer.layer])) {
@@ -392,6 +434,7 @@ ggml_tensor * moe_edge_route_hook(const llm_graph_context & graph, ggml_tensor *
     }
     ggml_tensor * routed = ggml_custom_4d(graph.ctx0, GGML_TYPE_F32, weights->ne[0], weights->ne[1], weights->ne[2], 1,
         args.data(), args.size(), route_node, 1, &layer);
+    routed->op_params[AHEAD_AT] = n_ahead;
     ggml_set_name(routed, "moe_edge_route");
     return routed;
 }

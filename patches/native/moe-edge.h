@@ -282,9 +282,6 @@ MOE_EDGE_API int32_t moe_edge_interleaves(int32_t type, int64_t n_in, int64_t n_
 // The CRC-32 of n bytes behind those that crc is of; 0 is that of none. As zlib's.
 MOE_EDGE_API uint32_t moe_edge_crc32(uint32_t crc, const void * data, uint64_t n);
 
-// The architectures whose experts a store can manage, as GGUF names them; NULL behind the last one.
-MOE_EDGE_API const char * moe_edge_architecture(int32_t i);
-
 // Bytes a slot needs for a slice of this length at this file offset: direct reads
 // cover whole 4096-byte blocks.
 MOE_EDGE_API uint64_t moe_edge_slot_bytes(uint64_t offset, uint64_t expert_bytes);
@@ -344,10 +341,11 @@ MOE_EDGE_API int64_t moe_edge_store_limit(struct moe_edge_store * store, uint64_
 // ggml_backend_buffer_type_t for the expert tensors: placeholders without memory.
 MOE_EDGE_API void * moe_edge_buffer_type(void);
 
-// Why a load of a model with managed tensors failed in this thread: no store waited for it, its
-// architecture does not build its experts through the common MoE builder, or its tensors do not
-// match the store's. NULL where no load failed for that, or the sentence was asked for already; it
-// is valid until the next load.
+// Why a load of a model with managed tensors failed in this thread, or its first context: no store
+// waited for it, its tensors do not match the store's, or its graph reads them in another way than a
+// store serves them. A model that is loaded without memory (no_alloc) takes no store, and its context
+// fails for the latter alike. NULL where nothing failed for that, or the sentence was asked for
+// already; it is valid until the next load.
 MOE_EDGE_API const char * moe_edge_load_error(void);
 
 // What a context and its model take without the store's slots, in bytes: [host, other memories].

@@ -93,18 +93,22 @@ def rooms_block() -> str:
     return "\n\n".join(tables) + "\n"
 
 
-def managed_architectures() -> tuple[str, ...]:
-    """The list of the native side: architectures whose experts a store can manage."""
-    for path in sorted((REPO / "patches" / "native").rglob("*.cpp")):
-        listed = re.search(r"\bARCHITECTURES\[\] = \{(.*?)\}", path.read_text(), re.DOTALL)
-        if listed:
-            return tuple(re.findall(r'"([^"]+)"', listed[1]))
-    raise ValueError("patches/native has no list ARCHITECTURES")
-
-
 def architectures_block() -> str:
-    text = ", ".join(f"`{name}`" for name in sorted(managed_architectures()))
-    return textwrap.fill(text + ".", WIDTH, break_on_hyphens=False) + "\n"
+    """Those that tests prove, by whether there is look-ahead, and why not."""
+    from gguf_tools.experts import PROVEN
+
+    groups: dict[str, list[str]] = {}
+    for name, why_not in sorted(PROVEN.items()):
+        groups.setdefault(why_not, []).append(f"`{name}`")
+    lines = [
+        textwrap.fill(
+            f"- {f'Without look-ahead, {why_not}' if why_not else 'With look-ahead'}: "
+            + ", ".join(names) + ".",
+            WIDTH, subsequent_indent="  ", break_on_hyphens=False,
+        )
+        for why_not, names in sorted(groups.items())
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
 
 
 def policies_block() -> str:

@@ -10,9 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from generated import managed_architectures
 
-from orchestrator.native import Library
 from patches import build, env, wheel
 from patches.upstream import read_upstream
 
@@ -76,7 +74,3 @@ def test_bindings_load(installed: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert "CPU" in done.stdout
-
-
-def test_the_library_names_what_it_manages(library: Library) -> None:
-    assert library.managed_architectures() == managed_architectures()

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from served import server_library
 
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError, NativeError
@@ -19,6 +20,7 @@ from orchestrator.events import Phase
 from orchestrator.native.server import NativeRequest
 from orchestrator.serve import backend as backend_module
 from orchestrator.serve.backend import server_config
+from orchestrator.serve.schemas import GENERATING, QUICK, READ
 
 from .conftest import HANG_S
 from .servers import MIB, PROMPT, answered, ask, broken, config, posted, serving
@@ -86,6 +88,11 @@ def test_every_policy_decides_for_the_server(policy: str) -> None:
             thread.join()
         assert results == [200] * 3
         backend.engine.store.check()
+
+
+def test_it_answers_what_is_declared() -> None:
+    declared = GENERATING.keys() | QUICK.keys() | READ.keys()
+    assert set(server_library().routes()) == declared | {"/metrics"}
 
 
 def test_experts_come_in_until_the_first_request() -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from gguf_tools import synthetic
 from orchestrator.config import Config
+from orchestrator.engine import load
 from orchestrator.engine.engine import Engine
+from orchestrator.errors import NativeError
 from orchestrator.native import Library, touched_memory
+from orchestrator.native.llama import LlamaContext
 
 MIB = 2**20
 SHAPE = replace(
@@ -141,3 +145,19 @@ def test_several_sequences_take_from_the_slots_too(path: Path, cap: int) -> None
         held = engine.store.stats().slot_bytes
         assert held <= before - int(512 * shared.cell_bytes)
         assert held + beside <= shared.n_bytes
+
+
+def test_a_context_that_the_system_refuses_to_reserve_is_halved(
+    path: Path, cap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(LlamaContext):
+        def __init__(self, *args: Any, n_ctx: int, **more: Any) -> None:
+            if n_ctx > 5000:
+                raise NativeError("the context cannot be made")
+            super().__init__(*args, n_ctx=n_ctx, **more)
+
+    monkeypatch.setattr(load, "LlamaContext", Refusing)
+    with opened(path, ram=cap, conversations=True) as engine:
+        assert engine.plan.n_ctx == 16384 and engine.n_ctx == 4096
+    with pytest.raises(NativeError, match="cannot be made"):
+        opened(path, ram=cap, conversations=True, ctx=8192)

@@ -47,7 +47,7 @@ def add_over_demand(rows: Sequence[Result]) -> None:
         add_ratio(same, "speedup_ttft", demand, "ttft_ms_runs")
 
 
-class Ablation(Benchmark[Loop[AblationOptions]]):
+class Ablation(Benchmark):
     """The parts of DyMoE, one after the other."""
 
     options = AblationOptions
@@ -64,7 +64,7 @@ class Ablation(Benchmark[Loop[AblationOptions]]):
         MIX,
     )
 
-    def cases(self, loop: Loop[AblationOptions]) -> list[Case]:
+    def cases(self, loop: Loop) -> list[Case]:
         """Everything in memory; then, under each cap, upstream (where there is a cap on it), our
         null baseline, and the six rows."""
         options, listed = loop.options, [REFERENCE]
@@ -73,12 +73,10 @@ class Ablation(Benchmark[Loop[AblationOptions]]):
             listed += [global_lru(cap), *paper_rows(cap, options.retention)]
         return listed
 
-    def compare(
-        self, loop: Loop[AblationOptions], rows: Sequence[Result], runs: Sequence[Sequence[Result]]
-    ) -> None:
+    def compare(self, loop: Loop, rows: Sequence[Result], runs: Sequence[Sequence[Result]]) -> None:
         add_over_demand(rows)
 
-    def intro(self, loop: Loop[AblationOptions]) -> list[str]:
+    def intro(self, loop: Loop) -> list[str]:
         options = loop.options
         return [
             f"{options.turns} prompts of {options.prompt_tokens} {options.words} tokens, each "

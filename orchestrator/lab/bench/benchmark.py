@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar
 
 from orchestrator.lab.bench.cases import Case, chosen
 from orchestrator.lab.bench.loop import Loop
@@ -14,34 +14,33 @@ from orchestrator.lab.bench.report import MIB, heading, made_of, row_notes
 from orchestrator.lab.bench.rows import Result, caps_of, case_row
 from orchestrator.lab.table import Column, Report, Table
 
-L = TypeVar("L", bound="Loop[Any]")
-
 # Said before anything else.
 QUICK_NOTE = (
     "--quick: a tiny model and few tokens show that the benchmark runs. Its figures mean nothing."
 )
 
 
-class Benchmark(ABC, Generic[L]):
+class Benchmark(ABC):
     """A benchmark is measured on a loop, which holds its options and its model: a list of cases, a
     row for each, and columns."""
 
     options: ClassVar[type[BenchOptions]]
-    loop: ClassVar[type[Loop[Any]]] = Loop
+    loop: ClassVar[type[Loop]] = Loop
     columns: ClassVar[Sequence[Column]]
 
     @abstractmethod
-    def cases(self, loop: L) -> list[Case]:
+    def cases(self, loop: Any) -> list[Case]:
         """What is compared, in the order of the tables."""
 
-    def row(self, loop: L, case: Case, runs: Sequence[Result]) -> Result:
+    def row(self, loop: Any, case: Case, runs: Sequence[Result]) -> Result:
         """The figures of one case over its runs, or "error"."""
         return case_row(case, runs, loop.limit_bytes(case))
 
-    def compare(self, loop: L, rows: Sequence[Result], runs: Sequence[Sequence[Result]]) -> None:
-        """Adds to the rows what follows from all of them; nothing by default. runs: of each."""
+    @abstractmethod
+    def compare(self, loop: Any, rows: Sequence[Result], runs: Sequence[Sequence[Result]]) -> None:
+        """Adds to the rows what follows from all of them. runs: of each."""
 
-    def rows(self, loop: L) -> list[Result]:
+    def rows(self, loop: Any) -> list[Result]:
         """Measures all rows. A case that failed is reported in its row."""
         listed = chosen(self.cases(loop), loop.options.rows)
         runs = loop.run(listed)
@@ -50,7 +49,7 @@ class Benchmark(ABC, Generic[L]):
         return rows
 
     @abstractmethod
-    def intro(self, loop: L) -> list[str]:
+    def intro(self, loop: Any) -> list[str]:
         """What was measured and what the columns mean, a paragraph each."""
 
     def notes(self, rows: Sequence[Result]) -> list[str]:
@@ -64,7 +63,7 @@ class Benchmark(ABC, Generic[L]):
         quick = [QUICK_NOTE] if options.quick else []
         for line in quick:
             note(line)
-        loop, tables = cast(L, self.loop(options, note)), []
+        loop, tables = self.loop(options, note), []
         for same in caps_of(self.rows(loop)):
             cap, limit = same[0]["cap"], same[0]["limit_bytes"]
             title = "everything resident" if cap is None else loop.cap_words.format(cap)

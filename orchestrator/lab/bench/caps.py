@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from orchestrator.config import MOST_SEQUENCES, Config
 from orchestrator.lab.bench.benchmark import Benchmark
@@ -108,7 +108,7 @@ def step_bytes(part: Result) -> list[float]:
     return [demand + used * ahead for demand, ahead in part["step_reads"]]
 
 
-def largest_whole(loop: Loop[Any], cap: float) -> str | None:
+def largest_whole(loop: Loop, cap: float) -> str | None:
     """The largest uniform type of the experts with which the model fits under a cap as a whole."""
     model, options = loop.model, loop.options
     config = Config.build(model=loop.high, ctx=options.n_ctx, ubatch=options.n_ubatch)
@@ -127,7 +127,7 @@ def largest_whole(loop: Loop[Any], cap: float) -> str | None:
     return None
 
 
-class Caps(Benchmark[Loop[CapOptions]]):
+class Caps(Benchmark):
     """Upstream and every policy side by side."""
 
     options = CapOptions
@@ -144,7 +144,7 @@ class Caps(Benchmark[Loop[CapOptions]]):
         Column("x mmap", "speedup_mmap", fixed(1)),
     )
 
-    def cases(self, loop: Loop[CapOptions]) -> list[Case]:
+    def cases(self, loop: Loop) -> list[Case]:
         """Everything in memory; then, under each cap, upstream, every policy of ours, and the
         largest uniform type that fits whole. Sequences that decode together are of our managed path
         alone."""
@@ -169,9 +169,7 @@ class Caps(Benchmark[Loop[CapOptions]]):
                 listed.append(uniform(cap, tier))
         return listed
 
-    def compare(
-        self, loop: Loop[CapOptions], rows: Sequence[Result], runs: Sequence[Sequence[Result]]
-    ) -> None:
+    def compare(self, loop: Loop, rows: Sequence[Result], runs: Sequence[Sequence[Result]]) -> None:
         compute = computing(rows, loop.fewer_experts[1] / loop.model.n_expert_used)
         for row, each in zip(rows, runs, strict=True):
             if compute.high and "error" not in row and "disk" in each[0]:
@@ -180,7 +178,7 @@ class Caps(Benchmark[Loop[CapOptions]]):
         for same in caps_of(rows):
             add_ratio(same, "speedup_mmap", [row for row in same if row["role"] == "mmap"])
 
-    def intro(self, loop: Loop[CapOptions]) -> list[str]:
+    def intro(self, loop: Loop) -> list[str]:
         options = loop.options
         behind = (
             f"behind the same {options.prompt_tokens} {options.words} tokens for all; "

@@ -141,10 +141,11 @@ def getting(case: Case, how: str) -> Case:
     return replace(case, settings=case.settings | {"misses": how})
 
 
-class GpuLoop(Loop[GpuOptions]):
+class GpuLoop(Loop):
     """The cap is one on the GPU's memory. gpu: what `ask_device` found; room: what the model takes;
     copies: how fast the GPU was copied to before each run."""
 
+    options: GpuOptions
     room: Room
     shape_of = staticmethod(device_shape)
     cap_words = "room for {:.0%} of the experts on the GPU"
@@ -297,7 +298,7 @@ def compare(
             add_bound(row, compute, waits)
 
 
-class Gpu(Benchmark[GpuLoop]):
+class Gpu(Benchmark):
     """A GPU's memory in shares of the experts."""
 
     options = GpuOptions

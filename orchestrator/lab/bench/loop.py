@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.allocation.slots import ModelShape
@@ -17,28 +17,25 @@ from orchestrator.lab.bench import host
 from orchestrator.lab.bench.cases import Case
 from orchestrator.lab.bench.job import Job, longest_context
 from orchestrator.lab.bench.models import DEMO_TEXT, HIGH, LOW, Note, build_models
-from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.rows import Result
 from orchestrator.lab.children import run_child
 from orchestrator.memory.footprint import model_shape
 
 START_SECONDS = 300.0
 
-
-Asked = TypeVar("Asked", bound=BenchOptions)
 ShapeOf = Callable[[ExpertModel, tuple[int, ...]], ModelShape]
 
 
-class Loop(Generic[Asked]):
+class Loop:
     """The cases of one benchmark on one model, which is made where it is not there yet.
 
-    bandwidths: what the disk delivered before each run; skipped: what could not be done. Raises
-    MoeEdgeError where no model can be made, or where its context does not hold what is to be
-    measured."""
+    options: the benchmark's. bandwidths: what the disk delivered before each run; skipped: what
+    could not be done. Raises MoeEdgeError where no model can be made, or where its context does not
+    hold what is to be measured."""
 
     shape_of: ShapeOf = staticmethod(model_shape)
 
-    def __init__(self, options: Asked, note: Note) -> None:
+    def __init__(self, options: Any, note: Note) -> None:
         self.options, self.note = options, note
         self.high, self.low = build_models(options, (HIGH, LOW), note)
         self.model = ExpertModel.open(self.high, self.low)

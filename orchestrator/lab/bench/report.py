@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 from gguf_tools.process import processor_name
 from gguf_tools.synthetic.tensors import RESIDUAL_POWER
@@ -44,7 +43,7 @@ def moved(key: str = "bytes_per_token", digits: int = 1) -> Column:
     return Column("MB/tok", key, fixed(digits, MB))
 
 
-def heading(loop: Loop[Any]) -> list[str]:
+def heading(loop: Loop) -> list[str]:
     """The model, the machine, the disk and the routing."""
     options, model, disks = loop.options, loop.model, loop.bandwidths
     threads, speeds = options.n_threads, [each.bytes_per_s / 1e9 for each in disks]
@@ -61,7 +60,7 @@ def heading(loop: Loop[Any]) -> list[str]:
     ]
 
 
-def made_of(loop: Loop[Any]) -> str:
+def made_of(loop: Loop) -> str:
     """What a shortened model of random weights is, and how often it ran: a table is quoted without
     its heading."""
     runs = loop.options.runs

@@ -20,6 +20,7 @@ from gguf_tools.process import private_bytes, processor_name
 from gguf_tools.units import format_size
 from gguf_tools.verify import verify
 from orchestrator.config import Config
+from orchestrator.engine.support import MANAGED, NOT, support_of
 from orchestrator.errors import GGUFError, MoeEdgeError
 from orchestrator.lab.check.budgets import (
     PROMPT_TOKENS,
@@ -31,7 +32,6 @@ from orchestrator.lab.check.budgets import (
 from orchestrator.lab.check.job import CheckJob, run_job, settings_of
 from orchestrator.lab.children import Result
 from orchestrator.memory.machine import Machine
-from orchestrator.native.llama import Bindings
 from orchestrator.policy import ALLOWED_LOSS
 
 Bar = Callable[[str, float | None], None]
@@ -121,14 +121,11 @@ class _Check:
         except GGUFError as error:
             self._problem(str(error))
             return False
-        architecture = report["file"]["architecture"]
-        report["managed"] = architecture in Bindings.load().library().managed_architectures()
+        support = support_of(config.model)
+        report["managed"] = support is not None and support.runs == MANAGED
         if not report["managed"]:
-            self._problem(
-                f"the experts of the architecture {architecture} cannot be managed: the model "
-                f"runs where all of it fits the memory"
-            )
-        return True
+            self._problem(support.sentence if support else "llama.cpp does not say how it can run")
+        return support is None or support.runs != NOT
 
     def run(self) -> None:
         """Every precision that was asked for, and what a user would get."""

@@ -29,38 +29,71 @@ from orchestrator.lab.replay.trace import Header, Trace
 from orchestrator.lab.table import Column, Row, Table, percent
 from orchestrator.memory.choice import tiers_between, unused_option
 from orchestrator.native import MAX_AHEAD, Library
-from orchestrator.policy import BASELINE, PLAIN, Policy, policy_class, policy_settings
+from orchestrator.policy import BASELINE, PLAIN, POLICIES, Policy, policy_class, policy_settings
 from orchestrator.policy.base import SpendsLoss
+from orchestrator.settings import FROM_1, SIZE, Settings, setting
 
 # How reads share the link, and what computing an expert waits for.
 LINKS = SHARED, RIGID = ("shared", "rigid")
 WAITS = MATRIX, WHOLE = ("matrix", "whole")
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayOptions:
-    """What differs from the recorded run; None: as recorded. settings: of policies, by name.
-    bandwidth in bytes per second; compute_ms for each decoded token, without waits. link: shared,
-    as the store's threads read, demand first and what is no longer wanted dropped; or rigid, one
-    queue for all that is asked for, in which nothing is overtaken or dropped. wait: what computing
-    with a matrix waits for, itself or its whole expert. losses: a loss table in the place of what
-    the trace says, of any model; it is stretched to the shape of the trace. Raises SettingError for
-    a setting out of its range."""
+@dataclass(frozen=True)
+class ReplayOptions(Settings):
+    """What differs from the recorded run; None: as recorded. settings: of policies, by name. Raises
+    SettingError for a setting out of its range."""
 
-    policy: str | None = None
-    expert_ram: int | None = None
-    high_tier: str | None = None
-    low_tier: str | None = None
+    policy: str | None = setting(
+        None, f"The policy that decides: {', '.join(POLICIES)}.", shown="as recorded"
+    )
+    expert_ram: int | None = setting(
+        None, "Cap on the expert slots.", unit=SIZE, within=FROM_1, shown="as recorded"
+    )
+    high_tier: str | None = setting(None, "As q4_k.", metavar="TIER", shown="as recorded")
+    low_tier: str | None = setting(None, "As q2_k, or skip.", metavar="TIER", shown="as recorded")
+    bandwidth: int | None = setting(
+        None,
+        "Reads in bytes a second, as 2GB.",
+        unit=SIZE,
+        within=FROM_1,
+        shown="measured when recorded",
+    )
+    latency_us: int | None = setting(
+        None,
+        "What a read takes beside its bytes, in microseconds.",
+        within=(0, 10**7),
+        shown="measured when recorded",
+    )
+    io_threads: int | None = setting(None, "Reads at once.", within=(1, 64), shown="as recorded")
+    compute_ms: float | None = setting(
+        None,
+        "Computing a decoded token, without waits.",
+        metavar="MS",
+        within=(0, 10**6),
+        shown="each as when recorded",
+    )
+    link: str = setting(
+        SHARED,
+        "How reads share the disk: shared, demand first, as the store's threads read, and what is "
+        "no longer wanted is dropped; rigid, one queue for demand and prefetch, in which nothing "
+        "is overtaken or dropped.",
+        choices=LINKS,
+    )
+    wait: str = setting(
+        MATRIX,
+        "What computing with a matrix waits for: itself, or all matrices of its expert (whole).",
+        choices=WAITS,
+    )
+    losses: Path | None = setting(
+        None,
+        "What lower precisions lose, by the loss table of any model, stretched to the trace's "
+        "shape.",
+        shown="as recorded",
+    )
     settings: Mapping[str, Any] = field(default_factory=dict)
-    bandwidth: int | None = None
-    latency_us: int | None = None
-    io_threads: int | None = None
-    compute_ms: float | None = None
-    link: str | None = None
-    wait: str | None = None
-    losses: Path | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, value in self.settings.items():
             policy_settings()[name].check(value)
 
@@ -108,8 +141,8 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
         "bandwidth": speed.bytes_per_s,
         "latency_us": speed.latency_us,
         "io_threads": speed.threads,
-        "link": options.link or SHARED,
-        "wait": options.wait or MATRIX,
+        "link": options.link,
+        "wait": options.wait,
         "transition_rate": asked.policy.wants.transition_rate,
         "compute_ms": {
             f"{phase.name.lower()}_token": ratio(compute_us[phase] / 1000, tokens[phase])

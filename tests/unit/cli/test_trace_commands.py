@@ -106,11 +106,11 @@ USAGE = [
     (["trace", "--out", "t.npz", "-p", " "], "the prompt is empty"),
     (["trace", "--out", "t.npz", "-p", "x", "--tokens", "0"], "is not in the range"),
     (["replay"], "Missing argument 'FILE'"),
-    (["replay", "t.npz", "--io-threads", "0"], "is not in the range"),
+    (["replay", "t.npz", "--io-threads", "0"], "'--io-threads': must be 1 to 64, not 0"),
     (["replay", "t.npz", "--bandwidth", "fast"], "'fast' is not a size"),
     (["replay", "t.npz", "--prefetch", "maybe"], "'--prefetch': must be auto, on or off"),
     (["replay", "t.npz", "--policy", "lur"], "'--policy': must be lru, dymoe,"),
-    (["replay", "t.npz", "--link", "stopped"], "is not one of"),
+    (["replay", "t.npz", "--link", "stopped"], "'--link': must be shared or rigid"),
     (["replay", "t.npz", "--transition-rate", "00"], "must be more than zero"),
 ]
 

@@ -262,9 +262,9 @@ def test_no_space(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_header_is_shown_before_anything_is_computed(folder: Path, tmp_path: Path) -> None:
     seen = []
 
-    def refuse(path: Path, architecture: str) -> None:
+    def refuse(path: Path) -> None:
         with GGUFFile.open(path) as file:
-            seen.append((architecture, len(file.tensors)))
+            seen.append((file.metadata["general.architecture"], len(file.tensors)))
         raise ConvertError("it cannot run")
 
     shares: list[float] = []

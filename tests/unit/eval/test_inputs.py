@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.errors import ConfigError
 from orchestrator.lab.calibrate import read_calibration
-from orchestrator.lab.eval.choices import encode_pair, pick, read_questions
+from orchestrator.lab.eval.choices import read_questions
 from orchestrator.lab.eval.text import (
     Document,
     cut_windows,
@@ -99,11 +99,6 @@ def test_bad_texts(tmp_path: Path, name: str, data: bytes, message: str) -> None
     assert str(path) in str(caught.value)
 
 
-def test_a_missing_text(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        read_documents(tmp_path / "none.txt")
-
-
 def write(path: Path, *records: dict) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
@@ -135,20 +130,6 @@ BAD_QUESTIONS = [
 def test_bad_questions(tmp_path: Path, change: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=f"line 2.*{message}"):
         read_questions(write(tmp_path / "q.jsonl", GOOD, GOOD | change))
-
-
-def test_no_questions(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no questions"):
-        read_questions(write(tmp_path / "q.jsonl"))
-
-
-def test_the_longer_choice_wins_only_by_length() -> None:
-    assert pick([-4.0, -6.0], ["abcd", "abcdefgh"]) == (0, 1)
-
-
-def test_a_pair_is_cut_where_the_context_ends() -> None:
-    context, choice = encode_pair(Letters([7]), "ab", " c")
-    assert (context, choice) == ([7, 97, 98], [32, 99])
 
 
 class Words:

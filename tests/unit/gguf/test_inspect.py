@@ -60,17 +60,6 @@ def test_budgets_count_whole_slots(tmp_path):
     assert facts["budgets"][-1]["slot_bytes"] == facts["tiers"][0]["bytes"]
 
 
-def test_render_says_what_is_in_the_file(tmp_path):
-    path = write_packed(tmp_path / "m.gguf")
-    text = render(facts_of(path))
-    assert str(path) in text
-    assert "qwen3moe, 2 layers, 2 of them with 4 experts, 2 experts per token" in text
-    assert "up 32x64, gate 32x64, down 64x32" in text
-    assert not any(line != line.rstrip() for line in text.splitlines())
-    for start in ("q4_0 4.50 ", "60% "):
-        assert any(line.startswith(start) for line in table_of(path))
-
-
 def test_mixed_types_and_fallbacks_are_listed(tmp_path):
     types = {UP: GGMLType.Q4_K, GATE: GGMLType.Q4_K, DOWN: GGMLType.IQ4_NL}
     tensors = model_tensors(n_embd=256, n_ff=32, types=types)
@@ -168,13 +157,3 @@ def test_the_plot_shows_every_tier(tmp_path):
         assert text in svg
     assert svg.count("fill: #0072b2") == 3  # two layers and the legend
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("out", "message"), [("a.txt", ".png or .svg"), ("none/a.png", "no such folder")]
-)
-def test_a_plot_that_cannot_be_written_is_refused_first(tmp_path, out, message):
-    pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
-    result = run("inspect", tmp_path / "absent.gguf", "--plot", tmp_path / out)
-    assert result.exit_code == 1
-    assert f"--plot {tmp_path / out}" in result.stderr and message in result.stderr

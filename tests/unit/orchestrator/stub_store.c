@@ -52,7 +52,6 @@ int32_t moe_edge_abi_version(void) { return STUB_ABI; }
 void moe_edge_adapt_threads(void * context, int32_t most) { (void) context; (void) most; }
 uint32_t moe_edge_crc32(uint32_t crc, const void * data, uint64_t n) { (void) data; (void) n; return crc; }
 int32_t moe_edge_interleaves(int32_t type, int64_t n_in, int64_t n_out) { (void) type; (void) n_in; (void) n_out; return 0; }
-const char * moe_edge_architecture(int32_t i) { (void) i; return 0; }
 uint64_t moe_edge_slot_bytes(uint64_t offset, uint64_t bytes) {
     return (offset + bytes + 4095) / 4096 * 4096 - offset / 4096 * 4096;
 }

@@ -81,15 +81,6 @@ def test_what_is_left_goes_to_later_edges() -> None:
         hull.at(1)
 
 
-def test_two_tiers_and_like_losses_are_dynaexqs_hot_set() -> None:
-    """n_l hottest of the layer: spare bytes / (high - low)."""
-    rng = np.random.default_rng(3)
-    hotness = rng.permutation(16)[None, :] + 1.0
-    losses = hotness[..., None] * np.array([0.001, 0.01])
-    tiers = Hull(losses, np.array([[7, 4]])).at(16 * 4 + 5 * 3 + 2)
-    assert np.flatnonzero(tiers[0] == 0).tolist() == sorted(np.argsort(-hotness[0])[:5].tolist())
-
-
 @pytest.mark.parametrize("n_bits", [40, 46, 53, 64])
 def test_one_layer_and_nominal_bits_are_no_worse_than_a_prefix_split(n_bits: int) -> None:
     """And at a break point as good: with losses alike the best choice is a prefix split."""
@@ -103,17 +94,3 @@ def test_one_layer_and_nominal_bits_are_no_worse_than_a_prefix_split(n_bits: int
     split = place(scores, 0, losses, bits, asked) - 1
     weighted = scores[..., None] * losses
     assert lost(weighted, hull.at(n_bits)) == pytest.approx(lost(weighted, split))
-
-
-def test_an_even_split_of_divisible_bits_gains_the_unevenness() -> None:
-    """With tiers of every bit and losses that each one divides by four, the bound is uniform loss /
-    unevenness: the equal slopes of Shoham and Gersho."""
-    rng = np.random.default_rng(0)
-    used = 4.0 ** rng.integers(-2, 3, (3, 40))
-    bits = np.arange(16, 0, -1)
-    hull = Hull(used[..., None] * 0.25**bits, np.tile(bits, (3, 1)))
-    n_bits = 8 * used.size
-    uniform = used.sum() * 0.25**8
-    unevenness = used.mean() / np.exp(np.log(used).mean())
-    # One bit more or less is a factor of four: chords lie above the curve.
-    assert 1 <= bound(hull, n_bits) / (uniform / unevenness) < 1.2

@@ -25,7 +25,7 @@ from shapes import (
 )
 
 from orchestrator.allocation.placement import PlacementSettings, importance, place
-from orchestrator.allocation.pools import nominal_bits, nominal_losses
+from orchestrator.allocation.pools import nominal_losses
 from orchestrator.allocation.slots import ModelShape, Rules, Transition
 from orchestrator.engine.driver import Driver
 from orchestrator.errors import BudgetError, PolicyError
@@ -88,25 +88,6 @@ def test_the_most_important_are_hot_and_the_next_ones_have_more_bits():
     assert place(scores, 2, losses, (4, 2), plain).tolist() == [[2, 0, 0, 1, 2, 2]]
 
 
-@pytest.mark.parametrize(
-    ("name", "bits"), [("q4_k", 4), ("iq3_xxs", 3), ("bf16", 16), ("q1_0", 1), ("mxfp4", 4)]
-)
-def test_a_precision_says_its_bits(name: str, bits: int):
-    assert nominal_bits(name) == bits
-
-
-def test_slots_hold_every_expert_once():
-    shape = three_tiers()
-    for hot, near in ((16, (0, 0)), (4, (6, 6)), (0, (8, 8)), (15, (0, 1))):
-        policy = make(shape, hot_experts=hot)
-        assert policy.report()["near_per_layer"] == dict(zip(TIERS[1:], near, strict=True))
-        start = policy.start()
-        assert len({(layer, expert) for layer, expert, _ in start}) == 4 * 16
-        tiers = np.array([tier for _, _, tier in start]).reshape(4, 16)
-        for tier, n in enumerate((hot, *near)):
-            assert ((tiers == tier).sum(axis=1) == n).all()
-
-
 def test_as_many_are_hot_as_fit_the_budget():
     shape = three_tiers()
     with pytest.raises(BudgetError) as error:
@@ -144,12 +125,6 @@ def test_several_precisions_are_needed(policy: type[Policy]):
     for shape, rules in ((make_shape(tiers=("q4_k",)), Rules()), (make_shape(), Rules(skip=True))):
         with pytest.raises(PolicyError, match="--low FILE"):
             policy(shape, rules=rules)
-
-
-def test_one_near_tier_may_be_asked_for():
-    policy = make(three_tiers(), hot_experts=4, near_tiers="Q2_K")
-    assert policy.report()["near_per_layer"] == {"q2_k": 12}
-    assert {tier for _, _, tier in policy.start()} == {0, 2}
 
 
 def told(policy: ContextAware, resident: np.ndarray, phase: Phase = Phase.PREFILL, **more: object):
@@ -264,16 +239,6 @@ def test_every_expert_moves_once_and_slots_suffice(
         assert (moved == (resident != before)).all()
 
 
-def test_it_starts_from_what_it_learned():
-    shape = three_tiers()
-    policy = make(shape, hot_experts=4)
-    learned = np.tile(np.arange(16.0), (4, 1))
-    policy.set_hotness(learned)
-    assert (policy.hotness == learned).all() and policy.fresh
-    hot = {(layer, expert) for layer, expert, tier in policy.start() if tier == 0}
-    assert hot == {(layer, expert) for layer in range(4) for expert in range(12, 16)}
-
-
 def test_one_group_of_slots_holds_all_near_tiers_and_each_is_of_the_largest():
     plan = shared(five_tiers(), hot_experts=4).plan(1 << 40)
     for kind in (0, 1, 3):
@@ -307,28 +272,6 @@ def test_the_bits_follow_the_losses_and_the_use():
     stored = np.array([0, *BITS[1:]])[found].sum() / (12 * N_LAYERS)
     assert report["near_bits"] == pytest.approx(bits.sum() / (12 * N_LAYERS))
     assert report["near_bits_stored"] == pytest.approx(stored)
-
-
-def test_slots_of_their_own_have_the_counts_of_like_experts():
-    """No loss table changes that, so that none is asked for."""
-    own = make(five_tiers(), hot_experts=4)
-    before_losses = started(own)
-    assert not own.losses_matter and shared(five_tiers(), hot_experts=4).losses_matter
-    losses = np.sort(np.random.default_rng(4).random((N_LAYERS, N_EXPERT, 5)), axis=2)
-    before = own.report()["near_per_layer"]
-    own.set_losses(losses)
-    tiers = started(own)
-    assert (tiers == before_losses).all()
-    for tier, n in enumerate((4, *before.values())):
-        assert ((tiers == tier).sum(axis=1) == n).all()
-
-
-def test_real_bits_stand_beside_the_nominal_ones():
-    text = shared(five_tiers(), hot_experts=4).describe()
-    assert "q4_k (4.50 bits), q3_k (3.44 bits), q2_k (2.63 bits), q1_0 (1.13 bits)" in text
-    assert "3 nominal bits" in text
-    own = make(five_tiers(), near_tiers="q2_k", near_bits=2.0, hot_experts=4)
-    assert "12 q2_k (2.63 bits)" in own.describe()
 
 
 def test_a_device_has_no_such_slots():

@@ -126,14 +126,6 @@ def test_an_expert_that_is_read_alone_takes_longer(model, monkeypatch):
     assert 0.019 < found.latency_s < 0.02  # the bytes take some of it
 
 
-def test_read_bandwidth_measures_such_reads(model):
-    found = disk.read_bandwidth(model, threads=2, seconds=0.05)
-    assert found.bytes_per_s > 0
-    # Threads that begin when the time is over, as on a busy machine.
-    assert disk.read_bandwidth(model, threads=2, seconds=0).bytes_per_s > 0
-    assert found.slice_bytes >= model.slices[1][0][0].expert_bytes
-
-
 def test_a_disk_keeps_its_speed(model: ExpertModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is measured once a moment, though the first ones agree: both may have been disturbed. The
     best of all stands. What was measured for another reason counts as well."""

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from moving import MovingStore, started
 from shapes import make_decision, make_event, make_shape, make_view
 
-from gguf_tools.units import format_size
 from orchestrator.allocation.slots import ModelShape, SlotPlan
 from orchestrator.errors import BudgetError
 from orchestrator.events import Phase, StepReport
 from orchestrator.policy.base import EVERY_STEP
-from orchestrator.policy.dynaexq import HIGH, LOW, DynaExq, least_resident_bytes
+from orchestrator.policy.dynaexq import HIGH, LOW, DynaExq
 
 
 def make(
@@ -165,14 +164,6 @@ def test_changes_are_those_of_a_plain_reference(seed: int, margin: float, slack:
     assert found == reference(policy.hotness, hot, policy.capacity.tolist(), margin, slack)
 
 
-def test_the_hottest_are_high_at_the_start() -> None:
-    shape = make_shape(n_layers=2, n_expert=6)
-    policy, _ = make(shape, hot_experts=2)
-    policy.set_hotness(np.array([[0, 5, 1, 9, 2, 0], [0, 0, 0, 0, 0, 0]], float))
-    high = {(layer, expert) for layer, expert, tier in policy.start() if tier == HIGH}
-    assert high == {(0, 1), (0, 3), (1, 0), (1, 1)}
-
-
 def test_a_full_pool_holds_up_no_other() -> None:
     """Layers of two slot sizes: all swaps of the one wait for reads that never end."""
     shape = with_larger_last_layer(make_shape(n_layers=2, n_expert=256, k=1), odd=True)
@@ -190,22 +181,6 @@ def test_a_full_pool_holds_up_no_other() -> None:
         moved |= {(layer, expert) for layer, expert, _ in moves}
     assert len([each for each in moved if each[0] == 0]) == 4  # the slots in reserve
     assert len([each for each in moved if each[0] == 1]) > 20
-
-
-def test_a_swap_demotes_first() -> None:
-    shape = make_shape(n_layers=1, n_expert=4, k=1)
-    policy, plan = make(shape, hot_experts=1, update_steps=1, hysteresis=0.0, rank_slack=0)
-    store = running(policy, plan)
-    steps = []
-    for _ in range(4):
-        store.begin_step()
-        moves = policy.step_done(report(np.array([[0, 0, 0, 1]]), store))
-        store.transition(moves)
-        steps.append(list(moves))
-    assert steps == [[(0, 0, LOW)], [(0, 3, HIGH)], [], []]
-    assert store.tiers.tolist() == [[LOW, LOW, LOW, HIGH]]
-    counted = policy.report()
-    assert (counted["promotions"], counted["demotions"], counted["waiting"]) == (1, 1, 0)
 
 
 @settings(max_examples=20, deadline=None)
@@ -313,28 +288,6 @@ def test_without_counts_nothing_happens() -> None:
     assert not policy.step_done(StepReport(Phase.DECODE, 1, 1.0))
     assert policy.report()["updates"] == 0
     assert policy.change("retention", 0.5) is False
-
-
-@given(layers=st.integers(1, 5), n_expert=st.integers(2, 70), odd=st.booleans())
-def test_the_smallest_budget_without_caching_is_the_smallest(
-    layers: int, n_expert: int, odd: bool
-) -> None:
-    shape = with_larger_last_layer(make_shape(n_layers=layers, n_expert=n_expert, k=1), odd)
-    least = least_resident_bytes(shape)
-    policy = DynaExq(shape)
-    assert policy.plan(least).total_bytes == least
-    assert not policy.caching
-    assert policy.plan(least - 1).total_bytes < least
-    assert policy.caching
-    assert f"they take {format_size(least)}" in policy.describe()
-
-
-def test_the_mode_line_says_how_many_are_high() -> None:
-    shape = make_shape(n_layers=2, n_expert=8)
-    assert "4 of 8 experts a layer high" in make(shape, hot_experts=4)[0].describe()
-    assert make(shape, 2 * shape.all_slot_bytes(HIGH))[0].describe() == (
-        "dynaexq q4_k/q2_k, 8 of 8 experts a layer high"
-    )
 
 
 def test_moving_average_and_intervals() -> None:

@@ -10,26 +10,7 @@ import numpy as np
 import pytest
 from shapes import make_decision, make_event, make_shape, make_view, prefetches
 
-from orchestrator.events import GenerationStats, RouteEvent, distinct, percentile
-from orchestrator.native.abi import CPrefetch
-
-
-def test_rows_and_arrays_agree() -> None:
-    event = make_event(make_shape(), np.random.default_rng(1), n_tokens=3, n_ahead=2)
-    assert event.ids.tolist() == event.ids_array[0].tolist()
-    assert event.weights.tolist() == event.weights_array[0].tolist()
-    assert event.ahead_ids_array.shape == event.ahead_array.shape == (2, 3, event.k)
-    assert [row.tolist() for row in event.ahead_ids] == event.ahead_ids_array[:, 0].tolist()
-
-
-def test_no_look_ahead() -> None:
-    rows, none = np.zeros((4, 2), np.int32), np.zeros((0, 4, 2), np.int32)
-    floats = rows.astype(np.float32)
-    tokens, phases = rows[:, 0], np.zeros(4, np.uint8)
-    scores = none.astype(np.float32)
-    event = RouteEvent(rows, floats, tokens, none, scores, floats[:, 0], phases, tokens)
-    assert event.ahead_ids == ()
-    assert event.ahead_ids_array.shape == (0, 1, 2)
+from orchestrator.events import GenerationStats, percentile
 
 
 def test_inputs_are_read_only() -> None:
@@ -51,15 +32,6 @@ def test_inputs_are_read_only() -> None:
     for flat in (event.ids, event.weights, event.ahead_ids[0], view.resident[0]):
         with pytest.raises(TypeError):
             flat[0] = 0
-
-
-def test_prefetch_packs_the_c_struct() -> None:
-    decision = make_decision(make_shape())
-    decision.prefetch(300, 511, 2, kinds=8, passing=1)
-    decision.prefetch(1, 0, 1)
-    item = CPrefetch.from_buffer_copy(bytes(decision._prefetch[:1]))
-    assert (item.layer, item.expert, item.tier, item.kinds, item.passing) == (300, 511, 2, 8, 1)
-    assert prefetches(decision) == [(300, 511, 2, 8), (1, 0, 1, 0)]
 
 
 def test_prefetch_beyond_capacity_is_dropped() -> None:
@@ -89,8 +61,3 @@ def test_percentile() -> None:
         values = random.random(n) * 1000
         for q in (0, 10, 50, 99, 100):
             assert percentile(values, q) == float(np.percentile(values, q))
-
-
-def test_distinct() -> None:
-    assert distinct(np.array([[3, 0], [3, 7]], np.int32)).tolist() == [0, 3, 7]
-    assert distinct(np.empty((0, 4), np.int32)).tolist() == []

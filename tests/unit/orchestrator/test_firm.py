@@ -19,14 +19,12 @@ from orchestrator.policy.firm import (
     Grid,
     Tuner,
     Weights,
-    absent_of,
     agreed,
     depth_of,
     every_set,
     group_of,
     mask_of,
     read_votes,
-    unused_and_missed,
     write_votes,
 )
 
@@ -92,15 +90,6 @@ def test_gates_come_before_ups(kinds: int, wanted: list[int]) -> None:
     assert found[0] == [(1, e, 0, mask) for mask in wanted for e in (4, 5, 6, 7)]
     assert found[1] == [(2, e, 0, mask) for mask in wanted for e in (8, 4, 2)]
     assert found[2] == [(3, e, 0, mask) for mask in wanted for e in (2, 3, 1)]
-
-
-@pytest.mark.parametrize("tune", ["all", "climb", "off"])
-def test_one_token_of_four_is_compared_with_what_it_used(tune: str) -> None:
-    policy = firm(votes=None, tune=tune)
-    for step in range(8):
-        token(policy, step)
-        policy.step_done(STEP_DONE)
-    assert sum(layer == 1 for layer, *_ in policy._ahead.score._seen) == 2
 
 
 @pytest.mark.parametrize("agree", ["mol", "rank", "margin"])
@@ -271,6 +260,12 @@ def test_as_many_layers_look_ahead_as_vote() -> None:
     assert firm(tune="off", votes="4,2").wants.n_ahead == 2
 
 
+def test_without_prefetch_nothing_is_asked_for() -> None:
+    policy = firm(prefetch="off", votes=None)
+    assert policy.wants.n_ahead == 0 and policy.report()["prefetch"] == "off"
+    assert asked(policy, make(0, [USED[0]], [[row] for row in AHEAD[0]])) == []
+
+
 def test_a_recorded_run_with_other_votes() -> None:
     """What was recorded of them gives way, and a trace has the layers that are asked for or not."""
     Settings = FIRM.Settings
@@ -326,12 +321,6 @@ def test_prompts_and_slots_are_dymoes_with_one_precision() -> None:
             assert out[0].passing_array.tolist() == out[1].passing_array.tolist()
     with pytest.raises(BudgetError):
         firm().plan(100)
-
-
-def test_without_prefetch_nothing_is_asked_for() -> None:
-    policy = firm(prefetch="off", votes=None)
-    assert policy.wants.n_ahead == 0 and policy.report()["prefetch"] == "off"
-    assert asked(policy, make(0, [USED[0]], [[row] for row in AHEAD[0]])) == []
 
 
 def test_votes_as_a_text() -> None:
@@ -399,17 +388,6 @@ def test_every_group_has_a_layer_that_can_be_predicted(n_layers: int, groups: li
     assert group_of(n_layers) == groups
 
 
-def test_the_loss_counts_matrices() -> None:
-    """Two are loaded ahead, a gate and an up. Of 1 both are absent and of 3 the up, and neither is
-    used; of 6 the gate is absent, and it is read on demand: 3 and 1 of two matrices each."""
-    assert HALF.loss(1, 1) == 1.0 and Weights(2.0, 0.25).loss(1, 4) == 3.0
-    absent = absent_of({1: 0b110, 3: 0b101, 6: 0b010, 5: 0}, [0b010, 0b100])
-    assert sorted(absent) == [(mask_of([1, 3]), 1), (mask_of([1, 6]), 1)]
-    assert unused_and_missed(mask_of([1, 2, 3]), mask_of([5, 6]), absent) == (3, 1)
-    assert Weights(matrices=2).loss(3, 1) == 1.0
-    assert absent_of({1: 0b11, 2: 0}, [1, 2]) == ((mask_of([1]), 2),)
-
-
 def test_every_pair_is_counted_on_the_same_tokens() -> None:
     """Nothing is in memory, and 5 and 2 are used. K = 1: 5 is right, 2 missed. P = 2 loses 5 at
     K = 1 and 7 at K = 3."""
@@ -457,17 +435,6 @@ def test_a_climb_turns(means: list[list[float]], patience: int, end: tuple[int, 
     assert climbed(means, 4, patience)[-1] == end
 
 
-def test_the_last_step_takes_the_best_of_what_was_seen() -> None:
-    """Tokens that misled it took the climb to K = 1, at 0.3 by all tokens; it had been at K = 3,
-    with 0.1. K = 2 at P = 1 is better still, and was never looked at."""
-    climb = Climb(3, 2, patience=1, axis=0)
-    for _ in range(2):
-        climb.update([[9, 9, 9], [0.1, 0.2, 0.3]])
-    assert climb.at == (1, 2)
-    climb.end([[9, 0.05, 9], [0.3, 0.2, 0.1]])
-    assert climb.at == (3, 2) and climb.seen == {(1, 2), (2, 2), (3, 2)}
-
-
 def test_a_tuner_ends_where_the_climb_saw_the_least() -> None:
     """In two intervals one expert is of use, and so K falls from 3 to 1; in the third, which counts
     for more, all three are. K = 3 is the best of what was seen, and two steps away."""
@@ -481,24 +448,3 @@ def test_a_tuner_ends_where_the_climb_saw_the_least() -> None:
         made.token()
         assert made.of(1) == ((3, 1) if step in (0, 1, 2, 11) else (2, 1) if step < 7 else (1, 1))
     assert made.tuned and not made.counts_all
-
-
-def test_no_more_layers_vote_than_a_group_has_before_it() -> None:
-    made = Tuner("climb", group_of(8), (4, 4), HALF, 1, 1, 9)
-    assert [climb.depth for climb in made._climbs] == [2, 4, 4]
-
-
-def test_what_is_fixed_stays() -> None:
-    for way, fixed in (("off", (2, 1)), ("all", (1, 1))):
-        made = Tuner(way, [0, 0, 1, 2], (2, 1), HALF, 4, 1, 16)
-        if way == "all":
-            made.fix([fixed] * 3)
-        for _ in range(40):
-            made.observe(1, 9, 9)
-            made.token()
-        assert made.tuned and made.of(1) == made.of(3) == fixed
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_nothing_to_tune(depth: int) -> None:
-    assert Tuner("all", [0, 0], (1, depth), HALF, 1, 1, 9).tuned

@@ -10,7 +10,6 @@ from moving import settle, started
 from shapes import BITS, FIVE, N_EXPERT, N_LAYERS, five_tiers
 
 from orchestrator.allocation.hull import Hull, lost
-from orchestrator.allocation.pools import Places, TierPools
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.errors import BudgetError
 from orchestrator.events import Phase, StepReport
@@ -64,23 +63,6 @@ def test_the_plan_keeps_the_budget_and_wastes_less_than_an_expert(odd: bool, ten
     )
 
 
-def test_tiers_that_nobody_has_take_no_slots_of_their_own() -> None:
-    """But for those that are better than all in use; on a device each has one of each size."""
-    shape = five_tiers()
-    policy = make(shape)
-    losses = nominal(shape)
-    losses[..., 2] = losses[..., 1] + 1  # no hull has q3_k
-    policy.set_losses(losses)
-    plan = policy.plan(middle(shape))
-    assert 2 not in started(policy)
-    assert plan.group_of[0, 0, 2] == plan.group_of[0, 0, 1] != plan.group_of[0, 0, 3]
-    apart = make(ModelShape(N_EXPERT, 4, FIVE, shape.slots, BITS, shares_slots=False))
-    apart.set_losses(losses)
-    plan = apart.plan(middle(shape))
-    assert len({plan.group_of[0, 0, tier] for tier in range(5)}) == 5
-    assert plan.total_bytes <= middle(shape)
-
-
 def test_the_best_tier_is_one_above_what_fits_where_slots_are_dear() -> None:
     """A better one where the slot that the store wants of it takes next to nothing."""
     shape = five_tiers()
@@ -96,19 +78,6 @@ def test_the_best_tier_is_one_above_what_fits_where_slots_are_dear() -> None:
     assert [offered(size, N_EXPERT) for size in sizes] == [0, 0, 1, 1, 3]
     assert offered(sizes[4] - 1, N_EXPERT) == 3
     assert [offered(size, 1600) for size in sizes] == [0] * 5
-
-
-def test_nothing_is_held_in_reserve_for_what_never_moves() -> None:
-    shape = five_tiers()
-    still, moving = (make(shape, update_steps=n) for n in (0, 32))
-    for policy in (still, moving):
-        policy.plan(middle(shape))
-    wanted = [
-        sum(each.n_slots for each in policy.plan(middle(shape)).groups)
-        for policy in (still, moving)
-    ]
-    assert (started(still) > started(moving)).sum() < (started(still) < started(moving)).sum()
-    assert wanted[0] >= 3 * N_LAYERS * N_EXPERT
 
 
 def test_it_is_the_hulls_allocation_of_use_times_loss() -> None:
@@ -179,24 +148,6 @@ def test_every_assignment_is_reached_with_slots_in_the_lowest_tier_alone(seed: i
     losses = rng.standard_normal((*resident.shape, len(FIVE)))
     settle(plan, resident, rng, lambda target: moves(pools, wanted, resident, target, losses))
     assert (resident == wanted).all()
-
-
-def test_two_experts_of_full_tiers_exchange_through_the_lowest_one() -> None:
-    """Nothing that is wanted has a slot: the one that falls waits in the lowest tier."""
-    numbers = (2, 4, 4, 3, 3)
-    places = [Places((tier,), n, reserve=tier == 4) for tier, n in enumerate(numbers)]
-    pools = TierPools(five_tiers(), places)
-    resident = np.tile(np.repeat(np.arange(5), numbers), (N_LAYERS, 1)).astype(np.uint8)
-    wanted = resident.copy()
-    faller, riser = (0, 3), (2, 7)
-    wanted[faller], wanted[riser] = 2, 1
-    losses = np.zeros((*resident.shape, len(FIVE)))
-    rng = np.random.default_rng(0)
-    moved = settle(
-        pools.plan(), resident, rng, lambda target: moves(pools, wanted, resident, target, losses)
-    )
-    assert (resident == wanted).all()
-    assert moved[riser] == 1 and moved[faller] == 2 and moved.sum() == 3
 
 
 def test_exchanges_need_more_than_the_margin() -> None:

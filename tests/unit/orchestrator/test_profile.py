@@ -47,13 +47,6 @@ def remember(model: ExpertModel, **options: object) -> HotnessKeeper:
     return memory
 
 
-def test_round_trip(model: ExpertModel, tmp_path: Path) -> None:
-    path = tmp_path / "hot.json"
-    profile.save(path, model, scores(model))
-    np.testing.assert_allclose(profile.load(path, model), scores(model), rtol=1e-5)
-    assert os.listdir(tmp_path) == ["hot.json"]
-
-
 def test_identity_is_the_file_and_not_its_name(paths: list[Path], tmp_path: Path) -> None:
     copy = tmp_path / "other-name.gguf"
     copy.write_bytes(paths[0].read_bytes())

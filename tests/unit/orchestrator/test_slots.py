@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shapes import DOWN, GATE, UP, make_shape
 
-from gguf_tools.file.layout import slot_bytes
-from orchestrator.allocation.slots import ModelShape, Share, divide
+from orchestrator.allocation.slots import Share, divide
 from orchestrator.errors import BudgetError
 from orchestrator.policy import policy_class
 from orchestrator.policy.dymoe import DyMoE
@@ -52,25 +51,6 @@ def test_divide_refuses_less_than_the_floors(shares: list[Share]) -> None:
     assert caught.value.needed_bytes == least
 
 
-def test_divide_is_proportional() -> None:
-    shares = [Share(1, 1, 1000, 1.0), Share(1, 1, 1000, 3.0)]
-    assert divide(shares, 400) == [100, 300]
-
-
-@given(
-    st.integers(0, 20000),
-    st.integers(1, 20000),
-    st.integers(1, 40),
-)
-def test_slot_bytes_covers_every_expert(offset: int, expert_bytes: int, n_expert: int) -> None:
-    most = 0
-    for expert in range(n_expert):
-        start = offset + expert * expert_bytes
-        first, last = start // 4096, (start + expert_bytes - 1) // 4096
-        most = max(most, (last - first + 1) * 4096)
-    assert slot_bytes(offset, expert_bytes, n_expert) == most
-
-
 @pytest.mark.parametrize("name", ["lru", "dymoe"])
 @pytest.mark.parametrize("spare", [0, 5000, 10**6, 10**8])
 def test_plans(name: str, spare: int) -> None:
@@ -94,18 +74,6 @@ def test_plans(name: str, spare: int) -> None:
         assert plan.groups[group].slot_bytes >= shape.slots[layer][tier][kind]
     with pytest.raises(BudgetError):
         policy.plan(caught.value.needed_bytes - 1)
-
-
-def test_lru_shares_slots_over_layers_of_one_size() -> None:
-    sizes = [({UP: 8192, GATE: 8192, DOWN: 8192 if layer % 2 else 12288},) for layer in range(4)]
-    shape = ModelShape(8, 2, ("q4_k",), tuple(sizes))
-    plan = policy_class("lru")(shape).plan(8 * (2 * 24576 + 2 * 28672) // 2)
-    assert len(plan.groups) == 4
-    assert plan.group_of[0, DOWN, 0] == plan.group_of[2, DOWN, 0] != plan.group_of[1, DOWN, 0]
-    assert plan.group_of[0, UP, 0] != plan.group_of[0, GATE, 0]
-    slots = {key: plan.groups[index].n_slots for key, index in plan.group_of.items()}
-    assert abs(slots[0, UP, 0] - 16) <= 1
-    assert abs(slots[0, DOWN, 0] - 8) <= 1
 
 
 def test_dymoe_holds_a_token_without_waves_before_it_caches() -> None:

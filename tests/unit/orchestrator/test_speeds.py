@@ -51,29 +51,6 @@ def test_the_least_stands_and_two_quiet_ones_that_agree_end_it() -> None:
     assert kept((3.0, early, True), (3.3, early + APART_S, False)).is_due("x")
 
 
-def test_a_quiet_moment_is_not_asked_twice_and_a_busy_one_is() -> None:
-    before = 10 * DAY - APART_S / 2
-    assert not kept((3.0, before, True)).is_due("x")
-    assert kept((3.0, before, False)).is_due("x")
-    both = kept((3.0, before, True))
-    both.add("x", 2.0, False)
-    assert both.of == {"x": [(2.0, before, False)]}
-    both.add("x", 5.0, True)
-    assert both.of == {"x": [(2.0, before, False)]}
-
-
-def test_of_many_moments_the_slowest_disturbed_one_is_dropped() -> None:
-    early = 10 * DAY - 100 * APART_S
-    moments = [(1.0 + at, early + at * APART_S, at == 5) for at in range(MOST_MOMENTS)]
-    timings = kept(*moments)
-    timings.add("x", 9.0, False)
-    left = timings.of["x"]
-    assert [each.seconds for each in left] == [1.0, 2.0, 3.0, 4.0, 6.0, 9.0]
-    timings = kept(*moments, now=early + 5 * APART_S)
-    timings.add("x", 0.5, False)
-    assert len(timings.of["x"]) == MOST_MOMENTS
-
-
 def test_a_machine_that_got_slower_is_believed_in_time() -> None:
     fast = (1.0, 0.0, True), (1.0, APART_S, True)
     slow = (3.0, OLD_S, True)

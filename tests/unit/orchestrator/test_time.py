@@ -21,7 +21,6 @@ from orchestrator.cost.time import (
     TimeModel,
     cached,
     chances,
-    interpolated,
     recently_used,
     resident,
     scanned,
@@ -129,12 +128,6 @@ def test_a_prompt_reads_each_expert_once_a_part() -> None:
     assert warm.prompt_s(64) == pytest.approx(whole / 2, rel=0.02)
 
 
-def test_what_is_loaded_before_the_first_token_makes_no_prompt_wait() -> None:
-    found = PlanTime(costs(), all_there(), DISK, 64)
-    assert found.prompt_s(64, first=True) == found.prompt_s(64)
-    assert found.prompt_s(256) > 3.5 * found.prompt_s(64)
-
-
 def test_skipped_experts_cost_nothing() -> None:
     tiers = np.zeros((LAYERS, EXPERTS), int)
     tiers[:, EXPERTS // 2 :] = SKIP
@@ -142,13 +135,6 @@ def test_skipped_experts_cost_nothing() -> None:
     found = PlanTime(costs(), there, DISK, 64)
     assert found.token_s() == pytest.approx(LAYERS * USED / 2 * 0.010 + 0.030 + 0.004)
     assert found.read_bytes == 0 and found.residency.hit_rate == 1.0
-
-
-def test_rows_between_and_beyond_what_was_measured() -> None:
-    curve = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert interpolated(curve, 10.0) == pytest.approx(2.5)
-    assert interpolated(curve, 0.3) == 1.0
-    assert interpolated(curve, 512.0) == pytest.approx(10.0)
 
 
 def lru_hits(uses: np.ndarray, n_slots: int, steps: int = 6000) -> float:
@@ -201,13 +187,6 @@ def test_a_scan_over_layers_that_share_their_slots() -> None:
         assert scanned(share, True) == pytest.approx(tuple(found), abs=0.03)
     assert scanned(0.6, False) == (0.6, 0.6)
     assert scanned(1.0, True) == (1.0, 1.0)
-
-
-def test_chances_sum_to_the_experts_of_a_token_and_none_is_certain_twice() -> None:
-    found = chances(np.array([[1000.0, 10.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]), 2)
-    assert found.sum(axis=1) == pytest.approx([2.0, 2.0])
-    assert found[0] == pytest.approx([1.0, 10 / 12, 1 / 12, 1 / 12])
-    assert found[1] == pytest.approx([0.5] * 4)
 
 
 def test_two_tiers_in_slots_of_their_own() -> None:
@@ -306,18 +285,3 @@ def test_the_cheapest_misses_are_skipped_until_the_loss_is_spent() -> None:
     # What is found in memory stays, as a number of uses.
     assert more.mix[..., 0] * more.present == pytest.approx(known.present)
     assert more.hit_rate > some.hit_rate > known.hit_rate
-
-
-def test_all_that_may_be_skipped() -> None:
-    """One expert of a token in each layer stays."""
-    known = half_there()
-    everything = with_skips(known, Skips(NATS, 1e3), np.array([1, 1]))
-    assert everything.mix[..., 0] == pytest.approx(1 - 0.5 * (1 - known.present))
-
-
-def test_a_larger_expert_saves_more() -> None:
-    """At equal cost; so the second layer's come first."""
-    known = half_there()
-    even = np.ones((2, 4))
-    found = with_skips(known, Skips(even, 0.1), np.array([1, 2]))
-    assert {layer for layer, _ in np.argwhere(found.mix[..., 0] < 1).tolist()} == {1}

@@ -19,7 +19,7 @@ from traces import EXPERT_BYTES, decode, make_trace, over, random_trace
 
 from gguf_tools.file.layout import DOWN, GATE, UP
 from orchestrator.allocation.slots import Rules
-from orchestrator.errors import BudgetError, ConfigError, MoeEdgeError, NativeError, TraceError
+from orchestrator.errors import BudgetError, ConfigError, MoeEdgeError, TraceError
 from orchestrator.events import ABSENT, DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.lab.replay import ReplayOptions, Trace, render, replay
 from orchestrator.lab.replay.clock import Simulation
@@ -139,16 +139,6 @@ def test_a_skipped_expert_costs_nothing(library: Library) -> None:
     assert list(outcome.stats.routed[Phase.DECODE]) == [2, *(MAX_TIERS - 1) * [0], 2]
 
 
-def test_large_slices_are_read_in_parts(library: Library) -> None:
-    """1 MiB is two calls, so two threads share its latency but not its bytes."""
-    big = dict.fromkeys(EXPERT_BYTES, 1 << 20)
-    trace = decode([[0]], expert_bytes=big, n_expert=2)
-    speed = Transport(1 << 20, 100, 2)  # a second each
-    outcome = played(library, trace, speed, 0.0, budget=6 << 20)
-    # calls start at 0, 0 | and each later one when one before is done; the channel never idles
-    assert outcome.step_us[0] == pytest.approx(3 * 10**6 + 100, abs=1)
-
-
 @settings(max_examples=30, deadline=None)
 @given(
     st.integers(0, 10**6),
@@ -189,12 +179,6 @@ def test_every_invariant_holds_at_every_event(
         stats = store.stats()
     assert stats.slot_bytes_peak <= stats.budget_bytes
     assert sum(stats.routed[Phase.DECODE]) == 11 * 3 * 2
-
-
-def test_the_same_twice(library: Library) -> None:
-    trace = random_trace(np.random.default_rng(7), n_steps=40)
-    options = ReplayOptions(policy="dymoe", expert_ram=9 * 16384, bandwidth=10**9, latency_us=30)
-    assert replay(library, trace, options) == replay(library, trace, options)
 
 
 def test_a_faster_disk_changes_no_hit_on_demand(library: Library) -> None:
@@ -313,36 +297,6 @@ def test_no_bandwidth_anywhere(library: Library) -> None:
         replay(library, unknown, ReplayOptions())
 
 
-def test_misuse_of_a_simulated_store(library: Library) -> None:
-    """The clock of a store that has none; more than a store was made for; a policy's error."""
-    trace = decode([[0]])
-    made = planned(trace)
-    with Store.create(library, made.spec) as store:
-        clock = Simulation(store)
-        store.begin_step(Phase.DECODE)
-        one = np.zeros((1, 1)), np.zeros((1, 1)), np.zeros(1)
-        none = np.zeros((0, 1, 1))
-        with pytest.raises(NativeError, match="more than the store was made for"):
-            clock.route(0, np.zeros((2, 1)), np.zeros((2, 1)), np.zeros(2), none, none)
-        with pytest.raises(NativeError, match="no such matrix"):
-            clock.route(7, *one, none, none)
-        store.begin_step(Phase.DECODE)
-        with pytest.raises(NativeError, match="no such matrix or expert"):
-            clock.route(0, np.full((1, 1), 99), *one[1:], none, none)
-
-        def broken(_event: object) -> None:
-            raise KeyError("odd")
-
-        store.begin_step(Phase.DECODE)
-        store.set_route(broken)
-        with pytest.raises(KeyError, match="odd"):
-            clock.route(0, *one, none, none)
-        store.begin_step(Phase.DECODE)
-        store.set_route(None)
-        clock.route(0, *one, none, none)
-        store.check()
-
-
 def test_policies_see_whose_the_tokens_are(library: Library) -> None:
     trace = make_trace([(Phase.PREFILL, [np.array([[0], [1], [2]])])])
     trace.arrays["sequences"][:] = 4, 0, 7
@@ -363,11 +317,3 @@ def test_policies_see_whose_the_tokens_are(library: Library) -> None:
     made.policy.decide, made.policy.step_done = watched, told  # type: ignore[method-assign]
     simulate(library, trace, made, Transport(BYTES_PER_S, 10, 1), Compute(10.0, 10.0))
     assert seen == [[4, 0, 7], ((3,), (4, 7), (0,))]
-
-
-def test_no_memory_is_taken(library: Library) -> None:
-    """Slots for a model of 64 GiB, without touching a byte."""
-    big = dict.fromkeys(EXPERT_BYTES, 1 << 30)
-    trace = decode([[0]], expert_bytes=big, n_expert=64)
-    outcome = played(library, trace, Transport(10**9, 0, 1), 1.0, budget=64 * 3 << 30)
-    assert outcome.stats.slot_bytes_in_use == 3 << 30

@@ -1,0 +1,118 @@
+"""Every Mixture-of-Experts architecture that upstream's own test makes models of, and some that it
+leaves out: what a managed one computes is what llama.cpp's plain path computes, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gguf_tools.errors import NotMoEError
+from gguf_tools.experts import PROVEN
+from orchestrator.engine.engine import Engine
+from orchestrator.errors import BudgetError, NativeError
+
+from .conftest import drawn, greedy, opened, run_program
+
+HERE = Path(__file__).parent
+# Those that upstream's test takes for Mixtures of Experts, and why they are none here.
+NO_EXPERTS = ("ernie4_5", "paddleocr")  # no tensors of experts
+NOT_COMPUTED = ("refact",)  # llama.cpp's graph has another product in their place
+DIFFUSION = ("llada-moe", "rnd1")
+EXCEPTIONS = {*NO_EXPERTS, *NOT_COMPUTED, *DIFFUSION}
+PROMPT = [each % 128 for each in drawn(40)]
+N_DECODE = 6
+POLICIES = (
+    {"policy": "lru"},
+    {"policy": "dymoe", "prefetch": "on", "low_tier": "skip", "retention": 1.0},
+)
+# Experts, how many of them a token uses, and layers: as upstream makes them, which leaves nothing
+# to choose, and so that experts come and go.
+AS_UPSTREAM, STREAMED = (2, 2, 0), (8, 2, 4)
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def maker(compile_native: Callable[..., Path], llama_source: Path) -> Path:
+    """Upstream's test, with another main function."""
+    places = (HERE / "archs", *(llama_source / each for each in ("tests", "src", "vendor")))
+    flags = ("-std=c++17", "-w", "-O1", "-g0", *(f"-I{each}" for each in places))
+    return compile_native("make_models", [HERE / "archs" / "make_models.cpp"], *flags)
+
+
+@pytest.fixture
+def make(maker: Path, tmp_path: Path) -> Make:
+    """make(architecture, size): one of its models."""
+
+    def made(arch: str, size: tuple[int, int, int] = STREAMED) -> Path:
+        run_program(maker, arch, tmp_path, *size)
+        return tmp_path / f"{arch}.gguf"
+
+    return made
+
+
+def options(**more: object) -> dict[str, object]:
+    return {"ctx": 128, "ubatch": 32, "threads": 1, "use_extra_bufts": False, **more}
+
+
+def logits(engine: Engine) -> np.ndarray:
+    rows = greedy(engine, PROMPT, N_DECODE)
+    assert np.isfinite(rows).all()
+    if engine.managed:
+        engine.store.check()
+    return rows
+
+
+def plain_logits(model: Path) -> np.ndarray:
+    with opened(model, **options()) as engine:
+        assert not engine.managed
+        return logits(engine)
+
+
+def smallest_budget(model: Path, **more: object) -> int:
+    with pytest.raises(BudgetError) as refused:
+        opened(model, **options(**more, expert_ram=1))
+    return refused.value.needed_bytes
+
+
+def test_every_one_is_listed(maker: Path) -> None:
+    assert set(run_program(maker).split()) == set(PROVEN) | EXCEPTIONS
+
+
+@pytest.mark.parametrize("arch", PROVEN)
+def test_bit_for_bit(arch: str, make: Make) -> None:
+    for size in (AS_UPSTREAM, STREAMED):
+        model = make(arch, size)
+        expected = plain_logits(model)
+        for policy in POLICIES:
+            least = smallest_budget(model, **policy)
+            with opened(model, **options(**policy, expert_ram=least)) as engine:
+                np.testing.assert_array_equal(logits(engine), expected, err_msg=f"{size} {policy}")
+                stats = engine.store.stats()
+                assert min(stats.requests) > 0
+    # with experts to choose from, look-ahead is what loads ahead
+    assert (sum(stats.prefetch_bytes) > 0) == (not PROVEN[arch])
+
+
+@pytest.mark.parametrize("arch", NO_EXPERTS)
+def test_without_expert_tensors(arch: str, make: Make) -> None:
+    with pytest.raises(NotMoEError):
+        opened(make(arch), **options())
+
+
+@pytest.mark.parametrize("arch", NOT_COMPUTED)
+def test_experts_that_no_graph_computes(arch: str, make: Make) -> None:
+    model = make(arch)
+    with opened(model, **options(policy="lru", expert_ram=1 << 24)) as engine:
+        np.testing.assert_array_equal(logits(engine), plain_logits(model))
+        assert sum(engine.store.stats().requests) == 0
+
+
+@pytest.mark.parametrize("arch", DIFFUSION)
+def test_diffusion_is_refused(arch: str, make: Make) -> None:
+    """llama.cpp has a program of its own for them; decoding a token would end this process."""
+    with pytest.raises(NativeError, match="writes a text by diffusion, and not token by token"):
+        opened(make(arch), **options())
