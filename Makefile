@@ -18,12 +18,13 @@ IN_ENV = "$$($(TOOL) python)"
 # installed.
 TEST_EXTRAS := dev,convert$(if $(CI),$(shell echo ,eval,clients))
 
-.PHONY: help build chat serve test test-all check bench docs patches-verify patches-refresh cuda-check gpu-check clean fuzz
+.PHONY: help build wheel chat serve test test-all check bench docs patches-verify patches-refresh cuda-check gpu-check clean fuzz
 
 help:
 	@echo 'make build            set everything up: environment, patched llama.cpp, moe-edge'
 	@echo 'make chat             the same, then chat with the demo model'
 	@echo 'make serve            the same, then serve it (SERVE="-m MODEL --ram 12GiB")'
+	@echo 'make wheel            dist/moe_edge-*.whl, which needs no compiler where it is installed'
 	@echo 'make test             the same, then run the tests'
 	@echo 'make test-all         the same, then those that it leaves out, too'
 	@echo 'make check            ruff, mypy, docs and patches'
@@ -39,12 +40,15 @@ help:
 build:
 	@$(TOOL) setup $(FLAGS)
 
+wheel:
+	@$(TOOL) wheel
+
 chat:
-	@$(TOOL) setup $(FLAGS) >&2
+	@$(TOOL) setup --prebuilt $(FLAGS) >&2
 	@exec $(IN_ENV) -m orchestrator chat
 
 serve:
-	@$(TOOL) setup $(FLAGS) >&2
+	@$(TOOL) setup --prebuilt $(FLAGS) >&2
 	@exec $(IN_ENV) -m orchestrator serve $(SERVE)
 
 test:

@@ -1,7 +1,5 @@
-"""llama.cpp's server as a library beside an installed wheel: compiled when it is first asked for.
-
-It links with the wheel's libllama and is part of no wheel, so that neither a build nor a chat
-waits for it.
+"""llama.cpp's server as a library beside an installed llama_cpp package: compiled when it is first
+asked for, so that neither a build nor a chat waits for it. A wheel of moe-edge brings its own.
 """
 
 from __future__ import annotations
@@ -59,13 +57,25 @@ def build_server(upstream: Upstream, llama_cpp: Path, sdist: Path | None = None)
             return path
         say("building llama.cpp's server (once, some minutes)")
         root = sync_tree(fetch_sdist(upstream, sdist), upstream)
-        source = root / upstream.source
-        folders = (f"UPSTREAM={source}", f"LIBRARIES={llama_cpp / 'lib'}", f"OURS={SOURCES}")
-        flags = ("CMAKE_BUILD_TYPE=Release", *folders)
-        plan = build.Plan(upstream, tools, flags, False, "", False, "", key="")
-        build.compile_tree(plan, SOURCES, None, lock, (TARGET,))
+        built = compile_server(upstream, tools, root / upstream.source, llama_cpp / "lib", lock)
         if library_path(upstream, llama_cpp, cache_dir()) != path:
             raise BuildError("the sources changed while they were compiled: run it again.")
         with publishing(path.parent, KEEP) as stage:
-            shutil.copy2(plan.build_dir / "bin" / path.name, stage / path.name)
+            shutil.copy2(built, stage / path.name)
     return path
+
+
+def compile_server(
+    upstream: Upstream,
+    tools: probe.Toolchain,
+    source: Path,
+    libraries: Path,
+    lock: int,
+    more: tuple[str, ...] = (),
+) -> Path:
+    """The library, which links with libllama of a folder. more: cmake definitions."""
+    folders = (f"UPSTREAM={source}", f"LIBRARIES={libraries}", f"OURS={SOURCES}")
+    flags = ("CMAKE_BUILD_TYPE=Release", *folders, *more)
+    plan = build.Plan(upstream, tools, flags, False, "", False, "", key="")
+    build.compile_tree(plan, SOURCES, None, lock, (TARGET,))
+    return plan.build_dir / "bin" / f"lib{TARGET}.so"

@@ -20,10 +20,11 @@ from pathlib import Path
 # Where this runs as a file, sys.path starts in patches/ instead of the repository.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from patches import build, env, gpu_check, probe, series, server
+from patches import build, env, gpu_check, portable, probe, series, server
 from patches.tree import sync_tree
 from patches.upstream import (
     PATCHES,
+    REPO,
     BuildError,
     Sdist,
     cache_dir,
@@ -58,17 +59,32 @@ def cmd_build(args: argparse.Namespace) -> int:
 def cmd_setup(args: argparse.Namespace) -> int:
     place = env.locate()
     chosen = options(args, place.read_note())
-    probe.find_toolchain()  # what is missing is said before anything is created
-    env.ensure(place)
     upstream = read_upstream()
-    path, plan, built = build.build(upstream, chosen)
+    found = None
+    if args.prebuilt and chosen.gpu == chosen.amx == "auto" and not probe.choose_gpu("auto")[0]:
+        stamp = env.inspect(place)["stamp"]
+        if stamp is None or "sets" in stamp:
+            found = portable.prebuilt(upstream, [REPO / "dist", *([args.files] * bool(args.files))])
+    if found is None:
+        probe.find_toolchain()  # what is missing is said before anything is created
+    env.ensure(place)
+    if found is None:
+        path, plan, built = build.build(upstream, chosen)
+        key = plan.key
+    else:
+        (path, key), built = found, False
     extras = {name for name in args.extras.split(",") if name}
     changed = env.install(
-        place, upstream, path, plan.key, extras, {"gpu": chosen.gpu, "amx": chosen.amx}
+        place, upstream, path, key, extras, {"gpu": chosen.gpu, "amx": chosen.amx}
     )
     if not built and not changed:
         say("up to date")
     print(env.ready_line(place))
+    return 0
+
+
+def cmd_wheel(args: argparse.Namespace) -> int:
+    print(portable.build_wheel(read_upstream(), args.sdist, args.jobs, args.folder))
     return 0
 
 
@@ -223,13 +239,19 @@ def parser() -> argparse.ArgumentParser:
             sub.add_argument("--jobs", type=int)
         if flags or name == "cuda-check":
             sub.add_argument("--cuda-arch", metavar="LIST", help="e.g. 86-real")
-        if flags or name in ("server", "source", "part", "cuda-check", "gpu-check"):
+        if flags or name in ("wheel", "server", "source", "part", "cuda-check", "gpu-check"):
             sub.add_argument("--sdist", type=Path, help="use this copy instead of a download")
         return sub
 
     command("build", cmd_build, "build the wheel, or find it in the cache; prints its path", True)
     setup = command("setup", cmd_setup, "build, then install into the environment", True)
     setup.add_argument("--extras", default="", help="comma-separated, e.g. dev,convert")
+    setup.add_argument(
+        "--prebuilt", action="store_true", help="with libraries of a wheel in dist/ or --files"
+    )
+    anywhere = command("wheel", cmd_wheel, "build the wheel that runs anywhere; prints its path")
+    anywhere.add_argument("--folder", type=Path, default=REPO / "dist")
+    anywhere.add_argument("--jobs", type=int)
     beside = command("server", cmd_server, "compile the server library; prints its path")
     beside.add_argument("llama_cpp", type=Path, help="the installed llama_cpp package")
     command("python", cmd_python, "print the environment's Python")

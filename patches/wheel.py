@@ -1,6 +1,6 @@
-"""Packs the Python bindings and the built libraries into one wheel (PEP 427).
+"""Packs bindings, libraries and whatever else into wheels (PEP 427).
 
-The same inputs give the same bytes: sorted entries, one fixed date.
+The same inputs give the same bytes: one order, one fixed date.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import json
 import re
 import sysconfig
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from patches.upstream import BuildError, Upstream
 
 STAMP = "llama_cpp/moe_edge_build.json"
 # Upstream's converter of checkpoints and the gguf package of its version: `moe-edge convert`
 # runs them from here, so that it needs neither the source tree nor another gguf.
-CONVERTER = "llama_cpp/upstream"
 CONVERTER_PARTS = ("conversion", "gguf-py/gguf")
 
 
@@ -34,18 +35,14 @@ def file_name(upstream: Upstream) -> str:
 def write(
     path: Path, upstream: Upstream, root: Path, libraries: list[Path], stamp: dict[str, object]
 ) -> None:
-    """root: the source tree, whose llama_cpp package, converter and PKG-INFO go into the wheel."""
+    """The bindings' own wheel. root: the source tree, whose llama_cpp package, converter and
+    PKG-INFO go into it."""
     entries = {
         str(file.relative_to(root)): file.read_bytes() for file in _python_files(root / "llama_cpp")
     }
-    for part in CONVERTER_PARTS:
-        folder = root / upstream.source
-        for file in _python_files(folder / part):
-            entries[f"{CONVERTER}/{file.relative_to(folder)}"] = file.read_bytes()
-    for library in libraries:
-        entries[f"llama_cpp/lib/{library.name}"] = library.read_bytes()
-    entries[STAMP] = (json.dumps(stamp, indent=2, sort_keys=True) + "\n").encode()
-    info = f"{upstream.name}-{upstream.local_version}.dist-info"
+    entries |= converter(root / upstream.source, "llama_cpp")
+    entries |= {f"llama_cpp/lib/{library.name}": library.read_bytes() for library in libraries}
+    entries[STAMP] = as_json(stamp)
     metadata, count = re.subn(
         r"^Version: .*$",
         f"Version: {upstream.local_version}",
@@ -55,14 +52,40 @@ def write(
     )
     if count != 1:
         raise BuildError(f"{root}/PKG-INFO has no Version line")
-    entries[f"{info}/METADATA"] = metadata.encode()
-    entries[f"{info}/licenses/LICENSE.md"] = (root / "LICENSE.md").read_bytes()
-    entries[f"{info}/licenses/LICENSE.llama.cpp"] = (
-        root / upstream.source / "LICENSE"
-    ).read_bytes()
+    texts = {"METADATA": metadata.encode(), **licences(root, upstream)}
+    write_archive(path, entries, texts)
+
+
+def licences(root: Path, upstream: Upstream) -> dict[str, bytes]:
+    """Those of the bindings, of llama.cpp and of what it brings, by their names in a wheel's
+    .dist-info."""
+    source = root / upstream.source
+    files = {"LICENSE.md": root / "LICENSE.md", "LICENSE.llama.cpp": source / "LICENSE"}
+    files |= {file.name: file for file in sorted((source / "licenses").glob("*"))}
+    return {f"licenses/{name}": file.read_bytes() for name, file in files.items()}
+
+
+def converter(source: Path, package: str) -> dict[str, bytes]:
+    """Upstream's converter, as entries below a package."""
+    return {
+        f"{package}/upstream/{file.relative_to(source)}": file.read_bytes()
+        for part in CONVERTER_PARTS
+        for file in _python_files(source / part)
+    }
+
+
+def as_json(stamp: Mapping[str, Any]) -> bytes:
+    return (json.dumps(stamp, indent=2, sort_keys=True) + "\n").encode()
+
+
+def write_archive(path: Path, entries: dict[str, bytes], texts: dict[str, bytes]) -> None:
+    """entries: by path. texts: of the .dist-info folder, METADATA among them. Name, version and
+    tag are those of the file's name."""
+    name, version, tag = path.stem.split("-", 2)
+    info = f"{name}-{version}.dist-info"
+    entries = entries | {f"{info}/{file}": data for file, data in texts.items()}
     entries[f"{info}/WHEEL"] = (
-        "Wheel-Version: 1.0\nGenerator: moe-edge\nRoot-Is-Purelib: false\n"
-        f"Tag: py3-none-{platform_tag()}\n"
+        f"Wheel-Version: 1.0\nGenerator: moe-edge\nRoot-Is-Purelib: false\nTag: {tag}\n"
     ).encode()
     record = "".join(f"{name},{_digest(data)},{len(data)}\n" for name, data in entries.items())
     entries[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n".encode()

@@ -64,6 +64,9 @@ REST = {
         r"tests/unit/serve/test_clients\.py::test_(litellm|langchain_openai|llm)",
         r"tests/unit/serve/test_openapi\.py::test_schemathesis",
     ),
+    "the whole wheel, compiled for each set of instructions: its parts are in `make test`": (
+        r"tests/native/test_wheel\.py",
+    ),
     "the build tool, killed and raced: that it builds, and every edit with it, is in `make test`": (
         r"tests/contract/test_build\.py::test_(an_interrupted|half_written|a_killed|two_builds|make_)",
         r"tests/contract/test_gpu_check\.py",

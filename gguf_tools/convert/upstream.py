@@ -2,22 +2,22 @@
 
 It knows names, hyperparameters and tokenizers of every architecture. What it would write is
 taken from it as metadata and lazy tensors; not a byte of weights is read before they are used.
-The converter and the ``gguf`` package of its version come with the llama_cpp package.
+The converter and the ``gguf`` package of its version come with the built llama.cpp.
 """
 
 import importlib
-import importlib.util
 import json
 import logging
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from gguf_tools import built
 from gguf_tools.convert.checkpoint import Checkpoint
 from gguf_tools.convert.pretokenizer import pre_tokenizer
 from gguf_tools.errors import CheckpointError, ConvertError
@@ -81,12 +81,11 @@ class Description:
 
 def folder() -> Path:
     """Where the converter is; ConvertError where the installed llama_cpp is not ours."""
-    spec = importlib.util.find_spec("llama_cpp")
-    places = spec.submodule_search_locations if spec else None
-    path = Path(next(iter(places or [""]))) / "upstream"
-    if not (path / "conversion" / "__init__.py").is_file():
-        raise ConvertError("the converter comes with our llama_cpp package: run `make build`")
-    return path
+    with suppress(built.NotBuilt):
+        path = built.package() / "upstream"
+        if (path / "conversion" / "__init__.py").is_file():
+            return path
+    raise ConvertError(f"the converter comes with our llama.cpp: {built.advice()}")
 
 
 @contextmanager

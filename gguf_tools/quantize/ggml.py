@@ -1,14 +1,12 @@
 """ggml's own quantization, called through ctypes. It gives the bytes that llama.cpp writes,
 except for Q2_0 (see ``q2_0``).
 
-The library is ``libggml-base`` of the installed ``llama_cpp`` package, or of the folder
-named by LLAMA_CPP_LIB_PATH, the variable that ``llama_cpp`` itself obeys. ctypes releases
+The library is ``libggml-base`` of the built llama.cpp (``built.libraries``). ctypes releases
 the interpreter lock during a call, so threads quantize in parallel.
 """
 
 import ctypes
 import functools
-import importlib.util
 import os
 import re
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gguf_tools import built
 from gguf_tools.errors import QuantizeError
 from gguf_tools.file.layout import BLOCK, IMPORTANCE_TYPES, TIER_TYPES, GGMLType, row_bytes
 from gguf_tools.quantize.q2_0 import encode_q2_0
@@ -34,7 +33,8 @@ _HALF_MAX = 65504.0
 # quantizers give up on it, and its weights come out as zeros.
 _LEAST_IMPORTANCE = 1e-6
 _WIDE = (GGMLType.F32, GGMLType.BF16)
-_NAMES = ("libggml-base.so", "libggml-base.dylib", "ggml-base.dll")
+# The second is its name in a wheel of ours.
+_NAMES = ("libggml-base.so", "libgmoe-base.so", "libggml-base.dylib", "ggml-base.dll")
 
 
 class _TypeTraits(ctypes.Structure):
@@ -72,7 +72,7 @@ class Ggml:
         if found is None or (int(found[1]), int(found[2])) < MIN_VERSION:
             raise QuantizeError(
                 f"{path}: ggml {self.version or 'of unknown version'}; at least"
-                f" {MIN_VERSION[0]}.{MIN_VERSION[1]} is needed: run `make build`"
+                f" {MIN_VERSION[0]}.{MIN_VERSION[1]} is needed: {built.advice()}"
             )
         self._traits.argtypes = [ctypes.c_int]
         self._traits.restype = ctypes.POINTER(_TypeTraits)
@@ -214,18 +214,14 @@ def native_stderr_hidden() -> Iterator[None]:
 def library_path() -> Path:
     """Where libggml-base is. Raises QuantizeError, with one sentence of advice, where there is
     none."""
-    override = os.environ.get("LLAMA_CPP_LIB_PATH")
-    if override:
-        folder = Path(override)
-    else:
-        spec = importlib.util.find_spec("llama_cpp")
-        if spec is None or not spec.submodule_search_locations:
-            raise QuantizeError("ggml comes with the llama_cpp package: run `make build`")
-        folder = Path(next(iter(spec.submodule_search_locations))) / "lib"
+    try:
+        folder = built.libraries()
+    except built.NotBuilt as error:
+        raise QuantizeError(f"ggml comes with llama.cpp: {error}") from None
     for name in _NAMES:
         if (folder / name).exists():
             return folder / name
-    raise QuantizeError(f"{folder}: no libggml-base in this folder: run `make build`")
+    raise QuantizeError(f"{folder}: no libggml-base in this folder: {built.advice()}")
 
 
 @functools.lru_cache(maxsize=4)

@@ -10,6 +10,7 @@ from typing import Any
 import click
 import numpy as np
 
+from gguf_tools import built
 from gguf_tools.columns import aligned
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
@@ -75,7 +76,8 @@ def examine(config: Config, begins: Callable[[str], None] = lambda _what: None) 
         "threads": threads,
         "memory_bytes": machine.memory_bytes,
         "usable_bytes": machine.usable_bytes,
-        "system": bindings.api.llama_print_system_info().decode("utf-8", "replace").strip(),
+        "system": f"{built.instructions()} libraries; "
+        + bindings.api.llama_print_system_info().decode("utf-8", "replace").strip(),
         "memory_bytes_per_s": memory_speed,
         "model": str(config.model),
         "expert_bytes": expert_bytes,

@@ -116,14 +116,23 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
         return
     from importlib.metadata import PackageNotFoundError, version
 
-    found = []
-    for package in ("moe-edge", "llama_cpp_python"):
-        try:
-            found.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            found.append(f"{package} (not installed)")
-    click.echo(", ".join(found))
+    try:
+        found = f"moe-edge {version('moe-edge')}"
+    except PackageNotFoundError:
+        found = "moe-edge (not installed)"
+    click.echo(f"{found}, {_llama_version()}")
     ctx.exit()
+
+
+def _llama_version() -> str:
+    """The version of the built llama.cpp, and the set of instructions that computes."""
+    from gguf_tools import built
+
+    try:
+        version = built.stamp().get("version", "of another make")
+        return f"llama_cpp_python {version} ({built.instructions()})"
+    except built.NotBuilt as error:
+        return str(error)
 
 
 @click.group(

@@ -282,8 +282,9 @@ def given(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def demo_model() -> Path:
-    """The demo model of this checkout. Raises MoeEdgeError where it is not there."""
-    for folder in (Path(__file__).resolve().parents[2], Path.cwd()):
+    """The demo model, of a wheel or of this checkout. Raises MoeEdgeError where it is not there."""
+    here = Path(__file__).resolve()
+    for folder in (here.parents[1], here.parents[2], Path.cwd()):
         if (folder / DEMO).is_file():
             return folder / DEMO
     raise MoeEdgeError(f"the demo model {DEMO} is not here: name a model with -m FILE.gguf")

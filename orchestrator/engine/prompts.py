@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 
-from gguf_tools import interrupts
+from gguf_tools import built, interrupts
 from gguf_tools.experts import ExpertModel
 from orchestrator.cache.profile import identity
 from orchestrator.config import Config
@@ -297,7 +296,7 @@ def state_key(config: Config, model: ExpertModel, plan: MemoryPlan) -> str:
     files = [(path.stat().st_size, path.stat().st_mtime_ns) for path in model.files]
     parts: dict[str, Any] = {
         "format": _FORMAT,
-        "llama": version("llama-cpp-python"),
+        "llama": built.stamp().get("version"),
         "model": identity(model),
         "files": files,
         "kv": config.kv,

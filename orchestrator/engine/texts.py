@@ -3,7 +3,9 @@ probability behind the logits, and the texts that end an answer."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -20,26 +22,58 @@ FALLBACK = (
 
 
 class ChatTemplate:
-    """A Jinja chat template, sandboxed, as upstream's bindings run it."""
+    """A Jinja chat template, in the sandbox and with the extensions that transformers has."""
 
     def __init__(self, source: str | None, bos: str, eos: str) -> None:
         """Raises MoeEdgeError for a template that is not valid Jinja."""
         self.source = source or FALLBACK
-        self._formatter: Any = None
-        self._tokens = (bos, eos)
+        self._template: Any = None
+        self._values = {"bos_token": bos, "eos_token": eos}
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt up to the place where the assistant's answer starts."""
         from jinja2 import TemplateError
-        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
-        bos, eos = self._tokens
         try:
-            if self._formatter is None:
-                self._formatter = Jinja2ChatFormatter(self.source, eos_token=eos, bos_token=bos)
-            return str(self._formatter(messages=[dict(each) for each in messages]).prompt)
+            if self._template is None:
+                self._template = _compiled(self.source)
+            said = [dict(each) for each in messages]
+            return str(
+                self._template.render(messages=said, add_generation_prompt=True, **self._values)
+            )
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise MoeEdgeError(f"the model's chat template failed: {error}") from error
+
+
+def _compiled(source: str) -> Any:
+    """A jinja2.Template with what the templates of models expect to be there."""
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks what a model is trained on, and changes no text."""
+
+        tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+        def parse(self, parser: Any) -> Any:
+            parser.stream.skip(1)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(reason: str) -> None:
+        raise ValueError(reason)
+
+    def as_json(value: Any, **options: Any) -> str:
+        return json.dumps(value, **{"ensure_ascii": False, **options})
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = as_json
+    environment.globals |= {
+        **{"functions": None, "function_call": None, "tools": None, "tool_choice": None},
+        **{"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)},
+    }
+    return environment.from_string(source)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ import ctypes
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gguf_tools import built
 from gguf_tools.process import default_threads
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.native.abi import (
@@ -37,8 +38,8 @@ class Library:
         found = self._find("moe_edge_abi_version")()
         if found != ABI_VERSION:
             raise NativeError(
-                f"the installed llama_cpp has moe-edge ABI {found}, this Python code needs "
-                f"{ABI_VERSION}: run `make build`"
+                f"the installed llama.cpp has moe-edge ABI {found}, this Python code needs "
+                f"{ABI_VERSION}: {built.advice()}"
             )
         for name, (restype, argtypes) in FUNCTIONS.items():
             function = self._find(name)
@@ -53,7 +54,7 @@ class Library:
         except AttributeError:
             raise NativeError(
                 "the installed llama_cpp is the stock package, without the expert store: "
-                f"run `make build` (missing symbol {name})"
+                f"{built.advice()} (missing symbol {name})"
             ) from None
 
     if TYPE_CHECKING:

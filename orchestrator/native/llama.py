@@ -9,13 +9,12 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gguf_tools import interrupts
+from gguf_tools import built, interrupts
 from gguf_tools.experts import DEFAULT_KV, KV_TYPES
 from orchestrator.config import Sampling, native_log_enabled
 from orchestrator.errors import NativeError
@@ -40,16 +39,16 @@ class BufferTypeOverride(ctypes.Structure):
 
 
 class Bindings:
-    """The loaded llama_cpp module, and what its library last complained about."""
+    """The loaded module of upstream's bindings, and what its library last complained about."""
 
     _shared: Bindings | None = None
 
     def __init__(self) -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", _OPENMP_SPINS)  # read when the library is loaded
         try:
-            self.api: Any = import_module("llama_cpp.llama_cpp")
-        except (ImportError, OSError, RuntimeError) as error:
-            raise NativeError(f"llama_cpp cannot be loaded ({error}): run `make build`") from error
+            self.api: Any = built.bindings()
+        except built.NotBuilt as error:
+            raise NativeError(str(error)) from error
         self.complaints: list[str] = []
         self._log = self.api.llama_log_callback(self._on_log)
         self.listen()

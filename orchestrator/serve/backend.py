@@ -96,14 +96,18 @@ class Stopped(Exception):
 def server_library(bindings: Bindings, is_stopping: Callable[[], bool]) -> ServerLibrary:
     """The library that goes with the loaded llama.cpp. Compiling it shows its progress on stderr.
 
-    Raises NativeError where it cannot be had: this is no checkout, or no compiler is there; and
-    Stopped, where is_stopping says so while it is compiled.
+    A wheel of moe-edge brings it. Raises NativeError where it cannot be had: this is neither that
+    nor a checkout, or no compiler is there; and Stopped, where is_stopping says so while it is
+    compiled.
     """
+    package = Path(bindings.api.__file__).parent
+    prebuilt = package / "lib" / "libmoe-edge-server.so"
+    if prebuilt.is_file():
+        return ServerLibrary(prebuilt)
     if not TOOL.is_file():
         raise NativeError(
             f"the server is compiled from a checkout of moe-edge, and {TOOL} is not there"
         )
-    package = Path(bindings.api.__file__).parent
     command = [sys.executable, str(TOOL), "server", str(package)]
     # Compilers of an interrupted build would go on for minutes.
     with child(command, with_its_own=True, stdout=subprocess.PIPE) as process:

@@ -17,6 +17,7 @@ PACKAGES = ("gguf_tools", "orchestrator", "models", "patches")
 LAYERS = (
     ("gguf_tools.closing", "gguf_tools.errors", "gguf_tools.interrupts"),
     (
+        "gguf_tools.built",
         "gguf_tools.columns",
         "gguf_tools.file",
         "gguf_tools.process",

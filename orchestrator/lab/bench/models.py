@@ -24,7 +24,9 @@ HIGH, LOW = "q4_k", "q2_k"
 UNIFORM = ("q6_k", "q5_k", "q4_k", "iq4_xs", "q3_k", "iq3_xxs", "q2_k", "iq2_xs", "iq2_xxs")
 # Files below this size are written without a word of the disk.
 LARGE_BYTES = 2**32
-DEMO_FOLDER = Path(__file__).resolve().parents[3] / "models" / "demo"
+# In a wheel it lies in the package `orchestrator`, in a checkout beside it.
+_PACKAGE = Path(__file__).resolve().parents[2]
+DEMO_FOLDER = (_PACKAGE if (_PACKAGE / "models").is_dir() else _PACKAGE.parent) / "models" / "demo"
 DEMO_MODEL = DEMO_FOLDER / "moe-edge-demo.gguf"
 DEMO_TEXT = DEMO_FOLDER / "conversations.txt"
 

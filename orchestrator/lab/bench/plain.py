@@ -10,14 +10,15 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
-import llama_cpp.llama_cpp as ll
 import numpy as np
 import numpy.typing as npt
 
+from gguf_tools import built
 from gguf_tools.closing import Closing
 from orchestrator.errors import NativeError
 from orchestrator.native.llama import BufferTypeOverride
 
+ll: Any = built.bindings()
 _ALL_LAYERS = 1 << 20
 
 

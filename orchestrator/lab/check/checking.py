@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gguf_tools import built
 from gguf_tools.experts import ExpertModel
 from gguf_tools.inspect import describe
 from gguf_tools.pack import export
@@ -378,7 +379,10 @@ def describe_difference(found: Result, layer: tuple[int, float | None] | None) -
 def describe_machine(machine: Machine) -> dict[str, Any]:
     """What a reader of the report has to know of the machine."""
     return {
-        "versions": {name: _version(name) for name in ("moe-edge", "llama_cpp_python")},
+        "versions": {
+            "moe-edge": _version("moe-edge"),
+            "llama_cpp_python": built.stamp().get("version"),
+        },
         "system": platform.platform(),
         "processor": processor_name(),
         "cores": len(os.sched_getaffinity(0)),

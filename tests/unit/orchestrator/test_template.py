@@ -10,11 +10,6 @@ from orchestrator.errors import MoeEdgeError
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi {{ x }}"}]
 
 
-@pytest.fixture(autouse=True)
-def _bindings() -> None:
-    pytest.importorskip("llama_cpp.llama_chat_format", exc_type=Exception)
-
-
 def test_fallback_is_chatml() -> None:
     assert ChatTemplate(None, "", "").render(MESSAGES) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi {{ x }}<|im_end|>\n"
@@ -37,3 +32,19 @@ def test_the_models_own() -> None:
 def test_broken_templates_are_one_error(source: str) -> None:
     with pytest.raises(MoeEdgeError, match="chat template failed"):
         ChatTemplate(source, "", "").render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% generation %}{{ messages[0].content }}{% endgeneration %}!",
+        "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+        "{{ {'a': 'é', 'b': [1]} | tojson }} {{ messages | tojson(indent=2) }}",
+        "{{ tools is none }} {{ functions is none }} {{ strftime_now('%Y') }}",
+        "{% if true %}\n  text\n{% endif %}\nrest {{ missing }}",
+    ],
+)
+def test_templates_read_as_upstreams_bindings_read_them(source: str) -> None:
+    upstream = pytest.importorskip("llama_cpp.llama_chat_format", exc_type=Exception)
+    theirs = upstream.Jinja2ChatFormatter(source, eos_token="</s>", bos_token="<s>")
+    assert ChatTemplate(source, "<s>", "</s>").render(MESSAGES) == theirs(messages=MESSAGES).prompt

@@ -26,7 +26,9 @@ def plain(value):
 @pytest.fixture
 def asked(library, monkeypatch):
     """What was asked of llama.cpp: {"model": fields, "context": fields}."""
-    import llama_cpp.llama_cpp as ll
+    from gguf_tools import built
+
+    ll = built.bindings()
 
     found = {}
 

@@ -1,0 +1,116 @@
+"""The built llama.cpp: in this package, where a wheel of moe-edge brings it, or in the `llama_cpp`
+package that `make build` installs.
+
+A wheel has libraries for several sets of instructions. One of them computes, libggml-cpu, and each
+set has one of its own. The others are the same for all, and are linked with whichever is loaded
+first.
+"""
+
+import ctypes
+import json
+import os
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from gguf_tools.errors import MoeEdgeError
+
+OWN = Path(__file__).parent / "_llama"
+STAMP = "moe_edge_build.json"
+# What a set needs of the processor, the best set first, as (leaf, register, bit) of glibc's
+# <sys/platform/x86.h>. patches/portable.py has the compiler's options for each.
+_AVX2 = {
+    **{"fma": (0, 2, 12), "movbe": (0, 2, 22), "avx": (0, 2, 28), "f16c": (0, 2, 29)},
+    **{"bmi1": (1, 1, 3), "avx2": (1, 1, 5), "bmi2": (1, 1, 8), "lzcnt": (2, 2, 5)},
+}
+_AVX512 = {
+    **{"avx512f": (1, 1, 16), "avx512dq": (1, 1, 17), "avx512cd": (1, 1, 28)},
+    **{"avx512bw": (1, 1, 30), "avx512vl": (1, 1, 31), "avx512_vnni": (1, 2, 11)},
+}
+SETS = {
+    "avx512_vnni": {**_AVX2, **_AVX512},
+    "avx_vnni": {**_AVX2, "avx_vnni": (6, 0, 4)},
+    "avx2": _AVX2,
+}
+
+
+class NotBuilt(MoeEdgeError):
+    """One sentence: why there is no built llama.cpp, or why it does not run here."""
+
+
+@cache
+def package() -> Path:
+    """The folder of the bindings, their libraries and upstream's converter. Raises NotBuilt."""
+    if OWN.is_dir():
+        return OWN
+    spec = find_spec("llama_cpp")
+    if spec is None or not spec.submodule_search_locations:
+        raise NotBuilt("the llama_cpp package is not installed: run `make build`")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def advice() -> str:
+    """What helps where what is installed is damaged, or is another version."""
+    return "install moe-edge again" if OWN.is_dir() else "run `make build`"
+
+
+def stamp() -> dict[str, Any]:
+    """What the build says of itself; nothing where it is the stock package, or there is none."""
+    try:
+        found = json.loads((package() / STAMP).read_text())
+    except (NotBuilt, OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def libraries() -> Path:
+    """The folder of libllama, or of what LLAMA_CPP_LIB_PATH names, as it does for `llama_cpp`.
+    Raises NotBuilt."""
+    given = os.environ.get("LLAMA_CPP_LIB_PATH")
+    return Path(given) if given else package() / "lib"
+
+
+@cache
+def instructions() -> str:
+    """The set of instructions whose library is loaded; "native": what the compiler found.
+
+    Raises NotBuilt, and where the processor has not even the least of a wheel's sets."""
+    there = [name for name in SETS if (libraries() / name).is_dir()]
+    if not there:
+        return "native"
+    missing: list[str] = []
+    for name in there:
+        missing = [each for each, where in SETS[name].items() if not _has(*where)]
+        if not missing:
+            return name
+    raise NotBuilt(
+        f"this processor lacks {', '.join(missing)}, which the prebuilt libraries need: build "
+        "moe-edge for it in a clone, with `make build`"
+    )
+
+
+def _has(leaf: int, register: int, bit: int) -> bool:
+    """Whether the processor and the system let a feature be used."""
+    try:
+        find = ctypes.CDLL(None).__x86_get_cpuid_feature_leaf
+    except AttributeError:
+        return False
+    # Four registers that say what there is, and four that say what of it may be used.
+    find.restype = ctypes.POINTER(ctypes.c_uint32 * 8)
+    return bool(find(leaf).contents[4 + register] >> bit & 1)
+
+
+@cache
+def bindings() -> Any:
+    """The module of upstream's bindings, its library loaded. Raises NotBuilt."""
+    folder, chosen = libraries(), instructions()
+    name = "gguf_tools._llama" if package() == OWN else "llama_cpp"
+    try:
+        if chosen != "native":
+            for path in (folder / chosen).iterdir():
+                ctypes.CDLL(str(path))
+        return import_module(f"{name}.llama_cpp")
+    except (ImportError, OSError, RuntimeError) as error:
+        raise NotBuilt(f"llama.cpp cannot be loaded ({error}): {advice()}") from error

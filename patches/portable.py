@@ -1,0 +1,240 @@
+"""The wheel of moe-edge that needs no compiler: our packages, the bindings, libraries for several
+sets of instructions, llama.cpp's server, and the demo model. gguf_tools/built.py chooses the set.
+
+Its libraries have other names than upstream's: two of one name in a process would be one, and
+llama-cpp-python may be loaded beside it. They bring libgomp, and have libstdc++ within.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from patches import build, probe, server, wheel
+from patches.tree import sync_tree
+from patches.upstream import (
+    PATCHES,
+    REPO,
+    BuildError,
+    Upstream,
+    cache_dir,
+    fetch_sdist,
+    locked,
+    publishing,
+    say,
+)
+
+GLIBC = 34  # the newest minor version whose symbols a library may need
+TAG = f"py3-none-manylinux_2_{GLIBC}_x86_64"
+PACKAGE = "gguf_tools/_llama"
+COMPUTES = "libggml-cpu.so"
+# The library that computes is compiled with these for each set, beside GGML's own for AVX2, and
+# the others as in `make build`, for any processor.
+SETS = {
+    "avx2": (),
+    "avx_vnni": ("GGML_AVX_VNNI=ON",),
+    "avx512_vnni": ("GGML_AVX512=ON", "GGML_AVX512_VNNI=ON"),
+}
+# Each library has libstdc++ within, and the source of what that finds in no older glibc.
+LINKED = (
+    "CMAKE_SHARED_LINKER_FLAGS=-static-libstdc++ -Wl,--exclude-libs,ALL "
+    f"{PATCHES / 'native' / 'moe-edge-random.cpp'}"
+)
+FLAGS = (
+    *build.BASE_FLAGS,
+    LINKED,
+    "GGML_NATIVE=OFF",
+    # The first set's library is found by whoever loads another one without having chosen.
+    "CMAKE_INSTALL_RPATH=$ORIGIN;$ORIGIN/..;$ORIGIN/avx2",
+)
+# Of the same lengths, so that a name is exchanged where it stands in a library.
+NAMES = {
+    f"lib{old}.so".encode(): f"lib{new}.so".encode()
+    for old, new in (
+        *(("llama", "llmoe"), ("ggml", "gmoe")),
+        *(("ggml-base", "gmoe-base"), ("ggml-cpu", "gmoe-cpu")),
+    )
+}
+# Where Debian and Ubuntu have the licence of GCC's run-time libraries.
+GCC_LICENCES = ("/usr/share/doc/libgomp1/copyright", "/usr/share/common-licenses/GPL-3")
+
+
+def digest_of_patches() -> str:
+    """Of all that decides what the libraries are, but the compiler."""
+    digest = hashlib.sha256()
+    for path in sorted(PATCHES.rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            digest.update(f"{path.relative_to(PATCHES)}\0{path.stat().st_size}\0".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def build_wheel(upstream: Upstream, sdist: Path | None, jobs: int | None, folder: Path) -> Path:
+    """Compiles what is not compiled yet, and writes the wheel into a folder. Raises BuildError."""
+    texts = {"METADATA": metadata(upstream), "entry_points.txt": entry_points()}
+    tools, patches = probe.find_toolchain(), digest_of_patches()
+    flags = (*FLAGS, f"LLAMA_BUILD_COMMIT={upstream.local_version}")
+    plans = {
+        name: build.Plan(upstream, tools, (*flags, *more), False, "", False, "", key="")
+        for name, more in SETS.items()
+    }
+    first = plans["avx2"].build_dir / "bin"
+    libraries = {}
+    with locked(cache_dir() / "lock") as lock:
+        root = sync_tree(fetch_sdist(upstream, sdist), upstream)
+        source = root / upstream.source
+        for name, plan in plans.items():
+            say(f"compiling llama.cpp for {name}")
+            target = build.TARGET if name == "avx2" else "ggml-cpu"
+            build.compile_tree(plan, source, jobs, lock, (target,))
+            libraries[f"{name}/{COMPUTES}"] = plan.build_dir / "bin" / COMPUTES
+        libraries |= {path.name: path for path in first.glob("lib*.so") if path.name != COMPUTES}
+        build.check_libraries(sorted(first.glob("lib*.so")))
+        say("compiling llama.cpp's server")
+        path = server.compile_server(upstream, tools, source, first, lock, (LINKED,))
+        libraries[path.name] = path
+        entries = bindings(root) | wheel.converter(source, PACKAGE)
+        texts |= wheel.licences(root, upstream)
+    libraries["libgomp.so.1"] = Path(_printed(tools.cc, "-print-file-name=libgomp.so.1"))
+    data = {f"{PACKAGE}/lib/{_named(name)}": portable(path) for name, path in libraries.items()}
+    if digest_of_patches() != patches:
+        raise BuildError("the patches changed while they were compiled: run it again.")
+    stamp = {"version": upstream.local_version, "patches": patches, "sets": list(SETS)}
+    stamp |= {"key": hashlib.sha256(b"".join((patches.encode(), *data.values()))).hexdigest()}
+    entries |= {f"{PACKAGE}/moe_edge_build.json": wheel.as_json(stamp), **data, **our_files()}
+    texts["licenses/LICENSE"] = (REPO / "LICENSE").read_bytes()
+    for number, place in enumerate(GCC_LICENCES):
+        if not Path(place).is_file():
+            raise BuildError(f"{place} is not here: the wheel is made on Debian or Ubuntu.")
+        texts[f"licenses/LICENSE.gcc-runtime.{number}"] = Path(place).read_bytes()
+    folder.mkdir(parents=True, exist_ok=True)
+    made = folder / f"moe_edge-{project()['version']}-{TAG}.whl"
+    wheel.write_archive(made, dict(sorted(entries.items())), texts)
+    return made
+
+
+def portable(path: Path) -> bytes:
+    """A library with the names that it has in the wheel. Raises BuildError for one that needs a
+    newer C library than the tag says, or the C++ library."""
+    data = path.read_bytes()
+    newer = {int(n) for n in re.findall(rb"GLIBC_2\.(\d+)", data) if int(n) > GLIBC}
+    if newer or b"libstdc++.so" in data:
+        what = f"GLIBC_2.{max(newer)}" if newer else "libstdc++"
+        raise BuildError(f"{path.name} needs {what}, which {TAG} does not have.")
+    for old, new in NAMES.items():
+        data = data.replace(b"\0" + old + b"\0", b"\0" + new + b"\0")
+    return data
+
+
+def _named(name: str) -> str:
+    folder, slash, file = name.rpartition("/")
+    return folder + slash + NAMES.get(file.encode(), file.encode()).decode()
+
+
+def _printed(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
+def bindings(root: Path) -> dict[str, bytes]:
+    """Upstream's calls of libllama, under our own name."""
+    changes = {
+        "llama_cpp.py": (
+            ("from llama_cpp._ctypes_extensions import", "from ._ctypes_extensions import"),
+            ('_lib_base_name = "llama"', '_lib_base_name = "llmoe"'),
+        ),
+        "_ctypes_extensions.py": (("from typing_extensions import", "from typing import"),),
+    }
+    entries = {f"{PACKAGE}/__init__.py": b""}
+    for name, pairs in changes.items():
+        text = (root / "llama_cpp" / name).read_text()
+        for old, new in pairs:
+            if old not in text:
+                raise BuildError(f"{name}: {old!r} is not there any more.")
+            text = text.replace(old, new)
+        entries[f"{PACKAGE}/{name}"] = text.encode()
+    return entries
+
+
+def our_files() -> dict[str, bytes]:
+    """Both packages, and the demo model within one of them."""
+    found = [
+        path
+        for package in ("gguf_tools", "orchestrator")
+        for path in (REPO / package).rglob("*")
+        if path.suffix in (".py", ".typed", ".html")
+    ]
+    entries = {str(path.relative_to(REPO)): path.read_bytes() for path in found}
+    for path in (REPO / "models" / "demo").glob("*"):
+        if path.suffix in (".gguf", ".json", ".md", ".txt"):
+            entries[f"orchestrator/{path.relative_to(REPO)}"] = path.read_bytes()
+    return entries
+
+
+def project() -> dict[str, Any]:
+    """The table of pyproject.toml."""
+    try:
+        import tomllib
+    except ModuleNotFoundError:
+        raise BuildError("`make wheel` needs Python 3.11 or newer.") from None
+    found: dict[str, Any] = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    return found
+
+
+def metadata(upstream: Upstream) -> bytes:
+    """Core metadata, without the bindings among what is required."""
+    about = project()
+    lines = [
+        *("Metadata-Version: 2.1", f"Name: {about['name']}", f"Version: {about['version']}"),
+        *(f"Summary: {about['description']}", f"Author: {about['authors'][0]['name']}"),
+        *(f"License: {about['license']['text']}", f"Requires-Python: {about['requires-python']}"),
+        "Description-Content-Type: text/markdown",
+    ]
+    bound = upstream.name.replace("_", "-")
+    lines += [f"Requires-Dist: {each}" for each in about["dependencies"] if bound not in each]
+    for extra, needed in about["optional-dependencies"].items():
+        lines.append(f"Provides-Extra: {extra}")
+        lines += [f'Requires-Dist: {each}; extra == "{extra}"' for each in needed]
+    return "\n".join((*lines, "", (REPO / "README.md").read_text())).encode()
+
+
+def entry_points() -> bytes:
+    scripts = project()["scripts"].items()
+    return "\n".join(("[console_scripts]", *(f"{a} = {b}" for a, b in scripts), "")).encode()
+
+
+def prebuilt(upstream: Upstream, folders: Sequence[Path]) -> tuple[Path, str] | None:
+    """(wheel of the bindings, its key) with the libraries of a wheel in one of the folders, where
+    that was made of the patches that are here."""
+    patches = digest_of_patches()
+    for path in (path for folder in folders for path in folder.glob("moe_edge-*.whl")):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                stamp = json.loads(archive.read(f"{PACKAGE}/moe_edge_build.json"))
+                if stamp["patches"] != patches:
+                    continue
+                found = {name: archive.read(name) for name in archive.namelist()}
+        except (OSError, KeyError, ValueError, zipfile.BadZipFile):
+            continue
+        target = cache_dir() / "wheels" / stamp["key"][:24] / wheel.file_name(upstream)
+        entries = {
+            name.replace(PACKAGE, "llama_cpp"): data
+            for name, data in found.items()
+            if name.startswith(f"{PACKAGE}/")
+        }
+        about = f"Metadata-Version: 2.1\nName: {upstream.name}\nVersion: {upstream.local_version}\n"
+        texts = {
+            f"licenses/{Path(name).name}": data
+            for name, data in found.items()
+            if ".dist-info/licenses/" in name
+        }
+        with locked(cache_dir() / "lock"), publishing(target.parent, build.KEEP_WHEELS) as stage:
+            wheel.write_archive(stage / target.name, entries, {"METADATA": about.encode(), **texts})
+        say(f"the libraries are those of {path}")
+        return target, stamp["key"]
+    return None

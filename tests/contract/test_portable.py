@@ -1,0 +1,103 @@
+"""The wheel that runs anywhere, by its parts; tests/native/test_wheel.py has the whole."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from email.parser import BytesParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gguf_tools import built
+from patches import portable, wheel
+from patches.upstream import BuildError, read_upstream
+
+STAMP = f"{portable.PACKAGE}/moe_edge_build.json"
+
+
+def test_each_set_that_is_compiled_can_be_chosen() -> None:
+    assert set(portable.SETS) == set(built.SETS)
+
+
+def test_packages_are_ours_alone_and_the_demo_is_in_one() -> None:
+    names = portable.our_files()
+    assert {name.split("/")[0] for name in names} == {"gguf_tools", "orchestrator"}
+    assert "orchestrator/models/demo/moe-edge-demo.gguf" in names
+    assert "orchestrator/serve/page.html" in names
+
+
+def test_metadata_asks_for_all_but_the_bindings() -> None:
+    about = BytesParser().parsebytes(portable.metadata(read_upstream()))
+    needed = about.get_all("Requires-Dist")
+    assert "+" not in about["Version"] and about["Name"] == "moe-edge"
+    assert not any("llama" in each for each in needed)
+    assert {"plot", "convert", "eval"} <= set(about.get_all("Provides-Extra"))
+    assert 'matplotlib>=3.8; extra == "plot"' in needed and "click>=8.2" in needed
+    assert about.get_payload().startswith("# moe-edge")
+    assert portable.entry_points() == (
+        b"[console_scripts]\nmoe-edge = orchestrator.__main__:main\n"
+    )
+
+
+def test_names_in_a_library_are_exchanged_whole(tmp_path: Path) -> None:
+    library = tmp_path / "libx.so"
+    text = b"GLIBC_2.2.5\0libggml.so\0libggml-cpu.so\0libllama.so\0libgomp.so.1\0not-libllama.so\0"
+    library.write_bytes(text)
+    found = portable.portable(library)
+    assert found == (
+        b"GLIBC_2.2.5\0libgmoe.so\0libgmoe-cpu.so\0libllmoe.so\0libgomp.so.1\0not-libllama.so\0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "needs"),
+    [(b"GLIBC_2.34\0GLIBC_2.36\0", "GLIBC_2.36"), (b"libstdc++.so.6\0", r"libstdc\+\+")],
+)
+def test_a_library_that_needs_more_than_the_tag_is_refused(
+    text: bytes, needs: str, tmp_path: Path
+) -> None:
+    library = tmp_path / "libx.so"
+    library.write_bytes(text)
+    with pytest.raises(BuildError, match=rf"^libx.so needs {needs}, which py3-none-manylinux"):
+        portable.portable(library)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def write_wheel(folder: Path, **changes: Any) -> Path:
+    """A wheel of moe-edge with one library of one byte."""
+    stamp = {"patches": portable.digest_of_patches(), "key": "k" * 64, "sets": ["avx2"], **changes}
+    entries = {
+        STAMP: wheel.as_json(stamp),
+        f"{portable.PACKAGE}/lib/avx2/libgmoe-cpu.so": b"1",
+        "orchestrator/__init__.py": b"",
+    }
+    folder.mkdir(exist_ok=True)
+    path = folder / f"moe_edge-1.0-{portable.TAG}.whl"
+    wheel.write_archive(path, entries, {"METADATA": b"Name: x\n", "licenses/LICENSE": b"MIT"})
+    return path
+
+
+def test_a_checkout_takes_the_libraries_of_a_wheel_of_its_own_patches(
+    tmp_path: Path, cache: None
+) -> None:
+    write_wheel(tmp_path / "one", patches="others")
+    (tmp_path / "one" / "moe_edge-0.9-damaged.whl").write_bytes(b"PK")
+    (tmp_path / "one" / "moe_edge-0.8-stampless.whl").write_bytes(b"")
+    upstream, folders = read_upstream(), [tmp_path / "none", tmp_path / "one"]
+    assert portable.prebuilt(upstream, folders) is None
+    write_wheel(tmp_path / "two")
+    found = portable.prebuilt(upstream, [*folders, tmp_path / "two"])
+    assert found is not None and found[1] == "k" * 64
+    with zipfile.ZipFile(found[0]) as archive:
+        names = {name for name in archive.namelist() if ".dist-info" not in name}
+        assert names == {wheel.STAMP, "llama_cpp/lib/avx2/libgmoe-cpu.so"}
+        assert json.loads(archive.read(wheel.STAMP))["key"] == found[1]
+        info = f"llama_cpp_python-{upstream.local_version}.dist-info"
+        assert f"Version: {upstream.local_version}\n" in archive.read(f"{info}/METADATA").decode()
+        assert archive.read(f"{info}/licenses/LICENSE") == b"MIT"

@@ -1,0 +1,218 @@
+"""The whole wheel: what is in it, that it answers where no compiler is, and on which processors."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from base64 import urlsafe_b64encode
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from real_cache import REAL_CACHE
+
+from patches import portable
+from patches.upstream import REPO
+
+HANG_S = 1800  # CI compiles everything
+QUESTION = ("chat", "-p", "What is the capital of Norway?", "--seed", "1")
+MOST_BYTES = 75 * 10**6
+# What a set may not have, by what objdump prints: beside the least one, what others add to it.
+AVX512 = r"%zmm|%k[0-7]\b|%[xy]mm(1[6-9]|2\d|3[01])\b"
+VNNI = r"vpdp(bus|wss)"
+NOBODYS = (
+    r"\b(tdp\w+|\w*tile\w+|vdpbf16ps|vcvtne\w+|vperm[it]2b|vpermb|vpmultishiftqb|gf2p8\w+|sha\d\w+|"
+    r"vaes\w+|vpclmul\w+)\b"
+)
+NEVER = {"avx2": (AVX512, VNNI), "avx_vnni": (AVX512,), "avx512_vnni": ()}
+# These look first whether the processor has it.
+CHECKED = re.compile(r"fold|by_products")
+THROWER = """
+#include <stdexcept>
+extern "C" bool thrower(float, void *) { throw std::runtime_error("from another library"); }
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """CI builds it; elsewhere it is taken from dist/."""
+    for path in (REPO / "dist").glob("moe_edge-*.whl"):
+        with zipfile.ZipFile(path) as archive:
+            stamp = archive.read(f"{portable.PACKAGE}/moe_edge_build.json")
+        if portable.digest_of_patches().encode() in stamp:
+            return path
+    if not os.environ.get("CI"):
+        pytest.skip("there is no wheel of this checkout: run `make wheel`")
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, str(REPO / "patches/tool.py"), "wheel", "--folder", str(folder)]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(REAL_CACHE.parent)}
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, installed by pip into a folder of its own."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*command, "--target", str(folder), str(wheel)], check=True)
+    return folder
+
+
+@pytest.fixture
+def run(site: Path, tmp_path: Path) -> Iterator[object]:
+    """run(*arguments, by=(), **environment): Python on what is installed, with nothing in PATH."""
+
+    def call(
+        *arguments: str, by: tuple[str, ...] = (), **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        clean = {"PYTHONPATH": str(site), "PATH": "", "HOME": str(tmp_path), **environment}
+        return subprocess.run(
+            [*by, sys.executable, *arguments],
+            env=clean,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
+        )
+
+    yield call
+
+
+def test_what_is_in_it(wheel: Path) -> None:
+    name, version, tag = wheel.stem.split("-", 2)
+    assert (name, tag) == ("moe_edge", portable.TAG) and "+" not in version
+    assert wheel.stat().st_size <= MOST_BYTES
+    info = f"moe_edge-{version}.dist-info"
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        assert {each.split("/")[0] for each in names} == {"gguf_tools", "orchestrator", info}
+        recorded = dict(
+            line.rsplit(",", 2)[:2]
+            for line in archive.read(f"{info}/RECORD").decode().splitlines()
+            if not line.startswith(info)
+        )
+        for each in recorded:
+            digest = hashlib.sha256(archive.read(each)).digest()
+            assert recorded[each] == f"sha256={urlsafe_b64encode(digest).decode().rstrip('=')}"
+        libraries = {Path(each).name for each in names if ".so" in each}
+    assert libraries == {
+        *("libllmoe.so", "libgmoe.so", "libgmoe-base.so", "libgmoe-cpu.so"),
+        *("libmoe-edge-server.so", "libgomp.so.1"),
+    }
+    texts = {each.removeprefix(f"{info}/licenses/") for each in names if "/licenses/" in each}
+    assert {"LICENSE", "LICENSE.llama.cpp", "LICENSE.md", "LICENSE-jsonhpp"} <= texts
+    assert sum("gcc-runtime" in each for each in texts) == 2
+
+
+def test_it_answers_and_names_its_set(run) -> None:
+    done = run("-m", "orchestrator", *QUESTION)
+    assert "Oslo" in done.stdout, done.stderr
+    found = run("-m", "orchestrator", "--version").stdout
+    assert re.search(rf"\(({'|'.join(portable.SETS)})\)$", found), found
+
+
+def test_the_server_needs_no_compiler(run, tmp_path: Path) -> None:
+    code = """
+from orchestrator.native.llama import Bindings
+from orchestrator.serve.backend import server_library
+server_library(Bindings.load(), lambda: True)
+"""
+    done = run("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / ".cache").exists()
+
+
+def test_a_processor_below_the_least_set_gets_a_sentence(run) -> None:
+    done = run("-m", "orchestrator", *QUESTION, GLIBC_TUNABLES="glibc.cpu.hwcaps=-AVX2")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: this processor lacks avx2") and "\n" not in (
+        done.stderr.strip()
+    )
+
+
+def test_it_runs_beside_a_llama_cpp_of_another_make(run, library: object) -> None:
+    """In one process, whichever comes first; make build's has the names that upstream's have."""
+    import llama_cpp
+
+    others = str(Path(llama_cpp.__file__).parents[1])
+    code = """
+import sys
+sys.path.append(sys.argv[2])
+from gguf_tools import built
+from orchestrator.cli.options import demo_model
+def ours(): return built.bindings()
+def theirs(): import llama_cpp.llama_cpp; return llama_cpp.llama_cpp
+quiet = []
+apis = [make() for make in ((ours, theirs) if sys.argv[1] == "ours" else (theirs, ours))]
+assert len({api._lib._name for api in apis}) == 2
+for api in apis:
+    quiet.append(api.llama_log_callback(lambda *_: None))
+    api.llama_log_set(quiet[-1], None)
+    params = api.llama_model_default_params()
+    assert api.llama_model_load_from_file(str(demo_model()).encode(), params)
+with open("/proc/self/maps") as maps:
+    names = {line.split("/")[-1].strip() for line in maps if "/lib/" in line and "g" in line}
+assert {"libggml-cpu.so", "libgmoe-cpu.so", "libggml-base.so", "libgmoe-base.so"} <= names, names
+"""
+    for first in ("ours", "theirs"):
+        done = run("-c", code, first, others)
+        assert done.returncode == 0, done.stderr
+
+
+def test_an_exception_of_another_library_is_caught(run, tmp_path: Path) -> None:
+    """Each has a libstdc++ of its own, and so has the one that throws here."""
+    source, library = tmp_path / "thrower.cpp", tmp_path / "libthrower.so"
+    source.write_text(THROWER)
+    flags = portable.LINKED.partition("=")[2].split()[:-1]
+    command = ["c++", "-shared", "-fPIC", *flags, str(source), "-o", str(library)]
+    subprocess.run(command, check=True)
+    code = """
+import ctypes, sys
+from orchestrator.cli.options import demo_model
+from orchestrator.native.llama import Bindings
+bindings = Bindings.load()
+api = bindings.api
+params = api.llama_model_default_params()
+thrower = ctypes.CDLL(sys.argv[1]).thrower
+params.progress_callback = ctypes.cast(thrower, api.llama_progress_callback)
+for _ in range(3):
+    print(api.llama_model_load_from_file(str(demo_model()).encode(), params), bindings.complaint())
+"""
+    done = run("-c", code, str(library))
+    assert done.stdout.count("None") == 3 and "from another library" in done.stdout, done
+
+
+@pytest.mark.skipif(not shutil.which("objdump"), reason="objdump is missing")
+def test_no_set_has_an_instruction_of_a_higher_one(site: Path) -> None:
+    folder = site / portable.PACKAGE / "lib"
+    for path in sorted(folder.rglob("*.so*")):
+        name = path.parent.name if path.parent != folder else "avx2"
+        never = re.compile("|".join((*NEVER[name], NOBODYS)))
+        found, function = set(), ""
+        command = ["objdump", "-d", "--no-show-raw-insn", "--demangle", str(path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            text = ""
+            for line in process.stdout:
+                if line.endswith(">:\n"):
+                    function = line
+                elif never.search(line) and not CHECKED.search(function):
+                    found.add((function, line.strip()))
+                elif path.parent != folder and not text and "vpdpbusd" in line:
+                    text = line
+        assert not found, f"{path.name} of {name}: {sorted(found)[:5]}"
+        assert path.parent == folder or bool(text) == (name != "avx2"), name
+
+
+def test_the_least_set_on_an_older_processor(run) -> None:
+    emulator = shutil.which("qemu-x86_64")
+    if emulator is None:
+        pytest.skip("qemu-x86_64 is missing: `sudo apt install qemu-user`")
+    done = run("-m", "orchestrator", *QUESTION, by=(emulator, "-cpu", "Haswell"))
+    assert "Oslo" in done.stdout, done.stderr
