@@ -39,9 +39,11 @@ REST = {
         r"tests/native/cuda/test_kernels\.py::.*\[emulated",
         r"tests/native/cuda/test_engine\.py::test_(?!decodes|one_tier|vram).*\[emulated",
         r"tests/native/cuda/test_engine\.py::test_(decodes|vram).*\[emulated.*(dymoe-skip|dynaexq|firm)",
+        r"tests/native/cuda/test_engine\.py::test_vram.*\[emulated-(0-dymoe|4194304-lru)\]",
     ),
     "the store under ThreadSanitizer: `make test` runs it under AddressSanitizer": (
         r"tests/native/test_executor\.py::.*\[thread\]",
+        r"tests/native/test_store_sources\.py::.*-thread-",
         r"tests/native/test_threads\.py::test_barrier\[-fsanitize",
     ),
     "upstream's own tests of the operator that we replace: a large program to compile": (

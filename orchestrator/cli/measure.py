@@ -113,6 +113,7 @@ for _name, _place in BENCHMARKS.items():
     help='JSON lines {"question", "choices", "answer"}, answered by likelihood.',
 )
 @click.option("--kl", is_flag=True, help="Compare with the best tier of the file.")
+@click.option("--kl-from", metavar="TIER", help="With this one instead, as the best one in use.")
 @click.option(
     "--max-tokens",
     "tokens",

@@ -375,7 +375,8 @@ def foreseen(
         shares = policy.asked_mix(np.ones(uses.shape)).mean(axis=(0, 1)).tolist()
     asked = [*zip(plan.tiers, shares, strict=True), (SKIP, 1.0 - sum(shares))]
     lost = [(tier, share) for tier, share in asked if tier and share > 1e-9]
-    kl = getattr(policy.settings, ALLOWED_LOSS) if isinstance(policy, SpendsLoss) else 0.0
+    spends = isinstance(policy, SpendsLoss) and estimate is not None
+    kl = getattr(policy.settings, ALLOWED_LOSS) if policy is not None and spends else 0.0
     if not lost:
         return Foreseen(kl, False, base)
     if estimate is None:
@@ -428,20 +429,44 @@ class LossModel:
         if found is not None:
             return found
         if table is None:
-            what = str(why).split(": run")[0] if self._path.exists() else "there is no loss table"
+            what = (
+                str(why).partition(": run")[0].partition(": make")[0]
+                if self._path.exists()
+                else "there is no loss table"
+            )
         elif table.fit is None:
             what = "the loss table has no factor that makes KL of its losses"
         else:
             what = f"the loss table lacks one of {', '.join(tiers)}"
         raise not_fitted(self._model.path.name, what)
 
+    def spendable(self, tiers: Sequence[str]) -> KlEstimate:
+        """As needed, for a policy that is told what it may lose. Where nobody knows what these
+        tiers cost, all but the best of them cost more than anybody allows, so that it is lossless.
+        Raises ConfigError for a named table that does not say it."""
+        try:
+            return self.needed(tiers)
+        except ConfigError:
+            if self._named is not None:
+                raise
+        shape = (self._model.n_layers, self._model.n_expert)
+        nats = np.full((*shape, len(tiers) + 1), _LARGEST)
+        nats[..., 0] = 0.0
+        return KlEstimate(tiers[0], nats, np.ones(shape))
+
+    def unknown(self, tiers: Sequence[str]) -> str:
+        """Why nobody knows what these tiers cost; empty where that is known."""
+        try:
+            self.needed(tiers)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
     @cached_property
     def of_file(self) -> tuple[KlEstimate | None, str]:
         """What all tiers of the file cost, best first, and what to say where nobody knows."""
-        try:
-            return self.needed([tier.name for tier in self._model.tiers]), ""
-        except ConfigError as error:
-            return None, str(error)
+        names = [tier.name for tier in self._model.tiers]
+        return self.estimate(names), self.unknown(names)
 
     def foreseen(self, plan: MemoryPlan, uses: np.ndarray) -> Foreseen:
         """What a plan loses, with its policy's settings as they are now, where tokens use each
@@ -450,10 +475,10 @@ class LossModel:
 
     def skips(self, plan: MemoryPlan) -> Skips | None:
         """What a plan's policy may skip, None where it does not decide by losses. Raises what
-        `needed` does."""
+        `spendable` does."""
         if not isinstance(plan.policy, SpendsLoss):
             return None
-        estimate = self.needed(plan.tier_names)
+        estimate = self.spendable(plan.tier_names)
         allowed = getattr(plan.policy.settings, ALLOWED_LOSS)
         return Skips(estimate.nats[..., -1] * estimate.gates, allowed)
 

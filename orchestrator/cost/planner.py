@@ -68,12 +68,15 @@ class Planner:
         self.machine = probe(device)
         # Why the plan that a loss chose was chosen.
         self.chosen: str | None = None
+        # Why nothing is lost, though a loss is allowed.
+        self.lossless: str | None = None
 
     @property
     def note(self) -> str | None:
         """What was left aside, or will be slow."""
         notes = (
             self.chosen,
+            self.lossless,
             without_effect(self._config),
             self.hotness.note,
             self.losses.note,
@@ -92,11 +95,16 @@ class Planner:
     def compared(self, config: Config) -> Runs:
         """As runs, with another policy than what was asked for: options that it has no use for are
         left aside."""
+        why_not = ""
         if config.policy is None and config.given(ALLOWED_LOSS) is not None:
             found = self._frontier(config)
-            self.chosen, config = found.why, found.settled(config)
+            self.chosen, config, why_not = found.why, found.settled(config), found.why_not
         with self._probe:
-            return self._laid_out(config)
+            runs = self._laid_out(config)
+        if isinstance(runs.plan.policy, SpendsLoss):
+            why_not = self.losses.unknown(runs.plan.tier_names)
+        self.lossless = f"It is lossless, since {why_not}." if why_not else None
+        return runs
 
     def _laid_out(self, config: Config) -> Runs:
         plan = self._plan(config)
@@ -123,9 +131,9 @@ class Planner:
 
     def frontier(self, config: Config) -> Frontier:
         """The plans under a config that names no policy. A table of losses that is named says what
-        they lose. Raises what `times` does; BudgetError where no plan fits; ConfigError for an
-        option without use, and for a loss that is allowed where nobody knows what plans lose, or
-        that no plan keeps to."""
+        they lose; where none does, a loss that is allowed takes a lossless plan. Raises what
+        `times` does; BudgetError where no plan fits; ConfigError for an option without use, for a
+        named table that does not say it, and for a loss that no plan keeps to."""
         check_unused(config.with_changes(losses=None))
         return self._frontier(config)
 
@@ -145,17 +153,20 @@ class Planner:
             usual = self.candidate(times, self._laid_out(plain))
             shown = Frontier.of(found, usual, names[0], allowed, taken.recall())
             disturbed = times.disturbed
-        if allowed is not None:
+        if allowed is not None and not why_not:
             taken.keep(shown.taken.asked)
         return replace(shown, why_not=why_not, disturbed=disturbed)
 
     def _left(self, allowed: float) -> list[float]:
-        """What each tier of the file leaves of a loss, in nats. Raises ConfigError where nobody
-        knows what tiers lose."""
+        """What each tier of the file leaves of a loss, in nats: of tiers of which nobody knows what
+        they lose, the best alone leaves anything. Raises ConfigError where a named table does not
+        say it."""
         estimate, why_not = self.losses.of_file
-        if estimate is None:
-            raise ConfigError(why_not)
         size, n = self._uses.shape, len(self._model.tiers)
+        if estimate is None:
+            if self._config.given("losses") is not None:
+                raise ConfigError(why_not)
+            return [allowed, *[0.0] * (n - 1)]
         return [allowed - estimate.of_uses(self._uses, np.full(size, tier)) for tier in range(n)]
 
     def candidate(
@@ -189,7 +200,7 @@ class Planner:
             if losses is not None:
                 policy.set_losses(losses)
         if isinstance(policy, SpendsLoss):
-            policy.set_estimate(self.losses.needed(tier_names))
+            policy.set_estimate(self.losses.spendable(tier_names))
         if isinstance(policy, Learns):
             learned = self.hotness.recall()
             if learned is not None:

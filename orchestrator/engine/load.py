@@ -8,20 +8,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.process import default_threads
 from orchestrator.config import Config
 from orchestrator.cost.planner import Planner, Runs
 from orchestrator.engine.damage import DataCheck, managed_places
 from orchestrator.engine.driver import Driver, PlainDriver
 from orchestrator.engine.learned import Learned
+from orchestrator.engine.llama_parts import context_of, weights_of
 from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.engine.steps import Sequences, Steps
-from orchestrator.engine.store_layout import StoreSpecs, has_flash
+from orchestrator.engine.store_layout import StoreSpecs
 from orchestrator.engine.support import try_load
-from orchestrator.errors import NativeError
 from orchestrator.events import Phase
-from orchestrator.memory.footprint import LEAST_CONTEXT, output_tokens
-from orchestrator.memory.layouts import wants_own_layout
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import FreeCores, Store, find_device
 from orchestrator.native.llama import LlamaContext, Model
@@ -161,10 +158,17 @@ class Loader:
                 if estimate is not None:
                     driver.meter = LossMeter(estimate, config.exact_tiers)
             with self._checked(plan):
-                model = self._weights(config, plan, _part_of(progress, 0.0, share))
+                model = weights_of(
+                    config,
+                    plan,
+                    self._model,
+                    self.bindings,
+                    self.gpu,
+                    _part_of(progress, 0.0, share),
+                )
                 parts.append(model)
             driver.prepare(first, _part_of(progress, share, 1.0))
-            context = self._context(config, plan, model)
+            context = context_of(config, plan, model, self.bindings, self.gpu)
             # the context goes first, then the store, then the model that it was attached to
             parts.insert(0, context)
             if config.threads is None and not config.exact and not self.on_gpu:
@@ -180,29 +184,6 @@ class Loader:
             _close(parts)
             raise
 
-    def _context(self, config: Config, plan: MemoryPlan, model: Model) -> LlamaContext:
-        """As planned; where nobody asked for a length, the system may refuse to reserve memory for
-        the longest one, and half of it is tried."""
-        n_ctx = plan.n_ctx
-        while True:
-            try:
-                return LlamaContext(
-                    self.bindings,
-                    model,
-                    n_ctx=n_ctx,
-                    n_ubatch=min(n_ctx, plan.n_ubatch),
-                    threads=config.threads or default_threads(),
-                    outputs=output_tokens(config, model.n_vocab, plan.n_ubatch),
-                    flash_attention=has_flash(config, plan),
-                    on_gpu=self.gpu is not None,
-                    sequences=config.sequences,
-                    kv=config.kv,
-                )
-            except NativeError:
-                n_ctx //= 2
-                if config.ctx or n_ctx < LEAST_CONTEXT:
-                    raise
-
     @contextmanager
     def _checked(self, plan: MemoryPlan) -> Iterator[None]:
         """Compares what llama.cpp reads in the block with the checksums of the files, once."""
@@ -217,25 +198,6 @@ class Loader:
         finally:
             check.stop()
         self._sound.add(plan.managed)
-
-    def _weights(self, config: Config, plan: MemoryPlan, progress: Progress | None) -> Model:
-        repack, mapped = config.use_extra_bufts, config.use_mmap
-        if repack is None:
-            # Dense weights lie as the experts do.
-            repack = not plan.managed or (self.gpu is None and wants_own_layout(config, plan))
-        if mapped is None:
-            # Repacked weights are copies: a mapped file would take its size beside them.
-            mapped = not (repack or config.ram) and len(self._model.tiers) == 1
-        return Model(
-            self.bindings,
-            config.model,
-            managed=plan.managed,
-            use_extra_bufts=repack,
-            use_mmap=mapped and not plan.managed,
-            gpu=self.gpu.index if self.gpu else None,
-            buffer_type=self.gpu.buffer_type if self.gpu else None,
-            progress=progress,
-        )
 
 
 def is_worth_loading_again(plan: MemoryPlan, beyond: int) -> bool:

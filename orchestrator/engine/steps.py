@@ -15,6 +15,7 @@ import numpy as np
 from orchestrator.engine.driver import PlainDriver
 from orchestrator.errors import ConfigError, NativeError, PolicyError
 from orchestrator.events import Phase
+from orchestrator.native import NO_ROOM
 from orchestrator.native.llama import LlamaContext
 
 # A copy in memory begins with a magic and the sequence's number, which a file lacks.
@@ -180,10 +181,6 @@ class Sequences:
     def forget(self) -> None:
         """The context was cleared."""
         self.lengths = [0] * len(self.lengths)
-
-
-# Of llama_decode: the context has no cells for the batch.
-NO_ROOM = 1
 
 
 class Steps:

@@ -1,6 +1,14 @@
 """The native library of patches/native: the only ctypes for our own C interface."""
 
-from orchestrator.native.abi import ABI_VERSION, FAILED, MAX_AHEAD, MAX_TIERS, CRoom, CStats
+from orchestrator.native.abi import (
+    ABI_VERSION,
+    FAILED,
+    MAX_AHEAD,
+    MAX_TIERS,
+    NO_ROOM,
+    CRoom,
+    CStats,
+)
 from orchestrator.native.library import (
     Bandwidths,
     DeviceInfo,
@@ -25,6 +33,7 @@ __all__ = [
     "FAILED",
     "MAX_AHEAD",
     "MAX_TIERS",
+    "NO_ROOM",
     "Bandwidths",
     "CRoom",
     "CStats",

@@ -17,7 +17,9 @@ EXACT_TIERS = 2
 SIMULATED = 4
 WHOLE_EXPERTS = 8
 RIGID = 16
+# Statuses of llama_decode: a step that failed, and a context without cells for the batch.
 FAILED = -3
+NO_ROOM = 1
 
 _POINTER, _TEXT, _SIZE = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
 _INT, _F64 = ctypes.c_int, ctypes.c_double

@@ -537,5 +537,5 @@ class Floor(Policy, SpendsLoss):
 
     def describe(self) -> str:
         tiers = "/".join((*self.shape.tiers, "skip"))
-        text = f"floor {tiers} at a loss of {self.settings.max_loss:g} nats a token"
+        text = f"floor {tiers} within a loss of {self.settings.max_loss:g} nats a token"
         return text + self._ahead.note

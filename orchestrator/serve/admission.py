@@ -92,6 +92,16 @@ class Gate:
         self._call_next()
         return ticket
 
+    def widen(self, ticket: Ticket, cells: int) -> bool:
+        """Lets a request whose turn has come have more of the context, until it leaves; False where
+        there is no more."""
+        more = max(0, cells - ticket.cells)
+        if more > self._cells:
+            return False
+        self._cells -= more
+        ticket.cells += more
+        return True
+
     def _fits(self, ticket: Ticket) -> bool:
         return ticket.places <= self._free and (ticket.cells <= self._cells or not self.running)
 
@@ -198,6 +208,7 @@ class _Seat:
     holds: Conversation = field(default_factory=Conversation)
     busy: bool = False
     last: int = 0
+    cells: int = 0
 
 
 class Seats:
@@ -216,17 +227,29 @@ class Seats:
         self._taken = 0
         self._nameless = 0
 
-    def take(self, asked: Conversation | None) -> int | None:
-        """The sequence for a request; None where llama.cpp has to choose: for a request for which
-        none can be named, and beside such a one, which may have got any."""
+    def take(self, asked: Conversation | None, cells: int = 0) -> tuple[int | None, int]:
+        """The sequence for a request, and how many cells of the context it may still hold, which
+        stay until its prompt begins. No sequence where llama.cpp has to choose: for a request for
+        which none can be named, and beside such a one, which may have got any. cells: that the
+        request may leave behind."""
         idle = [seat for seat in self._seats if not seat.busy]
         if asked is None or self._nameless or not idle:
             self._nameless += 1
-            return None
+            held = max((seat.cells for seat in idle), default=0)
+            for seat in idle:
+                seat.cells = max(seat.cells, cells)
+            return None, held
         seat = max(idle, key=lambda each: (asked.goes_on(each.holds), -each.last))
         self._taken += 1
+        held, seat.cells = seat.cells, cells
         seat.holds, seat.busy, seat.last = asked, True, self._taken
-        return self._seats.index(seat)
+        return self._seats.index(seat), held
+
+    def candidates(self, taken: int | None) -> list[int]:
+        """The sequences of which a request that took this one may have got any."""
+        if taken is not None:
+            return [taken]
+        return [number for number, seat in enumerate(self._seats) if not seat.busy]
 
     def leave(self, taken: int | None) -> None:
         if taken is not None:

@@ -149,8 +149,11 @@ class Answer:
                 held.callback(ticket.leave)
                 await self._turn(ticket.turn, out)
                 self._backend.go_by(self._asked.settings)
-                seat = self._state.seats.take(self._asked.conversation)
-                held.callback(self._state.seats.leave, seat)
+                seats, cells = self._state.seats, self._asked.cells
+                seat, stale = seats.take(self._asked.conversation, cells)
+                held.callback(seats.leave, seat)
+                if not self._state.gate.widen(ticket, stale):
+                    await self._empty(seats.candidates(seat))
                 if self._asked.compute is None:
                     await self._ask(with_seat(self._body.take(), seat), out, held, abort)
                     return
@@ -168,6 +171,12 @@ class Answer:
                 await out.fail(Refusal(500, str(error)))
             except Refusal as refusal:
                 await out.fail(refusal)
+
+    async def _empty(self, sequences: list[int]) -> None:
+        """What these hold is dropped: beside it there is no room for what runs."""
+        loop = asyncio.get_running_loop()
+        for each in sequences:
+            await loop.run_in_executor(self._state.quick, self._backend.forget, each)
 
     async def _ask(
         self, body: bytes, out: Outlet, held: ExitStack, abort: Callable[[], None]

@@ -102,6 +102,7 @@ class Endpoints:
             places = _places(data, parallel)
             if parallel > 1:
                 conversation = conversation_of(route, data)
+            if backend.parallel > 1:
                 cells = settle_length(ask, route, data, backend, places)
         body.data = written(data)
 

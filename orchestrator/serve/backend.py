@@ -29,11 +29,17 @@ from orchestrator.config import Config, native_log_enabled
 from orchestrator.engine.driver import PlainDriver
 from orchestrator.engine.engine import Engine
 from orchestrator.engine.report import StoreCosts
-from orchestrator.engine.steps import NO_ROOM
 from orchestrator.errors import ConfigError, MoeEdgeError, NativeError
 from orchestrator.events import Phase
 from orchestrator.memory.footprint import PROMPT_MARKS, part_bytes
-from orchestrator.native import FAILED, NativeRequest, NativeServer, ServerLibrary, ServerSpec
+from orchestrator.native import (
+    FAILED,
+    NO_ROOM,
+    NativeRequest,
+    NativeServer,
+    ServerLibrary,
+    ServerSpec,
+)
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import policy_settings
 from orchestrator.serve.admission import (
@@ -272,6 +278,11 @@ class Backend:
         """A request that has not begun; any thread may run it."""
         self.engine.end_idle()
         return self._native.request(route, body)
+
+    def forget(self, sequence: int) -> bool:
+        """Drops what a sequence holds that nobody decodes on; False at the end of the server."""
+        self.engine.end_idle()
+        return self._native.forget(sequence)
 
     def score(
         self, tokens: np.ndarray, sequence: int, goes_on: Callable[[], bool]

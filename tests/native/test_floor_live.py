@@ -1,13 +1,17 @@
-"""floor on a model: what it refuses, a replay of its run, and judging it in virtual time."""
+"""floor on a model: without a table, a replay of its run, and judging it in virtual time."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from orchestrator.config import Config
+from orchestrator.cost import losses
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
 from orchestrator.events import Phase
@@ -29,12 +33,68 @@ def save_table(path: Path, model: Path, fitted: bool = True) -> None:
 
 def floor(model: Path, table: Path | None, share: float = 1.0, **options: object) -> Config:
     asked = {"policy": "floor", "max_loss": 0.01, "ctx": 128, "high_tier": "q4_k", "losses": table}
-    return build(model, share, **asked, **options)
+    return build(model, share, **(asked | options))
 
 
-def test_it_is_refused_where_nobody_measured(both: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no loss table, so .* run `moe-edge calibrate"):
-        Engine.open(floor(both, None))
+def another_version(data: dict[str, Any]) -> str:
+    return json.dumps({**data, "version": 1})
+
+
+def another_file(data: dict[str, Any]) -> str:
+    return json.dumps({**data, "model": "0" * 64})
+
+
+def cut_off(data: dict[str, Any]) -> str:
+    return json.dumps(data)[:-9]
+
+
+def infinities(data: dict[str, Any]) -> str:
+    data["kl"]["factors"][0] = float("inf")
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (None, "there is no loss table"),
+        (another_version, "this loss table has another format version"),
+        (another_file, "this loss table was made with another file"),
+        (cut_off, "this is no loss table, or a damaged one"),
+        (infinities, "this is no loss table, or a damaged one"),
+    ],
+)
+def test_it_is_lossless_where_nobody_measured(
+    damage: Callable[[dict[str, Any]], str] | None, said: str, both: Path, tmp_path: Path
+) -> None:
+    """Whatever is allowed, to the bit, and the note says why. A table that is named has to say
+    what is lost."""
+    model = tmp_path / both.name
+    model.symlink_to(both)
+    table = losses.default_path(model)
+    if damage is not None:
+        save_table(table, model)
+        table.write_text(damage(json.loads(table.read_text())))
+
+    def answer(config: Config) -> np.ndarray:
+        with Engine.open(config) as engine:
+            rows = [engine.eval([t], at, phase=Phase.DECODE) for at, t in enumerate(ANSWER)]
+            if isinstance(engine.policy, Floor):
+                note = str(engine.note).replace(f"{table}: ", "")
+                assert f"It is lossless, since {said}" in note and "moe-edge calibrate" in note
+                assert "nats a token from" not in engine.mode
+                report = engine.policy.report()
+                assert report["missing"] > 0 and report["lowered"] == report["loss"] == 0
+            return np.concatenate(rows)
+
+    allowed = answer(floor(model, None, 0.7, max_loss=1.0))
+    lossless = answer(build(model, 0.7, policy="lru", ctx=128, high_tier="q4_k"))
+    assert np.array_equal(allowed, lossless)
+    if damage is not None:
+        with pytest.raises(ConfigError, match=said):
+            Engine.open(floor(model, table))
+
+
+def test_a_table_that_is_named_has_factors(both: Path, tmp_path: Path) -> None:
     table = tmp_path / "t.json"
     save_table(table, both, fitted=False)
     with pytest.raises(ConfigError, match=r"no factor that makes KL .* run `moe-edge calibrate"):

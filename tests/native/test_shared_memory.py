@@ -11,7 +11,7 @@ import pytest
 
 from gguf_tools import synthetic
 from orchestrator.config import Config
-from orchestrator.engine import load
+from orchestrator.engine import llama_parts
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import NativeError
 from orchestrator.native import Library, touched_memory
@@ -156,7 +156,7 @@ def test_a_context_that_the_system_refuses_to_reserve_is_halved(
                 raise NativeError("the context cannot be made")
             super().__init__(*args, n_ctx=n_ctx, **more)
 
-    monkeypatch.setattr(load, "LlamaContext", Refusing)
+    monkeypatch.setattr(llama_parts, "LlamaContext", Refusing)
     with opened(path, ram=cap, conversations=True) as engine:
         assert engine.plan.n_ctx == 16384 and engine.n_ctx == 4096
     with pytest.raises(NativeError, match="cannot be made"):

@@ -3,19 +3,15 @@ with upstream's loader reading the same parts."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from gguf_split import split
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.file.reader import GGUFFile
-from orchestrator.cli.main import cli
 from orchestrator.errors import NativeError
 
 from .conftest import drawn, greedy, opened
@@ -88,34 +84,3 @@ def test_a_part_cut_short_while_decoding(one: Path, tmp_path: Path) -> None:
         os.truncate(paths[1], paths[1].stat().st_size // 4)
         with pytest.raises(NativeError, match=rf"{paths[1].name}.*truncated"):
             engine.eval(PROMPT, 0)
-
-
-def call(*words: object) -> str:
-    result = CliRunner().invoke(cli, [str(word) for word in words])
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def test_commands_take_parts(both: Path, tmp_path: Path) -> None:
-    first = split(both, tmp_path, 2)[0]
-    facts = json.loads(call("inspect", "--json", first))
-    assert facts["files"] == [str(path) for path in sorted(tmp_path.glob("m-*.gguf"))]
-    assert f"{first} and 1 more" in call("inspect", first)
-    sources = {"split": first, "whole": both}
-    packed, exported = {}, {}
-    for name, source in sources.items():
-        packed[name] = tmp_path / f"{name}-packed.gguf"
-        exported[name] = tmp_path / f"{name}-q2_k.gguf"
-        call("pack", "--tiers", "q4_k,q2_k", source, packed[name])
-        call("export", "--tier", "q2_k", source, exported[name])
-    for made in (packed, exported):
-        assert made["split"].read_bytes() == made["whole"].read_bytes()
-        with GGUFFile.open(made["split"]) as file:
-            assert not [key for key in file.metadata if key.startswith("split.")]
-    options = ("--ctx", 256, "--threads", 1, "--temp", 0, "--max-tokens", 4, "-p", "a")
-    plain, managed = ("--policy", "plain"), ("--policy", "lru", "--expert-ram", "2MiB")
-    for mode in (plain, managed):
-        said = {
-            name: call("chat", "-m", source, *mode, *options) for name, source in sources.items()
-        }
-        assert said["split"] == said["whole"]

@@ -40,7 +40,8 @@ class EvalOptions:
     prompt_tokens: the first so many of each window, and what a record gives as context, are read as
     a prompt and not scored; None for token by token throughout.
 
-    kl: compare with the best tier. prefill: judge prompts read at once, and nothing else.
+    kl: compare with the tier kl_from, None for the best of the file. prefill: judge prompts read
+    at once, and nothing else.
     reuse: a low request may use the high copy in memory, as in a chat (DyMoE 4.4.2); else each
     expert is computed in exactly the tier that was decided. bandwidth, in bytes a second,
     latency_us of a read, compute_ms of a token: of the virtual time in which a policy decides that
@@ -53,6 +54,7 @@ class EvalOptions:
     tokens: int | None = None
     window: int = WINDOW
     kl: bool = False
+    kl_from: str | None = None
     prompt_tokens: int | None = None
     prefill: bool = False
     reuse: bool = False
@@ -73,6 +75,8 @@ class EvalOptions:
             raise ConfigError("nothing to judge on: give --text FILE or --choices FILE.jsonl")
         if self.kl and self.text is None:
             raise ConfigError("--kl compares on a text: give --text FILE")
+        if self.kl_from is not None and not self.kl:
+            raise ConfigError("--kl-from says what --kl counts from: add --kl, or leave it out")
         if self.window < LEAST_WINDOW:
             raise ConfigError(f"--window must be {LEAST_WINDOW} or more, not {self.window}")
         if self.prompt_tokens is not None and self.prefill:
@@ -121,7 +125,7 @@ def evaluate(config: Config, options: EvalOptions, report: Report) -> dict[str, 
     questions = read_questions(options.choices) if options.choices else []
     config = eval_config(config, options)
     with ExpertModel.open(config.model) as model:
-        best = model.tiers[0].name
+        best = model.tiers[model.tier_index(options.kl_from) if options.kl_from else 0].name
 
     def cut(engine: Engine) -> list[Window]:
         if not documents:

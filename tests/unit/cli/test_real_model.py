@@ -106,19 +106,6 @@ def test_a_seed_repeats_the_answer(model):
     assert done.stdout.rstrip("\n") == first.rstrip("\n")
 
 
-def test_one_token_to_draw_from_is_the_likeliest(model):
-    greedy = ask(model, "--temp", "0", "--max-tokens", "8")["text"]
-    for options in (["--top-k", "1"], ["--min-p", "1"]):
-        assert ask(model, "--temp", "9", "--max-tokens", "8", *options)["text"] == greedy
-
-
-def test_where_everything_fits_the_plain_path_runs(model):
-    stats = ask(model, "--max-tokens", "8")["stats"]
-    assert stats["mode"].startswith("plain upstream path: everything fits")
-    assert stats["budget_bytes"] == 0
-    assert stats["hit_rate"] is None
-
-
 REFUSED = [
     (["--ram", "10MB"], ["the smallest --ram that works with the policy dymoe is", "--policy lru"]),
     (["--ram", "10MB", "--policy", "plain"], ["the policy plain", "it needs"]),

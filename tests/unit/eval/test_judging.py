@@ -136,17 +136,6 @@ def test_the_plain_path_has_no_store_to_report(model: Path, text: Path, option: 
     assert result["text"]["tokens"] == 20 and "prefill_perplexity" not in result
 
 
-def test_the_printed_form_names_every_figure(model: Path, text: Path, choices: Path) -> None:
-    options = ["-m", str(model), "--threads", "1", "--ctx", "256", "--window", "64", "--kl"]
-    options += ["--text", str(text), "--choices", str(choices)]
-    options += ["--policy", "dymoe", "--low-tier", "skip"]
-    result = CliRunner().invoke(cli, ["eval", *options])
-    assert result.exit_code == 0, result.output
-    for label in ("perplexity", "prefill form", "KL from q8_0", "same top token", "acc, acc_norm"):
-        assert f"\n{label}" in result.stdout
-    assert "% skip" in result.stdout and "found in memory" in result.stdout
-
-
 ERRORS = [
     ([], "nothing to judge on"),
     (["--text", "none.txt"], "none.txt cannot be read"),

@@ -3,7 +3,6 @@ of itself."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -16,7 +15,6 @@ import pytest
 
 from gguf_tools import children, interrupts
 from gguf_tools.children import child
-from gguf_tools.process import default_threads, peak_rss_bytes
 from gguf_tools.progress import ProgressMeter
 from gguf_tools.workers import run_all
 
@@ -100,20 +98,3 @@ def test_peak_is_not_that_of_the_program_before() -> None:
         f"os.execv(sys.executable, [sys.executable, '-c', {peak!r}])"
     )
     assert 2**20 < printed(big) < 200 << 20
-
-
-def test_peak_grows() -> None:
-    """In a small program: what the tests before took once would have to be exceeded here."""
-    program = (
-        "from gguf_tools.process import peak_rss_bytes; before = peak_rss_bytes(); "
-        "block = b'x' * (before + (8 << 20)); print(peak_rss_bytes() - before)"
-    )
-    assert printed(program) > 4 << 20
-
-
-def test_peak_without_proc(tmp_path: Path) -> None:
-    assert peak_rss_bytes(tmp_path / "missing") > 2**20
-
-
-def test_threads() -> None:
-    assert 1 <= default_threads() <= (os.cpu_count() or 1)

@@ -7,12 +7,12 @@ import struct
 
 import pytest
 from click.testing import CliRunner
-from gguf_craft import model_metadata, model_tensors, write_model
+from gguf_craft import model_metadata, write_model
 from gguf_split import split
 from verify_files import NAN_HALF, UP, place, poke, texts, write_bytes
 
 from gguf_tools import synthetic
-from gguf_tools.file.layout import BLOCK, DOWN, GGMLType
+from gguf_tools.file.layout import BLOCK, GGMLType
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.verify import verify
 from orchestrator.cli.main import cli
@@ -65,14 +65,6 @@ def test_a_part_of_another_quantization(two_files, tmp_path, ggml, n_parts):
         f"{high[1]}: a part of another quantization? Its experts are q2_k, those of the other"
         " parts q4_k"
     ]
-
-
-def test_parts_may_differ_in_some_matrices(tmp_path, ggml):
-    """As in a mixed quantization, which keeps more bits for some layers' down matrices."""
-    tensors = model_tensors(layers=[0])
-    tensors += model_tensors(layers=[1], types={DOWN: GGMLType.F32})[1:]
-    path = write_model(tmp_path / "m.gguf", tensors)
-    assert texts(split(path, tmp_path / "parts", 2)[0], ggml) == []
 
 
 def test_data_in_the_padding(copy, ggml):
@@ -145,16 +137,6 @@ def test_a_pair_of_files(two_files, packed, tmp_path, ggml):
 
 def call(*words):
     return CliRunner().invoke(cli, ["verify", "--threads", "1", *map(str, words)])
-
-
-def test_the_command_takes_a_pair(two_files):
-    high, low = two_files
-    result = call(high, "--low", low)
-    assert result.exit_code == 0, result.output
-    assert f"{high} and 1 more: good" in result.stdout and "in q4_k, q2_k" in result.stdout
-    result = call(low, "--low", high, "--json")
-    assert result.exit_code == 1
-    assert json.loads(result.stdout)["problems"][0]["file"] == str(high)
 
 
 def test_command(copy, tmp_path):

@@ -44,28 +44,6 @@ def test_a_scale_that_is_not_finite(copy, ggml, capfd, value, tier):
     assert capfd.readouterr() == ("", "")  # what ggml prints of it stays hidden
 
 
-def test_stderr_works_again_afterwards(copy, ggml, capfd):
-    info = place(copy, "blk.0.ffn_up_exps.weight")
-    poke(copy, info.offset, struct.pack("<H", NAN_HALF))
-    assert len(texts(copy, ggml)) == 1
-    with GGUFFile.open(copy) as file:
-        assert not ggml.is_valid(info.type, file.array(info.name))
-    assert "found nan value at block 0" in capfd.readouterr().err
-
-
-def test_several_problems_are_several_sentences(copy, ggml):
-    floats = place(copy, "blk.0.attn_norm.weight")
-    poke(copy, floats.offset + 8, struct.pack("<f", float("nan")))
-    info = place(copy, "blk.0.ffn_up_exps.weight")
-    for block in (3, 4, 9):
-        poke(copy, info.offset + block * 144 + 2, struct.pack("<H", INF_HALF))
-    assert sorted(texts(copy, ggml), key=len) == [
-        f"{copy}: tensor {floats.name}: value 2 at offset {floats.offset + 8} is not finite",
-        f"{copy}: tensor {info.name}: q4_k block 3 (expert 0) at offset {info.offset + 3 * 144} is"
-        " not finite, and 2 more",
-    ]
-
-
 def with_tensor(folder, *tensor):
     """A model with one more tensor, and where that is."""
     path = write_model(folder / "m.gguf", [*model_tensors(), tensor])

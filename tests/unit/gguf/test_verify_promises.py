@@ -6,7 +6,6 @@ import pytest
 from gguf_craft import model_metadata, model_tensors, write_model
 from verify_files import LOW, UP, place, repack, texts
 
-from gguf_tools.file.layout import GGMLType
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.pack import pack
 
@@ -56,14 +55,6 @@ def test_a_tier_that_is_not_announced(packed, tmp_path, ggml):
     assert len(said) == 2
     assert any(f"{wrong}: offset" in each and "does not list q3_k" in each for each in said)
     assert any(f"tensor {LOW} is missing" in each for each in said)
-
-
-def test_a_tier_of_another_type(packed, tmp_path, ggml):
-    path = repack(packed, tmp_path / "m.gguf", types={LOW: GGMLType.Q3_K})
-    offset = place(path, LOW).offset
-    said = texts(path, ggml)
-    assert said[0] == f"{path}: tensor {LOW}: offset {offset}: q3_k, but tier q2_k is q2_k there"
-    assert "key moe_edge.tier_bpw [4.5, 2.625], but the tiers hold 4.50, 2.7" in said[1]
 
 
 def test_a_layer_without_its_experts(packed, tmp_path, ggml):

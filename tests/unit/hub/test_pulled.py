@@ -13,7 +13,7 @@ from hub_server import Repo
 
 from gguf_tools import synthetic
 from gguf_tools.errors import HubError
-from gguf_tools.hub import find_pulled, pulled, short_name
+from gguf_tools.hub import find_pulled, pulled
 from orchestrator.cache.files import KINDS
 from orchestrator.cli.main import cli
 
@@ -49,12 +49,6 @@ def test_models_are_listed_by_short_names(models):
     assert "a checkpoint, for convert" in text and "small-Q4" in text
 
 
-def test_nothing_was_pulled(server):
-    result = run("list")
-    assert (result.exit_code, result.stdout) == (0, "")
-    assert "`moe-edge pull OWNER/NAME`" in result.stderr
-
-
 NAMES = {
     "big-Q4": "big-Q4.gguf",
     "BIG-q4": "big-Q4.gguf",
@@ -72,13 +66,6 @@ def test_names_of_a_model(models):
     assert find_pulled("none-Q4") is None
     with pytest.raises(HubError, match=r"several models .* have this name: big-Q2, big-Q4"):
         find_pulled("o/big")
-
-
-def test_a_stem_of_two_repositories_needs_its_owner(models, server):
-    server.repos["q/other"] = Repo({"small-Q4.gguf": noise(6, 700)})
-    assert pull("q/other").exit_code == 0
-    names = {short_name(each, pulled()) for each in pulled() if "small" in each.file}
-    assert names == {"small", "other"}
 
 
 def test_a_short_name_runs(server, tmp_path, monkeypatch):

@@ -105,11 +105,6 @@ def test_the_quickest_way_of_a_miss_is_named() -> None:
     assert "computed" not in misses_line(far._replace(compute=0), 2_400_000)
 
 
-def test_vram_without_a_gpu_is_refused(model: Path) -> None:
-    health = examine(Config.build(model=model, device="cpu", vram=64 * MIB))
-    assert "--vram" in health["gpu_note"] and "GPU=cuda" in health["gpu_note"]
-
-
 def on_gpu(total: int, ram: int = 8 << 30) -> Machine:
     return Machine(ram, Device("cuda0", "a card", total, total))
 

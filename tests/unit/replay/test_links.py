@@ -98,17 +98,6 @@ def test_asked_for_meanwhile_it_takes_a_slot(link: Callable[..., Link]) -> None:
     assert 3 in one.resident()
 
 
-def test_a_prefetch_without_a_slot_is_dropped(link: Callable[..., Link]) -> None:
-    one = link(slots=1)
-    one.route(0)
-    one.prefetch(1)
-    one.clock.advance(100 * US)
-    stats = one.store.stats()
-    assert (stats.prefetch_cancelled, stats.prefetch_bytes[Phase.DECODE]) == (3, 0)
-    one.compute()
-    assert one.resident() == [0]
-
-
 def test_it_evicts_nothing_of_its_own_list(link: Callable[..., Link]) -> None:
     """The read of 3 starts long after the list was made."""
     one = link(slots=2)
@@ -119,15 +108,6 @@ def test_it_evicts_nothing_of_its_own_list(link: Callable[..., Link]) -> None:
     assert one.resident() == [0, 2]
 
 
-def test_gate_is_read_ahead_first(link: Callable[..., Link]) -> None:
-    one = link()
-    one.prefetch(5)
-    one.clock.advance(US)
-    one.route(5)
-    assert one.store.stats().hits[Phase.DECODE] == 1
-    assert [one.use(kind) for kind in (GATE, UP, DOWN)] == [1, 2, 4]
-
-
 @pytest.mark.parametrize(("whole", "gate_us"), [(False, 21), (True, 26)])
 def test_whole_experts_are_waited_for(whole: bool, gate_us: int, link: Callable[..., Link]) -> None:
     """Gates come at 1 and 2, ups at 3 and 4, downs at 6 and 8."""
@@ -136,14 +116,6 @@ def test_whole_experts_are_waited_for(whole: bool, gate_us: int, link: Callable[
     assert one.use(GATE, 10) == gate_us
     one.use(UP)
     one.use(DOWN)
-
-
-def test_whole_experts_in_too_few_slots(link: Callable[..., Link]) -> None:
-    """Whoever holds the slot that another expert waits for is computed."""
-    one = link(slots=1, whole_experts=True)
-    for pair in ((0, 1), (2, 1), (1, 0)):
-        one.route(*pair)
-        one.compute()
 
 
 def test_a_rigid_link_reads_in_order_and_takes_nothing_back(link: Callable[..., Link]) -> None:

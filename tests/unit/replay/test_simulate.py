@@ -7,7 +7,6 @@ microsecond they take 1, 1 and 2 us. A token computes 12 us in a layer: 2 for ea
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +19,10 @@ from traces import EXPERT_BYTES, decode, make_trace, over, random_trace
 from gguf_tools.file.layout import DOWN, GATE, UP
 from orchestrator.allocation.slots import Rules
 from orchestrator.errors import BudgetError, ConfigError, MoeEdgeError, TraceError
-from orchestrator.events import ABSENT, DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
+from orchestrator.events import ABSENT, DecisionBuffer, Phase, RouteEvent, StoreView
 from orchestrator.lab.replay import ReplayOptions, Trace, render, replay
 from orchestrator.lab.replay.clock import Simulation
 from orchestrator.lab.replay.simulate import Compute, Outcome, Setup, Transport, simulate
-from orchestrator.lab.replay.trace import ENDS, PROMPT_ENDS, STARTS
 from orchestrator.native import MAX_TIERS, Library, Store
 
 ALL = 24 * 16384
@@ -181,19 +179,6 @@ def test_every_invariant_holds_at_every_event(
     assert sum(stats.routed[Phase.DECODE]) == 11 * 3 * 2
 
 
-def test_a_faster_disk_changes_no_hit_on_demand(library: Library) -> None:
-    """Without prefetch evictions follow the requests, not the reads, as long as the experts
-    of an event fit into its slots: here six and six."""
-    trace = random_trace(np.random.default_rng(8), n_steps=60)
-    for policy in ("lru", "dymoe"):
-        runs = [
-            played(library, trace, speed, 30.0, policy=policy, budget=18 * 16384)
-            for speed in (Transport(0, 0, 1), Transport(10**8, 200, 1), Transport(10**9, 5, 8))
-        ]
-        assert len({tuple(run.stats.hits) for run in runs}) == 1
-        assert runs[0].step_us.sum() < runs[2].step_us.sum() < runs[1].step_us.sum()
-
-
 def test_events_compute_as_long_as_they_did(library: Library) -> None:
     """Recorded: 50 us of which 20 waiting, 70, and 900."""
     trace = decode([[0]], [[0]], [[0]])
@@ -245,15 +230,6 @@ def test_report(library: Library) -> None:
     assert render(result).count(" 123457 s") == 3
 
 
-def test_a_trace_without_decoding_has_no_tpot(library: Library) -> None:
-    trace = make_trace([(Phase.PREFILL, [np.array([[0, 1], [2, 3]])])])
-    result = replay(library, trace, ReplayOptions())
-    assert result["runs"]["lru"]["tpot_ms_mean"] is None
-    assert result["bound"]["tpot_ms_mean"] is None
-    assert result["runs"]["lru"]["ttft_ms"] > 0
-    assert re.search(r"^lru .* [\d.]+ ms$", render(result), re.MULTILINE)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
@@ -295,25 +271,3 @@ def test_no_bandwidth_anywhere(library: Library) -> None:
     unknown = replace(trace, header=replace(trace.header, read_bytes_per_s=0))
     with pytest.raises(ConfigError, match="give --bandwidth"):
         replay(library, unknown, ReplayOptions())
-
-
-def test_policies_see_whose_the_tokens_are(library: Library) -> None:
-    trace = make_trace([(Phase.PREFILL, [np.array([[0], [1], [2]])])])
-    trace.arrays["sequences"][:] = 4, 0, 7
-    marks = [(0, ENDS, 3), (0, STARTS, 4), (0, STARTS, 7), (0, PROMPT_ENDS, 0)]
-    trace.arrays["marks"] = np.array(marks, np.int32)
-    made = planned(trace, "dymoe")
-    decide, step_done = made.policy.decide, made.policy.step_done
-    seen: list[object] = []
-
-    def watched(event: RouteEvent, *more: Any) -> None:
-        seen.append(event.sequences_array.tolist())
-        decide(event, *more)
-
-    def told(report: StepReport) -> object:
-        seen.append((report.ends, report.starts, report.prompt_ends))
-        return step_done(report)
-
-    made.policy.decide, made.policy.step_done = watched, told  # type: ignore[method-assign]
-    simulate(library, trace, made, Transport(BYTES_PER_S, 10, 1), Compute(10.0, 10.0))
-    assert seen == [[4, 0, 7], ((3,), (4, 7), (0,))]

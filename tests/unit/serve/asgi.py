@@ -166,7 +166,7 @@ class FakeRequest:
 class FakeBackend:
     """Gives out requests in turn, and remembers what it was asked."""
 
-    slot_context = 512
+    slot_context, parallel = 512, 1
     most_scored = 16384
     most_body_bytes, body_factor = 2**17, BODY_FACTOR
 

@@ -91,6 +91,17 @@ async def test_requests_share_the_context_by_what_they_may_take() -> None:
     assert gate.join(cells=5000).turn.done()  # alone: there is nobody to wait for
 
 
+@in_a_loop
+async def test_a_request_takes_what_its_sequence_still_holds() -> None:
+    gate = Gate(places=4, queue=4)
+    gate.open(1000)
+    first, second = gate.join(cells=400), gate.join(cells=100)
+    assert gate.widen(second, 50) and gate.widen(second, 600) and not gate.widen(first, 401)
+    assert not gate.join(cells=1).turn.done()
+    second.leave()
+    assert gate.widen(first, 900)
+
+
 def test_what_nobody_reads_is_bounded_and_the_oldest_goes_first() -> None:
     gone: list[str] = []
     unread = Unread(100)

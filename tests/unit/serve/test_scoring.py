@@ -201,11 +201,6 @@ def test_one_token_more_is_the_likeliest(prompt: str, text: str, finish: str) ->
     assert answer["usage"]["completion_tokens"] == 2
 
 
-def test_none_of_the_likeliest_leaves_the_token_itself() -> None:
-    (choice,) = scored(ASK | {"logprobs": 0})["choices"]
-    assert choice["logprobs"]["top_logprobs"] == [None, {"b": pytest.approx(np.log(2 / 3))}]
-
-
 def test_others_go_on_while_the_answer_is_written() -> None:
     turns, turns_at_parts = 0, []
 

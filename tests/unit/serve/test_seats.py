@@ -33,7 +33,7 @@ def asked(data: dict[str, Any], route: str = CHAT) -> Conversation:
 
 
 def take(seats: Seats, *said: str) -> int | None:
-    taken = seats.take(asked(chat(*said)))
+    taken, _ = seats.take(asked(chat(*said)))
     seats.leave(taken)
     return taken
 
@@ -57,11 +57,26 @@ def test_a_new_one_gets_what_was_left_alone_for_the_longest() -> None:
     assert take(seats, "two", "said", "more") == 0
 
 
+def test_what_a_sequence_may_still_hold_is_known() -> None:
+    seats = Seats(2)
+    for said, cells in (("one", 300), ("two", 200)):
+        taken, held = seats.take(asked(chat(said)), cells)
+        assert held == 0 and seats.candidates(taken) == [taken]
+        seats.leave(taken)
+    first, held = seats.take(asked(chat("three")), 10)
+    assert (first, held) == (0, 300)
+    nameless, held = seats.take(None, 250)
+    assert (nameless, held, seats.candidates(nameless)) == (None, 200, [1])
+    seats.leave(first)
+    seats.leave(nameless)
+    assert seats.take(asked(chat("four")), 5) == (1, 250)
+
+
 def test_a_sequence_that_decodes_is_given_to_nobody_else() -> None:
     seats = Seats(2)
-    first = seats.take(asked(chat("one")))
-    assert seats.take(asked(chat("one", "said", "more"))) != first
-    assert seats.take(asked(chat("two"))) is None
+    first, _ = seats.take(asked(chat("one")))
+    assert seats.take(asked(chat("one", "said", "more")))[0] != first
+    assert seats.take(asked(chat("two")))[0] is None
 
 
 def test_tools_belong_to_what_others_have_too() -> None:
@@ -105,7 +120,7 @@ def test_where_none_can_be_named_llama_cpp_chooses(route: str, data: dict[str, A
 def test_beside_a_request_that_may_have_any_none_is_named() -> None:
     seats = Seats(3)
     assert take(seats, "one") == 0
-    free = seats.take(None)
+    free, _ = seats.take(None)
     assert free is None and take(seats, "one", "said", "more") is None
     seats.leave(free)
     # What the first sequence holds is not known any more.

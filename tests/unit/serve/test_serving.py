@@ -122,8 +122,15 @@ def test_what_is_counted_is_what_is_read(served: Served) -> None:
     assert found == {"input_tokens": read}
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("busy", ["", "/v1/completions", "/tokenize"])
+@pytest.mark.parametrize(
+    ("signum", "busy"),
+    [
+        (signal.SIGTERM, ""),
+        (signal.SIGTERM, "/v1/completions"),
+        (signal.SIGINT, "/v1/completions"),
+        (signal.SIGINT, "/tokenize"),
+    ],
+)
 def test_a_signal_ends_it_cleanly(
     tmp_path: Path, library: object, signum: signal.Signals, busy: str
 ) -> None:

@@ -93,6 +93,13 @@ def test_more_conversations_than_the_context_holds_are_all_answered(backend: Bac
             held = engine.store.stats().slot_bytes
             assert held + sum(each.resident for each in touched) <= shared.n_bytes
             assert held < shared.n_bytes // 2
+        # What two sequences still hold stays until short prompts begin there, behind a long one.
+        for topic in topics[:2]:
+            await begun(app, COMPLETIONS, {"prompt": prompt(engine, topic, 980), **usual})[1]
+        sizes = zip(topics[2:], (980, 12, 15), strict=False)
+        asked = [{"prompt": prompt(engine, topic, n), **usual} for topic, n in sizes]
+        work = [begun(app, COMPLETIONS, each)[1] for each in asked]
+        assert [(await each).status for each in work] == [200] * 3
 
     asyncio.run(all_at_once())
     engine.store.check()

@@ -37,29 +37,6 @@ def job(**changes):
     return Job(**(settings | changes))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"shape": "olmo"}, "unknown shape 'olmo'"),
-        ({"routing": "flat"}, "unknown routing 'flat'"),
-        ({"caps": (60.0,)}, "between 0 and 100"),
-        ({"tokens": 0}, "'tokens' must be 1 or more, not 0"),
-        ({"seed": -1}, "'seed' must be 0 or more, not -1"),
-        ({"retention": 1.1}, "'retention' must be 0.0 to 1.0, not 1.1"),
-        ({"retention": float("nan")}, "'retention' must be 0.0 to 1.0, not nan"),
-        ({"max_seconds": -1.0}, "'max_seconds' must be 0 or more, not -1.0"),
-        ({"caps": ()}, "between 0 and 100"),
-        ({"caps": (0.601, 0.604)}, "differ by whole percentages"),
-        ({"shape": "demo", "layers": 2}, "layers are for a random-weight model"),
-        ({"together": 0}, "'together' must be 1 to"),
-        ({"together": 1000}, "'together' must be 1 to"),
-    ],
-)
-def test_bad_options_are_named(options, message):
-    with pytest.raises(ConfigError, match=message):
-        CapOptions(**options)
-
-
 class Played:
     """A model that computes nothing, and says what it was asked."""
 

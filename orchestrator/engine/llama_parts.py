@@ -1,0 +1,70 @@
+"""What llama.cpp holds of a plan: the weights beside the store, and the context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.process import default_threads
+from orchestrator.config import Config
+from orchestrator.engine.store_layout import has_flash
+from orchestrator.errors import NativeError
+from orchestrator.memory.footprint import LEAST_CONTEXT, output_tokens
+from orchestrator.memory.layouts import wants_own_layout
+from orchestrator.memory.machine import Accelerator
+from orchestrator.memory.plan import MemoryPlan
+from orchestrator.native.llama import Bindings, LlamaContext, Model
+
+
+def weights_of(
+    config: Config,
+    plan: MemoryPlan,
+    model: ExpertModel,
+    bindings: Bindings,
+    gpu: Accelerator | None,
+    progress: Callable[[float], None] | None,
+) -> Model:
+    """The dense weights, or all of them. progress gets the share that is done."""
+    repack, mapped = config.use_extra_bufts, config.use_mmap
+    if repack is None:
+        # Dense weights lie as the experts do.
+        repack = not plan.managed or (gpu is None and wants_own_layout(config, plan))
+    if mapped is None:
+        # Repacked weights are copies: a mapped file would take its size beside them.
+        mapped = not (repack or config.ram) and len(model.tiers) == 1
+    return Model(
+        bindings,
+        config.model,
+        managed=plan.managed,
+        use_extra_bufts=repack,
+        use_mmap=mapped and not plan.managed,
+        gpu=gpu.index if gpu else None,
+        buffer_type=gpu.buffer_type if gpu else None,
+        progress=progress,
+    )
+
+
+def context_of(
+    config: Config, plan: MemoryPlan, model: Model, bindings: Bindings, gpu: Accelerator | None
+) -> LlamaContext:
+    """The context as planned; where nobody asked for a length, the system may refuse to reserve
+    memory for the longest one, and half of it is tried."""
+    n_ctx = plan.n_ctx
+    while True:
+        try:
+            return LlamaContext(
+                bindings,
+                model,
+                n_ctx=n_ctx,
+                n_ubatch=min(n_ctx, plan.n_ubatch),
+                threads=config.threads or default_threads(),
+                outputs=output_tokens(config, model.n_vocab, plan.n_ubatch),
+                flash_attention=has_flash(config, plan),
+                on_gpu=gpu is not None,
+                sequences=config.sequences,
+                kv=config.kv,
+            )
+        except NativeError:
+            n_ctx //= 2
+            if config.ctx or n_ctx < LEAST_CONTEXT:
+                raise
