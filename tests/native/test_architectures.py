@@ -11,6 +11,7 @@ import pytest
 
 from gguf_tools.errors import NotMoEError
 from gguf_tools.experts import PROVEN
+from gguf_tools.pack import export, pack
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import BudgetError, NativeError
 
@@ -30,7 +31,11 @@ POLICIES = (
 )
 # Experts, how many of them a token uses, and layers: as upstream makes them, which leaves nothing
 # to choose, and so that experts come and go.
-AS_UPSTREAM, STREAMED = (2, 2, 0), (8, 2, 4)
+AS_UPSTREAM, STREAMED, WIDER = (2, 2, 0), (8, 2, 4), (16, 4, 4)
+NEWEST = (
+    *("gemma4", "qwen4exp", "deepseek4", "deepseek32", "glm-dsa", "glm5-next", "hy_v3", "kimi-k3"),
+    *("kimi-linear", "minimax-m3", "llama4", "mistral4", "step35", "mimo2", "lfm2moe"),
+)
 
 Make = Callable[..., Path]
 
@@ -95,6 +100,35 @@ def test_bit_for_bit(arch: str, make: Make) -> None:
                 assert min(stats.requests) > 0
     # with experts to choose from, look-ahead is what loads ahead
     assert (sum(stats.prefetch_bytes) > 0) == (not PROVEN[arch])
+
+
+@pytest.mark.parametrize("arch", NEWEST)
+def test_two_precisions(arch: str, make: Make, tmp_path: Path) -> None:
+    """Each precision of a packed file is the file of it, under a policy that moves experts and one
+    that exchanges them. What mixes them, or skips, ends in numbers."""
+    packed = tmp_path / "packed.gguf"
+    pack(make(arch, WIDER), packed, ["q8_0", "q4_0"])
+    exported = {}
+    for tier in ("q8_0", "q4_0"):
+        export(packed, tmp_path / f"{tier}.gguf", tier)
+        exported[tier] = plain_logits(tmp_path / f"{tier}.gguf")
+
+    def run(**settings: object) -> np.ndarray:
+        with opened(packed, **options(**settings, expert_ram=smallest(settings))) as engine:
+            return logits(engine)
+
+    def smallest(settings: dict[str, object]) -> int:
+        return 2 * smallest_budget(packed, **settings)
+
+    for tier, settings in (
+        ("q8_0", {"policy": "lru"}),
+        ("q4_0", {"policy": "lru", "high_tier": "q4_0"}),
+        ("q4_0", {"policy": "dynaexq", "hot_experts": 0}),
+    ):
+        np.testing.assert_array_equal(run(**settings), exported[tier], err_msg=str(settings))
+    for low_tier in ("q4_0", "skip"):
+        mixed = run(policy="dymoe", low_tier=low_tier, retention=0.75)
+        assert not np.array_equal(mixed, exported["q8_0"])
 
 
 @pytest.mark.parametrize("arch", NO_EXPERTS)
