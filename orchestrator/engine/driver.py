@@ -21,9 +21,6 @@ from orchestrator.native import FAILED, CRoom, Store
 from orchestrator.policy import Policy
 from orchestrator.policy.base import KeepsSequences, Learns, Tunes, WaitsBeforeAnswer
 
-# (resident, target), as Store.states() has them.
-States = tuple[np.ndarray, np.ndarray]
-
 # Between two looks at reads that are waited for, in seconds.
 _PAUSE_S = 0.0005
 
@@ -174,15 +171,15 @@ class Driver(PlainDriver):
         if moves:
             self.store.transition(moves)
 
-    def learn(self, step: ComputedStep, states: States | None = None) -> Sequence[Transition]:
+    def learn(self, step: ComputedStep) -> Sequence[Transition]:
         """Tells the policy what it wants to know of a step; returns the transitions that it asks
-        for. states: in the place of the store's own."""
+        for."""
         policy = self.policy
         wanted = not isinstance(policy, Learns) or policy.wants_report(step.phase)
         counts = self.store.take_counts() if policy.wants.counts else None
         resident = target = None
         if policy.wants.states and wanted:
-            resident, target = self.store.states() if states is None else states
+            resident, target = self.store.states()
         if self.meter is not None:
             if self.meter.costs and not self.asks(step.phase):
                 if wanted or self.meter.needs_tiers:  # what moves counts where it was last seen

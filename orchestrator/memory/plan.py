@@ -72,10 +72,8 @@ class MemoryPlan:
     of it that copying them takes.
 
     On a device, dense_bytes, kv_bytes, scratch_bytes and the slots are its memory, capped by
-    vram_bytes; host_bytes is then the cache of experts in the host's memory behind it, and
-    llama_bytes what llama.cpp counts of the device's: weights, cache and scratch of its graphs.
-    budget_bytes is the cap of the slots where one was asked
-    for, else what they take.
+    vram_bytes; host_bytes is then the cache of experts in the host's memory behind it. budget_bytes
+    is the cap of the slots where one was asked for, else what they take.
     """
 
     managed: bool
@@ -97,7 +95,6 @@ class MemoryPlan:
     device: Device | None = None
     vram_bytes: int = 0
     host_bytes: int = 0
-    llama_bytes: int = 0
     prompt_bytes: int = 0
     copying_bytes: int = 0
     shared: SharedMemory | None = None
@@ -474,7 +471,6 @@ class _Ways:
             expert_bytes=sum(model.tier_bytes[tier] for tier in tiers),
             device=device,
             vram_bytes=room.cap if device else 0,
-            llama_bytes=room.dense + room.kv + room.compute,
             prompt_bytes=prompts,
             copying_bytes=copying_bytes(model, config, room.n_ctx),
             **managed,

@@ -479,7 +479,6 @@ def test_what_flash_attention_does_not_keep_is_free(models: dict[str, ExpertMode
     weights = max(model.hparams.n_head) * BATCH * CTX
     saved = slow.scratch_bytes - fast.scratch_bytes
     assert 6 * weights < saved < 7 * weights + 5 * BATCH * CTX
-    assert slow.llama_bytes - fast.llama_bytes >= 4 * weights
     # exact importance wants the weights
     exact = [on_gpu(model, flash, importance="exact") for flash in (False, True)]
     assert exact[0].scratch_bytes == exact[1].scratch_bytes
