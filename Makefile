@@ -18,6 +18,9 @@ IN_ENV = "$$($(TOOL) python)"
 # installed.
 TEST_EXTRAS := dev,convert$(if $(CI),$(shell echo ,eval,clients))
 
+# Two processes, a file in one of them, in the order of the files: the long ones come early.
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+
 .PHONY: help build wheel chat serve test test-all check bench docs patches-verify patches-refresh cuda-check gpu-check clean fuzz
 
 help:
@@ -53,10 +56,10 @@ serve:
 
 test:
 	@$(TOOL) setup --extras $(TEST_EXTRAS) $(FLAGS)
-	@$(IN_ENV) -m pytest -m 'not rest'
+	@$(IN_ENV) -m pytest -m 'not rest' $(WORKERS)
 
 test-all: test
-	@$(IN_ENV) -m pytest -m rest
+	@$(IN_ENV) -m pytest -m rest $(WORKERS)
 
 check:
 	@$(TOOL) setup --extras dev $(FLAGS)
