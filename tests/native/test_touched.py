@@ -12,7 +12,7 @@ import pytest
 
 from gguf_tools import synthetic
 from orchestrator.config import Config
-from orchestrator.engine import load
+from orchestrator.engine import llama_parts
 from orchestrator.engine.engine import Engine
 from orchestrator.native import Library, touched_memory
 
@@ -45,7 +45,7 @@ def opened(path: Path, **settings: object) -> Iterator[Engine]:
 @pytest.fixture
 def transposed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without flash attention, values of all cells lie together for each of their dimensions."""
-    monkeypatch.setattr(load, "has_flash", lambda *_: False)
+    monkeypatch.setattr(llama_parts, "has_flash", lambda *_: False)
 
 
 def anonymous_bytes() -> int:

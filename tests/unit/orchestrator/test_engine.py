@@ -16,6 +16,7 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.cost import planner as planner_module
 from orchestrator.engine import engine as engine_module
+from orchestrator.engine import llama_parts as parts_module
 from orchestrator.engine import load as load_module
 from orchestrator.engine.engine import Engine, Sampling
 from orchestrator.engine.store_layout import store_spec
@@ -136,8 +137,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     for module, name, fake in (
         (planner_module, "Bindings", FakeBindings),
-        (load_module, "Model", FakeModel),
-        (load_module, "LlamaContext", FakeContext),
+        (parts_module, "Model", FakeModel),
+        (parts_module, "LlamaContext", FakeContext),
         (engine_module, "SamplerChain", FakeChain),
     ):
         monkeypatch.setattr(module, name, fake)
