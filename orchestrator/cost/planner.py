@@ -176,11 +176,11 @@ class Planner:
         NativeError."""
         plan, skips = runs.plan, self.losses.skips(runs.plan)
         short = times.of_plan(plan, runs.config, skips)
-        behind = {
-            n: times.of_plan(plan, runs.config, skips, n).token_s(n)
-            for n in LENGTHS
-            if n <= plan.n_ctx
-        }
+        behind = {}
+        for n in (n for n in LENGTHS if n <= plan.n_ctx):
+            # What gives way to no context is there behind any.
+            time = times.of_plan(plan, runs.config, skips, n) if plan.shared else short
+            behind[n] = time.token_s(n)
         return Candidate.of(asked or {}, plan, short, runs.loses, behind)
 
     def times(self, fresh: bool = False) -> TimeModel:

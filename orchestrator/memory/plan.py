@@ -3,7 +3,6 @@ and how large a micro-batch, where these were not asked for."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
@@ -37,7 +36,7 @@ from orchestrator.memory.footprint import (
     step_tokens,
 )
 from orchestrator.memory.machine import Device, Machine
-from orchestrator.memory.shared import CELL_STEP, SharedMemory
+from orchestrator.memory.shared import CELL_STEP, SharedMemory, longest_context
 from orchestrator.policy import BASELINE, DEFAULT, PLAIN, Policy, policy_class
 from orchestrator.policy.base import Learns, Wants
 
@@ -526,11 +525,7 @@ def longest_affordable(
     """The longest context of `least` to `most` tokens that takes at most allowed_bytes; `least`
     where no longer one does. bytes_of: what a context of so many tokens takes, cache and scratch,
     more for more tokens."""
-    steps = range(least // CELL_STEP + 1, most // CELL_STEP + 1)
-    if most <= least or bytes_of(most) <= allowed_bytes:
-        return max(least, most)
-    longer = bisect_right(steps, False, key=lambda n: bytes_of(n * CELL_STEP) > allowed_bytes)
-    return max(least, steps[longer - 1] * CELL_STEP) if longer else least
+    return max(least, longest_context(most, CELL_STEP, lambda n: bytes_of(n) > allowed_bytes))
 
 
 def read_per_prompt_token(n_tokens: int, absent_bytes: int, used_share: float) -> float:

@@ -4,10 +4,18 @@ and slots of experts have the rest."""
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 CELL_STEP = 256  # cells come in so many, as llama.cpp pads them
+
+
+def longest_context(most: int, step: int, too_long: Callable[[int], bool]) -> int:
+    """The longest context in whole steps of tokens, and of `most` at most, that is not too long,
+    as no shorter one is; 0 where there is none."""
+    steps = range(1, -(-most // step) + 1)
+    fitting = bisect_right(steps, False, key=lambda n: too_long(min(most, n * step)))
+    return min(most, fitting * step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +49,12 @@ class SharedMemory:
     def longest(self, most: int) -> int:
         """The longest context, of `most` tokens at most, at whose end a policy still has what it
         needs; 0 where there is none."""
-        smallest, step = min(self.scratch), self.cell_step
+        smallest = min(self.scratch)
 
-        def too_long(n: int) -> bool:
-            return self.slots(n * step, smallest) < self.least_slots
+        def too_long(n_cells: int) -> bool:
+            return self.slots(n_cells, smallest) < self.least_slots
 
-        steps = range(1, -(-most // step) + 1)
-        return min(most, bisect_right(steps, False, key=too_long) * step)
+        return longest_context(most, self.cell_step, too_long)
 
     def may_read(self, n_cells: int) -> list[int]:
         """How many tokens may be read at once so that the context then has n_cells: the least

@@ -107,6 +107,8 @@ class Endpoints:
         body.data = written(data)
 
         async def check() -> None:
+            if backend.parallel > 1:
+                return  # settle_length has
             checking = partial(check_length, ask, route, body.data, backend.slot_context)
             await state.bodies.run(checking)
 
