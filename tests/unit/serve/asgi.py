@@ -166,7 +166,8 @@ class FakeRequest:
 class FakeBackend:
     """Gives out requests in turn, and remembers what it was asked."""
 
-    slot_context, parallel = 512, 1
+    slot_context, parallel, cells = 512, 1, 1000
+    max_tokens = None
     most_scored = 16384
     most_body_bytes, body_factor = 2**17, BODY_FACTOR
 
@@ -174,6 +175,7 @@ class FakeBackend:
         self.requests = list(requests)
         self.asked: list[tuple[str, bytes]] = []
         self.used: list[dict[str, Any]] = []
+        self.forgotten: list[int] = []
 
     def request(self, route: str, body: bytes) -> FakeRequest:
         self.asked.append((route, body))
@@ -182,6 +184,10 @@ class FakeBackend:
     def count_tokens(self, text: str) -> tuple[int, int]:
         """Of prose."""
         return len(text) // 4, 12
+
+    def forget(self, sequence: int) -> bool:
+        self.forgotten.append(sequence)
+        return True
 
     def costs(self) -> Any:
         return lambda: {"hit_rate": 0.5}

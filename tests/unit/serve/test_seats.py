@@ -8,11 +8,12 @@ from threading import Event
 from typing import Any
 
 import pytest
-from asgi import FakeBackend, app_for, ask, begun, until, whole
+from asgi import FakeBackend, app_for, ask, begun, quiet, state_with, until, whole
 from served import Served, running
 from speaking import CAPITAL
 
 from orchestrator.serve.admission import Conversation, Seats, conversation_of, with_seat
+from orchestrator.serve.app import application
 
 CHAT = "/v1/chat/completions"
 SYSTEM = {"role": "system", "content": "You are a helper who knows many countries. " * 6}
@@ -160,6 +161,32 @@ def test_a_client_that_leaves_gives_it_back() -> None:
     asyncio.run(leave())
     ask(app, CHAT, chat("one", "said", "more"))
     assert [json.loads(body)["id_slot"] for _, body in backend.asked] == [0, 0]
+
+
+def test_what_a_sequence_holds_is_dropped_where_there_is_no_room_beside_it() -> None:
+    """Both have held 500 of 1,000 cells. Beside 512 for the one there are no 500 for the other."""
+    held = Event()
+    backend = FakeBackend(whole(), whole(), whole(hold=held), whole())
+    backend.parallel = 2
+    state = state_with(backend, parallel=2)
+    state.gate.open(backend.cells)
+    app = application(state, quiet)
+
+    def request(token: int, n: int, limit: int) -> asyncio.Task[Any]:
+        return begun(app, "/v1/completions", {"prompt": [token] * n, "max_tokens": limit})[1]
+
+    async def line() -> None:
+        for token in (1, 2):
+            await request(token, 400, 100)
+        long = request(3, 490, 22)
+        await until(lambda: len(backend.asked) == 3)
+        assert backend.forgotten == []
+        await request(4, 10, 10)
+        assert backend.forgotten == [1]
+        held.set()
+        await long
+
+    asyncio.run(line())
 
 
 served = running(
