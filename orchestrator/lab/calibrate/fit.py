@@ -30,7 +30,7 @@ from orchestrator.events import SKIP_TIER, DecisionBuffer, RouteEvent
 from orchestrator.lab.calibrate.capture import Progress
 from orchestrator.lab.calibrate.reader import TextReader
 from orchestrator.lab.eval.arithmetic import kl_divergence
-from orchestrator.lab.eval.compare import Reference
+from orchestrator.lab.eval.compare import ReferencePart
 
 # Shares of the experts that are lowered, and skipped in a part and in all layers: each moves
 # answers by about as much as a user allows.
@@ -69,7 +69,7 @@ def moved(
     reader: TextReader,
     name: str,
     costs: np.ndarray,
-    against: Reference,
+    against: ReferencePart,
     progress: Progress,
 ) -> Moved:
     """One pass. costs: float64 [n_layers, n_expert], what an expert loses in the pass with a gate

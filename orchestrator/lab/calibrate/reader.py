@@ -64,9 +64,11 @@ class TextReader(Closing):
         threads: int,
         ram: int | None,
         low: str | None = None,
+        scored: Sequence[np.ndarray] | None = None,
     ) -> None:
-        """low: the tier that experts may be lowered to. Raises BudgetError naming the smallest cap
-        that works, and what a model raises."""
+        """low: the tier that experts may be lowered to; scored: the tokens to choose from, as an
+        earlier reader had them. Raises BudgetError naming the smallest cap that works, and what a
+        model raises."""
         self._windows = windows
         with ExpertModel.open(path) as model:
             n_vocab = vocabulary_size(model)
@@ -77,13 +79,14 @@ class TextReader(Closing):
         sizes = [min(total, _MOST_TOKENS)]
         while sizes[-1] > longest:
             sizes.append(max(longest, sizes[-1] // 2))
-        # At last one window at a time, with logits of few tokens: what works in the least memory.
-        rows = [logits_bytes // (8 * n_vocab)] * len(sizes) + [0]
+        if scored is None:
+            scored = _scored(windows, logits_bytes // (8 * n_vocab))
+        # At last one window at a time, with logits of a token each: what works in the least memory.
+        tried = [*((size, scored) for size in sizes), (longest, [_last(each) for each in scored])]
         more: dict[str, Any] = {"logits_all": False}
         if low is not None:
             more |= {"policy": DEFAULT, "low_tier": low, "prefetch": "off", "exact_tiers": True}
-        for size, most in zip([*sizes, longest], rows, strict=True):
-            self.scored = _scored(windows, most)
+        for size, self.scored in tried:
             self.steps = list(_steps(windows, size))
             outputs = max(sum(int(self.scored[n].sum()) for n in step) for step in self.steps)
             more["sequences"] = max(map(len, self.steps))
@@ -94,7 +97,7 @@ class TextReader(Closing):
                 self._model, self._loaded = load_within(path, size, threads, room, **more)
                 break
             except BudgetError:
-                if not most:
+                if self.scored is not scored:
                     raise
         self.reading = self.steps[0]
         self._mask: np.ndarray | None = None
@@ -193,4 +196,11 @@ def _scored(windows: Sequence[Sequence[int]], most: int) -> list[np.ndarray]:
         chosen = np.zeros(len(window), bool)
         chosen[min(len(window) - 1, every // 2) :: every] = True
         found.append(chosen)
+    return found
+
+
+def _last(scored: np.ndarray) -> np.ndarray:
+    """The last one of these tokens alone."""
+    found = np.zeros_like(scored)
+    found[np.flatnonzero(scored)[-1:]] = True
     return found

@@ -31,14 +31,14 @@ from orchestrator.lab.calibrate.methods import RTN, Method, open_quantizer
 from orchestrator.lab.calibrate.reader import TextReader
 from orchestrator.lab.calibrate.spill import spill_folder
 from orchestrator.lab.calibrate.text import Calibration, read_calibration
-from orchestrator.lab.eval.compare import Reference
+from orchestrator.lab.eval.compare import Reference, ReferencePart
 from orchestrator.native.llama import Bindings, Model
 
 Report = Callable[[str, float], None]
 
 # Tokens of the text that are read where no number is asked for, and of a window.
 TOKENS, WINDOW = 8192, 256
-_FORM = 1
+_FORM = 2
 
 
 class Kept:
@@ -69,6 +69,16 @@ class Kept:
         path = self.folder / "logits.f32"
         path.touch()
         return path
+
+    @property
+    def scored(self) -> list[np.ndarray]:
+        """bool [n] of each window: the tokens that `rows` are of."""
+        with np.load(self.folder / "scored.npz") as found:
+            return [found[each] for each in found.files]
+
+    def keep_scored(self, scored: Sequence[np.ndarray]) -> None:
+        with whole_file(self.folder / "scored.npz") as file:
+            np.savez(file, *scored)
 
     def moved(self, name: str) -> Moved | None:
         """What a pass did, where it was done."""
@@ -163,9 +173,6 @@ class _Run:
         self._report = report
         self._threads = method.threads or default_threads()
 
-    def _reader(self, path: Path, low: str | None = None) -> TextReader:
-        return TextReader(path, self._text.windows, self._threads, self._method.ram, low)
-
     def measured(
         self, reference: Path | None, types: Sequence[str], note: Callable[[str], None]
     ) -> LossTable:
@@ -192,7 +199,9 @@ class _Run:
 
     def _say(self, path: Path, sums: OutputSums | None) -> None:
         """Reads the text in a file's best tier, and keeps what it says."""
-        with self._reader(path) as reader:
+        windows, ram = self._text.windows, self._method.ram
+        with TextReader(path, windows, self._threads, ram) as reader:
+            self._kept.keep_scored(reader.scored)
             scored, at = sum(int(each.sum()) for each in reader.scored), 0
             for done, step in enumerate(
                 reader.read(sums.route, sums.seen) if sums else reader.read(lambda *_: None), 1
@@ -229,8 +238,14 @@ class _Run:
         estimate = table.estimate([best] if tier is None else [best, tier])
         if estimate is None:
             raise ConfigError(f"the loss table lacks {best if tier is None else tier}")
-        with self._reader(self._model.path, low=tier) as reader:
-            scored = sum(int(each.sum()) for each in reader.scored)
-            n_vocab = self._kept.rows.stat().st_size // (4 * scored)
-            with Reference(scored, n_vocab, self._kept.rows) as against:
-                return moved(reader, name, unscaled(estimate, tier), against, progress)
+        known, windows, ram = self._kept.scored, self._text.windows, self._method.ram
+        n_rows = sum(int(each.sum()) for each in known)
+        n_vocab = self._kept.rows.stat().st_size // (4 * n_rows)
+        with (
+            TextReader(self._model.path, windows, self._threads, ram, tier, known) as reader,
+            Reference(n_rows, n_vocab, self._kept.rows) as whole,
+        ):
+            # Memory may be less than it was when the rows were kept.
+            chosen = np.concatenate(reader.scored)[np.concatenate(known)]
+            against = ReferencePart(whole, np.flatnonzero(chosen))
+            return moved(reader, name, unscaled(estimate, tier), against, progress)

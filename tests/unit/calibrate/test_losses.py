@@ -21,8 +21,9 @@ from gguf_tools.quantize.ggml import Ggml
 from gguf_tools.quantize.imatrix import read_imatrix
 from orchestrator.cli.main import cli
 from orchestrator.cost.losses import Fit, LossTable, TablePrecision, default_path, load, save
-from orchestrator.errors import ConfigError
-from orchestrator.lab.calibrate import Capture, compute, fit
+from orchestrator.engine.texts import log_softmax
+from orchestrator.errors import BudgetError, ConfigError
+from orchestrator.lab.calibrate import Capture, compute, fit, reader
 from orchestrator.lab.calibrate import measure as measuring
 from orchestrator.lab.calibrate import table as tables
 from orchestrator.lab.calibrate.compute import LayerExperts, stored
@@ -246,6 +247,32 @@ def test_it_is_the_same_in_little_memory(
     assert np.array_equal(parts.counts, whole.counts)
     assert np.allclose(parts.power, whole.power, rtol=1e-4, equal_nan=True)
     assert np.allclose(parts.gates, whole.gates, rtol=1e-4, equal_nan=True)  # type: ignore[arg-type]
+
+
+def test_a_pass_that_finds_less_memory_has_fewer_of_the_logits(
+    files: tuple[Path, Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a token of each window, compared with what the first pass kept of that token."""
+    load, sizes, scored = reader.load_within, [], []
+
+    def full(path: Path, size: int, *args: Any, **more: Any) -> Any:
+        sizes.append(size)
+        if len(sizes) > 1 and sizes[-2:] != [tables.WINDOW] * 2:
+            raise BudgetError("too little", 1)
+        return load(path, size, *args, **more)
+
+    def watched(text: Any, name: str, costs: Any, against: Any, progress: Any) -> Any:
+        scored.append([int(each.sum()) for each in text.scored])
+        says = [log_softmax(row) for step in text.read(lambda *_: None) for row in step.logits]
+        kept = [against.row(at) for at in range(len(says))]
+        assert np.allclose(says, kept, atol=1e-3)
+        return moved(text, name, costs, against, progress)
+
+    moved = tables.moved
+    monkeypatch.setattr(reader, "load_within", full)
+    monkeypatch.setattr(tables, "moved", watched)
+    assert measure(files[0], text, tmp_path / "less.json").fit is not None
+    assert scored == [[1, 1]] * 4
 
 
 def test_by_importance(files: tuple[Path, Path], text: Path, tmp_path: Path) -> None:
