@@ -319,7 +319,8 @@ def test_keyboard_and_screen_reader_get_everywhere(tab: Tab) -> None:
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_it_fits_a_telephone(tab: Tab, dark: bool) -> None:
+def test_it_fits_a_telephone(browser: Browser, served: Served, dark: bool) -> None:
+    tab = opened(browser, served, SLOWED)
     tab.shape(320, 640, dark)
     tab.until("seen !== null")
     assert tab.value("document.documentElement.scrollWidth") <= 320
@@ -338,3 +339,13 @@ def test_it_fits_a_telephone(tab: Tab, dark: bool) -> None:
     assert tab.value("$('text').clientWidth") > 250
     ground = tab.value("getComputedStyle(document.body).backgroundColor")
     assert ground == ("rgb(20, 24, 29)" if dark else "rgb(255, 255, 255)")
+    # While an answer runs, both are there.
+    tab.value("held = true; $('text').focus()")
+    asked(tab, STORY)
+    tab.until(f"$('experts').clientWidth > 250 && {LAST % '.assistant'}.length > 20")
+    for tag in ("experts", "legend", "log", "text"):
+        box = f"$('{tag}').getBoundingClientRect()"
+        assert tab.value(f"{box}.height") > 20 and tab.value(f"{box}.bottom") <= 640, tag
+    assert tab.value("atEnd()")
+    tab.value("held = false")
+    tab.until("!running && $('experts').clientWidth === 0")
