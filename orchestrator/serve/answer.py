@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Executor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -89,7 +90,7 @@ class Asked:
     llama.cpp's answer into the form of its path. check: raises Refusal for a request that llama.cpp
     would refuse; asked before a stream begins whose turn has not come. compute: makes the answer in
     the place of llama.cpp's server, on a sequence; the parts of a JSON object, for which the place
-    is not kept.
+    is not kept. outlet: the way out where it is not that of the path.
     """
 
     is_stream: bool
@@ -100,6 +101,7 @@ class Asked:
     shape: Shaping | None
     check: Callable[[], Awaitable[None]]
     compute: Callable[[int], Awaitable[Iterable[bytes]]] | None = None
+    outlet: Callable[[Send], Outlet] | None = None
 
 
 class Answer:
@@ -116,7 +118,7 @@ class Answer:
         self._is_over = False  # nobody takes any more of it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        out = Outlet(send, self._route)
+        out = (self._asked.outlet or partial(Outlet, route=self._route))(send)
         # Closes the connection with what is unsent: who reads nothing would keep it for ever.
         abort = scope.get("state", {}).get("abort", lambda: None)
         work = asyncio.create_task(self._work(out, abort))

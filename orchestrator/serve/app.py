@@ -19,12 +19,15 @@ from orchestrator.serve.admission import Body, Conversation, Holding, conversati
 from orchestrator.serve.answer import Answer, Asked
 from orchestrator.serve.backend import Backend, State
 from orchestrator.serve.door import Door, error_response
+from orchestrator.serve.ollama import VERSION, Lines, OllamaRequest, described, shown
 from orchestrator.serve.requests import check_length, read_request, settle_length, settle_probs
-from orchestrator.serve.schemas import COUNTING, GENERATING, QUICK, READ, document, paths
+from orchestrator.serve.schemas import COUNTING, GENERATING, QUICK, READ, SHOW, document, paths
 from orchestrator.serve.scoring import Scoring, wants_scores
 from orchestrator.serve.views import metrics_text, page_response
 from orchestrator.serve.wire import (
     ANTHROPIC,
+    OLLAMA_CHAT,
+    OLLAMA_GENERATE,
     Refusal,
     anthropic_error,
     mapped,
@@ -45,6 +48,9 @@ def application(state: State, log: Callable[[str], None]) -> Starlette:
         ("GET", ["/experts"], lambda _: endpoints.experts),
         ("GET", ["/openapi.json"], lambda _: endpoints.description),
         ("GET", ["/"], lambda _: endpoints.page),
+        ("GET", ["/api/tags", "/api/ps"], lambda _: endpoints.ollama_models),
+        ("GET", ["/api/version"], lambda _: endpoints.ollama_version),
+        ("POST", [SHOW], lambda _: endpoints.ollama_show),
         ("GET", ["/v1/models/{id}"], lambda _: endpoints.model),
     ]
     return Starlette(
@@ -85,9 +91,16 @@ class Endpoints:
 
         return endpoint
 
-    def _answer_to(self, backend: Backend, route: str, body: Body) -> Answer:
+    def _answer_to(self, backend: Backend, route: str, body: Body) -> Answer | Response:
         """Reads the body, and leaves in it what llama.cpp will get. On a thread."""
         state = self._state
+        outlet = None
+        if route in (OLLAMA_CHAT, OLLAMA_GENERATE):
+            asked_so = OllamaRequest(route, body.data, backend.slot_context)
+            if not asked_so.has_prompt:
+                return JSONResponse(asked_so.loaded())
+            route, body.data = asked_so.route, written(asked_so.data)
+            outlet = partial(Lines, request=asked_so)
         parallel = state.settings.parallel
         data, changes = read_request(route, body.data, backend)
         settings = backend.settings_for(changes)
@@ -112,9 +125,8 @@ class Endpoints:
             checking = partial(check_length, ask, route, body.data, backend.slot_context)
             await state.bodies.run(checking)
 
-        asked = Asked(
-            data.get("stream") is True, places, cells, conversation, settings, shape, check, make
-        )
+        is_stream = data.get("stream") is True
+        asked = Asked(is_stream, places, cells, conversation, settings, shape, check, make, outlet)
         return Answer(state, backend, route, body, asked)
 
     async def _score(self, backend: Backend, body: Body, sequence: int) -> Iterable[bytes]:
@@ -157,12 +169,28 @@ class Endpoints:
 
     async def model(self, request: Request) -> Response:
         """The one model, by its name."""
-        asked = request.path_params["id"]
-        _, text = await self._ask("/v1/models")
-        for found in json.loads(text)["data"]:
-            if found["id"] == asked:
-                return JSONResponse(found)
+        asked, found = request.path_params["id"], await self._model()
+        if found["id"] == asked:
+            return JSONResponse(found)
         raise Refusal(404, f"there is no model '{asked[:80]}' here (GET /v1/models names it)")
+
+    async def _model(self) -> dict[str, Any]:
+        _, text = await self._ask("/v1/models")
+        (found,) = json.loads(text)["data"]
+        return dict(found)
+
+    async def ollama_models(self, _request: Request) -> Response:
+        model, backend = await self._model(), self._state.ready()
+        return JSONResponse({"models": [described(model, backend.architecture)]})
+
+    async def ollama_version(self, _request: Request) -> Response:
+        return JSONResponse({"version": VERSION})
+
+    async def ollama_show(self, _request: Request) -> Response:
+        model, backend = await self._model(), self._state.ready()
+        _, text = await self._ask("/props")
+        template = json.loads(text)["chat_template"]
+        return JSONResponse(shown(model, backend.architecture, backend.slot_context, template))
 
     async def health(self, _request: Request) -> Response:
         self._state.ready()
@@ -226,18 +254,20 @@ def _places(data: dict[str, Any], most: int) -> int:
     return n
 
 
-async def _refused(_request: Request, error: Exception) -> Response:
+async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
-async def _failed(_request: Request, error: Exception) -> Response:
-    return error_response(Refusal(400 if isinstance(error, ConfigError) else 500, str(error)))
+async def _failed(request: Request, error: Exception) -> Response:
+    status = 400 if isinstance(error, ConfigError) else 500
+    return error_response(Refusal(status, str(error)), request.url.path)
 
 
 async def _missing(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     what = "does not take this method" if status == 405 else "is nothing that this server has"
-    reply = error_response(Refusal(status, f"{request.url.path[:80]} {what}"))
+    path = request.url.path
+    reply = error_response(Refusal(status, f"{path[:80]} {what}"), path)
     reply.headers.update(getattr(error, "headers", None) or {})  # of 405: which methods it takes
     return reply

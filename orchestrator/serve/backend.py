@@ -220,6 +220,7 @@ class Backend:
         self.most_scored = most_scored(config)
         model = ExpertModel.open(config.model, config.low)
         try:
+            self.architecture = model.hparams.arch
             keys = ("tokenizer.ggml.model", "tokenizer.ggml.pre")
             self._words = Words(*(metadata_value(model.parts[0], key, str, "") for key in keys))
             self.body_factor = WHOLE_FACTOR if self._words.is_whole else BODY_FACTOR

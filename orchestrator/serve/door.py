@@ -49,7 +49,7 @@ class Door:
             if not self._state.stopping:
                 raise
             if client.status == GONE:
-                await error_response(STOPPING)(scope, client.receive, client.send)
+                await error_response(STOPPING, scope["path"])(scope, client.receive, client.send)
         finally:
             self._state.unread.leave(client)
             # As it would be in a request: a line feed or a colour would be a line of its own.
@@ -72,7 +72,7 @@ class Door:
         refusal = self._refusal(scope, headers, allowed)
         answer: ASGIApp = self._app
         if refusal is not None:
-            answer = error_response(refusal)
+            answer = error_response(refusal, scope["path"])
         elif scope["method"] == "OPTIONS" and origin:
             answer = Response(status_code=204)
         await answer(scope, client.receive, client.send)
@@ -198,5 +198,8 @@ def _cors_fields(origin: str, wanted: str | None) -> dict[str, str]:
     }
 
 
-def error_response(refusal: Refusal) -> JSONResponse:
-    return JSONResponse(refusal.as_object(), refusal.status, refusal.headers)
+def error_response(refusal: Refusal, path: str) -> JSONResponse:
+    """An error in the form that a path's clients read."""
+    ollama = {"error": refusal.message}
+    said = ollama if path.startswith("/api/") else refusal.as_object()
+    return JSONResponse(said, refusal.status, refusal.headers)

@@ -24,6 +24,8 @@ from orchestrator.serve.wire import (
     CHAT,
     COMPLETIONS,
     LIMITS,
+    OLLAMA_CHAT,
+    OLLAMA_GENERATE,
     RESPONSES,
     Refusal,
     Shaping,
@@ -64,6 +66,7 @@ MOST_NAME_CHARS = 256
 # and for each of these again.
 MOST_PROPERTIES = 512
 _SHAPES = ("json_schema", "response_format", "tools")
+_TEMPLATE = "the model's own is used, or that of --chat-template"
 _ECHO = "/v1/completions has it, for the likelihood of a prompt"
 # Fields that change what an answer is, by path, and what to do about them.
 _FIELDS = {
@@ -85,6 +88,14 @@ _FIELDS = {
         "echo": _ECHO,
         "mcp_servers": "this server runs no tools",
         "container": "this server runs no tools",
+    },
+    OLLAMA_CHAT: {"template": _TEMPLATE, "logprobs": "/v1/chat/completions has them"},
+    OLLAMA_GENERATE: {
+        "template": _TEMPLATE,
+        "suffix": "/infill fills gaps, for models that can",
+        "context": "/api/chat goes on with a conversation",
+        "images": "the model reads text alone",
+        "logprobs": "/v1/completions has them",
     },
 }
 # Blocks of Anthropic's messages that llama.cpp reads, or refuses by itself.

@@ -6,7 +6,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.serve.wire import ANTHROPIC, CHAT, COMPLETIONS, LIMITS, RESPONSES
+from orchestrator.serve.wire import (
+    ANTHROPIC,
+    CHAT,
+    COMPLETIONS,
+    LIMITS,
+    OLLAMA_CHAT,
+    OLLAMA_GENERATE,
+    RESPONSES,
+)
 
 Schema = dict[str, Any]
 
@@ -88,6 +96,7 @@ PENALTIES: dict[str, Schema] = {
     },
     "return_progress": {**FLAG, "description": "In a stream: how much of the prompt is read."},
 }
+_OF_OLLAMA = ("seed", "min_p", "frequency_penalty", "presence_penalty", "repeat_penalty")
 USUAL: dict[str, Schema] = {
     "temperature": {"type": "number", "minimum": 0, "maximum": 1e6},
     "top_p": SHARE,
@@ -207,6 +216,26 @@ CONVERSATION: dict[str, Schema] = {
     "parallel_tool_calls": FLAG,
     "chat_template_kwargs": OBJECT,
 }
+# Ollama's form of both its paths.
+OLLAMA: dict[str, Schema] = {
+    "model": COMMON["model"],
+    "stream": {**FLAG, "default": True, "description": "A line of JSON for each part."},
+    "moe_edge": COMMON["moe_edge"],
+    "format": either({"enum": ["", "json"]}, OBJECT),
+    "think": either(FLAG, {"enum": ["low", "medium", "high"]}),
+    "options": record(
+        "",
+        num_predict={"type": "integer", "minimum": -2, "maximum": MOST_INT},
+        stop=SAMPLING["stop"],
+        repeat_last_n=LAST_N,
+        typical_p=NUMBER,
+        mirostat=SAMPLING["mirostat"],
+        mirostat_tau=NUMBER,
+        mirostat_eta=NUMBER,
+        **USUAL,
+        **{name: schema for name, schema in PENALTIES.items() if name in _OF_OLLAMA},
+    ),
+}
 
 REQUESTS: dict[str, Schema] = {
     "Message": record(
@@ -272,6 +301,25 @@ REQUESTS: dict[str, Schema] = {
         },
     ),
     "MessagesRequest": record("messages", **CONVERSATION),
+    "OllamaChatRequest": record(
+        "",
+        messages=listed(
+            record(
+                "role",
+                role=STRING,
+                content=STRING,
+                thinking=STRING,
+                tool_name=STRING,
+                tool_calls=listed(
+                    record("function", function=record("name", name=STRING, arguments=OBJECT))
+                ),
+            ),
+            maxItems=MOST_MESSAGES,
+        ),
+        tools=TEMPLATE["tools"],
+        **OLLAMA,
+    ),
+    "OllamaGenerateRequest": record("", prompt=STRING, system=STRING, raw=FLAG, **OLLAMA),
     "TokenizeRequest": record(
         "content",
         content=either(STRING, listed(either(TOKEN, STRING))),
@@ -303,6 +351,7 @@ INNER = dict.fromkeys(
 ) | {"lora": "there are no adapters"}
 
 JSON, STREAM, TEXT = "application/json", "text/event-stream", "text/plain"
+LINES = "application/x-ndjson"
 TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
 COSTS: dict[str, Schema] = {
     "hit_rate": {"type": ["number", "null"], "description": "Of what answers asked for."},
@@ -328,6 +377,9 @@ SCHEMAS: dict[str, Schema] = {
         "error",
         error=record("code message type", code={"type": "integer"}, message=STRING, type=STRING),
     ),
+    "OllamaError": record("error", error=STRING),
+    "OllamaAnswer": record("model done", model=STRING, done=FLAG, timings=named("Timings")),
+    "OllamaModels": record("models", models=listed(record("model", model=STRING))),
     "Event": {**record("data", data=STRING), "description": "JSON, or [DONE] at the end."},
     "Timings": {
         **record(
@@ -404,9 +456,12 @@ SCHEMAS: dict[str, Schema] = {
 }
 
 
-def operation(summary: str, answer: Schema, request: str = "", kind: str = JSON) -> Schema:
-    """answer: the schema of what comes back with 200; request: the name of what is sent."""
-    error = {JSON: {"schema": named("Error")}}
+def operation(
+    summary: str, answer: Schema, request: str = "", kind: str = JSON, fault: str = "Error"
+) -> Schema:
+    """answer: the schema of what comes back with 200; request: the name of what is sent; fault: of
+    what comes back otherwise."""
+    error = {JSON: {"schema": named(fault)}}
     made: Schema = {
         "summary": summary,
         "responses": {
@@ -426,6 +481,13 @@ def decoding(summary: str, request: str, answer: str) -> Schema:
     return made
 
 
+def lined(summary: str, request: str) -> Schema:
+    """An answer of Ollama's."""
+    made = operation(summary, named("OllamaAnswer"), request, fault="OllamaError")
+    made["responses"]["200"]["content"][LINES] = {"schema": named("OllamaAnswer")}
+    return made
+
+
 _TOKENS = record("input_tokens", input_tokens=COUNT)
 _ID = record("id", id=STRING)
 _ONE_MODEL = operation("The one model, by its name.", _ID)
@@ -442,6 +504,8 @@ GENERATING: dict[str, Schema] = {
     "/infill": decoding(
         "llama.cpp's completion of a gap, for models that can.", "InfillRequest", "NativeAnswer"
     ),
+    OLLAMA_CHAT: lined("Ollama's chat.", "OllamaChatRequest"),
+    OLLAMA_GENERATE: lined("Ollama's answer to a prompt.", "OllamaGenerateRequest"),
 }
 QUICK: dict[str, Schema] = {
     f"{CHAT}/input_tokens": operation("How long a chat's prompt is.", _TOKENS, "ChatRequest"),
@@ -467,7 +531,13 @@ READ: dict[str, Schema] = {
     "/props": operation("llama.cpp's settings.", OBJECT),
 }
 _HEALTH = operation("Whether the model is ready; needs no key.", record("status", status=STRING))
+_OLLAMA_MODELS = operation("The one model.", named("OllamaModels"), fault="OllamaError")
 OURS: dict[str, Schema] = {
+    "/api/tags": _OLLAMA_MODELS,
+    "/api/ps": _OLLAMA_MODELS,
+    "/api/version": operation(
+        "Of Ollama's interface.", record("version", version=STRING), fault="OllamaError"
+    ),
     "/v1/models/{id}": _ONE_MODEL,
     "/health": _HEALTH,
     "/metrics": operation("Counters and gauges, for Prometheus.", STRING, kind=TEXT),
@@ -475,6 +545,9 @@ OURS: dict[str, Schema] = {
     "/openapi.json": operation("This description.", OBJECT),
     "/": operation("A page to chat with; needs no key.", STRING, kind="text/html"),
 }
+# What is sent says which model, and there is one.
+SHOW = "/api/show"
+_SHOW = operation("What the one model is.", OBJECT, fault="OllamaError")
 # Other paths of the same.
 ALIASES = {
     CHAT: "/chat/completions",
@@ -501,7 +574,10 @@ def paths(path: str) -> tuple[str, ...]:
 
 PATHS: dict[str, Schema] = {
     each: {method: operation}
-    for method, operations in (("post", GENERATING | QUICK), ("get", READ | OURS))
+    for method, operations in (
+        ("post", GENERATING | QUICK | {SHOW: _SHOW}),
+        ("get", READ | OURS),
+    )
     for path, operation in operations.items()
     for each in paths(path)
 }

@@ -40,6 +40,7 @@ EVENT_END = b"\n\n"
 # Anthropic's form of requests. Its clients see an error in a stream by the event's name alone.
 ANTHROPIC = "/v1/messages"
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+OLLAMA_CHAT, OLLAMA_GENERATE = "/api/chat", "/api/generate"
 # Names of the most tokens of an answer, in the order in which llama.cpp looks for them.
 LIMITS = ("n_predict", "max_completion_tokens", "max_tokens")
 # Its event with what an answer came to, which llama.cpp sends without `timings`.

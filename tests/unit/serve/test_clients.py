@@ -173,6 +173,52 @@ def test_litellm(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     served.until_running(0)
 
 
+def test_ollama(served: Served) -> None:
+    ollama = pytest.importorskip("ollama", reason="the ollama package is missing")
+    client = ollama.Client(host=served.url)
+    (listed,) = client.list().models
+    shown = client.show(listed.model)
+    assert listed.model == "moe-edge-demo" and listed.size > 2**20
+    assert shown.modelinfo["qwen3moe.context_length"] == 1024 and shown.template
+    assert client.ps().models[0].details.quantization_level == "Q8_0"
+    assert client.generate("any", "").done_reason == "load"
+    # Whole and in lines: the same words, with what they cost.
+    for call, text in (
+        (lambda **more: client.chat("any", MESSAGES, **more), lambda part: part.message.content),
+        (lambda **more: client.generate("any", ASK, **more), lambda part: part.response),
+    ):
+        whole = call(options={"seed": 1})
+        parts = list(call(stream=True, think=False))
+        assert "Oslo" in text(whole) and text(whole) == "".join(map(text, parts))
+        assert len(parts) > 3 and [part.done for part in parts].index(True) == len(parts) - 1
+        for last in (whole, parts[-1]):
+            assert last.done_reason == "stop" and last.eval_count > 3 < last.prompt_eval_count
+            assert last.total_duration > last.eval_duration > 0
+    cut = client.chat("any", LONG, options={"num_predict": 3})
+    assert (cut.done_reason, cut.eval_count) == ("length", 3)
+    raw = client.generate("any", "Once there was", raw=True, options={"stop": ["."]}).response
+    assert raw and "." not in raw
+    found = client.chat("any", MESSAGES, format=SCHEMA)
+    assert json.loads(found.message.content)["capital"] in CAPITALS
+    # What a tool said goes back to the call that asked for it.
+    function = {"name": "capital", "arguments": {"country": "Norway"}}
+    said = [
+        *MESSAGES,
+        {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
+        {"role": "tool", "tool_name": "capital", "content": "Oslo"},
+    ]
+    assert client.chat("any", said, tools=[CAPITAL]).message.content
+    for wrong, why in (
+        ({"messages": [{"role": "user", "content": "?", "images": ["aGk="]}]}, "images"),
+        ({"messages": MESSAGES, "options": {"top_p": 2}}, "options.top_p must be a number from 0"),
+    ):
+        with pytest.raises(ollama.ResponseError, match=why) as refused:
+            client.chat("any", **wrong)
+        assert refused.value.status_code == 400
+    with pytest.raises(ollama.ResponseError, match="/api/embed is nothing that this server has"):
+        client.embed("any", "text")
+
+
 def test_langchain_openai(served: Served) -> None:
     langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is missing")
     model = langchain.ChatOpenAI(

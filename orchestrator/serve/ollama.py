@@ -1,0 +1,253 @@
+"""Ollama's interface to the same answers: its requests become OpenAI's, and what answers those
+becomes lines of JSON. Its form is that of `docs/api.md` in Ollama's repository."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from time import monotonic_ns
+from typing import Any
+
+from starlette.types import Send
+
+from orchestrator.serve.answer import STREAM, Outlet
+from orchestrator.serve.requests import settle_fields, settle_unserved
+from orchestrator.serve.schemas import JSON, LINES
+from orchestrator.serve.wire import CHAT, COMPLETIONS, OLLAMA_CHAT, Refusal, message_of, read_object
+
+# Whose interface this is: clients look whether it is new enough for them.
+VERSION = "0.6.4"
+# Its options that have another name in OpenAI's form, or the same one there.
+_OPTIONS = {
+    "num_predict": "max_tokens",
+    **{
+        name: name
+        for name in (
+            *("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "stop"),
+            *("repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty"),
+            *("mirostat", "mirostat_tau", "mirostat_eta"),
+        )
+    },
+}
+
+
+class OllamaRequest:
+    """A request for an answer. route, data: the same in OpenAI's form, written for that path;
+    has_prompt: False for one that asks for nothing but a model that is loaded."""
+
+    def __init__(self, route: str, body: bytes, n_ctx: int) -> None:
+        """n_ctx: tokens of the context. Raises Refusal."""
+        data = read_object(body)
+        settle_unserved(route, data)
+        settle_fields(route, data, n_ctx)
+        self._is_chat, self._model = route == OLLAMA_CHAT, data.get("model", "")
+        self.route = COMPLETIONS if data.get("raw") else CHAT
+        self.has_prompt = bool(data.get("messages" if self._is_chat else "prompt"))
+        self.data = {"model": self._model, "stream": data.get("stream", True)}
+        for name in ("tools", "moe_edge"):
+            if name in data:
+                self.data[name] = data[name]
+        if self.route == COMPLETIONS:
+            self.data["prompt"] = data.get("prompt", "")
+        else:
+            said = data.get("messages", []) if self._is_chat else _messages(data)
+            self.data["messages"] = list(_translated(said))
+            self._think(data.get("think"))
+        for name, value in data.get("options", {}).items():
+            if name in _OPTIONS and value is not None and (name != "num_predict" or value >= 0):
+                self.data[_OPTIONS[name]] = value
+        form = data.get("format")
+        if form == "json":
+            self.data["response_format"] = {"type": "json_object"}
+        elif form:
+            schema = {"name": "format", "schema": form}
+            self.data["response_format"] = {"type": "json_schema", "json_schema": schema}
+
+    def _think(self, think: bool | str | None) -> None:
+        if isinstance(think, bool):
+            self.data["chat_template_kwargs"] = {"enable_thinking": think}
+        elif think is not None:
+            self.data["reasoning_effort"] = think
+
+    def line(self, text: str = "", **more: Any) -> dict[str, Any]:
+        """One object of the answer. more: beside the text, of a message or of all of it."""
+        inside = ("thinking", "tool_calls")
+        said: dict[str, Any] = {name: more.pop(name) for name in inside if name in more}
+        if self._is_chat:
+            said = {"message": {"role": "assistant", "content": text, **said}}
+        else:
+            said["response"] = text
+        now = datetime.now(timezone.utc).isoformat()
+        return {"model": self._model, "created_at": now, **said, **more}
+
+    def loaded(self) -> dict[str, Any]:
+        """The answer to no prompt."""
+        return self.line(done=True, done_reason="load")
+
+
+def _messages(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of a prompt without a conversation."""
+    system = [{"role": "system", "content": data["system"]}] if data.get("system") else []
+    return [*system, {"role": "user", "content": data.get("prompt", "")}]
+
+
+def _translated(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Calls of tools get names by which what came back refers to them: here by their order."""
+    n_calls, waiting = 0, []
+    for each in messages:
+        if each.get("images"):
+            raise Refusal(400, "images are not served: the model reads text alone")
+        made = {"role": each["role"], "content": each.get("content") or ""}
+        if each.get("thinking"):
+            made["reasoning_content"] = each["thinking"]
+        if each.get("tool_calls"):
+            made["tool_calls"] = calls = []
+            for call in each["tool_calls"]:
+                function = call["function"]
+                arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
+                named = {"name": function["name"], "arguments": arguments}
+                calls.append({"id": f"call_{n_calls}", "type": "function", "function": named})
+                waiting.append(f"call_{n_calls}")
+                n_calls += 1
+        if each["role"] == "tool":
+            made["tool_call_id"] = waiting.pop(0) if waiting else ""
+        yield made
+
+
+class Lines(Outlet):
+    """The way out of an answer in OpenAI's form, to a client that reads Ollama's."""
+
+    def __init__(self, send: Send, request: OllamaRequest) -> None:
+        super().__init__(send, request.route)
+        self._request, self._began_ns = request, monotonic_ns()
+        self._is_stream = False
+        self._rest = b""
+        self._calls: dict[int, dict[str, str]] = {}
+        self._reason = "stop"
+        self._timings: dict[str, Any] = {}
+
+    async def begin(
+        self, status: int, content_type: str, more: dict[str, str] | None = None
+    ) -> None:
+        self._is_stream = content_type == STREAM
+        await super().begin(status, LINES if self._is_stream else content_type, more)
+
+    async def part(self, data: bytes, more: bool = True) -> None:
+        self._rest += data
+        made: list[dict[str, Any]] = []
+        if self._is_stream:
+            *events, self._rest = self._rest.split(b"\n")
+            for event in events:
+                if event.startswith(b"data: "):
+                    made += self._lines(event[len(b"data: ") :])
+        elif not more and self._rest:
+            made = [self._whole(self._rest)]
+        text = b"".join(json.dumps(each, ensure_ascii=False).encode() + b"\n" for each in made)
+        if text or not more:
+            await super().part(text, more)
+
+    async def ping(self) -> None:
+        """Lines have no comments: the header has to do."""
+        if self.status is None:
+            await self.begin(200, STREAM)
+
+    async def fail(self, refusal: Refusal) -> None:
+        if self.status is None:
+            await self.begin(refusal.status, JSON, refusal.headers)
+        text = json.dumps({"error": refusal.message}, ensure_ascii=False).encode() + b"\n"
+        await super().part(text, more=False)
+
+    def _lines(self, event: bytes) -> Iterator[dict[str, Any]]:
+        if event == b"[DONE]":
+            yield self._last(self._called())
+            return
+        data = json.loads(event)
+        if "error" in data:
+            yield {"error": message_of(event)}
+            return
+        self._timings = data.get("timings", self._timings)
+        for choice in data.get("choices", ()):
+            self._reason = choice.get("finish_reason") or self._reason
+            delta = choice.get("delta", {})
+            text = delta.get("content") or choice.get("text") or ""
+            thought = delta.get("reasoning_content")
+            self._call(delta.get("tool_calls"))
+            if text or thought:
+                more = {"thinking": thought} if thought else {}
+                yield self._request.line(text, done=False, **more)
+
+    def _whole(self, text: bytes) -> dict[str, Any]:
+        data = json.loads(text)
+        if "choices" not in data:
+            return {"error": message_of(text)}
+        (choice,) = data["choices"]
+        message = choice.get("message", {})
+        self._reason, self._timings = choice["finish_reason"], data.get("timings", {})
+        self._call(message.get("tool_calls"))
+        thought = message.get("reasoning_content")
+        more = self._called() | ({"thinking": thought} if thought else {})
+        return self._last(more, message.get("content") or choice.get("text") or "")
+
+    def _call(self, deltas: list[dict[str, Any]] | None) -> None:
+        """Adds to the calls of tools: whole ones, or the next pieces of them."""
+        for place, each in enumerate(deltas or ()):
+            known = self._calls.setdefault(each.get("index", place), {"name": "", "arguments": ""})
+            for name in known:
+                known[name] += each["function"].get(name) or ""
+
+    def _called(self) -> dict[str, Any]:
+        """Those calls that are whole."""
+        made = []
+        for call in self._calls.values():
+            try:
+                arguments = json.loads(call["arguments"] or "{}")
+            except ValueError:
+                continue  # the answer was cut off within it
+            made.append({"function": {"name": call["name"], "arguments": arguments}})
+        return {"tool_calls": made} if made else {}
+
+    def _last(self, more: dict[str, Any], text: str = "") -> dict[str, Any]:
+        timings = self._timings
+        costs = {
+            "total_duration": monotonic_ns() - self._began_ns,
+            "load_duration": 0,
+            "prompt_eval_count": timings.get("prompt_n", 0) + timings.get("cache_n", 0),
+            "prompt_eval_duration": int(1e6 * timings.get("prompt_ms", 0)),
+            "eval_count": timings.get("predicted_n", 0),
+            "eval_duration": int(1e6 * timings.get("predicted_ms", 0)),
+            "timings": timings,
+        }
+        reason = "length" if self._reason == "length" else "stop"
+        return self._request.line(text, done=True, done_reason=reason, **more, **costs)
+
+
+def described(model: dict[str, Any], architecture: str) -> dict[str, Any]:
+    """The one model in a list of Ollama's. model: as OpenAI's list has it."""
+    meta = model["meta"]
+    return {
+        "name": model["id"],
+        "model": model["id"],
+        "size": meta["size"],
+        "details": {
+            "format": "gguf",
+            "family": architecture,
+            "families": [architecture],
+            "parameter_size": f"{meta['n_params'] / 1e9:.1f}B",
+            "quantization_level": meta["ftype"],
+        },
+    }
+
+
+def shown(model: dict[str, Any], architecture: str, n_ctx: int, template: str) -> dict[str, Any]:
+    """The one model as Ollama shows it. n_ctx: the longest conversation, in tokens."""
+    return {
+        "template": template,
+        "details": described(model, architecture)["details"],
+        "model_info": {
+            "general.architecture": architecture,
+            "general.parameter_count": model["meta"]["n_params"],
+            f"{architecture}.context_length": n_ctx,
+        },
+        "capabilities": ["completion", "tools"],
+    }

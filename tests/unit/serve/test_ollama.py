@@ -1,0 +1,175 @@
+"""Ollama's form of requests, answers and errors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from asgi import FakeBackend, app_for, ask, streaming, whole
+
+SAID = [{"role": "user", "content": "a"}]
+CALL = {"function": {"name": "f", "arguments": {"x": "ø"}}}
+TIMINGS = {"prompt_n": 3, "cache_n": 4, "prompt_ms": 2.0, "predicted_n": 5, "predicted_ms": 1.5}
+FAILED = b'{"error": {"message": "Compute error."}}'
+
+
+def event(reason: str | None = None, **delta: Any) -> bytes:
+    timings = {"timings": TIMINGS} if reason else {}
+    said = {"choices": [{"finish_reason": reason, "index": 0, "delta": delta}], **timings}
+    return b"data: " + json.dumps(said).encode() + b"\n\n"
+
+
+def call(arguments: str, **name: str) -> dict[str, Any]:
+    return {"tool_calls": [{"index": 0, "function": {**name, "arguments": arguments}}]}
+
+
+def lines(path: str, *parts: bytes, **more: Any) -> list[dict[str, Any]]:
+    """What a client gets of these events."""
+    asked = {"messages": SAID, "prompt": "a", "model": "m", **more}
+    reply = ask(app_for(FakeBackend(streaming(*parts, b"data: [DONE]\n\n"))), path, asked)
+    assert reply.status == 200 and reply.headers["content-type"] == "application/x-ndjson"
+    return [json.loads(line) for line in b"".join(reply.parts).splitlines()]
+
+
+def test_a_stream_is_lines_and_a_call_of_a_tool_is_whole() -> None:
+    pieces = call('{"x"', name="f"), call(': "ø"}')
+    thought, text, last = lines(
+        "/api/chat",
+        event(reasoning_content="hm"),
+        event(content="so"),
+        *(event(**piece) for piece in pieces),
+        event("tool_calls"),
+    )
+    assert thought["message"] == {"role": "assistant", "content": "", "thinking": "hm"}
+    assert text["message"]["content"] == "so" and text["done"] is False and text["model"] == "m"
+    assert last["message"]["tool_calls"] == [CALL]
+    assert (last["done"], last["done_reason"]) == (True, "stop")
+    assert (last["prompt_eval_count"], last["prompt_eval_duration"]) == (7, 2_000_000)
+    assert (last["eval_count"], last["eval_duration"]) == (5, 1_500_000)
+    assert last["timings"]["hit_rate"] == 0.5
+    # One that was cut off is none.
+    (cut,) = lines("/api/chat", event(**pieces[0]), event("length"))
+    assert "tool_calls" not in cut["message"] and cut["done_reason"] == "length"
+
+
+def test_a_prompt_alone_has_its_own_form() -> None:
+    raw = json.dumps({"choices": [{"text": "b", "index": 0, "finish_reason": "stop"}]}).encode()
+    said, _ = lines("/api/generate", event(content="b"), event("stop"))
+    assert said["response"] == "b" and "message" not in said
+    said, _ = lines("/api/generate", b"data: " + raw + b"\n\n", raw=True)
+    assert said["response"] == "b"
+    said = ask(
+        app_for(FakeBackend(whole(raw))),
+        "/api/generate",
+        {"prompt": "a", "raw": True, "stream": False},
+    ).json()
+    assert (said["response"], said["done"]) == ("b", True)
+
+
+SCHEMA = {"type": "object"}
+FORM = {"type": "json_schema", "json_schema": {"name": "format", "schema": SCHEMA}}
+TOOLS = {
+    "messages": [
+        {"role": "assistant", "thinking": "hm", "tool_calls": [CALL, CALL]},
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2"},
+    ]
+}
+
+
+def translated(*calls: str) -> list[dict[str, Any]]:
+    named = {"name": "f", "arguments": '{"x": "ø"}'}
+    return [{"id": name, "type": "function", "function": named} for name in calls]
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "got"),
+    [
+        ("/api/chat", {"messages": SAID}, {"messages": SAID, "stream": True}),
+        ("/api/chat", {"messages": SAID, "stream": False}, {"stream": False}),
+        ("/api/chat", {"messages": SAID, "keep_alive": "5m", "options": {"num_ctx": 9}}, {}),
+        (
+            "/api/chat",
+            {"messages": SAID, "options": {"num_predict": 7, "top_p": 0.5, "stop": ["x"]}},
+            {"max_tokens": 7, "top_p": 0.5, "stop": ["x"]},
+        ),
+        ("/api/chat", {"messages": SAID, "options": {"num_predict": -1}}, {"max_tokens": None}),
+        ("/api/chat", {"messages": SAID, "format": SCHEMA}, {"response_format": FORM}),
+        (
+            "/api/chat",
+            {"messages": SAID, "format": "json"},
+            {"response_format": {"type": "json_object"}},
+        ),
+        (
+            "/api/chat",
+            {"messages": SAID, "think": False},
+            {"chat_template_kwargs": {"enable_thinking": False}},
+        ),
+        ("/api/chat", {"messages": SAID, "think": "low"}, {"reasoning_effort": "low"}),
+        (
+            "/api/chat",
+            TOOLS,
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": "",
+                        "reasoning_content": "hm",
+                        "tool_calls": translated("call_0", "call_1"),
+                    },
+                    {"role": "tool", "content": "1", "tool_call_id": "call_0"},
+                    {"role": "tool", "content": "2", "tool_call_id": "call_1"},
+                ]
+            },
+        ),
+        (
+            "/api/generate",
+            {"prompt": "a", "system": "s"},
+            {"messages": [{"role": "system", "content": "s"}, *SAID]},
+        ),
+        ("/api/generate", {"prompt": "a", "raw": True}, {"prompt": "a", "messages": None}),
+    ],
+)
+def test_a_request_becomes_openais(path: str, asked: Any, got: dict[str, Any]) -> None:
+    backend = FakeBackend(streaming(b"data: [DONE]\n\n"))
+    ask(app_for(backend), path, asked)
+    ((route, body),) = backend.asked
+    assert route == ("/v1/completions" if asked.get("raw") else "/v1/chat/completions")
+    assert {name: json.loads(body).get(name) for name in got} == got
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "status", "says"),
+    [
+        ("/api/chat", {"messages": "a"}, 400, "messages must be a list of at most 4096 items"),
+        ("/api/chat", {"messages": SAID, "options": {"top_p": 2}}, 400, "options.top_p must be"),
+        ("/api/chat", {"messages": SAID, "template": "x"}, 400, "the model's own is used"),
+        ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "/infill fills gaps"),
+        ("/api/generate", {"prompt": "a", "images": ["b"]}, 400, "the model reads text alone"),
+        ("/api/chat", {"messages": [{**SAID[0], "images": ["b"]}]}, 400, "images are not served"),
+        ("/api/chat", {"messages": SAID, "moe_edge": {"bad": 1}}, 400, "bad is no setting"),
+        ("/api/embed", {"input": "a"}, 404, "/api/embed is nothing that this server has"),
+    ],
+)
+def test_an_error_is_a_sentence(path: str, asked: Any, status: int, says: str) -> None:
+    reply = ask(app_for(FakeBackend()), path, asked)
+    assert reply.status == status and list(reply.json()) == ["error"]
+    assert says in reply.json()["error"]
+
+
+def test_an_answer_that_breaks_off_says_why() -> None:
+    said, failed = lines("/api/chat", event(content="b"), b"data: " + FAILED + b"\n\n")
+    assert said["message"]["content"] == "b" and failed == {"error": "the disk is gone"}
+    app = app_for(FakeBackend(whole(b'{"error": {"message": "too long"}}', 400)))
+    reply = ask(app, "/api/chat", {"messages": SAID, "stream": False})
+    assert (reply.status, reply.json()) == (400, {"error": "too long"})
+    reply = ask(app_for(FakeBackend(), api_key="k"), "/api/tags")
+    assert reply.status == 401 and "a key is missing" in reply.json()["error"]
+
+
+@pytest.mark.parametrize(("path", "name"), [("/api/chat", "messages"), ("/api/generate", "prompt")])
+def test_no_prompt_asks_for_a_model_that_is_loaded(path: str, name: str) -> None:
+    for asked in ({}, {name: type(SAID)() if name == "messages" else ""}):
+        said = ask(app_for(FakeBackend()), path, asked).json()
+        assert (said["done"], said["done_reason"]) == (True, "load")
