@@ -27,7 +27,7 @@ _ANSWER = [
     for name, each in Config.declared().items()
     if each.answer and name not in ("system", "stop")
 ]
-_ANSWER.append(Config.declared()["cache_ram"])
+_ANSWER += [Config.declared()[name] for name in ("cache_ram", "prompt_cache", "prompt_cache_limit")]
 
 
 @click.command()

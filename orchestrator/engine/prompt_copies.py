@@ -123,6 +123,8 @@ _FOOTER = struct.Struct("<QQ32s16s")
 # llama.cpp's magic and version of a sequence's file, and the number of its tokens.
 _HEAD = struct.Struct("<III")
 _LLAMA = (0x67677371, 3)
+# How the tokens begin that its server writes (server_tokens).
+_PACKED = (-1, 1)
 _MOST_DESCRIPTION = 1 << 20
 _CHUNK = 1 << 22
 
@@ -130,7 +132,8 @@ _CHUNK = 1 << 22
 @dataclass(frozen=True, eq=False, slots=True)
 class Listed:
     """A file of the folder as its description has it. marks: length, bytes of the part (-1 for
-    none) and of the policy's state (-1 for none) each."""
+    none) and of the policy's state (-1 for none) each; n_stored: numbers in the place of the
+    tokens."""
 
     path: Path
     key: str
@@ -138,6 +141,7 @@ class Listed:
     has_part: bool
     marks: tuple[tuple[int, int, int], ...]
     state_end: int
+    n_stored: int
 
     def usable(self, common: int) -> int:
         places = [length for length, part, _ in self.marks if part >= 0]
@@ -209,7 +213,7 @@ class PromptFolder:
             finally:
                 unfinished.discard()
         except OSError as error:
-            self._note(f"{path}: {error.strerror}: the conversation is not kept there.")
+            self._note(f"{self._path}: {error.strerror}: no conversation is kept there.")
             return
         self._tidy(key, tokens, path)
 
@@ -387,8 +391,17 @@ def _describe(file: BinaryIO, path: Path) -> Listed | None:
     *magic, n = _HEAD.unpack(file.read(_HEAD.size))
     if tuple(magic) != _LLAMA or n == 0 or _HEAD.size + 4 * n > state_end:
         return None
-    tokens = np.frombuffer(file.read(4 * n), "<i4").astype(np.int32)
-    return Listed(path, key, tokens, has_part, marks, state_end)
+    tokens = _plain(np.frombuffer(file.read(4 * n), "<i4").astype(np.int32))
+    return Listed(path, key, tokens, has_part, marks, state_end, n)
+
+
+def _plain(stored: np.ndarray) -> np.ndarray:
+    """The tokens in the place for them, where llama.cpp's server has a mark and its version, how
+    many there are, and what pictures there are behind them."""
+    if len(stored) < len(_PACKED) or not np.array_equal(stored[: len(_PACKED)], _PACKED):
+        return stored
+    n = int(stored[len(_PACKED)]) if len(stored) > len(_PACKED) else 0
+    return stored[len(_PACKED) + 1 :][:n]
 
 
 def _read_marks(file: BinaryIO, listed: Listed, most_bytes: int) -> tuple[Mark, ...]:

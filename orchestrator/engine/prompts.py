@@ -147,8 +147,7 @@ class PromptCache:
 
     def answered(self) -> None:
         """Behind an answer: what took long to read is written to the folder."""
-        n = len(self._steps.cached)
-        if self._folder is not None and n - self._saved >= max(_UNSAVED_TOKENS, n // 2):
+        if self._folder is not None and is_worth_writing(len(self._steps.cached), self._saved):
             self._save()
 
     def put_away(self) -> None:
@@ -239,7 +238,7 @@ class PromptCache:
         assert self._folder is not None
         steps, shelf = self._steps, self._shelf
         room = max(0, shelf.budget_bytes - shelf.used_bytes)
-        return self._folder.load(kept, room, lambda path: steps.state.load(path, len(kept.tokens)))
+        return self._folder.load(kept, room, lambda path: steps.state.load(path, kept.n_stored))
 
     def _marks_at_end(self) -> tuple[Mark, ...]:
         """The marks, and what the policy knows where the sequence ends."""
@@ -275,6 +274,11 @@ class PromptCache:
 
     def _count_marks(self) -> None:
         self._shelf.live_bytes = sum(each.n_bytes for each in self._steps.marks)
+
+
+def is_worth_writing(n_tokens: int, n_saved: int) -> bool:
+    """Behind an answer: of a sequence of n_tokens, of which n_saved are on disk."""
+    return n_tokens - n_saved >= max(_UNSAVED_TOKENS, n_tokens // 2)
 
 
 def kept_prompts(config: Config) -> tuple[Shelf, PromptFolder | None]:

@@ -16,7 +16,7 @@ from gguf_tools import interrupts
 from orchestrator.errors import NativeError
 from orchestrator.native.abi import fields_of
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 _ERROR_BYTES = 512
 _NO_SEED = 0xFFFFFFFF
 # Why moe_edge_request_run ended before the end of an answer.
@@ -52,6 +52,8 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_server_set_before_step": (None, [_POINTER, _POINTER, _POINTER]),
     "moe_edge_server_run": (None, [_POINTER]),
     "moe_edge_server_forget": (ctypes.c_int, [_POINTER, ctypes.c_int32]),
+    "moe_edge_server_save": (ctypes.c_int64, [_POINTER, ctypes.c_int32, _TEXT]),
+    "moe_edge_server_restore": (ctypes.c_int64, [_POINTER, ctypes.c_int32, _TEXT]),
     "moe_edge_server_stop": (None, [_POINTER]),
     "moe_edge_server_free": (None, [_POINTER]),
     "moe_edge_server_route": (_TEXT, [ctypes.c_int]),
@@ -190,6 +192,18 @@ class NativeServer:
         decodes on any, the context is the caller's then, until the next request. False where the
         server ends."""
         return int(self.lib.moe_edge_server_forget(self.handle, sequence)) == 0
+
+    def save(self, sequence: int, path: Path) -> int:
+        """Beside run: writes what a sequence holds on which no request decodes to a file, tokens
+        first. Returns llama.cpp's bytes of it; 0 where that fails, or the server ends."""
+        done = self.lib.moe_edge_server_save(self.handle, sequence, os.fsencode(path))
+        return max(0, int(done))
+
+    def restore(self, sequence: int, path: Path) -> bool:
+        """Beside run: as save, the other way round. False where that fails, and the sequence holds
+        nothing then."""
+        done = self.lib.moe_edge_server_restore(self.handle, sequence, os.fsencode(path))
+        return int(done) > 0
 
     def stop(self) -> None:
         """Ends the running step and every request, and so run; from any thread."""

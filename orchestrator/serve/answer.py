@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from orchestrator.errors import NativeError, PolicyError
 from orchestrator.native import NativeRequest
 from orchestrator.serve.admission import Body, Conversation, with_seat
 from orchestrator.serve.backend import SCORE_BYTES, STOPPING, Backend, State
+from orchestrator.serve.kept import KeptConversations
 from orchestrator.serve.wire import (
     NOT_SUPPORTED,
     Refusal,
@@ -90,7 +91,8 @@ class Asked:
     llama.cpp's answer into the form of its path. check: raises Refusal for a request that llama.cpp
     would refuse; asked before a stream begins whose turn has not come. compute: makes the answer in
     the place of llama.cpp's server, on a sequence; the parts of a JSON object, for which the place
-    is not kept. outlet: the way out where it is not that of the path.
+    is not kept. outlet: the way out where it is not that of the path. prompt: its
+    tokens, where conversations are kept on disk; none where they are not known.
     """
 
     is_stream: bool
@@ -102,6 +104,7 @@ class Asked:
     check: Callable[[], Awaitable[None]]
     compute: Callable[[int], Awaitable[Iterable[bytes]]] | None = None
     outlet: Callable[[Send], Outlet] | None = None
+    prompt: Sequence[int] = ()
 
 
 class Answer:
@@ -157,7 +160,8 @@ class Answer:
                 if not self._state.gate.widen(ticket, stale):
                     await self._empty(seats.candidates(seat))
                 if self._asked.compute is None:
-                    await self._ask(with_seat(self._body.take(), seat), out, held, abort)
+                    await self._recall(seat)
+                    await self._ask(with_seat(self._body.take(), seat), out, held, abort, seat)
                     return
                 parts = await self._asked.compute(seat or 0)
                 held.close()
@@ -180,8 +184,26 @@ class Answer:
         for each in sequences:
             await loop.run_in_executor(self._state.quick, self._backend.forget, each)
 
+    def _kept(self, seat: int | None) -> tuple[KeptConversations, int] | None:
+        """Where conversations are kept on disk, and the sequence of this one; None where they are
+        not, or llama.cpp chooses the sequence."""
+        kept, n = self._backend.kept, self._state.settings.parallel
+        sequence = 0 if seat is None and n == 1 else seat
+        return None if kept is None or sequence is None else (kept, sequence)
+
+    async def _recall(self, seat: int | None) -> None:
+        found, loop = self._kept(seat), asyncio.get_running_loop()
+        if found is not None:
+            kept, sequence = found
+            await loop.run_in_executor(kept.thread, kept.recall, sequence, self._asked.prompt)
+
     async def _ask(
-        self, body: bytes, out: Outlet, held: ExitStack, abort: Callable[[], None]
+        self,
+        body: bytes,
+        out: Outlet,
+        held: ExitStack,
+        abort: Callable[[], None],
+        seat: int | None,
     ) -> None:
         """Runs the request on a thread of its own and sends what comes."""
         until_now = self._backend.costs()
@@ -196,6 +218,9 @@ class Answer:
 
         def at_end() -> None:
             self._final = costs()  # what runs afterwards is no part of it
+            found = self._kept(seat)
+            if found is not None and not self._state.stopping:
+                found[0].thread.submit(found[0].answered, found[1])
             held.close()
             if not self._is_over:
                 self._state.unread.keep(self, self._sending + request.n_left, abort)

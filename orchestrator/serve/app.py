@@ -20,7 +20,13 @@ from orchestrator.serve.answer import Answer, Asked
 from orchestrator.serve.backend import Backend, State
 from orchestrator.serve.door import Door, error_response
 from orchestrator.serve.ollama import VERSION, Lines, OllamaRequest, described, shown
-from orchestrator.serve.requests import check_length, read_request, settle_length, settle_probs
+from orchestrator.serve.requests import (
+    check_length,
+    prompt_tokens,
+    read_request,
+    settle_length,
+    settle_probs,
+)
 from orchestrator.serve.schemas import COUNTING, GENERATING, QUICK, READ, SHOW, document, paths
 from orchestrator.serve.scoring import Scoring, wants_scores
 from orchestrator.serve.views import metrics_text, page_response
@@ -118,6 +124,7 @@ class Endpoints:
             if backend.parallel > 1:
                 cells = settle_length(ask, route, data, backend, places)
         body.data = written(data)
+        prompt = [] if backend.kept is None else prompt_tokens(ask, route, body.data)
 
         async def check() -> None:
             if backend.parallel > 1:
@@ -126,7 +133,9 @@ class Endpoints:
             await state.bodies.run(checking)
 
         is_stream = data.get("stream") is True
-        asked = Asked(is_stream, places, cells, conversation, settings, shape, check, make, outlet)
+        asked = Asked(
+            is_stream, places, cells, conversation, settings, shape, check, make, outlet, prompt
+        )
         return Answer(state, backend, route, body, asked)
 
     async def _score(self, backend: Backend, body: Body, sequence: int) -> Iterable[bytes]:

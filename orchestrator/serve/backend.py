@@ -28,6 +28,7 @@ from gguf_tools.process import default_threads, peak_rss_bytes
 from orchestrator.config import Config, native_log_enabled
 from orchestrator.engine.driver import PlainDriver
 from orchestrator.engine.engine import Engine
+from orchestrator.engine.prompt_copies import PromptFolder
 from orchestrator.engine.report import StoreCosts
 from orchestrator.errors import ConfigError, MoeEdgeError, NativeError
 from orchestrator.events import Phase
@@ -53,6 +54,7 @@ from orchestrator.serve.admission import (
     Unread,
     bodies_bytes,
 )
+from orchestrator.serve.kept import KeptConversations
 from orchestrator.serve.settings import LEAST_BODY_BYTES, ServeSettings
 from orchestrator.serve.wire import Refusal
 from orchestrator.settings import Settings
@@ -210,9 +212,12 @@ class Backend:
         settings: ServeSettings,
         library: ServerLibrary,
         progress: Callable[[float], None],
+        threads: str = "",
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Loads the model; progress gets the loaded share, 0 to 1, and what it raises comes
-        through. Raises MoeEdgeError in one of its forms."""
+        through. threads: how the names of its threads begin that are in llama.cpp for a request;
+        note gets what is to be said while it serves. Raises MoeEdgeError in one of its forms."""
         self.name = settings.alias or config.model.stem
         self.parallel, self.max_tokens = settings.parallel, config.max_tokens
         template = settings.chat_template
@@ -236,7 +241,9 @@ class Backend:
             self.slot_context = min(own_length, engine.n_ctx)
             plan = engine.plan
             cache_mib, checkpoints = kept_prompts(
-                plan.prompt_bytes, part_bytes(engine.model, engine.config), settings.parallel
+                plan.prompt_bytes - plan.copying_bytes,
+                part_bytes(engine.model, engine.config),
+                settings.parallel,
             )
             spec = ServerSpec(
                 model_name=self.name,
@@ -257,6 +264,11 @@ class Backend:
                 loud=native_log_enabled(),
             )
             self._native = NativeServer(library, engine.llama.handle, engine.context.handle, spec)
+            self.kept: KeptConversations | None = None
+            if config.prompt_cache is not None:
+                folder = PromptFolder(config.prompt_cache, config.prompt_cache_limit)
+                name = f"{threads}kept"
+                self.kept = KeptConversations(engine, self._native, folder, name, note)
         except BaseException:
             self.engine.close()
             raise
@@ -283,6 +295,8 @@ class Backend:
     def forget(self, sequence: int) -> bool:
         """Drops what a sequence holds that nobody decodes on; False at the end of the server."""
         self.engine.end_idle()
+        if self.kept is not None:
+            self.kept.thread.submit(self.kept.lose, sequence).result()
         return self._native.forget(sequence)
 
     def score(
@@ -298,7 +312,7 @@ class Backend:
         context, driver = engine.context, engine.driver if engine.managed else PlainDriver()
         engine.end_idle()
         others = [each for each in range(self.parallel) if each != sequence]
-        if not self._native.forget(sequence):
+        if not self.forget(sequence):
             raise Stopped
         try:
             for start in range(0, len(tokens), context.outputs):
@@ -308,7 +322,7 @@ class Backend:
                 driver.begin(Phase.PREFILL)
                 places = range(start, start + len(part))
                 status = context.decode_each(part, places, [sequence] * len(part))
-                while status == NO_ROOM and others and self._native.forget(others.pop()):
+                while status == NO_ROOM and others and self.forget(others.pop()):
                     status = context.decode_each(part, places, [sequence] * len(part))
                 driver.check(status)
                 if status and not goes_on():
@@ -433,6 +447,8 @@ class Backend:
         self._thread.join(None if end_s is None else max(0.0, end_s - monotonic()))
         if self._thread.is_alive():
             return False
+        if self.kept is not None:
+            self.kept.leave(end_s)
         self._native.close()
         self.engine.close()
         return True

@@ -639,12 +639,31 @@ def check_length(
         if status == 200:
             n_tokens = json.loads(answer)["input_tokens"]
     elif isinstance(prompt, str):
-        text = json.dumps({"content": prompt, "add_special": True, "parse_special": True})
-        status, answer = ask("/tokenize", text.encode())
-        if status == 200:
-            n_tokens = len(json.loads(answer)["tokens"])
+        tokens = _tokens_of(ask, prompt)
+        n_tokens = None if tokens is None else len(tokens)
     elif prompt and isinstance(prompt, list) and all(isinstance(each, int) for each in prompt):
         n_tokens = len(prompt)
     if n_tokens is not None and n_tokens >= most_tokens:
         raise beyond_context(f"the prompt of {n_tokens} tokens", n_tokens, most_tokens)
     return n_tokens
+
+
+def prompt_tokens(
+    ask: Callable[[str, bytes], tuple[int, bytes]], route: str, body: bytes
+) -> list[int]:
+    """The tokens that llama.cpp makes of a prompt; none where no request that decodes nothing tells
+    them. ask: as of check_length."""
+    prompt = json.loads(body).get("prompt")
+    if route == CHAT:
+        status, answer = ask("/apply-template", body)
+        prompt = json.loads(answer)["prompt"] if status == 200 else None
+    if isinstance(prompt, str):
+        prompt = _tokens_of(ask, prompt)
+    is_one = isinstance(prompt, list) and all(isinstance(each, int) for each in prompt)
+    return prompt if is_one else []
+
+
+def _tokens_of(ask: Callable[[str, bytes], tuple[int, bytes]], text: str) -> list[int] | None:
+    body = json.dumps({"content": text, "add_special": True, "parse_special": True})
+    status, answer = ask("/tokenize", body.encode())
+    return list(json.loads(answer)["tokens"]) if status == 200 else None

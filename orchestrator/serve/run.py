@@ -261,7 +261,10 @@ class Running:
         try:
             library = server_library(self._bindings, lambda: self._state.stopping)
             self._progress(0.0)  # a plan may be chosen first, for which this machine is measured
-            backend = Backend(self._config, self._settings, library, self._loaded_share)
+            threads = self._state.threads
+            backend = Backend(
+                self._config, self._settings, library, self._loaded_share, threads, self._note
+            )
         except Stopped:
             return
         except BaseException as error:  # noqa: BLE001 - run raises it
@@ -288,8 +291,10 @@ class Running:
         """Whether everything has ended, and so is freed."""
         state = self._state
         self._socket.close()
-        for workers in (state.workers, state.quick, state.scorer):
-            workers.shutdown(wait=False)
+        kept = state.backend.kept if state.backend is not None else None
+        for workers in (state.workers, state.quick, state.scorer, kept and kept.thread):
+            if workers:
+                workers.shutdown(wait=False)
         end_s = self._stopped_s + END_S
         for thread in threading.enumerate():
             if thread.name.startswith(state.threads):

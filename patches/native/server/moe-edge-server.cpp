@@ -232,6 +232,28 @@ bool moe_edge_server_ends() {
 }
 
 // Upstream's code calls these.
+// What comes of a task about a slot that no request decodes on; nullptr where it fails, and where the server ends.
+static server_task_result_ptr do_with_slot(
+        moe_edge_server * server, server_task_type type, int32_t sequence, const char * path) {
+    try {
+        server_response_reader reader = server->context.get_response_reader();
+        server_task task(type);
+        task.id = reader.get_new_id();
+        task.slot_action.id_slot  = sequence;
+        task.slot_action.filepath = path;
+        reader.post_task(std::move(task));
+        server_task_result_ptr result = reader.next([server] { return server->stopping.load(); });
+        return result && !result->is_error() ? std::move(result) : nullptr;
+    } catch (const std::exception &) {
+        return nullptr;
+    }
+}
+
+static int64_t n_bytes_of(const server_task_result_ptr & result) {
+    const auto * done = dynamic_cast<const server_task_result_slot_save_load *>(result.get());
+    return done ? int64_t(done->n_bytes) : -1;
+}
+
 extern "C" {
 
 llama_model * moe_edge_server_model(const char *, llama_model_params) {
@@ -308,17 +330,15 @@ void moe_edge_server_run(moe_edge_server * server) {
 }
 
 int moe_edge_server_forget(moe_edge_server * server, int32_t sequence) {
-    try {
-        server_response_reader reader = server->context.get_response_reader();
-        server_task task(SERVER_TASK_TYPE_SLOT_ERASE);
-        task.id = reader.get_new_id();
-        task.slot_action.id_slot = sequence;
-        reader.post_task(std::move(task));
-        const auto result = reader.next([server] { return server->stopping.load(); });
-        return result && !result->is_error() ? 0 : -1;
-    } catch (const std::exception &) {
-        return -1;
-    }
+    return do_with_slot(server, SERVER_TASK_TYPE_SLOT_ERASE, sequence, "") ? 0 : -1;
+}
+
+int64_t moe_edge_server_save(moe_edge_server * server, int32_t sequence, const char * path) {
+    return n_bytes_of(do_with_slot(server, SERVER_TASK_TYPE_SLOT_SAVE, sequence, path));
+}
+
+int64_t moe_edge_server_restore(moe_edge_server * server, int32_t sequence, const char * path) {
+    return n_bytes_of(do_with_slot(server, SERVER_TASK_TYPE_SLOT_RESTORE, sequence, path));
 }
 
 void moe_edge_server_stop(moe_edge_server * server) {

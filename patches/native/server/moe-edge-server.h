@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define MOE_EDGE_SERVER_ABI_VERSION 5
+#define MOE_EDGE_SERVER_ABI_VERSION 6
 
 #if defined(_WIN32)
 #    define MOE_EDGE_SERVER_API __declspec(dllexport)
@@ -70,6 +70,12 @@ MOE_EDGE_SERVER_API void moe_edge_server_run(moe_edge_server * server);
 // Beside run: lets a sequence forget all that it holds, once no request decodes on it. Where none decodes on any, the
 // caller may use the context afterwards, until its next request. Returns 0, or -1 where the server ends.
 MOE_EDGE_SERVER_API int moe_edge_server_forget(moe_edge_server * server, int32_t sequence);
+
+// Beside run: writes what a sequence holds to a file, tokens first, or has it hold what such a file has, once no request
+// decodes on it. More may follow in a file that is read. Returns llama.cpp's bytes of the file; -1 where that fails, and
+// where the server ends: a sequence that was to be read holds nothing then.
+MOE_EDGE_SERVER_API int64_t moe_edge_server_save(moe_edge_server * server, int32_t sequence, const char * path);
+MOE_EDGE_SERVER_API int64_t moe_edge_server_restore(moe_edge_server * server, int32_t sequence, const char * path);
 
 // Any thread, any time: the running step ends early, every request ends, and so does run.
 MOE_EDGE_SERVER_API void moe_edge_server_stop(moe_edge_server * server);

@@ -167,6 +167,7 @@ class FakeBackend:
     """Gives out requests in turn, and remembers what it was asked."""
 
     slot_context, parallel, cells = 512, 1, 1000
+    kept = None
     max_tokens = None
     most_scored = 16384
     most_body_bytes, body_factor = 2**17, BODY_FACTOR

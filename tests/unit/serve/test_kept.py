@@ -1,0 +1,120 @@
+"""`serve --prompt-cache`: conversations outlive their sequence and their server."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from served import HANG_S, Served, serving
+
+from orchestrator.cli.main import cli
+
+LONG = [{"role": "user", "content": "Where do the experts lie, and who reads them? " * 30}]
+OTHER = [{"role": "user", "content": "What is a fox? " * 40}]
+THEN = {"role": "user", "content": "And then?"}
+
+
+@pytest.fixture(scope="module")
+def model(library: object, tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("qwen3moe", "q8_0", "q4_k", seed=1)
+
+
+def started(model: Path, folder: Path, *options: str) -> Any:
+    usual = ("-m", str(model), "--ctx", "2048", "--temp", "0", "--cache-ram", "0")
+    folder.parent.mkdir(exist_ok=True)
+    return serving(folder.parent, *usual, "--prompt-cache", str(folder), *options)
+
+
+def asked(server: Served, messages: list[dict[str, str]]) -> tuple[Any, int, int]:
+    """(the answer with its probabilities, tokens of the prompt that were read, all of them)."""
+    asked = {"messages": messages, "max_tokens": 4, "logprobs": True, "top_logprobs": 2}
+    answer = server.post("/v1/chat/completions", asked)
+    timings, (choice,) = answer["timings"], answer["choices"]
+    said = choice["message"]["content"], choice["logprobs"]["content"]
+    return said, timings["prompt_n"], timings["prompt_n"] + timings["cache_n"]
+
+
+def going_on(messages: list[dict[str, str]], said: Any) -> list[dict[str, str]]:
+    return [*messages, {"role": "assistant", "content": said[0]}, THEN]
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.prompt"))
+
+
+def until_written(folder: Path) -> None:
+    end_s = time.monotonic() + HANG_S
+    while not files(folder):
+        assert time.monotonic() < end_s, "nothing is ever written"
+        time.sleep(0.02)
+
+
+def test_what_took_long_to_read_outlives_a_kill(model: Path, tmp_path: Path) -> None:
+    """To the bit; and a chat reads what the server has written."""
+    folder = tmp_path / "prompts"
+    with started(model, folder) as server:
+        said, n_read, n = asked(server, LONG)
+        assert n_read == n > 1024
+        until_written(folder)
+        live, n_new, _ = asked(server, going_on(LONG, said))
+        assert server.end(signal.SIGKILL)[0] == -signal.SIGKILL
+    with started(model, folder) as server:
+        again, n_again, n_all = asked(server, going_on(LONG, said))
+        assert (again, n_again) == (live, n_new) and n_all > n > 10 * n_new
+    options = ["--temp=0", "--max-tokens=4", "--ctx=2048", "--prompt-cache", str(folder), "--json"]
+    done = CliRunner().invoke(cli, ["chat", "-m", str(model), *options, "-p", LONG[0]["content"]])
+    assert done.exit_code == 0 and json.loads(done.stdout)["stats"]["evaluated_tokens"] < 20
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_a_conversation_makes_room_for_another_one_and_comes_back(
+    model: Path, tmp_path: Path, parallel: int
+) -> None:
+    folder = tmp_path / "prompts"
+    with started(model, folder, "--parallel", str(parallel)) as server:
+        said, _, n_long = asked(server, LONG)
+        others = [[{**OTHER[0], "content": f"{n} {OTHER[0]['content']}"}] for n in range(parallel)]
+        for other in others:
+            assert asked(server, other)[1] > 100
+        _, n_read, n = asked(server, going_on(LONG, said))
+        assert n_read <= n - n_long + 1
+        status, text = server.end(signal.SIGTERM)
+        assert status == 0 and "still at work" not in text
+    # And behind its end.
+    with started(model, folder) as server:
+        for other in others:
+            assert asked(server, other)[1] == 1
+
+
+def test_what_cannot_be_used_is_read_again(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "prompts"
+    with started(model, folder) as server:
+        fresh = asked(server, OTHER)
+        server.end(signal.SIGTERM)
+    (path,) = files(folder)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with started(model, folder, "--prompt-cache-limit", "1000") as server:
+        assert asked(server, OTHER) == fresh
+        for other in (LONG, OTHER, LONG):
+            asked(server, other)
+        text = server.end(signal.SIGTERM)[1]
+    assert f"{path}: this kept conversation is damaged, so it was removed." in text
+    assert text.count("is not kept: it is more than --prompt-cache-limit") >= 1
+    assert files(folder) == []
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "prompts"
+    with started(model, folder) as server:
+        folder.rmdir()
+        for messages in (OTHER, LONG, OTHER):
+            asked(server, messages)
+        assert server.end(signal.SIGTERM)[1].count("no conversation is kept there") == 1
