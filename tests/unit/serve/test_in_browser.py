@@ -127,7 +127,7 @@ def test_an_answer_streams_and_its_experts_light_up(browser: Browser, served: Se
     assert tab.value("lengths.size") > 4
     assert tab.value("document.querySelector('.assistant').innerText.length") > 50
     costs = tab.value("document.querySelector('.costs').innerText")
-    for word in ("TTFT", "tokens/s", "hits", "q4_k", "read", "memory", "dymoe"):
+    for word in ("first word", "tok/s", "% in memory", "memory", "of 160.0 MiB"):
         assert word in costs
     tab.until("flow.some((each) => each.hits > 0)")
     assert "since the start: " in tab.value("$('figures').innerText")
