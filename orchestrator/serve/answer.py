@@ -218,9 +218,6 @@ class Answer:
 
         def at_end() -> None:
             self._final = costs()  # what runs afterwards is no part of it
-            found = self._kept(seat)
-            if found is not None and not self._state.stopping:
-                found[0].thread.submit(found[0].answered, found[1])
             held.close()
             if not self._is_over:
                 self._state.unread.keep(self, self._sending + request.n_left, abort)
@@ -260,6 +257,10 @@ class Answer:
                 is_shared = is_shared or self._state.gate.running > 1
                 await self._send(out, status, is_stream, made(text, status, is_stream))
             await parts.close()  # raises what the thread raised, while an error can be said
+            found = self._kept(seat)
+            if found is not None and request.status == 200:
+                kept, sequence = found
+                kept.thread.submit(kept.answered, sequence, self._asked.prompt)
             if out.status is None:
                 await out.begin(request.status, JSON)
             await out.part(b"", more=False)

@@ -26,8 +26,8 @@ _TAIL_TOKENS = 16
 class KeptConversations:
     """What each sequence holds, and what of it is on disk.
 
-    Its methods but leave are for `thread`, on which one of them runs at a time. Between recall and
-    answered a request decodes on the sequence.
+    Its methods but leave are for `thread`, on which one of them runs at a time. Behind recall a
+    request decodes on the sequence, and answered follows where it came to its end.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class KeptConversations:
         self._has_part = SequenceState(engine.context).has_part
         self._held: dict[int, Sequence[int]] = {}  # the prompt that each sequence had last
         self._saved: dict[int, int] = {}  # tokens of that prompt, once it is on disk
+        self._whole: set[int] = set()  # sequences that hold all of that prompt
         self._driver = engine.driver if engine.managed else PlainDriver()
         self._told = 0  # of the folder's notes
         self.thread = ThreadPoolExecutor(1, thread)
@@ -52,6 +53,7 @@ class KeptConversations:
         """Before a prompt is read: where its sequence holds another conversation, that one is
         written, and the file takes its place that holds most of the prompt."""
         held = self._held.get(sequence, ())
+        self._whole.discard(sequence)
         live = common_prefix(prompt, held)
         if live < max(1, len(held) - _TAIL_TOKENS):
             self._write(sequence)
@@ -66,9 +68,12 @@ class KeptConversations:
         self._held[sequence] = prompt
         self._tell()
 
-    def answered(self, sequence: int) -> None:
+    def answered(self, sequence: int, prompt: Sequence[int]) -> None:
         """Behind an answer: what took long to read is written."""
-        n = len(self._held.get(sequence, ()))
+        if self._held.get(sequence) is not prompt:
+            return  # the next one has begun
+        self._whole.add(sequence)
+        n = len(prompt)
         if is_worth_writing(n, self._saved.get(sequence, 0)):
             self._write(sequence)
         self._tell()
@@ -77,13 +82,15 @@ class KeptConversations:
         """Before a sequence forgets what it holds."""
         self._write(sequence)
         self._held.pop(sequence, None)
+        self._whole.discard(sequence)
         self._tell()
 
     def leave(self, end_s: float | None) -> None:
         """At the end, once nothing decodes and the native server has returned. end_s: of the
         monotonic clock, when no further conversation is begun to be written."""
         context = self._engine.context
-        for sequence, prompt in self._held.items():
+        for sequence in self._whole:
+            prompt = self._held[sequence]
             if self._has_part or (end_s is not None and monotonic() > end_s):
                 continue  # such a memory cannot be cut to the tokens that are known
             context.forget_from(len(prompt), sequence)

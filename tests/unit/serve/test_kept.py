@@ -118,3 +118,24 @@ def test_a_folder_that_cannot_be_written_is_one_line(model: Path, tmp_path: Path
         for messages in (OTHER, LONG, OTHER):
             asked(server, messages)
         assert server.end(signal.SIGTERM)[1].count("no conversation is kept there") == 1
+
+
+@pytest.mark.parametrize("way", ["the client leaves", "the server ends"])
+def test_a_prompt_that_was_not_read_to_its_end_is_not_kept_as_if_it_were(
+    model: Path, tmp_path: Path, way: str
+) -> None:
+    folder = tmp_path / "prompts"
+    with started(model, folder) as server:
+        fresh = asked(server, LONG)
+    for path in files(folder):
+        path.unlink()
+    slow = {"messages": LONG, "max_tokens": 4, "stream": True, "return_progress": True}
+    with started(model, folder, "--ubatch", "32") as server:
+        asked(server, OTHER)
+        connection = server.asked("/v1/chat/completions", slow)
+        assert b"prompt_progress" in connection.getresponse().readline()
+        if way == "the client leaves":
+            connection.close()
+        server.end(signal.SIGTERM)
+    with started(model, folder) as server:
+        assert asked(server, LONG)[0][0] == fresh[0][0]
