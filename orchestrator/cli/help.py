@@ -6,20 +6,16 @@ from __future__ import annotations
 import difflib
 import re
 import shutil
-import textwrap
-from collections.abc import Iterable
 from typing import Any
 
 import click
 
+from gguf_tools.columns import explained
 from orchestrator.settings import COMMON, MORE
 
 # Where a context keeps that every option was asked for.
 _ALL = "moe-edge.help-all"
-# Columns that a help takes at most, and below which a text stands below the name of its option.
-_WIDE, _NARROW = 80, 60
-# Of the names; what is longer stands on a line of its own.
-_MOST_NAME = 26
+_MOST_COLUMNS = 80
 
 
 class Option(click.Option):
@@ -54,7 +50,7 @@ class Command(click.Command):
 
     def get_help(self, ctx: click.Context) -> str:
         # Where the terminal is narrow, click would write lines that are longer.
-        ctx.terminal_width = min(shutil.get_terminal_size().columns, _WIDE) - 2
+        ctx.terminal_width = min(shutil.get_terminal_size().columns, _MOST_COLUMNS) - 2
         return super().get_help(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -78,7 +74,8 @@ class Command(click.Command):
             }
         last = MORE if any(shown) else ""
         shown[last] = shown.get(last, []) + of_help
-        write_groups(formatter, {name or "Options": found for name, found in shown.items()})
+        shown = {name or "Options": found for name, found in shown.items()}
+        formatter.write(f"\n{explained(shown, formatter.width)}\n")
 
 
 class Group(Command, click.Group):
@@ -104,29 +101,3 @@ def _in_short(text: str) -> str:
     default = re.search(r"  \[default: .*", text)
     sentence, dot, _ = text.partition(". ")
     return sentence + dot.rstrip() + (default[0] if default else "")
-
-
-def write_groups(formatter: click.HelpFormatter, groups: dict[str, list[tuple[str, str]]]) -> None:
-    """Names and what they mean, below the heading of each group. No word is broken."""
-    names = [len(name) for rows in groups.values() for name, _ in rows]
-    width = min(max(names), _MOST_NAME) + 4
-    for heading, rows in groups.items():
-        with formatter.section(heading):
-            formatter.write("".join(_lines(rows, width, formatter.width)))
-
-
-def _lines(rows: Iterable[tuple[str, str]], width: int, columns: int) -> Iterable[str]:
-    """width: of the first column, with its margins."""
-    indent = " " * (width if columns >= _NARROW else 6)
-    for name, text in rows:
-        first = f"  {name}  ".ljust(len(indent))
-        beside = len(first) == len(indent)
-        lines = textwrap.wrap(
-            text,
-            columns,
-            initial_indent=first if beside else indent,
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        yield from (f"{line}\n" for line in ([] if beside else [first.rstrip()]) + lines)

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import click
 
 from gguf_tools import interrupts
+from gguf_tools.columns import explained
 from orchestrator.chat.console import strip_controls
-from orchestrator.cli.help import Group, write_groups
+from orchestrator.cli.help import Group
 from orchestrator.errors import MoeEdgeError
 
 
@@ -79,13 +80,11 @@ class Commands(Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list of commands, without importing one."""
-        write_groups(
-            formatter,
-            {
-                heading: [(name, where.help) for name, where in commands.items()]
-                for heading, commands in GROUPS.items()
-            },
-        )
+        rows = {
+            heading: [(name, where.help) for name, where in commands.items()]
+            for heading, commands in GROUPS.items()
+        }
+        formatter.write(f"\n{explained(rows, formatter.width)}\n")
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

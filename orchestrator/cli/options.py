@@ -334,8 +334,7 @@ def open_engine(config: Config, console: Console) -> Engine:
     if profile is not None and profile.parent.is_dir():  # else it is made
         check_target(profile)
     with console.bars():
-        console.load_bar(0.0)  # a plan may be chosen first, for which this machine is measured
-        engine = Engine.open(config, console.load_bar)
+        engine = Engine.open(config, console.bar)
     if engine.note:
         console.note(engine.note)
     return engine

@@ -48,6 +48,6 @@ def serve(**options: Any) -> None:
     with as_options():
         settings = ServeSettings.of(own)
     config = make_config({**options, "remember": True})
-    if not Running(config, settings, console.note, console.load_bar).run():
+    if not Running(config, settings, console.note, console.bar).run():
         sys.stderr.flush()
         os._exit(0)  # else Python would wait for the thread that does not end

@@ -16,7 +16,7 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config, Sampling
 from orchestrator.cost.losses import LossModel
 from orchestrator.engine.driver import Driver
-from orchestrator.engine.load import Loader
+from orchestrator.engine.load import Loader, Progress
 from orchestrator.engine.prompts import PromptCache, kept_prompts
 from orchestrator.engine.report import Meter, StoreCosts, memory_now, mode_line
 from orchestrator.engine.steps import Steps
@@ -26,7 +26,7 @@ from orchestrator.events import GenerationStats, Phase
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import Store, context_memory
 from orchestrator.native.llama import LlamaContext, Model, SamplerChain
-from orchestrator.policy import Policy
+from orchestrator.policy import ALLOWED_LOSS, Policy
 
 __all__ = ["Engine", "GenerationStats", "Sampling"]
 
@@ -41,9 +41,11 @@ class Engine(Closing):
         self,
         config: Config,
         model: ExpertModel,
-        progress: Callable[[float], None] | None,
+        progress: Progress | None,
         compared: bool = False,
     ) -> None:
+        if progress is not None and config.given(ALLOWED_LOSS) is not None:
+            progress("Measuring this machine", None)
         self.model = model
         self.last_stats: GenerationStats | None = None
         self._loader = Loader(config, model)
@@ -60,13 +62,12 @@ class Engine(Closing):
     def open(
         cls,
         config: Config,
-        progress: Callable[[float], None] | None = None,
+        progress: Progress | None = None,
         compared: bool = False,
     ) -> Engine:
         """Reads the file's layout, plans the memory and loads the dense weights.
 
-        progress gets the loaded share, 0 to 1. compared: as Planner.compared. Raises MoeEdgeError
-        in one of its forms.
+        compared: as Planner.compared. Raises MoeEdgeError in one of its forms.
         """
         model = ExpertModel.open(config.model, config.low)
         try:

@@ -28,6 +28,7 @@ from gguf_tools.process import default_threads, peak_rss_bytes
 from orchestrator.config import Config, native_log_enabled
 from orchestrator.engine.driver import PlainDriver
 from orchestrator.engine.engine import Engine
+from orchestrator.engine.load import Progress
 from orchestrator.engine.report import StoreCosts
 from orchestrator.errors import ConfigError, MoeEdgeError, NativeError
 from orchestrator.events import Phase
@@ -209,10 +210,10 @@ class Backend:
         config: Config,
         settings: ServeSettings,
         library: ServerLibrary,
-        progress: Callable[[float], None],
+        progress: Progress,
     ) -> None:
-        """Loads the model; progress gets the loaded share, 0 to 1, and what it raises comes
-        through. Raises MoeEdgeError in one of its forms."""
+        """Loads the model; what progress raises comes through. Raises MoeEdgeError in one of its
+        forms."""
         self.name = settings.alias or config.model.stem
         self.parallel, self.max_tokens = settings.parallel, config.max_tokens
         template = settings.chat_template

@@ -281,4 +281,4 @@ def test_what_takes_long_is_announced_before_it_begins(
     said.clear()
     with pytest.raises(ConfigError, match="measured"):
         open_engine(build(model, max_loss=0.1), Console())
-    assert said == ["Loading"]
+    assert said == ["Measuring this machine"]
