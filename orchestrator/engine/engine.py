@@ -26,7 +26,7 @@ from orchestrator.events import GenerationStats, Phase
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import Store, context_memory
 from orchestrator.native.llama import LlamaContext, Model, SamplerChain
-from orchestrator.policy import ALLOWED_LOSS, Policy
+from orchestrator.policy import Policy
 
 __all__ = ["Engine", "GenerationStats", "Sampling"]
 
@@ -44,12 +44,13 @@ class Engine(Closing):
         progress: Progress | None,
         compared: bool = False,
     ) -> None:
-        if progress is not None and config.given(ALLOWED_LOSS) is not None:
-            progress("Measuring this machine", None)
         self.model = model
         self.last_stats: GenerationStats | None = None
         self._loader = Loader(config, model)
         planner = self._loader.planner
+        if progress is not None:
+            progress("Measuring this machine", None)  # for a loss that is allowed, or a slow disk
+            _ = planner.slow_disk
         runs = planner.compared(config) if compared else planner.runs(config)
         self.config = config = runs.config
         self._shelf, self._folder = kept_prompts(config)
