@@ -98,6 +98,6 @@ class Group(Command, click.Group):
 
 def _in_short(text: str) -> str:
     """The first sentence of an option's help, and its default."""
-    default = re.search(r"  \[default: .*", text)
+    default = re.search(r"  \[default: .*?\]", text)
     sentence, dot, _ = text.partition(". ")
     return sentence + dot.rstrip() + (default[0] if default else "")

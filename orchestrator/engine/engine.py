@@ -46,11 +46,11 @@ class Engine(Closing):
     ) -> None:
         self.model = model
         self.last_stats: GenerationStats | None = None
+        if progress is not None:
+            progress("Measuring this machine", None)
         self._loader = Loader(config, model)
         planner = self._loader.planner
-        if progress is not None:
-            progress("Measuring this machine", None)  # for a loss that is allowed, or a slow disk
-            _ = planner.slow_disk
+        _ = planner.slow_disk  # before the model takes the memory
         runs = planner.compared(config) if compared else planner.runs(config)
         self.config = config = runs.config
         self._shelf, self._folder = kept_prompts(config)

@@ -25,6 +25,7 @@ def all_commands(group: click.Group) -> Iterator[tuple[str, click.Command]]:
 
 
 COMMANDS = dict(all_commands(program()))
+OF_POLICIES = [each for each in policy_settings().values() if each.option]
 
 
 def help_of(name: str, flag: str = "--help", columns: int = 80) -> str:
@@ -65,11 +66,15 @@ def test_every_option_is_shown_and_documented(name: str) -> None:
         assert shows(pages, flag), f"no document names {flag} of moe-edge {name}"
 
 
-def test_what_a_policy_alone_has_is_left_to_help_all() -> None:
-    text, everything = help_of("chat"), help_of("chat", "--help-all")
-    for each in policy_settings().values():
-        if each.option:
-            assert shows(text, each.flag) == bool(each.group) and shows(everything, each.flag)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_policies_alone_have_is_left_to_help_all(name: str) -> None:
+    text = help_of(name)
+    assert not [each.flag for each in OF_POLICIES if not each.group and shows(text, each.flag)]
+
+
+def test_a_chat_has_every_setting_of_a_policy() -> None:
+    everything = help_of("chat", "--help-all")
+    assert all(shows(everything, each.flag) for each in OF_POLICIES)
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,7 @@ class ReplayOptions(Settings):
         "What lower precisions lose, by the loss table of any model, stretched to the trace's "
         "shape.",
         shown="as recorded",
+        group=MORE,
     )
     settings: Mapping[str, Any] = field(default_factory=dict)
 
