@@ -96,7 +96,7 @@ def test_a_narrow_terminal_breaks_between_words(start):
         assert max(map(len, said.splitlines())) <= 40, said
         assert set(said.split()) <= {*wide.ask(line).split(), "·"}, said  # no word is broken
     assert "How it answers:\n  /temp T " in wide.ask("/help")
-    assert "Reading 1000 tokens 100 %" in terminal.ask("slow")  # a bar without its cells
+    assert re.search(r"Reading 1000 tokens +\d+ %", terminal.ask("slow"))  # a bar without cells
 
 
 def test_the_arrow_key_brings_back_lines_of_earlier_sessions(start, tmp_path):
