@@ -126,8 +126,9 @@ def policies_block() -> str:
 
 def settings_page() -> str:
     """Every setting, by the record that declares it."""
+    from orchestrator.cli.options import of_policies
     from orchestrator.config import Config
-    from orchestrator.policy import POLICIES, owners
+    from orchestrator.policy import owners, policy_settings
     from orchestrator.serve.settings import ServeSettings
     from orchestrator.settings import COMMON
 
@@ -141,13 +142,11 @@ def settings_page() -> str:
         "## Of every policy",
         settings_table(Config.declared().values(), *COMMON),
     ]
-    seen: set[str] = set()
-    for policy in POLICIES.values():
-        own = [each for name, each in policy.Settings.declared().items() if name not in seen]
-        seen.update(each.name for each in own)
-        if own:
-            names = {" and ".join(owners(each.name)) for each in own}
-            parts += [f"## Of {', '.join(sorted(names))}", settings_table(own, *COMMON)]
+    by_policies: dict[str, list[Setting]] = {}
+    for name, each in policy_settings().items():
+        by_policies.setdefault(of_policies(owners(name)), []).append(each)
+    for heading, own in by_policies.items():
+        parts += [f"## {heading}", settings_table(own, *COMMON)]
     parts += ["## Of the server", settings_table(ServeSettings.declared().values(), "")]
     return "\n\n".join(parts) + "\n"
 
