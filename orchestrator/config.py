@@ -14,7 +14,20 @@ from gguf_tools.experts import DEFAULT_KV, KV_TYPES
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP_TIER
 from orchestrator.policy import POLICIES, Policy, known_policies, policy_settings
-from orchestrator.settings import FROM_0, FROM_1, RATE, SIZE, Settings, again, setting
+from orchestrator.settings import (
+    ANSWER,
+    FROM_0,
+    FROM_1,
+    MEMORY,
+    MODEL,
+    MORE,
+    PRECISION,
+    RATE,
+    SIZE,
+    Settings,
+    again,
+    setting,
+)
 
 MISSES = ("auto", "copy", "read", "compute")
 # llama.cpp takes 256 sequences, one of them the conversation.
@@ -37,28 +50,50 @@ class Sampling(Settings):
     """
 
     temp: float = setting(
-        0.7, "Temperature; 0 takes the likeliest.", metavar="T", within=(0.0, 100.0), answer=True
+        0.7,
+        "Temperature; 0 takes the likeliest.",
+        metavar="T",
+        within=(0.0, 100.0),
+        answer=True,
+        group=ANSWER,
     )
     top_k: int = setting(
-        40, "Draw from the N likeliest tokens; 0 for all.", within=(0, 2**31 - 1), answer=True
+        40,
+        "Draw from the N likeliest tokens; 0 for all.",
+        within=(0, 2**31 - 1),
+        answer=True,
+        group=MORE,
     )
-    top_p: float = setting(0.95, "Nucleus sampling.", metavar="P", within=(0.0, 1.0), answer=True)
+    top_p: float = setting(
+        0.95,
+        "Nucleus sampling.",
+        metavar="P",
+        within=(0.0, 1.0),
+        answer=True,
+        group=ANSWER,
+    )
     min_p: float = setting(
         0.0,
         "Leave out tokens of less than P times the likeliest one's probability.",
         metavar="P",
         within=(0.0, 1.0),
         answer=True,
+        group=MORE,
     )
     seed: int | None = setting(
-        None, "Makes the sampling repeatable.", within=(0, 2**32 - 1), answer=True
+        None,
+        "Makes the sampling repeatable.",
+        within=(0, 2**32 - 1),
+        answer=True,
+        group=ANSWER,
     )
     stop: tuple[str, ...] = setting(
         (),
-        "A text that ends the answer and is left out of it; may be repeated.",
+        "A text that ends the answer. It is left out of it, and may be repeated.",
         metavar="TEXT",
         answer=True,
         repeated=True,
+        group=ANSWER,
     )
 
     @property
@@ -79,27 +114,36 @@ class Config(Settings):
 
     model: Path = setting(
         MISSING,
-        "A MoE model: any GGUF, or a packed one; hf:OWNER/NAME[/FILE] fetches it.",
+        "A Mixture-of-Experts GGUF, or hf:OWNER/NAME[/FILE] to fetch one.",
         shown="the demo",
+        group=MODEL,
     )
-    low: Path | None = setting(None, "The same model in a lower precision, as a second GGUF.")
+    low: Path | None = setting(
+        None,
+        "The same model in a lower precision, as a second GGUF.",
+        group=PRECISION,
+    )
     ram: int | None = setting(
         None,
         "Cap on everything the model takes, as 6GiB (6G means the same) or 500MB.",
         within=FROM_1,
         unit=SIZE,
         shown="free memory",
+        group=MEMORY,
     )
     vram: int | None = setting(
         None,
-        "Cap on everything the model takes of a GPU's memory.",
+        "The same of a GPU's memory.",
         within=FROM_1,
         unit=SIZE,
-        shown="what is free there",
+        shown="what is free",
+        group=MEMORY,
     )
     device: str = setting(
         "auto",
-        "Where experts compute: cpu, gpu, cuda1 (the second GPU), or auto: a GPU if there is one.",
+        "What computes: cpu, gpu or cuda1. cuda1 is the second GPU, and auto takes a GPU where "
+        "there is one.",
+        group=MODEL,
     )
     misses: str | None = setting(
         None,
@@ -108,43 +152,54 @@ class Config(Settings):
         metavar="HOW",
         choices=MISSES,
         shown="auto",
+        group=MORE,
     )
     expert_ram: int | None = setting(
         None,
         "Cap on the expert slots alone, for experiments.",
         within=FROM_1,
         unit=SIZE,
+        group=MORE,
     )
     policy: str | None = setting(
         None,
         f"The policy that decides what stays in memory: {', '.join(known_policies())}.",
         shown="by fit",
+        group=MORE,
     )
     high_tier: str | None = setting(
         None,
-        "Precision of critical experts, as q4_k.",
+        "Precision of the experts that matter most, as q4_k.",
         metavar="TIER",
         shown="the best, or by fit where the policy mixes them",
+        group=MORE,
     )
     low_tier: str | None = setting(
         None,
-        f"Precision of the others, or {SKIP_TIER}.",
+        f"Precision where it matters less. With {SKIP_TIER} such experts are left out.",
         metavar="TIER",
-        shown="none, or by fit where the policy mixes them",
+        shown="by policy",
+        group=PRECISION,
     )
     renormalize: bool = setting(
         False,
         f"With --low-tier {SKIP_TIER}: the weights of the other experts make up for the skipped.",
+        group=MORE,
     )
     ctx: int | None = setting(
-        None, "Context in tokens.", within=(8, 2**24), shown="by memory and the model"
+        None,
+        "Context in tokens.",
+        within=(8, 2**24),
+        shown="by memory and the model",
+        group=MODEL,
     )
     kv: str = setting(
         DEFAULT_KV,
-        "Precision of the keys and values of the context; q8_0 takes half of the memory, and needs "
-        "flash attention.",
+        "Precision of the context, f16 or q8_0. It is that of its keys and values; q8_0 takes half "
+        "of the memory, and needs flash attention.",
         metavar="TYPE",
         choices=tuple(KV_TYPES),
+        group=MEMORY,
     )
     ubatch: int | None = setting(
         None,
@@ -152,24 +207,28 @@ class Config(Settings):
         "memory are read less often, and scratch takes more.",
         within=(1, 65536),
         shown="by memory",
+        group=MORE,
     )
     threads: int | None = setting(
         None,
         "Compute threads.",
         within=(1, 1024),
-        shown="the cores, fewer for an answer while other programs take them",
+        shown="the cores that are free",
+        group=MODEL,
     )
     exact: bool = setting(
         False,
-        "llama.cpp's own bits: every expert in the high precision, all weights as they are in the "
-        "file, and as many threads all the time.",
+        "Compute llama.cpp's own bits. Every expert is in the high precision, all weights are as "
+        "in the file, and there are as many threads all the time.",
+        group=PRECISION,
     )
     max_tokens: int | None = setting(
         None,
         "Longest answer in tokens.",
         within=(1, 2**24),
-        shown="what the context has room for",
+        shown="what has room",
         answer=True,
+        group=ANSWER,
     )
     temp: float = again(Sampling, "temp")
     top_k: int = again(Sampling, "top_k")
@@ -185,12 +244,14 @@ class Config(Settings):
         metavar="SIZE",
         shown="by memory",
         conversation=True,
+        group=MORE,
     )
     prompt_cache: Path | None = setting(
         None,
-        "Keeps prompts that were read in this folder, for later runs.",
+        "Keeps what was read of prompts, for later runs.",
         metavar="DIR",
         conversation=True,
+        group=MEMORY,
     )
     prompt_cache_limit: int = setting(
         8 * 2**30,
@@ -199,8 +260,15 @@ class Config(Settings):
         unit=SIZE,
         shown="8GiB",
         conversation=True,
+        group=MORE,
     )
-    system: str | None = setting(None, "System prompt.", metavar="TEXT", answer=True)
+    system: str | None = setting(
+        None,
+        "System prompt.",
+        metavar="TEXT",
+        answer=True,
+        group=ANSWER,
+    )
     importance: str = setting(
         "window",
         "Where a prompt's token scores come from: the attention of its last queries (window), of "
@@ -228,6 +296,7 @@ class Config(Settings):
         "has one (cpu), which computes faster and costs time at each read. auto: cpu where nearly "
         "all of them stay in memory.",
         choices=("auto", "file", "cpu"),
+        group=MORE,
     )
     use_mmap: bool | None = setting(
         None,

@@ -41,6 +41,11 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII
 # Units of a value, as an option writes it.
 SIZE, RATE = "size", "rate"
 
+# The groups of options in --help, and the one that is left to --help-all.
+MODEL, MEMORY, PRECISION, ANSWER = "Model", "Memory", "Precision", "Answer"
+COMMON = (MODEL, MEMORY, PRECISION, ANSWER)
+MORE = "More"
+
 # Ranges without a most.
 FROM_0, FROM_1 = (0, math.inf), (1, math.inf)
 
@@ -62,10 +67,12 @@ class Setting:
     """What one line declares. kinds: types of a value; optional: None is one too, and means that
     nothing was asked for. within: the least and the most, both allowed. unit: SIZE, bytes that an
     option writes as 6GiB; RATE, the same or 0. notation: how an option writes what has no unit and
-    is no number or word. option: whether the command line has it; hidden: its help is in the
-    documents only. answer: it is of an answer, not of how the model runs. conversation: it is of a
-    program that holds conversations. repeated: its value is a tuple of texts, and its option may be
-    given several times. live: it may be changed between two tokens. recorded: it says how a policy
+    is no number or word. option: whether the command line has it. group: one of COMMON, in which
+    --help has it by the first sentence of its help, or MORE, which --help-all alone has; without
+    one it is among a command's own options, or below the policies that have it, in --help-all.
+    answer: it is of an answer, not of how the model runs. conversation: it is of a program that
+    holds conversations. repeated: its value is a tuple of texts, and its option may be given
+    several times. live: it may be changed between two tokens. recorded: it says how a policy
     decides, so that a trace keeps it and a replay may change it."""
 
     name: str
@@ -80,7 +87,7 @@ class Setting:
     notation: Notation | None = None
     shown: str | None = None
     option: bool = True
-    hidden: bool = False
+    group: str = ""
     answer: bool = False
     conversation: bool = False
     repeated: bool = False
@@ -99,6 +106,8 @@ class Setting:
             return self.shown
         if self.default is None or self.default is False or self.repeated:
             return ""
+        if self.default is True:
+            return "yes"
         return self.notation.write(self.default) if self.notation else str(self.default)
 
     def check(self, value: Any) -> None:

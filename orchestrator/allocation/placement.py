@@ -38,7 +38,6 @@ class PlacementSettings(Settings):
         0.5,
         "The share of activation counts in an expert's importance, the rest is gate sums: alpha.",
         within=(0.0, 1.0),
-        hidden=True,
     )
     prior_tokens: float = setting(
         64.0,

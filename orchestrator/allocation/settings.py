@@ -38,7 +38,6 @@ class Shared(Settings):
         "The most experts of a layer that may be high.",
         within=(0, 65535),
         shown="what the budget has room for",
-        hidden=True,
     )
     losses: Path | None = setting(
         None,

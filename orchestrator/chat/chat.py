@@ -10,7 +10,7 @@ import difflib
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ from gguf_tools.units import format_size
 from orchestrator.chat.console import Console
 from orchestrator.chat.session import Session, goes_on, read_conversation, read_text
 from orchestrator.errors import ConfigError, MoeEdgeError
-from orchestrator.events import SKIP_TIER
 from orchestrator.policy import known_policies, owners, policy_settings
 from orchestrator.settings import Setting
 
@@ -41,7 +40,7 @@ ALIASES = {
 QUOTES = '"""'
 # A file with more bytes for each token of the context does not fit, whatever is in it.
 _BYTES_PER_TOKEN = 64
-_BAR = 30  # of /memory, in characters
+_BAR = 10  # of /memory, in characters
 
 
 def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> bool:
@@ -88,26 +87,34 @@ class Chat:
         self._change_model = change_model
         self._settings = session.settings()
         temp = self._settings["temp"]
-        self.commands: dict[str, tuple[str, str, Callable[[str], None]]] = {
-            "/help": ("", "this list", self._help),
-            "/regen": ("", "another answer in the place of the last one", self._regen),
-            "/read": ("FILE", "put a text file before the next message", self._read),
-            "/reset": ("", "forget the conversation", self._reset),
-            "/system": ("TEXT", "set the system prompt and reset (- for none)", self._system),
-            "/stats": ("", "everything measured on the last answer", self._stats),
-            "/memory": ("", "what memory is in use, and what for", self._memory),
-            "/set": (
-                "NAME VALUE",
-                "change how tokens are chosen; alone: list",
-                self._set,
-            ),
-            "/temp": ("T", "change the temperature", partial(self._change, temp)),
-            "/model": ("NAME", "go on with another model; alone: which it is", self._model),
-            "/policy": ("NAME", "change the policy, live", self._policy),
-            **self._live_settings(),
-            "/save": ("FILE", "write the conversation as JSON lines", self._save),
-            "/load": ("FILE", "go on with a conversation that /save wrote, or a model", self._load),
-            "/quit": ("", "leave (so does Ctrl-D)", self._quit),
+        # A command's arguments, what it does, and what does it.
+        self._groups: dict[str, dict[str, tuple[str, str, Callable[[str], None]]]] = {
+            "The conversation": {
+                "/regen": ("", "another answer in the place of the last one", self._regen),
+                "/read": ("FILE", "put a text file before the next message", self._read),
+                "/system": ("TEXT", "set the system prompt and reset (- for none)", self._system),
+                "/reset": ("", "forget the conversation", self._reset),
+                "/save": ("FILE", "write the conversation as JSON lines", self._save),
+                "/load": ("FILE", "go on with what /save wrote, or with a model", self._load),
+            },
+            "How it answers": {
+                "/temp": ("T", "change the temperature", partial(self._change, temp)),
+                "/set": ("NAME VALUE", "change another setting; alone: list", self._set),
+                "/model": ("NAME", "go on with another model; alone: which it is", self._model),
+                "/policy": ("NAME", "change the policy, live", self._policy),
+                **self._live_settings(),
+            },
+            "What it takes": {
+                "/stats": ("", "everything measured on the last answer", self._stats),
+                "/memory": ("", "what memory is in use, and what for", self._memory),
+            },
+            "This program": {
+                "/help": ("", "this list", self._help),
+                "/quit": ("", "leave (so does Ctrl-D)", self._quit),
+            },
+        }
+        self.commands = {
+            name: command for group in self._groups.values() for name, command in group.items()
         }
         self._running = True
         self._file_text = ""
@@ -219,11 +226,15 @@ class Chat:
         self.commands[name][2](argument.strip())
 
     def _help(self, _argument: str) -> None:
-        rows = [(f"{name} {usage}", text) for name, (usage, text, _) in self.commands.items()]
-        rows.append((QUOTES, "begins and ends a message of several lines"))
-        rows.append(("Ctrl-C", "stop the answer, keep the session"))
-        width = max(len(name) for name, _ in rows)
-        self.console.note("\n".join(f"{name:<{width}}  {text}" for name, text in rows))
+        rows = {
+            heading: [(f"{name} {usage}", text) for name, (usage, text, _) in group.items()]
+            for heading, group in self._groups.items()
+        }
+        rows["Keys"] = [
+            (QUOTES, "begins and ends a message of several lines"),
+            ("Ctrl-C", "stop the answer, keep the session"),
+        ]
+        self.console.explain(rows)
 
     def _regen(self, _argument: str) -> None:
         self._show(self.session.answer_again(self.console.prefill_bar))
@@ -262,7 +273,7 @@ class Chat:
             return
         total = sum(parts.values())
         rows = [
-            [name, format_size(n), "#" * round(_BAR * n / total), f"{100 * n / total:.0f} %"]
+            [name, format_size(n), f"{100 * n / total:.0f} %", "#" * round(_BAR * n / total)]
             for name, n in parts.items()
         ]
         self.console.note("\n".join(aligned(rows)))
@@ -290,8 +301,7 @@ class Chat:
         known = self._settings | _live()
         if not name:
             rows = [(f"{each.name} {self._value_of(each)}", each.help) for each in known.values()]
-            width = max(len(row[0]) for row in rows)
-            self.console.note("\n".join(f"{now:<{width}}  {help}" for now, help in rows))
+            self.console.explain({"Settings": rows})
             return
         name = name.lower().replace("-", "_")
         if name not in known:
@@ -315,7 +325,7 @@ class Chat:
         return {
             "/" + name.replace("_", "-"): (
                 declared.metavar,
-                f"change, live: {declared.help.rstrip('.')}",
+                declared.help[0].lower() + declared.help[1:].partition(". ")[0].rstrip("."),
                 partial(self._change, declared),
             )
             for name, declared in _live().items()
@@ -384,43 +394,22 @@ ENDINGS = {
 
 
 def stats_fields(stats: GenerationStats, ram_bytes: int) -> list[str]:
-    """The statistics of one answer, short: the fields of the dim line below it.
+    """What one answer cost, in plain words: the fields of the dim line below it, which fit 80
+    columns. Why it was ended comes first, where it was not the model that did.
 
-    ram_bytes is the cap on everything that the model takes.
-    What the plain path does not have (hits, mix, reads, slots) is left out there.
+    ram_bytes is the cap on everything that the model takes. The plain path misses no experts.
     """
     fields = [ENDINGS[stats.finish]] if stats.finish in ENDINGS else []
-    fields.append(f"TTFT {stats.ttft_ms:.0f} ms")
+    wait = f"{stats.ttft_ms:.0f} ms" if stats.ttft_ms < 1e3 else f"{stats.ttft_ms / 1e3:.1f} s"
+    fields.append(f"first word {wait}")
     if math.isfinite(stats.tokens_per_s):
-        fields.append(f"{stats.tokens_per_s:.1f} tokens/s")
+        fields.append(f"{stats.tokens_per_s:.1f} tok/s")
     if stats.hit_rate is not None:
-        fields.append(f"hits {100 * stats.hit_rate:.0f} %")
-        fields.append(_mix_text(stats.mix))
-        differs = any(
-            abs(stats.mix.get(tier, 0.0) - x) > 0.005 for tier, x in stats.computed.items()
-        )
-        if differs and SKIP_TIER not in stats.mix:
-            fields[-1] += f" (computed {_mix_text(stats.computed)})"
-    if stats.kl_estimate is not None and len(stats.mix) > 1:
-        fields.append(f"KL about {stats.kl_estimate:.4f}")
-    if stats.budget_bytes:
-        fields.append(f"read {format_size(stats.bytes_read)}")
-    fields.append(f"memory {format_size(stats.peak_rss_bytes)} of {format_size(ram_bytes)}")
-    if stats.budget_bytes:
-        fields.append(f"expert slots {format_size(stats.budget_bytes)}")
-    fields.append(_short_mode(stats.mode))
+        fields.append(f"experts {100 * stats.hit_rate:.0f} % in memory")
+    cap = format_size(ram_bytes)
+    took = format_size(stats.peak_rss_bytes).removesuffix(cap[cap.rindex(" ") :])
+    fields.append(f"memory {took} of {cap}")
     return fields
-
-
-def _mix_text(mix: Mapping[str, float]) -> str:
-    return " ".join(f"{tier} {100 * share:.0f} %" for tier, share in mix.items())
-
-
-def _short_mode(mode: str) -> str:
-    """The part of the mode line before its reasons and amounts."""
-    if mode.startswith("managed: "):
-        return mode.removeprefix("managed: ").split(",")[0]
-    return mode.split(":")[0]
 
 
 def stats_table(stats: GenerationStats) -> str:

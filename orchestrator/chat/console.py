@@ -12,11 +12,12 @@ import textwrap
 import threading
 import time
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from gguf_tools.columns import explained
 from gguf_tools.units import format_size
 from orchestrator.cache.files import user_folder
 
@@ -178,7 +179,7 @@ class Console:
         self._lock = threading.RLock()
         self._bar_ended = threading.Event()
         self._bar_shown = False
-        self._bar_label = self._bar_text = ""
+        self._bar_label = self._bar_cells = self._bar_amount = ""
         self._bar_share: float | None = None
         self._bar_start_s = 0.0
         self._bar_next_s = 0.0
@@ -237,6 +238,10 @@ class Console:
         self.notes.write(self._style("2", _fit(strip_controls(text), self.notes)) + "\n")
         self.notes.flush()
 
+    def explain(self, groups: Mapping[str, Sequence[tuple[str, str]]]) -> None:
+        """Write names and what they mean, in groups with a heading."""
+        self.note(explained(groups, shutil.get_terminal_size().columns))
+
     def fields(self, fields: list[str]) -> None:
         """Write `fields` as one dim line; where the terminal is narrower, it breaks between two."""
         width = shutil.get_terminal_size().columns
@@ -256,10 +261,6 @@ class Console:
         self.end_bar()
         sys.stderr.write(_fit(f"Error: {strip_controls(text)}", sys.stderr) + "\n")
         sys.stderr.flush()
-
-    def load_bar(self, fraction: float) -> None:
-        """Show how much of the model is loaded, 0 to 1."""
-        self.bar("Loading", fraction)
 
     def prefill_bar(self, done: int, total: int) -> None:
         """Show how many of the prompt's tokens are evaluated."""
@@ -282,14 +283,14 @@ class Console:
                 self._bar_label, self._bar_start_s = label, now
                 self._bar_ended = threading.Event()
                 threading.Thread(target=self._tick, args=(self._bar_ended,), daemon=True).start()
-            self._bar_share, self._bar_text = fraction, label
+            self._bar_share, self._bar_cells, self._bar_amount = fraction, "", ""
             if fraction is not None:
                 full = round(BAR_CELLS * min(max(fraction, 0.0), 1.0))
-                bar = "#" * full + "-" * (BAR_CELLS - full)
-                self._bar_text += f" [{bar}] {100 * fraction:3.0f} %"
+                self._bar_cells = f" [{'#' * full}{'-' * (BAR_CELLS - full)}]"
+                self._bar_amount = f" {100 * fraction:3.0f} %"
                 if total_bytes:
                     done = format_size(fraction * total_bytes)
-                    self._bar_text += f", {done} of {format_size(total_bytes)}"
+                    self._bar_amount += f", {done} of {format_size(total_bytes)}"
             self._draw_bar(now)
 
     def _tick(self, ended: threading.Event) -> None:
@@ -305,9 +306,13 @@ class Console:
         if now < max(self._bar_start_s + BAR_DELAY_S, self._bar_next_s):
             return
         self._bar_next_s = now + BAR_INTERVAL_S
-        text = self._bar_text + _time_of(now - self._bar_start_s, self._bar_share)
-        width = shutil.get_terminal_size().columns
-        sys.stderr.write("\r\x1b[K" + self._style("2", text[: width - 1]))
+        amount = self._bar_amount + _time_of(now - self._bar_start_s, self._bar_share)
+        text = self._bar_label + self._bar_cells + amount
+        width = shutil.get_terminal_size().columns - 1
+        if len(text) > width:  # the share is said without the cells, and the label in whole words
+            room = max(1, width - len(amount))
+            text = (textwrap.shorten(self._bar_label, room, placeholder="") + amount)[:width]
+        sys.stderr.write("\r\x1b[K" + self._style("2", text))
         sys.stderr.flush()
         self._bar_shown = True
 

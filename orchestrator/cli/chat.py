@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orchestrator.chat.console import Console
+from orchestrator.cli.help import Command
 from orchestrator.cli.options import (
     answer_options,
     chat_config,
@@ -25,25 +26,24 @@ if TYPE_CHECKING:
 LONGEST_PROMPT = 1 << 27
 
 
-@click.command()
+@click.command(cls=Command)
 @model_options
 @answer_options
-@conversation_options
-@click.option(
-    "--resume", is_flag=True, help="Go on with the latest conversation of --prompt-cache."
-)
 @click.option(
     "-p",
     "--prompt",
     metavar="TEXT",
-    help="Answer this, print the answer alone, and exit. Text on stdin goes before it, or is the "
-    "prompt.",
+    help="Answer this alone, and exit. Text on stdin goes before it, or is the prompt.",
 )
 @click.option(
     "--json",
     "as_json",
     is_flag=True,
-    help="With a prompt: print one JSON object, the text and its statistics.",
+    help="Print one JSON object: the answer and its statistics. It needs a prompt.",
+)
+@conversation_options
+@click.option(
+    "--resume", is_flag=True, help="Go on with the latest conversation of --prompt-cache."
 )
 def chat(prompt: str | None, as_json: bool, resume: bool, **options: Any) -> None:
     """Talk to a model."""

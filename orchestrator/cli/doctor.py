@@ -16,6 +16,7 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
 from orchestrator.chat.console import Console
+from orchestrator.cli.help import Command
 from orchestrator.cli.options import JSON, chat_config, model_options, say_result
 from orchestrator.config import Config
 from orchestrator.cost.disk import bytes_per_s, kept_bandwidth, read_bandwidth
@@ -227,7 +228,7 @@ def _speed(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.2f} GB/s"
 
 
-@click.command()
+@click.command(cls=Command)
 @model_options
 @JSON
 def doctor(as_json: bool, **options: Any) -> None:

@@ -17,6 +17,7 @@ from gguf_tools import interrupts
 from gguf_tools.columns import aligned
 from gguf_tools.units import format_size
 from orchestrator.chat.console import progress_bar
+from orchestrator.cli.help import Command
 from orchestrator.cli.options import (
     FORCE,
     JSON,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 CANNOT_RUN = 3
 
 
-@click.command()
+@click.command(cls=Command)
 @MODEL
 @LOW
 @JSON
@@ -73,7 +74,7 @@ def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -
         say(f"  {found.sentence}")
 
 
-@click.command()
+@click.command(cls=Command)
 @MODEL
 @LOW
 @THREADS
@@ -126,7 +127,7 @@ def _support(file: Path) -> Support | None:
         return support_of(file)
 
 
-@click.command()
+@click.command(cls=Command)
 @JSON
 def architectures(as_json: bool) -> None:
     """List the architectures whose managed experts are tested, as GGUF files name them.
@@ -139,7 +140,7 @@ def architectures(as_json: bool) -> None:
     say_result({"managed": names}, lambda _: "\n".join(names), as_json)
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("repo", metavar="REPO")
 @click.option(
     "--include",
@@ -180,7 +181,7 @@ def pull(repo: str, include: tuple[str, ...], revision: str | None) -> None:
         note(f"moe-edge convert --tiers q4_k,q2_k {shlex.quote(str(folder))} {shlex.quote(target)}")
 
 
-@click.command("list")
+@click.command("list", cls=Command)
 @JSON
 def list_models(as_json: bool) -> None:
     """List the models that were pulled. Each name is one that -m understands."""
@@ -216,7 +217,7 @@ def list_models(as_json: bool) -> None:
     _print_table(("name", "size", "used", "from"), shown)
 
 
-@click.command("rm")
+@click.command("rm", cls=Command)
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
 def remove_models(names: tuple[str, ...]) -> None:
     """Remove models that were pulled, by the names that `moe-edge list` shows."""
@@ -232,7 +233,7 @@ def remove_models(names: tuple[str, ...]) -> None:
         say(f"{found.names[0]}: {format_size(remove(found))} freed")
 
 
-@click.command("cache")
+@click.command("cache", cls=Command)
 @click.option(
     "--clear",
     multiple=True,

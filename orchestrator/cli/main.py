@@ -5,7 +5,6 @@ A command is imported when it runs, and what it needs inside of it, so that --he
 
 from __future__ import annotations
 
-import difflib
 import errno
 import os
 import sys
@@ -15,7 +14,9 @@ from typing import Any, NamedTuple
 import click
 
 from gguf_tools import interrupts
+from gguf_tools.columns import explained
 from orchestrator.chat.console import strip_controls
+from orchestrator.cli.help import Group
 from orchestrator.errors import MoeEdgeError
 
 
@@ -27,43 +28,45 @@ class Where(NamedTuple):
     help: str
 
 
-COMMANDS = {
-    "chat": Where("chat", "chat", "Talk to a model."),
-    "serve": Where("serve", "serve", "Answer other programs over HTTP."),
-    "inspect": Where(
-        "files", "inspect", "Show what a model file holds, and what fits which budget."
-    ),
-    "pull": Where("files", "pull", "Download a model from the Hugging Face Hub."),
-    "architectures": Where(
-        "files", "architectures", "List the architectures whose managed experts are tested."
-    ),
-    "list": Where("files", "list_models", "List the models that were pulled."),
-    "rm": Where("files", "remove_models", "Remove models that were pulled."),
-    "cache": Where("files", "cache", "List or delete what lies in the user cache."),
-    "pack": Where("pack", "pack", "Write a GGUF's experts in several precisions into one file."),
-    "export": Where("pack", "export", "Write one precision of a packed file, for any llama.cpp."),
-    "convert": Where("pack", "convert", "Make a packed file of a checkpoint of transformers."),
-    "verify": Where("files", "verify", "Check every block of a model file, and its metadata."),
-    "check": Where(
-        "measure", "check", "Try a model: its bits, its memory and its speed, as one report."
-    ),
-    "calibrate": Where("measure", "calibrate", "Measure what each expert loses in each precision."),
-    "doctor": Where(
-        "doctor", "doctor", "Measure this machine, and say how a model would run on it."
-    ),
-    "plan": Where("plan", "plan", "Show what a model can be on this machine, by speed and loss."),
-    "bench": Where("measure", "bench", "Measure upstream and every policy on this machine."),
-    "eval": Where("measure", "evaluate", "Measure quality: perplexity, KL divergence, choices."),
-    "trace": Where("replay", "trace", "Record the routing of a run, for `moe-edge replay`."),
-    "replay": Where("replay", "replay", "Play a trace with another policy, memory or disk."),
+# By what they are for, as `moe-edge --help` lists them.
+GROUPS = {
+    "Use": {
+        "chat": Where("chat", "chat", "Talk to a model."),
+        "serve": Where("serve", "serve", "Answer other programs over HTTP, and on a page."),
+        "plan": Where(
+            "plan", "plan", "Show what a model can be on this machine, by speed and loss."
+        ),
+        "check": Where("measure", "check", "Try a model: its bits, its memory and its speed."),
+        "doctor": Where("doctor", "doctor", "Measure this machine, and say how a model would run."),
+    },
+    "Models": {
+        "pull": Where("files", "pull", "Download a model from the Hugging Face Hub."),
+        "list": Where("files", "list_models", "List the models that were pulled."),
+        "rm": Where("files", "remove_models", "Remove models that were pulled."),
+        "cache": Where("files", "cache", "List or delete what lies in the user cache."),
+        "inspect": Where("files", "inspect", "Show what a file holds, and what fits which budget."),
+        "verify": Where("files", "verify", "Check every block of a model file, and its metadata."),
+        "pack": Where("pack", "pack", "Write experts in several precisions into one file."),
+        "calibrate": Where("measure", "calibrate", "Measure what experts lose in each precision."),
+        "convert": Where("pack", "convert", "Make a packed file of a checkpoint of transformers."),
+        "export": Where("pack", "export", "Write one precision of a packed file, for llama.cpp."),
+        "architectures": Where("files", "architectures", "List the architectures that are tested."),
+    },
+    "Research": {
+        "bench": Where("measure", "bench", "Measure upstream and every policy on this machine."),
+        "eval": Where("measure", "evaluate", "Measure quality: perplexity, KL, choices; studies."),
+        "trace": Where("replay", "trace", "Record the routing of a run, for `moe-edge replay`."),
+        "replay": Where("replay", "replay", "Play a trace with another policy, memory or disk."),
+    },
 }
+COMMANDS = {name: where for commands in GROUPS.values() for name, where in commands.items()}
 
 
-class Commands(click.Group):
+class Commands(Group):
     """The commands, and the edge where an error becomes one sentence and an exit status."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(COMMANDS)
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command, imported when it is asked for."""
@@ -75,19 +78,13 @@ class Commands(click.Group):
         )
         return found
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does it, with the nearest name where there is no such command."""
-        near = difflib.get_close_matches(args[0], COMMANDS, 1)
-        if near and args[0] not in COMMANDS and not ctx.resilient_parsing:
-            ctx.fail(f"No such command '{args[0]}': did you mean {near[0]}?")
-        return super().resolve_command(ctx, args)
-
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list of commands, without importing one."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, COMMANDS[name].help) for name in self.list_commands(ctx)])
+        rows = {
+            heading: [(name, where.help) for name, where in commands.items()]
+            for heading, commands in GROUPS.items()
+        }
+        formatter.write(f"\n{explained(rows, formatter.width)}\n")
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

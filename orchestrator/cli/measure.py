@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from orchestrator.chat.console import Console, progress_bar, strip_controls
+from orchestrator.cli.help import Command, Group, Option
 from orchestrator.cli.options import (
     AT_LEAST_1,
     CALIB_TOKENS,
@@ -41,9 +42,10 @@ from orchestrator.cli.options import (
     size,
 )
 from orchestrator.lab.registry import BENCHMARKS, STUDIES, load, studies_by_paper
+from orchestrator.settings import MORE
 
 
-class Measurement(click.Command):
+class Measurement(Command):
     """The command of one experiment."""
 
     experiment = ""
@@ -59,7 +61,7 @@ class Measurement(click.Command):
         return super().get_params(ctx)
 
 
-class Measurements(Measurement, click.Group):
+class Measurements(Measurement, Group):
     """`moe-edge bench`: an experiment itself, and the commands of the others."""
 
 
@@ -93,27 +95,38 @@ def bench(ctx: click.Context, /, **options: Any) -> None:
 
 for _name, _place in BENCHMARKS.items():
     if _name:
-        _command = Measurement(_name, callback=partial(_measure, _name), help=_place.help)
+        _command = Measurement(
+            _name,
+            callback=partial(_measure, _name),
+            help=_place.help,
+            short_help=_place.help.split("\n")[0],
+        )
         _command.experiment = _name
         bench.add_command(_command)
 
 
-@click.command("eval")
+@click.command("eval", cls=Command)
 @model_options
 @click.option(
     "--text",
     type=FILE,
     metavar="FILE",
-    help="Text to predict; .jsonl records have a text each; .xz is unpacked.",
+    help="Text to predict. A .jsonl has one in each record, and .xz is unpacked.",
 )
 @click.option(
     "--choices",
     type=FILE,
     metavar="FILE",
-    help='JSON lines {"question", "choices", "answer"}, answered by likelihood.',
+    help='Questions to answer, as JSON lines {"question", "choices", "answer"}.',
 )
 @click.option("--kl", is_flag=True, help="Compare with the best tier of the file.")
-@click.option("--kl-from", metavar="TIER", help="With this one instead, as the best one in use.")
+@click.option(
+    "--kl-from",
+    cls=Option,
+    group=MORE,
+    metavar="TIER",
+    help="With this one instead, as the best one in use.",
+)
 @click.option(
     "--max-tokens",
     "tokens",
@@ -123,23 +136,42 @@ for _name, _place in BENCHMARKS.items():
 )
 # What scripts may still call it.
 @click.option("--tokens", "as_before", type=AT_LEAST_1, hidden=True)
-@click.option("--window", type=int, metavar="N", help="Tokens of one context.  [default: 512]")
+@click.option(
+    "--window",
+    cls=Option,
+    group=MORE,
+    type=int,
+    metavar="N",
+    help="Tokens of one context.  [default: 512]",
+)
 @click.option(
     "--prompt-tokens",
+    cls=Option,
+    group=MORE,
     type=click.IntRange(min=0),
     metavar="N",
     help="Read the first N tokens of each window, and the context of a record, as a prompt that "
     "is not scored.",
 )
-@click.option("--prefill", is_flag=True, help="Judge the text read as prompts, not by token.")
+@click.option(
+    "--prefill",
+    cls=Option,
+    group=MORE,
+    is_flag=True,
+    help="Judge the text read as prompts, not by token.",
+)
 @click.option(
     "--reuse",
+    cls=Option,
+    group=MORE,
     is_flag=True,
     help="A low request may use a high copy in memory, as in a chat; results then depend on "
     "the memory.",
 )
 @click.option(
     "--bandwidth",
+    cls=Option,
+    group=MORE,
     callback=size,
     metavar="SIZE",
     help="Reads in bytes a second, as 2GB, of the virtual time in which a policy decides that goes "
@@ -147,12 +179,16 @@ for _name, _place in BENCHMARKS.items():
 )
 @click.option(
     "--latency-us",
+    cls=Option,
+    group=MORE,
     type=click.IntRange(0, 10**7),
     metavar="N",
     help="What a read takes beside its bytes, in microseconds.  [default: measured]",
 )
 @click.option(
     "--compute-ms",
+    cls=Option,
+    group=MORE,
     type=Number(0, 10**6),
     metavar="MS",
     help="Computing a token in that time, without waits.  [default: measured]",
@@ -160,10 +196,12 @@ for _name, _place in BENCHMARKS.items():
 @click.option(
     "--study",
     metavar="NAME",
-    help=f"Tables and a figure, of the papers or ours: {'; '.join(studies_by_paper())}.",
+    help=f"Tables and a figure of a study. Known are {'; '.join(studies_by_paper())}.",
 )
 @click.option(
     "--uniform",
+    cls=Option,
+    group=MORE,
     metavar="TYPES",
     help="What the studies memory and equal compare with, all experts in one type: "
     "types made from the best tier, .gguf files of the same model, or none.  [default: "
@@ -171,6 +209,8 @@ for _name, _place in BENCHMARKS.items():
 )
 @click.option(
     "--calib",
+    cls=Option,
+    group=MORE,
     type=FILE,
     metavar="TEXT",
     help="Text for an importance matrix: each of --uniform is then made with one as well.",
@@ -211,7 +251,7 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
         say_tables(study, tables, as_json)
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("file", metavar="FILE", type=FILE)
 @click.option("--calib", required=True, type=FILE, metavar="TEXT", help="The text to read.")
 @CALIB_TOKENS
@@ -288,7 +328,7 @@ def calibrate(
     say(table.render())
 
 
-@click.command()
+@click.command(cls=Command)
 @model_options
 @click.option(
     "--tokens",
@@ -300,7 +340,7 @@ def calibrate(
 @click.option(
     "--all-tiers",
     is_flag=True,
-    help="Compare the lower precisions as well; those of a packed file are exported to the folder "
+    help="Compare the lower precisions as well. Those of a packed file are exported to the folder "
     "of temporary files first.",
 )
 @click.option("--no-verify", is_flag=True, help="Do not read every block of the file first.")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ import click
 
 from gguf_tools import interrupts
 from orchestrator.chat.console import Console, progress_bar, strip_controls
+from orchestrator.cli.help import Option
 from orchestrator.config import Config
 from orchestrator.errors import GGUFError, MoeEdgeError, SettingError
 from orchestrator.policy import owners, policy_settings
@@ -167,7 +168,7 @@ def option_of(declared: Setting, default: str | None = None) -> Callable[[F], F]
     one."""
     shown = declared.default_text if default is None else default
     text = f"{declared.help}  [default: {shown}]" if shown else declared.help
-    more: dict[str, Any] = {"help": text, "hidden": declared.hidden}
+    more: dict[str, Any] = {"help": text, "cls": Option, "group": declared.group}
     if bool in declared.kinds:
         flags = declared.flag
         if declared.default:
@@ -186,26 +187,26 @@ def option_of(declared: Setting, default: str | None = None) -> Callable[[F], F]
 
 
 def policy_options(default: str | None = None, recorded: bool = False) -> list[Callable[[F], F]]:
-    """The options of all policies' settings, each with the policies that have it. recorded: of
-    those alone that a trace records."""
+    """The options of all policies' settings, below the policies that have them. recorded: of those
+    alone that a trace records, all of them there."""
     return [
-        option_of(
-            replace(declared, help=f"{declared.help} For {' and '.join(owners(name))}."), default
-        )
+        option_of(replace(declared, group=of_policies(owners(name))), default)
+        if recorded or not declared.group
+        else option_of(declared, default)
         for name, declared in policy_settings().items()
         if declared.option and (declared.recorded or not recorded)
     ]
 
 
+def of_policies(names: Sequence[str]) -> str:
+    """The heading of what these policies have."""
+    return f"{'Policies' if len(names) > 1 else 'Policy'} {', '.join(names)}"
+
+
 _OWN = [each for each in Config.declared().values() if each.option]
 _MODEL = [each for each in _OWN if not (each.answer or each.conversation)]
-_BESIDE_POLICY = [each.name for each in _MODEL].index("policy") + 1
 
-model_options = together(
-    *map(option_of, _MODEL[:_BESIDE_POLICY]),
-    *policy_options(),
-    *map(option_of, _MODEL[_BESIDE_POLICY:]),
-)
+model_options = together(*map(option_of, _MODEL), *policy_options())
 answer_options = together(*(option_of(each) for each in _OWN if each.answer))
 conversation_options = together(*(option_of(each) for each in _OWN if each.conversation))
 
@@ -222,6 +223,7 @@ RAM = option_of(
         help="Cap on everything that reading a text takes, as 6GiB (6G means the same) or 500MB: "
         "the experts of the model that reads then come from the file as they are needed.",
         shown="none",
+        group="",
     )
 )
 method_options = together(
@@ -332,8 +334,7 @@ def open_engine(config: Config, console: Console) -> Engine:
     if profile is not None and profile.parent.is_dir():  # else it is made
         check_target(profile)
     with console.bars():
-        console.load_bar(0.0)  # a plan may be chosen first, for which this machine is measured
-        engine = Engine.open(config, console.load_bar)
+        engine = Engine.open(config, console.bar)
     if engine.note:
         console.note(engine.note)
     return engine

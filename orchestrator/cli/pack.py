@@ -10,6 +10,7 @@ import click
 from gguf_tools import interrupts
 from gguf_tools.units import format_size
 from orchestrator.chat.console import progress_bar
+from orchestrator.cli.help import Command
 from orchestrator.cli.options import (
     FILE,
     FORCE,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from gguf_tools.pack import PackReport
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("source", metavar="IN", type=FILE)
 @click.argument("target", metavar="OUT", type=NEW_FILE)
 @click.option(
@@ -95,7 +96,7 @@ def _names_for(source: Path, ram_bytes: int) -> list[str]:
     return names
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("source", metavar="IN", type=FILE)
 @click.argument("target", metavar="OUT", type=NEW_FILE)
 @click.option("--tier", required=True, metavar="TIER", help="The precision to keep, as q4_k.")
@@ -118,7 +119,7 @@ def export(source: Path, target: Path, tier: str, keep_types: bool) -> None:
     print_report(report)
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="OUT", type=NEW_FILE)
 @click.option(

@@ -12,6 +12,7 @@ from gguf_tools.columns import aligned
 from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
 from orchestrator.chat.console import progress_bar, strip_controls
+from orchestrator.cli.help import Command
 from orchestrator.cli.options import (
     FORCE,
     JSON,
@@ -64,7 +65,7 @@ def _kl(each: Candidate) -> str:
     return "<= " * each.at_most + (f"{each.kl:.2g}" if each.kl else "0")
 
 
-@click.command()
+@click.command(cls=Command)
 @model_options
 @JSON
 @click.option(

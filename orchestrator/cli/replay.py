@@ -11,6 +11,7 @@ import click
 from gguf_tools import interrupts
 from gguf_tools.units import format_size
 from orchestrator.chat.console import Console
+from orchestrator.cli.help import Command
 from orchestrator.cli.options import (
     AT_LEAST_1,
     FILE,
@@ -46,7 +47,7 @@ NEAR_DATA = {
 MOST_TOKENS = 1 << 17
 
 
-@click.command()
+@click.command(cls=Command)
 @model_options
 @click.option("--out", required=True, type=NEW_FILE, metavar="FILE", help="The trace, as T.npz.")
 @FORCE
@@ -105,7 +106,7 @@ def trace(
     click.echo(f"{out}: {steps} steps of {recorded.header.model}, {format_size(nbytes)}")
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("file", metavar="[FILE]", type=FILE, required=False)
 @together(*map(option_of, ReplayOptions.declared().values()))
 @together(*policy_options("as recorded", recorded=True))
@@ -119,15 +120,10 @@ def trace(
 @click.option(
     "--near-data",
     is_flag=True,
-    help="Play it on a model of a GPU and a memory that computes, layers repeated to a large "
-    "model's shape; without FILE, with generated routing.",
+    help="Play it on a GPU beside a memory that computes. Layers are repeated to a large model's "
+    "shape, and without FILE the routing is generated.",
 )
-@together(
-    *(
-        option_of(replace(each, help=f"{each.help} With --near-data."))
-        for each in NEAR_DATA.values()
-    )
-)
+@together(*(option_of(replace(each, group="With --near-data")) for each in NEAR_DATA.values()))
 @JSON
 @click.pass_context
 def replay(

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from orchestrator.chat.console import Console
+from orchestrator.cli.help import Command
 from orchestrator.cli.options import (
     as_options,
     make_config,
@@ -30,15 +31,13 @@ _ANSWER = [
 _ANSWER += [Config.declared()[name] for name in ("cache_ram", "prompt_cache", "prompt_cache_limit")]
 
 
-@click.command()
+@click.command(cls=Command)
 @together(*map(option_of, _OPTIONS.values()))
 @model_options
 @together(*map(option_of, _ANSWER))
 def serve(**options: Any) -> None:
-    """Answer other programs: OpenAI's and Anthropic's interfaces over HTTP.
-
-    Sampling options are what a request gets that does not say otherwise.
-    """
+    """Answer other programs: OpenAI's and Anthropic's interfaces over HTTP. The options of
+    an answer are what a request gets that does not say otherwise."""
     try:
         from orchestrator.serve.run import Running
     except ImportError as error:
@@ -49,6 +48,6 @@ def serve(**options: Any) -> None:
     with as_options():
         settings = ServeSettings.of(own)
     config = make_config({**options, "remember": True})
-    if not Running(config, settings, console.note, console.load_bar).run():
+    if not Running(config, settings, console.note, console.bar).run():
         sys.stderr.flush()
         os._exit(0)  # else Python would wait for the thread that does not end

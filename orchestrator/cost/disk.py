@@ -17,6 +17,8 @@ from threading import Lock
 from time import perf_counter, process_time, sleep, time
 from typing import NamedTuple
 
+import psutil
+
 from gguf_tools import interrupts
 from gguf_tools.experts import ExpertModel
 from gguf_tools.experts.slices import Slice
@@ -37,6 +39,20 @@ _SLOTS_BYTES = 8 * 2**20
 _ROUNDS = 3
 # Experts that are read alone, so long one behind the other as a token computes between two layers.
 _ALONE, _PAUSE_S, _ALONE_S = 16, 0.002, 0.25
+
+# File systems whose disk is not this system's own, by the names that the kernel has for them.
+_ELSEWHERE = {
+    "9p": "a drive of Windows or of a host (9p)",
+    "drvfs": "a drive of Windows (drvfs)",
+    "nfs": "another machine's disk (NFS)",
+    "nfs4": "another machine's disk (NFS)",
+    "cifs": "another machine's disk (SMB)",
+    "smb3": "another machine's disk (SMB)",
+    "fuse.sshfs": "another machine's disk (SSH)",
+}
+_USB, _SPINNING = "a USB disk", "a spinning disk"
+# What reads faster does not spin: a virtual machine may say so of any disk.
+_SPINS_BELOW = 300e6
 
 _FORMAT = "moe-edge disk 1"
 _MIB = 1 << 20
@@ -254,3 +270,47 @@ def kept_bandwidth(
     read, core, latency = (timings.least(each) or _LEAST_S for each in keys)
     found = Bandwidth(_MIB / read, core_s_per_byte=core / _MIB, latency_s=latency)
     return found.beside(config)
+
+
+def slow_kind(path: Path, sysfs: Path = Path("/sys")) -> str | None:
+    """What a file lies on that is slow as a rule, in words; None for any other disk."""
+    here = path.resolve()
+    mounts = [
+        each for each in psutil.disk_partitions(all=True) if here.is_relative_to(each.mountpoint)
+    ]
+    if not mounts:
+        return None
+    mount = max(
+        reversed(mounts), key=lambda each: len(each.mountpoint)
+    )  # the last one hides others
+    if mount.fstype in _ELSEWHERE:
+        return _ELSEWHERE[mount.fstype]
+    with suppress(OSError):  # no block device, or none that this system shows
+        number = os.stat(mount.device).st_rdev
+        place = (sysfs / f"dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+        # Below an encrypted or a logical volume is what it is made of.
+        for disk in (place, *(each.resolve() for each in place.glob("slaves/*"))):
+            if any(part.startswith("usb") for part in disk.parts):
+                return _USB
+            flags = [folder / "queue/rotational" for folder in (disk, disk.parent)]
+            spins = any(flag.is_file() and flag.read_text().strip() == "1" for flag in flags)
+            if spins and any(part.startswith("ata") for part in disk.parts):
+                return _SPINNING
+    return None
+
+
+def slow_disk(model: ExpertModel, config: Config) -> str | None:
+    """A sentence where a model lies on a disk that is slow as a rule, with its measured speed; see
+    kept_bandwidth for the time that this takes."""
+    kind = slow_kind(model.path)
+    if kind is None:
+        return None
+    with suppress(OSError):  # loading says what is wrong with it
+        speed = kept_bandwidth(model, config).bytes_per_s
+        if kind != _SPINNING or speed < _SPINS_BELOW:
+            return (
+                f"The model lies on {kind}, which reads {speed / 1e6:.0f} MB/s here: loading, and "
+                f"each expert that is not in memory, waits for that. A copy on this system's own "
+                f"SSD is faster."
+            )
+    return None

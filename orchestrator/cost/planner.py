@@ -14,7 +14,7 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from orchestrator.cache.profile import HotnessKeeper
 from orchestrator.config import Config
-from orchestrator.cost.disk import kept_bandwidth
+from orchestrator.cost.disk import kept_bandwidth, slow_disk
 from orchestrator.cost.losses import Foreseen, LossModel
 from orchestrator.cost.plans import (
     LENGTHS,
@@ -80,11 +80,18 @@ class Planner:
             without_effect(self._config),
             self.hotness.note,
             self.losses.note,
+            self.slow_disk,
             one_of_several(self.bindings, self.gpu),
             too_many_threads(self._config.threads),
             more_than_there(self._config.ram, self.machine),
         )
         return " ".join(filter(None, notes)) or None
+
+    @cached_property
+    def slow_disk(self) -> str | None:
+        """As slow_disk of orchestrator.cost.disk. What it takes to measure a disk is not there once
+        a model is loaded."""
+        return slow_disk(self._model, self._config)
 
     def runs(self, config: Config) -> Runs:
         """What runs with these settings. Raises what plan_memory and `frontier` do, and ConfigError

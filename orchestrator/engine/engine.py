@@ -16,7 +16,7 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config, Sampling
 from orchestrator.cost.losses import LossModel
 from orchestrator.engine.driver import Driver
-from orchestrator.engine.load import Loader
+from orchestrator.engine.load import Loader, Progress
 from orchestrator.engine.prompts import PromptCache, kept_prompts
 from orchestrator.engine.report import Meter, StoreCosts, memory_now, mode_line
 from orchestrator.engine.steps import Steps
@@ -41,13 +41,16 @@ class Engine(Closing):
         self,
         config: Config,
         model: ExpertModel,
-        progress: Callable[[float], None] | None,
+        progress: Progress | None,
         compared: bool = False,
     ) -> None:
         self.model = model
         self.last_stats: GenerationStats | None = None
+        if progress is not None:
+            progress("Measuring this machine", None)
         self._loader = Loader(config, model)
         planner = self._loader.planner
+        _ = planner.slow_disk  # before the model takes the memory
         runs = planner.compared(config) if compared else planner.runs(config)
         self.config = config = runs.config
         self._shelf, self._folder = kept_prompts(config)
@@ -60,13 +63,12 @@ class Engine(Closing):
     def open(
         cls,
         config: Config,
-        progress: Callable[[float], None] | None = None,
+        progress: Progress | None = None,
         compared: bool = False,
     ) -> Engine:
         """Reads the file's layout, plans the memory and loads the dense weights.
 
-        progress gets the loaded share, 0 to 1. compared: as Planner.compared. Raises MoeEdgeError
-        in one of its forms.
+        compared: as Planner.compared. Raises MoeEdgeError in one of its forms.
         """
         model = ExpertModel.open(config.model, config.low)
         try:

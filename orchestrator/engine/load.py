@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from gguf_tools.experts import ExpertModel
+from gguf_tools.units import format_size
 from orchestrator.config import Config
 from orchestrator.cost.planner import Planner, Runs
 from orchestrator.engine.damage import DataCheck, managed_places
@@ -23,7 +24,8 @@ from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import FreeCores, Store, find_device
 from orchestrator.native.llama import LlamaContext, Model
 
-Progress = Callable[[float], None]
+# Gets what is being done, and how much of it is, 0 to 1; None where nobody can tell.
+Progress = Callable[[str, float | None], None]
 Part = FreeCores | LlamaContext | Store | Model
 
 # Of a GPU's cap: so much less than was estimated is given to experts by loading again. Some memory
@@ -98,7 +100,6 @@ class Loader:
         another amount of its memory than was estimated: more, and the cap would not hold; much
         less, and experts would lack it.
 
-        progress gets the loaded share, 0 to 1.
         Raises MoeEdgeError in one of its forms, and leaves nothing behind then.
         """
         if not self.on_gpu:
@@ -140,8 +141,7 @@ class Loader:
     def _load(self, runs: Runs, progress: Progress | None) -> Loaded:
         config, plan = runs.config, runs.plan
         first = self.learned.first(plan)
-        # of the time that loading takes; experts are read before the first token, or never
-        share = 0.5 if first else 1.0
+        weights = plan.dense_bytes + (0 if plan.managed else plan.expert_bytes)
         parts: list[Part] = []
         try:
             driver = PlainDriver()
@@ -164,10 +164,10 @@ class Loader:
                     self._model,
                     self.bindings,
                     self.gpu,
-                    _part_of(progress, 0.0, share),
+                    _share_of(f"Loading {format_size(weights)} of weights", progress),
                 )
                 parts.append(model)
-            driver.prepare(first, _part_of(progress, share, 1.0))
+            driver.prepare(first, _share_of("Reading experts", progress))
             context = context_of(config, plan, model, self.bindings, self.gpu)
             # the context goes first, then the store, then the model that it was attached to
             parts.insert(0, context)
@@ -213,8 +213,5 @@ def _close(parts: Sequence[Part]) -> None:
         part.close()
 
 
-def _part_of(progress: Progress | None, begin: float, end: float) -> Progress | None:
-    """Progress of a part, told as progress of the whole."""
-    if progress is None:
-        return None
-    return lambda done: progress(begin + (end - begin) * done)
+def _share_of(what: str, progress: Progress | None) -> Callable[[float], None] | None:
+    return None if progress is None else partial(progress, what)

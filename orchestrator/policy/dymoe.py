@@ -169,19 +169,16 @@ class DyMoESettings(LookAhead):
         "receive.",
         metavar="R",
         within=(0.0, 1.0),
-        hidden=True,
     )
     prefetch_low: bool = setting(
         True,
         "Whether an answer's experts that will be low are loaded ahead as well; the paper (eq. 8) "
         "loads the critical ones alone.",
-        hidden=True,
     )
     prompts_pass: bool = setting(
         True,
         "Whether the experts that a prompt uses less pass through a part of the slots, instead of "
         "taking them all.",
-        hidden=True,
     )
 
 

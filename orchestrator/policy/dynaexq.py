@@ -169,7 +169,6 @@ class DynaExqSettings(Intervals):
         0,
         "How many ranks below the hot set an expert may fall before it is replaced.",
         within=(0, 65535),
-        hidden=True,
     )
     hot_experts: int | None = again(Shared, "hot_experts")
 

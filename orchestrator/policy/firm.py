@@ -419,20 +419,16 @@ class FIRMSettings(LookAhead):
         choices=TUNE_WAYS,
         shown=f"{ALL}, off with votes",
     )
-    tune_steps: int = setting(
-        32, "Decode steps between two changes of K and P.", within=(1, 2**24), hidden=True
-    )
+    tune_steps: int = setting(32, "Decode steps between two changes of K and P.", within=(1, 2**24))
     tune_patience: int = setting(
-        2, "Changes without gain, after which climb turns round.", within=(1, 2**16), hidden=True
+        2, "Changes without gain, after which climb turns round.", within=(1, 2**16)
     )
-    tune_tokens: int = setting(
-        512, "Decode steps after which K and P stay.", within=(1, 2**24), hidden=True
-    )
+    tune_tokens: int = setting(512, "Decode steps after which K and P stay.", within=(1, 2**24))
     waste_weight: float = setting(
-        0.5, "Loss of an expert that is loaded ahead for nothing.", within=(0.0, 1e6), hidden=True
+        0.5, "Loss of an expert that is loaded ahead for nothing.", within=(0.0, 1e6)
     )
     miss_weight: float = setting(
-        0.5, "Loss of an expert that is loaded on demand.", within=(0.0, 1e6), hidden=True
+        0.5, "Loss of an expert that is loaded on demand.", within=(0.0, 1e6)
     )
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ from orchestrator.events import (
     StoreView,
 )
 from orchestrator.policy.base import EVERY_STEP, Policy, Precisions, SpendsLoss, Wants
-from orchestrator.settings import again, setting
+from orchestrator.settings import PRECISION, again, setting
 
 # One way to save reading, an expert in a lower tier or skipped: (nats a byte that is saved, expert,
 # tier, nats, instead_of). nats: what it costs a token with a gate weight of 1. instead_of: the tier
@@ -225,11 +225,13 @@ class FloorSettings(LookAhead):
 
     max_loss: float = setting(
         0.01,
-        "The loss that is allowed: mean KL divergence from the best precision in use, in nats a "
-        "token.",
+        "Loss that is allowed, in nats a token. It is the mean KL divergence from the best "
+        "precision in use, and 0.01 with the policy floor where nothing is asked for.",
         metavar="NATS",
         within=(0.0, 100.0),
         live=True,
+        shown="none",
+        group=PRECISION,
     )
     keep_top: int = setting(
         1,
@@ -241,26 +243,22 @@ class FloorSettings(LookAhead):
         COSINE,
         f"How the loss that is allowed grows with depth: {', '.join(SCHEDULES)}.",
         choices=SCHEDULES,
-        hidden=True,
     )
     low_share: float = setting(
         0.25,
         "With --low-tier: the share of the slots' bytes that is for low copies.",
         within=(0.0, 1.0),
-        hidden=True,
     )
     skip_present: float = setting(
         0.002,
         "What skipping an expert in memory saves, as a share of what a missing one does: so little "
         "that missing ones come first. 0: what is in memory is always used.",
         within=(0.0, 1.0),
-        hidden=True,
     )
     read_behind: bool = setting(
         True,
         "Whether what was skipped or lowered twice within a few tokens is read afterwards, so that "
         "it is there when it is asked for again.",
-        hidden=True,
     )
     transition_rate: int | None = again(Background, "transition_rate")
     losses: Path | None = again(Shared, "losses")

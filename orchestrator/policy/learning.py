@@ -25,24 +25,21 @@ class Intervals(Background):
         "Decode steps between two updates of the hot sets, 0 for none; a prompt's part ends an "
         "interval too.",
         within=(0, 2**24),
-        hidden=True,
     )
     update_ms: int | None = setting(
         None,
         "Milliseconds of steps between two updates of the hot sets, as in the paper, in the place "
         "of a number of steps; 0 for none.",
         within=(0, 2**31),
-        hidden=True,
     )
     hotness_decay: float = setting(
-        0.8, "The alpha of the hotness's moving average.", within=(0.0, 1.0), hidden=True
+        0.8, "The alpha of the hotness's moving average.", within=(0.0, 1.0)
     )
     hysteresis: float = setting(
         0.25,
         "By how many mean scores of its layer an expert has to be hotter than the one that it "
         "replaces.",
         within=(0.0, 1e6),
-        hidden=True,
     )
 
 

@@ -28,6 +28,7 @@ from gguf_tools.process import default_threads, peak_rss_bytes
 from orchestrator.config import Config, native_log_enabled
 from orchestrator.engine.driver import PlainDriver
 from orchestrator.engine.engine import Engine
+from orchestrator.engine.load import Progress
 from orchestrator.engine.prompt_copies import PromptFolder
 from orchestrator.engine.report import StoreCosts
 from orchestrator.errors import ConfigError, MoeEdgeError, NativeError
@@ -211,13 +212,13 @@ class Backend:
         config: Config,
         settings: ServeSettings,
         library: ServerLibrary,
-        progress: Callable[[float], None],
+        progress: Progress,
         threads: str = "",
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Loads the model; progress gets the loaded share, 0 to 1, and what it raises comes
-        through. threads: how the names of its threads begin that are in llama.cpp for a request;
-        note gets what is to be said while it serves. Raises MoeEdgeError in one of its forms."""
+        """Loads the model; what progress raises comes through. threads: how the names of its
+        threads begin that are in llama.cpp for a request; note gets what is to be said while it
+        serves. Raises MoeEdgeError in one of its forms."""
         self.name = settings.alias or config.model.stem
         self.parallel, self.max_tokens = settings.parallel, config.max_tokens
         template = settings.chat_template

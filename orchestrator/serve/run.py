@@ -19,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from gguf_tools import interrupts
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
+from orchestrator.engine.load import Progress
 from orchestrator.errors import ConfigError
 from orchestrator.native.llama import Bindings
 from orchestrator.serve.admission import return_memory
@@ -184,7 +185,7 @@ class Running:
         config: Config,
         settings: ServeSettings,
         note: Callable[[str], None],
-        progress: Callable[[float], None],
+        progress: Progress,
     ) -> None:
         """note gets lines for the person at the terminal. Raises MoeEdgeError: the settings are
         wrong, or there is no such model."""
@@ -260,10 +261,9 @@ class Running:
     def _load(self) -> None:
         try:
             library = server_library(self._bindings, lambda: self._state.stopping)
-            self._progress(0.0)  # a plan may be chosen first, for which this machine is measured
             threads = self._state.threads
             backend = Backend(
-                self._config, self._settings, library, self._loaded_share, threads, self._note
+                self._config, self._settings, library, self._begins, threads, self._note
             )
         except Stopped:
             return
@@ -282,10 +282,10 @@ class Running:
         self._note(engine.mode)
         self._note(f"{backend.name} is ready at {self.url}/v1; Ctrl-C ends it.")
 
-    def _loaded_share(self, done: float) -> None:
+    def _begins(self, what: str, done: float | None) -> None:
         if self._state.stopping:
             raise Stopped
-        self._progress(done)
+        self._progress(what, done)
 
     def _close(self) -> bool:
         """Whether everything has ended, and so is freed."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from orchestrator.config import MOST_SEQUENCES
 from orchestrator.errors import ConfigError
-from orchestrator.settings import FROM_0, FROM_1, SIZE, Settings, setting
+from orchestrator.settings import FROM_0, FROM_1, MORE, SIZE, Settings, setting
 
 # How long a request may be for each token of the context, and in any case. Prose has four to five
 # bytes a token; what one takes that is worked with is in the plan, too (BODY_FACTOR).
@@ -22,37 +22,52 @@ class ServeSettings(Settings):
     """Who may ask, and how much at once."""
 
     host: str = setting(
-        "127.0.0.1", "Address to listen on; any but this machine's own needs a key."
+        "127.0.0.1", "Address to listen on. Any but this machine's own needs a key."
     )
     port: int = setting(8080, "Port to listen on; 0 takes a free one.", within=(0, 65535))
     parallel: int = setting(
         1,
-        "Answers that decode together; the context of each is --ctx.",
+        "Answers that decode together. The context of each is --ctx.",
         within=(1, MOST_SEQUENCES),
     )
     queue: int = setting(
-        16, "Requests that wait for their turn; more are refused with 429.", within=FROM_0
+        16,
+        "Requests that wait for their turn; more are refused with 429.",
+        within=FROM_0,
+        group=MORE,
     )
-    alias: str | None = setting(None, "The model's name for clients.", shown="the file's name")
+    alias: str | None = setting(
+        None,
+        "The model's name for clients.",
+        shown="the file's name",
+        group=MORE,
+    )
     api_key: str | None = setting(
         None,
         "A key that every request has to bring; others of this machine see it in its process list.",
         metavar="KEY",
+        group=MORE,
     )
-    api_key_file: Path | None = setting(None, "A file with such keys, one a line.")
+    api_key_file: Path | None = setting(
+        None, "Keys one of which a request has to bring, one a line."
+    )
     allow_host: str | None = setting(
         None,
         "Another name of this server that a Host header may have, as behind a proxy; several with "
         "commas between.",
         metavar="NAMES",
+        group=MORE,
     )
     cors_origin: str | None = setting(
         None,
         "A web page's origin that may ask, as https://chat.example.org, or * for any.",
         metavar="ORIGIN",
+        group=MORE,
     )
     chat_template: Path | None = setting(
-        None, "A Jinja chat template in the place of the model's own."
+        None,
+        "A Jinja chat template in the place of the model's own.",
+        group=MORE,
     )
     body_limit: int | None = setting(
         None,
@@ -60,14 +75,19 @@ class ServeSettings(Settings):
         within=FROM_1,
         unit=SIZE,
         shown="128KiB, or 16 bytes for each token of --ctx",
+        group=MORE,
     )
     patience: int = setting(
         30,
         "Seconds within which a request has to be here, its head and its body each.",
         within=FROM_1,
+        group=MORE,
     )
     timeout: int = setting(
-        3600, "Seconds after which a request is given up; 0 for never.", within=FROM_0
+        3600,
+        "Seconds after which a request is given up; 0 for never.",
+        within=FROM_0,
+        group=MORE,
     )
 
     @property

@@ -126,8 +126,11 @@ def policies_block() -> str:
 
 def settings_page() -> str:
     """Every setting, by the record that declares it."""
+    from orchestrator.cli.options import of_policies
     from orchestrator.config import Config
-    from orchestrator.policy import POLICIES, owners
+    from orchestrator.policy import owners, policy_settings
+    from orchestrator.serve.settings import ServeSettings
+    from orchestrator.settings import COMMON
 
     parts = [
         "# Settings",
@@ -135,26 +138,28 @@ def settings_page() -> str:
         "page. A setting with an option can be given to `moe-edge chat` and to the commands that "
         "run a model; all of them can be given to `Config.build` in Python and to "
         "`--model_args` of [the harness](quality.md). The ones in italics are left out of "
-        "`--help`.",
+        "`--help`, and shown by `--help-all`.",
         "## Of every policy",
-        settings_table(Config.declared().values()),
+        settings_table(Config.declared().values(), *COMMON),
     ]
-    seen: set[str] = set()
-    for policy in POLICIES.values():
-        own = [each for name, each in policy.Settings.declared().items() if name not in seen]
-        seen.update(each.name for each in own)
-        if own:
-            names = {" and ".join(owners(each.name)) for each in own}
-            parts += [f"## Of {', '.join(sorted(names))}", settings_table(own)]
+    by_policies: dict[str, list[Setting]] = {}
+    for name, each in policy_settings().items():
+        by_policies.setdefault(of_policies(owners(name)), []).append(each)
+    for heading, own in by_policies.items():
+        parts += [f"## {heading}", settings_table(own, *COMMON)]
+    parts += ["## Of the server", settings_table(ServeSettings.declared().values(), "")]
     return "\n\n".join(parts) + "\n"
 
 
-def settings_table(declared: Iterable[Setting]) -> str:
+def settings_table(declared: Iterable[Setting], *common: str) -> str:
+    """A row for each setting. common: groups whose options `--help` shows."""
     rows = ["| setting | option | values | default | what it does |", "|---|---|---|---|---|"]
     for each in declared:
         flag = f"`{each.flag}`" if each.option else ""
+        if flag and each.group not in common:
+            flag = f"*{flag}*"
         rows.append(
-            f"| `{each.name}` | {f'*{flag}*' if each.hidden else flag} | {values_of(each)} "
+            f"| `{each.name}` | {flag} | {values_of(each)} "
             f"| {default_of(each)} | {each.help} |".replace("|  |", "| |")
         )
     return "\n".join(rows)
@@ -162,7 +167,7 @@ def settings_table(declared: Iterable[Setting]) -> str:
 
 def default_of(declared: Setting) -> str:
     if bool in declared.kinds and declared.shown is None:
-        return "yes" if declared.default else "no"
+        return declared.default_text or "no"
     return declared.default_text
 
 
@@ -175,7 +180,8 @@ def values_of(declared: Setting) -> str:
     if bool in declared.kinds:
         return "yes or no"
     if declared.within is None:
-        return {"FILE": "a file", "TEXT": "a text"}.get(declared.metavar, "a name")
+        known = {"FILE": "a file", "DIR": "a folder", "TEXT": "a text"}
+        return known.get(declared.metavar, "a name")
     low, high = declared.within
     upper = "or more" if high == float("inf") else f"to {high:,}"
     return f"{'a number' if float in declared.kinds else 'a whole number'}, {low:,} {upper}"

@@ -281,4 +281,16 @@ def test_what_takes_long_is_announced_before_it_begins(
     said.clear()
     with pytest.raises(ConfigError, match="measured"):
         open_engine(build(model, max_loss=0.1), Console())
-    assert said == ["Loading"]
+    assert said == ["Measuring this machine"]
+
+
+def test_a_slow_disk_is_said_where_an_engine_opens(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is measured before the model is loaded, whose memory leaves no room for that."""
+    said, loads = "The model lies on a USB disk.", Loader.load
+    asked: list[object] = []
+    monkeypatch.setattr(planner, "slow_disk", lambda *_: asked.append(_) or said)
+    monkeypatch.setattr(Loader, "load", lambda *args: asked and loads(*args))
+    open_engine(build(model), Console()).close()
+    assert said in capsys.readouterr().err and len(asked) == 1

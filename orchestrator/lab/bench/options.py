@@ -11,7 +11,7 @@ from gguf_tools.process import default_threads
 from orchestrator.errors import ConfigError
 from orchestrator.lab.bench.job import Part, decode, longest_context, prompt, settle
 from orchestrator.policy.dymoe import DyMoESettings
-from orchestrator.settings import FROM_0, FROM_1, Notation, Settings, again, setting
+from orchestrator.settings import FROM_0, FROM_1, MORE, Notation, Settings, again, setting
 
 # A quick pass: tiny model, caps that leave a few experts of room, seconds in all.
 QUICK_SHAPE = "tiny-olmoe"
@@ -79,7 +79,12 @@ class BenchOptions(Settings):
     seed: int = setting(0, "Seed of the weights and of the tokens.", within=FROM_0)
     quick: bool = setting(False, "A tiny model, in seconds; no figures to quote.")
     retention: float = again(
-        DyMoESettings, "retention", 0.75, help=f"{_RETENTION.help} For dymoe.", shown=None
+        DyMoESettings,
+        "retention",
+        0.75,
+        help=f"{_RETENTION.help} For dymoe.",
+        shown=None,
+        group=MORE,
     )
     rows: tuple[str, ...] = setting(
         (),

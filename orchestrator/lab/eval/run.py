@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from gguf_tools.experts import DEFAULT_KV, ExpertModel
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
+from orchestrator.engine.load import Progress
 from orchestrator.errors import ConfigError
 from orchestrator.events import Phase
 from orchestrator.lab.eval import arithmetic
@@ -25,11 +25,6 @@ from orchestrator.lab.eval.virtual import VirtualTime, virtual_store
 from orchestrator.memory.footprint import LEAST_CONTEXT, SIZES
 from orchestrator.policy import BASELINE
 
-# (what is being done, how much of it, 0 to 1)
-Report = Callable[[str, float], None]
-
-# What is being done while an engine opens.
-LOADING = "Loading"
 WINDOW = 512
 LEAST_WINDOW = 8
 
@@ -113,7 +108,7 @@ def best_config(config: Config, best: str) -> Config:
     )
 
 
-def evaluate(config: Config, options: EvalOptions, report: Report) -> dict[str, Any]:
+def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str, Any]:
     """Judges one configuration; the result is fit for JSON and for render.
 
     Raises MoeEdgeError in one of its forms for a text, questions or settings that do not work.
@@ -139,11 +134,11 @@ def evaluate(config: Config, options: EvalOptions, report: Report) -> dict[str, 
         against = None
         if options.kl:
             # Before the engine that is judged, and gone by then: two would not fit the memory.
-            with Engine.open(best_config(config, best), loading(report)) as engine:
+            with Engine.open(best_config(config, best), report) as engine:
                 against = stack.enter_context(
                     read_reference(engine, cut(engine), options.prefill, report)
                 )
-        engine = stack.enter_context(Engine.open(config, loading(report)))
+        engine = stack.enter_context(Engine.open(config, report))
         windows = cut(engine)
         shadow = None
         if engine.managed and engine.policy.wants.by_residency and not options.reuse:
@@ -185,7 +180,7 @@ def evaluate(config: Config, options: EvalOptions, report: Report) -> dict[str, 
 
 
 def read_reference(
-    engine: Engine, windows: list[Window], prefill: bool, report: Report = lambda *_: None
+    engine: Engine, windows: list[Window], prefill: bool, report: Progress = lambda *_: None
 ) -> Reference:
     """What an engine says to the windows. The caller closes it."""
     n_vocab = engine.eval(windows[0].tokens[:1], 0).shape[-1]
@@ -201,11 +196,6 @@ def read_reference(
         reference.close()
         raise
     return reference
-
-
-def loading(report: Report) -> Callable[[float], None]:
-    """The progress of an engine that opens."""
-    return lambda share: report(LOADING, share)
 
 
 def text_report(scores: TextScores, best: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from orchestrator.memory.choice import tiers_between, unused_option
 from orchestrator.native import MAX_AHEAD, Library
 from orchestrator.policy import BASELINE, PLAIN, POLICIES, Policy, policy_class, policy_settings
 from orchestrator.policy.base import SpendsLoss
-from orchestrator.settings import FROM_1, SIZE, Settings, setting
+from orchestrator.settings import FROM_1, MORE, SIZE, Settings, setting
 
 # How reads share the link, and what computing an expert waits for.
 LINKS = SHARED, RIGID = ("shared", "rigid")
@@ -63,14 +63,18 @@ class ReplayOptions(Settings):
         "What a read takes beside its bytes, in microseconds.",
         within=(0, 10**7),
         shown="measured when recorded",
+        group=MORE,
     )
-    io_threads: int | None = setting(None, "Reads at once.", within=(1, 64), shown="as recorded")
+    io_threads: int | None = setting(
+        None, "Reads at once.", within=(1, 64), shown="as recorded", group=MORE
+    )
     compute_ms: float | None = setting(
         None,
         "Computing a decoded token, without waits.",
         metavar="MS",
         within=(0, 10**6),
         shown="each as when recorded",
+        group=MORE,
     )
     link: str = setting(
         SHARED,
@@ -78,17 +82,20 @@ class ReplayOptions(Settings):
         "no longer wanted is dropped; rigid, one queue for demand and prefetch, in which nothing "
         "is overtaken or dropped.",
         choices=LINKS,
+        group=MORE,
     )
     wait: str = setting(
         MATRIX,
         "What computing with a matrix waits for: itself, or all matrices of its expert (whole).",
         choices=WAITS,
+        group=MORE,
     )
     losses: Path | None = setting(
         None,
         "What lower precisions lose, by the loss table of any model, stretched to the trace's "
         "shape.",
         shown="as recorded",
+        group=MORE,
     )
     settings: Mapping[str, Any] = field(default_factory=dict)
 

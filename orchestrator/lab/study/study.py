@@ -14,10 +14,11 @@ import numpy as np
 
 from orchestrator.cache.files import whole_files
 from orchestrator.config import Config
+from orchestrator.engine.load import Progress
 from orchestrator.errors import ConfigError
 from orchestrator.lab.eval.arithmetic import Estimate
 from orchestrator.lab.eval.compare import Reference, ReferencePart
-from orchestrator.lab.eval.run import EvalOptions, Report
+from orchestrator.lab.eval.run import EvalOptions
 from orchestrator.lab.plotting import require_matplotlib
 from orchestrator.lab.study import plot
 from orchestrator.lab.study.figures import figures, quality
@@ -93,7 +94,7 @@ class Study(Drawn[Subject]):
         config: Config,
         options: EvalOptions,
         folder: Path | None,
-        report: Report,
+        report: Progress,
         note: Callable[[str], None],
     ) -> list[Table]:
         """Measures, and writes the tables and the picture to the folder. note gets sentences for

@@ -17,6 +17,7 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.cache import profile
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
+from orchestrator.engine.load import Progress
 from orchestrator.errors import ConfigError
 from orchestrator.events import Phase
 from orchestrator.lab.eval import arithmetic
@@ -26,12 +27,9 @@ from orchestrator.lab.eval.compare import Reference, ReferencePart
 from orchestrator.lab.eval.judge import Judge
 from orchestrator.lab.eval.perplexity import TextScores, score_text
 from orchestrator.lab.eval.run import (
-    LOADING,
     EvalOptions,
-    Report,
     best_config,
     eval_config,
-    loading,
     read_reference,
 )
 from orchestrator.lab.eval.text import Window, cut_windows, read_documents
@@ -57,7 +55,7 @@ class Passes:
 
     def __init__(
         self,
-        report: Report,
+        report: Progress,
         note: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -171,7 +169,7 @@ class Subject:
         self,
         config: Config,
         options: EvalOptions,
-        report: Report,
+        report: Progress,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
         """note gets what the passes over the text say. Raises ConfigError where the text, the
@@ -245,16 +243,9 @@ class Subject:
     def reference(self) -> Reference:
         """What the best tier says, decided token by token. The caller closes it."""
         step = self.passes.begin("Reading with the best tier")
-
-        def report(label: str, share: float) -> None:
-            if label == LOADING:
-                self.report(label, share)
-            else:
-                step(share)
-
         config = best_config(self.config, self.best)
-        with Engine.open(config, loading(report)) as engine:
-            return read_reference(engine, self.windows, False, report)
+        with Engine.open(config, self.report) as engine:
+            return read_reference(engine, self.windows, False, lambda _, done: step(done or 0.0))
 
     def uniform(self, tier: str) -> Settings:
         """Settings: every expert in one tier."""

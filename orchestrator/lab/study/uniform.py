@@ -26,10 +26,11 @@ from gguf_tools.pack import pack
 from gguf_tools.quantize.tiers import parse_types
 from gguf_tools.units import format_size
 from orchestrator.config import Config
+from orchestrator.engine.load import Progress
 from orchestrator.errors import ConfigError
 from orchestrator.lab.calibrate.methods import IMATRIX, RTN, Method, open_quantizer
 from orchestrator.lab.calibrate.spill import spill_folder
-from orchestrator.lab.eval.run import EvalOptions, Report
+from orchestrator.lab.eval.run import EvalOptions
 from orchestrator.memory.footprint import model_shape
 
 # What is tried where nothing was asked for: types that take seconds to make. The IQ types take
@@ -122,7 +123,7 @@ class UniformTypes:
             f"{format_size(self._largest)} in {spill_folder()}. --uniform none leaves it out."
         )
 
-    def files(self, report: Report) -> Iterator[UniformFile]:
+    def files(self, report: Progress) -> Iterator[UniformFile]:
         """Each of them, valid until the next one is asked for.
 
         Raises ConfigError where the folder has no room, QuantizeError as pack does.

@@ -95,9 +95,9 @@ class FakeEngine:
             while config.model.name == "endless.gguf":
                 time.sleep(0.05)
                 if progress:
-                    progress(0.5)
+                    progress("Loading 1 GiB of weights", 0.5)
             if progress:
-                progress(step / 4)
+                progress("Loading 1 GiB of weights", step / 4)
         return cls(config)
 
     def __enter__(self):

@@ -115,11 +115,11 @@ def moe_edge(folder: Path, *args: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_its_option_and_its_help(folder: Path) -> None:
-    said = " ".join(moe_edge(folder, "chat", "--help").stdout.split())
+    said = " ".join(moe_edge(folder, "chat", "--help-all").stdout.split())
     assert "lru, dymoe, dynaexq, firm, context, floor, mixed, stripes, plain" in said
-    assert "--stripe N How many experts beside each other share a tier. For stripes." in said
+    assert "Policy stripes: --stripe N How many experts beside each other share a tier." in said
     assert "[default: 2]" in said
-    said = " ".join(moe_edge(folder, "replay", "--help").stdout.split())
+    said = " ".join(moe_edge(folder, "replay", "--help-all").stdout.split())
     assert "--stripe N" in said and "stripes" in said
 
 

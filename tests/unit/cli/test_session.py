@@ -147,14 +147,10 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
 
 def test_the_statistics_line_of_a_managed_model():
     assert stats_fields(STATS, 2**30) == [
-        "TTFT 12 ms",
-        "48.9 tokens/s",
-        "hits 93 %",
-        "q4_k 75 % q2_k 25 % (computed q4_k 81 % q2_k 19 %)",
-        "read 5 MiB",
+        "first word 12 ms",
+        "48.9 tok/s",
+        "experts 93 % in memory",
         "memory 300 MiB of 1 GiB",
-        "expert slots 64 MiB",
-        "dymoe 4/2 (q4_k/q2_k) r=0.75",
     ]
 
 
@@ -170,8 +166,8 @@ PLAIN = {
 @pytest.mark.parametrize(
     ("changes", "first"),
     [
-        (PLAIN, ["TTFT 12 ms", "memory 300 MiB of 1 GiB", "plain upstream path"]),
-        ({"finish": "end"}, ["TTFT 12 ms"]),
+        (PLAIN, ["first word 12 ms", "memory 300 MiB of 1 GiB"]),
+        ({"finish": "end", "ttft_ms": 61234.0}, ["first word 61.2 s"]),
         ({"finish": "length"}, ["cut at --max-tokens"]),
         ({"finish": "context"}, ["cut: the context is full (--ctx)"]),
         ({"finish": "cancelled"}, ["stopped"]),

@@ -41,7 +41,7 @@ def test_keys_typed_ahead_wait_for_the_prompt(start):
     terminal.wait("5 6 7")
     terminal.send("hello\x7f\x7fp me\n")
     # The keys are read as if they came at the prompt, with what deletes among them.
-    answer = terminal.wait(r"<help me>\n(.+\n)+\n> \Z").partition("TTFT")[0]
+    answer = terminal.wait(r"<help me>\n(.+\n)+\n> \Z").partition("first word")[0]
     assert "498 499" in answer and "hel" not in answer
     assert "Hi there!" in terminal.ask("hello")
 
@@ -57,7 +57,7 @@ def test_ctrl_c_forgets_what_was_typed_ahead(start):
 
 def test_lines_end_between_words(start):
     terminal = start(COLUMNS="60")
-    said = terminal.ask("words").partition("TTFT")[0].splitlines()[1:]
+    said = terminal.ask("words").partition("first word")[0].splitlines()[1:]
     assert max(map(len, said)) <= 60
     assert (
         " ".join(line.strip() for line in said).split()
@@ -70,7 +70,7 @@ def test_one_answer_is_wrapped_and_has_its_statistics_and_json_is_not(tmp_path):
     args = ("-m", "x.gguf", "-p", "words")
     with Terminal(*args, home=tmp_path) as terminal:
         assert terminal.finish() == 0
-        said, _, statistics = ESCAPES.sub("", terminal.raw).partition("\r\nTTFT")
+        said, _, statistics = ESCAPES.sub("", terminal.raw).partition("\r\nfirst word")
         assert "\r\n" in said and statistics.startswith(" 12 ms · ")
     with Terminal(*args, "--json", home=tmp_path) as terminal:
         assert terminal.finish() == 0

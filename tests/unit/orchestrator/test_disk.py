@@ -6,8 +6,10 @@ import os
 import random
 import re
 import threading
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -166,3 +168,46 @@ def test_a_disk_is_known_by_its_device(
             model, Config.build(model=model.path), told
         ).bytes_per_s == pytest.approx(speed)
     assert len(list((user_folder / "cache" / "moe-edge" / "speed").iterdir())) == 3
+
+
+ATA = "devices/pci0000:00/0000:00:17.0/ata1/host0/target0:0:0/0:0:0:0/block/sda"
+USB = "devices/pci0000:00/0000:00:14.0/usb2/2-1/2-1:1.0/host6/target6:0:0/6:0:0:0/block/sdb"
+
+
+@pytest.mark.parametrize(
+    ("system", "place", "spins", "speed", "kind"),
+    [
+        ("9p", "", "0", 2e9, "a drive of Windows or of a host (9p)"),
+        ("nfs4", "", "0", 1e8, "another machine's disk (NFS)"),
+        ("ext4", USB, "0", 4e8, "a USB disk"),
+        ("ext4", f"{USB}/sdb1", "1", 4e7, "a USB disk"),
+        ("ext4", f"{ATA}/sda1", "1", 1.5e8, "a spinning disk"),
+        ("ext4", f"{ATA}/sda1", "1", 5e8, None),  # of a virtual machine
+        ("ext4", ATA, "0", 1.5e8, None),
+        ("ext4", "devices/pci0000:00/0000:00:02.0/virtio1/block/vda", "1", 1.5e8, None),
+        ("ext4", "", "0", 1.5e8, None),  # not to be seen, as in a container
+    ],
+)
+def test_a_slow_disk_is_named_with_its_speed(
+    model, monkeypatch, tmp_path, system, place, spins, speed, kind
+):
+    """It stands for the file system of the longest mount point around the model."""
+    mount = SimpleNamespace(mountpoint=str(model.path.parent), fstype=system, device="/dev/null")
+    root = SimpleNamespace(mountpoint="/", fstype="nfs", device="host:/")
+    monkeypatch.setattr(disk.psutil, "disk_partitions", lambda **_: [root, mount])
+    if place:
+        whole = tmp_path / (place if place.count("sd") < 2 else str(Path(place).parent))
+        (whole / "queue").mkdir(parents=True)
+        (whole / "queue/rotational").write_text(f"{spins}\n")
+        (tmp_path / place).mkdir(exist_ok=True)
+        (tmp_path / "dev/block").mkdir(parents=True)
+        number = os.stat("/dev/null").st_rdev
+        link = tmp_path / f"dev/block/{os.major(number)}:{os.minor(number)}"
+        link.symlink_to(tmp_path / place)
+    monkeypatch.setattr(disk, "slow_kind", partial(disk.slow_kind, sysfs=tmp_path))
+    monkeypatch.setattr(disk, "kept_bandwidth", lambda *_: Bandwidth(speed))
+    said = disk.slow_disk(model, Config.build(model=model.path))
+    if kind is None:
+        assert said is None
+    else:
+        assert said.startswith(f"The model lies on {kind}, which reads {speed / 1e6:.0f} MB/s here")
