@@ -36,7 +36,7 @@ _ANSWER += [Config.declared()[name] for name in ("cache_ram", "prompt_cache", "p
 @model_options
 @together(*map(option_of, _ANSWER))
 def serve(**options: Any) -> None:
-    """Answer other programs: OpenAI's and Anthropic's interfaces over HTTP. The options of
+    """Answer other programs: OpenAI's, Anthropic's and Ollama's interfaces. The options of
     an answer are what a request gets that does not say otherwise."""
     try:
         from orchestrator.serve.run import Running
