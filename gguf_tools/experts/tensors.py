@@ -9,6 +9,7 @@ from gguf_tools import errors
 from gguf_tools.experts.hparams import Hyperparameters
 from gguf_tools.experts.slices import LayerShapes, LayerSlices, Slice, Tier
 from gguf_tools.file.layout import (
+    CHOICES,
     DOWN,
     GATE,
     GATE_UP,
@@ -171,6 +172,24 @@ def _check_layer(parts: list[GGUFFile], il: int, layer: dict[int, Found], n_expe
             raise _shape_error(
                 parts, layer[kind], f"expected [{n_in}, {rows}, {n_expert}] beside the down matrix"
             )
+
+
+def check_choices(parts: list[GGUFFile], n_expert: int) -> None:
+    """Reads the tables by which tokens' ids choose experts, since llama.cpp would end the process
+    over a wrong one. Raises TensorTypeError and ExpertIndexError."""
+    for part in parts:
+        for info in part.tensors.values():
+            if not info.name.endswith(CHOICES):
+                continue
+            where = f"{part.path}: tensor {info.name}: offset {info.offset}"
+            if info.type is not GGMLType.I32:
+                raise errors.TensorTypeError(f"{where}: {info.type.tier_name}, expected i32")
+            chosen = part.array(info.name).view("<i4")
+            wrong = chosen[(chosen < 0) | (chosen >= n_expert)]
+            if wrong.size:
+                raise errors.ExpertIndexError(
+                    f"{where}: it chooses expert {wrong[0]}, the model has {n_expert}"
+                )
 
 
 def _shape_error(parts: list[GGUFFile], found: Found, text: str) -> errors.GGUFError:

@@ -22,6 +22,7 @@ def reshaped(tensors, name, shape):
 
 UP_1, DOWN_1 = expert_tensor_name(1, 0), expert_tensor_name(1, DOWN)
 PACKED = model_tensors(tiers=("q8_0", "q4_0"), tier_types=(GGMLType.Q8_0, GGMLType.Q4_0))
+BY_TOKEN = "blk.0.ffn_gate_tid2eid.weight"
 LOW_1 = expert_tensor_name(1, DOWN, "q4_0")
 # error: name: (tensors, metadata, what the message must say)
 MODELS = {
@@ -134,6 +135,20 @@ MODELS = {
             "beside the down matrix",
         ),
         "tier-shape": (reshaped(PACKED, LOW_1, (32, 64, 2)), packed_metadata(), LOW_1),
+    },
+    errors.TensorTypeError: {
+        "choices-that-are-no-numbers": (
+            [*model_tensors(), (BY_TOKEN, (2, 3), GGMLType.F32)],
+            model_metadata(),
+            f"{BY_TOKEN}: offset ",
+        ),
+    },
+    errors.ExpertIndexError: {
+        "choice-of-no-expert": (
+            [*model_tensors(), (BY_TOKEN, (2, 3), GGMLType.I32)],
+            model_metadata(),
+            f"{BY_TOKEN}: offset ",
+        ),
     },
     errors.MissingTierError: {
         "missing-tier": (without(PACKED, LOW_1), packed_metadata(), f"{LOW_1} is missing"),
