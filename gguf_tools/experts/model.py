@@ -27,6 +27,7 @@ from gguf_tools.experts.tensors import (
 from gguf_tools.file.layout import BLOCK, KEY_FALLBACKS, GGMLType, pad
 from gguf_tools.file.parts import SPLIT_NAME, open_model
 from gguf_tools.file.reader import GGUFFile, metadata_value
+from gguf_tools.units import format_size
 
 KV_CELL_PADDING = 256
 # What keys and values may be kept in, by the names of --kv.
@@ -103,6 +104,12 @@ class ExpertModel(Closing):
     def lookup_bytes(self) -> int:
         """Of ``dense_bytes``, the table that can stay on disk."""
         return self.lookup.info.nbytes if self.lookup else 0
+
+    @property
+    def lookup_text(self) -> str:
+        """Its name and size, empty where there is none."""
+        info = self.lookup.info if self.lookup else None
+        return f"{info.name} ({format_size(info.nbytes)})" if info else ""
 
     def tier_index(self, name: str) -> int:
         """Index of a tier by name; MissingTierError lists the tiers there are."""

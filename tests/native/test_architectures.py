@@ -17,6 +17,7 @@ from orchestrator.engine.engine import Engine
 from orchestrator.errors import BudgetError, NativeError
 
 from .conftest import drawn, greedy, opened, run_program
+from .lookup_table import BLOCK, blocks_of, forget, read_bytes, widen
 
 HERE = Path(__file__).parent
 # Those that upstream's test takes for Mixtures of Experts, and why they are none here.
@@ -134,6 +135,32 @@ def test_two_precisions(arch: str, make: Make, tmp_path: Path) -> None:
     for low_tier in ("q4_0", "skip"):
         mixed = run(policy="dymoe", low_tier=low_tier, retention=0.75)
         assert not np.array_equal(mixed, exported["q8_0"])
+
+
+def test_a_table_is_read_by_rows(make: Make, tmp_path: Path) -> None:
+    """A prompt has the blocks of its rows read, each once, and hardly more."""
+    model = widen(make("gemma4"), tmp_path / "wide.gguf", n_vocab=20000, n_each=300, n_ctx=512)
+    rng = np.random.default_rng(0)
+    first, then = rng.permutation(20000)[:600].reshape(2, 300).tolist()
+    asked = options(ctx=512, policy="lru", expert_ram=1 << 26)
+    at_first = read_bytes()
+    with opened(model, **asked) as engine:
+        forget(model)  # what was read ahead of the tensors beside the table
+        assert "per_layer_token_embd.weight (91.6 MiB) on disk" in engine.mode
+        engine.eval(first, 0)  # which has all experts read
+        stats, before = engine.store.stats(), read_bytes()
+        if before == at_first:
+            pytest.skip("the file system of this folder has no disk behind it")
+        rows = [engine.eval(then, 0)]
+        read = (read_bytes() - before) / BLOCK
+        assert sum(engine.store.stats().demand_bytes) == sum(stats.demand_bytes)
+        rows.append(engine.eval(then[:1], len(then)))
+    needed = blocks_of(model, first + then) - blocks_of(model, first)
+    assert needed <= read <= 1.2 * needed
+    with opened(model, **options(ctx=512)) as engine:
+        assert not engine.managed
+        plain = [engine.eval(then, 0), engine.eval(then[:1], len(then))]
+    np.testing.assert_array_equal(rows, plain)
 
 
 def test_what_ids_choose_is_read_ahead(make: Make) -> None:
