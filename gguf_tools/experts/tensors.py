@@ -16,6 +16,7 @@ from gguf_tools.file.layout import (
     KEY_TIERS,
     KINDS,
     LOOKUP_TABLE,
+    ROUTER,
     TIER_MARK,
     UP,
     GGMLType,
@@ -127,8 +128,9 @@ def cut_slices(
     lower = dict(tensors.lower)
     slices: list[LayerSlices] = []
     shapes: list[LayerShapes] = []
+    gated = any(GATE in best for best in tensors.best.values())
     for il, best in sorted(tensors.best.items()):
-        _check_layer(parts, il, best, n_expert)
+        _check_layer(parts, il, best, n_expert, gated)
         shapes.append(tuple(_matrix_shape(best.get(kind)) for kind in range(len(KINDS))))
         slices.append(
             tuple(
@@ -149,11 +151,14 @@ def _matrix_shape(found: Found | None) -> tuple[int, int] | None:
     return None if found is None else (found.info.shape[0], found.info.shape[1])
 
 
-def _check_layer(parts: list[GGUFFile], il: int, layer: dict[int, Found], n_expert: int) -> None:
-    """A layer has a legal set of matrices whose shapes fit each other."""
+def _check_layer(
+    parts: list[GGUFFile], il: int, layer: dict[int, Found], n_expert: int, gated: bool
+) -> None:
+    """A layer has a legal set of matrices whose shapes fit each other. gated: some layer has gates
+    of their own."""
     where = f"{parts[next(iter(layer.values())).file_index].path}: "
-    if set(layer) not in _KIND_SETS:
-        needed = {GATE_UP, DOWN} if GATE_UP in layer else {UP, DOWN}
+    if set(layer) not in _KIND_SETS or (gated and set(layer) == {UP, DOWN}):
+        needed = {GATE_UP, DOWN} if GATE_UP in layer else {UP, DOWN} | ({GATE} if gated else set())
         missing = sorted(needed - set(layer))
         if not missing:
             have = ", ".join(KINDS[kind] for kind in sorted(layer))
@@ -175,10 +180,16 @@ def _check_layer(parts: list[GGUFFile], il: int, layer: dict[int, Found], n_expe
 
 
 def check_choices(parts: list[GGUFFile], n_expert: int) -> None:
-    """Reads the tables by which tokens' ids choose experts, since llama.cpp would end the process
-    over a wrong one. Raises TensorTypeError and ExpertIndexError."""
-    for part in parts:
+    """What chooses experts knows all of them, and no others. Tables by which tokens' ids choose are
+    read for it, since llama.cpp would end the process over a wrong one. Raises TensorShapeError,
+    TensorTypeError and ExpertIndexError."""
+    for file_index, part in enumerate(parts):
         for info in part.tensors.values():
+            found = Found(file_index, info)
+            if info.name.endswith(ROUTER) and info.shape[-1] < n_expert:
+                raise _shape_error(
+                    parts, found, f"expected an output for each of {n_expert} experts"
+                )
             if not info.name.endswith(CHOICES):
                 continue
             where = f"{part.path}: tensor {info.name}: offset {info.offset}"
