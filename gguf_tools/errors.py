@@ -61,6 +61,10 @@ class TensorTypeError(GGUFError):
     """A ggml type that this version does not know, or cannot use here."""
 
 
+class ExpertIndexError(GGUFError):
+    """A table that chooses an expert which the model does not have."""
+
+
 class TensorOffsetError(GGUFError):
     """Tensor data that is misaligned."""
 

@@ -54,6 +54,7 @@ def describe(model: ExpertModel, scratch_bytes: int = 0) -> dict[str, Any]:
         "file_bytes": sum(path.stat().st_size for path in model.files),
         "dense_bytes": model.dense_bytes,
         "lookup_bytes": model.lookup_bytes,
+        "lookup": model.lookup_text,
         "kv_tokens": n_ctx,
         "kv_bytes": kv_bytes,
         "scratch_bytes": scratch_bytes,
@@ -150,15 +151,14 @@ def render(facts: dict[str, Any]) -> str:
         f" {facts['experts_used']} experts per token",
         "  expert matrices: "
         + ", ".join(f"{each['kind']} {each['rows']}x{each['row']}" for each in facts["matrices"]),
-        f"  dense weights {format_size(facts['dense_bytes'])}"
-        + (
-            f" ({format_size(table)} of it read by rows)"
-            if (table := facts["lookup_bytes"])
-            else ""
-        )
-        + ","
+        f"  dense weights {format_size(facts['dense_bytes'])},"
         f" KV cache {format_size(facts['kv_bytes'])} for {facts['kv_tokens']} tokens,"
         f" files {format_size(facts['file_bytes'])}",
+        *(
+            [f"  {table} stays on disk where experts are managed: it is read by rows"]
+            if (table := facts["lookup"])
+            else []
+        ),
         "",
     ]
     rows = [["tier", "bits/weight", "all experts", "one expert", "types"]]

@@ -1,8 +1,9 @@
 """A Mixture-of-Experts model as it lies on disk, in every precision there is.
 
 One view serves the three kinds of input: an ordinary GGUF (one tier), a packed multi-tier
-file, and two ordinary GGUFs of one model as high and low. Nothing is copied or read here
-beyond metadata; a Slice says where the native store finds the bytes.
+file, and two ordinary GGUFs of one model as high and low. Nothing is copied here, and beyond
+metadata only what chooses experts by token is read; a Slice says where the native store finds the
+bytes.
 """
 
 import os
@@ -15,10 +16,18 @@ from gguf_tools.closing import Closing
 from gguf_tools.experts.hparams import Hyperparameters, announced_tiers
 from gguf_tools.experts.pairing import check_pair
 from gguf_tools.experts.slices import LayerShapes, LayerSlices, Tier
-from gguf_tools.experts.tensors import Found, cut_slices, first_expert, sort_tensors, sum_tiers
+from gguf_tools.experts.tensors import (
+    Found,
+    check_choices,
+    cut_slices,
+    first_expert,
+    sort_tensors,
+    sum_tiers,
+)
 from gguf_tools.file.layout import BLOCK, KEY_FALLBACKS, GGMLType, pad
 from gguf_tools.file.parts import SPLIT_NAME, open_model
 from gguf_tools.file.reader import GGUFFile, metadata_value
+from gguf_tools.units import format_size
 
 KV_CELL_PADDING = 256
 # What keys and values may be kept in, by the names of --kv.
@@ -96,6 +105,12 @@ class ExpertModel(Closing):
         """Of ``dense_bytes``, the table that can stay on disk."""
         return self.lookup.info.nbytes if self.lookup else 0
 
+    @property
+    def lookup_text(self) -> str:
+        """Its name and size, empty where there is none."""
+        info = self.lookup.info if self.lookup else None
+        return f"{info.name} ({format_size(info.nbytes)})" if info else ""
+
     def tier_index(self, name: str) -> int:
         """Index of a tier by name; MissingTierError lists the tiers there are."""
         for index, tier in enumerate(self.tiers):
@@ -131,6 +146,7 @@ def _of_one(parts: list[GGUFFile]) -> ExpertModel:
     first = parts[0]
     tier_names = announced_tiers(first)
     hparams = Hyperparameters.read(first, first_expert(parts))
+    check_choices(parts, hparams.n_expert)
     tensors = sort_tensors(parts, hparams, tier_names)
     slices, shapes = cut_slices(parts, tensors, tier_names, hparams.n_expert)
     tiers, tier_bytes = sum_tiers(first, tier_names, slices, shapes, hparams.n_expert)

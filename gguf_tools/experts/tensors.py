@@ -9,12 +9,14 @@ from gguf_tools import errors
 from gguf_tools.experts.hparams import Hyperparameters
 from gguf_tools.experts.slices import LayerShapes, LayerSlices, Slice, Tier
 from gguf_tools.file.layout import (
+    CHOICES,
     DOWN,
     GATE,
     GATE_UP,
     KEY_TIERS,
     KINDS,
     LOOKUP_TABLE,
+    ROUTER,
     TIER_MARK,
     UP,
     GGMLType,
@@ -126,8 +128,9 @@ def cut_slices(
     lower = dict(tensors.lower)
     slices: list[LayerSlices] = []
     shapes: list[LayerShapes] = []
+    gated = any(GATE in best for best in tensors.best.values())
     for il, best in sorted(tensors.best.items()):
-        _check_layer(parts, il, best, n_expert)
+        _check_layer(parts, il, best, n_expert, gated)
         shapes.append(tuple(_matrix_shape(best.get(kind)) for kind in range(len(KINDS))))
         slices.append(
             tuple(
@@ -148,11 +151,14 @@ def _matrix_shape(found: Found | None) -> tuple[int, int] | None:
     return None if found is None else (found.info.shape[0], found.info.shape[1])
 
 
-def _check_layer(parts: list[GGUFFile], il: int, layer: dict[int, Found], n_expert: int) -> None:
-    """A layer has a legal set of matrices whose shapes fit each other."""
+def _check_layer(
+    parts: list[GGUFFile], il: int, layer: dict[int, Found], n_expert: int, gated: bool
+) -> None:
+    """A layer has a legal set of matrices whose shapes fit each other. gated: some layer has gates
+    of their own."""
     where = f"{parts[next(iter(layer.values())).file_index].path}: "
-    if set(layer) not in _KIND_SETS:
-        needed = {GATE_UP, DOWN} if GATE_UP in layer else {UP, DOWN}
+    if set(layer) not in _KIND_SETS or (gated and set(layer) == {UP, DOWN}):
+        needed = {GATE_UP, DOWN} if GATE_UP in layer else {UP, DOWN} | ({GATE} if gated else set())
         missing = sorted(needed - set(layer))
         if not missing:
             have = ", ".join(KINDS[kind] for kind in sorted(layer))
@@ -171,6 +177,30 @@ def _check_layer(parts: list[GGUFFile], il: int, layer: dict[int, Found], n_expe
             raise _shape_error(
                 parts, layer[kind], f"expected [{n_in}, {rows}, {n_expert}] beside the down matrix"
             )
+
+
+def check_choices(parts: list[GGUFFile], n_expert: int) -> None:
+    """What chooses experts knows all of them, and no others. Tables by which tokens' ids choose are
+    read for it, since llama.cpp would end the process over a wrong one. Raises TensorShapeError,
+    TensorTypeError and ExpertIndexError."""
+    for file_index, part in enumerate(parts):
+        for info in part.tensors.values():
+            found = Found(file_index, info)
+            if info.name.endswith(ROUTER) and info.shape[-1] < n_expert:
+                raise _shape_error(
+                    parts, found, f"expected an output for each of {n_expert} experts"
+                )
+            if not info.name.endswith(CHOICES):
+                continue
+            where = f"{part.path}: tensor {info.name}: offset {info.offset}"
+            if info.type is not GGMLType.I32:
+                raise errors.TensorTypeError(f"{where}: {info.type.tier_name}, expected i32")
+            chosen = part.array(info.name).view("<i4")
+            wrong = chosen[(chosen < 0) | (chosen >= n_expert)]
+            if wrong.size:
+                raise errors.ExpertIndexError(
+                    f"{where}: it chooses expert {wrong[0]}, the model has {n_expert}"
+                )
 
 
 def _shape_error(parts: list[GGUFFile], found: Found, text: str) -> errors.GGUFError:

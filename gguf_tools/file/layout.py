@@ -38,6 +38,9 @@ KEY_CHECKSUMS = "moe_edge.crc32"
 TIER_MARK = ".moe_edge."
 # Embeddings for each layer or n-gram, of which a graph reads a few rows a token and nothing else.
 LOOKUP_TABLE = "per_layer_token_embd.weight"
+# What chooses a layer's experts: a matrix with an output for each, or their indices by token.
+ROUTER = "ffn_gate_inp.weight"
+CHOICES = "ffn_gate_tid2eid.weight"
 
 KEY_ARCHITECTURE = "general.architecture"
 KEY_ALIGNMENT = "general.alignment"

@@ -25,7 +25,7 @@ LOSSY_BPW = 8.0
 _DENSE_KEEP = (
     "_norm.",
     "ffn_gate_inp",
-    "ffn_gate_tid2eid",
+    layout.CHOICES,
     "altup",
     "laurel",
     "per_layer_model_proj",

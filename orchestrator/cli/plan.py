@@ -99,6 +99,7 @@ def plan(as_json: bool, picture: Path | None, **options: Any) -> None:
             measuring(None)
             found = planner.frontier(config)
         best = model.tiers[0].name
+        on_disk = model.lookup_text and f"{model.lookup_text} stays on disk in managed plans"
     if picture is not None:
         pictures.draw_plans(found, strip_controls(config.model.name), picture)
     told = {
@@ -107,9 +108,10 @@ def plan(as_json: bool, picture: Path | None, **options: Any) -> None:
         "why": found.why,
         "best_tier": best,
         "disturbed": found.disturbed,
+        "lookup": model.lookup_text,
     }
     say_result(told, lambda _: render(found, best), as_json)
     if not as_json:
         unknown = f"KL is not known: {found.why_not}" if found.why_not else None
-        for sentence in filter(None, (unknown, planner.note)):
+        for sentence in filter(None, (unknown, planner.note, on_disk)):
             note(sentence)

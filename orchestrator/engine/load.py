@@ -91,9 +91,10 @@ class Loader:
         return self.gpu is not None and self.gpu.index is not None
 
     @property
-    def table_bytes(self) -> int:
-        """Of the dense weights, what stays on disk where experts are managed."""
-        return self._model.lookup_bytes
+    def on_disk(self) -> str:
+        """Of the dense weights, the table that stays on disk where experts are managed; empty where
+        there is none."""
+        return self._model.lookup_text
 
     def load(self, runs: Runs, progress: Progress | None = None) -> Loaded:
         """Loads what is planned. On a GPU it is loaded again where a prompt and a token took

@@ -42,8 +42,8 @@ def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
     # that change while they run.
     resident = driver.policy.wants.all_resident
     loses = loaded.runs.loses if resident else loader.planner.loses(plan)
-    if loader.table_bytes:
-        text += f", a table of {format_size(loader.table_bytes)} read by rows"
+    if loader.on_disk:
+        text += f", {loader.on_disk} on disk"
     return text + layout_text(driver.store.spec) + loses.text + _served(driver, loader) + context
 
 

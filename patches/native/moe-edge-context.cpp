@@ -72,6 +72,32 @@ moe_edge_batch describe(const llama_ubatch & ubatch, const llama_batch & whole, 
     return out;
 }
 
+// Asks ahead for the experts that the tokens' ids choose, which no prediction has to find: in all such
+// layers at once, before the first of them runs. A prompt's pass, until it asks for them to stay.
+void load_chosen(const hook_model & model, const llama_ubatch & ubatch) {
+    moe_edge_store & store = *model.store;
+    if (store.n_ahead == 0 || !ubatch.token) {
+        return;
+    }
+    const auto tier = static_cast<uint8_t>(store.default_tier);
+    std::vector<moe_edge_prefetch_item> list;
+    for (const auto & layer : model.layers) {
+        std::vector<bool> listed(layer.by_token.empty() ? 0 : store.n_expert);
+        for (uint32_t t = 0; t < ubatch.n_tokens && !listed.empty(); t++) {
+            const int32_t * experts = &layer.by_token[(size_t) ubatch.token[t] * store.n_expert_used];
+            for (const int32_t * e = experts; e < experts + store.n_expert_used; e++) {
+                if (!listed[*e]) {
+                    listed[*e] = true;
+                    list.push_back({ layer.layer, *e, tier, 0, store.in_prefill() });
+                }
+            }
+        }
+    }
+    if (!list.empty()) {
+        store.prefetch(list.data(), list.size());
+    }
+}
+
 }  // namespace
 
 // A cache grows by so many tokens beyond a batch before anybody is asked again.
@@ -120,6 +146,7 @@ moe_edge_step_hook::moe_edge_step_hook(llama_context & ctx, const llama_ubatch &
     began_us = now_us();
     if (model) {
         model->store->begin_step(describe(ubatch, ctx.balloc->get_batch(), model->store->said_phase));
+        load_chosen(*model, ubatch);
         const moe_edge_store & store = *model->store;
         const bool scores = store.importance_window != 0 && store.in_prefill() && ubatch.n_tokens > 1;
         watched = store.runs_unwatched() || ctx.cparams.warmup ? 0 : scores ? 2 : 1;

@@ -23,6 +23,7 @@ struct hook_layer {
     ggml_tensor * ahead_router; // what earlier layers look ahead with: a copy in half precision, or the same
     std::vector<float> router_bias;  // [n_expert] or empty
     std::vector<float> choice_bias;  // [n_expert] added for the selection only, or empty
+    std::vector<int32_t> by_token;   // [n_vocab, n_expert_used] where a token's id chooses its experts, or empty
     int           gating_op = LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX;
 };
 

@@ -10,6 +10,7 @@
 
 #include "ggml.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 moe_edge_registry moe_edge_attached;
@@ -32,6 +33,19 @@ bool read_bias(const ggml_tensor * bias, int32_t n, std::vector<float> & out) {
         ggml_backend_tensor_get(bias, out.data(), 0, n * sizeof(float));
     }
     return true;
+}
+
+// The experts of each token where its id chooses them; empty where the layer has no such table.
+std::vector<int32_t> read_choices(const ggml_tensor * table, const moe_edge_store & store) {
+    std::vector<int32_t> out;
+    if (table && table->type == GGML_TYPE_I32 && table->ne[0] == store.n_expert_used) {
+        out.resize(ggml_nelements(table));
+        ggml_backend_tensor_get(table, out.data(), 0, ggml_nbytes(table));
+        if (!std::all_of(out.begin(), out.end(), [&](int32_t e) { return e >= 0 && e < store.n_expert; })) {
+            refuse("%s: it chooses an expert that the model does not have", table->name);
+        }
+    }
+    return out;
 }
 
 // The graph has what a store cannot serve.
@@ -108,6 +122,7 @@ std::unique_ptr<hook_model> make_hook(moe_edge_store & store, const llama_model 
             !read_bias(layer.ffn_exp_probs_b, store.n_expert, each.choice_bias)) {
             each.router = each.ahead_router = nullptr;  // each layer scales what its router reads, or a bias is odd
         }
+        each.by_token = read_choices(layer.ffn_gate_tid2eid, store);
         for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
             if (store.slices[l][k][0].expert_bytes == 0) {
                 continue;

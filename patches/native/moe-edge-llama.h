@@ -91,7 +91,7 @@ void moe_edge_attention_weights(ggml_tensor * weights);
 
 // Graph: behind the routing weights of a MoE layer and before its experts. Returns the
 // weights to use: the same values, except 0 for skipped experts.
-//   experts: the layer's down matrices; logits: F32 [n_expert, T], null where something else decides
+//   experts: the layer's down matrices; logits: F32 [n_expert, T], null where there are none
 //   selected: I32 [k, T]; weights: F32 [1, k, T]; gating_op: llama_expert_gating_func_type
 ggml_tensor * moe_edge_route_hook(const llm_graph_context & graph, const ggml_tensor * experts, ggml_tensor * logits,
                                   ggml_tensor * selected, ggml_tensor * weights, int gating_op);

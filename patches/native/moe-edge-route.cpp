@@ -409,7 +409,7 @@ ggml_tensor * moe_edge_route_hook(const llm_graph_context & graph, const ggml_te
     hook_layer & layer = *found;
     layer.gating_op = gating_op;
     ggml_tensor * x = router_input(layer, logits);
-    if (!x) {
+    if (!x || !layer.by_token.empty()) {
         layer.router = nullptr;  // graphs are reserved before any is computed
     }
     if (graph.cparams.warmup || layer.model->store->runs_unwatched()) {

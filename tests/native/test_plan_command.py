@@ -93,11 +93,15 @@ def build(model: Path, **asked: Any) -> Config:
     return Config.build(model=model, expert_ram=2 * MIB, device="cpu", **asked)
 
 
-def test_the_frontier_is_printed_and_drawn(model: Path, tmp_path: Path) -> None:
+def test_the_frontier_is_printed_and_drawn(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a loss that is allowed it takes what a chat takes; without a table no KL is known
     but that of what is lossless."""
+    monkeypatch.setattr(ExpertModel, "lookup_text", "rows (4 GiB)")
     shown = run(model, *LITTLE)
     assert shown.exit_code == 0, shown.output
+    assert "rows (4 GiB) stays on disk in managed plans" in shown.stderr
     assert "`chat` and `serve` take dymoe" in shown.stdout
     assert "KL is not known" in shown.stderr and "calibrate" in shown.stderr
     assert "Other programs kept the processor busy" in shown.stdout

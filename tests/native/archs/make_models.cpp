@@ -1,8 +1,9 @@
 // Tiny models of random weights of each Mixture-of-Experts architecture, as upstream's own test makes them:
 //   make_models
 // names the architectures, and
-//   make_models NAME FOLDER N_EXPERT N_USED N_LAYER
-// writes FOLDER/NAME.gguf. With N_LAYER 0, or where the architecture has other numbers for each layer, there are
+//   make_models NAME FOLDER N_EXPERT N_USED N_LAYER N_BY_TOKEN
+// writes FOLDER/NAME.gguf. In the first N_BY_TOKEN layers a token's id chooses its experts, where the architecture has
+// such layers. With N_LAYER 0, or where the architecture has other numbers for each layer, there are
 // as many layers as upstream's test has.
 
 #define main upstream_main
@@ -11,12 +12,28 @@
 
 #include "llama-model.h"
 
+#include <set>
+
 #include <sys/wait.h>
 #include <unistd.h>
 
 struct sizes {
-    uint32_t n_expert, n_used, n_layer;
+    uint32_t n_expert, n_used, n_layer, n_by_token;
 };
+
+// Upstream's test makes no layer in which a token's id chooses its experts. These tables are as its converter writes them.
+static void choose_by_token(gguf_context * file, ggml_context * ctx, const sizes & sizes) {
+    const int64_t n_vocab = 128;  // as get_gguf_ctx has it
+    for (uint32_t il = 0; il < sizes.n_by_token; il++) {
+        ggml_tensor * table = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, sizes.n_used, n_vocab);
+        ggml_format_name(table, "blk.%u.ffn_gate_tid2eid.weight", il);
+        for (int64_t i = 0; i < ggml_nelements(table); i++) {
+            static_cast<int32_t *>(table->data)[i] = (i / sizes.n_used * (3 + 2 * il) + i % sizes.n_used) % sizes.n_expert;
+        }
+        gguf_add_tensor(file, table);
+    }
+    gguf_set_val_u32(file, "deepseek4.hash_layer_count", sizes.n_by_token);
+}
 
 static void make(llm_arch arch, const std::string & folder, const sizes & sizes) {
     gguf_context_ptr gguf = get_gguf_ctx(arch, true);
@@ -38,8 +55,16 @@ static void make(llm_arch arch, const std::string & folder, const sizes & sizes)
     // no tensors of the model.
     gguf_context_ptr file(gguf_init_empty());
     gguf_set_kv(file.get(), gguf.get());
+    ggml_context_ptr tables(ggml_init({ 1 << 20, nullptr, /* no_alloc */ false }));
+    std::set<std::string> left_out;
+    if (arch == LLM_ARCH_DEEPSEEK4) {
+        choose_by_token(file.get(), tables.get(), sizes);
+        for (uint32_t il = 0; il < sizes.n_by_token; il++) {
+            left_out.insert("blk." + std::to_string(il) + ".exp_probs_b.bias");
+        }
+    }
     for (const auto & [name, tensor] : llama_internal_get_tensor_map(model.first.get())) {
-        if (gguf_find_tensor(file.get(), name.c_str()) < 0) {
+        if (gguf_find_tensor(file.get(), name.c_str()) < 0 && !left_out.count(name)) {
             gguf_add_tensor(file.get(), tensor);
         }
     }
@@ -72,8 +97,9 @@ int main(int argc, char ** argv) {
         if (argc == 1) {
             printf("%s\n", name.c_str());
         } else if (name == argv[1]) {
-            const sizes asked = { (uint32_t) atoi(argv[3]), (uint32_t) atoi(argv[4]), (uint32_t) atoi(argv[5]) };
-            const sizes fewer = { asked.n_expert, asked.n_used, 0 };
+            const sizes asked = { (uint32_t) atoi(argv[3]), (uint32_t) atoi(argv[4]), (uint32_t) atoi(argv[5]),
+                (uint32_t) atoi(argv[6]) };
+            const sizes fewer = { asked.n_expert, asked.n_used, 0, asked.n_by_token };
             return made(arch, argv[2], asked) || made(arch, argv[2], fewer) ? 0 : 1;
         }
     }

@@ -20,8 +20,10 @@ def reshaped(tensors, name, shape):
     return [(each[0], shape, each[2]) if each[0] == name else each for each in tensors]
 
 
-UP_1, DOWN_1 = expert_tensor_name(1, 0), expert_tensor_name(1, DOWN)
+UP_1, GATE_1, DOWN_1 = (expert_tensor_name(1, kind) for kind in (0, GATE, DOWN))
+ROUTER_1 = "blk.1.ffn_gate_inp.weight"
 PACKED = model_tensors(tiers=("q8_0", "q4_0"), tier_types=(GGMLType.Q8_0, GGMLType.Q4_0))
+BY_TOKEN = "blk.0.ffn_gate_tid2eid.weight"
 LOW_1 = expert_tensor_name(1, DOWN, "q4_0")
 # error: name: (tensors, metadata, what the message must say)
 MODELS = {
@@ -105,6 +107,7 @@ MODELS = {
     },
     errors.MissingTensorError: {
         "no-up": (without(model_tensors(), UP_1), model_metadata(), UP_1),
+        "no-gate": (without(model_tensors(), GATE_1), model_metadata(), f"{GATE_1} is missing"),
         "no-down": (without(model_tensors(), DOWN_1), model_metadata(), DOWN_1),
         "gate-up-and-gate": (
             [*model_tensors(fused=True), (expert_tensor_name(1, GATE), (64, 32, 4), GGMLType.F16)],
@@ -133,7 +136,31 @@ MODELS = {
             model_metadata(),
             "beside the down matrix",
         ),
+        "two-shapes": (
+            reshaped(model_tensors(), GATE_1, (64, 64, 4)),
+            model_metadata(),
+            f"{GATE_1}: offset ",
+        ),
+        "router-of-fewer-experts": (
+            reshaped(model_tensors(), ROUTER_1, (64, 3)),
+            model_metadata(),
+            f"{ROUTER_1}: offset ",
+        ),
         "tier-shape": (reshaped(PACKED, LOW_1, (32, 64, 2)), packed_metadata(), LOW_1),
+    },
+    errors.TensorTypeError: {
+        "choices-that-are-no-numbers": (
+            [*model_tensors(), (BY_TOKEN, (2, 3), GGMLType.F32)],
+            model_metadata(),
+            f"{BY_TOKEN}: offset ",
+        ),
+    },
+    errors.ExpertIndexError: {
+        "choice-of-no-expert": (
+            [*model_tensors(), (BY_TOKEN, (2, 3), GGMLType.I32)],
+            model_metadata(),
+            f"{BY_TOKEN}: offset ",
+        ),
     },
     errors.MissingTierError: {
         "missing-tier": (without(PACKED, LOW_1), packed_metadata(), f"{LOW_1} is missing"),

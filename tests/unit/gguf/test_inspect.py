@@ -74,6 +74,14 @@ def test_mixed_types_and_fallbacks_are_listed(tmp_path):
     assert "fallback down: q4_k -> iq4_nl (rows of 32)" in render(facts)
 
 
+def test_a_table_that_is_read_by_rows_is_named(tmp_path):
+    tensors = [*model_tensors(), ("per_layer_token_embd.weight", (1024, 3), GGMLType.F32)]
+    path = write_model(tmp_path / "m.gguf", tensors)
+    said = "per_layer_token_embd.weight (12 KiB) stays on disk where experts are managed"
+    assert said in run("inspect", path).stdout
+    assert json.loads(run("inspect", path, "--json").stdout)["lookup_bytes"] == 12 << 10
+
+
 @pytest.mark.parametrize(
     ("n", "text"),
     [
