@@ -51,7 +51,7 @@ COMMANDS = {
     "doctor": Where(
         "doctor", "doctor", "Measure this machine, and say how a model would run on it."
     ),
-    "plan": Where("plan", "plan", "Show what a model can be on this machine, by speed and loss."),
+    "plan": Where("plan", "plan", "Show what this machine can run, or what one model can be here."),
     "bench": Where("measure", "bench", "Measure upstream and every policy on this machine."),
     "eval": Where("measure", "evaluate", "Measure quality: perplexity, KL divergence, choices."),
     "trace": Where("replay", "trace", "Record the routing of a run, for `moe-edge replay`."),

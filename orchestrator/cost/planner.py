@@ -14,7 +14,7 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from orchestrator.cache.profile import HotnessKeeper
 from orchestrator.config import Config
-from orchestrator.cost.disk import kept_bandwidth
+from orchestrator.cost.disk import Bandwidth, kept_bandwidth
 from orchestrator.cost.losses import Foreseen, LossModel
 from orchestrator.cost.plans import (
     LENGTHS,
@@ -54,15 +54,16 @@ class Runs(NamedTuple):
 class Planner:
     """What a model can be on this machine, with what earlier runs learned of both."""
 
-    def __init__(self, config: Config, model: ExpertModel) -> None:
-        """config: as opened; measuring this machine keeps to its cap. Raises ConfigError for a
-        device that is not here, NativeError without the library."""
+    def __init__(self, config: Config, model: ExpertModel, disk: Bandwidth | None = None) -> None:
+        """config: as opened; measuring this machine keeps to its cap. disk: where the model would
+        lie, if it is not here. Raises ConfigError for a device that is not here, NativeError
+        without the library."""
         self.bindings = Bindings.load()
         self.gpu = find_gpu(self.bindings, config.device, config.vram)
         check_misses(self.gpu, config)
         self.losses = LossModel(config, model)
         self.hotness = HotnessKeeper(config, model)
-        self._config, self._model = config, model
+        self._config, self._model, self._disk = config, model, disk
         self._probe = Probe(self.bindings, config)
         device = planned_device(self.bindings, self.gpu, model, config.kv)
         self.machine = probe(device)
@@ -190,7 +191,7 @@ class Planner:
             raise ConfigError(
                 "plans are predicted for the CPU alone: give --device cpu, or name a --policy"
             )
-        disk = kept_bandwidth(self._model, self._config)
+        disk = self._disk or kept_bandwidth(self._model, self._config)
         return TimeModel(self.bindings, self._config, self._model, disk, fresh=fresh)
 
     def teach(self, policy: Policy, tier_names: Sequence[str]) -> None:
