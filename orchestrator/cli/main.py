@@ -48,9 +48,7 @@ COMMANDS = {
         "measure", "check", "Try a model: its bits, its memory and its speed, as one report."
     ),
     "calibrate": Where("measure", "calibrate", "Measure what each expert loses in each precision."),
-    "doctor": Where(
-        "doctor", "doctor", "Measure this machine, and say how a model would run on it."
-    ),
+    "doctor": Where("plan", "plan", "Another name of plan."),
     "plan": Where("plan", "plan", "Show what this machine can run, or what one model can be here."),
     "bench": Where("measure", "bench", "Measure upstream and every policy on this machine."),
     "eval": Where("measure", "evaluate", "Measure quality: perplexity, KL divergence, choices."),

@@ -14,7 +14,7 @@ import click
 from gguf_tools import interrupts
 from gguf_tools.columns import aligned
 from gguf_tools.units import format_size
-from orchestrator.chat.console import Console, progress_bar, strip_controls
+from orchestrator.chat.console import Console, strip_controls
 from orchestrator.cli.options import (
     FORCE,
     JSON,
@@ -159,10 +159,6 @@ def plan(named: str | None, as_json: bool, picture: Path | None, **options: Any)
     if named is not None and options["model"] is not None:
         raise click.UsageError("the model is named twice: leave -m out")
     asked = named if options["model"] is None else str(options["model"])
-    if options["policy"] is not None:
-        raise ConfigError(
-            "--policy names the plan already: leave it out, and `moe-edge plan` compares them all"
-        )
     if asked is not None:
         _of_one(asked, as_json, picture, options)
     elif picture is not None:
@@ -173,46 +169,40 @@ def plan(named: str | None, as_json: bool, picture: Path | None, **options: Any)
 
 def _of_one(asked: str, as_json: bool, picture: Path | None, options: dict[str, Any]) -> None:
     """The plans of a model that is named as a file, on the Hub, or by a URL."""
-    from gguf_tools.experts import ExpertModel
     from gguf_tools.hub import fetch_headers, find_pulled, is_remote
     from orchestrator.cli import pictures
+    from orchestrator.cli.doctor import examine
     from orchestrator.cost.disk import machine_bandwidth
-    from orchestrator.cost.planner import Planner
 
     if picture is not None:
         pictures.prepare(picture)
         interrupts.ends_with(picture)
     with ExitStack() as stack:
-        headers = None
+        headers, console = None, stack.enter_context(Console().bars())
         if is_remote(asked) and find_pulled(asked) is None:
             folder = stack.enter_context(TemporaryDirectory(prefix="moe-edge-"))
-            with progress_bar("Reading the header") as reading:
-                reading(None)
-                headers = fetch_headers(asked, Path(folder))
+            console.bar("Reading the header", None)
+            headers = fetch_headers(asked, Path(folder))
         config = chat_config({**options, "model": headers.path if headers else asked})
-        model = stack.enter_context(ExpertModel.open(config.model, config.low))
-        with progress_bar("Measuring this machine") as measuring:
-            measuring(None)
-            planner = Planner(config, model, machine_bandwidth(config) if headers else None)
-            found = planner.frontier(config)
-        best = model.tiers[0].name
-    if picture is not None:
-        pictures.draw_plans(found, strip_controls(config.model.name), picture)
-    told = {
-        "candidates": [each.as_dict() for each in found.candidates],
-        "taken": found.candidates.index(found.taken),
-        "why": found.why,
-        "best_tier": best,
-        "disturbed": found.disturbed,
-        "header_bytes": headers.read_bytes if headers else None,
-    }
-    if headers and not as_json:
-        note(
-            f"{asked}: {format_size(headers.nbytes)}, of which {format_size(headers.read_bytes)} "
-            f"were read"
-        )
-    say_result(told, lambda _: render(found, best), as_json)
+        disk = machine_bandwidth(config) if headers else None
+        found, plans = examine(config, lambda what: console.bar(what, None), disk)
+    if headers:
+        found |= {"model": asked, "header_bytes": headers.read_bytes}
+    if picture is not None and plans is not None:
+        pictures.draw_plans(plans, strip_controls(config.model.name), picture)
+    say_result(found, lambda _: _report(found, plans), as_json)
     if not as_json:
-        unknown = f"KL is not known: {found.why_not}" if found.why_not else None
-        for sentence in filter(None, (unknown, planner.note)):
+        if headers:
+            read = format_size(headers.read_bytes)
+            note(f"{asked}: {format_size(headers.nbytes)}, of which {read} were read")
+        for sentence in found["notes"]:
             note(sentence)
+    if found["plan_note"] and plans is None:
+        raise ConfigError(found["plan_note"])
+
+
+def _report(found: dict[str, Any], plans: Frontier | None) -> str:
+    from orchestrator.cli.doctor import render as render_machine
+
+    head = render_machine(found)
+    return head if plans is None else f"{head}\n\n{render(plans, found['best_tier'])}"

@@ -240,17 +240,12 @@ def device_of(path: Path) -> int:
     return path.stat().st_dev
 
 
-def kept_bandwidth(
-    model: ExpertModel, config: Config, measured: Bandwidth | None = None
-) -> Bandwidth:
+def kept_bandwidth(model: ExpertModel, config: Config) -> Bandwidth:
     """The disk beside the threads that compute, as it stands in the user cache for this file at
     this place: the best of MOST_MOMENTS, since other reads make a disk slower. Nothing tells
     whether a disk was quiet, so that two moments which agree may both have been disturbed, and all
-    of them are measured. Each takes a second or two where it is due, unless it was `measured` just
-    now. Raises OSError."""
+    of them are measured. Each takes a second or two where it is due. Raises OSError."""
     place = [str(model.path.resolve()), device_of(model.path), identity(model)]
-    if measured is not None:
-        return _kept(place, config, lambda: measured, now=True)
     return _kept(place, config, lambda: read_bandwidth(model, threads=config.io_threads))
 
 
@@ -284,16 +279,14 @@ def _noise(path: Path) -> ExpertModel:
     return ExpertModel.open(path)
 
 
-def _kept(
-    place: list[object], config: Config, measure: Callable[[], Bandwidth], now: bool = False
-) -> Bandwidth:
-    """What is kept of a place, beside the threads that compute; measured where it is due, or now
-    in any case. Raises OSError."""
+def _kept(place: list[object], config: Config, measure: Callable[[], Bandwidth]) -> Bandwidth:
+    """What is kept of a place, beside the threads that compute; measured where it is due. Raises
+    OSError."""
     name = hashlib.sha256(json.dumps([*place, config.io_threads]).encode()).hexdigest()[:24]
     path = user_folder("cache") / "speed" / f"disk-{name}.json"
     timings = Timings.load(path, _FORMAT, time())
     keys = ("read", "core", "latency")
-    if now or any(timings.is_due(each, MOST_MOMENTS) for each in keys):
+    if any(timings.is_due(each, MOST_MOMENTS) for each in keys):
         disk = measure()
         for each, seconds in (
             ("read", _MIB / disk.bytes_per_s),

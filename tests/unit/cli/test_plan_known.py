@@ -96,7 +96,6 @@ def test_the_order_of_the_table():
         (["--low-tier", "skip"], "--low-tier is of one model"),
         (["--max-loss", "0.1"], "--max-loss is of one model"),
         (["--plot", "x.png"], "--plot draws the plans of one model"),
-        (["--policy", "lru"], "--policy names the plan already"),
         (["x.gguf", "-m", "y.gguf"], "the model is named twice"),
     ],
 )

@@ -17,6 +17,7 @@ from gguf_tools.hub.remote import MOST_BYTES
 from gguf_tools.known import known_models
 from orchestrator.cli.main import cli
 from orchestrator.cost import planner
+from orchestrator.cost.disk import Bandwidth
 from orchestrator.cost.planner import Planner
 
 VOCABULARY = [f"token {n}" for n in range(50_000)]
@@ -113,16 +114,16 @@ def test_what_cannot_be_read_is_said_in_a_sentence(server, large, tmp_path):
 def test_a_plan_before_anything_is_downloaded(server, large, tmp_path, monkeypatch):
     """As of a file, with the disk of this machine: the stand-in has none."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    seen = []
+    seen, disk = [], Bandwidth(1e9)
 
     def frontier(self: Planner, config):
         seen.append((self._model.path.stat().st_size, self._disk))
         raise HubError("seen")
 
-    monkeypatch.setattr("orchestrator.cost.disk.machine_bandwidth", lambda _: "the disk")
+    monkeypatch.setattr("orchestrator.cost.disk.machine_bandwidth", lambda _: disk)
     monkeypatch.setattr(planner.Planner, "frontier", frontier)
     for text in ("hf:o/n/m.gguf", f"{server.url}/o/n/resolve/main/m.gguf"):
         for args in ([text], ["-m", text]):
             result = CliRunner().invoke(cli, ["plan", *args])
             assert result.stderr.endswith("Error: seen\n"), result.output
-    assert seen == [(len(large), "the disk")] * 4
+    assert seen == [(len(large), disk)] * 4
