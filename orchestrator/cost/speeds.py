@@ -30,7 +30,15 @@ from gguf_tools.file.layout import GGMLType, layer_of, parse_expert_name
 from gguf_tools.file.parse import TensorInfo
 from gguf_tools.process import Disturbance, processor_name, usable_cores
 from orchestrator.cache.files import keep, recalled, user_folder
-from orchestrator.cost.products import POOL_BYTES, QUIET_SHARE, Attention, Product, Small, Timer
+from orchestrator.cost.products import (
+    POOL_BYTES,
+    QUIET_SHARE,
+    TIMING_S,
+    Attention,
+    Product,
+    Small,
+    Timer,
+)
 from orchestrator.memory.footprint import vocabulary_size
 from orchestrator.native.llama import Bindings
 
@@ -190,6 +198,8 @@ class Speeds(Closing):
     What stands in the cache is the least of timings at several moments, as `Timings` says. While
     none of them was confirmed, each use at another moment times it again."""
 
+    _timing_s = TIMING_S
+
     def __init__(
         self, bindings: Bindings, threads: int, fresh: bool = False, pool_bytes: int = POOL_BYTES
     ) -> None:
@@ -250,7 +260,7 @@ class Speeds(Closing):
         """(seconds, whether the machine was quiet) of the first timing on a quiet machine, or of
         the least of some others."""
         timer = self._timer = self._timer or Timer(
-            self._bindings.api._lib, self._threads, self._pool_bytes
+            self._bindings.api._lib, self._threads, self._pool_bytes, self._timing_s
         )
         least = math.inf
         for _ in range(_TRIES):
@@ -387,6 +397,8 @@ class Speeds(Closing):
 class RoughSpeeds(Speeds):
     """The same of models that are not here: one product of each type and layout stands for all of
     them, by their bytes, of up to _ROUGH_ROWS rows, and is timed in one round."""
+
+    _timing_s = 0.04
 
     def __init__(self, bindings: Bindings, threads: int) -> None:
         super().__init__(bindings, threads)
