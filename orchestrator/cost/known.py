@@ -18,7 +18,8 @@ from gguf_tools.process import default_threads, processor_name
 from orchestrator.cache.files import keep, recalled, user_folder
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
-from orchestrator.memory.machine import Machine, probe
+from orchestrator.memory.machine import AUTO, CPU, Machine, probe
+from orchestrator.settings import flag_of
 
 if TYPE_CHECKING:
     from orchestrator.cost.disk import Bandwidth
@@ -102,10 +103,15 @@ def known_here(config: Config, begins: Callable[[str, float | None], None]) -> K
     """The table of this machine, as it was kept for such a command, or found now, in some seconds.
     begins gets what is being done and how far it is. Raises ConfigError for settings of one file,
     OSError for a disk that cannot be measured, NativeError without the library."""
-    named = [name for name in ("low", "high_tier", "low_tier") if config.given(name) is not None]
-    if named or config.of_policies:
-        name = [*named, *config.of_policies][0].replace("_", "-")
-        raise ConfigError(f"--{name} is of one model: name it with -m, or leave --{name} out")
+    of_one = ("low", "high_tier", "low_tier")
+    named = [*(name for name in of_one if config.given(name) is not None), *config.of_policies]
+    if named:
+        flag = flag_of(named[0])
+        raise ConfigError(f"{flag} is of one model: name it with -m, or leave {flag} out")
+    if config.vram is not None or config.device not in (AUTO, CPU):
+        raise ConfigError(
+            "known models are predicted for the CPU alone: leave --device and --vram out"
+        )
     machine = probe()
     ram = min(config.ram, machine.memory_bytes) if config.ram else machine.usable_bytes
     path, key = user_folder("cache") / "plans" / "known.json", _key(config)

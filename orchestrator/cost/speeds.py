@@ -200,13 +200,10 @@ class Speeds(Closing):
 
     _timing_s = TIMING_S
 
-    def __init__(
-        self, bindings: Bindings, threads: int, fresh: bool = False, pool_bytes: int = POOL_BYTES
-    ) -> None:
-        """fresh: all is measured now, whatever is known. pool_bytes: weights that a timing may
+    def __init__(self, bindings: Bindings, threads: int, pool_bytes: int = POOL_BYTES) -> None:
+        """pool_bytes: weights that a timing may
         take; with fewer than usual its figures are rough, and are not kept."""
         self._bindings, self._threads, self._pool_bytes = bindings, threads, pool_bytes
-        self._fresh = fresh
         self._kept = Timings.load(self._path, _FORMAT, time())
         self._used: dict[str, float] = {}
         # Of each round, and whether the machine was quiet.
@@ -226,7 +223,7 @@ class Speeds(Closing):
         """As Timer.seconds, at most once for each but for `again`. Raises NativeError."""
         key = f"{type(what).__name__} {' '.join(map(str, map(int, what)))}"
         if key not in self._used:
-            known = None if self._fresh else self._kept.least(key)
+            known = self._kept.least(key)
             may_keep = self._pool_bytes >= POOL_BYTES
             if known is None or (may_keep and self._is_due(key)):
                 self._measured[key] = [self._timed(what)]
@@ -252,7 +249,7 @@ class Speeds(Closing):
     def _standing(self, key: str) -> float:
         """What stands for something that was timed: the least of its moments, of which the present
         one counts by the middle of its rounds."""
-        known = None if self._fresh else self._kept.least(key)
+        known = self._kept.least(key)
         now, _ = _middle(self._measured[key])
         return now if known is None else min(now, known)
 
@@ -280,7 +277,7 @@ class Speeds(Closing):
         """Whether something that was asked for was timed beside other programs alone, as far as
         the system tells."""
         now = {key for key, rounds in self._measured.items() if _middle(rounds)[1]}
-        before = set() if self._fresh else set(filter(self._kept.was_quiet, self._used))
+        before = set(filter(self._kept.was_quiet, self._used))
         return not self._used.keys() <= now | before
 
     def costs(self, model: ExpertModel, tiers: tuple[int, ...], layout: str) -> Costs:

@@ -350,15 +350,14 @@ class TimeModel(Closing):
         model: ExpertModel,
         disk: Bandwidth,
         uses: np.ndarray | None = None,
-        fresh: bool = False,
         speeds: Speeds | None = None,
     ) -> None:
-        """disk: beside the threads that compute. uses: None for what earlier runs said. fresh: what
-        is known of this processor is measured again. speeds: in the place of own ones."""
+        """disk: beside the threads that compute. uses: None for what earlier runs said. speeds:
+        in the place of own ones."""
         self._config, self._model, self._disk = config, model, disk
         if speeds is None:
             pool = min(POOL_BYTES, spare_bytes(config, model))
-            speeds = Speeds(bindings, config.threads or default_threads(), fresh, pool)
+            speeds = Speeds(bindings, config.threads or default_threads(), pool)
         self._speeds = speeds
         self._costs: dict[tuple[tuple[int, ...], str], Costs] = {}
         self.uses, self.profiled = known_uses(config, model) if uses is None else (uses, True)

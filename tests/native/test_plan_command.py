@@ -56,9 +56,7 @@ class Predicts:
 
     disturbed, profiled = True, False
 
-    def __init__(
-        self, bindings: Any, config: Config, model: ExpertModel, disk: Any, fresh: bool = False
-    ) -> None:
+    def __init__(self, bindings: Any, config: Config, model: ExpertModel, disk: Any) -> None:
         assert disk.bytes_per_s == pytest.approx(1e9)
 
     def of_plan(self, plan: MemoryPlan, config: Config, skips: losses.Skips | None) -> Takes:

@@ -95,6 +95,7 @@ def test_the_order_of_the_table():
     [
         (["--low-tier", "skip"], "--low-tier is of one model"),
         (["--max-loss", "0.1"], "--max-loss is of one model"),
+        (["--vram", "1GiB"], "predicted for the CPU alone"),
         (["--plot", "x.png"], "--plot draws the plans of one model"),
         (["x.gguf", "-m", "y.gguf"], "the model is named twice"),
     ],
