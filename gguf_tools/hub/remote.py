@@ -74,7 +74,10 @@ def _of_hub(text: str) -> tuple[list[str], dict[str, str]]:
 
 def _of_url(text: str) -> list[str]:
     url = _WORN.sub(r"\1://", text, count=1)
-    at = urlsplit(url)
+    try:
+        at = urlsplit(url)
+    except ValueError as error:
+        raise HubError(f"{text}: no address: {error}") from None
     folder, _, name = at.path.rpartition("/")
     split = SPLIT_NAME.fullmatch(unquote(name))
     if split is None:

@@ -102,6 +102,7 @@ def test_what_cannot_be_read_is_said_in_a_sentence(server, large, tmp_path):
         (f"{at}/endless.gguf", HubError, "does not end within 64 MiB"),
         ("http://127.0.0.1:1/m.gguf", HubError, "cannot be reached"),
         ("http:///m.gguf", HubError, "cannot be reached"),
+        ("http://[m.gguf", HubError, "no address"),
     ):
         with pytest.raises(error, match=said):
             fetch_headers(text, tmp_path)
