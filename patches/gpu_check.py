@@ -50,7 +50,7 @@ PARTS: dict[str, tuple[float, str]] = {
 # shapes. The small ones come first; each keeps its cases as they are measured, so that one that
 # was cut off goes on with the next case.
 COMMANDS: tuple[tuple[str, str, str], ...] = (
-    ("device", "what the machine has", "doctor"),
+    ("device", "what the machine has", "plan -m models/demo/moe-edge-demo.gguf"),
     ("bench", "a tiny model", "bench gpu --quick --runs 1"),
     ("bench", "Qwen3-30B-A3B, skewed", "bench gpu --shape qwen3-30b --runs 1"),
     ("bench", "Qwen3-30B-A3B, uniform", "bench gpu --shape qwen3-30b --runs 1 --routing uniform"),

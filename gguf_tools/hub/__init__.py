@@ -4,16 +4,20 @@ endpoint (HF_HOME, HF_TOKEN, HF_ENDPOINT)."""
 from gguf_tools.hub.contents import Download, HubFile, prepare
 from gguf_tools.hub.download import fetch
 from gguf_tools.hub.pulled import Pulled, find_pulled, pulled, remove, short_name
+from gguf_tools.hub.remote import Headers, fetch_headers, is_remote
 from gguf_tools.hub.resolve import resolve, resolve_checkpoint
 from gguf_tools.hub.selection import PREFIX
 
 __all__ = [
     "PREFIX",
     "Download",
+    "Headers",
     "HubFile",
     "Pulled",
     "fetch",
+    "fetch_headers",
     "find_pulled",
+    "is_remote",
     "prepare",
     "pulled",
     "remove",

@@ -1,77 +1,73 @@
-"""What this machine has, how fast it moves bytes, how a model would lie: `moe-edge doctor`."""
+"""What this machine has, how fast it moves bytes, how a model would lie: the head of what
+`moe-edge plan` says of a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-import click
 import numpy as np
 
 from gguf_tools import built
-from gguf_tools.columns import aligned
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
-from orchestrator.chat.console import Console
-from orchestrator.cli.help import Command
-from orchestrator.cli.options import JSON, chat_config, model_options, say_result
 from orchestrator.config import Config
-from orchestrator.cost.disk import bytes_per_s, kept_bandwidth, read_bandwidth
+from orchestrator.cost.disk import Bandwidth, bytes_per_s, kept_bandwidth
 from orchestrator.cost.planner import Planner, Runs
-from orchestrator.cost.plans import Candidate, behind_text
-from orchestrator.cost.speeds import DISTURBED
-from orchestrator.cost.time import PROMPT_TOKENS, spare_bytes
+from orchestrator.cost.plans import Frontier
+from orchestrator.cost.time import spare_bytes
 from orchestrator.errors import MoeEdgeError
-from orchestrator.memory.machine import more_than_there, one_of_several
+from orchestrator.memory.machine import one_of_several
 from orchestrator.native import Bandwidths, measure_device
 from orchestrator.native.llama import Bindings
-from orchestrator.policy import PLAIN, known_policies
 
-# Of a plan, for --json.
-_SHOWN = ("token_ms", "token_ms_behind", "first_prompt_ms", "prompt_ms", "hit_rate", "read_bytes")
 _MEMORY_BYTES = 256 * 2**20
 _MEMORY_SECONDS = 0.5
 
 
-def examine(config: Config, begins: Callable[[str], None] = lambda _what: None) -> dict[str, Any]:
-    """Measures this machine for a few seconds; begins gets what is being measured. JSON-ready.
+def examine(
+    config: Config,
+    begins: Callable[[str], None] = lambda _what: None,
+    disk: Bandwidth | None = None,
+) -> tuple[dict[str, Any], Frontier | None]:
+    """Measures what is not known of this machine, for some seconds; begins gets what is being
+    measured. disk: where the model would lie, if it is not here.
 
-    gpu_note: why there is no GPU, or that there are others. plan: what runs, what it loses, and
-    where it lies, None where nothing does, and plan_note says why; kl: its loss; chosen: why a loss
-    that is allowed chose it. ram_note: what is wrong with the cap on memory. expected: what is
-    predicted on the CPU of what runs, and then of each other policy that fits; profiled: by what
-    earlier runs used, and not as if all experts were alike; disturbed: while other programs ran.
+    Returns what was found, JSON-ready, and the plans, None on a GPU and where none fits. gpu_note:
+    why there is no GPU, or that there are others. plan: what runs, what it loses, and where it
+    lies, None where nothing does, and plan_note says why; kl: its loss. notes: what else is to be
+    said.
 
     Raises MoeEdgeError for a model that cannot be read, OSError for a disk that fails."""
     bindings = Bindings.load()
     threads = config.threads or default_threads()
     with ExpertModel.open(config.model, config.low) as model:
-        planner, note = _planner(bindings, config, model)
+        planner, note = _planner(bindings, config, model, disk)
         gpu, machine = planner.gpu, planner.machine
         begins("Measuring the disk")
-        disk = read_bandwidth(model, threads=config.io_threads)
-        # What is found now counts for the plan, for its prediction, and for those of later runs.
-        kept_bandwidth(model, config, disk)
-        begins("Measuring this machine")  # a loss that is allowed chooses by speeds
-        runs, plan_note = None, ""
+        disk = disk or kept_bandwidth(model, config)
+        begins("Measuring the memory")
+        memory_speed = memory_bandwidth(threads, spare_bytes(config, model))
+        begins("Measuring this machine")
+        runs, plans, plan_note = None, None, ""
+        notes = list[str]()
+        if gpu is None:
+            try:
+                plans = planner.frontier(config)
+            except MoeEdgeError as error:
+                plan_note = str(error)
+        if plans is not None and plans.why_not:
+            notes.append(f"KL is not known: {plans.why_not}")
+        on_disk = model.lookup_text and f"{model.lookup_text} stays on disk in managed plans"
+        notes += filter(None, [planner.note, on_disk])
         try:
             runs = planner.runs(config)
         except MoeEdgeError as error:
             plan_note = str(error)
-        begins("Measuring the memory")
-        memory_speed = memory_bandwidth(threads, spare_bytes(config, model))
         expert_bytes = model.tier_bytes[0] // (model.n_layers * model.n_expert)
-        expected: list[Candidate] = []
-        profiled = disturbed = False
-        if gpu is None and runs is not None:
-            begins("Measuring the processor")
-            others = _others(planner, config, runs)
-            with planner.times(fresh=True) as times:
-                expected = [planner.candidate(times, each) for each in (runs, *others)]
-                profiled, disturbed = times.profiled, times.disturbed
+        best = model.tiers[0].name
     copies = measure_device(bindings.library(), gpu.info, threads) if gpu else None
     return {
         "threads": threads,
@@ -89,17 +85,14 @@ def examine(config: Config, begins: Callable[[str], None] = lambda _what: None) 
         "plan": plan_line(runs) if runs else None,
         "kl": runs.loses.kl if runs else None,
         "plan_note": plan_note,
-        "chosen": planner.chosen,
-        "ram_note": more_than_there(config.ram, machine) or "",
-        "expected": [
-            {"policy": each.name, "tiers": "/".join(each.tiers)}
-            | {name: value for name, value in each.as_dict().items() if name in _SHOWN}
-            | {"chosen": number == 0}
-            for number, each in enumerate(expected)
-        ],
-        "profiled": profiled,
-        "disturbed": disturbed,
-    }
+        "notes": notes,
+        "candidates": [each.as_dict() for each in plans.candidates] if plans else [],
+        "taken": plans.candidates.index(plans.taken) if plans else None,
+        "why": plans.why if plans else None,
+        "best_tier": best,
+        "lookup": model.lookup_text,
+        "disturbed": plans.disturbed if plans else False,
+    }, plans
 
 
 def plan_line(runs: Runs) -> str:
@@ -111,30 +104,20 @@ def plan_line(runs: Runs) -> str:
     return f"{how}{runs.loses.text}; {size} {where}; context {plan.n_ctx} tokens"
 
 
-def _planner(bindings: Bindings, config: Config, model: ExpertModel) -> tuple[Planner, str]:
+def _planner(
+    bindings: Bindings, config: Config, model: ExpertModel, disk: Bandwidth | None
+) -> tuple[Planner, str]:
     """What says what runs, and why there is no GPU, or that there are others. For the CPU where
     the device that was asked for cannot be had."""
     try:
-        planner = Planner(config, model)
+        planner = Planner(config, model, disk)
     except MoeEdgeError as error:
         here = config.with_changes(device="cpu", vram=None, misses=None)
-        return Planner(here, model), str(error)
+        return Planner(here, model, disk), str(error)
     if planner.gpu is not None:
         return planner, one_of_several(bindings, planner.gpu) or ""
     built = bindings.api.llama_supports_gpu_offload()
     return planner, "not asked for" if built else "none that this build can use"
-
-
-def _others(planner: Planner, config: Config, runs: Runs) -> list[Runs]:
-    """What would run with the other policies that fit, where none was named."""
-    found: list[Runs] = []
-    ours = runs.plan.policy.name if runs.plan.policy else PLAIN
-    for name in known_policies() if config.policy is None else ():
-        if name != ours:
-            with suppress(MoeEdgeError):
-                found.append(planner.compared(config.compared(policy=name)))
-    # The policy that keeps everything in memory is none where that does not fit.
-    return [each for each in found if each.plan.total_bytes <= each.plan.ram_bytes]
 
 
 def memory_bandwidth(threads: int, most_bytes: int = _MEMORY_BYTES) -> float:
@@ -153,15 +136,13 @@ def memory_bandwidth(threads: int, most_bytes: int = _MEMORY_BYTES) -> float:
 
 
 def render(found: dict[str, Any]) -> str:
-    """The report as text."""
+    """The machine and what runs on it, as text."""
     size, usable = format_size(found["memory_bytes"]), format_size(found["usable_bytes"])
     disk, gpu, copies = found["disk"], found["gpu"], found["copies"]
     lines = [
         f"CPU       {found['threads']} threads; {found['system']}",
         f"Memory    {size} free, {usable} usable; read at {_speed(found['memory_bytes_per_s'])}",
-        *([f"          {found['ram_note']}"] if found["ram_note"] else []),
-        f"Disk      {_speed(disk['bytes_per_s'])}, {'direct' if disk['direct'] else 'buffered'} "
-        f"reads of about {format_size(disk['slice_bytes'])} from {found['model']}",
+        f"Disk      experts are read at {_speed(disk['bytes_per_s'])}",
     ]
     if gpu is None:
         lines.append(f"GPU       {found['gpu_note']}")
@@ -175,37 +156,9 @@ def render(found: dict[str, Any]) -> str:
             *([f"          {found['gpu_note']}"] if found["gpu_note"] else []),
             f"Misses    {misses_line(Bandwidths(**copies), found['expert_bytes'])}",
         ]
-    lines.append(f"Model     {found['plan'] or found['plan_note']}")
-    if found["chosen"]:
-        lines.append(f"          {found['chosen']}")
-    if found["expected"]:
-        lines += _expected_lines(found)
+    if found["plan"] or found["candidates"]:
+        lines.append(f"Model     {found['plan'] or found['plan_note']}")
     return "\n".join(lines)
-
-
-def _expected_lines(found: dict[str, Any]) -> list[str]:
-    profiled = found["profiled"]
-    used = "by what earlier runs used" if profiled else "as if all experts were used alike"
-    rows = [["policy", "tiers", "ms/token", "tok/s", "first prompt", "prompt", "hit", "MB/token"]]
-    rows += [
-        [
-            each["policy"] + " *" * each["chosen"],
-            each["tiers"],
-            f"{each['token_ms']:.1f}",
-            f"{1e3 / each['token_ms']:.1f}",
-            f"{each['first_prompt_ms'] / 1e3:.1f} s",
-            f"{each['prompt_ms'] / 1e3:.1f} s",
-            f"{each['hit_rate']:.1%}",
-            f"{each['read_bytes'] / 1e6:.1f}",
-        ]
-        for each in found["expected"]
-    ]
-    return [
-        f"Predicted behind prompts of {PROMPT_TOKENS} tokens, {used} (* is what would run):",
-        *(f"          {line}" for line in aligned(rows)),
-        *filter(None, [behind_text(found["expected"][0]["token_ms_behind"])]),
-        *([DISTURBED] if found["disturbed"] else []),
-    ]
 
 
 def misses_line(copies: Bandwidths, expert_bytes: int) -> str:
@@ -226,13 +179,3 @@ def misses_line(copies: Bandwidths, expert_bytes: int) -> str:
 
 def _speed(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.2f} GB/s"
-
-
-@click.command(cls=Command)
-@model_options
-@JSON
-def doctor(as_json: bool, **options: Any) -> None:
-    """Measure this machine, and say how a model would run on it."""
-    with Console().bars() as console:
-        found = examine(chat_config(options), lambda what: console.bar(what, None))
-    say_result(found, render, as_json)

@@ -34,10 +34,10 @@ GROUPS = {
         "chat": Where("chat", "chat", "Talk to a model."),
         "serve": Where("serve", "serve", "Answer other programs over HTTP, and on a page."),
         "plan": Where(
-            "plan", "plan", "Show what a model can be on this machine, by speed and loss."
+            "plan", "plan", "Show what this machine can run, or what one model can be here."
         ),
         "check": Where("measure", "check", "Try a model: its bits, its memory and its speed."),
-        "doctor": Where("doctor", "doctor", "Measure this machine, and say how a model would run."),
+        "doctor": Where("plan", "plan", "Another name of plan."),
     },
     "Models": {
         "pull": Where("files", "pull", "Download a model from the Hugging Face Hub."),

@@ -268,6 +268,13 @@ def chat_config(options: dict[str, Any]) -> Config:
     return make_config({**options, "remember": True, "conversations": True})
 
 
+def config_without_model(options: dict[str, Any]) -> Config:
+    """As chat_config, of no model in particular: `model` names none."""
+    chosen = {"remember": True, "conversations": True, **given(options)}
+    with as_options():
+        return Config.build(model=Path(os.devnull), **chosen)
+
+
 @contextmanager
 def as_options() -> Iterator[None]:
     """Lets a SettingError name the option that asks for the setting."""

@@ -1,38 +1,53 @@
-"""The plans of a model on this machine, as a table: `moe-edge plan`."""
+"""What this machine can run, and the plans of a model on it, as tables: `moe-edge plan`."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from gguf_tools import interrupts
 from gguf_tools.columns import aligned
-from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
-from orchestrator.chat.console import progress_bar, strip_controls
+from orchestrator.chat.console import Console, strip_controls
 from orchestrator.cli.help import Command
 from orchestrator.cli.options import (
     FORCE,
     JSON,
     NEW_FILE,
     chat_config,
+    config_without_model,
     model_options,
     note,
     say_result,
 )
-from orchestrator.cost.planner import Planner
-from orchestrator.cost.plans import Candidate, Frontier, behind_text
-from orchestrator.cost.speeds import DISTURBED
-from orchestrator.cost.time import PROMPT_TOKENS
+from orchestrator.cost.known import FITS, LONG, NO_ROOM, STREAMS, WELL, Known, Row, known_here
 from orchestrator.errors import ConfigError
 
+if TYPE_CHECKING:
+    from orchestrator.cost.plans import Candidate, Frontier
+
+# Bytes a second; a disk below it makes whatever streams slow.
+SLOW_DISK = 5e8
+_KNOWN_HEAD = (
+    *("model", "parameters", "precision", "here", "tok/s", "at 8k", "first s"),
+    *("memory GiB", "disk GiB"),
+)
+_COLUMNS = 100
 _HEAD = ("", "plan", "tiers", "experts", "ms/token", "tok/s", "first prompt", "prompt", "KL, nats")
 
 
 def render(found: Frontier, best: str) -> str:
     """The plans, the fastest first. best: the tier that KL is counted from."""
+    from orchestrator.cost.plans import behind_text
+    from orchestrator.cost.speeds import DISTURBED
+    from orchestrator.cost.time import PROMPT_TOKENS
+
     rows = [
         (
             "*" if each is found.taken else "+" if each.best else "",
@@ -65,7 +80,64 @@ def _kl(each: Candidate) -> str:
     return "<= " * each.at_most + (f"{each.kl:.2g}" if each.kl else "0")
 
 
+def render_known(known: Known) -> str:
+    """The table of known models on this machine."""
+    rows = [_KNOWN_HEAD, *(_known_row(row, known.runs(row)) for row in known.best())]
+    slow = "" if known.disk_bytes_per_s >= SLOW_DISK else ", which is slow"
+    machine = (
+        f"{known.processor}, {known.threads} threads; {format_size(known.ram_bytes)} of memory for "
+        f"a model; a disk of {known.disk_bytes_per_s / 1e9:.2f} GB/s{slow}, with "
+        f"{format_size(known.free_bytes)} free"
+    )
+    legend = (
+        f"Each model is shown in the best precision that has {WELL:g} tokens a second or more, or "
+        f"else in its fastest one; --json has all. Here: {FITS}, all of it in memory; {STREAMS}, "
+        f"experts come from the disk as they are needed; {NO_ROOM}, more than is free on the disk. "
+        f"At 8k: tokens a second behind {LONG} tokens. First: seconds until the answer to a first "
+        f"prompt of {known.first_tokens} tokens begins. Experts count as used alike, which is the "
+        f"slowest case for those that stream."
+    )
+    return "\n".join(
+        [
+            *wrap(machine, _COLUMNS),
+            "",
+            *aligned([list(row) for row in rows]),
+            "",
+            *wrap(legend, _COLUMNS),
+            "`moe-edge plan hf:OWNER/NAME/FILE` says more of a file before it is downloaded.",
+            *wrap(known.disturbed, _COLUMNS),
+        ]
+    )
+
+
+def _known_row(row: Row, runs: str) -> tuple[str, ...]:
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2g}" if value < 10 else f"{value:.0f}"
+
+    return (
+        row.model,
+        f"{row.total_b:g}B-A{row.active_b:g}B",
+        row.precision,
+        runs,
+        number(row.tokens_s),
+        number(row.tokens_s_long),
+        number(row.first_s),
+        f"{row.ram_bytes / 2**30:.1f}",
+        f"{row.disk_bytes / 2**30:.1f}",
+    )
+
+
+def _of_known(as_json: bool, options: dict[str, Any]) -> None:
+    config = config_without_model(options)
+    with Console().bars() as console:
+        known = known_here(config, console.bar)
+    best = [asdict(row) | {"runs": known.runs(row)} for row in known.best()]
+    told = asdict(known) | {"best": best}
+    say_result(told, lambda _: render_known(known), as_json)
+
+
 @click.command(cls=Command)
+@click.argument("named", metavar="[MODEL]", required=False)
 @model_options
 @JSON
 @click.option(
@@ -76,42 +148,62 @@ def _kl(each: Candidate) -> str:
     help="Draw time and loss of the plans there (or .svg); needs the extra `plot`.",
 )
 @FORCE
-def plan(as_json: bool, picture: Path | None, **options: Any) -> None:
-    """Show what a model can be on this machine: plans by speed and loss, and the one taken.
+def plan(named: str | None, as_json: bool, picture: Path | None, **options: Any) -> None:
+    """Show what this machine can run, or what one model can be here.
 
-    Each plan is predicted: milliseconds a token, seconds until the first token, and the KL from the
-    file's best precision where `moe-edge calibrate` has fitted it. With --max-loss, `chat` and
-    `serve` take the fastest plan within it.
+    Without a model: a table of known ones, each as it would run here. With a file, with
+    hf:OWNER/NAME/FILE or with a URL, of which the header alone is read: its plans by speed and
+    loss, and the one that is taken. Each is predicted: milliseconds a token, seconds until the
+    first token, and the KL from the file's best precision where `moe-edge calibrate` has fitted it.
+    With --max-loss, `chat` and `serve` take the fastest plan within it.
     """
+    if named is not None and options["model"] is not None:
+        raise click.UsageError("the model is named twice: leave -m out")
+    asked = named if options["model"] is None else str(options["model"])
+    if asked is not None:
+        _of_one(asked, as_json, picture, options)
+    elif picture is not None:
+        raise click.UsageError("--plot draws the plans of one model: name it")
+    else:
+        _of_known(as_json, options)
+
+
+def _of_one(asked: str, as_json: bool, picture: Path | None, options: dict[str, Any]) -> None:
+    """The plans of a model that is named as a file, on the Hub, or by a URL."""
+    from gguf_tools.hub import fetch_headers, find_pulled, is_remote
     from orchestrator.cli import pictures
+    from orchestrator.cli.doctor import examine
+    from orchestrator.cost.disk import machine_bandwidth
 
     if picture is not None:
         pictures.prepare(picture)
         interrupts.ends_with(picture)
-    config = chat_config(options)
-    if config.policy is not None:
-        raise ConfigError(
-            "--policy names the plan already: leave it out, and `moe-edge plan` compares them all"
-        )
-    with ExpertModel.open(config.model, config.low) as model:
-        planner = Planner(config, model)
-        with progress_bar("Measuring this machine") as measuring:
-            measuring(None)
-            found = planner.frontier(config)
-        best = model.tiers[0].name
-        on_disk = model.lookup_text and f"{model.lookup_text} stays on disk in managed plans"
-    if picture is not None:
-        pictures.draw_plans(found, strip_controls(config.model.name), picture)
-    told = {
-        "candidates": [each.as_dict() for each in found.candidates],
-        "taken": found.candidates.index(found.taken),
-        "why": found.why,
-        "best_tier": best,
-        "disturbed": found.disturbed,
-        "lookup": model.lookup_text,
-    }
-    say_result(told, lambda _: render(found, best), as_json)
+    with ExitStack() as stack:
+        headers, console = None, stack.enter_context(Console().bars())
+        if is_remote(asked) and find_pulled(asked) is None:
+            folder = stack.enter_context(TemporaryDirectory(prefix="moe-edge-"))
+            console.bar("Reading the header", None)
+            headers = fetch_headers(asked, Path(folder))
+        config = chat_config({**options, "model": headers.path if headers else asked})
+        disk = machine_bandwidth(config) if headers else None
+        found, plans = examine(config, lambda what: console.bar(what, None), disk)
+    if headers:
+        found |= {"model": asked, "header_bytes": headers.read_bytes}
+    if picture is not None and plans is not None:
+        pictures.draw_plans(plans, strip_controls(config.model.name), picture)
+    say_result(found, lambda _: _report(found, plans), as_json)
     if not as_json:
-        unknown = f"KL is not known: {found.why_not}" if found.why_not else None
-        for sentence in filter(None, (unknown, planner.note, on_disk)):
+        if headers:
+            read = format_size(headers.read_bytes)
+            note(f"{asked}: {format_size(headers.nbytes)}, of which {read} were read")
+        for sentence in found["notes"]:
             note(sentence)
+    if found["plan_note"] and plans is None:
+        raise ConfigError(found["plan_note"])
+
+
+def _report(found: dict[str, Any], plans: Frontier | None) -> str:
+    from orchestrator.cli.doctor import render as render_machine
+
+    head = render_machine(found)
+    return head if plans is None else f"{head}\n\n{render(plans, found['best_tier'])}"

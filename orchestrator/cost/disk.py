@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import accumulate, cycle
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Lock
 from time import perf_counter, process_time, sleep, time
 from typing import NamedTuple
@@ -22,7 +23,15 @@ import psutil
 from gguf_tools import interrupts
 from gguf_tools.experts import ExpertModel
 from gguf_tools.experts.slices import Slice
-from gguf_tools.file.layout import COMPUTE_ORDER, IO_BLOCK_BYTES, pad
+from gguf_tools.file.layout import (
+    COMPUTE_ORDER,
+    DOWN,
+    IO_BLOCK_BYTES,
+    GGMLType,
+    expert_tensor_name,
+    pad,
+)
+from gguf_tools.file.writer import GGUFWriter
 from gguf_tools.process import default_threads, usable_cores
 from gguf_tools.workers import in_order, workers
 from orchestrator.cache.files import user_folder
@@ -56,6 +65,8 @@ _SPINS_BELOW = 300e6
 
 _FORMAT = "moe-edge disk 1"
 _MIB = 1 << 20
+# Experts of a file of noise, in one layer: 134 MB.
+_NOISE_EXPERTS = 20
 # A timing of nothing is none.
 _LEAST_S = 1e-9
 
@@ -245,21 +256,54 @@ def device_of(path: Path) -> int:
     return path.stat().st_dev
 
 
-def kept_bandwidth(
-    model: ExpertModel, config: Config, measured: Bandwidth | None = None
-) -> Bandwidth:
+def kept_bandwidth(model: ExpertModel, config: Config) -> Bandwidth:
     """The disk beside the threads that compute, as it stands in the user cache for this file at
     this place: the best of MOST_MOMENTS, since other reads make a disk slower. Nothing tells
     whether a disk was quiet, so that two moments which agree may both have been disturbed, and all
-    of them are measured. Each takes a second or two where it is due, unless it was `measured` just
-    now. Raises OSError."""
+    of them are measured. Each takes a second or two where it is due. Raises OSError."""
     place = [str(model.path.resolve()), device_of(model.path), identity(model)]
+    return _kept(place, config, lambda: read_bandwidth(model, threads=config.io_threads))
+
+
+def machine_bandwidth(config: Config) -> Bandwidth:
+    """The same for a model that is not here: of the disk that the user cache lies on, from a file
+    of noise that is written there where a measurement is due, and deleted. Raises OSError."""
+    folder = user_folder("cache") / "speed"
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def measured() -> Bandwidth:
+        with TemporaryDirectory(prefix="noise-", dir=folder) as made:
+            return read_bandwidth(_noise(Path(made) / "noise.gguf"), threads=config.io_threads)
+
+    return _kept(["noise", str(folder.resolve()), device_of(folder)], config, measured)
+
+
+def _noise(path: Path) -> ExpertModel:
+    """A new file of random bytes in the form of experts, which no disk can compress."""
+    rng, kind = random.Random(0), GGMLType.Q8_0
+    with GGUFWriter(path) as writer:
+        numbers = {"block_count": 1, "embedding_length": 2048, "expert_used_count": 8}
+        for key, value in numbers.items():
+            writer.meta(f"noise.{key}", value)
+        writer.meta("general.architecture", "noise")
+        for each in COMPUTE_ORDER[1:]:
+            rows = (2048, 1024) if each != DOWN else (1024, 2048)
+            writer.declare(expert_tensor_name(0, each), (*rows, _NOISE_EXPERTS), kind)
+        writer.begin()
+        for name, tensor in writer.tensors.items():
+            writer.write_tensor(name, rng.randbytes(tensor.nbytes))
+    return ExpertModel.open(path)
+
+
+def _kept(place: list[object], config: Config, measure: Callable[[], Bandwidth]) -> Bandwidth:
+    """What is kept of a place, beside the threads that compute; measured where it is due. Raises
+    OSError."""
     name = hashlib.sha256(json.dumps([*place, config.io_threads]).encode()).hexdigest()[:24]
     path = user_folder("cache") / "speed" / f"disk-{name}.json"
     timings = Timings.load(path, _FORMAT, time())
     keys = ("read", "core", "latency")
-    if measured is not None or any(timings.is_due(each, MOST_MOMENTS) for each in keys):
-        disk = measured or read_bandwidth(model, threads=config.io_threads)
+    if any(timings.is_due(each, MOST_MOMENTS) for each in keys):
+        disk = measure()
         for each, seconds in (
             ("read", _MIB / disk.bytes_per_s),
             ("core", _MIB * disk.core_s_per_byte),

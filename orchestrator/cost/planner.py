@@ -1,5 +1,5 @@
-"""What would run: the one place that says it, for chat, serve, check, doctor, plan and the line
-about a loaded model."""
+"""What would run: the one place that says it, for chat, serve, check, plan and the line about a
+loaded model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from orchestrator.cache.profile import HotnessKeeper
 from orchestrator.config import Config
-from orchestrator.cost.disk import kept_bandwidth, slow_disk
+from orchestrator.cost.disk import Bandwidth, kept_bandwidth, slow_disk
 from orchestrator.cost.losses import Foreseen, LossModel
 from orchestrator.cost.plans import (
     LENGTHS,
@@ -54,15 +54,16 @@ class Runs(NamedTuple):
 class Planner:
     """What a model can be on this machine, with what earlier runs learned of both."""
 
-    def __init__(self, config: Config, model: ExpertModel) -> None:
-        """config: as opened; measuring this machine keeps to its cap. Raises ConfigError for a
-        device that is not here, NativeError without the library."""
+    def __init__(self, config: Config, model: ExpertModel, disk: Bandwidth | None = None) -> None:
+        """config: as opened; measuring this machine keeps to its cap. disk: where the model would
+        lie, if it is not here. Raises ConfigError for a device that is not here, NativeError
+        without the library."""
         self.bindings = Bindings.load()
         self.gpu = find_gpu(self.bindings, config.device, config.vram)
         check_misses(self.gpu, config)
         self.losses = LossModel(config, model)
         self.hotness = HotnessKeeper(config, model)
-        self._config, self._model = config, model
+        self._config, self._model, self._disk = config, model, disk
         self._probe = Probe(self.bindings, config)
         device = planned_device(self.bindings, self.gpu, model, config.kv)
         self.machine = probe(device)
@@ -137,10 +138,17 @@ class Planner:
         return known_uses(self._config, self._model)[0]
 
     def frontier(self, config: Config) -> Frontier:
-        """The plans under a config that names no policy. A table of losses that is named says what
-        they lose; where none does, a loss that is allowed takes a lossless plan. Raises what
-        `times` does; BudgetError where no plan fits; ConfigError for an option without use, for a
-        named table that does not say it, and for a loss that no plan keeps to."""
+        """The plans under a config; where it names a policy, the one of that alone. A table of
+        losses that is named says what they lose; where none does, a loss that is allowed takes a
+        lossless plan. Raises what `times` does; BudgetError where no plan fits; ConfigError for an
+        option without use, for a named table that does not say it, and for a loss that no plan
+        keeps to."""
+        if config.policy is not None:
+            runs = self.runs(config)
+            with self.times() as times:
+                only = self.candidate(times, runs)
+                why = f"{only.label}: what --policy asks for."
+                return Frontier((only,), only, why, disturbed=times.disturbed)
         check_unused(config.with_changes(losses=None))
         return self._frontier(config)
 
@@ -190,15 +198,15 @@ class Planner:
             behind[n] = time.token_s(n)
         return Candidate.of(asked or {}, plan, short, runs.loses, behind)
 
-    def times(self, fresh: bool = False) -> TimeModel:
-        """What plans take here; close it. fresh: this processor is measured again. Raises
-        ConfigError beside a GPU, OSError for a disk that cannot be measured."""
+    def times(self) -> TimeModel:
+        """What plans take here; close it. Raises ConfigError beside a GPU, OSError for a disk that
+        cannot be measured."""
         if self.gpu:
             raise ConfigError(
                 "plans are predicted for the CPU alone: give --device cpu, or name a --policy"
             )
-        disk = kept_bandwidth(self._model, self._config)
-        return TimeModel(self.bindings, self._config, self._model, disk, fresh=fresh)
+        disk = self._disk or kept_bandwidth(self._model, self._config)
+        return TimeModel(self.bindings, self._config, self._model, disk)
 
     def teach(self, policy: Policy, tier_names: Sequence[str]) -> None:
         """What earlier runs learned of the model in these tiers, as far as the policy wants it."""

@@ -22,7 +22,7 @@ POOL_BYTES = 96 * 2**20
 _MOST_MATRICES = 256
 # A timing is of so many runs at least, or of as many as fit the longer time. What is short runs for
 # the shorter time, which outlasts what interrupts it.
-_RUNS, _LEAST_SECONDS, _SECONDS = 7, 0.02, 0.1
+_RUNS, _LEAST_SECONDS, TIMING_S = 7, 0.02, 0.1
 # The machine is quiet while threads wait for a core for less than this share of the time.
 QUIET_SHARE = 0.1
 # Experts that a token uses in one timing, and nodes of a chain.
@@ -83,11 +83,18 @@ _CONTEXT_BYTES = 4 * 2**20
 class Timer(GgmlFunctions, Closing):
     """Times products with so many threads. Close it."""
 
-    def __init__(self, lib: ctypes.CDLL, threads: int, pool_bytes: int = POOL_BYTES) -> None:
+    def __init__(
+        self,
+        lib: ctypes.CDLL,
+        threads: int,
+        pool_bytes: int = POOL_BYTES,
+        seconds: float = TIMING_S,
+    ) -> None:
         """pool_bytes: weights of one timing; where a processor's cache holds them, products seem
-        faster than they are. Raises NativeError."""
+        faster than they are. seconds: of one timing, unless enough runs take less. Raises
+        NativeError."""
         super().__init__(lib)
-        self._pool_bytes = pool_bytes
+        self._pool_bytes, self._seconds = pool_bytes, seconds
         self._backend: int = self.backend_cpu_init()
         if not self._backend:
             raise NativeError("ggml's CPU backend cannot be opened")
@@ -219,7 +226,7 @@ class Timer(GgmlFunctions, Closing):
         times: list[float] = []
         others = Disturbance()
         now = begin = perf_counter()
-        while now < begin + (_LEAST_SECONDS if len(times) >= _RUNS else _SECONDS):
+        while now < begin + (_LEAST_SECONDS if len(times) >= _RUNS else self._seconds):
             self.backend_graph_compute(self._backend, graph)
             start, now = now, perf_counter()
             times.append(now - start)

@@ -13,10 +13,11 @@ import hashlib
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from time import time
 from typing import NamedTuple
@@ -25,11 +26,19 @@ import numpy as np
 
 from gguf_tools.closing import Closing
 from gguf_tools.experts import ExpertModel
-from gguf_tools.file.layout import layer_of, parse_expert_name
+from gguf_tools.file.layout import GGMLType, layer_of, parse_expert_name
 from gguf_tools.file.parse import TensorInfo
 from gguf_tools.process import Disturbance, processor_name, usable_cores
 from orchestrator.cache.files import keep, recalled, user_folder
-from orchestrator.cost.products import POOL_BYTES, QUIET_SHARE, Attention, Product, Small, Timer
+from orchestrator.cost.products import (
+    POOL_BYTES,
+    QUIET_SHARE,
+    TIMING_S,
+    Attention,
+    Product,
+    Small,
+    Timer,
+)
 from orchestrator.memory.footprint import vocabulary_size
 from orchestrator.native.llama import Bindings
 
@@ -76,6 +85,11 @@ _CHOICE_NODES = 2
 # The matrix that stands for all dense ones of a type.
 _DENSE_ROWS = 4096
 _CELLS = 512
+# Numbers of the small operations that stand for others: over a model's width, and over its
+# vocabulary.
+_WIDE, _MANY = 4096, 131072
+# More rows than these take as many times as long.
+_ROUGH_ROWS = 64
 
 
 class Timing(NamedTuple):
@@ -184,13 +198,12 @@ class Speeds(Closing):
     What stands in the cache is the least of timings at several moments, as `Timings` says. While
     none of them was confirmed, each use at another moment times it again."""
 
-    def __init__(
-        self, bindings: Bindings, threads: int, fresh: bool = False, pool_bytes: int = POOL_BYTES
-    ) -> None:
-        """fresh: all is measured now, whatever is known. pool_bytes: weights that a timing may
+    _timing_s = TIMING_S
+
+    def __init__(self, bindings: Bindings, threads: int, pool_bytes: int = POOL_BYTES) -> None:
+        """pool_bytes: weights that a timing may
         take; with fewer than usual its figures are rough, and are not kept."""
         self._bindings, self._threads, self._pool_bytes = bindings, threads, pool_bytes
-        self._fresh = fresh
         self._kept = Timings.load(self._path, _FORMAT, time())
         self._used: dict[str, float] = {}
         # Of each round, and whether the machine was quiet.
@@ -210,15 +223,18 @@ class Speeds(Closing):
         """As Timer.seconds, at most once for each but for `again`. Raises NativeError."""
         key = f"{type(what).__name__} {' '.join(map(str, map(int, what)))}"
         if key not in self._used:
-            known = None if self._fresh else self._kept.least(key)
+            known = self._kept.least(key)
             may_keep = self._pool_bytes >= POOL_BYTES
-            if known is None or (may_keep and self._kept.is_due(key)):
+            if known is None or (may_keep and self._is_due(key)):
                 self._measured[key] = [self._timed(what)]
                 if what.rows == 1:
                     self._once[key] = what
                 known = self._standing(key)
             self._used[key] = known
         return self._used[key]
+
+    def _is_due(self, key: str) -> bool:
+        return self._kept.is_due(key)
 
     def again(self) -> bool:
         """Times in further rounds what was timed since the last call and is of one token of an
@@ -233,7 +249,7 @@ class Speeds(Closing):
     def _standing(self, key: str) -> float:
         """What stands for something that was timed: the least of its moments, of which the present
         one counts by the middle of its rounds."""
-        known = None if self._fresh else self._kept.least(key)
+        known = self._kept.least(key)
         now, _ = _middle(self._measured[key])
         return now if known is None else min(now, known)
 
@@ -241,7 +257,7 @@ class Speeds(Closing):
         """(seconds, whether the machine was quiet) of the first timing on a quiet machine, or of
         the least of some others."""
         timer = self._timer = self._timer or Timer(
-            self._bindings.api._lib, self._threads, self._pool_bytes
+            self._bindings.api._lib, self._threads, self._pool_bytes, self._timing_s
         )
         least = math.inf
         for _ in range(_TRIES):
@@ -261,7 +277,7 @@ class Speeds(Closing):
         """Whether something that was asked for was timed beside other programs alone, as far as
         the system tells."""
         now = {key for key, rounds in self._measured.items() if _middle(rounds)[1]}
-        before = set() if self._fresh else set(filter(self._kept.was_quiet, self._used))
+        before = set(filter(self._kept.was_quiet, self._used))
         return not self._used.keys() <= now | before
 
     def costs(self, model: ExpertModel, tiers: tuple[int, ...], layout: str) -> Costs:
@@ -289,6 +305,10 @@ class Speeds(Closing):
             together = self.seconds(one_by_one._replace(routed=False))
             return min(together, self.seconds(plain)) if rows >= _TILES_FROM else together
 
+        @cache
+        def curve(kind: GGMLType, shape: tuple[int, int]) -> np.ndarray:
+            return np.array([product(Product(kind, *shape, n)) for n in ROWS])
+
         expert_s = np.zeros((model.n_layers, len(tiers), len(ROWS)))
         expert_bytes = np.zeros((model.n_layers, len(tiers)), np.int64)
         for layer, (shapes, slices) in enumerate(zip(model.shapes, model.slices, strict=True)):
@@ -298,7 +318,7 @@ class Speeds(Closing):
                     if shape is None or piece is None:
                         continue
                     expert_bytes[layer, at] += piece.expert_bytes
-                    expert_s[layer, at] += [product(Product(piece.type, *shape, n)) for n in ROWS]
+                    expert_s[layer, at] += curve(piece.type, shape)
         dense_s, output_s = self._dense_seconds(model, layout)
         step_s, asked_s = self._besides_seconds(model)
         attention_s = self._attention_seconds(model)
@@ -311,16 +331,19 @@ class Speeds(Closing):
         tensors = _dense_matrices(model)
         output = tensors.pop("output.weight", None) or tensors.pop("token_embd.weight", None)
         tensors.pop("token_embd.weight", None)
-        largest: dict[int, TensorInfo] = {}
+        largest: dict[GGMLType, TensorInfo] = {}
         for info in (*tensors.values(), *([output] if output else ())):
             known = largest.get(info.type)
             largest[info.type] = info if known is None or info.nbytes > known.nbytes else known
+        nbytes = Counter[GGMLType]()
+        for info in tensors.values():
+            nbytes[info.type] += info.nbytes
 
-        def seconds(info: TensorInfo, rows: int) -> float:
-            n_in, n_out = largest[info.type].shape[:2]
-            stands = Product(info.type, n_in, min(n_out, _DENSE_ROWS), rows)
-            scale = info.nbytes / stands.nbytes
-            if layout == FILE or not interleaves(info.type, n_in, n_out):
+        def seconds(kind: GGMLType, nbytes: int, rows: int) -> float:
+            n_in, n_out = largest[kind].shape[:2]
+            stands = Product(kind, n_in, min(n_out, _DENSE_ROWS), rows)
+            scale = nbytes / stands.nbytes
+            if layout == FILE or not interleaves(kind, n_in, n_out):
                 return self.seconds(stands) * scale
             found = self.seconds(stands._replace(repacked=True))
             if layout == OWN and rows >= _TILES_FROM:
@@ -331,8 +354,9 @@ class Speeds(Closing):
         nodes = len(model.hparams.n_head) * _NODES + model.n_layers * model.n_expert_used
         width = model.hparams.embedding_length
         small = np.array([self.seconds(Small(width, n)) for n in ROWS])
-        dense = [sum(seconds(info, n) for info in tensors.values()) for n in ROWS]
-        return np.array(dense) + nodes * small, seconds(output, 1) if output else 0.0
+        dense = [sum(seconds(kind, size, n) for kind, size in nbytes.items()) for n in ROWS]
+        output_s = seconds(output.type, output.nbytes, 1) if output else 0.0
+        return np.array(dense) + nodes * small, output_s
 
     def _besides_seconds(self, model: ExpertModel) -> tuple[float, float]:
         """(step_s, asked_s) of Costs."""
@@ -365,6 +389,48 @@ class Speeds(Closing):
                 kept.add(key, *_middle(rounds))
             kept.save(self._path, _FORMAT)
         self._measured, self._once, self._timer = {}, {}, None
+
+
+class RoughSpeeds(Speeds):
+    """The same of models that are not here: one product of each type and layout stands for all of
+    them, by their bytes, of up to _ROUGH_ROWS rows, and is timed in one round."""
+
+    _timing_s = 0.04
+
+    def __init__(self, bindings: Bindings, threads: int) -> None:
+        super().__init__(bindings, threads)
+        self._repeats = 0
+
+    def seconds(self, what: Product | Small | Attention) -> float:
+        """As of Speeds."""
+        stands, scale = _stands_for(what)
+        return super().seconds(stands) * scale
+
+    def _is_due(self, key: str) -> bool:
+        """What is known is enough."""
+        return False
+
+    def again(self) -> bool:
+        """One round is enough."""
+        self._once = {}
+        return False
+
+
+def _stands_for(what: Product | Small | Attention) -> tuple[Product | Small | Attention, float]:
+    """What is timed in the place of a product or an operation, and how many times it takes that."""
+    if what.rows > _ROUGH_ROWS:
+        stands, scale = _stands_for(what._replace(rows=_ROUGH_ROWS))
+        return stands, scale * what.rows / _ROUGH_ROWS
+    if isinstance(what, Small):
+        n = _MANY if what.n > _MANY // 8 else _WIDE
+        return Small(n, what.rows), max(1.0, what.n / n) if n == _WIDE else what.n / n
+    if isinstance(what, Attention):
+        # Each head of a query goes through its keys and values.
+        heads = Attention(32, 8, 128, 128, what.rows, what.cells)
+        lengths = what.key_length + what.value_length
+        return heads, what.n_head * lengths / (heads.n_head * 256)
+    product = what._replace(n_in=2048, n_out=1024)
+    return product, what.nbytes / product.nbytes
 
 
 def _middle(rounds: list[tuple[float, bool]]) -> tuple[float, bool]:

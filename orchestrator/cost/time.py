@@ -241,6 +241,8 @@ def recently_used(rates: np.ndarray, n_slots: int) -> np.ndarray:
     chance in rates, and what was used longest ago makes room."""
     if np.count_nonzero(rates) <= n_slots:
         return np.where(rates > 0.0, 1.0, 0.0)
+    if rates.min() == rates.max():
+        return np.full(rates.shape, n_slots / rates.size)
     pace = -np.log1p(-np.minimum(rates, 1.0 - 1e-12))
 
     def there(t: float) -> np.ndarray:
@@ -324,9 +326,14 @@ def known_uses(config: Config, model: ExpertModel) -> tuple[np.ndarray, bool]:
     if counts is None:
         with suppress(ProfileError, OSError):
             counts = HotnessKeeper(remembered, model).recall()
-    known = counts is not None
-    alike = np.ones((model.n_layers, model.n_expert))
-    return chances(alike if counts is None else counts, model.n_expert_used), known
+    if counts is None:
+        return alike(model), False
+    return chances(counts, model.n_expert_used), True
+
+
+def alike(model: ExpertModel) -> np.ndarray:
+    """Uses of Residency as if all experts were used alike."""
+    return chances(np.ones((model.n_layers, model.n_expert)), model.n_expert_used)
 
 
 class TimeModel(Closing):
@@ -343,13 +350,15 @@ class TimeModel(Closing):
         model: ExpertModel,
         disk: Bandwidth,
         uses: np.ndarray | None = None,
-        fresh: bool = False,
+        speeds: Speeds | None = None,
     ) -> None:
-        """disk: beside the threads that compute. uses: None for what earlier runs said. fresh: what
-        is known of this processor is measured again."""
+        """disk: beside the threads that compute. uses: None for what earlier runs said. speeds:
+        in the place of own ones."""
         self._config, self._model, self._disk = config, model, disk
-        pool = min(POOL_BYTES, spare_bytes(config, model))
-        self._speeds = Speeds(bindings, config.threads or default_threads(), fresh, pool)
+        if speeds is None:
+            pool = min(POOL_BYTES, spare_bytes(config, model))
+            speeds = Speeds(bindings, config.threads or default_threads(), pool)
+        self._speeds = speeds
         self._costs: dict[tuple[tuple[int, ...], str], Costs] = {}
         self.uses, self.profiled = known_uses(config, model) if uses is None else (uses, True)
 

@@ -56,9 +56,7 @@ class Predicts:
 
     disturbed, profiled = True, False
 
-    def __init__(
-        self, bindings: Any, config: Config, model: ExpertModel, disk: Any, fresh: bool = False
-    ) -> None:
+    def __init__(self, bindings: Any, config: Config, model: ExpertModel, disk: Any) -> None:
         assert disk.bytes_per_s == pytest.approx(1e9)
 
     def of_plan(self, plan: MemoryPlan, config: Config, skips: losses.Skips | None) -> Takes:
@@ -76,7 +74,6 @@ def model(three: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(planner, "TimeModel", Predicts)
     for module in (planner, doctor):
         monkeypatch.setattr(module, "kept_bandwidth", lambda *_: Bandwidth(1e9))
-    monkeypatch.setattr(doctor, "read_bandwidth", lambda *_, **__: Bandwidth(1e9, True, 4096))
     return three
 
 
@@ -124,7 +121,7 @@ def test_the_frontier_is_printed_and_drawn(
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("--policy", "lru"), "names the plan already"),
+        (("--policy", "lru", "--retention", "0.5"), "no effect with --policy lru"),
         (("--ram", "1MiB"), "too little"),
         (("--plot", "plans.txt"), "ends in .png or .svg"),
     ],
@@ -146,15 +143,17 @@ def test_nobody_promises_what_a_chat_refuses(model: Path, asked: dict[str, Any],
     config = build(model, **asked)
     with pytest.raises(ConfigError, match=said):
         Engine.open(config)
-    assert said in doctor.examine(config)["plan_note"]
+    assert said in doctor.examine(config)[0]["plan_note"]
 
 
 def test_other_policies_leave_aside_what_was_asked_for(model: Path) -> None:
-    """In the table of doctor, and when a chat changes its policy."""
+    """In the table, and when a chat changes its policy. A policy that is named is alone there."""
     config = build(model, retention=0.5, low_tier="q2_k")
-    assert {"dymoe", "lru", "firm"} <= {
-        each["policy"] for each in doctor.examine(config)["expected"]
-    }
+    found, _ = doctor.examine(config)
+    assert {"dymoe", "lru", "firm"} <= {each["policy"] for each in found["candidates"]}
+    alone = candidates(model, *LITTLE, "--policy", "lru")
+    assert [each["policy"] for each in alone["candidates"]] == ["lru"]
+    assert "--policy asks" in alone["why"]
     with Engine.open(config) as engine:
         engine.set_policy("lru")
         assert (engine.policy.name, engine.config.given("retention")) == ("lru", 0.5)
@@ -184,14 +183,14 @@ def fitted(model: Path) -> Iterator[Path]:
 def test_all_say_the_same_of_what_runs(
     fitted: Path, asked: dict[str, Any], tiers: tuple[str, ...], said: str, table: bool
 ) -> None:
-    """The engine, the mode line, `doctor` and `plan`: what runs, and what that loses."""
+    """The engine, the mode line, and `plan`: what runs, and what that loses."""
     if not table:
         losses.default_path(fitted).unlink()
     config = build(fitted, **asked)
     with Engine.open(config) as engine:
         assert engine.plan.tier_names == tiers
         mode = engine.mode
-    health = doctor.examine(config)
+    health, _ = doctor.examine(config)
     with ExpertModel.open(fitted) as model:
         runs = Planner(config, model).runs(config)
         if config.policy is None:
@@ -281,7 +280,7 @@ def test_what_takes_long_is_announced_before_it_begins(
     monkeypatch.setattr(Planner, "times", measures)
     monkeypatch.setattr(Console, "bar", lambda _console, label, share, *_: said.append(label))
     assert "measured" in run(model).stderr
-    assert said == ["Measuring this machine"]
+    assert said == [f"Measuring {what}" for what in ("the disk", "the memory", "this machine")]
     said.clear()
     with pytest.raises(ConfigError, match="measured"):
         open_engine(build(model, max_loss=0.1), Console())

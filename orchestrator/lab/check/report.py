@@ -38,7 +38,29 @@ def render(report: dict[str, Any]) -> str:
     else:
         n = len(report["problems"])
         lines.append(f"Not good: {n} problem{'s' if n > 1 else ''}, see above.")
-    return "\n".join(lines)
+    return "\n".join([*lines, *row(report)])
+
+
+def row(report: dict[str, Any]) -> list[str]:
+    """What ran as asked, as one row of the table in docs/reports.md, under a sentence; nothing
+    where it did not run, or something was not good."""
+    run, machine = report["as_asked"], report["machine"]
+    if not report["ok"] or not run or "error" in run:
+        return []
+    n = len(run["prompt"])
+    hits = f"{run['hit_rate']:.1%}" if "hit_rate" in run else "all in memory"
+    where = [machine["processor"], f"{machine['cores']} cores", machine["device"]]
+    cells = (
+        " + ".join(filter(None, [report["model"], report["low"]])),
+        ", ".join(filter(None, where)),
+        format_size(run["used_bytes"], up=True),
+        f"{run['decode_tok_s']:.1f}",
+        f"{n / run['prompt_tok_s']:.1f} s of {n}",
+        hits,
+        machine["versions"]["moe-edge"] or "?",
+    )
+    safe = (each.replace("|", "/") for each in cells)
+    return ["", "As a row for docs/reports.md:", f"| {' | '.join(safe)} |"]
 
 
 def _file(report: dict[str, Any]) -> list[str]:

@@ -2,7 +2,7 @@
 
 /api/models/REPO[/revision/REV] lists files with sizes; /REPO/resolve/REV/FILE answers HEAD and
 GET with ETag, X-Repo-Commit and, for large files, a redirect to another host with
-X-Linked-Size and X-Linked-Etag, as the Hub does; Range is served.
+X-Linked-Size and X-Linked-Etag, as the Hub does; Range is served, unless `ranges` is false.
 """
 
 from __future__ import annotations
@@ -20,9 +20,27 @@ from urllib.parse import unquote, urlsplit
 LARGE = 1000
 
 
+class Sparse:
+    """A file of so many bytes, whose first ones are given and whose others are zeros."""
+
+    def __init__(self, first: bytes, size: int) -> None:
+        self.first, self.size = first, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, part: slice) -> bytes:
+        start, end, _ = part.indices(self.size)
+        return self.first[start:end].ljust(end - start, b"\0")
+
+
+def sha256(data: bytes | Sparse) -> str:
+    return hashlib.sha256(data.first if isinstance(data, Sparse) else data).hexdigest()
+
+
 @dataclass
 class Repo:
-    files: dict[str, bytes]
+    files: dict[str, bytes | Sparse]
     commit: str = "c0ffee" * 6 + "beef"
     revisions: tuple[str, ...] = ("main",)
     token: str | None = None  # private: only with it
@@ -50,6 +68,7 @@ class Hub:
     status: int = 0
     heads: int | None = None  # so many HEAD requests are answered, then 503
     corrupt: bool = False
+    ranges: bool = True
 
     def __post_init__(self) -> None:
         # Held while a thread writes and counts what it wrote.
@@ -112,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
         if match := re.fullmatch(r"/cdn/([0-9a-f]{64})", path):
             for repo in self.state.repos.values():
                 for name, data in repo.files.items():
-                    if hashlib.sha256(data).hexdigest() == match[1]:
+                    if sha256(data) == match[1]:
                         return self.data(name, data, {})
         return self.fail(404)
 
@@ -153,10 +172,9 @@ class _Handler(BaseHTTPRequestHandler):
         for file, data in repo.files.items():
             entry: dict[str, object] = {"rfilename": file}
             if "blobs=" in self.path:
-                entry |= {"size": len(data), "blobId": hashlib.sha1(data).hexdigest()}
+                entry |= {"size": len(data), "blobId": sha256(data)[:40]}
                 if len(data) >= LARGE:
-                    sha256 = hashlib.sha256(data).hexdigest()
-                    entry["lfs"] = {"sha256": sha256, "size": len(data), "pointerSize": 135}
+                    entry["lfs"] = {"sha256": sha256(data), "size": len(data), "pointerSize": 135}
             siblings.append(entry)
         body = json.dumps({"id": name, "modelId": name, "sha": repo.commit, "siblings": siblings})
         self.head(200, {"Content-Type": "application/json"}, len(body))
@@ -173,18 +191,20 @@ class _Handler(BaseHTTPRequestHandler):
         if len(data) < LARGE:
             headers["ETag"] = f'"{hashlib.sha1(data).hexdigest()}"'
             return self.data(file, data, headers)
-        sha256 = hashlib.sha256(data).hexdigest()
-        headers |= {"X-Linked-Size": str(len(data)), "X-Linked-Etag": f'"{sha256}"'}
-        headers["Location"] = f"http://localhost:{self.state.port}/cdn/{sha256}"
+        digest = sha256(data)
+        headers |= {"X-Linked-Size": str(len(data)), "X-Linked-Etag": f'"{digest}"'}
+        headers["Location"] = f"http://localhost:{self.state.port}/cdn/{digest}"
         self.head(302, headers)
 
-    def data(self, name: str, data: bytes, headers: dict[str, str]) -> None:
-        start = 0
-        headers["Accept-Ranges"] = "bytes"
-        if span := self.headers.get("Range"):
-            start = int(re.fullmatch(r"bytes=(\d+)-", span)[1])
-            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-        self.head(206 if span else 200, headers, len(data) - start)
+    def data(self, name: str, data: bytes | Sparse, headers: dict[str, str]) -> None:
+        start, end = 0, len(data)
+        span = self.headers.get("Range") if self.state.ranges else None
+        if span:
+            first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", span).groups()
+            start, end = int(first), min(end, int(last) + 1) if last else end
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
+        headers["Accept-Ranges"] = "bytes" if self.state.ranges else "none"
+        self.head(206 if span else 200, headers, end - start)
         if self.command == "HEAD":
             return
         if self.state.corrupt:
@@ -192,14 +212,15 @@ class _Handler(BaseHTTPRequestHandler):
         fault = self.state.faults.get(name)
         if fault is not None and fault.times:
             fault.times -= 1
-            self.write(data[start : start + fault.after])
+            self.write(data[start : min(end, start + fault.after)])
             self.close_connection = True
             if fault.reset:
                 linger = struct.pack("ii", 1, 0)
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
                 self.connection.close()
             return
-        rest = data[start:]
+        # Nobody reads a large one to its end.
+        rest = data[: 1 << 24] if isinstance(data, Sparse) and not span else data[start:end]
         if self.state.slow is not None and len(data) >= LARGE:
             self.write(rest[: len(rest) // 2])
             self.state.slow.wait(600)

@@ -1,22 +1,17 @@
-"""`moe-edge doctor`: what it finds here, and what it says of a GPU."""
+"""What `moe-edge plan` finds of this machine, and what it says of a GPU."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import usable_cores
-from orchestrator.cli import doctor
 from orchestrator.cli.doctor import examine, misses_line, render
 from orchestrator.config import Config
-from orchestrator.cost import planner
-from orchestrator.cost.disk import Bandwidth, kept_bandwidth
-from orchestrator.cost.speeds import DISTURBED
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.memory.footprint import device_shape
 from orchestrator.memory.machine import (
@@ -42,52 +37,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_machine_without_a_gpu(model: Path) -> None:
     said: list[str] = []
-    health = examine(Config.build(model=model, device="cpu", threads=1), said.append)
-    parts = ("the disk", "this machine", "the memory", "the processor")
+    health, plans = examine(Config.build(model=model, device="cpu", threads=1), said.append)
+    parts = ("the disk", "the memory", "this machine")
     assert said == [f"Measuring {part}" for part in parts]
     assert health["gpu"] is None and health["copies"] is None
     assert health["memory_bytes_per_s"] > 0 and health["disk"]["bytes_per_s"] > 0
     text = render(health)
-    assert "plain upstream path" in text and str(model) in text
-    assert text.endswith(DISTURBED) == health["disturbed"]
-    assert render(health | {"disturbed": True}).endswith(f"\n{DISTURBED}")
-    assert DISTURBED not in render(health | {"disturbed": False})
+    assert "plain upstream path" in text
+    assert plans is not None and len(health["candidates"]) == len(plans.candidates)
+    assert health["candidates"][health["taken"]] == plans.taken.as_dict()
     assert json.loads(json.dumps(health)) == health
 
 
-def test_predictions_go_by_the_disk_that_plans_go_by(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is measured counts for later plans, and what was measured better before for this one."""
-    config = Config.build(model=model, device="cpu", threads=1)
-
-    def predictor(*told: Any, **_: Any) -> None:
-        raise Predicted(told[3].bytes_per_s)
-
-    monkeypatch.setattr(planner, "TimeModel", predictor)
-    for found, stands in ((1e9, 1e9), (3e9, 3e9), (2e9, 3e9)):
-        measured = Bandwidth(found, True, 4096)
-        monkeypatch.setattr(doctor, "read_bandwidth", lambda *_, disk=measured, **__: disk)
-        with pytest.raises(Predicted) as seen:
-            examine(config)
-        with ExpertModel.open(model) as opened:
-            kept = kept_bandwidth(opened, config).bytes_per_s
-        assert seen.value.args[0] == kept == pytest.approx(stands)
-
-
-class Predicted(Exception):
-    """Of a disk that reads so many bytes a second."""
-
-
 def test_what_does_not_fit_is_said_instead_of_a_plan(model: Path) -> None:
-    assert "is more than" in render(examine(Config.build(model=model, device="cpu", ram=1 << 50)))
-    health = examine(Config.build(model=model, device="cpu", ram=1 * MIB))
-    assert health["plan"] is None
-    assert "smallest --ram that works" in render(health)
+    health, _ = examine(Config.build(model=model, device="cpu", ram=1 << 50))
+    assert any("is more than" in each for each in health["notes"])
+    health, plans = examine(Config.build(model=model, device="cpu", ram=1 * MIB))
+    assert health["plan"] is None and plans is None
+    assert "smallest --ram that works" in health["plan_note"]
 
 
 def test_copies_to_a_device_are_timed(model: Path) -> None:
-    health = examine(Config.build(model=model, device="host", threads=1, force_managed=True))
+    health, _ = examine(Config.build(model=model, device="host", threads=1, force_managed=True))
     assert health["gpu"] is not None and health["copies"]["pageable"] > 0
     assert f"on {health['gpu']['name']}; " in health["plan"]
     text = render(health)

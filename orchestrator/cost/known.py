@@ -1,0 +1,220 @@
+"""What known models would be on this machine: the table of `moe-edge plan` without a model. Each is
+planned and predicted as a file of its header is, but for scratch, which is an upper estimate, and
+for products, of which one stands for all of a type."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from time import time
+from typing import TYPE_CHECKING, Any
+
+from gguf_tools.known import DATA, KnownModel, known_models
+from gguf_tools.process import default_threads, processor_name
+from orchestrator.cache.files import keep, recalled, user_folder
+from orchestrator.config import Config
+from orchestrator.errors import BudgetError, ConfigError
+from orchestrator.memory.machine import AUTO, CPU, Machine, probe
+from orchestrator.settings import flag_of
+
+if TYPE_CHECKING:
+    from orchestrator.cost.disk import Bandwidth
+    from orchestrator.cost.speeds import RoughSpeeds
+    from orchestrator.native.llama import Bindings
+
+# Tokens a second with which a model runs well: about as fast as a person reads.
+WELL = 5.0
+# Tokens of the longer context.
+LONG = 8192
+FITS, STREAMS, NOT, NO_ROOM = "fits", "streams", "does not run", "no room"
+
+_FORMAT = "moe-edge known 2"
+# What was found stands while the memory that is free differs by no more from what it was, and so
+# long where other programs disturbed it.
+_AS_MUCH, _DISTURBED_S = 0.05, 600.0
+# Tables of so many commands are kept, the latest ones.
+_MOST = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One model in one precision. Speeds in tokens a second, behind a short context and behind
+    LONG, None where the context is shorter; first_s: seconds until the first token of the answer to
+    the first prompt. ram_bytes: what it takes of memory, or would take at least. All experts are
+    taken to be used alike."""
+
+    model: str
+    precision: str
+    total_b: float
+    active_b: float
+    disk_bytes: int
+    runs: str
+    ram_bytes: int
+    tokens_s: float | None = None
+    tokens_s_long: float | None = None
+    first_s: float | None = None
+    hit_rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The rows of all models in all precisions, and the machine that they are of: bytes of memory
+    for a model, bytes free on the disk of the user cache, and how fast that is. first_tokens: of
+    the prompts of first_s. disturbed: a sentence, where other programs ran while it was
+    measured."""
+
+    rows: tuple[Row, ...]
+    ram_bytes: int
+    free_bytes: int
+    disk_bytes_per_s: float
+    threads: int
+    processor: str
+    first_tokens: int
+    disturbed: str
+
+    def runs(self, row: Row) -> str:
+        """What a row is here: as it runs, unless the disk has no room for it."""
+        return row.runs if row.disk_bytes <= self.free_bytes else NO_ROOM
+
+    def best(self) -> list[Row]:
+        """One row of each model: the best precision in which it runs well, or else the fastest one
+        that runs, or else the smallest. Those that run well come first, the largest first; then
+        those that run, the fastest first; then the others, the smallest first."""
+
+        def order(row: Row) -> tuple[int, float]:
+            if row.tokens_s is None or self.runs(row) == NO_ROOM:
+                return 2, row.total_b
+            return (0, -row.total_b) if row.tokens_s >= WELL else (1, -row.tokens_s)
+
+        def among(row: Row) -> tuple[int, float]:
+            group, by = order(row)
+            return group, (-row.disk_bytes, by, row.disk_bytes)[group]
+
+        names = dict.fromkeys(row.model for row in self.rows)
+        of = ([row for row in self.rows if row.model == name] for name in names)
+        return sorted((min(mine, key=among) for mine in of), key=order)
+
+
+def known_here(config: Config, begins: Callable[[str, float | None], None]) -> Known:
+    """The table of this machine, as it was kept for such a command, or found now, in some seconds.
+    begins gets what is being done and how far it is. Raises ConfigError for settings of one file,
+    OSError for a disk that cannot be measured, NativeError without the library."""
+    of_one = ("low", "high_tier", "low_tier")
+    named = [*(name for name in of_one if config.given(name) is not None), *config.of_policies]
+    if named:
+        flag = flag_of(named[0])
+        raise ConfigError(f"{flag} is of one model: name it with -m, or leave {flag} out")
+    if config.vram is not None or config.device not in (AUTO, CPU):
+        raise ConfigError(
+            "known models are predicted for the CPU alone: leave --device and --vram out"
+        )
+    machine = probe()
+    ram = min(config.ram, machine.memory_bytes) if config.ram else machine.usable_bytes
+    path, key = user_folder("cache") / "plans" / "known.json", _key(config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = recalled(path, _FORMAT, "tables")
+    known = _read(kept.get(key, {}), ram)
+    if known is None:
+        known = _find(config, machine, ram, begins)
+        kept.pop(key, None)
+        latest = dict([*kept.items()][1 - _MOST :])
+        keep(path, _FORMAT, "tables", {**latest, key: {"at": time(), **asdict(known)}})
+    return replace(known, free_bytes=shutil.disk_usage(path.parent).free)
+
+
+def _key(config: Config) -> str:
+    """Of all that the table depends on, but for free memory."""
+    from importlib.metadata import version
+
+    asked = {
+        name: getattr(config, name)
+        for name, each in Config.declared().items()
+        if not each.answer and name != "model"
+    }
+    of = [version("moe-edge"), DATA.read_text(), processor_name(), default_threads(), asked]
+    text = json.dumps(of, default=str, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def _read(found: Mapping[str, Any], ram: int) -> Known | None:
+    """What was kept, where it still stands."""
+    with suppress(TypeError, ValueError, KeyError):
+        kept = {name: value for name, value in found.items() if name != "at"}
+        rows = tuple(Row(**row) for row in kept["rows"])
+        known = Known(**{**kept, "rows": rows})
+        old = time() - found["at"] > _DISTURBED_S
+        if abs(ram / known.ram_bytes - 1) <= _AS_MUCH and not (known.disturbed and old):
+            return known
+    return None
+
+
+def _find(
+    config: Config, machine: Machine, ram: int, begins: Callable[[str, float | None], None]
+) -> Known:
+    from orchestrator.cost.disk import machine_bandwidth
+    from orchestrator.cost.speeds import DISTURBED, RoughSpeeds
+    from orchestrator.cost.time import PROMPT_TOKENS
+    from orchestrator.native.llama import Bindings
+
+    begins("Measuring the disk", None)
+    disk, threads = machine_bandwidth(config), config.threads or default_threads()
+    begins("Measuring the processor", None)
+    rows: list[Row] = []
+    models = known_models()
+    bindings = Bindings.load()
+    with RoughSpeeds(bindings, threads) as speeds:
+        for number, each in enumerate(models):
+            for precision in each.precisions:
+                row = _row(bindings, config, machine, each, precision, disk, speeds)
+                rows.append(row)
+            begins("Planning known models", (number + 1) / len(models))
+        note = DISTURBED if speeds.disturbed else ""
+    here = ram, 0, disk.bytes_per_s, threads, processor_name()
+    return Known(tuple(rows), *here, PROMPT_TOKENS, note)
+
+
+def _row(
+    bindings: Bindings,
+    config: Config,
+    machine: Machine,
+    known: KnownModel,
+    precision: str,
+    disk: Bandwidth,
+    speeds: RoughSpeeds,
+) -> Row:
+    from gguf_tools.experts import ExpertModel
+    from orchestrator.cost.time import PROMPT_TOKENS, TimeModel, alike
+    from orchestrator.memory.plan import plan_memory
+
+    with ExpertModel.of_parts(known.parts(precision)) as model:
+        size = model.parts[0].size
+        facts: Mapping[str, Any] = {
+            "model": known.name,
+            "precision": precision,
+            "total_b": known.total_b,
+            "active_b": known.active_b,
+            "disk_bytes": size,
+        }
+        try:
+            plan = plan_memory(config, model, machine)
+        except BudgetError as error:
+            return Row(**facts, runs=NOT, ram_bytes=error.needed_bytes)
+        times = TimeModel(bindings, config, model, disk, alike(model), speeds=speeds)
+        short = times.of_plan(plan, config)
+        long = None
+        if plan.n_ctx >= LONG:
+            behind = times.of_plan(plan, config, n_cells=LONG) if plan.shared else short
+            long = 1.0 / behind.token_s(LONG)
+        return Row(
+            **facts,
+            runs=STREAMS if plan.absent_bytes else FITS,
+            ram_bytes=plan.total_bytes,
+            tokens_s=1.0 / short.token_s(PROMPT_TOKENS),
+            tokens_s_long=long,
+            first_s=short.prompt_s(PROMPT_TOKENS, first=True),
+            hit_rate=short.residency.hit_rate,
+        )

@@ -1,0 +1,105 @@
+"""`moe-edge plan` without a model: the table of known ones, and how it is kept."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from gguf_tools.known import known_models
+from orchestrator.cli.main import cli
+from orchestrator.cost import disk, products
+from orchestrator.cost.disk import Bandwidth
+from orchestrator.cost.known import FITS, NO_ROOM, NOT, STREAMS, WELL, Known, Row
+
+
+def seconds(_timer, what) -> float:
+    """A machine of 20 GB/s whose operations take a microsecond."""
+    nbytes = what.nbytes if isinstance(what, products.Product) else 0
+    return 1e-6 + what.rows * nbytes / 20e9
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A cache of its own, and how often this machine was measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured: list[str] = []
+
+    def read(*_, **__):
+        measured.append("disk")
+        return Bandwidth(2e9)
+
+    def timed(timer, what):
+        measured.append("processor")
+        return seconds(timer, what)
+
+    monkeypatch.setattr(disk, "read_bandwidth", read)
+    monkeypatch.setattr(products.Timer, "seconds", timed)
+    return measured
+
+
+def plan(*args: str):
+    return CliRunner().invoke(cli, ["plan", *args])
+
+
+def test_known_models_are_listed_and_kept(machine):
+    """What runs well comes first, the largest of it first; what is too slow comes behind it. The
+    second time nothing is measured, and another cap is another table."""
+    first = plan("--ram", "12GiB")
+    assert first.exit_code == 0, first.output
+    assert "Qwen3-Next-80B-A3B" in first.stdout and "2.00 GB/s" in first.stdout
+    assert all(len(line) <= 100 for line in first.stdout.splitlines())
+    assert "disk" in machine and "processor" in machine
+    machine.clear()
+    again = plan("--ram", "12GiB")
+    assert again.stdout.splitlines()[1:] == first.stdout.splitlines()[1:] and not machine
+    small = json.loads(plan("--ram", "1GiB", "--json").stdout)
+    assert "processor" not in machine
+    found = json.loads(plan("--ram", "12GiB", "--json").stdout)
+    assert len(found["best"]) == len(known_models())
+    assert len(found["rows"]) == sum(len(each.precisions) for each in known_models())
+    runs = {(row["model"], row["precision"]): row for row in found["rows"]}
+    large, fits = runs["Kimi-K2", "Q8_0"], runs["OLMoE-1B-7B", "Q8_0"]
+    assert large["runs"] in (STREAMS, NOT) and fits["runs"] == FITS
+    assert fits["tokens_s"] > fits["tokens_s_long"] if fits["tokens_s_long"] else True
+    assert fits["tokens_s"] > (large["tokens_s"] or 0.0)
+    assert {row["runs"] for row in small["rows"]} >= {NOT}
+
+
+def test_the_order_of_the_table():
+    row = Row("a", "Q8_0", 10.0, 1.0, 100, FITS, 50, tokens_s=20.0)
+    rows = (
+        row,
+        replace(row, precision="Q2_K", disk_bytes=30, tokens_s=40.0),
+        replace(row, model="larger", total_b=80.0, runs=STREAMS, tokens_s=WELL),
+        replace(row, model="slow", tokens_s=1.0),
+        replace(row, model="slow", precision="Q2_K", disk_bytes=30, tokens_s=2.0),
+        replace(row, model="huge", total_b=1000.0, disk_bytes=10**6),
+        replace(row, model="never", total_b=900.0, runs=NOT, tokens_s=None),
+    )
+    known = Known(rows, 60, 1000, 1e9, 2, "cpu", 512, "")
+    assert [(each.model, each.precision) for each in known.best()] == [
+        ("larger", "Q8_0"),
+        ("a", "Q8_0"),
+        ("slow", "Q2_K"),
+        ("never", "Q8_0"),
+        ("huge", "Q8_0"),
+    ]
+    assert known.runs(rows[5]) == NO_ROOM
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--low-tier", "skip"], "--low-tier is of one model"),
+        (["--max-loss", "0.1"], "--max-loss is of one model"),
+        (["--vram", "1GiB"], "predicted for the CPU alone"),
+        (["--plot", "x.png"], "--plot draws the plans of one model"),
+        (["x.gguf", "-m", "y.gguf"], "the model is named twice"),
+    ],
+)
+def test_what_needs_a_model_says_so(args, said, machine):
+    result = plan(*args)
+    assert result.exit_code != 0 and said in result.stderr and not machine

@@ -1,0 +1,130 @@
+"""Headers of models that are not here, read by range requests from a local server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hub_server import Repo, Sparse
+
+from gguf_tools.errors import GGUFError, HubError
+from gguf_tools.experts import ExpertModel
+from gguf_tools.file.parts import open_model
+from gguf_tools.file.writer import GGUFWriter
+from gguf_tools.hub import fetch_headers
+from gguf_tools.hub.remote import MOST_BYTES
+from gguf_tools.known import known_models
+from orchestrator.cli.main import cli
+from orchestrator.cost import planner
+from orchestrator.cost.disk import Bandwidth
+from orchestrator.cost.planner import Planner
+
+VOCABULARY = [f"token {n}" for n in range(50_000)]
+
+
+def known(name: str, precision: str):
+    model = next(each for each in known_models() if each.name == name)
+    return model, model.parts(precision)[0]
+
+
+def header(part, tensors, more) -> Sparse:
+    """A part of a file with so many tensors of a header, of its true size."""
+    writer = GGUFWriter(part.path)
+    for key, value in more.items():
+        writer.meta(key, value)
+    for info in tensors:
+        writer.declare(info.name, info.shape, info.type)
+    first = writer.header()
+    return Sparse(first, -(-len(first) // 32) * 32 + writer.data_bytes)
+
+
+def metadata(part) -> dict:
+    return {**part.metadata, "tokenizer.ggml.tokens": VOCABULARY}
+
+
+@pytest.fixture
+def large(server):
+    """A file of 63 GB, with a vocabulary of 50,000 tokens."""
+    _, part = known("gpt-oss-120b", "MXFP4")
+    file = header(part, part.tensors.values(), metadata(part))
+    assert len(file) > 60e9
+    server.repos["o/n"] = Repo({"m.gguf": file, "small.gguf": b"no model" * 200})
+    return file
+
+
+@pytest.mark.parametrize("text", ["hf:o/n/m.gguf", "{url}/o/n/resolve/main/m.gguf"])
+def test_the_header_of_a_large_file(server, large, tmp_path, text):
+    found = fetch_headers(text.format(url=server.url), tmp_path)
+    assert found.nbytes == len(large) == found.path.stat().st_size
+    assert len(large.first) <= found.read_bytes <= 2 * len(large.first) < MOST_BYTES
+    assert found.path.stat().st_blocks * 512 < 2 * found.read_bytes
+    with ExpertModel.open(found.path) as model:
+        assert model.n_expert == 128 and len(model.metadata["tokenizer.ggml.tokens"]) == 50_000
+    assert not [span for _, span in server.data_requests() if span is None]
+
+
+@pytest.mark.parametrize("text", ["hf:o/n/m-00001-of-00003.gguf", "{url}/m-00001-of-00003.gguf"])
+def test_a_model_in_parts(server, tmp_path, text):
+    _, part = known("Qwen3-30B-A3B", "Q4_K_M")
+    tensors = [*part.tensors.values()]
+    files = {}
+    for number in range(3):
+        split = {"split.no": number, "split.count": 3, "split.tensors.count": len(tensors)}
+        own = metadata(part) if number == 0 else {}
+        mine = tensors[number::3]
+        files[f"m-{number + 1:05d}-of-00003.gguf"] = header(part, mine, {**own, **split})
+    server.repos["o/n"] = Repo(files)
+    found = fetch_headers(text.format(url=f"{server.url}/o/n/resolve/main"), tmp_path)
+    parts = open_model(found.path)
+    assert [each.size for each in parts] == [len(each) for each in files.values()]
+    assert found.nbytes == sum(map(len, files.values())) and found.read_bytes < MOST_BYTES
+    with ExpertModel.of_parts(parts) as model:
+        assert model.n_layers == 48
+
+
+def endless() -> Sparse:
+    """A header that says it goes on for ever."""
+    writer = GGUFWriter(Path("x.gguf"))
+    writer.meta("general.architecture", "x" * 1000)
+    long = writer.header().replace(b"\xe8\x03" + bytes(6), (1 << 32).to_bytes(8, "little"))
+    return Sparse(long, 1 << 36)
+
+
+def test_what_cannot_be_read_is_said_in_a_sentence(server, large, tmp_path):
+    server.repos["o/n"].files["endless.gguf"] = endless()
+    at = f"{server.url}/o/n/resolve/main"
+    for text, error, said in (
+        ("hf:o/n/none.gguf", HubError, "nothing matches none.gguf"),
+        ("hf:o", HubError, "write it as hf:OWNER/NAME"),
+        (f"{at}/none.gguf", HubError, "the server answers 404"),
+        (f"{at}/small.gguf", GGUFError, "not a GGUF file"),
+        (f"{at}/endless.gguf", HubError, "does not end within 64 MiB"),
+        ("http://127.0.0.1:1/m.gguf", HubError, "cannot be reached"),
+        ("http:///m.gguf", HubError, "cannot be reached"),
+        ("http://[m.gguf", HubError, "no address"),
+    ):
+        with pytest.raises(error, match=said):
+            fetch_headers(text, tmp_path)
+    server.ranges = False
+    for text in ("hf:o/n/m.gguf", f"{at}/m.gguf"):
+        with pytest.raises(HubError, match="gives whole files alone"):
+            fetch_headers(text, tmp_path)
+
+
+def test_a_plan_before_anything_is_downloaded(server, large, tmp_path, monkeypatch):
+    """As of a file, with the disk of this machine: the stand-in has none."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    seen, disk = [], Bandwidth(1e9)
+
+    def frontier(self: Planner, config):
+        seen.append((self._model.path.stat().st_size, self._disk))
+        raise HubError("seen")
+
+    monkeypatch.setattr("orchestrator.cost.disk.machine_bandwidth", lambda _: disk)
+    monkeypatch.setattr(planner.Planner, "frontier", frontier)
+    for text in ("hf:o/n/m.gguf", f"{server.url}/o/n/resolve/main/m.gguf"):
+        for args in ([text], ["-m", text]):
+            result = CliRunner().invoke(cli, ["plan", *args])
+            assert result.stderr.endswith("Error: seen\n"), result.output
+    assert seen == [(len(large), disk)] * 4
