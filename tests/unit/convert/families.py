@@ -510,6 +510,22 @@ FAMILIES = {
         "qwen2",
         publish=as_mimo2,
     ),
+    # Layers of Mamba, of attention and of experts without a gate.
+    "nemotron-h": Family(
+        "NemotronHForCausalLM",
+        {
+            **EIGHT_ROUTED,
+            "layers_block_type": ["mamba", "moe", "attention", "moe"],
+            "head_dim": 32,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 32,
+            "n_groups": 2,
+            "moe_shared_expert_intermediate_size": 96,
+            "time_step_min": 1e-9,  # llama.cpp has no least step
+        },
+        "llama3",
+    ),
     "solar-open": Family(
         "SolarOpenForCausalLM",
         {
