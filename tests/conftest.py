@@ -31,7 +31,7 @@ REST = {
     "further architectures: one of each kind of expert layer is in `make test`": (
         r"tests/native/test_architectures\.py::test_bit_for_bit\["
         r"(?!(gemma4|llama4|nemotron_h_moe|qwen4exp|deepseek32|minimax-m3|step35|grovemoe)\])",
-        r"tests/native/test_architectures\.py::test_two_precisions\[(?!gemma4)",
+        r"tests/native/test_architectures\.py::test_(two_precisions|a_prompt)\w*\[(?!gemma4)",
     ),
     "the emulated GPU: that it computes and keeps to its memory is in `make test`; shapes, lost "
     "cards and what the emulation notices are here": (

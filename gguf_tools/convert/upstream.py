@@ -45,7 +45,7 @@ _IMPLIED = {
         "Glm4MoeLiteForCausalLM",
         "MiniMaxM2ForCausalLM",
     )
-}
+} | {"AfmoeForCausalLM": {"route_norm": True}}
 _EMBEDDINGS, _OUTPUT = "token_embd.weight", "output.weight"
 # Architectures that llama.cpp loads only with an output matrix of their own, tied or not.
 _OWN_OUTPUT = frozenset(
@@ -118,7 +118,8 @@ def run_converter(
         config = base.ModelBase.load_hparams(checkpoint.folder, False)
         architecture = base.get_model_architecture(config, base.ModelType.TEXT)
         architecture = _OTHER_NAMES.get(architecture, architecture)
-        config = {**_IMPLIED.get(architecture, {}), **_dense_layers(config), **config}
+        implied = {**_IMPLIED.get(architecture, {}), **_dense_layers(config)}
+        config = {**implied, **config, **_attention_layers(architecture, config)}
         try:
             model_class = conversion.get_model_class(architecture)
         except NotImplementedError:
@@ -168,6 +169,15 @@ def _dense_layers(config: dict[str, Any]) -> dict[str, int]:
     if not isinstance(kinds, list) or "sparse" not in kinds:
         return {}
     return {"first_k_dense_replace": kinds.index("sparse")}
+
+
+def _attention_layers(architecture: str, config: dict[str, Any]) -> dict[str, list[str]]:
+    """The layers' kinds as published, where transformers reads them under names of its own and the
+    converter knows the published ones alone."""
+    kinds = config.get("layer_types")
+    if architecture != "GraniteMoeHybridForCausalLM" or not isinstance(kinds, list):
+        return {}
+    return {"layer_types": [str(each).removeprefix("full_") for each in kinds]}
 
 
 def _changes(

@@ -3,18 +3,26 @@ leaves out: what a managed one computes is what llama.cpp's plain path computes,
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from answering import evaluated, first_logits
+from killing import calls_of, killed
 
 from gguf_tools.errors import NotMoEError
 from gguf_tools.experts import PROVEN, ExpertModel
 from gguf_tools.file.layout import DOWN
 from gguf_tools.pack import export, pack
 from orchestrator.engine.engine import Engine
+from orchestrator.engine.texts import log_softmax
 from orchestrator.errors import BudgetError, NativeError
+from orchestrator.events import Phase
+from orchestrator.lab.calibrate.methods import Method
+from orchestrator.lab.calibrate.table import measure_losses
+from orchestrator.lab.eval.arithmetic import kl_divergence
 
 from .conftest import drawn, greedy, opened, run_program
 from .lookup_table import BLOCK, blocks_of, forget, read_bytes, widen
@@ -25,15 +33,18 @@ NO_EXPERTS = ("ernie4_5", "paddleocr")  # no tensors of experts
 NOT_COMPUTED = ("refact",)  # llama.cpp's graph has another product in their place
 DIFFUSION = ("llada-moe", "rnd1")
 EXCEPTIONS = {*NO_EXPERTS, *NOT_COMPUTED, *DIFFUSION}
-PROMPT = [each % 128 for each in drawn(40)]
+PROMPT, ANSWER, OTHER = ([each % 128 for each in drawn(n, n)] for n in (40, 32, 50))
 N_DECODE = 6
+CALIBRATED = 512
+PUTS_AWAY = "orchestrator.engine.prompt_copies"  # calls of it are the moments of a death
 POLICIES = (
     {"policy": "lru"},
     {"policy": "dymoe", "prefetch": "on", "low_tier": "skip", "retention": 1.0},
 )
-# Experts, how many of them a token uses, and layers: as upstream makes them, which leaves nothing
-# to choose, and so that experts come and go.
-AS_UPSTREAM, STREAMED, WIDER = (2, 2, 0), (8, 2, 4), (16, 4, 4)
+# Experts, how many of them a token uses, layers, and weights in a row of an expert: as upstream
+# makes them, which leaves nothing to choose, so that experts come and go, and for types of 256
+# weights.
+AS_UPSTREAM, STREAMED, WIDER = (2, 2, 0, 0), (8, 2, 4, 0), (16, 4, 4, 256)
 # Layers whose experts are chosen by the tokens' ids, where the architecture has them.
 N_BY_TOKEN = 2
 NEWEST = (
@@ -56,9 +67,7 @@ def maker(compile_native: Callable[..., Path], llama_source: Path) -> Path:
 def make(maker: Path, tmp_path: Path) -> Make:
     """make(architecture, size, n_by_token): one of its models."""
 
-    def made(
-        arch: str, size: tuple[int, int, int] = STREAMED, n_by_token: int = N_BY_TOKEN
-    ) -> Path:
+    def made(arch: str, size: tuple[int, ...] = STREAMED, n_by_token: int = N_BY_TOKEN) -> Path:
         run_program(maker, arch, tmp_path, *size, n_by_token)
         return tmp_path / f"{arch}.gguf"
 
@@ -108,33 +117,104 @@ def test_bit_for_bit(arch: str, make: Make) -> None:
     assert (sum(stats.prefetch_bytes) > 0) == (not PROVEN[arch])
 
 
+def pack_wider(arch: str, make: Make, folder: Path) -> Path:
+    """A model with every expert in Q4_K and in Q2_K."""
+    packed = folder / "packed.gguf"
+    pack(make(arch, WIDER), packed, ["q4_k", "q2_k"])
+    with ExpertModel.open(packed) as model:
+        assert [tier.bpw for tier in model.tiers] == [4.5, 2.625]
+    return packed
+
+
+def divergence(found: np.ndarray, exact: np.ndarray) -> float:
+    """Mean KL of a token, in nats."""
+    exact, found = (log_softmax(each.astype(np.float64)) for each in (exact, found))
+    return float(np.mean([kl_divergence(*each) for each in zip(exact, found, strict=True)]))
+
+
 @pytest.mark.parametrize("arch", NEWEST)
 def test_two_precisions(arch: str, make: Make, tmp_path: Path) -> None:
-    """Each precision of a packed file is the file of it, under a policy that moves experts and one
-    that exchanges them. What mixes them, or skips, ends in numbers."""
-    packed = tmp_path / "packed.gguf"
-    pack(make(arch, WIDER), packed, ["q8_0", "q4_0"])
+    """Each precision of a packed file is the file of it, under a policy that moves experts, one
+    that exchanges them and one that may lose nothing. What lowers experts loses, what skips as many
+    loses more, and what may lose so much loses about that."""
+    packed = pack_wider(arch, make, tmp_path)
+
+    def read(engine: Engine) -> np.ndarray:
+        rows = [engine.eval(PROMPT, 0)]
+        rows += [engine.eval([t], len(PROMPT) + at) for at, t in enumerate(ANSWER)]
+        assert np.isfinite(rows).all()
+        return np.concatenate(rows)
+
+    def run(**settings: object) -> tuple[np.ndarray, float | None]:
+        least = smallest_budget(packed, **settings)
+        with opened(packed, **options(**settings, expert_ram=2 * least)) as engine:
+            rows = read(engine)
+            engine.store.check()
+            return rows, engine.driver.meter and engine.driver.meter.mean(Phase.DECODE)
+
     exported = {}
-    for tier in ("q8_0", "q4_0"):
+    for tier in ("q4_k", "q2_k"):
         export(packed, tmp_path / f"{tier}.gguf", tier)
-        exported[tier] = plain_logits(tmp_path / f"{tier}.gguf")
+        with opened(tmp_path / f"{tier}.gguf", **options()) as engine:
+            exported[tier] = read(engine)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(map(chr, np.array(drawn(4 * CALIBRATED)) % 90 + 33)))
+    table, method = tmp_path / "losses.json", Method(calib=text, tokens=CALIBRATED, threads=1)
+    notes: list[str] = []
+    measure_losses(method, packed, None, [], table, lambda *_: None, notes.append)
+    assert notes == []
 
-    def run(**settings: object) -> np.ndarray:
-        with opened(packed, **options(**settings, expert_ram=smallest(settings))) as engine:
-            return logits(engine)
-
-    def smallest(settings: dict[str, object]) -> int:
-        return 2 * smallest_budget(packed, **settings)
-
+    floor = {"policy": "floor", "losses": table, "low_tier": "q2_k"}
     for tier, settings in (
-        ("q8_0", {"policy": "lru"}),
-        ("q4_0", {"policy": "lru", "high_tier": "q4_0"}),
-        ("q4_0", {"policy": "dynaexq", "hot_experts": 0}),
+        ("q4_k", {"policy": "lru"}),
+        ("q2_k", {"policy": "lru", "high_tier": "q2_k"}),
+        ("q2_k", {"policy": "dynaexq", "hot_experts": 0}),
+        ("q4_k", {**floor, "max_loss": 0.0}),
     ):
-        np.testing.assert_array_equal(run(**settings), exported[tier], err_msg=str(settings))
-    for low_tier in ("q4_0", "skip"):
-        mixed = run(policy="dymoe", low_tier=low_tier, retention=0.75)
-        assert not np.array_equal(mixed, exported["q8_0"])
+        np.testing.assert_array_equal(run(**settings)[0], exported[tier], err_msg=str(settings))
+    lost = {}
+    for low_tier in ("q2_k", "skip"):
+        rows, _ = run(policy="dymoe", low_tier=low_tier, retention=0.75)
+        lost[low_tier] = divergence(rows, exported["q4_k"])
+    assert 0 < lost["q2_k"] < lost["skip"]
+    allowed = lost["skip"] / 4
+    rows, foreseen = run(**floor, max_loss=allowed)
+    assert foreseen is not None and 0 < foreseen < 1.2 * allowed
+    assert 0 < divergence(rows, exported["q4_k"]) < 2 * allowed
+
+
+@pytest.mark.parametrize("arch", NEWEST)
+def test_a_prompt_comes_back_after_a_kill(arch: str, make: Make, tmp_path: Path) -> None:
+    """A conversation that was put away goes on with the bits that it would have had, wherever the
+    process is killed behind that. One that had no time for it is read as a new one."""
+    model, folder = pack_wider(arch, make, tmp_path), tmp_path / "prompts"
+    least = smallest_budget(model, policy="lru")
+
+    def talking(kept: Path | None) -> Engine:
+        return opened(model, **options(policy="lru", expert_ram=least, prompt_cache=kept))
+
+    def talk() -> None:
+        with talking(folder) as engine:
+            evaluated(engine, PROMPT)
+            evaluated(engine, OTHER)
+
+    with talking(None) as engine:
+        evaluated(engine, PROMPT)
+        more = [*engine._steps.cached, *ANSWER]
+        continued = first_logits(engine, more)
+    with talking(None) as engine:
+        new = first_logits(engine, more)
+    total = calls_of(talk, PUTS_AWAY)
+    n_read = []
+    for at in (total // 20, total * 2 // 3, total):
+        shutil.rmtree(folder)
+        assert killed(talk, at, PUTS_AWAY)
+        with talking(folder) as engine:
+            found = first_logits(engine, more)
+            assert engine.last_stats is not None and engine.prompt_notes() == []
+            n_read.append(engine.last_stats.evaluated_tokens)
+        np.testing.assert_array_equal(found, new if n_read[-1] == len(more) else continued)
+    assert n_read == [len(more), len(ANSWER), len(ANSWER)]
 
 
 def test_a_table_is_read_by_rows(make: Make, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ _ALONE: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 
 
 class LayerExperts:
-    """The experts of one MoE layer, with its activation function and biases.
+    """The experts of one MoE layer, with its activation function, scales and biases.
 
     Which function it is, the captured inputs of down tell: that one which gives them. Raises
     ConfigError where none does.
@@ -80,7 +80,7 @@ class LayerExperts:
         """x, actual: what gate and up, and what down of an expert multiplied, float32 [n, row
         length]."""
         self.kinds, il = model.kinds(layer), model.layer_ids[layer]
-        self._biases = {kind: expert_bias(model, il, kind) for kind in self.kinds}
+        self._changes = {kind: AfterProduct(model, il, kind) for kind in self.kinds}
         matrices = {kind: stored(model, layer, kind, expert, ggml) for kind in self.kinds}
         gate, up = self._inner(expert, matrices, x)
         errors = {
@@ -115,14 +115,27 @@ class LayerExperts:
         return self._product(GATE, expert, matrices, x) if GATE in matrices else up, up
 
     def _product(self, kind: int, expert: int, matrices: Matrices, x: np.ndarray) -> np.ndarray:
-        found: np.ndarray = x @ matrices[kind].T
-        bias = self._biases[kind]
-        return found if bias is None else found + bias[expert]
+        return self._changes[kind](x @ matrices[kind].T, expert)
 
 
-def expert_bias(model: ExpertModel, il: int, kind: int) -> np.ndarray | None:
-    """Biases of a layer's experts, float32 [n_expert, rows]."""
-    name = f"blk.{il}.ffn_{KINDS[kind]}_exps.bias"
+class AfterProduct:
+    """What llama.cpp does to the products of one kind of a layer's experts: an expert's scale, and
+    then its bias, where the file has them."""
+
+    def __init__(self, model: ExpertModel, il: int, kind: int) -> None:
+        self._scales = _per_expert(model, il, kind, "scale")
+        self._biases = _per_expert(model, il, kind, "bias")
+
+    def __call__(self, products: np.ndarray, experts: int | np.ndarray) -> np.ndarray:
+        """products: float32 [..., rows]; experts: whose, [...]."""
+        if self._scales is not None:
+            products = products * self._scales[experts]
+        return products if self._biases is None else products + self._biases[experts]
+
+
+def _per_expert(model: ExpertModel, il: int, kind: int, what: str) -> np.ndarray | None:
+    """Scales of a layer's experts, float32 [n_expert, 1], or biases, [n_expert, rows]."""
+    name = f"blk.{il}.ffn_{KINDS[kind]}_exps.{what}"
     for part in model.parts:
         if name in part.tensors and part.tensors[name].type is GGMLType.F32:
             return part.array(name).view(np.float32).reshape(model.n_expert, -1)

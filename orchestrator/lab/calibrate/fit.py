@@ -132,7 +132,7 @@ def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np
     for _ in range(_TURNS):
         sensitivity = weights * found[ALL].kl / np.maximum(every @ factors, 1e-300)
         foreseen = np.tile(sensitivity, len(PARTS)) @ alone
-        if not (of_part.all() and foreseen.all() and found[ALL].kl.any()):
+        if not ((of_part > 0).all() and foreseen.all() and (found[ALL].kl > 0).all()):
             raise ConfigError(
                 "the model says the same in every precision, or the text is too short"
             )

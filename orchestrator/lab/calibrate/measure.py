@@ -22,7 +22,7 @@ from gguf_tools.workers import in_order, workers
 from orchestrator.cost.losses import LossTable, TablePrecision
 from orchestrator.events import DecisionBuffer, RouteEvent
 from orchestrator.lab.calibrate.capture import Progress
-from orchestrator.lab.calibrate.compute import LayerExperts, Matrices, expert_bias, stored
+from orchestrator.lab.calibrate.compute import AfterProduct, LayerExperts, Matrices, stored
 from orchestrator.lab.calibrate.spill import Rows
 from orchestrator.lab.calibrate.text import Calibration
 from orchestrator.lab.observe import Node
@@ -69,7 +69,7 @@ class OutputSums:
         self.samples: dict[int, _Sample] = {}
         self._folder, self._n_expert = folder, model.n_expert
         self._inputs: tuple[int, np.ndarray] | None = None
-        self._biases = [expert_bias(model, il, DOWN) for il in model.layer_ids]
+        self._outputs = [AfterProduct(model, il, DOWN) for il in model.layer_ids]
 
     def route(self, event: RouteEvent, _decision: DecisionBuffer) -> None:
         ids = event.ids_array.ravel()
@@ -84,11 +84,11 @@ class OutputSums:
                 self._inputs = layer, node.source(1).array()[0]
                 self.weighs[layer] = self._inputs[1].shape[1] > 1
             return
-        ids, y, bias = node.source(2).view()[0, 0], node.view()[0], self._biases[layer]
+        ids, y = node.source(2).view()[0, 0], node.view()[0]
         squares = np.empty(ids.shape)
         for start in range(0, len(ids), _BLOCK):
             here = slice(start, start + _BLOCK)
-            block = y[here] if bias is None else y[here] + bias[ids[here]]
+            block = self._outputs[layer](y[here], ids[here])
             squares[here] = np.einsum("tkn,tkn->tk", block, block)
         flat = np.ascontiguousarray(ids).ravel()
         self.squares[layer] += np.bincount(flat, squares.ravel() / y.shape[2], self._n_expert)

@@ -1,10 +1,10 @@
 // Tiny models of random weights of each Mixture-of-Experts architecture, as upstream's own test makes them:
 //   make_models
 // names the architectures, and
-//   make_models NAME FOLDER N_EXPERT N_USED N_LAYER N_BY_TOKEN
-// writes FOLDER/NAME.gguf. In the first N_BY_TOKEN layers a token's id chooses its experts, where the architecture has
-// such layers. With N_LAYER 0, or where the architecture has other numbers for each layer, there are
-// as many layers as upstream's test has.
+//   make_models NAME FOLDER N_EXPERT N_USED N_LAYER WIDTH N_BY_TOKEN
+// writes FOLDER/NAME.gguf. It has upstream's layers, again and again until they are N_LAYER. With a WIDTH every row of an
+// expert has so many weights. In the first N_BY_TOKEN layers a token's id chooses its experts, where the architecture has
+// such layers.
 
 #define main upstream_main
 #include "test-llama-archs.cpp"
@@ -18,7 +18,7 @@
 #include <unistd.h>
 
 struct sizes {
-    uint32_t n_expert, n_used, n_layer, n_by_token;
+    uint32_t n_expert, n_used, n_layer, width, n_by_token;
 };
 
 // Upstream's test makes no layer in which a token's id chooses its experts. These tables are as its converter writes them.
@@ -35,6 +35,62 @@ static void choose_by_token(gguf_context * file, ggml_context * ctx, const sizes
     gguf_set_val_u32(file, "deepseek4.hash_layer_count", sizes.n_by_token);
 }
 
+// At least so many layers, upstream's again and again: what the header has for each layer is repeated.
+static void set_layers(gguf_context * gguf, const std::string & arch, uint32_t n_layer) {
+    const std::string count = arch + ".block_count";
+    const uint32_t before = gguf_get_val_u32(gguf, gguf_find_key(gguf, count.c_str()));
+    const uint32_t times = std::max(1u, (n_layer + before - 1) / before);
+    gguf_set_val_u32(gguf, count.c_str(), times * before);
+    for (int64_t at = 0; times > 1 && at < gguf_get_n_kv(gguf); at++) {
+        const std::string key = gguf_get_key(gguf, at);
+        if (gguf_get_kv_type(gguf, at) != GGUF_TYPE_ARRAY || gguf_get_arr_type(gguf, at) == GGUF_TYPE_STRING ||
+                gguf_get_arr_n(gguf, at) != before) {
+            continue;
+        }
+        const gguf_type type = gguf_get_arr_type(gguf, at);
+        const size_t size = before * (type == GGUF_TYPE_BOOL ? 1 : type == GGUF_TYPE_UINT64 ? 8 : 4);
+        const char * data = (const char *) gguf_get_arr_data(gguf, at);
+        std::vector<char> repeated;
+        for (uint32_t i = 0; i < times; i++) {
+            repeated.insert(repeated.end(), data, data + size);
+        }
+        gguf_set_arr_data(gguf, key.c_str(), type, repeated.data(), before * times);
+        at = -1;  // the changed key is the last one now, and its array is longer
+    }
+}
+
+// Scales of matrices are small at random, so that what they scale changes next to nothing: they become ten times as
+// large. Says whether the graph reads those of experts, which all models get here.
+static bool scale_by_about_one(llama_model * model, llama_context * context) {
+    const int n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
+    const auto logits = [&] {
+        auto tokens = get_tokens(8, n_vocab, 1);
+        llama_memory_clear(llama_get_memory(context), true);
+        if (llama_decode(context, llama_batch_get_one(tokens.data(), tokens.size())) != 0) {
+            throw std::runtime_error("cannot decode");
+        }
+        const float * row = llama_get_logits_ith(context, -1);
+        return std::vector<float>(row, row + n_vocab);
+    };
+    const auto enlarge = [&](bool experts) {
+        for (const auto & [name, tensor] : llama_internal_get_tensor_map(model)) {
+            if (name.size() > 6 && name.compare(name.size() - 6, 6, ".scale") == 0 &&
+                    (name.find("_exps.") != std::string::npos) == experts) {
+                std::vector<float> values(ggml_nelements(tensor));
+                ggml_backend_tensor_get(tensor, values.data(), 0, ggml_nbytes(tensor));
+                for (float & each : values) {
+                    each *= 10.0f;
+                }
+                ggml_backend_tensor_set(tensor, values.data(), 0, ggml_nbytes(tensor));
+            }
+        }
+    };
+    enlarge(false);
+    const auto before = logits();
+    enlarge(true);
+    return logits() != before;
+}
+
 static void make(llm_arch arch, const std::string & folder, const sizes & sizes) {
     gguf_context_ptr gguf = get_gguf_ctx(arch, true);
     const auto set = [&](const char * key, uint32_t value) {
@@ -43,13 +99,23 @@ static void make(llm_arch arch, const std::string & folder, const sizes & sizes)
     set("expert_count", sizes.n_expert);
     set("expert_used_count", sizes.n_used);
     if (sizes.n_layer > 0) {
-        set("block_count", sizes.n_layer);
+        set_layers(gguf.get(), llm_arch_name(arch), sizes.n_layer);
+    }
+    if (sizes.width > 0) {
+        for (const char * key : { "embedding_length", "feed_forward_length", "expert_feed_forward_length", "expert_latent_length" }) {
+            set(key, sizes.width);
+        }
     }
     if (arch == LLM_ARCH_GEMMA4) {  // which upstream's test has for some others, but not for this one
         const bool windowed[] = { true, true, true, true, false };
         gguf_set_arr_data(gguf.get(), "gemma4.attention.sliding_window_pattern", GGUF_TYPE_BOOL, windowed, 5);
+        if (sizes.width > 0) {
+            set("attention.key_length_swa", sizes.width / 2);
+            set("attention.value_length_swa", sizes.width / 2);
+        }
     }
     auto model = get_model_and_ctx(gguf.get(), nullptr, /* seed */ 1, /* stdev */ 0.1f, {});
+    const bool scaled = scale_by_about_one(model.first.get(), model.second.get());
 
     // Upstream's saver knows not every architecture; and what its test adds to the header beside keys are
     // no tensors of the model.
@@ -64,7 +130,8 @@ static void make(llm_arch arch, const std::string & folder, const sizes & sizes)
         }
     }
     for (const auto & [name, tensor] : llama_internal_get_tensor_map(model.first.get())) {
-        if (gguf_find_tensor(file.get(), name.c_str()) < 0 && !left_out.count(name)) {
+        const bool ignored = !scaled && name.find("_exps.scale") != std::string::npos;
+        if (!ignored && gguf_find_tensor(file.get(), name.c_str()) < 0 && !left_out.count(name)) {
             gguf_add_tensor(file.get(), tensor);
         }
     }
@@ -97,9 +164,9 @@ int main(int argc, char ** argv) {
         if (argc == 1) {
             printf("%s\n", name.c_str());
         } else if (name == argv[1]) {
-            const sizes asked = { (uint32_t) atoi(argv[3]), (uint32_t) atoi(argv[4]), (uint32_t) atoi(argv[5]),
-                (uint32_t) atoi(argv[6]) };
-            const sizes fewer = { asked.n_expert, asked.n_used, 0, asked.n_by_token };
+            const auto number = [&](int at) { return (uint32_t) atoi(argv[at]); };
+            const sizes asked = { number(3), number(4), number(5), number(6), number(7) };
+            const sizes fewer = { asked.n_expert, asked.n_used, 0, asked.width, asked.n_by_token };
             return made(arch, argv[2], asked) || made(arch, argv[2], fewer) ? 0 : 1;
         }
     }

@@ -169,9 +169,10 @@ def test_factors_and_scales_explain_what_was_measured() -> None:
     assert twice.factors == pytest.approx([2 * each for each in once.factors])
     assert twice.scales == pytest.approx(once.scales)
     assert twice.error == pytest.approx(once.error)
-    still = {name: each._replace(kl=0 * each.kl) for name, each in found.items()}
-    with pytest.raises(ConfigError, match="the model says the same in every precision"):
-        fit.fitted(["q8_0", "q3_k"], still, "text", weights)
+    for moved in (0.0, np.array([1e-9, -1e-9])):  # rounding goes either way
+        still = {name: each._replace(kl=moved + 0 * each.kl) for name, each in found.items()}
+        with pytest.raises(ConfigError, match="the model says the same in every precision"):
+            fit.fitted(["q8_0", "q3_k"], still, "text", weights)
 
 
 def test_no_first_choice_is_skipped(
@@ -324,8 +325,9 @@ def test_an_unknown_activation_is_refused(
             LayerExperts(full, 1, expert, *rows, ggml)
 
 
-def test_biases_and_other_activations(ggml: Ggml, tmp_path: Path) -> None:
-    """gpt-oss: a clamped SwiGLU, and biases of all three matrices."""
+def test_scales_biases_and_other_activations(ggml: Ggml, tmp_path: Path) -> None:
+    """gpt-oss: a clamped SwiGLU, and biases of all three matrices; and their scales, as NVFP4 has
+    them."""
     rng = np.random.default_rng(5)
     source = synthetic.write(
         tmp_path / "m.gguf",
@@ -333,30 +335,34 @@ def test_biases_and_other_activations(ggml: Ggml, tmp_path: Path) -> None:
         tiers=("f16",),
     )
     path = tmp_path / "biased.gguf"
-    bias = {name: rng.standard_normal((2, 256), np.float32) for name in ("up", "gate", "down")}
+    kinds = ("up", "gate", "down")
+    bias = {name: rng.standard_normal((2, 256), np.float32) for name in kinds}
+    scale = {name: rng.standard_normal(2, np.float32) for name in kinds}
+    added = {f"blk.0.ffn_{name}_exps.bias": values for name, values in bias.items()}
+    added |= {f"blk.0.ffn_{name}_exps.scale": values for name, values in scale.items()}
     with GGUFFile.open(source) as file:
         writer = GGUFWriter(path)
         for key in file.metadata:
             writer.meta_encoded(key, file.encoded_value(key))
         for info in file.tensors.values():
             writer.declare(info.name, info.shape, info.type)
-        for name in bias:
-            writer.declare(f"blk.0.ffn_{name}_exps.bias", (256, 2), GGMLType.F32)
+        for name, values in added.items():
+            writer.declare(name, values.shape[::-1], GGMLType.F32)
         with writer:
             writer.begin()
             for name in file.tensors:
                 writer.write_tensor(name, file.array(name))
-            for name, values in bias.items():
-                writer.write_tensor(f"blk.0.ffn_{name}_exps.bias", values)
+            for name, values in added.items():
+                writer.write_tensor(name, values)
     with ExpertModel.open(path) as model:
         x = rng.standard_normal((40, 256), np.float32) * 8
         matrices = {kind: stored(model, 0, kind, 0, ggml) for kind in (UP, GATE, DOWN)}
-        gate = np.minimum(x @ matrices[GATE].T + bias["gate"][0], 7)
-        up = np.clip(x @ matrices[UP].T + bias["up"][0], -7, 7)
+        gate = np.minimum(x @ matrices[GATE].T * scale["gate"][0] + bias["gate"][0], 7)
+        up = np.clip(x @ matrices[UP].T * scale["up"][0] + bias["up"][0], -7, 7)
         hidden = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
         experts = LayerExperts(model, 0, 0, x, hidden, ggml)
         assert experts.activation == "swiglu of gpt-oss"
-        expected = hidden @ matrices[DOWN].T + bias["down"][0]
+        expected = hidden @ matrices[DOWN].T * scale["down"][0] + bias["down"][0]
         assert np.allclose(experts.output(0, matrices, x), expected, atol=1e-3)
 
 

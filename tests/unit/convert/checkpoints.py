@@ -27,7 +27,7 @@ from tokenizers import (
 
 from gguf_tools.convert.pretokenizer import LLAMA3_SPLIT, QWEN2_SPLIT
 
-from .families import END, FAMILIES, GLM, TEXT, VOCAB
+from .families import END, FAMILIES, SPECIAL, TEXT, VOCAB
 
 
 @functools.cache
@@ -54,7 +54,7 @@ def byte_level(kind: str) -> Tokenizer:
         [TEXT],
         trainers.BpeTrainer(
             vocab_size=VOCAB,
-            special_tokens=[END, *(GLM if kind == "glm" else ())],
+            special_tokens=[END, *SPECIAL.get(kind, ())],
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         ),
@@ -70,6 +70,7 @@ def save_tokenizer(kind: str, folder: Path) -> None:
     classes: dict[str, Callable[..., Any]] = {
         "qwen2": transformers.Qwen2Tokenizer,
         "glm": transformers.PreTrainedTokenizerFast,
+        "solar": transformers.PreTrainedTokenizerFast,
         "neox": transformers.GPTNeoXTokenizer,
         "llama3": transformers.PreTrainedTokenizerFast,
     }

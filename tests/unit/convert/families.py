@@ -20,7 +20,10 @@ from safetensors.torch import load_file, save_file
 
 VOCAB = 384
 END = "<|endoftext|>"
-GLM = ["[gMASK]", "<|user|>", "<|observation|>"]
+SPECIAL = {
+    "glm": ["[gMASK]", "<|user|>", "<|observation|>"],
+    "solar": ["<unk>", "<|startoftext|>"],
+}
 TEXT = (
     "The experts of a model lie on disk. A router asks for 2 of 8; what isn't there is read, "
     "and they've 512 MB to live in.\nNext line: 12345 tokens, naïve café, ΑΒΓ.\n"
@@ -79,6 +82,16 @@ DEEPSEEK = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 32,
 }
+GRANITE = {
+    **EIGHT_LOCAL,
+    "shared_intermediate_size": 96,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.2,
+}
+# A window in some of the layers.
+WINDOWED = {"num_hidden_layers": 4, "head_dim": 32, "sliding_window": 8}
 QWEN3_NEXT = {
     **EIGHT_EXPERTS,
     "num_hidden_layers": 4,
@@ -157,6 +170,27 @@ def as_deepseek_moe(folder: Path) -> None:
         "rope_theta": 10000.0,
     }
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def as_mimo2(folder: Path) -> None:
+    """With the settings of the published checkpoint."""
+    path = folder / "config.json"
+    config = {
+        **json.loads(path.read_text()),
+        "hybrid_layer_pattern": [0, 1, 0, 1],
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 32,
+        "swa_v_head_dim": 16,
+        "topk_method": "noaux_tc",
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5000000.0,
+            "partial_rotary_factor": 0.334,
+        },
+        "swa_rope_theta": 10000.0,
+    }
+    path.write_text(json.dumps(config))
 
 
 # What llama.cpp derives from the two context lengths below; published as a number of its own.
@@ -261,13 +295,7 @@ FAMILIES = {
     # All experts of a layer in one tensor, and gate and up in one.
     "granite-moe": Family(
         "GraniteMoeForCausalLM",
-        {
-            **EIGHT_LOCAL,
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 2.0,
-            "residual_multiplier": 0.5,
-            "attention_multiplier": 0.2,
-        },
+        {k: v for k, v in GRANITE.items() if k != "shared_intermediate_size"},
         "neox",
     ),
     "minimax-m2": Family(
@@ -339,6 +367,178 @@ FAMILIES = {
         QWEN3_NEXT,
         "qwen2",
         config_class="Qwen3_5MoeTextConfig",
+    ),
+    "afmoe": Family(
+        "AfmoeForCausalLM",
+        {
+            **EIGHT_EXPERTS,
+            **WINDOWED,
+            "num_dense_layers": 1,
+            "num_shared_experts": 1,
+            "route_scale": 2.5,
+            "mup_enabled": True,
+        },
+        "qwen2",
+    ),
+    # Attention and experts side by side, and norms with a mean.
+    "cohere2-moe": Family(
+        "Cohere2MoeForCausalLM",
+        {
+            **WINDOWED,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 1,
+            "tie_word_embeddings": True,
+            "logit_scale": 1.0,
+        },
+        "qwen2",
+    ),
+    "dbrx": Family(
+        "DbrxForCausalLM",
+        {
+            "d_model": 64,
+            "n_heads": 4,
+            "n_layers": 3,
+            "max_seq_len": 512,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+            "ffn_config": {
+                "hidden_size": 64,
+                "ffn_hidden_size": 96,
+                "moe_num_experts": 8,
+                "moe_top_k": 2,
+            },
+        },
+        "llama3",
+    ),
+    # Attention to the tokens that an indexer chooses; here to all, since the text is short.
+    "glm-dsa": Family(
+        "GlmMoeDsaForCausalLM",
+        {
+            **DEEPSEEK,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "q_lora_rank": 48,
+            "index_head_dim": 64,
+            "index_n_heads": 4,
+        },
+        "glm",
+    ),
+    # Mamba in every other layer.
+    "granite-hybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        {
+            **GRANITE,
+            "num_hidden_layers": 4,
+            "layer_types": ["mamba", "attention"] * 2,
+            "position_embedding_type": "nope",
+            "mamba_n_heads": 4,
+            "mamba_d_state": 32,
+            "mamba_d_head": 32,
+        },
+        "neox",
+    ),
+    "granite-shared": Family("GraniteMoeSharedForCausalLM", GRANITE, "neox"),
+    "hy-v3": Family(
+        "HYV3ForCausalLM",
+        {
+            **EIGHT_EXPERTS,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "first_k_dense_replace": 1,
+            "num_shared_experts": 1,
+            "head_dim": 32,
+            "router_scaling_factor": 2.5,
+        },
+        "qwen2",
+    ),
+    "laguna": Family(
+        "LagunaForCausalLM",
+        {
+            **EIGHT_EXPERTS,
+            **WINDOWED,
+            "layer_types": ["full_attention", *["sliding_attention"] * 3],
+            "shared_expert_intermediate_size": 96,
+            "moe_routed_scaling_factor": 2.5,
+        },
+        "qwen2",
+    ),
+    # Short convolutions in the place of attention.
+    "lfm2-moe": Family(
+        "Lfm2MoeForCausalLM",
+        {
+            **EIGHT_EXPERTS,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "tie_word_embeddings": True,
+        },
+        "qwen2",
+    ),
+    # Weights that multiply what goes into an expert.
+    "llama4": Family(
+        "Llama4ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 96,
+            "interleave_moe_layer_step": 1,
+            "head_dim": 32,
+            "attention_chunk_size": 256,
+        },
+        "llama3",
+        config_class="Llama4TextConfig",
+    ),
+    "mellum": Family(
+        "MellumForCausalLM",
+        {
+            **EIGHT_EXPERTS,
+            **WINDOWED,
+            "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": 10000.0}
+                for kind in ("full_attention", "sliding_attention")
+            },
+        },
+        "qwen2",
+    ),
+    "mimo2": Family(
+        "MiMoV2FlashForCausalLM",
+        {
+            **EIGHT_ROUTED,
+            **WINDOWED,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "v_head_dim": 16,
+        },
+        "qwen2",
+        publish=as_mimo2,
+    ),
+    # Layers of Mamba, of attention and of experts without a gate.
+    "nemotron-h": Family(
+        "NemotronHForCausalLM",
+        {
+            **EIGHT_ROUTED,
+            "layers_block_type": ["mamba", "moe", "attention", "moe"],
+            "head_dim": 32,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 32,
+            "n_groups": 2,
+            "moe_shared_expert_intermediate_size": 96,
+            "time_step_min": 1e-9,  # llama.cpp has no least step
+        },
+        "llama3",
+    ),
+    "solar-open": Family(
+        "SolarOpenForCausalLM",
+        {
+            **EIGHT_ROUTED,
+            "head_dim": 32,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 1.0,
+            },
+        },
+        "solar",
     ),
     "qwen3-vl-moe": Family(
         "Qwen3VLMoeForConditionalGeneration",
