@@ -52,6 +52,7 @@ class KeptConversations:
     def recall(self, sequence: int, prompt: Sequence[int]) -> None:
         """Before a prompt is read: where its sequence holds another conversation, that one is
         written, and the file takes its place that holds most of the prompt."""
+        self._engine.end_idle()
         held = self._held.get(sequence, ())
         self._whole.discard(sequence)
         live = common_prefix(prompt, held)

@@ -16,6 +16,7 @@ from gguf_tools.errors import NotMoEError
 from gguf_tools.experts import PROVEN, ExpertModel
 from gguf_tools.file.layout import DOWN
 from gguf_tools.pack import export, pack
+from gguf_tools.units import format_size
 from orchestrator.engine.engine import Engine
 from orchestrator.engine.texts import log_softmax
 from orchestrator.errors import BudgetError, NativeError
@@ -226,14 +227,15 @@ def test_a_table_is_read_by_rows(make: Make, tmp_path: Path) -> None:
     at_first = read_bytes()
     with opened(model, **asked) as engine:
         forget(model)  # what was read ahead of the tensors beside the table
-        assert "per_layer_token_embd.weight (91.6 MiB) on disk" in engine.mode
-        engine.eval(first, 0)  # which has all experts read
+        size = format_size(engine.model.lookup_bytes)
+        assert f"per_layer_token_embd.weight ({size}) on disk" in engine.mode
+        engine.eval(first, 0)  # which has nearly all experts read
         stats, before = engine.store.stats(), read_bytes()
         if before == at_first:
             pytest.skip("the file system of this folder has no disk behind it")
         rows = [engine.eval(then, 0)]
-        read = (read_bytes() - before) / BLOCK
-        assert sum(engine.store.stats().demand_bytes) == sum(stats.demand_bytes)
+        of_experts = sum(engine.store.stats().demand_bytes) - sum(stats.demand_bytes)
+        read = (read_bytes() - before - of_experts) / BLOCK
         rows.append(engine.eval(then[:1], len(then)))
     needed = blocks_of(model, first + then) - blocks_of(model, first)
     assert needed <= read <= 1.2 * needed

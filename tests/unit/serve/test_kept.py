@@ -55,16 +55,19 @@ def until_written(folder: Path) -> None:
         time.sleep(0.02)
 
 
-def test_what_took_long_to_read_outlives_a_kill(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("--policy", "lru")])
+def test_what_took_long_to_read_outlives_a_kill(
+    model: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
     """To the bit; and a chat reads what the server has written."""
     folder = tmp_path / "prompts"
-    with started(model, folder) as server:
+    with started(model, folder, *options) as server:
         said, n_read, n = asked(server, LONG)
         assert n_read == n > 1024
         until_written(folder)
         live, n_new, _ = asked(server, going_on(LONG, said))
         assert server.end(signal.SIGKILL)[0] == -signal.SIGKILL
-    with started(model, folder) as server:
+    with started(model, folder, *options) as server:
         again, n_again, n_all = asked(server, going_on(LONG, said))
         assert (again, n_again) == (live, n_new) and n_all > n > 10 * n_new
     options = ["--temp=0", "--max-tokens=4", "--ctx=2048", "--prompt-cache", str(folder), "--json"]
