@@ -114,7 +114,7 @@ def known_here(config: Config, begins: Callable[[str, float | None], None]) -> K
         )
     machine = probe()
     ram = min(config.ram, machine.memory_bytes) if config.ram else machine.usable_bytes
-    path, key = user_folder("cache") / "plans" / "known.json", _key(config)
+    path, key = user_folder("cache") / "speed" / "known.json", _key(config)
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = recalled(path, _FORMAT, "tables")
     known = _read(kept.get(key, {}), ram)
