@@ -39,7 +39,7 @@ LONGEST_PROMPT = 1 << 27
     "--json",
     "as_json",
     is_flag=True,
-    help="Print one JSON object: the answer and its statistics. It needs a prompt.",
+    help="With -p or stdin: print one JSON object, the answer and its statistics.",
 )
 @conversation_options
 @click.option(

@@ -49,7 +49,7 @@ class ServeSettings(Settings):
         group=MORE,
     )
     api_key_file: Path | None = setting(
-        None, "Keys one of which a request has to bring, one a line."
+        None, "A file of keys, one a line, of which a request has to bring one."
     )
     allow_host: str | None = setting(
         None,
