@@ -89,7 +89,7 @@ class Sampling(Settings):
     )
     stop: tuple[str, ...] = setting(
         (),
-        "A text that ends the answer, and is left out of it. The option may be repeated.",
+        "A text that ends the answer. The answer leaves it out, and several may be given.",
         metavar="TEXT",
         answer=True,
         repeated=True,
@@ -248,7 +248,7 @@ class Config(Settings):
     )
     prompt_cache: Path | None = setting(
         None,
-        "Keeps what was read of conversations there, over restarts.",
+        "Keeps conversations, over restarts. What was read of them is not read again.",
         metavar="DIR",
         conversation=True,
         group=MEMORY,

@@ -39,7 +39,7 @@ LONGEST_PROMPT = 1 << 27
     "--json",
     "as_json",
     is_flag=True,
-    help="With -p or stdin: print one JSON object, the answer and its statistics.",
+    help="Print one JSON object, with -p or stdin. It has the answer and its statistics.",
 )
 @conversation_options
 @click.option(

@@ -225,7 +225,7 @@ class FloorSettings(LookAhead):
 
     max_loss: float = setting(
         0.01,
-        "Loss allowed for speed, in nats a token. It is the mean KL divergence from the best "
+        "Loss that is allowed, in nats a token. It is the mean KL divergence from the best "
         "precision in use, and 0.01 with the policy floor where nothing is asked for.",
         metavar="NATS",
         within=(0.0, 100.0),

@@ -49,7 +49,7 @@ class ServeSettings(Settings):
         group=MORE,
     )
     api_key_file: Path | None = setting(
-        None, "A file of keys, one a line, of which a request has to bring one."
+        None, "A file of keys, one a line. A request has to bring one of them."
     )
     allow_host: str | None = setting(
         None,
