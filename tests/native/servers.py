@@ -26,7 +26,7 @@ def config(**settings: Any) -> Config:
 @contextmanager
 def serving(parallel: int = 1, template: Path | None = None, **settings: Any) -> Iterator[Backend]:
     ours = ServeSettings(parallel=parallel, chat_template=template)
-    with closing(Backend(config(**settings), ours, server_library(), lambda _done: None)) as made:
+    with closing(Backend(config(**settings), ours, server_library(), lambda *_: None)) as made:
         yield made
 
 

@@ -63,7 +63,7 @@ def backend() -> Iterator[Backend]:
     settings: dict[str, Any] = {"policy": "lru", "high_tier": "q4_k", "exact": True}
     sizes = {"ctx": 1024, "threads": 1, "ubatch": 64, "ram": 165 * 2**20}
     config = Config.build(model=DEMO, **settings, **sizes)
-    made = Backend(config, ServeSettings(parallel=3), server_library(), lambda _done: None)
+    made = Backend(config, ServeSettings(parallel=3), server_library(), lambda *_: None)
     with closing(made):
         yield made
 
