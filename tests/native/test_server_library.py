@@ -21,6 +21,7 @@ from orchestrator.native.server import NativeRequest
 from orchestrator.serve import backend as backend_module
 from orchestrator.serve.backend import server_config
 from orchestrator.serve.schemas import GENERATING, QUICK, READ
+from orchestrator.serve.wire import OLLAMA_CHAT, OLLAMA_GENERATE
 
 from .conftest import HANG_S
 from .servers import MIB, PROMPT, answered, ask, broken, config, posted, serving
@@ -92,6 +93,7 @@ def test_every_policy_decides_for_the_server(policy: str) -> None:
 
 def test_it_answers_what_is_declared() -> None:
     declared = GENERATING.keys() | QUICK.keys() | READ.keys()
+    declared -= {OLLAMA_CHAT, OLLAMA_GENERATE}  # which become OpenAI's
     assert set(server_library().routes()) == declared | {"/metrics"}
 
 
