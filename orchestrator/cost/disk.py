@@ -324,9 +324,8 @@ def slow_kind(path: Path, sysfs: Path = Path("/sys")) -> str | None:
     ]
     if not mounts:
         return None
-    mount = max(
-        reversed(mounts), key=lambda each: len(each.mountpoint)
-    )  # the last one hides others
+    # Of several at one place the last one hides the others.
+    mount = max(reversed(mounts), key=lambda each: len(each.mountpoint))
     if mount.fstype in _ELSEWHERE:
         return _ELSEWHERE[mount.fstype]
     with suppress(OSError):  # no block device, or none that this system shows

@@ -34,7 +34,8 @@ __all__ = ["Engine", "GenerationStats", "Sampling"]
 class Engine(Closing):
     """One model ready to answer. Make it with Engine.open; free it with close or `with`.
 
-    last_stats: the latest answer's costs, or None. One generation at a time.
+    last_stats: the latest answer's costs, or None; prompt_folder: that of --prompt-cache. One
+    generation at a time.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Engine(Closing):
         _ = planner.slow_disk  # before the model takes the memory
         runs = planner.compared(config) if compared else planner.runs(config)
         self.config = config = runs.config
-        self._shelf, self._folder = kept_prompts(config)
+        self._shelf, self.prompt_folder = kept_prompts(config)
         self._loaded = self._loader.load(runs, progress)
         llama = self._loaded.model
         self._template = ChatTemplate(llama.chat_template(), llama.bos(), llama.eos())
@@ -166,7 +167,9 @@ class Engine(Closing):
 
     def _prompt_cache(self) -> PromptCache:
         """The prompt cache of the model as it is loaded."""
-        return PromptCache.of(self.config, self.model, self._loaded, self._shelf, self._folder)
+        return PromptCache.of(
+            self.config, self.model, self._loaded, self._shelf, self.prompt_folder
+        )
 
     def idle(self) -> None:
         """Nothing is asked for now: until something is, free slots get the experts that were used
@@ -340,7 +343,7 @@ class Engine(Closing):
 
     def prompt_notes(self) -> list[str]:
         """What the prompt cache has to say since it was last asked, sentences for the user."""
-        said = list(notes := self._folder.notes if self._folder else [])
+        said = list(notes := self.prompt_folder.notes if self.prompt_folder else [])
         notes.clear()
         return said
 

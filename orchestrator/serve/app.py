@@ -124,7 +124,8 @@ class Endpoints:
             if backend.parallel > 1:
                 cells = settle_length(ask, route, data, backend, places)
         body.data = written(data)
-        prompt = [] if backend.kept is None else prompt_tokens(ask, route, body.data)
+        is_kept = backend.kept is not None and make is None
+        prompt = prompt_tokens(ask, route, body.data) if is_kept else []
 
         async def check() -> None:
             if backend.parallel > 1:

@@ -29,7 +29,6 @@ from orchestrator.config import Config, native_log_enabled
 from orchestrator.engine.driver import PlainDriver
 from orchestrator.engine.engine import Engine
 from orchestrator.engine.load import Progress
-from orchestrator.engine.prompt_copies import PromptFolder
 from orchestrator.engine.report import StoreCosts
 from orchestrator.errors import ConfigError, MoeEdgeError, NativeError
 from orchestrator.events import Phase
@@ -266,10 +265,8 @@ class Backend:
             )
             self._native = NativeServer(library, engine.llama.handle, engine.context.handle, spec)
             self.kept: KeptConversations | None = None
-            if config.prompt_cache is not None:
-                folder = PromptFolder(config.prompt_cache, config.prompt_cache_limit)
-                name = f"{threads}kept"
-                self.kept = KeptConversations(engine, self._native, folder, name, note)
+            if engine.prompt_folder is not None:
+                self.kept = KeptConversations(engine, self._native, f"{threads}kept", note)
         except BaseException:
             self.engine.close()
             raise

@@ -12,7 +12,7 @@ from time import monotonic
 
 from orchestrator.engine.driver import PlainDriver
 from orchestrator.engine.engine import Engine
-from orchestrator.engine.prompt_copies import Listed, PromptFolder, common_prefix
+from orchestrator.engine.prompt_copies import Listed, common_prefix
 from orchestrator.engine.prompts import LEAST_TOKENS, is_worth_writing, state_key
 from orchestrator.engine.steps import Mark, SequenceState
 from orchestrator.errors import PolicyError
@@ -34,12 +34,14 @@ class KeptConversations:
         self,
         engine: Engine,
         native: NativeServer,
-        folder: PromptFolder,
         thread: str,
         note: Callable[[str], None],
     ) -> None:
-        """thread: its name; note gets a sentence for the log. Raises OSError."""
-        self._engine, self._native, self._folder, self._note = engine, native, folder, note
+        """engine: with a prompt folder; thread: its name; note gets a sentence for the log. Raises
+        OSError."""
+        assert engine.prompt_folder is not None
+        self._engine, self._native, self._note = engine, native, note
+        self._folder = engine.prompt_folder
         self._key = state_key(engine.config, engine.model, engine.plan)
         self._has_part = SequenceState(engine.context).has_part
         self._held: dict[int, Sequence[int]] = {}  # the prompt that each sequence had last

@@ -13,23 +13,11 @@ from starlette.types import Send
 
 from orchestrator.serve.answer import STREAM, Outlet
 from orchestrator.serve.requests import settle_fields, settle_unserved
-from orchestrator.serve.schemas import JSON, LINES
+from orchestrator.serve.schemas import JSON, LINES, OLLAMA
 from orchestrator.serve.wire import CHAT, COMPLETIONS, OLLAMA_CHAT, Refusal, message_of, read_object
 
 # Whose interface this is: clients look whether it is new enough for them.
 VERSION = "0.6.4"
-# Its options that have another name in OpenAI's form, or the same one there.
-_OPTIONS = {
-    "num_predict": "max_tokens",
-    **{
-        name: name
-        for name in (
-            *("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "stop"),
-            *("repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty"),
-            *("mirostat", "mirostat_tau", "mirostat_eta"),
-        )
-    },
-}
 
 
 class OllamaRequest:
@@ -54,9 +42,14 @@ class OllamaRequest:
             said = data.get("messages", []) if self._is_chat else _messages(data)
             self.data["messages"] = list(_translated(said))
             self._think(data.get("think"))
-        for name, value in data.get("options", {}).items():
-            if name in _OPTIONS and value is not None and (name != "num_predict" or value >= 0):
-                self.data[_OPTIONS[name]] = value
+        options = data.get("options", {})
+        for name in OLLAMA["options"]["properties"].keys() & options.keys():
+            if options[name] is not None:
+                self.data[name] = options[name]
+        # Less than none is no limit.
+        limit = self.data.pop("num_predict", -1)
+        if limit >= 0:
+            self.data["max_tokens"] = limit
         form = data.get("format")
         if form == "json":
             self.data["response_format"] = {"type": "json_object"}
