@@ -66,7 +66,7 @@ class GpuOptions(AblationOptions):
         BenchOptions, "caps", (0.25, 0.5), help="Memory caps in % of the experts."
     )
     tokens: int = again(BenchOptions, "tokens")
-    prompt_tokens: int = again(BenchOptions, "prompt_tokens", 2048)
+    prompt_tokens: int = again(BenchOptions, "prompt_tokens", 1024)
     runs: int = again(BenchOptions, "runs")
     turns: int = again(AblationOptions, "turns", 1, option=False)
     device: str = setting("cuda0", "The GPU.", metavar="NAME")
