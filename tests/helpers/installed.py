@@ -18,7 +18,6 @@ import venv
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-LEFT_OUT = ("orchestrator", "gguf_tools", ".*", "dist", "__pycache__", "*.egg-info")
 
 
 def install(wheel: Path, folder: Path) -> Path:
@@ -39,8 +38,11 @@ def site_of(folder: Path) -> Path:
 
 
 def copy_tests(folder: Path) -> Path:
-    """The checkout without its packages."""
-    return Path(shutil.copytree(REPO, folder, ignore=shutil.ignore_patterns(*LEFT_OUT)))
+    """What tests are and what they need of the checkout, without its packages."""
+    for name in ("tests", "patches", "models"):
+        shutil.copytree(REPO / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPO / "pyproject.toml", folder)
+    return folder
 
 
 def run(wheel: Path, arguments: list[str], folder: Path) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from installed import install, site_of
+from installed import run as run_tests
 from real_cache import REAL_CACHE
 
 from patches import portable
@@ -34,6 +35,11 @@ NOBODYS = (
 NEVER = {"avx2": (AVX512, VNNI), "avx_vnni": (AVX512,), "avx512_vnni": ()}
 # These look first whether the processor has it.
 CHECKED = re.compile(r"fold|by_products")
+SOME_TESTS = (
+    *("tests/unit/gguf/test_built.py", "tests/unit/gguf/test_upstream.py"),
+    *("tests/native/test_lossless.py", "tests/native/test_server_library.py"),
+    "tests/native/test_executor.py::test_model_without_python",
+)
 # Where `pip install --target` put llama-cpp-python.
 PYPI = os.environ.get("MOE_EDGE_PYPI", "")
 BESIDE = """
@@ -163,7 +169,8 @@ def test_it_answers_beside_a_llama_cpp_of_another_make(
     if others == "PyPI's" and not PYPI:
         pytest.skip("MOE_EDGE_PYPI names no folder: `pip install --target FOLDER llama-cpp-python`")
     stock = tmp_path / "stock.gguf"
-    assert run("-m", "orchestrator", "export", str(DEMO), str(stock)).returncode == 0
+    made = run("-m", "orchestrator", "export", "--tier", "q8_0", str(DEMO), str(stock))
+    assert made.returncode == 0, made.stderr
     done = run("-c", BESIDE, first, str(stock), PYTHONPATH=PYPI if others == "PyPI's" else "")
     assert done.returncode == 0 and done.stdout.count("Oslo") == 2, done
     assert {"libggml-cpu.so", "libgmoe-cpu.so"} <= set(done.stdout.split())
@@ -190,6 +197,11 @@ for _ in range(3):
 """
     done = run("-c", code, str(library))
     assert done.stdout.count("None") == 3 and "from another library" in done.stdout, done
+
+
+def test_what_holds_for_the_build_holds_for_it(wheel: Path, tmp_path: Path, real_cache) -> None:
+    """A few tests of each kind; tests/helpers/installed.py runs any others."""
+    assert run_tests(wheel, ["-q", "-m", "not rest", *SOME_TESTS], tmp_path) == 0
 
 
 @pytest.mark.skipif(not shutil.which("objdump"), reason="objdump is missing")
