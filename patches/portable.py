@@ -45,9 +45,8 @@ SETS = {
     "avx512_vnni": ("GGML_AVX512=ON", "GGML_AVX512_VNNI=ON"),
 }
 # Each library has libstdc++ within, and the source of what that finds in no older glibc.
-LINKED = (
-    "CMAKE_SHARED_LINKER_FLAGS=-static-libstdc++ -Wl,--exclude-libs,ALL "
-    + shlex.quote(str(PATCHES / "native" / "moe-edge-random.cpp"))
+LINKED = "CMAKE_SHARED_LINKER_FLAGS=-static-libstdc++ -Wl,--exclude-libs,ALL " + shlex.quote(
+    str(PATCHES / "native" / "moe-edge-random.cpp")
 )
 FLAGS = (
     *build.BASE_FLAGS,
