@@ -10,7 +10,7 @@ SERVE ?=
 FILES ?=
 SECONDS ?= 600
 
-TOOL := $(PYTHON) patches/tool.py $(if $(FILES),--files $(FILES))
+TOOL := $(PYTHON) patches/tool.py $(if $(FILES),--files "$(FILES)")
 FLAGS := $(if $(GPU),--gpu $(GPU)) $(if $(AMX),--amx $(AMX)) \
          $(if $(CUDA_ARCH),--cuda-arch $(CUDA_ARCH))
 IN_ENV = "$$($(TOOL) python)"

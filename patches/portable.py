@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import shlex
 import subprocess
+import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,9 +45,8 @@ SETS = {
     "avx512_vnni": ("GGML_AVX512=ON", "GGML_AVX512_VNNI=ON"),
 }
 # Each library has libstdc++ within, and the source of what that finds in no older glibc.
-LINKED = (
-    "CMAKE_SHARED_LINKER_FLAGS=-static-libstdc++ -Wl,--exclude-libs,ALL "
-    f"{PATCHES / 'native' / 'moe-edge-random.cpp'}"
+LINKED = "CMAKE_SHARED_LINKER_FLAGS=-static-libstdc++ -Wl,--exclude-libs,ALL " + shlex.quote(
+    str(PATCHES / "native" / "moe-edge-random.cpp")
 )
 FLAGS = (
     *build.BASE_FLAGS,
@@ -115,7 +117,9 @@ def build_wheel(upstream: Upstream, sdist: Path | None, jobs: int | None, folder
         texts[f"licenses/LICENSE.gcc-runtime.{number}"] = Path(place).read_bytes()
     folder.mkdir(parents=True, exist_ok=True)
     made = folder / f"moe_edge-{project()['version']}-{TAG}.whl"
-    wheel.write_archive(made, dict(sorted(entries.items())), texts)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".wheel.") as stage:
+        wheel.write_archive(Path(stage) / made.name, dict(sorted(entries.items())), texts)
+        os.replace(Path(stage) / made.name, made)
     return made
 
 

@@ -215,7 +215,7 @@ def use_files(args: argparse.Namespace) -> None:
     folder: Path = args.files.resolve()
     if not folder.is_dir():
         raise BuildError(f"--files {args.files}: there is no such folder")
-    os.environ |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder)}
+    os.environ |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": folder.as_uri()}
     sdist = folder / read_upstream().sdist_name
     if getattr(args, "sdist", None) is None and sdist.exists():
         args.sdist = sdist

@@ -85,6 +85,7 @@ SCORE_BYTES = 4 + 12 * (1 + MOST_LIKELIEST)
 SCORED_MOST = 16384
 
 LOOK_S = 0.1
+PREBUILT = "libmoe-edge-server.so"  # where a wheel brings it, beside libllama
 TOOL = Path(__file__).resolve().parents[2] / "patches" / "tool.py"
 # Tokens of a text are counted in pieces, so that counting takes no memory.
 PIECE_CHARS = 8192
@@ -109,7 +110,7 @@ def server_library(bindings: Bindings, is_stopping: Callable[[], bool]) -> Serve
     compiled.
     """
     package = Path(bindings.api.__file__).parent
-    prebuilt = package / "lib" / "libmoe-edge-server.so"
+    prebuilt = package / "lib" / PREBUILT
     if prebuilt.is_file():
         return ServerLibrary(prebuilt)
     if not TOOL.is_file():

@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import io
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -140,7 +141,7 @@ class Toy:
 
 @pytest.fixture
 def toy(tmp_path: Path) -> Toy:
-    return Toy(tmp_path)
+    return Toy(tmp_path / "a folder")
 
 
 def test_builds_once_then_finds_it(toy: Toy) -> None:
@@ -249,6 +250,21 @@ def test_a_compile_error_is_shown_with_its_log(toy: Toy) -> None:
     assert "compiling failed" in said and "broken" in said and "moe-edge-build.log" in said
     ours.write_text(OURS)
     assert toy.answers(toy.build()[0])["ours"] == 3
+
+
+def test_a_wheels_library_is_linked_in_a_folder_with_a_space(toy: Toy) -> None:
+    """As everything here is built in one; a wheel's flags name a file of the checkout."""
+    random = "moe-edge-random.cpp"
+    shutil.copy(PATCHES / "native" / random, toy.patches / "native")
+    drawing = OURS.replace("return 3", "return 3 + 0 * std::random_device()()")
+    (toy.patches / "native" / "ours.cpp").write_text(f"#include <random>\n{drawing}")
+    code = "from patches import portable; print(portable.LINKED)"
+    flags = subprocess.check_output([sys.executable, "-c", code], cwd=toy.root, text=True)
+    assert str(toy.patches / "native" / random) in flags and " " in str(toy.patches)
+    wheel, _ = toy.build(CMAKE_ARGS=shlex.quote("-D" + flags.strip()))
+    assert toy.answers(wheel) == {"one": 11, "two": 2, "ours": 3}
+    with zipfile.ZipFile(wheel) as archive:
+        assert b"libstdc++.so" not in archive.read("llama_cpp/lib/libllama.so")
 
 
 def test_a_missing_symbol_is_never_packaged(toy: Toy) -> None:

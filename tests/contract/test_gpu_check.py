@@ -157,4 +157,4 @@ def test_files_are_all_that_is_used(
     monkeypatch.setattr(os, "environ", dict(os.environ))
     tool_module.use_files(args)
     assert args.sdist == sdist
-    assert (os.environ["PIP_NO_INDEX"], os.environ["PIP_FIND_LINKS"]) == ("1", str(tmp_path))
+    assert (os.environ["PIP_NO_INDEX"], os.environ["PIP_FIND_LINKS"]) == ("1", tmp_path.as_uri())

@@ -24,6 +24,7 @@ from real_cache import REAL_CACHE
 
 from orchestrator.native import ServerLibrary
 from orchestrator.native.llama import Bindings
+from orchestrator.serve.backend import PREBUILT
 
 REPO = Path(__file__).resolve().parents[2]
 DEMO = REPO / "models/demo/moe-edge-demo.gguf"
@@ -32,13 +33,14 @@ HANG_S = 300
 
 
 def library_path() -> Path:
-    """The native server in the user's own cache. CI compiles it; elsewhere tests skip where it has
-    never been asked for."""
+    """The native server: a wheel's, or the one in the user's own cache. CI compiles that; elsewhere
+    tests skip where it has never been asked for."""
     from patches.server import library_path as path_for
     from patches.upstream import read_upstream
 
     package = Path(Bindings.load().api.__file__).parent
-    path = path_for(read_upstream(), package, REAL_CACHE)
+    prebuilt = package / "lib" / PREBUILT
+    path = prebuilt if prebuilt.exists() else path_for(read_upstream(), package, REAL_CACHE)
     if not path.exists():
         if not os.environ.get("CI"):
             pytest.skip("the server is not compiled: run `make serve` once")
@@ -46,6 +48,14 @@ def library_path() -> Path:
         environment = {**os.environ, "XDG_CACHE_HOME": str(REAL_CACHE.parent)}
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
     return path
+
+
+def bring_server(cache: Path) -> None:
+    """Gives what was compiled to a server with that cache. A wheel's needs nothing."""
+    path, servers = library_path(), cache / "moe-edge" / "servers"
+    if path.is_relative_to(REAL_CACHE) and not servers.exists():
+        servers.parent.mkdir(parents=True, exist_ok=True)
+        servers.symlink_to(path.parents[1])
 
 
 def server_library() -> ServerLibrary:
@@ -129,10 +139,7 @@ def serving(cache: Path, *options: str, files: int | None = None) -> Iterator[Se
     """A server of the demo model on a free port, whose user folders are in `cache`. files: the most
     file descriptors that it may have."""
     pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
-    servers = cache / "moe-edge" / "servers"
-    if not servers.exists():
-        servers.parent.mkdir(parents=True, exist_ok=True)
-        servers.symlink_to(library_path().parents[1])
+    bring_server(cache)
     environment = {
         **os.environ,
         "XDG_CACHE_HOME": str(cache),

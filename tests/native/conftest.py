@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from gguf_tools import synthetic
+from gguf_tools.built import instructions
 from gguf_tools.experts import ExpertModel
 from gguf_tools.pack import pack
 from orchestrator.config import Config
@@ -21,7 +22,7 @@ from orchestrator.cost import losses
 from orchestrator.engine.engine import Engine
 from orchestrator.native import Library
 from orchestrator.native.llama import Bindings
-from patches import tree
+from patches import portable, tree
 from patches.upstream import (
     PATCHES,
     cache_dir,
@@ -50,6 +51,15 @@ def library_folder(library: Library) -> Path:
 
 
 @pytest.fixture(scope="session")
+def library_files(library_folder: Path) -> dict[str, Path]:
+    """libllama.so and its companions by the names that `make build` gives them. A wheel has others,
+    and the library that computes in the folder of its set."""
+    own = {new: old for old, new in portable.NAMES.items()}
+    paths = [*library_folder.glob("*.so"), *(library_folder / instructions()).glob("*.so")]
+    return {own.get(path.name.encode(), path.name.encode()).decode(): path for path in paths}
+
+
+@pytest.fixture(scope="session")
 def llama_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The patched llama.cpp source tree that `make build` keeps in the user cache."""
     upstream = read_upstream()
@@ -64,7 +74,7 @@ def llama_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def compile_native(
-    library_folder: Path, llama_source: Path, tmp_path_factory: pytest.TempPathFactory
+    library_files: dict[str, Path], llama_source: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Path]:
     """compile_native(name, sources, flags): a program against the patched library."""
     folder = tmp_path_factory.mktemp("native")
@@ -76,6 +86,7 @@ def compile_native(
         compiler = os.environ.get("CC", "cc") if sources[0].suffix == ".c" else "c++"
         if libraries is None:
             libraries = ("llama", "ggml", "ggml-cpu", "ggml-base")
+        linked = [library_files[f"lib{each}.so"] for each in libraries]
         command = [
             compiler,
             *("-Wall", "-Wextra", "-Werror", "-O1", "-g"),
@@ -83,9 +94,8 @@ def compile_native(
             *(f"-I{path}" for path in (PATCHES / "native", llama_source / "ggml/include")),
             f"-I{llama_source / 'include'}",
             *map(str, sources),
-            f"-L{library_folder}",
-            *(f"-l{each}" for each in libraries),
-            f"-Wl,-rpath,{library_folder}",
+            *map(str, linked),
+            *(f"-Wl,-rpath,{folder}" for folder in {path.parent for path in linked}),
             "-pthread",
             "-o",
             str(program),

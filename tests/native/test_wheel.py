@@ -10,15 +10,18 @@ import subprocess
 import sys
 import zipfile
 from base64 import urlsafe_b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from installed import install, site_of
+from installed import run as run_tests
 from real_cache import REAL_CACHE
 
 from patches import portable
 from patches.upstream import REPO
 
+DEMO = REPO / "models/demo/moe-edge-demo.gguf"
 HANG_S = 1800  # CI compiles everything
 QUESTION = ("chat", "-p", "What is the capital of Norway?", "--seed", "1")
 MOST_BYTES = 75 * 10**6
@@ -32,6 +35,30 @@ NOBODYS = (
 NEVER = {"avx2": (AVX512, VNNI), "avx_vnni": (AVX512,), "avx512_vnni": ()}
 # These look first whether the processor has it.
 CHECKED = re.compile(r"fold|by_products")
+SOME_TESTS = (
+    *("tests/unit/gguf/test_built.py", "tests/unit/gguf/test_upstream.py"),
+    *("tests/native/test_lossless.py", "tests/native/test_server_library.py"),
+    "tests/native/test_executor.py::test_model_without_python",
+)
+# Where `pip install --target` put llama-cpp-python.
+PYPI = os.environ.get("MOE_EDGE_PYPI", "")
+BESIDE = """
+import sys
+def ours():
+    from orchestrator.cli.main import cli
+    cli(["chat", "-p", "What is the capital of Norway?", "--seed", "1"], standalone_mode=False)
+def theirs():
+    from llama_cpp import Llama
+    question = [{"role": "user", "content": "What is the capital of Norway?"}]
+    answer = Llama(sys.argv[2], n_ctx=256, verbose=False).create_chat_completion(
+        question, temperature=0
+    )
+    print(answer["choices"][0]["message"]["content"])
+for answer in (ours, theirs) if sys.argv[1] == "ours" else (theirs, ours):
+    answer()
+with open("/proc/self/maps") as maps:
+    print(*{line.split("/")[-1].strip() for line in maps if ".so" in line})
+"""
 THROWER = """
 #include <stdexcept>
 extern "C" bool thrower(float, void *) { throw std::runtime_error("from another library"); }
@@ -56,24 +83,21 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, installed by pip into a folder of its own."""
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*command, "--target", str(folder), str(wheel)], check=True)
-    return folder
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That of an environment in which the wheel is installed."""
+    return install(wheel, tmp_path_factory.mktemp("installed"))
 
 
 @pytest.fixture
-def run(site: Path, tmp_path: Path) -> Iterator[object]:
+def run(python: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """run(*arguments, by=(), **environment): Python on what is installed, with nothing in PATH."""
 
     def call(
         *arguments: str, by: tuple[str, ...] = (), **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        clean = {"PYTHONPATH": str(site), "PATH": "", "HOME": str(tmp_path), **environment}
+        clean = {"PATH": "", "HOME": str(tmp_path), **environment}
         return subprocess.run(
-            [*by, sys.executable, *arguments],
+            [*by, str(python), *arguments],
             env=clean,
             cwd=tmp_path,
             capture_output=True,
@@ -136,33 +160,20 @@ def test_a_processor_below_the_least_set_gets_a_sentence(run) -> None:
     )
 
 
-def test_it_runs_beside_a_llama_cpp_of_another_make(run, library: object) -> None:
-    """In one process, whichever comes first; make build's has the names that upstream's have."""
-    import llama_cpp
-
-    others = str(Path(llama_cpp.__file__).parents[1])
-    code = """
-import sys
-sys.path.append(sys.argv[2])
-from gguf_tools import built
-from orchestrator.cli.options import demo_model
-def ours(): return built.bindings()
-def theirs(): import llama_cpp.llama_cpp; return llama_cpp.llama_cpp
-quiet = []
-apis = [make() for make in ((ours, theirs) if sys.argv[1] == "ours" else (theirs, ours))]
-assert len({api._lib._name for api in apis}) == 2
-for api in apis:
-    quiet.append(api.llama_log_callback(lambda *_: None))
-    api.llama_log_set(quiet[-1], None)
-    params = api.llama_model_default_params()
-    assert api.llama_model_load_from_file(str(demo_model()).encode(), params)
-with open("/proc/self/maps") as maps:
-    names = {line.split("/")[-1].strip() for line in maps if "/lib/" in line and "g" in line}
-assert {"libggml-cpu.so", "libgmoe-cpu.so", "libggml-base.so", "libgmoe-base.so"} <= names, names
-"""
-    for first in ("ours", "theirs"):
-        done = run("-c", code, first, others)
-        assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("others", ["make build's", "PyPI's"])
+@pytest.mark.parametrize("first", ["ours", "theirs"])
+def test_it_answers_beside_a_llama_cpp_of_another_make(
+    run, others: str, first: str, tmp_path: Path
+) -> None:
+    """In one process, whichever comes first; both have libraries of the same names."""
+    if others == "PyPI's" and not PYPI:
+        pytest.skip("MOE_EDGE_PYPI names no folder: `pip install --target FOLDER llama-cpp-python`")
+    stock = tmp_path / "stock.gguf"
+    made = run("-m", "orchestrator", "export", "--tier", "q8_0", str(DEMO), str(stock))
+    assert made.returncode == 0, made.stderr
+    done = run("-c", BESIDE, first, str(stock), PYTHONPATH=PYPI if others == "PyPI's" else "")
+    assert done.returncode == 0 and done.stdout.count("Oslo") == 2, done
+    assert {"libggml-cpu.so", "libgmoe-cpu.so"} <= set(done.stdout.split())
 
 
 def test_an_exception_of_another_library_is_caught(run, tmp_path: Path) -> None:
@@ -188,9 +199,14 @@ for _ in range(3):
     assert done.stdout.count("None") == 3 and "from another library" in done.stdout, done
 
 
+def test_what_holds_for_the_build_holds_for_it(wheel: Path, tmp_path: Path, real_cache) -> None:
+    """A few tests of each kind; tests/helpers/installed.py runs any others."""
+    assert run_tests(wheel, ["-q", "-m", "not rest", *SOME_TESTS], tmp_path) == 0
+
+
 @pytest.mark.skipif(not shutil.which("objdump"), reason="objdump is missing")
-def test_no_set_has_an_instruction_of_a_higher_one(site: Path) -> None:
-    folder = site / portable.PACKAGE / "lib"
+def test_no_set_has_an_instruction_of_a_higher_one(python: Path) -> None:
+    folder = site_of(python.parents[1]) / portable.PACKAGE / "lib"
     for path in sorted(folder.rglob("*.so*")):
         name = path.parent.name if path.parent != folder else "avx2"
         never = re.compile("|".join((*NEVER[name], NOBODYS)))

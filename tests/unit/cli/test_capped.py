@@ -10,7 +10,7 @@ from pathlib import Path
 
 import capped
 import pytest
-from served import library_path
+from served import bring_server
 
 from orchestrator.native import Library
 
@@ -76,8 +76,7 @@ def test_a_server_keeps_to_the_least_that_it_names(
     """With clients at once, and the pages of libraries. Twice of what it is counted with beside a
     chat would be too much: this model leaves a sixth of all to spare, the demo 7 %."""
     pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
-    (tmp_path / "moe-edge").mkdir()
-    (tmp_path / "moe-edge" / "servers").symlink_to(library_path().parents[1])
+    bring_server(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(capped, "ASKED", 3)
     serve = known["serve"]

@@ -22,8 +22,7 @@ from orchestrator.errors import NativeError
 from orchestrator.native import llama
 from orchestrator.native.llama import Bindings
 
-pytest.importorskip("llama_cpp.llama_cpp", reason="needs `make build`")
-
+pytestmark = pytest.mark.usefixtures("library")
 
 QUERIES = "blk.0.attn_q.weight"
 

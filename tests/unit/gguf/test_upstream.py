@@ -8,7 +8,7 @@ from gguf_tools.pack import export, pack
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 
-pytest.importorskip("llama_cpp", reason="llama_cpp is not built: run `make build`")
+pytestmark = pytest.mark.usefixtures("library")
 
 # Each token alone is a prompt: behind several, a tie at the router may fall either way.
 TOKENS = [1, 5, 9, 2]

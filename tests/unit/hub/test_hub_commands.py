@@ -25,8 +25,7 @@ def run(*words):
     return CliRunner().invoke(cli, [str(word) for word in words])
 
 
-def test_chat_with_a_model_of_the_hub(server, tiny, tmp_path, monkeypatch):
-    pytest.importorskip("llama_cpp")
+def test_chat_with_a_model_of_the_hub(server, tiny, tmp_path, monkeypatch, library):
     parts = split(tiny, tmp_path / "parts", 2)
     files = {f"sub/{path.name}": path.read_bytes() for path in parts}
     server.repos["o/n"] = Repo({**files, "other.gguf": noise(1)})

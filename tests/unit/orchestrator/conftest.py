@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.native import Library
 from orchestrator.native.llama import Bindings
 
 
@@ -17,6 +18,5 @@ def model(tiny_model: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture
-def bindings() -> Bindings:
-    pytest.importorskip("llama_cpp.llama_cpp")
+def bindings(library: Library) -> Bindings:
     return Bindings.load()

@@ -24,7 +24,7 @@ from orchestrator.memory.plan import plan_memory
 from orchestrator.native import Bandwidths
 from orchestrator.native.llama import Bindings
 
-pytest.importorskip("llama_cpp.llama_cpp")
+pytestmark = pytest.mark.usefixtures("library")
 
 MIB = 1 << 20
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from gguf_tools import built
 from orchestrator.errors import NativeError
 from orchestrator.events import Phase, RouteEvent
 from orchestrator.native import ABI_VERSION, Library, Slices, Store, StoreSpec
@@ -130,7 +131,7 @@ def test_stock_library_is_named(tmp_path: Path) -> None:
         pytest.skip("no C compiler (cc, gcc or clang)")
     target = tmp_path / "libstock.so"
     subprocess.run([compiler, "-shared", "-fPIC", "-o", str(target), str(source)], check=True)
-    with pytest.raises(NativeError, match=r"stock package.*make build"):
+    with pytest.raises(NativeError, match=rf"stock package.*{built.advice()}"):
         Library(ctypes.CDLL(str(target)))
 
 

@@ -1,0 +1,57 @@
+"""Tests of what a wheel brings, in the place of what `make build` made:
+
+    python tests/helpers/installed.py dist/moe_edge-*.whl tests/unit tests/native -m "not rest"
+
+The wheel is installed into an environment of its own, which finds all other packages in this one.
+pytest runs in a copy of the checkout without orchestrator/ and gguf_tools/, so that nothing of the
+sources can be imported by mistake. Tests of sources alone are left out: tests/contract.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def install(wheel: Path, folder: Path) -> Path:
+    """The Python of a new environment with the wheel in it. No network is used."""
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    subprocess.run([*command, "--no-deps", "--no-index", str(wheel)], check=True)
+    # A folder that is named here is searched, but the .pth files in it are not read: this is what
+    # leaves out the checkout, which is installed there as editable.
+    (site_of(folder) / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
+def site_of(folder: Path) -> Path:
+    """Where the packages of an environment are."""
+    return next(folder.glob("lib/python3*/site-packages"))
+
+
+def copy_tests(folder: Path) -> Path:
+    """What tests are and what they need of the checkout, without its packages."""
+    for name in ("tests", "patches", "models"):
+        shutil.copytree(REPO / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPO / "pyproject.toml", folder)
+    return folder
+
+
+def run(wheel: Path, arguments: list[str], folder: Path) -> int:
+    """pytest's exit status, in an empty folder."""
+    python = install(wheel, folder / "environment")
+    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=copy_tests(folder / "checkout")).returncode
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory(prefix="moe-edge-installed.") as place:
+        sys.exit(run(Path(sys.argv[1]).resolve(), sys.argv[2:], Path(place)))
