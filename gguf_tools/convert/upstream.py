@@ -21,7 +21,7 @@ from gguf_tools import built
 from gguf_tools.convert.checkpoint import Checkpoint
 from gguf_tools.convert.pretokenizer import pre_tokenizer
 from gguf_tools.errors import CheckpointError, ConvertError
-from gguf_tools.file.layout import FLOAT_TYPES, GGMLType, ValueType
+from gguf_tools.file.layout import EMBEDDINGS, FLOAT_TYPES, GGMLType, ValueType
 from gguf_tools.file.writer import encode_value
 
 MISSING_LIBRARIES = (
@@ -39,6 +39,7 @@ _IMPLIED = {
     name: {"scoring_func": "sigmoid"}
     for name in (
         "DeepseekV3ForCausalLM",
+        "DeepseekV32ForCausalLM",
         "Dots1ForCausalLM",
         "ExaoneMoeForCausalLM",
         "ExaoneMoEForCausalLM",
@@ -46,7 +47,7 @@ _IMPLIED = {
         "MiniMaxM2ForCausalLM",
     )
 } | {"AfmoeForCausalLM": {"route_norm": True}}
-_EMBEDDINGS, _OUTPUT = "token_embd.weight", "output.weight"
+_OUTPUT = "output.weight"
 # Architectures that llama.cpp loads only with an output matrix of their own, tied or not.
 _OWN_OUTPUT = frozenset(
     (
@@ -129,7 +130,7 @@ def run_converter(
             ) from None
         file_type = _FILE_TYPE.get(checkpoint.dtype, "MOSTLY_BF16")
         with ExitStack() as stack:
-            for each in _changes(base, gguf, trust_remote_code):
+            for each in _changes(base, gguf, checkpoint.folder, trust_remote_code):
                 stack.enter_context(each)
             stack.enter_context(torch.inference_mode())
             # The layers that draft tokens ahead are left out: no part of moe-edge runs them.
@@ -155,7 +156,7 @@ def _with_output(tensors: list[LazyTensor], architecture: str) -> list[LazyTenso
     """The tensors, and a copy of the embeddings where they are the output matrix as well and
     llama.cpp does not know that."""
     named = {each.name: each for each in tensors}
-    embeddings = named.get(_EMBEDDINGS)
+    embeddings = named.get(EMBEDDINGS)
     if architecture not in _OWN_OUTPUT or _OUTPUT in named or embeddings is None:
         return tensors
     return [*tensors, embeddings._replace(name=_OUTPUT)]
@@ -180,8 +181,14 @@ def _attention_layers(architecture: str, config: dict[str, Any]) -> dict[str, li
     return {"layer_types": [str(each).removeprefix("full_") for each in kinds]}
 
 
+def _begins(folder: Path) -> bool:
+    """Whether a checkpoint says that a token comes before each text."""
+    path = folder / "tokenizer_config.json"
+    return path.is_file() and json.loads(path.read_text("utf-8")).get("add_bos_token") is True
+
+
 def _changes(
-    base: Any, gguf: Any, trust_remote_code: bool
+    base: Any, gguf: Any, folder: Path, trust_remote_code: bool
 ) -> Iterator[AbstractContextManager[None]]:
     """What is different here from the converter's own run."""
     from transformers import AutoTokenizer
@@ -195,7 +202,11 @@ def _changes(
         return data if GGMLType(int(kind)) in FLOAT_TYPES else quantize(data, kind)
 
     def load_tokenizer(*args: Any, **options: Any) -> Any:
-        return load(*args, **{**options, "trust_remote_code": trust_remote_code})
+        tokenizer = load(*args, **{**options, "trust_remote_code": trust_remote_code})
+        # transformers 5 forgets this setting, which the converter asks for.
+        if getattr(tokenizer, "add_bos_token", None) is False and _begins(folder):
+            tokenizer._add_bos_token = True
+        return tokenizer
 
     def pre(self: Any, tokenizer: Any) -> str:
         try:

@@ -36,6 +36,7 @@ KEY_CALIBRATION = "moe_edge.calibration"
 KEY_FALLBACKS = "moe_edge.fallbacks"
 KEY_CHECKSUMS = "moe_edge.crc32"
 TIER_MARK = ".moe_edge."
+EMBEDDINGS = "token_embd.weight"
 # Embeddings for each layer or n-gram, of which a graph reads a few rows a token and nothing else.
 LOOKUP_TABLE = "per_layer_token_embd.weight"
 # What chooses a layer's experts: a matrix with an output for each, or their indices by token.

@@ -148,7 +148,8 @@ class Loader:
             driver = PlainDriver()
             if plan.policy is not None:
                 if not self._can_be_managed:
-                    try_load(config.model, managed=True)  # before anything of its size is read
+                    # before anything of its size is read
+                    try_load(config.model, managed=True, known=self._model)
                     self._can_be_managed = True
                 spec = self._specs.of(config, plan)
                 store = Store.create(self.bindings.library(), spec)

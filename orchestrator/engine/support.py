@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from gguf_tools.experts import ExpertModel
+from gguf_tools.file.layout import EMBEDDINGS
 from orchestrator.errors import MoeEdgeError, NativeError
 
 MANAGED, PLAIN, NOT = "managed", "plain", "not"
@@ -79,6 +81,16 @@ def _ask(path: Path, answer: Connection, stderr: int) -> None:
     answer.send(_found(path))
 
 
+def _without_vocabulary(model: ExpertModel) -> dict[str, int | str]:
+    """Metadata by which llama.cpp reads no tokens, but knows how many there are."""
+    for part in model.parts:
+        if EMBEDDINGS in part.tensors:
+            n_tokens = part.tensors[EMBEDDINGS].shape[-1]
+            size = f"{model.hparams.arch}.vocab_size"
+            return {"tokenizer.ggml.model": "none", size: n_tokens}
+    return {}
+
+
 def _found(path: Path) -> Support | None:
     from orchestrator.native.llama import Bindings
 
@@ -94,14 +106,22 @@ def _found(path: Path) -> Support | None:
     return Support(MANAGED, "")
 
 
-def try_load(path: Path, managed: bool) -> None:
+def try_load(path: Path, managed: bool, known: ExpertModel | None = None) -> None:
     """Loads a model without its data, and makes a context, whose graphs a store has to be able to
-    serve where experts are managed. Raises NativeError with the reason."""
+    serve where experts are managed. known: what the file holds, where it was read already: the
+    vocabulary is left out then, which graphs do not depend on, and which takes most of the time.
+    Raises NativeError with the reason."""
     from orchestrator.native.llama import Bindings, LlamaContext, Model
 
     bindings = Bindings.load()
     model = Model(
-        bindings, path, managed=managed, use_extra_bufts=False, use_mmap=False, no_data=True
+        bindings,
+        path,
+        managed=managed,
+        use_extra_bufts=False,
+        use_mmap=False,
+        no_data=True,
+        overrides=_without_vocabulary(known) if known else {},
     )
     try:
         LlamaContext(

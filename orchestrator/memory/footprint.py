@@ -9,6 +9,7 @@ from typing import Protocol
 from gguf_tools.experts import DEFAULT_KV, ExpertModel, Tier
 from gguf_tools.file.layout import (
     DOWN,
+    EMBEDDINGS,
     KINDS,
     POOL_ALIGNMENT,
     GGMLType,
@@ -248,7 +249,7 @@ def look_ahead_bytes(model: ExpertModel) -> int:
 
 def embedding_bytes(model: ExpertModel) -> int:
     """The token embeddings, which llama.cpp keeps in the host's memory beside a GPU."""
-    infos = (part.tensors.get("token_embd.weight") for part in model.parts)
+    infos = (part.tensors.get(EMBEDDINGS) for part in model.parts)
     return max((info.nbytes for info in infos if info is not None), default=0)
 
 

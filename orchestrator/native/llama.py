@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +115,13 @@ class Model:
         buffer_type: int | None = None,
         progress: Callable[[float], None] | None = None,
         no_data: bool = False,
+        overrides: Mapping[str, int | str] | None = None,
     ) -> None:
         """managed: expert tensors become placeholders for the native store, of buffer_type or
         else of the host's, and rows of lookup tables are read from the file when they are needed.
         gpu: the one that everything is loaded onto, None for none. no_data:
         it takes no memory, and neither do its contexts, which count what they would take.
+        overrides: metadata by key, in the place of the file's.
 
         Raises NativeError with the library's own reason; what progress raises comes through.
         """
@@ -130,12 +132,14 @@ class Model:
         params.split_mode, params.main_gpu = api.LLAMA_SPLIT_MODE_NONE, gpu or 0
         params.load_mode = api.LLAMA_LOAD_MODE_AUTO if use_mmap else api.LLAMA_LOAD_MODE_NONE
         params.use_extra_bufts, params.no_alloc = use_extra_bufts, no_data
-        overrides = (BufferTypeOverride * 2)()
+        places = (BufferTypeOverride * 2)()
         if managed:
             params.lazy_mode = _LAZY_ON
-            overrides[0].pattern = EXPERT_PATTERN
-            overrides[0].buffer_type = buffer_type or bindings.library().buffer_type()
-            params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
+            places[0].pattern = EXPERT_PATTERN
+            places[0].buffer_type = buffer_type or bindings.library().buffer_type()
+            params.tensor_buft_overrides = ctypes.cast(places, ctypes.c_void_p)
+        values = _overrides(api, overrides or {})
+        params.kv_overrides = values
 
         @interrupts.called_from_c
         def report(done: float, _user: int | None) -> bool:
@@ -219,6 +223,18 @@ class Model:
         if self._handle is not None:
             self.api.llama_model_free(self._handle)
             self._handle = None
+
+
+def _overrides(api: Any, overrides: Mapping[str, int | str]) -> Any:
+    """An array of llama_model_kv_override, whose end is one without a key."""
+    values = (api.llama_model_kv_override * (len(overrides) + 1))()
+    for each, (key, value) in zip(values, overrides.items(), strict=False):
+        each.key = key.encode()
+        if isinstance(value, int):
+            each.tag, each.value.val_i64 = api.LLAMA_KV_OVERRIDE_TYPE_INT, value
+        else:
+            each.tag, each.value.val_str = api.LLAMA_KV_OVERRIDE_TYPE_STR, value.encode()
+    return values
 
 
 class LlamaContext:

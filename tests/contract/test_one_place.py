@@ -1,18 +1,22 @@
-"""A policy's name and a setting's name stand in one place each."""
+"""A policy's name and a setting's name stand in one place each, and an architecture's in none that
+runs a model."""
 
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from gguf_tools.experts import PROVEN
 from orchestrator.config import Config
 from orchestrator.policy import BASELINE, POLICIES, Policy, owners, policy_settings
 
 REPO = Path(__file__).resolve().parents[2]
 ORCHESTRATOR = REPO / "orchestrator"
+NATIVE = REPO / "patches" / "native"
 # The rooms that may name a policy and its settings: the policies themselves, what they share, and
 # what compares them.
 FREE = ("allocation", "policy", "lab")
@@ -94,6 +98,25 @@ def test_a_setting_of_a_policy_is_named_where_it_is_declared(name: str) -> None:
         path.relative_to(REPO).as_posix() for path in runtime_files() if name in words_of(path)
     }
     assert naming <= USES.get(name, set())
+
+
+def test_nobody_knows_an_architecture_by_name() -> None:
+    """But for tokenizers and a form of answers that have such names as well, and the shapes that a
+    benchmark makes models of."""
+    known = {each.replace("-", "_") for each in PROVEN if each != "llama"}  # as in llama.cpp
+    naming = {
+        path.relative_to(ORCHESTRATOR).as_posix(): words_of(path) & known
+        for path in ORCHESTRATOR.rglob("*.py")
+    }
+    assert {path: found for path, found in naming.items() if found} == {
+        "lab/bench/options.py": {"olmoe"},
+        "serve/backend.py": {"exaone_moe", "gemma4"},
+        "serve/schemas.py": {"deepseek"},
+    }
+    for path in NATIVE.rglob("*.*"):
+        assert not re.search(r"LLM_ARCH_(?!UNKNOWN)", path.read_text(errors="replace")), path
+        named = set(re.findall(r'"([\w.-]+)"', path.read_text(errors="replace")))
+        assert not named & set(PROVEN), path
 
 
 def test_every_setting_is_declared_once() -> None:

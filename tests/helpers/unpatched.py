@@ -111,7 +111,6 @@ def _logits(model: Path, out: Path, prompt: list[int], answer: list[int]) -> Non
         threads=1,
         outputs=256,
         flash_attention=True,
-        should_stop=lambda: False,
     )
     rows = []
     for pos, tokens in [(0, prompt), *((len(prompt) + i, [t]) for i, t in enumerate(answer))]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import unpatched
 from answering import evaluated, first_logits
 from killing import calls_of, killed
 
@@ -24,8 +25,10 @@ from orchestrator.events import Phase
 from orchestrator.lab.calibrate.methods import Method
 from orchestrator.lab.calibrate.table import measure_losses
 from orchestrator.lab.eval.arithmetic import kl_divergence
+from orchestrator.native.abi import CStats
 
 from .conftest import drawn, greedy, opened, run_program
+from .copies import copied
 from .lookup_table import BLOCK, blocks_of, forget, read_bytes, widen
 
 HERE = Path(__file__).parent
@@ -37,6 +40,7 @@ EXCEPTIONS = {*NO_EXPERTS, *NOT_COMPUTED, *DIFFUSION}
 PROMPT, ANSWER, OTHER = ([each % 128 for each in drawn(n, n)] for n in (40, 32, 50))
 N_DECODE = 6
 CALIBRATED = 512
+AT_ONCE = {"ctx": 256, "ubatch": 256, "logits_all": True}  # as the unpatched library reads a prompt
 PUTS_AWAY = "orchestrator.engine.prompt_copies"  # calls of it are the moments of a death
 POLICIES = (
     {"policy": "lru"},
@@ -52,6 +56,7 @@ NEWEST = (
     *("gemma4", "qwen4exp", "deepseek4", "deepseek32", "glm-dsa", "glm5-next", "hy_v3", "kimi-k3"),
     *("kimi-linear", "minimax-m3", "llama4", "mistral4", "step35", "mimo2", "lfm2moe"),
 )
+UNPATCHED = unpatched.find()
 
 Make = Callable[..., Path]
 
@@ -99,6 +104,19 @@ def smallest_budget(model: Path, **more: object) -> int:
     return refused.value.needed_bytes
 
 
+def compared(model: Path) -> CStats:
+    """A model's logits are the plain path's under each policy, with as few slots as it needs;
+    the statistics of the last one."""
+    expected = plain_logits(model)
+    for policy in POLICIES:
+        least = smallest_budget(model, **policy)
+        with opened(model, **options(**policy, expert_ram=least)) as engine:
+            np.testing.assert_array_equal(logits(engine), expected, err_msg=str(policy))
+            stats = engine.store.stats()
+            assert min(stats.requests) > 0
+    return stats
+
+
 def test_every_one_is_listed(maker: Path) -> None:
     assert set(run_program(maker).split()) == set(PROVEN) | EXCEPTIONS
 
@@ -106,16 +124,35 @@ def test_every_one_is_listed(maker: Path) -> None:
 @pytest.mark.parametrize("arch", PROVEN)
 def test_bit_for_bit(arch: str, make: Make) -> None:
     for size in (AS_UPSTREAM, STREAMED):
-        model = make(arch, size)
-        expected = plain_logits(model)
-        for policy in POLICIES:
-            least = smallest_budget(model, **policy)
-            with opened(model, **options(**policy, expert_ram=least)) as engine:
-                np.testing.assert_array_equal(logits(engine), expected, err_msg=f"{size} {policy}")
-                stats = engine.store.stats()
-                assert min(stats.requests) > 0
+        stats = compared(make(arch, size))
     # with experts to choose from, look-ahead is what loads ahead
     assert (sum(stats.prefetch_bytes) > 0) == (not PROVEN[arch])
+
+
+def test_a_layer_that_uses_fewer_experts(make: Make, tmp_path: Path) -> None:
+    """No policy is told of its choice: what it needs is read then, in the best precision."""
+    tiny = make("nemotron_h_moe")
+    with ExpertModel.open(tiny) as file:
+        used = [file.n_expert_used] * file.hparams.block_count
+        used[file.layer_ids[-1]] = 1
+    compared(copied(tiny, tmp_path / "fewer.gguf", expert_used_count=used))
+
+
+@pytest.mark.skipif(isinstance(UNPATCHED, str), reason=str(UNPATCHED))
+@pytest.mark.parametrize("arch", PROVEN)
+def test_unpatched(arch: str, make: Make) -> None:
+    """Upstream's library without our patches has the bits of the plain path and of managed
+    experts."""
+    assert isinstance(UNPATCHED, unpatched.Unpatched)
+    model = make(arch)
+    expected = UNPATCHED.logits(model, PROMPT, ANSWER)
+    managed = {"policy": "lru", "expert_ram": smallest_budget(model, policy="lru", **AT_ONCE)}
+    for settings in ({}, managed):
+        with opened(model, **options(**AT_ONCE, **settings)) as engine:
+            assert engine.managed == bool(settings)
+            rows = [part.copy() for part in engine.eval_each(PROMPT, 0)]
+            rows += [engine.eval([t], len(PROMPT) + at) for at, t in enumerate(ANSWER)]
+        np.testing.assert_array_equal(np.concatenate(rows), expected, err_msg=str(settings))
 
 
 def pack_wider(arch: str, make: Make, folder: Path) -> Path:

@@ -40,7 +40,7 @@ def _gelu(x: np.ndarray) -> np.ndarray:
 
 
 def _limited(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """The SwiGLU of gpt-oss: limits of 7, a slope of 1.702, and one more up."""
+    """SwiGLU with limits of 7, a slope of 1.702, and one more up."""
     gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
     found: np.ndarray = gate * _sigmoid(1.702 * gate) * (up + 1)
     return found
@@ -51,7 +51,7 @@ _GATED: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "silu": lambda gate, up: gate * _sigmoid(gate) * up,
     "gelu": lambda gate, up: _gelu(gate) * up,
     "relu": lambda gate, up: np.maximum(gate, 0) * up,
-    "swiglu of gpt-oss": _limited,
+    "clamped swiglu": _limited,
 }
 _ALONE: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "silu": lambda _, up: up * _sigmoid(up),

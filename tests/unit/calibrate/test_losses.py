@@ -361,7 +361,7 @@ def test_scales_biases_and_other_activations(ggml: Ggml, tmp_path: Path) -> None
         up = np.clip(x @ matrices[UP].T * scale["up"][0] + bias["up"][0], -7, 7)
         hidden = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
         experts = LayerExperts(model, 0, 0, x, hidden, ggml)
-        assert experts.activation == "swiglu of gpt-oss"
+        assert experts.activation == "clamped swiglu"
         expected = hidden @ matrices[DOWN].T * scale["down"][0] + bias["down"][0]
         assert np.allclose(experts.output(0, matrices, x), expected, atol=1e-3)
 

@@ -29,6 +29,9 @@ from gguf_tools.convert.pretokenizer import LLAMA3_SPLIT, QWEN2_SPLIT
 
 from .families import END, FAMILIES, SPECIAL, TEXT, VOCAB
 
+# Tokenizers that put a token before a text.
+BEGINS = ("llama3", "deepseek")
+
 
 @functools.cache
 def byte_level(kind: str) -> Tokenizer:
@@ -38,14 +41,14 @@ def byte_level(kind: str) -> Tokenizer:
         tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:
-        split = LLAMA3_SPLIT if kind == "llama3" else QWEN2_SPLIT
+        split = LLAMA3_SPLIT if kind in BEGINS else QWEN2_SPLIT
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Split(Regex(split), behavior="isolated"),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
-        if kind == "llama3":
+        if kind in BEGINS:
             tokenizer.post_processor = processors.TemplateProcessing(
                 single=f"{END} $A", special_tokens=[(END, 0)]
             )
@@ -62,6 +65,26 @@ def byte_level(kind: str) -> Tokenizer:
     return tokenizer
 
 
+@functools.cache
+def _gemma() -> Tokenizer:
+    """A BPE of VOCAB tokens over characters, that falls back to bytes; a space is a character, and
+    no token is of two lines."""
+    ends = [END, *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token=None, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), behavior="isolated")
+    tokenizer.train_from_iterator(
+        [TEXT], trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=ends, show_progress=False)
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END} $A", special_tokens=[(END, 0)]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
+
+
 def save_tokenizer(kind: str, folder: Path) -> None:
     """The tokenizer's files, as the family's class writes them."""
     if kind == "sentencepiece":
@@ -73,9 +96,15 @@ def save_tokenizer(kind: str, folder: Path) -> None:
         "solar": transformers.PreTrainedTokenizerFast,
         "neox": transformers.GPTNeoXTokenizer,
         "llama3": transformers.PreTrainedTokenizerFast,
+        "deepseek": transformers.PreTrainedTokenizerFast,
+        "gemma": transformers.PreTrainedTokenizerFast,
     }
-    tokenizer = classes[kind](tokenizer_object=byte_level(kind), bos_token=END, eos_token=END)
+    made = _gemma() if kind == "gemma" else byte_level(kind)
+    tokenizer = classes[kind](tokenizer_object=made, bos_token=END, eos_token=END)
     tokenizer.save_pretrained(folder)
+    if kind == "deepseek":  # whose published files say what transformers does not write
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "add_bos_token": True}))
 
 
 def save_sentencepiece(folder: Path) -> None:

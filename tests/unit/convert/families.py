@@ -124,6 +124,18 @@ def as_llama_cpp(model: Any) -> None:
             module.forward = MethodType(route, module)
 
 
+def with_a_table_of_gelu(model: Any) -> None:
+    """ggml looks GELU up in a table of half precision."""
+
+    def gelu(x: torch.Tensor) -> torch.Tensor:
+        found = torch.nn.functional.gelu(x.half().float(), approximate="tanh").half().float()
+        return torch.where(x.abs() < 10, found, x.clamp(min=0))
+
+    for module in model.modules():
+        if hasattr(module, "act_fn"):
+            module.act_fn.forward = gelu
+
+
 def with_columns_first(folder: Path) -> None:
     """Experts as [experts, columns, rows], which transformers turns round when it loads them."""
     path = folder / "model.safetensors"
@@ -278,6 +290,21 @@ FAMILIES = {
         with_open_gates,
         publish=as_deepseek_moe,
     ),
+    # Attention to the tokens that an indexer chooses; here to all, since the text is short.
+    "deepseek-v3.2": Family(
+        "DeepseekV32ForCausalLM",
+        {
+            **DEEPSEEK,
+            "q_lora_rank": 48,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "index_head_dim": 64,
+            "index_n_heads": 4,
+        },
+        "deepseek",
+    ),
     "dots1": Family(
         "Dots1ForCausalLM",
         {
@@ -323,6 +350,27 @@ FAMILIES = {
             },
         },
         "llama3",
+    ),
+    # Experts beside a dense part, each scaled, behind a router with a norm and a scale of its own;
+    # an embedding for each layer; in some layers a window, and heads of another length.
+    "gemma4": Family(
+        "Gemma4ForCausalLM",
+        {
+            **WINDOWED,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "global_head_dim": 64,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB,
+            "enable_moe_block": True,
+            "moe_intermediate_size": 96,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": True,
+        },
+        "gemma",
+        with_a_table_of_gelu,
+        config_class="Gemma4TextConfig",
     ),
     "glm4-moe": Family(
         "Glm4MoeForCausalLM",

@@ -18,14 +18,14 @@ from .families import FAMILIES
 from .running import Case, managed_logits, our_logits
 
 # In standard deviations of the logits, the largest error. float32 throughout: only the order of
-# sums differs (3e-5 measured), and in linear attention upstream's way to compute it (6e-4).
+# sums differs (3e-5 measured), in linear attention upstream's way to compute it (6e-4), and what is
+# rounded before GELU may be rounded the other way (1.5e-3).
 EXACT = 2e-4
-EXACT_LINEAR = 2e-3
+OTHERWISE = {"qwen3-next": 2e-3, "qwen3.5-moe": 2e-3, "gemma4": 5e-3}
 # As people run it, root mean square: ggml rounds activations to half precision before it
 # multiplies F16 weights, and keeps keys and values in it. Now and then that turns a close choice
 # of experts, so the largest error says little.
 HALF = 0.1
-LINEAR = ("qwen3-next", "qwen3.5-moe")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -43,7 +43,7 @@ def test_logits_are_theirs(
     assert 0.3 < made.logits.std() < 30
     float32_attention()
     found = managed_logits(made.packed, made.tokens, made.answer, "f32")
-    most = EXACT_LINEAR if name in LINEAR else EXACT
+    most = OTHERWISE.get(name, EXACT)
     assert np.abs(found - made.logits).max() < most * made.logits.std()
 
 
