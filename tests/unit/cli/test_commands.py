@@ -95,7 +95,7 @@ def test_what_would_run_is_said_of_what_a_chat_runs(monkeypatch):
         asked.append(config)
         raise MoeEdgeError("seen")
 
-    takers = ("cli.chat.open_engine", "cli.doctor.examine", "lab.check.examine")
+    takers = ("cli.chat.open_engine", "cli.machine.examine", "lab.check.examine")
     for name in takers:
         monkeypatch.setattr(f"orchestrator.{name}", takes)
     monkeypatch.setattr(ExpertModel, "open", lambda *_: nullcontext())
