@@ -114,7 +114,8 @@ class Config(Settings):
 
     model: Path = setting(
         MISSING,
-        "A Mixture-of-Experts GGUF, or hf:OWNER/NAME[/FILE] to fetch one.",
+        "A GGUF, or hf:OWNER/NAME[/FILE]. It is of a Mixture-of-Experts model; hf: fetches one "
+        "from the Hugging Face Hub.",
         shown="the demo",
         group=MODEL,
     )
@@ -170,14 +171,15 @@ class Config(Settings):
     high_tier: str | None = setting(
         None,
         "Precision of the experts that matter most, as q4_k.",
-        metavar="TIER",
+        metavar="NAME",
         shown="the best, or by fit where the policy mixes them",
         group=MORE,
     )
     low_tier: str | None = setting(
         None,
-        f"Precision where it matters less. With {SKIP_TIER} such experts are left out.",
-        metavar="TIER",
+        "Lower precision to use, as q2_k. It is for experts that matter less; with "
+        f"{SKIP_TIER} these are left out.",
+        metavar="NAME",
         shown="by policy",
         group=PRECISION,
     )
@@ -197,7 +199,7 @@ class Config(Settings):
         DEFAULT_KV,
         "Precision of the context, f16 or q8_0. It is that of its keys and values; q8_0 takes half "
         "of the memory, and needs flash attention.",
-        metavar="TYPE",
+        metavar="NAME",
         choices=tuple(KV_TYPES),
         group=MEMORY,
     )

@@ -47,7 +47,7 @@ CANNOT_RUN = 3
     "picture",
     type=NEW_FILE,
     metavar="OUT.png",
-    help="Draw the bytes of each layer and tier there (or .svg); needs the extra `plot`.",
+    help="Draw the bytes of each layer and precision there (or .svg); needs the extra `plot`.",
 )
 @FORCE
 def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -> None:

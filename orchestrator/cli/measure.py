@@ -119,7 +119,7 @@ for _name, _place in BENCHMARKS.items():
     metavar="FILE",
     help='Questions to answer, as JSON lines {"question", "choices", "answer"}.',
 )
-@click.option("--kl", is_flag=True, help="Compare with the best tier of the file.")
+@click.option("--kl", is_flag=True, help="Compare with the best precision of the file.")
 @click.option(
     "--kl-from",
     cls=Option,
@@ -204,7 +204,7 @@ for _name, _place in BENCHMARKS.items():
     group=MORE,
     metavar="TYPES",
     help="What the studies memory and equal compare with, all experts in one type: "
-    "types made from the best tier, .gguf files of the same model, or none.  [default: "
+    "precisions made from the best one, .gguf files of the same model, or none.  [default: "
     "q2_k,q3_k,q4_k,q5_k,q6_k]",
 )
 @click.option(
@@ -219,7 +219,7 @@ for _name, _place in BENCHMARKS.items():
 @FORCE
 @JSON
 def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any) -> None:
-    """Measure quality: perplexity, distance from the best tier, multiple choice.
+    """Measure quality: perplexity, distance from the best precision, multiple choice.
 
     Each token is decided on its own, as in an answer: what is decided for a prompt sees its
     later tokens."""
@@ -259,7 +259,7 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
     "--reference",
     type=FILE,
     metavar="FILE",
-    help="The same model in full precision, as F16.  [default: the best tier]",
+    help="The same model in full precision, as F16.  [default: the best precision of the file]",
 )
 @click.option(
     "--types",

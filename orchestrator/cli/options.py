@@ -206,7 +206,14 @@ def of_policies(names: Sequence[str]) -> str:
 _OWN = [each for each in Config.declared().values() if each.option]
 _MODEL = [each for each in _OWN if not (each.answer or each.conversation)]
 
-model_options = together(*map(option_of, _MODEL), *policy_options())
+
+def options_of_model(none: str | None = None) -> Callable[[F], F]:
+    """What says which model runs, and how. none: what is without a model, but for the demo."""
+    own = [option_of(each, none if each.name == "model" else None) for each in _MODEL]
+    return together(*own, *policy_options())
+
+
+model_options = options_of_model()
 answer_options = together(*(option_of(each) for each in _OWN if each.answer))
 conversation_options = together(*(option_of(each) for each in _OWN if each.conversation))
 

@@ -99,7 +99,7 @@ def _names_for(source: Path, ram_bytes: int) -> list[str]:
 @click.command(cls=Command)
 @click.argument("source", metavar="IN", type=FILE)
 @click.argument("target", metavar="OUT", type=NEW_FILE)
-@click.option("--tier", required=True, metavar="TIER", help="The precision to keep, as q4_k.")
+@click.option("--tier", required=True, metavar="NAME", help="The precision to keep, as q4_k.")
 @click.option(
     "--keep-types",
     is_flag=True,

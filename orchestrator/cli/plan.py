@@ -22,8 +22,8 @@ from orchestrator.cli.options import (
     NEW_FILE,
     chat_config,
     config_without_model,
-    model_options,
     note,
+    options_of_model,
     say_result,
 )
 from orchestrator.cost.known import FITS, LONG, NO_ROOM, STREAMS, WELL, Known, Row, known_here
@@ -39,7 +39,17 @@ _KNOWN_HEAD = (
     *("memory GiB", "disk GiB"),
 )
 _COLUMNS = 100
-_HEAD = ("", "plan", "tiers", "experts", "ms/token", "tok/s", "first prompt", "prompt", "KL, nats")
+_HEAD = (
+    "",
+    "plan",
+    "precision",
+    "experts",
+    "ms/token",
+    "tok/s",
+    "first prompt",
+    "prompt",
+    "loss, nats",
+)
 
 
 def render(found: Frontier, best: str) -> str:
@@ -138,7 +148,7 @@ def _of_known(as_json: bool, options: dict[str, Any]) -> None:
 
 @click.command(cls=Command)
 @click.argument("named", metavar="[MODEL]", required=False)
-@model_options
+@options_of_model("a table")
 @JSON
 @click.option(
     "--plot",
@@ -154,8 +164,8 @@ def plan(named: str | None, as_json: bool, picture: Path | None, **options: Any)
     Without a model: a table of known ones, each as it would run here. With a file, with
     hf:OWNER/NAME/FILE or with a URL, of which the header alone is read: its plans by speed and
     loss, and the one that is taken. Each is predicted: milliseconds a token, seconds until the
-    first token, and the KL from the file's best precision where `moe-edge calibrate` has fitted it.
-    With --max-loss, `chat` and `serve` take the fastest plan within it.
+    first token, and the loss from the file's best precision where `moe-edge calibrate` has fitted
+    it: KL in nats a token. With --max-loss, `chat` and `serve` take the fastest plan within it.
     """
     if named is not None and options["model"] is not None:
         raise click.UsageError("the model is named twice: leave -m out")
@@ -172,7 +182,7 @@ def _of_one(asked: str, as_json: bool, picture: Path | None, options: dict[str, 
     """The plans of a model that is named as a file, on the Hub, or by a URL."""
     from gguf_tools.hub import fetch_headers, find_pulled, is_remote
     from orchestrator.cli import pictures
-    from orchestrator.cli.doctor import examine
+    from orchestrator.cli.machine import examine
     from orchestrator.cost.disk import machine_bandwidth
 
     if picture is not None:
@@ -203,7 +213,7 @@ def _of_one(asked: str, as_json: bool, picture: Path | None, options: dict[str, 
 
 
 def _report(found: dict[str, Any], plans: Frontier | None) -> str:
-    from orchestrator.cli.doctor import render as render_machine
+    from orchestrator.cli.machine import render as render_machine
 
     head = render_machine(found)
     return head if plans is None else f"{head}\n\n{render(plans, found['best_tier'])}"

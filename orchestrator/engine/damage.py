@@ -1,4 +1,5 @@
-"""Whether a packed model's files hold what was written: their checksums, while the model loads.
+"""Whether a model's files hold what was written: a packed one's checksums, while it loads, and
+whether anybody writes to them since.
 
 The store compares each slice of an expert where it is read. What llama.cpp reads itself is read a
 second time here, beside it and through the same page cache, and compared before the first token.
@@ -10,6 +11,7 @@ import os
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,6 +63,34 @@ def with_checksums(spec: StoreSpec, checksums: Checksums) -> StoreSpec:
         return replace(each, checksums=known.get((each.file, each.offset), ()))
 
     return spec.with_slices(compared)
+
+
+class InUse:
+    """Files that are read as long as a model runs. Looking takes some microseconds for each."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._known = {path: _stamp(path) for path in paths}
+
+    def look(self) -> tuple[str, bool]:
+        """(a sentence about a file that changed, empty where none did; whether what is read of it
+        changed, too). Another file of its name leaves the one alone that was opened."""
+        replaced = ""
+        for path, known in self._known.items():
+            now = _stamp(path)
+            if now != known and known and now and now[0] == known[0]:
+                return f"{path} was written to while it is in use: start the server again.", True
+            if now != known:
+                replaced = f"{path} is another file now: answers come from the one of the start."
+        return replaced, False
+
+
+def _stamp(path: Path) -> tuple[tuple[int, int], int, int] | None:
+    """Which file it is, its size and the time when it was written; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return (found.st_dev, found.st_ino), found.st_size, found.st_mtime_ns
 
 
 def managed_places(model: ExpertModel) -> set[Place]:

@@ -176,6 +176,10 @@ class Engine(Closing):
         most, by earlier runs and by this one. Returns at once."""
         self._loaded.driver.idle(self._loader.learned.usage.recall())
 
+    def look_at_files(self) -> tuple[str, bool]:
+        """Of the model's, as InUse.look."""
+        return self._loader.files.look()
+
     def end_idle(self) -> None:
         """Ends idle: what decodes without generate, eval or decode_batch calls it before a step.
         It waits for one expert's read at most."""

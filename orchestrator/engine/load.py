@@ -11,7 +11,7 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
 from orchestrator.config import Config
 from orchestrator.cost.planner import Planner, Runs
-from orchestrator.engine.damage import DataCheck, managed_places
+from orchestrator.engine.damage import DataCheck, InUse, managed_places
 from orchestrator.engine.driver import Driver, PlainDriver
 from orchestrator.engine.learned import Learned
 from orchestrator.engine.llama_parts import context_of, weights_of
@@ -80,7 +80,7 @@ class Loader:
         self.bindings, self.gpu = self.planner.bindings, self.planner.gpu
         self.learned = Learned(config, model, self.planner)
         self._specs = StoreSpecs(config, model, self.bindings, self.gpu)
-        self._model = model
+        self._model, self.files = model, InUse(model.files)
         # What llama.cpp reads was found to be what was written, for plans that are managed or not.
         self._sound: set[bool] = set()
         self._can_be_managed = False

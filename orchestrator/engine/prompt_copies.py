@@ -191,16 +191,20 @@ class PromptFolder:
         tokens: Sequence[int] | np.ndarray,
         has_part: bool,
         marks: Sequence[Mark],
-        write_state: Callable[[Path], int],
+        write_state: Callable[[Path], int | None],
     ) -> None:
         """Writes a sequence, in the place of those that it goes on from. write_state: writes
-        llama.cpp's file to a path, and returns its bytes or 0. What cannot be written is noted."""
+        llama.cpp's file to a path, and returns its bytes, 0 where it cannot, or None where there is
+        nothing to keep. What cannot be written is noted."""
         path = self._target(key, tokens)
         remove_abandoned(path)
         try:
             unfinished = UnfinishedFile(path, 0o600)
             try:
-                _write(unfinished, key, has_part, marks, write_state)
+                state_end = write_state(unfinished.part)
+                if state_end is None:
+                    return
+                _write(unfinished, key, has_part, marks, state_end)
                 size = os.fstat(unfinished.fd).st_size
                 if size > self._most_bytes:
                     self._note(
@@ -233,8 +237,8 @@ class PromptFolder:
         self, listed: Listed, most_bytes: int, read_state: Callable[[Path], bool]
     ) -> tuple[Mark, ...] | None:
         """Checks a file, and lets read_state read llama.cpp's part of it. Returns the marks of at
-        most so many bytes, the latest ones; None for a file that is damaged, which is dropped, or
-        gone."""
+        most so many bytes, the latest ones; None for a file that is damaged, which is dropped, for
+        one that has no room, which is left to a later run, and for one that is gone."""
         try:
             with open(listed.path, "rb") as file:
                 same = _is_whole(file) and _describe(file, listed.path)
@@ -242,8 +246,12 @@ class PromptFolder:
                     self.drop(listed.path)
                     return None
                 marks = _read_marks(file, listed, most_bytes)
-            if not np.array_equal(same.tokens, listed.tokens) or not read_state(listed.path):
+            if not np.array_equal(same.tokens, listed.tokens):
                 self.drop(listed.path)
+                return None
+            if not read_state(listed.path):
+                self._unusable.add(listed.path)
+                self._note(f"{listed.path}: no room for this kept conversation: it is read again.")
                 return None
             os.utime(listed.path)
         except OSError:
@@ -306,10 +314,9 @@ def _write(
     key: str,
     has_part: bool,
     marks: Sequence[Mark],
-    write_state: Callable[[Path], int],
+    state_end: int,
 ) -> None:
-    """Raises OSError."""
-    state_end = write_state(unfinished.part)
+    """What follows llama.cpp's bytes. Raises OSError."""
     if not state_end:
         raise OSError(5, "llama.cpp cannot write it")
     with os.fdopen(os.dup(unfinished.fd), "r+b") as file:

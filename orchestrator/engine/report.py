@@ -31,7 +31,7 @@ def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
     if config.kv != DEFAULT_KV:
         context += f" in {config.kv}"
     if not isinstance(driver, Driver):
-        return f"plain upstream path: {plan.reason}{context}"
+        return f"llama.cpp's own path: {plan.reason}{context}"
     slots = format_size(plan.slots.total_bytes) if plan.slots else "no"
     stats = driver.store.stats()
     direct = "direct I/O" if stats.direct_io else "buffered I/O"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, takewhile
@@ -16,7 +16,7 @@ from gguf_tools import interrupts
 from orchestrator.errors import NativeError
 from orchestrator.native.abi import fields_of
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 _ERROR_BYTES = 512
 _NO_SEED = 0xFFFFFFFF
 # Why moe_edge_request_run ended before the end of an answer.
@@ -43,6 +43,9 @@ class CServerConfig(ctypes.Structure):
 
 
 _BEFORE_STEP = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+_BEFORE_PROMPT = ctypes.CFUNCTYPE(
+    None, ctypes.c_void_p, ctypes.c_int32, ctypes.POINTER(ctypes.c_int32), ctypes.c_int32
+)
 _POINTER, _TEXT, _SIZE = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_server_create": (
@@ -50,14 +53,21 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         [_POINTER, _POINTER, ctypes.POINTER(CServerConfig), _TEXT, _SIZE],
     ),
     "moe_edge_server_set_before_step": (None, [_POINTER, _POINTER, _POINTER]),
+    "moe_edge_server_set_before_prompt": (None, [_POINTER, _BEFORE_PROMPT, _POINTER]),
     "moe_edge_server_run": (None, [_POINTER]),
     "moe_edge_server_forget": (ctypes.c_int, [_POINTER, ctypes.c_int32]),
-    "moe_edge_server_save": (ctypes.c_int64, [_POINTER, ctypes.c_int32, _TEXT]),
+    "moe_edge_server_save": (
+        ctypes.c_int64,
+        [_POINTER, ctypes.c_int32, _TEXT, ctypes.POINTER(ctypes.c_int32)],
+    ),
     "moe_edge_server_restore": (ctypes.c_int64, [_POINTER, ctypes.c_int32, _TEXT]),
     "moe_edge_server_stop": (None, [_POINTER]),
     "moe_edge_server_free": (None, [_POINTER]),
     "moe_edge_server_route": (_TEXT, [ctypes.c_int]),
-    "moe_edge_request_create": (_POINTER, [_POINTER, _TEXT, _TEXT, _SIZE]),
+    "moe_edge_request_create": (
+        _POINTER,
+        [_POINTER, _TEXT, _TEXT, _SIZE, ctypes.POINTER(ctypes.c_int32), _SIZE],
+    ),
     "moe_edge_request_run": (ctypes.c_int, [_POINTER, ctypes.c_int]),
     "moe_edge_request_take": (
         ctypes.c_int,
@@ -155,7 +165,7 @@ class NativeServer:
         )
         if not self._handle:
             raise NativeError(message.value.decode("utf-8", "replace"))
-        self._trampoline: Any = None
+        self._trampolines: list[Any] = []
         self.error: BaseException | None = None
 
     def set_before_step(self, function: Callable[[bool], None]) -> None:
@@ -173,9 +183,21 @@ class NativeServer:
                 return 1
             return 0
 
-        self._trampoline = _BEFORE_STEP(before)
-        address = ctypes.cast(self._trampoline, ctypes.c_void_p)
+        self._trampolines.append(_BEFORE_STEP(before))
+        address = ctypes.cast(self._trampolines[-1], ctypes.c_void_p)
         self.lib.moe_edge_server_set_before_step(self.handle, address, None)
+
+    def set_before_prompt(self, function: Callable[[int, list[int]], None]) -> None:
+        """Before run: on the thread of a request, function gets each of its sequences and the
+        tokens of the one prompt that will be read there, none where that is not known; before
+        anything is read. It raises nothing."""
+
+        @interrupts.called_from_c
+        def before(_user: int | None, sequence: int, tokens: Any, n_tokens: int) -> None:
+            function(sequence, tokens[:n_tokens])
+
+        self._trampolines.append(_BEFORE_PROMPT(before))
+        self.lib.moe_edge_server_set_before_prompt(self.handle, self._trampolines[-1], None)
 
     @property
     def handle(self) -> int:
@@ -193,14 +215,18 @@ class NativeServer:
         server ends."""
         return int(self.lib.moe_edge_server_forget(self.handle, sequence)) == 0
 
-    def save(self, sequence: int, path: Path) -> int:
-        """Beside run: writes what a sequence holds on which no request decodes to a file, tokens
-        first. Returns llama.cpp's bytes of it; 0 where that fails, or the server ends."""
-        done = self.lib.moe_edge_server_save(self.handle, sequence, os.fsencode(path))
-        return max(0, int(done))
+    def save(self, sequence: int, path: Path) -> tuple[int, int]:
+        """Beside run, and behind it: writes what a sequence holds on which no request decodes to a
+        file, tokens first. Returns llama.cpp's bytes of it, 0 where that fails or the server is
+        about to end, and how many tokens these are."""
+        n_tokens = ctypes.c_int32()
+        done = self.lib.moe_edge_server_save(
+            self.handle, sequence, os.fsencode(path), ctypes.byref(n_tokens)
+        )
+        return max(0, int(done)), n_tokens.value
 
     def restore(self, sequence: int, path: Path) -> bool:
-        """Beside run: as save, the other way round. False where that fails, and the sequence holds
+        """Beside run: the other way round. False where that fails, and the sequence holds
         nothing then."""
         done = self.lib.moe_edge_server_restore(self.handle, sequence, os.fsencode(path))
         return int(done) > 0
@@ -210,10 +236,14 @@ class NativeServer:
         if self._handle is not None:
             self.lib.moe_edge_server_stop(self._handle)
 
-    def request(self, route: str, body: bytes) -> NativeRequest:
-        """A request that has not begun. Raises NativeError for a route that there is not, and where
-        there is no memory."""
-        handle = self.lib.moe_edge_request_create(self.handle, route.encode(), body, len(body))
+    def request(self, route: str, body: bytes, sequences: Sequence[int] = ()) -> NativeRequest:
+        """A request that has not begun. sequences: those that its prompts are read into, by turns;
+        llama.cpp chooses where there are none. Raises NativeError for a route that there is not,
+        and where there is no memory."""
+        given = (ctypes.c_int32 * len(sequences))(*sequences)
+        handle = self.lib.moe_edge_request_create(
+            self.handle, route.encode(), body, len(body), given, len(sequences)
+        )
         if not handle:
             raise NativeError(f"llama.cpp's server has no route {route}, or no memory for it")
         return NativeRequest(self.lib, handle)

@@ -225,8 +225,9 @@ class FloorSettings(LookAhead):
 
     max_loss: float = setting(
         0.01,
-        "Loss that is allowed, in nats a token. It is the mean KL divergence from the best "
-        "precision in use, and 0.01 with the policy floor where nothing is asked for.",
+        "Loss allowed; Q4_K's is about 0.01. It is how far the probabilities of an answer's tokens "
+        "move from those of the best precision in use: the mean KL divergence, in nats a token. "
+        "With the policy floor it is 0.01 where nothing is asked for.",
         metavar="NATS",
         within=(0.0, 100.0),
         live=True,

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from orchestrator.serve.wire import ANTHROPIC, Refusal
+from orchestrator.serve.wire import Refusal
 
 T = TypeVar("T")
 
@@ -169,21 +169,25 @@ class Conversation:
         return shared if shared >= enough else 0
 
 
-def conversation_of(route: str, data: dict[str, Any]) -> Conversation | None:
-    """What a request goes on from; None where no sequence can be named for it."""
-    prompt = data.get("prompt", data.get("input_prefix"))
-    # llama.cpp's form of Anthropic's requests drops the field that names a sequence.
-    if route == ANTHROPIC or data.get("n_cmpl", data.get("n", 1)) not in (None, 1):
-        return None
+def conversations_of(data: dict[str, Any], most: int) -> list[Conversation]:
+    """What a request goes on from, for each sequence that it takes: one for each of its prompts,
+    `most` of them at most; or for one prompt one for each of its answers."""
+    n = data.get("n_cmpl", data.get("n", 1))  # in llama.cpp's order
     messages = data.get("messages", data.get("input"))
     if messages is not None:
-        return _of_messages(messages, data)
-    if isinstance(prompt, str) or (
-        isinstance(prompt, list) and all(isinstance(each, int) for each in prompt)
-    ):
-        cut = range(0, len(prompt), _PIECE_CHARS)
-        return Conversation(_digests(prompt[at : at + _PIECE_CHARS] for at in cut))
-    return None  # several prompts, each of which takes a sequence
+        return [_of_messages(messages, data)] + [Conversation()] * (n - 1)
+    prompt = data.get("prompt", data.get("input_prefix"))
+    is_one = not isinstance(prompt, list) or any(isinstance(each, int) for each in prompt)
+    if n > 1 or is_one or not prompt:
+        return [_of_text(prompt)] + [Conversation()] * (n - 1)
+    return [_of_text(each) if len(prompt) <= most else Conversation() for each in prompt[:most]]
+
+
+def _of_text(prompt: Any) -> Conversation:
+    if not isinstance(prompt, (str, list)):
+        return Conversation()
+    cut = range(0, len(prompt), _PIECE_CHARS)
+    return Conversation(_digests(prompt[at : at + _PIECE_CHARS] for at in cut))
 
 
 def _of_messages(messages: Any, data: dict[str, Any]) -> Conversation:
@@ -213,7 +217,7 @@ class _Seat:
 
 class Seats:
     """The sequences of one server, each with the conversation that it was last given. Who takes
-    gives back what it got, by leave, once.
+    gives back what it got, by leave, once, and takes no more than the gate has places.
 
     Left to itself, llama.cpp gives a request the idle sequence whose tokens begin most like it,
     from a tenth of the prompt on, and writes over what follows there. Conversations with one system
@@ -224,49 +228,26 @@ class Seats:
 
     def __init__(self, n: int) -> None:
         self._seats = [_Seat() for _ in range(n)]
-        self._taken = 0
-        self._nameless = 0
+        self._n_taken = 0
 
-    def take(self, asked: Conversation | None, cells: int = 0) -> tuple[int | None, int]:
-        """The sequence for a request, and how many cells of the context it may still hold, which
-        stay until its prompt begins. No sequence where llama.cpp has to choose: for a request for
-        which none can be named, and beside such a one, which may have got any. cells: that the
-        request may leave behind."""
-        idle = [seat for seat in self._seats if not seat.busy]
-        if asked is None or self._nameless or not idle:
-            self._nameless += 1
-            held = max((seat.cells for seat in idle), default=0)
-            for seat in idle:
-                seat.cells = max(seat.cells, cells)
-            return None, held
-        seat = max(idle, key=lambda each: (asked.goes_on(each.holds), -each.last))
-        self._taken += 1
-        held, seat.cells = seat.cells, cells
-        seat.holds, seat.busy, seat.last = asked, True, self._taken
-        return self._seats.index(seat), held
+    def take(self, asked: Iterable[Conversation], cells: int = 0) -> tuple[list[int], int]:
+        """A sequence for each of these, and how many cells of the context they may still hold,
+        which stay until a prompt begins there. cells: that the request may leave behind."""
+        taken, held = [], 0
+        for each in asked:
+            number = max(
+                (number for number, seat in enumerate(self._seats) if not seat.busy),
+                key=lambda at: (each.goes_on(self._seats[at].holds), -self._seats[at].last),
+            )
+            taken.append(number)
+            held += self._seats[number].cells
+            self._n_taken += 1
+            self._seats[number] = _Seat(each, True, self._n_taken, cells)
+        return taken, held
 
-    def candidates(self, taken: int | None) -> list[int]:
-        """The sequences of which a request that took this one may have got any."""
-        if taken is not None:
-            return [taken]
-        return [number for number, seat in enumerate(self._seats) if not seat.busy]
-
-    def leave(self, taken: int | None) -> None:
-        if taken is not None:
-            self._seats[taken].busy = False
-            return
-        self._nameless -= 1
-        for seat in self._seats:
-            seat.holds = Conversation()
-
-
-def with_seat(body: bytes, taken: int | None) -> bytes:
-    """A JSON object's text with the field that names a sequence. The object has none."""
-    if taken is None:
-        return body
-    rest = body.lstrip()[1:].lstrip()
-    comma = b"" if rest.startswith(b"}") else b","
-    return b'{"id_slot":%d%s' % (taken, comma) + rest
+    def leave(self, taken: Iterable[int]) -> None:
+        for number in taken:
+            self._seats[number].busy = False
 
 
 async def outlasting(work: asyncio.Future[T], give_up: Callable[[], None] = lambda: None) -> T:

@@ -16,9 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from orchestrator.errors import NativeError, PolicyError
 from orchestrator.native import NativeRequest
-from orchestrator.serve.admission import Body, Conversation, with_seat
+from orchestrator.serve.admission import Body, Conversation
 from orchestrator.serve.backend import SCORE_BYTES, STOPPING, Backend, State
-from orchestrator.serve.kept import KeptConversations
 from orchestrator.serve.wire import (
     NOT_SUPPORTED,
     Refusal,
@@ -86,25 +85,23 @@ class Outlet:
 class Asked:
     """What a request asks for, beside what llama.cpp gets of it.
 
-    places: how many sequences it takes; cells: of the context that all share; conversation: which
-    sequence may hold what it goes on from; settings: what the policy goes by; shape: turns
-    llama.cpp's answer into the form of its path. check: raises Refusal for a request that llama.cpp
+    places: of the gate; cells: of the context that all share; conversations: what each sequence
+    that it takes may hold already; settings: what the policy goes by; shape: turns llama.cpp's
+    answer into the form of its path. check: raises Refusal for a request that llama.cpp
     would refuse; asked before a stream begins whose turn has not come. compute: makes the answer in
     the place of llama.cpp's server, on a sequence; the parts of a JSON object, for which the place
-    is not kept. outlet: the way out where it is not that of the path. prompt: its
-    tokens, where conversations are kept on disk; none where they are not known.
+    is not kept. outlet: the way out where it is not that of the path.
     """
 
     is_stream: bool
     places: int
     cells: int
-    conversation: Conversation | None
+    conversations: Sequence[Conversation]
     settings: Settings | None
     shape: Shaping | None
     check: Callable[[], Awaitable[None]]
     compute: Callable[[int], Awaitable[Iterable[bytes]]] | None = None
     outlet: Callable[[Send], Outlet] | None = None
-    prompt: Sequence[int] = ()
 
 
 class Answer:
@@ -155,15 +152,14 @@ class Answer:
                 await self._turn(ticket.turn, out)
                 self._backend.go_by(self._asked.settings)
                 seats, cells = self._state.seats, self._asked.cells
-                seat, stale = seats.take(self._asked.conversation, cells)
-                held.callback(seats.leave, seat)
+                taken, stale = seats.take(self._asked.conversations, cells)
+                held.callback(seats.leave, taken)
                 if not self._state.gate.widen(ticket, stale):
-                    await self._empty(seats.candidates(seat))
+                    await self._empty(taken)
                 if self._asked.compute is None:
-                    await self._recall(seat)
-                    await self._ask(with_seat(self._body.take(), seat), out, held, abort, seat)
+                    await self._ask(self._body.take(), taken, out, held, abort)
                     return
-                parts = await self._asked.compute(seat or 0)
+                parts = await self._asked.compute(taken[0])
                 held.close()
                 self._state.unread.keep(self, SCORE_BYTES * self._backend.most_scored, abort)
                 await out.begin(200, JSON)
@@ -184,31 +180,18 @@ class Answer:
         for each in sequences:
             await loop.run_in_executor(self._state.quick, self._backend.forget, each)
 
-    def _kept(self, seat: int | None) -> tuple[KeptConversations, int] | None:
-        """Where conversations are kept on disk, and the sequence of this one; None where they are
-        not, or llama.cpp chooses the sequence."""
-        kept, n = self._backend.kept, self._state.settings.parallel
-        sequence = 0 if seat is None and n == 1 else seat
-        return None if kept is None or sequence is None else (kept, sequence)
-
-    async def _recall(self, seat: int | None) -> None:
-        found, loop = self._kept(seat), asyncio.get_running_loop()
-        if found is not None:
-            kept, sequence = found
-            await loop.run_in_executor(kept.thread, kept.recall, sequence, self._asked.prompt)
-
     async def _ask(
         self,
         body: bytes,
+        sequences: list[int],
         out: Outlet,
         held: ExitStack,
         abort: Callable[[], None],
-        seat: int | None,
     ) -> None:
         """Runs the request on a thread of its own and sends what comes."""
         until_now = self._backend.costs()
         is_shared = self._state.gate.running > 1
-        request = self._backend.request(self._route, body)
+        request = self._backend.request(self._route, body, sequences)
         del body  # llama.cpp has its own, as long as it is at work
 
         def costs() -> dict[str, Any]:
@@ -218,6 +201,7 @@ class Answer:
 
         def at_end() -> None:
             self._final = costs()  # what runs afterwards is no part of it
+            self._backend.answered(sequences, request.status == 200)
             held.close()
             if not self._is_over:
                 self._state.unread.keep(self, self._sending + request.n_left, abort)
@@ -252,15 +236,12 @@ class Answer:
                         before = made(text[:failed_at], status, is_stream)
                         await self._send(out, status, is_stream, before)
                     raise self._failed(text[failed_at:])
+                self._state.check()
                 if status == NOT_SUPPORTED:
                     raise Refusal(400, message_of(text))
                 is_shared = is_shared or self._state.gate.running > 1
                 await self._send(out, status, is_stream, made(text, status, is_stream))
             await parts.close()  # raises what the thread raised, while an error can be said
-            found = self._kept(seat)
-            if found is not None and request.status == 200:
-                kept, sequence = found
-                kept.thread.submit(kept.answered, sequence, self._asked.prompt)
             if out.status is None:
                 await out.begin(request.status, JSON)
             await out.part(b"", more=False)

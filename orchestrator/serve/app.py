@@ -15,14 +15,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from orchestrator.errors import ConfigError, MoeEdgeError
-from orchestrator.serve.admission import Body, Conversation, Holding, conversation_of
+from orchestrator.serve.admission import Body, Conversation, Holding, conversations_of
 from orchestrator.serve.answer import Answer, Asked
 from orchestrator.serve.backend import Backend, State
 from orchestrator.serve.door import Door, error_response
 from orchestrator.serve.ollama import VERSION, Lines, OllamaRequest, described, shown
 from orchestrator.serve.requests import (
     check_length,
-    prompt_tokens,
     read_request,
     settle_length,
     settle_probs,
@@ -110,22 +109,21 @@ class Endpoints:
         parallel = state.settings.parallel
         data, changes = read_request(route, body.data, backend)
         settings = backend.settings_for(changes)
-        make = shape = conversation = None
-        cells = 0
+        make = shape = None
+        conversations, cells = [Conversation()], 0
         ask = partial(_asked, backend)
         if wants_scores(route, data):
-            places, conversation = parallel, Conversation()  # nothing else decodes
+            places = parallel  # nothing else decodes
             make = partial(self._score, backend, body)
         else:
             shape = settle_probs(route, data, backend.slot_context)
-            places = _places(data, parallel)
+            _check_places(data, parallel)
             if parallel > 1:
-                conversation = conversation_of(route, data)
+                conversations = conversations_of(data, parallel)
+            places = len(conversations)
             if backend.parallel > 1:
                 cells = settle_length(ask, route, data, backend, places)
         body.data = written(data)
-        is_kept = backend.kept is not None and make is None
-        prompt = prompt_tokens(ask, route, body.data) if is_kept else []
 
         async def check() -> None:
             if backend.parallel > 1:
@@ -134,9 +132,7 @@ class Endpoints:
             await state.bodies.run(checking)
 
         is_stream = data.get("stream") is True
-        asked = Asked(
-            is_stream, places, cells, conversation, settings, shape, check, make, outlet, prompt
-        )
+        asked = Asked(is_stream, places, cells, conversations, settings, shape, check, make, outlet)
         return Answer(state, backend, route, body, asked)
 
     async def _score(self, backend: Backend, body: Body, sequence: int) -> Iterable[bytes]:
@@ -256,12 +252,11 @@ def _asked(backend: Backend, route: str, body: bytes) -> tuple[int, bytes]:
     return backend.request(route, body).whole()
 
 
-def _places(data: dict[str, Any], most: int) -> int:
-    """How many sequences a request takes: its `n`. Raises Refusal for more than there are."""
+def _check_places(data: dict[str, Any], most: int) -> None:
+    """Raises Refusal for a request of more answers to a prompt than there are sequences."""
     n: int = data.get("n_cmpl", data.get("n", 1))  # in llama.cpp's order
     if n > most:
         raise Refusal(400, f"n is {n}, and this server answers {most} at once (--parallel)")
-    return n
 
 
 async def _refused(request: Request, error: Exception) -> Response:

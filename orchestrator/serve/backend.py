@@ -9,7 +9,7 @@ import sys
 import threading
 import unicodedata
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -220,6 +220,7 @@ class Backend:
         threads begin that are in llama.cpp for a request; note gets what is to be said while it
         serves. Raises MoeEdgeError in one of its forms."""
         self.name = settings.alias or config.model.stem
+        self._note, self._noted = note, ""
         self.parallel, self.max_tokens = settings.parallel, config.max_tokens
         template = settings.chat_template
         self.most_body_bytes = settings.most_body_bytes(config.ctx)
@@ -268,6 +269,7 @@ class Backend:
             self.kept: KeptConversations | None = None
             if engine.prompt_folder is not None:
                 self.kept = KeptConversations(engine, self._native, f"{threads}kept", note)
+                self._native.set_before_prompt(self.kept.before_prompt)
         except BaseException:
             self.engine.close()
             raise
@@ -286,16 +288,31 @@ class Backend:
     def _before_step(self, is_answer: bool) -> None:
         self.engine.driver.follow(Phase.DECODE if is_answer else Phase.PREFILL)
 
-    def request(self, route: str, body: bytes) -> NativeRequest:
-        """A request that has not begun; any thread may run it."""
+    def request(self, route: str, body: bytes, sequences: Sequence[int] = ()) -> NativeRequest:
+        """A request that has not begun; any thread may run it. sequences: those that it takes,
+        where it decodes."""
         self.engine.end_idle()
-        return self._native.request(route, body)
+        return self._native.request(route, body, sequences)
+
+    def fault(self) -> str:
+        """Why nothing that comes of the model's files can be right; empty where it can. What
+        happened to them is noted, once."""
+        sentence, is_fault = self.engine.look_at_files()
+        if sentence and sentence != self._noted:
+            self._noted = sentence
+            self._note(sentence)
+        return sentence if is_fault else ""
+
+    def answered(self, sequences: Iterable[int], is_good: bool) -> None:
+        """A request has ended, whose sequences nobody has taken yet. is_good: it did not fail."""
+        if self.kept is not None:
+            self.kept.answered(sequences, is_good)
 
     def forget(self, sequence: int) -> bool:
         """Drops what a sequence holds that nobody decodes on; False at the end of the server."""
         self.engine.end_idle()
         if self.kept is not None:
-            self.kept.thread.submit(self.kept.lose, sequence).result()
+            self.kept.before_prompt(sequence, [])
         return self._native.forget(sequence)
 
     def score(
@@ -475,12 +492,19 @@ class State:
         self.bodies = Bodies(self.quick)
 
     def ready(self) -> Backend:
-        """Raises Refusal while the model loads, and at the end."""
+        """Raises Refusal while the model loads, where its file was written to, and at the end."""
         if self.stopping:
             raise STOPPING
         if self.backend is None:
             raise Refusal(503, "the model is loading")
+        self.check()
         return self.backend
+
+    def check(self) -> None:
+        """Raises Refusal where what the model answers is not to be trusted any more."""
+        fault = self.backend.fault() if self.backend is not None else ""
+        if fault:
+            raise Refusal(503, fault)
 
 
 def _as_bytes(key: str) -> Iterator[bytes]:

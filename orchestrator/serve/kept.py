@@ -3,12 +3,12 @@ them: what one of both has read, the other does not read again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 from orchestrator.engine.driver import PlainDriver
 from orchestrator.engine.engine import Engine
@@ -24,11 +24,8 @@ _TAIL_TOKENS = 16
 
 
 class KeptConversations:
-    """What each sequence holds, and what of it is on disk.
-
-    Its methods but leave are for `thread`, on which one of them runs at a time. Behind recall a
-    request decodes on the sequence, and answered follows where it came to its end.
-    """
+    """What each sequence holds, and what of it is on disk. All work is done on `thread`, one piece
+    after the other; leave is for its end."""
 
     def __init__(
         self,
@@ -40,28 +37,47 @@ class KeptConversations:
         """engine: with a prompt folder; thread: its name; note gets a sentence for the log. Raises
         OSError."""
         assert engine.prompt_folder is not None
-        self._engine, self._native, self._note = engine, native, note
+        self._native, self._note = native, note
         self._folder = engine.prompt_folder
         self._key = state_key(engine.config, engine.model, engine.plan)
-        self._has_part = SequenceState(engine.context).has_part
+        state = SequenceState(engine.context)
+        self._has_part = state.has_part
+        # Of a window llama.cpp's server wants one key more than a file has.
+        self._comes_back = state.recurrent or not state.has_part
         self._held: dict[int, Sequence[int]] = {}  # the prompt that each sequence had last
         self._saved: dict[int, int] = {}  # tokens of that prompt, once it is on disk
-        self._whole: set[int] = set()  # sequences that hold all of that prompt
         self._driver = engine.driver if engine.managed else PlainDriver()
         self._told = 0  # of the folder's notes
         self.thread = ThreadPoolExecutor(1, thread)
 
-    def recall(self, sequence: int, prompt: Sequence[int]) -> None:
-        """Before a prompt is read: where its sequence holds another conversation, that one is
-        written, and the file takes its place that holds most of the prompt."""
-        self._engine.end_idle()
+    def before_prompt(self, sequence: int, prompt: Sequence[int]) -> None:
+        """Before a prompt is read into a sequence on which nothing decodes; it is empty where
+        nobody knows what that will hold. From another thread, which waits for it."""
+        work = self._submitted(self._recall, sequence, prompt)
+        if work is not None:
+            work.result()
+
+    def answered(self, sequences: Iterable[int], is_good: bool) -> None:
+        """Behind a request, before another one gets its sequences. is_good: these hold what they
+        were to, or a part of it."""
+        for each in sequences:
+            self._submitted(self._keep, each, is_good)
+
+    def _submitted(self, work: Callable[..., None], *args: Any) -> Future[None] | None:
+        try:
+            return self.thread.submit(work, *args)
+        except RuntimeError:
+            return None  # the server ends
+
+    def _recall(self, sequence: int, prompt: Sequence[int]) -> None:
+        """Where the sequence holds another conversation, that one is written, and the file takes
+        its place that holds most of the prompt."""
         held = self._held.get(sequence, ())
-        self._whole.discard(sequence)
         live = common_prefix(prompt, held)
         if live < max(1, len(held) - _TAIL_TOKENS):
             self._write(sequence)
             best, most = None, max(live, LEAST_TOKENS)
-            for each in self._folder.of(self._key):
+            for each in self._folder.of(self._key) if self._comes_back else []:
                 common = each.usable(common_prefix(prompt[:-1], each.tokens))
                 if common > most:
                     best, most = each, common
@@ -71,46 +87,36 @@ class KeptConversations:
         self._held[sequence] = prompt
         self._tell()
 
-    def answered(self, sequence: int, prompt: Sequence[int]) -> None:
-        """Behind an answer: what took long to read is written."""
-        if self._held.get(sequence) is not prompt:
-            return  # the next one has begun
-        self._whole.add(sequence)
-        n = len(prompt)
-        if is_worth_writing(n, self._saved.get(sequence, 0)):
+    def _keep(self, sequence: int, is_good: bool) -> None:
+        """What took long to read is written."""
+        if not is_good:
+            self._held[sequence] = ()
+        if is_worth_writing(len(self._held.get(sequence, ())), self._saved.get(sequence, 0)):
             self._write(sequence)
-        self._tell()
-
-    def lose(self, sequence: int) -> None:
-        """Before a sequence forgets what it holds."""
-        self._write(sequence)
-        self._held.pop(sequence, None)
-        self._whole.discard(sequence)
         self._tell()
 
     def leave(self, end_s: float | None) -> None:
         """At the end, once nothing decodes and the native server has returned. end_s: of the
         monotonic clock, when no further conversation is begun to be written."""
-        context = self._engine.context
-        for sequence in self._whole:
-            prompt = self._held[sequence]
-            if self._has_part or (end_s is not None and monotonic() > end_s):
-                continue  # such a memory cannot be cut to the tokens that are known
-            context.forget_from(len(prompt), sequence)
-            state = SequenceState(context, sequence)
-            self._write(sequence, partial(state.save, tokens=prompt))
+        for sequence in self._held:
+            if end_s is None or monotonic() <= end_s:
+                self._write(sequence)
         self._tell()
 
-    def _write(self, sequence: int, save: Callable[[Path], int] | None = None) -> None:
+    def _write(self, sequence: int) -> None:
         prompt = self._held.get(sequence, ())
         n = len(prompt)
         if n < LEAST_TOKENS or self._saved.get(sequence, 0) >= n:
             return
         policy = self._driver.save_sequence(sequence)
         marks = () if policy is None else (Mark(n, None, policy),)
-        write = save or (lambda path: self._native.save(sequence, path))
+
+        def write(path: Path) -> int | None:
+            n_bytes, n_tokens = self._native.save(sequence, path)
+            self._saved[sequence] = min(n, n_tokens)  # an answer follows, or its client left
+            return n_bytes if n_tokens >= LEAST_TOKENS or not n_bytes else None
+
         self._folder.save(self._key, prompt, self._has_part, marks, write)
-        self._saved[sequence] = n
 
     def _bring(self, sequence: int, kept: Listed) -> bool:
         """Puts a file's conversation in the place of what a sequence holds."""

@@ -14,7 +14,15 @@ from starlette.types import Send
 from orchestrator.serve.answer import STREAM, Outlet
 from orchestrator.serve.requests import settle_fields, settle_unserved
 from orchestrator.serve.schemas import JSON, LINES, OLLAMA
-from orchestrator.serve.wire import CHAT, COMPLETIONS, OLLAMA_CHAT, Refusal, message_of, read_object
+from orchestrator.serve.wire import (
+    CHAT,
+    COMPLETIONS,
+    OLLAMA_CHAT,
+    Refusal,
+    message_of,
+    ollama_error,
+    read_object,
+)
 
 # Whose interface this is: clients look whether it is new enough for them.
 VERSION = "0.6.4"
@@ -108,6 +116,10 @@ def _translated(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield made
 
 
+def _line(data: dict[str, Any]) -> bytes:
+    return json.dumps(data, ensure_ascii=False).encode() + b"\n"
+
+
 class Lines(Outlet):
     """The way out of an answer in OpenAI's form, to a client that reads Ollama's."""
 
@@ -136,7 +148,7 @@ class Lines(Outlet):
                     made += self._lines(event[len(b"data: ") :])
         elif not more and self._rest:
             made = [self._whole(self._rest)]
-        text = b"".join(json.dumps(each, ensure_ascii=False).encode() + b"\n" for each in made)
+        text = b"".join(map(_line, made))
         if text or not more:
             await super().part(text, more)
 
@@ -148,8 +160,7 @@ class Lines(Outlet):
     async def fail(self, refusal: Refusal) -> None:
         if self.status is None:
             await self.begin(refusal.status, JSON, refusal.headers)
-        text = json.dumps({"error": refusal.message}, ensure_ascii=False).encode() + b"\n"
-        await super().part(text, more=False)
+        await super().part(_line(ollama_error(refusal.message)), more=False)
 
     def _lines(self, event: bytes) -> Iterator[dict[str, Any]]:
         if event == b"[DONE]":
@@ -157,7 +168,7 @@ class Lines(Outlet):
             return
         data = json.loads(event)
         if "error" in data:
-            yield {"error": message_of(event)}
+            yield ollama_error(message_of(event))
             return
         self._timings = data.get("timings", self._timings)
         for choice in data.get("choices", ()):
@@ -173,7 +184,7 @@ class Lines(Outlet):
     def _whole(self, text: bytes) -> dict[str, Any]:
         data = json.loads(text)
         if "choices" not in data:
-            return {"error": message_of(text)}
+            return ollama_error(message_of(text))
         (choice,) = data["choices"]
         message = choice.get("message", {})
         self._reason, self._timings = choice["finish_reason"], data.get("timings", {})

@@ -648,21 +648,6 @@ def check_length(
     return n_tokens
 
 
-def prompt_tokens(
-    ask: Callable[[str, bytes], tuple[int, bytes]], route: str, body: bytes
-) -> list[int]:
-    """The tokens that llama.cpp makes of a prompt; none where no request that decodes nothing tells
-    them. ask: as of check_length."""
-    prompt = json.loads(body).get("prompt")
-    if route == CHAT:
-        status, answer = ask("/apply-template", body)
-        prompt = json.loads(answer)["prompt"] if status == 200 else None
-    if isinstance(prompt, str):
-        prompt = _tokens_of(ask, prompt)
-    is_one = isinstance(prompt, list) and all(isinstance(each, int) for each in prompt)
-    return prompt if is_one else []
-
-
 def _tokens_of(ask: Callable[[str, bytes], tuple[int, bytes]], text: str) -> list[int] | None:
     body = json.dumps({"content": text, "add_special": True, "parse_special": True})
     status, answer = ask("/tokenize", body.encode())

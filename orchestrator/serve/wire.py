@@ -71,6 +71,11 @@ class Refusal(Exception):
         return {"retry-after": "1"} if self.status in (429, 503) else {}
 
 
+def ollama_error(message: str) -> dict[str, Any]:
+    """An error as Ollama's clients read it."""
+    return {"error": message}
+
+
 def beyond_context(what: str, n_tokens: int, n_ctx: int) -> Refusal:
     """What llama.cpp says of a prompt that a context of n_ctx tokens has no room for. n_tokens: at
     least so many it has."""

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.chat.console import Console
-from orchestrator.cli import doctor
+from orchestrator.cli import machine
 from orchestrator.cli.main import cli
 from orchestrator.cli.options import open_engine
 from orchestrator.config import Config
@@ -72,7 +72,7 @@ class Predicts:
 @pytest.fixture
 def model(three: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(planner, "TimeModel", Predicts)
-    for module in (planner, doctor):
+    for module in (planner, machine):
         monkeypatch.setattr(module, "kept_bandwidth", lambda *_: Bandwidth(1e9))
     return three
 
@@ -143,13 +143,13 @@ def test_nobody_promises_what_a_chat_refuses(model: Path, asked: dict[str, Any],
     config = build(model, **asked)
     with pytest.raises(ConfigError, match=said):
         Engine.open(config)
-    assert said in doctor.examine(config)[0]["plan_note"]
+    assert said in machine.examine(config)[0]["plan_note"]
 
 
 def test_other_policies_leave_aside_what_was_asked_for(model: Path) -> None:
     """In the table, and when a chat changes its policy. A policy that is named is alone there."""
     config = build(model, retention=0.5, low_tier="q2_k")
-    found, _ = doctor.examine(config)
+    found, _ = machine.examine(config)
     assert {"dymoe", "lru", "firm"} <= {each["policy"] for each in found["candidates"]}
     alone = candidates(model, *LITTLE, "--policy", "lru")
     assert [each["policy"] for each in alone["candidates"]] == ["lru"]
@@ -190,7 +190,7 @@ def test_all_say_the_same_of_what_runs(
     with Engine.open(config) as engine:
         assert engine.plan.tier_names == tiers
         mode = engine.mode
-    health, _ = doctor.examine(config)
+    health, _ = machine.examine(config)
     with ExpertModel.open(fitted) as model:
         runs = Planner(config, model).runs(config)
         if config.policy is None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
 from orchestrator.events import Phase
-from orchestrator.serve.backend import Backend, kept_prompts
+from orchestrator.native.server import NativeRequest
+from orchestrator.serve.app import application
+from orchestrator.serve.backend import Backend, State, kept_prompts
+from orchestrator.serve.settings import ServeSettings
 
 from .servers import MIB, answered, ask, broken, serving
 
@@ -43,6 +48,28 @@ def test_what_is_kept_stays_within_what_was_asked_for(cache_ram: int, others: An
         for country in (COUNTRIES[0], *others):
             about(backend, country)
         assert about(backend, COUNTRIES[0])[0] > 40
+
+
+def test_what_is_looked_up_on_disk_is_tokenized_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By llama.cpp, for the answer itself."""
+    with serving(**LRU, prompt_cache=tmp_path) as backend:
+        routes: list[str] = []
+        request = backend._native.request
+
+        def requested(route: str, *more: Any) -> NativeRequest:
+            routes.append(route)
+            return request(route, *more)
+
+        monkeypatch.setattr(backend._native, "request", requested)
+        said = {"messages": [{"role": "user", "content": "What is a fox? " * 9}], "max_tokens": 1}
+        state = State(ServeSettings())
+        state.backend = backend
+        client = TestClient(application(state, print), base_url="http://localhost")
+        assert client.post("/v1/chat/completions", json=said).status_code == 200
+        assert routes == ["/v1/chat/completions"]
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_memory_for_prompts_is_set_aside_without_being_asked_for() -> None:

@@ -30,6 +30,8 @@ extern "C" int32_t llama_process(llama_context * ctx, llama_process_type type, l
 #include <mutex>
 #include <string>
 #include <unordered_set>
+#include <utility>
+#include <vector>
 
 namespace {
 
@@ -37,6 +39,9 @@ namespace {
 // creates a server.
 thread_local llama_model *   given_model   = nullptr;
 thread_local llama_context * given_context = nullptr;
+
+// The request that this thread runs.
+thread_local moe_edge_request * beginning = nullptr;
 
 // The server whose steps this thread computes.
 thread_local moe_edge_server * running = nullptr;
@@ -134,9 +139,11 @@ struct moe_edge_server {
     server_routes    routes;
     llama_context *  llama;
     const size_t     most_ahead;
-    std::atomic<bool> stopping{false};
+    std::atomic<bool> stopping{false}, has_ended{false};
     moe_edge_server_before_step before_step = nullptr;
     void *           before_step_user = nullptr;
+    moe_edge_server_before_prompt before_prompt = nullptr;
+    void *           before_prompt_user = nullptr;
 
     moe_edge_server(const moe_edge_server_config & config, llama_context * llama)
         : params(params_of(config)), routes(params, context), llama(llama), most_ahead(config.most_ahead) {
@@ -151,6 +158,7 @@ struct moe_edge_server {
 struct moe_edge_request {
     moe_edge_server *     server;
     const route *         which;
+    const std::vector<int32_t> sequences;
     std::atomic<bool>     cancelled{false};
     std::function<bool()> should_stop;
     server_http_req       asked;
@@ -163,9 +171,10 @@ struct moe_edge_request {
     bool        awaited   = false;  // nothing was there at the last take
     std::string come, taken;
 
-    moe_edge_request(moe_edge_server * server, const route * which, std::string body)
+    moe_edge_request(moe_edge_server * server, const route * which, std::string body, std::vector<int32_t> sequences)
         : server(server),
           which(which),
+          sequences(std::move(sequences)),
           should_stop([this] { return cancelled || this->server->stopping; }),
           asked{ {}, {}, which->path, "", std::move(body), {}, should_stop } {}
     moe_edge_request(const moe_edge_request &) = delete;
@@ -177,11 +186,13 @@ namespace {
 void begin(moe_edge_request & request) {
     std::string complaint = "the request was given up";
     moe_edge_bounded counted(request.should_stop, 0);
+    beginning = &request;
     try {
         request.answer = (request.server->routes.*request.which->handler)(request.asked);
     } catch (const std::exception & failure) {
         complaint = failure.what();  // what upstream makes of a request that it does not understand
     }
+    beginning = nullptr;
     if (!request.answer) {
         request.answer = std::make_unique<server_http_res>();
         request.answer->status = 400;
@@ -231,7 +242,6 @@ bool moe_edge_server_ends() {
     return running && running->stopping;
 }
 
-// Upstream's code calls these.
 // What comes of a task about a slot that no request decodes on; nullptr where it fails, and where the server ends.
 static server_task_result_ptr do_with_slot(
         moe_edge_server * server, server_task_type type, int32_t sequence, const char * path) {
@@ -242,6 +252,9 @@ static server_task_result_ptr do_with_slot(
         task.slot_action.id_slot  = sequence;
         task.slot_action.filepath = path;
         reader.post_task(std::move(task));
+        if (server->has_ended) {
+            moe_edge_server_finish(reader.queue_tasks);
+        }
         server_task_result_ptr result = reader.next([server] { return server->stopping.load(); });
         return result && !result->is_error() ? std::move(result) : nullptr;
     } catch (const std::exception &) {
@@ -249,9 +262,24 @@ static server_task_result_ptr do_with_slot(
     }
 }
 
-static int64_t n_bytes_of(const server_task_result_ptr & result) {
-    const auto * done = dynamic_cast<const server_task_result_slot_save_load *>(result.get());
-    return done ? int64_t(done->n_bytes) : -1;
+static const server_task_result_slot_save_load * done_of(const server_task_result_ptr & result) {
+    return dynamic_cast<const server_task_result_slot_save_load *>(result.get());
+}
+
+// Upstream's code calls these.
+std::vector<server_task> & moe_edge_server_begin(std::vector<server_task> & tasks) {
+    const size_t n = beginning ? beginning->sequences.size() : 0;
+    for (size_t i = 0; n && i < tasks.size(); i++) {
+        tasks[i].id_slot = beginning->sequences[i % n];
+    }
+    const auto call = n ? beginning->server->before_prompt : nullptr;
+    const bool is_known = tasks.size() == 1 || (tasks.size() <= n && !tasks[0].is_parent());
+    for (size_t i = 0; call && i < n; i++) {
+        static const llama_tokens none;
+        const llama_tokens & prompt = is_known && i < tasks.size() ? tasks[i].tokens.get_tokens() : none;
+        call(beginning->server->before_prompt_user, beginning->sequences[i], prompt.data(), int32_t(prompt.size()));
+    }
+    return tasks;
 }
 
 extern "C" {
@@ -321,24 +349,35 @@ void moe_edge_server_set_before_step(moe_edge_server * server, moe_edge_server_b
     server->before_step_user = user;
 }
 
+void moe_edge_server_set_before_prompt(moe_edge_server * server, moe_edge_server_before_prompt callback, void * user) {
+    server->before_prompt      = callback;
+    server->before_prompt_user = user;
+}
+
 void moe_edge_server_run(moe_edge_server * server) {
     if (!server->stopping) {
         running = server;
         server->context.start_loop();
         running = nullptr;
     }
+    server->has_ended = true;
 }
 
 int moe_edge_server_forget(moe_edge_server * server, int32_t sequence) {
     return do_with_slot(server, SERVER_TASK_TYPE_SLOT_ERASE, sequence, "") ? 0 : -1;
 }
 
-int64_t moe_edge_server_save(moe_edge_server * server, int32_t sequence, const char * path) {
-    return n_bytes_of(do_with_slot(server, SERVER_TASK_TYPE_SLOT_SAVE, sequence, path));
+int64_t moe_edge_server_save(moe_edge_server * server, int32_t sequence, const char * path, int32_t * n_tokens) {
+    const auto result = do_with_slot(server, SERVER_TASK_TYPE_SLOT_SAVE, sequence, path);
+    const auto * done = done_of(result);
+    *n_tokens = done ? int32_t(done->n_tokens) : 0;
+    return done ? int64_t(done->n_bytes) : -1;
 }
 
 int64_t moe_edge_server_restore(moe_edge_server * server, int32_t sequence, const char * path) {
-    return n_bytes_of(do_with_slot(server, SERVER_TASK_TYPE_SLOT_RESTORE, sequence, path));
+    const auto result = do_with_slot(server, SERVER_TASK_TYPE_SLOT_RESTORE, sequence, path);
+    const auto * done = done_of(result);
+    return done ? int64_t(done->n_bytes) : -1;
 }
 
 void moe_edge_server_stop(moe_edge_server * server) {
@@ -351,10 +390,12 @@ void moe_edge_server_free(moe_edge_server * server) {
 }
 
 moe_edge_request * moe_edge_request_create(
-        moe_edge_server * server, const char * path, const char * body, size_t body_size) {
+        moe_edge_server * server, const char * path, const char * body, size_t body_size,
+        const int32_t * sequences, size_t n_sequences) {
     try {
         const route * which = find_route(path);
-        return which ? new moe_edge_request(server, which, std::string(body, body_size)) : nullptr;
+        return which ? new moe_edge_request(
+            server, which, std::string(body, body_size), { sequences, sequences + n_sequences }) : nullptr;
     } catch (...) {
         return nullptr;
     }

@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define MOE_EDGE_SERVER_ABI_VERSION 6
+#define MOE_EDGE_SERVER_ABI_VERSION 7
 
 #if defined(_WIN32)
 #    define MOE_EDGE_SERVER_API __declspec(dllexport)
@@ -64,6 +64,14 @@ typedef int (*moe_edge_server_before_step)(void * user, int is_answer);
 MOE_EDGE_SERVER_API void moe_edge_server_set_before_step(
     moe_edge_server * server, moe_edge_server_before_step callback, void * user);
 
+// Called on the thread that runs a request, once for each of its sequences, before anything is read there: with the
+// tokens of the one prompt that will be read, or with none where no such is known. Nothing decodes on it yet.
+typedef void (*moe_edge_server_before_prompt)(void * user, int32_t sequence, const int32_t * tokens, int32_t n_tokens);
+
+// Before run.
+MOE_EDGE_SERVER_API void moe_edge_server_set_before_prompt(
+    moe_edge_server * server, moe_edge_server_before_prompt callback, void * user);
+
 // Answers requests until moe_edge_server_stop; every step is computed on this thread.
 MOE_EDGE_SERVER_API void moe_edge_server_run(moe_edge_server * server);
 
@@ -71,10 +79,14 @@ MOE_EDGE_SERVER_API void moe_edge_server_run(moe_edge_server * server);
 // caller may use the context afterwards, until its next request. Returns 0, or -1 where the server ends.
 MOE_EDGE_SERVER_API int moe_edge_server_forget(moe_edge_server * server, int32_t sequence);
 
-// Beside run: writes what a sequence holds to a file, tokens first, or has it hold what such a file has, once no request
-// decodes on it. More may follow in a file that is read. Returns llama.cpp's bytes of the file; -1 where that fails, and
-// where the server ends: a sequence that was to be read holds nothing then.
-MOE_EDGE_SERVER_API int64_t moe_edge_server_save(moe_edge_server * server, int32_t sequence, const char * path);
+// Beside run, or once it has returned and every request is freed: writes what a sequence holds to a file, tokens first,
+// once no request decodes on it. Returns llama.cpp's bytes of the file, and how many tokens it has in n_tokens; -1 where
+// that fails, and while the server ends.
+MOE_EDGE_SERVER_API int64_t moe_edge_server_save(
+    moe_edge_server * server, int32_t sequence, const char * path, int32_t * n_tokens);
+
+// Beside run: the other way round. More may follow in the file. -1 where that fails, and where the server ends: the
+// sequence holds nothing then.
 MOE_EDGE_SERVER_API int64_t moe_edge_server_restore(moe_edge_server * server, int32_t sequence, const char * path);
 
 // Any thread, any time: the running step ends early, every request ends, and so does run.
@@ -84,8 +96,11 @@ MOE_EDGE_SERVER_API void moe_edge_server_stop(moe_edge_server * server);
 MOE_EDGE_SERVER_API void moe_edge_server_free(moe_edge_server * server);
 
 // route: a path of moe_edge_server_route. NULL for another one, and where there is no memory. The body is copied.
+// sequences: those that prompts are read into, by turns, of one that decodes; other answers to a prompt get any that
+// are free. Without any, llama.cpp chooses.
 MOE_EDGE_SERVER_API moe_edge_request * moe_edge_request_create(
-    moe_edge_server * server, const char * route, const char * body, size_t body_size);
+    moe_edge_server * server, const char * route, const char * body, size_t body_size,
+    const int32_t * sequences, size_t n_sequences);
 
 // Answers the request, to its end. ready: a file descriptor that gets a byte when something has come for one who
 // found nothing at the last moe_edge_request_take; -1 where nobody waits. Returns 0, or where it ended before its end: -1

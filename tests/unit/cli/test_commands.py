@@ -95,7 +95,7 @@ def test_what_would_run_is_said_of_what_a_chat_runs(monkeypatch):
         asked.append(config)
         raise MoeEdgeError("seen")
 
-    takers = ("cli.chat.open_engine", "cli.doctor.examine", "lab.check.examine")
+    takers = ("cli.chat.open_engine", "cli.machine.examine", "lab.check.examine")
     for name in takers:
         monkeypatch.setattr(f"orchestrator.{name}", takes)
     monkeypatch.setattr(ExpertModel, "open", lambda *_: nullcontext())
@@ -229,6 +229,8 @@ def test_help_lists_the_commands():
     for command in ("chat", "pack", "export", "inspect", "verify", "pull", "bench"):
         assert f"\n  {command} " in result.stdout
         assert run(command, "--help").exit_code == 0
+    assert "the demo" in run("chat", "--help").stdout
+    assert "the demo" not in run("plan", "--help").stdout  # which lists known ones without a model
     listed = result.stdout.partition("Use:")[2]
     assert listed and "...\n" not in listed  # as click ends a line that is too long
 

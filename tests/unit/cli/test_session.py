@@ -159,7 +159,7 @@ PLAIN = {
     "hit_rate": None,
     "bytes_read": 0,
     "budget_bytes": 0,
-    "mode": "plain upstream path: everything fits (0.05 of 12.0 GiB)",
+    "mode": "llama.cpp's own path: everything fits (0.05 of 12.0 GiB)",
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +14,12 @@ pytest.importorskip("torch", reason="needs the extra `convert`")
 pytest.importorskip("transformers", reason="needs the extra `convert`")
 
 from answering import evaluated, first_logits
+from served import server_library
 
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
+from orchestrator.serve.backend import Backend
+from orchestrator.serve.settings import ServeSettings
 
 from .running import Case
 
@@ -78,3 +83,30 @@ def test_without_memory_for_marks_all_is_read_again(case: Callable[[str], Case])
         evaluated(engine, FIRST)
         assert evaluated(engine, FIRST) == 100
         assert engine._steps.marks == []
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_server_goes_on_behind_what_it_kept_at_its_end(
+    name: str, case: Callable[[str], Case], tmp_path: Path
+) -> None:
+    """What it keeps is the end of an answer. A short prompt is written at its own end alone."""
+
+    def answers(*prompts: list[int], **settings: Path) -> tuple[int, list[int]]:
+        """(tokens that were read of the last prompt, its answer's tokens)."""
+        usual = {"policy": "lru", "high_tier": "f16", "expert_ram": MIB, "cache_ram": 0}
+        config = Config.build(model=case(name).packed, ctx=512, threads=1, **usual, **settings)
+        with closing(Backend(config, ServeSettings(), server_library(), lambda *_: None)) as made:
+            for prompt in prompts:
+                asked = {"prompt": prompt, "n_predict": 4, "temperature": 0, "return_tokens": True}
+                body = json.dumps({**asked, "ignore_eos": True}).encode()
+                status, text = made.request("/completion", body, [0]).whole()
+                made.answered([0], status == 200)
+                answer = json.loads(text)
+        return answer["timings"]["prompt_n"], answer["tokens"]
+
+    n_read, said = answers(FIRST, prompt_cache=tmp_path)
+    assert n_read == 100 and len(list(tmp_path.iterdir())) == 1
+    then = FIRST + said + QUESTION[:30]
+    expected = answers(FIRST, then)
+    n_read, said = answers(then, prompt_cache=tmp_path)
+    assert said == expected[1] and n_read <= 31, n_read

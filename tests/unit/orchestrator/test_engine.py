@@ -171,7 +171,7 @@ def test_streams_whole_characters(engine: Engine) -> None:
     stats = engine.last_stats
     assert (stats.finish, stats.tokens, stats.prompt_tokens) == ("end", 11, 2)
     assert stats.hit_rate is None
-    assert stats.mode.startswith("plain upstream path: everything fits")
+    assert stats.mode.startswith("llama.cpp's own path: everything fits")
     script(b"a\xe2\x82", END)
     assert answer(engine, b"p") == "a\ufffd"  # a broken character at the end
 

@@ -134,6 +134,17 @@ def test_what_is_larger_than_the_limit_is_not_kept(tmp_path: Path) -> None:
     assert "--prompt-cache-limit" in note
 
 
+def test_what_has_no_room_in_memory_stays(tmp_path: Path) -> None:
+    PromptFolder(tmp_path, ROOMY).save_copy(made(0, 0))
+    folder = PromptFolder(tmp_path, ROOMY)
+    (listed,) = folder.of(KEY)
+    assert folder.load(listed, ROOMY, lambda _path: False) is None
+    assert folder.notes == [f"{listed.path}: no room for this kept conversation: it is read again."]
+    assert folder.of(KEY) == []  # which would be tried for ever
+    (again,) = PromptFolder(tmp_path, ROOMY).of(KEY)
+    assert read(folder, again) is not None
+
+
 def test_a_folder_that_cannot_be_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--prompt-cache .*file.*exists"):
@@ -142,6 +153,8 @@ def test_a_folder_that_cannot_be_is_a_sentence(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     folder = PromptFolder(tmp_path, ROOMY)
+    folder.save(KEY, [1, 2, 3], False, (), lambda _path: None)  # there is nothing
+    assert folder.notes == []
     folder.save(KEY, [1, 2, 3], False, (), lambda _path: 0)
     (note,) = folder.notes
     assert "llama.cpp cannot write it" in note

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import Event
 from typing import Any
@@ -167,7 +167,6 @@ class FakeBackend:
     """Gives out requests in turn, and remembers what it was asked."""
 
     slot_context, parallel, cells = 512, 1, 1000
-    kept = None
     max_tokens = None
     most_scored = 16384
     most_body_bytes, body_factor = 2**17, BODY_FACTOR
@@ -175,11 +174,13 @@ class FakeBackend:
     def __init__(self, *requests: FakeRequest) -> None:
         self.requests = list(requests)
         self.asked: list[tuple[str, bytes]] = []
+        self.sequences: list[list[int]] = []
         self.used: list[dict[str, Any]] = []
         self.forgotten: list[int] = []
 
-    def request(self, route: str, body: bytes) -> FakeRequest:
+    def request(self, route: str, body: bytes, sequences: Sequence[int] = ()) -> FakeRequest:
         self.asked.append((route, body))
+        self.sequences.append(list(sequences))
         return self.requests[len(self.asked) - 1]
 
     def count_tokens(self, text: str) -> tuple[int, int]:
@@ -189,6 +190,12 @@ class FakeBackend:
     def forget(self, sequence: int) -> bool:
         self.forgotten.append(sequence)
         return True
+
+    def fault(self) -> str:
+        return ""
+
+    def answered(self, sequences: Iterable[int], is_good: bool) -> None:
+        pass
 
     def costs(self) -> Any:
         return lambda: {"hit_rate": 0.5}

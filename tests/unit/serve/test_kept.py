@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -93,6 +94,57 @@ def test_a_conversation_makes_room_for_another_one_and_comes_back(
     with started(model, folder) as server:
         for other in others:
             assert asked(server, other)[1] == 1
+
+
+def text(about: str) -> str:
+    return f"{about}: where do the experts lie, and who reads them? " * 8
+
+
+# The same question in each form, and several at once.
+FORMS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/messages", {"messages": [{"role": "user", "content": text("one")}], "max_tokens": 2}),
+    ("/v1/responses", {"input": text("two"), "max_output_tokens": 2}),
+    ("/api/chat", {"messages": [{"role": "user", "content": text("three")}], "stream": False}),
+    ("/v1/chat/completions", {"messages": OTHER, "n": 2, "max_tokens": 2}),
+    ("/v1/completions", {"prompt": [text("four"), text("five")], "max_tokens": 2}),
+]
+
+
+def n_read(server: Served, path: str, data: Any) -> int:
+    """How many tokens of prompts are read for an answer."""
+
+    def count() -> int:
+        (found,) = re.findall(r"^llamacpp:prompt_tokens_total (\d+)", server.get("/metrics"), re.M)
+        return int(found)
+
+    before = count()
+    server.post(path, {"model": "any", "options": {"num_predict": 2}, **data})
+    return count() - before
+
+
+def test_every_form_of_a_request_comes_back(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "prompts"
+    with started(model, folder, "--parallel", "2") as server:
+        first = [n_read(server, *each) for each in FORMS]
+        assert min(first) > 100
+        assert server.end(signal.SIGTERM)[0] == 0
+    with started(model, folder, "--parallel", "2") as server:
+        again = [n_read(server, *each) for each in FORMS]
+    assert max(again) <= 4, again  # the last token of each, and what a template closes a turn with
+
+
+def test_what_has_no_room_stays_for_a_larger_context(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "prompts"
+    with started(model, folder) as server:
+        said, _, n = asked(server, LONG)
+        server.end(signal.SIGTERM)
+    (path,) = files(folder)
+    with started(model, folder, "--ctx", "512") as server:
+        short = [{**LONG[0], "content": LONG[0]["content"][:500]}]
+        assert asked(server, short)[1] > 50
+        assert server.end(signal.SIGTERM)[1].count(f"{path}: no room for this kept") == 1
+    with started(model, folder) as server:
+        assert asked(server, going_on(LONG, said))[1] < n // 10
 
 
 def test_what_cannot_be_used_is_read_again(model: Path, tmp_path: Path) -> None:

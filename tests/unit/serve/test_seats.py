@@ -12,7 +12,7 @@ from asgi import FakeBackend, app_for, ask, begun, quiet, state_with, until, who
 from served import Served, running
 from speaking import CAPITAL
 
-from orchestrator.serve.admission import Conversation, Seats, conversation_of, with_seat
+from orchestrator.serve.admission import Conversation, Seats, conversations_of
 from orchestrator.serve.app import application
 
 CHAT = "/v1/chat/completions"
@@ -27,16 +27,15 @@ def chat(*said: str) -> dict[str, Any]:
     return {"messages": [SYSTEM, *turns]}
 
 
-def asked(data: dict[str, Any], route: str = CHAT) -> Conversation:
-    found = conversation_of(route, data)
-    assert found is not None
+def asked(data: dict[str, Any]) -> Conversation:
+    (found,) = conversations_of(data, 4)
     return found
 
 
-def take(seats: Seats, *said: str) -> int | None:
-    taken, _ = seats.take(asked(chat(*said)))
+def take(seats: Seats, *said: str) -> int:
+    taken, _ = seats.take([asked(chat(*said))])
     seats.leave(taken)
-    return taken
+    return taken[0]
 
 
 def test_conversations_with_one_system_prompt_keep_their_sequences() -> None:
@@ -61,23 +60,19 @@ def test_a_new_one_gets_what_was_left_alone_for_the_longest() -> None:
 def test_what_a_sequence_may_still_hold_is_known() -> None:
     seats = Seats(2)
     for said, cells in (("one", 300), ("two", 200)):
-        taken, held = seats.take(asked(chat(said)), cells)
-        assert held == 0 and seats.candidates(taken) == [taken]
+        taken, held = seats.take([asked(chat(said))], cells)
+        assert held == 0
         seats.leave(taken)
-    first, held = seats.take(asked(chat("three")), 10)
-    assert (first, held) == (0, 300)
-    nameless, held = seats.take(None, 250)
-    assert (nameless, held, seats.candidates(nameless)) == (None, 200, [1])
+    first, held = seats.take([asked(chat("three"))], 10)
+    assert (first, held) == ([0], 300)
     seats.leave(first)
-    seats.leave(nameless)
-    assert seats.take(asked(chat("four")), 5) == (1, 250)
+    assert seats.take([asked(chat("four")), Conversation()], 5) == ([1, 0], 210)
 
 
 def test_a_sequence_that_decodes_is_given_to_nobody_else() -> None:
     seats = Seats(2)
-    first, _ = seats.take(asked(chat("one")))
-    assert seats.take(asked(chat("one", "said", "more")))[0] != first
-    assert seats.take(asked(chat("two")))[0] is None
+    assert seats.take([asked(chat("one"))])[0] == [0]
+    assert seats.take([asked(chat("one", "said", "more"))])[0] == [1]
 
 
 def test_tools_belong_to_what_others_have_too() -> None:
@@ -106,46 +101,38 @@ def test_texts_tokens_and_responses(
 
 
 @pytest.mark.parametrize(
-    ("route", "data"),
+    ("data", "n", "known"),
     [
-        ("/v1/messages", chat("one")),
-        (CHAT, {**chat("one"), "n": 2}),
-        ("/v1/completions", {"prompt": ["one", "two"]}),
-        ("/v1/completions", {}),
+        ({**chat("one"), "n": 3}, 3, 1),
+        ({"prompt": ["one", "two"]}, 2, 2),
+        ({"prompt": [[1, 2], [3]], "n": 1}, 2, 2),
+        # The later ones follow each other, and nobody knows where.
+        ({"prompt": ["one"] * 5}, 4, 0),
+        ({"prompt": []}, 1, 0),
+        ({}, 1, 0),
     ],
 )
-def test_where_none_can_be_named_llama_cpp_chooses(route: str, data: dict[str, Any]) -> None:
-    assert conversation_of(route, data) is None
-
-
-def test_beside_a_request_that_may_have_any_none_is_named() -> None:
-    seats = Seats(3)
-    assert take(seats, "one") == 0
-    free, _ = seats.take(None)
-    assert free is None and take(seats, "one", "said", "more") is None
-    seats.leave(free)
-    # What the first sequence holds is not known any more.
-    assert take(seats, "two") == 1
-
-
-@pytest.mark.parametrize("body", [b'{"a": 1}', b' \n{ "a": 1 }', b"{}", b"{ }"])
-def test_the_field_is_added_to_any_object(body: bytes) -> None:
-    assert json.loads(with_seat(body, 2)) == {**json.loads(body), "id_slot": 2}
-    assert with_seat(body, None) == body
+def test_several_answers_and_several_prompts_take_a_sequence_each(
+    data: dict[str, Any], n: int, known: int
+) -> None:
+    found = conversations_of(data, 4)
+    assert len(found) == n and sum(bool(each.pieces) for each in found) == known
 
 
 def test_the_server_names_it_and_a_client_cannot() -> None:
-    backend = FakeBackend(*(whole() for _ in range(4)))
+    backend = FakeBackend(*(whole() for _ in range(6)))
     app = app_for(backend, parallel=2)
     for text in ("one", "two"):
         ask(app, CHAT, {**chat(text), "id_slot": 7})
     ask(app, CHAT, chat("one", "said", "more"))
-    ask(app, "/v1/messages", chat("one"))
-    named = [json.loads(body).get("id_slot") for _, body in backend.asked]
-    assert named == [0, 1, 0, None]
+    # One conversation, whoever's form it has.
+    ask(app, "/v1/messages", {**chat("two", "said", "more"), "max_tokens": 1})
+    ask(app, "/v1/completions", {"prompt": ["one", "two"]})
+    assert backend.sequences == [[0], [1], [0], [1], [0, 1]]
+    assert not any("id_slot" in json.loads(body) for _, body in backend.asked)
     alone = FakeBackend(whole())
     ask(app_for(alone), CHAT, chat("one"))
-    assert "id_slot" not in json.loads(alone.asked[0][1])
+    assert alone.sequences == [[0]]
 
 
 def test_a_client_that_leaves_gives_it_back() -> None:
@@ -160,7 +147,7 @@ def test_a_client_that_leaves_gives_it_back() -> None:
 
     asyncio.run(leave())
     ask(app, CHAT, chat("one", "said", "more"))
-    assert [json.loads(body)["id_slot"] for _, body in backend.asked] == [0, 0]
+    assert backend.sequences == [[0], [0]]
 
 
 def test_what_a_sequence_holds_is_dropped_where_there_is_no_room_beside_it() -> None:

@@ -10,7 +10,7 @@ import pytest
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import usable_cores
-from orchestrator.cli.doctor import examine, misses_line, render
+from orchestrator.cli.machine import examine, misses_line, render
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.memory.footprint import device_shape
@@ -43,7 +43,7 @@ def test_a_machine_without_a_gpu(model: Path) -> None:
     assert health["gpu"] is None and health["copies"] is None
     assert health["memory_bytes_per_s"] > 0 and health["disk"]["bytes_per_s"] > 0
     text = render(health)
-    assert "plain upstream path" in text
+    assert "llama.cpp's own path" in text
     assert plans is not None and len(health["candidates"]) == len(plans.candidates)
     assert health["candidates"][health["taken"]] == plans.taken.as_dict()
     assert json.loads(json.dumps(health)) == health

@@ -98,7 +98,7 @@ def examine(
 def plan_line(runs: Runs) -> str:
     """What runs, what it loses, and where it lies."""
     plan = runs.plan
-    how = plan.reason if plan.managed else f"plain upstream path: {plan.reason}"
+    how = plan.reason if plan.managed else f"llama.cpp's own path: {plan.reason}"
     where = f"on {plan.device.name}" if plan.device else "in main memory"
     size = format_size(plan.total_bytes)
     return f"{how}{runs.loses.text}; {size} {where}; context {plan.n_ctx} tokens"

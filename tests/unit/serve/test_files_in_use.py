@@ -1,0 +1,101 @@
+"""A model's file that is replaced or written to while it is served: said, and never mixed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from urllib.error import HTTPError
+
+import pytest
+from asgi import FakeBackend, app_for, ask, streaming
+from served import serving
+
+from orchestrator.engine.damage import InUse
+
+CHAT = "/v1/chat/completions"
+ASK = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0}
+WRITTEN, OTHER = "was written to while it is in use", "is another file now"
+
+
+def touch(path: Path) -> None:
+    os.utime(path, ns=(1, 1))
+
+
+def renamed(path: Path) -> None:
+    path.with_name("new").write_bytes(path.read_bytes())
+    path.with_name("new").rename(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "says", "is_fault"),
+    [
+        (lambda path: None, "", False),
+        (touch, WRITTEN, True),
+        (lambda path: os.truncate(path, 1), WRITTEN, True),
+        (renamed, OTHER, False),
+        (Path.unlink, OTHER, False),
+    ],
+)
+def test_what_became_of_a_file(
+    tmp_path: Path, change: Callable[[Path], None], says: str, is_fault: bool
+) -> None:
+    paths = [tmp_path / "first", tmp_path / "second"]
+    for path in paths:
+        path.write_bytes(b"abc")
+    files = InUse(paths)
+    change(paths[1])
+    sentence, found = files.look()
+    assert (found, bool(sentence)) == (is_fault, bool(says)) and says in sentence
+
+
+class Rewritten(FakeBackend):
+    """The file is written to behind so many looks at it."""
+
+    looks = 2
+
+    def fault(self) -> str:
+        self.looks -= 1
+        return "" if self.looks >= 0 else WRITTEN
+
+
+def test_an_answer_ends_where_its_file_is_written_to() -> None:
+    parts = [b'data: {"choices": [{"delta": {"content": "%d"}}]}\n\n' % n for n in range(3)]
+    app = app_for(Rewritten(streaming(*parts)))
+    reply = ask(app, CHAT, {**ASK, "stream": True})
+    assert reply.status == 200 and b'"0"' in reply.body and b'"2"' not in reply.body
+    assert WRITTEN.encode() in reply.parts[-1]
+    for path, data in ((CHAT, ASK), ("/health", None)):
+        assert ask(app, path, data).status == 503
+
+
+def test_a_served_file(library: object, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    shutil.copyfile(tiny_model("qwen3moe", "q8_0", "q4_k", seed=1), path)
+    options = ("-m", str(path), "--policy", "lru", "--expert-ram", "1MiB", "--ctx", "512")
+    with serving(tmp_path, *options, "--cache-ram", "0") as server:
+
+        def said() -> str:
+            return str(server.post(CHAT, ASK)["choices"])
+
+        first = said()
+        renamed(path)
+        path.write_bytes(bytes(path.stat().st_size))  # the new one
+        assert said() == said() == first
+        end = server.end(signal.SIGTERM)[1]
+    assert end.count(f"{path} {OTHER}") == 1
+    shutil.copyfile(tiny_model("qwen3moe", "q8_0", "q4_k", seed=1), path)
+    with serving(tmp_path, *options) as server:
+        server.post(CHAT, ASK)
+        with open(path, "r+b") as file:
+            file.write(file.read(1))
+        for _ in range(2):
+            with pytest.raises(HTTPError) as refused:
+                server.post(CHAT, ASK)
+            assert refused.value.code == 503
+            assert WRITTEN in json.load(refused.value)["error"]["message"]
+        end = server.end(signal.SIGTERM)[1]
+    assert end.count(f"{path} {WRITTEN}") == 1
