@@ -22,7 +22,8 @@ from served import DEMO, HANG_S, Served, running
 from orchestrator.config import Config
 from orchestrator.errors import NativeError
 from orchestrator.serve import backend as library_module
-from orchestrator.serve import run as module
+from orchestrator.serve import run as running_module
+from orchestrator.serve import service as module
 from orchestrator.serve.backend import Stopped, server_library
 from orchestrator.serve.run import LEAST_CONNECTIONS, MOST_CONNECTIONS, Running, most_connections
 from orchestrator.serve.settings import ServeSettings
@@ -125,11 +126,11 @@ def test_what_cannot_be_ended_is_not_waited_for(
     library: object, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """All is saved, and one line says so."""
-    monkeypatch.setattr(module, "END_S", 0.0)
+    monkeypatch.setattr(running_module, "END_S", 0.0)
     lines: list[str] = []
     running = made(lines.append)
     stuck, go_on, at_work = Stuck(), threading.Event(), threading.Event()
-    running._state.backend = stuck if where else None  # type: ignore[assignment]
+    running._service.state.backend = stuck if where else None  # type: ignore[assignment]
 
     def work() -> None:
         at_work.set()
@@ -137,7 +138,7 @@ def test_what_cannot_be_ended_is_not_waited_for(
 
     try:
         if where in ("workers", "quick"):
-            getattr(running._state, where).submit(work)
+            getattr(running._service.state, where).submit(work)
             assert at_work.wait(HANG_S)
         running.stop()
         assert running._close() is not bool(where)
