@@ -11,8 +11,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ray import serve
+from ray import is_initialized, serve
 from ray.serve.config import RequestRouterConfig
+from ray.serve.context import _get_global_client
 
 from gguf_tools.process import default_threads
 from orchestrator.errors import ConfigError
@@ -29,10 +30,15 @@ _DAY_S = 86400
 
 def app(args: dict[str, Any]) -> serve.Application:
     """What `serve run` and `serve deploy` start. args: options of `moe-edge serve`. Raises
-    ConfigError."""
+    MoeEdgeError, OSError."""
+    for name in ("host", "port"):
+        if name in args:
+            raise ConfigError(f"leave {name} out: Ray listens, where its http_options say")
+    args = {**args, **_place()}
     config, settings = options_of(args)
     if config.ram is None:
         raise ConfigError("give ram=SIZE, the memory of each replica: Ray finds a place by it")
+    settings.keys()
     return serve.deployment(
         Replica,
         request_router_config=RequestRouterConfig(request_router_class=Router),
@@ -43,6 +49,12 @@ def app(args: dict[str, Any]) -> serve.Application:
             "num_cpus": config.threads or default_threads(),
         },
     ).bind(args)
+
+
+def _place() -> dict[str, str]:
+    """The host on which Ray listens, by which a server knows whether others need a key."""
+    client = _get_global_client(raise_if_no_controller_running=False) if is_initialized() else None
+    return {} if client is None else {"host": client.http_config.host}
 
 
 @serve.ingress()

@@ -4,7 +4,8 @@ python tests/helpers/conversing.py URL --conversations 200 --turns 5 --at-once 6
 
 Prints one JSON object. found: the share of earlier turns' tokens that were not read again; whole:
 how many answers came to their end; broken: streams without one; refused: by status; ms: a token
-behind the first, and a request's first one (medians).
+behind the first, and a request's first one (medians). --answers FILE keeps the answers there, or
+counts which are the same as in the run that kept them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -37,6 +39,7 @@ class Talks:
         self.refused: Counter[int] = Counter()
         self.first_s: list[float] = []
         self.token_s: list[float] = []
+        self.answers: dict[str, str] = {}
 
     def talk(self, number: int, turns: int) -> None:
         """One conversation. A turn whose answer broke off is asked again."""
@@ -51,6 +54,7 @@ class Talks:
             with self._lock:
                 self.earlier += before
                 self.found += min(before, cached)
+                self.answers[f"{number}.{turn}"] = text
             before = read + cached + made
             said.append({"role": "assistant", "content": text})
 
@@ -113,17 +117,20 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
     parser.add_argument("--conversations", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="The number of the first one.")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--at-once", type=int, default=6)
     parser.add_argument("--answer-tokens", type=int, default=16)
     parser.add_argument("--words", type=int, default=40)
     parser.add_argument("--no-header", action="store_true")
+    parser.add_argument("--answers", type=Path)
     asked = parser.parse_args()
     talks = Talks(asked.url, asked.answer_tokens, not asked.no_header, asked.words)
+    numbers = range(asked.first, asked.first + asked.conversations)
     begin_s = time.monotonic()
     with ThreadPoolExecutor(asked.at_once) as pool:
-        list(pool.map(lambda n: talks.talk(n, asked.turns), range(asked.conversations)))
-    found = {
+        list(pool.map(lambda n: talks.talk(n, asked.turns), numbers))
+    found: dict[str, Any] = {
         "found": round(talks.found / max(1, talks.earlier), 4),
         "earlier": talks.earlier,
         "whole": talks.whole,
@@ -133,6 +140,11 @@ def main() -> None:
         "ms_first": round(1e3 * statistics.median(talks.first_s or [0]), 1),
         "seconds": round(time.monotonic() - begin_s, 1),
     }
+    if asked.answers is not None and asked.answers.exists():
+        kept = json.loads(asked.answers.read_text()).items()
+        found["same"] = sum(talks.answers.get(name) == text for name, text in kept)
+    elif asked.answers is not None:
+        asked.answers.write_text(json.dumps(talks.answers))
     print(json.dumps(found))
 
 
