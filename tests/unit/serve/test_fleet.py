@@ -125,7 +125,7 @@ def url(tmp_path_factory: pytest.TempPathFactory, library: object) -> Iterator[s
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
         patch.setenv("PYTHONPATH", str(REPO))
-        ray.init(num_cpus=1, include_dashboard=False, object_store_memory=10**8)
+        ray.init("local", num_cpus=1, include_dashboard=False, object_store_memory=10**8)
         try:
             serve.start(http_options={"host": "127.0.0.1", "port": port})
             options = {"model": DEMO, "ram": "400MiB", "threads": 1, "api-key": KEY}
