@@ -50,6 +50,9 @@ REST = {
     "upstream's own tests of the operator that we replace: a large program to compile": (
         r"tests/native/test_executor\.py::test_upstreams_own_operator_tests",
     ),
+    "a fleet on Ray: its options and which replica gets a request are in `make test`": (
+        r"tests/unit/serve/test_fleet\.py::test_live",
+    ),
     "benchmarks and studies from end to end: nothing that runs a model needs them": (
         r"tests/unit/lab/bench/test_bench\.py",
         r"tests/unit/lab/bench/test_\w+\.py::.*(end_to_end|test_a_small_run|on_the_host_device)",

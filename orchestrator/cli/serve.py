@@ -17,24 +17,16 @@ from orchestrator.cli.options import (
     option_of,
     together,
 )
-from orchestrator.config import Config
 from orchestrator.errors import MoeEdgeError
-from orchestrator.serve.settings import ServeSettings
+from orchestrator.serve.settings import ServeSettings, answer_settings
 
 _OPTIONS = ServeSettings.declared()
-# A request brings its own system prompt and its own stop texts.
-_ANSWER = [
-    each
-    for name, each in Config.declared().items()
-    if each.answer and name not in ("system", "stop")
-]
-_ANSWER += [Config.declared()[name] for name in ("cache_ram", "prompt_cache", "prompt_cache_limit")]
 
 
 @click.command(cls=Command)
 @together(*map(option_of, _OPTIONS.values()))
 @model_options
-@together(*map(option_of, _ANSWER))
+@together(*map(option_of, answer_settings()))
 def serve(**options: Any) -> None:
     """Answer other programs: OpenAI's, Anthropic's and Ollama's interfaces. The options of
     an answer are what a request gets that does not say otherwise."""

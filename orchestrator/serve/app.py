@@ -212,12 +212,10 @@ class Endpoints:
         return JSONResponse(document(bool(self._state.keys)))
 
     async def metrics(self, _request: Request) -> Response:
-        backend = self._state.ready()
-        _, text = await self._ask("/metrics")
         state = self._state
-        ours = metrics_text(state, backend)
+        state.ready()
         return Response(
-            text + ours.encode(),
+            await (state.all_metrics or partial(metrics_of, state))(),
             media_type="text/plain; version=0.0.4",
             headers={"process-start-time-unix": str(state.began_s)},
         )
@@ -241,10 +239,19 @@ class Endpoints:
         return body
 
     async def _ask(self, route: str) -> tuple[int, bytes]:
-        """llama.cpp's answer to a request without a body."""
-        state = self._state
-        ask = partial(_asked, state.ready(), route, b"")
-        return await asyncio.get_running_loop().run_in_executor(state.quick, ask)
+        return await _read_of(self._state, route)
+
+
+async def _read_of(state: State, route: str) -> tuple[int, bytes]:
+    """llama.cpp's answer to a request without a body."""
+    ask = partial(_asked, state.ready(), route, b"")
+    return await asyncio.get_running_loop().run_in_executor(state.quick, ask)
+
+
+async def metrics_of(state: State) -> str:
+    """llama.cpp's counters and ours. Raises Refusal where no model is loaded."""
+    _, text = await _read_of(state, "/metrics")
+    return text.decode() + metrics_text(state, state.ready())
 
 
 def _asked(backend: Backend, route: str, body: bytes) -> tuple[int, bytes]:

@@ -9,7 +9,7 @@ import sys
 import threading
 import unicodedata
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -472,7 +472,8 @@ class Backend:
 
 class State:
     """What the application answers with: the backend, once it has loaded. threads: how the names of
-    its threads begin that are in llama.cpp for a request."""
+    its threads begin that are in llama.cpp for a request. all_metrics: what `/metrics` says, where
+    this is one server of several."""
 
     def __init__(self, settings: ServeSettings) -> None:
         self.threads = f"server{next(_number)}-"
@@ -486,6 +487,7 @@ class State:
         self.backend: Backend | None = None
         self.began_s = int(time())  # of the Unix clock
         self.stopping = False
+        self.all_metrics: Callable[[], Awaitable[str]] | None = None
         self.workers: Executor = ThreadPoolExecutor(settings.parallel, f"{self.threads}answer")
         self.quick: Executor = ThreadPoolExecutor(2, f"{self.threads}quick")
         self.scorer: Executor = ThreadPoolExecutor(1, f"{self.threads}score")

@@ -40,6 +40,9 @@ class Door:
         self._app, self._state, self._log = app, state, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
         begin_s = monotonic()
         client = _Client(self._state, scope, receive, send)
         try:

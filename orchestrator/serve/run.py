@@ -17,14 +17,10 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gguf_tools import interrupts
-from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.engine.load import Progress
 from orchestrator.errors import ConfigError
-from orchestrator.native.llama import Bindings
-from orchestrator.serve.admission import return_memory
-from orchestrator.serve.app import application
-from orchestrator.serve.backend import Backend, State, Stopped, server_library
+from orchestrator.serve.service import Service
 from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.wire import Refusal
 
@@ -189,13 +185,8 @@ class Running:
     ) -> None:
         """note gets lines for the person at the terminal. Raises MoeEdgeError: the settings are
         wrong, or there is no such model."""
-        # Before some minutes of building, and before anybody is told to wait.
-        ExpertModel.open(config.model, config.low).close()
-        return_memory()
-        self._config, self._settings = config, settings
+        self._service = Service(config, settings, note)
         self._note, self._progress = note, progress
-        self._state = State(settings)
-        self._bindings = Bindings.load()
         self._socket = listen(settings)
         self._failure: BaseException | None = None
         self._stopped_s = float("inf")
@@ -204,7 +195,7 @@ class Running:
             "most_connections": most_connections(settings.parallel),
         }
         options = uvicorn.Config(
-            application(self._state, note),
+            self._service.app,
             http=type("Patient", (Protocol,), bounds),
             ws="none",
             lifespan="off",
@@ -244,7 +235,8 @@ class Running:
             sys.setswitchinterval(before)
             if loading.ident is not None:
                 loading.join()
-            has_ended = self._close()
+            self._socket.close()
+            has_ended = self._service.close(self._stopped_s + END_S)
         if self._failure is not None:
             raise self._failure
         return has_ended
@@ -252,61 +244,15 @@ class Running:
     def stop(self) -> None:
         """Ends the server soon."""
         self._stopped_s = min(self._stopped_s, monotonic())
-        self._state.stopping = True
         self._server.should_exit = True
-        backend = self._state.backend
-        if backend is not None:
-            backend.stop()
+        self._service.stop()
 
     def _load(self) -> None:
         try:
-            library = server_library(self._bindings, lambda: self._state.stopping)
-            threads = self._state.threads
-            backend = Backend(
-                self._config, self._settings, library, self._begins, threads, self._note
-            )
-        except Stopped:
-            return
+            backend = self._service.load(self._progress)
         except BaseException as error:  # noqa: BLE001 - run raises it
             self._failure = error
             self.stop()
             return
-        self._state.gate.open(backend.cells)
-        self._state.backend = backend
-        if self._state.stopping:
-            backend.stop()
-            return
-        engine = backend.engine
-        if engine.note:
-            self._note(engine.note)
-        self._note(engine.mode)
-        self._note(f"{backend.name} is ready at {self.url}/v1; Ctrl-C ends it.")
-
-    def _begins(self, what: str, done: float | None) -> None:
-        if self._state.stopping:
-            raise Stopped
-        self._progress(what, done)
-
-    def _close(self) -> bool:
-        """Whether everything has ended, and so is freed."""
-        state = self._state
-        self._socket.close()
-        kept = state.backend.kept if state.backend is not None else None
-        for workers in (state.workers, state.quick, state.scorer, kept and kept.thread):
-            if workers:
-                workers.shutdown(wait=False)
-        end_s = self._stopped_s + END_S
-        for thread in threading.enumerate():
-            if thread.name.startswith(state.threads):
-                thread.join(max(0.0, end_s - monotonic()))
-                if thread.is_alive():
-                    return self._give_up()
-        if state.backend is None:
-            return True
-        return state.backend.close(end_s) or self._give_up()
-
-    def _give_up(self) -> bool:
-        self._note("llama.cpp is still at work for a request: the server ends without it.")
-        if self._state.backend is not None:
-            self._state.backend.engine.keep()
-        return False
+        if backend is not None:
+            self._note(f"{backend.name} is ready at {self.url}/v1; Ctrl-C ends it.")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from orchestrator.config import MOST_SEQUENCES
+from orchestrator.config import MOST_SEQUENCES, Config
 from orchestrator.errors import ConfigError
-from orchestrator.settings import FROM_0, FROM_1, MORE, SIZE, Settings, setting
+from orchestrator.policy import policy_settings
+from orchestrator.settings import FROM_0, FROM_1, MORE, SIZE, Setting, Settings, setting
 
 # How long a request may be for each token of the context, and in any case. Prose has four to five
 # bytes a token; what one takes that is worked with is in the plan, too (BODY_FACTOR).
@@ -126,3 +130,37 @@ class ServeSettings(Settings):
                 f"or leave --host out"
             )
         return frozenset(keys)
+
+
+def answer_settings() -> list[Setting]:
+    """What a server has of a chat's settings beside the model's: of an answer, for requests that do
+    not say otherwise, and of conversations. A request brings its own system prompt and its own stop
+    texts."""
+    own = Config.declared()
+    asked = [one for name, one in own.items() if one.answer and name not in ("system", "stop")]
+    return asked + [own[name] for name in ("cache_ram", "prompt_cache", "prompt_cache_limit")]
+
+
+def server_settings() -> dict[str, Setting]:
+    """All that `moe-edge serve` has an option for, by name."""
+    model = [one for one in Config.declared().values() if not (one.answer or one.conversation)]
+    policies = policy_settings().values()
+    shared = [*ServeSettings.declared().values(), *model, *policies, *answer_settings()]
+    return {one.name: one for one in shared if one.option}
+
+
+def options_of(args: Mapping[str, Any]) -> tuple[Config, ServeSettings]:
+    """What a server's options ask for that come from no command line. args: values by name, as
+    `prompt-cache` or `prompt_cache` for --prompt-cache. Raises ConfigError."""
+    known = server_settings()
+    given: dict[str, Any] = {}
+    for written, value in args.items():
+        name = written.replace("-", "_")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f": did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"`moe-edge serve` has no option --{written}{hint}")
+        given[name] = known[name].parse(str(value))
+    own = ServeSettings.declared()
+    settings = ServeSettings.of({name: given.pop(name) for name in own if name in given})
+    return Config.build(**given, remember=True), settings

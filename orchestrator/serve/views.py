@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from base64 import b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from starlette.responses import Response
@@ -17,6 +17,7 @@ from orchestrator.serve.backend import Backend, State
 # One file of ours, which works without network.
 PAGE = Path(__file__).with_name("page.html")
 PREFIX = "moe_edge_"
+_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? ", re.MULTILINE)
 Labels = Mapping[str, str]
 
 
@@ -60,6 +61,27 @@ def metrics_text(state: State, backend: Backend) -> str:
         said = ",".join(f'{key}="{text}"' for key, text in labels.items())
         lines.append(f"{PREFIX}{name}{{{said}}} {value}" if said else f"{PREFIX}{name} {value}")
     return "\n".join(lines) + "\n"
+
+
+def of_replica(text: str, replica: str) -> str:
+    """Metrics with one more label, by which those of several servers are told apart."""
+
+    def named(sample: re.Match[str]) -> str:
+        labels = f'{sample[2]},replica="{replica}"' if sample[2] else f'replica="{replica}"'
+        return f"{sample[1]}{{{labels}}} "
+
+    return _SAMPLE.sub(named, text)
+
+
+def together(texts: Iterable[str]) -> str:
+    """Metrics of several servers as one text, in which each name has its head once."""
+    families: dict[str, dict[str, None]] = {}
+    for text in texts:
+        for line in text.splitlines():
+            if line.startswith("# "):
+                lines = families.setdefault(line.split()[2], {})
+            lines[line] = None
+    return "".join(f"{line}\n" for lines in families.values() for line in lines)
 
 
 def _samples(state: State, backend: Backend) -> Iterator[tuple[str, str, str, Labels, float]]:

@@ -53,6 +53,7 @@ ONLY = {
     "click": ("orchestrator.cli",),
     "starlette": ("orchestrator.serve",),
     "uvicorn": ("orchestrator.serve.run",),
+    "ray": ("orchestrator.serve.fleet", "orchestrator.serve.routing"),
     "lm_eval": ("orchestrator.lab.eval.harness",),
     "huggingface_hub": ("gguf_tools.hub",),
     "torch": ("gguf_tools.quantize.gptq", "gguf_tools.convert.upstream", "models"),

@@ -261,7 +261,7 @@ def test_a_model_that_is_not_there_is_said_before_anything_is_built(
     def build(_: object) -> None:
         raise AssertionError("the server is built first")
 
-    monkeypatch.setattr("orchestrator.serve.run.server_library", build)
+    monkeypatch.setattr("orchestrator.serve.service.server_library", build)
     done = CliRunner().invoke(cli, ["serve", "-m", str(tmp_path / "none.gguf"), "--port=0"])
     assert (done.exit_code, done.stderr) == (
         1,

@@ -22,7 +22,7 @@ from served import DEMO, HANG_S, Served, running
 from orchestrator.config import Config
 from orchestrator.errors import NativeError
 from orchestrator.serve import backend as library_module
-from orchestrator.serve import run as module
+from orchestrator.serve import service as module
 from orchestrator.serve.backend import Stopped, server_library
 from orchestrator.serve.run import LEAST_CONNECTIONS, MOST_CONNECTIONS, Running, most_connections
 from orchestrator.serve.settings import ServeSettings
@@ -121,15 +121,12 @@ class Stuck:
 
 
 @pytest.mark.parametrize("where", ["workers", "quick", "decode", ""])
-def test_what_cannot_be_ended_is_not_waited_for(
-    library: object, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_what_cannot_be_ended_is_not_waited_for(library: object, where: str) -> None:
     """All is saved, and one line says so."""
-    monkeypatch.setattr(module, "END_S", 0.0)
     lines: list[str] = []
-    running = made(lines.append)
+    service = made(lines.append)._service
     stuck, go_on, at_work = Stuck(), threading.Event(), threading.Event()
-    running._state.backend = stuck if where else None  # type: ignore[assignment]
+    service.state.backend = stuck if where else None  # type: ignore[assignment]
 
     def work() -> None:
         at_work.set()
@@ -137,10 +134,10 @@ def test_what_cannot_be_ended_is_not_waited_for(
 
     try:
         if where in ("workers", "quick"):
-            getattr(running._state, where).submit(work)
+            getattr(service.state, where).submit(work)
             assert at_work.wait(HANG_S)
-        running.stop()
-        assert running._close() is not bool(where)
+        service.stop()
+        assert service.close(0.0) is not bool(where)
         assert stuck.kept == bool(where)
         assert [line for line in lines if "ends without it" in line] == lines
     finally:

@@ -1,0 +1,89 @@
+"""A fleet of servers on Ray Serve: `serve run orchestrator.serve.fleet:app model=FILE ram=12GiB`.
+
+Each replica holds one loaded model and answers with the application that `moe-edge serve` has. Ray
+listens, starts replicas where there is room, and passes requests on.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from ray import is_initialized, serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.context import _get_global_client
+
+from gguf_tools.process import default_threads
+from orchestrator.errors import ConfigError
+from orchestrator.serve.app import metrics_of
+from orchestrator.serve.routing import Router
+from orchestrator.serve.run import SWITCH_S
+from orchestrator.serve.service import Service
+from orchestrator.serve.settings import options_of
+from orchestrator.serve.views import of_replica, together
+
+# Where --timeout is 0: what a request may take before a replica that is to end ends without it.
+_DAY_S = 86400
+
+
+def app(args: dict[str, Any]) -> serve.Application:
+    """What `serve run` and `serve deploy` start. args: options of `moe-edge serve`. Raises
+    MoeEdgeError, OSError."""
+    for name in ("host", "port"):
+        if name in args:
+            raise ConfigError(f"leave {name} out: Ray listens, where its http_options say")
+    args = {**args, **_place()}
+    config, settings = options_of(args)
+    if config.ram is None:
+        raise ConfigError("give ram=SIZE, the memory of each replica: Ray finds a place by it")
+    settings.keys()
+    return serve.deployment(
+        Replica,
+        request_router_config=RequestRouterConfig(request_router_class=Router),
+        max_ongoing_requests=settings.parallel + settings.queue,
+        graceful_shutdown_timeout_s=settings.timeout or _DAY_S,
+        ray_actor_options={
+            "memory": config.ram,
+            "num_cpus": config.threads or default_threads(),
+        },
+    ).bind(args)
+
+
+def _place() -> dict[str, str]:
+    """The host on which Ray listens, by which a server knows whether others need a key."""
+    client = _get_global_client(raise_if_no_controller_running=False) if is_initialized() else None
+    return {} if client is None else {"host": client.http_config.host}
+
+
+@serve.ingress()
+class Replica:
+    """One loaded model, in a process of its own."""
+
+    def __init__(self, args: Mapping[str, Any]) -> None:
+        sys.setswitchinterval(SWITCH_S)
+        config, settings = options_of(args)
+        self._service = Service(config, settings, logging.getLogger("ray.serve").info)
+        self._service.state.all_metrics = self._all_metrics
+        self._service.load(lambda _what, _done: None)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self._service.app
+
+    async def metrics(self) -> str:
+        """This replica's."""
+        text = await metrics_of(self._service.state)
+        return of_replica(text, serve.get_replica_context().replica_id.unique_id)
+
+    async def _all_metrics(self) -> str:
+        context = serve.get_replica_context()
+        all_of_them = serve.get_deployment_handle(context.deployment, context.app_name)
+        return together(await all_of_them.broadcast("metrics").results_async())
+
+    def __del__(self) -> None:
+        """Once its last request has ended: what it holds goes to --prompt-cache."""
+        service = getattr(self, "_service", None)
+        if service is not None:
+            service.stop()
+            service.close(float("inf"))

@@ -1,0 +1,152 @@
+"""Conversations of several turns with a server, or with a fleet of them.
+
+python tests/helpers/conversing.py URL --conversations 200 --turns 5 --at-once 6 [--no-header]
+
+Prints one JSON object. found: the share of earlier turns' tokens that were not read again; whole:
+how many answers came to their end; broken: streams without one; refused: by status; ms: a token
+behind the first, and a request's first one (medians). --answers FILE keeps the answers there, or
+counts which are the same as in the run that kept them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+HANG_S = 900
+WORDS = "boat river stone garden winter lamp bread copper letter bridge horse window".split()
+
+
+class Talks:
+    """All conversations with one server, and what came of them."""
+
+    def __init__(self, url: str, answer_tokens: int, with_header: bool, longest: int) -> None:
+        self._where = urlsplit(url)
+        self._answer_tokens, self._with_header, self._longest = answer_tokens, with_header, longest
+        self._lock = threading.Lock()
+        self.earlier = self.found = self.whole = self.broken = 0
+        self.refused: Counter[int] = Counter()
+        self.first_s: list[float] = []
+        self.token_s: list[float] = []
+        self.answers: dict[str, str] = {}
+
+    def talk(self, number: int, turns: int) -> None:
+        """One conversation. A turn whose answer broke off is asked again."""
+        words, said, before = random.Random(number), [], 0
+        for turn in range(turns):
+            text = " ".join(words.choices(WORDS, k=self._longest))
+            said.append({"role": "user", "content": f"{number}.{turn}: tell of {text}."})
+            answer = None
+            while answer is None:
+                answer = self._ask(f"conversation {number}", said)
+            read, cached, made, text = answer
+            with self._lock:
+                self.earlier += before
+                self.found += min(before, cached)
+                self.answers[f"{number}.{turn}"] = text
+            before = read + cached + made
+            said.append({"role": "assistant", "content": text})
+
+    def _ask(self, name: str, said: list[dict[str, str]]) -> tuple[int, int, int, str] | None:
+        """(tokens read, found in place, made; the answer); None where it broke off."""
+        head = {"Content-Type": "application/json"}
+        if self._with_header:
+            head["x-session-id"] = name
+        body = {
+            "messages": said,
+            "stream": True,
+            "max_tokens": self._answer_tokens,
+            "temperature": 0,
+        }
+        assert self._where.hostname
+        connection = http.client.HTTPConnection(self._where.hostname, self._where.port, HANG_S)
+        begin_s = time.monotonic()
+        texts, timings, first_s, is_whole = [], {}, None, False
+        try:
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), head)
+            reply = connection.getresponse()
+            if reply.status != 200:
+                with self._lock:
+                    self.refused[reply.status] += 1
+                time.sleep(0.2)
+                return None
+            for event in _events(reply):
+                if event is None:
+                    is_whole = True
+                    break
+                timings = event.get("timings", timings)
+                for choice in event.get("choices", ()):
+                    text = choice["delta"].get("content")
+                    if text:
+                        first_s = first_s or time.monotonic()
+                        texts.append(text)
+        except (OSError, http.client.HTTPException):
+            pass
+        finally:
+            connection.close()
+        with self._lock:
+            if not is_whole or not timings:
+                self.broken += 1
+                return None
+            self.whole += 1
+            if first_s is not None and timings["predicted_n"] > 1:
+                self.first_s.append(first_s - begin_s)
+                self.token_s.append((time.monotonic() - first_s) / (timings["predicted_n"] - 1))
+        return timings["prompt_n"], timings["cache_n"], timings["predicted_n"], "".join(texts)
+
+
+def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any] | None]:
+    """What a stream says; None for its end."""
+    for line in reply:
+        if line.startswith(b"data: "):
+            yield None if line.strip() == b"data: [DONE]" else json.loads(line[6:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("url")
+    parser.add_argument("--conversations", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="The number of the first one.")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--at-once", type=int, default=6)
+    parser.add_argument("--answer-tokens", type=int, default=16)
+    parser.add_argument("--words", type=int, default=40)
+    parser.add_argument("--no-header", action="store_true")
+    parser.add_argument("--answers", type=Path)
+    asked = parser.parse_args()
+    talks = Talks(asked.url, asked.answer_tokens, not asked.no_header, asked.words)
+    numbers = range(asked.first, asked.first + asked.conversations)
+    begin_s = time.monotonic()
+    with ThreadPoolExecutor(asked.at_once) as pool:
+        list(pool.map(lambda n: talks.talk(n, asked.turns), numbers))
+    found: dict[str, Any] = {
+        "found": round(talks.found / max(1, talks.earlier), 4),
+        "earlier": talks.earlier,
+        "whole": talks.whole,
+        "broken": talks.broken,
+        "refused": dict(talks.refused),
+        "ms_token": round(1e3 * statistics.median(talks.token_s or [0]), 2),
+        "ms_first": round(1e3 * statistics.median(talks.first_s or [0]), 1),
+        "seconds": round(time.monotonic() - begin_s, 1),
+    }
+    if asked.answers is not None and asked.answers.exists():
+        kept = json.loads(asked.answers.read_text()).items()
+        found["same"] = sum(talks.answers.get(name) == text for name, text in kept)
+    elif asked.answers is not None:
+        asked.answers.write_text(json.dumps(talks.answers))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""A fleet on Ray Serve: its options, and which replica gets a request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from http.client import HTTPResponse
+from types import SimpleNamespace
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+from served import DEMO, HANG_S, REPO, library_path
+
+from orchestrator.errors import MoeEdgeError
+from orchestrator.serve.settings import options_of, server_settings
+from orchestrator.serve.views import of_replica, together
+
+KEY = "fleet-key"
+GIVEN = {"model": "model.gguf", "ram": "1GiB", "prompt-cache": "/shared", "parallel": 2}
+
+
+def test_options_are_those_of_serve_as_a_file_has_them() -> None:
+    config, settings = options_of({**GIVEN, "exact": True, "retention": "0.9"})
+    assert (config.ram, str(config.prompt_cache), settings.parallel) == (2**30, "/shared", 2)
+    assert config.remember and config.given("retention") == 0.9 and config.layout == "file"
+
+
+def test_every_option_of_serve_is_one_of_a_fleet() -> None:
+    from orchestrator.cli.serve import serve
+
+    assert {option.name for option in serve.params} - {"help_all"} == set(server_settings())
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"paralel": 2}, "`moe-edge serve` has no option --paralel: did you mean parallel?"),
+        ({"parallel": "two"}, "'parallel' must be a whole number"),
+        ({"parallel": 0}, "'parallel' must be 1"),
+        ({"system": "Be kind."}, "`moe-edge serve` has no option --system"),
+        ({"ram": "much"}, "'much' is not a size"),
+        ({"model": None}, "'model' is missing"),
+    ],
+)
+def test_a_wrong_option_gets_a_sentence(changes: dict[str, Any], sentence: str) -> None:
+    asked = {name: value for name, value in {**GIVEN, **changes}.items() if value is not None}
+    with pytest.raises(MoeEdgeError, match=sentence):
+        options_of(asked)
+
+
+def test_metrics_of_several_servers_are_one_text() -> None:
+    head = "# HELP hits Experts in memory.\n# TYPE hits counter\n"
+    texts = [of_replica(f'{head}hits{{phase="decode"}} {n}\nhits {n}\n', f"r{n}") for n in (1, 2)]
+    said = together(texts)
+    assert said.count(head) == 1 and said.startswith(head)
+    found = re.findall(r"^hits\{(.*)\} (\d)$", said, re.MULTILINE)
+    assert found == [
+        (f'{before}replica="r{n}"', str(n)) for n in (1, 2) for before in ('phase="decode",', "")
+    ]
+
+
+def test_a_replica_is_placed_by_its_memory_and_its_cores() -> None:
+    pytest.importorskip("ray", reason="ray is missing: pip install 'moe-edge[fleet]'")
+    from orchestrator.serve.fleet import app
+
+    with pytest.raises(MoeEdgeError, match="give ram=SIZE"):
+        app({"model": "model.gguf"})
+    with pytest.raises(MoeEdgeError, match="leave port out"):
+        app({**GIVEN, "port": 8080})
+    made = app({**GIVEN, "threads": 3, "queue": 5, "timeout": 60})._bound_deployment
+    assert made.ray_actor_options == {"memory": 2**30, "num_cpus": 3}
+    assert made.max_ongoing_requests == 7
+    assert made._deployment_config.graceful_shutdown_timeout_s == 60
+
+
+def test_a_conversation_goes_to_one_replica_and_else_to_the_least_busy() -> None:
+    """Ray takes the one with the fewest requests of the first group in which one has room."""
+    pytest.importorskip("ray", reason="ray is missing: pip install 'moe-edge[fleet]'")
+    from ray.serve._private.common import DeploymentID, ReplicaID
+
+    from orchestrator.serve.routing import Router
+
+    ids = [ReplicaID(name, DeploymentID("Replica", "app")) for name in ("a", "b", "c")]
+    replicas = [SimpleNamespace(replica_id=one) for one in ids]
+    router = object.__new__(Router)
+    router._num_virtual_nodes, router._num_fallback_replicas = 100, 0
+    router._deployment_id = "Replica"
+    router._replicas = dict(zip(ids, replicas, strict=True))
+    router._rebuild_ring(frozenset(ids))
+
+    def order(session: str) -> list[list[Any]]:
+        metadata = SimpleNamespace(session_id=session, internal_request_id="other")
+        asked = SimpleNamespace(metadata=metadata, routing_context=SimpleNamespace())
+        return asyncio.run(router.choose_replicas(replicas, asked))
+
+    assert order("") == [replicas]
+    firsts = set()
+    for session in map(str, range(50)):
+        (own,), others = order(session)
+        assert order(session) == [[own], others]
+        assert {*map(id, others), id(own)} == set(map(id, replicas)) and len(others) == 2
+        firsts.add(own.replica_id)
+    assert firsts == set(ids)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory, library: object) -> Iterator[str]:
+    """A fleet of one replica, with a key, that keeps conversations in `prompts` of its folder."""
+    ray = pytest.importorskip("ray", reason="ray is missing: pip install 'moe-edge[fleet]'")
+    from ray import serve
+
+    from orchestrator.serve.fleet import app
+
+    cache = tmp_path_factory.mktemp("fleet")
+    (cache / "moe-edge").mkdir()
+    (cache / "moe-edge" / "servers").symlink_to(library_path().parents[1])
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setenv("PYTHONPATH", str(REPO))
+        ray.init("local", num_cpus=1, include_dashboard=False, object_store_memory=10**8)
+        try:
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            options = {"model": DEMO, "ram": "400MiB", "threads": 1, "api-key": KEY}
+            folder = {"prompt-cache": cache / "prompts", "body-limit": "64KiB"}
+            serve.run(app({**options, **folder}), name="fleet")
+            yield f"http://127.0.0.1:{port}"
+            serve.delete("fleet")
+            # What it held is there: a prompt that did not take long to read, on one sequence.
+            assert list((cache / "prompts").rglob("*.*")), "a drained replica wrote nothing"
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+
+
+def asked(url: str, path: str, data: Any = None, key: str = KEY) -> HTTPResponse:
+    body = None if data is None else json.dumps(data).encode()
+    head = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    answer: HTTPResponse = urlopen(Request(url + path, body, head), timeout=HANG_S)
+    return answer
+
+
+def running(url: str) -> int:
+    found = re.search(
+        r'^moe_edge_requests_running\{replica="\w+"\} (\d+)$', text(url), re.MULTILINE
+    )
+    assert found
+    return int(found[1])
+
+
+def text(url: str) -> str:
+    return asked(url, "/metrics").read().decode()
+
+
+def test_live(url: str) -> None:
+    """Streams, keys, limits, metrics and clients that leave, through Ray's own proxy."""
+    said = [{"role": "user", "content": "Tell me of a boat. " * 20}]
+    wanted = {"messages": said, "max_tokens": 8, "stream": True, "temperature": 0}
+    lines = asked(url, "/v1/chat/completions", wanted).read().split(b"\n\n")
+    assert lines[-2] == b"data: [DONE]" and len(lines) > 4
+    for status, data, key in ((401, wanted, "wrong"), (413, {"prompt": "a" * 2**17}, KEY)):
+        with pytest.raises(HTTPError) as refused:
+            asked(url, "/v1/completions", data, key)
+        assert refused.value.code == status
+        assert json.load(refused.value)["error"]["code"] == status
+    endless = {"prompt": "Once", "max_tokens": 900, "stream": True, "ignore_eos": True}
+    answer = asked(url, "/v1/completions", endless)
+    answer.readline()
+    assert running(url) == 1
+    answer.close()
+    for _ in range(100 * HANG_S):
+        if not running(url):
+            break
+        time.sleep(0.01)
+    else:
+        pytest.fail("the replica goes on for nobody")
