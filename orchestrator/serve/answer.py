@@ -17,7 +17,8 @@ from starlette.types import Receive, Scope, Send
 from orchestrator.errors import NativeError, PolicyError
 from orchestrator.native import NativeRequest
 from orchestrator.serve.admission import Body, Conversation
-from orchestrator.serve.backend import SCORE_BYTES, STOPPING, Backend, State
+from orchestrator.serve.backend import SCORE_BYTES, Backend
+from orchestrator.serve.state import STOPPING, State
 from orchestrator.serve.wire import (
     NOT_SUPPORTED,
     Refusal,

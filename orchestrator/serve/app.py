@@ -17,7 +17,7 @@ from starlette.routing import Route
 from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.serve.admission import Body, Conversation, Holding, conversations_of
 from orchestrator.serve.answer import Answer, Asked
-from orchestrator.serve.backend import Backend, State
+from orchestrator.serve.backend import Backend
 from orchestrator.serve.door import Door, error_response
 from orchestrator.serve.ollama import VERSION, Lines, OllamaRequest, described, shown
 from orchestrator.serve.requests import (
@@ -28,6 +28,7 @@ from orchestrator.serve.requests import (
 )
 from orchestrator.serve.schemas import COUNTING, GENERATING, QUICK, READ, SHOW, document, paths
 from orchestrator.serve.scoring import Scoring, wants_scores
+from orchestrator.serve.state import State
 from orchestrator.serve.views import metrics_text, page_response
 from orchestrator.serve.wire import (
     ANTHROPIC,

@@ -1,27 +1,19 @@
-"""The model that answers: an engine, llama.cpp's server on it, and the thread that decodes; and
-what all requests share."""
+"""The model that answers: an engine, llama.cpp's server on it, and the thread that decodes."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import threading
 import unicodedata
 from base64 import b64encode
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import count
-from pathlib import Path
-from time import monotonic, time
+from time import monotonic
 from typing import Any
 
 import numpy as np
 
-from gguf_tools.children import child
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.reader import metadata_value
 from gguf_tools.process import default_threads, peak_rss_bytes
@@ -41,22 +33,16 @@ from orchestrator.native import (
     ServerLibrary,
     ServerSpec,
 )
-from orchestrator.native.llama import Bindings
 from orchestrator.policy import policy_settings
 from orchestrator.serve.admission import (
     BODY_FACTOR,
     PROBS_BYTES,
     UNREAD_BYTES,
     WHOLE_FACTOR,
-    Bodies,
-    Gate,
-    Seats,
-    Unread,
     bodies_bytes,
 )
 from orchestrator.serve.kept import KeptConversations
 from orchestrator.serve.settings import LEAST_BODY_BYTES, ServeSettings
-from orchestrator.serve.wire import Refusal
 from orchestrator.settings import Settings
 
 # What HTTP and llama.cpp's server take beside what a chat takes, and each answer that decodes at
@@ -84,9 +70,6 @@ MOST_LIKELIEST = 5
 SCORE_BYTES = 4 + 12 * (1 + MOST_LIKELIEST)
 SCORED_MOST = 16384
 
-LOOK_S = 0.1
-PREBUILT = "libmoe-edge-server.so"  # where a wheel brings it, beside libllama
-TOOL = Path(__file__).resolve().parents[2] / "patches" / "tool.py"
 # Tokens of a text are counted in pieces, so that counting takes no memory.
 PIECE_CHARS = 8192
 # Where llama.cpp cuts a text before it looks for merges in the parts, by `tokenizer.ggml.pre`: into
@@ -94,41 +77,10 @@ PIECE_CHARS = 8192
 _BY_CLAUSE, _BY_LINE = ("exaone-moe", "deepseek-llm"), ("gemma4", "sarvam-moe")
 # Where Unicode has marks, which are on the letter before.
 _MARKED = range(0x300, 0x1F000)
-STOPPING = Refusal(503, "the server is shutting down")
-_number = count(1)
 
 
 class Stopped(Exception):
     """The server was told to end before it could answer."""
-
-
-def server_library(bindings: Bindings, is_stopping: Callable[[], bool]) -> ServerLibrary:
-    """The library that goes with the loaded llama.cpp. Compiling it shows its progress on stderr.
-
-    A wheel of moe-edge brings it. Raises NativeError where it cannot be had: this is neither that
-    nor a checkout, or no compiler is there; and Stopped, where is_stopping says so while it is
-    compiled.
-    """
-    package = Path(bindings.api.__file__).parent
-    prebuilt = package / "lib" / PREBUILT
-    if prebuilt.is_file():
-        return ServerLibrary(prebuilt)
-    if not TOOL.is_file():
-        raise NativeError(
-            f"the server is compiled from a checkout of moe-edge, and {TOOL} is not there"
-        )
-    command = [sys.executable, str(TOOL), "server", str(package)]
-    # Compilers of an interrupted build would go on for minutes.
-    with child(command, with_its_own=True, stdout=subprocess.PIPE) as process:
-        said = None
-        while said is None:
-            with suppress(subprocess.TimeoutExpired):
-                said, _ = process.communicate(timeout=LOOK_S)
-            if is_stopping():
-                raise Stopped
-    if process.returncode != 0:
-        raise NativeError("llama.cpp's server cannot be compiled: the lines above say why")
-    return ServerLibrary(Path(said.strip().splitlines()[-1]))
 
 
 def most_scored(config: Config) -> int:
@@ -468,48 +420,3 @@ class Backend:
         self._native.close()
         self.engine.close()
         return True
-
-
-class State:
-    """What the application answers with: the backend, once it has loaded. threads: how the names of
-    its threads begin that are in llama.cpp for a request. all_metrics: what `/metrics` says, where
-    this is one server of several."""
-
-    def __init__(self, settings: ServeSettings) -> None:
-        self.threads = f"server{next(_number)}-"
-        self.settings = settings
-        keys = settings.keys()
-        # Clients send a key that is not ASCII as UTF-8, and some as Latin-1.
-        self.keys = frozenset(each for key in keys for each in _as_bytes(key))
-        self.gate = Gate(settings.parallel, settings.queue)
-        self.unread = Unread(UNREAD_BYTES)
-        self.seats = Seats(settings.parallel)
-        self.backend: Backend | None = None
-        self.began_s = int(time())  # of the Unix clock
-        self.stopping = False
-        self.all_metrics: Callable[[], Awaitable[str]] | None = None
-        self.workers: Executor = ThreadPoolExecutor(settings.parallel, f"{self.threads}answer")
-        self.quick: Executor = ThreadPoolExecutor(2, f"{self.threads}quick")
-        self.scorer: Executor = ThreadPoolExecutor(1, f"{self.threads}score")
-        self.bodies = Bodies(self.quick)
-
-    def ready(self) -> Backend:
-        """Raises Refusal while the model loads, where its file was written to, and at the end."""
-        if self.stopping:
-            raise STOPPING
-        if self.backend is None:
-            raise Refusal(503, "the model is loading")
-        self.check()
-        return self.backend
-
-    def check(self) -> None:
-        """Raises Refusal where what the model answers is not to be trusted any more."""
-        fault = self.backend.fault() if self.backend is not None else ""
-        if fault:
-            raise Refusal(503, fault)
-
-
-def _as_bytes(key: str) -> Iterator[bytes]:
-    yield key.encode("utf-8", "surrogateescape")
-    with suppress(UnicodeEncodeError):
-        yield key.encode("latin-1")

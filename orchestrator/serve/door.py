@@ -15,8 +15,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchestrator.serve.admission import PACES_ITSELF
-from orchestrator.serve.backend import STOPPING, State
 from orchestrator.serve.schemas import paths
+from orchestrator.serve.state import STOPPING, State
 from orchestrator.serve.wire import Refusal, ollama_error
 
 OPEN = (*paths("/health"), "/")  # without a key

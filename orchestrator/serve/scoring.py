@@ -23,8 +23,9 @@ import numpy as np
 from orchestrator.engine.texts import log_softmax
 from orchestrator.native.llama import Model
 from orchestrator.serve.admission import outlasting
-from orchestrator.serve.backend import STOPPING, Backend, Stopped, sentence_of
+from orchestrator.serve.backend import Backend, Stopped, sentence_of
 from orchestrator.serve.schemas import SEVERAL
+from orchestrator.serve.state import STOPPING
 from orchestrator.serve.wire import COMPLETIONS, LIMITS, Refusal, beyond_context
 
 # What would change which token follows, or where the answer ends.

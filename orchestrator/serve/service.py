@@ -3,18 +3,30 @@ of its own, or each replica of a fleet."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from time import monotonic
 
+from gguf_tools.children import child
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.engine.load import Progress
+from orchestrator.errors import NativeError
+from orchestrator.native import ServerLibrary
 from orchestrator.native.llama import Bindings
 from orchestrator.serve.admission import return_memory
 from orchestrator.serve.app import application
-from orchestrator.serve.backend import Backend, State, Stopped, server_library
+from orchestrator.serve.backend import Backend, Stopped
 from orchestrator.serve.settings import ServeSettings
+from orchestrator.serve.state import State
+
+LOOK_S = 0.1
+PREBUILT = "libmoe-edge-server.so"  # where a wheel brings it, beside libllama
+TOOL = Path(__file__).resolve().parents[2] / "patches" / "tool.py"
 
 
 class Service:
@@ -89,3 +101,32 @@ class Service:
         if self.state.backend is not None:
             self.state.backend.engine.keep()
         return False
+
+
+def server_library(bindings: Bindings, is_stopping: Callable[[], bool]) -> ServerLibrary:
+    """The library that goes with the loaded llama.cpp. Compiling it shows its progress on stderr.
+
+    A wheel of moe-edge brings it. Raises NativeError where it cannot be had: this is neither that
+    nor a checkout, or no compiler is there; and Stopped, where is_stopping says so while it is
+    compiled.
+    """
+    package = Path(bindings.api.__file__).parent
+    prebuilt = package / "lib" / PREBUILT
+    if prebuilt.is_file():
+        return ServerLibrary(prebuilt)
+    if not TOOL.is_file():
+        raise NativeError(
+            f"the server is compiled from a checkout of moe-edge, and {TOOL} is not there"
+        )
+    command = [sys.executable, str(TOOL), "server", str(package)]
+    # Compilers of an interrupted build would go on for minutes.
+    with child(command, with_its_own=True, stdout=subprocess.PIPE) as process:
+        said = None
+        while said is None:
+            with suppress(subprocess.TimeoutExpired):
+                said, _ = process.communicate(timeout=LOOK_S)
+            if is_stopping():
+                raise Stopped
+    if process.returncode != 0:
+        raise NativeError("llama.cpp's server cannot be compiled: the lines above say why")
+    return ServerLibrary(Path(said.strip().splitlines()[-1]))

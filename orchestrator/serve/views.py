@@ -12,7 +12,8 @@ from starlette.responses import Response
 
 from gguf_tools.process import peak_rss_bytes
 from orchestrator.events import Phase
-from orchestrator.serve.backend import Backend, State
+from orchestrator.serve.backend import Backend
+from orchestrator.serve.state import State
 
 # One file of ours, which works without network.
 PAGE = Path(__file__).with_name("page.html")

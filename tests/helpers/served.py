@@ -24,7 +24,7 @@ from real_cache import REAL_CACHE
 
 from orchestrator.native import ServerLibrary
 from orchestrator.native.llama import Bindings
-from orchestrator.serve.backend import PREBUILT
+from orchestrator.serve.service import PREBUILT
 
 REPO = Path(__file__).resolve().parents[2]
 DEMO = REPO / "models/demo/moe-edge-demo.gguf"

@@ -11,8 +11,9 @@ from starlette.testclient import TestClient
 from orchestrator.events import Phase
 from orchestrator.native.server import NativeRequest
 from orchestrator.serve.app import application
-from orchestrator.serve.backend import Backend, State, kept_prompts
+from orchestrator.serve.backend import Backend, kept_prompts
 from orchestrator.serve.settings import ServeSettings
+from orchestrator.serve.state import State
 
 from .servers import MIB, answered, ask, broken, serving
 

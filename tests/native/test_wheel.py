@@ -144,7 +144,7 @@ def test_it_answers_and_names_its_set(run) -> None:
 def test_the_server_needs_no_compiler(run, tmp_path: Path) -> None:
     code = """
 from orchestrator.native.llama import Bindings
-from orchestrator.serve.backend import server_library
+from orchestrator.serve.service import server_library
 server_library(Bindings.load(), lambda: True)
 """
     done = run("-c", code)

@@ -20,8 +20,8 @@ from starlette.applications import Starlette
 from orchestrator.errors import ConfigError, PolicyError
 from orchestrator.serve.admission import BODY_FACTOR
 from orchestrator.serve.app import application
-from orchestrator.serve.backend import State
 from orchestrator.serve.settings import ServeSettings
+from orchestrator.serve.state import State
 
 # Only what hangs takes so long.
 HANG_S = 120.0

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp
 
 from orchestrator.errors import NativeError
 from orchestrator.serve import answer
-from orchestrator.serve import backend as state_module
+from orchestrator.serve import state as state_module
 from orchestrator.serve.app import application
 
 CHAT = "/v1/chat/completions"

@@ -21,9 +21,8 @@ from served import DEMO, HANG_S, Served, running
 
 from orchestrator.config import Config
 from orchestrator.errors import NativeError
-from orchestrator.serve import backend as library_module
 from orchestrator.serve import service as module
-from orchestrator.serve.backend import Stopped, server_library
+from orchestrator.serve.backend import Stopped
 from orchestrator.serve.run import LEAST_CONNECTIONS, MOST_CONNECTIONS, Running, most_connections
 from orchestrator.serve.settings import ServeSettings
 
@@ -98,9 +97,9 @@ def test_a_stop_ends_the_compilers(
         f"pathlib.Path({str(begun)!r}).touch()\n"
         f"time.sleep({HANG_S})\n"
     )
-    monkeypatch.setattr(library_module, "TOOL", tool)
+    monkeypatch.setattr(module, "TOOL", tool)
     with pytest.raises(Stopped):
-        server_library(Bindings.load(), begun.exists)
+        module.server_library(Bindings.load(), begun.exists)
     assert ended.exists()
 
 
