@@ -86,8 +86,9 @@ cuda-check:
 	@$(TOOL) cuda-check $(if $(CUDA_ARCH),--cuda-arch $(CUDA_ARCH)) $(if $(FULL),--full)
 
 gpu-check:
-	@$(TOOL) gpu-check $(if $(PART),--part $(PART)) $(if $(STEP),--step "$(STEP)") \
-	    $(if $(REPORT),--report "$(REPORT)") $(if $(EMULATED),--emulated)
+	@$(TOOL) setup --extras test $(if $(EMULATED),,--gpu cuda) $(FLAGS)
+	@exec $(IN_ENV) -m orchestrator gpu-check $(if $(PART),--part $(PART)) \
+	    $(if $(STEP),--step "$(STEP)") $(if $(REPORT),--report "$(REPORT)") $(if $(EMULATED),--emulated)
 
 fuzz:
 	@$(TOOL) setup --extras dev $(FLAGS)

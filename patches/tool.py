@@ -20,7 +20,7 @@ from pathlib import Path
 # Where this runs as a file, sys.path starts in patches/ instead of the repository.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from patches import build, env, gpu_check, portable, probe, series, server
+from patches import build, env, portable, probe, series, server
 from patches.tree import sync_tree
 from patches.upstream import (
     PATCHES,
@@ -202,13 +202,6 @@ def cmd_cuda_check(args: argparse.Namespace) -> int:
     return 0
 
 
-def cmd_gpu_check(args: argparse.Namespace) -> int:
-    options = ["--sdist", str(args.sdist)] if args.sdist else []
-    parts = [args.part] if args.part else list(gpu_check.PARTS)
-    python = env.locate().python
-    return gpu_check.run(parts, python, options, args.report, args.step, args.emulated)
-
-
 def use_files(args: argparse.Namespace) -> None:
     """--files: pip takes wheels from this folder alone, and the source distribution is there too.
     Raises BuildError where the folder is not there."""
@@ -276,11 +269,6 @@ def parser() -> argparse.ArgumentParser:
     command("probe-amx", cmd_probe_amx, "try AMX in a child process")
     cuda_check = command("cuda-check", cmd_cuda_check, "compile some CUDA objects")
     cuda_check.add_argument("--full", action="store_true", help="all of them (an hour and more)")
-    check = command("gpu-check", cmd_gpu_check, "everything that needs a GPU, with a report")
-    check.add_argument("--part", choices=gpu_check.PARTS, help="default: all of them, in order")
-    check.add_argument("--step", default="", metavar="TEXT", help="steps whose line has it, anew")
-    check.add_argument("--report", type=Path, default=gpu_check.REPORT, metavar="FILE")
-    check.add_argument("--emulated", action="store_true", help="the tests of the emulated GPU")
     return top
 
 

@@ -73,7 +73,7 @@ REST = {
     ),
     "the build tool, killed and raced: that it builds, and every edit with it, is in `make test`": (
         r"tests/contract/test_build\.py::test_(an_interrupted|half_written|a_killed|two_builds|make_)",
-        r"tests/contract/test_gpu_check\.py",
+        r"tests/unit/lab/test_gpu_check\.py",
     ),
 }
 

@@ -57,6 +57,7 @@ GROUPS = {
         "eval": Where("measure", "evaluate", "Measure quality: perplexity, KL, choices; studies."),
         "trace": Where("replay", "trace", "Record the routing of a run, for `moe-edge replay`."),
         "replay": Where("replay", "replay", "Play a trace with another policy, memory or disk."),
+        "gpu-check": Where("measure", "gpu_check", "Try all that needs a GPU, with a report."),
     },
 }
 COMMANDS = {name: where for commands in GROUPS.values() for name, where in commands.items()}

@@ -372,3 +372,28 @@ def check(
     click.echo(text)
     if not report["ok"]:
         click.get_current_context().exit(1)
+
+
+@click.command("gpu-check", cls=Command)
+@click.option("--part", metavar="NAME", help="One part: device, kernels, managed, ..., bench.")
+@click.option("--step", default="", metavar="TEXT", help="Steps whose line has it, anew.")
+@click.option(
+    "--report",
+    type=FILE,
+    default="gpu-report.md",
+    show_default=True,
+    metavar="FILE",
+    help="What is written; a folder of its name lies beside it.",
+)
+@click.option("--emulated", is_flag=True, help="Show the procedure on a checkout's emulated GPU.")
+@click.pass_context
+def gpu_check(
+    ctx: click.Context, part: str | None, step: str, report: Path, emulated: bool
+) -> None:
+    """Try all that needs a GPU: a checkout's tests, then benchmarks from small to large. Each is a
+    process of its own with a time limit, and what ended is kept: call it again, and it goes on.
+    """
+    from orchestrator.lab.gpu_check import run
+
+    if not run(report, part, step, emulated, say):
+        ctx.exit(1)

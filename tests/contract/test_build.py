@@ -6,6 +6,7 @@ sources, one of them ours. The tool runs as a user runs it, from a copy of this 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import hashlib
@@ -24,7 +25,8 @@ from pathlib import Path
 import pytest
 
 from patches import build
-from patches.upstream import PATCHES
+from patches import tool as tool_module
+from patches.upstream import PATCHES, REPO, read_upstream
 
 HANG_S = 600  # only a build that hangs takes so long
 CMAKE = """
@@ -308,3 +310,23 @@ def test_make_instead_of_ninja(toy: Toy) -> None:
     wheel, said = toy.build(PATH=str(tools))
     assert toy.answers(wheel)["one"] == 11
     assert "%" in said
+
+
+def test_files_are_all_that_is_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, user_folder: Path
+) -> None:
+    """--files: pip is told to look nowhere else, and the source there is taken."""
+    sdist = tmp_path / read_upstream().sdist_name
+    sdist.write_bytes(b"not it")
+    for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS"):
+        monkeypatch.delenv(name, raising=False)
+    tool = [sys.executable, str(REPO / "patches/tool.py"), "--files"]
+    done = subprocess.run([*tool, str(tmp_path), "source"], capture_output=True, text=True)
+    assert done.returncode == 1 and f"{sdist}: sha256 is" in done.stderr
+    done = subprocess.run([*tool, "nowhere", "status"], capture_output=True, text=True)
+    assert done.returncode == 1 and "--files nowhere: there is no such folder" in done.stderr
+    args = argparse.Namespace(files=tmp_path, sdist=None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    tool_module.use_files(args)
+    assert args.sdist == sdist
+    assert (os.environ["PIP_NO_INDEX"], os.environ["PIP_FIND_LINKS"]) == ("1", tmp_path.as_uri())

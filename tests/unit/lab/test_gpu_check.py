@@ -1,9 +1,7 @@
-"""`make gpu-check`: each step a process with a limit; whatever ends it, what was done is kept."""
+"""`moe-edge gpu-check`: each step a process with a limit; whatever ends it, what ended is kept."""
 
 from __future__ import annotations
 
-import argparse
-import os
 import random
 import signal
 import subprocess
@@ -13,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from patches import gpu_check, probe
-from patches import tool as tool_module
-from patches.gpu_check import Folder, Step
-from patches.upstream import REPO, read_upstream
+from orchestrator.errors import ConfigError
+from orchestrator.lab import gpu_check
+from orchestrator.lab.gpu_check import ROOT, Folder, Step
 
 TEST = "tests/native/cuda/test_kernels.py::test_random_swaps[gpu]"
 
@@ -25,7 +22,7 @@ TEST = "tests/native/cuda/test_kernels.py::test_random_swaps[gpu]"
 CALL = """
 import sys
 from pathlib import Path
-from patches import gpu_check, probe
+from orchestrator.lab import gpu_check
 ran, report, most = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 gpu_check.TRIES = 1000
 def steps(*_):
@@ -34,16 +31,16 @@ def steps(*_):
         line += f"sleep 0.04; echo said {i}; echo {i} >> {ran}"
         yield gpu_check.Step("engine", f"step {i}", ("sh", "-c", line), 60.0)
 gpu_check._steps = steps
-probe.find_gpu = lambda: (True, "one")
-sys.exit(gpu_check.run(("engine",), Path(sys.executable), [], report))
+gpu_check.find_gpu = lambda: (True, "one")
+sys.exit(not gpu_check.run(report, None, "", False, print))
 """
 
 
 def test_every_test_for_a_gpu_has_its_part_and_its_order() -> None:
     """Each is found by the name under which pytest runs it."""
-    steps = gpu_check.find_tests(Path(sys.executable), Path("/nowhere"), emulated=False)
+    steps = gpu_check.find_tests(Path("/nowhere"), emulated=False)
     parts = [step.part for step in steps]
-    assert set(parts) == set(gpu_check.PARTS) - {"build"}
+    assert set(parts) == set(gpu_check.PARTS)
     assert all("[gpu" in step.name or "test_gpu.py" in step.name for step in steps)
     assert len({step.slug for step in steps}) == len(steps)
     assert gpu_check.part_of(TEST) == "managed"
@@ -59,7 +56,7 @@ def test_killed_at_ten_random_moments(tmp_path: Path) -> None:
     while kills < 10:
         some = [*call, str(min(known + 3, 29))]
         process = subprocess.Popen(
-            some, cwd=REPO, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            some, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         time.sleep(chance.uniform(0.1, 0.5))
         assert process.poll() is None
@@ -72,28 +69,28 @@ def test_killed_at_ten_random_moments(tmp_path: Path) -> None:
         if report.exists():
             assert sum(f"| {name} | passed |" in report.read_text() for name in kept) >= known - 1
     command = [*call, "30"]
-    assert subprocess.run(command, cwd=REPO, capture_output=True).returncode == 0
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
     assert {each.outcome for each in Folder(report).outcomes()} == {"passed"}
     text = report.read_text()
     assert all(f"| step {i} | passed |" in text and f"    said {i}\n" in text for i in range(30))
     times = [ran.read_text().split().count(str(i)) for i in range(30)]
     # a step that had ended when the call was killed, but was not yet written down, runs again
     assert all(times) and sum(times) <= 30 + kills
-    assert subprocess.run(command, cwd=REPO, capture_output=True).returncode == 0
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
     assert sum(times) == len(ran.read_text().split())
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
     """With a GPU."""
-    monkeypatch.setattr(probe, "find_gpu", lambda: (True, "one"))
+    monkeypatch.setattr(gpu_check, "find_gpu", lambda: (True, "one"))
     return Folder(tmp_path / "report.md")
 
 
-def check(folder: Folder, *steps: Step, only: str = "") -> int:
+def check(folder: Folder, *steps: Step) -> bool:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(gpu_check, "_steps", lambda *_: iter(steps))
-        return gpu_check.run(("engine",), Path(sys.executable), [], folder.report, only)
+        return gpu_check.run(folder.report, None, "", False, print)
 
 
 def shell(name: str, line: str, limit_s: float = 60.0) -> Step:
@@ -114,7 +111,7 @@ def test_a_hang_and_a_crash_end_their_step_alone(
 
     monkeypatch.setattr(subprocess.Popen, "wait", wait_once_it_hangs)
     crash, fine = shell("crash", "kill -SEGV $$"), shell("fine", "echo good")
-    assert check(folder, hang, crash, fine) == 1
+    assert not check(folder, hang, crash, fine)
     a, b, c = folder.outcomes()
     assert [each.outcome for each in (b, a, c)].count("failed") == 2
     found = {each.name: each for each in (a, b, c)}
@@ -132,29 +129,17 @@ def test_a_hang_and_a_crash_end_their_step_alone(
 def test_without_a_gpu_all_is_skipped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(probe, "find_gpu", lambda: (False, "no driver"))
+    monkeypatch.setattr(gpu_check, "find_gpu", lambda: (False, "no driver"))
     monkeypatch.setattr(gpu_check, "find_tests", lambda *_: [])
     report = tmp_path / "report.md"
-    assert gpu_check.run(gpu_check.PARTS, Path(sys.executable), [], report) == 0
-    assert report.read_text().count("| skipped |") == 1 + len(gpu_check.COMMANDS)
+    assert gpu_check.run(report, None, "", False, print)
+    assert report.read_text().count("| skipped |") == len(gpu_check.COMMANDS)
     assert "no GPU: no driver" in capsys.readouterr().out
 
 
-def test_files_are_all_that_is_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, user_folder: Path
-) -> None:
-    """--files: pip is told to look nowhere else, and the source there is taken."""
-    sdist = tmp_path / read_upstream().sdist_name
-    sdist.write_bytes(b"not it")
-    for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS"):
-        monkeypatch.delenv(name, raising=False)
-    tool = [sys.executable, str(REPO / "patches/tool.py"), "--files"]
-    done = subprocess.run([*tool, str(tmp_path), "source"], capture_output=True, text=True)
-    assert done.returncode == 1 and f"{sdist}: sha256 is" in done.stderr
-    done = subprocess.run([*tool, "nowhere", "status"], capture_output=True, text=True)
-    assert done.returncode == 1 and "--files nowhere: there is no such folder" in done.stderr
-    args = argparse.Namespace(files=tmp_path, sdist=None)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    tool_module.use_files(args)
-    assert args.sdist == sdist
-    assert (os.environ["PIP_NO_INDEX"], os.environ["PIP_FIND_LINKS"]) == ("1", tmp_path.as_uri())
+def test_what_it_cannot_do_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="unknown part 'all': known are device, "):
+        gpu_check.run(tmp_path / "r.md", "all", "", False, print)
+    monkeypatch.setattr(gpu_check, "TESTS", tmp_path / "none")
+    with pytest.raises(ConfigError, match="checkout"):
+        gpu_check.run(tmp_path / "r.md", None, "", True, print)

@@ -1,10 +1,10 @@
-"""`make gpu-check`: what needs a GPU, each step a process of its own, with one report.
+"""`moe-edge gpu-check`: what needs a GPU, each step a process of its own, with one report. In a
+checkout these are its tests, too.
 
 Steps run in an order in which what fails explains what fails behind it. The folder beside the
 report has a file for each: what it says while it runs, and what came of it. So a hang, a crash or
 the end of the machine loses nothing, and the next call goes on with what is left. The report is
-written from that folder after each step. Nothing here fails for the lack of a GPU, and nothing but
-the part `build` may use a network.
+written from that folder after each step. Nothing fails for the lack of a GPU, or uses a network.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from patches import cuda, probe
-from patches.upstream import REPO, BuildError, say, write_atomic
+from orchestrator.cache.files import write_whole
+from orchestrator.errors import ConfigError
+from orchestrator.lab.bench.gpu import GpuOptions, ask_device
+from orchestrator.lab.bench.models import DEMO_MODEL
 
-REPORT = Path("gpu-report.md")
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests/native/cuda"  # of a checkout
 TAIL = 12_000  # characters of a step's output in the report
 TRIES = 2  # a step that was cut off so often is left aside: it may be what ends the machine
 COLLECT_SECONDS = 300.0
@@ -37,7 +40,6 @@ EMULATED_TIMES = 10
 # Each part with the longest time of one of its steps, and the tests that it has: a part takes what
 # no part before it took.
 PARTS: dict[str, tuple[float, str]] = {
-    "build": (3600, r"(?!)"),
     "device": (300, r"test_device\.py"),
     "kernels": (600, r"test_upstreams"),
     "managed": (600, r"test_kernels\.py|test_gpu\.py"),
@@ -50,7 +52,7 @@ PARTS: dict[str, tuple[float, str]] = {
 # shapes. The small ones come first; each keeps its cases as they are measured, so that one that
 # was cut off goes on with the next case.
 COMMANDS: tuple[tuple[str, str, str], ...] = (
-    ("device", "what the machine has", "plan -m models/demo/moe-edge-demo.gguf"),
+    ("device", "what the machine has", f"plan {shlex.quote(str(DEMO_MODEL))}"),
     ("bench", "a tiny model", "bench gpu --quick --runs 1"),
     ("bench", "Qwen3-30B-A3B, skewed", "bench gpu --shape qwen3-30b --runs 1"),
     ("bench", "Qwen3-30B-A3B, uniform", "bench gpu --shape qwen3-30b --runs 1 --routing uniform"),
@@ -109,10 +111,10 @@ class Folder:
 
     def begin(self, step: Step) -> None:
         path = self.path / f"{step.slug}.tries"
-        write_atomic(path, f"{sources()} ".encode() * (self.tries(step) + 1))
+        write_whole(path, f"{sources()} " * (self.tries(step) + 1))
 
     def end(self, step: Step, found: Outcome) -> None:
-        write_atomic(self.path / f"{step.slug}.json", json.dumps(asdict(found)).encode())
+        write_whole(self.path / f"{step.slug}.json", json.dumps(asdict(found)))
         (self.path / f"{step.slug}.tries").unlink(missing_ok=True)
 
     def outcome(self, step: Step) -> Outcome | None:
@@ -134,30 +136,33 @@ class Folder:
             for step in steps
             if (step.part, step.name) not in known and self.log(step).exists()
         ]
-        write_atomic(self.report, render([*self.outcomes(), *cut], machine).encode())
+        write_whole(self.report, render([*self.outcomes(), *cut], machine))
         os.sync()  # a machine that hangs is switched off
 
 
 def run(
-    parts: Sequence[str],
-    python: Path,
-    build_options: list[str],
     report: Path,
-    only: str = "",
-    emulated: bool = False,
-) -> int:
-    """Runs what is left of the parts, and writes the report after each step; returns 0 unless a
-    step failed. python is that of our environment. only picks the steps whose part, name or command
-    holds it, and runs them again. emulated: the tests of the emulated GPU, to show the procedure.
-    """
-    found, why = probe.find_gpu()
+    part: str | None,
+    only: str,
+    emulated: bool,
+    say: Callable[[str], None],
+) -> bool:
+    """Runs what is left of a part, or of all, and writes the report after each step; returns
+    whether no step failed. say gets a line for each. only picks the steps whose part, name or
+    command holds it, and runs them again. emulated: the tests of the emulated GPU, to show the
+    procedure. Raises ConfigError, OSError."""
+    if part not in (None, *PARTS):
+        raise ConfigError(f"unknown part '{part}': known are {', '.join(PARTS)}")
+    if emulated and not TESTS.is_dir():
+        raise ConfigError("--emulated is for a checkout: the emulated GPU is part of its tests")
+    found, why = find_gpu()
     machine = "the emulated GPU" if emulated else why
     say(f"GPU: {machine}" if found or emulated else f"no GPU: {why}; what needs one is skipped")
     folder = Folder(report)
     _end_left_over(folder)
     failed = False
     done: list[Step] = []
-    for step in _steps(parts, python, build_options, folder, emulated):
+    for step in _steps(part, folder, emulated):
         if only and only not in f"{step.part}: {step.name}: {shlex.join(step.command)}":
             continue
         done.append(step)
@@ -165,62 +170,60 @@ def run(
             known = folder.outcome(step)  # none: it was cut off each time that it ran
             failed = failed or known is None or known.outcome == "failed"
             continue
-        outcome = _run_step(step, folder, found or emulated, why)
+        if found or emulated:
+            say(f"{step.name}: {shlex.join(step.command)}")
+        outcome = _run_step(step, folder, found or emulated)
         folder.write(machine, done)
         failed = failed or outcome.outcome == "failed"
-        line = f"{outcome.outcome:8} {outcome.seconds:7.1f} s  {step.name}  {outcome.reason}"
-        print(line.rstrip(), flush=True)
-        if outcome.outcome == "failed" and found and not probe.find_gpu()[0]:
-            say(f"the GPU is gone behind {step.name}: start the machine again, then make gpu-check")
+        say(f"{outcome.outcome:8} {outcome.seconds:7.1f} s  {step.name}  {outcome.reason}".rstrip())
+        if outcome.outcome == "failed" and found and not find_gpu()[0]:
+            say(f"the GPU is gone behind {step.name}: start the machine again, then gpu-check")
             break
     folder.write(machine, done)
-    print(f"report: {report}")
-    return 1 if failed else 0
+    say(f"report: {report}")
+    return not failed
 
 
-def _steps(
-    parts: Sequence[str], python: Path, build_options: list[str], folder: Folder, emulated: bool
-) -> Iterator[Step]:
-    """In their order. Tests are looked for behind the build, which makes what they need."""
-    if "build" in parts and not emulated:
-        tool = str(Path(__file__).with_name("tool.py"))
-        setup = (sys.executable, tool, "setup", "--extras", "test", "--gpu", "cuda")
-        name = "library, environment and tests' tools for this GPU"
-        yield Step("build", name, (*setup, *build_options), PARTS["build"][0])
-    tests: list[Step] | None = None
-    for part in PARTS:
-        if part not in parts or part == "build":
-            continue
-        tests = find_tests(python, folder.path, emulated) if tests is None else tests
-        yield from (step for step in tests if step.part == part)
+def find_gpu() -> tuple[bool, str]:
+    """(whether a process of this build can use a GPU, its name or why not)."""
+    try:
+        found = ask_device(GpuOptions.device)
+    except ConfigError as error:
+        return False, str(error).rpartition(f"{GpuOptions.device}: ")[2]
+    return True, str(found["name"])
+
+
+def _steps(part: str | None, folder: Folder, emulated: bool) -> Iterator[Step]:
+    """In their order."""
+    tests = find_tests(folder.path, emulated) if TESTS.is_dir() else []
+    for each in [part] if part else PARTS:
+        yield from (step for step in tests if step.part == each)
         for of_part, name, arguments in COMMANDS:
-            if of_part == part and not emulated:
-                command = (str(python), "-m", "orchestrator", *shlex.split(arguments))
+            if of_part == each and not emulated:
+                command = (sys.executable, "-m", "orchestrator", *shlex.split(arguments))
                 if of_part == "bench":
                     command += ("--keep", str(folder.path / f"cases-{sources()}"))
-                yield Step(part, f"{name}: moe-edge {arguments}", command, PARTS[part][0])
+                yield Step(each, f"{name}: moe-edge {arguments}", command, PARTS[each][0])
 
 
-def find_tests(python: Path, folder: Path, emulated: bool) -> list[Step]:
+def find_tests(folder: Path, emulated: bool) -> list[Step]:
     """Each test for a GPU as a step. Where none could be found in time, one step that fails says
-    why. Raises BuildError where there is no environment that could run them."""
-    if not python.exists():
-        raise BuildError(f"{python} is not there: run `make build`, or `make gpu-check` as a whole")
+    why."""
     marks = ("-k", "emulated") if emulated else ("-m", "gpu")
-    pytest = (str(python), "-m", "pytest")
-    collect: tuple[str, ...] = (*pytest, "--collect-only", "-q", *marks, "tests/native/cuda")
+    pytest = (sys.executable, "-m", "pytest")
+    where = str(TESTS.relative_to(ROOT))
+    collect: tuple[str, ...] = (*pytest, "--collect-only", "-q", *marks, where)
     times = EMULATED_TIMES if emulated else 1
     limit_s = times * COLLECT_SECONDS
     try:
-        done = subprocess.run(collect, capture_output=True, text=True, timeout=limit_s, cwd=REPO)
-        found, said = done.stdout, done.stdout + done.stderr
+        done = subprocess.run(collect, capture_output=True, text=True, timeout=limit_s, cwd=ROOT)
+        found = done.stdout
     except subprocess.TimeoutExpired:
         found, said = "", f"the tests were not listed within {limit_s:g} s"
-        collect = (str(python), "-c", f"raise SystemExit({said!r})")
+        collect = (sys.executable, "-c", f"raise SystemExit({said!r})")
         limit_s = PARTS["device"][0]
     names = re.findall(r"^(tests/\S+::\S.*)$", found, re.MULTILINE)
     if not names:
-        say(said[-2000:])
         return [Step("device", "tests for a GPU are found", collect, limit_s)]
     steps = []
     for name in names:
@@ -241,7 +244,7 @@ def sources() -> str:
     """A hash of what the steps test."""
     digest = hashlib.sha256()
     for name in ("patches", "tests/native", "orchestrator", "gguf_tools"):
-        for path in sorted((REPO / name).rglob("*")):
+        for path in sorted((ROOT / name).rglob("*")):
             if path.suffix in (".py", ".cpp", ".cu", ".h", ".c", ".patch"):
                 digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
@@ -255,17 +258,14 @@ def _is_left(step: Step, folder: Folder) -> bool:
     return known.outcome == "skipped" or (known.outcome == "failed" and known.sources != sources())
 
 
-def _run_step(step: Step, folder: Folder, there: bool, why: str) -> Outcome:
+def _run_step(step: Step, folder: Folder, there: bool) -> Outcome:
     if not there:
-        outcome = Outcome(step.part, step.name, "skipped", 0, f"no GPU: {why}")
+        outcome = Outcome(step.part, step.name, "skipped", 0, "no GPU")
         folder.end(step, outcome)
         return outcome
-    if step.part == "build":
-        say(f"architectures: {cuda.gpu_capabilities() or 'unknown'}")
     folder.begin(step)
     if step.results is not None:
         step.results.unlink(missing_ok=True)
-    say(f"{step.name}: {shlex.join(step.command)}")
     start = time.monotonic()
     status = _run_limited(step, folder)
     seconds = time.monotonic() - start
@@ -287,9 +287,7 @@ def _run_step(step: Step, folder: Folder, there: bool, why: str) -> Outcome:
 
 def _run_limited(step: Step, folder: Folder) -> int | None:
     """Its exit status, None where its time was up. All that it started ends with it."""
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    if step.part != "build":
-        environment |= {"PIP_NO_INDEX": "1", "HF_HUB_OFFLINE": "1"}
+    quiet = {"PYTHONUNBUFFERED": "1", "PIP_NO_INDEX": "1", "HF_HUB_OFFLINE": "1"}
     with folder.log(step).open("wb") as log:
         process = subprocess.Popen(
             step.command,
@@ -297,11 +295,11 @@ def _run_limited(step: Step, folder: Folder) -> int | None:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=environment,
-            cwd=REPO,
+            env=os.environ | quiet,
+            cwd=ROOT,
         )
         running = folder.path / "running"
-        write_atomic(running, f"{process.pid} {_started(process.pid)}".encode())
+        write_whole(running, f"{process.pid} {_started(process.pid)}")
         try:
             return process.wait(step.limit_s)
         except subprocess.TimeoutExpired:
