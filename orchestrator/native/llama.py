@@ -138,8 +138,9 @@ class Model:
             places[0].pattern = EXPERT_PATTERN
             places[0].buffer_type = buffer_type or bindings.library().buffer_type()
             params.tensor_buft_overrides = ctypes.cast(places, ctypes.c_void_p)
-        values = _overrides(api, overrides or {})
-        params.kv_overrides = values
+        values = _overrides(api, overrides) if overrides else None
+        if values is not None:
+            params.kv_overrides = values
 
         @interrupts.called_from_c
         def report(done: float, _user: int | None) -> bool:
