@@ -64,7 +64,7 @@ def with_checksums(spec: StoreSpec, checksums: Checksums) -> StoreSpec:
 
 
 def managed_places(model: ExpertModel) -> set[Place]:
-    """Where the experts lie that a store reads, and a table that nobody reads as a whole."""
+    """Where the experts lie that a store reads, and tables that nobody reads as a whole."""
     experts = {
         (each.file_index, each.offset)
         for layer in model.slices
@@ -72,9 +72,7 @@ def managed_places(model: ExpertModel) -> set[Place]:
         for each in kind
         if each is not None
     }
-    return experts | (
-        {(model.lookup.file_index, model.lookup.info.offset)} if model.lookup else set()
-    )
+    return experts | {(table.file_index, table.info.offset) for table in model.lookup}
 
 
 class DataCheck:

@@ -98,7 +98,7 @@ def test_the_frontier_is_printed_and_drawn(
     monkeypatch.setattr(ExpertModel, "lookup_text", "rows (4 GiB)")
     shown = run(model, *LITTLE)
     assert shown.exit_code == 0, shown.output
-    assert "rows (4 GiB) stays on disk in managed plans" in shown.stderr
+    assert "on disk in managed plans: rows (4 GiB)" in shown.stderr
     assert "`chat` and `serve` take dymoe" in shown.stdout
     assert "KL is not known" in shown.stderr and "calibrate" in shown.stderr
     assert "Other programs kept the processor busy" in shown.stdout
