@@ -155,8 +155,8 @@ def render(facts: dict[str, Any]) -> str:
         f" KV cache {format_size(facts['kv_bytes'])} for {facts['kv_tokens']} tokens,"
         f" files {format_size(facts['file_bytes'])}",
         *(
-            [f"  {table} stays on disk where experts are managed: it is read by rows"]
-            if (table := facts["lookup"])
+            [f"  read by rows, so on disk where experts are managed: {tables}"]
+            if (tables := facts["lookup"])
             else []
         ),
         "",

@@ -57,7 +57,9 @@ class RouteEvent:
     """What the router of one MoE layer chose for the T tokens of a step.
 
     layer counts MoE layers only; phase is the step's; step counts steps.
-    k experts a token; n_ahead look-ahead layers present: layer+1 .. layer+n_ahead.
+    k experts a token in this layer; n_ahead look-ahead layers present: layer+1 .. layer+n_ahead.
+    What is predicted is as wide as in the layer that uses most: behind what a layer uses, its first
+    expert comes again, with a score of 0.
 
     Read-only memoryviews of the first token, the only one of a decode step:
         ids, weights     [k]  chosen experts and their routing weights
@@ -74,6 +76,7 @@ class RouteEvent:
     __slots__ = (
         "_ahead",
         "_ahead_ids",
+        "_first",
         "_ids",
         "_importance",
         "_phases",
@@ -108,7 +111,7 @@ class RouteEvent:
         """ids int32 [max_tokens, k], weights float32 alike, tokens int32 [max_tokens],
         ahead_ids int32 and ahead float32 [P, max_tokens, k], importance float32, phases uint8 and
         sequences int32 [max_tokens]."""
-        self.max_tokens, self.k = ids.shape
+        self.max_tokens = len(ids)
         self._ids = _frozen(ids)
         self._weights = _frozen(weights)
         self._tokens = _frozen(tokens)
@@ -117,8 +120,8 @@ class RouteEvent:
         self._importance = _frozen(importance)
         self._phases = _frozen(phases)
         self._sequences = _frozen(sequences)
-        self.ids = _rows(ids[:1], "i")[0]
-        self.weights = _rows(weights[:1], "f")[0]
+        self._first = (*_rows(ids[:1], "i"), *_rows(weights[:1], "f"))
+        self.use(ids.shape[1])
         self.ahead_ids = _rows(ahead_ids[:, 0], "i")
         self.ahead_scores = _rows(ahead[:, 0], "f")
         self.layer = 0
@@ -128,13 +131,24 @@ class RouteEvent:
         self.has_importance = 0
         self.step = 0
 
+    def use(self, k: int) -> None:
+        """The event is of a layer in which a token uses k experts."""
+        self.k = k
+        self.ids, self.weights = (row[:k] for row in self._first)
+
     @property
     def ids_array(self) -> np.ndarray:
-        return self._ids[: self.n_tokens]
+        return self._ids[: self.n_tokens, : self.k]
 
     @property
     def weights_array(self) -> np.ndarray:
-        return self._weights[: self.n_tokens]
+        return self._weights[: self.n_tokens, : self.k]
+
+    @property
+    def filled(self) -> tuple[np.ndarray, np.ndarray]:
+        """ids_array and weights_array as wide as in the layer that uses most: behind k, a row's
+        first expert comes again, with a weight of 0."""
+        return self._ids[: self.n_tokens], self._weights[: self.n_tokens]
 
     @property
     def tokens_array(self) -> np.ndarray:

@@ -21,7 +21,7 @@ from gguf_tools import built
 from gguf_tools.convert.checkpoint import Checkpoint
 from gguf_tools.convert.pretokenizer import pre_tokenizer
 from gguf_tools.errors import CheckpointError, ConvertError
-from gguf_tools.file.layout import EMBEDDINGS, FLOAT_TYPES, GGMLType, ValueType
+from gguf_tools.file.layout import EMBEDDINGS, FLOAT_TYPES, OUTPUT, GGMLType, ValueType
 from gguf_tools.file.writer import encode_value
 
 MISSING_LIBRARIES = (
@@ -47,7 +47,6 @@ _IMPLIED = {
         "MiniMaxM2ForCausalLM",
     )
 } | {"AfmoeForCausalLM": {"route_norm": True}}
-_OUTPUT = "output.weight"
 # Architectures that llama.cpp loads only with an output matrix of their own, tied or not.
 _OWN_OUTPUT = frozenset(
     (
@@ -157,9 +156,9 @@ def _with_output(tensors: list[LazyTensor], architecture: str) -> list[LazyTenso
     llama.cpp does not know that."""
     named = {each.name: each for each in tensors}
     embeddings = named.get(EMBEDDINGS)
-    if architecture not in _OWN_OUTPUT or _OUTPUT in named or embeddings is None:
+    if architecture not in _OWN_OUTPUT or OUTPUT in named or embeddings is None:
         return tensors
-    return [*tensors, embeddings._replace(name=_OUTPUT)]
+    return [*tensors, embeddings._replace(name=OUTPUT)]
 
 
 def _dense_layers(config: dict[str, Any]) -> dict[str, int]:

@@ -43,7 +43,7 @@ class ExpertModel(Closing):
     model's own layer number. ``shapes[layer][kind]`` is (row length, rows) of one
     expert's matrix. Tiers are ordered best first. Sizes are bytes. ``dense_bytes`` counts
     all that is no expert, ``dense_layer_bytes[il]`` what of it is in each of the model's
-    own layers. ``lookup`` is the table of it that is read by rows, which can stay on disk.
+    own layers. ``lookup`` are the tables of it that are read by rows, which can stay on disk.
     """
 
     path: Path
@@ -58,7 +58,7 @@ class ExpertModel(Closing):
     dense_layer_bytes: list[int]
     tier_bytes: list[int]
     has_shared: bool
-    lookup: Found | None
+    lookup: list[Found]
     fallbacks: list[str]
     parts: list[GGUFFile]
 
@@ -102,14 +102,14 @@ class ExpertModel(Closing):
 
     @property
     def lookup_bytes(self) -> int:
-        """Of ``dense_bytes``, the table that can stay on disk."""
-        return self.lookup.info.nbytes if self.lookup else 0
+        """Of ``dense_bytes``, the tables that can stay on disk."""
+        return sum(table.info.nbytes for table in self.lookup)
 
     @property
     def lookup_text(self) -> str:
-        """Its name and size, empty where there is none."""
-        info = self.lookup.info if self.lookup else None
-        return f"{info.name} ({format_size(info.nbytes)})" if info else ""
+        """Their names and sizes, empty where there are none."""
+        infos = [table.info for table in self.lookup]
+        return " and ".join(f"{info.name} ({format_size(info.nbytes)})" for info in infos)
 
     def tier_index(self, name: str) -> int:
         """Index of a tier by name; MissingTierError lists the tiers there are."""

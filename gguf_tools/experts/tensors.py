@@ -11,11 +11,13 @@ from gguf_tools.experts.slices import LayerShapes, LayerSlices, Slice, Tier
 from gguf_tools.file.layout import (
     CHOICES,
     DOWN,
+    EMBEDDINGS,
     GATE,
     GATE_UP,
     KEY_TIERS,
     KINDS,
     LOOKUP_TABLE,
+    OUTPUT,
     ROUTER,
     TIER_MARK,
     UP,
@@ -43,13 +45,13 @@ class SortedTensors:
 
     ``best[il][kind]`` is the best tier, ``lower[il, kind, tier]`` the others. ``dense_bytes``
     counts all that is no expert, ``dense_layer_bytes[il]`` what of it is in each layer, and
-    ``lookup`` is the table of it that is read by rows, if there is one.
+    ``lookup`` are the tables of it that are read by rows.
     """
 
     dense_layer_bytes: list[int]
     dense_bytes: int = 0
     has_shared: bool = False
-    lookup: Found | None = None
+    lookup: list[Found] = field(default_factory=list)
     best: dict[int, dict[int, Found]] = field(default_factory=dict)
     lower: dict[tuple[int, int, str], Found] = field(default_factory=dict)
 
@@ -77,6 +79,7 @@ def sort_tensors(
     MissingTierError for a tensor of a tier that is not announced.
     """
     tensors = SortedTensors([0] * hparams.block_count)
+    tied = not any(OUTPUT in part.tensors for part in parts)
     for file_index, part in enumerate(parts):
         for info in part.tensors.values():
             parsed = parse_expert_name(info.name)
@@ -87,8 +90,8 @@ def sort_tensors(
                         " an expert matrix"
                     )
                 tensors.dense_bytes += info.nbytes
-                if info.name == LOOKUP_TABLE:
-                    tensors.lookup = Found(file_index, info)
+                if info.name == LOOKUP_TABLE or (info.name == EMBEDDINGS and not tied):
+                    tensors.lookup.append(Found(file_index, info))
                 block = layer_of(info.name)
                 if block is not None and block < hparams.block_count:
                     tensors.dense_layer_bytes[block] += info.nbytes

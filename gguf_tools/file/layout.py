@@ -37,6 +37,7 @@ KEY_FALLBACKS = "moe_edge.fallbacks"
 KEY_CHECKSUMS = "moe_edge.crc32"
 TIER_MARK = ".moe_edge."
 EMBEDDINGS = "token_embd.weight"
+OUTPUT = "output.weight"  # absent where the embeddings are it as well
 # Embeddings for each layer or n-gram, of which a graph reads a few rows a token and nothing else.
 LOOKUP_TABLE = "per_layer_token_embd.weight"
 # What chooses a layer's experts: a matrix with an output for each, or their indices by token.

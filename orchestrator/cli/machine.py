@@ -60,7 +60,7 @@ def examine(
                 plan_note = str(error)
         if plans is not None and plans.why_not:
             notes.append(f"KL is not known: {plans.why_not}")
-        on_disk = model.lookup_text and f"{model.lookup_text} stays on disk in managed plans"
+        on_disk = model.lookup_text and f"on disk in managed plans: {model.lookup_text}"
         notes += filter(None, [planner.note, on_disk])
         try:
             runs = planner.runs(config)

@@ -26,7 +26,7 @@ import numpy as np
 
 from gguf_tools.closing import Closing
 from gguf_tools.experts import ExpertModel
-from gguf_tools.file.layout import EMBEDDINGS, GGMLType, layer_of, parse_expert_name
+from gguf_tools.file.layout import EMBEDDINGS, OUTPUT, GGMLType, layer_of, parse_expert_name
 from gguf_tools.file.parse import TensorInfo
 from gguf_tools.process import Disturbance, processor_name, usable_cores
 from orchestrator.cache.files import keep, recalled, user_folder
@@ -329,7 +329,7 @@ class Speeds(Closing):
         weights are repacked where experts are not as in the file."""
         interleaves = self._bindings.library().interleaves
         tensors = _dense_matrices(model)
-        output = tensors.pop("output.weight", None) or tensors.pop(EMBEDDINGS, None)
+        output = tensors.pop(OUTPUT, None) or tensors.pop(EMBEDDINGS, None)
         tensors.pop(EMBEDDINGS, None)
         largest: dict[GGMLType, TensorInfo] = {}
         for info in (*tensors.values(), *([output] if output else ())):

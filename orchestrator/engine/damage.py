@@ -94,7 +94,7 @@ def _stamp(path: Path) -> tuple[tuple[int, int], int, int] | None:
 
 
 def managed_places(model: ExpertModel) -> set[Place]:
-    """Where the experts lie that a store reads, and a table that nobody reads as a whole."""
+    """Where the experts lie that a store reads, and tables that nobody reads as a whole."""
     experts = {
         (each.file_index, each.offset)
         for layer in model.slices
@@ -102,9 +102,7 @@ def managed_places(model: ExpertModel) -> set[Place]:
         for each in kind
         if each is not None
     }
-    return experts | (
-        {(model.lookup.file_index, model.lookup.info.offset)} if model.lookup else set()
-    )
+    return experts | {(table.file_index, table.info.offset) for table in model.lookup}
 
 
 class DataCheck:

@@ -92,8 +92,8 @@ class Loader:
 
     @property
     def on_disk(self) -> str:
-        """Of the dense weights, the table that stays on disk where experts are managed; empty where
-        there is none."""
+        """Of the dense weights, the tables that stay on disk where experts are managed; empty where
+        there are none."""
         return self._model.lookup_text
 
     def load(self, runs: Runs, progress: Progress | None = None) -> Loaded:

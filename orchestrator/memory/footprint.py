@@ -248,7 +248,10 @@ def look_ahead_bytes(model: ExpertModel) -> int:
 
 
 def embedding_bytes(model: ExpertModel) -> int:
-    """The token embeddings, which llama.cpp keeps in the host's memory beside a GPU."""
+    """The token embeddings, which llama.cpp keeps in the host's memory beside a GPU; nothing where
+    they stay on disk."""
+    if any(table.info.name == EMBEDDINGS for table in model.lookup):
+        return 0
     infos = (part.tensors.get(EMBEDDINGS) for part in model.parts)
     return max((info.nbytes for info in infos if info is not None), default=0)
 

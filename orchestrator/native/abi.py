@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-ABI_VERSION = 16
+ABI_VERSION = 17
 MAX_TIERS = 5
 MAX_AHEAD = 4
 N_KINDS = 4
@@ -67,7 +67,7 @@ class CConfig(ctypes.Structure):
 
 class CEvent(ctypes.Structure):
     _fields_ = [
-        *fields_of(_I32, "layer phase n_tokens n_ahead has_importance reserved"),
+        *fields_of(_I32, "layer phase n_tokens n_ahead has_importance n_used"),
         ("step", _I64),
         *fields_of(
             _POINTER,

@@ -200,9 +200,11 @@ class Store(Closing):
                 event.n_tokens,
                 event.n_ahead,
                 event.has_importance,
-                _,
+                n_used,
                 event.step,
             ) = self._event_header.tolist()
+            if n_used != event.k:
+                event.use(n_used)
             decision = self.decision
             decision.n_prefetch = 0
             decision.renormalize = False

@@ -7,6 +7,7 @@
 #include "moe-edge-util.h"
 
 #include "llama-ext.h"
+#include "llama-model-loader.h"
 
 #include "ggml.h"
 
@@ -185,6 +186,10 @@ void attach(const llama_model & model, size_t n_placeholders) {
 
 bool moe_edge_is_placeholder(const ggml_tensor * tensor) {
     return tensor->buffer && moe_edge_is_placeholder_type(ggml_backend_buffer_get_type(tensor->buffer));
+}
+
+bool moe_edge_reads_rows(const llama_model_loader & loader, const std::string & name) {
+    return loader.lazy.mode == LLAMA_LAZY_MODE_ON && name == "token_embd.weight" && loader.get_weight("output.weight");
 }
 
 void moe_edge_model_loaded(const llama_model & model) {

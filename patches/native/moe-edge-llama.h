@@ -16,6 +16,7 @@ struct llama_ubatch;
 struct llm_graph_context;
 class  moe_edge_threads;
 class  llm_graph_result;
+struct llama_model_loader;
 
 // Loader: the lower tiers of an expert file are not tensors of the model; it must neither
 // count nor load them. weights: map from tensor name.
@@ -24,6 +25,10 @@ template <typename Map> void moe_edge_drop_lower_tiers(Map & weights) {
         it = it->first.find(".moe_edge.") != std::string::npos ? weights.erase(it) : std::next(it);
     }
 }
+
+// Loader: whether a graph reads nothing but rows of this tensor, which then stays on disk where
+// experts are managed: the token embedding, where it is not the output as well.
+bool moe_edge_reads_rows(const llama_model_loader & loader, const std::string & name);
 
 // Loader: a placeholder; its data is read by the store, not by the loader.
 bool moe_edge_is_placeholder(const ggml_tensor * tensor);

@@ -44,10 +44,13 @@ float gate(int gating_op, float logit) {
 }
 
 // The target layer's own selection on predicted logits [n_expert]: gating function,
-// selection bias and expert groups. Writes the k best, best first, and their scores.
-void predict(const hook_layer & target, const float * logits, int32_t k, int32_t * ids_out, float * scores_out) {
+// selection bias and expert groups. Writes the k best that it uses, best first, and their scores;
+// the first one at 0 in the rest of the row.
+void predict(const hook_layer & target, const float * logits, int32_t * ids_out, float * scores_out) {
     const auto & hp = target.model->model->hparams;
-    const int32_t n = target.model->store->n_expert;
+    const auto & store = *target.model->store;
+    const int32_t n = store.n_expert;
+    const int32_t k = std::min<int32_t>(hp.n_expert_used(store.il[target.layer]), store.n_expert_used);
     thread_local std::vector<float>   scores;
     thread_local std::vector<float>   choice;
     thread_local std::vector<int32_t> order;
@@ -100,9 +103,9 @@ void predict(const hook_layer & target, const float * logits, int32_t k, int32_t
     std::iota(order.begin(), order.end(), 0);
     std::partial_sort(order.begin(), order.begin() + k, order.end(),
         [&](int32_t a, int32_t b) { return choice[a] != choice[b] ? choice[a] > choice[b] : a < b; });
-    for (int32_t i = 0; i < k; i++) {
-        ids_out[i]    = order[i];
-        scores_out[i] = scores[order[i]];
+    for (int32_t i = 0; i < store.n_expert_used; i++) {
+        ids_out[i]    = i < k ? order[i] : order[0];
+        scores_out[i] = i < k ? scores[order[i]] : 0.0f;
     }
 }
 
@@ -190,9 +193,10 @@ void route_node(ggml_tensor * dst, int ith, int, void * userdata) {
     const ggml_tensor * selected = dst->src[1];
     const int32_t k = selected->ne[0];
     const int32_t n = selected->ne[1];
+    const int32_t stride = store.n_expert_used;
     float * out = static_cast<float *>(dst->data);
     memcpy(out, weights->data, ggml_nbytes(weights));
-    if (k != store.n_expert_used || n > store.max_tokens) {
+    if (k > stride || n > store.max_tokens) {
         return;  // a warm-up over all experts, or a batch larger than announced: default tier
     }
 
@@ -200,10 +204,12 @@ void route_node(ggml_tensor * dst, int ith, int, void * userdata) {
     event.layer    = layer.layer;
     event.n_tokens = n;
     event.n_ahead  = 0;
+    event.n_used   = k;
     for (int32_t t = 0; t < n; t++) {
-        memcpy(&store.ids[t * k], static_cast<const char *>(selected->data) + t * selected->nb[1], k * sizeof(int32_t));
+        const auto * chosen = (const int32_t *) (static_cast<const char *>(selected->data) + t * selected->nb[1]);
+        std::fill(std::copy_n(chosen, k, &store.ids[t * stride]), &store.ids[t * stride] + stride, chosen[0]);
+        std::fill(std::copy_n(out + t * k, k, &store.weights[t * stride]), &store.weights[t * stride] + stride, 0.0f);
     }
-    memcpy(store.weights.data(), weights->data, (size_t) n * k * sizeof(float));
     std::iota(store.tokens.begin(), store.tokens.begin() + n, 0);
     event.has_importance = 0;
     const float * importance = nullptr;
@@ -221,9 +227,9 @@ void route_node(ggml_tensor * dst, int ith, int, void * userdata) {
         const int32_t p = event.n_ahead++;
         const auto & target = layer.model->layers[layer.layer + 1 + p];
         for (int32_t t = 0; t < n; t++) {
-            const size_t at = ((size_t) p * store.max_tokens + t) * k;
-            predict(target, static_cast<const float *>(src->data) + (size_t) t * store.n_expert, k,
-                    &store.ahead_ids[at], &store.ahead[at]);
+            const size_t at = ((size_t) p * store.max_tokens + t) * stride;
+            predict(target, static_cast<const float *>(src->data) + (size_t) t * store.n_expert, &store.ahead_ids[at],
+                    &store.ahead[at]);
         }
     }
     store.describe_tokens();
@@ -243,7 +249,7 @@ void route_node(ggml_tensor * dst, int ith, int, void * userdata) {
         for (int32_t i = 0; i < k; i++) {
             float & w = out[t * k + i];
             all += w;
-            if (tier[store.ids[t * k + i]] == MOE_EDGE_SKIP) {
+            if (tier[store.ids[t * stride + i]] == MOE_EDGE_SKIP) {
                 w = 0.0f;
             } else {
                 kept += w;

@@ -56,7 +56,7 @@ bool moe_edge_store::route() {
     std::lock_guard<std::mutex> lock(mutex);
     const size_t first = (size_t) event.layer * n_expert;
     for (size_t i = 0; i < (size_t) event.n_tokens * n_expert_used && !device_counts(); i++) {
-        counts[first + ids[i]]++;
+        counts[first + ids[i]] += (int32_t) (i % n_expert_used) < event.n_used;
     }
     for (size_t i = 0; !asked && !exact_tiers && i < routed.size(); i++) {
         routed_tiers[i] = std::min(routed_tiers[i], resident[first + routed[i]]);
@@ -441,6 +441,8 @@ bool moe_edge_store::simulate_route(int32_t layer, int32_t n_tokens, int32_t n_a
     event.layer    = layer;
     event.n_tokens = n_tokens;
     event.n_ahead  = n_ahead_present;
+    const auto row = ids.begin();
+    event.n_used   = std::find(row + 1, row + n_expert_used, row[0]) - row;
     event.has_importance = has_importance;
     return route();
 }

@@ -38,7 +38,7 @@ extern "C" {
 
 // Raised with every change of a struct or a function below. Callers compare it
 // with moe_edge_abi_version() before anything else.
-#define MOE_EDGE_ABI_VERSION 16
+#define MOE_EDGE_ABI_VERSION 17
 
 #define MOE_EDGE_API __attribute__((visibility("default")))
 
@@ -168,14 +168,14 @@ struct moe_edge_event {
     int32_t n_tokens;          // T of this event (a last layer may see fewer than the batch)
     int32_t n_ahead;           // look-ahead layers present: layer+1 .. layer+n_ahead
     int32_t has_importance;
-    int32_t reserved;
+    int32_t n_used;            // experts that a token uses in this layer, k or fewer
     int64_t step;              // counts steps
-    const int32_t * ids;       // [T, k]  row-major, one row a token
-    const float   * weights;   // [T, k]  routing weights as the model will use them
+    const int32_t * ids;       // [T, k]  row-major, one row a token; the first id again behind n_used
+    const float   * weights;   // [T, k]  routing weights as the model will use them; 0 behind n_used
     const int32_t * tokens;    // [T]     position of each token in its ubatch
     const uint8_t * phases;    // [T]     enum moe_edge_phase of each token
     const int32_t * sequences; // [T]     sequence of each token, its first one if it has several
-    const int32_t * ahead_ids; // [n_ahead, max_tokens, k] predicted top-k, best first
+    const int32_t * ahead_ids; // [n_ahead, max_tokens, k] predicted top-k, best first; filled as ids are
     const float   * ahead;     // [n_ahead, max_tokens, k] predicted scores of those, eq. 6 of DyMoE
     const float   * importance; // [T]    attention that each token receives from its own sequence, eq. 1
                                // of DyMoE; of tokens that are not prompt it says nothing

@@ -79,12 +79,14 @@ def forget(path: Path) -> None:
 def blocks_of(path: Path, tokens: Sequence[int]) -> int:
     """How many blocks of the file hold the rows of these tokens."""
     with ExpertModel.open(path) as model:
-        assert model.lookup is not None
-        info = model.lookup.info
-    row = info.nbytes // info.shape[1]
-    starts = info.offset + np.unique(tokens) * row
-    spans = zip(starts // BLOCK, (starts + row - 1) // BLOCK, strict=True)
-    return len({block for first, last in spans for block in range(first, last + 1)})
+        infos = [table.info for table in model.lookup]
+    blocks: set[int] = set()
+    for info in infos:
+        row = info.nbytes // info.shape[1]
+        starts = info.offset + np.unique(tokens) * row
+        for first, last in zip(starts // BLOCK, (starts + row - 1) // BLOCK, strict=True):
+            blocks.update(range(first, last + 1))
+    return len(blocks)
 
 
 def read_bytes() -> int:

@@ -17,19 +17,19 @@ from gguf_tools.errors import NotMoEError
 from gguf_tools.experts import PROVEN, ExpertModel
 from gguf_tools.file.layout import DOWN
 from gguf_tools.pack import export, pack
-from gguf_tools.units import format_size
 from orchestrator.engine.engine import Engine
 from orchestrator.engine.texts import log_softmax
 from orchestrator.errors import BudgetError, NativeError
-from orchestrator.events import Phase
+from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StoreView
 from orchestrator.lab.calibrate.methods import Method
 from orchestrator.lab.calibrate.table import measure_losses
 from orchestrator.lab.eval.arithmetic import kl_divergence
 from orchestrator.native.abi import CStats
 
-from .conftest import drawn, greedy, opened, run_program
+from .conftest import build, drawn, greedy, opened, run_program, until
 from .copies import copied
 from .lookup_table import BLOCK, blocks_of, forget, read_bytes, widen
+from .replayed import SPEEDS, recorded, replayed
 
 HERE = Path(__file__).parent
 # Those that upstream's test takes for Mixtures of Experts, and why they are none here.
@@ -130,12 +130,51 @@ def test_bit_for_bit(arch: str, make: Make) -> None:
 
 
 def test_a_layer_that_uses_fewer_experts(make: Make, tmp_path: Path) -> None:
-    """No policy is told of its choice: what it needs is read then, in the best precision."""
-    tiny = make("nemotron_h_moe")
-    with ExpertModel.open(tiny) as file:
-        used = [file.n_expert_used] * file.hparams.block_count
-        used[file.layer_ids[-1]] = 1
-    compared(copied(tiny, tmp_path / "fewer.gguf", expert_used_count=used))
+    """It has its bits, policies are told of what it chooses and of no more, and where all experts
+    are in memory low, what it uses gets high."""
+
+    def fewer(model: Path) -> Path:
+        with ExpertModel.open(model) as file:
+            used = [file.n_expert_used] * file.hparams.block_count
+            used[file.layer_ids[-1]] = 1
+        return copied(model, tmp_path / "fewer.gguf", expert_used_count=used)
+
+    compared(fewer(make("nemotron_h_moe")))
+    packed = tmp_path / "packed.gguf"
+    pack(fewer(make("nemotron_h_moe", (16, 4, 4, 0))), packed, ["q8_0", "q4_0"])
+    seen: set[tuple[int, int, int]] = set()
+
+    def told(engine: Engine) -> None:
+        decide = engine.policy.decide
+
+        def decided(event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+            decide(event, view, out)
+            ids, weights, one = event.ids_array, event.weights_array, event.n_tokens == 1
+            assert ids.shape == weights.shape == (event.n_tokens, event.k) and (weights > 0).all()
+            assert event.ids.tolist() == ids[0].tolist() and len(event.weights) == event.k
+            assert event.k > 1 or not one or out.tier[ids[0, 0]] == 0  # its best is not lowered
+            seen.add((event.layer, event.k, one))
+
+        engine.policy.decide = decided  # type: ignore[method-assign]
+        logits(engine)
+
+    asked = {"policy": "dymoe", "expert_ram": 1 << 24, "prefetch": "off", "retention": 0.5}
+    run = recorded(build(packed, **options(**asked) | {"ubatch": 64}), tmp_path, told)
+    assert seen == {(layer, k, one) for layer, k in ((0, 4), (1, 1)) for one in (False, True)}
+    outcome, _ = replayed(run.trace, SPEEDS[-1])  # a trace says as much
+    assert [list(each) for each in outcome.stats.routed] == [
+        list(each) for each in run.stats.routed
+    ]
+    with opened(packed, **options(policy="dynaexq", hot_experts=1, update_steps=4)) as engine:
+        before, pos = engine.store.resident()[-1].tolist(), 0
+
+        def more() -> None:
+            nonlocal pos
+            engine.eval([OTHER[0]], pos)
+            pos += 1
+
+        until(lambda: engine.store.resident()[-1].tolist() != before, more)
+        engine.store.check()
 
 
 @pytest.mark.skipif(isinstance(UNPATCHED, str), reason=str(UNPATCHED))
@@ -264,8 +303,9 @@ def test_a_table_is_read_by_rows(make: Make, tmp_path: Path) -> None:
     at_first = read_bytes()
     with opened(model, **asked) as engine:
         forget(model)  # what was read ahead of the tensors beside the table
-        size = format_size(engine.model.lookup_bytes)
-        assert f"per_layer_token_embd.weight ({size}) on disk" in engine.mode
+        assert (
+            len(engine.model.lookup) == 2 and f"{engine.model.lookup_text} on disk" in engine.mode
+        )
         engine.eval(first, 0)  # which has nearly all experts read
         stats, before = engine.store.stats(), read_bytes()
         if before == at_first:

@@ -304,6 +304,10 @@ def _check_events(trace: Trace) -> None:
         raise _Wrong("an event has more tokens than its step")
     if (a["phases"] < np.repeat(a["step_phase"][step], a["event_tokens"])).any():
         raise _Wrong("phases: a token is a prompt's in a step without one")
-    for name in ("ids", "ahead_ids"):
-        if (np.diff(np.sort(a[name], axis=1), axis=1) == 0).any():
+    for name, scores in (("ids", "weights"), ("ahead_ids", "ahead_scores")):
+        # behind what a layer uses, the first one comes again without a score
+        ids, columns = a[name].astype(int), np.arange(a[name].shape[1])
+        ids[(ids == ids[:, :1]) & (a[scores] == 0) & (columns > 0)] = -1
+        ids = np.where(ids < 0, -1 - columns, ids)
+        if (np.diff(np.sort(ids, axis=1), axis=1) == 0).any():
             raise _Wrong(f"{name}: a token has an expert twice")

@@ -129,14 +129,14 @@ class Recorder:
 
     def _on_route(self, event: RouteEvent) -> None:
         self._end_event(perf_counter_ns())
-        rows, ids = self._rows, event.ids_array
+        rows, (ids, weights) = self._rows, event.filled
         if event.step != self._step:
             self._step = event.step
             rows["step_phase"].append(event.phase)
             rows["step_tokens"].append(event.n_tokens)
         for name, array in {
             "ids": ids,
-            "weights": event.weights_array,
+            "weights": weights,
             "tokens": event.tokens_array,
             "phases": event.phases_array,
             "sequences": event.sequences_array,

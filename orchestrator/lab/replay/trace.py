@@ -76,7 +76,7 @@ ARRAYS: dict[str, tuple[type[np.generic], tuple[str | int, ...]]] = {
     "event_ns": (np.int64, ("E",)),
     # The part of it in which computing waited for reads, in microseconds.
     "event_wait_us": (np.int64, ("E",)),
-    # Chosen experts and their routing weights.
+    # Chosen experts and their routing weights; rows are filled as RouteEvent.filled.
     "ids": (np.uint16, ("N", "k")),
     "weights": (np.float32, ("N", "k")),
     # Position of each token in its batch, its phase and its sequence.

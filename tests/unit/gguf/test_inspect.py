@@ -77,7 +77,7 @@ def test_mixed_types_and_fallbacks_are_listed(tmp_path):
 def test_a_table_that_is_read_by_rows_is_named(tmp_path):
     tensors = [*model_tensors(), ("per_layer_token_embd.weight", (1024, 3), GGMLType.F32)]
     path = write_model(tmp_path / "m.gguf", tensors)
-    said = "per_layer_token_embd.weight (12 KiB) stays on disk where experts are managed"
+    said = "on disk where experts are managed: per_layer_token_embd.weight (12 KiB)"
     assert said in run("inspect", path).stdout
     assert json.loads(run("inspect", path, "--json").stdout)["lookup_bytes"] == 12 << 10
 
