@@ -14,8 +14,10 @@ from typing import Any
 from gguf_tools.file.layout import (
     BLOCK,
     DOWN,
+    EMBEDDINGS,
     GATE,
     KINDS,
+    OUTPUT,
     UP,
     GGMLType,
     expert_tensor_name,
@@ -141,7 +143,7 @@ class KnownModel:
 
     def _tensors(self, types: Precision) -> Iterator[tuple[str, tuple[int, ...], GGMLType]]:
         d = self.d_model
-        yield _tensor("token_embd.weight", (d, self.vocab), types.dense)
+        yield _tensor(EMBEDDINGS, (d, self.vocab), types.dense)
         for layer in range(self.layers):
             at = f"blk.{layer}."
             for number, shape in enumerate(self._mixing(layer)):
@@ -158,7 +160,7 @@ class KnownModel:
             if self.d_shared:
                 yield from _gated(at, "_shexp", d, self.d_shared, types.dense)
         if not self.tied:
-            yield _tensor("output.weight", (d, self.vocab), types.output)
+            yield _tensor(OUTPUT, (d, self.vocab), types.output)
 
     def _mixing(self, layer: int) -> Sequence[Sequence[int]]:
         """The matrices of a layer that mix tokens."""

@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gguf_tools.file.layout import BLOCK, KINDS, GGMLType, expert_tensor_name
+from gguf_tools.file.layout import (
+    BLOCK,
+    EMBEDDINGS,
+    KINDS,
+    OUTPUT,
+    GGMLType,
+    expert_tensor_name,
+)
 from gguf_tools.synthetic import weights as sw
 from gguf_tools.synthetic.drawn import DRAWN_TYPES, drawn_matrix
 from gguf_tools.synthetic.shapes import KV_RANK, NOPE_DIM, Q_RANK, ROPE_DIM, V_DIM, Shape
@@ -70,7 +77,7 @@ class ModelBuilder:
                 self._zeros("output_norm.bias", s.n_embd),
                 self._zeros("output.bias", s.n_vocab),
             )
-        yield self._matrix("output.weight", (s.n_embd, s.n_vocab), 2.0, GGMLType.Q8_0)
+        yield self._matrix(OUTPUT, (s.n_embd, s.n_vocab), 2.0, GGMLType.Q8_0)
 
     def _rng(self, name: str) -> np.random.Generator:
         return np.random.default_rng(self._key(name))
@@ -114,7 +121,7 @@ class ModelBuilder:
         return sw.encode(GGMLType.Q8_0, values)
 
     def _embedding(self) -> PlannedTensor:
-        s, name = self.shape, "token_embd.weight"
+        s, name = self.shape, EMBEDDINGS
 
         def chunks() -> Iterator[sw.Bytes]:
             values = self._rng(name).standard_normal((s.n_vocab, s.n_embd), dtype=np.float32)
