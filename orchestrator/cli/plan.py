@@ -35,10 +35,12 @@ if TYPE_CHECKING:
 # Bytes a second; a disk below it makes whatever streams slow.
 SLOW_DISK = 5e8
 _KNOWN_HEAD = (
-    *("model", "parameters", "precision", "here", "tok/s", "at 8k", "first s"),
-    *("memory GiB", "disk GiB"),
+    *("model", "parameters", "precision", "here", "tok/s", "at 8k", "first"),
+    *("RAM GiB", "disk GiB"),
 )
 _COLUMNS = 100
+# Two figures of the same thing that differ by less are one.
+_DIFFER = 1.1
 _HEAD = (
     "",
     "plan",
@@ -49,6 +51,12 @@ _HEAD = (
     "first prompt",
     "prompt",
     "loss, nats",
+)
+
+
+_UNKNOWN = (
+    "Nobody has used this model here: its experts count as used alike, which is the slowest case, "
+    "and tokens a second go up to those where few are used mostly. An answer says which."
 )
 
 
@@ -65,7 +73,7 @@ def render(found: Frontier, best: str) -> str:
             "/".join(each.tiers),
             format_size(each.expert_bytes),
             f"{1e3 * each.token_s:.1f}",
-            f"{1 / each.token_s:.1f}",
+            _up_to(1.0 / each.token_s, each.skewed_token_s and 1.0 / each.skewed_token_s),
             f"{each.first_prompt_s:.1f} s",
             f"{each.prompt_s:.1f} s",
             _kl(each),
@@ -77,6 +85,7 @@ def render(found: Frontier, best: str) -> str:
             *aligned([list(_HEAD), *map(list, rows)]),
             f"Prompts have {PROMPT_TOKENS} tokens, and KL is the mean from {best}; 0 is lossless. "
             f"+: no other plan is both faster and closer; *: taken.",
+            *([_UNKNOWN] if any(each.skewed_token_s for each in found.candidates) else []),
             f"`chat` and `serve` take {found.why}",
             *filter(None, [behind_text(found.taken.as_dict()["token_ms_behind"])]),
             *([DISTURBED] if found.disturbed else []),
@@ -105,7 +114,8 @@ def render_known(known: Known) -> str:
         f"experts come from the disk as they are needed; {NO_ROOM}, more than is free on the disk. "
         f"At 8k: tokens a second behind {LONG} tokens. First: seconds until the answer to a first "
         f"prompt of {known.first_tokens} tokens begins. Experts count as used alike, which is the "
-        f"slowest case for those that stream."
+        f"slowest case for those that stream; tok/s go up to those where few experts are used "
+        f"mostly."
     )
     return "\n".join(
         [
@@ -120,18 +130,26 @@ def render_known(known: Known) -> str:
     )
 
 
-def _known_row(row: Row, runs: str) -> tuple[str, ...]:
-    def number(value: float | None) -> str:
-        return "-" if value is None else f"{value:.2g}" if value < 10 else f"{value:.0f}"
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2g}" if value < 10 else f"{value:.0f}"
 
+
+def _up_to(least: float | None, most: float | None) -> str:
+    """A figure, or a range where the two differ by more than predictions do."""
+    if least is None or most is None or most < _DIFFER * least:
+        return _number(least)
+    return f"{_number(least)}-{_number(most)}"
+
+
+def _known_row(row: Row, runs: str) -> tuple[str, ...]:
     return (
         row.model,
         f"{row.total_b:g}B-A{row.active_b:g}B",
         row.precision,
         runs,
-        number(row.tokens_s),
-        number(row.tokens_s_long),
-        number(row.first_s),
+        _up_to(row.tokens_s, row.tokens_s_skewed),
+        _number(row.tokens_s_long),
+        _number(row.first_s),
         f"{row.ram_bytes / 2**30:.1f}",
         f"{row.disk_bytes / 2**30:.1f}",
     )

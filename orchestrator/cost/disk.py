@@ -43,8 +43,8 @@ from orchestrator.cost.speeds import MOST_MOMENTS, Timings
 PART_BYTES = 512 * 2**10
 # What each thread reads into: more than a core's own caches hold.
 _SLOTS_BYTES = 8 * 2**20
-# So often the speed is measured, one time behind the other; of a disk that rests for a moment the
-# others say more.
+# So often the same places are read again, one time behind the other; of a disk that rests for a
+# moment the others say more.
 _ROUNDS = 3
 # Experts that are read alone, so long one behind the other as a token computes between two layers.
 _ALONE, _PAUSE_S, _ALONE_S = 16, 0.002, 0.25
@@ -63,7 +63,7 @@ _USB, _SPINNING = "a USB disk", "a spinning disk"
 # What reads faster does not spin: a virtual machine may say so of any disk.
 _SPINS_BELOW = 300e6
 
-_FORMAT = "moe-edge disk 1"
+_FORMAT = "moe-edge disk 2"
 _MIB = 1 << 20
 # Experts of a file of noise, in one layer: 134 MB.
 _NOISE_EXPERTS = 20
@@ -75,13 +75,21 @@ class Bandwidth(NamedTuple):
     """A disk: bytes_per_s of `direct` (O_DIRECT) or buffered reads of slice_bytes on average, which
     are parts of experts where these are large. core_s_per_byte: what reading takes of a core on
     which a thread computes meanwhile; the others wait for that one at the next barrier. latency_s:
-    how much longer than at that speed an expert takes that is read alone."""
+    how much longer than at that speed an expert takes that is read alone. first_bytes_per_s: what
+    has not been read for long, 0 where that is not known to differ: a virtual machine's disk may
+    have in its host's memory what was read before, as most of what an answer reads was."""
 
     bytes_per_s: float
     direct: bool = True
     slice_bytes: int = 0
     core_s_per_byte: float = 0.0
     latency_s: float = 1e-4
+    first_bytes_per_s: float = 0.0
+
+    @property
+    def at_first(self) -> Bandwidth:
+        """As it is for what has not been read for long."""
+        return self._replace(bytes_per_s=self.first_bytes_per_s or self.bytes_per_s)
 
     def beside(self, config: Config) -> Bandwidth:
         """As it is beside the threads that compute: where these leave a core to itself, reading
@@ -149,7 +157,7 @@ def read_bandwidth(
 ) -> Bandwidth:
     """Reads experts of a tier for so long as the store would if all were missing: the same parts
     of the same files in the same order, taken off one queue by as many threads, into memory of
-    huge pages as its slots are.
+    huge pages as its slots are. What a first round has read is read again in some more.
 
     An upper limit for a store with as many I/O threads: nothing else runs meanwhile.
     Raises OSError.
@@ -157,7 +165,7 @@ def read_bandwidth(
     files = {path: _open_direct(path) for path in set(model.files)}
     direct = all(is_direct for _, is_direct in files.values())
     queue, lock = _missed(model, tier, random.Random(seed)), Lock()
-    read_lengths: list[int] = []
+    reads: list[_Read] = []
 
     def work(index: int, in_time: Callable[[], bool]) -> int:
         total = at = 0
@@ -170,12 +178,14 @@ def read_bandwidth(
                 with view[at : at + read.length] as slot:
                     total += os.preadv(files[read.path][0], [slot], read.offset)
                 at += read.length
-                read_lengths.append(read.length)
+                reads.append(read)
         return total
 
     try:
         busy_s = process_time()
-        each_s = seconds / _ROUNDS
+        each_s = seconds / (1 + _ROUNDS)
+        first = bytes_per_s(work, threads, each_s)
+        queue = cycle(list(reads))
         speed = statistics.median(bytes_per_s(work, threads, each_s) for _ in range(_ROUNDS))
         core_s = process_time() - busy_s
         opened = {path: fd for path, (fd, _) in files.items()}
@@ -183,16 +193,16 @@ def read_bandwidth(
     finally:
         for fd, _ in files.values():
             os.close(fd)
-    total = sum(read_lengths)
-    mean = total // max(1, len(read_lengths))
-    return Bandwidth(speed, direct, mean, core_s / max(1, total), latency_s)
+    total = sum(read.length for read in reads)
+    mean = total // max(1, len(reads))
+    return Bandwidth(speed, direct, mean, core_s / max(1, total), latency_s, min(first, speed))
 
 
 def _latency_s(
     model: ExpertModel, tier: int, files: dict[Path, int], threads: int, speed: float, seed: int
 ) -> float:
-    """As of Bandwidth: the median of some experts. One alone has too few parts to keep a disk busy,
-    which has gone to rest before."""
+    """As of Bandwidth: the median of some experts, which were read just before. One alone has too
+    few parts to keep a disk busy, which has gone to rest before."""
     rng, late, end = random.Random(seed), list[float](), perf_counter() + _ALONE_S
 
     with _slots() as view, workers(threads) as pool:  # which ends before its memory does
@@ -208,10 +218,13 @@ def _latency_s(
                 read for kind in COMPUTE_ORDER for read in _matrix(model, layer[kind][tier], expert)
             ]
             starts = accumulate((read.length for read in reads), initial=0)
-            sleep(_PAUSE_S)
-            asked = perf_counter()
-            total = sum(in_order(pool, lambda each: one(*each), zip(starts, reads, strict=False)))
-            late.append(perf_counter() - asked - total / speed)
+            at = [*zip(starts, reads, strict=False)]
+            for again in (False, True):
+                sleep(_PAUSE_S)
+                asked = perf_counter()
+                total = sum(in_order(pool, lambda each: one(*each), at))
+                if again:
+                    late.append(perf_counter() - asked - total / speed)
     return max(0.0, statistics.median(late))
 
 
@@ -301,18 +314,24 @@ def _kept(place: list[object], config: Config, measure: Callable[[], Bandwidth])
     name = hashlib.sha256(json.dumps([*place, config.io_threads]).encode()).hexdigest()[:24]
     path = user_folder("cache") / "speed" / f"disk-{name}.json"
     timings = Timings.load(path, _FORMAT, time())
-    keys = ("read", "core", "latency")
+    keys = ("read", "core", "latency", "first")
     if any(timings.is_due(each, MOST_MOMENTS) for each in keys):
         disk = measure()
         for each, seconds in (
             ("read", _MIB / disk.bytes_per_s),
             ("core", _MIB * disk.core_s_per_byte),
             ("latency", disk.latency_s),
+            ("first", _MIB / disk.at_first.bytes_per_s),
         ):
             timings.add(each, max(_LEAST_S, seconds), quiet=True)
         timings.save(path, _FORMAT)
-    read, core, latency = (timings.least(each) or _LEAST_S for each in keys)
-    found = Bandwidth(_MIB / read, core_s_per_byte=core / _MIB, latency_s=latency)
+    read, core, latency, first = (timings.least(each) or _LEAST_S for each in keys)
+    found = Bandwidth(
+        _MIB / read,
+        core_s_per_byte=core / _MIB,
+        latency_s=latency,
+        first_bytes_per_s=_MIB / first,
+    )
     return found.beside(config)
 
 

@@ -32,7 +32,7 @@ WELL = 5.0
 LONG = 8192
 FITS, STREAMS, NOT, NO_ROOM = "fits", "streams", "does not run", "no room"
 
-_FORMAT = "moe-edge known 2"
+_FORMAT = "moe-edge known 3"
 # What was found stands while the memory that is free differs by no more from what it was, and so
 # long where other programs disturbed it.
 _AS_MUCH, _DISTURBED_S = 0.05, 600.0
@@ -45,7 +45,7 @@ class Row:
     """One model in one precision. Speeds in tokens a second, behind a short context and behind
     LONG, None where the context is shorter; first_s: seconds until the first token of the answer to
     the first prompt. ram_bytes: what it takes of memory, or would take at least. All experts are
-    taken to be used alike."""
+    taken to be used alike, but for tokens_s_skewed, where few are used mostly."""
 
     model: str
     precision: str
@@ -55,6 +55,7 @@ class Row:
     runs: str
     ram_bytes: int
     tokens_s: float | None = None
+    tokens_s_skewed: float | None = None
     tokens_s_long: float | None = None
     first_s: float | None = None
     hit_rate: float | None = None
@@ -187,7 +188,7 @@ def _row(
     speeds: RoughSpeeds,
 ) -> Row:
     from gguf_tools.experts import ExpertModel
-    from orchestrator.cost.time import PROMPT_TOKENS, TimeModel, alike
+    from orchestrator.cost.time import PROMPT_TOKENS, TimeModel, alike, skewed
     from orchestrator.memory.plan import plan_memory
 
     with ExpertModel.of_parts(known.parts(precision)) as model:
@@ -204,7 +205,7 @@ def _row(
         except BudgetError as error:
             return Row(**facts, runs=NOT, ram_bytes=error.needed_bytes)
         times = TimeModel(bindings, config, model, disk, alike(model), speeds=speeds)
-        short = times.of_plan(plan, config)
+        short, other = times.of_plan(plan, config), times.of_plan(plan, config, uses=skewed(model))
         long = None
         if plan.n_ctx >= LONG:
             behind = times.of_plan(plan, config, n_cells=LONG) if plan.shared else short
@@ -214,6 +215,7 @@ def _row(
             runs=STREAMS if plan.absent_bytes else FITS,
             ram_bytes=plan.total_bytes,
             tokens_s=1.0 / short.token_s(PROMPT_TOKENS),
+            tokens_s_skewed=1.0 / other.token_s(PROMPT_TOKENS),
             tokens_s_long=long,
             first_s=short.prompt_s(PROMPT_TOKENS, first=True),
             hit_rate=short.residency.hit_rate,

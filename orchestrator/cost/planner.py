@@ -23,7 +23,7 @@ from orchestrator.cost.plans import (
     TakenPlans,
     settings_of_plans,
 )
-from orchestrator.cost.time import TimeModel, known_uses
+from orchestrator.cost.time import TimeModel, known_uses, skewed
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.memory.choice import check_unused, without_effect
 from orchestrator.memory.machine import (
@@ -196,7 +196,10 @@ class Planner:
             # What gives way to no context is there behind any.
             time = times.of_plan(plan, runs.config, skips, n) if plan.shared else short
             behind[n] = time.token_s(n)
-        return Candidate.of(asked or {}, plan, short, runs.loses, behind)
+        other = None
+        if not times.profiled and plan.absent_bytes:
+            other = times.of_plan(plan, runs.config, skips, uses=skewed(self._model))
+        return Candidate.of(asked or {}, plan, short, runs.loses, behind, other)
 
     def times(self) -> TimeModel:
         """What plans take here; close it. Raises ConfigError beside a GPU, OSError for a disk that

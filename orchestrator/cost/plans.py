@@ -42,7 +42,9 @@ class Candidate:
     the start and a later one. hit_rate, read_bytes: of such a token. kl: mean KL from the file's
     best tier, in nats a token; an upper estimate where at_most; None where it is not known.
     behind: seconds of a token with so many tokens of context in use, of LENGTHS as far as the
-    context goes. best: no other plan is both faster and closer."""
+    context goes. skewed_token_s: as token_s where few experts are used mostly, if nobody knows how
+    they are used and token_s takes them as used alike; else None. best: no other plan is both
+    faster and closer."""
 
     name: str
     asked: Mapping[str, Any]
@@ -57,6 +59,7 @@ class Candidate:
     kl: float | None
     at_most: bool = False
     behind: Mapping[int, float] = field(default_factory=dict)
+    skewed_token_s: float | None = None
     best: bool = False
 
     @classmethod
@@ -67,8 +70,10 @@ class Candidate:
         time: PlanTime,
         loses: Foreseen,
         behind: Mapping[int, float],
+        skewed: PlanTime | None = None,
     ) -> Candidate:
-        """asked: the settings of the plan; the rest: what it is predicted to take and lose."""
+        """asked: the settings of the plan; the rest: what it is predicted to take and lose. skewed:
+        of skewed_token_s."""
         return cls(
             name=plan.policy.name if plan.policy else PLAIN,
             asked=asked,
@@ -83,6 +88,7 @@ class Candidate:
             kl=loses.kl,
             at_most=loses.at_most,
             behind=behind,
+            skewed_token_s=skewed.token_s(PROMPT_TOKENS) if skewed else None,
         )
 
     @property
@@ -123,6 +129,7 @@ class Candidate:
             "expert_bytes": self.expert_bytes,
             "resident": self.resident,
             "token_ms": 1e3 * self.token_s,
+            "token_ms_skewed": 1e3 * self.skewed_token_s if self.skewed_token_s else None,
             "first_prompt_ms": 1e3 * self.first_prompt_s,
             "prompt_ms": 1e3 * self.prompt_s,
             "hit_rate": self.hit_rate,

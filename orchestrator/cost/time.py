@@ -5,15 +5,16 @@ A token goes through the layers one after the other. Of a layer's k experts m mi
 of a binomial distribution. What is there is computed while the missing ones are read:
 
     T = step + output + cells * attention
-        + sum of a + E[ max(d + max(E, R((1 - f) m) + E / 3k), R(m)) ]
+        + sum of a + E[ max(d + max(E, R((1 - f) m) + E / 3k), R((1 + w) m)) ]
 
 step: what lies between two tokens. a: what a policy takes to decide, 0 where none is asked. d: the
 layer's dense weights and small operations. E: its k experts, in their tiers and layout.
 R(m) = m * bytes / bandwidth + latency, 0 without misses; behind the last read the last matrix of an
 expert is computed. What is read while threads compute takes a core from one of them besides. f: the
 share of the misses that were foreseen a layer ahead, 0 without a look-ahead, and in the first
-layer. A part of a prompt is the same with as many rows for each expert as its tokens bring; it
-reads each expert that it uses and that is not there.
+layer. w = 1 - f, where f > 0: as many as were not foreseen are read in vain. A part of a prompt is
+the same with as many rows for each expert as its tokens bring; it reads each expert that it uses
+and that is not there.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ class PlanTime:
     @property
     def read_bytes(self) -> float:
         """What a token of an answer reads."""
-        return float(sum(n * each for _, n, each in map(self._missed, range(self.costs.n_layers))))
+        layers = range(self.costs.n_layers)
+        missed = zip(layers, map(self._missed, layers), strict=True)
+        return float(sum(n * each * self._read(layer) for layer, (_, n, each) in missed))
 
     def token_s(self, cells: int = 0) -> float:
         """Seconds of one token of an answer behind a context of so many tokens."""
@@ -103,13 +106,18 @@ class PlanTime:
 
     def prompt_s(self, n_tokens: int, first: bool = False) -> float:
         """Seconds until the first token of the answer to a prompt of so many tokens. first: the
-        first prompt after the start finds what is loaded then, and not what decoding left."""
+        first prompt after the start finds what is loaded then, and not what decoding left, and
+        what its first part reads has not been read for long."""
         cold = first and not self.residency.loaded
+        early = replace(self, disk=self.disk.at_first)
         total = self.costs.output_s
         for done in range(0, n_tokens, self.n_ubatch):
-            found = 0.0 if cold and done == 0 else self.residency.scanned[done > 0]
             size = min(self.n_ubatch, n_tokens - done)
-            total += self._part_s(size, done, found, done + size == n_tokens)
+            last = done + size == n_tokens
+            if cold and done == 0:
+                total += early._part_s(size, done, 0.0, last)
+            else:
+                total += self._part_s(size, done, self.residency.scanned[done > 0], last)
         return total
 
     def _missed(self, layer: int) -> tuple[float, float, float]:
@@ -125,6 +133,11 @@ class PlanTime:
         """1 - f. Nobody asks for the first layer's experts before its own router has chosen."""
         return 1.0 - self.residency.foreseen if layer else 1.0
 
+    def _read(self, layer: int) -> float:
+        """1 + w."""
+        wrong = self._unforeseen(layer)
+        return 1.0 + (wrong if wrong < 1.0 else 0.0)
+
     def _layer_s(self, layer: int, dense_s: float) -> float:
         known = self.residency
         asked = known.uses[layer, :, None] * known.mix[layer]
@@ -136,8 +149,9 @@ class PlanTime:
         for m, chance in enumerate(_binomial(n, min(1.0, n_missed / max(n_asked, 1e-300)))):
             late = seconds(self._unforeseen(layer) * m * each)
             there = max(experts, late + tail if late else 0.0)
-            took = max(dense_s + there, seconds(m * each))
-            delay = self.disk.disturbs_s(m * each, took - dense_s - experts)
+            read = m * each * self._read(layer)
+            took = max(dense_s + there, seconds(read))
+            delay = self.disk.disturbs_s(read, took - dense_s - experts)
             total += chance * (took + delay)
         return total
 
@@ -336,6 +350,13 @@ def alike(model: ExpertModel) -> np.ndarray:
     return chances(np.ones((model.n_layers, model.n_expert)), model.n_expert_used)
 
 
+def skewed(model: ExpertModel) -> np.ndarray:
+    """Uses of Residency as if few experts of a layer were used mostly: by Zipf's law, the n-th in
+    proportion to 1 / n."""
+    ranks = np.arange(1, model.n_expert + 1)
+    return chances(np.tile(1.0 / ranks, (model.n_layers, 1)), model.n_expert_used)
+
+
 class TimeModel(Closing):
     """What plans of one model take on this machine, with so many threads and this disk. Close it:
     it keeps what it measured for the next one.
@@ -368,18 +389,20 @@ class TimeModel(Closing):
         config: Config | None = None,
         skips: Skips | None = None,
         n_cells: int = 0,
+        uses: np.ndarray | None = None,
     ) -> PlanTime:
         """Of a plan that plan_memory made with a config, in the layout that it would have. skips:
-        what its policy may skip of what is missing. n_cells: of the context in use. Measures what
-        is not known of this machine, for some seconds. Raises NativeError."""
-        config = config or self._config
+        what its policy may skip of what is missing. n_cells: of the context in use. uses: in the
+        place of what is known. Measures what is not known of this machine, for some seconds.
+        Raises NativeError."""
+        config, uses = config or self._config, self.uses if uses is None else uses
         asked = False
         if plan.policy is None or plan.shape is None or plan.slots is None:
             layout = FILE if config.use_extra_bufts is False else UPSTREAM
-            there = resident(np.zeros(self.uses.shape, np.int64), self.uses, 1)
+            there = resident(np.zeros(uses.shape, np.int64), uses, 1)
         else:
             layout = OWN if wants_own_layout(config, plan) else FILE
-            there = expected(plan, self.uses, n_cells)
+            there = expected(plan, uses, n_cells)
             asked = Phase.DECODE in plan.policy.wants.asked_in
         at = plan.tiers, layout
         if at not in self._costs:

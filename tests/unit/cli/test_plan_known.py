@@ -65,6 +65,10 @@ def test_known_models_are_listed_and_kept(machine):
     assert large["runs"] in (STREAMS, NOT) and fits["runs"] == FITS
     assert fits["tokens_s"] > fits["tokens_s_long"] if fits["tokens_s_long"] else True
     assert fits["tokens_s"] > (large["tokens_s"] or 0.0)
+    for row in found["rows"]:
+        assert (row["tokens_s_skewed"] or 1.0) >= 0.999 * (row["tokens_s"] or 0.0), row
+    assert fits["tokens_s_skewed"] == fits["tokens_s"]
+    assert any((row["tokens_s_skewed"] or 0) > (row["tokens_s"] or 1) for row in found["rows"])
     assert {row["runs"] for row in small["rows"]} >= {NOT}
 
 

@@ -79,7 +79,9 @@ class Played(Planner):
             foreseen=lambda plan, uses: foreseen(plan, uses, estimate, TIERS[0]),
             skips=lambda plan: None,
         )
-        self._times = SimpleNamespace(of_plan=lambda plan, *_: Takes(plan), disturbed=disturbed)
+        self._times = SimpleNamespace(
+            of_plan=lambda plan, *_: Takes(plan), disturbed=disturbed, profiled=True
+        )
 
     def _plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
         return plan_memory(config, self._model, self.machine)

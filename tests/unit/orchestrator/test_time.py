@@ -24,6 +24,7 @@ from orchestrator.cost.time import (
     recently_used,
     resident,
     scanned,
+    skewed,
     with_skips,
 )
 from orchestrator.events import SKIP
@@ -95,6 +96,9 @@ def test_what_is_foreseen_hides_behind_the_dense_weights_as_well() -> None:
     waits = 0.010 + 0.025 + 0.020 / 6
     assert late.token_s() == pytest.approx(LAYERS * waits + 0.004)
     assert early.token_s() == pytest.approx(waits + (LAYERS - 1) * 0.030 + 0.004)
+    # as many as were not foreseen are read in vain
+    some = PlanTime(costs(), missing(1.0, foreseen=0.75), disk, 512)
+    assert some.read_bytes == pytest.approx(late.read_bytes * (1 + 1.25 * (LAYERS - 1)) / LAYERS)
 
 
 def test_reading_takes_a_core_while_threads_compute_and_not_while_they_wait() -> None:
@@ -126,6 +130,18 @@ def test_a_prompt_reads_each_expert_once_a_part() -> None:
     warm = PlanTime(costs(0.0, 0.0), missing(0.5), disk, 64)
     assert warm.prompt_s(64, first=True) == pytest.approx(whole, rel=1e-6)
     assert warm.prompt_s(64) == pytest.approx(whole / 2, rel=0.02)
+
+
+def test_what_the_first_prompt_reads_first_comes_at_the_disks_first_speed() -> None:
+    """Its second part, a later prompt and tokens read again what was read before."""
+    disk = Bandwidth(1e3, latency_s=0.0, first_bytes_per_s=250.0)
+    of = PlanTime(costs(0.0, 0.0), missing(1.0), disk, 32)
+    usual = replace(of, disk=disk._replace(first_bytes_per_s=0.0))
+    assert of.token_s() == usual.token_s() and of.prompt_s(64) == usual.prompt_s(64)
+    both, part = usual.prompt_s(64, first=True), usual.prompt_s(32, first=True)
+    assert of.prompt_s(32, first=True) == pytest.approx(4 * part, rel=0.01)
+    assert of.prompt_s(64, first=True) > both
+    assert of.prompt_s(64, first=True) < 4 * both
 
 
 def test_skipped_experts_cost_nothing() -> None:
@@ -228,9 +244,10 @@ def test_plans_of_a_model(bindings: Bindings, model: Path) -> None:
         with TimeModel(bindings, config, opened, Bandwidth(1e8)) as predictor:
             assert not predictor.profiled
 
-            def predicted(**settings: object) -> PlanTime:
+            def predicted(uses: np.ndarray | None = None, **settings: object) -> PlanTime:
                 asked = config.with_changes(**settings)
-                return predictor.of_plan(plan_memory(asked, opened, machine), asked)
+                plan = plan_memory(asked, opened, machine)
+                return predictor.of_plan(plan, asked, uses=uses)
 
             whole = predicted(policy="lru")
             assert whole.residency.hit_rate == 1.0 and whole.read_bytes == 0.0
@@ -238,6 +255,8 @@ def test_plans_of_a_model(bindings: Bindings, model: Path) -> None:
             assert 0.4 < half.residency.hit_rate < 0.6
             assert half.token_s() > whole.token_s() and half.read_bytes > 0
             assert half.prompt_s(64, first=True) > half.prompt_s(64) > whole.prompt_s(64)
+            few = predicted(skewed(opened), policy="lru", expert_ram=opened.tier_bytes[0] // 2)
+            assert half.residency.hit_rate < few.residency.hit_rate < 1.0
             skipping = predicted(
                 policy="dymoe",
                 low_tier="skip",
