@@ -236,6 +236,21 @@ CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {
         assert label in tab.value("drawn"), label
 
 
+def test_another_size_and_other_colours_need_no_news(browser: Browser, served: Served) -> None:
+    """The server is gone: what was seen last is drawn for the window as it is now."""
+    gone = "if (path === '/experts' && window.gone) return Promise.reject(new TypeError('gone'));"
+    tab = opened(browser, served, gone)
+    tab.until("seen !== null && seen.layers > 0 && $('legend').children.length > 0")
+    tab.value("gone = true")
+    tab.shape(400, 800)
+    tab.until("$('flow').clientWidth === 0")
+    tab.shape(1280, 800, True)
+    pixels = "$('flow').getContext('2d').getImageData(0, 0, $('flow').width, $('flow').height).data"
+    tab.until(f"$('flow').width > 0 && {pixels}.some((each) => each > 0)")
+    dark = "mixed(COLORS[0], [20, 24, 29], 0.4).replaceAll(',', ', ')"
+    tab.until(f"$('legend').lastChild.querySelector('i').style.background.includes({dark})")
+
+
 def test_where_no_expert_is_managed_the_page_says_what_to_do(
     browser: Browser, served: Served
 ) -> None:
