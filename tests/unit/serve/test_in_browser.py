@@ -244,9 +244,11 @@ def test_another_size_and_other_colours_need_no_news(browser: Browser, served: S
     tab.value("gone = true")
     tab.shape(400, 800)
     tab.until("$('flow').clientWidth === 0")
-    tab.shape(1280, 800, True)
+    tab.value("$('flow').width = $('flow').height = 1")
+    tab.shape(1280, 800)
     pixels = "$('flow').getContext('2d').getImageData(0, 0, $('flow').width, $('flow').height).data"
     tab.until(f"$('flow').width > 0 && {pixels}.some((each) => each > 0)")
+    tab.shape(1280, 800, True)
     dark = "mixed(COLORS[0], [20, 24, 29], 0.4).replaceAll(',', ', ')"
     tab.until(f"$('legend').lastChild.querySelector('i').style.background.includes({dark})")
 
