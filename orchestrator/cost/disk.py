@@ -275,7 +275,9 @@ def kept_bandwidth(model: ExpertModel, config: Config) -> Bandwidth:
     whether a disk was quiet, so that two moments which agree may both have been disturbed, and all
     of them are measured. Each takes a second or two where it is due. Raises OSError."""
     place = [str(model.path.resolve()), device_of(model.path), identity(model)]
-    return _kept(place, config, lambda: read_bandwidth(model, threads=config.io_threads))
+    found = _kept(place, config, lambda: read_bandwidth(model, threads=config.io_threads))
+    # Their own cache holds what a moment reads, and not a model.
+    return found.at_first if slow_kind(model.path) in (_USB, _SPINNING) else found
 
 
 def machine_bandwidth(config: Config) -> Bandwidth:
@@ -368,7 +370,7 @@ def slow_disk(model: ExpertModel, config: Config) -> str | None:
     if kind is None:
         return None
     with suppress(OSError):  # loading says what is wrong with it
-        speed = kept_bandwidth(model, config).bytes_per_s
+        speed = kept_bandwidth(model, config).at_first.bytes_per_s
         if kind != _SPINNING or speed < _SPINS_BELOW:
             return (
                 f"The model lies on {kind}, which reads {speed / 1e6:.0f} MB/s here: loading, and "

@@ -174,6 +174,19 @@ def test_a_disk_keeps_its_speed(model: ExpertModel, monkeypatch: pytest.MonkeyPa
         assert len(measured) == times
 
 
+@pytest.mark.parametrize(
+    ("kind", "best"), [(None, 2e9), (disk._SPINNING, 1e8), (disk._USB, 1e8), ("NFS", 2e9)]
+)
+def test_what_a_disks_own_cache_gives_does_not_count(
+    model: ExpertModel, monkeypatch: pytest.MonkeyPatch, kind: str | None, best: float
+) -> None:
+    told = Bandwidth(2e9, True, 4096, 0.0, 0.0, first_bytes_per_s=1e8)
+    monkeypatch.setattr(disk, "read_bandwidth", lambda *_, **__: told)
+    monkeypatch.setattr(disk, "slow_kind", lambda _path: kind)
+    found = kept_bandwidth(model, Config.build(model=model.path))
+    assert found.bytes_per_s == pytest.approx(best)
+
+
 def test_a_disk_is_known_by_its_device(
     model: ExpertModel, user_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
