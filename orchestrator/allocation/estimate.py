@@ -15,6 +15,50 @@ import numpy as np
 
 from orchestrator.events import SKIP
 
+# What an expert was not seen for counts as so many tokens with its layer's mean.
+_PRIOR_TOKENS = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What experts put out: what it costs to skip them, before factors make nats of it.
+
+    float64 [n_layers, n_expert] both. tokens: for how many each was computed; squares: the sum over
+    them of the mean square of its output, not weighted by its gate.
+    """
+
+    tokens: np.ndarray
+    squares: np.ndarray
+
+    @classmethod
+    def none(cls, shape: tuple[int, ...]) -> Outputs:
+        return cls(np.zeros(shape), np.zeros(shape))
+
+    def __add__(self, more: Outputs) -> Outputs:
+        return Outputs(self.tokens + more.tokens, self.squares + more.squares)
+
+    def __sub__(self, less: Outputs) -> Outputs:
+        return Outputs(self.tokens - less.tokens, self.squares - less.squares)
+
+    def scaled(self, share: float) -> Outputs:
+        """As if less had been seen."""
+        return Outputs(self.tokens * share, self.squares * share)
+
+    def finite(self) -> Outputs:
+        """Without experts whose outputs were no numbers."""
+        fine = np.isfinite(self.squares)
+        return Outputs(np.where(fine, self.tokens, 0.0), np.where(fine, self.squares, 0.0))
+
+    def power(self) -> np.ndarray | None:
+        """The mean square of each expert's output, float64 [n_layers, n_expert]. What was rarely
+        seen is drawn to the mean of its layer's tokens; None where a layer was never seen."""
+        of_layer = self.tokens.sum(axis=1, keepdims=True)
+        if not of_layer.all():
+            return None
+        prior = _PRIOR_TOKENS * self.squares.sum(axis=1, keepdims=True) / of_layer
+        found: np.ndarray = (self.squares + prior) / (self.tokens + _PRIOR_TOKENS)
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class KlEstimate:

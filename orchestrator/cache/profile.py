@@ -1,5 +1,5 @@
-"""What policies learned of a model, kept between runs for those that start from it: which experts
-it used, and what they tuned."""
+"""What was learned of a model, kept between runs for those that start from it: which experts it
+used, what these put out, and what policies tuned."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
+from orchestrator.allocation.estimate import Outputs
 from orchestrator.cache.files import keep, read_object, recalled, user_folder, write_whole
 from orchestrator.config import Config
 from orchestrator.errors import ProfileError
@@ -65,21 +66,35 @@ def load(path: Path, model: ExpertModel) -> np.ndarray:
 
     Raises ProfileError for a damaged profile and for one of another model, OSError.
     """
+    return load_usage(path, model)[0]
+
+
+def load_usage(path: Path, model: ExpertModel) -> tuple[np.ndarray, Outputs]:
+    """As load, and what experts put out, as far as that was counted."""
     data = _parse(path)
     if data["model"] != identity(model):
         raise ProfileError(
             f"{path}: this profile was made with another model ({data['name']}): give the one of "
             f"{model.path.name}, or a new file name"
         )
-    try:
-        scores = np.array(data.get("hotness"), np.float64)
-    except (TypeError, ValueError, OverflowError):
-        scores = np.empty(0)
-    if scores.shape != (model.n_layers, model.n_expert) or not (
-        np.isfinite(scores).all() and (scores >= 0).all()
-    ):
+
+    def of_each(values: Any) -> np.ndarray:
+        try:
+            found = np.array(values, np.float64)
+        except (TypeError, ValueError, OverflowError):
+            found = np.empty(0)
+        if found.shape != (model.n_layers, model.n_expert) or not (
+            np.isfinite(found).all() and (found >= 0).all()
+        ):
+            raise _damaged(path)
+        return found
+
+    hotness, outputs = of_each(data.get("hotness")), data.get("outputs")
+    if outputs is None:
+        return hotness, Outputs.none(hotness.shape)
+    if not isinstance(outputs, dict):
         raise _damaged(path)
-    return scores
+    return hotness, Outputs(of_each(outputs.get("tokens")), of_each(outputs.get("squares")))
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -97,17 +112,26 @@ def _damaged(path: Path) -> ProfileError:
     return ProfileError(f"{path}: this is no profile, or a damaged one: name a new file")
 
 
-def save(path: Path, model: ExpertModel, hotness: np.ndarray) -> None:
-    """Writes a profile, whole or not at all. hotness [n_layers, n_expert]. Raises OSError."""
+def save(
+    path: Path, model: ExpertModel, hotness: np.ndarray, outputs: Outputs | None = None
+) -> None:
+    """Writes a profile, whole or not at all. hotness [n_layers, n_expert]; outputs: what experts
+    put out, None where nobody counted. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = {
         "format": _FORMAT,
         "version": _VERSION,
         "model": identity(model),
         "name": model.path.name,
-        "hotness": [[float(f"{score:.6g}") for score in layer] for layer in hotness.tolist()],
+        "hotness": _rounded(hotness),
     }
+    if outputs is not None:
+        data["outputs"] = {"tokens": _rounded(outputs.tokens), "squares": _rounded(outputs.squares)}
     write_whole(path, json.dumps(data), private=True)
+
+
+def _rounded(values: np.ndarray) -> list[list[float]]:
+    return [[float(f"{value:.6g}") for value in layer] for layer in values.tolist()]
 
 
 class HotnessKeeper:
@@ -174,39 +198,54 @@ class _Cached:
 
 
 class UsageKeeper(_Cached):
-    """How often tokens used each expert of a model, in earlier runs under any policy, in the format
-    of profiles. Runs long ago count less: of all earlier ones as many tokens stay as _USED_TOKENS.
+    """How often tokens used each expert of a model, in earlier runs under any policy, and what the
+    experts put out in answers, in the format of profiles. Runs long ago count less: of all earlier
+    ones as many tokens stay as _USED_TOKENS.
     """
 
     kind = "usage"
     _now: np.ndarray | None = None
 
+    def __init__(self, config: Config, model: ExpertModel) -> None:
+        super().__init__(config, model)
+        self._outputs_now = self._none = Outputs.none((model.n_layers, model.n_expert))
+
     @cached_property
-    def _known(self) -> np.ndarray | None:
+    def _known(self) -> tuple[np.ndarray | None, Outputs]:
         if self._remember:
             with suppress(OSError, ProfileError):
-                return load(self._path, self._model)
-        return None
+                return load_usage(self._path, self._model)
+        return None, self._none
 
     def recall(self) -> np.ndarray | None:
         """Tokens that used each expert, those of stores that were freed included, float64
         [n_layers, n_expert]; None where nothing is known."""
-        known = [each for each in (self._known, self._now) if each is not None]
+        known = [each for each in (self._known[0], self._now) if each is not None]
         return np.sum(known, axis=0) if known else None
 
-    def learn(self, used: np.ndarray) -> None:
+    def outputs(self) -> Outputs:
+        """What experts put out, those of stores that were freed included."""
+        return self._known[1] + self._outputs_now
+
+    def learn(self, used: np.ndarray, outputs: Outputs | None = None) -> None:
         """Adds what a store counted until it was freed, [n_layers, n_expert]."""
         self._now = used.astype(np.float64) if self._now is None else self._now + used
+        if outputs is not None:
+            self._outputs_now += outputs.finite()
 
     def save(self) -> None:
         """Writes what was learned, if anything was."""
         if self._now is None or not self._now.any() or not self._remember:
             return
-        total = np.asarray(self.recall())
-        self._known, self._now = total, None
-        tokens = total.sum(axis=1).max() / self._model.n_expert_used
+        total, outputs = np.asarray(self.recall()), self.outputs()
+        self._known, self._now, self._outputs_now = (total, outputs), None, self._none
+        kept = outputs.scaled(self._kept_share(outputs.tokens))
         with suppress(OSError):
-            save(self._path, self._model, total * min(1.0, _USED_TOKENS / tokens))
+            save(self._path, self._model, total * self._kept_share(total), kept)
+
+    def _kept_share(self, uses: np.ndarray) -> float:
+        tokens = float(uses.sum(axis=1).max()) / self._model.n_expert_used
+        return min(1.0, _USED_TOKENS / max(1.0, tokens))
 
 
 class TunedKeeper(_Cached):

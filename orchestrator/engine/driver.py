@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from orchestrator.allocation.estimate import Outputs
 from orchestrator.allocation.slots import Transition
 from orchestrator.engine.idle import Idle, likely
 from orchestrator.engine.loss_meter import LossMeter
@@ -61,6 +62,11 @@ class PlainDriver:
     def used(self) -> np.ndarray | None:
         """How many tokens used each expert since the start, uint32 [n_layers, n_expert]; None where
         nobody counts. From any thread."""
+        return None
+
+    def outputs(self) -> Outputs | None:
+        """What experts put out in answers since the start; None where nobody counts. From any
+        thread."""
         return None
 
     def save_sequence(self, sequence: int) -> bytes | None:
@@ -318,6 +324,9 @@ class Driver(PlainDriver):
         if not self.policy.wants.counts:  # else the policy takes them
             self.store.take_counts()
         return self.store.taken_counts()
+
+    def outputs(self) -> Outputs | None:
+        return None if self.store.closed else self.store.outputs()
 
     def save_sequence(self, sequence: int) -> bytes | None:
         policy = self.policy

@@ -15,8 +15,8 @@ from orchestrator.policy.base import Tunes
 
 
 class Learned:
-    """Which experts are hot, how often each was used (usage), and what policies tuned: from earlier
-    runs and from this one."""
+    """Which experts are hot, how often each was used and what it put out (usage), and what policies
+    tuned: from earlier runs and from this one."""
 
     def __init__(self, config: Config, model: ExpertModel, planner: Planner) -> None:
         self.usage = UsageKeeper(config, model)
@@ -41,7 +41,7 @@ class Learned:
         if hotness is not None:
             self._planner.hotness.learn(hotness)
         if used is not None:
-            self.usage.learn(used)
+            self.usage.learn(used, driver.outputs())
         if tuned is not None:
             self._tuned.learn(*tuned)
 

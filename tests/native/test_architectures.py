@@ -21,7 +21,9 @@ from orchestrator.engine.engine import Engine
 from orchestrator.engine.texts import log_softmax
 from orchestrator.errors import BudgetError, NativeError
 from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StoreView
+from orchestrator.lab.calibrate.measure import OutputSums
 from orchestrator.lab.calibrate.methods import Method
+from orchestrator.lab.calibrate.reader import TextReader
 from orchestrator.lab.calibrate.table import measure_losses
 from orchestrator.lab.eval.arithmetic import kl_divergence
 from orchestrator.native.abi import CStats
@@ -175,6 +177,27 @@ def test_a_layer_that_uses_fewer_experts(make: Make, tmp_path: Path) -> None:
 
         until(lambda: engine.store.resident()[-1].tolist() != before, more)
         engine.store.check()
+
+
+@pytest.mark.parametrize("arch", ["qwen3moe", "gpt-oss", "gemma4", "llama4"])
+def test_what_experts_put_out_is_what_calibrating_sees(arch: str, make: Make) -> None:
+    """With a scale or a bias of down's; but where gates weigh what experts read, nothing."""
+    path = make(arch)
+    with ExpertModel.open(path) as model, TextReader(path, [ANSWER], 1, None) as reader:
+        sums = OutputSums(model)
+        for _ in reader.read(sums.route, sums.seen):
+            pass
+    with opened(path, **options(policy="lru", force_managed=True)) as engine:
+        engine.eval(PROMPT, 0)
+        assert not engine.store.outputs().tokens.any()
+        engine.reset()
+        for at, token in enumerate(ANSWER):
+            engine.eval([token], at)
+        found = engine.store.outputs()
+    weighs = arch == "llama4"
+    assert (sums.weighs == weighs).all()
+    np.testing.assert_array_equal(found.tokens, 0 if weighs else sums.counts)
+    np.testing.assert_allclose(found.squares, 0 if weighs else sums.squares, rtol=1e-3)
 
 
 @pytest.mark.skipif(isinstance(UNPATCHED, str), reason=str(UNPATCHED))

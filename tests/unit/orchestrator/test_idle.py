@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
+from orchestrator.allocation.estimate import Outputs
 from orchestrator.allocation.slots import ModelShape
-from orchestrator.cache.profile import UsageKeeper, cached_path
+from orchestrator.cache.profile import UsageKeeper, cached_path, load_usage
 from orchestrator.config import Config
 from orchestrator.engine.driver import Driver, PlainDriver
 from orchestrator.engine.idle import Idle, likely
@@ -190,6 +192,35 @@ def test_use_is_kept_under_every_policy(model: ExpertModel) -> None:
     forgets.save()
     np.testing.assert_allclose(keeper(model).recall(), counts(model, 13))
     assert keeper(model, remember=False).recall() is None
+
+
+def test_what_experts_put_out_is_kept_with_their_use(model: ExpertModel) -> None:
+    first, tokens = keeper(model), counts(model, 10)
+    assert first.outputs().power() is None
+    first.learn(tokens, Outputs(tokens, 2 * tokens))
+    no_number = np.where(np.arange(model.n_expert) == 1, np.inf, 5.0 * tokens)
+    first.learn(tokens, Outputs(tokens, no_number))  # of another policy
+    first.save()
+    again = keeper(model).outputs()
+    np.testing.assert_allclose(again.tokens[:, :3], [[20, 30, 0]] * model.n_layers)
+    np.testing.assert_allclose(again.squares[:, :3], [[70, 60, 0]] * model.n_layers)
+    # What was never seen is as its layer is, and what was seen is between that and what it showed.
+    power = again.power()
+    assert power is not None
+    seldom, often, never = power[0, :3]
+    assert never == pytest.approx(130 / 50)
+    assert 60 / 30 < often < never < seldom < 70 / 20
+
+    long_ago = keeper(model)
+    long_ago.learn(tokens, Outputs(1e7 * tokens, 1e7 * tokens))
+    long_ago.save()
+    path = cached_path(model, "usage")
+    assert load_usage(path, model)[1].tokens.sum(axis=1) == pytest.approx(
+        65_536 * model.n_expert_used
+    )
+    for damaged in ([], {"tokens": tokens.tolist()}, {"tokens": "x", "squares": "x"}):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "outputs": damaged}))
+        assert keeper(model).recall() is None
 
 
 def test_what_was_long_ago_counts_less(model: ExpertModel) -> None:
