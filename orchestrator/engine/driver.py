@@ -30,6 +30,7 @@ class PlainDriver:
     """What goes with the steps of a model whose experts nobody manages: nothing."""
 
     managed = False
+    prompts = 0  # bytes of copies that give way, as far as that is known
     # Adds up what lower precisions are foreseen to cost, where that is known.
     meter: LossMeter | None = None
 
@@ -117,6 +118,11 @@ class Driver(PlainDriver):
         self.on_restored: Callable[[int, bytes], None] | None = None
         # What slots give way to, where memory is given out as it is used.
         self.shared: SharedMemory | None = None
+        # Copies of prompts lie beside that, and give way to cells before slots do: at most so many
+        # bytes, what they take, and who lets them go.
+        self.most_prompts = self.prompts = 0
+        self.keep_prompts: Callable[[int], int] = lambda _n_bytes: 0
+        self._given = 0  # of the most, to cells
         self._limit: int | None = None
         self._idle = Idle(store)
         self._pause = pause
@@ -244,18 +250,24 @@ class Driver(PlainDriver):
         self.store.set_phase(phase)
 
     def make_room(self, room: CRoom) -> None:
-        """Before a batch is computed or a state brought back: slots give way to what that takes and
-        the tokens behind it, or come back."""
+        """Before a batch is computed or a state brought back: copies of prompts give way to the
+        cells that it takes, and slots to those, to its scratch and to the tokens behind it; or
+        they come back."""
         shared = self.shared
         assert shared is not None
         touched, n_tokens = room.touched, room.n_tokens
         held = touched.scratch[1] + touched.work[1]
         cells = shared.cells(touched.cache[1] + room.n_bytes) + CELL_STEP
+        end = cells + n_tokens
+        if not room.n_bytes:  # else one of them may be what is brought back
+            planned = sum(size * n for size, n in self.store.spec.groups)
+            self._given = min(self.most_prompts, max(0, planned - shared.slots(end, 1)))
+            self.prompts = self.keep_prompts(self.most_prompts - self._given)
         room.at_once = shared.micro_batch(cells, n_tokens)
-        limit = shared.slots(cells + n_tokens, room.at_once, held)
+        limit = shared.slots(end, room.at_once, held) + self._given
         if limit < shared.least_slots:  # beside the scratch of a prompt that was given up
             room.drop_scratch = 1
-            limit = max(shared.least_slots, shared.slots(cells + n_tokens, room.at_once))
+            limit = max(shared.least_slots, shared.slots(end, room.at_once) + self._given)
         if limit == self._limit:
             return
         while self.store.limit(limit):  # until reads into slots that go are complete

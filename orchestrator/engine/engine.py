@@ -369,7 +369,8 @@ class Engine(Closing):
 
     def memory(self) -> dict[str, int]:
         """As memory_now. From any thread."""
-        return memory_now(self._loader.bindings.library(), self._loaded, self._shelf.used_bytes)
+        prompts = self._shelf.used_bytes + self._loaded.driver.prompts
+        return memory_now(self._loader.bindings.library(), self._loaded, prompts)
 
     @property
     def mode(self) -> str:

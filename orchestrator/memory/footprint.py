@@ -17,10 +17,8 @@ from gguf_tools.file.layout import (
     slot_bytes,
 )
 from gguf_tools.file.reader import metadata_value
-from gguf_tools.units import format_size
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.config import Config
-from orchestrator.errors import BudgetError
 from orchestrator.policy import DEFAULT, PLAIN, policy_class
 
 # Everything that is neither weights nor KV nor growing with the batch: the interpreter,
@@ -177,26 +175,6 @@ def copying_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
     return model.kv_bytes(n_ctx, config.kv) // len(model.hparams.n_head_kv)
 
 
-def prompt_bytes(
-    model: ExpertModel, config: Config, n_ctx: int, left_bytes: int, spare_bytes: int
-) -> int:
-    """What prompts that were read before may take of the host's memory: what was asked for, or, for
-    conversations, one more context and some marks, as far as that costs little. What copying them
-    to a file takes comes on top.
-
-    left_bytes: what is left for experts. spare_bytes: what may be taken without a change of how the
-    model lies in memory.
-    """
-    copying = copying_bytes(model, config, n_ctx)
-    if config.cache_ram is not None:
-        return config.cache_ram + copying
-    if not config.conversations:
-        return copying
-    wanted = model.kv_bytes(n_ctx, config.kv) + PROMPT_MARKS * part_bytes(model, config)
-    share = int(left_bytes * PROMPT_SHARE)
-    return copying + max(0, min(wanted, share, spare_bytes - copying))
-
-
 def attention_weights(model: ExpertModel, config: Config, n_ctx: int) -> int:
     """How many weights the attention of one batch has over the whole context."""
     return max(model.hparams.n_head) * step_tokens(config, n_ctx) * n_ctx
@@ -267,28 +245,6 @@ def exchange_bytes(model: ExpertModel, n_tokens: int) -> int:
 def alignment_bytes(model: ExpertModel) -> int:
     """What starting each pool of slots at a boundary costs at most."""
     return POOL_ALIGNMENT * len(model.slices) * len(KINDS) * len(model.tiers)
-
-
-def host_bytes(
-    config: Config, model: ExpertModel, tiers: tuple[int, ...], ram: int, near: int = 0
-) -> int:
-    """The cache of experts in the host's memory behind a device: what is left there, as far as
-    there are experts. near: bytes of slots there, with what their products take. Raises BudgetError
-    where not even reads in flight find room."""
-    fixed = process_bytes(model, config, on_gpu=True) + embedding_bytes(model) + near
-    shape = model_shape(model, tiers)
-    slots = {size for layer in shape.slots for sizes in layer for size in sizes.values()}
-    # every size has slots of its own, two at least
-    in_flight = max(2 * config.io_threads * max(slots), 2 * sum(slots))
-    every = sum(model_shape(model, (tier,)).all_slot_bytes() for tier in tiers)
-    if ram - fixed < in_flight:
-        needed = fixed + in_flight
-        raise BudgetError(
-            f"--ram {format_size(ram)} is too little beside a GPU: the smallest that works is "
-            f"{format_size(needed, up=True)}",
-            needed,
-        )
-    return min(ram - fixed, every + in_flight)
 
 
 class Placed(Protocol):

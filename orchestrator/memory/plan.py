@@ -19,6 +19,8 @@ from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.memory.choice import Choice, choose, make_policy, wants_plain
 from orchestrator.memory.footprint import (
+    PROMPT_MARKS,
+    PROMPT_SHARE,
     SIZES,
     alignment_bytes,
     attention_weights,
@@ -26,13 +28,13 @@ from orchestrator.memory.footprint import (
     context_tokens,
     copying_bytes,
     device_shape,
+    embedding_bytes,
     exchange_bytes,
-    host_bytes,
     kernel_bytes,
     look_ahead_bytes,
     model_shape,
+    part_bytes,
     process_bytes,
-    prompt_bytes,
     step_tokens,
 )
 from orchestrator.memory.machine import Device, Machine
@@ -170,11 +172,10 @@ def plan_memory(
     _check_kv(config, model)
     if config.policy not in (None, PLAIN):
         policy_class(config.policy or "")  # raises for an unknown one
-    with_size = replace(config, ubatch=config.ubatch or SIZES[0])
-    ways = _Ways(with_size, model, machine, more_scratch, graph_bytes, teach)
+    ways = _Ways(config, model, machine, more_scratch, graph_bytes, teach)
     plain = config.policy == PLAIN
     if config.conversations and not (plain or config.expert_ram or machine.device):
-        shared = ways.shared(config.ubatch or SIZES[-1])
+        shared = ways.shared()
         if shared is not None:
             return shared
     smallest = ways.with_context()
@@ -213,8 +214,8 @@ class Room:
 
 @dataclass(frozen=True)
 class _Ways:
-    """The ways to lay one model out under a config that says its micro-batch. Each policy is made
-    and told what is known once, and `plan` changes it. So the plan that is taken is made last."""
+    """The ways to lay one model out. Each policy is made and told what is known once, and `plan`
+    changes it. So the plan that is taken is made last."""
 
     config: Config
     model: ExpertModel
@@ -277,16 +278,15 @@ class _Ways:
                 return self.plan(each, prompts)
         return self.plan(*ways[-1])
 
-    def shared(self, most_at_once: int) -> MemoryPlan | None:
+    def shared(self) -> MemoryPlan | None:
         """The plan whose context and scratch take from the slots what they need when they need it;
         None where everything fits, and for a policy that keeps every expert in memory.
-        most_at_once: the most tokens that may be read at once.
 
         Raises BudgetError for a context that was asked for and is too long, with the longest one.
         """
         config, model = self.config, self.model
         usual = self.room(context_tokens(model, config))
-        if usual.plain and self._spare(usual, usual.cap - usual.fixed, -1) >= 0:
+        if self._spare(usual) is not None:
             return None
         room = self.room(max(CELL_STEP, step_tokens(config, usual.n_ctx)), plain=False)
         plan = None
@@ -297,11 +297,9 @@ class _Ways:
             return None  # what would be enough is said for the usual context
         if type(plan.policy).wants.all_resident:
             return None
-        return self._sharing(plan, plan.policy, plan.slots, room, most_at_once)
+        return self._sharing(plan, plan.policy, plan.slots, room)
 
-    def _sharing(
-        self, plan: MemoryPlan, policy: Policy, slots: SlotPlan, room: Room, most_at_once: int
-    ) -> MemoryPlan:
+    def _sharing(self, plan: MemoryPlan, policy: Policy, slots: SlotPlan, room: Room) -> MemoryPlan:
         config, model = self.config, self.model
         n_each = 1 + config.sequences
         own_length = model.hparams.context_length * n_each
@@ -309,8 +307,8 @@ class _Ways:
         each = most // n_each if config.ctx else 0
         own = room.cap - room.fixed - plan.prompt_bytes  # of slots, beside an empty context
         copied = copying_bytes(model, config, room.n_ctx)
-        least = self.config.ubatch or SIZES[0]
-        sizes = {least} | {size for size in SIZES if size <= min(most_at_once, most)}
+        least, at_once = config.ubatch or SIZES[0], config.ubatch or SIZES[-1]
+        sizes = {least} | {size for size in SIZES if size <= min(at_once, most)}
         shared = SharedMemory(
             own + room.kv + room.compute,
             max(least_slots(policy), sum(group.slot_bytes for group in slots.groups)),
@@ -346,35 +344,40 @@ class _Ways:
         until it is used."""
         most = self.model.hparams.context_length * (1 + self.config.sequences)
         at_least = self.room(least.n_ctx, counted=False).fixed
-        left = least.cap - (least.fixed - least.kv)
-
-        def bytes_of(n_ctx: int) -> int:
-            return least.kv + self.room(n_ctx, counted=False).fixed - at_least
-
-        beside = left - least.kv
-        allowed = bytes_of(least.n_ctx) + self._spare(least, beside, left)
-        fits = least.plain and beside >= self.model.tier_bytes[0]
-        if fits and self.config.conversations and not self.machine.device:
+        left, spare = least.cap - (least.fixed - least.kv), self._spare(least)
+        allowed = least.kv + (left if spare is None else spare)
+        if spare is not None and self.config.conversations and not self.machine.device:
             allowed -= self._prompt_bytes(least)
         else:
             allowed = min(int(left * SHARE), allowed)
-        return longest_affordable(least.n_ctx, most, bytes_of, allowed)
+
+        def too_long(n_ctx: int) -> bool:
+            return least.kv + self.room(n_ctx, counted=False).fixed - at_least > allowed
+
+        return max(least.n_ctx, longest_context(most, CELL_STEP, too_long))
 
     def _prompt_bytes(self, room: Room) -> int:
-        """The memory for prompts. What fits whole without them still does."""
-        left = room.cap - room.fixed
+        """What prompts that were read before may take of the host's memory: what was asked for,
+        or, for conversations, one more context and some marks, as far as that costs little and
+        what fits whole still does; and what copying one to a file takes."""
+        config, model = self.config, self.model
+        copying = copying_bytes(model, config, room.n_ctx)
+        if config.cache_ram is not None:
+            return config.cache_ram + copying
+        if not config.conversations:
+            return copying
+        left, spare = room.cap - room.fixed, self._spare(room)
         if self.machine.device:
-            left = self.ram - process_bytes(self.model, self.config, on_gpu=True)
-            spare = left
-        else:
-            spare = self._spare(room, left, left)
-        return prompt_bytes(self.model, self.config, room.n_ctx, left, spare)
+            left, spare = self.ram - process_bytes(model, config, on_gpu=True), None
+        wanted = room.kv + PROMPT_MARKS * part_bytes(model, config)
+        most = (left if spare is None else spare) - copying
+        return copying + max(0, min(wanted, int(left * PROMPT_SHARE), most))
 
-    def _spare(self, room: Room, beside: int, left: int) -> int:
+    def _spare(self, room: Room) -> int | None:
         """How many more bytes may be taken without turning a model that fits whole into a managed
-        one: `beside` less all experts. Where it does not fit whole anyway: `left`."""
-        spare = beside - self.model.tier_bytes[0]
-        return spare if room.plain and spare >= 0 else left
+        one; None where it does not fit whole."""
+        spare = room.cap - room.fixed - self.model.tier_bytes[0]
+        return spare if room.plain and spare >= 0 else None
 
     def with_micro_batch(self, smallest: MemoryPlan) -> MemoryPlan:
         """The plan with which least is read: of `smallest`, whose micro-batch is the smallest, and
@@ -392,19 +395,21 @@ class _Ways:
         def read(plan: MemoryPlan) -> float:
             return read_per_prompt_token(plan.n_ubatch, plan.absent_bytes, used_share)
 
-        best, least, plan = self, read(smallest), smallest
+        best, least = self, read(smallest)
+        if not least:
+            return smallest
         for n_tokens in SIZES[1:]:
-            if not least or n_tokens > n_ctx:
+            if n_tokens > n_ctx:
                 break
             larger = replace(self, config=replace(self.config, ubatch=n_tokens))
             try:
-                plan = larger.plan(larger.room(n_ctx), prompts)
+                found = read(larger.plan(larger.room(n_ctx), prompts))
             except BudgetError:
-                return best.plan(best.room(n_ctx), prompts)
-            if read(plan) >= least:
-                return best.plan(best.room(n_ctx), prompts)
-            best, least = larger, read(plan)
-        return plan
+                break
+            if found >= least:
+                break
+            best, least = larger, found
+        return best.plan(best.room(n_ctx), prompts)
 
     def plan(self, room: Room, prompts: int) -> MemoryPlan:
         """The plan in such a room, with so many bytes for prompts."""
@@ -480,14 +485,34 @@ class _Ways:
         return of(self.model, tiers)
 
     def _host_bytes(self, tiers: tuple[int, ...], slots: SlotPlan, room: Room, prompts: int) -> int:
-        """The cache of experts behind a device, beside slots in the host's memory, if there are."""
-        config, near = self.config, slots.host_bytes
+        """The cache of experts in the host's memory behind a device, beside slots there: what is
+        left, as far as there are experts. Raises BudgetError where not even reads in flight find
+        room."""
+        config, model, near = self.config, self.model, slots.host_bytes
         if near:
             groups = slots.groups
             staged = {tier for (*_, tier), at in slots.group_of.items() if not groups[at].on_host}
             tiers = tuple(tiers[tier] for tier in sorted(staged))
-            near += exchange_bytes(self.model, step_tokens(config, room.n_ctx))
-        return host_bytes(config, self.model, tiers, self.ram - prompts, near)
+            near += exchange_bytes(model, step_tokens(config, room.n_ctx))
+        fixed = process_bytes(model, config, on_gpu=True) + embedding_bytes(model) + near
+        sizes = {
+            size
+            for layer in model_shape(model, tiers).slots
+            for kinds in layer
+            for size in kinds.values()
+        }
+        # every size has slots of its own, two at least
+        in_flight = max(2 * config.io_threads * max(sizes), 2 * sum(sizes))
+        ram = self.ram - prompts
+        if ram - fixed < in_flight:
+            needed = fixed + in_flight
+            raise BudgetError(
+                f"--ram {format_size(ram)} is too little beside a GPU: the smallest that works is "
+                f"{format_size(needed, up=True)}",
+                needed,
+            )
+        every = sum(model_shape(model, (tier,)).all_slot_bytes() for tier in tiers)
+        return min(ram - fixed, every + in_flight)
 
     def _too_small(self, policy: Policy, slots: int, room: Room, beside: int) -> BudgetError:
         """slots: what the policy needs at least, beside the room and so many bytes for prompts."""
@@ -517,15 +542,6 @@ class _Ways:
             f"smaller --ctx needs less){other}",
             needed,
         )
-
-
-def longest_affordable(
-    least: int, most: int, bytes_of: Callable[[int], int], allowed_bytes: int
-) -> int:
-    """The longest context of `least` to `most` tokens that takes at most allowed_bytes; `least`
-    where no longer one does. bytes_of: what a context of so many tokens takes, cache and scratch,
-    more for more tokens."""
-    return max(least, longest_context(most, CELL_STEP, lambda n: bytes_of(n) > allowed_bytes))
 
 
 def read_per_prompt_token(n_tokens: int, absent_bytes: int, used_share: float) -> float:

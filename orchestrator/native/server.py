@@ -16,7 +16,7 @@ from gguf_tools import interrupts
 from orchestrator.errors import NativeError
 from orchestrator.native.abi import fields_of
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 _ERROR_BYTES = 512
 _NO_SEED = 0xFFFFFFFF
 # Why moe_edge_request_run ended before the end of an answer.
@@ -54,6 +54,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     ),
     "moe_edge_server_set_before_step": (None, [_POINTER, _POINTER, _POINTER]),
     "moe_edge_server_set_before_prompt": (None, [_POINTER, _BEFORE_PROMPT, _POINTER]),
+    "moe_edge_server_keep_prompts": (ctypes.c_uint64, [_POINTER, ctypes.c_uint64]),
     "moe_edge_server_run": (None, [_POINTER]),
     "moe_edge_server_forget": (ctypes.c_int, [_POINTER, ctypes.c_int32]),
     "moe_edge_server_save": (
@@ -208,6 +209,11 @@ class NativeServer:
     def run(self) -> None:
         """Answers requests until stop. Every step is computed on this thread."""
         self.lib.moe_edge_server_run(self.handle)
+
+    def keep_prompts(self, n_bytes: int) -> int:
+        """On the thread that is in run, before a step is computed: copies of earlier conversations
+        take so many bytes at most from now on. Returns what they take."""
+        return int(self.lib.moe_edge_server_keep_prompts(self.handle, n_bytes))
 
     def forget(self, sequence: int) -> bool:
         """Beside run: lets a sequence on which no request decodes forget what it holds. Where none

@@ -9,6 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from orchestrator.events import Phase
+from orchestrator.native import touched_memory
 from orchestrator.native.server import NativeRequest
 from orchestrator.serve.app import application
 from orchestrator.serve.backend import Backend, kept_prompts
@@ -76,6 +77,35 @@ def test_what_is_looked_up_on_disk_is_tokenized_once(
 def test_memory_for_prompts_is_set_aside_without_being_asked_for() -> None:
     with serving(**LRU) as backend:
         assert backend.engine.plan.prompt_bytes > 0
+
+
+def test_what_is_kept_gives_way_to_a_long_conversation_before_slots_do() -> None:
+    """And may come back behind it."""
+    with serving(**LRU | {"ram": 140 * MIB, "ctx": 1024, "cache_ram": 4 * MIB}) as backend:
+        driver, store = backend.engine.driver, backend.engine.store
+        shared, most = driver.shared, 4 * MIB
+        assert shared is not None
+        planned = sum(size * n for size, n in store.spec.groups)
+
+        def kept() -> int:
+            """Of copies. All of the memory that is shared is enough for all that is in use."""
+            slots = store.stats().slot_bytes
+            beside = sum(each.resident for each in touched_memory(store.library))
+            assert slots >= 0.98 * planned  # the rest is scratch beyond what was counted
+            assert slots + beside + driver.prompts <= shared.n_bytes + most
+            return driver.prompts
+
+        for country in COUNTRIES:
+            about(backend, country)
+        assert kept() > MIB
+        long = answered(backend, prompt="So it goes on, " * 180, max_tokens=1)
+        assert long["timings"]["prompt_n"] > 880
+        assert touched_memory(store.library).cache.resident > planned / 4
+        assert kept() == 0
+        assert about(backend, COUNTRIES[0])[0] > 40
+        about(backend, COUNTRIES[1])
+        assert about(backend, COUNTRIES[0])[0] < 5
+        assert kept() > 0
 
 
 @pytest.mark.parametrize(

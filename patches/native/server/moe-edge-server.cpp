@@ -1,6 +1,7 @@
 #include "moe-edge-server.h"
 #include "moe-edge-bounds.h"
 #include "moe-edge-grammar.h"
+#include "moe-edge-prompt-cache.h"
 #include "moe-edge-server-queue.h"
 #include "moe-edge-tools.h"
 
@@ -16,12 +17,15 @@
 #include "server-queue.h"
 #include "server-task.h"
 
-// CMakeLists.txt gives llama_process and four others of llama.h the names of functions of ours.
+// CMakeLists.txt gives llama_process and four others of llama.h the names of functions of ours, and a header of ours
+// gives upstream's server_prompt_cache another one.
 #undef llama_process
+#undef server_prompt_cache
 extern "C" int32_t llama_process(llama_context * ctx, llama_process_type type, llama_batch_ext * batch);
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <exception>
@@ -39,6 +43,9 @@ namespace {
 // creates a server.
 thread_local llama_model *   given_model   = nullptr;
 thread_local llama_context * given_context = nullptr;
+
+// And what it made there for copies of prompts; nullptr where it keeps none.
+thread_local server_prompt_cache * made_prompts = nullptr;
 
 // The request that this thread runs.
 thread_local moe_edge_request * beginning = nullptr;
@@ -139,6 +146,7 @@ struct moe_edge_server {
     server_routes    routes;
     llama_context *  llama;
     const size_t     most_ahead;
+    server_prompt_cache * prompts = nullptr;  // upstream's own
     std::atomic<bool> stopping{false}, has_ended{false};
     moe_edge_server_before_step before_step = nullptr;
     void *           before_step_user = nullptr;
@@ -267,6 +275,10 @@ static const server_task_result_slot_save_load * done_of(const server_task_resul
 }
 
 // Upstream's code calls these.
+void moe_edge_prompts_made(server_prompt_cache * prompts) {
+    made_prompts = prompts;
+}
+
 std::vector<server_task> & moe_edge_server_begin(std::vector<server_task> & tasks) {
     const size_t n = beginning ? beginning->sequences.size() : 0;
     for (size_t i = 0; n && i < tasks.size(); i++) {
@@ -321,12 +333,14 @@ moe_edge_server * moe_edge_server_create(
     common_log_set_verbosity_thold(config->verbosity);
     given_model = model;
     given_context = context;
+    made_prompts = nullptr;
     std::string reason = "llama.cpp's server cannot be started with this model";
     std::unique_ptr<moe_edge_server> server;
     try {
         server = std::make_unique<moe_edge_server>(*config, context);
         server->params.chat_template = moe_edge_template_with_tools(model, server->params.chat_template);
         if (server->context.load_model(server->params)) {
+            server->prompts = made_prompts;
             server->routes.update_meta(server->context);
             llama_detach_threadpool(context);  // upstream's, whose threads spin while Python decides
         } else {
@@ -361,6 +375,15 @@ void moe_edge_server_run(moe_edge_server * server) {
         running = nullptr;
     }
     server->has_ended = true;
+}
+
+uint64_t moe_edge_server_keep_prompts(moe_edge_server * server, uint64_t bytes) {
+    if (!server->prompts) {
+        return 0;
+    }
+    server->prompts->limit_size = std::max<uint64_t>(1, bytes);  // 0 would be no limit
+    server->prompts->update();
+    return server->prompts->size();
 }
 
 int moe_edge_server_forget(moe_edge_server * server, int32_t sequence) {

@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define MOE_EDGE_SERVER_ABI_VERSION 7
+#define MOE_EDGE_SERVER_ABI_VERSION 8
 
 #if defined(_WIN32)
 #    define MOE_EDGE_SERVER_API __declspec(dllexport)
@@ -71,6 +71,10 @@ typedef void (*moe_edge_server_before_prompt)(void * user, int32_t sequence, con
 // Before run.
 MOE_EDGE_SERVER_API void moe_edge_server_set_before_prompt(
     moe_edge_server * server, moe_edge_server_before_prompt callback, void * user);
+
+// On the thread that is in run, before a step is computed: copies of earlier conversations take so many bytes at most from
+// now on; those go first that were used longest ago. Nothing where cache_mib is 0. Returns what they take now.
+MOE_EDGE_SERVER_API uint64_t moe_edge_server_keep_prompts(moe_edge_server * server, uint64_t bytes);
 
 // Answers requests until moe_edge_server_stop; every step is computed on this thread.
 MOE_EDGE_SERVER_API void moe_edge_server_run(moe_edge_server * server);

@@ -26,7 +26,8 @@ from orchestrator.memory.footprint import (
     step_tokens,
 )
 from orchestrator.memory.machine import Device, Machine
-from orchestrator.memory.plan import MemoryPlan, longest_affordable, plan_memory
+from orchestrator.memory.plan import MemoryPlan, plan_memory
+from orchestrator.memory.shared import longest_context
 from orchestrator.policy import POLICIES
 from orchestrator.settings import parse_size
 
@@ -356,20 +357,17 @@ def test_a_vocabulary_that_is_no_list(models: dict[str, ExpertModel], tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("allowed", "least", "most", "tokens"),
+    ("allowed", "most", "tokens"),
     [
-        (10_000 * 1000, 4096, 131072, 9984),  # 10,000 tokens in steps of 256
-        (10**12, 4096, 131072, 131072),  # no longer than the model
-        (4000 * 1000, 4096, 131072, 4096),  # nor shorter than the least
-        (0, 1000, 1000, 1000),
-        (0, 300, 131072, 300),
+        (10_000 * 1000, 131072, 9984),  # 10,000 tokens in steps of 256
+        (10**12, 131072, 131072),  # no longer than the model
+        (1000 * 1000, 1000, 1000),
+        (0, 131072, 0),
     ],
 )
-def test_the_longest_context_within_what_is_allowed(
-    allowed: int, least: int, most: int, tokens: int
-) -> None:
+def test_the_longest_context_within_what_is_allowed(allowed: int, most: int, tokens: int) -> None:
     """With a cache of 1000 bytes a token."""
-    assert longest_affordable(least, most, lambda n: 1000 * n, allowed) == tokens
+    assert longest_context(most, 256, lambda n: 1000 * n > allowed) == tokens
 
 
 def test_more_memory_gives_more_context_until_the_models_own(
@@ -399,7 +397,7 @@ def test_a_policy_without_room_beside_it_gets_the_least_context(
     model, settings = models["long"], {"policy": "lru", "force_managed": True, "ubatch": 16}
     with pytest.raises(BudgetError) as too_little:
         plan_for(model, ctx=4096, ram=MIB, **settings)
-    monkeypatch.setattr(planning, "longest_affordable", lambda *_: 65536)
+    monkeypatch.setattr(planning, "longest_context", lambda *_: 65536)
     least = too_little.value.needed_bytes
     assert plan_for(model, ram=least, **settings).n_ctx == 4096
     assert plan_for(model, ram=least + 60 * MIB, **settings).n_ctx == 65536

@@ -1,0 +1,261 @@
+"""Random mixes of prompts, answers, stops, cuts and forks in a memory that they fill, computed once
+more with memory to spare.
+
+    python tests/helpers/mixing.py [--mixes 300] [--longest 32000] [--seed 0] [--policy lru]
+
+Slots, a context and scratch take a cap in turn, and how many tokens are read at once goes by what
+is free. So each micro-batch is recorded, and computed again by llama.cpp's own path with all of the
+model in memory: `exact` makes every row of logits the same, bit for bit.
+
+The capped process is in a memory cgroup with a second one, which takes and gives back memory all
+the time; the limit has room for the cap and for that one. Needs root and cgroups.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import multiprocessing
+import os
+import pickle
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import capped
+import numpy as np
+
+from gguf_tools import synthetic
+from orchestrator.config import Config
+from orchestrator.engine.engine import Engine
+from orchestrator.errors import NativeError
+from orchestrator.events import ComputedStep
+from orchestrator.native import touched_memory
+from orchestrator.settings import parse_size
+
+SEQUENCES = 4
+SHAPE = replace(
+    synthetic.preset("tiny-qwen3moe"),
+    context=40960,
+    n_layer=4,
+    n_expert=128,
+    n_head_kv=2,
+    head_dim=64,
+)
+ANSWER = 24  # tokens, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Tokens that were read from a position on, and how many at once. sequences: of one token for
+    each of several, None for the engine's own. row: the hash of the logits behind it; empty where
+    it was stopped before the end. anew, fork: what came before it."""
+
+    tokens: tuple[int, ...]
+    pos: int
+    at_once: tuple[int, ...]
+    row: str
+    sequences: tuple[int, ...] | None = None
+    anew: bool = False
+    fork: tuple[int, ...] = ()
+
+
+def settings_of(model: Path, n_ctx: int, **more: Any) -> Config:
+    usual = {"ctx": n_ctx, "sequences": SEQUENCES, "threads": 1, "exact": True}
+    return Config.build(model=model, **usual, **more)
+
+
+def tight(model: Path, n_ctx: int, policy: str) -> int:
+    """A cap with slots for half of the experts beside the least context."""
+    config = settings_of(model, 4096, policy=policy, ubatch=512, force_managed=True)
+    with Engine.open(config) as engine:
+        assert engine.plan.slots is not None
+        return engine.plan.total_bytes - engine.plan.slots.total_bytes // 2
+
+
+def hash_of(row: np.ndarray) -> str:
+    return hashlib.sha256(row.tobytes()).hexdigest()
+
+
+class Mixes:
+    """What one engine under a cap is asked, at random."""
+
+    def __init__(self, engine: Engine, seed: int, longest: int) -> None:
+        shared = engine.plan.shared
+        assert shared is not None
+        self._engine, self._shared = engine, shared
+        self._random, self._longest = random.Random(seed), longest
+        self._steps: list[int] = []
+        self._stop_after = 0  # micro-batches
+        engine.store.set_step_done(self._step_done)
+
+    def _step_done(self, step: ComputedStep) -> None:
+        self._engine.driver.step_done(step)
+        self._steps.append(step.n_tokens)
+        if len(self._steps) == self._stop_after:
+            self._engine.cancel()
+
+    def mix(self) -> Iterator[Read]:
+        """Some prompts with answers; the conversation before is gone, or goes on."""
+        draw, engine = self._random, self._engine
+        anew, apart = True, 0  # cells that other sequences hold
+        for _ in range(draw.randint(2, 5)):
+            held, apart = (0, 0) if anew else (engine.n_cached, apart)
+            room = engine.n_ctx - (1 + SEQUENCES) * ANSWER - held - apart
+            if room < 10:
+                return
+            n = min(room, int(10 * (self._longest / 10) ** draw.random()))
+            pos = draw.choice((held, held, draw.randint(0, held)))
+            self._stop_after = draw.randint(0, 2) if n > 1024 else 0
+            yield (done := self._read(n, pos, anew))
+            anew = draw.random() < 0.3
+            self._stop_after = 0
+            if not done.row:
+                anew = anew or not engine.n_cached
+                continue
+            for _ in range(draw.randint(0, ANSWER)):
+                yield self._read(1, engine.n_cached, False)
+            if draw.random() < 0.4:
+                apart = engine.n_cached + SEQUENCES * ANSWER
+                yield from self._forked()
+
+    def _forked(self) -> Iterator[Read]:
+        draw, new = self._random, tuple(range(SEQUENCES))
+        for each in new:
+            self._engine.fork(each)
+        for _ in range(draw.randint(1, ANSWER)):
+            some = tuple(sorted(draw.sample(range(SEQUENCES), draw.randint(1, SEQUENCES))))
+            tokens = self._drawn(len(some))
+            rows = self._engine.decode_batch(tokens, some)
+            self._look()
+            yield Read(tokens, 0, (len(some),), hash_of(rows), some, fork=new)
+            new = ()
+
+    def _read(self, n: int, pos: int, anew: bool) -> Read:
+        engine, tokens, row = self._engine, self._drawn(n), ""
+        if anew:
+            engine.reset()
+        self._steps.clear()
+        try:
+            row = hash_of(engine.eval(tokens, pos))
+        except NativeError:
+            if not self._stop_after:
+                raise
+        self._look()
+        kept, at_once = engine.n_cached - pos, []
+        while sum(at_once) < kept:
+            at_once.append(self._steps[len(at_once)])
+        return Read(tokens[:kept], pos, tuple(at_once), row, anew=anew)
+
+    def _drawn(self, n: int) -> tuple[int, ...]:
+        return tuple(self._random.choices(range(10, 300), k=n))
+
+    def _look(self) -> None:
+        """What is used is within what there is, and the store is sound."""
+        store = self._engine.store
+        beside = sum(each.resident for each in touched_memory(store.library))
+        assert store.stats().slot_bytes + beside <= self._shared.n_bytes
+        store.check()
+
+
+def unlike(engine: Engine, reads: list[Read]) -> int:
+    """How many rows of an engine with memory to spare are others."""
+    wrong = 0
+    for read in reads:
+        if read.anew:
+            engine.reset()
+        for each in read.fork:
+            engine.fork(each)
+        if read.sequences is not None:
+            wrong += hash_of(engine.decode_batch(read.tokens, read.sequences)) != read.row
+            continue
+        start, row = 0, None
+        for n in read.at_once:
+            row = engine.eval(read.tokens[start : start + n], read.pos + start)
+            start += n
+        wrong += bool(read.row) and (row is None or hash_of(row) != read.row)
+    return wrong
+
+
+# ---- from the command line
+
+
+def record(config: Config, seed: int, mixes: int, longest: int, group: Path, out: Path) -> None:
+    """In a cgroup: each mix into a file of its own."""
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    with Engine.open(config) as engine:
+        for number in range(mixes):
+            reads = list(Mixes(engine, seed + number, longest).mix())
+            (out / f"{number}.new").write_bytes(pickle.dumps(reads))
+            (out / f"{number}.new").rename(out / f"{number}.mix")
+
+
+def press(n_bytes: int, model: Path, group: Path) -> None:
+    """In the same cgroup: takes and gives back memory, and has files read, for ever."""
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    while True:
+        taken = np.ones(random.randint(1, n_bytes), np.uint8)
+        with open(model, "rb") as file:
+            while file.read(1 << 20):
+                pass
+        del taken
+
+
+def peak_of(pid: int) -> int:
+    """Of a process's memory that no file is behind, in bytes, now; 0 once it has ended."""
+    with suppress(OSError, StopIteration):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--mixes", type=int, default=300)
+    parser.add_argument("--longest", type=int, default=32000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--policy", default="lru")
+    parser.add_argument("--pressure", default="128MiB", help="of the second process, at most")
+    args = parser.parse_args()
+    pressure, start = parse_size(args.pressure), multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        model = synthetic.write(Path(folder) / "model.gguf", SHAPE, tiers=("q8_0",))
+        n_ctx = min(SHAPE.context, 2 * args.longest)
+        ram = tight(model, n_ctx, args.policy)
+        config = settings_of(model, n_ctx, policy=args.policy, ram=ram, conversations=True)
+        group = capped.Group.make(ram + pressure)
+        asked = (config, args.seed, args.mixes, args.longest, group.folder, Path(folder))
+        worker = start.Process(target=record, args=asked)
+        other = start.Process(target=press, args=(pressure // 2, model, group.folder), daemon=True)
+        peak = 0
+        try:
+            worker.start()
+            other.start()
+            while worker.is_alive():
+                peak = max(peak, peak_of(worker.pid or 0))
+                worker.join(capped.LOOK_S)
+        finally:
+            other.kill()
+            other.join()
+            group.close()
+        done = sorted(Path(folder).glob("*.mix"), key=lambda path: int(path.stem))
+        rows = wrong = 0
+        with Engine.open(settings_of(model, n_ctx, ubatch=4096)) as engine:
+            for path in done:
+                reads = pickle.loads(path.read_bytes())
+                rows += sum(bool(read.row) for read in reads)
+                wrong += unlike(engine, reads)
+    print(
+        f"{len(done)} of {args.mixes} mixes, {rows} rows, {wrong} of them others with memory to "
+        f"spare; cap {ram >> 20} MiB, peak {peak >> 20}; status {worker.exitcode}"
+    )
+    return int(bool(worker.exitcode or wrong or peak > ram))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
