@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestrator.engine.driver import PlainDriver
 from orchestrator.engine.engine import Engine
-from orchestrator.engine.prompt_copies import Listed, common_prefix
+from orchestrator.engine.prompt_copies import Listed, common_prefix, usable
 from orchestrator.engine.prompts import LEAST_TOKENS, is_worth_writing, state_key
 from orchestrator.engine.steps import Mark, SequenceState
 from orchestrator.errors import PolicyError
@@ -40,10 +40,7 @@ class KeptConversations:
         self._native, self._note = native, note
         self._folder = engine.prompt_folder
         self._key = state_key(engine.config, engine.model, engine.plan)
-        state = SequenceState(engine.context)
-        self._has_part = state.has_part
-        # Of a window llama.cpp's server wants one key more than a file has.
-        self._comes_back = state.recurrent or not state.has_part
+        self._has_part = SequenceState(engine.context).has_part
         self._held: dict[int, Sequence[int]] = {}  # the prompt that each sequence had last
         self._saved: dict[int, int] = {}  # tokens of that prompt, once it is on disk
         self._driver = engine.driver if engine.managed else PlainDriver()
@@ -77,8 +74,9 @@ class KeptConversations:
         if live < max(1, len(held) - _TAIL_TOKENS):
             self._write(sequence)
             best, most = None, max(live, LEAST_TOKENS)
-            for each in self._folder.of(self._key) if self._comes_back else []:
-                common = each.usable(common_prefix(prompt[:-1], each.tokens))
+            for each in self._folder.of(self._key):
+                common = common_prefix(prompt[:-1], each.tokens)
+                common = usable(len(each.tokens), self._has_part, (), common)
                 if common > most:
                     best, most = each, common
             self._saved[sequence] = 0

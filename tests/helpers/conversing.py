@@ -4,8 +4,8 @@ python tests/helpers/conversing.py URL --conversations 200 --turns 5 --at-once 6
 
 Prints one JSON object. found: the share of earlier turns' tokens that were not read again; whole:
 how many answers came to their end; broken: streams without one; refused: by status; ms: a token
-behind the first, and a request's first one (medians). --answers FILE keeps the answers there, or
-counts which are the same as in the run that kept them.
+behind the first, and a request's first one (medians). --answers FILE keeps all that was asked and
+answered. --again FILE asks just that, and other counts what is answered in other words.
 """
 
 from __future__ import annotations
@@ -39,27 +39,31 @@ class Talks:
         self.refused: Counter[int] = Counter()
         self.first_s: list[float] = []
         self.token_s: list[float] = []
-        self.answers: dict[str, str] = {}
+        self.answers: list[tuple[str, list[dict[str, str]], str]] = []
 
     def talk(self, number: int, turns: int) -> None:
-        """One conversation. A turn whose answer broke off is asked again."""
+        """One conversation."""
         words, said, before = random.Random(number), [], 0
         for turn in range(turns):
             text = " ".join(words.choices(WORDS, k=self._longest))
             said.append({"role": "user", "content": f"{number}.{turn}: tell of {text}."})
-            answer = None
-            while answer is None:
-                answer = self._ask(f"conversation {number}", said)
-            read, cached, made, text = answer
+            read, cached, made, text = self.ask(f"conversation {number}", said)
             with self._lock:
                 self.earlier += before
                 self.found += min(before, cached)
-                self.answers[f"{number}.{turn}"] = text
+                self.answers.append((f"conversation {number}", list(said), text))
             before = read + cached + made
             said.append({"role": "assistant", "content": text})
 
+    def ask(self, name: str, said: list[dict[str, str]]) -> tuple[int, int, int, str]:
+        """(tokens read, found in place, made; the answer), asked again where it broke off."""
+        while True:
+            answer = self._ask(name, said)
+            if answer is not None:
+                return answer
+
     def _ask(self, name: str, said: list[dict[str, str]]) -> tuple[int, int, int, str] | None:
-        """(tokens read, found in place, made; the answer); None where it broke off."""
+        """As ask; None where it broke off."""
         head = {"Content-Type": "application/json"}
         if self._with_header:
             head["x-session-id"] = name
@@ -124,12 +128,17 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=40)
     parser.add_argument("--no-header", action="store_true")
     parser.add_argument("--answers", type=Path)
+    parser.add_argument("--again", type=Path)
     asked = parser.parse_args()
     talks = Talks(asked.url, asked.answer_tokens, not asked.no_header, asked.words)
     numbers = range(asked.first, asked.first + asked.conversations)
+    kept = json.loads(asked.again.read_text()) if asked.again else []
     begin_s = time.monotonic()
     with ThreadPoolExecutor(asked.at_once) as pool:
-        list(pool.map(lambda n: talks.talk(n, asked.turns), numbers))
+        if asked.again:
+            others = list(pool.map(lambda each: talks.ask(*each[:2])[-1] != each[2], kept))
+        else:
+            list(pool.map(lambda n: talks.talk(n, asked.turns), numbers))
     found: dict[str, Any] = {
         "found": round(talks.found / max(1, talks.earlier), 4),
         "earlier": talks.earlier,
@@ -140,11 +149,10 @@ def main() -> None:
         "ms_first": round(1e3 * statistics.median(talks.first_s or [0]), 1),
         "seconds": round(time.monotonic() - begin_s, 1),
     }
-    if asked.answers is not None and asked.answers.exists():
-        kept = json.loads(asked.answers.read_text()).items()
-        found["same"] = sum(talks.answers.get(name) == text for name, text in kept)
-    elif asked.answers is not None:
-        asked.answers.write_text(json.dumps(talks.answers))
+    if asked.again:
+        found["other"] = sum(others)
+    if asked.answers:
+        asked.answers.write_text(json.dumps(sorted(talks.answers, key=lambda each: each[0])))
     print(json.dumps(found))
 
 

@@ -23,9 +23,8 @@ def token_ms(url: str, number: int, tokens: int) -> float:
     assert where.hostname
     connection = http.client.HTTPConnection(where.hostname, where.port, timeout=HANG_S)
     body = {"prompt": f"Story {number}.", "max_tokens": tokens, "stream": True, "ignore_eos": True}
-    connection.request(
-        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
-    )
+    head = {"Content-Type": "application/json"}
+    connection.request("POST", where.path + "/v1/completions", json.dumps(body), head)
     times = [time.monotonic() for line in connection.getresponse() if line.startswith(b"data: {")]
     connection.close()
     return 1e3 * (times[-1] - times[0]) / (tokens - 1)

@@ -55,6 +55,9 @@ thread_local moe_edge_server * running = nullptr;
 
 const int32_t ABORTED = 2, FAILED = -2;
 
+// A position before all that any window sees. Upstream ends the process at -1.
+const llama_pos BEFORE_ALL = -2;
+
 // Of a request that ends before its end.
 const int NO_MEMORY = -1, TOO_FAR_AHEAD = -2;
 
@@ -148,13 +151,16 @@ struct moe_edge_server {
     const size_t     most_ahead;
     server_prompt_cache * prompts = nullptr;  // upstream's own
     std::atomic<bool> stopping{false}, has_ended{false};
+    // What came from a file for the prompt that is read next, by sequence.
+    std::vector<std::atomic<bool>> came_back;
     moe_edge_server_before_step before_step = nullptr;
     void *           before_step_user = nullptr;
     moe_edge_server_before_prompt before_prompt = nullptr;
     void *           before_prompt_user = nullptr;
 
     moe_edge_server(const moe_edge_server_config & config, llama_context * llama)
-        : params(params_of(config)), routes(params, context), llama(llama), most_ahead(config.most_ahead) {
+        : params(params_of(config)), routes(params, context), llama(llama), most_ahead(config.most_ahead),
+          came_back(config.n_parallel) {
         llama_set_abort_callback(llama, should_abort, &stopping);
     }
     moe_edge_server(const moe_edge_server &) = delete;
@@ -289,6 +295,7 @@ std::vector<server_task> & moe_edge_server_begin(std::vector<server_task> & task
     for (size_t i = 0; call && i < n; i++) {
         static const llama_tokens none;
         const llama_tokens & prompt = is_known && i < tasks.size() ? tasks[i].tokens.get_tokens() : none;
+        beginning->server->came_back[beginning->sequences[i]] = false;
         call(beginning->server->before_prompt_user, beginning->sequences[i], prompt.data(), int32_t(prompt.size()));
     }
     return tasks;
@@ -321,6 +328,14 @@ int32_t moe_edge_server_process(llama_context * ctx, llama_process_type type, ll
         }
     });
     return status == ABORTED ? FAILED : status;
+}
+
+// Upstream reads a whole prompt again where its sequence begins behind the place to which it would go back; for windows it asks
+// for two keys more than they see, which no file has. What came back for a prompt goes on from its end and needs none of them.
+llama_pos moe_edge_server_pos_min(llama_memory_t memory, llama_seq_id sequence) {
+    const llama_pos first = llama_memory_seq_pos_min(memory, sequence);
+    const bool came_back = running && running->came_back[sequence].exchange(false);
+    return came_back && first >= 0 ? BEFORE_ALL : first;
 }
 
 int moe_edge_server_abi_version(void) {
@@ -400,6 +415,7 @@ int64_t moe_edge_server_save(moe_edge_server * server, int32_t sequence, const c
 int64_t moe_edge_server_restore(moe_edge_server * server, int32_t sequence, const char * path) {
     const auto result = do_with_slot(server, SERVER_TASK_TYPE_SLOT_RESTORE, sequence, path);
     const auto * done = done_of(result);
+    server->came_back[sequence] = done != nullptr;
     return done ? int64_t(done->n_bytes) : -1;
 }
 

@@ -89,7 +89,8 @@ MOE_EDGE_SERVER_API int moe_edge_server_forget(moe_edge_server * server, int32_t
 MOE_EDGE_SERVER_API int64_t moe_edge_server_save(
     moe_edge_server * server, int32_t sequence, const char * path, int32_t * n_tokens);
 
-// Beside run: the other way round. More may follow in the file. -1 where that fails, and where the server ends: the
+// Beside run, from before_prompt: the other way round, of a file whose tokens the prompt begins with, all of them or, where
+// the memory can be cut anywhere, some. More may follow in the file. -1 where that fails, and where the server ends: the
 // sequence holds nothing then.
 MOE_EDGE_SERVER_API int64_t moe_edge_server_restore(moe_edge_server * server, int32_t sequence, const char * path);
 

@@ -85,28 +85,32 @@ def test_without_memory_for_marks_all_is_read_again(case: Callable[[str], Case])
         assert engine._steps.marks == []
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", [*RECURRENT, "gpt-oss", "llama4"])
 def test_a_server_goes_on_behind_what_it_kept_at_its_end(
     name: str, case: Callable[[str], Case], tmp_path: Path
 ) -> None:
     """What it keeps is the end of an answer. A short prompt is written at its own end alone."""
 
-    def answers(*prompts: list[int], **settings: Path) -> tuple[int, list[int]]:
-        """(tokens that were read of the last prompt, its answer's tokens)."""
+    def answers(*prompts: list[int], **settings: Path) -> tuple[int, list[int], list[float]]:
+        """(tokens that were read of the last prompt; its answer's tokens, and how likely)."""
         usual = {"policy": "lru", "high_tier": "f16", "expert_ram": MIB, "cache_ram": 0}
         config = Config.build(model=case(name).packed, ctx=512, threads=1, **usual, **settings)
         with closing(Backend(config, ServeSettings(), server_library(), lambda *_: None)) as made:
             for prompt in prompts:
                 asked = {"prompt": prompt, "n_predict": 4, "temperature": 0, "return_tokens": True}
-                body = json.dumps({**asked, "ignore_eos": True}).encode()
+                body = json.dumps({**asked, "ignore_eos": True, "n_probs": 1}).encode()
                 status, text = made.request("/completion", body, [0]).whole()
                 made.answered([0], status == 200)
                 answer = json.loads(text)
-        return answer["timings"]["prompt_n"], answer["tokens"]
+        likely = [each["logprob"] for each in answer["completion_probabilities"]]
+        return answer["timings"]["prompt_n"], answer["tokens"], likely
 
-    n_read, said = answers(FIRST, prompt_cache=tmp_path)
+    n_read, said, _ = answers(FIRST, prompt_cache=tmp_path)
     assert n_read == 100 and len(list(tmp_path.iterdir())) == 1
-    then = FIRST + said + QUESTION[:30]
+    edited, then = FIRST[:60] + ANOTHER, FIRST + said + QUESTION[:30]
+    assert answers(edited, prompt_cache=tmp_path)[1] == answers(edited)[1]
     expected = answers(FIRST, then)
-    n_read, said = answers(then, prompt_cache=tmp_path)
-    assert said == expected[1] and n_read <= 31, n_read
+    found = answers(then, prompt_cache=tmp_path)
+    assert found[:2] == (31, expected[1])
+    # Without a restart llama.cpp reads such a prompt anew where a chunk has all of it.
+    assert found == expected or name == "llama4"

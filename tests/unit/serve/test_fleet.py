@@ -79,6 +79,21 @@ def test_a_replica_is_placed_by_its_memory_and_its_cores() -> None:
     assert made._deployment_config.graceful_shutdown_timeout_s == 60
 
 
+def test_a_file_without_http_options_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray then listens to all the world."""
+    schema = pytest.importorskip("ray.serve.schema", reason="ray is missing")
+    from orchestrator.serve import fleet
+
+    client = SimpleNamespace(http_config=schema.HTTPOptionsSchema())
+    monkeypatch.setattr(fleet, "is_initialized", lambda: True)
+    monkeypatch.setattr(fleet, "_get_global_client", lambda **_: client)
+    with pytest.raises(MoeEdgeError, match="can be reached from other machines"):
+        fleet.app(GIVEN)
+    assert fleet.app({**GIVEN, "api-key": KEY})
+    client.http_config.host = "127.0.0.1"
+    assert fleet.app(GIVEN)
+
+
 def test_a_conversation_goes_to_one_replica_and_else_to_the_least_busy() -> None:
     """Ray takes the one with the fewest requests of the first group in which one has room."""
     pytest.importorskip("ray", reason="ray is missing: pip install 'moe-edge[fleet]'")
