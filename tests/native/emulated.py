@@ -16,7 +16,6 @@ from .test_executor import STORE
 PROGRAMS = {
     "executor_test": ([], LINKED, (), "180 cases"),
     "store_stress": (STORE, ("ggml-cpu", "ggml-base"), (0.5, 7), "store recovered"),
-    "device_stress": (STORE, ("ggml-cpu", "ggml-base"), (200, 3), "lost device: reported"),
 }
 
 
