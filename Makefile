@@ -44,7 +44,7 @@ build:
 	@$(TOOL) setup $(FLAGS)
 
 wheel:
-	@$(TOOL) wheel
+	@$(TOOL) wheel $(if $(GPU),--gpu $(GPU)) $(if $(CUDA_ARCH),--cuda-arch "$(CUDA_ARCH)")
 
 chat:
 	@$(TOOL) setup --prebuilt $(FLAGS) >&2

@@ -3,7 +3,7 @@ package that `make build` installs.
 
 A wheel has libraries for several sets of instructions. One of them computes, libggml-cpu, and each
 set has one of its own. The others are the same for all, and are linked with whichever is loaded
-first.
+first. So it is with the library that knows CUDA, where the wheel moe-edge-cuda is installed beside.
 """
 
 import ctypes
@@ -18,6 +18,7 @@ from typing import Any
 from gguf_tools.errors import MoeEdgeError
 
 OWN = Path(__file__).parent / "_llama"
+CUDA = "cuda"  # the folder of the wheel moe-edge-cuda, beside those of the sets
 STAMP = "moe_edge_build.json"
 # What a set needs of the processor, the best set first, as (leaf, register, bit) of glibc's
 # <sys/platform/x86.h>. patches/portable.py has the compiler's options for each.
@@ -59,8 +60,15 @@ def advice() -> str:
 def stamp() -> dict[str, Any]:
     """What the build says of itself; nothing where it is the stock package, or there is none."""
     try:
-        found = json.loads((package() / STAMP).read_text())
-    except (NotBuilt, OSError, ValueError):
+        return _stamp_in(package())
+    except NotBuilt:
+        return {}
+
+
+def _stamp_in(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / STAMP).read_text())
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -102,15 +110,29 @@ def _has(leaf: int, register: int, bit: int) -> bool:
     return bool(find(leaf).contents[4 + register] >> bit & 1)
 
 
+def _first() -> list[Path]:
+    """What is loaded before libllama, which is linked with it: of a wheel what computes,
+    and what knows CUDA. Raises NotBuilt."""
+    folder, chosen = libraries(), instructions()
+    found = [] if chosen == "native" else list((folder / chosen).iterdir())
+    if (folder / CUDA).is_dir():
+        if _stamp_in(folder / CUDA).get("patches") != stamp().get("patches"):
+            raise NotBuilt(
+                "moe-edge-cuda is of another version than moe-edge: install both of one version, "
+                "or run `pip uninstall moe-edge-cuda`"
+            )
+        found.append(folder / CUDA / "libgmoe.so")
+    return found
+
+
 @cache
 def bindings() -> Any:
     """The module of upstream's bindings, its library loaded. Raises NotBuilt."""
-    folder, chosen = libraries(), instructions()
+    first = _first()
     name = "gguf_tools._llama" if package() == OWN else "llama_cpp"
     try:
-        if chosen != "native":
-            for path in (folder / chosen).iterdir():
-                ctypes.CDLL(str(path))
+        for path in first:
+            ctypes.CDLL(str(path))
         return import_module(f"{name}.llama_cpp")
     except (ImportError, OSError, RuntimeError) as error:
         raise NotBuilt(f"llama.cpp cannot be loaded ({error}): {advice()}") from error

@@ -1,5 +1,7 @@
 """The wheel of moe-edge that needs no compiler: our packages, the bindings, libraries for several
 sets of instructions, llama.cpp's server, and the demo model. gguf_tools/built.py chooses the set.
+A wheel of its own, moe-edge-cuda, has what differs with CUDA, and is found where it is installed
+beside.
 
 Its libraries have other names than upstream's: two of one name in a process would be one, and
 llama-cpp-python may be loaded beside it. They bring libgomp, and have libstdc++ within.
@@ -15,11 +17,11 @@ import shlex
 import subprocess
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from patches import build, probe, server, wheel
+from patches import build, cuda, probe, server, wheel
 from patches.tree import sync_tree
 from patches.upstream import (
     PATCHES,
@@ -36,6 +38,7 @@ from patches.upstream import (
 GLIBC = 34  # the newest minor version whose symbols a library may need
 TAG = f"py3-none-manylinux_2_{GLIBC}_x86_64"
 PACKAGE = "gguf_tools/_llama"
+STAMP = Path(wheel.STAMP).name
 COMPUTES = "libggml-cpu.so"
 # The library that computes is compiled with these for each set, beside GGML's own for AVX2, and
 # the others as in `make build`, for any processor.
@@ -60,9 +63,12 @@ NAMES = {
     f"lib{old}.so".encode(): f"lib{new}.so".encode()
     for old, new in (
         *(("llama", "llmoe"), ("ggml", "gmoe")),
-        *(("ggml-base", "gmoe-base"), ("ggml-cpu", "gmoe-cpu")),
+        *(("ggml-base", "gmoe-base"), ("ggml-cpu", "gmoe-cpu"), ("ggml-cuda", "gmoe-cuda")),
     )
 }
+# Cards from Turing to Blackwell; a driver translates the last one's code for those that come later.
+CUDA_ARCHITECTURES = "75-real;80-real;86-real;89-real;90-real;120"
+WITH_CUDA = ("libggml.so", "libggml-cuda.so")
 # Where Debian and Ubuntu have the licence of GCC's run-time libraries.
 GCC_LICENCES = ("/usr/share/doc/libgomp1/copyright", "/usr/share/common-licenses/GPL-3")
 
@@ -109,14 +115,66 @@ def build_wheel(upstream: Upstream, sdist: Path | None, jobs: int | None, folder
         raise BuildError("the patches changed while they were compiled: run it again.")
     stamp = {"version": upstream.local_version, "patches": patches, "sets": list(SETS)}
     stamp |= {"key": hashlib.sha256(b"".join((patches.encode(), *data.values()))).hexdigest()}
-    entries |= {f"{PACKAGE}/moe_edge_build.json": wheel.as_json(stamp), **data, **our_files()}
-    texts["licenses/LICENSE"] = (REPO / "LICENSE").read_bytes()
+    entries |= {f"{PACKAGE}/{STAMP}": wheel.as_json(stamp), **data, **our_files()}
+    return write("moe_edge", entries, texts, folder)
+
+
+def build_cuda_wheel(
+    upstream: Upstream,
+    sdist: Path | None,
+    jobs: int | None,
+    folder: Path,
+    architectures: str,
+) -> Path:
+    """moe-edge-cuda: the libraries that differ with CUDA, whose own ones come from PyPI. What is
+    compiled already stays. Raises BuildError."""
+    tools, patches = probe.find_toolchain(), digest_of_patches()
+    major = int(probe.nvcc_version(probe.need_nvcc()).split(".")[0])
+    if major < 13:
+        raise BuildError(f"the wheel is made with CUDA 13 or newer, not with {major}.")
+    flags = (*FLAGS, f"LLAMA_BUILD_COMMIT={upstream.local_version}", *cuda.flags(architectures)[0])
+    # The last one counts: NVIDIA's packages lie four folders above, in site-packages.
+    flags += (f"CMAKE_INSTALL_RPATH=$ORIGIN;$ORIGIN/..;$ORIGIN/../../../../nvidia/cu{major}/lib",)
+    plan = build.Plan(upstream, tools, flags, True, "", False, "", key="")
+    with locked(cache_dir() / "lock") as lock:
+        root = sync_tree(fetch_sdist(upstream, sdist), upstream)
+        say(f"compiling llama.cpp for CUDA {major} ({architectures})")
+        build.compile_tree(plan, root / upstream.source, jobs, lock, ("ggml",))
+        texts = wheel.licences(root, upstream)
+    if digest_of_patches() != patches:
+        raise BuildError("the patches changed while they were compiled: run it again.")
+    return write_cuda([plan.build_dir / "bin" / name for name in WITH_CUDA], major, texts, folder)
+
+
+def write_cuda(
+    libraries: Sequence[Path], major: int, texts: Mapping[str, bytes], folder: Path
+) -> Path:
+    """The wheel of these libraries, which are made of the patches that are here."""
+    about = project()
+    lines = (
+        *("Metadata-Version: 2.1", "Name: moe-edge-cuda", f"Version: {about['version']}"),
+        *("Summary: moe-edge on NVIDIA GPUs", f"License: {about['license']['text']}"),
+        f"Requires-Dist: moe-edge=={about['version']}",
+        *(f"Requires-Dist: nvidia-{name}=={major}.*" for name in ("cublas", "cuda-runtime")),
+    )
+    place = f"{PACKAGE}/lib/cuda"
+    entries = {f"{place}/{_named(path.name)}": portable(path) for path in libraries}
+    entries[f"{place}/{STAMP}"] = wheel.as_json({"patches": digest_of_patches()})
+    texts = {**texts, "METADATA": "\n".join((*lines, "")).encode()}
+    return write("moe_edge_cuda", entries, texts, folder)
+
+
+def write(
+    name: str, entries: Mapping[str, bytes], texts: Mapping[str, bytes], folder: Path
+) -> Path:
+    """A wheel in a folder, whole or not at all, with our licence and that of GCC's libraries."""
+    texts = {**texts, "licenses/LICENSE": (REPO / "LICENSE").read_bytes()}
     for number, place in enumerate(GCC_LICENCES):
         if not Path(place).is_file():
             raise BuildError(f"{place} is not here: the wheel is made on Debian or Ubuntu.")
         texts[f"licenses/LICENSE.gcc-runtime.{number}"] = Path(place).read_bytes()
     folder.mkdir(parents=True, exist_ok=True)
-    made = folder / f"moe_edge-{project()['version']}-{TAG}.whl"
+    made = folder / f"{name}-{project()['version']}-{TAG}.whl"
     with tempfile.TemporaryDirectory(dir=folder, prefix=".wheel.") as stage:
         wheel.write_archive(Path(stage) / made.name, dict(sorted(entries.items())), texts)
         os.replace(Path(stage) / made.name, made)
@@ -219,7 +277,7 @@ def prebuilt(upstream: Upstream, folders: Sequence[Path]) -> tuple[Path, str] | 
     for path in (path for folder in folders for path in folder.glob("moe_edge-*.whl")):
         try:
             with zipfile.ZipFile(path) as archive:
-                stamp = json.loads(archive.read(f"{PACKAGE}/moe_edge_build.json"))
+                stamp = json.loads(archive.read(f"{PACKAGE}/{STAMP}"))
                 if stamp["patches"] != patches:
                     continue
                 found = {name: archive.read(name) for name in archive.namelist()}

@@ -84,7 +84,12 @@ def cmd_setup(args: argparse.Namespace) -> int:
 
 
 def cmd_wheel(args: argparse.Namespace) -> int:
-    print(portable.build_wheel(read_upstream(), args.sdist, args.jobs, args.folder))
+    given = read_upstream(), args.sdist, args.jobs, args.folder
+    if args.gpu:
+        chosen = args.cuda_arch or portable.CUDA_ARCHITECTURES
+        print(portable.build_cuda_wheel(*given, chosen))
+    else:
+        print(portable.build_wheel(*given))
     return 0
 
 
@@ -230,7 +235,7 @@ def parser() -> argparse.ArgumentParser:
             sub.add_argument("--gpu", choices=["auto", "cuda", "off"])
             sub.add_argument("--amx", choices=["auto", "on", "off"])
             sub.add_argument("--jobs", type=int)
-        if flags or name == "cuda-check":
+        if flags or name in ("cuda-check", "wheel"):
             sub.add_argument("--cuda-arch", metavar="LIST", help="e.g. 86-real")
         if flags or name in ("wheel", "server", "source", "part", "cuda-check", "gpu-check"):
             sub.add_argument("--sdist", type=Path, help="use this copy instead of a download")
@@ -245,6 +250,7 @@ def parser() -> argparse.ArgumentParser:
     anywhere = command("wheel", cmd_wheel, "build the wheel that runs anywhere; prints its path")
     anywhere.add_argument("--folder", type=Path, default=REPO / "dist")
     anywhere.add_argument("--jobs", type=int)
+    anywhere.add_argument("--gpu", choices=["cuda"], help="what it has besides on NVIDIA GPUs")
     beside = command("server", cmd_server, "compile the server library; prints its path")
     beside.add_argument("llama_cpp", type=Path, help="the installed llama_cpp package")
     command("python", cmd_python, "print the environment's Python")

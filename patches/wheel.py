@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import re
 import sysconfig
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from patches.upstream import BuildError, Upstream
 
@@ -21,6 +22,8 @@ STAMP = "llama_cpp/moe_edge_build.json"
 # Upstream's converter of checkpoints and the gguf package of its version: `moe-edge convert`
 # runs them from here, so that it needs neither the source tree nor another gguf.
 CONVERTER_PARTS = ("conversion", "gguf-py/gguf")
+# What compressing makes smaller by a few per cent alone, and slower to install.
+DENSE = (".gguf", ".zip")
 
 
 def platform_tag() -> str:
@@ -66,12 +69,12 @@ def licences(root: Path, upstream: Upstream) -> dict[str, bytes]:
 
 
 def converter(source: Path, package: str) -> dict[str, bytes]:
-    """Upstream's converter, as entries below a package."""
-    return {
-        f"{package}/upstream/{file.relative_to(source)}": file.read_bytes()
-        for part in CONVERTER_PARTS
-        for file in _python_files(source / part)
-    }
+    """Upstream's converter, as an archive below a package: Python imports from it, and who installs
+    the wheel unpacks and compiles nothing of it, which would take as long as all of ours."""
+    buffer = io.BytesIO()
+    files = (file for part in CONVERTER_PARTS for file in _python_files(source / part))
+    _archive(buffer, {str(file.relative_to(source)): file.read_bytes() for file in files})
+    return {f"{package}/upstream.zip": buffer.getvalue()}
 
 
 def as_json(stamp: Mapping[str, Any]) -> bytes:
@@ -89,10 +92,16 @@ def write_archive(path: Path, entries: dict[str, bytes], texts: dict[str, bytes]
     ).encode()
     record = "".join(f"{name},{_digest(data)},{len(data)}\n" for name, data in entries.items())
     entries[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n".encode()
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as archive:
+    _archive(path, entries)
+
+
+def _archive(target: Path | IO[bytes], entries: Mapping[str, bytes]) -> None:
+    with zipfile.ZipFile(target, "w", compresslevel=6) as archive:
         for name, data in entries.items():
             entry = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
-            entry.compress_type = zipfile.ZIP_DEFLATED
+            entry.compress_type = (
+                zipfile.ZIP_STORED if name.endswith(DENSE) else zipfile.ZIP_DEFLATED
+            )
             entry.external_attr = (0o755 if ".so" in name else 0o644) << 16
             archive.writestr(entry, data)
 

@@ -79,11 +79,11 @@ class Description:
     tensors: list[LazyTensor]
 
 
-def folder() -> Path:
-    """Where the converter is; ConvertError where the installed llama_cpp is not ours."""
+def archive() -> Path:
+    """The archive of the converter; ConvertError where the installed llama_cpp is not ours."""
     with suppress(built.NotBuilt):
-        path = built.package() / "upstream"
-        if (path / "conversion" / "__init__.py").is_file():
+        path = built.package() / "upstream.zip"
+        if path.is_file():
             return path
     raise ConvertError(f"the converter comes with our llama.cpp: {built.advice()}")
 
@@ -266,7 +266,7 @@ def _text(value: Any) -> Any:
 @contextmanager
 def _loaded() -> Iterator[tuple[Any, Any, Any]]:
     """The modules (conversion, conversion.base, gguf), in sys.modules while this lasts."""
-    place = folder()
+    place = archive()
     others = _take_out()
     path = list(sys.path)
     sys.modules.update(_modules)

@@ -101,3 +101,26 @@ def test_a_checkout_takes_the_libraries_of_a_wheel_of_its_own_patches(
         info = f"llama_cpp_python-{upstream.local_version}.dist-info"
         assert f"Version: {upstream.local_version}\n" in archive.read(f"{info}/METADATA").decode()
         assert archive.read(f"{info}/licenses/LICENSE") == b"MIT"
+
+
+def test_the_wheel_with_cuda_has_what_differs_and_is_of_the_other_ones_version(
+    tmp_path: Path,
+) -> None:
+    paths = [tmp_path / name for name in portable.WITH_CUDA]
+    for path in paths:
+        path.write_bytes(b"GLIBC_2.34\0libggml-cuda.so\0libcudart.so.13\0")
+    made = portable.write_cuda(paths, 13, {"licenses/LICENSE.md": b"MIT"}, tmp_path / "dist")
+    place, version = f"{portable.PACKAGE}/lib/cuda", portable.project()["version"]
+    with zipfile.ZipFile(made) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    stamp = json.loads(files[f"{place}/{built.STAMP}"])
+    assert stamp == {"patches": portable.digest_of_patches()} and Path(place).name == built.CUDA
+    assert files[f"{place}/libgmoe-cuda.so"] == b"GLIBC_2.34\0libgmoe-cuda.so\0libcudart.so.13\0"
+    info = f"moe_edge_cuda-{version}.dist-info"
+    assert {name for name in files if info not in name} == {
+        f"{place}/{name}" for name in ("libgmoe.so", "libgmoe-cuda.so", built.STAMP)
+    }
+    assert f"{info}/licenses/LICENSE.md" in files
+    assert BytesParser().parsebytes(files[f"{info}/METADATA"]).get_all("Requires-Dist") == [
+        *(f"moe-edge=={version}", "nvidia-cublas==13.*", "nvidia-cuda-runtime==13.*")
+    ]

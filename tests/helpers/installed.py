@@ -24,12 +24,17 @@ def install(wheel: Path, folder: Path) -> Path:
     """The Python of a new environment with the wheel in it. No network is used."""
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
-    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
-    subprocess.run([*command, "--no-deps", "--no-index", str(wheel)], check=True)
+    pip(python, "install", "--no-deps", "--no-index", str(wheel))
     # A folder that is named here is searched, but the .pth files in it are not read: this is what
     # leaves out the checkout, which is installed there as editable.
     (site_of(folder) / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python
+
+
+def pip(python: Path, *arguments: str) -> None:
+    """This environment's pip, for another one."""
+    command = [sys.executable, "-m", "pip", "--python", str(python), *arguments, "--quiet"]
+    subprocess.run(command, check=True)
 
 
 def site_of(folder: Path) -> Path:

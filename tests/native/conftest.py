@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,7 @@ HERE = Path(__file__).parent
 # where they go before.
 DEVICES = (None, "host:100")
 HANG_S = 600  # only what hangs takes so long
+LINKED = ("llama", "ggml", "ggml-cpu", "ggml-base")
 
 
 @pytest.fixture(autouse=True)
@@ -79,32 +80,41 @@ def compile_native(
     """compile_native(name, sources, flags): a program against the patched library."""
     folder = tmp_path_factory.mktemp("native")
 
-    def compile_program(
-        name: str, sources: list[Path], *flags: str, libraries: tuple[str, ...] | None = None
+    def compile_here(
+        name: str, sources: list[Path], *flags: str, libraries: tuple[str, ...] = LINKED
     ) -> Path:
-        program = folder / name
         compiler = os.environ.get("CC", "cc") if sources[0].suffix == ".c" else "c++"
-        if libraries is None:
-            libraries = ("llama", "ggml", "ggml-cpu", "ggml-base")
         linked = [library_files[f"lib{each}.so"] for each in libraries]
-        command = [
-            compiler,
-            *("-Wall", "-Wextra", "-Werror", "-O1", "-g"),
-            *flags,
-            *(f"-I{path}" for path in (PATCHES / "native", llama_source / "ggml/include")),
-            f"-I{llama_source / 'include'}",
-            *map(str, sources),
-            *map(str, linked),
-            *(f"-Wl,-rpath,{folder}" for folder in {path.parent for path in linked}),
-            "-pthread",
-            "-o",
-            str(program),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return program
+        return compile_program(compiler, folder / name, sources, flags, linked, llama_source)
 
-    return compile_program
+    return compile_here
+
+
+def compile_program(
+    compiler: str,
+    program: Path,
+    sources: list[Path],
+    flags: Sequence[str],
+    linked: list[Path],
+    llama_source: Path,
+) -> Path:
+    """The program, linked with libraries that it finds where they are."""
+    headers = (PATCHES / "native", llama_source / "ggml/include", llama_source / "include")
+    command = [
+        compiler,
+        *("-Wall", "-Wextra", "-Werror", "-O1", "-g"),
+        *flags,
+        *(f"-I{path}" for path in headers),
+        *map(str, sources),
+        *map(str, linked),
+        *(f"-Wl,-rpath,{folder}" for folder in {path.parent for path in linked}),
+        "-pthread",
+        "-o",
+        str(program),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return program
 
 
 @pytest.fixture(scope="session")
@@ -213,9 +223,12 @@ def greedy(engine: Engine, prompt: list[int], n_decode: int) -> np.ndarray:
     return np.stack(rows)
 
 
-def run_program(program: Path, *arguments: object, timeout_s: float = 1200) -> str:
-    """Its standard output. A failure shows what it said; the timeout is for one that hangs."""
-    command = ["timeout", "--signal=KILL", str(timeout_s), str(program), *map(str, arguments)]
+def run_program(
+    program: Path, *arguments: object, by: Sequence[str] = (), timeout_s: float = 1200
+) -> str:
+    """Its standard output. by: what runs it. A failure shows what it said; the timeout is for one
+    that hangs."""
+    command = ["timeout", "--signal=KILL", str(timeout_s), *by, str(program), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"exit code {done.returncode}: {done.stdout}{done.stderr}"
     return done.stdout

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from installed import install, site_of
+from installed import install, pip, site_of
 from installed import run as run_tests
 from real_cache import REAL_CACHE
 
 from patches import portable
 from patches.upstream import REPO
+
+from . import emulated
 
 DEMO = REPO / "models/demo/moe-edge-demo.gguf"
 HANG_S = 1800  # CI compiles everything
@@ -233,3 +235,49 @@ def test_the_least_set_on_an_older_processor(run) -> None:
         pytest.skip("qemu-x86_64 is missing: `sudo apt install qemu-user`")
     done = run("-m", "orchestrator", *QUESTION, by=(emulator, "-cpu", "Haswell"))
     assert "Oslo" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", emulated.PROGRAMS)
+def test_programs_of_the_least_set_on_an_older_processor(
+    name: str, python: Path, llama_source: Path, tmp_path: Path
+) -> None:
+    folder = site_of(python.parents[1]) / portable.PACKAGE / "lib"
+
+    def library(each: str) -> Path:
+        own = portable.NAMES[f"lib{each}.so".encode()].decode()
+        return folder / ("avx2" if each == "ggml-cpu" else "") / own
+
+    by = emulated.emulator("qemu-x86_64", "-cpu", "Haswell")
+    emulated.check(name, by, "c++", ("-march=haswell",), library, llama_source, tmp_path)
+
+
+@pytest.fixture
+def cuda(python: Path, tmp_path: Path) -> Iterator[Path]:
+    """The folder of a stand-in for moe-edge-cuda, installed beside: with the library of the wheel
+    itself in the place of one that knows CUDA."""
+    folder = site_of(python.parents[1]) / portable.PACKAGE / "lib"
+    pip(python, "install", "--no-deps", "--no-index", str(stand_in(folder, tmp_path)))
+    yield folder / "cuda"
+    pip(python, "uninstall", "--yes", "moe-edge-cuda")
+    assert not (folder / "cuda").exists()
+
+
+def stand_in(folder: Path, target: Path) -> Path:
+    """A wheel of moe-edge-cuda out of the other one's libraries."""
+    (target / "libggml.so").write_bytes((folder / "libgmoe.so").read_bytes())
+    return portable.write_cuda([target / "libggml.so"], 13, {}, target)
+
+
+def test_the_wheel_with_cuda_is_found_where_it_is_installed_beside(run, cuda: Path) -> None:
+    code = (
+        "from orchestrator.native.llama import Bindings; Bindings.load(); "
+        "print(open('/proc/self/maps').read())"
+    )
+    done = run("-c", code)
+    loaded = {line.split()[-1] for line in done.stdout.splitlines() if "libgmoe.so" in line}
+    assert loaded == {str(cuda / "libgmoe.so")}, done
+    assert "Oslo" in run("-m", "orchestrator", *QUESTION).stdout
+    (cuda / portable.STAMP).write_text('{"patches": "others"}')
+    done = run("-m", "orchestrator", *QUESTION)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: moe-edge-cuda is of another version than moe-edge: ")
