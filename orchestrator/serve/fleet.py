@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
+from time import monotonic
 from typing import Any
 
 from ray import is_initialized, serve
@@ -24,7 +25,7 @@ from orchestrator.serve.service import Service
 from orchestrator.serve.settings import options_of
 from orchestrator.serve.views import of_replica, together
 
-# Where --timeout is 0: what a request may take before a replica that is to end ends without it.
+# Without an end: what a replica that is to end waits for.
 _DAY_S = 86400
 
 
@@ -86,4 +87,4 @@ class Replica:
         service = getattr(self, "_service", None)
         if service is not None:
             service.stop()
-            service.close(float("inf"))
+            service.close(monotonic() + _DAY_S)

@@ -91,7 +91,7 @@ class Service:
                 workers.shutdown(wait=False)
         for thread in threading.enumerate():
             if thread.name.startswith(state.threads):
-                thread.join(min(max(0.0, end_s - monotonic()), threading.TIMEOUT_MAX))
+                thread.join(max(0.0, end_s - monotonic()))
                 if thread.is_alive():
                     return self._give_up()
         return backend is None or backend.close(end_s) or self._give_up()
