@@ -154,7 +154,9 @@ def cached_wheel(plan: Plan) -> Path | None:
     path = plan.wheel_path
     try:
         with zipfile.ZipFile(path) as archive:
-            return path if archive.testzip() is None else None
+            # Of one that was cut off, the end of the archive within would pass for its own.
+            whole = wheel.STAMP in archive.namelist() and archive.testzip() is None
+            return path if whole else None
     except (OSError, zipfile.BadZipFile):
         return None
 
