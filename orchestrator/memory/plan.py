@@ -325,8 +325,10 @@ class _Ways:
                 f"beside the fewest experts of the policy {policy.name} has {longest} tokens",
                 room.cap + shared.least_slots - shared.slots(each, least),
             )
-        at_once = max(n for n in shared.scratch if n in shared.may_read(n))
-        return replace(plan, n_ctx=longest, n_ubatch=at_once, shared=shared)
+        # A larger one may have room for a prompt that is shorter than itself, and none for its own.
+        scratch = {n: each for n, each in shared.scratch.items() if n in shared.may_read(n)}
+        shared = replace(shared, scratch=scratch)
+        return replace(plan, n_ctx=longest, n_ubatch=max(scratch), shared=shared)
 
     def _scratch(self, n_tokens: int, most: int) -> tuple[int, float]:
         """What graphs take of so many tokens at once, as SharedMemory has it. It is the largest of

@@ -120,6 +120,14 @@ def test_what_is_asked_for_are_upper_limits(model: ExpertModel) -> None:
     assert {plan.micro_batch(0, n) for n in range(1, 8192, 100)} <= {512, 1024}
 
 
+@pytest.mark.parametrize("less", [0, 31, 32, 33, 56])
+def test_no_prompt_is_read_in_more_at_once_than_the_context_takes(
+    model: ExpertModel, less: int
+) -> None:
+    plan = plan_in(model, 2**40, ram=half(model) - less * MIB, policy="lru")
+    assert max(plan.micro_batch(0, n) for n in range(1, plan.n_ctx, 64)) <= plan.n_ubatch
+
+
 def test_a_context_that_is_too_long_is_refused_with_the_longest_one(model: ExpertModel) -> None:
     ram = half(model) - 40 * MIB
     longest = plan_in(model, 2**40, ram=ram, policy="lru").n_ctx
