@@ -70,7 +70,7 @@ def settings_of(model: Path, n_ctx: int, **more: Any) -> Config:
     return Config.build(model=model, **usual, **more)
 
 
-def tight(model: Path, n_ctx: int, policy: str) -> int:
+def tight(model: Path, policy: str) -> int:
     """A cap with slots for half of the experts beside the least context."""
     config = settings_of(model, 4096, policy=policy, ubatch=512, force_managed=True)
     with Engine.open(config) as engine:
@@ -226,7 +226,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = synthetic.write(Path(folder) / "model.gguf", SHAPE, tiers=("q8_0",))
         n_ctx = min(SHAPE.context, 2 * args.longest)
-        ram = tight(model, n_ctx, args.policy)
+        ram = tight(model, args.policy)
         config = settings_of(model, n_ctx, policy=args.policy, ram=ram, conversations=True)
         group = capped.Group.make(ram + pressure)
         asked = (config, args.seed, args.mixes, args.longest, group.folder, Path(folder))

@@ -18,7 +18,7 @@ N_CTX = 8192
 @pytest.mark.parametrize("policy", ["lru", "dymoe"])
 def test_rows_are_those_of_memory_to_spare(library: Library, tmp_path: Path, policy: str) -> None:
     model = synthetic.write(tmp_path / "model.gguf", SHAPE, tiers=("q8_0",))
-    ram = tight(model, N_CTX, policy)
+    ram = tight(model, policy)
     config = settings_of(model, N_CTX, policy=policy, ram=ram, conversations=True, ubatch=1024)
     with Engine.open(config) as engine:
         mixes = [list(Mixes(engine, seed, longest=4000).mix()) for seed in (0, 4)]
