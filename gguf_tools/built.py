@@ -54,7 +54,9 @@ def package() -> Path:
 
 def advice() -> str:
     """What helps where what is installed is damaged, or is another version."""
-    return "install moe-edge again" if OWN.is_dir() else "run `make build`"
+    if not OWN.is_dir():
+        return "run `make build`"
+    return f"install moe-edge{' and moe-edge-cuda' * (OWN / 'lib' / CUDA).is_dir()} again"
 
 
 def stamp() -> dict[str, Any]:

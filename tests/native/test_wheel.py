@@ -279,7 +279,12 @@ def test_the_wheel_with_cuda_is_found_where_it_is_installed_beside(run, cuda: Pa
     loaded = {line.split()[-1] for line in done.stdout.splitlines() if "libgmoe.so" in line}
     assert loaded == {str(cuda / "libgmoe.so")}, done
     assert "Oslo" in run("-m", "orchestrator", *QUESTION).stdout
-    (cuda / portable.STAMP).write_text('{"patches": "others"}')
-    done = run("-m", "orchestrator", *QUESTION)
-    assert done.returncode == 1
-    assert done.stderr.startswith("Error: moe-edge-cuda is of another version than moe-edge: ")
+    damages = {
+        "libgmoe.so": ("", "llama.cpp cannot be loaded"),
+        portable.STAMP: ('{"patches": "others"}', "moe-edge-cuda is of another version than"),
+    }
+    for name, (text, why) in damages.items():
+        (cuda / name).write_text(text)
+        done = run("-m", "orchestrator", *QUESTION)
+        assert done.returncode == 1 and done.stderr.startswith(f"Error: {why} ")
+        assert len(done.stderr.splitlines()) == 1 and "moe-edge-cuda" in done.stderr
