@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from gguf_tools import built
 from gguf_tools.errors import QuantizeError
 from gguf_tools.file.layout import (
     BLOCK,
@@ -169,7 +170,7 @@ def test_tier_names():
 
 def test_a_missing_library_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(tmp_path))
-    with pytest.raises(QuantizeError, match="no libggml-base in this folder: run `make build`"):
+    with pytest.raises(QuantizeError, match=f"no libggml-base in this folder: {built.advice()}"):
         library_path()
     (tmp_path / "libggml-base.so").write_bytes(b"not a library")
     with pytest.raises(QuantizeError, match="not a usable libggml-base"):
