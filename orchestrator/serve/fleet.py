@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
-from time import monotonic
 from typing import Any
 
 from ray import is_initialized, serve
@@ -21,12 +20,9 @@ from orchestrator.errors import ConfigError
 from orchestrator.serve.app import metrics_of
 from orchestrator.serve.routing import Router
 from orchestrator.serve.run import SWITCH_S
-from orchestrator.serve.service import Service
+from orchestrator.serve.service import DAY_S, Service
 from orchestrator.serve.settings import options_of
 from orchestrator.serve.views import of_replica, together
-
-# Without an end: what a replica that is to end waits for.
-_DAY_S = 86400
 
 
 def app(args: dict[str, Any]) -> serve.Application:
@@ -44,7 +40,7 @@ def app(args: dict[str, Any]) -> serve.Application:
         Replica,
         request_router_config=RequestRouterConfig(request_router_class=Router),
         max_ongoing_requests=settings.parallel + settings.queue,
-        graceful_shutdown_timeout_s=settings.timeout or _DAY_S,
+        graceful_shutdown_timeout_s=settings.timeout or DAY_S,
         ray_actor_options={
             "memory": config.ram,
             "num_cpus": config.threads or default_threads(),
@@ -83,8 +79,7 @@ class Replica:
         return together(await all_of_them.broadcast("metrics").results_async())
 
     def __del__(self) -> None:
-        """Once its last request has ended: what it holds goes to --prompt-cache."""
+        """Ray calls it once the last request has ended."""
         service = getattr(self, "_service", None)
         if service is not None:
-            service.stop()
-            service.close(monotonic() + _DAY_S)
+            service.drain()

@@ -25,6 +25,7 @@ from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.state import State
 
 LOOK_S = 0.1
+DAY_S = 86400  # for what waits without an end
 PREBUILT = "libmoe-edge-server.so"  # where a wheel brings it, beside libllama
 TOOL = Path(__file__).resolve().parents[2] / "patches" / "tool.py"
 
@@ -95,6 +96,12 @@ class Service:
                 if thread.is_alive():
                     return self._give_up()
         return backend is None or backend.close(end_s) or self._give_up()
+
+    def drain(self) -> None:
+        """The end of one in a fleet, which sends it no more requests and has let those end that it
+        had: what it holds goes to --prompt-cache, and all is freed."""
+        self.stop()
+        self.close(monotonic() + DAY_S)
 
     def _give_up(self) -> bool:
         self._note("llama.cpp is still at work for a request: the server ends without it.")

@@ -1,11 +1,12 @@
 """Conversations of several turns with a server, or with a fleet of them.
 
-python tests/helpers/conversing.py URL --conversations 200 --turns 5 --at-once 6 [--no-header]
+python tests/helpers/conversing.py URL --conversations 200 --turns 5 --at-once 6 [--header '']
 
 Prints one JSON object. found: the share of earlier turns' tokens that were not read again; whole:
 how many answers came to their end; broken: streams without one; refused: by status; ms: a token
 behind the first, and a request's first one (medians). --answers FILE keeps all that was asked and
-answered. --again FILE asks just that, and other counts what is answered in other words.
+answered. --again FILE asks just that, with --last the last turn of each conversation: found is of
+all tokens then, and other counts what is answered in other words.
 """
 
 from __future__ import annotations
@@ -31,9 +32,13 @@ WORDS = "boat river stone garden winter lamp bread copper letter bridge horse wi
 class Talks:
     """All conversations with one server, and what came of them."""
 
-    def __init__(self, url: str, answer_tokens: int, with_header: bool, longest: int) -> None:
+    def __init__(
+        self, url: str, answer_tokens: int, header: str, longest: int, system: int
+    ) -> None:
         self._where = urlsplit(url)
-        self._answer_tokens, self._with_header, self._longest = answer_tokens, with_header, longest
+        self._answer_tokens, self._header, self._longest = answer_tokens, header, longest
+        text = " ".join(random.Random(0).choices(WORDS, k=system))
+        self._system = [{"role": "system", "content": text}] if system else []
         self._lock = threading.Lock()
         self.earlier = self.found = self.whole = self.broken = 0
         self.refused: Counter[int] = Counter()
@@ -43,7 +48,7 @@ class Talks:
 
     def talk(self, number: int, turns: int) -> None:
         """One conversation."""
-        words, said, before = random.Random(number), [], 0
+        words, said, before = random.Random(number), list(self._system), 0
         for turn in range(turns):
             text = " ".join(words.choices(WORDS, k=self._longest))
             said.append({"role": "user", "content": f"{number}.{turn}: tell of {text}."})
@@ -55,6 +60,14 @@ class Talks:
             before = read + cached + made
             said.append({"role": "assistant", "content": text})
 
+    def again(self, name: str, said: list[dict[str, str]], text: str) -> bool:
+        """Whether it is answered in other words."""
+        read, cached, _, now = self.ask(name, said)
+        with self._lock:
+            self.earlier += read + cached
+            self.found += cached
+        return now != text
+
     def ask(self, name: str, said: list[dict[str, str]]) -> tuple[int, int, int, str]:
         """(tokens read, found in place, made; the answer), asked again where it broke off."""
         while True:
@@ -65,8 +78,8 @@ class Talks:
     def _ask(self, name: str, said: list[dict[str, str]]) -> tuple[int, int, int, str] | None:
         """As ask; None where it broke off."""
         head = {"Content-Type": "application/json"}
-        if self._with_header:
-            head["x-session-id"] = name
+        if self._header:
+            head[self._header] = name
         body = {
             "messages": said,
             "stream": True,
@@ -126,17 +139,21 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=6)
     parser.add_argument("--answer-tokens", type=int, default=16)
     parser.add_argument("--words", type=int, default=40)
-    parser.add_argument("--no-header", action="store_true")
+    parser.add_argument("--system", type=int, default=0, help="Words before all of them.")
+    parser.add_argument("--header", default="x-session-id", help="Names a conversation.")
     parser.add_argument("--answers", type=Path)
     parser.add_argument("--again", type=Path)
+    parser.add_argument("--last", action="store_true")
     asked = parser.parse_args()
-    talks = Talks(asked.url, asked.answer_tokens, not asked.no_header, asked.words)
+    talks = Talks(asked.url, asked.answer_tokens, asked.header, asked.words, asked.system)
     numbers = range(asked.first, asked.first + asked.conversations)
     kept = json.loads(asked.again.read_text()) if asked.again else []
+    if asked.last:
+        kept = list({name: (name, *rest) for name, *rest in kept}.values())
     begin_s = time.monotonic()
     with ThreadPoolExecutor(asked.at_once) as pool:
         if asked.again:
-            others = list(pool.map(lambda each: talks.ask(*each[:2])[-1] != each[2], kept))
+            others = list(pool.map(lambda each: talks.again(*each), kept))
         else:
             list(pool.map(lambda n: talks.talk(n, asked.turns), numbers))
     found: dict[str, Any] = {

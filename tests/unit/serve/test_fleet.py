@@ -9,20 +9,26 @@ import socket
 import time
 from collections.abc import Iterator
 from http.client import HTTPResponse
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
-from served import DEMO, HANG_S, REPO, library_path
+from asgi import Reply, ask, begun, quiet
+from served import DEMO, HANG_S, REPO, bring_server
 
 from orchestrator.errors import MoeEdgeError
+from orchestrator.serve.service import Service
 from orchestrator.serve.settings import options_of, server_settings
 from orchestrator.serve.views import of_replica, together
 
 KEY = "fleet-key"
 GIVEN = {"model": "model.gguf", "ram": "1GiB", "prompt-cache": "/shared", "parallel": 2}
+REPLICA = {"model": DEMO, "ram": "400MiB", "threads": 1}
+CHAT = "/v1/chat/completions"
+ENDLESS = {"prompt": "Once " * 40, "max_tokens": 900, "stream": True, "ignore_eos": True}
 
 
 def test_options_are_those_of_serve_as_a_file_has_them() -> None:
@@ -124,35 +130,79 @@ def test_a_conversation_goes_to_one_replica_and_else_to_the_least_busy() -> None
     assert firsts == set(ids)
 
 
+def wanted(text: str) -> dict[str, Any]:
+    said = [{"role": "user", "content": text}]
+    return {"messages": said, "max_tokens": 8, "stream": True, "temperature": 0}
+
+
+def end_of(lines: list[bytes]) -> tuple[bytes, Any]:
+    """(the last line of a stream, the figures of the event before it)."""
+    return lines[-2], json.loads(lines[-3].removeprefix(b"data: "))["timings"]
+
+
+def test_a_drained_replica_leaves_its_conversations_to_the_next_one(
+    library: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without Ray, which calls drain behind the last answer; two decode together."""
+    bring_server(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = {**REPLICA, "ctx": 1024, "parallel": 2, "prompt-cache": tmp_path / "prompts"}
+    questions = [wanted(f"Tell me of a {each}. " * 20) for each in ("boat", "fox")]
+
+    async def answered(app: Any) -> list[Reply]:
+        return await asyncio.gather(*[begun(app, CHAT, each)[1] for each in questions])
+
+    n_read = []
+    for _ in range(2):
+        service = Service(*options_of(options), quiet)
+        try:
+            service.load(lambda _what, _done: None)
+            replies = asyncio.run(answered(service.app))
+        finally:
+            service.drain()
+        assert ask(service.app, "/health").status == 503
+        for reply in replies:
+            last, timings = end_of(reply.body.split(b"\n\n"))
+            assert last == b"data: [DONE]"
+            n_read.append(timings["prompt_n"])
+    assert len(list((tmp_path / "prompts").iterdir())) == 2
+    assert min(n_read[:2]) > 100 and n_read[2:] == [1, 1]
+
+
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory, library: object) -> Iterator[str]:
-    """A fleet of one replica, with a key, that keeps conversations in `prompts` of its folder."""
+def started(tmp_path_factory: pytest.TempPathFactory, library: object) -> Iterator[Any]:
+    """started(**options) gives a fleet of one replica these, and comes back once it answers."""
     ray = pytest.importorskip("ray", reason="ray is missing: pip install 'moe-edge[fleet]'")
     from ray import serve
 
     from orchestrator.serve.fleet import app
 
     cache = tmp_path_factory.mktemp("fleet")
-    (cache / "moe-edge").mkdir()
-    (cache / "moe-edge" / "servers").symlink_to(library_path().parents[1])
+    bring_server(cache)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+
+    def start(**more: Any) -> str:
+        folder = {"prompt-cache": cache / "prompts", "body-limit": "64KiB"}
+        serve.run(app({**REPLICA, "api-key": KEY, **folder, **more}), name="fleet")
+        return f"http://127.0.0.1:{port}"
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
         patch.setenv("PYTHONPATH", str(REPO))
         ray.init("local", num_cpus=1, include_dashboard=False, object_store_memory=10**8)
         try:
             serve.start(http_options={"host": "127.0.0.1", "port": port})
-            options = {"model": DEMO, "ram": "400MiB", "threads": 1, "api-key": KEY}
-            folder = {"prompt-cache": cache / "prompts", "body-limit": "64KiB"}
-            serve.run(app({**options, **folder}), name="fleet")
-            yield f"http://127.0.0.1:{port}"
-            serve.delete("fleet")
-            # What it held is there: a prompt that did not take long to read, on one sequence.
-            assert list((cache / "prompts").rglob("*.*")), "a drained replica wrote nothing"
+            yield start
         finally:
             serve.shutdown()
             ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def url(started: Any) -> str:
+    found: str = started()
+    return found
 
 
 def asked(url: str, path: str, data: Any = None, key: str = KEY) -> HTTPResponse:
@@ -176,17 +226,16 @@ def text(url: str) -> str:
 
 def test_live(url: str) -> None:
     """Streams, keys, limits, metrics and clients that leave, through Ray's own proxy."""
-    said = [{"role": "user", "content": "Tell me of a boat. " * 20}]
-    wanted = {"messages": said, "max_tokens": 8, "stream": True, "temperature": 0}
-    lines = asked(url, "/v1/chat/completions", wanted).read().split(b"\n\n")
-    assert lines[-2] == b"data: [DONE]" and len(lines) > 4
-    for status, data, key in ((401, wanted, "wrong"), (413, {"prompt": "a" * 2**17}, KEY)):
+    said = wanted("Tell me of a boat. " * 20)
+    lines = asked(url, CHAT, said).read().split(b"\n\n")
+    assert end_of(lines)[0] == b"data: [DONE]" and len(lines) > 4
+    assert json.load(asked(url, "/health")) == {"status": "ok"}
+    for status, data, key in ((401, said, "wrong"), (413, {"prompt": "a" * 2**17}, KEY)):
         with pytest.raises(HTTPError) as refused:
             asked(url, "/v1/completions", data, key)
         assert refused.value.code == status
         assert json.load(refused.value)["error"]["code"] == status
-    endless = {"prompt": "Once", "max_tokens": 900, "stream": True, "ignore_eos": True}
-    answer = asked(url, "/v1/completions", endless)
+    answer = asked(url, "/v1/completions", ENDLESS)
     answer.readline()
     assert running(url) == 1
     answer.close()
@@ -196,3 +245,16 @@ def test_live(url: str) -> None:
         time.sleep(0.01)
     else:
         pytest.fail("the replica goes on for nobody")
+
+
+def test_live_replica_that_is_replaced(started: Any, url: str) -> None:
+    """It gives its answer to the end; the other one starts once the only core is free, and goes on
+    from what that has written."""
+    answer = asked(url, "/v1/completions", ENDLESS)
+    answer.readline()
+    started(alias="newer")
+    last, timings = end_of(answer.read().split(b"\n\n"))
+    assert last == b"data: [DONE]" and timings["predicted_n"] == 900
+    assert json.load(asked(url, "/v1/models"))["data"][0]["id"] == "newer"
+    lines = asked(url, "/v1/completions", {**ENDLESS, "max_tokens": 1}).read().split(b"\n\n")
+    assert end_of(lines)[1]["prompt_n"] == 1 < end_of(lines)[1]["cache_n"]
