@@ -72,7 +72,7 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What skipping experts at random did to answers that were computed twice: sums, of which
+    """What skipping experts did to answers that were computed twice: sums, of which
     nothing of an answer can be told.
 
     moments: float64 [6], over answers, of 1, x, y, x^2, x y and y^2: y the KL of an answer's

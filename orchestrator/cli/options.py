@@ -273,9 +273,9 @@ def chat_config(options: dict[str, Any]) -> Config:
     """As make_config, of what `moe-edge chat` runs with these options. Commands that say what would
     run, or try it, take the same."""
     kept = {"remember": True, "conversations": True}
-    # Beside a conversation its last answer is probed, twice, where a loss is allowed.
-    sequences = {"sequences": 2} if options.get(ALLOWED_LOSS) else {}
-    return make_config({**options, **kept, **sequences})
+    # Where a loss is allowed, the last answer is probed, in two sequences and some rows of logits.
+    probes = {"sequences": 2, "beside_token": 32} if options.get(ALLOWED_LOSS) else {}
+    return make_config({**options, **kept, **probes})
 
 
 def config_without_model(options: dict[str, Any]) -> Config:

@@ -395,6 +395,7 @@ class Engine(Closing):
         twice.
         Raises OSError where a named profile cannot be written."""
         learned = self._loader.learned
+        self.end_idle()
         learned.learn(self._loaded.driver)
         self._prompts.leave()
         self._loaded.close()

@@ -1,5 +1,8 @@
 """How far skipping experts moves an answer, found out while nobody asks: its tokens are computed
-again, twice, once as they are and once with experts skipped at random."""
+again, twice, once as they are and once with experts skipped as a policy does that spends a loss:
+of those that happen to be missing, which are drawn here, the ones that are foreseen to lose least.
+What is foreseen of these is too little, since errors in it choose them; so the scale has to be that
+of what is skipped."""
 
 from __future__ import annotations
 
@@ -17,8 +20,11 @@ from orchestrator.native.llama import LlamaContext
 # Sequences of the context that a probe takes, as llama.cpp calls them, beside number 0: what is
 # computed as it is, and with skipping.
 PLAIN, SKIPPING = SEQUENCES = (1, 2)
-# The share of a token's experts that are skipped, but for its first one, which no policy skips.
-_SHARE = 0.3
+# The share of a token's experts that are drawn to be missing, but for its first one, which no
+# policy skips; and that of all which are skipped, at the same price in all layers.
+_MISSING, _SKIPPED = 0.5, 0.2
+# How strongly the price follows.
+_GAIN = 0.2
 # More of one answer says little more about the next one.
 _MOST_TOKENS = 256
 
@@ -48,17 +54,19 @@ def probe(
     costs, random = depth_prior(len(power))[:, None] * power, np.random.default_rng(seed)
     decision, store = driver.store.decision, driver.store
     gates, skipping, kl, lost = np.zeros((2, len(power))), False, 0.0, 0.0
-    in_step = 0.0
+    in_step, price = 0.0, float(np.median(costs)) / max(1, driver.policy.shape.n_expert_used) ** 2
 
     def on_route(event: RouteEvent) -> None:
-        nonlocal in_step
+        nonlocal in_step, price
         ids, squares = event.ids_array[0], np.square(event.weights_array[0], dtype=np.float64)
         decision.passing_array[:] = 1
         if skipping:
-            skipped = random.random(len(ids)) < _SHARE
+            bills = squares * costs[event.layer, ids]
+            skipped = (random.random(len(ids)) < _MISSING) & (bills <= price)
             skipped[squares.argmax()] = False
+            price *= float(np.exp(_GAIN * (_SKIPPED - skipped.mean())))
             decision.tier_array[ids[skipped]] = SKIP
-            in_step += float((squares * costs[event.layer, ids])[skipped].sum())
+            in_step += float(bills[skipped].sum())
         else:
             gates[:, event.layer] += len(ids), squares.sum()
         store.apply(decision)

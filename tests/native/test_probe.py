@@ -11,14 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gguf_tools.experts import ExpertModel
 from orchestrator.allocation.estimate import Outputs, Probed
 from orchestrator.cache.profile import UsageKeeper
 from orchestrator.config import Sampling
 from orchestrator.cost import losses
+from orchestrator.cost.planner import Planner
 from orchestrator.engine import probe
 from orchestrator.engine.engine import Engine
 from orchestrator.engine.learned import Learned
-from orchestrator.events import ABSENT
+from orchestrator.events import ABSENT, SKIP, Phase
 from orchestrator.policy.floor import Floor
 
 from . import conftest
@@ -26,6 +28,7 @@ from .conftest import HANG_S, drawn
 
 PROMPT, MORE = drawn(24, 5), drawn(9, 6)
 N_ANSWER = 16
+DEMO = Path(__file__).parents[2] / "models/demo/moe-edge-demo.gguf"
 
 
 def opened(model: Path, share: float = 0.6, **settings: Any) -> Engine:
@@ -178,3 +181,36 @@ def test_a_policy_goes_by_what_is_learned(one: Path) -> None:
             idle(engine)
             said.append(engine.prompt_notes())
         assert [len(each) for each in said] == [0, 0, 1, 0]
+
+
+def test_the_scale_of_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is learned of a text that the model does not know by heart is off its table by no more
+    than texts differ. A loss then takes a lossless plan or floor, and none that was not learned."""
+    model = tmp_path / DEMO.name
+    model.symlink_to(DEMO.resolve())
+    lossless = {"policy": "lru", "threads": 1, "ctx": 512}
+    with opened(model, **lossless) as engine:
+        text = engine.tokenize((DEMO.parent / "README.md").read_text("utf-8"))
+        for start in range(0, 4 * 64, 64):
+            tokens = text[start : start + 64]
+            engine.eval(tokens[:16], 0)
+            for at in range(16, len(tokens)):
+                engine.eval([tokens[at]], at, Phase.DECODE)
+            engine._answer = range(16, len(tokens))
+            idle(engine)
+        found = engine.losses.learned(["q8_0"], engine.store.outputs())
+        assert found is not None
+        scale = np.exp(-probed(engine).error)
+        uses = engine.driver.used() / 64
+    with ExpertModel.open(DEMO) as file:
+        table = losses.load(losses.default_path(DEMO), file).estimate(["q8_0"])
+    assert table is not None
+    skipped = np.full(uses.shape, SKIP)
+    ratio = scale * found.of_uses(uses, skipped) / table.of_uses(uses, skipped)
+    assert 0.5 < ratio < 5
+    config = conftest.build(model, 0.6, max_loss=0.05)
+    with ExpertModel.open(model) as file:
+        shown = Planner(config, file).frontier(config)
+    assert {each.kl for each in shown.candidates if each.name == "floor"} == {0.05}
+    others = [each.kl for each in shown.candidates if each.name != "floor"]
+    assert {*others} == {0.0, None} and shown.taken.kl is not None and not shown.why_not
