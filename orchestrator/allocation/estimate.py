@@ -27,6 +27,8 @@ _LEAST_ANSWERS = 3
 _EXACT_ENOUGH, _ENOUGH_ANSWERS = 0.12, 16
 _NORMAL = 1.96
 _DEPTH = 0.5
+# A scale grows by this power of how much less is allowed than it was probed with.
+_SMALL_MOVES = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,9 @@ class Probed:
     """What skipping experts did to answers that were computed twice: sums, of which
     nothing of an answer can be told.
 
-    moments: float64 [6], over answers, of 1, x, y, x^2, x y and y^2: y the KL of an answer's
-    tokens, x the g^2 L of what they skipped, times depth_prior. gates: float64 [2, n_layers], how
-    many experts were used in a layer, and the sum of their squared gate weights.
+    moments: float64 [7], over answers, of t, 1, x, y, x^2, x y and y^2: t an answer's tokens, y
+    their KL, x the g^2 L of what they skipped, times depth_prior. gates: float64 [2, n_layers],
+    how many experts were used in a layer, and the sum of their squared gate weights.
     """
 
     moments: np.ndarray
@@ -85,11 +87,11 @@ class Probed:
 
     @classmethod
     def none(cls, n_layers: int) -> Probed:
-        return cls(np.zeros(6), np.zeros((2, n_layers)))
+        return cls(np.zeros(7), np.zeros((2, n_layers)))
 
     @classmethod
-    def of_answer(cls, kl: float, lost: float, gates: np.ndarray) -> Probed:
-        return cls(np.array([1.0, lost, kl, lost * lost, lost * kl, kl * kl]), gates)
+    def of_answer(cls, n: int, kl: float, lost: float, gates: np.ndarray) -> Probed:
+        return cls(np.array([n, 1.0, lost, kl, lost * lost, lost * kl, kl * kl]), gates)
 
     def __add__(self, more: Probed) -> Probed:
         return Probed(self.moments + more.moments, self.gates + more.gates)
@@ -98,27 +100,37 @@ class Probed:
     def error(self) -> float | None:
         """Half of the 95 % interval of the logarithm of the scale, from how answers scatter around
         it; None where too few were probed."""
-        n, lost, kl, *_ = self.moments.tolist()
+        n, lost, kl = self.moments[1:4].tolist()
         if n < _LEAST_ANSWERS or not (lost > 0 and kl > 0 and self.gates.all()):
             return None
         # The residuals y - (kl / lost) x, squared: the scale is a ratio of sums.
         each = np.array([(kl / lost) ** 2, -2 * kl / lost, 1.0])
-        scatter = n / (n - 1) * max(0.0, float(each @ self.moments[3:]))
+        scatter = n / (n - 1) * max(0.0, float(each @ self.moments[4:]))
         # Student's factor for n - 1 degrees of freedom, as Cornish and Fisher have it.
         z, free = _NORMAL, n - 1
         factor = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
         return float(factor * math.sqrt(scatter) / kl)
 
     @property
+    def answers(self) -> int:
+        return int(self.moments[1])
+
+    @property
     def scale(self) -> float:
-        """What makes nats of g^2 L times depth_prior; where error is known."""
-        return float(self.moments[2] / self.moments[1])
+        """What makes nats of g^2 L times depth_prior; where something was lost."""
+        return float(self.moments[3] / self.moments[2])
+
+    def scale_at(self, kl: float) -> float:
+        """The same where so much is allowed, in nats a token: small moves cost more than in
+        proportion. Where more is allowed than tokens were probed with, it is not less."""
+        probed_at = float(self.moments[3] / self.moments[0])
+        return float(self.scale * max(1.0, probed_at / kl) ** _SMALL_MOVES)
 
     @property
     def is_exact(self) -> bool:
         """Whether no more has to be known."""
         error = self.error
-        enough = self.moments[0] >= _ENOUGH_ANSWERS
+        enough = self.answers >= _ENOUGH_ANSWERS
         return bool(enough and error is not None and error <= _EXACT_ENOUGH)
 
 
@@ -131,14 +143,14 @@ def depth_prior(n_layers: int) -> np.ndarray:
     return found
 
 
-def learned(tier: str, outputs: Outputs, probed: Probed) -> KlEstimate | None:
+def learned(tier: str, outputs: Outputs, probed: Probed, allowed: float) -> KlEstimate | None:
     """What skipping costs in the only tier in use, at the upper end of the scale's interval; None
-    where too little is known."""
+    where too little is known. allowed: nats a token, above 0."""
     power, error = outputs.power(), probed.error
     if power is None or error is None:
         return None
     with np.errstate(over="ignore"):
-        nats = probed.scale * np.exp(error) * depth_prior(len(power))[:, None] * power
+        nats = probed.scale_at(allowed) * np.exp(error) * depth_prior(len(power))[:, None] * power
     if not np.isfinite(nats).all():
         return None
     uses, squares = probed.gates

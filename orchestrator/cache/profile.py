@@ -108,7 +108,7 @@ def load_usage(path: Path, model: ExpertModel) -> Usage:
     if "outputs" in data:
         outputs = Outputs(*part("outputs", tokens=every, squares=every))
     if "probed" in data:
-        probed = Probed(*part("probed", moments=(6,), gates=(2, n_layers)))
+        probed = Probed(*part("probed", moments=(7,), gates=(2, n_layers)))
     return Usage(numbers(data.get("hotness"), *every), outputs, probed)
 
 

@@ -42,7 +42,7 @@ from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP, SKIP_TIER
 from orchestrator.memory.plan import MemoryPlan
-from orchestrator.policy import ALLOWED_LOSS
+from orchestrator.policy import ALLOWED_LOSS, policy_settings
 from orchestrator.policy.base import SpendsLoss
 
 _FORMAT = "moe-edge loss table"
@@ -401,6 +401,8 @@ class LossModel:
     ) -> None:
         """usage: what was learned."""
         self._named, self._model, self._usage = config.given("losses"), model, usage
+        # What is learned is for this loss, in nats a token.
+        self.allowed = config.given(ALLOWED_LOSS) or policy_settings()[ALLOWED_LOSS].default
         self.note: str | None = None
 
     def recall(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
@@ -435,7 +437,7 @@ class LossModel:
             return None
         outputs = self._usage.outputs()
         outputs = outputs if more is None else outputs + more.finite()
-        return learned(tiers[0], outputs, self._usage.probed())
+        return learned(tiers[0], outputs, self._usage.probed(), self.allowed)
 
     def spent(self, tiers: Sequence[str]) -> KlEstimate | None:
         """As estimate, else as learned: for a policy that spends a loss."""

@@ -12,7 +12,7 @@ from orchestrator.cost.planner import Planner
 from orchestrator.engine.driver import Driver, PlainDriver
 from orchestrator.engine.idle import Then
 from orchestrator.engine.loss_meter import LossMeter
-from orchestrator.engine.probe import SEQUENCES, probe, room_for
+from orchestrator.engine.probe import SEQUENCES, Prober, room_for
 from orchestrator.engine.steps import Steps
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native.llama import LlamaContext
@@ -34,6 +34,7 @@ class Learned:
     def __init__(self, config: Config, model: ExpertModel, planner: Planner) -> None:
         self.usage = planner.usage if config.remember else UsageKeeper(config, model)
         self.notes: list[str] = []
+        self._prober = Prober()
         self._config = config
         self._tuned = TunedKeeper(config, model)
         self._planner = planner
@@ -83,9 +84,10 @@ class Learned:
             power = (usage.outputs() + driver.store.outputs().finite()).power()
             if power is None:
                 return
-            before = usage.probed()
-            seed = int(before.moments[0])
-            found = probe(context, driver, power, answer.start, tokens, seed, goes_on)
+            before, allowed = usage.probed(), self._planner.losses.allowed
+            found = self._prober.probe(
+                context, driver, power, answer.start, tokens, before, allowed, goes_on
+            )
             if found is None:
                 return
             usage.probe(found)

@@ -70,7 +70,7 @@ def test_it_leaves_everything_as_it_was(
             exact = [engine.eval([7], len(tokens)), answer(engine, [*tokens, *MORE], 2)]
             outputs = driver.outputs()
             engine.store.check()
-            return [*exact, used, driver.used()], resident, outputs, probed(engine).moments[0]
+            return [*exact, used, driver.used()], resident, outputs, probed(engine).answers
 
     exact, resident, outputs, n = told()
     with monkeypatch.context() as patched:
@@ -110,7 +110,7 @@ def test_it_ends_in_the_middle(one: Path, monkeypatch: pytest.MonkeyPatch) -> No
         engine.store.check()
         # Two tokens were computed twice, and the third one once.
         found, n_used = probed(engine), engine.model.n_expert_used
-        assert len(seen) == 5 and found.moments[0] == 1 and (found.gates[0] == 3 * n_used).all()
+        assert len(seen) == 5 and found.answers == 1 and (found.gates[0] == 3 * n_used).all()
 
 
 def calibrated(model: Path) -> dict[str, Any]:

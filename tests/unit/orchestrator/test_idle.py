@@ -227,7 +227,7 @@ def probed(model: ExpertModel, n: int = 4, kl: float = 1.0) -> Probed:
     """n answers that moved by 1, 2, ... times the same."""
     found = Probed.none(model.n_layers)
     for i in range(n):
-        found += Probed.of_answer((i + 1) * kl, 2.0 + i % 2, np.ones((2, model.n_layers)))
+        found += Probed.of_answer(40, (i + 1) * kl, 2.0 + i % 2, np.ones((2, model.n_layers)))
     return found
 
 
@@ -247,8 +247,8 @@ def test_what_skipping_did_is_kept_with_it(model: ExpertModel) -> None:
     for damaged in (
         None,
         {"moments": moments},
-        {"moments": moments[:5], "gates": gates},
-        {"moments": [*moments[:5], float("inf")], "gates": gates},
+        {"moments": moments[:6], "gates": gates},
+        {"moments": [*moments[:6], float("inf")], "gates": gates},
         {"moments": [-1.0, *moments[1:]], "gates": gates},
         {"moments": moments, "gates": gates[:1]},
     ):

@@ -216,7 +216,7 @@ def test_the_interval_of_a_learned_scale_holds() -> None:
             found = Probed.none(n_layers)
             for lost in random.uniform(0.5, 2.0, n):
                 kl = 3.0 * lost * random.lognormal(-0.18, 0.6)
-                found += Probed.of_answer(kl, lost, np.ones((2, n_layers)))
+                found += Probed.of_answer(40, kl, lost, np.ones((2, n_layers)))
             assert found.error is not None
             below += found.scale * np.exp(found.error) < 3.0
         assert below / 400 <= most
@@ -228,7 +228,7 @@ def test_the_interval_of_a_learned_scale_holds() -> None:
 def probed_alike(n: int) -> Probed:
     found = Probed.none(3)
     for lost in range(1, n + 1):
-        found += Probed.of_answer(0.1 * lost, lost, np.array([[40.0] * 3, [4.0, 2.0, 1.0]]))
+        found += Probed.of_answer(40, 0.1 * lost, lost, np.array([[40.0] * 3, [4.0, 2.0, 1.0]]))
     return found
 
 
@@ -236,16 +236,21 @@ def test_what_is_learned_costs_what_an_expert_puts_out() -> None:
     tokens = np.full((3, 2), 1e6)
     power = np.array([[1.0, 2.0], [1.0, 1.0], [4.0, 1.0]])
     outputs, known = Outputs(tokens, power * tokens), probed_alike(9)
-    found = learned("q4_k", outputs, known)
+    found = learned("q4_k", outputs, known, 1.0)
     assert found is not None and found.learned and (found.nats[..., 0] == 0).all()
     by_depth = np.array([[1.0], [2**-0.5], [3**-0.5]])
     np.testing.assert_allclose(found.nats[..., 1], 0.1 * by_depth * power, rtol=1e-4)
     np.testing.assert_allclose(found.gates, np.repeat([[0.1], [0.05], [0.025]], 2, axis=1))
     # The less is known, the more it costs; nothing is known of an expert layer that nobody saw.
-    few = learned("q4_k", outputs, probed_alike(3) + Probed.of_answer(3.0, 1.0, np.zeros((2, 3))))
+    more = Probed.of_answer(40, 3.0, 1.0, np.zeros((2, 3)))
+    few = learned("q4_k", outputs, probed_alike(3) + more, 1.0)
     assert few is not None and (few.nats[..., 1] > 2 * found.nats[..., 1]).all()
-    assert learned("q4_k", outputs, probed_alike(2)) is None
-    assert learned("q4_k", Outputs.none((3, 2)), known) is None
+    assert learned("q4_k", outputs, probed_alike(2), 1.0) is None
+    # Small moves cost more: tokens were probed with 0.0125 nats.
+    small = learned("q4_k", outputs, known, 0.00125)
+    assert small is not None
+    np.testing.assert_allclose(small.nats, 10**0.3 * found.nats)
+    assert learned("q4_k", Outputs.none((3, 2)), known, 1.0) is None
 
 
 def test_a_table_beats_what_was_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
