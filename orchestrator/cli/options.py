@@ -273,8 +273,10 @@ def chat_config(options: dict[str, Any]) -> Config:
     """As make_config, of what `moe-edge chat` runs with these options. Commands that say what would
     run, or try it, take the same."""
     kept = {"remember": True, "conversations": True}
-    # Where a loss is allowed, the last answer is probed, in two sequences and some rows of logits.
-    probes = {"sequences": 2, "beside_token": 32} if options.get(ALLOWED_LOSS) else {}
+    # Where a loss is allowed, the last answer is probed: two sequences, a thread, rows of logits.
+    probes = (
+        {"sequences": 2, "beside": 6 << 20, "beside_token": 32} if options.get(ALLOWED_LOSS) else {}
+    )
     return make_config({**options, **kept, **probes})
 
 

@@ -102,7 +102,7 @@ class Prober:
                     plain = log_odds(token, at, PLAIN)
                     skipping, in_step = True, 0.0
                     moved = log_odds(token, at, SKIPPING)
-                    kl += max(0.0, float(np.exp(plain) @ (plain - moved)))
+                    kl += max(0.0, float((np.exp(plain) * (plain - moved)).sum()))
                     lost, n = lost + in_step, n + 1
                     so_far = known + Probed.of_answer(n, kl, lost, gates)
                     off = 1 - in_step * so_far.scale / allowed if lost else 1.0
