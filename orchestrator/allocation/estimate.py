@@ -26,6 +26,8 @@ _LEAST_ANSWERS = 3
 # that it takes at least: a few may be alike by chance.
 _EXACT_ENOUGH, _ENOUGH_ANSWERS = 0.12, 16
 _NORMAL = 1.96
+# By what share of its own the KL of an answer of the demo is off, taken as if so many were seen.
+_USUAL_SCATTER, _USUAL_ANSWERS = 0.4, 2
 _DEPTH = 0.5
 # A scale grows by this power of how much less is allowed than it was probed with.
 _SMALL_MOVES = 0.3
@@ -103,13 +105,16 @@ class Probed:
         n, lost, kl = self.moments[1:4].tolist()
         if n < _LEAST_ANSWERS or not (lost > 0 and kl > 0 and self.gates.all()):
             return None
-        # The residuals y - (kl / lost) x, squared: the scale is a ratio of sums.
+        # The residuals y - (kl / lost) x, squared: the scale is a ratio of sums. A few answers that
+        # are alike by chance scatter as others did.
         each = np.array([(kl / lost) ** 2, -2 * kl / lost, 1.0])
-        scatter = n / (n - 1) * max(0.0, float(each @ self.moments[4:]))
-        # Student's factor for n - 1 degrees of freedom, as Cornish and Fisher have it.
-        z, free = _NORMAL, n - 1
+        squares = max(0.0, float(each @ self.moments[4:])) * (n / kl) ** 2
+        free = n - 1 + _USUAL_ANSWERS
+        scatter = (squares + _USUAL_ANSWERS * _USUAL_SCATTER**2) / free
+        # Student's factor, as Cornish and Fisher have it.
+        z = _NORMAL
         factor = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
-        return float(factor * math.sqrt(scatter) / kl)
+        return float(factor * math.sqrt(scatter / n))
 
     @property
     def answers(self) -> int:

@@ -210,7 +210,7 @@ def test_the_interval_of_a_learned_scale_holds() -> None:
     """Answers that scatter as measured ones do: by chance the upper end is below the truth in a
     fortieth of the cases; with few answers, whose scatter is hardly known, in a few more."""
     random, n_layers = np.random.default_rng(4), 2
-    for n, most in ((3, 0.12), (8, 0.1), (40, 0.06)):
+    for n, most in ((3, 0.1), (8, 0.1), (40, 0.06)):
         below = 0
         for _ in range(400):
             found = Probed.none(n_layers)
@@ -221,7 +221,7 @@ def test_the_interval_of_a_learned_scale_holds() -> None:
             below += found.scale * np.exp(found.error) < 3.0
         assert below / 400 <= most
     assert found.error < 0.3 and not found.is_exact
-    assert probed_alike(2).error is None and probed_alike(9).error < 1e-6
+    assert probed_alike(2).error is None and 0.1 < probed_alike(9).error < 0.2
     assert probed_alike(16).is_exact and not probed_alike(15).is_exact
 
 
@@ -239,7 +239,8 @@ def test_what_is_learned_costs_what_an_expert_puts_out() -> None:
     found = learned("q4_k", outputs, known, 1.0)
     assert found is not None and found.learned and (found.nats[..., 0] == 0).all()
     by_depth = np.array([[1.0], [2**-0.5], [3**-0.5]])
-    np.testing.assert_allclose(found.nats[..., 1], 0.1 * by_depth * power, rtol=1e-4)
+    scale = 0.1 * np.exp(known.error)
+    np.testing.assert_allclose(found.nats[..., 1], scale * by_depth * power, rtol=1e-4)
     np.testing.assert_allclose(found.gates, np.repeat([[0.1], [0.05], [0.025]], 2, axis=1))
     # The less is known, the more it costs; nothing is known of an expert layer that nobody saw.
     more = Probed.of_answer(40, 3.0, 1.0, np.zeros((2, 3)))
