@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from orchestrator.allocation.estimate import Outputs
+from orchestrator.allocation.estimate import Outputs, Probed
 from orchestrator.cache.files import keep, read_object, recalled, user_folder, write_whole
 from orchestrator.config import Config
 from orchestrator.errors import ProfileError
@@ -66,11 +66,19 @@ def load(path: Path, model: ExpertModel) -> np.ndarray:
 
     Raises ProfileError for a damaged profile and for one of another model, OSError.
     """
-    return load_usage(path, model)[0]
+    return load_usage(path, model).hotness
 
 
-def load_usage(path: Path, model: ExpertModel) -> tuple[np.ndarray, Outputs]:
-    """As load, and what experts put out, as far as that was counted."""
+class Usage(NamedTuple):
+    """What a profile has: the hotness; what experts put out; what skipping did to answers."""
+
+    hotness: np.ndarray
+    outputs: Outputs
+    probed: Probed
+
+
+def load_usage(path: Path, model: ExpertModel) -> Usage:
+    """As load, and the rest, as far as that was counted."""
     data = _parse(path)
     if data["model"] != identity(model):
         raise ProfileError(
@@ -78,23 +86,30 @@ def load_usage(path: Path, model: ExpertModel) -> tuple[np.ndarray, Outputs]:
             f"{model.path.name}, or a new file name"
         )
 
-    def of_each(values: Any) -> np.ndarray:
+    n_layers = model.n_layers
+
+    def numbers(values: Any, *shape: int) -> np.ndarray:
         try:
             found = np.array(values, np.float64)
         except (TypeError, ValueError, OverflowError):
             found = np.empty(0)
-        if found.shape != (model.n_layers, model.n_expert) or not (
-            np.isfinite(found).all() and (found >= 0).all()
-        ):
+        if found.shape != shape or not (np.isfinite(found).all() and (found >= 0).all()):
             raise _damaged(path)
         return found
 
-    hotness, outputs = of_each(data.get("hotness")), data.get("outputs")
-    if outputs is None:
-        return hotness, Outputs.none(hotness.shape)
-    if not isinstance(outputs, dict):
-        raise _damaged(path)
-    return hotness, Outputs(of_each(outputs.get("tokens")), of_each(outputs.get("squares")))
+    def part(name: str, **shapes: tuple[int, ...]) -> list[np.ndarray]:
+        values = data.get(name)
+        if not isinstance(values, dict):
+            raise _damaged(path)
+        return [numbers(values.get(key), *shape) for key, shape in shapes.items()]
+
+    every = (n_layers, model.n_expert)
+    outputs, probed = Outputs.none(every), Probed.none(n_layers)
+    if "outputs" in data:
+        outputs = Outputs(*part("outputs", tokens=every, squares=every))
+    if "probed" in data:
+        probed = Probed(*part("probed", moments=(7,), gates=(2, n_layers)))
+    return Usage(numbers(data.get("hotness"), *every), outputs, probed)
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -113,10 +128,14 @@ def _damaged(path: Path) -> ProfileError:
 
 
 def save(
-    path: Path, model: ExpertModel, hotness: np.ndarray, outputs: Outputs | None = None
+    path: Path,
+    model: ExpertModel,
+    hotness: np.ndarray,
+    outputs: Outputs | None = None,
+    probed: Probed | None = None,
 ) -> None:
-    """Writes a profile, whole or not at all. hotness [n_layers, n_expert]; outputs: what experts
-    put out, None where nobody counted. Raises OSError."""
+    """Writes a profile, whole or not at all: as of Usage, None where nobody counted. Raises
+    OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = {
         "format": _FORMAT,
@@ -127,6 +146,9 @@ def save(
     }
     if outputs is not None:
         data["outputs"] = {"tokens": _rounded(outputs.tokens), "squares": _rounded(outputs.squares)}
+    if probed is not None and probed.moments.any():
+        # In full: what they scatter by is a small difference of them.
+        data["probed"] = {"moments": probed.moments.tolist(), "gates": _rounded(probed.gates)}
     write_whole(path, json.dumps(data), private=True)
 
 
@@ -198,9 +220,11 @@ class _Cached:
 
 
 class UsageKeeper(_Cached):
-    """How often tokens used each expert of a model, in earlier runs under any policy, and what the
-    experts put out in answers, in the format of profiles. Runs long ago count less: of all earlier
-    ones as many tokens stay as _USED_TOKENS.
+    """How often tokens used each expert of a model, in earlier runs under any policy, what the
+    experts put out in answers, and what skipping did to answers, in the format of profiles. Runs
+    long ago count less: of all earlier ones as many tokens stay as _USED_TOKENS.
+
+    note: why what earlier runs learned was left aside, or None.
     """
 
     kind = "usage"
@@ -209,13 +233,19 @@ class UsageKeeper(_Cached):
     def __init__(self, config: Config, model: ExpertModel) -> None:
         super().__init__(config, model)
         self._outputs_now = self._none = Outputs.none((model.n_layers, model.n_expert))
+        self._probed_now = self._unprobed = Probed.none(model.n_layers)
+        self.note: str | None = None
 
     @cached_property
-    def _known(self) -> tuple[np.ndarray | None, Outputs]:
+    def _known(self) -> tuple[np.ndarray | None, Outputs, Probed]:
         if self._remember:
-            with suppress(OSError, ProfileError):
+            try:
                 return load_usage(self._path, self._model)
-        return None, self._none
+            except ProfileError as error:
+                self.note = f"How this model was used is learned anew: {error}"
+            except OSError:
+                pass
+        return None, self._none, self._unprobed
 
     def recall(self) -> np.ndarray | None:
         """Tokens that used each expert, those of stores that were freed included, float64
@@ -227,6 +257,15 @@ class UsageKeeper(_Cached):
         """What experts put out, those of stores that were freed included."""
         return self._known[1] + self._outputs_now
 
+    def probed(self) -> Probed:
+        """What skipping did to answers."""
+        return self._known[2] + self._probed_now
+
+    def probe(self, answer: Probed) -> None:
+        """Adds an answer that was computed twice."""
+        if np.isfinite(answer.moments).all() and np.isfinite(answer.gates).all():
+            self._probed_now += answer
+
     def learn(self, used: np.ndarray, outputs: Outputs | None = None) -> None:
         """Adds what a store counted until it was freed, [n_layers, n_expert]."""
         self._now = used.astype(np.float64) if self._now is None else self._now + used
@@ -237,11 +276,12 @@ class UsageKeeper(_Cached):
         """Writes what was learned, if anything was."""
         if self._now is None or not self._now.any() or not self._remember:
             return
-        total, outputs = np.asarray(self.recall()), self.outputs()
-        self._known, self._now, self._outputs_now = (total, outputs), None, self._none
+        total, outputs, probed = np.asarray(self.recall()), self.outputs(), self.probed()
+        self._known = total, outputs, probed
+        self._now, self._outputs_now, self._probed_now = None, self._none, self._unprobed
         kept = outputs.scaled(self._kept_share(outputs.tokens))
         with suppress(OSError):
-            save(self._path, self._model, total * self._kept_share(total), kept)
+            save(self._path, self._model, total * self._kept_share(total), kept, probed)
 
     def _kept_share(self, uses: np.ndarray) -> float:
         tokens = float(uses.sum(axis=1).max()) / self._model.n_expert_used

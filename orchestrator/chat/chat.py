@@ -128,7 +128,7 @@ class Chat:
         while self._running:
             try:
                 self.session.engine.idle()
-                line = self.console.ask()
+                line = self._ask()
                 if line is not None and line.lstrip().startswith(QUOTES):
                     line = self._rest_of(line.lstrip().removeprefix(QUOTES))
             except KeyboardInterrupt:
@@ -151,6 +151,13 @@ class Chat:
             except KeyboardInterrupt:
                 interrupts.forget()
                 self.console.note("\nstopped")
+
+    def _ask(self) -> str | None:
+        """A line of the user's. Nothing goes on behind it."""
+        try:
+            return self.console.ask()
+        finally:
+            self.session.engine.end_idle()
 
     def _introduce(self) -> None:
         """Say which model answers, and how."""
@@ -406,6 +413,9 @@ def stats_fields(stats: GenerationStats, ram_bytes: int) -> list[str]:
         fields.append(f"{stats.tokens_per_s:.1f} tok/s")
     if stats.hit_rate is not None:
         fields.append(f"experts {100 * stats.hit_rate:.0f} % in memory")
+    if stats.kl_estimate:
+        most, learned = ("at most ", ", learned") if stats.kl_learned else ("", "")
+        fields.append(f"loss {most}{stats.kl_estimate:.2g}{learned}")
     cap = format_size(ram_bytes)
     took = format_size(stats.peak_rss_bytes).removesuffix(cap[cap.rindex(" ") :])
     fields.append(f"memory {took} of {cap}")

@@ -19,7 +19,7 @@ from orchestrator.chat.console import Console, progress_bar, strip_controls
 from orchestrator.cli.help import Option
 from orchestrator.config import Config
 from orchestrator.errors import GGUFError, MoeEdgeError, SettingError
-from orchestrator.policy import owners, policy_settings
+from orchestrator.policy import ALLOWED_LOSS, owners, policy_settings
 from orchestrator.settings import Setting, flag_of, parse_size
 
 if TYPE_CHECKING:
@@ -272,7 +272,12 @@ def make_config(options: dict[str, Any]) -> Config:
 def chat_config(options: dict[str, Any]) -> Config:
     """As make_config, of what `moe-edge chat` runs with these options. Commands that say what would
     run, or try it, take the same."""
-    return make_config({**options, "remember": True, "conversations": True})
+    kept = {"remember": True, "conversations": True}
+    # Where a loss is allowed, the last answer is probed: two sequences, a thread, rows of logits.
+    probes = (
+        {"sequences": 2, "beside": 6 << 20, "beside_token": 32} if options.get(ALLOWED_LOSS) else {}
+    )
+    return make_config({**options, **kept, **probes})
 
 
 def config_without_model(options: dict[str, Any]) -> Config:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,14 +35,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from orchestrator.allocation.estimate import KlEstimate
+from orchestrator.allocation.estimate import KlEstimate, Outputs, learned
 from orchestrator.cache.files import read_object, write_whole
-from orchestrator.cache.profile import identity
+from orchestrator.cache.profile import UsageKeeper, identity
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP, SKIP_TIER
 from orchestrator.memory.plan import MemoryPlan
-from orchestrator.policy import ALLOWED_LOSS
+from orchestrator.policy import ALLOWED_LOSS, policy_settings
 from orchestrator.policy.base import SpendsLoss
 
 _FORMAT = "moe-edge loss table"
@@ -337,11 +337,12 @@ class Skips(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Foreseen:
     """kl: mean KL from the tier `base`, the best of the file, in nats a token; an upper estimate
-    where at_most; None where no table knows it."""
+    where at_most; None where no table knows it. learned: it was not calibrated."""
 
     kl: float | None
     at_most: bool
     base: str
+    learned: bool = False
 
     @property
     def text(self) -> str:
@@ -350,8 +351,9 @@ class Foreseen:
             return f", what it loses from {self.base} no table knows (`moe-edge calibrate`)"
         if not self.kl:
             return ""
-        most = "at most " * self.at_most
-        return f", foreseen to lose {most}{self.kl:.2g} nats a token from {self.base}"
+        most = "at most " * (self.at_most or self.learned)
+        by = " by what was learned" * self.learned
+        return f", foreseen to lose {most}{self.kl:.2g} nats a token from {self.base}{by}"
 
 
 def foreseen(
@@ -388,13 +390,19 @@ def foreseen(
 
 class LossModel:
     """What is known of one model's losses: by the table that the setting losses names, else the one
-    beside the model.
+    beside the model. Where that says nothing, what was learned while the model answered is for
+    policies that spend a loss on skipping, and for nobody else.
 
     note: why there is none, or None.
     """
 
-    def __init__(self, config: Config, model: ExpertModel) -> None:
-        self._named, self._model = config.given("losses"), model
+    def __init__(
+        self, config: Config, model: ExpertModel, usage: UsageKeeper | None = None
+    ) -> None:
+        """usage: what was learned."""
+        self._named, self._model, self._usage = config.given("losses"), model, usage
+        # What is learned is for this loss, in nats a token.
+        self.allowed = config.given(ALLOWED_LOSS) or policy_settings()[ALLOWED_LOSS].default
         self.note: str | None = None
 
     def recall(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
@@ -422,10 +430,23 @@ class LossModel:
         table, _ = self._loaded
         return None if table is None else table.costs(tiers)
 
+    def learned(self, tiers: Sequence[str], more: Outputs | None = None) -> KlEstimate | None:
+        """What skipping costs where these are one tier, by what was learned where nobody
+        calibrated; None where that is too little. more: what experts put out that usage lacks."""
+        if self._usage is None or len(tiers) > 1 or self._named or self.estimate(tiers):
+            return None
+        outputs = self._usage.outputs()
+        outputs = outputs if more is None else outputs + more.finite()
+        return learned(tiers[0], outputs, self._usage.probed(), self.allowed)
+
+    def spent(self, tiers: Sequence[str]) -> KlEstimate | None:
+        """As estimate, else as learned: for a policy that spends a loss."""
+        return self.estimate(tiers) or self.learned(tiers)
+
     def needed(self, tiers: Sequence[str]) -> KlEstimate:
-        """As estimate. Raises ConfigError where it cannot be had, naming the command that makes
+        """As spent. Raises ConfigError where it cannot be had, naming the command that makes
         it."""
-        found, (table, why) = self.estimate(tiers), self._loaded
+        found, (table, why) = self.spent(tiers), self._loaded
         if found is not None:
             return found
         if table is None:
@@ -471,7 +492,12 @@ class LossModel:
     def foreseen(self, plan: MemoryPlan, uses: np.ndarray) -> Foreseen:
         """What a plan loses, with its policy's settings as they are now, where tokens use each
         expert so often, [n_layers, n_expert]."""
-        return foreseen(plan, uses, self.of_file[0], self._model.tiers[0].name)
+        estimate, best = self.of_file[0], self._model.tiers[0].name
+        known = None
+        if estimate is None and isinstance(plan.policy, SpendsLoss) and plan.tier_names[0] == best:
+            known = self.spent(plan.tier_names)
+        found = foreseen(plan, uses, estimate or known, best)
+        return replace(found, learned=known is not None and known.learned)
 
     def skips(self, plan: MemoryPlan) -> Skips | None:
         """What a plan's policy may skip, None where it does not decide by losses. Raises what

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from orchestrator.cache.profile import HotnessKeeper
+from orchestrator.cache.profile import HotnessKeeper, UsageKeeper
 from orchestrator.config import Config
 from orchestrator.cost.disk import Bandwidth, kept_bandwidth, slow_disk
 from orchestrator.cost.losses import Foreseen, LossModel
@@ -61,7 +61,9 @@ class Planner:
         self.bindings = Bindings.load()
         self.gpu = find_gpu(self.bindings, config.device, config.vram)
         check_misses(self.gpu, config)
-        self.losses = LossModel(config, model)
+        # Of earlier runs, whether this one is kept or not, so that `plan` says what a chat runs.
+        self.usage = UsageKeeper(config.with_changes(remember=True), model)
+        self.losses = LossModel(config, model, self.usage)
         self.hotness = HotnessKeeper(config, model)
         self._config, self._model, self._disk = config, model, disk
         self._probe = Probe(self.bindings, config)
@@ -80,6 +82,7 @@ class Planner:
             self.lossless,
             without_effect(self._config),
             self.hotness.note,
+            self.usage.note,
             self.losses.note,
             self.slow_disk,
             one_of_several(self.bindings, self.gpu),
@@ -111,7 +114,9 @@ class Planner:
             runs = self._laid_out(config)
         if isinstance(runs.plan.policy, SpendsLoss):
             why_not = self.losses.unknown(runs.plan.tier_names)
-        self.lossless = f"It is lossless, since {why_not}." if why_not else None
+        learns = config.remember and config.sequences and not config.given("losses")
+        else_do = ", or chat on: what skipping loses is learned behind answers" if learns else ""
+        self.lossless = f"It is lossless, since {why_not}{else_do}." if why_not else None
         return runs
 
     def _laid_out(self, config: Config) -> Runs:
@@ -155,6 +160,8 @@ class Planner:
     def _frontier(self, config: Config) -> Frontier:
         allowed, why_not = config.given(ALLOWED_LOSS), self.losses.of_file[1]
         names = [tier.name for tier in self._model.tiers]
+        if self.losses.learned(names[:1]) is not None:
+            why_not = ""  # of floor it is known
         taken = TakenPlans(config, self._model)
         with self._probe, self.times() as times:
             left = None if allowed is None else dict(zip(names, self._left(allowed), strict=True))

@@ -14,8 +14,9 @@ import numpy as np
 
 from orchestrator.allocation.estimate import Outputs
 from orchestrator.allocation.slots import Transition
-from orchestrator.engine.idle import Idle, likely
+from orchestrator.engine.idle import Idle, Then, likely
 from orchestrator.engine.loss_meter import LossMeter
+from orchestrator.errors import NativeError
 from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, StepReport, served
 from orchestrator.memory.shared import CELL_STEP, SharedMemory
 from orchestrator.native import FAILED, CRoom, Store
@@ -52,10 +53,10 @@ class PlainDriver:
         asked for or has experts in memory, and nobody learns from them."""
         return nullcontext()
 
-    def idle(self, used: np.ndarray | None) -> None:
+    def idle(self, used: np.ndarray | None, then: Then | None = None) -> None:
         """Nothing is asked for until end_idle is called: reads what is likely to be used, into free
         slots. used: how often tokens used each expert, float64 [n_layers, n_expert], None where
-        that is not known."""
+        that is not known. then: called behind that, in its thread; it may compute steps."""
 
     def end_idle(self) -> None:
         """Before a step after idle, and before the store is freed; from any thread."""
@@ -124,6 +125,7 @@ class Driver(PlainDriver):
         self.keep_prompts: Callable[[int], int] = lambda _n_bytes: 0
         self._given = 0  # of the most, to cells
         self._limit: int | None = None
+        self._keeps_slots = False
         self._idle = Idle(store)
         self._pause = pause
         self._prompt_read = False
@@ -159,16 +161,30 @@ class Driver(PlainDriver):
                 decision.tier_array[expert] = tier
             self.store.apply(decision)
 
-        self.set_route(on_route)
+        try:
+            with self.unlearned(on_route):
+                yield
+        finally:
+            self.store.forget_outputs()
+            self.store.reset_stats()
+            self._prompt_read = False
+
+    @contextmanager
+    def unlearned(self, route: Callable[[RouteEvent], None]) -> Iterator[None]:
+        """In steps in this block, of a prompt's phase unless begin says another one, `route`
+        decides, and nobody learns from them. Slots give way to nothing: a step fails before."""
+        self.used()  # else what was routed before would be forgotten
+        self.set_route(route)
         self.store.set_step_done(None)
+        self.store.set_phase(Phase.PREFILL)
+        self._keeps_slots = True
         try:
             yield
         finally:
+            self._keeps_slots = False
             self.set_route()
             self.store.set_step_done(self.step_done)
             self.store.forget_counts()
-            self.store.reset_stats()
-            self._prompt_read = False
 
     def on_route_unasked(self, event: RouteEvent) -> None:
         """What the store does by itself where the policy is not asked: its default tier, or a
@@ -270,6 +286,10 @@ class Driver(PlainDriver):
             limit = max(shared.least_slots, shared.slots(end, room.at_once) + self._given)
         if limit == self._limit:
             return
+        if self._keeps_slots and self._limit is not None:
+            if limit < self._limit:
+                raise NativeError("what nobody asked for takes no memory from experts")
+            return
         while self.store.limit(limit):  # until reads into slots that go are complete
             self._pause()
         self._limit = limit
@@ -317,15 +337,15 @@ class Driver(PlainDriver):
         """Experts that were read while nothing was asked for."""
         return self._idle.brought
 
-    def idle(self, used: np.ndarray | None) -> None:
+    def idle(self, used: np.ndarray | None, then: Then | None = None) -> None:
         self.end_idle()
         store = self.store
         store.cancel(False)
-        if store.full:
-            return
-        counts = [each for each in (self.used(), used) if each is not None]
-        wanted = likely(self.policy.wants, store.resident(), np.sum(counts, axis=0))
-        self._idle.start(wanted)
+        wanted: Sequence[Transition] = ()
+        if not store.full:
+            counts = [each for each in (self.used(), used) if each is not None]
+            wanted = likely(self.policy.wants, store.resident(), np.sum(counts, axis=0))
+        self._idle.start(wanted, then)
 
     def end_idle(self) -> None:
         self._idle.stop()

@@ -59,6 +59,8 @@ class Engine(Closing):
         llama = self._loaded.model
         self._template = ChatTemplate(llama.chat_template(), llama.bos(), llama.eos())
         self._prompts = self._prompt_cache()
+        # Where the last answer lies in the conversation, until it is probed.
+        self._answer = range(0)
 
     @classmethod
     def open(
@@ -105,6 +107,7 @@ class Engine(Closing):
             )
         steps, plan, driver = self._steps, self.plan, self._loaded.driver
         steps.begin()
+        self._answer = range(0)
         store = driver.store if isinstance(driver, Driver) else None
         costs = StoreCosts(store, plan.tier_names, plan.skip, driver.meter)
         meter = Meter(costs, len(tokens))
@@ -142,6 +145,7 @@ class Engine(Closing):
             self._prompts.answered()
         finally:
             chain.close()
+            self._answer = range(len(tokens), len(steps.cached))
             self.last_stats = meter.stats(self.mode, plan.budget_bytes, driver.report())
 
     def _prefill(
@@ -173,8 +177,12 @@ class Engine(Closing):
 
     def idle(self) -> None:
         """Nothing is asked for now: until something is, free slots get the experts that were used
-        most, by earlier runs and by this one. Returns at once."""
-        self._loaded.driver.idle(self._loader.learned.usage.recall())
+        most, by earlier runs and by this one, and the last answer is probed where the user allows
+        a loss that nobody calibrated. Returns at once."""
+        loaded, learned = self._loaded, self._loader.learned
+        answer, self._answer = self._answer, range(0)
+        probe = learned.probe(loaded.plan, loaded.driver, loaded.context, loaded.steps, answer)
+        loaded.driver.idle(learned.usage.recall(), probe)
 
     def look_at_files(self) -> tuple[str, bool]:
         """Of the model's, as InUse.look."""
@@ -280,6 +288,7 @@ class Engine(Closing):
         return used
 
     def _restart(self, config: Config) -> None:
+        self.end_idle()
         runs = self._loader.planner.compared(config)
         before = self._loaded.runs._replace(config=self.config)  # with what was changed live
         self._loader.learned.learn(self._loaded.driver)
@@ -346,9 +355,13 @@ class Engine(Closing):
         return self._loader.planner.note
 
     def prompt_notes(self) -> list[str]:
-        """What the prompt cache has to say since it was last asked, sentences for the user."""
-        said = list(notes := self.prompt_folder.notes if self.prompt_folder else [])
-        notes.clear()
+        """What the prompt cache has to say, and what was learned, since it was last asked:
+        sentences for the user."""
+        said = []
+        learned = self._loader.learned.notes
+        for notes in (self.prompt_folder.notes if self.prompt_folder else [], learned):
+            said += notes
+            notes.clear()
         return said
 
     @property
@@ -382,6 +395,7 @@ class Engine(Closing):
         twice.
         Raises OSError where a named profile cannot be written."""
         learned = self._loader.learned
+        self.end_idle()
         learned.learn(self._loaded.driver)
         self._prompts.leave()
         self._loaded.close()

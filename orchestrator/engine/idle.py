@@ -1,10 +1,10 @@
-"""What a store reads while nothing is asked of it: experts that are likely to be used, into slots
-that are free."""
+"""What is done while nothing is asked for: experts that are likely to be used are read into slots
+that are free, and what else there is to compute is computed behind that."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from orchestrator.allocation.slots import Transition
 from orchestrator.events import ABSENT
 from orchestrator.native import Store
 from orchestrator.policy.base import Wants
+
+# Gets what says whether it may go on, and asks that before each step.
+Then = Callable[[Callable[[], bool]], None]
 
 
 def likely(wants: Wants, resident: np.ndarray, used: np.ndarray) -> Sequence[Transition]:
@@ -39,7 +42,8 @@ class Idle:
 
     Each gets slots that are free, or none: nothing is evicted for it, so that nothing that is used
     more can go, and slots are all the memory that it takes. No step may begin before stop has
-    returned, which waits for the expert that is being read and for no other one.
+    returned, which waits for the expert that is being read and for no other one. A step that is
+    computed behind that is cut off.
 
     brought: experts that were read, ever.
     """
@@ -48,26 +52,30 @@ class Idle:
         self.brought = 0
         self._store = store
         self._thread: threading.Thread | None = None
-        self._stopping = False
+        self._stopping = self._computes = False
 
-    def start(self, wanted: Sequence[Transition]) -> None:
+    def start(self, wanted: Sequence[Transition], then: Then | None = None) -> None:
         """Begins to read these, until all were looked at or one cannot be read: the token that
-        needs that one says why."""
+        needs that one says why. then: what is computed behind that."""
         self.stop()
-        if not wanted:
+        if not wanted and then is None:
             return
-        self._stopping = False
+        self._stopping = self._computes = False
         self._thread = threading.Thread(
-            target=self._read, args=(wanted,), name="read while idle", daemon=True
+            target=self._run, args=(wanted, then), name="while idle", daemon=True
         )
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns when nothing is read any more; from any thread."""
+        """Returns when nothing is read or computed any more; from any thread."""
         thread = self._thread
         if thread is not None:
             self._stopping = True
+            if cuts_off := self._computes:
+                self._store.cancel(True)
             thread.join()
+            if cuts_off:
+                self._store.cancel(False)
             self._thread = None
 
     def wait(self) -> None:
@@ -75,6 +83,12 @@ class Idle:
         thread = self._thread
         if thread is not None:
             thread.join()
+
+    def _run(self, wanted: Sequence[Transition], then: Then | None) -> None:
+        self._read(wanted)
+        self._computes = then is not None  # before it is asked whether to go on
+        if then is not None:
+            then(lambda: not self._stopping)
 
     def _read(self, wanted: Sequence[Transition]) -> None:
         for each in wanted:

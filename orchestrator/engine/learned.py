@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.allocation.slots import Transition
 from orchestrator.cache.profile import TunedKeeper, UsageKeeper
 from orchestrator.config import Config
 from orchestrator.cost.planner import Planner
-from orchestrator.engine.driver import PlainDriver
+from orchestrator.engine.driver import Driver, PlainDriver
+from orchestrator.engine.idle import Then
+from orchestrator.engine.loss_meter import LossMeter
+from orchestrator.engine.probe import SEQUENCES, Prober, room_for
+from orchestrator.engine.steps import Steps
 from orchestrator.memory.plan import MemoryPlan
-from orchestrator.policy.base import Tunes
+from orchestrator.native.llama import LlamaContext
+from orchestrator.policy.base import SpendsLoss, Tunes
+
+_KNOWN = (
+    "What skipping experts loses was learned from your answers: the next start may skip some,"
+    " within --max-loss."
+)
 
 
 class Learned:
     """Which experts are hot, how often each was used and what it put out (usage), and what policies
-    tuned: from earlier runs and from this one."""
+    tuned: from earlier runs and from this one.
+
+    notes: what there is to say of it, sentences for the user.
+    """
 
     def __init__(self, config: Config, model: ExpertModel, planner: Planner) -> None:
-        self.usage = UsageKeeper(config, model)
+        self.usage = planner.usage if config.remember else UsageKeeper(config, model)
+        self.notes: list[str] = []
+        self._prober = Prober()
+        self._config = config
         self._tuned = TunedKeeper(config, model)
         self._planner = planner
 
@@ -34,6 +50,57 @@ class Learned:
             if tuned is not None:
                 policy.recall(tuned)
         return policy.start()
+
+    def probe(
+        self,
+        plan: MemoryPlan,
+        driver: PlainDriver,
+        context: LlamaContext,
+        steps: Steps,
+        answer: range,
+    ) -> Then | None:
+        """Probes an answer of the conversation, given by its places there; a policy that spends a
+        loss goes by what is known then. None where the context was not made for that or lacks the
+        room, where what it takes could not be left as it was, or where nobody needs it."""
+        names = plan.tier_names
+        n = room_for(len(steps.cached), len(answer), context.n_ctx)
+        if (
+            not isinstance(driver, Driver)
+            or not self._config.remember
+            or self._config.sequences != len(SEQUENCES)
+            or plan.absent_bytes == 0
+            or plan.device is not None
+            or len(names) > 1
+            or answer.stop > len(steps.cached)
+            or n == 0
+            or steps.state.has_part
+            or self._planner.losses.estimate(names) is not None
+            or self.usage.probed().is_exact
+        ):
+            return None
+        tokens, usage = steps.cached[answer.start : answer.start + n], self.usage
+
+        def then(goes_on: Callable[[], bool]) -> None:
+            power = (usage.outputs() + driver.store.outputs().finite()).power()
+            if power is None:
+                return
+            before, allowed = usage.probed(), self._planner.losses.allowed
+            found = self._prober.probe(
+                context, driver, power, answer.start, tokens, before, allowed, goes_on
+            )
+            if found is None:
+                return
+            usage.probe(found)
+            estimate = self._planner.losses.learned(names, driver.store.outputs())
+            if estimate is None:
+                return
+            if isinstance(driver.policy, SpendsLoss):
+                driver.policy.set_estimate(estimate)
+                driver.meter = LossMeter(estimate, self._config.exact_tiers)
+            elif before.error is None:
+                self.notes.append(_KNOWN)
+
+        return then
 
     def learn(self, driver: PlainDriver) -> None:
         """Takes in what the policy that runs knows of the model."""

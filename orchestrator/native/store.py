@@ -312,9 +312,11 @@ class Store(Closing):
         return counts
 
     def forget_counts(self) -> None:
-        """What was routed since the last take_counts, and what experts put out until now, is
-        counted nowhere."""
+        """What was routed since the last take_counts is counted nowhere."""
         self._of_each(self.library.take_counts, ctypes.c_uint32)
+
+    def forget_outputs(self) -> None:
+        """What experts put out until now is counted nowhere."""
         self._forgotten = self._outputs()
 
     def taken_counts(self) -> np.ndarray:

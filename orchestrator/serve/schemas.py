@@ -360,6 +360,7 @@ COSTS: dict[str, Schema] = {
         "type": ["number", "null"],
         "description": "Foreseen KL divergence from the best tier in use, nats a token.",
     },
+    "kl_learned": {"type": "boolean", "description": "At most: learned, and not calibrated."},
     "mix": {"type": "object", "description": "Shares of the precisions decided."},
     "computed": {"type": "object", "description": "Shares of the precisions computed."},
     "bytes_read": COUNT,
@@ -393,7 +394,7 @@ SCHEMAS: dict[str, Schema] = {
         "description": "llama.cpp's figures, and what the experts cost.",
     },
     "Costs": {
-        **record(" ".join(COSTS.keys() - {"kl_estimate"}), **COSTS),
+        **record(" ".join(COSTS.keys() - {"kl_estimate", "kl_learned"}), **COSTS),
         "description": "What the experts cost; llama.cpp has no figures of its own here.",
     },
     "ChatAnswer": record(

@@ -43,7 +43,11 @@ def render(result: dict[str, Any]) -> str:
         )
     if (usage := result["usage"]) is not None:
         if usage["kl_estimate"] is not None:
-            lines.append(_line("KL foreseen", f"{usage['kl_estimate']:.5f}", "by the loss table"))
+            lines.append(
+                _line(
+                    "KL foreseen", f"{usage['kl_estimate']:.5f}", "by the loss table, or as learned"
+                )
+            )
         asked = ", ".join(
             f"{100 * usage[key]:.1f} % {key}"
             for key in ("high", "low", "skip")

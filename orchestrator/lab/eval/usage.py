@@ -10,6 +10,7 @@ from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.events import Phase
 from orchestrator.lab.replay.figures import ratio
 from orchestrator.native import MAX_TIERS, CStats
+from orchestrator.policy.base import SpendsLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,10 @@ def foresee_from(engine: Engine, best: str) -> LossMeter | None:
     file; None where nothing can be foreseen."""
     if not engine.managed:
         return None
-    estimate = engine.losses.estimate(engine.plan.tier_names, best)
+    names = engine.plan.tier_names
+    estimate = engine.losses.estimate(names, best)
+    if estimate is None and isinstance(engine.policy, SpendsLoss) and names[0] == best:
+        estimate = engine.losses.learned(names)
     meter = None if estimate is None else LossMeter(estimate, engine.config.exact_tiers)
     engine.driver.meter = meter
     return meter

@@ -120,6 +120,9 @@ class FakeEngine:
     def idle(self):
         assert not self.closed
 
+    def end_idle(self):
+        pass
+
     def generate(self, tokens, sampling, max_tokens, on_prefill=None):
         assert not self.closed
         self._cancelled = False

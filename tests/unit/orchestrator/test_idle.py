@@ -12,7 +12,7 @@ import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
-from orchestrator.allocation.estimate import Outputs
+from orchestrator.allocation.estimate import Outputs, Probed
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.cache.profile import UsageKeeper, cached_path, load_usage
 from orchestrator.config import Config
@@ -218,9 +218,47 @@ def test_what_experts_put_out_is_kept_with_their_use(model: ExpertModel) -> None
     assert load_usage(path, model)[1].tokens.sum(axis=1) == pytest.approx(
         65_536 * model.n_expert_used
     )
-    for damaged in ([], {"tokens": tokens.tolist()}, {"tokens": "x", "squares": "x"}):
+    for damaged in (None, [], {"tokens": tokens.tolist()}, {"tokens": "x", "squares": "x"}):
         path.write_text(json.dumps({**json.loads(path.read_text()), "outputs": damaged}))
         assert keeper(model).recall() is None
+
+
+def probed(model: ExpertModel, n: int = 4, kl: float = 1.0) -> Probed:
+    """n answers that moved by 1, 2, ... times the same."""
+    found = Probed.none(model.n_layers)
+    for i in range(n):
+        found += Probed.of_answer(40, (i + 1) * kl, 2.0 + i % 2, np.ones((2, model.n_layers)))
+    return found
+
+
+def test_what_skipping_did_is_kept_with_it(model: ExpertModel) -> None:
+    first, known = keeper(model), probed(model)
+    assert first.probed().error is None
+    first.learn(counts(model, 1))
+    first.probe(known)
+    first.probe(probed(model, 1, np.nan))  # no number
+    first.save()
+    again = keeper(model)
+    np.testing.assert_array_equal(again.probed().moments, known.moments)
+    assert again.probed().error == pytest.approx(known.error) and again.note is None
+    path = cached_path(model, "usage")
+    good = json.loads(path.read_text())
+    moments, gates = (good["probed"][each] for each in ("moments", "gates"))
+    for damaged in (
+        None,
+        {"moments": moments},
+        {"moments": moments[:6], "gates": gates},
+        {"moments": [*moments[:6], float("inf")], "gates": gates},
+        {"moments": [-1.0, *moments[1:]], "gates": gates},
+        {"moments": moments, "gates": gates[:1]},
+    ):
+        path.write_text(json.dumps({**good, "probed": damaged}))
+        left = keeper(model)
+        assert left.probed().error is None and left.outputs().power() is None
+        assert "is learned anew" in str(left.note) and str(path) in str(left.note)
+    path.write_text(json.dumps({**good, "model": "0" * 64}))
+    left = keeper(model)
+    assert left.probed().error is None and "another model" in str(left.note)
 
 
 def test_what_was_long_ago_counts_less(model: ExpertModel) -> None:

@@ -78,6 +78,7 @@ class Played(Planner):
             of_file=(estimate, "" if estimate else "calibrate first"),
             foreseen=lambda plan, uses: foreseen(plan, uses, estimate, TIERS[0]),
             skips=lambda plan: None,
+            learned=lambda names: None,
         )
         self._times = SimpleNamespace(
             of_plan=lambda plan, *_: Takes(plan), disturbed=disturbed, profiled=True

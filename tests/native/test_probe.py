@@ -1,0 +1,216 @@
+"""Answers that are computed again while nothing is asked for: what is learned of them, and that
+everything else stays as it was."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gguf_tools.experts import ExpertModel
+from orchestrator.allocation.estimate import Outputs, Probed
+from orchestrator.cache.profile import UsageKeeper
+from orchestrator.config import Sampling
+from orchestrator.cost import losses
+from orchestrator.cost.planner import Planner
+from orchestrator.engine import probe
+from orchestrator.engine.engine import Engine
+from orchestrator.engine.learned import Learned
+from orchestrator.events import ABSENT, SKIP, Phase
+from orchestrator.policy.floor import Floor
+
+from . import conftest
+from .conftest import HANG_S, drawn
+
+PROMPT, MORE = drawn(24, 5), drawn(9, 6)
+N_ANSWER = 16
+DEMO = Path(__file__).parents[2] / "models/demo/moe-edge-demo.gguf"
+
+
+def opened(model: Path, share: float = 0.6, **settings: Any) -> Engine:
+    usual = {"remember": True, "sequences": 2, "use_extra_bufts": False}
+    return conftest.opened(model, share, **(usual | settings))
+
+
+def answer(engine: Engine, prompt: list[int] = PROMPT, seed: int = 1) -> list[int]:
+    """What the context holds behind an answer."""
+    list(engine.generate(prompt, Sampling(temp=1.0, seed=seed), N_ANSWER))
+    return list(engine._steps.cached)
+
+
+def idle(engine: Engine) -> None:
+    engine.idle()
+    engine.driver._idle.wait()
+    engine.end_idle()
+    engine.store.check()
+
+
+def probed(engine: Engine) -> Probed:
+    return engine._loader.learned.usage.probed()
+
+
+@pytest.mark.parametrize("policy", ["lru", "dymoe", "floor"])
+def test_it_leaves_everything_as_it_was(
+    policy: str, one: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(UsageKeeper, "save", lambda _: None)  # all begin with nothing
+
+    def told() -> tuple[list[Any], np.ndarray, Outputs, float]:
+        """What is said behind an idle time: the next token's logits, an answer more, and counts;
+        what was in memory; what experts put out; how many answers were probed."""
+        with opened(one, policy=policy) as engine:
+            driver = engine.driver
+            tokens = answer(engine)
+            idle(engine)
+            used, resident = driver.used(), engine.store.resident() != ABSENT
+            exact = [engine.eval([7], len(tokens)), answer(engine, [*tokens, *MORE], 2)]
+            outputs = driver.outputs()
+            engine.store.check()
+            return [*exact, used, driver.used()], resident, outputs, probed(engine).answers
+
+    exact, resident, outputs, n = told()
+    with monkeypatch.context() as patched:
+        patched.setattr(Learned, "probe", lambda *_: None)
+        without, resident_without, outputs_without, none = told()
+    assert (n, none) == (1, 0)
+    for found, expected in zip(exact, without, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(outputs.tokens, outputs_without.tokens)
+    # Threads add up in any order.
+    np.testing.assert_allclose(outputs.squares, outputs_without.squares, rtol=1e-6)
+    # One slot of each kind is for what passes: the one that would have gone next.
+    assert (resident_without & ~resident).sum(axis=1).max() <= 1
+
+
+def test_it_ends_in_the_middle(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks waits for no more than the step that runs, which is cut off."""
+    begun, seen = threading.Event(), []
+
+    def slow(logits: np.ndarray) -> np.ndarray:
+        seen.append(0)
+        if len(seen) == 5:
+            begun.set()
+            assert conftest.until(lambda: engine.driver._idle._stopping) is None
+        return real(logits)
+
+    real = probe.log_softmax
+    with opened(one, policy="lru") as engine:
+        tokens = answer(engine)
+        expected = engine.eval([7], len(tokens))
+    with opened(one, policy="lru") as engine:
+        answer(engine)
+        monkeypatch.setattr(probe, "log_softmax", slow)
+        engine.idle()
+        assert begun.wait(HANG_S)
+        np.testing.assert_array_equal(engine.eval([7], len(tokens)), expected)
+        engine.store.check()
+        # Two tokens were computed twice, and the third one once.
+        found, n_used = probed(engine), engine.model.n_expert_used
+        assert len(seen) == 5 and found.answers == 1 and (found.gates[0] == 3 * n_used).all()
+
+
+def calibrated(model: Path) -> dict[str, Any]:
+    conftest.save_losses(losses.default_path(model), model, [0.0], gates=0.1, fit=(0.02, ("skip",)))
+    return {}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        lambda _: {"remember": False},
+        lambda _: {"sequences": 0},
+        lambda _: {"share": 2.0},
+        calibrated,
+    ],
+)
+def test_there_is_none_where_it_may_not_be(
+    case: Callable[[Path], dict[str, Any]], one: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / one.name
+    model.symlink_to(one)
+    with opened(model, policy="lru", **case(model)) as engine:
+        answer(engine)
+        idle(engine)
+        assert not probed(engine).moments.any()
+
+
+def test_there_is_none_behind_a_full_context(one: Path) -> None:
+    with opened(one, policy="lru") as engine:
+        answer(engine, drawn(engine.n_ctx - 3))  # an answer of three tokens, room for none
+        idle(engine)
+        assert not probed(engine).moments.any()
+
+
+def test_a_policy_goes_by_what_is_learned(one: Path) -> None:
+    """Lossless until three answers have been probed; then it skips at once, and at the next start
+    from the first token on."""
+    allowed = {"policy": "floor", "max_loss": 0.5}
+
+    def lowered(engine: Engine) -> float:
+        assert isinstance(engine.policy, Floor)
+        return float(engine.policy.report()["lowered"] or 0.0)
+
+    with opened(one, **allowed) as engine:
+        assert "It is lossless, since there is no loss table" in str(engine.note)
+        for seed in range(3):
+            answer(engine, drawn(24, seed), seed)
+            assert lowered(engine) == 0 and engine.last_stats.kl_estimate is None
+            idle(engine)
+        answer(engine, drawn(24, 8), 8)
+        stats = engine.last_stats
+        assert lowered(engine) > 0 and stats.kl_learned and 0 < stats.kl_estimate <= 0.5
+        known = probed(engine)
+        assert known.error > 0
+    with opened(one, **allowed) as engine:
+        np.testing.assert_allclose(probed(engine).moments, known.moments)
+        assert "lossless" not in str(engine.note)
+        assert "at most 0.5 nats a token from q4_k by what was learned" in engine.mode
+        answer(engine)
+        assert lowered(engine) > 0
+    # A lossless chat says once that the next start could skip.
+    with opened(one, policy="lru") as engine:
+        usage = engine._loader.learned.usage
+        usage._known = (*usage._known[:2], Probed.none(engine.model.n_layers))
+        said = []
+        for seed in range(4):
+            answer(engine, drawn(24, seed), seed)
+            idle(engine)
+            said.append(engine.prompt_notes())
+        assert [len(each) for each in said] == [0, 0, 1, 0]
+
+
+def test_the_scale_of_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is learned of a text that the model does not know by heart is off its table by no more
+    than texts differ. A loss then takes a lossless plan or floor, and none that was not learned."""
+    model = tmp_path / DEMO.name
+    model.symlink_to(DEMO.resolve())
+    lossless = {"policy": "lru", "threads": 1, "ctx": 512}
+    with opened(model, **lossless) as engine:
+        text = engine.tokenize((DEMO.parent / "README.md").read_text("utf-8"))
+        for start in range(0, 4 * 64, 64):
+            tokens = text[start : start + 64]
+            engine.eval(tokens[:16], 0)
+            for at in range(16, len(tokens)):
+                engine.eval([tokens[at]], at, Phase.DECODE)
+            engine._answer = range(16, len(tokens))
+            idle(engine)
+        found = engine.losses.learned(["q8_0"], engine.store.outputs())
+        assert found is not None
+        scale = np.exp(-probed(engine).error)
+        uses = engine.driver.used() / 64
+    with ExpertModel.open(DEMO) as file:
+        table = losses.load(losses.default_path(DEMO), file).estimate(["q8_0"])
+    assert table is not None
+    skipped = np.full(uses.shape, SKIP)
+    ratio = scale * found.of_uses(uses, skipped) / table.of_uses(uses, skipped)
+    assert 0.5 < ratio < 5
+    config = conftest.build(model, 0.6, max_loss=0.05)
+    with ExpertModel.open(model) as file:
+        shown = Planner(config, file).frontier(config)
+    assert {each.kl for each in shown.candidates if each.name == "floor"} == {0.05}
+    others = [each.kl for each in shown.candidates if each.name != "floor"]
+    assert {*others} == {0.0, None} and shown.taken.kl is not None and not shown.why_not
