@@ -155,11 +155,6 @@ def copying_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
     return model.kv_bytes(n_ctx, config.kv) // len(model.hparams.n_head_kv)
 
 
-def attention_weights(model: ExpertModel, config: Config, n_ctx: int) -> int:
-    """How many weights the attention of one batch has over the whole context."""
-    return max(model.hparams.n_head) * step_tokens(config, n_ctx) * n_ctx
-
-
 def kernel_bytes(
     model: ExpertModel, config: Config, n_ctx: int, flash: bool, piles: bool = False
 ) -> int:
@@ -176,7 +171,7 @@ def kernel_bytes(
     activations = sum(rows * (width + 512) * 36 // 32 for width in sorted(widths)[-2:])
     chunks = -(-n_ctx // tokens)
     if not flash:
-        weights = 2 * attention_weights(model, config, n_ctx)
+        weights = 2 * max(model.hparams.n_head) * tokens * n_ctx
     elif config.kv == DEFAULT_KV:
         weights = 0
     else:

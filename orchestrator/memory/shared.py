@@ -62,20 +62,20 @@ class SharedMemory:
         smallest, *larger = self.scratch
         return [smallest, *(n for n in larger if self.slots(n_cells, n) >= self.least_slots)]
 
-    def micro_batch(self, n_cells: int, n_tokens: int) -> int:
+    def micro_batch(self, n_cells: int, n_tokens: int, again: float = 1.0) -> int:
         """How many of n_tokens behind n_cells are best read at once: with which least comes from
         the disk.
 
         A micro-batch of hundreds of tokens uses nearly every expert, so that each one reads all
-        that have no slot. Its scratch takes slots from experts, which are read once more behind
+        that have no slot. Its scratch takes slots from experts, which are read `again` times behind
         the prompt. With n tokens, u at once, A bytes of all experts and S(u) of slots that is
 
-            ceil(n / u) (A - S(u)) - S(u)
+            ceil(n / u) (A - S(u)) - again S(u)
         """
         end, every = n_cells + n_tokens, self.all_slots
 
-        def read(size: int) -> int:
+        def read(size: int) -> float:
             slots = min(every, self.slots(end, size))
-            return -(-n_tokens // size) * (every - slots) - slots
+            return -(-n_tokens // size) * (every - slots) - again * slots
 
         return min(self.may_read(end), key=read)
