@@ -105,21 +105,6 @@ def test_transposed_values_come_by_pages_of_each_dimension(
         assert touched_memory(library).cache.resident == 0
 
 
-def test_a_sequence_that_is_dropped_gives_its_pages_back(library: Library, path: Path) -> None:
-    """Of several that decode together: each has runs of cells to itself."""
-    with opened(path, sequences=4) as engine:
-        engine.eval(DRAWN[:10], 0)
-        for each in range(4):
-            engine.fork(each)
-        for at in range(600):
-            engine.decode_batch(DRAWN[4 * at : 4 * at + 4], range(4))
-        held = touched_memory(library).cache.resident
-        for n_dropped in (1, 2, 3):
-            engine.fork(n_dropped)
-            left = touched_memory(library).cache.resident
-            assert held - left >= n_dropped * 512 * CELL_VALUES * 2
-
-
 @pytest.mark.parametrize("policy", ["lru", "plain"])
 def test_scratch_is_back_behind_a_long_prompt(library: Library, path: Path, policy: str) -> None:
     with opened(path, policy=policy, expert_ram=2 * MIB if policy == "lru" else None) as engine:
