@@ -309,6 +309,7 @@ class _Ways:
             {size: self._scratch(size, most) for size in sorted(sizes)},
             # Values that are transposed grow by a page for each of their dimensions.
             CELL_STEP if config.importance != "exact" else 8 * CELL_STEP,
+            config.sequences > 0,
         )
 
     def _scratch(self, n_tokens: int, most: int) -> tuple[int, float]:
