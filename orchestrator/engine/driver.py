@@ -126,6 +126,7 @@ class Driver(PlainDriver):
         self._given = 0  # of the most, to cells
         self._limit: int | None = None
         self._keeps_slots = False
+        self._width = 0  # where the last cell of several sequences may lie
         self._idle = Idle(store)
         self._pause = pause
         self._prompt_read = False
@@ -274,16 +275,22 @@ class Driver(PlainDriver):
         touched, n_tokens = room.touched, room.n_tokens
         held = touched.scratch[1] + touched.work[1]
         cells = shared.cells(touched.cache[1] + room.n_bytes) + CELL_STEP
-        end = cells + n_tokens
+        end, width = cells + n_tokens, 0
+        if shared.several:
+            n = n_tokens + shared.cells(room.n_bytes)
+            before = self._width if touched.cache[1] else 0
+            # upstream looks for free cells behind the latest ones, or from the first on
+            self._width = width = max(before, min(before, cells + 2 * n) + n, end)
         if not room.n_bytes:  # else one of them may be what is brought back
             planned = sum(size * n for size, n in self.store.spec.groups)
             self._given = min(self.most_prompts, max(0, planned - shared.slots(end, 1)))
             self.prompts = self.keep_prompts(self.most_prompts - self._given)
-        room.at_once = shared.micro_batch(cells, n_tokens)
-        limit = shared.slots(end, room.at_once, held) + self._given
+        room.at_once = shared.micro_batch(cells, n_tokens, width=width)
+        limit = shared.slots(end, room.at_once, held, width) + self._given
         if limit < shared.least_slots:  # beside the scratch of a prompt that was given up
             room.drop_scratch = 1
-            limit = max(shared.least_slots, shared.slots(end, room.at_once) + self._given)
+            left = shared.slots(end, room.at_once, 0, width) + self._given
+            limit = max(shared.least_slots, left)
         if limit == self._limit:
             return
         if self._keeps_slots and self._limit is not None:

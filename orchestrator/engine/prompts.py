@@ -75,7 +75,7 @@ class PromptCache:
     ) -> PromptCache:
         """Of a model as it is loaded; the shelf gets the memory that its plan has for it."""
         plan = loaded.plan
-        shelf.budget_bytes = plan.prompt_bytes - plan.copying_bytes
+        shelf.budget_bytes = plan.prompt_bytes
         shelf.make_room(0)
         key = ""
         if shelf.budget_bytes or folder:

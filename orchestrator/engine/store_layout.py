@@ -7,11 +7,11 @@ from functools import cached_property
 from typing import Any
 
 from gguf_tools.experts import ExpertModel
+from gguf_tools.experts.slices import LayerSlices
 from orchestrator.allocation.slots import SlotPlan
 from orchestrator.config import Config
 from orchestrator.engine.damage import Checksums, with_checksums
 from orchestrator.errors import ConfigError
-from orchestrator.memory.footprint import Placed
 from orchestrator.memory.layouts import with_layouts, with_product_times
 from orchestrator.memory.machine import Accelerator, serve_misses
 from orchestrator.memory.plan import MemoryPlan
@@ -99,7 +99,7 @@ def spec_for(policy: Policy, slots: SlotPlan, layers: StoreLayers, **rest: Any) 
 
 def store_layers(
     layer_ids: Sequence[int],
-    slices: Sequence[Sequence[Sequence[Placed | None]]],
+    slices: Sequence[LayerSlices],
     tiers: Sequence[int],
     slots: SlotPlan,
 ) -> StoreLayers:

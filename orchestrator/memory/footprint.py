@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from gguf_tools.experts import DEFAULT_KV, ExpertModel, Tier
+from gguf_tools.experts import DEFAULT_KV, ExpertModel, Slice, Tier
+from gguf_tools.experts.slices import LayerSlices
 from gguf_tools.file.layout import (
     DOWN,
     EMBEDDINGS,
     KINDS,
     POOL_ALIGNMENT,
-    GGMLType,
     device_slot_bytes,
     slot_bytes,
 )
@@ -89,52 +89,39 @@ def compute_bytes(
     """What one micro-batch takes: llama.cpp's scratch, the logits beside it, and what products
     take of the CPU.
 
-    graph_bytes: the scratch as llama.cpp itself counts it, without token importance; None for an
-    upper estimate.
+    graph_bytes: the scratch as llama.cpp itself counts it, without token importance. It leaves out
+    what the widest product of experts keeps of its inputs in the CPU's work buffer: rows in blocks
+    of 8 bits, in two layouts where precisions differ in what they multiply with, and their places.
+
+    None for an upper estimate. Per token, in float32: the attention mask over the context, in half
+    precision where attention is flash, else in two precisions; the residual stream; the larger of
+    attention's rows and the two sets of rows of the k experts that live at once, and their
+    quantized copies.
     """
-    tokens = step_tokens(config, n_ctx)
-    n_vocab = vocabulary_size(model)
-    outputs = max(output_tokens(config, n_vocab, tokens), 1 + config.sequences)
-    logits = 4 * outputs * n_vocab
-    if graph_bytes is None:
-        graph_bytes = _graph_bytes(model, config, n_ctx) + logits
-    else:
-        graph_bytes += _row_bytes(model, config, n_ctx)
-    return graph_bytes + logits + _importance_bytes(model, config, n_ctx)
-
-
-def _row_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
-    """What the widest product of experts keeps of its inputs in the CPU's work buffer, which
-    llama.cpp does not count: rows in blocks of 8 bits, in two layouts where precisions differ in
-    what they multiply with, and the places of the rows."""
-    widths = [shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None]
-    layouts = min(2, len(model.tiers))
-    row = layouts * max(widths) * ROW_WEIGHT_BYTES + ROW_PLACE_BYTES
-    return int(step_tokens(config, n_ctx) * model.n_expert_used * row)
-
-
-def _graph_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
-    """An upper estimate of the scratch, without what has the length of the vocabulary.
-
-    Per token, in float32: the attention mask over the context, in half precision where attention
-    is flash, else in two precisions; the residual stream; the larger of attention's rows and the
-    two sets of rows of the k experts that live at once, and their quantized copies.
-    """
-    hparams, tokens = model.hparams, step_tokens(config, n_ctx)
+    hparams, tokens, n_vocab = model.hparams, step_tokens(config, n_ctx), vocabulary_size(model)
     n_ff = max(shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None)
-    heads = max(hparams.n_head) + 2 * max(hparams.n_head_kv)
-    attention = 3 * heads * max(hparams.key_length, hparams.value_length)
-    experts = model.n_expert_used * (n_ff + hparams.embedding_length)
-    mask = (1.5 if config.importance == "exact" else 0.5) * n_ctx
-    rows = 4 * hparams.embedding_length + max(attention, 2 * experts) + 0.5 * experts
-    return 4 * int(tokens * (mask + rows))
+    logits = 4 * n_vocab * max(output_tokens(config, n_vocab, tokens), 1 + config.sequences)
+    if graph_bytes is not None:
+        row = min(2, len(model.tiers)) * n_ff * ROW_WEIGHT_BYTES + ROW_PLACE_BYTES
+        graph_bytes += int(tokens * model.n_expert_used * row)
+    else:
+        heads = max(hparams.n_head) + 2 * max(hparams.n_head_kv)
+        attention = 3 * heads * max(hparams.key_length, hparams.value_length)
+        experts = model.n_expert_used * (n_ff + hparams.embedding_length)
+        mask = (1.5 if config.importance == "exact" else 0.5) * n_ctx
+        rows = 4 * hparams.embedding_length + max(attention, 2 * experts) + 0.5 * experts
+        graph_bytes = 4 * int(tokens * (mask + rows)) + logits
+    return graph_bytes + logits + _importance_bytes(model, config, n_ctx)
 
 
 def _importance_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
     """What token importance takes beside that, where it may lower anything: the attention weights
     of the queries that it is taken from, of as many prompts as a step may have; and the queries and
     keys of a batch and its residual stream, which live longer for it."""
-    if config.importance == "load" or not _may_want_importance(config):
+    policy = None if config.policy == PLAIN else policy_class(config.policy or DEFAULT)
+    if policy is None or not policy.wants.importance or not config.asks_less(policy):
+        return 0
+    if config.importance == "load":
         return 0
     hparams, tokens = model.hparams, step_tokens(config, n_ctx)
     window = config.importance_window * (1 + config.sequences)
@@ -142,13 +129,6 @@ def _importance_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
     weights = queries * n_ctx * max(hparams.n_head)
     heads = max(hparams.n_head) + max(hparams.n_head_kv)
     return 4 * (weights + tokens * (heads * hparams.key_length + hparams.embedding_length))
-
-
-def _may_want_importance(config: Config) -> bool:
-    if config.policy == PLAIN:
-        return False
-    policy = policy_class(config.policy or DEFAULT)
-    return policy.wants.importance and config.asks_less(policy)
 
 
 def part_bytes(model: ExpertModel, config: Config) -> int:
@@ -175,11 +155,6 @@ def copying_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
     return model.kv_bytes(n_ctx, config.kv) // len(model.hparams.n_head_kv)
 
 
-def attention_weights(model: ExpertModel, config: Config, n_ctx: int) -> int:
-    """How many weights the attention of one batch has over the whole context."""
-    return max(model.hparams.n_head) * step_tokens(config, n_ctx) * n_ctx
-
-
 def kernel_bytes(
     model: ExpertModel, config: Config, n_ctx: int, flash: bool, piles: bool = False
 ) -> int:
@@ -196,7 +171,7 @@ def kernel_bytes(
     activations = sum(rows * (width + 512) * 36 // 32 for width in sorted(widths)[-2:])
     chunks = -(-n_ctx // tokens)
     if not flash:
-        weights = 2 * attention_weights(model, config, n_ctx)
+        weights = 2 * max(model.hparams.n_head) * tokens * n_ctx
     elif config.kv == DEFAULT_KV:
         weights = 0
     else:
@@ -247,19 +222,6 @@ def alignment_bytes(model: ExpertModel) -> int:
     return POOL_ALIGNMENT * len(model.slices) * len(KINDS) * len(model.tiers)
 
 
-class Placed(Protocol):
-    """Where the experts of one (layer, kind, tier) lie: gguf_tools.experts.Slice."""
-
-    @property
-    def file_index(self) -> int: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def expert_bytes(self) -> int: ...
-    @property
-    def type(self) -> int: ...
-
-
 class Experts(Protocol):
     """What ExpertModel and a recorded trace both know of a model."""
 
@@ -270,35 +232,40 @@ class Experts(Protocol):
     @property
     def tiers(self) -> Sequence[Tier]: ...
     @property
-    def slices(self) -> Sequence[Sequence[Sequence[Placed | None]]]: ...
+    def slices(self) -> Sequence[LayerSlices]: ...
 
 
 def model_shape(model: Experts, tiers: tuple[int, ...]) -> ModelShape:
     """The model as policies see it, reduced to some of its tiers, with slots in the host's
     memory."""
 
-    def size(_layer: int, _kind: int, each: Placed) -> int:
+    def size(_layer: int, _kind: int, each: Slice) -> int:
         return slot_bytes(each.offset, each.expert_bytes, model.n_expert)
 
-    return _shape(model, tiers, size)
+    names = tuple(model.tiers[tier].name for tier in tiers)
+    bits = tuple(model.tiers[tier].bpw for tier in tiers)
+    slots = _slots(model, tiers, size)
+    return ModelShape(model.n_expert, model.n_expert_used, names, slots, bits if all(bits) else ())
 
 
 def device_shape(model: ExpertModel, tiers: tuple[int, ...]) -> ModelShape:
     """The same with slots in a device's memory, or in the host's behind it."""
 
-    def size(layer: int, kind: int, each: Placed) -> int:
+    def size(layer: int, kind: int, each: Slice) -> int:
         shape = model.shapes[layer][kind]
         assert shape is not None
-        return device_slot_bytes(GGMLType(each.type), each.expert_bytes, shape[0])
+        return device_slot_bytes(each.type, each.expert_bytes, shape[0])
 
-    found = _shape(model, tiers, size)
-    return replace(found, shares_slots=False, host_slots=model_shape(model, tiers).slots)
+    host = model_shape(model, tiers)
+    slots = _slots(model, tiers, size)
+    return replace(host, slots=slots, shares_slots=False, host_slots=host.slots)
 
 
-def _shape(
-    model: Experts, tiers: tuple[int, ...], size: Callable[[int, int, Placed], int]
-) -> ModelShape:
-    slots = tuple(
+def _slots(
+    model: Experts, tiers: tuple[int, ...], size: Callable[[int, int, Slice], int]
+) -> tuple[tuple[dict[int, int], ...], ...]:
+    """[layer][tier]: by kind."""
+    return tuple(
         tuple(
             {
                 kind: size(layer, kind, each)
@@ -309,7 +276,3 @@ def _shape(
         )
         for layer, kinds in enumerate(model.slices)
     )
-    names = tuple(model.tiers[tier].name for tier in tiers)
-    bits = tuple(model.tiers[tier].bpw for tier in tiers)
-    known = bits if all(bits) else ()
-    return ModelShape(model.n_expert, model.n_expert_used, names, slots, known)

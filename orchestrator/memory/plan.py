@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -23,7 +22,6 @@ from orchestrator.memory.footprint import (
     PROMPT_SHARE,
     SIZES,
     alignment_bytes,
-    attention_weights,
     compute_bytes,
     context_tokens,
     copying_bytes,
@@ -65,12 +63,10 @@ ABSENT_USE = 1 / 2
 class MemoryPlan:
     """Where everything goes. Sizes in bytes.
 
-    n_ubatch: tokens of a prompt that are computed at once. tiers: the tiers of the file in use,
-    best first; skip: experts may be skipped; policy, shape and slots are None in plain mode.
-    ram_bytes is the cap over all that the host's memory takes.
-
-    prompt_bytes: of the host's memory, for prompts that were read before; copying_bytes: the part
-    of it that copying them takes.
+    n_ubatch: tokens of a prompt that are computed at once. ram_bytes is the cap over all that the
+    host's memory takes. compute_bytes: the part of the scratch that graphs take. prompt_bytes: of
+    the host's memory, for prompts that were read before. tiers: the tiers of the file in use, best
+    first; skip: experts may be skipped; policy, shape and slots are None in plain mode.
 
     On a device, dense_bytes, kv_bytes, scratch_bytes and the slots are its memory, capped by
     vram_bytes; host_bytes is then the cache of experts in the host's memory behind it. budget_bytes
@@ -78,27 +74,52 @@ class MemoryPlan:
     """
 
     managed: bool
-    reason: str
     n_ctx: int
     n_ubatch: int
-    tiers: tuple[FileTier, ...]
-    tier_names: tuple[str, ...]
     ram_bytes: int
     dense_bytes: int
     kv_bytes: int
     scratch_bytes: int
-    expert_bytes: int
+    compute_bytes: int
+    device: Device | None = None
+    vram_bytes: int = 0
+    prompt_bytes: int = 0
+    reason: str = ""
+    tiers: tuple[FileTier, ...] = ()
+    tier_names: tuple[str, ...] = ()
+    expert_bytes: int = 0
     skip: bool = False
     budget_bytes: int = 0
     policy: Policy | None = None
     shape: ModelShape | None = None
     slots: SlotPlan | None = None
-    device: Device | None = None
-    vram_bytes: int = 0
     host_bytes: int = 0
-    prompt_bytes: int = 0
-    copying_bytes: int = 0
     shared: SharedMemory | None = None
+
+    @property
+    def cap_bytes(self) -> int:
+        """Of the memory that experts live in."""
+        return self.vram_bytes if self.device else self.ram_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """All that is not experts in the memory that they live in."""
+        prompts = 0 if self.device else self.prompt_bytes
+        return self.dense_bytes + self.kv_bytes + self.scratch_bytes + prompts
+
+    @property
+    def total_bytes(self) -> int:
+        """The most that the model takes of the memory that its experts live in."""
+        return self.fixed_bytes + (self.slots.total_bytes if self.slots else self.expert_bytes)
+
+    @property
+    def absent_bytes(self) -> int:
+        """How far the slots fall short of every expert in the best tier in use; 0 where each
+        expert is in memory."""
+        whole = self.policy is not None and self.policy.wants.all_resident
+        if self.slots is None or self.shape is None or whole:
+            return 0
+        return max(0, self.shape.all_slot_bytes() - self.slots.total_bytes)
 
     def micro_batch(self, n_cells: int, n_tokens: int) -> int:
         """How many of n_tokens of a prompt behind n_cells of context are read at once."""
@@ -111,22 +132,6 @@ class MemoryPlan:
         share = min(1.0, self.shared.slots(n_cells, 1) / self.slots.total_bytes)
         groups = (replace(g, n_slots=max(1, int(share * g.n_slots))) for g in self.slots.groups)
         return replace(self.slots, groups=tuple(groups))
-
-    @property
-    def total_bytes(self) -> int:
-        """The most that the model takes of the memory that its experts live in."""
-        experts = self.slots.total_bytes if self.slots else self.expert_bytes
-        prompts = 0 if self.device else self.prompt_bytes
-        return self.dense_bytes + self.kv_bytes + self.scratch_bytes + prompts + experts
-
-    @property
-    def absent_bytes(self) -> int:
-        """How far the slots fall short of every expert in the best tier in use; 0 where each
-        expert is in memory."""
-        whole = self.policy is not None and self.policy.wants.all_resident
-        if self.slots is None or self.shape is None or whole:
-            return 0
-        return max(0, self.shape.all_slot_bytes() - self.slots.total_bytes)
 
     def started(self, uses: np.ndarray | None = None) -> np.ndarray:
         """The tier in which each expert starts, [n_layers, n_expert], as its place among those in
@@ -159,7 +164,7 @@ def plan_memory(
 
     Where no context was asked for, it is the longest one that costs little, and the least one
     where the policy has no room beside that. Where no micro-batch was asked for, and no cap on
-    slots alone, the experts that are absent decide it (read_per_prompt_token).
+    slots alone, the experts that are absent decide it.
 
     more_scratch: bytes that llama.cpp was seen to take beyond the estimate. graph_bytes: scratch
     in the host's memory as llama.cpp counts it for a context of so many tokens and so many at once,
@@ -173,49 +178,14 @@ def plan_memory(
     if config.policy not in (None, PLAIN):
         policy_class(config.policy or "")  # raises for an unknown one
     ways = _Ways(config, model, machine, more_scratch, graph_bytes, teach)
-    plain = config.policy == PLAIN
-    if config.conversations and not (plain or config.expert_ram or machine.device):
-        shared = ways.shared()
-        if shared is not None:
-            return shared
-    smallest = ways.with_context()
-    if config.ubatch is not None or config.expert_ram is not None:
-        return smallest
-    return ways.with_micro_batch(smallest)
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """The memory that experts live in, and what else of the model lies there beside a context of
-    n_ctx tokens, in bytes. plain: as upstream runs it."""
-
-    n_ctx: int
-    plain: bool
-    option: str  # that caps it
-    free: str  # what it is called without that option
-    asked: int | None
-    cap: int
-    dense: int
-    kv: int
-    scratch: int
-    compute: int  # the part of scratch that graphs take
-
-    @property
-    def fixed(self) -> int:
-        """All that is not experts, nor prompts that were read before."""
-        return self.dense + self.kv + self.scratch
-
-    @property
-    def given(self) -> str:
-        """The cap that binds, for a message."""
-        size = format_size(self.cap)
-        return f"{self.option} {size}" if self.asked == self.cap else f"{self.free} {size},"
+    usual = ways.room(context_tokens(model, config))
+    return ways.shared(usual) or ways.divided(usual)
 
 
 @dataclass(frozen=True)
 class _Ways:
-    """The ways to lay one model out. Each policy is made and told what is known once, and `plan`
-    changes it. So the plan that is taken is made last."""
+    """The ways to lay one model out. A room is a plan without experts. Each policy is made and told
+    what is known once, and `plan` changes it. So the plan that is taken is made last."""
 
     config: Config
     model: ExpertModel
@@ -225,219 +195,203 @@ class _Ways:
     teach: Teach | None
     policies: dict[Choice, Policy] = field(default_factory=dict)
 
-    @property
-    def ram(self) -> int:
-        """The cap on what the host's memory takes."""
-        asked, machine = self.config.ram, self.machine
-        return min(asked, machine.memory_bytes) if asked else machine.usable_bytes
-
-    def room(self, n_ctx: int, plain: bool | None = None, counted: bool = True) -> Room:
-        """Beside a context of this many tokens. plain: whether as upstream runs it; None: as the
-        config asks. counted: scratch is what llama.cpp counts, where that is known."""
-        config, model, device = self.config, self.model, self.machine.device
+    def room(
+        self,
+        n_ctx: int,
+        plain: bool | None = None,
+        at_once: int | None = None,
+        counted: bool = True,
+    ) -> MemoryPlan:
+        """With a context of so many tokens. plain: whether as upstream runs it; None: as the config
+        asks. at_once: the micro-batch, in the place of the config's. counted: scratch is what
+        llama.cpp counts, where that is known."""
+        model, machine, device = self.model, self.machine, self.machine.device
+        config = replace(self.config, ubatch=at_once or self.config.ubatch)
         if plain is None:
             plain = wants_plain(config, model)
         tokens = step_tokens(config, n_ctx)
         graph = self.graph_bytes(n_ctx, tokens) if counted and self.graph_bytes else None
         compute = compute_bytes(model, config, n_ctx, graph) + self.more_scratch
         wants = policy_class(config.policy or DEFAULT).wants if not plain else Wants()
-        ahead = look_ahead_bytes(model) if wants.asked_in else 0
-        dense = model.dense_bytes - (0 if plain else model.lookup_bytes)
-        kv = model.kv_bytes(n_ctx, config.kv)
+        beside = look_ahead_bytes(model) if wants.asked_in else 0
+        kv, vram = model.kv_bytes(n_ctx, config.kv), 0
         if device is None:
-            scratch = process_bytes(model, config) + compute + ahead
-            cap = "--ram", "free memory,", config.ram, self.ram
-            return Room(n_ctx, plain, *cap, dense, kv, scratch, compute)
-        flash = device.flash and config.importance != "exact"
-        if not flash:  # the weights, and the mask in two precisions
-            compute += 4 * (attention_weights(model, config, n_ctx) + tokens * n_ctx)
-        # Without a cap, ggml's pool makes room for itself where the device is full.
-        piles = plain and config.vram is not None
-        kernels = kernel_bytes(model, config, n_ctx, flash, piles)
-        scratch = compute + kernels + alignment_bytes(model) + ahead
-        most = min(config.vram, device.memory_bytes) if config.vram else device.usable_bytes
-        cap = "--vram", f"free memory of {device.name},", config.vram, most
-        return Room(n_ctx, plain, *cap, dense, kv, scratch, compute)
+            beside += process_bytes(model, config)
+            kv += copying_bytes(model, config, n_ctx)
+        else:
+            flash = device.flash and config.importance != "exact"
+            if not flash:  # the weights, and the mask in two precisions
+                compute += 4 * (max(model.hparams.n_head) + 1) * tokens * n_ctx
+            # Without a cap, ggml's pool makes room for itself where the device is full.
+            piles = plain and config.vram is not None
+            compute += kernel_bytes(model, config, n_ctx, flash, piles)
+            beside += alignment_bytes(model)
+            asked = config.vram
+            vram = min(asked, device.memory_bytes) if asked else device.usable_bytes
+        return MemoryPlan(
+            managed=not plain,
+            n_ctx=n_ctx,
+            n_ubatch=tokens,
+            ram_bytes=min(config.ram, machine.memory_bytes) if config.ram else machine.usable_bytes,
+            dense_bytes=model.dense_bytes - (0 if plain else model.lookup_bytes),
+            kv_bytes=kv,
+            scratch_bytes=compute + beside,
+            compute_bytes=compute,
+            device=device,
+            vram_bytes=vram,
+        )
 
-    def with_context(self) -> MemoryPlan:
-        """With the context and the memory for prompts that were asked for, or that cost little;
-        with less of these where the policy has no room beside them."""
-        config, model = self.config, self.model
-        least = context_tokens(model, config)
-        small = room = self.room(least)
-        if not config.ctx:
-            n_ctx = self._affordable_context(small)
-            room = small if n_ctx == least else self.room(n_ctx)
-        ways = [(room, self._prompt_bytes(room))]
-        for each in (room, small):
-            asked = (config.cache_ram or 0) + copying_bytes(model, config, each.n_ctx)
-            if (each, asked) not in ways:
-                ways.append((each, asked))
-        for each, prompts in ways[:-1]:
-            with suppress(BudgetError):
-                return self.plan(each, prompts)
-        return self.plan(*ways[-1])
-
-    def shared(self) -> MemoryPlan | None:
+    def shared(self, usual: MemoryPlan) -> MemoryPlan | None:
         """The plan whose context and scratch take from the slots what they need when they need it;
-        None where everything fits, and for a policy that keeps every expert in memory.
+        None where memory is divided once. usual: with the least context.
 
         Raises BudgetError for a context that was asked for and is too long, with the longest one.
         """
-        config, model = self.config, self.model
-        usual = self.room(context_tokens(model, config))
-        if self._spare(usual) is not None:
+        config, own_length = self.config, self.model.hparams.context_length
+        once = config.policy == PLAIN or config.expert_ram or self.machine.device
+        if once or not config.conversations or self._spare(usual) is not None:
             return None
         room = self.room(max(CELL_STEP, step_tokens(config, usual.n_ctx)), plain=False)
-        plan = None
-        for prompts in (self._prompt_bytes(usual), config.cache_ram or 0):
-            with suppress(BudgetError):
-                plan = plan or self.plan(room, prompts)
-        if plan is None or plan.policy is None or plan.slots is None:
+        try:
+            plan = self.first((room, self._prompt_bytes(usual)), (room, config.cache_ram or 0))
+        except BudgetError:
             return None  # what would be enough is said for the usual context
-        if type(plan.policy).wants.all_resident:
+        policy = plan.policy
+        if policy is None or type(policy).wants.all_resident:
             return None
-        return self._sharing(plan, plan.policy, plan.slots, room)
-
-    def _sharing(self, plan: MemoryPlan, policy: Policy, slots: SlotPlan, room: Room) -> MemoryPlan:
-        config, model = self.config, self.model
         n_each = 1 + config.sequences
-        own_length = model.hparams.context_length * n_each
-        most = context_tokens(model, replace(config, ctx=config.ctx or own_length or None))
-        each = most // n_each if config.ctx else 0
-        own = room.cap - room.fixed - plan.prompt_bytes  # of slots, beside an empty context
-        copied = copying_bytes(model, config, room.n_ctx)
-        least, at_once = config.ubatch or SIZES[0], config.ubatch or SIZES[-1]
-        sizes = {least} | {size for size in SIZES if size <= min(at_once, most)}
-        shared = SharedMemory(
-            own + room.kv + room.compute,
-            max(least_slots(policy), sum(group.slot_bytes for group in slots.groups)),
-            policy.shape.all_slot_bytes(),
-            (room.kv + copied) / room.n_ctx,
-            {size: self._scratch(size, most) for size in sorted(sizes)},
-            # Values that are transposed grow by a page for each of their dimensions.
-            CELL_STEP if config.importance != "exact" else 8 * CELL_STEP,
-        )
-        longest = shared.longest(most)
+        most = usual.n_ctx if config.ctx else own_length * n_each or usual.n_ctx
+        shared = self._sharing(plan, most)
+        longest, each = shared.longest(most), most // n_each if config.ctx else 0
         if longest < each:
             raise BudgetError(
-                f"--ctx {each} is too long for {room.given.rstrip(',')}: the longest context "
-                f"beside the fewest experts of the policy {policy.name} has {longest} tokens",
-                room.cap + shared.least_slots - shared.slots(each, least),
+                f"--ctx {each} is too long for {self._given(room).rstrip(',')}: the longest "
+                f"context beside the fewest experts of the policy {policy.name} has {longest} "
+                f"tokens",
+                room.cap_bytes + shared.least_slots - shared.slots(each, 1),
             )
         # A larger one may have room for a prompt that is shorter than itself, and none for its own.
         scratch = {n: each for n, each in shared.scratch.items() if n in shared.may_read(n)}
         shared = replace(shared, scratch=scratch)
         return replace(plan, n_ctx=longest, n_ubatch=max(scratch), shared=shared)
 
+    def divided(self, usual: MemoryPlan) -> MemoryPlan:
+        """The plan whose parts stay as they are: with the context and the memory for prompts that
+        were asked for, or that cost little, and with less of these where the policy has no room
+        beside them; and with the micro-batch with which least is read for the tokens of a prompt
+        and of its answer. Where nothing is absent, that is the smallest."""
+        config, model = self.config, self.model
+        room = usual if config.ctx else self.room(self._affordable_context(usual))
+        asked = config.cache_ram or 0
+        plan = self.first((room, self._prompt_bytes(room)), (room, asked), (usual, asked))
+        if config.ubatch or config.expert_ram or not plan.absent_bytes:
+            return plan
+        n, used_share = SIZES[-1], model.n_expert_used / model.n_expert
+        again = n * ANSWER_SHARE * ABSENT_USE * used_share
+        n_tokens = self._sharing(plan, plan.n_ctx).micro_batch(plan.n_ctx - n, n, again)
+        if n_tokens == plan.n_ubatch:
+            return plan
+        larger = self.room(plan.n_ctx, plain=False, at_once=n_tokens)
+        smaller = self.room(plan.n_ctx, plain=False)
+        return self.first((larger, plan.prompt_bytes), (smaller, plan.prompt_bytes))
+
+    def _sharing(self, plan: MemoryPlan, most: int) -> SharedMemory:
+        """What the slots of a plan, a context of `most` tokens at most and scratch take in turn."""
+        config = self.config
+        assert plan.policy is not None and plan.slots is not None
+        least, at_once = config.ubatch or SIZES[0], config.ubatch or SIZES[-1]
+        sizes = {least} | {size for size in SIZES if size <= min(at_once, most)}
+        return SharedMemory(
+            plan.cap_bytes - plan.fixed_bytes + plan.kv_bytes + plan.compute_bytes,
+            max(least_slots(plan.policy), sum(group.slot_bytes for group in plan.slots.groups)),
+            plan.policy.shape.all_slot_bytes(),
+            plan.kv_bytes / plan.n_ctx,
+            {size: self._scratch(size, most) for size in sorted(sizes)},
+            # Values that are transposed grow by a page for each of their dimensions.
+            CELL_STEP if config.importance != "exact" else 8 * CELL_STEP,
+            config.sequences > 0,
+        )
+
     def _scratch(self, n_tokens: int, most: int) -> tuple[int, float]:
         """What graphs take of so many tokens at once, as SharedMemory has it. It is the largest of
         sums that grow evenly with the context, so it is never above the line from the shortest to
         the longest one."""
-        with_size = replace(self, config=replace(self.config, ubatch=n_tokens))
         short, long = max(CELL_STEP, n_tokens), max(most, n_tokens + CELL_STEP)
-        first, last = (with_size.room(n, plain=False).compute for n in (short, long))
+        first, last = (self.room(n, False, n_tokens).compute_bytes for n in (short, long))
         each = max(0.0, (last - first) / (long - short))
         return int(first - each * short), each
 
-    def _affordable_context(self, least: Room) -> int:
+    def _affordable_context(self, least: MemoryPlan) -> int:
         """The context where none was asked for. Where everything fits beside the least one, it
         still does beside this one; a conversation gets the longest such, since it takes nothing
         until it is used."""
         most = self.model.hparams.context_length * (1 + self.config.sequences)
-        at_least = self.room(least.n_ctx, counted=False).fixed
-        left, spare = least.cap - (least.fixed - least.kv), self._spare(least)
-        allowed = least.kv + (left if spare is None else spare)
+        at_least = self.room(least.n_ctx, counted=False).fixed_bytes
+        left, spare = least.cap_bytes - least.fixed_bytes + least.kv_bytes, self._spare(least)
+        allowed = int(left * SHARE) - least.kv_bytes
         if spare is not None and self.config.conversations and not self.machine.device:
-            allowed -= self._prompt_bytes(least)
-        else:
-            allowed = min(int(left * SHARE), allowed)
+            allowed = spare - self._prompt_bytes(least)
+        elif spare is not None:
+            allowed = min(allowed, spare)
 
         def too_long(n_ctx: int) -> bool:
-            return least.kv + self.room(n_ctx, counted=False).fixed - at_least > allowed
+            return self.room(n_ctx, counted=False).fixed_bytes - at_least > allowed
 
         return max(least.n_ctx, longest_context(most, CELL_STEP, too_long))
 
-    def _prompt_bytes(self, room: Room) -> int:
+    def _prompt_bytes(self, room: MemoryPlan) -> int:
         """What prompts that were read before may take of the host's memory: what was asked for,
         or, for conversations, one more context and some marks, as far as that costs little and
-        what fits whole still does; and what copying one to a file takes."""
+        what fits whole still does."""
         config, model = self.config, self.model
-        copying = copying_bytes(model, config, room.n_ctx)
-        if config.cache_ram is not None:
-            return config.cache_ram + copying
-        if not config.conversations:
-            return copying
-        left, spare = room.cap - room.fixed, self._spare(room)
+        if config.cache_ram is not None or not config.conversations:
+            return config.cache_ram or 0
+        wanted = room.kv_bytes + PROMPT_MARKS * part_bytes(model, config)
+        left, spare = room.cap_bytes - room.fixed_bytes, self._spare(room)
         if self.machine.device:
-            left, spare = self.ram - process_bytes(model, config, on_gpu=True), None
-        wanted = room.kv + PROMPT_MARKS * part_bytes(model, config)
-        most = (left if spare is None else spare) - copying
-        return copying + max(0, min(wanted, int(left * PROMPT_SHARE), most))
+            left, spare = room.ram_bytes - process_bytes(model, config, on_gpu=True), None
+        most = int(left * PROMPT_SHARE)
+        return max(0, min(wanted, most if spare is None else min(most, spare)))
 
-    def _spare(self, room: Room) -> int | None:
+    def _spare(self, room: MemoryPlan) -> int | None:
         """How many more bytes may be taken without turning a model that fits whole into a managed
         one; None where it does not fit whole."""
-        spare = room.cap - room.fixed - self.model.tier_bytes[0]
-        return spare if room.plain and spare >= 0 else None
+        spare = room.cap_bytes - room.fixed_bytes - self.model.tier_bytes[0]
+        return None if room.managed or spare < 0 else spare
 
-    def with_micro_batch(self, smallest: MemoryPlan) -> MemoryPlan:
-        """The plan with which least is read: of `smallest`, whose micro-batch is the smallest, and
-        of those with larger ones, as far as memory and context have room.
+    def first(self, *ways: tuple[MemoryPlan, int]) -> MemoryPlan:
+        """The plan in the first room that is large enough, each with so many bytes for prompts.
+        Raises the last one's BudgetError."""
+        for room, prompts in ways[:-1]:
+            with suppress(BudgetError):
+                return self.plan(replace(room, prompt_bytes=prompts))
+        room, prompts = ways[-1]
+        return self.plan(replace(room, prompt_bytes=prompts))
 
-        A micro-batch of hundreds of tokens uses nearly every expert, so it reads each one that has
-        no slot, once. Larger ones are fewer; their scratch takes slots from experts. It grows
-        evenly with the micro-batch, so that the bytes that are read fall at first, then rise:
-        beyond the best one, each next size costs more in slots than it saves in passes. Where
-        nothing is absent no larger one is tried.
-        """
-        used_share = self.model.n_expert_used / self.model.n_expert
-        n_ctx, prompts = smallest.n_ctx, smallest.prompt_bytes
-
-        def read(plan: MemoryPlan) -> float:
-            return read_per_prompt_token(plan.n_ubatch, plan.absent_bytes, used_share)
-
-        best, least = self, read(smallest)
-        if not least:
-            return smallest
-        for n_tokens in SIZES[1:]:
-            if n_tokens > n_ctx:
-                break
-            larger = replace(self, config=replace(self.config, ubatch=n_tokens))
-            try:
-                found = read(larger.plan(larger.room(n_ctx), prompts))
-            except BudgetError:
-                break
-            if found >= least:
-                break
-            best, least = larger, found
-        return best.plan(best.room(n_ctx), prompts)
-
-    def plan(self, room: Room, prompts: int) -> MemoryPlan:
-        """The plan in such a room, with so many bytes for prompts."""
-        config, tier_bytes, device = self.config, self.model.tier_bytes, self.machine.device
-        beside = 0 if device else prompts
-        if room.plain:
-            needed = room.fixed + beside + tier_bytes[0]
-            fits = needed <= room.cap
-            if not fits and config.policy == PLAIN and room.asked:
+    def plan(self, room: MemoryPlan) -> MemoryPlan:
+        config, model, asked = self.config, self.model, self._asked
+        if not room.managed:
+            needed = room.fixed_bytes + model.tier_bytes[0]
+            fits = needed <= room.cap_bytes
+            if not fits and config.policy == PLAIN and asked:
                 raise BudgetError(
-                    f"{room.given} is too little for the policy plain, which keeps everything "
-                    f"in memory: it needs at least {format_size(needed, up=True)}; the "
+                    f"{self._given(room)} is too little for the policy plain, which keeps "
+                    f"everything in memory: it needs at least {format_size(needed, up=True)}; the "
                     f"other policies keep experts on disk",
                     needed,
                 )
             if fits or config.policy == PLAIN:
-                amounts = f"{format_size(needed)} of {format_size(room.cap)}"
+                amounts = f"{format_size(needed)} of {format_size(room.cap_bytes)}"
                 reason = f"everything fits ({amounts})" if fits else f"asked for ({amounts})"
-                return self._plan(room, prompts, (FileTier(0),), managed=False, reason=reason)
-            room = self.room(room.n_ctx, plain=False)
+                return replace(self._with_tiers(room, (FileTier(0),)), reason=reason)
+            managed = self.room(room.n_ctx, plain=False)
+            room = replace(managed, prompt_bytes=room.prompt_bytes)
 
-        rest = room.cap - room.fixed - beside
+        rest = room.cap_bytes - room.fixed_bytes
         budget = config.expert_ram or rest
-        if room.asked:
+        if asked:
             budget = min(budget, rest)
-        choice = choose(config, self.model, self._shape, budget)
+        choice = choose(config, model, self._shape, budget)
         if choice not in self.policies:
             self.policies[choice] = made = make_policy(config, choice, self._shape(choice.tiers))
             if self.teach is not None:
@@ -446,47 +400,28 @@ class _Ways:
         try:
             slots = policy.plan(max(0, budget))
         except BudgetError as error:
-            raise self._too_small(policy, error.needed_bytes, room, beside) from None
-        return self._plan(
-            room,
-            prompts,
-            choice.tiers,
-            managed=True,
+            raise self._too_small(room, policy, error.needed_bytes) from None
+        return replace(
+            self._with_tiers(room, choice.tiers),
             reason=policy.describe(),
             skip=choice.skip,
-            budget_bytes=budget if config.expert_ram or room.asked else slots.total_bytes,
+            budget_bytes=budget if config.expert_ram or asked else slots.total_bytes,
             policy=policy,
             shape=policy.shape,
             slots=slots,
-            host_bytes=self._host_bytes(choice.tiers, slots, room, prompts) if device else 0,
+            host_bytes=self._host_bytes(room, choice.tiers, slots) if room.device else 0,
         )
 
-    def _plan(
-        self, room: Room, prompts: int, tiers: tuple[FileTier, ...], **managed: Any
-    ) -> MemoryPlan:
-        config, model, device = self.config, self.model, self.machine.device
-        return MemoryPlan(
-            n_ctx=room.n_ctx,
-            n_ubatch=step_tokens(config, room.n_ctx),
-            tiers=tiers,
-            tier_names=tuple(model.tiers[tier].name for tier in tiers),
-            ram_bytes=self.ram,
-            dense_bytes=room.dense,
-            kv_bytes=room.kv,
-            scratch_bytes=room.scratch,
-            expert_bytes=sum(model.tier_bytes[tier] for tier in tiers),
-            device=device,
-            vram_bytes=room.cap if device else 0,
-            prompt_bytes=prompts,
-            copying_bytes=copying_bytes(model, config, room.n_ctx),
-            **managed,
-        )
+    def _with_tiers(self, room: MemoryPlan, tiers: tuple[FileTier, ...]) -> MemoryPlan:
+        names = tuple(self.model.tiers[tier].name for tier in tiers)
+        n_bytes = sum(self.model.tier_bytes[tier] for tier in tiers)
+        return replace(room, tiers=tiers, tier_names=names, expert_bytes=n_bytes)
 
     def _shape(self, tiers: tuple[FileTier, ...]) -> ModelShape:
         of = device_shape if self.machine.device else model_shape
         return of(self.model, tiers)
 
-    def _host_bytes(self, tiers: tuple[int, ...], slots: SlotPlan, room: Room, prompts: int) -> int:
+    def _host_bytes(self, room: MemoryPlan, tiers: tuple[int, ...], slots: SlotPlan) -> int:
         """The cache of experts in the host's memory behind a device, beside slots there: what is
         left, as far as there are experts. Raises BudgetError where not even reads in flight find
         room."""
@@ -495,7 +430,7 @@ class _Ways:
             groups = slots.groups
             staged = {tier for (*_, tier), at in slots.group_of.items() if not groups[at].on_host}
             tiers = tuple(tiers[tier] for tier in sorted(staged))
-            near += exchange_bytes(model, step_tokens(config, room.n_ctx))
+            near += exchange_bytes(model, room.n_ubatch)
         fixed = process_bytes(model, config, on_gpu=True) + embedding_bytes(model) + near
         sizes = {
             size
@@ -505,7 +440,7 @@ class _Ways:
         }
         # every size has slots of its own, two at least
         in_flight = max(2 * config.io_threads * max(sizes), 2 * sum(sizes))
-        ram = self.ram - prompts
+        ram = room.ram_bytes - room.prompt_bytes - copying_bytes(model, config, room.n_ctx)
         if ram - fixed < in_flight:
             needed = fixed + in_flight
             raise BudgetError(
@@ -516,47 +451,45 @@ class _Ways:
         every = sum(model_shape(model, (tier,)).all_slot_bytes() for tier in tiers)
         return min(ram - fixed, every + in_flight)
 
-    def _too_small(self, policy: Policy, slots: int, room: Room, beside: int) -> BudgetError:
-        """slots: what the policy needs at least, beside the room and so many bytes for prompts."""
+    @property
+    def _asked(self) -> int | None:
+        """The cap on the memory that experts live in, as far as one was asked for."""
+        return self.config.vram if self.machine.device else self.config.ram
+
+    def _given(self, room: MemoryPlan) -> str:
+        """The cap that binds, for a message."""
+        device, size = room.device, format_size(room.cap_bytes)
+        if self._asked == room.cap_bytes:
+            return f"{'--vram' if device else '--ram'} {size}"
+        return f"free memory of {device.name}, {size}," if device else f"free memory, {size},"
+
+    def _too_small(self, room: MemoryPlan, policy: Policy, slots: int) -> BudgetError:
+        """slots: what the policy needs at least, beside the room."""
         expert_ram = self.config.expert_ram
-        by_slots = expert_ram is not None and (room.asked is None or expert_ram < slots)
-        other = ""
+        by_slots = expert_ram is not None and (self._asked is None or expert_ram < slots)
+        fixed, other = 0 if by_slots else room.fixed_bytes, ""
         if policy.name != BASELINE:
             least = least_slots(policy_class(BASELINE)(policy.shape))
             if least < slots:
                 # The baseline takes no token importance.
                 usual = replace(self, config=self.config.compared(policy=BASELINE))
-                fixed = usual.room(room.n_ctx, plain=False).fixed + beside
-                from_bytes = least if by_slots else fixed + least
+                saved = room.scratch_bytes - usual.room(room.n_ctx, plain=False).scratch_bytes
+                from_bytes = least + (0 if by_slots else fixed - saved)
                 other = f"; --policy {BASELINE} works from {format_size(from_bytes, up=True)}"
+        needed = fixed + slots
+        works = f"that works with the policy {policy.name} is {format_size(needed, up=True)}"
         if expert_ram is not None and by_slots:
             return BudgetError(
-                f"--expert-ram {format_size(expert_ram)} is too small: the smallest that works "
-                f"with the policy {policy.name} is {format_size(slots, up=True)}{other}",
-                slots,
+                f"--expert-ram {format_size(expert_ram)} is too small: the smallest {works}{other}",
+                needed,
             )
-        fixed = room.fixed + beside
-        needed = fixed + slots
+        option = "--vram" if room.device else "--ram"
         return BudgetError(
-            f"{room.given} is too little: the smallest {room.option} that works with the policy "
-            f"{policy.name} is {format_size(needed, up=True)} ({format_size(fixed)} for dense "
-            f"weights, KV cache and scratch, {format_size(slots)} for the fewest experts; a "
-            f"smaller --ctx needs less){other}",
+            f"{self._given(room)} is too little: the smallest {option} {works} "
+            f"({format_size(fixed)} for dense weights, KV cache and scratch, {format_size(slots)} "
+            f"for the fewest experts; a smaller --ctx needs less){other}",
             needed,
         )
-
-
-def read_per_prompt_token(n_tokens: int, absent_bytes: int, used_share: float) -> float:
-    """Bytes that are read for one token of a prompt and for the answer tokens that come with it:
-
-        A / u + a * c * A * k / n
-
-    A = absent_bytes: experts without a slot, which are fewer where less is scratch. u = n_tokens of
-    a micro-batch, which reads all of A. a = ANSWER_SHARE: tokens of an answer for one of the
-    prompt. A token of an answer uses k / n = used_share of the experts, and c = ABSENT_USE says how
-    often those without a slot.
-    """
-    return absent_bytes * (1 / n_tokens + ANSWER_SHARE * ABSENT_USE * used_share)
 
 
 def least_slots(policy: Policy) -> int:

@@ -24,8 +24,8 @@ class SharedMemory:
 
     n_bytes: of all three. least_slots: what a policy needs of them. all_slots: what every expert
     takes. cell_bytes: of one token of the context; cell_step: memory comes for so many cells at
-    once. scratch: by the most tokens of a step, the fewest first, what it takes beside an empty
-    context, and what each cell of that adds.
+    once. several: sequences share the cells. scratch: by the most tokens of a step, the fewest
+    first, what it takes beside an empty context, and what each cell of that adds.
     """
 
     n_bytes: int
@@ -34,13 +34,16 @@ class SharedMemory:
     cell_bytes: float
     scratch: Mapping[int, tuple[int, float]]
     cell_step: int = CELL_STEP
+    several: bool = False
 
-    def slots(self, n_cells: int, n_tokens: int, held: int = 0) -> int:
+    def slots(self, n_cells: int, n_tokens: int, held: int = 0, width: int = 0) -> int:
         """What is left for slots in a step of n_tokens that ends with n_cells in use. held: what an
-        earlier step has left of its scratch."""
+        earlier step has left of its scratch. width: where the last of these cells may lie, where
+        free ones lie before it: attention sees those, too."""
         cells = -(-max(1, n_cells) // self.cell_step) * self.cell_step
         empty, each = next(s for size, s in self.scratch.items() if size >= n_tokens)
-        return self.n_bytes - max(held, empty + int(cells * each)) - int(cells * self.cell_bytes)
+        scratch = empty + int(max(cells, width) * each)
+        return self.n_bytes - max(held, scratch) - int(cells * self.cell_bytes)
 
     def cells(self, cache_bytes: int) -> int:
         """How many cells of the context take so much."""
@@ -56,26 +59,29 @@ class SharedMemory:
 
         return longest_context(most, self.cell_step, too_long)
 
-    def may_read(self, n_cells: int) -> list[int]:
+    def may_read(self, n_cells: int, width: int = 0) -> list[int]:
         """How many tokens may be read at once so that the context then has n_cells: the least
         number always, since `longest` sees to it."""
         smallest, *larger = self.scratch
-        return [smallest, *(n for n in larger if self.slots(n_cells, n) >= self.least_slots)]
+        return [
+            smallest,
+            *(n for n in larger if self.slots(n_cells, n, 0, width) >= self.least_slots),
+        ]
 
-    def micro_batch(self, n_cells: int, n_tokens: int) -> int:
+    def micro_batch(self, n_cells: int, n_tokens: int, again: float = 1.0, width: int = 0) -> int:
         """How many of n_tokens behind n_cells are best read at once: with which least comes from
         the disk.
 
         A micro-batch of hundreds of tokens uses nearly every expert, so that each one reads all
-        that have no slot. Its scratch takes slots from experts, which are read once more behind
+        that have no slot. Its scratch takes slots from experts, which are read `again` times behind
         the prompt. With n tokens, u at once, A bytes of all experts and S(u) of slots that is
 
-            ceil(n / u) (A - S(u)) - S(u)
+            ceil(n / u) (A - S(u)) - again S(u)
         """
         end, every = n_cells + n_tokens, self.all_slots
 
-        def read(size: int) -> int:
-            slots = min(every, self.slots(end, size))
-            return -(-n_tokens // size) * (every - slots) - slots
+        def read(size: int) -> float:
+            slots = min(every, self.slots(end, size, 0, width))
+            return -(-n_tokens // size) * (every - slots) - again * slots
 
-        return min(self.may_read(end), key=read)
+        return min(self.may_read(end, width), key=read)

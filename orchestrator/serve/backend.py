@@ -195,7 +195,7 @@ class Backend:
             self.slot_context = min(own_length, engine.n_ctx)
             plan = engine.plan
             cache_mib, checkpoints = kept_prompts(
-                plan.prompt_bytes - plan.copying_bytes,
+                plan.prompt_bytes,
                 part_bytes(engine.model, engine.config),
                 settings.parallel,
             )

@@ -5,7 +5,9 @@ tier than it holds is a miss, loads that tier and then drops the old copy. A req
 same or a worse tier is a hit. Beside them: slots of a pool go to whoever asked first, then to
 the copy asked for longest ago that the running step does not need. A prefetch takes its slot when
 its read starts (on a device: when its bytes are in host memory), or as soon as it is asked for;
-it is dropped where there is none.
+it is dropped where there is none. A limit leaves each pool its first slots: the copies that were
+asked for longest ago go. A read into a slot that goes ends as any other, and then its copy, or
+one that was asked for longer ago, goes.
 
 The disk runs beside the requests, so one history of requests has several legal outcomes. A
 `Cache` is one of them; `Caches` is the set of all that agree with what was seen, and empty as soon
@@ -16,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from itertools import product
 from typing import NamedTuple
 
 SKIP = 255
@@ -61,6 +64,30 @@ class Layout:
     def offset(self, cell: Cell, tier: int) -> int:
         return self.offsets[cell[0], cell[1], tier] + cell[2] * self.expert_bytes[tier]
 
+    @cached_property
+    def pools(self) -> tuple[Pool, ...]:
+        """In the order in which the store is given them."""
+        tiers = range(self.n_tiers)
+        cells = [(at, k, 0) for at, kinds in enumerate(self.kinds) for k in kinds]
+        return tuple(dict.fromkeys(self.pool(cell, tier) for cell in cells for tier in tiers))
+
+    def within(self, n_bytes: int) -> dict[Pool, int]:
+        """How many slots of each pool a limit of so many bytes leaves: slots lie in turn, at even
+        distances of each pool, and the limit cuts their memory at one place."""
+        left = dict.fromkeys(self.pools, 0)
+        order = sorted(
+            (i / self.n_slots[tier], at)
+            for at, (_, _, tier) in enumerate(self.pools)
+            for i in range(self.n_slots[tier])
+        )
+        for _, at in order:
+            pool = self.pools[at]
+            n_bytes -= self.slot_bytes[pool[2]]
+            if n_bytes < 0:
+                break
+            left[pool] += 1
+        return left
+
 
 class Copy(NamedTuple):
     """A complete tier in a slot."""
@@ -83,6 +110,7 @@ class Read(NamedTuple):
     passing: bool
     placed: bool = True
     kept: frozenset[Cell] = frozenset()
+    beyond: bool = False  # its slot is one that goes
 
 
 QUEUED, RUNNING, DOOMED, ARRIVED = range(4)
@@ -99,13 +127,16 @@ class Cache:
     waiting: dict[Pool, tuple[Cell, ...]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     passing: set[Cell] = field(default_factory=set)  # what is wanted, and only passes through
+    limits: dict[Pool, int] = field(default_factory=dict)  # slots that pools have now
     phase: int = 0
     clock: int = 0
     turn: int = 0
 
     def copy(self) -> Cache:
         dicts = map(dict, (self.held, self.reads, self.want, self.waiting, self.counts))
-        return Cache(self.layout, *dicts, set(self.passing), self.phase, self.clock, self.turn)
+        copied = Cache(self.layout, *dicts, set(self.passing), self.limits)
+        copied.phase, copied.clock, copied.turn = self.phase, self.clock, self.turn
+        return copied
 
     def key(self) -> tuple[object, ...]:
         """Equal for states that cannot be told apart later: only the order of stamps counts."""
@@ -121,6 +152,7 @@ class Cache:
             frozenset(self.passing),
             frozenset([each for each in self.waiting.items() if each[1]]),
             frozenset(self.counts.items()),
+            frozenset(self.limits.items()),
             self.turn,
         )
 
@@ -176,14 +208,11 @@ class Cache:
         """Whether there is a slot, free or made free; copies of `kept` cells do not make room.
         ahead: for a prefetch."""
         pool = self.layout.pool(cell, tier)
-        copies = [c for c, copy in self.held.items() if self.layout.pool(c, copy.tier) == pool]
-        loads = [c for c, read in self.reads.items() if self.layout.pool(c, read.tier) == pool]
-        loads = [c for c in loads if self.reads[c].placed]
-        n_slots = self.layout.n_slots[pool[2]]
+        copies, loads, going, n_slots = self.of_pool(pool)
         assert len(copies) + len(loads) <= n_slots
         if len(copies) + len(loads) == n_slots:
             n_passing = sum(self.held[c].passing for c in copies)
-            n_passing += sum(self.reads[c].passing for c in loads)
+            n_passing += sum(self.reads[c].passing for c in (*loads, *going))
             may_push = not passing or n_passing < max(1, self.layout.n_passing)
             idle = [
                 (not self.held[c].passing, self.held[c].stamp, c)
@@ -198,6 +227,48 @@ class Cache:
                 return False
             self.evict(min(idle)[2])
         return True
+
+    def of_pool(self, pool: Pool) -> tuple[list[Cell], list[Cell], list[Cell], int]:
+        """What is complete in a pool, what is read into it, what is read into slots of it that go,
+        and how many slots the first two may have."""
+        of, n_slots = self.layout.pool, self.limits.get(pool, self.layout.n_slots[pool[2]])
+        copies = [c for c, copy in self.held.items() if of(c, copy.tier) == pool]
+        reads = [(c, r) for c, r in self.reads.items() if r.placed and of(c, r.tier) == pool]
+        loads, going = ([c for c, r in reads if r.beyond == goes] for goes in (False, True))
+        return copies, loads, going, n_slots
+
+    def fit(self, pool: Pool) -> None:
+        """What a limit leaves no slot for goes."""
+        copies, loads, _, n_slots = self.of_pool(pool)
+        order = sorted(copies, key=lambda c: (not self.held[c].passing, self.held[c].stamp))
+        for cell in order[: max(0, len(copies) + len(loads) - n_slots)]:
+            self.evict(cell)
+
+    def limit(self, n_bytes: int) -> list[Cache]:
+        """Between two steps, when nothing is needed. Which of the reads under way have a slot that
+        goes, nobody can see: a state for each case."""
+        assert not self.want
+        self.limits = self.layout.within(n_bytes)
+        placed = [cell for cell, read in self.reads.items() if read.placed]
+        cases = []
+        for beyond in product((False, True), repeat=len(placed)):
+            case = self.copy()
+            for cell, goes in zip(placed, beyond, strict=True):
+                case.reads[cell] = case.reads[cell]._replace(beyond=goes)
+            if all(case.may_be(pool) for pool in self.layout.pools):
+                cases.append(case)
+                for pool in self.layout.pools:
+                    case.fit(pool)
+        return cases
+
+    def may_be(self, pool: Pool) -> bool:
+        """Whether a pool has slots enough of both sides of the limit for what is read into it."""
+        _, loads, going, n_slots = self.of_pool(pool)
+        return len(loads) <= n_slots and len(going) <= self.layout.n_slots[pool[2]] - n_slots
+
+    def settled(self) -> bool:
+        """Whether no slot is in use that is to go."""
+        return not any(read.beyond for read in self.reads.values())
 
     def count_peak(self) -> None:
         peak = max(self.counts.get("slot_bytes_peak", 0), self.slot_bytes_in_use())
@@ -308,6 +379,8 @@ class Cache:
             self.serve(self.layout.pool(cell, old.tier))
         if not self.pinned(cell):
             self.serve(self.layout.pool(cell, read.tier))
+        if read.beyond:
+            self.fit(self.layout.pool(cell, read.tier))
 
     def cancel(self, cell: Cell) -> None:
         read = self.reads.pop(cell)
@@ -466,12 +539,12 @@ class Caches:
         self.lost = self.lost or n_states > self.max_states
         return self.lost
 
-    def do(self, change: Callable[[Cache], None]) -> None:
-        """One request, at some moment of the disk's work."""
+    def do(self, change: Callable[[Cache], list[Cache] | None]) -> None:
+        """One request, at some moment of the disk's work. change: returns the states that there may
+        be then, or None for the one that it was given."""
         if not self.lost:
             self._let_the_disk_run()
-            for state in self.states:
-                change(state)
+            self.states = [each for state in self.states for each in change(state) or [state]]
 
     def keep(self, agrees: Callable[[Cache], bool]) -> bool:
         """Something was seen at some moment; False if no legal outcome shows it."""

@@ -147,6 +147,20 @@ def test_several_sequences_take_from_the_slots_too(path: Path, cap: int) -> None
         assert held + beside <= shared.n_bytes
 
 
+def test_attention_sees_free_cells_between_those_of_sequences(path: Path, cap: int) -> None:
+    """A long prompt that is gone lies before a short one: scratch goes by the last cell."""
+    with opened(path, ram=cap, conversations=True, sequences=1, ubatch=None) as engine:
+        shared = engine.plan.shared
+        assert shared is not None
+        for prompt in (2 * PROMPT, PROMPT[:500]):
+            engine.eval(prompt, 0)
+            engine.fork(0)
+        for pos, tokens in ((500, PROMPT[:1]), (501, PROMPT[:1000])):
+            engine.eval(tokens, pos)
+            beside = sum(each.resident for each in touched_memory(engine.store.library))
+            assert engine.store.stats().slot_bytes + beside <= shared.n_bytes
+
+
 def test_a_context_that_the_system_refuses_to_reserve_is_halved(
     path: Path, cap: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,73 +14,20 @@ from orchestrator.config import Config
 from orchestrator.errors import BudgetError
 from orchestrator.memory.footprint import SIZES, compute_bytes
 from orchestrator.memory.machine import Device, Machine
-from orchestrator.memory.plan import MemoryPlan, _Ways, plan_memory, read_per_prompt_token
+from orchestrator.memory.plan import MemoryPlan, plan_memory
+from orchestrator.memory.shared import SharedMemory
 
 MIB = 2**20
-
-
-class Laid(NamedTuple):
-    n_ubatch: int
-    absent_bytes: int
-    n_ctx: int = 8192
-    prompt_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Played(_Ways):
-    """Each token takes so much scratch from slots, of which there is room for some."""
-
-    absent: int = 0
-    per_token: int = 0
-    most: int = 10**15
-    tried: list[int] = field(default_factory=list)
-
-    def room(self, n_ctx: int, *_: Any) -> Any:
-        return None
-
-    def plan(self, room: Any, prompts: int) -> Any:
-        n = self.config.ubatch
-        self.tried.append(n)
-        if n * self.per_token > self.most:
-            raise BudgetError("", 0)
-        return Laid(n, self.absent + n * self.per_token)
-
-
-def laid_out(absent: int, per_token: int, room: int = 10**15) -> tuple[Laid, list[int]]:
-    """What is chosen, and the sizes tried."""
-    model = SimpleNamespace(n_expert_used=1, n_expert=16)
-    config = Config.build(model="m", ubatch=512)
-    ways = Played(config, model, Machine(0), 0, None, None, {}, absent, per_token, room)
-    return ways.with_micro_batch(Laid(512, absent + 512 * per_token)), ways.tried
-
-
-def test_what_is_read_for_a_token_of_a_prompt() -> None:
-    """A pass for each micro-batch; and an eighth of an answer's token, which uses the absent half
-    of a sixteenth."""
-    assert read_per_prompt_token(1000, 256_000, 1 / 16) == 256 + 256_000 / 8 / 2 / 16
-    assert read_per_prompt_token(2000, 256_000, 0) == 128
 
 
 @pytest.mark.parametrize("absent", [1, 10**8, 10**9, 3 * 10**9, 10**10, 10**11])
 @pytest.mark.parametrize("per_token", [1, 10**4, 10**5, 10**6])
 def test_the_best_of_all_sizes_is_found(absent: int, per_token: int) -> None:
-    def read(n: int) -> float:
-        return read_per_prompt_token(n, absent + n * per_token, 1 / 16)
-
-    best, _ = laid_out(absent, per_token)
-    assert best.n_ubatch == min(SIZES, key=read)
-
-
-def test_what_has_no_room_is_not_chosen() -> None:
-    """What was chosen is planned again, since its policy is as another size needed it."""
-    assert laid_out(10**11, 200_000, room=1024 * 200_000) == (
-        Laid(1024, 10**11 + 204_800_000),
-        [1024, 2048, 1024],
-    )
-
-
-def test_nothing_is_tried_where_nothing_is_absent() -> None:
-    assert laid_out(0, 0) == (Laid(512, 0), [])
+    """What is absent is read once for each micro-batch, and 16 times for the answer."""
+    scratch = {n: (n * per_token, 0.0) for n in SIZES}
+    shared = SharedMemory(10**13, 0, 10**13 + absent, 0.0, scratch)
+    best = shared.micro_batch(0, 4096, again=16)
+    assert best == min(SIZES, key=lambda n: (absent + n * per_token) * (4096 // n + 16))
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +61,8 @@ def cap(model: ExpertModel, share: float, machine: Machine = HOST, **settings: A
 def test_it_is_the_one_of_those_that_can_be_asked_for_that_reads_least(
     model: ExpertModel, machine: Machine, name: str, policy: str, share: float
 ) -> None:
-    """On a card over its link."""
+    """A pass for each micro-batch, and for each token of a prompt an eighth of an answer's, which
+    uses what is absent half as often as the rest; on a card over its link."""
     most = 8 * 2**30 if machine is CARD else None
     limit = cap(model, share, machine, policy=policy, **({"vram": most} if most else {}))
     settings = {"policy": policy, name: limit}
@@ -124,7 +71,7 @@ def test_it_is_the_one_of_those_that_can_be_asked_for_that_reads_least(
         with suppress(BudgetError):
             asked.append(plan_for(model, machine, ubatch=n, **settings))
     used = model.n_expert_used / model.n_expert
-    best = min(asked, key=lambda p: read_per_prompt_token(p.n_ubatch, p.absent_bytes, used))
+    best = min(asked, key=lambda p: p.absent_bytes * (1 / p.n_ubatch + used / 16))
     plan = plan_for(model, machine, **settings)
     assert (plan.n_ubatch, plan.slots) == (best.n_ubatch, best.slots)
     assert plan.total_bytes <= limit
