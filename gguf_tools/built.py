@@ -9,6 +9,7 @@ first. So it is with the library that knows CUDA, where the wheel moe-edge-cuda 
 import ctypes
 import json
 import os
+import platform
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,20 +22,26 @@ OWN = Path(__file__).parent / "_llama"
 CUDA = "cuda"  # the folder of the wheel moe-edge-cuda, beside those of the sets
 STAMP = "moe_edge_build.json"
 # What a set needs of the processor, the best set first, as (leaf, register, bit) of glibc's
-# <sys/platform/x86.h>. patches/portable.py has the compiler's options for each.
+# <sys/platform/x86.h>, or as a bit of the HWCAP that Linux gives for an ARM64. patches/portable.py
+# has the compiler's options for each.
 _AVX2 = {
     **{"fma": (0, 2, 12), "movbe": (0, 2, 22), "avx": (0, 2, 28), "f16c": (0, 2, 29)},
     **{"bmi1": (1, 1, 3), "avx2": (1, 1, 5), "bmi2": (1, 1, 8), "lzcnt": (2, 2, 5)},
 }
+_HWCAP = 16  # AT_HWCAP of <elf.h>
 _AVX512 = {
     **{"avx512f": (1, 1, 16), "avx512dq": (1, 1, 17), "avx512cd": (1, 1, 28)},
     **{"avx512bw": (1, 1, 30), "avx512vl": (1, 1, 31), "avx512_vnni": (1, 2, 11)},
 }
-SETS = {
-    "avx512_vnni": {**_AVX2, **_AVX512},
-    "avx_vnni": {**_AVX2, "avx_vnni": (6, 0, 4)},
-    "avx2": _AVX2,
+SETS_OF: dict[str, dict[str, dict[str, tuple[int, ...]]]] = {
+    "x86_64": {
+        "avx512_vnni": {**_AVX2, **_AVX512},
+        "avx_vnni": {**_AVX2, "avx_vnni": (6, 0, 4)},
+        "avx2": {**_AVX2},
+    },
+    "aarch64": {"dotprod": {"asimddp": (20,)}, "armv8": {}},
 }
+SETS = SETS_OF.get(platform.machine(), {})
 
 
 class NotBuilt(MoeEdgeError):
@@ -101,8 +108,13 @@ def instructions() -> str:
     )
 
 
-def _has(leaf: int, register: int, bit: int) -> bool:
+def _has(*where: int) -> bool:
     """Whether the processor and the system let a feature be used."""
+    if len(where) == 1:
+        hwcap = ctypes.CDLL(None).getauxval
+        hwcap.restype = ctypes.c_ulong
+        return bool(hwcap(ctypes.c_ulong(_HWCAP)) >> where[0] & 1)
+    leaf, register, bit = where
     try:
         find = ctypes.CDLL(None).__x86_get_cpuid_feature_leaf
     except AttributeError:

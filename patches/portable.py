@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import re
 import shlex
 import subprocess
@@ -36,17 +37,22 @@ from patches.upstream import (
 )
 
 GLIBC = 34  # the newest minor version whose symbols a library may need
-TAG = f"py3-none-manylinux_2_{GLIBC}_x86_64"
 PACKAGE = "gguf_tools/_llama"
 STAMP = Path(wheel.STAMP).name
 COMPUTES = "libggml-cpu.so"
-# The library that computes is compiled with these for each set, beside GGML's own for AVX2, and
-# the others as in `make build`, for any processor.
-SETS = {
-    "avx2": (),
-    "avx_vnni": ("GGML_AVX_VNNI=ON",),
-    "avx512_vnni": ("GGML_AVX512=ON", "GGML_AVX512_VNNI=ON"),
+# Of each machine, the least set of instructions first: the library that computes is compiled with
+# these for each, beside GGML's own for AVX2, and the others as in `make build`, for any processor.
+SETS_OF: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "avx2": (),
+        "avx_vnni": ("GGML_AVX_VNNI=ON",),
+        "avx512_vnni": ("GGML_AVX512=ON", "GGML_AVX512_VNNI=ON"),
+    },
+    "aarch64": {"armv8": (), "dotprod": ("GGML_CPU_ARM_ARCH=armv8.2-a+dotprod",)},
 }
+UNTRIED = {"aarch64": "; for ARM64, tried in an emulator alone"}
+MACHINE = platform.machine()
+SETS = SETS_OF.get(MACHINE, {})
 # Each library has libstdc++ within, and the source of what that finds in no older glibc.
 LINKED = "CMAKE_SHARED_LINKER_FLAGS=-static-libstdc++ -Wl,--exclude-libs,ALL " + shlex.quote(
     str(PATCHES / "native" / "moe-edge-random.cpp")
@@ -55,8 +61,6 @@ FLAGS = (
     *build.BASE_FLAGS,
     LINKED,
     "GGML_NATIVE=OFF",
-    # The first set's library is found by whoever loads another one without having chosen.
-    "CMAKE_INSTALL_RPATH=$ORIGIN;$ORIGIN/..;$ORIGIN/avx2",
 )
 # Of the same lengths, so that a name is exchanged where it stands in a library.
 NAMES = {
@@ -73,6 +77,11 @@ WITH_CUDA = ("libggml.so", "libggml-cuda.so")
 GCC_LICENCES = ("/usr/share/doc/libgomp1/copyright", "/usr/share/common-licenses/GPL-3")
 
 
+def tag(machine: str = MACHINE) -> str:
+    """Of a wheel for such machines."""
+    return f"py3-none-manylinux_2_{GLIBC}_{machine}"
+
+
 def digest_of_patches() -> str:
     """Of all that decides what the libraries are, but the compiler."""
     digest = hashlib.sha256()
@@ -84,28 +93,45 @@ def digest_of_patches() -> str:
 
 
 def build_wheel(upstream: Upstream, sdist: Path | None, jobs: int | None, folder: Path) -> Path:
-    """Compiles what is not compiled yet, and writes the wheel into a folder. Raises BuildError."""
-    texts = {"METADATA": metadata(upstream), "entry_points.txt": entry_points()}
+    """Compiles what is not compiled yet, and writes the wheel into a folder: for the machine that
+    the compiler compiles for. Raises BuildError."""
     tools, patches = probe.find_toolchain(), digest_of_patches()
-    flags = (*FLAGS, f"LLAMA_BUILD_COMMIT={upstream.local_version}")
+    machine = _printed(tools.cc, "-dumpmachine").partition("-")[0]
+    sets = SETS_OF.get(machine)
+    if sets is None:
+        known = " and ".join(SETS_OF)
+        raise BuildError(f"{tools.cc} compiles for {machine}, and wheels are made for {known}.")
+    texts = {"METADATA": metadata(upstream, machine), "entry_points.txt": entry_points()}
+    least = next(iter(sets))
+    across: tuple[str, ...] = ()
+    if machine != MACHINE:
+        across = ("CMAKE_SYSTEM_NAME=Linux", f"CMAKE_SYSTEM_PROCESSOR={machine}")
+    flags = (
+        *FLAGS,
+        # The least set's library is found by whoever loads another one without having chosen.
+        f"CMAKE_INSTALL_RPATH=$ORIGIN;$ORIGIN/..;$ORIGIN/{least}",
+        f"LLAMA_BUILD_COMMIT={upstream.local_version}",
+        *across,
+    )
     plans = {
         name: build.Plan(upstream, tools, (*flags, *more), False, "", False, "", key="")
-        for name, more in SETS.items()
+        for name, more in sets.items()
     }
-    first = plans["avx2"].build_dir / "bin"
+    first = plans[least].build_dir / "bin"
     libraries = {}
     with locked(cache_dir() / "lock") as lock:
         root = sync_tree(fetch_sdist(upstream, sdist), upstream)
         source = root / upstream.source
         for name, plan in plans.items():
             say(f"compiling llama.cpp for {name}")
-            target = build.TARGET if name == "avx2" else "ggml-cpu"
+            target = build.TARGET if name == least else "ggml-cpu"
             build.compile_tree(plan, source, jobs, lock, (target,))
             libraries[f"{name}/{COMPUTES}"] = plan.build_dir / "bin" / COMPUTES
         libraries |= {path.name: path for path in first.glob("lib*.so") if path.name != COMPUTES}
-        build.check_libraries(sorted(first.glob("lib*.so")))
+        if not across:
+            build.check_libraries(sorted(first.glob("lib*.so")))
         say("compiling llama.cpp's server")
-        path = server.compile_server(upstream, tools, source, first, lock, (LINKED,))
+        path = server.compile_server(upstream, tools, source, first, lock, (LINKED, *across))
         libraries[path.name] = path
         entries = bindings(root) | wheel.converter(source, PACKAGE)
         texts |= wheel.licences(root, upstream)
@@ -113,10 +139,10 @@ def build_wheel(upstream: Upstream, sdist: Path | None, jobs: int | None, folder
     data = {f"{PACKAGE}/lib/{_named(name)}": portable(path) for name, path in libraries.items()}
     if digest_of_patches() != patches:
         raise BuildError("the patches changed while they were compiled: run it again.")
-    stamp = {"version": upstream.local_version, "patches": patches, "sets": list(SETS)}
+    stamp = {"version": upstream.local_version, "patches": patches, "sets": list(sets)}
     stamp |= {"key": hashlib.sha256(b"".join((patches.encode(), *data.values()))).hexdigest()}
     entries |= {f"{PACKAGE}/{STAMP}": wheel.as_json(stamp), **data, **our_files()}
-    return write("moe_edge", entries, texts, folder)
+    return write("moe_edge", entries, texts, folder, machine)
 
 
 def build_cuda_wheel(
@@ -165,7 +191,11 @@ def write_cuda(
 
 
 def write(
-    name: str, entries: Mapping[str, bytes], texts: Mapping[str, bytes], folder: Path
+    name: str,
+    entries: Mapping[str, bytes],
+    texts: Mapping[str, bytes],
+    folder: Path,
+    machine: str = MACHINE,
 ) -> Path:
     """A wheel in a folder, whole or not at all, with our licence and that of GCC's libraries."""
     texts = {**texts, "licenses/LICENSE": (REPO / "LICENSE").read_bytes()}
@@ -174,7 +204,7 @@ def write(
             raise BuildError(f"{place} is not here: the wheel is made on Debian or Ubuntu.")
         texts[f"licenses/LICENSE.gcc-runtime.{number}"] = Path(place).read_bytes()
     folder.mkdir(parents=True, exist_ok=True)
-    made = folder / f"{name}-{project()['version']}-{TAG}.whl"
+    made = folder / f"{name}-{project()['version']}-{tag(machine)}.whl"
     with tempfile.TemporaryDirectory(dir=folder, prefix=".wheel.") as stage:
         wheel.write_archive(Path(stage) / made.name, dict(sorted(entries.items())), texts)
         os.replace(Path(stage) / made.name, made)
@@ -188,7 +218,7 @@ def portable(path: Path) -> bytes:
     newer = {int(n) for n in re.findall(rb"GLIBC_2\.(\d+)", data) if int(n) > GLIBC}
     if newer or b"libstdc++.so" in data:
         what = f"GLIBC_2.{max(newer)}" if newer else "libstdc++"
-        raise BuildError(f"{path.name} needs {what}, which {TAG} does not have.")
+        raise BuildError(f"{path.name} needs {what}, which manylinux_2_{GLIBC} does not have.")
     for old, new in NAMES.items():
         data = data.replace(b"\0" + old + b"\0", b"\0" + new + b"\0")
     return data
@@ -248,12 +278,13 @@ def project() -> dict[str, Any]:
     return found
 
 
-def metadata(upstream: Upstream) -> bytes:
+def metadata(upstream: Upstream, machine: str = MACHINE) -> bytes:
     """Core metadata, without the bindings among what is required."""
     about = project()
+    summary = about["description"] + UNTRIED.get(machine, "")
     lines = [
         *("Metadata-Version: 2.1", f"Name: {about['name']}", f"Version: {about['version']}"),
-        *(f"Summary: {about['description']}", f"Author: {about['authors'][0]['name']}"),
+        *(f"Summary: {summary}", f"Author: {about['authors'][0]['name']}"),
         *(f"License: {about['license']['text']}", f"Requires-Python: {about['requires-python']}"),
         "Description-Content-Type: text/markdown",
     ]
@@ -274,7 +305,7 @@ def prebuilt(upstream: Upstream, folders: Sequence[Path]) -> tuple[Path, str] | 
     """(wheel of the bindings, its key) with the libraries of a wheel in one of the folders, where
     that was made of the patches that are here."""
     patches = digest_of_patches()
-    for path in (path for folder in folders for path in folder.glob("moe_edge-*.whl")):
+    for path in (path for folder in folders for path in folder.glob(f"moe_edge-*_{MACHINE}.whl")):
         try:
             with zipfile.ZipFile(path) as archive:
                 stamp = json.loads(archive.read(f"{PACKAGE}/{STAMP}"))

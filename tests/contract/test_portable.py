@@ -18,7 +18,8 @@ STAMP = f"{portable.PACKAGE}/moe_edge_build.json"
 
 
 def test_each_set_that_is_compiled_can_be_chosen() -> None:
-    assert set(portable.SETS) == set(built.SETS)
+    found = {machine: set(sets) for machine, sets in built.SETS_OF.items()}
+    assert found == {machine: set(sets) for machine, sets in portable.SETS_OF.items()}
 
 
 def test_packages_are_ours_alone_and_the_demo_is_in_one() -> None:
@@ -60,7 +61,7 @@ def test_a_library_that_needs_more_than_the_tag_is_refused(
 ) -> None:
     library = tmp_path / "libx.so"
     library.write_bytes(text)
-    with pytest.raises(BuildError, match=rf"^libx.so needs {needs}, which py3-none-manylinux"):
+    with pytest.raises(BuildError, match=rf"^libx.so needs {needs}, which manylinux_2_34"):
         portable.portable(library)
 
 
@@ -78,7 +79,7 @@ def write_wheel(folder: Path, **changes: Any) -> Path:
         "orchestrator/__init__.py": b"",
     }
     folder.mkdir(exist_ok=True)
-    path = folder / f"moe_edge-1.0-{portable.TAG}.whl"
+    path = folder / f"moe_edge-1.0-{portable.tag()}.whl"
     wheel.write_archive(path, entries, {"METADATA": b"Name: x\n", "licenses/LICENSE": b"MIT"})
     return path
 
@@ -87,8 +88,8 @@ def test_a_checkout_takes_the_libraries_of_a_wheel_of_its_own_patches(
     tmp_path: Path, cache: None
 ) -> None:
     write_wheel(tmp_path / "one", patches="others")
-    (tmp_path / "one" / "moe_edge-0.9-damaged.whl").write_bytes(b"PK")
-    (tmp_path / "one" / "moe_edge-0.8-stampless.whl").write_bytes(b"")
+    (tmp_path / "one" / f"moe_edge-0.9-{portable.tag()}.whl").write_bytes(b"PK")
+    (tmp_path / "one" / f"moe_edge-0.8-{portable.tag()}.whl").write_bytes(b"")
     upstream, folders = read_upstream(), [tmp_path / "none", tmp_path / "one"]
     assert portable.prebuilt(upstream, folders) is None
     write_wheel(tmp_path / "two")

@@ -70,7 +70,7 @@ extern "C" bool thrower(float, void *) { throw std::runtime_error("from another 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """CI builds it; elsewhere it is taken from dist/."""
-    for path in (REPO / "dist").glob("moe_edge-*.whl"):
+    for path in (REPO / "dist").glob(f"moe_edge-*{portable.tag()}.whl"):
         with zipfile.ZipFile(path) as archive:
             stamp = archive.read(f"{portable.PACKAGE}/moe_edge_build.json")
         if portable.digest_of_patches().encode() in stamp:
@@ -112,7 +112,7 @@ def run(python: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Compl
 
 def test_what_is_in_it(wheel: Path) -> None:
     name, version, tag = wheel.stem.split("-", 2)
-    assert (name, tag) == ("moe_edge", portable.TAG) and "+" not in version
+    assert (name, tag) == ("moe_edge", portable.tag()) and "+" not in version
     assert wheel.stat().st_size <= MOST_BYTES
     info = f"moe_edge-{version}.dist-info"
     with zipfile.ZipFile(wheel) as archive:
