@@ -159,7 +159,7 @@ def build_cuda_wheel(
     if major < 13:
         raise BuildError(f"the wheel is made with CUDA 13 or newer, not with {major}.")
     flags = (*FLAGS, f"LLAMA_BUILD_COMMIT={upstream.local_version}", *cuda.flags(architectures)[0])
-    # The last one counts: NVIDIA's packages lie four folders above, in site-packages.
+    # NVIDIA's packages lie four folders above, in site-packages.
     flags += (f"CMAKE_INSTALL_RPATH=$ORIGIN;$ORIGIN/..;$ORIGIN/../../../../nvidia/cu{major}/lib",)
     plan = build.Plan(upstream, tools, flags, True, "", False, "", key="")
     with locked(cache_dir() / "lock") as lock:

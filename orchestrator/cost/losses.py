@@ -443,6 +443,14 @@ class LossModel:
         """As estimate, else as learned: for a policy that spends a loss."""
         return self.estimate(tiers) or self.learned(tiers)
 
+    def of_plan(self, plan: MemoryPlan, base: str | None = None) -> KlEstimate | None:
+        """As estimate; of a policy that spends a loss else as learned, from the best tier."""
+        tiers = plan.tier_names
+        found = self.estimate(tiers, base)
+        if found is None and isinstance(plan.policy, SpendsLoss) and base in (None, tiers[0]):
+            found = self.learned(tiers)
+        return found
+
     def needed(self, tiers: Sequence[str]) -> KlEstimate:
         """As spent. Raises ConfigError where it cannot be had, naming the command that makes
         it."""

@@ -23,7 +23,6 @@ from orchestrator.events import Phase
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import FreeCores, Store, find_device
 from orchestrator.native.llama import LlamaContext, Model
-from orchestrator.policy.base import SpendsLoss
 
 # Gets what is being done, and how much of it is, 0 to 1; None where nobody can tell.
 Progress = Callable[[str, float | None], None]
@@ -157,9 +156,7 @@ class Loader:
                 parts.append(store)
                 driver = Driver(plan.policy, store)
                 driver.shared = plan.shared
-                losses = self.planner.losses
-                spends = isinstance(plan.policy, SpendsLoss)
-                estimate = (losses.spent if spends else losses.estimate)(plan.tier_names)
+                estimate = self.planner.losses.of_plan(plan)
                 if estimate is not None:
                     driver.meter = LossMeter(estimate, config.exact_tiers)
             with self._checked(plan):

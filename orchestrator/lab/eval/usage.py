@@ -10,7 +10,6 @@ from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.events import Phase
 from orchestrator.lab.replay.figures import ratio
 from orchestrator.native import MAX_TIERS, CStats
-from orchestrator.policy.base import SpendsLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +41,7 @@ def foresee_from(engine: Engine, best: str) -> LossMeter | None:
     file; None where nothing can be foreseen."""
     if not engine.managed:
         return None
-    names = engine.plan.tier_names
-    estimate = engine.losses.estimate(names, best)
-    if estimate is None and isinstance(engine.policy, SpendsLoss) and names[0] == best:
-        estimate = engine.losses.learned(names)
+    estimate = engine.losses.of_plan(engine.plan, best)
     meter = None if estimate is None else LossMeter(estimate, engine.config.exact_tiers)
     engine.driver.meter = meter
     return meter
