@@ -170,7 +170,7 @@ def test_a_policy_goes_by_what_is_learned(one: Path) -> None:
         assert "lossless" not in str(engine.note)
         assert "at most 0.5 nats a token from q4_k by what was learned" in engine.mode
         answer(engine)
-        assert lowered(engine) > 0
+        assert lowered(engine) > 0 and engine.last_stats.kl_learned
     # A lossless chat says once that the next start could skip.
     with opened(one, policy="lru") as engine:
         usage = engine._loader.learned.usage
