@@ -42,9 +42,10 @@ STAMP = Path(wheel.STAMP).name
 COMPUTES = "libggml-cpu.so"
 # Of each machine, the least set of instructions first: the library that computes is compiled with
 # these for each, beside GGML's own for AVX2, and the others as in `make build`, for any processor.
+# What GCC writes for any processor takes 5 to 10 % longer over a prompt on AMD's last ones of AVX2.
 SETS_OF: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
-        "avx2": (),
+        "avx2": ("CMAKE_C_FLAGS=-mtune=znver3", "CMAKE_CXX_FLAGS=-mtune=znver3"),
         "avx_vnni": ("GGML_AVX_VNNI=ON",),
         "avx512_vnni": ("GGML_AVX512=ON", "GGML_AVX512_VNNI=ON"),
     },
