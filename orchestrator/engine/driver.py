@@ -41,6 +41,10 @@ class PlainDriver:
         """Once the model has loaded: reads what is wanted in memory before the first token, and
         begins to listen. progress gets the share that is done."""
 
+    def set_prompts(self, n_bytes: int, keep: Callable[[int], int]) -> None:
+        """Copies of prompts may take so many bytes. keep: keeps them within fewer, and returns
+        what they take."""
+
     def begin(self, phase: Phase) -> None:
         """Before a decode whose tokens are all of this phase."""
 
@@ -119,11 +123,11 @@ class Driver(PlainDriver):
         self.on_restored: Callable[[int, bytes], None] | None = None
         # What slots give way to, where memory is given out as it is used.
         self.shared: SharedMemory | None = None
-        # Copies of prompts lie beside that, and give way to cells before slots do: at most so many
-        # bytes, what they take, and who lets them go.
-        self.most_prompts = self.prompts = 0
+        # Copies of prompts share it as well, and give way to cells before slots do: the most bytes
+        # of it that they take, what of that is set aside, what is theirs beside it, what they take
+        # now, and who keeps them within so many.
+        self.shared_prompts = self._set_aside = self.own_prompts = self.prompts = 0
         self.keep_prompts: Callable[[int], int] = lambda _n_bytes: 0
-        self._given = 0  # of the most, to cells
         self._limit: int | None = None
         self._keeps_slots = False
         self._width = 0  # where the last cell of several sequences may lie
@@ -268,8 +272,8 @@ class Driver(PlainDriver):
 
     def make_room(self, room: CRoom) -> None:
         """Before a batch is computed or a state brought back: copies of prompts give way to the
-        cells that it takes, and slots to those, to its scratch and to the tokens behind it; or
-        they come back."""
+        cells that it takes, and slots to those, to its scratch, to the tokens behind it and to one
+        more copy; or they come back."""
         shared = self.shared
         assert shared is not None
         touched, n_tokens = room.touched, room.n_tokens
@@ -281,21 +285,24 @@ class Driver(PlainDriver):
             before = self._width if touched.cache[1] else 0
             # upstream looks for free cells behind the latest ones, or from the first on
             self._width = width = max(before, min(before, cells + 2 * n) + n, end)
-        if not room.n_bytes:  # else one of them may be what is brought back
-            planned = sum(size * n for size, n in self.store.spec.groups)
-            self._given = min(self.most_prompts, max(0, planned - shared.slots(end, 1)))
-            self.prompts = self.keep_prompts(self.most_prompts - self._given)
         room.at_once = shared.micro_batch(cells, n_tokens, width=width)
-        limit = shared.slots(end, room.at_once, held, width) + self._given
-        if limit < shared.least_slots:  # beside the scratch of a prompt that was given up
+        left = shared.slots(end, room.at_once, held, width)
+        if left < shared.least_slots:  # beside the scratch of a prompt that was given up
             room.drop_scratch = 1
-            left = shared.slots(end, room.at_once, 0, width) + self._given
-            limit = max(shared.least_slots, left)
-        if limit == self._limit:
-            return
+            left = max(shared.least_slots, shared.slots(end, room.at_once, 0, width))
         if self._keeps_slots and self._limit is not None:
-            if limit < self._limit:
+            if left - self.prompts < self._limit:
                 raise NativeError("what nobody asked for takes no memory from experts")
+            return
+        if not room.n_bytes:  # else one of the copies may be what is brought back
+            planned = sum(size * n for size, n in self.store.spec.groups)
+            most = self.shared_prompts - max(0, planned - shared.slots(end, 1))
+            most = max(0, min(most, left - shared.least_slots))
+            others = self.keep_prompts(self.own_prompts + most) - self.own_prompts
+            self._set_aside = min(most, max(0, others) + shared.cache_bytes(end))
+            self.prompts = self.keep_prompts(self.own_prompts + self._set_aside)
+        limit = max(shared.least_slots, left - self._set_aside)
+        if limit == self._limit:
             return
         while self.store.limit(limit):  # until reads into slots that go are complete
             self._pause()
@@ -314,6 +321,10 @@ class Driver(PlainDriver):
     def may_wait(self) -> bool:
         """Whether the first token of an answer may wait for the policy."""
         return isinstance(self.policy, WaitsBeforeAnswer)
+
+    def set_prompts(self, n_bytes: int, keep: Callable[[int], int]) -> None:
+        self.shared_prompts = min(n_bytes, self.shared.prompts) if self.shared else 0
+        self.own_prompts, self.keep_prompts = n_bytes - self.shared_prompts, keep
 
     def before_answer(self) -> None:
         """Behind a prompt: what an answer's first token waits for, done. After a cancel, or where

@@ -382,7 +382,7 @@ class Engine(Closing):
 
     def memory(self) -> dict[str, int]:
         """As memory_now. From any thread."""
-        prompts = self._shelf.used_bytes + self._loaded.driver.prompts
+        prompts = self._shelf.used_bytes or self._loaded.driver.prompts
         return memory_now(self._loader.bindings.library(), self._loaded, prompts)
 
     @property

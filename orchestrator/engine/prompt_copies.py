@@ -89,6 +89,12 @@ class Shelf:
         """Copies that go with this key, the latest used one first."""
         return (each for each in reversed(list(self._copies)) if each.key == key)
 
+    def keep(self, n_bytes: int) -> int:
+        """Sets the budget, for which copies go, and returns what the others take."""
+        self.budget_bytes = n_bytes
+        self.make_room(0)
+        return self.used_bytes
+
     def make_room(self, n_bytes: int) -> bool:
         """Lets copies go until there is room for so many bytes more; False where there never
         is. Nothing goes then."""

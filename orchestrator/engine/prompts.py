@@ -75,8 +75,8 @@ class PromptCache:
     ) -> PromptCache:
         """Of a model as it is loaded; the shelf gets the memory that its plan has for it."""
         plan = loaded.plan
-        shelf.budget_bytes = plan.prompt_bytes
-        shelf.make_room(0)
+        shelf.keep(plan.prompt_bytes)
+        loaded.driver.set_prompts(plan.prompt_bytes, shelf.keep)
         key = ""
         if shelf.budget_bytes or folder:
             key = state_key(config, model, plan)

@@ -104,7 +104,8 @@ class MemoryPlan:
     @property
     def fixed_bytes(self) -> int:
         """All that is not experts in the memory that they live in."""
-        prompts = 0 if self.device else self.prompt_bytes
+        apart = not (self.device or (self.shared and self.shared.prompts))
+        prompts = self.prompt_bytes if apart else 0
         return self.dense_bytes + self.kv_bytes + self.scratch_bytes + prompts
 
     @property
@@ -129,7 +130,9 @@ class MemoryPlan:
         """What of the slots an answer has with so much of the context in use."""
         if self.shared is None or self.slots is None:
             return self.slots
-        share = min(1.0, self.shared.slots(n_cells, 1) / self.slots.total_bytes)
+        shared = self.shared
+        copy = min(shared.prompts, shared.cache_bytes(n_cells))
+        share = min(1.0, (shared.slots(n_cells, 1) - copy) / self.slots.total_bytes)
         groups = (replace(g, n_slots=max(1, int(share * g.n_slots))) for g in self.slots.groups)
         return replace(self.slots, groups=tuple(groups))
 
@@ -256,12 +259,15 @@ class _Ways:
             plan = self.first((room, self._prompt_bytes(usual)), (room, config.cache_ram or 0))
         except BudgetError:
             return None  # what would be enough is said for the usual context
-        policy = plan.policy
+        policy, prompts = plan.policy, 0 if part_bytes(self.model, config) else plan.prompt_bytes
         if policy is None or type(policy).wants.all_resident:
             return None
+        if prompts:  # no copy has more than its cells
+            plan = replace(self.plan(replace(room, prompt_bytes=0)), prompt_bytes=prompts)
         n_each = 1 + config.sequences
         most = usual.n_ctx if config.ctx else own_length * n_each or usual.n_ctx
         shared = self._sharing(plan, most)
+        shared = replace(shared, n_bytes=shared.n_bytes + prompts, prompts=prompts)
         longest, each = shared.longest(most), most // n_each if config.ctx else 0
         if longest < each:
             raise BudgetError(

@@ -20,12 +20,13 @@ def longest_context(most: int, step: int, too_long: Callable[[int], bool]) -> in
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """What slots, cells and scratch share, in bytes.
+    """What slots, cells, scratch and copies of prompts share, in bytes.
 
-    n_bytes: of all three. least_slots: what a policy needs of them. all_slots: what every expert
+    n_bytes: of all of them. least_slots: what a policy needs of them. all_slots: what every expert
     takes. cell_bytes: of one token of the context; cell_step: memory comes for so many cells at
     once. several: sequences share the cells. scratch: by the most tokens of a step, the fewest
-    first, what it takes beside an empty context, and what each cell of that adds.
+    first, what it takes beside an empty context, and what each cell of that adds. prompts: the most
+    that copies of prompts take.
     """
 
     n_bytes: int
@@ -35,15 +36,23 @@ class SharedMemory:
     scratch: Mapping[int, tuple[int, float]]
     cell_step: int = CELL_STEP
     several: bool = False
+    prompts: int = 0
 
     def slots(self, n_cells: int, n_tokens: int, held: int = 0, width: int = 0) -> int:
         """What is left for slots in a step of n_tokens that ends with n_cells in use. held: what an
         earlier step has left of its scratch. width: where the last of these cells may lie, where
         free ones lie before it: attention sees those, too."""
-        cells = -(-max(1, n_cells) // self.cell_step) * self.cell_step
+        cells = self._whole(n_cells)
         empty, each = next(s for size, s in self.scratch.items() if size >= n_tokens)
         scratch = empty + int(max(cells, width) * each)
-        return self.n_bytes - max(held, scratch) - int(cells * self.cell_bytes)
+        return self.n_bytes - max(held, scratch) - self.cache_bytes(cells)
+
+    def _whole(self, n_cells: int) -> int:
+        return -(-max(1, n_cells) // self.cell_step) * self.cell_step
+
+    def cache_bytes(self, n_cells: int) -> int:
+        """What so many cells take."""
+        return int(self._whole(n_cells) * self.cell_bytes)
 
     def cells(self, cache_bytes: int) -> int:
         """How many cells of the context take so much."""

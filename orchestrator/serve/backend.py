@@ -232,8 +232,7 @@ class Backend:
             engine.store.set_phase(None)  # on a GPU a prompt's, since kernels were tried
             if engine.driver.may_wait:
                 self._native.set_before_step(self._before_step)
-            driver = engine.driver
-            driver.most_prompts, driver.keep_prompts = cache_mib << 20, self._native.keep_prompts
+            engine.driver.set_prompts(cache_mib << 20, self._native.keep_prompts)
         self._settings: Settings | None = engine.policy.settings if engine.managed else None
         self._thread = threading.Thread(target=self._native.run, name="decode", daemon=True)
         self._thread.start()
