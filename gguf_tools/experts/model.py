@@ -120,10 +120,10 @@ class ExpertModel(Closing):
         raise errors.MissingTierError(f"{self.path}: tier {name} is missing; it holds {known}")
 
     def kv_bytes(self, n_ctx: int, kv: str = DEFAULT_KV) -> int:
-        """Bytes of a KV cache for n_ctx tokens, as upstream allocates it. kv: of KV_TYPES.
+        """Bytes of a KV cache for n_ctx tokens, as the header says. kv: of KV_TYPES.
 
-        Latent attention (MLA) stores keys only. Sliding-window and recurrent layers are
-        counted as full attention, so that the result is an upper bound for them.
+        Latent attention (MLA) stores keys only. Recurrent layers are counted as full attention, and
+        nothing for their states, nor for the keys of an indexer: llama.cpp counts those.
         """
         hparams = self.hparams
         value_length = 0 if hparams.is_mla else hparams.value_length

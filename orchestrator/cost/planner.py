@@ -129,8 +129,8 @@ class Planner:
             return self._plan(config, more_scratch)
 
     def _plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
-        scratch = None if self.gpu else self._probe.scratch
-        return plan_memory(config, self._model, self.machine, more_scratch, scratch, self.teach)
+        count = None if self.gpu else self._probe.count
+        return plan_memory(config, self._model, self.machine, more_scratch, count, self.teach)
 
     def loses(self, plan: MemoryPlan) -> Foreseen:
         """What a plan is foreseen to lose, with its policy's settings as they are now. Where every

@@ -9,7 +9,7 @@ from gguf_tools.process import default_threads
 from orchestrator.config import Config
 from orchestrator.engine.store_layout import has_flash
 from orchestrator.errors import NativeError
-from orchestrator.memory.footprint import LEAST_CONTEXT, output_tokens
+from orchestrator.memory.footprint import LEAST_CONTEXT, SIZES, output_tokens
 from orchestrator.memory.layouts import wants_own_layout
 from orchestrator.memory.machine import Accelerator
 from orchestrator.memory.plan import MemoryPlan
@@ -47,24 +47,27 @@ def weights_of(
 def context_of(
     config: Config, plan: MemoryPlan, model: Model, bindings: Bindings, gpu: Accelerator | None
 ) -> LlamaContext:
-    """The context as planned; where nobody asked for a length, the system may refuse to reserve
-    memory for the longest one, and half of it is tried."""
-    n_ctx = plan.n_ctx
+    """The context as planned. The system may refuse to reserve memory for it: then half as many
+    tokens at once are tried, and half as long a context, where nobody asked for these."""
+    n_ctx, n_ubatch = plan.n_ctx, plan.n_ubatch
     while True:
         try:
             return LlamaContext(
                 bindings,
                 model,
                 n_ctx=n_ctx,
-                n_ubatch=min(n_ctx, plan.n_ubatch),
+                n_ubatch=min(n_ctx, n_ubatch),
                 threads=config.threads or default_threads(),
-                outputs=output_tokens(config, model.n_vocab, plan.n_ubatch),
+                outputs=output_tokens(config, model.n_vocab, n_ubatch),
                 flash_attention=has_flash(config, plan),
                 on_gpu=gpu is not None,
                 sequences=config.sequences,
                 kv=config.kv,
             )
         except NativeError:
-            n_ctx //= 2
-            if config.ctx or n_ctx < LEAST_CONTEXT:
+            if not config.ubatch and n_ubatch > SIZES[0]:
+                n_ubatch //= 2
+            elif not config.ctx and n_ctx >= 2 * LEAST_CONTEXT:
+                n_ctx //= 2
+            else:
                 raise

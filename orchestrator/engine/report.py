@@ -24,10 +24,11 @@ def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
     plan, driver = loaded.plan, loaded.driver
     most = "up to " if plan.shared and plan.n_ubatch > min(plan.shared.scratch) else ""
     context = f", micro-batch {most}{plan.n_ubatch}, context {loaded.context.n_ctx}"
-    if plan.shared and loaded.steps.cached:
-        context += f" ({len(loaded.steps.cached)} in use)"
-    elif config.conversations and plan.slots and not (plan.shared or plan.device):
-        context += " (set aside)"  # for a policy whose slots give way to nothing
+    if config.conversations:
+        # of a policy whose slots give way to nothing
+        aside = "set aside" if plan.slots and not (plan.shared or plan.device) else ""
+        notes = ", ".join(filter(None, (aside, _in_use(loader, loaded))))
+        context += f" ({notes})" if notes else ""
     if config.kv != DEFAULT_KV:
         context += f" in {config.kv}"
     if not isinstance(driver, Driver):
@@ -45,6 +46,16 @@ def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
     if loader.on_disk:
         text += f", {loader.on_disk} on disk"
     return text + layout_text(driver.store.spec) + loses.text + _served(driver, loader) + context
+
+
+def _in_use(loader: Loader, loaded: Loaded) -> str:
+    """How many tokens of the context; of a server's sequences by the memory that they take. Empty
+    where that is none, or not known."""
+    shared, n = loaded.plan.shared, len(loaded.steps.cached)
+    if n or shared is None:
+        return f"{n} in use" if n else ""
+    n = shared.cells(touched_memory(loader.bindings.library()).cache.resident)
+    return f"about {n} in use" if n else ""
 
 
 def memory_now(library: Library, loaded: Loaded, prompts: int) -> dict[str, int]:

@@ -16,7 +16,7 @@ from gguf_tools.units import format_size
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.memory.footprint import PROCESS_BYTES, output_tokens
-from orchestrator.native import DeviceInfo, Misses, find_device, host_scratch, measure_device
+from orchestrator.native import DeviceInfo, Misses, find_device, host_memory, measure_device
 from orchestrator.native.ggml import GgmlFunctions, InitParams
 from orchestrator.native.llama import Bindings, LlamaContext, Model
 
@@ -276,7 +276,7 @@ class Probe:
 
     def __init__(self, bindings: Bindings, config: Config) -> None:
         self._bindings, self._config = bindings, config
-        self._known: dict[tuple[int, int], int | None] = {}
+        self._known: dict[tuple[int, int], tuple[int, int] | None] = {}
 
     @cached_property
     def _model(self) -> Model:
@@ -289,15 +289,15 @@ class Probe:
             no_data=True,
         )
 
-    def scratch(self, n_ctx: int, n_ubatch: int) -> int | None:
-        """Bytes for a context of so many tokens and so many of them at once, without token
-        importance, which needs a store. None for a model that llama.cpp does not load: loading
-        says why."""
+    def count(self, n_ctx: int, n_ubatch: int) -> tuple[int, int] | None:
+        """Bytes of the cache and of the scratch for a context of so many tokens and so many of them
+        at once, without token importance, which needs a store. None for a model that llama.cpp does
+        not load: loading says why."""
         if (n_ctx, n_ubatch) not in self._known:
             self._known[n_ctx, n_ubatch] = self._measured(n_ctx, n_ubatch)
         return self._known[n_ctx, n_ubatch]
 
-    def _measured(self, n_ctx: int, n_ubatch: int) -> int | None:
+    def _measured(self, n_ctx: int, n_ubatch: int) -> tuple[int, int] | None:
         config = self._config
         try:
             context = LlamaContext(
@@ -314,7 +314,7 @@ class Probe:
         except NativeError:
             return None
         try:
-            return host_scratch(self._bindings.library(), context.handle)
+            return host_memory(self._bindings.library(), context.handle)
         finally:
             context.close()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from gguf_tools.experts import KV_TYPES, ExpertModel
-from gguf_tools.file.layout import BLOCK
+from gguf_tools.file.layout import BLOCK, pad
 from gguf_tools.units import format_size
 from orchestrator.allocation.slots import FileTier, ModelShape, SlotPlan
 from orchestrator.config import Config
@@ -36,12 +36,12 @@ from orchestrator.memory.footprint import (
     step_tokens,
 )
 from orchestrator.memory.machine import Device, Machine
-from orchestrator.memory.shared import CELL_STEP, SharedMemory, longest_context
+from orchestrator.memory.shared import CELL_STEP, Line, SharedMemory, longest_context
 from orchestrator.policy import BASELINE, DEFAULT, PLAIN, Policy, policy_class
 from orchestrator.policy.base import Learns, Wants
 
-# Bytes of scratch for a context of so many tokens and so many at once.
-GraphBytes = Callable[[int, int], int | None]
+# Bytes of the cache and of scratch for a context of so many tokens and so many at once.
+Count = Callable[[int, int], tuple[int, int] | None]
 # Tells a policy, before it plans, what is known of the model in these tiers.
 Teach = Callable[[Policy, tuple[str, ...]], None]
 
@@ -155,7 +155,7 @@ def plan_memory(
     model: ExpertModel,
     machine: Machine,
     more_scratch: int = 0,
-    graph_bytes: GraphBytes | None = None,
+    count: Count | None = None,
     teach: Teach | None = None,
 ) -> MemoryPlan:
     """Lays the model out in memory: that of the machine's device, where it has one, with the
@@ -169,10 +169,10 @@ def plan_memory(
     where the policy has no room beside that. Where no micro-batch was asked for, and no cap on
     slots alone, the experts that are absent decide it.
 
-    more_scratch: bytes that llama.cpp was seen to take beyond the estimate. graph_bytes: scratch
-    in the host's memory as llama.cpp counts it for a context of so many tokens and so many at once,
-    in the place of an estimate; None where it cannot say. teach: tells the policy what earlier runs
-    learned of the model, which plans may go by.
+    more_scratch: bytes that llama.cpp was seen to take beyond the estimate. count: the cache and
+    scratch in the host's memory as llama.cpp counts them, in the place of estimates; None where it
+    cannot say. teach: tells the policy what earlier runs learned of the model, which plans may go
+    by.
 
     Raises BudgetError naming the smallest budget that works, PolicyError and ConfigError
     for a policy, tiers, or a precision of keys and values that do not go with the model.
@@ -180,7 +180,7 @@ def plan_memory(
     _check_kv(config, model)
     if config.policy not in (None, PLAIN):
         policy_class(config.policy or "")  # raises for an unknown one
-    ways = _Ways(config, model, machine, more_scratch, graph_bytes, teach)
+    ways = _Ways(config, model, machine, more_scratch, count, teach)
     usual = ways.room(context_tokens(model, config))
     return ways.shared(usual) or ways.divided(usual)
 
@@ -194,7 +194,7 @@ class _Ways:
     model: ExpertModel
     machine: Machine
     more_scratch: int
-    graph_bytes: GraphBytes | None
+    count: Count | None
     teach: Teach | None
     policies: dict[Choice, Policy] = field(default_factory=dict)
 
@@ -206,18 +206,19 @@ class _Ways:
         counted: bool = True,
     ) -> MemoryPlan:
         """With a context of so many tokens. plain: whether as upstream runs it; None: as the config
-        asks. at_once: the micro-batch, in the place of the config's. counted: scratch is what
-        llama.cpp counts, where that is known."""
+        asks. at_once: the micro-batch, in the place of the config's. counted: the cache and scratch
+        are what llama.cpp counts, where that is known."""
         model, machine, device = self.model, self.machine, self.machine.device
         config = replace(self.config, ubatch=at_once or self.config.ubatch)
         if plain is None:
             plain = wants_plain(config, model)
         tokens = step_tokens(config, n_ctx)
-        graph = self.graph_bytes(n_ctx, tokens) if counted and self.graph_bytes else None
+        found = self.count(n_ctx, tokens) if counted and self.count else None
+        kv, graph = found or (model.kv_bytes(n_ctx, config.kv), None)
         compute = compute_bytes(model, config, n_ctx, graph) + self.more_scratch
         wants = policy_class(config.policy or DEFAULT).wants if not plain else Wants()
         beside = look_ahead_bytes(model) if wants.asked_in else 0
-        kv, vram = model.kv_bytes(n_ctx, config.kv), 0
+        vram = 0
         if device is None:
             beside += process_bytes(model, config)
             kv += copying_bytes(model, config, n_ctx)
@@ -307,25 +308,33 @@ class _Ways:
         assert plan.policy is not None and plan.slots is not None
         least, at_once = config.ubatch or SIZES[0], config.ubatch or SIZES[-1]
         sizes = {least} | {size for size in SIZES if size <= min(at_once, most)}
+        lines = {size: self._lines(size, most) for size in sorted(sizes)}
+        (states, cell_bytes), _ = lines[least]  # what is there beside no cell stays
         return SharedMemory(
-            plan.cap_bytes - plan.fixed_bytes + plan.kv_bytes + plan.compute_bytes,
+            plan.cap_bytes - plan.fixed_bytes + plan.kv_bytes + plan.compute_bytes - states,
             max(least_slots(plan.policy), sum(group.slot_bytes for group in plan.slots.groups)),
             plan.policy.shape.all_slot_bytes(),
-            plan.kv_bytes / plan.n_ctx,
-            {size: self._scratch(size, most) for size in sorted(sizes)},
+            cell_bytes,
+            {size: scratch for size, (_, scratch) in lines.items()},
             # Values that are transposed grow by a page for each of their dimensions.
             CELL_STEP if config.importance != "exact" else 8 * CELL_STEP,
             config.sequences > 0,
         )
 
-    def _scratch(self, n_tokens: int, most: int) -> tuple[int, float]:
-        """What graphs take of so many tokens at once, as SharedMemory has it. It is the largest of
-        sums that grow evenly with the context, so it is never above the line from the shortest to
-        the longest one."""
-        short, long = max(CELL_STEP, n_tokens), max(most, n_tokens + CELL_STEP)
-        first, last = (self.room(n, False, n_tokens).compute_bytes for n in (short, long))
-        each = max(0.0, (last - first) / (long - short))
-        return int(first - each * short), each
+    def _lines(self, n_tokens: int, most: int) -> tuple[Line, Line]:
+        """What the cache takes, and what graphs take of so many tokens at once, each beside no cell
+        and for every cell. Both are the largest of sums that grow evenly with the context, so they
+        are never above the line from the shortest to the longest one."""
+        short = pad(max(CELL_STEP, n_tokens), CELL_STEP)
+        long = pad(max(most, short + CELL_STEP), CELL_STEP)
+        first, last = (self.room(n, False, n_tokens) for n in (short, long))
+
+        def line(at_short: int, at_long: int) -> Line:
+            each = max(0.0, (at_long - at_short) / (long - short))
+            return int(at_short - each * short), each
+
+        cache = line(first.kv_bytes, last.kv_bytes)
+        return cache, line(first.compute_bytes, last.compute_bytes)
 
     def _affordable_context(self, least: MemoryPlan) -> int:
         """The context where none was asked for. Where everything fits beside the least one, it

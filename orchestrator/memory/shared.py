@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 CELL_STEP = 256  # cells come in so many, as llama.cpp pads them
+Line = tuple[int, float]  # bytes beside an empty context, and for each cell of it
 
 
 def longest_context(most: int, step: int, too_long: Callable[[int], bool]) -> int:
@@ -25,15 +26,14 @@ class SharedMemory:
     n_bytes: of all of them. least_slots: what a policy needs of them. all_slots: what every expert
     takes. cell_bytes: of one token of the context; cell_step: memory comes for so many cells at
     once. several: sequences share the cells. scratch: by the most tokens of a step, the fewest
-    first, what it takes beside an empty context, and what each cell of that adds. prompts: the most
-    that copies of prompts take.
+    first. prompts: the most that copies of prompts take.
     """
 
     n_bytes: int
     least_slots: int
     all_slots: int
     cell_bytes: float
-    scratch: Mapping[int, tuple[int, float]]
+    scratch: Mapping[int, Line]
     cell_step: int = CELL_STEP
     several: bool = False
     prompts: int = 0

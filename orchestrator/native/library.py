@@ -111,11 +111,12 @@ def context_memory(library: Library, context: int) -> tuple[int, int]:
     return sum(each[0] for each in parts), sum(each[1] for each in parts)
 
 
-def host_scratch(library: Library, context: int) -> int:
-    """What the graphs of a llama_context take of the host's memory, in bytes."""
+def host_memory(library: Library, context: int) -> tuple[int, int]:
+    """What the cache of a llama_context, its recurrent states among that, and its graphs take of
+    the host's memory, in bytes."""
     found = CMemory()
     library.get_memory(context, ctypes.byref(found))
-    return int(found.scratch[0])
+    return int(found.cache[0]), int(found.scratch[0])
 
 
 class Touched(NamedTuple):

@@ -26,6 +26,8 @@ from orchestrator.lab.calibrate.methods import Method
 from orchestrator.lab.calibrate.reader import TextReader
 from orchestrator.lab.calibrate.table import measure_losses
 from orchestrator.lab.eval.arithmetic import kl_divergence
+from orchestrator.memory.shared import CELL_STEP
+from orchestrator.native import Library, host_memory, touched_memory
 from orchestrator.native.abi import CStats
 
 from .conftest import build, drawn, greedy, opened, run_program, until
@@ -177,6 +179,31 @@ def test_a_layer_that_uses_fewer_experts(make: Make, tmp_path: Path) -> None:
 
         until(lambda: engine.store.resident()[-1].tolist() != before, more)
         engine.store.check()
+
+
+@pytest.mark.parametrize("arch", ["qwen3next", "granitehybrid", "deepseek32", "gpt-oss", "gemma4"])
+def test_what_a_context_takes_is_what_llama_cpp_counts(
+    arch: str, make: Make, tmp_path: Path, library: Library
+) -> None:
+    """Slots give way to cells of layers that have some, indexers among them; states of the other
+    layers, of each sequence, stay beside both. Windows are kept whole, as upstream does."""
+    path = copied(make(arch, WIDER), tmp_path / "long.gguf", context_length=8192)
+    usual = {"policy": "lru", "threads": 1, "ubatch": 512, "sequences": 8}
+    with opened(path, **usual, ctx=4096, force_managed=True) as engine:
+        assert engine.plan.slots is not None
+        cap = engine.plan.total_bytes - engine.plan.slots.total_bytes // 4
+    with opened(path, **usual, ctx=None, ram=cap, conversations=True) as engine:
+        plan, shared = engine.plan, engine.plan.shared
+        assert shared is not None
+        cells, counted = touched_memory(library).cache, host_memory(library, engine.context.handle)
+        states = counted[0] - cells.reserved
+        assert (states > 0) == (arch in ("qwen3next", "granitehybrid"))
+        others = plan.fixed_bytes - plan.kv_bytes - plan.compute_bytes
+        assert shared.n_bytes == cap - others - states
+        assert cells.reserved == shared.cell_bytes * engine.n_ctx
+        engine.eval(PROMPT * 15, 0)
+        found = shared.cells(touched_memory(library).cache.resident)
+        assert 600 <= found < 600 + 2 * CELL_STEP
 
 
 @pytest.mark.parametrize("arch", ["qwen3moe", "gpt-oss", "gemma4", "llama4"])

@@ -197,3 +197,21 @@ def test_a_context_that_the_system_refuses_to_reserve_is_halved(
         assert engine.plan.n_ctx == 16384 and engine.n_ctx == 4096
     with pytest.raises(NativeError, match="cannot be made"):
         opened(path, ram=cap, conversations=True, ctx=8192)
+
+
+def test_a_smaller_micro_batch_is_tried_before_a_shorter_context(
+    path: Path, cap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(LlamaContext):
+        def __init__(self, *args: Any, n_ubatch: int, **more: Any) -> None:
+            if n_ubatch > 1024:
+                raise NativeError("the context cannot be made")
+            super().__init__(*args, n_ubatch=n_ubatch, **more)
+
+    monkeypatch.setattr(llama_parts, "LlamaContext", Refusing)
+    with opened(path, ram=cap, conversations=True, ubatch=None) as engine:
+        assert engine.plan.n_ubatch > 1024 and engine.n_ctx == engine.plan.n_ctx
+        engine.eval(PROMPT, 0)
+        assert f"{engine.n_ctx} ({len(PROMPT)} in use)" in engine.mode
+    with pytest.raises(NativeError, match="cannot be made"):
+        opened(path, ram=cap, conversations=True, ubatch=2048)
