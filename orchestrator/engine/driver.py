@@ -125,9 +125,11 @@ class Driver(PlainDriver):
         self.keep_prompts: Callable[[int], int] = lambda _n_bytes: 0
         self._given = 0  # of the most, to cells
         self._limit: int | None = None
-        self._keeps_slots = False
+        self._is_unlearned = False
         self._width = 0  # where the last cell of several sequences may lie
         self._idle = Idle(store)
+        # Returns once what ended computes nothing any more: where others than the engine decode.
+        self.settle: Callable[[], None] = lambda: None
         self._pause = pause
         self._prompt_read = False
         self._cancelled = False
@@ -178,14 +180,15 @@ class Driver(PlainDriver):
         self.set_route(route)
         self.store.set_step_done(None)
         self.store.set_phase(Phase.PREFILL)
-        self._keeps_slots = True
+        self._is_unlearned = True
         try:
             yield
         finally:
-            self._keeps_slots = False
             self.set_route()
             self.store.set_step_done(self.step_done)
+            self.store.set_phase(None)
             self.store.forget_counts()
+            self._is_unlearned = False
 
     def on_route_unasked(self, event: RouteEvent) -> None:
         """What the store does by itself where the policy is not asked: its default tier, or a
@@ -293,7 +296,7 @@ class Driver(PlainDriver):
             limit = max(shared.least_slots, left)
         if limit == self._limit:
             return
-        if self._keeps_slots and self._limit is not None:
+        if self._is_unlearned and self._limit is not None:
             if limit < self._limit:
                 raise NativeError("what nobody asked for takes no memory from experts")
             return
@@ -352,7 +355,7 @@ class Driver(PlainDriver):
         if not store.full:
             counts = [each for each in (self.used(), used) if each is not None]
             wanted = likely(self.policy.wants, store.resident(), np.sum(counts, axis=0))
-        self._idle.start(wanted, then)
+        self._idle.start(wanted, then, self.settle)
 
     def end_idle(self) -> None:
         self._idle.stop()
@@ -360,7 +363,7 @@ class Driver(PlainDriver):
     def used(self) -> np.ndarray | None:
         if self.store.closed:
             return None
-        if not self.policy.wants.counts:  # else the policy takes them
+        if not self.policy.wants.counts and not self._is_unlearned:  # else the policy takes them
             self.store.take_counts()
         return self.store.taken_counts()
 
