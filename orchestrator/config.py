@@ -324,6 +324,13 @@ class Config(Settings):
         within=(0, MOST_SEQUENCES),
         option=False,
     )
+    probes: int = setting(
+        0,
+        "Sequences beside these that answers are probed in. The context has no room of its own for "
+        "them: while nobody asks they take what is free of it.",
+        within=(0, 2),
+        option=False,
+    )
     beside: int = setting(
         0,
         "Bytes that the process takes for itself, beside the model and what a chat takes.",

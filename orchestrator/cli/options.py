@@ -275,7 +275,7 @@ def chat_config(options: dict[str, Any]) -> Config:
     kept = {"remember": True, "conversations": True}
     # Where a loss is allowed, the last answer is probed: two sequences, a thread, rows of logits.
     probes = (
-        {"sequences": 2, "beside": 6 << 20, "beside_token": 32} if options.get(ALLOWED_LOSS) else {}
+        {"probes": 2, "beside": 6 << 20, "beside_token": 32} if options.get(ALLOWED_LOSS) else {}
     )
     return make_config({**options, **kept, **probes})
 

@@ -67,7 +67,8 @@ class Learned:
         if (
             not isinstance(driver, Driver)
             or not self._config.remember
-            or self._config.sequences != len(SEQUENCES)
+            or self._config.sequences
+            or self._config.probes != len(SEQUENCES)
             or plan.absent_bytes == 0
             or plan.device is not None
             or len(names) > 1

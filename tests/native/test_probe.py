@@ -32,7 +32,7 @@ DEMO = Path(__file__).parents[2] / "models/demo/moe-edge-demo.gguf"
 
 
 def opened(model: Path, share: float = 0.6, **settings: Any) -> Engine:
-    usual = {"remember": True, "sequences": 2, "use_extra_bufts": False}
+    usual = {"remember": True, "probes": 2, "use_extra_bufts": False}
     return conftest.opened(model, share, **(usual | settings))
 
 
@@ -122,7 +122,8 @@ def calibrated(model: Path) -> dict[str, Any]:
     "case",
     [
         lambda _: {"remember": False},
-        lambda _: {"sequences": 0},
+        lambda _: {"probes": 0},
+        lambda _: {"sequences": 1},
         lambda _: {"share": 2.0},
         calibrated,
     ],
