@@ -349,8 +349,8 @@ class Config(Settings):
     )
     remember: bool | None = setting(
         None,
-        "What runs learn of a model is kept in the user cache. That is which experts are used, what "
-        "policies tuned, and what skipping loses, for which answers are probed.",
+        "What runs learn of a model is kept in the user cache. That is which experts are used, "
+        "what policies tuned, and what skipping loses, for which answers are probed.",
         shown="yes where conversations are held",
         conversation=True,
         group=MORE,
