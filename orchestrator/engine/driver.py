@@ -21,7 +21,7 @@ from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, StepRepor
 from orchestrator.memory.shared import CELL_STEP, SharedMemory
 from orchestrator.native import FAILED, CRoom, Store
 from orchestrator.policy import Policy
-from orchestrator.policy.base import KeepsSequences, Learns, Tunes, WaitsBeforeAnswer
+from orchestrator.policy.base import KeepsSequences, Learns, SpendsLoss, Tunes, WaitsBeforeAnswer
 
 # Between two looks at reads that are waited for, in seconds.
 _PAUSE_S = 0.0005
@@ -218,7 +218,7 @@ class Driver(PlainDriver):
                     held = self.store.resident() if resident is None else resident
                     self.meter.holds(served(policy.wants.default_tier, held))
                 self.meter.counted(self.store.take_counts() if counts is None else counts)
-            self.meter.step_done(step.phase, step.n_tokens)
+            self.meter.step_done(step.phase, step.n_tokens, self.allowed)
         if counts is not None:
             counts = counts if self._untold is None else counts + self._untold
             counts, self._untold = (counts, None) if wanted else (None, counts)
@@ -397,6 +397,11 @@ class Driver(PlainDriver):
 
     def change(self, name: str, value: Any) -> bool:
         return self.policy.change(name, value)
+
+    @property
+    def allowed(self) -> float | None:
+        """What the policy may lose now, in nats a token; None where it spends no loss."""
+        return self.policy.allowed if isinstance(self.policy, SpendsLoss) else None
 
     def report(self) -> dict[str, Any]:
         return dict(self.policy.report())
