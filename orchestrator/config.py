@@ -324,6 +324,13 @@ class Config(Settings):
         within=(0, MOST_SEQUENCES),
         option=False,
     )
+    probes: int = setting(
+        0,
+        "Sequences beside these that answers are probed in. The context has no room of its own for "
+        "them: while nobody asks they take what is free of it.",
+        within=(0, 2),
+        option=False,
+    )
     beside: int = setting(
         0,
         "Bytes that the process takes for itself, beside the model and what a chat takes.",
@@ -340,8 +347,13 @@ class Config(Settings):
         "context and to scratch as far as these are used.",
         option=False,
     )
-    remember: bool = setting(
-        False, "What a policy learned is kept in the user cache.", option=False
+    remember: bool | None = setting(
+        None,
+        "What runs learn of a model is kept in the user cache. That is which experts are used, "
+        "what policies tuned, and what skipping loses, for which answers are probed.",
+        shown="yes where conversations are held",
+        conversation=True,
+        group=MORE,
     )
     of_policies: Mapping[str, Any] = field(default_factory=dict)
 

@@ -125,12 +125,6 @@ class Probed:
         """What makes nats of g^2 L times depth_prior; where something was lost."""
         return float(self.moments[3] / self.moments[2])
 
-    def scale_at(self, kl: float) -> float:
-        """The same where so much is allowed, in nats a token: small moves cost more than in
-        proportion. Where more is allowed than tokens were probed with, it is not less."""
-        probed_at = float(self.moments[3] / self.moments[0])
-        return float(self.scale * max(1.0, probed_at / kl) ** _SMALL_MOVES)
-
     @property
     def is_exact(self) -> bool:
         """Whether no more has to be known."""
@@ -148,19 +142,20 @@ def depth_prior(n_layers: int) -> np.ndarray:
     return found
 
 
-def learned(tier: str, outputs: Outputs, probed: Probed, allowed: float) -> KlEstimate | None:
+def learned(tier: str, outputs: Outputs, probed: Probed) -> KlEstimate | None:
     """What skipping costs in the only tier in use, at the upper end of the scale's interval; None
-    where too little is known. allowed: nats a token, above 0."""
+    where too little is known."""
     power, error = outputs.power(), probed.error
     if power is None or error is None:
         return None
     with np.errstate(over="ignore"):
-        nats = probed.scale_at(allowed) * np.exp(error) * depth_prior(len(power))[:, None] * power
+        nats = probed.scale * np.exp(error) * depth_prior(len(power))[:, None] * power
     if not np.isfinite(nats).all():
         return None
     uses, squares = probed.gates
     gates = np.repeat((squares / uses)[:, None], power.shape[1], axis=1)
-    return KlEstimate(tier, np.stack([np.zeros_like(nats), nats], axis=2), gates, learned=True)
+    moved = float(probed.moments[3] / probed.moments[0])
+    return KlEstimate(tier, np.stack([np.zeros_like(nats), nats], axis=2), gates, moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +165,14 @@ class KlEstimate:
     base: the name of the tier that it is counted from. nats: float64 [n_layers, n_expert,
     n_tiers + 1], what an expert with a gate weight of 1 costs a token in each tier, best first, and
     skipped; nothing in the base. gates: float64 [n_layers, n_expert], the mean square of the gate
-    weights that each expert had where it was chosen. learned: nobody calibrated it, so that it is
-    an upper estimate.
+    weights that each expert had where it was chosen. probed_at: how far answers moved by which it
+    was learned, in nats a token; None where it was calibrated.
     """
 
     base: str
     nats: np.ndarray
     gates: np.ndarray
-    learned: bool = False
+    probed_at: float | None = None
     # [n_layers, n_expert, 256], by the tier as a decision names it.
     _by_tier: np.ndarray = field(init=False)
     # The same memory, of which single values are read faster.
@@ -205,6 +200,18 @@ class KlEstimate:
     def __deepcopy__(self, _memo: object) -> KlEstimate:
         """Nothing of it changes; and a view of memory cannot be copied."""
         return self
+
+    @property
+    def learned(self) -> bool:
+        """Whether nobody calibrated it, so that it is an upper estimate."""
+        return self.probed_at is not None
+
+    def growth(self, allowed: float | None) -> float:
+        """By what it grows where so much is allowed, in nats a token: small moves cost more than in
+        proportion. Where more is allowed than answers were moved by, it is not less."""
+        if self.probed_at is None or not allowed:
+            return 1.0
+        return float(max(1.0, self.probed_at / allowed) ** _SMALL_MOVES)
 
     def of_choice(
         self, layer: int, ids: np.ndarray, weights: np.ndarray, tiers: np.ndarray

@@ -171,7 +171,7 @@ def option_of(declared: Setting, default: str | None = None) -> Callable[[F], F]
     more: dict[str, Any] = {"help": text, "cls": Option, "group": declared.group}
     if bool in declared.kinds:
         flags = declared.flag
-        if declared.default:
+        if declared.default or declared.optional:
             flags += f"/--no-{declared.flag.removeprefix('--')}"
         return click.option(flags, is_flag=True, default=None, **more)
     if declared.unit is not None or declared.notation is not None:
@@ -272,12 +272,11 @@ def make_config(options: dict[str, Any]) -> Config:
 def chat_config(options: dict[str, Any]) -> Config:
     """As make_config, of what `moe-edge chat` runs with these options. Commands that say what would
     run, or try it, take the same."""
-    kept = {"remember": True, "conversations": True}
-    # Where a loss is allowed, the last answer is probed: two sequences, a thread, rows of logits.
-    probes = (
-        {"sequences": 2, "beside": 6 << 20, "beside_token": 32} if options.get(ALLOWED_LOSS) else {}
-    )
-    return make_config({**options, **kept, **probes})
+    chosen = {"remember": True, "conversations": True, **given(options)}
+    if chosen["remember"] and chosen.get(ALLOWED_LOSS):
+        # The last answer is probed: two sequences, a thread, rows of logits.
+        chosen |= {"probes": 2, "beside": 6 << 20, "beside_token": 32}
+    return make_config(chosen)
 
 
 def config_without_model(options: dict[str, Any]) -> Config:

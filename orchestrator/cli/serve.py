@@ -12,6 +12,7 @@ from orchestrator.chat.console import Console
 from orchestrator.cli.help import Command
 from orchestrator.cli.options import (
     as_options,
+    given,
     make_config,
     model_options,
     option_of,
@@ -39,7 +40,7 @@ def serve(**options: Any) -> None:
     own = {name: options.pop(name) for name in _OPTIONS}
     with as_options():
         settings = ServeSettings.of(own)
-    config = make_config({**options, "remember": True})
+    config = make_config({"remember": True, **given(options)})
     if not Running(config, settings, console.note, console.bar).run():
         sys.stderr.flush()
         os._exit(0)  # else Python would wait for the thread that does not end

@@ -377,8 +377,7 @@ def foreseen(
         shares = policy.asked_mix(np.ones(uses.shape)).mean(axis=(0, 1)).tolist()
     asked = [*zip(plan.tiers, shares, strict=True), (SKIP, 1.0 - sum(shares))]
     lost = [(tier, share) for tier, share in asked if tier and share > 1e-9]
-    spends = isinstance(policy, SpendsLoss) and estimate is not None
-    kl = getattr(policy.settings, ALLOWED_LOSS) if policy is not None and spends else 0.0
+    kl = policy.allowed if isinstance(policy, SpendsLoss) and estimate is not None else 0.0
     if not lost:
         return Foreseen(kl, False, base)
     if estimate is None:
@@ -401,7 +400,7 @@ class LossModel:
     ) -> None:
         """usage: what was learned."""
         self._named, self._model, self._usage = config.given("losses"), model, usage
-        # What is learned is for this loss, in nats a token.
+        # What answers are probed with where no policy has a loss to spend, in nats a token.
         self.allowed = config.given(ALLOWED_LOSS) or policy_settings()[ALLOWED_LOSS].default
         self.note: str | None = None
 
@@ -437,7 +436,7 @@ class LossModel:
             return None
         outputs = self._usage.outputs()
         outputs = outputs if more is None else outputs + more.finite()
-        return learned(tiers[0], outputs, self._usage.probed(), self.allowed)
+        return learned(tiers[0], outputs, self._usage.probed())
 
     def spent(self, tiers: Sequence[str]) -> KlEstimate | None:
         """As estimate, else as learned: for a policy that spends a loss."""
@@ -512,9 +511,9 @@ class LossModel:
         `spendable` does."""
         if not isinstance(plan.policy, SpendsLoss):
             return None
-        estimate = self.spendable(plan.tier_names)
-        allowed = getattr(plan.policy.settings, ALLOWED_LOSS)
-        return Skips(estimate.nats[..., -1] * estimate.gates, allowed)
+        estimate, allowed = self.spendable(plan.tier_names), plan.policy.allowed
+        skipped = estimate.growth(allowed) * estimate.nats[..., -1]
+        return Skips(skipped * estimate.gates, allowed)
 
     @property
     def _path(self) -> Path:

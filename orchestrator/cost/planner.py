@@ -114,7 +114,7 @@ class Planner:
             runs = self._laid_out(config)
         if isinstance(runs.plan.policy, SpendsLoss):
             why_not = self.losses.unknown(runs.plan.tier_names)
-        learns = config.remember and config.sequences and not config.given("losses")
+        learns = config.remember and config.probes and not config.given("losses")
         else_do = ", or chat on: what skipping loses is learned behind answers" if learns else ""
         self.lossless = f"It is lossless, since {why_not}{else_do}." if why_not else None
         return runs

@@ -21,7 +21,7 @@ from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, StepRepor
 from orchestrator.memory.shared import CELL_STEP, SharedMemory
 from orchestrator.native import FAILED, CRoom, Store
 from orchestrator.policy import Policy
-from orchestrator.policy.base import KeepsSequences, Learns, Tunes, WaitsBeforeAnswer
+from orchestrator.policy.base import KeepsSequences, Learns, SpendsLoss, Tunes, WaitsBeforeAnswer
 
 # Between two looks at reads that are waited for, in seconds.
 _PAUSE_S = 0.0005
@@ -129,9 +129,11 @@ class Driver(PlainDriver):
         self.shared_prompts = self._set_aside = self.own_prompts = self.prompts = 0
         self.keep_prompts: Callable[[int], int] = lambda _n_bytes: 0
         self._limit: int | None = None
-        self._keeps_slots = False
+        self._is_unlearned = False
         self._width = 0  # where the last cell of several sequences may lie
         self._idle = Idle(store)
+        # Returns once what ended computes nothing any more: where others than the engine decode.
+        self.settle: Callable[[], None] = lambda: None
         self._pause = pause
         self._prompt_read = False
         self._cancelled = False
@@ -182,14 +184,15 @@ class Driver(PlainDriver):
         self.set_route(route)
         self.store.set_step_done(None)
         self.store.set_phase(Phase.PREFILL)
-        self._keeps_slots = True
+        self._is_unlearned = True
         try:
             yield
         finally:
-            self._keeps_slots = False
             self.set_route()
             self.store.set_step_done(self.step_done)
+            self.store.set_phase(None)
             self.store.forget_counts()
+            self._is_unlearned = False
 
     def on_route_unasked(self, event: RouteEvent) -> None:
         """What the store does by itself where the policy is not asked: its default tier, or a
@@ -219,7 +222,7 @@ class Driver(PlainDriver):
                     held = self.store.resident() if resident is None else resident
                     self.meter.holds(served(policy.wants.default_tier, held))
                 self.meter.counted(self.store.take_counts() if counts is None else counts)
-            self.meter.step_done(step.phase, step.n_tokens)
+            self.meter.step_done(step.phase, step.n_tokens, self.allowed)
         if counts is not None:
             counts = counts if self._untold is None else counts + self._untold
             counts, self._untold = (counts, None) if wanted else (None, counts)
@@ -290,7 +293,7 @@ class Driver(PlainDriver):
         if left < shared.least_slots:  # beside the scratch of a prompt that was given up
             room.drop_scratch = 1
             left = max(shared.least_slots, shared.slots(end, room.at_once, 0, width))
-        if self._keeps_slots and self._limit is not None:
+        if self._is_unlearned and self._limit is not None:
             if left - self.prompts < self._limit:
                 raise NativeError("what nobody asked for takes no memory from experts")
             return
@@ -363,7 +366,7 @@ class Driver(PlainDriver):
         if not store.full:
             counts = [each for each in (self.used(), used) if each is not None]
             wanted = likely(self.policy.wants, store.resident(), np.sum(counts, axis=0))
-        self._idle.start(wanted, then)
+        self._idle.start(wanted, then, self.settle)
 
     def end_idle(self) -> None:
         self._idle.stop()
@@ -371,7 +374,7 @@ class Driver(PlainDriver):
     def used(self) -> np.ndarray | None:
         if self.store.closed:
             return None
-        if not self.policy.wants.counts:  # else the policy takes them
+        if not self.policy.wants.counts and not self._is_unlearned:  # else the policy takes them
             self.store.take_counts()
         return self.store.taken_counts()
 
@@ -405,6 +408,11 @@ class Driver(PlainDriver):
 
     def change(self, name: str, value: Any) -> bool:
         return self.policy.change(name, value)
+
+    @property
+    def allowed(self) -> float | None:
+        """What the policy may lose now, in nats a token; None where it spends no loss."""
+        return self.policy.allowed if isinstance(self.policy, SpendsLoss) else None
 
     def report(self) -> dict[str, Any]:
         return dict(self.policy.report())

@@ -54,15 +54,21 @@ class Idle:
         self._thread: threading.Thread | None = None
         self._stopping = self._computes = False
 
-    def start(self, wanted: Sequence[Transition], then: Then | None = None) -> None:
+    def start(
+        self,
+        wanted: Sequence[Transition],
+        then: Then | None = None,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
         """Begins to read these, until all were looked at or one cannot be read: the token that
-        needs that one says why. then: what is computed behind that."""
+        needs that one says why. then: what is computed behind that. settle: returns once no step
+        runs any more."""
         self.stop()
         if not wanted and then is None:
             return
         self._stopping = self._computes = False
         self._thread = threading.Thread(
-            target=self._run, args=(wanted, then), name="while idle", daemon=True
+            target=self._run, args=(wanted, then, settle), name="while idle", daemon=True
         )
         self._thread.start()
 
@@ -84,7 +90,10 @@ class Idle:
         if thread is not None:
             thread.join()
 
-    def _run(self, wanted: Sequence[Transition], then: Then | None) -> None:
+    def _run(
+        self, wanted: Sequence[Transition], then: Then | None, settle: Callable[[], None]
+    ) -> None:
+        settle()
         self._read(wanted)
         self._computes = then is not None  # before it is asked whether to go on
         if then is not None:

@@ -62,17 +62,21 @@ class Learned:
         """Probes an answer of the conversation, given by its places there; a policy that spends a
         loss goes by what is known then. None where the context was not made for that or lacks the
         room, where what it takes could not be left as it was, or where nobody needs it."""
-        names = plan.tier_names
+        names, allowed = plan.tier_names, self._planner.losses.allowed
+        if isinstance(driver, Driver) and driver.allowed is not None:
+            allowed = driver.allowed
         n = room_for(len(steps.cached), len(answer), context.n_ctx)
         if (
             not isinstance(driver, Driver)
             or not self._config.remember
-            or self._config.sequences != len(SEQUENCES)
+            or self._config.sequences
+            or self._config.probes != len(SEQUENCES)
             or plan.absent_bytes == 0
             or plan.device is not None
             or len(names) > 1
             or answer.stop > len(steps.cached)
             or n == 0
+            or allowed == 0
             or steps.state.has_part
             or self._planner.losses.estimate(names) is not None
             or self.usage.probed().is_exact
@@ -84,7 +88,7 @@ class Learned:
             power = (usage.outputs() + driver.store.outputs().finite()).power()
             if power is None:
                 return
-            before, allowed = usage.probed(), self._planner.losses.allowed
+            before = usage.probed()
             found = self._prober.probe(
                 context, driver, power, answer.start, tokens, before, allowed, goes_on
             )

@@ -100,7 +100,8 @@ def compute_bytes(
     """
     hparams, tokens, n_vocab = model.hparams, step_tokens(config, n_ctx), vocabulary_size(model)
     n_ff = max(shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None)
-    logits = 4 * n_vocab * max(output_tokens(config, n_vocab, tokens), 1 + config.sequences)
+    n_rows = max(output_tokens(config, n_vocab, tokens), 1 + config.sequences + config.probes)
+    logits = 4 * n_vocab * n_rows
     if graph_bytes is not None:
         row = min(2, len(model.tiers)) * n_ff * ROW_WEIGHT_BYTES + ROW_PLACE_BYTES
         graph_bytes += int(tokens * model.n_expert_used * row)

@@ -308,7 +308,7 @@ class Probe:
                 threads=1,
                 outputs=output_tokens(config, self._model.n_vocab, n_ubatch),
                 flash_attention=config.importance != "exact",
-                sequences=config.sequences,
+                sequences=config.sequences + config.probes,
                 kv=config.kv,
             )
         except NativeError:

@@ -19,6 +19,7 @@ from orchestrator.native.abi import fields_of
 ABI_VERSION = 8
 _ERROR_BYTES = 512
 _NO_SEED = 0xFFFFFFFF
+_NO_FILE = Path(os.devnull, "none")
 # Why moe_edge_request_run ended before the end of an answer.
 _FAILURES = {
     -1: "there was no memory for the answer",
@@ -220,6 +221,12 @@ class NativeServer:
         decodes on any, the context is the caller's then, until the next request. False where the
         server ends."""
         return int(self.lib.moe_edge_server_forget(self.handle, sequence)) == 0
+
+    def settle(self) -> None:
+        """Beside run: returns once no request decodes any more that has ended, however it did.
+        Its thread saves a sequence between two steps, behind what it was asked before; one that
+        cannot be saved waits for that and does nothing else."""
+        self.save(0, _NO_FILE)
 
     def save(self, sequence: int, path: Path) -> tuple[int, int]:
         """Beside run, and behind it: writes what a sequence holds on which no request decodes to a

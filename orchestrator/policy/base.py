@@ -267,6 +267,11 @@ class SpendsLoss(ABC):
     """A policy that has a loss to spend, its setting max_loss, and has to know what choices
     cost."""
 
+    @property
+    @abstractmethod
+    def allowed(self) -> float:
+        """What it may lose with the settings that it has, in nats a token."""
+
     @abstractmethod
     def set_estimate(self, estimate: KlEstimate) -> None:
         """What the tiers in use cost against the best of them; before plan, and again before

@@ -74,6 +74,11 @@ class Gate:
     def waiting(self) -> int:
         return len(self._line)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request runs or waits."""
+        return not (self.running or self._line)
+
     def open(self, cells: int) -> None:
         """The context that requests share has so many cells."""
         self._cells = cells

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from orchestrator.errors import NativeError, PolicyError
 from orchestrator.native import NativeRequest
-from orchestrator.serve.admission import Body, Conversation
+from orchestrator.serve.admission import Body, Conversation, outlasting
 from orchestrator.serve.backend import SCORE_BYTES, Backend
 from orchestrator.serve.state import STOPPING, State
 from orchestrator.serve.wire import (
@@ -149,8 +149,11 @@ class Answer:
         with ExitStack() as held:  # what others wait for; closed with the work, before the answer
             try:
                 ticket = self._state.gate.join(self._asked.places, self._asked.cells)
+                held.callback(self._rest)
                 held.callback(ticket.leave)
                 await self._turn(ticket.turn, out)
+                loop = asyncio.get_running_loop()
+                await outlasting(loop.run_in_executor(self._state.workers, self._backend.attend))
                 self._backend.go_by(self._asked.settings)
                 seats, cells = self._state.seats, self._asked.cells
                 taken, stale = seats.take(self._asked.conversations, cells)
@@ -174,6 +177,11 @@ class Answer:
                 await out.fail(Refusal(500, str(error)))
             except Refusal as refusal:
                 await out.fail(refusal)
+
+    def _rest(self) -> None:
+        """Behind the last request in flight."""
+        if self._state.gate.is_empty and not self._state.stopping:
+            self._backend.idle()
 
     async def _empty(self, sequences: list[int]) -> None:
         """What these hold is dropped: beside it there is no room for what runs."""

@@ -233,18 +233,39 @@ class Backend:
             if engine.driver.may_wait:
                 self._native.set_before_step(self._before_step)
             engine.driver.set_prompts(cache_mib << 20, self._native.keep_prompts)
+            engine.driver.settle = self._native.settle
         self._settings: Settings | None = engine.policy.settings if engine.managed else None
         self._thread = threading.Thread(target=self._native.run, name="decode", daemon=True)
         self._thread.start()
+        # Whether a request is in flight; and who begins or ends to be idle.
+        self._is_asked, self._turns = False, threading.Lock()
         engine.idle()  # until the first request
+
+    def attend(self) -> None:
+        """Before a request decodes: nothing goes on beside it. It waits for the step of one that
+        was given up, for the expert that is read; for a thread."""
+        self._is_asked = True
+        with self._turns:
+            self.engine.end_idle()
+
+    def idle(self) -> None:
+        """Behind the last request in flight, until attend: what is likely to be used comes into
+        free slots. Returns at once."""
+        self._is_asked = False
+        if self.kept is None or not self.kept.behind(self._idle):
+            self._idle()
+
+    def _idle(self) -> None:
+        with self._turns:
+            if not self._is_asked:
+                self.engine.idle()
 
     def _before_step(self, is_answer: bool) -> None:
         self.engine.driver.follow(Phase.DECODE if is_answer else Phase.PREFILL)
 
     def request(self, route: str, body: bytes, sequences: Sequence[int] = ()) -> NativeRequest:
         """A request that has not begun; any thread may run it. sequences: those that it takes,
-        where it decodes."""
-        self.engine.end_idle()
+        where it decodes: behind attend, and before idle."""
         return self._native.request(route, body, sequences)
 
     def fault(self) -> str:
@@ -262,8 +283,8 @@ class Backend:
             self.kept.answered(sequences, is_good)
 
     def forget(self, sequence: int) -> bool:
-        """Drops what a sequence holds that nobody decodes on; False at the end of the server."""
-        self.engine.end_idle()
+        """Drops what a sequence holds that nobody decodes on, behind attend; False at the end of
+        the server."""
         if self.kept is not None:
             self.kept.before_prompt(sequence, [])
         return self._native.forget(sequence)
@@ -272,14 +293,13 @@ class Backend:
         self, tokens: np.ndarray, sequence: int, goes_on: Callable[[], bool]
     ) -> Iterator[np.ndarray]:
         """Logits float32 [n, n_vocab] of each token of a prompt, int32, part by part: views, valid
-        until the next one. For a thread beside the one that decodes, while no request does; the
-        sequence loses what it held, and others do where there is no room beside that. goes_on:
-        asked before each part.
+        until the next one. For a thread beside the one that decodes, behind attend, while no
+        request does; the sequence loses what it held, and others do where there is no room
+        beside that. goes_on: asked before each part.
 
         Raises Stopped, MoeEdgeError, and whatever a policy raised."""
         engine = self.engine
         context, driver = engine.context, engine.driver if engine.managed else PlainDriver()
-        engine.end_idle()
         others = [each for each in range(self.parallel) if each != sequence]
         if not self.forget(sequence):
             raise Stopped
@@ -371,11 +391,9 @@ class Backend:
         if not engine.managed:
             return {"mode": engine.mode, "layers": 0, "memory": engine.memory()}
         store = engine.store
-        if not engine.policy.wants.counts:  # else the policy takes them
-            store.take_counts()
         stats = store.stats()
         resident = store.resident()
-        used = store.taken_counts().astype("<u4")
+        used = np.asarray(engine.driver.used(), "<u4")
         read = [*stats.demand_bytes, *stats.prefetch_bytes, stats.transition_bytes]
         return {
             "mode": engine.mode,
@@ -404,6 +422,7 @@ class Backend:
 
     def stop(self) -> None:
         """Ends the running step and every request soon; from any thread."""
+        self._is_asked = True
         self._native.stop()
         if self.engine.managed:
             self.engine.driver.stop_waiting()
@@ -412,7 +431,8 @@ class Backend:
         """Frees everything, once each request is closed. end_s: of the monotonic clock, when
         nobody waits any longer for a step that does not end. Returns whether it has ended; else
         nothing is freed. Raises OSError where a named profile cannot be written."""
-        self._native.stop()
+        self.stop()
+        self.engine.end_idle()
         self._thread.join(None if end_s is None else max(0.0, end_s - monotonic()))
         if self._thread.is_alive():
             return False

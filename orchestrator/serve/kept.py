@@ -60,6 +60,10 @@ class KeptConversations:
         for each in sequences:
             self._submitted(self._keep, each, is_good)
 
+    def behind(self, work: Callable[[], None]) -> bool:
+        """Does it once what was asked for until now is kept; False where the server ends."""
+        return self._submitted(work) is not None
+
     def _submitted(self, work: Callable[..., None], *args: Any) -> Future[None] | None:
         try:
             return self.thread.submit(work, *args)

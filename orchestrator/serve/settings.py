@@ -138,7 +138,7 @@ def answer_settings() -> list[Setting]:
     texts."""
     own = Config.declared()
     asked = [one for name, one in own.items() if one.answer and name not in ("system", "stop")]
-    return asked + [own[name] for name in ("cache_ram", "prompt_cache", "prompt_cache_limit")]
+    return asked + [one for one in own.values() if one.conversation]
 
 
 def server_settings() -> dict[str, Setting]:
@@ -163,4 +163,4 @@ def options_of(args: Mapping[str, Any]) -> tuple[Config, ServeSettings]:
         given[name] = known[name].parse(str(value))
     own = ServeSettings.declared()
     settings = ServeSettings.of({name: given.pop(name) for name in own if name in given})
-    return Config.build(**given, remember=True), settings
+    return Config.build(**{"remember": True, **given}), settings

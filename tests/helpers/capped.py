@@ -306,6 +306,7 @@ def commands(
     found = {
         "chat": Line(chat),
         "chat, dymoe": Line([*chat, "--policy=dymoe"]),
+        "chat, --max-loss": Line([*chat, "--max-loss=0.01"]),
         "chat, dynaexq": Line([*chat, "--policy=dynaexq"]),
         # What was read before is kept once another prompt comes.
         "serve": Line(serve, port=port, full=[long, other, long]),

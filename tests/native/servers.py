@@ -25,8 +25,10 @@ def config(**settings: Any) -> Config:
 
 @contextmanager
 def serving(parallel: int = 1, template: Path | None = None, **settings: Any) -> Iterator[Backend]:
+    """One that attends."""
     ours = ServeSettings(parallel=parallel, chat_template=template)
     with closing(Backend(config(**settings), ours, server_library(), lambda *_: None)) as made:
+        made.attend()
         yield made
 
 

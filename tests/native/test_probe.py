@@ -32,7 +32,7 @@ DEMO = Path(__file__).parents[2] / "models/demo/moe-edge-demo.gguf"
 
 
 def opened(model: Path, share: float = 0.6, **settings: Any) -> Engine:
-    usual = {"remember": True, "sequences": 2, "use_extra_bufts": False}
+    usual = {"remember": True, "probes": 2, "use_extra_bufts": False}
     return conftest.opened(model, share, **(usual | settings))
 
 
@@ -122,7 +122,8 @@ def calibrated(model: Path) -> dict[str, Any]:
     "case",
     [
         lambda _: {"remember": False},
-        lambda _: {"sequences": 0},
+        lambda _: {"probes": 0},
+        lambda _: {"sequences": 1},
         lambda _: {"share": 2.0},
         calibrated,
     ],
@@ -165,6 +166,15 @@ def test_a_policy_goes_by_what_is_learned(one: Path) -> None:
         assert lowered(engine) > 0 and stats.kl_learned and 0 < stats.kl_estimate <= 0.5
         known = probed(engine)
         assert known.error > 0
+        # Small moves cost more than in proportion: of another limit, the policy and what is said of
+        # an answer have another scale from the next token on.
+        policy, cost = engine.policy, engine.policy._costs[0].skip[0]
+        engine.change("max_loss", float(known.moments[3] / known.moments[0] / 2))
+        spent, n = policy._spent, policy._tokens
+        answer(engine, drawn(24, 9), 9)
+        mean = (policy._spent - spent) / (policy._tokens - n)
+        assert policy._costs[0].skip[0] == pytest.approx(2**0.3 * cost)
+        assert 0 < engine.last_stats.kl_estimate == pytest.approx(mean)
     with opened(one, **allowed) as engine:
         np.testing.assert_allclose(probed(engine).moments, known.moments)
         assert "lossless" not in str(engine.note)

@@ -97,22 +97,6 @@ def test_it_answers_what_is_declared() -> None:
     assert set(server_library().routes()) == declared | {"/metrics"}
 
 
-def test_experts_come_in_until_the_first_request() -> None:
-    """The first answer is what it is without, and nothing is read for nobody beside it."""
-    with serving(**LRU) as backend:
-        backend.engine.end_idle()
-        backend.engine.store.reset_stats()
-        expected = answered(backend, prompt=PROMPT, max_tokens=N)["choices"]
-    with serving(**LRU) as backend:
-        idle = backend.engine.driver._idle
-        idle.wait()
-        assert backend.engine.driver.brought > 0
-        assert backend.engine.store.full
-        assert answered(backend, prompt=PROMPT, max_tokens=N)["choices"] == expected
-        assert idle._thread is None
-        backend.engine.store.check()
-
-
 def test_a_stream_its_usage_and_a_grammar() -> None:
     schema = {
         "type": "object",

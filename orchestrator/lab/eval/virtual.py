@@ -147,7 +147,8 @@ class VirtualStore:
         if moves:
             self._store.transition(moves)
         if self._engine.driver.meter is not None:
-            self._engine.driver.meter.step_done(step.phase, step.n_tokens)
+            allowed = self._driver.allowed
+            self._engine.driver.meter.step_done(step.phase, step.n_tokens, allowed)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def known(
     )
 
 
-@pytest.mark.parametrize("name", ["chat", "eval --kl", "calibrate", "doctor"])
+@pytest.mark.parametrize("name", ["chat", "chat, --max-loss", "eval --kl", "calibrate", "doctor"])
 def test_a_command_stays_within_its_cap(known: dict[str, capped.Line], name: str) -> None:
     found = known[name].run(RAM, "--threads=1")
     assert found.status == 0, found.err

@@ -96,6 +96,7 @@ def test_a_server_goes_on_behind_what_it_kept_at_its_end(
         usual = {"policy": "lru", "high_tier": "f16", "expert_ram": MIB, "cache_ram": 0}
         config = Config.build(model=case(name).packed, ctx=512, threads=1, **usual, **settings)
         with closing(Backend(config, ServeSettings(), server_library(), lambda *_: None)) as made:
+            made.attend()
             for prompt in prompts:
                 asked = {"prompt": prompt, "n_predict": 4, "temperature": 0, "return_tokens": True}
                 body = json.dumps({**asked, "ignore_eos": True, "n_probs": 1}).encode()

@@ -236,7 +236,7 @@ def test_what_is_learned_costs_what_an_expert_puts_out() -> None:
     tokens = np.full((3, 2), 1e6)
     power = np.array([[1.0, 2.0], [1.0, 1.0], [4.0, 1.0]])
     outputs, known = Outputs(tokens, power * tokens), probed_alike(9)
-    found = learned("q4_k", outputs, known, 1.0)
+    found = learned("q4_k", outputs, known)
     assert found is not None and found.learned and (found.nats[..., 0] == 0).all()
     by_depth = np.array([[1.0], [2**-0.5], [3**-0.5]])
     scale = 0.1 * np.exp(known.error)
@@ -244,14 +244,14 @@ def test_what_is_learned_costs_what_an_expert_puts_out() -> None:
     np.testing.assert_allclose(found.gates, np.repeat([[0.1], [0.05], [0.025]], 2, axis=1))
     # The less is known, the more it costs; nothing is known of an expert layer that nobody saw.
     more = Probed.of_answer(40, 3.0, 1.0, np.zeros((2, 3)))
-    few = learned("q4_k", outputs, probed_alike(3) + more, 1.0)
+    few = learned("q4_k", outputs, probed_alike(3) + more)
     assert few is not None and (few.nats[..., 1] > 2 * found.nats[..., 1]).all()
-    assert learned("q4_k", outputs, probed_alike(2), 1.0) is None
+    assert learned("q4_k", outputs, probed_alike(2)) is None
     # Small moves cost more: tokens were probed with 0.0125 nats.
-    small = learned("q4_k", outputs, known, 0.00125)
-    assert small is not None
-    np.testing.assert_allclose(small.nats, 10**0.3 * found.nats)
-    assert learned("q4_k", Outputs.none((3, 2)), known, 1.0) is None
+    growths = [found.growth(allowed) for allowed in (0.00125, 0.0125, 1.0, 0.0, None)]
+    assert growths == pytest.approx([10**0.3, 1, 1, 1, 1])
+    assert ESTIMATE.growth(1e-6) == 1
+    assert learned("q4_k", Outputs.none((3, 2)), known) is None
 
 
 def test_a_table_beats_what_was_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

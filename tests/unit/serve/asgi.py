@@ -177,6 +177,7 @@ class FakeBackend:
         self.sequences: list[list[int]] = []
         self.used: list[dict[str, Any]] = []
         self.forgotten: list[int] = []
+        self.turns: list[str] = []  # when it was to attend, and to be idle
 
     def request(self, route: str, body: bytes, sequences: Sequence[int] = ()) -> FakeRequest:
         self.asked.append((route, body))
@@ -190,6 +191,12 @@ class FakeBackend:
     def forget(self, sequence: int) -> bool:
         self.forgotten.append(sequence)
         return True
+
+    def attend(self) -> None:
+        self.turns.append("attend")
+
+    def idle(self) -> None:
+        self.turns.append("idle")
 
     def fault(self) -> str:
         return ""

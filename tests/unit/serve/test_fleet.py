@@ -35,6 +35,7 @@ def test_options_are_those_of_serve_as_a_file_has_them() -> None:
     config, settings = options_of({**GIVEN, "exact": True, "retention": "0.9"})
     assert (config.ram, str(config.prompt_cache), settings.parallel) == (2**30, "/shared", 2)
     assert config.remember and config.given("retention") == 0.9 and config.layout == "file"
+    assert not options_of({**GIVEN, "remember": "false"})[0].remember
 
 
 def test_every_option_of_serve_is_one_of_a_fleet() -> None:
