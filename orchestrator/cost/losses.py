@@ -429,10 +429,14 @@ class LossModel:
         table, _ = self._loaded
         return None if table is None else table.costs(tiers)
 
+    def learns(self, tiers: Sequence[str]) -> bool:
+        """Whether what is learned counts in these tiers: they are one, and nobody calibrated it."""
+        return len(tiers) == 1 and not self._named and self.estimate(tiers) is None
+
     def learned(self, tiers: Sequence[str], more: Outputs | None = None) -> KlEstimate | None:
         """What skipping costs where these are one tier, by what was learned where nobody
         calibrated; None where that is too little. more: what experts put out that usage lacks."""
-        if self._usage is None or len(tiers) > 1 or self._named or self.estimate(tiers):
+        if self._usage is None or not self.learns(tiers):
             return None
         outputs = self._usage.outputs()
         outputs = outputs if more is None else outputs + more.finite()

@@ -112,12 +112,24 @@ class Planner:
             self.chosen, config, why_not = found.why, found.settled(config), found.why_not
         with self._probe:
             runs = self._laid_out(config)
+            learns = self.learns(config, runs.plan)
         if isinstance(runs.plan.policy, SpendsLoss):
             why_not = self.losses.unknown(runs.plan.tier_names)
-        learns = config.remember and config.probes and not config.given("losses")
         else_do = ", or chat on: what skipping loses is learned behind answers" if learns else ""
         self.lossless = f"It is lossless, since {why_not}{else_do}." if why_not else None
         return runs
+
+    def learns(self, config: Config, plan: MemoryPlan) -> bool:
+        """Whether what skipping loses is learned behind answers with this plan: of what is missing,
+        of one precision, where the CPU computes one conversation, whose memory can be cut."""
+        if not (config.remember and config.probes) or config.sequences:
+            return False
+        if plan.absent_bytes == 0 or plan.device is not None or self._model.hparams.weighs_first:
+            return False
+        if not self.losses.learns(plan.tier_names):
+            return False
+        with self._probe:
+            return self._probe.has_part is False
 
     def _laid_out(self, config: Config) -> Runs:
         plan = self._plan(config)

@@ -12,7 +12,7 @@ from orchestrator.cost.planner import Planner
 from orchestrator.engine.driver import Driver, PlainDriver
 from orchestrator.engine.idle import Then
 from orchestrator.engine.loss_meter import LossMeter
-from orchestrator.engine.probe import SEQUENCES, Prober, room_for
+from orchestrator.engine.probe import Prober, room_for
 from orchestrator.engine.steps import Steps
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native.llama import LlamaContext
@@ -68,17 +68,10 @@ class Learned:
         n = room_for(len(steps.cached), len(answer), context.n_ctx)
         if (
             not isinstance(driver, Driver)
-            or not self._config.remember
-            or self._config.sequences
-            or self._config.probes != len(SEQUENCES)
-            or plan.absent_bytes == 0
-            or plan.device is not None
-            or len(names) > 1
+            or not self._planner.learns(self._config, plan)
             or answer.stop > len(steps.cached)
             or n == 0
             or allowed == 0
-            or steps.state.has_part
-            or self._planner.losses.estimate(names) is not None
             or self.usage.probed().is_exact
         ):
             return None

@@ -52,17 +52,13 @@ class SequenceState:
 
     @cached_property
     def recurrent(self) -> bool:
-        """Whether not even the sequence itself can be cut: a recurrent layer knows its latest state
-        alone."""
-        api, model = self._context.api, self._context.model.handle
-        return bool(api.llama_model_is_recurrent(model) or api.llama_model_is_hybrid(model))
+        """As of Model."""
+        return self._context.model.is_recurrent
 
     @cached_property
     def has_part(self) -> bool:
-        """Whether a copy cannot be cut everywhere, since it leaves out what a window no longer
-        sees."""
-        api, model = self._context.api, self._context.model.handle
-        return self.recurrent or int(api.llama_model_n_swa(model)) > 0
+        """As of Model."""
+        return self._context.model.has_part
 
     def n_bytes(self, part: bool = False) -> int:
         """What read takes."""

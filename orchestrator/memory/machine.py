@@ -297,6 +297,14 @@ class Probe:
             self._known[n_ctx, n_ubatch] = self._measured(n_ctx, n_ubatch)
         return self._known[n_ctx, n_ubatch]
 
+    @cached_property
+    def has_part(self) -> bool | None:
+        """As of Model; None for a model that llama.cpp does not load."""
+        try:
+            return self._model.has_part
+        except NativeError:
+            return None
+
     def _measured(self, n_ctx: int, n_ubatch: int) -> tuple[int, int] | None:
         config = self._config
         try:

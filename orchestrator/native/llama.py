@@ -177,6 +177,19 @@ class Model:
             raise NativeError("the model is closed")
         return self._handle
 
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether not even a whole sequence can be cut: a recurrent layer knows its latest state
+        alone."""
+        api, handle = self.api, self.handle
+        return bool(api.llama_model_is_recurrent(handle) or api.llama_model_is_hybrid(handle))
+
+    @property
+    def has_part(self) -> bool:
+        """Whether a sequence cannot be cut everywhere: a part of its memory leaves out what a
+        window no longer sees, or what a recurrent layer no longer knows."""
+        return self.is_recurrent or int(self.api.llama_model_n_swa(self.handle)) > 0
+
     def tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         """Token ids of a text. Raises NativeError if the tokenizer fails."""
         data = text.encode("utf-8", "replace")

@@ -211,7 +211,7 @@ def test_what_experts_put_out_is_what_calibrating_sees(arch: str, make: Make) ->
     """With a scale or a bias of down's; but where gates weigh what experts read, nothing."""
     path = make(arch)
     with ExpertModel.open(path) as model, TextReader(path, [ANSWER], 1, None) as reader:
-        sums = OutputSums(model)
+        sums, weighs = OutputSums(model), model.hparams.weighs_first
         for _ in reader.read(sums.route, sums.seen):
             pass
     with opened(path, **options(policy="lru", force_managed=True)) as engine:
@@ -221,7 +221,7 @@ def test_what_experts_put_out_is_what_calibrating_sees(arch: str, make: Make) ->
         for at, token in enumerate(ANSWER):
             engine.eval([token], at)
         found = engine.store.outputs()
-    weighs = arch == "llama4"
+    assert weighs == (arch == "llama4")
     assert (sums.weighs == weighs).all()
     np.testing.assert_array_equal(found.tokens, 0 if weighs else sums.counts)
     np.testing.assert_allclose(found.squares, 0 if weighs else sums.squares, rtol=1e-3)

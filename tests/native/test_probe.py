@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from gguf_tools.experts import ExpertModel
+from gguf_tools.experts.hparams import Hyperparameters
 from orchestrator.allocation.estimate import Outputs, Probed
 from orchestrator.cache.profile import UsageKeeper
 from orchestrator.config import Sampling
@@ -21,6 +23,8 @@ from orchestrator.engine import probe
 from orchestrator.engine.engine import Engine
 from orchestrator.engine.learned import Learned
 from orchestrator.events import ABSENT, SKIP, Phase
+from orchestrator.memory.machine import Device
+from orchestrator.native.llama import Model
 from orchestrator.policy.floor import Floor
 
 from . import conftest
@@ -113,30 +117,69 @@ def test_it_ends_in_the_middle(one: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert len(seen) == 5 and found.answers == 1 and (found.gates[0] == 3 * n_used).all()
 
 
-def calibrated(model: Path) -> dict[str, Any]:
+def nothing(_model: Path, _patch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+def calibrated(model: Path, _patch: pytest.MonkeyPatch) -> None:
     conftest.save_losses(losses.default_path(model), model, [0.0], gates=0.1, fit=(0.02, ("skip",)))
-    return {}
+
+
+def damaged(model: Path, _patch: pytest.MonkeyPatch) -> None:
+    losses.default_path(model).write_text("{")
+
+
+def weighs_first(_model: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Hyperparameters, "weighs_first", True)
+
+
+def has_part(_model: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Model, "has_part", True)
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("is_learned", "case", "settings"),
     [
-        lambda _: {"remember": False},
-        lambda _: {"probes": 0},
-        lambda _: {"sequences": 1},
-        lambda _: {"share": 2.0},
-        calibrated,
+        (True, nothing, {}),
+        (True, damaged, {}),
+        (False, calibrated, {}),
+        (False, weighs_first, {}),
+        (False, has_part, {}),
+        (False, nothing, {"remember": False}),
+        (False, nothing, {"probes": 0}),
+        (False, nothing, {"sequences": 1}),
+        (False, nothing, {"low_tier": "q2_k"}),
+        (False, nothing, {"share": 2.0}),
     ],
 )
-def test_there_is_none_where_it_may_not_be(
-    case: Callable[[Path], dict[str, Any]], one: Path, tmp_path: Path
+def test_it_is_done_where_that_was_said(
+    is_learned: bool,
+    case: Callable[[Path, pytest.MonkeyPatch], None],
+    settings: dict[str, Any],
+    one: Path,
+    both: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = tmp_path / one.name
-    model.symlink_to(one)
-    with opened(model, policy="lru", **case(model)) as engine:
-        answer(engine)
-        idle(engine)
-        assert not probed(engine).moments.any()
+    model.symlink_to(both if "low_tier" in settings else one)
+    case(model, monkeypatch)
+    with opened(model, policy="floor", max_loss=0.5, **settings) as engine:
+        said = "or chat on: what skipping loses is learned behind answers" in str(engine.note)
+        for seed in range(3):
+            answer(engine, drawn(24, seed), seed)
+            idle(engine)
+        assert said == is_learned and probed(engine).answers == 3 * is_learned
+        plan, planner = engine.plan, engine._loader.planner
+        assert planner.learns(engine.config, plan) == is_learned
+        assert not planner.learns(
+            engine.config, replace(plan, device=Device("cuda0", "a card", 1 << 33, 1 << 33))
+        )
+        answer(engine, drawn(24, 9), 9)
+        assert engine.last_stats.kl_learned == is_learned
+        assert (engine.policy.report()["lowered"] > 0) == (is_learned or case is calibrated)
+    with opened(model, policy="floor", max_loss=0.5, **settings) as engine:
+        assert not is_learned or "by what was learned" in engine.mode
 
 
 def test_there_is_none_behind_a_full_context(one: Path) -> None:
