@@ -325,16 +325,16 @@ class _Ways:
         """What the cache takes, and what graphs take of so many tokens at once, each beside no cell
         and for every cell. Both are the largest of sums that grow evenly with the context, so they
         are never above the line from the shortest to the longest one."""
-        short = pad(max(CELL_STEP, n_tokens), CELL_STEP)
-        long = pad(max(most, short + CELL_STEP), CELL_STEP)
+        short = pad(n_tokens, CELL_STEP)
+        long = max(pad(most, CELL_STEP), short + CELL_STEP)
         first, last = (self.room(n, False, n_tokens) for n in (short, long))
 
         def line(at_short: int, at_long: int) -> Line:
             each = max(0.0, (at_long - at_short) / (long - short))
             return int(at_short - each * short), each
 
-        cache = line(first.kv_bytes, last.kv_bytes)
-        return cache, line(first.compute_bytes, last.compute_bytes)
+        scratch = line(first.compute_bytes, last.compute_bytes)
+        return line(first.kv_bytes, last.kv_bytes), scratch
 
     def _affordable_context(self, least: MemoryPlan) -> int:
         """The context where none was asked for. Where everything fits beside the least one, it

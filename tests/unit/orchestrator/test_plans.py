@@ -17,9 +17,17 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.cli.pictures import draw_plans
 from orchestrator.cli.plan import render
 from orchestrator.config import Config
-from orchestrator.cost.losses import foreseen
-from orchestrator.cost.planner import Planner
-from orchestrator.cost.plans import AS_FAST, Candidate, Frontier, TakenPlans, choose
+from orchestrator.cost.losses import Foreseen, foreseen
+from orchestrator.cost.planner import Planner, Runs
+from orchestrator.cost.plans import (
+    AS_FAST,
+    LENGTHS,
+    Candidate,
+    Frontier,
+    TakenPlans,
+    behind_text,
+    choose,
+)
 from orchestrator.cost.speeds import AGREE, DISTURBED
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP
@@ -111,6 +119,20 @@ def ask(model: ExpertModel, share: float, **settings: Any) -> Config:
         ).slots.total_bytes
     )
     return Config.build(model=model.path, expert_ram=slots, **settings)
+
+
+def test_speeds_are_said_as_a_context_fills(model: ExpertModel) -> None:
+    """At 8k, 32k and 128k as far as the context goes; none where it is shorter."""
+    assert LENGTHS == (8192, 32768, 131072)
+    config, played = ask(model, 0.6), Played(model, None)
+    plan, loses = played.plan(config), Foreseen(0.0, False, "q8_0")
+    for n_ctx, n in ((4096, 0), (8192, 1), (40960, 2), (131072, 3)):
+        runs = Runs(config, replace(plan, n_ctx=n_ctx), loses)
+        shown = played.candidate(played.times().enter_result, runs)
+        assert list(shown.as_dict()["token_ms_behind"]) == [str(each) for each in LENGTHS[:n]]
+    said = behind_text(dict(zip(LENGTHS, (100, 200, 400), strict=True)))
+    assert said.endswith("10.0 behind 8192, 5.0 behind 32768, 2.5 behind 131072 tokens.")
+    assert behind_text({}) == ""
 
 
 def by_label(found: Frontier) -> Mapping[str, Candidate]:

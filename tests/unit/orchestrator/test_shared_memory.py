@@ -113,6 +113,19 @@ def test_a_long_context_takes_nothing_before_it_is_used(model: ExpertModel, poli
     assert plan.shared.slots(plan.n_ctx, 512) >= plan.shared.least_slots
 
 
+@pytest.mark.parametrize("policy", [None, "plain"])
+def test_what_fits_whole_gets_the_longest_context_beside_it(
+    model: ExpertModel, policy: str | None
+) -> None:
+    whole = plan_in(model, 2**40, ctx=4096, policy="plain")
+    for n, n_ctx in ((0, 4096), (3, 4096 + 3 * CELL_STEP), (100, 16384)):
+        more = plan_in(model, 2**40, ctx=4096 + n * CELL_STEP, policy="plain").total_bytes
+        ram = max(more, whole.total_bytes) + 1000  # less than a step more
+        plan = plan_in(model, 2**40, ram=ram, policy=policy)
+        assert (plan.managed, plan.n_ctx) == (False, n_ctx)
+        assert plan.total_bytes <= ram
+
+
 def test_what_is_asked_for_are_upper_limits(model: ExpertModel) -> None:
     plan = plan_in(model, 2**40, ram=half(model), policy="lru", ctx=8192, ubatch=1024)
     assert plan.shared is not None
