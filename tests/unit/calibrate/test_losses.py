@@ -237,6 +237,21 @@ def test_an_interrupted_run_goes_on(
         assert not tables.Kept(model, {}).went_on
 
 
+def test_what_was_interrupted_in_its_first_pass_begins_anew(
+    files: tuple[Path, Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    method, out = Method(calib=text, tokens=600, threads=1), tmp_path / "t.json"
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(tables._Run, "_say", stopped)
+        measure(files[0], text, out)
+    notes: list[str] = []
+    measure_losses(method, files[0], None, [], out, lambda *_: None, notes.append)
+    assert not notes
+
+
 def test_it_is_the_same_in_little_memory(
     files: tuple[Path, Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -274,7 +274,8 @@ def test_text_and_picture(found: Frontier, tmp_path: Path) -> None:
     rows = text.splitlines()
     assert sum(row.startswith("*") for row in rows) == 1
     assert "`chat` and `serve` take " + found.why in text
-    assert len(rows) == len(found.candidates) + 3
+    assert len(rows) == len(found.candidates) + 4
+    assert "all experts in Q4_K lose 0.012 nats from Q8_0" in text
     busy = render(replace(found, disturbed=True), TIERS[0])
     assert busy == f"{text}\n{DISTURBED}"
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
