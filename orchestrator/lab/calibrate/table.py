@@ -38,7 +38,7 @@ Report = Callable[[str, float], None]
 
 # Tokens of the text that are read where no number is asked for, and of a window.
 TOKENS, WINDOW = 8192, 256
-_FORM = 2
+_FORM = 3
 
 
 class Kept:
