@@ -107,13 +107,17 @@ class Probed:
             return None
         # The residuals y - (kl / lost) x, squared: the scale is a ratio of sums. A few answers that
         # are alike by chance scatter as others did.
-        each = np.array([(kl / lost) ** 2, -2 * kl / lost, 1.0])
-        squares = max(0.0, float(each @ self.moments[4:])) * (n / kl) ** 2
+        with np.errstate(all="ignore"):
+            each = np.array([1.0, -2.0, 1.0]) * np.float64(kl / lost) ** np.array([2, 1, 0])
+            squares = float(each @ self.moments[4:] * np.square(n / kl))
+        if not math.isfinite(squares):
+            return None  # numbers that no answer has
+        squares = max(0.0, squares)
         free = n - 1 + _USUAL_ANSWERS
         scatter = (squares + _USUAL_ANSWERS * _USUAL_SCATTER**2) / free
         # Student's factor, as Cornish and Fisher have it.
         z = _NORMAL
-        factor = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
+        factor = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free * free)
         return float(factor * math.sqrt(scatter / n))
 
     @property
@@ -148,13 +152,13 @@ def learned(tier: str, outputs: Outputs, probed: Probed) -> KlEstimate | None:
     power, error = outputs.power(), probed.error
     if power is None or error is None:
         return None
-    with np.errstate(over="ignore"):
-        nats = probed.scale * np.exp(error) * depth_prior(len(power))[:, None] * power
-    if not np.isfinite(nats).all():
-        return None
     uses, squares = probed.gates
-    gates = np.repeat((squares / uses)[:, None], power.shape[1], axis=1)
-    moved = float(probed.moments[3] / probed.moments[0])
+    with np.errstate(all="ignore"):
+        nats = probed.scale * np.exp(error) * depth_prior(len(power))[:, None] * power
+        gates = np.repeat((squares / uses)[:, None], power.shape[1], axis=1)
+        moved = float(probed.moments[3] / probed.moments[0])
+    if not (np.isfinite(nats).all() and np.isfinite(gates).all() and math.isfinite(moved)):
+        return None
     return KlEstimate(tier, np.stack([np.zeros_like(nats), nats], axis=2), gates, moved)
 
 

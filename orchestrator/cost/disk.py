@@ -280,6 +280,16 @@ def kept_bandwidth(model: ExpertModel, config: Config) -> Bandwidth:
     return found.at_first if slow_kind(model.path) in (_USB, _SPINNING) else found
 
 
+def known_bandwidth(model: ExpertModel, config: Config) -> Bandwidth:
+    """The same without measuring: OSError where nobody has."""
+
+    def measured() -> Bandwidth:
+        raise OSError("the disk was not measured yet")
+
+    place = [str(model.path.resolve()), device_of(model.path), identity(model)]
+    return _kept(place, config, measured, moments=1)
+
+
 def machine_bandwidth(config: Config) -> Bandwidth:
     """The same for a model that is not here: of the disk that the user cache lies on, from a file
     of noise that is written there where a measurement is due, and deleted. Raises OSError."""
@@ -310,14 +320,19 @@ def _noise(path: Path) -> ExpertModel:
     return ExpertModel.open(path)
 
 
-def _kept(place: list[object], config: Config, measure: Callable[[], Bandwidth]) -> Bandwidth:
-    """What is kept of a place, beside the threads that compute; measured where it is due. Raises
-    OSError."""
+def _kept(
+    place: list[object],
+    config: Config,
+    measure: Callable[[], Bandwidth],
+    moments: int = MOST_MOMENTS,
+) -> Bandwidth:
+    """What is kept of a place, beside the threads that compute; measured where it is due, at so
+    many moments. Raises OSError."""
     name = hashlib.sha256(json.dumps([*place, config.io_threads]).encode()).hexdigest()[:24]
     path = user_folder("cache") / "speed" / f"disk-{name}.json"
     timings = Timings.load(path, _FORMAT, time())
     keys = ("read", "core", "latency", "first")
-    if any(timings.is_due(each, MOST_MOMENTS) for each in keys):
+    if any(timings.is_due(each, moments) for each in keys):
         disk = measure()
         for each, seconds in (
             ("read", _MIB / disk.bytes_per_s),

@@ -14,7 +14,7 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from orchestrator.cache.profile import HotnessKeeper, UsageKeeper
 from orchestrator.config import Config
-from orchestrator.cost.disk import Bandwidth, kept_bandwidth, slow_disk
+from orchestrator.cost.disk import Bandwidth, kept_bandwidth, known_bandwidth, slow_disk
 from orchestrator.cost.losses import Foreseen, LossModel
 from orchestrator.cost.plans import (
     LENGTHS,
@@ -24,7 +24,7 @@ from orchestrator.cost.plans import (
     settings_of_plans,
 )
 from orchestrator.cost.time import TimeModel, known_uses, skewed
-from orchestrator.errors import BudgetError, ConfigError, PolicyError
+from orchestrator.errors import BudgetError, ConfigError, MoeEdgeError, PolicyError
 from orchestrator.memory.choice import check_unused, without_effect
 from orchestrator.memory.machine import (
     Probe,
@@ -38,8 +38,11 @@ from orchestrator.memory.machine import (
 )
 from orchestrator.memory.plan import MemoryPlan, plan_memory
 from orchestrator.native.llama import Bindings
-from orchestrator.policy import ALLOWED_LOSS, Policy
+from orchestrator.policy import ALLOWED_LOSS, Policy, policy_settings
 from orchestrator.policy.base import Learns, SpendsLoss, WeighsLosses
+
+# What is predicted to be faster by less is not worth a line.
+_WORTH_SAYING = 1.1
 
 
 class Runs(NamedTuple):
@@ -73,6 +76,8 @@ class Planner:
         self.chosen: str | None = None
         # Why nothing is lost, though a loss is allowed.
         self.lossless: str | None = None
+        # What a loss would bring that nobody allows.
+        self.brings: str | None = None
 
     @property
     def note(self) -> str | None:
@@ -80,6 +85,7 @@ class Planner:
         notes = (
             self.chosen,
             self.lossless,
+            self.brings,
             without_effect(self._config),
             self.hotness.note,
             self.usage.note,
@@ -117,7 +123,37 @@ class Planner:
             why_not = self.losses.unknown(runs.plan.tier_names)
         else_do = ", or chat on: what skipping loses is learned behind answers" if learns else ""
         self.lossless = f"It is lossless, since {why_not}{else_do}." if why_not else None
+        self.brings = self._would_bring(runs)
         return runs
+
+    def _would_bring(self, runs: Runs) -> str | None:
+        """What the usual loss would bring a conversation that loses nothing, and names no policy;
+        None where that is little, or not known without measuring."""
+        config, plan = runs.config, runs.plan
+        asked = config.policy or config.given(ALLOWED_LOSS) is not None or config.exact
+        if asked or not (config.conversations and plan.absent_bytes) or runs.loses.kl != 0.0:
+            return None
+        best, declared = plan.tier_names[0], policy_settings()[ALLOWED_LOSS]
+        usual = declared.default
+        if self.gpu or self.losses.spent([best]) is None:
+            return None
+        with suppress(MoeEdgeError, OSError), self._probe:
+            left = {tier.name: usual * (tier.name == best) for tier in self._model.tiers}
+            disk = self._disk or known_bandwidth(self._model, self._config)
+            of = self.bindings, self._config, self._model, disk
+            with TimeModel(*of, measures=False) as times:
+                taken = self.candidate(times, runs).token_s
+                found = [
+                    taken / self.candidate(times, self._laid_out(config.compared(**each))).token_s
+                    for each in settings_of_plans(config, self._model, left)
+                    if ALLOWED_LOSS in each
+                ]
+            if max(found, default=0.0) >= _WORTH_SAYING:
+                return (
+                    f"It loses nothing. With {declared.flag} {usual:g} it would answer about "
+                    f"{max(found):.1f} times as fast here."
+                )
+        return None
 
     def learns(self, config: Config, plan: MemoryPlan) -> bool:
         """Whether what skipping loses is learned behind answers with this plan: of what is missing,

@@ -39,6 +39,7 @@ from orchestrator.cost.products import (
     Small,
     Timer,
 )
+from orchestrator.errors import NativeError
 from orchestrator.memory.footprint import vocabulary_size
 from orchestrator.native.llama import Bindings
 
@@ -389,6 +390,16 @@ class Speeds(Closing):
                 kept.add(key, *_middle(rounds))
             kept.save(self._path, _FORMAT)
         self._measured, self._once, self._timer = {}, {}, None
+
+
+class KnownSpeeds(Speeds):
+    """The same, of what was measured before alone: NativeError for anything else."""
+
+    def _is_due(self, key: str) -> bool:
+        return False
+
+    def _timed(self, what: Product | Small | Attention) -> tuple[float, bool]:
+        raise NativeError(f"{what} was not measured on this machine yet")
 
 
 class RoughSpeeds(Speeds):

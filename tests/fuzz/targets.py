@@ -35,6 +35,7 @@ from gguf_tools.pack import export, pack
 from gguf_tools.quantize.ggml import load_ggml
 from gguf_tools.quantize.imatrix import ExpertImportance, read_imatrix
 from gguf_tools.verify import verify
+from orchestrator.allocation.estimate import learned
 from orchestrator.cache import profile
 from orchestrator.config import Config
 from orchestrator.cost import losses
@@ -245,12 +246,16 @@ def losses_of_experts(bench: Bench, random: Random) -> str:
 
 
 def hotness(bench: Bench, random: Random) -> str:
-    """A profile of expert use."""
+    """A profile of expert use, and what is learned of it."""
     path = _damaged_json(bench, bench.profile, random)
 
     def work() -> None:
-        scores = profile.load(path, bench.opened)
+        scores, outputs, probed = profile.load_usage(path, bench.opened)
         assert scores.shape == (2, 2) and np.isfinite(scores).all()
+        estimate = learned("q4_k", outputs, probed)
+        if estimate is not None:
+            assert (estimate.nats >= 0).all() and np.isfinite(estimate.nats).all()
+            assert np.isfinite(estimate.gates).all() and estimate.growth(0.01) >= 1
 
     return _answer([path], work)
 

@@ -41,9 +41,8 @@ _TURNS = 32
 _SEED = 1
 _DRAWS = 1000
 
-# Passes beside those of the lower tiers. Those with skipping in a part have other windows in each.
-PARTS, ALL = ("skip in parts", "skip in other parts"), "skip"
-_SHIFT = 3
+# Passes beside those of the lower tiers.
+PARTS, ALL = "skip in parts", "skip"
 
 
 class Moved(NamedTuple):
@@ -56,7 +55,7 @@ class Moved(NamedTuple):
 
 def passes(tiers: Sequence[str]) -> list[tuple[str, str | None]]:
     """(name, the tier that experts are lowered to, None for skipping) of each."""
-    return [*((name, None) for name in (*PARTS, ALL)), *((tier, tier) for tier in tiers[1:])]
+    return [*((name, None) for name in (PARTS, ALL)), *((tier, tier) for tier in tiers[1:])]
 
 
 def parts_of(n_layers: int, n_windows: int) -> np.ndarray:
@@ -78,7 +77,7 @@ def moved(
     part = parts_of(n_layers, n_windows)
     n_parts = int(part[-1]) + 1
     kl, lost, seen = np.zeros(n_windows), *np.zeros((2, n_windows, n_layers))
-    lowers = name not in (*PARTS, ALL)
+    lowers = name not in (PARTS, ALL)
     at = 0
 
     def change(event: RouteEvent, decision: DecisionBuffer) -> np.ndarray | None:
@@ -93,9 +92,8 @@ def moved(
             bills = bills * chosen[event.ids_array]
         else:
             shares = np.full(len(of), _SKIPPED)
-            if name in PARTS:
-                whose = (of + _SHIFT * PARTS.index(name)) % n_parts
-                shares = np.where(whose == part[layer], _ALONE, 0.0)
+            if name == PARTS:
+                shares = np.where(of % n_parts == part[layer], _ALONE, 0.0)
             skipped = random.random(bills.shape) < shares[:, None]
             if event.k > 1:
                 skipped[np.arange(len(of)), event.weights_array.argmax(axis=1)] = False
@@ -126,12 +124,12 @@ def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np
         return np.stack([lost[:, part == each].sum(axis=1) for each in range(n_parts)], axis=1)
 
     every = by_part(found[ALL].lost)
-    alone = np.concatenate([by_part(found[name].lost) for name in PARTS])
-    of_part = np.concatenate([weights * found[name].kl for name in PARTS]) @ (alone > 0)
+    alone = by_part(found[PARTS].lost)
+    of_part = weights * found[PARTS].kl @ (alone > 0)
     factors = np.ones(n_parts)
     for _ in range(_TURNS):
         sensitivity = weights * found[ALL].kl / np.maximum(every @ factors, 1e-300)
-        foreseen = np.tile(sensitivity, len(PARTS)) @ alone
+        foreseen = sensitivity @ alone
         if not ((of_part > 0).all() and foreseen.all() and (found[ALL].kl > 0).all()):
             raise ConfigError(
                 "the model says the same in every precision, or the text is too short"

@@ -38,13 +38,13 @@ Report = Callable[[str, float], None]
 
 # Tokens of the text that are read where no number is asked for, and of a window.
 TOKENS, WINDOW = 8192, 256
-_FORM = 2
+_FORM = 3
 
 
 class Kept:
     """What a calibration has done, in the user cache; of one at a time for each model.
 
-    went_on: it had begun before.
+    went_on: something of it had been done before.
     """
 
     def __init__(self, model: ExpertModel, asked: Mapping[str, Any]) -> None:
@@ -52,8 +52,9 @@ class Kept:
         self.folder = cached_path(model, "calibrating").with_suffix("")
         key = json.dumps({"form": _FORM, "model": identity(model), **asked}, sort_keys=True)
         known = self.folder / "asked.json"
-        self.went_on = known.exists() and known.read_text("utf-8") == key
-        if not self.went_on:
+        is_same = known.exists() and known.read_text("utf-8") == key
+        self.went_on = is_same and self.table.exists()  # which is the first that is done
+        if not is_same:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
             with whole_file(known) as file:

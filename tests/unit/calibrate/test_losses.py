@@ -149,7 +149,6 @@ def test_the_best_tier_is_the_reference_where_there_is_no_other(
 
 MOVED = {
     "skip in parts": ([[0.0, 2.0], [3.0, 0.0]], [4.0, 1.5]),
-    "skip in other parts": ([[1.0, 0.0], [0.0, 1.0]], [1.0, 1.0]),
     "skip": ([[1.0, 1.0], [2.0, 2.0]], [3.0, 3.0]),
     "q3_k": ([[4.0, 0.0], [0.0, 2.0]], [2.0, 1.0]),
 }
@@ -232,9 +231,24 @@ def test_an_interrupted_run_goes_on(
     again = measure(packed, text, out)
     assert again.fit == whole.fit and np.array_equal(again.loss, whole.loss, equal_nan=True)
     made.remove("interrupt")
-    assert made == ["skip in parts", "skip in other parts", "skip", "q3_k"]
+    assert made == ["skip in parts", "skip", "q3_k"]
     with ExpertModel.open(packed) as model:
         assert not tables.Kept(model, {}).went_on
+
+
+def test_what_was_interrupted_in_its_first_pass_begins_anew(
+    files: tuple[Path, Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    method, out = Method(calib=text, tokens=600, threads=1), tmp_path / "t.json"
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(tables._Run, "_say", stopped)
+        measure(files[0], text, out)
+    notes: list[str] = []
+    measure_losses(method, files[0], None, [], out, lambda *_: None, notes.append)
+    assert not notes
 
 
 def test_it_is_the_same_in_little_memory(

@@ -17,6 +17,8 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.cli.pictures import draw_plans
 from orchestrator.cli.plan import render
 from orchestrator.config import Config
+from orchestrator.cost import planner
+from orchestrator.cost.disk import Bandwidth
 from orchestrator.cost.losses import Foreseen, foreseen
 from orchestrator.cost.planner import Planner, Runs
 from orchestrator.cost.plans import (
@@ -34,6 +36,7 @@ from orchestrator.events import SKIP
 from orchestrator.memory.machine import Machine
 from orchestrator.memory.plan import MemoryPlan, plan_memory
 from orchestrator.policy import ALLOWED_LOSS
+from orchestrator.policy.base import SpendsLoss
 
 TIERS = ("q8_0", "q4_k", "q2_k")
 
@@ -87,6 +90,7 @@ class Played(Planner):
             foreseen=lambda plan, uses: foreseen(plan, uses, estimate, TIERS[0]),
             skips=lambda plan: None,
             learned=lambda names: None,
+            unknown=lambda names: "",
         )
         self._times = SimpleNamespace(
             of_plan=lambda plan, *_: Takes(plan), disturbed=disturbed, profiled=True
@@ -291,12 +295,58 @@ def test_what_was_measured_beside_other_programs_is_told(model: ExpertModel) -> 
     assert frontier(config, model, disturbed=True).disturbed
 
 
+class Skipping(Takes):
+    """What may be skipped takes half of the time."""
+
+    def token_s(self, cells: int = 0) -> float:
+        spends = isinstance(self.plan.policy, SpendsLoss)
+        return super().token_s(cells) * (0.5 if spends else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fitted", "measured", "says"),
+    [
+        ({}, True, True, "With --max-loss 0.01 it would answer about 2.0 times as fast"),
+        ({}, False, True, None),
+        ({}, True, False, None),
+        ({"policy": "lru"}, True, True, None),
+        ({"policy": "floor", "max_loss": 0.01}, True, True, None),
+        ({"low_tier": "q2_k"}, True, True, None),
+        ({"conversations": False}, True, True, None),
+    ],
+)
+def test_a_lossless_conversation_hears_what_a_loss_would_bring(
+    settings: dict[str, Any],
+    fitted: bool,
+    measured: bool,
+    says: str | None,
+    model: ExpertModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where that is known without measuring: the loss by a table or learned, and the speeds."""
+
+    def disk(*_: object) -> Bandwidth:
+        if not measured:
+            raise OSError
+        return Bandwidth(1e9)
+
+    played = Played(model, Nats())
+    played.bindings = played._disk = None  # type: ignore[assignment]
+    played.losses.spent = lambda _: Nats() if fitted else None
+    times = SimpleNamespace(of_plan=lambda plan, *_: Skipping(plan), profiled=True)
+    monkeypatch.setattr(planner, "known_bandwidth", disk)
+    monkeypatch.setattr(planner, "TimeModel", lambda *_, measures: nullcontext(times))
+    played.compared(ask(model, 0.5, **{"conversations": True, **settings}))
+    assert played.brings is None if says is None else says in str(played.brings)
+
+
 def test_text_and_picture(found: Frontier, tmp_path: Path) -> None:
     text = render(found, TIERS[0])
     rows = text.splitlines()
     assert sum(row.startswith("*") for row in rows) == 1
     assert "`chat` and `serve` take " + found.why in text
-    assert len(rows) == len(found.candidates) + 3
+    assert len(rows) == len(found.candidates) + 4
+    assert "all experts in Q4_K lose 0.012 nats from Q8_0" in text
     busy = render(replace(found, disturbed=True), TIERS[0])
     assert busy == f"{text}\n{DISTURBED}"
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
