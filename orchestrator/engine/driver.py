@@ -286,7 +286,12 @@ class Driver(PlainDriver):
             self._width = width = max(before, min(before, cells + 2 * n) + n, end)
         if not room.n_bytes:  # else one of them may be what is brought back
             planned = sum(size * n for size, n in self.store.spec.groups)
-            self._given = min(self.most_prompts, max(0, planned - shared.slots(end, 1)))
+            given = min(self.most_prompts, max(0, planned - shared.slots(end, 1)))
+            if self._is_unlearned and given > self._given:
+                held = self.keep_prompts(self.most_prompts - self._given)
+                if held > self.most_prompts - given:
+                    raise NativeError("what nobody asked for takes no memory from prompts")
+            self._given = given
             self.prompts = self.keep_prompts(self.most_prompts - self._given)
         room.at_once = shared.micro_batch(cells, n_tokens, width=width)
         limit = shared.slots(end, room.at_once, held, width) + self._given

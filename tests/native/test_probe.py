@@ -123,7 +123,6 @@ def calibrated(model: Path) -> dict[str, Any]:
     [
         lambda _: {"remember": False},
         lambda _: {"probes": 0},
-        lambda _: {"sequences": 1},
         lambda _: {"share": 2.0},
         calibrated,
     ],

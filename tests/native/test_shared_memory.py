@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -175,3 +176,27 @@ def test_a_context_that_the_system_refuses_to_reserve_is_halved(
         assert engine.plan.n_ctx == 16384 and engine.n_ctx == 4096
     with pytest.raises(NativeError, match="cannot be made"):
         opened(path, ram=cap, conversations=True, ctx=8192)
+
+
+@pytest.mark.parametrize(("copies", "may"), [(0, True), (64 * MIB, False)])
+def test_what_nobody_asked_for_takes_no_copies_of_prompts(
+    copies: int, may: bool, path: Path, cap: int
+) -> None:
+    """Memory that copies may take and do not is free for it."""
+    with opened(path, ram=cap, conversations=True) as engine:
+        driver, asked = engine.driver, []
+
+        def keep(n_bytes: int) -> int:
+            asked.append(n_bytes)
+            return copies
+
+        engine.eval(PROMPT[:100], 0)
+        driver.most_prompts, driver.keep_prompts = 64 * MIB, keep
+        engine.eval(PROMPT[:400], 100)
+        given = asked[-1]
+        with driver.unlearned(driver.on_route_unasked):
+            status = engine.context.decode(PROMPT[500:900], 500)
+            refused = pytest.raises(NativeError, match="takes no memory from prompts")
+            with nullcontext() if may else refused:
+                driver.check(status)
+        assert (min(asked) < given) is may
