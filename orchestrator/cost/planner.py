@@ -157,8 +157,8 @@ class Planner:
 
     def learns(self, config: Config, plan: MemoryPlan) -> bool:
         """Whether what skipping loses is learned behind answers with this plan: of what is missing,
-        of one precision, where the CPU computes one conversation, whose memory can be cut."""
-        if not (config.remember and config.probes) or config.sequences:
+        of one precision, where the CPU computes, and the context's memory can be cut."""
+        if not (config.remember and config.probes):
             return False
         if plan.absent_bytes == 0 or plan.device is not None or self._model.hparams.weighs_first:
             return False

@@ -19,7 +19,7 @@ from orchestrator.engine.driver import Driver
 from orchestrator.engine.load import Loader, Progress
 from orchestrator.engine.prompts import PromptCache, kept_prompts
 from orchestrator.engine.report import Meter, StoreCosts, memory_now, mode_line
-from orchestrator.engine.steps import Steps
+from orchestrator.engine.steps import Held, Steps
 from orchestrator.engine.texts import ChatTemplate, StopTexts
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import GenerationStats, Phase
@@ -175,13 +175,16 @@ class Engine(Closing):
             self.config, self.model, self._loaded, self._shelf, self.prompt_folder
         )
 
-    def idle(self) -> None:
+    def idle(self, held: Held | None = None) -> None:
         """Nothing is asked for now: until something is, free slots get the experts that were used
         most, by earlier runs and by this one, and the last answer is probed where the user allows
-        a loss that nobody calibrated. Returns at once."""
+        a loss that nobody calibrated. held: of who decodes without generate, in its place. Returns
+        at once."""
         loaded, learned = self._loaded, self._loader.learned
         answer, self._answer = self._answer, range(0)
-        probe = learned.probe(loaded.plan, loaded.driver, loaded.context, loaded.steps, answer)
+        if answer and answer.stop <= len(loaded.steps.cached):
+            held = Held(0, loaded.steps.cached[: answer.stop], answer.start)
+        probe = learned.probe(loaded.plan, loaded.driver, loaded.context, held)
         loaded.driver.idle(learned.usage.recall(), probe)
 
     def look_at_files(self) -> tuple[str, bool]:
@@ -357,11 +360,17 @@ class Engine(Closing):
     def prompt_notes(self) -> list[str]:
         """What the prompt cache has to say, and what was learned, since it was last asked:
         sentences for the user."""
-        said = []
-        learned = self._loader.learned.notes
-        for notes in (self.prompt_folder.notes if self.prompt_folder else [], learned):
-            said += notes
-            notes.clear()
+        said = self.learned_notes()
+        if self.prompt_folder is not None:
+            said = self.prompt_folder.notes + said
+            self.prompt_folder.notes.clear()
+        return said
+
+    def learned_notes(self) -> list[str]:
+        """What was learned since it was last asked: sentences for the user."""
+        notes = self._loader.learned.notes
+        said = list(notes)
+        notes.clear()
         return said
 
     @property

@@ -13,7 +13,7 @@ from orchestrator.engine.driver import Driver, PlainDriver
 from orchestrator.engine.idle import Then
 from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.engine.probe import Prober, room_for
-from orchestrator.engine.steps import Steps
+from orchestrator.engine.steps import Held
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native.llama import LlamaContext
 from orchestrator.policy.base import SpendsLoss, Tunes
@@ -34,7 +34,7 @@ class Learned:
     def __init__(self, config: Config, model: ExpertModel, planner: Planner) -> None:
         self.usage = planner.usage if config.remember else UsageKeeper(config, model)
         self.notes: list[str] = []
-        self._prober = Prober()
+        self._prober = Prober(1 + config.sequences)
         self._config = config
         self._tuned = TunedKeeper(config, model)
         self._planner = planner
@@ -56,35 +56,34 @@ class Learned:
         plan: MemoryPlan,
         driver: PlainDriver,
         context: LlamaContext,
-        steps: Steps,
-        answer: range,
+        held: Held | None,
     ) -> Then | None:
-        """Probes an answer of the conversation, given by its places there; a policy that spends a
-        loss goes by what is known then. None where the context was not made for that or lacks the
-        room, where what it takes could not be left as it was, or where nobody needs it."""
+        """Probes what is held of an answer; a policy that spends a loss goes by what is known then.
+        None where the context was not made for that or lacks the room, where what it takes could
+        not be left as it was, or where nobody needs it."""
         names, allowed = plan.tier_names, self._planner.losses.allowed
         if isinstance(driver, Driver) and driver.allowed is not None:
             allowed = driver.allowed
-        n = room_for(len(steps.cached), len(answer), context.n_ctx)
         if (
-            not isinstance(driver, Driver)
+            held is None
+            or not isinstance(driver, Driver)
             or not self._planner.learns(self._config, plan)
-            or answer.stop > len(steps.cached)
-            or n == 0
             or allowed == 0
             or self.usage.probed().is_exact
         ):
             return None
-        tokens, usage = steps.cached[answer.start : answer.start + n], self.usage
+        length, start = len(held.tokens), held.start
+        n = room_for(length, length - start, context.n_ctx)
+        if n == 0:
+            return None
+        probed, usage = held._replace(tokens=held.tokens[: start + n]), self.usage
 
         def then(goes_on: Callable[[], bool]) -> None:
             power = (usage.outputs() + driver.store.outputs().finite()).power()
             if power is None:
                 return
             before = usage.probed()
-            found = self._prober.probe(
-                context, driver, power, answer.start, tokens, before, allowed, goes_on
-            )
+            found = self._prober.probe(context, driver, power, probed, before, allowed, goes_on)
             if found is None:
                 return
             usage.probe(found)

@@ -6,7 +6,7 @@ import re
 import threading
 import unicodedata
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from time import monotonic
@@ -17,10 +17,9 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.reader import metadata_value
 from gguf_tools.process import default_threads, peak_rss_bytes
-from orchestrator.config import Config, native_log_enabled
+from orchestrator.config import MOST_SEQUENCES, Config, native_log_enabled
 from orchestrator.engine.driver import PlainDriver
 from orchestrator.engine.engine import Engine
-from orchestrator.engine.load import Progress
 from orchestrator.engine.report import StoreCosts
 from orchestrator.errors import ConfigError, MoeEdgeError, NativeError
 from orchestrator.events import Phase
@@ -33,7 +32,7 @@ from orchestrator.native import (
     ServerLibrary,
     ServerSpec,
 )
-from orchestrator.policy import policy_settings
+from orchestrator.policy import ALLOWED_LOSS, policy_settings
 from orchestrator.serve.admission import (
     BODY_FACTOR,
     PROBS_BYTES,
@@ -41,6 +40,7 @@ from orchestrator.serve.admission import (
     WHOLE_FACTOR,
     bodies_bytes,
 )
+from orchestrator.serve.heard import Heard
 from orchestrator.serve.kept import KeptConversations
 from orchestrator.serve.settings import LEAST_BODY_BYTES, ServeSettings
 from orchestrator.settings import Settings
@@ -60,6 +60,8 @@ AHEAD_COPIES = 6
 # (llama_grammar_apply_impl).
 CANDIDATE_BYTES = 12
 GRAMMAR_TOKEN_BYTES = 256
+# A thread that probes, and its rows of logits, as a chat has them.
+PROBE_BYTES, PROBE_TOKEN_BYTES = 6 * 2**20, 32
 # A prompt is scored in parts of so many tokens at most. The memory for a grammar's look at each
 # token of the vocabulary is free then, since nothing else decodes: the probabilities of one row are
 # computed in it.
@@ -98,15 +100,19 @@ def server_config(
     much of it as was asked for, and the memory for prompts that were read before. body_factor: what
     reading a body takes for each byte of the longest."""
     bodies = bodies_bytes(longest_body_bytes, parallel, body_factor)
+    # llama.cpp takes one sequence more than MOST_SEQUENCES.
+    learns = config.remember and config.given(ALLOWED_LOSS) and parallel < MOST_SEQUENCES
+    probes, probe, probe_token = (2, PROBE_BYTES, PROBE_TOKEN_BYTES) if learns else (0, 0, 0)
     each = ANSWER_BYTES + PROBS_BYTES + AHEAD_COPIES * AHEAD_BYTES
     answers = each * parallel + UNREAD_BYTES
     return config.with_changes(
         ctx=config.ctx and config.ctx * parallel,
         sequences=parallel - 1,
         scored=SCORED_TOKENS,
-        beside=PROCESS_BYTES + bodies + answers + SCORE_BYTES * most_scored(config),
-        beside_token=GRAMMAR_TOKEN_BYTES + CANDIDATE_BYTES * (parallel + 1),
+        beside=PROCESS_BYTES + bodies + answers + SCORE_BYTES * most_scored(config) + probe,
+        beside_token=GRAMMAR_TOKEN_BYTES + CANDIDATE_BYTES * (parallel + 1) + probe_token,
         conversations=True,
+        probes=probes,
     )
 
 
@@ -164,7 +170,7 @@ class Backend:
         config: Config,
         settings: ServeSettings,
         library: ServerLibrary,
-        progress: Progress,
+        progress: Callable[[str, float | None], None],
         threads: str = "",
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -221,7 +227,9 @@ class Backend:
             self.kept: KeptConversations | None = None
             if engine.prompt_folder is not None:
                 self.kept = KeptConversations(engine, self._native, f"{threads}kept", note)
-                self._native.set_before_prompt(self.kept.before_prompt)
+            self._heard = Heard() if engine.config.probes else None
+            if self.kept is not None or self._heard is not None:
+                self._native.set_before_prompt(self._before_prompt)
         except BaseException:
             self.engine.close()
             raise
@@ -247,10 +255,12 @@ class Backend:
         self._is_asked = True
         with self._turns:
             self.engine.end_idle()
+        for sentence in self.engine.learned_notes():
+            self._note(sentence)
 
     def idle(self) -> None:
         """Behind the last request in flight, until attend: what is likely to be used comes into
-        free slots. Returns at once."""
+        free slots, and what is new in the last prompt is probed. Returns at once."""
         self._is_asked = False
         if self.kept is None or not self.kept.behind(self._idle):
             self._idle()
@@ -258,7 +268,13 @@ class Backend:
     def _idle(self) -> None:
         with self._turns:
             if not self._is_asked:
-                self.engine.idle()
+                self.engine.idle(self._heard.take() if self._heard is not None else None)
+
+    def _before_prompt(self, sequence: int, prompt: Sequence[int]) -> None:
+        if self._heard is not None:
+            self._heard.prompt(sequence, prompt)
+        if self.kept is not None:
+            self.kept.before_prompt(sequence, prompt)
 
     def _before_step(self, is_answer: bool) -> None:
         self.engine.driver.follow(Phase.DECODE if is_answer else Phase.PREFILL)
@@ -277,8 +293,10 @@ class Backend:
             self._note(sentence)
         return sentence if is_fault else ""
 
-    def answered(self, sequences: Iterable[int], is_good: bool) -> None:
+    def answered(self, sequences: Sequence[int], is_good: bool) -> None:
         """A request has ended, whose sequences nobody has taken yet. is_good: it did not fail."""
+        if self._heard is not None:
+            self._heard.answered(sequences, is_good)
         if self.kept is not None:
             self.kept.answered(sequences, is_good)
 

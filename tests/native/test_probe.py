@@ -147,7 +147,6 @@ def has_part(_model: Path, patch: pytest.MonkeyPatch) -> None:
         (False, has_part, {}),
         (False, nothing, {"remember": False}),
         (False, nothing, {"probes": 0}),
-        (False, nothing, {"sequences": 1}),
         (False, nothing, {"low_tier": "q2_k"}),
         (False, nothing, {"share": 2.0}),
     ],

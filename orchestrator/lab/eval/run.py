@@ -167,6 +167,8 @@ def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str
                 "questions": len(questions),
                 "acc": pair(choices.acc),
                 "acc_norm": pair(choices.acc_norm),
+                "right": choices.right.tolist(),
+                "right_norm": choices.right_norm.tolist(),
             }
         after = shadow.stats() if shadow else counters(engine)
         usage = usage_between(before, after, phase, losses)

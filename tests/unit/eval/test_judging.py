@@ -108,7 +108,8 @@ def test_the_best_tier_is_no_distance_from_itself_and_a_low_one_is(
     args = ("--text", str(text), "--choices", str(choices), "--kl")
     low = evaluate(model, *args, "--policy", "lru", "--high-tier", "q2_k")
     assert low["text"]["kl"][0] > 1e-4
-    assert low["choices"]["questions"] == 6
+    assert low["choices"]["questions"] == len(low["choices"]["right_norm"]) == 6
+    assert sum(low["choices"]["right"]) / 6 == pytest.approx(low["choices"]["acc"][0])
     assert low["text"]["tokens"] == same["text"]["tokens"] > 16
     assert low["form"] == "decode" and low["prefill_perplexity"][0] > 1
 
