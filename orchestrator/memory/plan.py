@@ -310,12 +310,14 @@ class _Ways:
         sizes = {least} | {size for size in SIZES if size <= min(at_once, most)}
         lines = {size: self._lines(size, most) for size in sorted(sizes)}
         (states, cell_bytes), _ = lines[least]  # what is there beside no cell stays
+        # Behind the last layer of attention, recurrent ones compute where its mask lay.
+        twice = 2 if states else 1
         return SharedMemory(
             plan.cap_bytes - plan.fixed_bytes + plan.kv_bytes + plan.compute_bytes - states,
             max(least_slots(plan.policy), sum(group.slot_bytes for group in plan.slots.groups)),
             plan.policy.shape.all_slot_bytes(),
             cell_bytes,
-            {size: scratch for size, (_, scratch) in lines.items()},
+            {size: (twice * empty, each) for size, (_, (empty, each)) in lines.items()},
             # Values that are transposed grow by a page for each of their dimensions.
             CELL_STEP if config.importance != "exact" else 8 * CELL_STEP,
             config.sequences > 0,

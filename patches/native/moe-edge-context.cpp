@@ -129,6 +129,23 @@ moe_edge_room_hook::moe_edge_room_hook(llama_context & ctx, uint32_t n_tokens, u
     }
     given = { n_bytes ? 0 : TOKENS_AHEAD, (uint32_t) room.at_once };
     ctx.cparams.n_ubatch = std::min(n_ubatch, given.at_once);
+    try {
+        lay_out(model->store->laid_out);
+    } catch (const std::exception & error) {
+        is_good = false;
+        model->store->laid_out = 0;
+        model->store->fail(std::string("there is no memory for the step: ") + error.what());
+    }
+}
+
+// Scratch that is laid out for a larger micro-batch touches more than one of its own.
+void moe_edge_room_hook::lay_out(uint32_t & laid_out) {
+    if (ctx.cparams.n_ubatch == (laid_out ? laid_out : n_ubatch)) {
+        return;
+    }
+    laid_out = ctx.cparams.n_ubatch;
+    ctx.sched_need_reserve = true;
+    ctx.sched_reserve();
 }
 
 moe_edge_room_hook::~moe_edge_room_hook() {

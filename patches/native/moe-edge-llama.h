@@ -53,6 +53,8 @@ class moe_edge_room_hook {
     bool good() const { return is_good; }
 
   private:
+    void lay_out(uint32_t & laid_out);
+
     llama_context & ctx;
     const uint32_t  n_ubatch;  // of the context
     bool            is_good = true;

@@ -133,6 +133,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
 
     // What there is room for without asking: so many tokens more in the cache, so many in a step.
     struct { uint32_t tokens, at_once; } given = {};
+    uint32_t laid_out = 0;  // tokens of a micro-batch that scratch is laid out for; 0: the context's
 
     // arrays behind event and decision
     moe_edge_event    event    = {};

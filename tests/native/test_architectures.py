@@ -206,6 +206,25 @@ def test_what_a_context_takes_is_what_llama_cpp_counts(
         assert 600 <= found < 600 + 2 * CELL_STEP
 
 
+@pytest.mark.parametrize("arch", ["afmoe", "bailingmoe3", "deepseek2", "granitehybrid"])
+def test_a_short_step_touches_no_more_than_was_counted(
+    arch: str, make: Make, tmp_path: Path, library: Library
+) -> None:
+    """Though the context is made for longer ones."""
+    path = copied(make(arch, WIDER), tmp_path / "long.gguf", context_length=8192)
+    usual = {"policy": "lru", "threads": 1}
+    with opened(path, **usual, ctx=4096, force_managed=True) as engine:
+        assert engine.plan.slots is not None
+        cap = engine.plan.total_bytes - engine.plan.slots.total_bytes // 8
+    with opened(path, **usual, ctx=None, ram=cap, conversations=True) as engine:
+        shared = engine.plan.shared
+        assert shared is not None and max(shared.scratch) > 512
+        for n in (12, 1, 62, 3, 62):
+            engine.eval(PROMPT * n, engine.n_cached)
+            beside = sum(each.resident for each in touched_memory(library))
+            assert engine.store.stats().slot_bytes + beside <= shared.n_bytes, n
+
+
 @pytest.mark.parametrize("arch", ["qwen3moe", "gpt-oss", "gemma4", "llama4"])
 def test_what_experts_put_out_is_what_calibrating_sees(arch: str, make: Make) -> None:
     """With a scale or a bias of down's; but where gates weigh what experts read, nothing."""
