@@ -130,11 +130,14 @@ def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np
     for _ in range(_TURNS):
         sensitivity = weights * found[ALL].kl / np.maximum(every @ factors, 1e-300)
         foreseen = sensitivity @ alone
-        if not ((of_part > 0).all() and foreseen.all() and (found[ALL].kl > 0).all()):
+        tells = (of_part > 0) & (foreseen > 0)
+        if not (tells.any() and (found[ALL].kl > 0).all()):
             raise ConfigError(
                 "the model says the same in every precision, or the text is too short"
             )
-        factors = of_part / foreseen
+        # A part of which a short text says nothing is like the others.
+        usual = of_part[tells].sum() / foreseen[tells].sum()
+        factors = np.where(tells, of_part / np.where(tells, foreseen, 1), usual)
     factors = factors * float(weights @ found[ALL].kl) / float(weights @ (every @ factors))
     error = spread(weights * found[ALL].kl, weights * (every @ factors))
     scales = {}

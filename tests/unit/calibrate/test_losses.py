@@ -287,7 +287,7 @@ def test_a_pass_that_finds_less_memory_has_fewer_of_the_logits(
     monkeypatch.setattr(reader, "load_within", full)
     monkeypatch.setattr(tables, "moved", watched)
     assert measure(files[0], text, tmp_path / "less.json").fit is not None
-    assert scored == [[1, 1]] * 4
+    assert scored == [[1, 1]] * 3
 
 
 def test_by_importance(files: tuple[Path, Path], text: Path, tmp_path: Path) -> None:
