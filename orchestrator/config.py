@@ -32,6 +32,9 @@ from orchestrator.settings import (
 MISSES = ("auto", "copy", "read", "compute")
 # llama.cpp takes 256 sequences, one of them the conversation.
 MOST_SEQUENCES = 255
+# What probing answers takes: sequences, and a thread's bytes and those of rows of logits for each
+# token of the vocabulary.
+PROBING = {"probes": 2, "beside": 6 << 20, "beside_token": 32}
 
 
 def native_log_enabled() -> bool:

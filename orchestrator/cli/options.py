@@ -17,7 +17,7 @@ import click
 from gguf_tools import interrupts
 from orchestrator.chat.console import Console, progress_bar, strip_controls
 from orchestrator.cli.help import Option
-from orchestrator.config import Config
+from orchestrator.config import PROBING, Config
 from orchestrator.errors import GGUFError, MoeEdgeError, SettingError
 from orchestrator.policy import ALLOWED_LOSS, owners, policy_settings
 from orchestrator.settings import Setting, flag_of, parse_size
@@ -274,8 +274,7 @@ def chat_config(options: dict[str, Any]) -> Config:
     run, or try it, take the same."""
     chosen = {"remember": True, "conversations": True, **given(options)}
     if chosen["remember"] and chosen.get(ALLOWED_LOSS):
-        # The last answer is probed: two sequences, a thread, rows of logits.
-        chosen |= {"probes": 2, "beside": 6 << 20, "beside_token": 32}
+        chosen |= PROBING
     return make_config(chosen)
 
 

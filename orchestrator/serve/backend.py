@@ -17,7 +17,7 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.reader import metadata_value
 from gguf_tools.process import default_threads, peak_rss_bytes
-from orchestrator.config import MOST_SEQUENCES, Config, native_log_enabled
+from orchestrator.config import MOST_SEQUENCES, PROBING, Config, native_log_enabled
 from orchestrator.engine.driver import PlainDriver
 from orchestrator.engine.engine import Engine
 from orchestrator.engine.report import StoreCosts
@@ -60,8 +60,6 @@ AHEAD_COPIES = 6
 # (llama_grammar_apply_impl).
 CANDIDATE_BYTES = 12
 GRAMMAR_TOKEN_BYTES = 256
-# A thread that probes, and its rows of logits, as a chat has them.
-PROBE_BYTES, PROBE_TOKEN_BYTES = 6 * 2**20, 32
 # A prompt is scored in parts of so many tokens at most. The memory for a grammar's look at each
 # token of the vocabulary is free then, since nothing else decodes: the probabilities of one row are
 # computed in it.
@@ -102,17 +100,23 @@ def server_config(
     bodies = bodies_bytes(longest_body_bytes, parallel, body_factor)
     # llama.cpp takes one sequence more than MOST_SEQUENCES.
     learns = config.remember and config.given(ALLOWED_LOSS) and parallel < MOST_SEQUENCES
-    probes, probe, probe_token = (2, PROBE_BYTES, PROBE_TOKEN_BYTES) if learns else (0, 0, 0)
+    probing = PROBING if learns else dict.fromkeys(PROBING, 0)
     each = ANSWER_BYTES + PROBS_BYTES + AHEAD_COPIES * AHEAD_BYTES
     answers = each * parallel + UNREAD_BYTES
     return config.with_changes(
         ctx=config.ctx and config.ctx * parallel,
         sequences=parallel - 1,
         scored=SCORED_TOKENS,
-        beside=PROCESS_BYTES + bodies + answers + SCORE_BYTES * most_scored(config) + probe,
-        beside_token=GRAMMAR_TOKEN_BYTES + CANDIDATE_BYTES * (parallel + 1) + probe_token,
+        beside=PROCESS_BYTES
+        + bodies
+        + answers
+        + SCORE_BYTES * most_scored(config)
+        + probing["beside"],
+        beside_token=GRAMMAR_TOKEN_BYTES
+        + CANDIDATE_BYTES * (parallel + 1)
+        + probing["beside_token"],
         conversations=True,
-        probes=probes,
+        probes=probing["probes"],
     )
 
 
