@@ -130,7 +130,6 @@ class Driver(PlainDriver):
         self.keep_prompts: Callable[[int], int] = lambda _n_bytes: 0
         self._limit: int | None = None
         self._is_unlearned = False
-        self._width = 0  # where the last cell of several sequences may lie
         self._idle = Idle(store)
         # Returns once what ended computes nothing any more: where others than the engine decode.
         self.settle: Callable[[], None] = lambda: None
@@ -282,12 +281,9 @@ class Driver(PlainDriver):
         touched, n_tokens = room.touched, room.n_tokens
         held = touched.scratch[1] + touched.work[1]
         cells = shared.cells(touched.cache[1] + room.n_bytes) + CELL_STEP
-        end, width = cells + n_tokens, 0
-        if shared.several:
-            n = n_tokens + shared.cells(room.n_bytes)
-            before = self._width if touched.cache[1] else 0
-            # upstream looks for free cells behind the latest ones, or from the first on
-            self._width = width = max(before, min(before, cells + 2 * n) + n, end)
+        end = cells + n_tokens
+        n_new = n_tokens + shared.cells(room.n_bytes) + CELL_STEP
+        width = max(end, shared.width(touched.cells_end, n_new))
         room.at_once = shared.micro_batch(cells, n_tokens, width=width)
         left = shared.slots(end, room.at_once, held, width)
         if left < shared.least_slots:  # beside the scratch of a prompt that was given up

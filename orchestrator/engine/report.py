@@ -54,8 +54,8 @@ def _in_use(loader: Loader, loaded: Loaded) -> str:
     shared, n = loaded.plan.shared, len(loaded.steps.cached)
     if n or shared is None:
         return f"{n} in use" if n else ""
-    n = shared.cells(touched_memory(loader.bindings.library()).cache.resident)
-    return f"about {n} in use" if n else ""
+    n = shared.cells(touched_memory(loader.bindings.library()).cache.used)
+    return f"{n} in use" if n else ""
 
 
 def memory_now(library: Library, loaded: Loaded, prompts: int) -> dict[str, int]:
@@ -66,11 +66,13 @@ def memory_now(library: Library, loaded: Loaded, prompts: int) -> dict[str, int]
     if plan.device:
         return {}
     touched = touched_memory(library)
+    used = min(touched.cache.used, touched.cache.resident)
     slots = driver.store.stats().slot_bytes_in_use if isinstance(driver, Driver) else None
     parts = {
         "dense weights": plan.dense_bytes,
         "experts": plan.expert_bytes if slots is None else int(slots),
-        "context": touched.cache.resident,
+        "context": used,
+        "stranded context": touched.cache.resident - used,
         "scratch": touched.scratch.resident + touched.work.resident,
         "kept prompts": prompts,
     }

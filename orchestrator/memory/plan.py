@@ -320,7 +320,7 @@ class _Ways:
             {size: (twice * empty, each) for size, (_, (empty, each)) in lines.items()},
             # Values that are transposed grow by a page for each of their dimensions.
             CELL_STEP if config.importance != "exact" else 8 * CELL_STEP,
-            config.sequences > 0,
+            1 + config.sequences,
         )
 
     def _lines(self, n_tokens: int, most: int) -> tuple[Line, Line]:

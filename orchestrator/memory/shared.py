@@ -25,7 +25,7 @@ class SharedMemory:
 
     n_bytes: of all of them. least_slots: what a policy needs of them. all_slots: what every expert
     takes. cell_bytes: of one token of the context; cell_step: memory comes for so many cells at
-    once. several: sequences share the cells. scratch: by the most tokens of a step, the fewest
+    once. sequences: how many share the cells. scratch: by the most tokens of a step, the fewest
     first. prompts: the most that copies of prompts take.
     """
 
@@ -35,7 +35,7 @@ class SharedMemory:
     cell_bytes: float
     scratch: Mapping[int, Line]
     cell_step: int = CELL_STEP
-    several: bool = False
+    sequences: int = 1
     prompts: int = 0
 
     def slots(self, n_cells: int, n_tokens: int, held: int = 0, width: int = 0) -> int:
@@ -46,6 +46,13 @@ class SharedMemory:
         empty, each = next(s for size, s in self.scratch.items() if size >= n_tokens)
         scratch = empty + int(max(cells, width) * each)
         return self.n_bytes - max(held, scratch) - self.cache_bytes(cells)
+
+    def width(self, cells_end: int, n_tokens: int) -> int:
+        """Where the last cell may lie behind so many tokens more. cells_end: behind the last one
+        in use. Each of several sequences takes runs of free cells for itself, and may leave a part
+        of one free."""
+        runs = self.sequences + 1 if self.sequences > 1 else 0
+        return cells_end + n_tokens + runs * CELL_STEP
 
     def _whole(self, n_cells: int) -> int:
         return -(-max(1, n_cells) // self.cell_step) * self.cell_step

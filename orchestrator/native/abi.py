@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-ABI_VERSION = 18
+ABI_VERSION = 19
 MAX_TIERS = 5
 MAX_AHEAD = 4
 N_KINDS = 4
@@ -135,7 +135,7 @@ class CMemory(ctypes.Structure):
 
 
 class CTouched(ctypes.Structure):
-    _fields_ = [*fields_of(_U64 * 2, "cache scratch work")]
+    _fields_ = [*fields_of(_U64 * 2, "cache scratch work"), *fields_of(_U64, "used cells_end")]
 
 
 class CRoom(ctypes.Structure):
@@ -161,8 +161,8 @@ STRUCT_BYTES = {
     CDeviceInfo: 144,
     CBandwidths: 40,
     CMemory: 48,
-    CTouched: 48,
-    CRoom: 72,
+    CTouched: 64,
+    CRoom: 88,
 }
 
 ROUTE_CB = ctypes.CFUNCTYPE(_INT, _POINTER)

@@ -120,10 +120,12 @@ def host_memory(library: Library, context: int) -> tuple[int, int]:
 
 
 class Touched(NamedTuple):
-    """Bytes of the host's memory: what may be taken, and what of that is in memory now."""
+    """Bytes of the host's memory: what may be taken, what of that is in memory now, and of caches
+    what cells take that hold a token."""
 
     reserved: int
     resident: int
+    used: int = 0
 
 
 class TouchedMemory(NamedTuple):
@@ -140,7 +142,8 @@ def touched_memory(library: Library) -> TouchedMemory:
     0.7 more for each that is resident."""
     found = CTouched()
     library.get_touched(ctypes.byref(found))
-    return TouchedMemory(Touched(*found.cache), Touched(*found.scratch), Touched(*found.work))
+    cache = Touched(*found.cache, found.used)
+    return TouchedMemory(cache, Touched(*found.scratch), Touched(*found.work))
 
 
 class ProductTime(NamedTuple):

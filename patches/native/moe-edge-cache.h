@@ -1,43 +1,109 @@
-// What a cache gives back when cells of it are removed.
+// Where several sequences lie in a cache, what of it is in use, and what it gives back when cells are removed.
 
 #pragma once
 
 #include "moe-edge-mapped.h"
 
+#include <algorithm>
+#include <cstdint>
+#include <map>
 #include <numeric>
+#include <vector>
 
-// Lives while cells are removed. Where many were, pages that hold nothing but free cells are given
-// back. cells: of each stream; layers: with their keys and values of each stream.
-template <typename Cells, typename Layers> class moe_edge_removal {
+// Cells that belong together: what a sequence held goes as whole pages where it had whole runs of them.
+constexpr uint32_t MOE_EDGE_CELL_RUN = 256;
+
+// Cells for the tokens of a batch, in their order. Each sequence goes on behind its last cell; at the end of a run, or where
+// that cell is in use, with a run that nobody has a cell of. False, and none, where there is only one sequence, no such run,
+// or a cache that is not ours: then it is any free cells, as upstream looks for them.
+template <typename Cells, typename Layers, typename Batch>
+bool moe_edge_take_runs(const Cells & cells, const Layers & layers, const Batch & batch, std::vector<uint32_t> & taken) {
+    const bool is_alone = batch.n_seqs_unq == 1 && cells.seq_pos_get(batch.seq_id_unq[0]).size() == cells.get_used();
+    if (is_alone || layers.empty() || !moe_edge_in_cache(layers[0].k)) {
+        return false;
+    }
+    std::vector<bool> is_taken(cells.size());
+    const auto is_free = [&](uint32_t cell) { return cell < cells.size() && cells.is_empty(cell) && !is_taken[cell]; };
+    const auto all_free = [&](uint32_t cell) {
+        uint32_t end = cell;
+        while (end < cell + MOE_EDGE_CELL_RUN && is_free(end)) {
+            end++;
+        }
+        return end == cell + MOE_EDGE_CELL_RUN;
+    };
+    std::map<int32_t, uint32_t> next;  // by sequence
+    for (uint32_t i = 0; i < batch.n_tokens; i++) {
+        const int32_t seq        = batch.seq_id[i][0];
+        const auto &  held       = cells.seq_pos_get(seq);
+        const auto [at, is_new]  = next.try_emplace(seq, held.empty() ? 0 : held.rbegin()->second + 1);
+        uint32_t & cell          = at->second;
+        if (cell % MOE_EDGE_CELL_RUN == 0 || !is_free(cell)) {
+            for (cell = 0; cell < cells.size() && !all_free(cell);) {
+                cell += MOE_EDGE_CELL_RUN;
+            }
+            if (cell >= cells.size()) {
+                taken.clear();
+                return false;
+            }
+        }
+        is_taken[cell] = true;
+        taken.push_back(cell++);
+    }
+    return true;
+}
+
+// Lives while cells are taken or removed, and counts those in use. Where many were removed, pages that hold nothing but
+// free cells are given back. cells: of each stream; layers: with their keys and values of each stream.
+template <typename Cells, typename Layers> class moe_edge_cells_change {
   public:
     // transposed: the values of all cells lie together for each of their dimensions.
-    moe_edge_removal(const Cells & cells, const Layers & layers, bool transposed)
+    moe_edge_cells_change(const Cells & cells, const Layers & layers, bool transposed)
         : cells(cells), layers(layers), transposed(transposed), used_before(used()) {}
-    moe_edge_removal(const moe_edge_removal &) = delete;
+    moe_edge_cells_change(const moe_edge_cells_change &) = delete;
 
-    ~moe_edge_removal() {
-        if (used_before - used() >= MANY) {
+    ~moe_edge_cells_change() {
+        const uint32_t used_now = used();
+        if (used_before >= used_now + MOE_EDGE_CELL_RUN) {
             for (size_t stream = 0; stream < cells.size(); stream++) {
                 drop(stream);
             }
         }
+        count(used_now);
     }
 
   private:
-    static constexpr uint32_t MANY = 256;
-
     uint32_t used() const {
         return std::accumulate(cells.begin(), cells.end(), 0u, [](uint32_t n, const auto & each) { return n + each.get_used(); });
     }
 
-    // All runs of many free cells, old ones too: dropping what is not there costs next to nothing.
+    void count(uint64_t n_used) const {
+        const ggml_tensor * ours = nullptr;
+        uint64_t cell_bytes = 0;
+        for (const auto & layer : layers) {
+            for (const ggml_tensor * each : { layer.k, layer.v }) {
+                if (each && moe_edge_in_cache(each)) {
+                    ours = each;
+                    cell_bytes += each->nb[1];
+                }
+            }
+        }
+        uint32_t end = 0;
+        for (const auto & each : cells) {
+            end = std::max(end, each.used_max_p1());
+        }
+        if (ours) {
+            moe_edge_count_cells(ours, n_used * cell_bytes, end);
+        }
+    }
+
+    // All of so many free cells in a row, old ones too: dropping what is not there costs next to nothing.
     void drop(size_t stream) const {
         const auto & own = cells[stream];
         for (uint32_t begin = 0, end; begin < own.size(); begin = end + 1) {
             for (end = begin; end < own.size() && own.is_empty(end);) {
                 end++;
             }
-            if (end - begin >= MANY) {
+            if (end - begin >= MOE_EDGE_CELL_RUN) {
                 drop(stream, begin, end);
             }
         }

@@ -27,8 +27,20 @@ struct mappings {
     std::map<char *, mapping> all;  // by where they begin
 };
 
+struct cells {
+    uint64_t used;  // bytes
+    uint64_t end;
+};
+
+// Apart from the mappings: whoever asks the kernel for their pages holds up no step.
+struct cells_in_use {
+    std::mutex mutex;
+    std::map<const void *, cells> all;  // by where the mapping begins
+};
+
 // Never destroyed: a context may outlive this library's other statics.
 mappings & known = *new mappings;
+cells_in_use & in_use = *new cells_in_use;
 
 const size_t PAGE = sysconf(_SC_PAGESIZE);
 
@@ -109,12 +121,21 @@ template <typename Counts> moe_edge_touched touched_by(Counts counts) {
             both[1] += resident_bytes(data, each.size);
         }
     }
+    std::lock_guard<std::mutex> counting(in_use.mutex);
+    for (const auto & [_, each] : in_use.all) {
+        out.used += each.used;
+        out.cells_end = std::max(out.cells_end, each.end);
+    }
     return out;
 }
 
 // ---- buffers
 
 void free_buffer(ggml_backend_buffer_t buffer) {
+    {
+        std::lock_guard<std::mutex> lock(in_use.mutex);
+        in_use.all.erase(buffer->context);
+    }
     unmap_pages(static_cast<char *>(buffer->context));
 }
 
@@ -152,10 +173,6 @@ ggml_backend_buffer_type_t cache_type() {
     return &type;
 }
 
-bool in_cache(const ggml_tensor * tensor) {
-    return tensor->buffer && tensor->buffer->buft == cache_type();
-}
-
 bool has_other_than_zeros(const char * data, size_t size) {
     return std::any_of(data, data + size, [](char each) { return each != 0; });
 }
@@ -166,14 +183,23 @@ ggml_backend_buffer_type_t moe_edge_cache_type(ggml_backend_buffer_type_t type) 
     return type == ggml_backend_cpu_buffer_type() ? cache_type() : type;
 }
 
+bool moe_edge_in_cache(const ggml_tensor * tensor) {
+    return tensor->buffer && tensor->buffer->buft == cache_type();
+}
+
+void moe_edge_count_cells(const ggml_tensor * tensor, uint64_t used, uint64_t cells_end) {
+    std::lock_guard<std::mutex> lock(in_use.mutex);
+    in_use.all[tensor->buffer->context] = { used, cells_end };
+}
+
 void moe_edge_drop(const ggml_tensor * tensor, size_t offset, size_t size) {
-    if (in_cache(tensor)) {
+    if (moe_edge_in_cache(tensor)) {
         whole_pages(static_cast<char *>(tensor->data) + offset, size).drop();
     }
 }
 
 bool moe_edge_zero(const ggml_tensor * tensor, size_t offset, size_t size) {
-    if (!in_cache(tensor)) {
+    if (!moe_edge_in_cache(tensor)) {
         return false;
     }
     char * data = static_cast<char *>(tensor->data) + offset;

@@ -19,6 +19,12 @@ ggml_backend_buffer_type_t moe_edge_cache_type(ggml_backend_buffer_type_t type);
 // happens to a tensor that is not in a cache of ours.
 void moe_edge_drop(const ggml_tensor * tensor, size_t offset, size_t size);
 
+// Whether a tensor is in such a buffer.
+bool moe_edge_in_cache(const ggml_tensor * tensor);
+
+// What is in use of the cache that this tensor is a part of, as in moe_edge_touched.
+void moe_edge_count_cells(const ggml_tensor * tensor, uint64_t used, uint64_t cells_end);
+
 // Makes a part of a tensor zeros, and touches no page for it that was not there. False for a tensor
 // that is not in a cache of ours, which is left as it is.
 bool moe_edge_zero(const ggml_tensor * tensor, size_t offset, size_t size);

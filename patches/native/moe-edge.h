@@ -38,7 +38,7 @@ extern "C" {
 
 // Raised with every change of a struct or a function below. Callers compare it
 // with moe_edge_abi_version() before anything else.
-#define MOE_EDGE_ABI_VERSION 18
+#define MOE_EDGE_ABI_VERSION 19
 
 #define MOE_EDGE_API __attribute__((visibility("default")))
 
@@ -367,6 +367,8 @@ struct moe_edge_touched {
     uint64_t cache[2];
     uint64_t scratch[2];
     uint64_t work[2];
+    uint64_t used;       // bytes of the caches' cells that hold a token
+    uint64_t cells_end;  // behind the last of these cells, in the cache where it lies furthest
 };
 
 MOE_EDGE_API void moe_edge_get_touched(struct moe_edge_touched * out);

@@ -94,7 +94,7 @@ def test_more_conversations_than_the_context_holds_are_all_answered(backend: Bac
             held = engine.store.stats().slot_bytes
             assert held + sum(each.resident for each in touched) <= shared.n_bytes
             assert held < shared.n_bytes // 2
-            in_use = re.search(r"\(about (\d+) in use\)", backend.picture()["mode"])
+            in_use = re.search(r"\((\d+) in use\)", backend.picture()["mode"])
             assert in_use and 840 <= int(in_use[1]) <= backend.cells
         # What two sequences still hold stays until short prompts begin there, behind a long one.
         for topic in topics[:2]:
