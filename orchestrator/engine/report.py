@@ -60,8 +60,9 @@ def _in_use(loader: Loader, loaded: Loaded) -> str:
 
 def memory_now(library: Library, loaded: Loaded, prompts: int) -> dict[str, int]:
     """What of the cap on the host's memory is in use, by what for, and what is free, in bytes;
-    empty where the model lies on a GPU. prompts: what kept ones take, as far as that is known; the
-    rest of the process is what the system counts beyond all of these."""
+    empty where the model lies on a GPU. prompts: what kept ones take, as far as that is known.
+    Stranded is what a cache still has of cells that hold no token; the rest of the process is what
+    the system counts beyond all of these."""
     plan, driver = loaded.plan, loaded.driver
     if plan.device:
         return {}

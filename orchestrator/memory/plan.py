@@ -255,7 +255,8 @@ class _Ways:
         once = config.policy == PLAIN or config.expert_ram or self.machine.device
         if once or not config.conversations or self._spare(usual) is not None:
             return None
-        room = self.room(max(CELL_STEP, step_tokens(config, usual.n_ctx)), plain=False)
+        least = min(SIZES[0], step_tokens(config, usual.n_ctx))
+        room = self.room(max(CELL_STEP, least), plain=False, at_once=least)
         try:
             plan = self.first((room, self._prompt_bytes(usual)), (room, config.cache_ram or 0))
         except BudgetError:

@@ -250,7 +250,7 @@ class Backend:
         self._thread = threading.Thread(target=self._native.run, name="decode", daemon=True)
         self._thread.start()
         # Whether a request is in flight; and who begins or ends to be idle.
-        self._is_asked, self._turns = False, threading.Lock()
+        self._is_asked, self._ends, self._turns = False, False, threading.Lock()
         engine.idle()  # until the first request
 
     def attend(self) -> None:
@@ -271,7 +271,7 @@ class Backend:
 
     def _idle(self) -> None:
         with self._turns:
-            if not self._is_asked:
+            if not (self._is_asked or self._ends):
                 self.engine.idle(self._heard.take() if self._heard is not None else None)
 
     def _before_prompt(self, sequence: int, prompt: Sequence[int]) -> None:
@@ -444,7 +444,7 @@ class Backend:
 
     def stop(self) -> None:
         """Ends the running step and every request soon; from any thread."""
-        self._is_asked = True
+        self._ends = True
         self._native.stop()
         if self.engine.managed:
             self.engine.driver.stop_waiting()
@@ -454,7 +454,8 @@ class Backend:
         nobody waits any longer for a step that does not end. Returns whether it has ended; else
         nothing is freed. Raises OSError where a named profile cannot be written."""
         self.stop()
-        self.engine.end_idle()
+        with self._turns:
+            self.engine.end_idle()
         self._thread.join(None if end_s is None else max(0.0, end_s - monotonic()))
         if self._thread.is_alive():
             return False

@@ -191,6 +191,7 @@ def record(config: Config, seed: int, mixes: int, longest: int, group: Path, out
     """In a cgroup: each mix into a file of its own."""
     (group / "cgroup.procs").write_text(str(os.getpid()))
     with Engine.open(config) as engine:
+        (out / "n_ctx").write_text(str(engine.n_ctx))
         for number in range(mixes):
             reads = list(Mixes(engine, seed + number, longest).mix())
             (out / f"{number}.new").write_bytes(pickle.dumps(reads))
@@ -248,6 +249,7 @@ def main() -> int:
             group.close()
         done = sorted(Path(folder).glob("*.mix"), key=lambda path: int(path.stem))
         rows = wrong = 0
+        n_ctx = int((Path(folder) / "n_ctx").read_text())  # where cells lie goes by it
         with Engine.open(settings_of(model, n_ctx, ubatch=4096)) as engine:
             for path in done:
                 reads = pickle.loads(path.read_bytes())

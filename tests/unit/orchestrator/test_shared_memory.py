@@ -127,8 +127,10 @@ def test_what_fits_whole_gets_the_longest_context_beside_it(
 
 
 def test_what_is_asked_for_are_upper_limits(model: ExpertModel) -> None:
-    plan = plan_in(model, 2**40, ram=half(model), policy="lru", ctx=8192, ubatch=1024)
+    asked = {"ram": half(model), "policy": "lru", "ctx": 8192}
+    plan = plan_in(model, 2**40, ubatch=1024, **asked)
     assert plan.shared is not None
+    assert plan.budget_bytes == plan_in(model, 2**40, **asked).budget_bytes  # until it is used
     assert (plan.n_ctx, plan.n_ubatch) == (8192, 1024)
     assert {plan.micro_batch(0, n) for n in range(1, 8192, 100)} <= {512, 1024}
 
