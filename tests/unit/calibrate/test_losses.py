@@ -20,6 +20,7 @@ from gguf_tools.pack import pack
 from gguf_tools.quantize.ggml import Ggml
 from gguf_tools.quantize.imatrix import read_imatrix
 from orchestrator.cli.main import cli
+from orchestrator.cli.options import demo_model
 from orchestrator.cost.losses import Fit, LossTable, TablePrecision, default_path, load, save
 from orchestrator.engine.texts import log_softmax
 from orchestrator.errors import BudgetError, ConfigError
@@ -453,3 +454,13 @@ def test_a_damaged_table_is_a_sentence(
             load(path, model)
         with pytest.raises(ConfigError, match=r"none\.json cannot be read: No such file"):
             load(tmp_path / "none.json", model)
+
+
+def test_the_demo_knows_what_its_precisions_lose() -> None:
+    """It is of this very file, and KL is fitted for all of its tiers."""
+    with ExpertModel.open(demo_model()) as model:
+        table = load(default_path(model.path), model)
+        estimate = table.estimate([tier.name for tier in model.tiers])
+    assert estimate is not None and estimate.base == "q8_0"
+    best, lower, lowest, skipped = estimate.nats.mean(axis=(0, 1))
+    assert best == 0.0 < lower < lowest < skipped

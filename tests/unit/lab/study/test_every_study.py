@@ -3,6 +3,7 @@ possible ones, and what they must be for this study."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,18 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from gguf_tools.errors import MismatchError
 from orchestrator.cli.main import cli
+from orchestrator.config import Config
+from orchestrator.errors import BudgetError
+from orchestrator.lab.calibrate import within
+from orchestrator.lab.calibrate.within import CalibrationRoom
+from orchestrator.lab.eval import EvalOptions
 from orchestrator.lab.registry import STUDIES
+from orchestrator.lab.study import uniform
+from orchestrator.lab.study.activations import ActivationRecorder
+from orchestrator.lab.study.uniform import UniformTypes, tiers_of
+from orchestrator.native import Library
 
 Rows = list[dict[str, Any]]
 HIGH, LOW, BEST = "q4_k", "q2_k", "q8_0"
@@ -207,3 +218,100 @@ def test_uniform_types_that_cannot_be(
     where = ["--out", str(tmp_path)] if "--study" in args else []
     result = CliRunner().invoke(cli, [*options, *where, *args])
     assert result.exit_code == 1 and message in result.stderr
+
+
+def test_hot_memory(model: Path, domains: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
+    options = ["-m", str(model), "--threads", "1", "--ctx", "128", "--window", "24"]
+    options += ["--prompt-tokens", "8", "--uniform", "q3_k", "--near-bits", "2"]
+    options += ["--text", str(domains), "--study", "memory", "--out", str(tmp_path)]
+    result = CliRunner().invoke(cli, ["eval", *options])
+    assert result.exit_code == 0, result.output
+    for table in json.loads((tmp_path / "memory.json").read_text())["tables"]:
+        _best, _high, low, *others = table["rows"]
+        placed = [row for row in others if row["configuration"].startswith("context")]
+        assert [row["high"] for row in placed] == [0.25, 0.5, 0.75] * 2
+        by_memory = {row["memory"] for row in others if row["configuration"].startswith("dynaexq")}
+        assert {row["memory"] for row in placed} == by_memory
+        for row in placed:
+            assert 0 < row["routed_high"] < 1 and row["kl"][0] < low["kl"][0]
+            assert row["ratio"] == pytest.approx(row["won_back"][0] / row["high"])
+        assert any(row["promoted"] > 0 for row in placed)
+
+
+TOKENS = list(range(20, 60))
+
+
+def test_activations_are_the_same_within_a_cap(library: Library, model: Path) -> None:
+    with ActivationRecorder(model, len(TOKENS), 1) as whole:
+        found = whole.read(TOKENS)
+    with ActivationRecorder(model, len(TOKENS), 1, ram=100 << 20) as capped:
+        assert capped._observer._within is not None
+        again = capped.read(TOKENS)
+    assert found.keys() == again.keys()
+    assert all((found[key] == again[key]).all() for key in found)
+
+
+@pytest.mark.parametrize("name", ["similarity", "votes", "context"])
+def test_a_study_that_reads_keeps_to_the_cap(
+    library: Library,
+    model: Path,
+    domains: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
+    rooms = []
+
+    def too_small(path: Path, n_ctx: int, threads: int, room: CalibrationRoom) -> None:
+        rooms.append(room)
+        raise BudgetError("as it says there")
+
+    monkeypatch.setattr(within, "load_within", too_small)
+    options = ["-m", str(model), "--threads", "1", "--ctx", "128", "--window", "16"]
+    options += ["--text", str(domains), "--study", name, "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(cli, ["eval", *options, "--max-tokens", "48", "--ram", "100MiB"])
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, "Error: as it says there")
+    (room,) = rooms
+    assert room.ram == 100 << 20 and room.own > 0 and "study" in room.use
+
+
+def types(model: Path, **options) -> UniformTypes:
+    return UniformTypes(Config.build(model=model, threads=1), EvalOptions(**options))
+
+
+def test_types_are_made_one_at_a_time_and_files_are_taken_as_they_are(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uniform, "spill_folder", lambda: tmp_path)
+    calib = tmp_path / "calib.txt"
+    calib.write_text("The fox sat by the river and looked at the stars. " * 40)
+    asked = types(model, uniform=("iq2_xxs", "q4_k", "q3_k", str(model)), calib=calib)
+    assert "5 million weights are quantized 4 times (iq2_xxs, q3_k, q4_k)" in (asked.cost() or "")
+    found = []
+    for each in asked.files(lambda what, done: None):
+        assert each.path.exists()
+        assert len(list(tmp_path.glob("*/*.gguf"))) == (each.path != model)
+        found.append((each.label, round(each.bits, 2)))
+    assert found == [
+        ("q8_0, random", 8.5),
+        ("iq2_xxs, imatrix", 2.06),
+        ("q3_k, rtn", 3.44),
+        ("q3_k, imatrix", 3.44),
+        ("q4_k, imatrix", 4.5),
+    ]
+    assert list(tmp_path.iterdir()) == [calib]
+
+
+def test_the_usual_types_are_those_below_the_best_tier(model: Path) -> None:
+    assert "3 times (q3_k, q5_k, q6_k)" in (types(model).cost() or "")
+    assert types(model, uniform=("none",)).cost() is None
+    sizes = tiers_of(Config.build(model=model))
+    assert [each.bits for each in sizes.values()] == [8.5, 4.5, 2.625]
+
+
+def test_a_file_of_another_model_is_no_rival(model: Path, tiny_model: Callable[..., Path]) -> None:
+    other = tiny_model("qwen3moe", "q8_0", "q2_k", seed=2)
+    with pytest.raises(MismatchError, match="not the model of"):
+        types(model, uniform=(str(other),))
