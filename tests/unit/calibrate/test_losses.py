@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,21 @@ def run(*args: object):
 
 
 @pytest.fixture
+def packed(files: tuple[Path, Path]) -> Path:
+    return files[0]
+
+
+def written(packed: Path, text: Path, out: Path, *options: object) -> tuple[LossTable, str]:
+    """The table that the command writes, and what it says."""
+    result = run(packed, "--calib", text, "--out", out, *options)
+    assert result.exit_code == 0, result.output
+    with ExpertModel.open(packed) as model:
+        return load(out, model), result.output
+
+
+@pytest.fixture
 def table(files: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch) -> LossTable:
-    """The table that the command writes, of at most 100 inputs an expert."""
+    """Of at most 100 inputs an expert, beside the file."""
     packed, source = files
     monkeypatch.setattr(measuring, "MAX_ROWS", 100)
     result = run(packed, "--calib", text, "--reference", source, "--types", "q4_k,q3_k,q1_0")
@@ -125,22 +139,18 @@ def test_an_expert_without_a_token_has_no_loss(table: LossTable) -> None:
 
 
 def test_the_best_tier_is_the_reference_where_there_is_no_other(
-    files: tuple[Path, Path], text: Path, tmp_path: Path
+    packed: Path, text: Path, tmp_path: Path
 ) -> None:
-    packed, out = files[0], tmp_path / "own.json"
-    result = run(packed, "--calib", text, "--types", "", "--calib-tokens", 300, "--out", out)
-    assert result.exit_code == 0, result.output
+    out = tmp_path / "own.json"
+    own, said = written(packed, text, out, "--types", "", "--calib-tokens", 300)
     data = json.loads(out.read_text())
     assert [each["name"] for each in data["candidates"]] == ["q8_0", "q3_k"]
     assert data["reference"] == "packed.gguf, q8_0 (8.50 bits per weight)"
     assert "calib.txt, " in data["calibration"] and "sha256 " in data["calibration"]
-    with ExpertModel.open(packed) as model:
-        own = load(out, model)
     seen = own.counts > 0
     assert (own.loss[seen][:, 0] == 0).all() and (own.loss[seen][:, 1] > 0).all()
-    assert "stored" in result.output and "q3_k" in result.output
+    assert "stored" in said and "q3_k" in said and "KL is foreseen by " in said
     assert own.fit is not None and own.fit.tiers == ("q8_0", "q3_k", "skip")
-    assert "KL is foreseen by " in result.output
     windows = read_windows(Method(calib=text, tokens=300), packed).windows
     with Capture(packed, threads=1) as capture:
         (layer,) = capture.layers(windows, [1])
@@ -175,9 +185,29 @@ def test_factors_and_scales_explain_what_was_measured() -> None:
             fit.fitted(["q8_0", "q3_k"], still, "text", weights)
 
 
-def test_no_first_choice_is_skipped(
-    files: tuple[Path, Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "t.json"
+
+
+@pytest.fixture
+def measure(packed: Path, text: Path, out: Path) -> Callable[..., LossTable]:
+    """Measures the losses by the text. notes: what may be said of it."""
+
+    def run(notes: Sequence[str] = ("went on",)) -> LossTable:
+        method, said = Method(calib=text, tokens=600, threads=1), list[str]()
+        out.unlink(missing_ok=True)
+        found = measure_losses(method, packed, None, [], out, lambda *_: None, said.append)
+        assert all(any(each in note for each in notes) for note in said), said
+        return found
+
+    return run
+
+
+Measure = Callable[..., LossTable]
+
+
+def test_no_first_choice_is_skipped(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
     """As no policy does; and others are, by single tokens: the model's logits say so."""
     skipped: list[np.ndarray] = []
     read = tables.TextReader._route
@@ -190,30 +220,17 @@ def test_no_first_choice_is_skipped(
             skipped.append(self._mask)
 
     monkeypatch.setattr(tables.TextReader, "_route", watched)
-    table = measure(files[0], text, tmp_path / "o.json")
+    table = measure()
     assert skipped and not all(each.all(axis=0).any() for each in skipped)
     assert table.fit is not None and min(table.fit.factors) > 0
 
 
-def measure(packed: Path, text: Path, out: Path) -> LossTable:
-    method = Method(calib=text, tokens=600, threads=1)
-    notes: list[str] = []
-    found = measure_losses(method, packed, None, [], out, lambda *_: None, notes.append)
-    assert all("went on" in note for note in notes), notes
-    return found
-
-
 @pytest.mark.parametrize("after", ["table", "skip in parts", "skip"])
 def test_an_interrupted_run_goes_on(
-    after: str,
-    files: tuple[Path, Path],
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    after: str, measure: Measure, packed: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the same numbers as one that was not interrupted, and no pass is made twice."""
-    packed, out = files[0], tmp_path / "t.json"
-    whole = measure(packed, text, out)
+    whole = measure()
     made: list[str] = []
     moved = tables.moved
 
@@ -225,11 +242,10 @@ def test_an_interrupted_run_goes_on(
         return moved(reader, name, *more)
 
     monkeypatch.setattr(tables, "moved", stopped)
-    out.unlink()
     with pytest.raises(KeyboardInterrupt):
-        measure(packed, text, out)
+        measure()
     assert not out.exists()
-    again = measure(packed, text, out)
+    again = measure()
     assert again.fit == whole.fit and np.array_equal(again.loss, whole.loss, equal_nan=True)
     made.remove("interrupt")
     assert made == ["skip in parts", "skip", "q3_k"]
@@ -238,35 +254,29 @@ def test_an_interrupted_run_goes_on(
 
 
 def test_what_was_interrupted_in_its_first_pass_begins_anew(
-    files: tuple[Path, Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stopped(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    method, out = Method(calib=text, tokens=600, threads=1), tmp_path / "t.json"
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(tables._Run, "_say", stopped)
-        measure(files[0], text, out)
-    notes: list[str] = []
-    measure_losses(method, files[0], None, [], out, lambda *_: None, notes.append)
-    assert not notes
+        measure()
+    measure(notes=())
 
 
-def test_it_is_the_same_in_little_memory(
-    files: tuple[Path, Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_the_same_in_little_memory(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of one window, of experts that are read for each: other draws, the same errors."""
-    packed = files[0]
-    whole = measure(packed, text, tmp_path / "whole.json")
+    whole = measure()
     monkeypatch.setattr("orchestrator.lab.calibrate.reader._MOST_TOKENS", tables.WINDOW)
-    parts = measure(packed, text, tmp_path / "parts.json")
+    parts = measure()
     assert np.array_equal(parts.counts, whole.counts)
     assert np.allclose(parts.power, whole.power, rtol=1e-4, equal_nan=True)
     assert np.allclose(parts.gates, whole.gates, rtol=1e-4, equal_nan=True)  # type: ignore[arg-type]
 
 
 def test_a_pass_that_finds_less_memory_has_fewer_of_the_logits(
-    files: tuple[Path, Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of a token of each window, compared with what the first pass kept of that token."""
     load, sizes, scored = reader.load_within, [], []
@@ -287,28 +297,23 @@ def test_a_pass_that_finds_less_memory_has_fewer_of_the_logits(
     moved = tables.moved
     monkeypatch.setattr(reader, "load_within", full)
     monkeypatch.setattr(tables, "moved", watched)
-    assert measure(files[0], text, tmp_path / "less.json").fit is not None
+    assert measure().fit is not None
     assert scored == [[1, 1]] * 3
 
 
-def test_by_importance(files: tuple[Path, Path], text: Path, tmp_path: Path) -> None:
+def test_by_importance(packed: Path, text: Path, tmp_path: Path) -> None:
     """It weighs the errors by the inputs of this very text, so it has less of them in all."""
-    packed, _ = files
     found = []
     for method in ("rtn", "imatrix"):
-        out = tmp_path / f"{method}.json"
-        options = ("--types", "q2_k", "--method", method, "--out", out)
-        result = run(packed, "--calib", text, *options)
-        assert result.exit_code == 0, result.output
-        with ExpertModel.open(packed) as model:
-            found.append(load(out, model))
+        options = ("--types", "q2_k", "--method", method)
+        found.append(written(packed, text, tmp_path / f"{method}.json", *options)[0])
     plain_loss, weighted = (table.filled()[..., -1].mean() for table in found)
     assert weighted < plain_loss
     assert [table.method for table in found] == ["rtn", "imatrix"]
 
 
-def test_an_importance_matrix_instead(files: tuple[Path, Path], text: Path, tmp_path: Path) -> None:
-    packed, out = files[0], tmp_path / "m.gguf"
+def test_an_importance_matrix_instead(packed: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "m.gguf"
     result = run(packed, "--calib", text, "--save-imatrix", out)
     assert result.exit_code == 0, result.output
     assert "saw fewer than 32 tokens" in result.output
@@ -392,23 +397,23 @@ def small(model: ExpertModel) -> LossTable:
     return LossTable(candidates, loss, loss[..., 0], counts, "r", "rtn", "c", 7, gates, fitted)
 
 
-def test_a_table_comes_back(files: tuple[Path, Path], tmp_path: Path) -> None:
-    path = tmp_path / "t.json"
+def test_a_table_comes_back(files: tuple[Path, Path], out: Path) -> None:
     with ExpertModel.open(files[0]) as model:
         table = small(model)
-        save(path, model, table)
-        again = load(path, model)
+        save(out, model, table)
+        again = load(out, model)
         assert again.candidates == table.candidates
-        assert np.array_equal(again.loss, table.loss, equal_nan=True)
-        assert np.array_equal(again.counts, table.counts)
+        for name in ("loss", "counts", "gates"):
+            assert np.array_equal(getattr(again, name), getattr(table, name), equal_nan=True)
         assert (again.reference, again.method, again.calibration) == ("r", "rtn", "c")
         assert again.max_rows == 7 and again.fit == table.fit
-        assert again.gates is not None and table.gates is not None
-        assert np.array_equal(again.gates, table.gates, equal_nan=True)
-        save(path, model, replace(table, gates=None, fit=None))
-        assert load(path, model).fit is load(path, model).gates is None
+        save(out, model, replace(table, gates=None, fit=None))
+        assert load(out, model).fit is load(out, model).gates is None
     with ExpertModel.open(files[1]) as other, pytest.raises(ConfigError, match="another file"):
-        load(path, other)
+        load(out, other)
+
+
+KL = {"factors": [1, 1], "tiers": [], "text": "", "error": 0}
 
 
 @pytest.mark.parametrize(
@@ -428,32 +433,26 @@ def test_a_table_comes_back(files: tuple[Path, Path], tmp_path: Path) -> None:
         ("gates", [1]),
         ("gates", [[-1.0] * 4] * 2),
         ("kl", {"factors": [1, 1]}),
-        ("kl", {"factors": [1, 0], "tiers": [], "text": "", "error": 0}),
-        ("kl", {"factors": [1], "tiers": [], "text": "", "error": 0}),
-        ("kl", {"factors": [1, 1], "tiers": [], "text": "", "error": -1}),
-        (
-            "kl",
-            {"factors": [1, 1], "tiers": ["q8_0", "skip"], "text": "", "error": 0, "scales": [1]},
-        ),
-        ("kl", {"factors": [1, 1], "tiers": ["q8_0"], "text": "", "error": 0, "scales": [1]}),
-        ("kl", {"factors": [1, 1], "tiers": ["skip"], "text": "", "error": 0, "scales": [0]}),
+        ("kl", KL | {"factors": [1, 0]}),
+        ("kl", KL | {"factors": [1]}),
+        ("kl", KL | {"error": -1}),
+        ("kl", KL | {"tiers": ["q8_0", "skip"], "scales": [1]}),
+        ("kl", KL | {"tiers": ["q8_0"], "scales": [1]}),
+        ("kl", KL | {"tiers": ["skip"], "scales": [0]}),
         ("format", "other"),
     ],
 )
-def test_a_damaged_table_is_a_sentence(
-    key: str, value: object, files: tuple[Path, Path], tmp_path: Path
-) -> None:
-    path = tmp_path / "t.json"
-    with ExpertModel.open(files[0]) as model:
-        save(path, model, small(model))
-        path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+def test_a_damaged_table_is_a_sentence(key: str, value: object, packed: Path, out: Path) -> None:
+    with ExpertModel.open(packed) as model:
+        save(out, model, small(model))
+        out.write_text(json.dumps({**json.loads(out.read_text()), key: value}))
         with pytest.raises(ConfigError, match=r"t\.json: this is no loss table, or a damaged"):
-            load(path, model)
-        path.write_text("[" * 100_000)
+            load(out, model)
+        out.write_text("[" * 100_000)
         with pytest.raises(ConfigError, match="this is no loss table"):
-            load(path, model)
+            load(out, model)
         with pytest.raises(ConfigError, match=r"none\.json cannot be read: No such file"):
-            load(tmp_path / "none.json", model)
+            load(out.with_name("none.json"), model)
 
 
 def test_the_demo_knows_what_its_precisions_lose() -> None:

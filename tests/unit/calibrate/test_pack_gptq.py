@@ -24,10 +24,6 @@ from orchestrator.lab.calibrate.compute import stored
 from orchestrator.lab.calibrate.gptq import Gptq, computing
 
 TIERS = ("q8_0", "q4_k", "q2_k")
-TEXT = (
-    "The fox sat by the river and looked at the stars. It was late, and nobody came. "
-    "In the morning a boat went by with three old men, who sang. "
-)
 NOTHING = np.zeros((0, 0), np.float32)
 FACTOR = gptq.Factor(np.arange(256), NOTHING, NOTHING, NOTHING)
 
@@ -45,23 +41,16 @@ def small(ggml: Ggml, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return synthetic.write(path, shape, tiers=("f16",), routing="zipf", zipf_s=8.0, seed=1)
 
 
-@pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "calib.txt"
-    path.write_text(TEXT * 6)
-    return path
-
-
 def run(*args: object):
     return CliRunner().invoke(cli, ["pack", *map(str, args), "--threads", "1"])
 
 
 @pytest.fixture(scope="module")
-def packed(small: Path, words: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def packed(small: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """What the command writes, and what it says."""
     pytest.importorskip("torch", reason="torch is not installed (extra: convert)")
     out = tmp_path_factory.mktemp("packed") / "out.gguf"
-    result = run(small, out, "--tiers", ",".join(TIERS), "--method", "gptq", "--calib", words)
+    result = run(small, out, "--tiers", ",".join(TIERS), "--method", "gptq", "--calib", text)
     assert result.exit_code == 0, result.output
     return out, result.output
 
@@ -73,7 +62,7 @@ def expert_bytes(model: ExpertModel, layer: int, kind: int, tier: int, expert: i
 
 
 def test_pack_by_a_text(
-    packed: tuple[Path, str], small: Path, words: Path, ggml: Ggml, tmp_path: Path
+    packed: tuple[Path, str], small: Path, text: Path, ggml: Ggml, tmp_path: Path
 ) -> None:
     """Of every expert that saw tokens enough, each matrix's outputs come nearer than ggml's."""
     (out, said), plain = packed, tmp_path / "plain.gguf"
@@ -86,7 +75,7 @@ def test_pack_by_a_text(
         ExpertModel.open(plain) as theirs,
         Capture(small, threads=1) as capture,
     ):
-        calibration = read_calibration(capture, words)
+        calibration = read_calibration(capture, text)
         assert ours.metadata["moe_edge.quantization"] == "gptq"
         assert ours.metadata["moe_edge.calibration"] == calibration.summary()
         for seen in capture.layers(calibration.windows):
@@ -114,7 +103,7 @@ def test_pack_by_a_text(
 def test_threads_and_what_is_kept_change_nothing(
     packed: tuple[Path, str],
     small: Path,
-    words: Path,
+    text: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -130,7 +119,7 @@ def test_threads_and_what_is_kept_change_nothing(
     monkeypatch.setattr(gptq, "factorize", counted)
     out = tmp_path / "out.gguf"
     with computing(), Capture(small, threads=1) as capture:
-        calibration = read_calibration(capture, words)
+        calibration = read_calibration(capture, text)
         layers = capture.layers(calibration.windows, spill_bytes=1)
         pack(
             small,
@@ -144,12 +133,12 @@ def test_threads_and_what_is_kept_change_nothing(
 
 
 def test_factors_beyond_a_limit_are_made_again(
-    torch: object, small: Path, words: Path, ggml: Ggml, monkeypatch: pytest.MonkeyPatch
+    torch: object, small: Path, text: Path, ggml: Ggml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr(gptq, "factorize", lambda *args: asked.append(1) or FACTOR)
     with computing(), Capture(small, threads=1) as capture:
-        windows = read_calibration(capture, words).windows
+        windows = read_calibration(capture, text).windows
         quantizer = Gptq(ggml, capture.layers(windows, [0]), "", "cpu", threads=1)
         values = np.zeros((1, 256), np.float32)
 
@@ -165,11 +154,11 @@ def test_factors_beyond_a_limit_are_made_again(
 
 
 def test_an_expert_that_saw_nothing(
-    packed: tuple[Path, str], small: Path, words: Path, ggml: Ggml
+    packed: tuple[Path, str], small: Path, text: Path, ggml: Ggml
 ) -> None:
     """Its gate goes by the layer's tokens; of its down nothing is known, and ggml rounds it."""
     with Capture(small, threads=1) as capture:
-        windows = read_calibration(capture, words).windows
+        windows = read_calibration(capture, text).windows
         unseen = [
             (seen.layer, int(expert))
             for seen in capture.layers(windows)

@@ -91,30 +91,30 @@ def test_a_policy_sees_which_matrices_are_missing(library: Library) -> None:
     assert all(bits & ~(but_gate | 1 << GATE) == 0 for bits in seen)
 
 
-def test_prefetch_uses_the_idle_disk(library: Library) -> None:
-    """Layer 0 is read 0..4, layer 1 then 4..8, long before its route event at 13."""
-    right = [np.array([[[5]]]), np.zeros((0, 1, 1))]
+@pytest.fixture
+def foreseen() -> Trace:
+    """A token through two layers, of which the second one is predicted rightly."""
     ids = [np.array([[0]]), np.array([[5]])]
-    trace = make_trace([(Phase.DECODE, ids)], [right])
+    return make_trace([(Phase.DECODE, ids)], [[np.array([[[5]]]), np.zeros((0, 1, 1))]])
+
+
+def test_prefetch_uses_the_idle_disk(library: Library, foreseen: Trace) -> None:
+    """Layer 0 is read 0..4, layer 1 then 4..8, long before its route event at 13."""
     speed = Transport(BYTES_PER_S, 0, 1)
-    with_it = played(library, trace, speed, 24.0, policy="dymoe", n_ahead=1)
+    with_it = played(library, foreseen, speed, 24.0, policy="dymoe", n_ahead=1)
     assert with_it.step_us.tolist() == [25.0]
     assert with_it.stats.hits[Phase.DECODE] == 3
     assert with_it.stats.prefetch_used == 3
     assert with_it.stats.prefetch_bytes[Phase.DECODE] == 16384
-    without = played(library, trace, speed, 24.0, policy="dymoe")
+    without = played(library, foreseen, speed, 24.0, policy="dymoe")
     assert without.step_us.tolist() == [26.0]
     assert without.stats.hits[Phase.DECODE] == 0
 
 
-def test_a_late_prefetch_is_waited_for_and_no_hit(library: Library) -> None:
+def test_a_late_prefetch_is_waited_for_and_no_hit(library: Library, foreseen: Trace) -> None:
     """At a quarter of the speed layer 0 is read 0..16 and layer 1 from 16 on."""
-    right = [np.array([[[5]]]), np.zeros((0, 1, 1))]
-    ids = [np.array([[0]]), np.array([[5]])]
-    trace = make_trace([(Phase.DECODE, ids)], [right])
-    outcome = played(
-        library, trace, Transport(BYTES_PER_S // 4, 0, 1), 24.0, policy="dymoe", n_ahead=1
-    )
+    slow = Transport(BYTES_PER_S // 4, 0, 1)
+    outcome = played(library, foreseen, slow, 24.0, policy="dymoe", n_ahead=1)
     # layer 0 computes until 6, 10, 18 and layer 1 routes at 24; its prefetch is gate 16..20,
     # up 20..24, down 24..32
     assert outcome.stats.hits[Phase.DECODE] == 2
@@ -230,33 +230,20 @@ def test_report(library: Library) -> None:
     assert render(result).count(" 123457 s") == 3
 
 
+DYMOE = {"policy": "dymoe"}
+
+
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
         ({"policy": "plain"}, ConfigError, "no store to replay"),
         ({"policy": "other"}, MoeEdgeError, "unknown policy 'other'; known: lru, dymoe"),
-        (
-            {"expert_ram": 4096},
-            BudgetError,
-            "--expert-ram 4 KiB is too small: the smallest that works",
-        ),
+        ({"expert_ram": 4096}, BudgetError, "--expert-ram 4 KiB is too small: the smallest that works"),
         ({"high_tier": "q8_0"}, TraceError, "tier q8_0 is missing: the trace is of q4_k, q2_k"),
-        ({"policy": "dymoe", "low_tier": "q4_k"}, TraceError, "q4_k is not below"),
-        (
-            {"policy": "dymoe", "settings": {"n_ahead": 2}},
-            ConfigError,
-            "looks 1 layers ahead, not 2",
-        ),
-        (
-            {"policy": "dymoe", "settings": {"retention": 0.5}},
-            MoeEdgeError,
-            "needs a second precision",
-        ),
-        (
-            {"settings": {"n_ahead": 1}},
-            ConfigError,
-            "--n-ahead has no effect with --policy lru, which runs one precision",
-        ),
+        (DYMOE | {"low_tier": "q4_k"}, TraceError, "q4_k is not below"),
+        (DYMOE | {"settings": {"n_ahead": 2}}, ConfigError, "looks 1 layers ahead, not 2"),
+        (DYMOE | {"settings": {"retention": 0.5}}, MoeEdgeError, "needs a second precision"),
+        ({"settings": {"n_ahead": 1}}, ConfigError, "--n-ahead has no effect with --policy lru, which runs one precision"),
     ],
 )
 def test_refused(library: Library, options: dict, error: type[Exception], said: str) -> None:
