@@ -10,14 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from judged import choices, model, text
 
 from orchestrator.cli.main import cli
 from orchestrator.lab.study import study
 from orchestrator.lab.study.subject import Passes
 
-__all__ = ["choices", "domains", "model", "published", "text"]
+__all__ = ["choices", "model", "text"]
 
 TEXTS = {
     "river": "The fox sat by the river and looked at the stars. Nobody came, and it was late. ",
@@ -42,6 +42,18 @@ def short_texts() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def study_on(model: Path) -> Callable[..., Result]:
+    """study_on(name, text, out, *more) runs a study of the random model by the command."""
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
+
+    def run(name: str, text: Path, out: Path, *more: object) -> Result:
+        words = ["-m", model, "--threads", 1, "--ctx", 128, "--text", text, "--study", name]
+        return CliRunner().invoke(cli, ["eval", *map(str, (*words, "--out", out, *more))])
+
+    return run
+
+
 # Studies of halves need all of the text; the others do with little.
 WHOLE = ("demotion", "memory", "near-bits")
 # One size of the hot set shows what there is to see, in half of the time.
@@ -50,12 +62,10 @@ MORE = {"near-bits": ["--hot-experts", "2"]}
 
 @pytest.fixture(scope="session")
 def published(
-    model: Path, domains: Path, tmp_path_factory: pytest.TempPathFactory
+    study_on: Callable[..., Result], domains: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], SimpleNamespace]:
     """What a study wrote of the random model, by its name; each study runs once. data: its JSON;
     shown: what it printed; folder: what it wrote to."""
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
-
     asked = tmp_path_factory.mktemp("asked") / "choices.jsonl"
     records = [
         {"question": f"Question {i}: which one?", "choices": ["river", "a fox"], "answer": i % 2}
@@ -66,9 +76,7 @@ def published(
     @cache
     def run(name: str) -> SimpleNamespace:
         folder = tmp_path_factory.mktemp(name)
-        options = ["-m", str(model), "--threads", "1", "--ctx", "128", "--window", "16"]
-        options += ["--text", str(domains), "--study", name, "--out", str(folder)]
-        options += ["--choices", str(asked), *MORE.get(name, [])]
+        options = ["--window", "16", "--choices", str(asked), *MORE.get(name, [])]
         if name not in WHOLE:
             options += ["--max-tokens", "48"]
         passes: list[Passes] = []
@@ -80,7 +88,7 @@ def published(
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Passes, "__init__", counted)
-            result = CliRunner().invoke(cli, ["eval", *options])
+            result = study_on(name, domains, folder, *options)
         assert result.exit_code == 0, result.output
         data = json.loads((folder / f"{name}.json").read_text())
         return SimpleNamespace(

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import Result
 
 from gguf_tools.errors import MismatchError
-from orchestrator.cli.main import cli
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError
 from orchestrator.lab.calibrate import within
@@ -24,6 +23,7 @@ from orchestrator.lab.study.activations import ActivationRecorder
 from orchestrator.lab.study.uniform import UniformTypes, tiers_of
 from orchestrator.native import Library
 
+StudyOn = Callable[..., Result]
 Rows = list[dict[str, Any]]
 HIGH, LOW, BEST = "q4_k", "q2_k", "q8_0"
 
@@ -201,31 +201,9 @@ def check_quality(row: dict[str, Any]) -> None:
     assert all(0 <= share <= 1 for share in shares if share is not None)
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--study", "memory", "--uniform", "iq2_xxs"], "give --calib TEXT"),
-        (["--study", "memory", "--uniform", "q9_k"], "unknown tier q9_k"),
-        (["--study", "depth", "--uniform", "q3_k"], "depth has no use for --uniform"),
-        (["--uniform", "q3_k"], "are for --study memory and equal"),
-    ],
-)
-def test_uniform_types_that_cannot_be(
-    model: Path, text: Path, tmp_path: Path, args: list[str], message: str
-) -> None:
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
-    options = ["eval", "-m", str(model), "--threads", "1", "--ctx", "128", "--text", str(text)]
-    where = ["--out", str(tmp_path)] if "--study" in args else []
-    result = CliRunner().invoke(cli, [*options, *where, *args])
-    assert result.exit_code == 1 and message in result.stderr
-
-
-def test_hot_memory(model: Path, domains: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
-    options = ["-m", str(model), "--threads", "1", "--ctx", "128", "--window", "24"]
-    options += ["--prompt-tokens", "8", "--uniform", "q3_k", "--near-bits", "2"]
-    options += ["--text", str(domains), "--study", "memory", "--out", str(tmp_path)]
-    result = CliRunner().invoke(cli, ["eval", *options])
+def test_hot_memory(study_on: StudyOn, domains: Path, tmp_path: Path) -> None:
+    options = ["--window=24", "--prompt-tokens=8", "--uniform=q3_k", "--near-bits=2"]
+    result = study_on("memory", domains, tmp_path, *options)
     assert result.exit_code == 0, result.output
     for table in json.loads((tmp_path / "memory.json").read_text())["tables"]:
         _best, _high, low, *others = table["rows"]
@@ -254,14 +232,8 @@ def test_activations_are_the_same_within_a_cap(library: Library, model: Path) ->
 
 @pytest.mark.parametrize("name", ["similarity", "votes", "context"])
 def test_a_study_that_reads_keeps_to_the_cap(
-    library: Library,
-    model: Path,
-    domains: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    study_on: StudyOn, domains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
     rooms = []
 
     def too_small(path: Path, n_ctx: int, threads: int, room: CalibrationRoom) -> None:
@@ -269,9 +241,8 @@ def test_a_study_that_reads_keeps_to_the_cap(
         raise BudgetError("as it says there")
 
     monkeypatch.setattr(within, "load_within", too_small)
-    options = ["-m", str(model), "--threads", "1", "--ctx", "128", "--window", "16"]
-    options += ["--text", str(domains), "--study", name, "--out", str(tmp_path / "out")]
-    result = CliRunner().invoke(cli, ["eval", *options, "--max-tokens", "48", "--ram", "100MiB"])
+    options = ["--window=16", "--max-tokens=48", "--ram=100MiB"]
+    result = study_on(name, domains, tmp_path / "out", *options)
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, "Error: as it says there")
     (room,) = rooms
     assert room.ram == 100 << 20 and room.own > 0 and "study" in room.use

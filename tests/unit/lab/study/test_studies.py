@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from click.testing import Result
 
-from orchestrator.cli.main import cli
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.events import SKIP, DecisionBuffer, Phase, RouteEvent, StoreView
@@ -29,6 +29,7 @@ from orchestrator.lab.study.policies import RandomCritical
 from orchestrator.lab.study.residency import NEVER, Residency
 from orchestrator.lab.study.subject import Score, Subject, halves
 
+StudyOn = Callable[..., Result]
 K, N = 4, 16
 
 
@@ -123,62 +124,43 @@ def test_recorded_logits_choose_the_experts_that_the_store_sees(model: Path) -> 
     assert np.allclose(x @ router.T, found[ROUTER_LOGITS, layer_ids[0]], atol=1e-2)
 
 
-def study(model: Path, text: Path, name: str, out: Path, *args: str):
-    options = ["-m", str(model), "--threads", "1", "--ctx", "128", "--window", "64"]
-    options += ["--text", str(text), "--max-tokens", "24", "--study", name, "--out", str(out)]
-    return CliRunner().invoke(cli, ["eval", *options, *args])
-
-
 def test_a_study_needs_matplotlib(
-    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    study_on: StudyOn, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = study(model, text, "depth", tmp_path)
+    result = study_on("depth", text, tmp_path)
     assert result.exit_code == 1
     assert "a plot needs matplotlib: run `pip install" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--policy", "lru"], "leave out --policy"),
-        (["--retention", "0.5"], "leave out --retention"),
-        (["--reuse"], "a study chooses how it judges"),
-    ],
-)
-def test_a_study_chooses_for_itself(
-    model: Path, text: Path, tmp_path: Path, args: list[str], message: str
+REFUSED = {
+    "depth --policy lru": "leave out --policy",
+    "depth --retention 0.5": "leave out --retention",
+    "depth --reuse": "a study chooses how it judges",
+    "depth --near-bits 3": "--near-bits is for context: the study depth has no use for it",
+    "depth --uniform q3_k": "depth has no use for --uniform",
+    "memory --uniform iq2_xxs": "give --calib TEXT",
+    "memory --uniform q9_k": "unknown tier q9_k",
+    "accuracy --max-tokens 78": "78 tokens are too few for a study, whose figures would be noise: "
+    "512",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_no_study_can_do_is_said(
+    study_on: StudyOn, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
-    result = study(model, text, "depth", tmp_path, *args)
-    assert result.exit_code == 1 and message in result.stderr
+    monkeypatch.setattr("orchestrator.lab.study.study.LEAST_TOKENS", 512)
+    name, *options = words.split()
+    result = study_on(name, text, tmp_path / "out", *options)
+    assert result.exit_code == 1 and REFUSED[words] in result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_near_tiers_are_one_of_each_width() -> None:
     five = NearTiers.of(("q8_0", "q4_k", "q3_k", "iq3_xxs", "q2_k"))
     assert five == NearTiers(("q4_k", "q3_k", "q2_k"), (4, 3, 2))
     assert five.uniform(3.0) == "q3_k" and five.uniform(2.5) is None
-
-
-def test_settings_are_for_the_studies_that_name_their_policy(model: Path, text: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
-    options = ["eval", "-m", str(model), "--text", str(text), "--study", "depth", "--out", "o"]
-    result = CliRunner().invoke(cli, [*options, "--near-bits", "3"])
-    assert result.exit_code == 1
-    assert "--near-bits is for context: the study depth has no use for it" in result.stderr
-
-
-def test_a_text_that_is_too_short_is_refused(
-    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
-    monkeypatch.setattr("orchestrator.lab.study.study.LEAST_TOKENS", 512)
-    words = ["-m", model, "--threads", "1", "--ctx", "128", "--text", text, "--max-tokens", "78"]
-    words += ["--study", "accuracy", "--out", tmp_path / "out"]
-    result = CliRunner().invoke(cli, ["eval", *map(str, words)])
-    assert result.exit_code == 1
-    assert "78 tokens are too few for a study, whose figures would be noise: 512" in result.stderr
-    assert not (tmp_path / "out").exists()
 
 
 def window(domain: str, n_scored: int) -> Window:
