@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.cost import planner as planner_module
@@ -127,25 +126,23 @@ class FakeChain:
         pass
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("engine") / "model.gguf"
-    return synthetic.write(target, "tiny-qwen3moe", tiers=("q8_0", "q4_k", "q2_k"))
+@pytest.fixture
+def path(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("qwen3moe", "q8_0", "q4_k", "q2_k")
 
 
 @pytest.fixture
 def engine(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    for module, name, fake in (
+    for of, name, fake in (
         (planner_module, "Bindings", FakeBindings),
+        (planner_module, "probe", lambda _device: Machine(2**34)),
         (parts_module, "Model", FakeModel),
         (parts_module, "LlamaContext", FakeContext),
         (engine_module, "SamplerChain", FakeChain),
+        (Probe, "_measured", lambda *_: None),
+        (load_module.Loader, "_checked", lambda _self, _plan: nullcontext()),
     ):
-        monkeypatch.setattr(module, name, fake)
-    machine = Machine(2**34)
-    monkeypatch.setattr(planner_module, "probe", lambda _device: machine)
-    monkeypatch.setattr(Probe, "_measured", lambda *_: None)
-    monkeypatch.setattr(load_module.Loader, "_checked", lambda _self, _plan: nullcontext())
+        monkeypatch.setattr(of, name, fake)
     config = Config.build(model=path, policy="plain", ctx=64, ubatch=8, threads=1)
     with Engine.open(config) as opened:
         yield opened
@@ -160,7 +157,10 @@ def script(text: bytes, *more: int) -> None:
     FakeChain.script = iter([*text, *more])
 
 
-def answer(engine: Engine, prompt: bytes, max_tokens: int = 100) -> str:
+def answer(engine: Engine, prompt: bytes, said: bytes | None = None, max_tokens: int = 100) -> str:
+    """said: what the model samples, to its end; else the script goes on."""
+    if said is not None:
+        script(said, END)
     return "".join(engine.generate(list(prompt), GREEDY, max_tokens))
 
 
@@ -172,35 +172,28 @@ def test_streams_whole_characters(engine: Engine) -> None:
     assert (stats.finish, stats.tokens, stats.prompt_tokens) == ("end", 11, 2)
     assert stats.hit_rate is None
     assert stats.mode.startswith("llama.cpp's own path: everything fits")
-    script(b"a\xe2\x82", END)
-    assert answer(engine, b"p") == "a\ufffd"  # a broken character at the end
+    assert answer(engine, b"p", b"a\xe2\x82") == "a\ufffd"  # a broken character at the end
 
 
 def test_only_new_tokens_are_evaluated(engine: Engine, context: FakeContext) -> None:
-    script(b"xyz", END)
-    answer(engine, b"hello")
+    answer(engine, b"hello", b"xyz")
     assert context.kept == list(b"helloxyz")
     context.calls.clear()
-    script(b"!", END)
-    answer(engine, b"helloxyz more")
+    answer(engine, b"helloxyz more", b"!")
     assert context.calls[0] == (list(b" more"), 8)
     assert engine.last_stats.evaluated_tokens == 5
     context.calls.clear()
-    script(b"!", END)
-    answer(engine, b"hello you")
+    answer(engine, b"hello you", b"!")
     assert context.calls[0] == (list(b" you"), 5)
     for _ in range(2):
-        script(b"", END)
-        answer(engine, b"same")
+        answer(engine, b"same", b"")
     assert context.calls[-1] == (list(b"e"), 3)  # the last token, for its logits
 
 
 def test_memory_that_cannot_be_cut_starts_over(engine: Engine, context: FakeContext) -> None:
-    script(b"ab", END)
-    answer(engine, b"hello")
+    answer(engine, b"hello", b"ab")
     context.can_cut = False
-    script(b"cd", END)
-    answer(engine, b"help")
+    answer(engine, b"help", b"cd")
     assert context.kept == list(b"helpcd")
 
 
@@ -226,7 +219,7 @@ def test_an_answer_that_is_cut(
     kept: int,
 ) -> None:
     script(b"x" * 200)
-    assert answer(engine, prompt, max_tokens) == said
+    assert answer(engine, prompt, max_tokens=max_tokens) == said
     assert (engine.last_stats.finish, engine.last_stats.tokens) == (finish, len(said))
     assert len(context.kept) == kept
 
@@ -254,8 +247,7 @@ def test_cancel_between_tokens(engine: Engine) -> None:
             engine.cancel()
     assert pieces == ["a", "b"]
     assert engine.last_stats.finish == "cancelled"
-    script(b"z", END)
-    assert answer(engine, b"next") == "z"
+    assert answer(engine, b"next", b"z") == "z"
 
 
 def test_cancel_inside_a_step_leaves_the_cache_whole(engine: Engine, context: FakeContext) -> None:
@@ -264,15 +256,13 @@ def test_cancel_inside_a_step_leaves_the_cache_whole(engine: Engine, context: Fa
         engine.cancel()
         return 2
 
-    script(b"ab", END)
-    answer(engine, b"hello")
+    answer(engine, b"hello", b"ab")
     kept = list(context.kept)
     context.before_decode = cancelled
     assert answer(engine, bytes(kept) + b"more") == ""
     assert context.kept == kept
     context.before_decode = lambda: 0
-    script(b"c", END)
-    assert answer(engine, bytes(kept) + b"more") == "c"
+    assert answer(engine, bytes(kept) + b"more", b"c") == "c"
 
 
 def test_closing_early_is_a_cancel(engine: Engine) -> None:
@@ -294,8 +284,7 @@ def test_failed_steps(
     with pytest.raises(error, match=text):
         answer(engine, b"hello")
     context.before_decode = lambda: 0
-    script(b"z", END)
-    assert answer(engine, b"hello") == "z"
+    assert answer(engine, b"hello", b"z") == "z"
 
 
 def test_eval(engine: Engine, context: FakeContext) -> None:
@@ -334,8 +323,7 @@ def test_a_policy_that_cannot_start_changes_nothing(engine: Engine) -> None:
     with pytest.raises(NativeError, match="no store"):
         engine.set_policy("lru")
     assert (engine.config.policy, engine.mode) == ("plain", mode)
-    script(b"z", END)
-    assert answer(engine, b"hello") == "z"
+    assert answer(engine, b"hello", b"z") == "z"
 
 
 def test_store_spec_renumbers_tiers(path: Path) -> None:

@@ -13,13 +13,8 @@ from gguf_tools.process import usable_cores
 from orchestrator.cli.machine import examine, misses_line, render
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
+from orchestrator.memory import machine
 from orchestrator.memory.footprint import device_shape
-from orchestrator.memory.machine import (
-    Device,
-    Machine,
-    more_than_there,
-    too_many_threads,
-)
 from orchestrator.memory.plan import plan_memory
 from orchestrator.native import Bandwidths
 from orchestrator.native.llama import Bindings
@@ -76,8 +71,8 @@ def test_the_quickest_way_of_a_miss_is_named() -> None:
     assert "computed" not in misses_line(far._replace(compute=0), 2_400_000)
 
 
-def on_gpu(total: int, ram: int = 8 << 30) -> Machine:
-    return Machine(ram, Device("cuda0", "a card", total, total))
+def on_gpu(total: int, ram: int = 8 << 30) -> machine.Machine:
+    return machine.Machine(ram, machine.Device("cuda0", "a card", total, total))
 
 
 def test_vram_caps_everything_there(model: Path) -> None:
@@ -130,6 +125,6 @@ def test_a_device_that_is_not_here(model: Path) -> None:
 def test_more_than_there_is_is_warned_of() -> None:
     """The plan takes what is there; llama.cpp, too, runs with what it gets."""
     for ram, warned in ((None, False), (1 << 30, False), (22 << 30, False), (1 << 40, True)):
-        assert bool(more_than_there(ram, Machine(22 << 30))) == warned
+        assert bool(machine.more_than_there(ram, machine.Machine(22 << 30))) == warned
     for threads, warned in ((None, False), (usable_cores(), False), (usable_cores() + 1, True)):
-        assert bool(too_many_threads(threads)) == warned
+        assert bool(machine.too_many_threads(threads)) == warned

@@ -17,19 +17,10 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.cli.pictures import draw_plans
 from orchestrator.cli.plan import render
 from orchestrator.config import Config
-from orchestrator.cost import planner
+from orchestrator.cost import planner, plans
 from orchestrator.cost.disk import Bandwidth
 from orchestrator.cost.losses import Foreseen, foreseen
 from orchestrator.cost.planner import Planner, Runs
-from orchestrator.cost.plans import (
-    AS_FAST,
-    LENGTHS,
-    Candidate,
-    Frontier,
-    TakenPlans,
-    behind_text,
-    choose,
-)
 from orchestrator.cost.speeds import AGREE, DISTURBED
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP
@@ -108,7 +99,7 @@ def frontier(
     model: ExpertModel,
     estimate: Nats | None = Nats(),  # noqa: B008
     disturbed: bool = False,
-) -> Frontier:
+) -> plans.Frontier:
     return Played(model, estimate, disturbed).frontier(config)
 
 
@@ -127,28 +118,30 @@ def ask(model: ExpertModel, share: float, **settings: Any) -> Config:
 
 def test_speeds_are_said_as_a_context_fills(model: ExpertModel) -> None:
     """At 8k, 32k and 128k as far as the context goes; none where it is shorter."""
-    assert LENGTHS == (8192, 32768, 131072)
+    assert plans.LENGTHS == (8192, 32768, 131072)
     config, played = ask(model, 0.6), Played(model, None)
     plan, loses = played.plan(config), Foreseen(0.0, False, "q8_0")
     for n_ctx, n in ((4096, 0), (8192, 1), (40960, 2), (131072, 3)):
         runs = Runs(config, replace(plan, n_ctx=n_ctx), loses)
         shown = played.candidate(played.times().enter_result, runs)
-        assert list(shown.as_dict()["token_ms_behind"]) == [str(each) for each in LENGTHS[:n]]
-    said = behind_text(dict(zip(LENGTHS, (100, 200, 400), strict=True)))
+        assert list(shown.as_dict()["token_ms_behind"]) == [str(each) for each in plans.LENGTHS[:n]]
+    said = plans.behind_text(dict(zip(plans.LENGTHS, (100, 200, 400), strict=True)))
     assert said.endswith("10.0 behind 8192, 5.0 behind 32768, 2.5 behind 131072 tokens.")
-    assert behind_text({}) == ""
+    assert plans.behind_text({}) == ""
 
 
-def by_label(found: Frontier) -> Mapping[str, Candidate]:
+def by_label(found: plans.Frontier) -> Mapping[str, plans.Candidate]:
     return {each.label: each for each in found.candidates}
 
 
 @pytest.fixture(scope="module")
-def found(model: ExpertModel) -> Frontier:
+def found(model: ExpertModel) -> plans.Frontier:
     return frontier(ask(model, 0.6), model)
 
 
-def test_all_policies_and_uniform_types_are_on_it(model: ExpertModel, found: Frontier) -> None:
+def test_all_policies_and_uniform_types_are_on_it(
+    model: ExpertModel, found: plans.Frontier
+) -> None:
     """Without a loss that is allowed the usual plan is taken, whatever is faster."""
     usual = plan_memory(ask(model, 0.6), model, Machine(1 << 36))
     assert usual.policy is not None and found.taken.name == usual.policy.name
@@ -174,7 +167,7 @@ def test_all_policies_and_uniform_types_are_on_it(model: ExpertModel, found: Fro
     assert skips.at_most and skips.kl == pytest.approx(NATS[SKIP] + 5 * NATS[1])
 
 
-def test_nobody_beats_the_best_ones(found: Frontier) -> None:
+def test_nobody_beats_the_best_ones(found: plans.Frontier) -> None:
     candidates = found.candidates
     assert [each.token_s for each in candidates] == sorted(each.token_s for each in candidates)
     for each in candidates:
@@ -199,7 +192,7 @@ def test_a_loss_chooses_the_fastest_within_it(model: ExpertModel, allowed: float
     within = [each for each in found.candidates if each.kl <= allowed]
     assert found.taken in within
     fastest = min(each.token_s for each in within)
-    assert found.taken.token_s <= AS_FAST * fastest
+    assert found.taken.token_s <= plans.AS_FAST * fastest
     assert f"within {allowed:g} nats of q8_0" in found.why
     runs = found.settled(config)
     assert runs.policy == found.taken.name and runs.given(ALLOWED_LOSS) != allowed
@@ -223,9 +216,9 @@ def test_a_loss_that_nobody_foresees_takes_a_lossless_plan(model: ExpertModel) -
     found = frontier(config, model, None)
     lossless = [each for each in found.candidates if each.kl == 0.0]
     assert found.taken in lossless and found.why_not == "calibrate first"
-    assert found.taken.token_s <= AS_FAST * min(each.token_s for each in lossless)
+    assert found.taken.token_s <= plans.AS_FAST * min(each.token_s for each in lossless)
     assert {each.kl for each in found.candidates} == {0.0, None}
-    assert TakenPlans(config, model).recall() is None
+    assert plans.TakenPlans(config, model).recall() is None
     assert "?" in render(found, "q8_0")
     played = Played(model, None)
     played._config = config.with_changes(losses=Path("none.json"))
@@ -233,17 +226,19 @@ def test_a_loss_that_nobody_foresees_takes_a_lossless_plan(model: ExpertModel) -
         played.frontier(config)
 
 
-def made(name: str, token_s: float, kl: float | None) -> Candidate:
-    return Candidate(name, {"policy": name}, ("q4_k",), 1, True, token_s, 1.0, 1.0, 1.0, 0.0, kl)
+def made(name: str, token_s: float, kl: float | None) -> plans.Candidate:
+    return plans.Candidate(
+        name, {"policy": name}, ("q4_k",), 1, True, token_s, 1.0, 1.0, 1.0, 0.0, kl
+    )
 
 
 def test_as_fast_is_decided_by_the_loss() -> None:
     fast, near, far = made("a", 1.0, 0.01), made("b", 1.015, 0.002), made("c", 1.03, 0.0)
-    assert choose([fast, near, far], 0.1) is near
-    assert choose([fast, near, far], 0.001) is far
+    assert plans.choose([fast, near, far], 0.1) is near
+    assert plans.choose([fast, near, far], 0.001) is far
     unknown = made("d", 0.1, None)
     with pytest.raises(ConfigError, match=r"no plan in this memory keeps to 0.001 nats.* 0.01"):
-        choose([unknown, fast], 0.001)
+        plans.choose([unknown, fast], 0.001)
 
 
 def test_the_plan_of_before_stays_until_another_is_clearly_faster() -> None:
@@ -259,8 +254,8 @@ def test_the_plan_of_before_stays_until_another_is_clearly_faster() -> None:
         other = replace(other, asked={"policy": name, "high_tier": "q4_k", ALLOWED_LOSS: 0.05})
         before = {"policy": "b", "high_tier": "q4_k"}
         taken = other if stays else fast
-        assert choose([fast, other], 0.1, before) is taken, (name, token_s, kl)
-    assert choose([fast], 0.1, {"policy": "gone"}) is fast
+        assert plans.choose([fast, other], 0.1, before) is taken, (name, token_s, kl)
+    assert plans.choose([fast], 0.1, {"policy": "gone"}) is fast
 
 
 @pytest.mark.parametrize(
@@ -340,7 +335,7 @@ def test_a_lossless_conversation_hears_what_a_loss_would_bring(
     assert played.brings is None if says is None else says in str(played.brings)
 
 
-def test_text_and_picture(found: Frontier, tmp_path: Path) -> None:
+def test_text_and_picture(found: plans.Frontier, tmp_path: Path) -> None:
     text = render(found, TIERS[0])
     rows = text.splitlines()
     assert sum(row.startswith("*") for row in rows) == 1
@@ -382,14 +377,14 @@ def test_a_command_is_known_by_what_it_asks_of_the_model(
     model: ExpertModel, asked: dict[str, Any], same: bool
 ) -> None:
     settings = {"policy": "floor", "high_tier": "q4_k", "max_loss": 0.008, "low_tier": None}
-    TakenPlans(config_of(model, max_loss=0.01), model).keep(settings)
-    found = TakenPlans(config_of(model, **asked), model).recall()
+    plans.TakenPlans(config_of(model, max_loss=0.01), model).keep(settings)
+    found = plans.TakenPlans(config_of(model, **asked), model).recall()
     kept = {"policy": "floor", "high_tier": "q4_k", "low_tier": None}
     assert found == (kept if same else None)
 
 
 def test_what_is_damaged_counts_as_nothing(model: ExpertModel, user_folder: Path) -> None:
-    taken = TakenPlans(config_of(model), model)
+    taken = plans.TakenPlans(config_of(model), model)
     taken.keep({"policy": "lru"})
     (path,) = (user_folder / "cache" / "moe-edge" / "plans").iterdir()
     for text in ("", "[]", '{"format": "moe-edge plans 1", "taken": 3}', "{"):

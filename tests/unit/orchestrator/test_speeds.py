@@ -21,17 +21,6 @@ from orchestrator.cost import products as products_module
 from orchestrator.cost import speeds as speeds_module
 from orchestrator.cost.disk import Bandwidth
 from orchestrator.cost.products import Attention, Product, Small, Timer
-from orchestrator.cost.speeds import (
-    APART_S,
-    FILE,
-    MOST_MOMENTS,
-    OLD_S,
-    OWN,
-    UPSTREAM,
-    Speeds,
-    Timing,
-    Timings,
-)
 from orchestrator.cost.time import TimeModel, spare_bytes
 from orchestrator.engine.store_layout import spec_for, store_layers
 from orchestrator.memory.footprint import device_shape
@@ -43,8 +32,8 @@ from orchestrator.policy import POLICIES
 DAY = 86400.0
 
 
-def kept(*of: tuple[float, float, bool], now: float = 10 * DAY) -> Timings:
-    return Timings(now, {"x": [Timing(*each) for each in of]})
+def kept(*of: tuple[float, float, bool], now: float = 10 * DAY) -> speeds_module.Timings:
+    return speeds_module.Timings(now, {"x": [speeds_module.Timing(*each) for each in of]})
 
 
 def test_the_least_stands_and_two_quiet_ones_that_agree_end_it() -> None:
@@ -52,17 +41,17 @@ def test_the_least_stands_and_two_quiet_ones_that_agree_end_it() -> None:
     early = 9 * DAY
     one = kept((3.0, early, True))
     assert one.least("x") == 3.0 and one.is_due("x")
-    slow = kept((3.0, early, True), (9.0, early + APART_S, True))
+    slow = kept((3.0, early, True), (9.0, early + speeds_module.APART_S, True))
     assert slow.least("x") == 3.0 and slow.is_due("x")  # either may have been disturbed
-    assert not kept((3.0, early, True), (3.3, early + APART_S, True)).is_due("x")
-    assert kept((3.0, early, True), (3.3, early + APART_S, False)).is_due("x")
+    assert not kept((3.0, early, True), (3.3, early + speeds_module.APART_S, True)).is_due("x")
+    assert kept((3.0, early, True), (3.3, early + speeds_module.APART_S, False)).is_due("x")
 
 
 def test_a_machine_that_got_slower_is_believed_in_time() -> None:
-    fast = (1.0, 0.0, True), (1.0, APART_S, True)
-    slow = (3.0, OLD_S, True)
-    assert kept(*fast, slow, now=OLD_S).least("x") == 1.0
-    later = kept(*fast, slow, now=OLD_S + APART_S)
+    fast = (1.0, 0.0, True), (1.0, speeds_module.APART_S, True)
+    slow = (3.0, speeds_module.OLD_S, True)
+    assert kept(*fast, slow, now=speeds_module.OLD_S).least("x") == 1.0
+    later = kept(*fast, slow, now=speeds_module.OLD_S + speeds_module.APART_S)
     assert later.least("x") == 3.0 and later.is_due("x")
     ahead = kept((1.0, 11 * DAY, True))
     assert ahead.least("x") is None  # the clock was wrong then, or is now
@@ -74,7 +63,7 @@ def test_a_machine_that_got_slower_is_believed_in_time() -> None:
 def test_what_is_damaged_counts_as_nothing(damage: object, tmp_path: Path) -> None:
     path = tmp_path / "speeds.json"
     path.write_text(json.dumps({"format": "a form", "timings": damage}))
-    assert Timings.load(path, "a form", DAY).of == {}
+    assert speeds_module.Timings.load(path, "a form", DAY).of == {}
 
 
 class Played:
@@ -123,7 +112,7 @@ def session(
     """(what stands, whether it was disturbed) of a use of this machine."""
     machine.seconds_of_all, machine.others = seconds, others
     machine.now += after_s
-    with Speeds(Unbound(), **{"threads": 1} | settings) as speeds:  # type: ignore[arg-type]
+    with speeds_module.Speeds(Unbound(), **{"threads": 1} | settings) as speeds:  # type: ignore[arg-type]
         return speeds.seconds(WHAT), speeds.disturbed
 
 
@@ -132,21 +121,21 @@ def test_a_disturbed_moment_does_not_stay(machine: Played) -> None:
     assert session(machine, 10.0, 0, others=1.0) == (10.0, True)
     assert session(machine, 1.0, 5) == (1.0, False)
     assert session(machine, 10.0, 5) == (1.0, False) and machine.asked == 2
-    assert session(machine, 8.0, APART_S, others=1.0) == (1.0, False)
-    assert session(machine, 1.1, APART_S) == (1.0, False) and machine.asked == 4
+    assert session(machine, 8.0, speeds_module.APART_S, others=1.0) == (1.0, False)
+    assert session(machine, 1.1, speeds_module.APART_S) == (1.0, False) and machine.asked == 4
     assert session(machine, 9.0, DAY) == (1.0, False) and machine.asked == 4
 
 
 def test_disturbed_moments_go_on_until_there_is_a_quiet_one(machine: Played) -> None:
     """However many there were; of the same moment, no more than a few."""
-    for number in range(2 * MOST_MOMENTS):
-        assert session(machine, 10.0 + number, APART_S, others=1.0) == (10.0, True)
+    for number in range(2 * speeds_module.MOST_MOMENTS):
+        assert session(machine, 10.0 + number, speeds_module.APART_S, others=1.0) == (10.0, True)
     assert session(machine, 10.0, 5, others=1.0) == (10.0, True)
-    assert machine.asked == 2 * MOST_MOMENTS
-    assert session(machine, 1.0, APART_S) == (1.0, False)
-    assert session(machine, 1.0, APART_S) == (1.0, False)
+    assert machine.asked == 2 * speeds_module.MOST_MOMENTS
+    assert session(machine, 1.0, speeds_module.APART_S) == (1.0, False)
+    assert session(machine, 1.0, speeds_module.APART_S) == (1.0, False)
     assert session(machine, 1.0, DAY) == (1.0, False)
-    assert machine.asked == 2 * MOST_MOMENTS + 2
+    assert machine.asked == 2 * speeds_module.MOST_MOMENTS + 2
 
 
 def test_what_a_token_takes_is_timed_in_rounds(
@@ -158,14 +147,14 @@ def test_what_a_token_takes_is_timed_in_rounds(
     beside = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
     monkeypatch.setattr(machine, "seconds", lambda what: found[what].pop(0))
     monkeypatch.setattr(machine, "share", lambda: beside.pop(0))
-    with Speeds(Unbound(), 2) as speeds:  # type: ignore[arg-type]
+    with speeds_module.Speeds(Unbound(), 2) as speeds:  # type: ignore[arg-type]
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [4.0, 3.0, 6.0]
         assert speeds.again() and not any(found.values())
         # 0.5 was not timed on a quiet machine
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [2.0, 3.0, 6.5]
         assert not speeds.again() and not speeds.disturbed
     machine.now += 5
-    with Speeds(Unbound(), 2) as speeds:  # type: ignore[arg-type]
+    with speeds_module.Speeds(Unbound(), 2) as speeds:  # type: ignore[arg-type]
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [2.0, 3.0, 6.5]
         assert not speeds.again()
 
@@ -179,7 +168,7 @@ def test_a_timing_that_others_disturbed_is_repeated(
     found, beside = [6.0, 5.0, 1.0, 7.0], [1.0, 1.0, 0.0, 1.0]
     monkeypatch.setattr(machine, "seconds", lambda what: found.pop(0))
     monkeypatch.setattr(machine, "share", lambda: beside.pop(0))
-    with Speeds(Unbound(), 2) as speeds:  # type: ignore[arg-type]
+    with speeds_module.Speeds(Unbound(), 2) as speeds:  # type: ignore[arg-type]
         assert speeds.seconds(WHAT) == 1.0 and not speeds.disturbed
         assert speeds.seconds(WHAT._replace(rows=4)) == 7.0 and speeds.disturbed
 
@@ -252,12 +241,12 @@ def test_half_of_the_runs_or_what_nobody_interrupted(
 
 def test_what_was_measured_is_kept(bindings: Bindings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speeds_module.Disturbance, "share", lambda self: 0.0)
-    with Speeds(bindings, 1) as speeds:
+    with speeds_module.Speeds(bindings, 1) as speeds:
         found = speeds.seconds(WHAT)
     monkeypatch.setattr(speeds_module, "Timer", None)
-    with Speeds(bindings, 1) as speeds:
+    with speeds_module.Speeds(bindings, 1) as speeds:
         assert speeds.seconds(WHAT) == found
-    with Speeds(bindings, 2) as speeds, pytest.raises(TypeError):
+    with speeds_module.Speeds(bindings, 2) as speeds, pytest.raises(TypeError):
         speeds.seconds(WHAT)  # other threads are another machine
 
 
@@ -279,13 +268,17 @@ def test_a_cap_holds_for_measuring_too(
             predictor._speeds.seconds(WHAT)
     assert taken and max(taken) < 48 << 20
     monkeypatch.setattr(speeds_module, "Timer", None)
-    with Speeds(bindings, 1) as speeds, pytest.raises(TypeError):
+    with speeds_module.Speeds(bindings, 1) as speeds, pytest.raises(TypeError):
         speeds.seconds(WHAT)
 
 
 @pytest.mark.parametrize(
     ("layout", "ratios"),
-    [(FILE, (8.0, 8.0, 8.0)), (OWN, (2.0, 2.0, 4.0)), (UPSTREAM, (2.0, 2.0, 6.0))],
+    [
+        (speeds_module.FILE, (8.0, 8.0, 8.0)),
+        (speeds_module.OWN, (2.0, 2.0, 4.0)),
+        (speeds_module.UPSTREAM, (2.0, 2.0, 6.0)),
+    ],
 )
 def test_dense_weights_are_repacked_with_the_experts(
     model: Path, layout: str, ratios: tuple[float, ...]
@@ -293,7 +286,7 @@ def test_dense_weights_are_repacked_with_the_experts(
     """On a machine that is played, where repacked rows are slow for many activations: slots' own
     layout takes tiles, from 8 on, and upstream's does not."""
 
-    class PlayedSpeeds(Speeds):
+    class PlayedSpeeds(speeds_module.Speeds):
         def seconds(self, what: Product | Small | Attention) -> float:
             if not isinstance(what, Product):
                 return 1e-9

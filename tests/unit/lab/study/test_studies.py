@@ -16,14 +16,7 @@ from orchestrator.events import SKIP, DecisionBuffer, Phase, RouteEvent, StoreVi
 from orchestrator.lab.eval import EvalOptions
 from orchestrator.lab.eval.arithmetic import share
 from orchestrator.lab.eval.text import Window
-from orchestrator.lab.study.activations import (
-    ROUTER_LOGITS,
-    ActivationRecorder,
-    cosine,
-    dense,
-    recall,
-    top,
-)
+from orchestrator.lab.study import activations
 from orchestrator.lab.study.near_bits import NearTiers
 from orchestrator.lab.study.policies import RandomCritical
 from orchestrator.lab.study.residency import NEVER, Residency
@@ -84,12 +77,12 @@ def test_random_critical_experts_are_as_many_but_any() -> None:
 
 def test_recall_and_cosine_are_their_definitions() -> None:
     predicted, actual = np.array([[1, 2], [3, 4]]), np.array([[2, 1], [4, 5]])
-    assert recall(predicted, actual).tolist() == [1.0, 0.5]
-    assert recall(predicted, actual[:, :1]).tolist() == [1.0, 1.0]
-    assert top(np.array([[0.1, 0.9, 0.5]]), 2).tolist() == [[1, 2]]
+    assert activations.recall(predicted, actual).tolist() == [1.0, 0.5]
+    assert activations.recall(predicted, actual[:, :1]).tolist() == [1.0, 1.0]
+    assert activations.top(np.array([[0.1, 0.9, 0.5]]), 2).tolist() == [[1, 2]]
     a, b = np.random.default_rng(1).normal(size=(2, 5, 8))
     expected = [x @ y / np.sqrt((x @ x) * (y @ y)) for x, y in zip(a, b, strict=True)]
-    assert np.allclose(cosine(a, b), expected)
+    assert np.allclose(activations.cosine(a, b), expected)
 
 
 def test_recorded_logits_choose_the_experts_that_the_store_sees(model: Path) -> None:
@@ -109,19 +102,21 @@ def test_recorded_logits_choose_the_experts_that_the_store_sees(model: Path) -> 
         engine.driver.policy = Watch()
         engine.eval(tokens, 0, phase=Phase.PREFILL)
         layer_ids = list(engine.model.layer_ids)
-        router = dense(engine.model, f"blk.{layer_ids[0]}.ffn_gate_inp.weight")
-    with ActivationRecorder(model, 64, 1) as recorder:
+        router = activations.dense(engine.model, f"blk.{layer_ids[0]}.ffn_gate_inp.weight")
+    with activations.ActivationRecorder(model, 64, 1) as recorder:
         found = recorder.read(tokens)
         again = recorder.read(tokens)
     k = seen[0][0].shape[1]
     for layer, il in enumerate(layer_ids):
         ids, places = seen[layer]
-        ours = np.sort(top(found[ROUTER_LOGITS, il], k)[places], axis=1)
+        ours = np.sort(activations.top(found[activations.ROUTER_LOGITS, il], k)[places], axis=1)
         assert (ours == np.sort(ids, axis=1)).mean() > 0.95, f"layer {il}"
-        assert np.array_equal(found[ROUTER_LOGITS, il], again[ROUTER_LOGITS, il])
+        assert np.array_equal(
+            found[activations.ROUTER_LOGITS, il], again[activations.ROUTER_LOGITS, il]
+        )
     assert router is not None
     x = found["ffn_norm", layer_ids[0]]
-    assert np.allclose(x @ router.T, found[ROUTER_LOGITS, layer_ids[0]], atol=1e-2)
+    assert np.allclose(x @ router.T, found[activations.ROUTER_LOGITS, layer_ids[0]], atol=1e-2)
 
 
 def test_a_study_needs_matplotlib(
