@@ -153,11 +153,7 @@ def test_lower_tiers_are_made_anew_and_their_history_stays_true(
     options = ("--method", "imatrix", "--calib", text)
     assert run(plain, weighted, "--tiers", "q8_0,q2_k", *options).exit_code == 0
     pack(weighted, less, ["q8_0", "q4_k", "q2_k"], ggml=ggml)
-    with (
-        ExpertModel.open(plain) as a,
-        ExpertModel.open(weighted) as b,
-        ExpertModel.open(less) as c,
-    ):
+    with ExpertModel.open(plain) as a, ExpertModel.open(weighted) as b, ExpertModel.open(less) as c:
         name = "blk.0.ffn_up_exps.weight.moe_edge.q2_k"
         best = name.removesuffix(".moe_edge.q2_k")
         assert np.array_equal(a.parts[0].array(best), b.parts[0].array(best))

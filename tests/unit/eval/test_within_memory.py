@@ -68,10 +68,7 @@ def test_the_best_tier_is_read_first_and_within_the_cap(
 
 
 def test_the_studies_keep_the_cap(
-    config: Config,
-    text: Path,
-    engines: list[tuple[Config, int]],
-    monkeypatch: pytest.MonkeyPatch,
+    config: Config, text: Path, engines: list[tuple[Config, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(study, "LEAST_TOKENS", 16)
     options = EvalOptions(text=text, tokens=40, window=32)

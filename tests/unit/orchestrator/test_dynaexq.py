@@ -247,11 +247,7 @@ def test_hysteresis_halves_the_promotions_on_a_steady_text() -> None:
     """Each form by itself, and both; the hot set is no worse for it."""
     restless, share = run_stationary(0.0, 0)
     usual = DynaExq.Settings()
-    for margin, slack in [
-        (usual.hysteresis, 0),
-        (0.0, 4),
-        (usual.hysteresis, 4),
-    ]:
+    for margin, slack in [(usual.hysteresis, 0), (0.0, 4), (usual.hysteresis, 4)]:
         promotions, kept = run_stationary(margin, slack)
         assert 0 < promotions < restless / 2, (margin, slack)
         assert kept > share - 0.01

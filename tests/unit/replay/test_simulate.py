@@ -238,12 +238,20 @@ DYMOE = {"policy": "dymoe"}
     [
         ({"policy": "plain"}, ConfigError, "no store to replay"),
         ({"policy": "other"}, MoeEdgeError, "unknown policy 'other'; known: lru, dymoe"),
-        ({"expert_ram": 4096}, BudgetError, "--expert-ram 4 KiB is too small: the smallest that works"),
+        (
+            {"expert_ram": 4096},
+            BudgetError,
+            "--expert-ram 4 KiB is too small: the smallest that works",
+        ),
         ({"high_tier": "q8_0"}, TraceError, "tier q8_0 is missing: the trace is of q4_k, q2_k"),
         (DYMOE | {"low_tier": "q4_k"}, TraceError, "q4_k is not below"),
         (DYMOE | {"settings": {"n_ahead": 2}}, ConfigError, "looks 1 layers ahead, not 2"),
         (DYMOE | {"settings": {"retention": 0.5}}, MoeEdgeError, "needs a second precision"),
-        ({"settings": {"n_ahead": 1}}, ConfigError, "--n-ahead has no effect with --policy lru, which runs one precision"),
+        (
+            {"settings": {"n_ahead": 1}},
+            ConfigError,
+            "--n-ahead has no effect with --policy lru, which runs one precision",
+        ),
     ],
 )
 def test_refused(library: Library, options: dict, error: type[Exception], said: str) -> None:

@@ -236,10 +236,7 @@ WRONG = [
     (changed("event_ns", 0, 2**60), "event_ns has a value"),
     # layers 1 and 2 of 3; the sum stays
     (changed("event_ahead", slice(1, 3), [0, 1]), "looks ahead beyond the last layer"),
-    (
-        lambda a: a.update({name: a[name][:0] for name in a.keys() - WITHOUT_STEPS}),
-        "holds no step",
-    ),
+    (lambda a: a.update({name: a[name][:0] for name in a.keys() - WITHOUT_STEPS}), "holds no step"),
     (changed("event_step", 0, 5), "not in the order of their steps"),
     (changed("event_layer", 0, 3), "event_layer has a value"),
     (changed("event_layer", 1, 0), "not in the order of their steps and layers"),

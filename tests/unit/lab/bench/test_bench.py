@@ -10,14 +10,7 @@ from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.lab.bench import host, models
 from orchestrator.lab.bench.caps import CapOptions, Caps
 from orchestrator.lab.bench.child import play, token_stream
-from orchestrator.lab.bench.job import (
-    MIN_STEPS,
-    Job,
-    decode,
-    longest_context,
-    prompt,
-    settle,
-)
+from orchestrator.lab.bench.job import MIN_STEPS, Job, decode, longest_context, prompt, settle
 from orchestrator.lab.bench.loop import Loop
 from orchestrator.lab.bench.options import BenchOptions
 

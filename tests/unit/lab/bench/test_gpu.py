@@ -92,11 +92,7 @@ def measured(**store):
         (0.5, {"needed_copied_bytes": 10e6, "in_place_bytes": 25e6}, 6.0, "misses"),
         (
             0.5,
-            {
-                "needed_copied_bytes": 10e6,
-                "in_place_bytes": 30e6,
-                "host_computed_bytes": 30e6,
-            },
+            {"needed_copied_bytes": 10e6, "in_place_bytes": 30e6, "host_computed_bytes": 30e6},
             6.0,
             "misses",
         ),
