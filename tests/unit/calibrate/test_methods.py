@@ -138,7 +138,6 @@ def test_pack_by_a_text_and_by_a_file_made_from_it(
         with ExpertModel.open(small) as source:
             values = stored(source, 0, DOWN, expert, ggml)
         where = a.slices[0][DOWN][1]
-        assert where is not None
         blocks = a.parts[0].bytes_at(where.offset + expert * where.expert_bytes, where.expert_bytes)
         mean = entry.sums[expert] / entry.counts[expert]
         assert np.array_equal(blocks, ggml.quantize(GGMLType.Q2_K, values, mean))

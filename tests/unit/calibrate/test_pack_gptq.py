@@ -57,7 +57,6 @@ def packed(small: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 def expert_bytes(model: ExpertModel, layer: int, kind: int, tier: int, expert: int) -> np.ndarray:
     where = model.slices[layer][kind][tier]
-    assert where is not None
     return model.parts[0].bytes_at(where.offset + expert * where.expert_bytes, where.expert_bytes)
 
 

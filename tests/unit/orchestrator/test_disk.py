@@ -36,7 +36,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ExpertModel:
 def test_parts_are_those_of_the_store():
     source = (NATIVE / "moe-edge-reads.h").read_text()
     found = re.search(r"#define MOE_EDGE_PART_BYTES \((\d+) << (\d+)\)", source)
-    assert found is not None
     assert int(found[1]) << int(found[2]) == disk.PART_BYTES
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import pytest
 
 from orchestrator.config import Config
 from orchestrator.cost.planner import Runs
-from orchestrator.engine.load import MOST_LOADS, SPARE_BYTES, Loaded, Loader
+from orchestrator.engine.load import MOST_LOADS, SPARE_BYTES, Loader
 
 MIB = 2**20
 CAP, FREE = 1000 * MIB, 4000 * MIB
@@ -40,16 +40,16 @@ class Gpu:
 
 
 def planned(plan: Plan) -> Runs:
-    return Runs(Config.build(model="m.gguf"), cast(Any, plan), cast(Any, None))
+    return Runs(Config.build(model="m.gguf"), plan, None)
 
 
 def load(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Plan:
     """The plan that is kept."""
     loader = object.__new__(Loader)
-    loader.gpu = cast(Any, SimpleNamespace(index=0))
+    loader.gpu = SimpleNamespace(index=0)
 
     def _load(runs: Runs, _progress: object) -> Any:
-        plan = cast(Plan, runs.plan)
+        plan = runs.plan
         gpu.loads.append(plan.more)
 
         def warm_up() -> None:
@@ -62,11 +62,10 @@ def load(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Plan:
         return SimpleNamespace(plan=plan, warm_up=warm_up, close=close)
 
     monkeypatch.setattr(loader, "_load", _load)
-    planner = SimpleNamespace(plan=lambda _config, more: Plan(more), loses=lambda _plan: None)
-    loader.planner = cast(Any, planner)
+    plans = {"plan": lambda _config, more: Plan(more), "loses": lambda _plan: None}
+    loader.planner = SimpleNamespace(**plans)
     monkeypatch.setattr(loader, "_free_bytes", lambda: FREE - gpu.taken - gpu.others)
-    found: Loaded = loader.load(planned(Plan()))
-    return cast(Plan, found.plan)
+    return loader.load(planned(Plan())).plan
 
 
 @pytest.mark.parametrize(

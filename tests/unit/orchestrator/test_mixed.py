@@ -4,7 +4,7 @@ policies that are not told of every step, which decide what they would decide if
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +20,6 @@ from orchestrator.engine.driver import Driver
 from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.errors import BudgetError
 from orchestrator.events import ComputedStep, Phase, StepReport
-from orchestrator.native import Store
 from orchestrator.policy.base import TierOffer
 from orchestrator.policy.dynaexq import DynaExq
 from orchestrator.policy.learning import Learning
@@ -236,7 +235,7 @@ def run(
     rng = np.random.default_rng(seed)
     policy.set_hotness(rng.random((shape.n_layers, shape.n_expert)) ** 2)
     store = FakeStore(policy, policy.plan(budget), seed)
-    driver = Driver(policy, cast(Store, store))
+    driver = Driver(policy, store)
     size = shape.n_layers, shape.n_expert
     nats = rng.random((*size, len(shape.tiers) + 1)).cumsum(axis=2)
     driver.meter = LossMeter(KlEstimate(shape.tiers[0], nats, np.ones(size)), exact=False)

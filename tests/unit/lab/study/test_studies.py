@@ -114,7 +114,6 @@ def test_recorded_logits_choose_the_experts_that_the_store_sees(model: Path) -> 
         assert np.array_equal(
             found[activations.ROUTER_LOGITS, il], again[activations.ROUTER_LOGITS, il]
         )
-    assert router is not None
     x = found["ffn_norm", layer_ids[0]]
     assert np.allclose(x @ router.T, found[activations.ROUTER_LOGITS, layer_ids[0]], atol=1e-2)
 
