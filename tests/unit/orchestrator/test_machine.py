@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import usable_cores
 from orchestrator.cli.machine import examine, misses_line, render
@@ -15,19 +16,13 @@ from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.memory import machine
 from orchestrator.memory.footprint import device_shape
-from orchestrator.memory.plan import plan_memory
+from orchestrator.memory.plan import MemoryPlan, plan_memory
 from orchestrator.native import Bandwidths
 from orchestrator.native.llama import Bindings
 
 pytestmark = pytest.mark.usefixtures("library")
 
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    return synthetic.write(path, "tiny-olmoe", tiers=("q4_k", "q2_k"))
 
 
 def test_a_machine_without_a_gpu(model: Path) -> None:
@@ -71,45 +66,47 @@ def test_the_quickest_way_of_a_miss_is_named() -> None:
     assert "computed" not in misses_line(far._replace(compute=0), 2_400_000)
 
 
-def on_gpu(total: int, ram: int = 8 << 30) -> machine.Machine:
-    return machine.Machine(ram, machine.Device("cuda0", "a card", total, total))
-
-
-def test_vram_caps_everything_there(model: Path) -> None:
+@pytest.fixture
+def planned(model: Path) -> Iterator[Callable[..., MemoryPlan]]:
+    """Plans for a card of a GiB, unless it is larger. more: bytes that are taken besides."""
     with ExpertModel.open(model) as opened:
-        config = Config.build(model=model, ctx=256)
-        all_of_it = plan_memory(config.with_changes(policy="lru"), opened, on_gpu(1 << 30))
-        fixed = all_of_it.total_bytes - all_of_it.slots.total_bytes
+
+        def plan(card: int = 1 << 30, more: int = 0, **settings: Any) -> MemoryPlan:
+            there = machine.Machine(8 << 30, machine.Device("cuda0", "a card", card, card))
+            return plan_memory(Config.build(model=model, **settings), opened, there, more)
+
+        yield plan
+
+
+def test_vram_caps_everything_there(planned: Callable[..., MemoryPlan], model: Path) -> None:
+    lru = {"ctx": 256, "policy": "lru"}
+    all_of_it = planned(**lru)
+    fixed = all_of_it.total_bytes - all_of_it.slots.total_bytes
+    with ExpertModel.open(model) as opened:
         one_expert = device_shape(opened, (0,)).expert_slot_bytes(0, 0)
-        vram = fixed + 24 * one_expert
-        plan = plan_memory(config.with_changes(vram=vram, policy="lru"), opened, on_gpu(1 << 30))
-        assert plan.slots is not None and plan.device is not None
-        assert plan.total_bytes <= plan.vram_bytes == vram
-        # what llama.cpp was seen to take beyond the estimate comes off the slots
-        less = plan_memory(
-            config.with_changes(vram=vram, policy="lru"), opened, on_gpu(1 << 30), 8 * one_expert
-        )
-        assert 0 < less.slots.total_bytes <= plan.slots.total_bytes - 7 * one_expert
-        assert less.total_bytes <= vram
-        with pytest.raises(BudgetError, match=r"--vram .* smallest --vram that works") as caught:
-            plan_memory(config.with_changes(vram=fixed), opened, on_gpu(1 << 30))
-        again = config.with_changes(vram=caught.value.needed_bytes)
-        assert plan_memory(again, opened, on_gpu(1 << 30)).total_bytes <= caught.value.needed_bytes
+    vram = fixed + 24 * one_expert
+    plan = planned(vram=vram, **lru)
+    assert plan.device is not None
+    assert plan.total_bytes <= plan.vram_bytes == vram
+    # what llama.cpp was seen to take beyond the estimate comes off the slots
+    less = planned(vram=vram, more=8 * one_expert, **lru)
+    assert 0 < less.slots.total_bytes <= plan.slots.total_bytes - 7 * one_expert
+    assert less.total_bytes <= vram
+    with pytest.raises(BudgetError, match=r"--vram .* smallest --vram that works") as caught:
+        planned(vram=fixed, ctx=256)
+    needed = caught.value.needed_bytes
+    assert planned(vram=needed, ctx=256).total_bytes <= needed
 
 
-def test_a_card_takes_the_whole_model_where_it_fits(model: Path) -> None:
-    with ExpertModel.open(model) as opened:
-        plan = plan_memory(Config.build(model=model), opened, on_gpu(8 << 30))
-        assert not plan.managed and plan.device is not None
+def test_a_card_takes_the_whole_model_where_it_fits(planned: Callable[..., MemoryPlan]) -> None:
+    plan = planned(8 << 30)
+    assert not plan.managed and plan.device is not None
 
 
-def test_the_host_behind_a_card_needs_room_for_reads(model: Path) -> None:
-    with ExpertModel.open(model) as opened:
-        config = Config.build(model=model, policy="lru", ram=1 * MIB)
-        with pytest.raises(BudgetError, match="beside a GPU: the smallest that works") as caught:
-            plan_memory(config, opened, on_gpu(8 << 30))
-        again = config.with_changes(ram=caught.value.needed_bytes)
-        assert plan_memory(again, opened, on_gpu(8 << 30)).host_bytes > 0
+def test_the_host_behind_a_card_needs_room_for_reads(planned: Callable[..., MemoryPlan]) -> None:
+    with pytest.raises(BudgetError, match="beside a GPU: the smallest that works") as caught:
+        planned(8 << 30, policy="lru", ram=1 * MIB)
+    assert planned(8 << 30, policy="lru", ram=caught.value.needed_bytes).host_bytes > 0
 
 
 def test_a_device_that_is_not_here(model: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -95,25 +94,16 @@ class Played(Planner):
 
 
 def frontier(
-    config: Config,
-    model: ExpertModel,
-    estimate: Nats | None = Nats(),  # noqa: B008
-    disturbed: bool = False,
+    config: Config, model: ExpertModel, fitted: bool = True, disturbed: bool = False
 ) -> plans.Frontier:
-    return Played(model, estimate, disturbed).frontier(config)
+    return Played(model, Nats() if fitted else None, disturbed).frontier(config)
 
 
 def ask(model: ExpertModel, share: float, **settings: Any) -> Config:
     """Slots for so large a share of the best tier."""
-    slots = int(
-        share
-        * plan_memory(
-            Config.build(model=model.path, policy="lru", high_tier="q8_0", expert_ram=1 << 40),
-            model,
-            Machine(1 << 36),
-        ).slots.total_bytes
-    )
-    return Config.build(model=model.path, expert_ram=slots, **settings)
+    whole = Config.build(model=model.path, policy="lru", high_tier="q8_0", expert_ram=1 << 40)
+    slots = plan_memory(whole, model, Machine(1 << 36)).slots.total_bytes
+    return Config.build(model=model.path, expert_ram=int(share * slots), **settings)
 
 
 def test_speeds_are_said_as_a_context_fills(model: ExpertModel) -> None:
@@ -130,10 +120,6 @@ def test_speeds_are_said_as_a_context_fills(model: ExpertModel) -> None:
     assert plans.behind_text({}) == ""
 
 
-def by_label(found: plans.Frontier) -> Mapping[str, plans.Candidate]:
-    return {each.label: each for each in found.candidates}
-
-
 @pytest.fixture(scope="module")
 def found(model: ExpertModel) -> plans.Frontier:
     return frontier(ask(model, 0.6), model)
@@ -148,7 +134,8 @@ def test_all_policies_and_uniform_types_are_on_it(
     assert found.taken.tiers == (*usual.tier_names, *(["skip"] if usual.skip else []))
     assert found.taken.tiers == ("q8_0",) and found.taken.kl == 0.0
     assert found.why.endswith("lossless, as nothing less is asked for.")
-    labels, uses = by_label(found), model.n_layers * model.n_expert_used
+    labels = {each.label: each for each in found.candidates}
+    uses = model.n_layers * model.n_expert_used
     assert {each.name for each in found.candidates} >= {"lru", "dymoe", "dynaexq", "mixed"}
     for tier in ("q4_k", "q2_k"):
         uniform = labels[f"lru, high-tier {tier}"]
@@ -213,7 +200,7 @@ def test_a_loss_that_nobody_foresees_takes_a_lossless_plan(model: ExpertModel) -
     """The fastest one, whose settings are not kept: once it is known, another one may be faster.
     A named table has to say it."""
     config = ask(model, 0.4, max_loss=0.1)
-    found = frontier(config, model, None)
+    found = frontier(config, model, fitted=False)
     lossless = [each for each in found.candidates if each.kl == 0.0]
     assert found.taken in lossless and found.why_not == "calibrate first"
     assert found.taken.token_s <= plans.AS_FAST * min(each.token_s for each in lossless)
@@ -274,7 +261,7 @@ def test_only_what_asks_for_less_gets_less(
 ) -> None:
     """A file with several tiers asks for nothing; what is lossless is so without a table."""
     config = ask(model, 0.6, **asked)
-    found = frontier(config, model, None)
+    found = frontier(config, model, fitted=False)
     assert (found.taken.tiers, found.taken.kl) == (taken, kl)
     assert ("lossless" in found.why) == (kl == 0.0)
     fitted = frontier(config, model).taken
@@ -351,10 +338,6 @@ def test_text_and_picture(found: plans.Frontier, tmp_path: Path) -> None:
     assert drawn == (tmp_path / "b.svg").read_bytes() and b"mixed" in drawn
 
 
-def config_of(model: ExpertModel, **settings: Any) -> Config:
-    return Config.build(model=model.path, **settings)
-
-
 @pytest.mark.parametrize(
     ("asked", "same"),
     [
@@ -377,14 +360,14 @@ def test_a_command_is_known_by_what_it_asks_of_the_model(
     model: ExpertModel, asked: dict[str, Any], same: bool
 ) -> None:
     settings = {"policy": "floor", "high_tier": "q4_k", "max_loss": 0.008, "low_tier": None}
-    plans.TakenPlans(config_of(model, max_loss=0.01), model).keep(settings)
-    found = plans.TakenPlans(config_of(model, **asked), model).recall()
+    plans.TakenPlans(Config.build(model=model.path, max_loss=0.01), model).keep(settings)
+    found = plans.TakenPlans(Config.build(model=model.path, **asked), model).recall()
     kept = {"policy": "floor", "high_tier": "q4_k", "low_tier": None}
     assert found == (kept if same else None)
 
 
 def test_what_is_damaged_counts_as_nothing(model: ExpertModel, user_folder: Path) -> None:
-    taken = plans.TakenPlans(config_of(model), model)
+    taken = plans.TakenPlans(Config.build(model=model.path), model)
     taken.keep({"policy": "lru"})
     (path,) = (user_folder / "cache" / "moe-edge" / "plans").iterdir()
     for text in ("", "[]", '{"format": "moe-edge plans 1", "taken": 3}', "{"):
