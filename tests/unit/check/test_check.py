@@ -20,7 +20,9 @@ from orchestrator.cli.main import cli
 from orchestrator.config import Config
 from orchestrator.lab.check import CheckOptions, budgets, checking, child, examine, render
 from orchestrator.lab.check.checking import compare_rows, first_layer
+from orchestrator.lab.check.job import CheckJob, run_job, settings_of
 from orchestrator.memory.machine import Machine
+from orchestrator.native import llama
 
 FEW = ("--tokens", "5", "--ctx", "256", "--threads", "1")
 
@@ -76,10 +78,8 @@ def test_a_good_model(model: Path, tmp_path: Path) -> None:
         assert run["prompt_tok_s"] > 0 and run["decode_tok_s"] > 0
     assert runs[0]["hit_rate"] < runs[2]["hit_rate"]
     # A whole micro-batch, as far as the context has room.
-    assert [len(run["prompt"]) for run in (tier["plain"], *runs, report["as_asked"])] == [
-        *[128] * 4,
-        256 - 5,
-    ]
+    every = (tier["plain"], *runs, report["as_asked"])
+    assert [len(run["prompt"]) for run in every] == [128, 128, 128, 128, 256 - 5]
     assert report["words"]["lost"] == [] and report["words"]["rendered"] > 20
     text = render(report)
     assert "Good: every run gave the bits" in text and "chat template: ChatML" in text
@@ -128,8 +128,6 @@ def test_a_later_layer_is_named(tiny_model: Callable[..., Path], tmp_path: Path)
 
 
 def compare_layers(one: Path, other: Path, folder: Path) -> int | None:
-    from orchestrator.lab.check.job import CheckJob, run_job, settings_of
-
     paths = []
     for path in (one, other):
         paths.append(folder / f"{len(paths)}.npz")
@@ -150,8 +148,6 @@ def test_lower_tiers_of_one_file_and_of_two(tiny_model: Callable[..., Path]) -> 
 
 @pytest.mark.usefixtures("one_budget")
 def test_a_promise_that_is_broken(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from orchestrator.lab.check.job import run_job
-
     def swollen(job: Any) -> dict[str, Any]:
         run = run_job(job)
         return run | {"peak_rss": (run["promised_bytes"] or 0) + 1}
@@ -208,8 +204,6 @@ def test_no_experts(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_managed(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from orchestrator.native import llama
-
     monkeypatch.setattr(llama, "EXPERT_PATTERN", rb"blk\.\d+\.ffn_gate_inp\.weight")
     report = look(tiny_model("mixtral", "q4_k"))
     [problem] = report["problems"]
@@ -300,32 +294,26 @@ def test_what_is_larger_than_the_cap_is_mapped(model: Path) -> None:
     assert budgets.plain(roomy, model, Machine(64 << 20)).use_mmap is True
 
 
-def rows_of(path: Path, rows: np.ndarray) -> Path:
-    path.write_bytes(rows.astype(np.float32).tobytes())
-    return path
-
-
 def test_bits_are_compared(tmp_path: Path) -> None:
     reference = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
     reference[2, 3] = 0.0
-    plain = rows_of(tmp_path / "plain", reference)
+    reference.tofile(tmp_path / "plain")
 
-    def compared(rows: np.ndarray) -> dict[str, Any]:
-        return compare_rows(rows_of(tmp_path / "ours", rows), plain, 8)
+    def compared(changes: Any = (), n: int = 4) -> dict[str, Any]:
+        rows = reference[:n].copy()
+        for at, value in changes:
+            rows[at] = value
+        rows.tofile(tmp_path / "ours")
+        return compare_rows(tmp_path / "ours", tmp_path / "plain", 8)
 
-    assert compared(reference)["equal"]
-    zero = reference.copy()
-    zero[2, 3] = -0.0
-    assert (compared(zero)["first"], compared(zero)["most"]) == (2, 0.0)
-    moved = reference.copy()
-    moved[1, 2] += 0.5
-    moved[3, (reference[3].argmax() + 1) % 8] += 100
-    found = compared(moved)
+    assert compared()["equal"]
+    zero = compared([((2, 3), -0.0)])
+    assert (zero["first"], zero["most"]) == (2, 0.0)
+    small, large = (1, 2), (3, (reference[3].argmax() + 1) % 8)
+    found = compared([(small, reference[small] + 0.5), (large, reference[large] + 100)])
     assert (found["first"], found["choices"]) == (1, 1)
     assert found["first_error"] == pytest.approx(0.5)
     assert found["most"] == pytest.approx(100)
-    odd = reference.copy()
-    odd[0, 0] = np.nan
-    found = compared(odd)
-    assert (found["finite"], found["first"], found["first_error"]) == (False, 0, None)
-    assert compared(reference[:3])["first"] == 3
+    odd = compared([((0, 0), np.nan)])
+    assert (odd["finite"], odd["first"], odd["first_error"]) == (False, 0, None)
+    assert compared(n=3)["first"] == 3
