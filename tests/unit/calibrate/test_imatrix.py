@@ -1,9 +1,6 @@
 """Importance matrices: the numbers, the file format, and what is refused."""
 
-from __future__ import annotations
-
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,26 +18,25 @@ from gguf_tools.quantize.imatrix import (
     write_imatrix,
 )
 from orchestrator.lab.calibrate import Capture, read_calibration
-from orchestrator.lab.calibrate.capture import WindowActivations
 from orchestrator.lab.calibrate.gather import gather
 
 
 @pytest.fixture(scope="module")
-def gathered(model: Path, text: Path):
+def gathered(model, text):
     """An imatrix of the tiny model, and the text's windows."""
     with Capture(model, 128, threads=1) as capture, ExpertModel.open(model) as facts:
         calibration = read_calibration(capture, text, limit=400, window=128)
         return gather(capture, facts, calibration), calibration.windows
 
 
-def test_sums_are_the_plain_ones(gathered, model: Path) -> None:
+def test_sums_are_the_plain_ones(gathered, model):
     """Against one product row at a time, in double precision."""
     imatrix, windows = gathered
     n = 8
     sums = {name: np.zeros(entry.sums.shape) for name, entry in imatrix.entries.items()}
     counts = np.zeros((3, n))
 
-    def add(layer: int, _number: int, seen: WindowActivations) -> None:
+    def add(layer, _number, seen):
         for t, chosen in enumerate(seen.ids):
             for slot, expert in enumerate(chosen):
                 counts[layer, expert] += 1
@@ -58,7 +54,7 @@ def test_sums_are_the_plain_ones(gathered, model: Path) -> None:
     assert counts.sum() == 3 * 2 * sum(len(window) for window in windows)
 
 
-def test_a_file_comes_back_and_is_upstreams(gathered, tmp_path: Path) -> None:
+def test_a_file_comes_back_and_is_upstreams(gathered, tmp_path):
     gguf = pytest.importorskip("gguf", reason="needs gguf: pip install -e '.[dev]'")
     imatrix, windows = gathered
     path = tmp_path / "m.imatrix.gguf"
@@ -82,7 +78,7 @@ def test_a_file_comes_back_and_is_upstreams(gathered, tmp_path: Path) -> None:
     assert np.array_equal(found[f"{name}.in_sum2"].data, imatrix.entries[name].sums)
 
 
-def made(n: int = 8, width: int = 256, tokens: float = 100, layers: int = 3) -> Imatrix:
+def made(n=8, width=256, tokens=100, layers=3):
     """An imatrix for the tiny model: expert e has a mean of e + 1 everywhere."""
     counts = np.full(n, tokens, np.float32)
     sums = np.arange(1, n + 1, dtype=np.float32)[:, None] * np.full(width, tokens, np.float32)
@@ -90,7 +86,7 @@ def made(n: int = 8, width: int = 256, tokens: float = 100, layers: int = 3) -> 
     return Imatrix("made", {name: Entry(sums.copy(), counts.copy()) for name in names})
 
 
-def test_an_expert_that_saw_too_little_gets_the_mean_of_its_layer(model: Path) -> None:
+def test_an_expert_that_saw_too_little_gets_the_mean_of_its_layer(model):
     imatrix = made()
     for kind in (UP, GATE, DOWN):
         entry = imatrix.entries[expert_tensor_name(1, kind)]
@@ -110,7 +106,7 @@ def test_an_expert_that_saw_too_little_gets_the_mean_of_its_layer(model: Path) -
     assert importance.counts(1)[3] == 0
 
 
-def test_gate_and_up_may_be_fused_in_one_of_the_files(ggml, tmp_path: Path) -> None:
+def test_gate_and_up_may_be_fused_in_one_of_the_files(ggml, tmp_path):
     fused = synthetic.write(tmp_path / "m.gguf", "tiny-deepseek2-fused", tiers=("f16",))
     imatrix = made()
     for il in (1, 2):
@@ -129,12 +125,12 @@ def test_gate_and_up_may_be_fused_in_one_of_the_files(ggml, tmp_path: Path) -> N
         (made(width=512), r"4096 values and 8 counts, but .* has 8 experts with rows of 256"),
     ],
 )
-def test_another_models_imatrix_is_refused(imatrix: Imatrix, message: str, model: Path) -> None:
+def test_another_models_imatrix_is_refused(imatrix, message, model):
     with ExpertModel.open(model) as facts, pytest.raises(errors.MismatchError, match=message):
         ExpertImportance(imatrix, facts)
 
 
-def legacy(entries: dict[str, tuple[int, np.ndarray]], tail: bytes = b"") -> bytes:
+def legacy(entries, tail=b""):
     data = struct.pack("<i", len(entries))
     for name, (calls, values) in entries.items():
         data += struct.pack("<i", len(name)) + name.encode()
@@ -142,7 +138,7 @@ def legacy(entries: dict[str, tuple[int, np.ndarray]], tail: bytes = b"") -> byt
     return data + tail
 
 
-def test_the_older_format_is_read(model: Path, tmp_path: Path) -> None:
+def test_the_older_format_is_read(model, tmp_path):
     path = tmp_path / "old.imatrix"
     means = np.arange(1, 9, dtype=np.float32)[:, None] * np.ones(256, np.float32)
     entries = dict.fromkeys(made().entries, (4, 4 * means))
@@ -158,7 +154,7 @@ def test_the_older_format_is_read(model: Path, tmp_path: Path) -> None:
     assert read_imatrix(path).datasets == []
 
 
-def gguf_file(path: Path, tensors: dict[str, np.ndarray]) -> Path:
+def gguf_file(path, tensors):
     writer = GGUFWriter(path)
     for name, values in tensors.items():
         kind = GGMLType.F32 if values.dtype == np.float32 else GGMLType.F16
@@ -189,9 +185,7 @@ GOOD = {"in_sum2": ONES, "counts": ONES}
         ),
     ],
 )
-def test_a_bad_file_is_a_sentence(
-    tensors: dict[str, np.ndarray], error: str, message: str, tmp_path: Path
-) -> None:
+def test_a_bad_file_is_a_sentence(tensors, error, message, tmp_path):
     path = gguf_file(tmp_path / "bad.gguf", {f"a.{name}": of for name, of in tensors.items()})
     with pytest.raises(getattr(errors, f"{error}Error"), match=rf"bad\.gguf: (.*){message}"):
         read_imatrix(path)
@@ -210,7 +204,7 @@ def test_a_bad_file_is_a_sentence(
         legacy({"a": (1, ONES)}).replace(struct.pack("<i", ONES.size), struct.pack("<i", -4)),
     ],
 )
-def test_junk_is_a_sentence(data: bytes, tmp_path: Path) -> None:
+def test_junk_is_a_sentence(data, tmp_path):
     path = tmp_path / "junk.dat"
     path.write_bytes(data)
     with pytest.raises(errors.MagicError, match=r"junk\.dat: neither a GGUF nor an importance"):

@@ -1,12 +1,7 @@
 """The loss table: its numbers, its file, its command."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +13,6 @@ from gguf_tools.file.layout import DOWN, GATE, UP, GGMLType
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.file.writer import GGUFWriter
 from gguf_tools.pack import pack
-from gguf_tools.quantize.ggml import Ggml
 from gguf_tools.quantize.imatrix import read_imatrix
 from orchestrator.cli.main import cli
 from orchestrator.cli.options import demo_model
@@ -34,7 +28,7 @@ from orchestrator.lab.calibrate.table import measure_losses, read_windows
 
 
 @pytest.fixture(scope="module")
-def files(ggml: Ggml, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def files(ggml, tmp_path_factory):
     """A packed file and its full-precision source: two layers, one expert that sees no token."""
     folder = tmp_path_factory.mktemp("model")
     shape = replace(synthetic.preset("tiny-qwen3moe"), n_layer=2, n_expert=4)
@@ -44,16 +38,16 @@ def files(ggml: Ggml, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
     return folder / "packed.gguf", source
 
 
-def run(*args: object):
+def run(*args):
     return CliRunner().invoke(cli, ["calibrate", *map(str, args), "--threads", "1", "--force"])
 
 
 @pytest.fixture
-def packed(files: tuple[Path, Path]) -> Path:
+def packed(files):
     return files[0]
 
 
-def written(packed: Path, text: Path, out: Path, *options: object) -> tuple[LossTable, str]:
+def written(packed, text, out, *options):
     """The table that the command writes, and what it says."""
     result = run(packed, "--calib", text, "--out", out, *options)
     assert result.exit_code == 0, result.output
@@ -62,7 +56,7 @@ def written(packed: Path, text: Path, out: Path, *options: object) -> tuple[Loss
 
 
 @pytest.fixture
-def table(files: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch) -> LossTable:
+def table(files, text, monkeypatch):
     """Of at most 100 inputs an expert, beside the file."""
     packed, source = files
     monkeypatch.setattr(measuring, "MAX_ROWS", 100)
@@ -72,9 +66,7 @@ def table(files: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch)
         return load(default_path(packed), model)
 
 
-def test_the_losses_are_those_of_the_formula(
-    table: LossTable, files: tuple[Path, Path], text: Path, ggml: Ggml
-) -> None:
+def test_the_losses_are_those_of_the_formula(table, files, text, ggml):
     """Each candidate of each expert, computed plainly in double precision."""
     packed, source = files
     assert table.candidates == [
@@ -119,13 +111,13 @@ def test_the_losses_are_those_of_the_formula(
     assert (np.diff(np.nanmean(table.loss, axis=(0, 1))) > 0).all()
 
 
-def plain(matrices: dict[int, np.ndarray], x: np.ndarray) -> np.ndarray:
+def plain(matrices, x):
     up, gate, down = (matrices[kind].astype(np.float64) for kind in (UP, GATE, DOWN))
     inner = x @ gate.T
     return (inner / (1 + np.exp(-inner)) * (x @ up.T)) @ down.T
 
 
-def test_an_expert_without_a_token_has_no_loss(table: LossTable) -> None:
+def test_an_expert_without_a_token_has_no_loss(table):
     unseen = table.counts == 0
     assert unseen.any() and not unseen.all(axis=1).any()
     assert np.isnan(table.loss[unseen]).all() and np.isnan(table.power[unseen]).all()
@@ -138,9 +130,7 @@ def test_an_expert_without_a_token_has_no_loss(table: LossTable) -> None:
     assert "saw no token" in table.render()
 
 
-def test_the_best_tier_is_the_reference_where_there_is_no_other(
-    packed: Path, text: Path, tmp_path: Path
-) -> None:
+def test_the_best_tier_is_the_reference_where_there_is_no_other(packed, text, tmp_path):
     out = tmp_path / "own.json"
     own, said = written(packed, text, out, "--types", "", "--calib-tokens", 300)
     data = json.loads(out.read_text())
@@ -165,7 +155,7 @@ MOVED = {
 }
 
 
-def test_factors_and_scales_explain_what_was_measured() -> None:
+def test_factors_and_scales_explain_what_was_measured():
     """Windows of which the first is twice as sensitive as the second, and layers of which the last
     one counts twice: the exact solution, whatever the unit of the losses."""
     found = {name: fit.Moved(np.array(kl), np.array(lost)) for name, (lost, kl) in MOVED.items()}
@@ -186,15 +176,15 @@ def test_factors_and_scales_explain_what_was_measured() -> None:
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
+def out(tmp_path):
     return tmp_path / "t.json"
 
 
 @pytest.fixture
-def measure(packed: Path, text: Path, out: Path) -> Callable[..., LossTable]:
+def measure(packed, text, out):
     """Measures the losses by the text. notes: what may be said of it."""
 
-    def run(notes: Sequence[str] = ("went on",)) -> LossTable:
+    def run(notes=("went on",)):
         method, said = Method(calib=text, tokens=600, threads=1), list[str]()
         out.unlink(missing_ok=True)
         found = measure_losses(method, packed, None, [], out, lambda *_: None, said.append)
@@ -204,15 +194,12 @@ def measure(packed: Path, text: Path, out: Path) -> Callable[..., LossTable]:
     return run
 
 
-Measure = Callable[..., LossTable]
-
-
-def test_no_first_choice_is_skipped(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_first_choice_is_skipped(measure, monkeypatch):
     """As no policy does; and others are, by single tokens: the model's logits say so."""
     skipped: list[np.ndarray] = []
     read = tables.TextReader._route
 
-    def watched(self: Any, event: Any) -> None:
+    def watched(self, event):
         read(self, event)
         if self._mask is not None and self._mask.any():
             first = np.arange(event.n_tokens), event.weights_array.argmax(axis=1)
@@ -226,15 +213,13 @@ def test_no_first_choice_is_skipped(measure: Measure, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("after", ["table", "skip in parts", "skip"])
-def test_an_interrupted_run_goes_on(
-    after: str, measure: Measure, packed: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_goes_on(after, measure, packed, out, monkeypatch):
     """With the same numbers as one that was not interrupted, and no pass is made twice."""
     whole = measure()
     made: list[str] = []
     moved = tables.moved
 
-    def stopped(reader: Any, name: str, *more: Any) -> Any:
+    def stopped(reader, name, *more):
         if made[-1:] == [after] or (after == "table" and not made):
             made.append("interrupt")
             raise KeyboardInterrupt
@@ -253,10 +238,8 @@ def test_an_interrupted_run_goes_on(
         assert not tables.Kept(model, {}).went_on
 
 
-def test_what_was_interrupted_in_its_first_pass_begins_anew(
-    measure: Measure, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stopped(*_: Any) -> None:
+def test_what_was_interrupted_in_its_first_pass_begins_anew(measure, monkeypatch):
+    def stopped(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
@@ -265,29 +248,27 @@ def test_what_was_interrupted_in_its_first_pass_begins_anew(
     measure(notes=())
 
 
-def test_it_is_the_same_in_little_memory(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_the_same_in_little_memory(measure, monkeypatch):
     """Steps of one window, of experts that are read for each: other draws, the same errors."""
     whole = measure()
     monkeypatch.setattr("orchestrator.lab.calibrate.reader._MOST_TOKENS", tables.WINDOW)
     parts = measure()
     assert np.array_equal(parts.counts, whole.counts)
     assert np.allclose(parts.power, whole.power, rtol=1e-4, equal_nan=True)
-    assert np.allclose(parts.gates, whole.gates, rtol=1e-4, equal_nan=True)  # type: ignore[arg-type]
+    assert np.allclose(parts.gates, whole.gates, rtol=1e-4, equal_nan=True)
 
 
-def test_a_pass_that_finds_less_memory_has_fewer_of_the_logits(
-    measure: Measure, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_that_finds_less_memory_has_fewer_of_the_logits(measure, monkeypatch):
     """Those of a token of each window, compared with what the first pass kept of that token."""
     load, sizes, scored = reader.load_within, [], []
 
-    def full(path: Path, size: int, *args: Any, **more: Any) -> Any:
+    def full(path, size, *args, **more):
         sizes.append(size)
         if len(sizes) > 1 and sizes[-2:] != [tables.WINDOW] * 2:
             raise BudgetError("too little", 1)
         return load(path, size, *args, **more)
 
-    def watched(text: Any, name: str, costs: Any, against: Any, progress: Any) -> Any:
+    def watched(text, name, costs, against, progress):
         scored.append([int(each.sum()) for each in text.scored])
         says = [log_softmax(row) for step in text.read(lambda *_: None) for row in step.logits]
         kept = [against.row(at) for at in range(len(says))]
@@ -301,7 +282,7 @@ def test_a_pass_that_finds_less_memory_has_fewer_of_the_logits(
     assert scored == [[1, 1]] * 3
 
 
-def test_by_importance(packed: Path, text: Path, tmp_path: Path) -> None:
+def test_by_importance(packed, text, tmp_path):
     """It weighs the errors by the inputs of this very text, so it has less of them in all."""
     found = []
     for method in ("rtn", "imatrix"):
@@ -312,7 +293,7 @@ def test_by_importance(packed: Path, text: Path, tmp_path: Path) -> None:
     assert [table.method for table in found] == ["rtn", "imatrix"]
 
 
-def test_an_importance_matrix_instead(packed: Path, text: Path, tmp_path: Path) -> None:
+def test_an_importance_matrix_instead(packed, text, tmp_path):
     out = tmp_path / "m.gguf"
     result = run(packed, "--calib", text, "--save-imatrix", out)
     assert result.exit_code == 0, result.output
@@ -321,18 +302,14 @@ def test_an_importance_matrix_instead(packed: Path, text: Path, tmp_path: Path) 
     assert read_imatrix(out).datasets == ["calib.txt"]
 
 
-def test_another_model_is_no_reference(
-    files: tuple[Path, Path], model: Path, text: Path, tmp_path: Path
-) -> None:
+def test_another_model_is_no_reference(files, model, text, tmp_path):
     result = run(files[0], "--calib", text, "--reference", model, "--out", tmp_path / "x.json")
     assert result.exit_code == 1
     assert "not the model of" in result.output
     assert not (tmp_path / "x.json").exists()
 
 
-def test_an_unknown_activation_is_refused(
-    files: tuple[Path, Path], text: Path, ggml: Ggml, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_activation_is_refused(files, text, ggml, monkeypatch):
     _, source = files
     windows = read_windows(Method(calib=text, tokens=300), source).windows
     with Capture(source, threads=1) as capture, ExpertModel.open(source) as full:
@@ -345,7 +322,7 @@ def test_an_unknown_activation_is_refused(
             LayerExperts(full, 1, expert, *rows, ggml)
 
 
-def test_scales_biases_and_other_activations(ggml: Ggml, tmp_path: Path) -> None:
+def test_scales_biases_and_other_activations(ggml, tmp_path):
     """gpt-oss: a clamped SwiGLU, and biases of all three matrices; and their scales, as NVFP4 has
     them."""
     rng = np.random.default_rng(5)
@@ -386,7 +363,7 @@ def test_scales_biases_and_other_activations(ggml: Ggml, tmp_path: Path) -> None
         assert np.allclose(experts.output(0, matrices, x), expected, atol=1e-3)
 
 
-def small(model: ExpertModel) -> LossTable:
+def small(model):
     shape = (model.n_layers, model.n_expert)
     loss = np.full((*shape, 2), 0.25)
     counts = np.ones(shape, np.int64)
@@ -397,7 +374,7 @@ def small(model: ExpertModel) -> LossTable:
     return LossTable(candidates, loss, loss[..., 0], counts, "r", "rtn", "c", 7, gates, fitted)
 
 
-def test_a_table_comes_back(files: tuple[Path, Path], out: Path) -> None:
+def test_a_table_comes_back(files, out):
     with ExpertModel.open(files[0]) as model:
         table = small(model)
         save(out, model, table)
@@ -442,7 +419,7 @@ KL = {"factors": [1, 1], "tiers": [], "text": "", "error": 0}
         ("format", "other"),
     ],
 )
-def test_a_damaged_table_is_a_sentence(key: str, value: object, packed: Path, out: Path) -> None:
+def test_a_damaged_table_is_a_sentence(key, value, packed, out):
     with ExpertModel.open(packed) as model:
         save(out, model, small(model))
         out.write_text(json.dumps({**json.loads(out.read_text()), key: value}))
@@ -455,7 +432,7 @@ def test_a_damaged_table_is_a_sentence(key: str, value: object, packed: Path, ou
             load(out.with_name("none.json"), model)
 
 
-def test_the_demo_knows_what_its_precisions_lose() -> None:
+def test_the_demo_knows_what_its_precisions_lose():
     """It is of this very file, and KL is fitted for all of its tiers."""
     with ExpertModel.open(demo_model()) as model:
         table = load(default_path(model.path), model)

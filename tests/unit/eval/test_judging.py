@@ -1,11 +1,8 @@
 """Judging with the real engine, on a random-weight model of a few megabytes: by decoding, behind a
 prompt, and by the distance from another precision."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,19 +22,19 @@ from orchestrator.lab.eval.perplexity import score_text
 from orchestrator.lab.eval.text import Document, Window, cut_windows
 
 
-def open_engine(model: Path, policy: str = "lru", **settings) -> Engine:
+def open_engine(model, policy="lru", **settings):
     settings = {"ctx": 256, "threads": 1, "ubatch": 64} | POLICIES[policy] | settings
     return Engine.open(Config.build(model=model, policy=policy, **settings))
 
 
-def evaluated(model: Path, *args: str) -> dict:
+def evaluated(model, *args):
     options = ["-m", str(model), "--threads", "1", "--ctx", "256", "--window", "64", "--json"]
     result = CliRunner().invoke(cli, ["eval", *options, *args])
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
 
-def test_rows_are_the_engines_logits(model: Path) -> None:
+def test_rows_are_the_engines_logits(model):
     with open_engine(model, logits_all=True) as engine:
         tokens = engine.tokenize("The fox sat by the river and looked.")
         rows = np.stack([row.copy() for row in Judge(engine).rows(tokens)])
@@ -50,7 +47,7 @@ def test_rows_are_the_engines_logits(model: Path) -> None:
     assert np.corrcoef(rows.ravel(), whole.ravel())[0, 1] > 0.999
 
 
-def test_rows_of_a_prompt_stay_where_they_are(model: Path) -> None:
+def test_rows_of_a_prompt_stay_where_they_are(model):
     """A copy of a window's logits is hundreds of MiB where the vocabulary is large."""
     with open_engine(model, logits_all=True) as engine:
         tokens = engine.tokenize("The fox sat by the river and looked. " * 10)[:101]
@@ -63,7 +60,7 @@ def test_rows_of_a_prompt_stay_where_they_are(model: Path) -> None:
     assert np.array_equal(found, np.concatenate(parts)[2:])
 
 
-def test_a_known_beginning_is_not_read_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_beginning_is_not_read_again(model, monkeypatch):
     with open_engine(model, logits_all=True) as engine:
         one = engine.tokenize("The fox sat by the river and looked.")
         two = one[:5] + one[2:6]
@@ -80,7 +77,7 @@ def test_a_known_beginning_is_not_read_again(model: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("prefill", [False, True])
-def test_a_continuation_is_scored_by_the_rows_before_it(model: Path, prefill: bool) -> None:
+def test_a_continuation_is_scored_by_the_rows_before_it(model, prefill):
     with open_engine(model, logits_all=True) as engine:
         context = engine.tokenize("The fox sat by")
         choices = [engine.tokenize(text) for text in (" the river", " a", " the river")]
@@ -97,7 +94,7 @@ def test_a_continuation_is_scored_by_the_rows_before_it(model: Path, prefill: bo
         assert np.array_equal(judge.continuation(context, choices[0])[0], found[0][0])
 
 
-def test_too_long_a_context_loses_its_oldest_tokens(model: Path) -> None:
+def test_too_long_a_context_loses_its_oldest_tokens(model):
     with open_engine(model, logits_all=True) as engine:
         context = engine.tokenize("one two three four five six seven eight " * 40)
         choice = context[:4]
@@ -107,9 +104,7 @@ def test_too_long_a_context_loses_its_oldest_tokens(model: Path) -> None:
         assert np.array_equal(long[0], short.continuation(kept, choice)[0])
 
 
-def test_the_best_tier_is_no_distance_from_itself_and_a_low_one_is(
-    model: Path, text: Path, choices: Path
-) -> None:
+def test_the_best_tier_is_no_distance_from_itself_and_a_low_one_is(model, text, choices):
     same = evaluated(model, "--text", str(text), "--kl", "--policy", "lru", "--high-tier", "q8_0")
     assert same["text"]["kl"][0] == pytest.approx(0, abs=1e-6)
     assert same["text"]["top1"][0] == 1
@@ -122,7 +117,7 @@ def test_the_best_tier_is_no_distance_from_itself_and_a_low_one_is(
     assert low["form"] == "decode" and low["prefill_perplexity"][0] > 1
 
 
-def test_exact_tiers_compute_what_was_decided_whatever_the_memory(model: Path, text: Path) -> None:
+def test_exact_tiers_compute_what_was_decided_whatever_the_memory(model, text):
     two = ("--policy", "dymoe", "--high-tier", "q4_k", "--low-tier", "q2_k", "--retention", "0.5")
     runs = [
         evaluated(model, "--text", str(text), *two, *memory)
@@ -139,7 +134,7 @@ def test_exact_tiers_compute_what_was_decided_whatever_the_memory(model: Path, t
 
 # The second one is what it was called, for scripts.
 @pytest.mark.parametrize("option", ["--max-tokens", "--tokens"])
-def test_the_plain_path_has_no_store_to_report(model: Path, text: Path, option: str) -> None:
+def test_the_plain_path_has_no_store_to_report(model, text, option):
     result = evaluated(model, "--text", str(text), option, "20", "--prefill")
     assert result["usage"] is None and result["form"] == "prefill"
     assert result["text"]["tokens"] == 20 and "prefill_perplexity" not in result
@@ -159,7 +154,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("args", "message"), ERRORS)
-def test_errors_are_one_sentence(args: list[str], message: str) -> None:
+def test_errors_are_one_sentence(args, message):
     result = CliRunner().invoke(cli, ["eval", "-m", "x.gguf", *args])
     assert result.exit_code != 0
     assert message in result.stderr and "Traceback" not in result.stderr
@@ -174,16 +169,16 @@ POLICIES = {
 }
 
 
-def windows(engine: Engine, prompt: int | None) -> list[Window]:
+def windows(engine, prompt):
     return cut_windows(engine, [Document(TEXT), Document(TEXT, "Once upon")], 48, None, "t", prompt)
 
 
-def nll(engine: Engine, found: list[Window]) -> np.ndarray:
+def nll(engine, found):
     return score_text(Judge(engine), found).nll
 
 
 @pytest.mark.parametrize("policy", ["plain", "lru"])
-def test_where_nothing_is_decided_a_prompt_changes_no_score(model: Path, policy: str) -> None:
+def test_where_nothing_is_decided_a_prompt_changes_no_score(model, policy):
     with open_engine(model, policy, exact_tiers=True) as engine:
         found = windows(engine, 12)
         assert all(each.prompt and each.first >= 12 for each in found)
@@ -194,9 +189,7 @@ def test_where_nothing_is_decided_a_prompt_changes_no_score(model: Path, policy:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_prompt_is_read_at_once_and_the_rest_decoded(
-    model: Path, policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_is_read_at_once_and_the_rest_decoded(model, policy, monkeypatch):
     with open_engine(model, policy, exact_tiers=True) as engine:
         tokens = engine.tokenize(TEXT)[:20]
         own, read = engine.eval, []
@@ -212,7 +205,7 @@ def test_a_prompt_is_read_at_once_and_the_rest_decoded(
         assert read[1:] == [(at, 1, Phase.DECODE) for at in range(11, 19)]
 
 
-def test_what_is_scored_is_placed_and_no_figure_depends_on_the_disk(model: Path) -> None:
+def test_what_is_scored_is_placed_and_no_figure_depends_on_the_disk(model):
     found = []
     for rate in (0, 2 << 20):
         with open_engine(model, "context", exact_tiers=True, transition_rate=rate) as engine:
@@ -230,7 +223,7 @@ def test_what_is_scored_is_placed_and_no_figure_depends_on_the_disk(model: Path)
     assert (found[0] == found[1]).all()
 
 
-def test_contexts_of_questions_are_prompts(model: Path) -> None:
+def test_contexts_of_questions_are_prompts(model):
     with open_engine(model, "context", exact_tiers=True) as engine:
         context, choice = engine.tokenize(TEXT)[:20], engine.tokenize(" the river")
         logp, _ = Judge(engine).continuation(context, choice)
@@ -242,7 +235,7 @@ def test_contexts_of_questions_are_prompts(model: Path) -> None:
     assert logp == pytest.approx(expected, abs=1e-9)
 
 
-def assert_counted(engine: Engine, asked: list[tuple[list[int], list[int]]]) -> None:
+def assert_counted(engine, asked):
     """What the policy knows is what these contexts, each with its continuations' tokens but the
     last, used: of the latest one as a sequence that is in memory, its prompt with routing
     weights."""
@@ -256,7 +249,7 @@ def assert_counted(engine: Engine, asked: list[tuple[list[int], list[int]]]) -> 
     assert gates == pytest.approx(np.full(len(gates), context - 1), rel=1e-4)
 
 
-def test_the_command_scores_what_is_behind_the_prompts(model: Path, text: Path) -> None:
+def test_the_command_scores_what_is_behind_the_prompts(model, text):
     options = ["--window", "32", "--text", str(text), "--policy", "lru", "--high-tier", "q8_0"]
     counts = [
         evaluated(model, *options, *prompt)["text"]["tokens"]
@@ -267,7 +260,7 @@ def test_the_command_scores_what_is_behind_the_prompts(model: Path, text: Path) 
     assert "behind prompts of 8 tokens or more" in result.stdout
 
 
-def test_prompts_that_leave_nothing(tmp_path: Path) -> None:
+def test_prompts_that_leave_nothing(tmp_path):
     for options, message in (
         ({"window": 64, "prompt_tokens": 64}, "--prompt-tokens 64 leaves nothing"),
         ({"prefill": True, "prompt_tokens": 0}, "leave out --prompt-tokens"),
@@ -276,9 +269,7 @@ def test_prompts_that_leave_nothing(tmp_path: Path) -> None:
             EvalOptions(text=tmp_path / "t", **options).check()
 
 
-def asked(
-    model: Path, folder: Path, kl_from: str | None = None, **settings: str
-) -> tuple[Config, EvalOptions]:
+def asked(model, folder, kl_from=None, **settings):
     """An evaluation of a short text, with its distance from another precision."""
     text = folder / "text.txt"
     text.write_text("some words of a text, " * 20)
@@ -288,9 +279,7 @@ def asked(
 
 
 @pytest.mark.parametrize(("kv", "least", "most"), [("f16", -1e-7, 1e-7), ("q8_0", 1e-6, 0.05)])
-def test_the_distance_is_from_16_bits(
-    model: Path, tmp_path: Path, kv: str, least: float, most: float
-) -> None:
+def test_the_distance_is_from_16_bits(model, tmp_path, kv, least, most):
     config, options = asked(model, tmp_path, kv=kv, high_tier="q8_0")
     result = evaluate(config, options, lambda _what, _share: None)
     assert least <= result["text"]["kl"][0] <= most
@@ -301,9 +290,7 @@ def test_the_distance_is_from_16_bits(
     ("high", "kl_from", "least", "most"),
     [("q4_k", "q4_k", -1e-7, 1e-7), ("q4_k", None, 1e-6, 0.5), ("q8_0", "Q4_K", 1e-6, 0.5)],
 )
-def test_the_distance_is_from_the_tier_that_is_named(
-    model: Path, tmp_path: Path, high: str, kl_from: str | None, least: float, most: float
-) -> None:
+def test_the_distance_is_from_the_tier_that_is_named(model, tmp_path, high, kl_from, least, most):
     config, options = asked(model, tmp_path, kl_from, high_tier=high)
     result = evaluate(config, options, lambda _what, _share: None)["text"]
     assert least <= result["kl"][0] <= most

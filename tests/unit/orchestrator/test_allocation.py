@@ -1,10 +1,7 @@
 """Who gets the bits and the slots: hulls, divided budgets, splits, the schedule by depth (DyMoE eq.
 4-5), pools; and whether loading ahead pays."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Iterator
 from itertools import pairwise, product
 
 import numpy as np
@@ -25,7 +22,7 @@ from orchestrator.allocation.look_ahead import (
 )
 from orchestrator.allocation.placement import IMPORTANCE, PlacementSettings, place, prefix_split
 from orchestrator.allocation.pools import Tracker
-from orchestrator.allocation.slots import Share, Transition, divide
+from orchestrator.allocation.slots import Share, divide
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.policy import policy_class
 from orchestrator.policy.dymoe import DyMoE, critical_counts, realised, solve
@@ -33,7 +30,7 @@ from orchestrator.policy.dymoe import DyMoE, critical_counts, realised, solve
 SIZES = np.array([[9, 5, 4, 2], [8, 6, 3, 1]])
 
 
-def taken(tiers: np.ndarray, sizes: np.ndarray) -> int:
+def taken(tiers, sizes):
     return int(np.take_along_axis(sizes, tiers.astype(np.int64), axis=1).sum())
 
 
@@ -41,20 +38,20 @@ def taken(tiers: np.ndarray, sizes: np.ndarray) -> int:
 CHOICES = np.array(list(product(range(4), repeat=6)))
 
 
-def every(of_expert: np.ndarray) -> np.ndarray:
+def every(of_expert):
     """What each of CHOICES sums up to. of_expert [6, 4]."""
     total: np.ndarray = of_expert[np.arange(6), CHOICES].sum(axis=1)
     return total
 
 
-def bound(hull: Hull, n_bytes: float) -> float:
+def bound(hull, n_bytes):
     """The least loss in so many bytes, were experts divisible."""
     return float(np.interp(n_bytes, hull.n_bytes, hull.loss))
 
 
 @given(st.integers(0, 10_000))
 @settings(max_examples=15, deadline=None)
-def test_nothing_is_better_at_the_break_points(seed: int) -> None:
+def test_nothing_is_better_at_the_break_points(seed):
     """All 4^6 choices are tried; losses that do not fall with the tier are among them. Between the
     break points no choice is below the bound, and the allocation within the budget is no worse than
     the break point below."""
@@ -65,7 +62,7 @@ def test_nothing_is_better_at_the_break_points(seed: int) -> None:
     hull = Hull(losses, SIZES)
     bytes_of, loss_of = every(np.repeat(SIZES, 3, axis=0)), every(losses.reshape(6, 4))
 
-    def best(budget: int) -> float:
+    def best(budget):
         return float(loss_of[bytes_of <= budget].min())
 
     assert (np.diff(hull.n_bytes) > 0).all() and (np.diff(hull.loss) < 0).all()
@@ -82,7 +79,7 @@ def test_nothing_is_better_at_the_break_points(seed: int) -> None:
     assert best(budget) <= lost(losses, tiers) + 1e-12 <= below + 2e-12
 
 
-def test_what_is_left_goes_to_later_edges() -> None:
+def test_what_is_left_goes_to_later_edges():
     """The steepest edge that does not fit is passed by, with those behind it of the same expert."""
     losses = np.array([[[0.0, 8.0, 9.0], [0.0, 0.5, 4.0]]])
     sizes = np.array([[9, 4, 1]])
@@ -99,7 +96,7 @@ def test_what_is_left_goes_to_later_edges() -> None:
 
 
 @pytest.mark.parametrize("n_bits", [40, 46, 53, 64])
-def test_one_layer_and_nominal_bits_are_no_worse_than_a_prefix_split(n_bits: int) -> None:
+def test_one_layer_and_nominal_bits_are_no_worse_than_a_prefix_split(n_bits):
     """And at a break point as good: with losses alike the best choice is a prefix split."""
     bits = [4, 3, 2]
     rng = np.random.default_rng(n_bits)
@@ -126,12 +123,12 @@ SHARES = st.lists(
 )
 
 
-def needed(shares: list[Share]) -> int:
+def needed(shares):
     return sum(share.unit_bytes * share.floor for share in shares)
 
 
 @given(SHARES, st.integers(0, 10**6))
-def test_divide_stays_within(shares: list[Share], spare: int) -> None:
+def test_divide_stays_within(shares, spare):
     budget = needed(shares) + spare
     units = divide(shares, budget)
     cost = sum(share.unit_bytes * n for share, n in zip(shares, units, strict=True))
@@ -143,7 +140,7 @@ def test_divide_stays_within(shares: list[Share], spare: int) -> None:
 
 
 @given(SHARES)
-def test_divide_refuses_less_than_the_floors(shares: list[Share]) -> None:
+def test_divide_refuses_less_than_the_floors(shares):
     least = needed(shares)
     if least == 0:
         return
@@ -154,7 +151,7 @@ def test_divide_refuses_less_than_the_floors(shares: list[Share]) -> None:
 
 @pytest.mark.parametrize("name", ["lru", "dymoe"])
 @pytest.mark.parametrize("spare", [0, 5000, 10**6, 10**8])
-def test_plans(name: str, spare: int) -> None:
+def test_plans(name, spare):
     shape = make_shape()
     policy = policy_class(name)(shape)
     with pytest.raises(BudgetError) as caught:
@@ -177,7 +174,7 @@ def test_plans(name: str, spare: int) -> None:
         policy.plan(caught.value.needed_bytes - 1)
 
 
-def test_dymoe_holds_a_token_without_waves_before_it_caches() -> None:
+def test_dymoe_holds_a_token_without_waves_before_it_caches():
     shape = make_shape()
     policy = DyMoE(shape, DyMoE.Settings(retention=0.75))
     one_token = sum(
@@ -190,7 +187,7 @@ def test_dymoe_holds_a_token_without_waves_before_it_caches() -> None:
         assert plan.groups[plan.group_of[layer, UP, 1]].n_slots == max(1, 4 - t)
 
 
-def test_dymoe_gives_spare_memory_to_high_slots() -> None:
+def test_dymoe_gives_spare_memory_to_high_slots():
     shape = make_shape()
     policy = DyMoE(shape, DyMoE.Settings(retention=0.75))
     plan = policy.plan(6 * 10 * shape.expert_slot_bytes(0, 0))
@@ -276,7 +273,7 @@ BY_HAND = [
 
 
 @pytest.mark.parametrize(("lam", "r", "m", "t"), BY_HAND)
-def test_the_schedule_is_the_papers(lam: float, r: list[float], m: int, t: list[int]) -> None:
+def test_the_schedule_is_the_papers(lam, r, m, t):
     """r(l) = (1 - lambda) * (cos(pi * l / (L - 1)) + 1) / 2 + lambda, and t_l = ceil(r(l) * M);
     the one layer of lambda = 0 whose t_l is 0 keeps one expert, as we state."""
     assert ratios(lam, len(r)) == pytest.approx(r, abs=1e-9)
@@ -289,9 +286,7 @@ def test_the_schedule_is_the_papers(lam: float, r: list[float], m: int, t: list[
     st.integers(1, 8),
     st.sampled_from(["cosine", "linear", "flat"]),
 )
-def test_the_solution_is_the_nearest_there_is(
-    retention: float, n_layers: int, m: int, schedule: str
-) -> None:
+def test_the_solution_is_the_nearest_there_is(retention, n_layers, m, schedule):
     lam, counts = solve(retention, n_layers, m, schedule)
     assert 0.0 <= lam <= 1.0
     assert counts == critical_counts(lam, n_layers, m, schedule)
@@ -302,7 +297,7 @@ def test_the_solution_is_the_nearest_there_is(
     assert retention < 1.0 or counts == [m] * n_layers
 
 
-def test_shapes_of_the_schedules() -> None:
+def test_shapes_of_the_schedules():
     assert ratios(0.5, 3, "linear") == [1.0, 0.75, 0.5]
     assert ratios(0.5, 5, "flat") == [0.5] * 5
     cosine, linear = ratios(0.5, 9), ratios(0.5, 9, "linear")
@@ -314,14 +309,14 @@ def test_shapes_of_the_schedules() -> None:
 @pytest.mark.parametrize(
     ("retention", "count"), [(0.0, 1), (0.25, 1), (0.5, 2), (0.75, 3), (1.0, 4)]
 )
-def test_one_layer_keeps_the_share(retention: float, count: int) -> None:
+def test_one_layer_keeps_the_share(retention, count):
     assert solve(retention, 1, 4) == (retention, [count])
 
 
 TRIAL_STEPS = 4 * BLOCK_STEPS
 
 
-def run(monitor: Monitor, n: int, with_us: float, without_us: float) -> list[bool]:
+def run(monitor, n, with_us, without_us):
     """n steps of these costs; whether each of them prefetched."""
     ran = []
     for _ in range(n):
@@ -331,7 +326,7 @@ def run(monitor: Monitor, n: int, with_us: float, without_us: float) -> list[boo
 
 
 @pytest.mark.parametrize("with_us", [80.0, 99.0, 100.0, 101.0])
-def test_it_stays_while_nothing_else_is_clearly_better(with_us: float) -> None:
+def test_it_stays_while_nothing_else_is_clearly_better(with_us):
     monitor = Monitor()
     ran = run(monitor, FIRST_STEPS + TRIAL_STEPS + PERIOD_STEPS, with_us, 100.0)
     assert monitor.pays
@@ -339,7 +334,7 @@ def test_it_stays_while_nothing_else_is_clearly_better(with_us: float) -> None:
     assert ran[:FIRST_STEPS] == [True] * FIRST_STEPS
 
 
-def test_it_stops_where_it_costs_and_comes_back() -> None:
+def test_it_stops_where_it_costs_and_comes_back():
     monitor = Monitor()
     run(monitor, FIRST_STEPS + TRIAL_STEPS, 130.0, 100.0)
     assert not monitor.pays
@@ -348,7 +343,7 @@ def test_it_stops_where_it_costs_and_comes_back() -> None:
     assert monitor.pays
 
 
-def test_trials_grow_rare_while_they_confirm() -> None:
+def test_trials_grow_rare_while_they_confirm():
     monitor = Monitor()
     ran = run(monitor, 20 * LONGEST_STEPS, 70.0, 100.0)
     starts = [i for i in range(1, len(ran)) if ran[i - 1] and not ran[i]][::2]
@@ -357,7 +352,7 @@ def test_trials_grow_rare_while_they_confirm() -> None:
     assert gaps[-1] == LONGEST_STEPS
 
 
-def test_a_few_slow_steps_decide_nothing() -> None:
+def test_a_few_slow_steps_decide_nothing():
     monitor = Monitor()
     run(monitor, FIRST_STEPS, 80.0, 100.0)
     for step in range(TRIAL_STEPS):
@@ -365,7 +360,7 @@ def test_a_few_slow_steps_decide_nothing() -> None:
     assert monitor.pays
 
 
-def test_recall_and_precision() -> None:
+def test_recall_and_precision():
     """FIRM-MoE's eq. 7 and 8. Of layer 0 two of the four in use were expected, and two of the three
     expected are used. Nothing was expected of layer 1, and what was of layer 2 is not seen."""
     seen = PredictionScore(4)
@@ -379,14 +374,14 @@ def test_recall_and_precision() -> None:
     assert seen.size() == [3.0, 0.0, None, None]
 
 
-def test_moves_get_slots_in_their_order_until_none_is_left() -> None:
+def test_moves_get_slots_in_their_order_until_none_is_left():
     """Two layers; a pool of each in tier 0, and one of both that tiers 1 and 2 share."""
     shared = [2]
     apart, together = np.array([0, 1]), np.array([0, 0])
     tracker = Tracker([[1, 0], shared, shared], [apart, together, together])
     looked = []
 
-    def wanting() -> Iterator[Transition]:
+    def wanting():
         for move in ((1, 0, 0), (0, 1, 0), (0, 2, 0), (0, 3, 1), (1, 4, 2), (1, 5, 1), (0, 6, 0)):
             looked.append(move)
             yield move
@@ -397,7 +392,7 @@ def test_moves_get_slots_in_their_order_until_none_is_left() -> None:
     assert not tracker.try_reserve(0, 2)
 
 
-def test_a_pool_with_more_than_its_slots_takes_none_from_another() -> None:
+def test_a_pool_with_more_than_its_slots_takes_none_from_another():
     tracker = Tracker([[-1, 1]], [np.array([0, 1])])
     assert tracker.admitted([(0, 0, 0), (1, 0, 0), (1, 1, 0)]) == [(1, 0, 0)]
     assert tracker.full

@@ -1,9 +1,6 @@
 """Settings are strict where they come in, and a record is checked by what its fields declare."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
@@ -25,19 +22,19 @@ from orchestrator.settings import FROM_1, Notation, Settings, again, parse_size,
         ("7b", 7),
     ],
 )
-def test_sizes(text: str, size_bytes: int) -> None:
+def test_sizes(text, size_bytes):
     assert parse_size(text) == size_bytes
 
 
 @pytest.mark.parametrize(
     "text", ["", "6 gigs", "GiB", "-1", "1e9", "0", "0.0001KB", "١GB", "1_000"]
 )
-def test_no_sizes(text: str) -> None:
+def test_no_sizes(text):
     with pytest.raises(ConfigError):
         parse_size(text)
 
 
-def test_unknown_key_names_the_nearest() -> None:
+def test_unknown_key_names_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'retention'"):
         Config.build(model="m", retension=0.5)
     with pytest.raises(ConfigError, match="known: model, low"):
@@ -71,12 +68,12 @@ def test_unknown_key_names_the_nearest() -> None:
         ("force_managed", None),
     ],
 )
-def test_wrong_values(key: str, value: Any) -> None:
+def test_wrong_values(key, value):
     with pytest.raises(ConfigError, match=f"'{key}'"):
         Config.build(**({"model": "m"} | {key: value}))
 
 
-def test_changed_copy_is_checked_too() -> None:
+def test_changed_copy_is_checked_too():
     config = Config.build(model="m", seed=7)
     assert config.with_changes(policy="lru").policy == "lru"
     assert config.with_changes(policy="lru").seed == 7
@@ -84,7 +81,7 @@ def test_changed_copy_is_checked_too() -> None:
         config.with_changes(retention=2.0)
 
 
-def words_of(text: str) -> tuple[str, ...]:
+def words_of(text):
     if not text:
         raise ConfigError("no words")
     return tuple(text.split("+"))
@@ -106,7 +103,7 @@ class Fewer(Few):
     words: tuple[str, ...] = again(Few, "words", ("c", "d"))
 
 
-def test_a_record_is_checked_by_what_it_declares() -> None:
+def test_a_record_is_checked_by_what_it_declares():
     assert Few(more=None) == Few()
     for changes, message in (
         ({"n": 0}, "'n' must be 1 or more, not 0"),
@@ -121,7 +118,7 @@ def test_a_record_is_checked_by_what_it_declares() -> None:
             Few(**changes)
 
 
-def test_a_setting_may_be_declared_again_with_changes() -> None:
+def test_a_setting_may_be_declared_again_with_changes():
     before, after = Few.declared(), Fewer.declared()
     assert list(before) == list(after)
     assert (after["n"].default, after["n"].help, after["n"].within) == (1, "How many.", FROM_1)
@@ -132,7 +129,7 @@ def test_a_setting_may_be_declared_again_with_changes() -> None:
         Fewer(n=0)
 
 
-def test_a_notation_reads_a_value_and_shows_the_default() -> None:
+def test_a_notation_reads_a_value_and_shows_the_default():
     words = Fewer.declared()["words"]
     assert words.parse("x+y") == ("x", "y")
     assert (words.default_text, words.metavar) == ("c+d", "LIST")

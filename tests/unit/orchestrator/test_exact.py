@@ -1,11 +1,6 @@
 """--exact: what it stands for, and what it does not go with; and precisions of a packed file by the
 memory that it is for."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -16,22 +11,22 @@ from gguf_tools.file.layout import MAX_TIERS, bits_per_weight
 from gguf_tools.quantize.tiers import parse_types
 from orchestrator.cli.main import cli
 from orchestrator.config import Config
-from orchestrator.errors import BudgetError, ConfigError, MoeEdgeError, PolicyError
+from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.memory.choice import check_unused
 from orchestrator.memory.layouts import wants_own_layout
 from orchestrator.memory.machine import Machine
-from orchestrator.memory.plan import MemoryPlan, plan_memory
+from orchestrator.memory.plan import plan_memory
 from orchestrator.memory.tiers_for import tiers_for
 
 
-def planned(model: Path, **settings: Any) -> tuple[Config, MemoryPlan]:
+def planned(model, **settings):
     config = Config.build(model=model, ctx=256, exact=True, **settings)
     check_unused(config)
     with ExpertModel.open(model) as opened:
         return config, plan_memory(config, opened, Machine(8 << 30))
 
 
-def test_weights_stay_as_they_are_in_the_file(model: Path) -> None:
+def test_weights_stay_as_they_are_in_the_file(model):
     config, plan = planned(model, policy="lru", force_managed=True)
     assert (config.layout, config.use_extra_bufts) == ("file", False)
     assert not wants_own_layout(config, plan)
@@ -39,13 +34,13 @@ def test_weights_stay_as_they_are_in_the_file(model: Path) -> None:
     assert wants_own_layout(without, plan)
 
 
-def test_the_plain_path_repacks_nothing(model: Path) -> None:
+def test_the_plain_path_repacks_nothing(model):
     config, plan = planned(model)
     assert not plan.managed and config.use_extra_bufts is False
 
 
 @pytest.mark.parametrize("policy", [None, "lru", "dymoe", "firm"])
-def test_experts_are_in_one_precision(policy: str | None, model: Path) -> None:
+def test_experts_are_in_one_precision(policy, model):
     _, plan = planned(model, policy=policy, expert_ram=1 << 20)
     assert plan.tiers == (0,) and not plan.skip
     assert plan.policy is not None and (plan.policy.asked_mix(np.ones((1, 1))) == 1.0).all()
@@ -63,15 +58,13 @@ def test_experts_are_in_one_precision(policy: str | None, model: Path) -> None:
         ({"policy": "context"}, PolicyError, "the policy context keeps some in lower ones"),
     ],
 )
-def test_what_it_does_not_go_with(
-    settings: dict[str, Any], error: type[MoeEdgeError], sentence: str, model: Path
-) -> None:
+def test_what_it_does_not_go_with(settings, error, sentence, model):
     with pytest.raises(error, match=sentence):
         planned(model, expert_ram=1 << 20, **settings)
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def paths(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sources")
     return {
         tier: synthetic.write(folder / f"{tier}.gguf", "tiny-qwen3moe", tiers=(tier,))
@@ -79,7 +72,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def ram_for(path: Path, bits: float) -> int:
+def ram_for(path, bits):
     """The cap that leaves so many bits a weight for experts."""
     with ExpertModel.open(path) as model:
         least = plan_memory(
@@ -90,7 +83,7 @@ def ram_for(path: Path, bits: float) -> int:
 
 
 @pytest.mark.parametrize("bits", [2.7, 3.2, 3.7, 4.6, 5.3, 6.2, 7.0, 8.2])
-def test_types_around_what_there_is_room_for(paths: dict[str, Path], bits: float) -> None:
+def test_types_around_what_there_is_room_for(paths, bits):
     """The best one, and some on both sides of the mean bits; none is given to hardly anyone."""
     with ExpertModel.open(paths["f16"]) as model:
         names, why = tiers_for(model, ram_for(paths["f16"], bits))
@@ -101,7 +94,7 @@ def test_types_around_what_there_is_room_for(paths: dict[str, Path], bits: float
     assert all(abs(width - bits) < 2.2 for width in widths[1:])
 
 
-def test_at_the_ends(paths: dict[str, Path]) -> None:
+def test_at_the_ends(paths):
     """Everything in one; nothing that suffices; no room at all; a source that is quantized."""
     with ExpertModel.open(paths["f16"]) as model:
         assert tiers_for(model, ram_for(paths["f16"], 9))[0] == ["q8_0"]
@@ -114,8 +107,8 @@ def test_at_the_ends(paths: dict[str, Path]) -> None:
         assert tiers_for(model, ram_for(paths["q4_k"], 3))[0] == ["q4_k", "q3_k", "q2_k"]
 
 
-def test_pack_by_memory(paths: dict[str, Path], tmp_path: Path) -> None:
-    def run(*args: str):
+def test_pack_by_memory(paths, tmp_path):
+    def run(*args):
         return CliRunner().invoke(cli, ["pack", str(paths["f16"]), *args])
 
     out = tmp_path / "packed.gguf"

@@ -1,11 +1,6 @@
 """What `moe-edge plan` finds of this machine, and what it says of a GPU."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +11,7 @@ from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.memory import machine
 from orchestrator.memory.footprint import device_shape
-from orchestrator.memory.plan import MemoryPlan, plan_memory
+from orchestrator.memory.plan import plan_memory
 from orchestrator.native import Bandwidths
 from orchestrator.native.llama import Bindings
 
@@ -25,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("library")
 MIB = 1 << 20
 
 
-def test_a_machine_without_a_gpu(model: Path) -> None:
+def test_a_machine_without_a_gpu(model):
     said: list[str] = []
     health, plans = examine(Config.build(model=model, device="cpu", threads=1), said.append)
     parts = ("the disk", "the memory", "this machine")
@@ -39,7 +34,7 @@ def test_a_machine_without_a_gpu(model: Path) -> None:
     assert json.loads(json.dumps(health)) == health
 
 
-def test_what_does_not_fit_is_said_instead_of_a_plan(model: Path) -> None:
+def test_what_does_not_fit_is_said_instead_of_a_plan(model):
     health, _ = examine(Config.build(model=model, device="cpu", ram=1 << 50))
     assert any("is more than" in each for each in health["notes"])
     health, plans = examine(Config.build(model=model, device="cpu", ram=1 * MIB))
@@ -47,7 +42,7 @@ def test_what_does_not_fit_is_said_instead_of_a_plan(model: Path) -> None:
     assert "smallest --ram that works" in health["plan_note"]
 
 
-def test_copies_to_a_device_are_timed(model: Path) -> None:
+def test_copies_to_a_device_are_timed(model):
     health, _ = examine(Config.build(model=model, device="host", threads=1, force_managed=True))
     assert health["gpu"] is not None and health["copies"]["pageable"] > 0
     assert f"on {health['gpu']['name']}; " in health["plan"]
@@ -55,7 +50,7 @@ def test_copies_to_a_device_are_timed(model: Path) -> None:
     assert "there and back" in text and "all are copied: host memory cannot be pinned" in text
 
 
-def test_the_quickest_way_of_a_miss_is_named() -> None:
+def test_the_quickest_way_of_a_miss_is_named():
     slow_link = Bandwidths(pinned=1e9, pageable=1e9, round_trip_us=10, read=2e9, compute=20e9)
     line = misses_line(slow_link, 2_400_000)
     assert "copied 2.40 ms, read in place 1.20 ms, computed here 0.12 ms" in line
@@ -67,18 +62,18 @@ def test_the_quickest_way_of_a_miss_is_named() -> None:
 
 
 @pytest.fixture
-def planned(model: Path) -> Iterator[Callable[..., MemoryPlan]]:
+def planned(model):
     """Plans for a card of a GiB, unless it is larger. more: bytes that are taken besides."""
     with ExpertModel.open(model) as opened:
 
-        def plan(card: int = 1 << 30, more: int = 0, **settings: Any) -> MemoryPlan:
+        def plan(card=1 << 30, more=0, **settings):
             there = machine.Machine(8 << 30, machine.Device("cuda0", "a card", card, card))
             return plan_memory(Config.build(model=model, **settings), opened, there, more)
 
         yield plan
 
 
-def test_vram_caps_everything_there(planned: Callable[..., MemoryPlan], model: Path) -> None:
+def test_vram_caps_everything_there(planned, model):
     lru = {"ctx": 256, "policy": "lru"}
     all_of_it = planned(**lru)
     fixed = all_of_it.total_bytes - all_of_it.slots.total_bytes
@@ -98,18 +93,18 @@ def test_vram_caps_everything_there(planned: Callable[..., MemoryPlan], model: P
     assert planned(vram=needed, ctx=256).total_bytes <= needed
 
 
-def test_a_card_takes_the_whole_model_where_it_fits(planned: Callable[..., MemoryPlan]) -> None:
+def test_a_card_takes_the_whole_model_where_it_fits(planned):
     plan = planned(8 << 30)
     assert not plan.managed and plan.device is not None
 
 
-def test_the_host_behind_a_card_needs_room_for_reads(planned: Callable[..., MemoryPlan]) -> None:
+def test_the_host_behind_a_card_needs_room_for_reads(planned):
     with pytest.raises(BudgetError, match="beside a GPU: the smallest that works") as caught:
         planned(8 << 30, policy="lru", ram=1 * MIB)
     assert planned(8 << 30, policy="lru", ram=caught.value.needed_bytes).host_bytes > 0
 
 
-def test_a_device_that_is_not_here(model: Path) -> None:
+def test_a_device_that_is_not_here(model):
     from orchestrator.engine.engine import Engine
 
     for asked, named in (("cuda63", "cuda63"), ("gpu", "cuda0")):
@@ -119,7 +114,7 @@ def test_a_device_that_is_not_here(model: Path) -> None:
             Engine.open(Config.build(model=model, device=asked))
 
 
-def test_more_than_there_is_is_warned_of() -> None:
+def test_more_than_there_is_is_warned_of():
     """The plan takes what is there; llama.cpp, too, runs with what it gets."""
     for ram, warned in ((None, False), (1 << 30, False), (22 << 30, False), (1 << 40, True)):
         assert bool(machine.more_than_there(ram, machine.Machine(22 << 30))) == warned

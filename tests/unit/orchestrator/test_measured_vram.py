@@ -1,10 +1,8 @@
 """A GPU's memory is planned again by what a loaded model was seen to take."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
@@ -39,24 +37,24 @@ class Gpu:
     loads: list[int] = field(default_factory=list)
 
 
-def planned(plan: Plan) -> Runs:
+def planned(plan):
     return Runs(Config.build(model="m.gguf"), plan, None)
 
 
-def load(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Plan:
+def load(gpu, monkeypatch):
     """The plan that is kept."""
     loader = object.__new__(Loader)
     loader.gpu = SimpleNamespace(index=0)
 
-    def _load(runs: Runs, _progress: object) -> Any:
+    def _load(runs, _progress):
         plan = runs.plan
         gpu.loads.append(plan.more)
 
-        def warm_up() -> None:
+        def warm_up():
             own = gpu.modules + plan.total_bytes + gpu.beyond - plan.more
             gpu.taken = max(gpu.taken, own)
 
-        def close() -> None:
+        def close():
             gpu.taken = gpu.modules
 
         return SimpleNamespace(plan=plan, warm_up=warm_up, close=close)
@@ -77,16 +75,14 @@ def load(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Plan:
         (60 * MIB, -400 * MIB, -340 * MIB + SPARE_BYTES),
     ],
 )
-def test_what_is_taken_beyond_the_estimate_comes_off_the_slots(
-    modules: int, beyond: int, more: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_taken_beyond_the_estimate_comes_off_the_slots(modules, beyond, more, monkeypatch):
     gpu = Gpu(modules, beyond)
     assert load(gpu, monkeypatch).more == more
     assert gpu.taken <= CAP
     assert gpu.loads == ([0, more] if more else [0])
 
 
-def test_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_ends(monkeypatch):
     """Somebody else takes more of the GPU at each look."""
     gpu = Gpu(modules=0, beyond=0)
     others = iter(range(0, FREE, 300 * MIB))
@@ -95,7 +91,7 @@ def test_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(gpu.loads) == MOST_LOADS
 
 
-def test_without_a_gpu_it_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_it_is_loaded_once(monkeypatch):
     loader = object.__new__(Loader)
     loader.gpu = None
     loads: list[object] = []

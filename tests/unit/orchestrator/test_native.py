@@ -1,8 +1,6 @@
 """What Python shares with C: the mirror of moe-edge.h as a C compiler reads it, a store over a stub
 library, and views of native memory."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import json
@@ -10,7 +8,6 @@ import math
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -21,31 +18,31 @@ from shapes import make_decision, make_event, make_shape, make_view, prefetches
 from gguf_tools import built
 from orchestrator import events
 from orchestrator.errors import NativeError
-from orchestrator.events import GenerationStats, Phase, RouteEvent, percentile
+from orchestrator.events import GenerationStats, Phase, percentile
 from orchestrator.native import ABI_VERSION, Library, Slices, Store, StoreSpec, abi
 
 HERE = Path(__file__).resolve().parent
 HEADER = HERE.parents[2] / "patches" / "native" / "moe-edge.h"
 
 
-def compile_c(source: Path, target: Path, *flags: str) -> None:
+def compile_c(source, target, *flags):
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("no C compiler (cc, gcc or clang)")
     subprocess.run([compiler, *flags, "-o", target, source], check=True)
 
 
-def shared(source: Path, folder: Path, *flags: str) -> ctypes.CDLL:
+def shared(source, folder, *flags):
     compile_c(source, folder / "lib.so", "-shared", "-fPIC", *flags)
     return ctypes.CDLL(str(folder / "lib.so"))
 
 
-def compile_stub(folder: Path, abi: int = ABI_VERSION) -> ctypes.CDLL:
+def compile_stub(folder, abi=ABI_VERSION):
     return shared(HERE / "stub_store.c", folder, f'-DSTUB_HEADER="{HEADER}"', f"-DSTUB_ABI={abi}")
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+def library(tmp_path_factory):
     return Library(compile_stub(tmp_path_factory.mktemp("stub")))
 
 
@@ -67,14 +64,14 @@ SPEC = StoreSpec(
 
 
 @pytest.fixture
-def store(library: Library) -> Iterator[Store]:
+def store(library):
     with Store.create(library, SPEC) as made:
         yield made
     library.lib.stub_live.restype = ctypes.c_int
     assert library.lib.stub_live() == 0
 
 
-def step(store: Store, layer: int, phase: Phase = Phase.DECODE) -> int:
+def step(store, layer, phase=Phase.DECODE):
     store.begin_step(phase)
     return int(store.library.lib.stub_step(ctypes.c_void_p(store.handle), layer))
 
@@ -82,14 +79,14 @@ def step(store: Store, layer: int, phase: Phase = Phase.DECODE) -> int:
 PREFETCHES, RENORMALIZE, CANCELLED, PHASE, ENDED, CALLBACK_PHASES = range(6)
 
 
-def seen(store: Store, what: int) -> int:
+def seen(store, what):
     """What the stub was told last."""
     return int(store.library.lib.stub_seen(ctypes.c_void_p(store.handle), what))
 
 
 @pytest.mark.parametrize("error", [KeyError("odd"), KeyboardInterrupt(), SystemExit(3)])
-def test_exception_in_the_route_is_raised_by_the_step(store: Store, error: BaseException) -> None:
-    def route(_event: RouteEvent) -> None:
+def test_exception_in_the_route_is_raised_by_the_step(store, error):
+    def route(_event):
         raise error
 
     store.set_route(route)
@@ -102,23 +99,23 @@ def test_exception_in_the_route_is_raised_by_the_step(store: Store, error: BaseE
     store.check_step()
 
 
-def test_native_reason_is_raised(store: Store) -> None:
+def test_native_reason_is_raised(store):
     store.set_route(lambda event: None)
     step(store, 0)
-    store._on_route = lambda _user: 1  # type: ignore[method-assign]
+    store._on_route = lambda _user: 1
     store.set_route(lambda event: None)
     assert step(store, 0) == 1
     with pytest.raises(NativeError, match="the route callback failed"):
         store.check_step()
 
 
-def test_creation_refused_with_a_reason(library: Library) -> None:
+def test_creation_refused_with_a_reason(library):
     with pytest.raises(NativeError, match="not the stub's"):
         Store.create(library, dataclasses.replace(SPEC, groups=((4096, 3), (8192, 4))))
 
 
-def test_exception_in_progress_stops_the_warming(store: Store) -> None:
-    def progress(_share: float) -> None:
+def test_exception_in_progress_stops_the_warming(store):
+    def progress(_share):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -127,7 +124,7 @@ def test_exception_in_progress_stops_the_warming(store: Store) -> None:
     assert store.warm([(0, 0, 0)]) == 1
 
 
-def test_closed_store_says_so(library: Library) -> None:
+def test_closed_store_says_so(library):
     store = Store.create(library, SPEC)
     store.close()
     store.close()
@@ -136,14 +133,14 @@ def test_closed_store_says_so(library: Library) -> None:
         store.stats()
 
 
-def test_stock_library_is_named(tmp_path: Path) -> None:
+def test_stock_library_is_named(tmp_path):
     source = tmp_path / "stock.c"
     source.write_text("int llama_nothing(void) { return 0; }\n")
     with pytest.raises(NativeError, match=rf"stock package.*{built.advice()}"):
         Library(shared(source, tmp_path))
 
 
-def test_another_abi_is_refused(tmp_path: Path) -> None:
+def test_another_abi_is_refused(tmp_path):
     with pytest.raises(NativeError, match=f"ABI 99, this Python code needs {ABI_VERSION}"):
         Library(compile_stub(tmp_path, abi=99))
 
@@ -178,7 +175,7 @@ CONSTANTS = {
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+def compiled(tmp_path_factory):
     """Sizes, offsets and constants by C expression."""
     wanted = [f"sizeof(struct {name})" for name in STRUCTS]
     for name, mirror in STRUCTS.items():
@@ -195,7 +192,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", STRUCTS)
-def test_struct(compiled: dict[str, int], name: str) -> None:
+def test_struct(compiled, name):
     mirror = STRUCTS[name]
     assert ctypes.sizeof(mirror) == compiled[f"sizeof(struct {name})"] == abi.STRUCT_BYTES[mirror]
     for field, *_ in mirror._fields_:
@@ -204,7 +201,7 @@ def test_struct(compiled: dict[str, int], name: str) -> None:
         assert descriptor.size == compiled[f"sizeof(((struct {name} *) 0)->{field})"], field
 
 
-def test_every_field_is_mirrored() -> None:
+def test_every_field_is_mirrored():
     text = re.sub(r"//[^\n]*", "", HEADER.read_text())
     for name, mirror in STRUCTS.items():
         match = re.search(rf"struct {name} {{(.*?)\n}};", text, re.DOTALL)
@@ -213,11 +210,11 @@ def test_every_field_is_mirrored() -> None:
         assert fields == [field[0] for field in mirror._fields_], name
 
 
-def test_constants(compiled: dict[str, int]) -> None:
+def test_constants(compiled):
     assert {name: compiled[name] for name in CONSTANTS} == CONSTANTS
 
 
-def test_every_function_takes_as_many_arguments() -> None:
+def test_every_function_takes_as_many_arguments():
     text = re.sub(r"//[^\n]*", "", HEADER.read_text())
     declared = {}
     for match in re.finditer(r"MOE_EDGE_API[^;]*?(moe_edge_\w+)\((.*?)\);", text, re.DOTALL):
@@ -227,7 +224,7 @@ def test_every_function_takes_as_many_arguments() -> None:
     assert mirrored == {name: declared.get(name) for name in mirrored}
 
 
-def test_inputs_are_read_only() -> None:
+def test_inputs_are_read_only():
     shape = make_shape()
     event, view = make_event(shape, np.random.default_rng(1), n_ahead=1), make_view(shape)
     assert event.importance_array is None
@@ -248,7 +245,7 @@ def test_inputs_are_read_only() -> None:
             flat[0] = 0
 
 
-def test_prefetch_beyond_capacity_is_dropped() -> None:
+def test_prefetch_beyond_capacity_is_dropped():
     decision = make_decision(make_shape(), capacity=2)
     for expert in range(5):
         decision.prefetch(0, expert, 0)
@@ -259,7 +256,7 @@ def test_prefetch_beyond_capacity_is_dropped() -> None:
     assert prefetches(decision) == [(3, 7, 1, 0), (3, 8, 1, 0), (3, 9, 1, 0), (4, 1, 0, 6)]
 
 
-def test_stats_are_json() -> None:
+def test_stats_are_json():
     unknown = {each.name: math.nan for each in fields(GenerationStats)}
     stats = GenerationStats(**(unknown | {"mix": {"q4_k": 1.0}, "computed": {"q4_k": 1.0}}))
     parsed = json.loads(json.dumps(stats.as_dict(), allow_nan=False))
@@ -267,7 +264,7 @@ def test_stats_are_json() -> None:
     assert parsed["mix"]["q4_k"] == parsed["computed"]["q4_k"] == 1.0
 
 
-def test_percentile() -> None:
+def test_percentile():
     assert percentile([1.0, 2.0, 3.0], 50) == 2.0
     assert math.isnan(percentile([], 50))
     random = np.random.default_rng(0)

@@ -1,12 +1,9 @@
 """Which plans there are in one memory, which of them nobody beats, and which one a loss chooses."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +32,7 @@ NATS = {0: 0.0, 1: 0.001, 2: 0.01, SKIP: 0.1}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ExpertModel:
+def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("frontier") / "three.gguf"
     return ExpertModel.open(synthetic.write(path, "tiny-qwen3moe", tiers=TIERS))
 
@@ -43,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ExpertModel:
 class Nats:
     """Every use costs what its tier does."""
 
-    def of_uses(self, uses: np.ndarray, tiers: np.ndarray) -> float:
+    def of_uses(self, uses, tiers):
         return float((uses * np.vectorize(NATS.__getitem__)(tiers)).sum())
 
 
@@ -55,22 +52,22 @@ class Takes:
     residency = SimpleNamespace(hit_rate=1.0)
 
     @property
-    def read_bytes(self) -> float:
+    def read_bytes(self):
         return float(self.plan.absent_bytes)
 
-    def token_s(self, cells: int = 0) -> float:
+    def token_s(self, cells=0):
         plan = self.plan
         there = plan.slots.total_bytes if plan.slots else plan.expert_bytes
         return (there + 10 * plan.absent_bytes) * 1e-9
 
-    def prompt_s(self, n_tokens: int, first: bool = False) -> float:
+    def prompt_s(self, n_tokens, first=False):
         return n_tokens * self.token_s() * (2 if first else 1)
 
 
 class Played(Planner):
     """A machine of 64 GiB that takes what Takes says, without what earlier runs learned of it."""
 
-    def __init__(self, model: ExpertModel, estimate: Nats | None, disturbed: bool = False) -> None:
+    def __init__(self, model, estimate, disturbed=False):
         self._config, self._model = Config.build(model=model.path), model
         self.gpu, self.machine = None, Machine(1 << 36)
         self._probe = nullcontext()
@@ -86,27 +83,25 @@ class Played(Planner):
             of_plan=lambda plan, *_: Takes(plan), disturbed=disturbed, profiled=True
         )
 
-    def _plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
+    def _plan(self, config, more_scratch=0):
         return plan_memory(config, self._model, self.machine)
 
-    def times(self, fresh: bool = False) -> Any:
+    def times(self, fresh=False):
         return nullcontext(self._times)
 
 
-def frontier(
-    config: Config, model: ExpertModel, fitted: bool = True, disturbed: bool = False
-) -> plans.Frontier:
+def frontier(config, model, fitted=True, disturbed=False):
     return Played(model, Nats() if fitted else None, disturbed).frontier(config)
 
 
-def ask(model: ExpertModel, share: float, **settings: Any) -> Config:
+def ask(model, share, **settings):
     """Slots for so large a share of the best tier."""
     whole = Config.build(model=model.path, policy="lru", high_tier="q8_0", expert_ram=1 << 40)
     slots = plan_memory(whole, model, Machine(1 << 36)).slots.total_bytes
     return Config.build(model=model.path, expert_ram=int(share * slots), **settings)
 
 
-def test_speeds_are_said_as_a_context_fills(model: ExpertModel) -> None:
+def test_speeds_are_said_as_a_context_fills(model):
     """At 8k, 32k and 128k as far as the context goes; none where it is shorter."""
     assert plans.LENGTHS == (8192, 32768, 131072)
     config, played = ask(model, 0.6), Played(model, None)
@@ -121,13 +116,11 @@ def test_speeds_are_said_as_a_context_fills(model: ExpertModel) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(model: ExpertModel) -> plans.Frontier:
+def found(model):
     return frontier(ask(model, 0.6), model)
 
 
-def test_all_policies_and_uniform_types_are_on_it(
-    model: ExpertModel, found: plans.Frontier
-) -> None:
+def test_all_policies_and_uniform_types_are_on_it(model, found):
     """Without a loss that is allowed the usual plan is taken, whatever is faster."""
     usual = plan_memory(ask(model, 0.6), model, Machine(1 << 36))
     assert usual.policy is not None and found.taken.name == usual.policy.name
@@ -154,7 +147,7 @@ def test_all_policies_and_uniform_types_are_on_it(
     assert skips.at_most and skips.kl == pytest.approx(NATS[SKIP] + 5 * NATS[1])
 
 
-def test_nobody_beats_the_best_ones(found: plans.Frontier) -> None:
+def test_nobody_beats_the_best_ones(found):
     candidates = found.candidates
     assert [each.token_s for each in candidates] == sorted(each.token_s for each in candidates)
     for each in candidates:
@@ -173,7 +166,7 @@ def test_nobody_beats_the_best_ones(found: plans.Frontier) -> None:
 
 
 @pytest.mark.parametrize("allowed", [0.0, 0.004, 0.02, 1.0])
-def test_a_loss_chooses_the_fastest_within_it(model: ExpertModel, allowed: float) -> None:
+def test_a_loss_chooses_the_fastest_within_it(model, allowed):
     config = ask(model, 0.4, max_loss=allowed)
     found = frontier(config, model)
     within = [each for each in found.candidates if each.kl <= allowed]
@@ -196,7 +189,7 @@ def test_a_loss_chooses_the_fastest_within_it(model: ExpertModel, allowed: float
         assert left > 0
 
 
-def test_a_loss_that_nobody_foresees_takes_a_lossless_plan(model: ExpertModel) -> None:
+def test_a_loss_that_nobody_foresees_takes_a_lossless_plan(model):
     """The fastest one, whose settings are not kept: once it is known, another one may be faster.
     A named table has to say it."""
     config = ask(model, 0.4, max_loss=0.1)
@@ -213,13 +206,13 @@ def test_a_loss_that_nobody_foresees_takes_a_lossless_plan(model: ExpertModel) -
         played.frontier(config)
 
 
-def made(name: str, token_s: float, kl: float | None) -> plans.Candidate:
+def made(name, token_s, kl):
     return plans.Candidate(
         name, {"policy": name}, ("q4_k",), 1, True, token_s, 1.0, 1.0, 1.0, 0.0, kl
     )
 
 
-def test_as_fast_is_decided_by_the_loss() -> None:
+def test_as_fast_is_decided_by_the_loss():
     fast, near, far = made("a", 1.0, 0.01), made("b", 1.015, 0.002), made("c", 1.03, 0.0)
     assert plans.choose([fast, near, far], 0.1) is near
     assert plans.choose([fast, near, far], 0.001) is far
@@ -228,7 +221,7 @@ def test_as_fast_is_decided_by_the_loss() -> None:
         plans.choose([unknown, fast], 0.001)
 
 
-def test_the_plan_of_before_stays_until_another_is_clearly_faster() -> None:
+def test_the_plan_of_before_stays_until_another_is_clearly_faster():
     """What spends a loss is asked for with what is left of it, which changes with the routing."""
     fast = made("a", 1.0, 0.01)
     for name, token_s, kl, stays in (
@@ -256,9 +249,7 @@ def test_the_plan_of_before_stays_until_another_is_clearly_faster() -> None:
         ({"high_tier": "q4_k"}, ("q4_k",), None),
     ],
 )
-def test_only_what_asks_for_less_gets_less(
-    model: ExpertModel, asked: dict[str, Any], taken: tuple[str, ...], kl: float | None
-) -> None:
+def test_only_what_asks_for_less_gets_less(model, asked, taken, kl):
     """A file with several tiers asks for nothing; what is lossless is so without a table."""
     config = ask(model, 0.6, **asked)
     found = frontier(config, model, fitted=False)
@@ -271,7 +262,7 @@ def test_only_what_asks_for_less_gets_less(
             assert each.kl == 0.0
 
 
-def test_what_was_measured_beside_other_programs_is_told(model: ExpertModel) -> None:
+def test_what_was_measured_beside_other_programs_is_told(model):
     config = ask(model, 0.8)
     assert not frontier(config, model).disturbed
     assert frontier(config, model, disturbed=True).disturbed
@@ -280,7 +271,7 @@ def test_what_was_measured_beside_other_programs_is_told(model: ExpertModel) -> 
 class Skipping(Takes):
     """What may be skipped takes half of the time."""
 
-    def token_s(self, cells: int = 0) -> float:
+    def token_s(self, cells=0):
         spends = isinstance(self.plan.policy, SpendsLoss)
         return super().token_s(cells) * (0.5 if spends else 1.0)
 
@@ -298,22 +289,17 @@ class Skipping(Takes):
     ],
 )
 def test_a_lossless_conversation_hears_what_a_loss_would_bring(
-    settings: dict[str, Any],
-    fitted: bool,
-    measured: bool,
-    says: str | None,
-    model: ExpertModel,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    settings, fitted, measured, says, model, monkeypatch
+):
     """Where that is known without measuring: the loss by a table or learned, and the speeds."""
 
-    def disk(*_: object) -> Bandwidth:
+    def disk(*_):
         if not measured:
             raise OSError
         return Bandwidth(1e9)
 
     played = Played(model, Nats())
-    played.bindings = played._disk = None  # type: ignore[assignment]
+    played.bindings = played._disk = None
     played.losses.spent = lambda _: Nats() if fitted else None
     times = SimpleNamespace(of_plan=lambda plan, *_: Skipping(plan), profiled=True)
     monkeypatch.setattr(planner, "known_bandwidth", disk)
@@ -322,7 +308,7 @@ def test_a_lossless_conversation_hears_what_a_loss_would_bring(
     assert played.brings is None if says is None else says in str(played.brings)
 
 
-def test_text_and_picture(found: plans.Frontier, tmp_path: Path) -> None:
+def test_text_and_picture(found, tmp_path):
     text = render(found, TIERS[0])
     rows = text.splitlines()
     assert sum(row.startswith("*") for row in rows) == 1
@@ -356,9 +342,7 @@ def test_text_and_picture(found: plans.Frontier, tmp_path: Path) -> None:
         ({"max_loss": 0.01, "threads": 1}, False),
     ],
 )
-def test_a_command_is_known_by_what_it_asks_of_the_model(
-    model: ExpertModel, asked: dict[str, Any], same: bool
-) -> None:
+def test_a_command_is_known_by_what_it_asks_of_the_model(model, asked, same):
     settings = {"policy": "floor", "high_tier": "q4_k", "max_loss": 0.008, "low_tier": None}
     plans.TakenPlans(Config.build(model=model.path, max_loss=0.01), model).keep(settings)
     found = plans.TakenPlans(Config.build(model=model.path, **asked), model).recall()
@@ -366,7 +350,7 @@ def test_a_command_is_known_by_what_it_asks_of_the_model(
     assert found == (kept if same else None)
 
 
-def test_what_is_damaged_counts_as_nothing(model: ExpertModel, user_folder: Path) -> None:
+def test_what_is_damaged_counts_as_nothing(model, user_folder):
     taken = plans.TakenPlans(Config.build(model=model.path), model)
     taken.keep({"policy": "lru"})
     (path,) = (user_folder / "cache" / "moe-edge" / "plans").iterdir()

@@ -1,8 +1,6 @@
 """A user's own files: what an error of writing one names, and profiles of expert use, with every
 file that is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -10,7 +8,6 @@ import os
 import signal
 import stat
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,7 +23,7 @@ from patches.upstream import cache_dir
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def paths(tmp_path_factory):
     """Two models that differ in their weights and in nothing else that is in the header but a
     name; a third one of another size."""
     folder = tmp_path_factory.mktemp("profile")
@@ -39,22 +36,22 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture
-def model(paths: list[Path]) -> ExpertModel:
+def model(paths):
     return ExpertModel.open(paths[0])
 
 
-def scores(model: ExpertModel) -> np.ndarray:
+def scores(model):
     return np.random.default_rng(0).gamma(1.0, 30.0, (model.n_layers, model.n_expert))
 
 
-def remember(model: ExpertModel, **options: object) -> HotnessKeeper:
+def remember(model, **options):
     """An engine's memory, after it looked for what earlier runs learned."""
     memory = HotnessKeeper(Config.build(model=model.path, policy="dynaexq", **options), model)
     memory.recall()
     return memory
 
 
-def test_identity_is_the_file_and_not_its_name(paths: list[Path], tmp_path: Path) -> None:
+def test_identity_is_the_file_and_not_its_name(paths, tmp_path):
     copy = tmp_path / "other-name.gguf"
     copy.write_bytes(paths[0].read_bytes())
     ours, theirs, *others = (ExpertModel.open(each) for each in (paths[0], copy, *paths[1:]))
@@ -65,7 +62,7 @@ def test_identity_is_the_file_and_not_its_name(paths: list[Path], tmp_path: Path
     assert profile.identity(ExpertModel.open(copy)) != profile.identity(ours)
 
 
-def test_a_profile_of_another_model_is_refused(paths: list[Path], tmp_path: Path) -> None:
+def test_a_profile_of_another_model_is_refused(paths, tmp_path):
     path = tmp_path / "hot.json"
     made_with, other = ExpertModel.open(paths[0]), ExpertModel.open(paths[2])
     profile.save(path, made_with, scores(made_with))
@@ -75,12 +72,12 @@ def test_a_profile_of_another_model_is_refused(paths: list[Path], tmp_path: Path
         remember(other, profile=path)
 
 
-def broken(text: str) -> list[bytes]:
+def broken(text):
     """The same profile, damaged in one way each."""
     data = json.loads(text)
     hotness = data["hotness"]
 
-    def changed(**entries: object) -> bytes:
+    def changed(**entries):
         return json.dumps({**data, **entries}).encode()
 
     return [
@@ -104,7 +101,7 @@ def broken(text: str) -> list[bytes]:
     ]
 
 
-def test_damaged_profiles_are_named(model: ExpertModel, tmp_path: Path) -> None:
+def test_damaged_profiles_are_named(model, tmp_path):
     path = tmp_path / "hot.json"
     profile.save(path, model, scores(model))
     for damaged in broken(path.read_text()):
@@ -115,7 +112,7 @@ def test_damaged_profiles_are_named(model: ExpertModel, tmp_path: Path) -> None:
             remember(model, profile=path)
 
 
-def test_reading_takes_no_more_memory_than_the_file(model: ExpertModel, tmp_path: Path) -> None:
+def test_reading_takes_no_more_memory_than_the_file(model, tmp_path):
     path = tmp_path / "hot.json"
     path.write_text("{}")
     tracemalloc.start()
@@ -130,7 +127,7 @@ def test_reading_takes_no_more_memory_than_the_file(model: ExpertModel, tmp_path
         tracemalloc.stop()
 
 
-def test_a_damaged_cache_is_left_aside(model: ExpertModel) -> None:
+def test_a_damaged_cache_is_left_aside(model):
     path = profile.cached_path(model)
     profile.save(path, model, scores(model))
     kept = remember(model, remember=True)
@@ -145,7 +142,7 @@ def test_a_damaged_cache_is_left_aside(model: ExpertModel) -> None:
     assert remember(model, remember=True).note is None
 
 
-def test_nothing_is_kept_unasked(model: ExpertModel, user_folder: Path) -> None:
+def test_nothing_is_kept_unasked(model, user_folder):
     quiet = remember(model)
     quiet.learn(scores(model))
     quiet.save()
@@ -156,7 +153,7 @@ def test_nothing_is_kept_unasked(model: ExpertModel, user_folder: Path) -> None:
     assert not profile.cached_path(model).exists()
 
 
-def test_a_new_profile_is_made(model: ExpertModel, tmp_path: Path) -> None:
+def test_a_new_profile_is_made(model, tmp_path):
     path = tmp_path / "new.json"
     memory = remember(model, profile=path)
     assert memory.recall() is None
@@ -167,14 +164,12 @@ def test_a_new_profile_is_made(model: ExpertModel, tmp_path: Path) -> None:
         remember(model, profile=tmp_path / "nowhere" / "new.json")
 
 
-def test_a_failed_write_leaves_the_old_profile(
-    model: ExpertModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_old_profile(model, tmp_path, monkeypatch):
     path = tmp_path / "hot.json"
     profile.save(path, model, scores(model))
     before = path.read_bytes()
 
-    def full(*_: object) -> None:
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files.os, "replace", full)
@@ -192,7 +187,7 @@ def test_a_failed_write_leaves_the_old_profile(
             memory.save()  # the cache is a convenience
 
 
-def test_what_a_policy_tuned_is_kept_for_the_next_start(paths: list[Path]) -> None:
+def test_what_a_policy_tuned_is_kept_for_the_next_start(paths):
     """By policy and model, in the user cache, where that is asked for; what is damaged there
     counts as nothing."""
     model, other = ExpertModel.open(paths[0]), ExpertModel.open(paths[2])
@@ -214,9 +209,7 @@ def test_what_a_policy_tuned_is_kept_for_the_next_start(paths: list[Path]) -> No
 
 @pytest.mark.parametrize(("kind", "usual"), [("cache", ".cache"), ("state", ".local/state")])
 @pytest.mark.parametrize("given", ["HOME/elsewhere", "", "relative", "~/x", None])
-def test_the_user_folders(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, usual: str, given: str | None
-) -> None:
+def test_the_user_folders(monkeypatch, tmp_path, kind, usual, given):
     """A relative path in the environment counts as none; the build agrees on the cache."""
     monkeypatch.setenv("HOME", str(tmp_path))
     name = f"XDG_{kind.upper()}_HOME"
@@ -231,9 +224,7 @@ def test_the_user_folders(
 
 
 @pytest.mark.parametrize(("umask", "shared"), [(0o002, 0o664), (0o077, 0o600)])
-def test_modes_follow_the_umask_unless_a_file_is_private(
-    tmp_path: Path, umask: int, shared: int
-) -> None:
+def test_modes_follow_the_umask_unless_a_file_is_private(tmp_path, umask, shared):
     before = os.umask(umask)
     try:
         write_whole(tmp_path / "shared", "")
@@ -244,7 +235,7 @@ def test_modes_follow_the_umask_unless_a_file_is_private(
     assert modes == [shared, 0o600]
 
 
-def test_an_error_of_writing_names_the_file(tmp_path: Path) -> None:
+def test_an_error_of_writing_names_the_file(tmp_path):
     """And neither the temporary one nor, where the disk is full, none."""
     (tmp_path / "folder").mkdir()
     for target in (tmp_path / "folder", tmp_path / "none" / "x"):
@@ -265,7 +256,7 @@ def test_an_error_of_writing_names_the_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["folder"]
 
 
-def test_files_get_their_names_together(tmp_path: Path) -> None:
+def test_files_get_their_names_together(tmp_path):
     """And none of them where one cannot be written or the block
     does not end well."""
     out = tmp_path / "out"
@@ -288,13 +279,11 @@ def test_files_get_their_names_together(tmp_path: Path) -> None:
     assert not made.exists()
 
 
-def test_an_interrupt_leaves_all_of_the_files_or_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_leaves_all_of_the_files_or_none(tmp_path, monkeypatch):
     """One that comes with the first name is none; one before it leaves nothing."""
     rename = os.replace
 
-    def pressed_behind(part: Path, path: Path) -> None:
+    def pressed_behind(part, path):
         rename(part, path)
         signal.raise_signal(signal.SIGINT)
 

@@ -1,7 +1,5 @@
 """Where an answer ends, how settings of sampling are written, and chat templates."""
 
-from __future__ import annotations
-
 import pytest
 
 from orchestrator.config import Config, Sampling
@@ -9,7 +7,7 @@ from orchestrator.engine.texts import ChatTemplate, StopTexts
 from orchestrator.errors import MoeEdgeError, SettingError
 
 
-def streamed(pieces: list[str], *stop: str) -> tuple[list[str], bool]:
+def streamed(pieces, *stop):
     texts = StopTexts(stop)
     shown = []
     for piece in pieces:
@@ -63,14 +61,14 @@ def test_texts_are_read_as_a_shell_reads_them():
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi {{ x }}"}]
 
 
-def test_fallback_is_chatml() -> None:
+def test_fallback_is_chatml():
     assert ChatTemplate(None, "", "").render(MESSAGES) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi {{ x }}<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
 
 
-def test_the_models_own() -> None:
+def test_the_models_own():
     source = (
         "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}"
         "{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
@@ -82,7 +80,7 @@ def test_the_models_own() -> None:
 @pytest.mark.parametrize(
     "source", ["{% if %}", "{{ raise_exception('no system prompt') }}", "{{ messages[9].role.x }}"]
 )
-def test_broken_templates_are_one_error(source: str) -> None:
+def test_broken_templates_are_one_error(source):
     with pytest.raises(MoeEdgeError, match="chat template failed"):
         ChatTemplate(source, "", "").render(MESSAGES)
 
@@ -97,7 +95,7 @@ def test_broken_templates_are_one_error(source: str) -> None:
         "{% if true %}\n  text\n{% endif %}\nrest {{ missing }}",
     ],
 )
-def test_templates_read_as_upstreams_bindings_read_them(source: str) -> None:
+def test_templates_read_as_upstreams_bindings_read_them(source):
     upstream = pytest.importorskip("llama_cpp.llama_chat_format", exc_type=Exception)
     theirs = upstream.Jinja2ChatFormatter(source, eos_token="</s>", bos_token="<s>")
     assert ChatTemplate(source, "<s>", "</s>").render(MESSAGES) == theirs(messages=MESSAGES).prompt

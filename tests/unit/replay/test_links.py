@@ -1,9 +1,6 @@
 """What a simulated store reads, and when: slots of prefetches, their order, whole experts, a rigid
 link, transitions. By hand: gate and up of an expert take 1 us, down 2; one thread, no latency."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -16,9 +13,8 @@ from gguf_tools.file.layout import DOWN, GATE, UP
 from orchestrator.errors import NativeError
 from orchestrator.events import ABSENT, Phase
 from orchestrator.lab.replay.clock import Simulation
-from orchestrator.lab.replay.simulate import Compute, Setup, Transport, simulate
-from orchestrator.lab.replay.trace import Trace
-from orchestrator.native import Library, Store
+from orchestrator.lab.replay.simulate import Compute, Transport, simulate
+from orchestrator.native import Store
 from orchestrator.native.abi import CPrefetch
 
 EXPERT = 16384  # bytes
@@ -28,7 +24,7 @@ US = 1_000
 class Link:
     """A store of one layer of eight experts, and its clock."""
 
-    def __init__(self, library: Library, slots: int, **flags: bool) -> None:
+    def __init__(self, library, slots, **flags):
         spec = over(decode([[0]]), "lru", slots * EXPERT).spec
         spec = replace(spec, n_io_threads=1, n_expert_used=2, max_tokens=2, **flags)
         self.store = Store.create(library, spec)
@@ -37,11 +33,11 @@ class Link:
         self.library = library
         self.chosen = np.zeros(0, np.int32)
 
-    def prefetch(self, *experts: int) -> None:
+    def prefetch(self, *experts):
         items = (CPrefetch * len(experts))(*[(0, expert, 0, 0, 0) for expert in experts])
         self.library.prefetch(self.store.handle, items, len(experts))
 
-    def route(self, *experts: int) -> None:
+    def route(self, *experts):
         """A step of one token that chooses two experts, or one of them twice."""
         self.store.begin_step(Phase.DECODE)
         ids = np.array([(experts * 2)[:2]], np.int32)
@@ -49,25 +45,25 @@ class Link:
         self.clock.route(0, ids, np.full((1, 2), 0.5), np.zeros(1), none, none)
         self.chosen = np.unique(ids).astype(np.int32)
 
-    def use(self, kind: int, expert_us: int = 0) -> float:
+    def use(self, kind, expert_us=0):
         """Computes a kind; the clock then, in microseconds."""
         self.clock.use(0, kind, self.chosen, expert_us * US)
         self.store.check()
         return self.clock.now_ns / US
 
-    def compute(self) -> None:
+    def compute(self):
         for kind in (GATE, UP, DOWN):
             self.use(kind)
 
-    def resident(self) -> list[int]:
+    def resident(self):
         return np.flatnonzero(self.store.resident()[0] != ABSENT).tolist()
 
 
 @pytest.fixture
-def link(library: Library) -> Iterator[Callable[..., Link]]:
+def link(library):
     made: list[Link] = []
 
-    def make(slots: int = 8, **flags: bool) -> Link:
+    def make(slots=8, **flags):
         made.append(Link(library, slots, **flags))
         return made[-1]
 
@@ -76,7 +72,7 @@ def link(library: Library) -> Iterator[Callable[..., Link]]:
         each.store.close()
 
 
-def test_a_prefetch_evicts_when_its_read_starts(link: Callable[..., Link]) -> None:
+def test_a_prefetch_evicts_when_its_read_starts(link):
     """Of nine matrices one is being read when the layer turns out to need what is there."""
     one = link(slots=2)
     one.route(0, 1)
@@ -89,7 +85,7 @@ def test_a_prefetch_evicts_when_its_read_starts(link: Callable[..., Link]) -> No
     assert (stats.evictions, stats.prefetch_cancelled, stats.hits[Phase.DECODE]) == (1, 8, 3)
 
 
-def test_asked_for_meanwhile_it_takes_a_slot(link: Callable[..., Link]) -> None:
+def test_asked_for_meanwhile_it_takes_a_slot(link):
     one = link(slots=2)
     one.route(0, 1)
     one.compute()
@@ -102,7 +98,7 @@ def test_asked_for_meanwhile_it_takes_a_slot(link: Callable[..., Link]) -> None:
     assert 3 in one.resident()
 
 
-def test_it_evicts_nothing_of_its_own_list(link: Callable[..., Link]) -> None:
+def test_it_evicts_nothing_of_its_own_list(link):
     """The read of 3 starts long after the list was made."""
     one = link(slots=2)
     one.route(0, 1)
@@ -113,7 +109,7 @@ def test_it_evicts_nothing_of_its_own_list(link: Callable[..., Link]) -> None:
 
 
 @pytest.mark.parametrize(("whole", "gate_us"), [(False, 21), (True, 26)])
-def test_whole_experts_are_waited_for(whole: bool, gate_us: int, link: Callable[..., Link]) -> None:
+def test_whole_experts_are_waited_for(whole, gate_us, link):
     """Gates come at 1 and 2, ups at 3 and 4, downs at 6 and 8."""
     one = link(whole_experts=whole)
     one.route(0, 1)
@@ -122,7 +118,7 @@ def test_whole_experts_are_waited_for(whole: bool, gate_us: int, link: Callable[
     one.use(DOWN)
 
 
-def test_a_rigid_link_reads_in_order_and_takes_nothing_back(link: Callable[..., Link]) -> None:
+def test_a_rigid_link_reads_in_order_and_takes_nothing_back(link):
     for rigid, gate_us in ((False, 2), (True, 5)):
         one = link(rigid=rigid)
         one.prefetch(2)
@@ -134,7 +130,7 @@ def test_a_rigid_link_reads_in_order_and_takes_nothing_back(link: Callable[..., 
         assert one.resident() == ([2, 3] if rigid else [3])
 
 
-def test_only_a_simulated_link_is_rigid(library: Library) -> None:
+def test_only_a_simulated_link_is_rigid(library):
     spec = replace(over(decode([[0]]), "lru", EXPERT).spec, simulated=False, rigid=True)
     with pytest.raises(NativeError, match="only a simulated link is rigid"):
         Store.create(library, spec)
@@ -145,11 +141,11 @@ MS = 1_000_000
 ALL_LOW = 8 * 3 * 12288  # slots of the made-up model; all high takes a third more
 
 
-def planned(trace: Trace, budget: int, **options: object) -> Setup:
+def planned(trace, budget, **options):
     return over(trace, "dynaexq", budget, "q2_k", 2, **({"transition_rate": 0} | options))
 
 
-def test_the_rate_by_hand(library: Library) -> None:
+def test_the_rate_by_hand(library):
     """4096 bytes a millisecond, in bursts of one part: up at 0, gate at 1 ms, down, of 8192
     bytes, at 2 ms; published at the step boundary after that."""
     made = planned(decode([[0], [0], [0]]), 2 * ALL_LOW, hot_experts=1)
@@ -162,7 +158,7 @@ def test_the_rate_by_hand(library: Library) -> None:
         start = clock.now_ns
         assert store.transition([(1, 4, 0)]) == 1
 
-        def landed_at(ns: int) -> bool:
+        def landed_at(ns):
             clock.advance(start + ns - clock.now_ns)
             store.check()
             assert [each[1, 4] for each in store.states()] == [1, 0]
@@ -185,9 +181,7 @@ def test_the_rate_by_hand(library: Library) -> None:
 @pytest.mark.parametrize("share", [0.1, 0.25])
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), disk=st.sampled_from([(1, 0), (2, 300)]))
-def test_no_step_takes_longer_than_its_computing(
-    library: Library, share: float, seed: int, disk: tuple[int, int]
-) -> None:
+def test_no_step_takes_longer_than_its_computing(library, share, seed, disk):
     trace = random_trace(np.random.default_rng(seed), n_steps=60)
     made = planned(trace, int(ALL_LOW * (1 + share)), update_steps=2)
     assert 0 < made.policy.capacity.min() < 8
@@ -201,7 +195,7 @@ def test_no_step_takes_longer_than_its_computing(
     np.testing.assert_allclose(outcome.step_us, whole, atol=0.1)
 
 
-def test_the_same_twice_and_never_sooner_on_a_slower_disk(library: Library) -> None:
+def test_the_same_twice_and_never_sooner_on_a_slower_disk(library):
     """What is learned depends on the trace alone; when it is published, on the disk too."""
     trace = random_trace(np.random.default_rng(4), n_steps=300)
     found = []
@@ -219,11 +213,11 @@ def test_the_same_twice_and_never_sooner_on_a_slower_disk(library: Library) -> N
     assert found[2][1] <= found[0][1]
 
 
-def test_a_new_topic(library: Library) -> None:
+def test_a_new_topic(library):
     """Two texts with disjoint experts: the hot set follows, and the share of high comes back."""
     rng = np.random.default_rng(0)
 
-    def text(first: int) -> list[tuple[Phase, list[np.ndarray]]]:
+    def text(first):
         return [
             (
                 Phase.DECODE,

@@ -1,13 +1,9 @@
 """The trace file: what is written is read back, and anything else is one sentence."""
 
-from __future__ import annotations
-
 import io
 import json
 import zipfile
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,34 +11,34 @@ from traces import random_trace
 
 from orchestrator.errors import TraceError
 from orchestrator.events import Phase
-from orchestrator.lab.replay import Trace, read_trace, write_trace
+from orchestrator.lab.replay import read_trace, write_trace
 from orchestrator.lab.replay.trace import EARLIER, FORMAT, VERSION
 from orchestrator.native import MAX_TIERS
 from orchestrator.policy import policy_class
 
 
-def written(path: Path, arrays: dict[str, Any], header: object) -> Path:
+def written(path, arrays, header):
     """A file with these arrays, whatever they are."""
     raw = np.frombuffer(json.dumps(header).encode(), np.uint8)
     np.savez_compressed(path, header=raw, **arrays)
     return path
 
 
-def header_of(trace: Trace) -> dict[str, Any]:
+def header_of(trace):
     return {"format": FORMAT, **asdict(trace.header)}
 
 
 @pytest.fixture
-def trace() -> Trace:
+def trace():
     return random_trace(np.random.default_rng(0))
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "t.npz"
 
 
-def test_read_back(tmp_path: Path, trace: Trace) -> None:
+def test_read_back(tmp_path, trace):
     write_trace(tmp_path / "t.npz", trace)
     found = read_trace(tmp_path / "t.npz")
     assert found.header == trace.header
@@ -53,7 +49,7 @@ def test_read_back(tmp_path: Path, trace: Trace) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["t.npz"]
 
 
-def test_steps_have_their_own_events() -> None:
+def test_steps_have_their_own_events():
     trace = random_trace(np.random.default_rng(1), n_steps=4)
     steps = list(trace.steps())
     assert [step.phase for step in steps] == [Phase.PREFILL] + 3 * [Phase.DECODE]
@@ -69,10 +65,10 @@ def test_steps_have_their_own_events() -> None:
     np.testing.assert_array_equal(joined, trace.arrays["ids"])
 
 
-def test_a_failed_write_leaves_the_old_file(path: Path, trace: Trace, monkeypatch: Any) -> None:
+def test_a_failed_write_leaves_the_old_file(path, trace, monkeypatch):
     path.write_bytes(b"precious")
 
-    def full(file: Any, **_arrays: Any) -> None:
+    def full(file, **_arrays):
         file.write(b"half of it")
         raise OSError(28, "No space left on device")
 
@@ -83,7 +79,7 @@ def test_a_failed_write_leaves_the_old_file(path: Path, trace: Trace, monkeypatc
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_not_a_trace(tmp_path: Path) -> None:
+def test_not_a_trace(tmp_path):
     with pytest.raises(TraceError, match=r"none\.npz: cannot be read: No such file"):
         read_trace(tmp_path / "none.npz")
     with pytest.raises(TraceError, match="cannot be read: Is a directory"):
@@ -99,9 +95,9 @@ def test_not_a_trace(tmp_path: Path) -> None:
         read_trace(written(tmp_path / "foreign.npz", {}, {"format": "another"}))
 
 
-def test_no_pickle_is_loaded(path: Path, trace: Trace) -> None:
+def test_no_pickle_is_loaded(path, trace):
     class Bad:
-        def __reduce__(self) -> tuple[Any, tuple[str]]:
+        def __reduce__(self):
             return pytest.fail, ("a pickle was loaded",)
 
     odd = np.empty(1, object)
@@ -111,7 +107,7 @@ def test_no_pickle_is_loaded(path: Path, trace: Trace) -> None:
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.9, 0.999])
-def test_a_truncated_file(path: Path, trace: Trace, share: float) -> None:
+def test_a_truncated_file(path, trace, share):
     write_trace(path, trace)
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * share)])
@@ -119,7 +115,7 @@ def test_a_truncated_file(path: Path, trace: Trace, share: float) -> None:
         read_trace(path)
 
 
-def test_a_flipped_byte_is_an_error_or_does_no_harm(path: Path, trace: Trace) -> None:
+def test_a_flipped_byte_is_an_error_or_does_no_harm(path, trace):
     write_trace(path, trace)
     whole = path.read_bytes()
     rng, refused = np.random.default_rng(5), 0
@@ -159,17 +155,17 @@ def test_a_flipped_byte_is_an_error_or_does_no_harm(path: Path, trace: Trace) ->
         ("surplus", 1, "fields missing or unknown: surplus"),
     ],
 )
-def test_a_wrong_header(path: Path, trace: Trace, field: str, value: object, said: str) -> None:
+def test_a_wrong_header(path, trace, field, value, said):
     assert_refused(path, trace.arrays, header_of(trace) | {field: value}, said)
 
 
-def assert_refused(path: Path, arrays: Any, header: object, *said: str) -> None:
+def assert_refused(path, arrays, header, *said):
     with pytest.raises(TraceError) as caught:
         read_trace(written(path, arrays, header))
     assert all(part in str(caught.value) for part in (*said, str(path)))
 
 
-def test_the_version_before_is_read(path: Path, trace: Trace) -> None:
+def test_the_version_before_is_read(path, trace):
     """What it has besides is left aside, whatever it is."""
     arrays = trace.arrays | {name: np.zeros(3) for name in EARLIER}
     found = read_trace(written(path, arrays, header_of(trace) | {"version": 8}))
@@ -185,9 +181,7 @@ def test_the_version_before_is_read(path: Path, trace: Trace) -> None:
         ("dynaexq", "hot_experts", True, "'hot_experts' must be int, not True"),
     ],
 )
-def test_a_wrong_setting(
-    path: Path, trace: Trace, policy: str, field: str, value: object, said: str
-) -> None:
+def test_a_wrong_setting(path, trace, policy, field, value, said):
     settings = policy_class(policy).Settings().as_dict()
     header = header_of(trace) | {"policy": policy, "settings": settings}
     assert read_trace(written(path, trace.arrays, header)).header.policy == policy
@@ -195,8 +189,8 @@ def test_a_wrong_setting(
     assert_refused(path, trace.arrays, header, said, "header is damaged")
 
 
-def changed(name: str, index: Any, value: Any) -> Any:
-    def change(arrays: dict[str, np.ndarray]) -> None:
+def changed(name, index, value):
+    def change(arrays):
         array = arrays[name].copy()
         array[index] = value
         arrays[name] = array
@@ -253,20 +247,20 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("change", "said"), WRONG)
-def test_wrong_arrays(path: Path, trace: Trace, change: Any, said: str) -> None:
+def test_wrong_arrays(path, trace, change, said):
     arrays = dict(trace.arrays)
     change(arrays)
     assert_refused(path, arrays, header_of(trace), said)
 
 
-def test_a_file_that_would_unpack_to_far_more_is_refused(path: Path, trace: Trace) -> None:
+def test_a_file_that_would_unpack_to_far_more_is_refused(path, trace):
     written(path, trace.arrays | {"step_phase": np.zeros(1 << 22, np.int64)}, header_of(trace))
     assert path.stat().st_size < 1 << 17
     with pytest.raises(TraceError, match=r"t\.npz: damaged: it would unpack to 33\d{6} bytes"):
         read_trace(path)
 
 
-def test_an_array_that_says_it_is_larger_is_refused(path: Path, trace: Trace) -> None:
+def test_an_array_that_says_it_is_larger_is_refused(path, trace):
     buffer = io.BytesIO()
     np.save(buffer, trace.arrays["tokens"])
     shape = str(trace.arrays["tokens"].shape).encode()

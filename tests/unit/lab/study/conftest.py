@@ -1,16 +1,11 @@
 """The tests here share what studies are made on, and what each of them says of it."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from judged import choices, model, text
 
 from orchestrator.cli.main import cli
@@ -26,7 +21,7 @@ TEXTS = {
 
 
 @pytest.fixture(scope="session")
-def domains(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def domains(tmp_path_factory):
     """A text of two domains."""
     path = tmp_path_factory.mktemp("domains") / "domains.jsonl"
     records = [{"text": 2 * text, "domain": name} for name, text in TEXTS.items()]
@@ -35,7 +30,7 @@ def domains(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def short_texts() -> Iterator[None]:
+def short_texts():
     """The tests look at tables, not at what stands in them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(study, "LEAST_TOKENS", 16)
@@ -43,11 +38,11 @@ def short_texts() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def study_on(model: Path) -> Callable[..., Result]:
+def study_on(model):
     """study_on(name, text, out, *more) runs a study of the random model by the command."""
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
 
-    def run(name: str, text: Path, out: Path, *more: object) -> Result:
+    def run(name, text, out, *more):
         words = ["-m", model, "--threads", 1, "--ctx", 128, "--text", text, "--study", name]
         return CliRunner().invoke(cli, ["eval", *map(str, (*words, "--out", out, *more))])
 
@@ -61,9 +56,7 @@ MORE = {"near-bits": ["--hot-experts", "2"]}
 
 
 @pytest.fixture(scope="session")
-def published(
-    study_on: Callable[..., Result], domains: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], SimpleNamespace]:
+def published(study_on, domains, tmp_path_factory):
     """What a study wrote of the random model, by its name; each study runs once. data: its JSON;
     shown: what it printed; folder: what it wrote to."""
     asked = tmp_path_factory.mktemp("asked") / "choices.jsonl"
@@ -74,7 +67,7 @@ def published(
     asked.write_text("".join(json.dumps(record) + "\n" for record in records))
 
     @cache
-    def run(name: str) -> SimpleNamespace:
+    def run(name):
         folder = tmp_path_factory.mktemp(name)
         options = ["--window", "16", "--choices", str(asked), *MORE.get(name, [])]
         if name not in WHOLE:
@@ -82,7 +75,7 @@ def published(
         passes: list[Passes] = []
         begin = Passes.__init__
 
-        def counted(self: Passes, *args: Any) -> None:
+        def counted(self, *args):
             begin(self, *args)
             passes.append(self)
 

@@ -1,7 +1,5 @@
 """What a prompt says of its answer's experts, against counts by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -11,7 +9,7 @@ from orchestrator.lab.eval.text import Window
 from orchestrator.lab.study import activations, context
 
 
-def usage(domain: str, prompt: list[float], answer: list[float]) -> context.Usage:
+def usage(domain, prompt, answer):
     counts = np.array([prompt])
     return context.Usage(domain, counts, counts, np.array([answer]))
 

@@ -1,39 +1,32 @@
 """Each study of the registry, once from end to end on a small random model: that its figures are
 possible ones, and what they must be for this study."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
 
 from gguf_tools.errors import MismatchError
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError
 from orchestrator.lab.calibrate import within
-from orchestrator.lab.calibrate.within import CalibrationRoom
 from orchestrator.lab.eval import EvalOptions
 from orchestrator.lab.registry import STUDIES
 from orchestrator.lab.study import uniform
 from orchestrator.lab.study.activations import ActivationRecorder
 from orchestrator.lab.study.uniform import UniformTypes, tiers_of
-from orchestrator.native import Library
 
-StudyOn = Callable[..., Result]
 Rows = list[dict[str, Any]]
 HIGH, LOW, BEST = "q4_k", "q2_k", "q8_0"
 
 
-def by(rows: Rows, *keys: str) -> dict[Any, dict[str, Any]]:
+def by(rows, *keys):
     """The rows by what these figures of theirs are."""
     return {tuple(row[key] for key in keys): row for row in rows}
 
 
-def accuracy(uniform: Rows, mixed: Rows) -> None:
+def accuracy(uniform, mixed):
     sizes = [row["bytes"] for row in uniform]
     assert sizes == sorted(set(sizes))
     q2, q4, q8 = (row["kl"][0] for row in uniform)
@@ -47,7 +40,7 @@ def accuracy(uniform: Rows, mixed: Rows) -> None:
         assert 0 <= row["acc"][0] <= 1
 
 
-def retention(rows: Rows) -> None:
+def retention(rows):
     found = by(rows, "configuration", "retention")
     high = found[HIGH, None]["kl"]
     for low in ("skip", LOW):
@@ -57,7 +50,7 @@ def retention(rows: Rows) -> None:
     assert all(0 <= row["acc"][0] <= 1 for row in rows)
 
 
-def critical(*tables: Rows) -> None:
+def critical(*tables):
     assert len(tables) == 4
     for rows in tables:
         found = by(rows, "configuration", "retention")
@@ -73,19 +66,19 @@ def critical(*tables: Rows) -> None:
         assert by_gate["usage"]["skip"] == pytest.approx(by_chance["usage"]["skip"])
 
 
-def depth(rows: Rows) -> None:
+def depth(rows):
     assert [row["layer"] for row in rows] == list(range(len(rows)))
     assert all(row["kl"][0] > 1e-4 for row in rows)
 
 
-def similarity(alike: Rows, ahead: Rows) -> None:
+def similarity(alike, ahead):
     assert len(alike) == len(ahead) > 0
     for row in (*alike, *ahead):
         shares = [value[0] for value in row.values() if isinstance(value, list)]
         assert shares and all(-1 <= share <= 1 for share in shares if share is not None)
 
 
-def demotion(rows: Rows) -> None:
+def demotion(rows):
     found = by(rows, "order", "demoted")
     none, every = (found["cold first", demoted] for demoted in (0, 8))
     assert none["change"] == [0.0, 0.0] and none["routed_high"] == 1.0
@@ -100,7 +93,7 @@ def demotion(rows: Rows) -> None:
         assert cold > random > hot
 
 
-def memory(*tables: Rows) -> None:
+def memory(*tables):
     assert len(tables) == 3
     for best, high, low, *others in tables:
         placed = [row for row in others if row["configuration"].startswith("dynaexq")]
@@ -123,7 +116,7 @@ def memory(*tables: Rows) -> None:
         assert [row["promoted"] for row in fixed] == [0] * 6
 
 
-def equal(uniform: Rows, *memories: Rows) -> None:
+def equal(uniform, *memories):
     alone = by(uniform, "configuration")
     low = alone[f"{LOW}, random",]["kl"]
     fits = []
@@ -138,14 +131,14 @@ def equal(uniform: Rows, *memories: Rows) -> None:
     assert not any("q5_k" in name or "q8_0" in name for names in fits for name in names)
 
 
-def context(rows: Rows, layers: Rows) -> None:
+def context(rows, layers):
     found = by(rows, "by")
     assert found["answer",]["cosine"] == pytest.approx(1.0)
     assert found["answer",]["mass"] == max(row["mass"] for row in rows)
     assert layers
 
 
-def near_bits(judged: Rows, asked: Rows) -> None:
+def near_bits(judged, asked):
     found = by(judged, "domain", "bits", "configuration")
     for name in {row["domain"] for row in judged}:
         assert found[name, None, f"all in {BEST}"]["kl"][0] == pytest.approx(0.0, abs=1e-6)
@@ -167,7 +160,7 @@ KNOWN: dict[str, Callable[..., None]] = {
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_a_study_runs_and_its_figures_are_possible(published, name: str) -> None:
+def test_a_study_runs_and_its_figures_are_possible(published, name):
     found = published(name)
     assert (found.folder / f"{name}.png").read_bytes()[1:4] == b"PNG"
     assert (found.folder / f"{name}.svg").read_text().lstrip().startswith("<?xml")
@@ -187,7 +180,7 @@ def test_a_study_runs_and_its_figures_are_possible(published, name: str) -> None
         KNOWN[name](*(table["rows"] for table in found.data["tables"]))
 
 
-def check_quality(row: dict[str, Any]) -> None:
+def check_quality(row):
     """A row that has a perplexity has the distance from the best tier first, and both with their
     error; what is a share is one."""
     if "perplexity" in row:
@@ -201,7 +194,7 @@ def check_quality(row: dict[str, Any]) -> None:
     assert all(0 <= share <= 1 for share in shares if share is not None)
 
 
-def test_hot_memory(study_on: StudyOn, domains: Path, tmp_path: Path) -> None:
+def test_hot_memory(study_on, domains, tmp_path):
     options = ["--window=24", "--prompt-tokens=8", "--uniform=q3_k", "--near-bits=2"]
     result = study_on("memory", domains, tmp_path, *options)
     assert result.exit_code == 0, result.output
@@ -220,7 +213,7 @@ def test_hot_memory(study_on: StudyOn, domains: Path, tmp_path: Path) -> None:
 TOKENS = list(range(20, 60))
 
 
-def test_activations_are_the_same_within_a_cap(library: Library, model: Path) -> None:
+def test_activations_are_the_same_within_a_cap(library, model):
     with ActivationRecorder(model, len(TOKENS), 1) as whole:
         found = whole.read(TOKENS)
     with ActivationRecorder(model, len(TOKENS), 1, ram=100 << 20) as capped:
@@ -231,12 +224,10 @@ def test_activations_are_the_same_within_a_cap(library: Library, model: Path) ->
 
 
 @pytest.mark.parametrize("name", ["similarity", "votes", "context"])
-def test_a_study_that_reads_keeps_to_the_cap(
-    study_on: StudyOn, domains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_study_that_reads_keeps_to_the_cap(study_on, domains, tmp_path, monkeypatch, name):
     rooms = []
 
-    def too_small(path: Path, n_ctx: int, threads: int, room: CalibrationRoom) -> None:
+    def too_small(path, n_ctx, threads, room):
         rooms.append(room)
         raise BudgetError("as it says there")
 
@@ -248,13 +239,11 @@ def test_a_study_that_reads_keeps_to_the_cap(
     assert room.ram == 100 << 20 and room.own > 0 and "study" in room.use
 
 
-def types(model: Path, **options) -> UniformTypes:
+def types(model, **options):
     return UniformTypes(Config.build(model=model, threads=1), EvalOptions(**options))
 
 
-def test_types_are_made_one_at_a_time_and_files_are_taken_as_they_are(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_types_are_made_one_at_a_time_and_files_are_taken_as_they_are(model, tmp_path, monkeypatch):
     monkeypatch.setattr(uniform, "spill_folder", lambda: tmp_path)
     calib = tmp_path / "calib.txt"
     calib.write_text("The fox sat by the river and looked at the stars. " * 40)
@@ -275,14 +264,14 @@ def test_types_are_made_one_at_a_time_and_files_are_taken_as_they_are(
     assert list(tmp_path.iterdir()) == [calib]
 
 
-def test_the_usual_types_are_those_below_the_best_tier(model: Path) -> None:
+def test_the_usual_types_are_those_below_the_best_tier(model):
     assert "3 times (q3_k, q5_k, q6_k)" in (types(model).cost() or "")
     assert types(model, uniform=("none",)).cost() is None
     sizes = tiers_of(Config.build(model=model))
     assert [each.bits for each in sizes.values()] == [8.5, 4.5, 2.625]
 
 
-def test_a_file_of_another_model_is_no_rival(model: Path, tiny_model: Callable[..., Path]) -> None:
+def test_a_file_of_another_model_is_no_rival(model, tiny_model):
     other = tiny_model("qwen3moe", "q8_0", "q2_k", seed=2)
     with pytest.raises(MismatchError, match="not the model of"):
         types(model, uniform=(str(other),))

@@ -1,14 +1,9 @@
 """The studies' own decisions and arithmetic, how they divide a text, and what they refuse."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import Result
 
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
@@ -20,9 +15,8 @@ from orchestrator.lab.study import activations
 from orchestrator.lab.study.near_bits import NearTiers
 from orchestrator.lab.study.policies import RandomCritical
 from orchestrator.lab.study.residency import NEVER, Residency
-from orchestrator.lab.study.subject import Score, Subject, halves
+from orchestrator.lab.study.subject import Subject, halves
 
-StudyOn = Callable[..., Result]
 K, N = 4, 16
 
 
@@ -31,14 +25,14 @@ class Inner:
 
     critical = (1, 2)
 
-    def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+    def decide(self, event, view, out):
         if event.phase == Phase.DECODE:
             out.tier_array[event.ids_array[0, 2:]] = 1
         else:
             out.tier_array[5:] = SKIP
 
 
-def make_event(step: int, phase: Phase) -> RouteEvent:
+def make_event(step, phase):
     ids = np.array([[3, 1, 9, 12]], np.int32)
     empty = np.zeros((1, 1, K))
     event = RouteEvent(
@@ -55,13 +49,13 @@ def make_event(step: int, phase: Phase) -> RouteEvent:
     return event
 
 
-def decide(policy, event: RouteEvent) -> np.ndarray:
+def decide(policy, event):
     out = DecisionBuffer(np.zeros(N, np.uint8), np.zeros(N, np.uint8), np.zeros(8, np.int64))
     policy.decide(event, StoreView(*np.zeros((2, 4, N), np.uint8)), out)
     return out.tier_array
 
 
-def test_random_critical_experts_are_as_many_but_any() -> None:
+def test_random_critical_experts_are_as_many_but_any():
     policy = RandomCritical(Inner(), seed=1)
     high = np.zeros(N, int)
     for step in range(400):
@@ -75,7 +69,7 @@ def test_random_critical_experts_are_as_many_but_any() -> None:
     assert policy.critical == (1, 2)
 
 
-def test_recall_and_cosine_are_their_definitions() -> None:
+def test_recall_and_cosine_are_their_definitions():
     predicted, actual = np.array([[1, 2], [3, 4]]), np.array([[2, 1], [4, 5]])
     assert activations.recall(predicted, actual).tolist() == [1.0, 0.5]
     assert activations.recall(predicted, actual[:, :1]).tolist() == [1.0, 1.0]
@@ -85,7 +79,7 @@ def test_recall_and_cosine_are_their_definitions() -> None:
     assert np.allclose(activations.cosine(a, b), expected)
 
 
-def test_recorded_logits_choose_the_experts_that_the_store_sees(model: Path) -> None:
+def test_recorded_logits_choose_the_experts_that_the_store_sees(model):
     seen = {}
     config = Config.build(model=model, policy="dymoe", low_tier="q2_k", high_tier="q8_0", threads=1)
     with Engine.open(config) as engine:
@@ -118,9 +112,7 @@ def test_recorded_logits_choose_the_experts_that_the_store_sees(model: Path) -> 
     assert np.allclose(x @ router.T, found[activations.ROUTER_LOGITS, layer_ids[0]], atol=1e-2)
 
 
-def test_a_study_needs_matplotlib(
-    study_on: StudyOn, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_study_needs_matplotlib(study_on, text, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = study_on("depth", text, tmp_path)
     assert result.exit_code == 1
@@ -141,9 +133,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_no_study_can_do_is_said(
-    study_on: StudyOn, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
-) -> None:
+def test_what_no_study_can_do_is_said(study_on, text, tmp_path, monkeypatch, words):
     monkeypatch.setattr("orchestrator.lab.study.study.LEAST_TOKENS", 512)
     name, *options = words.split()
     result = study_on(name, text, tmp_path / "out", *options)
@@ -151,17 +141,17 @@ def test_what_no_study_can_do_is_said(
     assert not (tmp_path / "out").exists()
 
 
-def test_near_tiers_are_one_of_each_width() -> None:
+def test_near_tiers_are_one_of_each_width():
     five = NearTiers.of(("q8_0", "q4_k", "q3_k", "iq3_xxs", "q2_k"))
     assert five == NearTiers(("q4_k", "q3_k", "q2_k"), (4, 3, 2))
     assert five.uniform(3.0) == "q3_k" and five.uniform(2.5) is None
 
 
-def window(domain: str, n_scored: int) -> Window:
+def window(domain, n_scored):
     return Window(list(range(n_scored + 1)), 1, domain)
 
 
-def test_each_domain_is_halved_in_the_order_of_the_text() -> None:
+def test_each_domain_is_halved_in_the_order_of_the_text():
     windows = [window("a", 10), window("b", 5), window("a", 10), window("a", 10), window("b", 5)]
     windows += [window("a", 10), window("c", 90), window("c", 10)]
     first, second = halves(windows)
@@ -170,7 +160,7 @@ def test_each_domain_is_halved_in_the_order_of_the_text() -> None:
     assert halves([window("", 1), window("", 100)]) == ([window("", 1)], [window("", 100)])
 
 
-def test_share_is_a_ratio_of_means_with_a_paired_error() -> None:
+def test_share_is_a_ratio_of_means_with_a_paired_error():
     rng = np.random.default_rng(1)
     whole = rng.normal(1.0, 2.0, 4000)
     exact = share(0.25 * whole, whole)
@@ -185,20 +175,20 @@ def test_share_is_a_ratio_of_means_with_a_paired_error() -> None:
 
 
 @pytest.fixture
-def subject(model: Path, text: Path) -> Subject:
+def subject(model, text):
     config = Config.build(model=model, threads=1, ctx=64, ram=1 << 40)
     options = EvalOptions(text=text, tokens=64, window=16)
     return Subject(config, options, lambda what, done: None)
 
 
-def fixed(subject: Subject, n_high: int, used: np.ndarray | None) -> Score:
+def fixed(subject, n_high, used):
     """The text with a hot set that never changes."""
     settings = Residency(subject).settings(n_high, **NEVER)
     with subject.open(settings, used) as engine:
         return subject.score(engine, "")
 
 
-def test_what_hotness_says_is_high_is_resident_and_computed(subject: Subject) -> None:
+def test_what_hotness_says_is_high_is_resident_and_computed(subject):
     scores = subject.random_uses(seed=3)
     with subject.open(Residency(subject).settings(3, **NEVER), scores) as engine:
         assert subject.score(engine, "").slot_bytes == Residency(subject).budget_bytes(3)
@@ -213,7 +203,7 @@ def test_what_hotness_says_is_high_is_resident_and_computed(subject: Subject) ->
         assert row.high == (1.0 if n_high else 0.0)
 
 
-def test_uses_are_what_was_routed(subject: Subject) -> None:
+def test_uses_are_what_was_routed(subject):
     found = subject.uses(subject.windows, subject.high)
     assert found.sum(axis=1) == pytest.approx(np.full(subject.n_layers, subject.n_expert_used))
     hottest, coldest = (fixed(subject, 2, used) for used in (found, found.max() - found))
