@@ -393,41 +393,32 @@ def test_a_table_comes_back(files, out):
 KL = {"factors": [1, 1], "tiers": [], "text": "", "error": 0}
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("loss", [[0.1]]),
-        ("loss", "none"),
-        ("loss", [[[-1.0, -1.0]] * 4] * 2),
-        ("loss", [[[None, None]] * 4] * 2),
-        ("counts", [[1, 1, 1, 1]]),
-        ("counts", [[-1, 1, 1, 1]] * 2),
-        ("counts", [[0, 0, 0, 0]] * 2),
-        ("loss", [[[1e31, 1e31]] * 4] * 2),
-        ("candidates", []),
-        ("candidates", [{"name": "q8_0"}]),
-        ("power", [1]),
-        ("gates", [1]),
-        ("gates", [[-1.0] * 4] * 2),
-        ("kl", {"factors": [1, 1]}),
-        ("kl", KL | {"factors": [1, 0]}),
-        ("kl", KL | {"factors": [1]}),
-        ("kl", KL | {"error": -1}),
-        ("kl", KL | {"tiers": ["q8_0", "skip"], "scales": [1]}),
-        ("kl", KL | {"tiers": ["q8_0"], "scales": [1]}),
-        ("kl", KL | {"tiers": ["skip"], "scales": [0]}),
-        ("format", "other"),
+DAMAGED = {
+    "loss": [[[0.1]], "none", *([[[n, n]] * 4] * 2 for n in (-1.0, None, 1e31))],
+    "counts": [[[1, 1, 1, 1]], [[-1, 1, 1, 1]] * 2, [[0, 0, 0, 0]] * 2],
+    "candidates": [[], [{"name": "q8_0"}]],
+    "power": [[1]],
+    "gates": [[1], [[-1.0] * 4] * 2],
+    "format": ["other"],
+    "kl": [
+        {"factors": [1, 1]},
+        *(KL | each for each in ({"factors": [1, 0]}, {"factors": [1]}, {"error": -1})),
+        *(KL | {"tiers": tiers, "scales": [1]} for tiers in (["q8_0", "skip"], ["q8_0"])),
+        KL | {"tiers": ["skip"], "scales": [0]},
     ],
-)
-def test_a_damaged_table_is_a_sentence(key, value, packed, out):
+}
+
+
+@pytest.mark.parametrize("key", DAMAGED)
+def test_a_damaged_table_is_a_sentence(key, packed, out):
     with ExpertModel.open(packed) as model:
         save(out, model, small(model))
-        out.write_text(json.dumps({**json.loads(out.read_text()), key: value}))
-        with pytest.raises(ConfigError, match=r"t\.json: this is no loss table, or a damaged"):
-            load(out, model)
-        out.write_text("[" * 100_000)
-        with pytest.raises(ConfigError, match="this is no loss table"):
-            load(out, model)
+        whole = json.loads(out.read_text())
+        texts = [json.dumps({**whole, key: value}) for value in DAMAGED[key]]
+        for text in (*texts, "[" * 100_000):
+            out.write_text(text)
+            with pytest.raises(ConfigError, match=r"t\.json: this is no loss table, or a damaged"):
+                load(out, model)
         with pytest.raises(ConfigError, match=r"none\.json cannot be read: No such file"):
             load(out.with_name("none.json"), model)
 

@@ -8,22 +8,12 @@ from orchestrator.config import Config
 from orchestrator.errors import ConfigError, SettingError
 from orchestrator.settings import FROM_1, Notation, Settings, again, parse_size, setting
 
+SIZES = {"4096": 4096, "6GiB": 6 * 2**30, "6G": 6 * 2**30, "1.5 GiB": 3 * 2**29, "7b": 7}
+SIZES |= {"500MB": 500_000_000, " 64 kib ": 65536, "2tb": 2 * 10**12}
 
-@pytest.mark.parametrize(
-    ("text", "size_bytes"),
-    [
-        ("4096", 4096),
-        ("6GiB", 6 * 2**30),
-        ("6G", 6 * 2**30),
-        ("1.5 GiB", 3 * 2**29),
-        ("500MB", 500_000_000),
-        (" 64 kib ", 65536),
-        ("2tb", 2 * 10**12),
-        ("7b", 7),
-    ],
-)
-def test_sizes(text, size_bytes):
-    assert parse_size(text) == size_bytes
+
+def test_sizes():
+    assert {text: parse_size(text) for text in SIZES} == SIZES
 
 
 @pytest.mark.parametrize(
@@ -41,36 +31,25 @@ def test_unknown_key_names_the_nearest():
         Config.build(model="m", zzz=1)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("retention", 1.5),
-        ("retention", float("nan")),
-        ("retention", "0.5"),
-        ("retention", True),
-        ("ram", 0),
-        ("ram", 1.5),
-        ("ram", "6GiB"),
-        ("ctx", 0),
-        ("ubatch", 0),
-        ("max_tokens", 0),
-        ("temp", -0.1),
-        ("temp", float("inf")),
-        ("top_p", 1.01),
-        ("seed", -1),
-        ("seed", 2**32),
-        ("threads", 0),
-        ("n_ahead", 5),
-        ("io_threads", 0),
-        ("model", 3),
-        ("policy", 3),
-        ("use_extra_bufts", 1),
-        ("force_managed", None),
-    ],
-)
-def test_wrong_values(key, value):
-    with pytest.raises(ConfigError, match=f"'{key}'"):
-        Config.build(**({"model": "m"} | {key: value}))
+WRONG = {
+    "retention": (1.5, float("nan"), "0.5", True),
+    "ram": (0, 1.5, "6GiB"),
+    "temp": (-0.1, float("inf")),
+    "top_p": (1.01,),
+    "seed": (-1, 2**32),
+    "n_ahead": (5,),
+    **dict.fromkeys(("ctx", "ubatch", "max_tokens", "threads", "io_threads"), (0,)),
+    **dict.fromkeys(("model", "policy"), (3,)),
+    "use_extra_bufts": (1,),
+    "force_managed": (None,),
+}
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_wrong_values(key):
+    for value in WRONG[key]:
+        with pytest.raises(ConfigError, match=f"'{key}'"):
+            Config.build(**({"model": "m"} | {key: value}))
 
 
 def test_changed_copy_is_checked_too():

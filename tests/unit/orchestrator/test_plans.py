@@ -324,30 +324,29 @@ def test_text_and_picture(found, tmp_path):
     assert drawn == (tmp_path / "b.svg").read_bytes() and b"mixed" in drawn
 
 
-@pytest.mark.parametrize(
-    ("asked", "same"),
-    [
-        ({"max_loss": 0.01}, True),
-        ({"max_loss": 0.01, "temp": 0.1, "max_tokens": 9}, True),
-        ({"max_loss": 0.01, "prompt_cache_limit": 1 << 20}, True),
-        ({"max_loss": 0.01, "conversations": True}, False),
-        ({"max_loss": 0.01, "sequences": 4}, False),
-        ({"max_loss": 0.01, "scored": 4}, False),
-        ({"max_loss": 0.01, "beside": 1 << 20}, False),
-        ({"max_loss": 0.01, "beside_token": 8}, False),
-        ({"max_loss": 0.01, "cache_ram": 0}, False),
-        ({"max_loss": 0.01, "logits_all": True}, False),
-        ({"max_loss": 0.02}, False),
-        ({"max_loss": 0.01, "ram": 1 << 30}, False),
-        ({"max_loss": 0.01, "threads": 1}, False),
+# What more a command asks for, and whether it is the same to a plan.
+MORE = [
+    *[
+        (each, True)
+        for each in ({}, {"temp": 0.1, "max_tokens": 9}, {"prompt_cache_limit": 1 << 20})
     ],
-)
-def test_a_command_is_known_by_what_it_asks_of_the_model(model, asked, same):
-    settings = {"policy": "floor", "high_tier": "q4_k", "max_loss": 0.008, "low_tier": None}
-    plans.TakenPlans(Config.build(model=model.path, max_loss=0.01), model).keep(settings)
-    found = plans.TakenPlans(Config.build(model=model.path, **asked), model).recall()
+    *[({name: 4}, False) for name in ("sequences", "scored", "beside_token")],
+    *[({name: 1 << 30}, False) for name in ("beside", "ram")],
+    *[({name: True}, False) for name in ("conversations", "logits_all")],
+    *[(each, False) for each in ({"cache_ram": 0}, {"max_loss": 0.02}, {"threads": 1})],
+]
+
+
+@pytest.mark.parametrize(("more", "same"), MORE)
+def test_a_command_is_known_by_what_it_asks_of_the_model(model, more, same):
+    def plans_of(**asked):
+        return plans.TakenPlans(
+            Config.build(model=model.path, **{"max_loss": 0.01, **asked}), model
+        )
+
     kept = {"policy": "floor", "high_tier": "q4_k", "low_tier": None}
-    assert found == (kept if same else None)
+    plans_of().keep(kept | {"max_loss": 0.008})
+    assert plans_of(**more).recall() == (kept if same else None)
 
 
 def test_what_is_damaged_counts_as_nothing(model, user_folder):

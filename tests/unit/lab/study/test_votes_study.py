@@ -1,4 +1,4 @@
-"""The votes studies of FIRM-MoE: what is compared, by hand, and the loss of a made-up trace."""
+"""The votes studies of FIRM-MoE: what is compared, and the loss of a made-up trace."""
 
 import json
 import sys
@@ -12,28 +12,10 @@ from orchestrator.cli.main import cli
 from orchestrator.events import Phase
 from orchestrator.lab.replay import write_trace
 from orchestrator.lab.study.firm import BASE, NO_PREFETCH, parts
-from orchestrator.lab.study.votes import strategies, union, weighted
 from orchestrator.policy import POLICIES
 
 sys.path.append(str(Path(__file__).parents[2] / "replay"))
 from traces import make_trace
-
-VOTES = [[5, 2, 7, 1], [2, 5, 9, 7], [7, 2, 4, 5]]
-
-
-def test_ways_to_predict():
-    """5 is worth 1.5 + 1.0 + 0.5 where the third layer's last candidate counts; 7 then too."""
-    assert union(VOTES, 2, 2) == [5, 2]
-    assert union(VOTES, 4, 3) == [5, 2, 7, 1, 9, 4]
-    assert weighted(VOTES, 4, 3.0) == [5, 2, 7]
-    assert weighted(VOTES, 3, 2.0) == [5, 2, 7]  # 2.5, 3.0 and 2.0
-    assert weighted(VOTES, 3, 2.5) == [5, 2]
-    assert weighted(VOTES[:2], 4, 3.0) == [5, 2, 7]  # all votes there are
-    scores = [1.0, 0.5, 0.3, 0.1]
-    named = {label: predict(VOTES, scores) for label, (_, predict) in strategies(4).items()}
-    assert named["top 2"] == [5, 2]
-    assert named["MoL K=4 P=3"] == named["weighted >= 3.0"] == [5, 2, 7]
-    assert named["margin, K=2"] == [5, 2, 7]  # at least twice the last one
 
 
 @pytest.mark.parametrize("k", [2, 8])
