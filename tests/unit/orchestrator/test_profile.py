@@ -75,30 +75,12 @@ def test_a_profile_of_another_model_is_refused(paths, tmp_path):
 def broken(text):
     """The same profile, damaged in one way each."""
     data = json.loads(text)
-    hotness = data["hotness"]
-
-    def changed(**entries):
-        return json.dumps({**data, **entries}).encode()
-
-    return [
-        b"",
-        text[: len(text) // 2].encode(),
-        b"[]",
-        b"\xff\xfe",
-        b"[" * 100_000,
-        changed(format="something else"),
-        changed(version=99),
-        changed(model=7),
-        changed(name=None),
-        changed(hotness=hotness[1:]),
-        changed(hotness=[hotness[0][1:], *hotness[1:]]),
-        changed(hotness=[[-1.0, *hotness[0][1:]], *hotness[1:]]),
-        changed(hotness=[["x", *hotness[0][1:]], *hotness[1:]]),
-        changed(hotness=[[None, *hotness[0][1:]], *hotness[1:]]),
-        changed(hotness={"0": 1}),
-        changed(hotness=[[float("nan"), *hotness[0][1:]], *hotness[1:]]),
-        changed(hotness=[[1e999, *hotness[0][1:]], *hotness[1:]]),
-    ]
+    first, *rest = data["hotness"]
+    rows = [first[1:], *([value, *first[1:]] for value in (-1.0, "x", None, np.nan, 1e999))]
+    changes = [{"hotness": each} for each in (rest, {"0": 1}, *([row, *rest] for row in rows))]
+    changes += [{"format": "something else"}, {"version": 99}, {"model": 7}, {"name": None}]
+    changed = [json.dumps({**data, **each}).encode() for each in changes]
+    return [b"", text[: len(text) // 2].encode(), b"[]", b"\xff\xfe", b"[" * 100_000, *changed]
 
 
 def test_damaged_profiles_are_named(model, tmp_path):
