@@ -9,6 +9,7 @@ import time
 import pytest
 
 from gguf_tools import interrupts
+from gguf_tools.file import unfinished
 from gguf_tools.file.unfinished import UnfinishedFile
 from gguf_tools.workers import in_order, workers
 
@@ -156,8 +157,6 @@ def test_one_that_is_got_over_makes_the_next_a_first_one():
 
 
 def test_a_file_that_nobody_has_yet_goes_with_the_interrupt(tmp_path, monkeypatch):
-    from gguf_tools.file import unfinished
-
     create = unfinished.create
 
     def interrupted(*args):
