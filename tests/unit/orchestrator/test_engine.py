@@ -1,6 +1,6 @@
 """The engine over a scripted model: streaming, the cache's prefix, endings, failures."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -24,51 +24,30 @@ END = 0
 GREEDY = Sampling(temp=0.0)
 
 
-class FakeBindings:
-    api = SimpleNamespace(llama_supports_gpu_offload=lambda: False)
-
-    @classmethod
-    def load(cls):
-        return cls()
-
-    def complaint(self):
-        return " (scripted)"
-
-    def library(self):
-        raise NativeError("no store in this test")
+def no_store():
+    raise NativeError("no store in this test")
 
 
-class FakeModel:
+API = SimpleNamespace(llama_supports_gpu_offload=lambda: False)
+BINDINGS = SimpleNamespace(api=API, complaint=lambda: " (scripted)", library=no_store)
+
+
+def fake_model(*_args, progress, **_kw):
     """Token t > 0 is the byte t; END ends."""
-
-    def __init__(self, *_args, progress, **_kw):
-        self.handle, self.n_vocab, self.closed = 1, 256, False
-        if progress is not None:
-            progress(1.0)
-
-    def tokenize(self, text, add_special, parse_special):
-        return ([1] if add_special else []) + list(text.encode())
-
-    def piece(self, token, special=False):
-        return bytes([token])
-
-    def is_end(self, token):
-        return token == END
-
-    def adds_bos(self):
-        return True
-
-    def bos(self):
-        return "<s>"
-
-    def eos(self):
-        return "</s>"
-
-    def chat_template(self):
-        return None
-
-    def close(self):
-        self.closed = True
+    if progress is not None:
+        progress(1.0)
+    return SimpleNamespace(
+        handle=1,
+        n_vocab=256,
+        tokenize=lambda text, add_special, parse_special: [1] * add_special + [*text.encode()],
+        piece=lambda token, special=False: bytes([token]),
+        is_end=lambda token: token == END,
+        adds_bos=lambda: True,
+        bos=lambda: "<s>",
+        eos=lambda: "</s>",
+        chat_template=lambda: None,
+        close=lambda: None,
+    )
 
 
 class FakeContext:
@@ -107,19 +86,8 @@ class FakeContext:
         pass
 
 
-class FakeChain:
-    """Samples what the test scripted."""
-
-    script: Iterator[int] = iter(())
-
-    def __init__(self, *_args):
-        pass
-
-    def sample(self):
-        return next(self.script)
-
-    def close(self):
-        pass
+SCRIPT: list[int] = []  # what is sampled next
+CHAIN = SimpleNamespace(sample=lambda: SCRIPT.pop(0), close=lambda: None)
 
 
 @pytest.fixture
@@ -130,11 +98,11 @@ def path(tiny_model):
 @pytest.fixture
 def engine(path, monkeypatch):
     for of, name, fake in (
-        (planner_module, "Bindings", FakeBindings),
+        (planner_module, "Bindings", SimpleNamespace(load=lambda: BINDINGS)),
         (planner_module, "probe", lambda _device: Machine(2**34)),
-        (parts_module, "Model", FakeModel),
+        (parts_module, "Model", fake_model),
         (parts_module, "LlamaContext", FakeContext),
-        (engine_module, "SamplerChain", FakeChain),
+        (engine_module, "SamplerChain", lambda *_: CHAIN),
         (Probe, "_measured", lambda *_: None),
         (load_module.Loader, "_checked", lambda _self, _plan: nullcontext()),
     ):
@@ -150,7 +118,7 @@ def context(engine):
 
 
 def script(text, *more):
-    FakeChain.script = iter([*text, *more])
+    SCRIPT[:] = [*text, *more]
 
 
 def answer(engine, prompt, said=None, max_tokens=100):

@@ -81,15 +81,9 @@ class Played:
         pass
 
 
-class Unbound:
-    """As far as speeds ask."""
-
-    class api:
-        _lib = None
-
-        @staticmethod
-        def llama_print_system_info():
-            return b"a system"
+# As far as speeds ask.
+API = SimpleNamespace(_lib=None, llama_print_system_info=lambda: b"a system")
+UNBOUND = SimpleNamespace(api=API)
 
 
 @pytest.fixture
@@ -104,7 +98,7 @@ def session(machine, seconds, after_s, others=0.0, **settings):
     """(what stands, whether it was disturbed) of a use of this machine."""
     machine.seconds_of_all, machine.others = seconds, others
     machine.now += after_s
-    with speeds_module.Speeds(Unbound(), **{"threads": 1} | settings) as speeds:
+    with speeds_module.Speeds(UNBOUND, **{"threads": 1} | settings) as speeds:
         return speeds.seconds(WHAT), speeds.disturbed
 
 
@@ -137,14 +131,14 @@ def test_what_a_token_takes_is_timed_in_rounds(machine, monkeypatch):
     beside = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
     monkeypatch.setattr(machine, "seconds", lambda what: found[what].pop(0))
     monkeypatch.setattr(machine, "share", lambda: beside.pop(0))
-    with speeds_module.Speeds(Unbound(), 2) as speeds:
+    with speeds_module.Speeds(UNBOUND, 2) as speeds:
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [4.0, 3.0, 6.0]
         assert speeds.again() and not any(found.values())
         # 0.5 was not timed on a quiet machine
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [2.0, 3.0, 6.5]
         assert not speeds.again() and not speeds.disturbed
     machine.now += 5
-    with speeds_module.Speeds(Unbound(), 2) as speeds:
+    with speeds_module.Speeds(UNBOUND, 2) as speeds:
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [2.0, 3.0, 6.5]
         assert not speeds.again()
 
@@ -156,7 +150,7 @@ def test_a_timing_that_others_disturbed_is_repeated(machine, monkeypatch):
     found, beside = [6.0, 5.0, 1.0, 7.0], [1.0, 1.0, 0.0, 1.0]
     monkeypatch.setattr(machine, "seconds", lambda what: found.pop(0))
     monkeypatch.setattr(machine, "share", lambda: beside.pop(0))
-    with speeds_module.Speeds(Unbound(), 2) as speeds:
+    with speeds_module.Speeds(UNBOUND, 2) as speeds:
         assert speeds.seconds(WHAT) == 1.0 and not speeds.disturbed
         assert speeds.seconds(WHAT._replace(rows=4)) == 7.0 and speeds.disturbed
 
