@@ -14,15 +14,12 @@ MIB = 2**20
 CAP, FREE = 1000 * MIB, 4000 * MIB
 
 
-@dataclass
-class Plan:
-    """With slots up to the cap: more bytes of scratch are fewer of slots."""
+USUAL = {"more": 0, "n_ubatch": 512, "total_bytes": CAP, "vram_bytes": CAP, "absent_bytes": 1}
 
-    more: int = 0
-    n_ubatch: int = 512
-    total_bytes: int = CAP
-    vram_bytes: int = CAP
-    absent_bytes: int = 1
+
+def planned_with(**changes):
+    """With slots up to the cap: more bytes of scratch are fewer of slots."""
+    return SimpleNamespace(**(USUAL | changes))
 
 
 @dataclass
@@ -60,10 +57,10 @@ def load(gpu, monkeypatch):
         return SimpleNamespace(plan=plan, warm_up=warm_up, close=close)
 
     monkeypatch.setattr(loader, "_load", _load)
-    plans = {"plan": lambda _config, more: Plan(more), "loses": lambda _plan: None}
+    plans = {"plan": lambda _config, more: planned_with(more=more), "loses": lambda _plan: None}
     loader.planner = SimpleNamespace(**plans)
     monkeypatch.setattr(loader, "_free_bytes", lambda: FREE - gpu.taken - gpu.others)
-    return loader.load(planned(Plan())).plan
+    return loader.load(planned(planned_with())).plan
 
 
 @pytest.mark.parametrize(
@@ -96,5 +93,5 @@ def test_without_a_gpu_it_is_loaded_once(monkeypatch):
     loader.gpu = None
     loads: list[object] = []
     monkeypatch.setattr(loader, "_load", lambda runs, _progress: loads.append(runs.plan))
-    loader.load(planned(Plan(vram_bytes=0)))
+    loader.load(planned(planned_with(vram_bytes=0)))
     assert len(loads) == 1

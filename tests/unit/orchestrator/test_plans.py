@@ -1,7 +1,7 @@
 """Which plans there are in one memory, which of them nobody beats, and which one a loss chooses."""
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ from orchestrator.cost.speeds import AGREE, DISTURBED
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP
 from orchestrator.memory.machine import Machine
-from orchestrator.memory.plan import MemoryPlan, plan_memory
+from orchestrator.memory.plan import plan_memory
 from orchestrator.policy import ALLOWED_LOSS
 from orchestrator.policy.base import SpendsLoss
 
@@ -37,35 +37,26 @@ def model(tmp_path_factory):
     return ExpertModel.open(synthetic.write(path, "tiny-qwen3moe", tiers=TIERS))
 
 
-class Nats:
-    """Every use costs what its tier does."""
+# Every use costs what its tier does.
+FITTED = SimpleNamespace(
+    of_uses=lambda uses, tiers: float((uses * np.vectorize(NATS.__getitem__)(tiers)).sum())
+)
 
-    def of_uses(self, uses, tiers):
-        return float((uses * np.vectorize(NATS.__getitem__)(tiers)).sum())
 
-
-@dataclass
-class Takes:
+def takes(plan, of=1.0):
     """Absent bytes take ten times as long as present ones."""
-
-    plan: MemoryPlan
-    residency = SimpleNamespace(hit_rate=1.0)
-
-    @property
-    def read_bytes(self):
-        return float(self.plan.absent_bytes)
-
-    def token_s(self, cells=0):
-        plan = self.plan
-        there = plan.slots.total_bytes if plan.slots else plan.expert_bytes
-        return (there + 10 * plan.absent_bytes) * 1e-9
-
-    def prompt_s(self, n_tokens, first=False):
-        return n_tokens * self.token_s() * (2 if first else 1)
+    there = plan.slots.total_bytes if plan.slots else plan.expert_bytes
+    token_s = of * (there + 10 * plan.absent_bytes) * 1e-9
+    return SimpleNamespace(
+        residency=SimpleNamespace(hit_rate=1.0),
+        read_bytes=float(plan.absent_bytes),
+        token_s=lambda cells=0: token_s,
+        prompt_s=lambda n_tokens, first=False: n_tokens * token_s * (2 if first else 1),
+    )
 
 
 class Played(Planner):
-    """A machine of 64 GiB that takes what Takes says, without what earlier runs learned of it."""
+    """A machine of 64 GiB that takes what takes says, without what earlier runs learned of it."""
 
     def __init__(self, model, estimate, disturbed=False):
         self._config, self._model = Config.build(model=model.path), model
@@ -80,7 +71,7 @@ class Played(Planner):
             unknown=lambda names: "",
         )
         self._times = SimpleNamespace(
-            of_plan=lambda plan, *_: Takes(plan), disturbed=disturbed, profiled=True
+            of_plan=lambda plan, *_: takes(plan), disturbed=disturbed, profiled=True
         )
 
     def _plan(self, config, more_scratch=0):
@@ -91,7 +82,7 @@ class Played(Planner):
 
 
 def frontier(config, model, fitted=True, disturbed=False):
-    return Played(model, Nats() if fitted else None, disturbed).frontier(config)
+    return Played(model, FITTED if fitted else None, disturbed).frontier(config)
 
 
 def ask(model, share, **settings):
@@ -268,12 +259,9 @@ def test_what_was_measured_beside_other_programs_is_told(model):
     assert frontier(config, model, disturbed=True).disturbed
 
 
-class Skipping(Takes):
+def skipping(plan):
     """What may be skipped takes half of the time."""
-
-    def token_s(self, cells=0):
-        spends = isinstance(self.plan.policy, SpendsLoss)
-        return super().token_s(cells) * (0.5 if spends else 1.0)
+    return takes(plan, 0.5 if isinstance(plan.policy, SpendsLoss) else 1.0)
 
 
 @pytest.mark.parametrize(
@@ -298,10 +286,10 @@ def test_a_lossless_conversation_hears_what_a_loss_would_bring(
             raise OSError
         return Bandwidth(1e9)
 
-    played = Played(model, Nats())
+    played = Played(model, FITTED)
     played.bindings = played._disk = None
-    played.losses.spent = lambda _: Nats() if fitted else None
-    times = SimpleNamespace(of_plan=lambda plan, *_: Skipping(plan), profiled=True)
+    played.losses.spent = lambda _: FITTED if fitted else None
+    times = SimpleNamespace(of_plan=lambda plan, *_: skipping(plan), profiled=True)
     monkeypatch.setattr(planner, "known_bandwidth", disk)
     monkeypatch.setattr(planner, "TimeModel", lambda *_, measures: nullcontext(times))
     played.compared(ask(model, 0.5, **{"conversations": True, **settings}))

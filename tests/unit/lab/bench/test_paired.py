@@ -1,6 +1,7 @@
 """`moe-edge bench paired`: what the two sides are told, their turns, and the ratio."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,21 +39,18 @@ def test_what_is_no_setting_is_refused(word):
         paired.PairedOptions().side((word,), MODEL)
 
 
-class Played:
-    """A side that computes nothing, and says when it was asked."""
-
-    def __init__(self, name, asked, steps):
-        self.name, self.asked, self.steps, self.ms = name, asked, steps, []
-
-    def run(self, steps, prompt):
-        self.asked.append(self.name)
-        self.steps.append(steps)
-        return [1.0] * (steps - 1)
-
-
 def test_who_begins_changes_from_turn_to_turn_and_warm_up_counts_nowhere():
     asked, steps = [], []
-    sides = {name: Played(name, asked, steps) for name in "ab"}
+
+    def played(name):
+        def run(n, prompt):
+            asked.append(name)
+            steps.append(n)
+            return [1.0] * (n - 1)
+
+        return SimpleNamespace(name=name, ms=[], run=run)
+
+    sides = {name: played(name) for name in "ab"}
     paired.in_turns(sides, prompt=0, turns=3)
     assert "".join(asked) == "ab" + "ab" + "ba" + "ab"
     assert steps == [paired.WARM_UP] * 2 + [paired.STEPS] * 6

@@ -33,17 +33,10 @@ class Inner:
 
 
 def make_event(step, phase):
-    ids = np.array([[3, 1, 9, 12]], np.int32)
-    empty = np.zeros((1, 1, K))
+    ids, none = np.array([[3, 1, 9, 12]], np.int32), np.zeros((1, 1, K), np.float32)
     event = RouteEvent(
-        ids,
-        np.ones((1, K), np.float32),
-        np.zeros(1, np.int32),
-        empty.astype(np.int32),
-        empty.astype(np.float32),
-        np.zeros(1, np.float32),
-        np.full(1, phase, np.uint8),
-        np.zeros(1, np.int32),
+        *(ids, np.ones((1, K), np.float32), np.zeros(1, np.int32), none.astype(np.int32), none),
+        *(np.zeros(1, np.float32), np.full(1, phase, np.uint8), np.zeros(1, np.int32)),
     )
     event.step, event.phase, event.layer = step, int(phase), 2
     return event
