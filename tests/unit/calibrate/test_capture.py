@@ -113,14 +113,11 @@ def test_a_full_disk_is_a_sentence(capture, text, tmp_path, monkeypatch):
         next(capture.layers(windows, folder=tmp_path))
 
 
-def test_a_short_text_is_refused(capture, tmp_path):
+def test_what_cannot_be_read_is_refused(capture, tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("Too short to calibrate on.")
     with pytest.raises(ConfigError, match=r"short\.txt: \d+ tokens are too few to calibrate on"):
         read_calibration(capture, path)
-
-
-def test_a_damaged_model_is_refused(tmp_path):
     path = tmp_path / "no.gguf"
     path.write_bytes(b"GGUF")
     with pytest.raises(GGUFError, match=r"no\.gguf"):

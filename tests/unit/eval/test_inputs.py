@@ -195,14 +195,12 @@ def test_log_softmax_is_the_log_of_softmax_and_survives_large_logits():
     assert large[0] == pytest.approx(-math.log1p(math.exp(-1)))
 
 
-def test_perplexity_of_a_fair_die_is_six():
+def test_a_perplexity_and_its_error():
+    """Of a fair die it is six, and its error is that of repeated samples."""
     nll = np.full(100, math.log(6))
     found = arithmetic.perplexity(nll)
     assert found.value == pytest.approx(6)
     assert found.error == pytest.approx(0, abs=1e-12)
-
-
-def test_the_error_of_a_perplexity_is_that_of_repeated_samples():
     rng = np.random.default_rng(2)
     samples = rng.normal(2.0, 0.5, (4000, 400))
     spread = np.std([arithmetic.perplexity(row).value for row in samples])

@@ -248,14 +248,11 @@ def test_slots_limit_the_split():
         assert loss_of(found, loss) == pytest.approx(min(loss_of(each, loss) for each in every))
 
 
-def test_too_few_bits_are_an_error():
+def test_what_cannot_be_split():
     with pytest.raises(PolicyError, match="cannot keep to 11 bits"):
         prefix_split(np.ones((6, 2)), (4, 2), 11)
     with pytest.raises(PolicyError, match="falling"):
         prefix_split(np.ones((6, 2)), (2, 4), 24)
-
-
-def test_no_cold_expert_is_no_split():
     assert prefix_split(np.zeros((0, 4)), PAPER, 0) == (0, 0, 0, 0)
 
 
@@ -375,7 +372,8 @@ def test_recall_and_precision():
 
 
 def test_moves_get_slots_in_their_order_until_none_is_left():
-    """Two layers; a pool of each in tier 0, and one of both that tiers 1 and 2 share."""
+    """Two layers; a pool of each in tier 0, and one of both that tiers 1 and 2 share. A pool with
+    more than its slots takes none from another."""
     shared = [2]
     apart, together = np.array([0, 1]), np.array([0, 0])
     tracker = Tracker([[1, 0], shared, shared], [apart, together, together])
@@ -390,9 +388,6 @@ def test_moves_get_slots_in_their_order_until_none_is_left():
     assert tracker.admitted(wanting()) == [(0, 1, 0), (0, 3, 1), (1, 4, 2)]
     assert tracker.full and looked[-1] == (1, 5, 1)
     assert not tracker.try_reserve(0, 2)
-
-
-def test_a_pool_with_more_than_its_slots_takes_none_from_another():
     tracker = Tracker([[-1, 1]], [np.array([0, 1])])
     assert tracker.admitted([(0, 0, 0), (1, 0, 0), (1, 1, 0)]) == [(1, 0, 0)]
     assert tracker.full

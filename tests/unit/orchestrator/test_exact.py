@@ -27,14 +27,12 @@ def planned(model, **settings):
 
 
 def test_weights_stay_as_they_are_in_the_file(model):
+    """The plain path repacks nothing either."""
     config, plan = planned(model, policy="lru", force_managed=True)
     assert (config.layout, config.use_extra_bufts) == ("file", False)
     assert not wants_own_layout(config, plan)
     without = config.with_changes(exact=False, layout="auto", use_extra_bufts=None)
     assert wants_own_layout(without, plan)
-
-
-def test_the_plain_path_repacks_nothing(model):
     config, plan = planned(model)
     assert not plan.managed and config.use_extra_bufts is False
 

@@ -244,12 +244,10 @@ def test_what_would_have_no_effect_is_refused(settings, said):
 
 
 def test_as_many_layers_look_ahead_as_vote():
+    """Without prefetch none do, and nothing is asked for."""
     votes = ("4,4", "4,1/4,2/4,1", "4,1", None)
     assert [firm(votes=each).wants.n_ahead for each in votes] == [4, 2, 1, 3]
     assert firm(tune="off", votes="4,2").wants.n_ahead == 2
-
-
-def test_without_prefetch_nothing_is_asked_for():
     policy = firm(prefetch="off", votes=None)
     assert policy.wants.n_ahead == 0 and policy.report()["prefetch"] == "off"
     assert asked(policy, make(0, [USED[0]], [[row] for row in AHEAD[0]])) == []

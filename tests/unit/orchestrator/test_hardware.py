@@ -10,9 +10,6 @@ def test_headroom():
     assert Machine(2**30).usable_bytes == 2**30 - 2**28
     assert Machine(100 * 2**30).usable_bytes == 98 * 2**30
     assert Machine(1000).usable_bytes == 0
-
-
-def test_probe():
     assert 0 < probe().memory_bytes <= psutil.virtual_memory().total
 
 
@@ -34,14 +31,11 @@ def test_cgroup_version_1(tmp_path):
     assert machine._cgroup_limits(tmp_path, proc) == [(1000, 380), (5000, 3880)]
 
 
-def test_cgroup_version_2(tmp_path):
+def test_cgroup_version_2_and_none(tmp_path):
     names = ("memory.max", "memory.current")
     write_group(tmp_path / "s.slice" / "u", names, "max", 10, "anon 1\n")
     write_group(tmp_path / "s.slice", names, "2000", 300, "active_file 50\ninactive_file 50\n")
     proc = tmp_path / "cgroup"
     proc.write_text("0::/s.slice/u\n")
     assert machine._cgroup_limits(tmp_path, proc) == [(2000, 200)]
-
-
-def test_no_cgroups(tmp_path):
     assert machine._cgroup_limits(tmp_path, tmp_path / "missing") == []

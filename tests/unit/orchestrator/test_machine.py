@@ -93,12 +93,9 @@ def test_vram_caps_everything_there(planned, model):
     assert planned(vram=needed, ctx=256).total_bytes <= needed
 
 
-def test_a_card_takes_the_whole_model_where_it_fits(planned):
+def test_a_card_takes_the_whole_model_or_the_host_needs_room_for_reads(planned):
     plan = planned(8 << 30)
     assert not plan.managed and plan.device is not None
-
-
-def test_the_host_behind_a_card_needs_room_for_reads(planned):
     with pytest.raises(BudgetError, match="beside a GPU: the smallest that works") as caught:
         planned(8 << 30, policy="lru", ram=1 * MIB)
     assert planned(8 << 30, policy="lru", ram=caught.value.needed_bytes).host_bytes > 0

@@ -61,14 +61,11 @@ def test_texts_are_read_as_a_shell_reads_them():
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi {{ x }}"}]
 
 
-def test_fallback_is_chatml():
+def test_a_models_own_template_and_the_fallback_chatml():
     assert ChatTemplate(None, "", "").render(MESSAGES) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi {{ x }}<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-
-
-def test_the_models_own():
     source = (
         "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}"
         "{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"

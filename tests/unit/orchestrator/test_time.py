@@ -46,14 +46,13 @@ def missing(share, foreseen=0.0):
     return time.Residency(there.uses, there.mix, present, (1.0 - share,) * 2, False, foreseen)
 
 
-def test_a_token_with_everything_in_memory_is_the_sum_of_its_parts():
+def test_a_token_is_the_sum_of_its_parts():
+    """With everything in memory; what is no product is added once a token, and once a layer that is
+    asked about."""
     found = time.PlanTime(costs(), all_there(), DISK, 512)
     assert found.token_s() == pytest.approx(LAYERS * USED * 0.010 + 0.030 + 0.004)
     assert found.token_s(100) - found.token_s() == pytest.approx(100 * 1e-5)
     assert (found.residency.hit_rate, found.read_bytes) == (1.0, 0.0)
-
-
-def test_what_is_no_product_is_added_once_a_token_and_once_a_layer_that_is_asked_about():
     besides = replace(costs(), step_s=0.5, asked_s=0.25)
     alone = time.PlanTime(costs(), all_there(), DISK, 512).token_s()
     unasked = time.PlanTime(besides, all_there(), DISK, 512)

@@ -152,14 +152,11 @@ def test_bound_and_speedup_follow_from_what_was_measured(faked):
     assert json.loads(json.dumps(report.as_dict()))["tables"][1]["data"][2]["name"] == "lru"
 
 
-def test_a_failed_case_is_a_row_and_is_not_tried_again(faked):
+def test_runs_are_interleaved_and_a_failed_one_is_not_tried_again(faked):
     report, jobs = faked
     assert rows_of(report)["upstream mmap, repack", 0.6]["error"] == "out of memory"
     tries = [job for job in jobs if job.settings.get("mmap") and job.settings.get("extra_bufts")]
     assert len(tries) == 1
-
-
-def test_runs_are_interleaved(faked):
     _, jobs = faked
     policies = [job.settings.get("policy") for job in jobs if job.system == "engine"]
     assert policies == 2 * ["plain", "lru", "lru", "dymoe", "dymoe", "dymoe", "dynaexq"]
