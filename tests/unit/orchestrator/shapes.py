@@ -26,6 +26,20 @@ def five_tiers(odd=False):
     return ModelShape(N_EXPERT, 4, FIVE, layers, BITS)
 
 
+def assert_holds(plan, shape, tiers, budget):
+    """The plan keeps to the budget, and has slots that are large enough for every matrix."""
+    assert plan.total_bytes <= budget
+    wanted = {
+        (layer, kind, tier): size
+        for layer, slots in enumerate(shape.slots)
+        for tier in tiers
+        for kind, size in slots[tier].items()
+    }
+    assert set(plan.group_of) == set(wanted)
+    for at, group in plan.group_of.items():
+        assert plan.groups[group].slot_bytes >= wanted[at]
+
+
 def make_event(shape, rng, n_tokens=1, layer=0, phase=Phase.DECODE, n_ahead=0, ties=False):
     n, k, e = max(4, n_tokens), shape.n_expert_used, shape.n_expert
 

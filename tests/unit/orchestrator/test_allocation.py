@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shapes import DOWN, GATE, UP, make_shape
+from shapes import UP, assert_holds, make_shape
 
 from orchestrator.allocation.critical import ratios
 from orchestrator.allocation.hull import Hull, lost
@@ -158,18 +158,8 @@ def test_plans(name, spare):
         policy.plan(1)
     budget = caught.value.needed_bytes + spare
     plan = policy.plan(budget)
-    assert plan.total_bytes <= budget
+    assert_holds(plan, shape, range(1 if name == "lru" else 2), budget)
     assert all(group.n_slots >= 1 for group in plan.groups)
-    tiers = range(1 if name == "lru" else 2)
-    wanted = {
-        (layer, kind, tier)
-        for layer in range(shape.n_layers)
-        for tier in tiers
-        for kind in (UP, GATE, DOWN)
-    }
-    assert set(plan.group_of) == wanted
-    for (layer, kind, tier), group in plan.group_of.items():
-        assert plan.groups[group].slot_bytes >= shape.slots[layer][tier][kind]
     with pytest.raises(BudgetError):
         policy.plan(caught.value.needed_bytes - 1)
 

@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from moving import MovingStore, started
-from shapes import make_decision, make_event, make_shape, make_view
+from shapes import assert_holds, make_decision, make_event, make_shape, make_view
 
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.errors import BudgetError
@@ -74,15 +74,7 @@ def test_plans_fit_and_fill_the_budget(layers, n_expert, share, most, odd):
         assert error.needed_bytes > budget
         assert policy.plan(error.needed_bytes).total_bytes == error.needed_bytes
         return
-    assert plan.total_bytes <= budget
-    assert set(plan.group_of) == {
-        (layer, kind, tier)
-        for layer in range(layers)
-        for tier in (HIGH, LOW)
-        for kind in shape.slots[layer][tier]
-    }
-    for (layer, kind, tier), group in plan.group_of.items():
-        assert plan.groups[group].slot_bytes >= shape.slots[layer][tier][kind]
+    assert_holds(plan, shape, (HIGH, LOW), budget)
     start = policy.start()
     assert len(set(start)) == len(start) == len({(layer, expert) for layer, expert, _ in start})
     if policy.caching:
