@@ -18,7 +18,7 @@ from gguf_tools.quantize.imatrix import (
     write_imatrix,
 )
 from orchestrator.lab.calibrate import Capture, read_calibration
-from orchestrator.lab.calibrate.gather import gather
+from orchestrator.lab.calibrate.gather import gather, sum_squares
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,13 @@ def test_sums_are_the_plain_ones(gathered, model):
         assert np.allclose(entry.sums, sums[name], rtol=1e-4), name
         assert np.array_equal(entry.counts, counts[int(name.split(".")[1])])
     assert counts.sum() == 3 * 2 * sum(len(window) for window in windows)
+
+
+def test_inputs_of_each_slot_go_to_their_expert():
+    ids = np.array([[0, 2], [2, 1]], np.int32)
+    values = np.array([[[1.0], [2.0]], [[3.0], [4.0]]], np.float32)
+    assert sum_squares(values, ids, 4).ravel().tolist() == [1, 16, 4 + 9, 0]
+    assert sum_squares(values[:, :1], ids, 4).ravel().tolist() == [1, 9, 1 + 9, 0]
 
 
 def test_a_file_comes_back_and_is_upstreams(gathered, tmp_path):
