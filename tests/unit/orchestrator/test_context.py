@@ -392,6 +392,15 @@ def test_a_conversation_counts_until_it_ends_and_several_add_up():
     assert not use.sums[0].any() and use.past.tolist() == [[6, 6, 3, 5]] * 2
 
 
+def test_a_sequence_that_begins_anew_forgets_and_a_failed_step_counts_nothing():
+    use = SequenceUse(*SIZE)
+    use.count(1, 0, np.array([[3, 2]]), np.ones((1, 2)), np.zeros(1, np.int32))  # no report follows
+    read(use, 2, [(0, [0, 1])], starts=(0,))
+    read(use, 3, [(0, [2, 3])], starts=(0,))
+    assert use.sums[0].tolist() == [[0, 0, 1, 1]] * 2
+    assert use.past.tolist() == [[1, 1, 0, 0]] * 2
+
+
 def test_a_kept_prefix_brings_what_it_used():
     use = SequenceUse(*SIZE)
     read(use, 1, [(0, [0, 1]), (0, [0, 2])], starts=(0,))

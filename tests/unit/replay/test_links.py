@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traces import decode, over, random_trace
+from traces import decode, make_trace, over, random_trace
 
 from gguf_tools.file.layout import DOWN, GATE, UP
 from orchestrator.errors import NativeError
@@ -211,3 +211,26 @@ def test_the_same_twice_and_never_sooner_on_a_slower_disk(library):
         np.testing.assert_array_equal(hotness, found[0][0])
     assert found[0][1:] == found[1][1:]
     assert found[2][1] <= found[0][1]
+
+
+def test_a_new_topic(library):
+    """Two texts with disjoint experts: the hot set follows, and the share of high comes back."""
+    rng = np.random.default_rng(0)
+
+    def text(first):
+        return [
+            (
+                Phase.DECODE,
+                [first + rng.choice(4, 2, replace=False).reshape(1, 2) for _ in range(3)],
+            )
+            for _ in range(400)
+        ]
+
+    shares = []
+    for steps in (text(0), text(0) + text(4)):
+        trace = make_trace(steps)
+        made = planned(trace, 2 * ALL_LOW, hot_experts=4, update_steps=8)
+        outcome = simulate(library, trace, made, Transport(10**9, 50, 2), Compute(100.0, 100.0))
+        shares.append(outcome.stats.routed[Phase.DECODE][0] / (len(steps) * 6))
+    assert shares[0] == 1.0  # the first four are high from the start
+    assert 0.85 < shares[1] < 1.0
