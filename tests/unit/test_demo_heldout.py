@@ -1,9 +1,6 @@
 """The demo model's held-out text and questions, from sources made up here."""
 
-from __future__ import annotations
-
 import random
-from pathlib import Path
 
 from models.demo.training import facts, heldout
 from models.demo.training.talk import Sources
@@ -13,7 +10,7 @@ from orchestrator.lab.eval.text import read_documents
 CAPITALS = {"Aland": "One", "Bland": "Two", "Cland": "Three", "Dland": "Four", "Eland": "Five"}
 
 
-def sources() -> Sources:
+def sources():
     countries = [
         facts.Country(name, name, (), capital, {"capital": f"The capital of {name} is {capital}."})
         for name, capital in CAPITALS.items()
@@ -22,7 +19,7 @@ def sources() -> Sources:
     return Sources(countries=countries, glossary=[*glossary, ("sun", "Sun: a star.")])
 
 
-def test_questions_have_one_right_choice_about_the_same_thing(tmp_path: Path) -> None:
+def test_questions_have_one_right_choice_about_the_same_thing(tmp_path):
     rng = random.Random(1)
     found = [
         *heldout.fact_questions(sources(), rng),
@@ -43,7 +40,7 @@ def test_questions_have_one_right_choice_about_the_same_thing(tmp_path: Path) ->
     assert {each.answer for each in questions} == {0, 1, 2, 3}
 
 
-def test_without_data_there_is_our_own_text(tmp_path: Path) -> None:
+def test_without_data_there_is_our_own_text(tmp_path):
     text, choices, calibration = (tmp_path / f"{name}.jsonl" for name in "abc")
     words = ["--out", str(text), "--choices", str(choices), "--calibration", str(calibration)]
     assert heldout.main([*words, "--chats", "6", "--questions", "8"]) == 0

@@ -1,9 +1,6 @@
 """The demo model's training, export and conversion, on the toy of `--tiny`."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -21,13 +18,13 @@ from models.demo.training import train  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def toy(tmp_path_factory):
     out = tmp_path_factory.mktemp("toy")
     args = train.parse_args(["--tiny", "--steps", "3", "--out", str(out)])
     return train.train(args)
 
 
-def test_tiny_writes_a_checkpoint(toy: Path) -> None:
+def test_tiny_writes_a_checkpoint(toy):
     from safetensors import safe_open
 
     config = json.loads((toy / "config.json").read_text())
@@ -42,13 +39,13 @@ def test_tiny_writes_a_checkpoint(toy: Path) -> None:
     assert "<|im_start|>" in template
 
 
-def test_converter_recognises_the_tokenizer(toy: Path) -> None:
+def test_converter_recognises_the_tokenizer(toy):
     from gguf_tools.convert.pretokenizer import pre_tokenizer
 
     assert pre_tokenizer(toy) == "qwen2"
 
 
-def test_logits_equal_transformers(toy: Path) -> None:
+def test_logits_equal_transformers(toy):
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     from models.demo.training.evaluate import load_hf
 
@@ -60,7 +57,7 @@ def test_logits_equal_transformers(toy: Path) -> None:
     assert torch.allclose(ours, theirs, atol=2e-3, rtol=1e-3)
 
 
-def test_gradients_equal_plain_autograd() -> None:
+def test_gradients_equal_plain_autograd():
     """The hand-written backward passes against torch on a dense formulation."""
     torch.manual_seed(0)
     from models.demo.training.kernels import Kernels
@@ -74,7 +71,7 @@ def test_gradients_equal_plain_autograd() -> None:
     logits = torch.randn(n, e, requires_grad=True)
     inputs = (x, up, down, logits)
 
-    def dense(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def dense(weight, ids):
         gate, value = torch.einsum("nd,edf->nef", x, up).chunk(2, -1)
         y = torch.einsum("nef,efd->ned", torch.nn.functional.silu(gate) * value, down)
         return (y.gather(1, ids[..., None].expand(-1, -1, d)) * weight[..., None]).sum(1)
@@ -99,7 +96,7 @@ def test_gradients_equal_plain_autograd() -> None:
         assert torch.allclose(a, b, atol=1e-5)
 
 
-def test_resume_continues_at_the_saved_step(tmp_path: Path) -> None:
+def test_resume_continues_at_the_saved_step(tmp_path):
     train.main(["--tiny", "--steps", "2", "--out", str(tmp_path)])
     train.main(["--tiny", "--steps", "4", "--resume", "--out", str(tmp_path)])
     steps = [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").open()]

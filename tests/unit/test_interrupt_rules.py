@@ -1,18 +1,15 @@
 """Where an interrupt may be raised, and where it waits."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from gguf_tools import interrupts
+from gguf_tools.file import unfinished
 from gguf_tools.file.unfinished import UnfinishedFile
 from gguf_tools.workers import in_order, workers
 
@@ -21,12 +18,12 @@ _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int)
 MANY = 10_000
 
 
-def press() -> None:
+def press():
     os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.fixture(params=["in a command", "in a program"])
-def listening(request: pytest.FixtureRequest) -> Iterator[None]:
+def listening(request):
     """The same with the handler of a command, and with Python's own."""
     if request.param == "in a program":
         yield
@@ -36,17 +33,17 @@ def listening(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def everything_put_back() -> Iterator[None]:
+def everything_put_back():
     yield
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert not interrupts.asked()
 
 
 @pytest.mark.usefixtures("listening")
-def test_an_interrupt_in_a_callback_is_raised_behind_the_call() -> None:
+def test_an_interrupt_in_a_callback_is_raised_behind_the_call():
     after: list[str] = []
 
-    def call() -> int:
+    def call():
         press()
         after.append("the callback goes on")
         return int(interrupts.asked())
@@ -62,8 +59,8 @@ def test_an_interrupt_in_a_callback_is_raised_behind_the_call() -> None:
 
 
 @pytest.mark.usefixtures("listening")
-def test_what_ctypes_would_print_is_raised_behind_the_call(capfd: pytest.CaptureFixture) -> None:
-    def call() -> int:
+def test_what_ctypes_would_print_is_raised_behind_the_call(capfd):
+    def call():
         raise KeyError("odd")
 
     callback = _CALLBACK(call)
@@ -72,18 +69,18 @@ def test_what_ctypes_would_print_is_raised_behind_the_call(capfd: pytest.Capture
     assert capfd.readouterr().err == ""
 
 
-def test_a_callback_that_nobody_holds_is_not_interrupted() -> None:
+def test_a_callback_that_nobody_holds_is_not_interrupted():
     done = []
 
     @interrupts.called_from_c
-    def call() -> int:
+    def call():
         press()
         done.append(1)
         return 0
 
     callback = _CALLBACK(call)
 
-    def wait() -> None:
+    def wait():
         callback()
         time.sleep(60)
 
@@ -92,7 +89,7 @@ def test_a_callback_that_nobody_holds_is_not_interrupted() -> None:
     assert done == [1]
 
 
-def test_an_import_is_not_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_is_not_interrupted(tmp_path, monkeypatch):
     """A module whose import in C code would become another error."""
     (tmp_path / "slow_to_load.py").write_text(
         "import os, signal\n"
@@ -109,15 +106,15 @@ def test_an_import_is_not_interrupted(tmp_path: Path, monkeypatch: pytest.Monkey
         time.sleep(60)
 
 
-def test_an_interrupt_that_a_destructor_swallowed_comes_again() -> None:
+def test_an_interrupt_that_a_destructor_swallowed_comes_again():
     class Last:
-        def __init__(self, act: Callable[[], None]) -> None:
+        def __init__(self, act):
             self.act = act
 
-        def __del__(self) -> None:
+        def __del__(self):
             self.act()
 
-    def swallowed() -> None:
+    def swallowed():
         raise KeyboardInterrupt
 
     for act in (press, swallowed):
@@ -126,7 +123,7 @@ def test_an_interrupt_that_a_destructor_swallowed_comes_again() -> None:
             time.sleep(60)
 
 
-def test_it_takes_the_place_of_the_error_that_it_caused() -> None:
+def test_it_takes_the_place_of_the_error_that_it_caused():
     with pytest.raises(KeyboardInterrupt), interrupts.held():
         press()
         raise ValueError("the step failed")
@@ -135,9 +132,7 @@ def test_it_takes_the_place_of_the_error_that_it_caused() -> None:
         raise ValueError("the step failed")
 
 
-def test_a_second_one_does_not_disturb_what_the_first_one_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_second_one_does_not_disturb_what_the_first_one_ends(monkeypatch):
     monkeypatch.setattr(interrupts, "FORCE_AFTER_S", 600)
     ended = []
     with pytest.raises(KeyboardInterrupt), interrupts.listening():
@@ -149,7 +144,7 @@ def test_a_second_one_does_not_disturb_what_the_first_one_ends(
     assert ended == [1]
 
 
-def test_one_that_is_got_over_makes_the_next_a_first_one() -> None:
+def test_one_that_is_got_over_makes_the_next_a_first_one():
     caught = []
     with interrupts.listening():
         for _ in range(3):
@@ -161,15 +156,11 @@ def test_one_that_is_got_over_makes_the_next_a_first_one() -> None:
     assert caught == [1, 1, 1]
 
 
-def test_a_file_that_nobody_has_yet_goes_with_the_interrupt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from gguf_tools.file import unfinished
-
+def test_a_file_that_nobody_has_yet_goes_with_the_interrupt(tmp_path, monkeypatch):
     create = unfinished.create
 
-    def interrupted(*args: object) -> object:
-        made = create(*args)  # type: ignore[arg-type]
+    def interrupted(*args):
+        made = create(*args)
         press()
         return made
 
@@ -179,13 +170,11 @@ def test_a_file_that_nobody_has_yet_goes_with_the_interrupt(
     assert os.listdir(tmp_path) == []
 
 
-def test_the_last_file_has_its_name_or_the_command_is_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_file_has_its_name_or_the_command_is_interrupted(tmp_path, monkeypatch):
     replace = os.replace
 
-    def late(*args: object) -> None:
-        replace(*args)  # type: ignore[arg-type]
+    def late(*args):
+        replace(*args)
         press()
 
     monkeypatch.setattr(os, "replace", late)
@@ -198,7 +187,7 @@ def test_the_last_file_has_its_name_or_the_command_is_interrupted(
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
 
 
-def test_without_a_command_no_file_is_the_last_one(tmp_path: Path) -> None:
+def test_without_a_command_no_file_is_the_last_one(tmp_path):
     """What runs later in the same process is interrupted all the same."""
     interrupts.ends_with(tmp_path / "a")
     UnfinishedFile(tmp_path / "a").complete(synced=False)
@@ -207,10 +196,10 @@ def test_without_a_command_no_file_is_the_last_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("listening")
-def test_a_pool_ends_soon_and_whole() -> None:
+def test_a_pool_ends_soon_and_whole():
     begun, ended = [], []
 
-    def work(number: int) -> int:
+    def work(number):
         begun.append(number)
         if number == 2:
             press()
@@ -225,11 +214,11 @@ def test_a_pool_ends_soon_and_whole() -> None:
     interrupts.forget()
 
 
-def test_other_threads_are_left_alone() -> None:
+def test_other_threads_are_left_alone():
     """A server's engine: no signal comes to a thread, and what its callbacks raise does."""
     caught: list[BaseException] = []
 
-    def run() -> None:
+    def run():
         try:
             with interrupts.held():
                 interrupts.hand_over(KeyError("odd"))
@@ -243,9 +232,7 @@ def test_other_threads_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_that_ends_the_process_removes_what_was_begun(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_signal_that_ends_the_process_removes_what_was_begun(tmp_path, number):
     """Nobody gets over it, as a chat does over Ctrl-C. It comes where Ctrl-C is ignored, too."""
     ended = []
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -272,7 +259,7 @@ def test_a_signal_that_ends_the_process_removes_what_was_begun(
     assert after is signal.SIG_DFL
 
 
-def test_a_hang_up_that_is_ignored_stays_so() -> None:
+def test_a_hang_up_that_is_ignored_stays_so():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with interrupts.listening():

@@ -1,17 +1,11 @@
 """Experts that move from one tier to another, with reads that take several steps each."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-
 import numpy as np
 
-from orchestrator.allocation.slots import SlotPlan, Transition
 from orchestrator.events import ABSENT
-from orchestrator.policy.base import Policy
 
 
-def started(policy: Policy) -> np.ndarray:
+def started(policy):
     """The tier of each expert after the start, uint8 [n_layers, n_expert]."""
     tiers = np.full((policy.shape.n_layers, policy.shape.n_expert), ABSENT, np.uint8)
     for layer, expert, tier in policy.start():
@@ -23,7 +17,7 @@ class MovingStore:
     """What the native store does with transitions, in Python. An expert is never asked for while
     it moves, and nowhere are more slots taken than there are."""
 
-    def __init__(self, plan: SlotPlan, tiers: np.ndarray) -> None:
+    def __init__(self, plan, tiers):
         """tiers uint8 [n_layers, n_expert] is brought up to date."""
         self.plan, self.tiers = plan, tiers
         self.moved = np.zeros(tiers.shape, int)
@@ -31,26 +25,26 @@ class MovingStore:
         self._check()
 
     @property
-    def target(self) -> np.ndarray:
+    def target(self):
         target = self.tiers.copy()
         for at, (tier, _, _) in self.way.items():
             target[at] = tier
         return target
 
-    def _check(self) -> None:
+    def _check(self):
         target, used = self.target, [0] * len(self.plan.groups)
         for (layer, _, tier), group in self.plan.group_of.items():
             used[group] += int(((self.tiers[layer] == tier) | (target[layer] == tier)).sum())
         assert all(n <= group.n_slots for n, group in zip(used, self.plan.groups, strict=True))
 
-    def transition(self, moves: Sequence[Transition], steps: int = 1, fails: bool = False) -> None:
+    def transition(self, moves, steps=1, fails=False):
         for layer, expert, tier in moves:
             assert (layer, expert) not in self.way and tier != self.tiers[layer, expert]
             self.way[layer, expert] = tier, steps, fails
             self.moved[layer, expert] += 1
         self._check()
 
-    def begin_step(self) -> None:
+    def begin_step(self):
         """What has arrived is in its tier."""
         for at, (tier, left, fails) in list(self.way.items()):
             self.way[at] = tier, left - 1, fails
@@ -59,12 +53,7 @@ class MovingStore:
                 self.tiers[at] = self.tiers[at] if fails else tier
 
 
-def settle(
-    plan: SlotPlan,
-    resident: np.ndarray,
-    rng: np.random.Generator,
-    moves_for: Callable[[np.ndarray], Sequence[Transition]],
-) -> np.ndarray:
+def settle(plan, resident, rng, moves_for):
     """Lets experts move until none is under way. resident is brought up to date; moves_for: what
     is asked for, by the target of each expert. Returns how often each moved."""
     store = MovingStore(plan, resident)

@@ -1,7 +1,5 @@
 """Models and route events without a library: numpy arrays in the place of native memory."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from orchestrator.allocation.slots import ModelShape
@@ -10,9 +8,7 @@ from orchestrator.events import ABSENT, MAX_PREFETCH, DecisionBuffer, Phase, Rou
 UP, GATE, DOWN = 0, 1, 3
 
 
-def make_shape(
-    n_layers: int = 6, n_expert: int = 16, k: int = 4, tiers: tuple[str, ...] = ("q4_k", "q2_k")
-) -> ModelShape:
+def make_shape(n_layers=6, n_expert=16, k=4, tiers=("q4_k", "q2_k")):
     sizes = ({UP: 12288, GATE: 12288, DOWN: 16384}, {UP: 8192, GATE: 8192, DOWN: 8192})
     return ModelShape(n_expert, k, tiers, tuple(sizes[: len(tiers)] for _ in range(n_layers)))
 
@@ -22,7 +18,7 @@ BITS = (8.5, 4.5, 3.44, 2.63, 1.13)
 N_LAYERS, N_EXPERT = 4, 16
 
 
-def five_tiers(odd: bool = False) -> ModelShape:
+def five_tiers(odd=False):
     """odd: its last layer has slots of another size."""
     tiers = tuple({UP: 4096 * n, GATE: 4096 * n, DOWN: 4096 * n} for n in (5, 3, 2, 2, 1))
     last = tuple({kind: 2 * size for kind, size in each.items()} for each in tiers)
@@ -30,18 +26,24 @@ def five_tiers(odd: bool = False) -> ModelShape:
     return ModelShape(N_EXPERT, 4, FIVE, layers, BITS)
 
 
-def make_event(
-    shape: ModelShape,
-    rng: np.random.Generator,
-    n_tokens: int = 1,
-    layer: int = 0,
-    phase: Phase = Phase.DECODE,
-    n_ahead: int = 0,
-    ties: bool = False,
-) -> RouteEvent:
+def assert_holds(plan, shape, tiers, budget):
+    """The plan keeps to the budget, and has slots that are large enough for every matrix."""
+    assert plan.total_bytes <= budget
+    wanted = {
+        (layer, kind, tier): size
+        for layer, slots in enumerate(shape.slots)
+        for tier in tiers
+        for kind, size in slots[tier].items()
+    }
+    assert set(plan.group_of) == set(wanted)
+    for at, group in plan.group_of.items():
+        assert plan.groups[group].slot_bytes >= wanted[at]
+
+
+def make_event(shape, rng, n_tokens=1, layer=0, phase=Phase.DECODE, n_ahead=0, ties=False):
     n, k, e = max(4, n_tokens), shape.n_expert_used, shape.n_expert
 
-    def rows(count: int) -> np.ndarray:
+    def rows(count):
         chosen = [rng.permutation(e)[:k] for _ in range(count)]
         return np.array(chosen, np.int32).reshape(count, k)
 
@@ -58,7 +60,7 @@ def make_event(
     return event
 
 
-def in_one_step(event: RouteEvent, of: list[tuple[int, Phase]]) -> list[RouteEvent]:
+def in_one_step(event, of):
     """Makes an event that of several sequences, by the sequence and phase of each token, and
     returns what the event of each sequence alone would have been."""
     n = len(of)
@@ -87,19 +89,19 @@ def in_one_step(event: RouteEvent, of: list[tuple[int, Phase]]) -> list[RouteEve
     return alone
 
 
-def make_view(shape: ModelShape, resident: np.ndarray | None = None) -> StoreView:
+def make_view(shape, resident=None):
     if resident is None:
         resident = np.full((shape.n_layers, shape.n_expert), ABSENT, np.uint8)
     kinds = sum(1 << kind for kind in shape.slots[0][0])
     return StoreView(resident, np.where(resident == ABSENT, kinds, 0).astype(np.uint8))
 
 
-def make_decision(shape: ModelShape, capacity: int = MAX_PREFETCH) -> DecisionBuffer:
+def make_decision(shape, capacity=MAX_PREFETCH):
     tier, passing = np.zeros((2, shape.n_expert), np.uint8)
     return DecisionBuffer(tier, passing, np.zeros(capacity, np.int64))
 
 
-def prefetches(out: DecisionBuffer) -> list[tuple[int, int, int, int]]:
+def prefetches(out):
     """(layer, expert, tier, kinds) of every request so far."""
     return [
         (key & 0xFFFF, key >> 16 & 0xFFFF, key >> 32 & 0xFF, key >> 40 & 0xFF)

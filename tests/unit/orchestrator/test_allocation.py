@@ -1,22 +1,36 @@
-"""Bit allocation on convex hulls: the best of all choices at its break points."""
+"""Who gets the bits and the slots: hulls, divided budgets, splits, the schedule by depth (DyMoE eq.
+4-5), pools; and whether loading ahead pays."""
 
-from __future__ import annotations
-
-from itertools import product
+import itertools
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shapes import UP, assert_holds, make_shape
 
+from orchestrator.allocation.critical import ratios
 from orchestrator.allocation.hull import Hull, lost
-from orchestrator.allocation.placement import IMPORTANCE, PlacementSettings, place
-from orchestrator.errors import BudgetError
+from orchestrator.allocation.look_ahead import (
+    BLOCK_STEPS,
+    FIRST_STEPS,
+    LONGEST_STEPS,
+    PERIOD_STEPS,
+    Monitor,
+    PredictionScore,
+)
+from orchestrator.allocation.placement import IMPORTANCE, PlacementSettings, place, prefix_split
+from orchestrator.allocation.pools import Tracker
+from orchestrator.allocation.slots import Share, divide
+from orchestrator.errors import BudgetError, ConfigError, PolicyError
+from orchestrator.policy import policy_class
+from orchestrator.policy.dymoe import DyMoE, critical_counts, realised, solve
 
 SIZES = np.array([[9, 5, 4, 2], [8, 6, 3, 1]])
 
 
-def taken(tiers: np.ndarray, sizes: np.ndarray) -> int:
+def taken(tiers, sizes):
     return int(np.take_along_axis(sizes, tiers.astype(np.int64), axis=1).sum())
 
 
@@ -24,20 +38,20 @@ def taken(tiers: np.ndarray, sizes: np.ndarray) -> int:
 CHOICES = np.array(list(product(range(4), repeat=6)))
 
 
-def every(of_expert: np.ndarray) -> np.ndarray:
+def every(of_expert):
     """What each of CHOICES sums up to. of_expert [6, 4]."""
     total: np.ndarray = of_expert[np.arange(6), CHOICES].sum(axis=1)
     return total
 
 
-def bound(hull: Hull, n_bytes: float) -> float:
+def bound(hull, n_bytes):
     """The least loss in so many bytes, were experts divisible."""
     return float(np.interp(n_bytes, hull.n_bytes, hull.loss))
 
 
 @given(st.integers(0, 10_000))
 @settings(max_examples=15, deadline=None)
-def test_nothing_is_better_at_the_break_points(seed: int) -> None:
+def test_nothing_is_better_at_the_break_points(seed):
     """All 4^6 choices are tried; losses that do not fall with the tier are among them. Between the
     break points no choice is below the bound, and the allocation within the budget is no worse than
     the break point below."""
@@ -48,7 +62,7 @@ def test_nothing_is_better_at_the_break_points(seed: int) -> None:
     hull = Hull(losses, SIZES)
     bytes_of, loss_of = every(np.repeat(SIZES, 3, axis=0)), every(losses.reshape(6, 4))
 
-    def best(budget: int) -> float:
+    def best(budget):
         return float(loss_of[bytes_of <= budget].min())
 
     assert (np.diff(hull.n_bytes) > 0).all() and (np.diff(hull.loss) < 0).all()
@@ -65,7 +79,7 @@ def test_nothing_is_better_at_the_break_points(seed: int) -> None:
     assert best(budget) <= lost(losses, tiers) + 1e-12 <= below + 2e-12
 
 
-def test_what_is_left_goes_to_later_edges() -> None:
+def test_what_is_left_goes_to_later_edges():
     """The steepest edge that does not fit is passed by, with those behind it of the same expert."""
     losses = np.array([[[0.0, 8.0, 9.0], [0.0, 0.5, 4.0]]])
     sizes = np.array([[9, 4, 1]])
@@ -82,7 +96,7 @@ def test_what_is_left_goes_to_later_edges() -> None:
 
 
 @pytest.mark.parametrize("n_bits", [40, 46, 53, 64])
-def test_one_layer_and_nominal_bits_are_no_worse_than_a_prefix_split(n_bits: int) -> None:
+def test_one_layer_and_nominal_bits_are_no_worse_than_a_prefix_split(n_bits):
     """And at a break point as good: with losses alike the best choice is a prefix split."""
     bits = [4, 3, 2]
     rng = np.random.default_rng(n_bits)
@@ -94,3 +108,276 @@ def test_one_layer_and_nominal_bits_are_no_worse_than_a_prefix_split(n_bits: int
     split = place(scores, 0, losses, bits, asked) - 1
     weighted = scores[..., None] * losses
     assert lost(weighted, hull.at(n_bits)) == pytest.approx(lost(weighted, split))
+
+
+SHARES = st.lists(
+    st.builds(
+        lambda unit, floor, more, weight: Share(unit, floor, floor + more, weight),
+        st.integers(1, 5000),
+        st.integers(0, 4),
+        st.integers(0, 60),
+        st.sampled_from([0.0, 0.3, 1.0, 2.5, 64.0]),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+def needed(shares):
+    return sum(share.unit_bytes * share.floor for share in shares)
+
+
+@given(SHARES, st.integers(0, 10**6))
+def test_divide_stays_within(shares, spare):
+    budget = needed(shares) + spare
+    units = divide(shares, budget)
+    cost = sum(share.unit_bytes * n for share, n in zip(shares, units, strict=True))
+    assert cost <= budget
+    for share, n in zip(shares, units, strict=True):
+        assert share.floor <= n <= max(share.floor, share.full)
+        if share.weight > 0 and n < share.full:
+            assert share.unit_bytes > budget - cost
+
+
+@given(SHARES)
+def test_divide_refuses_less_than_the_floors(shares):
+    least = needed(shares)
+    if least == 0:
+        return
+    with pytest.raises(BudgetError) as caught:
+        divide(shares, least - 1)
+    assert caught.value.needed_bytes == least
+
+
+@pytest.mark.parametrize("name", ["lru", "dymoe"])
+@pytest.mark.parametrize("spare", [0, 5000, 10**6, 10**8])
+def test_plans(name, spare):
+    shape = make_shape()
+    policy = policy_class(name)(shape)
+    with pytest.raises(BudgetError) as caught:
+        policy.plan(1)
+    budget = caught.value.needed_bytes + spare
+    plan = policy.plan(budget)
+    assert_holds(plan, shape, range(1 if name == "lru" else 2), budget)
+    assert all(group.n_slots >= 1 for group in plan.groups)
+    with pytest.raises(BudgetError):
+        policy.plan(caught.value.needed_bytes - 1)
+
+
+def test_dymoe_holds_a_token_without_waves_before_it_caches():
+    shape = make_shape()
+    policy = DyMoE(shape, DyMoE.Settings(retention=0.75))
+    one_token = sum(
+        t * shape.expert_slot_bytes(layer, 0) + max(1, 4 - t) * shape.expert_slot_bytes(layer, 1)
+        for layer, t in enumerate(policy.critical)
+    )
+    plan = policy.plan(one_token)
+    for layer, t in enumerate(policy.critical):
+        assert plan.groups[plan.group_of[layer, UP, 0]].n_slots == t
+        assert plan.groups[plan.group_of[layer, UP, 1]].n_slots == max(1, 4 - t)
+
+
+def test_dymoe_gives_spare_memory_to_high_slots():
+    shape = make_shape()
+    policy = DyMoE(shape, DyMoE.Settings(retention=0.75))
+    plan = policy.plan(6 * 10 * shape.expert_slot_bytes(0, 0))
+    low = [plan.groups[plan.group_of[layer, UP, 1]].n_slots for layer in range(6)]
+    high = [plan.groups[plan.group_of[layer, UP, 0]].n_slots for layer in range(6)]
+    assert low == [max(1, 4 - t) for t in policy.critical]
+    assert sum(high) > 6 * 7
+    assert high == sorted(high, reverse=True)
+
+
+PAPER = (4, 3, 2, 1)
+
+
+def loss_of(counts, loss, weights=None):
+    """What a split loses: the first experts get the first width."""
+    columns = np.repeat(np.arange(len(counts)), counts)
+    lost = loss[np.arange(len(loss)), columns]
+    return float((lost if weights is None else lost * weights).sum())
+
+
+def splits(n, widths, budget, most=None):
+    """Every split that keeps to the budget and to the slots."""
+    for counts in itertools.product(range(n + 1), repeat=len(widths)):
+        if sum(counts) != n or sum(c * b for c, b in zip(counts, widths, strict=True)) > budget:
+            continue
+        if all(c <= m for c, m in zip(counts, most or counts, strict=True)):
+            yield counts
+
+
+@pytest.mark.parametrize("widths", [PAPER, (4, 3, 2), (4, 2, 1), (3, 1), (8, 4, 2), (4,)])
+@pytest.mark.parametrize("falling", [True, False])
+def test_it_is_the_best_of_all_splits(widths, falling):
+    random = np.random.default_rng(len(widths))
+    for n in range(1, 7):
+        loss = random.random((n, len(widths)))
+        if falling:
+            loss.sort(axis=1)
+        for budget in range(n * widths[-1], n * widths[0] + 2):
+            every = list(splits(n, widths, budget))
+            for weights in (None, np.sort(random.random(n))[::-1]):
+                found = prefix_split(loss, widths, budget, weights)
+                assert found in every
+                least = min(loss_of(each, loss, weights) for each in every)
+                assert loss_of(found, loss, weights) == pytest.approx(least, abs=1e-12)
+
+
+def test_slots_limit_the_split():
+    random = np.random.default_rng(5)
+    loss = np.sort(random.random((5, 4)), axis=1)
+    for most in itertools.product((1, 2, 5), repeat=4):
+        every = list(splits(5, PAPER, 12, most))
+        if not every:
+            with pytest.raises(PolicyError, match="5 experts"):
+                prefix_split(loss, PAPER, 12, most=most)
+            continue
+        found = prefix_split(loss, PAPER, 12, most=most)
+        assert found in every
+        assert loss_of(found, loss) == pytest.approx(min(loss_of(each, loss) for each in every))
+
+
+def test_what_cannot_be_split():
+    with pytest.raises(PolicyError, match="cannot keep to 11 bits"):
+        prefix_split(np.ones((6, 2)), (4, 2), 11)
+    with pytest.raises(PolicyError, match="falling"):
+        prefix_split(np.ones((6, 2)), (2, 4), 24)
+    assert prefix_split(np.zeros((0, 4)), PAPER, 0) == (0, 0, 0, 0)
+
+
+# Eq. 4 and 5 worked out by hand: lambda, r(l) of each layer, M, t_l of each layer. The cosines of
+# 5 layers are 1, sqrt(1/2), 0, -sqrt(1/2), -1; those of 7 layers 1, sqrt(3)/2, 1/2, 0 and back;
+# those of 4 layers 1, 1/2, -1/2, -1. Where r(l) * M is whole, the ceiling leaves it alone.
+BY_HAND = [
+    (0.5, [1.0, 0.9267766953, 0.75, 0.5732233047, 0.5], 8, [8, 8, 6, 5, 4]),
+    (0.0, [1.0, 0.8535533906, 0.5, 0.1464466094, 0.0], 8, [8, 7, 4, 2, 1]),
+    (0.2, [1.0, 0.9464101615, 0.8, 0.6, 0.4, 0.2535898385, 0.2], 10, [10, 10, 8, 6, 4, 3, 2]),
+    (0.25, [1.0, 0.8125, 0.4375, 0.25], 16, [16, 13, 7, 4]),
+    (1.0, [1.0, 1.0, 1.0], 6, [6, 6, 6]),
+    (0.3, [1.0, 0.3], 4, [4, 2]),
+]
+
+
+@pytest.mark.parametrize(("lam", "r", "m", "t"), BY_HAND)
+def test_the_schedule_is_the_papers(lam, r, m, t):
+    """r(l) = (1 - lambda) * (cos(pi * l / (L - 1)) + 1) / 2 + lambda, and t_l = ceil(r(l) * M);
+    the one layer of lambda = 0 whose t_l is 0 keeps one expert, as we state."""
+    assert ratios(lam, len(r)) == pytest.approx(r, abs=1e-9)
+    assert critical_counts(lam, len(r), m) == t
+
+
+@given(
+    st.floats(0.0, 1.0) | st.just(1.0),
+    st.integers(2, 24),
+    st.integers(1, 8),
+    st.sampled_from(["cosine", "linear", "flat"]),
+)
+def test_the_solution_is_the_nearest_there_is(retention, n_layers, m, schedule):
+    lam, counts = solve(retention, n_layers, m, schedule)
+    assert 0.0 <= lam <= 1.0
+    assert counts == critical_counts(lam, n_layers, m, schedule)
+    error = abs(realised(counts, m) - retention)
+    for other in np.linspace(0, 1, 401):
+        mean = realised(critical_counts(float(other), n_layers, m, schedule), m)
+        assert error <= abs(mean - retention) + 1e-9
+    assert retention < 1.0 or counts == [m] * n_layers
+
+
+def test_shapes_of_the_schedules():
+    assert ratios(0.5, 3, "linear") == [1.0, 0.75, 0.5]
+    assert ratios(0.5, 5, "flat") == [0.5] * 5
+    cosine, linear = ratios(0.5, 9), ratios(0.5, 9, "linear")
+    assert all(a > b for a, b in zip(cosine[1:4], linear[1:4], strict=True))  # the slow start
+    with pytest.raises(ConfigError, match="cosine, linear, flat"):
+        ratios(0.5, 3, "steep")
+
+
+@pytest.mark.parametrize(
+    ("retention", "count"), [(0.0, 1), (0.25, 1), (0.5, 2), (0.75, 3), (1.0, 4)]
+)
+def test_one_layer_keeps_the_share(retention, count):
+    assert solve(retention, 1, 4) == (retention, [count])
+
+
+TRIAL_STEPS = 4 * BLOCK_STEPS
+
+
+def run(monitor, n, with_us, without_us):
+    """n steps of these costs; whether each of them prefetched."""
+    ran = []
+    for _ in range(n):
+        ran.append(monitor.on)
+        monitor.step(with_us if monitor.on else without_us)
+    return ran
+
+
+@pytest.mark.parametrize("with_us", [80.0, 99.0, 100.0, 101.0])
+def test_it_stays_while_nothing_else_is_clearly_better(with_us):
+    monitor = Monitor()
+    ran = run(monitor, FIRST_STEPS + TRIAL_STEPS + PERIOD_STEPS, with_us, 100.0)
+    assert monitor.pays
+    assert ran.count(False) == 2 * BLOCK_STEPS
+    assert ran[:FIRST_STEPS] == [True] * FIRST_STEPS
+
+
+def test_it_stops_where_it_costs_and_comes_back():
+    monitor = Monitor()
+    run(monitor, FIRST_STEPS + TRIAL_STEPS, 130.0, 100.0)
+    assert not monitor.pays
+    assert run(monitor, PERIOD_STEPS, 130.0, 100.0) == [False] * PERIOD_STEPS
+    run(monitor, TRIAL_STEPS, 70.0, 100.0)
+    assert monitor.pays
+
+
+def test_trials_grow_rare_while_they_confirm():
+    monitor = Monitor()
+    ran = run(monitor, 20 * LONGEST_STEPS, 70.0, 100.0)
+    starts = [i for i in range(1, len(ran)) if ran[i - 1] and not ran[i]][::2]
+    gaps = [b - a - TRIAL_STEPS for a, b in pairwise(starts)]
+    assert gaps[:3] == [2 * PERIOD_STEPS, 4 * PERIOD_STEPS, 8 * PERIOD_STEPS]
+    assert gaps[-1] == LONGEST_STEPS
+
+
+def test_a_few_slow_steps_decide_nothing():
+    monitor = Monitor()
+    run(monitor, FIRST_STEPS, 80.0, 100.0)
+    for step in range(TRIAL_STEPS):
+        monitor.step(10_000.0 if step % 4 == 0 else 80.0 if monitor.on else 100.0)
+    assert monitor.pays
+
+
+def test_recall_and_precision():
+    """FIRM-MoE's eq. 7 and 8. Of layer 0 two of the four in use were expected, and two of the three
+    expected are used. Nothing was expected of layer 1, and what was of layer 2 is not seen."""
+    seen = PredictionScore(4)
+    for layer, expected, used in ((0, [5, 2, 7], [2, 7, 8, 9]), (1, [], [1, 2])):
+        seen.expect(layer, expected)
+        seen.observe(layer, used)
+    seen.expect(2, [1])
+    seen.observe(3, [1])  # another layer than the one of which something was expected
+    assert seen.recall() == [0.5, 0.0, None, None]
+    assert seen.precision() == [pytest.approx(2 / 3), None, None, None]
+    assert seen.size() == [3.0, 0.0, None, None]
+
+
+def test_moves_get_slots_in_their_order_until_none_is_left():
+    """Two layers; a pool of each in tier 0, and one of both that tiers 1 and 2 share. A pool with
+    more than its slots takes none from another."""
+    shared = [2]
+    apart, together = np.array([0, 1]), np.array([0, 0])
+    tracker = Tracker([[1, 0], shared, shared], [apart, together, together])
+    looked = []
+
+    def wanting():
+        for move in ((1, 0, 0), (0, 1, 0), (0, 2, 0), (0, 3, 1), (1, 4, 2), (1, 5, 1), (0, 6, 0)):
+            looked.append(move)
+            yield move
+
+    assert not tracker.full
+    assert tracker.admitted(wanting()) == [(0, 1, 0), (0, 3, 1), (1, 4, 2)]
+    assert tracker.full and looked[-1] == (1, 5, 1)
+    assert not tracker.try_reserve(0, 2)
+    tracker = Tracker([[-1, 1]], [np.array([0, 1])])
+    assert tracker.admitted([(0, 0, 0), (1, 0, 0), (1, 1, 0)]) == [(1, 0, 0)]
+    assert tracker.full

@@ -1,83 +1,116 @@
-"""Settings are strict where they come in."""
+"""Settings are strict where they come in, and a record is checked by what its fields declare."""
 
-from __future__ import annotations
-
-from typing import Any
+from dataclasses import dataclass
 
 import pytest
 
 from orchestrator.config import Config
-from orchestrator.errors import ConfigError
-from orchestrator.settings import parse_size
+from orchestrator.errors import ConfigError, SettingError
+from orchestrator.settings import FROM_1, Notation, Settings, again, parse_size, setting
+
+SIZES = {"4096": 4096, "6GiB": 6 * 2**30, "6G": 6 * 2**30, "1.5 GiB": 3 * 2**29, "7b": 7}
+SIZES |= {"500MB": 500_000_000, " 64 kib ": 65536, "2tb": 2 * 10**12}
 
 
-@pytest.mark.parametrize(
-    ("text", "size_bytes"),
-    [
-        ("4096", 4096),
-        ("6GiB", 6 * 2**30),
-        ("6G", 6 * 2**30),
-        ("1.5 GiB", 3 * 2**29),
-        ("500MB", 500_000_000),
-        (" 64 kib ", 65536),
-        ("2tb", 2 * 10**12),
-        ("7b", 7),
-    ],
-)
-def test_sizes(text: str, size_bytes: int) -> None:
-    assert parse_size(text) == size_bytes
+def test_sizes():
+    assert {text: parse_size(text) for text in SIZES} == SIZES
 
 
 @pytest.mark.parametrize(
     "text", ["", "6 gigs", "GiB", "-1", "1e9", "0", "0.0001KB", "١GB", "1_000"]
 )
-def test_no_sizes(text: str) -> None:
+def test_no_sizes(text):
     with pytest.raises(ConfigError):
         parse_size(text)
 
 
-def test_unknown_key_names_the_nearest() -> None:
+def test_unknown_key_names_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'retention'"):
         Config.build(model="m", retension=0.5)
     with pytest.raises(ConfigError, match="known: model, low"):
         Config.build(model="m", zzz=1)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("retention", 1.5),
-        ("retention", float("nan")),
-        ("retention", "0.5"),
-        ("retention", True),
-        ("ram", 0),
-        ("ram", 1.5),
-        ("ram", "6GiB"),
-        ("ctx", 0),
-        ("ubatch", 0),
-        ("max_tokens", 0),
-        ("temp", -0.1),
-        ("temp", float("inf")),
-        ("top_p", 1.01),
-        ("seed", -1),
-        ("seed", 2**32),
-        ("threads", 0),
-        ("n_ahead", 5),
-        ("io_threads", 0),
-        ("model", 3),
-        ("policy", 3),
-        ("use_extra_bufts", 1),
-        ("force_managed", None),
-    ],
-)
-def test_wrong_values(key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"'{key}'"):
-        Config.build(**({"model": "m"} | {key: value}))
+WRONG = {
+    "retention": (1.5, float("nan"), "0.5", True),
+    "ram": (0, 1.5, "6GiB"),
+    "temp": (-0.1, float("inf")),
+    "top_p": (1.01,),
+    "seed": (-1, 2**32),
+    "n_ahead": (5,),
+    **dict.fromkeys(("ctx", "ubatch", "max_tokens", "threads", "io_threads"), (0,)),
+    **dict.fromkeys(("model", "policy"), (3,)),
+    "use_extra_bufts": (1,),
+    "force_managed": (None,),
+}
 
 
-def test_changed_copy_is_checked_too() -> None:
+@pytest.mark.parametrize("key", WRONG)
+def test_wrong_values(key):
+    for value in WRONG[key]:
+        with pytest.raises(ConfigError, match=f"'{key}'"):
+            Config.build(**({"model": "m"} | {key: value}))
+
+
+def test_changed_copy_is_checked_too():
     config = Config.build(model="m", seed=7)
     assert config.with_changes(policy="lru").policy == "lru"
     assert config.with_changes(policy="lru").seed == 7
     with pytest.raises(ConfigError):
         config.with_changes(retention=2.0)
+
+
+def words_of(text):
+    if not text:
+        raise ConfigError("no words")
+    return tuple(text.split("+"))
+
+
+@dataclass(frozen=True)
+class Few(Settings):
+    n: int = setting(2, "How many.", within=FROM_1)
+    share: float = setting(0.5, "Of them.", within=(0, 1))
+    how: str = setting("on", "Or off.", choices=("on", "off"))
+    more: int | None = setting(None, "Beside them.", within=FROM_1)
+    words: tuple[str, ...] = setting(("a", "b"), "Said.", notation=Notation(words_of, "+".join))
+
+
+@dataclass(frozen=True)
+class Fewer(Few):
+    n: int = again(Few, "n", 1)
+    share: float = again(Few, "share", option=False, within=(0, 2))
+    words: tuple[str, ...] = again(Few, "words", ("c", "d"))
+
+
+def test_a_record_is_checked_by_what_it_declares():
+    assert Few(more=None) == Few()
+    for changes, message in (
+        ({"n": 0}, "'n' must be 1 or more, not 0"),
+        ({"n": True}, "'n' must be int, not True"),
+        ({"share": 1.5}, "'share' must be 0 to 1, not 1.5"),
+        ({"share": float("nan")}, "'share' must be 0 to 1, not nan"),
+        ({"how": "maybe"}, "'how' must be on or off, not 'maybe'"),
+        ({"more": 0}, "'more' must be 1 or more, not 0"),
+        ({"words": ["a"]}, r"'words' must be tuple, not \['a'\]"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            Few(**changes)
+
+
+def test_a_setting_may_be_declared_again_with_changes():
+    before, after = Few.declared(), Fewer.declared()
+    assert list(before) == list(after)
+    assert (after["n"].default, after["n"].help, after["n"].within) == (1, "How many.", FROM_1)
+    assert (after["share"].default, after["share"].option) == (0.5, False)
+    assert (before["n"].default, before["share"].option) == (2, True)
+    assert Fewer(share=1.5).n == 1
+    with pytest.raises(SettingError, match="'n' must be 1 or more, not 0"):
+        Fewer(n=0)
+
+
+def test_a_notation_reads_a_value_and_shows_the_default():
+    words = Fewer.declared()["words"]
+    assert words.parse("x+y") == ("x", "y")
+    assert (words.default_text, words.metavar) == ("c+d", "LIST")
+    with pytest.raises(ConfigError, match="no words"):
+        words.parse("")

@@ -1,8 +1,6 @@
 """Context-aware placement: its arithmetic by hand, its statistics, moves that a store can do, and
 near tiers that share slots."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -30,8 +28,8 @@ from orchestrator.allocation.slots import ModelShape, Rules, Transition
 from orchestrator.engine.driver import Driver
 from orchestrator.errors import BudgetError, PolicyError
 from orchestrator.events import Phase, StepReport
-from orchestrator.policy.base import Policy, WaitsBeforeAnswer
-from orchestrator.policy.context import ContextAware
+from orchestrator.policy.base import WaitsBeforeAnswer
+from orchestrator.policy.context import ContextAware, SequenceUse
 from orchestrator.policy.dynaexq import DynaExq
 from orchestrator.policy.mixed import Mixed
 
@@ -39,17 +37,17 @@ TIERS = ("q8_0", "q4_k", "q2_k")
 PAPER = {"prior_tokens": 0.0, "near_weights": "plain"}
 
 
-def three_tiers(n_layers: int = 4, n_expert: int = 16, k: int = 4) -> ModelShape:
+def three_tiers(n_layers=4, n_expert=16, k=4):
     sizes = ({0: 20480, 1: 20480, 3: 20480}, {0: 12288, 1: 12288, 3: 12288})
     sizes = (*sizes, {0: 8192, 1: 8192, 3: 8192})
     return ModelShape(n_expert, k, TIERS, (sizes,) * n_layers)
 
 
-def shared(shape: ModelShape, **options: object) -> ContextAware:
+def shared(shape, **options):
     return make(shape, near_slots="shared", **options)
 
 
-def make(shape: ModelShape, budget: int = 1 << 40, **options: object) -> ContextAware:
+def make(shape, budget=1 << 40, **options):
     policy = ContextAware(shape, ContextAware.Settings(**options))
     policy.plan(budget)
     return policy
@@ -115,25 +113,25 @@ def test_as_many_are_hot_as_fit_the_budget():
         ({"near_bits": 3.0, "near_tiers": "q4_k"}, "less than q4_k has"),
     ],
 )
-def test_what_the_file_lacks_is_said(options: dict[str, object], message: str):
+def test_what_the_file_lacks_is_said(options, message):
     with pytest.raises(PolicyError, match=message):
         make(three_tiers(), **options)
 
 
 @pytest.mark.parametrize("policy", [ContextAware, Mixed, DynaExq])
-def test_several_precisions_are_needed(policy: type[Policy]):
+def test_several_precisions_are_needed(policy):
     for shape, rules in ((make_shape(tiers=("q4_k",)), Rules()), (make_shape(), Rules(skip=True))):
         with pytest.raises(PolicyError, match="--low FILE"):
             policy(shape, rules=rules)
 
 
-def told(policy: ContextAware, resident: np.ndarray, phase: Phase = Phase.PREFILL, **more: object):
+def told(policy, resident, phase=Phase.PREFILL, **more):
     counts = more.pop("counts", np.zeros(resident.shape, np.uint32))
     target = more.pop("target", resident)
     return policy.step_done(StepReport(phase, 1, 1.0, counts, resident, target, **more))
 
 
-def prefill(policy: ContextAware, rng: np.random.Generator, step: int, n_ahead: int = 1):
+def prefill(policy, rng, step, n_ahead=1):
     """The events of one part of a prompt; returns what it used, [L, E], the last layer by the
     look-ahead."""
     shape = policy.shape
@@ -154,7 +152,7 @@ def prefill(policy: ContextAware, rng: np.random.Generator, step: int, n_ahead: 
 
 
 @pytest.mark.parametrize("n_ahead", [0, 1])
-def test_prompts_are_counted_and_the_last_layer_by_the_look_ahead(n_ahead: int):
+def test_prompts_are_counted_and_the_last_layer_by_the_look_ahead(n_ahead):
     rng, shape = np.random.default_rng(1), three_tiers()
     policy, resident = make(shape, hot_experts=4), np.zeros((4, 16), np.uint8)
     first = prefill(policy, rng, 0, n_ahead)
@@ -213,9 +211,7 @@ def test_a_failed_step_counts_nothing_and_a_new_sequence_begins_anew():
     near_slots=st.sampled_from(["own", "shared"]),
     placement=st.sampled_from(["wait", "async"]),
 )
-def test_every_expert_moves_once_and_slots_suffice(
-    seed: int, hot: int, bits: float, odd: bool, near_slots: str, placement: str
-):
+def test_every_expert_moves_once_and_slots_suffice(seed, hot, bits, odd, near_slots, placement):
     """From one placement to the next, with reads that take several steps each."""
     rng, shape = np.random.default_rng(seed), five_tiers(odd)
     asked = {"near_slots": near_slots, "placement": placement}
@@ -228,7 +224,7 @@ def test_every_expert_moves_once_and_slots_suffice(
         prefill(policy, rng, number)
         told(policy, resident, starts=(number,), ends=(number - 1,))
 
-        def moves_for(target: np.ndarray) -> Sequence[Transition]:
+        def moves_for(target):
             if placement == "wait":
                 return policy.before_answer(resident, target)
             return told(policy, resident, Phase.DECODE, target=target)
@@ -318,7 +314,7 @@ def test_only_a_policy_that_waits_settles():
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_an_answer_waits_for_what_is_under_way_as_well(waits: bool):
+def test_an_answer_waits_for_what_is_under_way_as_well(waits):
     """Of an earlier placement, say: nothing new has to be asked for."""
     resident, left = np.zeros((1, 2), np.uint8), [3]
     asked: list[Sequence[Transition]] = []
@@ -356,3 +352,88 @@ def test_a_restored_sequence_is_placed_behind_what_follows():
     told(other, resident, Phase.DECODE)
     assert other.updates == 1 and (other._latest == policy._latest).all()
     assert not other.fresh
+
+
+SIZE = (2, 4)
+
+
+def read(use, step, tokens, **said):
+    """A step of a prompt: (sequence, experts) of each token, the same in both layers, with weights
+    0.75 and 0.25."""
+    ids = np.array([experts for _, experts in tokens], np.int32)
+    gates = np.tile(np.array([0.75, 0.25], np.float32), (len(tokens), 1))
+    of = np.array([sequence for sequence, _ in tokens], np.int32)
+    for layer in range(SIZE[0]):
+        use.count(step, layer, ids, gates, of)
+    use.step_done(StepReport(Phase.PREFILL, len(tokens), 1.0, **said))
+
+
+def answer(use, counts, **said):
+    both = np.tile(np.array(counts, np.uint32), (SIZE[0], 1))
+    use.step_done(StepReport(Phase.DECODE, 1, 1.0, counts=both, **said))
+
+
+def test_a_conversation_counts_until_it_ends_and_several_add_up():
+    use = SequenceUse(*SIZE)
+    read(use, 1, [(0, [0, 1]), (0, [0, 2])], starts=(0,))
+    answer(use, [0, 0, 1, 1])
+    assert use.sums[0].tolist() == [[2, 1, 2, 1]] * 2
+    assert use.sums[1].tolist() == [[1.5, 0.25, 0.25, 0]] * 2  # answers have none
+    read(use, 2, [(0, [3, 0]), (5, [3, 2])], starts=(5,))  # a turn of one, a prompt of another
+    assert use.sums[0].tolist() == [[3, 1, 3, 3]] * 2
+    answer(use, [2, 0, 0, 2])
+    assert use.sums[0].tolist() == [[5, 1, 3, 5]] * 2
+    answer(use, [0, 4, 0, 0], ends=(0,))
+    # Of 5: its prompt, half of what both used together, and all since it is alone.
+    assert use.sums[0].tolist() == [[1, 4, 1, 2]] * 2
+    assert use.past.tolist() == [[4, 1, 2, 3]] * 2
+    assert use.sums[1].tolist() == [[0, 0, 0.25, 0.75]] * 2
+    answer(use, [1, 1, 0, 0], ends=(5,))
+    assert not use.sums[0].any() and use.past.tolist() == [[6, 6, 3, 5]] * 2
+
+
+def test_a_sequence_that_begins_anew_forgets_and_a_failed_step_counts_nothing():
+    use = SequenceUse(*SIZE)
+    use.count(1, 0, np.array([[3, 2]]), np.ones((1, 2)), np.zeros(1, np.int32))  # no report follows
+    read(use, 2, [(0, [0, 1])], starts=(0,))
+    read(use, 3, [(0, [2, 3])], starts=(0,))
+    assert use.sums[0].tolist() == [[0, 0, 1, 1]] * 2
+    assert use.past.tolist() == [[1, 1, 0, 0]] * 2
+
+
+def test_a_kept_prefix_brings_what_it_used():
+    use = SequenceUse(*SIZE)
+    read(use, 1, [(0, [0, 1]), (0, [0, 2])], starts=(0,))
+    answer(use, [1, 0, 0, 1])
+    kept = use.save(0)
+    assert kept is not None and use.save(7) is None
+    before = use.sums[0]
+    more = np.array([0, 1, 0, 1])
+    read(use, 2, [(0, [2, 3])], starts=(0,), ends=(0,))  # another conversation in its place
+    use.restore(0, kept)
+    # What was dropped is reported with the next step; what was restored is not that.
+    read(use, 3, [(0, [3, 1])], ends=(0,))
+    assert use.sums[0].tolist() == (before + more).tolist()
+    use.restore(4, kept)
+    answer(use, [0, 0, 0, 0])
+    assert use.sums[0].tolist() == (2 * before + more).tolist()
+    answer(use, [0, 0, 0, 0], ends=(4,))  # this end is one
+    assert use.sums[0].tolist() == (before + more).tolist()
+    other = SequenceUse(*SIZE)
+    other.restore(1, kept)
+    assert other.save(1) == kept
+
+
+@pytest.mark.parametrize("damage", [b"", b"x", "cut", "more", "other", "nan", "negative"])
+def test_a_damaged_state_is_refused(damage):
+    use = SequenceUse(*SIZE)
+    read(use, 1, [(0, [0, 1])], starts=(0,))
+    kept = use.save(0)
+    bad = {"cut": kept[:-8], "more": kept + bytes(8), "other": b"x" + kept[1:]}
+    bad |= {name: kept[:-8] + np.float64(v).tobytes() for name, v in WRONG.items()}
+    with pytest.raises(PolicyError, match="state of a sequence"):
+        use.restore(0, bad[damage] if isinstance(damage, str) else damage)
+    assert use.save(0) == kept
+
+
+WRONG = {"nan": np.nan, "negative": -1.0}

@@ -1,7 +1,5 @@
 """The probe of the disk, which reads as the store does, and what is kept of it."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -28,7 +26,7 @@ NATIVE = Path(__file__).resolve().parents[3] / "patches" / "native"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ExpertModel:
+def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("taken") / "two.gguf"
     return ExpertModel.open(synthetic.write(path, "tiny-olmoe", tiers=("q4_k", "q2_k")))
 
@@ -36,7 +34,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ExpertModel:
 def test_parts_are_those_of_the_store():
     source = (NATIVE / "moe-edge-reads.h").read_text()
     found = re.search(r"#define MOE_EDGE_PART_BYTES \((\d+) << (\d+)\)", source)
-    assert found is not None
     assert int(found[1]) << int(found[2]) == disk.PART_BYTES
 
 
@@ -148,13 +145,13 @@ def test_an_expert_that_is_read_alone_takes_longer(model, monkeypatch):
     assert 0.019 < found.latency_s < 0.02  # the bytes take some of it
 
 
-def test_a_disk_keeps_its_speed(model: ExpertModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_keeps_its_speed(model, monkeypatch):
     """It is measured once a moment, though the first ones agree: both may have been disturbed. The
     best of all stands."""
     now, speeds = [1e9], [4e8, 4.1e8, 1e9, 1e9, 9e8, 1e9]
     measured: list[float] = []
 
-    def read_bandwidth(*_: object, **__: object) -> Bandwidth:
+    def read_bandwidth(*_, **__):
         measured.append(speeds[len(measured)])
         return Bandwidth(measured[-1], True, 4096, 0.0, 0.0)
 
@@ -177,9 +174,7 @@ def test_a_disk_keeps_its_speed(model: ExpertModel, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("kind", "best"), [(None, 2e9), (disk._SPINNING, 1e8), (disk._USB, 1e8), ("NFS", 2e9)]
 )
-def test_what_a_disks_own_cache_gives_does_not_count(
-    model: ExpertModel, monkeypatch: pytest.MonkeyPatch, kind: str | None, best: float
-) -> None:
+def test_what_a_disks_own_cache_gives_does_not_count(model, monkeypatch, kind, best):
     told = Bandwidth(2e9, True, 4096, 0.0, 0.0, first_bytes_per_s=1e8)
     monkeypatch.setattr(disk, "read_bandwidth", lambda *_, **__: told)
     monkeypatch.setattr(disk, "slow_kind", lambda _path: kind)
@@ -187,9 +182,7 @@ def test_what_a_disks_own_cache_gives_does_not_count(
     assert found.bytes_per_s == pytest.approx(best)
 
 
-def test_a_disk_is_known_by_its_device(
-    model: ExpertModel, user_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_is_known_by_its_device(model, user_folder, monkeypatch):
     """Another disk may be mounted at the same place, with the same file on it."""
     for device, speed in enumerate((1e9, 2e9, 1e9)):
         monkeypatch.setattr(disk, "device_of", lambda _path, at=device: at)

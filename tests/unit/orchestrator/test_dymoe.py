@@ -1,7 +1,5 @@
 """DyMoE's decisions against a plain reading of the paper."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -12,13 +10,13 @@ from shapes import in_one_step, make_decision, make_event, make_shape, make_view
 
 from orchestrator.allocation.slots import Rules
 from orchestrator.errors import PolicyError
-from orchestrator.events import ABSENT, SKIP, DecisionBuffer, Phase
+from orchestrator.events import ABSENT, SKIP, Phase
 from orchestrator.policy.dymoe import DyMoE, solve
 
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-def reference_tiers(ids: np.ndarray, weights: np.ndarray, t: int, low: int) -> dict[int, int]:
+def reference_tiers(ids, weights, t, low):
     """Expert -> tier: 0 if it is among the t heaviest of any token, else low."""
     tiers: dict[int, int] = {}
     for row, gates in zip(ids, weights, strict=True):
@@ -32,7 +30,7 @@ def reference_tiers(ids: np.ndarray, weights: np.ndarray, t: int, low: int) -> d
 @settings(deadline=None)
 @given(SEEDS, st.integers(1, 9), st.integers(0, 5), st.booleans(), st.booleans())
 @example(4, 1, 5, False, False)
-def test_decode_tiers(seed: int, n_tokens: int, layer: int, skip: bool, ties: bool) -> None:
+def test_decode_tiers(seed, n_tokens, layer, skip, ties):
     rng = np.random.default_rng(seed)
     shape = make_shape(tiers=("q4_k",) if skip else ("q4_k", "q2_k"))
     policy = DyMoE(shape, DyMoE.Settings(retention=0.6), Rules(skip=skip))
@@ -47,9 +45,7 @@ def test_decode_tiers(seed: int, n_tokens: int, layer: int, skip: bool, ties: bo
     assert {expert: out.tier[expert] for expert in expected} == expected
 
 
-def reference_order(
-    ids: np.ndarray, scores: np.ndarray | None, share: float, resident: np.ndarray
-) -> list[int]:
+def reference_order(ids, scores, share, resident):
     """Experts by heavy-hitter load, then by load, then what is in memory in high, then by index
     (eq. 1-2, ties as we state)."""
     n = len(resident)
@@ -67,9 +63,7 @@ def reference_order(
 
 @settings(deadline=None)
 @given(SEEDS, st.integers(2, 40), st.integers(0, 4), st.booleans(), st.booleans(), st.floats(0, 1))
-def test_prefill_follows_the_heavy_hitters(
-    seed: int, n_tokens: int, layer: int, skip: bool, scored: bool, share: float
-) -> None:
+def test_prefill_follows_the_heavy_hitters(seed, n_tokens, layer, skip, scored, share):
     shape = make_shape(tiers=("q4_k",) if skip else ("q4_k", "q2_k"))
     low = SKIP if skip else 1
     policy = DyMoE(shape, DyMoE.Settings(retention=0.6, heavy_hitters=share), Rules(skip=skip))
@@ -113,7 +107,7 @@ def test_prefill_follows_the_heavy_hitters(
 @given(
     SEEDS, st.integers(0, 3), st.integers(1, 2), st.sampled_from(["all", "critical", "skip", "off"])
 )
-def test_decode_prefetch(seed: int, layer: int, n_ahead: int, how: str) -> None:
+def test_decode_prefetch(seed, layer, n_ahead, how):
     """Eq. 8: the top t_l; the ranks below in the low tier, unless the paper's form is asked for."""
     rng = np.random.default_rng(seed)
     shape = make_shape(tiers=("q4_k",) if how == "skip" else ("q4_k", "q2_k"))
@@ -135,7 +129,7 @@ def test_decode_prefetch(seed: int, layer: int, n_ahead: int, how: str) -> None:
 
 @settings(deadline=None)
 @given(SEEDS, st.integers(2, 5))
-def test_several_tokens_prefetch_what_any_of_them_is_predicted_to_use(seed: int, n: int) -> None:
+def test_several_tokens_prefetch_what_any_of_them_is_predicted_to_use(seed, n):
     """Critical where it is for one token, and most frequent first."""
     shape, rng = make_shape(), np.random.default_rng(seed)
     policy = DyMoE(shape, DyMoE.Settings(retention=0.6))
@@ -166,7 +160,7 @@ TOGETHER = [
 ]
 
 
-def asked_ahead(out: DecisionBuffer) -> dict[int, int]:
+def asked_ahead(out):
     """The best tier in which each expert is asked for ahead."""
     best: dict[int, int] = {}
     for _, expert, tier, _ in prefetches(out):
@@ -182,9 +176,7 @@ def asked_ahead(out: DecisionBuffer) -> dict[int, int]:
     st.booleans(),
     st.booleans(),
 )
-def test_sequences_in_one_step_are_decided_as_alone(
-    seed: int, layer: int, how: str, scored: bool, exact: bool
-) -> None:
+def test_sequences_in_one_step_are_decided_as_alone(seed, layer, how, scored, exact):
     """Each expert gets the best tier of those that the sequences ask for by themselves, now and
     ahead; what a token needs that goes by its gates does not pass through memory."""
     rng = np.random.default_rng(seed)
@@ -215,14 +207,14 @@ def test_sequences_in_one_step_are_decided_as_alone(
     assert not out.passing_array[event.ids_array[gated]].any()
 
 
-def test_the_share_of_a_prompt_is_the_share_asked_for() -> None:
+def test_the_share_of_a_prompt_is_the_share_asked_for():
     policy = DyMoE(make_shape(n_layers=32), DyMoE.Settings(retention=0.75))
     for n_used in (5, 8, 13, 64):
         counts = [policy.prefill_critical(layer, n_used) for layer in range(32)]
         assert sum(counts) / (32 * n_used) == pytest.approx(0.75, abs=0.5 / n_used)
 
 
-def test_a_second_tier_is_needed() -> None:
+def test_a_second_tier_is_needed():
     shape = make_shape(tiers=("q4_k",))
     with pytest.raises(PolicyError, match="--low"):
         DyMoE(shape, DyMoE.Settings(retention=0.75))
@@ -236,7 +228,7 @@ def test_a_second_tier_is_needed() -> None:
     assert (policy.settings.retention, policy.retention) == (None, 1.0)
 
 
-def test_a_share_that_the_schedule_cannot_reach_is_said() -> None:
+def test_a_share_that_the_schedule_cannot_reach_is_said():
     """With 6 layers and 4 experts a token, cosine keeps at least 15 of 24."""
     shape = make_shape(n_layers=6, k=4)
     least = DyMoE(shape, DyMoE.Settings(retention=0.0)).realised
@@ -259,11 +251,11 @@ def test_a_share_that_the_schedule_cannot_reach_is_said() -> None:
     assert "no less" not in policy.describe()
 
 
-def test_missing_ones_are_lowered_in_the_place_of_the_lowest_gates() -> None:
+def test_missing_ones_are_lowered_in_the_place_of_the_lowest_gates():
     """One of four may be low, t = 3: the lowest gate among what is not in memory, and not the
     first one. With several tokens, nothing that one of them needs high."""
 
-    def skipped(rows: list[list[int]], here: list[int], retention: float = 0.75) -> set[int]:
+    def skipped(rows, here, retention=0.75):
         k = len(rows[0])
         shape = make_shape(n_layers=2, n_expert=2 * k, k=k, tiers=("q4_k",))
         asked = {"schedule": "flat", "lower_which": "missing", "prefetch": "off"}

@@ -1,17 +1,12 @@
 """The engine over a scripted model: streaming, the cache's prefix, endings, failures."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.cost import planner as planner_module
@@ -29,64 +24,43 @@ END = 0
 GREEDY = Sampling(temp=0.0)
 
 
-class FakeBindings:
-    api = SimpleNamespace(llama_supports_gpu_offload=lambda: False)
-
-    @classmethod
-    def load(cls) -> FakeBindings:
-        return cls()
-
-    def complaint(self) -> str:
-        return " (scripted)"
-
-    def library(self) -> None:
-        raise NativeError("no store in this test")
+def no_store():
+    raise NativeError("no store in this test")
 
 
-class FakeModel:
+API = SimpleNamespace(llama_supports_gpu_offload=lambda: False)
+BINDINGS = SimpleNamespace(api=API, complaint=lambda: " (scripted)", library=no_store)
+
+
+def fake_model(*_args, progress, **_kw):
     """Token t > 0 is the byte t; END ends."""
-
-    def __init__(self, *_args: Any, progress: Callable[[float], None] | None, **_kw: Any) -> None:
-        self.handle, self.n_vocab, self.closed = 1, 256, False
-        if progress is not None:
-            progress(1.0)
-
-    def tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
-        return ([1] if add_special else []) + list(text.encode())
-
-    def piece(self, token: int, special: bool = False) -> bytes:
-        return bytes([token])
-
-    def is_end(self, token: int) -> bool:
-        return token == END
-
-    def adds_bos(self) -> bool:
-        return True
-
-    def bos(self) -> str:
-        return "<s>"
-
-    def eos(self) -> str:
-        return "</s>"
-
-    def chat_template(self) -> str | None:
-        return None
-
-    def close(self) -> None:
-        self.closed = True
+    if progress is not None:
+        progress(1.0)
+    return SimpleNamespace(
+        handle=1,
+        n_vocab=256,
+        tokenize=lambda text, add_special, parse_special: [1] * add_special + [*text.encode()],
+        piece=lambda token, special=False: bytes([token]),
+        is_end=lambda token: token == END,
+        adds_bos=lambda: True,
+        bos=lambda: "<s>",
+        eos=lambda: "</s>",
+        chat_template=lambda: None,
+        close=lambda: None,
+    )
 
 
 class FakeContext:
     """Remembers what it was asked to decode; before_decode may play a part."""
 
-    def __init__(self, *_args: Any, n_ctx: int, n_ubatch: int, **_kw: Any) -> None:
+    def __init__(self, *_args, n_ctx, n_ubatch, **_kw):
         self.n_ctx, self.n_ubatch = n_ctx, n_ubatch
         self.kept: list[int] = []
         self.calls: list[tuple[list[int], int]] = []
         self.before_decode: Callable[[], int] = lambda: 0
         self.can_cut = True
 
-    def decode(self, tokens: Sequence[int], pos: int, all_logits: bool, interruptible: bool) -> int:
+    def decode(self, tokens, pos, all_logits, interruptible):
         assert len(tokens) <= self.n_ubatch
         assert pos == len(self.kept)
         status = self.before_decode()
@@ -96,75 +70,65 @@ class FakeContext:
             self.rows = len(tokens) if all_logits else 1
         return status
 
-    def logits(self, n_outputs: int = 1) -> np.ndarray:
+    def logits(self, n_outputs=1):
         return np.full((n_outputs, 256), len(self.kept), np.float32)
 
-    def forget_from(self, pos: int) -> bool:
+    def forget_from(self, pos):
         if self.can_cut or pos == len(self.kept):
             del self.kept[pos:]
             return True
         return False
 
-    def forget_all(self) -> None:
+    def forget_all(self):
         self.kept.clear()
 
-    def close(self) -> None:
+    def close(self):
         pass
 
 
-class FakeChain:
-    """Samples what the test scripted."""
-
-    script: Iterator[int] = iter(())
-
-    def __init__(self, *_args: Any) -> None:
-        pass
-
-    def sample(self) -> int:
-        return next(self.script)
-
-    def close(self) -> None:
-        pass
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("engine") / "model.gguf"
-    return synthetic.write(target, "tiny-qwen3moe", tiers=("q8_0", "q4_k", "q2_k"))
+SCRIPT: list[int] = []  # what is sampled next
+CHAIN = SimpleNamespace(sample=lambda: SCRIPT.pop(0), close=lambda: None)
 
 
 @pytest.fixture
-def engine(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    for module, name, fake in (
-        (planner_module, "Bindings", FakeBindings),
-        (parts_module, "Model", FakeModel),
+def path(tiny_model):
+    return tiny_model("qwen3moe", "q8_0", "q4_k", "q2_k")
+
+
+@pytest.fixture
+def engine(path, monkeypatch):
+    for of, name, fake in (
+        (planner_module, "Bindings", SimpleNamespace(load=lambda: BINDINGS)),
+        (planner_module, "probe", lambda _device: Machine(2**34)),
+        (parts_module, "Model", fake_model),
         (parts_module, "LlamaContext", FakeContext),
-        (engine_module, "SamplerChain", FakeChain),
+        (engine_module, "SamplerChain", lambda *_: CHAIN),
+        (Probe, "_measured", lambda *_: None),
+        (load_module.Loader, "_checked", lambda _self, _plan: nullcontext()),
     ):
-        monkeypatch.setattr(module, name, fake)
-    machine = Machine(2**34)
-    monkeypatch.setattr(planner_module, "probe", lambda _device: machine)
-    monkeypatch.setattr(Probe, "_measured", lambda *_: None)
-    monkeypatch.setattr(load_module.Loader, "_checked", lambda _self, _plan: nullcontext())
+        monkeypatch.setattr(of, name, fake)
     config = Config.build(model=path, policy="plain", ctx=64, ubatch=8, threads=1)
     with Engine.open(config) as opened:
         yield opened
 
 
 @pytest.fixture
-def context(engine: Engine) -> FakeContext:
+def context(engine):
     return engine._loaded.context
 
 
-def script(text: bytes, *more: int) -> None:
-    FakeChain.script = iter([*text, *more])
+def script(text, *more):
+    SCRIPT[:] = [*text, *more]
 
 
-def answer(engine: Engine, prompt: bytes, max_tokens: int = 100) -> str:
+def answer(engine, prompt, said=None, max_tokens=100):
+    """said: what the model samples, to its end; else the script goes on."""
+    if said is not None:
+        script(said, END)
     return "".join(engine.generate(list(prompt), GREEDY, max_tokens))
 
 
-def test_streams_whole_characters(engine: Engine) -> None:
+def test_streams_whole_characters(engine):
     script("aé€😀z".encode(), END)
     pieces = list(engine.generate([5, 6], GREEDY, 100))
     assert pieces == ["a", "é", "€", "😀", "z"]
@@ -172,39 +136,32 @@ def test_streams_whole_characters(engine: Engine) -> None:
     assert (stats.finish, stats.tokens, stats.prompt_tokens) == ("end", 11, 2)
     assert stats.hit_rate is None
     assert stats.mode.startswith("llama.cpp's own path: everything fits")
-    script(b"a\xe2\x82", END)
-    assert answer(engine, b"p") == "a\ufffd"  # a broken character at the end
+    assert answer(engine, b"p", b"a\xe2\x82") == "a\ufffd"  # a broken character at the end
 
 
-def test_only_new_tokens_are_evaluated(engine: Engine, context: FakeContext) -> None:
-    script(b"xyz", END)
-    answer(engine, b"hello")
+def test_only_new_tokens_are_evaluated(engine, context):
+    answer(engine, b"hello", b"xyz")
     assert context.kept == list(b"helloxyz")
     context.calls.clear()
-    script(b"!", END)
-    answer(engine, b"helloxyz more")
+    answer(engine, b"helloxyz more", b"!")
     assert context.calls[0] == (list(b" more"), 8)
     assert engine.last_stats.evaluated_tokens == 5
     context.calls.clear()
-    script(b"!", END)
-    answer(engine, b"hello you")
+    answer(engine, b"hello you", b"!")
     assert context.calls[0] == (list(b" you"), 5)
     for _ in range(2):
-        script(b"", END)
-        answer(engine, b"same")
+        answer(engine, b"same", b"")
     assert context.calls[-1] == (list(b"e"), 3)  # the last token, for its logits
 
 
-def test_memory_that_cannot_be_cut_starts_over(engine: Engine, context: FakeContext) -> None:
-    script(b"ab", END)
-    answer(engine, b"hello")
+def test_memory_that_cannot_be_cut_starts_over(engine, context):
+    answer(engine, b"hello", b"ab")
     context.can_cut = False
-    script(b"cd", END)
-    answer(engine, b"help")
+    answer(engine, b"help", b"cd")
     assert context.kept == list(b"helpcd")
 
 
-def test_long_prompts_go_in_batches(engine: Engine, context: FakeContext) -> None:
+def test_long_prompts_go_in_batches(engine, context):
     seen: list[tuple[int, int]] = []
     script(b"", END)
     list(engine.generate(list(range(1, 21)), GREEDY, 5, lambda *at: seen.append(at)))
@@ -216,17 +173,9 @@ def test_long_prompts_go_in_batches(engine: Engine, context: FakeContext) -> Non
     ("prompt", "max_tokens", "said", "finish", "kept"),
     [(b"p", 3, "xxx", "length", 3), (b"p" * 60, 100, "xxxxx", "context", 64)],
 )
-def test_an_answer_that_is_cut(
-    engine: Engine,
-    context: FakeContext,
-    prompt: bytes,
-    max_tokens: int,
-    said: str,
-    finish: str,
-    kept: int,
-) -> None:
+def test_an_answer_that_is_cut(engine, context, prompt, max_tokens, said, finish, kept):
     script(b"x" * 200)
-    assert answer(engine, prompt, max_tokens) == said
+    assert answer(engine, prompt, max_tokens=max_tokens) == said
     assert (engine.last_stats.finish, engine.last_stats.tokens) == (finish, len(said))
     assert len(context.kept) == kept
 
@@ -239,13 +188,13 @@ def test_an_answer_that_is_cut(
         (b"p" * 64, 10**6, "made for no more"),
     ],
 )
-def test_impossible_prompts(engine: Engine, prompt: bytes, asked: int, advice: str) -> None:
+def test_impossible_prompts(engine, prompt, asked, advice):
     engine._steps._asked_ctx = asked
     with pytest.raises(ConfigError, match=advice):
         answer(engine, prompt)
 
 
-def test_cancel_between_tokens(engine: Engine) -> None:
+def test_cancel_between_tokens(engine):
     script(b"abcdef")
     pieces = []
     for piece in engine.generate([5], GREEDY, 6):
@@ -254,32 +203,29 @@ def test_cancel_between_tokens(engine: Engine) -> None:
             engine.cancel()
     assert pieces == ["a", "b"]
     assert engine.last_stats.finish == "cancelled"
-    script(b"z", END)
-    assert answer(engine, b"next") == "z"
+    assert answer(engine, b"next", b"z") == "z"
 
 
-def test_cancel_inside_a_step_leaves_the_cache_whole(engine: Engine, context: FakeContext) -> None:
+def test_cancel_inside_a_step_leaves_the_cache_whole(engine, context):
 
-    def cancelled() -> int:
+    def cancelled():
         engine.cancel()
         return 2
 
-    script(b"ab", END)
-    answer(engine, b"hello")
+    answer(engine, b"hello", b"ab")
     kept = list(context.kept)
     context.before_decode = cancelled
     assert answer(engine, bytes(kept) + b"more") == ""
     assert context.kept == kept
     context.before_decode = lambda: 0
-    script(b"c", END)
-    assert answer(engine, bytes(kept) + b"more") == "c"
+    assert answer(engine, bytes(kept) + b"more", b"c") == "c"
 
 
-def test_closing_early_is_a_cancel(engine: Engine) -> None:
+def test_closing_early_is_a_cancel(engine):
     script(b"abc")
     stream = engine.generate([5], GREEDY, 3)
     next(stream)
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert (engine.last_stats.finish, engine.last_stats.tokens) == ("cancelled", 1)
 
 
@@ -287,18 +233,15 @@ def test_closing_early_is_a_cancel(engine: Engine) -> None:
     ("status", "error", "text"),
     [(1, ConfigError, "full"), (-3, NativeError, "scripted"), (2, NativeError, "evaluate")],
 )
-def test_failed_steps(
-    engine: Engine, context: FakeContext, status: int, error: type[Exception], text: str
-) -> None:
+def test_failed_steps(engine, context, status, error, text):
     context.before_decode = lambda: status
     with pytest.raises(error, match=text):
         answer(engine, b"hello")
     context.before_decode = lambda: 0
-    script(b"z", END)
-    assert answer(engine, b"hello") == "z"
+    assert answer(engine, b"hello", b"z") == "z"
 
 
-def test_eval(engine: Engine, context: FakeContext) -> None:
+def test_eval(engine, context):
     logits = engine.eval(list(b"0123456789"), 0)
     assert logits.shape == (1, 256)
     assert context.kept == list(b"0123456789")
@@ -311,34 +254,33 @@ def test_eval(engine: Engine, context: FakeContext) -> None:
         next(engine.eval_each([1], 0))
 
 
-def test_begin_token_stands_once(engine: Engine) -> None:
-    engine._template.render = lambda messages: "<s>hi"  # type: ignore[method-assign]
+def test_begin_token_stands_once(engine):
+    engine._template.render = lambda messages: "<s>hi"
     assert engine.render_chat([]) == list(b"<s>hi")
-    engine._template.render = lambda messages: "hi"  # type: ignore[method-assign]
+    engine._template.render = lambda messages: "hi"
     assert engine.render_chat([]) == [1, *b"hi"]
     assert engine.tokenize("hi") == [1, *b"hi"]
     assert engine.tokenize("hi", special=False) == list(b"hi")
 
 
-def test_retention_is_checked(engine: Engine) -> None:
+def test_retention_is_checked(engine):
     with pytest.raises(ConfigError):
         engine.change("retention", 1.5)
     assert engine.change("retention", 0.5) is False  # the plain path: nothing to retain
     assert engine.config.given("retention") == 0.5
 
 
-def test_a_policy_that_cannot_start_changes_nothing(engine: Engine) -> None:
+def test_a_policy_that_cannot_start_changes_nothing(engine):
     mode = engine.mode
     with pytest.raises(ConfigError, match="belady"):
         engine.set_policy("belady")
     with pytest.raises(NativeError, match="no store"):
         engine.set_policy("lru")
     assert (engine.config.policy, engine.mode) == ("plain", mode)
-    script(b"z", END)
-    assert answer(engine, b"hello") == "z"
+    assert answer(engine, b"hello", b"z") == "z"
 
 
-def test_store_spec_renumbers_tiers(path: Path) -> None:
+def test_store_spec_renumbers_tiers(path):
     model = ExpertModel.open(path)
     asked = {"high_tier": "q4_k", "low_tier": "q2_k"}
     config = Config.build(model=path, policy="dymoe", expert_ram=2 * 10**6, ubatch=128, **asked)

@@ -1,51 +1,44 @@
-"""--exact: what it stands for, and what it does not go with."""
-
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
+"""--exact: what it stands for, and what it does not go with; and precisions of a packed file by the
+memory that it is for."""
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
+from gguf_tools.file.layout import MAX_TIERS, bits_per_weight
+from gguf_tools.quantize.tiers import parse_types
+from orchestrator.cli.main import cli
 from orchestrator.config import Config
-from orchestrator.errors import ConfigError, MoeEdgeError, PolicyError
+from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.memory.choice import check_unused
 from orchestrator.memory.layouts import wants_own_layout
 from orchestrator.memory.machine import Machine
-from orchestrator.memory.plan import MemoryPlan, plan_memory
+from orchestrator.memory.plan import plan_memory
+from orchestrator.memory.tiers_for import tiers_for
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    return synthetic.write(path, "tiny-olmoe", tiers=("q4_k", "q2_k"))
-
-
-def planned(model: Path, **settings: Any) -> tuple[Config, MemoryPlan]:
+def planned(model, **settings):
     config = Config.build(model=model, ctx=256, exact=True, **settings)
     check_unused(config)
     with ExpertModel.open(model) as opened:
         return config, plan_memory(config, opened, Machine(8 << 30))
 
 
-def test_weights_stay_as_they_are_in_the_file(model: Path) -> None:
+def test_weights_stay_as_they_are_in_the_file(model):
+    """The plain path repacks nothing either."""
     config, plan = planned(model, policy="lru", force_managed=True)
     assert (config.layout, config.use_extra_bufts) == ("file", False)
     assert not wants_own_layout(config, plan)
     without = config.with_changes(exact=False, layout="auto", use_extra_bufts=None)
     assert wants_own_layout(without, plan)
-
-
-def test_the_plain_path_repacks_nothing(model: Path) -> None:
     config, plan = planned(model)
     assert not plan.managed and config.use_extra_bufts is False
 
 
 @pytest.mark.parametrize("policy", [None, "lru", "dymoe", "firm"])
-def test_experts_are_in_one_precision(policy: str | None, model: Path) -> None:
+def test_experts_are_in_one_precision(policy, model):
     _, plan = planned(model, policy=policy, expert_ram=1 << 20)
     assert plan.tiers == (0,) and not plan.skip
     assert plan.policy is not None and (plan.policy.asked_mix(np.ones((1, 1))) == 1.0).all()
@@ -63,8 +56,65 @@ def test_experts_are_in_one_precision(policy: str | None, model: Path) -> None:
         ({"policy": "context"}, PolicyError, "the policy context keeps some in lower ones"),
     ],
 )
-def test_what_it_does_not_go_with(
-    settings: dict[str, Any], error: type[MoeEdgeError], sentence: str, model: Path
-) -> None:
+def test_what_it_does_not_go_with(settings, error, sentence, model):
     with pytest.raises(error, match=sentence):
         planned(model, expert_ram=1 << 20, **settings)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sources")
+    return {
+        tier: synthetic.write(folder / f"{tier}.gguf", "tiny-qwen3moe", tiers=(tier,))
+        for tier in ("f16", "q4_k")
+    }
+
+
+def ram_for(path, bits):
+    """The cap that leaves so many bits a weight for experts."""
+    with ExpertModel.open(path) as model:
+        least = plan_memory(
+            Config.build(model=path, policy="lru", ram=1 << 34), model, Machine(1 << 40)
+        )
+        fixed = least.dense_bytes + least.kv_bytes + least.scratch_bytes
+        return fixed + int(bits * model.tier_bytes[0] / model.tiers[0].bpw)
+
+
+@pytest.mark.parametrize("bits", [2.7, 3.2, 3.7, 4.6, 5.3, 6.2, 7.0, 8.2])
+def test_types_around_what_there_is_room_for(paths, bits):
+    """The best one, and some on both sides of the mean bits; none is given to hardly anyone."""
+    with ExpertModel.open(paths["f16"]) as model:
+        names, why = tiers_for(model, ram_for(paths["f16"], bits))
+    widths = [bits_per_weight(each) for each in parse_types(names)]
+    assert widths == sorted(widths, reverse=True) and 2 <= len(names) <= MAX_TIERS
+    assert names[0] == "q8_0" and f"room for {bits:.1f}" in why
+    assert widths[-1] < bits < max(widths)
+    assert all(abs(width - bits) < 2.2 for width in widths[1:])
+
+
+def test_at_the_ends(paths):
+    """Everything in one; nothing that suffices; no room at all; a source that is quantized."""
+    with ExpertModel.open(paths["f16"]) as model:
+        assert tiers_for(model, ram_for(paths["f16"], 9))[0] == ["q8_0"]
+        names, why = tiers_for(model, ram_for(paths["f16"], 2.3))
+        assert names == ["q8_0", "q4_k", "q2_k"] and "read as needed" in why
+        with pytest.raises(BudgetError):
+            tiers_for(model, 1 << 20)
+    with ExpertModel.open(paths["q4_k"]) as model:
+        assert tiers_for(model, ram_for(paths["q4_k"], 5))[0] == ["q4_k"]
+        assert tiers_for(model, ram_for(paths["q4_k"], 3))[0] == ["q4_k", "q3_k", "q2_k"]
+
+
+def test_pack_by_memory(paths, tmp_path):
+    def run(*args):
+        return CliRunner().invoke(cli, ["pack", str(paths["f16"]), *args])
+
+    out = tmp_path / "packed.gguf"
+    done = run(str(out), "--for-ram", str(ram_for(paths["f16"], 3.7)))
+    assert done.exit_code == 0, done.output
+    assert "Note: --tiers q8_0,q4_k,q3_k,q2_k: " in done.stderr
+    with ExpertModel.open(out) as model:
+        assert [tier.name for tier in model.tiers] == ["q8_0", "q4_k", "q3_k", "q2_k"]
+    for args in ((), ("--tiers", "q4_k", "--for-ram", "1GiB")):
+        refused = run(str(tmp_path / "other.gguf"), *args)
+        assert refused.exit_code == 2 and "--for-ram SIZE for those that suit" in refused.stderr

@@ -1,19 +1,15 @@
 """What floor skips and lowers, for how much, and what it asks for ahead and behind."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 from shapes import UP, make_decision, make_shape, make_view, prefetches
 
 from orchestrator.allocation.estimate import KlEstimate
-from orchestrator.allocation.slots import ModelShape
 from orchestrator.errors import BudgetError, PolicyError
-from orchestrator.events import ABSENT, SKIP, DecisionBuffer, Phase, RouteEvent, StepReport
+from orchestrator.events import ABSENT, SKIP, Phase, RouteEvent, StepReport
 from orchestrator.policy import floor
 from orchestrator.policy.floor import AGAIN_STEPS, Floor
 
@@ -24,11 +20,11 @@ GATES = [0.4, 0.3, 0.2, 0.1]
 IDS = [5, 2, 7, 0]
 
 
-def report(n_tokens: int = 1, **changes: Any) -> StepReport:
+def report(n_tokens=1, **changes):
     return StepReport(Phase.DECODE, n_tokens, 1000.0, **changes)
 
 
-def made(shape: ModelShape = ONE, nats: Any = None, price: float = 1.0, **settings: Any) -> Floor:
+def made(shape=ONE, nats=None, price=1.0, **settings):
     """Without a limit by depth or price, unless one is asked for. nats: of an expert that is
     skipped, or of each lower tier and of skipping."""
     chosen = {
@@ -48,15 +44,7 @@ def made(shape: ModelShape = ONE, nats: Any = None, price: float = 1.0, **settin
     return policy
 
 
-def make(
-    layer: int = 0,
-    step: int = 0,
-    rows: Any = (IDS,),
-    gates: Any = (GATES,),
-    of: Any = (0,),
-    ahead: Any = None,
-    phase: Phase = Phase.DECODE,
-) -> RouteEvent:
+def make(layer=0, step=0, rows=(IDS,), gates=(GATES,), of=(0,), ahead=None, phase=Phase.DECODE):
     """rows, gates [T, k]; of: the sequence of each token; ahead: (experts, scores) of the next
     layer, [T, k] each."""
     n = len(rows)
@@ -71,9 +59,7 @@ def make(
     return event
 
 
-def decided(
-    policy: Floor, event: RouteEvent, here: Any = (), low: Any = ()
-) -> tuple[dict[int, int], DecisionBuffer]:
+def decided(policy, event, here=(), low=()):
     """({expert: tier} of what is not high, the decision). here, low: experts in memory in tier 0
     and in tier 1."""
     shape = policy.shape
@@ -85,7 +71,7 @@ def decided(
     return {e: int(t) for e, t in enumerate(out.tier) if t}, out
 
 
-def test_what_is_in_memory_is_used_and_the_rest_is_skipped_while_it_lasts() -> None:
+def test_what_is_in_memory_is_used_and_the_rest_is_skipped_while_it_lasts():
     """0.01 and 0.04 fit a layer's part of 0.051; 0.09 does not, nor what comes after it."""
     policy = made(max_loss=3 * 0.051)
     assert decided(policy, make())[0] == {0: SKIP, 7: SKIP}
@@ -94,7 +80,7 @@ def test_what_is_in_memory_is_used_and_the_rest_is_skipped_while_it_lasts() -> N
     assert decided(made(max_loss=0.0), make())[0] == {}
 
 
-def test_what_is_in_memory_is_skipped_where_that_is_said_to_save_something() -> None:
+def test_what_is_in_memory_is_skipped_where_that_is_said_to_save_something():
     """0.01 and 0.04 nats, twice that a byte; nothing of it is missing, or read behind."""
     price = 0.05 / ONE.expert_slot_bytes(0, 0)
     policy = made(price=price, skip_present=0.5)
@@ -107,20 +93,20 @@ def test_what_is_in_memory_is_skipped_where_that_is_said_to_save_something() -> 
     assert decided(made(price=price, skip_present=0.5), make(), here=[0])[0] == {0: SKIP, 7: SKIP}
 
 
-def test_a_layer_has_what_those_before_it_left() -> None:
+def test_a_layer_has_what_those_before_it_left():
     policy = made(max_loss=3 * 0.06)
     assert decided(policy, make(0), here=[0])[0] == {7: SKIP}  # 0.04 of 0.06
     assert decided(policy, make(1), here=[0, 7])[0] == {}  # 0.09 of 0.08
     assert decided(policy, make(2), here=[0, 7])[0] == {2: SKIP}  # 0.09 of 0.14
 
 
-def test_the_first_layer_has_nothing_by_the_cosine_schedule() -> None:
+def test_the_first_layer_has_nothing_by_the_cosine_schedule():
     policy = made(loss_schedule="cosine", max_loss=0.16)  # 0, 1/3 and 2/3 of it
     found = [decided(policy, make(layer))[0] for layer in range(3)]
     assert found == [{}, {0: SKIP, 7: SKIP}, {0: SKIP, 7: SKIP}]
 
 
-def test_top_gates_are_kept() -> None:
+def test_top_gates_are_kept():
     """Unless asked, the first one alone."""
     usual = Floor.Settings().keep_top
     assert set(decided(made(keep_top=usual), make())[0]) == {2, 7, 0}
@@ -129,7 +115,7 @@ def test_top_gates_are_kept() -> None:
     assert set(decided(made(keep_top=2), shuffled)[0]) == {5, 7}
 
 
-def test_a_low_copy_in_memory_stands_for_the_high_one() -> None:
+def test_a_low_copy_in_memory_stands_for_the_high_one():
     found, out = decided(made(TWO, [0.1, 1.0]), make(), here=[0], low=[5, 7])
     assert found == {5: 1, 7: 1, 2: SKIP}
     assert not prefetches(out)
@@ -140,7 +126,7 @@ def test_a_low_copy_in_memory_stands_for_the_high_one() -> None:
     }
 
 
-def test_absent_ones_are_read_low_before_they_are_skipped() -> None:
+def test_absent_ones_are_read_low_before_they_are_skipped():
     """Low costs a tenth and saves two fifths: each further byte costs six times as much. 0.014 are
     for 0 and 7, of which 0 is skipped before 2 is read low; 2 and 5 are 0.009 and 0.016 more."""
     few = decided(made(TWO, [0.1, 1.0], max_loss=3 * 0.006), make())[0]
@@ -153,7 +139,7 @@ def test_absent_ones_are_read_low_before_they_are_skipped() -> None:
     assert decided(made(TWO, [0.9, 1.0], max_loss=3 * 0.06), make())[0] == {0: SKIP, 7: SKIP}
 
 
-def test_what_cannot_be_afforded_low_is_not_skipped() -> None:
+def test_what_cannot_be_afforded_low_is_not_skipped():
     """With low copies of a fifth, skipping adds less to 0.096 than that is."""
     tiny = replace(TWO, slots=tuple((each[0], {UP: 8192}) for each in TWO.slots))
     policy = made(tiny, [0.6, 1.0], max_loss=3 * 0.08)
@@ -162,7 +148,7 @@ def test_what_cannot_be_afforded_low_is_not_skipped() -> None:
     assert decided(rich, make(), here=[2, 7, 0])[0] == {5: SKIP}
 
 
-def test_what_a_token_leaves_is_carried_on() -> None:
+def test_what_a_token_leaves_is_carried_on():
     policy = made(max_loss=3 * 0.02)
     assert decided(policy, make(0), here=[0])[0] == {}  # 0.04 of 0.02
     policy.step_done(report())
@@ -177,14 +163,14 @@ def test_what_a_token_leaves_is_carried_on() -> None:
     assert account.left == pytest.approx(floor._CARRIED_TOKENS * 0.06)
 
 
-def test_a_step_that_failed_spends_nothing() -> None:
+def test_a_step_that_failed_spends_nothing():
     policy = made(max_loss=3 * 0.051)
     for step in range(3):
         assert decided(policy, make(0, step))[0] == {0: SKIP, 7: SKIP}
     assert policy._accounts[0].left == 0
 
 
-def test_each_sequence_has_its_own_budget() -> None:
+def test_each_sequence_has_its_own_budget():
     """Both tokens need 2 and 7; the second one's sequence has nothing left for them."""
     rows, gates = ([2, 7, 1, 3], [2, 7, 4, 6]), ([0.2] * 4, [0.1] * 4)
     policy = made(max_loss=3 * 0.17)
@@ -200,7 +186,7 @@ def test_each_sequence_has_its_own_budget() -> None:
     assert set(policy._accounts) == {4}
 
 
-def test_the_price_follows_what_is_spent() -> None:
+def test_the_price_follows_what_is_spent():
     price = 0.05 / ONE.expert_slot_bytes(0, 0)
     policy, poor = made(max_loss=1.0, price=price), made(max_loss=3 * 0.051, price=price)
     for each in (policy, poor):
@@ -211,7 +197,7 @@ def test_the_price_follows_what_is_spent() -> None:
     assert policy._price > price > poor._price == pytest.approx(price * np.exp(-0.1))
 
 
-def test_it_loads_ahead_what_it_would_not_skip() -> None:
+def test_it_loads_ahead_what_it_would_not_skip():
     """By the predicted scores, made to add up to the weights: 0.4, 0.3, 0.2 and 0.1."""
     expert_bytes = ONE.expert_slot_bytes(0, 0)
     ahead = ([1, 3, 4, 6], [0.8, 0.6, 0.4, 0.2])
@@ -222,7 +208,7 @@ def test_it_loads_ahead_what_it_would_not_skip() -> None:
     assert [e for _, e, *_ in prefetches(decided(kept, make(ahead=ahead))[1])] == [1]
 
 
-def test_it_loads_ahead_what_it_cannot_pay_for() -> None:
+def test_it_loads_ahead_what_it_cannot_pay_for():
     """0.16, 0.09, 0.04 and 0.01 nats at any price, where 0.058 are left in the next layer."""
     ahead = ([1, 3, 4, 6], [0.8, 0.6, 0.4, 0.2])
     for here, wanted in ((IDS, [1, 3]), ([5, 2, 7], [1, 3, 4])):  # 0.01 of it is spent before
@@ -231,7 +217,7 @@ def test_it_loads_ahead_what_it_cannot_pay_for() -> None:
         assert prefetches(out) == [(1, e, 0, 0) for e in wanted]
 
 
-def test_it_loads_ahead_what_one_of_several_tokens_cannot_pay_for() -> None:
+def test_it_loads_ahead_what_one_of_several_tokens_cannot_pay_for():
     ahead = [[[1, 3, 4, 6]] * 2], [[[0.8, 0.6, 0.4, 0.2]] * 2]
     both = make(rows=[IDS] * 2, gates=[GATES] * 2, of=(4, 9), ahead=ahead)
     policy = made(max_loss=3 * 0.03, prefetch="on", read_behind=False)
@@ -240,11 +226,11 @@ def test_it_loads_ahead_what_one_of_several_tokens_cannot_pay_for() -> None:
     assert [e for _, e, *_ in prefetches(decided(policy, both, here=IDS)[1])] == [1, 3, 4]
 
 
-def test_what_is_skipped_again_is_read_behind_within_the_rate() -> None:
+def test_what_is_skipped_again_is_read_behind_within_the_rate():
     expert_bytes = ONE.expert_slot_bytes(0, 0)
     fast, slow = made(transition_rate=0), made(transition_rate=1000 * 2 * expert_bytes)
 
-    def asked_behind(policy: Floor, step: int) -> list[int]:
+    def asked_behind(policy, step):
         policy._price, policy._accounts = 1.0, {}
         assert set(decided(policy, make(step=step))[0]) == set(IDS)
         found = prefetches(decided(policy, make(1, step=step), here=IDS)[1])
@@ -259,14 +245,14 @@ def test_what_is_skipped_again_is_read_behind_within_the_rate() -> None:
     assert not prefetches(decided(slow, make(2))[1])
 
 
-def test_prompts_are_lossless() -> None:
+def test_prompts_are_lossless():
     policy = made(prefetch="on")
     for n in (1, 2):
         event = make(rows=[IDS] * n, gates=[GATES] * n, of=[0] * n, phase=Phase.PREFILL)
         assert decided(policy, event)[0] == {}
 
 
-def test_it_says_what_it_lost() -> None:
+def test_it_says_what_it_lost():
     policy = made(max_loss=3 * 0.051)
     assert policy.fresh and policy.report()["loss"] is None
     decided(policy, make(), here=[5])
@@ -277,7 +263,7 @@ def test_it_says_what_it_lost() -> None:
     assert "0.153 nats" in policy.describe()
 
 
-def test_slots_for_low_copies_are_a_share() -> None:
+def test_slots_for_low_copies_are_a_share():
     budget = TWO.all_slot_bytes() // 2
     policy = Floor(TWO, Floor.Settings(low_share=0.5))
     plan = policy.plan(budget)
@@ -288,28 +274,28 @@ def test_slots_for_low_copies_are_a_share() -> None:
         policy.plan(1)
 
 
-def test_it_cannot_decide_without_an_estimate() -> None:
+def test_it_cannot_decide_without_an_estimate():
     policy = Floor(ONE)
     policy.plan(ONE.all_slot_bytes())
     with pytest.raises(PolicyError, match="was not told what lower precisions lose"):
         decided(policy, make())
 
 
-def test_a_copy_plans_as_it_does() -> None:
+def test_a_copy_plans_as_it_does():
     """Whoever asks for the fewest slots plans a copy."""
     policy = made()
     slots = policy.plan(1 << 20)
     assert deepcopy(policy).plan(1 << 20) == slots
 
 
-def test_the_budget_changes_live() -> None:
+def test_the_budget_changes_live():
     policy = made(max_loss=0.0)
     assert policy.change("max_loss", 3 * 0.051) and policy._price > 0
     policy._price = 1.0
     assert decided(policy, make())[0] == {0: SKIP, 7: SKIP}
 
 
-def test_what_was_learned_costs_more_where_less_is_allowed() -> None:
+def test_what_was_learned_costs_more_where_less_is_allowed():
     policy, allowed = made(), 3 * 0.051
     estimate = replace(policy._estimate, probed_at=allowed)
     policy.set_estimate(estimate)
@@ -327,7 +313,7 @@ class General(Floor):
 
 @pytest.mark.parametrize("shape", [ONE, TWO])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_single_token_is_decided_as_several_are(seed: int, shape: ModelShape) -> None:
+def test_a_single_token_is_decided_as_several_are(seed, shape):
     """Over tokens whose gates, predictions and residency are random, with all that an account and
     the price remember."""
     rng = np.random.default_rng(seed)
@@ -369,7 +355,7 @@ def test_a_single_token_is_decided_as_several_are(seed: int, shape: ModelShape) 
 
 
 @pytest.mark.parametrize("kind", [Floor, General])
-def test_look_ahead_skips_what_costs_least_first(kind: type[Floor]) -> None:
+def test_look_ahead_skips_what_costs_least_first(kind):
     """The expert with the lowest gate costs most, and is what the budget has nothing left for."""
     settings = {"max_loss": 3 * 0.175, "loss_schedule": "flat", "keep_top": 0, "skip_present": 0.0}
     policy = kind(ONE, Floor.Settings(prefetch="on", **settings))
@@ -385,7 +371,7 @@ def test_look_ahead_skips_what_costs_least_first(kind: type[Floor]) -> None:
     assert [expert for _, expert, *_ in prefetches(out)] == [6]
 
 
-def played(policy: Floor, n_steps: int, n_here: int, first: int = 0) -> None:
+def played(policy, n_steps, n_here, first=0):
     """Tokens whose gates and residency are random, n_here of an eighth of the experts in memory."""
     rng = np.random.default_rng(1)
     for step in range(first, first + n_steps):
@@ -396,7 +382,7 @@ def played(policy: Floor, n_steps: int, n_here: int, first: int = 0) -> None:
         policy.step_done(report())
 
 
-def test_a_price_that_is_too_high_comes_down_though_no_more_is_spent_than_allowed() -> None:
+def test_a_price_that_is_too_high_comes_down_though_no_more_is_spent_than_allowed():
     """At a price at which all would be skipped, each token spends what there is on the first layers
     that ask for it."""
     policy = made(max_loss=0.05, price=1.0, keep_top=1)
@@ -407,21 +393,21 @@ def test_a_price_that_is_too_high_comes_down_though_no_more_is_spent_than_allowe
     assert policy._price == pytest.approx(usual._price, rel=0.2)
 
 
-def test_the_price_rises_no_higher_than_the_dearest_choice() -> None:
+def test_the_price_rises_no_higher_than_the_dearest_choice():
     policy = made(max_loss=5.0)
     played(policy, 300, 4)
     assert policy._price == pytest.approx(1 / ONE.expert_slot_bytes(0, 0))
     assert policy.report()["lowered"] == policy.report()["missing"]
 
 
-def test_while_nothing_is_missing_nothing_is_learned_of_the_price() -> None:
+def test_while_nothing_is_missing_nothing_is_learned_of_the_price():
     price = 0.05 / ONE.expert_slot_bytes(0, 0)
     policy = made(max_loss=5.0, price=price, skip_present=Floor.Settings().skip_present)
     played(policy, 300, 8)
     assert policy._price == price and policy.report()["lowered"] == 0
 
 
-def test_what_missing_experts_leave_is_spent_on_those_in_memory() -> None:
+def test_what_missing_experts_leave_is_spent_on_those_in_memory():
     """Half of what is chosen is missing. As long as that takes all that is allowed, what is in
     memory is used."""
     found = []

@@ -1,33 +1,26 @@
 """What a machine has: free memory and the limits around this process."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import psutil
 
 from orchestrator.memory import machine
 from orchestrator.memory.machine import Machine, probe
 
 
-def test_headroom() -> None:
+def test_headroom():
     assert Machine(2**30).usable_bytes == 2**30 - 2**28
     assert Machine(100 * 2**30).usable_bytes == 98 * 2**30
     assert Machine(1000).usable_bytes == 0
-
-
-def test_probe() -> None:
     assert 0 < probe().memory_bytes <= psutil.virtual_memory().total
 
 
-def write_group(folder: Path, names: tuple[str, str], limit: str, used: int, stat: str) -> None:
+def write_group(folder, names, limit, used, stat):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / names[0]).write_text(f"{limit}\n")
     (folder / names[1]).write_text(f"{used}\n")
     (folder / "memory.stat").write_text(stat)
 
 
-def test_cgroup_version_1(tmp_path: Path) -> None:
+def test_cgroup_version_1(tmp_path):
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
     stat = "cache 5\ninactive_file 1\ntotal_active_file 100\ntotal_inactive_file 20\n"
     write_group(tmp_path / "memory" / "a" / "b", names, "1000", 500, stat)
@@ -38,14 +31,11 @@ def test_cgroup_version_1(tmp_path: Path) -> None:
     assert machine._cgroup_limits(tmp_path, proc) == [(1000, 380), (5000, 3880)]
 
 
-def test_cgroup_version_2(tmp_path: Path) -> None:
+def test_cgroup_version_2_and_none(tmp_path):
     names = ("memory.max", "memory.current")
     write_group(tmp_path / "s.slice" / "u", names, "max", 10, "anon 1\n")
     write_group(tmp_path / "s.slice", names, "2000", 300, "active_file 50\ninactive_file 50\n")
     proc = tmp_path / "cgroup"
     proc.write_text("0::/s.slice/u\n")
     assert machine._cgroup_limits(tmp_path, proc) == [(2000, 200)]
-
-
-def test_no_cgroups(tmp_path: Path) -> None:
     assert machine._cgroup_limits(tmp_path, tmp_path / "missing") == []

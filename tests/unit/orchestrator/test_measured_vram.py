@@ -1,30 +1,25 @@
 """A GPU's memory is planned again by what a loaded model was seen to take."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import ClassVar
 
 import pytest
 
 from orchestrator.config import Config
 from orchestrator.cost.planner import Runs
-from orchestrator.engine.load import MOST_LOADS, SPARE_BYTES, Loaded, Loader
+from orchestrator.engine.load import MOST_LOADS, SPARE_BYTES, Loader
 
 MIB = 2**20
 CAP, FREE = 1000 * MIB, 4000 * MIB
 
 
-@dataclass
-class Plan:
-    """With slots up to the cap: more bytes of scratch are fewer of slots."""
+USUAL = {"more": 0, "n_ubatch": 512, "total_bytes": CAP, "vram_bytes": CAP, "absent_bytes": 1}
 
-    more: int = 0
-    n_ubatch: int = 512
-    total_bytes: int = CAP
-    vram_bytes: int = CAP
-    absent_bytes: int = 1
+
+def planned_with(**changes):
+    """With slots up to the cap: more bytes of scratch are fewer of slots."""
+    return SimpleNamespace(**(USUAL | changes))
 
 
 @dataclass
@@ -39,34 +34,33 @@ class Gpu:
     loads: list[int] = field(default_factory=list)
 
 
-def planned(plan: Plan) -> Runs:
-    return Runs(Config.build(model="m.gguf"), cast(Any, plan), cast(Any, None))
+def planned(plan):
+    return Runs(Config.build(model="m.gguf"), plan, None)
 
 
-def load(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Plan:
+def load(gpu, monkeypatch):
     """The plan that is kept."""
     loader = object.__new__(Loader)
-    loader.gpu = cast(Any, SimpleNamespace(index=0))
+    loader.gpu = SimpleNamespace(index=0)
 
-    def _load(runs: Runs, _progress: object) -> Any:
-        plan = cast(Plan, runs.plan)
+    def _load(runs, _progress):
+        plan = runs.plan
         gpu.loads.append(plan.more)
 
-        def warm_up() -> None:
+        def warm_up():
             own = gpu.modules + plan.total_bytes + gpu.beyond - plan.more
             gpu.taken = max(gpu.taken, own)
 
-        def close() -> None:
+        def close():
             gpu.taken = gpu.modules
 
         return SimpleNamespace(plan=plan, warm_up=warm_up, close=close)
 
     monkeypatch.setattr(loader, "_load", _load)
-    planner = SimpleNamespace(plan=lambda _config, more: Plan(more), loses=lambda _plan: None)
-    loader.planner = cast(Any, planner)
+    plans = {"plan": lambda _config, more: planned_with(more=more), "loses": lambda _plan: None}
+    loader.planner = SimpleNamespace(**plans)
     monkeypatch.setattr(loader, "_free_bytes", lambda: FREE - gpu.taken - gpu.others)
-    found: Loaded = loader.load(planned(Plan()))
-    return cast(Plan, found.plan)
+    return loader.load(planned(planned_with())).plan
 
 
 @pytest.mark.parametrize(
@@ -78,16 +72,14 @@ def load(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Plan:
         (60 * MIB, -400 * MIB, -340 * MIB + SPARE_BYTES),
     ],
 )
-def test_what_is_taken_beyond_the_estimate_comes_off_the_slots(
-    modules: int, beyond: int, more: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_taken_beyond_the_estimate_comes_off_the_slots(modules, beyond, more, monkeypatch):
     gpu = Gpu(modules, beyond)
     assert load(gpu, monkeypatch).more == more
     assert gpu.taken <= CAP
     assert gpu.loads == ([0, more] if more else [0])
 
 
-def test_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_ends(monkeypatch):
     """Somebody else takes more of the GPU at each look."""
     gpu = Gpu(modules=0, beyond=0)
     others = iter(range(0, FREE, 300 * MIB))
@@ -96,10 +88,10 @@ def test_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(gpu.loads) == MOST_LOADS
 
 
-def test_without_a_gpu_it_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_it_is_loaded_once(monkeypatch):
     loader = object.__new__(Loader)
     loader.gpu = None
     loads: list[object] = []
     monkeypatch.setattr(loader, "_load", lambda runs, _progress: loads.append(runs.plan))
-    loader.load(planned(Plan(vram_bytes=0)))
+    loader.load(planned(planned_with(vram_bytes=0)))
     assert len(loads) == 1

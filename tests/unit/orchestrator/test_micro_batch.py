@@ -1,7 +1,5 @@
 """How many tokens of a prompt are computed at once where that was not asked for."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -14,7 +12,7 @@ from orchestrator.config import Config
 from orchestrator.errors import BudgetError
 from orchestrator.memory.footprint import SIZES, compute_bytes
 from orchestrator.memory.machine import Device, Machine
-from orchestrator.memory.plan import MemoryPlan, plan_memory
+from orchestrator.memory.plan import plan_memory
 from orchestrator.memory.shared import SharedMemory
 
 MIB = 2**20
@@ -22,7 +20,7 @@ MIB = 2**20
 
 @pytest.mark.parametrize("absent", [1, 10**8, 10**9, 3 * 10**9, 10**10, 10**11])
 @pytest.mark.parametrize("per_token", [1, 10**4, 10**5, 10**6])
-def test_the_best_of_all_sizes_is_found(absent: int, per_token: int) -> None:
+def test_the_best_of_all_sizes_is_found(absent, per_token):
     """What is absent is read once for each micro-batch, and 16 times for the answer."""
     scratch = {n: (n * per_token, 0.0) for n in SIZES}
     shared = SharedMemory(10**13, 0, 10**13 + absent, 0.0, scratch)
@@ -31,7 +29,7 @@ def test_the_best_of_all_sizes_is_found(absent: int, per_token: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ExpertModel:
+def model(tmp_path_factory):
     """Many experts beside little scratch."""
     tiny = replace(synthetic.preset("tiny-qwen3moe"), n_layer=8, n_expert=128, context=8192)
     path = tmp_path_factory.mktemp("micro") / "many.gguf"
@@ -42,12 +40,12 @@ HOST = Machine(64 * 2**30)
 CARD = replace(HOST, device=Device("cuda0", "a card", 8 * 2**30, 8 * 2**30, True))
 
 
-def plan_for(model: ExpertModel, machine: Machine = HOST, **settings: Any) -> MemoryPlan:
+def plan_for(model, machine=HOST, **settings):
     usual = {"policy": "lru", "high_tier": "q4_k", "ctx": 8192}
     return plan_memory(Config.build(model=model.path, **(usual | settings)), model, machine)
 
 
-def cap(model: ExpertModel, share: float, machine: Machine = HOST, **settings: Any) -> int:
+def cap(model, share, machine=HOST, **settings):
     """A cap that leaves slots for this share of the experts in micro-batches of 512."""
     whole = plan_for(model, machine, ubatch=512, **settings)
     return whole.total_bytes - int((1 - share) * whole.slots.total_bytes)
@@ -59,8 +57,8 @@ def cap(model: ExpertModel, share: float, machine: Machine = HOST, **settings: A
     [(HOST, "ram", "lru"), (HOST, "ram", "dymoe"), (HOST, "ram", "firm"), (CARD, "vram", "lru")],
 )
 def test_it_is_the_one_of_those_that_can_be_asked_for_that_reads_least(
-    model: ExpertModel, machine: Machine, name: str, policy: str, share: float
-) -> None:
+    model, machine, name, policy, share
+):
     """A pass for each micro-batch, and for each token of a prompt an eighth of an answer's, which
     uses what is absent half as often as the rest; on a card over its link."""
     most = 8 * 2**30 if machine is CARD else None
@@ -78,7 +76,7 @@ def test_it_is_the_one_of_those_that_can_be_asked_for_that_reads_least(
     assert (plan.n_ubatch > 512) == (share < 0.9)
 
 
-def test_where_it_stays_at_the_least(model: ExpertModel) -> None:
+def test_where_it_stays_at_the_least(model):
     """What fits whole, and a cap on slots alone, which scratch costs none of: nothing would bound
     it. Besides, it is no longer than the context."""
     whole = plan_for(model, ram=cap(model, 1.0))
@@ -92,22 +90,21 @@ def test_where_it_stays_at_the_least(model: ExpertModel) -> None:
         assert plan_for(model, ram=ram, ctx=300, **asked).n_ubatch == 300
 
 
-def test_the_context_and_the_kept_prompts_stay_as_they_are(model: ExpertModel) -> None:
+def test_the_context_and_the_kept_prompts_stay_as_they_are(model):
     settings: dict[str, Any] = {"ram": cap(model, 0.5), "ctx": None, "conversations": True}
     least, plan = plan_for(model, ubatch=512, **settings), plan_for(model, **settings)
     assert plan.n_ubatch > 512
     assert (plan.n_ctx, plan.prompt_bytes) == (least.n_ctx, least.prompt_bytes)
 
 
-def test_a_policy_that_keeps_every_expert_has_nothing_to_read(model: ExpertModel) -> None:
+def test_a_policy_that_keeps_every_expert_has_nothing_to_read(model):
     plan = plan_for(model, policy="dynaexq", high_tier=None, low_tier="q2_k", ram=200 * MIB)
     assert plan.policy is not None and plan.policy.wants.all_resident
-    assert plan.slots is not None and plan.shape is not None
     assert plan.slots.total_bytes < plan.shape.all_slot_bytes()
     assert (plan.absent_bytes, plan.n_ubatch) == (0, 512)
 
 
-def test_the_least_budget_is_that_of_the_least_micro_batch(model: ExpertModel) -> None:
+def test_the_least_budget_is_that_of_the_least_micro_batch(model):
     with pytest.raises(BudgetError) as refused:
         plan_for(model, ram=MIB)
     plan = plan_for(model, ram=refused.value.needed_bytes)
@@ -116,7 +113,7 @@ def test_the_least_budget_is_that_of_the_least_micro_batch(model: ExpertModel) -
         plan_for(model, ram=refused.value.needed_bytes, ubatch=1024)
 
 
-def test_the_rows_that_llama_does_not_count_are_counted(model: ExpertModel) -> None:
+def test_the_rows_that_llama_does_not_count_are_counted(model):
     config = Config.build(model=model.path, policy="lru", ubatch=1024)
     rows = compute_bytes(model, config, 4096, 0) - compute_bytes(
         model, config.with_changes(ubatch=512), 4096, 0
@@ -125,11 +122,11 @@ def test_the_rows_that_llama_does_not_count_are_counted(model: ExpertModel) -> N
     assert rows >= 512 * 2 * (2 * 256 * 292 / 256)
 
 
-def test_every_prompt_of_a_step_has_its_window_of_queries(model: ExpertModel) -> None:
+def test_every_prompt_of_a_step_has_its_window_of_queries(model):
     """4 bytes for each query, place in the context and head; no more queries than tokens."""
     n_head = max(model.hparams.n_head)
 
-    def taken(sequences: int, **more: Any) -> int:
+    def taken(sequences, **more):
         usual = {"policy": "dymoe", "low_tier": "q2_k", "ubatch": 512, "importance_window": 32}
         config = Config.build(model=model.path, sequences=sequences, **(usual | more))
         load = config.with_changes(importance="load")
@@ -154,9 +151,7 @@ def test_every_prompt_of_a_step_has_its_window_of_queries(model: ExpertModel) ->
         ({"policy": "dymoe", "retention": 0.9}, True),
     ],
 )
-def test_importance_takes_memory_where_a_prompt_may_be_lowered(
-    model: ExpertModel, asked: dict[str, Any], reserved: bool
-) -> None:
+def test_importance_takes_memory_where_a_prompt_may_be_lowered(model, asked, reserved):
     """And nowhere else does a policy want it, so that nothing is taken unplanned."""
     config = Config.build(model=model.path, sequences=15, **asked)
     without = config.with_changes(importance="load")

@@ -1,25 +1,29 @@
-"""Profiles of expert use: the round trip, and every file that is refused."""
+"""A user's own files: what an error of writing one names, and profiles of expert use, with every
+file that is refused."""
 
-from __future__ import annotations
-
+import contextlib
+import errno
 import json
 import os
+import signal
+import stat
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gguf_tools import synthetic
+from gguf_tools import interrupts, synthetic
 from gguf_tools.experts import ExpertModel
 from orchestrator.cache import files, profile
+from orchestrator.cache.files import check_target, user_folder, whole_file, whole_files, write_whole
 from orchestrator.cache.profile import HotnessKeeper, TunedKeeper
 from orchestrator.config import Config
 from orchestrator.errors import ProfileError
+from patches.upstream import cache_dir
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def paths(tmp_path_factory):
     """Two models that differ in their weights and in nothing else that is in the header but a
     name; a third one of another size."""
     folder = tmp_path_factory.mktemp("profile")
@@ -32,22 +36,22 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture
-def model(paths: list[Path]) -> ExpertModel:
+def model(paths):
     return ExpertModel.open(paths[0])
 
 
-def scores(model: ExpertModel) -> np.ndarray:
+def scores(model):
     return np.random.default_rng(0).gamma(1.0, 30.0, (model.n_layers, model.n_expert))
 
 
-def remember(model: ExpertModel, **options: object) -> HotnessKeeper:
+def remember(model, **options):
     """An engine's memory, after it looked for what earlier runs learned."""
     memory = HotnessKeeper(Config.build(model=model.path, policy="dynaexq", **options), model)
     memory.recall()
     return memory
 
 
-def test_identity_is_the_file_and_not_its_name(paths: list[Path], tmp_path: Path) -> None:
+def test_identity_is_the_file_and_not_its_name(paths, tmp_path):
     copy = tmp_path / "other-name.gguf"
     copy.write_bytes(paths[0].read_bytes())
     ours, theirs, *others = (ExpertModel.open(each) for each in (paths[0], copy, *paths[1:]))
@@ -58,7 +62,7 @@ def test_identity_is_the_file_and_not_its_name(paths: list[Path], tmp_path: Path
     assert profile.identity(ExpertModel.open(copy)) != profile.identity(ours)
 
 
-def test_a_profile_of_another_model_is_refused(paths: list[Path], tmp_path: Path) -> None:
+def test_a_profile_of_another_model_is_refused(paths, tmp_path):
     path = tmp_path / "hot.json"
     made_with, other = ExpertModel.open(paths[0]), ExpertModel.open(paths[2])
     profile.save(path, made_with, scores(made_with))
@@ -68,36 +72,18 @@ def test_a_profile_of_another_model_is_refused(paths: list[Path], tmp_path: Path
         remember(other, profile=path)
 
 
-def broken(text: str) -> list[bytes]:
+def broken(text):
     """The same profile, damaged in one way each."""
     data = json.loads(text)
-    hotness = data["hotness"]
-
-    def changed(**entries: object) -> bytes:
-        return json.dumps({**data, **entries}).encode()
-
-    return [
-        b"",
-        text[: len(text) // 2].encode(),
-        b"[]",
-        b"\xff\xfe",
-        b"[" * 100_000,
-        changed(format="something else"),
-        changed(version=99),
-        changed(model=7),
-        changed(name=None),
-        changed(hotness=hotness[1:]),
-        changed(hotness=[hotness[0][1:], *hotness[1:]]),
-        changed(hotness=[[-1.0, *hotness[0][1:]], *hotness[1:]]),
-        changed(hotness=[["x", *hotness[0][1:]], *hotness[1:]]),
-        changed(hotness=[[None, *hotness[0][1:]], *hotness[1:]]),
-        changed(hotness={"0": 1}),
-        changed(hotness=[[float("nan"), *hotness[0][1:]], *hotness[1:]]),
-        changed(hotness=[[1e999, *hotness[0][1:]], *hotness[1:]]),
-    ]
+    first, *rest = data["hotness"]
+    rows = [first[1:], *([value, *first[1:]] for value in (-1.0, "x", None, np.nan, 1e999))]
+    changes = [{"hotness": each} for each in (rest, {"0": 1}, *([row, *rest] for row in rows))]
+    changes += [{"format": "something else"}, {"version": 99}, {"model": 7}, {"name": None}]
+    changed = [json.dumps({**data, **each}).encode() for each in changes]
+    return [b"", text[: len(text) // 2].encode(), b"[]", b"\xff\xfe", b"[" * 100_000, *changed]
 
 
-def test_damaged_profiles_are_named(model: ExpertModel, tmp_path: Path) -> None:
+def test_damaged_profiles_are_named(model, tmp_path):
     path = tmp_path / "hot.json"
     profile.save(path, model, scores(model))
     for damaged in broken(path.read_text()):
@@ -108,7 +94,7 @@ def test_damaged_profiles_are_named(model: ExpertModel, tmp_path: Path) -> None:
             remember(model, profile=path)
 
 
-def test_reading_takes_no_more_memory_than_the_file(model: ExpertModel, tmp_path: Path) -> None:
+def test_reading_takes_no_more_memory_than_the_file(model, tmp_path):
     path = tmp_path / "hot.json"
     path.write_text("{}")
     tracemalloc.start()
@@ -123,7 +109,7 @@ def test_reading_takes_no_more_memory_than_the_file(model: ExpertModel, tmp_path
         tracemalloc.stop()
 
 
-def test_a_damaged_cache_is_left_aside(model: ExpertModel) -> None:
+def test_a_damaged_cache_is_left_aside(model):
     path = profile.cached_path(model)
     profile.save(path, model, scores(model))
     kept = remember(model, remember=True)
@@ -132,14 +118,13 @@ def test_a_damaged_cache_is_left_aside(model: ExpertModel) -> None:
     path.write_text("{")
     fresh = remember(model, remember=True)
     assert fresh.recall() is None
-    assert fresh.note is not None
     assert str(path) in fresh.note
     fresh.learn(scores(model))
     fresh.save()
     assert remember(model, remember=True).note is None
 
 
-def test_nothing_is_kept_unasked(model: ExpertModel, user_folder: Path) -> None:
+def test_nothing_is_kept_unasked(model, user_folder):
     quiet = remember(model)
     quiet.learn(scores(model))
     quiet.save()
@@ -150,7 +135,7 @@ def test_nothing_is_kept_unasked(model: ExpertModel, user_folder: Path) -> None:
     assert not profile.cached_path(model).exists()
 
 
-def test_a_new_profile_is_made(model: ExpertModel, tmp_path: Path) -> None:
+def test_a_new_profile_is_made(model, tmp_path):
     path = tmp_path / "new.json"
     memory = remember(model, profile=path)
     assert memory.recall() is None
@@ -161,14 +146,12 @@ def test_a_new_profile_is_made(model: ExpertModel, tmp_path: Path) -> None:
         remember(model, profile=tmp_path / "nowhere" / "new.json")
 
 
-def test_a_failed_write_leaves_the_old_profile(
-    model: ExpertModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_old_profile(model, tmp_path, monkeypatch):
     path = tmp_path / "hot.json"
     profile.save(path, model, scores(model))
     before = path.read_bytes()
 
-    def full(*_: object) -> None:
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files.os, "replace", full)
@@ -186,7 +169,7 @@ def test_a_failed_write_leaves_the_old_profile(
             memory.save()  # the cache is a convenience
 
 
-def test_what_a_policy_tuned_is_kept_for_the_next_start(paths: list[Path]) -> None:
+def test_what_a_policy_tuned_is_kept_for_the_next_start(paths):
     """By policy and model, in the user cache, where that is asked for; what is damaged there
     counts as nothing."""
     model, other = ExpertModel.open(paths[0]), ExpertModel.open(paths[2])
@@ -204,3 +187,97 @@ def test_what_a_policy_tuned_is_kept_for_the_next_start(paths: list[Path]) -> No
     for text in ("{", "[]", '{"format": "moe-edge tuned", "policies": {"firm": 3}}'):
         path.write_text(text)
         assert TunedKeeper(config, model).recall("firm") is None
+
+
+@pytest.mark.parametrize(("kind", "usual"), [("cache", ".cache"), ("state", ".local/state")])
+@pytest.mark.parametrize("given", ["HOME/elsewhere", "", "relative", "~/x", None])
+def test_the_user_folders(monkeypatch, tmp_path, kind, usual, given):
+    """A relative path in the environment counts as none; the build agrees on the cache."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    name = f"XDG_{kind.upper()}_HOME"
+    if given is None:
+        monkeypatch.delenv(name)
+    else:
+        monkeypatch.setenv(name, given.replace("HOME", str(tmp_path)))
+    expected = tmp_path / ("elsewhere" if given == "HOME/elsewhere" else usual) / "moe-edge"
+    assert user_folder(kind) == expected
+    if kind == "cache":
+        assert cache_dir() == expected
+
+
+@pytest.mark.parametrize(("umask", "shared"), [(0o002, 0o664), (0o077, 0o600)])
+def test_modes_follow_the_umask_unless_a_file_is_private(tmp_path, umask, shared):
+    before = os.umask(umask)
+    try:
+        write_whole(tmp_path / "shared", "")
+        write_whole(tmp_path / "private", "", private=True)
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("shared", "private")]
+    assert modes == [shared, 0o600]
+
+
+def test_an_error_of_writing_names_the_file(tmp_path):
+    """And neither the temporary one nor, where the disk is full, none."""
+    (tmp_path / "folder").mkdir()
+    for target in (tmp_path / "folder", tmp_path / "none" / "x"):
+        with pytest.raises(OSError) as caught, whole_file(target):
+            pass
+        assert caught.value.filename == str(target)
+        with pytest.raises(OSError) as caught:
+            check_target(target)
+        assert caught.value.filename == str(target)
+    target = tmp_path / "x"
+    with pytest.raises(OSError) as caught, whole_file(target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert (caught.value.filename, caught.value.errno) == (str(target), errno.ENOSPC)
+    with pytest.raises(OSError, match="other") as caught, whole_file(target):
+        raise OSError(errno.EIO, "other", "another file")
+    assert caught.value.filename == "another file"
+    check_target(target)
+    assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_files_get_their_names_together(tmp_path):
+    """And none of them where one cannot be written or the block
+    does not end well."""
+    out = tmp_path / "out"
+    out.mkdir()
+    with whole_files(out, "b") as made:
+        for name in "abc":
+            (made / name).write_text(name)
+            assert os.listdir(out) == []
+    assert {path.name: path.read_text() for path in out.iterdir()} == {x: x for x in "abc"}
+    assert not made.exists()
+    other = tmp_path / "other"
+    (other / "z").mkdir(parents=True)
+    with pytest.raises(OSError, match="directory"), whole_files(other, "b") as made:
+        for name in "bz":
+            (made / name).write_text(name)
+    with pytest.raises(KeyboardInterrupt), whole_files(other, "b") as made:
+        (made / "b").write_text("b")
+        raise KeyboardInterrupt
+    assert os.listdir(other) == ["z"]
+    assert not made.exists()
+
+
+def test_an_interrupt_leaves_all_of_the_files_or_none(tmp_path, monkeypatch):
+    """One that comes with the first name is none; one before it leaves nothing."""
+    rename = os.replace
+
+    def pressed_behind(part, path):
+        rename(part, path)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(os, "replace", pressed_behind)
+    for pressed_before, left in ((False, {"a", "z"}), (True, set())):
+        out = tmp_path / str(pressed_before)
+        out.mkdir()
+        with contextlib.suppress(KeyboardInterrupt), interrupts.listening():
+            interrupts.ends_with(out / "z")
+            with whole_files(out, "z") as made:
+                for name in "az":
+                    (made / name).write_text("")
+                if pressed_before:
+                    signal.raise_signal(signal.SIGINT)
+        assert set(os.listdir(out)) == left

@@ -1,15 +1,13 @@
-"""Where an answer ends, and how settings of sampling are written."""
-
-from __future__ import annotations
+"""Where an answer ends, how settings of sampling are written, and chat templates."""
 
 import pytest
 
 from orchestrator.config import Config, Sampling
-from orchestrator.engine.texts import StopTexts
-from orchestrator.errors import SettingError
+from orchestrator.engine.texts import ChatTemplate, StopTexts
+from orchestrator.errors import MoeEdgeError, SettingError
 
 
-def streamed(pieces: list[str], *stop: str) -> tuple[list[str], bool]:
+def streamed(pieces, *stop):
     texts = StopTexts(stop)
     shown = []
     for piece in pieces:
@@ -58,3 +56,43 @@ def test_texts_are_read_as_a_shell_reads_them():
     for wrong in ("'a", "''"):
         with pytest.raises(SettingError):
             stop.parse(wrong)
+
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi {{ x }}"}]
+
+
+def test_a_models_own_template_and_the_fallback_chatml():
+    assert ChatTemplate(None, "", "").render(MESSAGES) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi {{ x }}<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    source = (
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}"
+        "{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+    )
+    text = ChatTemplate(source, "<s>", "</s>").render(MESSAGES[1:])
+    assert text == "<s>[user] Hi {{ x }}</s>[a]"
+
+
+@pytest.mark.parametrize(
+    "source", ["{% if %}", "{{ raise_exception('no system prompt') }}", "{{ messages[9].role.x }}"]
+)
+def test_broken_templates_are_one_error(source):
+    with pytest.raises(MoeEdgeError, match="chat template failed"):
+        ChatTemplate(source, "", "").render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% generation %}{{ messages[0].content }}{% endgeneration %}!",
+        "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+        "{{ {'a': 'é', 'b': [1]} | tojson }} {{ messages | tojson(indent=2) }}",
+        "{{ tools is none }} {{ functions is none }} {{ strftime_now('%Y') }}",
+        "{% if true %}\n  text\n{% endif %}\nrest {{ missing }}",
+    ],
+)
+def test_templates_read_as_upstreams_bindings_read_them(source):
+    upstream = pytest.importorskip("llama_cpp.llama_chat_format", exc_type=Exception)
+    theirs = upstream.Jinja2ChatFormatter(source, eos_token="</s>", bos_token="<s>")
+    assert ChatTemplate(source, "<s>", "</s>").render(MESSAGES) == theirs(messages=MESSAGES).prompt
