@@ -6,39 +6,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from gguf_tools.experts import KV_TYPES, ExpertModel
-from gguf_tools.file.layout import BLOCK, pad
+from gguf_tools.file.layout import BLOCK, KINDS, POOL_ALIGNMENT, pad
 from gguf_tools.units import format_size
-from orchestrator.allocation.slots import FileTier, ModelShape, SlotPlan
+from orchestrator.allocation.slots import FileTier, SlotPlan
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
-from orchestrator.memory.choice import Choice, choose, make_policy, wants_plain
-from orchestrator.memory.footprint import (
-    PROMPT_MARKS,
-    PROMPT_SHARE,
-    SIZES,
-    alignment_bytes,
-    compute_bytes,
-    context_tokens,
-    copying_bytes,
-    device_shape,
-    embedding_bytes,
-    exchange_bytes,
-    kernel_bytes,
-    look_ahead_bytes,
-    model_shape,
-    part_bytes,
-    process_bytes,
-    step_tokens,
-)
+from orchestrator.memory import footprint
+from orchestrator.memory.choice import choose, make_policy, wants_plain
+from orchestrator.memory.footprint import LEAST_CONTEXT, SIZES
 from orchestrator.memory.machine import Device, Machine
 from orchestrator.memory.shared import CELL_STEP, Line, SharedMemory, longest_context
 from orchestrator.policy import BASELINE, DEFAULT, PLAIN, Policy, policy_class
-from orchestrator.policy.base import Learns, Wants
+from orchestrator.policy.base import Learns
 
 # Bytes of the cache and of scratch for a context of so many tokens and so many at once.
 Count = Callable[[int, int], tuple[int, int] | None]
@@ -66,7 +51,7 @@ class MemoryPlan:
     n_ubatch: tokens of a prompt that are computed at once. ram_bytes is the cap over all that the
     host's memory takes. compute_bytes: the part of the scratch that graphs take. prompt_bytes: of
     the host's memory, for prompts that were read before. tiers: the tiers of the file in use, best
-    first; skip: experts may be skipped; policy, shape and slots are None in plain mode.
+    first; skip: experts may be skipped; policy and slots are None in plain mode.
 
     On a device, dense_bytes, kv_bytes, scratch_bytes and the slots are its memory, capped by
     vram_bytes; host_bytes is then the cache of experts in the host's memory behind it. budget_bytes
@@ -91,7 +76,6 @@ class MemoryPlan:
     skip: bool = False
     budget_bytes: int = 0
     policy: Policy | None = None
-    shape: ModelShape | None = None
     slots: SlotPlan | None = None
     host_bytes: int = 0
     shared: SharedMemory | None = None
@@ -104,8 +88,8 @@ class MemoryPlan:
     @property
     def fixed_bytes(self) -> int:
         """All that is not experts in the memory that they live in."""
-        apart = not (self.device or (self.shared and self.shared.prompts))
-        prompts = self.prompt_bytes if apart else 0
+        elsewhere = self.device or (self.shared and self.shared.prompts)
+        prompts = 0 if elsewhere else self.prompt_bytes
         return self.dense_bytes + self.kv_bytes + self.scratch_bytes + prompts
 
     @property
@@ -117,10 +101,9 @@ class MemoryPlan:
     def absent_bytes(self) -> int:
         """How far the slots fall short of every expert in the best tier in use; 0 where each
         expert is in memory."""
-        whole = self.policy is not None and self.policy.wants.all_resident
-        if self.slots is None or self.shape is None or whole:
+        if self.policy is None or self.slots is None or self.policy.wants.all_resident:
             return 0
-        return max(0, self.shape.all_slot_bytes() - self.slots.total_bytes)
+        return max(0, self.policy.shape.all_slot_bytes() - self.slots.total_bytes)
 
     def micro_batch(self, n_cells: int, n_tokens: int) -> int:
         """How many of n_tokens of a prompt behind n_cells of context are read at once."""
@@ -128,9 +111,9 @@ class MemoryPlan:
 
     def slots_behind(self, n_cells: int) -> SlotPlan | None:
         """What of the slots an answer has with so much of the context in use."""
-        if self.shared is None or self.slots is None:
-            return self.slots
         shared = self.shared
+        if shared is None or self.slots is None:
+            return self.slots
         copy = min(shared.prompts, shared.cache_bytes(n_cells))
         share = min(1.0, (shared.slots(n_cells, 1) - copy) / self.slots.total_bytes)
         groups = (replace(g, n_slots=max(1, int(share * g.n_slots))) for g in self.slots.groups)
@@ -140,10 +123,11 @@ class MemoryPlan:
         """The tier in which each expert starts, [n_layers, n_expert], as its place among those in
         use; for a policy that keeps all experts in memory. uses: in the place of what it has
         learned. A copy of the policy is asked."""
-        assert self.policy is not None and self.shape is not None
-        policy, shape = deepcopy(self.policy), self.shape
+        policy = deepcopy(self.policy)
+        assert policy is not None
         if uses is not None and isinstance(policy, Learns):
             policy.set_hotness(uses)
+        shape = policy.shape
         found = np.full((shape.n_layers, shape.n_expert), len(shape.tiers) - 1)
         for layer, expert, tier in policy.start():
             found[layer, expert] = tier
@@ -178,71 +162,71 @@ def plan_memory(
     for a policy, tiers, or a precision of keys and values that do not go with the model.
     """
     _check_kv(config, model)
-    if config.policy not in (None, PLAIN):
-        policy_class(config.policy or "")  # raises for an unknown one
     ways = _Ways(config, model, machine, more_scratch, count, teach)
-    usual = ways.room(context_tokens(model, config))
+    usual = ways.least(wants_plain(config, model))
     return ways.shared(usual) or ways.divided(usual)
+
+
+def scratch_bytes(model: ExpertModel, config: Config) -> int:
+    """All that a model takes beside its weights and its KV cache where a policy looks ahead."""
+    return _Ways(config.compared(policy=DEFAULT), model, Machine(0)).least().scratch_bytes
 
 
 @dataclass(frozen=True)
 class _Ways:
-    """The ways to lay one model out. A room is a plan without experts. Each policy is made and told
-    what is known once, and `plan` changes it. So the plan that is taken is made last."""
+    """The ways to lay one model out. A room is a plan without experts."""
 
     config: Config
     model: ExpertModel
     machine: Machine
-    more_scratch: int
-    count: Count | None
-    teach: Teach | None
-    policies: dict[Choice, Policy] = field(default_factory=dict)
+    more_scratch: int = 0
+    count: Count | None = None
+    teach: Teach | None = None
+
+    def least(self, plain: bool = False) -> MemoryPlan:
+        """With the context that was asked for, or else the least one, as far as the model was
+        trained for it. Several sequences share it, each with as much."""
+        asked = self.config.ctx or LEAST_CONTEXT
+        own = self.model.hparams.context_length * (1 + self.config.sequences)
+        return self.room(min(asked, own or asked), plain=plain)
 
     def room(
-        self,
-        n_ctx: int,
-        plain: bool | None = None,
-        at_once: int | None = None,
-        counted: bool = True,
+        self, n_ctx: int, n_tokens: int = 0, plain: bool = False, counted: bool = True
     ) -> MemoryPlan:
-        """With a context of so many tokens. plain: whether as upstream runs it; None: as the config
-        asks. at_once: the micro-batch, in the place of the config's. counted: the cache and scratch
-        are what llama.cpp counts, where that is known."""
-        model, machine, device = self.model, self.machine, self.machine.device
-        config = replace(self.config, ubatch=at_once or self.config.ubatch)
-        if plain is None:
-            plain = wants_plain(config, model)
-        tokens = step_tokens(config, n_ctx)
-        found = self.count(n_ctx, tokens) if counted and self.count else None
+        """With a context of so many tokens. n_tokens: of a micro-batch, in the place of what was
+        asked for. plain: as upstream runs it. counted: the cache and scratch are what llama.cpp
+        counts, where that is known."""
+        config, model, device = self.config, self.model, self.machine.device
+        n_tokens = min(n_tokens or config.ubatch or SIZES[0], n_ctx)
+        found = self.count(n_ctx, n_tokens) if counted and self.count else None
         kv, graph = found or (model.kv_bytes(n_ctx, config.kv), None)
-        compute = compute_bytes(model, config, n_ctx, graph) + self.more_scratch
-        wants = policy_class(config.policy or DEFAULT).wants if not plain else Wants()
-        beside = look_ahead_bytes(model) if wants.asked_in else 0
-        vram = 0
+        compute = footprint.compute_bytes(model, config, n_ctx, n_tokens, graph)
+        compute, beside = compute + self.more_scratch, 0
+        if not plain and policy_class(config.policy or DEFAULT).wants.asked_in:
+            beside = footprint.look_ahead_bytes(model)
         if device is None:
-            beside += process_bytes(model, config)
-            kv += copying_bytes(model, config, n_ctx)
+            beside += footprint.process_bytes(model, config)
+            kv += footprint.copying_bytes(model, config, n_ctx)
         else:
             flash = device.flash and config.importance != "exact"
             if not flash:  # the weights, and the mask in two precisions
-                compute += 4 * (max(model.hparams.n_head) + 1) * tokens * n_ctx
+                compute += 4 * (max(model.hparams.n_head) + 1) * n_tokens * n_ctx
             # Without a cap, ggml's pool makes room for itself where the device is full.
             piles = plain and config.vram is not None
-            compute += kernel_bytes(model, config, n_ctx, flash, piles)
-            beside += alignment_bytes(model)
-            asked = config.vram
-            vram = min(asked, device.memory_bytes) if asked else device.usable_bytes
+            compute += footprint.kernel_bytes(model, config, n_ctx, n_tokens, flash, piles)
+            # Each pool of slots starts at a boundary.
+            beside += POOL_ALIGNMENT * len(model.slices) * len(KINDS) * len(model.tiers)
         return MemoryPlan(
             managed=not plain,
             n_ctx=n_ctx,
-            n_ubatch=tokens,
-            ram_bytes=min(config.ram, machine.memory_bytes) if config.ram else machine.usable_bytes,
+            n_ubatch=n_tokens,
+            ram_bytes=_cap(self.machine, config.ram),
             dense_bytes=model.dense_bytes - (0 if plain else model.lookup_bytes),
             kv_bytes=kv,
             scratch_bytes=compute + beside,
             compute_bytes=compute,
             device=device,
-            vram_bytes=vram,
+            vram_bytes=_cap(device, config.vram) if device else 0,
         )
 
     def shared(self, usual: MemoryPlan) -> MemoryPlan | None:
@@ -251,25 +235,26 @@ class _Ways:
 
         Raises BudgetError for a context that was asked for and is too long, with the longest one.
         """
-        config, own_length = self.config, self.model.hparams.context_length
+        config = self.config
         once = config.policy == PLAIN or config.expert_ram or self.machine.device
         if once or not config.conversations or self._spare(usual) is not None:
             return None
-        room = self.room(max(CELL_STEP, step_tokens(config, usual.n_ctx)), plain=False)
+        room = self.room(max(CELL_STEP, usual.n_ubatch))
         try:
             plan = self.first((room, self._prompt_bytes(usual)), (room, config.cache_ram or 0))
         except BudgetError:
             return None  # what would be enough is said for the usual context
-        policy, prompts = plan.policy, 0 if part_bytes(self.model, config) else plan.prompt_bytes
+        policy, prompts = plan.policy, plan.prompt_bytes
         if policy is None or type(policy).wants.all_resident:
             return None
-        if prompts:  # no copy has more than its cells
-            plan = replace(self.plan(replace(room, prompt_bytes=0)), prompt_bytes=prompts)
+        own = 0
+        if prompts and not footprint.part_bytes(self.model, config):
+            # No copy has more than its cells.
+            plan, own = self.plan(room, 0), prompts
         n_each = 1 + config.sequences
-        most = usual.n_ctx if config.ctx else own_length * n_each or usual.n_ctx
-        shared = self._sharing(plan, most)
-        shared = replace(shared, n_bytes=shared.n_bytes + prompts, prompts=prompts)
-        longest, each = shared.longest(most), most // n_each if config.ctx else 0
+        most = usual.n_ctx if config.ctx else self.model.hparams.context_length * n_each
+        shared = self._sharing(plan, most or usual.n_ctx, own)
+        longest, each = shared.longest(most or usual.n_ctx), most // n_each if config.ctx else 0
         if longest < each:
             raise BudgetError(
                 f"--ctx {each} is too long for {self._given(room).rstrip(',')}: the longest "
@@ -277,84 +262,80 @@ class _Ways:
                 f"tokens",
                 room.cap_bytes + shared.least_slots - shared.slots(each, 1),
             )
-        # A larger one may have room for a prompt that is shorter than itself, and none for its own.
-        scratch = {n: each for n, each in shared.scratch.items() if n in shared.may_read(n)}
-        shared = replace(shared, scratch=scratch)
-        return replace(plan, n_ctx=longest, n_ubatch=max(scratch), shared=shared)
+        plan = replace(plan, n_ctx=longest, n_ubatch=max(shared.scratch), shared=shared)
+        return replace(plan, prompt_bytes=prompts)
 
     def divided(self, usual: MemoryPlan) -> MemoryPlan:
         """The plan whose parts stay as they are: with the context and the memory for prompts that
         were asked for, or that cost little, and with less of these where the policy has no room
         beside them; and with the micro-batch with which least is read for the tokens of a prompt
         and of its answer. Where nothing is absent, that is the smallest."""
-        config, model = self.config, self.model
-        room = usual if config.ctx else self.room(self._affordable_context(usual))
-        asked = config.cache_ram or 0
+        config, model, asked = self.config, self.model, self.config.cache_ram or 0
+        room = usual if config.ctx else self._longer(usual)
         plan = self.first((room, self._prompt_bytes(room)), (room, asked), (usual, asked))
         if config.ubatch or config.expert_ram or not plan.absent_bytes:
             return plan
         n, used_share = SIZES[-1], model.n_expert_used / model.n_expert
         again = n * ANSWER_SHARE * ABSENT_USE * used_share
         n_tokens = self._sharing(plan, plan.n_ctx).micro_batch(plan.n_ctx - n, n, again)
-        if n_tokens == plan.n_ubatch:
-            return plan
-        larger = self.room(plan.n_ctx, plain=False, at_once=n_tokens)
-        smaller = self.room(plan.n_ctx, plain=False)
-        return self.first((larger, plan.prompt_bytes), (smaller, plan.prompt_bytes))
+        if n_tokens != plan.n_ubatch:
+            with suppress(BudgetError):
+                return self.plan(self.room(plan.n_ctx, n_tokens), plan.prompt_bytes)
+        return plan
 
-    def _sharing(self, plan: MemoryPlan, most: int) -> SharedMemory:
-        """What the slots of a plan, a context of `most` tokens at most and scratch take in turn."""
-        config = self.config
-        assert plan.policy is not None and plan.slots is not None
-        least, at_once = config.ubatch or SIZES[0], config.ubatch or SIZES[-1]
-        sizes = {least} | {size for size in SIZES if size <= min(at_once, most)}
-        lines = {size: self._lines(size, most) for size in sorted(sizes)}
-        (states, cell_bytes), _ = lines[least]  # what is there beside no cell stays
+    def _sharing(self, plan: MemoryPlan, most: int, prompts: int = 0) -> SharedMemory:
+        """What the slots of a plan, a context of `most` tokens at most, scratch and copies of
+        prompts take in turn."""
+        config, policy, slots = self.config, plan.policy, plan.slots
+        assert policy is not None and slots is not None
+        least = config.ubatch or SIZES[0]
+        larger = (size for size in SIZES if size <= min(config.ubatch or most, most))
+        states, cell_bytes = self._line("kv_bytes", least, most)  # what is beside no cell stays
+        sizes = sorted({least, *larger})
+        lines = {size: self._line("compute_bytes", size, most) for size in sizes}
         # Behind the last layer of attention, recurrent ones compute where its mask lay.
         twice = 2 if states else 1
-        return SharedMemory(
+        shared = SharedMemory(
             plan.cap_bytes - plan.fixed_bytes + plan.kv_bytes + plan.compute_bytes - states,
-            max(least_slots(plan.policy), sum(group.slot_bytes for group in plan.slots.groups)),
-            plan.policy.shape.all_slot_bytes(),
+            max(least_slots(policy), sum(group.slot_bytes for group in slots.groups)),
+            policy.shape.all_slot_bytes(),
             cell_bytes,
-            {size: (twice * empty, each) for size, (_, (empty, each)) in lines.items()},
+            {size: (twice * empty, each) for size, (empty, each) in lines.items()},
             # Values that are transposed grow by a page for each of their dimensions.
             CELL_STEP if config.importance != "exact" else 8 * CELL_STEP,
             config.sequences > 0,
+            prompts,
         )
+        # A larger one may have room for a prompt that is shorter than itself, and none for its own.
+        scratch = {n: each for n, each in shared.scratch.items() if n in shared.may_read(n)}
+        return replace(shared, scratch=scratch)
 
-    def _lines(self, n_tokens: int, most: int) -> tuple[Line, Line]:
-        """What the cache takes, and what graphs take of so many tokens at once, each beside no cell
-        and for every cell. Both are the largest of sums that grow evenly with the context, so they
-        are never above the line from the shortest to the longest one."""
+    def _line(self, part: str, n_tokens: int, most: int) -> Line:
+        """A part of a room for so many tokens at once, beside no cell and for every cell. It is the
+        largest of sums that grow evenly with the context, and so never above the line from the
+        shortest to the longest one."""
         short = pad(n_tokens, CELL_STEP)
         long = max(pad(most, CELL_STEP), short + CELL_STEP)
-        first, last = (self.room(n, False, n_tokens) for n in (short, long))
+        at_short, at_long = (getattr(self.room(n, n_tokens), part) for n in (short, long))
+        each = max(0.0, (at_long - at_short) / (long - short))
+        return int(at_short - each * short), each
 
-        def line(at_short: int, at_long: int) -> Line:
-            each = max(0.0, (at_long - at_short) / (long - short))
-            return int(at_short - each * short), each
-
-        scratch = line(first.compute_bytes, last.compute_bytes)
-        return line(first.kv_bytes, last.kv_bytes), scratch
-
-    def _affordable_context(self, least: MemoryPlan) -> int:
-        """The context where none was asked for. Where everything fits beside the least one, it
+    def _longer(self, least: MemoryPlan) -> MemoryPlan:
+        """With the context where none was asked for. Where everything fits beside the least one, it
         still does beside this one; a conversation gets the longest such, since it takes nothing
         until it is used."""
-        most = self.model.hparams.context_length * (1 + self.config.sequences)
-        at_least = self.room(least.n_ctx, counted=False).fixed_bytes
-        left, spare = least.cap_bytes - least.fixed_bytes + least.kv_bytes, self._spare(least)
-        allowed = int(left * SHARE) - least.kv_bytes
-        if spare is not None and self.config.conversations and not self.machine.device:
-            allowed = spare - self._prompt_bytes(least)
-        elif spare is not None:
-            allowed = min(allowed, spare)
+        if self._spare(least) is not None and self.config.conversations and not least.device:
+            allowed = (self._spare(least) or 0) - self._prompt_bytes(least)
+        else:
+            allowed = self._cheap(least, SHARE, least.kv_bytes)
 
-        def too_long(n_ctx: int) -> bool:
-            return self.room(n_ctx, counted=False).fixed_bytes - at_least > allowed
+        def taken(n_ctx: int) -> int:
+            return self.room(n_ctx, plain=not least.managed, counted=False).fixed_bytes
 
-        return max(least.n_ctx, longest_context(most, CELL_STEP, too_long))
+        own, most = self.model.hparams.context_length, allowed + taken(least.n_ctx)
+        own *= 1 + self.config.sequences
+        longest = longest_context(own, CELL_STEP, lambda n_ctx: taken(n_ctx) > most)
+        return self.room(max(least.n_ctx, longest), plain=not least.managed)
 
     def _prompt_bytes(self, room: MemoryPlan) -> int:
         """What prompts that were read before may take of the host's memory: what was asked for,
@@ -363,12 +344,19 @@ class _Ways:
         config, model = self.config, self.model
         if config.cache_ram is not None or not config.conversations:
             return config.cache_ram or 0
-        wanted = room.kv_bytes + PROMPT_MARKS * part_bytes(model, config)
-        left, spare = room.cap_bytes - room.fixed_bytes, self._spare(room)
-        if self.machine.device:
-            left, spare = room.ram_bytes - process_bytes(model, config, on_gpu=True), None
-        most = int(left * PROMPT_SHARE)
-        return max(0, min(wanted, most if spare is None else min(most, spare)))
+        most = self._cheap(room, footprint.PROMPT_SHARE)
+        if room.device:
+            left = room.ram_bytes - footprint.process_bytes(model, config, on_gpu=True)
+            most = int(left * footprint.PROMPT_SHARE)
+        marks = footprint.PROMPT_MARKS * footprint.part_bytes(model, config)
+        return max(0, min(room.kv_bytes + marks, most))
+
+    def _cheap(self, room: MemoryPlan, share: float, taken: int = 0) -> int:
+        """How many more bytes cost little: a share of what experts would have without those that
+        are taken already, and no more than leaves what fits whole as it is."""
+        left, spare = room.cap_bytes - room.fixed_bytes + taken, self._spare(room)
+        most = int(left * share) - taken
+        return most if spare is None else min(most, spare)
 
     def _spare(self, room: MemoryPlan) -> int | None:
         """How many more bytes may be taken without turning a model that fits whole into a managed
@@ -379,17 +367,19 @@ class _Ways:
     def first(self, *ways: tuple[MemoryPlan, int]) -> MemoryPlan:
         """The plan in the first room that is large enough, each with so many bytes for prompts.
         Raises the last one's BudgetError."""
-        for room, prompts in ways[:-1]:
+        *others, last = ways
+        for room, prompts in others:
             with suppress(BudgetError):
-                return self.plan(replace(room, prompt_bytes=prompts))
-        room, prompts = ways[-1]
-        return self.plan(replace(room, prompt_bytes=prompts))
+                return self.plan(room, prompts)
+        return self.plan(*last)
 
-    def plan(self, room: MemoryPlan) -> MemoryPlan:
+    def plan(self, room: MemoryPlan, prompts: int) -> MemoryPlan:
+        """The plan in a room, with so many bytes for prompts; managed where a plain one does not
+        fit and is not asked for. Raises BudgetError."""
         config, model, asked = self.config, self.model, self._asked
+        room = replace(room, prompt_bytes=prompts)
         if not room.managed:
-            needed = room.fixed_bytes + model.tier_bytes[0]
-            fits = needed <= room.cap_bytes
+            needed, fits = room.fixed_bytes + model.tier_bytes[0], self._spare(room) is not None
             if not fits and config.policy == PLAIN and asked:
                 raise BudgetError(
                     f"{self._given(room)} is too little for the policy plain, which keeps "
@@ -401,19 +391,15 @@ class _Ways:
                 amounts = f"{format_size(needed)} of {format_size(room.cap_bytes)}"
                 reason = f"everything fits ({amounts})" if fits else f"asked for ({amounts})"
                 return replace(self._with_tiers(room, (FileTier(0),)), reason=reason)
-            managed = self.room(room.n_ctx, plain=False)
-            room = replace(managed, prompt_bytes=room.prompt_bytes)
+            room = replace(self.room(room.n_ctx), prompt_bytes=prompts)
 
         rest = room.cap_bytes - room.fixed_bytes
-        budget = config.expert_ram or rest
-        if asked:
-            budget = min(budget, rest)
-        choice = choose(config, model, self._shape, budget)
-        if choice not in self.policies:
-            self.policies[choice] = made = make_policy(config, choice, self._shape(choice.tiers))
-            if self.teach is not None:
-                self.teach(made, made.shape.tiers)
-        policy = self.policies[choice]
+        budget = min(config.expert_ram or rest, rest) if asked else config.expert_ram or rest
+        shape_of = partial(footprint.device_shape if room.device else footprint.model_shape, model)
+        choice = choose(config, model, shape_of, budget)
+        policy = make_policy(config, choice, shape_of(choice.tiers))
+        if self.teach is not None:
+            self.teach(policy, policy.shape.tiers)
         try:
             slots = policy.plan(max(0, budget))
         except BudgetError as error:
@@ -424,9 +410,8 @@ class _Ways:
             skip=choice.skip,
             budget_bytes=budget if config.expert_ram or asked else slots.total_bytes,
             policy=policy,
-            shape=policy.shape,
             slots=slots,
-            host_bytes=self._host_bytes(room, choice.tiers, slots) if room.device else 0,
+            host_bytes=self._host_bytes(room, policy, slots) if room.device else 0,
         )
 
     def _with_tiers(self, room: MemoryPlan, tiers: tuple[FileTier, ...]) -> MemoryPlan:
@@ -434,30 +419,22 @@ class _Ways:
         n_bytes = sum(self.model.tier_bytes[tier] for tier in tiers)
         return replace(room, tiers=tiers, tier_names=names, expert_bytes=n_bytes)
 
-    def _shape(self, tiers: tuple[FileTier, ...]) -> ModelShape:
-        of = device_shape if self.machine.device else model_shape
-        return of(self.model, tiers)
-
-    def _host_bytes(self, room: MemoryPlan, tiers: tuple[int, ...], slots: SlotPlan) -> int:
+    def _host_bytes(self, room: MemoryPlan, policy: Policy, slots: SlotPlan) -> int:
         """The cache of experts in the host's memory behind a device, beside slots there: what is
         left, as far as there are experts. Raises BudgetError where not even reads in flight find
         room."""
-        config, model, near = self.config, self.model, slots.host_bytes
-        if near:
-            groups = slots.groups
-            staged = {tier for (*_, tier), at in slots.group_of.items() if not groups[at].on_host}
-            tiers = tuple(tiers[tier] for tier in sorted(staged))
-            near += exchange_bytes(model, room.n_ubatch)
-        fixed = process_bytes(model, config, on_gpu=True) + embedding_bytes(model) + near
-        sizes = {
-            size
-            for layer in model_shape(model, tiers).slots
-            for kinds in layer
-            for size in kinds.values()
-        }
+        config, model = self.config, self.model
+        fixed = footprint.process_bytes(model, config, on_gpu=True) + slots.host_bytes
+        fixed += footprint.embedding_bytes(model)
+        if slots.host_bytes:
+            fixed += footprint.exchange_bytes(model, room.n_ubatch)
+        at, layers = slots.group_of, policy.shape.host_slots
+        staged = {tier for (*_, tier), group in at.items() if not slots.groups[group].on_host}
+        sizes = [size for each in layers for tier in staged for size in each[tier].values()]
         # every size has slots of its own, two at least
-        in_flight = max(2 * config.io_threads * max(sizes), 2 * sum(sizes))
-        ram = room.ram_bytes - room.prompt_bytes - copying_bytes(model, config, room.n_ctx)
+        in_flight = max(2 * config.io_threads * max(sizes), 2 * sum(set(sizes)))
+        ram = room.ram_bytes - room.prompt_bytes
+        ram -= footprint.copying_bytes(model, config, room.n_ctx)
         if ram - fixed < in_flight:
             needed = fixed + in_flight
             raise BudgetError(
@@ -465,8 +442,7 @@ class _Ways:
                 f"{format_size(needed, up=True)}",
                 needed,
             )
-        every = sum(model_shape(model, (tier,)).all_slot_bytes() for tier in tiers)
-        return min(ram - fixed, every + in_flight)
+        return min(ram - fixed, model.n_expert * sum(sizes) + in_flight)
 
     @property
     def _asked(self) -> int | None:
@@ -485,28 +461,29 @@ class _Ways:
         expert_ram = self.config.expert_ram
         by_slots = expert_ram is not None and (self._asked is None or expert_ram < slots)
         fixed, other = 0 if by_slots else room.fixed_bytes, ""
-        if policy.name != BASELINE:
-            least = least_slots(policy_class(BASELINE)(policy.shape))
-            if least < slots:
-                # The baseline takes no token importance.
-                usual = replace(self, config=self.config.compared(policy=BASELINE))
-                saved = room.scratch_bytes - usual.room(room.n_ctx, plain=False).scratch_bytes
-                from_bytes = least + (0 if by_slots else fixed - saved)
-                other = f"; --policy {BASELINE} works from {format_size(from_bytes, up=True)}"
+        least = least_slots(policy_class(BASELINE)(policy.shape))
+        if least < slots:
+            # The baseline takes no token importance.
+            usual = replace(self, config=self.config.compared(policy=BASELINE)).room(room.n_ctx)
+            saved = 0 if by_slots else room.scratch_bytes - usual.scratch_bytes
+            from_bytes = format_size(least + fixed - saved, up=True)
+            other = f"; --policy {BASELINE} works from {from_bytes}"
         needed = fixed + slots
         works = f"that works with the policy {policy.name} is {format_size(needed, up=True)}"
         if expert_ram is not None and by_slots:
-            return BudgetError(
-                f"--expert-ram {format_size(expert_ram)} is too small: the smallest {works}{other}",
-                needed,
+            text = f"--expert-ram {format_size(expert_ram)} is too small: the smallest {works}"
+        else:
+            option = "--vram" if room.device else "--ram"
+            text = (
+                f"{self._given(room)} is too little: the smallest {option} {works} "
+                f"({format_size(fixed)} for dense weights, KV cache and scratch, "
+                f"{format_size(slots)} for the fewest experts; a smaller --ctx needs less)"
             )
-        option = "--vram" if room.device else "--ram"
-        return BudgetError(
-            f"{self._given(room)} is too little: the smallest {option} {works} "
-            f"({format_size(fixed)} for dense weights, KV cache and scratch, {format_size(slots)} "
-            f"for the fewest experts; a smaller --ctx needs less){other}",
-            needed,
-        )
+        return BudgetError(text + other, needed)
+
+
+def _cap(there: Machine | Device, asked: int | None) -> int:
+    return min(asked, there.memory_bytes) if asked else there.usable_bytes
 
 
 def least_slots(policy: Policy) -> int:
