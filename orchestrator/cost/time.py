@@ -32,7 +32,7 @@ from orchestrator.allocation.slots import ModelShape, SlotPlan
 from orchestrator.cache.profile import HotnessKeeper, UsageKeeper
 from orchestrator.config import Config
 from orchestrator.cost.disk import Bandwidth
-from orchestrator.cost.losses import Skips
+from orchestrator.cost.losses import Skips, started
 from orchestrator.cost.products import POOL_BYTES
 from orchestrator.cost.speeds import FILE, OWN, ROWS, UPSTREAM, Costs, KnownSpeeds, Speeds
 from orchestrator.errors import ProfileError
@@ -319,7 +319,7 @@ def expected(plan: MemoryPlan, uses: np.ndarray, n_cells: int = 0) -> Residency:
     assert plan.policy is not None and slots is not None
     policy = plan.policy
     if policy.wants.all_resident:
-        return resident(plan.started(uses), uses, len(policy.shape.tiers))
+        return resident(started(policy, uses), uses, len(policy.shape.tiers))
     foreseen = FORESEEN if policy.wants.n_ahead else 0.0
     return cached(policy.shape, slots, uses, policy.asked_mix(uses), foreseen)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from gguf_tools.experts import DEFAULT_KV, ExpertModel, Slice, Tier
+from gguf_tools.experts import DEFAULT_KV, ExpertModel, Tier
 from gguf_tools.experts.slices import LayerSlices
 from gguf_tools.file.layout import DOWN, EMBEDDINGS, device_slot_bytes, slot_bytes
 from gguf_tools.file.reader import metadata_value
@@ -168,9 +168,8 @@ def look_ahead_bytes(model: ExpertModel) -> int:
 def embedding_bytes(model: ExpertModel) -> int:
     """The token embeddings, which llama.cpp keeps in the host's memory beside a GPU; nothing where
     they stay on disk."""
-    if any(table.info.name == EMBEDDINGS for table in model.lookup):
-        return 0
-    infos = (part.tensors.get(EMBEDDINGS) for part in model.parts)
+    on_disk = any(table.info.name == EMBEDDINGS for table in model.lookup)
+    infos = [part.tensors.get(EMBEDDINGS) for part in model.parts if not on_disk]
     return max((info.nbytes for info in infos if info is not None), default=0)
 
 
@@ -198,36 +197,28 @@ def model_shape(model: Experts, tiers: tuple[int, ...]) -> ModelShape:
     """The model as policies see it, reduced to some of its tiers, with slots in the host's
     memory."""
 
-    def size(_layer: int, _kind: int, each: Slice) -> int:
-        return slot_bytes(each.offset, each.expert_bytes, model.n_expert)
+    def sizes(kinds: LayerSlices, tier: int) -> dict[int, int]:
+        held = {kind: each for kind, by_tier in enumerate(kinds) if (each := by_tier[tier])}
+        n = model.n_expert
+        return {kind: slot_bytes(each.offset, each.expert_bytes, n) for kind, each in held.items()}
 
     names = tuple(model.tiers[tier].name for tier in tiers)
     bits = tuple(model.tiers[tier].bpw for tier in tiers)
-    slots = _slots(model, tiers, size)
+    slots = tuple(tuple(sizes(kinds, tier) for tier in tiers) for kinds in model.slices)
     return ModelShape(model.n_expert, model.n_expert_used, names, slots, bits if all(bits) else ())
 
 
 def device_shape(model: ExpertModel, tiers: tuple[int, ...]) -> ModelShape:
     """The same with slots in a device's memory, or in the host's behind it."""
 
-    def size(layer: int, kind: int, each: Slice) -> int:
-        shape = model.shapes[layer][kind]
-        assert shape is not None
+    def size(layer: int, kind: int, tier: int) -> int:
+        each, shape = model.slices[layer][kind][tier], model.shapes[layer][kind]
+        assert each is not None and shape is not None
         return device_slot_bytes(each.type, each.expert_bytes, shape[0])
 
     host = model_shape(model, tiers)
-    slots = _slots(model, tiers, size)
+    slots = tuple(
+        tuple({kind: size(layer, kind, tier) for kind in model.kinds(layer)} for tier in tiers)
+        for layer in range(len(host.slots))
+    )
     return replace(host, slots=slots, shares_slots=False, host_slots=host.slots)
-
-
-def _slots(
-    model: Experts, tiers: tuple[int, ...], size: Callable[[int, int, Slice], int]
-) -> tuple[tuple[dict[int, int], ...], ...]:
-    """[layer][tier]: by kind."""
-
-    def of_tier(layer: int, tier: int) -> dict[int, int]:
-        kinds = enumerate(model.slices[layer])
-        return {kind: size(layer, kind, each) for kind, by in kinds if (each := by[tier])}
-
-    layers = range(len(model.slices))
-    return tuple(tuple(of_tier(layer, tier) for tier in tiers) for layer in layers)

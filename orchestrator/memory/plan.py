@@ -9,8 +9,6 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
-
 from gguf_tools.experts import KV_TYPES, ExpertModel
 from gguf_tools.file.layout import BLOCK, KINDS, POOL_ALIGNMENT, pad
 from gguf_tools.units import format_size
@@ -23,12 +21,6 @@ from orchestrator.memory.footprint import LEAST_CONTEXT, SIZES
 from orchestrator.memory.machine import Device, Machine
 from orchestrator.memory.shared import CELL_STEP, Line, SharedMemory, longest_context
 from orchestrator.policy import BASELINE, DEFAULT, PLAIN, Policy, policy_class
-from orchestrator.policy.base import Learns
-
-# Bytes of the cache and of scratch for a context of so many tokens and so many at once.
-Count = Callable[[int, int], tuple[int, int] | None]
-# Tells a policy, before it plans, what is known of the model in these tiers.
-Teach = Callable[[Policy, tuple[str, ...]], None]
 
 # The KV cache may take this share of what is left behind the weights that are not experts. The
 # expert cache hits about as often with the other fifteen sixteenths, and a step reads the KV cache
@@ -49,25 +41,26 @@ class MemoryPlan:
     """Where everything goes. Sizes in bytes.
 
     n_ubatch: tokens of a prompt that are computed at once. ram_bytes is the cap over all that the
-    host's memory takes. compute_bytes: the part of the scratch that graphs take. prompt_bytes: of
-    the host's memory, for prompts that were read before. tiers: the tiers of the file in use, best
-    first; skip: experts may be skipped; policy and slots are None in plain mode.
+    host's memory takes, cap_bytes that of the memory that experts live in. compute_bytes: the part
+    of the scratch that graphs take. prompt_bytes: of the host's memory, for prompts that were read
+    before. tiers: the tiers of the file in use, best first; skip: experts may be skipped; policy
+    and slots are None in plain mode. budget_bytes is the cap of the slots where one was asked for,
+    else what they take.
 
-    On a device, dense_bytes, kv_bytes, scratch_bytes and the slots are its memory, capped by
-    vram_bytes; host_bytes is then the cache of experts in the host's memory behind it. budget_bytes
-    is the cap of the slots where one was asked for, else what they take.
+    On a device, dense_bytes, kv_bytes, scratch_bytes and the slots are its memory, and host_bytes
+    is the cache of experts in the host's memory behind it.
     """
 
     managed: bool
     n_ctx: int
     n_ubatch: int
     ram_bytes: int
+    cap_bytes: int
     dense_bytes: int
     kv_bytes: int
     scratch_bytes: int
     compute_bytes: int
     device: Device | None = None
-    vram_bytes: int = 0
     prompt_bytes: int = 0
     reason: str = ""
     tiers: tuple[FileTier, ...] = ()
@@ -79,11 +72,6 @@ class MemoryPlan:
     slots: SlotPlan | None = None
     host_bytes: int = 0
     shared: SharedMemory | None = None
-
-    @property
-    def cap_bytes(self) -> int:
-        """Of the memory that experts live in."""
-        return self.vram_bytes if self.device else self.ram_bytes
 
     @property
     def fixed_bytes(self) -> int:
@@ -119,83 +107,63 @@ class MemoryPlan:
         groups = (replace(g, n_slots=max(1, int(share * g.n_slots))) for g in self.slots.groups)
         return replace(self.slots, groups=tuple(groups))
 
-    def started(self, uses: np.ndarray | None = None) -> np.ndarray:
-        """The tier in which each expert starts, [n_layers, n_expert], as its place among those in
-        use; for a policy that keeps all experts in memory. uses: in the place of what it has
-        learned. A copy of the policy is asked."""
-        policy = deepcopy(self.policy)
-        assert policy is not None
-        if uses is not None and isinstance(policy, Learns):
-            policy.set_hotness(uses)
-        shape = policy.shape
-        found = np.full((shape.n_layers, shape.n_expert), len(shape.tiers) - 1)
-        for layer, expert, tier in policy.start():
-            found[layer, expert] = tier
-        return found
+
+def plan_memory(config: Config, model: ExpertModel, machine: Machine) -> MemoryPlan:
+    """As MemoryPlanner, with no more known than what the file says."""
+    return MemoryPlanner(config, model, machine).plan()
 
 
-def plan_memory(
-    config: Config,
-    model: ExpertModel,
-    machine: Machine,
-    more_scratch: int = 0,
-    count: Count | None = None,
-    teach: Teach | None = None,
-) -> MemoryPlan:
-    """Lays the model out in memory: that of the machine's device, where it has one, with the
-    host's behind it.
+def scratch_bytes(model: ExpertModel, config: Config) -> int:
+    """All that a model takes beside its weights and its KV cache where a policy looks ahead."""
+    return MemoryPlanner(config.compared(policy=DEFAULT), model, Machine(0)).least().scratch_bytes
+
+
+@dataclass(frozen=True)
+class MemoryPlanner:
+    """Lays a model out in memory: that of the machine's device, where it has one, with the host's
+    behind it.
 
     Without a policy: the plain upstream path where everything fits and nothing asks for less or for
     slots; else the baseline where the high tier fits whole and nothing asks for less, so that there
     is nothing to decide; else the default policy. That is lossless unless less is asked for.
 
-    Where no context was asked for, it is the longest one that costs little, and the least one
-    where the policy has no room beside that. Where no micro-batch was asked for, and no cap on
-    slots alone, the experts that are absent decide it.
-
     more_scratch: bytes that llama.cpp was seen to take beyond the estimate. count: the cache and
-    scratch in the host's memory as llama.cpp counts them, in the place of estimates; None where it
-    cannot say. teach: tells the policy what earlier runs learned of the model, which plans may go
-    by.
-
-    Raises BudgetError naming the smallest budget that works, PolicyError and ConfigError
-    for a policy, tiers, or a precision of keys and values that do not go with the model.
+    scratch in the host's memory for a context of so many tokens and so many at once as llama.cpp
+    counts them, in the place of estimates; None where it cannot say. teach: tells a policy, before
+    it plans, what earlier runs learned of the model in these tiers.
     """
-    _check_kv(config, model)
-    ways = _Ways(config, model, machine, more_scratch, count, teach)
-    usual = ways.least(wants_plain(config, model))
-    return ways.shared(usual) or ways.divided(usual)
-
-
-def scratch_bytes(model: ExpertModel, config: Config) -> int:
-    """All that a model takes beside its weights and its KV cache where a policy looks ahead."""
-    return _Ways(config.compared(policy=DEFAULT), model, Machine(0)).least().scratch_bytes
-
-
-@dataclass(frozen=True)
-class _Ways:
-    """The ways to lay one model out. A room is a plan without experts."""
 
     config: Config
     model: ExpertModel
     machine: Machine
     more_scratch: int = 0
-    count: Count | None = None
-    teach: Teach | None = None
+    count: Callable[[int, int], tuple[int, int] | None] | None = None
+    teach: Callable[[Policy, tuple[str, ...]], None] | None = None
+
+    def plan(self) -> MemoryPlan:
+        """Raises BudgetError naming the smallest budget that works, PolicyError and ConfigError
+        for a policy, tiers, or a precision of keys and values that do not go with the model."""
+        _check_kv(self.config, self.model)
+        usual = self.least(wants_plain(self.config, self.model))
+        return self.shared(usual) or self.divided(usual)
+
+    @property
+    def _own_context(self) -> int:
+        """The longest context that the model was made for, of each of the sequences that share it;
+        0 where it does not say."""
+        return self.model.hparams.context_length * (1 + self.config.sequences)
 
     def least(self, plain: bool = False) -> MemoryPlan:
-        """With the context that was asked for, or else the least one, as far as the model was
-        trained for it. Several sequences share it, each with as much."""
+        """A plan without experts, a room, with the context that was asked for, or else the least
+        one, as far as the model was made for it. plain: as upstream runs it."""
         asked = self.config.ctx or LEAST_CONTEXT
-        own = self.model.hparams.context_length * (1 + self.config.sequences)
-        return self.room(min(asked, own or asked), plain=plain)
+        return self.room(min(asked, self._own_context or asked), plain=plain)
 
     def room(
         self, n_ctx: int, n_tokens: int = 0, plain: bool = False, counted: bool = True
     ) -> MemoryPlan:
-        """With a context of so many tokens. n_tokens: of a micro-batch, in the place of what was
-        asked for. plain: as upstream runs it. counted: the cache and scratch are what llama.cpp
-        counts, where that is known."""
+        """The same with a context of so many tokens. n_tokens: of a micro-batch, in the place of
+        what was asked for. counted: by llama.cpp, where it can say."""
         config, model, device = self.config, self.model, self.machine.device
         n_tokens = min(n_tokens or config.ubatch or SIZES[0], n_ctx)
         found = self.count(n_ctx, n_tokens) if counted and self.count else None
@@ -221,12 +189,12 @@ class _Ways:
             n_ctx=n_ctx,
             n_ubatch=n_tokens,
             ram_bytes=_cap(self.machine, config.ram),
+            cap_bytes=_cap(device or self.machine, self._asked),
             dense_bytes=model.dense_bytes - (0 if plain else model.lookup_bytes),
             kv_bytes=kv,
             scratch_bytes=compute + beside,
             compute_bytes=compute,
             device=device,
-            vram_bytes=_cap(device, config.vram) if device else 0,
         )
 
     def shared(self, usual: MemoryPlan) -> MemoryPlan | None:
@@ -241,20 +209,18 @@ class _Ways:
             return None
         room = self.room(max(CELL_STEP, usual.n_ubatch))
         try:
-            plan = self.first((room, self._prompt_bytes(usual)), (room, config.cache_ram or 0))
+            plan = self.try_in((room, self._prompt_bytes(usual)), (room, config.cache_ram or 0))
         except BudgetError:
             return None  # what would be enough is said for the usual context
         policy, prompts = plan.policy, plan.prompt_bytes
         if policy is None or type(policy).wants.all_resident:
             return None
-        own = 0
-        if prompts and not footprint.part_bytes(self.model, config):
-            # No copy has more than its cells.
-            plan, own = self.plan(room, 0), prompts
-        n_each = 1 + config.sequences
-        most = usual.n_ctx if config.ctx else self.model.hparams.context_length * n_each
-        shared = self._sharing(plan, most or usual.n_ctx, own)
-        longest, each = shared.longest(most or usual.n_ctx), most // n_each if config.ctx else 0
+        own = 0 if footprint.part_bytes(self.model, config) else prompts
+        if own:  # no copy has more than its cells
+            plan = self._plan_in(room, 0)
+        most = usual.n_ctx if config.ctx else self._own_context or usual.n_ctx
+        shared = self._sharing(plan, most, own)
+        longest, each = shared.longest(most), most // (1 + config.sequences) if config.ctx else 0
         if longest < each:
             raise BudgetError(
                 f"--ctx {each} is too long for {self._given(room).rstrip(',')}: the longest "
@@ -262,8 +228,8 @@ class _Ways:
                 f"tokens",
                 room.cap_bytes + shared.least_slots - shared.slots(each, 1),
             )
-        plan = replace(plan, n_ctx=longest, n_ubatch=max(shared.scratch), shared=shared)
-        return replace(plan, prompt_bytes=prompts)
+        n_ubatch = max(shared.scratch)
+        return replace(plan, n_ctx=longest, n_ubatch=n_ubatch, prompt_bytes=prompts, shared=shared)
 
     def divided(self, usual: MemoryPlan) -> MemoryPlan:
         """The plan whose parts stay as they are: with the context and the memory for prompts that
@@ -272,7 +238,7 @@ class _Ways:
         and of its answer. Where nothing is absent, that is the smallest."""
         config, model, asked = self.config, self.model, self.config.cache_ram or 0
         room = usual if config.ctx else self._longer(usual)
-        plan = self.first((room, self._prompt_bytes(room)), (room, asked), (usual, asked))
+        plan = self.try_in((room, self._prompt_bytes(room)), (room, asked), (usual, asked))
         if config.ubatch or config.expert_ram or not plan.absent_bytes:
             return plan
         n, used_share = SIZES[-1], model.n_expert_used / model.n_expert
@@ -280,7 +246,7 @@ class _Ways:
         n_tokens = self._sharing(plan, plan.n_ctx).micro_batch(plan.n_ctx - n, n, again)
         if n_tokens != plan.n_ubatch:
             with suppress(BudgetError):
-                return self.plan(self.room(plan.n_ctx, n_tokens), plan.prompt_bytes)
+                return self._plan_in(self.room(plan.n_ctx, n_tokens), plan.prompt_bytes)
         return plan
 
     def _sharing(self, plan: MemoryPlan, most: int, prompts: int = 0) -> SharedMemory:
@@ -289,10 +255,9 @@ class _Ways:
         config, policy, slots = self.config, plan.policy, plan.slots
         assert policy is not None and slots is not None
         least = config.ubatch or SIZES[0]
-        larger = (size for size in SIZES if size <= min(config.ubatch or most, most))
-        states, cell_bytes = self._line("kv_bytes", least, most)  # what is beside no cell stays
-        sizes = sorted({least, *larger})
+        sizes = sorted({least, *(n for n in SIZES if n <= min(config.ubatch or most, most))})
         lines = {size: self._line("compute_bytes", size, most) for size in sizes}
+        states, cell_bytes = self._line("kv_bytes", least, most)  # what is beside no cell stays
         # Behind the last layer of attention, recurrent ones compute where its mask lay.
         twice = 2 if states else 1
         shared = SharedMemory(
@@ -324,17 +289,15 @@ class _Ways:
         """With the context where none was asked for. Where everything fits beside the least one, it
         still does beside this one; a conversation gets the longest such, since it takes nothing
         until it is used."""
-        if self._spare(least) is not None and self.config.conversations and not least.device:
-            allowed = (self._spare(least) or 0) - self._prompt_bytes(least)
-        else:
-            allowed = self._cheap(least, SHARE, least.kv_bytes)
+        allowed, spare = self._cheap(least, SHARE, least.kv_bytes), self._spare(least)
+        if spare is not None and self.config.conversations and not least.device:
+            allowed = spare - self._prompt_bytes(least)
 
         def taken(n_ctx: int) -> int:
             return self.room(n_ctx, plain=not least.managed, counted=False).fixed_bytes
 
-        own, most = self.model.hparams.context_length, allowed + taken(least.n_ctx)
-        own *= 1 + self.config.sequences
-        longest = longest_context(own, CELL_STEP, lambda n_ctx: taken(n_ctx) > most)
+        most = allowed + taken(least.n_ctx)
+        longest = longest_context(self._own_context, CELL_STEP, lambda n_ctx: taken(n_ctx) > most)
         return self.room(max(least.n_ctx, longest), plain=not least.managed)
 
     def _prompt_bytes(self, room: MemoryPlan) -> int:
@@ -364,18 +327,17 @@ class _Ways:
         spare = room.cap_bytes - room.fixed_bytes - self.model.tier_bytes[0]
         return None if room.managed or spare < 0 else spare
 
-    def first(self, *ways: tuple[MemoryPlan, int]) -> MemoryPlan:
+    def try_in(self, *rooms: tuple[MemoryPlan, int]) -> MemoryPlan:
         """The plan in the first room that is large enough, each with so many bytes for prompts.
         Raises the last one's BudgetError."""
-        *others, last = ways
-        for room, prompts in others:
+        *others, last = rooms
+        for each in others:
             with suppress(BudgetError):
-                return self.plan(room, prompts)
-        return self.plan(*last)
+                return self._plan_in(*each)
+        return self._plan_in(*last)
 
-    def plan(self, room: MemoryPlan, prompts: int) -> MemoryPlan:
-        """The plan in a room, with so many bytes for prompts; managed where a plain one does not
-        fit and is not asked for. Raises BudgetError."""
+    def _plan_in(self, room: MemoryPlan, prompts: int) -> MemoryPlan:
+        """Managed where a plain one does not fit and is not asked for. Raises BudgetError."""
         config, model, asked = self.config, self.model, self._asked
         room = replace(room, prompt_bytes=prompts)
         if not room.managed:
@@ -424,17 +386,17 @@ class _Ways:
         left, as far as there are experts. Raises BudgetError where not even reads in flight find
         room."""
         config, model = self.config, self.model
-        fixed = footprint.process_bytes(model, config, on_gpu=True) + slots.host_bytes
-        fixed += footprint.embedding_bytes(model)
+        fixed = footprint.process_bytes(model, config, on_gpu=True)
+        fixed += footprint.embedding_bytes(model) + slots.host_bytes
         if slots.host_bytes:
             fixed += footprint.exchange_bytes(model, room.n_ubatch)
-        at, layers = slots.group_of, policy.shape.host_slots
-        staged = {tier for (*_, tier), group in at.items() if not slots.groups[group].on_host}
+        groups, layers = slots.groups, policy.shape.host_slots
+        staged = {tier for (*_, tier), at in slots.group_of.items() if not groups[at].on_host}
         sizes = [size for each in layers for tier in staged for size in each[tier].values()]
-        # every size has slots of its own, two at least
+        # Every size has slots of its own, two at least.
         in_flight = max(2 * config.io_threads * max(sizes), 2 * sum(set(sizes)))
-        ram = room.ram_bytes - room.prompt_bytes
-        ram -= footprint.copying_bytes(model, config, room.n_ctx)
+        copying = footprint.copying_bytes(model, config, room.n_ctx)
+        ram = room.ram_bytes - room.prompt_bytes - copying
         if ram - fixed < in_flight:
             needed = fixed + in_flight
             raise BudgetError(
@@ -451,10 +413,10 @@ class _Ways:
 
     def _given(self, room: MemoryPlan) -> str:
         """The cap that binds, for a message."""
-        device, size = room.device, format_size(room.cap_bytes)
         if self._asked == room.cap_bytes:
-            return f"{'--vram' if device else '--ram'} {size}"
-        return f"free memory of {device.name}, {size}," if device else f"free memory, {size},"
+            return f"{'--vram' if room.device else '--ram'} {format_size(room.cap_bytes)}"
+        of = f" of {room.device.name}" if room.device else ""
+        return f"free memory{of}, {format_size(room.cap_bytes)},"
 
     def _too_small(self, room: MemoryPlan, policy: Policy, slots: int) -> BudgetError:
         """slots: what the policy needs at least, beside the room."""
@@ -496,17 +458,15 @@ def least_slots(policy: Policy) -> int:
 
 def _check_kv(config: Config, model: ExpertModel) -> None:
     """Raises ConfigError where keys and values cannot be stored in blocks of this type."""
-    block = BLOCK[KV_TYPES[config.kv]].weights
-    if block == 1:
-        return
-    if config.importance == "exact":
-        raise ConfigError(
-            f"--kv {config.kv} needs flash attention, which exact importance does without: leave "
-            f"one of the two out"
+    block, hparams = BLOCK[KV_TYPES[config.kv]].weights, model.hparams
+    odd = [length for length in (hparams.key_length, hparams.value_length) if length % block]
+    if block > 1 and config.importance == "exact":
+        needs = "flash attention, which exact importance does without: leave one of the two out"
+    elif odd:
+        needs = (
+            f"heads whose length is a multiple of {block}, and those of this model have {odd[0]}: "
+            f"leave it out"
         )
-    for length in (model.hparams.key_length, model.hparams.value_length):
-        if length % block:
-            raise ConfigError(
-                f"--kv {config.kv} needs heads whose length is a multiple of {block}, and those of "
-                f"this model have {length}: leave it out"
-            )
+    else:
+        return
+    raise ConfigError(f"--kv {config.kv} needs {needs}")

@@ -20,7 +20,7 @@ from orchestrator.memory.machine import (
     more_than_there,
     too_many_threads,
 )
-from orchestrator.memory.plan import plan_memory
+from orchestrator.memory.plan import MemoryPlanner, plan_memory
 from orchestrator.native import Bandwidths
 from orchestrator.native.llama import Bindings
 
@@ -89,11 +89,11 @@ def test_vram_caps_everything_there(model: Path) -> None:
         vram = fixed + 24 * one_expert
         plan = plan_memory(config.with_changes(vram=vram, policy="lru"), opened, on_gpu(1 << 30))
         assert plan.slots is not None and plan.device is not None
-        assert plan.total_bytes <= plan.vram_bytes == vram
+        assert plan.total_bytes <= plan.cap_bytes == vram
         # what llama.cpp was seen to take beyond the estimate comes off the slots
-        less = plan_memory(
+        less = MemoryPlanner(
             config.with_changes(vram=vram, policy="lru"), opened, on_gpu(1 << 30), 8 * one_expert
-        )
+        ).plan()
         assert 0 < less.slots.total_bytes <= plan.slots.total_bytes - 7 * one_expert
         assert less.total_bytes <= vram
         with pytest.raises(BudgetError, match=r"--vram .* smallest --vram that works") as caught:

@@ -23,7 +23,7 @@ class Plan:
     more: int = 0
     n_ubatch: int = 512
     total_bytes: int = CAP
-    vram_bytes: int = CAP
+    cap_bytes: int = CAP
     absent_bytes: int = 1
 
 
@@ -101,5 +101,5 @@ def test_without_a_gpu_it_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> Non
     loader.gpu = None
     loads: list[object] = []
     monkeypatch.setattr(loader, "_load", lambda runs, _progress: loads.append(runs.plan))
-    loader.load(planned(Plan(vram_bytes=0)))
+    loader.load(planned(Plan(cap_bytes=0)))
     assert len(loads) == 1

@@ -158,8 +158,8 @@ def test_importance_takes_memory_where_a_prompt_may_be_lowered(
     """And nowhere else does a policy want it, so that nothing is taken unplanned."""
     config = Config.build(model=model.path, sequences=15, **asked)
     without = config.with_changes(importance="load")
-    with_it, without_it = (compute_bytes(model, c, 4096, 512, 0) for c in (config, without))
-    assert (with_it > without_it) == reserved
+    taken, least = (compute_bytes(model, each, 4096, 512, 0) for each in (config, without))
+    assert (taken > least) == reserved
     if config.policy in (None, "dymoe", "firm"):
         plan = plan_for(model, ctx=4096, expert_ram=8 * MIB, **{"policy": None} | asked)
         assert plan.policy is not None and plan.policy.wants.importance == reserved
