@@ -144,7 +144,7 @@ class MemoryPlanner:
         """Raises BudgetError naming the smallest budget that works, PolicyError and ConfigError
         for a policy, tiers, or a precision of keys and values that do not go with the model."""
         _check_kv(self.config, self.model)
-        usual = self.least(wants_plain(self.config, self.model))
+        usual = self.least(managed=not wants_plain(self.config, self.model))
         return self.shared(usual) or self.divided(usual)
 
     @property
@@ -153,14 +153,14 @@ class MemoryPlanner:
         0 where it does not say."""
         return self.model.hparams.context_length * (1 + self.config.sequences)
 
-    def least(self, plain: bool = False) -> MemoryPlan:
+    def least(self, managed: bool = True) -> MemoryPlan:
         """A plan without experts, a room, with the context that was asked for, or else the least
-        one, as far as the model was made for it. plain: as upstream runs it."""
+        one, as far as the model was made for it."""
         asked = self.config.ctx or LEAST_CONTEXT
-        return self.room(min(asked, self._own_context or asked), plain=plain)
+        return self.room(min(asked, self._own_context or asked), managed=managed)
 
     def room(
-        self, n_ctx: int, n_tokens: int = 0, plain: bool = False, counted: bool = True
+        self, n_ctx: int, n_tokens: int = 0, managed: bool = True, counted: bool = True
     ) -> MemoryPlan:
         """The same with a context of so many tokens. n_tokens: of a micro-batch, in the place of
         what was asked for. counted: by llama.cpp, where it can say."""
@@ -170,7 +170,7 @@ class MemoryPlanner:
         kv, graph = found or (model.kv_bytes(n_ctx, config.kv), None)
         compute = footprint.compute_bytes(model, config, n_ctx, n_tokens, graph)
         compute, beside = compute + self.more_scratch, 0
-        if not plain and policy_class(config.policy or DEFAULT).wants.asked_in:
+        if managed and policy_class(config.policy or DEFAULT).wants.asked_in:
             beside = footprint.look_ahead_bytes(model)
         if device is None:
             beside += footprint.process_bytes(model, config)
@@ -180,17 +180,17 @@ class MemoryPlanner:
             if not flash:  # the weights, and the mask in two precisions
                 compute += 4 * (max(model.hparams.n_head) + 1) * n_tokens * n_ctx
             # Without a cap, ggml's pool makes room for itself where the device is full.
-            piles = plain and config.vram is not None
+            piles = config.vram is not None and not managed
             compute += footprint.kernel_bytes(model, config, n_ctx, n_tokens, flash, piles)
             # Each pool of slots starts at a boundary.
             beside += POOL_ALIGNMENT * len(model.slices) * len(KINDS) * len(model.tiers)
         return MemoryPlan(
-            managed=not plain,
+            managed=managed,
             n_ctx=n_ctx,
             n_ubatch=n_tokens,
             ram_bytes=_cap(self.machine, config.ram),
             cap_bytes=_cap(device or self.machine, self._asked),
-            dense_bytes=model.dense_bytes - (0 if plain else model.lookup_bytes),
+            dense_bytes=model.dense_bytes - (model.lookup_bytes if managed else 0),
             kv_bytes=kv,
             scratch_bytes=compute + beside,
             compute_bytes=compute,
@@ -294,11 +294,11 @@ class MemoryPlanner:
             allowed = spare - self._prompt_bytes(least)
 
         def taken(n_ctx: int) -> int:
-            return self.room(n_ctx, plain=not least.managed, counted=False).fixed_bytes
+            return self.room(n_ctx, managed=least.managed, counted=False).fixed_bytes
 
         most = allowed + taken(least.n_ctx)
         longest = longest_context(self._own_context, CELL_STEP, lambda n_ctx: taken(n_ctx) > most)
-        return self.room(max(least.n_ctx, longest), plain=not least.managed)
+        return self.room(max(least.n_ctx, longest), managed=least.managed)
 
     def _prompt_bytes(self, room: MemoryPlan) -> int:
         """What prompts that were read before may take of the host's memory: what was asked for,
