@@ -256,8 +256,9 @@ class MemoryPlanner:
         assert policy is not None and slots is not None
         least = config.ubatch or SIZES[0]
         sizes = sorted({least, *(n for n in SIZES if n <= min(config.ubatch or most, most))})
-        lines = {size: self._line("compute_bytes", size, most) for size in sizes}
-        states, cell_bytes = self._line("kv_bytes", least, most)  # what is beside no cell stays
+        lines = {size: self._line(lambda room: room.compute_bytes, size, most) for size in sizes}
+        # What is there beside no cell stays.
+        states, cell_bytes = self._line(lambda room: room.kv_bytes, least, most)
         # Behind the last layer of attention, recurrent ones compute where its mask lay.
         twice = 2 if states else 1
         shared = SharedMemory(
@@ -275,13 +276,13 @@ class MemoryPlanner:
         scratch = {n: each for n, each in shared.scratch.items() if n in shared.may_read(n)}
         return replace(shared, scratch=scratch)
 
-    def _line(self, part: str, n_tokens: int, most: int) -> Line:
+    def _line(self, part: Callable[[MemoryPlan], int], n_tokens: int, most: int) -> Line:
         """A part of a room for so many tokens at once, beside no cell and for every cell. It is the
         largest of sums that grow evenly with the context, and so never above the line from the
         shortest to the longest one."""
         short = pad(n_tokens, CELL_STEP)
         long = max(pad(most, CELL_STEP), short + CELL_STEP)
-        at_short, at_long = (getattr(self.room(n, n_tokens), part) for n in (short, long))
+        at_short, at_long = (part(self.room(n, n_tokens)) for n in (short, long))
         each = max(0.0, (at_long - at_short) / (long - short))
         return int(at_short - each * short), each
 
