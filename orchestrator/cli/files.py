@@ -57,7 +57,7 @@ def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -
     from orchestrator.cli import pictures
     from orchestrator.config import Config
     from orchestrator.engine.support import support_of
-    from orchestrator.memory.footprint import scratch_bytes
+    from orchestrator.memory.plan import scratch_bytes
 
     if picture is not None:
         pictures.prepare(picture)

@@ -27,6 +27,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -42,8 +43,8 @@ from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP, SKIP_TIER
 from orchestrator.memory.plan import MemoryPlan
-from orchestrator.policy import ALLOWED_LOSS, policy_settings
-from orchestrator.policy.base import SpendsLoss
+from orchestrator.policy import ALLOWED_LOSS, Policy, policy_settings
+from orchestrator.policy.base import Learns, SpendsLoss
 
 _FORMAT = "moe-edge loss table"
 _VERSION = 2
@@ -356,6 +357,19 @@ class Foreseen:
         return f", foreseen to lose {most}{self.kl:.2g} nats a token from {self.base}{by}"
 
 
+def started(policy: Policy, uses: np.ndarray | None = None) -> np.ndarray:
+    """The tier in which each expert starts, [n_layers, n_expert], as its place among those in use;
+    for a policy that keeps all experts in memory, after plan. uses: in the place of what it has
+    learned. A copy of the policy is asked."""
+    policy, shape = deepcopy(policy), policy.shape
+    if uses is not None and isinstance(policy, Learns):
+        policy.set_hotness(uses)
+    found = np.full((shape.n_layers, shape.n_expert), len(shape.tiers) - 1)
+    for layer, expert, tier in policy.start():
+        found[layer, expert] = tier
+    return found
+
+
 def foreseen(
     plan: MemoryPlan, uses: np.ndarray, estimate: KlEstimate | None, base: str
 ) -> Foreseen:
@@ -368,7 +382,7 @@ def foreseen(
     """
     policy = plan.policy
     if policy is not None and policy.wants.all_resident:
-        tiers = np.array(plan.tiers, np.uint8)[plan.started()]
+        tiers = np.array(plan.tiers, np.uint8)[started(policy)]
         if not tiers.any():
             return Foreseen(0.0, False, base)
         return Foreseen(None if estimate is None else estimate.of_uses(uses, tiers), False, base)

@@ -36,7 +36,7 @@ from orchestrator.memory.machine import (
     probe,
     too_many_threads,
 )
-from orchestrator.memory.plan import MemoryPlan, plan_memory
+from orchestrator.memory.plan import MemoryPlan, MemoryPlanner
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import ALLOWED_LOSS, Policy, policy_settings
 from orchestrator.policy.base import Learns, SpendsLoss, WeighsLosses
@@ -104,8 +104,8 @@ class Planner:
         return slow_disk(self._model, self._config)
 
     def runs(self, config: Config) -> Runs:
-        """What runs with these settings. Raises what plan_memory and `frontier` do, and ConfigError
-        for an option that is of no use with the policy."""
+        """What runs with these settings. Raises what MemoryPlanner and `frontier` do, and
+        ConfigError for an option that is of no use with the policy."""
         check_unused(config)
         return self.compared(config)
 
@@ -172,13 +172,14 @@ class Planner:
         return Runs(config, plan, self.loses(plan))
 
     def plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
-        """How the model is laid out with these settings; see plan_memory."""
+        """How the model is laid out with these settings; see MemoryPlanner."""
         with self._probe:
             return self._plan(config, more_scratch)
 
     def _plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
         count = None if self.gpu else self._probe.count
-        return plan_memory(config, self._model, self.machine, more_scratch, count, self.teach)
+        known = more_scratch, count, self.teach
+        return MemoryPlanner(config, self._model, self.machine, *known).plan()
 
     def loses(self, plan: MemoryPlan) -> Foreseen:
         """What a plan is foreseen to lose, with its policy's settings as they are now. Where every

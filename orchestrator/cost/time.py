@@ -32,7 +32,7 @@ from orchestrator.allocation.slots import ModelShape, SlotPlan
 from orchestrator.cache.profile import HotnessKeeper, UsageKeeper
 from orchestrator.config import Config
 from orchestrator.cost.disk import Bandwidth
-from orchestrator.cost.losses import Skips
+from orchestrator.cost.losses import Skips, started
 from orchestrator.cost.products import POOL_BYTES
 from orchestrator.cost.speeds import FILE, OWN, ROWS, UPSTREAM, Costs, KnownSpeeds, Speeds
 from orchestrator.errors import ProfileError
@@ -316,12 +316,12 @@ def expected(plan: MemoryPlan, uses: np.ndarray, n_cells: int = 0) -> Residency:
     in the tier in which its policy starts it, where all stay in memory; else what was used last.
     n_cells: of the context in use."""
     slots = plan.slots_behind(n_cells)
-    assert plan.policy is not None and plan.shape is not None and slots is not None
+    assert plan.policy is not None and slots is not None
     policy = plan.policy
     if policy.wants.all_resident:
-        return resident(plan.started(uses), uses, len(plan.shape.tiers))
+        return resident(started(policy, uses), uses, len(policy.shape.tiers))
     foreseen = FORESEEN if policy.wants.n_ahead else 0.0
-    return cached(plan.shape, slots, uses, policy.asked_mix(uses), foreseen)
+    return cached(policy.shape, slots, uses, policy.asked_mix(uses), foreseen)
 
 
 def spare_bytes(config: Config, model: ExpertModel) -> int:
@@ -399,7 +399,7 @@ class TimeModel(Closing):
         Raises NativeError."""
         config, uses = config or self._config, self.uses if uses is None else uses
         asked = False
-        if plan.policy is None or plan.shape is None or plan.slots is None:
+        if plan.policy is None or plan.slots is None:
             layout = FILE if config.use_extra_bufts is False else UPSTREAM
             there = resident(np.zeros(uses.shape, np.int64), uses, 1)
         else:

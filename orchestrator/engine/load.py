@@ -205,9 +205,9 @@ class Loader:
 def is_worth_loading_again(plan: MemoryPlan, beyond: int) -> bool:
     """beyond: what was taken beyond the plan. A driver gives memory in steps, and experts gain
     nothing by a little more of it."""
-    over_cap = plan.total_bytes + beyond > plan.vram_bytes
+    over_cap = plan.total_bytes + beyond > plan.cap_bytes
     idle = -beyond - SPARE_BYTES
-    return over_cap or (plan.absent_bytes > 0 and idle > WORTH_LOADING_AGAIN * plan.vram_bytes)
+    return over_cap or (plan.absent_bytes > 0 and idle > WORTH_LOADING_AGAIN * plan.cap_bytes)
 
 
 def _close(parts: Sequence[Part]) -> None:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from gguf_tools.experts import DEFAULT_KV, ExpertModel, Slice, Tier
+from gguf_tools.experts import DEFAULT_KV, ExpertModel, Tier
 from gguf_tools.experts.slices import LayerSlices
-from gguf_tools.file.layout import (
-    DOWN,
-    EMBEDDINGS,
-    KINDS,
-    POOL_ALIGNMENT,
-    device_slot_bytes,
-    slot_bytes,
-)
+from gguf_tools.file.layout import DOWN, EMBEDDINGS, device_slot_bytes, slot_bytes
 from gguf_tools.file.reader import metadata_value
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.config import Config
@@ -35,7 +28,6 @@ VOCAB_TOKEN_BYTES = 600
 LIBRARY_BYTES = 64 * 2**20
 # ggml's pool of a GPU takes so much more than it is asked for.
 POOL_GROWTH = 1.05
-
 
 # Of what is left for experts, prompts that were read before may take this share, and this many
 # marks in a sequence whose memory cannot be cut.
@@ -57,19 +49,6 @@ LEAST_CONTEXT = 4096
 SIZES = (512, 1024, 2048, 4096)
 
 
-def context_tokens(model: ExpertModel, config: Config) -> int:
-    """The context that was asked for, or else the least one, as far as the model was trained for
-    it. Several sequences share it, each with as much."""
-    asked = config.ctx or LEAST_CONTEXT
-    most = model.hparams.context_length * (1 + config.sequences)
-    return min(asked, most) if most else asked
-
-
-def step_tokens(config: Config, n_ctx: int) -> int:
-    """The most tokens of a step in a context of so many: what was asked for, or else the least."""
-    return min(config.ubatch or SIZES[0], n_ctx)
-
-
 def output_tokens(config: Config, n_vocab: int, n_ubatch: int) -> int:
     """Of how many tokens of one sequence a step may have the logits, in a vocabulary of so many. A
     token's logits are there twice: in the scratch, and where they are read."""
@@ -84,10 +63,10 @@ def vocabulary_size(model: ExpertModel) -> int:
 
 
 def compute_bytes(
-    model: ExpertModel, config: Config, n_ctx: int, graph_bytes: int | None = None
+    model: ExpertModel, config: Config, n_ctx: int, n_tokens: int, graph_bytes: int | None = None
 ) -> int:
-    """What one micro-batch takes: llama.cpp's scratch, the logits beside it, and what products
-    take of the CPU.
+    """What one micro-batch takes: llama.cpp's scratch, the logits beside it, what products take of
+    the CPU, and token importance.
 
     graph_bytes: the scratch as llama.cpp itself counts it, without token importance. It leaves out
     what the widest product of experts keeps of its inputs in the CPU's work buffer: rows in blocks
@@ -98,38 +77,37 @@ def compute_bytes(
     attention's rows and the two sets of rows of the k experts that live at once, and their
     quantized copies.
     """
-    hparams, tokens, n_vocab = model.hparams, step_tokens(config, n_ctx), vocabulary_size(model)
+    hparams, n_vocab, n_used = model.hparams, vocabulary_size(model), model.n_expert_used
     n_ff = max(shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None)
-    n_rows = max(output_tokens(config, n_vocab, tokens), 1 + config.sequences + config.probes)
-    logits = 4 * n_vocab * n_rows
+    n_rows = max(output_tokens(config, n_vocab, n_tokens), 1 + config.sequences + config.probes)
+    beside = 4 * n_vocab * n_rows
     if graph_bytes is not None:
         row = min(2, len(model.tiers)) * n_ff * ROW_WEIGHT_BYTES + ROW_PLACE_BYTES
-        graph_bytes += int(tokens * model.n_expert_used * row)
+        beside += int(n_tokens * n_used * row)
     else:
         heads = max(hparams.n_head) + 2 * max(hparams.n_head_kv)
         attention = 3 * heads * max(hparams.key_length, hparams.value_length)
-        experts = model.n_expert_used * (n_ff + hparams.embedding_length)
+        experts = n_used * (n_ff + hparams.embedding_length)
         mask = (1.5 if config.importance == "exact" else 0.5) * n_ctx
         rows = 4 * hparams.embedding_length + max(attention, 2 * experts) + 0.5 * experts
-        graph_bytes = 4 * int(tokens * (mask + rows)) + logits
-    return graph_bytes + logits + _importance_bytes(model, config, n_ctx)
-
-
-def _importance_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
-    """What token importance takes beside that, where it may lower anything: the attention weights
-    of the queries that it is taken from, of as many prompts as a step may have; and the queries and
-    keys of a batch and its residual stream, which live longer for it."""
+        graph_bytes = 4 * int(n_tokens * (mask + rows)) + beside
     policy = None if config.policy == PLAIN else policy_class(config.policy or DEFAULT)
-    if policy is None or not policy.wants.importance or not config.asks_less(policy):
-        return 0
+    if policy is not None and policy.wants.importance and config.asks_less(policy):
+        beside += importance_bytes(model, config, n_ctx, n_tokens)
+    return graph_bytes + beside
+
+
+def importance_bytes(model: ExpertModel, config: Config, n_ctx: int, n_tokens: int) -> int:
+    """What token importance takes of a step, where it may lower anything: the attention weights of
+    the queries that it is taken from, of as many prompts as a step may have; and the queries and
+    keys of a batch and its residual stream, which live longer for it."""
+    hparams, window = model.hparams, config.importance_window * (1 + config.sequences)
     if config.importance == "load":
         return 0
-    hparams, tokens = model.hparams, step_tokens(config, n_ctx)
-    window = config.importance_window * (1 + config.sequences)
-    queries = min(window, tokens) if config.importance == "window" else 2 * tokens
-    weights = queries * n_ctx * max(hparams.n_head)
+    queries = min(window, n_tokens) if config.importance == "window" else 2 * n_tokens
     heads = max(hparams.n_head) + max(hparams.n_head_kv)
-    return 4 * (weights + tokens * (heads * hparams.key_length + hparams.embedding_length))
+    weights = queries * n_ctx * max(hparams.n_head)
+    return 4 * (weights + n_tokens * (heads * hparams.key_length + hparams.embedding_length))
 
 
 def part_bytes(model: ExpertModel, config: Config) -> int:
@@ -143,21 +121,19 @@ def part_bytes(model: ExpertModel, config: Config) -> int:
     inner, state = number("ssm.inner_size"), number("ssm.state_size")
     shifted = inner + 2 * number("ssm.group_count") * state
     recurrent = state * inner + max(0, number("ssm.conv_kernel") - 1) * shifted
-    seen = number("attention.sliding_window")
-    window = model.kv_bytes(seen, config.kv) if seen else 0
+    window = model.kv_bytes(number("attention.sliding_window"), config.kv)
     return 4 * recurrent * model.hparams.block_count + window
 
 
 def copying_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
     """What llama.cpp takes while it writes a sequence to a file or reads it: the keys or values of
     one layer, at most."""
-    if config.prompt_cache is None:
-        return 0
-    return model.kv_bytes(n_ctx, config.kv) // len(model.hparams.n_head_kv)
+    layers = len(model.hparams.n_head_kv)
+    return model.kv_bytes(n_ctx, config.kv) // layers if config.prompt_cache else 0
 
 
 def kernel_bytes(
-    model: ExpertModel, config: Config, n_ctx: int, flash: bool, piles: bool = False
+    model: ExpertModel, config: Config, n_ctx: int, n_tokens: int, flash: bool, piles: bool = False
 ) -> int:
     """What the kernels of a device take beside llama.cpp's scratch, at most.
 
@@ -166,19 +142,14 @@ def kernel_bytes(
     keys and values of a cache in 8 bits; else its weights. Either grows with the cache, and what
     was taken for shorter ones stays: piles says so; our executor takes the longest at once.
     """
-    tokens = step_tokens(config, n_ctx)
+    hparams, rows = model.hparams, n_tokens * model.n_expert_used
     widths = {shape[i] for layer in model.shapes for shape in layer if shape for i in (0, 1)}
-    rows = tokens * model.n_expert_used
     activations = sum(rows * (width + 512) * 36 // 32 for width in sorted(widths)[-2:])
-    chunks = -(-n_ctx // tokens)
-    if not flash:
-        weights = 2 * max(model.hparams.n_head) * tokens * n_ctx
-    elif config.kv == DEFAULT_KV:
-        weights = 0
-    else:
-        hparams = model.hparams
-        lengths = hparams.key_length + hparams.value_length
-        weights = 2 * n_ctx * max(hparams.n_head_kv) * lengths
+    weights = 2 * n_ctx * max(hparams.n_head) * n_tokens
+    if flash:
+        cell = max(hparams.n_head_kv) * (hparams.key_length + hparams.value_length)
+        weights = 0 if config.kv == DEFAULT_KV else 2 * n_ctx * cell
+    chunks = -(-n_ctx // n_tokens)
     grown = weights * (chunks + 1) // 2 if piles else weights + weights // chunks
     return LIBRARY_BYTES + int(POOL_GROWTH * (activations + grown))
 
@@ -189,13 +160,6 @@ def process_bytes(model: ExpertModel, config: Config, on_gpu: bool = False) -> i
     return own + (VOCAB_TOKEN_BYTES + config.beside_token) * vocabulary_size(model)
 
 
-def scratch_bytes(model: ExpertModel, config: Config) -> int:
-    """All that a model takes beside its weights and its KV cache, as the planner counts it where a
-    policy looks ahead."""
-    compute = compute_bytes(model, config, context_tokens(model, config))
-    return process_bytes(model, config) + compute + look_ahead_bytes(model)
-
-
 def look_ahead_bytes(model: ExpertModel) -> int:
     """Copies of the routers in half precision, which a policy looks ahead with."""
     return 2 * (len(model.slices) - 1) * model.n_expert * model.hparams.embedding_length
@@ -204,23 +168,16 @@ def look_ahead_bytes(model: ExpertModel) -> int:
 def embedding_bytes(model: ExpertModel) -> int:
     """The token embeddings, which llama.cpp keeps in the host's memory beside a GPU; nothing where
     they stay on disk."""
-    if any(table.info.name == EMBEDDINGS for table in model.lookup):
-        return 0
-    infos = (part.tensors.get(EMBEDDINGS) for part in model.parts)
+    on_disk = any(table.info.name == EMBEDDINGS for table in model.lookup)
+    infos = [part.tensors.get(EMBEDDINGS) for part in model.parts if not on_disk]
     return max((info.nbytes for info in infos if info is not None), default=0)
 
 
 def exchange_bytes(model: ExpertModel, n_tokens: int) -> int:
     """Rows of a layer that the host computes for a device: inputs and results of each expert of so
     many tokens."""
-    shapes = [shape for kinds in model.shapes for shape in kinds if shape is not None]
-    longest = max(max(shape) for shape in shapes)
+    longest = max(max(shape) for kinds in model.shapes for shape in kinds if shape is not None)
     return 3 * 4 * n_tokens * model.n_expert_used * longest
-
-
-def alignment_bytes(model: ExpertModel) -> int:
-    """What starting each pool of slots at a boundary costs at most."""
-    return POOL_ALIGNMENT * len(model.slices) * len(KINDS) * len(model.tiers)
 
 
 class Experts(Protocol):
@@ -240,40 +197,28 @@ def model_shape(model: Experts, tiers: tuple[int, ...]) -> ModelShape:
     """The model as policies see it, reduced to some of its tiers, with slots in the host's
     memory."""
 
-    def size(_layer: int, _kind: int, each: Slice) -> int:
-        return slot_bytes(each.offset, each.expert_bytes, model.n_expert)
+    def sizes(kinds: LayerSlices, tier: int) -> dict[int, int]:
+        held = {kind: each for kind, by_tier in enumerate(kinds) if (each := by_tier[tier])}
+        n = model.n_expert
+        return {kind: slot_bytes(each.offset, each.expert_bytes, n) for kind, each in held.items()}
 
     names = tuple(model.tiers[tier].name for tier in tiers)
     bits = tuple(model.tiers[tier].bpw for tier in tiers)
-    slots = _slots(model, tiers, size)
+    slots = tuple(tuple(sizes(kinds, tier) for tier in tiers) for kinds in model.slices)
     return ModelShape(model.n_expert, model.n_expert_used, names, slots, bits if all(bits) else ())
 
 
 def device_shape(model: ExpertModel, tiers: tuple[int, ...]) -> ModelShape:
     """The same with slots in a device's memory, or in the host's behind it."""
 
-    def size(layer: int, kind: int, each: Slice) -> int:
-        shape = model.shapes[layer][kind]
-        assert shape is not None
+    def size(layer: int, kind: int, tier: int) -> int:
+        each, shape = model.slices[layer][kind][tier], model.shapes[layer][kind]
+        assert each is not None and shape is not None
         return device_slot_bytes(each.type, each.expert_bytes, shape[0])
 
     host = model_shape(model, tiers)
-    slots = _slots(model, tiers, size)
-    return replace(host, slots=slots, shares_slots=False, host_slots=host.slots)
-
-
-def _slots(
-    model: Experts, tiers: tuple[int, ...], size: Callable[[int, int, Slice], int]
-) -> tuple[tuple[dict[int, int], ...], ...]:
-    """[layer][tier]: by kind."""
-    return tuple(
-        tuple(
-            {
-                kind: size(layer, kind, each)
-                for kind, by_tier in enumerate(kinds)
-                if (each := by_tier[tier]) is not None
-            }
-            for tier in tiers
-        )
-        for layer, kinds in enumerate(model.slices)
+    slots = tuple(
+        tuple({kind: size(layer, kind, tier) for kind in model.kinds(layer)} for tier in tiers)
+        for layer in range(len(host.slots))
     )
+    return replace(host, slots=slots, shares_slots=False, host_slots=host.slots)

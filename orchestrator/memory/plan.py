@@ -6,44 +6,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-
-import numpy as np
+from dataclasses import dataclass, replace
+from functools import partial
 
 from gguf_tools.experts import KV_TYPES, ExpertModel
-from gguf_tools.file.layout import BLOCK, pad
+from gguf_tools.file.layout import BLOCK, KINDS, POOL_ALIGNMENT, pad
 from gguf_tools.units import format_size
-from orchestrator.allocation.slots import FileTier, ModelShape, SlotPlan
+from orchestrator.allocation.slots import FileTier, SlotPlan
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
-from orchestrator.memory.choice import Choice, choose, make_policy, wants_plain
-from orchestrator.memory.footprint import (
-    PROMPT_MARKS,
-    PROMPT_SHARE,
-    SIZES,
-    alignment_bytes,
-    compute_bytes,
-    context_tokens,
-    copying_bytes,
-    device_shape,
-    embedding_bytes,
-    exchange_bytes,
-    kernel_bytes,
-    look_ahead_bytes,
-    model_shape,
-    part_bytes,
-    process_bytes,
-    step_tokens,
-)
+from orchestrator.memory import footprint
+from orchestrator.memory.choice import choose, make_policy, wants_plain
+from orchestrator.memory.footprint import LEAST_CONTEXT, SIZES
 from orchestrator.memory.machine import Device, Machine
 from orchestrator.memory.shared import CELL_STEP, Line, SharedMemory, longest_context
 from orchestrator.policy import BASELINE, DEFAULT, PLAIN, Policy, policy_class
-from orchestrator.policy.base import Learns, Wants
-
-# Bytes of the cache and of scratch for a context of so many tokens and so many at once.
-Count = Callable[[int, int], tuple[int, int] | None]
-# Tells a policy, before it plans, what is known of the model in these tiers.
-Teach = Callable[[Policy, tuple[str, ...]], None]
 
 # The KV cache may take this share of what is left behind the weights that are not experts. The
 # expert cache hits about as often with the other fifteen sixteenths, and a step reads the KV cache
@@ -64,25 +41,26 @@ class MemoryPlan:
     """Where everything goes. Sizes in bytes.
 
     n_ubatch: tokens of a prompt that are computed at once. ram_bytes is the cap over all that the
-    host's memory takes. compute_bytes: the part of the scratch that graphs take. prompt_bytes: of
-    the host's memory, for prompts that were read before. tiers: the tiers of the file in use, best
-    first; skip: experts may be skipped; policy, shape and slots are None in plain mode.
+    host's memory takes, cap_bytes that of the memory that experts live in. compute_bytes: the part
+    of the scratch that graphs take. prompt_bytes: of the host's memory, for prompts that were read
+    before. tiers: the tiers of the file in use, best first; skip: experts may be skipped; policy
+    and slots are None in plain mode. budget_bytes is the cap of the slots where one was asked for,
+    else what they take.
 
-    On a device, dense_bytes, kv_bytes, scratch_bytes and the slots are its memory, capped by
-    vram_bytes; host_bytes is then the cache of experts in the host's memory behind it. budget_bytes
-    is the cap of the slots where one was asked for, else what they take.
+    On a device, dense_bytes, kv_bytes, scratch_bytes and the slots are its memory, and host_bytes
+    is the cache of experts in the host's memory behind it.
     """
 
     managed: bool
     n_ctx: int
     n_ubatch: int
     ram_bytes: int
+    cap_bytes: int
     dense_bytes: int
     kv_bytes: int
     scratch_bytes: int
     compute_bytes: int
     device: Device | None = None
-    vram_bytes: int = 0
     prompt_bytes: int = 0
     reason: str = ""
     tiers: tuple[FileTier, ...] = ()
@@ -91,21 +69,15 @@ class MemoryPlan:
     skip: bool = False
     budget_bytes: int = 0
     policy: Policy | None = None
-    shape: ModelShape | None = None
     slots: SlotPlan | None = None
     host_bytes: int = 0
     shared: SharedMemory | None = None
 
     @property
-    def cap_bytes(self) -> int:
-        """Of the memory that experts live in."""
-        return self.vram_bytes if self.device else self.ram_bytes
-
-    @property
     def fixed_bytes(self) -> int:
         """All that is not experts in the memory that they live in."""
-        apart = not (self.device or (self.shared and self.shared.prompts))
-        prompts = self.prompt_bytes if apart else 0
+        elsewhere = self.device or (self.shared and self.shared.prompts)
+        prompts = 0 if elsewhere else self.prompt_bytes
         return self.dense_bytes + self.kv_bytes + self.scratch_bytes + prompts
 
     @property
@@ -117,10 +89,9 @@ class MemoryPlan:
     def absent_bytes(self) -> int:
         """How far the slots fall short of every expert in the best tier in use; 0 where each
         expert is in memory."""
-        whole = self.policy is not None and self.policy.wants.all_resident
-        if self.slots is None or self.shape is None or whole:
+        if self.policy is None or self.slots is None or self.policy.wants.all_resident:
             return 0
-        return max(0, self.shape.all_slot_bytes() - self.slots.total_bytes)
+        return max(0, self.policy.shape.all_slot_bytes() - self.slots.total_bytes)
 
     def micro_batch(self, n_cells: int, n_tokens: int) -> int:
         """How many of n_tokens of a prompt behind n_cells of context are read at once."""
@@ -128,121 +99,102 @@ class MemoryPlan:
 
     def slots_behind(self, n_cells: int) -> SlotPlan | None:
         """What of the slots an answer has with so much of the context in use."""
-        if self.shared is None or self.slots is None:
-            return self.slots
         shared = self.shared
+        if shared is None or self.slots is None:
+            return self.slots
         copy = min(shared.prompts, shared.cache_bytes(n_cells))
         share = min(1.0, (shared.slots(n_cells, 1) - copy) / self.slots.total_bytes)
         groups = (replace(g, n_slots=max(1, int(share * g.n_slots))) for g in self.slots.groups)
         return replace(self.slots, groups=tuple(groups))
 
-    def started(self, uses: np.ndarray | None = None) -> np.ndarray:
-        """The tier in which each expert starts, [n_layers, n_expert], as its place among those in
-        use; for a policy that keeps all experts in memory. uses: in the place of what it has
-        learned. A copy of the policy is asked."""
-        assert self.policy is not None and self.shape is not None
-        policy, shape = deepcopy(self.policy), self.shape
-        if uses is not None and isinstance(policy, Learns):
-            policy.set_hotness(uses)
-        found = np.full((shape.n_layers, shape.n_expert), len(shape.tiers) - 1)
-        for layer, expert, tier in policy.start():
-            found[layer, expert] = tier
-        return found
+
+def plan_memory(config: Config, model: ExpertModel, machine: Machine) -> MemoryPlan:
+    """As MemoryPlanner, with no more known than what the file says."""
+    return MemoryPlanner(config, model, machine).plan()
 
 
-def plan_memory(
-    config: Config,
-    model: ExpertModel,
-    machine: Machine,
-    more_scratch: int = 0,
-    count: Count | None = None,
-    teach: Teach | None = None,
-) -> MemoryPlan:
-    """Lays the model out in memory: that of the machine's device, where it has one, with the
-    host's behind it.
+def scratch_bytes(model: ExpertModel, config: Config) -> int:
+    """All that a model takes beside its weights and its KV cache where a policy looks ahead."""
+    return MemoryPlanner(config.compared(policy=DEFAULT), model, Machine(0)).least().scratch_bytes
+
+
+@dataclass(frozen=True)
+class MemoryPlanner:
+    """Lays a model out in memory: that of the machine's device, where it has one, with the host's
+    behind it.
 
     Without a policy: the plain upstream path where everything fits and nothing asks for less or for
     slots; else the baseline where the high tier fits whole and nothing asks for less, so that there
     is nothing to decide; else the default policy. That is lossless unless less is asked for.
 
-    Where no context was asked for, it is the longest one that costs little, and the least one
-    where the policy has no room beside that. Where no micro-batch was asked for, and no cap on
-    slots alone, the experts that are absent decide it.
-
     more_scratch: bytes that llama.cpp was seen to take beyond the estimate. count: the cache and
-    scratch in the host's memory as llama.cpp counts them, in the place of estimates; None where it
-    cannot say. teach: tells the policy what earlier runs learned of the model, which plans may go
-    by.
-
-    Raises BudgetError naming the smallest budget that works, PolicyError and ConfigError
-    for a policy, tiers, or a precision of keys and values that do not go with the model.
+    scratch in the host's memory for a context of so many tokens and so many at once as llama.cpp
+    counts them, in the place of estimates; None where it cannot say. teach: tells a policy, before
+    it plans, what earlier runs learned of the model in these tiers.
     """
-    _check_kv(config, model)
-    if config.policy not in (None, PLAIN):
-        policy_class(config.policy or "")  # raises for an unknown one
-    ways = _Ways(config, model, machine, more_scratch, count, teach)
-    usual = ways.room(context_tokens(model, config))
-    return ways.shared(usual) or ways.divided(usual)
-
-
-@dataclass(frozen=True)
-class _Ways:
-    """The ways to lay one model out. A room is a plan without experts. Each policy is made and told
-    what is known once, and `plan` changes it. So the plan that is taken is made last."""
 
     config: Config
     model: ExpertModel
     machine: Machine
-    more_scratch: int
-    count: Count | None
-    teach: Teach | None
-    policies: dict[Choice, Policy] = field(default_factory=dict)
+    more_scratch: int = 0
+    count: Callable[[int, int], tuple[int, int] | None] | None = None
+    teach: Callable[[Policy, tuple[str, ...]], None] | None = None
+
+    def plan(self) -> MemoryPlan:
+        """Raises BudgetError naming the smallest budget that works, PolicyError and ConfigError
+        for a policy, tiers, or a precision of keys and values that do not go with the model."""
+        _check_kv(self.config, self.model)
+        usual = self.least(managed=not wants_plain(self.config, self.model))
+        return self.shared(usual) or self.divided(usual)
+
+    @property
+    def _own_context(self) -> int:
+        """The longest context that the model was made for, of each of the sequences that share it;
+        0 where it does not say."""
+        return self.model.hparams.context_length * (1 + self.config.sequences)
+
+    def least(self, managed: bool = True) -> MemoryPlan:
+        """A plan without experts, a room, with the context that was asked for, or else the least
+        one, as far as the model was made for it."""
+        asked = self.config.ctx or LEAST_CONTEXT
+        return self.room(min(asked, self._own_context or asked), managed=managed)
 
     def room(
-        self,
-        n_ctx: int,
-        plain: bool | None = None,
-        at_once: int | None = None,
-        counted: bool = True,
+        self, n_ctx: int, n_tokens: int = 0, managed: bool = True, counted: bool = True
     ) -> MemoryPlan:
-        """With a context of so many tokens. plain: whether as upstream runs it; None: as the config
-        asks. at_once: the micro-batch, in the place of the config's. counted: the cache and scratch
-        are what llama.cpp counts, where that is known."""
-        model, machine, device = self.model, self.machine, self.machine.device
-        config = replace(self.config, ubatch=at_once or self.config.ubatch)
-        if plain is None:
-            plain = wants_plain(config, model)
-        tokens = step_tokens(config, n_ctx)
-        found = self.count(n_ctx, tokens) if counted and self.count else None
+        """The same with a context of so many tokens. n_tokens: of a micro-batch, in the place of
+        what was asked for. counted: by llama.cpp, where it can say."""
+        config, model, device = self.config, self.model, self.machine.device
+        n_tokens = min(n_tokens or config.ubatch or SIZES[0], n_ctx)
+        found = self.count(n_ctx, n_tokens) if counted and self.count else None
         kv, graph = found or (model.kv_bytes(n_ctx, config.kv), None)
-        compute = compute_bytes(model, config, n_ctx, graph) + self.more_scratch
-        wants = policy_class(config.policy or DEFAULT).wants if not plain else Wants()
-        beside = look_ahead_bytes(model) if wants.asked_in else 0
-        vram = 0
+        compute = footprint.compute_bytes(model, config, n_ctx, n_tokens, graph)
+        compute, beside = compute + self.more_scratch, 0
+        if managed and policy_class(config.policy or DEFAULT).wants.asked_in:
+            beside = footprint.look_ahead_bytes(model)
         if device is None:
-            beside += process_bytes(model, config)
-            kv += copying_bytes(model, config, n_ctx)
+            beside += footprint.process_bytes(model, config)
+            kv += footprint.copying_bytes(model, config, n_ctx)
         else:
             flash = device.flash and config.importance != "exact"
             if not flash:  # the weights, and the mask in two precisions
-                compute += 4 * (max(model.hparams.n_head) + 1) * tokens * n_ctx
+                compute += 4 * (max(model.hparams.n_head) + 1) * n_tokens * n_ctx
             # Without a cap, ggml's pool makes room for itself where the device is full.
-            piles = plain and config.vram is not None
-            compute += kernel_bytes(model, config, n_ctx, flash, piles)
-            beside += alignment_bytes(model)
-            asked = config.vram
-            vram = min(asked, device.memory_bytes) if asked else device.usable_bytes
+            piles = config.vram is not None and not managed
+            compute += footprint.kernel_bytes(model, config, n_ctx, n_tokens, flash, piles)
+            # Each pool of slots starts at a boundary.
+            beside += POOL_ALIGNMENT * len(model.slices) * len(KINDS) * len(model.tiers)
         return MemoryPlan(
-            managed=not plain,
+            managed=managed,
             n_ctx=n_ctx,
-            n_ubatch=tokens,
-            ram_bytes=min(config.ram, machine.memory_bytes) if config.ram else machine.usable_bytes,
-            dense_bytes=model.dense_bytes - (0 if plain else model.lookup_bytes),
+            n_ubatch=n_tokens,
+            ram_bytes=_cap(self.machine, config.ram),
+            cap_bytes=_cap(device or self.machine, self._asked),
+            dense_bytes=model.dense_bytes - (model.lookup_bytes if managed else 0),
             kv_bytes=kv,
             scratch_bytes=compute + beside,
             compute_bytes=compute,
             device=device,
-            vram_bytes=vram,
         )
 
     def shared(self, usual: MemoryPlan) -> MemoryPlan | None:
@@ -251,26 +203,25 @@ class _Ways:
 
         Raises BudgetError for a context that was asked for and is too long, with the longest one.
         """
-        config, own_length = self.config, self.model.hparams.context_length
+        config = self.config
         once = config.policy == PLAIN or config.expert_ram or self.machine.device
         if once or not config.conversations or self._spare(usual) is not None:
             return None
-        least = min(SIZES[0], step_tokens(config, usual.n_ctx))
-        room = self.room(max(CELL_STEP, least), plain=False, at_once=least)
+        least = min(SIZES[0], usual.n_ubatch)
+        room = self.room(max(CELL_STEP, least), least)
         try:
-            plan = self.first((room, self._prompt_bytes(usual)), (room, config.cache_ram or 0))
+            plan = self.try_in((room, self._prompt_bytes(usual)), (room, config.cache_ram or 0))
         except BudgetError:
             return None  # what would be enough is said for the usual context
-        policy, prompts = plan.policy, 0 if part_bytes(self.model, config) else plan.prompt_bytes
+        policy, prompts = plan.policy, plan.prompt_bytes
         if policy is None or type(policy).wants.all_resident:
             return None
-        if prompts:  # no copy has more than its cells
-            plan = replace(self.plan(replace(room, prompt_bytes=0)), prompt_bytes=prompts)
-        n_each = 1 + config.sequences
-        most = usual.n_ctx if config.ctx else own_length * n_each or usual.n_ctx
-        shared = self._sharing(plan, most)
-        shared = replace(shared, n_bytes=shared.n_bytes + prompts, prompts=prompts)
-        longest, each = shared.longest(most), most // n_each if config.ctx else 0
+        own = 0 if footprint.part_bytes(self.model, config) else prompts
+        if own:  # no copy has more than its cells
+            plan = self._plan_in(room, 0)
+        most = usual.n_ctx if config.ctx else self._own_context or usual.n_ctx
+        shared = self._sharing(plan, most, own)
+        longest, each = shared.longest(most), most // (1 + config.sequences) if config.ctx else 0
         if longest < each:
             raise BudgetError(
                 f"--ctx {each} is too long for {self._given(room).rstrip(',')}: the longest "
@@ -278,84 +229,78 @@ class _Ways:
                 f"tokens",
                 room.cap_bytes + shared.least_slots - shared.slots(each, 1),
             )
-        # A larger one may have room for a prompt that is shorter than itself, and none for its own.
-        scratch = {n: each for n, each in shared.scratch.items() if n in shared.may_read(n)}
-        shared = replace(shared, scratch=scratch)
-        return replace(plan, n_ctx=longest, n_ubatch=max(scratch), shared=shared)
+        n_ubatch = max(shared.scratch)
+        return replace(plan, n_ctx=longest, n_ubatch=n_ubatch, prompt_bytes=prompts, shared=shared)
 
     def divided(self, usual: MemoryPlan) -> MemoryPlan:
         """The plan whose parts stay as they are: with the context and the memory for prompts that
         were asked for, or that cost little, and with less of these where the policy has no room
         beside them; and with the micro-batch with which least is read for the tokens of a prompt
         and of its answer. Where nothing is absent, that is the smallest."""
-        config, model = self.config, self.model
-        room = usual if config.ctx else self.room(self._affordable_context(usual))
-        asked = config.cache_ram or 0
-        plan = self.first((room, self._prompt_bytes(room)), (room, asked), (usual, asked))
+        config, model, asked = self.config, self.model, self.config.cache_ram or 0
+        room = usual if config.ctx else self._longer(usual)
+        plan = self.try_in((room, self._prompt_bytes(room)), (room, asked), (usual, asked))
         if config.ubatch or config.expert_ram or not plan.absent_bytes:
             return plan
         n, used_share = SIZES[-1], model.n_expert_used / model.n_expert
         again = n * ANSWER_SHARE * ABSENT_USE * used_share
         n_tokens = self._sharing(plan, plan.n_ctx).micro_batch(plan.n_ctx - n, n, again)
-        if n_tokens == plan.n_ubatch:
-            return plan
-        larger = self.room(plan.n_ctx, plain=False, at_once=n_tokens)
-        smaller = self.room(plan.n_ctx, plain=False)
-        return self.first((larger, plan.prompt_bytes), (smaller, plan.prompt_bytes))
+        if n_tokens != plan.n_ubatch:
+            with suppress(BudgetError):
+                return self._plan_in(self.room(plan.n_ctx, n_tokens), plan.prompt_bytes)
+        return plan
 
-    def _sharing(self, plan: MemoryPlan, most: int) -> SharedMemory:
-        """What the slots of a plan, a context of `most` tokens at most and scratch take in turn."""
-        config = self.config
-        assert plan.policy is not None and plan.slots is not None
-        least, at_once = config.ubatch or SIZES[0], config.ubatch or SIZES[-1]
-        sizes = {least} | {size for size in SIZES if size <= min(at_once, most)}
-        lines = {size: self._lines(size, most) for size in sorted(sizes)}
-        (states, cell_bytes), _ = lines[least]  # what is there beside no cell stays
+    def _sharing(self, plan: MemoryPlan, most: int, prompts: int = 0) -> SharedMemory:
+        """What the slots of a plan, a context of `most` tokens at most, scratch and copies of
+        prompts take in turn."""
+        config, policy, slots = self.config, plan.policy, plan.slots
+        assert policy is not None and slots is not None
+        least = config.ubatch or SIZES[0]
+        sizes = sorted({least, *(n for n in SIZES if n <= min(config.ubatch or most, most))})
+        lines = {size: self._line(lambda room: room.compute_bytes, size, most) for size in sizes}
+        # What is there beside no cell stays.
+        states, cell_bytes = self._line(lambda room: room.kv_bytes, least, most)
         # Behind the last layer of attention, recurrent ones compute where its mask lay.
         twice = 2 if states else 1
-        return SharedMemory(
+        shared = SharedMemory(
             plan.cap_bytes - plan.fixed_bytes + plan.kv_bytes + plan.compute_bytes - states,
-            max(least_slots(plan.policy), sum(group.slot_bytes for group in plan.slots.groups)),
-            plan.policy.shape.all_slot_bytes(),
+            max(least_slots(policy), sum(group.slot_bytes for group in slots.groups)),
+            policy.shape.all_slot_bytes(),
             cell_bytes,
-            {size: (twice * empty, each) for size, (_, (empty, each)) in lines.items()},
+            {size: (twice * empty, each) for size, (empty, each) in lines.items()},
             # Values that are transposed grow by a page for each of their dimensions.
             CELL_STEP if config.importance != "exact" else 8 * CELL_STEP,
             1 + config.sequences,
+            prompts,
         )
+        # A larger one may have room for a prompt that is shorter than itself, and none for its own.
+        scratch = {n: each for n, each in shared.scratch.items() if n in shared.may_read(n)}
+        return replace(shared, scratch=scratch)
 
-    def _lines(self, n_tokens: int, most: int) -> tuple[Line, Line]:
-        """What the cache takes, and what graphs take of so many tokens at once, each beside no cell
-        and for every cell. Both are the largest of sums that grow evenly with the context, so they
-        are never above the line from the shortest to the longest one."""
+    def _line(self, part: Callable[[MemoryPlan], int], n_tokens: int, most: int) -> Line:
+        """A part of a room for so many tokens at once, beside no cell and for every cell. It is the
+        largest of sums that grow evenly with the context, and so never above the line from the
+        shortest to the longest one."""
         short = pad(n_tokens, CELL_STEP)
         long = max(pad(most, CELL_STEP), short + CELL_STEP)
-        first, last = (self.room(n, False, n_tokens) for n in (short, long))
+        at_short, at_long = (part(self.room(n, n_tokens)) for n in (short, long))
+        each = max(0.0, (at_long - at_short) / (long - short))
+        return int(at_short - each * short), each
 
-        def line(at_short: int, at_long: int) -> Line:
-            each = max(0.0, (at_long - at_short) / (long - short))
-            return int(at_short - each * short), each
-
-        scratch = line(first.compute_bytes, last.compute_bytes)
-        return line(first.kv_bytes, last.kv_bytes), scratch
-
-    def _affordable_context(self, least: MemoryPlan) -> int:
-        """The context where none was asked for. Where everything fits beside the least one, it
+    def _longer(self, least: MemoryPlan) -> MemoryPlan:
+        """With the context where none was asked for. Where everything fits beside the least one, it
         still does beside this one; a conversation gets the longest such, since it takes nothing
         until it is used."""
-        most = self.model.hparams.context_length * (1 + self.config.sequences)
-        at_least = self.room(least.n_ctx, counted=False).fixed_bytes
-        left, spare = least.cap_bytes - least.fixed_bytes + least.kv_bytes, self._spare(least)
-        allowed = int(left * SHARE) - least.kv_bytes
-        if spare is not None and self.config.conversations and not self.machine.device:
+        allowed, spare = self._cheap(least, SHARE, least.kv_bytes), self._spare(least)
+        if spare is not None and self.config.conversations and not least.device:
             allowed = spare - self._prompt_bytes(least)
-        elif spare is not None:
-            allowed = min(allowed, spare)
 
-        def too_long(n_ctx: int) -> bool:
-            return self.room(n_ctx, counted=False).fixed_bytes - at_least > allowed
+        def taken(n_ctx: int) -> int:
+            return self.room(n_ctx, managed=least.managed, counted=False).fixed_bytes
 
-        return max(least.n_ctx, longest_context(most, CELL_STEP, too_long))
+        most = allowed + taken(least.n_ctx)
+        longest = longest_context(self._own_context, CELL_STEP, lambda n_ctx: taken(n_ctx) > most)
+        return self.room(max(least.n_ctx, longest), managed=least.managed)
 
     def _prompt_bytes(self, room: MemoryPlan) -> int:
         """What prompts that were read before may take of the host's memory: what was asked for,
@@ -364,12 +309,19 @@ class _Ways:
         config, model = self.config, self.model
         if config.cache_ram is not None or not config.conversations:
             return config.cache_ram or 0
-        wanted = room.kv_bytes + PROMPT_MARKS * part_bytes(model, config)
-        left, spare = room.cap_bytes - room.fixed_bytes, self._spare(room)
-        if self.machine.device:
-            left, spare = room.ram_bytes - process_bytes(model, config, on_gpu=True), None
-        most = int(left * PROMPT_SHARE)
-        return max(0, min(wanted, most if spare is None else min(most, spare)))
+        most = self._cheap(room, footprint.PROMPT_SHARE)
+        if room.device:
+            left = room.ram_bytes - footprint.process_bytes(model, config, on_gpu=True)
+            most = int(left * footprint.PROMPT_SHARE)
+        marks = footprint.PROMPT_MARKS * footprint.part_bytes(model, config)
+        return max(0, min(room.kv_bytes + marks, most))
+
+    def _cheap(self, room: MemoryPlan, share: float, taken: int = 0) -> int:
+        """How many more bytes cost little: a share of what experts would have without those that
+        are taken already, and no more than leaves what fits whole as it is."""
+        left, spare = room.cap_bytes - room.fixed_bytes + taken, self._spare(room)
+        most = int(left * share) - taken
+        return most if spare is None else min(most, spare)
 
     def _spare(self, room: MemoryPlan) -> int | None:
         """How many more bytes may be taken without turning a model that fits whole into a managed
@@ -377,20 +329,21 @@ class _Ways:
         spare = room.cap_bytes - room.fixed_bytes - self.model.tier_bytes[0]
         return None if room.managed or spare < 0 else spare
 
-    def first(self, *ways: tuple[MemoryPlan, int]) -> MemoryPlan:
+    def try_in(self, *rooms: tuple[MemoryPlan, int]) -> MemoryPlan:
         """The plan in the first room that is large enough, each with so many bytes for prompts.
         Raises the last one's BudgetError."""
-        for room, prompts in ways[:-1]:
+        *others, last = rooms
+        for each in others:
             with suppress(BudgetError):
-                return self.plan(replace(room, prompt_bytes=prompts))
-        room, prompts = ways[-1]
-        return self.plan(replace(room, prompt_bytes=prompts))
+                return self._plan_in(*each)
+        return self._plan_in(*last)
 
-    def plan(self, room: MemoryPlan) -> MemoryPlan:
+    def _plan_in(self, room: MemoryPlan, prompts: int) -> MemoryPlan:
+        """Managed where a plain one does not fit and is not asked for. Raises BudgetError."""
         config, model, asked = self.config, self.model, self._asked
+        room = replace(room, prompt_bytes=prompts)
         if not room.managed:
-            needed = room.fixed_bytes + model.tier_bytes[0]
-            fits = needed <= room.cap_bytes
+            needed, fits = room.fixed_bytes + model.tier_bytes[0], self._spare(room) is not None
             if not fits and config.policy == PLAIN and asked:
                 raise BudgetError(
                     f"{self._given(room)} is too little for the policy plain, which keeps "
@@ -402,19 +355,15 @@ class _Ways:
                 amounts = f"{format_size(needed)} of {format_size(room.cap_bytes)}"
                 reason = f"everything fits ({amounts})" if fits else f"asked for ({amounts})"
                 return replace(self._with_tiers(room, (FileTier(0),)), reason=reason)
-            managed = self.room(room.n_ctx, plain=False)
-            room = replace(managed, prompt_bytes=room.prompt_bytes)
+            room = replace(self.room(room.n_ctx), prompt_bytes=prompts)
 
         rest = room.cap_bytes - room.fixed_bytes
-        budget = config.expert_ram or rest
-        if asked:
-            budget = min(budget, rest)
-        choice = choose(config, model, self._shape, budget)
-        if choice not in self.policies:
-            self.policies[choice] = made = make_policy(config, choice, self._shape(choice.tiers))
-            if self.teach is not None:
-                self.teach(made, made.shape.tiers)
-        policy = self.policies[choice]
+        budget = min(config.expert_ram or rest, rest) if asked else config.expert_ram or rest
+        shape_of = partial(footprint.device_shape if room.device else footprint.model_shape, model)
+        choice = choose(config, model, shape_of, budget)
+        policy = make_policy(config, choice, shape_of(choice.tiers))
+        if self.teach is not None:
+            self.teach(policy, policy.shape.tiers)
         try:
             slots = policy.plan(max(0, budget))
         except BudgetError as error:
@@ -425,9 +374,8 @@ class _Ways:
             skip=choice.skip,
             budget_bytes=budget if config.expert_ram or asked else slots.total_bytes,
             policy=policy,
-            shape=policy.shape,
             slots=slots,
-            host_bytes=self._host_bytes(room, choice.tiers, slots) if room.device else 0,
+            host_bytes=self._host_bytes(room, policy, slots) if room.device else 0,
         )
 
     def _with_tiers(self, room: MemoryPlan, tiers: tuple[FileTier, ...]) -> MemoryPlan:
@@ -435,30 +383,22 @@ class _Ways:
         n_bytes = sum(self.model.tier_bytes[tier] for tier in tiers)
         return replace(room, tiers=tiers, tier_names=names, expert_bytes=n_bytes)
 
-    def _shape(self, tiers: tuple[FileTier, ...]) -> ModelShape:
-        of = device_shape if self.machine.device else model_shape
-        return of(self.model, tiers)
-
-    def _host_bytes(self, room: MemoryPlan, tiers: tuple[int, ...], slots: SlotPlan) -> int:
+    def _host_bytes(self, room: MemoryPlan, policy: Policy, slots: SlotPlan) -> int:
         """The cache of experts in the host's memory behind a device, beside slots there: what is
         left, as far as there are experts. Raises BudgetError where not even reads in flight find
         room."""
-        config, model, near = self.config, self.model, slots.host_bytes
-        if near:
-            groups = slots.groups
-            staged = {tier for (*_, tier), at in slots.group_of.items() if not groups[at].on_host}
-            tiers = tuple(tiers[tier] for tier in sorted(staged))
-            near += exchange_bytes(model, room.n_ubatch)
-        fixed = process_bytes(model, config, on_gpu=True) + embedding_bytes(model) + near
-        sizes = {
-            size
-            for layer in model_shape(model, tiers).slots
-            for kinds in layer
-            for size in kinds.values()
-        }
-        # every size has slots of its own, two at least
-        in_flight = max(2 * config.io_threads * max(sizes), 2 * sum(sizes))
-        ram = room.ram_bytes - room.prompt_bytes - copying_bytes(model, config, room.n_ctx)
+        config, model = self.config, self.model
+        fixed = footprint.process_bytes(model, config, on_gpu=True)
+        fixed += footprint.embedding_bytes(model) + slots.host_bytes
+        if slots.host_bytes:
+            fixed += footprint.exchange_bytes(model, room.n_ubatch)
+        groups, layers = slots.groups, policy.shape.host_slots
+        staged = {tier for (*_, tier), at in slots.group_of.items() if not groups[at].on_host}
+        sizes = [size for each in layers for tier in staged for size in each[tier].values()]
+        # Every size has slots of its own, two at least.
+        in_flight = max(2 * config.io_threads * max(sizes), 2 * sum(set(sizes)))
+        copying = footprint.copying_bytes(model, config, room.n_ctx)
+        ram = room.ram_bytes - room.prompt_bytes - copying
         if ram - fixed < in_flight:
             needed = fixed + in_flight
             raise BudgetError(
@@ -466,8 +406,7 @@ class _Ways:
                 f"{format_size(needed, up=True)}",
                 needed,
             )
-        every = sum(model_shape(model, (tier,)).all_slot_bytes() for tier in tiers)
-        return min(ram - fixed, every + in_flight)
+        return min(ram - fixed, model.n_expert * sum(sizes) + in_flight)
 
     @property
     def _asked(self) -> int | None:
@@ -476,38 +415,39 @@ class _Ways:
 
     def _given(self, room: MemoryPlan) -> str:
         """The cap that binds, for a message."""
-        device, size = room.device, format_size(room.cap_bytes)
         if self._asked == room.cap_bytes:
-            return f"{'--vram' if device else '--ram'} {size}"
-        return f"free memory of {device.name}, {size}," if device else f"free memory, {size},"
+            return f"{'--vram' if room.device else '--ram'} {format_size(room.cap_bytes)}"
+        of = f" of {room.device.name}" if room.device else ""
+        return f"free memory{of}, {format_size(room.cap_bytes)},"
 
     def _too_small(self, room: MemoryPlan, policy: Policy, slots: int) -> BudgetError:
         """slots: what the policy needs at least, beside the room."""
         expert_ram = self.config.expert_ram
         by_slots = expert_ram is not None and (self._asked is None or expert_ram < slots)
         fixed, other = 0 if by_slots else room.fixed_bytes, ""
-        if policy.name != BASELINE:
-            least = least_slots(policy_class(BASELINE)(policy.shape))
-            if least < slots:
-                # The baseline takes no token importance.
-                usual = replace(self, config=self.config.compared(policy=BASELINE))
-                saved = room.scratch_bytes - usual.room(room.n_ctx, plain=False).scratch_bytes
-                from_bytes = least + (0 if by_slots else fixed - saved)
-                other = f"; --policy {BASELINE} works from {format_size(from_bytes, up=True)}"
+        least = least_slots(policy_class(BASELINE)(policy.shape))
+        if least < slots:
+            # The baseline takes no token importance.
+            usual = replace(self, config=self.config.compared(policy=BASELINE)).room(room.n_ctx)
+            saved = 0 if by_slots else room.scratch_bytes - usual.scratch_bytes
+            from_bytes = format_size(least + fixed - saved, up=True)
+            other = f"; --policy {BASELINE} works from {from_bytes}"
         needed = fixed + slots
         works = f"that works with the policy {policy.name} is {format_size(needed, up=True)}"
         if expert_ram is not None and by_slots:
-            return BudgetError(
-                f"--expert-ram {format_size(expert_ram)} is too small: the smallest {works}{other}",
-                needed,
+            text = f"--expert-ram {format_size(expert_ram)} is too small: the smallest {works}"
+        else:
+            option = "--vram" if room.device else "--ram"
+            text = (
+                f"{self._given(room)} is too little: the smallest {option} {works} "
+                f"({format_size(fixed)} for dense weights, KV cache and scratch, "
+                f"{format_size(slots)} for the fewest experts; a smaller --ctx needs less)"
             )
-        option = "--vram" if room.device else "--ram"
-        return BudgetError(
-            f"{self._given(room)} is too little: the smallest {option} {works} "
-            f"({format_size(fixed)} for dense weights, KV cache and scratch, {format_size(slots)} "
-            f"for the fewest experts; a smaller --ctx needs less){other}",
-            needed,
-        )
+        return BudgetError(text + other, needed)
+
+
+def _cap(there: Machine | Device, asked: int | None) -> int:
+    return min(asked, there.memory_bytes) if asked else there.usable_bytes
 
 
 def least_slots(policy: Policy) -> int:
@@ -520,17 +460,15 @@ def least_slots(policy: Policy) -> int:
 
 def _check_kv(config: Config, model: ExpertModel) -> None:
     """Raises ConfigError where keys and values cannot be stored in blocks of this type."""
-    block = BLOCK[KV_TYPES[config.kv]].weights
-    if block == 1:
-        return
-    if config.importance == "exact":
-        raise ConfigError(
-            f"--kv {config.kv} needs flash attention, which exact importance does without: leave "
-            f"one of the two out"
+    block, hparams = BLOCK[KV_TYPES[config.kv]].weights, model.hparams
+    odd = [length for length in (hparams.key_length, hparams.value_length) if length % block]
+    if block > 1 and config.importance == "exact":
+        needs = "flash attention, which exact importance does without: leave one of the two out"
+    elif odd:
+        needs = (
+            f"heads whose length is a multiple of {block}, and those of this model have {odd[0]}: "
+            f"leave it out"
         )
-    for length in (model.hparams.key_length, model.hparams.value_length):
-        if length % block:
-            raise ConfigError(
-                f"--kv {config.kv} needs heads whose length is a multiple of {block}, and those of "
-                f"this model have {length}: leave it out"
-            )
+    else:
+        return
+    raise ConfigError(f"--kv {config.kv} needs {needs}")

@@ -68,12 +68,8 @@ class SharedMemory:
     def longest(self, most: int) -> int:
         """The longest context, of `most` tokens at most, at whose end a policy still has what it
         needs; 0 where there is none."""
-        smallest = min(self.scratch)
-
-        def too_long(n_cells: int) -> bool:
-            return self.slots(n_cells, smallest) < self.least_slots
-
-        return longest_context(most, self.cell_step, too_long)
+        at_once, least = min(self.scratch), self.least_slots
+        return longest_context(most, self.cell_step, lambda n: self.slots(n, at_once) < least)
 
     def may_read(self, n_cells: int, width: int = 0) -> list[int]:
         """How many tokens may be read at once so that the context then has n_cells: the least

@@ -34,7 +34,7 @@ from orchestrator.lab.bench.rows import (
     named,
 )
 from orchestrator.lab.table import Column, fixed, percent
-from orchestrator.memory.footprint import scratch_bytes
+from orchestrator.memory.plan import scratch_bytes
 from orchestrator.settings import setting
 
 # Beside the experts, what reading one tensor at a time into another layout takes.

@@ -217,7 +217,8 @@ class GpuLoop(Loop):
             for kinds in model.slices
         )
         config = Config.build(model=self.high, ctx=options.n_ctx, ubatch=options.n_ubatch)
-        kernels = kernel_bytes(model, config, options.n_ctx, memory[0]["flash"])
+        n_tokens = min(options.n_ubatch, options.n_ctx)
+        kernels = kernel_bytes(model, config, options.n_ctx, n_tokens, memory[0]["flash"])
         ours, theirs = memory[0]["fixed"], memory[1]["llama"] + kernels
         if gpu is not None:  # our plan refuses what is less than its estimate
             experts = memory[0]["planned"] - ours

@@ -133,7 +133,7 @@ def decode(library: str, job: dict[str, Any]) -> dict[str, Any]:
             "took": [*took, on_device()],
             "used": used(library),
             "llama": engine.device_bytes,
-            "cap": engine.plan.vram_bytes,
+            "cap": engine.plan.cap_bytes,
             "slots": engine.plan.slots.total_bytes if engine.plan.slots else 0,
             "slots_at_first": planned_slots(engine),
             "planned": engine.plan.total_bytes,

@@ -11,7 +11,7 @@ from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.memory import machine
 from orchestrator.memory.footprint import device_shape
-from orchestrator.memory.plan import plan_memory
+from orchestrator.memory.plan import MemoryPlanner
 from orchestrator.native import Bandwidths
 from orchestrator.native.llama import Bindings
 
@@ -68,7 +68,7 @@ def planned(model):
 
         def plan(card=1 << 30, more=0, **settings):
             there = machine.Machine(8 << 30, machine.Device("cuda0", "a card", card, card))
-            return plan_memory(Config.build(model=model, **settings), opened, there, more)
+            return MemoryPlanner(Config.build(model=model, **settings), opened, there, more).plan()
 
         yield plan
 
@@ -82,7 +82,7 @@ def test_vram_caps_everything_there(planned, model):
     vram = fixed + 24 * one_expert
     plan = planned(vram=vram, **lru)
     assert plan.device is not None
-    assert plan.total_bytes <= plan.vram_bytes == vram
+    assert plan.total_bytes <= plan.cap_bytes == vram
     # what llama.cpp was seen to take beyond the estimate comes off the slots
     less = planned(vram=vram, more=8 * one_expert, **lru)
     assert 0 < less.slots.total_bytes <= plan.slots.total_bytes - 7 * one_expert

@@ -14,7 +14,7 @@ MIB = 2**20
 CAP, FREE = 1000 * MIB, 4000 * MIB
 
 
-USUAL = {"more": 0, "n_ubatch": 512, "total_bytes": CAP, "vram_bytes": CAP, "absent_bytes": 1}
+USUAL = {"more": 0, "n_ubatch": 512, "total_bytes": CAP, "cap_bytes": CAP, "absent_bytes": 1}
 
 
 def planned_with(**changes):
@@ -93,5 +93,5 @@ def test_without_a_gpu_it_is_loaded_once(monkeypatch):
     loader.gpu = None
     loads: list[object] = []
     monkeypatch.setattr(loader, "_load", lambda runs, _progress: loads.append(runs.plan))
-    loader.load(planned(planned_with(vram_bytes=0)))
+    loader.load(planned(planned_with(cap_bytes=0)))
     assert len(loads) == 1

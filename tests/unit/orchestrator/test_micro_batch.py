@@ -100,7 +100,7 @@ def test_the_context_and_the_kept_prompts_stay_as_they_are(model):
 def test_a_policy_that_keeps_every_expert_has_nothing_to_read(model):
     plan = plan_for(model, policy="dynaexq", high_tier=None, low_tier="q2_k", ram=200 * MIB)
     assert plan.policy is not None and plan.policy.wants.all_resident
-    assert plan.slots.total_bytes < plan.shape.all_slot_bytes()
+    assert plan.slots.total_bytes < plan.policy.shape.all_slot_bytes()
     assert (plan.absent_bytes, plan.n_ubatch) == (0, 512)
 
 
@@ -114,10 +114,8 @@ def test_the_least_budget_is_that_of_the_least_micro_batch(model):
 
 
 def test_the_rows_that_llama_does_not_count_are_counted(model):
-    config = Config.build(model=model.path, policy="lru", ubatch=1024)
-    rows = compute_bytes(model, config, 4096, 0) - compute_bytes(
-        model, config.with_changes(ubatch=512), 4096, 0
-    )
+    config = Config.build(model=model.path, policy="lru")
+    rows = compute_bytes(model, config, 4096, 1024, 0) - compute_bytes(model, config, 4096, 512, 0)
     # two layouts of 8-bit blocks for the k rows of n_ff numbers that a token's down product has
     assert rows >= 512 * 2 * (2 * 256 * 292 / 256)
 
@@ -127,10 +125,10 @@ def test_every_prompt_of_a_step_has_its_window_of_queries(model):
     n_head = max(model.hparams.n_head)
 
     def taken(sequences, **more):
-        usual = {"policy": "dymoe", "low_tier": "q2_k", "ubatch": 512, "importance_window": 32}
+        usual = {"policy": "dymoe", "low_tier": "q2_k", "importance_window": 32}
         config = Config.build(model=model.path, sequences=sequences, **(usual | more))
         load = config.with_changes(importance="load")
-        return compute_bytes(model, config, 4096, 0) - compute_bytes(model, load, 4096, 0)
+        return compute_bytes(model, config, 4096, 512, 0) - compute_bytes(model, load, 4096, 512, 0)
 
     assert taken(3) - taken(0) == 4 * 3 * 32 * 4096 * n_head
     assert taken(31) - taken(15) == 0
@@ -155,8 +153,8 @@ def test_importance_takes_memory_where_a_prompt_may_be_lowered(model, asked, res
     """And nowhere else does a policy want it, so that nothing is taken unplanned."""
     config = Config.build(model=model.path, sequences=15, **asked)
     without = config.with_changes(importance="load")
-    beside = compute_bytes(model, config, 4096, 0) - compute_bytes(model, without, 4096, 0)
-    assert (beside > 0) == reserved
+    taken, least = (compute_bytes(model, each, 4096, 512, 0) for each in (config, without))
+    assert (taken > least) == reserved
     if config.policy in (None, "dymoe", "firm"):
         plan = plan_for(model, ctx=4096, expert_ram=8 * MIB, **{"policy": None} | asked)
         assert plan.policy is not None and plan.policy.wants.importance == reserved

@@ -22,11 +22,9 @@ from orchestrator.memory.footprint import (
     look_ahead_bytes,
     part_bytes,
     process_bytes,
-    scratch_bytes,
-    step_tokens,
 )
 from orchestrator.memory.machine import Device, Machine
-from orchestrator.memory.plan import MemoryPlan, plan_memory
+from orchestrator.memory.plan import MemoryPlan, plan_memory, scratch_bytes
 from orchestrator.memory.shared import longest_context
 from orchestrator.policy import POLICIES
 from orchestrator.settings import parse_size
@@ -350,8 +348,7 @@ def test_a_process_beside_a_gpu_is_larger(models: dict[str, ExpertModel]) -> Non
 def test_a_step_has_what_was_asked_for_or_the_least_size(
     models: dict[str, ExpertModel], ubatch: int | None, n_ctx: int, tokens: int
 ) -> None:
-    config = Config.build(model=models["one"].path, ubatch=ubatch)
-    assert step_tokens(config, n_ctx) == tokens
+    assert plan_for(models["long"], ctx=n_ctx, ubatch=ubatch).n_ubatch == tokens
 
 
 def test_a_vocabulary_that_is_no_list(models: dict[str, ExpertModel], tmp_path: Path) -> None:
