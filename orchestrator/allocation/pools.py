@@ -57,6 +57,16 @@ def _alike(ours: dict[int, int], theirs: dict[int, int]) -> bool:
     )
 
 
+def slot_sizes(shape: ModelShape) -> np.ndarray:
+    """What an expert's slots take in each tier, int64 [n_layers, n_tiers]: as much as in the
+    largest layer of its pool."""
+    sizes = np.zeros((shape.n_layers, len(shape.tiers)), np.int64)
+    for tier in range(len(shape.tiers)):
+        for pool in pools_by_size(shape, tier):
+            sizes[list(pool.layers), tier] = pool.unit_bytes
+    return sizes
+
+
 def slot_plan(pools: Iterable[tuple[Pool, Sequence[int], bool]]) -> SlotPlan:
     """The plan of pools, the tiers whose experts each holds, and whether its slots are in the
     host's memory behind a device."""
@@ -178,31 +188,27 @@ class TierPools:
         places = self._place_of
         return Tracker([free[at] for at in places], [self._pool_in[at] for at in places])
 
+    def moves_to(
+        self, wanted: np.ndarray, resident: np.ndarray, target: np.ndarray, gains: np.ndarray
+    ) -> list[Transition]:
+        """Moves of experts at rest that are not where they should be, as far as slots are free:
+        those to lower tiers first, since they free the better ones, then those that gain most.
+
+        wanted, resident, target uint8, gains float64 [n_layers, n_expert]; resident and target as
+        of StepReport.
+        """
+        layers, experts = np.nonzero((resident == target) & (resident != wanted))
+        tiers = wanted[layers, experts]
+        rises = tiers < resident[layers, experts]
+        order = np.lexsort((-gains[layers, experts], rises))
+        wanting = zip(*(each[order].tolist() for each in (layers, experts, tiers)), strict=True)
+        return self.track(resident, target).admitted(wanting)
+
 
 def _with_slots(pool: Pool, place: Places, n_expert: int) -> Pool:
     """The store wants a slot in every tier."""
     n = place.of(pool.layers)
     return replace(pool, n_slots=max(1, n + (place.in_reserve(pool, n_expert) if n else 0)))
-
-
-def moves_to(
-    wanted: np.ndarray,
-    resident: np.ndarray,
-    target: np.ndarray,
-    gains: np.ndarray,
-    tracker: Tracker,
-) -> list[Transition]:
-    """Moves of experts at rest that are not where they should be, as far as slots are free: those
-    to lower tiers first, since they free the better ones, then those that gain most.
-
-    wanted, resident, target uint8, gains float64 [n_layers, n_expert]; resident and target as of
-    StepReport.
-    """
-    layers, experts = np.nonzero((resident == target) & (resident != wanted))
-    tiers = wanted[layers, experts]
-    rises = tiers < resident[layers, experts]
-    order = np.lexsort((-gains[layers, experts], rises)).tolist()
-    return tracker.admitted((int(layers[at]), int(experts[at]), int(tiers[at])) for at in order)
 
 
 def every_expert_to(wanted: np.ndarray) -> list[Transition]:

@@ -153,12 +153,11 @@ class Weights(NamedTuple):
     miss: float
     matrices: int
 
-    def mean(self, counts: np.ndarray, n: int) -> list[Any]:
+    def mean(self, counts: np.ndarray, n: int) -> Any:
         """The mean loss of eq. 11, of sums [..., 2] of n pairs as of unused_and_missed; 0 of
         nothing."""
         lost = self.waste * counts[..., 0] + self.miss * counts[..., 1]
-        found: list[Any] = (lost / self.matrices / max(1, n)).tolist()
-        return found
+        return (lost / self.matrices / max(1, n)).tolist()
 
 
 @dataclass
@@ -286,7 +285,8 @@ class Tuner:
 
     def means(self, group: int) -> list[list[float]]:
         """Mean loss a layer and token of every (K, P), [P - 1][K - 1]."""
-        return self._weights.mean(self._sums[group], self._n[group])
+        found: list[list[float]] = self._weights.mean(self._sums[group], self._n[group])
+        return found
 
     def observe(self, layer: int, unused: int, missed: int) -> None:
         """What the running (K, P) came to in a layer, as in unused_and_missed."""

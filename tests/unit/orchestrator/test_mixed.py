@@ -10,11 +10,12 @@ from moving import settle, started
 from shapes import BITS, FIVE, N_EXPERT, N_LAYERS, five_tiers
 
 from orchestrator.allocation.hull import Hull, lost
+from orchestrator.allocation.pools import slot_sizes
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.errors import BudgetError
 from orchestrator.events import Phase, StepReport
 from orchestrator.policy.base import TierOffer
-from orchestrator.policy.mixed import Mixed, exchanges, moves, nominal, slot_sizes, weights
+from orchestrator.policy.mixed import Mixed, exchanges, moves, nominal, weights
 
 
 def make(shape: ModelShape, **options: object) -> Mixed:
