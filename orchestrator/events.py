@@ -73,30 +73,6 @@ class RouteEvent:
         float32 [T], the attention that each token receives (eq. 1), where has_importance
     """
 
-    __slots__ = (
-        "_ahead",
-        "_ahead_ids",
-        "_first",
-        "_ids",
-        "_importance",
-        "_phases",
-        "_sequences",
-        "_tokens",
-        "_weights",
-        "ahead_ids",
-        "ahead_scores",
-        "has_importance",
-        "ids",
-        "k",
-        "layer",
-        "max_tokens",
-        "n_ahead",
-        "n_tokens",
-        "phase",
-        "step",
-        "weights",
-    )
-
     def __init__(
         self,
         ids: np.ndarray,
@@ -181,8 +157,6 @@ class StoreView:
     missing[layer][expert] has the bits 1 << kind of its matrices that are there in no tier;
     missing_array alike."""
 
-    __slots__ = ("missing", "missing_array", "resident", "resident_array")
-
     def __init__(self, resident: np.ndarray, missing: np.ndarray) -> None:
         """Both uint8 [n_layers, n_expert]."""
         self.resident, self.missing = _rows(resident, "B"), _rows(missing, "B")
@@ -198,15 +172,6 @@ class DecisionBuffer:
     the remaining weights of a token keep their sum when experts of it are skipped.
     """
 
-    __slots__ = (
-        "_prefetch",
-        "n_prefetch",
-        "passing_array",
-        "renormalize",
-        "tier",
-        "tier_array",
-    )
-
     def __init__(self, tier: np.ndarray, passing: np.ndarray, prefetch: np.ndarray) -> None:
         """tier and passing uint8 [n_expert], prefetch int64 [capacity], all writable."""
         self.tier = tier.data
@@ -216,21 +181,19 @@ class DecisionBuffer:
         self.n_prefetch = 0
         self.renormalize = False
 
-    def prefetch(
-        self, layer: int, expert: int, tier: int, kinds: int = ALL_KINDS, passing: int = 0
-    ) -> None:
-        """Asks for an expert before it is needed, most urgent first. kinds is a bit mask
-        of matrix kinds. What is over the buffer's capacity is dropped: a prefetch is
-        never owed."""
+    def prefetch(self, layer: int, expert: int, tier: int, passing: int = 0) -> None:
+        """Asks for an expert before it is needed, most urgent first. What is over the buffer's
+        capacity is dropped: a prefetch is never owed."""
         n = self.n_prefetch
         if n < len(self._prefetch):
-            self._prefetch[n] = layer | expert << 16 | tier << 32 | kinds << 40 | passing << 48
+            self._prefetch[n] = layer | expert << 16 | tier << 32 | passing << 48
             self.n_prefetch = n + 1
 
     def prefetch_all(
         self, layer: int, experts: Sequence[int], tier: int, kinds: int = ALL_KINDS
     ) -> None:
-        """prefetch() of each of them, in one call: a decode step's time."""
+        """prefetch() of each of them, in one call: a decode step's time. kinds is a bit mask of
+        matrix kinds."""
         prefetch, n = self._prefetch, self.n_prefetch
         rest = layer | tier << 32 | kinds << 40
         for expert in experts[: len(prefetch) - n]:

@@ -19,24 +19,8 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from orchestrator.errors import ConfigError, SettingError
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "k": 2**10,
-    "m": 2**20,
-    "g": 2**30,
-    "t": 2**40,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
 _TOO_LARGE = 1 << 60
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?b)?|b)?\s*", re.IGNORECASE | re.ASCII)
 
 # Units of a value, as an option writes it.
 SIZE, RATE = "size", "rate"
@@ -257,10 +241,11 @@ def parse_size(text: str) -> int:
     Raises ConfigError for anything else, zero and what no machine could have included.
     """
     match = _SIZE.fullmatch(text)
-    factor = _UNITS.get(match.group(2).lower()) if match else None
-    if match is None or factor is None:
+    if match is None:
         raise ConfigError(f"'{text}' is not a size: write it as 6GiB, 500MB or a number of bytes")
-    size_bytes = int(min(float(match.group(1)) * factor, float(_TOO_LARGE)))
+    number, letter, unit = (each.lower() for each in match.groups(""))
+    factor = (1000 if unit == "b" else 1024) ** (" kmgt".index(letter) if letter else 0)
+    size_bytes = int(min(float(number) * factor, float(_TOO_LARGE)))
     if size_bytes <= 0:
         raise ConfigError(f"the size '{text}' must be more than zero bytes")
     if size_bytes >= _TOO_LARGE:

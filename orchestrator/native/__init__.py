@@ -24,7 +24,7 @@ from orchestrator.native.library import (
     measure_product,
     touched_memory,
 )
-from orchestrator.native.server import NativeRequest, NativeServer, ServerLibrary, ServerSpec
+from orchestrator.native.server import NativeRequest, NativeServer, ServerLibrary, native_config
 from orchestrator.native.spec import Misses, Slices, StoreSpec
 from orchestrator.native.store import Store
 
@@ -45,7 +45,6 @@ __all__ = [
     "NativeServer",
     "ProductTime",
     "ServerLibrary",
-    "ServerSpec",
     "Slices",
     "Store",
     "StoreSpec",
@@ -56,5 +55,6 @@ __all__ = [
     "host_memory",
     "measure_device",
     "measure_product",
+    "native_config",
     "touched_memory",
 ]
