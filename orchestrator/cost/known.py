@@ -4,8 +4,6 @@ for products, of which one stands for all of a type."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -15,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gguf_tools.known import DATA, KnownModel, known_models
 from gguf_tools.process import default_threads, processor_name
-from orchestrator.cache.files import keep, recalled, user_folder
+from orchestrator.cache.files import digest, keep, recalled, user_folder
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.memory.machine import AUTO, CPU, Machine, probe
@@ -136,9 +134,8 @@ def _key(config: Config) -> str:
         for name, each in Config.declared().items()
         if not each.answer and name != "model"
     }
-    of = [version("moe-edge"), DATA.read_text(), processor_name(), default_threads(), asked]
-    text = json.dumps(of, default=str, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
+    machine = processor_name(), default_threads()
+    return digest(version("moe-edge"), DATA.read_text(), *machine, asked)
 
 
 def _read(found: Mapping[str, Any], ram: int) -> Known | None:

@@ -14,7 +14,7 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from orchestrator.cache.profile import HotnessKeeper, UsageKeeper
 from orchestrator.config import Config
-from orchestrator.cost.disk import Bandwidth, kept_bandwidth, known_bandwidth, slow_disk
+from orchestrator.cost.disk import Bandwidth, kept_bandwidth, slow_disk
 from orchestrator.cost.losses import Foreseen, LossModel
 from orchestrator.cost.plans import (
     LENGTHS,
@@ -23,8 +23,9 @@ from orchestrator.cost.plans import (
     TakenPlans,
     settings_of_plans,
 )
-from orchestrator.cost.time import TimeModel, known_uses, skewed
+from orchestrator.cost.time import PROMPT_TOKENS, TimeModel, known_uses, skewed
 from orchestrator.errors import BudgetError, ConfigError, MoeEdgeError, PolicyError
+from orchestrator.events import SKIP_TIER
 from orchestrator.memory.choice import check_unused, without_effect
 from orchestrator.memory.machine import (
     Probe,
@@ -38,7 +39,7 @@ from orchestrator.memory.machine import (
 )
 from orchestrator.memory.plan import MemoryPlan, plan_memory
 from orchestrator.native.llama import Bindings
-from orchestrator.policy import ALLOWED_LOSS, Policy, policy_settings
+from orchestrator.policy import ALLOWED_LOSS, PLAIN, Policy, policy_settings
 from orchestrator.policy.base import Learns, SpendsLoss, WeighsLosses
 
 # What is predicted to be faster by less is not worth a line.
@@ -139,7 +140,7 @@ class Planner:
             return None
         with suppress(MoeEdgeError, OSError), self._probe:
             left = {tier.name: usual * (tier.name == best) for tier in self._model.tiers}
-            disk = self._disk or known_bandwidth(self._model, self._config)
+            disk = self._disk or kept_bandwidth(self._model, self._config, measures=False)
             of = self.bindings, self._config, self._model, disk
             with TimeModel(*of, measures=False) as times:
                 taken = self.candidate(times, runs).token_s
@@ -253,8 +254,24 @@ class Planner:
             behind[n] = time.token_s(n)
         other = None
         if not times.profiled and plan.absent_bytes:
-            other = times.of_plan(plan, runs.config, skips, uses=skewed(self._model))
-        return Candidate.of(asked or {}, plan, short, runs.loses, behind, other)
+            few = times.of_plan(plan, runs.config, skips, uses=skewed(self._model))
+            other = few.token_s(PROMPT_TOKENS)
+        return Candidate(
+            name=plan.policy.name if plan.policy else PLAIN,
+            asked=asked or {},
+            tiers=(*plan.tier_names, *([SKIP_TIER] if plan.skip else [])),
+            expert_bytes=plan.slots.total_bytes if plan.slots else plan.expert_bytes,
+            resident=plan.absent_bytes == 0,
+            token_s=short.token_s(PROMPT_TOKENS),
+            first_prompt_s=short.prompt_s(PROMPT_TOKENS, first=True),
+            prompt_s=short.prompt_s(PROMPT_TOKENS),
+            hit_rate=short.residency.hit_rate,
+            read_bytes=short.read_bytes,
+            kl=runs.loses.kl,
+            at_most=runs.loses.at_most,
+            behind=behind,
+            skewed_token_s=other,
+        )
 
     def times(self) -> TimeModel:
         """What plans take here; close it. Raises ConfigError beside a GPU, OSError for a disk that

@@ -3,23 +3,18 @@ is taken within a loss that the user allows."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import processor_name
-from orchestrator.cache.files import keep, recalled
+from orchestrator.cache.files import digest, keep, recalled
 from orchestrator.cache.profile import cached_path
 from orchestrator.config import Config
-from orchestrator.cost.losses import Foreseen
 from orchestrator.cost.speeds import AGREE
-from orchestrator.cost.time import PROMPT_TOKENS, PlanTime
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP_TIER
-from orchestrator.memory.plan import MemoryPlan
 from orchestrator.policy import ALLOWED_LOSS, BASELINE, PLAIN, POLICIES, Policy
 
 # Plans whose predicted times differ by less are as fast as each other: the one that loses least is
@@ -61,35 +56,6 @@ class Candidate:
     behind: Mapping[int, float] = field(default_factory=dict)
     skewed_token_s: float | None = None
     best: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        asked: Mapping[str, Any],
-        plan: MemoryPlan,
-        time: PlanTime,
-        loses: Foreseen,
-        behind: Mapping[int, float],
-        skewed: PlanTime | None = None,
-    ) -> Candidate:
-        """asked: the settings of the plan; the rest: what it is predicted to take and lose. skewed:
-        of skewed_token_s."""
-        return cls(
-            name=plan.policy.name if plan.policy else PLAIN,
-            asked=asked,
-            tiers=(*plan.tier_names, *([SKIP_TIER] if plan.skip else [])),
-            expert_bytes=plan.slots.total_bytes if plan.slots else plan.expert_bytes,
-            resident=plan.absent_bytes == 0,
-            token_s=time.token_s(PROMPT_TOKENS),
-            first_prompt_s=time.prompt_s(PROMPT_TOKENS, first=True),
-            prompt_s=time.prompt_s(PROMPT_TOKENS),
-            hit_rate=time.residency.hit_rate,
-            read_bytes=time.read_bytes,
-            kl=loses.kl,
-            at_most=loses.at_most,
-            behind=behind,
-            skewed_token_s=skewed.token_s(PROMPT_TOKENS) if skewed else None,
-        )
 
     @property
     def label(self) -> str:
@@ -284,8 +250,7 @@ class TakenPlans:
             if not each.answer and name not in ("model", "prompt_cache_limit")
         ]
         asked = {name: getattr(config, name) for name in counting} | dict(config.of_policies)
-        key = json.dumps([processor_name(), asked], default=str, sort_keys=True)
-        self._key = hashlib.sha256(key.encode()).hexdigest()[:24]
+        self._key = digest(processor_name(), asked)
         self._path = cached_path(model, "plans")
 
     def recall(self) -> Mapping[str, Any] | None:

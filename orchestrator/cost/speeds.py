@@ -9,8 +9,6 @@ before are old.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import statistics
 from collections import Counter
@@ -29,7 +27,7 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import EMBEDDINGS, OUTPUT, GGMLType, layer_of, parse_expert_name
 from gguf_tools.file.parse import TensorInfo
 from gguf_tools.process import Disturbance, processor_name, usable_cores
-from orchestrator.cache.files import keep, recalled, user_folder
+from orchestrator.cache.files import digest, keep, recalled, user_folder
 from orchestrator.cost.products import (
     POOL_BYTES,
     QUIET_SHARE,
@@ -201,10 +199,13 @@ class Speeds(Closing):
 
     _timing_s = TIMING_S
 
-    def __init__(self, bindings: Bindings, threads: int, pool_bytes: int = POOL_BYTES) -> None:
-        """pool_bytes: weights that a timing may
-        take; with fewer than usual its figures are rough, and are not kept."""
+    def __init__(
+        self, bindings: Bindings, threads: int, pool_bytes: int = POOL_BYTES, measures: bool = True
+    ) -> None:
+        """pool_bytes: weights that a timing may take; with fewer than usual its figures are rough,
+        and are not kept. measures: else there is NativeError for what was not measured before."""
         self._bindings, self._threads, self._pool_bytes = bindings, threads, pool_bytes
+        self._measures = measures
         self._kept = Timings.load(self._path, _FORMAT, time())
         self._used: dict[str, float] = {}
         # Of each round, and whether the machine was quiet.
@@ -216,9 +217,8 @@ class Speeds(Closing):
     @cached_property
     def _path(self) -> Path:
         system = self._bindings.api.llama_print_system_info().decode("utf-8", "replace")
-        key = json.dumps([processor_name(), system, self._threads])
-        digest = hashlib.sha256(key.encode()).hexdigest()[:24]
-        return user_folder("cache") / "speed" / f"{digest}.json"
+        name = digest(processor_name(), system, self._threads)
+        return user_folder("cache") / "speed" / f"{name}.json"
 
     def seconds(self, what: Product | Small | Attention) -> float:
         """As Timer.seconds, at most once for each but for `again`. Raises NativeError."""
@@ -235,7 +235,7 @@ class Speeds(Closing):
         return self._used[key]
 
     def _is_due(self, key: str) -> bool:
-        return self._kept.is_due(key)
+        return self._measures and self._kept.is_due(key)
 
     def again(self) -> bool:
         """Times in further rounds what was timed since the last call and is of one token of an
@@ -257,6 +257,8 @@ class Speeds(Closing):
     def _timed(self, what: Product | Small | Attention) -> tuple[float, bool]:
         """(seconds, whether the machine was quiet) of the first timing on a quiet machine, or of
         the least of some others."""
+        if not self._measures:
+            raise NativeError(f"{what} was not measured on this machine yet")
         timer = self._timer = self._timer or Timer(
             self._bindings.api._lib, self._threads, self._pool_bytes, self._timing_s
         )
@@ -390,16 +392,6 @@ class Speeds(Closing):
                 kept.add(key, *_middle(rounds))
             kept.save(self._path, _FORMAT)
         self._measured, self._once, self._timer = {}, {}, None
-
-
-class KnownSpeeds(Speeds):
-    """The same, of what was measured before alone: NativeError for anything else."""
-
-    def _is_due(self, key: str) -> bool:
-        return False
-
-    def _timed(self, what: Product | Small | Attention) -> tuple[float, bool]:
-        raise NativeError(f"{what} was not measured on this machine yet")
 
 
 class RoughSpeeds(Speeds):

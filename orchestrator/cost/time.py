@@ -34,7 +34,7 @@ from orchestrator.config import Config
 from orchestrator.cost.disk import Bandwidth
 from orchestrator.cost.losses import Skips
 from orchestrator.cost.products import POOL_BYTES
-from orchestrator.cost.speeds import FILE, OWN, ROWS, UPSTREAM, Costs, KnownSpeeds, Speeds
+from orchestrator.cost.speeds import FILE, OWN, ROWS, UPSTREAM, Costs, Speeds
 from orchestrator.errors import ProfileError
 from orchestrator.events import SKIP, Phase
 from orchestrator.memory.footprint import process_bytes
@@ -379,8 +379,7 @@ class TimeModel(Closing):
         self._config, self._model, self._disk = config, model, disk
         if speeds is None:
             pool = min(POOL_BYTES, spare_bytes(config, model))
-            own = Speeds if measures else KnownSpeeds
-            speeds = own(bindings, config.threads or default_threads(), pool)
+            speeds = Speeds(bindings, config.threads or default_threads(), pool, measures)
         self._speeds = speeds
         self._costs: dict[tuple[tuple[int, ...], str], Costs] = {}
         self.uses, self.profiled = known_uses(config, model) if uses is None else (uses, True)

@@ -79,7 +79,7 @@ LOOKUP = "token_embd.weight (85 KiB)"
 def model(three: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(planner, "TimeModel", Predicts)
     for module in (planner, machine):
-        monkeypatch.setattr(module, "kept_bandwidth", lambda *_: Bandwidth(1e9))
+        monkeypatch.setattr(module, "kept_bandwidth", lambda *_, **__: Bandwidth(1e9))
     return three
 
 

@@ -325,7 +325,8 @@ def test_a_lossless_conversation_hears_what_a_loss_would_bring(
 ) -> None:
     """Where that is known without measuring: the loss by a table or learned, and the speeds."""
 
-    def disk(*_: object) -> Bandwidth:
+    def disk(*_: object, measures: bool) -> Bandwidth:
+        assert not measures
         if not measured:
             raise OSError
         return Bandwidth(1e9)
@@ -334,7 +335,7 @@ def test_a_lossless_conversation_hears_what_a_loss_would_bring(
     played.bindings = played._disk = None  # type: ignore[assignment]
     played.losses.spent = lambda _: Nats() if fitted else None
     times = SimpleNamespace(of_plan=lambda plan, *_: Skipping(plan), profiled=True)
-    monkeypatch.setattr(planner, "known_bandwidth", disk)
+    monkeypatch.setattr(planner, "kept_bandwidth", disk)
     monkeypatch.setattr(planner, "TimeModel", lambda *_, measures: nullcontext(times))
     played.compared(ask(model, 0.5, **{"conversations": True, **settings}))
     assert played.brings is None if says is None else says in str(played.brings)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.allocation.critical import ratios
+from orchestrator.allocation.critical import falling
 from orchestrator.errors import ConfigError
 from orchestrator.policy.dymoe import critical_counts, realised, solve
 
@@ -37,7 +37,7 @@ SHARES = st.floats(0.0, 1.0)
 def test_the_schedule_is_the_papers(lam: float, r: list[float], m: int, t: list[int]) -> None:
     """r(l) = (1 - lambda) * (cos(pi * l / (L - 1)) + 1) / 2 + lambda, and t_l = ceil(r(l) * M);
     the one layer of lambda = 0 whose t_l is 0 keeps one expert, as we state."""
-    assert ratios(lam, len(r)) == pytest.approx(r, abs=1e-9)
+    assert [(1 - lam) * c + lam for c in falling("cosine", len(r))] == pytest.approx(r, abs=1e-9)
     assert critical_counts(lam, len(r), m) == t
 
 
@@ -61,12 +61,12 @@ def test_the_solution_is_the_nearest_there_is(
 
 
 def test_shapes_of_the_schedules() -> None:
-    assert ratios(0.5, 3, "linear") == [1.0, 0.75, 0.5]
-    assert ratios(0.5, 5, "flat") == [0.5] * 5
-    cosine, linear = ratios(0.5, 9), ratios(0.5, 9, "linear")
+    assert falling("linear", 3) == [1.0, 0.5, 0.0]
+    assert falling("flat", 5) == [0.0] * 5
+    cosine, linear = falling("cosine", 9), falling("linear", 9)
     assert all(a > b for a, b in zip(cosine[1:4], linear[1:4], strict=True))  # the slow start
     with pytest.raises(ConfigError, match="cosine, linear, flat"):
-        ratios(0.5, 3, "steep")
+        falling("steep", 3)
 
 
 @pytest.mark.parametrize(
