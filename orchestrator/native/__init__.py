@@ -15,8 +15,6 @@ from orchestrator.native.library import (
     FreeCores,
     Library,
     ProductTime,
-    Touched,
-    TouchedMemory,
     context_memory,
     find_device,
     host_memory,
@@ -27,34 +25,3 @@ from orchestrator.native.library import (
 from orchestrator.native.server import NativeRequest, NativeServer, ServerLibrary, native_config
 from orchestrator.native.spec import Misses, Slices, StoreSpec
 from orchestrator.native.store import Store
-
-__all__ = [
-    "ABI_VERSION",
-    "FAILED",
-    "MAX_AHEAD",
-    "MAX_TIERS",
-    "NO_ROOM",
-    "Bandwidths",
-    "CRoom",
-    "CStats",
-    "DeviceInfo",
-    "FreeCores",
-    "Library",
-    "Misses",
-    "NativeRequest",
-    "NativeServer",
-    "ProductTime",
-    "ServerLibrary",
-    "Slices",
-    "Store",
-    "StoreSpec",
-    "Touched",
-    "TouchedMemory",
-    "context_memory",
-    "find_device",
-    "host_memory",
-    "measure_device",
-    "measure_product",
-    "native_config",
-    "touched_memory",
-]

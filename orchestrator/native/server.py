@@ -164,8 +164,7 @@ class NativeServer:
             return 0
 
         self._trampolines.append(_BEFORE_STEP(before))
-        address = ctypes.cast(self._trampolines[-1], ctypes.c_void_p)
-        self.lib.moe_edge_server_set_before_step(self.handle, address, None)
+        self.lib.moe_edge_server_set_before_step(self.handle, self._trampolines[-1], None)
 
     def set_before_prompt(self, function: Callable[[int, list[int]], None]) -> None:
         """Before run: on the thread of a request, function gets each of its sequences and the
