@@ -110,14 +110,19 @@ class Setting:
         if self.repeated and not all(isinstance(each, str) and each for each in value):
             raise SettingError(self.name, f"must be texts that are not empty, not {value!r}")
         if self.choices and value not in self.choices:
-            raise SettingError(self.name, f"must be {_listed(self.choices)}, not '{value}'")
+            words = f"{', '.join(self.choices[:-1])} or {self.choices[-1]}"
+            raise SettingError(self.name, f"must be {words}, not '{value}'")
 
     def parse(self, text: str) -> Any:
         """The value that a user writes as this text. Raises SettingError, ConfigError."""
         if self.notation is not None:
             return self.notation.read(text)
         if self.repeated:
-            texts = _words(self.name, text)
+            try:  # as a shell separates them; - for none
+                texts = () if text.strip() == "-" else tuple(shlex.split(text))
+            except ValueError:
+                complaint = f"has a quotation mark without its other one: {text}"
+                raise SettingError(self.name, complaint) from None
             self.check(texts)
             return texts
         if self.unit is not None:
@@ -208,31 +213,14 @@ def _declaration(name: str, hint: Any, default: Any, metadata: Mapping[str, Any]
     if float in kinds:
         kinds = (float, int)
     if not said.get("metavar"):
-        said["metavar"] = _metavar(kinds[0], said.get("unit"))
+        usual = {int: "N", float: "X", Path: "FILE", tuple: "LIST"}.get(kinds[0], "NAME")
+        said["metavar"] = "SIZE" if said.get("unit") else usual
     return Setting(name, kinds, optional, None if default is MISSING else default, **said)
-
-
-def _metavar(kind: type, unit: str | None) -> str:
-    if unit is not None:
-        return "SIZE"
-    return {int: "N", float: "X", Path: "FILE", tuple: "LIST"}.get(kind, "NAME")
-
-
-def _words(name: str, text: str) -> tuple[str, ...]:
-    """Texts as a shell separates them; - for none. Raises SettingError."""
-    try:
-        return () if text.strip() == "-" else tuple(shlex.split(text))
-    except ValueError:
-        raise SettingError(name, f"has a quotation mark without its other one: {text}") from None
 
 
 def flag_of(name: str) -> str:
     """The option of a setting, as --low-tier of low_tier."""
     return "--" + name.replace("_", "-")
-
-
-def _listed(words: tuple[str, ...]) -> str:
-    return ", ".join(words[:-1]) + " or " + words[-1]
 
 
 def parse_size(text: str) -> int:

@@ -90,6 +90,10 @@ class PredictionScore:
                 self._count()
         self._layer = -1
 
+    def _ratios(self, part: int, whole: int) -> list[float | None]:
+        self._count()
+        return [each[part] / each[whole] if each[whole] else None for each in self._counts]
+
     def _count(self) -> None:
         for layer, asked, routed in self._seen:
             counts = self._counts[layer]
@@ -102,18 +106,15 @@ class PredictionScore:
     def precision(self) -> list[float | None]:
         """One value a layer; None where nothing was asked for ahead, as in the first. FIRM-MoE's
         utilisation, eq. 8."""
-        self._count()
-        return [right / asked if asked else None for asked, _, _, right in self._counts]
+        return self._ratios(3, 0)
 
     def recall(self) -> list[float | None]:
         """As precision(); FIRM-MoE's accuracy, eq. 7."""
-        self._count()
-        return [right / routed if routed else None for _, _, routed, right in self._counts]
+        return self._ratios(3, 2)
 
     def size(self) -> list[float | None]:
         """As precision(): how many experts were asked for, the mean over the steps."""
-        self._count()
-        return [asked / steps if steps else None for asked, steps, _, _ in self._counts]
+        return self._ratios(0, 1)
 
 
 class Monitor:

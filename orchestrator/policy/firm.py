@@ -387,48 +387,43 @@ class FIRMSettings(LookAhead):
     def __post_init__(self) -> None:
         """Refuses what would have no effect."""
         super().__post_init__()
+
+        def refuse(wrong: bool, name: str, complaint: str) -> None:
+            if wrong:
+                raise SettingError(name, complaint)
+
+        votes, n_ahead, most = self.votes, self.n_ahead, self.declared()["n_ahead"].within
         try:
-            deepest = self.deepest
+            deepest = self.deepest or 0
         except ValueError:
-            raise SettingError(
+            deepest = -1
+        complaint = f"must be K,P such as 4,1, or three of them as 4,1/8,3/8,3, not '{votes}'"
+        refuse(deepest < 0, "votes", complaint)
+        off = "prefetch off" if self.prefetch == OFF else "n_ahead 0"
+        for name, value in (("votes", votes), ("tune", self.tune)):
+            useless = (self.prefetch == OFF or n_ahead == 0) and value not in (None, OFF)
+            complaint = f"is {value}, and nothing is loaded ahead with {off}: leave one out"
+            refuse(useless, name, complaint)
+        if self.agree != MOL:
+            refuse(
+                deepest > 1,
                 "votes",
-                f"must be K,P such as 4,1, or three of them as 4,1/8,3/8,3, not '{self.votes}'",
-            ) from None
-        if self.prefetch == OFF or self.n_ahead == 0:
-            for name, value in (("votes", self.votes), ("tune", self.tune)):
-                if value not in (None, OFF):
-                    off = "prefetch off" if self.prefetch == OFF else "n_ahead 0"
-                    raise SettingError(
-                        name, f"is {value}, and nothing is loaded ahead with {off}: leave one out"
-                    )
-        n_ahead, most = self.n_ahead, self.declared()["n_ahead"].within
-        if self.agree != MOL and (deepest or 0) > 1:
-            raise SettingError(
-                "votes",
-                f"asks {deepest} layers in '{self.votes}', and with {self.agree} one votes: "
-                f"write K,1, or choose {MOL} for agree",
+                f"asks {deepest} layers in '{votes}', and with {self.agree} one votes: write K,1, "
+                f"or choose {MOL} for agree",
             )
-        if self.agree != MOL and n_ahead is not None and n_ahead > 1:
-            raise SettingError(
+            refuse(
+                (n_ahead or 0) > 1,
                 "n_ahead",
                 f"is {n_ahead}, and with {self.agree} only the layer before votes: leave it out, "
                 f"or choose {MOL} for agree",
             )
-        if deepest is None:
-            return
-        if most is not None and deepest > most[1]:
-            raise SettingError(
-                "votes", f"asks {deepest} layers in '{self.votes}', and {most[1]:g} can vote"
-            )
-        if n_ahead not in (None, deepest):
-            raise SettingError(
-                "n_ahead",
-                f"is {n_ahead}, and the votes '{self.votes}' are of {deepest} layers: leave it out",
-            )
-        if self.tune not in (None, OFF):
-            raise SettingError(
-                "tune", f"is {self.tune}, and votes says what would be tuned: leave one out"
-            )
+        if votes is not None and most is not None:
+            complaint = f"asks {deepest} layers in '{votes}', and {most[1]:g} can vote"
+            refuse(deepest > most[1], "votes", complaint)
+            complaint = f"is {n_ahead}, and the votes '{votes}' are of {deepest} layers"
+            refuse(n_ahead not in (None, deepest), "n_ahead", f"{complaint}: leave it out")
+            complaint = f"is {self.tune}, and votes says what would be tuned: leave one out"
+            refuse(self.tune not in (None, OFF), "tune", complaint)
 
     @property
     def deepest(self) -> int | None:
