@@ -143,9 +143,9 @@ class Planner:
             disk = self._disk or kept_bandwidth(self._model, self._config, measures=False)
             of = self.bindings, self._config, self._model, disk
             with TimeModel(*of, measures=False) as times:
-                taken = self.candidate(times, runs).token_s
+                taken = self.candidate(times, runs).token_ms
                 found = [
-                    taken / self.candidate(times, self._laid_out(config.compared(**each))).token_s
+                    taken / self.candidate(times, self._laid_out(config.compared(**each))).token_ms
                     for each in settings_of_plans(config, self._model, left)
                     if ALLOWED_LOSS in each
                 ]
@@ -225,7 +225,7 @@ class Planner:
             shown = Frontier.of(found, usual, names[0], allowed, taken.recall())
             disturbed = times.disturbed
         if allowed is not None and not why_not:
-            taken.keep(shown.taken.asked)
+            taken.keep(shown.taken.settings)
         return replace(shown, why_not=why_not, disturbed=disturbed)
 
     def _left(self, allowed: float) -> list[float]:
@@ -251,26 +251,26 @@ class Planner:
         for n in (n for n in LENGTHS if n <= plan.n_ctx):
             # What gives way to no context is there behind any.
             time = times.of_plan(plan, runs.config, skips, n) if plan.shared else short
-            behind[n] = time.token_s(n)
+            behind[str(n)] = 1e3 * time.token_s(n)
         other = None
         if not times.profiled and plan.absent_bytes:
             few = times.of_plan(plan, runs.config, skips, uses=skewed(self._model))
-            other = few.token_s(PROMPT_TOKENS)
+            other = 1e3 * few.token_s(PROMPT_TOKENS)
         return Candidate(
-            name=plan.policy.name if plan.policy else PLAIN,
-            asked=asked or {},
-            tiers=(*plan.tier_names, *([SKIP_TIER] if plan.skip else [])),
+            policy=plan.policy.name if plan.policy else PLAIN,
+            settings=asked or {},
+            tiers=[*plan.tier_names, *([SKIP_TIER] if plan.skip else [])],
             expert_bytes=plan.slots.total_bytes if plan.slots else plan.expert_bytes,
             resident=plan.absent_bytes == 0,
-            token_s=short.token_s(PROMPT_TOKENS),
-            first_prompt_s=short.prompt_s(PROMPT_TOKENS, first=True),
-            prompt_s=short.prompt_s(PROMPT_TOKENS),
+            token_ms=1e3 * short.token_s(PROMPT_TOKENS),
+            first_prompt_ms=1e3 * short.prompt_s(PROMPT_TOKENS, first=True),
+            prompt_ms=1e3 * short.prompt_s(PROMPT_TOKENS),
             hit_rate=short.residency.hit_rate,
             read_bytes=short.read_bytes,
             kl=runs.loses.kl,
-            at_most=runs.loses.at_most,
-            behind=behind,
-            skewed_token_s=other,
+            kl_at_most=runs.loses.at_most,
+            token_ms_behind=behind,
+            token_ms_skewed=other,
         )
 
     def times(self) -> TimeModel:

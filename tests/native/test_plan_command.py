@@ -206,7 +206,7 @@ def test_all_say_the_same_of_what_runs(
         runs = Planner(config, model).runs(config)
         if config.policy is None:
             found = Planner(config, model).frontier(config)
-            assert (found.taken.tiers, found.taken.kl) == (tiers, runs.loses.kl)
+            assert ((*found.taken.tiers,), found.taken.kl) == (tiers, runs.loses.kl)
     assert runs.plan.tier_names == tiers and health["kl"] == runs.loses.kl
     for line in (mode, health["plan"]):
         if not said:

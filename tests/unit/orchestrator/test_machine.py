@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def test_a_machine_without_a_gpu(model: Path) -> None:
     text = render(health)
     assert "llama.cpp's own path" in text
     assert plans is not None and len(health["candidates"]) == len(plans.candidates)
-    assert health["candidates"][health["taken"]] == plans.taken.as_dict()
+    assert health["candidates"][health["taken"]] == asdict(plans.taken)
     assert json.loads(json.dumps(health)) == health
 
 

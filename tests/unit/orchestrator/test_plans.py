@@ -133,7 +133,7 @@ def test_speeds_are_said_as_a_context_fills(model: ExpertModel) -> None:
     for n_ctx, n in ((4096, 0), (8192, 1), (40960, 2), (131072, 3)):
         runs = Runs(config, replace(plan, n_ctx=n_ctx), loses)
         shown = played.candidate(played.times().enter_result, runs)
-        assert list(shown.as_dict()["token_ms_behind"]) == [str(each) for each in LENGTHS[:n]]
+        assert list(shown.token_ms_behind) == [str(each) for each in LENGTHS[:n]]
     said = behind_text(dict(zip(LENGTHS, (100, 200, 400), strict=True)))
     assert said.endswith("10.0 behind 8192, 5.0 behind 32768, 2.5 behind 131072 tokens.")
     assert behind_text({}) == ""
@@ -151,43 +151,43 @@ def found(model: ExpertModel) -> Frontier:
 def test_all_policies_and_uniform_types_are_on_it(model: ExpertModel, found: Frontier) -> None:
     """Without a loss that is allowed the usual plan is taken, whatever is faster."""
     usual = plan_memory(ask(model, 0.6), model, Machine(1 << 36))
-    assert usual.policy is not None and found.taken.name == usual.policy.name
-    assert found.taken.tiers == (*usual.tier_names, *(["skip"] if usual.skip else []))
-    assert found.taken.tiers == ("q8_0",) and found.taken.kl == 0.0
+    assert usual.policy is not None and found.taken.policy == usual.policy.name
+    assert found.taken.tiers == [*usual.tier_names, *(["skip"] if usual.skip else [])]
+    assert found.taken.tiers == ["q8_0"] and found.taken.kl == 0.0
     assert found.why.endswith("lossless, as nothing less is asked for.")
     labels, uses = by_label(found), model.n_layers * model.n_expert_used
-    assert {each.name for each in found.candidates} >= {"lru", "dymoe", "dynaexq", "mixed"}
+    assert {each.policy for each in found.candidates} >= {"lru", "dymoe", "dynaexq", "mixed"}
     for tier in ("q4_k", "q2_k"):
         uniform = labels[f"lru, high-tier {tier}"]
-        assert uniform.resident and uniform.tiers == (tier,)
+        assert uniform.resident and uniform.tiers == [tier]
         assert uniform.kl == pytest.approx(NATS[TIERS.index(tier)] * uses)
     lossless = labels["lru, high-tier q8_0"]
     assert not lossless.resident and lossless.kl == 0.0
     # What everyone computes alike is there once.
     assert not any(
-        each.resident and len(each.tiers) == 1 and each.name != "lru" for each in found.candidates
+        each.resident and len(each.tiers) == 1 and each.policy != "lru" for each in found.candidates
     )
     mixed = labels["mixed"]
-    assert labels["lru, high-tier q2_k"].kl > mixed.kl > 0 and not mixed.at_most
+    assert labels["lru, high-tier q2_k"].kl > mixed.kl > 0 and not mixed.kl_at_most
     skips = labels["dymoe, high-tier q4_k, low-tier skip"]
     # One of a token's six experts.
-    assert skips.at_most and skips.kl == pytest.approx(NATS[SKIP] + 5 * NATS[1])
+    assert skips.kl_at_most and skips.kl == pytest.approx(NATS[SKIP] + 5 * NATS[1])
 
 
 def test_nobody_beats_the_best_ones(found: Frontier) -> None:
     candidates = found.candidates
-    assert [each.token_s for each in candidates] == sorted(each.token_s for each in candidates)
+    assert [each.token_ms for each in candidates] == sorted(each.token_ms for each in candidates)
     for each in candidates:
         beats = [
-            other.token_s <= each.token_s
+            other.token_ms <= each.token_ms
             and other.kl <= each.kl
-            and (other.token_s, other.kl) != (each.token_s, each.kl)
+            and (other.token_ms, other.kl) != (each.token_ms, each.kl)
             for other in candidates
         ]
         alike = [
             other.best
             for other in candidates
-            if (other.token_s, other.kl) == (each.token_s, each.kl)
+            if (other.token_ms, other.kl) == (each.token_ms, each.kl)
         ]
         assert any(alike) != any(beats) and sum(alike) <= 1
 
@@ -198,17 +198,20 @@ def test_a_loss_chooses_the_fastest_within_it(model: ExpertModel, allowed: float
     found = frontier(config, model)
     within = [each for each in found.candidates if each.kl <= allowed]
     assert found.taken in within
-    fastest = min(each.token_s for each in within)
-    assert found.taken.token_s <= AS_FAST * fastest
+    fastest = min(each.token_ms for each in within)
+    assert found.taken.token_ms <= AS_FAST * fastest
     assert f"within {allowed:g} nats of q8_0" in found.why
     runs = found.settled(config)
-    assert runs.policy == found.taken.name and runs.given(ALLOWED_LOSS) != allowed
+    assert runs.policy == found.taken.policy and runs.given(ALLOWED_LOSS) != allowed
     plan = plan_memory(runs, model, Machine(1 << 36))
     name = plan.policy.name if plan.policy else "plain"
-    assert (name, plan.tier_names) == (found.taken.name, found.taken.tiers[: len(plan.tier_names)])
+    assert name == found.taken.policy
+    assert [*plan.tier_names] == found.taken.tiers[: len(plan.tier_names)]
     # A policy that spends a loss gets what its best tier leaves of it.
     spent = {
-        each.tiers[0]: each.asked[ALLOWED_LOSS] for each in found.candidates if each.name == "floor"
+        each.tiers[0]: each.settings[ALLOWED_LOSS]
+        for each in found.candidates
+        if each.policy == "floor"
     }
     total = model.n_layers * model.n_expert_used
     for tier, left in spent.items():
@@ -223,7 +226,7 @@ def test_a_loss_that_nobody_foresees_takes_a_lossless_plan(model: ExpertModel) -
     found = frontier(config, model, None)
     lossless = [each for each in found.candidates if each.kl == 0.0]
     assert found.taken in lossless and found.why_not == "calibrate first"
-    assert found.taken.token_s <= AS_FAST * min(each.token_s for each in lossless)
+    assert found.taken.token_ms <= AS_FAST * min(each.token_ms for each in lossless)
     assert {each.kl for each in found.candidates} == {0.0, None}
     assert TakenPlans(config, model).recall() is None
     assert "?" in render(found, "q8_0")
@@ -233,8 +236,8 @@ def test_a_loss_that_nobody_foresees_takes_a_lossless_plan(model: ExpertModel) -
         played.frontier(config)
 
 
-def made(name: str, token_s: float, kl: float | None) -> Candidate:
-    return Candidate(name, {"policy": name}, ("q4_k",), 1, True, token_s, 1.0, 1.0, 1.0, 0.0, kl)
+def made(name: str, token_ms: float, kl: float | None) -> Candidate:
+    return Candidate(name, {"policy": name}, ["q4_k"], 1, True, token_ms, 1.0, 1.0, 1.0, 0.0, kl)
 
 
 def test_as_fast_is_decided_by_the_loss() -> None:
@@ -249,17 +252,17 @@ def test_as_fast_is_decided_by_the_loss() -> None:
 def test_the_plan_of_before_stays_until_another_is_clearly_faster() -> None:
     """What spends a loss is asked for with what is left of it, which changes with the routing."""
     fast = made("a", 1.0, 0.01)
-    for name, token_s, kl, stays in (
+    for name, token_ms, kl, stays in (
         ("b", 1.0 * AGREE, 0.02, True),
         ("b", 1.01 * AGREE, 0.02, False),
         ("b", 1.1, 0.2, False),  # it loses more than is allowed by now
         ("c", 1.1, 0.02, False),  # it was another one
     ):
-        other = made(name, token_s, kl)
-        other = replace(other, asked={"policy": name, "high_tier": "q4_k", ALLOWED_LOSS: 0.05})
+        other = made(name, token_ms, kl)
+        other = replace(other, settings={"policy": name, "high_tier": "q4_k", ALLOWED_LOSS: 0.05})
         before = {"policy": "b", "high_tier": "q4_k"}
         taken = other if stays else fast
-        assert choose([fast, other], 0.1, before) is taken, (name, token_s, kl)
+        assert choose([fast, other], 0.1, before) is taken, (name, token_ms, kl)
     assert choose([fast], 0.1, {"policy": "gone"}) is fast
 
 
@@ -280,12 +283,12 @@ def test_only_what_asks_for_less_gets_less(
     """A file with several tiers asks for nothing; what is lossless is so without a table."""
     config = ask(model, 0.6, **asked)
     found = frontier(config, model, None)
-    assert (found.taken.tiers, found.taken.kl) == (taken, kl)
+    assert ((*found.taken.tiers,), found.taken.kl) == (taken, kl)
     assert ("lossless" in found.why) == (kl == 0.0)
     fitted = frontier(config, model).taken
     assert (fitted.kl == 0.0) == (kl == 0.0)
     for each in found.candidates:
-        if each.asked.get("retention") == 1.0 and each.tiers[0] == "q8_0":
+        if each.settings.get("retention") == 1.0 and each.tiers[0] == "q8_0":
             assert each.kl == 0.0
 
 
