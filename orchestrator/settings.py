@@ -32,6 +32,7 @@ MORE = "More"
 
 # Ranges without a most.
 FROM_0, FROM_1 = (0, math.inf), (1, math.inf)
+_LEAST = {SIZE: FROM_1, RATE: FROM_0}
 
 _DECLARED = "moe-edge"
 
@@ -50,14 +51,15 @@ class Notation(NamedTuple):
 class Setting:
     """What one line declares. kinds: types of a value; optional: None is one too, and means that
     nothing was asked for. within: the least and the most, both allowed. unit: SIZE, bytes that an
-    option writes as 6GiB; RATE, the same or 0. notation: how an option writes what has no unit and
-    is no number or word. option: whether the command line has it. group: one of COMMON, in which
-    --help has it by the first sentence of its help, or MORE, which --help-all alone has; without
-    one it is among a command's own options, or below the policies that have it, in --help-all.
-    answer: it is of an answer, not of how the model runs. conversation: it is of a program that
-    holds conversations. repeated: its value is a tuple of texts, and its option may be given
-    several times. live: it may be changed between two tokens. recorded: it says how a policy
-    decides, so that a trace keeps it and a replay may change it."""
+    option writes as 6GiB, one at least unless within says more; RATE, the same or 0. notation: how
+    an option writes what has no unit and is no number or word. option: whether the command line has
+    it. group: one of COMMON, in which --help has it by the first sentence of its help, or MORE,
+    which --help-all alone has; without one it is among a command's own options, or below the
+    policies that have it, in --help-all. answer: it is of an answer, not of how the model runs, as
+    all of the group ANSWER. conversation: it is of a program that holds conversations. repeated:
+    its value is a tuple of texts, and its option may be given several times. live: it may be
+    changed between two tokens. recorded: it says how a policy decides, so that a trace keeps it and
+    a replay may change it."""
 
     name: str
     kinds: tuple[type, ...]
@@ -212,9 +214,11 @@ def _declaration(name: str, hint: Any, default: Any, metadata: Mapping[str, Any]
     kinds = tuple(typing.get_origin(kind) or kind for kind in kinds if kind is not type(None))
     if float in kinds:
         kinds = (float, int)
+    unit = said.get("unit", "")
+    said = {"within": _LEAST.get(unit), "answer": said.get("group") == ANSWER, **said}
     if not said.get("metavar"):
         usual = {int: "N", float: "X", Path: "FILE", tuple: "LIST"}.get(kinds[0], "NAME")
-        said["metavar"] = "SIZE" if said.get("unit") else usual
+        said["metavar"] = "SIZE" if unit else usual
     return Setting(name, kinds, optional, None if default is MISSING else default, **said)
 
 

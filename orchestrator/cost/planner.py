@@ -116,7 +116,8 @@ class Planner:
         why_not = ""
         if config.policy is None and config.given(ALLOWED_LOSS) is not None:
             found = self._frontier(config)
-            self.chosen, config, why_not = found.why, found.settled(config), found.why_not
+            self.chosen, why_not = found.why, found.why_not
+            config = config.compared(**{ALLOWED_LOSS: None, **found.taken.settings})
         with self._probe:
             runs = self._laid_out(config)
             learns = self.learns(config, runs.plan)

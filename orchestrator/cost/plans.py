@@ -129,10 +129,6 @@ class Frontier:
         what = f"{taken.label} ({taken.token_ms:.1f} ms a token{kl})"
         return cls(tuple(shown), taken, f"{what}: {reason}.")
 
-    def settled(self, config: Config) -> Config:
-        """The config with the plan that is taken in the place of the loss that is allowed."""
-        return config.compared(**{ALLOWED_LOSS: None, **self.taken.settings})
-
 
 def behind_text(token_ms: Mapping[str, float]) -> str:
     """A sentence about the speeds of a plan as its context fills, token_ms_behind of Candidate;

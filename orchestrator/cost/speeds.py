@@ -198,6 +198,7 @@ class Speeds(Closing):
     none of them was confirmed, each use at another moment times it again."""
 
     _timing_s = TIMING_S
+    _confirms = True  # what was measured at one moment is measured at another, in several rounds
 
     def __init__(
         self, bindings: Bindings, threads: int, pool_bytes: int = POOL_BYTES, measures: bool = True
@@ -226,16 +227,14 @@ class Speeds(Closing):
         if key not in self._used:
             known = self._kept.least(key)
             may_keep = self._pool_bytes >= POOL_BYTES
-            if known is None or (may_keep and self._is_due(key)):
+            confirms = may_keep and self._measures and self._confirms
+            if known is None or (confirms and self._kept.is_due(key)):
                 self._measured[key] = [self._timed(what)]
-                if what.rows == 1:
+                if what.rows == 1 and self._confirms:
                     self._once[key] = what
                 known = self._standing(key)
             self._used[key] = known
         return self._used[key]
-
-    def _is_due(self, key: str) -> bool:
-        return self._measures and self._kept.is_due(key)
 
     def again(self) -> bool:
         """Times in further rounds what was timed since the last call and is of one token of an
@@ -399,6 +398,7 @@ class RoughSpeeds(Speeds):
     them, by their bytes, of up to _ROUGH_ROWS rows, and is timed in one round."""
 
     _timing_s = 0.04
+    _confirms = False
 
     def __init__(self, bindings: Bindings, threads: int) -> None:
         super().__init__(bindings, threads)
@@ -408,15 +408,6 @@ class RoughSpeeds(Speeds):
         """As of Speeds."""
         stands, scale = _stands_for(what)
         return super().seconds(stands) * scale
-
-    def _is_due(self, key: str) -> bool:
-        """What is known is enough."""
-        return False
-
-    def again(self) -> bool:
-        """One round is enough."""
-        self._once = {}
-        return False
 
 
 def _stands_for(what: Product | Small | Attention) -> tuple[Product | Small | Attention, float]:

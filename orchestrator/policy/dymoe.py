@@ -45,17 +45,15 @@ def realised(counts: list[int], m: int) -> float:
     return sum(counts) / (m * len(counts))
 
 
-def solve(
-    retention: float, n_layers: int, m: int, schedule: str = COSINE
-) -> tuple[float, list[int]]:
-    """(lambda, t_l) such that the mean of t_l / M comes nearest to the user's retention.
+def solve(retention: float, n_layers: int, m: int, schedule: str = COSINE) -> list[int]:
+    """t_l of every layer, of the lambda for which their mean share of M is nearest to retention.
 
     M is the number of experts that t_l is taken of: those a token selects when decoding, those
     that a prompt uses in prefill. lambda lies in [0, 1], so shares below about one half cannot be
     reached but with the flat schedule: eq. 4 keeps the mean of r(l) at (1 + lambda) / 2.
     """
     if n_layers == 1:
-        return retention, critical_counts(retention, 1, m, schedule)
+        return critical_counts(retention, 1, m, schedule)
     # The counts change only just after a lambda at which some r(l) * M is an integer.
     steps = {0.0, 1.0}
     for c in falling(schedule, n_layers):
@@ -72,7 +70,7 @@ def solve(
     above = bisect_right(range(len(edges)), retention, key=mean)
     choices = [i for i in (above - 1, above) if 0 <= i < len(edges)]
     best = min(choices, key=lambda i: (abs(mean(i) - retention), -i))
-    return edges[best], critical_counts(edges[best], n_layers, m, schedule)
+    return critical_counts(edges[best], n_layers, m, schedule)
 
 
 def load_ahead(
@@ -231,8 +229,8 @@ class DyMoE(Policy):
             )
         k = shape.n_expert_used
         schedule = self.settings.schedule
-        self.lam, self.critical = solve(retention, shape.n_layers, k, schedule)
-        self._least_share = realised(solve(0.0, shape.n_layers, k, schedule)[1], k)
+        self.critical = solve(retention, shape.n_layers, k, schedule)
+        self._least_share = realised(solve(0.0, shape.n_layers, k, schedule), k)
         self._prefill_counts: dict[int, list[int]] = {}
         self.retention = retention
         self.realised = realised(self.critical, k)
@@ -244,7 +242,7 @@ class DyMoE(Policy):
         counts = self._prefill_counts.get(n_used)
         if counts is None:
             shape, schedule = self.shape, self.settings.schedule
-            _, counts = solve(self.retention, shape.n_layers, n_used, schedule)
+            counts = solve(self.retention, shape.n_layers, n_used, schedule)
             self._prefill_counts[n_used] = counts
         return counts[layer]
 

@@ -201,7 +201,7 @@ def test_a_loss_chooses_the_fastest_within_it(model: ExpertModel, allowed: float
     fastest = min(each.token_ms for each in within)
     assert found.taken.token_ms <= AS_FAST * fastest
     assert f"within {allowed:g} nats of q8_0" in found.why
-    runs = found.settled(config)
+    runs = config.compared(**{ALLOWED_LOSS: None, **found.taken.settings})
     assert runs.policy == found.taken.policy and runs.given(ALLOWED_LOSS) != allowed
     plan = plan_memory(runs, model, Machine(1 << 36))
     name = plan.policy.name if plan.policy else "plain"
