@@ -302,12 +302,12 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
             near.append((tuple(self._near), sum(counts)))
         else:
             near += [((tier,), n) for tier, n in zip(self._near, counts, strict=True)]
-        places = [Places(tiers, n, on_host=on_host) for tiers, n in near]
-        shape = self.shape
+        shape, layers = self.shape, self.shape.n_layers
+        places = [Places(tiers, [n] * layers, on_host=on_host) for tiers, n in near]
         if on_host:
             pairs = zip(shape.slots, shape.host_slots, strict=True)
             shape = replace(shape, slots=tuple((there[0], *here[1:]) for there, here in pairs))
-        return TierPools(shape, [Places((0,), n_hot, reserve=False), *places])
+        return TierPools(shape, [Places((0,), [n_hot] * layers, reserve=False), *places])
 
     @property
     def fresh(self) -> bool:

@@ -211,12 +211,7 @@ class Mixed(Learning, WeighsLosses):
         moves = bool(settings.update_steps if settings.update_ms is None else settings.update_ms)
         for tier in range(last + 1):
             n = (tiers == tier).sum(axis=1).tolist()
-            if (
-                not any(n)
-                and self.shape.shares_slots
-                and places
-                and places[-1].of(range(self.shape.n_layers))
-            ):
+            if not any(n) and self.shape.shares_slots and places and any(places[-1].n_experts):
                 before = places.pop()
                 held, reserve = (*before.tiers, tier), moves and tier == last
                 places.append(Places(held, before.n_experts, reserve, _EXPERTS_PER_MOVE))

@@ -11,25 +11,26 @@ from orchestrator.allocation.look_ahead import (
     FIRST_STEPS,
     LONGEST_STEPS,
     PERIOD_STEPS,
-    Monitor,
     PredictionScore,
+    Prefetching,
 )
+from orchestrator.events import Phase, StepReport
 
 TRIAL_STEPS = 4 * BLOCK_STEPS
 
 
-def run(monitor: Monitor, n: int, with_us: float, without_us: float) -> list[bool]:
+def run(monitor: Prefetching, n: int, with_us: float, without_us: float) -> list[bool]:
     """n steps of these costs; whether each of them prefetched."""
     ran = []
     for _ in range(n):
         ran.append(monitor.on)
-        monitor.step(with_us if monitor.on else without_us)
+        monitor.step_done(StepReport(Phase.DECODE, 1, with_us if monitor.on else without_us))
     return ran
 
 
 @pytest.mark.parametrize("with_us", [80.0, 99.0, 100.0, 101.0])
 def test_it_stays_while_nothing_else_is_clearly_better(with_us: float) -> None:
-    monitor = Monitor()
+    monitor = Prefetching("auto", 1)
     ran = run(monitor, FIRST_STEPS + TRIAL_STEPS + PERIOD_STEPS, with_us, 100.0)
     assert monitor.pays
     assert ran.count(False) == 2 * BLOCK_STEPS
@@ -37,7 +38,7 @@ def test_it_stays_while_nothing_else_is_clearly_better(with_us: float) -> None:
 
 
 def test_it_stops_where_it_costs_and_comes_back() -> None:
-    monitor = Monitor()
+    monitor = Prefetching("auto", 1)
     run(monitor, FIRST_STEPS + TRIAL_STEPS, 130.0, 100.0)
     assert not monitor.pays
     assert run(monitor, PERIOD_STEPS, 130.0, 100.0) == [False] * PERIOD_STEPS
@@ -46,7 +47,7 @@ def test_it_stops_where_it_costs_and_comes_back() -> None:
 
 
 def test_trials_grow_rare_while_they_confirm() -> None:
-    monitor = Monitor()
+    monitor = Prefetching("auto", 1)
     ran = run(monitor, 20 * LONGEST_STEPS, 70.0, 100.0)
     starts = [i for i in range(1, len(ran)) if ran[i - 1] and not ran[i]][::2]
     gaps = [b - a - TRIAL_STEPS for a, b in pairwise(starts)]
@@ -55,10 +56,14 @@ def test_trials_grow_rare_while_they_confirm() -> None:
 
 
 def test_a_few_slow_steps_decide_nothing() -> None:
-    monitor = Monitor()
+    monitor = Prefetching("auto", 1)
     run(monitor, FIRST_STEPS, 80.0, 100.0)
     for step in range(TRIAL_STEPS):
-        monitor.step(10_000.0 if step % 4 == 0 else 80.0 if monitor.on else 100.0)
+        monitor.step_done(
+            StepReport(
+                Phase.DECODE, 1, 10_000.0 if step % 4 == 0 else 80.0 if monitor.on else 100.0
+            )
+        )
     assert monitor.pays
 
 
