@@ -14,8 +14,9 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from orchestrator.errors import ConfigError, SettingError
 
@@ -166,19 +167,16 @@ def again(record: type[Settings], name: str, default: Any = MISSING, **changes: 
 class Settings:
     """A record of settings. One that exists is checked: making it raises SettingError."""
 
-    _known: ClassVar[dict[type, dict[str, Setting]]] = {}
-
     @classmethod
+    @cache
     def declared(cls) -> Mapping[str, Setting]:
         """The declarations by name, in the order of the fields."""
-        if cls not in Settings._known:
-            hints = typing.get_type_hints(cls)
-            Settings._known[cls] = {
-                each.name: _declaration(each.name, hints[each.name], each.default, each.metadata)
-                for each in fields(cls)
-                if _DECLARED in each.metadata
-            }
-        return Settings._known[cls]
+        hints = typing.get_type_hints(cls)
+        return {
+            each.name: _declaration(each.name, hints[each.name], each.default, each.metadata)
+            for each in fields(cls)
+            if _DECLARED in each.metadata
+        }
 
     def __post_init__(self) -> None:
         for name, declared in self.declared().items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from array import array
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from time import perf_counter_ns
 from typing import Any
@@ -107,7 +107,7 @@ class Store(Closing):
         self._step_trampoline: Any = None
         self._room: RoomCallback | None = None
         self._room_trampoline: Any = None
-        self._ring = array("q", bytes(8 * _RING))
+        self._ring = deque[int](maxlen=_RING)
         self._calls = 0
         self._taken = np.zeros((len(spec.layers), spec.n_expert), np.uint32)
         self._forgotten = Outputs.none(self._taken.shape)
@@ -216,7 +216,7 @@ class Store(Closing):
             self._error = error
             return 1
         finally:
-            self._ring[self._calls % _RING] = perf_counter_ns() - start_ns
+            self._ring.append(perf_counter_ns() - start_ns)
             self._calls += 1
 
     @interrupts.called_from_c
@@ -385,11 +385,8 @@ class Store(Closing):
     def callback_us(self, since: int = 0) -> float | None:
         """The median of the Python time of the route callbacks after number `since` (the latest
         4096 of them at most), in microseconds; None without any."""
-        n = min(self._calls - since, _RING)
-        if n <= 0:
-            return None
-        recent = [self._ring[i % _RING] for i in range(self._calls - n, self._calls)]
-        return percentile(recent, 50) / 1000.0
+        n = self._calls - since
+        return percentile([*self._ring][-n:], 50) / 1000.0 if n > 0 else None
 
     def warm(
         self,
@@ -456,10 +453,7 @@ class Store(Closing):
 
 def _items(wanted: Sequence[tuple[int, int, int]]) -> ctypes.Array[CPrefetch]:
     """(layer, expert, tier) triples for C; one item where there are none."""
-    items = (CPrefetch * max(1, len(wanted)))()
-    for item, (layer, expert, tier) in zip(items, wanted, strict=False):
-        item.layer, item.expert, item.tier = layer, expert, tier
-    return items
+    return (CPrefetch * max(1, len(wanted)))(*(CPrefetch(*each) for each in wanted))
 
 
 def _names(pointer: Any, n: int) -> tuple[int, ...]:
