@@ -107,7 +107,7 @@ class Prompts:
     for in tier 0; the others are asked for in tier low. heavy_share: of a prompt's tokens, those
     whose experts come first, where their importance is known. passes: whether the others pass; else
     they may take all slots. gated: what an answer's tokens need in tier 0; None for all of it.
-    room: of each layer, its slots in tier 0 and in tier low; after plan.
+    room: of each layer, its slots in each tier; after plan.
     """
 
     rules: Rules
@@ -116,7 +116,7 @@ class Prompts:
     heavy_share: float = 1.0
     passes: bool = True
     gated: Gated | None = None
-    room: Sequence[tuple[int, int]] = ()
+    room: Sequence[Sequence[int]] = ()
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer, ahead: bool) -> None:
         """The tiers of one layer's experts and, if ahead, what to prefetch for the next one."""

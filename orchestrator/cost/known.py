@@ -22,7 +22,6 @@ from orchestrator.settings import flag_of
 if TYPE_CHECKING:
     from orchestrator.cost.disk import Bandwidth
     from orchestrator.cost.speeds import RoughSpeeds
-    from orchestrator.native.llama import Bindings
 
 # Tokens a second with which a model runs well: about as fast as a person reads.
 WELL = 5.0
@@ -163,11 +162,10 @@ def _find(
     begins("Measuring the processor", None)
     rows: list[Row] = []
     models = known_models()
-    bindings = Bindings.load()
-    with RoughSpeeds(bindings, threads) as speeds:
+    with RoughSpeeds(Bindings.load(), threads) as speeds:
         for number, each in enumerate(models):
             for precision in each.precisions:
-                row = _row(bindings, config, machine, each, precision, disk, speeds)
+                row = _row(config, machine, each, precision, disk, speeds)
                 rows.append(row)
             begins("Planning known models", (number + 1) / len(models))
         note = DISTURBED if speeds.disturbed else ""
@@ -176,7 +174,6 @@ def _find(
 
 
 def _row(
-    bindings: Bindings,
     config: Config,
     machine: Machine,
     known: KnownModel,
@@ -201,7 +198,7 @@ def _row(
             plan = plan_memory(config, model, machine)
         except BudgetError as error:
             return Row(**facts, runs=NOT, ram_bytes=error.needed_bytes)
-        times = TimeModel(bindings, config, model, disk, alike(model), speeds=speeds)
+        times = TimeModel(model, disk, speeds, alike(model))
         short, other = times.of_plan(plan, config), times.of_plan(plan, config, uses=skewed(model))
         long = None
         if plan.n_ctx >= LONG:

@@ -3,8 +3,8 @@ loaded model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
+from gguf_tools.process import default_threads
 from orchestrator.cache.profile import HotnessKeeper, UsageKeeper
 from orchestrator.config import Config
 from orchestrator.cost.disk import Bandwidth, kept_bandwidth, slow_disk
@@ -23,7 +24,9 @@ from orchestrator.cost.plans import (
     TakenPlans,
     settings_of_plans,
 )
-from orchestrator.cost.time import PROMPT_TOKENS, TimeModel, known_uses, skewed
+from orchestrator.cost.products import POOL_BYTES
+from orchestrator.cost.speeds import Speeds
+from orchestrator.cost.time import PROMPT_TOKENS, TimeModel, known_uses, skewed, spare_bytes
 from orchestrator.errors import BudgetError, ConfigError, MoeEdgeError, PolicyError
 from orchestrator.events import SKIP_TIER
 from orchestrator.memory.choice import check_unused, without_effect
@@ -141,9 +144,7 @@ class Planner:
             return None
         with suppress(MoeEdgeError, OSError), self._probe:
             left = {tier.name: usual * (tier.name == best) for tier in self._model.tiers}
-            disk = self._disk or kept_bandwidth(self._model, self._config, measures=False)
-            of = self.bindings, self._config, self._model, disk
-            with TimeModel(*of, measures=False) as times:
+            with self.times(measures=False) as times:
                 taken = self.candidate(times, runs).token_ms
                 found = [
                     taken / self.candidate(times, self._laid_out(config.compared(**each))).token_ms
@@ -203,7 +204,7 @@ class Planner:
             with self.times() as times:
                 only = self.candidate(times, runs)
                 why = f"{only.label}: what --policy asks for."
-                return Frontier((only,), only, why, disturbed=times.disturbed)
+                return Frontier((only,), only, why, disturbed=times.speeds.disturbed)
         check_unused(config.with_changes(losses=None))
         return self._frontier(config)
 
@@ -224,7 +225,7 @@ class Planner:
                         found.append(self.candidate(times, runs, asked))
             usual = self.candidate(times, self._laid_out(plain))
             shown = Frontier.of(found, usual, names[0], allowed, taken.recall())
-            disturbed = times.disturbed
+            disturbed = times.speeds.disturbed
         if allowed is not None and not why_not:
             taken.keep(shown.taken.settings)
         return replace(shown, why_not=why_not, disturbed=disturbed)
@@ -274,15 +275,19 @@ class Planner:
             token_ms_skewed=other,
         )
 
-    def times(self) -> TimeModel:
-        """What plans take here; close it. Raises ConfigError beside a GPU, OSError for a disk that
-        cannot be measured."""
+    @contextmanager
+    def times(self, measures: bool = True) -> Iterator[TimeModel]:
+        """What plans take here. Raises ConfigError beside a GPU, OSError for a disk that cannot be
+        measured; without measuring also for one that was not, and NativeError later."""
         if self.gpu:
             raise ConfigError(
                 "plans are predicted for the CPU alone: give --device cpu, or name a --policy"
             )
-        disk = self._disk or kept_bandwidth(self._model, self._config)
-        return TimeModel(self.bindings, self._config, self._model, disk)
+        config, model = self._config, self._model
+        disk = self._disk or kept_bandwidth(model, config, measures)
+        threads, pool = config.threads or default_threads(), spare_bytes(config, model)
+        with Speeds(self.bindings, threads, min(POOL_BYTES, pool), measures) as speeds:
+            yield TimeModel(model, disk, speeds, *known_uses(config, model))
 
     def teach(self, policy: Policy, tier_names: Sequence[str]) -> None:
         """What earlier runs learned of the model in these tiers, as far as the policy wants it."""

@@ -278,9 +278,8 @@ class DyMoE(Policy):
                 full = shape.n_expert if value > 0 else floor
                 second.append(Share(each.unit_bytes, floor, full, value))
         counts = divide(second, budget_bytes)
-        of_layers = [counts[at : at + n] for at in range(0, len(counts), n)]
-        self._prompts.room = [(high, low[0] if low else 0) for high, *low in of_layers]
-        return layer_groups(shape, of_layers)
+        self._prompts.room = [counts[at : at + n] for at in range(0, len(counts), n)]
+        return layer_groups(shape, self._prompts.room)
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         if event.phase == _DECODE or event.n_tokens == 1:

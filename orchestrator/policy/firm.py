@@ -550,8 +550,8 @@ class FIRM(Policy, Tunes):
         """One group per (layer, kind), as many slots in each layer. Raises BudgetError."""
         counts = even_slots(self.shape, budget_bytes)
         self._slots = sum(counts)
-        self._prompts.room = [(n, 0) for n in counts]
-        return layer_groups(self.shape, [[n] for n in counts])
+        self._prompts.room = [[n] for n in counts]
+        return layer_groups(self.shape, self._prompts.room)
 
     @property
     def tuned(self) -> Mapping[str, Any] | None:

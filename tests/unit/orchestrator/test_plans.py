@@ -17,8 +17,6 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.cli.pictures import draw_plans
 from orchestrator.cli.plan import render
 from orchestrator.config import Config
-from orchestrator.cost import planner
-from orchestrator.cost.disk import Bandwidth
 from orchestrator.cost.losses import Foreseen, foreseen
 from orchestrator.cost.planner import Planner, Runs
 from orchestrator.cost.plans import (
@@ -93,13 +91,15 @@ class Played(Planner):
             unknown=lambda names: "",
         )
         self._times = SimpleNamespace(
-            of_plan=lambda plan, *_: Takes(plan), disturbed=disturbed, profiled=True
+            of_plan=lambda plan, *_: Takes(plan),
+            speeds=SimpleNamespace(disturbed=disturbed),
+            profiled=True,
         )
 
     def _plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
         return plan_memory(config, self._model, self.machine)
 
-    def times(self, fresh: bool = False) -> Any:
+    def times(self, measures: bool = True) -> Any:
         return nullcontext(self._times)
 
 
@@ -328,18 +328,17 @@ def test_a_lossless_conversation_hears_what_a_loss_would_bring(
 ) -> None:
     """Where that is known without measuring: the loss by a table or learned, and the speeds."""
 
-    def disk(*_: object, measures: bool) -> Bandwidth:
+    times = SimpleNamespace(of_plan=lambda plan, *_: Skipping(plan), profiled=True)
+
+    def taken(measures: bool) -> Any:
         assert not measures
         if not measured:
             raise OSError
-        return Bandwidth(1e9)
+        return nullcontext(times)
 
     played = Played(model, Nats())
-    played.bindings = played._disk = None  # type: ignore[assignment]
+    played.times = taken  # type: ignore[method-assign]
     played.losses.spent = lambda _: Nats() if fitted else None
-    times = SimpleNamespace(of_plan=lambda plan, *_: Skipping(plan), profiled=True)
-    monkeypatch.setattr(planner, "kept_bandwidth", disk)
-    monkeypatch.setattr(planner, "TimeModel", lambda *_, measures: nullcontext(times))
     played.compared(ask(model, 0.5, **{"conversations": True, **settings}))
     assert played.brings is None if says is None else says in str(played.brings)
 

@@ -15,9 +15,11 @@ import pytest
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import GGMLType
 from orchestrator.config import Config
+from orchestrator.cost import planner
 from orchestrator.cost import products as products_module
 from orchestrator.cost import speeds as speeds_module
 from orchestrator.cost.disk import Bandwidth
+from orchestrator.cost.planner import Planner
 from orchestrator.cost.products import Attention, Product, Small, Timer
 from orchestrator.cost.speeds import (
     APART_S,
@@ -30,7 +32,7 @@ from orchestrator.cost.speeds import (
     Timing,
     Timings,
 )
-from orchestrator.cost.time import TimeModel, spare_bytes
+from orchestrator.cost.time import spare_bytes
 from orchestrator.native.llama import Bindings
 
 DAY = 86400.0
@@ -268,8 +270,9 @@ def test_a_cap_holds_for_measuring_too(
     with ExpertModel.open(model) as opened:
         config = Config.build(model=model, ctx=256, threads=1, ram=120 << 20)
         assert 8 << 20 <= spare_bytes(config, opened) < 48 << 20
-        with TimeModel(bindings, config, opened, Bandwidth(1e9)) as predictor:
-            predictor._speeds.seconds(WHAT)
+        monkeypatch.setattr(planner, "kept_bandwidth", lambda *_: Bandwidth(1e9))
+        with Planner(config, opened).times() as predictor:
+            predictor.speeds.seconds(WHAT)
     assert taken and max(taken) < 48 << 20
     monkeypatch.setattr(speeds_module, "Timer", None)
     with Speeds(bindings, 1) as speeds, pytest.raises(TypeError):

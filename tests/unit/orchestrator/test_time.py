@@ -14,13 +14,14 @@ from orchestrator.allocation.slots import ModelShape, SlotGroup, SlotPlan
 from orchestrator.config import Config
 from orchestrator.cost.disk import Bandwidth
 from orchestrator.cost.losses import Skips
-from orchestrator.cost.speeds import ROWS, Costs
+from orchestrator.cost.speeds import ROWS, Costs, Speeds
 from orchestrator.cost.time import (
     PlanTime,
     Residency,
     TimeModel,
     cached,
     chances,
+    known_uses,
     recently_used,
     resident,
     scanned,
@@ -241,7 +242,9 @@ def test_plans_of_a_model(bindings: Bindings, model: Path) -> None:
     with ExpertModel.open(model) as opened:
         config = Config.build(model=model, ctx=256, threads=1, force_managed=True)
         machine = Machine(8 << 30)
-        with TimeModel(bindings, config, opened, Bandwidth(1e8)) as predictor:
+        with Speeds(bindings, 1) as speeds:
+            uses = known_uses(config, opened)
+            predictor = TimeModel(opened, Bandwidth(1e8), speeds, *uses)
             assert not predictor.profiled
 
             def predicted(uses: np.ndarray | None = None, **settings: object) -> PlanTime:
