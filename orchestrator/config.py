@@ -392,6 +392,13 @@ class Config(Settings):
         """A setting's value, or None where nothing was asked for."""
         return getattr(self, name) if name in self.declared() else self.of_policies.get(name)
 
+    def of_run(self) -> dict[str, Any]:
+        """The settings by which what runs may differ: those of an answer and the model are none."""
+        apart = ("model", "prompt_cache_limit")
+        kept = [name for name, each in self.declared().items() if not each.answer]
+        own = {name: getattr(self, name) for name in kept if name not in apart}
+        return own | dict(self.of_policies)
+
     @property
     def sampling(self) -> Sampling:
         """How an answer's tokens are chosen where nothing else is asked for."""

@@ -128,13 +128,8 @@ def _key(config: Config) -> str:
     """Of all that the table depends on, but for free memory."""
     from importlib.metadata import version
 
-    asked = {
-        name: getattr(config, name)
-        for name, each in Config.declared().items()
-        if not each.answer and name != "model"
-    }
     machine = processor_name(), default_threads()
-    return digest(version("moe-edge"), DATA.read_text(), *machine, asked)
+    return digest(version("moe-edge"), DATA.read_text(), *machine, config.of_run())
 
 
 def _read(found: Mapping[str, Any], ram: int) -> Known | None:

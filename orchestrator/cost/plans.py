@@ -219,14 +219,7 @@ class TakenPlans:
     written there is done without."""
 
     def __init__(self, config: Config, model: ExpertModel) -> None:
-        """All settings count by which a plan may differ, and so all but those of an answer."""
-        counting = [
-            name
-            for name, each in Config.declared().items()
-            if not each.answer and name not in ("model", "prompt_cache_limit")
-        ]
-        asked = {name: getattr(config, name) for name in counting} | dict(config.of_policies)
-        self._key = digest(processor_name(), asked)
+        self._key = digest(processor_name(), config.of_run())
         self._path = cached_path(model, "plans")
 
     def recall(self) -> Mapping[str, Any] | None:
