@@ -94,23 +94,11 @@ def agreed(
 def every_set(
     way: str, votes: Sequence[Sequence[int]], depth: int, scores: Sequence[float] = ()
 ) -> list[list[int]]:
-    """agreed() for every (K, P) at once, as bits: [P - 1][K - 1], P up to depth. Where fewer
-    layers voted, the last row stands for the rest."""
-    k = len(votes[0])
-    if way == MARGIN:
-        return [[mask_of(agreed(way, votes, n, 1, scores)) for n in range(1, k + 1)]] * depth
-    rows: list[list[int]] = []
-    for vote in votes[:depth]:
-        row, mask = [], 0
-        for expert in vote:
-            mask |= 1 << expert
-            row.append(mask)
-        if rows:
-            row = [mine & theirs for mine, theirs in zip(row, rows[-1], strict=True)]
-        rows.append(row)
-        if way == RANK:
-            break
-    return rows + [rows[-1]] * (depth - len(rows))
+    """agreed() for every (K, P), as bits: [P - 1][K - 1], P up to depth."""
+    numbers = range(1, len(votes[0]) + 1)
+    return [
+        [mask_of(agreed(way, votes, k, p, scores)) for k in numbers] for p in range(1, depth + 1)
+    ]
 
 
 def group_of(n_layers: int) -> list[int]:

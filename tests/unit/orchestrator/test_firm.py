@@ -13,13 +13,11 @@ from orchestrator.errors import BudgetError, ConfigError, PolicyError, SettingEr
 from orchestrator.events import ABSENT, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.policy.dymoe import DyMoE
 from orchestrator.policy.firm import (
-    AGREE_WAYS,
     FIRM,
     Climb,
     Tuner,
     Weights,
     agreed,
-    depth_of,
     every_set,
     group_of,
     mask_of,
@@ -353,19 +351,6 @@ SCORES = [0.4, 0.2, 0.1, 0.05]
 def test_what_is_agreed(way: str, candidates: int, n: int, expected: list[int]) -> None:
     assert agreed(way, BALLOTS, candidates, n, SCORES) == expected
     assert agreed(way, [], candidates, n) == []
-
-
-@pytest.mark.parametrize("way", AGREE_WAYS)
-def test_every_set_at_once(way: str) -> None:
-    depth = depth_of(way, 3)
-    assert depth == (3 if way == "mol" else 1)
-    for votes in (BALLOTS, BALLOTS[:1]):  # as in the second layer, where one has voted
-        sets = every_set(way, votes, depth, SCORES)
-        assert [[bin(each).count("1") for each in row] for row in sets] == [
-            [len(agreed(way, votes, k, p, SCORES)) for k in range(1, 5)]
-            for p in range(1, depth + 1)
-        ]
-        assert sets[-1][2] == mask_of(agreed(way, votes, 3, depth, SCORES))
 
 
 HALF = Weights(0.5, 0.5, 1)
