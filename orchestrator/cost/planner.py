@@ -24,7 +24,6 @@ from orchestrator.cost.plans import (
     TakenPlans,
     settings_of_plans,
 )
-from orchestrator.cost.products import POOL_BYTES
 from orchestrator.cost.speeds import Speeds
 from orchestrator.cost.time import PROMPT_TOKENS, TimeModel, known_uses, skewed, spare_bytes
 from orchestrator.errors import BudgetError, ConfigError, MoeEdgeError, PolicyError
@@ -286,7 +285,7 @@ class Planner:
         config, model = self._config, self._model
         disk = self._disk or kept_bandwidth(model, config, measures)
         threads, pool = config.threads or default_threads(), spare_bytes(config, model)
-        with Speeds(self.bindings, threads, min(POOL_BYTES, pool), measures) as speeds:
+        with Speeds(self.bindings, threads, pool, measures) as speeds:
             yield TimeModel(model, disk, speeds, *known_uses(config, model))
 
     def teach(self, policy: Policy, tier_names: Sequence[str]) -> None:

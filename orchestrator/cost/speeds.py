@@ -205,11 +205,12 @@ class Speeds(Closing):
         measures: bool = True,
         rough: bool = False,
     ) -> None:
-        """pool_bytes: weights that a timing may take; with fewer than usual its figures are rough,
-        and are not kept. measures: else there is NativeError for what was not measured before.
-        rough: of models that are not here. One product of each type and layout stands for all of
-        them, by their bytes, of up to _ROUGH_ROWS rows, and is timed once."""
-        self._bindings, self._threads, self._pool_bytes = bindings, threads, pool_bytes
+        """pool_bytes: weights that a timing may take, POOL_BYTES at most; with fewer its figures
+        are not kept. measures: else there is NativeError for what was not measured before. rough:
+        of models that are not here. One product of each type and layout stands for all of them, by
+        their bytes, of up to _ROUGH_ROWS rows, and is timed once."""
+        self._bindings, self._threads = bindings, threads
+        self._pool_bytes = min(POOL_BYTES, pool_bytes)
         self._measures, self._rough = measures, rough
         self._kept = Timings.load(self._path, _FORMAT, time())
         self._used: dict[str, float] = {}
