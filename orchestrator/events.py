@@ -87,7 +87,6 @@ class RouteEvent:
         """ids int32 [max_tokens, k], weights float32 alike, tokens int32 [max_tokens],
         ahead_ids int32 and ahead float32 [P, max_tokens, k], importance float32, phases uint8 and
         sequences int32 [max_tokens]."""
-        self.max_tokens = len(ids)
         self._ids = _frozen(ids)
         self._weights = _frozen(weights)
         self._tokens = _frozen(tokens)
@@ -154,13 +153,12 @@ class RouteEvent:
 class StoreView:
     """What is in memory now: resident[layer][expert] is the best tier of which every matrix
     is resident, or ABSENT; resident_array uint8 [n_layers, n_expert] is the same memory.
-    missing[layer][expert] has the bits 1 << kind of its matrices that are there in no tier;
-    missing_array alike."""
+    missing[layer][expert] has the bits 1 << kind of its matrices that are there in no tier."""
 
     def __init__(self, resident: np.ndarray, missing: np.ndarray) -> None:
         """Both uint8 [n_layers, n_expert]."""
         self.resident, self.missing = _rows(resident, "B"), _rows(missing, "B")
-        self.resident_array, self.missing_array = _frozen(resident), _frozen(missing)
+        self.resident_array = _frozen(resident)
 
 
 class DecisionBuffer:
