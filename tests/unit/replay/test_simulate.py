@@ -82,7 +82,7 @@ def test_a_policy_sees_which_matrices_are_missing(library: Library) -> None:
         decide(event, view, out)
         missing = np.array([row.tolist() for row in view.missing])
         assert ((view.resident_array == ABSENT) == (missing > 0)).all()
-        seen.update(view.missing_array.ravel().tolist())
+        seen.update(missing.ravel().tolist())
 
     policy.decide = look  # type: ignore[method-assign]
     simulate(library, trace, made, Transport(BYTES_PER_S, 1, 1), Compute(12.0, 12.0))
