@@ -17,7 +17,6 @@ from orchestrator.policy import POLICIES, Policy, known_policies, policy_setting
 from orchestrator.settings import (
     ANSWER,
     FROM_0,
-    FROM_1,
     MEMORY,
     MODEL,
     MORE,
@@ -57,7 +56,6 @@ class Sampling(Settings):
         "Temperature; 0 takes the likeliest.",
         metavar="T",
         within=(0.0, 100.0),
-        answer=True,
         group=ANSWER,
     )
     top_k: int = setting(
@@ -72,7 +70,6 @@ class Sampling(Settings):
         "Nucleus sampling.",
         metavar="P",
         within=(0.0, 1.0),
-        answer=True,
         group=ANSWER,
     )
     min_p: float = setting(
@@ -87,14 +84,12 @@ class Sampling(Settings):
         None,
         "Makes the sampling repeatable.",
         within=(0, 2**32 - 1),
-        answer=True,
         group=ANSWER,
     )
     stop: tuple[str, ...] = setting(
         (),
         "A text that ends the answer. The answer leaves it out, and several may be given.",
         metavar="TEXT",
-        answer=True,
         repeated=True,
         group=ANSWER,
     )
@@ -130,7 +125,6 @@ class Config(Settings):
     ram: int | None = setting(
         None,
         "Cap on everything the model takes, as 6GiB (6G means the same) or 500MB.",
-        within=FROM_1,
         unit=SIZE,
         shown="free memory",
         group=MEMORY,
@@ -138,7 +132,6 @@ class Config(Settings):
     vram: int | None = setting(
         None,
         "The same of a GPU's memory.",
-        within=FROM_1,
         unit=SIZE,
         shown="what is free",
         group=MEMORY,
@@ -161,7 +154,6 @@ class Config(Settings):
     expert_ram: int | None = setting(
         None,
         "Cap on the expert slots alone, for experiments.",
-        within=FROM_1,
         unit=SIZE,
         group=MORE,
     )
@@ -232,7 +224,6 @@ class Config(Settings):
         "Longest answer in tokens.",
         within=(1, 2**24),
         shown="what has room",
-        answer=True,
         group=ANSWER,
     )
     temp: float = again(Sampling, "temp")
@@ -244,7 +235,6 @@ class Config(Settings):
     cache_ram: int | None = setting(
         None,
         "Memory for prompts that were read before, within --ram; 0 for none.",
-        within=FROM_0,
         unit=RATE,
         metavar="SIZE",
         shown="by memory",
@@ -261,7 +251,6 @@ class Config(Settings):
     prompt_cache_limit: int = setting(
         8 * 2**30,
         "What that folder may take; the least recently used prompts go.",
-        within=FROM_1,
         unit=SIZE,
         shown="8GiB",
         conversation=True,
@@ -271,7 +260,6 @@ class Config(Settings):
         None,
         "System prompt.",
         metavar="TEXT",
-        answer=True,
         group=ANSWER,
     )
     importance: str = setting(
@@ -403,6 +391,13 @@ class Config(Settings):
     def given(self, name: str) -> Any:
         """A setting's value, or None where nothing was asked for."""
         return getattr(self, name) if name in self.declared() else self.of_policies.get(name)
+
+    def of_run(self) -> dict[str, Any]:
+        """The settings by which what runs may differ: those of an answer and the model are none."""
+        apart = ("model", "prompt_cache_limit")
+        kept = [name for name, each in self.declared().items() if not each.answer]
+        own = {name: getattr(self, name) for name in kept if name not in apart}
+        return own | dict(self.of_policies)
 
     @property
     def sampling(self) -> Sampling:

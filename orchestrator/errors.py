@@ -4,19 +4,8 @@ The command line turns a MoeEdgeError into one sentence; anything else is a bug 
 keeps its traceback.
 """
 
-from gguf_tools.errors import GGUFError, MoeEdgeError
-
-__all__ = [
-    "BudgetError",
-    "ConfigError",
-    "GGUFError",
-    "MoeEdgeError",
-    "NativeError",
-    "PolicyError",
-    "ProfileError",
-    "SettingError",
-    "TraceError",
-]
+from gguf_tools.errors import GGUFError as GGUFError
+from gguf_tools.errors import MoeEdgeError as MoeEdgeError
 
 
 class ConfigError(MoeEdgeError):

@@ -73,30 +73,6 @@ class RouteEvent:
         float32 [T], the attention that each token receives (eq. 1), where has_importance
     """
 
-    __slots__ = (
-        "_ahead",
-        "_ahead_ids",
-        "_first",
-        "_ids",
-        "_importance",
-        "_phases",
-        "_sequences",
-        "_tokens",
-        "_weights",
-        "ahead_ids",
-        "ahead_scores",
-        "has_importance",
-        "ids",
-        "k",
-        "layer",
-        "max_tokens",
-        "n_ahead",
-        "n_tokens",
-        "phase",
-        "step",
-        "weights",
-    )
-
     def __init__(
         self,
         ids: np.ndarray,
@@ -111,7 +87,6 @@ class RouteEvent:
         """ids int32 [max_tokens, k], weights float32 alike, tokens int32 [max_tokens],
         ahead_ids int32 and ahead float32 [P, max_tokens, k], importance float32, phases uint8 and
         sequences int32 [max_tokens]."""
-        self.max_tokens = len(ids)
         self._ids = _frozen(ids)
         self._weights = _frozen(weights)
         self._tokens = _frozen(tokens)
@@ -178,15 +153,12 @@ class RouteEvent:
 class StoreView:
     """What is in memory now: resident[layer][expert] is the best tier of which every matrix
     is resident, or ABSENT; resident_array uint8 [n_layers, n_expert] is the same memory.
-    missing[layer][expert] has the bits 1 << kind of its matrices that are there in no tier;
-    missing_array alike."""
-
-    __slots__ = ("missing", "missing_array", "resident", "resident_array")
+    missing[layer][expert] has the bits 1 << kind of its matrices that are there in no tier."""
 
     def __init__(self, resident: np.ndarray, missing: np.ndarray) -> None:
         """Both uint8 [n_layers, n_expert]."""
         self.resident, self.missing = _rows(resident, "B"), _rows(missing, "B")
-        self.resident_array, self.missing_array = _frozen(resident), _frozen(missing)
+        self.resident_array = _frozen(resident)
 
 
 class DecisionBuffer:
@@ -198,15 +170,6 @@ class DecisionBuffer:
     the remaining weights of a token keep their sum when experts of it are skipped.
     """
 
-    __slots__ = (
-        "_prefetch",
-        "n_prefetch",
-        "passing_array",
-        "renormalize",
-        "tier",
-        "tier_array",
-    )
-
     def __init__(self, tier: np.ndarray, passing: np.ndarray, prefetch: np.ndarray) -> None:
         """tier and passing uint8 [n_expert], prefetch int64 [capacity], all writable."""
         self.tier = tier.data
@@ -216,21 +179,19 @@ class DecisionBuffer:
         self.n_prefetch = 0
         self.renormalize = False
 
-    def prefetch(
-        self, layer: int, expert: int, tier: int, kinds: int = ALL_KINDS, passing: int = 0
-    ) -> None:
-        """Asks for an expert before it is needed, most urgent first. kinds is a bit mask
-        of matrix kinds. What is over the buffer's capacity is dropped: a prefetch is
-        never owed."""
+    def prefetch(self, layer: int, expert: int, tier: int, passing: int = 0) -> None:
+        """Asks for an expert before it is needed, most urgent first. What is over the buffer's
+        capacity is dropped: a prefetch is never owed."""
         n = self.n_prefetch
         if n < len(self._prefetch):
-            self._prefetch[n] = layer | expert << 16 | tier << 32 | kinds << 40 | passing << 48
+            self._prefetch[n] = layer | expert << 16 | tier << 32 | passing << 48
             self.n_prefetch = n + 1
 
     def prefetch_all(
         self, layer: int, experts: Sequence[int], tier: int, kinds: int = ALL_KINDS
     ) -> None:
-        """prefetch() of each of them, in one call: a decode step's time."""
+        """prefetch() of each of them, in one call: a decode step's time. kinds is a bit mask of
+        matrix kinds."""
         prefetch, n = self._prefetch, self.n_prefetch
         rest = layer | tier << 32 | kinds << 40
         for expert in experts[: len(prefetch) - n]:

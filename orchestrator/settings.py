@@ -14,29 +14,14 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from orchestrator.errors import ConfigError, SettingError
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "k": 2**10,
-    "m": 2**20,
-    "g": 2**30,
-    "t": 2**40,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
 _TOO_LARGE = 1 << 60
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?b)?|b)?\s*", re.IGNORECASE | re.ASCII)
 
 # Units of a value, as an option writes it.
 SIZE, RATE = "size", "rate"
@@ -48,6 +33,7 @@ MORE = "More"
 
 # Ranges without a most.
 FROM_0, FROM_1 = (0, math.inf), (1, math.inf)
+_LEAST = {SIZE: FROM_1, RATE: FROM_0}
 
 _DECLARED = "moe-edge"
 
@@ -66,14 +52,15 @@ class Notation(NamedTuple):
 class Setting:
     """What one line declares. kinds: types of a value; optional: None is one too, and means that
     nothing was asked for. within: the least and the most, both allowed. unit: SIZE, bytes that an
-    option writes as 6GiB; RATE, the same or 0. notation: how an option writes what has no unit and
-    is no number or word. option: whether the command line has it. group: one of COMMON, in which
-    --help has it by the first sentence of its help, or MORE, which --help-all alone has; without
-    one it is among a command's own options, or below the policies that have it, in --help-all.
-    answer: it is of an answer, not of how the model runs. conversation: it is of a program that
-    holds conversations. repeated: its value is a tuple of texts, and its option may be given
-    several times. live: it may be changed between two tokens. recorded: it says how a policy
-    decides, so that a trace keeps it and a replay may change it."""
+    option writes as 6GiB, one at least unless within says more; RATE, the same or 0. notation: how
+    an option writes what has no unit and is no number or word. option: whether the command line has
+    it. group: one of COMMON, in which --help has it by the first sentence of its help, or MORE,
+    which --help-all alone has; without one it is among a command's own options, or below the
+    policies that have it, in --help-all. answer: it is of an answer, not of how the model runs, as
+    all of the group ANSWER. conversation: it is of a program that holds conversations. repeated:
+    its value is a tuple of texts, and its option may be given several times. live: it may be
+    changed between two tokens. recorded: it says how a policy decides, so that a trace keeps it and
+    a replay may change it."""
 
     name: str
     kinds: tuple[type, ...]
@@ -126,14 +113,19 @@ class Setting:
         if self.repeated and not all(isinstance(each, str) and each for each in value):
             raise SettingError(self.name, f"must be texts that are not empty, not {value!r}")
         if self.choices and value not in self.choices:
-            raise SettingError(self.name, f"must be {_listed(self.choices)}, not '{value}'")
+            words = f"{', '.join(self.choices[:-1])} or {self.choices[-1]}"
+            raise SettingError(self.name, f"must be {words}, not '{value}'")
 
     def parse(self, text: str) -> Any:
         """The value that a user writes as this text. Raises SettingError, ConfigError."""
         if self.notation is not None:
             return self.notation.read(text)
         if self.repeated:
-            texts = _words(self.name, text)
+            try:  # as a shell separates them; - for none
+                texts = () if text.strip() == "-" else tuple(shlex.split(text))
+            except ValueError:
+                complaint = f"has a quotation mark without its other one: {text}"
+                raise SettingError(self.name, complaint) from None
             self.check(texts)
             return texts
         if self.unit is not None:
@@ -175,19 +167,16 @@ def again(record: type[Settings], name: str, default: Any = MISSING, **changes: 
 class Settings:
     """A record of settings. One that exists is checked: making it raises SettingError."""
 
-    _known: ClassVar[dict[type, dict[str, Setting]]] = {}
-
     @classmethod
+    @cache
     def declared(cls) -> Mapping[str, Setting]:
         """The declarations by name, in the order of the fields."""
-        if cls not in Settings._known:
-            hints = typing.get_type_hints(cls)
-            Settings._known[cls] = {
-                each.name: _declaration(each.name, hints[each.name], each.default, each.metadata)
-                for each in fields(cls)
-                if _DECLARED in each.metadata
-            }
-        return Settings._known[cls]
+        hints = typing.get_type_hints(cls)
+        return {
+            each.name: _declaration(each.name, hints[each.name], each.default, each.metadata)
+            for each in fields(cls)
+            if _DECLARED in each.metadata
+        }
 
     def __post_init__(self) -> None:
         for name, declared in self.declared().items():
@@ -223,32 +212,17 @@ def _declaration(name: str, hint: Any, default: Any, metadata: Mapping[str, Any]
     kinds = tuple(typing.get_origin(kind) or kind for kind in kinds if kind is not type(None))
     if float in kinds:
         kinds = (float, int)
+    unit = said.get("unit", "")
+    said = {"within": _LEAST.get(unit), "answer": said.get("group") == ANSWER, **said}
     if not said.get("metavar"):
-        said["metavar"] = _metavar(kinds[0], said.get("unit"))
+        usual = {int: "N", float: "X", Path: "FILE", tuple: "LIST"}.get(kinds[0], "NAME")
+        said["metavar"] = "SIZE" if unit else usual
     return Setting(name, kinds, optional, None if default is MISSING else default, **said)
-
-
-def _metavar(kind: type, unit: str | None) -> str:
-    if unit is not None:
-        return "SIZE"
-    return {int: "N", float: "X", Path: "FILE", tuple: "LIST"}.get(kind, "NAME")
-
-
-def _words(name: str, text: str) -> tuple[str, ...]:
-    """Texts as a shell separates them; - for none. Raises SettingError."""
-    try:
-        return () if text.strip() == "-" else tuple(shlex.split(text))
-    except ValueError:
-        raise SettingError(name, f"has a quotation mark without its other one: {text}") from None
 
 
 def flag_of(name: str) -> str:
     """The option of a setting, as --low-tier of low_tier."""
     return "--" + name.replace("_", "-")
-
-
-def _listed(words: tuple[str, ...]) -> str:
-    return ", ".join(words[:-1]) + " or " + words[-1]
 
 
 def parse_size(text: str) -> int:
@@ -257,10 +231,11 @@ def parse_size(text: str) -> int:
     Raises ConfigError for anything else, zero and what no machine could have included.
     """
     match = _SIZE.fullmatch(text)
-    factor = _UNITS.get(match.group(2).lower()) if match else None
-    if match is None or factor is None:
+    if match is None:
         raise ConfigError(f"'{text}' is not a size: write it as 6GiB, 500MB or a number of bytes")
-    size_bytes = int(min(float(match.group(1)) * factor, float(_TOO_LARGE)))
+    number, letter, unit = (each.lower() for each in match.groups(""))
+    factor = (1000 if unit == "b" else 1024) ** (" kmgt".index(letter) if letter else 0)
+    size_bytes = int(min(float(number) * factor, float(_TOO_LARGE)))
     if size_bytes <= 0:
         raise ConfigError(f"the size '{text}' must be more than zero bytes")
     if size_bytes >= _TOO_LARGE:

@@ -23,7 +23,11 @@ def gate_order(weights: Sequence[float]) -> Sequence[int]:
 
 
 def falling(schedule: str, n_layers: int) -> list[float]:
-    """c(l), the schedule's shape from 1 in the first layer to 0 in the last; flat: 0 in all."""
+    """c(l), the schedule's shape from 1 in the first layer to 0 in the last, with L = n_layers.
+
+    cosine: c(l) = (cos(pi * l / (L-1)) + 1) / 2, of eq. 4. To compare with: linear, c(l) =
+    1 - l / (L-1); flat, 0 in all, as in the only layer of one. Raises ConfigError for another name.
+    """
     if schedule not in SCHEDULES:
         raise ConfigError(f"unknown schedule '{schedule}'; known: {', '.join(SCHEDULES)}")
     if schedule == FLAT or n_layers == 1:
@@ -32,13 +36,3 @@ def falling(schedule: str, n_layers: int) -> list[float]:
     if schedule == LINEAR:
         return [1 - place for place in places]
     return [(math.cos(math.pi * place) + 1) / 2 for place in places]
-
-
-def ratios(lam: float, n_layers: int, schedule: str = COSINE) -> list[float]:
-    """r(l) = (1 - lambda) * c(l) + lambda, the share of critical experts in MoE layer l.
-
-    cosine: c(l) = (cos(pi * l / (L-1)) + 1) / 2, eq. 4, with L = n_layers. To compare with:
-    linear, c(l) = 1 - l / (L-1); flat, r(l) = lambda. With one layer, r(0) = lambda.
-    Raises ConfigError for another name.
-    """
-    return [(1 - lam) * c + lam for c in falling(schedule, n_layers)]

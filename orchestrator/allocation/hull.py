@@ -39,8 +39,8 @@ class Hull:
         self._owner, self._to = owners[order], to[order]
         self._more, less = more[order], less[order]
         rows = np.arange(len(flat))
-        self.n_bytes = int(of_expert[rows, self._start].sum()) + _sums(self._more)
-        self.loss = float(flat[rows, self._start].sum()) - _sums(less)
+        self.n_bytes = int(of_expert[rows, self._start].sum()) + np.append(0, np.cumsum(self._more))
+        self.loss = float(flat[rows, self._start].sum()) - np.append(0, np.cumsum(less))
 
     @property
     def least_bytes(self) -> int:
@@ -77,12 +77,6 @@ class Hull:
                 passed.add(owner)
         found: np.ndarray = tiers.reshape(self._shape).astype(np.uint8)
         return found
-
-
-def _sums(steps: np.ndarray) -> np.ndarray:
-    """0 and the sums of the first so many."""
-    summed: np.ndarray = np.concatenate([np.zeros(1, steps.dtype), np.cumsum(steps)])
-    return summed
 
 
 def _edges(

@@ -90,6 +90,10 @@ class PredictionScore:
                 self._count()
         self._layer = -1
 
+    def _ratios(self, part: int, whole: int) -> list[float | None]:
+        self._count()
+        return [each[part] / each[whole] if each[whole] else None for each in self._counts]
+
     def _count(self) -> None:
         for layer, asked, routed in self._seen:
             counts = self._counts[layer]
@@ -102,50 +106,51 @@ class PredictionScore:
     def precision(self) -> list[float | None]:
         """One value a layer; None where nothing was asked for ahead, as in the first. FIRM-MoE's
         utilisation, eq. 8."""
-        self._count()
-        return [right / asked if asked else None for asked, _, _, right in self._counts]
+        return self._ratios(3, 0)
 
     def recall(self) -> list[float | None]:
         """As precision(); FIRM-MoE's accuracy, eq. 7."""
-        self._count()
-        return [right / routed if routed else None for _, _, routed, right in self._counts]
+        return self._ratios(3, 2)
 
     def size(self) -> list[float | None]:
         """As precision(): how many experts were asked for, the mean over the steps."""
-        self._count()
-        return [asked / steps if steps else None for asked, steps, _, _ in self._counts]
+        return self._ratios(0, 1)
 
 
-class Monitor:
-    """Decides by trial whether prefetching stays on.
+class Prefetching:
+    """Whether a policy loads ahead at the moment, and how well that predicts.
+
+    asked: AUTO, ON or OFF. score: of answers of one token. pays: what trials found, if it is AUTO.
 
     After FIRST_STEPS decode steps, and later at growing intervals, four blocks of BLOCK_STEPS
     run in turn the other way and as they are; whichever has the lower median step time by more
     than MARGIN is the rule from then on. A trial that confirms the rule doubles the interval,
     from PERIOD_STEPS to LONGEST_STEPS; one that changes it starts over. Step times are handed
-    in: the monitor has no clock.
+    in: there is no clock here.
     """
 
-    def __init__(self) -> None:
-        self.pays = True
-        self._wait = FIRST_STEPS
-        self._period = PERIOD_STEPS
+    def __init__(self, asked: str, n_layers: int) -> None:
+        self.asked, self.pays = asked, True
+        self.score = PredictionScore(n_layers)
+        self._wait, self._period = FIRST_STEPS, PERIOD_STEPS
         self._trial: list[float] = []
 
     @property
     def on(self) -> bool:
-        """Whether the next step prefetches."""
-        if self._wait > 0:
-            return self.pays
-        other_way = len(self._trial) // BLOCK_STEPS % 2 == 0
+        """Whether the next step loads ahead."""
+        if self.asked != AUTO:
+            return self.asked == ON
+        other_way = self._wait <= 0 and len(self._trial) // BLOCK_STEPS % 2 == 0
         return self.pays != other_way
 
-    def step(self, us: float) -> None:
-        """The time of one decode step that ran as `on` said."""
+    def step_done(self, report: StepReport) -> None:
+        """Learns from a decode step of one token, which ran as `on` said."""
+        if self.asked != AUTO or report.phase != Phase.DECODE or report.n_tokens != 1:
+            return
         if self._wait > 0:
             self._wait -= 1
             return
-        self._trial.append(us)
+        self._trial.append(report.us)
         if len(self._trial) < 4 * BLOCK_STEPS:
             return
         blocks = [self._trial[i : i + BLOCK_STEPS] for i in range(0, 4 * BLOCK_STEPS, BLOCK_STEPS)]
@@ -155,35 +160,12 @@ class Monitor:
             self._period = PERIOD_STEPS
         else:
             self._period = min(2 * self._period, LONGEST_STEPS)
-        self._wait = self._period
-        self._trial = []
-
-
-class Prefetching:
-    """Whether a policy loads ahead at the moment, and how well that predicts.
-
-    asked: AUTO, ON or OFF. score: of answers of one token.
-    """
-
-    def __init__(self, asked: str, n_layers: int) -> None:
-        self.asked = asked
-        self.score = PredictionScore(n_layers)
-        self._monitor = Monitor()
-
-    @property
-    def on(self) -> bool:
-        """Whether the next step loads ahead."""
-        return self.asked == ON or (self.asked == AUTO and self._monitor.on)
-
-    def step_done(self, report: StepReport) -> None:
-        """The monitor learns from decode steps of one token."""
-        if report.phase == Phase.DECODE and report.n_tokens == 1 and self.asked == AUTO:
-            self._monitor.step(report.us)
+        self._wait, self._trial = self._period, []
 
     def report(self) -> dict[str, Any]:
         """prefetch: "off", "on" or "paused", while it does not pay; recall and precision of the
         look-ahead per layer, since the engine started."""
-        auto = ON if self._monitor.pays else "paused"
+        auto = ON if self.pays else "paused"
         return {
             "prefetch": auto if self.asked == AUTO else self.asked,
             "recall": self.score.recall(),
@@ -193,4 +175,4 @@ class Prefetching:
     @property
     def note(self) -> str:
         """The end of a mode line: empty unless it does not pay."""
-        return "" if self._monitor.pays else ", prefetch paused"
+        return "" if self.pays else ", prefetch paused"

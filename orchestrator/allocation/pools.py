@@ -57,6 +57,16 @@ def _alike(ours: dict[int, int], theirs: dict[int, int]) -> bool:
     )
 
 
+def slot_sizes(shape: ModelShape) -> np.ndarray:
+    """What an expert's slots take in each tier, int64 [n_layers, n_tiers]: as much as in the
+    largest layer of its pool."""
+    sizes = np.zeros((shape.n_layers, len(shape.tiers)), np.int64)
+    for tier in range(len(shape.tiers)):
+        for pool in pools_by_size(shape, tier):
+            sizes[list(pool.layers), tier] = pool.unit_bytes
+    return sizes
+
+
 def slot_plan(pools: Iterable[tuple[Pool, Sequence[int], bool]]) -> SlotPlan:
     """The plan of pools, the tiers whose experts each holds, and whether its slots are in the
     host's memory behind a device."""
@@ -104,27 +114,24 @@ class Tracker:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Slots for n_experts of each layer, or so many of each, in any of these tiers, each as large
-    as the largest of them. reserve: a few more, for experts that are under way: one for each
+    """Slots for n_experts[layer] of each layer, in any of these tiers, each as large as the largest
+    of them. reserve: a few more, for experts that are under way: one for each
     experts_per_move of a pool, most_moves at most. on_host: in the host's memory behind a device.
     """
 
     tiers: tuple[int, ...]
-    n_experts: int | Sequence[int]
+    n_experts: Sequence[int]
     reserve: bool = True
     experts_per_move: int = 64
     most_moves: int = 16
     on_host: bool = False
 
-    def of(self, layers: Sequence[int]) -> int:
-        """Experts of these layers together."""
-        each = self.n_experts
-        return each * len(layers) if isinstance(each, int) else sum(each[at] for at in layers)
-
-    def in_reserve(self, pool: Pool, n_expert: int) -> int:
-        """Slots in reserve of a pool, where a layer has n_expert experts."""
-        n = len(pool.layers) * n_expert // self.experts_per_move
-        return min(self.most_moves, max(1, n)) if self.reserve else 0
+    def slots(self, pool: Pool, n_expert: int) -> int:
+        """Of a pool, where a layer has n_expert experts: one at least, which the store wants in
+        every tier."""
+        n = sum(self.n_experts[layer] for layer in pool.layers)
+        moves = max(1, len(pool.layers) * n_expert // self.experts_per_move)
+        return max(1, n + min(self.most_moves, moves) * (self.reserve and n > 0))
 
 
 class TierPools:
@@ -142,7 +149,10 @@ class TierPools:
         n = shape.n_expert
         self._places = places
         self._pools = [
-            [_with_slots(pool, place, n) for pool in pools_by_size(shape, *place.tiers)]
+            [
+                replace(pool, n_slots=place.slots(pool, n))
+                for pool in pools_by_size(shape, *place.tiers)
+            ]
             for place in places
         ]
         # The place of each tier, and the pool of each layer in each place.
@@ -178,31 +188,21 @@ class TierPools:
         places = self._place_of
         return Tracker([free[at] for at in places], [self._pool_in[at] for at in places])
 
+    def moves_to(
+        self, wanted: np.ndarray, resident: np.ndarray, target: np.ndarray, gains: np.ndarray
+    ) -> list[Transition]:
+        """Moves of experts at rest that are not where they should be, as far as slots are free:
+        those to lower tiers first, since they free the better ones, then those that gain most.
 
-def _with_slots(pool: Pool, place: Places, n_expert: int) -> Pool:
-    """The store wants a slot in every tier."""
-    n = place.of(pool.layers)
-    return replace(pool, n_slots=max(1, n + (place.in_reserve(pool, n_expert) if n else 0)))
-
-
-def moves_to(
-    wanted: np.ndarray,
-    resident: np.ndarray,
-    target: np.ndarray,
-    gains: np.ndarray,
-    tracker: Tracker,
-) -> list[Transition]:
-    """Moves of experts at rest that are not where they should be, as far as slots are free: those
-    to lower tiers first, since they free the better ones, then those that gain most.
-
-    wanted, resident, target uint8, gains float64 [n_layers, n_expert]; resident and target as of
-    StepReport.
-    """
-    layers, experts = np.nonzero((resident == target) & (resident != wanted))
-    tiers = wanted[layers, experts]
-    rises = tiers < resident[layers, experts]
-    order = np.lexsort((-gains[layers, experts], rises)).tolist()
-    return tracker.admitted((int(layers[at]), int(experts[at]), int(tiers[at])) for at in order)
+        wanted, resident, target uint8, gains float64 [n_layers, n_expert]; resident and target as
+        of StepReport.
+        """
+        layers, experts = np.nonzero((resident == target) & (resident != wanted))
+        tiers = wanted[layers, experts]
+        rises = tiers < resident[layers, experts]
+        order = np.lexsort((-gains[layers, experts], rises))
+        wanting = zip(*(each[order].tolist() for each in (layers, experts, tiers)), strict=True)
+        return self.track(resident, target).admitted(wanting)
 
 
 def every_expert_to(wanted: np.ndarray) -> list[Transition]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -48,25 +48,6 @@ def heavy_hitters(scores: np.ndarray, share: float) -> np.ndarray:
     if k >= len(scores):
         return np.arange(len(scores))
     return np.argpartition(-scores, k - 1)[:k]
-
-
-def token_order(
-    ids: np.ndarray, heavy: np.ndarray | None, n_expert: int, first: np.ndarray | None = None
-) -> tuple[np.ndarray, int]:
-    """(experts [n_expert], the most important first; how many of them are used at all).
-
-    The importance of an expert is the number of heavy hitters routed to it, eq. 2; among
-    equals that of all tokens decides, then whether it is one of `first` (bool [n_expert], as
-    what is in memory), then the index. ids int32 [T, k]; heavy: indices of the heavy hitters,
-    None for no distinction between tokens.
-    """
-    load = np.bincount(ids.ravel(), minlength=n_expert)
-    score = load
-    if heavy is not None:
-        score = load + np.bincount(ids[heavy].ravel(), minlength=n_expert) * (ids.size + 1)
-    if first is not None:
-        score = 2 * score + first
-    return np.argsort(-score, kind="stable"), int(np.count_nonzero(load))
 
 
 class Ranking(NamedTuple):
@@ -113,10 +94,6 @@ def together(rankings: Sequence[Ranking], n_expert: int) -> Ranking:
 Gated = Callable[[int, np.ndarray, np.ndarray, StoreView], np.ndarray]
 
 
-def _all_critical(layer: int, n_used: int) -> int:
-    return n_used
-
-
 @dataclass
 class Prompts:
     """Steps with a prompt: the experts that it uses most may fill three quarters of a layer's high
@@ -130,25 +107,27 @@ class Prompts:
     for in tier 0; the others are asked for in tier low. heavy_share: of a prompt's tokens, those
     whose experts come first, where their importance is known. passes: whether the others pass; else
     they may take all slots. gated: what an answer's tokens need in tier 0; None for all of it.
-    room: of each layer, its slots in tier 0 and in tier low; after plan.
+    room: of each layer, its slots in each tier; after plan.
     """
 
     rules: Rules
-    critical: Callable[[int, int], int] = _all_critical
+    critical: Callable[[int, int], int] = lambda layer, n_used: n_used
     low: int = SKIP
     heavy_share: float = 1.0
     passes: bool = True
     gated: Gated | None = None
-    room: Sequence[tuple[int, int]] = ()
+    room: Sequence[Sequence[int]] = ()
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer, ahead: bool) -> None:
         """The tiers of one layer's experts and, if ahead, what to prefetch for the next one."""
         layer, n_expert, ids = event.layer, len(out.tier), event.ids_array
         prompts, gated = by_sequence(event)
-        pairs = [(rows, self._heavy(event, rows)) for rows in prompts]
+        scores = event.importance_array
+        heavy = [scores is not None and heavy_hitters(scores[r], self.heavy_share) for r in prompts]
+        pairs = [*zip(prompts, heavy, strict=True)]
         # Of experts that matter equally, those in memory come first: they cost nothing.
-        here = None if self.rules.exact else view.resident_array[layer] == 0
-        rankings = [self._ranked(layer, ids[rows], h, here, n_expert) for rows, h in pairs]
+        here = (view.resident_array[layer] == 0) & (not self.rules.exact)
+        rankings = [self._ranked(layer, ids[rows], h, here) for rows, h in pairs]
         if len(gated):
             rankings.append(self._by_gates(event, view, gated))
         order, n_high, n_used = together(rankings, n_expert)
@@ -162,7 +141,7 @@ class Prompts:
         layer, ids, here = layer + 1, event.ahead_ids_array[0], view.resident_array[layer + 1] == 0
         if layer + 1 == len(self.room):  # the last layer computes the last token of each sequence
             pairs, gated = [], last_of_sequences(event)
-        rankings = [self._ranked(layer, ids[rows], h, here, n_expert) for rows, h in pairs]
+        rankings = [self._ranked(layer, ids[rows], h, here) for rows, h in pairs]
         t = self.critical(layer, event.k)
         rankings += [Ranking(row, t, event.k) for row in ids[gated]]
         predicted = together(rankings, n_expert)
@@ -171,20 +150,22 @@ class Prompts:
         passing[ids[gated]] = False
         self._load_ahead(layer, predicted, passing, view, out)
 
-    def _heavy(self, event: RouteEvent, rows: np.ndarray) -> np.ndarray | None:
-        """Which of a prompt's rows are heavy hitters; None where that is not known."""
-        scores = event.importance_array
-        return None if scores is None else heavy_hitters(scores[rows], self.heavy_share)
-
     def _ranked(
-        self,
-        layer: int,
-        ids: np.ndarray,
-        heavy: np.ndarray | None,
-        here: np.ndarray | None,
-        n_expert: int,
+        self, layer: int, ids: np.ndarray, heavy: np.ndarray | Literal[False], first: np.ndarray
     ) -> Ranking:
-        order, n_used = token_order(ids, heavy, n_expert, here)
+        """What a prompt needs of a layer.
+
+        The importance of an expert is the number of heavy hitters routed to it, eq. 2; among
+        equals that of all tokens decides, then whether it is one of `first` (bool [n_expert], as
+        what is in memory), then the index. ids int32 [T, k]; heavy: indices of the heavy hitters,
+        False for no distinction between tokens.
+        """
+        n_expert = len(first)
+        score = load = np.bincount(ids.ravel(), minlength=n_expert)
+        if heavy is not False:
+            score = load + np.bincount(ids[heavy].ravel(), minlength=n_expert) * (ids.size + 1)
+        n_used = int(np.count_nonzero(load))
+        order = np.argsort(-(2 * score + first), kind="stable")
         return Ranking(order, self.critical(layer, n_used), n_used)
 
     def _by_gates(self, event: RouteEvent, view: StoreView, rows: np.ndarray) -> Ranking:

@@ -6,6 +6,7 @@ anything is installed, has its own (patches/upstream.py)."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -103,6 +104,12 @@ def write_whole(path: Path, text: str, *, private: bool = False) -> None:
     """Writes a file, whole or not at all. private: only its owner may read it. Raises OSError."""
     with whole_file(path, 0o600 if private else 0o666) as file:
         file.write(text.encode())
+
+
+def digest(*said: Any) -> str:
+    """24 hexadecimal digits that stand for what is said, in the names of what is kept."""
+    text = json.dumps(said, default=str, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def recalled(path: Path, form: str, name: str) -> dict[str, Any]:

@@ -7,9 +7,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -61,32 +62,41 @@ def cached_path(model: ExpertModel, kind: str = "hotness") -> Path:
     return user_folder("cache") / kind / f"{identity(model)[:32]}.json"
 
 
-def load(path: Path, model: ExpertModel) -> np.ndarray:
-    """The hotness in a profile, float64 [n_layers, n_expert], not negative.
-
-    Raises ProfileError for a damaged profile and for one of another model, OSError.
-    """
-    return load_usage(path, model).hotness
-
-
-class Usage(NamedTuple):
-    """What a profile has: the hotness; what experts put out; what skipping did to answers."""
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a profile has: the hotness, float64 [n_layers, n_expert], not negative; what experts put
+    out; what skipping did to answers."""
 
     hotness: np.ndarray
     outputs: Outputs
     probed: Probed
 
+    @classmethod
+    def none(cls, model: ExpertModel) -> Usage:
+        size = model.n_layers, model.n_expert
+        return cls(np.zeros(size), Outputs.none(size), Probed.none(model.n_layers))
 
-def load_usage(path: Path, model: ExpertModel) -> Usage:
-    """As load, and the rest, as far as that was counted."""
-    data = _parse(path)
+    def __add__(self, more: Usage) -> Usage:
+        pairs = (self.outputs + more.outputs, self.probed + more.probed)
+        return Usage(self.hotness + more.hotness, *pairs)
+
+
+def load(path: Path, model: ExpertModel) -> Usage:
+    """A profile; zeros for what was not counted. Raises ProfileError for a damaged one and for one
+    of another model, OSError."""
+    damaged = ProfileError(f"{path}: this is no profile, or a damaged one: name a new file")
+    data = read_object(path, _LARGEST_BYTES)
+    if data is None or data.get("format") != _FORMAT:
+        raise damaged
+    if data.get("version") != _VERSION:
+        raise ProfileError(f"{path}: this profile has another format version: name a new file")
+    if not isinstance(data.get("model"), str) or not isinstance(data.get("name"), str):
+        raise damaged
     if data["model"] != identity(model):
         raise ProfileError(
             f"{path}: this profile was made with another model ({data['name']}): give the one of "
             f"{model.path.name}, or a new file name"
         )
-
-    n_layers = model.n_layers
 
     def numbers(values: Any, *shape: int) -> np.ndarray:
         try:
@@ -94,37 +104,22 @@ def load_usage(path: Path, model: ExpertModel) -> Usage:
         except (TypeError, ValueError, OverflowError):
             found = np.empty(0)
         if found.shape != shape or not (np.isfinite(found).all() and (found >= 0).all()):
-            raise _damaged(path)
+            raise damaged
         return found
 
     def part(name: str, **shapes: tuple[int, ...]) -> list[np.ndarray]:
         values = data.get(name)
         if not isinstance(values, dict):
-            raise _damaged(path)
+            raise damaged
         return [numbers(values.get(key), *shape) for key, shape in shapes.items()]
 
-    every = (n_layers, model.n_expert)
-    outputs, probed = Outputs.none(every), Probed.none(n_layers)
+    found, every = Usage.none(model), (model.n_layers, model.n_expert)
+    outputs, probed = found.outputs, found.probed
     if "outputs" in data:
         outputs = Outputs(*part("outputs", tokens=every, squares=every))
     if "probed" in data:
-        probed = Probed(*part("probed", moments=(7,), gates=(2, n_layers)))
+        probed = Probed(*part("probed", moments=(7,), gates=(2, model.n_layers)))
     return Usage(numbers(data.get("hotness"), *every), outputs, probed)
-
-
-def _parse(path: Path) -> dict[str, Any]:
-    data = read_object(path, _LARGEST_BYTES)
-    if data is None or data.get("format") != _FORMAT:
-        raise _damaged(path)
-    if data.get("version") != _VERSION:
-        raise ProfileError(f"{path}: this profile has another format version: name a new file")
-    if not isinstance(data.get("model"), str) or not isinstance(data.get("name"), str):
-        raise _damaged(path)
-    return data
-
-
-def _damaged(path: Path) -> ProfileError:
-    return ProfileError(f"{path}: this is no profile, or a damaged one: name a new file")
 
 
 def save(
@@ -156,60 +151,15 @@ def _rounded(values: np.ndarray) -> list[list[float]]:
     return [[float(f"{value:.6g}") for value in layer] for layer in values.tolist()]
 
 
-class HotnessKeeper:
-    """What an engine knows about its model's hotness, from this run or an earlier one.
+class _Cached:
+    """Something that is learned of a model, in the user cache where config.remember asks for that.
+    What cannot be read or written there is done without.
 
-    the setting profile names a file, which may not exist yet; where none is named, config.remember
-    stands for the user cache. note: why that was left aside, or None.
+    note: why what earlier runs learned was left aside, or None.
     """
 
-    def __init__(self, config: Config, model: ExpertModel) -> None:
-        self._named, self._remember, self._model = config.given("profile"), config.remember, model
-        self._hotness: np.ndarray | None = None
-        self._path: Path | None = None
-        self._read = self._learned = False
-        self.note: str | None = None
-
-    def recall(self) -> np.ndarray | None:
-        """float64 [n_layers, n_expert], or None where nothing is known; reads it the first time.
-        Raises ProfileError or OSError for a named file that cannot be used."""
-        if self._read:
-            return self._hotness
-        self._path = self._named or (cached_path(self._model) if self._remember else None)
-        if self._named is not None and not self._named.absolute().parent.is_dir():
-            raise ProfileError(f"--profile {self._named}: there is no such folder")
-        try:
-            if self._path is not None and self._path.exists():
-                self._hotness = load(self._path, self._model)
-        except (ProfileError, OSError) as error:
-            if self._named:
-                raise
-            self.note = f"What earlier runs learned is not used: {error}"
-        self._read = True
-        return self._hotness
-
-    def learn(self, hotness: np.ndarray) -> None:
-        """What a policy knows by now; nothing, where it is all zero."""
-        if hotness.any():
-            self._hotness, self._learned = hotness, True
-
-    def save(self) -> None:
-        """Writes what was learned. Raises OSError for a named file; the cache may fail."""
-        if self._path is None or self._hotness is None or not self._learned:
-            return
-        try:
-            save(self._path, self._model, self._hotness)
-        except OSError:
-            if self._named:
-                raise
-        self._learned = False
-
-
-class _Cached:
-    """Something that is learned of a model, in the user cache beside the profiles where
-    config.remember asks for that. What cannot be read or written there is done without."""
-
     kind: ClassVar[str]
+    note: str | None = None
 
     def __init__(self, config: Config, model: ExpertModel) -> None:
         self._remember, self._model = config.remember, model
@@ -219,69 +169,117 @@ class _Cached:
         return cached_path(self._model, self.kind)
 
 
-class UsageKeeper(_Cached):
-    """How often tokens used each expert of a model, in earlier runs under any policy, what the
-    experts put out in answers, and what skipping did to answers, in the format of profiles. Runs
-    long ago count less: of all earlier ones as many tokens stay as _USED_TOKENS.
+class HotnessKeeper(_Cached):
+    """What an engine knows about its model's hotness, from this run or an earlier one.
 
-    note: why what earlier runs learned was left aside, or None.
+    The setting profile names a file, which may not exist yet, in the place of the user cache.
     """
 
-    kind = "usage"
+    kind = "hotness"
     _now: np.ndarray | None = None
 
     def __init__(self, config: Config, model: ExpertModel) -> None:
         super().__init__(config, model)
-        self._outputs_now = self._none = Outputs.none((model.n_layers, model.n_expert))
-        self._probed_now = self._unprobed = Probed.none(model.n_layers)
-        self.note: str | None = None
+        self._named = config.given("profile")
+        if self._named:
+            self._path = self._named
 
     @cached_property
-    def _known(self) -> tuple[np.ndarray | None, Outputs, Probed]:
+    def _known(self) -> np.ndarray | None:
+        if self._named and not self._named.absolute().parent.is_dir():
+            raise ProfileError(f"--profile {self._named}: there is no such folder")
+        try:
+            if (self._named or self._remember) and self._path.exists():
+                return load(self._path, self._model).hotness
+        except (ProfileError, OSError) as error:
+            if self._named:
+                raise
+            self.note = f"What earlier runs learned is not used: {error}"
+        return None
+
+    def recall(self) -> np.ndarray | None:
+        """float64 [n_layers, n_expert], or None where nothing is known; reads it the first time.
+        Raises ProfileError or OSError for a named file that cannot be used."""
+        return self._known if self._now is None else self._now
+
+    def learn(self, hotness: np.ndarray) -> None:
+        """What a policy knows by now; nothing, where it is all zero."""
+        if hotness.any():
+            self._now = hotness
+
+    def save(self) -> None:
+        """Writes what was learned. Raises OSError for a named file; the cache may fail."""
+        if self._now is None or not (self._named or self._remember):
+            return
+        self._known, self._now = self._now, None
+        try:
+            save(self._path, self._model, self._known)
+        except OSError:
+            if self._named:
+                raise
+
+
+class UsageKeeper(_Cached):
+    """How often tokens used each expert of a model, in earlier runs under any policy, what the
+    experts put out in answers, and what skipping did to answers, in the format of profiles. Runs
+    long ago count less: of all earlier ones as many tokens stay as _USED_TOKENS."""
+
+    kind = "usage"
+
+    def __init__(self, config: Config, model: ExpertModel) -> None:
+        super().__init__(config, model)
+        self._now = self._none = Usage.none(model)
+
+    @cached_property
+    def _known(self) -> Usage:
         if self._remember:
             try:
-                return load_usage(self._path, self._model)
+                return load(self._path, self._model)
             except ProfileError as error:
                 self.note = f"How this model was used is learned anew: {error}"
             except OSError:
                 pass
-        return None, self._none, self._unprobed
+        return self._none
+
+    @property
+    def _all(self) -> Usage:
+        """What stores that were freed counted included."""
+        return self._known + self._now
 
     def recall(self) -> np.ndarray | None:
-        """Tokens that used each expert, those of stores that were freed included, float64
-        [n_layers, n_expert]; None where nothing is known."""
-        known = [each for each in (self._known[0], self._now) if each is not None]
-        return np.sum(known, axis=0) if known else None
+        """Tokens that used each expert, float64 [n_layers, n_expert]; None where nothing is
+        known."""
+        used = self._all.hotness
+        return used if used.any() else None
 
     def outputs(self) -> Outputs:
-        """What experts put out, those of stores that were freed included."""
-        return self._known[1] + self._outputs_now
+        """What experts put out."""
+        return self._all.outputs
 
     def probed(self) -> Probed:
         """What skipping did to answers."""
-        return self._known[2] + self._probed_now
+        return self._all.probed
 
     def probe(self, answer: Probed) -> None:
         """Adds an answer that was computed twice."""
         if np.isfinite(answer.moments).all() and np.isfinite(answer.gates).all():
-            self._probed_now += answer
+            self._now = replace(self._now, probed=self._now.probed + answer)
 
     def learn(self, used: np.ndarray, outputs: Outputs | None = None) -> None:
         """Adds what a store counted until it was freed, [n_layers, n_expert]."""
-        self._now = used.astype(np.float64) if self._now is None else self._now + used
-        if outputs is not None:
-            self._outputs_now += outputs.finite()
+        put_out = self._none.outputs if outputs is None else outputs.finite()
+        self._now += Usage(used.astype(np.float64), put_out, self._none.probed)
 
     def save(self) -> None:
         """Writes what was learned, if anything was."""
-        if self._now is None or not self._now.any() or not self._remember:
+        if not self._now.hotness.any() or not self._remember:
             return
-        total, outputs, probed = np.asarray(self.recall()), self.outputs(), self.probed()
-        self._known = total, outputs, probed
-        self._now, self._outputs_now, self._probed_now = None, self._none, self._unprobed
+        self._known, self._now = self._all, self._none
+        used, outputs = self._known.hotness, self._known.outputs
         kept = outputs.scaled(self._kept_share(outputs.tokens))
         with suppress(OSError):
-            save(self._path, self._model, total * self._kept_share(total), kept, probed)
+            used = used * self._kept_share(used)
+            save(self._path, self._model, used, kept, self._known.probed)
 
     def _kept_share(self, uses: np.ndarray) -> float:
         tokens = float(uses.sum(axis=1).max()) / self._model.n_expert_used

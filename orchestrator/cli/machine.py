@@ -86,7 +86,7 @@ def examine(
         "kl": runs.loses.kl if runs else None,
         "plan_note": plan_note,
         "notes": notes,
-        "candidates": [each.as_dict() for each in plans.candidates] if plans else [],
+        "candidates": [asdict(each) for each in plans.candidates] if plans else [],
         "taken": plans.candidates.index(plans.taken) if plans else None,
         "why": plans.why if plans else None,
         "best_tier": best,

@@ -107,10 +107,10 @@ def draw_plans(found: Frontier, title: str, path: Path) -> None:
         unknown = _ABOVE * max([_LEAST_KL, *(each.kl or 0.0 for each in shown)])
 
         def at(each: Candidate) -> tuple[float, float]:
-            return 1e3 * each.token_s, unknown if each.kl is None else each.kl
+            return each.token_ms, unknown if each.kl is None else each.kl
 
-        for number, name in enumerate(dict.fromkeys(each.name for each in shown)):
-            mine = [each for each in shown if each.name == name]
+        for number, name in enumerate(dict.fromkeys(each.policy for each in shown)):
+            mine = [each for each in shown if each.policy == name]
             colour, marker = COLOURS[number % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
             faces = ["none" if each.kl is None else colour for each in mine]
             where = zip(*map(at, mine), strict=True)
@@ -131,15 +131,15 @@ def draw_plans(found: Frontier, title: str, path: Path) -> None:
         edge = [each for each in shown if each.best]
         for each in edge:  # of the others the table says which they are: labels would overlap
             axes.annotate(
-                f"{each.name} {'/'.join(each.tiers)}",
-                (1e3 * each.token_s, each.kl or 0.0),
+                f"{each.policy} {'/'.join(each.tiers)}",
+                (each.token_ms, each.kl or 0.0),
                 xytext=(5, 5),
                 textcoords="offset points",
                 fontsize=8,
                 rotation=30,  # neighbours often lose alike
                 rotation_mode="anchor",
             )
-        steps = zip(*((1e3 * each.token_s, each.kl or 0.0) for each in edge), strict=True)
+        steps = zip(*((each.token_ms, each.kl or 0.0) for each in edge), strict=True)
         axes.step(*(steps if edge else ([], [])), where="post", color="#999999", linewidth=1)
         ring: dict[str, Any] = {"facecolors": "none", "edgecolors": "black", "zorder": 4}
         axes.scatter(*at(found.taken), s=190, label="taken", **ring)

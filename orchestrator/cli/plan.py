@@ -77,10 +77,10 @@ def render(found: Frontier, best: str) -> str:
             each.label,
             "/".join(each.tiers),
             format_size(each.expert_bytes),
-            f"{1e3 * each.token_s:.1f}",
-            _up_to(1.0 / each.token_s, each.skewed_token_s and 1.0 / each.skewed_token_s),
-            f"{each.first_prompt_s:.1f} s",
-            f"{each.prompt_s:.1f} s",
+            f"{each.token_ms:.1f}",
+            _up_to(1e3 / each.token_ms, each.token_ms_skewed and 1e3 / each.token_ms_skewed),
+            f"{each.first_prompt_ms / 1e3:.1f} s",
+            f"{each.prompt_ms / 1e3:.1f} s",
             _kl(each),
         )
         for each in found.candidates
@@ -91,9 +91,9 @@ def render(found: Frontier, best: str) -> str:
             f"Prompts have {PROMPT_TOKENS} tokens, and KL is the mean from {best}; 0 is lossless. "
             f"+: no other plan is both faster and closer; *: taken.",
             _USUAL,
-            *([_UNKNOWN] if any(each.skewed_token_s for each in found.candidates) else []),
+            *([_UNKNOWN] if any(each.token_ms_skewed for each in found.candidates) else []),
             f"`chat` and `serve` take {found.why}",
-            *filter(None, [behind_text(found.taken.as_dict()["token_ms_behind"])]),
+            *filter(None, [behind_text(found.taken.token_ms_behind)]),
             *([DISTURBED] if found.disturbed else []),
         ]
     )
@@ -102,7 +102,7 @@ def render(found: Frontier, best: str) -> str:
 def _kl(each: Candidate) -> str:
     if each.kl is None:
         return "?"
-    return "<= " * each.at_most + (f"{each.kl:.2g}" if each.kl else "0")
+    return "<= " * each.kl_at_most + (f"{each.kl:.2g}" if each.kl else "0")
 
 
 def render_known(known: Known) -> str:

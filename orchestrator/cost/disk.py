@@ -3,14 +3,13 @@ at some moments, and what was found is kept."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import mmap
 import os
 import random
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import accumulate, cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,7 +33,7 @@ from gguf_tools.file.layout import (
 from gguf_tools.file.writer import GGUFWriter
 from gguf_tools.process import default_threads, usable_cores
 from gguf_tools.workers import in_order, workers
-from orchestrator.cache.files import user_folder
+from orchestrator.cache.files import digest, user_folder
 from orchestrator.cache.profile import identity
 from orchestrator.config import Config
 from orchestrator.cost.speeds import MOST_MOMENTS, Timings
@@ -269,25 +268,17 @@ def device_of(path: Path) -> int:
     return path.stat().st_dev
 
 
-def kept_bandwidth(model: ExpertModel, config: Config) -> Bandwidth:
+def kept_bandwidth(model: ExpertModel, config: Config, measures: bool = True) -> Bandwidth:
     """The disk beside the threads that compute, as it stands in the user cache for this file at
     this place: the best of MOST_MOMENTS, since other reads make a disk slower. Nothing tells
     whether a disk was quiet, so that two moments which agree may both have been disturbed, and all
-    of them are measured. Each takes a second or two where it is due. Raises OSError."""
+    of them are measured. Each takes a second or two where it is due. Raises OSError; without
+    measuring, where nobody has."""
     place = [str(model.path.resolve()), device_of(model.path), identity(model)]
-    found = _kept(place, config, lambda: read_bandwidth(model, threads=config.io_threads))
+    measure = partial(read_bandwidth, model, threads=config.io_threads) if measures else None
+    found = _kept(place, config, measure)
     # Their own cache holds what a moment reads, and not a model.
     return found.at_first if slow_kind(model.path) in (_USB, _SPINNING) else found
-
-
-def known_bandwidth(model: ExpertModel, config: Config) -> Bandwidth:
-    """The same without measuring: OSError where nobody has."""
-
-    def measured() -> Bandwidth:
-        raise OSError("the disk was not measured yet")
-
-    place = [str(model.path.resolve()), device_of(model.path), identity(model)]
-    return _kept(place, config, measured, moments=1)
 
 
 def machine_bandwidth(config: Config) -> Bandwidth:
@@ -321,27 +312,24 @@ def _noise(path: Path) -> ExpertModel:
 
 
 def _kept(
-    place: list[object],
-    config: Config,
-    measure: Callable[[], Bandwidth],
-    moments: int = MOST_MOMENTS,
+    place: list[object], config: Config, measure: Callable[[], Bandwidth] | None
 ) -> Bandwidth:
-    """What is kept of a place, beside the threads that compute; measured where it is due, at so
-    many moments. Raises OSError."""
-    name = hashlib.sha256(json.dumps([*place, config.io_threads]).encode()).hexdigest()[:24]
-    path = user_folder("cache") / "speed" / f"disk-{name}.json"
+    """What is kept of a place, beside the threads that compute; measured where it is due. Raises
+    OSError."""
+    path = user_folder("cache") / "speed" / f"disk-{digest(*place, config.io_threads)}.json"
     timings = Timings.load(path, _FORMAT, time())
     keys = ("read", "core", "latency", "first")
-    if any(timings.is_due(each, moments) for each in keys):
+    if measure is not None and any(timings.is_due(each, MOST_MOMENTS) for each in keys):
         disk = measure()
-        for each, seconds in (
-            ("read", _MIB / disk.bytes_per_s),
-            ("core", _MIB * disk.core_s_per_byte),
-            ("latency", disk.latency_s),
-            ("first", _MIB / disk.at_first.bytes_per_s),
-        ):
-            timings.add(each, max(_LEAST_S, seconds), quiet=True)
+        took = (
+            *(_MIB / disk.bytes_per_s, _MIB * disk.core_s_per_byte),
+            *(disk.latency_s, _MIB / disk.at_first.bytes_per_s),
+        )
+        for key, seconds in zip(keys, took, strict=True):
+            timings.add(key, max(_LEAST_S, seconds), quiet=True)
         timings.save(path, _FORMAT)
+    elif timings.least("first") is None:
+        raise OSError("the disk was not measured yet")
     read, core, latency, first = (timings.least(each) or _LEAST_S for each in keys)
     found = Bandwidth(
         _MIB / read,

@@ -4,18 +4,17 @@ for products, of which one stands for all of a type."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from time import time
 from typing import TYPE_CHECKING, Any
 
 from gguf_tools.known import DATA, KnownModel, known_models
 from gguf_tools.process import default_threads, processor_name
-from orchestrator.cache.files import keep, recalled, user_folder
+from orchestrator.cache.files import digest, keep, recalled, user_folder
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.memory.machine import AUTO, CPU, Machine, probe
@@ -23,8 +22,7 @@ from orchestrator.settings import flag_of
 
 if TYPE_CHECKING:
     from orchestrator.cost.disk import Bandwidth
-    from orchestrator.cost.speeds import RoughSpeeds
-    from orchestrator.native.llama import Bindings
+    from orchestrator.cost.speeds import Speeds
 
 # Tokens a second with which a model runs well: about as fast as a person reads.
 WELL = 5.0
@@ -131,14 +129,8 @@ def _key(config: Config) -> str:
     """Of all that the table depends on, but for free memory."""
     from importlib.metadata import version
 
-    asked = {
-        name: getattr(config, name)
-        for name, each in Config.declared().items()
-        if not each.answer and name != "model"
-    }
-    of = [version("moe-edge"), DATA.read_text(), processor_name(), default_threads(), asked]
-    text = json.dumps(of, default=str, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
+    machine = processor_name(), default_threads()
+    return digest(version("moe-edge"), DATA.read_text(), *machine, config.of_run())
 
 
 def _read(found: Mapping[str, Any], ram: int) -> Known | None:
@@ -157,7 +149,7 @@ def _find(
     config: Config, machine: Machine, ram: int, begins: Callable[[str, float | None], None]
 ) -> Known:
     from orchestrator.cost.disk import machine_bandwidth
-    from orchestrator.cost.speeds import DISTURBED, RoughSpeeds
+    from orchestrator.cost.speeds import DISTURBED, Speeds
     from orchestrator.cost.time import PROMPT_TOKENS
     from orchestrator.native.llama import Bindings
 
@@ -166,11 +158,10 @@ def _find(
     begins("Measuring the processor", None)
     rows: list[Row] = []
     models = known_models()
-    bindings = Bindings.load()
-    with RoughSpeeds(bindings, threads) as speeds:
+    with Speeds(Bindings.load(), threads, rough=True) as speeds:
         for number, each in enumerate(models):
             for precision in each.precisions:
-                row = _row(bindings, config, machine, each, precision, disk, speeds)
+                row = _row(config, machine, each, precision, disk, speeds)
                 rows.append(row)
             begins("Planning known models", (number + 1) / len(models))
         note = DISTURBED if speeds.disturbed else ""
@@ -179,39 +170,31 @@ def _find(
 
 
 def _row(
-    bindings: Bindings,
     config: Config,
     machine: Machine,
     known: KnownModel,
     precision: str,
     disk: Bandwidth,
-    speeds: RoughSpeeds,
+    speeds: Speeds,
 ) -> Row:
     from gguf_tools.experts import ExpertModel
     from orchestrator.cost.time import PROMPT_TOKENS, TimeModel, alike, skewed
     from orchestrator.memory.plan import plan_memory
 
     with ExpertModel.of_parts(known.parts(precision)) as model:
-        size = model.parts[0].size
-        facts: Mapping[str, Any] = {
-            "model": known.name,
-            "precision": precision,
-            "total_b": known.total_b,
-            "active_b": known.active_b,
-            "disk_bytes": size,
-        }
+        numbers = known.total_b, known.active_b, model.parts[0].size
+        row = partial(Row, known.name, precision, *numbers)
         try:
             plan = plan_memory(config, model, machine)
         except BudgetError as error:
-            return Row(**facts, runs=NOT, ram_bytes=error.needed_bytes)
-        times = TimeModel(bindings, config, model, disk, alike(model), speeds=speeds)
+            return row(runs=NOT, ram_bytes=error.needed_bytes)
+        times = TimeModel(model, disk, speeds, alike(model))
         short, other = times.of_plan(plan, config), times.of_plan(plan, config, uses=skewed(model))
         long = None
         if plan.n_ctx >= LONG:
             behind = times.of_plan(plan, config, n_cells=LONG) if plan.shared else short
             long = 1.0 / behind.token_s(LONG)
-        return Row(
-            **facts,
+        return row(
             runs=STREAMS if plan.absent_bytes else FITS,
             ram_bytes=plan.total_bytes,
             tokens_s=1.0 / short.token_s(PROMPT_TOKENS),

@@ -3,8 +3,8 @@ loaded model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
+from gguf_tools.process import default_threads
 from orchestrator.cache.profile import HotnessKeeper, UsageKeeper
 from orchestrator.config import Config
-from orchestrator.cost.disk import Bandwidth, kept_bandwidth, known_bandwidth, slow_disk
+from orchestrator.cost.disk import Bandwidth, kept_bandwidth, slow_disk
 from orchestrator.cost.losses import Foreseen, LossModel
 from orchestrator.cost.plans import (
     LENGTHS,
@@ -23,8 +24,10 @@ from orchestrator.cost.plans import (
     TakenPlans,
     settings_of_plans,
 )
-from orchestrator.cost.time import TimeModel, known_uses, skewed
+from orchestrator.cost.speeds import Speeds
+from orchestrator.cost.time import PROMPT_TOKENS, TimeModel, known_uses, skewed, spare_bytes
 from orchestrator.errors import BudgetError, ConfigError, MoeEdgeError, PolicyError
+from orchestrator.events import SKIP_TIER
 from orchestrator.memory.choice import check_unused, without_effect
 from orchestrator.memory.machine import (
     Probe,
@@ -38,7 +41,7 @@ from orchestrator.memory.machine import (
 )
 from orchestrator.memory.plan import MemoryPlan, MemoryPlanner
 from orchestrator.native.llama import Bindings
-from orchestrator.policy import ALLOWED_LOSS, Policy, policy_settings
+from orchestrator.policy import ALLOWED_LOSS, PLAIN, Policy, policy_settings
 from orchestrator.policy.base import Learns, SpendsLoss, WeighsLosses
 
 # What is predicted to be faster by less is not worth a line.
@@ -115,7 +118,8 @@ class Planner:
         why_not = ""
         if config.policy is None and config.given(ALLOWED_LOSS) is not None:
             found = self._frontier(config)
-            self.chosen, config, why_not = found.why, found.settled(config), found.why_not
+            self.chosen, why_not = found.why, found.why_not
+            config = config.compared(**{ALLOWED_LOSS: None, **found.taken.settings})
         with self._probe:
             runs = self._laid_out(config)
             learns = self.learns(config, runs.plan)
@@ -139,12 +143,10 @@ class Planner:
             return None
         with suppress(MoeEdgeError, OSError), self._probe:
             left = {tier.name: usual * (tier.name == best) for tier in self._model.tiers}
-            disk = self._disk or known_bandwidth(self._model, self._config)
-            of = self.bindings, self._config, self._model, disk
-            with TimeModel(*of, measures=False) as times:
-                taken = self.candidate(times, runs).token_s
+            with self.times(measures=False) as times:
+                taken = self.candidate(times, runs).token_ms
                 found = [
-                    taken / self.candidate(times, self._laid_out(config.compared(**each))).token_s
+                    taken / self.candidate(times, self._laid_out(config.compared(**each))).token_ms
                     for each in settings_of_plans(config, self._model, left)
                     if ALLOWED_LOSS in each
                 ]
@@ -202,7 +204,7 @@ class Planner:
             with self.times() as times:
                 only = self.candidate(times, runs)
                 why = f"{only.label}: what --policy asks for."
-                return Frontier((only,), only, why, disturbed=times.disturbed)
+                return Frontier((only,), only, why, disturbed=times.speeds.disturbed)
         check_unused(config.with_changes(losses=None))
         return self._frontier(config)
 
@@ -223,9 +225,9 @@ class Planner:
                         found.append(self.candidate(times, runs, asked))
             usual = self.candidate(times, self._laid_out(plain))
             shown = Frontier.of(found, usual, names[0], allowed, taken.recall())
-            disturbed = times.disturbed
+            disturbed = times.speeds.disturbed
         if allowed is not None and not why_not:
-            taken.keep(shown.taken.asked)
+            taken.keep(shown.taken.settings)
         return replace(shown, why_not=why_not, disturbed=disturbed)
 
     def _left(self, allowed: float) -> list[float]:
@@ -251,21 +253,41 @@ class Planner:
         for n in (n for n in LENGTHS if n <= plan.n_ctx):
             # What gives way to no context is there behind any.
             time = times.of_plan(plan, runs.config, skips, n) if plan.shared else short
-            behind[n] = time.token_s(n)
+            behind[str(n)] = 1e3 * time.token_s(n)
         other = None
         if not times.profiled and plan.absent_bytes:
-            other = times.of_plan(plan, runs.config, skips, uses=skewed(self._model))
-        return Candidate.of(asked or {}, plan, short, runs.loses, behind, other)
+            few = times.of_plan(plan, runs.config, skips, uses=skewed(self._model))
+            other = 1e3 * few.token_s(PROMPT_TOKENS)
+        return Candidate(
+            policy=plan.policy.name if plan.policy else PLAIN,
+            settings=asked or {},
+            tiers=[*plan.tier_names, *([SKIP_TIER] if plan.skip else [])],
+            expert_bytes=plan.slots.total_bytes if plan.slots else plan.expert_bytes,
+            resident=plan.absent_bytes == 0,
+            token_ms=1e3 * short.token_s(PROMPT_TOKENS),
+            first_prompt_ms=1e3 * short.prompt_s(PROMPT_TOKENS, first=True),
+            prompt_ms=1e3 * short.prompt_s(PROMPT_TOKENS),
+            hit_rate=short.residency.hit_rate,
+            read_bytes=short.read_bytes,
+            kl=runs.loses.kl,
+            kl_at_most=runs.loses.at_most,
+            token_ms_behind=behind,
+            token_ms_skewed=other,
+        )
 
-    def times(self) -> TimeModel:
-        """What plans take here; close it. Raises ConfigError beside a GPU, OSError for a disk that
-        cannot be measured."""
+    @contextmanager
+    def times(self, measures: bool = True) -> Iterator[TimeModel]:
+        """What plans take here. Raises ConfigError beside a GPU, OSError for a disk that cannot be
+        measured; without measuring also for one that was not, and NativeError later."""
         if self.gpu:
             raise ConfigError(
                 "plans are predicted for the CPU alone: give --device cpu, or name a --policy"
             )
-        disk = self._disk or kept_bandwidth(self._model, self._config)
-        return TimeModel(self.bindings, self._config, self._model, disk)
+        config, model = self._config, self._model
+        disk = self._disk or kept_bandwidth(model, config, measures)
+        threads, pool = config.threads or default_threads(), spare_bytes(config, model)
+        with Speeds(self.bindings, threads, pool, measures) as speeds:
+            yield TimeModel(model, disk, speeds, *known_uses(config, model))
 
     def teach(self, policy: Policy, tier_names: Sequence[str]) -> None:
         """What earlier runs learned of the model in these tiers, as far as the policy wants it."""

@@ -3,23 +3,18 @@ is taken within a loss that the user allows."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import processor_name
-from orchestrator.cache.files import keep, recalled
+from orchestrator.cache.files import digest, keep, recalled
 from orchestrator.cache.profile import cached_path
 from orchestrator.config import Config
-from orchestrator.cost.losses import Foreseen
 from orchestrator.cost.speeds import AGREE
-from orchestrator.cost.time import PROMPT_TOKENS, PlanTime
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP_TIER
-from orchestrator.memory.plan import MemoryPlan
 from orchestrator.policy import ALLOWED_LOSS, BASELINE, PLAIN, POLICIES, Policy
 
 # Plans whose predicted times differ by less are as fast as each other: the one that loses least is
@@ -37,59 +32,30 @@ _MOST = 64
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One plan. name: of its policy; asked: the settings that ask for it. Seconds: of a token of an
-    answer behind PROMPT_TOKENS, and until the answer to a prompt of as many, the first one after
-    the start and a later one. hit_rate, read_bytes: of such a token. kl: mean KL from the file's
-    best tier, in nats a token; an upper estimate where at_most; None where it is not known.
-    behind: seconds of a token with so many tokens of context in use, of LENGTHS as far as the
-    context goes. skewed_token_s: as token_s where few experts are used mostly, if nobody knows how
-    they are used and token_s takes them as used alike; else None. best: no other plan is both
-    faster and closer."""
+    """One plan, as --json has it. policy: its name; settings: what asks for it. Milliseconds: of
+    a token of an answer behind PROMPT_TOKENS, and until the answer to a prompt of as many, the
+    first one after the start and a later one. hit_rate, read_bytes: of such a token. kl: mean KL
+    from the file's best tier, in nats a token; an upper estimate where kl_at_most; None where it is
+    not known. token_ms_behind: of a token with so many tokens of context in use, of LENGTHS as far
+    as the context goes. token_ms_skewed: as token_ms where few experts are used mostly, if nobody
+    knows how they are used and token_ms takes them as used alike; else None. best: no other plan is
+    both faster and closer."""
 
-    name: str
-    asked: Mapping[str, Any]
-    tiers: tuple[str, ...]
+    policy: str
+    settings: Mapping[str, Any]
+    tiers: list[str]
     expert_bytes: int
     resident: bool
-    token_s: float
-    first_prompt_s: float
-    prompt_s: float
+    token_ms: float
+    first_prompt_ms: float
+    prompt_ms: float
     hit_rate: float
     read_bytes: float
     kl: float | None
-    at_most: bool = False
-    behind: Mapping[int, float] = field(default_factory=dict)
-    skewed_token_s: float | None = None
+    kl_at_most: bool = False
+    token_ms_behind: Mapping[str, float] = field(default_factory=dict)
+    token_ms_skewed: float | None = None
     best: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        asked: Mapping[str, Any],
-        plan: MemoryPlan,
-        time: PlanTime,
-        loses: Foreseen,
-        behind: Mapping[int, float],
-        skewed: PlanTime | None = None,
-    ) -> Candidate:
-        """asked: the settings of the plan; the rest: what it is predicted to take and lose. skewed:
-        of skewed_token_s."""
-        return cls(
-            name=plan.policy.name if plan.policy else PLAIN,
-            asked=asked,
-            tiers=(*plan.tier_names, *([SKIP_TIER] if plan.skip else [])),
-            expert_bytes=plan.slots.total_bytes if plan.slots else plan.expert_bytes,
-            resident=plan.absent_bytes == 0,
-            token_s=time.token_s(PROMPT_TOKENS),
-            first_prompt_s=time.prompt_s(PROMPT_TOKENS, first=True),
-            prompt_s=time.prompt_s(PROMPT_TOKENS),
-            hit_rate=time.residency.hit_rate,
-            read_bytes=time.read_bytes,
-            kl=loses.kl,
-            at_most=loses.at_most,
-            behind=behind,
-            skewed_token_s=skewed.token_s(PROMPT_TOKENS) if skewed else None,
-        )
 
     @property
     def label(self) -> str:
@@ -98,47 +64,27 @@ class Candidate:
         def text(value: Any) -> str:
             return f"{value:.3g}" if isinstance(value, float) else str(value)
 
-        asked = {key: value for key, value in self.asked.items() if value is not None}
+        asked = {key: value for key, value in self.settings.items() if value is not None}
         asked.pop("policy", None)
         more = [f"{key.replace('_', '-')} {text(value)}" for key, value in asked.items()]
-        return ", ".join([self.name, *more])
+        return ", ".join([self.policy, *more])
 
     def is_like(self, other: Candidate) -> bool:
         """Whether it computes the same by the same policy."""
-        return (self.name, self.tiers, self.kl) == (other.name, other.tiers, other.kl)
+        return (self.policy, self.tiers, self.kl) == (other.policy, other.tiers, other.kl)
 
     def is_asked_by(self, settings: Mapping[str, Any] | None) -> bool:
         """Whether these are its settings, whatever they spend: what is left to spend follows from
         what earlier runs used."""
-        mine = {name: value for name, value in self.asked.items() if name != ALLOWED_LOSS}
+        mine = {name: value for name, value in self.settings.items() if name != ALLOWED_LOSS}
         return mine == settings
 
     @property
     def is_another_ones(self) -> bool:
         """Whether it is what the baseline would do, by another name; or allows a loss where nothing
         is missing that a loss could save."""
-        alone = len(self.tiers) == 1 and self.name not in (PLAIN, BASELINE)
-        return self.resident and (alone or ALLOWED_LOSS in self.asked)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For --json."""
-        return {
-            "policy": self.name,
-            "settings": dict(self.asked),
-            "tiers": list(self.tiers),
-            "expert_bytes": self.expert_bytes,
-            "resident": self.resident,
-            "token_ms": 1e3 * self.token_s,
-            "token_ms_skewed": 1e3 * self.skewed_token_s if self.skewed_token_s else None,
-            "first_prompt_ms": 1e3 * self.first_prompt_s,
-            "prompt_ms": 1e3 * self.prompt_s,
-            "hit_rate": self.hit_rate,
-            "read_bytes": self.read_bytes,
-            "kl": self.kl,
-            "kl_at_most": self.at_most,
-            "token_ms_behind": {str(n): 1e3 * took for n, took in self.behind.items()},
-            "best": self.best,
-        }
+        alone = len(self.tiers) == 1 and self.policy not in (PLAIN, BASELINE)
+        return self.resident and (alone or ALLOWED_LOSS in self.settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +117,7 @@ class Frontier:
                 shown.append(each)
         if not any(map(usual.is_like, shown)):
             shown.append(usual)
-        shown = _marked(sorted(shown, key=lambda each: each.token_s))
+        shown = _marked(sorted(shown, key=lambda each: each.token_ms))
         if allowed is not None:
             taken = choose(shown, allowed, before)
             reason = f"the fastest within {allowed:g} nats of {best_tier}"
@@ -179,18 +125,14 @@ class Frontier:
             taken = next(filter(usual.is_like, shown))
             lossless = "lossless, as nothing less is asked for"
             reason = lossless if taken.kl == 0.0 else "what the options ask for"
-        kl = "" if taken.kl is None else f", {'at most ' * taken.at_most}{taken.kl:.2g} nats"
-        what = f"{taken.label} ({1e3 * taken.token_s:.1f} ms a token{kl})"
+        kl = "" if taken.kl is None else f", {'at most ' * taken.kl_at_most}{taken.kl:.2g} nats"
+        what = f"{taken.label} ({taken.token_ms:.1f} ms a token{kl})"
         return cls(tuple(shown), taken, f"{what}: {reason}.")
-
-    def settled(self, config: Config) -> Config:
-        """The config with the plan that is taken in the place of the loss that is allowed."""
-        return config.compared(**{ALLOWED_LOSS: None, **self.taken.asked})
 
 
 def behind_text(token_ms: Mapping[str, float]) -> str:
-    """A sentence about the speeds of a plan as its context fills: milliseconds of a token by the
-    tokens in use, as Candidate.as_dict has them; empty without any."""
+    """A sentence about the speeds of a plan as its context fills, token_ms_behind of Candidate;
+    empty without any."""
     said = [f"{1e3 / took:.1f} behind {n}" for n, took in token_ms.items()]
     return f"Tokens/s as the context fills: {', '.join(said)} tokens." if said else ""
 
@@ -208,11 +150,11 @@ def choose(
             f"no plan in this memory keeps to {allowed:g} nats: the closest has {least:.2g}; allow "
             f"more, or give more memory"
         )
-    fastest = min(each.token_s for each in within)
-    near = (each for each in within if each.token_s <= AS_FAST * fastest)
-    best = min(near, key=lambda each: (each.kl or 0.0, each.token_s))
+    fastest = min(each.token_ms for each in within)
+    near = (each for each in within if each.token_ms <= AS_FAST * fastest)
+    best = min(near, key=lambda each: (each.kl or 0.0, each.token_ms))
     stays = (each for each in within if each.is_asked_by(before))
-    return next((each for each in stays if each.token_s <= AGREE * best.token_s), best)
+    return next((each for each in stays if each.token_ms <= AGREE * best.token_ms), best)
 
 
 def _marked(found: Sequence[Candidate]) -> list[Candidate]:
@@ -277,15 +219,7 @@ class TakenPlans:
     written there is done without."""
 
     def __init__(self, config: Config, model: ExpertModel) -> None:
-        """All settings count by which a plan may differ, and so all but those of an answer."""
-        counting = [
-            name
-            for name, each in Config.declared().items()
-            if not each.answer and name not in ("model", "prompt_cache_limit")
-        ]
-        asked = {name: getattr(config, name) for name in counting} | dict(config.of_policies)
-        key = json.dumps([processor_name(), asked], default=str, sort_keys=True)
-        self._key = hashlib.sha256(key.encode()).hexdigest()[:24]
+        self._key = digest(processor_name(), config.of_run())
         self._path = cached_path(model, "plans")
 
     def recall(self) -> Mapping[str, Any] | None:

@@ -9,8 +9,6 @@ before are old.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import statistics
 from collections import Counter
@@ -29,7 +27,7 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import EMBEDDINGS, OUTPUT, GGMLType, layer_of, parse_expert_name
 from gguf_tools.file.parse import TensorInfo
 from gguf_tools.process import Disturbance, processor_name, usable_cores
-from orchestrator.cache.files import keep, recalled, user_folder
+from orchestrator.cache.files import digest, keep, recalled, user_folder
 from orchestrator.cost.products import (
     POOL_BYTES,
     QUIET_SHARE,
@@ -89,8 +87,8 @@ _CELLS = 512
 # Numbers of the small operations that stand for others: over a model's width, and over its
 # vocabulary.
 _WIDE, _MANY = 4096, 131072
-# More rows than these take as many times as long.
-_ROUGH_ROWS = 64
+# More rows than these take as many times as long. Seconds of a timing.
+_ROUGH_ROWS, _ROUGH_S = 64, 0.04
 
 
 class Timing(NamedTuple):
@@ -199,43 +197,50 @@ class Speeds(Closing):
     What stands in the cache is the least of timings at several moments, as `Timings` says. While
     none of them was confirmed, each use at another moment times it again."""
 
-    _timing_s = TIMING_S
-
-    def __init__(self, bindings: Bindings, threads: int, pool_bytes: int = POOL_BYTES) -> None:
-        """pool_bytes: weights that a timing may
-        take; with fewer than usual its figures are rough, and are not kept."""
-        self._bindings, self._threads, self._pool_bytes = bindings, threads, pool_bytes
+    def __init__(
+        self,
+        bindings: Bindings,
+        threads: int,
+        pool_bytes: int = POOL_BYTES,
+        measures: bool = True,
+        rough: bool = False,
+    ) -> None:
+        """pool_bytes: weights that a timing may take, POOL_BYTES at most; with fewer its figures
+        are not kept. measures: else there is NativeError for what was not measured before. rough:
+        of models that are not here. One product of each type and layout stands for all of them, by
+        their bytes, of up to _ROUGH_ROWS rows, and is timed once."""
+        self._bindings, self._threads = bindings, threads
+        self._pool_bytes = min(POOL_BYTES, pool_bytes)
+        self._measures, self._rough = measures, rough
         self._kept = Timings.load(self._path, _FORMAT, time())
         self._used: dict[str, float] = {}
         # Of each round, and whether the machine was quiet.
         self._measured: dict[str, list[tuple[float, bool]]] = {}
         self._once: dict[str, Product | Small | Attention] = {}  # of a token, timed in one round
-        self._repeats = _REPEATS
+        self._repeats = 0 if rough else _REPEATS
         self._timer: Timer | None = None
 
     @cached_property
     def _path(self) -> Path:
         system = self._bindings.api.llama_print_system_info().decode("utf-8", "replace")
-        key = json.dumps([processor_name(), system, self._threads])
-        digest = hashlib.sha256(key.encode()).hexdigest()[:24]
-        return user_folder("cache") / "speed" / f"{digest}.json"
+        name = digest(processor_name(), system, self._threads)
+        return user_folder("cache") / "speed" / f"{name}.json"
 
     def seconds(self, what: Product | Small | Attention) -> float:
         """As Timer.seconds, at most once for each but for `again`. Raises NativeError."""
+        what, scale = _stands_for(what) if self._rough else (what, 1.0)
         key = f"{type(what).__name__} {' '.join(map(str, map(int, what)))}"
         if key not in self._used:
             known = self._kept.least(key)
             may_keep = self._pool_bytes >= POOL_BYTES
-            if known is None or (may_keep and self._is_due(key)):
+            confirms = may_keep and self._measures and not self._rough
+            if known is None or (confirms and self._kept.is_due(key)):
                 self._measured[key] = [self._timed(what)]
-                if what.rows == 1:
+                if what.rows == 1 and not self._rough:
                     self._once[key] = what
                 known = self._standing(key)
             self._used[key] = known
-        return self._used[key]
-
-    def _is_due(self, key: str) -> bool:
-        return self._kept.is_due(key)
+        return self._used[key] * scale
 
     def again(self) -> bool:
         """Times in further rounds what was timed since the last call and is of one token of an
@@ -257,8 +262,13 @@ class Speeds(Closing):
     def _timed(self, what: Product | Small | Attention) -> tuple[float, bool]:
         """(seconds, whether the machine was quiet) of the first timing on a quiet machine, or of
         the least of some others."""
+        if not self._measures:
+            raise NativeError(f"{what} was not measured on this machine yet")
         timer = self._timer = self._timer or Timer(
-            self._bindings.api._lib, self._threads, self._pool_bytes, self._timing_s
+            self._bindings.api._lib,
+            self._threads,
+            self._pool_bytes,
+            _ROUGH_S if self._rough else TIMING_S,
         )
         least = math.inf
         for _ in range(_TRIES):
@@ -390,41 +400,6 @@ class Speeds(Closing):
                 kept.add(key, *_middle(rounds))
             kept.save(self._path, _FORMAT)
         self._measured, self._once, self._timer = {}, {}, None
-
-
-class KnownSpeeds(Speeds):
-    """The same, of what was measured before alone: NativeError for anything else."""
-
-    def _is_due(self, key: str) -> bool:
-        return False
-
-    def _timed(self, what: Product | Small | Attention) -> tuple[float, bool]:
-        raise NativeError(f"{what} was not measured on this machine yet")
-
-
-class RoughSpeeds(Speeds):
-    """The same of models that are not here: one product of each type and layout stands for all of
-    them, by their bytes, of up to _ROUGH_ROWS rows, and is timed in one round."""
-
-    _timing_s = 0.04
-
-    def __init__(self, bindings: Bindings, threads: int) -> None:
-        super().__init__(bindings, threads)
-        self._repeats = 0
-
-    def seconds(self, what: Product | Small | Attention) -> float:
-        """As of Speeds."""
-        stands, scale = _stands_for(what)
-        return super().seconds(stands) * scale
-
-    def _is_due(self, key: str) -> bool:
-        """What is known is enough."""
-        return False
-
-    def again(self) -> bool:
-        """One round is enough."""
-        self._once = {}
-        return False
 
 
 def _stands_for(what: Product | Small | Attention) -> tuple[Product | Small | Attention, float]:

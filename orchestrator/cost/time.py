@@ -21,27 +21,23 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from gguf_tools.closing import Closing
 from gguf_tools.experts import ExpertModel
-from gguf_tools.process import default_threads
 from orchestrator.allocation.slots import ModelShape, SlotPlan
 from orchestrator.cache.profile import HotnessKeeper, UsageKeeper
 from orchestrator.config import Config
 from orchestrator.cost.disk import Bandwidth
 from orchestrator.cost.losses import Skips, started
-from orchestrator.cost.products import POOL_BYTES
-from orchestrator.cost.speeds import FILE, OWN, ROWS, UPSTREAM, Costs, KnownSpeeds, Speeds
+from orchestrator.cost.speeds import FILE, OWN, ROWS, UPSTREAM, Costs, Speeds
 from orchestrator.errors import ProfileError
 from orchestrator.events import SKIP, Phase
 from orchestrator.memory.footprint import process_bytes
 from orchestrator.memory.layouts import wants_own_layout
 from orchestrator.memory.machine import probe
 from orchestrator.memory.plan import MemoryPlan
-from orchestrator.native.llama import Bindings
 
 # Of the experts of the next layer, look-ahead finds so many (docs/experiments/firm.md).
 FORESEEN = 0.8
@@ -357,38 +353,25 @@ def skewed(model: ExpertModel) -> np.ndarray:
     return chances(np.tile(1.0 / ranks, (model.n_layers, 1)), model.n_expert_used)
 
 
-class TimeModel(Closing):
-    """What plans of one model take on this machine, with so many threads and this disk. Close it:
-    it keeps what it measured for the next one.
+@dataclass(frozen=True, slots=True)
+class TimeModel:
+    """What plans of one model take on this machine, at these speeds of its processor and of its
+    disk, beside the threads that compute.
 
     uses: as of Residency. profiled: earlier runs said so.
     """
 
-    def __init__(
-        self,
-        bindings: Bindings,
-        config: Config,
-        model: ExpertModel,
-        disk: Bandwidth,
-        uses: np.ndarray | None = None,
-        speeds: Speeds | None = None,
-        measures: bool = True,
-    ) -> None:
-        """disk: beside the threads that compute. uses: None for what earlier runs said. speeds:
-        in the place of own ones. measures: what is not known is measured; else nothing is."""
-        self._config, self._model, self._disk = config, model, disk
-        if speeds is None:
-            pool = min(POOL_BYTES, spare_bytes(config, model))
-            own = Speeds if measures else KnownSpeeds
-            speeds = own(bindings, config.threads or default_threads(), pool)
-        self._speeds = speeds
-        self._costs: dict[tuple[tuple[int, ...], str], Costs] = {}
-        self.uses, self.profiled = known_uses(config, model) if uses is None else (uses, True)
+    model: ExpertModel
+    disk: Bandwidth
+    speeds: Speeds
+    uses: np.ndarray
+    profiled: bool = True
+    _costs: dict[tuple[tuple[int, ...], str], Costs] = field(default_factory=dict)
 
     def of_plan(
         self,
         plan: MemoryPlan,
-        config: Config | None = None,
+        config: Config,
         skips: Skips | None = None,
         n_cells: int = 0,
         uses: np.ndarray | None = None,
@@ -397,7 +380,7 @@ class TimeModel(Closing):
         what its policy may skip of what is missing. n_cells: of the context in use. uses: in the
         place of what is known. Measures what is not known of this machine, for some seconds.
         Raises NativeError."""
-        config, uses = config or self._config, self.uses if uses is None else uses
+        uses = self.uses if uses is None else uses
         asked = False
         if plan.policy is None or plan.slots is None:
             layout = FILE if config.use_extra_bufts is False else UPSTREAM
@@ -408,17 +391,8 @@ class TimeModel(Closing):
             asked = Phase.DECODE in plan.policy.wants.asked_in
         at = plan.tiers, layout
         if at not in self._costs:
-            self._costs[at] = self._speeds.costs(self._model, *at)
+            self._costs[at] = self.speeds.costs(self.model, *at)
         costs = self._costs[at]
         if skips is not None:
             there = with_skips(there, skips, costs.expert_bytes[:, 0])
-        return PlanTime(costs, there, self._disk, plan.micro_batch(0, PROMPT_TOKENS), asked)
-
-    @property
-    def disturbed(self) -> bool:
-        """Whether other programs ran whenever something was measured that was asked for."""
-        return self._speeds.disturbed
-
-    def close(self) -> None:
-        """Keeps what was measured."""
-        self._speeds.close()
+        return PlanTime(costs, there, self.disk, plan.micro_batch(0, PROMPT_TOKENS), asked)

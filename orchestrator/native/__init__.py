@@ -15,8 +15,6 @@ from orchestrator.native.library import (
     FreeCores,
     Library,
     ProductTime,
-    Touched,
-    TouchedMemory,
     context_memory,
     find_device,
     host_memory,
@@ -24,37 +22,6 @@ from orchestrator.native.library import (
     measure_product,
     touched_memory,
 )
-from orchestrator.native.server import NativeRequest, NativeServer, ServerLibrary, ServerSpec
+from orchestrator.native.server import NativeRequest, NativeServer, ServerLibrary, native_config
 from orchestrator.native.spec import Misses, Slices, StoreSpec
 from orchestrator.native.store import Store
-
-__all__ = [
-    "ABI_VERSION",
-    "FAILED",
-    "MAX_AHEAD",
-    "MAX_TIERS",
-    "NO_ROOM",
-    "Bandwidths",
-    "CRoom",
-    "CStats",
-    "DeviceInfo",
-    "FreeCores",
-    "Library",
-    "Misses",
-    "NativeRequest",
-    "NativeServer",
-    "ProductTime",
-    "ServerLibrary",
-    "ServerSpec",
-    "Slices",
-    "Store",
-    "StoreSpec",
-    "Touched",
-    "TouchedMemory",
-    "context_memory",
-    "find_device",
-    "host_memory",
-    "measure_device",
-    "measure_product",
-    "touched_memory",
-]

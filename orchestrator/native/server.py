@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ _FAILURES = {
 
 
 class CServerConfig(ctypes.Structure):
-    """moe_edge_server_config"""
+    """moe_edge_native_config"""
 
     _fields_ = [
         *fields_of(ctypes.c_char_p, "model_name chat_template"),
@@ -85,46 +84,24 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-# Fields that C has by the same names.
-_SAME = ("cache_mib", "temp", "top_k", "top_p", "min_p", "most_ahead")
-
-
-@dataclass(frozen=True, slots=True)
-class ServerSpec:
-    """What a native server is made with; see moe_edge_server_config in moe-edge-server.h."""
-
-    model_name: str
-    n_parallel: int
-    slot_context: int
-    n_batch: int
-    threads: int
-    max_tokens: int | None
-    seed: int | None
-    temp: float
-    top_k: int
-    top_p: float
-    min_p: float
-    chat_template: str | None = None
-    cache_mib: int = 0
-    checkpoints: int = 0
-    loud: bool = False
-    most_ahead: int = 2**19
-
-    def as_c(self) -> CServerConfig:
-        template = self.chat_template
-        return CServerConfig(
-            model_name=self.model_name.encode(),
-            chat_template=None if template is None else template.encode(),
-            n_parallel=self.n_parallel,
-            n_slot_context=self.slot_context,
-            n_batch=self.n_batch,
-            n_threads=self.threads,
-            max_tokens=-1 if self.max_tokens is None else self.max_tokens,
-            n_checkpoints=self.checkpoints,
-            seed=_NO_SEED if self.seed is None else self.seed,
-            verbosity=4 if self.loud else -1,
-            **{name: getattr(self, name) for name in _SAME},
-        )
+def native_config(
+    model_name: str,
+    chat_template: str | None,
+    max_tokens: int | None,
+    seed: int | None,
+    loud: bool,
+    **others: float,
+) -> CServerConfig:
+    """What a native server is made with. others: the numbers of moe_edge_native_config, by their
+    names there."""
+    return CServerConfig(
+        model_name=model_name.encode(),
+        chat_template=None if chat_template is None else chat_template.encode(),
+        max_tokens=-1 if max_tokens is None else max_tokens,
+        seed=_NO_SEED if seed is None else seed,
+        verbosity=4 if loud else -1,
+        **others,
+    )
 
 
 class ServerLibrary:
@@ -157,11 +134,12 @@ class NativeServer:
     Python is called back on the thread that is in run.
     """
 
-    def __init__(self, library: ServerLibrary, model: int, context: int, spec: ServerSpec) -> None:
+    def __init__(
+        self, library: ServerLibrary, model: int, context: int, config: CServerConfig
+    ) -> None:
         """model, context: handles of llama.cpp. Raises NativeError with the server's reason."""
         self.lib = library.lib
         message = ctypes.create_string_buffer(_ERROR_BYTES)
-        config = spec.as_c()
         self._handle: int | None = self.lib.moe_edge_server_create(
             model, context, ctypes.byref(config), message, _ERROR_BYTES
         )
@@ -186,8 +164,7 @@ class NativeServer:
             return 0
 
         self._trampolines.append(_BEFORE_STEP(before))
-        address = ctypes.cast(self._trampolines[-1], ctypes.c_void_p)
-        self.lib.moe_edge_server_set_before_step(self.handle, address, None)
+        self.lib.moe_edge_server_set_before_step(self.handle, self._trampolines[-1], None)
 
     def set_before_prompt(self, function: Callable[[int, list[int]], None]) -> None:
         """Before run: on the thread of a request, function gets each of its sequences and the

@@ -121,9 +121,7 @@ def c_config(spec: StoreSpec) -> tuple[CConfig, list[Any]]:
             if piece.checksums:
                 checksums.append((ctypes.c_uint32 * spec.n_expert)(*piece.checksums))
                 target.checksums = checksums[-1]
-    groups = (CGroup * len(spec.groups))()
-    for c_group, (slot_bytes, n_slots) in zip(groups, spec.groups, strict=True):
-        c_group.slot_bytes, c_group.n_slots = slot_bytes, n_slots
+    groups = (CGroup * len(spec.groups))(*(CGroup(*each) for each in spec.groups))
     for c_group, n_passing in zip(groups, spec.n_passing, strict=False):
         c_group.n_passing = n_passing
     for c_group, on_host in zip(groups, spec.on_host, strict=False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from array import array
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from time import perf_counter_ns
 from typing import Any
@@ -71,16 +71,6 @@ def event_arrays(event: CEvent, spec: StoreSpec) -> tuple[np.ndarray, ...]:
     )
 
 
-def event_views(event: CEvent, spec: StoreSpec) -> tuple[RouteEvent, StoreView]:
-    return (
-        RouteEvent(*event_arrays(event, spec)),
-        StoreView(
-            array_at(event.resident, ctypes.c_uint8, (len(spec.layers), spec.n_expert)),
-            array_at(event.missing, ctypes.c_uint8, (len(spec.layers), spec.n_expert)),
-        ),
-    )
-
-
 _BYTE = ctypes.c_uint8
 _DTYPES: dict[Any, Any] = {
     ctypes.c_uint8: np.dtype(np.uint8),
@@ -117,13 +107,18 @@ class Store(Closing):
         self._step_trampoline: Any = None
         self._room: RoomCallback | None = None
         self._room_trampoline: Any = None
-        self._ring = array("q", bytes(8 * _RING))
+        self._ring = deque[int](maxlen=_RING)
         self._calls = 0
         self._taken = np.zeros((len(spec.layers), spec.n_expert), np.uint32)
         self._forgotten = Outputs.none(self._taken.shape)
         event = library.store_event(handle).contents
         decision = library.store_decision(handle).contents
-        self.event, self.view = event_views(event, spec)
+        self.event = RouteEvent(*event_arrays(event, spec))
+        resident, missing = (
+            array_at(each, ctypes.c_uint8, self._taken.shape)
+            for each in (event.resident, event.missing)
+        )
+        self.view = StoreView(resident, missing)
         self._event_header = ints(event)[:7]
         tier = array_at(decision.tier, ctypes.c_uint8, (spec.n_expert,))
         passing = array_at(decision.passing, ctypes.c_uint8, (spec.n_expert,))
@@ -168,16 +163,14 @@ class Store(Closing):
         of them where it is None, ask for default_tier without Python."""
         self._route = route
         self._trampoline = ROUTE_CB(self._on_route) if route is not None else None
-        address = ctypes.cast(self._trampoline, ctypes.c_void_p) if route is not None else None
         mask = sum(1 << phase for phase in set(phases))
-        self.library.set_callback(self.handle, address, None, default_tier, mask)
+        self.library.set_callback(self.handle, self._trampoline, None, default_tier, mask)
 
     def set_step_done(self, done: StepCallback | None) -> None:
         """Calls done at the end of every step of a model that was computed without an error."""
         self._step_done = done
         self._step_trampoline = STEP_CB(self._on_step) if done is not None else None
-        address = ctypes.cast(self._step_trampoline, ctypes.c_void_p) if done is not None else None
-        self.library.set_step_callback(self.handle, address, None)
+        self.library.set_step_callback(self.handle, self._step_trampoline, None)
 
     def set_room(self, room: RoomCallback) -> None:
         """Calls room before a batch is computed on the CPU, and before a state is brought back,
@@ -223,7 +216,7 @@ class Store(Closing):
             self._error = error
             return 1
         finally:
-            self._ring[self._calls % _RING] = perf_counter_ns() - start_ns
+            self._ring.append(perf_counter_ns() - start_ns)
             self._calls += 1
 
     @interrupts.called_from_c
@@ -307,13 +300,13 @@ class Store(Closing):
 
     def take_counts(self) -> np.ndarray:
         """uint32 [n_layers, n_expert]: tokens routed to each expert since the last call."""
-        counts = self._of_each(self.library.take_counts, ctypes.c_uint32)
+        counts = self.forget_counts()
         self._taken += counts
         return counts
 
-    def forget_counts(self) -> None:
-        """What was routed since the last take_counts is counted nowhere."""
-        self._of_each(self.library.take_counts, ctypes.c_uint32)
+    def forget_counts(self) -> np.ndarray:
+        """As take_counts, and what it returns is counted nowhere."""
+        return self._of_each(self.library.take_counts, ctypes.c_uint32)
 
     def forget_outputs(self) -> None:
         """What experts put out until now is counted nowhere."""
@@ -389,14 +382,11 @@ class Store(Closing):
         """Route callbacks so far."""
         return self._calls
 
-    def callback_us(self, q: float = 50.0, since: int = 0) -> float | None:
-        """Percentile of the Python time of the route callbacks after number `since` (the
-        latest 4096 of them at most), in microseconds; None without any."""
-        n = min(self._calls - since, _RING)
-        if n <= 0:
-            return None
-        recent = [self._ring[i % _RING] for i in range(self._calls - n, self._calls)]
-        return percentile(recent, q) / 1000.0
+    def callback_us(self, since: int = 0) -> float | None:
+        """The median of the Python time of the route callbacks after number `since` (the latest
+        4096 of them at most), in microseconds; None without any."""
+        n = self._calls - since
+        return percentile([*self._ring][-n:], 50) / 1000.0 if n > 0 else None
 
     def warm(
         self,
@@ -463,10 +453,7 @@ class Store(Closing):
 
 def _items(wanted: Sequence[tuple[int, int, int]]) -> ctypes.Array[CPrefetch]:
     """(layer, expert, tier) triples for C; one item where there are none."""
-    items = (CPrefetch * max(1, len(wanted)))()
-    for item, (layer, expert, tier) in zip(items, wanted, strict=False):
-        item.layer, item.expert, item.tier = layer, expert, tier
-    return items
+    return (CPrefetch * max(1, len(wanted)))(*(CPrefetch(*each) for each in wanted))
 
 
 def _names(pointer: Any, n: int) -> tuple[int, ...]:

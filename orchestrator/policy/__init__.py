@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from orchestrator.errors import PolicyError
-from orchestrator.policy.base import Policy
+from orchestrator.policy.base import Policy as Policy
 from orchestrator.policy.context import ContextAware
 from orchestrator.policy.dymoe import DyMoE
 from orchestrator.policy.dynaexq import DynaExq
@@ -72,18 +72,3 @@ def policy_settings() -> Mapping[str, Setting]:
 def owners(name: str) -> tuple[str, ...]:
     """Names of the policies that have a setting."""
     return tuple(each.name for each in POLICIES.values() if name in each.Settings.declared())
-
-
-__all__ = [
-    "ALLOWED_LOSS",
-    "BASELINE",
-    "DEFAULT",
-    "PLAIN",
-    "PLAIN_REASON",
-    "POLICIES",
-    "Policy",
-    "known_policies",
-    "owners",
-    "policy_class",
-    "policy_settings",
-]

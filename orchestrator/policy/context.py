@@ -23,14 +23,13 @@ from orchestrator.allocation.pools import (
     Places,
     TierPools,
     every_expert_to,
-    moves_to,
     nominal_bits,
     nominal_losses,
     shares,
     too_little,
 )
 from orchestrator.allocation.settings import Background, Shared
-from orchestrator.allocation.slots import ModelShape, SlotPlan, Transition
+from orchestrator.allocation.slots import SlotPlan, Transition
 from orchestrator.errors import PolicyError
 from orchestrator.events import (
     DecisionBuffer,
@@ -50,15 +49,6 @@ from orchestrator.policy.base import (
     WeighsLosses,
 )
 from orchestrator.settings import again, setting
-
-
-def placed_shape(shape: ModelShape, on_host: bool) -> ModelShape:
-    """The shape with slots as large as they are where they are: below tier 0 on_host or not."""
-    if not on_host:
-        return shape
-    pairs = zip(shape.slots, shape.host_slots, strict=True)
-    return replace(shape, slots=tuple((there[0], *here[1:]) for there, here in pairs))
-
 
 _MAGIC = b"moe-edge use 1\n"
 
@@ -258,7 +248,7 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
         self._wanted: np.ndarray | None = None
         self._latest: np.ndarray | None = None  # wanted by the latest placement
         self._scores: np.ndarray = np.zeros(size)
-        self._moved = self._steps = self._most_steps = self._changed_bytes = 0
+        self._moved = self._steps = 0
 
     @property
     def losses_matter(self) -> bool:
@@ -312,9 +302,12 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
             near.append((tuple(self._near), sum(counts)))
         else:
             near += [((tier,), n) for tier, n in zip(self._near, counts, strict=True)]
-        places = [Places(tiers, n, on_host=on_host) for tiers, n in near]
-        hot = Places((0,), n_hot, reserve=False)
-        return TierPools(placed_shape(self.shape, on_host), [hot, *places])
+        shape, layers = self.shape, self.shape.n_layers
+        places = [Places(tiers, [n] * layers, on_host=on_host) for tiers, n in near]
+        if on_host:
+            pairs = zip(shape.slots, shape.host_slots, strict=True)
+            shape = replace(shape, slots=tuple((there[0], *here[1:]) for there, here in pairs))
+        return TierPools(shape, [Places((0,), [n_hot] * layers, reserve=False), *places])
 
     @property
     def fresh(self) -> bool:
@@ -386,8 +379,7 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
             self._placed = False
         else:
             self._steps += self._wanted is not None
-            self._most_steps = max(self._most_steps, self._steps)
-            self._place_anew(report.target)
+            self._place_anew()
         return self._moves(report.resident, report.target)
 
     def before_answer(
@@ -395,26 +387,17 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
     ) -> Sequence[Transition] | None:
         if not self._waits:
             return None
-        self._place_anew(target)
+        self._place_anew()
         return self._moves(resident, target)
 
-    def _place_anew(self, target: np.ndarray) -> None:
-        """Behind a prompt, once. target: as of StepReport."""
+    def _place_anew(self) -> None:
+        """Behind a prompt, once."""
         if self._placed:
             return
-        if self._wanted is not None:  # what has not begun to move will not
-            self._changed_bytes -= self._bytes_to(self._wanted, target)
         self._wanted = self._latest = self._place()
-        self._changed_bytes += self._bytes_to(self._wanted, target)
         self._placed = True
         self.updates += 1
         self._steps = 0
-
-    def _bytes_to(self, wanted: np.ndarray, target: np.ndarray) -> int:
-        """What slots of the experts take that neither are where they should be nor go there."""
-        shape = placed_shape(self.shape, self._on_host)
-        moving = np.argwhere(wanted != target).tolist()
-        return sum(shape.expert_slot_bytes(at, int(wanted[at, expert])) for at, expert in moving)
 
     def _moves(self, resident: np.ndarray, target: np.ndarray) -> list[Transition]:
         """What may move now towards the latest placement, the most important experts first."""
@@ -424,25 +407,21 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
         if (resident == wanted).all():
             self._wanted = None
             return []
-        tracker = pools.track(resident, target)
-        moves = moves_to(wanted, resident, target, self._scores, tracker)
+        moves = pools.moves_to(wanted, resident, target, self._scores)
         self._moved += len(moves)
         return moves
 
     def report(self) -> Mapping[str, Any]:
-        """Since the engine started: placements, experts that were asked to move for them, and the
-        slot bytes of those that they changed; decode steps that the latest one took, and the
-        slowest; hot and near experts of a layer by tier, on average, and the near ones' bits,
-        nominal and as stored."""
+        """Since the engine started: placements, and experts that were asked to move for them;
+        decode steps that the latest one took; hot and near experts of a layer by tier, on average,
+        and the near ones' bits, nominal and as stored."""
         latest, near = self._latest, [float(n) for n in self._near_counts]
         if latest is not None and self._shares:
             near = [float((latest == tier).sum() / len(latest)) for tier in self._near]
         found: dict[str, Any] = {
             "placements": self.updates,
             "moves": self._moved,
-            "changed_bytes": self._changed_bytes,
             "steps": self._steps,
-            "most_steps": self._most_steps,
             "hot_per_layer": self._n_hot,
             "near_per_layer": dict(zip(self._names, near, strict=True)),
         }

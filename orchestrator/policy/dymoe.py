@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.allocation.critical import COSINE, FLAT, SCHEDULES, falling, gate_order, ratios
+from orchestrator.allocation.critical import COSINE, FLAT, SCHEDULES, falling, gate_order
 from orchestrator.allocation.look_ahead import OFF, LookAhead, Prefetching
 from orchestrator.allocation.prompts import Prompts, layer_groups
 from orchestrator.allocation.slots import Share, SlotPlan, divide
@@ -32,15 +32,12 @@ from orchestrator.settings import setting
 _NOISE = 1e-9
 
 
-def critical_count(ratio: float, m: int) -> int:
-    """t_l = ceil(r(l) * M), eq. 5, at least 1: lambda = 0 alone would leave the last layer
-    of a 4/0 plan without any expert."""
-    return min(m, max(1, math.ceil(ratio * m - _NOISE)))
-
-
 def critical_counts(lam: float, n_layers: int, m: int, schedule: str = COSINE) -> list[int]:
-    """t_l of every layer."""
-    return [critical_count(r, m) for r in ratios(lam, n_layers, schedule)]
+    """t_l of every layer = ceil(r(l) * M), eq. 5, at least 1: lambda = 0 alone would leave the last
+    layer of a 4/0 plan without any expert. r(l) = (1 - lambda) * c(l) + lambda, the share of
+    critical experts in MoE layer l, with c(l) as `falling` has it; cosine is eq. 4."""
+    shares = [(1 - lam) * c + lam for c in falling(schedule, n_layers)]
+    return [min(m, max(1, math.ceil(share * m - _NOISE))) for share in shares]
 
 
 def realised(counts: list[int], m: int) -> float:
@@ -48,17 +45,15 @@ def realised(counts: list[int], m: int) -> float:
     return sum(counts) / (m * len(counts))
 
 
-def solve(
-    retention: float, n_layers: int, m: int, schedule: str = COSINE
-) -> tuple[float, list[int]]:
-    """(lambda, t_l) such that the mean of t_l / M comes nearest to the user's retention.
+def solve(retention: float, n_layers: int, m: int, schedule: str = COSINE) -> list[int]:
+    """t_l of every layer, of the lambda for which their mean share of M is nearest to retention.
 
     M is the number of experts that t_l is taken of: those a token selects when decoding, those
     that a prompt uses in prefill. lambda lies in [0, 1], so shares below about one half cannot be
     reached but with the flat schedule: eq. 4 keeps the mean of r(l) at (1 + lambda) / 2.
     """
     if n_layers == 1:
-        return retention, critical_counts(retention, 1, m, schedule)
+        return critical_counts(retention, 1, m, schedule)
     # The counts change only just after a lambda at which some r(l) * M is an integer.
     steps = {0.0, 1.0}
     for c in falling(schedule, n_layers):
@@ -75,19 +70,7 @@ def solve(
     above = bisect_right(range(len(edges)), retention, key=mean)
     choices = [i for i in (above - 1, above) if 0 <= i < len(edges)]
     best = min(choices, key=lambda i: (abs(mean(i) - retention), -i))
-    return edges[best], critical_counts(edges[best], n_layers, m, schedule)
-
-
-def gate_critical(ids: np.ndarray, weights: np.ndarray, t: int, n_expert: int) -> np.ndarray:
-    """Mask [n_expert] of the experts that are among the t most important of any token.
-
-    ids int32 [T, k], weights float32 [T, k].
-    """
-    critical = np.zeros(n_expert, bool)
-    if t > 0:
-        places = np.argsort(-weights, axis=1, kind="stable")[:, :t]
-        critical[np.take_along_axis(ids, places, axis=1)] = True
-    return critical
+    return critical_counts(edges[best], n_layers, m, schedule)
 
 
 def load_ahead(
@@ -246,8 +229,8 @@ class DyMoE(Policy):
             )
         k = shape.n_expert_used
         schedule = self.settings.schedule
-        self.lam, self.critical = solve(retention, shape.n_layers, k, schedule)
-        self._least_share = realised(solve(0.0, shape.n_layers, k, schedule)[1], k)
+        self.critical = solve(retention, shape.n_layers, k, schedule)
+        self._least_share = realised(solve(0.0, shape.n_layers, k, schedule), k)
         self._prefill_counts: dict[int, list[int]] = {}
         self.retention = retention
         self.realised = realised(self.critical, k)
@@ -259,7 +242,7 @@ class DyMoE(Policy):
         counts = self._prefill_counts.get(n_used)
         if counts is None:
             shape, schedule = self.shape, self.settings.schedule
-            _, counts = solve(self.retention, shape.n_layers, n_used, schedule)
+            counts = solve(self.retention, shape.n_layers, n_used, schedule)
             self._prefill_counts[n_used] = counts
         return counts[layer]
 
@@ -295,9 +278,8 @@ class DyMoE(Policy):
                 full = shape.n_expert if value > 0 else floor
                 second.append(Share(each.unit_bytes, floor, full, value))
         counts = divide(second, budget_bytes)
-        of_layers = [counts[at : at + n] for at in range(0, len(counts), n)]
-        self._prompts.room = [(high, low[0] if low else 0) for high, *low in of_layers]
-        return layer_groups(shape, of_layers)
+        self._prompts.room = [counts[at : at + n] for at in range(0, len(counts), n)]
+        return layer_groups(shape, self._prompts.room)
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         if event.phase == _DECODE or event.n_tokens == 1:
@@ -310,9 +292,7 @@ class DyMoE(Policy):
         used = event.ids.tolist()
         if t < k:
             out.renormalize = self.rules.renormalize
-            if self.wants.by_residency:
-                used = self._lower_missing(event, view, out)
-            elif event.n_tokens == 1:
+            if event.n_tokens == 1 and not self.wants.by_residency:
                 tier = out.tier
                 order = gate_order(event.weights.tolist())
                 for place in order[t:]:
@@ -321,7 +301,9 @@ class DyMoE(Policy):
                     used = [used[place] for place in order[:t]]
             else:
                 high = self._high(event.layer, event.ids_array, event.weights_array, view)
-                out.tier_array[:] = np.where(high, 0, low)
+                routed = distinct(event.ids_array)
+                out.tier_array[routed[~high[routed]]] = low
+                used = (routed[high[routed]] if low == SKIP else routed).tolist()
         if event.n_tokens == 1:
             self._ahead.score.observe(event.layer, used)
         if event.n_ahead and self._ahead.on:
@@ -336,27 +318,21 @@ class DyMoE(Policy):
         the t_l with the highest gates of each. Or, by what is in memory: of each token's experts
         that are not there high, at most k - t_l with the lowest gates are lowered, but never one of
         its first quarter, which is the first one at least, nor what another token needs high."""
-        t = self.critical[layer]
+        t, k = self.critical[layer], ids.shape[1]
+        order = np.argsort(-weights, axis=1, kind="stable")
+        ranked = np.take_along_axis(ids, order, axis=1)
         if not self.wants.by_residency:
-            return gate_critical(ids, weights, t, self.shape.n_expert)
-        k = ids.shape[1]
+            high: np.ndarray = np.zeros(self.shape.n_expert, bool)
+            high[ranked[:, :t]] = True
+            return high
         most, kept_high = k - t, max(1, k // 4)
         here = view.resident_array[layer] == 0
-        high: np.ndarray = here.copy()
-        order = np.argsort(-weights, axis=1, kind="stable")
-        for row in np.take_along_axis(ids, order, axis=1):
+        high = here.copy()
+        for row in ranked:
             missing = row[kept_high:][~here[row[kept_high:]]]
             high[row[:kept_high]] = True
             high[missing[: max(0, len(missing) - most)]] = True
         return high
-
-    def _lower_missing(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> list[int]:
-        """Lowers or skips what has no need to be high. Returns what is not skipped."""
-        high = self._high(event.layer, event.ids_array, event.weights_array, view)
-        used = distinct(event.ids_array)
-        out.tier_array[used[~high[used]]] = self._low
-        kept: list[int] = (used[high[used]] if self._low == SKIP else used).tolist()
-        return kept
 
     def step_done(self, report: StepReport) -> tuple[()]:
         self._ahead.step_done(report)

@@ -18,6 +18,7 @@ from orchestrator.allocation.pools import (
     Tracker,
     pools_by_size,
     slot_plan,
+    slot_sizes,
 )
 from orchestrator.allocation.settings import Shared
 from orchestrator.allocation.slots import (
@@ -54,10 +55,26 @@ class Swap:
         return self.up if self.promoting or self.down is None else self.down
 
 
-# Low slots have some in reserve: as many swaps may be under way at once.
-_LOW_PLACES = Places((LOW,), 0, experts_per_move=64, most_moves=4)
 # Where not all low copies fit: the share of the slots beyond one token's experts for high copies.
 CACHED_HIGH = 0.5
+
+
+def resident_pools(shape: ModelShape, capacity: Sequence[int]) -> TierPools:
+    """Slots for every expert in one of two versions, capacity[layer] of them high.
+
+    A swap demotes first, into a low slot in reserve, and promotes into the high slot that this
+    frees; so low pools have a few slots more than experts, as many as swaps may be under way at
+    once, and high pools none.
+    """
+    n_low = [shape.n_expert - n_high for n_high in capacity]
+    high, low = Places((HIGH,), capacity, reserve=False), Places((LOW,), n_low, most_moves=4)
+    return TierPools(shape, [high, low])
+
+
+def fewest_high(shape: ModelShape, most: int = 1) -> list[int]:
+    """The capacity of the smallest budget: one high expert of each slot size, or most of them."""
+    first = {pool.layers[0] for pool in pools_by_size(shape, HIGH)}
+    return [min(most, int(layer in first)) for layer in range(shape.n_layers)]
 
 
 def resident_plan(
@@ -65,52 +82,16 @@ def resident_plan(
 ) -> tuple[TierPools, list[int]] | None:
     """Slots for every expert in one of two versions, as many high as fit: n_l = spare bytes /
     (high - low), the same in every layer, at most most_high; None where that takes more than
-    the budget even with one high expert of each slot size.
-
-    A swap demotes first, into a low slot in reserve, and promotes into the high slot that this
-    frees; so low pools have a few slots more than experts, and high pools none.
-    """
-    high, low = pools_by_size(shape, HIGH), pools_by_size(shape, LOW)
-    n = shape.n_expert
-    spare = budget_bytes - _low_bytes(low, n)
-    full = n if most_high is None else min(n, most_high)
-    if full == 0:
-        spare -= sum(pool.unit_bytes for pool in high)  # the store wants a slot in every tier
-    first = {pool.layers[0] for pool in high}
-    shares = [
-        Share(_gain(high, low, layer), min(full, int(layer in first)), full, 1.0)
-        for layer in range(shape.n_layers)
-    ]
-    if spare < sum(share.unit_bytes * share.floor for share in shares):
+    the budget even with one high expert of each slot size."""
+    full = shape.n_expert if most_high is None else min(shape.n_expert, most_high)
+    least, sizes = fewest_high(shape, full), slot_sizes(shape)
+    spare = budget_bytes - resident_pools(shape, least).plan().total_bytes
+    if spare < 0:
         return None
-    capacity = divide(shares, spare)
-    low_places = replace(_LOW_PLACES, n_experts=[n - n_high for n_high in capacity])
-    return TierPools(shape, [Places((HIGH,), capacity, reserve=False), low_places]), capacity
-
-
-def least_resident_bytes(shape: ModelShape) -> int:
-    """The smallest budget of resident_plan: low copies of all experts and those in reserve, of
-    which one of each slot size is high instead."""
-    high, low = pools_by_size(shape, HIGH), pools_by_size(shape, LOW)
-    promoted = sum(_gain(high, low, pool.layers[0]) for pool in high)
-    return _low_bytes(low, shape.n_expert) + promoted
-
-
-def _low_bytes(low: Sequence[Pool], n_expert: int) -> int:
-    """Low copies of all experts, and the slots in reserve."""
-    return sum(
-        pool.unit_bytes * (n_expert * len(pool.layers) + _LOW_PLACES.in_reserve(pool, n_expert))
-        for pool in low
-    )
-
-
-def _gain(high: Sequence[Pool], low: Sequence[Pool], layer: int) -> int:
-    """What one expert takes more when it is high."""
-    return max(1, _unit(high, layer) - _unit(low, layer))
-
-
-def _unit(pools: Sequence[Pool], layer: int) -> int:
-    return next(pool.unit_bytes for pool in pools if layer in pool.layers)
+    gains = np.maximum(1, sizes[:, HIGH] - sizes[:, LOW]).tolist()
+    shares = [Share(gain, n, full, 1.0) for gain, n in zip(gains, least, strict=True)]
+    capacity = divide(shares, spare + sum(share.unit_bytes * share.floor for share in shares))
+    return resident_pools(shape, capacity), capacity
 
 
 def _shortlist(swaps: Sequence[Swap], low_pool_of: np.ndarray) -> list[Swap]:
@@ -406,7 +387,8 @@ class DynaExq(Learning):
         of = f"of {self.shape.n_expert} experts a layer"
         if not self.caching:
             return f"dynaexq {high}/{low}, {as_range(self.capacity)} {of} high"
-        needed = format_size(least_resident_bytes(self.shape))
+        least = resident_pools(self.shape, fewest_high(self.shape)).plan().total_bytes
+        needed = format_size(least)
         why = f"low copies of all do not fit, they take {needed}"
         if not self.capacity.any():
             return f"dynaexq {low}, caching {as_range(self.cached)} {of}: {why}"

@@ -23,10 +23,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from gguf_tools.file.layout import COMPUTE_ORDER
-from orchestrator.allocation.look_ahead import OFF, LookAhead, PredictionScore, Prefetching
+from orchestrator.allocation.look_ahead import OFF, LookAhead, Prefetching
 from orchestrator.allocation.prompts import Prompts, even_slots, layer_groups
 from orchestrator.allocation.slots import SlotPlan
 from orchestrator.errors import ConfigError, PolicyError, SettingError
@@ -91,23 +94,11 @@ def agreed(
 def every_set(
     way: str, votes: Sequence[Sequence[int]], depth: int, scores: Sequence[float] = ()
 ) -> list[list[int]]:
-    """agreed() for every (K, P) at once, as bits: [P - 1][K - 1], P up to depth. Where fewer
-    layers voted, the last row stands for the rest."""
-    k = len(votes[0])
-    if way == MARGIN:
-        return [[mask_of(agreed(way, votes, n, 1, scores)) for n in range(1, k + 1)]] * depth
-    rows: list[list[int]] = []
-    for vote in votes[:depth]:
-        row, mask = [], 0
-        for expert in vote:
-            mask |= 1 << expert
-            row.append(mask)
-        if rows:
-            row = [mine & theirs for mine, theirs in zip(row, rows[-1], strict=True)]
-        rows.append(row)
-        if way == RANK:
-            break
-    return rows + [rows[-1]] * (depth - len(rows))
+    """agreed() for every (K, P), as bits: [P - 1][K - 1], P up to depth."""
+    numbers = range(1, len(votes[0]) + 1)
+    return [
+        [mask_of(agreed(way, votes, k, p, scores)) for k in numbers] for p in range(1, depth + 1)
+    ]
 
 
 def group_of(n_layers: int) -> list[int]:
@@ -143,66 +134,18 @@ def least(means: Sequence[Sequence[float]], pairs: Iterable[Votes]) -> Votes:
     return min(pairs, key=lambda pair: (means[pair[1] - 1][pair[0] - 1], pair[1], pair[0]))
 
 
-@dataclass(frozen=True)
-class Weights:
+class Weights(NamedTuple):
     """alpha and beta of eq. 11. matrices: how many of an expert are loaded ahead."""
 
-    waste: float = 0.5
-    miss: float = 0.5
-    matrices: int = 1
+    waste: float
+    miss: float
+    matrices: int
 
-    def loss(self, unused: float, missed: float) -> float:
-        """Eq. 11, of numbers of matrices."""
-        return (self.waste * unused + self.miss * missed) / self.matrices
-
-
-@dataclass
-class Mean:
-    """The mean loss of what was counted."""
-
-    weights: Weights
-    unused: int = 0
-    missed: int = 0
-    n: int = 0
-
-    def add(self, unused: int, missed: int) -> None:
-        self.unused += unused
-        self.missed += missed
-        self.n += 1
-
-    @property
-    def value(self) -> float | None:
-        """None of nothing."""
-        return self.weights.loss(self.unused, self.missed) / self.n if self.n else None
-
-
-class Grid:
-    """Counts every (K, P) on the same tokens: predictions are ranked, so that each one's set is
-    known without running it. So the search is exhaustive, and noise is the same for all."""
-
-    def __init__(self, k: int, depth: int, weights: Weights) -> None:
-        self._means = [[Mean(weights) for _ in range(k)] for _ in range(depth)]
-
-    @property
-    def n(self) -> int:
-        """Layers of tokens that were counted."""
-        return self._means[0][0].n if self._means else 0
-
-    def count(self, sets: Sequence[Sequence[int]], used: int, absent: Absent) -> None:
-        """One layer of one token; sets of every_set, the others as in unused_and_missed."""
-        for row, means in zip(sets, self._means, strict=True):
-            for experts, mean in zip(row, means, strict=True):
-                mean.add(*unused_and_missed(experts, used, absent))
-
-    def means(self) -> list[list[float]]:
-        """Mean loss a layer and token, [P - 1][K - 1]."""
-        return [[mean.value or 0.0 for mean in row] for row in self._means]
-
-    def best(self) -> Votes:
-        """The (K, P) of the least loss."""
-        means = self.means()
-        every = [(k, p) for p, row in enumerate(means, 1) for k in range(1, len(row) + 1)]
-        return least(means, every)
+    def mean(self, counts: np.ndarray, n: int) -> Any:
+        """The mean loss of eq. 11, of sums [..., 2] of n pairs as of unused_and_missed; 0 of
+        nothing."""
+        lost = self.waste * counts[..., 0] + self.miss * counts[..., 1]
+        return (lost / self.matrices / max(1, n)).tolist()
 
 
 @dataclass
@@ -257,11 +200,9 @@ class Climb:
 
     def _ahead(self) -> Votes | None:
         """The next step, where there is one."""
-        k, p = self.at
-        if self.axis == 0:
-            k += self.delta
-        else:
-            p += self.delta
+        at = [*self.at]
+        at[self.axis] += self.delta
+        k, p = at
         return (k, p) if 1 <= k <= self.k and 1 <= p <= self.depth else None
 
     def _turn(self) -> None:
@@ -297,18 +238,18 @@ class Tuner:
         self.tuned = way == OFF or start == (1, 1) or start[1] == 0
         self.tokens = 0
         self._steps, self.until = steps, tokens
-        self._running = [Mean(weights) for _ in GROUPS]
-        self.grids = [Grid(*start, weights) for _ in GROUPS]
         k, depth = start
+        self._weights = weights
+        self._pairs = [*product(range(1, k + 1), range(1, depth + 1))]
+        # Sums of unused_and_missed: what ran, and of every (K, P), by group.
+        self._ran = np.zeros((len(GROUPS), 2), np.int64)
+        self._sums = np.zeros((len(GROUPS), depth, k, 2), np.int64)
+        self._n_ran, self._n = Counter[int](), Counter[int]()
         self._climbs = [
             # No layer of a group has more voters than its last one.
             Climb(k, min(depth, self._last(group)), patience)
             for group in range(len(GROUPS))
         ]
-
-    def fix(self, chosen: Sequence[Votes]) -> None:
-        """Runs with these and changes nothing."""
-        self.chosen, self.tuned = list(chosen), True
 
     def of(self, layer: int) -> Votes:
         """(K, P) of a layer."""
@@ -320,20 +261,26 @@ class Tuner:
         that a decision stays short."""
         return self.tokens % self.every == 0
 
-    @property
-    def counts_all(self) -> bool:
-        """Whether every (K, P) is counted on this token, too."""
-        return self.counts and not self.tuned
-
     def count(
         self, layer: int, sets: Sequence[Sequence[int]], used: Sequence[int], absent: Absent
     ) -> None:
-        """A layer whose experts are known by now; see Grid.count."""
-        self.grids[self.groups[layer]].count(sets, mask_of(used), absent)
+        """Counts every (K, P) on one layer of one token: predictions are ranked, so that each one's
+        set is known without running it. So the search is exhaustive, and noise is the same for all.
+        sets of every_set, the others as in unused_and_missed."""
+        group, bits = self.groups[layer], mask_of(used)
+        self._sums[group] += [[unused_and_missed(one, bits, absent) for one in row] for row in sets]
+        self._n[group] += 1
+
+    def means(self, group: int) -> list[list[float]]:
+        """Mean loss a layer and token of every (K, P), [P - 1][K - 1]."""
+        found: list[list[float]] = self._weights.mean(self._sums[group], self._n[group])
+        return found
 
     def observe(self, layer: int, unused: int, missed: int) -> None:
         """What the running (K, P) came to in a layer, as in unused_and_missed."""
-        self._running[self.groups[layer]].add(unused, missed)
+        group = self.groups[layer]
+        self._ran[group] += unused, missed
+        self._n_ran[group] += 1
 
     def token(self) -> None:
         """A token has passed through all layers."""
@@ -341,14 +288,12 @@ class Tuner:
         if self.tuned or (self.tokens % self._steps and self.tokens < self.until):
             return
         self.tuned = self.tokens >= self.until
-        for group, grid in enumerate(self.grids):
-            if not grid.n:
-                continue
+        for group in self._n:
+            means, climb = self.means(group), self._climbs[group]
             if self.way == ALL:
-                self.chosen[group] = grid.best()
+                self.chosen[group] = least(means, self._pairs)
             else:
-                climb = self._climbs[group]
-                (climb.end if self.tuned else climb.update)(grid.means())
+                (climb.end if self.tuned else climb.update)(means)
                 self.chosen[group] = climb.at
 
     def by_group(self) -> dict[str, Votes]:
@@ -357,7 +302,8 @@ class Tuner:
 
     def losses(self) -> dict[str, float | None]:
         """Mean loss a layer and token of what ran, by group."""
-        return {GROUPS[group]: self._running[group].value for group in self._used()}
+        ran = {group: self._weights.mean(self._ran[group], n) for group, n in self._n_ran.items()}
+        return {GROUPS[group]: ran.get(group) for group in self._used()}
 
     def _last(self, group: int) -> int:
         """The deepest layer of a group, 1 at least."""
@@ -379,11 +325,6 @@ def read_votes(text: str) -> list[Votes]:
     if len(pairs) not in (1, len(GROUPS)) or any(len(pair) != 2 or min(pair) < 1 for pair in pairs):
         raise ValueError(text)
     return [(k, p) for k, p in pairs] * (len(GROUPS) // len(pairs))
-
-
-def write_votes(votes: Sequence[Votes]) -> str:
-    """As read_votes reads it."""
-    return "/".join(f"{k},{p}" for k, p in votes)
 
 
 @dataclass(frozen=True)
@@ -434,48 +375,43 @@ class FIRMSettings(LookAhead):
     def __post_init__(self) -> None:
         """Refuses what would have no effect."""
         super().__post_init__()
+
+        def refuse(wrong: bool, name: str, complaint: str) -> None:
+            if wrong:
+                raise SettingError(name, complaint)
+
+        votes, n_ahead, most = self.votes, self.n_ahead, self.declared()["n_ahead"].within
         try:
-            deepest = self.deepest
+            deepest = self.deepest or 0
         except ValueError:
-            raise SettingError(
+            deepest = -1
+        complaint = f"must be K,P such as 4,1, or three of them as 4,1/8,3/8,3, not '{votes}'"
+        refuse(deepest < 0, "votes", complaint)
+        off = "prefetch off" if self.prefetch == OFF else "n_ahead 0"
+        for name, value in (("votes", votes), ("tune", self.tune)):
+            useless = (self.prefetch == OFF or n_ahead == 0) and value not in (None, OFF)
+            complaint = f"is {value}, and nothing is loaded ahead with {off}: leave one out"
+            refuse(useless, name, complaint)
+        if self.agree != MOL:
+            refuse(
+                deepest > 1,
                 "votes",
-                f"must be K,P such as 4,1, or three of them as 4,1/8,3/8,3, not '{self.votes}'",
-            ) from None
-        if self.prefetch == OFF or self.n_ahead == 0:
-            for name, value in (("votes", self.votes), ("tune", self.tune)):
-                if value not in (None, OFF):
-                    off = "prefetch off" if self.prefetch == OFF else "n_ahead 0"
-                    raise SettingError(
-                        name, f"is {value}, and nothing is loaded ahead with {off}: leave one out"
-                    )
-        n_ahead, most = self.n_ahead, self.declared()["n_ahead"].within
-        if self.agree != MOL and (deepest or 0) > 1:
-            raise SettingError(
-                "votes",
-                f"asks {deepest} layers in '{self.votes}', and with {self.agree} one votes: "
-                f"write K,1, or choose {MOL} for agree",
+                f"asks {deepest} layers in '{votes}', and with {self.agree} one votes: write K,1, "
+                f"or choose {MOL} for agree",
             )
-        if self.agree != MOL and n_ahead is not None and n_ahead > 1:
-            raise SettingError(
+            refuse(
+                (n_ahead or 0) > 1,
                 "n_ahead",
                 f"is {n_ahead}, and with {self.agree} only the layer before votes: leave it out, "
                 f"or choose {MOL} for agree",
             )
-        if deepest is None:
-            return
-        if most is not None and deepest > most[1]:
-            raise SettingError(
-                "votes", f"asks {deepest} layers in '{self.votes}', and {most[1]:g} can vote"
-            )
-        if n_ahead not in (None, deepest):
-            raise SettingError(
-                "n_ahead",
-                f"is {n_ahead}, and the votes '{self.votes}' are of {deepest} layers: leave it out",
-            )
-        if self.tune not in (None, OFF):
-            raise SettingError(
-                "tune", f"is {self.tune}, and votes says what would be tuned: leave one out"
-            )
+        if votes is not None and most is not None:
+            complaint = f"asks {deepest} layers in '{votes}', and {most[1]:g} can vote"
+            refuse(deepest > most[1], "votes", complaint)
+            complaint = f"is {n_ahead}, and the votes '{votes}' are of {deepest} layers"
+            refuse(n_ahead not in (None, deepest), "n_ahead", f"{complaint}: leave it out")
+            complaint = f"is {self.tune}, and votes says what would be tuned: leave one out"
+            refuse(self.tune not in (None, OFF), "tune", complaint)
 
     @property
     def deepest(self) -> int | None:
@@ -565,7 +501,6 @@ class FIRM(Policy, Tunes):
             [1 << kind for kind in COMPUTE_ORDER if kind in slots][: self.settings.prefetch_kinds]
             for slots, *_ in shape.slots
         ]
-        self._absent = PredictionScore(shape.n_layers)  # of what was not in memory
         self._prompts = Prompts(self.rules)
         self._slots = 0
         self._step = -1
@@ -593,7 +528,7 @@ class FIRM(Policy, Tunes):
             asked.tune_tokens,
         )
         if asked.votes is not None:
-            self.tuner.fix(read_votes(asked.votes))
+            self.tuner.chosen, self.tuner.tuned = read_votes(asked.votes), True
 
     @property
     def fresh(self) -> bool:
@@ -603,16 +538,16 @@ class FIRM(Policy, Tunes):
         """One group per (layer, kind), as many slots in each layer. Raises BudgetError."""
         counts = even_slots(self.shape, budget_bytes)
         self._slots = sum(counts)
-        self._prompts.room = [(n, 0) for n in counts]
-        return layer_groups(self.shape, [[n] for n in counts])
+        self._prompts.room = [[n] for n in counts]
+        return layer_groups(self.shape, self._prompts.room)
 
     @property
     def tuned(self) -> Mapping[str, Any] | None:
         """What this run tuned, once it is fixed: votes, and what they were tuned for."""
         if not self.tuner.tuned or not self.wants.n_ahead or self.settings.way == OFF or self.fresh:
             return None
-        found = {"votes": write_votes(self.tuner.chosen), "slots": self._slots}
-        return found | self._tuned_for()
+        votes = "/".join(f"{k},{p}" for k, p in self.tuner.chosen)
+        return {"votes": votes, "slots": self._slots} | self._tuned_for()
 
     def _tuned_for(self) -> dict[str, Any]:
         asked = self.settings
@@ -674,7 +609,7 @@ class FIRM(Policy, Tunes):
             scores = event.ahead_array[0, token].tolist() if way == MARGIN else ()
             found = agreed(way, votes, candidates, layers, scores)
             expected += found if one else [each for each in found if each not in expected]
-            if one and tuner.counts_all:
+            if one and self._counts and not tuner.tuned:
                 self._every = every_set(way, votes, depth_of(way, self.wants.n_ahead), scores)
         return expected
 
@@ -689,19 +624,16 @@ class FIRM(Policy, Tunes):
             out.prefetch_all(layer, expected, 0, part)
         if not self._counts:
             return
-        missing, wanted = view.missing[layer], sum(kinds)
         self._ahead.score.expect(layer, expected)
-        self._absent.expect(layer, [expert for expert in expected if missing[expert] & wanted])
         if event.n_tokens == 1:
             # Whatever the way to agree, it chooses among these.
-            predicted = event.ahead_ids[0].tolist()
+            missing, predicted = view.missing[layer], event.ahead_ids[0].tolist()
             self._expected = (layer, expected, {each: missing[each] for each in predicted})
 
     def _observe(self, layer: int, used: list[int], view: StoreView) -> None:
         """Compares what was expected of a layer with what one token uses there. What was predicted
         counts as it was in memory then, since it may have been loaded ahead; the rest as it is."""
         self._ahead.score.observe(layer, used)
-        self._absent.observe(layer, used)
         (expected_layer, expected, missing), every = self._expected, self._every
         self._every = []
         if layer != expected_layer:
@@ -722,13 +654,11 @@ class FIRM(Policy, Tunes):
 
     def report(self) -> Mapping[str, Any]:
         """As Prefetching.report, of the tokens that are counted: recall is eq. 7, precision eq. 8.
-        size: the mean of |S| by layer, without which the two say nothing; absent_precision: that of
-        what was not in memory. By group of layers: votes, [K, P]; loss, the mean of eq. 11. tuned:
-        whether they are fixed."""
+        size: the mean of |S| by layer, without which the two say nothing. By group of layers:
+        votes, [K, P]; loss, the mean of eq. 11. tuned: whether they are fixed."""
         return {
             **self._ahead.report(),
             "size": self._ahead.score.size(),
-            "absent_precision": self._absent.precision(),
             "votes": {name: list(votes) for name, votes in self.tuner.by_group().items()},
             "loss": self.tuner.losses(),
             "tuned": self.tuner.tuned,

@@ -362,9 +362,9 @@ class Floor(Policy, SpendsLoss):
             low_counts = [max(1, min(shape.n_expert, int(wanted)))] * shape.n_layers
             low_bytes = sum(n * size for n, size in zip(low_counts, sizes, strict=True))
         counts = even_slots(shape, budget_bytes - low_bytes)
-        self._prompts.room = [(n, 0) for n in counts]
-        n_tiers, pairs = len(shape.tiers), zip(counts, low_counts, strict=True)
-        return layer_groups(shape, [list(pair)[:n_tiers] for pair in pairs])
+        pairs = zip(counts, low_counts, strict=True)
+        self._prompts.room = [pair[: len(shape.tiers)] for pair in pairs]
+        return layer_groups(shape, self._prompts.room)
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         if event.phase != _DECODE:

@@ -17,11 +17,10 @@ from orchestrator.allocation.pools import (
     Places,
     TierPools,
     every_expert_to,
-    moves_to,
     nominal_bits,
     nominal_losses,
-    pools_by_size,
     shares,
+    slot_sizes,
     too_little,
 )
 from orchestrator.allocation.settings import Shared
@@ -85,7 +84,7 @@ def moves(
     target: np.ndarray,
     losses: np.ndarray,
 ) -> list[Transition]:
-    """As moves_to, by the losses w L, float64 [n_layers, n_expert, n_tiers].
+    """As TierPools.moves_to, by the losses w L, float64 [n_layers, n_expert, n_tiers].
 
     Only the lowest tier has slots in reserve. Where nothing is under way and nobody finds a slot,
     those that are to fall wait in the lowest tier, and free theirs: the pools hold as many experts
@@ -95,12 +94,11 @@ def moves(
     wanted = np.where(resident == ABSENT, ABSENT, wanted)
     before, goals = (np.minimum(tiers, lowest) for tiers in (resident, wanted))
     gains = in_tiers(losses, before) - in_tiers(losses, goals)
-    tracker = pools.track(resident, target)
-    found = moves_to(wanted, resident, target, gains, tracker)
+    found = pools.moves_to(wanted, resident, target, gains)
     if found or (resident != target).any():
         return found
     waiting = np.where((wanted > resident) & (resident < lowest), lowest, resident)
-    return moves_to(waiting, resident, target, gains, tracker)
+    return pools.moves_to(waiting, resident, target, gains)
 
 
 # This share of a layer's use is dealt out evenly, so that rarely used experts count as well.
@@ -168,7 +166,7 @@ class Mixed(Learning, WeighsLosses):
     def _set_up(self) -> None:
         super()._set_up()
         self.wants = replace(self.wants, default_tier=len(self.shape.tiers) - 1)
-        self._weighted: np.ndarray | None = None  # cached; None after scores or losses changed
+        self._weighted: tuple[Any, Any, np.ndarray] | None = None  # of which scores and losses
         self._pools: TierPools | None = None
         self._used: list[int] = []  # tiers that experts have
         self._wanted: np.ndarray = np.zeros((self.shape.n_layers, self.shape.n_expert), np.uint8)
@@ -177,21 +175,14 @@ class Mixed(Learning, WeighsLosses):
         # The states (resident, target) in which no expert found a slot: asking again is of no use.
         self._no_moves: tuple[bytes, bytes] | None = None
 
-    def set_losses(self, losses: np.ndarray) -> None:
-        super().set_losses(losses)
-        self._weighted = None
-
-    def set_hotness(self, scores: np.ndarray) -> None:
-        super().set_hotness(scores)
-        self._weighted = None
-
     @property
     def weighted(self) -> np.ndarray:
         """w L of each expert in each tier, float64 [n_layers, n_expert, n_tiers]."""
-        if self._weighted is None:
-            losses = nominal(self.shape) if self.losses is None else self.losses
-            self._weighted = weights(self._scores)[..., None] * losses
-        return self._weighted
+        of, losses = self._weighted, self.losses
+        if of is None or of[0] is not self._scores or of[1] is not losses:
+            each = nominal(self.shape) if losses is None else losses
+            of = self._weighted = self._scores, losses, weights(self._scores)[..., None] * each
+        return of[2]
 
     def plan(self, budget_bytes: int) -> SlotPlan:
         """The allocation that the budget has room for, by what is known of use and losses. Raises
@@ -220,12 +211,7 @@ class Mixed(Learning, WeighsLosses):
         moves = bool(settings.update_steps if settings.update_ms is None else settings.update_ms)
         for tier in range(last + 1):
             n = (tiers == tier).sum(axis=1).tolist()
-            if (
-                not any(n)
-                and self.shape.shares_slots
-                and places
-                and places[-1].of(range(self.shape.n_layers))
-            ):
+            if not any(n) and self.shape.shares_slots and places and any(places[-1].n_experts):
                 before = places.pop()
                 held, reserve = (*before.tiers, tier), moves and tier == last
                 places.append(Places(held, before.n_experts, reserve, _EXPERTS_PER_MOVE))
@@ -263,12 +249,6 @@ class Mixed(Learning, WeighsLosses):
         self._moved += len(found)
         self._no_moves = None if found else states
         return found
-
-    def _count(self, report: StepReport) -> bool:
-        is_new = super()._count(report)
-        if is_new:
-            self._weighted = None
-        return is_new
 
     def _exchange(self, free: np.ndarray) -> None:
         """What is wanted from now on. free bool [n_layers, n_expert]: experts that are where they
@@ -322,13 +302,3 @@ def nominal(shape: ModelShape) -> np.ndarray:
     bit more divides the mean squared error by four, in all experts alike."""
     bits = shape.bits or tuple(map(nominal_bits, shape.tiers))
     return nominal_losses(bits, shape.n_layers, shape.n_expert)
-
-
-def slot_sizes(shape: ModelShape) -> np.ndarray:
-    """What an expert's slots take in each tier, int64 [n_layers, n_tiers]: as much as in the
-    largest layer of its pool."""
-    sizes = np.zeros((shape.n_layers, len(shape.tiers)), np.int64)
-    for tier in range(len(shape.tiers)):
-        for pool in pools_by_size(shape, tier):
-            sizes[list(pool.layers), tier] = pool.unit_bytes
-    return sizes

@@ -30,7 +30,7 @@ from orchestrator.native import (
     NativeRequest,
     NativeServer,
     ServerLibrary,
-    ServerSpec,
+    native_config,
 )
 from orchestrator.policy import ALLOWED_LOSS, policy_settings
 from orchestrator.serve.admission import (
@@ -209,12 +209,12 @@ class Backend:
                 part_bytes(engine.model, engine.config),
                 settings.parallel,
             )
-            spec = ServerSpec(
+            spec = native_config(
                 model_name=self.name,
                 n_parallel=settings.parallel,
-                slot_context=self.slot_context,
+                n_slot_context=self.slot_context,
                 n_batch=engine.context.n_ubatch,
-                threads=config.threads or default_threads(),
+                n_threads=config.threads or default_threads(),
                 max_tokens=config.max_tokens,
                 seed=config.seed,
                 temp=config.temp,
@@ -223,7 +223,7 @@ class Backend:
                 min_p=config.min_p,
                 chat_template=template.read_text(encoding="utf-8") if template else None,
                 cache_mib=cache_mib,
-                checkpoints=checkpoints,
+                n_checkpoints=checkpoints,
                 most_ahead=AHEAD_BYTES,
                 loud=native_log_enabled(),
             )

@@ -76,7 +76,6 @@ class ServeSettings(Settings):
     body_limit: int | None = setting(
         None,
         "The longest request.",
-        within=FROM_1,
         unit=SIZE,
         shown="128KiB, or 16 bytes for each token of --ctx",
         group=MORE,

@@ -249,9 +249,10 @@ def hotness(bench: Bench, random: Random) -> str:
     path = _damaged_json(bench, bench.profile, random)
 
     def work() -> None:
-        scores, outputs, probed = profile.load_usage(path, bench.opened)
+        found = profile.load(path, bench.opened)
+        scores = found.hotness
         assert scores.shape == (2, 2) and np.isfinite(scores).all()
-        estimate = learned("q4_k", outputs, probed)
+        estimate = learned("q4_k", found.outputs, found.probed)
         if estimate is not None:
             assert (estimate.nats >= 0).all() and np.isfinite(estimate.nats).all()
             assert np.isfinite(estimate.gates).all() and estimate.growth(0.01) >= 1

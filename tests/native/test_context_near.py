@@ -117,7 +117,6 @@ def test_moves_read_what_changed_and_nothing_waits(five: Path, options: dict[str
         until_placed(engine)
         for number in (1, 0):
             before, read = store.resident(), store.stats().transition_bytes
-            told = policy.report()["changed_bytes"]
             converse(engine, number, 1)
             at_once = store.stats().transition_bytes - read
             for token in ANSWER[1:]:
@@ -131,15 +130,13 @@ def test_moves_read_what_changed_and_nothing_waits(five: Path, options: dict[str
                 for kind in model.slices[layer]
                 if kind[0] is not None
             )
-            slots = [policy.shape.expert_slot_bytes(at, after[at, e]) for at, e in changed]
-            assert policy.report()["changed_bytes"] - told == sum(slots)
             moved = stats.transition_bytes - read
             assert changed and 0 < moved <= 1.1 * owed
             assert is_async or at_once == moved
             assert np.equal(*store.states()).all() and ((after == 0).sum(axis=1) == 2).all()
             store.check()
         assert policy.updates == 3
-        assert options != {"placement": "async"} or policy.report()["most_steps"] > 0
+        assert options != {"placement": "async"} or policy.report()["steps"] > 0
         assert list(stats.demand_bytes) == list(stats.wait_us) == [0, 0]
         assert list(stats.hits) == list(stats.requests)
         assert stats.transitions_rejected == stats.transitions_failed == 0

@@ -56,7 +56,8 @@ def test_promoting_everything(
     def room_for_both(
         shape: ModelShape, _budget: int, _most: int | None
     ) -> tuple[TierPools, list[int]]:
-        places = [Places((tier,), shape.n_expert, reserve=False) for tier in (0, 1)]
+        every = [shape.n_expert] * shape.n_layers
+        places = [Places((tier,), every, reserve=False) for tier in (0, 1)]
         return TierPools(shape, places), [0] * shape.n_layers
 
     high, low = (

@@ -54,9 +54,9 @@ class Takes:
 class Predicts:
     """In the place of cost.time.TimeModel, which measures; beside other programs."""
 
-    disturbed, profiled = True, False
+    speeds, profiled = SimpleNamespace(disturbed=True), False
 
-    def __init__(self, bindings: Any, config: Config, model: ExpertModel, disk: Any) -> None:
+    def __init__(self, model: ExpertModel, disk: Any, *_: Any) -> None:
         assert disk.bytes_per_s == pytest.approx(1e9)
 
     def of_plan(
@@ -64,12 +64,6 @@ class Predicts:
     ) -> Takes:
         """Few experts that are used mostly are missing half as often."""
         return Takes(plan, (5.0 if skips else 10.0) / (1 if uses is None else 2))
-
-    def __enter__(self) -> Predicts:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 LOOKUP = "token_embd.weight (85 KiB)"
@@ -79,7 +73,7 @@ LOOKUP = "token_embd.weight (85 KiB)"
 def model(three: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(planner, "TimeModel", Predicts)
     for module in (planner, machine):
-        monkeypatch.setattr(module, "kept_bandwidth", lambda *_: Bandwidth(1e9))
+        monkeypatch.setattr(module, "kept_bandwidth", lambda *_, **__: Bandwidth(1e9))
     return three
 
 
@@ -206,7 +200,7 @@ def test_all_say_the_same_of_what_runs(
         runs = Planner(config, model).runs(config)
         if config.policy is None:
             found = Planner(config, model).frontier(config)
-            assert (found.taken.tiers, found.taken.kl) == (tiers, runs.loses.kl)
+            assert ((*found.taken.tiers,), found.taken.kl) == (tiers, runs.loses.kl)
     assert runs.plan.tier_names == tiers and health["kl"] == runs.loses.kl
     for line in (mode, health["plan"]):
         if not said:

@@ -31,7 +31,7 @@ from orchestrator.memory.choice import tiers_between, unused_option
 from orchestrator.native import MAX_AHEAD, Library
 from orchestrator.policy import BASELINE, PLAIN, POLICIES, Policy, policy_class, policy_settings
 from orchestrator.policy.base import SpendsLoss
-from orchestrator.settings import FROM_1, MORE, SIZE, Settings, setting
+from orchestrator.settings import MORE, SIZE, Settings, setting
 
 # How reads share the link, and what computing an expert waits for.
 LINKS = SHARED, RIGID = ("shared", "rigid")
@@ -47,7 +47,7 @@ class ReplayOptions(Settings):
         None, f"The policy that decides: {', '.join(POLICIES)}.", shown="as recorded"
     )
     expert_ram: int | None = setting(
-        None, "Cap on the expert slots.", unit=SIZE, within=FROM_1, shown="as recorded"
+        None, "Cap on the expert slots.", unit=SIZE, shown="as recorded"
     )
     high_tier: str | None = setting(None, "As q4_k.", metavar="TIER", shown="as recorded")
     low_tier: str | None = setting(None, "As q2_k, or skip.", metavar="TIER", shown="as recorded")
@@ -55,7 +55,6 @@ class ReplayOptions(Settings):
         None,
         "Reads in bytes a second, as 2GB.",
         unit=SIZE,
-        within=FROM_1,
         shown="measured when recorded",
     )
     latency_us: int | None = setting(

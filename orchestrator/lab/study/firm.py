@@ -216,9 +216,7 @@ class VotesLoss(OfTrace):
         counted, held = _tuner(on, {**asked, "tune": ALL, "tune_tokens": _NEVER}, every=1)
         there = set(counted.groups[1:])
         losses: dict[str, Grid] = {
-            name: counted.grids[group].means()
-            for group, name in enumerate(GROUPS)
-            if group in there
+            name: counted.means(group) for group, name in enumerate(GROUPS) if group in there
         }
         if not any(loss for rows in losses.values() for row in rows for loss in row):
             raise ConfigError(

@@ -10,20 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import UP, assert_holds, make_shape
 
-from orchestrator.allocation.critical import ratios
+from orchestrator.allocation.critical import falling
 from orchestrator.allocation.hull import Hull, lost
 from orchestrator.allocation.look_ahead import (
     BLOCK_STEPS,
     FIRST_STEPS,
     LONGEST_STEPS,
     PERIOD_STEPS,
-    Monitor,
     PredictionScore,
+    Prefetching,
 )
 from orchestrator.allocation.placement import IMPORTANCE, PlacementSettings, place, prefix_split
 from orchestrator.allocation.pools import Tracker
 from orchestrator.allocation.slots import Share, divide
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
+from orchestrator.events import Phase, StepReport
 from orchestrator.policy import policy_class
 from orchestrator.policy.dymoe import DyMoE, critical_counts, realised, solve
 
@@ -208,12 +209,12 @@ def splits(n, widths, budget, most=None):
 
 
 @pytest.mark.parametrize("widths", [PAPER, (4, 3, 2), (4, 2, 1), (3, 1), (8, 4, 2), (4,)])
-@pytest.mark.parametrize("falling", [True, False])
-def test_it_is_the_best_of_all_splits(widths, falling):
+@pytest.mark.parametrize("falls", [True, False])
+def test_it_is_the_best_of_all_splits(widths, falls):
     random = np.random.default_rng(len(widths))
     for n in range(1, 7):
         loss = random.random((n, len(widths)))
-        if falling:
+        if falls:
             loss.sort(axis=1)
         for budget in range(n * widths[-1], n * widths[0] + 2):
             every = list(splits(n, widths, budget))
@@ -263,7 +264,7 @@ BY_HAND = [
 def test_the_schedule_is_the_papers(lam, r, m, t):
     """r(l) = (1 - lambda) * (cos(pi * l / (L - 1)) + 1) / 2 + lambda, and t_l = ceil(r(l) * M);
     the one layer of lambda = 0 whose t_l is 0 keeps one expert, as we state."""
-    assert ratios(lam, len(r)) == pytest.approx(r, abs=1e-9)
+    assert [(1 - lam) * c + lam for c in falling("cosine", len(r))] == pytest.approx(r, abs=1e-9)
     assert critical_counts(lam, len(r), m) == t
 
 
@@ -274,9 +275,7 @@ def test_the_schedule_is_the_papers(lam, r, m, t):
     st.sampled_from(["cosine", "linear", "flat"]),
 )
 def test_the_solution_is_the_nearest_there_is(retention, n_layers, m, schedule):
-    lam, counts = solve(retention, n_layers, m, schedule)
-    assert 0.0 <= lam <= 1.0
-    assert counts == critical_counts(lam, n_layers, m, schedule)
+    counts = solve(retention, n_layers, m, schedule)
     error = abs(realised(counts, m) - retention)
     for other in np.linspace(0, 1, 401):
         mean = realised(critical_counts(float(other), n_layers, m, schedule), m)
@@ -285,19 +284,19 @@ def test_the_solution_is_the_nearest_there_is(retention, n_layers, m, schedule):
 
 
 def test_shapes_of_the_schedules():
-    assert ratios(0.5, 3, "linear") == [1.0, 0.75, 0.5]
-    assert ratios(0.5, 5, "flat") == [0.5] * 5
-    cosine, linear = ratios(0.5, 9), ratios(0.5, 9, "linear")
+    assert falling("linear", 3) == [1.0, 0.5, 0.0]
+    assert falling("flat", 5) == [0.0] * 5
+    cosine, linear = falling("cosine", 9), falling("linear", 9)
     assert all(a > b for a, b in zip(cosine[1:4], linear[1:4], strict=True))  # the slow start
     with pytest.raises(ConfigError, match="cosine, linear, flat"):
-        ratios(0.5, 3, "steep")
+        falling("steep", 3)
 
 
 @pytest.mark.parametrize(
     ("retention", "count"), [(0.0, 1), (0.25, 1), (0.5, 2), (0.75, 3), (1.0, 4)]
 )
 def test_one_layer_keeps_the_share(retention, count):
-    assert solve(retention, 1, 4) == (retention, [count])
+    assert solve(retention, 1, 4) == [count]
 
 
 TRIAL_STEPS = 4 * BLOCK_STEPS
@@ -308,13 +307,13 @@ def run(monitor, n, with_us, without_us):
     ran = []
     for _ in range(n):
         ran.append(monitor.on)
-        monitor.step(with_us if monitor.on else without_us)
+        monitor.step_done(StepReport(Phase.DECODE, 1, with_us if monitor.on else without_us))
     return ran
 
 
 @pytest.mark.parametrize("with_us", [80.0, 99.0, 100.0, 101.0])
 def test_it_stays_while_nothing_else_is_clearly_better(with_us):
-    monitor = Monitor()
+    monitor = Prefetching("auto", 1)
     ran = run(monitor, FIRST_STEPS + TRIAL_STEPS + PERIOD_STEPS, with_us, 100.0)
     assert monitor.pays
     assert ran.count(False) == 2 * BLOCK_STEPS
@@ -322,7 +321,7 @@ def test_it_stays_while_nothing_else_is_clearly_better(with_us):
 
 
 def test_it_stops_where_it_costs_and_comes_back():
-    monitor = Monitor()
+    monitor = Prefetching("auto", 1)
     run(monitor, FIRST_STEPS + TRIAL_STEPS, 130.0, 100.0)
     assert not monitor.pays
     assert run(monitor, PERIOD_STEPS, 130.0, 100.0) == [False] * PERIOD_STEPS
@@ -331,7 +330,7 @@ def test_it_stops_where_it_costs_and_comes_back():
 
 
 def test_trials_grow_rare_while_they_confirm():
-    monitor = Monitor()
+    monitor = Prefetching("auto", 1)
     ran = run(monitor, 20 * LONGEST_STEPS, 70.0, 100.0)
     starts = [i for i in range(1, len(ran)) if ran[i - 1] and not ran[i]][::2]
     gaps = [b - a - TRIAL_STEPS for a, b in pairwise(starts)]
@@ -340,10 +339,11 @@ def test_trials_grow_rare_while_they_confirm():
 
 
 def test_a_few_slow_steps_decide_nothing():
-    monitor = Monitor()
+    monitor = Prefetching("auto", 1)
     run(monitor, FIRST_STEPS, 80.0, 100.0)
     for step in range(TRIAL_STEPS):
-        monitor.step(10_000.0 if step % 4 == 0 else 80.0 if monitor.on else 100.0)
+        us = 10_000.0 if step % 4 == 0 else 80.0 if monitor.on else 100.0
+        monitor.step_done(StepReport(Phase.DECODE, 1, us))
     assert monitor.pays
 
 

@@ -284,8 +284,7 @@ def test_better_slots_are_freed_first_and_the_most_important_experts_move_first(
     resident = started(policy)
     prefill(policy, rng, 1)
     told(policy, resident, starts=(0,))
-    everywhere = SimpleNamespace(admitted=list)
-    policy._pools = SimpleNamespace(track=lambda *_: everywhere)
+    policy._pools.track = lambda *_: SimpleNamespace(admitted=list)  # slots everywhere
     moves = policy.before_answer(resident, resident)
     up = [tier < resident[layer, expert] for layer, expert, tier in moves]
     assert sum(up) > 1 and up.count(False) > 1 and up == sorted(up)

@@ -78,7 +78,7 @@ def test_prefill_follows_the_heavy_hitters(seed, n_tokens, layer, skip, scored, 
 
     order = reference_order(event.ids_array, scores, share, resident[layer])
     used = len(set(event.ids_array.ravel().tolist()))
-    t = solve(0.6, 6, used)[1][layer]
+    t = solve(0.6, 6, used)[layer]
     tiers = {e: 0 if i < t else low for i, e in enumerate(order[:used])}
     assert {e: out.tier[e] for e in order[:used]} == tiers
     stays = int(0.75 * slots.groups[slots.group_of[layer, 0, 0]].n_slots)
@@ -91,7 +91,7 @@ def test_prefill_follows_the_heavy_hitters(seed, n_tokens, layer, skip, scored, 
         predicted = predicted[-1:]
         order = predicted[0].tolist()
     ahead = set(predicted.ravel().tolist())
-    t = solve(0.6, 6, len(ahead))[1][layer + 1]
+    t = solve(0.6, 6, len(ahead))[layer + 1]
     room = [slots.groups[slots.group_of[layer + 1, 0, tier]].n_slots for tier in range(2 - skip)]
     wanted = []
     for rank, expert in enumerate(order[: t if skip else len(ahead)]):

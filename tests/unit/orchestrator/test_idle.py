@@ -14,7 +14,7 @@ from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from orchestrator.allocation.estimate import Outputs, Probed
 from orchestrator.allocation.slots import ModelShape
-from orchestrator.cache.profile import UsageKeeper, cached_path, load_usage
+from orchestrator.cache.profile import UsageKeeper, cached_path, load
 from orchestrator.config import Config
 from orchestrator.engine.driver import Driver, PlainDriver
 from orchestrator.engine.idle import Idle, likely
@@ -215,7 +215,7 @@ def test_what_experts_put_out_is_kept_with_their_use(model: ExpertModel) -> None
     long_ago.learn(tokens, Outputs(1e7 * tokens, 1e7 * tokens))
     long_ago.save()
     path = cached_path(model, "usage")
-    assert load_usage(path, model)[1].tokens.sum(axis=1) == pytest.approx(
+    assert load(path, model).outputs.tokens.sum(axis=1) == pytest.approx(
         65_536 * model.n_expert_used
     )
     for damaged in (None, [], {"tokens": tokens.tolist()}, {"tokens": "x", "squares": "x"}):

@@ -1,6 +1,7 @@
 """What `moe-edge plan` finds of this machine, and what it says of a GPU."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -30,7 +31,7 @@ def test_a_machine_without_a_gpu(model):
     text = render(health)
     assert "llama.cpp's own path" in text
     assert plans is not None and len(health["candidates"]) == len(plans.candidates)
-    assert health["candidates"][health["taken"]] == plans.taken.as_dict()
+    assert health["candidates"][health["taken"]] == asdict(plans.taken)
     assert json.loads(json.dumps(health)) == health
 
 

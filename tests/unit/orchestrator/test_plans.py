@@ -1,9 +1,13 @@
 """Which plans there are in one memory, which of them nobody beats, and which one a loss chooses."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,15 +17,22 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.cli.pictures import draw_plans
 from orchestrator.cli.plan import render
 from orchestrator.config import Config
-from orchestrator.cost import planner, plans
-from orchestrator.cost.disk import Bandwidth
 from orchestrator.cost.losses import Foreseen, foreseen
 from orchestrator.cost.planner import Planner, Runs
+from orchestrator.cost.plans import (
+    AS_FAST,
+    LENGTHS,
+    Candidate,
+    Frontier,
+    TakenPlans,
+    behind_text,
+    choose,
+)
 from orchestrator.cost.speeds import AGREE, DISTURBED
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP
 from orchestrator.memory.machine import Machine
-from orchestrator.memory.plan import plan_memory
+from orchestrator.memory.plan import MemoryPlan, plan_memory
 from orchestrator.policy import ALLOWED_LOSS
 from orchestrator.policy.base import SpendsLoss
 
@@ -32,33 +43,42 @@ NATS = {0: 0.0, 1: 0.001, 2: 0.01, SKIP: 0.1}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def model(tmp_path_factory: pytest.TempPathFactory) -> ExpertModel:
     path = tmp_path_factory.mktemp("frontier") / "three.gguf"
     return ExpertModel.open(synthetic.write(path, "tiny-qwen3moe", tiers=TIERS))
 
 
-# Every use costs what its tier does.
-FITTED = SimpleNamespace(
-    of_uses=lambda uses, tiers: float((uses * np.vectorize(NATS.__getitem__)(tiers)).sum())
-)
+class Nats:
+    """Every use costs what its tier does."""
+
+    def of_uses(self, uses: np.ndarray, tiers: np.ndarray) -> float:
+        return float((uses * np.vectorize(NATS.__getitem__)(tiers)).sum())
 
 
-def takes(plan, of=1.0):
+@dataclass
+class Takes:
     """Absent bytes take ten times as long as present ones."""
-    there = plan.slots.total_bytes if plan.slots else plan.expert_bytes
-    token_s = of * (there + 10 * plan.absent_bytes) * 1e-9
-    return SimpleNamespace(
-        residency=SimpleNamespace(hit_rate=1.0),
-        read_bytes=float(plan.absent_bytes),
-        token_s=lambda cells=0: token_s,
-        prompt_s=lambda n_tokens, first=False: n_tokens * token_s * (2 if first else 1),
-    )
+
+    plan: MemoryPlan
+    residency = SimpleNamespace(hit_rate=1.0)
+
+    @property
+    def read_bytes(self) -> float:
+        return float(self.plan.absent_bytes)
+
+    def token_s(self, cells: int = 0) -> float:
+        plan = self.plan
+        there = plan.slots.total_bytes if plan.slots else plan.expert_bytes
+        return (there + 10 * plan.absent_bytes) * 1e-9
+
+    def prompt_s(self, n_tokens: int, first: bool = False) -> float:
+        return n_tokens * self.token_s() * (2 if first else 1)
 
 
 class Played(Planner):
-    """A machine of 64 GiB that takes what takes says, without what earlier runs learned of it."""
+    """A machine of 64 GiB that takes what Takes says, without what earlier runs learned of it."""
 
-    def __init__(self, model, estimate, disturbed=False):
+    def __init__(self, model: ExpertModel, estimate: Nats | None, disturbed: bool = False) -> None:
         self._config, self._model = Config.build(model=model.path), model
         self.gpu, self.machine = None, Machine(1 << 36)
         self._probe = nullcontext()
@@ -71,108 +91,127 @@ class Played(Planner):
             unknown=lambda names: "",
         )
         self._times = SimpleNamespace(
-            of_plan=lambda plan, *_: takes(plan), disturbed=disturbed, profiled=True
+            of_plan=lambda plan, *_: Takes(plan),
+            speeds=SimpleNamespace(disturbed=disturbed),
+            profiled=True,
         )
 
-    def _plan(self, config, more_scratch=0):
+    def _plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
         return plan_memory(config, self._model, self.machine)
 
-    def times(self, fresh=False):
+    def times(self, measures: bool = True) -> Any:
         return nullcontext(self._times)
 
 
-def frontier(config, model, fitted=True, disturbed=False):
-    return Played(model, FITTED if fitted else None, disturbed).frontier(config)
+def frontier(
+    config: Config,
+    model: ExpertModel,
+    estimate: Nats | None = Nats(),  # noqa: B008
+    disturbed: bool = False,
+) -> Frontier:
+    return Played(model, estimate, disturbed).frontier(config)
 
 
-def ask(model, share, **settings):
+def ask(model: ExpertModel, share: float, **settings: Any) -> Config:
     """Slots for so large a share of the best tier."""
-    whole = Config.build(model=model.path, policy="lru", high_tier="q8_0", expert_ram=1 << 40)
-    slots = plan_memory(whole, model, Machine(1 << 36)).slots.total_bytes
-    return Config.build(model=model.path, expert_ram=int(share * slots), **settings)
+    slots = int(
+        share
+        * plan_memory(
+            Config.build(model=model.path, policy="lru", high_tier="q8_0", expert_ram=1 << 40),
+            model,
+            Machine(1 << 36),
+        ).slots.total_bytes
+    )
+    return Config.build(model=model.path, expert_ram=slots, **settings)
 
 
-def test_speeds_are_said_as_a_context_fills(model):
+def test_speeds_are_said_as_a_context_fills(model: ExpertModel) -> None:
     """At 8k, 32k and 128k as far as the context goes; none where it is shorter."""
-    assert plans.LENGTHS == (8192, 32768, 131072)
+    assert LENGTHS == (8192, 32768, 131072)
     config, played = ask(model, 0.6), Played(model, None)
     plan, loses = played.plan(config), Foreseen(0.0, False, "q8_0")
     for n_ctx, n in ((4096, 0), (8192, 1), (40960, 2), (131072, 3)):
         runs = Runs(config, replace(plan, n_ctx=n_ctx), loses)
         shown = played.candidate(played.times().enter_result, runs)
-        assert list(shown.as_dict()["token_ms_behind"]) == [str(each) for each in plans.LENGTHS[:n]]
-    said = plans.behind_text(dict(zip(plans.LENGTHS, (100, 200, 400), strict=True)))
+        assert list(shown.token_ms_behind) == [str(each) for each in LENGTHS[:n]]
+    said = behind_text(dict(zip(LENGTHS, (100, 200, 400), strict=True)))
     assert said.endswith("10.0 behind 8192, 5.0 behind 32768, 2.5 behind 131072 tokens.")
-    assert plans.behind_text({}) == ""
+    assert behind_text({}) == ""
+
+
+def by_label(found: Frontier) -> Mapping[str, Candidate]:
+    return {each.label: each for each in found.candidates}
 
 
 @pytest.fixture(scope="module")
-def found(model):
+def found(model: ExpertModel) -> Frontier:
     return frontier(ask(model, 0.6), model)
 
 
-def test_all_policies_and_uniform_types_are_on_it(model, found):
+def test_all_policies_and_uniform_types_are_on_it(model: ExpertModel, found: Frontier) -> None:
     """Without a loss that is allowed the usual plan is taken, whatever is faster."""
     usual = plan_memory(ask(model, 0.6), model, Machine(1 << 36))
-    assert usual.policy is not None and found.taken.name == usual.policy.name
-    assert found.taken.tiers == (*usual.tier_names, *(["skip"] if usual.skip else []))
-    assert found.taken.tiers == ("q8_0",) and found.taken.kl == 0.0
+    assert usual.policy is not None and found.taken.policy == usual.policy.name
+    assert found.taken.tiers == [*usual.tier_names, *(["skip"] if usual.skip else [])]
+    assert found.taken.tiers == ["q8_0"] and found.taken.kl == 0.0
     assert found.why.endswith("lossless, as nothing less is asked for.")
-    labels = {each.label: each for each in found.candidates}
-    uses = model.n_layers * model.n_expert_used
-    assert {each.name for each in found.candidates} >= {"lru", "dymoe", "dynaexq", "mixed"}
+    labels, uses = by_label(found), model.n_layers * model.n_expert_used
+    assert {each.policy for each in found.candidates} >= {"lru", "dymoe", "dynaexq", "mixed"}
     for tier in ("q4_k", "q2_k"):
         uniform = labels[f"lru, high-tier {tier}"]
-        assert uniform.resident and uniform.tiers == (tier,)
+        assert uniform.resident and uniform.tiers == [tier]
         assert uniform.kl == pytest.approx(NATS[TIERS.index(tier)] * uses)
     lossless = labels["lru, high-tier q8_0"]
     assert not lossless.resident and lossless.kl == 0.0
     # What everyone computes alike is there once.
     assert not any(
-        each.resident and len(each.tiers) == 1 and each.name != "lru" for each in found.candidates
+        each.resident and len(each.tiers) == 1 and each.policy != "lru" for each in found.candidates
     )
     mixed = labels["mixed"]
-    assert labels["lru, high-tier q2_k"].kl > mixed.kl > 0 and not mixed.at_most
+    assert labels["lru, high-tier q2_k"].kl > mixed.kl > 0 and not mixed.kl_at_most
     skips = labels["dymoe, high-tier q4_k, low-tier skip"]
     # One of a token's six experts.
-    assert skips.at_most and skips.kl == pytest.approx(NATS[SKIP] + 5 * NATS[1])
+    assert skips.kl_at_most and skips.kl == pytest.approx(NATS[SKIP] + 5 * NATS[1])
 
 
-def test_nobody_beats_the_best_ones(found):
+def test_nobody_beats_the_best_ones(found: Frontier) -> None:
     candidates = found.candidates
-    assert [each.token_s for each in candidates] == sorted(each.token_s for each in candidates)
+    assert [each.token_ms for each in candidates] == sorted(each.token_ms for each in candidates)
     for each in candidates:
         beats = [
-            other.token_s <= each.token_s
+            other.token_ms <= each.token_ms
             and other.kl <= each.kl
-            and (other.token_s, other.kl) != (each.token_s, each.kl)
+            and (other.token_ms, other.kl) != (each.token_ms, each.kl)
             for other in candidates
         ]
         alike = [
             other.best
             for other in candidates
-            if (other.token_s, other.kl) == (each.token_s, each.kl)
+            if (other.token_ms, other.kl) == (each.token_ms, each.kl)
         ]
         assert any(alike) != any(beats) and sum(alike) <= 1
 
 
 @pytest.mark.parametrize("allowed", [0.0, 0.004, 0.02, 1.0])
-def test_a_loss_chooses_the_fastest_within_it(model, allowed):
+def test_a_loss_chooses_the_fastest_within_it(model: ExpertModel, allowed: float) -> None:
     config = ask(model, 0.4, max_loss=allowed)
     found = frontier(config, model)
     within = [each for each in found.candidates if each.kl <= allowed]
     assert found.taken in within
-    fastest = min(each.token_s for each in within)
-    assert found.taken.token_s <= plans.AS_FAST * fastest
+    fastest = min(each.token_ms for each in within)
+    assert found.taken.token_ms <= AS_FAST * fastest
     assert f"within {allowed:g} nats of q8_0" in found.why
-    runs = found.settled(config)
-    assert runs.policy == found.taken.name and runs.given(ALLOWED_LOSS) != allowed
+    runs = config.compared(**{ALLOWED_LOSS: None, **found.taken.settings})
+    assert runs.policy == found.taken.policy and runs.given(ALLOWED_LOSS) != allowed
     plan = plan_memory(runs, model, Machine(1 << 36))
     name = plan.policy.name if plan.policy else "plain"
-    assert (name, plan.tier_names) == (found.taken.name, found.taken.tiers[: len(plan.tier_names)])
+    assert name == found.taken.policy
+    assert [*plan.tier_names] == found.taken.tiers[: len(plan.tier_names)]
     # A policy that spends a loss gets what its best tier leaves of it.
     spent = {
-        each.tiers[0]: each.asked[ALLOWED_LOSS] for each in found.candidates if each.name == "floor"
+        each.tiers[0]: each.settings[ALLOWED_LOSS]
+        for each in found.candidates
+        if each.policy == "floor"
     }
     total = model.n_layers * model.n_expert_used
     for tier, left in spent.items():
@@ -180,16 +219,16 @@ def test_a_loss_chooses_the_fastest_within_it(model, allowed):
         assert left > 0
 
 
-def test_a_loss_that_nobody_foresees_takes_a_lossless_plan(model):
+def test_a_loss_that_nobody_foresees_takes_a_lossless_plan(model: ExpertModel) -> None:
     """The fastest one, whose settings are not kept: once it is known, another one may be faster.
     A named table has to say it."""
     config = ask(model, 0.4, max_loss=0.1)
-    found = frontier(config, model, fitted=False)
+    found = frontier(config, model, None)
     lossless = [each for each in found.candidates if each.kl == 0.0]
     assert found.taken in lossless and found.why_not == "calibrate first"
-    assert found.taken.token_s <= plans.AS_FAST * min(each.token_s for each in lossless)
+    assert found.taken.token_ms <= AS_FAST * min(each.token_ms for each in lossless)
     assert {each.kl for each in found.candidates} == {0.0, None}
-    assert plans.TakenPlans(config, model).recall() is None
+    assert TakenPlans(config, model).recall() is None
     assert "?" in render(found, "q8_0")
     played = Played(model, None)
     played._config = config.with_changes(losses=Path("none.json"))
@@ -197,36 +236,34 @@ def test_a_loss_that_nobody_foresees_takes_a_lossless_plan(model):
         played.frontier(config)
 
 
-def made(name, token_s, kl):
-    return plans.Candidate(
-        name, {"policy": name}, ("q4_k",), 1, True, token_s, 1.0, 1.0, 1.0, 0.0, kl
-    )
+def made(name: str, token_ms: float, kl: float | None) -> Candidate:
+    return Candidate(name, {"policy": name}, ["q4_k"], 1, True, token_ms, 1.0, 1.0, 1.0, 0.0, kl)
 
 
-def test_as_fast_is_decided_by_the_loss():
+def test_as_fast_is_decided_by_the_loss() -> None:
     fast, near, far = made("a", 1.0, 0.01), made("b", 1.015, 0.002), made("c", 1.03, 0.0)
-    assert plans.choose([fast, near, far], 0.1) is near
-    assert plans.choose([fast, near, far], 0.001) is far
+    assert choose([fast, near, far], 0.1) is near
+    assert choose([fast, near, far], 0.001) is far
     unknown = made("d", 0.1, None)
     with pytest.raises(ConfigError, match=r"no plan in this memory keeps to 0.001 nats.* 0.01"):
-        plans.choose([unknown, fast], 0.001)
+        choose([unknown, fast], 0.001)
 
 
-def test_the_plan_of_before_stays_until_another_is_clearly_faster():
+def test_the_plan_of_before_stays_until_another_is_clearly_faster() -> None:
     """What spends a loss is asked for with what is left of it, which changes with the routing."""
     fast = made("a", 1.0, 0.01)
-    for name, token_s, kl, stays in (
+    for name, token_ms, kl, stays in (
         ("b", 1.0 * AGREE, 0.02, True),
         ("b", 1.01 * AGREE, 0.02, False),
         ("b", 1.1, 0.2, False),  # it loses more than is allowed by now
         ("c", 1.1, 0.02, False),  # it was another one
     ):
-        other = made(name, token_s, kl)
-        other = replace(other, asked={"policy": name, "high_tier": "q4_k", ALLOWED_LOSS: 0.05})
+        other = made(name, token_ms, kl)
+        other = replace(other, settings={"policy": name, "high_tier": "q4_k", ALLOWED_LOSS: 0.05})
         before = {"policy": "b", "high_tier": "q4_k"}
         taken = other if stays else fast
-        assert plans.choose([fast, other], 0.1, before) is taken, (name, token_s, kl)
-    assert plans.choose([fast], 0.1, {"policy": "gone"}) is fast
+        assert choose([fast, other], 0.1, before) is taken, (name, token_ms, kl)
+    assert choose([fast], 0.1, {"policy": "gone"}) is fast
 
 
 @pytest.mark.parametrize(
@@ -240,28 +277,33 @@ def test_the_plan_of_before_stays_until_another_is_clearly_faster():
         ({"high_tier": "q4_k"}, ("q4_k",), None),
     ],
 )
-def test_only_what_asks_for_less_gets_less(model, asked, taken, kl):
+def test_only_what_asks_for_less_gets_less(
+    model: ExpertModel, asked: dict[str, Any], taken: tuple[str, ...], kl: float | None
+) -> None:
     """A file with several tiers asks for nothing; what is lossless is so without a table."""
     config = ask(model, 0.6, **asked)
-    found = frontier(config, model, fitted=False)
-    assert (found.taken.tiers, found.taken.kl) == (taken, kl)
+    found = frontier(config, model, None)
+    assert ((*found.taken.tiers,), found.taken.kl) == (taken, kl)
     assert ("lossless" in found.why) == (kl == 0.0)
     fitted = frontier(config, model).taken
     assert (fitted.kl == 0.0) == (kl == 0.0)
     for each in found.candidates:
-        if each.asked.get("retention") == 1.0 and each.tiers[0] == "q8_0":
+        if each.settings.get("retention") == 1.0 and each.tiers[0] == "q8_0":
             assert each.kl == 0.0
 
 
-def test_what_was_measured_beside_other_programs_is_told(model):
+def test_what_was_measured_beside_other_programs_is_told(model: ExpertModel) -> None:
     config = ask(model, 0.8)
     assert not frontier(config, model).disturbed
     assert frontier(config, model, disturbed=True).disturbed
 
 
-def skipping(plan):
+class Skipping(Takes):
     """What may be skipped takes half of the time."""
-    return takes(plan, 0.5 if isinstance(plan.policy, SpendsLoss) else 1.0)
+
+    def token_s(self, cells: int = 0) -> float:
+        spends = isinstance(self.plan.policy, SpendsLoss)
+        return super().token_s(cells) * (0.5 if spends else 1.0)
 
 
 @pytest.mark.parametrize(
@@ -277,26 +319,31 @@ def skipping(plan):
     ],
 )
 def test_a_lossless_conversation_hears_what_a_loss_would_bring(
-    settings, fitted, measured, says, model, monkeypatch
-):
+    settings: dict[str, Any],
+    fitted: bool,
+    measured: bool,
+    says: str | None,
+    model: ExpertModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where that is known without measuring: the loss by a table or learned, and the speeds."""
 
-    def disk(*_):
+    times = SimpleNamespace(of_plan=lambda plan, *_: Skipping(plan), profiled=True)
+
+    def taken(measures: bool) -> Any:
+        assert not measures
         if not measured:
             raise OSError
-        return Bandwidth(1e9)
+        return nullcontext(times)
 
-    played = Played(model, FITTED)
-    played.bindings = played._disk = None
-    played.losses.spent = lambda _: FITTED if fitted else None
-    times = SimpleNamespace(of_plan=lambda plan, *_: skipping(plan), profiled=True)
-    monkeypatch.setattr(planner, "known_bandwidth", disk)
-    monkeypatch.setattr(planner, "TimeModel", lambda *_, measures: nullcontext(times))
+    played = Played(model, Nats())
+    played.times = taken  # type: ignore[method-assign]
+    played.losses.spent = lambda _: Nats() if fitted else None
     played.compared(ask(model, 0.5, **{"conversations": True, **settings}))
     assert played.brings is None if says is None else says in str(played.brings)
 
 
-def test_text_and_picture(found, tmp_path):
+def test_text_and_picture(found: Frontier, tmp_path: Path) -> None:
     text = render(found, TIERS[0])
     rows = text.splitlines()
     assert sum(row.startswith("*") for row in rows) == 1
@@ -312,33 +359,40 @@ def test_text_and_picture(found, tmp_path):
     assert drawn == (tmp_path / "b.svg").read_bytes() and b"mixed" in drawn
 
 
-# What more a command asks for, and whether it is the same to a plan.
-MORE = [
-    *[
-        (each, True)
-        for each in ({}, {"temp": 0.1, "max_tokens": 9}, {"prompt_cache_limit": 1 << 20})
+def config_of(model: ExpertModel, **settings: Any) -> Config:
+    return Config.build(model=model.path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("asked", "same"),
+    [
+        ({"max_loss": 0.01}, True),
+        ({"max_loss": 0.01, "temp": 0.1, "max_tokens": 9}, True),
+        ({"max_loss": 0.01, "prompt_cache_limit": 1 << 20}, True),
+        ({"max_loss": 0.01, "conversations": True}, False),
+        ({"max_loss": 0.01, "sequences": 4}, False),
+        ({"max_loss": 0.01, "scored": 4}, False),
+        ({"max_loss": 0.01, "beside": 1 << 20}, False),
+        ({"max_loss": 0.01, "beside_token": 8}, False),
+        ({"max_loss": 0.01, "cache_ram": 0}, False),
+        ({"max_loss": 0.01, "logits_all": True}, False),
+        ({"max_loss": 0.02}, False),
+        ({"max_loss": 0.01, "ram": 1 << 30}, False),
+        ({"max_loss": 0.01, "threads": 1}, False),
     ],
-    *[({name: 4}, False) for name in ("sequences", "scored", "beside_token")],
-    *[({name: 1 << 30}, False) for name in ("beside", "ram")],
-    *[({name: True}, False) for name in ("conversations", "logits_all")],
-    *[(each, False) for each in ({"cache_ram": 0}, {"max_loss": 0.02}, {"threads": 1})],
-]
-
-
-@pytest.mark.parametrize(("more", "same"), MORE)
-def test_a_command_is_known_by_what_it_asks_of_the_model(model, more, same):
-    def plans_of(**asked):
-        return plans.TakenPlans(
-            Config.build(model=model.path, **{"max_loss": 0.01, **asked}), model
-        )
-
+)
+def test_a_command_is_known_by_what_it_asks_of_the_model(
+    model: ExpertModel, asked: dict[str, Any], same: bool
+) -> None:
+    settings = {"policy": "floor", "high_tier": "q4_k", "max_loss": 0.008, "low_tier": None}
+    TakenPlans(config_of(model, max_loss=0.01), model).keep(settings)
+    found = TakenPlans(config_of(model, **asked), model).recall()
     kept = {"policy": "floor", "high_tier": "q4_k", "low_tier": None}
-    plans_of().keep(kept | {"max_loss": 0.008})
-    assert plans_of(**more).recall() == (kept if same else None)
+    assert found == (kept if same else None)
 
 
-def test_what_is_damaged_counts_as_nothing(model, user_folder):
-    taken = plans.TakenPlans(Config.build(model=model.path), model)
+def test_what_is_damaged_counts_as_nothing(model: ExpertModel, user_folder: Path) -> None:
+    taken = TakenPlans(config_of(model), model)
     taken.keep({"policy": "lru"})
     (path,) = (user_folder / "cache" / "moe-edge" / "plans").iterdir()
     for text in ("", "[]", '{"format": "moe-edge plans 1", "taken": 3}', "{"):

@@ -1,7 +1,10 @@
 """What a token and a prompt take: the arithmetic, and its model of what is in memory."""
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,13 +12,26 @@ import pytest
 from gguf_tools.experts import ExpertModel
 from orchestrator.allocation.slots import ModelShape, SlotGroup, SlotPlan
 from orchestrator.config import Config
-from orchestrator.cost import time
 from orchestrator.cost.disk import Bandwidth
 from orchestrator.cost.losses import Skips
-from orchestrator.cost.speeds import ROWS, Costs
+from orchestrator.cost.speeds import ROWS, Costs, Speeds
+from orchestrator.cost.time import (
+    PlanTime,
+    Residency,
+    TimeModel,
+    cached,
+    chances,
+    known_uses,
+    recently_used,
+    resident,
+    scanned,
+    skewed,
+    with_skips,
+)
 from orchestrator.events import SKIP
 from orchestrator.memory.machine import Machine
 from orchestrator.memory.plan import plan_memory
+from orchestrator.native.llama import Bindings
 from orchestrator.policy.dynaexq import DynaExq
 
 LAYERS, EXPERTS, USED = 3, 8, 2
@@ -23,7 +39,7 @@ LAYERS, EXPERTS, USED = 3, 8, 2
 DISK = Bandwidth(1e6, latency_s=1e-3)
 
 
-def costs(expert_s=0.010, dense_s=0.030):
+def costs(expert_s: float = 0.010, dense_s: float = 0.030) -> Costs:
     """An expert takes as long for each row; 5,000 bytes of it are 5 ms of DISK."""
     per_row = np.array(ROWS) * expert_s
     return Costs(
@@ -35,64 +51,65 @@ def costs(expert_s=0.010, dense_s=0.030):
     )
 
 
-def all_there():
+def all_there() -> Residency:
     uses = np.full((LAYERS, EXPERTS), USED / EXPERTS)
-    return time.resident(np.zeros((LAYERS, EXPERTS), int), uses, 1)
+    return resident(np.zeros((LAYERS, EXPERTS), int), uses, 1)
 
 
-def missing(share, foreseen=0.0):
+def missing(share: float, foreseen: float = 0.0) -> Residency:
     there = all_there()
     present = np.full_like(there.present, 1.0 - share)
-    return time.Residency(there.uses, there.mix, present, (1.0 - share,) * 2, False, foreseen)
+    return Residency(there.uses, there.mix, present, (1.0 - share,) * 2, False, foreseen)
 
 
-def test_a_token_is_the_sum_of_its_parts():
-    """With everything in memory; what is no product is added once a token, and once a layer that is
-    asked about."""
-    found = time.PlanTime(costs(), all_there(), DISK, 512)
+def test_a_token_with_everything_in_memory_is_the_sum_of_its_parts() -> None:
+    found = PlanTime(costs(), all_there(), DISK, 512)
     assert found.token_s() == pytest.approx(LAYERS * USED * 0.010 + 0.030 + 0.004)
     assert found.token_s(100) - found.token_s() == pytest.approx(100 * 1e-5)
     assert (found.residency.hit_rate, found.read_bytes) == (1.0, 0.0)
+
+
+def test_what_is_no_product_is_added_once_a_token_and_once_a_layer_that_is_asked_about() -> None:
     besides = replace(costs(), step_s=0.5, asked_s=0.25)
-    alone = time.PlanTime(costs(), all_there(), DISK, 512).token_s()
-    unasked = time.PlanTime(besides, all_there(), DISK, 512)
+    alone = PlanTime(costs(), all_there(), DISK, 512).token_s()
+    unasked = PlanTime(besides, all_there(), DISK, 512)
     assert unasked.token_s() == pytest.approx(alone + 0.5)
     assert replace(unasked, asked=True).token_s() == pytest.approx(alone + 0.5 + LAYERS * 0.25)
 
 
-def test_reads_hide_behind_what_is_there_and_no_more():
+def test_reads_hide_behind_what_is_there_and_no_more() -> None:
     # 5 + 1 ms of reading one expert hide behind the 20 ms of two; of two, 11 ms do
-    hidden = time.PlanTime(costs(), missing(0.5), DISK, 512)
+    hidden = PlanTime(costs(), missing(0.5), DISK, 512)
     assert hidden.token_s() == pytest.approx(LAYERS * USED * 0.010 + 0.030 + 0.004)
     assert hidden.read_bytes == pytest.approx(LAYERS * USED * 0.5 * 5000)
     # at a tenth of the speed: none, one or two of two experts miss, with 1, 2 and 1 of 4 chances
-    slow = time.PlanTime(costs(), missing(0.5), Bandwidth(1e5, latency_s=1e-3), 512)
+    slow = PlanTime(costs(), missing(0.5), Bandwidth(1e5, latency_s=1e-3), 512)
     tail = 0.020 / 6
     layer = 0.25 * 0.020 + 0.5 * (0.051 + tail) + 0.25 * (0.101 + tail)
     assert slow.token_s() == pytest.approx(LAYERS * (layer + 0.010) + 0.004)
 
 
-def test_what_is_foreseen_hides_behind_the_dense_weights_as_well():
+def test_what_is_foreseen_hides_behind_the_dense_weights_as_well() -> None:
     disk = Bandwidth(4e5, latency_s=0.0)
-    late = time.PlanTime(costs(), missing(1.0), disk, 512)
-    early = time.PlanTime(costs(), missing(1.0, foreseen=1.0), disk, 512)
+    late = PlanTime(costs(), missing(1.0), disk, 512)
+    early = PlanTime(costs(), missing(1.0, foreseen=1.0), disk, 512)
     # 25 ms of reading, 10 of dense weights, 20 of experts; the first layer is not foreseen
     waits = 0.010 + 0.025 + 0.020 / 6
     assert late.token_s() == pytest.approx(LAYERS * waits + 0.004)
     assert early.token_s() == pytest.approx(waits + (LAYERS - 1) * 0.030 + 0.004)
     # as many as were not foreseen are read in vain
-    some = time.PlanTime(costs(), missing(1.0, foreseen=0.75), disk, 512)
+    some = PlanTime(costs(), missing(1.0, foreseen=0.75), disk, 512)
     assert some.read_bytes == pytest.approx(late.read_bytes * (1 + 1.25 * (LAYERS - 1)) / LAYERS)
 
 
-def test_reading_takes_a_core_while_threads_compute_and_not_while_they_wait():
+def test_reading_takes_a_core_while_threads_compute_and_not_while_they_wait() -> None:
     """5 ms of reading an expert, and 4 of a core."""
 
-    def took(bytes_per_s, foreseen=0.0):
+    def took(bytes_per_s: float, foreseen: float = 0.0) -> float:
         disk = Bandwidth(bytes_per_s, latency_s=0.0, core_s_per_byte=0.004 / 5000)
         free = Bandwidth(bytes_per_s, latency_s=0.0)
         there = missing(1.0, foreseen)
-        one, other = (time.PlanTime(costs(), there, each, 64) for each in (disk, free))
+        one, other = (PlanTime(costs(), there, each, 64) for each in (disk, free))
         assert disk.disturbs_s(0, 0.0) == 0.0
         assert one.prompt_s(64) > other.prompt_s(64)
         return (one.token_s() - other.token_s()) / LAYERS
@@ -103,23 +120,23 @@ def test_reading_takes_a_core_while_threads_compute_and_not_while_they_wait():
     assert took(2.5e5, 1.0) > took(2.5e5)  # what is foreseen is read beside more
 
 
-def test_a_prompt_reads_each_expert_once_a_part():
+def test_a_prompt_reads_each_expert_once_a_part() -> None:
     disk = Bandwidth(1e3, latency_s=0.0)  # 5 s an expert
-    whole = time.PlanTime(costs(0.0, 0.0), missing(1.0), disk, 64).prompt_s(64)
+    whole = PlanTime(costs(0.0, 0.0), missing(1.0), disk, 64).prompt_s(64)
     # the last layer computes the last token alone
     n_read = (LAYERS - 1) * EXPERTS * (1 - 0.75**64) + EXPERTS * 0.25
     assert whole == pytest.approx(5 * n_read, rel=0.02)
-    halves = time.PlanTime(costs(0.0, 0.0), missing(1.0), disk, 32).prompt_s(64)
+    halves = PlanTime(costs(0.0, 0.0), missing(1.0), disk, 32).prompt_s(64)
     assert halves == pytest.approx(whole * 2 * (1 - 0.75**32) / (1 - 0.75**64), rel=0.1)
-    warm = time.PlanTime(costs(0.0, 0.0), missing(0.5), disk, 64)
+    warm = PlanTime(costs(0.0, 0.0), missing(0.5), disk, 64)
     assert warm.prompt_s(64, first=True) == pytest.approx(whole, rel=1e-6)
     assert warm.prompt_s(64) == pytest.approx(whole / 2, rel=0.02)
 
 
-def test_what_the_first_prompt_reads_first_comes_at_the_disks_first_speed():
+def test_what_the_first_prompt_reads_first_comes_at_the_disks_first_speed() -> None:
     """Its second part, a later prompt and tokens read again what was read before."""
     disk = Bandwidth(1e3, latency_s=0.0, first_bytes_per_s=250.0)
-    of = time.PlanTime(costs(0.0, 0.0), missing(1.0), disk, 32)
+    of = PlanTime(costs(0.0, 0.0), missing(1.0), disk, 32)
     usual = replace(of, disk=disk._replace(first_bytes_per_s=0.0))
     assert of.token_s() == usual.token_s() and of.prompt_s(64) == usual.prompt_s(64)
     both, part = usual.prompt_s(64, first=True), usual.prompt_s(32, first=True)
@@ -128,16 +145,16 @@ def test_what_the_first_prompt_reads_first_comes_at_the_disks_first_speed():
     assert of.prompt_s(64, first=True) < 4 * both
 
 
-def test_skipped_experts_cost_nothing():
+def test_skipped_experts_cost_nothing() -> None:
     tiers = np.zeros((LAYERS, EXPERTS), int)
     tiers[:, EXPERTS // 2 :] = SKIP
-    there = time.resident(tiers, np.full((LAYERS, EXPERTS), USED / EXPERTS), 1)
-    found = time.PlanTime(costs(), there, DISK, 64)
+    there = resident(tiers, np.full((LAYERS, EXPERTS), USED / EXPERTS), 1)
+    found = PlanTime(costs(), there, DISK, 64)
     assert found.token_s() == pytest.approx(LAYERS * USED / 2 * 0.010 + 0.030 + 0.004)
     assert found.read_bytes == 0 and found.residency.hit_rate == 1.0
 
 
-def lru_hits(uses, n_slots, steps=6000):
+def lru_hits(uses: np.ndarray, n_slots: int, steps: int = 6000) -> float:
     """The hit rate of a cache in least-recently-used order, by playing it. As in the store, a step
     finds what was there when it began."""
     rng, held = np.random.default_rng(1), OrderedDict[int, None]()
@@ -155,16 +172,16 @@ def lru_hits(uses, n_slots, steps=6000):
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.7, 1.1])
-def test_hits_are_those_of_a_cache_that_is_played(exponent):
-    uses = time.chances(np.arange(1.0, 65.0)[None] ** -exponent, 8)[0]
+def test_hits_are_those_of_a_cache_that_is_played(exponent: float) -> None:
+    uses = chances(np.arange(1.0, 65.0)[None] ** -exponent, 8)[0]
     for n_slots in (16, 38, 58):
-        there = time.recently_used(uses, n_slots)
+        there = recently_used(uses, n_slots)
         assert there.sum() == pytest.approx(n_slots, rel=1e-6)
         assert (uses * there).sum() / 8 == pytest.approx(lru_hits(uses, n_slots), abs=0.03)
-    assert time.recently_used(uses, 64).min() == 1.0
+    assert recently_used(uses, 64).min() == 1.0
 
 
-def test_a_scan_over_layers_that_share_their_slots():
+def test_a_scan_over_layers_that_share_their_slots() -> None:
     n_layers, n_expert = 40, 60
     for share in (0.3, 0.6, 0.9):
         rng = np.random.default_rng(2)
@@ -184,51 +201,53 @@ def test_a_scan_over_layers_that_share_their_slots():
                 while len(held) > n_slots:
                     held.popitem(last=False)
             found.append(hits / len(everything))
-        assert time.scanned(share, True) == pytest.approx(tuple(found), abs=0.03)
-    assert time.scanned(0.6, False) == (0.6, 0.6)
-    assert time.scanned(1.0, True) == (1.0, 1.0)
+        assert scanned(share, True) == pytest.approx(tuple(found), abs=0.03)
+    assert scanned(0.6, False) == (0.6, 0.6)
+    assert scanned(1.0, True) == (1.0, 1.0)
 
 
-def test_two_tiers_in_slots_of_their_own():
+def test_two_tiers_in_slots_of_their_own() -> None:
     shape = ModelShape(4, 2, ("high", "low"), (({0: 100}, {0: 50}),))
     slots = SlotPlan((SlotGroup(100, 4), SlotGroup(50, 1)), {(0, 0, 0): 0, (0, 0, 1): 1})
     mix = np.tile([0.75, 0.25], (1, 4, 1))
-    there = time.cached(shape, slots, np.full((1, 4), 0.5), mix)
+    there = cached(shape, slots, np.full((1, 4), 0.5), mix)
     assert there.mix[0, 0] == pytest.approx([0.75, 0.25])
     assert there.hit_rate == pytest.approx(1.0)  # what is there in high answers low as well
     fewer = SlotPlan((SlotGroup(100, 2), SlotGroup(50, 4)), slots.group_of)
-    there = time.cached(shape, fewer, np.full((1, 4), 0.5), mix)
+    there = cached(shape, fewer, np.full((1, 4), 0.5), mix)
     assert there.hit_rate == pytest.approx(0.75 * 0.5 + 0.25, abs=1e-6)
 
 
-def test_hot_experts_that_stay_high_are_not_missed():
+def test_hot_experts_that_stay_high_are_not_missed() -> None:
     """One is in a high slot for good; the others share too few low ones."""
     shape = ModelShape(8, 2, ("high", "low"), (({0: 100}, {0: 50}),))
     policy = DynaExq(shape)
     policy.plan(350)
     assert policy.caching and policy.capacity.tolist() == [1] and policy.cached.tolist() == [5]
-    uses = time.chances(np.array([[1.0, 30.0, 1.0, 1.0, 1.0, 40.0, 1.0, 1.0]]), 2)
+    uses = chances(np.array([[1.0, 30.0, 1.0, 1.0, 1.0, 40.0, 1.0, 1.0]]), 2)
     mix = policy.asked_mix(uses)
     assert mix[0, :, 0].tolist() == [0, 0, 0, 0, 0, 1, 0, 0] and (mix.sum(axis=2) == 1).all()
     slots = SlotPlan((SlotGroup(100, 1), SlotGroup(50, 5)), {(0, 0, 0): 0, (0, 0, 1): 1})
-    there = time.cached(shape, slots, uses, mix)
+    there = cached(shape, slots, uses, mix)
     assert there.present[0, 5] == 1.0
     rest = np.delete(uses[0], 5)
-    found = (2 - rest.sum() + (rest * time.recently_used(rest, 5)).sum()) / 2
+    found = (2 - rest.sum() + (rest * recently_used(rest, 5)).sum()) / 2
     assert there.hit_rate == pytest.approx(found)
     mean = policy.asked_mix(np.ones((1, 8))).mean(axis=1)
-    alike = time.cached(shape, slots, uses, np.tile(mean, (1, 8, 1)))
+    alike = cached(shape, slots, uses, np.tile(mean, (1, 8, 1)))
     assert alike.hit_rate < there.hit_rate - 0.05
 
 
-def test_plans_of_a_model(bindings, model):
+def test_plans_of_a_model(bindings: Bindings, model: Path) -> None:
     with ExpertModel.open(model) as opened:
         config = Config.build(model=model, ctx=256, threads=1, force_managed=True)
         machine = Machine(8 << 30)
-        with time.TimeModel(bindings, config, opened, Bandwidth(1e8)) as predictor:
+        with Speeds(bindings, 1) as speeds:
+            uses = known_uses(config, opened)
+            predictor = TimeModel(opened, Bandwidth(1e8), speeds, *uses)
             assert not predictor.profiled
 
-            def predicted(uses=None, **settings):
+            def predicted(uses: np.ndarray | None = None, **settings: object) -> PlanTime:
                 asked = config.with_changes(**settings)
                 plan = plan_memory(asked, opened, machine)
                 return predictor.of_plan(plan, asked, uses=uses)
@@ -239,10 +258,13 @@ def test_plans_of_a_model(bindings, model):
             assert 0.4 < half.residency.hit_rate < 0.6
             assert half.token_s() > whole.token_s() and half.read_bytes > 0
             assert half.prompt_s(64, first=True) > half.prompt_s(64) > whole.prompt_s(64)
-            few = predicted(time.skewed(opened), policy="lru", expert_ram=opened.tier_bytes[0] // 2)
+            few = predicted(skewed(opened), policy="lru", expert_ram=opened.tier_bytes[0] // 2)
             assert half.residency.hit_rate < few.residency.hit_rate < 1.0
             skipping = predicted(
-                policy="dymoe", low_tier="skip", retention=0.5, expert_ram=opened.tier_bytes[0] // 2
+                policy="dymoe",
+                low_tier="skip",
+                retention=0.5,
+                expert_ram=opened.tier_bytes[0] // 2,
             )
             assert skipping.read_bytes < half.read_bytes
             assert skipping.asked and not half.asked
@@ -256,30 +278,30 @@ def test_plans_of_a_model(bindings, model):
             assert predicted(policy="lru").costs is whole.costs
 
 
-def half_there():
+def half_there() -> Residency:
     """Two layers of four experts, two a token; the first half of each is in memory."""
     present = np.tile([1.0, 1.0, 0.25, 0.0], (2, 1))
-    return time.Residency(np.full((2, 4), 0.5), np.ones((2, 4, 1)), present)
+    return Residency(np.full((2, 4), 0.5), np.ones((2, 4, 1)), present)
 
 
 NATS = np.array([[1.0, 1.0, 4.0, 2.0], [1.0, 1.0, 3.0, 9.0]])
 
 
-def lost(before, after):
+def lost(before: Residency, after: Residency) -> float:
     skipped = before.uses * (before.mix - after.mix).sum(axis=2)
     return float((skipped * NATS).sum())
 
 
-def test_the_cheapest_misses_are_skipped_until_the_loss_is_spent():
+def test_the_cheapest_misses_are_skipped_until_the_loss_is_spent() -> None:
     known, sizes = half_there(), np.array([1, 1])
-    same = time.with_skips(known, Skips(NATS, 0.0), sizes)
+    same = with_skips(known, Skips(NATS, 0.0), sizes)
     assert (same.mix == known.mix).all() and (same.present == known.present).all()
     # 0.5 uses of expert 3 of the first layer miss; of those one half is the token's top one.
-    some = time.with_skips(known, Skips(NATS, 0.25), sizes)
+    some = with_skips(known, Skips(NATS, 0.25), sizes)
     assert lost(known, some) == pytest.approx(0.25)
     changed = np.argwhere(some.mix[..., 0] < 1).tolist()
     assert changed == [[0, 3]]
-    more = time.with_skips(known, Skips(NATS, 1.2), sizes)
+    more = with_skips(known, Skips(NATS, 1.2), sizes)
     assert lost(known, more) == pytest.approx(1.2)
     assert np.argwhere(more.mix[..., 0] < 1).tolist() == [[0, 2], [0, 3], [1, 2]]
     # What is found in memory stays, as a number of uses.
