@@ -17,6 +17,7 @@ from orchestrator.cli.options import (
     model_options,
     model_path,
     open_engine,
+    option,
 )
 
 if TYPE_CHECKING:
@@ -29,22 +30,16 @@ LONGEST_PROMPT = 1 << 27
 @click.command(cls=Command)
 @model_options
 @answer_options
-@click.option(
-    "-p",
-    "--prompt",
-    metavar="TEXT",
-    help="Answer this alone, and exit. Text on stdin goes before it, or is the prompt.",
+@option(
+    "-p --prompt TEXT",
+    "Answer this alone, and exit. Text on stdin goes before it, or is the prompt.",
 )
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Print one JSON object, with -p or stdin. It has the answer and its statistics.",
+@option(
+    "--json as_json",
+    "Print one JSON object, with -p or stdin. It has the answer and its statistics.",
 )
 @conversation_options
-@click.option(
-    "--resume", is_flag=True, help="Go on with the latest conversation of --prompt-cache."
-)
+@option("--resume", "Go on with the latest conversation of --prompt-cache.")
 def chat(prompt: str | None, as_json: bool, resume: bool, **options: Any) -> None:
     """Talk to a model."""
     from orchestrator.chat.chat import Chat, one_shot

@@ -7,13 +7,12 @@ import glob
 import json
 import shlex
 import time
-from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from gguf_tools import interrupts
 from gguf_tools.columns import aligned
 from gguf_tools.units import format_size
 from orchestrator.chat.console import progress_bar
@@ -26,6 +25,7 @@ from orchestrator.cli.options import (
     NEW_FILE,
     THREADS,
     note,
+    option,
     say,
     say_result,
 )
@@ -42,12 +42,10 @@ CANNOT_RUN = 3
 @MODEL
 @LOW
 @JSON
-@click.option(
-    "--plot",
-    "picture",
+@option(
+    "--plot picture OUT.png",
+    "Draw the bytes of each layer and precision there (or .svg); needs the extra `plot`.",
     type=NEW_FILE,
-    metavar="OUT.png",
-    help="Draw the bytes of each layer and precision there (or .svg); needs the extra `plot`.",
 )
 @FORCE
 def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -> None:
@@ -61,11 +59,10 @@ def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -
 
     if picture is not None:
         pictures.prepare(picture)
-        interrupts.ends_with(picture)
     with ExpertModel.open(file, low) as model:
         facts = describe(model, scratch_bytes(model, Config.build(model=file)))
     found = support_of(file)
-    facts["support"] = None if found is None else {"runs": found.runs, "reason": found.reason}
+    facts["support"] = found and asdict(found)
     if picture is not None:
         pictures.draw_layers(facts, picture)
         note(str(picture))
@@ -94,8 +91,7 @@ def verify(
         report = run(file, low, progress=progress, threads=threads)
     found = None if report.problems else _support(file)
     if as_json:
-        support = None if found is None else {"runs": found.runs, "reason": found.reason}
-        click.echo(json.dumps(report.as_dict() | {"support": support}))
+        click.echo(json.dumps(report.as_dict() | {"support": found and asdict(found)}))
     elif report.problems:
         for problem in report.problems:
             say(problem.text)
@@ -142,13 +138,12 @@ def architectures(as_json: bool) -> None:
 
 @click.command(cls=Command)
 @click.argument("repo", metavar="REPO")
-@click.option(
-    "--include",
+@option(
+    "--include PATTERN",
+    "Files to take, as '*Q4_K_M*'; may be repeated.  [default: the only model]",
     multiple=True,
-    metavar="PATTERN",
-    help="Files to take, as '*Q4_K_M*'; may be repeated.  [default: the only model]",
 )
-@click.option("--revision", metavar="R", help="Branch, tag or commit.  [default: main]")
+@option("--revision R", "Branch, tag or commit.  [default: main]")
 def pull(repo: str, include: tuple[str, ...], revision: str | None) -> None:
     """Download a model from the Hugging Face Hub, as OWNER/NAME or OWNER/NAME/FILE.
 
@@ -199,22 +194,14 @@ def list_models(as_json: bool) -> None:
         }
         for each in models
     ]
-    if as_json:
-        click.echo(json.dumps({"models": rows}))
-        return
-    if not rows:
+    if not rows and not as_json:
         note("No model was pulled: `moe-edge pull OWNER/NAME` fetches one.")
         return
-    shown = [
-        (
-            row["name"],
-            format_size(row["bytes"]),
-            row["used"],
-            row["repo"] if row["file"] else "a checkpoint, for convert",
-        )
-        for row in rows
-    ]
-    _print_table(("name", "size", "used", "from"), shown)
+    shown = [("name", "size", "used", "from")]
+    for row in rows:
+        source = row["repo"] if row["file"] else "a checkpoint, for convert"
+        shown.append((row["name"], format_size(row["bytes"]), row["used"], source))
+    say_result({"models": rows}, lambda _: "\n".join(aligned(shown)), as_json)
 
 
 @click.command("rm", cls=Command)
@@ -234,12 +221,7 @@ def remove_models(names: tuple[str, ...]) -> None:
 
 
 @click.command("cache", cls=Command)
-@click.option(
-    "--clear",
-    multiple=True,
-    metavar="NAME",
-    help="Delete this folder of it, or all; may be repeated.",
-)
+@option("--clear NAME", "Delete this folder of it, or all; may be repeated.", multiple=True)
 @JSON
 def cache(clear: tuple[str, ...], as_json: bool) -> None:
     """List what lies in the user cache, as models of benchmarks, or delete it.
@@ -249,23 +231,19 @@ def cache(clear: tuple[str, ...], as_json: bool) -> None:
     from orchestrator.cache.files import clear_cache, user_cache, user_folder
 
     found = clear_cache(clear) if clear else user_cache()
+    total = format_size(sum(each.nbytes for each in found))
     if as_json:
         rows = [
             {"name": each.name, "path": str(each.path), "files": each.n_files, "bytes": each.nbytes}
             for each in found
         ]
         click.echo(json.dumps({"cleared" if clear else "cache": rows}))
-        return
-    if clear:
-        freed = format_size(sum(each.nbytes for each in found))
-        say(f"{', '.join(each.name for each in found) or 'nothing'}: {freed} freed")
-        return
-    shown = [(each.name, format_size(each.nbytes), f"{each.n_files}", each.about) for each in found]
-    total = format_size(sum(each.nbytes for each in found))
-    note(f"{user_folder('cache')}: {total}")
-    if shown:
-        _print_table(("name", "size", "files", "what it is"), shown)
-
-
-def _print_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    say("\n".join(aligned([head, *rows])))
+    elif clear:
+        say(f"{', '.join(each.name for each in found) or 'nothing'}: {total} freed")
+    else:
+        note(f"{user_folder('cache')}: {total}")
+        shown = [("name", "size", "files", "what it is")]
+        for each in found:
+            shown.append((each.name, format_size(each.nbytes), f"{each.n_files}", each.about))
+        if found:
+            say("\n".join(aligned(shown)))
