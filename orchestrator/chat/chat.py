@@ -19,7 +19,13 @@ from gguf_tools import interrupts
 from gguf_tools.columns import aligned
 from gguf_tools.units import format_size
 from orchestrator.chat.console import Console
-from orchestrator.chat.session import Session, goes_on, read_conversation, read_text
+from orchestrator.chat.session import (
+    Session,
+    goes_on,
+    read_conversation,
+    read_text,
+    write_conversation,
+)
 from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.policy import known_policies, owners, policy_settings
 from orchestrator.settings import Setting
@@ -43,32 +49,41 @@ _BYTES_PER_TOKEN = 64
 _BAR = 10  # of /memory, in characters
 
 
+def _shown(session: Session, console: Console, answer: Iterator[str], silent: bool = False) -> str:
+    """Shows an answer as it comes, unless it is to be silent; all of it. Ctrl-C stops it."""
+    text = ""
+    try:
+        with interrupts.calling(session.stop), console.quiet_keys():
+            for piece in answer:
+                console.end_bar()
+                text += piece
+                if not silent:
+                    console.answer(piece)
+    finally:
+        console.end_bar()
+        console.end_answer()
+        if text and not (silent or text.endswith("\n")):
+            console.write("\n")
+    return text
+
+
 def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> bool:
     """Answer `prompt` on stdout, the answer alone or as one JSON object; False if it was stopped.
 
     Bars and the statistics line go to stderr, and only where that is a terminal.
     """
-    pieces = []
-    try:
-        with interrupts.calling(session.stop), console.quiet_keys():
-            for piece in session.answer(prompt, console.prefill_bar):
-                console.end_bar()
-                pieces.append(piece)
-                if not as_json:
-                    console.answer(piece)
-    finally:
-        console.end_bar()
-        console.end_answer()
+    answer = session.answer(prompt, console.prefill_bar)
+    said = _shown(session, console, answer, silent=as_json)
     stats = session.engine.last_stats
     if as_json:
         if session.stopped or stats is None:
             return False
-        result = {"text": "".join(pieces), "stats": stats.as_dict()}
+        result = {"text": said, "stats": stats.as_dict()}
         # Escaped on a terminal, which acts upon some of the characters that JSON leaves alone.
         text = json.dumps(result, ensure_ascii=console.out_tty, allow_nan=False)
         console.write(text + "\n")
         return True
-    if not pieces or not pieces[-1].endswith("\n"):
+    if not said:
         console.write("\n")
     if console.err_tty and stats is not None:
         console.fields(stats_fields(stats, session.engine.plan.ram_bytes))
@@ -192,22 +207,9 @@ class Chat:
     def _show(self, answer: Iterator[str]) -> None:
         session, console = self.session, self.console
         before = session.left_out
-        length = 0
-        last = ""
-        try:
-            with interrupts.calling(session.stop), console.quiet_keys():
-                for piece in answer:
-                    console.end_bar()
-                    console.answer(piece)
-                    length += len(piece)
-                    last = piece or last
-        finally:
-            console.end_bar()
-            console.end_answer()
-            if length and not last.endswith("\n"):
-                console.write("\n")
+        said = _shown(session, console, answer)
         stats = session.engine.last_stats
-        if not length or stats is None:
+        if not said or stats is None:
             console.note("stopped\n" if session.stopped else "(no answer)\n")
             return
         if session.left_out > before:
@@ -361,7 +363,7 @@ class Chat:
             self.console.error(f"{path} exists, and holds something else: choose another name")
             return
         try:
-            self.session.save(path)
+            write_conversation(path, self.session.messages)
         except OSError as error:
             self.console.error(f"{path}: {error.strerror}")
             return
@@ -439,8 +441,7 @@ def stats_table(stats: GenerationStats) -> str:
         else:
             text = _number(value)
         rows.append((key, text))
-    width = max(len(key) for key, _ in rows)
-    return "\n".join(f"{key:<{width}}  {text}" for key, text in rows)
+    return "\n".join(aligned(rows))
 
 
 def _short(value: float | None) -> str:

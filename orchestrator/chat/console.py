@@ -25,13 +25,9 @@ _FENCE = "```"
 _TAB_COLUMNS = 8
 
 
-def folded(text: str, width: int) -> str:
-    """The lines of a note, none of them longer than `width` but for a single word. What goes on in
-    another line stands below its second column, as of a table, where that leaves it room."""
-    return "\n".join(_folded(line, width) for line in text.split("\n"))
-
-
 def _folded(line: str, width: int) -> str:
+    """A line of a note in lines that are no longer than `width` but for a single word. They stand
+    below its second column, as of a table, where that leaves them room."""
     if len(line) <= width:
         return line
     table = re.match(r" *\S.*? {2,}", line)
@@ -448,7 +444,10 @@ def _time_of(passed_s: float, fraction: float | None) -> str:
 
 def _fit(text: str, stream: TextIO) -> str:
     """`text` in the lines of a terminal; as it is for anything else."""
-    return folded(text, shutil.get_terminal_size().columns) if _is_tty(stream) else text
+    if not _is_tty(stream):
+        return text
+    width = shutil.get_terminal_size().columns
+    return "\n".join(_folded(line, width) for line in text.split("\n"))
 
 
 def _can_say(text: str, stream: TextIO) -> bool:

@@ -285,7 +285,3 @@ class Session(Closing):
         """Go on with another conversation: its messages, as read_conversation gives them."""
         self.system = messages[0]["content"] if messages[0]["role"] == "system" else None
         self.messages, self.left_out = list(messages), 0
-
-    def save(self, path: Path) -> None:
-        """Write the messages to `path` as JSON lines; raises OSError and leaves no half file."""
-        write_conversation(path, self.messages)
