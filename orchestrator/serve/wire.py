@@ -71,6 +71,11 @@ class Refusal(Exception):
         return {"retry-after": "1"} if self.status in (429, 503) else {}
 
 
+def is_ollama(path: str) -> bool:
+    """Whether a path's clients are Ollama's."""
+    return path.startswith("/api/")
+
+
 def ollama_error(message: str) -> dict[str, Any]:
     """An error as Ollama's clients read it."""
     return {"error": message}
