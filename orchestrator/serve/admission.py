@@ -16,8 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 from orchestrator.serve.wire import Refusal
 
 T = TypeVar("T")
@@ -312,7 +310,8 @@ class Bodies:
 
 
 class Body:
-    """The body of one request. data: its bytes, until its turn. Close it."""
+    """The body of one request. data: its bytes, until its turn. Whoever made it takes it in the
+    end."""
 
     def __init__(self, bodies: Bodies, longest_bytes: int) -> None:
         """longest_bytes: of any request's body."""
@@ -330,26 +329,6 @@ class Body:
         data, self.data = self.data, b""
         self.count(0)
         return data
-
-    def close(self) -> None:
-        """Once nothing that was made of it is in use."""
-        self.take()
-
-
-class Holding:
-    """An answer, and the body of its request until its end. paces_itself: it has bounds of its own
-    for a client that does not read."""
-
-    def __init__(self, answer: ASGIApp, body: Body, *, paces_itself: bool) -> None:
-        self._answer, self._body, self._paces_itself = answer, body, paces_itself
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._paces_itself:
-            scope.setdefault("state", {})[PACES_ITSELF] = True
-        try:
-            await self._answer(scope, receive, send)
-        finally:
-            self._body.close()
 
 
 def return_memory() -> None:
