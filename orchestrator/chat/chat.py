@@ -101,6 +101,9 @@ class Chat:
         self.console = console
         self._change_model = change_model
         self._settings = session.settings()
+        # Those of policies that may change between two tokens.
+        live = {name: declared for name, declared in policy_settings().items() if declared.live}
+        self._changeable = self._settings | live
         temp = self._settings["temp"]
         # A command's arguments, what it does, and what does it.
         self._groups: dict[str, dict[str, tuple[str, str, Callable[[str], None]]]] = {
@@ -117,7 +120,14 @@ class Chat:
                 "/set": ("NAME VALUE", "change another setting; alone: list", self._set),
                 "/model": ("NAME", "go on with another model; alone: which it is", self._model),
                 "/policy": ("NAME", "change the policy, live", self._policy),
-                **self._live_settings(),
+                **{
+                    "/" + name.replace("_", "-"): (
+                        declared.metavar,
+                        declared.help[0].lower() + declared.help[1:].partition(". ")[0].rstrip("."),
+                        partial(self._change, declared),
+                    )
+                    for name, declared in live.items()
+                },
             },
             "What it takes": {
                 "/stats": ("", "everything measured on the last answer", self._stats),
@@ -228,11 +238,13 @@ class Chat:
         if name not in self.commands:
             near = difflib.get_close_matches(name, self.commands, 1)
             hint = f"did you mean {near[0]}?" if near else "/help lists them"
-            self.console.error(
+            raise ConfigError(
                 f"unknown command {name}: {hint} (a leading space sends the line as text)"
             )
-            return
-        self.commands[name][2](argument.strip())
+        usage, _, run = self.commands[name]
+        if usage == "FILE" and not argument.strip():
+            raise ConfigError(f"{name} needs a file name")
+        run(argument.strip())
 
     def _help(self, _argument: str) -> None:
         rows = {
@@ -249,9 +261,6 @@ class Chat:
         self._show(self.session.answer_again(self.console.prefill_bar))
 
     def _read(self, argument: str) -> None:
-        if not argument:
-            self.console.error("/read needs a file name")
-            return
         path, n_ctx = Path(argument).expanduser(), self.session.engine.n_ctx
         too_long = f"too long for the context of {n_ctx} tokens (--ctx)"
         self._file_text = read_text(path, _BYTES_PER_TOKEN * n_ctx, too_long)
@@ -307,7 +316,7 @@ class Chat:
 
     def _set(self, argument: str) -> None:
         name, _, text = argument.partition(" ")
-        known = self._settings | _live()
+        known = self._changeable
         if not name:
             rows = [(f"{each.name} {self._value_of(each)}", each.help) for each in known.values()]
             self.console.explain({"Settings": rows})
@@ -321,24 +330,10 @@ class Chat:
 
     def _value_of(self, declared: Setting) -> str:
         """A setting's value as /set takes it; - for none."""
-        if declared.name in self._settings:
-            value = self.session.value(declared.name)
-        else:
-            value = self.session.engine.config.given(declared.name)
+        value = self.session.value(declared.name)
         if declared.repeated:
             return shlex.join(value) or "-"
         return "-" if value is None else str(value)
-
-    def _live_settings(self) -> dict[str, tuple[str, str, Callable[[str], None]]]:
-        """A command for each setting of a policy that may change between two tokens."""
-        return {
-            "/" + name.replace("_", "-"): (
-                declared.metavar,
-                declared.help[0].lower() + declared.help[1:].partition(". ")[0].rstrip("."),
-                partial(self._change, declared),
-            )
-            for name, declared in _live().items()
-        }
 
     def _change(self, declared: Setting, argument: str) -> None:
         """Change a setting, where there is an argument, and say what it is."""
@@ -355,24 +350,16 @@ class Chat:
         self.console.note(self.session.engine.mode)
 
     def _save(self, argument: str) -> None:
-        if not argument:
-            self.console.error("/save needs a file name")
-            return
         path = Path(argument).expanduser().absolute()
         if path.exists() and not goes_on(self.session.messages, path):
-            self.console.error(f"{path} exists, and holds something else: choose another name")
-            return
+            raise ConfigError(f"{path} exists, and holds something else: choose another name")
         try:
             write_conversation(path, self.session.messages)
         except OSError as error:
-            self.console.error(f"{path}: {error.strerror}")
-            return
+            raise ConfigError(f"{path}: {error.strerror}") from error
         self.console.note(f"{len(self.session.messages)} messages written to {path}")
 
     def _load(self, argument: str) -> None:
-        if not argument:
-            self.console.error("/load needs a file name")
-            return
         path = Path(argument).expanduser()
         if path.suffix == ".gguf" or not path.is_file():
             self._model(argument)
@@ -382,11 +369,6 @@ class Chat:
 
     def _quit(self, _argument: str) -> None:
         self._running = False
-
-
-def _live() -> dict[str, Setting]:
-    """The settings of policies that may change between two tokens."""
-    return {name: declared for name, declared in policy_settings().items() if declared.live}
 
 
 def _read(declared: Setting, text: str) -> Any:

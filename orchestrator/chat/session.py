@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,29 +81,6 @@ def write_conversation(path: Path, messages: Sequence[Message]) -> None:
     write_whole(path, "".join(lines), private=True)
 
 
-class LastConversation:
-    """The latest conversation, in the folder of the prompt cache. What cannot be written there is
-    done without."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / "last.jsonl"
-
-    def keep(self, messages: Sequence[Message]) -> None:
-        with suppress(OSError):
-            write_conversation(self._path, messages)
-
-    def forget(self) -> None:
-        """Nobody goes on with what a user has dropped."""
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
-
-    def read(self) -> list[Message]:
-        """Raises ConfigError where there is none."""
-        if not self._path.exists():
-            raise ConfigError(f"--resume: no conversation is kept in {self._path.parent}")
-        return read_conversation(self._path)
-
-
 def read_text(path: Path, most_bytes: int, else_do: str) -> str:
     """The text in a file of at most so many bytes, without white space around it. else_do: what is
     said of a longer one. Raises ConfigError for what cannot be read, or is no text."""
@@ -141,20 +117,19 @@ class Session(Closing):
 
     def __init__(self, engine: Engine, config: Config) -> None:
         self.engine = engine
-        self.sampling = config.sampling
-        self._max_tokens = config.max_tokens
+        self._config = config  # of answers; the engine may have changed its own
         self.messages: list[Message] = []
         self.left_out = 0
         self.stopped = False
         self.system = config.system
-        # Where the conversation is kept for `--resume`.
-        self.keeper: LastConversation | None = None
+        # Where it is kept for `--resume`. What cannot be written there is done without.
+        self.kept: Path | None = None
         self.reset()
 
     @property
     def max_tokens(self) -> int:
         """Tokens of the longest answer."""
-        return self._max_tokens or self.engine.n_ctx
+        return self._config.max_tokens or self.engine.n_ctx
 
     @staticmethod
     def settings() -> dict[str, Setting]:
@@ -163,20 +138,19 @@ class Session(Closing):
         return {name: declared[name] for name in ("max_tokens", *Sampling.declared())}
 
     def value(self, name: str) -> Any:
-        """A setting's value."""
-        return self._max_tokens if name == "max_tokens" else getattr(self.sampling, name)
+        """A setting's value: of answers, or of the engine."""
+        config = self._config if name in self.settings() else self.engine.config
+        return config.given(name)
 
     def set(self, name: str, value: Any) -> None:
         """Changes a setting from the next answer on. Raises SettingError for a wrong value."""
-        if name == "max_tokens":
-            self._max_tokens = value
-        else:
-            self.sampling = replace(self.sampling, **{name: value})
+        self._config = self._config.with_changes(**{name: value})
 
     def reset(self) -> None:
         """Forget everything but the system prompt; --resume has nothing to go on with either."""
-        if self.keeper is not None:
-            self.keeper.forget()
+        if self.kept is not None:
+            with suppress(OSError):
+                self.kept.unlink(missing_ok=True)
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
         self.left_out = 0
 
@@ -199,9 +173,8 @@ class Session(Closing):
             tokens = self._visible_tokens()
             # A stop before the engine has begun would be lost on it.
             if not self.stopped:
-                for piece in self.engine.generate(
-                    tokens, self.sampling, self.max_tokens, on_prefill
-                ):
+                sampling = self._config.sampling
+                for piece in self.engine.generate(tokens, sampling, self.max_tokens, on_prefill):
                     pieces.append(piece)
                     yield piece
                     if self.stopped:  # again, for a stop that came while it was starting
@@ -213,8 +186,9 @@ class Session(Closing):
         finally:
             if keep:
                 self.messages.append({"role": "assistant", "content": "".join(pieces)})
-                if self.keeper is not None:
-                    self.keeper.keep(self.messages)
+                if self.kept is not None:
+                    with suppress(OSError):
+                        write_conversation(self.kept, self.messages)
             else:
                 del self.messages[start:]
 
