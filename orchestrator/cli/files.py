@@ -32,7 +32,7 @@ from orchestrator.cli.options import (
 from orchestrator.errors import ConfigError
 
 if TYPE_CHECKING:
-    from orchestrator.engine.support import Support
+    pass
 
 # The status of verify for a file that is whole, of a model that llama.cpp does not load.
 CANNOT_RUN = 3
@@ -84,12 +84,16 @@ def verify(
 
     The exit status is 0 for a good file, 1 for a damaged one, and 3 for one that is whole and
     cannot run: llama.cpp does not load a model of its header."""
+    from gguf_tools.experts import ExpertModel
     from gguf_tools.verify import verify as run
-    from orchestrator.engine.support import NOT
+    from orchestrator.engine.support import NOT, support_of
 
     with progress_bar("Verifying") as progress:
         report = run(file, low, progress=progress, threads=threads)
-    found = None if report.problems else _support(file)
+    found = None
+    if not report.problems:
+        with ExpertModel.open(file):  # what a model with experts has to have is said first
+            found = support_of(file)
     if as_json:
         click.echo(json.dumps(report.as_dict() | {"support": found and asdict(found)}))
     elif report.problems:
@@ -101,26 +105,18 @@ def verify(
             f"{report.files[0]}{more}: good: {report.n_tensors} tensors,"
             f" {format_size(report.nbytes)}, experts in {', '.join(report.tiers)}"
         )
-    if not as_json and not report.problems and report.unchecked:
-        note(
-            f"Note: {report.unchecked[0]}: has no checksums, as files have that `moe-edge pack` "
-            f"wrote or `moe-edge pull` fetched: damage that leaves every number finite was not "
-            f"looked for"
-        )
-    if found is not None and found.reason and not as_json:
-        note(f"Note: {file}: {found.sentence}")
+        if report.unchecked:
+            note(
+                f"Note: {report.unchecked[0]}: has no checksums, as files have that `moe-edge pack`"
+                f" wrote or `moe-edge pull` fetched: damage that leaves every number finite was not"
+                f" looked for"
+            )
+        if found is not None and found.reason:
+            note(f"Note: {file}: {found.sentence}")
     if report.problems:
         ctx.exit(1)
     if found is not None and found.runs == NOT:
         ctx.exit(CANNOT_RUN)
-
-
-def _support(file: Path) -> Support | None:
-    from gguf_tools.experts import ExpertModel
-    from orchestrator.engine.support import support_of
-
-    with ExpertModel.open(file):  # what a model with experts has to have is said first
-        return support_of(file)
 
 
 @click.command(cls=Command)

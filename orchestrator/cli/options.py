@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -103,7 +103,7 @@ AT_LEAST_0 = click.IntRange(min=0)
 
 DEMO = Path("models/demo/moe-edge-demo.gguf")
 
-F = TypeVar("F", bound=Callable[..., Any])
+Decorator = Callable[[Any], Any]
 
 
 def read_by(parse: Callable[[str], Any]) -> Callable[..., Any]:
@@ -127,7 +127,7 @@ _VALUES: dict[str, dict[str, Any]] = {
 }
 
 
-def option(said: str, help: str, **more: Any) -> Callable[[F], F]:
+def option(said: str, help: str, **more: Any) -> Decorator:
     """An option as the help says it, `-p --prompt TEXT`: one without a word for its value or a type
     is a flag, and a word in small letters before that names the parameter. more: as click.option
     has it, and the group of the help."""
@@ -157,18 +157,18 @@ STUDY_OUT = option("--out DIR", "Where a study writes tables and plots.")
 LOW = option("--low LOW", "The same model in a lower precision, as a second GGUF.", type=FILE)
 
 
-def together(*options: Callable[[F], F]) -> Callable[[F], F]:
-    """Several options as one decorator, in the order of the help."""
+def together(*options: Setting | Decorator) -> Decorator:
+    """Several options as one decorator, in the order of the help: those of settings, and others."""
 
-    def apply(function: F) -> F:
-        for option in reversed(options):
-            function = option(function)
+    def apply(function: Any) -> Any:
+        for each in reversed(options):
+            function = (option_of(each) if isinstance(each, Setting) else each)(function)
         return function
 
     return apply
 
 
-def option_of(declared: Setting) -> Callable[[F], F]:
+def option_of(declared: Setting) -> Decorator:
     """The option of a setting."""
     shown = declared.default_text
     text = f"{declared.help}  [default: {shown}]" if shown else declared.help
@@ -190,16 +190,15 @@ def option_of(declared: Setting) -> Callable[[F], F]:
     return click.option(*short, declared.flag, metavar=declared.metavar, **more)
 
 
-def policy_options(recorded: bool = False) -> list[Callable[[F], F]]:
-    """The options of all policies' settings, below the policies that have them. recorded: of those
-    alone that a trace records, all of them there, with its values as their defaults."""
+def policy_options(recorded: bool = False) -> list[Setting]:
+    """The settings of all policies that have options, below the policies that have them. recorded:
+    of those alone that a trace records, all of them there, with its values as their defaults."""
     made = []
     for name, declared in policy_settings().items():
         if declared.option and (declared.recorded or not recorded):
             if recorded:
                 declared = replace(declared, shown="as recorded", group="")
-            group = declared.group or of_policies(owners(name))
-            made.append(option_of(replace(declared, group=group)))
+            made.append(replace(declared, group=declared.group or of_policies(owners(name))))
     return made
 
 
@@ -212,17 +211,17 @@ _OWN = [each for each in Config.declared().values() if each.option]
 _MODEL = [each for each in _OWN if not (each.answer or each.conversation)]
 
 
-def options_of_model(none: str | None = None) -> Callable[[F], F]:
+def options_of_model(none: str | None = None) -> Decorator:
     """What says which model runs, and how. none: what is without a model, but for the demo."""
     own = [
         replace(each, shown=none or each.shown) if each.name == "model" else each for each in _MODEL
     ]
-    return together(*map(option_of, own), *policy_options())
+    return together(*own, *policy_options())
 
 
 model_options = options_of_model()
-answer_options = together(*(option_of(each) for each in _OWN if each.answer))
-conversation_options = together(*(option_of(each) for each in _OWN if each.conversation))
+answer_options = together(*(each for each in _OWN if each.answer))
+conversation_options = together(*(each for each in _OWN if each.conversation))
 
 
 CALIB_TOKENS = option(

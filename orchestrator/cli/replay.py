@@ -25,7 +25,6 @@ from orchestrator.cli.options import (
     model_options,
     open_engine,
     option,
-    option_of,
     policy_options,
     say_result,
     say_tables,
@@ -102,7 +101,7 @@ def trace(
 
 @click.command(cls=Command)
 @click.argument("file", metavar="[FILE]", type=FILE, required=False)
-@together(*map(option_of, ReplayOptions.declared().values()))
+@together(*ReplayOptions.declared().values())
 @together(*policy_options(recorded=True))
 @option("--study NAME", f"A figure of the papers, from this trace: {', '.join(REPLAY_STUDIES)}.")
 @STUDY_OUT
@@ -112,7 +111,7 @@ def trace(
     "Play it on a GPU beside a memory that computes. Layers are repeated to a large model's shape, "
     "and without FILE the routing is generated.",
 )
-@together(*(option_of(replace(each, group="With --near-data")) for each in NEAR_DATA.values()))
+@together(*(replace(each, group="With --near-data") for each in NEAR_DATA.values()))
 @JSON
 def replay(
     file: Path | None,
