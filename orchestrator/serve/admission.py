@@ -41,17 +41,13 @@ _PIECE_CHARS = 64
 _SHARED = ("system", "developer")
 
 
+@dataclass(eq=False)
 class Ticket:
-    """A request's place in the line. turn is done when it may run; leave gives the place back, at
-    any time, and has to be called once."""
+    """A request's place in the line. turn is done when it may run."""
 
-    def __init__(self, gate: Gate, places: int, cells: int) -> None:
-        self.places, self.cells = places, cells
-        self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._gate = gate
-
-    def leave(self) -> None:
-        self._gate._leave(self)
+    places: int
+    cells: int
+    turn: asyncio.Future[None]
 
 
 class Gate:
@@ -87,7 +83,7 @@ class Gate:
         places than there are."""
         if not 1 <= places <= self.places:
             raise ValueError(f"{places} places of {self.places}")
-        ticket = Ticket(self, places, cells)
+        ticket = Ticket(places, cells, asyncio.get_running_loop().create_future())
         if (self._line or not self._fits(ticket)) and self.waiting >= self.queue:
             self.refused += 1
             raise Refusal(429, "too many requests wait already (--queue): try again later")
@@ -108,7 +104,8 @@ class Gate:
     def _fits(self, ticket: Ticket) -> bool:
         return ticket.places <= self._free and (ticket.cells <= self._cells or not self.running)
 
-    def _leave(self, ticket: Ticket) -> None:
+    def leave(self, ticket: Ticket) -> None:
+        """Gives a place back, at any time, once."""
         if ticket.turn.done():
             self.running -= 1
             self._free += ticket.places

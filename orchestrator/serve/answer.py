@@ -109,15 +109,16 @@ class Answer:
     _sending: int = 0  # bytes that the client does not take
     _final: dict[str, Any] | None = None  # its costs, once the work has ended
     _is_over: bool = False  # nobody takes any more of it
+    _abort: Callable[[], None] = lambda: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # It has bounds of its own for a client that does not read.
         scope.setdefault("state", {})[PACES_ITSELF] = True
         out = (self.outlet or partial(Outlet, route=self.route))(send)
         # Closes the connection with what is unsent: who reads nothing would keep it for ever.
-        abort = scope["state"].get("abort", lambda: None)
+        self._abort = scope["state"].get("abort", self._abort)
         most_s = self.state.settings.timeout or None
-        work = asyncio.create_task(self._work(out, abort))
+        work = asyncio.create_task(self._work(out))
         gone = asyncio.create_task(self._client_gone(receive))
         try:
             await asyncio.wait({work, gone}, timeout=most_s, return_when=asyncio.FIRST_COMPLETED)
@@ -131,34 +132,34 @@ class Answer:
                 try:
                     await asyncio.wait_for(out.fail(late), LAST_WORD_S)
                 except asyncio.TimeoutError:
-                    abort()
+                    self._abort()
         finally:
             self._is_over = True
             self.state.unread.leave(self)
             for task in (work, gone):
                 task.cancel()
 
-    async def _work(self, out: Outlet, abort: Callable[[], None]) -> None:
+    async def _work(self, out: Outlet) -> None:
+        state, backend, loop = self.state, self.backend, asyncio.get_running_loop()
         with ExitStack() as held:  # what others wait for; closed with the work, before the answer
             try:
-                ticket = self.state.gate.join(self.places, self.cells)
+                ticket = state.gate.join(self.places, self.cells)
                 held.callback(self._rest)
-                held.callback(ticket.leave)
+                held.callback(state.gate.leave, ticket)
                 await self._turn(ticket.turn, out)
-                loop = asyncio.get_running_loop()
-                await outlasting(loop.run_in_executor(self.state.workers, self.backend.attend))
-                self.backend.go_by(self.settings)
-                seats, cells = self.state.seats, self.cells
-                taken, stale = seats.take(self.conversations, cells)
-                held.callback(seats.leave, taken)
-                if not self.state.gate.widen(ticket, stale):
-                    await self._empty(taken)
+                await outlasting(loop.run_in_executor(state.workers, backend.attend))
+                backend.go_by(self.settings)
+                taken, stale = state.seats.take(self.conversations, self.cells)
+                held.callback(state.seats.leave, taken)
+                if not state.gate.widen(ticket, stale):
+                    for each in taken:  # beside what they hold there is no room for what runs
+                        await loop.run_in_executor(state.quick, backend.forget, each)
                 if self.compute is None:
-                    await self._ask(self.body.take(), taken, out, held, abort)
+                    await self._ask(taken, out, held)
                     return
                 parts = await self.compute(taken[0])
                 held.close()
-                self.state.unread.keep(self, SCORE_BYTES * self.backend.most_scored, abort)
+                state.unread.keep(self, SCORE_BYTES * backend.most_scored, self._abort)
                 await out.begin(200, JSON)
                 for part in parts:
                     await out.part(part)
@@ -176,29 +177,16 @@ class Answer:
         if self.state.gate.is_empty and not self.state.stopping:
             self.backend.idle()
 
-    async def _empty(self, sequences: list[int]) -> None:
-        """What these hold is dropped: beside it there is no room for what runs."""
-        loop = asyncio.get_running_loop()
-        for each in sequences:
-            await loop.run_in_executor(self.state.quick, self.backend.forget, each)
-
-    async def _ask(
-        self,
-        body: bytes,
-        sequences: list[int],
-        out: Outlet,
-        held: ExitStack,
-        abort: Callable[[], None],
-    ) -> None:
+    async def _ask(self, sequences: list[int], out: Outlet, held: ExitStack) -> None:
         """Runs the request on a thread of its own and sends what comes."""
-        until_now = self.backend.costs()
-        is_shared = self.state.gate.running > 1
-        request = self.backend.request(self.route, body, sequences)
-        del body  # llama.cpp has its own, as long as it is at work
+        until_now, gate = self.backend.costs(), self.state.gate
+        is_shared = gate.running > 1
+        # llama.cpp has its own body, as long as it is at work.
+        request = self.backend.request(self.route, self.body.take(), sequences)
 
         def costs() -> dict[str, Any]:
             nonlocal is_shared
-            is_shared = is_shared or self.state.gate.running > 1
+            is_shared = is_shared or gate.running > 1
             return {**until_now(), "shared_steps": is_shared}
 
         def at_end() -> None:
@@ -206,14 +194,22 @@ class Answer:
             self.backend.answered(sequences, request.status == 200)
             held.close()
             if not self._is_over:
-                self.state.unread.keep(self, self._sending + request.n_left, abort)
+                self.state.unread.keep(self, self._sending + request.n_left, self._abort)
 
-        def made(text: bytes, status: int, is_stream: bool) -> bytes:
+        async def send(text: bytes) -> None:
+            status, is_stream = request.status, request.is_stream
             if self.shape is not None:
                 text = self.shape.shape(text, is_stream)
             if status == 200 and has_costs(text, is_stream, self.route):
                 text = with_costs(text, self._final or costs(), is_stream, self.route)
-            return text
+            if out.status is None:
+                await out.begin(status, STREAM if is_stream else JSON)
+            elif not is_stream:
+                # Comments went out before llama.cpp said that there would be no stream.
+                text = error_event(self.route, text)
+            self._sending = len(text)
+            await out.part(text)
+            self._sending = 0
 
         try:
             parts = Parts(request, self.state.workers, at_end)
@@ -231,18 +227,16 @@ class Answer:
                 text, is_all = come
                 if not text:
                     continue
-                status, is_stream = request.status, request.is_stream
-                failed_at = failure_at(status, text)
+                failed_at = failure_at(request.status, text)
+                if failed_at > 0:
+                    await send(text[:failed_at])
                 if failed_at >= 0:
-                    if failed_at:
-                        before = made(text[:failed_at], status, is_stream)
-                        await self._send(out, status, is_stream, before)
                     raise self._failed(text[failed_at:])
                 self.state.check()
-                if status == NOT_SUPPORTED:
+                if request.status == NOT_SUPPORTED:
                     raise Refusal(400, message_of(text))
-                is_shared = is_shared or self.state.gate.running > 1
-                await self._send(out, status, is_stream, made(text, status, is_stream))
+                is_shared = is_shared or gate.running > 1
+                await send(text)
             await parts.close()  # raises what the thread raised, while an error can be said
             if out.status is None:
                 await out.begin(request.status, JSON)
@@ -250,16 +244,6 @@ class Answer:
         finally:
             # The place is given back when the work has ended, and not before.
             await parts.close()
-
-    async def _send(self, out: Outlet, status: int, is_stream: bool, text: bytes) -> None:
-        if out.status is not None and not is_stream:
-            # Comments went out before llama.cpp said that there would be no stream.
-            text = error_event(self.route, text)
-        if out.status is None:
-            await out.begin(status, STREAM if is_stream else JSON)
-        self._sending = len(text)
-        await out.part(text)
-        self._sending = 0
 
     def _failed(self, text: bytes) -> Refusal:
         if self.state.stopping:

@@ -104,7 +104,10 @@ class Endpoints:
             answer.compute = partial(score, state, backend, body)
         else:
             answer.shape = settle_probs(route, data, backend.slot_context)
-            _check_places(data, parallel)
+            n = data.get("n_cmpl", data.get("n", 1))  # in llama.cpp's order
+            if n > parallel:
+                most = f"this server answers {parallel} at once (--parallel)"
+                raise Refusal(400, f"n is {n}, and {most}")
             if parallel > 1:
                 answer.conversations = conversations_of(data, parallel)
             answer.places = len(answer.conversations)
@@ -213,13 +216,6 @@ async def metrics_of(state: State) -> str:
     """llama.cpp's counters and ours. Raises Refusal where no model is loaded."""
     _, text = await _read_of(state, "/metrics")
     return text.decode() + metrics_text(state, state.ready())
-
-
-def _check_places(data: dict[str, Any], most: int) -> None:
-    """Raises Refusal for a request of more answers to a prompt than there are sequences."""
-    n: int = data.get("n_cmpl", data.get("n", 1))  # in llama.cpp's order
-    if n > most:
-        raise Refusal(400, f"n is {n}, and this server answers {most} at once (--parallel)")
 
 
 async def _failed(request: Request, error: Exception) -> Response:

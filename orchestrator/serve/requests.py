@@ -30,7 +30,7 @@ from orchestrator.serve.wire import (
     Refusal,
     Shaping,
     beyond_context,
-    inner,
+    levels,
     limit_of,
     message_of,
     read_object,
@@ -148,13 +148,11 @@ def _check_values(data: dict[str, Any], n_bytes: int, longest_bytes: int) -> Non
         raise Refusal(400, f"with_pieces takes a request of at most {format_size(most)}")
     most = longest_bytes // VALUE_BYTES
     # Tokens are numbers in lists of their own, which take no more than texts do.
-    level = [value for name, value in data.items() if name not in _TOKEN_LISTS]
     n_values = 0
-    while level:
+    for level in levels([value for name, value in data.items() if name not in _TOKEN_LISTS]):
         n_values += len(level)
         if n_values > most:
             raise Refusal(400, f"a request has at most {most} values, and this one has more")
-        level = inner(level)
 
 
 def _check_cost(route: str, data: dict[str, Any], n_bytes: int, backend: Backend) -> None:
@@ -187,14 +185,12 @@ def _check_cost(route: str, data: dict[str, Any], n_bytes: int, backend: Backend
 def _counted(value: Any, backend: Backend) -> tuple[int, int]:
     """(tokens, length of the longest word) of all texts in a value, names in objects among them,
     which templates write, too."""
-    level = [value]
     n_tokens = longest_word = 0
-    while level:
+    for level in levels([value]):
         names = [name for each in level if isinstance(each, dict) for name in each]
         for text in [*(each for each in level if isinstance(each, str)), *names]:
             n_more, n_long = backend.count_tokens(text)
             n_tokens, longest_word = n_tokens + n_more, max(longest_word, n_long)
-        level = inner(level)
     return n_tokens, longest_word
 
 
@@ -498,18 +494,13 @@ def _texts(bias: Any) -> Iterator[str]:
 
 def _check_schemas(name: str, asked: Any) -> None:
     """Of a schema, or of anything that has some in it."""
-    level = [asked]
-    while level:
-        for each in level:
-            if isinstance(each, dict):
-                reference = each.get("$ref")
-                names = [*each, reference] if isinstance(reference, str) else each
-                longest = max(map(len, names), default=0)
-                _refuse_above(f"a name in {name}", longest, MOST_NAME_CHARS, "characters")
-                properties = each.get("properties")
-                n = len(properties) if isinstance(properties, dict) else 0
-                _refuse_above(f"an object in {name}", n, MOST_PROPERTIES, "properties")
-        level = inner(level)
+    for each in (each for level in levels([asked]) for each in level if isinstance(each, dict)):
+        reference, properties = each.get("$ref"), each.get("properties")
+        names = [*each, reference] if isinstance(reference, str) else each
+        longest = max(map(len, names), default=0)
+        _refuse_above(f"a name in {name}", longest, MOST_NAME_CHARS, "characters")
+        n = len(properties) if isinstance(properties, dict) else 0
+        _refuse_above(f"an object in {name}", n, MOST_PROPERTIES, "properties")
 
 
 def settle_probs(route: str, data: dict[str, Any], most_tokens: int) -> Shaping | None:
