@@ -283,14 +283,6 @@ class Bodies:
         self._workers = workers
         self._one = asyncio.Lock()
 
-    def keep(self, n_bytes: int, most_bytes: int) -> None:
-        """Counts n_bytes more, or fewer. Raises Refusal where they are more than most_bytes then.
-        Who waited for room could hold everybody up who sends nothing."""
-        if n_bytes > 0 and self.kept_bytes + n_bytes > most_bytes:
-            self.refused += 1
-            raise Refusal(503, "other requests take the memory for requests: try again later")
-        self.kept_bytes += n_bytes
-
     async def run(self, call: Callable[[], T]) -> T:
         """What call returns on a thread, which works with one body: after those before it. Where it
         is cancelled it ends with the work."""
@@ -317,8 +309,13 @@ class Body:
         self._n_bytes = 0
 
     def count(self, n_bytes: int) -> None:
-        """It is n_bytes long by now. Raises Refusal where there is no room for more."""
-        self._bodies.keep(n_bytes - self._n_bytes, self._most_bytes)
+        """It is n_bytes long by now. Raises Refusal where there is no room for more: who waited for
+        room could hold everybody up who sends nothing."""
+        bodies, more = self._bodies, n_bytes - self._n_bytes
+        if more > 0 and bodies.kept_bytes + more > self._most_bytes:
+            bodies.refused += 1
+            raise Refusal(503, "other requests take the memory for requests: try again later")
+        bodies.kept_bytes += more
         self._n_bytes = n_bytes
 
     def take(self) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.types import Send
 
 from orchestrator.serve.answer import STREAM, Outlet
-from orchestrator.serve.requests import settle_fields, settle_unserved
+from orchestrator.serve.requests import settle_fields
 from orchestrator.serve.schemas import JSON, LINES, OLLAMA
 from orchestrator.serve.wire import (
     CHAT,
@@ -35,7 +35,6 @@ class OllamaRequest:
     def __init__(self, route: str, body: bytes, n_ctx: int) -> None:
         """n_ctx: tokens of the context. Raises Refusal."""
         data = read_object(body)
-        settle_unserved(route, data)
         settle_fields(route, data, n_ctx)
         self._is_chat, self._model = route == OLLAMA_CHAT, data.get("model", "")
         self.route = COMPLETIONS if data.get("raw") else CHAT

@@ -132,7 +132,6 @@ def read_request(
         raise Refusal(400, fault)
     _check_values(data, len(body), backend.most_body_bytes)
     form = COUNTING.get(route, route)
-    settle_unserved(form, data)
     _settle_format(form, data)
     settle_fields(form, data, backend.slot_context)
     settle_tool_choice(form, data)
@@ -205,8 +204,9 @@ def settle_fields(route: str, data: dict[str, Any], n_ctx: int) -> None:
 
     Clients send fields that mean something to other servers alone, and null for what they leave
     open: both go. Raises Refusal for a value of another kind or beyond its bounds, for a field that
-    is missing, and for those that steer llama.cpp from inside.
+    is missing, for those that steer llama.cpp from inside, and for what cannot be served.
     """
+    _settle_unserved(route, data)
     for name, why in INNER.items():
         if data.get(name) is not None and (name != "lora" or data[name]):
             raise Refusal(400, f"{name} cannot be set by a request: {why}")
@@ -331,7 +331,7 @@ def _resolved(schema: Schema) -> Schema:
     return schema if name is None else SCHEMAS[name.rpartition("/")[2]]
 
 
-def settle_unserved(route: str, data: dict[str, Any]) -> None:
+def _settle_unserved(route: str, data: dict[str, Any]) -> None:
     """Leaves out tools that a server would run, where others stand beside them: agents offer them
     to any server.
 
