@@ -28,7 +28,6 @@ Message = dict[str, str]
 _MOST_BYTES = 1 << 27
 # Of a file that is too long: enough to see that it is no text at all.
 _FIRST_BYTES = 1 << 16
-_WRONG = "this is no conversation that /save wrote"
 
 
 def read_conversation(path: Path) -> list[Message]:
@@ -40,19 +39,20 @@ def read_conversation(path: Path) -> list[Message]:
     try:
         with open_file(path) as file:
             if os.fstat(file.fileno()).st_size > _MOST_BYTES:
-                raise ConfigError(f"{path}: {_WRONG}")
+                raise ValueError
             lines = file.read().decode().split("\n")
-        messages = [_message(json.loads(line)) for line in lines if line.strip()]
+        messages = [json.loads(line) for line in lines if line.strip()]
+        if not all(map(_is_message, messages)):
+            raise ValueError
+        first = 1 if messages and messages[0]["role"] == "system" else 0
+        messages = messages[: len(messages) - (len(messages) - first) % 2]
+        roles = [each["role"] for each in messages[first:]]
+        if not roles or roles != ["user", "assistant"] * (len(roles) // 2):
+            raise ValueError
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: {_WRONG}") from error
-    first = 1 if messages and messages[0]["role"] == "system" else 0
-    messages = messages[: len(messages) - (len(messages) - first) % 2]
-    turns = messages[first:]
-    wanted = ["user", "assistant"] * (len(turns) // 2)
-    if not turns or [each["role"] for each in turns] != wanted:
-        raise ConfigError(f"{path}: {_WRONG}")
+        raise ConfigError(f"{path}: this is no conversation that /save wrote") from error
     return messages
 
 
@@ -66,13 +66,9 @@ def goes_on(messages: Sequence[Message], path: Path) -> bool:
     return list(messages[: len(before)]) == before
 
 
-def _message(data: object) -> Message:
-    """Raises ValueError."""
-    if not isinstance(data, dict) or data.keys() != {"role", "content"}:
-        raise ValueError
-    if not all(isinstance(value, str) for value in data.values()):
-        raise ValueError
-    return data
+def _is_message(data: Any) -> bool:
+    is_one = isinstance(data, dict) and data.keys() == {"role", "content"}
+    return is_one and all(isinstance(value, str) for value in data.values())
 
 
 def write_conversation(path: Path, messages: Sequence[Message]) -> None:

@@ -44,18 +44,9 @@ _COLUMNS = 100
 # Two figures of the same thing that differ by less are one.
 _DIFFER = 1.1
 _HEAD = (
-    "",
-    "plan",
-    "precision",
-    "experts",
-    "ms/token",
-    "tok/s",
-    "first prompt",
-    "prompt",
-    "loss, nats",
+    *("", "plan", "precision", "experts", "ms/token", "tok/s"),
+    *("first prompt", "prompt", "loss, nats"),
 )
-
-
 _UNKNOWN = (
     "Nobody has used this model here: its experts count as used alike, which is the slowest case, "
     "and tokens a second go up to those where few are used mostly. An answer says which."
@@ -89,7 +80,7 @@ def render(found: Frontier, best: str) -> str:
     ]
     return "\n".join(
         [
-            *aligned([list(_HEAD), *map(list, rows)]),
+            *aligned([_HEAD, *rows]),
             f"Prompts have {PROMPT_TOKENS} tokens, and KL is the mean from {best}; 0 is lossless. "
             f"+: no other plan is both faster and closer; *: taken.",
             _USUAL,
@@ -129,7 +120,7 @@ def render_known(known: Known) -> str:
         [
             *wrap(machine, _COLUMNS),
             "",
-            *aligned([list(row) for row in rows]),
+            *aligned(rows),
             "",
             *wrap(legend, _COLUMNS),
             "`moe-edge plan hf:OWNER/NAME/FILE` says more of a file before it is downloaded.",
