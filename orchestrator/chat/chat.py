@@ -49,22 +49,21 @@ _BYTES_PER_TOKEN = 64
 _BAR = 10  # of /memory, in characters
 
 
-def _shown(session: Session, console: Console, answer: Iterator[str], silent: bool = False) -> str:
-    """Shows an answer as it comes, unless it is to be silent; all of it. Ctrl-C stops it."""
-    text = ""
+def _follow(
+    session: Session, console: Console, answer: Iterator[str], pieces: list[str], silent: bool
+) -> None:
+    """Shows an answer as it comes, unless it is to be silent, and adds its pieces to these. Ctrl-C
+    stops it."""
     try:
         with interrupts.calling(session.stop), console.quiet_keys():
             for piece in answer:
                 console.end_bar()
-                text += piece
+                pieces.append(piece)
                 if not silent:
                     console.answer(piece)
     finally:
         console.end_bar()
         console.end_answer()
-        if text and not (silent or text.endswith("\n")):
-            console.write("\n")
-    return text
 
 
 def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> bool:
@@ -72,8 +71,10 @@ def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> 
 
     Bars and the statistics line go to stderr, and only where that is a terminal.
     """
+    pieces: list[str] = []
     answer = session.answer(prompt, console.prefill_bar)
-    said = _shown(session, console, answer, silent=as_json)
+    _follow(session, console, answer, pieces, silent=as_json)
+    said = "".join(pieces)
     stats = session.engine.last_stats
     if as_json:
         if session.stopped or stats is None:
@@ -83,7 +84,7 @@ def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> 
         text = json.dumps(result, ensure_ascii=console.out_tty, allow_nan=False)
         console.write(text + "\n")
         return True
-    if not said:
+    if not said.endswith("\n"):
         console.write("\n")
     if console.err_tty and stats is not None:
         console.fields(stats_fields(stats, session.engine.plan.ram_bytes))
@@ -217,7 +218,13 @@ class Chat:
     def _show(self, answer: Iterator[str]) -> None:
         session, console = self.session, self.console
         before = session.left_out
-        said = _shown(session, console, answer)
+        pieces: list[str] = []
+        try:
+            _follow(session, console, answer, pieces, silent=False)
+        finally:
+            said = "".join(pieces)
+            if said and not said.endswith("\n"):
+                console.write("\n")
         stats = session.engine.last_stats
         if not said or stats is None:
             console.note("stopped\n" if session.stopped else "(no answer)\n")
