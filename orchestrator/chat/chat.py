@@ -19,7 +19,13 @@ from gguf_tools import interrupts
 from gguf_tools.columns import aligned
 from gguf_tools.units import format_size
 from orchestrator.chat.console import Console
-from orchestrator.chat.session import Session, goes_on, read_conversation, read_text
+from orchestrator.chat.session import (
+    Session,
+    goes_on,
+    read_conversation,
+    read_text,
+    write_conversation,
+)
 from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.policy import known_policies, owners, policy_settings
 from orchestrator.settings import Setting
@@ -43,32 +49,42 @@ _BYTES_PER_TOKEN = 64
 _BAR = 10  # of /memory, in characters
 
 
+def _follow(
+    session: Session, console: Console, answer: Iterator[str], pieces: list[str], silent: bool
+) -> None:
+    """Shows an answer as it comes, unless it is to be silent, and adds its pieces to these. Ctrl-C
+    stops it."""
+    try:
+        with interrupts.calling(session.stop), console.quiet_keys():
+            for piece in answer:
+                console.end_bar()
+                pieces.append(piece)
+                if not silent:
+                    console.answer(piece)
+    finally:
+        console.end_bar()
+        console.end_answer()
+
+
 def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> bool:
     """Answer `prompt` on stdout, the answer alone or as one JSON object; False if it was stopped.
 
     Bars and the statistics line go to stderr, and only where that is a terminal.
     """
-    pieces = []
-    try:
-        with interrupts.calling(session.stop), console.quiet_keys():
-            for piece in session.answer(prompt, console.prefill_bar):
-                console.end_bar()
-                pieces.append(piece)
-                if not as_json:
-                    console.answer(piece)
-    finally:
-        console.end_bar()
-        console.end_answer()
+    pieces: list[str] = []
+    answer = session.answer(prompt, console.prefill_bar)
+    _follow(session, console, answer, pieces, silent=as_json)
+    said = "".join(pieces)
     stats = session.engine.last_stats
     if as_json:
         if session.stopped or stats is None:
             return False
-        result = {"text": "".join(pieces), "stats": stats.as_dict()}
+        result = {"text": said, "stats": stats.as_dict()}
         # Escaped on a terminal, which acts upon some of the characters that JSON leaves alone.
         text = json.dumps(result, ensure_ascii=console.out_tty, allow_nan=False)
         console.write(text + "\n")
         return True
-    if not pieces or not pieces[-1].endswith("\n"):
+    if not said.endswith("\n"):
         console.write("\n")
     if console.err_tty and stats is not None:
         console.fields(stats_fields(stats, session.engine.plan.ram_bytes))
@@ -86,6 +102,9 @@ class Chat:
         self.console = console
         self._change_model = change_model
         self._settings = session.settings()
+        # Those of policies that may change between two tokens.
+        live = {name: declared for name, declared in policy_settings().items() if declared.live}
+        self._changeable = self._settings | live
         temp = self._settings["temp"]
         # A command's arguments, what it does, and what does it.
         self._groups: dict[str, dict[str, tuple[str, str, Callable[[str], None]]]] = {
@@ -102,7 +121,14 @@ class Chat:
                 "/set": ("NAME VALUE", "change another setting; alone: list", self._set),
                 "/model": ("NAME", "go on with another model; alone: which it is", self._model),
                 "/policy": ("NAME", "change the policy, live", self._policy),
-                **self._live_settings(),
+                **{
+                    "/" + name.replace("_", "-"): (
+                        declared.metavar,
+                        declared.help[0].lower() + declared.help[1:].partition(". ")[0].rstrip("."),
+                        partial(self._change, declared),
+                    )
+                    for name, declared in live.items()
+                },
             },
             "What it takes": {
                 "/stats": ("", "everything measured on the last answer", self._stats),
@@ -192,22 +218,15 @@ class Chat:
     def _show(self, answer: Iterator[str]) -> None:
         session, console = self.session, self.console
         before = session.left_out
-        length = 0
-        last = ""
+        pieces: list[str] = []
         try:
-            with interrupts.calling(session.stop), console.quiet_keys():
-                for piece in answer:
-                    console.end_bar()
-                    console.answer(piece)
-                    length += len(piece)
-                    last = piece or last
+            _follow(session, console, answer, pieces, silent=False)
         finally:
-            console.end_bar()
-            console.end_answer()
-            if length and not last.endswith("\n"):
+            said = "".join(pieces)
+            if said and not said.endswith("\n"):
                 console.write("\n")
         stats = session.engine.last_stats
-        if not length or stats is None:
+        if not said or stats is None:
             console.note("stopped\n" if session.stopped else "(no answer)\n")
             return
         if session.left_out > before:
@@ -226,11 +245,13 @@ class Chat:
         if name not in self.commands:
             near = difflib.get_close_matches(name, self.commands, 1)
             hint = f"did you mean {near[0]}?" if near else "/help lists them"
-            self.console.error(
+            raise ConfigError(
                 f"unknown command {name}: {hint} (a leading space sends the line as text)"
             )
-            return
-        self.commands[name][2](argument.strip())
+        usage, _, run = self.commands[name]
+        if usage == "FILE" and not argument.strip():
+            raise ConfigError(f"{name} needs a file name")
+        run(argument.strip())
 
     def _help(self, _argument: str) -> None:
         rows = {
@@ -247,9 +268,6 @@ class Chat:
         self._show(self.session.answer_again(self.console.prefill_bar))
 
     def _read(self, argument: str) -> None:
-        if not argument:
-            self.console.error("/read needs a file name")
-            return
         path, n_ctx = Path(argument).expanduser(), self.session.engine.n_ctx
         too_long = f"too long for the context of {n_ctx} tokens (--ctx)"
         self._file_text = read_text(path, _BYTES_PER_TOKEN * n_ctx, too_long)
@@ -305,7 +323,7 @@ class Chat:
 
     def _set(self, argument: str) -> None:
         name, _, text = argument.partition(" ")
-        known = self._settings | _live()
+        known = self._changeable
         if not name:
             rows = [(f"{each.name} {self._value_of(each)}", each.help) for each in known.values()]
             self.console.explain({"Settings": rows})
@@ -319,24 +337,10 @@ class Chat:
 
     def _value_of(self, declared: Setting) -> str:
         """A setting's value as /set takes it; - for none."""
-        if declared.name in self._settings:
-            value = self.session.value(declared.name)
-        else:
-            value = self.session.engine.config.given(declared.name)
+        value = self.session.value(declared.name)
         if declared.repeated:
             return shlex.join(value) or "-"
         return "-" if value is None else str(value)
-
-    def _live_settings(self) -> dict[str, tuple[str, str, Callable[[str], None]]]:
-        """A command for each setting of a policy that may change between two tokens."""
-        return {
-            "/" + name.replace("_", "-"): (
-                declared.metavar,
-                declared.help[0].lower() + declared.help[1:].partition(". ")[0].rstrip("."),
-                partial(self._change, declared),
-            )
-            for name, declared in _live().items()
-        }
 
     def _change(self, declared: Setting, argument: str) -> None:
         """Change a setting, where there is an argument, and say what it is."""
@@ -353,24 +357,16 @@ class Chat:
         self.console.note(self.session.engine.mode)
 
     def _save(self, argument: str) -> None:
-        if not argument:
-            self.console.error("/save needs a file name")
-            return
         path = Path(argument).expanduser().absolute()
         if path.exists() and not goes_on(self.session.messages, path):
-            self.console.error(f"{path} exists, and holds something else: choose another name")
-            return
+            raise ConfigError(f"{path} exists, and holds something else: choose another name")
         try:
-            self.session.save(path)
+            write_conversation(path, self.session.messages)
         except OSError as error:
-            self.console.error(f"{path}: {error.strerror}")
-            return
+            raise ConfigError(f"{path}: {error.strerror}") from error
         self.console.note(f"{len(self.session.messages)} messages written to {path}")
 
     def _load(self, argument: str) -> None:
-        if not argument:
-            self.console.error("/load needs a file name")
-            return
         path = Path(argument).expanduser()
         if path.suffix == ".gguf" or not path.is_file():
             self._model(argument)
@@ -380,11 +376,6 @@ class Chat:
 
     def _quit(self, _argument: str) -> None:
         self._running = False
-
-
-def _live() -> dict[str, Setting]:
-    """The settings of policies that may change between two tokens."""
-    return {name: declared for name, declared in policy_settings().items() if declared.live}
 
 
 def _read(declared: Setting, text: str) -> Any:
@@ -439,8 +430,7 @@ def stats_table(stats: GenerationStats) -> str:
         else:
             text = _number(value)
         rows.append((key, text))
-    width = max(len(key) for key, _ in rows)
-    return "\n".join(f"{key:<{width}}  {text}" for key, text in rows)
+    return "\n".join(aligned(rows))
 
 
 def _short(value: float | None) -> str:

@@ -14,6 +14,7 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,13 +26,9 @@ _FENCE = "```"
 _TAB_COLUMNS = 8
 
 
-def folded(text: str, width: int) -> str:
-    """The lines of a note, none of them longer than `width` but for a single word. What goes on in
-    another line stands below its second column, as of a table, where that leaves it room."""
-    return "\n".join(_folded(line, width) for line in text.split("\n"))
-
-
 def _folded(line: str, width: int) -> str:
+    """A line of a note in lines that are no longer than `width` but for a single word. They stand
+    below its second column, as of a table, where that leaves them room."""
     if len(line) <= width:
         return line
     table = re.match(r" *\S.*? {2,}", line)
@@ -235,7 +232,7 @@ class Console:
         """Write a dim line for the person at the terminal, which breaks between words where the
         terminal is narrower."""
         self.end_bar()
-        self.notes.write(self._style("2", _fit(strip_controls(text), self.notes)) + "\n")
+        self.notes.write(self._dim(_fit(strip_controls(text), self.notes)) + "\n")
         self.notes.flush()
 
     def explain(self, groups: Mapping[str, Sequence[tuple[str, str]]]) -> None:
@@ -245,16 +242,14 @@ class Console:
     def fields(self, fields: list[str]) -> None:
         """Write `fields` as one dim line; where the terminal is narrower, it breaks between two."""
         width = shutil.get_terminal_size().columns
-        lines = [""]
+        line = ""
         for field in fields:
-            if not lines[-1]:
-                lines[-1] = field
-            elif len(lines[-1]) + 3 + len(field) <= width:
-                lines[-1] += self._between + field
-            else:
-                lines.append(field)
-        for line in lines:
-            self.note(line)
+            longer = line + self._between + field if line else field
+            if line and len(longer) > width:
+                self.note(line)
+                longer = field
+            line = longer
+        self.note(line)
 
     def error(self, text: str) -> None:
         """Write one sentence about what went wrong to stderr."""
@@ -312,7 +307,7 @@ class Console:
         if len(text) > width:  # the share is said without the cells, and the label in whole words
             room = max(1, width - len(amount))
             text = (textwrap.shorten(self._bar_label, room, placeholder="") + amount)[:width]
-        sys.stderr.write("\r\x1b[K" + self._style("2", text))
+        sys.stderr.write("\r\x1b[K" + self._dim(text))
         sys.stderr.flush()
         self._bar_shown = True
 
@@ -404,23 +399,23 @@ class Console:
             self.note(f"History is not kept: {self._history}: {error.strerror}")
             self._history = None
 
-    def _style(self, code: str, text: str) -> str:
-        """`text` in an SGR style, its newlines outside of it."""
+    def _dim(self, text: str) -> str:
+        """`text` in a dim style, its newlines outside of it."""
         if not (self._color and text.strip()):
             return text
         start = len(text) - len(text.lstrip("\n"))
         end = len(text.rstrip("\n"))
-        return f"{text[:start]}\x1b[{code}m{text[start:end]}\x1b[0m{text[end:]}"
+        return f"{text[:start]}\x1b[2m{text[start:end]}\x1b[0m{text[end:]}"
 
 
+@dataclass
 class ProgressBar:
     """A bar that is fed a share, 0 to 1, or None. total_bytes: of how many bytes, where that is
     known."""
 
-    def __init__(self, console: Console, label: str) -> None:
-        self.console = console
-        self.label = label
-        self.total_bytes = 0
+    console: Console
+    label: str
+    total_bytes: int = 0
 
     def __call__(self, fraction: float | None) -> None:
         self.console.bar(self.label, fraction, self.total_bytes)
@@ -448,7 +443,10 @@ def _time_of(passed_s: float, fraction: float | None) -> str:
 
 def _fit(text: str, stream: TextIO) -> str:
     """`text` in the lines of a terminal; as it is for anything else."""
-    return folded(text, shutil.get_terminal_size().columns) if _is_tty(stream) else text
+    if not _is_tty(stream):
+        return text
+    width = shutil.get_terminal_size().columns
+    return "\n".join(_folded(line, width) for line in text.split("\n"))
 
 
 def _can_say(text: str, stream: TextIO) -> bool:

@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,6 @@ Message = dict[str, str]
 _MOST_BYTES = 1 << 27
 # Of a file that is too long: enough to see that it is no text at all.
 _FIRST_BYTES = 1 << 16
-_WRONG = "this is no conversation that /save wrote"
 
 
 def read_conversation(path: Path) -> list[Message]:
@@ -41,19 +39,20 @@ def read_conversation(path: Path) -> list[Message]:
     try:
         with open_file(path) as file:
             if os.fstat(file.fileno()).st_size > _MOST_BYTES:
-                raise ConfigError(f"{path}: {_WRONG}")
+                raise ValueError
             lines = file.read().decode().split("\n")
-        messages = [_message(json.loads(line)) for line in lines if line.strip()]
+        messages = [json.loads(line) for line in lines if line.strip()]
+        if not all(map(_is_message, messages)):
+            raise ValueError
+        first = 1 if messages and messages[0]["role"] == "system" else 0
+        messages = messages[: len(messages) - (len(messages) - first) % 2]
+        roles = [each["role"] for each in messages[first:]]
+        if not roles or roles != ["user", "assistant"] * (len(roles) // 2):
+            raise ValueError
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: {_WRONG}") from error
-    first = 1 if messages and messages[0]["role"] == "system" else 0
-    messages = messages[: len(messages) - (len(messages) - first) % 2]
-    turns = messages[first:]
-    wanted = ["user", "assistant"] * (len(turns) // 2)
-    if not turns or [each["role"] for each in turns] != wanted:
-        raise ConfigError(f"{path}: {_WRONG}")
+        raise ConfigError(f"{path}: this is no conversation that /save wrote") from error
     return messages
 
 
@@ -67,42 +66,15 @@ def goes_on(messages: Sequence[Message], path: Path) -> bool:
     return list(messages[: len(before)]) == before
 
 
-def _message(data: object) -> Message:
-    """Raises ValueError."""
-    if not isinstance(data, dict) or data.keys() != {"role", "content"}:
-        raise ValueError
-    if not all(isinstance(value, str) for value in data.values()):
-        raise ValueError
-    return data
+def _is_message(data: Any) -> bool:
+    is_one = isinstance(data, dict) and data.keys() == {"role", "content"}
+    return is_one and all(isinstance(value, str) for value in data.values())
 
 
 def write_conversation(path: Path, messages: Sequence[Message]) -> None:
     """Writes messages as JSON lines, all or none, for their owner alone. Raises OSError."""
     lines = [json.dumps(message, ensure_ascii=False) + "\n" for message in messages]
     write_whole(path, "".join(lines), private=True)
-
-
-class LastConversation:
-    """The latest conversation, in the folder of the prompt cache. What cannot be written there is
-    done without."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / "last.jsonl"
-
-    def keep(self, messages: Sequence[Message]) -> None:
-        with suppress(OSError):
-            write_conversation(self._path, messages)
-
-    def forget(self) -> None:
-        """Nobody goes on with what a user has dropped."""
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
-
-    def read(self) -> list[Message]:
-        """Raises ConfigError where there is none."""
-        if not self._path.exists():
-            raise ConfigError(f"--resume: no conversation is kept in {self._path.parent}")
-        return read_conversation(self._path)
 
 
 def read_text(path: Path, most_bytes: int, else_do: str) -> str:
@@ -141,20 +113,19 @@ class Session(Closing):
 
     def __init__(self, engine: Engine, config: Config) -> None:
         self.engine = engine
-        self.sampling = config.sampling
-        self._max_tokens = config.max_tokens
+        self._config = config  # of answers; the engine may have changed its own
         self.messages: list[Message] = []
         self.left_out = 0
         self.stopped = False
         self.system = config.system
-        # Where the conversation is kept for `--resume`.
-        self.keeper: LastConversation | None = None
+        # Where it is kept for `--resume`. What cannot be written there is done without.
+        self.kept: Path | None = None
         self.reset()
 
     @property
     def max_tokens(self) -> int:
         """Tokens of the longest answer."""
-        return self._max_tokens or self.engine.n_ctx
+        return self._config.max_tokens or self.engine.n_ctx
 
     @staticmethod
     def settings() -> dict[str, Setting]:
@@ -163,20 +134,19 @@ class Session(Closing):
         return {name: declared[name] for name in ("max_tokens", *Sampling.declared())}
 
     def value(self, name: str) -> Any:
-        """A setting's value."""
-        return self._max_tokens if name == "max_tokens" else getattr(self.sampling, name)
+        """A setting's value: of answers, or of the engine."""
+        config = self._config if name in self.settings() else self.engine.config
+        return config.given(name)
 
     def set(self, name: str, value: Any) -> None:
         """Changes a setting from the next answer on. Raises SettingError for a wrong value."""
-        if name == "max_tokens":
-            self._max_tokens = value
-        else:
-            self.sampling = replace(self.sampling, **{name: value})
+        self._config = self._config.with_changes(**{name: value})
 
     def reset(self) -> None:
         """Forget everything but the system prompt; --resume has nothing to go on with either."""
-        if self.keeper is not None:
-            self.keeper.forget()
+        if self.kept is not None:
+            with suppress(OSError):
+                self.kept.unlink(missing_ok=True)
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
         self.left_out = 0
 
@@ -199,9 +169,8 @@ class Session(Closing):
             tokens = self._visible_tokens()
             # A stop before the engine has begun would be lost on it.
             if not self.stopped:
-                for piece in self.engine.generate(
-                    tokens, self.sampling, self.max_tokens, on_prefill
-                ):
+                sampling = self._config.sampling
+                for piece in self.engine.generate(tokens, sampling, self.max_tokens, on_prefill):
                     pieces.append(piece)
                     yield piece
                     if self.stopped:  # again, for a stop that came while it was starting
@@ -213,8 +182,9 @@ class Session(Closing):
         finally:
             if keep:
                 self.messages.append({"role": "assistant", "content": "".join(pieces)})
-                if self.keeper is not None:
-                    self.keeper.keep(self.messages)
+                if self.kept is not None:
+                    with suppress(OSError):
+                        write_conversation(self.kept, self.messages)
             else:
                 del self.messages[start:]
 
@@ -285,7 +255,3 @@ class Session(Closing):
         """Go on with another conversation: its messages, as read_conversation gives them."""
         self.system = messages[0]["content"] if messages[0]["role"] == "system" else None
         self.messages, self.left_out = list(messages), 0
-
-    def save(self, path: Path) -> None:
-        """Write the messages to `path` as JSON lines; raises OSError and leaves no half file."""
-        write_conversation(path, self.messages)

@@ -17,7 +17,9 @@ from orchestrator.cli.options import (
     model_options,
     model_path,
     open_engine,
+    option,
 )
+from orchestrator.errors import ConfigError
 
 if TYPE_CHECKING:
     from orchestrator.chat.session import Session
@@ -29,44 +31,41 @@ LONGEST_PROMPT = 1 << 27
 @click.command(cls=Command)
 @model_options
 @answer_options
-@click.option(
-    "-p",
-    "--prompt",
-    metavar="TEXT",
-    help="Answer this alone, and exit. Text on stdin goes before it, or is the prompt.",
+@option(
+    "-p --prompt TEXT",
+    "Answer this alone, and exit. Text on stdin goes before it, or is the prompt.",
 )
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Print one JSON object, with -p or stdin. It has the answer and its statistics.",
+@option(
+    "--json as_json",
+    "Print one JSON object, with -p or stdin. It has the answer and its statistics.",
 )
 @conversation_options
-@click.option(
-    "--resume", is_flag=True, help="Go on with the latest conversation of --prompt-cache."
-)
+@option("--resume", "Go on with the latest conversation of --prompt-cache.")
 def chat(prompt: str | None, as_json: bool, resume: bool, **options: Any) -> None:
     """Talk to a model."""
     from orchestrator.chat.chat import Chat, one_shot
-    from orchestrator.chat.session import LastConversation, Session
+    from orchestrator.chat.session import Session, read_conversation
 
     console = Console()
     prompt = with_stdin(prompt, console)
     if prompt is None and as_json:
         raise click.UsageError("--json needs a prompt: give -p TEXT, or text on stdin")
     config = chat_config(options)
-    folder = config.prompt_cache
-    last = LastConversation(folder) if folder else None
+    folder, messages = config.prompt_cache, None
+    last = folder / "last.jsonl" if folder else None
     if resume and last is None:
         raise click.UsageError("--resume goes on from a folder: give --prompt-cache DIR")
-    messages = last.read() if last and resume else None
+    if resume and last is not None:
+        if not last.exists():
+            raise ConfigError(f"--resume: no conversation is kept in {folder}")
+        messages = read_conversation(last)
     with console.quiet_keys():
         engine = open_engine(config, console)
     with Session(engine, config) as session:
         if config.ctx and engine.n_ctx != config.ctx:
             why = "which the model was made for" if engine.n_ctx < config.ctx else "the next size"
             console.note(f"--ctx {config.ctx}: it gets {engine.n_ctx}, {why}.")
-        session.keeper = last
+        session.kept = last
         if messages:
             session.load(messages)
             console.note(f"It goes on behind {len(messages)} messages.")

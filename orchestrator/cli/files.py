@@ -7,13 +7,12 @@ import glob
 import json
 import shlex
 import time
-from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from gguf_tools import interrupts
 from gguf_tools.columns import aligned
 from gguf_tools.units import format_size
 from orchestrator.chat.console import progress_bar
@@ -26,13 +25,14 @@ from orchestrator.cli.options import (
     NEW_FILE,
     THREADS,
     note,
+    option,
     say,
     say_result,
 )
 from orchestrator.errors import ConfigError
 
 if TYPE_CHECKING:
-    from orchestrator.engine.support import Support
+    pass
 
 # The status of verify for a file that is whole, of a model that llama.cpp does not load.
 CANNOT_RUN = 3
@@ -42,12 +42,10 @@ CANNOT_RUN = 3
 @MODEL
 @LOW
 @JSON
-@click.option(
-    "--plot",
-    "picture",
+@option(
+    "--plot picture OUT.png",
+    "Draw the bytes of each layer and precision there (or .svg); needs the extra `plot`.",
     type=NEW_FILE,
-    metavar="OUT.png",
-    help="Draw the bytes of each layer and precision there (or .svg); needs the extra `plot`.",
 )
 @FORCE
 def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -> None:
@@ -61,11 +59,10 @@ def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -
 
     if picture is not None:
         pictures.prepare(picture)
-        interrupts.ends_with(picture)
     with ExpertModel.open(file, low) as model:
         facts = describe(model, scratch_bytes(model, Config.build(model=file)))
     found = support_of(file)
-    facts["support"] = None if found is None else {"runs": found.runs, "reason": found.reason}
+    facts["support"] = found and asdict(found)
     if picture is not None:
         pictures.draw_layers(facts, picture)
         note(str(picture))
@@ -87,15 +84,18 @@ def verify(
 
     The exit status is 0 for a good file, 1 for a damaged one, and 3 for one that is whole and
     cannot run: llama.cpp does not load a model of its header."""
+    from gguf_tools.experts import ExpertModel
     from gguf_tools.verify import verify as run
-    from orchestrator.engine.support import NOT
+    from orchestrator.engine.support import NOT, support_of
 
     with progress_bar("Verifying") as progress:
         report = run(file, low, progress=progress, threads=threads)
-    found = None if report.problems else _support(file)
+    found = None
+    if not report.problems:
+        with ExpertModel.open(file):  # what a model with experts has to have is said first
+            found = support_of(file)
     if as_json:
-        support = None if found is None else {"runs": found.runs, "reason": found.reason}
-        click.echo(json.dumps(report.as_dict() | {"support": support}))
+        click.echo(json.dumps(report.as_dict() | {"support": found and asdict(found)}))
     elif report.problems:
         for problem in report.problems:
             say(problem.text)
@@ -105,26 +105,18 @@ def verify(
             f"{report.files[0]}{more}: good: {report.n_tensors} tensors,"
             f" {format_size(report.nbytes)}, experts in {', '.join(report.tiers)}"
         )
-    if not as_json and not report.problems and report.unchecked:
-        note(
-            f"Note: {report.unchecked[0]}: has no checksums, as files have that `moe-edge pack` "
-            f"wrote or `moe-edge pull` fetched: damage that leaves every number finite was not "
-            f"looked for"
-        )
-    if found is not None and found.reason and not as_json:
-        note(f"Note: {file}: {found.sentence}")
+        if report.unchecked:
+            note(
+                f"Note: {report.unchecked[0]}: has no checksums, as files have that `moe-edge pack`"
+                f" wrote or `moe-edge pull` fetched: damage that leaves every number finite was not"
+                f" looked for"
+            )
+        if found is not None and found.reason:
+            note(f"Note: {file}: {found.sentence}")
     if report.problems:
         ctx.exit(1)
     if found is not None and found.runs == NOT:
         ctx.exit(CANNOT_RUN)
-
-
-def _support(file: Path) -> Support | None:
-    from gguf_tools.experts import ExpertModel
-    from orchestrator.engine.support import support_of
-
-    with ExpertModel.open(file):  # what a model with experts has to have is said first
-        return support_of(file)
 
 
 @click.command(cls=Command)
@@ -142,13 +134,12 @@ def architectures(as_json: bool) -> None:
 
 @click.command(cls=Command)
 @click.argument("repo", metavar="REPO")
-@click.option(
-    "--include",
+@option(
+    "--include PATTERN",
+    "Files to take, as '*Q4_K_M*'; may be repeated.  [default: the only model]",
     multiple=True,
-    metavar="PATTERN",
-    help="Files to take, as '*Q4_K_M*'; may be repeated.  [default: the only model]",
 )
-@click.option("--revision", metavar="R", help="Branch, tag or commit.  [default: main]")
+@option("--revision R", "Branch, tag or commit.  [default: main]")
 def pull(repo: str, include: tuple[str, ...], revision: str | None) -> None:
     """Download a model from the Hugging Face Hub, as OWNER/NAME or OWNER/NAME/FILE.
 
@@ -199,22 +190,14 @@ def list_models(as_json: bool) -> None:
         }
         for each in models
     ]
-    if as_json:
-        click.echo(json.dumps({"models": rows}))
-        return
-    if not rows:
+    if not rows and not as_json:
         note("No model was pulled: `moe-edge pull OWNER/NAME` fetches one.")
         return
-    shown = [
-        (
-            row["name"],
-            format_size(row["bytes"]),
-            row["used"],
-            row["repo"] if row["file"] else "a checkpoint, for convert",
-        )
-        for row in rows
-    ]
-    _print_table(("name", "size", "used", "from"), shown)
+    shown = [("name", "size", "used", "from")]
+    for row in rows:
+        source = row["repo"] if row["file"] else "a checkpoint, for convert"
+        shown.append((row["name"], format_size(row["bytes"]), row["used"], source))
+    say_result({"models": rows}, lambda _: "\n".join(aligned(shown)), as_json)
 
 
 @click.command("rm", cls=Command)
@@ -234,12 +217,7 @@ def remove_models(names: tuple[str, ...]) -> None:
 
 
 @click.command("cache", cls=Command)
-@click.option(
-    "--clear",
-    multiple=True,
-    metavar="NAME",
-    help="Delete this folder of it, or all; may be repeated.",
-)
+@option("--clear NAME", "Delete this folder of it, or all; may be repeated.", multiple=True)
 @JSON
 def cache(clear: tuple[str, ...], as_json: bool) -> None:
     """List what lies in the user cache, as models of benchmarks, or delete it.
@@ -249,23 +227,19 @@ def cache(clear: tuple[str, ...], as_json: bool) -> None:
     from orchestrator.cache.files import clear_cache, user_cache, user_folder
 
     found = clear_cache(clear) if clear else user_cache()
+    total = format_size(sum(each.nbytes for each in found))
     if as_json:
         rows = [
             {"name": each.name, "path": str(each.path), "files": each.n_files, "bytes": each.nbytes}
             for each in found
         ]
         click.echo(json.dumps({"cleared" if clear else "cache": rows}))
-        return
-    if clear:
-        freed = format_size(sum(each.nbytes for each in found))
-        say(f"{', '.join(each.name for each in found) or 'nothing'}: {freed} freed")
-        return
-    shown = [(each.name, format_size(each.nbytes), f"{each.n_files}", each.about) for each in found]
-    total = format_size(sum(each.nbytes for each in found))
-    note(f"{user_folder('cache')}: {total}")
-    if shown:
-        _print_table(("name", "size", "files", "what it is"), shown)
-
-
-def _print_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    say("\n".join(aligned([head, *rows])))
+    elif clear:
+        say(f"{', '.join(each.name for each in found) or 'nothing'}: {total} freed")
+    else:
+        note(f"{user_folder('cache')}: {total}")
+        shown = [("name", "size", "files", "what it is")]
+        for each in found:
+            shown.append((each.name, format_size(each.nbytes), f"{each.n_files}", each.about))
+        if found:
+            say("\n".join(aligned(shown)))

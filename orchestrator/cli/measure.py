@@ -11,9 +11,9 @@ import click
 from click.core import ParameterSource
 
 from orchestrator.chat.console import Console, progress_bar, strip_controls
-from orchestrator.cli.help import Command, Group, Option
+from orchestrator.cli.help import Command, Group
 from orchestrator.cli.options import (
-    AT_LEAST_1,
+    AT_LEAST_0,
     CALIB_TOKENS,
     FILE,
     FORCE,
@@ -25,7 +25,6 @@ from orchestrator.cli.options import (
     Number,
     as_options,
     chat_config,
-    check_output,
     check_study,
     chosen_method,
     given,
@@ -33,13 +32,13 @@ from orchestrator.cli.options import (
     model_options,
     names_of,
     note,
+    option,
     option_of,
     print_notes,
     refuse_taken,
     say,
     say_result,
     say_tables,
-    size,
 )
 from orchestrator.lab.registry import BENCHMARKS, STUDIES, load, studies_by_paper
 from orchestrator.settings import MORE
@@ -107,113 +106,60 @@ for _name, _place in BENCHMARKS.items():
 
 @click.command("eval", cls=Command)
 @model_options
-@click.option(
-    "--text",
-    type=FILE,
-    metavar="FILE",
-    help="Text to predict. A .jsonl has one in each record, and .xz is unpacked.",
-)
-@click.option(
-    "--choices",
-    type=FILE,
-    metavar="FILE",
-    help='Questions to answer, as JSON lines {"question", "choices", "answer"}.',
-)
-@click.option("--kl", is_flag=True, help="Compare with the best precision of the file.")
-@click.option(
-    "--kl-from",
-    cls=Option,
-    group=MORE,
-    metavar="TIER",
-    help="With this one instead, as the best one in use.",
-)
-@click.option(
-    "--max-tokens",
-    "tokens",
-    type=AT_LEAST_1,
-    metavar="N",
-    help="Use N tokens of the text at most.",
-)
+@option("--text FILE", "Text to predict. A .jsonl has one in each record, and .xz is unpacked.")
+@option("--choices FILE", 'Questions to answer, as JSON lines {"question", "choices", "answer"}.')
+@option("--kl", "Compare with the best precision of the file.")
+@option("--kl-from TIER", "With this one instead, as the best one in use.", group=MORE)
+@option("--max-tokens tokens N", "Use N tokens of the text at most.")
 # What scripts may still call it.
-@click.option("--tokens", "as_before", type=AT_LEAST_1, hidden=True)
-@click.option(
-    "--window",
-    cls=Option,
+@option("--tokens as_before N", "", hidden=True)
+@option("--window N", "Tokens of one context.  [default: 512]", type=int, group=MORE)
+@option(
+    "--prompt-tokens N",
+    "Read the first N tokens of each window, and the context of a record, as a prompt that is not "
+    "scored.",
+    type=AT_LEAST_0,
     group=MORE,
-    type=int,
-    metavar="N",
-    help="Tokens of one context.  [default: 512]",
 )
-@click.option(
-    "--prompt-tokens",
-    cls=Option,
-    group=MORE,
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="Read the first N tokens of each window, and the context of a record, as a prompt that "
-    "is not scored.",
-)
-@click.option(
-    "--prefill",
-    cls=Option,
-    group=MORE,
-    is_flag=True,
-    help="Judge the text read as prompts, not by token.",
-)
-@click.option(
+@option("--prefill", "Judge the text read as prompts, not by token.", group=MORE)
+@option(
     "--reuse",
-    cls=Option,
+    "A low request may use a high copy in memory, as in a chat; results then depend on the memory.",
     group=MORE,
-    is_flag=True,
-    help="A low request may use a high copy in memory, as in a chat; results then depend on "
-    "the memory.",
 )
-@click.option(
-    "--bandwidth",
-    cls=Option,
+@option(
+    "--bandwidth SIZE",
+    "Reads in bytes a second, as 2GB, of the virtual time in which a policy decides that goes by "
+    "what is in memory.  [default: measured]",
     group=MORE,
-    callback=size,
-    metavar="SIZE",
-    help="Reads in bytes a second, as 2GB, of the virtual time in which a policy decides that goes "
-    "by what is in memory.  [default: measured]",
 )
-@click.option(
-    "--latency-us",
-    cls=Option,
-    group=MORE,
+@option(
+    "--latency-us N",
+    "What a read takes beside its bytes, in microseconds.  [default: measured]",
     type=click.IntRange(0, 10**7),
-    metavar="N",
-    help="What a read takes beside its bytes, in microseconds.  [default: measured]",
-)
-@click.option(
-    "--compute-ms",
-    cls=Option,
     group=MORE,
+)
+@option(
+    "--compute-ms MS",
+    "Computing a token in that time, without waits.  [default: measured]",
     type=Number(0, 10**6),
-    metavar="MS",
-    help="Computing a token in that time, without waits.  [default: measured]",
-)
-@click.option(
-    "--study",
-    metavar="NAME",
-    help=f"Tables and a figure of a study. Known are {'; '.join(studies_by_paper())}.",
-)
-@click.option(
-    "--uniform",
-    cls=Option,
     group=MORE,
-    metavar="TYPES",
-    help="What the studies memory and equal compare with, all experts in one type: "
-    "precisions made from the best one, .gguf files of the same model, or none.  [default: "
-    "q2_k,q3_k,q4_k,q5_k,q6_k]",
 )
-@click.option(
-    "--calib",
-    cls=Option,
+@option(
+    "--study NAME",
+    f"Tables and a figure of a study. Known are {'; '.join(studies_by_paper())}.",
+)
+@option(
+    "--uniform TYPES",
+    "What the studies memory and equal compare with, all experts in one type: precisions made from "
+    "the best one, .gguf files of the same model, or none.  [default: q2_k,q3_k,q4_k,q5_k,q6_k]",
     group=MORE,
+)
+@option(
+    "--calib TEXT",
+    "Text for an importance matrix: each of --uniform is then made with one as well.",
     type=FILE,
-    metavar="TEXT",
-    help="Text for an importance matrix: each of --uniform is then made with one as well.",
+    group=MORE,
 )
 @STUDY_OUT
 @FORCE
@@ -239,7 +185,7 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
     if chosen["uniform"] is not None:
         chosen["uniform"] = tuple(name.strip() for name in chosen["uniform"].split(","))
     config, wanted = make_config(options), EvalOptions(**given(chosen))
-    check_study(study, out, click.get_current_context())
+    check_study(study, out)
     with Console().bars() as console:
         if study is None:
             result = run(config, wanted, console.bar)
@@ -253,52 +199,36 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
 
 @click.command(cls=Command)
 @click.argument("file", metavar="FILE", type=FILE)
-@click.option("--calib", required=True, type=FILE, metavar="TEXT", help="The text to read.")
+@option("--calib TEXT", "The text to read.", type=FILE, required=True)
 @CALIB_TOKENS
-@click.option(
-    "--reference",
-    type=FILE,
-    metavar="FILE",
-    help="The same model in full precision, as F16.  [default: the best precision of the file]",
+@option(
+    "--reference FILE",
+    "The same model in full precision, as F16.  [default: the best precision of the file]",
 )
-@click.option(
-    "--types",
+@option(
+    "--types LIST",
+    "Precisions to measure beside the file's, as q4_k,q2_k, quantized from the reference.",
     default="",
-    metavar="LIST",
-    help="Precisions to measure beside the file's, as q4_k,q2_k, quantized from the reference.",
 )
-@click.option(
-    "--method",
-    metavar="NAME",
-    help="How those are quantized: rtn, imatrix, gptq.  [default: rtn]",
-)
-@click.option("--out", type=NEW_FILE, metavar="FILE", help="The table.  [default: FILE.calib.json]")
-@click.option(
-    "--save-imatrix",
+@option("--method NAME", "How those are quantized: rtn, imatrix, gptq.  [default: rtn]")
+@option("--out FILE", "The table.  [default: FILE.calib.json]", type=NEW_FILE)
+@option(
+    "--save-imatrix FILE",
+    "Write an importance matrix of the text, and no table.",
     type=NEW_FILE,
-    metavar="FILE",
-    help="Write an importance matrix of the text, and no table.",
 )
 @RAM
 @THREADS
 @FORCE
-@click.pass_context
 def calibrate(
-    ctx: click.Context,
-    /,
-    file: Path,
-    reference: Path | None,
-    types: str,
-    out: Path | None,
-    save_imatrix: Path | None,
-    threads: int | None,
-    **options: Any,
+    file: Path, reference: Path | None, out: Path | None, save_imatrix: Path | None, **options: Any
 ) -> None:
     """Measure what each expert's output loses in each precision, on a text.
 
     The table stands beside the file, where policies that choose precisions find it. A run that
     was interrupted goes on where it was.
     """
+    from orchestrator.cache.files import check_target
     from orchestrator.cost.losses import default_path
     from orchestrator.lab.calibrate import methods
     from orchestrator.lab.calibrate import table as tables
@@ -308,10 +238,10 @@ def calibrate(
         raise click.UsageError(f"{unused} is for the table, which --save-imatrix leaves out")
     if save_imatrix is None:
         options["calib_tokens"] = options["calib_tokens"] or tables.TOKENS
-    method = chosen_method(threads, options)
+    method = chosen_method(options)
     target = save_imatrix or out or default_path(file)
-    refuse_taken(target, ctx)
-    check_output(target)
+    refuse_taken(target)
+    check_target(target)
     if save_imatrix is not None:
         with progress_bar("Calibrating") as progress:
             weak = methods.save_imatrix(method, reference or file, save_imatrix, progress)
@@ -321,7 +251,7 @@ def calibrate(
     notes: list[str] = []
     with Console().bars() as console:
         table = tables.measure_losses(
-            method, file, reference, names_of(types), target, console.bar, notes.append
+            method, file, reference, names_of(options["types"]), target, console.bar, notes.append
         )
     print_notes(notes)
     say(f"{target}: {table.calibration}")
@@ -330,39 +260,27 @@ def calibrate(
 
 @click.command(cls=Command)
 @model_options
-@click.option(
-    "--tokens",
-    type=AT_LEAST_1,
-    default=64,
-    metavar="N",
-    help="Decode N tokens in each run.  [default: 64]",
-)
-@click.option(
+@option("--tokens N", "Decode N tokens in each run.  [default: 64]", default=64)
+@option(
     "--all-tiers",
-    is_flag=True,
-    help="Compare the lower precisions as well. Those of a packed file are exported to the folder "
-    "of temporary files first.",
+    "Compare the lower precisions as well. Those of a packed file are exported to the folder of "
+    "temporary files first.",
 )
-@click.option("--no-verify", is_flag=True, help="Do not read every block of the file first.")
-@click.option("--out", type=NEW_FILE, metavar="FILE", help="Write the report there, too.")
+@option("--no-verify", "Do not read every block of the file first.")
+@option("--out FILE", "Write the report there, too.", type=NEW_FILE)
 @FORCE
 @JSON
 def check(
-    tokens: int,
-    all_tiers: bool,
-    no_verify: bool,
-    out: Path | None,
-    as_json: bool,
-    **options: Any,
+    tokens: int, all_tiers: bool, no_verify: bool, out: Path | None, as_json: bool, **options: Any
 ) -> None:
     """Try a model: its file, tokenizer and template; its bits against llama.cpp's own path; its
     memory against what was promised, at three budgets; and its speed. The report names the file,
     this machine and its processor. The exit status is 0 where all is good."""
-    from orchestrator.cache.files import write_whole
+    from orchestrator.cache.files import check_target, write_whole
     from orchestrator.lab.check import CheckOptions, examine, render
 
     if out is not None:
-        check_output(out)
+        check_target(out)
     asked = CheckOptions(tokens=tokens, all_tiers=all_tiers, verify=not no_verify)
     with Console().bars() as console:
         report = examine(chat_config(options), asked, console.bar)
@@ -375,17 +293,15 @@ def check(
 
 
 @click.command("gpu-check", cls=Command)
-@click.option("--part", metavar="NAME", help="One part: device, kernels, managed, ..., bench.")
-@click.option("--step", default="", metavar="TEXT", help="Steps whose line has it, anew.")
-@click.option(
-    "--report",
-    type=FILE,
+@option("--part NAME", "One part: device, kernels, managed, ..., bench.")
+@option("--step TEXT", "Steps whose line has it, anew.", default="")
+@option(
+    "--report FILE",
+    "What is written; a folder of its name lies beside it.",
     default="gpu-report.md",
     show_default=True,
-    metavar="FILE",
-    help="What is written; a folder of its name lies beside it.",
 )
-@click.option("--emulated", is_flag=True, help="Show the procedure on a checkout's emulated GPU.")
+@option("--emulated", "Show the procedure on a checkout's emulated GPU.")
 @click.pass_context
 def gpu_check(
     ctx: click.Context, part: str | None, step: str, report: Path, emulated: bool

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 # Where a context keeps whether outputs may be replaced.
 _FORCE = "moe-edge.force"
-AT_LEAST_1 = click.IntRange(min=1)
 
 
 class NamedPath(click.Path):
@@ -43,54 +42,45 @@ class NamedPath(click.Path):
 
 
 class NewPath(NamedPath):
-    """The name of an output. What has it already is replaced where FORCE was given, alone."""
+    """The name of an output. What has it already is replaced where FORCE was given, alone. An
+    interrupt that comes once it is there ends the program."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         if value == "-":
             self.fail("an output is a file, not stdout (./- is a file of that name)", param, ctx)
         path = super().convert(value, param, ctx)
-        complaint = taken(path, ctx)
+        complaint = _taken(path, ctx)
         if complaint:
             self.fail(complaint, param, ctx)
         return path
 
 
-def taken(path: Path, ctx: click.Context) -> str | None:
+def _taken(path: Path, ctx: click.Context) -> str | None:
     """Why an output of this name is not to be written, or None. Nobody writes over a folder."""
     from gguf_tools.file.unfinished import irregular
 
     complaint = irregular(path)
     if complaint:
         return f"{path} {complaint}"
-    if ctx.meta.get(_FORCE) or not os.path.lexists(path) or path.is_dir():
-        return None
-    return f"{path} exists: choose another name, or replace it with --force"
-
-
-def refuse_taken(path: Path, ctx: click.Context) -> None:
-    """Raises UsageError where an output of this name is not to be written."""
-    complaint = taken(path, ctx)
-    if complaint:
-        raise click.UsageError(complaint, ctx)
-
-
-def check_output(path: Path) -> None:
-    """Before a long run: raises OSError where an output of this name cannot be written. An
-    interrupt that comes once it is there ends the program."""
-    from orchestrator.cache.files import check_target
-
-    check_target(path)
+    if not ctx.meta.get(_FORCE) and os.path.lexists(path) and not path.is_dir():
+        return f"{path} exists: choose another name, or replace it with --force"
     interrupts.ends_with(path)
+    return None
 
 
-def check_study(study: str | None, out: Path | None, ctx: click.Context) -> None:
+def refuse_taken(path: Path) -> None:
+    """As NewPath, of an output that is named after an input: raises UsageError."""
+    complaint = _taken(path, click.get_current_context())
+    if complaint:
+        raise click.UsageError(complaint)
+
+
+def check_study(study: str | None, out: Path | None) -> None:
     """Raises UsageError for --out without a study, and where its tables are not to be written."""
-    if out is None:
-        return
-    if study is None:
+    if out is not None and study is None:
         raise click.UsageError("--out is where a study writes: give --study NAME")
-    refuse_taken(out / f"{study}.md", ctx)
-    interrupts.ends_with(out / f"{study}.md")
+    if out is not None:
+        refuse_taken(out / f"{study}.md")
 
 
 def _remember_force(ctx: click.Context, _param: click.Parameter, given: bool) -> None:
@@ -109,32 +99,11 @@ class Number(click.FloatRange):
 
 FILE = NamedPath(path_type=Path)
 NEW_FILE = NewPath(path_type=Path)
-# Of every command with an output. It is read before the output's name is.
-FORCE = click.option(
-    "--force",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_remember_force,
-    help="Replace an output that exists.",
-)
-MODEL = click.argument(
-    "file", metavar="FILE", type=FILE, callback=lambda _ctx, _param, value: model_path(str(value))
-)
-JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-THREADS = click.option(
-    "--threads", type=AT_LEAST_1, metavar="N", help="Threads.  [default: the cores]"
-)
-STUDY_OUT = click.option(
-    "--out", type=FILE, metavar="DIR", help="Where a study writes tables and plots."
-)
-LOW = click.option(
-    "--low", type=FILE, metavar="LOW", help="The same model in a lower precision, as a second GGUF."
-)
+AT_LEAST_0 = click.IntRange(min=0)
 
 DEMO = Path("models/demo/moe-edge-demo.gguf")
 
-F = TypeVar("F", bound=Callable[..., Any])
+Decorator = Callable[[Any], Any]
 
 
 def read_by(parse: Callable[[str], Any]) -> Callable[..., Any]:
@@ -149,24 +118,59 @@ def read_by(parse: Callable[[str], Any]) -> Callable[..., Any]:
     return read
 
 
-size = read_by(parse_size)
+# What the words are that stand for values in a help, unless an option has another type.
+_VALUES: dict[str, dict[str, Any]] = {
+    "N": {"type": click.IntRange(min=1)},
+    "FILE": {"type": FILE},
+    "DIR": {"type": FILE},
+    "SIZE": {"callback": read_by(parse_size)},
+}
 
 
-def together(*options: Callable[[F], F]) -> Callable[[F], F]:
-    """Several options as one decorator, in the order of the help."""
+def option(said: str, help: str, **more: Any) -> Decorator:
+    """An option as the help says it, `-p --prompt TEXT`: one without a word for its value or a type
+    is a flag, and a word in small letters before that names the parameter. more: as click.option
+    has it, and the group of the help."""
+    names = said.split()
+    if names[-1][0].isupper():
+        metavar = names.pop()
+        more = {"metavar": metavar, **_VALUES.get(metavar, {}), **more}
+    elif "type" not in more:
+        more["is_flag"] = True
+    return click.option(*names, cls=Option, help=help, **more)
 
-    def apply(function: F) -> F:
-        for option in reversed(options):
-            function = option(function)
+
+# Of every command with an output. It is read before the output's name is.
+FORCE = option(
+    "--force",
+    "Replace an output that exists.",
+    is_eager=True,
+    expose_value=False,
+    callback=_remember_force,
+)
+MODEL = click.argument(
+    "file", metavar="FILE", type=FILE, callback=lambda _ctx, _param, value: model_path(str(value))
+)
+JSON = option("--json as_json", "Print one JSON object.")
+THREADS = option("--threads N", "Threads.  [default: the cores]")
+STUDY_OUT = option("--out DIR", "Where a study writes tables and plots.")
+LOW = option("--low LOW", "The same model in a lower precision, as a second GGUF.", type=FILE)
+
+
+def together(*options: Setting | Decorator) -> Decorator:
+    """Several options as one decorator, in the order of the help: those of settings, and others."""
+
+    def apply(function: Any) -> Any:
+        for each in reversed(options):
+            function = (option_of(each) if isinstance(each, Setting) else each)(function)
         return function
 
     return apply
 
 
-def option_of(declared: Setting, default: str | None = None) -> Callable[[F], F]:
-    """The option of a setting. default: how the help names it, in the place of the declared
-    one."""
-    shown = declared.default_text if default is None else default
+def option_of(declared: Setting) -> Decorator:
+    """The option of a setting."""
+    shown = declared.default_text
     text = f"{declared.help}  [default: {shown}]" if shown else declared.help
     more: dict[str, Any] = {"help": text, "cls": Option, "group": declared.group}
     if bool in declared.kinds:
@@ -186,16 +190,16 @@ def option_of(declared: Setting, default: str | None = None) -> Callable[[F], F]
     return click.option(*short, declared.flag, metavar=declared.metavar, **more)
 
 
-def policy_options(default: str | None = None, recorded: bool = False) -> list[Callable[[F], F]]:
-    """The options of all policies' settings, below the policies that have them. recorded: of those
-    alone that a trace records, all of them there."""
-    return [
-        option_of(replace(declared, group=of_policies(owners(name))), default)
-        if recorded or not declared.group
-        else option_of(declared, default)
-        for name, declared in policy_settings().items()
-        if declared.option and (declared.recorded or not recorded)
-    ]
+def policy_options(recorded: bool = False) -> list[Setting]:
+    """The settings of all policies that have options, below the policies that have them. recorded:
+    of those alone that a trace records, all of them there, with its values as their defaults."""
+    made = []
+    for name, declared in policy_settings().items():
+        if declared.option and (declared.recorded or not recorded):
+            if recorded:
+                declared = replace(declared, shown="as recorded", group="")
+            made.append(replace(declared, group=declared.group or of_policies(owners(name))))
+    return made
 
 
 def of_policies(names: Sequence[str]) -> str:
@@ -207,22 +211,21 @@ _OWN = [each for each in Config.declared().values() if each.option]
 _MODEL = [each for each in _OWN if not (each.answer or each.conversation)]
 
 
-def options_of_model(none: str | None = None) -> Callable[[F], F]:
+def options_of_model(none: str | None = None) -> Decorator:
     """What says which model runs, and how. none: what is without a model, but for the demo."""
-    own = [option_of(each, none if each.name == "model" else None) for each in _MODEL]
+    own = [
+        replace(each, shown=none or each.shown) if each.name == "model" else each for each in _MODEL
+    ]
     return together(*own, *policy_options())
 
 
 model_options = options_of_model()
-answer_options = together(*(option_of(each) for each in _OWN if each.answer))
-conversation_options = together(*(option_of(each) for each in _OWN if each.conversation))
+answer_options = together(*(each for each in _OWN if each.answer))
+conversation_options = together(*(each for each in _OWN if each.conversation))
 
 
-CALIB_TOKENS = click.option(
-    "--calib-tokens",
-    type=AT_LEAST_1,
-    metavar="N",
-    help="Use N tokens of it at most.  [default: 65536, or 8192 for a loss table]",
+CALIB_TOKENS = option(
+    "--calib-tokens N", "Use N tokens of it at most.  [default: 65536, or 8192 for a loss table]"
 )
 RAM = option_of(
     replace(
@@ -234,26 +237,19 @@ RAM = option_of(
     )
 )
 method_options = together(
-    click.option(
-        "--method",
-        metavar="NAME",
-        help="How experts are quantized: rtn (to the nearest), imatrix (columns weighted by what "
+    option(
+        "--method NAME",
+        "How experts are quantized: rtn (to the nearest), imatrix (columns weighted by what "
         "they see in a text), gptq (later columns make up for the errors of earlier ones; needs "
         "torch).  [default: rtn]",
     ),
-    click.option(
-        "--calib",
+    option(
+        "--calib TEXT",
+        "The text that tells what matters; .jsonl records have a text each; .xz is unpacked.",
         type=FILE,
-        metavar="TEXT",
-        help="The text that tells what matters; .jsonl records have a text each; .xz is unpacked.",
     ),
     CALIB_TOKENS,
-    click.option(
-        "--imatrix",
-        type=FILE,
-        metavar="FILE",
-        help="An importance matrix of llama.cpp, in the place of a text.",
-    ),
+    option("--imatrix FILE", "An importance matrix of llama.cpp, in the place of a text."),
     RAM,
 )
 
@@ -276,13 +272,6 @@ def chat_config(options: dict[str, Any]) -> Config:
     if chosen["remember"] and chosen.get(ALLOWED_LOSS):
         chosen |= PROBING
     return make_config(chosen)
-
-
-def config_without_model(options: dict[str, Any]) -> Config:
-    """As chat_config, of no model in particular: `model` names none."""
-    chosen = {"remember": True, "conversations": True, **given(options)}
-    with as_options():
-        return Config.build(model=Path(os.devnull), **chosen)
 
 
 @contextmanager
@@ -310,18 +299,15 @@ def demo_model() -> Path:
 
 
 @contextmanager
-def quantizer(
-    source: Path, threads: int | None, options: dict[str, Any]
-) -> Iterator[ExpertQuantizer | None]:
-    """What method_options ask for, for the experts of a model; reads the text where one is
-    given."""
+def quantizer(source: Path, options: dict[str, Any]) -> Iterator[ExpertQuantizer | None]:
+    """What method_options and THREADS ask for, for the experts of a model; reads the text where one
+    is given."""
     from orchestrator.lab.calibrate.methods import open_quantizer
 
     notes: list[str] = []
     with ExitStack() as stack:
         with progress_bar("Calibrating") as progress:
-            chosen = chosen_method(threads, options)
-            opened = open_quantizer(chosen, source, progress, notes.append)
+            opened = open_quantizer(chosen_method(options), source, progress, notes.append)
             method = stack.enter_context(opened)
         print_notes(notes)
         notes.clear()
@@ -329,7 +315,7 @@ def quantizer(
     print_notes(notes)
 
 
-def chosen_method(threads: int | None, options: dict[str, Any]) -> Method:
+def chosen_method(options: dict[str, Any]) -> Method:
     """The method that was asked for."""
     from orchestrator.lab.calibrate.methods import Method
 
@@ -338,9 +324,8 @@ def chosen_method(threads: int | None, options: dict[str, Any]) -> Method:
     if options.get("ram") and not options.get("calib"):
         raise click.UsageError("--ram is for reading a text: give --calib TEXT, or leave it out")
     renamed = {"name": "method", "tokens": "calib_tokens"}
-    names = ("calib", "imatrix", "ram")
-    chosen = given({name: options.get(renamed.get(name, name)) for name in (*names, *renamed)})
-    return Method(**chosen, threads=threads)
+    names = ("calib", "imatrix", "ram", "threads", *renamed)
+    return Method(**given({name: options.get(renamed.get(name, name)) for name in names}))
 
 
 def open_engine(config: Config, console: Console) -> Engine:
@@ -395,22 +380,14 @@ def tier_names(text: str) -> list[str]:
 
 def model_path(text: str) -> Path:
     """The path that an option names: hf:OWNER/NAME and hf:OWNER/NAME/FILE are fetched; where no
-    file has the name, a model that was pulled may (`moe-edge list`)."""
-    from gguf_tools.hub import PREFIX
+    file has the name, a model that was pulled may (`moe-edge list`). Raises HubError where several
+    have it."""
+    from gguf_tools.hub import PREFIX, find_pulled, resolve
 
-    if not text.startswith(PREFIX):
-        return _local(Path(text)) if os.path.lexists(text) else _pulled(text) or _local(Path(text))
-    from gguf_tools.hub import resolve
-
-    return resolve(text, note, lambda: progress_bar("Downloading"))
-
-
-def _pulled(name: str) -> Path | None:
-    """The model of that name that was pulled. Raises HubError where several have it."""
-    from gguf_tools.hub import find_pulled
-
-    found = find_pulled(name)
-    return None if found is None else found.paths[0]
+    if text.startswith(PREFIX):
+        return resolve(text, note, lambda: progress_bar("Downloading"))
+    found = None if os.path.lexists(text) else find_pulled(text)
+    return _local(Path(text)) if found is None else found.paths[0]
 
 
 def _local(path: Path) -> Path:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gguf_tools import interrupts
 from gguf_tools.units import format_size
 from orchestrator.chat.console import progress_bar
 from orchestrator.cli.help import Command
@@ -18,10 +17,10 @@ from orchestrator.cli.options import (
     THREADS,
     method_options,
     note,
+    option,
     print_notes,
     quantizer,
     say,
-    size,
     tier_names,
 )
 
@@ -32,38 +31,27 @@ if TYPE_CHECKING:
 @click.command(cls=Command)
 @click.argument("source", metavar="IN", type=FILE)
 @click.argument("target", metavar="OUT", type=NEW_FILE)
-@click.option(
-    "--tiers",
-    metavar="LIST",
-    help="Precisions to store, best first, as q8_0,q4_k,q2_k.  [default: those for --for-ram]",
+@option(
+    "--tiers LIST",
+    "Precisions to store, best first, as q8_0,q4_k,q2_k.  [default: those for --for-ram]",
 )
-@click.option(
-    "--for-ram",
-    metavar="SIZE",
-    callback=size,
-    help="In the place of --tiers: the precisions for a memory of this size, as 12GiB; by imatrix "
-    "with --calib.",
+@option(
+    "--for-ram SIZE",
+    "In the place of --tiers: the precisions for a memory of this size, as 12GiB; by imatrix with "
+    "--calib.",
 )
-@click.option(
+@option(
     "--dense",
+    "Also quantize the F16 and F32 matrices that are not experts.",
     type=click.Choice(["q8_0"]),
-    help="Also quantize the F16 and F32 matrices that are not experts.",
 )
 @method_options
 @THREADS
 @FORCE
 def pack(
-    source: Path,
-    target: Path,
-    tiers: str | None,
-    for_ram: int | None,
-    dense: str | None,
-    threads: int | None,
-    **options: Any,
+    source: Path, target: Path, tiers: str | None, for_ram: int | None, **options: Any
 ) -> None:
     """Write the experts of a GGUF in several precisions into one file."""
-    from gguf_tools.pack import pack as run
-
     if (tiers is None) == (for_ram is None):
         raise click.UsageError(
             "which precisions? Give --tiers LIST, or --for-ram SIZE for those that suit a memory"
@@ -71,17 +59,17 @@ def pack(
     names = _names_for(source, for_ram or 0) if tiers is None else tier_names(tiers)
     if for_ram is not None and options["method"] is None and options["calib"] is not None:
         options["method"] = "imatrix"
-    interrupts.ends_with(target)
-    with quantizer(source, threads, options) as chosen, progress_bar("Packing") as progress:
-        report = run(
-            source,
-            target,
-            names,
-            dense=dense,
-            quantizer=chosen,
-            progress=progress,
-            threads=threads,
-        )
+    _pack(source, target, names, "Packing", options)
+
+
+def _pack(
+    source: Path, target: Path, names: list[str], label: str, options: dict[str, Any]
+) -> None:
+    from gguf_tools.pack import pack as run
+
+    more = {"dense": options["dense"], "threads": options["threads"]}
+    with quantizer(source, options) as chosen, progress_bar(label) as progress:
+        report = run(source, target, names, quantizer=chosen, progress=progress, **more)
     print_report(report)
 
 
@@ -99,11 +87,9 @@ def _names_for(source: Path, ram_bytes: int) -> list[str]:
 @click.command(cls=Command)
 @click.argument("source", metavar="IN", type=FILE)
 @click.argument("target", metavar="OUT", type=NEW_FILE)
-@click.option("--tier", required=True, metavar="NAME", help="The precision to keep, as q4_k.")
-@click.option(
-    "--keep-types",
-    is_flag=True,
-    help="Leave types as they are, also those that released llama.cpp does not read.",
+@option("--tier NAME", "The precision to keep, as q4_k.", required=True)
+@option(
+    "--keep-types", "Leave types as they are, also those that released llama.cpp does not read."
 )
 @FORCE
 def export(source: Path, target: Path, tier: str, keep_types: bool) -> None:
@@ -113,7 +99,6 @@ def export(source: Path, target: Path, tier: str, keep_types: bool) -> None:
     older one that holds the same numbers."""
     from gguf_tools.pack import export as run
 
-    interrupts.ends_with(target)
     with progress_bar("Exporting") as progress:
         report = run(source, target, tier.lower(), older=not keep_types, progress=progress)
     print_report(report)
@@ -122,39 +107,17 @@ def export(source: Path, target: Path, tier: str, keep_types: bool) -> None:
 @click.command(cls=Command)
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="OUT", type=NEW_FILE)
-@click.option(
-    "--tiers",
-    required=True,
-    metavar="LIST",
-    help="Precisions to store, best first, as q8_0,q4_k,q2_k.",
-)
-@click.option(
+@option("--tiers LIST", "Precisions to store, best first, as q8_0,q4_k,q2_k.", required=True)
+@option(
     "--dense",
+    "Type of the matrices that are not experts.  [default: the checkpoint's]",
     type=click.Choice(["f16", "bf16", "q8_0"]),
-    help="Type of the matrices that are not experts.  [default: the checkpoint's]",
 )
-@click.option(
-    "--imatrix",
-    type=FILE,
-    metavar="FILE",
-    help="Weigh the columns of experts by this importance matrix of llama.cpp.",
-)
-@click.option(
-    "--trust-remote-code",
-    is_flag=True,
-    help="Run code that the checkpoint brings for its tokenizer.",
-)
+@option("--imatrix FILE", "Weigh the columns of experts by this importance matrix of llama.cpp.")
+@option("--trust-remote-code", "Run code that the checkpoint brings for its tokenizer.")
 @THREADS
 @FORCE
-def convert(
-    source: str,
-    target: Path,
-    tiers: str,
-    dense: str | None,
-    imatrix: Path | None,
-    trust_remote_code: bool,
-    threads: int | None,
-) -> None:
+def convert(source: str, target: Path, tiers: str, **options: Any) -> None:
     """Write the experts of a checkpoint in several precisions into one file.
 
     SRC is a folder of Hugging Face's transformers, or hf:OWNER/NAME[@REVISION]. A GGUF is packed
@@ -164,40 +127,19 @@ def convert(
     from gguf_tools.convert import convert as run
     from gguf_tools.convert.converting import check_arguments
     from gguf_tools.hub import PREFIX, resolve_checkpoint
-    from gguf_tools.pack import pack
 
     names = tier_names(tiers)
-    interrupts.ends_with(target)
     path, title = Path(source), None
     if source.startswith(PREFIX):
         # What can be refused shall be, before gigabytes are downloaded.
-        check_arguments(target, names, imatrix is not None)
+        check_arguments(target, names, options["imatrix"] is not None)
         path, title = resolve_checkpoint(source, note, lambda: progress_bar("Downloading"))
+    if path.is_file() and path.suffix == ".gguf":
+        _pack(path, target, names, "Converting", options)
+        return
     with progress_bar("Converting") as progress:
-        if path.is_file() and path.suffix == ".gguf":
-            with quantizer(path, threads, {"imatrix": imatrix}) as chosen:
-                report = pack(
-                    path,
-                    target,
-                    names,
-                    dense=dense,
-                    quantizer=chosen,
-                    progress=progress,
-                    threads=threads,
-                )
-        else:
-            report = run(
-                path,
-                target,
-                names,
-                title=title,
-                dense=dense,
-                imatrix=imatrix,
-                trust_remote_code=trust_remote_code,
-                on_header=say_support,
-                progress=progress,
-                threads=threads,
-            )
+        options |= {"title": title, "on_header": say_support, "progress": progress}
+        report = run(path, target, names, **options)
     print_report(report)
 
 

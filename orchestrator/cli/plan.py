@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gguf_tools import interrupts
 from gguf_tools.columns import aligned
 from gguf_tools.units import format_size
 from orchestrator.chat.console import Console, strip_controls
@@ -21,8 +21,10 @@ from orchestrator.cli.options import (
     JSON,
     NEW_FILE,
     chat_config,
-    config_without_model,
+    given,
+    make_config,
     note,
+    option,
     options_of_model,
     say_result,
 )
@@ -42,18 +44,9 @@ _COLUMNS = 100
 # Two figures of the same thing that differ by less are one.
 _DIFFER = 1.1
 _HEAD = (
-    "",
-    "plan",
-    "precision",
-    "experts",
-    "ms/token",
-    "tok/s",
-    "first prompt",
-    "prompt",
-    "loss, nats",
+    *("", "plan", "precision", "experts", "ms/token", "tok/s"),
+    *("first prompt", "prompt", "loss, nats"),
 )
-
-
 _UNKNOWN = (
     "Nobody has used this model here: its experts count as used alike, which is the slowest case, "
     "and tokens a second go up to those where few are used mostly. An answer says which."
@@ -87,7 +80,7 @@ def render(found: Frontier, best: str) -> str:
     ]
     return "\n".join(
         [
-            *aligned([list(_HEAD), *map(list, rows)]),
+            *aligned([_HEAD, *rows]),
             f"Prompts have {PROMPT_TOKENS} tokens, and KL is the mean from {best}; 0 is lossless. "
             f"+: no other plan is both faster and closer; *: taken.",
             _USUAL,
@@ -127,7 +120,7 @@ def render_known(known: Known) -> str:
         [
             *wrap(machine, _COLUMNS),
             "",
-            *aligned([list(row) for row in rows]),
+            *aligned(rows),
             "",
             *wrap(legend, _COLUMNS),
             "`moe-edge plan hf:OWNER/NAME/FILE` says more of a file before it is downloaded.",
@@ -162,7 +155,8 @@ def _known_row(row: Row, runs: str) -> tuple[str, ...]:
 
 
 def _of_known(as_json: bool, options: dict[str, Any]) -> None:
-    config = config_without_model(options)
+    chosen = {"remember": True, "conversations": True, **given(options), "model": os.devnull}
+    config = make_config(chosen)  # of no model in particular
     with Console().bars() as console:
         known = known_here(config, console.bar)
     best = [asdict(row) | {"runs": known.runs(row)} for row in known.best()]
@@ -174,12 +168,10 @@ def _of_known(as_json: bool, options: dict[str, Any]) -> None:
 @click.argument("named", metavar="[MODEL]", required=False)
 @options_of_model("a table")
 @JSON
-@click.option(
-    "--plot",
-    "picture",
+@option(
+    "--plot picture OUT.png",
+    "Draw time and loss of the plans there (or .svg); needs the extra `plot`.",
     type=NEW_FILE,
-    metavar="OUT.png",
-    help="Draw time and loss of the plans there (or .svg); needs the extra `plot`.",
 )
 @FORCE
 def plan(named: str | None, as_json: bool, picture: Path | None, **options: Any) -> None:
@@ -211,7 +203,6 @@ def _of_one(asked: str, as_json: bool, picture: Path | None, options: dict[str, 
 
     if picture is not None:
         pictures.prepare(picture)
-        interrupts.ends_with(picture)
     with ExitStack() as stack:
         headers, console = None, stack.enter_context(Console().bars())
         if is_remote(asked) and find_pulled(asked) is None:

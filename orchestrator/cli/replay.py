@@ -8,12 +8,11 @@ from typing import Any
 
 import click
 
-from gguf_tools import interrupts
 from gguf_tools.units import format_size
 from orchestrator.chat.console import Console
 from orchestrator.cli.help import Command
 from orchestrator.cli.options import (
-    AT_LEAST_1,
+    AT_LEAST_0,
     FILE,
     FORCE,
     JSON,
@@ -25,7 +24,7 @@ from orchestrator.cli.options import (
     make_config,
     model_options,
     open_engine,
-    option_of,
+    option,
     policy_options,
     say_result,
     say_tables,
@@ -49,26 +48,21 @@ MOST_TOKENS = 1 << 17
 
 @click.command(cls=Command)
 @model_options
-@click.option("--out", required=True, type=NEW_FILE, metavar="FILE", help="The trace, as T.npz.")
+@option("--out FILE", "The trace, as T.npz.", type=NEW_FILE, required=True)
 @FORCE
-@click.option(
-    "--text", type=FILE, metavar="FILE", help="Evaluate this text, token by token, as decoding."
-)
-@click.option(
-    "--prefill",
-    type=click.IntRange(min=0),
+@option("--text FILE", "Evaluate this text, token by token, as decoding.")
+@option(
+    "--prefill N",
+    "With --text: take its first N tokens as a prompt.  [default: 0]",
+    type=AT_LEAST_0,
     default=0,
-    metavar="N",
-    help="With --text: take its first N tokens as a prompt.  [default: 0]",
 )
-@click.option("-p", "--prompt", metavar="TEXT", help="Answer this prompt instead.")
-@click.option(
-    "--tokens",
-    type=AT_LEAST_1,
-    metavar="N",
-    help="Tokens of the text, or of the answer.  [default: what the context holds, or 512]",
+@option("-p --prompt TEXT", "Answer this prompt instead.")
+@option(
+    "--tokens N",
+    "Tokens of the text, or of the answer.  [default: what the context holds, or 512]",
 )
-@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Seed of the answer.")
+@option("--seed N", "Seed of the answer.", type=AT_LEAST_0)
 def trace(
     out: Path,
     text: Path | None,
@@ -92,7 +86,6 @@ def trace(
     if prefill and text is None:
         raise click.UsageError("--prefill is for --text: a prompt is a prefill already")
     check_trace_target(out)
-    interrupts.ends_with(out)
     options["policy"] = options["policy"] or DEFAULT
     config = make_config(options)
     words = None if text is None else read_text(text, tokens or config.ctx or MOST_TOKENS)
@@ -108,27 +101,19 @@ def trace(
 
 @click.command(cls=Command)
 @click.argument("file", metavar="[FILE]", type=FILE, required=False)
-@together(*map(option_of, ReplayOptions.declared().values()))
-@together(*policy_options("as recorded", recorded=True))
-@click.option(
-    "--study",
-    metavar="NAME",
-    help=f"A figure of the papers, from this trace: {', '.join(REPLAY_STUDIES)}.",
-)
+@together(*ReplayOptions.declared().values())
+@together(*policy_options(recorded=True))
+@option("--study NAME", f"A figure of the papers, from this trace: {', '.join(REPLAY_STUDIES)}.")
 @STUDY_OUT
 @FORCE
-@click.option(
+@option(
     "--near-data",
-    is_flag=True,
-    help="Play it on a GPU beside a memory that computes. Layers are repeated to a large model's "
-    "shape, and without FILE the routing is generated.",
+    "Play it on a GPU beside a memory that computes. Layers are repeated to a large model's shape, "
+    "and without FILE the routing is generated.",
 )
-@together(*(option_of(replace(each, group="With --near-data")) for each in NEAR_DATA.values()))
+@together(*(replace(each, group="With --near-data") for each in NEAR_DATA.values()))
 @JSON
-@click.pass_context
 def replay(
-    ctx: click.Context,
-    /,
     file: Path | None,
     near_data: bool,
     study: str | None,
@@ -164,7 +149,7 @@ def replay(
     with as_options():
         check_policy(chosen.get("policy"))
         asked = replace(ReplayOptions.of(chosen), settings=settings)
-    check_study(study, out, ctx)
+    check_study(study, out)
     recorded, library = read_trace(file), Bindings.load().library()
     if study is None:
         result = run(library, recorded, asked)

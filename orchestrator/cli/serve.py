@@ -15,7 +15,6 @@ from orchestrator.cli.options import (
     given,
     make_config,
     model_options,
-    option_of,
     together,
 )
 from orchestrator.errors import MoeEdgeError
@@ -25,9 +24,9 @@ _OPTIONS = ServeSettings.declared()
 
 
 @click.command(cls=Command)
-@together(*map(option_of, _OPTIONS.values()))
+@together(*_OPTIONS.values())
 @model_options
-@together(*map(option_of, answer_settings()))
+@together(*answer_settings())
 def serve(**options: Any) -> None:
     """Answer other programs: OpenAI's, Anthropic's and Ollama's interfaces. The options of
     an answer are what a request gets that does not say otherwise."""

@@ -16,8 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 from orchestrator.serve.wire import Refusal
 
 T = TypeVar("T")
@@ -43,17 +41,13 @@ _PIECE_CHARS = 64
 _SHARED = ("system", "developer")
 
 
+@dataclass(eq=False)
 class Ticket:
-    """A request's place in the line. turn is done when it may run; leave gives the place back, at
-    any time, and has to be called once."""
+    """A request's place in the line. turn is done when it may run."""
 
-    def __init__(self, gate: Gate, places: int, cells: int) -> None:
-        self.places, self.cells = places, cells
-        self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._gate = gate
-
-    def leave(self) -> None:
-        self._gate._leave(self)
+    places: int
+    cells: int
+    turn: asyncio.Future[None]
 
 
 class Gate:
@@ -89,7 +83,7 @@ class Gate:
         places than there are."""
         if not 1 <= places <= self.places:
             raise ValueError(f"{places} places of {self.places}")
-        ticket = Ticket(self, places, cells)
+        ticket = Ticket(places, cells, asyncio.get_running_loop().create_future())
         if (self._line or not self._fits(ticket)) and self.waiting >= self.queue:
             self.refused += 1
             raise Refusal(429, "too many requests wait already (--queue): try again later")
@@ -110,7 +104,8 @@ class Gate:
     def _fits(self, ticket: Ticket) -> bool:
         return ticket.places <= self._free and (ticket.cells <= self._cells or not self.running)
 
-    def _leave(self, ticket: Ticket) -> None:
+    def leave(self, ticket: Ticket) -> None:
+        """Gives a place back, at any time, once."""
         if ticket.turn.done():
             self.running -= 1
             self._free += ticket.places
@@ -288,14 +283,6 @@ class Bodies:
         self._workers = workers
         self._one = asyncio.Lock()
 
-    def keep(self, n_bytes: int, most_bytes: int) -> None:
-        """Counts n_bytes more, or fewer. Raises Refusal where they are more than most_bytes then.
-        Who waited for room could hold everybody up who sends nothing."""
-        if n_bytes > 0 and self.kept_bytes + n_bytes > most_bytes:
-            self.refused += 1
-            raise Refusal(503, "other requests take the memory for requests: try again later")
-        self.kept_bytes += n_bytes
-
     async def run(self, call: Callable[[], T]) -> T:
         """What call returns on a thread, which works with one body: after those before it. Where it
         is cancelled it ends with the work."""
@@ -312,7 +299,8 @@ class Bodies:
 
 
 class Body:
-    """The body of one request. data: its bytes, until its turn. Close it."""
+    """The body of one request. data: its bytes, until its turn. Whoever made it takes it in the
+    end."""
 
     def __init__(self, bodies: Bodies, longest_bytes: int) -> None:
         """longest_bytes: of any request's body."""
@@ -321,8 +309,13 @@ class Body:
         self._n_bytes = 0
 
     def count(self, n_bytes: int) -> None:
-        """It is n_bytes long by now. Raises Refusal where there is no room for more."""
-        self._bodies.keep(n_bytes - self._n_bytes, self._most_bytes)
+        """It is n_bytes long by now. Raises Refusal where there is no room for more: who waited for
+        room could hold everybody up who sends nothing."""
+        bodies, more = self._bodies, n_bytes - self._n_bytes
+        if more > 0 and bodies.kept_bytes + more > self._most_bytes:
+            bodies.refused += 1
+            raise Refusal(503, "other requests take the memory for requests: try again later")
+        bodies.kept_bytes += more
         self._n_bytes = n_bytes
 
     def take(self) -> bytes:
@@ -330,26 +323,6 @@ class Body:
         data, self.data = self.data, b""
         self.count(0)
         return data
-
-    def close(self) -> None:
-        """Once nothing that was made of it is in use."""
-        self.take()
-
-
-class Holding:
-    """An answer, and the body of its request until its end. paces_itself: it has bounds of its own
-    for a client that does not read."""
-
-    def __init__(self, answer: ASGIApp, body: Body, *, paces_itself: bool) -> None:
-        self._answer, self._body, self._paces_itself = answer, body, paces_itself
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._paces_itself:
-            scope.setdefault("state", {})[PACES_ITSELF] = True
-        try:
-            await self._answer(scope, receive, send)
-        finally:
-            self._body.close()
 
 
 def return_memory() -> None:

@@ -16,8 +16,9 @@ from starlette.types import Receive, Scope, Send
 
 from orchestrator.errors import NativeError, PolicyError
 from orchestrator.native import NativeRequest
-from orchestrator.serve.admission import Body, Conversation, outlasting
+from orchestrator.serve.admission import PACES_ITSELF, Body, Conversation, outlasting
 from orchestrator.serve.backend import SCORE_BYTES, Backend
+from orchestrator.serve.requests import check_length
 from orchestrator.serve.state import STOPPING, State
 from orchestrator.serve.wire import (
     NOT_SUPPORTED,
@@ -82,90 +83,83 @@ class Outlet:
             await self.part(error_event(self._route, error), more=False)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What a request asks for, beside what llama.cpp gets of it.
+@dataclass(eq=False)
+class Answer:
+    """A response of starlette's kind: an application of ASGI that answers one request.
 
     places: of the gate; cells: of the context that all share; conversations: what each sequence
     that it takes may hold already; settings: what the policy goes by; shape: turns llama.cpp's
-    answer into the form of its path. check: raises Refusal for a request that llama.cpp
-    would refuse; asked before a stream begins whose turn has not come. compute: makes the answer in
-    the place of llama.cpp's server, on a sequence; the parts of a JSON object, for which the place
-    is not kept. outlet: the way out where it is not that of the path.
+    answer into the form of its path. compute: makes the answer in the place of llama.cpp's server,
+    on a sequence; the parts of a JSON object, for which the place is not kept. outlet: the way out
+    where it is not that of the path.
     """
 
+    state: State
+    backend: Backend
+    route: str
+    body: Body
     is_stream: bool
-    places: int
-    cells: int
-    conversations: Sequence[Conversation]
-    settings: Settings | None
-    shape: Shaping | None
-    check: Callable[[], Awaitable[None]]
+    places: int = 1
+    cells: int = 0
+    conversations: Sequence[Conversation] = (Conversation(),)
+    settings: Settings | None = None
+    shape: Shaping | None = None
     compute: Callable[[int], Awaitable[Iterable[bytes]]] | None = None
     outlet: Callable[[Send], Outlet] | None = None
-
-
-class Answer:
-    """A response of starlette's kind: an application of ASGI that answers one request."""
-
-    def __init__(
-        self, state: State, backend: Backend, route: str, body: Body, asked: Asked
-    ) -> None:
-        self._state, self._backend, self._route, self._body = state, backend, route, body
-        self._asked, self._is_stream = asked, asked.is_stream
-        self._most_s = state.settings.timeout or None
-        self._sending = 0  # bytes that the client does not take
-        self._final: dict[str, Any] | None = None  # its costs, once the work has ended
-        self._is_over = False  # nobody takes any more of it
+    _sending: int = 0  # bytes that the client does not take
+    _final: dict[str, Any] | None = None  # its costs, once the work has ended
+    _is_over: bool = False  # nobody takes any more of it
+    _abort: Callable[[], None] = lambda: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        out = (self._asked.outlet or partial(Outlet, route=self._route))(send)
+        # It has bounds of its own for a client that does not read.
+        scope.setdefault("state", {})[PACES_ITSELF] = True
+        out = (self.outlet or partial(Outlet, route=self.route))(send)
         # Closes the connection with what is unsent: who reads nothing would keep it for ever.
-        abort = scope.get("state", {}).get("abort", lambda: None)
-        work = asyncio.create_task(self._work(out, abort))
+        self._abort = scope["state"].get("abort", self._abort)
+        most_s = self.state.settings.timeout or None
+        work = asyncio.create_task(self._work(out))
         gone = asyncio.create_task(self._client_gone(receive))
         try:
-            await asyncio.wait(
-                {work, gone}, timeout=self._most_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait({work, gone}, timeout=most_s, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 return work.result()
             self._is_over = True
             work.cancel()
             await asyncio.wait({work})
             if not gone.done():
-                late = Refusal(504, f"the request took longer than --timeout {self._most_s}")
+                late = Refusal(504, f"the request took longer than --timeout {most_s}")
                 try:
                     await asyncio.wait_for(out.fail(late), LAST_WORD_S)
                 except asyncio.TimeoutError:
-                    abort()
+                    self._abort()
         finally:
             self._is_over = True
-            self._state.unread.leave(self)
+            self.state.unread.leave(self)
             for task in (work, gone):
                 task.cancel()
 
-    async def _work(self, out: Outlet, abort: Callable[[], None]) -> None:
+    async def _work(self, out: Outlet) -> None:
+        state, backend, loop = self.state, self.backend, asyncio.get_running_loop()
         with ExitStack() as held:  # what others wait for; closed with the work, before the answer
             try:
-                ticket = self._state.gate.join(self._asked.places, self._asked.cells)
+                ticket = state.gate.join(self.places, self.cells)
                 held.callback(self._rest)
-                held.callback(ticket.leave)
+                held.callback(state.gate.leave, ticket)
                 await self._turn(ticket.turn, out)
-                loop = asyncio.get_running_loop()
-                await outlasting(loop.run_in_executor(self._state.workers, self._backend.attend))
-                self._backend.go_by(self._asked.settings)
-                seats, cells = self._state.seats, self._asked.cells
-                taken, stale = seats.take(self._asked.conversations, cells)
-                held.callback(seats.leave, taken)
-                if not self._state.gate.widen(ticket, stale):
-                    await self._empty(taken)
-                if self._asked.compute is None:
-                    await self._ask(self._body.take(), taken, out, held, abort)
+                await outlasting(loop.run_in_executor(state.workers, backend.attend))
+                backend.go_by(self.settings)
+                taken, stale = state.seats.take(self.conversations, self.cells)
+                held.callback(state.seats.leave, taken)
+                if not state.gate.widen(ticket, stale):
+                    for each in taken:  # beside what they hold there is no room for what runs
+                        await loop.run_in_executor(state.quick, backend.forget, each)
+                if self.compute is None:
+                    await self._ask(taken, out, held)
                     return
-                parts = await self._asked.compute(taken[0])
+                parts = await self.compute(taken[0])
                 held.close()
-                self._state.unread.keep(self, SCORE_BYTES * self._backend.most_scored, abort)
+                state.unread.keep(self, SCORE_BYTES * backend.most_scored, self._abort)
                 await out.begin(200, JSON)
                 for part in parts:
                     await out.part(part)
@@ -180,50 +174,45 @@ class Answer:
 
     def _rest(self) -> None:
         """Behind the last request in flight."""
-        if self._state.gate.is_empty and not self._state.stopping:
-            self._backend.idle()
+        if self.state.gate.is_empty and not self.state.stopping:
+            self.backend.idle()
 
-    async def _empty(self, sequences: list[int]) -> None:
-        """What these hold is dropped: beside it there is no room for what runs."""
-        loop = asyncio.get_running_loop()
-        for each in sequences:
-            await loop.run_in_executor(self._state.quick, self._backend.forget, each)
-
-    async def _ask(
-        self,
-        body: bytes,
-        sequences: list[int],
-        out: Outlet,
-        held: ExitStack,
-        abort: Callable[[], None],
-    ) -> None:
+    async def _ask(self, sequences: list[int], out: Outlet, held: ExitStack) -> None:
         """Runs the request on a thread of its own and sends what comes."""
-        until_now = self._backend.costs()
-        is_shared = self._state.gate.running > 1
-        request = self._backend.request(self._route, body, sequences)
-        del body  # llama.cpp has its own, as long as it is at work
+        until_now, gate = self.backend.costs(), self.state.gate
+        is_shared = gate.running > 1
+        # llama.cpp has its own body, as long as it is at work.
+        request = self.backend.request(self.route, self.body.take(), sequences)
 
         def costs() -> dict[str, Any]:
             nonlocal is_shared
-            is_shared = is_shared or self._state.gate.running > 1
+            is_shared = is_shared or gate.running > 1
             return {**until_now(), "shared_steps": is_shared}
 
         def at_end() -> None:
             self._final = costs()  # what runs afterwards is no part of it
-            self._backend.answered(sequences, request.status == 200)
+            self.backend.answered(sequences, request.status == 200)
             held.close()
             if not self._is_over:
-                self._state.unread.keep(self, self._sending + request.n_left, abort)
+                self.state.unread.keep(self, self._sending + request.n_left, self._abort)
 
-        def made(text: bytes, status: int, is_stream: bool) -> bytes:
-            if self._asked.shape is not None:
-                text = self._asked.shape.shape(text, is_stream)
-            if status == 200 and has_costs(text, is_stream, self._route):
-                text = with_costs(text, self._final or costs(), is_stream, self._route)
-            return text
+        async def send(text: bytes) -> None:
+            status, is_stream = request.status, request.is_stream
+            if self.shape is not None:
+                text = self.shape.shape(text, is_stream)
+            if status == 200 and has_costs(text, is_stream, self.route):
+                text = with_costs(text, self._final or costs(), is_stream, self.route)
+            if out.status is None:
+                await out.begin(status, STREAM if is_stream else JSON)
+            elif not is_stream:
+                # Comments went out before llama.cpp said that there would be no stream.
+                text = error_event(self.route, text)
+            self._sending = len(text)
+            await out.part(text)
+            self._sending = 0
 
         try:
-            parts = Parts(request, self._state.workers, at_end)
+            parts = Parts(request, self.state.workers, at_end)
         except OSError as error:
             raise Refusal(
                 503, f"the server has no room for the request: {error.strerror}"
@@ -231,25 +220,23 @@ class Answer:
         try:
             is_all = False
             while not is_all:
-                come = await parts.next(PING_S if self._is_stream else None)
+                come = await parts.next(PING_S if self.is_stream else None)
                 if come is None:
                     await out.ping()
                     continue
                 text, is_all = come
                 if not text:
                     continue
-                status, is_stream = request.status, request.is_stream
-                failed_at = failure_at(status, text)
+                failed_at = failure_at(request.status, text)
+                if failed_at > 0:
+                    await send(text[:failed_at])
                 if failed_at >= 0:
-                    if failed_at:
-                        before = made(text[:failed_at], status, is_stream)
-                        await self._send(out, status, is_stream, before)
                     raise self._failed(text[failed_at:])
-                self._state.check()
-                if status == NOT_SUPPORTED:
+                self.state.check()
+                if request.status == NOT_SUPPORTED:
                     raise Refusal(400, message_of(text))
-                is_shared = is_shared or self._state.gate.running > 1
-                await self._send(out, status, is_stream, made(text, status, is_stream))
+                is_shared = is_shared or gate.running > 1
+                await send(text)
             await parts.close()  # raises what the thread raised, while an error can be said
             if out.status is None:
                 await out.begin(request.status, JSON)
@@ -258,32 +245,29 @@ class Answer:
             # The place is given back when the work has ended, and not before.
             await parts.close()
 
-    async def _send(self, out: Outlet, status: int, is_stream: bool, text: bytes) -> None:
-        if out.status is not None and not is_stream:
-            # Comments went out before llama.cpp said that there would be no stream.
-            text = error_event(self._route, text)
-        if out.status is None:
-            await out.begin(status, STREAM if is_stream else JSON)
-        self._sending = len(text)
-        await out.part(text)
-        self._sending = 0
-
     def _failed(self, text: bytes) -> Refusal:
-        if self._state.stopping:
+        if self.state.stopping:
             return STOPPING
         too_much = grammar_failure(text)
         if too_much is not None:
             return Refusal(400, too_much)
-        return Refusal(500, self._backend.failure() or "llama.cpp failed to evaluate")
+        return Refusal(500, self.backend.failure() or "llama.cpp failed to evaluate")
 
     async def _turn(self, turn: asyncio.Future[None], out: Outlet) -> None:
         """Waits for it, and keeps a stream alive meanwhile."""
         while not turn.done():
-            await asyncio.wait({turn}, timeout=PING_S if self._is_stream else None)
+            await asyncio.wait({turn}, timeout=PING_S if self.is_stream else None)
             if not turn.done() and out.status is None:
-                await self._asked.check()  # the last moment at which a refusal has its status
+                await self._check()  # the last moment at which a refusal has its status
             if not turn.done():
                 await out.ping()
+
+    async def _check(self) -> None:
+        """Raises Refusal for a request that llama.cpp would refuse. Where sequences share the
+        context, that was looked at before."""
+        if self.backend.parallel == 1:
+            work = partial(check_length, self.route, self.body.data, self.backend)
+            await self.state.bodies.run(work)
 
     async def _client_gone(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -303,8 +287,7 @@ class Parts:
         is closed."""
         self._loop = asyncio.get_running_loop()
         self._request, self._at_end = request, at_end
-        self._waiter: asyncio.Future[bool] | None = None
-        self._told = False
+        self._woken, self._told = asyncio.Event(), False
         self._fast, self._last_s = 0, self._loop.time()
         with ExitStack() as undo:
             undo.callback(request.close)
@@ -343,29 +326,24 @@ class Parts:
 
     async def _coming(self, within_s: float | None) -> bool:
         """Waits for a byte of the thread; False where there is none within so many seconds."""
-        if self._told:
-            self._told = False
-            return True
-        self._waiter = self._loop.create_future()
-        late = None if within_s is None else self._loop.call_later(within_s, self._answer, False)
+        late = None if within_s is None else self._loop.call_later(within_s, self._woken.set)
         try:
-            return await self._waiter
+            await self._woken.wait()
         finally:
-            self._waiter = None
             if late is not None:
                 late.cancel()
+        self._woken.clear()
+        told, self._told = self._told, False
+        return told
 
     def _tell(self) -> None:
         with suppress(BlockingIOError):
             os.read(self._from, 16)
-        if self._waiter is None:
-            self._told = True
-        else:
-            self._answer(True)
+        self._wake()
 
-    def _answer(self, is_here: bool) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(is_here)
+    def _wake(self) -> None:
+        self._told = True
+        self._woken.set()
 
     def _clear(self, _thread: asyncio.Future[None]) -> None:
         """The thread writes no more."""
@@ -373,7 +351,7 @@ class Parts:
         try:
             self._at_end()
         finally:
-            self._answer(True)
+            self._wake()
 
     def _close_pipe(self) -> None:
         self._loop.remove_reader(self._from)

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from orchestrator.serve.admission import PACES_ITSELF
 from orchestrator.serve.schemas import paths
 from orchestrator.serve.state import STOPPING, State
-from orchestrator.serve.wire import Refusal, ollama_error
+from orchestrator.serve.wire import Refusal, is_ollama, ollama_error
 
 OPEN = (*paths("/health"), "/")  # without a key
 PICTURE = "/experts"
@@ -203,6 +203,5 @@ def _cors_fields(origin: str, wanted: str | None) -> dict[str, str]:
 
 def error_response(refusal: Refusal, path: str) -> JSONResponse:
     """An error in the form that a path's clients read."""
-    is_ollama = path.startswith("/api/")
-    said = ollama_error(refusal.message) if is_ollama else refusal.as_object()
+    said = ollama_error(refusal.message) if is_ollama(path) else refusal.as_object()
     return JSONResponse(said, refusal.status, refusal.headers)

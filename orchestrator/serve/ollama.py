@@ -12,7 +12,7 @@ from typing import Any
 from starlette.types import Send
 
 from orchestrator.serve.answer import STREAM, Outlet
-from orchestrator.serve.requests import settle_fields, settle_unserved
+from orchestrator.serve.requests import settle_fields
 from orchestrator.serve.schemas import JSON, LINES, OLLAMA
 from orchestrator.serve.wire import (
     CHAT,
@@ -35,7 +35,6 @@ class OllamaRequest:
     def __init__(self, route: str, body: bytes, n_ctx: int) -> None:
         """n_ctx: tokens of the context. Raises Refusal."""
         data = read_object(body)
-        settle_unserved(route, data)
         settle_fields(route, data, n_ctx)
         self._is_chat, self._model = route == OLLAMA_CHAT, data.get("model", "")
         self.route = COMPLETIONS if data.get("raw") else CHAT
@@ -47,9 +46,16 @@ class OllamaRequest:
         if self.route == COMPLETIONS:
             self.data["prompt"] = data.get("prompt", "")
         else:
-            said = data.get("messages", []) if self._is_chat else _messages(data)
+            said, system = data.get("messages", []), data.get("system")
+            if not self._is_chat:
+                said = [{"role": "system", "content": system}] if system else []
+                said.append({"role": "user", "content": data.get("prompt", "")})
             self.data["messages"] = list(_translated(said))
-            self._think(data.get("think"))
+            think = data.get("think")
+            if isinstance(think, bool):
+                self.data["chat_template_kwargs"] = {"enable_thinking": think}
+            elif think is not None:
+                self.data["reasoning_effort"] = think
         options = data.get("options", {})
         for name in OLLAMA["options"]["properties"].keys() & options.keys():
             if options[name] is not None:
@@ -65,12 +71,6 @@ class OllamaRequest:
             schema = {"name": "format", "schema": form}
             self.data["response_format"] = {"type": "json_schema", "json_schema": schema}
 
-    def _think(self, think: bool | str | None) -> None:
-        if isinstance(think, bool):
-            self.data["chat_template_kwargs"] = {"enable_thinking": think}
-        elif think is not None:
-            self.data["reasoning_effort"] = think
-
     def line(self, text: str = "", **more: Any) -> dict[str, Any]:
         """One object of the answer. more: beside the text, of a message or of all of it."""
         inside = ("thinking", "tool_calls")
@@ -85,12 +85,6 @@ class OllamaRequest:
     def loaded(self) -> dict[str, Any]:
         """The answer to no prompt."""
         return self.line(done=True, done_reason="load")
-
-
-def _messages(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of a prompt without a conversation."""
-    system = [{"role": "system", "content": data["system"]}] if data.get("system") else []
-    return [*system, {"role": "user", "content": data.get("prompt", "")}]
 
 
 def _translated(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -169,29 +163,29 @@ class Lines(Outlet):
         data = json.loads(event)
         if "error" in data:
             yield ollama_error(message_of(event))
-            return
-        self._timings = data.get("timings", self._timings)
         for choice in data.get("choices", ()):
-            self._reason = choice.get("finish_reason") or self._reason
-            delta = choice.get("delta", {})
-            text = delta.get("content") or choice.get("text") or ""
-            thought = delta.get("reasoning_content")
-            self._call(delta.get("tool_calls"))
-            if text or thought:
-                more = {"thinking": thought} if thought else {}
+            text, more = self._said(choice, choice.get("delta", {}))
+            if text or more:
                 yield self._request.line(text, done=False, **more)
+        self._timings = data.get("timings", self._timings)
 
     def _whole(self, text: bytes) -> dict[str, Any]:
         data = json.loads(text)
         if "choices" not in data:
             return ollama_error(message_of(text))
         (choice,) = data["choices"]
-        message = choice.get("message", {})
-        self._reason, self._timings = choice["finish_reason"], data.get("timings", {})
-        self._call(message.get("tool_calls"))
-        thought = message.get("reasoning_content")
-        more = self._called() | ({"thinking": thought} if thought else {})
-        return self._last(more, message.get("content") or choice.get("text") or "")
+        said, more = self._said(choice, choice.get("message", {}))
+        self._timings = data.get("timings", {})
+        return self._last(self._called() | more, said)
+
+    def _said(self, choice: dict[str, Any], inside: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """The text of an answer or of a piece of it, and what was thought, where that is said.
+        inside: its message, or what is new in that."""
+        self._reason = choice.get("finish_reason") or self._reason
+        self._call(inside.get("tool_calls"))
+        thought = inside.get("reasoning_content")
+        text = inside.get("content") or choice.get("text") or ""
+        return text, {"thinking": thought} if thought else {}
 
     def _call(self, deltas: list[dict[str, Any]] | None) -> None:
         """Adds to the calls of tools: whole ones, or the next pieces of them."""

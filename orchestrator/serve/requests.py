@@ -4,7 +4,7 @@ and what they may cost, and in its words what its server would leave out without
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from gguf_tools.units import format_size
@@ -30,7 +30,7 @@ from orchestrator.serve.wire import (
     Refusal,
     Shaping,
     beyond_context,
-    inner,
+    levels,
     limit_of,
     message_of,
     read_object,
@@ -107,21 +107,14 @@ _MODES = ("auto", "none", "required")
 # the answer lasts, and while it is written whole, which a stream never is. Measured with 400 tokens
 # of 21: 1.1 and 0.2 KiB, and twice as much where memory was fresh.
 WHOLE_BYTES, STREAM_BYTES = 2048, 256
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    "object": dict,
-    "array": list,
-    "string": str,
-    "boolean": bool,
-    "integer": int,
-    "number": (int, float),
-}
-_NAMES = {
-    "object": "an object",
-    "array": "a list",
-    "string": "a text",
-    "boolean": "true or false",
-    "integer": "a whole number",
-    "number": "a number",
+# The types of these, what people call them, and what there is a number of in them.
+_KINDS: dict[str, tuple[type | tuple[type, ...], str, str]] = {
+    "object": (dict, "an object", " entries"),
+    "array": (list, "a list", " items"),
+    "string": (str, "a text", " characters"),
+    "boolean": (bool, "true or false", ""),
+    "integer": (int, "a whole number", ""),
+    "number": ((int, float), "a number", ""),
 }
 
 
@@ -139,7 +132,6 @@ def read_request(
         raise Refusal(400, fault)
     _check_values(data, len(body), backend.most_body_bytes)
     form = COUNTING.get(route, route)
-    settle_unserved(form, data)
     _settle_format(form, data)
     settle_fields(form, data, backend.slot_context)
     settle_tool_choice(form, data)
@@ -155,13 +147,11 @@ def _check_values(data: dict[str, Any], n_bytes: int, longest_bytes: int) -> Non
         raise Refusal(400, f"with_pieces takes a request of at most {format_size(most)}")
     most = longest_bytes // VALUE_BYTES
     # Tokens are numbers in lists of their own, which take no more than texts do.
-    level = [value for name, value in data.items() if name not in _TOKEN_LISTS]
     n_values = 0
-    while level:
+    for level in levels([value for name, value in data.items() if name not in _TOKEN_LISTS]):
         n_values += len(level)
         if n_values > most:
             raise Refusal(400, f"a request has at most {most} values, and this one has more")
-        level = inner(level)
 
 
 def _check_cost(route: str, data: dict[str, Any], n_bytes: int, backend: Backend) -> None:
@@ -194,14 +184,12 @@ def _check_cost(route: str, data: dict[str, Any], n_bytes: int, backend: Backend
 def _counted(value: Any, backend: Backend) -> tuple[int, int]:
     """(tokens, length of the longest word) of all texts in a value, names in objects among them,
     which templates write, too."""
-    level = [value]
     n_tokens = longest_word = 0
-    while level:
+    for level in levels([value]):
         names = [name for each in level if isinstance(each, dict) for name in each]
         for text in [*(each for each in level if isinstance(each, str)), *names]:
             n_more, n_long = backend.count_tokens(text)
             n_tokens, longest_word = n_tokens + n_more, max(longest_word, n_long)
-        level = inner(level)
     return n_tokens, longest_word
 
 
@@ -216,8 +204,9 @@ def settle_fields(route: str, data: dict[str, Any], n_ctx: int) -> None:
 
     Clients send fields that mean something to other servers alone, and null for what they leave
     open: both go. Raises Refusal for a value of another kind or beyond its bounds, for a field that
-    is missing, and for those that steer llama.cpp from inside.
+    is missing, for those that steer llama.cpp from inside, and for what cannot be served.
     """
+    _settle_unserved(route, data)
     for name, why in INNER.items():
         if data.get(name) is not None and (name != "lora" or data[name]):
             raise Refusal(400, f"{name} cannot be set by a request: {why}")
@@ -240,64 +229,58 @@ def settle_fields(route: str, data: dict[str, Any], n_ctx: int) -> None:
 def fault_of(schema: Schema, value: Any, where: str) -> str | None:
     """Why a value of JSON is not what a schema says, in a sentence; None where it is. where: the
     value's name for people, "" for the whole request. A property that is null counts as absent."""
-    return None if _fits(schema, value) else _fault(_resolved(schema), value, where)
+    fault = _fault(schema, value)
+    if fault is None:
+        return None
+    below, wanted = fault
+    name = f"{where}{below}".removeprefix(".")
+    return f"{name} is missing" if wanted is None else f"{name} must be {_words(wanted)}"
 
 
-def _fits(schema: Schema, value: Any) -> bool:
+def _fault(schema: Schema, value: Any) -> tuple[str, Schema | None] | None:
+    """Where in a value something is wrong, as `.stop[1]`, and what it has to be; None for that
+    where it has to be there at all. Names are made for what is wrong alone."""
     schema = _resolved(schema)
     if "anyOf" in schema:
-        return any(_fits(choice, value) for choice in schema["anyOf"])
-    if not _is_kind(schema, value):
-        return False
-    if isinstance(value, list):
-        return _all_fit(schema.get("items", {}), value)
-    if isinstance(value, dict):
-        has_all = all(value.get(name) is not None for name in schema.get("required", ()))
-        return has_all and all(_fits(inner, each) for _, inner, each in _inside(schema, value))
-    return True
-
-
-def _all_fit(items: Schema, values: list[Any]) -> bool:
-    """Prompts are lists of up to a hundred thousand whole numbers: those are looked at together."""
-    if values and set(map(type, values)) == {int}:
-        ends = min(values), max(values)
-        for choice in map(_resolved, items.get("anyOf", [items])):
-            if choice.get("type") in ("integer", "number") and all(_fits(choice, n) for n in ends):
-                return True
-    return all(_fits(items, each) for each in values)
-
-
-def _inside(schema: Schema, value: dict[str, Any]) -> Iterator[tuple[str, Schema, Any]]:
-    """(name, schema, value) of the properties that a schema says anything about."""
-    for name, each in value.items():
-        inner = schema.get("properties", {}).get(name, schema.get("additionalProperties"))
-        if inner is not None and each is not None:
-            yield name, inner, each
-
-
-def _fault(schema: Schema, value: Any, where: str) -> str:
-    """Of a value that does not fit. Names are made for it alone."""
-    if "anyOf" in schema:
         kind = "array" if isinstance(value, list) else "object" if isinstance(value, dict) else None
-        near = [
-            each for each in map(_resolved, schema["anyOf"]) if kind and each.get("type") == kind
-        ]
+        near = []
+        for choice in map(_resolved, schema["anyOf"]):
+            fault = _fault(choice, value)
+            if fault is None:
+                return None
+            if kind and choice.get("type") == kind:
+                near.append(fault)
         # The fault within the one choice that is a list or an object as the value is.
-        return (
-            _fault(near[0], value, where) if len(near) == 1 else f"{where} must be {_words(schema)}"
-        )
+        return near[0] if len(near) == 1 else ("", schema)
     if not _is_kind(schema, value):
-        return f"{where} must be {_words(schema)}"
-    if isinstance(value, list):
-        items = _resolved(schema["items"])
-        at = next(number for number, each in enumerate(value) if not _fits(items, each))
-        return _fault(items, value[at], f"{where}[{at}]")
-    head = f"{where}." if where else ""
-    for name in schema.get("required", ()):
-        if value.get(name) is None:
-            return f"{head}{name} is missing"
-    name, inner, each = next(each for each in _inside(schema, value) if not _fits(*each[1:]))
-    return _fault(_resolved(inner), each, f"{head}{name[:80]}")
+        return "", schema
+    if isinstance(value, list) and not _are_numbers(schema.get("items", {}), value):
+        for at, each in enumerate(value):
+            fault = _fault(schema.get("items", {}), each)
+            if fault is not None:
+                return f"[{at}]{fault[0]}", fault[1]
+    if isinstance(value, dict):
+        for name in schema.get("required", ()):
+            if value.get(name) is None:
+                return f".{name}", None
+        for name, each in value.items():
+            inner = schema.get("properties", {}).get(name, schema.get("additionalProperties"))
+            fault = None if inner is None or each is None else _fault(inner, each)
+            if fault is not None:
+                return f".{name[:80]}{fault[0]}", fault[1]
+    return None
+
+
+def _are_numbers(items: Schema, values: list[Any]) -> bool:
+    """Whether all are whole numbers that fit. Prompts are lists of up to a hundred thousand: those
+    are looked at together."""
+    if not values or set(map(type, values)) != {int}:
+        return False
+    ends = min(values), max(values)
+    return any(
+        choice.get("type") in ("integer", "number") and not any(_fault(choice, n) for n in ends)
+        for choice in map(_resolved, items.get("anyOf", [items]))
+    )
 
 
 def _is_kind(schema: Schema, value: Any) -> bool:
@@ -308,7 +291,7 @@ def _is_kind(schema: Schema, value: Any) -> bool:
     kind = schema.get("type")
     if kind is None:
         return True
-    if not isinstance(value, _KINDS[kind]) or (isinstance(value, bool) and kind != "boolean"):
+    if not isinstance(value, _KINDS[kind][0]) or (isinstance(value, bool) and kind != "boolean"):
         return False
     size = len(value) if isinstance(value, (str, list, dict)) else value
     least, most = _bounds(schema)
@@ -331,19 +314,14 @@ def _words(schema: Schema) -> str:
     if "const" in schema or "enum" in schema:
         words = schema.get("enum", [schema.get("const")])
         return " or ".join(json.dumps(word) for word in words)
-    kind = schema.get("type", "")
     least, most = _bounds(schema)
-    name = _NAMES.get(kind, "something else")
-    units = {"array": " items", "object": " entries", "string": " characters"}
-    unit = units.get(kind, "")
-    if unit and least is not None and most is None:
-        return f"{name} that is not empty"
+    _, name, unit = _KINDS.get(schema.get("type", ""), (object, "something else", ""))
     if least is not None and most is not None:
         return f"{name} {'of' if unit else 'from'} {least} to {most}{unit}"
     if least is not None:
-        return f"{name} from {least} on"
+        return f"{name} that is not empty" if unit else f"{name} from {least} on"
     if most is not None:
-        return f"{name} of at most {most}{unit}" if unit else f"{name} up to {most}"
+        return f"{name} {'of at most' if unit else 'up to'} {most}{unit}"
     return name
 
 
@@ -353,7 +331,7 @@ def _resolved(schema: Schema) -> Schema:
     return schema if name is None else SCHEMAS[name.rpartition("/")[2]]
 
 
-def settle_unserved(route: str, data: dict[str, Any]) -> None:
+def _settle_unserved(route: str, data: dict[str, Any]) -> None:
     """Leaves out tools that a server would run, where others stand beside them: agents offer them
     to any server.
 
@@ -516,18 +494,13 @@ def _texts(bias: Any) -> Iterator[str]:
 
 def _check_schemas(name: str, asked: Any) -> None:
     """Of a schema, or of anything that has some in it."""
-    level = [asked]
-    while level:
-        for each in level:
-            if isinstance(each, dict):
-                reference = each.get("$ref")
-                names = [*each, reference] if isinstance(reference, str) else each
-                longest = max(map(len, names), default=0)
-                _refuse_above(f"a name in {name}", longest, MOST_NAME_CHARS, "characters")
-                properties = each.get("properties")
-                n = len(properties) if isinstance(properties, dict) else 0
-                _refuse_above(f"an object in {name}", n, MOST_PROPERTIES, "properties")
-        level = inner(level)
+    for each in (each for level in levels([asked]) for each in level if isinstance(each, dict)):
+        reference, properties = each.get("$ref"), each.get("properties")
+        names = [*each, reference] if isinstance(reference, str) else each
+        longest = max(map(len, names), default=0)
+        _refuse_above(f"a name in {name}", longest, MOST_NAME_CHARS, "characters")
+        n = len(properties) if isinstance(properties, dict) else 0
+        _refuse_above(f"an object in {name}", n, MOST_PROPERTIES, "properties")
 
 
 def settle_probs(route: str, data: dict[str, Any], most_tokens: int) -> Shaping | None:
@@ -594,13 +567,7 @@ def _limit(data: dict[str, Any], n_tokens: int) -> None:
     data["max_tokens"] = n_tokens
 
 
-def settle_length(
-    ask: Callable[[str, bytes], tuple[int, bytes]],
-    route: str,
-    data: dict[str, Any],
-    backend: Backend,
-    n_answers: int,
-) -> int:
+def settle_length(route: str, data: dict[str, Any], backend: Backend, n_answers: int) -> int:
     """Bounds an answer that shares the context with those of other sequences, and returns how many
     of its cells the request takes at most: nobody else is let into these.
 
@@ -608,7 +575,7 @@ def settle_length(
     RESERVED_TOKENS in any case, as far as the context goes. Raises Refusal as check_length.
     """
     body, most = written(data), backend.slot_context
-    counted = check_length(ask, route, body, most)
+    counted = check_length(route, body, backend)
     n_prompt = len(body) if counted is None else counted  # no token is shorter than a byte
     limit, share = limit_of(data), backend.cells // backend.parallel
     if limit is None:
@@ -620,35 +587,31 @@ def settle_length(
     return min(backend.cells, n_prompt + n_answers * limit)
 
 
-def check_length(
-    ask: Callable[[str, bytes], tuple[int, bytes]], route: str, body: bytes, most_tokens: int
-) -> int | None:
+def check_length(route: str, body: bytes, backend: Backend) -> int | None:
     """How many tokens a prompt has; None where no request that decodes nothing tells: of several
-    texts, gaps, and what llama.cpp will refuse. Raises Refusal for a prompt that a context of so
-    many tokens has no room for, and for one that cannot be read at all.
-
-    ask: (status, answer) of a request that decodes nothing.
-    """
+    texts, gaps, and what llama.cpp will refuse. Raises Refusal for a prompt that the context has no
+    room for, and for one that cannot be read at all. On a thread."""
     counting = next((each for each, form in COUNTING.items() if form == route), None)
     prompt = json.loads(body).get("prompt")
     n_tokens: int | None = None
     if counting is not None:
-        status, answer = ask(counting, body)
+        status, answer = asked(backend, counting, body)
         if status == 400:
             raise Refusal(400, message_of(answer))
         if status == 200:
             n_tokens = json.loads(answer)["input_tokens"]
     elif isinstance(prompt, str):
-        tokens = _tokens_of(ask, prompt)
-        n_tokens = None if tokens is None else len(tokens)
+        text = {"content": prompt, "add_special": True, "parse_special": True}
+        status, answer = asked(backend, "/tokenize", json.dumps(text).encode())
+        n_tokens = len(json.loads(answer)["tokens"]) if status == 200 else None
     elif prompt and isinstance(prompt, list) and all(isinstance(each, int) for each in prompt):
         n_tokens = len(prompt)
-    if n_tokens is not None and n_tokens >= most_tokens:
-        raise beyond_context(f"the prompt of {n_tokens} tokens", n_tokens, most_tokens)
+    most = backend.slot_context
+    if n_tokens is not None and n_tokens >= most:
+        raise beyond_context(f"the prompt of {n_tokens} tokens", n_tokens, most)
     return n_tokens
 
 
-def _tokens_of(ask: Callable[[str, bytes], tuple[int, bytes]], text: str) -> list[int] | None:
-    body = json.dumps({"content": text, "add_special": True, "parse_special": True})
-    status, answer = ask("/tokenize", body.encode())
-    return list(json.loads(answer)["tokens"]) if status == 200 else None
+def asked(backend: Backend, route: str, body: bytes) -> tuple[int, bytes]:
+    """(status, answer) of a request that decodes nothing. On a thread."""
+    return backend.request(route, body).whole()

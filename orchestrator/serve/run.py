@@ -153,24 +153,15 @@ def most_connections(parallel: int) -> int:
 
 def listen(settings: ServeSettings) -> socket.socket:
     """A socket that listens. Raises ConfigError where the address cannot be had."""
+    host, port = settings.host, settings.port
     try:
-        found = socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = found[0]
-        made = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(address)
-            made.listen(BACKLOG)
-        except BaseException:
-            made.close()
-            raise
-        return made
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except OSError as error:
-        raise ConfigError(
-            f"--host {settings.host} --port {settings.port}: {error.strerror}"
-        ) from None
+        why = str(error.strerror).partition(" (while")[0]  # Python adds the address
+        raise ConfigError(f"--host {host} --port {port}: {why}") from None
 
 
 class Running:

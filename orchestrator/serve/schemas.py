@@ -14,20 +14,12 @@ from orchestrator.serve.wire import (
     OLLAMA_CHAT,
     OLLAMA_GENERATE,
     RESPONSES,
+    is_ollama,
 )
 
 Schema = dict[str, Any]
 
 MOST_INT = 2**31 - 1
-COUNT: Schema = {"type": "integer", "minimum": 0, "maximum": MOST_INT}
-FROM_1: Schema = {"type": "integer", "minimum": 1, "maximum": MOST_INT}
-SHARE: Schema = {"type": "number", "minimum": 0, "maximum": 1}
-NUMBER: Schema = {"type": "number"}
-STRING: Schema = {"type": "string"}
-FLAG: Schema = {"type": "boolean"}
-OBJECT: Schema = {"type": "object"}
-TOKEN: Schema = COUNT
-
 # Each of these takes time or memory of its own, for every token or before the first one: 50,000
 # biases took half a minute, 1,024 take a sixth of a second, and 64 breakers three seconds.
 MOST_STOPS, MOST_BREAKERS, MOST_SAMPLERS, MOST_BIASES, MOST_PROMPTS = 128, 16, 32, 1024, 64
@@ -35,13 +27,23 @@ MOST_GRAMMAR_CHARS = 2**18
 MOST_MESSAGES, MOST_TOOLS, MOST_NAMES = 4096, 512, 256
 
 
+def integer(least: int, most: int = MOST_INT, **more: Any) -> Schema:
+    return {"type": "integer", "minimum": least, "maximum": most, **more}
+
+
+def number(least: float, most: float) -> Schema:
+    return {"type": "number", "minimum": least, "maximum": most}
+
+
 def listed(items: Schema, **more: Any) -> Schema:
     return {"type": "array", "items": items, **more}
 
 
-def record(required: str = "", **properties: Schema) -> Schema:
-    """An object. required: names of properties, with spaces between. Further ones are ignored."""
-    made: Schema = {"type": "object", "properties": properties}
+def record(required: str = "", *groups: dict[str, Schema], **properties: Schema) -> Schema:
+    """An object with the properties of these groups, and more. required: names of properties, with
+    spaces between. Further ones are ignored."""
+    every = {name: each for group in (*groups, properties) for name, each in group.items()}
+    made: Schema = {"type": "object", "properties": every}
     if required:
         made["required"] = required.split()
     return made
@@ -55,23 +57,32 @@ def either(*schemas: Schema) -> Schema:
     return {"anyOf": list(schemas)}
 
 
+def text(description: str, **more: Any) -> Schema:
+    return {**STRING, **more, "description": description}
+
+
+def flag(description: str, **more: Any) -> Schema:
+    return {**FLAG, **more, "description": description}
+
+
+NUMBER: Schema = {"type": "number"}
+STRING: Schema = {"type": "string"}
+FLAG: Schema = {"type": "boolean"}
+OBJECT: Schema = {"type": "object"}
+INTEGER: Schema = {"type": "integer"}
+COUNT, FROM_1, FROM_MINUS_1 = integer(0), integer(1), integer(-1)
+SHARE = number(0, 1)
 # -1: as many as the context has.
-LIMIT: Schema = either({"const": -1}, FROM_1)
-LIMIT_OR_0: Schema = {"type": "integer", "minimum": -1, "maximum": MOST_INT}
+LIMIT = either({"const": -1}, FROM_1)
+PARTS = listed(record("type", type=STRING, text=STRING))
 # A picture or a sound is a part too, and is refused: this server has text alone.
-CONTENT: Schema = either(STRING, listed(record("type", type=STRING, text=STRING), minItems=1))
-MESSAGES: Schema = listed(named("Message"), minItems=1, maxItems=MOST_MESSAGES)
-ANSWERS: Schema = {**FROM_1, "description": "At most --parallel."}
-LAST_N: Schema = {
-    "type": "integer",
-    "minimum": -1,
-    "maximum": MOST_INT,
-    "description": "At most the context counts; -1 for all of it.",
-}
-BIAS: Schema = either({"type": "number", "minimum": -100, "maximum": 100}, {"const": False})
+CONTENT = either(STRING, {**PARTS, "minItems": 1})
+LAST_N = integer(-1, description="At most the context counts; -1 for all of it.")
+TOOLS = listed(OBJECT, maxItems=MOST_TOOLS)
+BIAS = either(number(-100, 100), {"const": False})
 COMMON: dict[str, Schema] = {
-    "model": {**STRING, "description": "Any name: there is one model."},
-    "stream": {**FLAG, "description": "Server-sent events, and `data: [DONE]` at the end."},
+    "model": text("Any name: there is one model."),
+    "stream": flag("Server-sent events, and `data: [DONE]` at the end."),
     "moe_edge": {
         "type": "object",
         "maxProperties": 32,
@@ -79,43 +90,48 @@ COMMON: dict[str, Schema] = {
         "description": "Live settings of the policy, for this request. Only with --parallel 1.",
     },
 }
-PENALTIES: dict[str, Schema] = {
-    "seed": {"type": "integer", "minimum": -1, "maximum": 2**63 - 1},
+# What Ollama's requests have as well.
+USUAL: dict[str, Schema] = {
+    "temperature": number(0, 1e6),
+    "top_p": SHARE,
+    "top_k": FROM_MINUS_1,
+    "seed": integer(-1, 2**63 - 1),
     "min_p": SHARE,
-    "frequency_penalty": {"type": "number", "minimum": -2, "maximum": 2},
-    "presence_penalty": {"type": "number", "minimum": -2, "maximum": 2},
-    "repeat_penalty": {"type": "number", "minimum": 0.01, "maximum": 10},
+    "frequency_penalty": number(-2, 2),
+    "presence_penalty": number(-2, 2),
+    "repeat_penalty": number(0.01, 10),
+}
+# What Anthropic's have as well.
+CHOSEN: dict[str, Schema] = {
+    **COMMON,
+    **USUAL,
     "logit_bias": {
         **either(
             {"type": "object", "additionalProperties": BIAS, "maxProperties": MOST_BIASES},
             listed(
-                listed(either(TOKEN, STRING, BIAS), minItems=2, maxItems=2), maxItems=MOST_BIASES
+                listed(either(COUNT, STRING, BIAS), minItems=2, maxItems=2), maxItems=MOST_BIASES
             ),
         ),
         "description": "By token id or text; false for never.",
     },
-    "return_progress": {**FLAG, "description": "In a stream: how much of the prompt is read."},
+    "return_progress": flag("In a stream: how much of the prompt is read."),
 }
-_OF_OLLAMA = ("seed", "min_p", "frequency_penalty", "presence_penalty", "repeat_penalty")
-USUAL: dict[str, Schema] = {
-    "temperature": {"type": "number", "minimum": 0, "maximum": 1e6},
-    "top_p": SHARE,
-    "top_k": {"type": "integer", "minimum": -1, "maximum": MOST_INT},
+# What Ollama has among its options, and llama.cpp beside the others.
+MORE: dict[str, Schema] = {
+    "stop": either(STRING, listed(STRING, maxItems=MOST_STOPS)),
+    "repeat_last_n": LAST_N,
+    "typical_p": NUMBER,
+    "mirostat": integer(0, 2),
+    "mirostat_tau": NUMBER,
+    "mirostat_eta": NUMBER,
 }
 # llama.cpp's own: every path of OpenAI's and of its own takes them.
 SAMPLING: dict[str, Schema] = {
-    **COMMON,
-    **USUAL,
-    **PENALTIES,
-    "stop": either(STRING, listed(STRING, maxItems=MOST_STOPS)),
+    **CHOSEN,
+    **MORE,
     "stream_options": record(include_usage=FLAG),
     "json_schema": {**OBJECT, "description": "A schema that the answer keeps."},
-    "grammar": {
-        **STRING,
-        "maxLength": MOST_GRAMMAR_CHARS,
-        "description": "A grammar in GBNF that the answer keeps.",
-    },
-    "repeat_last_n": LAST_N,
+    "grammar": text("A grammar in GBNF that the answer keeps.", maxLength=MOST_GRAMMAR_CHARS),
     "dry_penalty_last_n": LAST_N,
     "dry_allowed_length": COUNT,
     "dry_multiplier": NUMBER,
@@ -124,35 +140,23 @@ SAMPLING: dict[str, Schema] = {
     "samplers": either(
         {**STRING, "maxLength": MOST_SAMPLERS}, listed(STRING, maxItems=MOST_SAMPLERS)
     ),
-    "typical_p": NUMBER,
     "top_n_sigma": NUMBER,
     "xtc_probability": SHARE,
     "xtc_threshold": SHARE,
     "dynatemp_range": NUMBER,
     "dynatemp_exponent": NUMBER,
-    "mirostat": {"type": "integer", "minimum": 0, "maximum": 2},
-    "mirostat_tau": NUMBER,
-    "mirostat_eta": NUMBER,
     "adaptive_target": {"type": "number", "maximum": 1},
-    "adaptive_decay": {"type": "number", "minimum": 0, "maximum": 0.99},
+    "adaptive_decay": number(0, 0.99),
     "min_keep": COUNT,
-    "ignore_eos": FLAG,
     "n_indent": COUNT,
-    "n_keep": {"type": "integer", "minimum": -1, "maximum": MOST_INT},
-    "t_max_predict_ms": {"type": "integer", "minimum": -1, "maximum": 2**53},
-    "cache_prompt": FLAG,
-    "return_tokens": FLAG,
-    "timings_per_token": FLAG,
-    "verbose": FLAG,
-}
-# What makes a chat's prompt.
-TEMPLATE: dict[str, Schema] = {
-    "messages": MESSAGES,
-    "tools": listed(
-        record("type function", type={"const": "function"}, function=named("Function")),
-        maxItems=MOST_TOOLS,
+    "n_keep": FROM_MINUS_1,
+    "t_max_predict_ms": integer(-1, 2**53),
+    **dict.fromkeys(
+        ("ignore_eos", "cache_prompt", "return_tokens", "timings_per_token", "verbose"), FLAG
     ),
-    "tool_choice": either({"enum": ["auto", "none", "required"]}, OBJECT),
+}
+# How a conversation goes on, which OpenAI's and Anthropic's newer paths have as llama.cpp has it.
+SHAPE: dict[str, Schema] = {
     "parallel_tool_calls": FLAG,
     "response_format": record(
         "type",
@@ -161,22 +165,33 @@ TEMPLATE: dict[str, Schema] = {
         schema=OBJECT,
     ),
     "chat_template_kwargs": OBJECT,
+}
+# What makes a chat's prompt.
+TEMPLATE: dict[str, Schema] = {
+    **SHAPE,
+    "messages": listed(named("Message"), minItems=1, maxItems=MOST_MESSAGES),
+    "tools": listed(
+        record("type function", type={"const": "function"}, function=named("Function")),
+        maxItems=MOST_TOOLS,
+    ),
+    "tool_choice": either({"enum": ["auto", "none", "required"]}, OBJECT),
     "add_generation_prompt": FLAG,
     "continue_final_message": either(FLAG, {"enum": ["content", "reasoning_content"]}),
     "reasoning_format": {"enum": ["none", "auto", "deepseek", "deepseek-legacy"]},
     "reasoning_effort": STRING,
-    "reasoning_budget_tokens": LIMIT_OR_0,
-    "thinking_budget_tokens": LIMIT_OR_0,
+    "reasoning_budget_tokens": FROM_MINUS_1,
+    "thinking_budget_tokens": FROM_MINUS_1,
     "reasoning_budget_message": STRING,
 }
+ANSWERS: Schema = {**FROM_1, "description": "At most --parallel."}
 SEVERAL: dict[str, Schema] = {"n": ANSWERS, "n_cmpl": ANSWERS}
-TOKENS: Schema = listed(TOKEN)
-PROMPT: Schema = either(
+TOKENS = listed(COUNT)
+PROMPT = either(
     STRING,
     TOKENS,
     record("prompt_string", prompt_string=STRING),
     listed(
-        either(STRING, TOKEN, record("prompt_string"), listed(either(TOKEN, STRING))),
+        either(STRING, COUNT, record("prompt_string"), listed(either(COUNT, STRING))),
         minItems=1,
         maxItems=MOST_PROMPTS,
     ),
@@ -185,62 +200,25 @@ PROMPT: Schema = either(
 OWN_FORM: dict[str, Schema] = {
     **SAMPLING,
     **SEVERAL,
-    **dict.fromkeys(LIMITS, LIMIT_OR_0),
+    **dict.fromkeys(LIMITS, FROM_MINUS_1),
     "n_probs": {**COUNT, "description": "As many as an answer has memory for."},
     "post_sampling_probs": FLAG,
     "response_fields": listed(STRING, maxItems=MOST_NAMES),
 }
-BLOCKS: Schema = either(STRING, listed(record("type", type=STRING, text=STRING)))
-CONVERSATION: dict[str, Schema] = {
-    **COMMON,
-    **USUAL,
-    **PENALTIES,
-    "messages": listed(
-        record(
-            "role content",
-            role=STRING,
-            content=either(STRING, listed(record("type", type=STRING, text=STRING), minItems=1)),
-        ),
-        minItems=1,
-        maxItems=MOST_MESSAGES,
-    ),
-    "max_tokens": FROM_1,
-    "system": BLOCKS,
-    "stop_sequences": listed(STRING, maxItems=MOST_STOPS),
-    "tools": listed(OBJECT, maxItems=MOST_TOOLS),
-    "tool_choice": OBJECT,
-    "thinking": record(type=STRING, budget_tokens=COUNT),
-    "output_config": OBJECT,
-    "output_format": OBJECT,
-    "response_format": TEMPLATE["response_format"],
-    "parallel_tool_calls": FLAG,
-    "chat_template_kwargs": OBJECT,
-}
 # Ollama's form of both its paths.
 OLLAMA: dict[str, Schema] = {
     "model": COMMON["model"],
-    "stream": {**FLAG, "default": True, "description": "A line of JSON for each part."},
+    "stream": flag("A line of JSON for each part.", default=True),
     "moe_edge": COMMON["moe_edge"],
     "format": either({"enum": ["", "json"]}, OBJECT),
     "think": either(FLAG, {"enum": ["low", "medium", "high"]}),
-    "options": record(
-        "",
-        num_predict={"type": "integer", "minimum": -2, "maximum": MOST_INT},
-        stop=SAMPLING["stop"],
-        repeat_last_n=LAST_N,
-        typical_p=NUMBER,
-        mirostat=SAMPLING["mirostat"],
-        mirostat_tau=NUMBER,
-        mirostat_eta=NUMBER,
-        **USUAL,
-        **{name: schema for name, schema in PENALTIES.items() if name in _OF_OLLAMA},
-    ),
+    "options": record("", USUAL, MORE, num_predict=integer(-2)),
 }
 
 REQUESTS: dict[str, Schema] = {
     "Message": record(
         "role",
-        role={**STRING, "description": "system, developer, user, assistant or tool."},
+        role=text("system, developer, user, assistant or tool."),
         content=CONTENT,
         tool_call_id=STRING,
         tool_calls=listed(OBJECT),
@@ -249,60 +227,66 @@ REQUESTS: dict[str, Schema] = {
     "Function": record("name", name=STRING, description=STRING, parameters=OBJECT),
     "ChatRequest": record(
         "messages",
-        **{
-            **TEMPLATE,
-            **SAMPLING,
-            **SEVERAL,
-            **dict.fromkeys(LIMITS, LIMIT),
-            "logprobs": FLAG,
-            "top_logprobs": {"type": "integer", "minimum": 0, "maximum": 20},
-            "echo": {**FLAG, "description": "With continue_final_message: begin with its text."},
-        },
+        TEMPLATE,
+        SAMPLING,
+        SEVERAL,
+        dict.fromkeys(LIMITS, LIMIT),
+        logprobs=FLAG,
+        top_logprobs=integer(0, 20),
+        echo=flag("With continue_final_message: begin with its text."),
     ),
     "CompletionRequest": record(
         "prompt",
-        **{
-            "prompt": PROMPT,
-            **SAMPLING,
-            **SEVERAL,
-            **dict.fromkeys(LIMITS, LIMIT_OR_0),
-            "logprobs": {"type": "integer", "minimum": 0, "maximum": 5},
-            "echo": FLAG,
-        },
+        SAMPLING,
+        SEVERAL,
+        dict.fromkeys(LIMITS, FROM_MINUS_1),
+        prompt=PROMPT,
+        logprobs=integer(0, 5),
+        echo=FLAG,
     ),
-    "NativeRequest": record("prompt", prompt=PROMPT, **OWN_FORM),
+    "NativeRequest": record("prompt", OWN_FORM, prompt=PROMPT),
     "InfillRequest": record(
         "input_prefix input_suffix",
-        **{
-            "input_prefix": STRING,
-            "input_suffix": STRING,
-            "prompt": STRING,
-            "input_extra": listed(
-                record("text", text=STRING, filename=STRING), maxItems=MOST_NAMES
-            ),
-            **OWN_FORM,
-        },
+        OWN_FORM,
+        input_prefix=STRING,
+        input_suffix=STRING,
+        prompt=STRING,
+        input_extra=listed(record("text", text=STRING, filename=STRING), maxItems=MOST_NAMES),
     ),
     "ResponsesRequest": record(
         "input",
-        **{
-            "input": either(STRING, listed(OBJECT, minItems=1, maxItems=MOST_MESSAGES)),
-            **SAMPLING,
-            "instructions": STRING,
-            "max_output_tokens": LIMIT,
-            "previous_response_id": STRING,
-            "text": record(format=OBJECT),
-            "reasoning": record(effort=STRING),
-            "tools": listed(OBJECT, maxItems=MOST_TOOLS),
-            "tool_choice": TEMPLATE["tool_choice"],
-            "parallel_tool_calls": FLAG,
-            "response_format": TEMPLATE["response_format"],
-            "chat_template_kwargs": OBJECT,
-        },
+        SAMPLING,
+        SHAPE,
+        input=either(STRING, listed(OBJECT, minItems=1, maxItems=MOST_MESSAGES)),
+        instructions=STRING,
+        max_output_tokens=LIMIT,
+        previous_response_id=STRING,
+        text=record(format=OBJECT),
+        reasoning=record(effort=STRING),
+        tools=TOOLS,
+        tool_choice=TEMPLATE["tool_choice"],
     ),
-    "MessagesRequest": record("messages", **CONVERSATION),
+    "MessagesRequest": record(
+        "messages",
+        CHOSEN,
+        SHAPE,
+        messages=listed(
+            record("role content", role=STRING, content=CONTENT),
+            minItems=1,
+            maxItems=MOST_MESSAGES,
+        ),
+        max_tokens=FROM_1,
+        system=either(STRING, PARTS),
+        stop_sequences=listed(STRING, maxItems=MOST_STOPS),
+        tools=TOOLS,
+        tool_choice=OBJECT,
+        thinking=record(type=STRING, budget_tokens=COUNT),
+        output_config=OBJECT,
+        output_format=OBJECT,
+    ),
     "OllamaChatRequest": record(
         "",
+        OLLAMA,
         messages=listed(
             record(
                 "role",
@@ -317,57 +301,47 @@ REQUESTS: dict[str, Schema] = {
             maxItems=MOST_MESSAGES,
         ),
         tools=TEMPLATE["tools"],
-        **OLLAMA,
     ),
-    "OllamaGenerateRequest": record("", prompt=STRING, system=STRING, raw=FLAG, **OLLAMA),
+    "OllamaGenerateRequest": record("", OLLAMA, prompt=STRING, system=STRING, raw=FLAG),
     "TokenizeRequest": record(
         "content",
-        content=either(STRING, listed(either(TOKEN, STRING))),
+        content=either(STRING, listed(either(COUNT, STRING))),
         add_special=FLAG,
         parse_special=FLAG,
         with_pieces=FLAG,
     ),
     "DetokenizeRequest": record("tokens", tokens=TOKENS),
-    "TemplateRequest": record("messages", **TEMPLATE),
+    "TemplateRequest": record("messages", TEMPLATE),
 }
 
 # What llama.cpp's server makes itself of a chat, with the reasons why no request may have it.
 INNER = dict.fromkeys(
     (
-        "chat_parser",
-        "chat_format",
-        "grammar_triggers",
-        "grammar_lazy",
-        "grammar_type",
-        "preserved_tokens",
-        "generation_prompt",
-        "message_delimiters",
-        "parse_tool_calls",
-        "reasoning_budget_start_tag",
-        "reasoning_budget_end_tags",
-        "reasoning_budget_end_tag",
+        *("chat_parser", "chat_format", "grammar_triggers", "grammar_lazy", "grammar_type"),
+        *("preserved_tokens", "generation_prompt", "message_delimiters", "parse_tool_calls"),
+        *("reasoning_budget_start_tag", "reasoning_budget_end_tags", "reasoning_budget_end_tag"),
     ),
     "it is made by the server",
 ) | {"lora": "there are no adapters"}
 
 JSON, STREAM, TEXT = "application/json", "text/event-stream", "text/plain"
 LINES = "application/x-ndjson"
-TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
+SHARE_OR_NULL: Schema = {"type": ["number", "null"]}
 COSTS: dict[str, Schema] = {
-    "hit_rate": {"type": ["number", "null"], "description": "Of what answers asked for."},
-    "prefill_hit_rate": {"type": ["number", "null"]},
+    "hit_rate": {**SHARE_OR_NULL, "description": "Of what answers asked for."},
+    "prefill_hit_rate": SHARE_OR_NULL,
     "kl_estimate": {
-        "type": ["number", "null"],
+        **SHARE_OR_NULL,
         "description": "Foreseen KL divergence from the best tier in use, nats a token.",
     },
-    "kl_learned": {"type": "boolean", "description": "At most: learned, and not calibrated."},
-    "mix": {"type": "object", "description": "Shares of the precisions decided."},
-    "computed": {"type": "object", "description": "Shares of the precisions computed."},
+    "kl_learned": flag("At most: learned, and not calibrated."),
+    "mix": {**OBJECT, "description": "Shares of the precisions decided."},
+    "computed": {**OBJECT, "description": "Shares of the precisions computed."},
     "bytes_read": COUNT,
     "wait_ms": NUMBER,
-    "budget_bytes": {"type": "integer"},
-    "ram_bytes": {"type": "integer"},
-    "peak_rss_bytes": {"type": "integer"},
+    "budget_bytes": INTEGER,
+    "ram_bytes": INTEGER,
+    "peak_rss_bytes": INTEGER,
     "policy": STRING,
     "shared_steps": FLAG,
 }
@@ -375,8 +349,7 @@ COSTS: dict[str, Schema] = {
 SCHEMAS: dict[str, Schema] = {
     **REQUESTS,
     "Error": record(
-        "error",
-        error=record("code message type", code={"type": "integer"}, message=STRING, type=STRING),
+        "error", error=record("code message type", code=INTEGER, message=STRING, type=STRING)
     ),
     "OllamaError": record("error", error=STRING),
     "OllamaAnswer": record("model done", model=STRING, done=FLAG, timings=named("Timings")),
@@ -385,16 +358,16 @@ SCHEMAS: dict[str, Schema] = {
     "Timings": {
         **record(
             "prompt_ms predicted_ms",
+            COSTS,
             prompt_n=COUNT,
             prompt_ms=NUMBER,
             predicted_n=COUNT,
             predicted_ms=NUMBER,
-            **COSTS,
         ),
         "description": "llama.cpp's figures, and what the experts cost.",
     },
     "Costs": {
-        **record(" ".join(COSTS.keys() - {"kl_estimate", "kl_learned"}), **COSTS),
+        **record(" ".join(COSTS.keys() - {"kl_estimate", "kl_learned"}), COSTS),
         "description": "What the experts cost; llama.cpp has no figures of its own here.",
     },
     "ChatAnswer": record(
@@ -402,16 +375,18 @@ SCHEMAS: dict[str, Schema] = {
         id=STRING,
         object={"const": "chat.completion"},
         model=STRING,
-        created={"type": "integer"},
+        created=INTEGER,
         choices=listed(
             record(
                 "index message finish_reason",
                 index=COUNT,
                 finish_reason=STRING,
-                message=record("role", role={"const": "assistant"}, content=TEXT_OR_NULL),
+                message=record(
+                    "role", role={"const": "assistant"}, content={"type": ["string", "null"]}
+                ),
             )
         ),
-        usage={"type": "object"},
+        usage=OBJECT,
         timings=named("Timings"),
     ),
     "CompletionAnswer": record(
@@ -419,14 +394,14 @@ SCHEMAS: dict[str, Schema] = {
         choices=listed(record("index text finish_reason", index=COUNT, text=STRING)),
         object={"const": "text_completion"},
         model=STRING,
-        usage={"type": "object"},
+        usage=OBJECT,
         timings=named("Timings"),
     ),
     "NativeAnswer": record("content", content=STRING, timings=named("Timings")),
     "ResponsesAnswer": record(
         "object output status",
         object={"const": "response"},
-        output=listed({"type": "object"}),
+        output=listed(OBJECT),
         status=STRING,
         timings=named("Costs"),
     ),
@@ -448,8 +423,8 @@ SCHEMAS: dict[str, Schema] = {
         layers={**COUNT, "description": "0 where experts are not managed; no more is said then."},
         experts=COUNT,
         tiers=listed(STRING),
-        resident={**STRING, "description": "base64 of uint8 [layers, experts]; 254: on disk."},
-        used={**STRING, "description": "base64 of little-endian uint32 [layers, experts]."},
+        resident=text("base64 of uint8 [layers, experts]; 254: on disk."),
+        used=text("base64 of little-endian uint32 [layers, experts]."),
         requests=COUNT,
         hits=COUNT,
         bytes_read=COUNT,
@@ -458,55 +433,46 @@ SCHEMAS: dict[str, Schema] = {
 
 
 def operation(
-    summary: str, answer: Schema, request: str = "", kind: str = JSON, fault: str = "Error"
+    summary: str, answer: Schema, request: str = "", stream: str = "", kind: str = JSON
 ) -> Schema:
-    """answer: the schema of what comes back with 200; request: the name of what is sent; fault: of
-    what comes back otherwise."""
-    error = {JSON: {"schema": named(fault)}}
-    made: Schema = {
-        "summary": summary,
-        "responses": {
-            "200": {"description": "The answer.", "content": {kind: {"schema": answer}}},
-            "default": {"description": "Why there is none, in a sentence.", "content": error},
-        },
-    }
+    """answer: the schema of what comes back with 200, as `kind`, or as `stream` where that is asked
+    for; request: the name of what is sent."""
+    content = {kind: {"schema": answer}}
+    if stream:
+        content[stream] = {"schema": named("Event") if stream == STREAM else answer}
+    responses = {"200": {"description": "The answer.", "content": content}}
+    made: Schema = {"summary": summary, "responses": responses}
     if request:
         made["requestBody"] = {"required": True, "content": {JSON: {"schema": named(request)}}}
     return made
 
 
-def decoding(summary: str, request: str, answer: str) -> Schema:
-    """An operation whose answer may come as a stream."""
-    made = operation(summary, named(answer), request)
-    made["responses"]["200"]["content"][STREAM] = {"schema": named("Event")}
-    return made
-
-
-def lined(summary: str, request: str) -> Schema:
-    """An answer of Ollama's."""
-    made = operation(summary, named("OllamaAnswer"), request, fault="OllamaError")
-    made["responses"]["200"]["content"][LINES] = {"schema": named("OllamaAnswer")}
-    return made
-
-
+_NATIVE, _OLLAMA = named("NativeAnswer"), named("OllamaAnswer")
 _TOKENS = record("input_tokens", input_tokens=COUNT)
 _ID = record("id", id=STRING)
-_ONE_MODEL = operation("The one model, by its name.", _ID)
-_ONE_MODEL["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": STRING}]
 # What decodes, and so takes its turn, by path.
 GENERATING: dict[str, Schema] = {
-    CHAT: decoding("OpenAI's chat.", "ChatRequest", "ChatAnswer"),
-    COMPLETIONS: decoding("OpenAI's plain completion.", "CompletionRequest", "CompletionAnswer"),
-    RESPONSES: decoding(
-        "OpenAI's responses, without stored state.", "ResponsesRequest", "ResponsesAnswer"
+    CHAT: operation("OpenAI's chat.", named("ChatAnswer"), "ChatRequest", STREAM),
+    COMPLETIONS: operation(
+        "OpenAI's plain completion.", named("CompletionAnswer"), "CompletionRequest", STREAM
     ),
-    ANTHROPIC: decoding("Anthropic's messages.", "MessagesRequest", "MessagesAnswer"),
-    "/completion": decoding("llama.cpp's completion.", "NativeRequest", "NativeAnswer"),
-    "/infill": decoding(
-        "llama.cpp's completion of a gap, for models that can.", "InfillRequest", "NativeAnswer"
+    RESPONSES: operation(
+        "OpenAI's responses, without stored state.",
+        named("ResponsesAnswer"),
+        "ResponsesRequest",
+        STREAM,
     ),
-    OLLAMA_CHAT: lined("Ollama's chat.", "OllamaChatRequest"),
-    OLLAMA_GENERATE: lined("Ollama's answer to a prompt.", "OllamaGenerateRequest"),
+    ANTHROPIC: operation(
+        "Anthropic's messages.", named("MessagesAnswer"), "MessagesRequest", STREAM
+    ),
+    "/completion": operation("llama.cpp's completion.", _NATIVE, "NativeRequest", STREAM),
+    "/infill": operation(
+        "llama.cpp's completion of a gap, for models that can.", _NATIVE, "InfillRequest", STREAM
+    ),
+    OLLAMA_CHAT: operation("Ollama's chat.", _OLLAMA, "OllamaChatRequest", LINES),
+    OLLAMA_GENERATE: operation(
+        "Ollama's answer to a prompt.", _OLLAMA, "OllamaGenerateRequest", LINES
+    ),
 }
 QUICK: dict[str, Schema] = {
     f"{CHAT}/input_tokens": operation("How long a chat's prompt is.", _TOKENS, "ChatRequest"),
@@ -531,16 +497,15 @@ READ: dict[str, Schema] = {
     "/v1/models": operation("The one model.", record("data", data=listed(_ID))),
     "/props": operation("llama.cpp's settings.", OBJECT),
 }
-_HEALTH = operation("Whether the model is ready; needs no key.", record("status", status=STRING))
-_OLLAMA_MODELS = operation("The one model.", named("OllamaModels"), fault="OllamaError")
 OURS: dict[str, Schema] = {
-    "/api/tags": _OLLAMA_MODELS,
-    "/api/ps": _OLLAMA_MODELS,
-    "/api/version": operation(
-        "Of Ollama's interface.", record("version", version=STRING), fault="OllamaError"
+    "/api/tags": operation("The one model.", named("OllamaModels")),
+    "/api/ps": operation("The one model.", named("OllamaModels")),
+    "/api/version": operation("Of Ollama's interface.", record("version", version=STRING)),
+    "/v1/models/{id}": operation("The one model, by its name.", _ID)
+    | {"parameters": [{"name": "id", "in": "path", "required": True, "schema": STRING}]},
+    "/health": operation(
+        "Whether the model is ready; needs no key.", record("status", status=STRING)
     ),
-    "/v1/models/{id}": _ONE_MODEL,
-    "/health": _HEALTH,
     "/metrics": operation("Counters and gauges, for Prometheus.", STRING, kind=TEXT),
     "/experts": operation("Where each expert is, and how often tokens used it.", named("Experts")),
     "/openapi.json": operation("This description.", OBJECT),
@@ -548,7 +513,7 @@ OURS: dict[str, Schema] = {
 }
 # What is sent says which model, and there is one.
 SHOW = "/api/show"
-_SHOW = operation("What the one model is.", OBJECT, fault="OllamaError")
+_SHOW = operation("What the one model is.", OBJECT)
 # Other paths of the same.
 ALIASES = {
     CHAT: "/chat/completions",
@@ -573,13 +538,16 @@ def paths(path: str) -> tuple[str, ...]:
     return (path, ALIASES[path]) if path in ALIASES else (path,)
 
 
+def _fault(path: str) -> Schema:
+    """What comes of a path that gives no answer."""
+    content = {JSON: {"schema": named("OllamaError" if is_ollama(path) else "Error")}}
+    return {"description": "Why there is none, in a sentence.", "content": content}
+
+
 PATHS: dict[str, Schema] = {
-    each: {method: operation}
-    for method, operations in (
-        ("post", GENERATING | QUICK | {SHOW: _SHOW}),
-        ("get", READ | OURS),
-    )
-    for path, operation in operations.items()
+    each: {method: made | {"responses": made["responses"] | {"default": _fault(path)}}}
+    for method, operations in (("post", GENERATING | QUICK | {SHOW: _SHOW}), ("get", READ | OURS))
+    for path, made in operations.items()
     for each in paths(path)
 }
 
@@ -597,9 +565,6 @@ def document(has_key: bool) -> dict[str, Any]:
         "components": {"schemas": SCHEMAS},
     }
     if has_key:
-        made["components"] = {
-            "schemas": SCHEMAS,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        }
+        made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         made["security"] = [{"key": []}]
     return made

@@ -11,7 +11,6 @@ import codecs
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import islice
 from time import monotonic, time
@@ -22,10 +21,10 @@ import numpy as np
 
 from orchestrator.engine.texts import log_softmax
 from orchestrator.native.llama import Model
-from orchestrator.serve.admission import outlasting
+from orchestrator.serve.admission import Body, outlasting
 from orchestrator.serve.backend import Backend, Stopped, sentence_of
 from orchestrator.serve.schemas import SEVERAL
-from orchestrator.serve.state import STOPPING
+from orchestrator.serve.state import STOPPING, State
 from orchestrator.serve.wire import COMPLETIONS, LIMITS, Refusal, beyond_context
 
 # What would change which token follows, or where the answer ends.
@@ -47,14 +46,6 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """What tokens say, and where in it each of them begins, in characters: int32 [n]."""
-
-    whole: str
-    offsets: np.ndarray
-
-
-@dataclass(frozen=True, slots=True)
 class Scores:
     """Log-probabilities of a prompt's tokens and of the n_behind that follow it, n in all: tokens
     int32 [n], logp float64 [n], nan for a token with nothing before it; the likeliest tokens there,
@@ -65,6 +56,10 @@ class Scores:
     likeliest: np.ndarray
     likeliest_logp: np.ndarray
     n_behind: int
+
+
+# What tokens say, and where in it each of them begins, in characters: int32 [n].
+Text = tuple[str, np.ndarray]
 
 
 def wants_scores(route: str, data: dict[str, Any]) -> bool:
@@ -92,109 +87,92 @@ def wants_scores(route: str, data: dict[str, Any]) -> bool:
     return True
 
 
-class Scoring:
-    """One such request, from its prompts to its answer."""
+async def score(state: State, backend: Backend, body: Body, sequence: int) -> Iterator[bytes]:
+    """Scores the prompts of a request, for which wants_scores was true, on a sequence, while no
+    request decodes; the parts of a JSON object. Where it is cancelled it ends with the part that is
+    computed. Raises Refusal."""
+    text, given_up = body.take(), threading.Event()
 
-    def __init__(
-        self,
-        backend: Backend,
-        workers: Executor,
-        data: dict[str, Any],
-        is_stopping: Callable[[], bool],
-    ) -> None:
-        """data: for which wants_scores was true. workers: one thread, which computes. May take a
-        while for long texts; any thread. Raises Refusal for prompts that cannot be scored."""
-        self._backend, self._workers, self._is_stopping = backend, workers, is_stopping
-        self._top: int = data["logprobs"]
-        self._n_behind: int = data["max_tokens"]
-        model, room = backend.engine.llama, backend.slot_context - self._n_behind
-        self._prompts = [_read(model, asked, room) for asked in _asked(data.get("prompt"))]
-        n_tokens = sum(len(prompt.tokens) for prompt in self._prompts)
-        most = backend.most_scored
-        if n_tokens > most:
-            raise Refusal(
-                400,
-                f"the prompts have {n_tokens} tokens together, and a request with echo {most} at "
-                f"most: send fewer prompts at once",
-            )
+    def goes_on() -> bool:
+        return not (given_up.is_set() or state.stopping)
 
-    async def answer(self, sequence: int) -> Iterator[bytes]:
-        """Scores the prompts on a sequence, while no request decodes; the parts of a JSON object.
-        Where it is cancelled it ends with the part that is computed. Raises Refusal."""
-        given_up = threading.Event()
-
-        def goes_on() -> bool:
-            return not (given_up.is_set() or self._is_stopping())
-
-        loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(self._workers, self._score, sequence, goes_on)
-        try:
-            # The place is given back when the work has ended, and not before.
-            found, timings = await outlasting(work, given_up.set)
-        except Stopped:
-            raise STOPPING from None
-        except Exception as error:  # noqa: BLE001 - whatever a policy raised
-            raise Refusal(500, sentence_of(error)) from None
-        return _written(self._backend.name, self._backend.engine.llama, found, timings)
-
-    def _score(
-        self, sequence: int, goes_on: Callable[[], bool]
-    ) -> tuple[list[tuple[Scores, Text]], dict[str, Any]]:
-        costs, began_s = self._backend.costs(), monotonic()
-        found = []
-        for prompt in self._prompts:
-            read = prompt.tokens if self._n_behind else prompt.tokens[:-1]
-            rows = self._backend.score(read, sequence, goes_on) if len(read) else ()
-            scores = _without(
-                prompt.n_hidden, _judged(prompt.tokens, rows, self._top, self._n_behind)
-            )
-            found.append((scores, _text_of(self._backend.engine.llama, scores, prompt.text)))
-        timings = {
-            "prompt_n": sum(len(prompt.tokens) for prompt in self._prompts),
-            "prompt_ms": 1000 * (monotonic() - began_s),
-            "predicted_n": self._n_behind * len(self._prompts),
-            "predicted_ms": 0.0,
-            **costs(),
-            "shared_steps": False,
-        }
-        return found, timings
+    data, prompts = await state.bodies.run(lambda: _prompts(backend, text))
+    top, n_behind = data["logprobs"], data["max_tokens"]
+    args = (backend, prompts, top, n_behind, sequence, goes_on)
+    work = asyncio.get_running_loop().run_in_executor(state.workers, _scored, *args)
+    try:
+        # The place is given back when the work has ended, and not before.
+        found, timings = await outlasting(work, given_up.set)
+    except Stopped:
+        raise STOPPING from None
+    except Exception as error:  # noqa: BLE001 - whatever a policy raised
+        raise Refusal(500, sentence_of(error)) from None
+    return _written(backend.name, backend.engine.llama, found, timings)
 
 
-def _judged(tokens: np.ndarray, parts: Iterable[np.ndarray], top: int, n_behind: int) -> Scores:
-    """parts: logits float32 [m, n_vocab] of the tokens one after the other, all but the last one of
-    them where n_behind is 0. The token behind them is the likeliest."""
-    n = len(tokens) + n_behind
-    scores = Scores(
-        tokens=np.append(tokens, np.zeros(n_behind, np.int32)).astype(np.int32),
-        logp=np.full(n, np.nan),
-        likeliest=np.zeros((n, top), np.int32),
-        likeliest_logp=np.full((n, top), np.nan),
-        n_behind=n_behind,
-    )
-    at = 0
-    for rows in parts:
-        for row in rows:
-            at += 1
-            logp = log_softmax(row)
-            if at == len(tokens):
-                scores.tokens[at] = logp.argmax()
-            scores.logp[at] = logp[scores.tokens[at]]
-            if top:
-                best = np.argpartition(logp, -top)[-top:]
-                best = best[np.lexsort((best, -logp[best]))]
-                scores.likeliest[at], scores.likeliest_logp[at] = best, logp[best]
-    return scores
+def _prompts(backend: Backend, body: bytes) -> tuple[dict[str, Any], list[Prompt]]:
+    """A request and its prompts. May take a while for long texts. Raises Refusal for prompts that
+    cannot be scored."""
+    data = json.loads(body)
+    model, room = backend.engine.llama, backend.slot_context - data["max_tokens"]
+    prompts = [_read(model, asked, room) for asked in _asked(data.get("prompt"))]
+    n_tokens, most = sum(len(prompt.tokens) for prompt in prompts), backend.most_scored
+    if n_tokens > most:
+        raise Refusal(
+            400,
+            f"the prompts have {n_tokens} tokens together, and a request with echo {most} at "
+            f"most: send fewer prompts at once",
+        )
+    return data, prompts
 
 
-def _without(n_hidden: int, scores: Scores) -> Scores:
-    """Without the first tokens."""
-    return Scores(
-        scores.tokens[n_hidden:],
-        scores.logp[n_hidden:],
-        scores.likeliest[n_hidden:],
-        scores.likeliest_logp[n_hidden:],
-        scores.n_behind,
-    )
+def _scored(
+    backend: Backend,
+    prompts: Sequence[Prompt],
+    top: int,
+    n_behind: int,
+    sequence: int,
+    goes_on: Callable[[], bool],
+) -> tuple[list[tuple[Scores, Text]], dict[str, Any]]:
+    """(scores and text of each prompt, costs of all). On a thread."""
+    costs, began_s = backend.costs(), monotonic()
+    found = []
+    for prompt in prompts:
+        read = prompt.tokens if n_behind else prompt.tokens[:-1]
+        rows = backend.score(read, sequence, goes_on) if len(read) else ()
+        scores = _judged(prompt, rows, top, n_behind)
+        found.append((scores, _text_of(backend.engine.llama, scores, prompt.text)))
+    timings = {
+        "prompt_n": sum(len(prompt.tokens) for prompt in prompts),
+        "prompt_ms": 1000 * (monotonic() - began_s),
+        "predicted_n": n_behind * len(prompts),
+        "predicted_ms": 0.0,
+        **costs(),
+        "shared_steps": False,
+    }
+    return found, timings
+
+
+def _judged(prompt: Prompt, parts: Iterable[np.ndarray], top: int, n_behind: int) -> Scores:
+    """Of all tokens but those that the server put there. parts: logits float32 [m, n_vocab] of the
+    prompt's tokens one after the other, all but the last one of them where n_behind is 0. The token
+    behind them is the likeliest."""
+    n_prompt = len(prompt.tokens)
+    n = n_prompt + n_behind
+    tokens = np.append(prompt.tokens, np.zeros(n_behind, np.int32)).astype(np.int32)
+    logps, likeliest_logp = np.full(n, np.nan), np.full((n, top), np.nan)
+    likeliest = np.zeros((n, top), np.int32)
+    for at, row in enumerate((row for rows in parts for row in rows), 1):
+        logp = log_softmax(row)
+        if at == n_prompt:
+            tokens[at] = logp.argmax()
+        logps[at] = logp[tokens[at]]
+        if top:
+            best = np.argpartition(logp, -top)[-top:]
+            best = best[np.lexsort((best, -logp[best]))]
+            likeliest[at], likeliest_logp[at] = best, logp[best]
+    kept = slice(prompt.n_hidden, None)
+    return Scores(tokens[kept], logps[kept], likeliest[kept], likeliest_logp[kept], n_behind)
 
 
 def _written(
@@ -225,18 +203,18 @@ def _written(
 def _choice(index: int, model: Model, scores: Scores, text: Text) -> Iterator[bytes]:
     tokens, logp = scores.tokens.tolist(), scores.logp.tolist()
     is_end = scores.n_behind and model.is_end(tokens[-1])
-    choice = {"index": index, "text": text.whole, "finish_reason": "stop" if is_end else "length"}
-    yield _json(choice)[:-1] + b', "logprobs": {"tokens": '
-    yield from _listed(_name(model, token) for token in tokens)
-    yield b', "token_logprobs": '
-    yield from _listed(_number(value) for value in logp)
-    yield b', "top_logprobs": '
-    yield from _listed(
-        _likeliest(model, *each)
-        for each in zip(tokens, logp, scores.likeliest, scores.likeliest_logp, strict=True)
-    )
-    yield b', "text_offset": '
-    yield from _listed(iter(text.offsets.tolist()))
+    choice = {"index": index, "text": text[0], "finish_reason": "stop" if is_end else "length"}
+    others = zip(tokens, logp, scores.likeliest, scores.likeliest_logp, strict=True)
+    lists: dict[str, Iterator[Any]] = {
+        "tokens": (_name(model, token) for token in tokens),
+        "token_logprobs": map(_number, logp),
+        "top_logprobs": (_likeliest(model, *each) for each in others),
+        "text_offset": iter(text[1].tolist()),
+    }
+    yield _json(choice)[:-1] + b', "logprobs": {'
+    for number, (name, values) in enumerate(lists.items()):
+        yield b", " * bool(number) + _json(name) + b": "
+        yield from _listed(values)
     yield b"}}"
 
 
@@ -251,10 +229,10 @@ def _text_of(model: Model, scores: Scores, given: str | None) -> Text:
         n_chars += len(text[-1])
     text.append(decoder.decode(b"", final=True))
     if given is None:
-        return Text("".join(text), offsets)
+        return "".join(text), offsets
     behind = "".join(text[n_tokens - scores.n_behind :])
     put_before = n_chars - len(behind) - len(given)
-    return Text(given + behind, np.maximum(0, offsets - put_before))
+    return given + behind, np.maximum(0, offsets - put_before)
 
 
 def _likeliest(

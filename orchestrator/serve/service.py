@@ -87,7 +87,7 @@ class Service:
         process has to end without it."""
         state, backend = self.state, self.state.backend
         kept = backend.kept if backend is not None else None
-        for workers in (state.workers, state.quick, state.scorer, kept and kept.thread):
+        for workers in (state.workers, state.quick, kept and kept.thread):
             if workers:
                 workers.shutdown(wait=False)
         for thread in threading.enumerate():

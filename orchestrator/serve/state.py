@@ -37,7 +37,6 @@ class State:
         self.all_metrics: Callable[[], Awaitable[str]] | None = None
         self.workers: Executor = ThreadPoolExecutor(settings.parallel, f"{self.threads}answer")
         self.quick: Executor = ThreadPoolExecutor(2, f"{self.threads}quick")
-        self.scorer: Executor = ThreadPoolExecutor(1, f"{self.threads}score")
         self.bodies = Bodies(self.quick)
 
     def ready(self) -> Backend:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -71,6 +72,11 @@ class Refusal(Exception):
         return {"retry-after": "1"} if self.status in (429, 503) else {}
 
 
+def is_ollama(path: str) -> bool:
+    """Whether a path's clients are Ollama's."""
+    return path.startswith("/api/")
+
+
 def ollama_error(message: str) -> dict[str, Any]:
     """An error as Ollama's clients read it."""
     return {"error": message}
@@ -131,8 +137,10 @@ def read_object(body: bytes) -> dict[str, Any]:
         raise Refusal(400, "the body is not JSON") from None
     if not isinstance(data, dict):
         raise Refusal(400, "the body must be a JSON object")
-    if body.count(b"[") + body.count(b"{") > MOST_DEPTH and _is_deep(data):
-        raise Refusal(400, f"the body nests more than {MOST_DEPTH} deep")
+    if body.count(b"[") + body.count(b"{") > MOST_DEPTH:
+        deepest = next(islice(levels([data]), MOST_DEPTH, None), [])
+        if any(isinstance(each, (dict, list)) for each in deepest):
+            raise Refusal(400, f"the body nests more than {MOST_DEPTH} deep")
     return data
 
 
@@ -144,21 +152,16 @@ def written(data: dict[str, Any]) -> bytes:
         raise Refusal(400, "a number of the body is too large") from None
 
 
-def _is_deep(data: Any) -> bool:
-    level = [data]
-    for _ in range(MOST_DEPTH):
-        level = inner(level)
-    return any(isinstance(each, (dict, list)) for each in level)
-
-
-def inner(level: Iterable[Any]) -> list[Any]:
-    """The values in the objects and lists of these, one level below them."""
-    return [
-        child
-        for each in level
-        if isinstance(each, (dict, list))
-        for child in (each.values() if isinstance(each, dict) else each)
-    ]
+def levels(values: list[Any]) -> Iterator[list[Any]]:
+    """These values, then those in their objects and lists, and so on, level by level."""
+    while values:
+        yield values
+        values = [
+            child
+            for each in values
+            if isinstance(each, (dict, list))
+            for child in (each.values() if isinstance(each, dict) else each)
+        ]
 
 
 def _no_constant(name: str) -> float:

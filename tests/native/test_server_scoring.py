@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,11 @@ from orchestrator.events import Phase
 from orchestrator.lab.eval.judge import Judge
 from orchestrator.memory.footprint import SCORING_BYTES, output_tokens
 from orchestrator.memory.plan import MemoryPlan
+from orchestrator.serve.admission import Body
 from orchestrator.serve.backend import SCORED_TOKENS, Backend, Stopped, server_config
-from orchestrator.serve.scoring import Scoring
+from orchestrator.serve.scoring import score
+from orchestrator.serve.settings import ServeSettings
+from orchestrator.serve.state import State
 from orchestrator.serve.wire import Refusal
 
 from .servers import MIB, answered, broken, config, serving
@@ -46,13 +48,14 @@ def scored(
     backend: Backend, prompt: Any, top: int = 1, n_more: int = 0, sequence: int = 1
 ) -> dict[str, Any]:
     data = {"prompt": prompt, "logprobs": top, "max_tokens": n_more}
-    with ThreadPoolExecutor(1) as workers:
-        scoring = Scoring(backend, workers, data, lambda: False)
 
-        async def whole() -> bytes:
-            return b"".join(await scoring.answer(sequence))
+    async def whole() -> bytes:
+        state = State(ServeSettings())
+        body = Body(state.bodies, 2**17)
+        body.data = json.dumps(data).encode()
+        return b"".join(await score(state, backend, body, sequence))
 
-        answer: dict[str, Any] = json.loads(asyncio.run(whole()))
+    answer: dict[str, Any] = json.loads(asyncio.run(whole()))
     return answer
 
 

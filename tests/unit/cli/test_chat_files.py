@@ -8,12 +8,7 @@ from pathlib import Path
 import fake_engine
 import pytest
 
-from orchestrator.chat.session import (
-    LastConversation,
-    Session,
-    read_conversation,
-    write_conversation,
-)
+from orchestrator.chat.session import Session, read_conversation, write_conversation
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 
@@ -69,8 +64,6 @@ def test_anything_else_is_one_sentence(tmp_path: Path, name: str) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"gone\.jsonl: No such file"):
         read_conversation(tmp_path / "gone.jsonl")
-    with pytest.raises(ConfigError, match="--resume: no conversation is kept"):
-        LastConversation(tmp_path).read()
 
 
 def session() -> Session:
@@ -95,11 +88,11 @@ def test_a_loaded_conversation_goes_on() -> None:
 
 def test_the_latest_conversation_is_kept_after_each_answer(tmp_path: Path) -> None:
     talk = session()
-    talk.keeper = LastConversation(tmp_path)
+    talk.kept = tmp_path / "last.jsonl"
     for text in ("hello", "more"):
         list(talk.answer(text))
-        assert talk.keeper.read() == talk.messages
+        assert read_conversation(talk.kept) == talk.messages
     list(talk.answer("silence"))
-    assert talk.keeper.read() == talk.messages
-    talk.keeper = LastConversation(tmp_path / "gone")
+    assert read_conversation(talk.kept) == talk.messages
+    talk.kept = tmp_path / "gone" / "last.jsonl"
     list(talk.answer("hello"))  # done without

@@ -13,7 +13,7 @@ from fake_engine import STATS, FakeEngine
 
 from gguf_tools import interrupts
 from orchestrator.chat.chat import stats_fields, stats_table
-from orchestrator.chat.session import Session
+from orchestrator.chat.session import Session, write_conversation
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, GGUFError
 
@@ -140,7 +140,7 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="No space"):
-        session.save(path)
+        write_conversation(path, session.messages)
     assert os.listdir(tmp_path) == ["talk.jsonl"]
     assert path.read_text() == "before"
 

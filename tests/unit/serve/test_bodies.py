@@ -86,12 +86,12 @@ def test_requests_that_wait_count_once_and_hold_no_other_path_up() -> None:
 def test_a_body_without_room_is_refused_at_once() -> None:
     state = state_with(FakeBackend(whole()))
     app = application(state, quiet)
-    state.bodies.keep(KEPT * 2**17 - 10, KEPT * 2**17)
+    state.bodies.kept_bytes += KEPT * 2**17 - 10
     reply = ask(app, COMPLETIONS, {"prompt": "a" * 20})
     assert reply.status == 503 and reply.headers["retry-after"] == "1"
     assert "try again later" in reply.json()["error"]["message"]
     assert state.bodies.refused == 1
-    state.bodies.keep(10 - KEPT * 2**17, 0)
+    state.bodies.kept_bytes -= KEPT * 2**17 - 10
     assert state.bodies.kept_bytes == 0  # the refused one holds nothing
     assert ask(app, COMPLETIONS, {"prompt": "a" * 20}).status == 200
 

@@ -32,11 +32,11 @@ async def test_requests_run_in_their_order_and_the_rest_waits() -> None:
     with pytest.raises(Refusal):
         gate.join()
     assert gate.refused == 1
-    tickets[1].leave()
+    gate.leave(tickets[1])
     assert [each.turn.done() for each in tickets[2:]] == [True, False]
-    tickets[0].leave()
-    tickets[2].leave()
-    tickets[3].leave()
+    gate.leave(tickets[0])
+    gate.leave(tickets[2])
+    gate.leave(tickets[3])
     assert (gate.running, gate.waiting) == (0, 0)
 
 
@@ -46,10 +46,10 @@ async def test_who_leaves_the_line_lets_the_next_one_pass() -> None:
     first = gate.join()
     wide, narrow = gate.join(2), gate.join(1)
     assert not wide.turn.done() and not narrow.turn.done()  # nobody overtakes
-    wide.leave()
+    gate.leave(wide)
     assert wide.turn.cancelled() and narrow.turn.done()
-    first.leave()
-    narrow.leave()
+    gate.leave(first)
+    gate.leave(narrow)
     last = gate.join(2)
     assert last.turn.done()
 
@@ -69,7 +69,7 @@ async def test_an_empty_queue_refuses_only_who_would_have_to_wait() -> None:
     ticket = gate.join()
     with pytest.raises(Refusal):
         gate.join()
-    ticket.leave()
+    gate.leave(ticket)
     assert gate.join().turn.done()
     with pytest.raises(ValueError, match="2 places of 1"):
         gate.join(2)
@@ -82,12 +82,12 @@ async def test_requests_share_the_context_by_what_they_may_take() -> None:
     long, short = gate.join(cells=700), gate.join(cells=300)
     waits, behind = gate.join(cells=301), gate.join(cells=0)
     assert [each.turn.done() for each in (long, short, waits, behind)] == [True, True, False, False]
-    short.leave()
+    gate.leave(short)
     assert not waits.turn.done()
-    long.leave()
+    gate.leave(long)
     assert waits.turn.done() and behind.turn.done()
-    waits.leave()
-    behind.leave()
+    gate.leave(waits)
+    gate.leave(behind)
     assert gate.join(cells=5000).turn.done()  # alone: there is nobody to wait for
 
 
@@ -98,7 +98,7 @@ async def test_a_request_takes_what_its_sequence_still_holds() -> None:
     first, second = gate.join(cells=400), gate.join(cells=100)
     assert gate.widen(second, 50) and gate.widen(second, 600) and not gate.widen(first, 401)
     assert not gate.join(cells=1).turn.done()
-    second.leave()
+    gate.leave(second)
     assert gate.widen(first, 900)
 
 

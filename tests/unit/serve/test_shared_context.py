@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from asgi import begun, quiet, state_with
+from asgi import begun, quiet, state_with, whole
 from served import DEMO, server_library
 
 from orchestrator.config import Config
@@ -24,6 +24,13 @@ from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.wire import CHAT, Refusal
 
 COMPLETIONS = "/v1/completions"
+
+
+def counting(n_prompt: int | None) -> Any:
+    """A backend that says of every prompt that it has so many tokens."""
+    answer = json.dumps({"input_tokens": n_prompt}).encode()
+    context = {"cells": 60_000, "slot_context": 30_000, "parallel": 3, "max_tokens": None}
+    return SimpleNamespace(**context, request=lambda *_: whole(answer))
 
 
 @pytest.mark.parametrize(
@@ -44,18 +51,16 @@ COMPLETIONS = "/v1/completions"
 def test_what_a_request_may_take(
     data: dict[str, Any], n_prompt: int | None, cells: int, limit: int
 ) -> None:
-    backend: Any = SimpleNamespace(cells=60_000, slot_context=30_000, parallel=3, max_tokens=None)
-    answer = json.dumps({"input_tokens": n_prompt}).encode()
+    backend = counting(n_prompt)
     asked = dict(data)
     route = CHAT if n_prompt is not None else COMPLETIONS
-    found = settle_length(lambda *_: (200, answer), route, asked, backend, data.get("n", 1))
+    found = settle_length(route, asked, backend, data.get("n", 1))
     assert (found, asked["max_tokens"]) == (cells, limit)
 
 
 def test_a_prompt_beyond_the_context_is_refused_before_anything_begins() -> None:
-    backend: Any = SimpleNamespace(cells=60_000, slot_context=30_000, parallel=2, max_tokens=None)
     with pytest.raises(Refusal, match="the prompt of 30000 tokens exceeds"):
-        settle_length(lambda *_: (200, b'{"input_tokens": 30000}'), CHAT, {}, backend, 1)
+        settle_length(CHAT, {}, counting(30_000), 1)
 
 
 @pytest.fixture(scope="module")
