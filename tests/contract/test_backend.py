@@ -1,10 +1,7 @@
 """`pip install .` without `make build`, and hints to install more."""
 
-from __future__ import annotations
-
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -15,9 +12,7 @@ HOOKS = ("get_requires_for_build_wheel", "get_requires_for_build_editable")
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_without_our_build_pip_gets_one_sentence(
-    hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_our_build_pip_gets_one_sentence(hook, tmp_path, monkeypatch):
     monkeypatch.setattr(backend.sysconfig, "get_path", lambda _name: str(tmp_path))
     version = read_upstream().version
     stock = tmp_path / f"llama_cpp_python-{version}.dist-info" / "METADATA"
@@ -29,7 +24,7 @@ def test_without_our_build_pip_gets_one_sentence(
             getattr(backend, hook)()
 
 
-def test_pip_asks_that_and_finds_what_make_build_installed() -> None:
+def test_pip_asks_that_and_finds_what_make_build_installed():
     text = (REPO / "pyproject.toml").read_text()
     assert 'build-backend = "patches.backend"' in text and 'backend-path = ["."]' in text
     version = read_upstream().local_version
@@ -38,7 +33,7 @@ def test_pip_asks_that_and_finds_what_make_build_installed() -> None:
     backend.need_our_build()
 
 
-def test_hints_to_install_more_hold_in_any_folder() -> None:
+def test_hints_to_install_more_hold_in_any_folder():
     """`-e '.[plot]'` would be of whatever folder the user is in."""
     command = ["git", "ls-files", "orchestrator", "gguf_tools", "docs", "README.md"]
     listed = subprocess.run(command, capture_output=True, text=True, cwd=REPO).stdout.split()

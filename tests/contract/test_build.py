@@ -4,8 +4,6 @@ The toy has the shape of the real source distribution and takes seconds: one lib
 sources, one of them ours. The tool runs as a user runs it, from a copy of this folder.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes
@@ -71,7 +69,6 @@ Remove-When: never
 +    return 11;
  }
 """
-
 pytestmark = pytest.mark.skipif(
     not all(map(shutil.which, ("cmake", "c++", "patch"))),
     reason="cmake, a C++ compiler or patch is missing",
@@ -79,7 +76,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Toy:
-    def __init__(self, root: Path):
+    def __init__(self, root):
         self.root = root
         self.patches = root / "patches"
         self.cache = root / "cache"
@@ -105,7 +102,7 @@ class Toy:
         (self.patches / "series").write_text("one.patch\n")
         (self.patches / "one.patch").write_text(PATCH)
 
-    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    def start(self, *arguments, **environment):
         command = [sys.executable, str(self.patches / "tool.py"), *(arguments or ("build",))]
         command += ["--amx", "off", "--gpu", "off", "--sdist", str(self.sdist)]
         clean = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "CMAKE_ARGS")}
@@ -118,21 +115,21 @@ class Toy:
             env=clean | {"XDG_CACHE_HOME": str(self.cache), "CCACHE_DISABLE": "1"} | environment,
         )
 
-    def build(self, **environment: str) -> tuple[Path, str]:
+    def build(self, **environment):
         """(wheel, what the tool said); fails the test when the build fails."""
         process = self.start(**environment)
         out, said = process.communicate(timeout=HANG_S)
         assert process.returncode == 0, said
         return Path(out.strip()), said
 
-    def fault(self, **environment: str) -> str:
+    def fault(self, **environment):
         """What the tool says of a build that fails."""
         process = self.start(**environment)
         _, said = process.communicate(timeout=HANG_S)
         assert process.returncode == 1
         return said
 
-    def answers(self, wheel: Path) -> dict[str, int]:
+    def answers(self, wheel):
         """What the library in a wheel returns, loaded under a name of its own."""
         folder = self.root / f"load-{time.monotonic_ns()}"
         with zipfile.ZipFile(wheel) as archive:
@@ -142,11 +139,11 @@ class Toy:
 
 
 @pytest.fixture
-def toy(tmp_path: Path) -> Toy:
+def toy(tmp_path):
     return Toy(tmp_path / "a folder")
 
 
-def test_builds_once_then_finds_it(toy: Toy) -> None:
+def test_builds_once_then_finds_it(toy):
     wheel, said = toy.build()
     assert said.splitlines()[-1] == "built"
     assert wheel.name.startswith("toy-1.0+moe.edge.3-py3-none-")
@@ -157,7 +154,7 @@ def test_builds_once_then_finds_it(toy: Toy) -> None:
     assert toy.build() == (wheel, "up to date\n")
 
 
-def test_every_edit_reaches_the_wheel(toy: Toy) -> None:
+def test_every_edit_reaches_the_wheel(toy):
     first, _ = toy.build()
     ours = toy.patches / "native" / "ours.cpp"
     ours.write_text(OURS.replace("return 3", "return 33"))
@@ -177,7 +174,7 @@ def test_every_edit_reaches_the_wheel(toy: Toy) -> None:
     assert len({first, second, third, fourth, fifth}) == 5
 
 
-def test_edits_in_the_cache_are_undone_to_the_same_bytes(toy: Toy) -> None:
+def test_edits_in_the_cache_are_undone_to_the_same_bytes(toy):
     wheel, _ = toy.build()
     before = wheel.read_bytes()
     tree = next(toy.cache.glob("moe-edge/source/toy-1.0-*"))
@@ -191,7 +188,7 @@ def test_edits_in_the_cache_are_undone_to_the_same_bytes(toy: Toy) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["kill", "ctrl-c"])
 @pytest.mark.parametrize("delay", [0.4, 0.9, 1.5])
-def test_an_interrupted_build_poisons_nothing(toy: Toy, how: signal.Signals, delay: float) -> None:
+def test_an_interrupted_build_poisons_nothing(toy, how, delay):
     process = toy.start()
     time.sleep(delay)
     os.killpg(process.pid, how)
@@ -203,7 +200,7 @@ def test_an_interrupted_build_poisons_nothing(toy: Toy, how: signal.Signals, del
 
 
 @pytest.mark.parametrize("boot", ["another", "this"])
-def test_half_written_objects_of_a_killed_run_are_not_linked(toy: Toy, boot: str) -> None:
+def test_half_written_objects_of_a_killed_run_are_not_linked(toy, boot):
     toy.build()
     build_folder = next(toy.cache.glob("moe-edge/build/*"))
     (build_folder / "moe-edge-running").write_text(build._boot() if boot == "this" else "")
@@ -217,7 +214,7 @@ def test_half_written_objects_of_a_killed_run_are_not_linked(toy: Toy, boot: str
     assert toy.answers(toy.build()[0]) == {"one": 11, "two": 2, "ours": 4}
 
 
-def test_a_killed_build_goes_on(toy: Toy) -> None:
+def test_a_killed_build_goes_on(toy):
     """What was compiled is not compiled again, and what the log had is in it still."""
     if not any(map(shutil.which, ("ninja", "ninja-build"))):
         pytest.skip("ninja is missing: make does not note what is complete")
@@ -237,7 +234,7 @@ def test_a_killed_build_goes_on(toy: Toy) -> None:
     assert "two.cpp.o" not in log.read_text()[len(before) :]
 
 
-def test_two_builds_at_once_share_one(toy: Toy) -> None:
+def test_two_builds_at_once_share_one(toy):
     processes = [toy.start(), toy.start()]
     results = [process.communicate(timeout=HANG_S) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], results
@@ -245,7 +242,7 @@ def test_two_builds_at_once_share_one(toy: Toy) -> None:
     assert sorted(said.splitlines()[-1] for _, said in results) == ["built", "up to date"]
 
 
-def test_a_compile_error_is_shown_with_its_log(toy: Toy) -> None:
+def test_a_compile_error_is_shown_with_its_log(toy):
     ours = toy.patches / "native" / "ours.cpp"
     ours.write_text(OURS + "int broken( { }\n")
     said = toy.fault()
@@ -254,7 +251,7 @@ def test_a_compile_error_is_shown_with_its_log(toy: Toy) -> None:
     assert toy.answers(toy.build()[0])["ours"] == 3
 
 
-def test_a_wheels_library_is_linked_in_a_folder_with_a_space(toy: Toy) -> None:
+def test_a_wheels_library_is_linked_in_a_folder_with_a_space(toy):
     """As everything here is built in one; a wheel's flags name a file of the checkout."""
     random = "moe-edge-random.cpp"
     shutil.copy(PATCHES / "native" / random, toy.patches / "native")
@@ -269,7 +266,7 @@ def test_a_wheels_library_is_linked_in_a_folder_with_a_space(toy: Toy) -> None:
         assert b"libstdc++.so" not in archive.read("llama_cpp/lib/libllama.so")
 
 
-def test_a_missing_symbol_is_never_packaged(toy: Toy) -> None:
+def test_a_missing_symbol_is_never_packaged(toy):
     header = toy.patches / "native" / "moe-edge.h"
     header.write_text(HEADER + "MOE_EDGE_API int moe_edge_forgotten(void);\n")
     assert "lack moe_edge_forgotten" in toy.fault()
@@ -286,7 +283,7 @@ def test_a_missing_symbol_is_never_packaged(toy: Toy) -> None:
         (("patch",), "patch"),
     ],
 )
-def test_a_missing_tool_is_one_sentence(toy: Toy, missing: tuple[str, ...], package: str) -> None:
+def test_a_missing_tool_is_one_sentence(toy, missing, package):
     tools = toy.root / "bin"
     tools.mkdir()
     for name in ("cc", "c++", "gcc", "g++", "as", "ld", "cmake", "ninja", "make", "patch", "sh"):
@@ -297,7 +294,7 @@ def test_a_missing_tool_is_one_sentence(toy: Toy, missing: tuple[str, ...], pack
     assert len(said.splitlines()) == 1 and f"`sudo apt install {package}`" in said
 
 
-def test_make_instead_of_ninja(toy: Toy) -> None:
+def test_make_instead_of_ninja(toy):
     if not shutil.which("make"):
         pytest.skip("make is missing")
     tools = toy.root.parent / "bin"  # make cannot start where its own path has a space
@@ -312,9 +309,7 @@ def test_make_instead_of_ninja(toy: Toy) -> None:
     assert "%" in said
 
 
-def test_files_are_all_that_is_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, user_folder: Path
-) -> None:
+def test_files_are_all_that_is_used(monkeypatch, tmp_path, user_folder):
     """--files: pip is told to look nowhere else, and the source there is taken."""
     sdist = tmp_path / read_upstream().sdist_name
     sdist.write_bytes(b"not it")

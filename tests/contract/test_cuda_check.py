@@ -1,16 +1,12 @@
 """`make cuda-check` fails on warnings in our files alone; for which cards is compiled."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from patches import cuda
 from patches.upstream import BuildError
 
 
-def compiler(folder: Path, command: str) -> str:
+def compiler(folder, command):
     path = folder / "nvcc"
     path.write_text(f"#!/bin/sh\n{command}\n")
     path.chmod(0o755)
@@ -18,14 +14,12 @@ def compiler(folder: Path, command: str) -> str:
 
 
 @pytest.fixture
-def nvcc(tmp_path: Path) -> str:
+def nvcc(tmp_path):
     """A compiler that knows cards up to 9.0."""
     return compiler(tmp_path, "printf 'compute_75\\ncompute_80\\ncompute_86\\ncompute_90\\n'")
 
 
-def test_real_code_for_the_cards_that_nvcc_knows(
-    nvcc: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_real_code_for_the_cards_that_nvcc_knows(nvcc, capsys):
     assert cuda.architectures(nvcc, [75, 86]) == "75-real;86-real"
     assert cuda.architectures(nvcc, []) == "80-virtual"
     assert not capsys.readouterr().err
@@ -37,6 +31,6 @@ def test_real_code_for_the_cards_that_nvcc_knows(
         cuda.architectures(nvcc, [61])
 
 
-def test_a_compiler_that_names_no_architecture_is_one_sentence(tmp_path: Path) -> None:
+def test_a_compiler_that_names_no_architecture_is_one_sentence(tmp_path):
     with pytest.raises(BuildError, match="--list-gpu-arch names no architecture"):
         cuda.offered_architectures(compiler(tmp_path, "exit 1"))

@@ -1,11 +1,8 @@
 """The server's library: one for each wheel and each source, and only beside a wheel of ours."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -13,13 +10,13 @@ from patches import build, server
 from patches.upstream import BuildError, read_upstream
 
 
-def package_with(folder: Path, key: str) -> Path:
+def package_with(folder, key):
     folder.mkdir(exist_ok=True)
     (folder / "moe_edge_build.json").write_text(json.dumps({"key": key}))
     return folder
 
 
-def test_the_path_follows_what_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_path_follows_what_is_compiled(tmp_path, monkeypatch):
     upstream = read_upstream()
     package = package_with(tmp_path / "llama_cpp", "a")
     first = server.library_path(upstream, package, tmp_path)
@@ -37,15 +34,13 @@ def test_the_path_follows_what_is_compiled(tmp_path: Path, monkeypatch: pytest.M
     assert len({first, *others}) == 4
 
 
-def test_two_checkouts_of_one_environment_compile_in_folders_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_checkouts_of_one_environment_compile_in_folders_of_their_own(tmp_path, monkeypatch):
     """cmake refuses a folder that was configured for another checkout."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     package = package_with(tmp_path / "llama_cpp", "a")
-    compiled: list[tuple[Path, Path]] = []
+    compiled = []
 
-    def compile_tree(plan: build.Plan, source: Path, *_: object) -> None:
+    def compile_tree(plan, source, *_):
         compiled.append((plan.build_dir, source))
         raise BuildError("stopped")
 
@@ -62,14 +57,12 @@ def test_two_checkouts_of_one_environment_compile_in_folders_of_their_own(
     assert source == other and one != another
 
 
-def test_a_stock_package_has_no_server(tmp_path: Path) -> None:
+def test_a_stock_package_has_no_server(tmp_path):
     with pytest.raises(BuildError, match="is not moe-edge's llama"):
         server.build_server(read_upstream(), tmp_path)
 
 
-def test_a_library_in_the_cache_is_not_compiled_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_in_the_cache_is_not_compiled_again(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     package = package_with(tmp_path / "llama_cpp", "a")
     path = server.library_path(read_upstream(), package, tmp_path / "moe-edge")

@@ -75,7 +75,6 @@ WORDS = (
     'root ::= ("a"?){5000}',
     "edkypmxt",
 )
-
 PATTERNS = ("^a+$", "^(a|b)*c$", "^((((a*)*)*)*)*$", "[", "^")
 # Nests deeper than Python writes JSON; put into the text in the end.
 DEEP = "<deep>"

@@ -23,11 +23,7 @@ from orchestrator.cost.losses import LossTable, TablePrecision
 from orchestrator.lab.replay.file import write_trace
 
 TIERS = {"q8_0": GGMLType.Q8_0, "q4_0": GGMLType.Q4_0}
-
-
 SMALL = {"n_embd": 32, "n_ff": 32, "n_expert": 2}
-
-
 NUMBERS = {"embedding_length": 32, "expert_count": 2, "expert_used_count": 1}
 
 

@@ -46,8 +46,6 @@ from orchestrator.memory.machine import Machine
 from orchestrator.memory.plan import plan_memory
 
 ACCEPTED = "accepted"
-
-
 Target = Callable[[Bench, Random], str]
 
 

@@ -1,8 +1,6 @@
 """A few seconds of what tests/fuzz/long.py does for ten minutes: whatever a file says, the answer
 is an error of ours or a model, at once, in little memory."""
 
-from __future__ import annotations
-
 import tracemalloc
 from random import Random
 
@@ -22,12 +20,12 @@ MOST_BYTES = 16 << 20
 
 
 @pytest.fixture(scope="module")
-def search(tmp_path_factory: pytest.TempPathFactory) -> Search:
+def search(tmp_path_factory):
     return Search(tmp_path_factory.mktemp("fuzz"), [])
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_every_answer_is_an_answer(search: Search, name: str) -> None:
+def test_every_answer_is_an_answer(search, name):
     target = TARGETS[name]
     if target in WITH_GGML:
         try:
@@ -44,7 +42,7 @@ def test_every_answer_is_an_answer(search: Search, name: str) -> None:
         suppress_health_check=list(HealthCheck),
     )
     @given(st.randoms(use_true_random=False))
-    def run(random: Random) -> None:
+    def run(random):
         tracemalloc.start()
         try:
             answers.add(target(search.bench, random))
@@ -74,7 +72,7 @@ values = st.recursive(
 @given(
     metadata=st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), values, max_size=4)
 )
-def test_metadata_is_read_back_as_it_was_written(tmp_path_factory, metadata: dict) -> None:
+def test_metadata_is_read_back_as_it_was_written(tmp_path_factory, metadata):
     """Or the writer refuses it: mixed lists, an empty key, an alignment of another kind."""
     path = tmp_path_factory.mktemp("meta") / "m.gguf"
     refused = set()

@@ -44,8 +44,6 @@ STATS = GenerationStats(
     finish="end",
     policy={"prefetch": "on", "recall": [None, 0.5, 0.75], "precision": [None, 0.5, 0.75]},
 )
-
-
 # An answer longer than a line, in pieces that are no words.
 WORDS = ["some le", "ngthy w", "ords of an ans", "wer "] * 12
 

@@ -1,7 +1,5 @@
 """`moe-edge bench`: its options, which the experiments declare, and what they become."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -16,7 +14,7 @@ from orchestrator.lab.table import Report
 BELOW = [name for name in BENCHMARKS if name]
 
 
-def run(*args: str):
+def run(*args):
     return CliRunner().invoke(cli, list(args))
 
 
@@ -67,11 +65,7 @@ def test_a_benchmark_gets_its_options(measured, name, args, options):
         ("--quick ablation", 2, "--quick comes after the command"),
         ("--seed 0 ablation", 2, "--seed comes after the command"),
         # The routing of a trained model is its own.
-        (
-            "ablation --shape demo --routing uniform",
-            1,
-            "--routing has no effect with --shape demo",
-        ),
+        ("ablation --shape demo --routing uniform", 1, "--routing has no effect with --shape demo"),
     ],
 )
 def test_what_is_refused(words, status, said):

@@ -1,9 +1,6 @@
 """Conversations in files: /save, /load, --resume."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import fake_engine
 import pytest
@@ -34,9 +31,7 @@ SYSTEM = {"role": "system", "content": "Be short."}
         (TURNS[:3], TURNS[:2]),  # a question without an answer is left out
     ],
 )
-def test_what_is_written_is_read(
-    tmp_path: Path, written: list[dict[str, str]], read: list[dict[str, str]]
-) -> None:
+def test_what_is_written_is_read(tmp_path, written, read):
     path = tmp_path / "saved.jsonl"
     write_conversation(path, written)
     assert read_conversation(path) == read
@@ -59,26 +54,26 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_anything_else_is_one_sentence(tmp_path: Path, name: str) -> None:
+def test_anything_else_is_one_sentence(tmp_path, name):
     path = tmp_path / "wrong.jsonl"
     path.write_bytes(WRONG[name])
     with pytest.raises(ConfigError, match=r"wrong\.jsonl: this is no conversation"):
         read_conversation(path)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ConfigError, match=r"gone\.jsonl: No such file"):
         read_conversation(tmp_path / "gone.jsonl")
     with pytest.raises(ConfigError, match="--resume: no conversation is kept"):
         LastConversation(tmp_path).read()
 
 
-def session() -> Session:
+def session():
     config = Config.build(model="fake.gguf", system="Be long.")
-    return Session(fake_engine.FakeEngine(config), config)  # type: ignore[arg-type]
+    return Session(fake_engine.FakeEngine(config), config)
 
 
-def test_a_loaded_conversation_goes_on() -> None:
+def test_a_loaded_conversation_goes_on():
     talk = session()
     list(talk.answer("hello"))
     talk.load([SYSTEM, *TURNS[:2]])
@@ -93,7 +88,7 @@ def test_a_loaded_conversation_goes_on() -> None:
     assert talk.messages == []  # its system prompt is that of the conversation
 
 
-def test_the_latest_conversation_is_kept_after_each_answer(tmp_path: Path) -> None:
+def test_the_latest_conversation_is_kept_after_each_answer(tmp_path):
     talk = session()
     talk.keeper = LastConversation(tmp_path)
     for text in ("hello", "more"):

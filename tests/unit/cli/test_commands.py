@@ -1,7 +1,5 @@
 """Command lines and what they print, in this process (tables) and in one of their own."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -34,7 +32,7 @@ def opened(monkeypatch):
     return engines
 
 
-def run(*args: str, stdin: str | None = None):
+def run(*args, stdin=None):
     return CliRunner().invoke(cli, list(args), input=stdin)
 
 

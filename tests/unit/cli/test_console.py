@@ -1,7 +1,5 @@
 """What is safe and fit to show on a terminal."""
 
-from __future__ import annotations
-
 import io
 import sys
 import time
@@ -32,7 +30,7 @@ def test_ordinary_text_stays(text):
 class Screen(io.StringIO):
     """A terminal that keeps what was written to it."""
 
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 

@@ -1,7 +1,5 @@
 """What a newcomer does to the command line: one sentence each, and nothing left behind."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess
@@ -19,7 +17,7 @@ FAKE = [sys.executable, fake_engine.__file__]
 DEMO = Path(__file__).resolve().parents[3] / "models/demo/moe-edge-demo.gguf"
 
 
-def refused(*args: str) -> str:
+def refused(*args):
     """What a command says that ends with a sentence, which is all that it says."""
     result = CliRunner().invoke(cli, list(args))
     assert result.exit_code in (1, 2), result.output
@@ -56,18 +54,18 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("args", "said"), REFUSED)
-def test_what_makes_no_sense_is_refused(args: list[str], said: str) -> None:
+def test_what_makes_no_sense_is_refused(args, said):
     assert said in refused(*args)
 
 
-def test_a_folder_is_no_model(tmp_path: Path) -> None:
+def test_a_folder_is_no_model(tmp_path):
     assert "name a GGUF in it" in refused("chat", "-m", str(tmp_path), "-p", "x")
     (tmp_path / "config.json").touch()
     assert "moe-edge convert" in refused("chat", "-m", str(tmp_path), "-p", "x")
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "replay"])
-def test_a_pipe_without_a_writer_is_no_file(tmp_path: Path, command: str) -> None:
+def test_a_pipe_without_a_writer_is_no_file(tmp_path, command):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     result = subprocess.run(
@@ -90,23 +88,21 @@ def test_a_pipe_without_a_writer_is_no_file(tmp_path: Path, command: str) -> Non
         ("chat -m x.gguf -p x --policy dynaexq --profile", "", "Is a directory"),
     ],
 )
-def test_a_file_that_cannot_be_written_is_refused_before_the_work(
-    tmp_path: Path, args: str, name: str, why: str
-) -> None:
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, args, name, why):
     assert refused(*args.split(), str(tmp_path / name)) == f"Error: {tmp_path / name}: {why}"
     assert not list(tmp_path.iterdir())
 
 
-def test_an_endless_stdin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_stdin_is_refused(monkeypatch):
     monkeypatch.setattr("orchestrator.cli.chat.LONGEST_PROMPT", 10)
     result = CliRunner().invoke(cli, ["chat", "-m", "x.gguf"], input="x" * 11)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "longer than any context" in result.stderr
 
 
-def test_a_plot_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_a_plot_that_cannot_be_written_leaves_nothing(tmp_path):
     class Figure:
-        def savefig(self, file, **_options) -> None:
+        def savefig(self, file, **_options):
             file.write(b"half")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -119,23 +115,17 @@ def test_a_plot_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("closing", "model", "status", "stdout", "stderr"),
     [
-        (
-            ">&-",
-            "x.gguf",
-            1,
-            "",
-            "Error: stdout is closed: send it to a file, or to /dev/null\n",
-        ),
+        (">&-", "x.gguf", 1, "", "Error: stdout is closed: send it to a file, or to /dev/null\n"),
         ("2>&-", "odd.gguf", 0, "Hi there!\n", ""),  # notes alone are lost
     ],
 )
-def test_a_closed_stream(closing: str, model: str, status: int, stdout: str, stderr: str) -> None:
+def test_a_closed_stream(closing, model, status, stdout, stderr):
     command = ["sh", "-c", f'exec "$@" {closing}', "sh", *FAKE, "chat", "-m", model, "-p", "hello"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert (result.returncode, result.stdout, result.stderr) == (status, stdout, stderr)
 
 
-def test_files_do_not_get_the_number_of_a_closed_stream(tmp_path: Path) -> None:
+def test_files_do_not_get_the_number_of_a_closed_stream(tmp_path):
     code = (
         "import sys; from orchestrator.cli.main import hold_closed_streams; hold_closed_streams();"
         "sys.exit(open('file', 'w').fileno())"

@@ -1,10 +1,7 @@
 """No command replaces an output that exists, unless it is told to."""
 
-from __future__ import annotations
-
 import os
 import stat
-from pathlib import Path
 
 import click
 import pytest
@@ -16,7 +13,7 @@ from orchestrator.cli.options import NEW_FILE
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("m") / "m.gguf"
     return synthetic.write(path, "tiny-qwen3moe", tiers=("q4_k", "q2_k"))
 
@@ -37,9 +34,7 @@ CALLS = [
 
 @pytest.mark.parametrize("is_pipe", [False, True])
 @pytest.mark.parametrize("call", CALLS)
-def test_an_output_that_exists_is_kept(
-    call: str, is_pipe: bool, model: Path, tmp_path: Path
-) -> None:
+def test_an_output_that_exists_is_kept(call, is_pipe, model, tmp_path):
     """A pipe is never replaced, by --force neither."""
     out, text = tmp_path / "out.png", tmp_path / "text.txt"
     text.write_text("some words")
@@ -57,7 +52,7 @@ def test_an_output_that_exists_is_kept(
     assert sorted(tmp_path.iterdir()) == [out, text]
 
 
-def test_stdout_is_no_output(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stdout_is_no_output(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(cli, ["export", str(model), "-", "--tier", "q4_k", "--force"])
     assert result.exit_code == 2 and "an output is a file, not stdout" in result.stderr
@@ -65,7 +60,7 @@ def test_stdout_is_no_output(model: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_force_replaces_it(model: Path, tmp_path: Path, before: bool) -> None:
+def test_force_replaces_it(model, tmp_path, before):
     out = tmp_path / "out.gguf"
     out.write_text("old")
     words = ["--tier", "q4_k", str(model), str(out)]
@@ -82,7 +77,7 @@ def test_force_replaces_it(model: Path, tmp_path: Path, before: bool) -> None:
         ("eval -m IN --text TEXT --study depth --out DIR", "depth.md"),
     ],
 )
-def test_a_table_is_kept(model: Path, tmp_path: Path, call: str, table: str) -> None:
+def test_a_table_is_kept(model, tmp_path, call, table):
     """That beside a model, and those of a study."""
     copy, text = tmp_path / "m.gguf", tmp_path / "text.txt"
     copy.symlink_to(model)
@@ -93,7 +88,7 @@ def test_a_table_is_kept(model: Path, tmp_path: Path, call: str, table: str) -> 
     assert result.exit_code == 2 and f"{tmp_path / table} exists" in result.stderr
 
 
-def test_every_command_with_an_output_has_force() -> None:
+def test_every_command_with_an_output_has_force():
     with_output = set()
     for name in COMMANDS:
         command = cli.get_command(click.Context(cli), name)

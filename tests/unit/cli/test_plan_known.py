@@ -1,7 +1,5 @@
 """`moe-edge plan` without a model: the table of known ones, and how it is kept."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -15,7 +13,7 @@ from orchestrator.cost.disk import Bandwidth
 from orchestrator.cost.known import FITS, NO_ROOM, NOT, STREAMS, WELL, Known, Row
 
 
-def seconds(_timer, what) -> float:
+def seconds(_timer, what):
     """A machine of 20 GB/s whose operations take a microsecond."""
     nbytes = what.nbytes if isinstance(what, products.Product) else 0
     return 1e-6 + what.rows * nbytes / 20e9
@@ -25,7 +23,7 @@ def seconds(_timer, what) -> float:
 def machine(monkeypatch, tmp_path):
     """A cache of its own, and how often this machine was measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    measured: list[str] = []
+    measured = []
 
     def read(*_, **__):
         measured.append("disk")
@@ -40,7 +38,7 @@ def machine(monkeypatch, tmp_path):
     return measured
 
 
-def plan(*args: str):
+def plan(*args):
     return CliRunner().invoke(cli, ["plan", *args])
 
 

@@ -1,24 +1,19 @@
 """Ctrl-C, and signals that end a process, at random moments of commands: status 130, nothing said,
 no file. The long form is tests/helpers/interrupting.py."""
 
-from __future__ import annotations
-
 import importlib.util
 import signal
-from pathlib import Path
 
 import interrupting
 import pytest
 import small_commands
-
-from orchestrator.native import Library
 
 TIMES = 2
 NAMES = ("eval", "trace", "calibrate", "pack", "convert", "replay", "chat", "pull")
 
 
 @pytest.fixture(scope="module")
-def folder(library: Library, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(library, tmp_path_factory):
     return tmp_path_factory.mktemp("interrupted")
 
 
@@ -29,7 +24,7 @@ def folder(library: Library, tmp_path_factory: pytest.TempPathFactory) -> Path:
         *[("pack", signal.SIGTERM), ("chat", signal.SIGHUP), ("trace", signal.SIGTERM)],
     ],
 )
-def test_a_signal_ends_a_command_quietly(folder: Path, name: str, number: signal.Signals) -> None:
+def test_a_signal_ends_a_command_quietly(folder, name, number):
     if name == "convert" and importlib.util.find_spec("transformers") is None:
         pytest.skip("needs the extra `convert`")
     command = small_commands.commands(folder)[name]()

@@ -1,13 +1,10 @@
 """The command line over the real engine, on a random-weight model of a few megabytes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import fake_engine
 import pytest
@@ -23,18 +20,18 @@ TIERS = ("q8_0", "q4_k", "q2_k")
 
 
 @pytest.fixture(scope="module")
-def model(library, tiny_model) -> Path:
+def model(library, tiny_model):
     return tiny_model("qwen3moe", *TIERS, seed=1)
 
 
-def moe_edge(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def moe_edge(*args, stdin=""):
     command = [sys.executable, "-m", "orchestrator", *args]
     return subprocess.run(
         command, cwd=fake_engine.ROOT, input=stdin, capture_output=True, encoding="utf-8"
     )
 
 
-def ask(model: Path, *args: str) -> dict:
+def ask(model, *args):
     done = moe_edge("chat", "-m", str(model), "-p", "hello there", "--seed", "5", "--json", *args)
     assert (done.returncode, done.stderr) == (0, "")
     return json.loads(done.stdout)

@@ -1,10 +1,6 @@
 """`--prompt-cache` and `--resume` over the real engine: conversations outlive their process."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -15,17 +11,17 @@ QUESTION = "Where do the experts of a model lie, and who reads them? " * 6
 
 
 @pytest.fixture(scope="module")
-def model(library, tiny_model: Callable[..., Path]) -> Path:
+def model(library, tiny_model):
     return tiny_model("qwen3moe", "q8_0", "q4_k", seed=1)
 
 
-def chat(model: Path, *args: str | Path) -> tuple[int, str, str]:
+def chat(model, *args):
     options = ["--temp=0", "--max-tokens=4", "--threads=1", "--ctx=2048", *map(str, args)]
     done = CliRunner().invoke(cli, ["chat", "-m", str(model), *options])
     return done.exit_code, done.stdout, done.stderr
 
 
-def test_a_conversation_goes_on_in_another_process(model: Path, tmp_path: Path) -> None:
+def test_a_conversation_goes_on_in_another_process(model, tmp_path):
     folder = tmp_path / "prompts"
     code, out, _ = chat(model, "--prompt-cache", folder, "--json", "-p", QUESTION)
     assert code == 0
@@ -40,14 +36,14 @@ def test_a_conversation_goes_on_in_another_process(model: Path, tmp_path: Path) 
     assert len((folder / "last.jsonl").read_text().splitlines()) == 4
 
 
-def test_what_could_not_be_kept_is_said_at_the_end(model: Path, tmp_path: Path) -> None:
+def test_what_could_not_be_kept_is_said_at_the_end(model, tmp_path):
     limit = "--prompt-cache-limit=1000"
     code, _, said = chat(model, "--prompt-cache", tmp_path, limit, "-p", QUESTION)
     assert code == 0
     assert said.startswith("A conversation of ") and said.count("\n") == 1
 
 
-def test_there_is_something_to_resume(model: Path, tmp_path: Path) -> None:
+def test_there_is_something_to_resume(model, tmp_path):
     code, _, said = chat(model, "--resume", "-p", "x")
     assert code == 2 and "--prompt-cache DIR" in said
     code, _, said = chat(model, "--resume", "--prompt-cache", tmp_path, "-p", "x")

@@ -1,7 +1,5 @@
 """The conversation itself: what is remembered, what the model sees, what a stop leaves."""
 
-from __future__ import annotations
-
 import os
 import signal
 from contextlib import closing, nullcontext, suppress
@@ -18,7 +16,7 @@ from orchestrator.config import Config
 from orchestrator.errors import ConfigError, GGUFError
 
 
-def make(**settings) -> Session:
+def make(**settings):
     config = Config.build(model=Path("x.gguf"), **settings)
     return Session(FakeEngine(config), config)
 

@@ -1,7 +1,5 @@
 """The interactive loop on a real terminal: a pseudo-terminal, a process, and keys."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """What the terminal makes of keys and widths: pastes, keys typed ahead, lines that are too long."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -77,7 +75,7 @@ def test_one_answer_is_wrapped_and_has_its_statistics_and_json_is_not(tmp_path):
         assert terminal.raw.count("\n") == 1
 
 
-def wrapped(text: str, width: int, by: int = 1) -> str:
+def wrapped(text, width, by=1):
     wrap = WordWrap(lambda: width)
     pieces = [text[i : i + by] for i in range(0, len(text), by)]
     return "".join(map(wrap.feed, pieces)) + wrap.end()

@@ -1,32 +1,27 @@
 """`moe-edge trace` and `moe-edge replay` from end to end, and what they refuse."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from orchestrator.cli.main import cli
 from orchestrator.lab.replay import read_trace
 from orchestrator.lab.replay.trace import PROMPT_ENDS, STARTS
-from orchestrator.native import Library
 
 
-def run(*args: object) -> Result:
+def run(*args):
     return CliRunner().invoke(cli, [str(arg) for arg in args])
 
 
 @pytest.fixture(scope="module")
-def model(library: Library, tiny_model: Callable[..., Path]) -> Path:
+def model(library, tiny_model):
     """A packed model of two precisions."""
     return tiny_model("qwen3moe", "q4_k", "q2_k", seed=1)
 
 
 @pytest.fixture(scope="module")
-def recorded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recorded(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trace")
     text = folder / "text.txt"
     text.write_text("a text of some words, " * 10)
@@ -40,7 +35,7 @@ def recorded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "t.npz"
 
 
-def test_a_text_becomes_a_trace(recorded: Path) -> None:
+def test_a_text_becomes_a_trace(recorded):
     trace = read_trace(recorded)
     header = trace.header
     assert (header.policy, header.in_use) == ("dymoe", ("q4_k", "q2_k"))
@@ -51,14 +46,14 @@ def test_a_text_becomes_a_trace(recorded: Path) -> None:
     assert trace.arrays["step_tokens"].tolist() == [16] + 24 * [1]
 
 
-def done(*args: object) -> str:
+def done(*args):
     """What a command prints that succeeds."""
     result = run(*args)
     assert result.exit_code == 0, result.stderr
     return result.stdout
 
 
-def test_replay_prints_the_policy_beside_its_baselines(recorded: Path) -> None:
+def test_replay_prints_the_policy_beside_its_baselines(recorded):
     said = done("replay", recorded)
     table, policy = said.split("policy: ")
     names = [line.split()[0].rstrip(",") for line in table.splitlines() if " % " in line]
@@ -67,7 +62,7 @@ def test_replay_prints_the_policy_beside_its_baselines(recorded: Path) -> None:
     assert policy.endswith("look-ahead 1\n")
 
 
-def test_options_reach_the_replay(recorded: Path) -> None:
+def test_options_reach_the_replay(recorded):
     options = ("--policy=lru", "--expert-ram=1MiB", "--bandwidth=1GB", "--latency-us=70")
     found = json.loads(
         done("replay", recorded, "--json", *options, "--io-threads=3", "--compute-ms=2.5")
@@ -86,7 +81,7 @@ def test_options_reach_the_replay(recorded: Path) -> None:
     assert found["runs"]["dymoe"]["decode"]["mix"]["skip"] == 0.5
 
 
-def test_an_answer_becomes_a_trace(model: Path, tmp_path: Path) -> None:
+def test_an_answer_becomes_a_trace(model, tmp_path):
     out = tmp_path / "answer.npz"
     done(
         *("trace", "-m", model, "-p", "hello", "--tokens=5", "--seed=3", "--out", out),
@@ -116,13 +111,13 @@ USAGE = [
 
 
 @pytest.mark.parametrize(("args", "said"), USAGE)
-def test_usage(args: list[str], said: str) -> None:
+def test_usage(args, said):
     result = run(*args)
     assert result.exit_code == 2
     assert said in result.stderr
 
 
-def test_refused_in_one_sentence(model: Path, recorded: Path, tmp_path: Path) -> None:
+def test_refused_in_one_sentence(model, recorded, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("some words")
     odd = tmp_path / "odd.txt"

@@ -207,7 +207,6 @@ def as_mimo2(folder: Path) -> None:
 
 # What llama.cpp derives from the two context lengths below; published as a number of its own.
 PHI_MSCALE = math.sqrt(1 + math.log(512 / 256) / math.log(256))
-
 FAMILIES = {
     "mixtral": Family("MixtralForCausalLM", {**EIGHT_LOCAL, **SENTENCEPIECE_ENDS}, "sentencepiece"),
     "qwen2-moe": Family(

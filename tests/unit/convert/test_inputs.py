@@ -1,7 +1,5 @@
 """What is wrong with a checkpoint, in one sentence; and that nothing is left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,7 +7,6 @@ import shutil
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +27,7 @@ from . import checkpoints, families
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     """A good checkpoint in several files."""
     folder = tmp_path_factory.mktemp("whole")
     checkpoints.write_checkpoint("qwen3-moe", folder, max_shard_size="300KB")
@@ -38,14 +35,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(whole: Path, tmp_path: Path) -> Path:
+def folder(whole, tmp_path):
     """A copy of it to damage."""
     copy = tmp_path / "checkpoint"
     shutil.copytree(whole, copy)
     return copy
 
 
-def said(folder: Path, *options: str, out: Path | None = None) -> str:
+def said(folder, *options, out=None):
     """The one sentence with which convert refuses a folder."""
     out = out or folder.parent / "out.gguf"
     result = CliRunner().invoke(cli, ["convert", str(folder), str(out), *(options or TIERS)])
@@ -63,14 +60,14 @@ TIERS = ("--tiers", "f16")
 Damage = Callable[[Path], object]
 
 
-def change_json(path: Path, **changes: Any) -> None:
+def change_json(path, **changes):
     content = json.loads(path.read_text())
     for key, value in changes.items():
         content.pop(key, None) if value is None else content.update({key: value})
     path.write_text(json.dumps(content))
 
 
-def shards(folder: Path) -> list[Path]:
+def shards(folder):
     found = sorted(folder.glob("model-*.safetensors"))
     assert len(found) > 3
     return found
@@ -79,40 +76,40 @@ def shards(folder: Path) -> list[Path]:
 INDEX = "model.safetensors.index.json"
 
 
-def no_weights(folder: Path) -> None:
+def no_weights(folder):
     for path in [*shards(folder), folder / INDEX]:
         path.unlink()
 
 
-def an_index_that_leads_out(folder: Path) -> None:
+def an_index_that_leads_out(folder):
     change_json(folder / INDEX, weight_map={"model.norm.weight": "../elsewhere.safetensors"})
 
 
-def unknown_splits(folder: Path) -> None:
+def unknown_splits(folder):
     change_json(folder / "tokenizer.json", pre_tokenizer={"type": "WhitespaceSplit"})
     change_json(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
 
 
-def one_shard_without_index(folder: Path) -> None:
+def one_shard_without_index(folder):
     (folder / INDEX).unlink()
     shards(folder)[2].unlink()
 
 
-def config(**changes: Any) -> Damage:
+def config(**changes):
     return lambda folder: change_json(folder / "config.json", **changes)
 
 
-def text(name: str, content: str | None) -> Damage:
+def text(name, content):
     """A file of the folder says this; None: it is gone."""
     if content is None:
         return lambda folder: (folder / name).unlink()
     return lambda folder: (folder / name).write_text(content)
 
 
-def shard(number: int, change: Callable[[bytes], bytes | None]) -> Damage:
+def shard(number, change):
     """One file of weights holds other bytes; None: it is gone."""
 
-    def damage(folder: Path) -> None:
+    def damage(folder):
         path = shards(folder)[number]
         data = change(path.read_bytes())
         path.unlink() if data is None else path.write_bytes(data)
@@ -120,10 +117,10 @@ def shard(number: int, change: Callable[[bytes], bytes | None]) -> Damage:
     return damage
 
 
-def tensors(change: Callable[[dict[str, np.ndarray]], object]) -> Damage:
+def tensors(change):
     """All weights in one file, changed."""
 
-    def damage(folder: Path) -> None:
+    def damage(folder):
         found = {name: value for path in shards(folder) for name, value in load_file(path).items()}
         no_weights(folder)
         change(found)
@@ -135,7 +132,7 @@ def tensors(change: Callable[[dict[str, np.ndarray]], object]) -> Damage:
 # name: what is done to a checkpoint, and what the sentence has, as a regular expression.
 SHARD = r"model-0000{}-of-\d+\.safetensors: "
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
-FAULTS: dict[str, tuple[Damage, str]] = {
+FAULTS = {
     "no config": (text("config.json", None), "config.json: is missing"),
     "broken config": (text("config.json", "{"), "config.json: not JSON"),
     "a list for a config": (text("config.json", "[1]"), "config.json: not a JSON object"),
@@ -188,7 +185,7 @@ FAULTS: dict[str, tuple[Damage, str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_damaged_checkpoint(folder: Path, name: str) -> None:
+def test_a_damaged_checkpoint(folder, name):
     damage, expected = FAULTS[name]
     damage(folder)
     found = said(folder)
@@ -207,7 +204,7 @@ open(r"{}", "w").close()
 """
 
 
-def test_code_of_a_checkpoint_runs_only_when_asked_for(tmp_path: Path) -> None:
+def test_code_of_a_checkpoint_runs_only_when_asked_for(tmp_path):
     folder, trace = tmp_path / "hf", tmp_path / "ran"
     checkpoints.write_checkpoint("deepseek-moe", folder)
     change_json(
@@ -224,7 +221,7 @@ def test_code_of_a_checkpoint_runs_only_when_asked_for(tmp_path: Path) -> None:
     assert trace.exists()
 
 
-def test_a_source_that_is_no_checkpoint_of_experts(tmp_path: Path) -> None:
+def test_a_source_that_is_no_checkpoint_of_experts(tmp_path):
     assert "does not exist" in said(tmp_path / "none")
     (tmp_path / "text.txt").write_text("x")
     assert "not a folder" in said(tmp_path / "text.txt")
@@ -235,7 +232,7 @@ def test_a_source_that_is_no_checkpoint_of_experts(tmp_path: Path) -> None:
     assert "Qwen3ForCausalLM has no experts: not a Mixture-of-Experts model" in found
 
 
-def test_a_target_that_cannot_be_written(folder: Path, tmp_path: Path) -> None:
+def test_a_target_that_cannot_be_written(folder, tmp_path):
     assert "there is no folder" in said(folder, out=tmp_path / "none" / "out.gguf")
     (tmp_path / "taken").mkdir()
     assert "is a folder" in said(folder, out=tmp_path / "taken")
@@ -248,26 +245,26 @@ def test_a_target_that_cannot_be_written(folder: Path, tmp_path: Path) -> None:
     ("tiers", "words"),
     [("f17", "unknown tier f17"), ("q2_k,q4_k", "list tiers best first"), ("f16,f16", "not below")],
 )
-def test_tiers_are_checked_before_anything_is_read(folder: Path, tiers: str, words: str) -> None:
+def test_tiers_are_checked_before_anything_is_read(folder, tiers, words):
     (folder / "config.json").unlink()
     assert words in said(folder, "--tiers", tiers)
 
 
-def test_no_space(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_space(folder, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 1 << 40, 4096))
     assert "only 0.0 MiB are free" in said(folder)
 
 
-def test_the_header_is_shown_before_anything_is_computed(folder: Path, tmp_path: Path) -> None:
+def test_the_header_is_shown_before_anything_is_computed(folder, tmp_path):
     seen = []
 
-    def refuse(path: Path) -> None:
+    def refuse(path):
         with GGUFFile.open(path) as file:
             seen.append((file.metadata["general.architecture"], len(file.tensors)))
         raise ConvertError("it cannot run")
 
-    shares: list[float] = []
+    shares = []
     with pytest.raises(ConvertError, match="it cannot run"):
         convert(
             folder,

@@ -1,10 +1,6 @@
 """Pre-tokenizers by their rules."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,12 +10,12 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
 WORDS = {**BYTES, "use_regex": True}
 
 
-def split(pattern: str, **changes: Any) -> dict[str, Any]:
+def split(pattern, **changes):
     first = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
     return {"type": "Sequence", "pretokenizers": [{**first, **changes}, BYTES]}
 
 
-def rules(pre: Any, kind: str = "BPE", normalizer: Any = None) -> dict[str, Any]:
+def rules(pre, kind="BPE", normalizer=None):
     return {"model": {"type": kind}, "normalizer": normalizer, "pre_tokenizer": pre}
 
 
@@ -45,7 +41,7 @@ def rules(pre: Any, kind: str = "BPE", normalizer: Any = None) -> dict[str, Any]
         ("", None),
     ],
 )
-def test_rules(content: Any, expected: str | None, tmp_path: Path) -> None:
+def test_rules(content, expected, tmp_path):
     """A text stands for a file of it, an empty one for none."""
     if content != "":
         text = content if isinstance(content, str) else json.dumps(content)

@@ -1,7 +1,5 @@
 """Checksums of packed files: every damage is found."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

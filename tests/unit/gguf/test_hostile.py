@@ -28,7 +28,6 @@ def array(kind, n):
 
 
 GOOD_TENSOR = tensor("a", (32,))
-
 # error: name: (bytes, what the message must say beside the file)
 HEADERS = {
     errors.TruncatedError: {

@@ -153,14 +153,14 @@ MODELS = {
             [*model_tensors(), (BY_TOKEN, (2, 3), GGMLType.F32)],
             model_metadata(),
             f"{BY_TOKEN}: offset ",
-        ),
+        )
     },
     errors.ExpertIndexError: {
         "choice-of-no-expert": (
             [*model_tensors(), (BY_TOKEN, (2, 3), GGMLType.I32)],
             model_metadata(),
             f"{BY_TOKEN}: offset ",
-        ),
+        )
     },
     errors.MissingTierError: {
         "missing-tier": (without(PACKED, LOW_1), packed_metadata(), f"{LOW_1} is missing"),
@@ -176,7 +176,7 @@ MODELS = {
             PACKED,
             {**packed_metadata(), "moe_edge.format_version": 2},
             "this version reads 1",
-        ),
+        )
     },
 }
 

@@ -1,11 +1,8 @@
 """An output never takes the place of a device, a pipe, a socket or a folder."""
 
-from __future__ import annotations
-
 import os
 import socket
 import stat
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +14,7 @@ from orchestrator.cache.files import check_target, whole_file
 SAYS = "is not a regular file"
 
 
-def make(kind: str, path: Path) -> None:
+def make(kind, path):
     if kind == "pipe":
         os.mkfifo(path)
     elif kind == "socket":
@@ -32,9 +29,7 @@ def make(kind: str, path: Path) -> None:
 
 @pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
-def test_it_stays_what_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, linked: bool
-) -> None:
+def test_it_stays_what_it_is(tmp_path, monkeypatch, kind, linked):
     monkeypatch.chdir(tmp_path)
     target = out = tmp_path / "out"
     make(kind, target)
@@ -54,7 +49,7 @@ def test_it_stays_what_it_is(
     assert set(tmp_path.iterdir()) == {target, out}
 
 
-def test_a_stream_that_leads_to_a_file_is_none(tmp_path: Path) -> None:
+def test_a_stream_that_leads_to_a_file_is_none(tmp_path):
     """As /dev/stdout does where the shell sends it to a file."""
     link, further = tmp_path / "stdout", tmp_path / "further"
     with open(tmp_path / "file", "w") as file:
@@ -66,7 +61,7 @@ def test_a_stream_that_leads_to_a_file_is_none(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_files_links_to_files_and_new_names_are_outputs(tmp_path: Path) -> None:
+def test_files_links_to_files_and_new_names_are_outputs(tmp_path):
     file, link, dangling = tmp_path / "file", tmp_path / "link", tmp_path / "dangling"
     file.write_text("old")
     link.symlink_to(file)
@@ -78,7 +73,7 @@ def test_files_links_to_files_and_new_names_are_outputs(tmp_path: Path) -> None:
         assert path.read_bytes() == b"new"
 
 
-def test_a_folder_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_folder_is_refused_before_anything_is_written(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     with pytest.raises(IsADirectoryError, match=str(folder)), whole_file(folder):

@@ -20,7 +20,6 @@ from gguf_tools.quantize.ggml import library_path, load_ggml
 from gguf_tools.quantize.tiers import parse_tiers
 
 gguf = pytest.importorskip("gguf")
-
 # Root mean square error on a standard normal, 10 % above what ggml reached.
 MOST_ERROR = {
     "F32": 0.0,
@@ -150,11 +149,7 @@ def test_refusals(ggml):
 
 
 def test_tier_names():
-    assert parse_tiers(["q8_0", "Q4_K", " q2_k"]) == [
-        GGMLType.Q8_0,
-        GGMLType.Q4_K,
-        GGMLType.Q2_K,
-    ]
+    assert parse_tiers(["q8_0", "Q4_K", " q2_k"]) == [GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.Q2_K]
     for names, says in {
         ("q9",): "unknown tier q9: known tiers are f32, f16",
         ("iq2_xs",): "importance matrix",

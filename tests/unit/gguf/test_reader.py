@@ -10,7 +10,6 @@ from gguf_tools.file.layout import BLOCK, GGMLType, ValueType, row_bytes
 from gguf_tools.file.reader import GGUFFile, metadata_value
 
 gguf = pytest.importorskip("gguf")
-
 VALUES = {
     "u8": ("uint8", 200),
     "i8": ("int8", -3),

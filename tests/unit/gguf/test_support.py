@@ -1,7 +1,5 @@
 """How a model can run is said before anything long begins: managed, plain, or not at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -23,7 +21,6 @@ from orchestrator.native import llama
 from orchestrator.native.llama import Bindings
 
 pytestmark = pytest.mark.usefixtures("library")
-
 QUERIES = "blk.0.attn_q.weight"
 
 

@@ -1,7 +1,5 @@
 """`verify` finds what is wrong, says where, and finds nothing in good files."""
 
-from __future__ import annotations
-
 import json
 import struct
 

@@ -1,7 +1,5 @@
 """``verify``: blocks whose values or scales are not finite."""
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

@@ -1,7 +1,5 @@
 """``verify``: what the metadata promises of tiers, layers and how a file was made."""
 
-from __future__ import annotations
-
 import pytest
 from gguf_craft import model_metadata, model_tensors, write_model
 from verify_files import LOW, UP, place, repack, texts

@@ -13,7 +13,6 @@ from gguf_tools.file.reader import GGUFFile
 from gguf_tools.file.writer import GGUFWriter
 
 gguf = pytest.importorskip("gguf")
-
 VALUES = {
     "text": "Grüße",
     "count": 7,

@@ -1,8 +1,6 @@
 """`pull` and `-m hf:` with the real client against a local server that speaks the Hub's
 protocol. Nothing leaves the machine."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

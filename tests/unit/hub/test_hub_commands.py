@@ -1,7 +1,5 @@
 """Commands that take a model of the Hub by its name."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What can go wrong between us and the Hub: one sentence each."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Models in the cache: listed, named in short, removed; and the user cache beside it."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,9 +1,6 @@
 """Which marks of a running sequence stay where there is no place for another one."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from test_matching import LETTERS
@@ -18,12 +15,12 @@ PART_BYTES = 100
 class Reading:
     """Steps of a model whose memory goes back to marks alone, each of PART_BYTES."""
 
-    def __init__(self) -> None:
-        self.cached: list[int] = []
-        self.marks: list[Any] = []
+    def __init__(self):
+        self.cached = []
+        self.marks = []
         self.state = SimpleNamespace(has_part=True, n_bytes=lambda part: PART_BYTES)
 
-    def mark(self, with_part: bool) -> None:
+    def mark(self, with_part):
         length, part = len(self.cached), b"part" if with_part else None
         self.marks.append(SimpleNamespace(length=length, part=part, n_bytes=PART_BYTES * with_part))
 
@@ -39,10 +36,8 @@ class Reading:
         (1, 3, [3]),
     ],
 )
-def test_the_oldest_mark_and_the_latest_ones_stay(
-    budget_parts: int, read: int, kept: list[int]
-) -> None:
-    steps: Any = Reading()
+def test_the_oldest_mark_and_the_latest_ones_stay(budget_parts, read, kept):
+    steps = Reading()
     shelf = Shelf(budget_parts * PART_BYTES)
     cache = PromptCache(steps, LETTERS, 4096, shelf, None, "key")
     for token in range(read):
@@ -52,8 +47,8 @@ def test_the_oldest_mark_and_the_latest_ones_stay(
     assert shelf.live_bytes == len(kept) * PART_BYTES <= shelf.budget_bytes
 
 
-def test_a_mark_that_never_has_room_takes_no_other_ones_place() -> None:
-    steps: Any = Reading()
+def test_a_mark_that_never_has_room_takes_no_other_ones_place():
+    steps = Reading()
     cache = PromptCache(steps, LETTERS, 4096, Shelf(PART_BYTES - 1), None, "key")
     steps.cached.append(0)
     cache.mark()

@@ -12,15 +12,15 @@ class Letters:
     """Tokens below 256 are letters, 256 + n the first n letters of the alphabet; the tokenizer
     takes the longest one that fits. 1 and 2 are control tokens."""
 
-    def piece(self, token: int, special: bool = False) -> bytes:
+    def piece(self, token, special=False):
         if self.is_control(token):
             return b"<%d>" % token if special else b""
         return b"abcdefghijkl"[: token - 256] if token >= 256 else bytes([token])
 
-    def is_control(self, token: int) -> bool:
+    def is_control(self, token):
         return token in (BEGIN, END)
 
-    def tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
+    def tokenize(self, text, add_special, parse_special):
         assert not add_special and not parse_special
         data, tokens = text.encode(), []
         while data:
@@ -33,7 +33,7 @@ class Letters:
 LETTERS = Letters()
 
 
-def of(text: str) -> list[int]:
+def of(text):
     """One token a letter; < and > are the control tokens."""
     return [{"<": BEGIN, ">": END}.get(each, ord(each)) for each in text]
 
@@ -42,7 +42,7 @@ def of(text: str) -> list[int]:
     ("a", "b", "n"),
     [([], [1], 0), ([1, 2, 3], [1, 2, 4], 2), ([1, 2], [1, 2, 3], 2), ([5], [6], 0)],
 )
-def test_common_prefix(a: list[int], b: list[int], n: int) -> None:
+def test_common_prefix(a, b, n):
     assert common_prefix(a, b) == n
 
 
@@ -58,14 +58,11 @@ WHO = [*of("<who>"), BEGIN, 260, END]
         # Another text stays as it is.
         *[
             (WHO, held, WHO)
-            for held in (
-                *(of("<who><abce>"), of("<who><x"), of("<who><abcdef"), of("<what>")),
-                [],
-            )
+            for held in (*(of("<who><abce>"), of("<who><x"), of("<who><abcdef"), of("<what>")), [])
         ],
         # Texts are not compared across control tokens.
         ([BEGIN, 260, END], [BEGIN, *of("ab"), END, *of("cd")], [BEGIN, 260, END]),
     ],
 )
-def test_what_is_held_of_a_prompt(prompt: list[int], held: list[int], found: list[int]) -> None:
+def test_what_is_held_of_a_prompt(prompt, held, found):
     assert as_held(prompt, held, LETTERS) == found

@@ -1,12 +1,8 @@
 """One request on its way: parts, costs, silences, errors, and clients that leave."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from collections.abc import Callable
 from threading import Event
-from typing import Any
 
 import pytest
 from asgi import (
@@ -14,7 +10,6 @@ from asgi import (
     Client,
     FakeBackend,
     FakeRequest,
-    Reply,
     app_for,
     ask,
     begun,
@@ -24,7 +19,6 @@ from asgi import (
     until,
     whole,
 )
-from starlette.types import ASGIApp
 
 from orchestrator.errors import NativeError
 from orchestrator.serve import answer
@@ -43,11 +37,11 @@ REFUSED_GRAMMAR = (
 )
 
 
-def event(data: bytes) -> bytes:
+def event(data):
     return b"data: " + data + b"\n\n"
 
 
-def test_a_stream_comes_in_parts_and_its_last_one_has_the_costs() -> None:
+def test_a_stream_comes_in_parts_and_its_last_one_has_the_costs():
     request = streaming(PART, FINAL, event(b"[DONE]"))
     reply = ask(app_for(FakeBackend(request)), CHAT, STREAM)
     assert reply.status == 200 and reply.headers["content-type"] == "text/event-stream"
@@ -96,16 +90,14 @@ OURS = {"hit_rate": 0.5, "shared_steps": False}
         ),
     ],
 )
-def test_an_answer_at_once_has_the_costs_too(
-    path: str, data: dict[str, Any], made: Any, sent: Any
-) -> None:
+def test_an_answer_at_once_has_the_costs_too(path, data, made, sent):
     written = json.dumps(made, ensure_ascii=False).encode()
     reply = ask(app_for(FakeBackend(whole(written))), path, data)
     assert reply.headers["content-type"].startswith("application/json")
     assert reply.json() == sent and ("ø".encode() in written) is ("ø".encode() in reply.body)
 
 
-def test_a_stream_of_anthropics_has_the_costs_in_its_summary() -> None:
+def test_a_stream_of_anthropics_has_the_costs_in_its_summary():
     start = b"event: message_start\n" + PART
     summary = b"event: message_delta\n" + event(b'{"type": "message_delta", "usage": {}}')
     summary += b"event: message_stop\n" + event(b'{"type": "message_stop"}')
@@ -120,7 +112,7 @@ def test_a_stream_of_anthropics_has_the_costs_in_its_summary() -> None:
 class Exhausted(FakeRequest):
     """A native request that ends before its end."""
 
-    def run(self, ready: int = -1) -> None:
+    def run(self, ready=-1):
         super().run(ready)
         raise NativeError("there was no memory for the answer")
 
@@ -142,9 +134,7 @@ TOO_LONG = b'{"error": {"message": "too long"}}'
         (Exhausted(200, True, [PART]), 200, 500, "no memory"),
     ],
 )
-def test_what_fails_is_said_as_a_status_or_as_the_last_event(
-    made: FakeRequest, status: int, code: int | None, says: str
-) -> None:
+def test_what_fails_is_said_as_a_status_or_as_the_last_event(made, status, code, says):
     reply = ask(app_for(FakeBackend(made)), CHAT, STREAM if status in (200, 400) else ASK)
     assert reply.status == status
     if status == 200:
@@ -153,7 +143,7 @@ def test_what_fails_is_said_as_a_status_or_as_the_last_event(
     assert says in error["message"] and error.get("code") == code
 
 
-def test_what_came_before_a_step_failed_is_sent() -> None:
+def test_what_came_before_a_step_failed_is_sent():
     """Several parts come at once where tokens are fast. A model may speak of an error."""
     said = event(b'{"content": "Compute error."}')
     request = streaming(said, event(FAILED), event(b"[DONE]"), at_once=True)
@@ -163,7 +153,7 @@ def test_what_came_before_a_step_failed_is_sent() -> None:
     assert b"the disk is gone" in reply.parts[1] and len(reply.parts) == 2
 
 
-def test_what_came_before_a_step_failed_has_its_form_and_its_costs() -> None:
+def test_what_came_before_a_step_failed_has_its_form_and_its_costs():
     said = {"index": 0, "text": "a", "logprobs": {"content": []}}
     first = json.dumps({"choices": [said], "timings": {}}).encode()
     request = streaming(event(first), event(FAILED), at_once=True)
@@ -176,18 +166,12 @@ def test_what_came_before_a_step_failed_has_its_form_and_its_costs() -> None:
 
 
 @pytest.fixture
-def pings(monkeypatch: pytest.MonkeyPatch) -> None:
+def pings(monkeypatch):
     """Comments after a moment of silence."""
     monkeypatch.setattr(answer, "PING_S", 0.02)
 
 
-async def streamed(
-    app: ASGIApp,
-    goes_on: Event,
-    path: str = CHAT,
-    data: object = STREAM,
-    enough: Callable[[list[bytes]], object] = bool,
-) -> Reply:
+async def streamed(app, goes_on, path=CHAT, data=STREAM, enough=bool):
     """A stream whose request goes on, to its end, once the parts that have come are enough."""
     client, running = begun(app, path, data)
     await until(lambda: enough(client.reply.parts))
@@ -196,9 +180,7 @@ async def streamed(
 
 
 @pytest.mark.parametrize(("path", "named"), [(CHAT, b""), ("/v1/messages", b"event: error\n")])
-def test_a_silent_stream_is_kept_alive_before_its_prompt_is_read(
-    pings: None, path: str, named: bytes
-) -> None:
+def test_a_silent_stream_is_kept_alive_before_its_prompt_is_read(pings, path, named):
     """Anthropic's clients know an error by its event's name."""
     hold, other = Event(), Event()
     backend = FakeBackend(whole(b'{"error": {}}', 400, hold=hold), whole(FAILED, 500, hold=other))
@@ -212,11 +194,11 @@ def test_a_silent_stream_is_kept_alive_before_its_prompt_is_read(
     assert failed.startswith(named + b'data: {"type": "error"') and b"the disk is gone" in failed
 
 
-def counted(tokens: int) -> bytes:
+def counted(tokens):
     return b'{"input_tokens": %d}' % tokens
 
 
-def tokenized(tokens: int) -> bytes:
+def tokenized(tokens):
     return json.dumps({"tokens": [1] * tokens}).encode()
 
 
@@ -229,9 +211,7 @@ def tokenized(tokens: int) -> bytes:
         ("/v1/completions", {"prompt": "a"}, tokenized),
     ],
 )
-def test_what_cannot_be_answered_is_refused_before_its_stream_begins(
-    pings: None, path: str, data: dict[str, object], count_of: Callable[[int], bytes]
-) -> None:
+def test_what_cannot_be_answered_is_refused_before_its_stream_begins(pings, path, data, count_of):
     """Also where its turn comes so late that comments go out before."""
     hold = Event()
     counts = [whole(count_of(n)) for n in (512, 511)]
@@ -240,7 +220,7 @@ def test_what_cannot_be_answered_is_refused_before_its_stream_begins(
     app = app_for(backend)
     asked = {**data, "stream": True}
 
-    async def run() -> None:
+    async def run():
         _, running = begun(app, CHAT, ASK)
         await until(lambda: backend.asked)
         long = await asyncio.wait_for(begun(app, path, asked)[1], HANG_S)
@@ -261,12 +241,12 @@ def test_what_cannot_be_answered_is_refused_before_its_stream_begins(
     assert len(backend.asked) == 4 + len(unread)  # each is counted once
 
 
-def test_a_stream_is_kept_alive_while_a_tool_call_is_withheld(pings: None) -> None:
+def test_a_stream_is_kept_alive_while_a_tool_call_is_withheld(pings):
     pause = Event()
     role, call = event(b'{"role": "assistant"}'), event(b'{"tool_calls": []}')
     app = app_for(FakeBackend(streaming(role, call, pause=pause)))
 
-    def kept_alive(parts: list[bytes]) -> bool:
+    def kept_alive(parts):
         return len(parts[parts.index(role) :]) > 3 if role in parts else False
 
     parts = asyncio.run(streamed(app, pause, enough=kept_alive)).parts
@@ -277,12 +257,12 @@ def test_a_stream_is_kept_alive_while_a_tool_call_is_withheld(pings: None) -> No
     assert all(part.startswith(b":") and part.endswith(b"\n\n") for part in comments)
 
 
-def test_nobody_waits_for_ever_and_the_line_is_bounded() -> None:
+def test_nobody_waits_for_ever_and_the_line_is_bounded():
     holds = [whole(hold=Event()) for _ in range(3)]
     state = state_with(FakeBackend(*holds), queue=1, timeout=1)
     app = application(state, quiet)
 
-    async def three() -> list[int]:
+    async def three():
         replies = await asyncio.gather(*(begun(app, CHAT, ASK)[1] for _ in range(3)))
         return sorted(reply.status for reply in replies)
 
@@ -292,14 +272,14 @@ def test_nobody_waits_for_ever_and_the_line_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("leaving", [0, 2])
-def test_a_client_that_leaves_ends_its_work_and_lets_the_next_one_in(leaving: int) -> None:
+def test_a_client_that_leaves_ends_its_work_and_lets_the_next_one_in(leaving):
     """It gives its place back; one that leaves the line lets nobody in."""
     hold = Event()
     backend = FakeBackend(whole(hold=hold), whole(), whole())
     state = state_with(backend)
     app = application(state, quiet)
 
-    async def leave() -> list[int]:
+    async def leave():
         running = []
         for number in range(3):
             running.append(begun(app, CHAT, ASK))
@@ -320,14 +300,14 @@ def test_a_client_that_leaves_ends_its_work_and_lets_the_next_one_in(leaving: in
     assert state.gate.running == state.gate.waiting == 0
 
 
-def test_it_is_idle_behind_the_last_request_in_flight() -> None:
+def test_it_is_idle_behind_the_last_request_in_flight():
     """Whether that one was answered or left; and while another one waits, it is not."""
     hold, rests = Event(), whole(hold=Event())
     backend = FakeBackend(whole(hold=hold), whole(), rests)
     state = state_with(backend)
     app = application(state, quiet)
 
-    async def three() -> None:
+    async def three():
         first, second = (begun(app, CHAT, ASK)[1] for _ in range(2))
         await until(lambda: state.gate.waiting == 1)
         hold.set()
@@ -345,21 +325,19 @@ def test_it_is_idle_behind_the_last_request_in_flight() -> None:
 class Deaf(Client):
     """A client that takes nothing from the first part on, until it hears."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args):
         super().__init__(*args)
         self.hears, self.aborted = asyncio.Event(), asyncio.Event()
         self._scope["state"] = {"abort": self.aborted.set}
 
-    async def _send(self, message: dict[str, Any]) -> None:
+    async def _send(self, message):
         await super()._send(message)
         if message["type"] == "http.response.body":
             await self.hears.wait()
 
 
 @pytest.mark.parametrize("most_bytes", [1000, 1])
-def test_who_reads_nothing_holds_no_place_once_the_answer_is_made(
-    monkeypatch: pytest.MonkeyPatch, most_bytes: int
-) -> None:
+def test_who_reads_nothing_holds_no_place_once_the_answer_is_made(monkeypatch, most_bytes):
     """What is unread stays in memory, counted, and the oldest of it goes."""
     monkeypatch.setattr(state_module, "UNREAD_BYTES", most_bytes)
     state = state_with(
@@ -367,8 +345,8 @@ def test_who_reads_nothing_holds_no_place_once_the_answer_is_made(
     )
     app = application(state, quiet)
 
-    async def run() -> None:
-        running: list[Any] = []
+    async def run():
+        running = []
         for _ in range(2):
             running.append(begun(app, CHAT, STREAM, Deaf))
             client = running[-1][0]
@@ -385,7 +363,7 @@ def test_who_reads_nothing_holds_no_place_once_the_answer_is_made(
     asyncio.run(run())
 
 
-def test_steps_are_shared_with_who_came_before_the_end() -> None:
+def test_steps_are_shared_with_who_came_before_the_end():
     """Also where the end is taken once its place is given back."""
     pause, other = Event(), Event()
     state = state_with(
@@ -393,8 +371,7 @@ def test_steps_are_shared_with_who_came_before_the_end() -> None:
     )
     app = application(state, quiet)
 
-    async def run() -> Reply:
-        deaf: Any
+    async def run():
         deaf, first = begun(app, CHAT, STREAM, Deaf)
         await until(lambda: deaf.reply.parts)
         _, second = begun(app, CHAT, ASK)
@@ -410,13 +387,12 @@ def test_steps_are_shared_with_who_came_before_the_end() -> None:
     assert b'"shared_steps": true' in asyncio.run(run()).body
 
 
-def test_who_leaves_takes_no_memory_from_who_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_leaves_takes_no_memory_from_who_is_slow(monkeypatch):
     monkeypatch.setattr(state_module, "UNREAD_BYTES", 1)
     state = state_with(FakeBackend(streaming(PART, FINAL), streaming(PART, FINAL, pause=Event())))
     app = application(state, quiet)
 
-    async def run() -> None:
-        slow: Any
+    async def run():
         slow, ends = begun(app, CHAT, STREAM, Deaf)
         await until(lambda: state.unread.n_bytes > 0)
         leaving, left = begun(app, CHAT, STREAM)
@@ -430,11 +406,10 @@ def test_who_leaves_takes_no_memory_from_who_is_slow(monkeypatch: pytest.MonkeyP
     asyncio.run(run())
 
 
-def test_who_reads_nothing_until_the_timeout_is_cut() -> None:
+def test_who_reads_nothing_until_the_timeout_is_cut():
     app = app_for(FakeBackend(streaming(PART, FINAL, pause=Event())), timeout=1)
 
-    async def run() -> None:
-        deaf: Any
+    async def run():
         deaf, ends = begun(app, CHAT, STREAM, Deaf)
         await asyncio.wait_for(ends, HANG_S)
         assert deaf.aborted.is_set()
@@ -442,10 +417,8 @@ def test_who_reads_nothing_until_the_timeout_is_cut() -> None:
     asyncio.run(run())
 
 
-def test_a_request_without_file_descriptors_is_refused_and_its_place_is_free(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def none(*_: object) -> None:
+def test_a_request_without_file_descriptors_is_refused_and_its_place_is_free(monkeypatch):
+    def none(*_):
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(answer, "Parts", none)

@@ -1,28 +1,23 @@
 """Clients that mean ill or are slow: one clear status each, and the server goes on."""
 
-from __future__ import annotations
-
 import json
 import socket
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
-from served import Served, running
+from served import running
 
 KEY = "a key"
 HOST = b"Host: localhost\r\n"
 KEYED = HOST + b"x-api-key: a key\r\n"
 CHAT = b"POST /v1/chat/completions HTTP/1.1\r\n"
-
-
 served = running(
     *("--ram", "160MiB", "--policy", "lru", "--ctx", "512", "--api-key", KEY),
     *("--body-limit", "64KiB", "--patience", "5"),
 )
 
 
-def answer_to(served: Served, data: bytes) -> bytes:
+def answer_to(served, data):
     """What the server says until it closes the connection."""
     with served.connected() as sock:
         said = b""
@@ -37,12 +32,12 @@ def answer_to(served: Served, data: bytes) -> bytes:
     return said
 
 
-def request(head: bytes, body: bytes = b"") -> bytes:
+def request(head, body=b""):
     length = f"Content-Length: {len(body)}\r\n".encode() if body else b""
     return head + length + b"Connection: close\r\n\r\n" + body
 
 
-def chat(text: str, **more: object) -> bytes:
+def chat(text, **more):
     data = {"messages": [{"role": "user", "content": text}], "max_tokens": 2, **more}
     return request(CHAT + KEYED, json.dumps(data).encode())
 
@@ -106,7 +101,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_each_gets_one_clear_status(served: Served, name: str) -> None:
+def test_each_gets_one_clear_status(served, name):
     data, status = ATTACKS[name]
     said = answer_to(served, data)
     assert said.count(b"HTTP/1.1 ") == 1, said[:400]
@@ -116,12 +111,12 @@ def test_each_gets_one_clear_status(served: Served, name: str) -> None:
     assert_goes_on(served)
 
 
-def assert_goes_on(served: Served) -> None:
+def assert_goes_on(served):
     assert json.loads(served.get("/health"))["status"] == "ok"
     assert not any("Traceback" in line for line in served.lines), served.lines
 
 
-def test_who_is_slow_is_sent_away_and_holds_nobody_up(served: Served) -> None:
+def test_who_is_slow_is_sent_away_and_holds_nobody_up(served):
     started = b"GET /health HTTP/1.1\r\nHost: loc"
     # Bytes that come one by one are no reason to wait for ever.
     slow = [served.connected() for _ in range(40)]
@@ -138,7 +133,7 @@ def test_who_is_slow_is_sent_away_and_holds_nobody_up(served: Served) -> None:
     assert_goes_on(served)
 
 
-def trickle(sock: socket.socket, data: bytes) -> bytes:
+def trickle(sock, data):
     """Sends a byte at a time until the other side answers or closes; what it says."""
     said = b""
     sock.settimeout(0.2)
@@ -157,7 +152,7 @@ def trickle(sock: socket.socket, data: bytes) -> bytes:
     pytest.fail("it is waited for ever")
 
 
-def test_who_reads_nothing_holds_nobody_up(served: Served) -> None:
+def test_who_reads_nothing_holds_nobody_up(served):
     silent = served.connected()
     silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
     silent.sendall(chat("hello", stream=True, max_tokens=100, ignore_eos=True))
@@ -166,7 +161,7 @@ def test_who_reads_nothing_holds_nobody_up(served: Served) -> None:
     assert_goes_on(served)
 
 
-def test_no_file_of_the_machine_is_named(served: Served, tmp_path: Path) -> None:
+def test_no_file_of_the_machine_is_named(served, tmp_path):
     (tmp_path / "secret").write_text("a secret")
     for field in ("lora", "slot_save_path", "filename", "grammar_file", "image_url"):
         said = answer_to(served, chat("hello", **{field: str(tmp_path / "secret")}))

@@ -1,11 +1,8 @@
 """Bodies together are as long as there is room for, and who sends nothing holds nobody up."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 from asgi import (
@@ -36,16 +33,16 @@ LONG = body_of({"prompt": "a" * 100_000})
 class Halted(Client):
     """Sends a head, and of its body what it is given."""
 
-    def sends(self, part: bytes) -> None:
+    def sends(self, part):
         self._incoming = [{"type": "http.request", "body": part, "more_body": True}]
 
 
-def test_who_says_much_and_sends_nothing_holds_nobody_up() -> None:
+def test_who_says_much_and_sends_nothing_holds_nobody_up():
     """Place is taken by bytes that are here."""
     state = state_with(FakeBackend(whole()))
     app = application(state, quiet)
 
-    async def run() -> int:
+    async def run():
         silent = []
         for _ in range(40):
             client = Halted(app, "POST", COMPLETIONS, b"", content_length=str(2**17))
@@ -65,13 +62,13 @@ def test_who_says_much_and_sends_nothing_holds_nobody_up() -> None:
     assert state.bodies.kept_bytes == 0
 
 
-def test_requests_that_wait_count_once_and_hold_no_other_path_up() -> None:
+def test_requests_that_wait_count_once_and_hold_no_other_path_up():
     """Before, two long ones took all that there was for any request."""
     go_on = threading.Event()
     state = state_with(FakeBackend(whole(hold=go_on), *(whole() for _ in range(7))))
     app = application(state, quiet)
 
-    async def run() -> list[int]:
+    async def run():
         replies = [begun(app, COMPLETIONS, LONG)[1] for _ in range(6)]
         await until(lambda: state.gate.waiting == 5)
         assert state.bodies.kept_bytes == 5 * len(LONG)  # the one that runs is the gate's
@@ -83,7 +80,7 @@ def test_requests_that_wait_count_once_and_hold_no_other_path_up() -> None:
     assert state.bodies.kept_bytes == 0
 
 
-def test_a_body_without_room_is_refused_at_once() -> None:
+def test_a_body_without_room_is_refused_at_once():
     state = state_with(FakeBackend(whole()))
     app = application(state, quiet)
     state.bodies.keep(KEPT * 2**17 - 10, KEPT * 2**17)
@@ -96,12 +93,12 @@ def test_a_body_without_room_is_refused_at_once() -> None:
     assert ask(app, COMPLETIONS, {"prompt": "a" * 20}).status == 200
 
 
-def test_each_request_gives_its_room_back() -> None:
+def test_each_request_gives_its_room_back():
     """Also one that is refused, one that is longer when it is written anew, and one that leaves."""
     state = state_with(FakeBackend(*(whole() for _ in range(20))))
     app = application(state, quiet)
 
-    async def run() -> list[int]:
+    async def run():
         bodies = [("/tokenize", {"content": "a" * 60_000})] * 10
         bodies += [(COMPLETIONS, b'{"prompt":[1,1,1,1,1,1]}'), (COMPLETIONS, b"{")]
         asked = [begun(app, path, body)[1] for path, body in [*bodies, ("/tokenize", b"")]]
@@ -114,15 +111,15 @@ def test_each_request_gives_its_room_back() -> None:
     assert state.bodies.kept_bytes == state.bodies.waiting == 0
 
 
-def test_one_thread_at_a_time_works_with_a_body_to_its_end() -> None:
+def test_one_thread_at_a_time_works_with_a_body_to_its_end():
     """Who leaves takes its place along only when the work has ended."""
     at_work, go_on = threading.Event(), threading.Event()
 
-    def work() -> None:
+    def work():
         at_work.set()
         go_on.wait(HANG_S)
 
-    async def run() -> None:
+    async def run():
         bodies = Bodies(WORKERS)
         first = asyncio.create_task(bodies.run(work))
         await asyncio.to_thread(at_work.wait, HANG_S)
@@ -142,12 +139,12 @@ def test_one_thread_at_a_time_works_with_a_body_to_its_end() -> None:
     asyncio.run(run())
 
 
-def test_bodies_are_looked_at_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bodies_are_looked_at_beside_the_event_loop(monkeypatch):
     """A list of a hundred thousand tokens takes a while."""
     threads = []
     usual = app_module.settle_fields
 
-    def settle(*arguments: Any) -> None:
+    def settle(*arguments):
         threads.append(threading.current_thread().name)
         usual(*arguments)
 
@@ -164,11 +161,11 @@ CHAT, COUNT, TEMPLATE = "/v1/chat/completions", "/v1/messages/count_tokens", "/a
 NEEDS, BEYOND = "--body-limit ", "available context size"
 
 
-def said(text: str) -> dict[str, Any]:
+def said(text):
     return {"messages": [{"role": "user", "content": text}]}
 
 
-def tool(n: int) -> dict[str, Any]:
+def tool(n):
     """Of n properties with names of 240 letters."""
     names = {"a" * 237 + f"{at:03}": {"type": "string"} for at in range(n)}
     return {"type": "function", "function": {"name": "f", "parameters": {"properties": names}}}
@@ -201,11 +198,11 @@ def tool(n: int) -> dict[str, Any]:
     ],
 )
 def test_a_text_that_would_take_more_than_is_held_for_a_body_is_refused(
-    path: str, data: dict[str, Any], chars_a_token: float, word: int, says: str | None
-) -> None:
+    path, data, chars_a_token, word, says
+):
     """Where each character is a token it took 130 times its length, and one long word 160 times."""
     backend = FakeBackend(whole())
-    backend.count_tokens = lambda text: (int(len(text) / chars_a_token), word)  # type: ignore[method-assign]
+    backend.count_tokens = lambda text: (int(len(text) / chars_a_token), word)
     reply = ask(app_for(backend), path, data)
     assert (reply.status, bool(backend.asked)) == ((200, True) if says is None else (400, False))
     assert says is None or says in reply.json()["error"]["message"]
@@ -226,15 +223,13 @@ def test_a_text_that_would_take_more_than_is_held_for_a_body_is_refused(
         ("gemma4", "", "é é é é, and\na line", 12),
     ],
 )
-def test_the_longest_part_in_which_merges_are_looked_for(
-    kind: str, cut: str, text: str, longest: int
-) -> None:
+def test_the_longest_part_in_which_merges_are_looked_for(kind, cut, text, longest):
     words = Words(kind, cut)
     assert not words.is_whole and words.longest(text) == longest
     assert all(Words(each, "default").is_whole for each in ("llama", "t5", "rwkv", ""))
 
 
-def test_the_plan_counts_them() -> None:
+def test_the_plan_counts_them():
     config = Config.build(model="a.gguf")
     one, longer, more, joined = (
         server_config(config, parallel, longest, factor).beside

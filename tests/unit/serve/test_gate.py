@@ -1,11 +1,7 @@
 """The line before the model: order, bounds, and places that come back."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Callable, Coroutine
 from functools import partial, wraps
-from typing import Any
 
 import pytest
 
@@ -13,18 +9,18 @@ from orchestrator.serve.admission import Gate, Unread
 from orchestrator.serve.wire import Refusal
 
 
-def in_a_loop(line: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+def in_a_loop(line):
     """A test of what only an event loop has."""
 
     @wraps(line)
-    def run() -> None:
+    def run():
         asyncio.run(line())
 
     return run
 
 
 @in_a_loop
-async def test_requests_run_in_their_order_and_the_rest_waits() -> None:
+async def test_requests_run_in_their_order_and_the_rest_waits():
     gate = Gate(places=2, queue=2)
     tickets = [gate.join() for _ in range(4)]
     assert [each.turn.done() for each in tickets] == [True, True, False, False]
@@ -41,7 +37,7 @@ async def test_requests_run_in_their_order_and_the_rest_waits() -> None:
 
 
 @in_a_loop
-async def test_who_leaves_the_line_lets_the_next_one_pass() -> None:
+async def test_who_leaves_the_line_lets_the_next_one_pass():
     gate = Gate(places=2, queue=4)
     first = gate.join()
     wide, narrow = gate.join(2), gate.join(1)
@@ -55,7 +51,7 @@ async def test_who_leaves_the_line_lets_the_next_one_pass() -> None:
 
 
 @in_a_loop
-async def test_who_would_wait_behind_a_wide_request_counts_as_waiting() -> None:
+async def test_who_would_wait_behind_a_wide_request_counts_as_waiting():
     gate = Gate(places=2, queue=1)
     gate.join()
     gate.join(2)
@@ -64,7 +60,7 @@ async def test_who_would_wait_behind_a_wide_request_counts_as_waiting() -> None:
 
 
 @in_a_loop
-async def test_an_empty_queue_refuses_only_who_would_have_to_wait() -> None:
+async def test_an_empty_queue_refuses_only_who_would_have_to_wait():
     gate = Gate(places=1, queue=0)
     ticket = gate.join()
     with pytest.raises(Refusal):
@@ -76,7 +72,7 @@ async def test_an_empty_queue_refuses_only_who_would_have_to_wait() -> None:
 
 
 @in_a_loop
-async def test_requests_share_the_context_by_what_they_may_take() -> None:
+async def test_requests_share_the_context_by_what_they_may_take():
     gate = Gate(places=4, queue=4)
     gate.open(1000)
     long, short = gate.join(cells=700), gate.join(cells=300)
@@ -92,7 +88,7 @@ async def test_requests_share_the_context_by_what_they_may_take() -> None:
 
 
 @in_a_loop
-async def test_a_request_takes_what_its_sequence_still_holds() -> None:
+async def test_a_request_takes_what_its_sequence_still_holds():
     gate = Gate(places=4, queue=4)
     gate.open(1000)
     first, second = gate.join(cells=400), gate.join(cells=100)
@@ -102,8 +98,8 @@ async def test_a_request_takes_what_its_sequence_still_holds() -> None:
     assert gate.widen(first, 900)
 
 
-def test_what_nobody_reads_is_bounded_and_the_oldest_goes_first() -> None:
-    gone: list[str] = []
+def test_what_nobody_reads_is_bounded_and_the_oldest_goes_first():
+    gone = []
     unread = Unread(100)
     for name, n_bytes in (("a", 60), ("b", 40), ("c", 50), ("d", 300)):
         unread.keep(name, n_bytes, partial(gone.append, name))

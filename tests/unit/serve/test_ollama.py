@@ -1,9 +1,6 @@
 """Ollama's form of requests, answers and errors."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 from asgi import FakeBackend, app_for, ask, streaming, whole
@@ -14,17 +11,17 @@ TIMINGS = {"prompt_n": 3, "cache_n": 4, "prompt_ms": 2.0, "predicted_n": 5, "pre
 FAILED = b'{"error": {"message": "Compute error."}}'
 
 
-def event(reason: str | None = None, **delta: Any) -> bytes:
+def event(reason=None, **delta):
     timings = {"timings": TIMINGS} if reason else {}
     said = {"choices": [{"finish_reason": reason, "index": 0, "delta": delta}], **timings}
     return b"data: " + json.dumps(said).encode() + b"\n\n"
 
 
-def call(arguments: str, **name: str) -> dict[str, Any]:
+def call(arguments, **name):
     return {"tool_calls": [{"index": 0, "function": {**name, "arguments": arguments}}]}
 
 
-def lines(path: str, *parts: bytes, **more: Any) -> list[dict[str, Any]]:
+def lines(path, *parts, **more):
     """What a client gets of these events."""
     asked = {"messages": SAID, "prompt": "a", "model": "m", **more}
     reply = ask(app_for(FakeBackend(streaming(*parts, b"data: [DONE]\n\n"))), path, asked)
@@ -32,7 +29,7 @@ def lines(path: str, *parts: bytes, **more: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in b"".join(reply.parts).splitlines()]
 
 
-def test_a_stream_is_lines_and_a_call_of_a_tool_is_whole() -> None:
+def test_a_stream_is_lines_and_a_call_of_a_tool_is_whole():
     pieces = call('{"x"', name="f"), call(': "ø"}')
     thought, text, last = lines(
         "/api/chat",
@@ -53,7 +50,7 @@ def test_a_stream_is_lines_and_a_call_of_a_tool_is_whole() -> None:
     assert "tool_calls" not in cut["message"] and cut["done_reason"] == "length"
 
 
-def test_a_prompt_alone_has_its_own_form() -> None:
+def test_a_prompt_alone_has_its_own_form():
     raw = json.dumps({"choices": [{"text": "b", "index": 0, "finish_reason": "stop"}]}).encode()
     said, _ = lines("/api/generate", event(content="b"), event("stop"))
     assert said["response"] == "b" and "message" not in said
@@ -78,7 +75,7 @@ TOOLS = {
 }
 
 
-def translated(*calls: str) -> list[dict[str, Any]]:
+def translated(*calls):
     named = {"name": "f", "arguments": '{"x": "ø"}'}
     return [{"id": name, "type": "function", "function": named} for name in calls]
 
@@ -131,7 +128,7 @@ def translated(*calls: str) -> list[dict[str, Any]]:
         ("/api/generate", {"prompt": "a", "raw": True}, {"prompt": "a", "messages": None}),
     ],
 )
-def test_a_request_becomes_openais(path: str, asked: Any, got: dict[str, Any]) -> None:
+def test_a_request_becomes_openais(path, asked, got):
     backend = FakeBackend(streaming(b"data: [DONE]\n\n"))
     ask(app_for(backend), path, asked)
     ((route, body),) = backend.asked
@@ -152,13 +149,13 @@ def test_a_request_becomes_openais(path: str, asked: Any, got: dict[str, Any]) -
         ("/api/embed", {"input": "a"}, 404, "/api/embed is nothing that this server has"),
     ],
 )
-def test_an_error_is_a_sentence(path: str, asked: Any, status: int, says: str) -> None:
+def test_an_error_is_a_sentence(path, asked, status, says):
     reply = ask(app_for(FakeBackend()), path, asked)
     assert reply.status == status and list(reply.json()) == ["error"]
     assert says in reply.json()["error"]
 
 
-def test_an_answer_that_breaks_off_says_why() -> None:
+def test_an_answer_that_breaks_off_says_why():
     said, failed = lines("/api/chat", event(content="b"), b"data: " + FAILED + b"\n\n")
     assert said["message"]["content"] == "b" and failed == {"error": "the disk is gone"}
     app = app_for(FakeBackend(whole(b'{"error": {"message": "too long"}}', 400)))
@@ -169,7 +166,7 @@ def test_an_answer_that_breaks_off_says_why() -> None:
 
 
 @pytest.mark.parametrize(("path", "name"), [("/api/chat", "messages"), ("/api/generate", "prompt")])
-def test_no_prompt_asks_for_a_model_that_is_loaded(path: str, name: str) -> None:
+def test_no_prompt_asks_for_a_model_that_is_loaded(path, name):
     for asked in ({}, {name: type(SAID)() if name == "messages" else ""}):
         said = ask(app_for(FakeBackend()), path, asked).json()
         assert (said["done"], said["done_reason"]) == (True, "load")

@@ -1,12 +1,9 @@
 """The published description: it names what there is, and what it names is true."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from asgi import FakeBackend, app_for, ask
@@ -24,7 +21,7 @@ CHECKS = (
 )
 
 
-def test_it_describes_each_path_and_no_other() -> None:
+def test_it_describes_each_path_and_no_other():
     app = app_for(FakeBackend())
     routes = {
         (route.path.replace(":path}", "}"), method.lower())
@@ -37,7 +34,7 @@ def test_it_describes_each_path_and_no_other() -> None:
     assert {(path, method) for path, methods in paths.items() for method in methods} == routes
 
 
-def test_what_it_refers_to_is_there() -> None:
+def test_what_it_refers_to_is_there():
     whole = document(has_key=False)
     assert "security" not in whole
     names = set(whole["components"]["schemas"])
@@ -45,7 +42,7 @@ def test_what_it_refers_to_is_there() -> None:
     assert used == names
 
 
-def test_it_needs_the_key_and_says_so() -> None:
+def test_it_needs_the_key_and_says_so():
     app = app_for(FakeBackend(), api_key="k")
     assert ask(app, "/openapi.json").status == 401
     found = ask(app, "/openapi.json", x_api_key="k").json()
@@ -53,12 +50,12 @@ def test_it_needs_the_key_and_says_so() -> None:
     assert scheme == {"type": "http", "scheme": "bearer"} and found["security"] == [{"key": []}]
 
 
-def test_a_wrong_method_is_told_the_right_one() -> None:
+def test_a_wrong_method_is_told_the_right_one():
     app = app_for(FakeBackend())
     assert ask(app, "/tokenize", method="GET").headers["allow"] == "POST"
 
 
-def test_schemathesis_finds_nothing(tmp_path: Path, library: object) -> None:
+def test_schemathesis_finds_nothing(tmp_path, library):
     if importlib.util.find_spec("schemathesis") is None:
         pytest.skip("schemathesis is not installed (pip install schemathesis)")
     options = ("--ram", "160MiB", "--policy", "lru", "--ctx", "256", "--max-tokens", "8")

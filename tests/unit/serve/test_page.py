@@ -1,7 +1,5 @@
 """The page: one file, no network, and nothing that only a mouse can reach."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 
@@ -11,21 +9,21 @@ from orchestrator.serve.views import PAGE
 
 
 class Elements(HTMLParser):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.found = []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.found.append((tag, dict(attrs)))
 
 
-def elements() -> list[tuple[str, dict[str, str | None]]]:
+def elements():
     parser = Elements()
     parser.feed(PAGE.read_text())
     return parser.found
 
 
-def test_the_page_needs_no_key_and_may_speak_to_this_server_alone() -> None:
+def test_the_page_needs_no_key_and_may_speak_to_this_server_alone():
     app = app_for(FakeBackend(), api_key="k")
     reply = ask(app, "/")
     assert reply.status == 200 and reply.body == PAGE.read_bytes()
@@ -34,7 +32,7 @@ def test_the_page_needs_no_key_and_may_speak_to_this_server_alone() -> None:
     assert ask(app, "/experts").status == 401
 
 
-def test_the_page_is_one_file() -> None:
+def test_the_page_is_one_file():
     text = PAGE.read_text()
     # The icon is in the page too, and its namespace is a name that nobody fetches.
     assert not re.search(r"https?://(?!www.w3.org/2000/svg)|//cdn|@import|url\(", text)
@@ -45,7 +43,7 @@ def test_the_page_is_one_file() -> None:
         assert not any(name.startswith("on") for name in attributes), tag
 
 
-def test_what_can_be_used_has_a_name_for_a_screen_reader() -> None:
+def test_what_can_be_used_has_a_name_for_a_screen_reader():
     found = elements()
     (html,) = (attributes for tag, attributes in found if tag == "html")
     assert html["lang"] == "en"

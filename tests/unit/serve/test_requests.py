@@ -1,11 +1,8 @@
 """What llama.cpp gets to see of a request, in which words, and what is refused in a sentence."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from asgi import FakeBackend, app_for, ask, whole
@@ -13,12 +10,7 @@ from real_cache import REAL_CACHE
 
 from orchestrator.serve import requests
 from orchestrator.serve.requests import request_schema
-from orchestrator.serve.schemas import (
-    GENERATING,
-    INNER,
-    MOST_PROMPTS,
-    QUICK,
-)
+from orchestrator.serve.schemas import GENERATING, INNER, MOST_PROMPTS, QUICK
 from orchestrator.serve.wire import MOST_DEPTH, Refusal
 
 CHAT, COMPLETIONS, NATIVE = "/v1/chat/completions", "/v1/completions", "/completion"
@@ -26,7 +18,7 @@ RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 COUNT, INFILL = "/v1/messages/count_tokens", "/infill"
 SAID = [{"role": "user", "content": "a"}]
 ASK = {"messages": SAID}
-NEEDED: dict[str, dict[str, Any]] = {
+NEEDED = {
     CHAT: ASK,
     COMPLETIONS: {"prompt": "a"},
     NATIVE: {"prompt": "a"},
@@ -55,7 +47,7 @@ USUAL = {
 DOCUMENT = {"type": "document", "source": {"type": "text", "data": "a"}}
 
 
-def asked(path: str, data: dict[str, Any], most_body_bytes: int = 2**20) -> tuple[int, Any]:
+def asked(path, data, most_body_bytes=2**20):
     """(status, what llama.cpp got, or else the sentence)."""
     backend = FakeBackend(whole())
     backend.most_body_bytes = most_body_bytes
@@ -67,33 +59,31 @@ def asked(path: str, data: dict[str, Any], most_body_bytes: int = 2**20) -> tupl
     return reply.status, got
 
 
-def said(*blocks: Any) -> dict[str, Any]:
+def said(*blocks):
     return {"messages": [{"role": "user", "content": list(blocks)}]}
 
 
-def nested(levels: int) -> Any:
-    made: Any = 1
+def nested(levels):
+    made = 1
     for _ in range(levels):
         made = [made]
     return made
 
 
-def schema(n: int) -> dict[str, Any]:
+def schema(n):
     return {"type": "object", "properties": {f"p{each}": {} for each in range(n)}}
 
 
-def tool(name: str, parameters: Any = None) -> dict[str, Any]:
+def tool(name, parameters=None):
     return {"type": "function", "function": {"name": name, "parameters": parameters or {}}}
 
 
-def plain_tool(name: str) -> dict[str, Any]:
+def plain_tool(name):
     return {"type": "function", "name": name, "parameters": {}}
 
 
 @pytest.mark.parametrize("path", NEEDED)
-def test_what_means_nothing_here_is_left_out_and_what_steers_llama_cpp_is_refused(
-    path: str,
-) -> None:
+def test_what_means_nothing_here_is_left_out_and_what_steers_llama_cpp_is_refused(path):
     needed = NEEDED[path]
     assert asked(path, {**needed, **USUAL}) == (200, needed)
     for name in INNER:
@@ -104,7 +94,7 @@ def test_what_means_nothing_here_is_left_out_and_what_steers_llama_cpp_is_refuse
 
 LONG_NAME = "!" * 300
 FORM, OBJECT = {"type": "json_schema"}, "schema must be an object"
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
+REFUSED = [
     # No request of its path.
     *[
         (path, {"messages": messages}, "messages")
@@ -207,7 +197,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "data", "says"), REFUSED)
-def test_what_is_refused_gets_a_sentence(path: str, data: dict[str, Any], says: str) -> None:
+def test_what_is_refused_gets_a_sentence(path, data, says):
     status, why = asked(path, data)
     assert status == 400 and says in why
 
@@ -221,7 +211,7 @@ PLAIN = [plain_tool("a"), plain_tool("b")]
 ONCE = {"parallel_tool_calls": False}
 AS_SENT = None
 # What a path's request becomes, without what the path needs; AS_SENT where it stays as it is.
-SEEN: list[tuple[str, dict[str, Any], dict[str, Any] | None]] = [
+SEEN = [
     (CHAT, {"logit_bias": [[n, 1] for n in range(1024)]}, AS_SENT),
     (CHAT, {"x": nested(MOST_DEPTH - 2)}, {}),
     (CHAT, {"stop": "x" * 200}, AS_SENT),
@@ -283,19 +273,17 @@ SEEN: list[tuple[str, dict[str, Any], dict[str, Any] | None]] = [
 
 
 @pytest.mark.parametrize(("path", "data", "seen"), SEEN)
-def test_what_llama_cpp_gets_to_see(
-    path: str, data: dict[str, Any], seen: dict[str, Any] | None
-) -> None:
+def test_what_llama_cpp_gets_to_see(path, data, seen):
     expected = {**NEEDED[path], **(data if seen is AS_SENT else seen)}
     assert asked(path, {**NEEDED[path], **data}) == (200, expected)
 
 
-def test_a_list_of_numbers_is_looked_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_of_numbers_is_looked_at_at_once(monkeypatch):
     """Not one by one, which took a third of a second for 128 KiB of them."""
     looks = []
     usual = requests._is_kind
 
-    def is_kind(schema: Any, value: Any) -> bool:
+    def is_kind(schema, value):
         looks.append(value)
         return usual(schema, value)
 
@@ -316,14 +304,14 @@ def test_a_list_of_numbers_is_looked_at_at_once(monkeypatch: pytest.MonkeyPatch)
             requests.settle_fields("/detokenize", {"tokens": [*many, wrong]}, 512)
 
 
-def test_an_answer_with_probabilities_is_as_long_as_memory_has_room_for() -> None:
+def test_an_answer_with_probabilities_is_as_long_as_memory_has_room_for():
     asks = {**ASK, "logprobs": True, "top_logprobs": 20}
     assert 100 <= asked(CHAT, asks)[1]["max_tokens"] < 512
     assert "max_tokens" not in asked(CHAT, {**asks, "stream": True})[1]
     assert "max_tokens" not in asked(COMPLETIONS, {"prompt": "a", "logprobs": 1})[1]
 
 
-def test_the_declaration_knows_each_field_of_upstreams() -> None:
+def test_the_declaration_knows_each_field_of_upstreams():
     """A field that upstream adds is served, refused or left out on purpose."""
     for path in (*GENERATING, *QUICK):
         assert request_schema(path)["properties"]

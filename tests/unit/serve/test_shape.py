@@ -1,9 +1,6 @@
 """Answers have the form of their path: probabilities, stops, errors, and none at all."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 from asgi import FakeBackend, FakeRequest, app_for, ask
@@ -15,13 +12,13 @@ NATIVE = "/completion"
 SAID = [{"role": "user", "content": "a"}]
 
 
-def token(text: str, logprob: float) -> dict[str, Any]:
+def token(text, logprob):
     other = {"token": "x", "logprob": -3.0, "id": 2, "bytes": [1]}
     own = {"token": text, "logprob": logprob, "id": 1, "bytes": [1]}
     return {**own, "top_logprobs": [own, other]}
 
 
-def answered(path: str, data: dict[str, Any], *answers: Any, status: int = 200) -> tuple[Any, Any]:
+def answered(path, data, *answers, status=200):
     """(what llama.cpp got, what the client got; of a stream each event) for llama.cpp's answers."""
     is_stream = bool(data.get("stream"))
     parts = [json.dumps(each).encode() for each in answers]
@@ -35,12 +32,12 @@ def answered(path: str, data: dict[str, Any], *answers: Any, status: int = 200) 
     return json.loads(backend.asked[0][1]), got
 
 
-def completion(text: str, *tokens: Any, finish: str | None = "length") -> dict[str, Any]:
+def completion(text, *tokens, finish="length"):
     choice = {"index": 0, "text": text, "logprobs": {"content": list(tokens)}}
     return {"choices": [{**choice, "finish_reason": finish}]}
 
 
-def test_a_completions_probabilities_have_openais_form() -> None:
+def test_a_completions_probabilities_have_openais_form():
     two = completion("ab", token("a", -1.0), token("b", -2.0))
     asked, got = answered(COMPLETIONS, {"prompt": "a", "logprobs": 2}, two)
     assert asked["logprobs"] == 2
@@ -54,14 +51,14 @@ def test_a_completions_probabilities_have_openais_form() -> None:
     assert asked["logprobs"] == 1 and got["choices"][0]["logprobs"]["top_logprobs"] is None
 
 
-def test_offsets_go_on_through_a_stream() -> None:
+def test_offsets_go_on_through_a_stream():
     parts = [completion("ab", token("ab", -1.0)), completion("c", token("c", -1.0))]
     _, got = answered(COMPLETIONS, {"prompt": "a", "logprobs": 1, "stream": True}, *parts)
     assert [each["choices"][0]["logprobs"]["text_offset"] for each in got] == [[0], [2]]
 
 
 @pytest.mark.parametrize("more", [{}, {"top_logprobs": 0}])
-def test_the_chosen_token_alone_has_no_alternatives(more: dict[str, Any]) -> None:
+def test_the_chosen_token_alone_has_no_alternatives(more):
     answer = {"choices": [{"index": 0, "logprobs": {"content": [token("a", -1.0)]}}]}
     asked, got = answered(CHAT, {"messages": SAID, "logprobs": True, **more}, answer)
     assert asked["top_logprobs"] == 1
@@ -88,9 +85,7 @@ FIVE = {"prompt": "a", "logprobs": 5}
         (NATIVE, {"prompt": "a", "n_probs": 2559}, 1),
     ],
 )
-def test_probabilities_of_all_prompts_have_one_bound(
-    path: str, data: dict[str, Any], most: int | None
-) -> None:
+def test_probabilities_of_all_prompts_have_one_bound(path, data, most):
     """most: tokens of each answer; None where the context ends it before."""
     asked, _ = answered(path, data, {})
     limits = {name: asked[name] for name in LIMITS if name in asked}
@@ -107,13 +102,13 @@ def test_probabilities_of_all_prompts_have_one_bound(
         (NATIVE, {"prompt": ["a"] * 64, "n_probs": 40}, "each of 64 answers has memory for 39"),
     ],
 )
-def test_more_probabilities_are_refused(path: str, data: dict[str, Any], says: str) -> None:
+def test_more_probabilities_are_refused(path, data, says):
     reply = ask(app_for(FakeBackend()), path, data)
     assert reply.status == 400 and says in reply.json()["error"]["message"], reply.body
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_no_tokens_are_none(is_stream: bool) -> None:
+def test_no_tokens_are_none(is_stream):
     usage = {"completion_tokens": 1, "prompt_tokens": 3, "total_tokens": 4}
     answer = {**completion("b", token("b", -1.0), finish="stop"), "usage": usage}
     data = {"prompt": "a", "max_tokens": 0, "logprobs": 1, "stream": is_stream}
@@ -141,7 +136,7 @@ def test_no_tokens_are_none(is_stream: bool) -> None:
         ("max_tokens", None, ("max_tokens", None)),
     ],
 )
-def test_a_sequence_that_stops_is_the_reason(reason: str, sequence: Any, expected: Any) -> None:
+def test_a_sequence_that_stops_is_the_reason(reason, sequence, expected):
     said = {"stop_reason": reason, "stop_sequence": sequence}
     data = {"messages": SAID, "max_tokens": 5, "stop_sequences": ["###"]}
     _, whole = answered(MESSAGES, data, {"type": "message", **said})
@@ -151,7 +146,7 @@ def test_a_sequence_that_stops_is_the_reason(reason: str, sequence: Any, expecte
     assert tuple(streamed["delta"].values()) == expected
 
 
-def test_anthropics_clients_get_their_form_of_errors() -> None:
+def test_anthropics_clients_get_their_form_of_errors():
     inner = {"code": 400, "message": "no such role", "type": "invalid_request_error"}
     data = {"messages": SAID, "max_tokens": 5}
     expected = {"type": "error", "error": inner}

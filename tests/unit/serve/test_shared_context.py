@@ -1,21 +1,16 @@
 """Conversations of a server share one context and the memory that experts leave, as they use it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
-from collections.abc import Iterator
 from contextlib import closing
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from asgi import begun, quiet, state_with
 from served import DEMO, server_library
 
 from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
 from orchestrator.native import touched_memory
 from orchestrator.serve.app import application
 from orchestrator.serve.backend import Backend
@@ -41,10 +36,8 @@ COMPLETIONS = "/v1/completions"
         ({"prompt": ["a", "b"], "max_tokens": 100}, None, 241, 100),  # a byte a token, at most
     ],
 )
-def test_what_a_request_may_take(
-    data: dict[str, Any], n_prompt: int | None, cells: int, limit: int
-) -> None:
-    backend: Any = SimpleNamespace(cells=60_000, slot_context=30_000, parallel=3, max_tokens=None)
+def test_what_a_request_may_take(data, n_prompt, cells, limit):
+    backend = SimpleNamespace(cells=60_000, slot_context=30_000, parallel=3, max_tokens=None)
     answer = json.dumps({"input_tokens": n_prompt}).encode()
     asked = dict(data)
     route = CHAT if n_prompt is not None else COMPLETIONS
@@ -52,16 +45,16 @@ def test_what_a_request_may_take(
     assert (found, asked["max_tokens"]) == (cells, limit)
 
 
-def test_a_prompt_beyond_the_context_is_refused_before_anything_begins() -> None:
-    backend: Any = SimpleNamespace(cells=60_000, slot_context=30_000, parallel=2, max_tokens=None)
+def test_a_prompt_beyond_the_context_is_refused_before_anything_begins():
+    backend = SimpleNamespace(cells=60_000, slot_context=30_000, parallel=2, max_tokens=None)
     with pytest.raises(Refusal, match="the prompt of 30000 tokens exceeds"):
         settle_length(lambda *_: (200, b'{"input_tokens": 30000}'), CHAT, {}, backend, 1)
 
 
 @pytest.fixture(scope="module")
-def backend() -> Iterator[Backend]:
+def backend():
     """Three sequences of up to 1,024 tokens each, in a context of 2,048 that takes from slots."""
-    settings: dict[str, Any] = {"policy": "lru", "high_tier": "q4_k", "exact": True}
+    settings = {"policy": "lru", "high_tier": "q4_k", "exact": True}
     sizes = {"ctx": 1024, "threads": 1, "ubatch": 64, "ram": 165 * 2**20}
     config = Config.build(model=DEMO, **settings, **sizes)
     made = Backend(config, ServeSettings(parallel=3), server_library(), lambda *_: None)
@@ -69,11 +62,11 @@ def backend() -> Iterator[Backend]:
         yield made
 
 
-def prompt(engine: Engine, topic: str, n: int) -> list[int]:
+def prompt(engine, topic, n):
     return (engine.tokenize(f"Tell me about {topic}, please. ") * n)[:n]
 
 
-def test_more_conversations_than_the_context_holds_are_all_answered(backend: Backend) -> None:
+def test_more_conversations_than_the_context_holds_are_all_answered(backend):
     """Six at once on three sequences; some wait for cells, and what idle ones hold makes room."""
     engine, shared = backend.engine, backend.engine.plan.shared
     assert shared is not None and backend.slot_context == 1024
@@ -83,7 +76,7 @@ def test_more_conversations_than_the_context_holds_are_all_answered(backend: Bac
     app = application(state, quiet)
     topics = ("Norway", "spiders", "the moon", "bread", "rivers", "Peru")
 
-    async def all_at_once() -> None:
+    async def all_at_once():
         usual = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
         asked = [{"prompt": prompt(engine, topic, 840), **usual} for topic in topics]
         for _ in range(2):
