@@ -5,17 +5,12 @@ import subprocess
 import sys
 
 import pytest
-from click.testing import CliRunner
+from command_line import run
 
-from orchestrator.cli.main import cli
 from orchestrator.lab.registry import BENCHMARKS, load
 from orchestrator.lab.table import Report
 
 BELOW = [name for name in BENCHMARKS if name]
-
-
-def run(*args):
-    return CliRunner().invoke(cli, list(args))
 
 
 @pytest.fixture

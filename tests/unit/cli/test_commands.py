@@ -8,12 +8,11 @@ from pathlib import Path
 
 import fake_engine
 import pytest
-from click.testing import CliRunner
+from command_line import run
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.chat import console
 from orchestrator.cli import options as module
-from orchestrator.cli.main import cli
 from orchestrator.errors import MoeEdgeError
 
 
@@ -30,10 +29,6 @@ def opened(monkeypatch):
 
     monkeypatch.setattr(fake_engine.FakeEngine, "open", open_engine)
     return engines
-
-
-def run(*args, stdin=None):
-    return CliRunner().invoke(cli, list(args), input=stdin)
 
 
 # Arguments, text on stdin, exit status, stdout, and a part of stderr.

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import fake_engine
 import pytest
-from click.testing import CliRunner
+from command_line import run
 
-from orchestrator.cli.main import cli
 from orchestrator.lab.plotting import save_figure
 
 FAKE = [sys.executable, fake_engine.__file__]
@@ -19,7 +18,7 @@ DEMO = Path(__file__).resolve().parents[3] / "models/demo/moe-edge-demo.gguf"
 
 def refused(*args):
     """What a command says that ends with a sentence, which is all that it says."""
-    result = CliRunner().invoke(cli, list(args))
+    result = run(*args)
     assert result.exit_code in (1, 2), result.output
     assert result.stdout == ""
     sentence = result.stderr.splitlines()[-1]
@@ -95,7 +94,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, args
 
 def test_an_endless_stdin_is_refused(monkeypatch):
     monkeypatch.setattr("orchestrator.cli.chat.LONGEST_PROMPT", 10)
-    result = CliRunner().invoke(cli, ["chat", "-m", "x.gguf"], input="x" * 11)
+    result = run("chat", "-m", "x.gguf", stdin="x" * 11)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "longer than any context" in result.stderr
 

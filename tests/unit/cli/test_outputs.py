@@ -5,7 +5,7 @@ import stat
 
 import click
 import pytest
-from click.testing import CliRunner
+from command_line import run
 
 from gguf_tools import synthetic
 from orchestrator.cli.main import COMMANDS, cli
@@ -45,7 +45,7 @@ def test_an_output_that_exists_is_kept(call, is_pipe, model, tmp_path):
         out.write_text("mine")
         words, said = call.split(), "exists: choose another name, or replace it with --force"
     places = {"IN": str(model), "OUT": str(out), "TEXT": str(text)}
-    result = CliRunner().invoke(cli, [places.get(word, word) for word in words])
+    result = run(*(places.get(word, word) for word in words))
     assert result.exit_code == 2
     assert f"{out} {said}" in result.stderr
     assert stat.S_ISFIFO(out.lstat().st_mode) if is_pipe else out.read_text() == "mine"
@@ -54,7 +54,7 @@ def test_an_output_that_exists_is_kept(call, is_pipe, model, tmp_path):
 
 def test_stdout_is_no_output(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(cli, ["export", str(model), "-", "--tier", "q4_k", "--force"])
+    result = run("export", model, "-", "--tier", "q4_k", "--force")
     assert result.exit_code == 2 and "an output is a file, not stdout" in result.stderr
     assert not list(tmp_path.iterdir())
 
@@ -65,7 +65,7 @@ def test_force_replaces_it(model, tmp_path, before):
     out.write_text("old")
     words = ["--tier", "q4_k", str(model), str(out)]
     words.insert(0 if before else len(words), "--force")
-    result = CliRunner().invoke(cli, ["export", *words])
+    result = run("export", *words)
     assert result.exit_code == 0, result.output
     assert out.read_bytes()[:4] == b"GGUF"
 
@@ -84,7 +84,7 @@ def test_a_table_is_kept(model, tmp_path, call, table):
     text.write_text("some words")
     (tmp_path / table).write_text("mine")
     places = {"IN": str(copy), "DIR": str(tmp_path), "TEXT": str(text)}
-    result = CliRunner().invoke(cli, [places.get(word, word) for word in call.split()])
+    result = run(*(places.get(word, word) for word in call.split()))
     assert result.exit_code == 2 and f"{tmp_path / table} exists" in result.stderr
 
 

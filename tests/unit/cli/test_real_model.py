@@ -8,11 +8,10 @@ import sys
 
 import fake_engine
 import pytest
-from click.testing import CliRunner
+from command_line import run
 
 from gguf_tools import interrupts
 from orchestrator.chat.session import Session
-from orchestrator.cli.main import cli
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 
@@ -124,7 +123,7 @@ REFUSED = [
 def test_a_refusal_is_one_sentence(model, options, parts, capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cut.gguf").write_bytes(model.read_bytes()[:-100_000])
-    done = CliRunner().invoke(cli, ["chat", "-m", str(model), "-p", "x", *options])
+    done = run("chat", "-m", model, "-p", "x", *options)
     assert capfd.readouterr() == ("", "")  # llama.cpp says nothing beside it
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr.startswith("Error: ")

@@ -3,9 +3,7 @@
 import json
 
 import pytest
-from click.testing import CliRunner
-
-from orchestrator.cli.main import cli
+from command_line import run
 
 QUESTION = "Where do the experts of a model lie, and who reads them? " * 6
 
@@ -16,8 +14,8 @@ def model(library, tiny_model):
 
 
 def chat(model, *args):
-    options = ["--temp=0", "--max-tokens=4", "--threads=1", "--ctx=2048", *map(str, args)]
-    done = CliRunner().invoke(cli, ["chat", "-m", str(model), *options])
+    options = ("--temp=0", "--max-tokens=4", "--threads=1", "--ctx=2048")
+    done = run("chat", "-m", model, *options, *args)
     return done.exit_code, done.stdout, done.stderr
 
 

@@ -3,15 +3,10 @@
 import json
 
 import pytest
-from click.testing import CliRunner
+from command_line import run
 
-from orchestrator.cli.main import cli
 from orchestrator.lab.replay import read_trace
 from orchestrator.lab.replay.trace import PROMPT_ENDS, STARTS
-
-
-def run(*args):
-    return CliRunner().invoke(cli, [str(arg) for arg in args])
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from command_line import run
 
 pytest.importorskip("torch", reason="needs the extra `convert`")
 pytest.importorskip("transformers", reason="needs the extra `convert`")
@@ -21,7 +21,6 @@ from safetensors.numpy import load_file, save_file
 from gguf_tools.convert import convert
 from gguf_tools.errors import ConvertError
 from gguf_tools.file.reader import GGUFFile
-from orchestrator.cli.main import cli
 
 from . import checkpoints, families
 
@@ -45,7 +44,7 @@ def folder(whole, tmp_path):
 def said(folder, *options, out=None):
     """The one sentence with which convert refuses a folder."""
     out = out or folder.parent / "out.gguf"
-    result = CliRunner().invoke(cli, ["convert", str(folder), str(out), *(options or TIERS)])
+    result = run("convert", folder, out, *(options or TIERS))
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code != 0
     assert not out.is_file()
@@ -215,8 +214,7 @@ def test_code_of_a_checkpoint_runs_only_when_asked_for(tmp_path):
     (folder / "mine.py").write_text(OWN_TOKENIZER.format(trace))
     assert "give --trust-remote-code" in said(folder)
     assert not trace.exists()
-    out = str(tmp_path / "out.gguf")
-    result = CliRunner().invoke(cli, ["convert", str(folder), out, *TIERS, "--trust-remote-code"])
+    result = run("convert", folder, tmp_path / "out.gguf", *TIERS, "--trust-remote-code")
     assert result.exit_code == 0, result.output
     assert trace.exists()
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from click.testing import CliRunner
+from command_line import run
 from gguf_craft import model_metadata, model_tensors, packed_metadata, write_model, write_packed
 from gguf_split import split
 
@@ -12,12 +12,7 @@ from gguf_tools.file.layout import DOWN, GATE, UP, GGMLType
 from gguf_tools.inspect import BUDGET_SHARES, describe, render
 from gguf_tools.pack import export
 from gguf_tools.units import format_size
-from orchestrator.cli.main import cli
 from orchestrator.settings import parse_size
-
-
-def run(*args):
-    return CliRunner().invoke(cli, [str(each) for each in args])
 
 
 def table_of(path):

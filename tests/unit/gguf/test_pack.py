@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from command_line import run
 from gguf_craft import model_metadata, model_tensors, write_model
 from gguf_split import split
 from verify_files import place, poke
@@ -19,7 +19,6 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, GATE, UP, GGMLType, expert_tensor_name
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.pack import export, pack
-from orchestrator.cli.main import cli
 
 ROOT = Path(__file__).parents[3]
 
@@ -188,7 +187,7 @@ def test_the_command_writes_older_types_unless_it_is_told_to_keep_them(
 ):
     packed, out = tmp_path / "p.gguf", tmp_path / "out.gguf"
     pack(source(tmp_path / "src.gguf", n_ff=192), packed, ["q4_k", "q2_k"], ggml=ggml)
-    result = CliRunner().invoke(cli, ["export", "--tier", "q2_k", str(packed), str(out), *flags])
+    result = run("export", "--tier", "q2_k", packed, out, *flags)
     assert result.exit_code == 0 and said in result.output, result.output
     with GGUFFile.open(out) as file:
         assert file.tensors[expert_tensor_name(0, DOWN)].type is written

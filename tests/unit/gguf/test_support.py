@@ -7,13 +7,12 @@ import sys
 import time
 
 import pytest
-from click.testing import CliRunner
+from command_line import run
 from verify_files import repack
 
 from gguf_tools import synthetic
 from gguf_tools.experts import PROVEN
 from orchestrator.cli.files import CANNOT_RUN
-from orchestrator.cli.main import cli
 from orchestrator.engine import support
 from orchestrator.engine.support import MANAGED, NOT, PLAIN, support_of
 from orchestrator.errors import NativeError
@@ -34,10 +33,6 @@ def sound(tmp_path_factory):
 def lacking(sound, tmp_path):
     """Whole, but without a tensor that llama.cpp wants."""
     return repack(sound, tmp_path / "odd.gguf", drop=[QUERIES])
-
-
-def run(*words):
-    return CliRunner().invoke(cli, [str(word) for word in words])
 
 
 def test_a_packed_model_can_be_managed(sound):

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from command_line import run
 from hub_server import Repo, Sparse
 
 from gguf_tools.errors import GGUFError, HubError
@@ -13,7 +13,6 @@ from gguf_tools.file.writer import GGUFWriter
 from gguf_tools.hub import fetch_headers
 from gguf_tools.hub.remote import MOST_BYTES
 from gguf_tools.known import known_models
-from orchestrator.cli.main import cli
 from orchestrator.cost import planner
 from orchestrator.cost.disk import Bandwidth
 
@@ -122,6 +121,6 @@ def test_a_plan_before_anything_is_downloaded(server, large, tmp_path, monkeypat
     monkeypatch.setattr(planner.Planner, "frontier", frontier)
     for text in ("hf:o/n/m.gguf", f"{server.url}/o/n/resolve/main/m.gguf"):
         for args in ([text], ["-m", text]):
-            result = CliRunner().invoke(cli, ["plan", *args])
+            result = run("plan", *args)
             assert result.stderr.endswith("Error: seen\n"), result.output
     assert seen == [(len(large), disk)] * 4

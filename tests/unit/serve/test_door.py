@@ -5,9 +5,8 @@ import json
 
 import pytest
 from asgi import Client, FakeBackend, app_for, ask, body_of, quiet, state_with, whole
-from click.testing import CliRunner
+from command_line import run
 
-from orchestrator.cli.main import cli
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.serve.app import application
 from orchestrator.serve.settings import ServeSettings
@@ -251,7 +250,7 @@ def test_a_model_that_is_not_there_is_said_before_anything_is_built(tmp_path, mo
         raise AssertionError("the server is built first")
 
     monkeypatch.setattr("orchestrator.serve.service.server_library", build)
-    done = CliRunner().invoke(cli, ["serve", "-m", str(tmp_path / "none.gguf"), "--port=0"])
+    done = run("serve", "-m", tmp_path / "none.gguf", "--port=0")
     assert (done.exit_code, done.stderr) == (
         1,
         f"Error: {tmp_path / 'none.gguf'}: No such file or directory\n",

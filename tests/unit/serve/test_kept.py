@@ -6,10 +6,8 @@ import signal
 import time
 
 import pytest
-from click.testing import CliRunner
+from command_line import run
 from served import HANG_S, serving
-
-from orchestrator.cli.main import cli
 
 LONG = [{"role": "user", "content": "Where do the experts lie, and who reads them? " * 30}]
 OTHER = [{"role": "user", "content": "What is a fox? " * 40}]
@@ -65,7 +63,7 @@ def test_what_took_long_to_read_outlives_a_kill(model, tmp_path, options):
         again, n_again, n_all = asked(server, going_on(LONG, said))
         assert (again, n_again) == (live, n_new) and n_all > n > 10 * n_new
     options = ["--temp=0", "--max-tokens=4", "--ctx=2048", "--prompt-cache", str(folder), "--json"]
-    done = CliRunner().invoke(cli, ["chat", "-m", str(model), *options, "-p", LONG[0]["content"]])
+    done = run("chat", "-m", model, *options, "-p", LONG[0]["content"])
     assert done.exit_code == 0 and json.loads(done.stdout)["stats"]["evaluated_tokens"] < 20
 
 
