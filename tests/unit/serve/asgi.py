@@ -6,8 +6,9 @@ import asyncio
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from threading import Event
 from typing import Any
 
@@ -25,6 +26,7 @@ from orchestrator.serve.state import State
 
 # Only what hangs takes so long.
 HANG_S = 120.0
+SAID = [{"role": "user", "content": "a"}]
 
 
 @dataclass
@@ -243,6 +245,38 @@ def quiet(_line: str) -> None:
 def app_for(backend: Any, **settings: Any) -> Starlette:
     """The application that answers with a backend."""
     return application(state_with(backend, **settings), quiet)
+
+
+def served_by(backend: Any, **settings: Any) -> tuple[State, Starlette]:
+    """Such an application, and what it keeps."""
+    state = state_with(backend, **settings)
+    return state, application(state, quiet)
+
+
+def reply_of(request: FakeRequest, path: str, data: Any) -> Reply:
+    """What a client gets of one answer of llama.cpp's."""
+    return ask(app_for(FakeBackend(request)), path, data)
+
+
+def assert_refused(app: Any, path: str, data: Any, says: str, status: int = 400) -> None:
+    """A sentence, and a status in the place of an answer."""
+    reply = ask(app, path, data)
+    assert reply.status == status and says in reply.json()["error"]["message"], reply.body
+
+
+def in_a_loop(line: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test of what only an event loop has."""
+
+    @wraps(line)
+    def run(*args: Any, **more: Any) -> None:
+        asyncio.run(line(*args, **more))
+
+    return run
+
+
+async def end_of(task: asyncio.Task[Any]) -> Any:
+    """What comes of it, in time."""
+    return await asyncio.wait_for(task, HANG_S)
 
 
 async def until(is_so: Callable[[], object]) -> None:

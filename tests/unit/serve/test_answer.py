@@ -6,27 +6,30 @@ from threading import Event
 
 import pytest
 from asgi import (
-    HANG_S,
+    SAID,
     Client,
     FakeBackend,
     FakeRequest,
     app_for,
     ask,
     begun,
+    end_of,
+    in_a_loop,
     quiet,
+    reply_of,
+    served_by,
     state_with,
     streaming,
     until,
     whole,
 )
+from paths import CHAT
 
 from orchestrator.errors import NativeError
 from orchestrator.serve import answer
 from orchestrator.serve import state as state_module
 from orchestrator.serve.app import application
 
-CHAT = "/v1/chat/completions"
-SAID = [{"role": "user", "content": "a"}]
 # What each path needs, and leaves out of the others' where it has no use for it.
 ASK = {"messages": SAID, "input": "a", "input_prefix": "a", "input_suffix": "b"}
 STREAM = {**ASK, "stream": True}
@@ -43,7 +46,7 @@ def event(data):
 
 def test_a_stream_comes_in_parts_and_its_last_one_has_the_costs():
     request = streaming(PART, FINAL, event(b"[DONE]"))
-    reply = ask(app_for(FakeBackend(request)), CHAT, STREAM)
+    reply = reply_of(request, CHAT, STREAM)
     assert reply.status == 200 and reply.headers["content-type"] == "text/event-stream"
     assert [reply.parts[0], reply.parts[2]] == [PART, event(b"[DONE]")]
     timings = json.loads(reply.parts[1].removeprefix(b"data: "))["timings"]
@@ -92,7 +95,7 @@ OURS = {"hit_rate": 0.5, "shared_steps": False}
 )
 def test_an_answer_at_once_has_the_costs_too(path, data, made, sent):
     written = json.dumps(made, ensure_ascii=False).encode()
-    reply = ask(app_for(FakeBackend(whole(written))), path, data)
+    reply = reply_of(whole(written), path, data)
     assert reply.headers["content-type"].startswith("application/json")
     assert reply.json() == sent and ("ø".encode() in written) is ("ø".encode() in reply.body)
 
@@ -135,7 +138,7 @@ TOO_LONG = b'{"error": {"message": "too long"}}'
     ],
 )
 def test_what_fails_is_said_as_a_status_or_as_the_last_event(made, status, code, says):
-    reply = ask(app_for(FakeBackend(made)), CHAT, STREAM if status in (200, 400) else ASK)
+    reply = reply_of(made, CHAT, STREAM if status in (200, 400) else ASK)
     assert reply.status == status
     if status == 200:
         assert reply.parts[0] == PART and reply.parts[-1].startswith(b"data: ")
@@ -148,7 +151,7 @@ def test_what_came_before_a_step_failed_is_sent():
     said = event(b'{"content": "Compute error."}')
     request = streaming(said, event(FAILED), event(b"[DONE]"), at_once=True)
     request.run()
-    reply = ask(app_for(FakeBackend(request)), CHAT, STREAM)
+    reply = reply_of(request, CHAT, STREAM)
     assert reply.parts[0] == said
     assert b"the disk is gone" in reply.parts[1] and len(reply.parts) == 2
 
@@ -176,7 +179,7 @@ async def streamed(app, goes_on, path=CHAT, data=STREAM, enough=bool):
     client, running = begun(app, path, data)
     await until(lambda: enough(client.reply.parts))
     goes_on.set()
-    return await asyncio.wait_for(running, HANG_S)
+    return await end_of(running)
 
 
 @pytest.mark.parametrize(("path", "named"), [(CHAT, b""), ("/v1/messages", b"event: error\n")])
@@ -211,7 +214,10 @@ def tokenized(tokens):
         ("/v1/completions", {"prompt": "a"}, tokenized),
     ],
 )
-def test_what_cannot_be_answered_is_refused_before_its_stream_begins(pings, path, data, count_of):
+@in_a_loop
+async def test_what_cannot_be_answered_is_refused_before_its_stream_begins(
+    pings, path, data, count_of
+):
     """Also where its turn comes so late that comments go out before."""
     hold = Event()
     counts = [whole(count_of(n)) for n in (512, 511)]
@@ -219,24 +225,20 @@ def test_what_cannot_be_answered_is_refused_before_its_stream_begins(pings, path
     backend = FakeBackend(whole(hold=hold), counts[0], *unread, counts[1], streaming(FINAL))
     app = app_for(backend)
     asked = {**data, "stream": True}
-
-    async def run():
-        _, running = begun(app, CHAT, ASK)
-        await until(lambda: backend.asked)
-        long = await asyncio.wait_for(begun(app, path, asked)[1], HANG_S)
-        error = long.json()["error"]
-        assert long.status == 400 and error["type"] == "exceed_context_size_error"
-        assert (error["n_prompt_tokens"], error["n_ctx"]) == (512, 512)  # as upstream says it
-        assert "512" in error["message"]
-        for _ in unread:
-            odd = await asyncio.wait_for(begun(app, path, asked)[1], HANG_S)
-            assert odd.status == 400 and odd.json()["error"]["message"] == "no such role"
-        short = await streamed(app, hold, path, asked)
-        assert short.status == 200 and short.parts[0].startswith(b":")
-        assert b"hit_rate" in short.parts[-1]
-        await running
-
-    asyncio.run(run())
+    _, running = begun(app, CHAT, ASK)
+    await until(lambda: backend.asked)
+    long = await end_of(begun(app, path, asked)[1])
+    error = long.json()["error"]
+    assert long.status == 400 and error["type"] == "exceed_context_size_error"
+    assert (error["n_prompt_tokens"], error["n_ctx"]) == (512, 512)  # as upstream says it
+    assert "512" in error["message"]
+    for _ in unread:
+        odd = await end_of(begun(app, path, asked)[1])
+        assert odd.status == 400 and odd.json()["error"]["message"] == "no such role"
+    short = await streamed(app, hold, path, asked)
+    assert short.status == 200 and short.parts[0].startswith(b":")
+    assert b"hit_rate" in short.parts[-1]
+    await running
     assert counts[0].closed and counts[1].closed
     assert len(backend.asked) == 4 + len(unread)  # each is counted once
 
@@ -257,16 +259,12 @@ def test_a_stream_is_kept_alive_while_a_tool_call_is_withheld(pings):
     assert all(part.startswith(b":") and part.endswith(b"\n\n") for part in comments)
 
 
-def test_nobody_waits_for_ever_and_the_line_is_bounded():
+@in_a_loop
+async def test_nobody_waits_for_ever_and_the_line_is_bounded():
     holds = [whole(hold=Event()) for _ in range(3)]
-    state = state_with(FakeBackend(*holds), queue=1, timeout=1)
-    app = application(state, quiet)
-
-    async def three():
-        replies = await asyncio.gather(*(begun(app, CHAT, ASK)[1] for _ in range(3)))
-        return sorted(reply.status for reply in replies)
-
-    assert asyncio.run(three()) == [429, 504, 504]
+    state, app = served_by(FakeBackend(*holds), queue=1, timeout=1)
+    replies = await asyncio.gather(*(begun(app, CHAT, ASK)[1] for _ in range(3)))
+    assert sorted(reply.status for reply in replies) == [429, 504, 504]
     assert state.gate.running == state.gate.waiting == 0
     assert holds[0].closed and holds[0].cancelled.is_set()
 
@@ -276,8 +274,7 @@ def test_a_client_that_leaves_ends_its_work_and_lets_the_next_one_in(leaving):
     """It gives its place back; one that leaves the line lets nobody in."""
     hold = Event()
     backend = FakeBackend(whole(hold=hold), whole(), whole())
-    state = state_with(backend)
-    app = application(state, quiet)
+    state, app = served_by(backend)
 
     async def leave():
         running = []
@@ -286,7 +283,7 @@ def test_a_client_that_leaves_ends_its_work_and_lets_the_next_one_in(leaving):
             await until(lambda number=number: state.gate.running + state.gate.waiting > number)
         client, task = running.pop(leaving)
         client.leave()
-        await asyncio.wait_for(task, HANG_S)
+        await end_of(task)
         if leaving == 0:
             assert backend.requests[0].cancelled.is_set() and backend.requests[0].closed
         else:
@@ -294,31 +291,27 @@ def test_a_client_that_leaves_ends_its_work_and_lets_the_next_one_in(leaving):
             assert (state.gate.running, state.gate.waiting) == (1, 1)
             assert len(backend.asked) == 1  # the second one waits until the first has ended
         hold.set()
-        return [(await asyncio.wait_for(each, HANG_S)).status for _, each in running]
+        return [(await end_of(each)).status for _, each in running]
 
     assert asyncio.run(leave()) == [200, 200]
     assert state.gate.running == state.gate.waiting == 0
 
 
-def test_it_is_idle_behind_the_last_request_in_flight():
+@in_a_loop
+async def test_it_is_idle_behind_the_last_request_in_flight():
     """Whether that one was answered or left; and while another one waits, it is not."""
     hold, rests = Event(), whole(hold=Event())
     backend = FakeBackend(whole(hold=hold), whole(), rests)
-    state = state_with(backend)
-    app = application(state, quiet)
-
-    async def three():
-        first, second = (begun(app, CHAT, ASK)[1] for _ in range(2))
-        await until(lambda: state.gate.waiting == 1)
-        hold.set()
-        await asyncio.gather(first, second)
-        assert backend.turns == ["attend", "attend", "idle"]
-        client, task = begun(app, CHAT, ASK)
-        await until(lambda: len(backend.asked) == 3)
-        client.leave()
-        await asyncio.wait_for(task, HANG_S)
-
-    asyncio.run(three())
+    state, app = served_by(backend)
+    first, second = (begun(app, CHAT, ASK)[1] for _ in range(2))
+    await until(lambda: state.gate.waiting == 1)
+    hold.set()
+    await asyncio.gather(first, second)
+    assert backend.turns == ["attend", "attend", "idle"]
+    client, task = begun(app, CHAT, ASK)
+    await until(lambda: len(backend.asked) == 3)
+    client.leave()
+    await end_of(task)
     assert rests.cancelled.is_set() and backend.turns[3:] == ["attend", "idle"]
 
 
@@ -337,84 +330,71 @@ class Deaf(Client):
 
 
 @pytest.mark.parametrize("most_bytes", [1000, 1])
-def test_who_reads_nothing_holds_no_place_once_the_answer_is_made(monkeypatch, most_bytes):
+@in_a_loop
+async def test_who_reads_nothing_holds_no_place_once_the_answer_is_made(monkeypatch, most_bytes):
     """What is unread stays in memory, counted, and the oldest of it goes."""
     monkeypatch.setattr(state_module, "UNREAD_BYTES", most_bytes)
-    state = state_with(
+    state, app = served_by(
         FakeBackend(*(streaming(PART, FINAL) for _ in range(3))), parallel=1, queue=0
     )
-    app = application(state, quiet)
-
-    async def run():
-        running = []
-        for _ in range(2):
-            running.append(begun(app, CHAT, STREAM, Deaf))
-            client = running[-1][0]
-            await until(lambda client=client: client.reply.parts and state.gate.running == 0)
-        first, second = (client for client, _ in running)
-        assert state.unread.n_bytes > 0
-        assert first.aborted.is_set() == (most_bytes == 1) and not second.aborted.is_set()
-        assert (await begun(app, CHAT, STREAM)[1]).status == 200  # its one place is free
-        for client, task in running:
-            client.hears.set()
-            assert b'"hit_rate"' in (await asyncio.wait_for(task, HANG_S)).body
-        assert state.unread.n_bytes == 0
-
-    asyncio.run(run())
+    running = []
+    for _ in range(2):
+        running.append(begun(app, CHAT, STREAM, Deaf))
+        client = running[-1][0]
+        await until(lambda client=client: client.reply.parts and state.gate.running == 0)
+    first, second = (client for client, _ in running)
+    assert state.unread.n_bytes > 0
+    assert first.aborted.is_set() == (most_bytes == 1) and not second.aborted.is_set()
+    assert (await begun(app, CHAT, STREAM)[1]).status == 200  # its one place is free
+    for client, task in running:
+        client.hears.set()
+        assert b'"hit_rate"' in (await end_of(task)).body
+    assert state.unread.n_bytes == 0
 
 
-def test_steps_are_shared_with_who_came_before_the_end():
+@in_a_loop
+async def test_steps_are_shared_with_who_came_before_the_end():
     """Also where the end is taken once its place is given back."""
     pause, other = Event(), Event()
-    state = state_with(
+    state, app = served_by(
         FakeBackend(streaming(PART, FINAL, pause=pause), whole(hold=other)), parallel=2
     )
-    app = application(state, quiet)
-
-    async def run():
-        deaf, first = begun(app, CHAT, STREAM, Deaf)
-        await until(lambda: deaf.reply.parts)
-        _, second = begun(app, CHAT, ASK)
-        await until(lambda: state.gate.running == 2)
-        pause.set()
-        await until(lambda: state.gate.running == 1)
-        deaf.hears.set()
-        reply = await asyncio.wait_for(first, HANG_S)
-        other.set()
-        await asyncio.wait_for(second, HANG_S)
-        return reply
-
-    assert b'"shared_steps": true' in asyncio.run(run()).body
+    deaf, first = begun(app, CHAT, STREAM, Deaf)
+    await until(lambda: deaf.reply.parts)
+    _, second = begun(app, CHAT, ASK)
+    await until(lambda: state.gate.running == 2)
+    pause.set()
+    await until(lambda: state.gate.running == 1)
+    deaf.hears.set()
+    reply = await end_of(first)
+    other.set()
+    await end_of(second)
+    assert b'"shared_steps": true' in reply.body
 
 
-def test_who_leaves_takes_no_memory_from_who_is_slow(monkeypatch):
+@in_a_loop
+async def test_who_leaves_takes_no_memory_from_who_is_slow(monkeypatch):
     monkeypatch.setattr(state_module, "UNREAD_BYTES", 1)
-    state = state_with(FakeBackend(streaming(PART, FINAL), streaming(PART, FINAL, pause=Event())))
-    app = application(state, quiet)
-
-    async def run():
-        slow, ends = begun(app, CHAT, STREAM, Deaf)
-        await until(lambda: state.unread.n_bytes > 0)
-        leaving, left = begun(app, CHAT, STREAM)
-        await until(lambda: leaving.reply.parts)
-        leaving.leave()
-        await asyncio.wait_for(left, HANG_S)
-        assert state.gate.running == 0 and not slow.aborted.is_set()
-        slow.hears.set()
-        await asyncio.wait_for(ends, HANG_S)
-
-    asyncio.run(run())
+    state, app = served_by(
+        FakeBackend(streaming(PART, FINAL), streaming(PART, FINAL, pause=Event()))
+    )
+    slow, ends = begun(app, CHAT, STREAM, Deaf)
+    await until(lambda: state.unread.n_bytes > 0)
+    leaving, left = begun(app, CHAT, STREAM)
+    await until(lambda: leaving.reply.parts)
+    leaving.leave()
+    await end_of(left)
+    assert state.gate.running == 0 and not slow.aborted.is_set()
+    slow.hears.set()
+    await end_of(ends)
 
 
-def test_who_reads_nothing_until_the_timeout_is_cut():
+@in_a_loop
+async def test_who_reads_nothing_until_the_timeout_is_cut():
     app = app_for(FakeBackend(streaming(PART, FINAL, pause=Event())), timeout=1)
-
-    async def run():
-        deaf, ends = begun(app, CHAT, STREAM, Deaf)
-        await asyncio.wait_for(ends, HANG_S)
-        assert deaf.aborted.is_set()
-
-    asyncio.run(run())
+    deaf, ends = begun(app, CHAT, STREAM, Deaf)
+    await end_of(ends)
+    assert deaf.aborted.is_set()
 
 
 def test_a_request_without_file_descriptors_is_refused_and_its_place_is_free(monkeypatch):

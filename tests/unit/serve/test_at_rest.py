@@ -7,7 +7,8 @@ import threading
 from contextlib import closing
 
 import pytest
-from asgi import HANG_S, ask, begun, quiet, state_with
+from asgi import HANG_S, ask, begun, end_of, in_a_loop, quiet, state_with
+from paths import CHAT, COMPLETIONS
 from served import DEMO, server_library
 
 from orchestrator.config import Config
@@ -17,9 +18,7 @@ from orchestrator.engine.steps import Held
 from orchestrator.serve.app import application
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.settings import ServeSettings
-from orchestrator.serve.wire import CHAT
 
-COMPLETIONS = "/v1/completions"
 ASK = {"prompt": "Tell", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
 
 
@@ -81,7 +80,8 @@ def test_experts_come_in_until_a_request_and_behind_it(backend, asked_at_once):
     store.check()
 
 
-def test_it_waits_for_the_step_of_one_who_left(asked_at_once, monkeypatch):
+@in_a_loop
+async def test_it_waits_for_the_step_of_one_who_left(asked_at_once, monkeypatch):
     """Its request has ended, and its step runs on."""
     backend = asked_at_once
     driver, store = backend.engine.driver, backend.engine.store
@@ -101,17 +101,13 @@ def test_it_waits_for_the_step_of_one_who_left(asked_at_once, monkeypatch):
     store.set_step_done(held)
     monkeypatch.setattr(driver, "settle", settles)
     app = app_of(backend)
-
-    async def leaves():
-        client, task = begun(app, COMPLETIONS, ASK)
-        loop = asyncio.get_running_loop()
-        assert await loop.run_in_executor(None, in_step.wait, HANG_S)
-        client.leave()
-        await asyncio.wait_for(task, HANG_S)
-        assert await loop.run_in_executor(None, settling.wait, HANG_S)
-        go_on.set()
-
-    asyncio.run(leaves())
+    client, task = begun(app, COMPLETIONS, ASK)
+    loop = asyncio.get_running_loop()
+    assert await loop.run_in_executor(None, in_step.wait, HANG_S)
+    client.leave()
+    await end_of(task)
+    assert await loop.run_in_executor(None, settling.wait, HANG_S)
+    go_on.set()
     driver._idle.wait()
     assert seen == ["step", "idle"]
 

@@ -13,20 +13,20 @@ from asgi import (
     ask,
     begun,
     body_of,
-    quiet,
-    state_with,
+    end_of,
+    in_a_loop,
+    served_by,
     until,
     whole,
 )
+from paths import CHAT, COMPLETIONS, COUNT
 
 from orchestrator.config import Config
 from orchestrator.serve import requests as app_module
 from orchestrator.serve.admission import BODY_FACTOR, KEPT, WHOLE_FACTOR, Bodies
-from orchestrator.serve.app import application
 from orchestrator.serve.backend import Words, server_config
 
 WORKERS = ThreadPoolExecutor(2)
-COMPLETIONS = "/v1/completions"
 LONG = body_of({"prompt": "a" * 100_000})
 
 
@@ -39,8 +39,7 @@ class Halted(Client):
 
 def test_who_says_much_and_sends_nothing_holds_nobody_up():
     """Place is taken by bytes that are here."""
-    state = state_with(FakeBackend(whole()))
-    app = application(state, quiet)
+    state, app = served_by(FakeBackend(whole()))
 
     async def run():
         silent = []
@@ -51,7 +50,7 @@ def test_who_says_much_and_sends_nothing_holds_nobody_up():
         await asyncio.sleep(0)
         body = b'{"content": "a"}'
         served = Client(app, "POST", "/tokenize", body, content_length=str(len(body)))
-        status = (await asyncio.wait_for(served.run(), HANG_S)).status
+        status = (await end_of(served.run())).status
         assert state.bodies.kept_bytes == 40
         for client, task in silent:
             client.leave()
@@ -62,27 +61,22 @@ def test_who_says_much_and_sends_nothing_holds_nobody_up():
     assert state.bodies.kept_bytes == 0
 
 
-def test_requests_that_wait_count_once_and_hold_no_other_path_up():
+@in_a_loop
+async def test_requests_that_wait_count_once_and_hold_no_other_path_up():
     """Before, two long ones took all that there was for any request."""
     go_on = threading.Event()
-    state = state_with(FakeBackend(whole(hold=go_on), *(whole() for _ in range(7))))
-    app = application(state, quiet)
-
-    async def run():
-        replies = [begun(app, COMPLETIONS, LONG)[1] for _ in range(6)]
-        await until(lambda: state.gate.waiting == 5)
-        assert state.bodies.kept_bytes == 5 * len(LONG)  # the one that runs is the gate's
-        quick = await begun(app, "/tokenize", {"content": "a"})[1]
-        go_on.set()
-        return [quick.status, *[(await reply).status for reply in replies]]
-
-    assert asyncio.run(run()) == [200] * 7
+    state, app = served_by(FakeBackend(whole(hold=go_on), *(whole() for _ in range(7))))
+    replies = [begun(app, COMPLETIONS, LONG)[1] for _ in range(6)]
+    await until(lambda: state.gate.waiting == 5)
+    assert state.bodies.kept_bytes == 5 * len(LONG)  # the one that runs is the gate's
+    quick = await begun(app, "/tokenize", {"content": "a"})[1]
+    go_on.set()
+    assert [quick.status, *[(await reply).status for reply in replies]] == [200] * 7
     assert state.bodies.kept_bytes == 0
 
 
 def test_a_body_without_room_is_refused_at_once():
-    state = state_with(FakeBackend(whole()))
-    app = application(state, quiet)
+    state, app = served_by(FakeBackend(whole()))
     state.bodies.keep(KEPT * 2**17 - 10, KEPT * 2**17)
     reply = ask(app, COMPLETIONS, {"prompt": "a" * 20})
     assert reply.status == 503 and reply.headers["retry-after"] == "1"
@@ -95,8 +89,7 @@ def test_a_body_without_room_is_refused_at_once():
 
 def test_each_request_gives_its_room_back():
     """Also one that is refused, one that is longer when it is written anew, and one that leaves."""
-    state = state_with(FakeBackend(*(whole() for _ in range(20))))
-    app = application(state, quiet)
+    state, app = served_by(FakeBackend(*(whole() for _ in range(20))))
 
     async def run():
         bodies = [("/tokenize", {"content": "a" * 60_000})] * 10
@@ -111,7 +104,8 @@ def test_each_request_gives_its_room_back():
     assert state.bodies.kept_bytes == state.bodies.waiting == 0
 
 
-def test_one_thread_at_a_time_works_with_a_body_to_its_end():
+@in_a_loop
+async def test_one_thread_at_a_time_works_with_a_body_to_its_end():
     """Who leaves takes its place along only when the work has ended."""
     at_work, go_on = threading.Event(), threading.Event()
 
@@ -119,24 +113,21 @@ def test_one_thread_at_a_time_works_with_a_body_to_its_end():
         at_work.set()
         go_on.wait(HANG_S)
 
-    async def run():
-        bodies = Bodies(WORKERS)
-        first = asyncio.create_task(bodies.run(work))
-        await asyncio.to_thread(at_work.wait, HANG_S)
-        left = asyncio.create_task(bodies.run(work))
-        second = asyncio.create_task(bodies.run(lambda: "second"))
-        await asyncio.sleep(0)
-        assert bodies.waiting == 2
-        left.cancel()
-        first.cancel()
-        await asyncio.wait({left})
-        assert bodies.waiting == 1 and not first.done() and not second.done()
-        go_on.set()
-        assert await second == "second" and bodies.waiting == 0
-        with pytest.raises(asyncio.CancelledError):
-            await first
-
-    asyncio.run(run())
+    bodies = Bodies(WORKERS)
+    first = asyncio.create_task(bodies.run(work))
+    await asyncio.to_thread(at_work.wait, HANG_S)
+    left = asyncio.create_task(bodies.run(work))
+    second = asyncio.create_task(bodies.run(lambda: "second"))
+    await asyncio.sleep(0)
+    assert bodies.waiting == 2
+    left.cancel()
+    first.cancel()
+    await asyncio.wait({left})
+    assert bodies.waiting == 1 and not first.done() and not second.done()
+    go_on.set()
+    assert await second == "second" and bodies.waiting == 0
+    with pytest.raises(asyncio.CancelledError):
+        await first
 
 
 def test_bodies_are_looked_at_beside_the_event_loop(monkeypatch):
@@ -157,7 +148,7 @@ def test_bodies_are_looked_at_beside_the_event_loop(monkeypatch):
 
 LIMIT = 2**17
 HALF = LIMIT // 2
-CHAT, COUNT, TEMPLATE = "/v1/chat/completions", "/v1/messages/count_tokens", "/apply-template"
+TEMPLATE = "/apply-template"
 NEEDS, BEYOND = "--body-limit ", "available context size"
 
 

@@ -4,14 +4,24 @@ import asyncio
 import json
 
 import pytest
-from asgi import Client, FakeBackend, app_for, ask, body_of, quiet, state_with, whole
+from asgi import (
+    Client,
+    FakeBackend,
+    app_for,
+    ask,
+    assert_refused,
+    body_of,
+    quiet,
+    state_with,
+    whole,
+)
 from command_line import run
+from paths import CHAT
 
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.serve.app import application
 from orchestrator.serve.settings import ServeSettings
 
-CHAT = "/v1/chat/completions"
 MESSAGE = {"messages": [{"role": "user", "content": "hi"}]}
 NAMES, KEY = {"allow_host": "box.lan, other"}, {"api_key": "secret"}
 EVIL = "https://evil.example"
@@ -131,9 +141,7 @@ POLICY_SETTINGS = [3, {"a": []}, {"a": "x" * 300}, {str(n): 1 for n in range(33)
     ],
 )
 def test_bodies_that_cannot_be_served(body, status, says):
-    reply = ask(app_for(FakeBackend()), CHAT, body)
-    assert reply.status == status
-    assert says in reply.json()["error"]["message"]
+    assert_refused(app_for(FakeBackend()), CHAT, body, says, status)
 
 
 def test_a_body_is_as_long_as_the_context_has_use_for():

@@ -9,11 +9,11 @@ from urllib.error import HTTPError
 
 import pytest
 from asgi import FakeBackend, app_for, ask, streaming
+from paths import CHAT
 from served import serving
 
 from orchestrator.engine.damage import InUse
 
-CHAT = "/v1/chat/completions"
 ASK = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0}
 WRITTEN, OTHER = "was written to while it is in use", "is another file now"
 

@@ -11,6 +11,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 from asgi import ask, begun, quiet
+from paths import CHAT
 from served import DEMO, HANG_S, REPO, bring_server
 
 from orchestrator.errors import MoeEdgeError
@@ -21,7 +22,6 @@ from orchestrator.serve.views import of_replica, together
 KEY = "fleet-key"
 GIVEN = {"model": "model.gguf", "ram": "1GiB", "prompt-cache": "/shared", "parallel": 2}
 REPLICA = {"model": DEMO, "ram": "400MiB", "threads": 1}
-CHAT = "/v1/chat/completions"
 ENDLESS = {"prompt": "Once " * 40, "max_tokens": 900, "stream": True, "ignore_eos": True}
 
 

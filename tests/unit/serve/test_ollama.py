@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from asgi import FakeBackend, app_for, ask, streaming, whole
+from asgi import SAID, FakeBackend, app_for, ask, reply_of, streaming, whole
 
-SAID = [{"role": "user", "content": "a"}]
 CALL = {"function": {"name": "f", "arguments": {"x": "ø"}}}
 TIMINGS = {"prompt_n": 3, "cache_n": 4, "prompt_ms": 2.0, "predicted_n": 5, "predicted_ms": 1.5}
 FAILED = b'{"error": {"message": "Compute error."}}'
@@ -24,7 +23,7 @@ def call(arguments, **name):
 def lines(path, *parts, **more):
     """What a client gets of these events."""
     asked = {"messages": SAID, "prompt": "a", "model": "m", **more}
-    reply = ask(app_for(FakeBackend(streaming(*parts, b"data: [DONE]\n\n"))), path, asked)
+    reply = reply_of(streaming(*parts, b"data: [DONE]\n\n"), path, asked)
     assert reply.status == 200 and reply.headers["content-type"] == "application/x-ndjson"
     return [json.loads(line) for line in b"".join(reply.parts).splitlines()]
 

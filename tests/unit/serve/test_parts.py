@@ -7,14 +7,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from asgi import HANG_S, end_of, in_a_loop
 
 from orchestrator.serve import answer as module
 from orchestrator.serve.admission import outlasting
 from orchestrator.serve.answer import FAST, Parts
 
 N = 20_000
-# Only what hangs takes so long. A rest that is not cut short takes ten times as long.
-HANG_S = 120.0
+# A rest that is not cut short takes ten times as long as what hangs.
 LONG_S = 10 * HANG_S
 
 
@@ -206,7 +206,7 @@ def test_the_end_waits_for_nothing(long_rest):
         request.put(b"b")
 
     async def use(parts, request):
-        return await asyncio.wait_for(all_of(parts, request), HANG_S)
+        return await end_of(all_of(parts, request))
 
     assert through(make, use)[0] == [b"a"] * FAST + [b"b"]
 
@@ -273,7 +273,7 @@ def test_the_end_is_told_where_what_follows_it_fails():
         errors = []
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _loop, what: errors.append(what["exception"]))
-        assert await asyncio.wait_for(parts.next(None), HANG_S) == (b"", True)
+        assert await end_of(parts.next(None)) == (b"", True)
         return errors
 
     errors, _ = through(Made.until_awaited, use, Mute, fail)
@@ -296,18 +296,15 @@ def test_a_request_for_which_no_pipe_can_be_had_is_freed(monkeypatch):
     assert request.closed.is_set()
 
 
-def test_work_on_a_thread_is_outlasted_and_asked_to_end():
+@in_a_loop
+async def test_work_on_a_thread_is_outlasted_and_asked_to_end():
     """Also where nobody waits for it any more: without being asked it would go on for long."""
     ended = threading.Event()
-
-    async def run():
-        loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(None, ended.wait, HANG_S)
-        waiting = asyncio.create_task(outlasting(work, ended.set))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        return work.done() and work.result()
-
-    assert asyncio.run(run())
+    loop = asyncio.get_running_loop()
+    work = loop.run_in_executor(None, ended.wait, HANG_S)
+    waiting = asyncio.create_task(outlasting(work, ended.set))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert work.done() and work.result()

@@ -5,14 +5,14 @@ import json
 from threading import Event
 
 import pytest
-from asgi import FakeBackend, app_for, ask, begun, quiet, state_with, until, whole
+from asgi import FakeBackend, app_for, ask, begun, in_a_loop, quiet, state_with, until, whole
+from paths import CHAT
 from served import running
 from speaking import CAPITAL
 
 from orchestrator.serve.admission import Conversation, Seats, conversations_of
 from orchestrator.serve.app import application
 
-CHAT = "/v1/chat/completions"
 SYSTEM = {"role": "system", "content": "You are a helper who knows many countries. " * 6}
 
 
@@ -143,7 +143,8 @@ def test_a_client_that_leaves_gives_it_back():
     assert backend.sequences == [[0], [0]]
 
 
-def test_what_a_sequence_holds_is_dropped_where_there_is_no_room_beside_it():
+@in_a_loop
+async def test_what_a_sequence_holds_is_dropped_where_there_is_no_room_beside_it():
     """Both have held 500 of 1,000 cells. Beside 512 for the one there are no 500 for the other."""
     held = Event()
     backend = FakeBackend(whole(), whole(), whole(hold=held), whole())
@@ -155,18 +156,15 @@ def test_what_a_sequence_holds_is_dropped_where_there_is_no_room_beside_it():
     def request(token, n, limit):
         return begun(app, "/v1/completions", {"prompt": [token] * n, "max_tokens": limit})[1]
 
-    async def line():
-        for token in (1, 2):
-            await request(token, 400, 100)
-        long = request(3, 490, 22)
-        await until(lambda: len(backend.asked) == 3)
-        assert backend.forgotten == []
-        await request(4, 10, 10)
-        assert backend.forgotten == [1]
-        held.set()
-        await long
-
-    asyncio.run(line())
+    for token in (1, 2):
+        await request(token, 400, 100)
+    long = request(3, 490, 22)
+    await until(lambda: len(backend.asked) == 3)
+    assert backend.forgotten == []
+    await request(4, 10, 10)
+    assert backend.forgotten == [1]
+    held.set()
+    await long
 
 
 served = running(

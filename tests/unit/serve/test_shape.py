@@ -3,13 +3,10 @@
 import json
 
 import pytest
-from asgi import FakeBackend, FakeRequest, app_for, ask
+from asgi import SAID, FakeBackend, FakeRequest, app_for, ask, assert_refused
+from paths import CHAT, COMPLETIONS, MESSAGES, NATIVE
 
 from orchestrator.serve.wire import LIMITS
-
-CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
-NATIVE = "/completion"
-SAID = [{"role": "user", "content": "a"}]
 
 
 def token(text, logprob):
@@ -103,8 +100,7 @@ def test_probabilities_of_all_prompts_have_one_bound(path, data, most):
     ],
 )
 def test_more_probabilities_are_refused(path, data, says):
-    reply = ask(app_for(FakeBackend()), path, data)
-    assert reply.status == 400 and says in reply.json()["error"]["message"], reply.body
+    assert_refused(app_for(FakeBackend()), path, data, says)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -1,13 +1,13 @@
 """Conversations of a server share one context and the memory that experts leave, as they use it."""
 
-import asyncio
 import json
 import re
 from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
-from asgi import begun, quiet, state_with
+from asgi import begun, in_a_loop, quiet, state_with
+from paths import CHAT, COMPLETIONS
 from served import DEMO, server_library
 
 from orchestrator.config import Config
@@ -16,9 +16,7 @@ from orchestrator.serve.app import application
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.requests import RESERVED_TOKENS, settle_length
 from orchestrator.serve.settings import ServeSettings
-from orchestrator.serve.wire import CHAT, Refusal
-
-COMPLETIONS = "/v1/completions"
+from orchestrator.serve.wire import Refusal
 
 
 @pytest.mark.parametrize(
@@ -66,7 +64,8 @@ def prompt(engine, topic, n):
     return (engine.tokenize(f"Tell me about {topic}, please. ") * n)[:n]
 
 
-def test_more_conversations_than_the_context_holds_are_all_answered(backend):
+@in_a_loop
+async def test_more_conversations_than_the_context_holds_are_all_answered(backend):
     """Six at once on three sequences; some wait for cells, and what idle ones hold makes room."""
     engine, shared = backend.engine, backend.engine.plan.shared
     assert shared is not None and backend.slot_context == 1024
@@ -75,27 +74,23 @@ def test_more_conversations_than_the_context_holds_are_all_answered(backend):
     state.gate.open(backend.cells)
     app = application(state, quiet)
     topics = ("Norway", "spiders", "the moon", "bread", "rivers", "Peru")
-
-    async def all_at_once():
-        usual = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
-        asked = [{"prompt": prompt(engine, topic, 840), **usual} for topic in topics]
-        for _ in range(2):
-            work = [begun(app, COMPLETIONS, each)[1] for each in asked]
-            answers = [(await each).json() for each in work]
-            assert [each["usage"]["completion_tokens"] for each in answers] == [40] * len(topics)
-            touched = touched_memory(engine.store.library)
-            held = engine.store.stats().slot_bytes
-            assert held + sum(each.resident for each in touched) <= shared.n_bytes
-            assert held < shared.n_bytes // 2
-            in_use = re.search(r"\(about (\d+) in use\)", backend.picture()["mode"])
-            assert in_use and 840 <= int(in_use[1]) <= backend.cells
-        # What two sequences still hold stays until short prompts begin there, behind a long one.
-        for topic in topics[:2]:
-            await begun(app, COMPLETIONS, {"prompt": prompt(engine, topic, 980), **usual})[1]
-        sizes = zip(topics[2:], (980, 12, 15), strict=False)
-        asked = [{"prompt": prompt(engine, topic, n), **usual} for topic, n in sizes]
+    usual = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    asked = [{"prompt": prompt(engine, topic, 840), **usual} for topic in topics]
+    for _ in range(2):
         work = [begun(app, COMPLETIONS, each)[1] for each in asked]
-        assert [(await each).status for each in work] == [200] * 3
-
-    asyncio.run(all_at_once())
+        answers = [(await each).json() for each in work]
+        assert [each["usage"]["completion_tokens"] for each in answers] == [40] * len(topics)
+        touched = touched_memory(engine.store.library)
+        held = engine.store.stats().slot_bytes
+        assert held + sum(each.resident for each in touched) <= shared.n_bytes
+        assert held < shared.n_bytes // 2
+        in_use = re.search(r"\(about (\d+) in use\)", backend.picture()["mode"])
+        assert in_use and 840 <= int(in_use[1]) <= backend.cells
+    # What two sequences still hold stays until short prompts begin there, behind a long one.
+    for topic in topics[:2]:
+        await begun(app, COMPLETIONS, {"prompt": prompt(engine, topic, 980), **usual})[1]
+    sizes = zip(topics[2:], (980, 12, 15), strict=False)
+    asked = [{"prompt": prompt(engine, topic, n), **usual} for topic, n in sizes]
+    work = [begun(app, COMPLETIONS, each)[1] for each in asked]
+    assert [(await each).status for each in work] == [200] * 3
     engine.store.check()

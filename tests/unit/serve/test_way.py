@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
 
 import uvicorn
-from asgi import HANG_S, Client, FakeBackend, app_for, quiet, state_with, whole
+from asgi import HANG_S, Client, FakeBackend, app_for, quiet, served_by, state_with, whole
 from starlette.responses import Response
 
 from orchestrator.serve import door
@@ -92,8 +92,7 @@ def test_who_reads_no_quick_answer_loses_its_connection():
 
 
 def test_a_long_quick_answer_goes_out_in_parts_and_is_counted():
-    state = state_with(FakeBackend(whole(BIG)))
-    app = application(state, quiet)
+    state, app = served_by(FakeBackend(whole(BIG)))
     counted = []
 
     async def run():
@@ -153,8 +152,7 @@ def test_what_nobody_reads_is_dropped_for_a_while_and_no_longer(monkeypatch):
 
 def test_at_the_end_of_the_server_nobody_is_waited_for():
     """Neither who still sends then, nor who is waited for already."""
-    state = state_with(FakeBackend())
-    app = application(state, quiet)
+    state, app = served_by(FakeBackend())
 
     class Sending(Client):
         waits = False
