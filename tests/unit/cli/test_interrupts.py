@@ -1,5 +1,6 @@
-"""The whole process: Ctrl-C, pipes that are closed, input that is no text."""
+"""The whole process: Ctrl-C, signals, pipes that are closed, input that is no text."""
 
+import importlib.util
 import os
 import re
 import signal
@@ -8,7 +9,9 @@ import sys
 import time
 
 import fake_engine
+import interrupting
 import pytest
+import small_commands
 
 FAKE = [sys.executable, fake_engine.__file__]
 ENDLESS = ("-m", "x.gguf", "-p", "endless")
@@ -85,3 +88,28 @@ def test_a_closed_pipe_ends_it_quietly():
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(timeout=HANG_S) != 0
+
+
+TIMES = 2
+NAMES = ("eval", "trace", "calibrate", "pack", "convert", "replay", "chat", "pull")
+
+
+@pytest.fixture(scope="module")
+def folder(library, tmp_path_factory):
+    return tmp_path_factory.mktemp("interrupted")
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        *[(name, signal.SIGINT) for name in NAMES],
+        *[("pack", signal.SIGTERM), ("chat", signal.SIGHUP), ("trace", signal.SIGTERM)],
+    ],
+)
+def test_a_signal_ends_a_command_quietly(folder, name, number):
+    if name == "convert" and importlib.util.find_spec("transformers") is None:
+        pytest.skip("needs the extra `convert`")
+    command = small_commands.commands(folder)[name]()
+    ends, wrong = interrupting.interrupt(command, TIMES, seed=name, number=number)
+    assert wrong == []
+    assert ends[f"status {128 + number}"] >= TIMES - 1

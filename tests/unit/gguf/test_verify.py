@@ -38,7 +38,6 @@ def test_good_files(tmp_path, ggml, tiers):
 
 
 def test_the_demo_model_is_good(ggml):
-    from orchestrator.cli.options import demo_model
 
     assert texts(demo_model(), ggml) == []
 

@@ -5,22 +5,16 @@ import json
 from threading import Event
 
 import pytest
-from asgi import (
-    SAID,
-    Client,
+from asgi import SAID, Client, ask, begun, end_of, in_a_loop, until
+from fake_backend import (
     FakeBackend,
     FakeRequest,
     app_for,
-    ask,
-    begun,
-    end_of,
-    in_a_loop,
     quiet,
     reply_of,
     served_by,
     state_with,
     streaming,
-    until,
     whole,
 )
 from paths import CHAT

@@ -7,7 +7,8 @@ import threading
 from contextlib import closing
 
 import pytest
-from asgi import HANG_S, ask, begun, end_of, in_a_loop, quiet, state_with
+from asgi import HANG_S, ask, begun, end_of, in_a_loop
+from fake_backend import quiet, state_with
 from paths import CHAT, COMPLETIONS
 from served import DEMO, server_library
 

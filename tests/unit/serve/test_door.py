@@ -4,18 +4,9 @@ import asyncio
 import json
 
 import pytest
-from asgi import (
-    Client,
-    FakeBackend,
-    app_for,
-    ask,
-    assert_refused,
-    body_of,
-    quiet,
-    state_with,
-    whole,
-)
+from asgi import Client, ask, body_of
 from command_line import run
+from fake_backend import FakeBackend, app_for, assert_refused, quiet, state_with, whole
 from paths import CHAT
 
 from orchestrator.errors import ConfigError, NativeError

@@ -8,7 +8,8 @@ from pathlib import Path
 from urllib.error import HTTPError
 
 import pytest
-from asgi import FakeBackend, app_for, ask, streaming
+from asgi import ask
+from fake_backend import FakeBackend, app_for, streaming
 from paths import CHAT
 from served import serving
 

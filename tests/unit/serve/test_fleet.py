@@ -10,7 +10,8 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
-from asgi import ask, begun, quiet
+from asgi import ask, begun
+from fake_backend import quiet
 from paths import CHAT
 from served import DEMO, HANG_S, REPO, bring_server
 

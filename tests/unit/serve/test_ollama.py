@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from asgi import SAID, FakeBackend, app_for, ask, reply_of, streaming, whole
+from asgi import SAID, ask
+from fake_backend import FakeBackend, app_for, reply_of, streaming, whole
 
 CALL = {"function": {"name": "f", "arguments": {"x": "ø"}}}
 TIMINGS = {"prompt_n": 3, "cache_n": 4, "prompt_ms": 2.0, "predicted_n": 5, "predicted_ms": 1.5}

@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from asgi import FakeBackend, app_for, ask
+from asgi import ask
+from fake_backend import FakeBackend, app_for
 from served import serving
 from starlette.routing import Route
 

@@ -3,7 +3,8 @@
 import re
 from html.parser import HTMLParser
 
-from asgi import FakeBackend, app_for, ask
+from asgi import ask
+from fake_backend import FakeBackend, app_for
 
 from orchestrator.serve.views import PAGE
 

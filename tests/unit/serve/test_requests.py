@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from asgi import SAID, FakeBackend, app_for, ask, whole
+from asgi import SAID, ask
+from fake_backend import FakeBackend, app_for, whole
 from paths import CHAT, COMPLETIONS, COUNT, INFILL, MESSAGES, NATIVE, RESPONSES
 from real_cache import REAL_CACHE
 

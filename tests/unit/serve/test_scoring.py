@@ -10,7 +10,8 @@ from urllib.error import HTTPError
 
 import numpy as np
 import pytest
-from asgi import Client, FakeBackend, app_for, ask, whole
+from asgi import Client, ask
+from fake_backend import FakeBackend, app_for, whole
 from served import DEMO, HANG_S, running, serving
 
 from orchestrator.config import Config

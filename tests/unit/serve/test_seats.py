@@ -5,7 +5,8 @@ import json
 from threading import Event
 
 import pytest
-from asgi import FakeBackend, app_for, ask, begun, in_a_loop, quiet, state_with, until, whole
+from asgi import ask, begun, in_a_loop, until
+from fake_backend import FakeBackend, app_for, quiet, state_with, whole
 from paths import CHAT
 from served import running
 from speaking import CAPITAL

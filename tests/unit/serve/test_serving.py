@@ -9,7 +9,8 @@ import time
 from urllib.request import urlopen
 
 import pytest
-from served import HANG_S, REPO, running, serving
+from served import DEMO, HANG_S, REPO, running, serving
+from soaking import soak_clients, soak_requests
 from speaking import CAPITAL
 
 RAM = "160MiB"
@@ -155,3 +156,16 @@ def test_a_port_that_is_taken_is_one_sentence(tmp_path, served):
     )
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("Error: --host 127.0.0.1 --port")
+
+
+
+
+def test_clients_at_once_get_answers_or_are_told_to_come_later(tmp_path, library):
+    statuses = soak_clients(tmp_path, DEMO, clients=8, seconds=5, share=0.6)
+    assert statuses[200] and statuses[429]
+
+
+def test_memory_does_not_grow_once_the_prompt_cache_is_full(tmp_path, library):
+    first, last = soak_requests(tmp_path, DEMO, requests=40, cache_ram="1MiB")
+    # So few requests do not yet settle an allocator.
+    assert last < 1.1 * first

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from asgi import SAID, FakeBackend, FakeRequest, app_for, ask, assert_refused
+from asgi import SAID, ask
+from fake_backend import FakeBackend, FakeRequest, app_for, assert_refused
 from paths import CHAT, COMPLETIONS, MESSAGES, NATIVE
 
 from orchestrator.serve.wire import LIMITS

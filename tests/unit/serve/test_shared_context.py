@@ -6,7 +6,8 @@ from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
-from asgi import begun, in_a_loop, quiet, state_with
+from asgi import begun, in_a_loop
+from fake_backend import quiet, state_with
 from paths import CHAT, COMPLETIONS
 from served import DEMO, server_library
 

@@ -11,7 +11,8 @@ import pytest
 pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
 
 import uvicorn
-from asgi import HANG_S, Client, FakeBackend, app_for, quiet, served_by, state_with, whole
+from asgi import HANG_S, Client
+from fake_backend import FakeBackend, app_for, quiet, served_by, state_with, whole
 from starlette.responses import Response
 
 from orchestrator.serve import door
