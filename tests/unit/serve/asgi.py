@@ -106,6 +106,16 @@ def in_a_loop(line: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
     return run
 
 
+def at_once(app: Any, path: str, *asked: Any) -> list[Any]:
+    """The answers to several requests at once."""
+
+    async def all_of() -> list[Any]:
+        replies = [begun(app, path, each)[1] for each in asked]
+        return [(await each).json() for each in replies]
+
+    return asyncio.run(all_of())
+
+
 async def end_of(task: asyncio.Task[Any]) -> Any:
     """What comes of it, in time."""
     return await asyncio.wait_for(task, HANG_S)

@@ -17,7 +17,7 @@ from fake_backend import (
     streaming,
     whole,
 )
-from paths import CHAT
+from paths import CHAT, COMPLETIONS, MESSAGES, NATIVE, RESPONSES
 
 from orchestrator.errors import NativeError
 from orchestrator.serve import answer
@@ -39,8 +39,7 @@ def event(data):
 
 
 def test_a_stream_comes_in_parts_and_its_last_one_has_the_costs():
-    request = streaming(PART, FINAL, event(b"[DONE]"))
-    reply = reply_of(request, CHAT, STREAM)
+    reply = reply_of(request := streaming(PART, FINAL, event(b"[DONE]")), CHAT, STREAM)
     assert reply.status == 200 and reply.headers["content-type"] == "text/event-stream"
     assert [reply.parts[0], reply.parts[2]] == [PART, event(b"[DONE]")]
     timings = json.loads(reply.parts[1].removeprefix(b"data: "))["timings"]
@@ -49,42 +48,32 @@ def test_a_stream_comes_in_parts_and_its_last_one_has_the_costs():
 
 
 OURS = {"hit_rate": 0.5, "shared_steps": False}
+WITHIN, WITH_OURS = [{"input": {"timings": {}}}], {"timings": OURS}
+QUOTED, FIELDS = '"timings":{', {"prompt": "a", "response_fields": ["content"]}
 
 
 @pytest.mark.parametrize(
     ("path", "data", "made", "sent"),
     [
-        (CHAT, ASK, {"timings": {}}, {"timings": OURS}),
-        (CHAT, ASK, {"content": "fjord ø", "timings": {}}, {"content": "fjord ø", "timings": OURS}),
+        (CHAT, ASK, {"timings": {}}, WITH_OURS),
+        (CHAT, ASK, {"content": "fjord ø", "timings": {}}, {"content": "fjord ø", **WITH_OURS}),
         # Answers without figures of llama.cpp's.
-        ("/v1/responses", ASK, {"output": []}, {"output": [], "timings": OURS}),
-        ("/v1/messages", ASK, {"content": []}, {"content": [], "timings": OURS}),
+        (RESPONSES, ASK, {"output": []}, {"output": [], **WITH_OURS}),
+        (MESSAGES, ASK, {"content": []}, {"content": [], **WITH_OURS}),
         (
-            "/completion",
-            {"prompt": ["a", "b"]},
+            *(NATIVE, {"prompt": ["a", "b"]}),
             [{"timings": {"predicted_n": 1}}, {"timings": {}}],
-            [{"timings": {"predicted_n": 1, **OURS}}, {"timings": OURS}],
+            [{"timings": {"predicted_n": 1, **OURS}}, WITH_OURS],
         ),
         # They are put into an answer that is not parsed, whose text may say what they are called.
         (
-            CHAT,
-            ASK,
-            {"content": '"timings":{', "timings": {"n": 1}, "list": [{"timings": {}}]},
-            {"content": '"timings":{', "timings": {"n": 1, **OURS}, "list": [{"timings": OURS}]},
+            *(CHAT, ASK),
+            {"content": QUOTED, "timings": {"n": 1}, "list": [{"timings": {}}]},
+            {"content": QUOTED, "timings": {"n": 1, **OURS}, "list": [WITH_OURS]},
         ),
-        (
-            "/v1/messages",
-            ASK,
-            {"content": [{"input": {"timings": {}}}]},
-            {"content": [{"input": {"timings": {}}}], "timings": OURS},
-        ),
+        (MESSAGES, ASK, {"content": WITHIN}, {"content": WITHIN, **WITH_OURS}),
         # Who wants some fields alone gets no others.
-        (
-            "/completion",
-            {"prompt": "a", "response_fields": ["content"]},
-            {"content": "timings"},
-            {"content": "timings"},
-        ),
+        (NATIVE, FIELDS, {"content": "timings"}, {"content": "timings"}),
     ],
 )
 def test_an_answer_at_once_has_the_costs_too(path, data, made, sent):
@@ -98,8 +87,7 @@ def test_a_stream_of_anthropics_has_the_costs_in_its_summary():
     start = b"event: message_start\n" + PART
     summary = b"event: message_delta\n" + event(b'{"type": "message_delta", "usage": {}}')
     summary += b"event: message_stop\n" + event(b'{"type": "message_stop"}')
-    app = app_for(FakeBackend(streaming(start, summary)))
-    first, end = ask(app, "/v1/messages", STREAM).parts
+    first, end = reply_of(streaming(start, summary), MESSAGES, STREAM).parts
     assert first == start
     found = [json.loads(line[6:]) for line in end.split(b"\n") if line.startswith(b"data: ")]
     assert found[0]["timings"]["hit_rate"] == 0.5 and found[0]["usage"] == {}
@@ -156,8 +144,7 @@ def test_what_came_before_a_step_failed_has_its_form_and_its_costs():
     request = streaming(event(first), event(FAILED), at_once=True)
     request.run()
     data = {"prompt": "a", "logprobs": 1, "stream": True}
-    app = app_for(FakeBackend(request))
-    got = json.loads(ask(app, "/v1/completions", data).parts[0].removeprefix(b"data: "))
+    got = json.loads(reply_of(request, COMPLETIONS, data).parts[0].removeprefix(b"data: "))
     assert got["choices"][0]["logprobs"]["text_offset"] == []
     assert got["timings"]["hit_rate"] == 0.5
 
@@ -203,9 +190,9 @@ def tokenized(tokens):
     ("path", "data", "count_of"),
     [
         (CHAT, {"messages": SAID}, counted),
-        ("/v1/responses", {"input": "a"}, counted),
-        ("/v1/messages", {"messages": SAID}, counted),
-        ("/v1/completions", {"prompt": "a"}, tokenized),
+        (RESPONSES, {"input": "a"}, counted),
+        (MESSAGES, {"messages": SAID}, counted),
+        (COMPLETIONS, {"prompt": "a"}, tokenized),
     ],
 )
 @in_a_loop

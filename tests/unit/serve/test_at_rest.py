@@ -7,7 +7,7 @@ import threading
 from contextlib import closing
 
 import pytest
-from asgi import HANG_S, ask, begun, end_of, in_a_loop
+from asgi import HANG_S, ask, at_once, begun, end_of, in_a_loop
 from fake_backend import quiet, state_with
 from paths import CHAT, COMPLETIONS
 from served import DEMO, server_library
@@ -37,13 +37,7 @@ def app_of(backend):
 
 
 def said(app, *asked):
-    """The answers to some requests at once."""
-
-    async def all_at_once():
-        replies = [begun(app, COMPLETIONS, each)[1] for each in asked]
-        return [(await each).json()["choices"] for each in replies]
-
-    return asyncio.run(all_at_once())
+    return [each["choices"] for each in at_once(app, COMPLETIONS, *asked)]
 
 
 @pytest.fixture
@@ -142,11 +136,7 @@ def turn(about, *before):
 
 
 def chatted(app, *asked):
-    async def all_at_once():
-        replies = [begun(app, CHAT, each)[1] for each in asked]
-        return [(await each).json() for each in replies]
-
-    return asyncio.run(all_at_once())
+    return at_once(app, CHAT, *asked)
 
 
 def text_of(answer):

@@ -42,6 +42,8 @@ def chat(text, **more):
     return request(CHAT + KEYED, json.dumps(data).encode())
 
 
+NO_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": 7}}}
+GET, CHUNKED, LAST = b"GET /%b HTTP/1.1\r\n", b"Transfer-Encoding: chunked\r\n", b"0\r\n\r\n"
 ATTACKS = {
     "no HTTP": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
     "another protocol": (b"PRI * HTTP/2.0\r\nConnection: close\r\n\r\n", 421),
@@ -56,31 +58,18 @@ ATTACKS = {
     "an origin that is none": (request(CHAT + HOST + b"Origin: http://[x\r\n", b"{}"), 403),
     "path traversal": (request(b"GET /../../../etc/passwd HTTP/1.1\r\n" + KEYED), 404),
     "encoded traversal": (request(b"GET /%2e%2e/%2e%2e/etc/passwd HTTP/1.1\r\n" + KEYED), 404),
-    "traversal behind a path": (
-        request(b"GET /v1/models/../../etc/passwd HTTP/1.1\r\n" + KEYED),
-        404,
-    ),
+    "traversal behind a path": (request(GET % b"v1/models/../../etc/passwd" + KEYED), 404),
     "a whole address": (request(b"GET file:///etc/passwd HTTP/1.1\r\n" + KEYED), 404),
     "a long line": (request(b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\n" + KEYED), 400),
     "many fields": (request(b"GET / HTTP/1.1\r\n" + HOST + b"x-a: b\r\n" * 20_000), 400),
-    "a body said to be huge": (
-        CHAT + KEYED + b"Content-Length: 99999999999\r\nConnection: close\r\n\r\n",
-        413,
-    ),
+    "a body said to be huge": (request(CHAT + KEYED + b"Content-Length: 99999999999\r\n"), 413),
     "a huge body in chunks": (
-        CHAT
-        + KEYED
-        + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
-        + (b"8000\r\n" + b" " * 0x8000 + b"\r\n") * 4
-        + b"0\r\n\r\n",
+        request(CHAT + KEYED + CHUNKED) + (b"8000\r\n" + b" " * 0x8000 + b"\r\n") * 4 + LAST,
         413,
     ),
     "a length below zero": (CHAT + KEYED + b"Content-Length: -1\r\n\r\n", 400),
     "two lengths": (CHAT + KEYED + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", 400),
-    "broken chunks": (
-        CHAT + KEYED + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
-        400,
-    ),
+    "broken chunks": (CHAT + KEYED + CHUNKED + b"\r\nzz\r\n{}\r\n" + LAST, 400),
     "broken UTF-8": (request(CHAT + KEYED, b'{"messages":"\xff"}'), 400),
     "broken JSON": (request(CHAT + KEYED, b'{"messages":'), 400),
     "deep JSON": (request(CHAT + KEYED, b"[" * 60_000), 400),
@@ -91,10 +80,7 @@ ATTACKS = {
     "too many answers": (chat("x", n=9), 400),
     "a method that there is not": (request(b"DELETE /v1/models HTTP/1.1\r\n" + KEYED), 405),
     "a grammar that is none": (chat("x", grammar="root ::= ("), 400),
-    "a schema that is none": (
-        chat("x", response_format={"type": "json_schema", "json_schema": {"schema": {"type": 7}}}),
-        400,
-    ),
+    "a schema that is none": (chat("x", response_format=NO_SCHEMA), 400),
     "a lone surrogate": (chat("\ud800"), 400),
     "the middle of an emoji": (chat("\U0001f469\u200d"), 200),
 }

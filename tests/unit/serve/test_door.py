@@ -143,9 +143,10 @@ def test_a_body_is_as_long_as_the_context_has_use_for():
     assert longest == [2**17, 2**17, 2**19, 99]
 
 
-@pytest.mark.parametrize(
-    ("n_ctx", "says"), [(512, "128 KiB"), (2**15, ": the context has room for --body-limit 512KiB")]
-)
+ROOM = ": the context has room for --body-limit 512KiB"
+
+
+@pytest.mark.parametrize(("n_ctx", "says"), [(512, "128 KiB"), (2**15, ROOM)])
 def test_a_body_that_the_context_has_room_for_is_told_which_limit_it_needs(n_ctx, says):
     """Without --ctx the context is known once the model has loaded, and the limit before."""
     backend = FakeBackend()

@@ -31,13 +31,8 @@ def lines(path, *parts, **more):
 
 def test_a_stream_is_lines_and_a_call_of_a_tool_is_whole():
     pieces = call('{"x"', name="f"), call(': "ø"}')
-    thought, text, last = lines(
-        "/api/chat",
-        event(reasoning_content="hm"),
-        event(content="so"),
-        *(event(**piece) for piece in pieces),
-        event("tool_calls"),
-    )
+    said = event(reasoning_content="hm"), event(content="so"), *(event(**piece) for piece in pieces)
+    thought, text, last = lines("/api/chat", *said, event("tool_calls"))
     assert thought["message"] == {"role": "assistant", "content": "", "thinking": "hm"}
     assert text["message"]["content"] == "so" and text["done"] is False and text["model"] == "m"
     assert last["message"]["tool_calls"] == [CALL]
@@ -56,81 +51,50 @@ def test_a_prompt_alone_has_its_own_form():
     assert said["response"] == "b" and "message" not in said
     said, _ = lines("/api/generate", b"data: " + raw + b"\n\n", raw=True)
     assert said["response"] == "b"
-    said = ask(
-        app_for(FakeBackend(whole(raw))),
-        "/api/generate",
-        {"prompt": "a", "raw": True, "stream": False},
-    ).json()
+    asked = {"prompt": "a", "raw": True, "stream": False}
+    said = reply_of(whole(raw), "/api/generate", asked).json()
     assert (said["response"], said["done"]) == ("b", True)
 
 
+CHATTED, PROMPTED = "/api/chat", "/api/generate"
 SCHEMA = {"type": "object"}
 FORM = {"type": "json_schema", "json_schema": {"name": "format", "schema": SCHEMA}}
-TOOLS = {
-    "messages": [
-        {"role": "assistant", "thinking": "hm", "tool_calls": [CALL, CALL]},
-        {"role": "tool", "content": "1"},
-        {"role": "tool", "content": "2"},
-    ]
-}
+CALLED = [
+    {"role": "assistant", "thinking": "hm", "tool_calls": [CALL, CALL]},
+    *({"role": "tool", "content": each} for each in "12"),
+]
+AS_TEXT = {"name": "f", "arguments": '{"x": "ø"}'}
+CALLS = [{"id": f"call_{n}", "type": "function", "function": AS_TEXT} for n in (0, 1)]
+TRANSLATED = [
+    {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": CALLS},
+    {"role": "tool", "content": "1", "tool_call_id": "call_0"},
+    {"role": "tool", "content": "2", "tool_call_id": "call_1"},
+]
+OPTIONS = {"num_predict": 7, "top_p": 0.5, "stop": ["x"]}
 
 
-def translated(*calls):
-    named = {"name": "f", "arguments": '{"x": "ø"}'}
-    return [{"id": name, "type": "function", "function": named} for name in calls]
-
-
+# Beside the message, or the prompt.
 @pytest.mark.parametrize(
     ("path", "asked", "got"),
     [
-        ("/api/chat", {"messages": SAID}, {"messages": SAID, "stream": True}),
-        ("/api/chat", {"messages": SAID, "stream": False}, {"stream": False}),
-        ("/api/chat", {"messages": SAID, "keep_alive": "5m", "options": {"num_ctx": 9}}, {}),
-        (
-            "/api/chat",
-            {"messages": SAID, "options": {"num_predict": 7, "top_p": 0.5, "stop": ["x"]}},
-            {"max_tokens": 7, "top_p": 0.5, "stop": ["x"]},
-        ),
-        ("/api/chat", {"messages": SAID, "options": {"num_predict": -1}}, {"max_tokens": None}),
-        ("/api/chat", {"messages": SAID, "format": SCHEMA}, {"response_format": FORM}),
-        (
-            "/api/chat",
-            {"messages": SAID, "format": "json"},
-            {"response_format": {"type": "json_object"}},
-        ),
-        (
-            "/api/chat",
-            {"messages": SAID, "think": False},
-            {"chat_template_kwargs": {"enable_thinking": False}},
-        ),
-        ("/api/chat", {"messages": SAID, "think": "low"}, {"reasoning_effort": "low"}),
-        (
-            "/api/chat",
-            TOOLS,
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "content": "",
-                        "reasoning_content": "hm",
-                        "tool_calls": translated("call_0", "call_1"),
-                    },
-                    {"role": "tool", "content": "1", "tool_call_id": "call_0"},
-                    {"role": "tool", "content": "2", "tool_call_id": "call_1"},
-                ]
-            },
-        ),
-        (
-            "/api/generate",
-            {"prompt": "a", "system": "s"},
-            {"messages": [{"role": "system", "content": "s"}, *SAID]},
-        ),
-        ("/api/generate", {"prompt": "a", "raw": True}, {"prompt": "a", "messages": None}),
+        (CHATTED, {}, {"messages": SAID, "stream": True}),
+        (CHATTED, {"stream": False}, {"stream": False}),
+        (CHATTED, {"keep_alive": "5m", "options": {"num_ctx": 9}}, {}),
+        (CHATTED, {"options": OPTIONS}, {"max_tokens": 7, "top_p": 0.5, "stop": ["x"]}),
+        (CHATTED, {"options": {"num_predict": -1}}, {"max_tokens": None}),
+        (CHATTED, {"format": SCHEMA}, {"response_format": FORM}),
+        (CHATTED, {"format": "json"}, {"response_format": {"type": "json_object"}}),
+        (CHATTED, {"think": False}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        (CHATTED, {"think": "low"}, {"reasoning_effort": "low"}),
+        (CHATTED, {"messages": CALLED}, {"messages": TRANSLATED}),
+        (PROMPTED, {"system": "s"}, {"messages": [{"role": "system", "content": "s"}, *SAID]}),
+        (PROMPTED, {"raw": True}, {"prompt": "a", "messages": None}),
     ],
 )
 def test_a_request_becomes_openais(path, asked, got):
     backend = FakeBackend(streaming(b"data: [DONE]\n\n"))
-    ask(app_for(backend), path, asked)
+    needed = {"messages": SAID} if path == CHATTED else {"prompt": "a"}
+    ask(app_for(backend), path, needed | asked)
     ((route, body),) = backend.asked
     assert route == ("/v1/completions" if asked.get("raw") else "/v1/chat/completions")
     assert {name: json.loads(body).get(name) for name in got} == got
@@ -158,8 +122,8 @@ def test_an_error_is_a_sentence(path, asked, status, says):
 def test_an_answer_that_breaks_off_says_why():
     said, failed = lines("/api/chat", event(content="b"), b"data: " + FAILED + b"\n\n")
     assert said["message"]["content"] == "b" and failed == {"error": "the disk is gone"}
-    app = app_for(FakeBackend(whole(b'{"error": {"message": "too long"}}', 400)))
-    reply = ask(app, "/api/chat", {"messages": SAID, "stream": False})
+    refused = whole(b'{"error": {"message": "too long"}}', 400)
+    reply = reply_of(refused, "/api/chat", {"messages": SAID, "stream": False})
     assert (reply.status, reply.json()) == (400, {"error": "too long"})
     reply = ask(app_for(FakeBackend(), api_key="k"), "/api/tags")
     assert reply.status == 401 and "a key is missing" in reply.json()["error"]

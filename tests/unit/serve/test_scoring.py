@@ -11,7 +11,7 @@ from urllib.error import HTTPError
 import numpy as np
 import pytest
 from asgi import Client, ask
-from fake_backend import FakeBackend, app_for, whole
+from fake_backend import FakeBackend, app_for, assert_refused, whole
 from served import DEMO, HANG_S, running, serving
 
 from orchestrator.config import Config
@@ -88,6 +88,9 @@ def scored(data, model=None):
     return reply.json()
 
 
+NO_PROMPTS = ([], [[]], ["a", 1], [True], [1.5], [2**70], [-1], {"prompt_string": "a"})
+
+
 @pytest.mark.parametrize(
     ("change", "names"),
     [
@@ -107,13 +110,7 @@ def scored(data, model=None):
         ({"echo": "yes"}, "echo must be"),
         ({"echo": 1}, "echo must be"),
         ({"prompt": None}, "prompt is missing"),
-        *[
-            ({"prompt": wrong}, "prompt must be")
-            for wrong in (
-                *([], [[]], ["a", 1], [True], [1.5], [2**70], [-1]),
-                {"prompt_string": "a"},
-            )
-        ],
+        *[({"prompt": wrong}, "prompt must be") for wrong in NO_PROMPTS],
         ({"prompt": ""}, "empty"),
         ({"prompt": ["a", ""]}, "empty"),
         ({"prompt": [N_VOCAB]}, f"token {N_VOCAB}"),
@@ -124,8 +121,7 @@ def scored(data, model=None):
 )
 def test_any_other_echo_is_refused(change, names):
     backend = ScoringBackend()
-    reply = ask(app_for(backend), PATH, ASK | change)
-    assert reply.status == 400 and names in reply.json()["error"]["message"], reply.body
+    assert_refused(app_for(backend), PATH, ASK | change, names)
     assert not backend.asked
 
 
@@ -136,19 +132,15 @@ def test_without_echo_nothing_changes():
     assert json.loads(backend.asked[0][1]) == data
 
 
+HALVES = ["a", "bytes:\\xc3", "bytes:\\xa4", "b"]
+
+
 @pytest.mark.parametrize(
     ("model", "prompt", "text", "tokens", "logp", "offsets"),
     [
         (ByteModel(), "abd", "abd", ["a", "b", "d"], [None, 2 / 3, 1 / 3], [0, 1, 2]),
         # Tokens, and bytes that are a character together.
-        (
-            ByteModel(),
-            [0x61, 0xC3, 0xA4, 0x62],
-            "aäb",
-            ["a", "bytes:\\xc3", "bytes:\\xa4", "b"],
-            [None, 0, 0, 0],
-            [0, 1, 1, 2],
-        ),
+        (ByteModel(), list("aäb".encode()), "aäb", HALVES, [None, 0, 0, 0], [0, 1, 1, 2]),
         # What the server puts before a text is not a part of it, and yet something to go by.
         (ByteModel(begins=True), "ab", "ab", ["a", "b"], [0, 2 / 3], [0, 1]),
         (ByteModel(begins=True), "<s>a", "<s>a", ["<", "s", ">", "a"], [None, 0, 0, 0], range(4)),
@@ -226,9 +218,7 @@ def test_what_is_scored_is_what_the_plan_has():
     assert planned[1] - planned[0] == 100 * SCORE_BYTES
     backend = ScoringBackend()
     backend.most_scored = 3
-    app = app_for(backend)
-    refused = ask(app, PATH, ASK | {"prompt": ["ab", "cd"]})
-    assert refused.status == 400 and "echo 3 at most" in refused.json()["error"]["message"]
+    assert_refused(app_for(backend), PATH, ASK | {"prompt": ["ab", "cd"]}, "echo 3 at most")
 
 
 @pytest.mark.parametrize(
@@ -236,9 +226,7 @@ def test_what_is_scored_is_what_the_plan_has():
     [(Stopped(), 503, "shutting down"), (RuntimeError("no idea"), 500, "the policy failed")],
 )
 def test_what_fails_is_said_in_a_sentence(error, status, says):
-    app = app_for(ScoringBackend(error=error))
-    reply = ask(app, PATH, ASK)
-    assert reply.status == status and says in reply.json()["error"]["message"]
+    assert_refused(app_for(ScoringBackend(error=error)), PATH, ASK, says, status)
 
 
 OPTIONS = ("--policy", "lru", "--high-tier", "q4_k", "--ctx", "512", "--ram", RAM)
@@ -366,14 +354,8 @@ def test_lm_evals_loglikelihood(live, engine, more):
     from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-    lm = LocalCompletionsAPI(
-        base_url=live.url + PATH,
-        model="any",
-        tokenizer_backend="none",
-        max_length=512,
-        max_retries=1,
-        **more,
-    )
+    usual = {"model": "any", "tokenizer_backend": "none", "max_length": 512, "max_retries": 1}
+    lm = LocalCompletionsAPI(base_url=live.url + PATH, **usual, **more)
     lm.tokenizer_backend, lm.tokenizer = "remote", Tokens(engine)
     lm.tokenized_requests = more.get("tokenized_requests", True)
 

@@ -158,8 +158,6 @@ def test_a_port_that_is_taken_is_one_sentence(tmp_path, served):
     assert done.stderr.strip().splitlines()[-1].startswith("Error: --host 127.0.0.1 --port")
 
 
-
-
 def test_clients_at_once_get_answers_or_are_told_to_come_later(tmp_path, library):
     statuses = soak_clients(tmp_path, DEMO, clients=8, seconds=5, share=0.6)
     assert statuses[200] and statuses[429]

@@ -112,12 +112,8 @@ def test_no_tokens_are_none(is_stream):
     asked, got = answered(COMPLETIONS, data, answer)
     (last,) = got if is_stream else [got]
     assert asked["max_tokens"] == 1  # llama.cpp has no way to read a prompt and say nothing
-    assert last["choices"][0] == {
-        "index": 0,
-        "text": "",
-        "logprobs": None,
-        "finish_reason": "length",
-    }
+    nothing = {"index": 0, "text": "", "logprobs": None, "finish_reason": "length"}
+    assert last["choices"][0] == nothing
     assert last["usage"] == {"completion_tokens": 0, "prompt_tokens": 3, "total_tokens": 3}
     own = {"content": "b", "tokens": [1], "tokens_predicted": 1, "stop_type": "eos"}
     _, got = answered("/completion", {"prompt": "a", "n_predict": 0}, own)
