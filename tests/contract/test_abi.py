@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import python
 
 from patches import build, env, wheel
 from patches.upstream import read_upstream
@@ -43,8 +44,7 @@ def test_library_keeps_the_header(installed):
     libraries = sorted((installed / "lib").glob("lib*.so"))
     argument = json.dumps([[str(path) for path in libraries], symbols])
     # In a child, so that a library that crashes while loading fails this test alone.
-    command = [sys.executable, "-c", build.CHECK, argument]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = python("-c", build.CHECK, argument)
     assert done.returncode == 0, done.stderr
     missing, found = json.loads(done.stdout)
     assert missing == []

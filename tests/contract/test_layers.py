@@ -14,19 +14,12 @@ PACKAGES = ("gguf_tools", "orchestrator", "models", "patches")
 LAYERS = (
     ("gguf_tools.closing", "gguf_tools.errors", "gguf_tools.interrupts"),
     (
-        "gguf_tools.built",
-        "gguf_tools.columns",
-        "gguf_tools.file",
-        "gguf_tools.process",
-        "gguf_tools.progress",
-        "gguf_tools.units",
+        *("gguf_tools.built", "gguf_tools.columns", "gguf_tools.file", "gguf_tools.process"),
+        *("gguf_tools.progress", "gguf_tools.units"),
     ),
     ("gguf_tools.experts", "gguf_tools.workers"),
     (
-        "gguf_tools.hub",
-        "gguf_tools.inspect",
-        "gguf_tools.known",
-        "gguf_tools.quantize",
+        *("gguf_tools.hub", "gguf_tools.inspect", "gguf_tools.known", "gguf_tools.quantize"),
         "gguf_tools.synthetic",
     ),
     ("gguf_tools.pack", "gguf_tools.verify"),
@@ -161,13 +154,3 @@ def test_no_import_cycles():
         for name, path in SOURCES.items()
     }
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
-
-
-def test_the_walk_sees_imports(tmp_path, monkeypatch):
-    monkeypatch.setitem(globals(), "REPO", tmp_path)
-    path = tmp_path / "orchestrator" / "policy" / "odd.py"
-    path.parent.mkdir(parents=True)
-    path.write_text("from ..a import B\nfrom . import base\ndef late():\n    import click\n")
-    known = {"orchestrator.policy.base"}
-    assert imports(path, known, at_load=True) == {"orchestrator.a", *known}
-    assert imports(path, known) == {"orchestrator.a", "click", *known}

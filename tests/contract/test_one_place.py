@@ -4,15 +4,14 @@ runs a model."""
 import ast
 import re
 from functools import cache
-from pathlib import Path
 
 import pytest
+from test_layers import REPO, SOURCES, imports
 
 from gguf_tools.experts import PROVEN
 from orchestrator.config import Config
 from orchestrator.policy import BASELINE, POLICIES, Policy, owners, policy_settings
 
-REPO = Path(__file__).resolve().parents[2]
 ORCHESTRATOR = REPO / "orchestrator"
 NATIVE = REPO / "patches" / "native"
 # The rooms that may name a policy and its settings: the policies themselves, what they share, and
@@ -71,19 +70,13 @@ def test_nobody_knows_a_policy_by_name(policy):
     naming = [
         path.relative_to(REPO).as_posix()
         for path in runtime_files()
-        if (imports(path, policy) if policy in ORDINARY else policy in words_of(path))
+        if (
+            f"orchestrator.policy.{policy}" in imports(path, set(SOURCES))
+            if policy in ORDINARY
+            else policy in words_of(path)
+        )
     ]
     assert not naming
-
-
-def imports(path, policy):
-    """Whether a module imports a policy's file, anywhere in it."""
-    module = f"orchestrator.policy.{policy}"
-    return any(
-        (isinstance(node, ast.ImportFrom) and node.module == module)
-        or (isinstance(node, ast.Import) and module in {each.name for each in node.names})
-        for node in ast.walk(ast.parse(path.read_text()))
-    )
 
 
 @pytest.mark.parametrize(
@@ -126,10 +119,3 @@ def test_every_setting_is_declared_once():
 def test_a_policy_that_is_never_asked_does_not_decide():
     with pytest.raises(TypeError, match="Silent decides, and its wants"):
         type("Silent", (Policy,), {"name": "silent", "decide": lambda *_: None})
-
-
-def test_every_policy_says_what_it_does():
-    for policy in POLICIES.values():
-        assert policy.summary.endswith("."), policy.name
-        assert policy.reason and not policy.reason.endswith(".")
-        assert 1 <= policy.precisions.least <= policy.precisions.most

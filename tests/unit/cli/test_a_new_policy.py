@@ -6,15 +6,12 @@ each expert is in, and moves one of them through all tiers.
 """
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from command_line import python
 
 from orchestrator.lab.replay import read_trace
 
-ROOT = Path(__file__).resolve().parents[3]
 POLICY = '''
 """Every expert in the tier that its index says."""
 
@@ -104,10 +101,7 @@ def model(library, tiny_model):
 
 
 def moe_edge(folder, *args):
-    command = [sys.executable, "-c", PROGRAM, folder, *map(str, args)]
-    return subprocess.run(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
+    return python("-c", PROGRAM, folder, *args)
 
 
 def test_its_option_and_its_help(folder):

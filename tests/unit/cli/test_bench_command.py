@@ -1,11 +1,9 @@
 """`moe-edge bench`: its options, which the experiments declare, and what they become."""
 
 import json
-import subprocess
-import sys
 
 import pytest
-from command_line import run
+from command_line import python, run
 
 from orchestrator.lab.registry import BENCHMARKS, load
 from orchestrator.lab.table import Report
@@ -80,4 +78,5 @@ def test_listing_the_benchmarks_loads_none_but_the_first():
         "text = CliRunner().invoke(cli, ['bench', '--help']).stdout\n"
         "assert 'ablation ' in text and 'orchestrator.lab.bench.ablation' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    done = python("-c", program)
+    assert done.returncode == 0, done.stderr

@@ -1,11 +1,10 @@
 """Commands in a memory cgroup of their --ram. tests/helpers/capped.py has the table of all."""
 
 import json
-import subprocess
-import sys
 
 import capped
 import pytest
+from command_line import python
 from served import bring_server
 
 RAM = 112 << 20
@@ -55,10 +54,8 @@ finally:
 def test_a_chat_loads_no_masked_arrays(tiny_model, policy):
     """Beside a model they take 2 MiB, and 9 where Python has to compile them."""
     model = tiny_model("qwen3moe", "q8_0", "q2_k")
-    asked = ["chat", "-m", str(model), f"--policy={policy}", "--expert-ram=3MiB", "-p", "hello"]
-    command = [sys.executable, "-c", _IMPORTS, *asked]
-    command += ["--ctx=256", "--max-tokens=4", "--threads=1"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    asked = ("chat", "-m", model, f"--policy={policy}", "--expert-ram=3MiB", "-p", "hello")
+    done = python("-c", _IMPORTS, *asked, "--ctx=256", "--max-tokens=4", "--threads=1")
     assert done.returncode == 0, done.stderr
 
 

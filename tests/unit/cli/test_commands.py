@@ -1,14 +1,13 @@
 """Command lines and what they print, in this process (tables) and in one of their own."""
 
 import json
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import fake_engine
 import pytest
-from command_line import run
+from command_line import python, run
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.chat import console
@@ -31,6 +30,7 @@ def opened(monkeypatch):
     return engines
 
 
+NAMES = "lru, dymoe, dynaexq, firm, context, floor, mixed or plain"
 # Arguments, text on stdin, exit status, stdout, and a part of stderr.
 RUNS = [
     (["-p", "hello"], None, 0, "Hi there!\n", ""),
@@ -57,13 +57,7 @@ RUNS = [
     (["-p", "x", "--retention", "nan"], None, 2, "", "'--retention': must be 0.0 to 1.0, not nan"),
     (["-p", "x", "--max-tokens", "0"], None, 2, "", "'--max-tokens': must be 1 to"),
     (["-p", "x", "--low", ""], None, 2, "", "'--low': the name is empty"),
-    (
-        ["-p", "x", "--policy", "lur"],
-        None,
-        2,
-        "",
-        "'--policy': must be lru, dymoe, dynaexq, firm, context, floor, mixed or plain, not 'lur'",
-    ),
+    (["-p", "x", "--policy", "lur"], None, 2, "", f"'--policy': must be {NAMES}, not 'lur'"),
     (["-p", "x", "--nonsense"], None, 2, "", "No such option"),
     (["extra"], None, 2, "", "unexpected extra argument"),
 ]
@@ -88,12 +82,10 @@ def test_what_would_run_is_said_of_what_a_chat_runs(monkeypatch):
         asked.append(config)
         raise MoeEdgeError("seen")
 
-    takers = ("cli.chat.open_engine", "cli.machine.examine", "lab.check.examine")
-    for name in takers:
+    for name in ("cli.chat.open_engine", "cli.machine.examine", "lab.check.examine"):
         monkeypatch.setattr(f"orchestrator.{name}", takes)
     monkeypatch.setattr(ExpertModel, "open", lambda *_: nullcontext())
-    commands = (["chat", "-p", "x"], ["plan"], ["doctor"], ["check"])
-    for command in commands:
+    for command in (["chat", "-p", "x"], ["plan"], ["doctor"], ["check"]):
         assert run(*command, "-m", "x.gguf", "--ram", "120MB").stderr.endswith("Error: seen\n")
     first, *others = asked
     assert len(others) == 3 and all(each == first for each in others)
@@ -155,13 +147,9 @@ def test_options_reach_the_config(opened):
 )
 def test_where_a_loss_is_allowed_answers_are_probed(opened, words, settings):
     assert run("chat", "-m", "a.gguf", "-p", "x", *words.split()).exit_code == 0
-    usual = {
-        "remember": True,
-        "conversations": True,
-        "max_loss": opened[-1].config.given("max_loss"),
-    }
-    expected = module.Config.build(model=Path("a.gguf"), **usual | settings)
-    assert opened[-1].config == expected
+    usual = {"remember": True, "conversations": True}
+    usual["max_loss"] = opened[-1].config.given("max_loss")
+    assert opened[-1].config == module.Config.build(model=Path("a.gguf"), **usual | settings)
 
 
 def test_a_note_of_the_engine_is_shown(opened):
@@ -254,8 +242,7 @@ def test_help_imports_nothing_heavy():
         "heavy = ('numpy', 'llama_cpp', 'jinja2', 'torch', 'huggingface_hub'); "
         "print([m for m in heavy if m in sys.modules])"
     )
-    command = [sys.executable, "-c", code]
-    assert subprocess.check_output(command, cwd=fake_engine.ROOT) == b"[]\n"
+    assert python("-c", code).stdout == "[]\n"
 
 
 @pytest.mark.parametrize("name", ["none.gguf", "no\x1b[2Jfile\x9b.gguf"])

@@ -6,12 +6,11 @@ import os
 import stat
 import subprocess
 import sys
-from pathlib import Path
 
 import click
 import fake_engine
 import pytest
-from command_line import run
+from command_line import DEMO, MOE_EDGE, python, run
 
 from gguf_tools import synthetic
 from orchestrator.cli.main import COMMANDS, cli
@@ -19,7 +18,6 @@ from orchestrator.cli.options import NEW_FILE
 from orchestrator.lab.plotting import save_figure
 
 FAKE = [sys.executable, fake_engine.__file__]
-DEMO = Path(__file__).resolve().parents[3] / "models/demo/moe-edge-demo.gguf"
 
 
 def refused(*args):
@@ -73,13 +71,7 @@ def test_a_folder_is_no_model(tmp_path):
 def test_a_pipe_without_a_writer_is_no_file(tmp_path, command):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    result = subprocess.run(
-        [sys.executable, "-m", "orchestrator", command, str(pipe)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=fake_engine.ROOT,
-    )
+    result = python(*MOE_EDGE, command, pipe)
     assert result.returncode == 1
     assert str(pipe) in result.stdout + result.stderr
     assert "Traceback" not in result.stderr

@@ -6,9 +6,8 @@ import signal
 import subprocess
 import sys
 
-import fake_engine
 import pytest
-from command_line import run
+from command_line import MOE_EDGE, REPO, python, run
 
 from gguf_tools import interrupts
 from orchestrator.chat.session import Session
@@ -23,15 +22,9 @@ def model(library, tiny_model):
     return tiny_model("qwen3moe", *TIERS, seed=1)
 
 
-def moe_edge(*args, stdin=""):
-    command = [sys.executable, "-m", "orchestrator", *args]
-    return subprocess.run(
-        command, cwd=fake_engine.ROOT, input=stdin, capture_output=True, encoding="utf-8"
-    )
-
-
 def ask(model, *args):
-    done = moe_edge("chat", "-m", str(model), "-p", "hello there", "--seed", "5", "--json", *args)
+    options = ("-p", "hello there", "--seed", "5", "--json")
+    done = python(*MOE_EDGE, "chat", "-m", model, *options, *args)
     assert (done.returncode, done.stderr) == (0, "")
     return json.loads(done.stdout)
 
@@ -88,7 +81,7 @@ def test_hotness_is_kept_between_chats(model, tmp_path, user_folder):
     ask(model, *options, "--profile", str(named))
     assert json.loads(named.read_text())["format"] == "moe-edge hotness"
     kept[0].write_text("{}")
-    done = moe_edge("chat", "-m", str(model), "-p", "hello", *options)
+    done = python(*MOE_EDGE, "chat", "-m", model, "-p", "hello", *options)
     assert done.returncode == 0
     assert str(kept[0]) in done.stderr
 
@@ -97,7 +90,7 @@ def test_a_seed_repeats_the_answer(model):
     options = ("--expert-ram", "1MiB", "--policy", "lru", "--max-tokens", "24")
     first = ask(model, *options)["text"]
     assert ask(model, *options)["text"] == first
-    done = moe_edge("chat", "-m", str(model), "--seed", "5", *options, stdin="hello there\n")
+    done = python(*MOE_EDGE, "chat", "-m", model, "--seed", "5", *options, stdin="hello there\n")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.rstrip("\n") == first.rstrip("\n")
 
@@ -140,7 +133,7 @@ def test_a_file_name_may_be_any_bytes(model, tmp_path, memory):
     command = [sys.executable, "-m", "orchestrator", "chat", *options]
     for name in ("C", "C.UTF-8"):
         env = {**os.environ, "LC_ALL": name, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-        done = subprocess.run(command, cwd=fake_engine.ROOT, env=env, stderr=subprocess.PIPE)
+        done = subprocess.run(command, cwd=REPO, env=env, stderr=subprocess.PIPE)
         assert (done.returncode, done.stderr) == (0, b"")
 
 

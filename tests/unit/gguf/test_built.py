@@ -1,11 +1,9 @@
 """Which of a wheel's libraries a processor gets."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command_line import python
 
 from gguf_tools import built
 
@@ -66,9 +64,7 @@ def test_features_are_those_that_the_kernel_lists():
 def test_what_may_not_be_used_is_not_there():
     """As in a virtual machine that hides it."""
     code = "from gguf_tools import built; print(built._has(*built.SETS['avx2']['avx2']))"
-    environment = {**os.environ, "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
-    assert done.stdout == b"False\n"
+    assert python("-c", code, GLIBC_TUNABLES="glibc.cpu.hwcaps=-AVX2").stdout == "False\n"
 
 
 def test_no_package_is_a_sentence(monkeypatch, tmp_path):

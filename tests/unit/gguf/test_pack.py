@@ -2,14 +2,11 @@
 
 import os
 import re
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import run
+from command_line import python, run
 from gguf_craft import model_metadata, model_tensors, write_model
 from gguf_split import split
 from verify_files import place, poke
@@ -19,8 +16,6 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, GATE, UP, GGMLType, expert_tensor_name
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.pack import export, pack
-
-ROOT = Path(__file__).parents[3]
 
 
 def source(path, n_ff=256, n_embd=256, **changes):
@@ -318,8 +313,7 @@ def test_ctrl_c_leaves_nothing(tmp_path, ggml):
         pack(src, out, ["q5_k", "q2_k"], progress=say, ggml=load_ggml(Path(library)))
         """
     )
-    command = [sys.executable, "-c", code, str(src), str(tmp_path / "out.gguf"), str(ggml.path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = python("-c", code, src, tmp_path / "out.gguf", ggml.path)
     assert done.returncode != 0 and done.stdout == "2\n"
     assert "KeyboardInterrupt" in done.stderr
     assert os.listdir(tmp_path) == ["src.gguf"]

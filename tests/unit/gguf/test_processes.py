@@ -5,17 +5,16 @@ import subprocess
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import psutil
 import pytest
+from command_line import python
 
 from gguf_tools import children, interrupts
 from gguf_tools.children import child
 from gguf_tools.progress import ProgressMeter
 from gguf_tools.workers import run_all
 
-REPO = Path(__file__).resolve().parents[3]
 HANG_S = 600  # only what hangs takes so long
 ASLEEP = [sys.executable, "-c", f"import time; time.sleep({2 * HANG_S})"]
 
@@ -80,13 +79,6 @@ def test_none_keeps_apart_the_jobs_before_and_behind_it():
     run_all([None, None], 2, ProgressMeter(None, 1))
 
 
-def printed(program):
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True, check=True
-    )
-    return int(done.stdout)
-
-
 def test_peak_is_not_that_of_the_program_before():
     """exec keeps getrusage's figure: a small program would show its big caller's."""
     peak = "from gguf_tools.process import peak_rss_bytes; print(peak_rss_bytes())"
@@ -94,4 +86,4 @@ def test_peak_is_not_that_of_the_program_before():
         "import os, sys; block = b'x' * (300 << 20); "
         f"os.execv(sys.executable, [sys.executable, '-c', {peak!r}])"
     )
-    assert 2**20 < printed(big) < 200 << 20
+    assert 2**20 < int(python("-c", big).stdout) < 200 << 20

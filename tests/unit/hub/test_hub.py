@@ -12,12 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
+from command_line import MOE_EDGE, REPO, python
 from hub_calls import SIZE, blobs, noise, pull, refused
 from hub_server import Fault, Repo
 
 from gguf_tools import hub as module
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_only_model(server, tmp_path):
@@ -119,22 +118,17 @@ def test_a_download_of_an_earlier_run_goes_on(server, tmp_path):
     data = noise(1, 30 << 20)
     server.repos["o/n"] = Repo({"m.gguf": data})
     server.slow = threading.Event()
-    environment = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf")}
-    command = [sys.executable, "-m", "orchestrator", "pull", "o/n"]
-
-    def run():
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    own = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf")}
+    command = (*MOE_EDGE, "pull", "o/n")
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, *command], cwd=REPO, env=os.environ | own, **both)
     folder = tmp_path / "hf/hub/models--o--n/blobs"
     deadline = time.monotonic() + 600
     while not any(path.stat().st_size for path in folder.glob("*.incomplete")):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    second = run()
+    second = python(*command, **own)
     assert second.returncode == 1
     assert "m.gguf: another process is downloading it" in second.stderr
     process.send_signal(signal.SIGKILL)
@@ -148,7 +142,7 @@ def test_a_download_of_an_earlier_run_goes_on(server, tmp_path):
     found = module.prepare("o/n")
     assert (found.nbytes, found.missing) == (len(data), len(data) - have)
     before = server.sent
-    done = run()
+    done = python(*command, **own)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.splitlines()[0]).read_bytes() == data
     assert server.sent - before == len(data) - have

@@ -2,10 +2,9 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
-from command_line import run
+from command_line import REPO, run
 from hub_calls import blobs, noise, pull
 from hub_server import Repo
 
@@ -14,7 +13,6 @@ from gguf_tools.errors import HubError
 from gguf_tools.hub import find_pulled, pulled
 from orchestrator.cache.files import KINDS
 
-REPO = Path(__file__).resolve().parents[3]
 FOLDER = re.compile(r'(?:cache_dir\(\)|\bcache|"cache"\)) / "(\w+)"')
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from command_line import python
 from served import running
 from speaking import ARGUMENTS, CAPITAL
 
@@ -235,12 +236,10 @@ def test_llm(served, tmp_path):
         f"- model_id: local\n  model_name: any\n  api_base: {served.url}/v1\n"
         "  supports_schema: true\n  supports_tools: true\n"
     )
-    environment = {**os.environ, "LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"}
+    own = {"LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"}
 
     def run(*command):
-        done = subprocess.run(
-            [sys.executable, *command], env=environment, capture_output=True, text=True
-        )
+        done = python(*command, **own)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -253,7 +252,7 @@ def test_llm(served, tmp_path):
     for name, arguments, output in json.loads(run("-c", LLM_CALL, json.dumps(ARGUMENTS))):
         assert is_a_call(name, arguments) and output == f"of {arguments['country']}"
     command = [sys.executable, "-m", "llm", "-m", "local", LONG[0]["content"]]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as leaving:
+    with subprocess.Popen(command, env=os.environ | own, stdout=subprocess.PIPE) as leaving:
         assert leaving.stdout is not None and leaving.stdout.read(1)
         leaving.kill()
     served.until_running(0)

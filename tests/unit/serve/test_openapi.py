@@ -2,11 +2,10 @@
 
 import importlib.util
 import re
-import subprocess
-import sys
 
 import pytest
 from asgi import ask
+from command_line import python
 from fake_backend import FakeBackend, app_for
 from served import serving
 from starlette.routing import Route
@@ -61,15 +60,9 @@ def test_schemathesis_finds_nothing(tmp_path, library):
         pytest.skip("schemathesis is not installed (pip install schemathesis)")
     options = ("--ram", "160MiB", "--policy", "lru", "--ctx", "256", "--max-tokens", "8")
     with serving(tmp_path, *options) as served:
-        command = [sys.executable, "-m", "schemathesis.cli", "run", served.url + "/openapi.json"]
+        command = ("-m", "schemathesis.cli", "run", served.url + "/openapi.json")
         more = ("--checks", ",".join(CHECKS), "--max-examples", "5", "--seed", "1")
         # That a busy machine makes requests slowly is no finding.
-        more += ("--suppress-health-check", "too_slow")
-        done = subprocess.run(
-            [*command, *more, "--request-timeout", "60", "--phases", "fuzzing"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        more += ("--suppress-health-check", "too_slow", "--request-timeout", "60")
+        done = python(*command, *more, "--phases", "fuzzing", folder=tmp_path)
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

@@ -3,13 +3,12 @@
 import json
 import re
 import signal
-import subprocess
-import sys
 import time
 from urllib.request import urlopen
 
 import pytest
-from served import DEMO, HANG_S, REPO, running, serving
+from command_line import MOE_EDGE, python
+from served import DEMO, HANG_S, running, serving
 from soaking import soak_clients, soak_requests
 from speaking import CAPITAL
 
@@ -147,13 +146,7 @@ def test_a_signal_ends_it_cleanly(tmp_path, library, signum, busy):
 
 
 def test_a_port_that_is_taken_is_one_sentence(tmp_path, served):
-    done = subprocess.run(
-        [sys.executable, "-m", "orchestrator", "serve", "--port", str(served.address[1])],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python(*MOE_EDGE, "serve", "--port", served.address[1])
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("Error: --host 127.0.0.1 --port")
 
