@@ -96,9 +96,8 @@ class Served:
 
     def post(self, path: str, data: Any) -> Any:
         """The JSON of an answer. Raises HTTPError where its status says that there is none."""
-        request = Request(
-            self.url + path, json.dumps(data).encode(), {"Content-Type": "application/json"}
-        )
+        head = {"Content-Type": "application/json"}
+        request = Request(self.url + path, json.dumps(data).encode(), head)
         with urlopen(request, timeout=HANG_S) as answer:
             return json.load(answer)
 
@@ -140,18 +139,12 @@ def serving(cache: Path, *options: str, files: int | None = None) -> Iterator[Se
     file descriptors that it may have."""
     pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
     bring_server(cache)
-    environment = {
-        **os.environ,
-        "XDG_CACHE_HOME": str(cache),
-        "PYTHONPATH": str(REPO),
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
+    own = {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(REPO), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, "-m", "orchestrator", "serve", "--port", "0", "--threads", "1"]
     if files is not None:
         command = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
-    with subprocess.Popen(
-        [*command, *options], env=environment, stderr=subprocess.PIPE, text=True, cwd=REPO
-    ) as process:
+    pipe = {"stderr": subprocess.PIPE, "text": True, "env": os.environ | own}
+    with subprocess.Popen([*command, *options], cwd=REPO, **pipe) as process:
         served = Served(process)
         try:
             served.wait_ready()
