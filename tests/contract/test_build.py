@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 from command_line import python
+from tables import cases
 
 from patches import build
 from patches import tool as tool_module
@@ -263,15 +264,13 @@ def test_a_missing_symbol_is_never_packaged(toy):
     assert not list(toy.cache.glob("moe-edge/wheels/*/*.whl"))
 
 
-@pytest.mark.parametrize(
-    ("missing", "package"),
-    [
-        (("cc", "gcc", "clang"), "build-essential"),
-        (("c++", "g++", "clang++"), "build-essential"),
-        (("cmake",), "cmake"),
-        (("ninja", "make"), "build-essential"),
-        (("patch",), "patch"),
-    ],
+@cases(
+    "missing, package",
+    (("cc", "gcc", "clang"), "build-essential"),
+    (("c++", "g++", "clang++"), "build-essential"),
+    (("cmake",), "cmake"),
+    (("ninja", "make"), "build-essential"),
+    (("patch",), "patch"),
 )
 def test_a_missing_tool_is_one_sentence(toy, missing, package):
     tools = toy.root / "bin"

@@ -6,6 +6,7 @@ import click
 import pytest
 from click.testing import CliRunner
 from generated import REPO, commands_of, documents, program
+from tables import cases
 
 from orchestrator.policy import policy_settings
 
@@ -74,13 +75,11 @@ def test_a_chat_has_every_setting_of_a_policy():
     assert all(shows(everything, each.flag) for each in OF_POLICIES)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("chta", "did you mean chat?"),
-        ("bench ablatoin", "did you mean ablation?"),
-        ("chat --rma 8GiB", "--ram"),
-    ],
+@cases(
+    "words, said",
+    ("chta", "did you mean chat?"),
+    ("bench ablatoin", "did you mean ablation?"),
+    ("chat --rma 8GiB", "--ram"),
 )
 def test_a_misspelt_word_gets_a_suggestion(words, said):
     done = CliRunner().invoke(program(), words.split())

@@ -6,6 +6,7 @@ import tarfile
 from dataclasses import replace
 
 import pytest
+from tables import cases
 
 from patches import series, tool
 from patches.series import Patch
@@ -73,17 +74,15 @@ def test_upstream_and_package_agree():
     assert f'"{pinned}"' in (REPO / "pyproject.toml").read_text()
 
 
-@pytest.mark.parametrize(
-    ("patches", "said"),
-    [
-        ({"a.patch": HEADER.replace("Reason: none", "Nothing: none") + "\n" + BODY}, "no Reason"),
-        ({"a.patch": HEADER.replace("0.3.36", "0.3.35") + "\n" + BODY}, "UPSTREAM is"),
-        ({"a.patch": HEADER.replace(" <a@example.org>", "") + "\n" + BODY}, "NAME <MAIL>"),
-        ({"a.patch": HEADER + "\n" + BODY.replace("llama-graph", "llama-chat")}, "may touch"),
-        ({"a.patch": HEADER + "\n" + BODY, "b.patch": HEADER + "\n" + BODY}, "already belongs"),
-        ({"a.patch": HEADER}, "changes no file"),
-        ({"a.patch": HEADER + "\n" + BODY + "+x\n" * series.MAX_ADDED_LINES}, "are allowed"),
-    ],
+@cases(
+    "patches, said",
+    ({"a.patch": HEADER.replace("Reason: none", "Nothing: none") + "\n" + BODY}, "no Reason"),
+    ({"a.patch": HEADER.replace("0.3.36", "0.3.35") + "\n" + BODY}, "UPSTREAM is"),
+    ({"a.patch": HEADER.replace(" <a@example.org>", "") + "\n" + BODY}, "NAME <MAIL>"),
+    ({"a.patch": HEADER + "\n" + BODY.replace("llama-graph", "llama-chat")}, "may touch"),
+    ({"a.patch": HEADER + "\n" + BODY, "b.patch": HEADER + "\n" + BODY}, "already belongs"),
+    ({"a.patch": HEADER}, "changes no file"),
+    ({"a.patch": HEADER + "\n" + BODY + "+x\n" * series.MAX_ADDED_LINES}, "are allowed"),
 )
 def test_unsound_series_is_named(tmp_path, patches, said):
     found = series.problems(write_series(tmp_path, patches), read_upstream())
@@ -190,9 +189,11 @@ def test_the_pinned_part(source):
     assert content_digest(part_files(sdist.path, upstream)) == upstream.part
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [("version = 1", "one KEY = VALUE"), ("colour = red", "unknown key"), ("words", "KEY = VALUE")],
+@cases(
+    "line, said",
+    ("version = 1", "one KEY = VALUE"),
+    ("colour = red", "unknown key"),
+    ("words", "KEY = VALUE"),
 )
 def test_upstream_file_is_strict(tmp_path, line, said):
     path = tmp_path / "UPSTREAM"

@@ -6,6 +6,7 @@ from email.parser import BytesParser
 from pathlib import Path
 
 import pytest
+from tables import cases
 
 from gguf_tools import built
 from patches import portable, wheel
@@ -49,9 +50,10 @@ def test_names_in_a_library_are_exchanged_whole(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "needs"),
-    [(b"GLIBC_2.34\0GLIBC_2.36\0", "GLIBC_2.36"), (b"libstdc++.so.6\0", r"libstdc\+\+")],
+@cases(
+    "text, needs",
+    (b"GLIBC_2.34\0GLIBC_2.36\0", "GLIBC_2.36"),
+    (b"libstdc++.so.6\0", r"libstdc\+\+"),
 )
 def test_a_library_that_needs_more_than_the_tag_is_refused(text, needs, tmp_path):
     library = tmp_path / "libx.so"

@@ -9,6 +9,7 @@ import json
 
 import pytest
 from command_line import python
+from tables import cases
 
 from orchestrator.lab.replay import read_trace
 
@@ -113,24 +114,22 @@ def test_its_option_and_its_help(folder):
     assert "--stripe N" in said and "stripes" in said
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("--policy stripes --stripe 10", "'--stripe': must be 1 to 9, not 10"),
-        (
-            "--policy lru --stripe 3",
-            "--stripe has no effect with --policy lru, which runs one precision",
-        ),
-        (
-            "--policy stripes --retention 0.5",
-            "--retention has no effect with --policy stripes, which goes by the index",
-        ),
-        (
-            "--policy stripes --high-tier q4_k",
-            "the policy stripes works with 3 precisions: give --low FILE",
-        ),
-        ("--stripe 3", "--stripe is for --policy stripes: leave it out"),
-    ],
+@cases(
+    "options, said",
+    ("--policy stripes --stripe 10", "'--stripe': must be 1 to 9, not 10"),
+    (
+        "--policy lru --stripe 3",
+        "--stripe has no effect with --policy lru, which runs one precision",
+    ),
+    (
+        "--policy stripes --retention 0.5",
+        "--retention has no effect with --policy stripes, which goes by the index",
+    ),
+    (
+        "--policy stripes --high-tier q4_k",
+        "the policy stripes works with 3 precisions: give --low FILE",
+    ),
+    ("--stripe 3", "--stripe is for --policy stripes: leave it out"),
 )
 def test_its_checks(folder, model, options, said):
     done = moe_edge(folder, "chat", "-m", model, "-p", "hello", *options.split())

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from command_line import python, run
+from tables import cases
 
 from orchestrator.lab.registry import BENCHMARKS, load
 from orchestrator.lab.table import Report
@@ -26,7 +27,8 @@ def measured(monkeypatch):
     return replace
 
 
-ASKED = [
+@cases(
+    "name, args, options",
     (
         "",
         ["--caps", "50", "--routing", "zipf", "--quick", "--tokens", "9"],
@@ -36,10 +38,7 @@ ASKED = [
         (name, ["--shape", "demo", "--threads", "1"], {"shape": "demo", "threads": 1})
         for name in BELOW
     ],
-]
-
-
-@pytest.mark.parametrize(("name", "args", "options"), ASKED)
+)
 def test_a_benchmark_gets_its_options(measured, name, args, options):
     seen = measured(name)
     result = run("bench", *name.split(), *args)
@@ -50,16 +49,14 @@ def test_a_benchmark_gets_its_options(measured, name, args, options):
     assert found == {"heading": ["heading"], "tables": [], "notes": []}
 
 
-@pytest.mark.parametrize(
-    ("words", "status", "said"),
-    [
-        ("--caps much", 2, "'--caps': 'much' is no list of percentages"),
-        ("--runs 3 ablation", 2, "--runs comes after the command"),
-        ("--quick ablation", 2, "--quick comes after the command"),
-        ("--seed 0 ablation", 2, "--seed comes after the command"),
-        # The routing of a trained model is its own.
-        ("ablation --shape demo --routing uniform", 1, "--routing has no effect with --shape demo"),
-    ],
+@cases(
+    "words, status, said",
+    ("--caps much", 2, "'--caps': 'much' is no list of percentages"),
+    ("--runs 3 ablation", 2, "--runs comes after the command"),
+    ("--quick ablation", 2, "--quick comes after the command"),
+    ("--seed 0 ablation", 2, "--seed comes after the command"),
+    # The routing of a trained model is its own.
+    ("ablation --shape demo --routing uniform", 1, "--routing has no effect with --shape demo"),
 )
 def test_what_is_refused(words, status, said):
     result = run("bench", *words.split())

@@ -8,6 +8,7 @@ from pathlib import Path
 import fake_engine
 import pytest
 from command_line import python, run
+from tables import cases
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.chat import console
@@ -31,8 +32,11 @@ def opened(monkeypatch):
 
 
 NAMES = "lru, dymoe, dynaexq, firm, context, floor, mixed or plain"
+
+
 # Arguments, text on stdin, exit status, stdout, and a part of stderr.
-RUNS = [
+@cases(
+    "args, stdin, status, stdout, stderr",
     (["-p", "hello"], None, 0, "Hi there!\n", ""),
     (["--prompt", " hello "], None, 0, "Hi there!\n", ""),
     ([], "hello\n", 0, "Hi there!\n", ""),
@@ -60,10 +64,7 @@ RUNS = [
     (["-p", "x", "--policy", "lur"], None, 2, "", f"'--policy': must be {NAMES}, not 'lur'"),
     (["-p", "x", "--nonsense"], None, 2, "", "No such option"),
     (["extra"], None, 2, "", "unexpected extra argument"),
-]
-
-
-@pytest.mark.parametrize(("args", "stdin", "status", "stdout", "stderr"), RUNS)
+)
 def test_one_shot(opened, args, stdin, status, stdout, stderr):
     result = run("chat", "-m", "x.gguf", *args, stdin=stdin)
     assert (result.exit_code, result.stdout) == (status, stdout)
@@ -136,14 +137,12 @@ def test_options_reach_the_config(opened):
     assert opened[-1].seen[0][0] == {"role": "system", "content": "Be brief."}
 
 
-@pytest.mark.parametrize(
-    ("words", "settings"),
-    [
-        ("--max-loss 0.01", {"probes": 2, "beside": 6 << 20, "beside_token": 32}),
-        ("--max-loss 0", {}),
-        ("--max-loss 0.01 --no-remember", {"remember": False}),
-        ("--no-remember", {"remember": False}),
-    ],
+@cases(
+    "words, settings",
+    ("--max-loss 0.01", {"probes": 2, "beside": 6 << 20, "beside_token": 32}),
+    ("--max-loss 0", {}),
+    ("--max-loss 0.01 --no-remember", {"remember": False}),
+    ("--no-remember", {"remember": False}),
 )
 def test_where_a_loss_is_allowed_answers_are_probed(opened, words, settings):
     assert run("chat", "-m", "a.gguf", "-p", "x", *words.split()).exit_code == 0
@@ -159,20 +158,18 @@ def test_a_note_of_the_engine_is_shown(opened):
     assert result.stdout == "<x>\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("bench ablation --turns 0", "'--turns': must be 1 or more, not 0"),
-        ("bench --threads 0", "'--threads': must be 1 or more, not 0"),
-        ("bench --seed -1", "'--seed': must be 0 or more, not -1"),
-        ("bench --tokens 0", "'--tokens': must be 1 or more, not 0"),
-        ("bench --prompt-tokens -5", "'--prompt-tokens': must be 1 or more, not -5"),
-        ("bench --runs 0", "'--runs': must be 1 or more, not 0"),
-        ("bench --retention 1.5", "'--retention': must be 0.0 to 1.0, not 1.5"),
-        ("pack --tiers q4_k --threads 0 a.gguf b.gguf", "0 is not in the range x>=1"),
-        ("pack --tiers= a.gguf b.gguf", "--tiers names no precision: write it as q8_0,q4_k,q2_k"),
-        ("pack --tiers , a.gguf b.gguf", "--tiers names no precision"),
-    ],
+@cases(
+    "words, said",
+    ("bench ablation --turns 0", "'--turns': must be 1 or more, not 0"),
+    ("bench --threads 0", "'--threads': must be 1 or more, not 0"),
+    ("bench --seed -1", "'--seed': must be 0 or more, not -1"),
+    ("bench --tokens 0", "'--tokens': must be 1 or more, not 0"),
+    ("bench --prompt-tokens -5", "'--prompt-tokens': must be 1 or more, not -5"),
+    ("bench --runs 0", "'--runs': must be 1 or more, not 0"),
+    ("bench --retention 1.5", "'--retention': must be 0.0 to 1.0, not 1.5"),
+    ("pack --tiers q4_k --threads 0 a.gguf b.gguf", "0 is not in the range x>=1"),
+    ("pack --tiers= a.gguf b.gguf", "--tiers names no precision: write it as q8_0,q4_k,q2_k"),
+    ("pack --tiers , a.gguf b.gguf", "--tiers names no precision"),
 )
 def test_values_out_of_range_are_refused(words, said):
     result = run(*words.split())

@@ -12,19 +12,18 @@ import fake_engine
 import interrupting
 import pytest
 import small_commands
+from tables import cases
 
 FAKE = [sys.executable, fake_engine.__file__]
 ENDLESS = ("-m", "x.gguf", "-p", "endless")
 HANG_S = 600  # only what hangs takes so long
 
 
-@pytest.mark.parametrize(
-    ("args", "stdin", "stdout"),
-    [
-        (("-m", "x.gguf"), b"caf\xe9", "<caf\ufffd>\n"),
-        # No escape code and no statistics.
-        (("-m", "slow.gguf", "-p", "slow"), b"", "read\n"),
-    ],
+@cases(
+    "args, stdin, stdout",
+    (("-m", "x.gguf"), b"caf\xe9", "<caf\ufffd>\n"),
+    # No escape code and no statistics.
+    (("-m", "slow.gguf", "-p", "slow"), b"", "read\n"),
 )
 def test_a_pipe_gets_the_answer_alone(args, stdin, stdout):
     result = subprocess.run([*FAKE, "chat", *args], input=stdin, capture_output=True)
@@ -64,13 +63,11 @@ def test_ctrl_c_while_python_loads_shows_nothing(tmp_path):
         assert process.wait() == 130
 
 
-@pytest.mark.parametrize(
-    ("event", "args", "said"),
-    [
-        ("endless", ENDLESS, rb"(\d+ )*\n"),
-        ("endless", (*ENDLESS, "--json"), b""),
-        ("open", ("-m", "endless.gguf", "-p", "hello"), b""),
-    ],
+@cases(
+    "event, args, said",
+    ("endless", ENDLESS, rb"(\d+ )*\n"),
+    ("endless", (*ENDLESS, "--json"), b""),
+    ("open", ("-m", "endless.gguf", "-p", "hello"), b""),
 )
 def test_ctrl_c_exits_130(tmp_path, event, args, said):
     status, stdout, stderr = interrupted(tmp_path / "log", event, *args)
@@ -99,12 +96,10 @@ def folder(library, tmp_path_factory):
     return tmp_path_factory.mktemp("interrupted")
 
 
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [
-        *[(name, signal.SIGINT) for name in NAMES],
-        *[("pack", signal.SIGTERM), ("chat", signal.SIGHUP), ("trace", signal.SIGTERM)],
-    ],
+@cases(
+    "name, number",
+    *[(name, signal.SIGINT) for name in NAMES],
+    *[("pack", signal.SIGTERM), ("chat", signal.SIGHUP), ("trace", signal.SIGTERM)],
 )
 def test_a_signal_ends_a_command_quietly(folder, name, number):
     if name == "convert" and importlib.util.find_spec("transformers") is None:

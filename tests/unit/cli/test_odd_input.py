@@ -11,6 +11,7 @@ import click
 import fake_engine
 import pytest
 from command_line import DEMO, MOE_EDGE, python, run
+from tables import cases
 
 from gguf_tools import synthetic
 from orchestrator.cli.main import COMMANDS, cli
@@ -30,7 +31,8 @@ def refused(*args):
     return sentence
 
 
-REFUSED = [
+@cases(
+    "args, said",
     *[
         (["replay", "T.npz", option, number], f"'{option}'")
         for option in ("--retention", "--compute-ms")
@@ -53,10 +55,7 @@ REFUSED = [
         (["calibrate", "in", "--calib", "T", "--save-imatrix", "M", *option], "is for the table")
         for option in (("--out", "T.json"), ("--method", "rtn"))
     ],
-]
-
-
-@pytest.mark.parametrize(("args", "said"), REFUSED)
+)
 def test_what_makes_no_sense_is_refused(args, said):
     assert said in refused(*args)
 
@@ -77,13 +76,11 @@ def test_a_pipe_without_a_writer_is_no_file(tmp_path, command):
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("args", "name", "why"),
-    [
-        ("calibrate in.gguf --calib T.txt --out", "", "Is a directory"),
-        ("calibrate in.gguf --calib T.txt --out", "a/b", "No such file or directory"),
-        ("chat -m x.gguf -p x --policy dynaexq --profile", "", "Is a directory"),
-    ],
+@cases(
+    "args, name, why",
+    ("calibrate in.gguf --calib T.txt --out", "", "Is a directory"),
+    ("calibrate in.gguf --calib T.txt --out", "a/b", "No such file or directory"),
+    ("chat -m x.gguf -p x --policy dynaexq --profile", "", "Is a directory"),
 )
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, args, name, why):
     assert refused(*args.split(), str(tmp_path / name)) == f"Error: {tmp_path / name}: {why}"
@@ -109,12 +106,10 @@ def test_a_plot_that_cannot_be_written_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("closing", "model", "status", "stdout", "stderr"),
-    [
-        (">&-", "x.gguf", 1, "", "Error: stdout is closed: send it to a file, or to /dev/null\n"),
-        ("2>&-", "odd.gguf", 0, "Hi there!\n", ""),  # notes alone are lost
-    ],
+@cases(
+    "closing, model, status, stdout, stderr",
+    (">&-", "x.gguf", 1, "", "Error: stdout is closed: send it to a file, or to /dev/null\n"),
+    ("2>&-", "odd.gguf", 0, "Hi there!\n", ""),  # notes alone are lost
 )
 def test_a_closed_stream(closing, model, status, stdout, stderr):
     command = ["sh", "-c", f'exec "$@" {closing}', "sh", *FAKE, "chat", "-m", model, "-p", "hello"]
@@ -190,12 +185,10 @@ def test_force_replaces_it(model, tmp_path, before):
     assert out.read_bytes()[:4] == b"GGUF"
 
 
-@pytest.mark.parametrize(
-    ("call", "table"),
-    [
-        ("calibrate IN --calib TEXT", "m.gguf.calib.json"),
-        ("eval -m IN --text TEXT --study depth --out DIR", "depth.md"),
-    ],
+@cases(
+    "call, table",
+    ("calibrate IN --calib TEXT", "m.gguf.calib.json"),
+    ("eval -m IN --text TEXT --study depth --out DIR", "depth.md"),
 )
 def test_a_table_is_kept(model, tmp_path, call, table):
     """That beside a model, and those of a study."""

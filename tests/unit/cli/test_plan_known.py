@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
+from tables import cases
 
 from gguf_tools.known import known_models
 from orchestrator.cli.main import cli
@@ -92,15 +93,13 @@ def test_the_order_of_the_table():
     assert known.runs(rows[5]) == NO_ROOM
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (["--low-tier", "skip"], "--low-tier is of one model"),
-        (["--max-loss", "0.1"], "--max-loss is of one model"),
-        (["--vram", "1GiB"], "predicted for the CPU alone"),
-        (["--plot", "x.png"], "--plot draws the plans of one model"),
-        (["x.gguf", "-m", "y.gguf"], "the model is named twice"),
-    ],
+@cases(
+    "args, said",
+    (["--low-tier", "skip"], "--low-tier is of one model"),
+    (["--max-loss", "0.1"], "--max-loss is of one model"),
+    (["--vram", "1GiB"], "predicted for the CPU alone"),
+    (["--plot", "x.png"], "--plot draws the plans of one model"),
+    (["x.gguf", "-m", "y.gguf"], "the model is named twice"),
 )
 def test_what_needs_a_model_says_so(args, said, machine):
     result = plan(*args)

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from command_line import MOE_EDGE, REPO, python, run
+from tables import cases
 
 from gguf_tools import interrupts
 from orchestrator.chat.session import Session
@@ -29,13 +30,11 @@ def ask(model, *args):
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(
-    ("policy", "other"),
-    [
-        (["--policy", "lru"], None),
-        (["--low-tier", "q2_k"], "q2_k"),
-        (["--low-tier", "skip"], "skip"),
-    ],
+@cases(
+    "policy, other",
+    (["--policy", "lru"], None),
+    (["--low-tier", "q2_k"], "q2_k"),
+    (["--low-tier", "skip"], "skip"),
 )
 def test_a_managed_answer_and_its_statistics(model, policy, other):
     options = ("--expert-ram", "1MiB", "--max-tokens", "24", "--high-tier", "q4_k")
@@ -95,7 +94,8 @@ def test_a_seed_repeats_the_answer(model):
     assert done.stdout.rstrip("\n") == first.rstrip("\n")
 
 
-REFUSED = [
+@cases(
+    "options, parts",
     (["--ram", "10MB"], ["the smallest --ram that works with the policy dymoe is", "--policy lru"]),
     (["--ram", "10MB", "--policy", "plain"], ["the policy plain", "it needs"]),
     (["--policy", "lru", "--low-tier", "skip"], ["--low-tier has no effect with --policy lru"]),
@@ -109,10 +109,7 @@ REFUSED = [
     (["--low-tier", "q5_k"], ["q5_k", *TIERS]),
     (["--low", "nowhere.gguf"], ["nowhere.gguf"]),
     (["-m", "cut.gguf", "--expert-ram", "1MiB"], ["cut.gguf"]),  # it ends early
-]
-
-
-@pytest.mark.parametrize(("options", "parts"), REFUSED)
+)
 def test_a_refusal_is_one_sentence(model, options, parts, capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cut.gguf").write_bytes(model.read_bytes()[:-100_000])

@@ -10,6 +10,7 @@ from pathlib import Path
 import fake_engine
 import pytest
 from fake_engine import STATS, FakeEngine
+from tables import cases
 
 from gguf_tools import interrupts
 from orchestrator.chat.chat import stats_fields, stats_table
@@ -168,15 +169,13 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize(
-    ("changes", "first"),
-    [
-        (PLAIN, ["first word 12 ms", "memory 300 MiB of 1 GiB"]),
-        ({"finish": "end", "ttft_ms": 61234.0}, ["first word 61.2 s"]),
-        ({"finish": "length"}, ["cut at --max-tokens"]),
-        ({"finish": "context"}, ["cut: the context is full (--ctx)"]),
-        ({"finish": "cancelled"}, ["stopped"]),
-    ],
+@cases(
+    "changes, first",
+    (PLAIN, ["first word 12 ms", "memory 300 MiB of 1 GiB"]),
+    ({"finish": "end", "ttft_ms": 61234.0}, ["first word 61.2 s"]),
+    ({"finish": "length"}, ["cut at --max-tokens"]),
+    ({"finish": "context"}, ["cut: the context is full (--ctx)"]),
+    ({"finish": "cancelled"}, ["stopped"]),
 )
 def test_the_statistics_line_of_other_answers(changes, first):
     found = stats_fields(replace(STATS, **changes), 2**30)
@@ -203,13 +202,11 @@ TURNS = [
 SYSTEM = {"role": "system", "content": "Be short."}
 
 
-@pytest.mark.parametrize(
-    ("written", "read"),
-    [
-        (TURNS, TURNS),
-        ([SYSTEM, *TURNS[:2]], [SYSTEM, *TURNS[:2]]),
-        (TURNS[:3], TURNS[:2]),  # a question without an answer is left out
-    ],
+@cases(
+    "written, read",
+    (TURNS, TURNS),
+    ([SYSTEM, *TURNS[:2]], [SYSTEM, *TURNS[:2]]),
+    (TURNS[:3], TURNS[:2]),  # a question without an answer is left out
 )
 def test_what_is_written_is_read(tmp_path, written, read):
     path = tmp_path / "saved.jsonl"

@@ -6,6 +6,7 @@ import re
 import fake_engine
 import pytest
 from pseudo_terminal import CTRL_C, CTRL_D, ESCAPES, PROMPT, UP, Terminal
+from tables import cases
 from test_session import make
 
 from gguf_tools import synthetic
@@ -125,7 +126,7 @@ TALKS = {
         ("", "<one\ntwo>"),
     ],
     "Ctrl-C forgets what was typed ahead": [
-        *[("endless\n", TEXT), ("hello\n" + CTRL_C, STOPPED), ("again", "<again>")],
+        *[("endless\n", TEXT), ("hello\n" + CTRL_C, STOPPED), ("again", "<again>")]
     ],
 }
 
@@ -287,9 +288,7 @@ def test_the_model_cannot_control_the_terminal(start):
         assert control not in said
 
 
-@pytest.mark.parametrize(
-    ("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
-)
+@cases("environment, coloured", ({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False))
 def test_no_color_is_honoured(start, environment, coloured):
     """A dumb terminal gets no bar either."""
     terminal = start("-m", "slow.gguf", **environment)
@@ -355,22 +354,20 @@ def wrapped(text, width, by=1):
     return "".join(map(wrap.feed, pieces)) + wrap.end()
 
 
-@pytest.mark.parametrize(
-    ("text", "width", "expected"),
-    [
-        ("one two three", 7, "one two\nthree"),
-        ("one two three", 8, "one two\nthree"),
-        ("one  two", 5, "one\ntwo"),
-        ("  indented words", 10, "  indented\nwords"),
-        ("a verylongword b", 6, "a\nverylongword b"),
-        ("one\ntwo three", 9, "one\ntwo three"),
-        ("ends with a space ", 80, "ends with a space "),
-        ("日本語日本語", 7, "日本語\n日本語"),
-        ("a\tb cd", 9, "a\tb\ncd"),
-        (f"{CODE}and words", 8, f"{CODE}and\nwords"),
-        ("  ```\nx = 1  # y\n  ```\nwords are", 8, "  ```\nx = 1  # y\n  ```\nwords\nare"),
-        ("a `` b ``` c", 6, "a `` b\n``` c"),
-    ],
+@cases(
+    "text, width, expected",
+    ("one two three", 7, "one two\nthree"),
+    ("one two three", 8, "one two\nthree"),
+    ("one  two", 5, "one\ntwo"),
+    ("  indented words", 10, "  indented\nwords"),
+    ("a verylongword b", 6, "a\nverylongword b"),
+    ("one\ntwo three", 9, "one\ntwo three"),
+    ("ends with a space ", 80, "ends with a space "),
+    ("日本語日本語", 7, "日本語\n日本語"),
+    ("a\tb cd", 9, "a\tb\ncd"),
+    (f"{CODE}and words", 8, f"{CODE}and\nwords"),
+    ("  ```\nx = 1  # y\n  ```\nwords are", 8, "  ```\nx = 1  # y\n  ```\nwords\nare"),
+    ("a `` b ``` c", 6, "a `` b\n``` c"),
 )
 def test_wrapping(text, width, expected):
     for by in (1, 3, 100):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from command_line import run
+from tables import cases
 
 from orchestrator.lab.replay import read_trace
 from orchestrator.lab.replay.trace import PROMPT_ENDS, STARTS
@@ -88,7 +89,8 @@ def test_an_answer_becomes_a_trace(model, tmp_path):
     assert len(trace.arrays["ahead_ids"]) == 0
 
 
-USAGE = [
+@cases(
+    "args, said",
     (["trace", "--out", "t.npz"], "give either --text FILE or -p TEXT"),
     (["trace", "--out", "t.npz", "-p", "x", "--text", "y"], "give either --text FILE or -p TEXT"),
     (["trace", "--out", "t.npz", "-p", "x", "--prefill", "3"], "--prefill is for --text"),
@@ -102,10 +104,7 @@ USAGE = [
     (["replay", "t.npz", "--policy", "lur"], "'--policy': must be lru, dymoe,"),
     (["replay", "t.npz", "--link", "stopped"], "'--link': must be shared or rigid"),
     (["replay", "t.npz", "--transition-rate", "00"], "must be more than zero"),
-]
-
-
-@pytest.mark.parametrize(("args", "said"), USAGE)
+)
 def test_usage(args, said):
     result = run(*args)
     assert result.exit_code == 2

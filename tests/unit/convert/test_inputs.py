@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import run
+from tables import cases
 
 pytest.importorskip("torch", reason="needs the extra `convert`")
 pytest.importorskip("transformers", reason="needs the extra `convert`")
@@ -239,9 +240,11 @@ def test_a_target_that_cannot_be_written(folder, tmp_path):
         assert "cannot be written" in said(folder, out=tmp_path / "locked" / "out.gguf")
 
 
-@pytest.mark.parametrize(
-    ("tiers", "words"),
-    [("f17", "unknown tier f17"), ("q2_k,q4_k", "list tiers best first"), ("f16,f16", "not below")],
+@cases(
+    "tiers, words",
+    ("f17", "unknown tier f17"),
+    ("q2_k,q4_k", "list tiers best first"),
+    ("f16,f16", "not below"),
 )
 def test_tiers_are_checked_before_anything_is_read(folder, tiers, words):
     (folder / "config.json").unlink()

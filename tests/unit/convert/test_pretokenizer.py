@@ -2,7 +2,7 @@
 
 import json
 
-import pytest
+from tables import cases
 
 from gguf_tools.convert.pretokenizer import LLAMA3_SPLIT, QWEN2_SPLIT, pre_tokenizer
 
@@ -19,27 +19,25 @@ def rules(pre, kind="BPE", normalizer=None):
     return {"model": {"type": kind}, "normalizer": normalizer, "pre_tokenizer": pre}
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (rules(split(QWEN2_SPLIT)), "qwen2"),
-        (rules(split(QWEN2_SPLIT), normalizer={"type": "NFC"}), "qwen2"),
-        (rules(split(LLAMA3_SPLIT)), "llama-bpe"),
-        (rules(WORDS), "gpt-2"),
-        (rules(WORDS, normalizer={"type": "NFC"}), "gpt-2"),
-        (rules(BYTES), None),
-        (rules(split(r"\w+")), None),
-        (rules(split(QWEN2_SPLIT, behavior="Removed")), None),
-        (rules(split(QWEN2_SPLIT, invert=True)), None),
-        (rules(split(QWEN2_SPLIT), kind="Unigram"), None),
-        (rules(split(QWEN2_SPLIT), normalizer={"type": "Lowercase"}), None),
-        (rules({**WORDS, "add_prefix_space": True}), None),
-        (rules(None), None),
-        (rules([1]), None),
-        ([], None),
-        ("{", None),
-        ("", None),
-    ],
+@cases(
+    "content, expected",
+    (rules(split(QWEN2_SPLIT)), "qwen2"),
+    (rules(split(QWEN2_SPLIT), normalizer={"type": "NFC"}), "qwen2"),
+    (rules(split(LLAMA3_SPLIT)), "llama-bpe"),
+    (rules(WORDS), "gpt-2"),
+    (rules(WORDS, normalizer={"type": "NFC"}), "gpt-2"),
+    (rules(BYTES), None),
+    (rules(split(r"\w+")), None),
+    (rules(split(QWEN2_SPLIT, behavior="Removed")), None),
+    (rules(split(QWEN2_SPLIT, invert=True)), None),
+    (rules(split(QWEN2_SPLIT), kind="Unigram"), None),
+    (rules(split(QWEN2_SPLIT), normalizer={"type": "Lowercase"}), None),
+    (rules({**WORDS, "add_prefix_space": True}), None),
+    (rules(None), None),
+    (rules([1]), None),
+    ([], None),
+    ("{", None),
+    ("", None),
 )
 def test_rules(content, expected, tmp_path):
     """A text stands for a file of it, an empty one for none."""

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tables import cases
 
 pytest.importorskip("torch", reason="needs the extra `convert`")
 pytest.importorskip("transformers", reason="needs the extra `convert`")
@@ -126,13 +127,11 @@ def test_plain_tiers_are_those_of_llama_quantize(tier, source, tmp_path, upstrea
     assert list(experts(mine)) == list(experts(other))
 
 
-@pytest.mark.parametrize(
-    ("made_by", "tier"),
-    [
-        *(("us", tier) for tier in ("q4_k", "q2_k", "iq4_xs", "iq2_xs", "iq1_s")),
-        ("llama-imatrix", "q2_k"),
-        ("llama-imatrix, the older format", "q2_k"),
-    ],
+@cases(
+    "made_by, tier",
+    *(("us", tier) for tier in ("q4_k", "q2_k", "iq4_xs", "iq2_xs", "iq1_s")),
+    ("llama-imatrix", "q2_k"),
+    ("llama-imatrix, the older format", "q2_k"),
 )
 def test_weighed_tiers_are_those_of_llama_quantize(
     made_by, tier, source, ours, theirs, tmp_path, upstream

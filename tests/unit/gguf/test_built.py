@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from command_line import python
+from tables import cases
 
 from gguf_tools import built
 
@@ -26,14 +27,12 @@ def prebuilt(tmp_path, monkeypatch):
         each.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("features", "chosen"),
-    [
-        (ALL, "avx512_vnni"),
-        (ALL - {"avx512_vnni"}, "avx_vnni"),
-        (ALL - {"avx512vl", "avx_vnni"}, "avx2"),
-        (AVX2, "avx2"),
-    ],
+@cases(
+    "features, chosen",
+    (ALL, "avx512_vnni"),
+    (ALL - {"avx512_vnni"}, "avx_vnni"),
+    (ALL - {"avx512vl", "avx_vnni"}, "avx2"),
+    (AVX2, "avx2"),
 )
 def test_the_best_set_that_the_processor_has_whole(features, chosen, prebuilt, monkeypatch):
     there = {

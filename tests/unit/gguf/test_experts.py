@@ -10,6 +10,7 @@ from gguf_craft import (
     write_model,
     write_packed,
 )
+from tables import cases
 
 from gguf_tools import errors
 from gguf_tools.experts import ExpertModel
@@ -104,9 +105,7 @@ def test_dense_layers_first_and_shared_experts(tmp_path):
         assert model.dense_bytes == 4 * (64 * 3 + 2 * 64 * 4 + 64 * 128 + 64 * 32)
 
 
-@pytest.mark.parametrize(
-    ("changes", "kinds"), [({"fused": True}, [GATE_UP, DOWN]), ({"gated": False}, [UP, DOWN])]
-)
+@cases("changes, kinds", ({"fused": True}, [GATE_UP, DOWN]), ({"gated": False}, [UP, DOWN]))
 def test_fused_and_ungated_layers(tmp_path, changes, kinds):
     with opened(tmp_path, model_tensors(**changes)) as model:
         assert model.kinds(0) == kinds
@@ -126,31 +125,27 @@ def test_expert_used_may_differ_by_layer(tmp_path):
         assert model.n_expert_used == 3
 
 
-@pytest.mark.parametrize(
-    ("arch", "said", "gating"),
-    [
-        ("qwen3moe", {}, SOFTMAX),
-        ("qwen3moe", {"expert_gating_func": 2}, SIGMOID),
-        ("glm4moe", {}, SIGMOID),
-        ("glm4moe", {"expert_gating_func": 0}, SIGMOID),
-        ("glm4moe", {"expert_gating_func": 1}, SOFTMAX),
-        ("llama4", {"expert_gating_func": 1}, SIGMOID),
-    ],
+@cases(
+    "arch, said, gating",
+    ("qwen3moe", {}, SOFTMAX),
+    ("qwen3moe", {"expert_gating_func": 2}, SIGMOID),
+    ("glm4moe", {}, SIGMOID),
+    ("glm4moe", {"expert_gating_func": 0}, SIGMOID),
+    ("glm4moe", {"expert_gating_func": 1}, SOFTMAX),
+    ("llama4", {"expert_gating_func": 1}, SIGMOID),
 )
 def test_a_router_has_the_function_of_its_architecture(tmp_path, arch, said, gating):
     with opened(tmp_path, metadata=model_metadata(arch, **said)) as model:
         assert model.hparams.gating == gating
 
 
-@pytest.mark.parametrize(
-    ("changes", "nbytes"),
-    [
-        # 2 layers, 2 heads of 16 values, keys and values in F16.
-        ({}, 2 * 2 * 2 * 16 * 2 * 256),
-        ({"head_count_kv": [0, 1], **LENGTHS}, (40 + 24) * 2 * 256),
-        # Latent attention stores keys only.
-        ({**LENGTHS, **LATENT, "head_count_kv": 1}, 2 * 40 * 2 * 256),
-    ],
+@cases(
+    "changes, nbytes",
+    # 2 layers, 2 heads of 16 values, keys and values in F16.
+    ({}, 2 * 2 * 2 * 16 * 2 * 256),
+    ({"head_count_kv": [0, 1], **LENGTHS}, (40 + 24) * 2 * 256),
+    # Latent attention stores keys only.
+    ({**LENGTHS, **LATENT, "head_count_kv": 1}, 2 * 40 * 2 * 256),
 )
 def test_kv_bytes(tmp_path, changes, nbytes):
     """Cells come in steps of 256."""
@@ -217,7 +212,10 @@ def mismatch(paths, says):
 
 
 Q4_0 = GGMLType.Q4_0
-UNLIKE = [
+
+
+@cases(
+    "says, changes",
     ("architecture 'olmoe' here, 'qwen3moe' there", {"arch": "olmoe"}),
     ("MoE layers [0] here, [0, 1] there", {"low": of_one_type(Q4_0, layers=[0])}),
     ("experts 2 here, 4 there", {"low": of_one_type(Q4_0, n_expert=2), "expert_count": 2}),
@@ -228,10 +226,7 @@ UNLIKE = [
     ("key tokenizer.ggml.model 'llama' here", {"tokenizer.ggml.model": "llama"}),
     ("tokenizer.ggml.tokens[2] 'd' here, 'c' there", {"tokenizer.ggml.tokens": ["a", "b", "d"]}),
     ("length of tokenizer.ggml.tokens 2 here, 3 there", {"tokenizer.ggml.tokens": ["a", "b"]}),
-]
-
-
-@pytest.mark.parametrize(("says", "changes"), UNLIKE)
+)
 def test_low_must_be_the_same_model(tmp_path, says, changes):
     mismatch(same_routers(tmp_path, **changes), says)
 

@@ -100,12 +100,12 @@ MODELS = {
     errors.TensorTypeError: {
         "choices-that-are-no-numbers": plain(
             f"{BY_TOKEN}: offset ", with_one(BY_TOKEN, (2, 3), GGMLType.F32)
-        ),
+        )
     },
     errors.ExpertIndexError: {
         "choice-of-no-expert": plain(
             f"{BY_TOKEN}: offset ", with_one(BY_TOKEN, (2, 3), GGMLType.I32)
-        ),
+        )
     },
     errors.MissingTierError: {
         "missing-tier": packed(f"{LOW_1} is missing", without(LOW_1, PACKED)),

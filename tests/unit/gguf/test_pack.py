@@ -9,6 +9,7 @@ import pytest
 from command_line import python, run
 from gguf_craft import model_metadata, model_tensors, write_model
 from gguf_split import split
+from tables import cases
 from verify_files import place, poke
 
 from gguf_tools import errors
@@ -105,9 +106,7 @@ def test_equal_types_keep_their_bytes(tmp_path, ggml):
     assert tensor_bytes(out)[name] == after[name]
 
 
-@pytest.mark.parametrize(
-    "ggml_type", [GGMLType.F32, GGMLType.BF16, GGMLType.Q8_0, GGMLType.Q6_K, GGMLType.IQ4_XS]
-)
+@cases("ggml_type", GGMLType.F32, GGMLType.BF16, GGMLType.Q8_0, GGMLType.Q6_K, GGMLType.IQ4_XS)
 def test_other_source_types(tmp_path, ggml, ggml_type):
     f16 = source(tmp_path / "f16.gguf")
     packed = pack(f16, tmp_path / "one.gguf", [ggml_type.tier_name], ggml=ggml).path
@@ -170,12 +169,10 @@ def test_an_older_type_holds_the_same_numbers(tmp_path, ggml):
         assert changed == 2
 
 
-@pytest.mark.parametrize(
-    ("flags", "written", "said"),
-    [
-        ([], GGMLType.Q4_0, "--keep-types leaves it"),
-        (["--keep-types"], GGMLType.Q2_0, "only recent builds of llama.cpp read q2_0"),
-    ],
+@cases(
+    "flags, written, said",
+    ([], GGMLType.Q4_0, "--keep-types leaves it"),
+    (["--keep-types"], GGMLType.Q2_0, "only recent builds of llama.cpp read q2_0"),
 )
 def test_the_command_writes_older_types_unless_it_is_told_to_keep_them(
     tmp_path, ggml, flags, written, said

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from tables import cases
 
 from gguf_tools import built
 from gguf_tools.errors import QuantizeError
@@ -75,9 +76,7 @@ def by_ggml(ggml, ggml_type, values):
     return blocks
 
 
-@pytest.mark.parametrize(
-    "ggml_type", [GGMLType.Q4_K, GGMLType.Q2_K, GGMLType.IQ3_XXS, GGMLType.IQ4_NL]
-)
+@cases("ggml_type", GGMLType.Q4_K, GGMLType.Q2_K, GGMLType.IQ3_XXS, GGMLType.IQ4_NL)
 def test_rows_are_quantized_one_by_one(ggml, ggml_type):
     """Runs of rows may be cut anywhere: the bytes are those of one call of ggml."""
     values = normal(rows=6, seed=3)

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from command_line import run
+from tables import cases
 from verify_files import repack
 
 from gguf_tools import synthetic
@@ -51,17 +52,15 @@ def test_a_graph_that_reads_experts_otherwise_runs_plain(sound, monkeypatch):
     assert json.loads(run("verify", sound, "--json").stdout)["support"]["runs"] == PLAIN
 
 
-@pytest.mark.parametrize(
-    ("changes", "reasons"),
-    [
-        ({"meta": {"olmoe.attention.head_count": 0}}, ["has wrong shape"]),
-        ({"drop": [QUERIES]}, [f"tensor '{QUERIES}' not found"]),
-        ({"meta": {"general.architecture": "olmoe2"}}, ["unknown model architecture: 'olmoe2'"]),
-        (
-            {"meta": {"olmoe.expert_used_count": 99}},
-            ["llama.cpp ends the process over its header (", "GGML_ASSERT("],
-        ),
-    ],
+@cases(
+    "changes, reasons",
+    ({"meta": {"olmoe.attention.head_count": 0}}, ["has wrong shape"]),
+    ({"drop": [QUERIES]}, [f"tensor '{QUERIES}' not found"]),
+    ({"meta": {"general.architecture": "olmoe2"}}, ["unknown model architecture: 'olmoe2'"]),
+    (
+        {"meta": {"olmoe.expert_used_count": 99}},
+        ["llama.cpp ends the process over its header (", "GGML_ASSERT("],
+    ),
 )
 def test_what_llama_does_not_load_cannot_run(sound, tmp_path, changes, reasons):
     path = repack(sound, tmp_path / "odd.gguf", **changes)

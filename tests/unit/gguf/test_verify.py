@@ -8,6 +8,7 @@ import pytest
 from command_line import run
 from gguf_craft import model_metadata, model_tensors, write_model
 from gguf_split import split
+from tables import cases
 from verify_files import INF_HALF, LOW, NAN_HALF, UP, place, poke, repack, texts, write_bytes
 
 from gguf_tools import synthetic
@@ -297,22 +298,20 @@ def test_a_missing_tier(packed, tmp_path, ggml):
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "said", "rest"),
-    [
-        (
-            {"alignment": 64},
-            "alignment 64; an expert file is aligned to 4096 bytes",
-            "not a multiple of 4096",
-        ),
-        ({"meta": {"qwen3moe.expert_count": 7}}, "expert", None),
-        (
-            {"meta": {"moe_edge.tier_bpw": [4.5]}},
-            "key moe_edge.tier_bpw [4.5], but the tiers hold 4.50, 2.62 bits per weight",
-            None,
-        ),
-        ({"meta": {"moe_edge.format_version": 99}}, "moe_edge.format_version: 99", None),
-    ],
+@cases(
+    "changes, said, rest",
+    (
+        {"alignment": 64},
+        "alignment 64; an expert file is aligned to 4096 bytes",
+        "not a multiple of 4096",
+    ),
+    ({"meta": {"qwen3moe.expert_count": 7}}, "expert", None),
+    (
+        {"meta": {"moe_edge.tier_bpw": [4.5]}},
+        "key moe_edge.tier_bpw [4.5], but the tiers hold 4.50, 2.62 bits per weight",
+        None,
+    ),
+    ({"meta": {"moe_edge.format_version": 99}}, "moe_edge.format_version: 99", None),
 )
 def test_an_alignment_and_numbers_that_are_wrong(packed, tmp_path, ggml, changes, said, rest):
     path = repack(packed, tmp_path / "m.gguf", **changes)
@@ -345,15 +344,13 @@ def test_layers_that_predict_further_tokens_have_no_tiers(tmp_path, ggml):
     assert "blk.2.ffn_up_exps.weight.moe_edge.q4_0" not in GGUFFile.open(path).tensors
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [
-        ("fallbacks", ["down: q8_0 is fine"], "does not say: down: q4_k -> iq4_nl (rows"),
-        ("quantization", 7, "not a text"),
-        ("calibration", ["a"], "not a text"),
-        ("fallbackz", ["a"], "unknown"),
-        ("tiers", ["y4_k"], "y4_k is no type"),
-    ],
+@cases(
+    "key, value, said",
+    ("fallbacks", ["down: q8_0 is fine"], "does not say: down: q4_k -> iq4_nl (rows"),
+    ("quantization", 7, "not a text"),
+    ("calibration", ["a"], "not a text"),
+    ("fallbackz", ["a"], "unknown"),
+    ("tiers", ["y4_k"], "y4_k is no type"),
 )
 def test_what_is_said_about_the_making(tmp_path, ggml, key, value, said):
     tensors = model_tensors(n_embd=256, n_ff=64)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from killing import calls_of, killed, moments
 from prompt_writer import KEY, made, state_of, write
+from tables import cases
 
 from orchestrator.engine.prompt_copies import Copy, PromptFolder
 from orchestrator.engine.steps import Mark
@@ -60,12 +61,10 @@ def flip(path, at):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    ("damage", "at"),
-    [
-        *[(flip, at) for at in (0, 9, 14, 50_000, -1000, -300, -60, -45, -10, -1)],
-        *[(os.truncate, size) for size in (0, 10, 1000, 300_000)],
-    ],
+@cases(
+    "damage, at",
+    *[(flip, at) for at in (0, 9, 14, 50_000, -1000, -300, -60, -45, -10, -1)],
+    *[(os.truncate, size) for size in (0, 10, 1000, 300_000)],
 )
 def test_every_damage_is_found(tmp_path, damage, at):
     folder = PromptFolder(tmp_path, ROOMY)

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-import pytest
+from tables import cases
 
 from orchestrator.engine.prompt_copies import Shelf, common_prefix
 from orchestrator.engine.prompts import PromptCache, as_held
@@ -41,10 +41,7 @@ def of(text):
     return [{"<": BEGIN, ">": END}.get(each, ord(each)) for each in text]
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "n"),
-    [([], [1], 0), ([1, 2, 3], [1, 2, 4], 2), ([1, 2], [1, 2, 3], 2), ([5], [6], 0)],
-)
+@cases("a, b, n", ([], [1], 0), ([1, 2, 3], [1, 2, 4], 2), ([1, 2], [1, 2, 3], 2), ([5], [6], 0))
 def test_common_prefix(a, b, n):
     assert common_prefix(a, b) == n
 
@@ -52,20 +49,18 @@ def test_common_prefix(a, b, n):
 WHO = [*of("<who>"), BEGIN, 260, END]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "held", "found"),
-    [
-        # An answer keeps the tokens that it was given in, and its last one may not have been read.
-        ([*WHO, *of("<xyz>")], of("<who><abcd><x"), of("<who><abcd><xyz>")),
-        ([*WHO, *of("<more>")], of("<who><ab"), of("<who><abcd><more>")),
-        # Another text stays as it is.
-        *[
-            (WHO, held, WHO)
-            for held in (*(of("<who><abce>"), of("<who><x"), of("<who><abcdef"), of("<what>")), [])
-        ],
-        # Texts are not compared across control tokens.
-        ([BEGIN, 260, END], [BEGIN, *of("ab"), END, *of("cd")], [BEGIN, 260, END]),
+@cases(
+    "prompt, held, found",
+    # An answer keeps the tokens that it was given in, and its last one may not have been read.
+    ([*WHO, *of("<xyz>")], of("<who><abcd><x"), of("<who><abcd><xyz>")),
+    ([*WHO, *of("<more>")], of("<who><ab"), of("<who><abcd><more>")),
+    # Another text stays as it is.
+    *[
+        (WHO, held, WHO)
+        for held in (*(of("<who><abce>"), of("<who><x"), of("<who><abcdef"), of("<what>")), [])
     ],
+    # Texts are not compared across control tokens.
+    ([BEGIN, 260, END], [BEGIN, *of("ab"), END, *of("cd")], [BEGIN, 260, END]),
 )
 def test_what_is_held_of_a_prompt(prompt, held, found):
     assert as_held(prompt, held, LETTERS) == found
@@ -87,16 +82,14 @@ class Reading:
         self.marks.append(SimpleNamespace(length=length, part=part, n_bytes=PART_BYTES * with_part))
 
 
-@pytest.mark.parametrize(
-    ("budget_parts", "read", "kept"),
-    [
-        (100, PROMPT_MARKS, [1, 2, 3, 4, 5, 6]),
-        (100, PROMPT_MARKS + 1, [1, 3, 4, 5, 6, 7]),
-        (100, PROMPT_MARKS + 3, [1, 5, 6, 7, 8, 9]),
-        (3, 3, [1, 2, 3]),
-        (3, 5, [1, 4, 5]),
-        (1, 3, [3]),
-    ],
+@cases(
+    "budget_parts, read, kept",
+    (100, PROMPT_MARKS, [1, 2, 3, 4, 5, 6]),
+    (100, PROMPT_MARKS + 1, [1, 3, 4, 5, 6, 7]),
+    (100, PROMPT_MARKS + 3, [1, 5, 6, 7, 8, 9]),
+    (3, 3, [1, 2, 3]),
+    (3, 5, [1, 4, 5]),
+    (1, 3, [3]),
 )
 def test_the_oldest_mark_and_the_latest_ones_stay(budget_parts, read, kept):
     steps = Reading()

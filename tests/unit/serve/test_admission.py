@@ -10,6 +10,7 @@ import pytest
 from asgi import HANG_S, Client, ask, begun, body_of, end_of, in_a_loop, until
 from fake_backend import FakeBackend, app_for, served_by, whole
 from paths import CHAT, COMPLETIONS, COUNT
+from tables import cases
 
 from orchestrator.config import Config
 from orchestrator.serve import requests as app_module
@@ -153,31 +154,29 @@ def tool(n):
     return {"type": "function", "function": {"name": "f", "parameters": {"properties": names}}}
 
 
-@pytest.mark.parametrize(
-    ("path", "data", "chars_a_token", "word", "says"),
-    [
-        # Whatever a short text is, and prose and code at the limit.
-        (COMPLETIONS, {"prompt": "a" * (LIMIT // 4)}, 1, LIMIT // 4, None),
-        (COMPLETIONS, {"prompt": "a" * (LIMIT - 100)}, 4.2, 12, None),
-        (CHAT, said("a" * (LIMIT - 100)), 3, 80, None),
-        (COUNT, said("a" * (LIMIT - 100)), 2.7, 80, None),
-        ("/tokenize", {"content": "a" * 64_000}, 1, 1, None),
-        ("/tokenize", {"content": "a" * HALF}, 1000, HALF, None),
-        # More tokens or a longer word than is held for them.
-        ("/tokenize", {"content": "a" * (LIMIT - 100)}, 2, 1, NEEDS + "152KiB"),
-        ("/tokenize", {"content": "a" * 70_000}, 1000, 70_000, NEEDS + "131KiB"),
-        (COMPLETIONS, {"prompt": "a" * HALF}, 1000, 200 * HALF, NEEDS),
-        (COMPLETIONS, {"prompt": "a" * (LIMIT - 100)}, 2, 1, BEYOND),
-        (CHAT, said("a" * (LIMIT - 100)), 2, 1, BEYOND),
-        # None of them is one prompt that decodes.
-        (COMPLETIONS, {"prompt": ["a" * 2000] * 64}, 2, 1, NEEDS),
-        (TEMPLATE, said("a" * (LIMIT - 100)), 2, 1, NEEDS),
-        (COUNT, said("a" * (LIMIT - 100)), 2, 1, NEEDS),
-        ("/infill", {"input_prefix": "a" * HALF, "input_suffix": "a" * 60_000}, 2, 1, NEEDS),
-        (CHAT, {**said("a"), "stop": "a" * (LIMIT - 100)}, 2, 1, NEEDS),
-        # Templates write the names of properties, too.
-        (CHAT, {**said("a"), "tools": [tool(480)]}, 2, 1, BEYOND),
-    ],
+@cases(
+    "path, data, chars_a_token, word, says",
+    # Whatever a short text is, and prose and code at the limit.
+    (COMPLETIONS, {"prompt": "a" * (LIMIT // 4)}, 1, LIMIT // 4, None),
+    (COMPLETIONS, {"prompt": "a" * (LIMIT - 100)}, 4.2, 12, None),
+    (CHAT, said("a" * (LIMIT - 100)), 3, 80, None),
+    (COUNT, said("a" * (LIMIT - 100)), 2.7, 80, None),
+    ("/tokenize", {"content": "a" * 64_000}, 1, 1, None),
+    ("/tokenize", {"content": "a" * HALF}, 1000, HALF, None),
+    # More tokens or a longer word than is held for them.
+    ("/tokenize", {"content": "a" * (LIMIT - 100)}, 2, 1, NEEDS + "152KiB"),
+    ("/tokenize", {"content": "a" * 70_000}, 1000, 70_000, NEEDS + "131KiB"),
+    (COMPLETIONS, {"prompt": "a" * HALF}, 1000, 200 * HALF, NEEDS),
+    (COMPLETIONS, {"prompt": "a" * (LIMIT - 100)}, 2, 1, BEYOND),
+    (CHAT, said("a" * (LIMIT - 100)), 2, 1, BEYOND),
+    # None of them is one prompt that decodes.
+    (COMPLETIONS, {"prompt": ["a" * 2000] * 64}, 2, 1, NEEDS),
+    (TEMPLATE, said("a" * (LIMIT - 100)), 2, 1, NEEDS),
+    (COUNT, said("a" * (LIMIT - 100)), 2, 1, NEEDS),
+    ("/infill", {"input_prefix": "a" * HALF, "input_suffix": "a" * 60_000}, 2, 1, NEEDS),
+    (CHAT, {**said("a"), "stop": "a" * (LIMIT - 100)}, 2, 1, NEEDS),
+    # Templates write the names of properties, too.
+    (CHAT, {**said("a"), "tools": [tool(480)]}, 2, 1, BEYOND),
 )
 def test_a_text_that_would_take_more_than_is_held_for_a_body_is_refused(
     path, data, chars_a_token, word, says
@@ -190,20 +189,18 @@ def test_a_text_that_would_take_more_than_is_held_for_a_body_is_refused(
     assert says is None or says in reply.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "cut", "text", "longest"),
-    [
-        ("gpt2", "qwen2", "one four, three", 5),
-        ("gpt2", "qwen2", "snake_case_name", 5),
-        ("gpt2", "qwen2", "a" + "_-" * 50, 100),
-        ("gpt2", "qwen2", "das Übergrößenmaß", 17),  # bytes
-        ("gpt2", "qwen2", "a\u0301\u0302" * 20, 100),  # marks are on a letter
-        ("gpt2", "qwen2", "", 0),
-        ("gpt2", "exaone-moe", "words joined by spaces. And more\nthan this", 22),
-        ("gpt2", "deepseek-llm", "words joined by spaces. And more\nthan this", 22),
-        ("gpt2", "sarvam-moe", "é é é é\na line", 7),
-        ("gemma4", "", "é é é é, and\na line", 12),
-    ],
+@cases(
+    "kind, cut, text, longest",
+    ("gpt2", "qwen2", "one four, three", 5),
+    ("gpt2", "qwen2", "snake_case_name", 5),
+    ("gpt2", "qwen2", "a" + "_-" * 50, 100),
+    ("gpt2", "qwen2", "das Übergrößenmaß", 17),  # bytes
+    ("gpt2", "qwen2", "a\u0301\u0302" * 20, 100),  # marks are on a letter
+    ("gpt2", "qwen2", "", 0),
+    ("gpt2", "exaone-moe", "words joined by spaces. And more\nthan this", 22),
+    ("gpt2", "deepseek-llm", "words joined by spaces. And more\nthan this", 22),
+    ("gpt2", "sarvam-moe", "é é é é\na line", 7),
+    ("gemma4", "", "é é é é, and\na line", 12),
 )
 def test_the_longest_part_in_which_merges_are_looked_for(kind, cut, text, longest):
     words = Words(kind, cut)

@@ -18,6 +18,7 @@ from fake_backend import (
     whole,
 )
 from paths import CHAT, COMPLETIONS, MESSAGES, NATIVE, RESPONSES
+from tables import cases
 
 from orchestrator.errors import NativeError
 from orchestrator.serve import answer
@@ -52,29 +53,27 @@ WITHIN, WITH_OURS = [{"input": {"timings": {}}}], {"timings": OURS}
 QUOTED, FIELDS = '"timings":{', {"prompt": "a", "response_fields": ["content"]}
 
 
-@pytest.mark.parametrize(
-    ("path", "data", "made", "sent"),
-    [
-        (CHAT, ASK, {"timings": {}}, WITH_OURS),
-        (CHAT, ASK, {"content": "fjord ø", "timings": {}}, {"content": "fjord ø", **WITH_OURS}),
-        # Answers without figures of llama.cpp's.
-        (RESPONSES, ASK, {"output": []}, {"output": [], **WITH_OURS}),
-        (MESSAGES, ASK, {"content": []}, {"content": [], **WITH_OURS}),
-        (
-            *(NATIVE, {"prompt": ["a", "b"]}),
-            [{"timings": {"predicted_n": 1}}, {"timings": {}}],
-            [{"timings": {"predicted_n": 1, **OURS}}, WITH_OURS],
-        ),
-        # They are put into an answer that is not parsed, whose text may say what they are called.
-        (
-            *(CHAT, ASK),
-            {"content": QUOTED, "timings": {"n": 1}, "list": [{"timings": {}}]},
-            {"content": QUOTED, "timings": {"n": 1, **OURS}, "list": [WITH_OURS]},
-        ),
-        (MESSAGES, ASK, {"content": WITHIN}, {"content": WITHIN, **WITH_OURS}),
-        # Who wants some fields alone gets no others.
-        (NATIVE, FIELDS, {"content": "timings"}, {"content": "timings"}),
-    ],
+@cases(
+    "path, data, made, sent",
+    (CHAT, ASK, {"timings": {}}, WITH_OURS),
+    (CHAT, ASK, {"content": "fjord ø", "timings": {}}, {"content": "fjord ø", **WITH_OURS}),
+    # Answers without figures of llama.cpp's.
+    (RESPONSES, ASK, {"output": []}, {"output": [], **WITH_OURS}),
+    (MESSAGES, ASK, {"content": []}, {"content": [], **WITH_OURS}),
+    (
+        *(NATIVE, {"prompt": ["a", "b"]}),
+        [{"timings": {"predicted_n": 1}}, {"timings": {}}],
+        [{"timings": {"predicted_n": 1, **OURS}}, WITH_OURS],
+    ),
+    # They are put into an answer that is not parsed, whose text may say what they are called.
+    (
+        *(CHAT, ASK),
+        {"content": QUOTED, "timings": {"n": 1}, "list": [{"timings": {}}]},
+        {"content": QUOTED, "timings": {"n": 1, **OURS}, "list": [WITH_OURS]},
+    ),
+    (MESSAGES, ASK, {"content": WITHIN}, {"content": WITHIN, **WITH_OURS}),
+    # Who wants some fields alone gets no others.
+    (NATIVE, FIELDS, {"content": "timings"}, {"content": "timings"}),
 )
 def test_an_answer_at_once_has_the_costs_too(path, data, made, sent):
     written = json.dumps(made, ensure_ascii=False).encode()
@@ -105,19 +104,17 @@ class Exhausted(FakeRequest):
 TOO_LONG = b'{"error": {"message": "too long"}}'
 
 
-@pytest.mark.parametrize(
-    ("made", "status", "code", "says"),
-    [
-        (whole(TOO_LONG, 400), 400, None, "too long"),
-        # What the model cannot do is no failure of the server.
-        (whole(b'{"error": {"code": 501, "message": "no gaps"}}', 501), 400, 400, "no gaps"),
-        (whole(FAILED, 500), 500, 500, "the disk is gone"),
-        (streaming(PART, event(FAILED)), 200, 500, "the disk is gone"),
-        (whole(REFUSED_GRAMMAR, 500), 400, 400, "the grammar is refused: why"),
-        (streaming(PART, event(REFUSED_GRAMMAR)), 200, 400, "the grammar is refused: why"),
-        (Exhausted(200, False, []), 500, 500, "no memory"),
-        (Exhausted(200, True, [PART]), 200, 500, "no memory"),
-    ],
+@cases(
+    "made, status, code, says",
+    (whole(TOO_LONG, 400), 400, None, "too long"),
+    # What the model cannot do is no failure of the server.
+    (whole(b'{"error": {"code": 501, "message": "no gaps"}}', 501), 400, 400, "no gaps"),
+    (whole(FAILED, 500), 500, 500, "the disk is gone"),
+    (streaming(PART, event(FAILED)), 200, 500, "the disk is gone"),
+    (whole(REFUSED_GRAMMAR, 500), 400, 400, "the grammar is refused: why"),
+    (streaming(PART, event(REFUSED_GRAMMAR)), 200, 400, "the grammar is refused: why"),
+    (Exhausted(200, False, []), 500, 500, "no memory"),
+    (Exhausted(200, True, [PART]), 200, 500, "no memory"),
 )
 def test_what_fails_is_said_as_a_status_or_as_the_last_event(made, status, code, says):
     reply = reply_of(made, CHAT, STREAM if status in (200, 400) else ASK)
@@ -186,14 +183,12 @@ def tokenized(tokens):
     return json.dumps({"tokens": [1] * tokens}).encode()
 
 
-@pytest.mark.parametrize(
-    ("path", "data", "count_of"),
-    [
-        (CHAT, {"messages": SAID}, counted),
-        (RESPONSES, {"input": "a"}, counted),
-        (MESSAGES, {"messages": SAID}, counted),
-        (COMPLETIONS, {"prompt": "a"}, tokenized),
-    ],
+@cases(
+    "path, data, count_of",
+    (CHAT, {"messages": SAID}, counted),
+    (RESPONSES, {"input": "a"}, counted),
+    (MESSAGES, {"messages": SAID}, counted),
+    (COMPLETIONS, {"prompt": "a"}, tokenized),
 )
 @in_a_loop
 async def test_what_cannot_be_answered_is_refused_before_its_stream_begins(

@@ -8,6 +8,7 @@ from asgi import Client, ask, body_of
 from command_line import run
 from fake_backend import FakeBackend, app_for, assert_refused, quiet, state_with, whole
 from paths import CHAT
+from tables import cases
 
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.serve.app import application
@@ -22,35 +23,33 @@ def app_with(**settings):
     return app_for(FakeBackend(*(whole(b'{"ok": 1}') for _ in range(4))), **settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "headers", "status"),
-    [
-        # A local server answers to its own names.
-        (NAMES, {"host": "localhost"}, 200),
-        (NAMES, {"host": "LOCALHOST:8080"}, 200),
-        (NAMES, {"host": "127.0.0.1:8080"}, 200),
-        (NAMES, {"host": "[::1]:8080"}, 200),
-        (NAMES, {"host": "box.lan"}, 200),
-        (NAMES, {"host": "evil.example"}, 421),
-        (NAMES, {"host": "localhost.evil.example"}, 421),
-        (NAMES, {"host": ""}, 421),
-        (NAMES, {"host": "[::1"}, 421),
-        # A key is asked for where there is one.
-        (KEY, {}, 401),
-        (KEY, {"authorization": "Bearer secret"}, 200),
-        (KEY, {"authorization": "bearer  secret"}, 200),
-        (KEY, {"x_api_key": "secret"}, 200),
-        (KEY, {"authorization": "Bearer wrong"}, 401),
-        (KEY, {"authorization": "Basic secret"}, 401),
-        (KEY, {"authorization": "Bearer sécret"}, 401),
-        # With a key, any name of the machine will do for a server that others reach.
-        ({"host": "0.0.0.0", **KEY}, {"host": "box.example", "x_api_key": "secret"}, 200),
-        # Pages of other origins may not ask unless they are let in.
-        ({}, {"origin": EVIL}, 403),
-        ({}, {"origin": "http://localhost:8080"}, 200),
-        ({"cors_origin": EVIL}, {"origin": EVIL}, 200),
-        ({"cors_origin": EVIL}, {"origin": "https://other.example"}, 403),
-    ],
+@cases(
+    "settings, headers, status",
+    # A local server answers to its own names.
+    (NAMES, {"host": "localhost"}, 200),
+    (NAMES, {"host": "LOCALHOST:8080"}, 200),
+    (NAMES, {"host": "127.0.0.1:8080"}, 200),
+    (NAMES, {"host": "[::1]:8080"}, 200),
+    (NAMES, {"host": "box.lan"}, 200),
+    (NAMES, {"host": "evil.example"}, 421),
+    (NAMES, {"host": "localhost.evil.example"}, 421),
+    (NAMES, {"host": ""}, 421),
+    (NAMES, {"host": "[::1"}, 421),
+    # A key is asked for where there is one.
+    (KEY, {}, 401),
+    (KEY, {"authorization": "Bearer secret"}, 200),
+    (KEY, {"authorization": "bearer  secret"}, 200),
+    (KEY, {"x_api_key": "secret"}, 200),
+    (KEY, {"authorization": "Bearer wrong"}, 401),
+    (KEY, {"authorization": "Basic secret"}, 401),
+    (KEY, {"authorization": "Bearer sécret"}, 401),
+    # With a key, any name of the machine will do for a server that others reach.
+    ({"host": "0.0.0.0", **KEY}, {"host": "box.example", "x_api_key": "secret"}, 200),
+    # Pages of other origins may not ask unless they are let in.
+    ({}, {"origin": EVIL}, 403),
+    ({}, {"origin": "http://localhost:8080"}, 200),
+    ({"cors_origin": EVIL}, {"origin": EVIL}, 200),
+    ({"cors_origin": EVIL}, {"origin": "https://other.example"}, 403),
 )
 def test_who_gets_in(settings, headers, status):
     app = app_with(**settings)
@@ -87,9 +86,7 @@ def test_a_server_for_others_needs_a_key(tmp_path):
 
 
 # Those of openai's SDK for JavaScript, and those of Anthropic's.
-@pytest.mark.parametrize(
-    "fields", ["authorization,content-type,x-stainless-arch", "anthropic-version,x-api-key"]
-)
+@cases("fields", "authorization,content-type,x-stainless-arch", "anthropic-version,x-api-key")
 def test_a_page_that_is_let_in_may_send_the_fields_of_its_sdk(fields):
     """A browser asks before."""
     asked = {"origin": "https://page.example", "access_control_request_headers": fields}
@@ -109,27 +106,25 @@ def with_said(**more):
 POLICY_SETTINGS = [3, {"a": []}, {"a": "x" * 300}, {str(n): 1 for n in range(33)}]
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "says"),
-    [
-        (b"", 400, "not JSON"),
-        (b"{", 400, "not JSON"),
-        (b'{"a": NaN}', 400, "not JSON"),
-        (b"[" * 100_000, 400, "not JSON"),
-        (b"[]", 400, "JSON object"),
-        (b'{"a": "\xff"}', 400, "not UTF-8"),
-        (b'{"a": "' + b"x" * 2**17 + b'"}', 413, "--body-limit"),
-        (b'{"a": "\\ud800"}', 400, "half a character"),
-        (b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}", 400, "more than 100 deep"),
-        (with_said(seed=2, temperature=0.5).replace(b"0.5", b"1e400"), 400, "from 0 to"),
-        (with_said(chat_template_kwargs={"a": 0.5}).replace(b"0.5", b"1e400"), 400, "too large"),
-        (with_said(n=2), 400, "--parallel"),
-        (with_said(n="two"), 400, "n must be a whole number from 1"),
-        (with_said(n=1, n_cmpl=2), 400, "--parallel"),
-        # Small values take a hundred times their length in memory and more.
-        (with_said(chat_template_kwargs={"a": [[]] * 11_000}), 400, "at most 10922 values"),
-        *[(with_said(moe_edge=wrong), 400, "moe_edge") for wrong in POLICY_SETTINGS],
-    ],
+@cases(
+    "body, status, says",
+    (b"", 400, "not JSON"),
+    (b"{", 400, "not JSON"),
+    (b'{"a": NaN}', 400, "not JSON"),
+    (b"[" * 100_000, 400, "not JSON"),
+    (b"[]", 400, "JSON object"),
+    (b'{"a": "\xff"}', 400, "not UTF-8"),
+    (b'{"a": "' + b"x" * 2**17 + b'"}', 413, "--body-limit"),
+    (b'{"a": "\\ud800"}', 400, "half a character"),
+    (b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}", 400, "more than 100 deep"),
+    (with_said(seed=2, temperature=0.5).replace(b"0.5", b"1e400"), 400, "from 0 to"),
+    (with_said(chat_template_kwargs={"a": 0.5}).replace(b"0.5", b"1e400"), 400, "too large"),
+    (with_said(n=2), 400, "--parallel"),
+    (with_said(n="two"), 400, "n must be a whole number from 1"),
+    (with_said(n=1, n_cmpl=2), 400, "--parallel"),
+    # Small values take a hundred times their length in memory and more.
+    (with_said(chat_template_kwargs={"a": [[]] * 11_000}), 400, "at most 10922 values"),
+    *[(with_said(moe_edge=wrong), 400, "moe_edge") for wrong in POLICY_SETTINGS],
 )
 def test_bodies_that_cannot_be_served(body, status, says):
     assert_refused(app_for(FakeBackend()), CHAT, body, says, status)
@@ -179,15 +174,13 @@ def test_a_model_is_found_by_its_name():
     assert other.status == 404 and "'gpt-5'" in other.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("path", "status"),
-    [
-        ("/../../etc/passwd", 404),
-        ("/v1/embeddings", 404),
-        ("/slots", 404),
-        ("/v1/chat/completions/x", 404),
-        (CHAT, 405),
-    ],
+@cases(
+    "path, status",
+    ("/../../etc/passwd", 404),
+    ("/v1/embeddings", 404),
+    ("/slots", 404),
+    ("/v1/chat/completions/x", 404),
+    (CHAT, 405),
 )
 def test_paths_and_methods_that_there_are_not(path, status):
     reply = ask(app_with(), path)
@@ -208,12 +201,10 @@ def test_nothing_is_served_while_the_model_loads_and_at_the_end():
     assert ask(app, "/health").status == 503
 
 
-@pytest.mark.parametrize(
-    ("path", "data", "line"),
-    [
-        (CHAT, {**MESSAGE, "user": "secret"}, f"POST {CHAT} 200 "),
-        ("/a\n\x1b[31mPOST é", None, "GET /a%0A%1B%5B31mPOST%20%C3%A9 404 "),
-    ],
+@cases(
+    "path, data, line",
+    (CHAT, {**MESSAGE, "user": "secret"}, f"POST {CHAT} 200 "),
+    ("/a\n\x1b[31mPOST é", None, "GET /a%0A%1B%5B31mPOST%20%C3%A9 404 "),
 )
 def test_a_request_is_one_line_of_the_log_without_its_contents(path, data, line):
     lines = []

@@ -12,6 +12,7 @@ from asgi import ask
 from fake_backend import FakeBackend, app_for, streaming
 from paths import CHAT
 from served import serving
+from tables import cases
 
 from orchestrator.engine.damage import InUse
 
@@ -28,15 +29,13 @@ def renamed(path):
     path.with_name("new").rename(path)
 
 
-@pytest.mark.parametrize(
-    ("change", "says", "is_fault"),
-    [
-        (lambda path: None, "", False),
-        (touch, WRITTEN, True),
-        (lambda path: os.truncate(path, 1), WRITTEN, True),
-        (renamed, OTHER, False),
-        (Path.unlink, OTHER, False),
-    ],
+@cases(
+    "change, says, is_fault",
+    (lambda path: None, "", False),
+    (touch, WRITTEN, True),
+    (lambda path: os.truncate(path, 1), WRITTEN, True),
+    (renamed, OTHER, False),
+    (Path.unlink, OTHER, False),
 )
 def test_what_became_of_a_file(tmp_path, change, says, is_fault):
     paths = [tmp_path / "first", tmp_path / "second"]

@@ -14,6 +14,7 @@ from asgi import ask, begun
 from fake_backend import quiet
 from paths import CHAT
 from served import DEMO, HANG_S, REPO, bring_server
+from tables import cases
 
 from orchestrator.errors import MoeEdgeError
 from orchestrator.serve.service import Service
@@ -39,16 +40,14 @@ def test_every_option_of_serve_is_one_of_a_fleet():
     assert {option.name for option in serve.params} - {"help_all"} == set(server_settings())
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"paralel": 2}, "`moe-edge serve` has no option --paralel: did you mean parallel?"),
-        ({"parallel": "two"}, "'parallel' must be a whole number"),
-        ({"parallel": 0}, "'parallel' must be 1"),
-        ({"system": "Be kind."}, "`moe-edge serve` has no option --system"),
-        ({"ram": "much"}, "'much' is not a size"),
-        ({"model": None}, "'model' is missing"),
-    ],
+@cases(
+    "changes, sentence",
+    ({"paralel": 2}, "`moe-edge serve` has no option --paralel: did you mean parallel?"),
+    ({"parallel": "two"}, "'parallel' must be a whole number"),
+    ({"parallel": 0}, "'parallel' must be 1"),
+    ({"system": "Be kind."}, "`moe-edge serve` has no option --system"),
+    ({"ram": "much"}, "'much' is not a size"),
+    ({"model": None}, "'model' is missing"),
 )
 def test_a_wrong_option_gets_a_sentence(changes, sentence):
     asked = {name: value for name, value in {**GIVEN, **changes}.items() if value is not None}

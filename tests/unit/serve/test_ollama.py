@@ -5,6 +5,7 @@ import json
 import pytest
 from asgi import SAID, ask
 from fake_backend import FakeBackend, app_for, reply_of, streaming, whole
+from tables import cases
 
 CALL = {"function": {"name": "f", "arguments": {"x": "ø"}}}
 TIMINGS = {"prompt_n": 3, "cache_n": 4, "prompt_ms": 2.0, "predicted_n": 5, "predicted_ms": 1.5}
@@ -74,22 +75,20 @@ OPTIONS = {"num_predict": 7, "top_p": 0.5, "stop": ["x"]}
 
 
 # Beside the message, or the prompt.
-@pytest.mark.parametrize(
-    ("path", "asked", "got"),
-    [
-        (CHATTED, {}, {"messages": SAID, "stream": True}),
-        (CHATTED, {"stream": False}, {"stream": False}),
-        (CHATTED, {"keep_alive": "5m", "options": {"num_ctx": 9}}, {}),
-        (CHATTED, {"options": OPTIONS}, {"max_tokens": 7, "top_p": 0.5, "stop": ["x"]}),
-        (CHATTED, {"options": {"num_predict": -1}}, {"max_tokens": None}),
-        (CHATTED, {"format": SCHEMA}, {"response_format": FORM}),
-        (CHATTED, {"format": "json"}, {"response_format": {"type": "json_object"}}),
-        (CHATTED, {"think": False}, {"chat_template_kwargs": {"enable_thinking": False}}),
-        (CHATTED, {"think": "low"}, {"reasoning_effort": "low"}),
-        (CHATTED, {"messages": CALLED}, {"messages": TRANSLATED}),
-        (PROMPTED, {"system": "s"}, {"messages": [{"role": "system", "content": "s"}, *SAID]}),
-        (PROMPTED, {"raw": True}, {"prompt": "a", "messages": None}),
-    ],
+@cases(
+    "path, asked, got",
+    (CHATTED, {}, {"messages": SAID, "stream": True}),
+    (CHATTED, {"stream": False}, {"stream": False}),
+    (CHATTED, {"keep_alive": "5m", "options": {"num_ctx": 9}}, {}),
+    (CHATTED, {"options": OPTIONS}, {"max_tokens": 7, "top_p": 0.5, "stop": ["x"]}),
+    (CHATTED, {"options": {"num_predict": -1}}, {"max_tokens": None}),
+    (CHATTED, {"format": SCHEMA}, {"response_format": FORM}),
+    (CHATTED, {"format": "json"}, {"response_format": {"type": "json_object"}}),
+    (CHATTED, {"think": False}, {"chat_template_kwargs": {"enable_thinking": False}}),
+    (CHATTED, {"think": "low"}, {"reasoning_effort": "low"}),
+    (CHATTED, {"messages": CALLED}, {"messages": TRANSLATED}),
+    (PROMPTED, {"system": "s"}, {"messages": [{"role": "system", "content": "s"}, *SAID]}),
+    (PROMPTED, {"raw": True}, {"prompt": "a", "messages": None}),
 )
 def test_a_request_becomes_openais(path, asked, got):
     backend = FakeBackend(streaming(b"data: [DONE]\n\n"))
@@ -100,18 +99,16 @@ def test_a_request_becomes_openais(path, asked, got):
     assert {name: json.loads(body).get(name) for name in got} == got
 
 
-@pytest.mark.parametrize(
-    ("path", "asked", "status", "says"),
-    [
-        ("/api/chat", {"messages": "a"}, 400, "messages must be a list of at most 4096 items"),
-        ("/api/chat", {"messages": SAID, "options": {"top_p": 2}}, 400, "options.top_p must be"),
-        ("/api/chat", {"messages": SAID, "template": "x"}, 400, "the model's own is used"),
-        ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "/infill fills gaps"),
-        ("/api/generate", {"prompt": "a", "images": ["b"]}, 400, "the model reads text alone"),
-        ("/api/chat", {"messages": [{**SAID[0], "images": ["b"]}]}, 400, "images are not served"),
-        ("/api/chat", {"messages": SAID, "moe_edge": {"bad": 1}}, 400, "bad is no setting"),
-        ("/api/embed", {"input": "a"}, 404, "/api/embed is nothing that this server has"),
-    ],
+@cases(
+    "path, asked, status, says",
+    ("/api/chat", {"messages": "a"}, 400, "messages must be a list of at most 4096 items"),
+    ("/api/chat", {"messages": SAID, "options": {"top_p": 2}}, 400, "options.top_p must be"),
+    ("/api/chat", {"messages": SAID, "template": "x"}, 400, "the model's own is used"),
+    ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "/infill fills gaps"),
+    ("/api/generate", {"prompt": "a", "images": ["b"]}, 400, "the model reads text alone"),
+    ("/api/chat", {"messages": [{**SAID[0], "images": ["b"]}]}, 400, "images are not served"),
+    ("/api/chat", {"messages": SAID, "moe_edge": {"bad": 1}}, 400, "bad is no setting"),
+    ("/api/embed", {"input": "a"}, 404, "/api/embed is nothing that this server has"),
 )
 def test_an_error_is_a_sentence(path, asked, status, says):
     reply = ask(app_for(FakeBackend()), path, asked)

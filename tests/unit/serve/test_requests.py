@@ -9,6 +9,7 @@ from asgi import SAID, ask
 from fake_backend import FakeBackend, app_for, whole
 from paths import CHAT, COMPLETIONS, COUNT, INFILL, MESSAGES, NATIVE, RESPONSES
 from real_cache import REAL_CACHE
+from tables import cases
 
 from orchestrator.serve import requests
 from orchestrator.serve.requests import request_schema
@@ -94,8 +95,11 @@ def test_what_means_nothing_here_is_left_out_and_what_steers_llama_cpp_is_refuse
 LONG_NAME, WIDE, MANY = "!" * 300, schema(513), "an object in {}: 513 properties"
 FORM, OBJECT = {"type": "json_schema"}, "schema must be an object"
 ONE, TWO = [tool("a")], [tool("a"), tool("b")]
+
+
 # Beside what the path needs.
-REFUSED = [
+@cases(
+    "path, data, says",
     # No request of its path.
     *[
         (path, {"messages": messages}, "messages")
@@ -181,10 +185,7 @@ REFUSED = [
         (CHAT, {"tools": ONE, "tool_choice": wrong}, "must be")
         for wrong in ("sometimes", 3, {"type": "function"}, allowed(3))
     ],
-]
-
-
-@pytest.mark.parametrize(("path", "data", "says"), REFUSED)
+)
 def test_what_is_refused_gets_a_sentence(path, data, says):
     status, why = asked(path, {**NEEDED[path], **data})
     assert status == 400 and says in why
@@ -195,8 +196,11 @@ NAMED = {"tools": PLAIN[1:], "tool_choice": "required", "parallel_tool_calls": F
 AMONG = {"mode": "auto", "tools": [tool("b"), tool("x")]}
 SERIAL = {"type": "auto", "disable_parallel_tool_use": True}
 AS_SENT = None
+
+
 # What a path's request becomes, without what the path needs; AS_SENT where it stays as it is.
-SEEN = [
+@cases(
+    "path, data, seen",
     (CHAT, {"logit_bias": [[n, 1] for n in range(1024)]}, AS_SENT),
     (CHAT, {"x": nested(MOST_DEPTH - 2)}, {}),
     (CHAT, {"stop": "x" * 200}, AS_SENT),
@@ -227,10 +231,7 @@ SEEN = [
     (MESSAGES, chosen(PLAIN, {"type": "none"}), {}),
     (MESSAGES, chosen(PLAIN, {"type": "any"}), AS_SENT),
     (MESSAGES, chosen(PLAIN, SERIAL), chosen(PLAIN, {"type": "auto"}, parallel_tool_calls=False)),
-]
-
-
-@pytest.mark.parametrize(("path", "data", "seen"), SEEN)
+)
 def test_what_llama_cpp_gets_to_see(path, data, seen):
     expected = {**NEEDED[path], **(data if seen is AS_SENT else seen)}
     assert asked(path, {**NEEDED[path], **data}) == (200, expected)

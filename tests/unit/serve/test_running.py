@@ -10,6 +10,7 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
+from tables import cases
 
 pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
 
@@ -133,16 +134,14 @@ def test_what_cannot_be_ended_is_not_waited_for(library, where):
         go_on.set()
 
 
-@pytest.mark.parametrize(
-    ("soft", "hard", "parallel", "most", "raised"),
-    [
-        (1024, 4096, 1, MOST_CONNECTIONS, 4096),
-        (256, 256, 4, 200, None),
-        (100, 200, 1, 150, 200),
-        (40, 40, 4, LEAST_CONNECTIONS, None),
-        (256, resource.RLIM_INFINITY, 1, MOST_CONNECTIONS, 4096),
-        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 1, MOST_CONNECTIONS, None),
-    ],
+@cases(
+    "soft, hard, parallel, most, raised",
+    (1024, 4096, 1, MOST_CONNECTIONS, 4096),
+    (256, 256, 4, 200, None),
+    (100, 200, 1, 150, 200),
+    (40, 40, 4, LEAST_CONNECTIONS, None),
+    (256, resource.RLIM_INFINITY, 1, MOST_CONNECTIONS, 4096),
+    (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 1, MOST_CONNECTIONS, None),
 )
 def test_connections_follow_the_file_descriptors(monkeypatch, soft, hard, parallel, most, raised):
     asked = []

@@ -13,6 +13,7 @@ import pytest
 from asgi import Client, ask
 from fake_backend import FakeBackend, app_for, assert_refused, whole
 from served import DEMO, HANG_S, running, serving
+from tables import cases
 
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
@@ -91,33 +92,31 @@ def scored(data, model=None):
 NO_PROMPTS = ([], [[]], ["a", 1], [True], [1.5], [2**70], [-1], {"prompt_string": "a"})
 
 
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
-        *[({"logprobs": wrong}, "logprobs") for wrong in (None, True, "1")],
-        ({"logprobs": 6}, "from 0 to 5"),
-        *[({"max_tokens": wrong}, "max_tokens") for wrong in (None, 2, -1, True)],
-        ({"max_tokens": 1}, "temperature"),
-        ({"max_tokens": 1, "temperature": 0.5}, "temperature"),
-        ({"stream": True}, "stream"),
-        ({"n": 2}, "n out"),
-        ({"n_cmpl": 3}, "n_cmpl out"),
-        ({"n_predict": 50}, "n_predict out"),
-        ({"n_predict": -1}, "n_predict out"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens out"),
-        ({"stop": ["a"]}, "stop"),
-        ({"logit_bias": {"1": 1}}, "logit_bias"),
-        ({"echo": "yes"}, "echo must be"),
-        ({"echo": 1}, "echo must be"),
-        ({"prompt": None}, "prompt is missing"),
-        *[({"prompt": wrong}, "prompt must be") for wrong in NO_PROMPTS],
-        ({"prompt": ""}, "empty"),
-        ({"prompt": ["a", ""]}, "empty"),
-        ({"prompt": [N_VOCAB]}, f"token {N_VOCAB}"),
-        ({"prompt": "a" * 513}, "513 tokens exceeds"),
-        ({"prompt": "a" * 512, "max_tokens": 1, "temperature": 0}, "512 tokens exceeds"),
-        ({"prompt": ["a" * 512] * 33}, "together"),
-    ],
+@cases(
+    "change, names",
+    *[({"logprobs": wrong}, "logprobs") for wrong in (None, True, "1")],
+    ({"logprobs": 6}, "from 0 to 5"),
+    *[({"max_tokens": wrong}, "max_tokens") for wrong in (None, 2, -1, True)],
+    ({"max_tokens": 1}, "temperature"),
+    ({"max_tokens": 1, "temperature": 0.5}, "temperature"),
+    ({"stream": True}, "stream"),
+    ({"n": 2}, "n out"),
+    ({"n_cmpl": 3}, "n_cmpl out"),
+    ({"n_predict": 50}, "n_predict out"),
+    ({"n_predict": -1}, "n_predict out"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens out"),
+    ({"stop": ["a"]}, "stop"),
+    ({"logit_bias": {"1": 1}}, "logit_bias"),
+    ({"echo": "yes"}, "echo must be"),
+    ({"echo": 1}, "echo must be"),
+    ({"prompt": None}, "prompt is missing"),
+    *[({"prompt": wrong}, "prompt must be") for wrong in NO_PROMPTS],
+    ({"prompt": ""}, "empty"),
+    ({"prompt": ["a", ""]}, "empty"),
+    ({"prompt": [N_VOCAB]}, f"token {N_VOCAB}"),
+    ({"prompt": "a" * 513}, "513 tokens exceeds"),
+    ({"prompt": "a" * 512, "max_tokens": 1, "temperature": 0}, "512 tokens exceeds"),
+    ({"prompt": ["a" * 512] * 33}, "together"),
 )
 def test_any_other_echo_is_refused(change, names):
     backend = ScoringBackend()
@@ -135,18 +134,16 @@ def test_without_echo_nothing_changes():
 HALVES = ["a", "bytes:\\xc3", "bytes:\\xa4", "b"]
 
 
-@pytest.mark.parametrize(
-    ("model", "prompt", "text", "tokens", "logp", "offsets"),
-    [
-        (ByteModel(), "abd", "abd", ["a", "b", "d"], [None, 2 / 3, 1 / 3], [0, 1, 2]),
-        # Tokens, and bytes that are a character together.
-        (ByteModel(), list("aäb".encode()), "aäb", HALVES, [None, 0, 0, 0], [0, 1, 1, 2]),
-        # What the server puts before a text is not a part of it, and yet something to go by.
-        (ByteModel(begins=True), "ab", "ab", ["a", "b"], [0, 2 / 3], [0, 1]),
-        (ByteModel(begins=True), "<s>a", "<s>a", ["<", "s", ">", "a"], [None, 0, 0, 0], range(4)),
-        (ByteModel(begins=True), [BEGIN, 0, 1], "<s>\0\1", ["<s>", "\0", "\1"], None, [0, 3, 4]),
-        (ByteModel(spaced=True), "ab", "ab", [" ", "a", "b"], [None, 0, 2 / 3], [0, 0, 1]),
-    ],
+@cases(
+    "model, prompt, text, tokens, logp, offsets",
+    (ByteModel(), "abd", "abd", ["a", "b", "d"], [None, 2 / 3, 1 / 3], [0, 1, 2]),
+    # Tokens, and bytes that are a character together.
+    (ByteModel(), list("aäb".encode()), "aäb", HALVES, [None, 0, 0, 0], [0, 1, 1, 2]),
+    # What the server puts before a text is not a part of it, and yet something to go by.
+    (ByteModel(begins=True), "ab", "ab", ["a", "b"], [0, 2 / 3], [0, 1]),
+    (ByteModel(begins=True), "<s>a", "<s>a", ["<", "s", ">", "a"], [None, 0, 0, 0], range(4)),
+    (ByteModel(begins=True), [BEGIN, 0, 1], "<s>\0\1", ["<s>", "\0", "\1"], None, [0, 3, 4]),
+    (ByteModel(spaced=True), "ab", "ab", [" ", "a", "b"], [None, 0, 2 / 3], [0, 0, 1]),
 )
 def test_the_form_is_openais(model, prompt, text, tokens, logp, offsets):
     answer = scored(ASK | {"prompt": prompt, "logprobs": 2}, model)
@@ -174,9 +171,7 @@ def test_the_form_is_openais(model, prompt, text, tokens, logp, offsets):
     assert answer["timings"]["hit_rate"] == 0.5 and answer["timings"]["prompt_n"] == n_tokens
 
 
-@pytest.mark.parametrize(
-    ("prompt", "text", "finish"), [("ab", "abc", "length"), ("xy", "xyz", "stop")]
-)
+@cases("prompt, text, finish", ("ab", "abc", "length"), ("xy", "xyz", "stop"))
 def test_one_token_more_is_the_likeliest(prompt, text, finish):
     answer = scored(ASK | {"prompt": [prompt, "a"], "max_tokens": 1, "temperature": 0})
     first, second = answer["choices"]
@@ -221,9 +216,10 @@ def test_what_is_scored_is_what_the_plan_has():
     assert_refused(app_for(backend), PATH, ASK | {"prompt": ["ab", "cd"]}, "echo 3 at most")
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "says"),
-    [(Stopped(), 503, "shutting down"), (RuntimeError("no idea"), 500, "the policy failed")],
+@cases(
+    "error, status, says",
+    (Stopped(), 503, "shutting down"),
+    (RuntimeError("no idea"), 500, "the policy failed"),
 )
 def test_what_fails_is_said_in_a_sentence(error, status, says):
     assert_refused(app_for(ScoringBackend(error=error)), PATH, ASK, says, status)

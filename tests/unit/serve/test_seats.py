@@ -4,12 +4,12 @@ import asyncio
 import json
 from threading import Event
 
-import pytest
 from asgi import ask, begun, in_a_loop, until
 from fake_backend import FakeBackend, app_for, quiet, state_with, whole
 from paths import CHAT
 from served import running
 from speaking import CAPITAL
+from tables import cases
 
 from orchestrator.serve.admission import Conversation, Seats, conversations_of
 from orchestrator.serve.app import application
@@ -80,33 +80,29 @@ def test_tools_belong_to_what_others_have_too():
     assert asked(with_tools).goes_on(asked(with_tools)) > 0
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "goes_on"),
-    [
-        ({"prompt": "a" * 640}, {"prompt": "a" * 640 + "b"}, True),
-        ({"prompt": "a" * 640}, {"prompt": "b" + "a" * 640}, False),
-        ({"prompt": list(range(640))}, {"prompt": list(range(700))}, True),
-        ({"prompt": list(range(640))}, {"prompt": list(range(1, 700))}, False),
-        ({"input": "one"}, {"input": "one"}, True),
-        ({"input": "one"}, {"input": "two"}, False),
-        ({"input": "one"}, {"input": "one", "instructions": "be short"}, False),
-    ],
+@cases(
+    "before, after, goes_on",
+    ({"prompt": "a" * 640}, {"prompt": "a" * 640 + "b"}, True),
+    ({"prompt": "a" * 640}, {"prompt": "b" + "a" * 640}, False),
+    ({"prompt": list(range(640))}, {"prompt": list(range(700))}, True),
+    ({"prompt": list(range(640))}, {"prompt": list(range(1, 700))}, False),
+    ({"input": "one"}, {"input": "one"}, True),
+    ({"input": "one"}, {"input": "two"}, False),
+    ({"input": "one"}, {"input": "one", "instructions": "be short"}, False),
 )
 def test_texts_tokens_and_responses(before, after, goes_on):
     assert (asked(after).goes_on(asked(before)) > 0) is goes_on
 
 
-@pytest.mark.parametrize(
-    ("data", "n", "known"),
-    [
-        ({**chat("one"), "n": 3}, 3, 1),
-        ({"prompt": ["one", "two"]}, 2, 2),
-        ({"prompt": [[1, 2], [3]], "n": 1}, 2, 2),
-        # The later ones follow each other, and nobody knows where.
-        ({"prompt": ["one"] * 5}, 4, 0),
-        ({"prompt": []}, 1, 0),
-        ({}, 1, 0),
-    ],
+@cases(
+    "data, n, known",
+    ({**chat("one"), "n": 3}, 3, 1),
+    ({"prompt": ["one", "two"]}, 2, 2),
+    ({"prompt": [[1, 2], [3]], "n": 1}, 2, 2),
+    # The later ones follow each other, and nobody knows where.
+    ({"prompt": ["one"] * 5}, 4, 0),
+    ({"prompt": []}, 1, 0),
+    ({}, 1, 0),
 )
 def test_several_answers_and_several_prompts_take_a_sequence_each(data, n, known):
     found = conversations_of(data, 4)

@@ -11,6 +11,7 @@ from command_line import MOE_EDGE, python
 from served import DEMO, HANG_S, running, serving
 from soaking import soak_clients, soak_requests
 from speaking import CAPITAL
+from tables import cases
 
 RAM = "160MiB"
 QUESTION = [{"role": "user", "content": "What is the capital of Norway?"}]
@@ -116,14 +117,12 @@ def test_what_is_counted_is_what_is_read(served):
     assert found == {"input_tokens": read}
 
 
-@pytest.mark.parametrize(
-    ("signum", "busy"),
-    [
-        (signal.SIGTERM, ""),
-        (signal.SIGTERM, "/v1/completions"),
-        (signal.SIGINT, "/v1/completions"),
-        (signal.SIGINT, "/tokenize"),
-    ],
+@cases(
+    "signum, busy",
+    (signal.SIGTERM, ""),
+    (signal.SIGTERM, "/v1/completions"),
+    (signal.SIGINT, "/v1/completions"),
+    (signal.SIGINT, "/tokenize"),
 )
 def test_a_signal_ends_it_cleanly(tmp_path, library, signum, busy):
     """Idle, in the middle of a stream, and in the middle of a request that comes in."""

@@ -6,6 +6,7 @@ import pytest
 from asgi import SAID, ask
 from fake_backend import FakeBackend, FakeRequest, app_for, assert_refused
 from paths import CHAT, COMPLETIONS, MESSAGES, NATIVE
+from tables import cases
 
 from orchestrator.serve.wire import LIMITS
 
@@ -67,21 +68,19 @@ def test_the_chosen_token_alone_has_no_alternatives(more):
 FIVE = {"prompt": "a", "logprobs": 5}
 
 
-@pytest.mark.parametrize(
-    ("path", "data", "most"),
-    [
-        (COMPLETIONS, FIVE, 426),
-        (COMPLETIONS, FIVE | {"n_predict": -1}, 426),  # which llama.cpp reads first
-        (COMPLETIONS, FIVE | {"n_predict": -1, "max_tokens": 9}, 426),
-        (COMPLETIONS, FIVE | {"max_completion_tokens": -1, "stream": True}, None),
-        (COMPLETIONS, FIVE | {"prompt": ["a", "b"]}, 213),
-        (COMPLETIONS, FIVE | {"prompt": [[1, 2], "b", [3]]}, 142),
-        (COMPLETIONS, FIVE | {"prompt": [1, 2, 3]}, 426),
-        (COMPLETIONS, FIVE | {"prompt": ["a", 2, "b"]}, 426),  # one prompt of both
-        (COMPLETIONS, FIVE | {"prompt": ["a"] * 64, "stream": True}, 53),
-        (COMPLETIONS, FIVE | {"prompt": ["a"] * 64}, 6),
-        (NATIVE, {"prompt": "a", "n_probs": 2559}, 1),
-    ],
+@cases(
+    "path, data, most",
+    (COMPLETIONS, FIVE, 426),
+    (COMPLETIONS, FIVE | {"n_predict": -1}, 426),  # which llama.cpp reads first
+    (COMPLETIONS, FIVE | {"n_predict": -1, "max_tokens": 9}, 426),
+    (COMPLETIONS, FIVE | {"max_completion_tokens": -1, "stream": True}, None),
+    (COMPLETIONS, FIVE | {"prompt": ["a", "b"]}, 213),
+    (COMPLETIONS, FIVE | {"prompt": [[1, 2], "b", [3]]}, 142),
+    (COMPLETIONS, FIVE | {"prompt": [1, 2, 3]}, 426),
+    (COMPLETIONS, FIVE | {"prompt": ["a", 2, "b"]}, 426),  # one prompt of both
+    (COMPLETIONS, FIVE | {"prompt": ["a"] * 64, "stream": True}, 53),
+    (COMPLETIONS, FIVE | {"prompt": ["a"] * 64}, 6),
+    (NATIVE, {"prompt": "a", "n_probs": 2559}, 1),
 )
 def test_probabilities_of_all_prompts_have_one_bound(path, data, most):
     """most: tokens of each answer; None where the context ends it before."""
@@ -91,14 +90,12 @@ def test_probabilities_of_all_prompts_have_one_bound(path, data, most):
     assert limits == (left if most is None else {"max_tokens": most})
 
 
-@pytest.mark.parametrize(
-    ("path", "data", "says"),
-    [
-        (COMPLETIONS, FIVE | {"max_tokens": 427}, "an answer of 427 tokens"),
-        (COMPLETIONS, FIVE | {"prompt": ["a", "b"], "max_tokens": 214}, "ask for 213 tokens"),
-        (NATIVE, {"prompt": "a", "n_probs": 2560}, "an answer has memory for 2559"),
-        (NATIVE, {"prompt": ["a"] * 64, "n_probs": 40}, "each of 64 answers has memory for 39"),
-    ],
+@cases(
+    "path, data, says",
+    (COMPLETIONS, FIVE | {"max_tokens": 427}, "an answer of 427 tokens"),
+    (COMPLETIONS, FIVE | {"prompt": ["a", "b"], "max_tokens": 214}, "ask for 213 tokens"),
+    (NATIVE, {"prompt": "a", "n_probs": 2560}, "an answer has memory for 2559"),
+    (NATIVE, {"prompt": ["a"] * 64, "n_probs": 40}, "each of 64 answers has memory for 39"),
 )
 def test_more_probabilities_are_refused(path, data, says):
     assert_refused(app_for(FakeBackend()), path, data, says)
@@ -120,14 +117,12 @@ def test_no_tokens_are_none(is_stream):
     assert (got["content"], got["tokens_predicted"], got["stop_type"]) == ("", 0, "limit")
 
 
-@pytest.mark.parametrize(
-    ("reason", "sequence", "expected"),
-    [
-        ("end_turn", "###", ("stop_sequence", "###")),
-        ("end_turn", "<|im_end|>", ("end_turn", None)),  # the chat template's
-        ("tool_use", "###", ("tool_use", "###")),
-        ("max_tokens", None, ("max_tokens", None)),
-    ],
+@cases(
+    "reason, sequence, expected",
+    ("end_turn", "###", ("stop_sequence", "###")),
+    ("end_turn", "<|im_end|>", ("end_turn", None)),  # the chat template's
+    ("tool_use", "###", ("tool_use", "###")),
+    ("max_tokens", None, ("max_tokens", None)),
 )
 def test_a_sequence_that_stops_is_the_reason(reason, sequence, expected):
     said = {"stop_reason": reason, "stop_sequence": sequence}

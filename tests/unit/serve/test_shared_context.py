@@ -10,6 +10,7 @@ from asgi import begun, in_a_loop
 from fake_backend import quiet, state_with
 from paths import CHAT, COMPLETIONS
 from served import DEMO, server_library
+from tables import cases
 
 from orchestrator.config import Config
 from orchestrator.native import touched_memory
@@ -20,20 +21,18 @@ from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.wire import Refusal
 
 
-@pytest.mark.parametrize(
-    ("data", "n_prompt", "cells", "limit"),
-    [
-        ({"max_tokens": 100}, 50, 150, 100),
-        ({"max_tokens": 0}, 50, 50, 0),
-        ({"max_tokens": 10**6}, 50, 30_000, 10**6),  # no further than its own context
-        ({}, 50, 20_000, 19_950),  # an even share of the context
-        ({}, 18_000, 18_000 + RESERVED_TOKENS, RESERVED_TOKENS),
-        ({}, 29_000, 30_000, 1000),
-        ({"n": 3, "max_tokens": 100}, 50, 350, 100),  # answers share their prompt
-        ({"n": 3}, 18_000, 18_000 + 3 * RESERVED_TOKENS, RESERVED_TOKENS),
-        ({"n": 3, "max_tokens": 29_000}, 500, 60_000, 29_000),  # all that there is
-        ({"prompt": ["a", "b"], "max_tokens": 100}, None, 241, 100),  # a byte a token, at most
-    ],
+@cases(
+    "data, n_prompt, cells, limit",
+    ({"max_tokens": 100}, 50, 150, 100),
+    ({"max_tokens": 0}, 50, 50, 0),
+    ({"max_tokens": 10**6}, 50, 30_000, 10**6),  # no further than its own context
+    ({}, 50, 20_000, 19_950),  # an even share of the context
+    ({}, 18_000, 18_000 + RESERVED_TOKENS, RESERVED_TOKENS),
+    ({}, 29_000, 30_000, 1000),
+    ({"n": 3, "max_tokens": 100}, 50, 350, 100),  # answers share their prompt
+    ({"n": 3}, 18_000, 18_000 + 3 * RESERVED_TOKENS, RESERVED_TOKENS),
+    ({"n": 3, "max_tokens": 29_000}, 500, 60_000, 29_000),  # all that there is
+    ({"prompt": ["a", "b"], "max_tokens": 100}, None, 241, 100),  # a byte a token, at most
 )
 def test_what_a_request_may_take(data, n_prompt, cells, limit):
     backend = SimpleNamespace(cells=60_000, slot_context=30_000, parallel=3, max_tokens=None)

@@ -7,6 +7,7 @@ import threading
 from contextlib import contextmanager
 
 import pytest
+from tables import cases
 
 pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
 
@@ -125,9 +126,11 @@ def test_a_connection_that_is_to_be_closed_ends_where_nobody_reads(head):
         wait_until_none(server)
 
 
-@pytest.mark.parametrize(
-    ("host", "length", "status"),
-    [("evil.example", 10 * 2**20, 421), ("localhost", 10 * 2**20, 413), ("localhost", 2**18, 413)],
+@cases(
+    "host, length, status",
+    ("evil.example", 10 * 2**20, 421),
+    ("localhost", 10 * 2**20, 413),
+    ("localhost", 2**18, 413),
 )
 def test_a_refusal_arrives_though_its_client_still_sends(host, length, status):
     """A connection that is closed on unread bytes is reset, and what was said is lost."""
