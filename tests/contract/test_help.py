@@ -6,7 +6,6 @@ import click
 import pytest
 from click.testing import CliRunner
 from generated import REPO, commands_of, documents, program
-from tables import cases
 
 from orchestrator.policy import policy_settings
 
@@ -73,14 +72,3 @@ def test_what_policies_alone_have_is_left_to_help_all(name):
 def test_a_chat_has_every_setting_of_a_policy():
     everything = help_of("chat", "--help-all")
     assert all(shows(everything, each.flag) for each in OF_POLICIES)
-
-
-@cases(
-    "words, said",
-    ("chta", "did you mean chat?"),
-    ("bench ablatoin", "did you mean ablation?"),
-    ("chat --rma 8GiB", "--ram"),
-)
-def test_a_misspelt_word_gets_a_suggestion(words, said):
-    done = CliRunner().invoke(program(), words.split())
-    assert done.exit_code == 2 and said in done.stderr

@@ -78,20 +78,16 @@ def _checkpoint(folder: Path) -> dict[str, Any]:
         for i in range(3)
     }
     name = "model-00001-of-00001.safetensors"
+    rules = [
+        {"type": "Split", "pattern": {"Regex": "x"}, "behavior": "Isolated"},
+        {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+    ]
+    splits = {"type": "Sequence", "pretokenizers": rules}
     files = {
         "config.json": {"architectures": ["MixtralForCausalLM"], "hidden_size": 8},
         "model.safetensors.index.json": {"weight_map": dict.fromkeys(entries, name)},
         "tokenizer_config.json": {"model_max_length": 8},
-        "tokenizer.json": {
-            "model": {"type": "BPE"},
-            "pre_tokenizer": {
-                "type": "Sequence",
-                "pretokenizers": [
-                    {"type": "Split", "pattern": {"Regex": "x"}, "behavior": "Isolated"},
-                    {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-                ],
-            },
-        },
+        "tokenizer.json": {"model": {"type": "BPE"}, "pre_tokenizer": splits},
     }
     for file, value in files.items():
         (folder / file).write_text(json.dumps(value))

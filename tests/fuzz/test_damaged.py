@@ -17,6 +17,7 @@ from gguf_tools.quantize.ggml import library_path
 
 # A damaged file of 100 KiB; a good one takes a tenth of it.
 MOST_BYTES = 16 << 20
+REPEATABLE = {"deadline": None, "derandomize": True, "database": None}
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +35,7 @@ def test_every_answer_is_an_answer(search, name):
             pytest.skip(str(error))
     answers = set()
 
-    @settings(
-        max_examples=40,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=40, suppress_health_check=list(HealthCheck), **REPEATABLE)
     @given(st.randoms(use_true_random=False))
     def run(random):
         tracemalloc.start()
@@ -56,22 +51,14 @@ def test_every_answer_is_an_answer(search, name):
     assert len(answers) > 1
 
 
-values = st.recursive(
-    st.one_of(
-        st.booleans(),
-        st.integers(-(1 << 63), (1 << 64) - 1),
-        st.floats(width=32),
-        st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
-    ),
-    lambda inner: st.lists(inner, max_size=4),
-    max_leaves=8,
-)
+letters = st.characters(exclude_categories=["Cs"])
+texts, numbers = st.text(letters), st.integers(-(1 << 63), (1 << 64) - 1) | st.floats(width=32)
+single = st.booleans() | numbers | st.text(letters, max_size=20)
+values = st.recursive(single, lambda inner: st.lists(inner, max_size=4), max_leaves=8)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
-@given(
-    metadata=st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), values, max_size=4)
-)
+@settings(max_examples=150, **REPEATABLE)
+@given(metadata=st.dictionaries(texts, values, max_size=4))
 def test_metadata_is_read_back_as_it_was_written(tmp_path_factory, metadata):
     """Or the writer refuses it: mixed lists, an empty key, an alignment of another kind."""
     path = tmp_path_factory.mktemp("meta") / "m.gguf"

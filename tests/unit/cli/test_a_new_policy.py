@@ -117,18 +117,9 @@ def test_its_option_and_its_help(folder):
 @cases(
     "options, said",
     ("--policy stripes --stripe 10", "'--stripe': must be 1 to 9, not 10"),
-    (
-        "--policy lru --stripe 3",
-        "--stripe has no effect with --policy lru, which runs one precision",
-    ),
-    (
-        "--policy stripes --retention 0.5",
-        "--retention has no effect with --policy stripes, which goes by the index",
-    ),
-    (
-        "--policy stripes --high-tier q4_k",
-        "the policy stripes works with 3 precisions: give --low FILE",
-    ),
+    ("--policy lru --stripe 3", "--stripe has no effect with --policy lru, which runs one"),
+    ("--policy stripes --retention 0.5", "--policy stripes, which goes by the index"),
+    ("--policy stripes --high-tier q4_k", "stripes works with 3 precisions: give --low FILE"),
     ("--stripe 3", "--stripe is for --policy stripes: leave it out"),
 )
 def test_its_checks(folder, model, options, said):

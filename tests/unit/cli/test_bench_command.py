@@ -49,20 +49,6 @@ def test_a_benchmark_gets_its_options(measured, name, args, options):
     assert found == {"heading": ["heading"], "tables": [], "notes": []}
 
 
-@cases(
-    "words, status, said",
-    ("--caps much", 2, "'--caps': 'much' is no list of percentages"),
-    ("--runs 3 ablation", 2, "--runs comes after the command"),
-    ("--quick ablation", 2, "--quick comes after the command"),
-    ("--seed 0 ablation", 2, "--seed comes after the command"),
-    # The routing of a trained model is its own.
-    ("ablation --shape demo --routing uniform", 1, "--routing has no effect with --shape demo"),
-)
-def test_what_is_refused(words, status, said):
-    result = run("bench", *words.split())
-    assert result.exit_code == status and said in result.stderr
-
-
 def test_listing_the_benchmarks_loads_none_but_the_first():
     """The names and the first sentences come from the registry."""
     program = (

@@ -158,25 +158,6 @@ def test_a_note_of_the_engine_is_shown(opened):
     assert result.stdout == "<x>\n"
 
 
-@cases(
-    "words, said",
-    ("bench ablation --turns 0", "'--turns': must be 1 or more, not 0"),
-    ("bench --threads 0", "'--threads': must be 1 or more, not 0"),
-    ("bench --seed -1", "'--seed': must be 0 or more, not -1"),
-    ("bench --tokens 0", "'--tokens': must be 1 or more, not 0"),
-    ("bench --prompt-tokens -5", "'--prompt-tokens': must be 1 or more, not -5"),
-    ("bench --runs 0", "'--runs': must be 1 or more, not 0"),
-    ("bench --retention 1.5", "'--retention': must be 0.0 to 1.0, not 1.5"),
-    ("pack --tiers q4_k --threads 0 a.gguf b.gguf", "0 is not in the range x>=1"),
-    ("pack --tiers= a.gguf b.gguf", "--tiers names no precision: write it as q8_0,q4_k,q2_k"),
-    ("pack --tiers , a.gguf b.gguf", "--tiers names no precision"),
-)
-def test_values_out_of_range_are_refused(words, said):
-    result = run(*words.split())
-    assert result.exit_code == 2
-    assert said in result.stderr
-
-
 def test_json_is_one_object(opened):
     result = run("chat", "-m", "x.gguf", "-p", "hello", "--json")
     assert (result.exit_code, result.stderr) == (0, "")

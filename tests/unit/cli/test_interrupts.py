@@ -30,15 +30,14 @@ def test_a_pipe_gets_the_answer_alone(args, stdin, stdout):
     assert (result.returncode, result.stdout.decode(), result.stderr) == (0, stdout, b"")
 
 
+def started(*command, **environment):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+    return subprocess.Popen(command, env=os.environ | environment, **pipes)
+
+
 def interrupted(log, event, *args):
     """Ctrl-C once the fake engine has said `event`: exit status, stdout, stderr."""
-    with subprocess.Popen(
-        [*FAKE, "chat", *args],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "FAKE_ENGINE_LOG": str(log)},
-    ) as process:
+    with started(*FAKE, "chat", *args, FAKE_ENGINE_LOG=str(log)) as process:
         deadline = time.monotonic() + HANG_S
         while not log.exists() or event not in log.read_text():
             assert time.monotonic() < deadline, f"it never came to {event}"
@@ -51,12 +50,8 @@ def interrupted(log, event, *args):
 def test_ctrl_c_while_python_loads_shows_nothing(tmp_path):
     """A module of the command line stands still until the key is pressed."""
     (tmp_path / "click.py").write_text("import time; print('loading', flush=True); time.sleep(60)")
-    with subprocess.Popen(
-        [sys.executable, "-m", "orchestrator", "--help"],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{fake_engine.ROOT}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
+    command = [sys.executable, "-m", "orchestrator", "--help"]
+    with started(*command, PYTHONPATH=f"{tmp_path}:{fake_engine.ROOT}") as process:
         assert process.stdout.readline() == b"loading\n"
         process.send_signal(signal.SIGINT)
         assert process.stderr.read() == b""
@@ -75,12 +70,7 @@ def test_ctrl_c_exits_130(tmp_path, event, args, said):
 
 
 def test_a_closed_pipe_ends_it_quietly():
-    with subprocess.Popen(
-        [*FAKE, "chat", *ENDLESS],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
+    with started(*FAKE, "chat", *ENDLESS) as process:
         assert process.stdout.read(2) == b"0 "
         process.stdout.close()
         assert process.stderr.read() == b""

@@ -3,6 +3,7 @@ that exists is replaced, unless it is told to."""
 
 import errno
 import os
+import shlex
 import stat
 import subprocess
 import sys
@@ -31,33 +32,69 @@ def refused(*args):
     return sentence
 
 
+LRU = "--policy lru, which runs one precision"
+EITHER = "give either --text FILE or -p TEXT"
+
+
 @cases(
-    "args, said",
+    "words, said",
     *[
-        (["replay", "T.npz", option, number], f"'{option}'")
+        (f"replay T.npz {option} {number}", f"'{option}'")
         for option in ("--retention", "--compute-ms")
         for number in ("nan", "-1", "1e30")
     ],
-    (["bench", "--retention", "nan"], "'--retention': must be 0.0 to 1.0, not nan"),
     *[
-        (
-            ["chat", "-m", str(DEMO), "-p", "x", "--policy", "lru", *option],
-            f"{option[0]} has no effect with --policy lru, which runs one precision",
-        )
-        for option in (("--schedule", "flat"), ("--prefetch", "on"))
+        (f"chat -m {DEMO} -p x --policy lru {flag} {value}", f"{flag} has no effect with {LRU}")
+        for flag, value in (("--schedule", "flat"), ("--prefetch", "on"))
     ],
-    (["chat", "-m", "https://huggingface.co/a/b", "-p", "x"], "hf:OWNER/NAME"),
-    (
-        ["pack", "in", "out", "--tiers", "q4_k", "--calib-tokens", "5"],
-        "--calib-tokens is for a text",
-    ),
-    *[
-        (["calibrate", "in", "--calib", "T", "--save-imatrix", "M", *option], "is for the table")
-        for option in (("--out", "T.json"), ("--method", "rtn"))
-    ],
+    ("chat -m https://huggingface.co/a/b -p x", "hf:OWNER/NAME"),
+    ("pack in out --tiers q4_k --calib-tokens 5", "--calib-tokens is for a text"),
+    ("calibrate in --calib T --save-imatrix M --out T.json", "is for the table"),
+    ("calibrate in --calib T --save-imatrix M --method rtn", "is for the table"),
+    # The routing of a trained model is its own.
+    ("bench ablation --shape demo --routing uniform", "--routing has no effect with --shape demo"),
 )
-def test_what_makes_no_sense_is_refused(args, said):
-    assert said in refused(*args)
+def test_what_makes_no_sense_is_refused(words, said):
+    assert said in refused(*words.split())
+
+
+@cases(
+    "words, said",
+    ("bench --caps much", "'--caps': 'much' is no list of percentages"),
+    ("bench --runs 3 ablation", "--runs comes after the command"),
+    ("bench --quick ablation", "--quick comes after the command"),
+    ("bench --seed 0 ablation", "--seed comes after the command"),
+    ("bench ablation --turns 0", "'--turns': must be 1 or more, not 0"),
+    ("bench --threads 0", "'--threads': must be 1 or more, not 0"),
+    ("bench --seed -1", "'--seed': must be 0 or more, not -1"),
+    ("bench --tokens 0", "'--tokens': must be 1 or more, not 0"),
+    ("bench --prompt-tokens -5", "'--prompt-tokens': must be 1 or more, not -5"),
+    ("bench --runs 0", "'--runs': must be 1 or more, not 0"),
+    ("bench --retention 1.5", "'--retention': must be 0.0 to 1.0, not 1.5"),
+    ("bench --retention nan", "'--retention': must be 0.0 to 1.0, not nan"),
+    ("pack --tiers q4_k --threads 0 a.gguf b.gguf", "0 is not in the range x>=1"),
+    ("pack --tiers= a.gguf b.gguf", "--tiers names no precision: write it as q8_0,q4_k,q2_k"),
+    ("pack --tiers , a.gguf b.gguf", "--tiers names no precision"),
+    ("trace --out t.npz", EITHER),
+    ("trace --out t.npz -p x --text y", EITHER),
+    ("trace --out t.npz -p x --prefill 3", "--prefill is for --text"),
+    ("trace -p x", "Missing option '--out'"),
+    ("trace --out t.npz -p ' '", "the prompt is empty"),
+    ("trace --out t.npz -p x --tokens 0", "is not in the range"),
+    ("replay", "Missing argument 'FILE'"),
+    ("replay t.npz --io-threads 0", "'--io-threads': must be 1 to 64, not 0"),
+    ("replay t.npz --bandwidth fast", "'fast' is not a size"),
+    ("replay t.npz --prefetch maybe", "'--prefetch': must be auto, on or off"),
+    ("replay t.npz --policy lur", "'--policy': must be lru, dymoe,"),
+    ("replay t.npz --link stopped", "'--link': must be shared or rigid"),
+    ("replay t.npz --transition-rate 00", "must be more than zero"),
+    ("chta", "did you mean chat?"),
+    ("bench ablatoin", "did you mean ablation?"),
+    ("chat --rma 8GiB", "--ram"),
+)
+def test_words_that_are_no_command(words, said):
+    result = run(*shlex.split(words))
+    assert (result.exit_code, result.stdout) == (2, "") and said in result.stderr
 
 
 def test_a_folder_is_no_model(tmp_path):
@@ -134,17 +171,12 @@ def model(tmp_path_factory):
 
 
 # Arguments with IN for a model, TEXT for a text and OUT for an output.
-CALLS = [
-    "pack --tiers q2_k IN OUT",
-    "export --tier q4_k IN OUT",
-    "convert --tiers q2_k IN OUT",
-    "inspect IN --plot OUT",
-    "check -m IN --out OUT",
-    "plan -m IN --plot OUT",
-    "trace -m IN -p x --out OUT",
-    "calibrate IN --calib TEXT --out OUT",
+CALLS = (
+    *("pack --tiers q2_k IN OUT", "export --tier q4_k IN OUT", "convert --tiers q2_k IN OUT"),
+    *("inspect IN --plot OUT", "check -m IN --out OUT", "plan -m IN --plot OUT"),
+    *("trace -m IN -p x --out OUT", "calibrate IN --calib TEXT --out OUT"),
     "calibrate IN --calib TEXT --save-imatrix OUT",
-]
+)
 
 
 @pytest.mark.parametrize("is_pipe", [False, True])

@@ -29,20 +29,23 @@ def make(**settings):
     return Session(FakeEngine(config), config)
 
 
+SYSTEM_BRIEF = {"role": "system", "content": "Be brief."}
+
+
+def turns(*texts):
+    """Of a user and of the model, in turns."""
+    roles = ("user", "assistant")
+    return [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
+
+
 def test_an_answer_joins_the_conversation():
     session = make(system="Be brief.")
     assert list(session.answer("hello")) == ["Hi", " there", "!"]
     list(session.answer("more"))
-    assert session.messages == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": "Hi there!"},
-        {"role": "user", "content": "more"},
-        {"role": "assistant", "content": "<more>"},
-    ]
+    assert session.messages == [SYSTEM_BRIEF, *turns("hello", "Hi there!", "more", "<more>")]
     assert session.engine.seen[-1] == session.messages[:-1]
     session.reset()
-    assert session.messages == [{"role": "system", "content": "Be brief."}]
+    assert session.messages == [SYSTEM_BRIEF]
 
 
 def test_another_answer_takes_the_place_of_the_last():
@@ -51,9 +54,7 @@ def test_another_answer_takes_the_place_of_the_last():
     list(session.answer("more"))
     session.messages[-1]["content"] = "an answer that nobody liked"
     assert list(session.answer_again()) == ["<more>"]
-    assert [message["content"] for message in session.messages] == [
-        *("hello", "Hi there!", "more", "<more>")
-    ]
+    assert session.messages == turns("hello", "Hi there!", "more", "<more>")
     session.reset()
     with pytest.raises(ConfigError, match="nothing was answered"):
         list(session.answer_again())
@@ -62,10 +63,10 @@ def test_another_answer_takes_the_place_of_the_last():
 @pytest.mark.parametrize("text", ["fail", "silence"])
 def test_an_answer_stays_where_another_fails(text):
     session = make()
-    session.messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "old"}]
+    session.messages = turns(text, "old")
     with suppress(GGUFError):
         list(session.answer_again())
-    assert [message["content"] for message in session.messages] == [text, "old"]
+    assert session.messages == turns(text, "old")
 
 
 def test_without_a_limit_an_answer_ends_with_the_context():
@@ -81,7 +82,7 @@ def test_a_message_without_an_answer_is_forgotten(text):
     list(session.answer("hello"))
     with pytest.raises(GGUFError, match="offset 4096") if text == "fail" else nullcontext():
         assert list(session.answer(text)) == []
-    assert [message["content"] for message in session.messages] == ["hello", "Hi there!"]
+    assert session.messages == turns("hello", "Hi there!")
 
 
 @pytest.mark.parametrize("at", ["render_chat", "generate"])
@@ -114,9 +115,8 @@ def test_the_oldest_exchanges_leave_a_full_context():
         list(session.answer(f"message number {number} of forty"))
         seen = session.engine.seen[-1]
         assert seen[0]["role"] == "system"
-        assert [message["role"] for message in seen[1:]] == ["user", "assistant"] * (
-            len(seen) // 2 - 1
-        ) + ["user"]
+        pairs = len(seen) // 2 - 1
+        assert [each["role"] for each in seen[1:]] == ["user", "assistant"] * pairs + ["user"]
         assert seen[-1]["content"] == f"message number {number} of forty"
         assert len(session.engine.render_chat(seen)) <= 120
     assert len(session.messages) == 81
@@ -153,20 +153,12 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
 
 def test_the_statistics_line_of_a_managed_model():
     assert stats_fields(STATS, 2**30) == [
-        "first word 12 ms",
-        "48.9 tok/s",
-        "experts 93 % in memory",
-        "memory 300 MiB of 1 GiB",
+        *("first word 12 ms", "48.9 tok/s", "experts 93 % in memory", "memory 300 MiB of 1 GiB")
     ]
 
 
-PLAIN = {
-    "tokens_per_s": float("nan"),
-    "hit_rate": None,
-    "bytes_read": 0,
-    "budget_bytes": 0,
-    "mode": "llama.cpp's own path: everything fits (0.05 of 12.0 GiB)",
-}
+PLAIN = {"tokens_per_s": float("nan"), "hit_rate": None, "bytes_read": 0, "budget_bytes": 0}
+PLAIN["mode"] = "llama.cpp's own path: everything fits (0.05 of 12.0 GiB)"
 
 
 @cases(
@@ -193,12 +185,7 @@ def test_the_statistics_table_has_every_figure():
     assert ["prefill_hit_rate", "-"] in rows and ["budget_bytes", "64", "MiB"] in rows
 
 
-TURNS = [
-    {"role": "user", "content": "wö bist du\n?"},
-    {"role": "assistant", "content": "here \u2028 there"},
-    {"role": "user", "content": "two"},
-    {"role": "assistant", "content": ""},
-]
+TURNS = turns("wö bist du\n?", "here \u2028 there", "two", "")
 SYSTEM = {"role": "system", "content": "Be short."}
 
 
@@ -255,11 +242,7 @@ def test_a_loaded_conversation_goes_on():
     list(talk.answer("hello"))
     talk.load([SYSTEM, *TURNS[:2]])
     list(talk.answer("three"))
-    assert [each["content"] for each in talk.engine.seen[-1]] == [
-        "Be short.",
-        *(each["content"] for each in TURNS[:2]),
-        "three",
-    ]
+    assert talk.engine.seen[-1] == [SYSTEM, *TURNS[:2], *turns("three")]
     talk.load(TURNS)
     talk.reset()
     assert talk.messages == []  # its system prompt is that of the conversation

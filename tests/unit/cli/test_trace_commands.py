@@ -4,7 +4,6 @@ import json
 
 import pytest
 from command_line import run
-from tables import cases
 
 from orchestrator.lab.replay import read_trace
 from orchestrator.lab.replay.trace import PROMPT_ENDS, STARTS
@@ -87,28 +86,6 @@ def test_an_answer_becomes_a_trace(model, tmp_path):
     assert trace.header.policy == "lru"
     assert len(trace.arrays["step_phase"]) <= 5
     assert len(trace.arrays["ahead_ids"]) == 0
-
-
-@cases(
-    "args, said",
-    (["trace", "--out", "t.npz"], "give either --text FILE or -p TEXT"),
-    (["trace", "--out", "t.npz", "-p", "x", "--text", "y"], "give either --text FILE or -p TEXT"),
-    (["trace", "--out", "t.npz", "-p", "x", "--prefill", "3"], "--prefill is for --text"),
-    (["trace", "-p", "x"], "Missing option '--out'"),
-    (["trace", "--out", "t.npz", "-p", " "], "the prompt is empty"),
-    (["trace", "--out", "t.npz", "-p", "x", "--tokens", "0"], "is not in the range"),
-    (["replay"], "Missing argument 'FILE'"),
-    (["replay", "t.npz", "--io-threads", "0"], "'--io-threads': must be 1 to 64, not 0"),
-    (["replay", "t.npz", "--bandwidth", "fast"], "'fast' is not a size"),
-    (["replay", "t.npz", "--prefetch", "maybe"], "'--prefetch': must be auto, on or off"),
-    (["replay", "t.npz", "--policy", "lur"], "'--policy': must be lru, dymoe,"),
-    (["replay", "t.npz", "--link", "stopped"], "'--link': must be shared or rigid"),
-    (["replay", "t.npz", "--transition-rate", "00"], "must be more than zero"),
-)
-def test_usage(args, said):
-    result = run(*args)
-    assert result.exit_code == 2
-    assert said in result.stderr
 
 
 def test_refused_in_one_sentence(model, recorded, tmp_path):
