@@ -14,6 +14,11 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
+import pytest
+
+pytest.importorskip("torch", reason="needs the extra `convert`")
+pytest.importorskip("transformers", reason="needs the extra `convert`")
+
 import torch
 import transformers
 from safetensors.torch import load_file, save_file

@@ -4,9 +4,6 @@ import os
 
 import pytest
 
-pytest.importorskip("torch", reason="needs the extra `convert`")
-pytest.importorskip("transformers", reason="needs the extra `convert`")
-
 from orchestrator.config import Config
 from orchestrator.lab.check import CheckOptions, examine
 

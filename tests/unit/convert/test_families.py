@@ -3,9 +3,6 @@
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="needs the extra `convert`")
-pytest.importorskip("transformers", reason="needs the extra `convert`")
-
 from gguf_tools.pack import export
 from gguf_tools.verify import verify
 

@@ -3,9 +3,6 @@
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="needs the extra `convert`")
-pytest.importorskip("transformers", reason="needs the extra `convert`")
-
 from gguf_tools.convert import convert
 from gguf_tools.errors import MismatchError, QuantizeError
 from gguf_tools.experts import ExpertModel

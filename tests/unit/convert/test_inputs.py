@@ -129,6 +129,19 @@ def tensors(change):
     return damage
 
 
+def put(name, value, at=None):
+    """A tensor takes this value, or has it in one place."""
+    if at is None:
+        return tensors(lambda found: found.update({name: value}))
+    return tensors(lambda found: found[name].__setitem__(at, value))
+
+
+def headed(n_bytes, rest):
+    """A file that says that its header is so long."""
+    return lambda data: n_bytes.to_bytes(8, "little") + rest
+
+
+NOT_FINITE = ": a value is not finite"
 # name: what is done to a checkpoint, and what the sentence has, as a regular expression.
 SHARD = r"model-0000{}-of-\d+\.safetensors: "
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -146,13 +159,10 @@ FAULTS = {
     "cut header": (shard(1, lambda data: data[:100]), SHARD.format(2) + "ends inside its header"),
     "empty shard": (shard(0, lambda data: b""), SHARD.format(1) + "ends inside its header"),
     "no safetensors": (
-        shard(0, lambda data: (9).to_bytes(8, "little") + b"<html>404"),
+        shard(0, headed(9, b"<html>404")),
         SHARD.format(1) + "its header is not JSON",
     ),
-    "huge header": (
-        shard(0, lambda data: (1 << 62).to_bytes(8, "little") + b"{}"),
-        SHARD.format(1) + "ends inside its header",
-    ),
+    "huge header": (shard(0, headed(1 << 62, b"{}")), SHARD.format(1) + "ends inside its header"),
     "missing shard": (shard(2, lambda data: None), SHARD.format(3) + "is missing"),
     "missing shard without index": (one_shard_without_index, SHARD.format(3) + "is missing"),
     "an index that leads out": (an_index_that_leads_out, "is outside of the folder"),
@@ -165,22 +175,10 @@ FAULTS = {
         tensors(lambda found: found.pop(EXPERT)),
         "experts are missing: model.layers.1.mlp.experts",
     ),
-    "unknown tensor": (
-        tensors(lambda found: found.update({"model.layers.1.odd": np.ones(3, "f4")})),
-        "model.layers.1.odd",
-    ),
-    "odd shape": (
-        tensors(lambda found: found.update({EXPERT: np.ones((3, 64), "f4")})),
-        "upstream's converter",
-    ),
-    "not a number": (
-        tensors(lambda found: found[EXPERT].__setitem__((2, 3), np.nan)),
-        "blk.1.ffn_up_exps.weight: a value is not finite",
-    ),
-    "infinite norm": (
-        tensors(lambda found: found["model.norm.weight"].__setitem__(5, np.inf)),
-        "output_norm.weight: a value is not finite",
-    ),
+    "unknown tensor": (put("model.layers.1.odd", np.ones(3, "f4")), "model.layers.1.odd"),
+    "odd shape": (put(EXPERT, np.ones((3, 64), "f4")), "upstream's converter"),
+    "not a number": (put(EXPERT, np.nan, (2, 3)), "blk.1.ffn_up_exps.weight" + NOT_FINITE),
+    "infinite norm": (put("model.norm.weight", np.inf, 5), "output_norm.weight" + NOT_FINITE),
 }
 
 
@@ -267,14 +265,8 @@ def test_the_header_is_shown_before_anything_is_computed(folder, tmp_path):
 
     shares = []
     with pytest.raises(ConvertError, match="it cannot run"):
-        convert(
-            folder,
-            tmp_path / "out.gguf",
-            ["f16"],
-            on_header=refuse,
-            progress=shares.append,
-            threads=1,
-        )
+        own = {"on_header": refuse, "progress": shares.append, "threads": 1}
+        convert(folder, tmp_path / "out.gguf", ["f16"], **own)
     [(architecture, n_tensors)] = seen
     assert architecture == "qwen3moe" and n_tensors > 10
     assert shares == [] and not (tmp_path / "out.gguf").exists()

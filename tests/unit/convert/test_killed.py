@@ -1,10 +1,5 @@
 """`kill -9` at any moment of a conversion: a file with the final name is whole."""
 
-import pytest
-
-pytest.importorskip("torch", reason="needs the extra `convert`")
-pytest.importorskip("transformers", reason="needs the extra `convert`")
-
 from killing import check_model_at_twenty_deaths
 
 from gguf_tools.convert import convert

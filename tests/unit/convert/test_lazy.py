@@ -20,12 +20,8 @@ class Files:
     def __init__(self, folder, base, gguf):
         generator = torch.Generator().manual_seed(0)
         shapes = {f"e{e}": (ROWS, N) for e in range(N_EXPERT)}
-        shapes |= {
-            "fused": (N_EXPERT, 2 * ROWS, N),
-            "swapped": (N_EXPERT, N, ROWS),
-            "turned": (ROWS, N, N_EXPERT),
-            "dense": (9, N),
-        }
+        shapes |= {"fused": (N_EXPERT, 2 * ROWS, N), "swapped": (N_EXPERT, N, ROWS)}
+        shapes |= {"turned": (ROWS, N, N_EXPERT), "dense": (9, N)}
         tensors = {
             name: torch.randn(shape, generator=generator).bfloat16()
             for name, shape in shapes.items()
@@ -79,12 +75,8 @@ def test_parts_are_parts_of_the_whole(files, name):
     assert expected.shape == (N_EXPERT, ROWS, N)
     found = lazy.compute(whole.numpy())
     np.testing.assert_array_equal(found, expected)
-    for cuts in (
-        (slice(2, 3),),
-        (slice(0, 5),),
-        (slice(4, 5), slice(1, 4)),
-        (slice(1, 2), slice(5, 6)),
-    ):
+    two = (slice(4, 5), slice(1, 4)), (slice(1, 2), slice(5, 6))
+    for cuts in ((slice(2, 3),), (slice(0, 5),), *two):
         np.testing.assert_array_equal(lazy.compute(whole.numpy(), cuts), expected[cuts])
     assert whole._data is None  # nothing stays in the graph
 

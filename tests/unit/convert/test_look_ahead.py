@@ -3,10 +3,6 @@ the gating functions, biases and groups that real models have."""
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch", reason="needs the extra `convert`")
-pytest.importorskip("transformers", reason="needs the extra `convert`")
-
 import routers
 from routers import Gating
 

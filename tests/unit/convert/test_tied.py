@@ -20,14 +20,8 @@ from . import checkpoints
 from .families import FAMILIES
 from .running import managed_logits, our_logits
 
-ODD = {
-    "hidden_size": 72,
-    "intermediate_size": 88,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 3,
-    "vocab_size": 391,
-    "tie_word_embeddings": True,
-}
+ODD = {"hidden_size": 72, "intermediate_size": 88, "vocab_size": 391, "tie_word_embeddings": True}
+ODD |= {"num_attention_heads": 3, "num_key_value_heads": 3}
 MORE = {
     "qwen3-moe": {"moe_intermediate_size": 88, "head_dim": 24, "num_key_value_heads": 1},
     "mixtral": {"head_dim": 24, "num_key_value_heads": 1},

@@ -5,10 +5,6 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch", reason="needs the extra `convert`")
-pytest.importorskip("transformers", reason="needs the extra `convert`")
-
 from answering import evaluated, first_logits
 from served import server_library
 

@@ -4,12 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tables import cases
-
-pytest.importorskip("torch", reason="needs the extra `convert`")
-pytest.importorskip("transformers", reason="needs the extra `convert`")
-
 import unpatched
+from tables import cases
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import parse_expert_name

@@ -9,12 +9,9 @@ from gguf_tools.known import known_models
 
 # Bytes of files that repositories of GGUFs have, in GB.
 PUBLISHED = {
-    ("Qwen3-30B-A3B", "Q4_K_M"): 18.6,
-    ("Qwen3-30B-A3B", "Q8_0"): 32.5,
-    ("gpt-oss-20b", "MXFP4"): 12.1,
-    ("gpt-oss-120b", "MXFP4"): 63.4,
-    ("DeepSeek-V3.1", "Q4_K_M"): 404.0,
-    ("Mixtral-8x7B", "Q8_0"): 49.6,
+    **{("Qwen3-30B-A3B", "Q4_K_M"): 18.6, ("Qwen3-30B-A3B", "Q8_0"): 32.5},
+    **{("gpt-oss-20b", "MXFP4"): 12.1, ("gpt-oss-120b", "MXFP4"): 63.4},
+    **{("DeepSeek-V3.1", "Q4_K_M"): 404.0, ("Mixtral-8x7B", "Q8_0"): 49.6},
 }
 
 

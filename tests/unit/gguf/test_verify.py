@@ -283,6 +283,8 @@ def test_a_type_that_ggml_cannot_check(tmp_path, ggml):
 
 # ---- what the metadata promises
 
+BITS = "the tiers hold 4.50, 2.62 bits per weight"
+
 
 def test_a_missing_tier(packed, tmp_path, ggml):
     gate = "blk.0.ffn_gate_exps.weight.moe_edge.q2_k"
@@ -306,11 +308,7 @@ def test_a_missing_tier(packed, tmp_path, ggml):
         "not a multiple of 4096",
     ),
     ({"meta": {"qwen3moe.expert_count": 7}}, "expert", None),
-    (
-        {"meta": {"moe_edge.tier_bpw": [4.5]}},
-        "key moe_edge.tier_bpw [4.5], but the tiers hold 4.50, 2.62 bits per weight",
-        None,
-    ),
+    ({"meta": {"moe_edge.tier_bpw": [4.5]}}, f"key moe_edge.tier_bpw [4.5], but {BITS}", None),
     ({"meta": {"moe_edge.format_version": 99}}, "moe_edge.format_version: 99", None),
 )
 def test_an_alignment_and_numbers_that_are_wrong(packed, tmp_path, ggml, changes, said, rest):

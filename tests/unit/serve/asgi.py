@@ -48,14 +48,9 @@ class Client:
         """head: header fields as they are, in the place of those by name."""
         fields = {"host": "localhost:8080", **{k.replace("_", "-"): v for k, v in headers.items()}}
         self._app = app
-        self._scope = {
-            "type": "http",
-            "method": method,
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "headers": head or [(k.encode(), v.encode()) for k, v in fields.items()],
-        }
+        self._scope = {"type": "http", "method": method, "path": path, "query_string": b""}
+        self._scope["raw_path"] = path.encode()
+        self._scope["headers"] = head or [(k.encode(), v.encode()) for k, v in fields.items()]
         self._incoming = [{"type": "http.request", "body": body, "more_body": False}]
         self._gone = asyncio.Event()
         self.reply = Reply(0, {}, [])

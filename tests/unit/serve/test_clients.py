@@ -8,19 +8,13 @@ import sys
 import pytest
 from command_line import python
 from served import running
-from speaking import ARGUMENTS, CAPITAL
+from speaking import ARGUMENTS, CAPITAL, object_of
 
 ASK = "What is the capital of Norway?"
 MESSAGES = [{"role": "user", "content": ASK}]
 LONG = [{"role": "user", "content": "Tell me a story about a brave rabbit."}]
 CAPITALS = ["Oslo", "Lima"]
-SCHEMA = {
-    "title": "Capital",
-    "type": "object",
-    "properties": {"capital": {"enum": CAPITALS}},
-    "required": ["capital"],
-    "additionalProperties": False,
-}
+SCHEMA = {"title": "Capital", **object_of(capital={"enum": CAPITALS})}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "capital", "schema": SCHEMA}}
 # Its command has no choice of tools, which a model that has never seen one needs.
 LLM_CALL = """
@@ -146,13 +140,8 @@ def test_litellm(served, monkeypatch):
         "litellm", reason="litellm is missing (it wants an older openai than the others)"
     )
     pytest.importorskip("mcp", reason="litellm imports mcp where tools are given: it is missing")
-    common = {
-        "model": "openai/any",
-        "api_base": served.url + "/v1",
-        "api_key": "none",
-        "messages": MESSAGES,
-        "max_tokens": 200,
-    }
+    common = {"model": "openai/any", "api_base": served.url + "/v1", "api_key": "none"}
+    common |= {"messages": MESSAGES, "max_tokens": 200}
     assert "Oslo" in litellm.completion(**common).choices[0].message.content
     parts = litellm.completion(**common, stream=True)
     assert "Oslo" in "".join(part.choices[0].delta.content or "" for part in parts)

@@ -10,7 +10,7 @@ import pytest
 from command_line import MOE_EDGE, python
 from served import DEMO, HANG_S, running, serving
 from soaking import soak_clients, soak_requests
-from speaking import CAPITAL
+from speaking import CAPITAL, object_of
 from tables import cases
 
 RAM = "160MiB"
@@ -63,12 +63,7 @@ def test_the_openai_client(served):
 
 
 def shaped(name, **bounds):
-    schema = {
-        "type": "object",
-        "properties": {name: {"type": "string", **bounds}},
-        "required": [name],
-        "additionalProperties": False,
-    }
+    schema = object_of(**{name: {"type": "string", **bounds}})
     return {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
 
 

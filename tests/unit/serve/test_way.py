@@ -31,16 +31,10 @@ def running(app, patience_s):
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     sock.listen(64)
-    config = uvicorn.Config(
-        app,
-        http=type("Patient", (Protocol,), {"patience_s": patience_s}),
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        timeout_keep_alive=1,
-        timeout_graceful_shutdown=1,
-        backlog=1,
-    )
+    patient = type("Patient", (Protocol,), {"patience_s": patience_s})
+    usual = {"ws": "none", "lifespan": "off", "log_config": None, "backlog": 1}
+    usual |= {"timeout_keep_alive": 1, "timeout_graceful_shutdown": 1}
+    config = uvicorn.Config(app, http=patient, **usual)
     server = _Server(config, quiet)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
     thread.start()
