@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 from real_cache import REAL_CACHE
+from waiting import wait_until
 
 from orchestrator.native import ServerLibrary
 from orchestrator.native.llama import Bindings
@@ -118,11 +118,8 @@ class Served:
 
     def until_running(self, n: int) -> None:
         """Waits until so many requests are at work."""
-        for _ in range(100 * HANG_S):
-            if f"moe_edge_requests_running {n}\n" in self.get("/metrics"):
-                return
-            time.sleep(0.01)
-        pytest.fail(f"there are never {n} requests that run")
+        said = f"moe_edge_requests_running {n}\n"
+        wait_until(lambda: said in self.get("/metrics"), f"there are never {n} requests that run")
 
     def end(self, signum: int = signal.SIGTERM) -> tuple[int, str]:
         """(status, what it said on stderr) after a signal."""

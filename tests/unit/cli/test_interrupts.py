@@ -6,17 +6,16 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import fake_engine
 import interrupting
 import pytest
 import small_commands
 from tables import cases
+from waiting import HANG_S, wait_until
 
 FAKE = [sys.executable, fake_engine.__file__]
 ENDLESS = ("-m", "x.gguf", "-p", "endless")
-HANG_S = 600  # only what hangs takes so long
 
 
 @cases(
@@ -38,10 +37,7 @@ def started(*command, **environment):
 def interrupted(log, event, *args):
     """Ctrl-C once the fake engine has said `event`: exit status, stdout, stderr."""
     with started(*FAKE, "chat", *args, FAKE_ENGINE_LOG=str(log)) as process:
-        deadline = time.monotonic() + HANG_S
-        while not log.exists() or event not in log.read_text():
-            assert time.monotonic() < deadline, f"it never came to {event}"
-            time.sleep(0.01)
+        wait_until(lambda: log.exists() and event in log.read_text(), f"it never came to {event}")
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=HANG_S)
     return process.returncode, stdout, stderr

@@ -15,6 +15,7 @@ import pytest
 from command_line import MOE_EDGE, REPO, python
 from hub_calls import SIZE, blobs, noise, pull, refused
 from hub_server import Fault, Repo
+from waiting import wait_until
 
 from gguf_tools import hub as module
 
@@ -123,11 +124,12 @@ def test_a_download_of_an_earlier_run_goes_on(server, tmp_path):
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen([sys.executable, *command], cwd=REPO, env=os.environ | own, **both)
     folder = tmp_path / "hf/hub/models--o--n/blobs"
-    deadline = time.monotonic() + 600
-    while not any(path.stat().st_size for path in folder.glob("*.incomplete")):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(
+        lambda: (
+            process.poll() is not None or any(p.stat().st_size for p in folder.glob("*.incomplete"))
+        )
+    )
+    assert process.poll() is None, process.communicate()
     second = python(*command, **own)
     assert second.returncode == 1
     assert "m.gguf: another process is downloading it" in second.stderr

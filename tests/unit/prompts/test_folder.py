@@ -6,14 +6,35 @@ import time
 import numpy as np
 import pytest
 from killing import calls_of, killed, moments
-from prompt_writer import KEY, made, state_of, write
 from tables import cases
 
 from orchestrator.engine.prompt_copies import Copy, PromptFolder
 from orchestrator.engine.steps import Mark
 from orchestrator.errors import ConfigError
 
+KEY = "a key"
+TURNS = 6
 ROOMY = 1 << 30
+
+
+def made(conversation, turn):
+    """A turn of a conversation: its state and its parts follow from its tokens."""
+    tokens = np.arange(20 * (turn + 1), dtype=np.int32) + 1000 * conversation
+    return Copy(KEY, tokens, state_of(tokens), True, (Mark(10, state_of(tokens[:10]), b"learned"),))
+
+
+def state_of(tokens):
+    seed = np.random.default_rng(int(tokens.sum()) + len(tokens))
+    return seed.integers(0, 256, 300_000, dtype=np.uint8)
+
+
+def write(path):
+    """The turns of two conversations, one after the other, where two have room."""
+    folder = PromptFolder(path, 1 << 21)
+    for number in range(2 * TURNS):
+        folder.save_copy(made(number % 2, number // 2))
+
+
 TICK_S = 0.02  # more than the kernel's clock of files needs to go on
 
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 import socket
-import time
 from types import SimpleNamespace
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -15,6 +14,7 @@ from fake_backend import quiet
 from paths import CHAT
 from served import DEMO, HANG_S, REPO, bring_server
 from tables import cases
+from waiting import wait_until
 
 from orchestrator.errors import MoeEdgeError
 from orchestrator.serve.service import Service
@@ -232,12 +232,7 @@ def test_live(url):
     answer.readline()
     assert running(url) == 1
     answer.close()
-    for _ in range(100 * HANG_S):
-        if not running(url):
-            break
-        time.sleep(0.01)
-    else:
-        pytest.fail("the replica goes on for nobody")
+    wait_until(lambda: not running(url), "the replica goes on for nobody")
 
 
 def test_live_replica_that_is_replaced(started, url):

@@ -3,11 +3,11 @@
 import json
 import re
 import signal
-import time
 
 import pytest
 from command_line import run
-from served import HANG_S, serving
+from served import serving
+from waiting import wait_until
 
 LONG = [{"role": "user", "content": "Where do the experts lie, and who reads them? " * 30}]
 OTHER = [{"role": "user", "content": "What is a fox? " * 40}]
@@ -42,13 +42,6 @@ def files(folder):
     return sorted(folder.glob("*.prompt"))
 
 
-def until_written(folder):
-    end_s = time.monotonic() + HANG_S
-    while not files(folder):
-        assert time.monotonic() < end_s, "nothing is ever written"
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("options", [(), ("--policy", "lru")])
 def test_what_took_long_to_read_outlives_a_kill(model, tmp_path, options):
     """To the bit; and a chat reads what the server has written."""
@@ -56,7 +49,7 @@ def test_what_took_long_to_read_outlives_a_kill(model, tmp_path, options):
     with started(model, folder, *options) as server:
         said, n_read, n = asked(server, LONG)
         assert n_read == n > 1024
-        until_written(folder)
+        wait_until(lambda: files(folder), "nothing is ever written")
         live, n_new, _ = asked(server, going_on(LONG, said))
         assert server.end(signal.SIGKILL)[0] == -signal.SIGKILL
     with started(model, folder, *options) as server:

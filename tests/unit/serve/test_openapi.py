@@ -1,7 +1,9 @@
-"""The published description: it names what there is, and what it names is true."""
+"""What is published: the description names what there is, and what it names is true; the page is
+one file, needs no network, and has nothing that only a mouse can reach."""
 
 import importlib.util
 import re
+from html.parser import HTMLParser
 
 import pytest
 from asgi import ask
@@ -11,6 +13,7 @@ from served import serving
 from starlette.routing import Route
 
 from orchestrator.serve.schemas import document
+from orchestrator.serve.views import PAGE
 
 # What a server must never do to any request, and what holds of each answer.
 CHECKS = (
@@ -66,3 +69,53 @@ def test_schemathesis_finds_nothing(tmp_path, library):
         more += ("--suppress-health-check", "too_slow", "--request-timeout", "60")
         done = python(*command, *more, "--phases", "fuzzing", folder=tmp_path)
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+class Elements(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+
+def elements():
+    parser = Elements()
+    parser.feed(PAGE.read_text())
+    return parser.found
+
+
+def test_the_page_needs_no_key_and_may_speak_to_this_server_alone():
+    app = app_for(FakeBackend(), api_key="k")
+    reply = ask(app, "/")
+    assert reply.status == 200 and reply.body == PAGE.read_bytes()
+    assert "default-src 'none'" in reply.headers["content-security-policy"]
+    assert "connect-src 'self'" in reply.headers["content-security-policy"]
+    assert ask(app, "/experts").status == 401
+
+
+def test_the_page_is_one_file():
+    text = PAGE.read_text()
+    # The icon is in the page too, and its namespace is a name that nobody fetches.
+    assert not re.search(r"https?://(?!www.w3.org/2000/svg)|//cdn|@import|url\(", text)
+    for tag, attributes in elements():
+        assert "src" not in attributes and tag not in ("iframe", "img"), tag
+        if tag == "link":
+            assert (attributes["href"] or "").startswith("data:")
+        assert not any(name.startswith("on") for name in attributes), tag
+
+
+def test_what_can_be_used_has_a_name_for_a_screen_reader():
+    found = elements()
+    (html,) = (attributes for tag, attributes in found if tag == "html")
+    assert html["lang"] == "en"
+    for tag, attributes in found:
+        if tag in ("textarea", "canvas", "aside"):
+            assert attributes.get("aria-label"), tag
+        if tag == "canvas":
+            assert attributes["role"] in ("img", "application"), tag
+    assert any(attributes.get("role") == "log" for _, attributes in found)
+    # What the script refers to is there.
+    ids = {attributes["id"] for _, attributes in found if "id" in attributes}
+    assert set(re.findall(r'\$\("(\w+)"\)', PAGE.read_text())) <= ids

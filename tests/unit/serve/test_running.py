@@ -15,6 +15,7 @@ from tables import cases
 pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
 
 from served import DEMO, HANG_S, running
+from waiting import wait_until
 
 from orchestrator.config import Config
 from orchestrator.errors import NativeError
@@ -178,9 +179,7 @@ def test_without_file_descriptors_it_says_so_once_and_waits(served):
         for _ in range(10):
             stack.enter_context(served.connected())
         said = "No file descriptors are left"
-        while not any(said in line for line in served.lines):
-            assert served.process.poll() is None
-            threading.Event().wait(0.01)
+        wait_until(lambda: any(said in line for line in served.lines))
     assert_answers(served)
     assert sum("descriptors" in line for line in served.lines) == 1
     assert not any("Traceback" in line for line in served.lines)

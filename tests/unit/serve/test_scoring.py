@@ -4,7 +4,6 @@ import asyncio
 import json
 import signal
 import threading
-import time
 from types import SimpleNamespace
 from urllib.error import HTTPError
 
@@ -14,6 +13,7 @@ from asgi import Client, ask
 from fake_backend import FakeBackend, app_for, assert_refused, whole
 from served import DEMO, HANG_S, running, serving
 from tables import cases
+from waiting import wait_until
 
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
@@ -291,12 +291,10 @@ def test_a_client_that_leaves_ends_it(live):
         connection.close()
     live.until_running(0)
     # Had it been read to its end, its line would have a status of its own.
-    for _ in range(100 * HANG_S):
-        if sum("POST /v1/completions 499" in line for line in live.lines) == 3:
-            break
-        time.sleep(0.01)
-    else:
-        pytest.fail("they were read to their end: " + "\n".join(live.lines))
+    ended = "POST /v1/completions 499"
+    wait_until(
+        lambda: sum(ended in line for line in live.lines) == 3, "they were read to their end"
+    )
     assert live.post(PATH, ASK)["choices"]
 
 

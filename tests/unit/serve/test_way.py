@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 from tables import cases
+from waiting import wait_until
 
 pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
 
@@ -63,11 +64,7 @@ def all_of(sock):
 
 
 def wait_until_none(state):
-    for _ in range(int(HANG_S * 100)):
-        if not state.connections:
-            return
-        threading.Event().wait(0.01)
-    pytest.fail("a connection stays")
+    wait_until(lambda: not state.connections, "a connection stays")
 
 
 def test_who_reads_no_quick_answer_loses_its_connection():
