@@ -202,18 +202,6 @@ def test_a_context_beyond_the_model_is_noted(opened, monkeypatch):
         assert said in shown and bool(said) == bool(shown)
 
 
-def test_help_lists_the_commands():
-    result = run("--help")
-    assert result.exit_code == 0
-    for command in ("chat", "pack", "export", "inspect", "verify", "pull", "bench"):
-        assert f"\n  {command} " in result.stdout
-        assert run(command, "--help").exit_code == 0
-    assert "the demo" in run("chat", "--help").stdout
-    assert "the demo" not in run("plan", "--help").stdout  # which lists known ones without a model
-    listed = result.stdout.partition("Use:")[2]
-    assert listed and "...\n" not in listed  # as click ends a line that is too long
-
-
 def test_help_imports_nothing_heavy():
     code = (
         "import sys, orchestrator.cli.main; "

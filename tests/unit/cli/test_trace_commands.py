@@ -21,12 +21,8 @@ def recorded(model, tmp_path_factory):
     text = folder / "text.txt"
     text.write_text("a text of some words, " * 10)
     options = ("--ctx=128", "--threads=1", "--expert-ram=2MiB", "--low-tier=q2_k")
-    result = run(
-        *("trace", "-m", model, "--text", text, "--tokens=40", "--prefill=16"),
-        *("--out", folder / "t.npz", *options),
-    )
-    assert result.exit_code == 0, result.stderr
-    assert "t.npz: 25 steps of" in result.stdout
+    options += ("--tokens=40", "--prefill=16", "--out", folder / "t.npz")
+    assert "t.npz: 25 steps of" in done("trace", "-m", model, "--text", text, *options)
     return folder / "t.npz"
 
 

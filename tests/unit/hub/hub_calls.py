@@ -17,6 +17,13 @@ def pull(*words):
     return run("pull", *words)
 
 
+def pulled(*words):
+    """One that has to succeed."""
+    result = pull(*words)
+    assert result.exit_code == 0, result.output
+    return result
+
+
 def refused(*words):
     result = pull(*words)
     assert (result.exit_code, result.stdout) == (1, ""), result.output

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from command_line import MOE_EDGE, REPO, python
-from hub_calls import SIZE, blobs, noise, pull, refused
+from hub_calls import SIZE, blobs, noise, pull, pulled, refused
 from hub_server import Fault, Repo
 from waiting import wait_until
 
@@ -23,8 +23,7 @@ from gguf_tools import hub as module
 def test_the_only_model(server, tmp_path):
     data = noise(1)
     server.repos["o/n"] = Repo({"README.md": b"hi", "m.gguf": data, "mmproj-m.gguf": noise(2)})
-    result = pull("o/n")
-    assert result.exit_code == 0, result.output
+    result = pulled("o/n")
     path, line = result.stdout.splitlines()
     assert Path(path).read_bytes() == data
     assert Path(path).name == "m.gguf" and path.startswith(str(tmp_path / "hf/hub"))
@@ -102,8 +101,7 @@ def test_a_cut_connection_is_taken_up(server, tmp_path, reset):
     data = noise(1)
     server.repos["o/n"] = Repo({"m.gguf": data})
     server.faults["m.gguf"] = Fault(after=100_000, times=2, reset=reset)
-    result = pull("o/n")
-    assert result.exit_code == 0, result.output
+    result = pulled("o/n")
     assert Path(result.stdout.splitlines()[0]).read_bytes() == data
     spans = [span for path, span in server.data_requests() if path.startswith("/cdn/")]
     assert spans[0] is None and len(spans) == 3
@@ -169,7 +167,7 @@ def test_damaged_data_is_not_kept(server, tmp_path):
     assert "m.gguf: damaged on the way (its SHA-256 differs)" in result.stderr
     assert blobs(tmp_path) == []
     server.corrupt = False
-    assert pull("o/n").exit_code == 0
+    pulled("o/n")
 
 
 def test_too_little_space_is_refused_before_the_first_byte(server, monkeypatch, tmp_path):
@@ -184,7 +182,7 @@ def test_too_little_space_is_refused_before_the_first_byte(server, monkeypatch, 
     assert server.data_requests() == []
     assert not (tmp_path / "hf").exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=SIZE))
-    assert pull("o/n").exit_code == 0
+    pulled("o/n")
 
 
 def test_one_file_by_its_path(server):
@@ -233,8 +231,8 @@ def test_missing_private_and_gated(server, monkeypatch):
     ):
         assert refused(name).startswith(f"{name}: {said}")
     monkeypatch.setenv("HF_TOKEN", "secret")
-    assert pull("o/private").exit_code == 0
-    assert pull("o/gated").exit_code == 0
+    for name in ("o/private", "o/gated"):
+        pulled(name)
     sent_to_cdn = {auth for _, path, _, auth in server.seen if path.startswith("/cdn/")}
     assert sent_to_cdn == {None}  # another host never sees the token
 
@@ -273,7 +271,7 @@ def test_a_hub_that_fails_at_the_end(server, monkeypatch):
     last = result.stderr.splitlines()[-1]
     assert last == f"Error: o/n: {server.url} no longer answers: try again later"
     server.heads, before = None, server.sent
-    assert pull("o/n").exit_code == 0
+    pulled("o/n")
     assert server.sent == before == SIZE
 
 
