@@ -25,10 +25,7 @@ from safetensors.torch import load_file, save_file
 
 VOCAB = 384
 END = "<|endoftext|>"
-SPECIAL = {
-    "glm": ["[gMASK]", "<|user|>", "<|observation|>"],
-    "solar": ["<unk>", "<|startoftext|>"],
-}
+SPECIAL = {"glm": ["[gMASK]", "<|user|>", "<|observation|>"], "solar": ["<unk>", "<|startoftext|>"]}
 TEXT = (
     "The experts of a model lie on disk. A router asks for 2 of 8; what isn't there is read, "
     "and they've 512 MB to live in.\nNext line: 12345 tokens, naïve café, ΑΒΓ.\n"
