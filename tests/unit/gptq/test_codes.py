@@ -79,12 +79,3 @@ def test_codes_are_read_back_by_ggml_as_foretold(ggml, ggml_type):
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
     assert ggml.is_valid(ggml_type, blocks.reshape(-1))
     assert codes.min() == coding.first and codes.max() == coding.last
-
-
-def test_scales_stay_as_they_are(ggml):
-    blocks = encoded(ggml, GGMLType.Q2_K)
-    before = blocks.copy()
-    put_codes(GGMLType.Q2_K, blocks, np.full((96, 256), 2, np.uint8))
-    np.testing.assert_array_equal(blocks[:, :16], before[:, :16])
-    np.testing.assert_array_equal(blocks[:, 80:], before[:, 80:])
-    assert (blocks[:, 16:80] == 0b10101010).all()
