@@ -61,8 +61,8 @@ REST = {
     ),
     "how the demo model was made: nothing that runs needs it": (r"tests/unit/test_demo_",),
     "soaks: the same requests for longer, and signals at random moments of every command": (
-        r"tests/unit/serve/test_soaking\.py",
-        r"tests/unit/cli/test_random_interrupts\.py",
+        r"tests/unit/serve/test_serving\.py::test_(clients_at_once|memory_does_not)",
+        r"tests/unit/cli/test_interrupts\.py::test_a_signal_ends_a_command_quietly",
     ),
     "further programs against the server: OpenAI's and Anthropic's are in `make test`": (
         r"tests/unit/serve/test_clients\.py::test_(litellm|langchain_openai|llm)",

@@ -187,9 +187,7 @@ def values_of(declared: Setting) -> str:
     return f"{'a number' if float in declared.kinds else 'a whole number'}, {low:,} {upper}"
 
 
-PAGES: dict[str, Callable[[], str]] = {
-    "docs/settings.md": settings_page,
-}
+PAGES: dict[str, Callable[[], str]] = {"docs/settings.md": settings_page}
 BLOCKS: dict[str, Callable[[], str]] = {
     "layers": layers_block,
     "rooms": rooms_block,

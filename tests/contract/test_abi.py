@@ -1,7 +1,5 @@
 """The installed llama_cpp is this checkout's build, and its library keeps the C header's word."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os
@@ -10,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import python
 
 from patches import build, env, wheel
 from patches.upstream import read_upstream
 
 
 @pytest.fixture
-def installed() -> Path:
+def installed():
     """Folder of the installed llama_cpp."""
     try:
         distribution = importlib.metadata.distribution("llama_cpp_python")
@@ -25,7 +24,7 @@ def installed() -> Path:
     return Path(str(distribution.locate_file("llama_cpp")))
 
 
-def test_installed_build_is_this_checkout(installed: Path, real_cache: Path) -> None:
+def test_installed_build_is_this_checkout(installed, real_cache):
     stamp = json.loads((installed.parent / wheel.STAMP).read_text())
     note = env.locate().read_note()
     options = build.Options(gpu=str(note.get("gpu", "auto")), amx=str(note.get("amx", "auto")))
@@ -33,41 +32,40 @@ def test_installed_build_is_this_checkout(installed: Path, real_cache: Path) -> 
     assert stamp == plan.stamp(), "a stale build is installed: run `make build`"
 
 
-def test_version_is_ours(installed: Path) -> None:
+def test_version_is_ours(installed):
     version = importlib.metadata.version("llama_cpp_python")
     assert version == read_upstream().local_version
     assert f'__version__ = "{version}"' in (installed / "__init__.py").read_text()
 
 
-def test_library_keeps_the_header(installed: Path) -> None:
+def test_library_keeps_the_header(installed):
     abi, symbols = build.header_symbols()
     assert {"moe_edge_abi_version", "moe_edge_buffer_type", "moe_edge_store_create"} <= set(symbols)
     libraries = sorted((installed / "lib").glob("lib*.so"))
     argument = json.dumps([[str(path) for path in libraries], symbols])
     # In a child, so that a library that crashes while loading fails this test alone.
-    command = [sys.executable, "-c", build.CHECK, argument]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = python("-c", build.CHECK, argument)
     assert done.returncode == 0, done.stderr
     missing, found = json.loads(done.stdout)
     assert missing == []
     assert found == abi
 
 
-def test_python_expects_the_same_abi() -> None:
+def test_python_expects_the_same_abi():
     from orchestrator import native
 
     abi, _ = build.header_symbols()
     assert abi == native.ABI_VERSION
 
 
-def test_no_library_is_there_twice(installed: Path) -> None:
+def test_no_library_is_there_twice(installed):
     files = sorted(path for path in (installed / "lib").iterdir() if path.is_file())
     assert all(path.suffix == ".so" for path in files), files
     contents = {path.read_bytes() for path in files}
     assert len(contents) == len(files)
 
 
-def test_bindings_load(installed: Path) -> None:
+def test_bindings_load(installed):
     code = "import llama_cpp; print(llama_cpp.llama_print_system_info().decode())"
     environment = {k: v for k, v in os.environ.items() if k != "LLAMA_CPP_LIB_PATH"}
     command = [sys.executable, "-c", code]

@@ -4,8 +4,6 @@ The toy has the shape of the real source distribution and takes seconds: one lib
 sources, one of them ours. The tool runs as a user runs it, from a copy of this folder.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes
@@ -23,10 +21,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from command_line import python
+from tables import cases
 
 from patches import build
 from patches import tool as tool_module
-from patches.upstream import PATCHES, REPO, read_upstream
+from patches.upstream import PATCHES, read_upstream
 
 HANG_S = 600  # only a build that hangs takes so long
 CMAKE = """
@@ -71,7 +71,7 @@ Remove-When: never
 +    return 11;
  }
 """
-
+ALL = {"one": 11, "two": 2, "ours": 3}
 pytestmark = pytest.mark.skipif(
     not all(map(shutil.which, ("cmake", "c++", "patch"))),
     reason="cmake, a C++ compiler or patch is missing",
@@ -79,60 +79,53 @@ pytestmark = pytest.mark.skipif(
 
 
 class Toy:
-    def __init__(self, root: Path):
-        self.root = root
-        self.patches = root / "patches"
-        self.cache = root / "cache"
-        (self.patches / "native").mkdir(parents=True)
+    def __init__(self, root):
+        self.root, self.patches, self.cache = root, root / "patches", root / "cache"
+        self.sdist, native = root / "toy-1.0.tar.gz", self.patches / "native"
+        self.ours, self.header = native / "ours.cpp", native / "moe-edge.h"
+        native.mkdir(parents=True)
         for path in PATCHES.glob("*.py"):
             shutil.copy(path, self.patches)
-        sdist = root / "toy-1.0.tar.gz"
-        with tarfile.open(sdist, "w:gz") as archive:
+        with tarfile.open(self.sdist, "w:gz") as archive:
             for name, text in SOURCES.items():
                 info = tarfile.TarInfo(f"toy-1.0/{name}")
                 info.size = len(text)
                 info.mtime = 1_600_000_000
                 archive.addfile(info, io.BytesIO(text.encode()))
-        self.sdist = sdist
-        digest = hashlib.sha256(sdist.read_bytes()).hexdigest()
+        digest = hashlib.sha256(self.sdist.read_bytes()).hexdigest()
         (self.patches / "UPSTREAM").write_text(
             f"name = toy\nversion = 1.0\nsha256 = {digest}\npart = {'0' * 64}\n"
-            "source = vendor/llama.cpp\n"
-            "revision = 3\n"
+            "source = vendor/llama.cpp\nrevision = 3\n"
         )
-        (self.patches / "native" / "ours.cpp").write_text(OURS)
-        (self.patches / "native" / "moe-edge.h").write_text(HEADER)
+        self.ours.write_text(OURS)
+        self.header.write_text(HEADER)
         (self.patches / "series").write_text("one.patch\n")
         (self.patches / "one.patch").write_text(PATCH)
 
-    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    def start(self, *arguments, **environment):
         command = [sys.executable, str(self.patches / "tool.py"), *(arguments or ("build",))]
         command += ["--amx", "off", "--gpu", "off", "--sdist", str(self.sdist)]
         clean = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "CMAKE_ARGS")}
-        return subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env=clean | {"XDG_CACHE_HOME": str(self.cache), "CCACHE_DISABLE": "1"} | environment,
-        )
+        clean |= {"XDG_CACHE_HOME": str(self.cache), "CCACHE_DISABLE": "1"} | environment
+        both = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, env=clean, start_new_session=True, **both)
 
-    def build(self, **environment: str) -> tuple[Path, str]:
+    def build(self, **environment):
         """(wheel, what the tool said); fails the test when the build fails."""
-        process = self.start(**environment)
-        out, said = process.communicate(timeout=HANG_S)
-        assert process.returncode == 0, said
+        out, said = self._ended(0, environment)
         return Path(out.strip()), said
 
-    def fault(self, **environment: str) -> str:
+    def fault(self, **environment):
         """What the tool says of a build that fails."""
-        process = self.start(**environment)
-        _, said = process.communicate(timeout=HANG_S)
-        assert process.returncode == 1
-        return said
+        return self._ended(1, environment)[1]
 
-    def answers(self, wheel: Path) -> dict[str, int]:
+    def _ended(self, status, environment):
+        process = self.start(**environment)
+        out, said = process.communicate(timeout=HANG_S)
+        assert process.returncode == status, said
+        return out, said
+
+    def answers(self, wheel):
         """What the library in a wheel returns, loaded under a name of its own."""
         folder = self.root / f"load-{time.monotonic_ns()}"
         with zipfile.ZipFile(wheel) as archive:
@@ -142,27 +135,26 @@ class Toy:
 
 
 @pytest.fixture
-def toy(tmp_path: Path) -> Toy:
+def toy(tmp_path):
     return Toy(tmp_path / "a folder")
 
 
-def test_builds_once_then_finds_it(toy: Toy) -> None:
+def test_builds_once_then_finds_it(toy):
     wheel, said = toy.build()
     assert said.splitlines()[-1] == "built"
     assert wheel.name.startswith("toy-1.0+moe.edge.3-py3-none-")
-    assert toy.answers(wheel) == {"one": 11, "two": 2, "ours": 3}
+    assert toy.answers(wheel) == ALL
     with zipfile.ZipFile(wheel) as archive:
         assert b'"1.0+moe.edge.3"' in archive.read("llama_cpp/__init__.py")
         assert b"Version: 1.0+moe.edge.3\n" in archive.read("toy-1.0+moe.edge.3.dist-info/METADATA")
     assert toy.build() == (wheel, "up to date\n")
 
 
-def test_every_edit_reaches_the_wheel(toy: Toy) -> None:
+def test_every_edit_reaches_the_wheel(toy):
     first, _ = toy.build()
-    ours = toy.patches / "native" / "ours.cpp"
-    ours.write_text(OURS.replace("return 3", "return 33"))
+    toy.ours.write_text(OURS.replace("return 3", "return 33"))
     second, _ = toy.build()
-    assert toy.answers(second) == {"one": 11, "two": 2, "ours": 33}
+    assert toy.answers(second) == {**ALL, "ours": 33}
     log = next(toy.cache.glob("moe-edge/build/*/moe-edge-build.log")).read_text()
     assert "ours.cpp" in log and "two.cpp" not in log, "one edit compiles one source"
     (toy.patches / "one.patch").write_text(PATCH.replace("return 11", "return 12"))
@@ -177,7 +169,7 @@ def test_every_edit_reaches_the_wheel(toy: Toy) -> None:
     assert len({first, second, third, fourth, fifth}) == 5
 
 
-def test_edits_in_the_cache_are_undone_to_the_same_bytes(toy: Toy) -> None:
+def test_edits_in_the_cache_are_undone_to_the_same_bytes(toy):
     wheel, _ = toy.build()
     before = wheel.read_bytes()
     tree = next(toy.cache.glob("moe-edge/source/toy-1.0-*"))
@@ -191,19 +183,18 @@ def test_edits_in_the_cache_are_undone_to_the_same_bytes(toy: Toy) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["kill", "ctrl-c"])
 @pytest.mark.parametrize("delay", [0.4, 0.9, 1.5])
-def test_an_interrupted_build_poisons_nothing(toy: Toy, how: signal.Signals, delay: float) -> None:
+def test_an_interrupted_build_poisons_nothing(toy, how, delay):
     process = toy.start()
     time.sleep(delay)
     os.killpg(process.pid, how)
     _, said = process.communicate(timeout=HANG_S)
     if how == signal.SIGINT and process.returncode != 0 and said:
         assert "Traceback" not in said
-    wheel, _ = toy.build()
-    assert toy.answers(wheel) == {"one": 11, "two": 2, "ours": 3}
+    assert toy.answers(toy.build()[0]) == ALL
 
 
 @pytest.mark.parametrize("boot", ["another", "this"])
-def test_half_written_objects_of_a_killed_run_are_not_linked(toy: Toy, boot: str) -> None:
+def test_half_written_objects_of_a_killed_run_are_not_linked(toy, boot):
     toy.build()
     build_folder = next(toy.cache.glob("moe-edge/build/*"))
     (build_folder / "moe-edge-running").write_text(build._boot() if boot == "this" else "")
@@ -212,12 +203,11 @@ def test_half_written_objects_of_a_killed_run_are_not_linked(toy: Toy, boot: str
     assert objects
     for path in [*objects, build_folder / "bin" / "libllama.so"]:
         path.write_bytes(path.read_bytes()[:100])
-    ours = toy.patches / "native" / "ours.cpp"
-    ours.write_text(OURS.replace("return 3", "return 4"))
-    assert toy.answers(toy.build()[0]) == {"one": 11, "two": 2, "ours": 4}
+    toy.ours.write_text(OURS.replace("return 3", "return 4"))
+    assert toy.answers(toy.build()[0]) == {**ALL, "ours": 4}
 
 
-def test_a_killed_build_goes_on(toy: Toy) -> None:
+def test_a_killed_build_goes_on(toy):
     """What was compiled is not compiled again, and what the log had is in it still."""
     if not any(map(shutil.which, ("ninja", "ninja-build"))):
         pytest.skip("ninja is missing: make does not note what is complete")
@@ -232,12 +222,12 @@ def test_a_killed_build_goes_on(toy: Toy) -> None:
     process.communicate(timeout=HANG_S)
     log = next(toy.cache.glob("moe-edge/build/*/moe-edge-build.log"))
     before = log.read_text()
-    assert toy.answers(toy.build()[0]) == {"one": 11, "two": 2, "ours": 3}
+    assert toy.answers(toy.build()[0]) == ALL
     assert log.read_text().startswith(before)
     assert "two.cpp.o" not in log.read_text()[len(before) :]
 
 
-def test_two_builds_at_once_share_one(toy: Toy) -> None:
+def test_two_builds_at_once_share_one(toy):
     processes = [toy.start(), toy.start()]
     results = [process.communicate(timeout=HANG_S) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], results
@@ -245,48 +235,44 @@ def test_two_builds_at_once_share_one(toy: Toy) -> None:
     assert sorted(said.splitlines()[-1] for _, said in results) == ["built", "up to date"]
 
 
-def test_a_compile_error_is_shown_with_its_log(toy: Toy) -> None:
-    ours = toy.patches / "native" / "ours.cpp"
-    ours.write_text(OURS + "int broken( { }\n")
+def test_a_compile_error_is_shown_with_its_log(toy):
+    toy.ours.write_text(OURS + "int broken( { }\n")
     said = toy.fault()
     assert "compiling failed" in said and "broken" in said and "moe-edge-build.log" in said
-    ours.write_text(OURS)
+    toy.ours.write_text(OURS)
     assert toy.answers(toy.build()[0])["ours"] == 3
 
 
-def test_a_wheels_library_is_linked_in_a_folder_with_a_space(toy: Toy) -> None:
+def test_a_wheels_library_is_linked_in_a_folder_with_a_space(toy):
     """As everything here is built in one; a wheel's flags name a file of the checkout."""
     random = "moe-edge-random.cpp"
     shutil.copy(PATCHES / "native" / random, toy.patches / "native")
     drawing = OURS.replace("return 3", "return 3 + 0 * std::random_device()()")
-    (toy.patches / "native" / "ours.cpp").write_text(f"#include <random>\n{drawing}")
+    toy.ours.write_text(f"#include <random>\n{drawing}")
     code = "from patches import portable; print(portable.LINKED)"
-    flags = subprocess.check_output([sys.executable, "-c", code], cwd=toy.root, text=True)
+    flags = python("-c", code, folder=toy.root).stdout
     assert str(toy.patches / "native" / random) in flags and " " in str(toy.patches)
     wheel, _ = toy.build(CMAKE_ARGS=shlex.quote("-D" + flags.strip()))
-    assert toy.answers(wheel) == {"one": 11, "two": 2, "ours": 3}
+    assert toy.answers(wheel) == ALL
     with zipfile.ZipFile(wheel) as archive:
         assert b"libstdc++.so" not in archive.read("llama_cpp/lib/libllama.so")
 
 
-def test_a_missing_symbol_is_never_packaged(toy: Toy) -> None:
-    header = toy.patches / "native" / "moe-edge.h"
-    header.write_text(HEADER + "MOE_EDGE_API int moe_edge_forgotten(void);\n")
+def test_a_missing_symbol_is_never_packaged(toy):
+    toy.header.write_text(HEADER + "MOE_EDGE_API int moe_edge_forgotten(void);\n")
     assert "lack moe_edge_forgotten" in toy.fault()
     assert not list(toy.cache.glob("moe-edge/wheels/*/*.whl"))
 
 
-@pytest.mark.parametrize(
-    ("missing", "package"),
-    [
-        (("cc", "gcc", "clang"), "build-essential"),
-        (("c++", "g++", "clang++"), "build-essential"),
-        (("cmake",), "cmake"),
-        (("ninja", "make"), "build-essential"),
-        (("patch",), "patch"),
-    ],
+@cases(
+    "missing, package",
+    (("cc", "gcc", "clang"), "build-essential"),
+    (("c++", "g++", "clang++"), "build-essential"),
+    (("cmake",), "cmake"),
+    (("ninja", "make"), "build-essential"),
+    (("patch",), "patch"),
 )
-def test_a_missing_tool_is_one_sentence(toy: Toy, missing: tuple[str, ...], package: str) -> None:
+def test_a_missing_tool_is_one_sentence(toy, missing, package):
     tools = toy.root / "bin"
     tools.mkdir()
     for name in ("cc", "c++", "gcc", "g++", "as", "ld", "cmake", "ninja", "make", "patch", "sh"):
@@ -297,7 +283,7 @@ def test_a_missing_tool_is_one_sentence(toy: Toy, missing: tuple[str, ...], pack
     assert len(said.splitlines()) == 1 and f"`sudo apt install {package}`" in said
 
 
-def test_make_instead_of_ninja(toy: Toy) -> None:
+def test_make_instead_of_ninja(toy):
     if not shutil.which("make"):
         pytest.skip("make is missing")
     tools = toy.root.parent / "bin"  # make cannot start where its own path has a space
@@ -312,18 +298,15 @@ def test_make_instead_of_ninja(toy: Toy) -> None:
     assert "%" in said
 
 
-def test_files_are_all_that_is_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, user_folder: Path
-) -> None:
+def test_files_are_all_that_is_used(monkeypatch, tmp_path, user_folder):
     """--files: pip is told to look nowhere else, and the source there is taken."""
     sdist = tmp_path / read_upstream().sdist_name
     sdist.write_bytes(b"not it")
     for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS"):
         monkeypatch.delenv(name, raising=False)
-    tool = [sys.executable, str(REPO / "patches/tool.py"), "--files"]
-    done = subprocess.run([*tool, str(tmp_path), "source"], capture_output=True, text=True)
+    done = python("patches/tool.py", "--files", tmp_path, "source")
     assert done.returncode == 1 and f"{sdist}: sha256 is" in done.stderr
-    done = subprocess.run([*tool, "nowhere", "status"], capture_output=True, text=True)
+    done = python("patches/tool.py", "--files", "nowhere", "status")
     assert done.returncode == 1 and "--files nowhere: there is no such folder" in done.stderr
     args = argparse.Namespace(files=tmp_path, sdist=None)
     monkeypatch.setattr(os, "environ", dict(os.environ))

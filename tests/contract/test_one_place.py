@@ -1,27 +1,22 @@
 """A policy's name and a setting's name stand in one place each, and an architecture's in none that
 runs a model."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache
-from pathlib import Path
 
 import pytest
+from test_layers import REPO, SOURCES, imports
 
 from gguf_tools.experts import PROVEN
 from orchestrator.config import Config
 from orchestrator.policy import BASELINE, POLICIES, Policy, owners, policy_settings
 
-REPO = Path(__file__).resolve().parents[2]
 ORCHESTRATOR = REPO / "orchestrator"
 NATIVE = REPO / "patches" / "native"
 # The rooms that may name a policy and its settings: the policies themselves, what they share, and
 # what compares them.
 FREE = ("allocation", "policy", "lab")
-
-
 # Events and the store have these words for what they do themselves.
 MECHANISM = ("prefetch", "n_ahead")
 # Policies named by a word that other things have too, as llama.cpp's context: of these nobody may
@@ -42,7 +37,7 @@ USES = {
 }
 
 
-def runtime_files() -> list[Path]:
+def runtime_files():
     return [
         path
         for path in sorted(ORCHESTRATOR.rglob("*.py"))
@@ -51,10 +46,10 @@ def runtime_files() -> list[Path]:
 
 
 @cache
-def words_of(path: Path) -> set[str]:
+def words_of(path):
     """Names and texts of a module's code; comments and docstrings say what they like."""
     tree = ast.parse(path.read_text())
-    found: set[str] = set()
+    found = set()
     said = {
         id(node.body[0].value)
         for node in ast.walk(tree)
@@ -71,36 +66,30 @@ def words_of(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != BASELINE])
-def test_nobody_knows_a_policy_by_name(policy: str) -> None:
+def test_nobody_knows_a_policy_by_name(policy):
     naming = [
         path.relative_to(REPO).as_posix()
         for path in runtime_files()
-        if (imports(path, policy) if policy in ORDINARY else policy in words_of(path))
+        if (
+            f"orchestrator.policy.{policy}" in imports(path, set(SOURCES))
+            if policy in ORDINARY
+            else policy in words_of(path)
+        )
     ]
     assert not naming
-
-
-def imports(path: Path, policy: str) -> bool:
-    """Whether a module imports a policy's file, anywhere in it."""
-    module = f"orchestrator.policy.{policy}"
-    return any(
-        (isinstance(node, ast.ImportFrom) and node.module == module)
-        or (isinstance(node, ast.Import) and module in {each.name for each in node.names})
-        for node in ast.walk(ast.parse(path.read_text()))
-    )
 
 
 @pytest.mark.parametrize(
     "name", [each for each in policy_settings() if each not in (*MECHANISM, *WORDS)]
 )
-def test_a_setting_of_a_policy_is_named_where_it_is_declared(name: str) -> None:
+def test_a_setting_of_a_policy_is_named_where_it_is_declared(name):
     naming = {
         path.relative_to(REPO).as_posix() for path in runtime_files() if name in words_of(path)
     }
     assert naming <= USES.get(name, set())
 
 
-def test_nobody_knows_an_architecture_by_name() -> None:
+def test_nobody_knows_an_architecture_by_name():
     """But for tokenizers and a form of answers that have such names as well, and the shapes that a
     benchmark makes models of."""
     known = {each.replace("-", "_") for each in PROVEN if each != "llama"}  # as in llama.cpp
@@ -119,7 +108,7 @@ def test_nobody_knows_an_architecture_by_name() -> None:
         assert not named & set(PROVEN), path
 
 
-def test_every_setting_is_declared_once() -> None:
+def test_every_setting_is_declared_once():
     """And by one record: policies that share one share its declaration."""
     own = set(Config.declared())
     assert not own & set(policy_settings())
@@ -127,13 +116,6 @@ def test_every_setting_is_declared_once() -> None:
         assert owners(name)
 
 
-def test_a_policy_that_is_never_asked_does_not_decide() -> None:
+def test_a_policy_that_is_never_asked_does_not_decide():
     with pytest.raises(TypeError, match="Silent decides, and its wants"):
         type("Silent", (Policy,), {"name": "silent", "decide": lambda *_: None})
-
-
-def test_every_policy_says_what_it_does() -> None:
-    for policy in POLICIES.values():
-        assert policy.summary.endswith("."), policy.name
-        assert policy.reason and not policy.reason.endswith(".")
-        assert 1 <= policy.precisions.least <= policy.precisions.most

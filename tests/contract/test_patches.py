@@ -1,14 +1,12 @@
 """The patch series: its files, its headers, and that the tool keeps them honest."""
 
-from __future__ import annotations
-
 import io
 import re
 import tarfile
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from tables import cases
 
 from patches import series, tool
 from patches.series import Patch
@@ -17,7 +15,6 @@ from patches.upstream import (
     REPO,
     BuildError,
     Sdist,
-    Upstream,
     cached_sdist,
     content_digest,
     fetch_sdist,
@@ -35,14 +32,14 @@ HEADER = (
 BODY = f"--- a/{ALLOWED}\n+++ b/{ALLOWED}\n@@ -1,2 +1,3 @@\n one\n+between\n two\n"
 
 
-def write_series(folder: Path, patches: dict[str, str]) -> Path:
+def write_series(folder, patches):
     for name, text in patches.items():
         (folder / name).write_text(text)
     (folder / "series").write_text("".join(f"{name}\n" for name in patches))
     return folder
 
 
-def make_sdist(folder: Path, files: dict[str, bytes]) -> Sdist:
+def make_sdist(folder, files):
     upstream = read_upstream()
     path = folder / upstream.sdist_name
     with tarfile.open(path, "w:gz") as archive:
@@ -54,7 +51,7 @@ def make_sdist(folder: Path, files: dict[str, bytes]) -> Sdist:
 
 
 @pytest.fixture
-def toy(tmp_path: Path) -> tuple[Path, Sdist, Path]:
+def toy(tmp_path):
     """(patch folder, source distribution, edited llama.cpp tree) for a two-line upstream."""
     sdist = make_sdist(tmp_path, {ALLOWED: b"one\ntwo\n", "vendor/llama.cpp/ggml/x.c": b"int x;\n"})
     tree = tmp_path / "edited"
@@ -67,34 +64,32 @@ def toy(tmp_path: Path) -> tuple[Path, Sdist, Path]:
     return write_series(folder, {}), sdist, tree
 
 
-def test_series_is_sound() -> None:
+def test_series_is_sound():
     assert series.problems(PATCHES, read_upstream()) == []
 
 
-def test_upstream_and_package_agree() -> None:
+def test_upstream_and_package_agree():
     upstream = read_upstream()
     pinned = f"llama-cpp-python=={upstream.local_version}"
     assert f'"{pinned}"' in (REPO / "pyproject.toml").read_text()
 
 
-@pytest.mark.parametrize(
-    ("patches", "said"),
-    [
-        ({"a.patch": HEADER.replace("Reason: none", "Nothing: none") + "\n" + BODY}, "no Reason"),
-        ({"a.patch": HEADER.replace("0.3.36", "0.3.35") + "\n" + BODY}, "UPSTREAM is"),
-        ({"a.patch": HEADER.replace(" <a@example.org>", "") + "\n" + BODY}, "NAME <MAIL>"),
-        ({"a.patch": HEADER + "\n" + BODY.replace("llama-graph", "llama-chat")}, "may touch"),
-        ({"a.patch": HEADER + "\n" + BODY, "b.patch": HEADER + "\n" + BODY}, "already belongs"),
-        ({"a.patch": HEADER}, "changes no file"),
-        ({"a.patch": HEADER + "\n" + BODY + "+x\n" * series.MAX_ADDED_LINES}, "are allowed"),
-    ],
+@cases(
+    "patches, said",
+    ({"a.patch": HEADER.replace("Reason: none", "Nothing: none") + "\n" + BODY}, "no Reason"),
+    ({"a.patch": HEADER.replace("0.3.36", "0.3.35") + "\n" + BODY}, "UPSTREAM is"),
+    ({"a.patch": HEADER.replace(" <a@example.org>", "") + "\n" + BODY}, "NAME <MAIL>"),
+    ({"a.patch": HEADER + "\n" + BODY.replace("llama-graph", "llama-chat")}, "may touch"),
+    ({"a.patch": HEADER + "\n" + BODY, "b.patch": HEADER + "\n" + BODY}, "already belongs"),
+    ({"a.patch": HEADER}, "changes no file"),
+    ({"a.patch": HEADER + "\n" + BODY + "+x\n" * series.MAX_ADDED_LINES}, "are allowed"),
 )
-def test_unsound_series_is_named(tmp_path: Path, patches: dict[str, str], said: str) -> None:
+def test_unsound_series_is_named(tmp_path, patches, said):
     found = series.problems(write_series(tmp_path, patches), read_upstream())
     assert len(found) == 1 and said in found[0], found
 
 
-def test_series_and_files_match_one_to_one(tmp_path: Path) -> None:
+def test_series_and_files_match_one_to_one(tmp_path):
     write_series(tmp_path, {"a.patch": HEADER + "\n" + BODY})
     (tmp_path / "series").write_text("b.patch\nb.patch\n")
     found = " | ".join(series.problems(tmp_path, read_upstream()))
@@ -103,7 +98,7 @@ def test_series_and_files_match_one_to_one(tmp_path: Path) -> None:
     assert "a.patch is not in series" in found
 
 
-def test_patch_reads_its_parts() -> None:
+def test_patch_reads_its_parts():
     patch = Patch("a.patch", HEADER.replace("none but", "none\n but") + "\n" + BODY)
     assert patch.files == [ALLOWED]
     assert patch.added_lines == 1
@@ -111,13 +106,13 @@ def test_patch_reads_its_parts() -> None:
     assert set(patch.fields) == set(series.HEADERS)
 
 
-def test_files_of_a_patch_are_no_folder_of_files() -> None:
+def test_files_of_a_patch_are_no_folder_of_files():
     given = ["add", "a.patch", "--tree", "edited", "--files", "src/a.cpp", "src/b.cpp"]
     args = tool.parser().parse_args(given)
     assert (args.files, args.changed) == (None, ["src/a.cpp", "src/b.cpp"])
 
 
-def test_add_then_refresh_is_byte_stable(toy: tuple[Path, Sdist, Path]) -> None:
+def test_add_then_refresh_is_byte_stable(toy):
     folder, sdist, tree = toy
     upstream = read_upstream()
     fields = {"From": "A Name <a@example.org>", "Subject": "s", "Reason": "r", "Remove-When": "w"}
@@ -132,7 +127,7 @@ def test_add_then_refresh_is_byte_stable(toy: tuple[Path, Sdist, Path]) -> None:
     assert series.apply_series([patch], sdist) == {ALLOWED: b"one\nbetween\ntwo\n"}
 
 
-def test_refresh_takes_the_edited_tree(toy: tuple[Path, Sdist, Path]) -> None:
+def test_refresh_takes_the_edited_tree(toy):
     folder, sdist, tree = toy
     write_series(folder, {"a.patch": HEADER + "\n" + BODY})
     (tree / "src/llama-graph.cpp").write_bytes(b"one\nbetween\ntwo\nthree\n")
@@ -144,7 +139,7 @@ def test_refresh_takes_the_edited_tree(toy: tuple[Path, Sdist, Path]) -> None:
         series.refresh(sdist, read_upstream(), tree, folder)
 
 
-def test_a_patch_that_only_fits_with_fuzz_or_is_not_as_refresh_writes_it(tmp_path: Path) -> None:
+def test_a_patch_that_only_fits_with_fuzz_or_is_not_as_refresh_writes_it(tmp_path):
     sdist = make_sdist(tmp_path, {ALLOWED: b"other\ntwo\n"})
     patch = Patch("a.patch", HEADER + "\n" + BODY)
     with pytest.raises(BuildError, match=r"a\.patch does not apply"):
@@ -156,7 +151,7 @@ def test_a_patch_that_only_fits_with_fuzz_or_is_not_as_refresh_writes_it(tmp_pat
     assert found == ["a.patch: not as `make patches-refresh` writes it"]
 
 
-def test_wrong_source_is_refused(tmp_path: Path, user_folder: Path) -> None:
+def test_wrong_source_is_refused(tmp_path, user_folder):
     wrong = tmp_path / "wrong.tar.gz"
     wrong.write_bytes(b"not it")
     with pytest.raises(BuildError, match="sha256 is"):
@@ -164,7 +159,7 @@ def test_wrong_source_is_refused(tmp_path: Path, user_folder: Path) -> None:
     assert cached_sdist(read_upstream()) is None
 
 
-def test_the_part_that_is_built_stands_for_the_source(tmp_path: Path, user_folder: Path) -> None:
+def test_the_part_that_is_built_stands_for_the_source(tmp_path, user_folder):
     """Whatever archive it comes in; with another file or byte it is not the pinned one."""
     inside = {
         "llama_cpp/__init__.py": b"1",
@@ -188,17 +183,19 @@ def test_the_part_that_is_built_stands_for_the_source(tmp_path: Path, user_folde
             fetch_sdist(known, wrong)
 
 
-def test_the_pinned_part(source: tuple[Upstream, Sdist]) -> None:
+def test_the_pinned_part(source):
     upstream, sdist = source
     assert is_pinned(sdist.path, upstream)
     assert content_digest(part_files(sdist.path, upstream)) == upstream.part
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [("version = 1", "one KEY = VALUE"), ("colour = red", "unknown key"), ("words", "KEY = VALUE")],
+@cases(
+    "line, said",
+    ("version = 1", "one KEY = VALUE"),
+    ("colour = red", "unknown key"),
+    ("words", "KEY = VALUE"),
 )
-def test_upstream_file_is_strict(tmp_path: Path, line: str, said: str) -> None:
+def test_upstream_file_is_strict(tmp_path, line, said):
     path = tmp_path / "UPSTREAM"
     path.write_text((PATCHES / "UPSTREAM").read_text() + line + "\n")
     with pytest.raises(BuildError, match=re.escape(said)):
@@ -206,7 +203,7 @@ def test_upstream_file_is_strict(tmp_path: Path, line: str, said: str) -> None:
 
 
 @pytest.fixture
-def source(real_cache: Path) -> tuple[Upstream, Sdist]:
+def source(real_cache):
     upstream = read_upstream()
     path = cached_sdist(upstream)
     if path is None:
@@ -214,5 +211,5 @@ def source(real_cache: Path) -> tuple[Upstream, Sdist]:
     return upstream, Sdist(path, upstream)
 
 
-def test_series_applies_and_refreshes_to_the_same_bytes(source: tuple[Upstream, Sdist]) -> None:
+def test_series_applies_and_refreshes_to_the_same_bytes(source):
     assert series.check_source(series.read_series(), source[1]) == []

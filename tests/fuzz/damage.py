@@ -62,15 +62,13 @@ class Model:
     def read(cls, path: Path) -> Model:
         with GGUFFile.open(path) as file:
             start = file.data_offset
-            return cls(
-                [(key.encode(), file.encoded_value(key)) for key in file.metadata],
-                [
-                    (each.name.encode(), list(each.shape), int(each.type), each.offset - start)
-                    for each in file.tensors.values()
-                ],
-                file.bytes_at(start, file.size - start).tobytes(),
-                file.alignment,
-            )
+            values = [(key.encode(), file.encoded_value(key)) for key in file.metadata]
+            tensors = [
+                (each.name.encode(), list(each.shape), int(each.type), each.offset - start)
+                for each in file.tensors.values()
+            ]
+            data = file.bytes_at(start, file.size - start).tobytes()
+            return cls(values, tensors, data, file.alignment)
 
     def encoded(self) -> bytes:
         return craft(

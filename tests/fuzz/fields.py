@@ -22,12 +22,12 @@ import sys
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
-from urllib.parse import urlsplit
 
 HERE = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(HERE), str(HERE / "tests" / "helpers")]
@@ -41,15 +41,17 @@ CAP = 300 << 20
 OPTIONS = ("--ram", str(CAP), "--parallel", "4", "--ctx", "512")
 KEY = "a key"
 MOST_END_S = 2.0
-MOST_HELD = 12
+SENTENCE = rb'"(?:message|error)": ?"[^"]{8,400}"'  # Ollama's form has no object around it
+CLIENTS, MOST_HELD = 6, 12
 # A request of these passes by itself, so that what is changed in it is what is tried.
 MESSAGES = [{"role": "user", "content": "One two"}]
+CHAT, PROMPT = {"messages": MESSAGES, "max_tokens": 4}, {"prompt": "One two", "max_tokens": 4}
 SOUND: dict[str, dict[str, Any]] = {
-    "ChatRequest": {"messages": MESSAGES, "max_tokens": 4},
-    "CompletionRequest": {"prompt": "One two", "max_tokens": 4},
+    **{"ChatRequest": CHAT, "MessagesRequest": CHAT},
+    **{"CompletionRequest": PROMPT, "NativeRequest": PROMPT},
     "ResponsesRequest": {"input": "One two", "max_output_tokens": 4},
-    "MessagesRequest": {"messages": MESSAGES, "max_tokens": 4},
-    "NativeRequest": {"prompt": "One two", "max_tokens": 4},
+    "OllamaChatRequest": {"messages": MESSAGES, "options": {"num_predict": 4}},
+    "OllamaGenerateRequest": {"prompt": "One two", "options": {"num_predict": 4}},
     "InfillRequest": {"input_prefix": "One", "input_suffix": "three", "n_predict": 4},
     "TokenizeRequest": {"content": "One two"},
     "DetokenizeRequest": {"tokens": [1, 2, 3]},
@@ -58,24 +60,11 @@ SOUND: dict[str, dict[str, Any]] = {
 NUMBERS = (0, 1, -1, 2, 5, 20, 21, 64, 10**5, 2**31 - 1, 2**31, 2**32, 2**63, -(2**31), -(2**63))
 FLOATS = (0.0, 0.5, 1.0, -0.5, 1e-30, 1e9, 1e308, -1e308)
 WORDS = (
-    "",
-    "a",
-    "One",
-    "\ud800",
-    "\x00\x1b[31m\r\n",
-    "\u202e\U0001f600" * 40,
-    "(" * 20_000,
-    "(.*)*(.*)*q~",
-    "^(a|a)*$",
-    "word " * 3_000,
-    'root ::= "a" | "b"',
-    "root ::= root",
-    "root ::= [a-z]{1,100000}",
-    "root ::= " + "(" * 300 + '"a"' + ")" * 300,
+    *("", "a", "One", "\ud800", "\x00\x1b[31m\r\n", "\u202e\U0001f600" * 40, "word " * 3_000),
+    *("(" * 20_000, "(.*)*(.*)*q~", "^(a|a)*$", "edkypmxt", 'root ::= "a" | "b"', "root ::= root"),
+    *("root ::= [a-z]{1,100000}", "root ::= " + "(" * 300 + '"a"' + ")" * 300),
     'root ::= ("a"?){5000}',
-    "edkypmxt",
 )
-
 PATTERNS = ("^a+$", "^(a|b)*c$", "^((((a*)*)*)*)*$", "[", "^")
 # Nests deeper than Python writes JSON; put into the text in the end.
 DEEP = "<deep>"
@@ -148,47 +137,44 @@ def of_kind(rng: random.Random, kind: str) -> Any:
     return anything(rng)
 
 
+def biases(rng: random.Random) -> list[Any]:
+    """Values of `logit_bias`, which has several forms."""
+    tokens = [[rng.randrange(300), rng.choice((-100, 5.5, False))] for _ in range(5)]
+    many = {str(n): 1 for n in range(rng.choice((3, 50_000)))}
+    return [tokens, many, {"word": -1, "1": False}, [["word " * 200, 1]] * rng.choice((3, 3_000))]
+
+
+def tool(rng: random.Random, name: str) -> dict[str, Any]:
+    """In each of the forms that a path may have."""
+    function = {"name": name, "parameters": schemas(rng)}
+    own = {"input_schema": schemas(rng), "parameters": schemas(rng)}
+    return {"type": "function", "name": name, "function": function, **own}
+
+
+def message(rng: random.Random) -> dict[str, Any]:
+    parts = [{"type": "text", "text": rng.choice(WORDS)}]
+    content = rng.choice((rng.choice(WORDS), None, parts))
+    role = rng.choice(("user", "assistant", "system", "tool", "odd", 5))
+    return {"role": role, "content": content}
+
+
 # Fields whose values have a form of their own: a choice of them, or what makes one.
 FORMS: dict[str, Any] = {
-    "logit_bias": lambda rng: rng.choice(
-        (
-            [[rng.randrange(300), rng.choice((-100, 5.5, False))] for _ in range(5)],
-            {str(n): 1 for n in range(rng.choice((3, 50_000)))},
-            {"word": -1, "1": False},
-            [["word " * 200, 1]] * rng.choice((3, 3_000)),
-        )
-    ),
+    "logit_bias": lambda rng: rng.choice(biases(rng)),
     "json_schema": schemas,
     "grammar": WORDS,
     "response_format": lambda rng: {
         "type": rng.choice(("json_object", "json_schema", "text", "odd")),
         "json_schema": {"name": "a", "schema": schemas(rng)},
     },
-    "tools": lambda rng: [
-        {
-            "type": "function",
-            "name": f"f{n}",
-            "function": {"name": f"f{n}", "parameters": schemas(rng)},
-            "input_schema": schemas(rng),
-            "parameters": schemas(rng),
-        }
-        for n in range(rng.choice((1, 2, 60)))
-    ],
+    "tools": lambda rng: [tool(rng, f"f{n}") for n in range(rng.choice((1, 2, 60)))],
     "tool_choice": (
         *("auto", "required", "none", {"type": "any"}),
         {"type": "function", "function": {"name": "f0"}},
     ),
     "stop": (["a"], ["", "e", "\ud800"], ["x" * 20] * 4_000, " ", [1, None]),
     "samplers": (["top_k", "odd"], "kfypmxt", ["temperature"] * 3_000),
-    "messages": lambda rng: [
-        {
-            "role": rng.choice(("user", "assistant", "system", "tool", "odd", 5)),
-            "content": rng.choice(
-                (rng.choice(WORDS), None, [{"type": "text", "text": rng.choice(WORDS)}])
-            ),
-        }
-        for _ in range(rng.choice((0, 1, 3, 400)))
-    ],
+    "messages": lambda rng: [message(rng) for _ in range(rng.choice((0, 1, 3, 400)))],
     "prompt": (
         *(["One", "two"], [[1, 2], [3]], [1, 2, 3], ["One"] * 40, [-1, 2**31], {"a": 1}),
         *WORDS,
@@ -202,9 +188,7 @@ def declared(cache: Path) -> dict[str, str]:
     """Each field that upstream's server declares, and its kind. cache: with its source."""
     found: dict[str, str] = {}
     for source in sorted(cache.glob("source/*/vendor/llama.cpp/tools/server/server-schema.cpp")):
-        text = re.sub(
-            r"^#if 0.*?^#endif|//[^\n]*", "", source.read_text(), flags=re.DOTALL | re.MULTILINE
-        )
+        text = re.sub(r"(?ms)^#if 0.*?^#endif|//[^\n]*", "", source.read_text())
         for kind, name, rest in re.findall(r'new field_(\w+)\("([^"]+)"(.*?);', text, re.DOTALL):
             found[name] = kind
             found |= dict.fromkeys(re.findall(r'add_alias\("([^"]+)"', rest), kind)
@@ -271,11 +255,9 @@ class Fuzz:
         self._asked: dict[int, str] = {}
 
     def start(self, clients: int) -> None:
-        self._threads = [
-            threading.Thread(target=self._client, args=(number,), daemon=True)
-            for number in range(clients)
-        ]
-        for thread in self._threads:
+        for number in range(clients):
+            thread = threading.Thread(target=self._client, args=(number,), daemon=True)
+            self._threads.append(thread)
             thread.start()
 
     def stop(self) -> None:
@@ -313,16 +295,13 @@ class Fuzz:
         return "\n    ".join(["", *self._asked.values()])
 
     def _ask(self, rng: random.Random, method: str, path: str, body: bytes) -> int | str:
-        where = urlsplit(self.served.url)
         head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         if self.key:
             key = rng.choice((KEY,) * 9 + ("wrong",))
             head += rng.choice((f"x-api-key: {key}\r\n", f"Authorization: Bearer {key}\r\n"))
         if method == "POST":
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        with socket.create_connection(
-            (where.hostname or "", where.port or 0), timeout=HANG_S
-        ) as sock:
+        with self.served.connected() as sock:
             with contextlib.suppress(ConnectionError):
                 sock.sendall(head.encode() + b"\r\n" + body)
             chance = rng.random()
@@ -346,7 +325,7 @@ class Fuzz:
         if not found:
             return "closed"
         status, text = int(found[1]), said.partition(b"\r\n\r\n")[2]
-        if status >= 500 and status != 501 and not re.search(rb'"message": ?"[^"]{8,400}"', text):
+        if status >= 500 and status != 501 and not re.search(SENTENCE, text):
             self.findings.append(f"{path} {status} {text[:200]!r} to {body[:1500]!r}")
         if status == 500:
             self.findings.append(f"{path} 500 {text[:300]!r} to {body[:1500]!r}")
@@ -385,14 +364,11 @@ def ended(served: Served, what: str) -> list[str]:
     return found
 
 
-def fuzz(
-    cache: Path, model: Path, seconds: float, seed: int, key: bool, clients: int = 6
-) -> list[str]:
+def fuzz(cache: Path, options: Sequence[str], seconds: float, seed: int, key: bool) -> list[str]:
     """The findings of one server. It has to answer four at once at the end, and to end in time."""
-    options = (*OPTIONS, *(("--api-key", KEY) if key else ()))
-    with serving(cache, "-m", str(model), *options) as served:
+    with serving(cache, *options) as served:
         run = Fuzz(served, seed, key)
-        run.start(clients)
+        run.start(CLIENTS)
         end = monotonic() + seconds
         while monotonic() < end and served.process.poll() is None:
             threading.Event().wait(min(5.0, max(0.0, end - monotonic())))
@@ -408,22 +384,18 @@ def fuzz(
         peak = peak_bytes(served.process.pid)
         findings += ended(served, "SIGTERM")
         run.close()
-    print(
-        f"{run.statuses.total()} requests, {dict(run.statuses)}, "
-        f"peak {peak / 2**20:.1f} MiB of {CAP >> 20}",
-        flush=True,
-    )
+    said = f"{run.statuses.total()} requests, {dict(run.statuses)}"
+    print(f"{said}, peak {peak / 2**20:.1f} MiB of {CAP >> 20}", flush=True)
     return findings
 
 
-def stops(cache: Path, model: Path, times: int, seed: int, key: bool) -> list[str]:
+def stops(cache: Path, options: Sequence[str], times: int, seed: int, key: bool) -> list[str]:
     """SIGTERM at random moments of such requests: each end is clean and in time."""
     rng, findings = random.Random(seed), []
-    options = (*OPTIONS, *(("--api-key", KEY) if key else ()))
     for number in range(times):
-        with serving(cache, "-m", str(model), *options) as served:
+        with serving(cache, *options) as served:
             run = Fuzz(served, seed + 100 * number, key)
-            run.start(6)
+            run.start(CLIENTS)
             threading.Event().wait(rng.uniform(0.0, 6.0))
             findings += ended(served, f"stop {number}")
             run.stop()
@@ -440,12 +412,10 @@ def main() -> int:
     parser.add_argument("--key", action="store_true", help="the server asks for a key")
     parser.add_argument("--stops", type=int, default=0, help="SIGTERM at so many moments instead")
     asked = parser.parse_args()
-    model = asked.model.resolve()
+    options = ["-m", str(asked.model.resolve()), *OPTIONS, *(["--api-key", KEY] * asked.key)]
+    work, most = (stops, asked.stops) if asked.stops else (fuzz, asked.seconds)
     with tempfile.TemporaryDirectory() as folder:
-        if asked.stops:
-            findings = stops(Path(folder), model, asked.stops, asked.seed, asked.key)
-        else:
-            findings = fuzz(Path(folder), model, asked.seconds, asked.seed, asked.key)
+        findings = work(Path(folder), options, most, asked.seed, asked.key)
     for finding in findings:
         print("FINDING", finding, flush=True)
     print(f"{len(findings)} findings")

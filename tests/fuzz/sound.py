@@ -23,11 +23,7 @@ from orchestrator.cost.losses import LossTable, TablePrecision
 from orchestrator.lab.replay.file import write_trace
 
 TIERS = {"q8_0": GGMLType.Q8_0, "q4_0": GGMLType.Q4_0}
-
-
 SMALL = {"n_embd": 32, "n_ff": 32, "n_expert": 2}
-
-
 NUMBERS = {"embedding_length": 32, "expert_count": 2, "expert_used_count": 1}
 
 
@@ -82,20 +78,16 @@ def _checkpoint(folder: Path) -> dict[str, Any]:
         for i in range(3)
     }
     name = "model-00001-of-00001.safetensors"
+    rules = [
+        {"type": "Split", "pattern": {"Regex": "x"}, "behavior": "Isolated"},
+        {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+    ]
+    splits = {"type": "Sequence", "pretokenizers": rules}
     files = {
         "config.json": {"architectures": ["MixtralForCausalLM"], "hidden_size": 8},
         "model.safetensors.index.json": {"weight_map": dict.fromkeys(entries, name)},
         "tokenizer_config.json": {"model_max_length": 8},
-        "tokenizer.json": {
-            "model": {"type": "BPE"},
-            "pre_tokenizer": {
-                "type": "Sequence",
-                "pretokenizers": [
-                    {"type": "Split", "pattern": {"Regex": "x"}, "behavior": "Isolated"},
-                    {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-                ],
-            },
-        },
+        "tokenizer.json": {"model": {"type": "BPE"}, "pre_tokenizer": splits},
     }
     for file, value in files.items():
         (folder / file).write_text(json.dumps(value))

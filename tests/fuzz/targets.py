@@ -45,8 +45,6 @@ from orchestrator.memory.machine import Machine
 from orchestrator.memory.plan import plan_memory, scratch_bytes
 
 ACCEPTED = "accepted"
-
-
 Target = Callable[[Bench, Random], str]
 
 

@@ -1,8 +1,6 @@
 """A few seconds of what tests/fuzz/long.py does for ten minutes: whatever a file says, the answer
 is an error of ours or a model, at once, in little memory."""
 
-from __future__ import annotations
-
 import tracemalloc
 from random import Random
 
@@ -19,15 +17,16 @@ from gguf_tools.quantize.ggml import library_path
 
 # A damaged file of 100 KiB; a good one takes a tenth of it.
 MOST_BYTES = 16 << 20
+REPEATABLE = {"deadline": None, "derandomize": True, "database": None}
 
 
 @pytest.fixture(scope="module")
-def search(tmp_path_factory: pytest.TempPathFactory) -> Search:
+def search(tmp_path_factory):
     return Search(tmp_path_factory.mktemp("fuzz"), [])
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_every_answer_is_an_answer(search: Search, name: str) -> None:
+def test_every_answer_is_an_answer(search, name):
     target = TARGETS[name]
     if target in WITH_GGML:
         try:
@@ -36,15 +35,9 @@ def test_every_answer_is_an_answer(search: Search, name: str) -> None:
             pytest.skip(str(error))
     answers = set()
 
-    @settings(
-        max_examples=40,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=40, suppress_health_check=list(HealthCheck), **REPEATABLE)
     @given(st.randoms(use_true_random=False))
-    def run(random: Random) -> None:
+    def run(random):
         tracemalloc.start()
         try:
             answers.add(target(search.bench, random))
@@ -58,23 +51,15 @@ def test_every_answer_is_an_answer(search: Search, name: str) -> None:
     assert len(answers) > 1
 
 
-values = st.recursive(
-    st.one_of(
-        st.booleans(),
-        st.integers(-(1 << 63), (1 << 64) - 1),
-        st.floats(width=32),
-        st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
-    ),
-    lambda inner: st.lists(inner, max_size=4),
-    max_leaves=8,
-)
+letters = st.characters(exclude_categories=["Cs"])
+texts, numbers = st.text(letters), st.integers(-(1 << 63), (1 << 64) - 1) | st.floats(width=32)
+single = st.booleans() | numbers | st.text(letters, max_size=20)
+values = st.recursive(single, lambda inner: st.lists(inner, max_size=4), max_leaves=8)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
-@given(
-    metadata=st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), values, max_size=4)
-)
-def test_metadata_is_read_back_as_it_was_written(tmp_path_factory, metadata: dict) -> None:
+@settings(max_examples=150, **REPEATABLE)
+@given(metadata=st.dictionaries(texts, values, max_size=4))
+def test_metadata_is_read_back_as_it_was_written(tmp_path_factory, metadata):
     """Or the writer refuses it: mixed lists, an empty key, an alignment of another kind."""
     path = tmp_path_factory.mktemp("meta") / "m.gguf"
     refused = set()

@@ -24,23 +24,12 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 HANG_S = 120.0
 # Flags without which it asks its maker for updates, or needs what a container lacks.
 FLAGS = (
-    "--headless",
-    "--remote-debugging-pipe",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--no-first-run",
-    "--disable-extensions",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
+    *("--headless", "--remote-debugging-pipe", "--no-sandbox", "--no-first-run"),
+    *("--disable-gpu", "--disable-dev-shm-usage", "--disable-extensions", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update"),
 )
-KEYS = {
-    "Enter": ("Enter", 13, "\r"),
-    "Escape": ("Escape", 27, ""),
-    "Tab": ("Tab", 9, ""),
-    " ": ("Space", 32, " "),
-}
+KEYS = {"Enter": ("Enter", 13, "\r"), "Escape": ("Escape", 27, "")}
+KEYS |= {"Tab": ("Tab", 9, ""), " ": ("Space", 32, " ")}
 SHIFT = 8
 
 
@@ -116,12 +105,10 @@ class Tab:
     def __init__(self, browser: Browser) -> None:
         self._browser = browser
         context = browser.call("Target.createBrowserContext")["browserContextId"]
-        target = browser.call(
-            "Target.createTarget", url="about:blank", browserContextId=context, width=1200
-        )
-        self._session: str = browser.call(
-            "Target.attachToTarget", targetId=target["targetId"], flatten=True
-        )["sessionId"]
+        new = {"url": "about:blank", "browserContextId": context, "width": 1200}
+        target = browser.call("Target.createTarget", **new)["targetId"]
+        attached = browser.call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session: str = attached["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
 
@@ -167,24 +154,15 @@ class Tab:
 
     def press(self, key: str, shift: bool = False) -> None:
         code, number, text = KEYS[key]
-        common = {
-            "key": key,
-            "code": code,
-            "windowsVirtualKeyCode": number,
-            "modifiers": SHIFT if shift else 0,
-        }
+        common = {"key": key, "code": code, "windowsVirtualKeyCode": number}
+        common["modifiers"] = SHIFT if shift else 0
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **common)
         self.call("Input.dispatchKeyEvent", type="keyUp", **common)
 
     def shape(self, width: int, height: int, dark: bool = False) -> None:
         """Another size of the window, and the colours that the person prefers."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 

@@ -27,6 +27,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -43,14 +44,9 @@ MIB = 1 << 20
 ASKED = 20
 ANSWER_TOKENS = 64
 # Of an answer in JSON, for which a grammar takes memory.
-FACTS = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string"},
-        "years": {"type": "array", "items": {"type": "number"}},
-    },
-    "required": ["name", "years"],
-}
+YEARS = {"type": "array", "items": {"type": "number"}}
+FACTS = {"type": "object", "properties": {"name": {"type": "string"}, "years": YEARS}}
+FORM = {"name": "facts", "schema": FACTS | {"required": ["name", "years"]}}
 # What a chat template and the begin of a text take beside the text itself, at most.
 TEMPLATE_TOKENS = 64
 # Where a command asks for less than it can have, to say what it needs.
@@ -89,9 +85,8 @@ class Group:
 
     def used_bytes(self) -> int:
         """What cannot be dropped: memory that no file is behind, and the kernel's own."""
-        found = dict(
-            line.split() for line in (self.folder / "memory.stat").read_text().splitlines()
-        )
+        lines = (self.folder / "memory.stat").read_text().splitlines()
+        found = dict(line.split() for line in lines)
         if not self._is_first:
             return int(found["anon"]) + int(found.get("kernel", 0))
         kernel = int((self.folder / "memory.kmem.usage_in_bytes").read_text())
@@ -209,14 +204,11 @@ def ask_server(
                 post("completions", {"prompt": prompt, "stream": turn % 2 > 0})
             if clients == 1:
                 said = {"role": "user", "content": "Hello"}
-                form = {"type": "json_schema", "json_schema": {"name": "facts", "schema": FACTS}}
+                form = {"type": "json_schema", "json_schema": FORM}
                 post("chat/completions", {"messages": [said], "response_format": form})
 
-        askers = [threading.Thread(target=ask, args=(number,)) for number in range(clients)]
-        for each in askers:
-            each.start()
-        for each in askers:
-            each.join()
+        with ThreadPoolExecutor(clients) as pool:
+            list(pool.map(ask, range(clients)))
         process.send_signal(signal.SIGTERM)
 
     return use
@@ -318,9 +310,7 @@ def commands(
         "replay": Line(["replay", str(trace)], False, before=["trace", *traced]),
         "plan": Line(["plan", *reads]),
         "doctor": Line(["doctor", *reads]),
-        "calibrate": Line(
-            [*calibrate, f"--types={types}", "--force", "--out", str(out / "c.json")]
-        ),
+        "calibrate": Line([*calibrate, f"--types={types}", "--force", f"--out={out / 'c.json'}"]),
         "calibrate --save-imatrix": Line([*calibrate, "--save-imatrix", str(out / "i.gguf")]),
         "pack": Line(packed, has_ram=False),
         "pack --method imatrix": Line([*packed, *calib, "--method=imatrix"]),
@@ -346,22 +336,17 @@ def main() -> int:
     parser.add_argument("--ctx", type=int, default=1024)
     args = parser.parse_args()
     failed = False
-    print(
-        f"{'command':26} {'cap':>6} {'peak':>6} {'of cap':>7} {'libraries':>9}  (MiB)", flush=True
-    )
+    print(f"{'command':26} {'cap':>6} {'peak':>6} {'of cap':>7} {'libraries':>9}  (MiB)")
     with tempfile.TemporaryDirectory() as folder:
         known = commands(args.model, args.text, Path(folder), args.tokens, ctx=args.ctx)
-        if unknown := set(args.names) - set(known):
-            parser.error(
-                f"no command {', '.join(sorted(unknown))}: give some of {', '.join(known)}"
-            )
+        if unknown := ", ".join(sorted(set(args.names) - set(known))):
+            parser.error(f"no command {unknown}: give some of {', '.join(known)}")
         for name in args.names or known:
-            line, ram = known[name], 0
             if args.ram == "least":
-                found, ram = line.run_least()
+                found, ram = known[name].run_least()
             else:
                 ram = parse_size(args.ram)
-                found = line.run(ram)
+                found = known[name].run(ram)
             share = found.peak_bytes / ram
             figures = f"{ram / MIB:6.0f} {found.peak_bytes / MIB:6.0f} {share:7.1%}"
             figures += f" {found.library_bytes / MIB:9.0f}"

@@ -80,12 +80,8 @@ class Talks:
         head = {"Content-Type": "application/json"}
         if self._header:
             head[self._header] = name
-        body = {
-            "messages": said,
-            "stream": True,
-            "max_tokens": self._answer_tokens,
-            "temperature": 0,
-        }
+        body = {"messages": said, "stream": True, "temperature": 0}
+        body["max_tokens"] = self._answer_tokens
         assert self._where.hostname
         connection = http.client.HTTPConnection(self._where.hostname, self._where.port, HANG_S)
         begin_s = time.monotonic()

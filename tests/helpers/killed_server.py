@@ -167,17 +167,10 @@ def main() -> None:
         other = written_again(files, cache / "again")
     back = [n > 50 for (_, turn), (*_, n) in load.answers.items() if turn]
     said = {
-        "kills": wanted.kills,
-        "answers": len(load.answers),
-        "broken off": load.broken,
-        "refused": load.refused,
-        "later turns": len(back),
-        "that came back": sum(back),
-        "compared": dict(found),
-        "files at the end": len(files),
-        "torn": torn,
-        "said to be damaged": len(sentences),
-        "restored with other bytes": other,
+        **{"kills": wanted.kills, "answers": len(load.answers), "broken off": load.broken},
+        **{"refused": load.refused, "later turns": len(back), "that came back": sum(back)},
+        **{"compared": dict(found), "files at the end": len(files), "torn": torn},
+        **{"said to be damaged": len(sentences), "restored with other bytes": other},
         "seconds": round(time.monotonic() - begin_s),
     }
     print(json.dumps(said))

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 from real_cache import REAL_CACHE
+from waiting import wait_until
 
 from orchestrator.native import ServerLibrary
 from orchestrator.native.llama import Bindings
@@ -96,9 +96,8 @@ class Served:
 
     def post(self, path: str, data: Any) -> Any:
         """The JSON of an answer. Raises HTTPError where its status says that there is none."""
-        request = Request(
-            self.url + path, json.dumps(data).encode(), {"Content-Type": "application/json"}
-        )
+        head = {"Content-Type": "application/json"}
+        request = Request(self.url + path, json.dumps(data).encode(), head)
         with urlopen(request, timeout=HANG_S) as answer:
             return json.load(answer)
 
@@ -119,11 +118,8 @@ class Served:
 
     def until_running(self, n: int) -> None:
         """Waits until so many requests are at work."""
-        for _ in range(100 * HANG_S):
-            if f"moe_edge_requests_running {n}\n" in self.get("/metrics"):
-                return
-            time.sleep(0.01)
-        pytest.fail(f"there are never {n} requests that run")
+        said = f"moe_edge_requests_running {n}\n"
+        wait_until(lambda: said in self.get("/metrics"), f"there are never {n} requests that run")
 
     def end(self, signum: int = signal.SIGTERM) -> tuple[int, str]:
         """(status, what it said on stderr) after a signal."""
@@ -140,18 +136,12 @@ def serving(cache: Path, *options: str, files: int | None = None) -> Iterator[Se
     file descriptors that it may have."""
     pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
     bring_server(cache)
-    environment = {
-        **os.environ,
-        "XDG_CACHE_HOME": str(cache),
-        "PYTHONPATH": str(REPO),
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
+    own = {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(REPO), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, "-m", "orchestrator", "serve", "--port", "0", "--threads", "1"]
     if files is not None:
         command = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
-    with subprocess.Popen(
-        [*command, *options], env=environment, stderr=subprocess.PIPE, text=True, cwd=REPO
-    ) as process:
+    pipe = {"stderr": subprocess.PIPE, "text": True, "env": os.environ | own}
+    with subprocess.Popen([*command, *options], cwd=REPO, **pipe) as process:
         served = Served(process)
         try:
             served.wait_ready()

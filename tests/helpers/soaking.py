@@ -14,11 +14,12 @@ requests: conversations one after another. Fails where the resident memory at th
 from __future__ import annotations
 
 import argparse
-import collections
 import random
 import sys
 import tempfile
 import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from time import monotonic, sleep
@@ -39,10 +40,9 @@ MOST_GROWTH = 1.02
 def conversation(rng: random.Random, n_predict: int) -> dict[str, Any]:
     """A request as another one each time, some of them long."""
     about = " ".join(rng.choices(COUNTRIES, k=rng.choice((1, 4, 40))))
+    text = f"{rng.randrange(10**6)}: tell me about {about}."
     return {
-        "messages": [
-            {"role": "user", "content": f"{rng.randrange(10**6)}: tell me about {about}."}
-        ],
+        "messages": [{"role": "user", "content": text}],
         "max_tokens": rng.randrange(1, n_predict),
         "temperature": 0.8,
         "seed": rng.randrange(2**31),
@@ -101,14 +101,12 @@ def ram_for(model: Path, share: float) -> int:
         return whole - int((1 - share) * opened.tier_bytes[0])
 
 
-def soak_clients(
-    cache: Path, model: Path, clients: int, seconds: float, share: float
-) -> dict[int, int]:
+def soak_clients(cache: Path, model: Path, clients: int, seconds: float, share: float) -> Counter:
     """How often each status came. Raises AssertionError for another one than 200 and 429, and for
     memory over the promise."""
     ram = ram_for(model, share)
     options = ("-m", str(model), "--ctx=512", f"--ram={ram}", f"--queue={clients // 2 - 1}")
-    statuses: collections.Counter[int] = collections.Counter()
+    statuses: Counter[int] = Counter()
     with serving(cache, *options) as served:
         memory = Memory(served.process.pid)
         end = monotonic() + seconds
@@ -121,21 +119,17 @@ def soak_clients(
                 if status == 429:
                     sleep(0.2)
 
-        threads = [threading.Thread(target=client, args=(n,)) for n in range(clients)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(clients) as pool:
+            list(pool.map(client, range(clients)))
         memory.close()
         served.post("/tokenize", {"content": "still here"})
         status, said = served.end()
         assert status == 0 and "Traceback" not in said, said[-2000:]
-    print(
-        f"statuses {dict(statuses)}, peak {memory.peak_bytes / 2**20:.1f} MiB of {ram / 2**20:.1f}"
-    )
+    peak = memory.peak_bytes / 2**20
+    print(f"statuses {dict(statuses)}, peak {peak:.1f} MiB of {ram / 2**20:.1f}")
     assert set(statuses) <= {200, 429}, statuses
     assert memory.peak_bytes <= ram, (memory.peak_bytes, ram)
-    return dict(statuses)
+    return statuses
 
 
 def soak_requests(cache: Path, model: Path, requests: int, cache_ram: str) -> tuple[int, int]:
@@ -157,9 +151,8 @@ def soak_requests(cache: Path, model: Path, requests: int, cache_ram: str) -> tu
         last = memory.now_bytes()
         memory.close()
     assert first, "the prompt cache was never full: ask more, or give it less"
-    print(
-        f"full at {at}: {first / 2**20:.1f} MiB, at the end {last / 2**20:.1f}: {last / first:.4f}"
-    )
+    growth = f"{first / 2**20:.1f} MiB, at the end {last / 2**20:.1f}: {last / first:.4f}"
+    print(f"full at {at}: {growth}")
     return first, last
 
 

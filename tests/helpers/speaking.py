@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-ARGUMENTS: dict[str, Any] = {
-    "type": "object",
-    "properties": {"country": {"enum": ["Norway", "Peru"]}},
-    "required": ["country"],
-    "additionalProperties": False,
-}
-CAPITAL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "capital",
-        "description": "The capital of a country.",
-        "parameters": ARGUMENTS,
-    },
-}
+
+def object_of(**properties: Any) -> dict[str, Any]:
+    """The schema of an object that has these properties, and no others."""
+    needed = {"required": list(properties), "additionalProperties": False}
+    return {"type": "object", "properties": properties, **needed}
+
+
+ARGUMENTS = object_of(country={"enum": ["Norway", "Peru"]})
+_SAID = {"name": "capital", "description": "The capital of a country."}
+CAPITAL: dict[str, Any] = {"type": "function", "function": {**_SAID, "parameters": ARGUMENTS}}

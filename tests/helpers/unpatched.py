@@ -61,11 +61,8 @@ class Unpatched:
         """Logits float32 [prompt + answer, vocab] of a GGUF: the prompt in one step, then one
         token a step, in a process of its own. Raises AssertionError with what it said."""
         out = model.with_suffix(".npy")
-        self._run(
-            [sys.executable, __file__, "--logits", model, out, json.dumps([prompt, answer])],
-            LLAMA_CPP_LIB_PATH=str(self.bin),
-            PYTHONPATH=str(REPO),
-        )
+        command = [sys.executable, __file__, "--logits", model, out, json.dumps([prompt, answer])]
+        self._run(command, LLAMA_CPP_LIB_PATH=str(self.bin), PYTHONPATH=str(REPO))
         return np.load(out)
 
     def tool(self, name: str, *arguments: object) -> str:
@@ -73,14 +70,9 @@ class Unpatched:
         return self._run([self.bin / name, *arguments])
 
     def _run(self, command: Sequence[object], **environment: str) -> str:
-        done = subprocess.run(
-            [str(each) for each in command],
-            env={**os.environ, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
+        words, env = [str(each) for each in command], {**os.environ, **environment}
+        both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "errors": "replace"}
+        done = subprocess.run(words, env=env, text=True, **both)
         assert done.returncode == 0, done.stdout[-4000:]
         return done.stdout
 
@@ -103,15 +95,8 @@ def _logits(model: Path, out: Path, prompt: list[int], answer: list[int]) -> Non
     if hasattr(lib, "moe_edge_abi_version"):
         sys.exit(f"{lib._name} has our patches")
     opened = Model(bindings, model, managed=False, use_extra_bufts=False, use_mmap=True)
-    context = LlamaContext(
-        bindings,
-        opened,
-        n_ctx=256,
-        n_ubatch=256,
-        threads=1,
-        outputs=256,
-        flash_attention=True,
-    )
+    sizes = {"n_ctx": 256, "n_ubatch": 256, "outputs": 256}
+    context = LlamaContext(bindings, opened, threads=1, flash_attention=True, **sizes)
     rows = []
     for pos, tokens in [(0, prompt), *((len(prompt) + i, [t]) for i, t in enumerate(answer))]:
         if context.decode(tokens, pos, all_logits=True) != 0:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from pseudo_terminal import PROMPT, Terminal
 
@@ -9,7 +7,7 @@ def start(tmp_path):
     """Opens a Terminal at its first prompt."""
     opened = []
 
-    def open_terminal(*args: str, **environment: str) -> Terminal:
+    def open_terminal(*args, **environment):
         terminal = Terminal(*args, home=tmp_path, **environment)
         opened.append(terminal)
         terminal.greeting = terminal.wait(PROMPT)

@@ -23,17 +23,13 @@ from orchestrator.errors import GGUFError, PolicyError  # noqa: E402
 from orchestrator.events import GenerationStats  # noqa: E402
 
 HOSTILE = "red\x1b[31m \x1b]0;title\x07bell\x07 \u202eback\x9b2J\rend\ttab"
+TIMES = {"ttft_ms": 12.3, "tpot_ms_p50": 20.0, "tpot_ms_p99": 31.0, "tokens_per_s": 48.9}
+COUNTS = {"tokens": 3, "prompt_tokens": 7, "evaluated_tokens": 5, "bytes_read": 5 * 2**20}
 STATS = GenerationStats(
-    ttft_ms=12.3,
-    tpot_ms_p50=20.0,
-    tpot_ms_p99=31.0,
-    tokens=3,
-    tokens_per_s=48.9,
-    prompt_tokens=7,
-    evaluated_tokens=5,
+    **TIMES,
+    **COUNTS,
     hit_rate=0.931,
     prefill_hit_rate=None,
-    bytes_read=5 * 2**20,
     wait_ms=1.5,
     mix={"q4_k": 0.75, "q2_k": 0.25},
     computed={"q4_k": 0.8125, "q2_k": 0.1875},
@@ -44,8 +40,6 @@ STATS = GenerationStats(
     finish="end",
     policy={"prefetch": "on", "recall": [None, 0.5, 0.75], "precision": [None, 0.5, 0.75]},
 )
-
-
 # An answer longer than a line, in pieces that are no words.
 WORDS = ["some le", "ngthy w", "ords of an ans", "wer "] * 12
 

@@ -5,18 +5,13 @@ precisions where its neighbours work with one or two, is asked in prefill only, 
 each expert is in, and moves one of them through all tiers.
 """
 
-from __future__ import annotations
-
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from command_line import python
+from tables import cases
 
 from orchestrator.lab.replay import read_trace
-
-ROOT = Path(__file__).resolve().parents[3]
 
 POLICY = '''
 """Every expert in the tier that its index says."""
@@ -82,7 +77,6 @@ class Stripes(Policy):
     def describe(self):
         return f"stripes of {self.settings.stripe} in {'/'.join(self.shape.tiers)}"
 '''
-
 # The one line of the registry, as a start-up file adds it for a process of its own.
 PROGRAM = """
 import sys
@@ -96,25 +90,22 @@ main()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("policy")
     (folder / "stripes.py").write_text(POLICY)
     return folder
 
 
 @pytest.fixture
-def model(library, tiny_model) -> Path:
+def model(library, tiny_model):
     return tiny_model("qwen3moe", "q8_0", "q4_k", "q2_k")
 
 
-def moe_edge(folder: Path, *args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", PROGRAM, folder, *map(str, args)]
-    return subprocess.run(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
+def moe_edge(folder, *args):
+    return python("-c", PROGRAM, folder, *args)
 
 
-def test_its_option_and_its_help(folder: Path) -> None:
+def test_its_option_and_its_help(folder):
     said = " ".join(moe_edge(folder, "chat", "--help-all").stdout.split())
     assert "lru, dymoe, dynaexq, firm, context, floor, mixed, stripes, plain" in said
     assert "Policy stripes: --stripe N How many experts beside each other share a tier." in said
@@ -123,31 +114,20 @@ def test_its_option_and_its_help(folder: Path) -> None:
     assert "--stripe N" in said and "stripes" in said
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("--policy stripes --stripe 10", "'--stripe': must be 1 to 9, not 10"),
-        (
-            "--policy lru --stripe 3",
-            "--stripe has no effect with --policy lru, which runs one precision",
-        ),
-        (
-            "--policy stripes --retention 0.5",
-            "--retention has no effect with --policy stripes, which goes by the index",
-        ),
-        (
-            "--policy stripes --high-tier q4_k",
-            "the policy stripes works with 3 precisions: give --low FILE",
-        ),
-        ("--stripe 3", "--stripe is for --policy stripes: leave it out"),
-    ],
+@cases(
+    "options, said",
+    ("--policy stripes --stripe 10", "'--stripe': must be 1 to 9, not 10"),
+    ("--policy lru --stripe 3", "--stripe has no effect with --policy lru, which runs one"),
+    ("--policy stripes --retention 0.5", "--policy stripes, which goes by the index"),
+    ("--policy stripes --high-tier q4_k", "stripes works with 3 precisions: give --low FILE"),
+    ("--stripe 3", "--stripe is for --policy stripes: leave it out"),
 )
-def test_its_checks(folder: Path, model: Path, options: str, said: str) -> None:
+def test_its_checks(folder, model, options, said):
     done = moe_edge(folder, "chat", "-m", model, "-p", "hello", *options.split())
     assert done.returncode in (1, 2) and done.stdout == "" and said in done.stderr
 
 
-def test_its_mode_line_and_its_mix(folder: Path, model: Path) -> None:
+def test_its_mode_line_and_its_mix(folder, model):
     done = moe_edge(
         *(folder, "chat", "-m", model, "-p", "hello there", "--json", "--seed", 5),
         *("--policy", "stripes", "--stripe", 3, "--max-tokens", 100, "--expert-ram", "64MiB"),
@@ -165,7 +145,7 @@ def test_its_mode_line_and_its_mix(folder: Path, model: Path) -> None:
     assert set(told["first"]) == {0, 1, 2}  # by transitions between any two tiers
 
 
-def test_its_trace_and_its_replay(folder: Path, model: Path, tmp_path: Path) -> None:
+def test_its_trace_and_its_replay(folder, model, tmp_path):
     text, out = tmp_path / "text.txt", tmp_path / "t.npz"
     text.write_text("a text of some words, " * 20)
     done = moe_edge(

@@ -1,23 +1,15 @@
 """`moe-edge bench`: its options, which the experiments declare, and what they become."""
 
-from __future__ import annotations
-
 import json
-import subprocess
-import sys
 
 import pytest
-from click.testing import CliRunner
+from command_line import python, run
+from tables import cases
 
-from orchestrator.cli.main import cli
 from orchestrator.lab.registry import BENCHMARKS, load
 from orchestrator.lab.table import Report
 
 BELOW = [name for name in BENCHMARKS if name]
-
-
-def run(*args: str):
-    return CliRunner().invoke(cli, list(args))
 
 
 @pytest.fixture
@@ -35,7 +27,8 @@ def measured(monkeypatch):
     return replace
 
 
-ASKED = [
+@cases(
+    "name, args, options",
     (
         "",
         ["--caps", "50", "--routing", "zipf", "--quick", "--tokens", "9"],
@@ -45,10 +38,7 @@ ASKED = [
         (name, ["--shape", "demo", "--threads", "1"], {"shape": "demo", "threads": 1})
         for name in BELOW
     ],
-]
-
-
-@pytest.mark.parametrize(("name", "args", "options"), ASKED)
+)
 def test_a_benchmark_gets_its_options(measured, name, args, options):
     seen = measured(name)
     result = run("bench", *name.split(), *args)
@@ -57,26 +47,6 @@ def test_a_benchmark_gets_its_options(measured, name, args, options):
     assert seen == [load(BENCHMARKS, name).options(**options)]
     found = json.loads(run("bench", *name.split(), "--json").stdout)
     assert found == {"heading": ["heading"], "tables": [], "notes": []}
-
-
-@pytest.mark.parametrize(
-    ("words", "status", "said"),
-    [
-        ("--caps much", 2, "'--caps': 'much' is no list of percentages"),
-        ("--runs 3 ablation", 2, "--runs comes after the command"),
-        ("--quick ablation", 2, "--quick comes after the command"),
-        ("--seed 0 ablation", 2, "--seed comes after the command"),
-        # The routing of a trained model is its own.
-        (
-            "ablation --shape demo --routing uniform",
-            1,
-            "--routing has no effect with --shape demo",
-        ),
-    ],
-)
-def test_what_is_refused(words, status, said):
-    result = run("bench", *words.split())
-    assert result.exit_code == status and said in result.stderr
 
 
 def test_listing_the_benchmarks_loads_none_but_the_first():
@@ -91,4 +61,5 @@ def test_listing_the_benchmarks_loads_none_but_the_first():
         "text = CliRunner().invoke(cli, ['bench', '--help']).stdout\n"
         "assert 'ablation ' in text and 'orchestrator.lab.bench.ablation' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    done = python("-c", program)
+    assert done.returncode == 0, done.stderr

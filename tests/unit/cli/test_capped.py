@@ -1,26 +1,17 @@
 """Commands in a memory cgroup of their --ram. tests/helpers/capped.py has the table of all."""
 
-from __future__ import annotations
-
 import json
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import capped
 import pytest
+from command_line import python
 from served import bring_server
-
-from orchestrator.native import Library
 
 RAM = 112 << 20
 
 
 @pytest.fixture(scope="module")
-def known(
-    library: Library, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, capped.Line]:
+def known(library, tiny_model, tmp_path_factory):
     try:
         capped.Group.make(RAM).close()
     except OSError as error:
@@ -33,13 +24,13 @@ def known(
 
 
 @pytest.mark.parametrize("name", ["chat", "chat, --max-loss", "eval --kl", "calibrate", "doctor"])
-def test_a_command_stays_within_its_cap(known: dict[str, capped.Line], name: str) -> None:
+def test_a_command_stays_within_its_cap(known, name):
     found = known[name].run(RAM, "--threads=1")
     assert found.status == 0, found.err
     assert 0 < found.peak_bytes <= RAM
 
 
-def test_a_chat_keeps_to_the_least_that_it_names(known: dict[str, capped.Line]) -> None:
+def test_a_chat_keeps_to_the_least_that_it_names(known):
     """All of it is planned there, the pages of libraries among it: nothing spare hides a plan that
     is too low. The prompt takes the scratch of a whole micro-batch."""
     line = capped.Line([*known["chat, dynaexq"].args, "--json", "--threads=1"])
@@ -60,19 +51,15 @@ finally:
 
 
 @pytest.mark.parametrize("policy", ["lru", "dymoe", "dynaexq", "context", "mixed"])
-def test_a_chat_loads_no_masked_arrays(tiny_model: Callable[..., Path], policy: str) -> None:
+def test_a_chat_loads_no_masked_arrays(tiny_model, policy):
     """Beside a model they take 2 MiB, and 9 where Python has to compile them."""
     model = tiny_model("qwen3moe", "q8_0", "q2_k")
-    asked = ["chat", "-m", str(model), f"--policy={policy}", "--expert-ram=3MiB", "-p", "hello"]
-    command = [sys.executable, "-c", _IMPORTS, *asked]
-    command += ["--ctx=256", "--max-tokens=4", "--threads=1"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    asked = ("chat", "-m", model, f"--policy={policy}", "--expert-ram=3MiB", "-p", "hello")
+    done = python("-c", _IMPORTS, *asked, "--ctx=256", "--max-tokens=4", "--threads=1")
     assert done.returncode == 0, done.stderr
 
 
-def test_a_server_keeps_to_the_least_that_it_names(
-    known: dict[str, capped.Line], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_keeps_to_the_least_that_it_names(known, tmp_path, monkeypatch):
     """With clients at once, and the pages of libraries. Twice of what it is counted with beside a
     chat would be too much: this model leaves a sixth of all to spare, the demo 7 %."""
     pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
@@ -88,7 +75,7 @@ def test_a_server_keeps_to_the_least_that_it_names(
     assert 0.55 * ram < found.peak_bytes + found.library_bytes <= ram
 
 
-def test_who_takes_more_is_ended(known: dict[str, capped.Line]) -> None:
+def test_who_takes_more_is_ended(known):
     """The cap is there: without --ram the same would take what it likes."""
     found = capped.run(known["eval"].args, 24 << 20)
     assert found.status == -9

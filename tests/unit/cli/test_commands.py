@@ -1,21 +1,18 @@
 """Command lines and what they print, in this process (tables) and in one of their own."""
 
-from __future__ import annotations
-
 import json
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import fake_engine
 import pytest
-from click.testing import CliRunner
+from command_line import python, run
+from tables import cases
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.chat import console
 from orchestrator.cli import options as module
-from orchestrator.cli.main import cli
 from orchestrator.errors import MoeEdgeError
 
 
@@ -34,12 +31,12 @@ def opened(monkeypatch):
     return engines
 
 
-def run(*args: str, stdin: str | None = None):
-    return CliRunner().invoke(cli, list(args), input=stdin)
+NAMES = "lru, dymoe, dynaexq, firm, context, floor, mixed or plain"
 
 
 # Arguments, text on stdin, exit status, stdout, and a part of stderr.
-RUNS = [
+@cases(
+    "args, stdin, status, stdout, stderr",
     (["-p", "hello"], None, 0, "Hi there!\n", ""),
     (["--prompt", " hello "], None, 0, "Hi there!\n", ""),
     ([], "hello\n", 0, "Hi there!\n", ""),
@@ -64,19 +61,10 @@ RUNS = [
     (["-p", "x", "--retention", "nan"], None, 2, "", "'--retention': must be 0.0 to 1.0, not nan"),
     (["-p", "x", "--max-tokens", "0"], None, 2, "", "'--max-tokens': must be 1 to"),
     (["-p", "x", "--low", ""], None, 2, "", "'--low': the name is empty"),
-    (
-        ["-p", "x", "--policy", "lur"],
-        None,
-        2,
-        "",
-        "'--policy': must be lru, dymoe, dynaexq, firm, context, floor, mixed or plain, not 'lur'",
-    ),
+    (["-p", "x", "--policy", "lur"], None, 2, "", f"'--policy': must be {NAMES}, not 'lur'"),
     (["-p", "x", "--nonsense"], None, 2, "", "No such option"),
     (["extra"], None, 2, "", "unexpected extra argument"),
-]
-
-
-@pytest.mark.parametrize(("args", "stdin", "status", "stdout", "stderr"), RUNS)
+)
 def test_one_shot(opened, args, stdin, status, stdout, stderr):
     result = run("chat", "-m", "x.gguf", *args, stdin=stdin)
     assert (result.exit_code, result.stdout) == (status, stdout)
@@ -95,12 +83,10 @@ def test_what_would_run_is_said_of_what_a_chat_runs(monkeypatch):
         asked.append(config)
         raise MoeEdgeError("seen")
 
-    takers = ("cli.chat.open_engine", "cli.machine.examine", "lab.check.examine")
-    for name in takers:
+    for name in ("cli.chat.open_engine", "cli.machine.examine", "lab.check.examine"):
         monkeypatch.setattr(f"orchestrator.{name}", takes)
     monkeypatch.setattr(ExpertModel, "open", lambda *_: nullcontext())
-    commands = (["chat", "-p", "x"], ["plan"], ["doctor"], ["check"])
-    for command in commands:
+    for command in (["chat", "-p", "x"], ["plan"], ["doctor"], ["check"]):
         assert run(*command, "-m", "x.gguf", "--ram", "120MB").stderr.endswith("Error: seen\n")
     first, *others = asked
     assert len(others) == 3 and all(each == first for each in others)
@@ -151,24 +137,18 @@ def test_options_reach_the_config(opened):
     assert opened[-1].seen[0][0] == {"role": "system", "content": "Be brief."}
 
 
-@pytest.mark.parametrize(
-    ("words", "settings"),
-    [
-        ("--max-loss 0.01", {"probes": 2, "beside": 6 << 20, "beside_token": 32}),
-        ("--max-loss 0", {}),
-        ("--max-loss 0.01 --no-remember", {"remember": False}),
-        ("--no-remember", {"remember": False}),
-    ],
+@cases(
+    "words, settings",
+    ("--max-loss 0.01", {"probes": 2, "beside": 6 << 20, "beside_token": 32}),
+    ("--max-loss 0", {}),
+    ("--max-loss 0.01 --no-remember", {"remember": False}),
+    ("--no-remember", {"remember": False}),
 )
 def test_where_a_loss_is_allowed_answers_are_probed(opened, words, settings):
     assert run("chat", "-m", "a.gguf", "-p", "x", *words.split()).exit_code == 0
-    usual = {
-        "remember": True,
-        "conversations": True,
-        "max_loss": opened[-1].config.given("max_loss"),
-    }
-    expected = module.Config.build(model=Path("a.gguf"), **usual | settings)
-    assert opened[-1].config == expected
+    usual = {"remember": True, "conversations": True}
+    usual["max_loss"] = opened[-1].config.given("max_loss")
+    assert opened[-1].config == module.Config.build(model=Path("a.gguf"), **usual | settings)
 
 
 def test_a_note_of_the_engine_is_shown(opened):
@@ -176,27 +156,6 @@ def test_a_note_of_the_engine_is_shown(opened):
     assert result.exit_code == 0
     assert "What earlier runs learned is not used" in result.stderr
     assert result.stdout == "<x>\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("bench ablation --turns 0", "'--turns': must be 1 or more, not 0"),
-        ("bench --threads 0", "'--threads': must be 1 or more, not 0"),
-        ("bench --seed -1", "'--seed': must be 0 or more, not -1"),
-        ("bench --tokens 0", "'--tokens': must be 1 or more, not 0"),
-        ("bench --prompt-tokens -5", "'--prompt-tokens': must be 1 or more, not -5"),
-        ("bench --runs 0", "'--runs': must be 1 or more, not 0"),
-        ("bench --retention 1.5", "'--retention': must be 0.0 to 1.0, not 1.5"),
-        ("pack --tiers q4_k --threads 0 a.gguf b.gguf", "0 is not in the range x>=1"),
-        ("pack --tiers= a.gguf b.gguf", "--tiers names no precision: write it as q8_0,q4_k,q2_k"),
-        ("pack --tiers , a.gguf b.gguf", "--tiers names no precision"),
-    ],
-)
-def test_values_out_of_range_are_refused(words, said):
-    result = run(*words.split())
-    assert result.exit_code == 2
-    assert said in result.stderr
 
 
 def test_json_is_one_object(opened):
@@ -243,26 +202,13 @@ def test_a_context_beyond_the_model_is_noted(opened, monkeypatch):
         assert said in shown and bool(said) == bool(shown)
 
 
-def test_help_lists_the_commands():
-    result = run("--help")
-    assert result.exit_code == 0
-    for command in ("chat", "pack", "export", "inspect", "verify", "pull", "bench"):
-        assert f"\n  {command} " in result.stdout
-        assert run(command, "--help").exit_code == 0
-    assert "the demo" in run("chat", "--help").stdout
-    assert "the demo" not in run("plan", "--help").stdout  # which lists known ones without a model
-    listed = result.stdout.partition("Use:")[2]
-    assert listed and "...\n" not in listed  # as click ends a line that is too long
-
-
 def test_help_imports_nothing_heavy():
     code = (
         "import sys, orchestrator.cli.main; "
         "heavy = ('numpy', 'llama_cpp', 'jinja2', 'torch', 'huggingface_hub'); "
         "print([m for m in heavy if m in sys.modules])"
     )
-    command = [sys.executable, "-c", code]
-    assert subprocess.check_output(command, cwd=fake_engine.ROOT) == b"[]\n"
+    assert python("-c", code).stdout == "[]\n"
 
 
 @pytest.mark.parametrize("name", ["none.gguf", "no\x1b[2Jfile\x9b.gguf"])

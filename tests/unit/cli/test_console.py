@@ -1,13 +1,12 @@
 """What is safe and fit to show on a terminal."""
 
-from __future__ import annotations
-
 import io
 import sys
 import time
 
 import pytest
 from fake_engine import HOSTILE
+from tables import cases
 
 from gguf_tools.progress import ProgressMeter
 from orchestrator.chat import console
@@ -32,7 +31,7 @@ def test_ordinary_text_stays(text):
 class Screen(io.StringIO):
     """A terminal that keeps what was written to it."""
 
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
@@ -54,9 +53,7 @@ def test_a_bar_of_bytes_shows_them_and_the_time_left(monkeypatch):
     assert len(shown) == 3
 
 
-@pytest.mark.parametrize(
-    ("share", "shown"), [(None, "Measuring, "), (0.0, f"Measuring [{'-' * 24}]   0 %, ")]
-)
+@cases("share, shown", (None, "Measuring, "), (0.0, f"Measuring [{'-' * 24}]   0 %, "))
 def test_what_is_reported_once_is_shown_and_counts_the_seconds(monkeypatch, share, shown):
     """The report comes before work that reports nothing more, as a process that measures."""
     screen = Screen()

@@ -1,50 +1,43 @@
-"""The whole process: Ctrl-C, pipes that are closed, input that is no text."""
+"""The whole process: Ctrl-C, signals, pipes that are closed, input that is no text."""
 
-from __future__ import annotations
-
+import importlib.util
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import fake_engine
+import interrupting
 import pytest
+import small_commands
+from tables import cases
+from waiting import HANG_S, wait_until
 
 FAKE = [sys.executable, fake_engine.__file__]
 ENDLESS = ("-m", "x.gguf", "-p", "endless")
 
-HANG_S = 600  # only what hangs takes so long
 
-
-@pytest.mark.parametrize(
-    ("args", "stdin", "stdout"),
-    [
-        (("-m", "x.gguf"), b"caf\xe9", "<caf\ufffd>\n"),
-        # No escape code and no statistics.
-        (("-m", "slow.gguf", "-p", "slow"), b"", "read\n"),
-    ],
+@cases(
+    "args, stdin, stdout",
+    (("-m", "x.gguf"), b"caf\xe9", "<caf\ufffd>\n"),
+    # No escape code and no statistics.
+    (("-m", "slow.gguf", "-p", "slow"), b"", "read\n"),
 )
 def test_a_pipe_gets_the_answer_alone(args, stdin, stdout):
     result = subprocess.run([*FAKE, "chat", *args], input=stdin, capture_output=True)
     assert (result.returncode, result.stdout.decode(), result.stderr) == (0, stdout, b"")
 
 
-def interrupted(log: Path, event: str, *args: str) -> tuple[int, bytes, bytes]:
+def started(*command, **environment):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+    return subprocess.Popen(command, env=os.environ | environment, **pipes)
+
+
+def interrupted(log, event, *args):
     """Ctrl-C once the fake engine has said `event`: exit status, stdout, stderr."""
-    with subprocess.Popen(
-        [*FAKE, "chat", *args],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "FAKE_ENGINE_LOG": str(log)},
-    ) as process:
-        deadline = time.monotonic() + HANG_S
-        while not log.exists() or event not in log.read_text():
-            assert time.monotonic() < deadline, f"it never came to {event}"
-            time.sleep(0.01)
+    with started(*FAKE, "chat", *args, FAKE_ENGINE_LOG=str(log)) as process:
+        wait_until(lambda: log.exists() and event in log.read_text(), f"it never came to {event}")
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=HANG_S)
     return process.returncode, stdout, stderr
@@ -53,25 +46,19 @@ def interrupted(log: Path, event: str, *args: str) -> tuple[int, bytes, bytes]:
 def test_ctrl_c_while_python_loads_shows_nothing(tmp_path):
     """A module of the command line stands still until the key is pressed."""
     (tmp_path / "click.py").write_text("import time; print('loading', flush=True); time.sleep(60)")
-    with subprocess.Popen(
-        [sys.executable, "-m", "orchestrator", "--help"],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{fake_engine.ROOT}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
+    command = [sys.executable, "-m", "orchestrator", "--help"]
+    with started(*command, PYTHONPATH=f"{tmp_path}:{fake_engine.ROOT}") as process:
         assert process.stdout.readline() == b"loading\n"
         process.send_signal(signal.SIGINT)
         assert process.stderr.read() == b""
         assert process.wait() == 130
 
 
-@pytest.mark.parametrize(
-    ("event", "args", "said"),
-    [
-        ("endless", ENDLESS, rb"(\d+ )*\n"),
-        ("endless", (*ENDLESS, "--json"), b""),
-        ("open", ("-m", "endless.gguf", "-p", "hello"), b""),
-    ],
+@cases(
+    "event, args, said",
+    ("endless", ENDLESS, rb"(\d+ )*\n"),
+    ("endless", (*ENDLESS, "--json"), b""),
+    ("open", ("-m", "endless.gguf", "-p", "hello"), b""),
 )
 def test_ctrl_c_exits_130(tmp_path, event, args, said):
     status, stdout, stderr = interrupted(tmp_path / "log", event, *args)
@@ -79,13 +66,31 @@ def test_ctrl_c_exits_130(tmp_path, event, args, said):
 
 
 def test_a_closed_pipe_ends_it_quietly():
-    with subprocess.Popen(
-        [*FAKE, "chat", *ENDLESS],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
+    with started(*FAKE, "chat", *ENDLESS) as process:
         assert process.stdout.read(2) == b"0 "
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(timeout=HANG_S) != 0
+
+
+TIMES = 2
+NAMES = ("eval", "trace", "calibrate", "pack", "convert", "replay", "chat", "pull")
+
+
+@pytest.fixture(scope="module")
+def folder(library, tmp_path_factory):
+    return tmp_path_factory.mktemp("interrupted")
+
+
+@cases(
+    "name, number",
+    *[(name, signal.SIGINT) for name in NAMES],
+    *[("pack", signal.SIGTERM), ("chat", signal.SIGHUP), ("trace", signal.SIGTERM)],
+)
+def test_a_signal_ends_a_command_quietly(folder, name, number):
+    if name == "convert" and importlib.util.find_spec("transformers") is None:
+        pytest.skip("needs the extra `convert`")
+    command = small_commands.commands(folder)[name]()
+    ends, wrong = interrupting.interrupt(command, TIMES, seed=name, number=number)
+    assert wrong == []
+    assert ends[f"status {128 + number}"] >= TIMES - 1

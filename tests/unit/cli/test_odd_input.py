@@ -1,27 +1,30 @@
-"""What a newcomer does to the command line: one sentence each, and nothing left behind."""
-
-from __future__ import annotations
+"""What a newcomer does to the command line: one sentence each, nothing left behind, and no output
+that exists is replaced, unless it is told to."""
 
 import errno
 import os
+import shlex
+import stat
 import subprocess
 import sys
-from pathlib import Path
 
+import click
 import fake_engine
 import pytest
-from click.testing import CliRunner
+from command_line import DEMO, MOE_EDGE, python, run
+from tables import cases
 
-from orchestrator.cli.main import cli
+from gguf_tools import synthetic
+from orchestrator.cli.main import COMMANDS, cli
+from orchestrator.cli.options import NEW_FILE
 from orchestrator.lab.plotting import save_figure
 
 FAKE = [sys.executable, fake_engine.__file__]
-DEMO = Path(__file__).resolve().parents[3] / "models/demo/moe-edge-demo.gguf"
 
 
-def refused(*args: str) -> str:
+def refused(*args):
     """What a command says that ends with a sentence, which is all that it says."""
-    result = CliRunner().invoke(cli, list(args))
+    result = run(*args)
     assert result.exit_code in (1, 2), result.output
     assert result.stdout == ""
     sentence = result.stderr.splitlines()[-1]
@@ -29,84 +32,108 @@ def refused(*args: str) -> str:
     return sentence
 
 
-REFUSED = [
+LRU = "--policy lru, which runs one precision"
+EITHER = "give either --text FILE or -p TEXT"
+
+
+@cases(
+    "words, said",
     *[
-        (["replay", "T.npz", option, number], f"'{option}'")
+        (f"replay T.npz {option} {number}", f"'{option}'")
         for option in ("--retention", "--compute-ms")
         for number in ("nan", "-1", "1e30")
     ],
-    (["bench", "--retention", "nan"], "'--retention': must be 0.0 to 1.0, not nan"),
     *[
-        (
-            ["chat", "-m", str(DEMO), "-p", "x", "--policy", "lru", *option],
-            f"{option[0]} has no effect with --policy lru, which runs one precision",
-        )
-        for option in (("--schedule", "flat"), ("--prefetch", "on"))
+        (f"chat -m {DEMO} -p x --policy lru {flag} {value}", f"{flag} has no effect with {LRU}")
+        for flag, value in (("--schedule", "flat"), ("--prefetch", "on"))
     ],
-    (["chat", "-m", "https://huggingface.co/a/b", "-p", "x"], "hf:OWNER/NAME"),
-    (
-        ["pack", "in", "out", "--tiers", "q4_k", "--calib-tokens", "5"],
-        "--calib-tokens is for a text",
-    ),
-    *[
-        (["calibrate", "in", "--calib", "T", "--save-imatrix", "M", *option], "is for the table")
-        for option in (("--out", "T.json"), ("--method", "rtn"))
-    ],
-]
+    ("chat -m https://huggingface.co/a/b -p x", "hf:OWNER/NAME"),
+    ("pack in out --tiers q4_k --calib-tokens 5", "--calib-tokens is for a text"),
+    ("calibrate in --calib T --save-imatrix M --out T.json", "is for the table"),
+    ("calibrate in --calib T --save-imatrix M --method rtn", "is for the table"),
+    # The routing of a trained model is its own.
+    ("bench ablation --shape demo --routing uniform", "--routing has no effect with --shape demo"),
+)
+def test_what_makes_no_sense_is_refused(words, said):
+    assert said in refused(*words.split())
 
 
-@pytest.mark.parametrize(("args", "said"), REFUSED)
-def test_what_makes_no_sense_is_refused(args: list[str], said: str) -> None:
-    assert said in refused(*args)
+@cases(
+    "words, said",
+    ("bench --caps much", "'--caps': 'much' is no list of percentages"),
+    ("bench --runs 3 ablation", "--runs comes after the command"),
+    ("bench --quick ablation", "--quick comes after the command"),
+    ("bench --seed 0 ablation", "--seed comes after the command"),
+    ("bench ablation --turns 0", "'--turns': must be 1 or more, not 0"),
+    ("bench --threads 0", "'--threads': must be 1 or more, not 0"),
+    ("bench --seed -1", "'--seed': must be 0 or more, not -1"),
+    ("bench --tokens 0", "'--tokens': must be 1 or more, not 0"),
+    ("bench --prompt-tokens -5", "'--prompt-tokens': must be 1 or more, not -5"),
+    ("bench --runs 0", "'--runs': must be 1 or more, not 0"),
+    ("bench --retention 1.5", "'--retention': must be 0.0 to 1.0, not 1.5"),
+    ("bench --retention nan", "'--retention': must be 0.0 to 1.0, not nan"),
+    ("pack --tiers q4_k --threads 0 a.gguf b.gguf", "0 is not in the range x>=1"),
+    ("pack --tiers= a.gguf b.gguf", "--tiers names no precision: write it as q8_0,q4_k,q2_k"),
+    ("pack --tiers , a.gguf b.gguf", "--tiers names no precision"),
+    ("trace --out t.npz", EITHER),
+    ("trace --out t.npz -p x --text y", EITHER),
+    ("trace --out t.npz -p x --prefill 3", "--prefill is for --text"),
+    ("trace -p x", "Missing option '--out'"),
+    ("trace --out t.npz -p ' '", "the prompt is empty"),
+    ("trace --out t.npz -p x --tokens 0", "is not in the range"),
+    ("replay", "Missing argument 'FILE'"),
+    ("replay t.npz --io-threads 0", "'--io-threads': must be 1 to 64, not 0"),
+    ("replay t.npz --bandwidth fast", "'fast' is not a size"),
+    ("replay t.npz --prefetch maybe", "'--prefetch': must be auto, on or off"),
+    ("replay t.npz --policy lur", "'--policy': must be lru, dymoe,"),
+    ("replay t.npz --link stopped", "'--link': must be shared or rigid"),
+    ("replay t.npz --transition-rate 00", "must be more than zero"),
+    ("chta", "did you mean chat?"),
+    ("bench ablatoin", "did you mean ablation?"),
+    ("chat --rma 8GiB", "--ram"),
+)
+def test_words_that_are_no_command(words, said):
+    result = run(*shlex.split(words))
+    assert (result.exit_code, result.stdout) == (2, "") and said in result.stderr
 
 
-def test_a_folder_is_no_model(tmp_path: Path) -> None:
+def test_a_folder_is_no_model(tmp_path):
     assert "name a GGUF in it" in refused("chat", "-m", str(tmp_path), "-p", "x")
     (tmp_path / "config.json").touch()
     assert "moe-edge convert" in refused("chat", "-m", str(tmp_path), "-p", "x")
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "replay"])
-def test_a_pipe_without_a_writer_is_no_file(tmp_path: Path, command: str) -> None:
+def test_a_pipe_without_a_writer_is_no_file(tmp_path, command):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    result = subprocess.run(
-        [sys.executable, "-m", "orchestrator", command, str(pipe)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=fake_engine.ROOT,
-    )
+    result = python(*MOE_EDGE, command, pipe)
     assert result.returncode == 1
     assert str(pipe) in result.stdout + result.stderr
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("args", "name", "why"),
-    [
-        ("calibrate in.gguf --calib T.txt --out", "", "Is a directory"),
-        ("calibrate in.gguf --calib T.txt --out", "a/b", "No such file or directory"),
-        ("chat -m x.gguf -p x --policy dynaexq --profile", "", "Is a directory"),
-    ],
+@cases(
+    "args, name, why",
+    ("calibrate in.gguf --calib T.txt --out", "", "Is a directory"),
+    ("calibrate in.gguf --calib T.txt --out", "a/b", "No such file or directory"),
+    ("chat -m x.gguf -p x --policy dynaexq --profile", "", "Is a directory"),
 )
-def test_a_file_that_cannot_be_written_is_refused_before_the_work(
-    tmp_path: Path, args: str, name: str, why: str
-) -> None:
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, args, name, why):
     assert refused(*args.split(), str(tmp_path / name)) == f"Error: {tmp_path / name}: {why}"
     assert not list(tmp_path.iterdir())
 
 
-def test_an_endless_stdin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_stdin_is_refused(monkeypatch):
     monkeypatch.setattr("orchestrator.cli.chat.LONGEST_PROMPT", 10)
-    result = CliRunner().invoke(cli, ["chat", "-m", "x.gguf"], input="x" * 11)
+    result = run("chat", "-m", "x.gguf", stdin="x" * 11)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "longer than any context" in result.stderr
 
 
-def test_a_plot_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_a_plot_that_cannot_be_written_leaves_nothing(tmp_path):
     class Figure:
-        def savefig(self, file, **_options) -> None:
+        def savefig(self, file, **_options):
             file.write(b"half")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -116,26 +143,18 @@ def test_a_plot_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("closing", "model", "status", "stdout", "stderr"),
-    [
-        (
-            ">&-",
-            "x.gguf",
-            1,
-            "",
-            "Error: stdout is closed: send it to a file, or to /dev/null\n",
-        ),
-        ("2>&-", "odd.gguf", 0, "Hi there!\n", ""),  # notes alone are lost
-    ],
+@cases(
+    "closing, model, status, stdout, stderr",
+    (">&-", "x.gguf", 1, "", "Error: stdout is closed: send it to a file, or to /dev/null\n"),
+    ("2>&-", "odd.gguf", 0, "Hi there!\n", ""),  # notes alone are lost
 )
-def test_a_closed_stream(closing: str, model: str, status: int, stdout: str, stderr: str) -> None:
+def test_a_closed_stream(closing, model, status, stdout, stderr):
     command = ["sh", "-c", f'exec "$@" {closing}', "sh", *FAKE, "chat", "-m", model, "-p", "hello"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert (result.returncode, result.stdout, result.stderr) == (status, stdout, stderr)
 
 
-def test_files_do_not_get_the_number_of_a_closed_stream(tmp_path: Path) -> None:
+def test_files_do_not_get_the_number_of_a_closed_stream(tmp_path):
     code = (
         "import sys; from orchestrator.cli.main import hold_closed_streams; hold_closed_streams();"
         "sys.exit(open('file', 'w').fileno())"
@@ -143,3 +162,84 @@ def test_files_do_not_get_the_number_of_a_closed_stream(tmp_path: Path) -> None:
     command = ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh", sys.executable, "-c", code]
     environment = {**os.environ, "PYTHONPATH": str(fake_engine.ROOT)}
     assert subprocess.run(command, cwd=tmp_path, env=environment).returncode > 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("m") / "m.gguf"
+    return synthetic.write(path, "tiny-qwen3moe", tiers=("q4_k", "q2_k"))
+
+
+# Arguments with IN for a model, TEXT for a text and OUT for an output.
+CALLS = (
+    *("pack --tiers q2_k IN OUT", "export --tier q4_k IN OUT", "convert --tiers q2_k IN OUT"),
+    *("inspect IN --plot OUT", "check -m IN --out OUT", "plan -m IN --plot OUT"),
+    *("trace -m IN -p x --out OUT", "calibrate IN --calib TEXT --out OUT"),
+    "calibrate IN --calib TEXT --save-imatrix OUT",
+)
+
+
+@pytest.mark.parametrize("is_pipe", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+def test_an_output_that_exists_is_kept(call, is_pipe, model, tmp_path):
+    """A pipe is never replaced, by --force neither."""
+    out, text = tmp_path / "out.png", tmp_path / "text.txt"
+    text.write_text("some words")
+    if is_pipe:
+        os.mkfifo(out)
+        words, said = [*call.split(), "--force"], "is not a regular file"
+    else:
+        out.write_text("mine")
+        words, said = call.split(), "exists: choose another name, or replace it with --force"
+    places = {"IN": str(model), "OUT": str(out), "TEXT": str(text)}
+    result = run(*(places.get(word, word) for word in words))
+    assert result.exit_code == 2
+    assert f"{out} {said}" in result.stderr
+    assert stat.S_ISFIFO(out.lstat().st_mode) if is_pipe else out.read_text() == "mine"
+    assert sorted(tmp_path.iterdir()) == [out, text]
+
+
+def test_stdout_is_no_output(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run("export", model, "-", "--tier", "q4_k", "--force")
+    assert result.exit_code == 2 and "an output is a file, not stdout" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_force_replaces_it(model, tmp_path, before):
+    out = tmp_path / "out.gguf"
+    out.write_text("old")
+    words = ["--tier", "q4_k", str(model), str(out)]
+    words.insert(0 if before else len(words), "--force")
+    result = run("export", *words)
+    assert result.exit_code == 0, result.output
+    assert out.read_bytes()[:4] == b"GGUF"
+
+
+@cases(
+    "call, table",
+    ("calibrate IN --calib TEXT", "m.gguf.calib.json"),
+    ("eval -m IN --text TEXT --study depth --out DIR", "depth.md"),
+)
+def test_a_table_is_kept(model, tmp_path, call, table):
+    """That beside a model, and those of a study."""
+    copy, text = tmp_path / "m.gguf", tmp_path / "text.txt"
+    copy.symlink_to(model)
+    text.write_text("some words")
+    (tmp_path / table).write_text("mine")
+    places = {"IN": str(copy), "DIR": str(tmp_path), "TEXT": str(text)}
+    result = run(*(places.get(word, word) for word in call.split()))
+    assert result.exit_code == 2 and f"{tmp_path / table} exists" in result.stderr
+
+
+def test_every_command_with_an_output_has_force():
+    with_output = set()
+    for name in COMMANDS:
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None
+        params = command.get_params(click.Context(command, help_option_names=[]))
+        if any(param.type is NEW_FILE for param in params):
+            with_output.add(command.name)  # doctor is plan
+            assert any("--force" in param.opts for param in params), name
+    assert with_output == {word.split()[0] for word in CALLS}

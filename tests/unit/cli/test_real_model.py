@@ -1,21 +1,17 @@
 """The command line over the real engine, on a random-weight model of a few megabytes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
-import fake_engine
 import pytest
-from click.testing import CliRunner
+from command_line import MOE_EDGE, REPO, python, run
+from tables import cases
 
 from gguf_tools import interrupts
 from orchestrator.chat.session import Session
-from orchestrator.cli.main import cli
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 
@@ -23,30 +19,22 @@ TIERS = ("q8_0", "q4_k", "q2_k")
 
 
 @pytest.fixture(scope="module")
-def model(library, tiny_model) -> Path:
+def model(library, tiny_model):
     return tiny_model("qwen3moe", *TIERS, seed=1)
 
 
-def moe_edge(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "orchestrator", *args]
-    return subprocess.run(
-        command, cwd=fake_engine.ROOT, input=stdin, capture_output=True, encoding="utf-8"
-    )
-
-
-def ask(model: Path, *args: str) -> dict:
-    done = moe_edge("chat", "-m", str(model), "-p", "hello there", "--seed", "5", "--json", *args)
+def ask(model, *args):
+    options = ("-p", "hello there", "--seed", "5", "--json")
+    done = python(*MOE_EDGE, "chat", "-m", model, *options, *args)
     assert (done.returncode, done.stderr) == (0, "")
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(
-    ("policy", "other"),
-    [
-        (["--policy", "lru"], None),
-        (["--low-tier", "q2_k"], "q2_k"),
-        (["--low-tier", "skip"], "skip"),
-    ],
+@cases(
+    "policy, other",
+    (["--policy", "lru"], None),
+    (["--low-tier", "q2_k"], "q2_k"),
+    (["--low-tier", "skip"], "skip"),
 )
 def test_a_managed_answer_and_its_statistics(model, policy, other):
     options = ("--expert-ram", "1MiB", "--max-tokens", "24", "--high-tier", "q4_k")
@@ -92,7 +80,7 @@ def test_hotness_is_kept_between_chats(model, tmp_path, user_folder):
     ask(model, *options, "--profile", str(named))
     assert json.loads(named.read_text())["format"] == "moe-edge hotness"
     kept[0].write_text("{}")
-    done = moe_edge("chat", "-m", str(model), "-p", "hello", *options)
+    done = python(*MOE_EDGE, "chat", "-m", model, "-p", "hello", *options)
     assert done.returncode == 0
     assert str(kept[0]) in done.stderr
 
@@ -101,12 +89,13 @@ def test_a_seed_repeats_the_answer(model):
     options = ("--expert-ram", "1MiB", "--policy", "lru", "--max-tokens", "24")
     first = ask(model, *options)["text"]
     assert ask(model, *options)["text"] == first
-    done = moe_edge("chat", "-m", str(model), "--seed", "5", *options, stdin="hello there\n")
+    done = python(*MOE_EDGE, "chat", "-m", model, "--seed", "5", *options, stdin="hello there\n")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.rstrip("\n") == first.rstrip("\n")
 
 
-REFUSED = [
+@cases(
+    "options, parts",
     (["--ram", "10MB"], ["the smallest --ram that works with the policy dymoe is", "--policy lru"]),
     (["--ram", "10MB", "--policy", "plain"], ["the policy plain", "it needs"]),
     (["--policy", "lru", "--low-tier", "skip"], ["--low-tier has no effect with --policy lru"]),
@@ -120,14 +109,11 @@ REFUSED = [
     (["--low-tier", "q5_k"], ["q5_k", *TIERS]),
     (["--low", "nowhere.gguf"], ["nowhere.gguf"]),
     (["-m", "cut.gguf", "--expert-ram", "1MiB"], ["cut.gguf"]),  # it ends early
-]
-
-
-@pytest.mark.parametrize(("options", "parts"), REFUSED)
+)
 def test_a_refusal_is_one_sentence(model, options, parts, capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cut.gguf").write_bytes(model.read_bytes()[:-100_000])
-    done = CliRunner().invoke(cli, ["chat", "-m", str(model), "-p", "x", *options])
+    done = run("chat", "-m", model, "-p", "x", *options)
     assert capfd.readouterr() == ("", "")  # llama.cpp says nothing beside it
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr.startswith("Error: ")
@@ -144,7 +130,7 @@ def test_a_file_name_may_be_any_bytes(model, tmp_path, memory):
     command = [sys.executable, "-m", "orchestrator", "chat", *options]
     for name in ("C", "C.UTF-8"):
         env = {**os.environ, "LC_ALL": name, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-        done = subprocess.run(command, cwd=fake_engine.ROOT, env=env, stderr=subprocess.PIPE)
+        done = subprocess.run(command, cwd=REPO, env=env, stderr=subprocess.PIPE)
         assert (done.returncode, done.stderr) == (0, b"")
 
 
@@ -175,3 +161,41 @@ def test_ctrl_c_during_an_answer(model):
         assert len(session.messages) == 2
         assert list(session.answer("again"))
         assert engine.last_stats.finish != "cancelled"
+
+
+QUESTION = "Where do the experts of a model lie, and who reads them? " * 6
+
+
+def chat(model, *args):
+    options = ("--temp=0", "--max-tokens=4", "--threads=1", "--ctx=2048")
+    done = run("chat", "-m", model, *options, *args)
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_a_conversation_goes_on_in_another_process(model, tmp_path):
+    folder = tmp_path / "prompts"
+    code, out, _ = chat(model, "--prompt-cache", folder, "--json", "-p", QUESTION)
+    assert code == 0
+    stats = json.loads(out)["stats"]
+    assert stats["evaluated_tokens"] == stats["prompt_tokens"] > 200
+    code, out, said = chat(model, "--prompt-cache", folder, "--resume", "--json", "-p", "And then?")
+    assert (code, said) == (0, "It goes on behind 2 messages.\n")
+    again = json.loads(out)["stats"]
+    assert again["prompt_tokens"] > stats["prompt_tokens"]
+    new = again["prompt_tokens"] - stats["prompt_tokens"]
+    assert again["evaluated_tokens"] <= new + 1
+    assert len((folder / "last.jsonl").read_text().splitlines()) == 4
+
+
+def test_what_could_not_be_kept_is_said_at_the_end(model, tmp_path):
+    limit = "--prompt-cache-limit=1000"
+    code, _, said = chat(model, "--prompt-cache", tmp_path, limit, "-p", QUESTION)
+    assert code == 0
+    assert said.startswith("A conversation of ") and said.count("\n") == 1
+
+
+def test_there_is_something_to_resume(model, tmp_path):
+    code, _, said = chat(model, "--resume", "-p", "x")
+    assert code == 2 and "--prompt-cache DIR" in said
+    code, _, said = chat(model, "--resume", "--prompt-cache", tmp_path, "-p", "x")
+    assert (code, said) == (1, f"Error: --resume: no conversation is kept in {tmp_path}\n")

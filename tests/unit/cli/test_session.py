@@ -1,42 +1,46 @@
-"""The conversation itself: what is remembered, what the model sees, what a stop leaves."""
+"""The conversation itself: what is remembered, what the model sees, what a stop leaves; files."""
 
-from __future__ import annotations
-
+import json
 import os
 import signal
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import fake_engine
 import pytest
 from fake_engine import STATS, FakeEngine
+from tables import cases
 
 from gguf_tools import interrupts
 from orchestrator.chat.chat import stats_fields, stats_table
-from orchestrator.chat.session import Session, write_conversation
+from orchestrator.chat.session import Session, read_conversation, write_conversation
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, GGUFError
 
 
-def make(**settings) -> Session:
+def make(**settings):
     config = Config.build(model=Path("x.gguf"), **settings)
     return Session(FakeEngine(config), config)
+
+
+SYSTEM_BRIEF = {"role": "system", "content": "Be brief."}
+
+
+def turns(*texts):
+    """Of a user and of the model, in turns."""
+    roles = ("user", "assistant")
+    return [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
 
 
 def test_an_answer_joins_the_conversation():
     session = make(system="Be brief.")
     assert list(session.answer("hello")) == ["Hi", " there", "!"]
     list(session.answer("more"))
-    assert session.messages == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": "Hi there!"},
-        {"role": "user", "content": "more"},
-        {"role": "assistant", "content": "<more>"},
-    ]
+    assert session.messages == [SYSTEM_BRIEF, *turns("hello", "Hi there!", "more", "<more>")]
     assert session.engine.seen[-1] == session.messages[:-1]
     session.reset()
-    assert session.messages == [{"role": "system", "content": "Be brief."}]
+    assert session.messages == [SYSTEM_BRIEF]
 
 
 def test_another_answer_takes_the_place_of_the_last():
@@ -45,9 +49,7 @@ def test_another_answer_takes_the_place_of_the_last():
     list(session.answer("more"))
     session.messages[-1]["content"] = "an answer that nobody liked"
     assert list(session.answer_again()) == ["<more>"]
-    assert [message["content"] for message in session.messages] == [
-        *("hello", "Hi there!", "more", "<more>")
-    ]
+    assert session.messages == turns("hello", "Hi there!", "more", "<more>")
     session.reset()
     with pytest.raises(ConfigError, match="nothing was answered"):
         list(session.answer_again())
@@ -56,10 +58,10 @@ def test_another_answer_takes_the_place_of_the_last():
 @pytest.mark.parametrize("text", ["fail", "silence"])
 def test_an_answer_stays_where_another_fails(text):
     session = make()
-    session.messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "old"}]
+    session.messages = turns(text, "old")
     with suppress(GGUFError):
         list(session.answer_again())
-    assert [message["content"] for message in session.messages] == [text, "old"]
+    assert session.messages == turns(text, "old")
 
 
 def test_without_a_limit_an_answer_ends_with_the_context():
@@ -75,7 +77,7 @@ def test_a_message_without_an_answer_is_forgotten(text):
     list(session.answer("hello"))
     with pytest.raises(GGUFError, match="offset 4096") if text == "fail" else nullcontext():
         assert list(session.answer(text)) == []
-    assert [message["content"] for message in session.messages] == ["hello", "Hi there!"]
+    assert session.messages == turns("hello", "Hi there!")
 
 
 @pytest.mark.parametrize("at", ["render_chat", "generate"])
@@ -108,9 +110,8 @@ def test_the_oldest_exchanges_leave_a_full_context():
         list(session.answer(f"message number {number} of forty"))
         seen = session.engine.seen[-1]
         assert seen[0]["role"] == "system"
-        assert [message["role"] for message in seen[1:]] == ["user", "assistant"] * (
-            len(seen) // 2 - 1
-        ) + ["user"]
+        pairs = len(seen) // 2 - 1
+        assert [each["role"] for each in seen[1:]] == ["user", "assistant"] * pairs + ["user"]
         assert seen[-1]["content"] == f"message number {number} of forty"
         assert len(session.engine.render_chat(seen)) <= 120
     assert len(session.messages) == 81
@@ -147,31 +148,21 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
 
 def test_the_statistics_line_of_a_managed_model():
     assert stats_fields(STATS, 2**30) == [
-        "first word 12 ms",
-        "48.9 tok/s",
-        "experts 93 % in memory",
-        "memory 300 MiB of 1 GiB",
+        *("first word 12 ms", "48.9 tok/s", "experts 93 % in memory", "memory 300 MiB of 1 GiB")
     ]
 
 
-PLAIN = {
-    "tokens_per_s": float("nan"),
-    "hit_rate": None,
-    "bytes_read": 0,
-    "budget_bytes": 0,
-    "mode": "llama.cpp's own path: everything fits (0.05 of 12.0 GiB)",
-}
+PLAIN = {"tokens_per_s": float("nan"), "hit_rate": None, "bytes_read": 0, "budget_bytes": 0}
+PLAIN["mode"] = "llama.cpp's own path: everything fits (0.05 of 12.0 GiB)"
 
 
-@pytest.mark.parametrize(
-    ("changes", "first"),
-    [
-        (PLAIN, ["first word 12 ms", "memory 300 MiB of 1 GiB"]),
-        ({"finish": "end", "ttft_ms": 61234.0}, ["first word 61.2 s"]),
-        ({"finish": "length"}, ["cut at --max-tokens"]),
-        ({"finish": "context"}, ["cut: the context is full (--ctx)"]),
-        ({"finish": "cancelled"}, ["stopped"]),
-    ],
+@cases(
+    "changes, first",
+    (PLAIN, ["first word 12 ms", "memory 300 MiB of 1 GiB"]),
+    ({"finish": "end", "ttft_ms": 61234.0}, ["first word 61.2 s"]),
+    ({"finish": "length"}, ["cut at --max-tokens"]),
+    ({"finish": "context"}, ["cut: the context is full (--ctx)"]),
+    ({"finish": "cancelled"}, ["stopped"]),
 )
 def test_the_statistics_line_of_other_answers(changes, first):
     found = stats_fields(replace(STATS, **changes), 2**30)
@@ -187,3 +178,76 @@ def test_the_statistics_table_has_every_figure():
     ]
     assert rows[-2:] == [["high_per_layer", "3", "12"], ["recall", "-", "0.50", "0.75"]]
     assert ["prefill_hit_rate", "-"] in rows and ["budget_bytes", "64", "MiB"] in rows
+
+
+TURNS = turns("wö bist du\n?", "here \u2028 there", "two", "")
+SYSTEM = {"role": "system", "content": "Be short."}
+
+
+@cases(
+    "written, read",
+    (TURNS, TURNS),
+    ([SYSTEM, *TURNS[:2]], [SYSTEM, *TURNS[:2]]),
+    (TURNS[:3], TURNS[:2]),  # a question without an answer is left out
+)
+def test_what_is_written_is_read(tmp_path, written, read):
+    path = tmp_path / "saved.jsonl"
+    write_conversation(path, written)
+    assert read_conversation(path) == read
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert "wö" in path.read_text(encoding="utf-8")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+WRONG = {
+    "nothing": b"",
+    "a text": b"hello\n",
+    "not UTF-8": b"\xff\xfe\n",
+    "a list": b"[1]\n",
+    "a number": b'{"role": "user", "content": 1}\n',
+    "more": b'{"role": "user", "content": "a", "name": "b"}\n',
+    "a system prompt alone": json.dumps(SYSTEM).encode(),
+    "two in a row": b'{"role": "user", "content": "a"}\n' * 2,
+    "deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_anything_else_is_one_sentence(tmp_path, name):
+    path = tmp_path / "wrong.jsonl"
+    path.write_bytes(WRONG[name])
+    with pytest.raises(ConfigError, match=r"wrong\.jsonl: this is no conversation"):
+        read_conversation(path)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match=r"gone\.jsonl: No such file"):
+        read_conversation(tmp_path / "gone.jsonl")
+
+
+def session():
+    config = Config.build(model="fake.gguf", system="Be long.")
+    return Session(fake_engine.FakeEngine(config), config)
+
+
+def test_a_loaded_conversation_goes_on():
+    talk = session()
+    list(talk.answer("hello"))
+    talk.load([SYSTEM, *TURNS[:2]])
+    list(talk.answer("three"))
+    assert talk.engine.seen[-1] == [SYSTEM, *TURNS[:2], *turns("three")]
+    talk.load(TURNS)
+    talk.reset()
+    assert talk.messages == []  # its system prompt is that of the conversation
+
+
+def test_the_latest_conversation_is_kept_after_each_answer(tmp_path):
+    talk = session()
+    talk.kept = tmp_path / "last.jsonl"
+    for text in ("hello", "more"):
+        list(talk.answer(text))
+        assert read_conversation(talk.kept) == talk.messages
+    list(talk.answer("silence"))
+    assert read_conversation(talk.kept) == talk.messages
+    talk.kept = tmp_path / "gone" / "last.jsonl"
+    list(talk.answer("hello"))  # done without

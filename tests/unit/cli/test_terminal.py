@@ -1,13 +1,17 @@
 """The interactive loop on a real terminal: a pseudo-terminal, a process, and keys."""
 
-from __future__ import annotations
-
 import json
 import re
 
 import fake_engine
 import pytest
-from pseudo_terminal import CTRL_C, CTRL_D, PROMPT, UP, Terminal
+from pseudo_terminal import CTRL_C, CTRL_D, ESCAPES, PROMPT, UP, Terminal
+from tables import cases
+from test_session import make
+
+from gguf_tools import synthetic
+from orchestrator.chat.console import WordWrap
+from orchestrator.errors import GGUFError
 
 
 def test_a_conversation(start):
@@ -37,17 +41,6 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_session(start, tmp_path):
     assert messages[1]["content"].startswith("0 1 2 3 4 5 6 7")
 
 
-def test_ctrl_c_at_the_prompt_says_how_to_leave(start):
-    terminal = start()
-    for typed in ("", "", "half a li"):
-        terminal.send(typed)
-        terminal.wait(typed)
-        terminal.until_it_reads()
-        terminal.send(CTRL_C)
-        assert "/quit or Ctrl-D leaves" in terminal.wait(PROMPT)
-    assert "Hi there!" in terminal.ask("hello")
-
-
 def test_ctrl_c_while_loading_leaves(tmp_path):
     with Terminal("-m", "endless.gguf", home=tmp_path) as terminal:
         terminal.wait(r"Loading 1 GiB of weights \[#+-*\] +\d+ %")
@@ -63,23 +56,6 @@ def test_bars_appear_and_go(start):
     assert re.search(r"Reading 1000 tokens \[#+-*\] +\d+ %", text)
     assert terminal.raw.rindex("\r\x1b[K") < terminal.raw.rindex("read")
     assert "Reading" not in terminal.ask("hello")
-
-
-@pytest.mark.parametrize(
-    ("prompt", "shown"),
-    [
-        ("endless prompt", "Reading 1000 tokens"),
-        ("one micro-batch", r"Reading 1000 tokens \[-+\]   0 %, 1 s"),
-    ],
-)
-def test_ctrl_c_during_prefill(start, prompt, shown):
-    """A prompt that is one micro-batch shows that it is read."""
-    terminal = start()
-    terminal.send(prompt + "\n")
-    terminal.wait(shown)
-    terminal.send(CTRL_C)
-    assert "stopped" in terminal.wait(PROMPT)
-    assert "Hi there!" in terminal.ask("hello")
 
 
 def test_a_narrow_terminal_breaks_between_words(start):
@@ -113,11 +89,65 @@ def test_the_arrow_key_brings_back_lines_of_earlier_sessions(start, tmp_path):
     assert "Hi there!" in terminal.ask("")
 
 
-def test_tab_completes_a_command(start):
+PASTE = "\x1b[200~{}\x1b[201~"
+MORE = re.compile(r"\. \Z")  # the message goes on
+TEXT, STOPPED = re.compile("5 6 7"), re.compile(r"stopped(.*\n)*> \Z")
+LEAVES = re.compile(r"/quit or Ctrl-D leaves(.*\n)*> \Z")
+AT_PROMPT = (Terminal.until_it_reads, None)
+# Keys, and what they bring: a text beside which there is the next prompt, or all, as a regular
+# expression; or the status with which it ends.
+TALKS = {
+    "Ctrl-C at the prompt says how to leave": [
+        *[(CTRL_C, LEAVES) if step else AT_PROMPT for _ in range(2) for step in (0, 1)],
+        *[("half a li", re.compile("half a li")), AT_PROMPT, (CTRL_C, LEAVES)],
+        ("hello", "Hi there!"),
+    ],
+    "Ctrl-C while a prompt is read": [
+        ("endless prompt\n", re.compile("Reading 1000 tokens")),
+        *[(CTRL_C, STOPPED), ("hello", "Hi there!")],
+    ],
+    "a prompt that is one micro-batch shows that it is read": [
+        ("one micro-batch\n", re.compile(r"Reading 1000 tokens \[-+\]   0 %, 1 s")),
+        *[(CTRL_C, STOPPED), ("hello", "Hi there!")],
+    ],
+    "Tab completes a command": [("/ret\t", re.compile("/retention")), ("0.5", "r=0.5")],
+    "a message of several lines": [
+        *[('"""first\n', MORE), ("/second\n", MORE), ('third"""', "<first\n/second\nthird>")],
+        *[('"""first\n', MORE), AT_PROMPT, (CTRL_C, LEAVES), ("again", "<again>")],
+        ('"""first\n' + CTRL_D, 0),
+    ],
+    "a paste of several lines is one message": [
+        (PASTE.format("/first\r\r\tsecond"), re.compile("second")),
+        ("!\n", re.compile(r"</first\n\n(\t| {7,8})second!>(.*\n)*> \Z")),
+        *[("hello", "Hi there!"), (UP + UP, re.compile("second")), ("", "second!>")],
+    ],
+    "a paste may hold a quoted message": [
+        (PASTE.format('"""one\rtwo"""'), re.compile("two")),
+        ("", "<one\ntwo>"),
+    ],
+    "Ctrl-C forgets what was typed ahead": [
+        *[("endless\n", TEXT), ("hello\n" + CTRL_C, STOPPED), ("again", "<again>")]
+    ],
+}
+
+
+@pytest.mark.parametrize("name", TALKS)
+def test_keys(start, name):
     terminal = start()
-    terminal.send("/ret\t")
-    terminal.wait("/retention")
-    assert "r=0.5" in terminal.ask("0.5")
+    # Terminals mark a paste only where they were asked to.
+    assert "\x1b[?2004h" in terminal.raw
+    for keys, brings in TALKS[name]:
+        if callable(keys):
+            keys(terminal)
+        elif isinstance(brings, str):
+            assert brings in terminal.ask(keys)
+        else:
+            terminal.send(keys)
+            assert terminal.finish() == brings if brings == 0 else terminal.wait(brings)
+
+
+def test_the_statistics_line_without_unicode(start):
+    assert "first word 12 ms | 48.9 tok/s" in start(PYTHONIOENCODING="ascii").ask("hello")
 
 
 def test_the_history_may_be_unwritable(start, tmp_path):
@@ -195,23 +225,6 @@ def test_every_command(start):
     assert "Traceback" not in terminal.raw
 
 
-def test_a_message_of_several_lines(start):
-    terminal = start()
-    terminal.send('"""first\n')
-    terminal.wait(r"\. \Z")
-    terminal.send("/second\n")
-    terminal.wait(r"\. \Z")
-    assert "<first\n/second\nthird>" in terminal.ask('third"""')
-    terminal.send('"""first\n')
-    terminal.wait(r"\. \Z")
-    terminal.until_it_reads()
-    terminal.send(CTRL_C)
-    assert "leaves" in terminal.wait(PROMPT)
-    assert "<again>" in terminal.ask("again")
-    terminal.send('"""first\n' + CTRL_D)
-    assert terminal.finish() == 0
-
-
 def test_a_file_stands_before_one_message(start, tmp_path):
     terminal = start(columns=400)
     text = tmp_path / "a text.txt"
@@ -228,11 +241,6 @@ def test_a_file_stands_before_one_message(start, tmp_path):
     text.write_text("x" * 10**6)
     assert f"Error: {text}: too long for the context" in terminal.ask(f"/read {text}")
     assert "<nothing was added>" in terminal.ask("nothing was added")
-
-
-def test_the_statistics_line_without_unicode(start):
-    terminal = start(PYTHONIOENCODING="ascii")
-    assert "first word 12 ms | 48.9 tok/s" in terminal.ask("hello")
 
 
 def test_save_replaces_only_its_own_file(start, tmp_path):
@@ -280,9 +288,7 @@ def test_the_model_cannot_control_the_terminal(start):
         assert control not in said
 
 
-@pytest.mark.parametrize(
-    ("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
-)
+@cases("environment, coloured", ({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False))
 def test_no_color_is_honoured(start, environment, coloured):
     """A dumb terminal gets no bar either."""
     terminal = start("-m", "slow.gguf", **environment)
@@ -304,3 +310,101 @@ def test_json_on_a_terminal_is_escaped(tmp_path):
         assert json.loads(terminal.raw)["text"] == fake_engine.HOSTILE
         assert "\x9b" not in terminal.raw
         assert "\x1b" not in terminal.raw
+
+
+def test_keys_typed_ahead_wait_for_the_prompt(start):
+    terminal = start()
+    terminal.send("long\n")
+    terminal.wait("5 6 7")
+    terminal.send("hello\x7f\x7fp me\n")
+    # The keys are read as if they came at the prompt, with what deletes among them.
+    answer = terminal.wait(r"<help me>\n(.+\n)+\n> \Z").partition("first word")[0]
+    assert "498 499" in answer and "hel" not in answer
+    assert "Hi there!" in terminal.ask("hello")
+
+
+def test_lines_end_between_words(start):
+    terminal = start(COLUMNS="60")
+    said = terminal.ask("words").partition("first word")[0].splitlines()[1:]
+    assert max(map(len, said)) <= 60
+    assert (
+        " ".join(line.strip() for line in said).split()
+        == ("some lengthy words of an answer " * 12).split()
+    )
+    assert not re.search(r"^\s", "\n".join(said))
+
+
+def test_one_answer_is_wrapped_and_has_its_statistics_and_json_is_not(tmp_path):
+    args = ("-m", "x.gguf", "-p", "words")
+    with Terminal(*args, home=tmp_path) as terminal:
+        assert terminal.finish() == 0
+        said, _, statistics = ESCAPES.sub("", terminal.raw).partition("\r\nfirst word")
+        assert "\r\n" in said and statistics.startswith(" 12 ms · ")
+    with Terminal(*args, "--json", home=tmp_path) as terminal:
+        assert terminal.finish() == 0
+        assert terminal.raw.count("\n") == 1
+
+
+CODE = "```\nsome code that is long\n```\n"
+
+
+def wrapped(text, width, by=1):
+    wrap = WordWrap(lambda: width)
+    pieces = [text[i : i + by] for i in range(0, len(text), by)]
+    return "".join(map(wrap.feed, pieces)) + wrap.end()
+
+
+@cases(
+    "text, width, expected",
+    ("one two three", 7, "one two\nthree"),
+    ("one two three", 8, "one two\nthree"),
+    ("one  two", 5, "one\ntwo"),
+    ("  indented words", 10, "  indented\nwords"),
+    ("a verylongword b", 6, "a\nverylongword b"),
+    ("one\ntwo three", 9, "one\ntwo three"),
+    ("ends with a space ", 80, "ends with a space "),
+    ("日本語日本語", 7, "日本語\n日本語"),
+    ("a\tb cd", 9, "a\tb\ncd"),
+    (f"{CODE}and words", 8, f"{CODE}and\nwords"),
+    ("  ```\nx = 1  # y\n  ```\nwords are", 8, "  ```\nx = 1  # y\n  ```\nwords\nare"),
+    ("a `` b ``` c", 6, "a `` b\n``` c"),
+)
+def test_wrapping(text, width, expected):
+    for by in (1, 3, 100):
+        assert wrapped(text, width, by) == expected
+
+
+def test_a_word_is_shown_as_soon_as_it_ends():
+    wrap = WordWrap(lambda: 80)
+    assert [wrap.feed(piece) for piece in ("He", "llo wor", "ld.\n", "x")] == [
+        *("", "Hello", " world.\n", "")
+    ]
+
+
+def test_another_model_goes_on_with_the_conversation(start, tmp_path):
+    synthetic.write(tmp_path / "other.gguf", "tiny-olmoe")
+    terminal = start()
+    terminal.ask("hello")
+    terminal.ask("/temp 0.5")
+    said = terminal.ask(f"/model {tmp_path}/other.gguf")
+    assert "fake other: 8 layers" in said
+    assert "0.5 ()" in terminal.ask("sampling")
+    assert "4 messages written" in terminal.ask("/save ~/talk.jsonl")
+
+
+def test_a_model_that_fails_leaves_the_one_before():
+    session = make(temp=0.0)
+    first = session.engine
+    opened = []
+
+    def opens(config):
+        opened.append(config)
+        if config.model.name == "bad.gguf":
+            raise GGUFError("bad.gguf: out of memory")
+        return type(first)(config)
+
+    with pytest.raises(GGUFError, match="out of memory"):
+        session.change_model("bad.gguf", opens)
+    assert first.closed
+    assert [config.model.name for config in opened] == ["bad.gguf", "x.gguf"]
+    assert list(session.answer("hello")) == ["Hi", " there", "!"]

@@ -1,46 +1,32 @@
 """`moe-edge trace` and `moe-edge replay` from end to end, and what they refuse."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from command_line import run
 
-from orchestrator.cli.main import cli
 from orchestrator.lab.replay import read_trace
 from orchestrator.lab.replay.trace import PROMPT_ENDS, STARTS
-from orchestrator.native import Library
-
-
-def run(*args: object) -> Result:
-    return CliRunner().invoke(cli, [str(arg) for arg in args])
 
 
 @pytest.fixture(scope="module")
-def model(library: Library, tiny_model: Callable[..., Path]) -> Path:
+def model(library, tiny_model):
     """A packed model of two precisions."""
     return tiny_model("qwen3moe", "q4_k", "q2_k", seed=1)
 
 
 @pytest.fixture(scope="module")
-def recorded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recorded(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trace")
     text = folder / "text.txt"
     text.write_text("a text of some words, " * 10)
     options = ("--ctx=128", "--threads=1", "--expert-ram=2MiB", "--low-tier=q2_k")
-    result = run(
-        *("trace", "-m", model, "--text", text, "--tokens=40", "--prefill=16"),
-        *("--out", folder / "t.npz", *options),
-    )
-    assert result.exit_code == 0, result.stderr
-    assert "t.npz: 25 steps of" in result.stdout
+    options += ("--tokens=40", "--prefill=16", "--out", folder / "t.npz")
+    assert "t.npz: 25 steps of" in done("trace", "-m", model, "--text", text, *options)
     return folder / "t.npz"
 
 
-def test_a_text_becomes_a_trace(recorded: Path) -> None:
+def test_a_text_becomes_a_trace(recorded):
     trace = read_trace(recorded)
     header = trace.header
     assert (header.policy, header.in_use) == ("dymoe", ("q4_k", "q2_k"))
@@ -51,14 +37,14 @@ def test_a_text_becomes_a_trace(recorded: Path) -> None:
     assert trace.arrays["step_tokens"].tolist() == [16] + 24 * [1]
 
 
-def done(*args: object) -> str:
+def done(*args):
     """What a command prints that succeeds."""
     result = run(*args)
     assert result.exit_code == 0, result.stderr
     return result.stdout
 
 
-def test_replay_prints_the_policy_beside_its_baselines(recorded: Path) -> None:
+def test_replay_prints_the_policy_beside_its_baselines(recorded):
     said = done("replay", recorded)
     table, policy = said.split("policy: ")
     names = [line.split()[0].rstrip(",") for line in table.splitlines() if " % " in line]
@@ -67,7 +53,7 @@ def test_replay_prints_the_policy_beside_its_baselines(recorded: Path) -> None:
     assert policy.endswith("look-ahead 1\n")
 
 
-def test_options_reach_the_replay(recorded: Path) -> None:
+def test_options_reach_the_replay(recorded):
     options = ("--policy=lru", "--expert-ram=1MiB", "--bandwidth=1GB", "--latency-us=70")
     found = json.loads(
         done("replay", recorded, "--json", *options, "--io-threads=3", "--compute-ms=2.5")
@@ -86,7 +72,7 @@ def test_options_reach_the_replay(recorded: Path) -> None:
     assert found["runs"]["dymoe"]["decode"]["mix"]["skip"] == 0.5
 
 
-def test_an_answer_becomes_a_trace(model: Path, tmp_path: Path) -> None:
+def test_an_answer_becomes_a_trace(model, tmp_path):
     out = tmp_path / "answer.npz"
     done(
         *("trace", "-m", model, "-p", "hello", "--tokens=5", "--seed=3", "--out", out),
@@ -98,31 +84,7 @@ def test_an_answer_becomes_a_trace(model: Path, tmp_path: Path) -> None:
     assert len(trace.arrays["ahead_ids"]) == 0
 
 
-USAGE = [
-    (["trace", "--out", "t.npz"], "give either --text FILE or -p TEXT"),
-    (["trace", "--out", "t.npz", "-p", "x", "--text", "y"], "give either --text FILE or -p TEXT"),
-    (["trace", "--out", "t.npz", "-p", "x", "--prefill", "3"], "--prefill is for --text"),
-    (["trace", "-p", "x"], "Missing option '--out'"),
-    (["trace", "--out", "t.npz", "-p", " "], "the prompt is empty"),
-    (["trace", "--out", "t.npz", "-p", "x", "--tokens", "0"], "is not in the range"),
-    (["replay"], "Missing argument 'FILE'"),
-    (["replay", "t.npz", "--io-threads", "0"], "'--io-threads': must be 1 to 64, not 0"),
-    (["replay", "t.npz", "--bandwidth", "fast"], "'fast' is not a size"),
-    (["replay", "t.npz", "--prefetch", "maybe"], "'--prefetch': must be auto, on or off"),
-    (["replay", "t.npz", "--policy", "lur"], "'--policy': must be lru, dymoe,"),
-    (["replay", "t.npz", "--link", "stopped"], "'--link': must be shared or rigid"),
-    (["replay", "t.npz", "--transition-rate", "00"], "must be more than zero"),
-]
-
-
-@pytest.mark.parametrize(("args", "said"), USAGE)
-def test_usage(args: list[str], said: str) -> None:
-    result = run(*args)
-    assert result.exit_code == 2
-    assert said in result.stderr
-
-
-def test_refused_in_one_sentence(model: Path, recorded: Path, tmp_path: Path) -> None:
+def test_refused_in_one_sentence(model, recorded, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("some words")
     odd = tmp_path / "odd.txt"

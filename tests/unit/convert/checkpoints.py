@@ -6,11 +6,15 @@ from __future__ import annotations
 import functools
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="needs the extra `convert`")
+pytest.importorskip("transformers", reason="needs the extra `convert`")
+
 import sentencepiece
 import torch
 import transformers
@@ -53,15 +57,9 @@ def byte_level(kind: str) -> Tokenizer:
                 single=f"{END} $A", special_tokens=[(END, 0)]
             )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        [TEXT],
-        trainers.BpeTrainer(
-            vocab_size=VOCAB,
-            special_tokens=[END, *SPECIAL.get(kind, ())],
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-            show_progress=False,
-        ),
-    )
+    special, letters = [END, *SPECIAL.get(kind, ())], sorted(pre_tokenizers.ByteLevel.alphabet())
+    sizes = {"vocab_size": VOCAB, "special_tokens": special, "initial_alphabet": letters}
+    tokenizer.train_from_iterator([TEXT], trainers.BpeTrainer(show_progress=False, **sizes))
     return tokenizer
 
 
@@ -90,17 +88,10 @@ def save_tokenizer(kind: str, folder: Path) -> None:
     if kind == "sentencepiece":
         save_sentencepiece(folder)
         return
-    classes: dict[str, Callable[..., Any]] = {
-        "qwen2": transformers.Qwen2Tokenizer,
-        "glm": transformers.PreTrainedTokenizerFast,
-        "solar": transformers.PreTrainedTokenizerFast,
-        "neox": transformers.GPTNeoXTokenizer,
-        "llama3": transformers.PreTrainedTokenizerFast,
-        "deepseek": transformers.PreTrainedTokenizerFast,
-        "gemma": transformers.PreTrainedTokenizerFast,
-    }
+    own = {"qwen2": transformers.Qwen2Tokenizer, "neox": transformers.GPTNeoXTokenizer}
     made = _gemma() if kind == "gemma" else byte_level(kind)
-    tokenizer = classes[kind](tokenizer_object=made, bos_token=END, eos_token=END)
+    kind_of = own.get(kind, transformers.PreTrainedTokenizerFast)
+    tokenizer = kind_of(tokenizer_object=made, bos_token=END, eos_token=END)
     tokenizer.save_pretrained(folder)
     if kind == "deepseek":  # whose published files say what transformers does not write
         path = folder / "tokenizer_config.json"
@@ -110,14 +101,8 @@ def save_tokenizer(kind: str, folder: Path) -> None:
 def save_sentencepiece(folder: Path) -> None:
     """tokenizer.model, as Llama's: BPE that falls back to bytes, and changes no character."""
     (folder / "tokenizer.model").write_bytes(_sentencepiece())
-    config = {
-        "tokenizer_class": "LlamaTokenizer",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "add_bos_token": True,
-        "legacy": False,
-    }
+    config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "legacy": False}
+    config |= {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 

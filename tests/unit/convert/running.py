@@ -17,7 +17,6 @@ from . import checkpoints
 from .families import PROMPT
 
 GGML_F32 = 0
-
 N_DECODE = 16
 
 

@@ -1,21 +1,13 @@
 """Every family, from transformers' checkpoint to our engine's logits."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-pytest.importorskip("torch", reason="needs the extra `convert`")
-pytest.importorskip("transformers", reason="needs the extra `convert`")
 
 from gguf_tools.pack import export
 from gguf_tools.verify import verify
 
 from .families import FAMILIES
-from .running import Case, managed_logits, our_logits
+from .running import managed_logits, our_logits
 
 # In standard deviations of the logits, the largest error. float32 throughout: only the order of
 # sums differs (3e-5 measured), in linear attention upstream's way to compute it (6e-4), and what is
@@ -29,15 +21,13 @@ HALF = 0.1
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_tokens_are_theirs(name: str, case: Callable[[str], Case]) -> None:
+def test_tokens_are_theirs(name, case):
     made = case(name)
     assert made.tokens == made.their_tokens
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_theirs(
-    name: str, case: Callable[[str], Case], float32_attention: Callable[[], None]
-) -> None:
+def test_logits_are_theirs(name, case, float32_attention):
     """Over the prompt and 16 decoded tokens, with room for a part of the experts."""
     made = case(name)
     assert 0.3 < made.logits.std() < 30
@@ -48,9 +38,7 @@ def test_logits_are_theirs(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_f16_tier_is_near_and_exports(
-    name: str, case: Callable[[str], Case], tmp_path: Path
-) -> None:
+def test_f16_tier_is_near_and_exports(name, case, tmp_path):
     """As people run it; and the tier alone, in the plain path, gives the same bits."""
     made = case(name)
     found = managed_logits(made.packed, made.tokens, made.answer, "f16")
@@ -60,7 +48,7 @@ def test_f16_tier_is_near_and_exports(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_file_is_sound(name: str, case: Callable[[str], Case]) -> None:
+def test_the_file_is_sound(name, case):
     report = verify(case(name).packed, threads=1)
     assert report.problems == []
     assert report.tiers == ["f32", "f16"]

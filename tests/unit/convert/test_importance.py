@@ -1,14 +1,7 @@
 """A checkpoint converted with an importance matrix of llama.cpp."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-pytest.importorskip("torch", reason="needs the extra `convert`")
-pytest.importorskip("transformers", reason="needs the extra `convert`")
 
 from gguf_tools.convert import convert
 from gguf_tools.errors import MismatchError, QuantizeError
@@ -24,7 +17,7 @@ from . import checkpoints
 NAME = "qwen3-moe"
 
 
-def imatrix_of(model: ExpertModel) -> Imatrix:
+def imatrix_of(model):
     """Made-up importance; the first expert saw too little."""
     rng = np.random.default_rng(4)
     entries = {}
@@ -39,7 +32,7 @@ def imatrix_of(model: ExpertModel) -> Imatrix:
     return Imatrix("made", entries)
 
 
-def test_tiers_are_those_of_pack(tmp_path: Path) -> None:
+def test_tiers_are_those_of_pack(tmp_path):
     checkpoints.write_checkpoint(NAME, tmp_path / "hf")
     full, ours, packed = (tmp_path / f"{name}.gguf" for name in ("full", "ours", "packed"))
     convert(tmp_path / "hf", full, ["f32"], threads=1)
@@ -59,7 +52,7 @@ def test_tiers_are_those_of_pack(tmp_path: Path) -> None:
             assert np.array_equal(a.parts[0].array(name), b.parts[0].array(name)), name
 
 
-def test_another_models_imatrix_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_another_models_imatrix_leaves_nothing_behind(tmp_path):
     checkpoints.write_checkpoint(NAME, tmp_path / "hf")
     ones = Entry(np.ones(8, np.float32), np.ones(1, np.float32))
     write_imatrix(tmp_path / "m.gguf", Imatrix("m", {"blk.0.ffn_up_exps.weight": ones}))

@@ -1,7 +1,5 @@
 """What is wrong with a checkpoint, in one sentence; and that nothing is left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,11 +7,11 @@ import shutil
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from command_line import run
+from tables import cases
 
 pytest.importorskip("torch", reason="needs the extra `convert`")
 pytest.importorskip("transformers", reason="needs the extra `convert`")
@@ -24,13 +22,12 @@ from safetensors.numpy import load_file, save_file
 from gguf_tools.convert import convert
 from gguf_tools.errors import ConvertError
 from gguf_tools.file.reader import GGUFFile
-from orchestrator.cli.main import cli
 
 from . import checkpoints, families
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     """A good checkpoint in several files."""
     folder = tmp_path_factory.mktemp("whole")
     checkpoints.write_checkpoint("qwen3-moe", folder, max_shard_size="300KB")
@@ -38,17 +35,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(whole: Path, tmp_path: Path) -> Path:
+def folder(whole, tmp_path):
     """A copy of it to damage."""
     copy = tmp_path / "checkpoint"
     shutil.copytree(whole, copy)
     return copy
 
 
-def said(folder: Path, *options: str, out: Path | None = None) -> str:
+def said(folder, *options, out=None):
     """The one sentence with which convert refuses a folder."""
     out = out or folder.parent / "out.gguf"
-    result = CliRunner().invoke(cli, ["convert", str(folder), str(out), *(options or TIERS)])
+    result = run("convert", folder, out, *(options or TIERS))
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code != 0
     assert not out.is_file()
@@ -63,14 +60,14 @@ TIERS = ("--tiers", "f16")
 Damage = Callable[[Path], object]
 
 
-def change_json(path: Path, **changes: Any) -> None:
+def change_json(path, **changes):
     content = json.loads(path.read_text())
     for key, value in changes.items():
         content.pop(key, None) if value is None else content.update({key: value})
     path.write_text(json.dumps(content))
 
 
-def shards(folder: Path) -> list[Path]:
+def shards(folder):
     found = sorted(folder.glob("model-*.safetensors"))
     assert len(found) > 3
     return found
@@ -79,40 +76,40 @@ def shards(folder: Path) -> list[Path]:
 INDEX = "model.safetensors.index.json"
 
 
-def no_weights(folder: Path) -> None:
+def no_weights(folder):
     for path in [*shards(folder), folder / INDEX]:
         path.unlink()
 
 
-def an_index_that_leads_out(folder: Path) -> None:
+def an_index_that_leads_out(folder):
     change_json(folder / INDEX, weight_map={"model.norm.weight": "../elsewhere.safetensors"})
 
 
-def unknown_splits(folder: Path) -> None:
+def unknown_splits(folder):
     change_json(folder / "tokenizer.json", pre_tokenizer={"type": "WhitespaceSplit"})
     change_json(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
 
 
-def one_shard_without_index(folder: Path) -> None:
+def one_shard_without_index(folder):
     (folder / INDEX).unlink()
     shards(folder)[2].unlink()
 
 
-def config(**changes: Any) -> Damage:
+def config(**changes):
     return lambda folder: change_json(folder / "config.json", **changes)
 
 
-def text(name: str, content: str | None) -> Damage:
+def text(name, content):
     """A file of the folder says this; None: it is gone."""
     if content is None:
         return lambda folder: (folder / name).unlink()
     return lambda folder: (folder / name).write_text(content)
 
 
-def shard(number: int, change: Callable[[bytes], bytes | None]) -> Damage:
+def shard(number, change):
     """One file of weights holds other bytes; None: it is gone."""
 
-    def damage(folder: Path) -> None:
+    def damage(folder):
         path = shards(folder)[number]
         data = change(path.read_bytes())
         path.unlink() if data is None else path.write_bytes(data)
@@ -120,10 +117,10 @@ def shard(number: int, change: Callable[[bytes], bytes | None]) -> Damage:
     return damage
 
 
-def tensors(change: Callable[[dict[str, np.ndarray]], object]) -> Damage:
+def tensors(change):
     """All weights in one file, changed."""
 
-    def damage(folder: Path) -> None:
+    def damage(folder):
         found = {name: value for path in shards(folder) for name, value in load_file(path).items()}
         no_weights(folder)
         change(found)
@@ -132,10 +129,23 @@ def tensors(change: Callable[[dict[str, np.ndarray]], object]) -> Damage:
     return damage
 
 
+def put(name, value, at=None):
+    """A tensor takes this value, or has it in one place."""
+    if at is None:
+        return tensors(lambda found: found.update({name: value}))
+    return tensors(lambda found: found[name].__setitem__(at, value))
+
+
+def headed(n_bytes, rest):
+    """A file that says that its header is so long."""
+    return lambda data: n_bytes.to_bytes(8, "little") + rest
+
+
+NOT_FINITE = ": a value is not finite"
 # name: what is done to a checkpoint, and what the sentence has, as a regular expression.
 SHARD = r"model-0000{}-of-\d+\.safetensors: "
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
-FAULTS: dict[str, tuple[Damage, str]] = {
+FAULTS = {
     "no config": (text("config.json", None), "config.json: is missing"),
     "broken config": (text("config.json", "{"), "config.json: not JSON"),
     "a list for a config": (text("config.json", "[1]"), "config.json: not a JSON object"),
@@ -149,13 +159,10 @@ FAULTS: dict[str, tuple[Damage, str]] = {
     "cut header": (shard(1, lambda data: data[:100]), SHARD.format(2) + "ends inside its header"),
     "empty shard": (shard(0, lambda data: b""), SHARD.format(1) + "ends inside its header"),
     "no safetensors": (
-        shard(0, lambda data: (9).to_bytes(8, "little") + b"<html>404"),
+        shard(0, headed(9, b"<html>404")),
         SHARD.format(1) + "its header is not JSON",
     ),
-    "huge header": (
-        shard(0, lambda data: (1 << 62).to_bytes(8, "little") + b"{}"),
-        SHARD.format(1) + "ends inside its header",
-    ),
+    "huge header": (shard(0, headed(1 << 62, b"{}")), SHARD.format(1) + "ends inside its header"),
     "missing shard": (shard(2, lambda data: None), SHARD.format(3) + "is missing"),
     "missing shard without index": (one_shard_without_index, SHARD.format(3) + "is missing"),
     "an index that leads out": (an_index_that_leads_out, "is outside of the folder"),
@@ -168,27 +175,15 @@ FAULTS: dict[str, tuple[Damage, str]] = {
         tensors(lambda found: found.pop(EXPERT)),
         "experts are missing: model.layers.1.mlp.experts",
     ),
-    "unknown tensor": (
-        tensors(lambda found: found.update({"model.layers.1.odd": np.ones(3, "f4")})),
-        "model.layers.1.odd",
-    ),
-    "odd shape": (
-        tensors(lambda found: found.update({EXPERT: np.ones((3, 64), "f4")})),
-        "upstream's converter",
-    ),
-    "not a number": (
-        tensors(lambda found: found[EXPERT].__setitem__((2, 3), np.nan)),
-        "blk.1.ffn_up_exps.weight: a value is not finite",
-    ),
-    "infinite norm": (
-        tensors(lambda found: found["model.norm.weight"].__setitem__(5, np.inf)),
-        "output_norm.weight: a value is not finite",
-    ),
+    "unknown tensor": (put("model.layers.1.odd", np.ones(3, "f4")), "model.layers.1.odd"),
+    "odd shape": (put(EXPERT, np.ones((3, 64), "f4")), "upstream's converter"),
+    "not a number": (put(EXPERT, np.nan, (2, 3)), "blk.1.ffn_up_exps.weight" + NOT_FINITE),
+    "infinite norm": (put("model.norm.weight", np.inf, 5), "output_norm.weight" + NOT_FINITE),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_damaged_checkpoint(folder: Path, name: str) -> None:
+def test_a_damaged_checkpoint(folder, name):
     damage, expected = FAULTS[name]
     damage(folder)
     found = said(folder)
@@ -207,7 +202,7 @@ open(r"{}", "w").close()
 """
 
 
-def test_code_of_a_checkpoint_runs_only_when_asked_for(tmp_path: Path) -> None:
+def test_code_of_a_checkpoint_runs_only_when_asked_for(tmp_path):
     folder, trace = tmp_path / "hf", tmp_path / "ran"
     checkpoints.write_checkpoint("deepseek-moe", folder)
     change_json(
@@ -218,13 +213,12 @@ def test_code_of_a_checkpoint_runs_only_when_asked_for(tmp_path: Path) -> None:
     (folder / "mine.py").write_text(OWN_TOKENIZER.format(trace))
     assert "give --trust-remote-code" in said(folder)
     assert not trace.exists()
-    out = str(tmp_path / "out.gguf")
-    result = CliRunner().invoke(cli, ["convert", str(folder), out, *TIERS, "--trust-remote-code"])
+    result = run("convert", folder, tmp_path / "out.gguf", *TIERS, "--trust-remote-code")
     assert result.exit_code == 0, result.output
     assert trace.exists()
 
 
-def test_a_source_that_is_no_checkpoint_of_experts(tmp_path: Path) -> None:
+def test_a_source_that_is_no_checkpoint_of_experts(tmp_path):
     assert "does not exist" in said(tmp_path / "none")
     (tmp_path / "text.txt").write_text("x")
     assert "not a folder" in said(tmp_path / "text.txt")
@@ -235,7 +229,7 @@ def test_a_source_that_is_no_checkpoint_of_experts(tmp_path: Path) -> None:
     assert "Qwen3ForCausalLM has no experts: not a Mixture-of-Experts model" in found
 
 
-def test_a_target_that_cannot_be_written(folder: Path, tmp_path: Path) -> None:
+def test_a_target_that_cannot_be_written(folder, tmp_path):
     assert "there is no folder" in said(folder, out=tmp_path / "none" / "out.gguf")
     (tmp_path / "taken").mkdir()
     assert "is a folder" in said(folder, out=tmp_path / "taken")
@@ -244,39 +238,35 @@ def test_a_target_that_cannot_be_written(folder: Path, tmp_path: Path) -> None:
         assert "cannot be written" in said(folder, out=tmp_path / "locked" / "out.gguf")
 
 
-@pytest.mark.parametrize(
-    ("tiers", "words"),
-    [("f17", "unknown tier f17"), ("q2_k,q4_k", "list tiers best first"), ("f16,f16", "not below")],
+@cases(
+    "tiers, words",
+    ("f17", "unknown tier f17"),
+    ("q2_k,q4_k", "list tiers best first"),
+    ("f16,f16", "not below"),
 )
-def test_tiers_are_checked_before_anything_is_read(folder: Path, tiers: str, words: str) -> None:
+def test_tiers_are_checked_before_anything_is_read(folder, tiers, words):
     (folder / "config.json").unlink()
     assert words in said(folder, "--tiers", tiers)
 
 
-def test_no_space(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_space(folder, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 1 << 40, 4096))
     assert "only 0.0 MiB are free" in said(folder)
 
 
-def test_the_header_is_shown_before_anything_is_computed(folder: Path, tmp_path: Path) -> None:
+def test_the_header_is_shown_before_anything_is_computed(folder, tmp_path):
     seen = []
 
-    def refuse(path: Path) -> None:
+    def refuse(path):
         with GGUFFile.open(path) as file:
             seen.append((file.metadata["general.architecture"], len(file.tensors)))
         raise ConvertError("it cannot run")
 
-    shares: list[float] = []
+    shares = []
     with pytest.raises(ConvertError, match="it cannot run"):
-        convert(
-            folder,
-            tmp_path / "out.gguf",
-            ["f16"],
-            on_header=refuse,
-            progress=shares.append,
-            threads=1,
-        )
+        own = {"on_header": refuse, "progress": shares.append, "threads": 1}
+        convert(folder, tmp_path / "out.gguf", ["f16"], **own)
     [(architecture, n_tensors)] = seen
     assert architecture == "qwen3moe" and n_tensors > 10
     assert shares == [] and not (tmp_path / "out.gguf").exists()

@@ -1,14 +1,5 @@
 """`kill -9` at any moment of a conversion: a file with the final name is whole."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
-import pytest
-
-pytest.importorskip("torch", reason="needs the extra `convert`")
-pytest.importorskip("transformers", reason="needs the extra `convert`")
-
 from killing import check_model_at_twenty_deaths
 
 from gguf_tools.convert import convert
@@ -25,12 +16,12 @@ OURS = tuple(
 )
 
 
-def test_killed_at_twenty_moments(tmp_path: Path) -> None:
+def test_killed_at_twenty_moments(tmp_path):
     checkpoints.write_checkpoint("qwen3-moe", tmp_path / "hf")
     out = tmp_path / "out" / "model.gguf"
     out.parent.mkdir()
 
-    def work() -> None:
+    def work():
         convert(tmp_path / "hf", out, ["f16", "q8_0"], threads=2)
 
     work()  # loads what a child should not have to

@@ -1,11 +1,5 @@
 """Parts of upstream's lazy tensors equal the same parts of the whole."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -23,15 +17,11 @@ N_EXPERT, ROWS, N = 5, 6, 8
 class Files:
     """Lazy tensors over a safetensors file; ``read`` counts the loads of each."""
 
-    def __init__(self, folder: Path, base: Any, gguf: Any) -> None:
+    def __init__(self, folder, base, gguf):
         generator = torch.Generator().manual_seed(0)
-        shapes: dict[str, tuple[int, ...]] = {f"e{e}": (ROWS, N) for e in range(N_EXPERT)}
-        shapes |= {
-            "fused": (N_EXPERT, 2 * ROWS, N),
-            "swapped": (N_EXPERT, N, ROWS),
-            "turned": (ROWS, N, N_EXPERT),
-            "dense": (9, N),
-        }
+        shapes = {f"e{e}": (ROWS, N) for e in range(N_EXPERT)}
+        shapes |= {"fused": (N_EXPERT, 2 * ROWS, N), "swapped": (N_EXPERT, N, ROWS)}
+        shapes |= {"turned": (ROWS, N, N_EXPERT), "dense": (9, N)}
         tensors = {
             name: torch.randn(shape, generator=generator).bfloat16()
             for name, shape in shapes.items()
@@ -39,13 +29,13 @@ class Files:
         save_file(tensors, folder / "model.safetensors")
         self.base = base
         self.local = gguf.utility.SafetensorsLocal(folder / "model.safetensors").tensors
-        self.read: list[str] = []
+        self.read = []
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name):
         found = self.base.LazyTorchTensor.from_local_tensor(self.local[name])
         load = found._func
 
-        def counted(tensor: Any) -> Any:
+        def counted(tensor):
             self.read.append(name)
             return load(tensor)
 
@@ -54,12 +44,12 @@ class Files:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Iterator[Files]:
+def files(tmp_path):
     with upstream._loaded() as (_, base, gguf):
         yield Files(tmp_path, base, gguf)
 
 
-DIVISIBLE: dict[str, Callable[[Files], Any]] = {
+DIVISIBLE = {
     "stacked": lambda files: torch.stack([files[f"e{e}"] for e in range(N_EXPERT)], dim=0),
     "scaled": lambda files: torch.stack([files[f"e{e}"] * (e + 1) for e in range(N_EXPERT)]),
     "half": lambda files: files["fused"][..., ROWS:, :].contiguous(),
@@ -70,7 +60,7 @@ DIVISIBLE: dict[str, Callable[[Files], Any]] = {
     "by function": lambda files: torch.split(files["fused"], [ROWS, ROWS], dim=1)[1],
     "every other": lambda files: files["fused"][:, 1::2, :],
 }
-WHOLE: dict[str, Callable[[Files], Any]] = {
+WHOLE = {
     "flipped": lambda files: files["swapped"].flip(0).transpose(1, 2),
     "rotated": lambda files: files["turned"].permute(2, 0, 1),
 }
@@ -78,29 +68,25 @@ ALL = DIVISIBLE | WHOLE
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_parts_are_parts_of_the_whole(files: Files, name: str) -> None:
+def test_parts_are_parts_of_the_whole(files, name):
     whole = ALL[name](files)
     assert lazy.divisible(whole.numpy()) == (name in DIVISIBLE)
     expected = np.asarray(files.base.LazyTorchTensor.to_eager(ALL[name](files)))
     assert expected.shape == (N_EXPERT, ROWS, N)
     found = lazy.compute(whole.numpy())
     np.testing.assert_array_equal(found, expected)
-    for cuts in (
-        (slice(2, 3),),
-        (slice(0, 5),),
-        (slice(4, 5), slice(1, 4)),
-        (slice(1, 2), slice(5, 6)),
-    ):
+    two = (slice(4, 5), slice(1, 4)), (slice(1, 2), slice(5, 6))
+    for cuts in ((slice(2, 3),), (slice(0, 5),), *two):
         np.testing.assert_array_equal(lazy.compute(whole.numpy(), cuts), expected[cuts])
     assert whole._data is None  # nothing stays in the graph
 
 
-def test_an_expert_is_computed_alone(files: Files) -> None:
+def test_an_expert_is_computed_alone(files):
     lazy.compute(DIVISIBLE["stacked"](files).numpy(), (slice(3, 4), slice(0, 2)))
     assert files.read == ["e3"]
 
 
-def test_dense_rows(files: Files) -> None:
+def test_dense_rows(files):
     dense = files["dense"].numpy()
     assert lazy.divisible(dense)
     expected = lazy.compute(dense)
@@ -110,7 +96,7 @@ def test_dense_rows(files: Files) -> None:
     np.testing.assert_array_equal(lazy.compute(negated.numpy(), (slice(3, 7),)), -expected[3:7])
 
 
-def test_arrays_are_cut_as_they_are() -> None:
+def test_arrays_are_cut_as_they_are():
     array = np.arange(12).reshape(3, 4)
     assert lazy.divisible(array)
     np.testing.assert_array_equal(lazy.compute(array, (slice(1, 2),)), array[1:2])

@@ -1,20 +1,10 @@
 """What the next routers of converted families are predicted to choose (DyMoE eq. 6), against numpy:
 the gating functions, biases and groups that real models have."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import numpy as np
 import pytest
-
-pytest.importorskip("torch", reason="needs the extra `convert`")
-pytest.importorskip("transformers", reason="needs the extra `convert`")
-
 import routers
 from routers import Gating
-
-from .running import Case
 
 TOKENS = [int(t) for t in np.random.default_rng(6).integers(5, 380, 96)]
 IN_GROUPS = Gating(sigmoid=True, n_groups=4, n_groups_used=2)
@@ -29,7 +19,7 @@ GATINGS = {
 
 
 @pytest.mark.parametrize("name", GATINGS)
-def test_the_next_routers_are_asked(name: str, case: Callable[[str], Case]) -> None:
+def test_the_next_routers_are_asked(name, case):
     gating, parts = GATINGS[name]
     packed = case(name).packed
     routers.check(packed, TOKENS, gating)

@@ -1,9 +1,6 @@
 """A checkpoint whose experts are in MXFP4 already, as gpt-oss is published."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,7 +25,7 @@ FP4 = np.concatenate([FP4, -FP4])
 BIAS = 127
 
 
-def published(folder: Path) -> dict[str, np.ndarray]:
+def published(folder):
     """Rewrites a checkpoint's experts as blocks and scales; the values that they stand for, by
     name, [experts, rows, row length]."""
     path = folder / "model.safetensors"
@@ -51,7 +48,7 @@ def published(folder: Path) -> dict[str, np.ndarray]:
     return values
 
 
-def test_experts_keep_their_bits(tmp_path: Path) -> None:
+def test_experts_keep_their_bits(tmp_path):
     """The best tier holds the checkpoint's own numbers, lower ones are made from them."""
     checkpoints.write_checkpoint("gpt-oss", tmp_path / "hf")
     values = published(tmp_path / "hf")

@@ -1,12 +1,8 @@
 """Pre-tokenizers by their rules."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
-import pytest
+from tables import cases
 
 from gguf_tools.convert.pretokenizer import LLAMA3_SPLIT, QWEN2_SPLIT, pre_tokenizer
 
@@ -14,38 +10,36 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
 WORDS = {**BYTES, "use_regex": True}
 
 
-def split(pattern: str, **changes: Any) -> dict[str, Any]:
+def split(pattern, **changes):
     first = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
     return {"type": "Sequence", "pretokenizers": [{**first, **changes}, BYTES]}
 
 
-def rules(pre: Any, kind: str = "BPE", normalizer: Any = None) -> dict[str, Any]:
+def rules(pre, kind="BPE", normalizer=None):
     return {"model": {"type": kind}, "normalizer": normalizer, "pre_tokenizer": pre}
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (rules(split(QWEN2_SPLIT)), "qwen2"),
-        (rules(split(QWEN2_SPLIT), normalizer={"type": "NFC"}), "qwen2"),
-        (rules(split(LLAMA3_SPLIT)), "llama-bpe"),
-        (rules(WORDS), "gpt-2"),
-        (rules(WORDS, normalizer={"type": "NFC"}), "gpt-2"),
-        (rules(BYTES), None),
-        (rules(split(r"\w+")), None),
-        (rules(split(QWEN2_SPLIT, behavior="Removed")), None),
-        (rules(split(QWEN2_SPLIT, invert=True)), None),
-        (rules(split(QWEN2_SPLIT), kind="Unigram"), None),
-        (rules(split(QWEN2_SPLIT), normalizer={"type": "Lowercase"}), None),
-        (rules({**WORDS, "add_prefix_space": True}), None),
-        (rules(None), None),
-        (rules([1]), None),
-        ([], None),
-        ("{", None),
-        ("", None),
-    ],
+@cases(
+    "content, expected",
+    (rules(split(QWEN2_SPLIT)), "qwen2"),
+    (rules(split(QWEN2_SPLIT), normalizer={"type": "NFC"}), "qwen2"),
+    (rules(split(LLAMA3_SPLIT)), "llama-bpe"),
+    (rules(WORDS), "gpt-2"),
+    (rules(WORDS, normalizer={"type": "NFC"}), "gpt-2"),
+    (rules(BYTES), None),
+    (rules(split(r"\w+")), None),
+    (rules(split(QWEN2_SPLIT, behavior="Removed")), None),
+    (rules(split(QWEN2_SPLIT, invert=True)), None),
+    (rules(split(QWEN2_SPLIT), kind="Unigram"), None),
+    (rules(split(QWEN2_SPLIT), normalizer={"type": "Lowercase"}), None),
+    (rules({**WORDS, "add_prefix_space": True}), None),
+    (rules(None), None),
+    (rules([1]), None),
+    ([], None),
+    ("{", None),
+    ("", None),
 )
-def test_rules(content: Any, expected: str | None, tmp_path: Path) -> None:
+def test_rules(content, expected, tmp_path):
     """A text stands for a file of it, an empty one for none."""
     if content != "":
         text = content if isinstance(content, str) else json.dumps(content)

@@ -4,12 +4,7 @@ In float32 nothing may differ but the order of sums. In bf16, as people run it, 
 rounded before products; transformers' own bf16 says how far from float32 that leads.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,15 +20,9 @@ from . import checkpoints
 from .families import FAMILIES
 from .running import managed_logits, our_logits
 
-ODD = {
-    "hidden_size": 72,
-    "intermediate_size": 88,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 3,
-    "vocab_size": 391,
-    "tie_word_embeddings": True,
-}
-MORE: dict[str, dict[str, Any]] = {
+ODD = {"hidden_size": 72, "intermediate_size": 88, "vocab_size": 391, "tie_word_embeddings": True}
+ODD |= {"num_attention_heads": 3, "num_key_value_heads": 3}
+MORE = {
     "qwen3-moe": {"moe_intermediate_size": 88, "head_dim": 24, "num_key_value_heads": 1},
     "mixtral": {"head_dim": 24, "num_key_value_heads": 1},
     "olmoe": {},
@@ -44,7 +33,7 @@ COPIED = ("qwen2-moe", "olmoe", "dots1", "minimax-m2", "gpt-oss", "phi-moe")
 TOKENS, ANSWER = list(range(7, 39)), list(range(200, 216))
 
 
-def write(name: str, folder: Path, **config: Any) -> Any:
+def write(name, folder, **config):
     """A bf16 checkpoint in folder/hf, and the same weights as float32 in folder/hf32, of which the
     converter makes float32 throughout; the model in float32."""
     family = replace(FAMILIES[name], config={**FAMILIES[name].config, **config})
@@ -58,22 +47,20 @@ def write(name: str, folder: Path, **config: Any) -> Any:
     return model
 
 
-def with_parameters(model: Any, dtype: Any) -> None:
+def with_parameters(model, dtype):
     """Changes the weights alone: rope's frequencies are a buffer, and stay in float32, as where a
     checkpoint is loaded."""
     for values in model.parameters():
         values.data = values.data.to(dtype)
 
 
-def rms(found: np.ndarray, expected: np.ndarray) -> float:
+def rms(found, expected):
     """In standard deviations of the logits."""
     return float(np.sqrt(np.mean((found - expected) ** 2)) / expected.std())
 
 
 @pytest.mark.parametrize("name", MORE)
-def test_odd_sizes_and_tied_embeddings(
-    name: str, tmp_path: Path, float32_attention: Callable[[], None]
-) -> None:
+def test_odd_sizes_and_tied_embeddings(name, tmp_path, float32_attention):
     model = write(name, tmp_path, **(ODD | MORE[name]))
     exact = checkpoints.reference_logits(model, TOKENS + ANSWER)
     with_parameters(model, torch.bfloat16)
@@ -90,7 +77,7 @@ def test_odd_sizes_and_tied_embeddings(
 
 
 @pytest.mark.parametrize("name", COPIED)
-def test_tied_where_llama_cpp_wants_two_matrices(name: str, tmp_path: Path) -> None:
+def test_tied_where_llama_cpp_wants_two_matrices(name, tmp_path):
     model = write(name, tmp_path, tie_word_embeddings=True)
     exact = checkpoints.reference_logits(model, TOKENS + ANSWER)
     convert(tmp_path / "hf", tmp_path / "f16.gguf", ["f16"], threads=1)

@@ -1,18 +1,10 @@
 """Models whose memory cannot be cut go back to marks, so that no prompt is read twice either."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch", reason="needs the extra `convert`")
-pytest.importorskip("transformers", reason="needs the extra `convert`")
-
 from answering import evaluated, first_logits
 from served import server_library
 
@@ -21,21 +13,19 @@ from orchestrator.engine.engine import Engine
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.settings import ServeSettings
 
-from .running import Case
-
 DRAWN = np.random.default_rng(3).integers(60, 300, (5, 100)).tolist()
 FIRST, OTHER, QUESTION, ANOTHER, SYSTEM = DRAWN
 RECURRENT = ("qwen3-next", "qwen3.5-moe")
 MIB = 2**20
 
 
-def open_engine(made: Case, **settings) -> Engine:
+def open_engine(made, **settings):
     usual = {"policy": "lru", "high_tier": "f16", "expert_ram": MIB, "cache_ram": 16 * MIB}
     return Engine.open(Config.build(model=made.packed, ctx=512, threads=1, **{**usual, **settings}))
 
 
 @pytest.mark.parametrize("name", [*RECURRENT, "gpt-oss"])
-def test_turns_and_other_conversations(name: str, case: Callable[[str], Case]) -> None:
+def test_turns_and_other_conversations(name, case):
     with open_engine(case(name)) as engine:
         assert engine._steps.state.has_part
         assert engine._steps.state.recurrent == (name in RECURRENT)
@@ -52,9 +42,7 @@ def test_turns_and_other_conversations(name: str, case: Callable[[str], Case]) -
 
 
 @pytest.mark.parametrize("name", [*RECURRENT, "gpt-oss"])
-def test_going_back_gives_the_logits_of_a_straight_way(
-    name: str, case: Callable[[str], Case], tmp_path: Path
-) -> None:
+def test_going_back_gives_the_logits_of_a_straight_way(name, case, tmp_path):
     made = case(name)
     with open_engine(made) as engine:
         evaluated(engine, FIRST)
@@ -71,14 +59,14 @@ def test_going_back_gives_the_logits_of_a_straight_way(
         assert engine.last_stats.evaluated_tokens <= 30
 
 
-def test_a_beginning_that_several_share_is_marked(case: Callable[[str], Case]) -> None:
+def test_a_beginning_that_several_share_is_marked(case):
     with open_engine(case("qwen3-next")) as engine:
         assert evaluated(engine, SYSTEM + FIRST) == 200
         assert evaluated(engine, SYSTEM + OTHER) == 200  # nobody knew where they go apart
         assert evaluated(engine, SYSTEM + QUESTION) == 100
 
 
-def test_without_memory_for_marks_all_is_read_again(case: Callable[[str], Case]) -> None:
+def test_without_memory_for_marks_all_is_read_again(case):
     with open_engine(case("qwen3-next"), cache_ram=None) as engine:
         evaluated(engine, FIRST)
         assert evaluated(engine, FIRST) == 100
@@ -86,12 +74,10 @@ def test_without_memory_for_marks_all_is_read_again(case: Callable[[str], Case])
 
 
 @pytest.mark.parametrize("name", [*RECURRENT, "gpt-oss", "llama4"])
-def test_a_server_goes_on_behind_what_it_kept_at_its_end(
-    name: str, case: Callable[[str], Case], tmp_path: Path
-) -> None:
+def test_a_server_goes_on_behind_what_it_kept_at_its_end(name, case, tmp_path):
     """What it keeps is the end of an answer. A short prompt is written at its own end alone."""
 
-    def answers(*prompts: list[int], **settings: Path) -> tuple[int, list[int], list[float]]:
+    def answers(*prompts, **settings):
         """(tokens that were read of the last prompt; its answer's tokens, and how likely)."""
         usual = {"policy": "lru", "high_tier": "f16", "expert_ram": MIB, "cache_ram": 0}
         config = Config.build(model=case(name).packed, ctx=512, threads=1, **usual, **settings)

@@ -1,17 +1,11 @@
 """What we write, in upstream's own library and tools, built without our patches."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch", reason="needs the extra `convert`")
-pytest.importorskip("transformers", reason="needs the extra `convert`")
-
 import unpatched
+from tables import cases
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import parse_expert_name
@@ -24,7 +18,7 @@ from orchestrator.lab.calibrate.capture import WINDOW
 from orchestrator.lab.calibrate.methods import Method, save_imatrix
 
 from .families import FAMILIES
-from .running import Case, managed_logits, our_logits
+from .running import managed_logits, our_logits
 
 DEMO = Path(__file__).parents[3] / "models" / "demo" / "moe-edge-demo.gguf"
 PLAIN = ("q8_0", "q6_k", "q5_k", "q4_k", "q3_k", "q2_k", "iq4_xs", "iq4_nl", "q4_0", "q5_1")
@@ -37,13 +31,13 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def upstream() -> unpatched.Unpatched:
+def upstream():
     assert isinstance(FOUND, unpatched.Unpatched)
     return FOUND
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     """The demo model's most precise tier, as an ordinary GGUF."""
     path = tmp_path_factory.mktemp("source") / "q8.gguf"
     export(DEMO, path, "q8_0")
@@ -51,14 +45,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def text(source: Path) -> Path:
+def text(source):
     path = source.with_name("text.txt")
     path.write_text(TEXT)
     return path
 
 
 @pytest.fixture(scope="module")
-def ours(source: Path, text: Path) -> Path:
+def ours(source, text):
     """An importance matrix of ours."""
     out = source.with_name("ours.gguf")
     save_imatrix(Method("imatrix", text, threads=1), source, out, lambda _: None)
@@ -66,10 +60,10 @@ def ours(source: Path, text: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def theirs(upstream: unpatched.Unpatched, source: Path, text: Path) -> Callable[[str], Path]:
+def theirs(upstream, source, text):
     """theirs(suffix): one of llama-imatrix, as gguf or in the format before it, dat."""
 
-    def make(suffix: str) -> Path:
+    def make(suffix):
         out = source.with_name(f"theirs.{suffix}")
         if not out.exists():
             arguments = ["-m", source, "-f", text, "-o", out, "--output-format", suffix, "-t", 1]
@@ -80,7 +74,7 @@ def theirs(upstream: unpatched.Unpatched, source: Path, text: Path) -> Callable[
     return make
 
 
-def experts(path: Path) -> Iterator[tuple[str, int, bytes]]:
+def experts(path):
     """(name, type, bytes) of each expert tensor."""
     with GGUFFile.open(path) as file:
         for info in file.tensors.values():
@@ -88,16 +82,14 @@ def experts(path: Path) -> Iterator[tuple[str, int, bytes]]:
                 yield info.name, info.type, file.bytes_at(info.offset, info.nbytes).tobytes()
 
 
-def packed(source: Path, out: Path, tier: str, imatrix: Path | None = None) -> Path:
+def packed(source, out, tier, imatrix=None):
     with ExpertModel.open(source) as model:
         by = None if imatrix is None else ByImportance.of_file(imatrix, model, load_ggml())
         pack(model, out, [tier], quantizer=by, threads=1)
     return out
 
 
-def quantized(
-    upstream: unpatched.Unpatched, source: Path, out: Path, tier: str, imatrix: Path | None = None
-) -> Path:
+def quantized(upstream, source, out, tier, imatrix=None):
     chosen = [] if imatrix is None else ["--imatrix", imatrix]
     arguments = [*chosen, "--allow-requantize", "--pure", "--tensor-type", f"ffn_.*_exps={tier}"]
     upstream.tool("llama-quantize", *arguments, source, out, "q8_0", 1)
@@ -105,9 +97,7 @@ def quantized(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_runs_there(
-    name: str, case: Callable[[str], Case], tmp_path: Path, upstream: unpatched.Unpatched
-) -> None:
+def test_every_family_runs_there(name, case, tmp_path, upstream):
     """The exported tier gives there, bit for bit, what the packed file gives here, managed."""
     made = case(name)
     export(made.packed, tmp_path / "f16.gguf", "f16")
@@ -117,9 +107,7 @@ def test_every_family_runs_there(
 
 
 @pytest.mark.parametrize("tier", ["q8_0", "q4_k", "q2_k"])
-def test_every_tier_of_the_demo_runs_there(
-    tier: str, tmp_path: Path, upstream: unpatched.Unpatched
-) -> None:
+def test_every_tier_of_the_demo_runs_there(tier, tmp_path, upstream):
     export(DEMO, tmp_path / "one.gguf", tier)
     tokens, answer = list(range(5, 45)), list(range(300, 316))
     found = upstream.logits(tmp_path / "one.gguf", tokens, answer)
@@ -129,31 +117,21 @@ def test_every_tier_of_the_demo_runs_there(
 
 
 @pytest.mark.parametrize("tier", PLAIN)
-def test_plain_tiers_are_those_of_llama_quantize(
-    tier: str, source: Path, tmp_path: Path, upstream: unpatched.Unpatched
-) -> None:
+def test_plain_tiers_are_those_of_llama_quantize(tier, source, tmp_path, upstream):
     mine = packed(source, tmp_path / "mine.gguf", tier)
     other = quantized(upstream, source, tmp_path / "other.gguf", tier)
     assert list(experts(mine)) == list(experts(other))
 
 
-@pytest.mark.parametrize(
-    ("made_by", "tier"),
-    [
-        *(("us", tier) for tier in ("q4_k", "q2_k", "iq4_xs", "iq2_xs", "iq1_s")),
-        ("llama-imatrix", "q2_k"),
-        ("llama-imatrix, the older format", "q2_k"),
-    ],
+@cases(
+    "made_by, tier",
+    *(("us", tier) for tier in ("q4_k", "q2_k", "iq4_xs", "iq2_xs", "iq1_s")),
+    ("llama-imatrix", "q2_k"),
+    ("llama-imatrix, the older format", "q2_k"),
 )
 def test_weighed_tiers_are_those_of_llama_quantize(
-    made_by: str,
-    tier: str,
-    source: Path,
-    ours: Path,
-    theirs: Callable[[str], Path],
-    tmp_path: Path,
-    upstream: unpatched.Unpatched,
-) -> None:
+    made_by, tier, source, ours, theirs, tmp_path, upstream
+):
     """Both take each other's importance matrices, and make the same bytes with them."""
     imatrix = ours if made_by == "us" else theirs("dat" if "older" in made_by else "gguf")
     mine = packed(source, tmp_path / "mine.gguf", tier, imatrix)
@@ -161,7 +139,7 @@ def test_weighed_tiers_are_those_of_llama_quantize(
     assert list(experts(mine)) == list(experts(other))
 
 
-def test_importance_is_that_of_llama_imatrix(ours: Path, theirs: Callable[[str], Path]) -> None:
+def test_importance_is_that_of_llama_imatrix(ours, theirs):
     """Of the same text, but for the end of it, which is shorter than a window."""
     mine, other = read_imatrix(ours), read_imatrix(theirs("gguf"))
     for name, entry in mine.entries.items():

@@ -1,14 +1,10 @@
 """Which of a wheel's libraries a processor gets."""
 
-from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from command_line import python
+from tables import cases
 
 from gguf_tools import built
 
@@ -17,7 +13,7 @@ AVX2 = set(built.SETS["avx2"])
 
 
 @pytest.fixture
-def prebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def prebuilt(tmp_path, monkeypatch):
     """The package as a wheel brings it, without its libraries."""
     for name in built.SETS:
         (tmp_path / "lib" / name).mkdir(parents=True)
@@ -31,18 +27,14 @@ def prebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         each.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("features", "chosen"),
-    [
-        (ALL, "avx512_vnni"),
-        (ALL - {"avx512_vnni"}, "avx_vnni"),
-        (ALL - {"avx512vl", "avx_vnni"}, "avx2"),
-        (AVX2, "avx2"),
-    ],
+@cases(
+    "features, chosen",
+    (ALL, "avx512_vnni"),
+    (ALL - {"avx512_vnni"}, "avx_vnni"),
+    (ALL - {"avx512vl", "avx_vnni"}, "avx2"),
+    (AVX2, "avx2"),
 )
-def test_the_best_set_that_the_processor_has_whole(
-    features: set[str], chosen: str, prebuilt: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_set_that_the_processor_has_whole(features, chosen, prebuilt, monkeypatch):
     there = {
         where for each in built.SETS.values() for name, where in each.items() if name in features
     }
@@ -50,16 +42,14 @@ def test_the_best_set_that_the_processor_has_whole(
     assert built.instructions() == chosen
 
 
-def test_a_processor_below_the_least_gets_a_sentence(
-    prebuilt: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_processor_below_the_least_gets_a_sentence(prebuilt, monkeypatch):
     lacking = {built.SETS["avx2"][name] for name in ("avx2", "fma")}
     monkeypatch.setattr(built, "_has", lambda *where: where not in lacking)
     with pytest.raises(built.NotBuilt, match=r"lacks fma, avx2, .*`make build`$"):
         built.instructions()
 
 
-def test_features_are_those_that_the_kernel_lists() -> None:
+def test_features_are_those_that_the_kernel_lists():
     listed = Path("/proc/cpuinfo").read_text().partition("flags\t\t: ")[2].splitlines()
     if not listed:
         pytest.skip("the kernel lists no features")
@@ -70,15 +60,13 @@ def test_features_are_those_that_the_kernel_lists() -> None:
     assert found == ALL & flags
 
 
-def test_what_may_not_be_used_is_not_there() -> None:
+def test_what_may_not_be_used_is_not_there():
     """As in a virtual machine that hides it."""
     code = "from gguf_tools import built; print(built._has(*built.SETS['avx2']['avx2']))"
-    environment = {**os.environ, "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
-    assert done.stdout == b"False\n"
+    assert python("-c", code, GLIBC_TUNABLES="glibc.cpu.hwcaps=-AVX2").stdout == "False\n"
 
 
-def test_no_package_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_package_is_a_sentence(monkeypatch, tmp_path):
     monkeypatch.setattr(built, "OWN", tmp_path / "none")
     monkeypatch.setattr(built, "find_spec", lambda _name: None)
     built.package.cache_clear()

@@ -1,7 +1,5 @@
 """Checksums of packed files: every damage is found."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random
@@ -9,7 +7,7 @@ import zlib
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from command_line import run
 from verify_files import poke, texts, write_bytes
 
 from gguf_tools import synthetic
@@ -17,7 +15,6 @@ from gguf_tools.file.checksums import SliceChecksums, stored
 from gguf_tools.file.layout import KEY_CHECKSUMS
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.pack import pack
-from orchestrator.cli.main import cli
 
 DAMAGES = 100 if os.environ.get("MOE_EDGE_SLOW") else 15
 PAGE_BYTES = 4096
@@ -49,7 +46,7 @@ def test_a_packed_file_has_one_of_each_expert(sound, ggml):
             pieces = [data[at : at + size] for at in range(0, len(data), size)]
             assert told[name] == [zlib.crc32(each) for each in pieces], name
     assert texts(sound, ggml) == []
-    result = CliRunner().invoke(cli, ["verify", str(sound)])
+    result = run("verify", sound)
     assert (result.exit_code, result.stderr) == (0, "")
 
 

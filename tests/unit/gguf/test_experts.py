@@ -10,6 +10,7 @@ from gguf_craft import (
     write_model,
     write_packed,
 )
+from tables import cases
 
 from gguf_tools import errors
 from gguf_tools.experts import ExpertModel
@@ -28,6 +29,11 @@ from gguf_tools.file.layout import (
 from gguf_tools.file.reader import GGUFFile
 
 LENGTHS = {"attention.key_length": 40, "attention.value_length": 24}
+LATENT = {"attention.key_length_mla": 24, "attention.value_length_mla": 16}
+
+
+def opened(folder, *args, **more):
+    return ExpertModel.open(write_model(folder / "m.gguf", *args, **more))
 
 
 def types(up, down):
@@ -69,7 +75,7 @@ def test_ordinary_file(tmp_path):
 def test_mixed_types_are_one_tier_named_by_most_bytes(tmp_path):
     tensors = model_tensors(n_embd=256, n_ff=256, types=types(GGMLType.Q4_K, GGMLType.Q6_K))
     metadata = model_metadata(embedding_length=256)
-    with ExpertModel.open(write_model(tmp_path / "m.gguf", tensors, metadata)) as model:
+    with opened(tmp_path, tensors, metadata) as model:
         assert [tier.name for tier in model.tiers] == ["q4_k"]
         assert model.tiers[0].bpw == pytest.approx((2 * 4.5 + 6.5625) / 3)
         assert model.slices[0][DOWN][0].type is GGMLType.Q6_K
@@ -93,18 +99,15 @@ def test_dense_layers_first_and_shared_experts(tmp_path):
         ("blk.1.ffn_up_shexp.weight", (64, 32), GGMLType.F32),
         *model_tensors(layers=[1, 2]),
     ]
-    path = write_model(tmp_path / "m.gguf", tensors, model_metadata(block_count=3))
-    with ExpertModel.open(path) as model:
+    with opened(tmp_path, tensors, model_metadata(block_count=3)) as model:
         assert (model.hparams.block_count, model.n_layers, model.layer_ids) == (3, 2, [1, 2])
         assert model.has_shared
         assert model.dense_bytes == 4 * (64 * 3 + 2 * 64 * 4 + 64 * 128 + 64 * 32)
 
 
-@pytest.mark.parametrize(
-    ("changes", "kinds"), [({"fused": True}, [GATE_UP, DOWN]), ({"gated": False}, [UP, DOWN])]
-)
+@cases("changes, kinds", ({"fused": True}, [GATE_UP, DOWN]), ({"gated": False}, [UP, DOWN]))
 def test_fused_and_ungated_layers(tmp_path, changes, kinds):
-    with ExpertModel.open(write_model(tmp_path / "m.gguf", model_tensors(**changes))) as model:
+    with opened(tmp_path, model_tensors(**changes)) as model:
         assert model.kinds(0) == kinds
         assert model.shapes[0][GATE_UP] == ((64, 64) if "fused" in changes else None)
 
@@ -112,74 +115,61 @@ def test_fused_and_ungated_layers(tmp_path, changes, kinds):
 def test_layers_that_predict_further_tokens_are_not_routed(tmp_path):
     tensors = model_tensors(layers=range(3))
     metadata = model_metadata(block_count=3, nextn_predict_layers=1)
-    with ExpertModel.open(write_model(tmp_path / "m.gguf", tensors, metadata)) as model:
+    with opened(tmp_path, tensors, metadata) as model:
         assert model.layer_ids == [0, 1]
         assert model.dense_bytes > model.tier_bytes[0] // 2
 
 
 def test_expert_used_may_differ_by_layer(tmp_path):
-    path = write_model(tmp_path / "m.gguf", metadata=model_metadata(expert_used_count=[1, 3]))
-    with ExpertModel.open(path) as model:
+    with opened(tmp_path, metadata=model_metadata(expert_used_count=[1, 3])) as model:
         assert model.n_expert_used == 3
 
 
-@pytest.mark.parametrize(
-    ("arch", "said", "gating"),
-    [
-        ("qwen3moe", {}, SOFTMAX),
-        ("qwen3moe", {"expert_gating_func": 2}, SIGMOID),
-        ("glm4moe", {}, SIGMOID),
-        ("glm4moe", {"expert_gating_func": 0}, SIGMOID),
-        ("glm4moe", {"expert_gating_func": 1}, SOFTMAX),
-        ("llama4", {"expert_gating_func": 1}, SIGMOID),
-    ],
+@cases(
+    "arch, said, gating",
+    ("qwen3moe", {}, SOFTMAX),
+    ("qwen3moe", {"expert_gating_func": 2}, SIGMOID),
+    ("glm4moe", {}, SIGMOID),
+    ("glm4moe", {"expert_gating_func": 0}, SIGMOID),
+    ("glm4moe", {"expert_gating_func": 1}, SOFTMAX),
+    ("llama4", {"expert_gating_func": 1}, SIGMOID),
 )
 def test_a_router_has_the_function_of_its_architecture(tmp_path, arch, said, gating):
-    path = write_model(tmp_path / "m.gguf", metadata=model_metadata(arch, **said))
-    with ExpertModel.open(path) as model:
+    with opened(tmp_path, metadata=model_metadata(arch, **said)) as model:
         assert model.hparams.gating == gating
 
 
-@pytest.mark.parametrize(
-    ("changes", "nbytes"),
-    [
-        # 2 layers, 2 heads of 16 values, keys and values in F16.
-        ({}, 2 * 2 * 2 * 16 * 2 * 256),
-        ({"head_count_kv": [0, 1], **LENGTHS}, (40 + 24) * 2 * 256),
-        # Latent attention stores keys only.
-        (
-            {
-                **LENGTHS,
-                "head_count_kv": 1,
-                "attention.key_length_mla": 24,
-                "attention.value_length_mla": 16,
-            },
-            2 * 40 * 2 * 256,
-        ),
-    ],
+@cases(
+    "changes, nbytes",
+    # 2 layers, 2 heads of 16 values, keys and values in F16.
+    ({}, 2 * 2 * 2 * 16 * 2 * 256),
+    ({"head_count_kv": [0, 1], **LENGTHS}, (40 + 24) * 2 * 256),
+    # Latent attention stores keys only.
+    ({**LENGTHS, **LATENT, "head_count_kv": 1}, 2 * 40 * 2 * 256),
 )
 def test_kv_bytes(tmp_path, changes, nbytes):
     """Cells come in steps of 256."""
-    path = write_model(tmp_path / "m.gguf", metadata=model_metadata(**changes))
-    with ExpertModel.open(path) as model:
+    with opened(tmp_path, metadata=model_metadata(**changes)) as model:
         assert model.hparams.is_mla == ("attention.key_length_mla" in changes)
         assert [model.kv_bytes(n) for n in (1, 256, 257)] == [nbytes, nbytes, 2 * nbytes]
 
 
-def pair(tmp_path, high=None, low=None, *, low_metadata=None, seed=0):
-    high = high or model_tensors(types=types(GGMLType.Q8_0, GGMLType.Q8_0))
-    low = low or model_tensors(types=types(GGMLType.Q4_0, GGMLType.Q4_0))
+def pair(tmp_path, high=None, low=None, seed=0, **metadata):
+    """Two files of one model; metadata: of the low one."""
+    high, low = high or of_one_type(GGMLType.Q8_0), low or of_one_type(GGMLType.Q4_0)
     return (
         write_model(tmp_path / "high.gguf", high),
-        write_model(tmp_path / "low.gguf", low, low_metadata, seed=seed),
+        write_model(tmp_path / "low.gguf", low, model_metadata(**metadata), seed=seed),
     )
+
+
+def of_one_type(ggml_type, **changes):
+    return model_tensors(types=dict.fromkeys(range(4), ggml_type), **changes)
 
 
 def same_routers(tmp_path, **changes):
     """A pair whose routers are equal, as those of one model are."""
-    high, low = pair(tmp_path, **changes)
-    copy_routers(high, low)
-    return high, low
+    return copy_routers(*pair(tmp_path, **changes))
 
 
 def copy_routers(high, low):
@@ -190,6 +180,7 @@ def copy_routers(high, low):
                 router = source.array(name)[: info.nbytes]
                 data[info.offset : info.offset + router.nbytes] = router.tobytes()
     low.write_bytes(data)
+    return high, low
 
 
 def test_low_adds_a_tier(tmp_path):
@@ -220,34 +211,24 @@ def mismatch(paths, says):
     assert says in str(caught.value)
 
 
-def test_low_must_be_the_same_model(tmp_path):
-    low = types(GGMLType.Q4_0, GGMLType.Q4_0)
-    for says, changes in {
-        "architecture 'olmoe' here, 'qwen3moe' there": {"low_metadata": model_metadata("olmoe")},
-        "MoE layers [0] here, [0, 1] there": {"low": model_tensors(types=low, layers=[0])},
-        "experts 2 here, 4 there": {
-            "low": model_tensors(types=low, n_expert=2),
-            "low_metadata": model_metadata(expert_count=2),
-        },
-        "experts per token 1 here, 2 there": {"low_metadata": model_metadata(expert_used_count=1)},
-        "shape of up in layer 0 (64, 64) here, (64, 32) there": {
-            "low": model_tensors(types=low, n_ff=64)
-        },
-        "shape of up in layer 0 None here": {
-            "low": model_tensors(types={DOWN: GGMLType.Q4_0, GATE_UP: GGMLType.Q4_0}, fused=True)
-        },
-        "head_count_kv 1 here, 2 there": {"low_metadata": model_metadata(head_count_kv=1)},
-        "key tokenizer.ggml.model 'llama' here": {
-            "low_metadata": model_metadata(**{"tokenizer.ggml.model": "llama"})
-        },
-        "tokenizer.ggml.tokens[2] 'd' here, 'c' there": {
-            "low_metadata": model_metadata(**{"tokenizer.ggml.tokens": ["a", "b", "d"]})
-        },
-        "length of tokenizer.ggml.tokens 2 here, 3 there": {
-            "low_metadata": model_metadata(**{"tokenizer.ggml.tokens": ["a", "b"]})
-        },
-    }.items():
-        mismatch(same_routers(tmp_path, **changes), says)
+Q4_0 = GGMLType.Q4_0
+
+
+@cases(
+    "says, changes",
+    ("architecture 'olmoe' here, 'qwen3moe' there", {"arch": "olmoe"}),
+    ("MoE layers [0] here, [0, 1] there", {"low": of_one_type(Q4_0, layers=[0])}),
+    ("experts 2 here, 4 there", {"low": of_one_type(Q4_0, n_expert=2), "expert_count": 2}),
+    ("experts per token 1 here, 2 there", {"expert_used_count": 1}),
+    ("shape of up in layer 0 (64, 64) here, (64, 32) there", {"low": of_one_type(Q4_0, n_ff=64)}),
+    ("shape of up in layer 0 None here", {"low": of_one_type(Q4_0, fused=True)}),
+    ("head_count_kv 1 here, 2 there", {"head_count_kv": 1}),
+    ("key tokenizer.ggml.model 'llama' here", {"tokenizer.ggml.model": "llama"}),
+    ("tokenizer.ggml.tokens[2] 'd' here, 'c' there", {"tokenizer.ggml.tokens": ["a", "b", "d"]}),
+    ("length of tokenizer.ggml.tokens 2 here, 3 there", {"tokenizer.ggml.tokens": ["a", "b"]}),
+)
+def test_low_must_be_the_same_model(tmp_path, says, changes):
+    mismatch(same_routers(tmp_path, **changes), says)
 
 
 def test_low_of_another_fine_tune_or_not_less_precise(tmp_path):
@@ -263,11 +244,8 @@ def test_low_may_not_add_too_many_tiers(tmp_path):
     tensors = model_tensors(tiers=names, tier_types=[GGMLType[name.upper()] for name in names])
     metadata = {**packed_metadata(), "moe_edge.tiers": list(names)}
     high = write_model(tmp_path / "high.gguf", tensors, metadata)
-    low = write_model(
-        tmp_path / "low.gguf", model_tensors(types=types(GGMLType.Q2_0, GGMLType.Q4_0))
-    )
-    copy_routers(high, low)
-    mismatch((high, low), "at most 5")
+    tensors = model_tensors(types=types(GGMLType.Q2_0, GGMLType.Q4_0))
+    mismatch(copy_routers(high, write_model(tmp_path / "low.gguf", tensors)), "at most 5")
 
 
 def test_slot_bytes_cover_every_expert():

@@ -15,19 +15,33 @@ from gguf_tools.file.layout import GGMLType, ValueType
 from gguf_tools.file.reader import GGUFFile
 
 HUGE = (1 << 64) - 1
-ARRAY = struct.pack("<I", ValueType.ARRAY)
+A, NAMELESS = tensor("a"), b"\0" * 64
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+U64 = struct.Struct("<Q").pack
+
+
+def value(kind, rest=b"", **changes):
+    """A file of one metadata value, k: the number of its type, and bytes as they are."""
+    return craft([text("k") + struct.pack("<I", kind) + rest], **changes)
+
+
+def array(kind, n, rest=b"", **changes):
+    return value(ValueType.ARRAY, struct.pack("<IQ", kind, n) + rest, **changes)
 
 
 def nested(depth):
     """One-element arrays inside arrays, ``depth`` deep, with no end of their own."""
-    return struct.pack("<IQ", ValueType.ARRAY, 1) * depth
+    return value(ValueType.ARRAY, struct.pack("<IQ", ValueType.ARRAY, 1) * depth)
 
 
-def array(kind, n):
-    return ARRAY + struct.pack("<IQ", kind, n)
+def of(*tensors, n_bytes=0, **changes):
+    """A file of tensors alone, with so many bytes of data."""
+    return craft(tensors=tensors, data=bytes(n_bytes), **changes)
 
 
-GOOD_TENSOR = tensor("a", (32,))
+def aligned(alignment, kind=U32):
+    return kv("general.alignment", alignment, kind)
+
 
 # error: name: (bytes, what the message must say beside the file)
 HEADERS = {
@@ -36,17 +50,14 @@ HEADERS = {
         "one-byte": (b"G", "offset 0"),
         "header-cut": (craft()[:20], "header"),
         "tensor-list-cut": (
-            craft(tensors=[tensor("n" * 60), GOOD_TENSOR], align=1)[:-9],
+            of(tensor("n" * 60), A, align=1)[:-9],
             "tensor a: the file ends here: 4 bytes needed, 3 left",
         ),
     },
     errors.MagicError: {
         "magic": (craft(magic=b"GGML"), "b'GGML'"),
         "pickle": (b"\x80\x04\x95rest", "not a GGUF file"),
-        "lfs": (
-            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
-            "a pointer of Git LFS, not the model: fetch that with `git lfs pull`",
-        ),
+        "lfs": (LFS, "a pointer of Git LFS, not the model: fetch that with `git lfs pull`"),
     },
     errors.VersionError: {
         "version-0": (craft(version=0), "version 0"),
@@ -59,153 +70,86 @@ HEADERS = {
         "kv-count": (craft(n_kv=HUGE), f"{HUGE} metadata entries"),
         "kv-cut": (craft()[:32], "1 metadata entries cannot fit in the 8 bytes"),
         "key-length": (
-            craft([struct.pack("<Q", 100) + b"k" * 20], align=1),
+            craft([U64(100) + b"k" * 20], align=1),
             "entry 0: a string of 100 bytes cannot fit in the 20",
         ),
-        "key-length-huge": (
-            craft([struct.pack("<Q", HUGE) + b"k" * 64]),
-            f"string of {HUGE} bytes",
-        ),
-        "value-length": (
-            craft([text("k") + struct.pack("<IQ", ValueType.STRING, 1 << 40)]),
-            "key k",
-        ),
-        "array-count": (
-            craft([text("k") + array(ValueType.UINT8, HUGE)]),
-            f"array of {HUGE} values",
-        ),
-        "array-count-overflow": (craft([text("k") + array(ValueType.UINT64, 1 << 61)]), "key k"),
-        "array-strings": (
-            craft([text("k") + array(ValueType.STRING, 1 << 50) + b"\0" * 64]),
-            "key k",
-        ),
+        "key-length-huge": (craft([U64(HUGE) + b"k" * 64]), f"string of {HUGE} bytes"),
+        "value-length": (value(ValueType.STRING, U64(1 << 40)), "key k"),
+        "array-count": (array(ValueType.UINT8, HUGE), f"array of {HUGE} values"),
+        "array-count-overflow": (array(ValueType.UINT64, 1 << 61), "key k"),
+        "array-strings": (array(ValueType.STRING, 1 << 50, NAMELESS), "key k"),
         "array-cut": (
-            craft(
-                [text("k") + array(ValueType.STRING, 2) + text("a") + b"\5" + b"\0" * 9], align=1
-            ),
+            array(ValueType.STRING, 2, text("a") + b"\5" + b"\0" * 9, align=1),
             "key k: a string of 5 bytes cannot fit in the 2",
         ),
-        "array-wide": (
-            craft([text("k") + array(ValueType.ARRAY, 1 << 40) + b"\0" * 640]),
-            "cannot fit",
-        ),
-        "name-length": (craft(tensors=[struct.pack("<Q", 1 << 62) + b"\0" * 64]), "tensor 0"),
+        "array-wide": (array(ValueType.ARRAY, 1 << 40, b"\0" * 640), "cannot fit"),
+        "name-length": (of(U64(1 << 62) + NAMELESS), "tensor 0"),
     },
     errors.TextError: {
-        "kv-count-plausible": (
-            craft(n_kv=3, tensors=[b"\0" * 64]),
-            "metadata entry 1: empty key (at offset 72)",
-        ),
+        "kv-count-plausible": (of(NAMELESS, n_kv=3), "metadata entry 1: empty key (at offset 72)"),
         "key-empty": (craft([kv("", 1)]), "empty key"),
         "key-utf8": (craft([text(b"\xff\xfe") + b"\0" * 16]), "UTF-8"),
-        "value-utf8": (
-            craft([text("k") + struct.pack("<I", ValueType.STRING) + text(b"ok\xc3\x28")]),
-            "key k: not valid UTF-8",
-        ),
-        "tensor-list-short": (
-            craft(tensors=[GOOD_TENSOR + b"\0" * 40], n_tensors=2),
-            "tensor 1: empty tensor name",
-        ),
-        "name-empty": (craft(tensors=[tensor("")]), "empty tensor name"),
-        "name-long": (craft(tensors=[tensor("n" * 64)]), "64 bytes"),
-        "name-utf8": (craft(tensors=[tensor(b"\xe0\x80")]), "tensor 0"),
+        "value-utf8": (value(ValueType.STRING, text(b"ok\xc3\x28")), "key k: not valid UTF-8"),
+        "tensor-list-short": (of(A + b"\0" * 40, n_tensors=2), "tensor 1: empty tensor name"),
+        "name-empty": (of(tensor("")), "empty tensor name"),
+        "name-long": (of(tensor("n" * 64)), "64 bytes"),
+        "name-utf8": (of(tensor(b"\xe0\x80")), "tensor 0"),
     },
     errors.DuplicateError: {
         "key-twice": (craft([ARCH, ARCH]), "key general.architecture"),
-        "name-twice": (
-            craft(tensors=[GOOD_TENSOR, tensor("a", (32,), 0, 128)], data=b"\0" * 256),
-            "tensor a",
-        ),
+        "name-twice": (of(A, tensor("a", offset=128), n_bytes=256), "tensor a"),
     },
     errors.MetadataError: {
-        "value-type": (
-            craft([text("k") + struct.pack("<I", 13) + b"\0" * 8]),
-            "key k: unknown metadata value type 13",
-        ),
-        "value-bool": (
-            craft([text("k") + struct.pack("<IB", ValueType.BOOL, 2)]),
-            "boolean value 2",
-        ),
-        "array-type": (craft([text("k") + array(77, 0)]), "type 77"),
-        "array-bool": (
-            craft([text("k") + array(ValueType.BOOL, 3) + b"\0\1\7"]),
-            "boolean value 7",
-        ),
-        "alignment-0": (craft([kv("general.alignment", 0, U32)]), "not a power of two"),
-        "alignment-33": (craft([kv("general.alignment", 33, U32)]), "33"),
-        "alignment-text": (craft([kv("general.alignment", "32")]), "uint32"),
+        "value-type": (value(13, b"\0" * 8), "key k: unknown metadata value type 13"),
+        "value-bool": (value(ValueType.BOOL, b"\2"), "boolean value 2"),
+        "array-type": (array(77, 0), "type 77"),
+        "array-bool": (array(ValueType.BOOL, 3, b"\0\1\7"), "boolean value 7"),
+        "alignment-0": (craft([aligned(0)]), "not a power of two"),
+        "alignment-33": (craft([aligned(33)]), "33"),
+        "alignment-text": (craft([aligned("32", None)]), "uint32"),
     },
     errors.NestingError: {
-        "array-cycle": (
-            craft([text("k") + ARRAY + nested(1000) + struct.pack("<IQ", 0, 0)]),
-            "nested more than",
-        ),
-        "array-cycle-no-end": (craft([text("k") + ARRAY + nested(50)]), "key k"),
+        "array-cycle": (nested(1000), "nested more than"),
+        "array-cycle-no-end": (nested(50), "key k"),
     },
     errors.TensorBoundsError: {
-        "alignment-huge": (
-            craft([kv("general.alignment", 1 << 31, U32)], [GOOD_TENSOR], b"\0" * 128),
-            "tensor a",
-        ),
-        "data-missing": (craft(tensors=[GOOD_TENSOR]), "128 bytes"),
-        "data-cut": (craft(tensors=[GOOD_TENSOR], data=b"\0" * 127), "tensor a: offset"),
-        "offset-past-end": (
-            craft(tensors=[tensor("a", offset=1 << 40)], data=b"\0" * 128),
-            "past the end",
-        ),
-        "offset-wraps": (
-            craft(tensors=[tensor("a", offset=HUGE - 31)], data=b"\0" * 128),
-            "tensor a",
-        ),
-        "size-beyond-file": (
-            craft(tensors=[tensor("a", (1 << 40,))], data=b"\0" * 64),
-            f"{1 << 42} bytes",
-        ),
+        "alignment-huge": (craft([aligned(1 << 31)], [A], b"\0" * 128), "tensor a"),
+        "data-missing": (of(A), "128 bytes"),
+        "data-cut": (of(A, n_bytes=127), "tensor a: offset"),
+        "offset-past-end": (of(tensor("a", offset=1 << 40), n_bytes=128), "past the end"),
+        "offset-wraps": (of(tensor("a", offset=HUGE - 31), n_bytes=128), "tensor a"),
+        "size-beyond-file": (of(tensor("a", (1 << 40,)), n_bytes=64), f"{1 << 42} bytes"),
     },
     errors.TensorShapeError: {
-        "dims-0": (craft(tensors=[tensor("a", (), n_dims=0) + b"\0" * 8]), "0 dim"),
-        "dims-5": (craft(tensors=[tensor("a", (1, 1, 1, 1, 1))]), "5 dimensions"),
-        "dims-huge": (craft(tensors=[tensor("a", (32,), n_dims=0xFFFFFFFF)]), "tensor a"),
-        "dim-0": (craft(tensors=[tensor("a", (32, 0))]), "[32, 0]"),
-        "dim-overflow": (craft(tensors=[tensor("a", (1 << 32, 1 << 32))]), "impossible shape"),
-        "dim-negative": (craft(tensors=[tensor("a", (HUGE,))]), str(HUGE)),
-        "dim-wraps-to-small": (
-            craft(tensors=[tensor("a", (1 << 33, 1 << 31, 2))], data=b"\0" * 64),
-            "tensor a",
-        ),
-        "row-not-a-block": (
-            craft(tensors=[tensor("a", (32, 2), GGMLType.Q4_K)]),
-            "256, the block of q4_k",
-        ),
+        "dims-0": (of(tensor("a", (), n_dims=0) + b"\0" * 8), "0 dim"),
+        "dims-5": (of(tensor("a", (1, 1, 1, 1, 1))), "5 dimensions"),
+        "dims-huge": (of(tensor("a", n_dims=0xFFFFFFFF)), "tensor a"),
+        "dim-0": (of(tensor("a", (32, 0))), "[32, 0]"),
+        "dim-overflow": (of(tensor("a", (1 << 32, 1 << 32))), "impossible shape"),
+        "dim-negative": (of(tensor("a", (HUGE,))), str(HUGE)),
+        "dim-wraps-to-small": (of(tensor("a", (1 << 33, 1 << 31, 2)), n_bytes=64), "tensor a"),
+        "row-not-a-block": (of(tensor("a", (32, 2), GGMLType.Q4_K)), "256, the block of q4_k"),
     },
     errors.TensorTypeError: {
-        "type-unknown": (craft(tensors=[tensor("a", ggml_type=999)]), "999"),
-        "type-removed": (craft(tensors=[tensor("a", ggml_type=4)]), "type 4"),
-        "type-negative": (craft(tensors=[tensor("a", ggml_type=0xFFFFFFFF)]), "tensor a"),
+        "type-unknown": (of(tensor("a", ggml_type=999)), "999"),
+        "type-removed": (of(tensor("a", ggml_type=4)), "type 4"),
+        "type-negative": (of(tensor("a", ggml_type=0xFFFFFFFF)), "tensor a"),
     },
     errors.TensorOffsetError: {
-        "offset-misaligned": (
-            craft(tensors=[tensor("a", offset=4)], data=b"\0" * 256),
+        "misaligned": (
+            of(tensor("a", offset=4), n_bytes=256),
             "not a multiple of the alignment 32",
         ),
         "offset-of-gguf-split": (
             craft(
-                [kv("general.alignment", 64, U32), kv("split.count", 2, U32)],
-                [GOOD_TENSOR, tensor("b", offset=32)],
-                b"\0" * 256,
+                [aligned(64), kv("split.count", 2, U32)], [A, tensor("b", offset=32)], bytes(256)
             ),
             "split the model before it is packed",
         ),
     },
     errors.TensorOverlapError: {
-        "overlap": (
-            craft(tensors=[GOOD_TENSOR, tensor("b", (32,), 0, 96)], data=b"\0" * 512),
-            "lies inside tensor a",
-        ),
-        "overlap-same": (
-            craft(tensors=[GOOD_TENSOR, tensor("b", (32,), 0, 0)], data=b"\0" * 512),
-            "tensor b",
-        ),
+        "overlap": (of(A, tensor("b", offset=96), n_bytes=512), "lies inside tensor a"),
+        "overlap-same": (of(A, tensor("b"), n_bytes=512), "tensor b"),
     },
 }
 

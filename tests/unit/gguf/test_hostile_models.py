@@ -8,176 +8,113 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, GATE, GGMLType, expert_tensor_name
 from gguf_tools.file.reader import GGUFFile
 
-
-def without(entries, name):
-    """Tensors or metadata with one of them left out."""
-    if isinstance(entries, dict):
-        return {key: value for key, value in entries.items() if key != name}
-    return [each for each in entries if each[0] != name]
-
-
-def reshaped(tensors, name, shape):
-    return [(each[0], shape, each[2]) if each[0] == name else each for each in tensors]
-
-
-UP_1, GATE_1, DOWN_1 = (expert_tensor_name(1, kind) for kind in (0, GATE, DOWN))
-ROUTER_1 = "blk.1.ffn_gate_inp.weight"
 PACKED = model_tensors(tiers=("q8_0", "q4_0"), tier_types=(GGMLType.Q8_0, GGMLType.Q4_0))
-BY_TOKEN = "blk.0.ffn_gate_tid2eid.weight"
-LOW_1 = expert_tensor_name(1, DOWN, "q4_0")
+SWAPPED = model_tensors(tiers=("q4_0", "q8_0"), tier_types=(GGMLType.Q4_0, GGMLType.Q8_0))
+UP_1, GATE_1, DOWN_1 = (expert_tensor_name(1, kind) for kind in (0, GATE, DOWN))
+LOW_1, LOW_GATE_UP_1 = (expert_tensor_name(1, kind, "q4_0") for kind in (DOWN, 2))
+ROUTER_1, BY_TOKEN = "blk.1.ffn_gate_inp.weight", "blk.0.ffn_gate_tid2eid.weight"
+LOW_DENSE = "token_embd.weight.moe_edge.q4_0"
+
+
+def without(name, tensors=None):
+    return [each for each in tensors or model_tensors() if each[0] != name]
+
+
+def reshaped(name, shape, tensors=None):
+    found = tensors or model_tensors()
+    return [(each[0], shape, each[2]) if each[0] == name else each for each in found]
+
+
+def with_one(name, shape, ggml_type, tensors=None):
+    return [*(tensors or model_tensors()), (name, shape, ggml_type)]
+
+
+def plain(says, tensors=None, **metadata):
+    """What an ordinary model is refused with: these tensors, and metadata as model_metadata's."""
+    return tensors or model_tensors(), model_metadata(**metadata), says
+
+
+def packed(says, tensors=PACKED, **keys):
+    """What a packed one is refused with. keys: those of ours; None leaves one out."""
+    metadata = packed_metadata() | {f"moe_edge.{key}": value for key, value in keys.items()}
+    return tensors, {key: value for key, value in metadata.items() if value is not None}, says
+
+
 # error: name: (tensors, metadata, what the message must say)
 MODELS = {
     errors.MissingKeyError: {
-        "no-architecture": (
-            model_tensors(),
-            without(model_metadata(), "general.architecture"),
-            "general.architecture",
-        ),
-        "no-block-count": (
-            model_tensors(),
-            model_metadata(block_count=None),
-            "qwen3moe.block_count",
-        ),
-        "no-embedding-length": (
-            model_tensors(),
-            model_metadata(embedding_length=None),
-            "embedding_length",
-        ),
-        "no-experts-used": (
-            model_tensors(),
-            model_metadata(expert_used_count=None),
-            "expert_used_count",
-        ),
-        "tiers-absent": (PACKED, without(packed_metadata(), "moe_edge.tiers"), "moe_edge.tiers"),
-        "format-absent": (
-            PACKED,
-            without(packed_metadata(), "moe_edge.format_version"),
-            "moe_edge.format_version",
-        ),
+        "no-architecture": plain("general.architecture", architecture=None),
+        "no-block-count": plain("qwen3moe.block_count", block_count=None),
+        "no-embedding-length": plain("embedding_length", embedding_length=None),
+        "no-experts-used": plain("expert_used_count", expert_used_count=None),
+        "tiers-absent": packed("moe_edge.tiers", tiers=None),
+        "format-absent": packed("moe_edge.format_version", format_version=None),
     },
     errors.MetadataError: {
-        "architecture-number": (
-            model_tensors(),
-            {**model_metadata(), "general.architecture": 7},
-            "general.architecture",
+        "architecture-number": plain("general.architecture", architecture=7),
+        "absurd-block-count": plain("block_count", block_count=1 << 31),
+        "too-many-experts-used": plain("5 of 4", expert_used_count=5),
+        "negative-context": plain("context_length", context_length=-1),
+        "heads-text": plain("head_count_kv", head_count_kv="two"),
+        "heads-list-short": plain("expected 4 numbers", head_count_kv=[2, 2, 2], block_count=4),
+        "tier-of-a-dense-tensor": packed(
+            LOW_DENSE, with_one(LOW_DENSE, (64, 3), GGMLType.Q4_0, PACKED)
         ),
-        "absurd-block-count": (model_tensors(), model_metadata(block_count=1 << 31), "block_count"),
-        "too-many-experts-used": (model_tensors(), model_metadata(expert_used_count=5), "5 of 4"),
-        "negative-context": (model_tensors(), model_metadata(context_length=-1), "context_length"),
-        "heads-text": (model_tensors(), model_metadata(head_count_kv="two"), "head_count_kv"),
-        "heads-list-short": (
-            model_tensors(layers=range(2)),
-            model_metadata(head_count_kv=[2, 2, 2], block_count=4),
-            "expected 4 numbers",
-        ),
-        "tier-of-a-dense-tensor": (
-            [*PACKED, ("token_embd.weight.moe_edge.q4_0", (64, 3), GGMLType.Q4_0)],
-            packed_metadata(),
-            "token_embd.weight.moe_edge.q4_0",
-        ),
-        "tiers-worst-first": (
-            model_tensors(tiers=("q4_0", "q8_0"), tier_types=(GGMLType.Q4_0, GGMLType.Q8_0)),
-            packed_metadata(tiers=("q4_0", "q8_0")),
-            "best first",
-        ),
-        "tiers-twice": (PACKED, packed_metadata(tiers=("q4_0", "q4_0")), "different"),
-        "tiers-six": (PACKED, packed_metadata(tiers=tuple("abcdef")), "1 to 5"),
-        "tiers-numbers": (
-            PACKED,
-            {**packed_metadata(), "moe_edge.tiers": [8, 4]},
-            "moe_edge.tiers",
-        ),
-        "fallbacks-number": (
-            PACKED,
-            {**packed_metadata(), "moe_edge.fallbacks": 7},
-            "key moe_edge.fallbacks: unexpected value of type uint32",
+        "tiers-worst-first": packed("best first", SWAPPED, tiers=["q4_0", "q8_0"]),
+        "tiers-twice": packed("different", tiers=["q4_0", "q4_0"]),
+        "tiers-six": packed("1 to 5", tiers=list("abcdef")),
+        "tiers-numbers": packed("moe_edge.tiers", tiers=[8, 4]),
+        "fallbacks-number": packed(
+            "key moe_edge.fallbacks: unexpected value of type uint32", fallbacks=7
         ),
     },
     errors.NotMoEError: {
-        "dense": (
-            [("token_embd.weight", (N_EMBD, 3), GGMLType.F32)],
-            model_metadata(),
+        "dense": plain(
             "no expert tensors: not a Mixture-of-Experts model: llama.cpp itself runs it",
+            [("token_embd.weight", (N_EMBD, 3), GGMLType.F32)],
         ),
-        "one-tensor-per-expert": (
-            [("blk.0.ffn_gate.0.weight", (N_EMBD, 3), GGMLType.F32)],
-            model_metadata(),
-            "old layout",
+        "one-tensor-per-expert": plain(
+            "old layout", [("blk.0.ffn_gate.0.weight", (N_EMBD, 3), GGMLType.F32)]
         ),
     },
     errors.MissingTensorError: {
-        "no-up": (without(model_tensors(), UP_1), model_metadata(), UP_1),
-        "no-gate": (without(model_tensors(), GATE_1), model_metadata(), f"{GATE_1} is missing"),
-        "no-down": (without(model_tensors(), DOWN_1), model_metadata(), DOWN_1),
-        "gate-up-and-gate": (
-            [*model_tensors(fused=True), (expert_tensor_name(1, GATE), (64, 32, 4), GGMLType.F16)],
-            model_metadata(),
+        "no-up": plain(UP_1, without(UP_1)),
+        "no-gate": plain(f"{GATE_1} is missing", without(GATE_1)),
+        "no-down": plain(DOWN_1, without(DOWN_1)),
+        "gate-up-and-gate": plain(
             "unexpected matrices",
+            with_one(GATE_1, (64, 32, 4), GGMLType.F16, model_tensors(fused=True)),
         ),
-        "tier-without-best": (
-            [*PACKED, (expert_tensor_name(1, 2, "q4_0"), (64, 64, 4), GGMLType.Q4_0)],
-            packed_metadata(),
-            "its best tier",
+        "tier-without-best": packed(
+            "its best tier", with_one(LOW_GATE_UP_1, (64, 64, 4), GGMLType.Q4_0, PACKED)
         ),
     },
     errors.TensorShapeError: {
-        "wrong-expert-count": (
-            reshaped(model_tensors(), DOWN_1, (32, 64, 3)),
-            model_metadata(),
-            "expected 4 experts",
-        ),
-        "experts-without-third-dimension": (
-            reshaped(model_tensors(), DOWN_1, (32, 64)),
-            model_metadata(),
-            DOWN_1,
-        ),
-        "wrong-rows": (
-            reshaped(model_tensors(), UP_1, (64, 64, 4)),
-            model_metadata(),
-            "beside the down matrix",
-        ),
-        "two-shapes": (
-            reshaped(model_tensors(), GATE_1, (64, 64, 4)),
-            model_metadata(),
-            f"{GATE_1}: offset ",
-        ),
-        "router-of-fewer-experts": (
-            reshaped(model_tensors(), ROUTER_1, (64, 3)),
-            model_metadata(),
-            f"{ROUTER_1}: offset ",
-        ),
-        "tier-shape": (reshaped(PACKED, LOW_1, (32, 64, 2)), packed_metadata(), LOW_1),
+        "wrong-expert-count": plain("expected 4 experts", reshaped(DOWN_1, (32, 64, 3))),
+        "experts-without-third-dimension": plain(DOWN_1, reshaped(DOWN_1, (32, 64))),
+        "wrong-rows": plain("beside the down matrix", reshaped(UP_1, (64, 64, 4))),
+        "two-shapes": plain(f"{GATE_1}: offset ", reshaped(GATE_1, (64, 64, 4))),
+        "router-of-fewer-experts": plain(f"{ROUTER_1}: offset ", reshaped(ROUTER_1, (64, 3))),
+        "tier-shape": packed(LOW_1, reshaped(LOW_1, (32, 64, 2), PACKED)),
     },
     errors.TensorTypeError: {
-        "choices-that-are-no-numbers": (
-            [*model_tensors(), (BY_TOKEN, (2, 3), GGMLType.F32)],
-            model_metadata(),
-            f"{BY_TOKEN}: offset ",
-        ),
+        "choices-that-are-no-numbers": plain(
+            f"{BY_TOKEN}: offset ", with_one(BY_TOKEN, (2, 3), GGMLType.F32)
+        )
     },
     errors.ExpertIndexError: {
-        "choice-of-no-expert": (
-            [*model_tensors(), (BY_TOKEN, (2, 3), GGMLType.I32)],
-            model_metadata(),
-            f"{BY_TOKEN}: offset ",
-        ),
+        "choice-of-no-expert": plain(
+            f"{BY_TOKEN}: offset ", with_one(BY_TOKEN, (2, 3), GGMLType.I32)
+        )
     },
     errors.MissingTierError: {
-        "missing-tier": (without(PACKED, LOW_1), packed_metadata(), f"{LOW_1} is missing"),
-        "missing-tier-everywhere": (
-            model_tensors(types={0: GGMLType.Q8_0, 1: GGMLType.Q8_0, 3: GGMLType.Q8_0}),
-            packed_metadata(),
-            "announces tier q4_0",
+        "missing-tier": packed(f"{LOW_1} is missing", without(LOW_1, PACKED)),
+        "missing-tier-everywhere": packed(
+            "announces tier q4_0", model_tensors(types=dict.fromkeys((0, 1, 3), GGMLType.Q8_0))
         ),
-        "unannounced-tier": (PACKED, packed_metadata(tiers=("q8_0",)), "does not list q4_0"),
+        "unannounced-tier": packed("does not list q4_0", tiers=["q8_0"], tier_bpw=[8.5]),
     },
-    errors.VersionError: {
-        "format-newer": (
-            PACKED,
-            {**packed_metadata(), "moe_edge.format_version": 2},
-            "this version reads 1",
-        ),
-    },
+    errors.VersionError: {"format-newer": packed("this version reads 1", format_version=2)},
 }
 
 

@@ -15,16 +15,12 @@ from gguf_tools.file.reader import GGUFFile
 
 
 def part(path, number, count, tensors, total):
-    return write_model(
-        path,
-        tensors,
-        model_metadata() if number == 0 else {"general.architecture": "qwen3moe"},
-        extra=[
-            ("split.no", number, ValueType.UINT16, None),
-            ("split.count", count, ValueType.UINT16, None),
-            ("split.tensors.count", total, ValueType.INT32, None),
-        ],
-    )
+    metadata = model_metadata() if number == 0 else {"general.architecture": "qwen3moe"}
+    keys = [
+        (f"split.{key}", n, ValueType.UINT16, None) for key, n in (("no", number), ("count", count))
+    ]
+    keys.append(("split.tensors.count", total, ValueType.INT32, None))
+    return write_model(path, tensors, metadata, extra=keys)
 
 
 def split_paths(folder):
@@ -32,19 +28,20 @@ def split_paths(folder):
 
 
 HALF = model_tensors()
+
+
+def parted(end, start):
+    """The first tensors in one part, those from another place on in the other."""
+    return {0: (0, HALF[:end]), 1: (1, HALF[start:])}
+
+
 # What is opened, the parts that are there as (number, tensors), the error and what it says.
 PARTS = {
     "no second part": (0, {0: (0, HALF)}, errors.SplitError, "part 2 of 2 is missing"),
     "opened at the second": (1, {1: (1, HALF)}, errors.SplitError, "m-00001-of-00002"),
     "twice the first": (0, {0: (0, HALF[:4]), 1: (0, HALF[4:])}, errors.SplitError, "split.no"),
-    "a tensor in both": (
-        *(0, {0: (0, HALF[:4]), 1: (1, HALF[3:])}),
-        *(errors.DuplicateError, "m-00001-of-00002"),
-    ),
-    "missing tensors": (
-        *(0, {0: (0, HALF[:4]), 1: (1, HALF[5:])}),
-        *(errors.SplitError, "split.tensors.count"),
-    ),
+    "a tensor in both": (0, parted(4, 3), errors.DuplicateError, "m-00001-of-00002"),
+    "missing tensors": (0, parted(4, 5), errors.SplitError, "split.tensors.count"),
 }
 
 
@@ -76,20 +73,15 @@ def refused(path):
     return str(caught.value)
 
 
+FIRST = "m-00001-of-00003.gguf"
 # What takes the place of which parts of three, and then which is opened, which is named, and what
 # is said of it. A file of another model is one of its parts, or the model itself.
 SWAPPED = {
-    "a later part is opened": (
-        *({}, 3, 3),
-        "part 3 of 3; open the first part, m-00001-of-00003.gguf",
-    ),
+    "a later part is opened": ({}, 3, 3, f"part 3 of 3; open the first part, {FIRST}"),
     "another order": ({2: "part 3", 3: "part 2"}, 1, 2, "key split.no: 2, expected 1"),
     "the first under another's name": ({2: "part 1"}, 2, 2, "named part 2 of 3, but it is part 1"),
     "of another split": ({2: "halves"}, 1, 2, "key split.count: 2, expected 3"),
-    "of another model": (
-        *({2: "larger"}, 1, 2),
-        "not of the model of m-00001-of-00003.gguf: key split.t",
-    ),
+    "of another model": ({2: "larger"}, 1, 2, f"not of the model of {FIRST}: key split.t"),
     "a model of its own": ({2: "whole"}, 1, 2, "key split.no is missing"),
 }
 

@@ -3,21 +3,17 @@
 import json
 
 import pytest
-from click.testing import CliRunner
+from command_line import run
 from gguf_craft import model_metadata, model_tensors, packed_metadata, write_model, write_packed
 from gguf_split import split
+from tables import cases
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, GATE, UP, GGMLType
 from gguf_tools.inspect import BUDGET_SHARES, describe, render
 from gguf_tools.pack import export
 from gguf_tools.units import format_size
-from orchestrator.cli.main import cli
 from orchestrator.settings import parse_size
-
-
-def run(*args):
-    return CliRunner().invoke(cli, [str(each) for each in args])
 
 
 def table_of(path):
@@ -82,19 +78,17 @@ def test_a_table_that_is_read_by_rows_is_named(tmp_path):
     assert json.loads(run("inspect", path, "--json").stdout)["lookup_bytes"] == 12 << 10
 
 
-@pytest.mark.parametrize(
-    ("n", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1024, "1 KiB"),
-        (1 << 20, "1 MiB"),
-        (100 << 20, "100 MiB"),
-        (1030 << 20, "1.01 GiB"),
-        (3 << 29, "1.5 GiB"),
-        (1293 << 10, "1.26 MiB"),
-        (20 << 30, "20 GiB"),
-    ],
+@cases(
+    "n, text",
+    (0, "0 B"),
+    (999, "999 B"),
+    (1024, "1 KiB"),
+    (1 << 20, "1 MiB"),
+    (100 << 20, "100 MiB"),
+    (1030 << 20, "1.01 GiB"),
+    (3 << 29, "1.5 GiB"),
+    (1293 << 10, "1.26 MiB"),
+    (20 << 30, "20 GiB"),
 )
 def test_size(n, text):
     assert format_size(n) == text

@@ -1,33 +1,28 @@
 """The list of known models: its shapes have the sizes that were published."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.known import KnownModel, known_models
+from gguf_tools.known import known_models
 
 # Bytes of files that repositories of GGUFs have, in GB.
 PUBLISHED = {
-    ("Qwen3-30B-A3B", "Q4_K_M"): 18.6,
-    ("Qwen3-30B-A3B", "Q8_0"): 32.5,
-    ("gpt-oss-20b", "MXFP4"): 12.1,
-    ("gpt-oss-120b", "MXFP4"): 63.4,
-    ("DeepSeek-V3.1", "Q4_K_M"): 404.0,
-    ("Mixtral-8x7B", "Q8_0"): 49.6,
+    **{("Qwen3-30B-A3B", "Q4_K_M"): 18.6, ("Qwen3-30B-A3B", "Q8_0"): 32.5},
+    **{("gpt-oss-20b", "MXFP4"): 12.1, ("gpt-oss-120b", "MXFP4"): 63.4},
+    **{("DeepSeek-V3.1", "Q4_K_M"): 404.0, ("Mixtral-8x7B", "Q8_0"): 49.6},
 }
 
 
-def test_the_list_goes_from_small_models_to_the_largest() -> None:
+def test_the_list_goes_from_small_models_to_the_largest():
     names = [each.name for each in known_models()]
     assert len(names) == len(set(names)) >= 25
     assert known_models()[0].total_b < 8 and known_models()[-1].total_b > 1000
 
 
 @pytest.mark.parametrize("known", known_models(), ids=lambda known: known.name)
-def test_the_shape_has_as_many_parameters_as_were_published(known: KnownModel) -> None:
+def test_the_shape_has_as_many_parameters_as_were_published(known):
     assert known.parameters / 1e9 == pytest.approx(known.total_b, rel=0.03)
     # Names round, and publishers count the vocabulary's matrices or not.
     least, most = (each / 1e9 for each in known.active)
@@ -37,7 +32,7 @@ def test_the_shape_has_as_many_parameters_as_were_published(known: KnownModel) -
 
 
 @pytest.mark.parametrize("known", known_models(), ids=lambda known: known.name)
-def test_a_header_of_it_is_a_model(known: KnownModel) -> None:
+def test_a_header_of_it_is_a_model(known):
     for precision in known.precisions:
         model = ExpertModel.of_parts(known.parts(precision))
         assert (model.n_expert, model.n_expert_used) == (known.experts, known.top_k)

@@ -1,17 +1,14 @@
 """Packing and exporting: right bytes, right metadata, nothing left behind."""
 
 import os
-import re
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from command_line import python, run
 from gguf_craft import model_metadata, model_tensors, write_model
 from gguf_split import split
+from tables import cases
 from verify_files import place, poke
 
 from gguf_tools import errors
@@ -19,18 +16,26 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, GATE, UP, GGMLType, expert_tensor_name
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.pack import export, pack
-from orchestrator.cli.main import cli
 
-ROOT = Path(__file__).parents[3]
+INTEGERS = dict.fromkeys(range(4), GGMLType.I16)
+NO_FLOATS = r"src\.gguf: tensor blk\.0\..*: ggml cannot turn i16 into floats"
+KEPT = {"custom.key": ["kept", "as it is"]}
 
 
 def source(path, n_ff=256, n_embd=256, **changes):
-    metadata = {
-        **model_metadata(embedding_length=n_embd),
-        "general.file_type": 1,
-        "custom.key": ["kept", "as it is"],
-    }
+    metadata = model_metadata(embedding_length=n_embd) | {"general.file_type": 1} | KEPT
     return write_model(path, model_tensors(n_embd=n_embd, n_ff=n_ff, **changes), metadata)
+
+
+@pytest.fixture
+def packed_as(tmp_path, ggml):
+    """packed_as(*tiers, **changes of the source): what `pack` reports."""
+
+    def make(*tiers, **changes):
+        src = source(tmp_path / "src.gguf", **changes)
+        return pack(src, tmp_path / "out.gguf", list(tiers), ggml=ggml)
+
+    return make
 
 
 def tensor_bytes(path):
@@ -66,18 +71,11 @@ def test_pack_and_export(tmp_path, ggml):
                         rows = values.view(np.float16).astype(np.float32).reshape(256, 256)
                         data = expert_data(model, found, expert)
                         assert data.tobytes() == ggml.quantize(found.type, rows).tobytes(), tier
-        assert (
-            model.metadata.items()
-            >= {
-                "moe_edge.format_version": 1,
-                "moe_edge.tiers": tiers,
-                "moe_edge.tier_bpw": [8.5, 4.5, 2.625],
-                "moe_edge.quantization": "rtn",
-                "moe_edge.calibration": "none",
-                "general.file_type": 7,
-                "custom.key": ["kept", "as it is"],
-            }.items()
-        )
+        own = {"format_version": 1, "tiers": tiers, "tier_bpw": [8.5, 4.5, 2.625]}
+        own |= {"quantization": "rtn", "calibration": "none"}
+        written = {f"moe_edge.{key}": value for key, value in own.items()}
+        written |= KEPT | {"general.file_type": 7}
+        assert model.metadata.items() >= written.items()
         assert model.parts[0].alignment == 4096
 
     packed, dense = tensor_bytes(report.path), tensor_bytes(src)
@@ -111,9 +109,7 @@ def test_equal_types_keep_their_bytes(tmp_path, ggml):
     assert tensor_bytes(out)[name] == after[name]
 
 
-@pytest.mark.parametrize(
-    "ggml_type", [GGMLType.F32, GGMLType.BF16, GGMLType.Q8_0, GGMLType.Q6_K, GGMLType.IQ4_XS]
-)
+@cases("ggml_type", GGMLType.F32, GGMLType.BF16, GGMLType.Q8_0, GGMLType.Q6_K, GGMLType.IQ4_XS)
 def test_other_source_types(tmp_path, ggml, ggml_type):
     f16 = source(tmp_path / "f16.gguf")
     packed = pack(f16, tmp_path / "one.gguf", [ggml_type.tier_name], ggml=ggml).path
@@ -127,9 +123,8 @@ def test_other_source_types(tmp_path, ggml, ggml_type):
         assert low.tobytes() == ggml.quantize(GGMLType.Q2_K, values).tobytes()
 
 
-def test_rows_that_k_quants_cannot_hold(tmp_path, ggml):
-    src = source(tmp_path / "src.gguf", n_ff=192)
-    report = pack(src, tmp_path / "out.gguf", ["q4_k", "q2_k"], ggml=ggml)
+def test_rows_that_k_quants_cannot_hold(packed_as):
+    report = packed_as("q4_k", "q2_k", n_ff=192)
     expected = [
         "down: q4_k -> iq4_nl (rows of 192 are not a multiple of 256)",
         "down: q2_k -> q2_0 (rows of 192 are not a multiple of 256)",
@@ -145,11 +140,9 @@ def test_rows_that_k_quants_cannot_hold(tmp_path, ggml):
         assert model.tiers[1].bpw == pytest.approx((2 * 2.625 + 2.25) / 3)
 
 
-def test_an_older_type_holds_the_same_numbers(tmp_path, ggml):
+def test_an_older_type_holds_the_same_numbers(packed_as, tmp_path, ggml):
     """Released readers do not know Q2_0."""
-    packed = pack(
-        source(tmp_path / "src.gguf", n_ff=192), tmp_path / "p.gguf", ["q4_k", "q2_k"], ggml=ggml
-    ).path
+    packed = packed_as("q4_k", "q2_k", n_ff=192).path
     kept = export(packed, tmp_path / "kept.gguf", "q2_k")
     assert kept.warnings == ["only recent builds of llama.cpp read q2_0"]
     made = export(packed, tmp_path / "made.gguf", "q2_k", older=True)
@@ -176,35 +169,41 @@ def test_an_older_type_holds_the_same_numbers(tmp_path, ggml):
         assert changed == 2
 
 
-@pytest.mark.parametrize(
-    ("flags", "written", "said"),
-    [
-        ([], GGMLType.Q4_0, "--keep-types leaves it"),
-        (["--keep-types"], GGMLType.Q2_0, "only recent builds of llama.cpp read q2_0"),
-    ],
+@cases(
+    "flags, written, said",
+    ([], GGMLType.Q4_0, "--keep-types leaves it"),
+    (["--keep-types"], GGMLType.Q2_0, "only recent builds of llama.cpp read q2_0"),
 )
-def test_the_command_writes_older_types_unless_it_is_told_to_keep_them(
-    tmp_path, ggml, flags, written, said
+def test_the_command_writes_older_types_unless_told_not_to(
+    packed_as, tmp_path, flags, written, said
 ):
-    packed, out = tmp_path / "p.gguf", tmp_path / "out.gguf"
-    pack(source(tmp_path / "src.gguf", n_ff=192), packed, ["q4_k", "q2_k"], ggml=ggml)
-    result = CliRunner().invoke(cli, ["export", "--tier", "q2_k", str(packed), str(out), *flags])
+    packed, out = packed_as("q4_k", "q2_k", n_ff=192).path, tmp_path / "older.gguf"
+    result = run("export", "--tier", "q2_k", packed, out, *flags)
     assert result.exit_code == 0 and said in result.output, result.output
     with GGUFFile.open(out) as file:
         assert file.tensors[expert_tensor_name(0, DOWN)].type is written
 
 
-def test_tiers_that_fall_back_to_one_size_are_refused(tmp_path, ggml):
-    src = source(tmp_path / "src.gguf", n_ff=96, n_embd=96)
-    with pytest.raises(errors.QuantizeError, match=r"tier q2_k takes 4\.50 bits per weight"):
-        pack(src, tmp_path / "out.gguf", ["q4_k", "q2_k"], ggml=ggml)
+@cases(
+    "tiers, changes, said",
+    (("q4_k", "q2_k"), {"n_ff": 96, "n_embd": 96}, r"tier q2_k takes 4\.50 bits per weight"),
+    (
+        ("q8_0",),
+        {"types": INTEGERS},
+        r"src\.gguf: tensor blk\.0\..*: ggml cannot turn i16 into floats",
+    ),
+    (("q9_0",), {}, "unknown tier q9_0"),
+)
+def test_what_cannot_be_packed(packed_as, tmp_path, tiers, changes, said):
+    with pytest.raises(errors.QuantizeError, match=said):
+        packed_as(*tiers, **changes)
+    assert os.listdir(tmp_path) == ["src.gguf"]
 
 
 @pytest.mark.parametrize("changes", [{"fused": True}, {"gated": False}])
-def test_fused_layers_and_ungated_layers(tmp_path, ggml, changes):
-    src = source(tmp_path / "src.gguf", **changes)
-    out = pack(src, tmp_path / "out.gguf", ["q8_0", "q2_k"], ggml=ggml).path
-    with ExpertModel.open(out) as model, ExpertModel.open(src) as original:
+def test_fused_layers_and_ungated_layers(packed_as, tmp_path, changes):
+    out = packed_as("q8_0", "q2_k", **changes).path
+    with ExpertModel.open(out) as model, ExpertModel.open(tmp_path / "src.gguf") as original:
         assert model.kinds(0) == original.kinds(0)
 
 
@@ -258,13 +257,6 @@ def test_values_that_are_not_finite(tmp_path, ggml):
     assert os.listdir(tmp_path) == ["src.gguf"]
 
 
-def test_experts_of_integers(tmp_path, ggml):
-    src = source(tmp_path / "m.gguf", types=dict.fromkeys(range(4), GGMLType.I16))
-    said = rf"{re.escape(str(src))}: tensor blk\.0\..*: ggml cannot turn i16 into floats"
-    with pytest.raises(errors.QuantizeError, match=said):
-        pack(src, tmp_path / "out.gguf", ["q8_0"], ggml=ggml)
-
-
 def test_target_equal_to_source(tmp_path, ggml):
     src = source(tmp_path / "src.gguf")
     before = src.read_bytes()
@@ -276,10 +268,8 @@ def test_target_equal_to_source(tmp_path, ggml):
     assert src.read_bytes() == before
 
 
-def test_unknown_tiers(tmp_path, ggml):
+def test_a_tier_that_is_not_there(tmp_path):
     src = source(tmp_path / "src.gguf")
-    with pytest.raises(errors.QuantizeError, match="unknown tier q9_0"):
-        pack(src, tmp_path / "out.gguf", ["q9_0"], ggml=ggml)
     with pytest.raises(errors.MissingTierError, match="it holds f16"):
         export(src, tmp_path / "out.gguf", "q4_k")
     assert os.listdir(tmp_path) == ["src.gguf"]
@@ -319,8 +309,7 @@ def test_ctrl_c_leaves_nothing(tmp_path, ggml):
         pack(src, out, ["q5_k", "q2_k"], progress=say, ggml=load_ggml(Path(library)))
         """
     )
-    command = [sys.executable, "-c", code, str(src), str(tmp_path / "out.gguf"), str(ggml.path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = python("-c", code, src, tmp_path / "out.gguf", ggml.path)
     assert done.returncode != 0 and done.stdout == "2\n"
     assert "KeyboardInterrupt" in done.stderr
     assert os.listdir(tmp_path) == ["src.gguf"]

@@ -1,35 +1,31 @@
 """Processes that this one starts end with what they are for; its pool of threads, and what it knows
 of itself."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+from command_line import python
 
 from gguf_tools import children, interrupts
 from gguf_tools.children import child
 from gguf_tools.progress import ProgressMeter
 from gguf_tools.workers import run_all
 
-REPO = Path(__file__).resolve().parents[3]
 HANG_S = 600  # only what hangs takes so long
 ASLEEP = [sys.executable, "-c", f"import time; time.sleep({2 * HANG_S})"]
 
 
-def test_one_that_still_runs_is_killed() -> None:
+def test_one_that_still_runs_is_killed():
     with pytest.raises(ZeroDivisionError), child(ASLEEP, stdout=subprocess.PIPE) as process:
         raise ZeroDivisionError
     assert process.poll() is not None
 
 
-def test_what_it_has_started_goes_with_it() -> None:
+def test_what_it_has_started_goes_with_it():
     starts = (
         "import subprocess, sys; started = subprocess.Popen(sys.argv[1:]); "
         "print(started.pid, flush=True); started.wait()"
@@ -43,11 +39,11 @@ def test_what_it_has_started_goes_with_it() -> None:
     assert gone
 
 
-def test_an_interrupt_while_it_is_started_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
+def test_an_interrupt_while_it_is_started_leaves_none(monkeypatch):
+    made = []
 
-    class Late(subprocess.Popen):  # type: ignore[type-arg]
-        def __init__(self, *args: Any, **options: Any) -> None:
+    class Late(subprocess.Popen):
+        def __init__(self, *args, **options):
             super().__init__(*args, **options)
             made.append(self)
             # As from a signal: within held it waits for the end of the block.
@@ -59,10 +55,10 @@ def test_an_interrupt_while_it_is_started_leaves_none(monkeypatch: pytest.Monkey
     assert made[0].poll() is not None
 
 
-def test_none_keeps_apart_the_jobs_before_and_behind_it() -> None:
+def test_none_keeps_apart_the_jobs_before_and_behind_it():
     running, most, order = set(), [], []
 
-    def job(group: int, number: int) -> int:
+    def job(group, number):
         running.add((group, number))
         most.append({each for each, _ in running.copy()})
         time.sleep(0.002 * (number % 3))
@@ -70,7 +66,7 @@ def test_none_keeps_apart_the_jobs_before_and_behind_it() -> None:
         order.append(group)
         return 1
 
-    shares: list[float] = []
+    shares = []
     jobs = [
         each
         for group in range(3)
@@ -83,18 +79,11 @@ def test_none_keeps_apart_the_jobs_before_and_behind_it() -> None:
     run_all([None, None], 2, ProgressMeter(None, 1))
 
 
-def printed(program: str) -> int:
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True, check=True
-    )
-    return int(done.stdout)
-
-
-def test_peak_is_not_that_of_the_program_before() -> None:
+def test_peak_is_not_that_of_the_program_before():
     """exec keeps getrusage's figure: a small program would show its big caller's."""
     peak = "from gguf_tools.process import peak_rss_bytes; print(peak_rss_bytes())"
     big = (
         "import os, sys; block = b'x' * (300 << 20); "
         f"os.execv(sys.executable, [sys.executable, '-c', {peak!r}])"
     )
-    assert 2**20 < printed(big) < 200 << 20
+    assert 2**20 < int(python("-c", big).stdout) < 200 << 20

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from tables import cases
 
 from gguf_tools import built
 from gguf_tools.errors import QuantizeError
@@ -20,29 +21,12 @@ from gguf_tools.quantize.ggml import library_path, load_ggml
 from gguf_tools.quantize.tiers import parse_tiers
 
 gguf = pytest.importorskip("gguf")
-
 # Root mean square error on a standard normal, 10 % above what ggml reached.
 MOST_ERROR = {
-    "F32": 0.0,
-    "F16": 0.00023,
-    "BF16": 0.0019,
-    "Q8_0": 0.0059,
-    "Q6_K": 0.0194,
-    "Q5_K": 0.0395,
-    "Q5_1": 0.0415,
-    "Q5_0": 0.0468,
-    "Q4_K": 0.0782,
-    "Q4_1": 0.0857,
-    "Q4_0": 0.0942,
-    "IQ4_NL": 0.0832,
-    "IQ4_XS": 0.0839,
-    "MXFP4": 0.126,
-    "Q3_K": 0.166,
-    "IQ3_S": 0.182,
-    "IQ3_XXS": 0.234,
-    "IQ2_S": 0.291,
-    "Q2_K": 0.326,
-    "Q2_0": 0.387,
+    **{"F32": 0.0, "F16": 0.00023, "BF16": 0.0019, "Q8_0": 0.0059, "Q6_K": 0.0194},
+    **{"Q5_K": 0.0395, "Q5_1": 0.0415, "Q5_0": 0.0468, "Q4_K": 0.0782, "Q4_1": 0.0857},
+    **{"Q4_0": 0.0942, "IQ4_NL": 0.0832, "IQ4_XS": 0.0839, "MXFP4": 0.126, "Q3_K": 0.166},
+    **{"IQ3_S": 0.182, "IQ3_XXS": 0.234, "IQ2_S": 0.291, "Q2_K": 0.326, "Q2_0": 0.387},
     "Q1_0": 0.658,
 }
 
@@ -92,9 +76,7 @@ def by_ggml(ggml, ggml_type, values):
     return blocks
 
 
-@pytest.mark.parametrize(
-    "ggml_type", [GGMLType.Q4_K, GGMLType.Q2_K, GGMLType.IQ3_XXS, GGMLType.IQ4_NL]
-)
+@cases("ggml_type", GGMLType.Q4_K, GGMLType.Q2_K, GGMLType.IQ3_XXS, GGMLType.IQ4_NL)
 def test_rows_are_quantized_one_by_one(ggml, ggml_type):
     """Runs of rows may be cut anywhere: the bytes are those of one call of ggml."""
     values = normal(rows=6, seed=3)
@@ -150,11 +132,7 @@ def test_refusals(ggml):
 
 
 def test_tier_names():
-    assert parse_tiers(["q8_0", "Q4_K", " q2_k"]) == [
-        GGMLType.Q8_0,
-        GGMLType.Q4_K,
-        GGMLType.Q2_K,
-    ]
+    assert parse_tiers(["q8_0", "Q4_K", " q2_k"]) == [GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.Q2_K]
     for names, says in {
         ("q9",): "unknown tier q9: known tiers are f32, f16",
         ("iq2_xs",): "importance matrix",

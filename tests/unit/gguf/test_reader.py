@@ -10,23 +10,17 @@ from gguf_tools.file.layout import BLOCK, GGMLType, ValueType, row_bytes
 from gguf_tools.file.reader import GGUFFile, metadata_value
 
 gguf = pytest.importorskip("gguf")
-
 VALUES = {
-    "u8": ("uint8", 200),
-    "i8": ("int8", -3),
-    "u16": ("uint16", 60000),
-    "i16": ("int16", -30000),
-    "u32": ("uint32", 4_000_000_000),
-    "i32": ("int32", -2_000_000_000),
-    "u64": ("uint64", (1 << 64) - 1),
-    "i64": ("int64", -(1 << 63)),
-    "f32": ("float32", 0.5),
-    "f64": ("float64", 0.1),
-    "yes": ("bool", True),
-    "text": ("string", "Grüße, 世界"),
-    "words": ("array", ["a", "", "ß"]),
-    "numbers": ("array", [1, -2, 3]),
-    "floats": ("array", [0.5, 0.25]),
+    **{"u8": ("uint8", 200), "i8": ("int8", -3), "u16": ("uint16", 60000)},
+    **{"i16": ("int16", -30000), "u32": ("uint32", 4_000_000_000)},
+    **{"i32": ("int32", -2_000_000_000), "u64": ("uint64", (1 << 64) - 1)},
+    **{"i64": ("int64", -(1 << 63)), "f32": ("float32", 0.5), "f64": ("float64", 0.1)},
+    **{
+        "yes": ("bool", True),
+        "text": ("string", "Grüße, 世界"),
+        "words": ("array", ["a", "", "ß"]),
+    },
+    **{"numbers": ("array", [1, -2, 3]), "floats": ("array", [0.5, 0.25])},
     "flags": ("array", [True, False]),
 }
 

@@ -1,7 +1,5 @@
 """How a model can run is said before anything long begins: managed, plain, or not at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -9,13 +7,13 @@ import sys
 import time
 
 import pytest
-from click.testing import CliRunner
+from command_line import run
+from tables import cases
 from verify_files import repack
 
 from gguf_tools import synthetic
 from gguf_tools.experts import PROVEN
 from orchestrator.cli.files import CANNOT_RUN
-from orchestrator.cli.main import cli
 from orchestrator.engine import support
 from orchestrator.engine.support import MANAGED, NOT, PLAIN, support_of
 from orchestrator.errors import NativeError
@@ -23,7 +21,6 @@ from orchestrator.native import llama
 from orchestrator.native.llama import Bindings
 
 pytestmark = pytest.mark.usefixtures("library")
-
 QUERIES = "blk.0.attn_q.weight"
 
 
@@ -37,10 +34,6 @@ def sound(tmp_path_factory):
 def lacking(sound, tmp_path):
     """Whole, but without a tensor that llama.cpp wants."""
     return repack(sound, tmp_path / "odd.gguf", drop=[QUERIES])
-
-
-def run(*words):
-    return CliRunner().invoke(cli, [str(word) for word in words])
 
 
 def test_a_packed_model_can_be_managed(sound):
@@ -59,17 +52,15 @@ def test_a_graph_that_reads_experts_otherwise_runs_plain(sound, monkeypatch):
     assert json.loads(run("verify", sound, "--json").stdout)["support"]["runs"] == PLAIN
 
 
-@pytest.mark.parametrize(
-    ("changes", "reasons"),
-    [
-        ({"meta": {"olmoe.attention.head_count": 0}}, ["has wrong shape"]),
-        ({"drop": [QUERIES]}, [f"tensor '{QUERIES}' not found"]),
-        ({"meta": {"general.architecture": "olmoe2"}}, ["unknown model architecture: 'olmoe2'"]),
-        (
-            {"meta": {"olmoe.expert_used_count": 99}},
-            ["llama.cpp ends the process over its header (", "GGML_ASSERT("],
-        ),
-    ],
+@cases(
+    "changes, reasons",
+    ({"meta": {"olmoe.attention.head_count": 0}}, ["has wrong shape"]),
+    ({"drop": [QUERIES]}, [f"tensor '{QUERIES}' not found"]),
+    ({"meta": {"general.architecture": "olmoe2"}}, ["unknown model architecture: 'olmoe2'"]),
+    (
+        {"meta": {"olmoe.expert_used_count": 99}},
+        ["llama.cpp ends the process over its header (", "GGML_ASSERT("],
+    ),
 )
 def test_what_llama_does_not_load_cannot_run(sound, tmp_path, changes, reasons):
     path = repack(sound, tmp_path / "odd.gguf", **changes)

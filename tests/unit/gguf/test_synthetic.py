@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from tables import cases
 
 from gguf_tools import synthetic
 from gguf_tools.errors import GGUFError
@@ -74,14 +75,12 @@ def test_two_tier_file_holds_the_tiers_of_the_single_files(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"shape": "huge"}, "unknown shape 'huge'"),
-        ({"tiers": ("i32",)}, "no random weights of type 'i32'"),
-        ({"tiers": ("f16", "q4_k")}, "stand alone"),
-        ({"routing": "skewed"}, "unknown routing 'skewed'"),
-    ],
+@cases(
+    "arguments, message",
+    ({"shape": "huge"}, "unknown shape 'huge'"),
+    ({"tiers": ("i32",)}, "no random weights of type 'i32'"),
+    ({"tiers": ("f16", "q4_k")}, "stand alone"),
+    ({"routing": "skewed"}, "unknown routing 'skewed'"),
 )
 def test_bad_arguments_are_named_errors(tmp_path, arguments, message):
     with pytest.raises(GGUFError, match=message):

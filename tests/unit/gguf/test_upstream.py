@@ -9,7 +9,6 @@ from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("library")
-
 # Each token alone is a prompt: behind several, a tie at the router may fall either way.
 TOKENS = [1, 5, 9, 2]
 TIERS = ("q8_0", "q4_k", "q2_k")

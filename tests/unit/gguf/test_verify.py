@@ -1,21 +1,27 @@
 """`verify` finds what is wrong, says where, and finds nothing in good files."""
 
-from __future__ import annotations
-
 import json
 import struct
 
+import numpy as np
 import pytest
-from click.testing import CliRunner
-from gguf_craft import model_metadata, write_model
+from command_line import run
+from gguf_craft import model_metadata, model_tensors, write_model
 from gguf_split import split
-from verify_files import NAN_HALF, UP, place, poke, texts, write_bytes
+from tables import cases
+from verify_files import INF_HALF, LOW, NAN_HALF, UP, place, poke, repack, texts, write_bytes
 
 from gguf_tools import synthetic
+from gguf_tools.errors import QuantizeError
+from gguf_tools.file.chunks import CHUNK_BYTES
 from gguf_tools.file.layout import BLOCK, GGMLType
 from gguf_tools.file.reader import GGUFFile
+from gguf_tools.file.writer import GGUFWriter
+from gguf_tools.pack import pack
+from gguf_tools.quantize.ggml import native_stderr_hidden
 from gguf_tools.verify import verify
-from orchestrator.cli.main import cli
+from gguf_tools.verify.blocks import MAX_COUNTED
+from orchestrator.cli.options import demo_model
 
 
 @pytest.mark.parametrize("tiers", [("f32",), ("f16",), ("q8_0",), ("q4_k", "q2_k")])
@@ -33,7 +39,6 @@ def test_good_files(tmp_path, ggml, tiers):
 
 
 def test_the_demo_model_is_good(ggml):
-    from orchestrator.cli.options import demo_model
 
     assert texts(demo_model(), ggml) == []
 
@@ -136,7 +141,7 @@ def test_a_pair_of_files(two_files, packed, tmp_path, ggml):
 
 
 def call(*words):
-    return CliRunner().invoke(cli, ["verify", "--threads", "1", *map(str, words)])
+    return run("verify", "--threads", 1, *words)
 
 
 def test_command(copy, tmp_path):
@@ -160,3 +165,196 @@ def test_command(copy, tmp_path):
     assert (result.exit_code, facts["ok"]) == (1, False)
     (problem,) = facts["problems"]
     assert (problem["tensor"], problem["offset"], problem["block"]) == (UP, info.offset, 0)
+
+
+# ---- values and scales that are not finite
+
+# Where the half-precision scales of a block are, and which of them are checked.
+SCALES = {"q4_k": (0, 2), "q2_k": (80, 82), "q8_0": (0,)}
+
+
+@pytest.mark.parametrize("value", [NAN_HALF, INF_HALF])
+@pytest.mark.parametrize("tier", ["q4_k", "q2_k"])
+def test_a_scale_that_is_not_finite(copy, ggml, capfd, value, tier):
+    name = "blk.1.ffn_down_exps.weight" + (".moe_edge.q2_k" if tier == "q2_k" else "")
+    info = place(copy, name)
+    block_bytes = BLOCK[info.type].bytes
+    n_blocks = info.nbytes // block_bytes
+    per_expert = info.shape[0] * info.shape[1] // 256
+    for at in SCALES[tier]:
+        for block in (0, per_expert, n_blocks - 1):
+            offset = info.offset + block * block_bytes
+            was = copy.read_bytes()[offset + at :][:2]
+            poke(copy, offset + at, struct.pack("<H", value))
+            assert texts(copy, ggml) == [
+                f"{copy}: tensor {name}: {tier} block {block} (expert {block // per_expert})"
+                f" at offset {offset} is not finite"
+            ]
+            poke(copy, offset + at, was)
+    assert texts(copy, ggml) == []
+    assert capfd.readouterr() == ("", "")  # what ggml prints of it stays hidden
+
+
+def with_tensor(folder, *tensor):
+    """A model with one more tensor, and where that is."""
+    path = write_model(folder / "m.gguf", [*model_tensors(), tensor])
+    return path, place(path, tensor[0])
+
+
+def test_a_tensor_of_noise_is_one_sentence(tmp_path, ggml):
+    path, info = with_tensor(tmp_path, "noise.weight", (4096, 2), GGMLType.F16)
+    poke(path, info.offset, b"\xff" * info.nbytes)
+    assert texts(path, ggml) == [
+        f"{path}: tensor noise.weight: value 0 at offset {info.offset} is not finite, and at"
+        f" least {MAX_COUNTED - 1} more"
+    ]
+
+
+def test_every_block_of_a_tensor_of_many_runs(tmp_path, ggml):
+    """Whole runs of it are checked by different threads: none of its blocks lies between two."""
+    path = tmp_path / "m.gguf"
+    with GGUFWriter(path) as writer:
+        for key, value in model_metadata().items():
+            writer.meta(key, value)
+        for name, shape, kind in (*model_tensors(), ("large.weight", (4096, 5000), GGMLType.Q8_0)):
+            writer.declare(name, shape, kind)
+        writer.begin()
+        for declared in writer.tensors.values():
+            writer.write_tensor(declared.name, bytes(declared.nbytes))
+    info = place(path, "large.weight")
+    per_run = CHUNK_BYTES // 34
+    assert info.nbytes > 2 * CHUNK_BYTES
+    for block in (0, per_run - 1, per_run, 2 * per_run - 1, 2 * per_run, info.nbytes // 34 - 1):
+        offset = info.offset + 34 * block
+        poke(path, offset, struct.pack("<H", NAN_HALF))
+        (problem,) = verify(path, ggml=ggml, threads=2).problems
+        assert (problem.tensor, problem.block, problem.offset) == (info.name, block, offset)
+        poke(path, offset, b"\0\0")
+    assert texts(path, ggml) == []
+
+
+def blocks_with_a_bad_value(ggml, kind, blocks):
+    """Numbers of the blocks that hold a value which is no finite number, by what ggml makes of
+    them; of types that it makes nothing of, by what it says."""
+    bad = []
+    for number, block in enumerate(blocks):
+        try:
+            good = np.isfinite(ggml.dequantize(kind, block, BLOCK[kind].weights)).all()
+        except QuantizeError:
+            with native_stderr_hidden():
+                good = ggml.is_valid(kind, block)
+        if kind is GGMLType.MXFP4:  # of which ggml refuses the exponent that means "no number"
+            good = block[0] != 255
+        if not good:
+            bad.append(number)
+    return bad
+
+
+@pytest.mark.parametrize("kind", [each for each in GGMLType if each is not GGMLType.Q8_1])
+def test_noise_under_every_type(tmp_path, ggml, kind):
+    """What is found in noise, by halving runs of blocks, is what is wrong with single ones."""
+    rows = 5 if BLOCK[kind].weights == 1 else 300
+    path, info = with_tensor(tmp_path, "noise.weight", (256, rows), kind)
+    noise = np.random.default_rng(kind).integers(0, 256, info.nbytes, np.uint8)
+    poke(path, info.offset, noise.tobytes())
+    bad = blocks_with_a_bad_value(ggml, kind, noise.reshape(-1, BLOCK[kind].bytes))
+    report = verify(path, ggml=ggml, threads=2)
+    cannot_be_wrong = {"i8", "i16", "i32", "i64", "nvfp4"}
+    assert bool(bad) == (kind.tier_name not in cannot_be_wrong)
+    if not bad:
+        assert report.problems == []
+        return
+    (problem,) = report.problems
+    assert (problem.block, problem.tensor) == (bad[0], "noise.weight")
+    more = f", and {len(bad) - 1} more"
+    assert problem.text.endswith("not finite" + more * (len(bad) > 1))
+
+
+def test_a_type_that_ggml_cannot_check(tmp_path, ggml):
+    path, odd = with_tensor(tmp_path, "odd.weight", (256, 2), GGMLType.Q8_1)
+    report = verify(path, ggml=ggml, threads=1)
+    assert [each.text for each in report.problems] == [
+        f"{path}: tensor odd.weight: offset {odd.offset}: ggml has no check for q8_1"
+    ]
+    with GGUFFile.open(path) as file:
+        assert report.n_tensors == len(file.tensors)
+        assert report.nbytes == sum(info.nbytes for info in file.tensors.values()) - odd.nbytes
+
+
+# ---- what the metadata promises
+
+BITS = "the tiers hold 4.50, 2.62 bits per weight"
+
+
+def test_a_missing_tier(packed, tmp_path, ggml):
+    gate = "blk.0.ffn_gate_exps.weight.moe_edge.q2_k"
+    path = repack(packed, tmp_path / "m.gguf", drop={LOW, gate})
+    assert sorted(texts(path, ggml)) == [
+        f"{path}: tensor {name} is missing, but key moe_edge.tiers announces tier q2_k"
+        for name in (gate, LOW)
+    ]
+    path = repack(packed, tmp_path / "n.gguf", drop={UP})
+    offset = place(path, LOW).offset
+    assert texts(path, ggml)[0] == (
+        f"{path}: tensor {LOW}: offset {offset}: its best tier {UP} is missing"
+    )
+
+
+@cases(
+    "changes, said, rest",
+    (
+        {"alignment": 64},
+        "alignment 64; an expert file is aligned to 4096 bytes",
+        "not a multiple of 4096",
+    ),
+    ({"meta": {"qwen3moe.expert_count": 7}}, "expert", None),
+    ({"meta": {"moe_edge.tier_bpw": [4.5]}}, f"key moe_edge.tier_bpw [4.5], but {BITS}", None),
+    ({"meta": {"moe_edge.format_version": 99}}, "moe_edge.format_version: 99", None),
+)
+def test_an_alignment_and_numbers_that_are_wrong(packed, tmp_path, ggml, changes, said, rest):
+    path = repack(packed, tmp_path / "m.gguf", **changes)
+    first, *others = texts(path, ggml)
+    assert first.startswith(f"{path}: ") and said in first
+    assert bool(others) == bool(rest) and all(rest in each for each in others)
+
+
+def test_a_tier_that_is_not_announced(packed, tmp_path, ggml):
+    wrong = UP + ".moe_edge.q3_k"
+    path = repack(packed, tmp_path / "m.gguf", rename={LOW: wrong})
+    said = texts(path, ggml)
+    assert len(said) == 2
+    assert any(f"{wrong}: offset" in each and "does not list q3_k" in each for each in said)
+    assert any(f"tensor {LOW} is missing" in each for each in said)
+
+
+def test_a_layer_without_its_experts(packed, tmp_path, ggml):
+    with GGUFFile.open(packed) as file:
+        gone = {name for name in file.tensors if name.startswith("blk.1.") and "_exps" in name}
+    path = repack(packed, tmp_path / "m.gguf", drop=gone)
+    assert texts(path, ggml) == [f"{path}: layer 1 has a router but no experts"]
+
+
+def test_layers_that_predict_further_tokens_have_no_tiers(tmp_path, ggml):
+    metadata = model_metadata(block_count=3, nextn_predict_layers=1)
+    source = write_model(tmp_path / "src.gguf", model_tensors(layers=range(3)), metadata)
+    path = pack(source, tmp_path / "out.gguf", ["q8_0", "q4_0"], ggml=ggml).path
+    assert texts(path, ggml) == []
+    assert "blk.2.ffn_up_exps.weight.moe_edge.q4_0" not in GGUFFile.open(path).tensors
+
+
+@cases(
+    "key, value, said",
+    ("fallbacks", ["down: q8_0 is fine"], "does not say: down: q4_k -> iq4_nl (rows"),
+    ("quantization", 7, "not a text"),
+    ("calibration", ["a"], "not a text"),
+    ("fallbackz", ["a"], "unknown"),
+    ("tiers", ["y4_k"], "y4_k is no type"),
+)
+def test_what_is_said_about_the_making(tmp_path, ggml, key, value, said):
+    tensors = model_tensors(n_embd=256, n_ff=64)
+    source = write_model(tmp_path / "src.gguf", tensors, model_metadata(embedding_length=256))
+    good = pack(source, tmp_path / "good.gguf", ["q4_k"], ggml=ggml).path
+    assert texts(good, ggml) == []
+    bad = repack(good, tmp_path / "bad.gguf", meta={f"moe_edge.{key}": value})
+    (found,) = texts(bad, ggml)
+    assert found.startswith(f"{bad}: key moe_edge.{key}") and said in found

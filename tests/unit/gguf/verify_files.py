@@ -58,6 +58,4 @@ def repack(source, target, *, drop=(), alignment=4096, rename=None, types=None, 
 
 
 UP = "blk.1.ffn_up_exps.weight"
-
-
 LOW = UP + ".moe_edge.q2_k"

@@ -9,13 +9,13 @@ from gguf_tools.errors import QuantizeError
 from gguf_tools.file.layout import BLOCK, GGMLType, row_bytes
 from gguf_tools.quantize import gptq
 from gguf_tools.quantize.codes import CODINGS
-from gguf_tools.quantize.ggml import Ggml, load_ggml
+from gguf_tools.quantize.ggml import load_ggml
 
 ROWS = 24
 
 
 @pytest.fixture(scope="module", autouse=True)
-def torch() -> object:
+def torch():
     """Without the extra, all of this is skipped, with its reason."""
     module = pytest.importorskip("torch", reason="torch is not installed (extra: convert)")
     before = module.get_num_threads()
@@ -25,11 +25,11 @@ def torch() -> object:
 
 
 @pytest.fixture(scope="module")
-def ggml() -> Ggml:
+def ggml():
     return load_ggml()
 
 
-def inputs(n: int, tokens: int = 2000, seed: int = 3) -> np.ndarray:
+def inputs(n, tokens=2000, seed=3):
     """Activations [tokens, n] as a model's are: correlated, with a few large columns."""
     rng = np.random.default_rng(seed)
     hidden = rng.standard_normal((tokens, n // 4))
@@ -38,23 +38,21 @@ def inputs(n: int, tokens: int = 2000, seed: int = 3) -> np.ndarray:
     return (x * rng.lognormal(0, 0.7, n)).astype(np.float32)
 
 
-def weights(n: int, seed: int = 4) -> np.ndarray:
+def weights(n, seed=4):
     return np.random.default_rng(seed).standard_normal((ROWS, n)).astype(np.float32)
 
 
-def hessian(x: np.ndarray) -> np.ndarray:
+def hessian(x):
     return x.T.astype(np.float64) @ x
 
 
-def loss(
-    ggml: Ggml, ggml_type: GGMLType, w: np.ndarray, blocks: np.ndarray, x: np.ndarray
-) -> float:
+def loss(ggml, ggml_type, w, blocks, x):
     """Squared error of the outputs, relative to the outputs."""
     q = ggml.dequantize(ggml_type, blocks, w.shape[1])
     return float(np.square(x @ (w - q).T).sum() / np.square(x @ w.T).sum())
 
 
-def made(ggml: Ggml, ggml_type: GGMLType, w: np.ndarray, h: np.ndarray) -> np.ndarray:
+def made(ggml, ggml_type, w, h):
     factor = gptq.factorize(h, "cpu")
     assert factor is not None
     blocks = gptq.quantize(ggml, ggml_type, w, factor)
@@ -68,7 +66,7 @@ CLEARLY = {GGMLType.Q2_K: 0.6, GGMLType.Q3_K: 0.55, GGMLType.Q4_K: 0.55}
 
 
 @pytest.mark.parametrize("ggml_type", CODINGS, ids=lambda each: each.tier_name)
-def test_beats_rounding_and_importance(ggml: Ggml, ggml_type: GGMLType) -> None:
+def test_beats_rounding_and_importance(ggml, ggml_type):
     """On other inputs than those it learned from."""
     n = 512
     x, w = inputs(n), weights(n)
@@ -83,7 +81,7 @@ def test_beats_rounding_and_importance(ggml: Ggml, ggml_type: GGMLType) -> None:
         assert found < CLEARLY[ggml_type] * min(rtn, imatrix)
 
 
-def test_a_codebook_type_passes_its_error_on_by_spans(ggml: Ggml) -> None:
+def test_a_codebook_type_passes_its_error_on_by_spans(ggml):
     ggml_type = GGMLType.IQ3_XXS
     n = 1024
     x, w = inputs(n), weights(n)
@@ -93,7 +91,7 @@ def test_a_codebook_type_passes_its_error_on_by_spans(ggml: Ggml) -> None:
     assert loss(ggml, ggml_type, w, made(ggml, ggml_type, w, h), x) < 0.95 * imatrix
 
 
-def test_each_column_is_the_best_that_is_left(ggml: Ggml) -> None:
+def test_each_column_is_the_best_that_is_left(ggml):
     """After the sweeps no single code can be changed for the better."""
     x, w = inputs(256), weights(256)
     h = hessian(x)
@@ -112,7 +110,7 @@ def test_each_column_is_the_best_that_is_left(ggml: Ggml) -> None:
         assert (change[possible] < 0).mean() < 0.02
 
 
-def test_without_correlation_it_is_rounding(ggml: Ggml) -> None:
+def test_without_correlation_it_is_rounding(ggml):
     """A diagonal Hessian leaves nothing to push: all that differs from ggml's own codes is
     that they are nearest to the weights."""
     w = weights(256)
@@ -124,7 +122,7 @@ def test_without_correlation_it_is_rounding(ggml: Ggml) -> None:
     assert np.square(found - w).sum() <= np.square(own - w).sum() * 1.0001
 
 
-def test_rows_do_not_depend_on_each_other(ggml: Ggml) -> None:
+def test_rows_do_not_depend_on_each_other(ggml):
     """A matrix may come in runs of rows."""
     x, w = inputs(512), weights(512)
     factor = gptq.factorize(hessian(x), "cpu")
@@ -136,20 +134,20 @@ def test_rows_do_not_depend_on_each_other(ggml: Ggml) -> None:
     assert (a == b).mean() > 0.99
 
 
-def test_equal_arguments_give_equal_bytes(ggml: Ggml) -> None:
+def test_equal_arguments_give_equal_bytes(ggml):
     x, w = inputs(512), weights(512)
     once = made(ggml, GGMLType.Q3_K, w, hessian(x))
     np.testing.assert_array_equal(once, made(ggml, GGMLType.Q3_K, w, hessian(x)))
 
 
-def test_rows_that_are_no_multiple_of_256(ggml: Ggml) -> None:
+def test_rows_that_are_no_multiple_of_256(ggml):
     n = 256 + 128
     x, w = inputs(n), weights(n)
     rtn = loss(ggml, GGMLType.Q2_0, w, ggml.quantize(GGMLType.Q2_0, w), x)
     assert loss(ggml, GGMLType.Q2_0, w, made(ggml, GGMLType.Q2_0, w, hessian(x)), x) < 0.7 * rtn
 
 
-def test_fewer_tokens_than_columns(ggml: Ggml) -> None:
+def test_fewer_tokens_than_columns(ggml):
     """A singular Hessian is damped, and columns that were never used are just rounded."""
     x, w = inputs(256, tokens=40), weights(256)
     x[:, 100:140] = 0
@@ -161,14 +159,14 @@ def test_fewer_tokens_than_columns(ggml: Ggml) -> None:
     assert loss(ggml, GGMLType.Q4_K, w, blocks, x) < 0.5 * loss(ggml, GGMLType.Q4_K, w, imatrix, x)
 
 
-def test_no_tokens() -> None:
+def test_no_tokens():
     assert gptq.factorize(np.zeros((64, 64)), "cpu") is None
     assert not gptq.smoothed(np.zeros((64, 64)), 0).any()
     shared = np.eye(64) * 2
     np.testing.assert_array_equal(gptq.smoothed(np.zeros((64, 64)), 0, shared), shared * 64)
 
 
-def test_few_tokens_are_helped_by_those_of_the_layer(ggml: Ggml) -> None:
+def test_few_tokens_are_helped_by_those_of_the_layer(ggml):
     """On inputs that were not seen: rather the layer's Hessian than one of thirty tokens."""
     n = 256
     x, w = inputs(n), weights(n)
@@ -181,27 +179,27 @@ def test_few_tokens_are_helped_by_those_of_the_layer(ggml: Ggml) -> None:
     assert helped < 0.7 * rtn and helped < 0.8 * alone
 
 
-def test_many_tokens_outweigh_what_is_added() -> None:
+def test_many_tokens_outweigh_what_is_added():
     own = hessian(inputs(64, tokens=64 * 200))
     added = gptq.smoothed(own, 64 * 200, np.eye(64)) - own
     assert np.linalg.norm(added) < 0.02 * np.linalg.norm(own)
 
 
-def test_a_hessian_that_is_not_finite() -> None:
+def test_a_hessian_that_is_not_finite():
     h = np.eye(64)
     h[3, 4] = np.nan
     with pytest.raises(QuantizeError, match="not finite"):
         gptq.factorize(h, "cpu")
 
 
-def test_floats_are_not_touched(ggml: Ggml) -> None:
+def test_floats_are_not_touched(ggml):
     x, w = inputs(256), weights(256)
     np.testing.assert_array_equal(
         made(ggml, GGMLType.F16, w, hessian(x)), ggml.quantize(GGMLType.F16, w)
     )
 
 
-def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch(monkeypatch):
     gptq.torch_module.cache_clear()
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(QuantizeError, match=r"gptq needs torch.*moe-edge\[convert\]"):

@@ -1,7 +1,5 @@
 """The server of the tests, in the place of the Hub, and a cache of its own."""
 
-from __future__ import annotations
-
 import pytest
 from hub_server import Hub
 

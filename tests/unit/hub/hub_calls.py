@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 
-from click.testing import CliRunner
-
-from orchestrator.cli.main import cli
+from command_line import run
 
 SIZE = 300_000
 
@@ -16,7 +14,14 @@ def noise(seed: int, size: int = SIZE) -> bytes:
 
 
 def pull(*words):
-    return CliRunner().invoke(cli, ["pull", *words])
+    return run("pull", *words)
+
+
+def pulled(*words):
+    """One that has to succeed."""
+    result = pull(*words)
+    assert result.exit_code == 0, result.output
+    return result
 
 
 def refused(*words):

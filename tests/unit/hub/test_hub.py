@@ -1,8 +1,6 @@
 """`pull` and `-m hf:` with the real client against a local server that speaks the Hub's
 protocol. Nothing leaves the machine."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil
@@ -14,19 +12,18 @@ import time
 from pathlib import Path
 
 import pytest
-from hub_calls import SIZE, blobs, noise, pull, refused
+from command_line import MOE_EDGE, REPO, python
+from hub_calls import SIZE, blobs, noise, pull, pulled, refused
 from hub_server import Fault, Repo
+from waiting import wait_until
 
 from gguf_tools import hub as module
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_only_model(server, tmp_path):
     data = noise(1)
     server.repos["o/n"] = Repo({"README.md": b"hi", "m.gguf": data, "mmproj-m.gguf": noise(2)})
-    result = pull("o/n")
-    assert result.exit_code == 0, result.output
+    result = pulled("o/n")
     path, line = result.stdout.splitlines()
     assert Path(path).read_bytes() == data
     assert Path(path).name == "m.gguf" and path.startswith(str(tmp_path / "hf/hub"))
@@ -104,8 +101,7 @@ def test_a_cut_connection_is_taken_up(server, tmp_path, reset):
     data = noise(1)
     server.repos["o/n"] = Repo({"m.gguf": data})
     server.faults["m.gguf"] = Fault(after=100_000, times=2, reset=reset)
-    result = pull("o/n")
-    assert result.exit_code == 0, result.output
+    result = pulled("o/n")
     assert Path(result.stdout.splitlines()[0]).read_bytes() == data
     spans = [span for path, span in server.data_requests() if path.startswith("/cdn/")]
     assert spans[0] is None and len(spans) == 3
@@ -121,22 +117,18 @@ def test_a_download_of_an_earlier_run_goes_on(server, tmp_path):
     data = noise(1, 30 << 20)
     server.repos["o/n"] = Repo({"m.gguf": data})
     server.slow = threading.Event()
-    environment = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf")}
-    command = [sys.executable, "-m", "orchestrator", "pull", "o/n"]
-
-    def run():
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    own = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf")}
+    command = (*MOE_EDGE, "pull", "o/n")
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, *command], cwd=REPO, env=os.environ | own, **both)
     folder = tmp_path / "hf/hub/models--o--n/blobs"
-    deadline = time.monotonic() + 600
-    while not any(path.stat().st_size for path in folder.glob("*.incomplete")):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    second = run()
+    wait_until(
+        lambda: (
+            process.poll() is not None or any(p.stat().st_size for p in folder.glob("*.incomplete"))
+        )
+    )
+    assert process.poll() is None, process.communicate()
+    second = python(*command, **own)
     assert second.returncode == 1
     assert "m.gguf: another process is downloading it" in second.stderr
     process.send_signal(signal.SIGKILL)
@@ -150,7 +142,7 @@ def test_a_download_of_an_earlier_run_goes_on(server, tmp_path):
     found = module.prepare("o/n")
     assert (found.nbytes, found.missing) == (len(data), len(data) - have)
     before = server.sent
-    done = run()
+    done = python(*command, **own)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.splitlines()[0]).read_bytes() == data
     assert server.sent - before == len(data) - have
@@ -175,7 +167,7 @@ def test_damaged_data_is_not_kept(server, tmp_path):
     assert "m.gguf: damaged on the way (its SHA-256 differs)" in result.stderr
     assert blobs(tmp_path) == []
     server.corrupt = False
-    assert pull("o/n").exit_code == 0
+    pulled("o/n")
 
 
 def test_too_little_space_is_refused_before_the_first_byte(server, monkeypatch, tmp_path):
@@ -190,7 +182,7 @@ def test_too_little_space_is_refused_before_the_first_byte(server, monkeypatch, 
     assert server.data_requests() == []
     assert not (tmp_path / "hf").exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=SIZE))
-    assert pull("o/n").exit_code == 0
+    pulled("o/n")
 
 
 def test_one_file_by_its_path(server):
@@ -225,3 +217,64 @@ def test_revisions(server):
     second = pull("o/n")
     assert f"snapshots/{new}/" in second.stdout
     assert "all here already" in second.stderr  # the same content under another commit
+
+
+def test_missing_private_and_gated(server, monkeypatch):
+    server.repos["o/private"] = Repo({"m.gguf": noise(1)}, token="secret")
+    server.repos["o/gated"] = Repo({"m.gguf": noise(2)}, token="secret", gated=True)
+    server.repos["o/gone"] = Repo({"m.gguf": noise(1)}, disabled=True)
+    for name, said in (
+        ("o/none", f"no such model at {server.url}, or a private one: check the name, or log in"),
+        ("o/private", f"no such model at {server.url}, or a private one: check the name, or log"),
+        ("o/gated", f"access to it is restricted: accept its terms at {server.url}/o/gated, then"),
+        ("o/gone", f"disabled at {server.url}: nobody can download it"),
+    ):
+        assert refused(name).startswith(f"{name}: {said}")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    for name in ("o/private", "o/gated"):
+        pulled(name)
+    sent_to_cdn = {auth for _, path, _, auth in server.seen if path.startswith("/cdn/")}
+    assert sent_to_cdn == {None}  # another host never sees the token
+
+
+@pytest.mark.parametrize("name", ["name", "a/b/c", "o/n n", "o/n/", "../x", ""])
+def test_names_that_are_none(server, name):
+    said = refused(name)
+    assert "write it as OWNER/NAME" in said or "no such model" in said
+    assert server.data_requests() == []
+
+
+def test_file_names_that_leave_the_folder(server, tmp_path):
+    server.repos["o/n"] = Repo({"../../../evil.gguf": noise(1)})
+    assert "leaves its folder" in refused("o/n")
+    assert not list(tmp_path.rglob("evil*"))
+
+
+def test_a_hub_that_fails(server):
+    server.repos["o/n"] = Repo({"m.gguf": noise(1)})
+    for status, said in (
+        (503, "answers 503: try again later"),
+        (401, "answers 401: is the token right? log in"),
+        (404, "answers 404: is HF_ENDPOINT right?"),
+    ):
+        server.status = status
+        assert refused("o/n").startswith(f"o/n: {server.url} {said}")
+
+
+def test_a_hub_that_fails_at_the_end(server, monkeypatch):
+    """What was downloaded stays: the next run fetches nothing again."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    server.repos["o/n"] = Repo({"m.gguf": noise(1)})
+    server.heads = 1
+    result = pull("o/n")
+    assert result.exit_code == 1
+    last = result.stderr.splitlines()[-1]
+    assert last == f"Error: o/n: {server.url} no longer answers: try again later"
+    server.heads, before = None, server.sent
+    pulled("o/n")
+    assert server.sent == before == SIZE
+
+
+def test_a_hub_that_is_not_there(server):
+    server.stop()
+    assert refused("o/n").startswith(f"o/n: {server.url} cannot be reached: ")

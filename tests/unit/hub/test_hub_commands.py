@@ -1,11 +1,9 @@
 """Commands that take a model of the Hub by its name."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
-from click.testing import CliRunner
+from command_line import run
 from gguf_split import split
 from hub_calls import noise
 from hub_server import Repo
@@ -13,16 +11,11 @@ from hub_server import Repo
 from gguf_tools import hub as module
 from gguf_tools import synthetic
 from gguf_tools.errors import HubError
-from orchestrator.cli.main import cli
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     return synthetic.write(tmp_path_factory.mktemp("m") / "m.gguf", "tiny-qwen3moe")
-
-
-def run(*words):
-    return CliRunner().invoke(cli, [str(word) for word in words])
 
 
 def test_chat_with_a_model_of_the_hub(server, tiny, tmp_path, monkeypatch, library):

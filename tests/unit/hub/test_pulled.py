@@ -1,13 +1,10 @@
 """Models in the cache: listed, named in short, removed; and the user cache beside it."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from command_line import REPO, run
 from hub_calls import blobs, noise, pull
 from hub_server import Repo
 
@@ -15,14 +12,8 @@ from gguf_tools import synthetic
 from gguf_tools.errors import HubError
 from gguf_tools.hub import find_pulled, pulled
 from orchestrator.cache.files import KINDS
-from orchestrator.cli.main import cli
 
-REPO = Path(__file__).resolve().parents[3]
 FOLDER = re.compile(r'(?:cache_dir\(\)|\bcache|"cache"\)) / "(\w+)"')
-
-
-def run(*words):
-    return CliRunner().invoke(cli, list(words))
 
 
 @pytest.fixture

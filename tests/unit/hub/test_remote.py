@@ -1,11 +1,9 @@
 """Headers of models that are not here, read by range requests from a local server."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from command_line import run
 from hub_server import Repo, Sparse
 
 from gguf_tools.errors import GGUFError, HubError
@@ -15,20 +13,18 @@ from gguf_tools.file.writer import GGUFWriter
 from gguf_tools.hub import fetch_headers
 from gguf_tools.hub.remote import MOST_BYTES
 from gguf_tools.known import known_models
-from orchestrator.cli.main import cli
 from orchestrator.cost import planner
 from orchestrator.cost.disk import Bandwidth
-from orchestrator.cost.planner import Planner
 
 VOCABULARY = [f"token {n}" for n in range(50_000)]
 
 
-def known(name: str, precision: str):
+def known(name, precision):
     model = next(each for each in known_models() if each.name == name)
     return model, model.parts(precision)[0]
 
 
-def header(part, tensors, more) -> Sparse:
+def header(part, tensors, more):
     """A part of a file with so many tensors of a header, of its true size."""
     writer = GGUFWriter(part.path)
     for key, value in more.items():
@@ -39,7 +35,7 @@ def header(part, tensors, more) -> Sparse:
     return Sparse(first, -(-len(first) // 32) * 32 + writer.data_bytes)
 
 
-def metadata(part) -> dict:
+def metadata(part):
     return {**part.metadata, "tokenizer.ggml.tokens": VOCABULARY}
 
 
@@ -83,7 +79,7 @@ def test_a_model_in_parts(server, tmp_path, text):
         assert model.n_layers == 48
 
 
-def endless() -> Sparse:
+def endless():
     """A header that says it goes on for ever."""
     writer = GGUFWriter(Path("x.gguf"))
     writer.meta("general.architecture", "x" * 1000)
@@ -117,7 +113,7 @@ def test_a_plan_before_anything_is_downloaded(server, large, tmp_path, monkeypat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     seen, disk = [], Bandwidth(1e9)
 
-    def frontier(self: Planner, config):
+    def frontier(self, config):
         seen.append((self._model.path.stat().st_size, self._disk))
         raise HubError("seen")
 
@@ -125,6 +121,6 @@ def test_a_plan_before_anything_is_downloaded(server, large, tmp_path, monkeypat
     monkeypatch.setattr(planner.Planner, "frontier", frontier)
     for text in ("hf:o/n/m.gguf", f"{server.url}/o/n/resolve/main/m.gguf"):
         for args in ([text], ["-m", text]):
-            result = CliRunner().invoke(cli, ["plan", *args])
+            result = run("plan", *args)
             assert result.stderr.endswith("Error: seen\n"), result.output
     assert seen == [(len(large), disk)] * 4

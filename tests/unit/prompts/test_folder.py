@@ -1,35 +1,53 @@
 """Conversations on disk: whole files, checked before they are used, within a limit."""
 
-from __future__ import annotations
-
 import os
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 from killing import calls_of, killed, moments
-from prompt_writer import KEY, made, state_of, write
+from tables import cases
 
-from orchestrator.engine.prompt_copies import Copy, Listed, PromptFolder
+from orchestrator.engine.prompt_copies import Copy, PromptFolder
 from orchestrator.engine.steps import Mark
 from orchestrator.errors import ConfigError
 
+KEY = "a key"
+TURNS = 6
 ROOMY = 1 << 30
+
+
+def made(conversation, turn):
+    """A turn of a conversation: its state and its parts follow from its tokens."""
+    tokens = np.arange(20 * (turn + 1), dtype=np.int32) + 1000 * conversation
+    return Copy(KEY, tokens, state_of(tokens), True, (Mark(10, state_of(tokens[:10]), b"learned"),))
+
+
+def state_of(tokens):
+    seed = np.random.default_rng(int(tokens.sum()) + len(tokens))
+    return seed.integers(0, 256, 300_000, dtype=np.uint8)
+
+
+def write(path):
+    """The turns of two conversations, one after the other, where two have room."""
+    folder = PromptFolder(path, 1 << 21)
+    for number in range(2 * TURNS):
+        folder.save_copy(made(number % 2, number // 2))
+
+
 TICK_S = 0.02  # more than the kernel's clock of files needs to go on
 
 
-def copy_of(tokens: list[int], *marks: Mark, key: str = KEY) -> Copy:
+def copy_of(tokens, *marks, key=KEY):
     array = np.array(tokens, np.int32)
     return Copy(key, array, state_of(array), any(m.part is not None for m in marks), marks)
 
 
-def read(folder: PromptFolder, listed: Listed, most: int = ROOMY) -> tuple | None:
+def read(folder, listed, most=ROOMY):
     """The state in a file, and the marks; None where it cannot be used."""
     states = []
 
-    def take(path: Path) -> bool:
+    def take(path):
         states.append(np.fromfile(path, np.uint8)[12 + 4 * len(listed.tokens) : listed.state_end])
         return True
 
@@ -37,7 +55,7 @@ def read(folder: PromptFolder, listed: Listed, most: int = ROOMY) -> tuple | Non
     return None if marks is None else (states[0], marks)
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_what_is_written_is_read(tmp_path):
     part = np.arange(200, dtype=np.uint8)
     marks = Mark(2, part, None), Mark(3, None, b"policy"), Mark(5, part + 1, b"")
     copy = copy_of([7, 8, 9, 10, 11, 12], *marks)
@@ -58,22 +76,18 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert folder.notes == []
 
 
-def flip(path: Path, at: int) -> None:
+def flip(path, at):
     data = bytearray(path.read_bytes())
     data[at] ^= 0x10
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    ("damage", "at"),
-    [
-        *[(flip, at) for at in (0, 9, 14, 50_000, -1000, -300, -60, -45, -10, -1)],
-        *[(os.truncate, size) for size in (0, 10, 1000, 300_000)],
-    ],
+@cases(
+    "damage, at",
+    *[(flip, at) for at in (0, 9, 14, 50_000, -1000, -300, -60, -45, -10, -1)],
+    *[(os.truncate, size) for size in (0, 10, 1000, 300_000)],
 )
-def test_every_damage_is_found(
-    tmp_path: Path, damage: Callable[[Path, int], None], at: int
-) -> None:
+def test_every_damage_is_found(tmp_path, damage, at):
     folder = PromptFolder(tmp_path, ROOMY)
     folder.save_copy(made(0, 1))
     (path,) = tmp_path.iterdir()
@@ -85,7 +99,7 @@ def test_every_damage_is_found(
     assert folder.of(KEY) == []
 
 
-def test_a_file_under_anothers_name_is_dropped(tmp_path: Path) -> None:
+def test_a_file_under_anothers_name_is_dropped(tmp_path):
     folder = PromptFolder(tmp_path, ROOMY)
     folder.save_copy(copy_of([1, 2, 3], key="one"))
     (path,) = tmp_path.iterdir()
@@ -96,7 +110,7 @@ def test_a_file_under_anothers_name_is_dropped(tmp_path: Path) -> None:
     assert len(folder.notes) == 1
 
 
-def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+def test_files_of_others_are_left_alone(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "x.prompt").write_text("mine")
     folder = PromptFolder(tmp_path, 1 << 20)
@@ -105,14 +119,14 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     assert {"notes.txt", "x.prompt"} < {path.name for path in tmp_path.iterdir()}
 
 
-def test_a_longer_turn_takes_the_place_of_a_shorter_one(tmp_path: Path) -> None:
+def test_a_longer_turn_takes_the_place_of_a_shorter_one(tmp_path):
     folder = PromptFolder(tmp_path, ROOMY)
     for conversation, turn in ((0, 0), (1, 3), (0, 1), (0, 2)):
         folder.save_copy(made(conversation, turn))
     assert sorted(len(each.tokens) for each in folder.of(KEY)) == [60, 80]
 
 
-def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
+def test_the_least_recently_used_go_first(tmp_path):
     folder = PromptFolder(tmp_path, 2_000_000)  # three of 600 kB each
     for number in range(3):
         folder.save_copy(made(number, 0))
@@ -126,7 +140,7 @@ def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2_000_000
 
 
-def test_what_is_larger_than_the_limit_is_not_kept(tmp_path: Path) -> None:
+def test_what_is_larger_than_the_limit_is_not_kept(tmp_path):
     folder = PromptFolder(tmp_path, 100_000)
     folder.save_copy(made(0, 0))
     assert list(tmp_path.iterdir()) == []
@@ -134,7 +148,7 @@ def test_what_is_larger_than_the_limit_is_not_kept(tmp_path: Path) -> None:
     assert "--prompt-cache-limit" in note
 
 
-def test_what_has_no_room_in_memory_stays(tmp_path: Path) -> None:
+def test_what_has_no_room_in_memory_stays(tmp_path):
     PromptFolder(tmp_path, ROOMY).save_copy(made(0, 0))
     folder = PromptFolder(tmp_path, ROOMY)
     (listed,) = folder.of(KEY)
@@ -145,13 +159,13 @@ def test_what_has_no_room_in_memory_stays(tmp_path: Path) -> None:
     assert read(folder, again) is not None
 
 
-def test_a_folder_that_cannot_be_is_a_sentence(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_is_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--prompt-cache .*file.*exists"):
         PromptFolder(tmp_path / "file", ROOMY)
 
 
-def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_said(tmp_path):
     folder = PromptFolder(tmp_path, ROOMY)
     folder.save(KEY, [1, 2, 3], False, (), lambda _path: None)  # there is nothing
     assert folder.notes == []
@@ -161,10 +175,10 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_writer_leaves_nothing_that_is_wrong(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_nothing_that_is_wrong(tmp_path):
     """Twenty times, at random places of its work."""
 
-    def work() -> None:
+    def work():
         write(tmp_path)
 
     modules = ("orchestrator.engine.prompt_copies", "gguf_tools.file")

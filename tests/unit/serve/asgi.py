@@ -1,30 +1,22 @@
-"""Asking an ASGI application without a socket, and a backend without a model."""
+"""Asking an ASGI application without a socket."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from threading import Event
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import pytest
 
 pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
 
-from starlette.applications import Starlette
-
-from orchestrator.errors import ConfigError, PolicyError
-from orchestrator.serve.admission import BODY_FACTOR
-from orchestrator.serve.app import application
-from orchestrator.serve.settings import ServeSettings
-from orchestrator.serve.state import State
 
 # Only what hangs takes so long.
 HANG_S = 120.0
+SAID = [{"role": "user", "content": "a"}]
 
 
 @dataclass
@@ -56,14 +48,9 @@ class Client:
         """head: header fields as they are, in the place of those by name."""
         fields = {"host": "localhost:8080", **{k.replace("_", "-"): v for k, v in headers.items()}}
         self._app = app
-        self._scope = {
-            "type": "http",
-            "method": method,
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "headers": head or [(k.encode(), v.encode()) for k, v in fields.items()],
-        }
+        self._scope = {"type": "http", "method": method, "path": path, "query_string": b""}
+        self._scope["raw_path"] = path.encode()
+        self._scope["headers"] = head or [(k.encode(), v.encode()) for k, v in fields.items()]
         self._incoming = [{"type": "http.request", "body": body, "more_body": False}]
         self._gone = asyncio.Event()
         self.reply = Reply(0, {}, [])
@@ -104,145 +91,29 @@ def ask(app: Any, path: str, data: Any = None, method: str = "", **headers: str)
     return asyncio.run(once())
 
 
-@dataclass
-class FakeRequest:
-    """A native request whose answer is written beforehand. hold: its first part waits for it;
-    pause: the last one does. Parts are taken one by one, or those that are there at once."""
+def in_a_loop(line: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test of what only an event loop has."""
 
-    status: int
-    is_stream: bool
-    answer: list[bytes]
-    hold: Event | None = None
-    pause: Event | None = None
-    at_once: bool = False
-    cancelled: Event = field(default_factory=Event)
-    closed: bool = False
-    come: deque[bytes] = field(default_factory=deque)
+    @wraps(line)
+    def run(*args: Any, **more: Any) -> None:
+        asyncio.run(line(*args, **more))
 
-    def run(self, ready: int = -1) -> None:
-        try:
-            if not self._waits_for(self.hold):
-                self.status, self.is_stream = 500, False
-                return
-            for number, part in enumerate(self.answer):
-                if number == len(self.answer) - 1 and not self._waits_for(self.pause):
-                    return
-                self.come.append(part)
-                if ready >= 0:
-                    os.write(ready, b"\0")
-        finally:
-            self.closed = True
-            if ready >= 0:
-                os.write(ready, b"\0")
-
-    def _waits_for(self, event: Event | None) -> bool:
-        while event is not None and not event.wait(0.01):
-            if self.cancelled.is_set():
-                return False
-        return True
-
-    def take(self) -> tuple[bytes, bool]:
-        is_all, text = self.closed, b""
-        while self.come and (self.at_once or not text):
-            text += self.come.popleft()
-        return text, is_all and not self.come
-
-    @property
-    def n_left(self) -> int:
-        return sum(map(len, self.come))
-
-    def close(self) -> None:
-        self.closed = True
-
-    def whole(self) -> tuple[int, bytes]:
-        self.at_once = True
-        self.run()
-        return self.status, self.take()[0]
-
-    def cancel(self) -> None:
-        self.cancelled.set()
+    return run
 
 
-class FakeBackend:
-    """Gives out requests in turn, and remembers what it was asked."""
+def at_once(app: Any, path: str, *asked: Any) -> list[Any]:
+    """The answers to several requests at once."""
 
-    slot_context, parallel, cells = 512, 1, 1000
-    max_tokens = None
-    most_scored = 16384
-    most_body_bytes, body_factor = 2**17, BODY_FACTOR
+    async def all_of() -> list[Any]:
+        replies = [begun(app, path, each)[1] for each in asked]
+        return [(await each).json() for each in replies]
 
-    def __init__(self, *requests: FakeRequest) -> None:
-        self.requests = list(requests)
-        self.asked: list[tuple[str, bytes]] = []
-        self.sequences: list[list[int]] = []
-        self.used: list[dict[str, Any]] = []
-        self.forgotten: list[int] = []
-        self.turns: list[str] = []  # when it was to attend, and to be idle
-
-    def request(self, route: str, body: bytes, sequences: Sequence[int] = ()) -> FakeRequest:
-        self.asked.append((route, body))
-        self.sequences.append(list(sequences))
-        return self.requests[len(self.asked) - 1]
-
-    def count_tokens(self, text: str) -> tuple[int, int]:
-        """Of prose."""
-        return len(text) // 4, 12
-
-    def forget(self, sequence: int) -> bool:
-        self.forgotten.append(sequence)
-        return True
-
-    def attend(self) -> None:
-        self.turns.append("attend")
-
-    def idle(self) -> None:
-        self.turns.append("idle")
-
-    def fault(self) -> str:
-        return ""
-
-    def answered(self, sequences: Iterable[int], is_good: bool) -> None:
-        pass
-
-    def costs(self) -> Any:
-        return lambda: {"hit_rate": 0.5}
-
-    def settings_for(self, changes: dict[str, Any]) -> dict[str, Any]:
-        if "bad" in changes:
-            raise ConfigError("bad is no setting")
-        return changes
-
-    def go_by(self, settings: dict[str, Any]) -> None:
-        if "odd" in settings:
-            raise PolicyError("odd needs a second precision")
-        self.used.append(settings)
-
-    def failure(self) -> str | None:
-        return "the disk is gone"
+    return asyncio.run(all_of())
 
 
-def whole(answer: bytes = b"{}", status: int = 200, **more: Any) -> FakeRequest:
-    """A request with an answer that comes at once."""
-    return FakeRequest(status, False, [answer], **more)
-
-
-def streaming(*parts: bytes, **more: Any) -> FakeRequest:
-    return FakeRequest(200, True, list(parts), **more)
-
-
-def state_with(backend: Any, **settings: Any) -> State:
-    state = State(ServeSettings(**settings))
-    state.backend = backend
-    return state
-
-
-def quiet(_line: str) -> None:
-    """A log that keeps nothing."""
-
-
-def app_for(backend: Any, **settings: Any) -> Starlette:
-    """The application that answers with a backend."""
-    return application(state_with(backend, **settings), quiet)
+async def end_of(task: asyncio.Task[Any]) -> Any:
+    """What comes of it, in time."""
+    return await asyncio.wait_for(task, HANG_S)
 
 
 async def until(is_so: Callable[[], object]) -> None:

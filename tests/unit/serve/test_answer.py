@@ -1,38 +1,30 @@
 """One request on its way: parts, costs, silences, errors, and clients that leave."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from collections.abc import Callable
 from threading import Event
-from typing import Any
 
 import pytest
-from asgi import (
-    HANG_S,
-    Client,
+from asgi import SAID, Client, ask, begun, end_of, in_a_loop, until
+from fake_backend import (
     FakeBackend,
     FakeRequest,
-    Reply,
     app_for,
-    ask,
-    begun,
     quiet,
+    reply_of,
+    served_by,
     state_with,
     streaming,
-    until,
     whole,
 )
-from starlette.types import ASGIApp
+from paths import CHAT, COMPLETIONS, MESSAGES, NATIVE, RESPONSES
+from tables import cases
 
 from orchestrator.errors import NativeError
 from orchestrator.serve import answer
 from orchestrator.serve import state as state_module
 from orchestrator.serve.app import application
 
-CHAT = "/v1/chat/completions"
-SAID = [{"role": "user", "content": "a"}]
 # What each path needs, and leaves out of the others' where it has no use for it.
 ASK = {"messages": SAID, "input": "a", "input_prefix": "a", "input_suffix": "b"}
 STREAM = {**ASK, "stream": True}
@@ -43,13 +35,12 @@ REFUSED_GRAMMAR = (
 )
 
 
-def event(data: bytes) -> bytes:
+def event(data):
     return b"data: " + data + b"\n\n"
 
 
-def test_a_stream_comes_in_parts_and_its_last_one_has_the_costs() -> None:
-    request = streaming(PART, FINAL, event(b"[DONE]"))
-    reply = ask(app_for(FakeBackend(request)), CHAT, STREAM)
+def test_a_stream_comes_in_parts_and_its_last_one_has_the_costs():
+    reply = reply_of(request := streaming(PART, FINAL, event(b"[DONE]")), CHAT, STREAM)
     assert reply.status == 200 and reply.headers["content-type"] == "text/event-stream"
     assert [reply.parts[0], reply.parts[2]] == [PART, event(b"[DONE]")]
     timings = json.loads(reply.parts[1].removeprefix(b"data: "))["timings"]
@@ -58,59 +49,44 @@ def test_a_stream_comes_in_parts_and_its_last_one_has_the_costs() -> None:
 
 
 OURS = {"hit_rate": 0.5, "shared_steps": False}
+WITHIN, WITH_OURS = [{"input": {"timings": {}}}], {"timings": OURS}
+QUOTED, FIELDS = '"timings":{', {"prompt": "a", "response_fields": ["content"]}
 
 
-@pytest.mark.parametrize(
-    ("path", "data", "made", "sent"),
-    [
-        (CHAT, ASK, {"timings": {}}, {"timings": OURS}),
-        (CHAT, ASK, {"content": "fjord ø", "timings": {}}, {"content": "fjord ø", "timings": OURS}),
-        # Answers without figures of llama.cpp's.
-        ("/v1/responses", ASK, {"output": []}, {"output": [], "timings": OURS}),
-        ("/v1/messages", ASK, {"content": []}, {"content": [], "timings": OURS}),
-        (
-            "/completion",
-            {"prompt": ["a", "b"]},
-            [{"timings": {"predicted_n": 1}}, {"timings": {}}],
-            [{"timings": {"predicted_n": 1, **OURS}}, {"timings": OURS}],
-        ),
-        # They are put into an answer that is not parsed, whose text may say what they are called.
-        (
-            CHAT,
-            ASK,
-            {"content": '"timings":{', "timings": {"n": 1}, "list": [{"timings": {}}]},
-            {"content": '"timings":{', "timings": {"n": 1, **OURS}, "list": [{"timings": OURS}]},
-        ),
-        (
-            "/v1/messages",
-            ASK,
-            {"content": [{"input": {"timings": {}}}]},
-            {"content": [{"input": {"timings": {}}}], "timings": OURS},
-        ),
-        # Who wants some fields alone gets no others.
-        (
-            "/completion",
-            {"prompt": "a", "response_fields": ["content"]},
-            {"content": "timings"},
-            {"content": "timings"},
-        ),
-    ],
+@cases(
+    "path, data, made, sent",
+    (CHAT, ASK, {"timings": {}}, WITH_OURS),
+    (CHAT, ASK, {"content": "fjord ø", "timings": {}}, {"content": "fjord ø", **WITH_OURS}),
+    # Answers without figures of llama.cpp's.
+    (RESPONSES, ASK, {"output": []}, {"output": [], **WITH_OURS}),
+    (MESSAGES, ASK, {"content": []}, {"content": [], **WITH_OURS}),
+    (
+        *(NATIVE, {"prompt": ["a", "b"]}),
+        [{"timings": {"predicted_n": 1}}, {"timings": {}}],
+        [{"timings": {"predicted_n": 1, **OURS}}, WITH_OURS],
+    ),
+    # They are put into an answer that is not parsed, whose text may say what they are called.
+    (
+        *(CHAT, ASK),
+        {"content": QUOTED, "timings": {"n": 1}, "list": [{"timings": {}}]},
+        {"content": QUOTED, "timings": {"n": 1, **OURS}, "list": [WITH_OURS]},
+    ),
+    (MESSAGES, ASK, {"content": WITHIN}, {"content": WITHIN, **WITH_OURS}),
+    # Who wants some fields alone gets no others.
+    (NATIVE, FIELDS, {"content": "timings"}, {"content": "timings"}),
 )
-def test_an_answer_at_once_has_the_costs_too(
-    path: str, data: dict[str, Any], made: Any, sent: Any
-) -> None:
+def test_an_answer_at_once_has_the_costs_too(path, data, made, sent):
     written = json.dumps(made, ensure_ascii=False).encode()
-    reply = ask(app_for(FakeBackend(whole(written))), path, data)
+    reply = reply_of(whole(written), path, data)
     assert reply.headers["content-type"].startswith("application/json")
     assert reply.json() == sent and ("ø".encode() in written) is ("ø".encode() in reply.body)
 
 
-def test_a_stream_of_anthropics_has_the_costs_in_its_summary() -> None:
+def test_a_stream_of_anthropics_has_the_costs_in_its_summary():
     start = b"event: message_start\n" + PART
     summary = b"event: message_delta\n" + event(b'{"type": "message_delta", "usage": {}}')
     summary += b"event: message_stop\n" + event(b'{"type": "message_stop"}')
-    app = app_for(FakeBackend(streaming(start, summary)))
-    first, end = ask(app, "/v1/messages", STREAM).parts
+    first, end = reply_of(streaming(start, summary), MESSAGES, STREAM).parts
     assert first == start
     found = [json.loads(line[6:]) for line in end.split(b"\n") if line.startswith(b"data: ")]
     assert found[0]["timings"]["hit_rate"] == 0.5 and found[0]["usage"] == {}
@@ -120,7 +96,7 @@ def test_a_stream_of_anthropics_has_the_costs_in_its_summary() -> None:
 class Exhausted(FakeRequest):
     """A native request that ends before its end."""
 
-    def run(self, ready: int = -1) -> None:
+    def run(self, ready=-1):
         super().run(ready)
         raise NativeError("there was no memory for the answer")
 
@@ -128,24 +104,20 @@ class Exhausted(FakeRequest):
 TOO_LONG = b'{"error": {"message": "too long"}}'
 
 
-@pytest.mark.parametrize(
-    ("made", "status", "code", "says"),
-    [
-        (whole(TOO_LONG, 400), 400, None, "too long"),
-        # What the model cannot do is no failure of the server.
-        (whole(b'{"error": {"code": 501, "message": "no gaps"}}', 501), 400, 400, "no gaps"),
-        (whole(FAILED, 500), 500, 500, "the disk is gone"),
-        (streaming(PART, event(FAILED)), 200, 500, "the disk is gone"),
-        (whole(REFUSED_GRAMMAR, 500), 400, 400, "the grammar is refused: why"),
-        (streaming(PART, event(REFUSED_GRAMMAR)), 200, 400, "the grammar is refused: why"),
-        (Exhausted(200, False, []), 500, 500, "no memory"),
-        (Exhausted(200, True, [PART]), 200, 500, "no memory"),
-    ],
+@cases(
+    "made, status, code, says",
+    (whole(TOO_LONG, 400), 400, None, "too long"),
+    # What the model cannot do is no failure of the server.
+    (whole(b'{"error": {"code": 501, "message": "no gaps"}}', 501), 400, 400, "no gaps"),
+    (whole(FAILED, 500), 500, 500, "the disk is gone"),
+    (streaming(PART, event(FAILED)), 200, 500, "the disk is gone"),
+    (whole(REFUSED_GRAMMAR, 500), 400, 400, "the grammar is refused: why"),
+    (streaming(PART, event(REFUSED_GRAMMAR)), 200, 400, "the grammar is refused: why"),
+    (Exhausted(200, False, []), 500, 500, "no memory"),
+    (Exhausted(200, True, [PART]), 200, 500, "no memory"),
 )
-def test_what_fails_is_said_as_a_status_or_as_the_last_event(
-    made: FakeRequest, status: int, code: int | None, says: str
-) -> None:
-    reply = ask(app_for(FakeBackend(made)), CHAT, STREAM if status in (200, 400) else ASK)
+def test_what_fails_is_said_as_a_status_or_as_the_last_event(made, status, code, says):
+    reply = reply_of(made, CHAT, STREAM if status in (200, 400) else ASK)
     assert reply.status == status
     if status == 200:
         assert reply.parts[0] == PART and reply.parts[-1].startswith(b"data: ")
@@ -153,52 +125,43 @@ def test_what_fails_is_said_as_a_status_or_as_the_last_event(
     assert says in error["message"] and error.get("code") == code
 
 
-def test_what_came_before_a_step_failed_is_sent() -> None:
+def test_what_came_before_a_step_failed_is_sent():
     """Several parts come at once where tokens are fast. A model may speak of an error."""
     said = event(b'{"content": "Compute error."}')
     request = streaming(said, event(FAILED), event(b"[DONE]"), at_once=True)
     request.run()
-    reply = ask(app_for(FakeBackend(request)), CHAT, STREAM)
+    reply = reply_of(request, CHAT, STREAM)
     assert reply.parts[0] == said
     assert b"the disk is gone" in reply.parts[1] and len(reply.parts) == 2
 
 
-def test_what_came_before_a_step_failed_has_its_form_and_its_costs() -> None:
+def test_what_came_before_a_step_failed_has_its_form_and_its_costs():
     said = {"index": 0, "text": "a", "logprobs": {"content": []}}
     first = json.dumps({"choices": [said], "timings": {}}).encode()
     request = streaming(event(first), event(FAILED), at_once=True)
     request.run()
     data = {"prompt": "a", "logprobs": 1, "stream": True}
-    app = app_for(FakeBackend(request))
-    got = json.loads(ask(app, "/v1/completions", data).parts[0].removeprefix(b"data: "))
+    got = json.loads(reply_of(request, COMPLETIONS, data).parts[0].removeprefix(b"data: "))
     assert got["choices"][0]["logprobs"]["text_offset"] == []
     assert got["timings"]["hit_rate"] == 0.5
 
 
 @pytest.fixture
-def pings(monkeypatch: pytest.MonkeyPatch) -> None:
+def pings(monkeypatch):
     """Comments after a moment of silence."""
     monkeypatch.setattr(answer, "PING_S", 0.02)
 
 
-async def streamed(
-    app: ASGIApp,
-    goes_on: Event,
-    path: str = CHAT,
-    data: object = STREAM,
-    enough: Callable[[list[bytes]], object] = bool,
-) -> Reply:
+async def streamed(app, goes_on, path=CHAT, data=STREAM, enough=bool):
     """A stream whose request goes on, to its end, once the parts that have come are enough."""
     client, running = begun(app, path, data)
     await until(lambda: enough(client.reply.parts))
     goes_on.set()
-    return await asyncio.wait_for(running, HANG_S)
+    return await end_of(running)
 
 
 @pytest.mark.parametrize(("path", "named"), [(CHAT, b""), ("/v1/messages", b"event: error\n")])
-def test_a_silent_stream_is_kept_alive_before_its_prompt_is_read(
-    pings: None, path: str, named: bytes
-) -> None:
+def test_a_silent_stream_is_kept_alive_before_its_prompt_is_read(pings, path, named):
     """Anthropic's clients know an error by its event's name."""
     hold, other = Event(), Event()
     backend = FakeBackend(whole(b'{"error": {}}', 400, hold=hold), whole(FAILED, 500, hold=other))
@@ -212,26 +175,25 @@ def test_a_silent_stream_is_kept_alive_before_its_prompt_is_read(
     assert failed.startswith(named + b'data: {"type": "error"') and b"the disk is gone" in failed
 
 
-def counted(tokens: int) -> bytes:
+def counted(tokens):
     return b'{"input_tokens": %d}' % tokens
 
 
-def tokenized(tokens: int) -> bytes:
+def tokenized(tokens):
     return json.dumps({"tokens": [1] * tokens}).encode()
 
 
-@pytest.mark.parametrize(
-    ("path", "data", "count_of"),
-    [
-        (CHAT, {"messages": SAID}, counted),
-        ("/v1/responses", {"input": "a"}, counted),
-        ("/v1/messages", {"messages": SAID}, counted),
-        ("/v1/completions", {"prompt": "a"}, tokenized),
-    ],
+@cases(
+    "path, data, count_of",
+    (CHAT, {"messages": SAID}, counted),
+    (RESPONSES, {"input": "a"}, counted),
+    (MESSAGES, {"messages": SAID}, counted),
+    (COMPLETIONS, {"prompt": "a"}, tokenized),
 )
-def test_what_cannot_be_answered_is_refused_before_its_stream_begins(
-    pings: None, path: str, data: dict[str, object], count_of: Callable[[int], bytes]
-) -> None:
+@in_a_loop
+async def test_what_cannot_be_answered_is_refused_before_its_stream_begins(
+    pings, path, data, count_of
+):
     """Also where its turn comes so late that comments go out before."""
     hold = Event()
     counts = [whole(count_of(n)) for n in (512, 511)]
@@ -239,34 +201,30 @@ def test_what_cannot_be_answered_is_refused_before_its_stream_begins(
     backend = FakeBackend(whole(hold=hold), counts[0], *unread, counts[1], streaming(FINAL))
     app = app_for(backend)
     asked = {**data, "stream": True}
-
-    async def run() -> None:
-        _, running = begun(app, CHAT, ASK)
-        await until(lambda: backend.asked)
-        long = await asyncio.wait_for(begun(app, path, asked)[1], HANG_S)
-        error = long.json()["error"]
-        assert long.status == 400 and error["type"] == "exceed_context_size_error"
-        assert (error["n_prompt_tokens"], error["n_ctx"]) == (512, 512)  # as upstream says it
-        assert "512" in error["message"]
-        for _ in unread:
-            odd = await asyncio.wait_for(begun(app, path, asked)[1], HANG_S)
-            assert odd.status == 400 and odd.json()["error"]["message"] == "no such role"
-        short = await streamed(app, hold, path, asked)
-        assert short.status == 200 and short.parts[0].startswith(b":")
-        assert b"hit_rate" in short.parts[-1]
-        await running
-
-    asyncio.run(run())
+    _, running = begun(app, CHAT, ASK)
+    await until(lambda: backend.asked)
+    long = await end_of(begun(app, path, asked)[1])
+    error = long.json()["error"]
+    assert long.status == 400 and error["type"] == "exceed_context_size_error"
+    assert (error["n_prompt_tokens"], error["n_ctx"]) == (512, 512)  # as upstream says it
+    assert "512" in error["message"]
+    for _ in unread:
+        odd = await end_of(begun(app, path, asked)[1])
+        assert odd.status == 400 and odd.json()["error"]["message"] == "no such role"
+    short = await streamed(app, hold, path, asked)
+    assert short.status == 200 and short.parts[0].startswith(b":")
+    assert b"hit_rate" in short.parts[-1]
+    await running
     assert counts[0].closed and counts[1].closed
     assert len(backend.asked) == 4 + len(unread)  # each is counted once
 
 
-def test_a_stream_is_kept_alive_while_a_tool_call_is_withheld(pings: None) -> None:
+def test_a_stream_is_kept_alive_while_a_tool_call_is_withheld(pings):
     pause = Event()
     role, call = event(b'{"role": "assistant"}'), event(b'{"tool_calls": []}')
     app = app_for(FakeBackend(streaming(role, call, pause=pause)))
 
-    def kept_alive(parts: list[bytes]) -> bool:
+    def kept_alive(parts):
         return len(parts[parts.index(role) :]) > 3 if role in parts else False
 
     parts = asyncio.run(streamed(app, pause, enough=kept_alive)).parts
@@ -277,36 +235,31 @@ def test_a_stream_is_kept_alive_while_a_tool_call_is_withheld(pings: None) -> No
     assert all(part.startswith(b":") and part.endswith(b"\n\n") for part in comments)
 
 
-def test_nobody_waits_for_ever_and_the_line_is_bounded() -> None:
+@in_a_loop
+async def test_nobody_waits_for_ever_and_the_line_is_bounded():
     holds = [whole(hold=Event()) for _ in range(3)]
-    state = state_with(FakeBackend(*holds), queue=1, timeout=1)
-    app = application(state, quiet)
-
-    async def three() -> list[int]:
-        replies = await asyncio.gather(*(begun(app, CHAT, ASK)[1] for _ in range(3)))
-        return sorted(reply.status for reply in replies)
-
-    assert asyncio.run(three()) == [429, 504, 504]
+    state, app = served_by(FakeBackend(*holds), queue=1, timeout=1)
+    replies = await asyncio.gather(*(begun(app, CHAT, ASK)[1] for _ in range(3)))
+    assert sorted(reply.status for reply in replies) == [429, 504, 504]
     assert state.gate.running == state.gate.waiting == 0
     assert holds[0].closed and holds[0].cancelled.is_set()
 
 
 @pytest.mark.parametrize("leaving", [0, 2])
-def test_a_client_that_leaves_ends_its_work_and_lets_the_next_one_in(leaving: int) -> None:
+def test_a_client_that_leaves_ends_its_work_and_lets_the_next_one_in(leaving):
     """It gives its place back; one that leaves the line lets nobody in."""
     hold = Event()
     backend = FakeBackend(whole(hold=hold), whole(), whole())
-    state = state_with(backend)
-    app = application(state, quiet)
+    state, app = served_by(backend)
 
-    async def leave() -> list[int]:
+    async def leave():
         running = []
         for number in range(3):
             running.append(begun(app, CHAT, ASK))
             await until(lambda number=number: state.gate.running + state.gate.waiting > number)
         client, task = running.pop(leaving)
         client.leave()
-        await asyncio.wait_for(task, HANG_S)
+        await end_of(task)
         if leaving == 0:
             assert backend.requests[0].cancelled.is_set() and backend.requests[0].closed
         else:
@@ -314,138 +267,114 @@ def test_a_client_that_leaves_ends_its_work_and_lets_the_next_one_in(leaving: in
             assert (state.gate.running, state.gate.waiting) == (1, 1)
             assert len(backend.asked) == 1  # the second one waits until the first has ended
         hold.set()
-        return [(await asyncio.wait_for(each, HANG_S)).status for _, each in running]
+        return [(await end_of(each)).status for _, each in running]
 
     assert asyncio.run(leave()) == [200, 200]
     assert state.gate.running == state.gate.waiting == 0
 
 
-def test_it_is_idle_behind_the_last_request_in_flight() -> None:
+@in_a_loop
+async def test_it_is_idle_behind_the_last_request_in_flight():
     """Whether that one was answered or left; and while another one waits, it is not."""
     hold, rests = Event(), whole(hold=Event())
     backend = FakeBackend(whole(hold=hold), whole(), rests)
-    state = state_with(backend)
-    app = application(state, quiet)
-
-    async def three() -> None:
-        first, second = (begun(app, CHAT, ASK)[1] for _ in range(2))
-        await until(lambda: state.gate.waiting == 1)
-        hold.set()
-        await asyncio.gather(first, second)
-        assert backend.turns == ["attend", "attend", "idle"]
-        client, task = begun(app, CHAT, ASK)
-        await until(lambda: len(backend.asked) == 3)
-        client.leave()
-        await asyncio.wait_for(task, HANG_S)
-
-    asyncio.run(three())
+    state, app = served_by(backend)
+    first, second = (begun(app, CHAT, ASK)[1] for _ in range(2))
+    await until(lambda: state.gate.waiting == 1)
+    hold.set()
+    await asyncio.gather(first, second)
+    assert backend.turns == ["attend", "attend", "idle"]
+    client, task = begun(app, CHAT, ASK)
+    await until(lambda: len(backend.asked) == 3)
+    client.leave()
+    await end_of(task)
     assert rests.cancelled.is_set() and backend.turns[3:] == ["attend", "idle"]
 
 
 class Deaf(Client):
     """A client that takes nothing from the first part on, until it hears."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args):
         super().__init__(*args)
         self.hears, self.aborted = asyncio.Event(), asyncio.Event()
         self._scope["state"] = {"abort": self.aborted.set}
 
-    async def _send(self, message: dict[str, Any]) -> None:
+    async def _send(self, message):
         await super()._send(message)
         if message["type"] == "http.response.body":
             await self.hears.wait()
 
 
 @pytest.mark.parametrize("most_bytes", [1000, 1])
-def test_who_reads_nothing_holds_no_place_once_the_answer_is_made(
-    monkeypatch: pytest.MonkeyPatch, most_bytes: int
-) -> None:
+@in_a_loop
+async def test_who_reads_nothing_holds_no_place_once_the_answer_is_made(monkeypatch, most_bytes):
     """What is unread stays in memory, counted, and the oldest of it goes."""
     monkeypatch.setattr(state_module, "UNREAD_BYTES", most_bytes)
-    state = state_with(
+    state, app = served_by(
         FakeBackend(*(streaming(PART, FINAL) for _ in range(3))), parallel=1, queue=0
     )
-    app = application(state, quiet)
-
-    async def run() -> None:
-        running: list[Any] = []
-        for _ in range(2):
-            running.append(begun(app, CHAT, STREAM, Deaf))
-            client = running[-1][0]
-            await until(lambda client=client: client.reply.parts and state.gate.running == 0)
-        first, second = (client for client, _ in running)
-        assert state.unread.n_bytes > 0
-        assert first.aborted.is_set() == (most_bytes == 1) and not second.aborted.is_set()
-        assert (await begun(app, CHAT, STREAM)[1]).status == 200  # its one place is free
-        for client, task in running:
-            client.hears.set()
-            assert b'"hit_rate"' in (await asyncio.wait_for(task, HANG_S)).body
-        assert state.unread.n_bytes == 0
-
-    asyncio.run(run())
+    running = []
+    for _ in range(2):
+        running.append(begun(app, CHAT, STREAM, Deaf))
+        client = running[-1][0]
+        await until(lambda client=client: client.reply.parts and state.gate.running == 0)
+    first, second = (client for client, _ in running)
+    assert state.unread.n_bytes > 0
+    assert first.aborted.is_set() == (most_bytes == 1) and not second.aborted.is_set()
+    assert (await begun(app, CHAT, STREAM)[1]).status == 200  # its one place is free
+    for client, task in running:
+        client.hears.set()
+        assert b'"hit_rate"' in (await end_of(task)).body
+    assert state.unread.n_bytes == 0
 
 
-def test_steps_are_shared_with_who_came_before_the_end() -> None:
+@in_a_loop
+async def test_steps_are_shared_with_who_came_before_the_end():
     """Also where the end is taken once its place is given back."""
     pause, other = Event(), Event()
-    state = state_with(
+    state, app = served_by(
         FakeBackend(streaming(PART, FINAL, pause=pause), whole(hold=other)), parallel=2
     )
-    app = application(state, quiet)
-
-    async def run() -> Reply:
-        deaf: Any
-        deaf, first = begun(app, CHAT, STREAM, Deaf)
-        await until(lambda: deaf.reply.parts)
-        _, second = begun(app, CHAT, ASK)
-        await until(lambda: state.gate.running == 2)
-        pause.set()
-        await until(lambda: state.gate.running == 1)
-        deaf.hears.set()
-        reply = await asyncio.wait_for(first, HANG_S)
-        other.set()
-        await asyncio.wait_for(second, HANG_S)
-        return reply
-
-    assert b'"shared_steps": true' in asyncio.run(run()).body
+    deaf, first = begun(app, CHAT, STREAM, Deaf)
+    await until(lambda: deaf.reply.parts)
+    _, second = begun(app, CHAT, ASK)
+    await until(lambda: state.gate.running == 2)
+    pause.set()
+    await until(lambda: state.gate.running == 1)
+    deaf.hears.set()
+    reply = await end_of(first)
+    other.set()
+    await end_of(second)
+    assert b'"shared_steps": true' in reply.body
 
 
-def test_who_leaves_takes_no_memory_from_who_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_a_loop
+async def test_who_leaves_takes_no_memory_from_who_is_slow(monkeypatch):
     monkeypatch.setattr(state_module, "UNREAD_BYTES", 1)
-    state = state_with(FakeBackend(streaming(PART, FINAL), streaming(PART, FINAL, pause=Event())))
-    app = application(state, quiet)
-
-    async def run() -> None:
-        slow: Any
-        slow, ends = begun(app, CHAT, STREAM, Deaf)
-        await until(lambda: state.unread.n_bytes > 0)
-        leaving, left = begun(app, CHAT, STREAM)
-        await until(lambda: leaving.reply.parts)
-        leaving.leave()
-        await asyncio.wait_for(left, HANG_S)
-        assert state.gate.running == 0 and not slow.aborted.is_set()
-        slow.hears.set()
-        await asyncio.wait_for(ends, HANG_S)
-
-    asyncio.run(run())
+    state, app = served_by(
+        FakeBackend(streaming(PART, FINAL), streaming(PART, FINAL, pause=Event()))
+    )
+    slow, ends = begun(app, CHAT, STREAM, Deaf)
+    await until(lambda: state.unread.n_bytes > 0)
+    leaving, left = begun(app, CHAT, STREAM)
+    await until(lambda: leaving.reply.parts)
+    leaving.leave()
+    await end_of(left)
+    assert state.gate.running == 0 and not slow.aborted.is_set()
+    slow.hears.set()
+    await end_of(ends)
 
 
-def test_who_reads_nothing_until_the_timeout_is_cut() -> None:
+@in_a_loop
+async def test_who_reads_nothing_until_the_timeout_is_cut():
     app = app_for(FakeBackend(streaming(PART, FINAL, pause=Event())), timeout=1)
-
-    async def run() -> None:
-        deaf: Any
-        deaf, ends = begun(app, CHAT, STREAM, Deaf)
-        await asyncio.wait_for(ends, HANG_S)
-        assert deaf.aborted.is_set()
-
-    asyncio.run(run())
+    deaf, ends = begun(app, CHAT, STREAM, Deaf)
+    await end_of(ends)
+    assert deaf.aborted.is_set()
 
 
-def test_a_request_without_file_descriptors_is_refused_and_its_place_is_free(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def none(*_: object) -> None:
+def test_a_request_without_file_descriptors_is_refused_and_its_place_is_free(monkeypatch):
+    def none(*_):
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(answer, "Parts", none)

@@ -1,20 +1,16 @@
 """What a server does while nothing is asked for: until the first request, and behind the last one
 in flight."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 import pytest
-from asgi import HANG_S, ask, begun, quiet, state_with
+from asgi import HANG_S, ask, at_once, begun, end_of, in_a_loop
+from fake_backend import quiet, state_with
+from paths import CHAT, COMPLETIONS
 from served import DEMO, server_library
-from starlette.applications import Starlette
 
 from orchestrator.config import Config
 from orchestrator.engine import probe
@@ -23,43 +19,35 @@ from orchestrator.engine.steps import Held
 from orchestrator.serve.app import application
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.settings import ServeSettings
-from orchestrator.serve.wire import CHAT
 
-COMPLETIONS = "/v1/completions"
 ASK = {"prompt": "Tell", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
 
 
-def made(parallel: int = 1, **settings: Any) -> Backend:
-    usual: dict[str, Any] = {"policy": "lru", "high_tier": "q8_0", "expert_ram": 24 * 2**20}
+def made(parallel=1, **settings):
+    usual = {"policy": "lru", "high_tier": "q8_0", "expert_ram": 24 * 2**20}
     sizes = {"ctx": 512, "threads": 1, "ubatch": 64}
     config = Config.build(**{"model": DEMO} | usual | sizes | settings)
     return Backend(config, ServeSettings(parallel=parallel), server_library(), lambda *_: None)
 
 
-def app_of(backend: Backend) -> Starlette:
+def app_of(backend):
     state = state_with(backend, parallel=backend.parallel)
     state.gate.open(backend.cells)
     return application(state, quiet)
 
 
-def said(app: Starlette, *asked: dict[str, Any]) -> list[Any]:
-    """The answers to some requests at once."""
-
-    async def all_at_once() -> list[Any]:
-        replies = [begun(app, COMPLETIONS, each)[1] for each in asked]
-        return [(await each).json()["choices"] for each in replies]
-
-    return asyncio.run(all_at_once())
+def said(app, *asked):
+    return [each["choices"] for each in at_once(app, COMPLETIONS, *asked)]
 
 
 @pytest.fixture
-def backend() -> Iterator[Backend]:
+def backend():
     with closing(made()) as found:
         yield found
 
 
 @pytest.fixture
-def asked_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+def asked_at_once(monkeypatch):
     """One that had no time for anything until now."""
     with monkeypatch.context() as patched:
         patched.setattr(Idle, "start", lambda *_: None)
@@ -68,9 +56,7 @@ def asked_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
         yield found
 
 
-def test_experts_come_in_until_a_request_and_behind_it(
-    backend: Backend, asked_at_once: Backend
-) -> None:
+def test_experts_come_in_until_a_request_and_behind_it(backend, asked_at_once):
     """The answers are what they are without, and nothing is read for nobody beside them."""
     driver, store, app = backend.engine.driver, backend.engine.store, app_of(backend)
     driver._idle.wait()
@@ -79,7 +65,7 @@ def test_experts_come_in_until_a_request_and_behind_it(
     store.check()
     other = asked_at_once
     driver, store, app = other.engine.driver, other.engine.store, app_of(other)
-    beside: list[Any] = []
+    beside = []
     store.set_step_done(lambda _: beside.append(driver._idle._thread))
     assert driver.brought == 0 and said(app, ASK) == expected
     driver._idle.wait()
@@ -89,21 +75,20 @@ def test_experts_come_in_until_a_request_and_behind_it(
     store.check()
 
 
-def test_it_waits_for_the_step_of_one_who_left(
-    asked_at_once: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@in_a_loop
+async def test_it_waits_for_the_step_of_one_who_left(asked_at_once, monkeypatch):
     """Its request has ended, and its step runs on."""
     backend = asked_at_once
     driver, store = backend.engine.driver, backend.engine.store
     in_step, settling, go_on = threading.Event(), threading.Event(), threading.Event()
     settle, seen = driver.settle, []
 
-    def held(_: object) -> None:
+    def held(_):
         in_step.set()
         assert go_on.wait(HANG_S)
         seen.append("step")
 
-    def settles() -> None:
+    def settles():
         settling.set()
         settle()
         seen.append("idle")
@@ -111,22 +96,18 @@ def test_it_waits_for_the_step_of_one_who_left(
     store.set_step_done(held)
     monkeypatch.setattr(driver, "settle", settles)
     app = app_of(backend)
-
-    async def leaves() -> None:
-        client, task = begun(app, COMPLETIONS, ASK)
-        loop = asyncio.get_running_loop()
-        assert await loop.run_in_executor(None, in_step.wait, HANG_S)
-        client.leave()
-        await asyncio.wait_for(task, HANG_S)
-        assert await loop.run_in_executor(None, settling.wait, HANG_S)
-        go_on.set()
-
-    asyncio.run(leaves())
+    client, task = begun(app, COMPLETIONS, ASK)
+    loop = asyncio.get_running_loop()
+    assert await loop.run_in_executor(None, in_step.wait, HANG_S)
+    client.leave()
+    await end_of(task)
+    assert await loop.run_in_executor(None, settling.wait, HANG_S)
+    go_on.set()
     driver._idle.wait()
     assert seen == ["step", "idle"]
 
 
-def test_figures_do_not_end_it(backend: Backend) -> None:
+def test_figures_do_not_end_it(backend):
     thread, app = backend.engine.driver._idle._thread, app_of(backend)
     assert thread is not None
     assert [ask(app, path).status for path in ("/metrics", "/experts", "/props")] == [200] * 3
@@ -134,19 +115,19 @@ def test_figures_do_not_end_it(backend: Backend) -> None:
 
 
 @pytest.fixture
-def learning(tmp_path: Path) -> Callable[..., Backend]:
+def learning(tmp_path):
     """Makes servers of a model without a table, which may lose something."""
     model = tmp_path / DEMO.name
     model.symlink_to(DEMO.resolve())
 
-    def make(parallel: int = 1, **settings: Any) -> Backend:
+    def make(parallel=1, **settings):
         allowed = {"policy": "floor", "max_loss": 0.5, "remember": True}
         return made(parallel, model=model, **allowed | {"expert_ram": 14 * 2**20} | settings)
 
     return make
 
 
-def turn(about: str, *before: str) -> dict[str, Any]:
+def turn(about, *before):
     """A question behind earlier ones and their answers."""
     said = [*before, f"Tell me about {about}."]
     roles = itertools.cycle(("user", "assistant"))
@@ -154,19 +135,15 @@ def turn(about: str, *before: str) -> dict[str, Any]:
     return {"messages": messages, "max_tokens": 12, "temperature": 0}
 
 
-def chatted(app: Starlette, *asked: dict[str, Any]) -> list[dict[str, Any]]:
-    async def all_at_once() -> list[dict[str, Any]]:
-        replies = [begun(app, CHAT, each)[1] for each in asked]
-        return [(await each).json() for each in replies]
-
-    return asyncio.run(all_at_once())
+def chatted(app, *asked):
+    return at_once(app, CHAT, *asked)
 
 
-def text_of(answer: dict[str, Any]) -> str:
+def text_of(answer):
     return str(answer["choices"][0]["message"]["content"])
 
 
-def probed(backend: Backend) -> tuple[int, int]:
+def probed(backend):
     """Answers and tokens that were probed, once all has been."""
     backend.engine.driver._idle.wait()
     backend.engine.store.check()
@@ -174,7 +151,7 @@ def probed(backend: Backend) -> tuple[int, int]:
     return found.answers, round(found.moments[0])
 
 
-def test_it_learns_what_skipping_loses_between_requests(learning: Callable[..., Backend]) -> None:
+def test_it_learns_what_skipping_loses_between_requests(learning):
     """Of each prompt what is new; then it skips. Until then answers are what they are without."""
     with closing(learning(remember=False)) as without:
         app = app_of(without)
@@ -207,14 +184,12 @@ def test_it_learns_what_skipping_loses_between_requests(learning: Callable[..., 
         assert probed(backend)[0] == 4
 
 
-def test_a_request_ends_what_is_learned_from_the_last_one(
-    learning: Callable[..., Backend], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_ends_what_is_learned_from_the_last_one(learning, monkeypatch):
     with closing(learning(remember=False)) as without:
         expected = [chatted(app_of(without), turn(each))[0]["choices"] for each in ("Peru", "tea")]
     begun_to, seen, real = threading.Event(), [], probe.log_softmax
 
-    def slow(logits: Any) -> Any:
+    def slow(logits):
         seen.append(0)
         if len(seen) == 5:
             begun_to.set()
@@ -233,7 +208,7 @@ def test_a_request_ends_what_is_learned_from_the_last_one(
         assert backend.engine._loader.learned.usage.probed().moments[0] > 2
 
 
-def test_several_at_once_are_learned_from_too(learning: Callable[..., Backend]) -> None:
+def test_several_at_once_are_learned_from_too(learning):
     """From the one that ended last, in sequences of its own."""
     with closing(learning(2)) as backend:
         answers = chatted(app_of(backend), turn("Norway"), turn("the moon"))

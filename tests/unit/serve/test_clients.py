@@ -1,31 +1,21 @@
 """Python's clients as people use them: chat, stream, tools, JSON by a schema, and leaving."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
-from served import Served, running
-from speaking import ARGUMENTS, CAPITAL
+from command_line import python
+from served import running
+from speaking import ARGUMENTS, CAPITAL, object_of
 
 ASK = "What is the capital of Norway?"
 MESSAGES = [{"role": "user", "content": ASK}]
 LONG = [{"role": "user", "content": "Tell me a story about a brave rabbit."}]
 CAPITALS = ["Oslo", "Lima"]
-SCHEMA = {
-    "title": "Capital",
-    "type": "object",
-    "properties": {"capital": {"enum": CAPITALS}},
-    "required": ["capital"],
-    "additionalProperties": False,
-}
+SCHEMA = {"title": "Capital", **object_of(capital={"enum": CAPITALS})}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "capital", "schema": SCHEMA}}
-
 # Its command has no choice of tools, which a model that has never seen one needs.
 LLM_CALL = """
 import json, sys, llm
@@ -42,17 +32,15 @@ for stream in (True, False):
     made += [(c.name, c.arguments, r.output) for c, r in zip(calls, results, strict=True)]
 print(json.dumps(made))
 """
-
-
 served = running("--ram", "160MiB", "--policy", "dymoe", "--ctx", "1024", "--temp", "0")
 
 
-def is_a_call(name: str, arguments: Any) -> bool:
+def is_a_call(name, arguments):
     found = json.loads(arguments) if isinstance(arguments, str) else arguments
     return name == "capital" and found["country"] in ("Norway", "Peru")
 
 
-def test_openai(served: Served) -> None:
+def test_openai(served):
     openai = pytest.importorskip("openai", reason="the openai package is missing")
     client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
     common = {"model": "any", "messages": MESSAGES, "max_tokens": 200}
@@ -67,7 +55,7 @@ def test_openai(served: Served) -> None:
         for call in made.choices[0].message.tool_calls:
             assert is_a_call(call.function.name, call.function.arguments)
     # Calls come in pieces, each with its number; the first one of a call has its name.
-    calls: dict[int, dict[str, str]] = {}
+    calls = {}
     finish = None
     stream = client.chat.completions.create(
         **common, tools=[CAPITAL], tool_choice="required", stream=True
@@ -98,7 +86,7 @@ def test_openai(served: Served) -> None:
         client.chat.completions.create(**common, tools=[other], tool_choice=named)
 
 
-def test_openai_responses(served: Served) -> None:
+def test_openai_responses(served):
     openai = pytest.importorskip("openai", reason="the openai package is missing")
     client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
     tool = {"type": "function", **CAPITAL["function"]}
@@ -115,7 +103,7 @@ def test_openai_responses(served: Served) -> None:
     assert "Oslo" in plain.output_text
 
 
-def test_anthropic(served: Served) -> None:
+def test_anthropic(served):
     anthropic = pytest.importorskip("anthropic", reason="the anthropic package is missing")
     client = anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
     common = {"model": "any", "max_tokens": 200, "messages": MESSAGES}
@@ -146,19 +134,14 @@ def test_anthropic(served: Served) -> None:
     served.until_running(0)
 
 
-def test_litellm(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_litellm(served, monkeypatch):
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would ask the network
     litellm = pytest.importorskip(
         "litellm", reason="litellm is missing (it wants an older openai than the others)"
     )
     pytest.importorskip("mcp", reason="litellm imports mcp where tools are given: it is missing")
-    common: dict[str, Any] = {
-        "model": "openai/any",
-        "api_base": served.url + "/v1",
-        "api_key": "none",
-        "messages": MESSAGES,
-        "max_tokens": 200,
-    }
+    common = {"model": "openai/any", "api_base": served.url + "/v1", "api_key": "none"}
+    common |= {"messages": MESSAGES, "max_tokens": 200}
     assert "Oslo" in litellm.completion(**common).choices[0].message.content
     parts = litellm.completion(**common, stream=True)
     assert "Oslo" in "".join(part.choices[0].delta.content or "" for part in parts)
@@ -173,7 +156,7 @@ def test_litellm(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     served.until_running(0)
 
 
-def test_ollama(served: Served) -> None:
+def test_ollama(served):
     ollama = pytest.importorskip("ollama", reason="the ollama package is missing")
     client = ollama.Client(host=served.url)
     (listed,) = client.list().models
@@ -219,7 +202,7 @@ def test_ollama(served: Served) -> None:
         client.embed("any", "text")
 
 
-def test_langchain_openai(served: Served) -> None:
+def test_langchain_openai(served):
     langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is missing")
     model = langchain.ChatOpenAI(
         base_url=served.url + "/v1", api_key="none", model="any", max_tokens=200, max_retries=0
@@ -236,22 +219,20 @@ def test_langchain_openai(served: Served) -> None:
     served.until_running(0)
 
 
-def test_llm(served: Served, tmp_path: Path) -> None:
+def test_llm(served, tmp_path):
     pytest.importorskip("llm", reason="llm is missing")
     (tmp_path / "extra-openai-models.yaml").write_text(
         f"- model_id: local\n  model_name: any\n  api_base: {served.url}/v1\n"
         "  supports_schema: true\n  supports_tools: true\n"
     )
-    environment = {**os.environ, "LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"}
+    own = {"LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"}
 
-    def run(*command: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *command], env=environment, capture_output=True, text=True
-        )
+    def run(*command):
+        done = python(*command, **own)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def ask(*options: str) -> str:
+    def ask(*options):
         return run("-m", "llm", "-m", "local", "-o", "max_tokens", "200", *options)
 
     assert "Oslo" in ask(ASK)
@@ -260,7 +241,7 @@ def test_llm(served: Served, tmp_path: Path) -> None:
     for name, arguments, output in json.loads(run("-c", LLM_CALL, json.dumps(ARGUMENTS))):
         assert is_a_call(name, arguments) and output == f"of {arguments['country']}"
     command = [sys.executable, "-m", "llm", "-m", "local", LONG[0]["content"]]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as leaving:
+    with subprocess.Popen(command, env=os.environ | own, stdout=subprocess.PIPE) as leaving:
         assert leaving.stdout is not None and leaving.stdout.read(1)
         leaving.kill()
     served.until_running(0)

@@ -1,62 +1,57 @@
 """Who gets in: names, keys, origins, methods, bodies."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
-from asgi import Client, FakeBackend, FakeRequest, app_for, ask, body_of, quiet, state_with, whole
-from click.testing import CliRunner
+from asgi import Client, ask, body_of
+from command_line import run
+from fake_backend import FakeBackend, app_for, assert_refused, quiet, state_with, whole
+from paths import CHAT
+from tables import cases
 
-from orchestrator.cli.main import cli
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.serve.app import application
 from orchestrator.serve.settings import ServeSettings
 
-CHAT = "/v1/chat/completions"
 MESSAGE = {"messages": [{"role": "user", "content": "hi"}]}
 NAMES, KEY = {"allow_host": "box.lan, other"}, {"api_key": "secret"}
 EVIL = "https://evil.example"
 
 
-def app_with(**settings: Any) -> Any:
+def app_with(**settings):
     return app_for(FakeBackend(*(whole(b'{"ok": 1}') for _ in range(4))), **settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "headers", "status"),
-    [
-        # A local server answers to its own names.
-        (NAMES, {"host": "localhost"}, 200),
-        (NAMES, {"host": "LOCALHOST:8080"}, 200),
-        (NAMES, {"host": "127.0.0.1:8080"}, 200),
-        (NAMES, {"host": "[::1]:8080"}, 200),
-        (NAMES, {"host": "box.lan"}, 200),
-        (NAMES, {"host": "evil.example"}, 421),
-        (NAMES, {"host": "localhost.evil.example"}, 421),
-        (NAMES, {"host": ""}, 421),
-        (NAMES, {"host": "[::1"}, 421),
-        # A key is asked for where there is one.
-        (KEY, {}, 401),
-        (KEY, {"authorization": "Bearer secret"}, 200),
-        (KEY, {"authorization": "bearer  secret"}, 200),
-        (KEY, {"x_api_key": "secret"}, 200),
-        (KEY, {"authorization": "Bearer wrong"}, 401),
-        (KEY, {"authorization": "Basic secret"}, 401),
-        (KEY, {"authorization": "Bearer sécret"}, 401),
-        # With a key, any name of the machine will do for a server that others reach.
-        ({"host": "0.0.0.0", **KEY}, {"host": "box.example", "x_api_key": "secret"}, 200),
-        # Pages of other origins may not ask unless they are let in.
-        ({}, {"origin": EVIL}, 403),
-        ({}, {"origin": "http://localhost:8080"}, 200),
-        ({"cors_origin": EVIL}, {"origin": EVIL}, 200),
-        ({"cors_origin": EVIL}, {"origin": "https://other.example"}, 403),
-    ],
+@cases(
+    "settings, headers, status",
+    # A local server answers to its own names.
+    (NAMES, {"host": "localhost"}, 200),
+    (NAMES, {"host": "LOCALHOST:8080"}, 200),
+    (NAMES, {"host": "127.0.0.1:8080"}, 200),
+    (NAMES, {"host": "[::1]:8080"}, 200),
+    (NAMES, {"host": "box.lan"}, 200),
+    (NAMES, {"host": "evil.example"}, 421),
+    (NAMES, {"host": "localhost.evil.example"}, 421),
+    (NAMES, {"host": ""}, 421),
+    (NAMES, {"host": "[::1"}, 421),
+    # A key is asked for where there is one.
+    (KEY, {}, 401),
+    (KEY, {"authorization": "Bearer secret"}, 200),
+    (KEY, {"authorization": "bearer  secret"}, 200),
+    (KEY, {"x_api_key": "secret"}, 200),
+    (KEY, {"authorization": "Bearer wrong"}, 401),
+    (KEY, {"authorization": "Basic secret"}, 401),
+    (KEY, {"authorization": "Bearer sécret"}, 401),
+    # With a key, any name of the machine will do for a server that others reach.
+    ({"host": "0.0.0.0", **KEY}, {"host": "box.example", "x_api_key": "secret"}, 200),
+    # Pages of other origins may not ask unless they are let in.
+    ({}, {"origin": EVIL}, 403),
+    ({}, {"origin": "http://localhost:8080"}, 200),
+    ({"cors_origin": EVIL}, {"origin": EVIL}, 200),
+    ({"cors_origin": EVIL}, {"origin": "https://other.example"}, 403),
 )
-def test_who_gets_in(settings: dict[str, str], headers: dict[str, str], status: int) -> None:
+def test_who_gets_in(settings, headers, status):
     app = app_with(**settings)
     reply = ask(app, CHAT, MESSAGE, **headers)
     assert reply.status == status
@@ -66,11 +61,11 @@ def test_who_gets_in(settings: dict[str, str], headers: dict[str, str], status: 
 
 
 @pytest.mark.parametrize("kept", ["ключ", "clé", "cl\udce9"])
-def test_a_key_need_not_be_ascii(kept: str) -> None:
+def test_a_key_need_not_be_ascii(kept):
     """Clients send UTF-8, some Latin-1; a file may have any bytes."""
     app = app_with(api_key=kept)
 
-    def status(brought: bytes) -> int:
+    def status(brought):
         head = [(b"host", b"localhost"), (b"authorization", b"Bearer " + brought)]
         return asyncio.run(Client(app, "POST", CHAT, body_of(MESSAGE), head).run()).status
 
@@ -79,7 +74,7 @@ def test_a_key_need_not_be_ascii(kept: str) -> None:
     assert status("кльч".encode()) == 401
 
 
-def test_a_server_for_others_needs_a_key(tmp_path: Path) -> None:
+def test_a_server_for_others_needs_a_key(tmp_path):
     with pytest.raises(ConfigError, match="can be reached from other machines"):
         ServeSettings(host="0.0.0.0").keys()
     keys = tmp_path / "keys"
@@ -91,10 +86,8 @@ def test_a_server_for_others_needs_a_key(tmp_path: Path) -> None:
 
 
 # Those of openai's SDK for JavaScript, and those of Anthropic's.
-@pytest.mark.parametrize(
-    "fields", ["authorization,content-type,x-stainless-arch", "anthropic-version,x-api-key"]
-)
-def test_a_page_that_is_let_in_may_send_the_fields_of_its_sdk(fields: str) -> None:
+@cases("fields", "authorization,content-type,x-stainless-arch", "anthropic-version,x-api-key")
+def test_a_page_that_is_let_in_may_send_the_fields_of_its_sdk(fields):
     """A browser asks before."""
     asked = {"origin": "https://page.example", "access_control_request_headers": fields}
     preflight = ask(app_with(cors_origin="*", api_key="k"), CHAT, method="OPTIONS", **asked)
@@ -105,7 +98,7 @@ def test_a_page_that_is_let_in_may_send_the_fields_of_its_sdk(fields: str) -> No
     assert refused.status == 403 and "access-control-allow-headers" not in refused.headers
 
 
-def with_said(**more: Any) -> bytes:
+def with_said(**more):
     return body_of({**MESSAGE, **more})
 
 
@@ -113,35 +106,31 @@ def with_said(**more: Any) -> bytes:
 POLICY_SETTINGS = [3, {"a": []}, {"a": "x" * 300}, {str(n): 1 for n in range(33)}]
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "says"),
-    [
-        (b"", 400, "not JSON"),
-        (b"{", 400, "not JSON"),
-        (b'{"a": NaN}', 400, "not JSON"),
-        (b"[" * 100_000, 400, "not JSON"),
-        (b"[]", 400, "JSON object"),
-        (b'{"a": "\xff"}', 400, "not UTF-8"),
-        (b'{"a": "' + b"x" * 2**17 + b'"}', 413, "--body-limit"),
-        (b'{"a": "\\ud800"}', 400, "half a character"),
-        (b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}", 400, "more than 100 deep"),
-        (with_said(seed=2, temperature=0.5).replace(b"0.5", b"1e400"), 400, "from 0 to"),
-        (with_said(chat_template_kwargs={"a": 0.5}).replace(b"0.5", b"1e400"), 400, "too large"),
-        (with_said(n=2), 400, "--parallel"),
-        (with_said(n="two"), 400, "n must be a whole number from 1"),
-        (with_said(n=1, n_cmpl=2), 400, "--parallel"),
-        # Small values take a hundred times their length in memory and more.
-        (with_said(chat_template_kwargs={"a": [[]] * 11_000}), 400, "at most 10922 values"),
-        *[(with_said(moe_edge=wrong), 400, "moe_edge") for wrong in POLICY_SETTINGS],
-    ],
+@cases(
+    "body, status, says",
+    (b"", 400, "not JSON"),
+    (b"{", 400, "not JSON"),
+    (b'{"a": NaN}', 400, "not JSON"),
+    (b"[" * 100_000, 400, "not JSON"),
+    (b"[]", 400, "JSON object"),
+    (b'{"a": "\xff"}', 400, "not UTF-8"),
+    (b'{"a": "' + b"x" * 2**17 + b'"}', 413, "--body-limit"),
+    (b'{"a": "\\ud800"}', 400, "half a character"),
+    (b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}", 400, "more than 100 deep"),
+    (with_said(seed=2, temperature=0.5).replace(b"0.5", b"1e400"), 400, "from 0 to"),
+    (with_said(chat_template_kwargs={"a": 0.5}).replace(b"0.5", b"1e400"), 400, "too large"),
+    (with_said(n=2), 400, "--parallel"),
+    (with_said(n="two"), 400, "n must be a whole number from 1"),
+    (with_said(n=1, n_cmpl=2), 400, "--parallel"),
+    # Small values take a hundred times their length in memory and more.
+    (with_said(chat_template_kwargs={"a": [[]] * 11_000}), 400, "at most 10922 values"),
+    *[(with_said(moe_edge=wrong), 400, "moe_edge") for wrong in POLICY_SETTINGS],
 )
-def test_bodies_that_cannot_be_served(body: bytes, status: int, says: str) -> None:
-    reply = ask(app_for(FakeBackend()), CHAT, body)
-    assert reply.status == status
-    assert says in reply.json()["error"]["message"]
+def test_bodies_that_cannot_be_served(body, status, says):
+    assert_refused(app_for(FakeBackend()), CHAT, body, says, status)
 
 
-def test_a_body_is_as_long_as_the_context_has_use_for() -> None:
+def test_a_body_is_as_long_as_the_context_has_use_for():
     longest = [
         ServeSettings(**settings).most_body_bytes(n_ctx)
         for settings, n_ctx in (({}, None), ({}, 512), ({}, 2**15), ({"body_limit": 99}, 2**15))
@@ -149,13 +138,11 @@ def test_a_body_is_as_long_as_the_context_has_use_for() -> None:
     assert longest == [2**17, 2**17, 2**19, 99]
 
 
-@pytest.mark.parametrize(
-    ("n_ctx", "says"),
-    [(512, "128 KiB"), (2**15, ": the context has room for --body-limit 512KiB")],
-)
-def test_a_body_that_the_context_has_room_for_is_told_which_limit_it_needs(
-    n_ctx: int, says: str
-) -> None:
+ROOM = ": the context has room for --body-limit 512KiB"
+
+
+@pytest.mark.parametrize(("n_ctx", "says"), [(512, "128 KiB"), (2**15, ROOM)])
+def test_a_body_that_the_context_has_room_for_is_told_which_limit_it_needs(n_ctx, says):
     """Without --ctx the context is known once the model has loaded, and the limit before."""
     backend = FakeBackend()
     backend.slot_context = n_ctx
@@ -166,18 +153,18 @@ def test_a_body_that_the_context_has_room_for_is_told_which_limit_it_needs(
 
 
 class Failing(FakeBackend):
-    def request(self, route: str, body: bytes) -> FakeRequest:
+    def request(self, route, body):
         raise NativeError("there was no memory for the answer")
 
 
 @pytest.mark.parametrize(("path", "data"), [("/tokenize", {"content": "a"}), ("/props", None)])
-def test_a_native_failure_on_a_quick_path_is_its_sentence(path: str, data: Any) -> None:
+def test_a_native_failure_on_a_quick_path_is_its_sentence(path, data):
     reply = ask(app_for(Failing()), path, data)
     assert reply.status == 500
     assert reply.json()["error"]["message"] == "there was no memory for the answer"
 
 
-def test_a_model_is_found_by_its_name() -> None:
+def test_a_model_is_found_by_its_name():
     found = {"id": "org/demo", "object": "model"}
     text = json.dumps({"data": [found], "models": []}).encode()
     app = app_for(FakeBackend(*(whole(text) for _ in range(3))))
@@ -187,51 +174,45 @@ def test_a_model_is_found_by_its_name() -> None:
     assert other.status == 404 and "'gpt-5'" in other.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("path", "status"),
-    [
-        ("/../../etc/passwd", 404),
-        ("/v1/embeddings", 404),
-        ("/slots", 404),
-        ("/v1/chat/completions/x", 404),
-        (CHAT, 405),
-    ],
+@cases(
+    "path, status",
+    ("/../../etc/passwd", 404),
+    ("/v1/embeddings", 404),
+    ("/slots", 404),
+    ("/v1/chat/completions/x", 404),
+    (CHAT, 405),
 )
-def test_paths_and_methods_that_there_are_not(path: str, status: int) -> None:
+def test_paths_and_methods_that_there_are_not(path, status):
     reply = ask(app_with(), path)
     assert reply.status == status
     assert status == 404 or "method" in reply.json()["error"]["message"]
 
 
-def test_nothing_is_served_while_the_model_loads_and_at_the_end() -> None:
+def test_nothing_is_served_while_the_model_loads_and_at_the_end():
     state = state_with(None)
     app = application(state, quiet)
     for path, data in (("/health", None), (CHAT, MESSAGE), ("/v1/models", None)):
         reply = ask(app, path, data)
         assert reply.status == 503 and "loading" in reply.json()["error"]["message"]
         assert reply.headers["retry-after"] == "1"
-    state.backend = FakeBackend()  # type: ignore[assignment]
+    state.backend = FakeBackend()
     assert ask(app, "/health").status == 200
     state.stopping = True
     assert ask(app, "/health").status == 503
 
 
-@pytest.mark.parametrize(
-    ("path", "data", "line"),
-    [
-        (CHAT, {**MESSAGE, "user": "secret"}, f"POST {CHAT} 200 "),
-        ("/a\n\x1b[31mPOST é", None, "GET /a%0A%1B%5B31mPOST%20%C3%A9 404 "),
-    ],
+@cases(
+    "path, data, line",
+    (CHAT, {**MESSAGE, "user": "secret"}, f"POST {CHAT} 200 "),
+    ("/a\n\x1b[31mPOST é", None, "GET /a%0A%1B%5B31mPOST%20%C3%A9 404 "),
 )
-def test_a_request_is_one_line_of_the_log_without_its_contents(
-    path: str, data: Any, line: str
-) -> None:
-    lines: list[str] = []
+def test_a_request_is_one_line_of_the_log_without_its_contents(path, data, line):
+    lines = []
     ask(application(state_with(FakeBackend(whole())), lines.append), path, data)
     assert len(lines) == 1 and lines[0].startswith(line) and "secret" not in lines[0]
 
 
-def test_settings_of_one_request_go_to_the_policy_and_not_to_llama_cpp() -> None:
+def test_settings_of_one_request_go_to_the_policy_and_not_to_llama_cpp():
     backend = FakeBackend(whole())
     app = app_for(backend)
     # Nor may a client choose its slot.
@@ -245,7 +226,7 @@ def test_settings_of_one_request_go_to_the_policy_and_not_to_llama_cpp() -> None
         assert refused.status == 400 and says in refused.json()["error"]["message"]
 
 
-def test_a_path_without_v1_is_llama_cpps_own() -> None:
+def test_a_path_without_v1_is_llama_cpps_own():
     """`/completions` has llama.cpp's answer, with `content`; `/v1/completions` has OpenAI's."""
     backend = FakeBackend(*(whole() for _ in range(3)))
     app = app_for(backend)
@@ -255,14 +236,12 @@ def test_a_path_without_v1_is_llama_cpps_own() -> None:
     assert routes == ["/completion", "/completion", "/v1/completions"]
 
 
-def test_a_model_that_is_not_there_is_said_before_anything_is_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def build(_: object) -> None:
+def test_a_model_that_is_not_there_is_said_before_anything_is_built(tmp_path, monkeypatch):
+    def build(_):
         raise AssertionError("the server is built first")
 
     monkeypatch.setattr("orchestrator.serve.service.server_library", build)
-    done = CliRunner().invoke(cli, ["serve", "-m", str(tmp_path / "none.gguf"), "--port=0"])
+    done = run("serve", "-m", tmp_path / "none.gguf", "--port=0")
     assert (done.exit_code, done.stderr) == (
         1,
         f"Error: {tmp_path / 'none.gguf'}: No such file or directory\n",

@@ -1,48 +1,43 @@
 """A model's file that is replaced or written to while it is served: said, and never mixed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from urllib.error import HTTPError
 
 import pytest
-from asgi import FakeBackend, app_for, ask, streaming
+from asgi import ask
+from fake_backend import FakeBackend, app_for, streaming
+from paths import CHAT
 from served import serving
+from tables import cases
 
 from orchestrator.engine.damage import InUse
 
-CHAT = "/v1/chat/completions"
 ASK = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0}
 WRITTEN, OTHER = "was written to while it is in use", "is another file now"
 
 
-def touch(path: Path) -> None:
+def touch(path):
     os.utime(path, ns=(1, 1))
 
 
-def renamed(path: Path) -> None:
+def renamed(path):
     path.with_name("new").write_bytes(path.read_bytes())
     path.with_name("new").rename(path)
 
 
-@pytest.mark.parametrize(
-    ("change", "says", "is_fault"),
-    [
-        (lambda path: None, "", False),
-        (touch, WRITTEN, True),
-        (lambda path: os.truncate(path, 1), WRITTEN, True),
-        (renamed, OTHER, False),
-        (Path.unlink, OTHER, False),
-    ],
+@cases(
+    "change, says, is_fault",
+    (lambda path: None, "", False),
+    (touch, WRITTEN, True),
+    (lambda path: os.truncate(path, 1), WRITTEN, True),
+    (renamed, OTHER, False),
+    (Path.unlink, OTHER, False),
 )
-def test_what_became_of_a_file(
-    tmp_path: Path, change: Callable[[Path], None], says: str, is_fault: bool
-) -> None:
+def test_what_became_of_a_file(tmp_path, change, says, is_fault):
     paths = [tmp_path / "first", tmp_path / "second"]
     for path in paths:
         path.write_bytes(b"abc")
@@ -57,12 +52,12 @@ class Rewritten(FakeBackend):
 
     looks = 2
 
-    def fault(self) -> str:
+    def fault(self):
         self.looks -= 1
         return "" if self.looks >= 0 else WRITTEN
 
 
-def test_an_answer_ends_where_its_file_is_written_to() -> None:
+def test_an_answer_ends_where_its_file_is_written_to():
     parts = [b'data: {"choices": [{"delta": {"content": "%d"}}]}\n\n' % n for n in range(3)]
     app = app_for(Rewritten(streaming(*parts)))
     reply = ask(app, CHAT, {**ASK, "stream": True})
@@ -72,13 +67,13 @@ def test_an_answer_ends_where_its_file_is_written_to() -> None:
         assert ask(app, path, data).status == 503
 
 
-def test_a_served_file(library: object, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_served_file(library, tiny_model, tmp_path):
     path = tmp_path / "model.gguf"
     shutil.copyfile(tiny_model("qwen3moe", "q8_0", "q4_k", seed=1), path)
     options = ("-m", str(path), "--policy", "lru", "--expert-ram", "1MiB", "--ctx", "512")
     with serving(tmp_path, *options, "--cache-ram", "0") as server:
 
-        def said() -> str:
+        def said():
             return str(server.post(CHAT, ASK)["choices"])
 
         first = said()

@@ -1,23 +1,20 @@
 """A fleet on Ray Serve: its options, and which replica gets a request."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
 import socket
-import time
-from collections.abc import Iterator
-from http.client import HTTPResponse
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
-from asgi import Reply, ask, begun, quiet
+from asgi import ask, begun
+from fake_backend import quiet
+from paths import CHAT
 from served import DEMO, HANG_S, REPO, bring_server
+from tables import cases
+from waiting import wait_until
 
 from orchestrator.errors import MoeEdgeError
 from orchestrator.serve.service import Service
@@ -27,41 +24,38 @@ from orchestrator.serve.views import of_replica, together
 KEY = "fleet-key"
 GIVEN = {"model": "model.gguf", "ram": "1GiB", "prompt-cache": "/shared", "parallel": 2}
 REPLICA = {"model": DEMO, "ram": "400MiB", "threads": 1}
-CHAT = "/v1/chat/completions"
 ENDLESS = {"prompt": "Once " * 40, "max_tokens": 900, "stream": True, "ignore_eos": True}
 
 
-def test_options_are_those_of_serve_as_a_file_has_them() -> None:
+def test_options_are_those_of_serve_as_a_file_has_them():
     config, settings = options_of({**GIVEN, "exact": True, "retention": "0.9"})
     assert (config.ram, str(config.prompt_cache), settings.parallel) == (2**30, "/shared", 2)
     assert config.remember and config.given("retention") == 0.9 and config.layout == "file"
     assert not options_of({**GIVEN, "remember": "false"})[0].remember
 
 
-def test_every_option_of_serve_is_one_of_a_fleet() -> None:
+def test_every_option_of_serve_is_one_of_a_fleet():
     from orchestrator.cli.serve import serve
 
     assert {option.name for option in serve.params} - {"help_all"} == set(server_settings())
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"paralel": 2}, "`moe-edge serve` has no option --paralel: did you mean parallel?"),
-        ({"parallel": "two"}, "'parallel' must be a whole number"),
-        ({"parallel": 0}, "'parallel' must be 1"),
-        ({"system": "Be kind."}, "`moe-edge serve` has no option --system"),
-        ({"ram": "much"}, "'much' is not a size"),
-        ({"model": None}, "'model' is missing"),
-    ],
+@cases(
+    "changes, sentence",
+    ({"paralel": 2}, "`moe-edge serve` has no option --paralel: did you mean parallel?"),
+    ({"parallel": "two"}, "'parallel' must be a whole number"),
+    ({"parallel": 0}, "'parallel' must be 1"),
+    ({"system": "Be kind."}, "`moe-edge serve` has no option --system"),
+    ({"ram": "much"}, "'much' is not a size"),
+    ({"model": None}, "'model' is missing"),
 )
-def test_a_wrong_option_gets_a_sentence(changes: dict[str, Any], sentence: str) -> None:
+def test_a_wrong_option_gets_a_sentence(changes, sentence):
     asked = {name: value for name, value in {**GIVEN, **changes}.items() if value is not None}
     with pytest.raises(MoeEdgeError, match=sentence):
         options_of(asked)
 
 
-def test_metrics_of_several_servers_are_one_text() -> None:
+def test_metrics_of_several_servers_are_one_text():
     head = "# HELP hits Experts in memory.\n# TYPE hits counter\n"
     texts = [of_replica(f'{head}hits{{phase="decode"}} {n}\nhits {n}\n', f"r{n}") for n in (1, 2)]
     said = together(texts)
@@ -72,7 +66,7 @@ def test_metrics_of_several_servers_are_one_text() -> None:
     ]
 
 
-def test_a_replica_is_placed_by_its_memory_and_its_cores() -> None:
+def test_a_replica_is_placed_by_its_memory_and_its_cores():
     pytest.importorskip("ray", reason="ray is missing: pip install 'moe-edge[fleet]'")
     from orchestrator.serve.fleet import app
 
@@ -86,7 +80,7 @@ def test_a_replica_is_placed_by_its_memory_and_its_cores() -> None:
     assert made._deployment_config.graceful_shutdown_timeout_s == 60
 
 
-def test_a_file_without_http_options_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_http_options_needs_a_key(monkeypatch):
     """Ray then listens to all the world."""
     schema = pytest.importorskip("ray.serve.schema", reason="ray is missing")
     from orchestrator.serve import fleet
@@ -101,7 +95,7 @@ def test_a_file_without_http_options_needs_a_key(monkeypatch: pytest.MonkeyPatch
     assert fleet.app(GIVEN)
 
 
-def test_a_conversation_goes_to_one_replica_and_else_to_the_least_busy() -> None:
+def test_a_conversation_goes_to_one_replica_and_else_to_the_least_busy():
     """Ray takes the one with the fewest requests of the first group in which one has room."""
     pytest.importorskip("ray", reason="ray is missing: pip install 'moe-edge[fleet]'")
     from ray.serve._private.common import DeploymentID, ReplicaID
@@ -116,7 +110,7 @@ def test_a_conversation_goes_to_one_replica_and_else_to_the_least_busy() -> None
     router._replicas = dict(zip(ids, replicas, strict=True))
     router._rebuild_ring(frozenset(ids))
 
-    def order(session: str) -> list[list[Any]]:
+    def order(session):
         metadata = SimpleNamespace(session_id=session, internal_request_id="other")
         asked = SimpleNamespace(metadata=metadata, routing_context=SimpleNamespace())
         return asyncio.run(router.choose_replicas(replicas, asked))
@@ -131,26 +125,24 @@ def test_a_conversation_goes_to_one_replica_and_else_to_the_least_busy() -> None
     assert firsts == set(ids)
 
 
-def wanted(text: str) -> dict[str, Any]:
+def wanted(text):
     said = [{"role": "user", "content": text}]
     return {"messages": said, "max_tokens": 8, "stream": True, "temperature": 0}
 
 
-def end_of(lines: list[bytes]) -> tuple[bytes, Any]:
+def end_of(lines):
     """(the last line of a stream, the figures of the event before it)."""
     return lines[-2], json.loads(lines[-3].removeprefix(b"data: "))["timings"]
 
 
-def test_a_drained_replica_leaves_its_conversations_to_the_next_one(
-    library: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drained_replica_leaves_its_conversations_to_the_next_one(library, tmp_path, monkeypatch):
     """Without Ray, which calls drain behind the last answer; two decode together."""
     bring_server(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = {**REPLICA, "ctx": 1024, "parallel": 2, "prompt-cache": tmp_path / "prompts"}
     questions = [wanted(f"Tell me of a {each}. " * 20) for each in ("boat", "fox")]
 
-    async def answered(app: Any) -> list[Reply]:
+    async def answered(app):
         return await asyncio.gather(*[begun(app, CHAT, each)[1] for each in questions])
 
     n_read = []
@@ -171,7 +163,7 @@ def test_a_drained_replica_leaves_its_conversations_to_the_next_one(
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory, library: object) -> Iterator[Any]:
+def started(tmp_path_factory, library):
     """started(**options) gives a fleet of one replica these, and comes back once it answers."""
     ray = pytest.importorskip("ray", reason="ray is missing: pip install 'moe-edge[fleet]'")
     from ray import serve
@@ -183,7 +175,7 @@ def started(tmp_path_factory: pytest.TempPathFactory, library: object) -> Iterat
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
 
-    def start(**more: Any) -> str:
+    def start(**more):
         folder = {"prompt-cache": cache / "prompts", "body-limit": "64KiB"}
         serve.run(app({**REPLICA, "api-key": KEY, **folder, **more}), name="fleet")
         return f"http://127.0.0.1:{port}"
@@ -201,19 +193,19 @@ def started(tmp_path_factory: pytest.TempPathFactory, library: object) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def url(started: Any) -> str:
-    found: str = started()
+def url(started):
+    found = started()
     return found
 
 
-def asked(url: str, path: str, data: Any = None, key: str = KEY) -> HTTPResponse:
+def asked(url, path, data=None, key=KEY):
     body = None if data is None else json.dumps(data).encode()
     head = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    answer: HTTPResponse = urlopen(Request(url + path, body, head), timeout=HANG_S)
+    answer = urlopen(Request(url + path, body, head), timeout=HANG_S)
     return answer
 
 
-def running(url: str) -> int:
+def running(url):
     found = re.search(
         r'^moe_edge_requests_running\{replica="\w+"\} (\d+)$', text(url), re.MULTILINE
     )
@@ -221,11 +213,11 @@ def running(url: str) -> int:
     return int(found[1])
 
 
-def text(url: str) -> str:
+def text(url):
     return asked(url, "/metrics").read().decode()
 
 
-def test_live(url: str) -> None:
+def test_live(url):
     """Streams, keys, limits, metrics and clients that leave, through Ray's own proxy."""
     said = wanted("Tell me of a boat. " * 20)
     lines = asked(url, CHAT, said).read().split(b"\n\n")
@@ -240,15 +232,10 @@ def test_live(url: str) -> None:
     answer.readline()
     assert running(url) == 1
     answer.close()
-    for _ in range(100 * HANG_S):
-        if not running(url):
-            break
-        time.sleep(0.01)
-    else:
-        pytest.fail("the replica goes on for nobody")
+    wait_until(lambda: not running(url), "the replica goes on for nobody")
 
 
-def test_live_replica_that_is_replaced(started: Any, url: str) -> None:
+def test_live_replica_that_is_replaced(started, url):
     """It gives its answer to the end; the other one starts once the only core is free, and goes on
     from what that has written."""
     answer = asked(url, "/v1/completions", ENDLESS)

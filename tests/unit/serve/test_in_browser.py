@@ -1,14 +1,10 @@
 """The page as a person meets it, in headless Chromium."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
-from browser import Browser, Tab, browsing
-from served import Served, serving
+from browser import Tab, browsing
+from served import serving
 
 QUESTION = "What is the capital of Norway?"
 STORY = "Tell me a story about a fox and a river."
@@ -71,15 +67,13 @@ LAST = "[...document.querySelectorAll('%s')].pop().innerText"
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def browser(tmp_path_factory):
     with browsing(tmp_path_factory.mktemp("browser")) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def served(
-    browser: Browser, tmp_path_factory: pytest.TempPathFactory, library: object
-) -> Iterator[Served]:
+def served(browser, tmp_path_factory, library):
     cache = tmp_path_factory.mktemp("served")
     tiers = ("--policy", "dymoe", "--high-tier", "q4_k", "--low-tier", "q2_k")
     options = ("--ram", "160MiB", "--expert-ram", "8MiB", "--ctx", "1024", "--temp", "0")
@@ -88,11 +82,11 @@ def served(
 
 
 @pytest.fixture
-def tab(browser: Browser, served: Served) -> Tab:
+def tab(browser, served):
     return opened(browser, served)
 
 
-def opened(browser: Browser, served: Served, fake: str = "") -> Tab:
+def opened(browser, served, fake=""):
     """A new page. fake: the body of a function (path, headers, options) that answers in the
     server's place."""
     tab = Tab(browser)
@@ -103,20 +97,20 @@ def opened(browser: Browser, served: Served, fake: str = "") -> Tab:
     return tab
 
 
-def asked(tab: Tab, text: str) -> None:
+def asked(tab, text):
     """Types a message and sends it, by the keyboard alone."""
     tab.until("document.activeElement === $('text')")
     tab.type(text)
     tab.press("Enter")
 
 
-def complaints(tab: Tab) -> list[Any]:
+def complaints(tab):
     """What the page or the browser wrote into the console."""
     kinds = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
     return [event for kind in kinds for event in tab.events(kind)]
 
 
-def test_an_answer_streams_and_its_experts_light_up(browser: Browser, served: Served) -> None:
+def test_an_answer_streams_and_its_experts_light_up(browser, served):
     tab = opened(browser, served, SLOWED)
     tab.until("seen !== null")
     tab.value(WATCH)
@@ -142,7 +136,7 @@ def test_an_answer_streams_and_its_experts_light_up(browser: Browser, served: Se
     assert complaints(tab) == []
 
 
-def test_an_answer_can_be_stopped(browser: Browser, served: Served) -> None:
+def test_an_answer_can_be_stopped(browser, served):
     tab = opened(browser, served, SLOWED)
     tab.value("held = true")
     for way in ("Escape", "the button"):
@@ -169,13 +163,13 @@ def test_an_answer_can_be_stopped(browser: Browser, served: Served) -> None:
     assert complaints(tab) == []
 
 
-def loaded_anew(tab: Tab) -> None:
+def loaded_anew(tab):
     tab.value("window.before = true")
     tab.call("Page.reload")
     tab.until("!window.before && document.readyState === 'complete' && typeof seen !== 'undefined'")
 
 
-def test_a_page_that_is_loaded_anew_has_the_conversation(browser: Browser, served: Served) -> None:
+def test_a_page_that_is_loaded_anew_has_the_conversation(browser, served):
     tab = opened(browser, served, SLOWED)
     tab.value("held = true")
     asked(tab, STORY)
@@ -201,7 +195,7 @@ def test_a_page_that_is_loaded_anew_has_the_conversation(browser: Browser, serve
     assert complaints(tab) == []
 
 
-def test_a_question_without_an_answer_comes_back(browser: Browser, served: Served) -> None:
+def test_a_question_without_an_answer_comes_back(browser, served):
     tab = opened(browser, served, "if (isChat(path)) return new Promise(() => {});")
     asked(tab, QUESTION)
     tab.until("running !== null")
@@ -210,7 +204,7 @@ def test_a_question_without_an_answer_comes_back(browser: Browser, served: Serve
     assert tab.value("$('log').children.length") == 0
 
 
-def test_the_picture_says_what_its_colours_and_axes_are(tab: Tab) -> None:
+def test_the_picture_says_what_its_colours_and_axes_are(tab):
     tab.value(
         """
 const plainly = CanvasRenderingContext2D.prototype.fillText;
@@ -236,7 +230,7 @@ CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {
         assert label in tab.value("drawn"), label
 
 
-def test_another_size_and_other_colours_need_no_news(browser: Browser, served: Served) -> None:
+def test_another_size_and_other_colours_need_no_news(browser, served):
     """The server is gone: what was seen last is drawn for the window as it is now."""
     gone = "if (path === '/experts' && window.gone) return Promise.reject(new TypeError('gone'));"
     tab = opened(browser, served, gone)
@@ -253,9 +247,7 @@ def test_another_size_and_other_colours_need_no_news(browser: Browser, served: S
     tab.until(f"$('legend').lastChild.querySelector('i').style.background.includes({dark})")
 
 
-def test_where_no_expert_is_managed_the_page_says_what_to_do(
-    browser: Browser, served: Served
-) -> None:
+def test_where_no_expert_is_managed_the_page_says_what_to_do(browser, served):
     fake = "if (path === '/experts') return Response.json({ layers: 0, mode: 'plain' });"
     tab = opened(browser, served, fake)
     tab.until("!$('plain').hidden && $('managed').hidden")
@@ -264,7 +256,7 @@ def test_where_no_expert_is_managed_the_page_says_what_to_do(
         assert words in said
 
 
-def test_what_a_model_writes_is_text(browser: Browser, served: Served) -> None:
+def test_what_a_model_writes_is_text(browser, served):
     fake = f"if (isChat(path)) return streamed({json.dumps(ATTACK)});"
     tab = opened(browser, served, fake)
     asked(tab, ATTACK)
@@ -284,7 +276,7 @@ def test_what_a_model_writes_is_text(browser: Browser, served: Served) -> None:
     assert tab.value("typeof hacked") == "undefined"
 
 
-def test_a_key_is_asked_for(browser: Browser, served: Served) -> None:
+def test_a_key_is_asked_for(browser, served):
     tab = opened(
         browser,
         served,
@@ -301,7 +293,7 @@ def test_a_key_is_asked_for(browser: Browser, served: Served) -> None:
     tab.until("!running && /Oslo/.test($('log').innerText)")
 
 
-def test_a_connection_that_breaks_leaves_what_came(browser: Browser, served: Served) -> None:
+def test_a_connection_that_breaks_leaves_what_came(browser, served):
     tab = opened(browser, served, LOST)
     asked(tab, QUESTION)
     tab.until("!running && document.querySelectorAll('#log .wrong[role=alert]').length")
@@ -316,7 +308,7 @@ def test_a_connection_that_breaks_leaves_what_came(browser: Browser, served: Ser
     tab.until("!running && messages.length === 4")
 
 
-def test_keyboard_and_screen_reader_get_everywhere(tab: Tab) -> None:
+def test_keyboard_and_screen_reader_get_everywhere(tab):
     tab.until("seen !== null")
     reached = []
     for _ in range(5):
@@ -336,7 +328,7 @@ def test_keyboard_and_screen_reader_get_everywhere(tab: Tab) -> None:
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_it_fits_a_telephone(browser: Browser, served: Served, dark: bool) -> None:
+def test_it_fits_a_telephone(browser, served, dark):
     tab = opened(browser, served, SLOWED)
     tab.shape(320, 640, dark)
     tab.until("seen !== null")

@@ -1,20 +1,13 @@
 """`serve --prompt-cache`: conversations outlive their sequence and their server."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
-import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import CliRunner
-from served import HANG_S, Served, serving
-
-from orchestrator.cli.main import cli
+from command_line import run
+from served import serving
+from waiting import wait_until
 
 LONG = [{"role": "user", "content": "Where do the experts lie, and who reads them? " * 30}]
 OTHER = [{"role": "user", "content": "What is a fox? " * 40}]
@@ -22,17 +15,17 @@ THEN = {"role": "user", "content": "And then?"}
 
 
 @pytest.fixture(scope="module")
-def model(library: object, tiny_model: Callable[..., Path]) -> Path:
+def model(library, tiny_model):
     return tiny_model("qwen3moe", "q8_0", "q4_k", seed=1)
 
 
-def started(model: Path, folder: Path, *options: str) -> Any:
+def started(model, folder, *options):
     usual = ("-m", str(model), "--ctx", "2048", "--temp", "0", "--cache-ram", "0")
     folder.parent.mkdir(exist_ok=True)
     return serving(folder.parent, *usual, "--prompt-cache", str(folder), *options)
 
 
-def asked(server: Served, messages: list[dict[str, str]]) -> tuple[Any, int, int]:
+def asked(server, messages):
     """(the answer with its probabilities, tokens of the prompt that were read, all of them)."""
     asked = {"messages": messages, "max_tokens": 4, "logprobs": True, "top_logprobs": 2}
     answer = server.post("/v1/chat/completions", asked)
@@ -41,45 +34,34 @@ def asked(server: Served, messages: list[dict[str, str]]) -> tuple[Any, int, int
     return said, timings["prompt_n"], timings["prompt_n"] + timings["cache_n"]
 
 
-def going_on(messages: list[dict[str, str]], said: Any) -> list[dict[str, str]]:
+def going_on(messages, said):
     return [*messages, {"role": "assistant", "content": said[0]}, THEN]
 
 
-def files(folder: Path) -> list[Path]:
+def files(folder):
     return sorted(folder.glob("*.prompt"))
 
 
-def until_written(folder: Path) -> None:
-    end_s = time.monotonic() + HANG_S
-    while not files(folder):
-        assert time.monotonic() < end_s, "nothing is ever written"
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("options", [(), ("--policy", "lru")])
-def test_what_took_long_to_read_outlives_a_kill(
-    model: Path, tmp_path: Path, options: tuple[str, ...]
-) -> None:
+def test_what_took_long_to_read_outlives_a_kill(model, tmp_path, options):
     """To the bit; and a chat reads what the server has written."""
     folder = tmp_path / "prompts"
     with started(model, folder, *options) as server:
         said, n_read, n = asked(server, LONG)
         assert n_read == n > 1024
-        until_written(folder)
+        wait_until(lambda: files(folder), "nothing is ever written")
         live, n_new, _ = asked(server, going_on(LONG, said))
         assert server.end(signal.SIGKILL)[0] == -signal.SIGKILL
     with started(model, folder, *options) as server:
         again, n_again, n_all = asked(server, going_on(LONG, said))
         assert (again, n_again) == (live, n_new) and n_all > n > 10 * n_new
     options = ["--temp=0", "--max-tokens=4", "--ctx=2048", "--prompt-cache", str(folder), "--json"]
-    done = CliRunner().invoke(cli, ["chat", "-m", str(model), *options, "-p", LONG[0]["content"]])
+    done = run("chat", "-m", model, *options, "-p", LONG[0]["content"])
     assert done.exit_code == 0 and json.loads(done.stdout)["stats"]["evaluated_tokens"] < 20
 
 
 @pytest.mark.parametrize("parallel", [1, 2])
-def test_a_conversation_makes_room_for_another_one_and_comes_back(
-    model: Path, tmp_path: Path, parallel: int
-) -> None:
+def test_a_conversation_makes_room_for_another_one_and_comes_back(model, tmp_path, parallel):
     folder = tmp_path / "prompts"
     with started(model, folder, "--parallel", str(parallel)) as server:
         said, _, n_long = asked(server, LONG)
@@ -96,12 +78,12 @@ def test_a_conversation_makes_room_for_another_one_and_comes_back(
             assert asked(server, other)[1] == 1
 
 
-def text(about: str) -> str:
+def text(about):
     return f"{about}: where do the experts lie, and who reads them? " * 8
 
 
 # The same question in each form, and several at once.
-FORMS: list[tuple[str, dict[str, Any]]] = [
+FORMS = [
     ("/v1/messages", {"messages": [{"role": "user", "content": text("one")}], "max_tokens": 2}),
     ("/v1/responses", {"input": text("two"), "max_output_tokens": 2}),
     ("/api/chat", {"messages": [{"role": "user", "content": text("three")}], "stream": False}),
@@ -110,10 +92,10 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def n_read(server: Served, path: str, data: Any) -> int:
+def n_read(server, path, data):
     """How many tokens of prompts are read for an answer."""
 
-    def count() -> int:
+    def count():
         (found,) = re.findall(r"^llamacpp:prompt_tokens_total (\d+)", server.get("/metrics"), re.M)
         return int(found)
 
@@ -122,7 +104,7 @@ def n_read(server: Served, path: str, data: Any) -> int:
     return count() - before
 
 
-def test_every_form_of_a_request_comes_back(model: Path, tmp_path: Path) -> None:
+def test_every_form_of_a_request_comes_back(model, tmp_path):
     folder = tmp_path / "prompts"
     with started(model, folder, "--parallel", "2") as server:
         first = [n_read(server, *each) for each in FORMS]
@@ -133,7 +115,7 @@ def test_every_form_of_a_request_comes_back(model: Path, tmp_path: Path) -> None
     assert max(again) <= 4, again  # the last token of each, and what a template closes a turn with
 
 
-def test_what_has_no_room_stays_for_a_larger_context(model: Path, tmp_path: Path) -> None:
+def test_what_has_no_room_stays_for_a_larger_context(model, tmp_path):
     folder = tmp_path / "prompts"
     with started(model, folder) as server:
         said, _, n = asked(server, LONG)
@@ -147,7 +129,7 @@ def test_what_has_no_room_stays_for_a_larger_context(model: Path, tmp_path: Path
         assert asked(server, going_on(LONG, said))[1] < n // 10
 
 
-def test_what_cannot_be_used_is_read_again(model: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_used_is_read_again(model, tmp_path):
     folder = tmp_path / "prompts"
     with started(model, folder) as server:
         fresh = asked(server, OTHER)
@@ -166,7 +148,7 @@ def test_what_cannot_be_used_is_read_again(model: Path, tmp_path: Path) -> None:
     assert files(folder) == []
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(model: Path, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_one_line(model, tmp_path):
     folder = tmp_path / "prompts"
     with started(model, folder) as server:
         folder.rmdir()
@@ -176,9 +158,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(model: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("way", ["the client leaves", "the server ends"])
-def test_a_prompt_that_was_not_read_to_its_end_is_not_kept_as_if_it_were(
-    model: Path, tmp_path: Path, way: str
-) -> None:
+def test_a_prompt_that_was_not_read_to_its_end_is_not_kept_as_if_it_were(model, tmp_path, way):
     folder = tmp_path / "prompts"
     with started(model, folder) as server:
         fresh = asked(server, LONG)

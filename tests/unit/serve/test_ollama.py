@@ -1,46 +1,39 @@
 """Ollama's form of requests, answers and errors."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
-from asgi import FakeBackend, app_for, ask, streaming, whole
+from asgi import SAID, ask
+from fake_backend import FakeBackend, app_for, reply_of, streaming, whole
+from tables import cases
 
-SAID = [{"role": "user", "content": "a"}]
 CALL = {"function": {"name": "f", "arguments": {"x": "ø"}}}
 TIMINGS = {"prompt_n": 3, "cache_n": 4, "prompt_ms": 2.0, "predicted_n": 5, "predicted_ms": 1.5}
 FAILED = b'{"error": {"message": "Compute error."}}'
 
 
-def event(reason: str | None = None, **delta: Any) -> bytes:
+def event(reason=None, **delta):
     timings = {"timings": TIMINGS} if reason else {}
     said = {"choices": [{"finish_reason": reason, "index": 0, "delta": delta}], **timings}
     return b"data: " + json.dumps(said).encode() + b"\n\n"
 
 
-def call(arguments: str, **name: str) -> dict[str, Any]:
+def call(arguments, **name):
     return {"tool_calls": [{"index": 0, "function": {**name, "arguments": arguments}}]}
 
 
-def lines(path: str, *parts: bytes, **more: Any) -> list[dict[str, Any]]:
+def lines(path, *parts, **more):
     """What a client gets of these events."""
     asked = {"messages": SAID, "prompt": "a", "model": "m", **more}
-    reply = ask(app_for(FakeBackend(streaming(*parts, b"data: [DONE]\n\n"))), path, asked)
+    reply = reply_of(streaming(*parts, b"data: [DONE]\n\n"), path, asked)
     assert reply.status == 200 and reply.headers["content-type"] == "application/x-ndjson"
     return [json.loads(line) for line in b"".join(reply.parts).splitlines()]
 
 
-def test_a_stream_is_lines_and_a_call_of_a_tool_is_whole() -> None:
+def test_a_stream_is_lines_and_a_call_of_a_tool_is_whole():
     pieces = call('{"x"', name="f"), call(': "ø"}')
-    thought, text, last = lines(
-        "/api/chat",
-        event(reasoning_content="hm"),
-        event(content="so"),
-        *(event(**piece) for piece in pieces),
-        event("tool_calls"),
-    )
+    said = event(reasoning_content="hm"), event(content="so"), *(event(**piece) for piece in pieces)
+    thought, text, last = lines("/api/chat", *said, event("tool_calls"))
     assert thought["message"] == {"role": "assistant", "content": "", "thinking": "hm"}
     assert text["message"]["content"] == "so" and text["done"] is False and text["model"] == "m"
     assert last["message"]["tool_calls"] == [CALL]
@@ -53,123 +46,88 @@ def test_a_stream_is_lines_and_a_call_of_a_tool_is_whole() -> None:
     assert "tool_calls" not in cut["message"] and cut["done_reason"] == "length"
 
 
-def test_a_prompt_alone_has_its_own_form() -> None:
+def test_a_prompt_alone_has_its_own_form():
     raw = json.dumps({"choices": [{"text": "b", "index": 0, "finish_reason": "stop"}]}).encode()
     said, _ = lines("/api/generate", event(content="b"), event("stop"))
     assert said["response"] == "b" and "message" not in said
     said, _ = lines("/api/generate", b"data: " + raw + b"\n\n", raw=True)
     assert said["response"] == "b"
-    said = ask(
-        app_for(FakeBackend(whole(raw))),
-        "/api/generate",
-        {"prompt": "a", "raw": True, "stream": False},
-    ).json()
+    asked = {"prompt": "a", "raw": True, "stream": False}
+    said = reply_of(whole(raw), "/api/generate", asked).json()
     assert (said["response"], said["done"]) == ("b", True)
 
 
+CHATTED, PROMPTED = "/api/chat", "/api/generate"
 SCHEMA = {"type": "object"}
 FORM = {"type": "json_schema", "json_schema": {"name": "format", "schema": SCHEMA}}
-TOOLS = {
-    "messages": [
-        {"role": "assistant", "thinking": "hm", "tool_calls": [CALL, CALL]},
-        {"role": "tool", "content": "1"},
-        {"role": "tool", "content": "2"},
-    ]
-}
+CALLED = [
+    {"role": "assistant", "thinking": "hm", "tool_calls": [CALL, CALL]},
+    *({"role": "tool", "content": each} for each in "12"),
+]
+AS_TEXT = {"name": "f", "arguments": '{"x": "ø"}'}
+CALLS = [{"id": f"call_{n}", "type": "function", "function": AS_TEXT} for n in (0, 1)]
+TRANSLATED = [
+    {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": CALLS},
+    {"role": "tool", "content": "1", "tool_call_id": "call_0"},
+    {"role": "tool", "content": "2", "tool_call_id": "call_1"},
+]
+OPTIONS = {"num_predict": 7, "top_p": 0.5, "stop": ["x"]}
 
 
-def translated(*calls: str) -> list[dict[str, Any]]:
-    named = {"name": "f", "arguments": '{"x": "ø"}'}
-    return [{"id": name, "type": "function", "function": named} for name in calls]
-
-
-@pytest.mark.parametrize(
-    ("path", "asked", "got"),
-    [
-        ("/api/chat", {"messages": SAID}, {"messages": SAID, "stream": True}),
-        ("/api/chat", {"messages": SAID, "stream": False}, {"stream": False}),
-        ("/api/chat", {"messages": SAID, "keep_alive": "5m", "options": {"num_ctx": 9}}, {}),
-        (
-            "/api/chat",
-            {"messages": SAID, "options": {"num_predict": 7, "top_p": 0.5, "stop": ["x"]}},
-            {"max_tokens": 7, "top_p": 0.5, "stop": ["x"]},
-        ),
-        ("/api/chat", {"messages": SAID, "options": {"num_predict": -1}}, {"max_tokens": None}),
-        ("/api/chat", {"messages": SAID, "format": SCHEMA}, {"response_format": FORM}),
-        (
-            "/api/chat",
-            {"messages": SAID, "format": "json"},
-            {"response_format": {"type": "json_object"}},
-        ),
-        (
-            "/api/chat",
-            {"messages": SAID, "think": False},
-            {"chat_template_kwargs": {"enable_thinking": False}},
-        ),
-        ("/api/chat", {"messages": SAID, "think": "low"}, {"reasoning_effort": "low"}),
-        (
-            "/api/chat",
-            TOOLS,
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "content": "",
-                        "reasoning_content": "hm",
-                        "tool_calls": translated("call_0", "call_1"),
-                    },
-                    {"role": "tool", "content": "1", "tool_call_id": "call_0"},
-                    {"role": "tool", "content": "2", "tool_call_id": "call_1"},
-                ]
-            },
-        ),
-        (
-            "/api/generate",
-            {"prompt": "a", "system": "s"},
-            {"messages": [{"role": "system", "content": "s"}, *SAID]},
-        ),
-        ("/api/generate", {"prompt": "a", "raw": True}, {"prompt": "a", "messages": None}),
-    ],
+# Beside the message, or the prompt.
+@cases(
+    "path, asked, got",
+    (CHATTED, {}, {"messages": SAID, "stream": True}),
+    (CHATTED, {"stream": False}, {"stream": False}),
+    (CHATTED, {"keep_alive": "5m", "options": {"num_ctx": 9}}, {}),
+    (CHATTED, {"options": OPTIONS}, {"max_tokens": 7, "top_p": 0.5, "stop": ["x"]}),
+    (CHATTED, {"options": {"num_predict": -1}}, {"max_tokens": None}),
+    (CHATTED, {"format": SCHEMA}, {"response_format": FORM}),
+    (CHATTED, {"format": "json"}, {"response_format": {"type": "json_object"}}),
+    (CHATTED, {"think": False}, {"chat_template_kwargs": {"enable_thinking": False}}),
+    (CHATTED, {"think": "low"}, {"reasoning_effort": "low"}),
+    (CHATTED, {"messages": CALLED}, {"messages": TRANSLATED}),
+    (PROMPTED, {"system": "s"}, {"messages": [{"role": "system", "content": "s"}, *SAID]}),
+    (PROMPTED, {"raw": True}, {"prompt": "a", "messages": None}),
 )
-def test_a_request_becomes_openais(path: str, asked: Any, got: dict[str, Any]) -> None:
+def test_a_request_becomes_openais(path, asked, got):
     backend = FakeBackend(streaming(b"data: [DONE]\n\n"))
-    ask(app_for(backend), path, asked)
+    needed = {"messages": SAID} if path == CHATTED else {"prompt": "a"}
+    ask(app_for(backend), path, needed | asked)
     ((route, body),) = backend.asked
     assert route == ("/v1/completions" if asked.get("raw") else "/v1/chat/completions")
     assert {name: json.loads(body).get(name) for name in got} == got
 
 
-@pytest.mark.parametrize(
-    ("path", "asked", "status", "says"),
-    [
-        ("/api/chat", {"messages": "a"}, 400, "messages must be a list of at most 4096 items"),
-        ("/api/chat", {"messages": SAID, "options": {"top_p": 2}}, 400, "options.top_p must be"),
-        ("/api/chat", {"messages": SAID, "template": "x"}, 400, "the model's own is used"),
-        ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "/infill fills gaps"),
-        ("/api/generate", {"prompt": "a", "images": ["b"]}, 400, "the model reads text alone"),
-        ("/api/chat", {"messages": [{**SAID[0], "images": ["b"]}]}, 400, "images are not served"),
-        ("/api/chat", {"messages": SAID, "moe_edge": {"bad": 1}}, 400, "bad is no setting"),
-        ("/api/embed", {"input": "a"}, 404, "/api/embed is nothing that this server has"),
-    ],
+@cases(
+    "path, asked, status, says",
+    ("/api/chat", {"messages": "a"}, 400, "messages must be a list of at most 4096 items"),
+    ("/api/chat", {"messages": SAID, "options": {"top_p": 2}}, 400, "options.top_p must be"),
+    ("/api/chat", {"messages": SAID, "template": "x"}, 400, "the model's own is used"),
+    ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "/infill fills gaps"),
+    ("/api/generate", {"prompt": "a", "images": ["b"]}, 400, "the model reads text alone"),
+    ("/api/chat", {"messages": [{**SAID[0], "images": ["b"]}]}, 400, "images are not served"),
+    ("/api/chat", {"messages": SAID, "moe_edge": {"bad": 1}}, 400, "bad is no setting"),
+    ("/api/embed", {"input": "a"}, 404, "/api/embed is nothing that this server has"),
 )
-def test_an_error_is_a_sentence(path: str, asked: Any, status: int, says: str) -> None:
+def test_an_error_is_a_sentence(path, asked, status, says):
     reply = ask(app_for(FakeBackend()), path, asked)
     assert reply.status == status and list(reply.json()) == ["error"]
     assert says in reply.json()["error"]
 
 
-def test_an_answer_that_breaks_off_says_why() -> None:
+def test_an_answer_that_breaks_off_says_why():
     said, failed = lines("/api/chat", event(content="b"), b"data: " + FAILED + b"\n\n")
     assert said["message"]["content"] == "b" and failed == {"error": "the disk is gone"}
-    app = app_for(FakeBackend(whole(b'{"error": {"message": "too long"}}', 400)))
-    reply = ask(app, "/api/chat", {"messages": SAID, "stream": False})
+    refused = whole(b'{"error": {"message": "too long"}}', 400)
+    reply = reply_of(refused, "/api/chat", {"messages": SAID, "stream": False})
     assert (reply.status, reply.json()) == (400, {"error": "too long"})
     reply = ask(app_for(FakeBackend(), api_key="k"), "/api/tags")
     assert reply.status == 401 and "a key is missing" in reply.json()["error"]
 
 
 @pytest.mark.parametrize(("path", "name"), [("/api/chat", "messages"), ("/api/generate", "prompt")])
-def test_no_prompt_asks_for_a_model_that_is_loaded(path: str, name: str) -> None:
+def test_no_prompt_asks_for_a_model_that_is_loaded(path, name):
     for asked in ({}, {name: type(SAID)() if name == "messages" else ""}):
         said = ask(app_for(FakeBackend()), path, asked).json()
         assert (said["done"], said["done_reason"]) == (True, "load")

@@ -1,19 +1,19 @@
-"""The published description: it names what there is, and what it names is true."""
-
-from __future__ import annotations
+"""What is published: the description names what there is, and what it names is true; the page is
+one file, needs no network, and has nothing that only a mouse can reach."""
 
 import importlib.util
 import re
-import subprocess
-import sys
-from pathlib import Path
+from html.parser import HTMLParser
 
 import pytest
-from asgi import FakeBackend, app_for, ask
+from asgi import ask
+from command_line import python
+from fake_backend import FakeBackend, app_for
 from served import serving
 from starlette.routing import Route
 
 from orchestrator.serve.schemas import document
+from orchestrator.serve.views import PAGE
 
 # What a server must never do to any request, and what holds of each answer.
 CHECKS = (
@@ -24,7 +24,7 @@ CHECKS = (
 )
 
 
-def test_it_describes_each_path_and_no_other() -> None:
+def test_it_describes_each_path_and_no_other():
     app = app_for(FakeBackend())
     routes = {
         (route.path.replace(":path}", "}"), method.lower())
@@ -37,7 +37,7 @@ def test_it_describes_each_path_and_no_other() -> None:
     assert {(path, method) for path, methods in paths.items() for method in methods} == routes
 
 
-def test_what_it_refers_to_is_there() -> None:
+def test_what_it_refers_to_is_there():
     whole = document(has_key=False)
     assert "security" not in whole
     names = set(whole["components"]["schemas"])
@@ -45,7 +45,7 @@ def test_what_it_refers_to_is_there() -> None:
     assert used == names
 
 
-def test_it_needs_the_key_and_says_so() -> None:
+def test_it_needs_the_key_and_says_so():
     app = app_for(FakeBackend(), api_key="k")
     assert ask(app, "/openapi.json").status == 401
     found = ask(app, "/openapi.json", x_api_key="k").json()
@@ -53,25 +53,69 @@ def test_it_needs_the_key_and_says_so() -> None:
     assert scheme == {"type": "http", "scheme": "bearer"} and found["security"] == [{"key": []}]
 
 
-def test_a_wrong_method_is_told_the_right_one() -> None:
+def test_a_wrong_method_is_told_the_right_one():
     app = app_for(FakeBackend())
     assert ask(app, "/tokenize", method="GET").headers["allow"] == "POST"
 
 
-def test_schemathesis_finds_nothing(tmp_path: Path, library: object) -> None:
+def test_schemathesis_finds_nothing(tmp_path, library):
     if importlib.util.find_spec("schemathesis") is None:
         pytest.skip("schemathesis is not installed (pip install schemathesis)")
     options = ("--ram", "160MiB", "--policy", "lru", "--ctx", "256", "--max-tokens", "8")
     with serving(tmp_path, *options) as served:
-        command = [sys.executable, "-m", "schemathesis.cli", "run", served.url + "/openapi.json"]
+        command = ("-m", "schemathesis.cli", "run", served.url + "/openapi.json")
         more = ("--checks", ",".join(CHECKS), "--max-examples", "5", "--seed", "1")
         # That a busy machine makes requests slowly is no finding.
-        more += ("--suppress-health-check", "too_slow")
-        done = subprocess.run(
-            [*command, *more, "--request-timeout", "60", "--phases", "fuzzing"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        more += ("--suppress-health-check", "too_slow", "--request-timeout", "60")
+        done = python(*command, *more, "--phases", "fuzzing", folder=tmp_path)
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+class Elements(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+
+def elements():
+    parser = Elements()
+    parser.feed(PAGE.read_text())
+    return parser.found
+
+
+def test_the_page_needs_no_key_and_may_speak_to_this_server_alone():
+    app = app_for(FakeBackend(), api_key="k")
+    reply = ask(app, "/")
+    assert reply.status == 200 and reply.body == PAGE.read_bytes()
+    assert "default-src 'none'" in reply.headers["content-security-policy"]
+    assert "connect-src 'self'" in reply.headers["content-security-policy"]
+    assert ask(app, "/experts").status == 401
+
+
+def test_the_page_is_one_file():
+    text = PAGE.read_text()
+    # The icon is in the page too, and its namespace is a name that nobody fetches.
+    assert not re.search(r"https?://(?!www.w3.org/2000/svg)|//cdn|@import|url\(", text)
+    for tag, attributes in elements():
+        assert "src" not in attributes and tag not in ("iframe", "img"), tag
+        if tag == "link":
+            assert (attributes["href"] or "").startswith("data:")
+        assert not any(name.startswith("on") for name in attributes), tag
+
+
+def test_what_can_be_used_has_a_name_for_a_screen_reader():
+    found = elements()
+    (html,) = (attributes for tag, attributes in found if tag == "html")
+    assert html["lang"] == "en"
+    for tag, attributes in found:
+        if tag in ("textarea", "canvas", "aside"):
+            assert attributes.get("aria-label"), tag
+        if tag == "canvas":
+            assert attributes["role"] in ("img", "application"), tag
+    assert any(attributes.get("role") == "log" for _, attributes in found)
+    # What the script refers to is there.
+    ids = {attributes["id"] for _, attributes in found if "id" in attributes}
+    assert set(re.findall(r'\$\("(\w+)"\)', PAGE.read_text())) <= ids

@@ -1,50 +1,46 @@
 """What comes of an answer, from a thread to the event loop: all of it, in order, and none waits."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
+from asgi import HANG_S, end_of, in_a_loop
 
 from orchestrator.serve import answer as module
 from orchestrator.serve.admission import outlasting
 from orchestrator.serve.answer import FAST, Parts
 
 N = 20_000
-# Only what hangs takes so long. A rest that is not cut short takes ten times as long.
-HANG_S = 120.0
+# A rest that is not cut short takes ten times as long as what hangs.
 LONG_S = 10 * HANG_S
 
 
 class Loop(asyncio.SelectorEventLoop):
     """An event loop whose clock a test puts forward: nothing depends on how fast it runs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self._skipped_s, self._rests, self._changed = 0.0, 0, threading.Condition()
 
-    def time(self) -> float:
+    def time(self):
         return super().time() + self._skipped_s
 
-    def call_at(self, when: float, *args: Any, **context: Any) -> asyncio.TimerHandle:
+    def call_at(self, when, *args, **context):
         timer = super().call_at(when, *args, **context)
         with self._changed:
             self._rests += when > self.time() + HANG_S
             self._changed.notify_all()
         return timer
 
-    def until_rest(self, number: int) -> None:
+    def until_rest(self, number):
         """In another thread: until somebody began to wait for a long moment that often."""
         with self._changed:
             assert self._changed.wait_for(lambda: self._rests >= number, HANG_S), "nobody rests"
 
-    def skip(self) -> None:
+    def skip(self):
         """In another thread: what rests since before this call has its end."""
         self._skipped_s += 2 * LONG_S
         self.call_soon_threadsafe(lambda: None)
@@ -53,7 +49,7 @@ class Loop(asyncio.SelectorEventLoop):
 class Made:
     """A request as the native one: who takes nothing is told of what comes next, once."""
 
-    def __init__(self, make: Callable[[Made], None], loop: Loop) -> None:
+    def __init__(self, make, loop):
         self._make, self._changed = make, threading.Condition()
         self._come, self._awaited, self._ready = b"", False, -1
         self._ended = False
@@ -61,7 +57,7 @@ class Made:
         self.told = 0
         self.cancelled, self.closed = threading.Event(), threading.Event()
 
-    def run(self, ready: int) -> None:
+    def run(self, ready):
         self._ready = ready
         try:
             self._make(self)
@@ -70,7 +66,7 @@ class Made:
                 self._ended = True
             os.write(ready, b"\0")
 
-    def put(self, text: bytes) -> None:
+    def put(self, text):
         with self._changed:
             self._come += text
             if self._awaited:
@@ -78,47 +74,42 @@ class Made:
                 self.told += 1
                 os.write(self._ready, b"\0")
 
-    def take(self) -> tuple[bytes, bool]:
+    def take(self):
         with self._changed:
             text, self._come = self._come, b""
             self._awaited = not text
             self._changed.notify_all()
             return text, self._ended
 
-    def until_taken(self) -> None:
+    def until_taken(self):
         """In the thread that makes: until nothing is left of what was put."""
         with self._changed:
             assert self._changed.wait_for(lambda: not self._come, HANG_S), "nobody takes it"
 
-    def until_awaited(self) -> None:
+    def until_awaited(self):
         """In the thread that makes: until somebody found nothing and waits to be told."""
         with self._changed:
             assert self._changed.wait_for(lambda: self._awaited, HANG_S), "nobody waits"
 
-    def cancel(self) -> None:
+    def cancel(self):
         self.cancelled.set()
 
-    def close(self) -> None:
+    def close(self):
         self.closed.set()
 
 
-def nothing() -> None:
+def nothing():
     pass
 
 
-def through(
-    make: Callable[[Made], None],
-    use: Callable[[Parts, Made], Any],
-    kind: type[Made] = Made,
-    at_end: Callable[[], None] = nothing,
-) -> tuple[Any, Made]:
+def through(make, use, kind=Made, at_end=nothing):
     """What a coroutine makes of the parts of such a request, and the request."""
     loop = Loop()
     request = kind(make, loop)
 
-    async def run() -> Any:
+    async def run():
         with ThreadPoolExecutor(1) as workers:
-            parts = Parts(request, workers, at_end)  # type: ignore[arg-type]
+            parts = Parts(request, workers, at_end)
             try:
                 return await use(parts, request)
             finally:
@@ -130,7 +121,7 @@ def through(
         loop.close()
 
 
-async def all_of(parts: Parts, _request: Made) -> list[bytes]:
+async def all_of(parts, _request):
     """Those that are not empty. Where nobody wakes it, the thread that makes them gives up."""
     found, is_all = [], False
     while not is_all:
@@ -141,11 +132,11 @@ async def all_of(parts: Parts, _request: Made) -> list[bytes]:
     return found
 
 
-def test_all_of_it_arrives_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_of_it_arrives_in_order(monkeypatch):
     """However the two meet: a wake-up that is lost would leave a stream silent."""
     monkeypatch.setattr(module, "REST_S", 1e-4)
 
-    def make(request: Made) -> None:
+    def make(request):
         for number in range(N):
             request.put(b"%d\n" % number)
             if number % 64 == 0:
@@ -156,7 +147,7 @@ def test_all_of_it_arrives_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [int(line) for line in b"".join(found).splitlines()] == list(range(N))
 
 
-def put_fast(request: Made, text: bytes) -> None:
+def put_fast(request, text):
     """So often that the next parts wait for each other."""
     for _ in range(FAST):
         request.put(text)
@@ -165,14 +156,14 @@ def put_fast(request: Made, text: bytes) -> None:
 
 
 @pytest.fixture
-def long_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def long_rest(monkeypatch):
     monkeypatch.setattr(module, "REST_S", LONG_S)
 
 
-def test_fast_parts_go_together(long_rest: None) -> None:
+def test_fast_parts_go_together(long_rest):
     """The first ones go alone. What comes then waits until the rest is over, or all has come."""
 
-    def make(request: Made) -> None:
+    def make(request):
         put_fast(request, b"a")
         for _ in range(50):
             request.put(b"b")
@@ -186,11 +177,11 @@ def test_fast_parts_go_together(long_rest: None) -> None:
     assert request.told <= FAST
 
 
-def test_slow_parts_go_at_once(long_rest: None) -> None:
+def test_slow_parts_go_at_once(long_rest):
     """Those that come slowly from the beginning, and those that were fast before."""
 
-    def make(request: Made) -> None:
-        def put_slowly(text: bytes) -> None:
+    def make(request):
+        def put_slowly(text):
             request.until_awaited()
             request.loop.skip()
             request.put(text)
@@ -208,26 +199,26 @@ def test_slow_parts_go_at_once(long_rest: None) -> None:
     assert request.told >= 8
 
 
-def test_the_end_waits_for_nothing(long_rest: None) -> None:
+def test_the_end_waits_for_nothing(long_rest):
 
-    def make(request: Made) -> None:
+    def make(request):
         put_fast(request, b"a")
         request.put(b"b")
 
-    async def use(parts: Parts, request: Made) -> list[bytes]:
-        return await asyncio.wait_for(all_of(parts, request), HANG_S)
+    async def use(parts, request):
+        return await end_of(all_of(parts, request))
 
     assert through(make, use)[0] == [b"a"] * FAST + [b"b"]
 
 
-def test_what_does_not_come_in_time_is_said() -> None:
+def test_what_does_not_come_in_time_is_said():
     go = threading.Event()
 
-    def make(request: Made) -> None:
+    def make(request):
         go.wait(HANG_S)
         request.put(b"a")
 
-    async def use(parts: Parts, _request: Made) -> list[Any]:
+    async def use(parts, _request):
         said = [await parts.next(0.01), await parts.next(0.01)]
         go.set()
         return [*said, (await parts.next(None) or (b"", True))[0]]
@@ -235,15 +226,15 @@ def test_what_does_not_come_in_time_is_said() -> None:
     assert through(make, use)[0] == [None, None, b"a"]
 
 
-def test_who_is_cancelled_waits_no_more() -> None:
+def test_who_is_cancelled_waits_no_more():
     """The work ends, and what comes afterwards wakes nobody; no error is left in the loop."""
 
-    def make(request: Made) -> None:
+    def make(request):
         request.cancelled.wait(HANG_S)
         request.put(b"late")
 
-    async def use(parts: Parts, _request: Made) -> list[object]:
-        errors: list[object] = []
+    async def use(parts, _request):
+        errors = []
         asyncio.get_running_loop().set_exception_handler(lambda _loop, what: errors.append(what))
         waiting = asyncio.create_task(parts.next(None))
         await asyncio.sleep(0.01)
@@ -258,8 +249,8 @@ def test_who_is_cancelled_waits_no_more() -> None:
     assert errors == [] and request.cancelled.is_set()
 
 
-def test_what_the_thread_raises_is_raised() -> None:
-    def make(_request: Made) -> None:
+def test_what_the_thread_raises_is_raised():
+    def make(_request):
         raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):
@@ -269,34 +260,34 @@ def test_what_the_thread_raises_is_raised() -> None:
 class Mute(Made):
     """It tells nobody of its end."""
 
-    def run(self, ready: int) -> None:
+    def run(self, ready):
         self._make(self)
         self._ended = True
 
 
-def test_the_end_is_told_where_what_follows_it_fails() -> None:
-    def fail() -> None:
+def test_the_end_is_told_where_what_follows_it_fails():
+    def fail():
         raise RuntimeError("no idea")
 
-    async def use(parts: Parts, _request: Made) -> list[Any]:
-        errors: list[Any] = []
+    async def use(parts, _request):
+        errors = []
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _loop, what: errors.append(what["exception"]))
-        assert await asyncio.wait_for(parts.next(None), HANG_S) == (b"", True)
+        assert await end_of(parts.next(None)) == (b"", True)
         return errors
 
     errors, _ = through(Made.until_awaited, use, Mute, fail)
     assert [str(error) for error in errors] == ["no idea"]
 
 
-def test_a_request_for_which_no_pipe_can_be_had_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none() -> tuple[int, int]:
+def test_a_request_for_which_no_pipe_can_be_had_is_freed(monkeypatch):
+    def none():
         raise OSError(24, "Too many open files")
 
-    async def run(request: Made) -> None:
+    async def run(request):
         monkeypatch.setattr(os, "pipe", none)
         with pytest.raises(OSError, match="Too many open files"):
-            Parts(request, ThreadPoolExecutor(1), nothing)  # type: ignore[arg-type]
+            Parts(request, ThreadPoolExecutor(1), nothing)
 
     loop = Loop()
     request = Made(lambda _: None, loop)
@@ -305,18 +296,15 @@ def test_a_request_for_which_no_pipe_can_be_had_is_freed(monkeypatch: pytest.Mon
     assert request.closed.is_set()
 
 
-def test_work_on_a_thread_is_outlasted_and_asked_to_end() -> None:
+@in_a_loop
+async def test_work_on_a_thread_is_outlasted_and_asked_to_end():
     """Also where nobody waits for it any more: without being asked it would go on for long."""
     ended = threading.Event()
-
-    async def run() -> bool:
-        loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(None, ended.wait, HANG_S)
-        waiting = asyncio.create_task(outlasting(work, ended.set))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        return work.done() and work.result()
-
-    assert asyncio.run(run())
+    loop = asyncio.get_running_loop()
+    work = loop.run_in_executor(None, ended.wait, HANG_S)
+    waiting = asyncio.create_task(outlasting(work, ended.set))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert work.done() and work.result()

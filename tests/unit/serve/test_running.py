@@ -1,23 +1,21 @@
 """The server as a process: what it says before it can answer, connections, and its end."""
 
-from __future__ import annotations
-
 import json
 import resource
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
+from tables import cases
 
 pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
 
-from served import DEMO, HANG_S, Served, running
+from served import DEMO, HANG_S, running
+from waiting import wait_until
 
 from orchestrator.config import Config
 from orchestrator.errors import NativeError
@@ -29,23 +27,21 @@ from orchestrator.serve.settings import ServeSettings
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 
 
-def made(note: Callable[[str], None] = lambda _line: None) -> Running:
+def made(note=lambda _line: None):
     return Running(Config.build(model=DEMO), ServeSettings(port=0), note, lambda _done: None)
 
 
-def status_of(url: str) -> tuple[int, str]:
+def status_of(url):
     with pytest.raises(HTTPError) as refused:
         urlopen(url + "/health", timeout=HANG_S)
     return refused.value.code, json.load(refused.value)["error"]["message"]
 
 
-def test_health_is_503_while_the_server_is_compiled(
-    library: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_health_is_503_while_the_server_is_compiled(library, monkeypatch):
     """Who started it waits for a status, and a compiler may take minutes."""
     compiling, is_stopped = threading.Event(), threading.Event()
 
-    def compile_it(_bindings: object, is_stopping: Callable[[], bool]) -> None:
+    def compile_it(_bindings, is_stopping):
         compiling.set()
         while not is_stopping():
             is_stopped.wait(0.01)
@@ -54,9 +50,9 @@ def test_health_is_503_while_the_server_is_compiled(
 
     monkeypatch.setattr(module, "server_library", compile_it)
     running = made()
-    said: list[tuple[int, str]] = []
+    said = []
 
-    def ask() -> None:
+    def ask():
         try:
             assert compiling.wait(HANG_S)
             said.append(status_of(running.url))
@@ -70,10 +66,8 @@ def test_health_is_503_while_the_server_is_compiled(
     assert said == [(503, "the model is loading")] and is_stopped.is_set()
 
 
-def test_a_server_that_cannot_be_compiled_says_why(
-    library: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
+def test_a_server_that_cannot_be_compiled_says_why(library, monkeypatch):
+    def fail(*_):
         raise NativeError("no compiler")
 
     monkeypatch.setattr(module, "server_library", fail)
@@ -81,9 +75,7 @@ def test_a_server_that_cannot_be_compiled_says_why(
         made().run()
 
 
-def test_a_stop_ends_the_compilers(
-    library: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_stop_ends_the_compilers(library, monkeypatch, tmp_path):
     from orchestrator.native.llama import Bindings
 
     tool = tmp_path / "tool.py"
@@ -106,28 +98,28 @@ def test_a_stop_ends_the_compilers(
 class Stuck:
     """A backend whose last step does not end. kept: how often it saved what is to be saved."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.kept, self.engine = 0, self
 
-    def keep(self) -> None:
+    def keep(self):
         self.kept += 1
 
-    def stop(self) -> None:
+    def stop(self):
         pass
 
-    def close(self, _end_s: float) -> bool:
+    def close(self, _end_s):
         return False
 
 
 @pytest.mark.parametrize("where", ["workers", "quick", "decode", ""])
-def test_what_cannot_be_ended_is_not_waited_for(library: object, where: str) -> None:
+def test_what_cannot_be_ended_is_not_waited_for(library, where):
     """All is saved, and one line says so."""
-    lines: list[str] = []
+    lines = []
     service = made(lines.append)._service
     stuck, go_on, at_work = Stuck(), threading.Event(), threading.Event()
-    service.state.backend = stuck if where else None  # type: ignore[assignment]
+    service.state.backend = stuck if where else None
 
-    def work() -> None:
+    def work():
         at_work.set()
         go_on.wait(HANG_S)
 
@@ -143,21 +135,17 @@ def test_what_cannot_be_ended_is_not_waited_for(library: object, where: str) -> 
         go_on.set()
 
 
-@pytest.mark.parametrize(
-    ("soft", "hard", "parallel", "most", "raised"),
-    [
-        (1024, 4096, 1, MOST_CONNECTIONS, 4096),
-        (256, 256, 4, 200, None),
-        (100, 200, 1, 150, 200),
-        (40, 40, 4, LEAST_CONNECTIONS, None),
-        (256, resource.RLIM_INFINITY, 1, MOST_CONNECTIONS, 4096),
-        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 1, MOST_CONNECTIONS, None),
-    ],
+@cases(
+    "soft, hard, parallel, most, raised",
+    (1024, 4096, 1, MOST_CONNECTIONS, 4096),
+    (256, 256, 4, 200, None),
+    (100, 200, 1, 150, 200),
+    (40, 40, 4, LEAST_CONNECTIONS, None),
+    (256, resource.RLIM_INFINITY, 1, MOST_CONNECTIONS, 4096),
+    (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 1, MOST_CONNECTIONS, None),
 )
-def test_connections_follow_the_file_descriptors(
-    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, parallel: int, most: int, raised: Any
-) -> None:
-    asked: list[tuple[int, int]] = []
+def test_connections_follow_the_file_descriptors(monkeypatch, soft, hard, parallel, most, raised):
+    asked = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
     assert most_connections(parallel) == most
@@ -167,7 +155,7 @@ def test_connections_follow_the_file_descriptors(
 served = running("--ram", "160MiB", "--policy", "lru", "--ctx", "512", files=100)
 
 
-def test_one_connection_too_many_gets_503(served: Served) -> None:
+def test_one_connection_too_many_gets_503(served):
     """The others go on, and so does the server."""
     with ExitStack() as stack:
         socks = [stack.enter_context(served.connected()) for _ in range(90)]
@@ -180,7 +168,7 @@ def test_one_connection_too_many_gets_503(served: Served) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are Linux's")
-def test_without_file_descriptors_it_says_so_once_and_waits(served: Served) -> None:
+def test_without_file_descriptors_it_says_so_once_and_waits(served):
     """asyncio alone logs 80,000 lines a second."""
     pid = served.process.pid
     usual = resource.prlimit(pid, resource.RLIMIT_NOFILE)
@@ -191,15 +179,13 @@ def test_without_file_descriptors_it_says_so_once_and_waits(served: Served) -> N
         for _ in range(10):
             stack.enter_context(served.connected())
         said = "No file descriptors are left"
-        while not any(said in line for line in served.lines):
-            assert served.process.poll() is None
-            threading.Event().wait(0.01)
+        wait_until(lambda: any(said in line for line in served.lines))
     assert_answers(served)
     assert sum("descriptors" in line for line in served.lines) == 1
     assert not any("Traceback" in line for line in served.lines)
 
 
-def assert_answers(served: Served) -> None:
+def assert_answers(served):
     """A new client is heard, once those that have left are noticed."""
     while True:
         with served.connected() as sock:

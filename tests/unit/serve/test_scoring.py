@@ -1,22 +1,19 @@
 """`echo` with logprobs: what may be asked, the form of the answer, and lm_eval as a client."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal
 import threading
-import time
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from urllib.error import HTTPError
 
 import numpy as np
 import pytest
-from asgi import Client, FakeBackend, Reply, app_for, ask, whole
-from served import DEMO, HANG_S, Served, running, serving
+from asgi import Client, ask
+from fake_backend import FakeBackend, app_for, assert_refused, whole
+from served import DEMO, HANG_S, running, serving
+from tables import cases
+from waiting import wait_until
 
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
@@ -44,24 +41,24 @@ class ByteModel:
 
     n_vocab = N_VOCAB
 
-    def __init__(self, begins: bool = False, spaced: bool = False) -> None:
+    def __init__(self, begins=False, spaced=False):
         self.begins, self.spaced = begins, spaced
 
-    def tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
+    def tokenize(self, text, add_special, parse_special):
         assert parse_special
         space = " " * (self.spaced and bool(text))
         return [BEGIN] * (add_special and self.begins) + list((space + text).encode())
 
-    def piece(self, token: int, special: bool = False) -> bytes:
+    def piece(self, token, special=False):
         return b"<s>" * special if token == BEGIN else bytes([token])
 
-    def bos(self) -> str:
+    def bos(self):
         return "<s>"
 
-    def adds_bos(self) -> bool:
+    def adds_bos(self):
         return self.begins
 
-    def is_end(self, token: int) -> bool:
+    def is_end(self, token):
         return token == ord("z")
 
 
@@ -70,12 +67,12 @@ class ScoringBackend(FakeBackend):
 
     name = "bytes"
 
-    def __init__(self, model: ByteModel | None = None, error: Exception | None = None) -> None:
+    def __init__(self, model=None, error=None):
         super().__init__(whole())
         self.engine = SimpleNamespace(llama=model or ByteModel())
         self.error = error
 
-    def score(self, tokens: np.ndarray, sequence: int, goes_on: Any) -> Iterator[np.ndarray]:
+    def score(self, tokens, sequence, goes_on):
         assert goes_on() and sequence == 0
         if self.error is not None:
             raise self.error
@@ -86,83 +83,69 @@ class ScoringBackend(FakeBackend):
             yield rows
 
 
-def scored(data: dict[str, Any], model: ByteModel | None = None) -> Any:
+def scored(data, model=None):
     reply = ask(app_for(ScoringBackend(model)), PATH, data)
     assert reply.status == 200, reply.body
     return reply.json()
 
 
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
-        *[({"logprobs": wrong}, "logprobs") for wrong in (None, True, "1")],
-        ({"logprobs": 6}, "from 0 to 5"),
-        *[({"max_tokens": wrong}, "max_tokens") for wrong in (None, 2, -1, True)],
-        ({"max_tokens": 1}, "temperature"),
-        ({"max_tokens": 1, "temperature": 0.5}, "temperature"),
-        ({"stream": True}, "stream"),
-        ({"n": 2}, "n out"),
-        ({"n_cmpl": 3}, "n_cmpl out"),
-        ({"n_predict": 50}, "n_predict out"),
-        ({"n_predict": -1}, "n_predict out"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens out"),
-        ({"stop": ["a"]}, "stop"),
-        ({"logit_bias": {"1": 1}}, "logit_bias"),
-        ({"echo": "yes"}, "echo must be"),
-        ({"echo": 1}, "echo must be"),
-        ({"prompt": None}, "prompt is missing"),
-        *[
-            ({"prompt": wrong}, "prompt must be")
-            for wrong in (
-                *([], [[]], ["a", 1], [True], [1.5], [2**70], [-1]),
-                {"prompt_string": "a"},
-            )
-        ],
-        ({"prompt": ""}, "empty"),
-        ({"prompt": ["a", ""]}, "empty"),
-        ({"prompt": [N_VOCAB]}, f"token {N_VOCAB}"),
-        ({"prompt": "a" * 513}, "513 tokens exceeds"),
-        ({"prompt": "a" * 512, "max_tokens": 1, "temperature": 0}, "512 tokens exceeds"),
-        ({"prompt": ["a" * 512] * 33}, "together"),
-    ],
+NO_PROMPTS = ([], [[]], ["a", 1], [True], [1.5], [2**70], [-1], {"prompt_string": "a"})
+
+
+@cases(
+    "change, names",
+    *[({"logprobs": wrong}, "logprobs") for wrong in (None, True, "1")],
+    ({"logprobs": 6}, "from 0 to 5"),
+    *[({"max_tokens": wrong}, "max_tokens") for wrong in (None, 2, -1, True)],
+    ({"max_tokens": 1}, "temperature"),
+    ({"max_tokens": 1, "temperature": 0.5}, "temperature"),
+    ({"stream": True}, "stream"),
+    ({"n": 2}, "n out"),
+    ({"n_cmpl": 3}, "n_cmpl out"),
+    ({"n_predict": 50}, "n_predict out"),
+    ({"n_predict": -1}, "n_predict out"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens out"),
+    ({"stop": ["a"]}, "stop"),
+    ({"logit_bias": {"1": 1}}, "logit_bias"),
+    ({"echo": "yes"}, "echo must be"),
+    ({"echo": 1}, "echo must be"),
+    ({"prompt": None}, "prompt is missing"),
+    *[({"prompt": wrong}, "prompt must be") for wrong in NO_PROMPTS],
+    ({"prompt": ""}, "empty"),
+    ({"prompt": ["a", ""]}, "empty"),
+    ({"prompt": [N_VOCAB]}, f"token {N_VOCAB}"),
+    ({"prompt": "a" * 513}, "513 tokens exceeds"),
+    ({"prompt": "a" * 512, "max_tokens": 1, "temperature": 0}, "512 tokens exceeds"),
+    ({"prompt": ["a" * 512] * 33}, "together"),
 )
-def test_any_other_echo_is_refused(change: dict[str, Any], names: str) -> None:
+def test_any_other_echo_is_refused(change, names):
     backend = ScoringBackend()
-    reply = ask(app_for(backend), PATH, ASK | change)
-    assert reply.status == 400 and names in reply.json()["error"]["message"], reply.body
+    assert_refused(app_for(backend), PATH, ASK | change, names)
     assert not backend.asked
 
 
-def test_without_echo_nothing_changes() -> None:
+def test_without_echo_nothing_changes():
     backend = ScoringBackend()
     data = ASK | {"echo": False, "logprobs": 5, "max_tokens": 9}
     assert ask(app_for(backend), PATH, data).status == 200
     assert json.loads(backend.asked[0][1]) == data
 
 
-@pytest.mark.parametrize(
-    ("model", "prompt", "text", "tokens", "logp", "offsets"),
-    [
-        (ByteModel(), "abd", "abd", ["a", "b", "d"], [None, 2 / 3, 1 / 3], [0, 1, 2]),
-        # Tokens, and bytes that are a character together.
-        (
-            ByteModel(),
-            [0x61, 0xC3, 0xA4, 0x62],
-            "aäb",
-            ["a", "bytes:\\xc3", "bytes:\\xa4", "b"],
-            [None, 0, 0, 0],
-            [0, 1, 1, 2],
-        ),
-        # What the server puts before a text is not a part of it, and yet something to go by.
-        (ByteModel(begins=True), "ab", "ab", ["a", "b"], [0, 2 / 3], [0, 1]),
-        (ByteModel(begins=True), "<s>a", "<s>a", ["<", "s", ">", "a"], [None, 0, 0, 0], range(4)),
-        (ByteModel(begins=True), [BEGIN, 0, 1], "<s>\0\1", ["<s>", "\0", "\1"], None, [0, 3, 4]),
-        (ByteModel(spaced=True), "ab", "ab", [" ", "a", "b"], [None, 0, 2 / 3], [0, 0, 1]),
-    ],
+HALVES = ["a", "bytes:\\xc3", "bytes:\\xa4", "b"]
+
+
+@cases(
+    "model, prompt, text, tokens, logp, offsets",
+    (ByteModel(), "abd", "abd", ["a", "b", "d"], [None, 2 / 3, 1 / 3], [0, 1, 2]),
+    # Tokens, and bytes that are a character together.
+    (ByteModel(), list("aäb".encode()), "aäb", HALVES, [None, 0, 0, 0], [0, 1, 1, 2]),
+    # What the server puts before a text is not a part of it, and yet something to go by.
+    (ByteModel(begins=True), "ab", "ab", ["a", "b"], [0, 2 / 3], [0, 1]),
+    (ByteModel(begins=True), "<s>a", "<s>a", ["<", "s", ">", "a"], [None, 0, 0, 0], range(4)),
+    (ByteModel(begins=True), [BEGIN, 0, 1], "<s>\0\1", ["<s>", "\0", "\1"], None, [0, 3, 4]),
+    (ByteModel(spaced=True), "ab", "ab", [" ", "a", "b"], [None, 0, 2 / 3], [0, 0, 1]),
 )
-def test_the_form_is_openais(
-    model: ByteModel, prompt: Any, text: str, tokens: list[str], logp: Any, offsets: Any
-) -> None:
+def test_the_form_is_openais(model, prompt, text, tokens, logp, offsets):
     answer = scored(ASK | {"prompt": prompt, "logprobs": 2}, model)
     (choice,) = answer["choices"]
     assert answer["object"] == "text_completion" and answer["model"] == "bytes"
@@ -188,10 +171,8 @@ def test_the_form_is_openais(
     assert answer["timings"]["hit_rate"] == 0.5 and answer["timings"]["prompt_n"] == n_tokens
 
 
-@pytest.mark.parametrize(
-    ("prompt", "text", "finish"), [("ab", "abc", "length"), ("xy", "xyz", "stop")]
-)
-def test_one_token_more_is_the_likeliest(prompt: str, text: str, finish: str) -> None:
+@cases("prompt, text, finish", ("ab", "abc", "length"), ("xy", "xyz", "stop"))
+def test_one_token_more_is_the_likeliest(prompt, text, finish):
     answer = scored(ASK | {"prompt": [prompt, "a"], "max_tokens": 1, "temperature": 0})
     first, second = answer["choices"]
     assert first["text"] == text and first["finish_reason"] == finish
@@ -201,15 +182,15 @@ def test_one_token_more_is_the_likeliest(prompt: str, text: str, finish: str) ->
     assert answer["usage"]["completion_tokens"] == 2
 
 
-def test_others_go_on_while_the_answer_is_written() -> None:
+def test_others_go_on_while_the_answer_is_written():
     turns, turns_at_parts = 0, []
 
     class Counting(Client):
-        async def _send(self, message: dict[str, Any]) -> None:
+        async def _send(self, message):
             turns_at_parts.append(turns)
             await super()._send(message)
 
-    async def run() -> Reply:
+    async def run():
         app = app_for(ScoringBackend())
         body = json.dumps(ASK | {"prompt": "a" * 512}).encode()
         asking = asyncio.create_task(Counting(app, "POST", PATH, body).run())
@@ -224,7 +205,7 @@ def test_others_go_on_while_the_answer_is_written() -> None:
     assert len(bodies) > 8 and len(set(bodies)) == len(bodies)
 
 
-def test_what_is_scored_is_what_the_plan_has() -> None:
+def test_what_is_scored_is_what_the_plan_has():
     config = Config.build(model="a.gguf")
     longer = config.with_changes(ctx=SCORED_MOST + 100)
     assert [most_scored(each) for each in (config, longer)] == [SCORED_MOST, SCORED_MOST + 100]
@@ -232,19 +213,16 @@ def test_what_is_scored_is_what_the_plan_has() -> None:
     assert planned[1] - planned[0] == 100 * SCORE_BYTES
     backend = ScoringBackend()
     backend.most_scored = 3
-    app = app_for(backend)
-    refused = ask(app, PATH, ASK | {"prompt": ["ab", "cd"]})
-    assert refused.status == 400 and "echo 3 at most" in refused.json()["error"]["message"]
+    assert_refused(app_for(backend), PATH, ASK | {"prompt": ["ab", "cd"]}, "echo 3 at most")
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "says"),
-    [(Stopped(), 503, "shutting down"), (RuntimeError("no idea"), 500, "the policy failed")],
+@cases(
+    "error, status, says",
+    (Stopped(), 503, "shutting down"),
+    (RuntimeError("no idea"), 500, "the policy failed"),
 )
-def test_what_fails_is_said_in_a_sentence(error: Exception, status: int, says: str) -> None:
-    app = app_for(ScoringBackend(error=error))
-    reply = ask(app, PATH, ASK)
-    assert reply.status == status and says in reply.json()["error"]["message"]
+def test_what_fails_is_said_in_a_sentence(error, status, says):
+    assert_refused(app_for(ScoringBackend(error=error)), PATH, ASK, says, status)
 
 
 OPTIONS = ("--policy", "lru", "--high-tier", "q4_k", "--ctx", "512", "--ram", RAM)
@@ -252,7 +230,7 @@ live = running(*OPTIONS, "--parallel=2", "--exact")
 
 
 @pytest.fixture(scope="module")
-def engine(library: object) -> Iterator[Engine]:
+def engine(library):
     """It computes as many tokens at once as the server scores."""
     settings = {"ctx": 512, "threads": 1, "policy": "lru", "high_tier": "q4_k", "exact": True}
     config = Config.build(model=DEMO, ubatch=SCORED_TOKENS, logits_all=True, **settings)
@@ -260,9 +238,7 @@ def engine(library: object) -> Iterator[Engine]:
         yield opened
 
 
-def likelihood(
-    engine: Engine, tokens: list[int], first: int, n_more: int = 0
-) -> tuple[float, bool]:
+def likelihood(engine, tokens, first, n_more=0):
     """What eval says to the tokens from `first` on, where n_more are read behind them."""
     found = Judge(engine, prefill=True).rows([*tokens, *[0] * n_more], first)
     rows = [log_softmax(row) for row in found][: len(tokens) - first]
@@ -271,7 +247,7 @@ def likelihood(
     return sum(logp), logp == best
 
 
-def test_the_openai_client_scores_within_the_plan(live: Served, engine: Engine) -> None:
+def test_the_openai_client_scores_within_the_plan(live, engine):
     openai = pytest.importorskip("openai", reason="the openai package is missing")
     client = openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0)
     common = {"model": "any", "echo": True, "logprobs": 5, "max_tokens": 0}
@@ -289,13 +265,13 @@ def test_the_openai_client_scores_within_the_plan(live: Served, engine: Engine) 
         client.completions.create(model="any", prompt="a", echo=True)
 
 
-def test_an_answer_beside_it_is_what_it_is_alone(live: Served) -> None:
+def test_an_answer_beside_it_is_what_it_is_alone(live):
     """It waits for the answer, and the answer for nothing."""
     data = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 200, "ignore_eos": True}
     alone = live.post(PATH, data)["choices"][0]["text"]
     answer = live.asked(PATH, data | {"stream": True}).getresponse()
     first = answer.readline()
-    scores: list[Any] = []
+    scores = []
     asked = ASK | {"prompt": TEXT}
     scoring = threading.Thread(target=lambda: scores.append(live.post(PATH, asked)))
     scoring.start()
@@ -308,27 +284,25 @@ def test_an_answer_beside_it_is_what_it_is_alone(live: Served) -> None:
     assert live.post(PATH, data)["choices"][0]["text"] == alone
 
 
-def test_a_client_that_leaves_ends_it(live: Served) -> None:
+def test_a_client_that_leaves_ends_it(live):
     for _ in range(3):
         connection = live.asked(PATH, ASK | {"prompt": [[5] * 500] * 30})
         live.until_running(1)
         connection.close()
     live.until_running(0)
     # Had it been read to its end, its line would have a status of its own.
-    for _ in range(100 * HANG_S):
-        if sum("POST /v1/completions 499" in line for line in live.lines) == 3:
-            break
-        time.sleep(0.01)
-    else:
-        pytest.fail("they were read to their end: " + "\n".join(live.lines))
+    ended = "POST /v1/completions 499"
+    wait_until(
+        lambda: sum(ended in line for line in live.lines) == 3, "they were read to their end"
+    )
     assert live.post(PATH, ASK)["choices"]
 
 
-def test_a_signal_ends_it_cleanly(tmp_path: Path, library: object) -> None:
+def test_a_signal_ends_it_cleanly(tmp_path, library):
     with serving(tmp_path, "--ram", RAM, "--policy", "lru", "--ctx", "512") as served:
-        replies: list[int] = []
+        replies = []
 
-        def asking() -> None:
+        def asking():
             try:
                 served.post(PATH, ASK | {"prompt": [[5] * 500] * 30})
             except HTTPError as error:
@@ -349,14 +323,14 @@ class Tokens:
     eos_token, bos_token = "<|im_end|>", None
     chat_template = None
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine):
         self._engine = engine
         self.eos_token_id, self.bos_token_id = engine.tokenize(self.eos_token)[0], None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text):
         return self._engine.tokenize(text)
 
-    def batch_decode(self, several: list[list[int]]) -> list[str]:
+    def batch_decode(self, several):
         return [
             b"".join(self._engine.llama.piece(token, special=True) for token in tokens).decode()
             for tokens in several
@@ -368,24 +342,18 @@ class Tokens:
     [{}, {"batch_size": 3}, {"num_concurrent": 3}, {"tokenized_requests": False}],
     ids=["tokens", "several", "at-once", "texts"],
 )
-def test_lm_evals_loglikelihood(live: Served, engine: Engine, more: dict[str, Any]) -> None:
+def test_lm_evals_loglikelihood(live, engine, more):
     pytest.importorskip("lm_eval", reason="needs lm_eval: pip install -e '.[eval]'")
     pytest.importorskip("tenacity", reason="needs lm_eval for servers: pip install 'lm_eval[api]'")
     from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-    lm = LocalCompletionsAPI(
-        base_url=live.url + PATH,
-        model="any",
-        tokenizer_backend="none",
-        max_length=512,
-        max_retries=1,
-        **more,
-    )
+    usual = {"model": "any", "tokenizer_backend": "none", "max_length": 512, "max_retries": 1}
+    lm = LocalCompletionsAPI(base_url=live.url + PATH, **usual, **more)
     lm.tokenizer_backend, lm.tokenizer = "remote", Tokens(engine)
     lm.tokenized_requests = more.get("tokenized_requests", True)
 
-    def requests(kind: str, *args: tuple[str, ...]) -> list[Any]:
+    def requests(kind, *args):
         return [Instance(kind, {}, each, number) for number, each in enumerate(args)]
 
     pairs = [

@@ -1,25 +1,23 @@
 """Which sequence a request gets: its conversation's own, or the one left alone for the longest."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from threading import Event
-from typing import Any
 
-import pytest
-from asgi import FakeBackend, app_for, ask, begun, quiet, state_with, until, whole
-from served import Served, running
+from asgi import ask, begun, in_a_loop, until
+from fake_backend import FakeBackend, app_for, quiet, state_with, whole
+from paths import CHAT
+from served import running
 from speaking import CAPITAL
+from tables import cases
 
 from orchestrator.serve.admission import Conversation, Seats, conversations_of
 from orchestrator.serve.app import application
 
-CHAT = "/v1/chat/completions"
 SYSTEM = {"role": "system", "content": "You are a helper who knows many countries. " * 6}
 
 
-def chat(*said: str) -> dict[str, Any]:
+def chat(*said):
     """Turns of a user and an assistant, one after the other."""
     turns = [
         {"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(said)
@@ -27,18 +25,18 @@ def chat(*said: str) -> dict[str, Any]:
     return {"messages": [SYSTEM, *turns]}
 
 
-def asked(data: dict[str, Any]) -> Conversation:
+def asked(data):
     (found,) = conversations_of(data, 4)
     return found
 
 
-def take(seats: Seats, *said: str) -> int:
+def take(seats, *said):
     taken, _ = seats.take([asked(chat(*said))])
     seats.leave(taken)
     return taken[0]
 
 
-def test_conversations_with_one_system_prompt_keep_their_sequences() -> None:
+def test_conversations_with_one_system_prompt_keep_their_sequences():
     seats = Seats(3)
     assert [take(seats, "one"), take(seats, "two")] == [0, 1]
     for _ in range(3):
@@ -50,14 +48,14 @@ def test_conversations_with_one_system_prompt_keep_their_sequences() -> None:
     assert take(seats, "one", "said", "another", "said", "more") == 0
 
 
-def test_a_new_one_gets_what_was_left_alone_for_the_longest() -> None:
+def test_a_new_one_gets_what_was_left_alone_for_the_longest():
     seats = Seats(2)
     assert [take(seats, "one"), take(seats, "two"), take(seats, "one", "said", "more")] == [0, 1, 0]
     assert take(seats, "three") == 1
     assert take(seats, "two", "said", "more") == 0
 
 
-def test_what_a_sequence_may_still_hold_is_known() -> None:
+def test_what_a_sequence_may_still_hold_is_known():
     seats = Seats(2)
     for said, cells in (("one", 300), ("two", 200)):
         taken, held = seats.take([asked(chat(said))], cells)
@@ -69,57 +67,49 @@ def test_what_a_sequence_may_still_hold_is_known() -> None:
     assert seats.take([asked(chat("four")), Conversation()], 5) == ([1, 0], 210)
 
 
-def test_a_sequence_that_decodes_is_given_to_nobody_else() -> None:
+def test_a_sequence_that_decodes_is_given_to_nobody_else():
     seats = Seats(2)
     assert seats.take([asked(chat("one"))])[0] == [0]
     assert seats.take([asked(chat("one", "said", "more"))])[0] == [1]
 
 
-def test_tools_belong_to_what_others_have_too() -> None:
+def test_tools_belong_to_what_others_have_too():
     with_tools = {**chat("one"), "tools": [CAPITAL]}
     assert asked(with_tools).goes_on(asked(chat("one"))) == 0
     assert asked({**chat("two"), "tools": [CAPITAL]}).goes_on(asked(with_tools)) == 0
     assert asked(with_tools).goes_on(asked(with_tools)) > 0
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "goes_on"),
-    [
-        ({"prompt": "a" * 640}, {"prompt": "a" * 640 + "b"}, True),
-        ({"prompt": "a" * 640}, {"prompt": "b" + "a" * 640}, False),
-        ({"prompt": list(range(640))}, {"prompt": list(range(700))}, True),
-        ({"prompt": list(range(640))}, {"prompt": list(range(1, 700))}, False),
-        ({"input": "one"}, {"input": "one"}, True),
-        ({"input": "one"}, {"input": "two"}, False),
-        ({"input": "one"}, {"input": "one", "instructions": "be short"}, False),
-    ],
+@cases(
+    "before, after, goes_on",
+    ({"prompt": "a" * 640}, {"prompt": "a" * 640 + "b"}, True),
+    ({"prompt": "a" * 640}, {"prompt": "b" + "a" * 640}, False),
+    ({"prompt": list(range(640))}, {"prompt": list(range(700))}, True),
+    ({"prompt": list(range(640))}, {"prompt": list(range(1, 700))}, False),
+    ({"input": "one"}, {"input": "one"}, True),
+    ({"input": "one"}, {"input": "two"}, False),
+    ({"input": "one"}, {"input": "one", "instructions": "be short"}, False),
 )
-def test_texts_tokens_and_responses(
-    before: dict[str, Any], after: dict[str, Any], goes_on: bool
-) -> None:
+def test_texts_tokens_and_responses(before, after, goes_on):
     assert (asked(after).goes_on(asked(before)) > 0) is goes_on
 
 
-@pytest.mark.parametrize(
-    ("data", "n", "known"),
-    [
-        ({**chat("one"), "n": 3}, 3, 1),
-        ({"prompt": ["one", "two"]}, 2, 2),
-        ({"prompt": [[1, 2], [3]], "n": 1}, 2, 2),
-        # The later ones follow each other, and nobody knows where.
-        ({"prompt": ["one"] * 5}, 4, 0),
-        ({"prompt": []}, 1, 0),
-        ({}, 1, 0),
-    ],
+@cases(
+    "data, n, known",
+    ({**chat("one"), "n": 3}, 3, 1),
+    ({"prompt": ["one", "two"]}, 2, 2),
+    ({"prompt": [[1, 2], [3]], "n": 1}, 2, 2),
+    # The later ones follow each other, and nobody knows where.
+    ({"prompt": ["one"] * 5}, 4, 0),
+    ({"prompt": []}, 1, 0),
+    ({}, 1, 0),
 )
-def test_several_answers_and_several_prompts_take_a_sequence_each(
-    data: dict[str, Any], n: int, known: int
-) -> None:
+def test_several_answers_and_several_prompts_take_a_sequence_each(data, n, known):
     found = conversations_of(data, 4)
     assert len(found) == n and sum(bool(each.pieces) for each in found) == known
 
 
-def test_the_server_names_it_and_a_client_cannot() -> None:
+def test_the_server_names_it_and_a_client_cannot():
     backend = FakeBackend(*(whole() for _ in range(6)))
     app = app_for(backend, parallel=2)
     for text in ("one", "two"):
@@ -135,11 +125,11 @@ def test_the_server_names_it_and_a_client_cannot() -> None:
     assert alone.sequences == [[0]]
 
 
-def test_a_client_that_leaves_gives_it_back() -> None:
+def test_a_client_that_leaves_gives_it_back():
     backend = FakeBackend(whole(hold=Event()), whole())
     app = app_for(backend, parallel=2)
 
-    async def leave() -> None:
+    async def leave():
         client, running = begun(app, CHAT, chat("one"))
         await until(lambda: backend.asked)
         client.leave()
@@ -150,7 +140,8 @@ def test_a_client_that_leaves_gives_it_back() -> None:
     assert backend.sequences == [[0], [0]]
 
 
-def test_what_a_sequence_holds_is_dropped_where_there_is_no_room_beside_it() -> None:
+@in_a_loop
+async def test_what_a_sequence_holds_is_dropped_where_there_is_no_room_beside_it():
     """Both have held 500 of 1,000 cells. Beside 512 for the one there are no 500 for the other."""
     held = Event()
     backend = FakeBackend(whole(), whole(), whole(hold=held), whole())
@@ -159,21 +150,18 @@ def test_what_a_sequence_holds_is_dropped_where_there_is_no_room_beside_it() -> 
     state.gate.open(backend.cells)
     app = application(state, quiet)
 
-    def request(token: int, n: int, limit: int) -> asyncio.Task[Any]:
+    def request(token, n, limit):
         return begun(app, "/v1/completions", {"prompt": [token] * n, "max_tokens": limit})[1]
 
-    async def line() -> None:
-        for token in (1, 2):
-            await request(token, 400, 100)
-        long = request(3, 490, 22)
-        await until(lambda: len(backend.asked) == 3)
-        assert backend.forgotten == []
-        await request(4, 10, 10)
-        assert backend.forgotten == [1]
-        held.set()
-        await long
-
-    asyncio.run(line())
+    for token in (1, 2):
+        await request(token, 400, 100)
+    long = request(3, 490, 22)
+    await until(lambda: len(backend.asked) == 3)
+    assert backend.forgotten == []
+    await request(4, 10, 10)
+    assert backend.forgotten == [1]
+    held.set()
+    await long
 
 
 served = running(
@@ -182,12 +170,12 @@ served = running(
 )
 
 
-def test_neither_of_two_conversations_is_read_again(served: Served) -> None:
+def test_neither_of_two_conversations_is_read_again(served):
     """The second one begins with the same system prompt, which is more than half of both: without
     a name, llama.cpp gives it the first one's sequence and keeps nothing of that one's end."""
     texts = {country: f"{country} is a country. " * 8 for country in ("Norway", "Peru")}
-    said: dict[str, list[str]] = {country: [text] for country, text in texts.items()}
-    n_read: dict[str, list[int]] = {country: [] for country in texts}
+    said = {country: [text] for country, text in texts.items()}
+    n_read = {country: [] for country in texts}
     for _turn in range(3):
         for country, turns in said.items():
             data = {**chat(*turns), "max_tokens": 4, "temperature": 0, "ignore_eos": True}

@@ -1,29 +1,24 @@
 """`moe-edge serve` on the demo model, as clients meet it."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
-from typing import Any
 from urllib.request import urlopen
 
 import pytest
-from served import HANG_S, REPO, Served, running, serving
-from speaking import CAPITAL
+from command_line import MOE_EDGE, python
+from served import DEMO, HANG_S, running, serving
+from soaking import soak_clients, soak_requests
+from speaking import CAPITAL, object_of
+from tables import cases
 
 RAM = "160MiB"
 QUESTION = [{"role": "user", "content": "What is the capital of Norway?"}]
-
-
 served = running("--ram", RAM, "--policy", "lru", "--high-tier", "q4_k", "--ctx", "512")
 
 
-def test_an_answer_has_our_costs_and_the_memory_is_kept(served: Served) -> None:
+def test_an_answer_has_our_costs_and_the_memory_is_kept(served):
     data = {"messages": QUESTION, "temperature": 0, "max_tokens": 32, "unknown": [1]}
     answer = served.post("/v1/chat/completions", data)
     assert "Oslo" in answer["choices"][0]["message"]["content"]
@@ -45,7 +40,7 @@ def test_an_answer_has_our_costs_and_the_memory_is_kept(served: Served) -> None:
     assert len(names) == len(set(names))
 
 
-def test_the_openai_client(served: Served) -> None:
+def test_the_openai_client(served):
     openai = pytest.importorskip("openai", reason="the openai package is missing")
     client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
     (model,) = client.models.list().data
@@ -67,17 +62,12 @@ def test_the_openai_client(served: Served) -> None:
         client.completions.create(model=model.id, prompt="word " * 900, stream=True)
 
 
-def shaped(name: str, **bounds: int) -> dict[str, Any]:
-    schema = {
-        "type": "object",
-        "properties": {name: {"type": "string", **bounds}},
-        "required": [name],
-        "additionalProperties": False,
-    }
+def shaped(name, **bounds):
+    schema = object_of(**{name: {"type": "string", **bounds}})
     return {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
 
 
-def test_a_schema_that_bounds_its_strings_ends_in_json(served: Served) -> None:
+def test_a_schema_that_bounds_its_strings_ends_in_json(served):
     """Without a bound a model may go on in a string until --max-tokens, and the answer says so."""
     for name in ("capital", "story", "song"):
         data = {"messages": QUESTION, "temperature": 0, "max_tokens": 200}
@@ -90,7 +80,7 @@ def test_a_schema_that_bounds_its_strings_ends_in_json(served: Served) -> None:
         assert choice["finish_reason"] == "length"
 
 
-def test_anthropics_form_has_the_fields_of_the_others(served: Served) -> None:
+def test_anthropics_form_has_the_fields_of_the_others(served):
     """llama.cpp's own reading of it drops them."""
     story = [{"role": "user", "content": "Tell me a story about a fox and a river."}]
     drawn = {"messages": story, "max_tokens": 30, "temperature": 1.5}
@@ -99,7 +89,7 @@ def test_anthropics_form_has_the_fields_of_the_others(served: Served) -> None:
     assert "hit_rate" in one["timings"]
 
 
-def test_what_is_counted_is_what_is_read(served: Served) -> None:
+def test_what_is_counted_is_what_is_read(served):
     """Tools and the template included, in each of the three forms."""
     chat = {"messages": QUESTION, "max_tokens": 4, "temperature": 0}
     tools = {"tools": [CAPITAL], "tool_choice": "required"}
@@ -122,18 +112,14 @@ def test_what_is_counted_is_what_is_read(served: Served) -> None:
     assert found == {"input_tokens": read}
 
 
-@pytest.mark.parametrize(
-    ("signum", "busy"),
-    [
-        (signal.SIGTERM, ""),
-        (signal.SIGTERM, "/v1/completions"),
-        (signal.SIGINT, "/v1/completions"),
-        (signal.SIGINT, "/tokenize"),
-    ],
+@cases(
+    "signum, busy",
+    (signal.SIGTERM, ""),
+    (signal.SIGTERM, "/v1/completions"),
+    (signal.SIGINT, "/v1/completions"),
+    (signal.SIGINT, "/tokenize"),
 )
-def test_a_signal_ends_it_cleanly(
-    tmp_path: Path, library: object, signum: signal.Signals, busy: str
-) -> None:
+def test_a_signal_ends_it_cleanly(tmp_path, library, signum, busy):
     """Idle, in the middle of a stream, and in the middle of a request that comes in."""
     with serving(tmp_path, "--ram", RAM, "--policy", "lru", "--ctx", "4096") as served:
         data = {"prompt": "One", "max_tokens": 4000, "ignore_eos": True, "stream": True}
@@ -153,13 +139,18 @@ def test_a_signal_ends_it_cleanly(
     assert "Traceback" not in said and "rror" not in said, said
 
 
-def test_a_port_that_is_taken_is_one_sentence(tmp_path: Path, served: Served) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "orchestrator", "serve", "--port", str(served.address[1])],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_a_port_that_is_taken_is_one_sentence(tmp_path, served):
+    done = python(*MOE_EDGE, "serve", "--port", served.address[1])
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("Error: --host 127.0.0.1 --port")
+
+
+def test_clients_at_once_get_answers_or_are_told_to_come_later(tmp_path, library):
+    statuses = soak_clients(tmp_path, DEMO, clients=8, seconds=5, share=0.6)
+    assert statuses[200] and statuses[429]
+
+
+def test_memory_does_not_grow_once_the_prompt_cache_is_full(tmp_path, library):
+    first, last = soak_requests(tmp_path, DEMO, requests=40, cache_ram="1MiB")
+    # So few requests do not yet settle an allocator.
+    assert last < 1.1 * first

@@ -1,27 +1,23 @@
 """Answers have the form of their path: probabilities, stops, errors, and none at all."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
-from asgi import FakeBackend, FakeRequest, app_for, ask
+from asgi import SAID, ask
+from fake_backend import FakeBackend, FakeRequest, app_for, assert_refused
+from paths import CHAT, COMPLETIONS, MESSAGES, NATIVE
+from tables import cases
 
 from orchestrator.serve.wire import LIMITS
 
-CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
-NATIVE = "/completion"
-SAID = [{"role": "user", "content": "a"}]
 
-
-def token(text: str, logprob: float) -> dict[str, Any]:
+def token(text, logprob):
     other = {"token": "x", "logprob": -3.0, "id": 2, "bytes": [1]}
     own = {"token": text, "logprob": logprob, "id": 1, "bytes": [1]}
     return {**own, "top_logprobs": [own, other]}
 
 
-def answered(path: str, data: dict[str, Any], *answers: Any, status: int = 200) -> tuple[Any, Any]:
+def answered(path, data, *answers, status=200):
     """(what llama.cpp got, what the client got; of a stream each event) for llama.cpp's answers."""
     is_stream = bool(data.get("stream"))
     parts = [json.dumps(each).encode() for each in answers]
@@ -35,12 +31,12 @@ def answered(path: str, data: dict[str, Any], *answers: Any, status: int = 200) 
     return json.loads(backend.asked[0][1]), got
 
 
-def completion(text: str, *tokens: Any, finish: str | None = "length") -> dict[str, Any]:
+def completion(text, *tokens, finish="length"):
     choice = {"index": 0, "text": text, "logprobs": {"content": list(tokens)}}
     return {"choices": [{**choice, "finish_reason": finish}]}
 
 
-def test_a_completions_probabilities_have_openais_form() -> None:
+def test_a_completions_probabilities_have_openais_form():
     two = completion("ab", token("a", -1.0), token("b", -2.0))
     asked, got = answered(COMPLETIONS, {"prompt": "a", "logprobs": 2}, two)
     assert asked["logprobs"] == 2
@@ -54,14 +50,14 @@ def test_a_completions_probabilities_have_openais_form() -> None:
     assert asked["logprobs"] == 1 and got["choices"][0]["logprobs"]["top_logprobs"] is None
 
 
-def test_offsets_go_on_through_a_stream() -> None:
+def test_offsets_go_on_through_a_stream():
     parts = [completion("ab", token("ab", -1.0)), completion("c", token("c", -1.0))]
     _, got = answered(COMPLETIONS, {"prompt": "a", "logprobs": 1, "stream": True}, *parts)
     assert [each["choices"][0]["logprobs"]["text_offset"] for each in got] == [[0], [2]]
 
 
 @pytest.mark.parametrize("more", [{}, {"top_logprobs": 0}])
-def test_the_chosen_token_alone_has_no_alternatives(more: dict[str, Any]) -> None:
+def test_the_chosen_token_alone_has_no_alternatives(more):
     answer = {"choices": [{"index": 0, "logprobs": {"content": [token("a", -1.0)]}}]}
     asked, got = answered(CHAT, {"messages": SAID, "logprobs": True, **more}, answer)
     assert asked["top_logprobs"] == 1
@@ -72,25 +68,21 @@ def test_the_chosen_token_alone_has_no_alternatives(more: dict[str, Any]) -> Non
 FIVE = {"prompt": "a", "logprobs": 5}
 
 
-@pytest.mark.parametrize(
-    ("path", "data", "most"),
-    [
-        (COMPLETIONS, FIVE, 426),
-        (COMPLETIONS, FIVE | {"n_predict": -1}, 426),  # which llama.cpp reads first
-        (COMPLETIONS, FIVE | {"n_predict": -1, "max_tokens": 9}, 426),
-        (COMPLETIONS, FIVE | {"max_completion_tokens": -1, "stream": True}, None),
-        (COMPLETIONS, FIVE | {"prompt": ["a", "b"]}, 213),
-        (COMPLETIONS, FIVE | {"prompt": [[1, 2], "b", [3]]}, 142),
-        (COMPLETIONS, FIVE | {"prompt": [1, 2, 3]}, 426),
-        (COMPLETIONS, FIVE | {"prompt": ["a", 2, "b"]}, 426),  # one prompt of both
-        (COMPLETIONS, FIVE | {"prompt": ["a"] * 64, "stream": True}, 53),
-        (COMPLETIONS, FIVE | {"prompt": ["a"] * 64}, 6),
-        (NATIVE, {"prompt": "a", "n_probs": 2559}, 1),
-    ],
+@cases(
+    "path, data, most",
+    (COMPLETIONS, FIVE, 426),
+    (COMPLETIONS, FIVE | {"n_predict": -1}, 426),  # which llama.cpp reads first
+    (COMPLETIONS, FIVE | {"n_predict": -1, "max_tokens": 9}, 426),
+    (COMPLETIONS, FIVE | {"max_completion_tokens": -1, "stream": True}, None),
+    (COMPLETIONS, FIVE | {"prompt": ["a", "b"]}, 213),
+    (COMPLETIONS, FIVE | {"prompt": [[1, 2], "b", [3]]}, 142),
+    (COMPLETIONS, FIVE | {"prompt": [1, 2, 3]}, 426),
+    (COMPLETIONS, FIVE | {"prompt": ["a", 2, "b"]}, 426),  # one prompt of both
+    (COMPLETIONS, FIVE | {"prompt": ["a"] * 64, "stream": True}, 53),
+    (COMPLETIONS, FIVE | {"prompt": ["a"] * 64}, 6),
+    (NATIVE, {"prompt": "a", "n_probs": 2559}, 1),
 )
-def test_probabilities_of_all_prompts_have_one_bound(
-    path: str, data: dict[str, Any], most: int | None
-) -> None:
+def test_probabilities_of_all_prompts_have_one_bound(path, data, most):
     """most: tokens of each answer; None where the context ends it before."""
     asked, _ = answered(path, data, {})
     limits = {name: asked[name] for name in LIMITS if name in asked}
@@ -98,50 +90,41 @@ def test_probabilities_of_all_prompts_have_one_bound(
     assert limits == (left if most is None else {"max_tokens": most})
 
 
-@pytest.mark.parametrize(
-    ("path", "data", "says"),
-    [
-        (COMPLETIONS, FIVE | {"max_tokens": 427}, "an answer of 427 tokens"),
-        (COMPLETIONS, FIVE | {"prompt": ["a", "b"], "max_tokens": 214}, "ask for 213 tokens"),
-        (NATIVE, {"prompt": "a", "n_probs": 2560}, "an answer has memory for 2559"),
-        (NATIVE, {"prompt": ["a"] * 64, "n_probs": 40}, "each of 64 answers has memory for 39"),
-    ],
+@cases(
+    "path, data, says",
+    (COMPLETIONS, FIVE | {"max_tokens": 427}, "an answer of 427 tokens"),
+    (COMPLETIONS, FIVE | {"prompt": ["a", "b"], "max_tokens": 214}, "ask for 213 tokens"),
+    (NATIVE, {"prompt": "a", "n_probs": 2560}, "an answer has memory for 2559"),
+    (NATIVE, {"prompt": ["a"] * 64, "n_probs": 40}, "each of 64 answers has memory for 39"),
 )
-def test_more_probabilities_are_refused(path: str, data: dict[str, Any], says: str) -> None:
-    reply = ask(app_for(FakeBackend()), path, data)
-    assert reply.status == 400 and says in reply.json()["error"]["message"], reply.body
+def test_more_probabilities_are_refused(path, data, says):
+    assert_refused(app_for(FakeBackend()), path, data, says)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_no_tokens_are_none(is_stream: bool) -> None:
+def test_no_tokens_are_none(is_stream):
     usage = {"completion_tokens": 1, "prompt_tokens": 3, "total_tokens": 4}
     answer = {**completion("b", token("b", -1.0), finish="stop"), "usage": usage}
     data = {"prompt": "a", "max_tokens": 0, "logprobs": 1, "stream": is_stream}
     asked, got = answered(COMPLETIONS, data, answer)
     (last,) = got if is_stream else [got]
     assert asked["max_tokens"] == 1  # llama.cpp has no way to read a prompt and say nothing
-    assert last["choices"][0] == {
-        "index": 0,
-        "text": "",
-        "logprobs": None,
-        "finish_reason": "length",
-    }
+    nothing = {"index": 0, "text": "", "logprobs": None, "finish_reason": "length"}
+    assert last["choices"][0] == nothing
     assert last["usage"] == {"completion_tokens": 0, "prompt_tokens": 3, "total_tokens": 3}
     own = {"content": "b", "tokens": [1], "tokens_predicted": 1, "stop_type": "eos"}
     _, got = answered("/completion", {"prompt": "a", "n_predict": 0}, own)
     assert (got["content"], got["tokens_predicted"], got["stop_type"]) == ("", 0, "limit")
 
 
-@pytest.mark.parametrize(
-    ("reason", "sequence", "expected"),
-    [
-        ("end_turn", "###", ("stop_sequence", "###")),
-        ("end_turn", "<|im_end|>", ("end_turn", None)),  # the chat template's
-        ("tool_use", "###", ("tool_use", "###")),
-        ("max_tokens", None, ("max_tokens", None)),
-    ],
+@cases(
+    "reason, sequence, expected",
+    ("end_turn", "###", ("stop_sequence", "###")),
+    ("end_turn", "<|im_end|>", ("end_turn", None)),  # the chat template's
+    ("tool_use", "###", ("tool_use", "###")),
+    ("max_tokens", None, ("max_tokens", None)),
 )
-def test_a_sequence_that_stops_is_the_reason(reason: str, sequence: Any, expected: Any) -> None:
+def test_a_sequence_that_stops_is_the_reason(reason, sequence, expected):
     said = {"stop_reason": reason, "stop_sequence": sequence}
     data = {"messages": SAID, "max_tokens": 5, "stop_sequences": ["###"]}
     _, whole = answered(MESSAGES, data, {"type": "message", **said})
@@ -151,7 +134,7 @@ def test_a_sequence_that_stops_is_the_reason(reason: str, sequence: Any, expecte
     assert tuple(streamed["delta"].values()) == expected
 
 
-def test_anthropics_clients_get_their_form_of_errors() -> None:
+def test_anthropics_clients_get_their_form_of_errors():
     inner = {"code": 400, "message": "no such role", "type": "invalid_request_error"}
     data = {"messages": SAID, "max_tokens": 5}
     expected = {"type": "error", "error": inner}

@@ -1,56 +1,47 @@
 """Conversations of a server share one context and the memory that experts leave, as they use it."""
 
-from __future__ import annotations
-
-import asyncio
 import json
 import re
-from collections.abc import Iterator
 from contextlib import closing
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from asgi import begun, quiet, state_with, whole
+from asgi import begun, in_a_loop
+from fake_backend import quiet, state_with, whole
+from paths import CHAT, COMPLETIONS
 from served import DEMO, server_library
+from tables import cases
 
 from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
 from orchestrator.native import touched_memory
 from orchestrator.serve.app import application
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.requests import RESERVED_TOKENS, settle_length
 from orchestrator.serve.settings import ServeSettings
-from orchestrator.serve.wire import CHAT, Refusal
-
-COMPLETIONS = "/v1/completions"
+from orchestrator.serve.wire import Refusal
 
 
-def counting(n_prompt: int | None) -> Any:
+def counting(n_prompt):
     """A backend that says of every prompt that it has so many tokens."""
     answer = json.dumps({"input_tokens": n_prompt}).encode()
     context = {"cells": 60_000, "slot_context": 30_000, "parallel": 3, "max_tokens": None}
     return SimpleNamespace(**context, request=lambda *_: whole(answer))
 
 
-@pytest.mark.parametrize(
-    ("data", "n_prompt", "cells", "limit"),
-    [
-        ({"max_tokens": 100}, 50, 150, 100),
-        ({"max_tokens": 0}, 50, 50, 0),
-        ({"max_tokens": 10**6}, 50, 30_000, 10**6),  # no further than its own context
-        ({}, 50, 20_000, 19_950),  # an even share of the context
-        ({}, 18_000, 18_000 + RESERVED_TOKENS, RESERVED_TOKENS),
-        ({}, 29_000, 30_000, 1000),
-        ({"n": 3, "max_tokens": 100}, 50, 350, 100),  # answers share their prompt
-        ({"n": 3}, 18_000, 18_000 + 3 * RESERVED_TOKENS, RESERVED_TOKENS),
-        ({"n": 3, "max_tokens": 29_000}, 500, 60_000, 29_000),  # all that there is
-        ({"prompt": ["a", "b"], "max_tokens": 100}, None, 241, 100),  # a byte a token, at most
-    ],
+@cases(
+    "data, n_prompt, cells, limit",
+    ({"max_tokens": 100}, 50, 150, 100),
+    ({"max_tokens": 0}, 50, 50, 0),
+    ({"max_tokens": 10**6}, 50, 30_000, 10**6),  # no further than its own context
+    ({}, 50, 20_000, 19_950),  # an even share of the context
+    ({}, 18_000, 18_000 + RESERVED_TOKENS, RESERVED_TOKENS),
+    ({}, 29_000, 30_000, 1000),
+    ({"n": 3, "max_tokens": 100}, 50, 350, 100),  # answers share their prompt
+    ({"n": 3}, 18_000, 18_000 + 3 * RESERVED_TOKENS, RESERVED_TOKENS),
+    ({"n": 3, "max_tokens": 29_000}, 500, 60_000, 29_000),  # all that there is
+    ({"prompt": ["a", "b"], "max_tokens": 100}, None, 241, 100),  # a byte a token, at most
 )
-def test_what_a_request_may_take(
-    data: dict[str, Any], n_prompt: int | None, cells: int, limit: int
-) -> None:
+def test_what_a_request_may_take(data, n_prompt, cells, limit):
     backend = counting(n_prompt)
     asked = dict(data)
     route = CHAT if n_prompt is not None else COMPLETIONS
@@ -58,15 +49,15 @@ def test_what_a_request_may_take(
     assert (found, asked["max_tokens"]) == (cells, limit)
 
 
-def test_a_prompt_beyond_the_context_is_refused_before_anything_begins() -> None:
+def test_a_prompt_beyond_the_context_is_refused_before_anything_begins():
     with pytest.raises(Refusal, match="the prompt of 30000 tokens exceeds"):
         settle_length(CHAT, {}, counting(30_000), 1)
 
 
 @pytest.fixture(scope="module")
-def backend() -> Iterator[Backend]:
+def backend():
     """Three sequences of up to 1,024 tokens each, in a context of 2,048 that takes from slots."""
-    settings: dict[str, Any] = {"policy": "lru", "high_tier": "q4_k", "exact": True}
+    settings = {"policy": "lru", "high_tier": "q4_k", "exact": True}
     sizes = {"ctx": 1024, "threads": 1, "ubatch": 64, "ram": 165 * 2**20}
     config = Config.build(model=DEMO, **settings, **sizes)
     made = Backend(config, ServeSettings(parallel=3), server_library(), lambda *_: None)
@@ -74,11 +65,12 @@ def backend() -> Iterator[Backend]:
         yield made
 
 
-def prompt(engine: Engine, topic: str, n: int) -> list[int]:
+def prompt(engine, topic, n):
     return (engine.tokenize(f"Tell me about {topic}, please. ") * n)[:n]
 
 
-def test_more_conversations_than_the_context_holds_are_all_answered(backend: Backend) -> None:
+@in_a_loop
+async def test_more_conversations_than_the_context_holds_are_all_answered(backend):
     """Six at once on three sequences; some wait for cells, and what idle ones hold makes room."""
     engine, shared = backend.engine, backend.engine.plan.shared
     assert shared is not None and backend.slot_context == 1024
@@ -87,27 +79,23 @@ def test_more_conversations_than_the_context_holds_are_all_answered(backend: Bac
     state.gate.open(backend.cells)
     app = application(state, quiet)
     topics = ("Norway", "spiders", "the moon", "bread", "rivers", "Peru")
-
-    async def all_at_once() -> None:
-        usual = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
-        asked = [{"prompt": prompt(engine, topic, 840), **usual} for topic in topics]
-        for _ in range(2):
-            work = [begun(app, COMPLETIONS, each)[1] for each in asked]
-            answers = [(await each).json() for each in work]
-            assert [each["usage"]["completion_tokens"] for each in answers] == [40] * len(topics)
-            touched = touched_memory(engine.store.library)
-            held = engine.store.stats().slot_bytes
-            assert held + sum(each.resident for each in touched) <= shared.n_bytes
-            assert held < shared.n_bytes // 2
-            in_use = re.search(r"\((\d+) in use\)", backend.picture()["mode"])
-            assert in_use and 840 <= int(in_use[1]) <= backend.cells
-        # What two sequences still hold stays until short prompts begin there, behind a long one.
-        for topic in topics[:2]:
-            await begun(app, COMPLETIONS, {"prompt": prompt(engine, topic, 980), **usual})[1]
-        sizes = zip(topics[2:], (980, 12, 15), strict=False)
-        asked = [{"prompt": prompt(engine, topic, n), **usual} for topic, n in sizes]
+    usual = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    asked = [{"prompt": prompt(engine, topic, 840), **usual} for topic in topics]
+    for _ in range(2):
         work = [begun(app, COMPLETIONS, each)[1] for each in asked]
-        assert [(await each).status for each in work] == [200] * 3
-
-    asyncio.run(all_at_once())
+        answers = [(await each).json() for each in work]
+        assert [each["usage"]["completion_tokens"] for each in answers] == [40] * len(topics)
+        touched = touched_memory(engine.store.library)
+        held = engine.store.stats().slot_bytes
+        assert held + sum(each.resident for each in touched) <= shared.n_bytes
+        assert held < shared.n_bytes // 2
+        in_use = re.search(r"\((\d+) in use\)", backend.picture()["mode"])
+        assert in_use and 840 <= int(in_use[1]) <= backend.cells
+    # What two sequences still hold stays until short prompts begin there, behind a long one.
+    for topic in topics[:2]:
+        await begun(app, COMPLETIONS, {"prompt": prompt(engine, topic, 980), **usual})[1]
+    sizes = zip(topics[2:], (980, 12, 15), strict=False)
+    asked = [{"prompt": prompt(engine, topic, n), **usual} for topic, n in sizes]
+    work = [begun(app, COMPLETIONS, each)[1] for each in asked]
+    assert [(await each).status for each in work] == [200] * 3
     engine.store.check()

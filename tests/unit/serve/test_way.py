@@ -1,23 +1,21 @@
 """Clients that do not read their answers, or still send when it is there already."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
+from tables import cases
+from waiting import wait_until
 
 pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
 
 import uvicorn
-from asgi import HANG_S, Client, FakeBackend, app_for, quiet, state_with, whole
+from asgi import HANG_S, Client
+from fake_backend import FakeBackend, app_for, quiet, served_by, state_with, whole
 from starlette.responses import Response
-from starlette.types import ASGIApp
 
 from orchestrator.serve import door
 from orchestrator.serve.app import application
@@ -29,21 +27,15 @@ HEAD = b"HTTP/1.1\r\nHost: localhost\r\n"
 
 
 @contextmanager
-def running(app: ASGIApp, patience_s: float) -> Iterator[tuple[int, Any]]:
+def running(app, patience_s):
     """(port, uvicorn's state) of an application behind a socket."""
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     sock.listen(64)
-    config = uvicorn.Config(
-        app,
-        http=type("Patient", (Protocol,), {"patience_s": patience_s}),
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        timeout_keep_alive=1,
-        timeout_graceful_shutdown=1,
-        backlog=1,
-    )
+    patient = type("Patient", (Protocol,), {"patience_s": patience_s})
+    usual = {"ws": "none", "lifespan": "off", "log_config": None, "backlog": 1}
+    usual |= {"timeout_keep_alive": 1, "timeout_graceful_shutdown": 1}
+    config = uvicorn.Config(app, http=patient, **usual)
     server = _Server(config, quiet)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
     thread.start()
@@ -55,7 +47,7 @@ def running(app: ASGIApp, patience_s: float) -> Iterator[tuple[int, Any]]:
         sock.close()
 
 
-def connected(port: int, received_bytes: int = 0) -> socket.socket:
+def connected(port, received_bytes=0):
     sock = socket.socket()
     if received_bytes:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, received_bytes)
@@ -64,22 +56,18 @@ def connected(port: int, received_bytes: int = 0) -> socket.socket:
     return sock
 
 
-def all_of(sock: socket.socket) -> bytes:
+def all_of(sock):
     said = b""
     while part := sock.recv(1 << 16):
         said += part
     return said
 
 
-def wait_until_none(state: Any) -> None:
-    for _ in range(int(HANG_S * 100)):
-        if not state.connections:
-            return
-        threading.Event().wait(0.01)
-    pytest.fail("a connection stays")
+def wait_until_none(state):
+    wait_until(lambda: not state.connections, "a connection stays")
 
 
-def test_who_reads_no_quick_answer_loses_its_connection() -> None:
+def test_who_reads_no_quick_answer_loses_its_connection():
     """What it does not take is counted meanwhile."""
     backend = FakeBackend(*(whole(BIG) for _ in range(4)))
     state = state_with(backend, patience=1)
@@ -96,20 +84,19 @@ def test_who_reads_no_quick_answer_loses_its_connection() -> None:
     assert state.unread.n_bytes == 0
 
 
-def test_a_long_quick_answer_goes_out_in_parts_and_is_counted() -> None:
-    state = state_with(FakeBackend(whole(BIG)))
-    app = application(state, quiet)
+def test_a_long_quick_answer_goes_out_in_parts_and_is_counted():
+    state, app = served_by(FakeBackend(whole(BIG)))
     counted = []
 
-    async def run() -> list[bytes]:
+    async def run():
         client = Client(app, "GET", "/props", b"")
         send = client._send
 
-        async def sending(message: dict[str, Any]) -> None:
+        async def sending(message):
             counted.append(state.unread.n_bytes)
             await send(message)
 
-        client._send = sending  # type: ignore[method-assign]
+        client._send = sending
         return (await client.run()).parts
 
     parts = asyncio.run(run())
@@ -118,10 +105,10 @@ def test_a_long_quick_answer_goes_out_in_parts_and_is_counted() -> None:
 
 
 @pytest.mark.parametrize("head", [HEAD + b"\r\n", HEAD + b"Connection: close\r\n\r\n"])
-def test_a_connection_that_is_to_be_closed_ends_where_nobody_reads(head: bytes) -> None:
+def test_a_connection_that_is_to_be_closed_ends_where_nobody_reads(head):
     """`close` alone waits for its client for ever, with what is in the buffer."""
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope, receive, send):
         await Response(BIG)(scope, receive, send)
 
     with running(app, 0.2) as (port, server), connected(port, 4096) as sock:
@@ -130,13 +117,13 @@ def test_a_connection_that_is_to_be_closed_ends_where_nobody_reads(head: bytes) 
         wait_until_none(server)
 
 
-@pytest.mark.parametrize(
-    ("host", "length", "status"),
-    [("evil.example", 10 * 2**20, 421), ("localhost", 10 * 2**20, 413), ("localhost", 2**18, 413)],
+@cases(
+    "host, length, status",
+    ("evil.example", 10 * 2**20, 421),
+    ("localhost", 10 * 2**20, 413),
+    ("localhost", 2**18, 413),
 )
-def test_a_refusal_arrives_though_its_client_still_sends(
-    host: str, length: int, status: int
-) -> None:
+def test_a_refusal_arrives_though_its_client_still_sends(host, length, status):
     """A connection that is closed on unread bytes is reset, and what was said is lost."""
     with running(app_for(FakeBackend()), 30.0) as (port, _):
         for _ in range(5):
@@ -147,9 +134,7 @@ def test_a_refusal_arrives_though_its_client_still_sends(
             assert said.startswith(f"HTTP/1.1 {status} ".encode()) and b'"message"' in said
 
 
-def test_what_nobody_reads_is_dropped_for_a_while_and_no_longer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_nobody_reads_is_dropped_for_a_while_and_no_longer(monkeypatch):
     monkeypatch.setattr(door, "DROP_S", 0.1)
     with running(app_for(FakeBackend()), 30.0) as (port, server):
         head = b"POST /v1/completions HTTP/1.1\r\nHost: evil\r\nConnection: close\r\n"
@@ -160,20 +145,19 @@ def test_what_nobody_reads_is_dropped_for_a_while_and_no_longer(
         wait_until_none(server)
 
 
-def test_at_the_end_of_the_server_nobody_is_waited_for() -> None:
+def test_at_the_end_of_the_server_nobody_is_waited_for():
     """Neither who still sends then, nor who is waited for already."""
-    state = state_with(FakeBackend())
-    app = application(state, quiet)
+    state, app = served_by(FakeBackend())
 
     class Sending(Client):
         waits = False
 
-        async def _receive(self) -> dict[str, Any]:
+        async def _receive(self):
             self.waits = True
             await asyncio.Event().wait()
             raise AssertionError
 
-    async def run() -> None:
+    async def run():
         waiting = Sending(app, "POST", "/tokenize", b"", host="evil", content_length="10")
         task = asyncio.create_task(waiting.run())
         while not waiting.waits:

@@ -1,0 +1,177 @@
+"""A backend without a model: its answers are written beforehand."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from threading import Event
+from typing import Any
+
+from asgi import Reply, ask
+from starlette.applications import Starlette
+
+from orchestrator.errors import ConfigError, PolicyError
+from orchestrator.serve.admission import BODY_FACTOR
+from orchestrator.serve.app import application
+from orchestrator.serve.settings import ServeSettings
+from orchestrator.serve.state import State
+
+
+@dataclass
+class FakeRequest:
+    """A native request whose answer is written beforehand. hold: its first part waits for it;
+    pause: the last one does. Parts are taken one by one, or those that are there at once."""
+
+    status: int
+    is_stream: bool
+    answer: list[bytes]
+    hold: Event | None = None
+    pause: Event | None = None
+    at_once: bool = False
+    cancelled: Event = field(default_factory=Event)
+    closed: bool = False
+    come: deque[bytes] = field(default_factory=deque)
+
+    def run(self, ready: int = -1) -> None:
+        try:
+            if not self._waits_for(self.hold):
+                self.status, self.is_stream = 500, False
+                return
+            for number, part in enumerate(self.answer):
+                if number == len(self.answer) - 1 and not self._waits_for(self.pause):
+                    return
+                self.come.append(part)
+                if ready >= 0:
+                    os.write(ready, b"\0")
+        finally:
+            self.closed = True
+            if ready >= 0:
+                os.write(ready, b"\0")
+
+    def _waits_for(self, event: Event | None) -> bool:
+        while event is not None and not event.wait(0.01):
+            if self.cancelled.is_set():
+                return False
+        return True
+
+    def take(self) -> tuple[bytes, bool]:
+        is_all, text = self.closed, b""
+        while self.come and (self.at_once or not text):
+            text += self.come.popleft()
+        return text, is_all and not self.come
+
+    @property
+    def n_left(self) -> int:
+        return sum(map(len, self.come))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def whole(self) -> tuple[int, bytes]:
+        self.at_once = True
+        self.run()
+        return self.status, self.take()[0]
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+class FakeBackend:
+    """Gives out requests in turn, and remembers what it was asked."""
+
+    slot_context, parallel, cells = 512, 1, 1000
+    max_tokens = None
+    most_scored = 16384
+    most_body_bytes, body_factor = 2**17, BODY_FACTOR
+
+    def __init__(self, *requests: FakeRequest) -> None:
+        self.requests = list(requests)
+        self.asked: list[tuple[str, bytes]] = []
+        self.sequences: list[list[int]] = []
+        self.used: list[dict[str, Any]] = []
+        self.forgotten: list[int] = []
+        self.turns: list[str] = []  # when it was to attend, and to be idle
+
+    def request(self, route: str, body: bytes, sequences: Sequence[int] = ()) -> FakeRequest:
+        self.asked.append((route, body))
+        self.sequences.append(list(sequences))
+        return self.requests[len(self.asked) - 1]
+
+    def count_tokens(self, text: str) -> tuple[int, int]:
+        """Of prose."""
+        return len(text) // 4, 12
+
+    def forget(self, sequence: int) -> bool:
+        self.forgotten.append(sequence)
+        return True
+
+    def attend(self) -> None:
+        self.turns.append("attend")
+
+    def idle(self) -> None:
+        self.turns.append("idle")
+
+    def fault(self) -> str:
+        return ""
+
+    def answered(self, sequences: Iterable[int], is_good: bool) -> None:
+        pass
+
+    def costs(self) -> Any:
+        return lambda: {"hit_rate": 0.5}
+
+    def settings_for(self, changes: dict[str, Any]) -> dict[str, Any]:
+        if "bad" in changes:
+            raise ConfigError("bad is no setting")
+        return changes
+
+    def go_by(self, settings: dict[str, Any]) -> None:
+        if "odd" in settings:
+            raise PolicyError("odd needs a second precision")
+        self.used.append(settings)
+
+    def failure(self) -> str | None:
+        return "the disk is gone"
+
+
+def whole(answer: bytes = b"{}", status: int = 200, **more: Any) -> FakeRequest:
+    """A request with an answer that comes at once."""
+    return FakeRequest(status, False, [answer], **more)
+
+
+def streaming(*parts: bytes, **more: Any) -> FakeRequest:
+    return FakeRequest(200, True, list(parts), **more)
+
+
+def state_with(backend: Any, **settings: Any) -> State:
+    state = State(ServeSettings(**settings))
+    state.backend = backend
+    return state
+
+
+def quiet(_line: str) -> None:
+    """A log that keeps nothing."""
+
+
+def app_for(backend: Any, **settings: Any) -> Starlette:
+    """The application that answers with a backend."""
+    return application(state_with(backend, **settings), quiet)
+
+
+def served_by(backend: Any, **settings: Any) -> tuple[State, Starlette]:
+    """Such an application, and what it keeps."""
+    state = state_with(backend, **settings)
+    return state, application(state, quiet)
+
+
+def reply_of(request: FakeRequest, path: str, data: Any) -> Reply:
+    """What a client gets of one answer of llama.cpp's."""
+    return ask(app_for(FakeBackend(request)), path, data)
+
+
+def assert_refused(app: Any, path: str, data: Any, says: str, status: int = 400) -> None:
+    """A sentence, and a status in the place of an answer."""
+    reply = ask(app, path, data)
+    assert reply.status == status and says in reply.json()["error"]["message"], reply.body

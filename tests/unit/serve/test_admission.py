@@ -1,0 +1,325 @@
+"""The line before the model: order, bounds, places that come back; and bodies, which together
+are as long as there is room for."""
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial, wraps
+
+import pytest
+from asgi import HANG_S, Client, ask, begun, body_of, end_of, in_a_loop, until
+from fake_backend import FakeBackend, app_for, served_by, whole
+from paths import CHAT, COMPLETIONS, COUNT
+from tables import cases
+
+from orchestrator.config import Config
+from orchestrator.serve import requests as app_module
+from orchestrator.serve.admission import BODY_FACTOR, KEPT, WHOLE_FACTOR, Bodies, Gate, Unread
+from orchestrator.serve.backend import Words, server_config
+from orchestrator.serve.wire import Refusal
+
+WORKERS = ThreadPoolExecutor(2)
+LONG = body_of({"prompt": "a" * 100_000})
+
+
+class Halted(Client):
+    """Sends a head, and of its body what it is given."""
+
+    def sends(self, part):
+        self._incoming = [{"type": "http.request", "body": part, "more_body": True}]
+
+
+def test_who_says_much_and_sends_nothing_holds_nobody_up():
+    """Place is taken by bytes that are here."""
+    state, app = served_by(FakeBackend(whole()))
+
+    async def run():
+        silent = []
+        for _ in range(40):
+            client = Halted(app, "POST", COMPLETIONS, b"", content_length=str(2**17))
+            client.sends(b"{")
+            silent.append((client, asyncio.create_task(client.run())))
+        await asyncio.sleep(0)
+        body = b'{"content": "a"}'
+        served = Client(app, "POST", "/tokenize", body, content_length=str(len(body)))
+        status = (await end_of(served.run())).status
+        assert state.bodies.kept_bytes == 40
+        for client, task in silent:
+            client.leave()
+            await task
+        return status
+
+    assert asyncio.run(run()) == 200
+    assert state.bodies.kept_bytes == 0
+
+
+@in_a_loop
+async def test_requests_that_wait_count_once_and_hold_no_other_path_up():
+    """Before, two long ones took all that there was for any request."""
+    go_on = threading.Event()
+    state, app = served_by(FakeBackend(whole(hold=go_on), *(whole() for _ in range(7))))
+    replies = [begun(app, COMPLETIONS, LONG)[1] for _ in range(6)]
+    await until(lambda: state.gate.waiting == 5)
+    assert state.bodies.kept_bytes == 5 * len(LONG)  # the one that runs is the gate's
+    quick = await begun(app, "/tokenize", {"content": "a"})[1]
+    go_on.set()
+    assert [quick.status, *[(await reply).status for reply in replies]] == [200] * 7
+    assert state.bodies.kept_bytes == 0
+
+
+def test_a_body_without_room_is_refused_at_once():
+    state, app = served_by(FakeBackend(whole()))
+    state.bodies.kept_bytes += KEPT * 2**17 - 10
+    reply = ask(app, COMPLETIONS, {"prompt": "a" * 20})
+    assert reply.status == 503 and reply.headers["retry-after"] == "1"
+    assert "try again later" in reply.json()["error"]["message"]
+    assert state.bodies.refused == 1
+    state.bodies.kept_bytes -= KEPT * 2**17 - 10
+    assert state.bodies.kept_bytes == 0  # the refused one holds nothing
+    assert ask(app, COMPLETIONS, {"prompt": "a" * 20}).status == 200
+
+
+def test_each_request_gives_its_room_back():
+    """Also one that is refused, one that is longer when it is written anew, and one that leaves."""
+    state, app = served_by(FakeBackend(*(whole() for _ in range(20))))
+
+    async def run():
+        bodies = [("/tokenize", {"content": "a" * 60_000})] * 10
+        bodies += [(COMPLETIONS, b'{"prompt":[1,1,1,1,1,1]}'), (COMPLETIONS, b"{")]
+        asked = [begun(app, path, body)[1] for path, body in [*bodies, ("/tokenize", b"")]]
+        leaving = Halted(app, "POST", COMPLETIONS, b"")
+        leaving.sends(b"{")
+        leaving.leave()
+        return [reply.status for reply in await asyncio.gather(*asked, leaving.run())]
+
+    assert asyncio.run(run()) == [200] * 11 + [400] * 3
+    assert state.bodies.kept_bytes == state.bodies.waiting == 0
+
+
+@in_a_loop
+async def test_one_thread_at_a_time_works_with_a_body_to_its_end():
+    """Who leaves takes its place along only when the work has ended."""
+    at_work, go_on = threading.Event(), threading.Event()
+
+    def work():
+        at_work.set()
+        go_on.wait(HANG_S)
+
+    bodies = Bodies(WORKERS)
+    first = asyncio.create_task(bodies.run(work))
+    await asyncio.to_thread(at_work.wait, HANG_S)
+    left = asyncio.create_task(bodies.run(work))
+    second = asyncio.create_task(bodies.run(lambda: "second"))
+    await asyncio.sleep(0)
+    assert bodies.waiting == 2
+    left.cancel()
+    first.cancel()
+    await asyncio.wait({left})
+    assert bodies.waiting == 1 and not first.done() and not second.done()
+    go_on.set()
+    assert await second == "second" and bodies.waiting == 0
+    with pytest.raises(asyncio.CancelledError):
+        await first
+
+
+def test_bodies_are_looked_at_beside_the_event_loop(monkeypatch):
+    """A list of a hundred thousand tokens takes a while."""
+    threads = []
+    usual = app_module.settle_fields
+
+    def settle(*arguments):
+        threads.append(threading.current_thread().name)
+        usual(*arguments)
+
+    monkeypatch.setattr(app_module, "settle_fields", settle)
+    app = app_for(FakeBackend(whole(), whole()))
+    assert ask(app, COMPLETIONS, {"prompt": "a"}).status == 200
+    assert ask(app, "/tokenize", {"content": "a"}).status == 200
+    assert len(threads) == 2 and all("quick" in name for name in threads)
+
+
+LIMIT = 2**17
+HALF = LIMIT // 2
+TEMPLATE = "/apply-template"
+NEEDS, BEYOND = "--body-limit ", "available context size"
+
+
+def said(text):
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+def tool(n):
+    """Of n properties with names of 240 letters."""
+    names = {"a" * 237 + f"{at:03}": {"type": "string"} for at in range(n)}
+    return {"type": "function", "function": {"name": "f", "parameters": {"properties": names}}}
+
+
+@cases(
+    "path, data, chars_a_token, word, says",
+    # Whatever a short text is, and prose and code at the limit.
+    (COMPLETIONS, {"prompt": "a" * (LIMIT // 4)}, 1, LIMIT // 4, None),
+    (COMPLETIONS, {"prompt": "a" * (LIMIT - 100)}, 4.2, 12, None),
+    (CHAT, said("a" * (LIMIT - 100)), 3, 80, None),
+    (COUNT, said("a" * (LIMIT - 100)), 2.7, 80, None),
+    ("/tokenize", {"content": "a" * 64_000}, 1, 1, None),
+    ("/tokenize", {"content": "a" * HALF}, 1000, HALF, None),
+    # More tokens or a longer word than is held for them.
+    ("/tokenize", {"content": "a" * (LIMIT - 100)}, 2, 1, NEEDS + "152KiB"),
+    ("/tokenize", {"content": "a" * 70_000}, 1000, 70_000, NEEDS + "131KiB"),
+    (COMPLETIONS, {"prompt": "a" * HALF}, 1000, 200 * HALF, NEEDS),
+    (COMPLETIONS, {"prompt": "a" * (LIMIT - 100)}, 2, 1, BEYOND),
+    (CHAT, said("a" * (LIMIT - 100)), 2, 1, BEYOND),
+    # None of them is one prompt that decodes.
+    (COMPLETIONS, {"prompt": ["a" * 2000] * 64}, 2, 1, NEEDS),
+    (TEMPLATE, said("a" * (LIMIT - 100)), 2, 1, NEEDS),
+    (COUNT, said("a" * (LIMIT - 100)), 2, 1, NEEDS),
+    ("/infill", {"input_prefix": "a" * HALF, "input_suffix": "a" * 60_000}, 2, 1, NEEDS),
+    (CHAT, {**said("a"), "stop": "a" * (LIMIT - 100)}, 2, 1, NEEDS),
+    # Templates write the names of properties, too.
+    (CHAT, {**said("a"), "tools": [tool(480)]}, 2, 1, BEYOND),
+)
+def test_a_text_that_would_take_more_than_is_held_for_a_body_is_refused(
+    path, data, chars_a_token, word, says
+):
+    """Where each character is a token it took 130 times its length, and one long word 160 times."""
+    backend = FakeBackend(whole())
+    backend.count_tokens = lambda text: (int(len(text) / chars_a_token), word)
+    reply = ask(app_for(backend), path, data)
+    assert (reply.status, bool(backend.asked)) == ((200, True) if says is None else (400, False))
+    assert says is None or says in reply.json()["error"]["message"]
+
+
+@cases(
+    "kind, cut, text, longest",
+    ("gpt2", "qwen2", "one four, three", 5),
+    ("gpt2", "qwen2", "snake_case_name", 5),
+    ("gpt2", "qwen2", "a" + "_-" * 50, 100),
+    ("gpt2", "qwen2", "das Übergrößenmaß", 17),  # bytes
+    ("gpt2", "qwen2", "a\u0301\u0302" * 20, 100),  # marks are on a letter
+    ("gpt2", "qwen2", "", 0),
+    ("gpt2", "exaone-moe", "words joined by spaces. And more\nthan this", 22),
+    ("gpt2", "deepseek-llm", "words joined by spaces. And more\nthan this", 22),
+    ("gpt2", "sarvam-moe", "é é é é\na line", 7),
+    ("gemma4", "", "é é é é, and\na line", 12),
+)
+def test_the_longest_part_in_which_merges_are_looked_for(kind, cut, text, longest):
+    words = Words(kind, cut)
+    assert not words.is_whole and words.longest(text) == longest
+    assert all(Words(each, "default").is_whole for each in ("llama", "t5", "rwkv", ""))
+
+
+def test_the_plan_counts_them():
+    config = Config.build(model="a.gguf")
+    one, longer, more, joined = (
+        server_config(config, parallel, longest, factor).beside
+        for parallel, longest, factor in (
+            (1, 1000, BODY_FACTOR),
+            (1, 2000, BODY_FACTOR),
+            (4, 1000, BODY_FACTOR),
+            (1, 1000, WHOLE_FACTOR),
+        )
+    )
+    assert longer - one == (KEPT + 2 * BODY_FACTOR) * 1000
+    assert more - one > 3 * BODY_FACTOR * 1000
+    assert joined - one == 2 * (WHOLE_FACTOR - BODY_FACTOR) * 1000
+
+
+def in_a_loop(line):
+    """A test of what only an event loop has."""
+
+    @wraps(line)
+    def run():
+        asyncio.run(line())
+
+    return run
+
+
+@in_a_loop
+async def test_requests_run_in_their_order_and_the_rest_waits():
+    gate = Gate(places=2, queue=2)
+    tickets = [gate.join() for _ in range(4)]
+    assert [each.turn.done() for each in tickets] == [True, True, False, False]
+    assert (gate.running, gate.waiting) == (2, 2)
+    with pytest.raises(Refusal):
+        gate.join()
+    assert gate.refused == 1
+    gate.leave(tickets[1])
+    assert [each.turn.done() for each in tickets[2:]] == [True, False]
+    gate.leave(tickets[0])
+    gate.leave(tickets[2])
+    gate.leave(tickets[3])
+    assert (gate.running, gate.waiting) == (0, 0)
+
+
+@in_a_loop
+async def test_who_leaves_the_line_lets_the_next_one_pass():
+    gate = Gate(places=2, queue=4)
+    first = gate.join()
+    wide, narrow = gate.join(2), gate.join(1)
+    assert not wide.turn.done() and not narrow.turn.done()  # nobody overtakes
+    gate.leave(wide)
+    assert wide.turn.cancelled() and narrow.turn.done()
+    gate.leave(first)
+    gate.leave(narrow)
+    last = gate.join(2)
+    assert last.turn.done()
+
+
+@in_a_loop
+async def test_who_would_wait_behind_a_wide_request_counts_as_waiting():
+    gate = Gate(places=2, queue=1)
+    gate.join()
+    gate.join(2)
+    with pytest.raises(Refusal):
+        gate.join()  # a place is free, and it would have to overtake
+
+
+@in_a_loop
+async def test_an_empty_queue_refuses_only_who_would_have_to_wait():
+    gate = Gate(places=1, queue=0)
+    ticket = gate.join()
+    with pytest.raises(Refusal):
+        gate.join()
+    gate.leave(ticket)
+    assert gate.join().turn.done()
+    with pytest.raises(ValueError, match="2 places of 1"):
+        gate.join(2)
+
+
+@in_a_loop
+async def test_requests_share_the_context_by_what_they_may_take():
+    gate = Gate(places=4, queue=4)
+    gate.open(1000)
+    long, short = gate.join(cells=700), gate.join(cells=300)
+    waits, behind = gate.join(cells=301), gate.join(cells=0)
+    assert [each.turn.done() for each in (long, short, waits, behind)] == [True, True, False, False]
+    gate.leave(short)
+    assert not waits.turn.done()
+    gate.leave(long)
+    assert waits.turn.done() and behind.turn.done()
+    gate.leave(waits)
+    gate.leave(behind)
+    assert gate.join(cells=5000).turn.done()  # alone: there is nobody to wait for
+
+
+@in_a_loop
+async def test_a_request_takes_what_its_sequence_still_holds():
+    gate = Gate(places=4, queue=4)
+    gate.open(1000)
+    first, second = gate.join(cells=400), gate.join(cells=100)
+    assert gate.widen(second, 50) and gate.widen(second, 600) and not gate.widen(first, 401)
+    assert not gate.join(cells=1).turn.done()
+    gate.leave(second)
+    assert gate.widen(first, 900)
+
+
+def test_what_nobody_reads_is_bounded_and_the_oldest_goes_first():
+    gone = []
+    unread = Unread(100)
+    for name, n_bytes in (("a", 60), ("b", 40), ("c", 50), ("d", 300)):
+        unread.keep(name, n_bytes, partial(gone.append, name))
+        assert unread.n_bytes <= 100 or name == "d"
+    assert gone == ["a", "b", "c"] and unread.n_bytes == 300  # the last one stays
+    for name in ("a", "d", "d"):
+        unread.leave(name)
+    assert unread.n_bytes == 0
