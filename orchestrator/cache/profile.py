@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -70,11 +70,13 @@ def load(path: Path, model: ExpertModel) -> np.ndarray:
 
 
 class Usage(NamedTuple):
-    """What a profile has: the hotness; what experts put out; what skipping did to answers."""
+    """What a profile has: the hotness; what experts put out; what skipping did to answers; errors
+    of lower tiers' weights, by the names of two tiers."""
 
     hotness: np.ndarray
     outputs: Outputs
     probed: Probed
+    errors: Mapping[str, Outputs]
 
 
 def load_usage(path: Path, model: ExpertModel) -> Usage:
@@ -97,19 +99,24 @@ def load_usage(path: Path, model: ExpertModel) -> Usage:
             raise _damaged(path)
         return found
 
-    def part(name: str, **shapes: tuple[int, ...]) -> list[np.ndarray]:
-        values = data.get(name)
+    def part(values: Any, **shapes: tuple[int, ...]) -> list[np.ndarray]:
         if not isinstance(values, dict):
             raise _damaged(path)
         return [numbers(values.get(key), *shape) for key, shape in shapes.items()]
 
-    every = (n_layers, model.n_expert)
+    def sums(values: Any) -> Outputs:
+        return Outputs(*part(values, tokens=every, squares=every))
+
+    every, errors = (n_layers, model.n_expert), data.get("errors", {})
     outputs, probed = Outputs.none(every), Probed.none(n_layers)
     if "outputs" in data:
-        outputs = Outputs(*part("outputs", tokens=every, squares=every))
+        outputs = sums(data["outputs"])
     if "probed" in data:
-        probed = Probed(*part("probed", moments=(7,), gates=(2, n_layers)))
-    return Usage(numbers(data.get("hotness"), *every), outputs, probed)
+        probed = Probed(*part(data["probed"], moments=(7,), gates=(2, n_layers)))
+    if not isinstance(errors, dict):
+        raise _damaged(path)
+    of_tiers = {tiers: sums(each) for tiers, each in errors.items()}
+    return Usage(numbers(data.get("hotness"), *every), outputs, probed, of_tiers)
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -133,6 +140,7 @@ def save(
     hotness: np.ndarray,
     outputs: Outputs | None = None,
     probed: Probed | None = None,
+    errors: Mapping[str, Outputs] | None = None,
 ) -> None:
     """Writes a profile, whole or not at all: as of Usage, None where nobody counted. Raises
     OSError."""
@@ -145,11 +153,17 @@ def save(
         "hotness": _rounded(hotness),
     }
     if outputs is not None:
-        data["outputs"] = {"tokens": _rounded(outputs.tokens), "squares": _rounded(outputs.squares)}
+        data["outputs"] = _sums(outputs)
     if probed is not None and probed.moments.any():
         # In full: what they scatter by is a small difference of them.
         data["probed"] = {"moments": probed.moments.tolist(), "gates": _rounded(probed.gates)}
+    if errors:
+        data["errors"] = {tiers: _sums(each) for tiers, each in errors.items()}
     write_whole(path, json.dumps(data), private=True)
+
+
+def _sums(of: Outputs) -> dict[str, list[list[float]]]:
+    return {"tokens": _rounded(of.tokens), "squares": _rounded(of.squares)}
 
 
 def _rounded(values: np.ndarray) -> list[list[float]]:
@@ -221,8 +235,9 @@ class _Cached:
 
 class UsageKeeper(_Cached):
     """How often tokens used each expert of a model, in earlier runs under any policy, what the
-    experts put out in answers, and what skipping did to answers, in the format of profiles. Runs
-    long ago count less: of all earlier ones as many tokens stay as _USED_TOKENS.
+    experts put out in answers, what skipping did to answers, and how far lower tiers' weights are
+    off, in the format of profiles. Runs long ago count less: of all earlier ones as many tokens
+    stay as _USED_TOKENS.
 
     note: why what earlier runs learned was left aside, or None.
     """
@@ -237,7 +252,7 @@ class UsageKeeper(_Cached):
         self.note: str | None = None
 
     @cached_property
-    def _known(self) -> tuple[np.ndarray | None, Outputs, Probed]:
+    def _known(self) -> tuple[np.ndarray | None, Outputs, Probed, Mapping[str, Outputs]]:
         if self._remember:
             try:
                 return load_usage(self._path, self._model)
@@ -245,7 +260,7 @@ class UsageKeeper(_Cached):
                 self.note = f"How this model was used is learned anew: {error}"
             except OSError:
                 pass
-        return None, self._none, self._unprobed
+        return None, self._none, self._unprobed, {}
 
     def recall(self) -> np.ndarray | None:
         """Tokens that used each expert, those of stores that were freed included, float64
@@ -266,6 +281,19 @@ class UsageKeeper(_Cached):
         if np.isfinite(answer.moments).all() and np.isfinite(answer.gates).all():
             self._probed_now += answer
 
+    @cached_property
+    def _errors(self) -> dict[str, Outputs]:
+        return dict(self._known[3])
+
+    def errors(self, tiers: Sequence[str]) -> Outputs:
+        """How far the weights of the second of these tiers are from the first's, as far as they
+        were sampled, as of orchestrator.engine.sample."""
+        return self._errors.get("/".join(tiers), self._none)
+
+    def sampled(self, tiers: Sequence[str], more: Outputs) -> None:
+        """Adds experts that were sampled."""
+        self._errors["/".join(tiers)] = self.errors(tiers) + more.finite()
+
     def learn(self, used: np.ndarray, outputs: Outputs | None = None) -> None:
         """Adds what a store counted until it was freed, [n_layers, n_expert]."""
         self._now = used.astype(np.float64) if self._now is None else self._now + used
@@ -277,11 +305,12 @@ class UsageKeeper(_Cached):
         if self._now is None or not self._now.any() or not self._remember:
             return
         total, outputs, probed = np.asarray(self.recall()), self.outputs(), self.probed()
-        self._known = total, outputs, probed
+        self._known = total, outputs, probed, self._errors
         self._now, self._outputs_now, self._probed_now = None, self._none, self._unprobed
         kept = outputs.scaled(self._kept_share(outputs.tokens))
         with suppress(OSError):
-            save(self._path, self._model, total * self._kept_share(total), kept, probed)
+            used = total * self._kept_share(total)
+            save(self._path, self._model, used, kept, probed, self._errors)
 
     def _kept_share(self, uses: np.ndarray) -> float:
         tokens = float(uses.sum(axis=1).max()) / self._model.n_expert_used

@@ -250,12 +250,13 @@ def hotness(bench: Bench, random: Random) -> str:
     path = _damaged_json(bench, bench.profile, random)
 
     def work() -> None:
-        scores, outputs, probed = profile.load_usage(path, bench.opened)
+        scores, outputs, probed, errors = profile.load_usage(path, bench.opened)
         assert scores.shape == (2, 2) and np.isfinite(scores).all()
-        estimate = learned("q4_k", outputs, probed)
-        if estimate is not None:
-            assert (estimate.nats >= 0).all() and np.isfinite(estimate.nats).all()
-            assert np.isfinite(estimate.gates).all() and estimate.growth(0.01) >= 1
+        for each in (None, *errors.values()):
+            estimate = learned("q4_k", outputs, probed, each)
+            if estimate is not None:
+                assert (estimate.nats >= 0).all() and np.isfinite(estimate.nats).all()
+                assert np.isfinite(estimate.gates).all() and estimate.growth(0.01) >= 1
 
     return _answer([path], work)
 
