@@ -67,19 +67,18 @@ class Learned:
         names, allowed = plan.tier_names, self._planner.losses.allowed
         if isinstance(driver, Driver) and driver.allowed is not None:
             allowed = driver.allowed
-        if (
-            not isinstance(driver, Driver)
-            or allowed == 0
-            or not self._planner.learns(self._config, plan)
-        ):
-            return None
         usage, n = self.usage, 0
         samples = len(names) > 1 and not usage.errors(names).tokens.all()
         if held is not None and not usage.probed().is_exact:
             length, start = len(held.tokens), held.start
             n = room_for(length, length - start, context.n_ctx)
             held = held._replace(tokens=held.tokens[: start + n])
-        if not samples and n == 0:
+        if (
+            not (samples or n)
+            or not isinstance(driver, Driver)
+            or allowed == 0
+            or not self._planner.learns(self._config, plan)
+        ):
             return None
 
         def then(goes_on: Callable[[], bool]) -> None:

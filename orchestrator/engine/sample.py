@@ -4,16 +4,16 @@ which are read from the file while nobody asks."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import product
 
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
+from gguf_tools.experts.slices import Slice
 from gguf_tools.file.layout import GATE_UP, row_bytes
-from gguf_tools.quantize.ggml import Ggml, load_ggml
+from gguf_tools.quantize.ggml import load_ggml
 from orchestrator.allocation.estimate import Outputs
 
 # Rows of each matrix. Their error is that of the whole matrix to 5 % on the demo model.
@@ -31,61 +31,36 @@ def sample(
     found until it ended. Raises OSError, and QuantizeError where ggml is missing.
     """
     found, ggml = Outputs.none(known.tokens.shape), load_ggml()
-    with _unbuffered(model) as files:
+    with ExitStack() as opened, np.errstate(all="ignore"):
+        files = [opened.enter_context(path.open("rb", buffering=0)) for path in model.files]
+        for file in files:
+            if hasattr(os, "posix_fadvise"):  # no more is read than what is asked for
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+
+        def rows(where: Slice | None, length: int, first: int, n: int) -> np.ndarray:
+            assert where is not None  # as all of the model's kinds
+            size = row_bytes(where.type, length)
+            data = os.pread(files[where.file_index].fileno(), n * size, where.offset + first * size)
+            if len(data) < n * size:
+                raise OSError(f"{model.files[where.file_index]} was cut")
+            return ggml.dequantize(where.type, np.frombuffer(data, np.uint8), length)
+
         for expert, layer in product(range(model.n_expert), range(model.n_layers)):
             if known.tokens[layer, expert]:
                 continue
-            random, error, n = np.random.default_rng((layer, expert)), 0.0, 0
+            random, error, tokens = np.random.default_rng((layer, expert)), 0.0, 0
             for kind in model.kinds(layer):
                 if not goes_on():
                     return found
-                _, n_rows = model.shapes[layer][kind] or (0, 0)
-                rows = min(_ROWS, n_rows)
-                start = int(random.integers(n_rows - rows + 1))
-                read = partial(_rows, model, ggml, files, layer, kind, expert, start, rows)
-                better, lower = (read(tier) for tier in tiers)
-                squares = np.vdot(better, better)
-                if squares:  # else there is nothing that may be wrong
+                length, n_rows = model.shapes[layer][kind] or (0, 0)
+                n = min(_ROWS, n_rows)
+                first = expert * n_rows + int(random.integers(n_rows - n + 1))
+                of_tiers = model.slices[layer][kind]
+                better, lower = (rows(of_tiers[tier], length, first, n) for tier in tiers)
+                squares = np.square(better).sum()
+                if squares:  # else there is nothing that may be off
                     both = 1 + (kind == GATE_UP)
                     error += both * float(np.square(lower - better).sum() / squares)
-                n += rows
-            found.tokens[layer, expert], found.squares[layer, expert] = n, n * error
+                tokens += n
+            found.tokens[layer, expert], found.squares[layer, expert] = tokens, tokens * error
     return found
-
-
-@contextmanager
-def _unbuffered(model: ExpertModel) -> Iterator[list[int]]:
-    """The files of a model, of which no more is read than what is asked for."""
-    files: list[int] = []
-    try:
-        for path in model.files:
-            files.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(files[-1], 0, 0, os.POSIX_FADV_RANDOM)
-        yield files
-    finally:
-        for each in files:
-            os.close(each)
-
-
-def _rows(
-    model: ExpertModel,
-    ggml: Ggml,
-    files: list[int],
-    layer: int,
-    kind: int,
-    expert: int,
-    start: int,
-    n: int,
-    tier: int,
-) -> np.ndarray:
-    """float32 [n, row length], from a row of an expert's matrix on."""
-    where, shape = model.slices[layer][kind][tier], model.shapes[layer][kind]
-    if where is None or shape is None:
-        raise KeyError(f"layer {layer} lacks a matrix")
-    size = row_bytes(where.type, shape[0])
-    at = where.offset + expert * where.expert_bytes + start * size
-    data = os.pread(files[where.file_index], n * size, at)
-    if len(data) < n * size:
-        raise OSError(f"{model.files[where.file_index]} was cut")
-    return ggml.dequantize(where.type, np.frombuffer(data, np.uint8), shape[0])
