@@ -36,6 +36,7 @@ from orchestrator.settings import parse_size
 
 DEMO = capped.REPO / "models/demo/moe-edge-demo.gguf"
 PROMPT, ANSWER = 24, 48  # tokens
+FIRST = 2  # answers behind which all of it is waited for
 
 
 class Heard(NamedTuple):
@@ -60,7 +61,7 @@ def answers(settings: dict[str, Any], times: int, seed: int, probes: bool) -> li
     with Engine.open(Config.build(**settings)) as engine:
         usage = engine._loader.learned.usage
         text = engine.tokenize((capped.REPO / "ARCHITECTURE.md").read_text("utf-8"))
-        for number in range(times + 1):
+        for number in range(times + FIRST):
             start = draw.randrange(len(text) - PROMPT - ANSWER)
             tokens = text[start : start + PROMPT + ANSWER]
             rows = hashlib.sha256(engine.eval(tokens[:PROMPT], 0).tobytes())
@@ -78,7 +79,7 @@ def answers(settings: dict[str, Any], times: int, seed: int, probes: bool) -> li
             moment, idle = draw.random(), engine.driver._idle
             begun = time.monotonic()
             engine.idle()
-            if number == 0:  # how long all of it takes
+            if number < FIRST:  # how long all of it takes
                 idle.wait()
                 lasts_s = time.monotonic() - begun
             elif probes:
@@ -113,7 +114,8 @@ def main() -> int:
         settings = {"model": model, "ram": ram, "ctx": 256, "threads": 2, "probes": 2}
         settings |= {"remember": True, "force_managed": True, "policy": "lru"}
         if args.low_tier is not None:
-            settings |= {"policy": "floor", "low_tier": args.low_tier}
+            # Look-ahead stops and begins again by how well it does.
+            settings |= {"policy": "floor", "low_tier": args.low_tier, "prefetch": "off"}
         for probes in (True, False):
             group, out = capped.Group.make(ram), Path(folder) / f"{probes}"
             asked = group.folder, out, settings, args.times, args.seed, probes
@@ -128,9 +130,12 @@ def main() -> int:
                 group.close()
             found.append(pickle.loads(out.read_bytes()))
     probed, plain = found
-    ends = [each.end_s for each in probed[1:] if each.cut]
+    ends = [each.end_s for each in probed[FIRST:] if each.cut]
     wrong = sum(a.rows != b.rows for a, b in zip(probed, plain, strict=True))
-    hits = [sum(each.hits for each in of[1:]) / sum(each.asked for each in of[1:]) for of in found]
+    hits = [
+        sum(each.hits for each in of[FIRST:]) / sum(each.asked for each in of[FIRST:])
+        for of in found
+    ]
     print(
         f"{len(ends)} of {args.times} ended while it computed: {1e3 * max(ends):.1f} ms at most,"
         f" {1e3 * statistics.median(ends):.1f} in the median; hits of the answers behind it"
