@@ -253,6 +253,13 @@ def test_a_lower_tier_is_used_by_what_is_learned(packed: Callable[..., Path]) ->
             answer(engine, drawn(24, seed), seed)
         assert engine.store.stats().computed[Phase.DECODE][1] > 0
         assert 0 < engine.last_stats.kl_estimate <= 0.01 and engine.last_stats.kl_learned
+        # A probe needs high copies; the low ones that were there come back.
+        for layer, expert in np.argwhere(engine.store.resident() == ABSENT).tolist():
+            engine.store.bring(layer, expert, 1)
+        low = engine.store.resident() == 1
+        idle(engine)
+        found = engine.store.resident()[low]
+        assert probed(engine).answers == 4 and len(found) > 2 and (found != ABSENT).mean() > 0.6
     # Who spends no loss keeps to a table.
     with opened(both, policy="dymoe", low_tier="q2_k") as engine:
         assert not engine._loader.planner.learns(engine.config, engine.plan)
