@@ -31,6 +31,9 @@ _USUAL_SCATTER, _USUAL_ANSWERS = 0.4, 2
 _DEPTH = 0.5
 # A scale grows by this power of how much less is allowed than it was probed with.
 _SMALL_MOVES = 0.3
+# An expert puts out much where its weights suit its inputs, and roundings of weights suit none. So
+# its error is a smaller share of what it puts out, by this power of how much that is.
+_LOUD = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,20 +149,44 @@ def depth_prior(n_layers: int) -> np.ndarray:
     return found
 
 
-def learned(tier: str, outputs: Outputs, probed: Probed) -> KlEstimate | None:
-    """What skipping costs in the only tier in use, at the upper end of the scale's interval; None
-    where too little is known."""
-    power, error = outputs.power(), probed.error
-    if power is None or error is None:
+def _power_of_errors(outputs: Outputs, errors: Outputs) -> np.ndarray | None:
+    """The mean square by which each expert's output is off in a lower tier, as Outputs.power has
+    that of the output: no more than that, and as much where nothing was sampled. Measured ones of
+    the demo model are a half of this in the mean, and none of them is above it."""
+    power, of_weights = outputs.power(), errors.power()
+    if power is None or of_weights is None:
+        return power
+    of_layer = outputs.squares.sum(axis=1) / outputs.tokens.sum(axis=1)
+    with np.errstate(all="ignore"):
+        share = of_weights * (of_layer[:, None] / power) ** _LOUD
+    found: np.ndarray = power * np.fmin(share, 1.0)
+    return found
+
+
+def learned(
+    tier: str, outputs: Outputs, probed: Probed, errors: Outputs | None = None
+) -> KlEstimate | None:
+    """What skipping costs in the best tier in use, at the upper end of the scale's interval, and
+    lowering where there is another one; None where too little is known.
+
+    errors: of the lower tier's weights, as of orchestrator.engine.sample. KL is a function of the
+    whole sum, whichever tiers it comes from, so that the scale of skipping is that of lowering."""
+    error, costs = probed.error, [outputs.power()]
+    if errors is not None:
+        costs.insert(0, _power_of_errors(outputs, errors))
+    known = [each for each in costs if each is not None]
+    if error is None or len(known) < len(costs):
         return None
     uses, squares = probed.gates
+    n_layers, n_expert = outputs.tokens.shape
     with np.errstate(all="ignore"):
-        nats = probed.scale * np.exp(error) * depth_prior(len(power))[:, None] * power
-        gates = np.repeat((squares / uses)[:, None], power.shape[1], axis=1)
+        scale = probed.scale * np.exp(error) * depth_prior(n_layers)[:, None, None]
+        nats = scale * np.stack([np.zeros((n_layers, n_expert)), *known], axis=2)
+        gates = np.repeat((squares / uses)[:, None], n_expert, axis=1)
         moved = float(probed.moments[3] / probed.moments[0])
     if not (np.isfinite(nats).all() and np.isfinite(gates).all() and math.isfinite(moved)):
         return None
-    return KlEstimate(tier, np.stack([np.zeros_like(nats), nats], axis=2), gates, moved)
+    return KlEstimate(tier, nats, gates, moved)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -65,11 +65,12 @@ def cached_path(model: ExpertModel, kind: str = "hotness") -> Path:
 @dataclass(frozen=True, slots=True)
 class Usage:
     """What a profile has: the hotness, float64 [n_layers, n_expert], not negative; what experts put
-    out; what skipping did to answers."""
+    out; what skipping did to answers; errors of lower tiers' weights, by the names of two tiers."""
 
     hotness: np.ndarray
     outputs: Outputs
     probed: Probed
+    errors: Mapping[str, Outputs] = field(default_factory=dict)
 
     @classmethod
     def none(cls, model: ExpertModel) -> Usage:
@@ -78,7 +79,12 @@ class Usage:
 
     def __add__(self, more: Usage) -> Usage:
         pairs = (self.outputs + more.outputs, self.probed + more.probed)
-        return Usage(self.hotness + more.hotness, *pairs)
+        none = Outputs.none(self.hotness.shape)
+        errors = {
+            each: self.errors.get(each, none) + more.errors.get(each, none)
+            for each in {*self.errors, *more.errors}
+        }
+        return Usage(self.hotness + more.hotness, *pairs, errors)
 
 
 def load(path: Path, model: ExpertModel) -> Usage:
@@ -107,19 +113,24 @@ def load(path: Path, model: ExpertModel) -> Usage:
             raise damaged
         return found
 
-    def part(name: str, **shapes: tuple[int, ...]) -> list[np.ndarray]:
-        values = data.get(name)
+    def part(values: Any, **shapes: tuple[int, ...]) -> list[np.ndarray]:
         if not isinstance(values, dict):
             raise damaged
         return [numbers(values.get(key), *shape) for key, shape in shapes.items()]
 
+    def sums(values: Any) -> Outputs:
+        return Outputs(*part(values, tokens=every, squares=every))
+
     found, every = Usage.none(model), (model.n_layers, model.n_expert)
-    outputs, probed = found.outputs, found.probed
+    outputs, probed, errors = found.outputs, found.probed, data.get("errors", {})
     if "outputs" in data:
-        outputs = Outputs(*part("outputs", tokens=every, squares=every))
+        outputs = sums(data["outputs"])
     if "probed" in data:
-        probed = Probed(*part("probed", moments=(7,), gates=(2, model.n_layers)))
-    return Usage(numbers(data.get("hotness"), *every), outputs, probed)
+        probed = Probed(*part(data["probed"], moments=(7,), gates=(2, model.n_layers)))
+    if not isinstance(errors, dict):
+        raise damaged
+    of_tiers = {tiers: sums(each) for tiers, each in errors.items()}
+    return Usage(numbers(data.get("hotness"), *every), outputs, probed, of_tiers)
 
 
 def save(
@@ -128,6 +139,7 @@ def save(
     hotness: np.ndarray,
     outputs: Outputs | None = None,
     probed: Probed | None = None,
+    errors: Mapping[str, Outputs] | None = None,
 ) -> None:
     """Writes a profile, whole or not at all: as of Usage, None where nobody counted. Raises
     OSError."""
@@ -140,11 +152,17 @@ def save(
         "hotness": _rounded(hotness),
     }
     if outputs is not None:
-        data["outputs"] = {"tokens": _rounded(outputs.tokens), "squares": _rounded(outputs.squares)}
+        data["outputs"] = _sums(outputs)
     if probed is not None and probed.moments.any():
         # In full: what they scatter by is a small difference of them.
         data["probed"] = {"moments": probed.moments.tolist(), "gates": _rounded(probed.gates)}
+    if errors:
+        data["errors"] = {tiers: _sums(each) for tiers, each in errors.items()}
     write_whole(path, json.dumps(data), private=True)
+
+
+def _sums(of: Outputs) -> dict[str, list[list[float]]]:
+    return {"tokens": _rounded(of.tokens), "squares": _rounded(of.squares)}
 
 
 def _rounded(values: np.ndarray) -> list[list[float]]:
@@ -221,8 +239,9 @@ class HotnessKeeper(_Cached):
 
 class UsageKeeper(_Cached):
     """How often tokens used each expert of a model, in earlier runs under any policy, what the
-    experts put out in answers, and what skipping did to answers, in the format of profiles. Runs
-    long ago count less: of all earlier ones as many tokens stay as _USED_TOKENS."""
+    experts put out in answers, what skipping did to answers, and how far lower tiers' weights are
+    off, in the format of profiles. Runs long ago count less: of all earlier ones as many tokens
+    stay as _USED_TOKENS."""
 
     kind = "usage"
 
@@ -265,6 +284,15 @@ class UsageKeeper(_Cached):
         if np.isfinite(answer.moments).all() and np.isfinite(answer.gates).all():
             self._now = replace(self._now, probed=self._now.probed + answer)
 
+    def errors(self, tiers: Sequence[str]) -> Outputs:
+        """How far the weights of the second of these tiers are from the first's, as far as they
+        were sampled, as of orchestrator.engine.sample."""
+        return self._all.errors.get("/".join(tiers), self._none.outputs)
+
+    def sampled(self, tiers: Sequence[str], more: Outputs) -> None:
+        """Adds experts that were sampled."""
+        self._now += replace(self._none, errors={"/".join(tiers): more.finite()})
+
     def learn(self, used: np.ndarray, outputs: Outputs | None = None) -> None:
         """Adds what a store counted until it was freed, [n_layers, n_expert]."""
         put_out = self._none.outputs if outputs is None else outputs.finite()
@@ -279,7 +307,7 @@ class UsageKeeper(_Cached):
         kept = outputs.scaled(self._kept_share(outputs.tokens))
         with suppress(OSError):
             used = used * self._kept_share(used)
-            save(self._path, self._model, used, kept, self._known.probed)
+            save(self._path, self._model, used, kept, self._known.probed, self._known.errors)
 
     def _kept_share(self, uses: np.ndarray) -> float:
         tokens = float(uses.sum(axis=1).max()) / self._model.n_expert_used

@@ -404,7 +404,7 @@ def foreseen(
 class LossModel:
     """What is known of one model's losses: by the table that the setting losses names, else the one
     beside the model. Where that says nothing, what was learned while the model answered is for
-    policies that spend a loss on skipping, and for nobody else.
+    policies that spend a loss, and for nobody else.
 
     note: why there is none, or None.
     """
@@ -444,17 +444,20 @@ class LossModel:
         return None if table is None else table.costs(tiers)
 
     def learns(self, tiers: Sequence[str]) -> bool:
-        """Whether what is learned counts in these tiers: they are one, and nobody calibrated it."""
-        return len(tiers) == 1 and not self._named and self.estimate(tiers) is None
+        """Whether what is learned counts in these tiers: they are one or two, and nobody calibrated
+        them."""
+        return len(tiers) <= 2 and not self._named and self.estimate(tiers) is None
 
     def learned(self, tiers: Sequence[str], more: Outputs | None = None) -> KlEstimate | None:
-        """What skipping costs where these are one tier, by what was learned where nobody
-        calibrated; None where that is too little. more: what experts put out that usage lacks."""
+        """What skipping costs, and lowering to the second of these tiers, by what was learned where
+        nobody calibrated; None where that is too little. more: what experts put out that usage
+        lacks."""
         if self._usage is None or not self.learns(tiers):
             return None
         outputs = self._usage.outputs()
         outputs = outputs if more is None else outputs + more.finite()
-        return learned(tiers[0], outputs, self._usage.probed())
+        errors = self._usage.errors(tiers) if len(tiers) > 1 else None
+        return learned(tiers[0], outputs, self._usage.probed(), errors)
 
     def spent(self, tiers: Sequence[str]) -> KlEstimate | None:
         """As estimate, else as learned: for a policy that spends a loss."""

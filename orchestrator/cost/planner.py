@@ -159,10 +159,13 @@ class Planner:
 
     def learns(self, config: Config, plan: MemoryPlan) -> bool:
         """Whether what skipping loses is learned behind answers with this plan: of what is missing,
-        of one precision, where the CPU computes, and the context's memory can be cut."""
+        of one precision or by who spends a loss, where the CPU computes, and the context's memory
+        can be cut."""
         if not (config.remember and config.probes):
             return False
         if plan.absent_bytes == 0 or plan.device is not None or self._model.hparams.weighs_first:
+            return False
+        if len(plan.tier_names) > 1 and not isinstance(plan.policy, SpendsLoss):
             return False
         if not self.losses.learns(plan.tier_names):
             return False

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
+import numpy as np
+
+from gguf_tools.errors import GGUFError
 from gguf_tools.experts import ExpertModel
 from orchestrator.allocation.slots import Transition
 from orchestrator.cache.profile import TunedKeeper, UsageKeeper
@@ -13,8 +17,11 @@ from orchestrator.engine.driver import Driver, PlainDriver
 from orchestrator.engine.idle import Then
 from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.engine.probe import Prober, room_for
+from orchestrator.engine.sample import sample
 from orchestrator.engine.steps import Held
+from orchestrator.events import ABSENT
 from orchestrator.memory.plan import MemoryPlan
+from orchestrator.native import Store
 from orchestrator.native.llama import LlamaContext
 from orchestrator.policy.base import SpendsLoss, Tunes
 
@@ -35,7 +42,7 @@ class Learned:
         self.usage = planner.usage if config.remember else UsageKeeper(config, model)
         self.notes: list[str] = []
         self._prober = Prober(1 + config.sequences)
-        self._config = config
+        self._config, self._model = config, model
         self._tuned = TunedKeeper(config, model)
         self._planner = planner
 
@@ -58,35 +65,39 @@ class Learned:
         context: LlamaContext,
         held: Held | None,
     ) -> Then | None:
-        """Probes what is held of an answer; a policy that spends a loss goes by what is known then.
-        None where the context was not made for that or lacks the room, where what it takes could
-        not be left as it was, or where nobody needs it."""
+        """Samples a lower tier in use, and probes what is held of an answer; a policy that spends a
+        loss goes by what is known then. None where the context was not made for that or lacks the
+        room, where what it takes could not be left as it was, or where nobody needs it."""
         names, allowed = plan.tier_names, self._planner.losses.allowed
         if isinstance(driver, Driver) and driver.allowed is not None:
             allowed = driver.allowed
+        usage, n = self.usage, 0
+        samples = len(names) > 1 and not usage.errors(names).tokens.all()
+        if held is not None and not usage.probed().is_exact:
+            length, start = len(held.tokens), held.start
+            n = room_for(length, length - start, context.n_ctx)
+            held = held._replace(tokens=held.tokens[: start + n])
         if (
-            held is None
+            not (samples or n)
             or not isinstance(driver, Driver)
-            or not self._planner.learns(self._config, plan)
             or allowed == 0
-            or self.usage.probed().is_exact
+            or not self._planner.learns(self._config, plan)
         ):
             return None
-        length, start = len(held.tokens), held.start
-        n = room_for(length, length - start, context.n_ctx)
-        if n == 0:
-            return None
-        probed, usage = held._replace(tokens=held.tokens[: start + n]), self.usage
 
         def then(goes_on: Callable[[], bool]) -> None:
+            before, found = usage.probed(), None
+            if samples:
+                self._sample(names, goes_on)
             power = (usage.outputs() + driver.store.outputs().finite()).power()
-            if power is None:
+            if held is not None and n and power is not None:
+                low = driver.store.resident() == 1
+                found = self._prober.probe(context, driver, power, held, before, allowed, goes_on)
+                _bring_back(driver.store, low, goes_on)
+            if found is not None:
+                usage.probe(found)
+            elif not samples:
                 return
-            before = usage.probed()
-            found = self._prober.probe(context, driver, power, probed, before, allowed, goes_on)
-            if found is None:
-                return
-            usage.probe(found)
             estimate = self._planner.losses.learned(names, driver.store.outputs())
             if estimate is None:
                 return
@@ -97,6 +108,13 @@ class Learned:
                 self.notes.append(_KNOWN)
 
         return then
+
+    def _sample(self, tiers: Sequence[str], goes_on: Callable[[], bool]) -> None:
+        """What cannot be read costs as much as skipping; the token that needs it says why."""
+        better, lower = map(self._model.tier_index, tiers)
+        with suppress(OSError, GGUFError):
+            known = self.usage.errors(tiers)
+            self.usage.sampled(tiers, sample(self._model, (better, lower), known, goes_on))
 
     def learn(self, driver: PlainDriver) -> None:
         """Takes in what the policy that runs knows of the model."""
@@ -114,3 +132,11 @@ class Learned:
         self._tuned.save()
         self.usage.save()
         self._planner.hotness.save()
+
+
+def _bring_back(store: Store, low: np.ndarray, goes_on: Callable[[], bool]) -> None:
+    """Reads low copies that gave way to high ones, which a probe needs and which have gone since.
+    low: bool [n_layers, n_expert], where they were."""
+    for layer, expert in np.argwhere(low & (store.resident() == ABSENT)).tolist():
+        if not goes_on() or store.bring(layer, expert, 1) is None:
+            return

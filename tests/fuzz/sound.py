@@ -59,7 +59,8 @@ class Bench:
         ones, probed = np.ones((2, 2)), Probed.none(2)
         for lost in (1.0, 2.0, 3.0):
             probed += Probed.of_answer(9, lost, lost, ones)
-        profile.save(folder / "hot.json", self.opened, ones, Outputs(ones, ones), probed)
+        sums = Outputs(ones, ones)
+        profile.save(folder / "hot.json", self.opened, ones, sums, probed, {"q8_0/q4_0": sums})
         self.profile = json.loads((folder / "hot.json").read_text())
         self.losses = _losses(self.opened, folder / "losses.json")
         self.checkpoint = folder / "checkpoint"

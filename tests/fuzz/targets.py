@@ -248,12 +248,12 @@ def hotness(bench: Bench, random: Random) -> str:
 
     def work() -> None:
         found = profile.load(path, bench.opened)
-        scores = found.hotness
-        assert scores.shape == (2, 2) and np.isfinite(scores).all()
-        estimate = learned("q4_k", found.outputs, found.probed)
-        if estimate is not None:
-            assert (estimate.nats >= 0).all() and np.isfinite(estimate.nats).all()
-            assert np.isfinite(estimate.gates).all() and estimate.growth(0.01) >= 1
+        assert found.hotness.shape == (2, 2) and np.isfinite(found.hotness).all()
+        for each in (None, *found.errors.values()):
+            estimate = learned("q4_k", found.outputs, found.probed, each)
+            if estimate is not None:
+                assert (estimate.nats >= 0).all() and np.isfinite(estimate.nats).all()
+                assert np.isfinite(estimate.gates).all() and estimate.growth(0.01) >= 1
 
     return _answer([path], work)
 

@@ -14,15 +14,18 @@ import pytest
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.experts.hparams import Hyperparameters
+from gguf_tools.file.layout import GATE_UP
+from gguf_tools.quantize.ggml import load_ggml
 from orchestrator.allocation.estimate import Outputs, Probed
 from orchestrator.cache.profile import UsageKeeper
 from orchestrator.config import Sampling
 from orchestrator.cost import losses
 from orchestrator.cost.planner import Planner
-from orchestrator.engine import probe
+from orchestrator.engine import probe, sample
 from orchestrator.engine.engine import Engine
 from orchestrator.engine.learned import Learned
 from orchestrator.events import ABSENT, SKIP, Phase
+from orchestrator.lab.calibrate.compute import stored
 from orchestrator.memory.machine import Device
 from orchestrator.native.llama import Model
 from orchestrator.policy.floor import Floor
@@ -147,7 +150,7 @@ def has_part(_model: Path, patch: pytest.MonkeyPatch) -> None:
         (False, has_part, {}),
         (False, nothing, {"remember": False}),
         (False, nothing, {"probes": 0}),
-        (False, nothing, {"low_tier": "q2_k"}),
+        (True, nothing, {"low_tier": "q2_k"}),
         (False, nothing, {"share": 2.0}),
     ],
 )
@@ -226,13 +229,72 @@ def test_a_policy_goes_by_what_is_learned(one: Path) -> None:
     # A lossless chat says once that the next start could skip.
     with opened(one, policy="lru") as engine:
         usage = engine._loader.learned.usage
-        usage._known = (*usage._known[:2], Probed.none(engine.model.n_layers))
+        usage._known = (*usage._known[:2], Probed.none(engine.model.n_layers), {})
         said = []
         for seed in range(4):
             answer(engine, drawn(24, seed), seed)
             idle(engine)
             said.append(engine.prompt_notes())
         assert [len(each) for each in said] == [0, 0, 1, 0]
+
+
+def test_a_lower_tier_is_used_by_what_is_learned(packed: Callable[..., Path]) -> None:
+    asked, both = {"policy": "floor", "low_tier": "q2_k"}, packed("q8_0", "q2_k")
+    for seed in range(3):  # in one run or in three
+        with opened(both, max_loss=0.01, **asked) as engine:
+            answer(engine, drawn(24, seed), seed)
+            assert engine.store.stats().computed[Phase.DECODE][1] == 0
+            idle(engine)
+            sampled = engine._loader.learned.usage.errors(["q8_0", "q2_k"])
+            assert sampled.tokens.all() and probed(engine).answers == seed + 1
+    with opened(both, max_loss=0.01, **asked) as engine:
+        assert "at most 0.01 nats a token from q8_0 by what was learned" in engine.mode
+        for seed in range(3):
+            answer(engine, drawn(24, seed), seed)
+        assert engine.store.stats().computed[Phase.DECODE][1] > 0
+        assert 0 < engine.last_stats.kl_estimate <= 0.01 and engine.last_stats.kl_learned
+        # A probe needs high copies; the low ones that were there come back.
+        for layer, expert in np.argwhere(engine.store.resident() == ABSENT).tolist():
+            engine.store.bring(layer, expert, 1)
+        low = engine.store.resident() == 1
+        idle(engine)
+        found = engine.store.resident()[low]
+        assert probed(engine).answers == 4 and len(found) > 2 and (found != ABSENT).mean() > 0.6
+    # Who spends no loss keeps to a table.
+    with opened(both, policy="dymoe", low_tier="q2_k") as engine:
+        assert not engine._loader.planner.learns(engine.config, engine.plan)
+        assert engine.losses.of_plan(engine.plan) is None
+
+
+def test_a_sample_says_how_far_a_tier_is_off(
+    packed: Callable[..., Path], tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in (packed("q8_0", "q2_k"), tiny_model("deepseek2-fused", "q8_0", "q4_k")):
+        with ExpertModel.open(path) as model, monkeypatch.context() as whole:
+            none, ggml = Outputs.none((model.n_layers, model.n_expert)), load_ggml()
+            few = sample.sample(model, (0, 1), none, lambda: True)
+            whole.setattr(sample, "_ROWS", 10**9)
+            every = sample.sample(model, (0, 1), none, lambda: True)
+            of_last = 0.0
+            for kind in model.kinds(-1):
+                better, lower = (stored(model, -1, kind, 2, ggml, tier) for tier in (0, 1))
+                error = np.square(better - lower).sum() / np.square(better).sum()
+                of_last += error * (1 + (kind == GATE_UP))
+            assert every.squares[-1, 2] / every.tokens[-1, 2] == pytest.approx(of_last, rel=1e-4)
+            assert (few.tokens == 2 * len(model.kinds(0))).all()
+            ratio = few.squares / few.tokens * every.tokens / every.squares
+            assert 0.6 < ratio.min() < ratio.max() < 1.6
+
+            # It ends before the next matrix, with whole experts, and goes on from there.
+            left = iter([True] * (2 * len(model.kinds(0)) + 1) + [False])
+            some = sample.sample(model, (0, 1), none, left.__next__)
+            assert np.argwhere(some.tokens).tolist() == [[0, 0], [1, 0]]
+            rest = sample.sample(model, (0, 1), some, lambda: True)
+            np.testing.assert_array_equal((some + rest).squares, every.squares)
+            monkeypatch.setattr(sample.os, "pread", lambda *_: b"")
+            with pytest.raises(OSError, match="cut"):
+                sample.sample(model, (0, 1), none, lambda: True)
+            monkeypatch.undo()
 
 
 def test_the_scale_of_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,22 +237,31 @@ def test_what_skipping_did_is_kept_with_it(model: ExpertModel) -> None:
     first.learn(counts(model, 1))
     first.probe(known)
     first.probe(probed(model, 1, np.nan))  # no number
+    tiers, rows = ("q8_0", "q2_k"), counts(model, 3)
+    first.sampled(tiers, Outputs(rows, np.where(np.arange(model.n_expert) == 1, np.inf, rows)))
+    first.sampled(tiers, Outputs(rows, rows))
     first.save()
     again = keeper(model)
+    np.testing.assert_allclose(again.errors(tiers).tokens[:, :3], [[6, 9, 0]] * model.n_layers)
+    assert not again.errors(("q8_0", "q4_k")).tokens.any()
     np.testing.assert_array_equal(again.probed().moments, known.moments)
     assert again.probed().error == pytest.approx(known.error) and again.note is None
     path = cached_path(model, "usage")
     good = json.loads(path.read_text())
     moments, gates = (good["probed"][each] for each in ("moments", "gates"))
-    for damaged in (
-        None,
-        {"moments": moments},
-        {"moments": moments[:6], "gates": gates},
-        {"moments": [*moments[:6], float("inf")], "gates": gates},
-        {"moments": [-1.0, *moments[1:]], "gates": gates},
-        {"moments": moments, "gates": gates[:1]},
+    errors = good["errors"]["q8_0/q2_k"]
+    for part, damaged in (
+        ("probed", None),
+        ("probed", {"moments": moments}),
+        ("probed", {"moments": moments[:6], "gates": gates}),
+        ("probed", {"moments": [*moments[:6], float("inf")], "gates": gates}),
+        ("probed", {"moments": [-1.0, *moments[1:]], "gates": gates}),
+        ("probed", {"moments": moments, "gates": gates[:1]}),
+        ("errors", None),
+        ("errors", {"q8_0/q2_k": None}),
+        ("errors", {"q8_0/q2_k": errors | {"tokens": moments}}),
     ):
-        path.write_text(json.dumps({**good, "probed": damaged}))
+        path.write_text(json.dumps({**good, part: damaged}))
         left = keeper(model)
         assert left.probed().error is None and left.outputs().power() is None
         assert "is learned anew" in str(left.note) and str(path) in str(left.note)

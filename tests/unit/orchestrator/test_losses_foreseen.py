@@ -247,6 +247,17 @@ def test_what_is_learned_costs_what_an_expert_puts_out() -> None:
     few = learned("q4_k", outputs, probed_alike(3) + more)
     assert few is not None and (few.nats[..., 1] > 2 * found.nats[..., 1]).all()
     assert learned("q4_k", outputs, probed_alike(2)) is None
+    # A lower tier loses a share of that, the less the more an expert puts out; all of it where
+    # nothing was sampled.
+    sampled = Outputs(tokens, np.array([[0.1, 0.1], [0.2, 0.2], [0.8, 0.8]]) * tokens)
+    low = learned("q4_k", outputs, known, sampled)
+    assert low is not None
+    mean = np.array([[1.5], [1.0], [2.5]])
+    share = np.minimum(1.0, np.array([[0.1], [0.2], [0.8]]) * (mean / power) ** 0.3)
+    np.testing.assert_allclose(low.nats[..., 1] / low.nats[..., 2], share, rtol=1e-4)
+    np.testing.assert_allclose(low.nats[..., 2], found.nats[..., 1])
+    unsampled = learned("q4_k", outputs, known, Outputs.none((3, 2)))
+    assert unsampled is not None and (unsampled.nats[..., 1] == unsampled.nats[..., 2]).all()
     # Small moves cost more: tokens were probed with 0.0125 nats.
     growths = [found.growth(allowed) for allowed in (0.00125, 0.0125, 1.0, 0.0, None)]
     assert growths == pytest.approx([10**0.3, 1, 1, 1, 1])
@@ -256,7 +267,11 @@ def test_what_is_learned_costs_what_an_expert_puts_out() -> None:
 
 def test_a_table_beats_what_was_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = np.full((3, 2), 10.0)
-    usage = SimpleNamespace(outputs=lambda: Outputs(tokens, tokens), probed=lambda: probed_alike(9))
+    usage = SimpleNamespace(
+        outputs=lambda: Outputs(tokens, tokens),
+        probed=lambda: probed_alike(9),
+        errors=lambda _tiers: Outputs(tokens, 0.1 * tokens),
+    )
     for found, is_learned in ((None, True), (table(), True), (table(FIT), False)):
         known = keeper(tmp_path, monkeypatch, found)
         known._usage = usage  # type: ignore[assignment]
@@ -264,4 +279,6 @@ def test_a_table_beats_what_was_learned(tmp_path: Path, monkeypatch: pytest.Monk
         assert (known.learned(["q4_k"]) is not None) is is_learned
         assert (known.estimate(["q4_k"]) is None) is is_learned
         assert known.recall(["q4_k"]) is None or found is not None
-        assert known.learned(["q4_k", "q2_k"]) is None  # of skipping alone
+        assert known.learned(["q8_0", "q4_k", "q2_k"]) is None
+        two = known.learned(["q4_k", "q2_k"])
+        assert (two is not None and two.nats.shape[2] == 3) is is_learned
