@@ -142,7 +142,7 @@ def touched_memory(library: Library) -> TouchedMemory:
     0.7 more for each that is resident."""
     found = CTouched()
     library.get_touched(ctypes.byref(found))
-    cache = Touched(*found.cache, used=found.used)
+    cache = Touched(found.cache[0], found.cache[1], found.used)
     return TouchedMemory(cache, Touched(*found.scratch), Touched(*found.work))
 
 
