@@ -229,7 +229,7 @@ def test_a_policy_goes_by_what_is_learned(one: Path) -> None:
     # A lossless chat says once that the next start could skip.
     with opened(one, policy="lru") as engine:
         usage = engine._loader.learned.usage
-        usage._known = (*usage._known[:2], Probed.none(engine.model.n_layers), {})
+        usage._known = replace(usage._known, probed=Probed.none(engine.model.n_layers), errors={})
         said = []
         for seed in range(4):
             answer(engine, drawn(24, seed), seed)
