@@ -325,6 +325,6 @@ def test_the_scale_of_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     config = conftest.build(model, 0.6, max_loss=0.05)
     with ExpertModel.open(model) as file:
         shown = Planner(config, file).frontier(config)
-    assert {each.kl for each in shown.candidates if each.name == "floor"} == {0.05}
-    others = [each.kl for each in shown.candidates if each.name != "floor"]
+    assert {each.kl for each in shown.candidates if each.policy == "floor"} == {0.05}
+    others = [each.kl for each in shown.candidates if each.policy != "floor"]
     assert {*others} == {0.0, None} and shown.taken.kl is not None and not shown.why_not
