@@ -1,14 +1,10 @@
-"""The tensors of a model while it reads a text, through llama.cpp's evaluation callback.
-
-Runs the plain upstream path with the best tier, where it is given no model that is loaded
-already: what is seen is the model's own.
-"""
+"""The tensors of a model while it reads a text, through llama.cpp's evaluation callback."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -16,6 +12,7 @@ import numpy as np
 from gguf_tools import interrupts
 from gguf_tools.closing import Closing
 from orchestrator.errors import NativeError
+from orchestrator.native import Store
 from orchestrator.native.llama import Bindings, Model
 
 _NUMBERS = {0: np.float32, 26: np.int32}
@@ -99,25 +96,26 @@ class Node:
 
 
 class Observer(Closing):
-    """A model and a context that show tensors of each read. Free it with close."""
+    """A context of a model that shows tensors of each read. Free it with close.
+
+    owned: what is closed after it, nothing unless who makes it says so."""
 
     def __init__(
         self,
-        path: Path,
+        model: Model,
         n_ctx: int,
         threads: int,
         wanted: Callable[[Node], bool],
         seen: Callable[[Node], None],
         *,
-        use_mmap: bool = False,
-        model: Model | None = None,
+        store: Store | None = None,
         sequences: int = 1,
         outputs: int | None = None,
     ) -> None:
         """wanted says of each node of the graph, before it is computed, whether seen gets it
-        once it is; what either raises comes out of read. model: one that is loaded already, and
-        stays so, in the place of the plain one at path. sequences: that may be read at once,
-        each with as large a part of n_ctx tokens; outputs: tokens with logits, None for all.
+        once it is; what either raises comes out of read. store: the model's experts come through
+        it. sequences: that may be read at once, each with as large a part of n_ctx tokens; outputs:
+        tokens with logits, None for all.
 
         Raises NativeError."""
         bindings = Bindings.load()
@@ -135,11 +133,8 @@ class Observer(Closing):
         ):
             function = getattr(self._lib, name)
             function.argtypes, function.restype = [ctypes.c_void_p], result
-        self.n_ctx = n_ctx
-        self._borrowed = model is not None
-        self.model = model or Model(
-            bindings, path, managed=False, use_extra_bufts=False, use_mmap=use_mmap
-        )
+        self.model, self.n_ctx, self.owned = model, n_ctx, ExitStack()
+        self._store = store
         params = self._api.llama_context_default_params()
         params.n_ctx = params.n_batch = params.n_ubatch = n_ctx
         # The last layer sees those tokens alone that want logits.
@@ -152,7 +147,6 @@ class Observer(Closing):
         bindings.listen()
         self._handle = self._api.llama_init_from_model(self.model.handle, params)
         if not self._handle:
-            self.close()
             raise NativeError(f"llama.cpp cannot make a context{bindings.complaint()}")
         self._batch = self._api.llama_batch_init(n_ctx, 0, 1)
         self._checked = False
@@ -163,7 +157,8 @@ class Observer(Closing):
 
     def read_each(self, windows: Sequence[Sequence[int]], scored: np.ndarray | None = None) -> None:
         """Evaluates windows of at most n_ctx tokens in all, each as a sequence of its own, in one
-        batch. scored: bool [n], which tokens get logits, None for all. Raises NativeError."""
+        batch. scored: bool [n], which tokens get logits, None for all. Raises NativeError, with the
+        store's own reason where the step failed for one."""
         batch, n = self._batch, sum(map(len, windows))
         if not 1 <= n <= self.n_ctx:
             raise NativeError(f"{n} tokens do not fit a context of {self.n_ctx}")
@@ -180,6 +175,8 @@ class Observer(Closing):
         with interrupts.held():
             status = self._api.llama_decode(self._handle, batch)
         if status != 0:
+            if self._store is not None:
+                self._store.check_step()
             raise NativeError(f"llama.cpp failed to evaluate {n} tokens")
 
     def logits(self, n: int) -> np.ndarray:
@@ -211,10 +208,9 @@ class Observer(Closing):
             return ask
 
     def close(self) -> None:
-        """Frees the context and the model; safe to call twice."""
+        """Frees the context, and what it owns; safe to call twice."""
         if self._handle:
             self._api.llama_batch_free(self._batch)
             self._api.llama_free(self._handle)
             self._handle = None
-        if not self._borrowed:
-            self.model.close()
+        self.owned.close()

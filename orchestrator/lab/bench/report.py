@@ -1,15 +1,9 @@
-"""What the reports of all benchmarks share: their heading, columns, titles and footnotes."""
+"""What the reports of all benchmarks share: their columns and footnotes."""
 
 from __future__ import annotations
 
-import os
-import statistics
 from collections.abc import Sequence
 
-from gguf_tools.process import processor_name
-from gguf_tools.synthetic.tensors import RESIDUAL_POWER
-from gguf_tools.units import format_size
-from orchestrator.lab.bench.loop import Loop
 from orchestrator.lab.bench.rows import Result, good
 from orchestrator.lab.table import Column, fixed, percent
 
@@ -26,6 +20,8 @@ HIT = Column("hit", "hit_rate", percent(1), "%")
 MIX = Column("hi/lo/skip", "mix", show_mix, "%")
 TOKENS = Column("tok/s", "tokens_per_s", fixed(1))
 TTFT = Column("TTFT", "ttft_ms", fixed(0), "ms")
+# What the slowest hundredth of the steps took at least.
+SLOWEST = Column("p99", "tpot_ms_p99", fixed(1), "ms")
 
 
 def step(digits: int) -> Column:
@@ -33,41 +29,9 @@ def step(digits: int) -> Column:
     return Column("p50", "tpot_ms_p50", fixed(digits), "ms")
 
 
-def slowest(digits: int) -> Column:
-    """What the slowest hundredth of the steps took at least."""
-    return Column("p99", "tpot_ms_p99", fixed(digits), "ms")
-
-
-def moved(key: str = "bytes_per_token", digits: int = 1) -> Column:
+def moved(key: str = "bytes_per_token") -> Column:
     """Megabytes that were moved for a token."""
-    return Column("MB/tok", key, fixed(digits, MB))
-
-
-def heading(loop: Loop) -> list[str]:
-    """The model, the machine, the disk and the routing."""
-    options, model, disks = loop.options, loop.model, loop.bandwidths
-    threads, speeds = options.n_threads, [each.bytes_per_s / 1e9 for each in disks]
-    return [
-        f"{options.model_name}: {model.n_layers} layers of {model.n_expert} experts, top-"
-        f"{model.n_expert_used}, {format_size(loop.file_bytes)} in {model.tiers[0].name}, "
-        f"{'trained' if options.trained else 'random weights'}",
-        f"{processor_name()}, {len(os.sched_getaffinity(0))} cores, {threads} compute "
-        f"thread{'s' if threads > 1 else ''}",
-        f"{'direct' if all(each.direct for each in disks) else 'buffered'} reads of "
-        f"{disks[0].slice_bytes / 1e6:.2f} MB by {options.io_threads} threads: "
-        f"{statistics.median(speeds):.2f} GB/s ({', '.join(f'{each:.2f}' for each in speeds)})",
-        f"{'trained' if options.trained else options.routing} routing",
-    ]
-
-
-def made_of(loop: Loop) -> str:
-    """What a shortened model of random weights is, and how often it ran: a table is quoted without
-    its heading."""
-    runs = loop.options.runs
-    made = f"{loop.model.n_layers} layers, {runs} run{'s' if runs > 1 else ''}"
-    if loop.options.trained:
-        return made
-    return f"{made}, a layer adds {RESIDUAL_POWER:.1f} of the stream's power"
+    return Column("MB/tok", key, fixed(1, MB))
 
 
 def row_notes(rows: Sequence[Result]) -> list[str]:

@@ -43,11 +43,6 @@ def good(rows: Sequence[Result]) -> list[Result]:
     return [row for row in rows if "error" not in row]
 
 
-def managed(rows: Sequence[Result]) -> list[Result]:
-    """The rows of a run with a store."""
-    return [row for row in rows if "budget_bytes" in row]
-
-
 def best_runs(rows: Sequence[Result], key: str = "tpot_ms_p50_runs") -> list[float]:
     """For each run, the least that one of the rows took; nothing without rows."""
     return [min(each) for each in zip(*(row[key] for row in good(rows)), strict=True)]
@@ -91,20 +86,10 @@ def add_bound(row: Result, compute_ms: Sequence[float], waits_ms: Sequence[list[
     }
 
 
-def store_figures(parts: Sequence[Result]) -> Result:
-    """Hits, bytes and the mix of precisions over parts of a managed run; {} of others."""
-    stores = [part["store"] for part in parts if "store" in part]
-    if not stores:
-        return {}
-    tokens = sum(part["tokens"] for part in parts)
-    requests = sum(each["requests"] for each in stores)
-    routed = {key: sum(each["routed"][key] for each in stores) for key in stores[0]["routed"]}
-    total = sum(routed.values())
-    return {
-        "hit_rate": sum(each["hits"] for each in stores) / requests if requests else None,
-        "bytes_per_token": sum(each["bytes"] for each in stores) / tokens,
-        "mix": {key: n / total if total else 0.0 for key, n in routed.items()},
-    }
+def per_token(run: Result, key: str) -> float:
+    """What the store counted of this for a decoded token of a run."""
+    parts = named(run, DECODE)
+    return float(sum(part["store"][key] for part in parts) / sum(part["tokens"] for part in parts))
 
 
 def case_row(case: Case, runs: Sequence[Result], limit_bytes: int | None) -> Result:
@@ -133,11 +118,15 @@ def case_row(case: Case, runs: Sequence[Result], limit_bytes: int | None) -> Res
     if any(part["name"] == COLD for part in runs[0]["parts"]):
         row["ttft_cold_ms"] = statistics.median(median_ms(runs, COLD))
     if "store" in parts[0]:
-        by_run = [store_figures(named(run, DECODE)) for run in runs]
+        stores = [part["store"] for part in parts]
+        requests = sum(each["requests"] for each in stores)
+        routed = {key: sum(each["routed"][key] for each in stores) for key in stores[0]["routed"]}
         callbacks = [part["callback_us"] for part in parts if part["callback_us"] is not None]
-        row |= store_figures(parts) | {
-            "bytes_per_token": statistics.median(each["bytes_per_token"] for each in by_run),
-            "budget_bytes": parts[0]["store"]["budget_bytes"],
+        row |= {
+            "hit_rate": sum(each["hits"] for each in stores) / requests if requests else None,
+            "mix": {key: n / max(1, sum(routed.values())) for key, n in routed.items()},
+            "bytes_per_token": statistics.median(per_token(run, "bytes") for run in runs),
+            "budget_bytes": stores[0]["budget_bytes"],
             "callback_us_p50": statistics.median(callbacks) if callbacks else None,
         }
     return row

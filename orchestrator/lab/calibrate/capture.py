@@ -26,7 +26,7 @@ from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.lab.calibrate.spill import Rows, spill_folder
-from orchestrator.lab.calibrate.within import CalibrationRoom, ObserverWithin
+from orchestrator.lab.calibrate.within import CalibrationRoom, observe
 from orchestrator.lab.observe import Node
 
 WINDOW = 512
@@ -88,12 +88,10 @@ class LayerActivations:
         token, slot = np.divmod(order[bounds[expert] : bounds[expert + 1]], self.ids.shape[1])
         return token, slot
 
-    def inputs(
-        self, kind: int, expert: int, start: int = 0, stop: int | None = None, step: int = 1
-    ) -> np.ndarray:
+    def inputs(self, kind: int, expert: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Rows that an expert's matrix multiplied, float32 [n, row length], in order of token;
-        start, stop and step choose among them, so that no more need be in memory at once."""
-        token, slot = (each[start:stop:step] for each in self.places(expert))
+        start and stop choose among them, so that no more need be in memory at once."""
+        token, slot = (each[start:stop] for each in self.places(expert))
         rows = self.hidden if kind == DOWN else self.x
         return rows.take(token * rows.per_token + (slot if rows.per_token > 1 else 0))
 
@@ -109,11 +107,10 @@ class Capture(Closing):
     def __init__(
         self,
         path: Path,
-        n_ctx: int = WINDOW,
         threads: int | None = None,
         room: CalibrationRoom | None = None,
     ) -> None:
-        """n_ctx: the longest window in tokens. room: the memory to stay within, with experts read
+        """For windows of at most WINDOW tokens. room: the memory to stay within, with experts read
         from the file as they are needed; None for all that there is. Raises GGUFError, NativeError
         or BudgetError."""
         with ExpertModel.open(path) as model:
@@ -128,9 +125,7 @@ class Capture(Closing):
         self._number = 0
         self._parts: dict[int, dict[str, np.ndarray]] = {}
         threads = threads or default_threads()
-        self._observer = ObserverWithin(
-            path, n_ctx, threads, self._is_wanted, self._keep, room=room, use_mmap=True
-        )
+        self._observer = observe(path, WINDOW, threads, self._is_wanted, self._keep, room)
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a text, the begin token that the model wants first."""
@@ -141,7 +136,7 @@ class Capture(Closing):
         windows: Sequence[Sequence[int]],
         layers: Sequence[int],
         sink: Sink,
-        progress: Progress | None = None,
+        progress: Progress = lambda share: None,
     ) -> None:
         """Reads windows of tokens, each on its own; sink is called as soon as a layer
         is computed, and may keep the arrays.
@@ -160,34 +155,27 @@ class Capture(Closing):
                     f"layer {self.layer_ids[min(missing)]}: the model's graph does not show what"
                     " its experts multiply as expected"
                 )
-            if progress is not None:
-                progress((number + 1) / len(windows))
+            progress((number + 1) / len(windows))
 
     def layers(
-        self,
-        windows: Sequence[Sequence[int]],
-        layers: Sequence[int] | None = None,
-        *,
-        spill_bytes: int = SPILL_BYTES,
-        folder: Path | None = None,
-        progress: Progress | None = None,
+        self, windows: Sequence[Sequence[int]], progress: Progress = lambda share: None
     ) -> Generator[LayerActivations, None, None]:
-        """What each layer's experts saw over all windows, layers in increasing order (None: all).
+        """What each layer's experts saw over all windows, layers in increasing order.
 
-        Goes over the windows once for as many layers as fit spill_bytes in a temporary file, at
-        least one; folder: where (None: spill_folder()). An object is valid until the next is asked
-        for. Raises ConfigError where the disk is too small, NativeError as read does.
+        Goes over the windows once for as many layers as fit SPILL_BYTES in a temporary file in
+        spill_folder(), at least one. An object is valid until the next is asked for. Raises
+        ConfigError where the disk is too small, NativeError as read does.
         """
-        chosen = sorted(set(range(len(self.layer_ids)) if layers is None else layers))
-        n_tokens = sum(len(window) for window in windows)
-        groups = self._groups(chosen, n_tokens, spill_bytes)
-        where = folder or spill_folder()
+        n_tokens, where = sum(map(len, windows)), spill_folder()
+        groups: list[list[int]] = []
+        left = 0
+        for layer in range(len(self.layer_ids)):
+            if self._layer_bytes(layer, n_tokens) > left or not groups:
+                groups.append([])
+                left = SPILL_BYTES
+            groups[-1].append(layer)
+            left -= self._layer_bytes(layer, n_tokens)
         for number, group in enumerate(groups):
-
-            def report(share: float, number: int = number) -> None:
-                if progress is not None:
-                    progress((number + share) / len(groups))
-
             needed = sum(self._layer_bytes(layer, n_tokens) for layer in group)
             free = shutil.disk_usage(where).free
             if needed > free:
@@ -196,6 +184,10 @@ class Capture(Closing):
                     f" {format_size(needed)}, but only {format_size(free)} are free: use fewer"
                     " tokens, or another folder (TMPDIR)"
                 )
+
+            def report(share: float, number: int = number) -> None:
+                progress((number + share) / len(groups))
+
             yield from self._pass(windows, group, where, report)
 
     def _pass(
@@ -230,18 +222,6 @@ class Capture(Closing):
         self.read(windows, group, keep, progress)
         for layer in group:
             yield found.pop(layer)
-
-    def _groups(self, layers: list[int], n_tokens: int, limit: int) -> list[list[int]]:
-        groups: list[list[int]] = []
-        left = 0
-        for layer in layers:
-            needed = self._layer_bytes(layer, n_tokens)
-            if not groups or needed > left:
-                groups.append([])
-                left = limit
-            groups[-1].append(layer)
-            left -= needed
-        return groups
 
     def _layer_bytes(self, layer: int, n_tokens: int) -> int:
         n_embd, n_ff = self._widths[layer]

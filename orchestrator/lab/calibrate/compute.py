@@ -8,7 +8,7 @@ import numpy as np
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, GATE, GATE_UP, KINDS, UP, GGMLType
-from gguf_tools.quantize.ggml import Ggml
+from gguf_tools.quantize.ggml import Ggml, load_ggml
 from orchestrator.errors import ConfigError
 
 # Inner values as captured are products of quantized activations: what int8 leaves of them.
@@ -27,6 +27,15 @@ def stored(
     at = where.offset + expert * where.expert_bytes
     data = model.parts[where.file_index].bytes_at(at, where.expert_bytes)
     return ggml.dequantize(where.type, data, shape[0])
+
+
+def tensor(model: ExpertModel, name: str) -> np.ndarray | None:
+    """A tensor of a file as float32 [rows, row length]; None where it has none of this name."""
+    for part in model.parts:
+        if name in part.tensors:
+            info = part.tensors[name]
+            return load_ggml().dequantize(GGMLType(info.type), part.array(name), info.shape[0])
+    return None
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
@@ -123,20 +132,17 @@ class AfterProduct:
     then its bias, where the file has them."""
 
     def __init__(self, model: ExpertModel, il: int, kind: int) -> None:
-        self._scales = _per_expert(model, il, kind, "scale")
-        self._biases = _per_expert(model, il, kind, "bias")
+        # float32 [n_expert, 1], and [n_expert, rows]
+        self._scales, self._biases = (
+            None if each is None else each.reshape(model.n_expert, -1)
+            for each in (
+                tensor(model, f"blk.{il}.ffn_{KINDS[kind]}_exps.{what}")
+                for what in ("scale", "bias")
+            )
+        )
 
     def __call__(self, products: np.ndarray, experts: int | np.ndarray) -> np.ndarray:
         """products: float32 [..., rows]; experts: whose, [...]."""
         if self._scales is not None:
             products = products * self._scales[experts]
         return products if self._biases is None else products + self._biases[experts]
-
-
-def _per_expert(model: ExpertModel, il: int, kind: int, what: str) -> np.ndarray | None:
-    """Scales of a layer's experts, float32 [n_expert, 1], or biases, [n_expert, rows]."""
-    name = f"blk.{il}.ffn_{KINDS[kind]}_exps.{what}"
-    for part in model.parts:
-        if name in part.tensors and part.tensors[name].type is GGMLType.F32:
-            return part.array(name).view(np.float32).reshape(model.n_expert, -1)
-    return None

@@ -16,7 +16,7 @@ def gather(
     capture: Capture,
     model: ExpertModel,
     calibration: Calibration,
-    progress: Progress | None = None,
+    progress: Progress = lambda share: None,
 ) -> Imatrix:
     """Sums of the squared inputs of each expert's matrices, and the tokens that each expert saw.
 

@@ -123,7 +123,7 @@ def _reading(
                 raise
             n -= 1
     with opened as capture:
-        yield capture, read_calibration(capture, method.calib, method.tokens), n
+        yield capture, read_calibration(capture.tokenize, method.calib, method.tokens), n
 
 
 @contextmanager

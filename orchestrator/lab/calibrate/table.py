@@ -7,8 +7,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ _FORM = 3
 
 
 class Kept:
-    """What a calibration has done, in the user cache; of one at a time for each model.
+    """What a calibration has done, in the user cache; of one at a time for each model: passes by
+    their names, and "scored", bool [n] of each window: the tokens that `rows` are of.
 
     went_on: something of it had been done before.
     """
@@ -71,27 +73,17 @@ class Kept:
         path.touch()
         return path
 
-    @property
-    def scored(self) -> list[np.ndarray]:
-        """bool [n] of each window: the tokens that `rows` are of."""
-        with np.load(self.folder / "scored.npz") as found:
-            return [found[each] for each in found.files]
-
-    def keep_scored(self, scored: Sequence[np.ndarray]) -> None:
-        with whole_file(self.folder / "scored.npz") as file:
-            np.savez(file, *scored)
-
-    def moved(self, name: str) -> Moved | None:
-        """What a pass did, where it was done."""
+    def arrays(self, name: str) -> dict[str, np.ndarray]:
+        """What was kept by this name, nothing where there was none."""
         path = self.folder / f"{name}.npz"
         if not path.exists():
-            return None
+            return {}
         with np.load(path) as found:
-            return Moved(found["kl"], found["lost"])
+            return dict(found)
 
-    def keep(self, name: str, what: Moved) -> None:
+    def keep(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
         with whole_file(self.folder / f"{name}.npz") as file:
-            np.savez(file, **what._asdict())
+            np.savez(file, **arrays)  # type: ignore[arg-type]
 
     def drop(self) -> None:
         """All is done."""
@@ -106,23 +98,12 @@ def read_windows(method: Method, path: Path) -> Calibration:
     words = Model(
         Bindings.load(), path, managed=True, use_extra_bufts=False, use_mmap=False, no_data=True
     )
-    try:
-        found = read_calibration(_Words(words), method.calib, method.tokens, WINDOW)
-    finally:
-        words.close()
+    with closing(words):
+        tokenize = partial(words.tokenize, add_special=True, parse_special=True)
+        found = read_calibration(tokenize, method.calib, method.tokens, WINDOW)
     tokens = [token for window in found.windows for token in window]
     starts = range(0, max(1, len(tokens) - WINDOW + 1), WINDOW)
     return replace(found, windows=[tokens[start : start + WINDOW] for start in starts])
-
-
-class _Words:
-    """A vocabulary as read_calibration wants it."""
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-
-    def tokenize(self, text: str) -> list[int]:
-        return self._model.tokenize(text, add_special=True, parse_special=True)
 
 
 def measure_losses(
@@ -202,7 +183,7 @@ class _Run:
         """Reads the text in a file's best tier, and keeps what it says."""
         windows, ram = self._text.windows, self._method.ram
         with TextReader(path, windows, self._threads, ram) as reader:
-            self._kept.keep_scored(reader.scored)
+            self._kept.keep("scored", {str(n): each for n, each in enumerate(reader.scored)})
             scored, at = sum(int(each.sum()) for each in reader.scored), 0
             for done, step in enumerate(
                 reader.read(sums.route, sums.seen) if sums else reader.read(lambda *_: None), 1
@@ -220,15 +201,15 @@ class _Run:
         plain = replace(table, fit=Fit((1.0,) * len(table.counts), (), "", 0.0))
         todo, found = passes(tiers), {}
         for number, (name, tier) in enumerate(todo):
-            known = self._kept.moved(name)
-            if known is None:
+            known = self._kept.arrays(name)
+            if not known:
 
                 def progress(share: float, number: int = number) -> None:
                     self._report("Fitting KL", (number + share) / len(todo))
 
-                known = self._moved(plain, name, tier, tiers[0], progress)
+                known = self._moved(plain, name, tier, tiers[0], progress)._asdict()
                 self._kept.keep(name, known)
-            found[name] = known
+            found[name] = Moved(**known)
         weights = np.array([len(window) for window in self._text.windows], np.float64)
         text = f"{self._text.n_tokens} tokens of {table.calibration}"
         return fitted(tiers, found, text, weights)
@@ -239,7 +220,8 @@ class _Run:
         estimate = table.estimate([best] if tier is None else [best, tier])
         if estimate is None:
             raise ConfigError(f"the loss table lacks {best if tier is None else tier}")
-        known, windows, ram = self._kept.scored, self._text.windows, self._method.ram
+        known = list(self._kept.arrays("scored").values())
+        windows, ram = self._text.windows, self._method.ram
         n_rows = sum(int(each.sum()) for each in known)
         n_vocab = self._kept.rows.stat().st_size // (4 * n_rows)
         with (

@@ -8,7 +8,7 @@ from pathlib import Path
 from gguf_tools.file.chunks import sha256_of
 from orchestrator.errors import ConfigError
 from orchestrator.lab.calibrate.capture import WINDOW
-from orchestrator.lab.eval.text import Tokenizer, needed_tokens, read_documents, windows_of
+from orchestrator.lab.eval.text import Tokenize, needed_tokens, read_documents, windows_of
 
 # What 128 samples of 512 tokens have: more changes little, and takes its time.
 MAX_TOKENS = 65536
@@ -33,14 +33,14 @@ class Calibration:
 
 
 def read_calibration(
-    tokenizer: Tokenizer, path: Path, limit: int = MAX_TOKENS, window: int = WINDOW
+    tokenize: Tokenize, path: Path, limit: int = MAX_TOKENS, window: int = WINDOW
 ) -> Calibration:
     """The first limit tokens of a text (or JSON lines, .xz unpacked), in windows within one
     document each. Raises ConfigError for a text that cannot be read or is too short."""
     if path.exists() and not path.is_file():
         raise ConfigError(f"{path} is no file: its checksum is kept beside what is made of it")
     documents = read_documents(path, needed_tokens(limit, window))
-    cut = windows_of(tokenizer, documents, window, limit)
+    cut = windows_of(tokenize, documents, window, limit)
     found = Calibration(path.name, sha256_of(path), [each.tokens for each in cut])
     if found.n_tokens < LEAST_TOKENS:
         raise ConfigError(

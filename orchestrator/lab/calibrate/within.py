@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +14,10 @@ from gguf_tools.file.layout import DOWN
 from gguf_tools.units import format_size
 from orchestrator.config import Config
 from orchestrator.engine.driver import Driver
-from orchestrator.engine.load import Loaded, Loader
-from orchestrator.errors import BudgetError, NativeError
+from orchestrator.engine.load import Loader
+from orchestrator.errors import BudgetError
 from orchestrator.lab.observe import Node, Observer
+from orchestrator.native.llama import Bindings, Model
 from orchestrator.policy import BASELINE
 
 # Copies of a window's activations that live at once: as they come, in half precision, scaled.
@@ -77,15 +79,20 @@ def at_once(ram: int | None, threads: int, n_bytes: int) -> int:
 
 
 def load_within(
-    path: Path, n_ctx: int, threads: int, room: CalibrationRoom | None, **more: Any
-) -> tuple[ExpertModel, Loaded]:
-    """The model for windows of n_ctx tokens in all, without its context. Close both. room None: as
-    much as there is; more: settings beside those.
+    stack: ExitStack,
+    path: Path,
+    n_ctx: int,
+    threads: int,
+    room: CalibrationRoom | None,
+    **more: Any,
+) -> tuple[Model, Driver]:
+    """The model for windows of n_ctx tokens in all, without its context, and what its experts come
+    through; the stack closes both. room None: as much as there is; more: settings beside those.
 
     Raises BudgetError naming the smallest cap that works.
     """
-    model = ExpertModel.open(path)
-    try:
+    with ExitStack() as own:
+        model = own.enter_context(ExpertModel.open(path))
         settings = {"policy": BASELINE, "high_tier": model.tiers[0].name, "logits_all": True}
         config = Config.build(
             model=path,
@@ -97,63 +104,40 @@ def load_within(
         )
         loader = Loader(config, model)
         try:
-            loaded = loader.load(loader.planner.runs(config))
+            loaded = own.enter_context(closing(loader.load(loader.planner.runs(config))))
         except BudgetError as error:
             if room is None:
                 raise
             raise _too_small(room, error.needed_bytes + room.own) from error
-    except BaseException:
-        model.close()
-        raise
-    # Whoever watches makes one of its own.
-    loaded.context.close()
-    return model, loaded
+        # Whoever watches makes one of its own.
+        loaded.context.close()
+        assert isinstance(loaded.driver, Driver)
+        stack.enter_context(own.pop_all())
+    return loaded.model, loaded.driver
 
 
-class ObserverWithin(Observer):
-    """An observer whose model keeps to a cap, where there is one."""
-
-    def __init__(
-        self,
-        path: Path,
-        n_ctx: int,
-        threads: int,
-        wanted: Callable[[Node], bool],
-        seen: Callable[[Node], None],
-        *,
-        room: CalibrationRoom | None,
-        use_mmap: bool = False,
-    ) -> None:
-        """room: the memory to stay within, with experts read from the file as they are needed;
-        None for the plain model. Raises GGUFError, NativeError or BudgetError."""
-        self._within = None if room is None else load_within(path, n_ctx, threads, room)
-        model = None if self._within is None else self._within[1].model
-        try:
-            super().__init__(path, n_ctx, threads, wanted, seen, use_mmap=use_mmap, model=model)
-        except BaseException:
-            self._close_within()
-            raise
-
-    def read(self, tokens: Sequence[int]) -> None:
-        """As Observer's; raises NativeError with the store's own reason, where a step failed for
-        one."""
-        try:
-            super().read(tokens)
-        except NativeError:
-            if self._within is not None and isinstance(self._within[1].driver, Driver):
-                self._within[1].driver.store.check_step()
-            raise
-
-    def close(self) -> None:
-        super().close()
-        self._close_within()
-
-    def _close_within(self) -> None:
-        if self._within is not None:
-            model, loaded = self._within
-            self._within = None
-            loaded.close()
-            model.close()
+def observe(
+    path: Path,
+    n_ctx: int,
+    threads: int,
+    wanted: Callable[[Node], bool],
+    seen: Callable[[Node], None],
+    room: CalibrationRoom | None = None,
+) -> Observer:
+    """An observer of a model that keeps to a cap, with experts read from the file as they are
+    needed; room None: of the plain model, mapped. wanted, seen: as of Observer. Raises GGUFError,
+    NativeError or BudgetError."""
+    with ExitStack() as stack:
+        if room is None:
+            store, bindings = None, Bindings.load()
+            model = Model(bindings, path, managed=False, use_extra_bufts=False, use_mmap=True)
+            stack.callback(model.close)
+        else:
+            model, driver = load_within(stack, path, n_ctx, threads, room)
+            store = driver.store
+        observer = Observer(model, n_ctx, threads, wanted, seen, store=store)
+        observer.owned = stack.pop_all()
+    return observer
 
 
 def _too_small(room: CalibrationRoom, needed: int) -> BudgetError:

@@ -199,10 +199,9 @@ def watch_layers(engine: Engine, tokens: Sequence[int], path: str) -> Result:
     def keep(node: Node) -> None:
         seen[node.name.removeprefix(_EXPERTS_OUT)] = node.array()
 
-    config = engine.config
     n = min(len(tokens), engine.plan.n_ubatch)
-    threads = config.threads or len(os.sched_getaffinity(0))
-    with Observer(config.model, n, threads, wanted, keep, model=engine.llama) as observer:
+    threads = engine.config.threads or len(os.sched_getaffinity(0))
+    with Observer(engine.llama, n, threads, wanted, keep) as observer:
         observer.read(tokens[:n])
     np.savez(path, **seen)  # type: ignore[arg-type]
     return {"layers": sorted(map(int, seen))}

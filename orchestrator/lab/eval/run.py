@@ -127,7 +127,7 @@ def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str
             return []
         window = min(options.window, engine.n_ctx)
         return cut_windows(
-            engine, documents, window, options.tokens, options.text, options.prompt_tokens
+            engine.tokenize, documents, window, options.tokens, options.text, options.prompt_tokens
         )
 
     with ExitStack() as stack:

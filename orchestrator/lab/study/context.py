@@ -12,13 +12,13 @@ from gguf_tools.experts.hparams import SIGMOID, SOFTMAX
 from orchestrator.allocation.placement import PlacementSettings, importance
 from orchestrator.allocation.pools import shares
 from orchestrator.errors import ConfigError
+from orchestrator.lab.eval.arithmetic import cosine
 from orchestrator.lab.eval.text import Window
 from orchestrator.lab.study.activations import (
     CHOSEN,
     ROUTER_INPUT,
     Activations,
     applied_gates,
-    cosine,
     read_windows,
     routers_of,
     top,

@@ -8,14 +8,13 @@ from collections import defaultdict
 import numpy as np
 
 from orchestrator.lab.eval import arithmetic
-from orchestrator.lab.eval.arithmetic import Estimate, pair
+from orchestrator.lab.eval.arithmetic import Estimate, cosine, pair
 from orchestrator.lab.eval.report import share_with_error, with_error
 from orchestrator.lab.study.activations import (
     FFN_INPUT,
     OUTPUT,
     ROUTER_INPUT,
     ROUTER_LOGITS,
-    cosine,
     read_windows,
     recall,
     routers_of,

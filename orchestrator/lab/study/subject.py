@@ -203,7 +203,12 @@ class Subject:
             self.n_expert = engine.model.n_expert
             window = min(options.window, engine.n_ctx)
             self.windows = cut_windows(
-                engine, documents, window, options.tokens, options.text, options.prompt_tokens
+                engine.tokenize,
+                documents,
+                window,
+                options.tokens,
+                options.text,
+                options.prompt_tokens,
             )
         self.uniform_types = UniformTypes(config, options)
         self.high = config.high_tier or ("q4_k" if "q4_k" in self.tiers[:-1] else self.tiers[0])

@@ -30,8 +30,8 @@ def gathered(model: Path, tmp_path_factory: pytest.TempPathFactory):
     """An imatrix of the tiny model, and the text's windows."""
     text = tmp_path_factory.mktemp("text") / "calib.txt"
     text.write_text("Once upon a time an owl lived in an oak, and it was never at home. " * 8)
-    with Capture(model, 128, threads=1) as capture, ExpertModel.open(model) as facts:
-        calibration = read_calibration(capture, text, limit=400, window=128)
+    with Capture(model, threads=1) as capture, ExpertModel.open(model) as facts:
+        calibration = read_calibration(capture.tokenize, text, limit=400, window=128)
         return gather(capture, facts, calibration), calibration.windows
 
 
@@ -50,7 +50,7 @@ def test_sums_are_the_plain_ones(gathered, model: Path) -> None:
                     sums[expert_tensor_name(layer, kind)][expert] += seen.x[t, 0] ** 2.0
                 sums[expert_tensor_name(layer, DOWN)][expert] += seen.hidden[t, slot] ** 2.0
 
-    with Capture(model, 128, threads=1) as capture:
+    with Capture(model, threads=1) as capture:
         capture.read(windows, range(3), add)
     assert len(imatrix.entries) == 9
     for name, entry in imatrix.entries.items():

@@ -142,7 +142,7 @@ def test_the_best_tier_is_the_reference_where_there_is_no_other(
     assert "KL is foreseen by " in result.output
     windows = read_windows(Method(calib=text, tokens=300), packed).windows
     with Capture(packed, threads=1) as capture:
-        (layer,) = capture.layers(windows, [1])
+        layer = list(capture.layers(windows))[1]
     of_each = [np.mean(layer.gates(e).astype(float) ** 2) for e in np.flatnonzero(seen[1])]
     assert own.gates is not None and np.allclose(own.gates[1][seen[1]], of_each)
 
@@ -270,11 +270,11 @@ def test_a_pass_that_finds_less_memory_has_fewer_of_the_logits(
     """Those of a token of each window, compared with what the first pass kept of that token."""
     load, sizes, scored = reader.load_within, [], []
 
-    def full(path: Path, size: int, *args: Any, **more: Any) -> Any:
+    def full(stack: Any, path: Path, size: int, *args: Any, **more: Any) -> Any:
         sizes.append(size)
         if len(sizes) > 1 and sizes[-2:] != [tables.WINDOW] * 2:
             raise BudgetError("too little", 1)
-        return load(path, size, *args, **more)
+        return load(stack, path, size, *args, **more)
 
     def watched(text: Any, name: str, costs: Any, against: Any, progress: Any) -> Any:
         scored.append([int(each.sum()) for each in text.scored])
@@ -330,7 +330,7 @@ def test_an_unknown_activation_is_refused(
     _, source = files
     windows = read_windows(Method(calib=text, tokens=300), source).windows
     with Capture(source, threads=1) as capture, ExpertModel.open(source) as full:
-        (seen,) = capture.layers(windows, [1])
+        seen = list(capture.layers(windows))[1]
         expert = int(np.argmax(seen.counts()))
         rows = [seen.inputs(kind, expert, stop=64) for kind in (UP, DOWN)]
         assert LayerExperts(full, 1, expert, *rows, ggml).activation == "silu"

@@ -112,7 +112,7 @@ def test_pack_by_a_text_and_by_a_file_made_from_it(
     assert "experts saw fewer than 32 tokens" in result.output
     assert "3 of layer 0 (0)" in result.output
     with Capture(small, threads=1) as capture, ExpertModel.open(small) as facts:
-        calibration = read_calibration(capture, text)
+        calibration = read_calibration(capture.tokenize, text)
         imatrix = gather(capture, facts, calibration)
     write_imatrix(tmp_path / "m.gguf", imatrix)
     assert run(small, second, *tiers, "--imatrix", tmp_path / "m.gguf").exit_code == 0

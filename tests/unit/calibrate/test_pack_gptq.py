@@ -86,7 +86,7 @@ def test_pack_by_a_text(
         ExpertModel.open(plain) as theirs,
         Capture(small, threads=1) as capture,
     ):
-        calibration = read_calibration(capture, words)
+        calibration = read_calibration(capture.tokenize, words)
         assert ours.metadata["moe_edge.quantization"] == "gptq"
         assert ours.metadata["moe_edge.calibration"] == calibration.summary()
         for seen in capture.layers(calibration.windows):
@@ -128,15 +128,16 @@ def test_threads_and_what_is_kept_change_nothing(
         return factorize(hessian, device)
 
     monkeypatch.setattr(gptq, "factorize", counted)
+    monkeypatch.setattr("orchestrator.lab.calibrate.capture.SPILL_BYTES", 1)
     out = tmp_path / "out.gguf"
     with computing(), Capture(small, threads=1) as capture:
-        calibration = read_calibration(capture, words)
-        layers = capture.layers(calibration.windows, spill_bytes=1)
+        calibration = read_calibration(capture.tokenize, words)
+        layers = capture.layers(calibration.windows)
         pack(
             small,
             out,
             TIERS,
-            quantizer=Gptq(load_ggml(), layers, calibration.summary(), "cpu", 3),
+            quantizer=Gptq(load_ggml(), layers, calibration.summary(), "cpu", 3, 3),
             threads=3,
         )
     assert len(asked) == 2 * 4 * 2
@@ -149,8 +150,8 @@ def test_factors_beyond_a_limit_are_made_again(
     asked: list[int] = []
     monkeypatch.setattr(gptq, "factorize", lambda *args: asked.append(1) or FACTOR)
     with computing(), Capture(small, threads=1) as capture:
-        windows = read_calibration(capture, words).windows
-        quantizer = Gptq(ggml, capture.layers(windows, [0]), "", "cpu", threads=1)
+        windows = read_calibration(capture.tokenize, words).windows
+        quantizer = Gptq(ggml, capture.layers(windows), "", "cpu", 1, 1)
         values = np.zeros((1, 256), np.float32)
 
         def quantize(*pairs: tuple[int, int]) -> int:
@@ -169,7 +170,7 @@ def test_an_expert_that_saw_nothing(
 ) -> None:
     """Its gate goes by the layer's tokens; of its down nothing is known, and ggml rounds it."""
     with Capture(small, threads=1) as capture:
-        windows = read_calibration(capture, words).windows
+        windows = read_calibration(capture.tokenize, words).windows
         unseen = [
             (seen.layer, int(expert))
             for seen in capture.layers(windows)
@@ -186,8 +187,8 @@ def test_an_expert_that_saw_nothing(
 
 def test_a_layer_out_of_its_turn(torch: object, small: Path, text: Path, ggml: Ggml) -> None:
     with computing(), Capture(small, threads=1) as capture:
-        windows = read_calibration(capture, text).windows
-        quantizer = Gptq(ggml, capture.layers(windows), "", "cpu", threads=1)
+        windows = read_calibration(capture.tokenize, text).windows
+        quantizer = Gptq(ggml, capture.layers(windows), "", "cpu", 1, 1)
         values = np.zeros((4, 256), np.float32)
         quantizer.quantize(1, GATE, 0, values, GGMLType.Q2_K)
         for layer in (0, 2):

@@ -30,7 +30,7 @@ def seen_in(path: Path, room: CalibrationRoom | None) -> dict[tuple[int, int], W
     def keep(layer: int, number: int, seen: WindowActivations) -> None:
         found[layer, number] = seen
 
-    with Capture(path, 96, threads=1, room=room) as capture:
+    with Capture(path, threads=1, room=room) as capture:
         capture.read(WINDOWS, range(3), keep)
     return found
 

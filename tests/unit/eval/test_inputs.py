@@ -31,7 +31,7 @@ class Letters:
 
 
 def cut(documents: list[Document], length: int, limit: int | None, begin: list[int]):
-    return cut_windows(Letters(begin), documents, length, limit, "text.txt")
+    return cut_windows(Letters(begin).tokenize, documents, length, limit, "text.txt")
 
 
 def test_windows_hold_every_token_once() -> None:
@@ -149,10 +149,10 @@ def test_no_more_of_a_long_text_is_read_than_its_tokens_need(
 ) -> None:
     path = tmp_path / "long.txt"
     path.write_text("".join(f"{n % 1000:03} " for n in range(200_000)))
-    whole = windows_of(Words(), read_documents(path), 32, None, prompt)
+    whole = windows_of(Words().tokenize, read_documents(path), 32, None, prompt)
     tokenizer = Words()
     documents = read_documents(path, needed_tokens(100, 32, prompt))
-    found = windows_of(tokenizer, documents, 32, 100, prompt)
+    found = windows_of(tokenizer.tokenize, documents, 32, 100, prompt)
     assert sum(each.n_scored for each in found) == 100
     assert [each.tokens for each in found[:-1]] == [each.tokens for each in whole[: len(found) - 1]]
     last = found[-1].tokens
@@ -166,7 +166,7 @@ def test_a_dense_text_is_taken_apart_until_there_are_enough_tokens(tmp_path: Pat
             self.n_characters += len(text)
             return [1, *([2] * (len(text) // 60))]
 
-    found = windows_of(Sparse(), [Document("x" * 1_000_000)], 32, 1000)
+    found = windows_of(Sparse().tokenize, [Document("x" * 1_000_000)], 32, 1000)
     assert sum(each.n_scored for each in found) == 1000
 
 
@@ -181,4 +181,4 @@ def test_no_more_lines_are_read_than_their_tokens_need(tmp_path: Path) -> None:
 
 def test_what_has_no_checksum_is_nothing_to_calibrate_on() -> None:
     with pytest.raises(ConfigError, match="/dev/zero is no file"):
-        read_calibration(Words(), Path("/dev/zero"))
+        read_calibration(Words().tokenize, Path("/dev/zero"))

@@ -36,7 +36,9 @@ def open_engine(model: Path, **settings) -> Engine:
 
 
 def windows(engine: Engine, prompt: int | None) -> list[Window]:
-    return cut_windows(engine, [Document(TEXT), Document(TEXT, "Once upon")], 48, None, "t", prompt)
+    return cut_windows(
+        engine.tokenize, [Document(TEXT), Document(TEXT, "Once upon")], 48, None, "t", prompt
+    )
 
 
 def nll(engine: Engine, found: list[Window]) -> np.ndarray:

@@ -38,7 +38,7 @@ sys.exit(not gpu_check.run(report, None, "", False, print))
 
 def test_every_test_for_a_gpu_has_its_part_and_its_order() -> None:
     """Each is found by the name under which pytest runs it."""
-    steps = gpu_check.find_tests(Path("/nowhere"), emulated=False)
+    steps = gpu_check.find_tests(emulated=False)
     parts = [step.part for step in steps]
     assert set(parts) == set(gpu_check.PARTS)
     assert all("[gpu" in step.name or "test_gpu.py" in step.name for step in steps)
@@ -63,7 +63,7 @@ def test_killed_at_ten_random_moments(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
         process.wait()
         kills += 1
-        kept = {each.name for each in Folder(report).outcomes()}
+        kept = {each.name for each in Folder(report).outcomes() if each.outcome == "passed"}
         assert len(kept) >= known
         known = len(kept)
         if report.exists():

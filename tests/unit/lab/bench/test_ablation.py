@@ -5,8 +5,8 @@ from made_runs import part, rows_of, run
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
-from orchestrator.lab.bench import loop
 from orchestrator.lab.bench.ablation import Ablation, AblationOptions
+from orchestrator.lab.bench.benchmark import Benchmark, token_slot_bytes
 from orchestrator.lab.bench.cases import (
     CACHE,
     CACHE_AHEAD,
@@ -40,7 +40,7 @@ def test_rows_differ_in_one_part_each():
 def test_slots_of_one_token_hold_k_experts_of_one_layer(tmp_path):
     model = ExpertModel.open(synthetic.write(tmp_path / "m.gguf", "tiny-olmoe"))
     policy = LRU(model_shape(model, (0,)))
-    groups = policy.plan(loop.token_slot_bytes(model)).groups
+    groups = policy.plan(token_slot_bytes(model)).groups
     assert {group.n_slots for group in groups} == {model.n_expert_used}
 
 
@@ -77,7 +77,7 @@ def faked(monkeypatch, no_disk):
             return {"error": "died of SIGILL"}
         return fake_run(job)
 
-    monkeypatch.setattr(loop.Loop, "_spawn", staticmethod(spawn))
+    monkeypatch.setattr(Benchmark, "_spawn", staticmethod(spawn))
     options = AblationOptions(quick=True, caps=(0.6, 0.8), runs=2, tokens=6, warmup=2)
     return Ablation().run(options), jobs
 

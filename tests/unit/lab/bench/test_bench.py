@@ -8,6 +8,7 @@ import pytest
 
 from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.lab.bench import host, models
+from orchestrator.lab.bench.benchmark import Benchmark
 from orchestrator.lab.bench.caps import CapOptions, Caps
 from orchestrator.lab.bench.child import play, token_stream
 from orchestrator.lab.bench.job import (
@@ -18,7 +19,6 @@ from orchestrator.lab.bench.job import (
     prompt,
     settle,
 )
-from orchestrator.lab.bench.loop import Loop
 from orchestrator.lab.bench.options import BenchOptions
 
 
@@ -216,5 +216,5 @@ def test_a_child_that_does_not_answer_is_reported(monkeypatch, tmp_path, line, s
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     if "sleep" in line:
-        monkeypatch.setattr("orchestrator.lab.bench.loop.START_SECONDS", 0.2)
-    assert Loop._spawn(job(parts=[])) == {"error": said}
+        monkeypatch.setattr("orchestrator.lab.bench.benchmark.START_SECONDS", 0.2)
+    assert Benchmark._spawn(job(parts=[])) == {"error": said}

@@ -6,30 +6,30 @@ from types import SimpleNamespace
 import pytest
 from made_runs import part, rows_of, run
 
-from orchestrator.lab.bench.benchmark import QUICK_NOTE
+from orchestrator.lab.bench.benchmark import QUICK_NOTE, Benchmark
 from orchestrator.lab.bench.caps import (
     CapOptions,
     Caps,
     Computing,
     add_disk_bound,
     computing,
-    largest_whole,
     step_bytes,
 )
-from orchestrator.lab.bench.loop import Loop
 from orchestrator.lab.bench.models import UNIFORM, tier_expert_bytes
 
 ALL_HIGH = {"high": 1.0, "low": 0.0, "skip": 0.0}
 
 
 @pytest.fixture
-def loop(tmp_path, monkeypatch):
+def bench(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return Loop(CapOptions(quick=True, retention=0.6), lambda text: None)
+    made = Caps()
+    made.open(CapOptions(quick=True, retention=0.6), lambda text: None)
+    return made
 
 
-def test_every_system_runs_under_every_cap(loop):
-    listed = Caps().cases(loop)
+def test_every_system_runs_under_every_cap(bench):
+    listed = bench.cases()
     keys = [case.key for case in listed]
     assert len(set(keys)) == len(keys)
     for cap in ("60%", "80%"):
@@ -42,32 +42,32 @@ def test_every_system_runs_under_every_cap(loop):
         (0.6, "q2_k"),
         (0.8, "q3_k"),
     }
-    uniform = loop.job(next(case for case in listed if case.tier == "q3_k"), 0)
+    uniform = bench.job(next(case for case in listed if case.tier == "q3_k"), 0)
     assert "-q3_k-" in uniform.model and uniform.low is None
     fewer = next(case for case in listed if case.role == "fewer")
-    assert loop.job(fewer, 0).settings["experts_used"] == ("olmoe.expert_used_count", 1)
-    loop.options = CapOptions(quick=True, together=4, caps=(0.6,))
-    assert {case.system for case in Caps().cases(loop)} == {"engine"}
+    assert bench.job(fewer, 0).settings["experts_used"] == ("olmoe.expert_used_count", 1)
+    bench.on = CapOptions(quick=True, together=4, caps=(0.6,))
+    assert {case.system for case in bench.cases()} == {"engine"}
 
 
-def test_the_largest_type_that_fits_is_taken(loop):
-    experts = loop.model.tier_bytes[0]
-    sizes = {tier: tier_expert_bytes(loop.model, tier) for tier in UNIFORM}
+def test_the_largest_type_that_fits_is_taken(bench):
+    experts = bench.model.tier_bytes[0]
+    sizes = {tier: tier_expert_bytes(bench.model, tier) for tier in UNIFORM}
     assert list(sizes.values()) == sorted(sizes.values(), reverse=True)
     for tier in ("iq4_xs", "q3_k", "iq2_xxs"):
-        assert largest_whole(loop, (sizes[tier] + 0.5) / experts) == tier
-        assert largest_whole(loop, (sizes[tier] - 0.5) / experts) != tier
-    assert largest_whole(loop, 0.1) is None
+        assert bench.largest_whole((sizes[tier] + 0.5) / experts) == tier
+        assert bench.largest_whole((sizes[tier] - 0.5) / experts) != tier
+    assert bench.largest_whole(0.1) is None
 
 
-def test_the_whole_process_counts_where_it_is_capped(loop):
-    loop.options = SimpleNamespace(
+def test_the_whole_process_counts_where_it_is_capped(bench):
+    bench.on = SimpleNamespace(
         caps_process=True, n_ctx=256, n_ubatch=16, trained=False, routing="uniform"
     )
     # a tiny model is smaller than the process around it
-    assert largest_whole(loop, 0.99) is None
-    loop.file_bytes = 2**40
-    assert largest_whole(loop, 0.99) == "q6_k"
+    assert bench.largest_whole(0.99) is None
+    bench.file_bytes = 2**40
+    assert bench.largest_whole(0.99) == "q6_k"
 
 
 def test_a_skipped_and_a_low_expert_compute_less():
@@ -141,7 +141,7 @@ def faked(monkeypatch, no_disk):
         missed = {"bytes": 1.6e8, "needed_bytes": 1.6e8, "routed": mix}
         return run(prompt, part("decode", [25.0] * 7 + [9000.0], **missed))
 
-    monkeypatch.setattr(Loop, "_spawn", staticmethod(spawn))
+    monkeypatch.setattr(Benchmark, "_spawn", staticmethod(spawn))
     report = Caps().run(CapOptions(quick=True, caps=(0.6,), runs=2), notes.append)
     assert notes[0] == QUICK_NOTE
     return report, jobs

@@ -13,11 +13,11 @@ from orchestrator.cli.main import cli
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.events import SKIP, DecisionBuffer, Phase, RouteEvent, StoreView
+from orchestrator.lab.calibrate.compute import tensor
 from orchestrator.lab.study.activations import (
     ROUTER_LOGITS,
     ActivationRecorder,
     cosine,
-    dense,
     recall,
     top,
 )
@@ -102,7 +102,7 @@ def test_recorded_logits_choose_the_experts_that_the_store_sees(model: Path) -> 
         engine.driver.policy = Watch()
         engine.eval(tokens, 0, phase=Phase.PREFILL)
         layer_ids = list(engine.model.layer_ids)
-        router = dense(engine.model, f"blk.{layer_ids[0]}.ffn_gate_inp.weight")
+        router = tensor(engine.model, f"blk.{layer_ids[0]}.ffn_gate_inp.weight")
     with ActivationRecorder(model, 64, 1) as recorder:
         found = recorder.read(tokens)
         again = recorder.read(tokens)
