@@ -9,8 +9,7 @@ from orchestrator.lab.bench.benchmark import Benchmark
 from orchestrator.lab.bench.cases import ON_DEMAND, REFERENCE, Case, global_lru, mapped, paper_rows
 from orchestrator.lab.bench.job import COLD, Part, decode, prompt, settle
 from orchestrator.lab.bench.options import BenchOptions
-from orchestrator.lab.bench.report import HIT, MIX, NAME, SLOWEST, moved
-from orchestrator.lab.bench.rows import Result, add_ratio, caps_of
+from orchestrator.lab.bench.rows import HIT, MIX, NAME, SLOWEST, Result, add_ratio, caps_of, moved
 from orchestrator.lab.table import Column, fixed, percent
 from orchestrator.settings import FROM_1, again, setting
 

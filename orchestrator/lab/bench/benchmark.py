@@ -25,8 +25,7 @@ from orchestrator.lab.bench.cases import Case, chosen
 from orchestrator.lab.bench.job import Job, longest_context
 from orchestrator.lab.bench.models import DEMO_TEXT, HIGH, LOW, Note, build_models
 from orchestrator.lab.bench.options import BenchOptions
-from orchestrator.lab.bench.report import MIB, row_notes
-from orchestrator.lab.bench.rows import Result, caps_of, case_row
+from orchestrator.lab.bench.rows import MIB, Result, caps_of, case_row, row_notes
 from orchestrator.lab.children import run_child
 from orchestrator.lab.table import Column, Report, Table
 from orchestrator.memory.footprint import model_shape

@@ -13,8 +13,22 @@ from orchestrator.lab.bench.cases import REFERENCE, RESIDENT, Case, mapped, poli
 from orchestrator.lab.bench.job import DECODE, Part
 from orchestrator.lab.bench.models import tier_expert_bytes, uniform_tiers
 from orchestrator.lab.bench.options import BenchOptions
-from orchestrator.lab.bench.report import HIT, MIX, NAME, SLOWEST, TOKENS, TTFT, moved, step
-from orchestrator.lab.bench.rows import Result, add_bound, add_ratio, best_runs, caps_of, named
+from orchestrator.lab.bench.rows import (
+    HIT,
+    MIX,
+    NAME,
+    SLOWEST,
+    TOKENS,
+    TTFT,
+    Result,
+    add_bound,
+    add_ratio,
+    best_runs,
+    caps_of,
+    moved,
+    named,
+    step,
+)
 from orchestrator.lab.table import Column, fixed, percent
 from orchestrator.memory.footprint import scratch_bytes
 from orchestrator.settings import setting

@@ -28,15 +28,20 @@ from orchestrator.lab.bench.cases import (
 from orchestrator.lab.bench.job import Job, prompt, settle
 from orchestrator.lab.bench.models import Note
 from orchestrator.lab.bench.options import BenchOptions
-from orchestrator.lab.bench.report import HIT, MIX, NAME, TTFT, moved, step
 from orchestrator.lab.bench.rows import (
+    HIT,
+    MIX,
+    NAME,
+    TTFT,
     Result,
     add_bound,
     add_ratio,
     best_runs,
     caps_of,
     case_row,
+    moved,
     per_token,
+    step,
 )
 from orchestrator.lab.table import Column, fixed, percent
 from orchestrator.memory.footprint import device_shape, kernel_bytes

@@ -9,8 +9,10 @@ before the experts nor the activation function between them has to be known here
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,21 +23,118 @@ import numpy as np
 
 from gguf_tools.closing import Closing
 from gguf_tools.experts import ExpertModel
+from gguf_tools.file.chunks import sha256_of
 from gguf_tools.file.layout import DOWN, parse_expert_name
 from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
 from orchestrator.errors import ConfigError, NativeError
-from orchestrator.lab.calibrate.spill import Rows, spill_folder
 from orchestrator.lab.calibrate.within import CalibrationRoom, observe
+from orchestrator.lab.eval.text import Tokenize, needed_tokens, read_documents, windows_of
 from orchestrator.lab.observe import Node
 
 WINDOW = 512
 SPILL_BYTES = 8 << 30
-
-_WEIGHTED = re.compile(r"ffn_moe_weighted-(\d+)")
+# Survives a restart, so it is on a disk: the system's folder for temporary files may be memory.
+_ON_DISK = Path("/var/tmp")
 
 # Called with the finished share, 0 to 1.
 Progress = Callable[[float], None]
+
+
+def spill_folder() -> Path:
+    """Where temporary files of many bytes belong: TMPDIR, or a folder on a disk."""
+    if "TMPDIR" not in os.environ and os.access(_ON_DISK, os.W_OK):
+        return _ON_DISK
+    return Path(tempfile.gettempdir())
+
+
+class Rows:
+    """n_tokens x per_token rows, in a file without a name: gone when this is, or the process.
+
+    Kept as float16 with a scale for each row, a power of two that puts its largest magnitude in
+    [1, 2): the relative error of a value is 2^-11 at most down to 2^-14 of that magnitude, and
+    neither huge activations nor tiny ones fall out of the format's range.
+    """
+
+    def __init__(self, folder: Path, n_tokens: int, shape: tuple[int, int]) -> None:
+        """shape: (per_token, row length). Raises ConfigError where the disk has no room."""
+        self.per_token, width = shape
+        n_rows = n_tokens * self.per_token
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.truncate(self.n_bytes(n_tokens, shape))
+                if hasattr(os, "posix_fallocate"):
+                    # A disk that is full later would end the process, not raise.
+                    os.posix_fallocate(file.fileno(), 0, self.n_bytes(n_tokens, shape))
+                self._values = np.memmap(file, np.float16, "r+", shape=(n_rows, width))
+        except OSError as error:
+            raise ConfigError(
+                f"{folder}: no room for activations: {error.strerror or error}: name another"
+                " folder by TMPDIR"
+            ) from error
+        self._exponents = np.zeros(n_rows, np.int16)
+
+    @staticmethod
+    def n_bytes(n_tokens: int, shape: tuple[int, int]) -> int:
+        """Bytes of the file."""
+        return 2 * n_tokens * shape[0] * shape[1]
+
+    def put(self, token: int, values: np.ndarray) -> None:
+        """Stores finite float32 [n, per_token, width] from a token on."""
+        rows = values.reshape(-1, values.shape[-1])
+        exponents = np.frexp(np.abs(rows).max(axis=1))[1] - 1
+        at = slice(token * self.per_token, token * self.per_token + len(rows))
+        self._exponents[at] = exponents
+        self._values[at] = np.ldexp(rows, -exponents[:, None])
+
+    def take(self, rows: np.ndarray) -> np.ndarray:
+        """Rows by number (token * per_token + place), float32 [n, width]."""
+        values = self._values[rows].astype(np.float32)
+        found: np.ndarray = np.ldexp(values, self._exponents[rows, None].astype(np.int32))
+        return found
+
+
+# What 128 samples of 512 tokens have: more changes little, and takes its time.
+MAX_TOKENS = 65536
+LEAST_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Windows of tokens of a text. sha256: of the file, hexadecimal."""
+
+    name: str
+    sha256: str
+    windows: list[list[int]]
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(len(window) for window in self.windows)
+
+    def summary(self) -> str:
+        """One line for a file's metadata."""
+        return f"{self.name}, {self.n_tokens} tokens, sha256 {self.sha256}"
+
+
+def read_calibration(
+    tokenize: Tokenize, path: Path, limit: int = MAX_TOKENS, window: int = WINDOW
+) -> Calibration:
+    """The first limit tokens of a text (or JSON lines, .xz unpacked), in windows within one
+    document each. Raises ConfigError for a text that cannot be read or is too short."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is no file: its checksum is kept beside what is made of it")
+    documents = read_documents(path, needed_tokens(limit, window))
+    cut = windows_of(tokenize, documents, window, limit)
+    found = Calibration(path.name, sha256_of(path), [each.tokens for each in cut])
+    if found.n_tokens < LEAST_TOKENS:
+        raise ConfigError(
+            f"{path}: {found.n_tokens} tokens are too few to calibrate on, {LEAST_TOKENS} are the"
+            " least: give more text"
+        )
+    return found
+
+
+_WEIGHTED = re.compile(r"ffn_moe_weighted-(\d+)")
 
 
 class WindowActivations(NamedTuple):

@@ -30,7 +30,7 @@ from orchestrator.events import SKIP_TIER, DecisionBuffer, RouteEvent
 from orchestrator.lab.calibrate.capture import Progress
 from orchestrator.lab.calibrate.reader import TextReader
 from orchestrator.lab.eval.arithmetic import kl_divergence
-from orchestrator.lab.eval.compare import ReferencePart
+from orchestrator.lab.eval.perplexity import ReferencePart
 
 # Shares of the experts that are lowered, and skipped in a part and in all layers: each moves
 # answers by about as much as a user allows.

@@ -21,10 +21,8 @@ from gguf_tools.quantize.methods import ExpertQuantizer
 from gguf_tools.workers import in_order, workers
 from orchestrator.cost.losses import LossTable, TablePrecision
 from orchestrator.events import DecisionBuffer, RouteEvent
-from orchestrator.lab.calibrate.capture import Progress
+from orchestrator.lab.calibrate.capture import Calibration, Progress, Rows
 from orchestrator.lab.calibrate.compute import AfterProduct, LayerExperts, Matrices, stored
-from orchestrator.lab.calibrate.spill import Rows
-from orchestrator.lab.calibrate.text import Calibration
 from orchestrator.lab.observe import Node
 
 # Inputs of an expert that its errors are measured on, of the first step. What an error is of the

@@ -25,14 +25,12 @@ from orchestrator.cache.profile import cached_path, identity
 from orchestrator.cost.losses import Fit, LossTable, load, save
 from orchestrator.engine.texts import log_softmax
 from orchestrator.errors import BudgetError, ConfigError, NativeError
-from orchestrator.lab.calibrate.capture import Progress
+from orchestrator.lab.calibrate.capture import Calibration, Progress, read_calibration, spill_folder
 from orchestrator.lab.calibrate.fit import Moved, fitted, moved, passes, unscaled
 from orchestrator.lab.calibrate.measure import OutputSums, Precisions
 from orchestrator.lab.calibrate.methods import RTN, Method, open_quantizer
 from orchestrator.lab.calibrate.reader import TextReader
-from orchestrator.lab.calibrate.spill import spill_folder
-from orchestrator.lab.calibrate.text import Calibration, read_calibration
-from orchestrator.lab.eval.compare import Reference, ReferencePart
+from orchestrator.lab.eval.perplexity import Reference, ReferencePart
 from orchestrator.native.llama import Bindings, Model
 
 Report = Callable[[str, float], None]

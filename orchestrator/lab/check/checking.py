@@ -25,12 +25,14 @@ from orchestrator.engine.support import MANAGED, NOT, support_of
 from orchestrator.errors import GGUFError, MoeEdgeError
 from orchestrator.lab.check.budgets import (
     PROMPT_TOKENS,
+    CheckJob,
     machine_of,
     most_budgets,
     plain,
+    run_job,
+    settings_of,
     three_budgets,
 )
-from orchestrator.lab.check.job import CheckJob, run_job, settings_of
 from orchestrator.lab.children import Result
 from orchestrator.memory.machine import Machine
 from orchestrator.policy import ALLOWED_LOSS

@@ -17,7 +17,7 @@ from orchestrator.config import Config
 from orchestrator.cost.planner import Planner
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import MoeEdgeError
-from orchestrator.lab.check.job import CheckJob, settings_of
+from orchestrator.lab.check.budgets import CheckJob, settings_of
 from orchestrator.lab.children import Result, answer
 
 # What the experts of a layer give together, as llama.cpp's common MoE builder names it.

@@ -14,8 +14,14 @@ from orchestrator.allocation.look_ahead import LookAhead
 from orchestrator.cost.losses import not_fitted
 from orchestrator.errors import BudgetError, ConfigError, TraceError
 from orchestrator.events import SKIP_TIER, Phase
-from orchestrator.lab.replay.bounds import belady, bound_us
-from orchestrator.lab.replay.figures import counted, figures, ratio, recorded_figures
+from orchestrator.lab.replay.figures import (
+    belady,
+    bound_us,
+    counted,
+    figures,
+    ratio,
+    recorded_figures,
+)
 from orchestrator.lab.replay.simulate import (
     Compute,
     Outcome,

@@ -7,20 +7,18 @@ from dataclasses import replace
 from functools import cache, partial
 
 from gguf_tools.units import format_size
-from orchestrator.lab.study.figures import (
+from orchestrator.lab.plotting import Panel
+from orchestrator.lab.study.dynaexq import Residency
+from orchestrator.lab.study.study import (
     LABEL,
     SIZE,
-    above,
-    four_digits,
-)
-from orchestrator.lab.study.plot import Panel
-from orchestrator.lab.study.residency import Residency
-from orchestrator.lab.study.study import (
     Case,
     Findings,
     HalvedStudy,
     Scored,
     Scores,
+    above,
+    four_digits,
     lines,
     uniform_cases,
 )

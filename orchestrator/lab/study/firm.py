@@ -12,12 +12,11 @@ import numpy as np
 
 from orchestrator.errors import ConfigError
 from orchestrator.events import Phase
+from orchestrator.lab.plotting import Line, Panel, exact
 from orchestrator.lab.replay import ReplayOptions, Trace
 from orchestrator.lab.replay.report import RIGID, WHOLE, set_up_for, speed_and_time
 from orchestrator.lab.replay.simulate import Outcome, Setup, simulate
-from orchestrator.lab.study.figures import share
-from orchestrator.lab.study.plot import Line, Panel, exact
-from orchestrator.lab.study.study import Drawn, Findings
+from orchestrator.lab.study.study import Drawn, Findings, share
 from orchestrator.lab.table import Column, Row, Table, fixed
 from orchestrator.native import Library
 from orchestrator.policy import policy_class

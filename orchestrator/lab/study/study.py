@@ -6,29 +6,97 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
+from gguf_tools.units import format_size
 from orchestrator.cache.files import whole_files
 from orchestrator.config import Config
 from orchestrator.engine.load import Progress
 from orchestrator.errors import ConfigError
-from orchestrator.lab.eval.arithmetic import Estimate
-from orchestrator.lab.eval.compare import Reference, ReferencePart
+from orchestrator.lab.eval import arithmetic
+from orchestrator.lab.eval.arithmetic import Estimate, pair
+from orchestrator.lab.eval.perplexity import Reference, ReferencePart
+from orchestrator.lab.eval.report import share_with_error, with_error
 from orchestrator.lab.eval.run import EvalOptions
-from orchestrator.lab.plotting import require_matplotlib
-from orchestrator.lab.study import plot
-from orchestrator.lab.study.figures import figures, quality
-from orchestrator.lab.study.plot import Line, Panel
+from orchestrator.lab.plotting import Line, Panel, draw, require_matplotlib
 from orchestrator.lab.study.policies import Wrapper
 from orchestrator.lab.study.subject import Part, Score, Settings, Subject, halves
 from orchestrator.lab.study.uniform import NONE, UniformFile, tiers_of
-from orchestrator.lab.table import Column, Row, Table
+from orchestrator.lab.table import Column, Row, Table, fixed, percent
 from orchestrator.policy import DEFAULT, Policy, owners
 from orchestrator.settings import flag_of
+
+
+def show_change(found: Sequence[float | None]) -> str:
+    """A relative change with its standard error, as "+1.23 % +- 0.45"."""
+    value, error = (0.0 if each is None else 100 * each for each in found)
+    return f"{value:+.2f} % +- {error:.2f}"
+
+
+def _realised(row: Row) -> float | None:
+    share: float | None = row["realised"]
+    return None if row["retention"] is None else share
+
+
+def _lower(row: Row) -> float | None:
+    """The share of the routed experts that were computed low, or not at all."""
+    usage = row["usage"]
+    if usage is None:
+        return None
+    skipped = usage.get("skip") or 0.0
+    share: float = skipped + (1 - skipped) * (usage.get("computed_low") or 0.0)
+    return share
+
+
+LABEL = Column("configuration", "configuration", left=True)
+RETENTION = Column("r", "retention", "{:g}".format)
+COMPUTED_LOW = Column("low or skipped", _lower, percent(1, " %"))
+# What a configuration did.
+DONE = (RETENTION, Column("realised", _realised, fixed(3)), COMPUTED_LOW)
+# What all experts take in one type, and what a weight of theirs does.
+SIZE = (Column("experts", "bytes", format_size), Column("bits", "bits", fixed(2)))
+ANSWERS = (Column("acc", "acc", share_with_error), Column("acc_norm", "acc_norm", share_with_error))
+four_digits = partial(with_error, digits=4)
+share = percent(1, " %")
+
+
+def quality(best: str, base: str) -> tuple[Column, ...]:
+    """The columns of quality, the same in every table: the distance from the best tier first.
+    base: what the perplexity's relative change is from."""
+    return (
+        Column(f"KL from {best}", "kl", four_digits),
+        Column("perplexity", "perplexity", with_error),
+        Column(f"change from {base}", "change", show_change),
+        Column("same top token", "top1", share_with_error),
+    )
+
+
+def figures(score: Score, base: Score) -> Row:
+    """What a configuration came to, its quality with standard errors and by domain. base: what the
+    perplexity's change is from."""
+    found: Row = {
+        "realised": score.realised,
+        "usage": score.usage.as_dict() if score.usage else None,
+        "kl": pair(score.mean_kl),
+        "perplexity": pair(score.text.perplexity),
+        "change": pair(score.against(base)),
+        "top1": pair(arithmetic.mean(score.agrees)),
+        "domains": {name: pair(each) for name, each in score.text.by_domain().items()},
+    }
+    if score.choices is not None:
+        found |= {"acc": pair(score.choices.acc), "acc_norm": pair(score.choices.acc_norm)}
+    return found
+
+
+def above(score: Score, other: Score) -> list[float | None] | None:
+    """How much higher a KL is than another one, paired; None of itself."""
+    return None if score is other else pair(arithmetic.mean(score.kl - other.kl))
+
 
 On = TypeVar("On")
 # With fewer, standard errors are larger than what studies look for.
@@ -74,7 +142,7 @@ class Drawn(ABC, Generic[On]):
         with whole_files(folder, f"{self.name}.md") as made:
             (made / f"{self.name}.md").write_text(text + "\n")
             (made / f"{self.name}.json").write_text(json.dumps(data, indent=1) + "\n")
-            plot.draw(made, self.name, found.panels, found.rows)
+            draw(made, self.name, found.panels, found.rows)
         return found.tables
 
 

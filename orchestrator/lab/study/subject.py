@@ -23,17 +23,18 @@ from orchestrator.events import Phase
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import Estimate
 from orchestrator.lab.eval.choices import ChoiceScores, read_questions, score_choices
-from orchestrator.lab.eval.compare import Reference, ReferencePart
 from orchestrator.lab.eval.judge import Judge
-from orchestrator.lab.eval.perplexity import TextScores, score_text
+from orchestrator.lab.eval.perplexity import Reference, ReferencePart, TextScores, score_text
 from orchestrator.lab.eval.run import (
     EvalOptions,
+    StoreUsage,
     best_config,
+    counters,
     eval_config,
     read_reference,
+    usage_between,
 )
 from orchestrator.lab.eval.text import Window, cut_windows, read_documents
-from orchestrator.lab.eval.usage import StoreUsage, counters, usage_between
 from orchestrator.lab.study.policies import Counts, Wrapper
 from orchestrator.lab.study.uniform import UniformTypes
 from orchestrator.policy import Policy

@@ -22,7 +22,7 @@ from gguf_tools.quantize.imatrix import (
 )
 from orchestrator.lab.calibrate import Capture, read_calibration
 from orchestrator.lab.calibrate.capture import WindowActivations
-from orchestrator.lab.calibrate.gather import gather, sum_squares
+from orchestrator.lab.calibrate.methods import gather, sum_squares
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from gguf_tools.quantize.tiers import parse_tiers
 from orchestrator.cli.main import cli
 from orchestrator.lab.calibrate import Capture, read_calibration
 from orchestrator.lab.calibrate.compute import stored
-from orchestrator.lab.calibrate.gather import gather
+from orchestrator.lab.calibrate.methods import gather
 
 # What rounds to the nearest whatever matters more; and iq2_s, whose tables take ggml long to make.
 LEFT_OUT = {"f32", "f16", "bf16", "q8_0", "mxfp4", "q1_0", "iq2_s"}

@@ -128,7 +128,7 @@ def test_a_later_layer_is_named(tiny_model: Callable[..., Path], tmp_path: Path)
 
 
 def compare_layers(one: Path, other: Path, folder: Path) -> int | None:
-    from orchestrator.lab.check.job import CheckJob, run_job, settings_of
+    from orchestrator.lab.check.budgets import CheckJob, run_job, settings_of
 
     paths = []
     for path in (one, other):
@@ -150,7 +150,7 @@ def test_lower_tiers_of_one_file_and_of_two(tiny_model: Callable[..., Path]) -> 
 
 @pytest.mark.usefixtures("one_budget")
 def test_a_promise_that_is_broken(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from orchestrator.lab.check.job import run_job
+    from orchestrator.lab.check.budgets import run_job
 
     def swollen(job: Any) -> dict[str, Any]:
         run = run_job(job)

@@ -12,7 +12,7 @@ from traces import decode, over, random_trace
 from gguf_tools.file.layout import DOWN
 from orchestrator.events import Phase
 from orchestrator.lab.replay import Trace
-from orchestrator.lab.replay.bounds import Optimum, belady, bound_us, fewest_misses
+from orchestrator.lab.replay.figures import Optimum, belady, bound_us, fewest_misses
 from orchestrator.lab.replay.simulate import Compute, Transport, simulate
 from orchestrator.memory.footprint import model_shape
 from orchestrator.native import Library

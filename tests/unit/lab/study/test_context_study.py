@@ -15,7 +15,7 @@ from orchestrator.lab.study.activations import (
     ActivationRecorder,
     applied_gates,
 )
-from orchestrator.lab.study.context import (
+from orchestrator.lab.study.near_data import (
     ALIKE,
     COUNTS,
     ORACLE,

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from orchestrator.cli.main import cli
-from orchestrator.lab.study.near_bits import NearTiers
+from orchestrator.lab.study.near_data import NearTiers
 
 
 def test_near_tiers_are_one_of_each_width() -> None:

@@ -11,7 +11,7 @@ from orchestrator.config import Config
 from orchestrator.lab.eval import EvalOptions
 from orchestrator.lab.eval.arithmetic import share
 from orchestrator.lab.eval.text import Window
-from orchestrator.lab.study.residency import NEVER, Residency
+from orchestrator.lab.study.dynaexq import NEVER, Residency
 from orchestrator.lab.study.subject import Score, Subject, halves
 
 

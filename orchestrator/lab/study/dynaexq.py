@@ -1,37 +1,161 @@
-"""Table 4's form of DynaExq: uniform types, and DynaExq in several budgets, over the mixed text and
-over each domain alone; the policy adapts while it reads."""
+"""Figure 3 and Table 4 of DynaExq: what demoting experts costs, by the order in which they are
+demoted; and what a hot set wins back in the same memory, beside uniform types."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
+import numpy as np
+
+from orchestrator.allocation.pools import nominal_bits
+from orchestrator.errors import ConfigError
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import Estimate, pair
 from orchestrator.lab.eval.report import share_with_error
-from orchestrator.lab.study.figures import LABEL, quality, share
-from orchestrator.lab.study.plot import Line, Panel, exact
-from orchestrator.lab.study.residency import NEVER, SEEDS, Residency
+from orchestrator.lab.plotting import Line, Panel, exact
 from orchestrator.lab.study.study import (
+    LABEL,
     UNIFORM,
     Case,
     Findings,
     HalvedStudy,
     Scored,
     Scores,
+    change_from,
     lines,
+    quality,
+    share,
     uniform_cases,
 )
-from orchestrator.lab.study.subject import (
-    Part,
-    Score,
-    Settings,
-    Subject,
-    Uses,
-    parts_of,
-)
+from orchestrator.lab.study.subject import Part, Score, Settings, Subject, Uses, halves, parts_of
 from orchestrator.lab.table import Column, Row, Table, fixed, percent
-from orchestrator.policy.dynaexq import DynaExq
+from orchestrator.memory.footprint import model_shape
+from orchestrator.policy.dynaexq import HIGH, LOW, DynaExq, resident_plan
+
+# Of hot sets that are chosen at random.
+SEEDS = (1, 2, 3)
+NEVER = {"update_steps": 0}
+
+
+class Residency:
+    """The high and the low tier of a subject, and what memory they take."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        with subject.model() as model:
+            names = [tier.name for tier in model.tiers]
+            tiers = (names.index(subject.high), names.index(subject.low))
+            self.shape = model_shape(model, tiers)
+
+    def uniform_bytes(self, tier: int) -> int:
+        """Slot bytes of every expert in one of the two tiers."""
+        return self.shape.all_slot_bytes(tier)
+
+    def budget_bytes(self, n_high: int) -> int:
+        """The least budget that holds n_high experts of each layer high, and what swaps need."""
+        plenty = 2 * (self.uniform_bytes(HIGH) + self.uniform_bytes(LOW))
+        found = resident_plan(self.shape, plenty, n_high)
+        if found is None:
+            raise ConfigError("the model has no experts to hold in two precisions")
+        return found[0].plan().total_bytes
+
+    def counts(self, shares: tuple[float, ...]) -> list[int]:
+        """So many experts of a layer as these shares are, one at least."""
+        return sorted({max(1, round(share * self.shape.n_expert)) for share in shares})
+
+    def settings(self, n_high: int, **more: Any) -> Settings:
+        """Settings: the n_high hottest experts of each layer high, the first ones where nothing is
+        known of their use."""
+        return {
+            "policy": "dynaexq",
+            "high_tier": self.subject.high,
+            "low_tier": self.subject.low,
+            "ram": None,
+            "expert_ram": self.budget_bytes(n_high),
+            "hot_experts": n_high,
+            **more,
+        }
+
+    def placed(self, n_high: int) -> Settings:
+        """Settings: in the same bytes, with the policy that places experts by each prompt: as many
+        of them high as fit, n_high at most."""
+        bits = float(nominal_bits(self.subject.low))
+        return self.settings(n_high, policy="context", hot_experts=None, near_bits=bits)
+
+
+STEPS = 8  # points of a curve, besides its start
+COLD, RANDOM, HOT_FIRST = ("cold first", "at random", "hot first")
+
+
+class Demotion(HalvedStudy):
+    """What demotion costs. Residency does not change while the text is read."""
+
+    name = "demotion"
+
+    def cases(self, on: Subject) -> list[Case]:
+        residency, n = Residency(on), on.n_expert
+        hotness = cache(partial(on.uses, halves(on.windows)[0], on.high))
+
+        def coldness() -> np.ndarray:
+            cold: np.ndarray = hotness().max() - hotness()
+            return cold
+
+        by_chance = [partial(on.random_uses, seed) for seed in SEEDS]
+        levels = sorted({round(n * step / STEPS) for step in range(STEPS + 1)})
+        listed = []
+        ways: dict[str, list[Uses]] = {COLD: [hotness], RANDOM: [*by_chance], HOT_FIRST: [coldness]}
+        for order, several in ways.items():
+            for demoted in levels:
+                # Where none or all are demoted, the order does not matter.
+                if demoted not in (0, n):
+                    settings = residency.settings(n - demoted, **NEVER)
+                    row = {"demoted": demoted, "order": order}
+                    listed += [Case(order, settings, order, row, used=used) for used in several]
+        ends = [
+            Case("all orders", residency.settings(n - demoted, **NEVER), "", {"demoted": demoted})
+            for demoted in (0, n)
+        ]
+        return [*ends, *listed]
+
+    def show(self, found: Scores, on: Subject) -> Findings:
+        scored, n = found.on, on.n_expert
+        first, last = found.of("")
+        base = first[1]
+        curves = [
+            (replace(case, label=order, row={**case.row, "order": order}), score)
+            for order in (COLD, RANDOM, HOT_FIRST)
+            for case, score in (first, *found.of(order), last)
+        ]
+        rows = [
+            {**row, "routed_high": score.high}
+            for row, (_, score) in zip(found.rows(curves, base), curves, strict=True)
+        ]
+        columns = (
+            Column("demoted", "demoted", lambda demoted: f"{demoted} of {n}"),
+            Column("order", "order", left=True),
+            Column("routed to high", "routed_high", share),
+        )
+        note = (
+            f"Hotness: tokens routed to each expert in {on.n_tokens - scored.n_tokens} other "
+            f"tokens of the same text, every expert in {scored.high}. Residency does not change "
+            f"while the text is read. {RANDOM}: each token's figures are means of {len(SEEDS)} "
+            f"seeds."
+        )
+        title = f"Demoted experts of each layer, {scored.high} to {scored.low} (Figure 3)"
+        table = found.table(title, columns, rows, f"all {scored.high}", (), note)
+        drawn = lines(curves, lambda case, _: case.row["demoted"], change_from(base))
+        panel = Panel(
+            f"experts of each layer in {scored.low}, of {n}",
+            f"perplexity against all {scored.high}, %",
+            drawn,
+            scored.basis,
+            percent=True,
+        )
+        return Findings([table], [panel])
+
 
 HELD = (0.25, 0.5, 0.75)  # shares of the experts that a budget holds high
 GOAL = 1.3
