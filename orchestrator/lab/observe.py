@@ -11,6 +11,7 @@ import numpy as np
 
 from gguf_tools import interrupts
 from gguf_tools.closing import Closing
+from gguf_tools.file.layout import ExpertName, parse_expert_name
 from orchestrator.errors import NativeError
 from orchestrator.native import Store
 from orchestrator.native.llama import Bindings, Model
@@ -93,6 +94,12 @@ class Node:
             or lib.ggml_n_dims(at) != max([1, *(i + 1 for i in range(4) if tensor.ne[i] > 1)])
         ):
             raise NativeError("llama.cpp lays out its tensors in another way: run `make build`")
+
+
+def expert_product(node: Node) -> ExpertName | None:
+    """Of which layer's experts a node is the product, and by which of their matrices; None for
+    other nodes."""
+    return parse_expert_name(node.source(0).name) if node.op == "MUL_MAT_ID" else None
 
 
 class Observer(Closing):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from orchestrator.cache.files import whole_file
 from orchestrator.errors import ConfigError
-from orchestrator.lab.eval.arithmetic import Estimate
 
 # The palette of Okabe and Ito, which colour-blind people can tell apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
@@ -41,12 +41,12 @@ GREY = "#666666"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One series with its standard errors. style: the number of its colour and marker, None for
-    its place in the panel."""
+    """One series. y: values with their standard errors, as of arithmetic.pair. style: the number of
+    its colour and marker, None for its place in the panel."""
 
     label: str
     x: Sequence[float]
-    y: Sequence[Estimate]
+    y: Sequence[Sequence[float | None]]
     dashed: bool = False
     style: int | None = None
 
@@ -71,9 +71,9 @@ class Panel:
     ticks: Sequence[Any] = ()
 
 
-def exact(values: Sequence[float]) -> list[Estimate]:
+def exact(values: Sequence[float]) -> list[list[float | None]]:
     """Values without an error."""
-    return [Estimate(each, math.nan) for each in values]
+    return [[each, None] for each in values]
 
 
 def draw(folder: Path, name: str, panels: Sequence[Panel], rows: int) -> None:
@@ -102,8 +102,7 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
     unit = 100 if panel.percent else 1
     for number, line in enumerate(panel.lines):
         style = number if line.style is None else line.style
-        y = [unit * each.value for each in line.y]
-        errors = [unit * each.error for each in line.y]
+        y, errors = unit * np.array(line.y, float).reshape(-1, 2).T
         looks = {"yerr": errors, "color": COLOURS[style % len(COLOURS)], "capsize": 3}
         if panel.bars:
             axis.bar(line.x, y, **looks)

@@ -10,7 +10,6 @@ before the experts nor the activation function between them has to be known here
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Generator, Sequence
@@ -24,13 +23,13 @@ import numpy as np
 from gguf_tools.closing import Closing
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.chunks import sha256_of
-from gguf_tools.file.layout import DOWN, parse_expert_name
+from gguf_tools.file.layout import DOWN
 from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.lab.calibrate.within import CalibrationRoom, observe
 from orchestrator.lab.eval.text import Tokenize, needed_tokens, read_documents, windows_of
-from orchestrator.lab.observe import Node
+from orchestrator.lab.observe import Node, expert_product
 
 WINDOW = 512
 SPILL_BYTES = 8 << 30
@@ -134,19 +133,14 @@ def read_calibration(
     return found
 
 
-_WEIGHTED = re.compile(r"ffn_moe_weighted-(\d+)")
-
-
 class WindowActivations(NamedTuple):
     """One layer's view of one window of T tokens. x: what gate and up multiply, float32
     [T, s, n_embd], s = 1, or k where a model weighs before its experts. hidden: what down
-    multiplies, float32 [T, k, n_ff]. ids: int32 [T, k]. weights: float32 [T, k], the routing
-    weights as they are applied."""
+    multiplies, float32 [T, k, n_ff]. ids: int32 [T, k]."""
 
     x: np.ndarray
     hidden: np.ndarray
     ids: np.ndarray
-    weights: np.ndarray
 
 
 # Gets (layer, number of the window, what was seen).
@@ -155,15 +149,12 @@ Sink = Callable[[int, int, WindowActivations], None]
 
 @dataclass
 class LayerActivations:
-    """What the experts of one MoE layer saw over a text of T tokens. layer counts MoE layers, il
-    is the model's own number. ids: int32 [T, k]; weights: float32 [T, k], what each expert's
-    output is multiplied by."""
+    """What the experts of one MoE layer saw over a text of T tokens. layer counts MoE layers. ids:
+    int32 [T, k]."""
 
     layer: int
-    il: int
     n_expert: int
     ids: np.ndarray
-    weights: np.ndarray
     x: Rows
     hidden: Rows
 
@@ -193,11 +184,6 @@ class LayerActivations:
         token, slot = (each[start:stop] for each in self.places(expert))
         rows = self.hidden if kind == DOWN else self.x
         return rows.take(token * rows.per_token + (slot if rows.per_token > 1 else 0))
-
-    def gates(self, expert: int) -> np.ndarray:
-        """Routing weights of an expert's rows, float32 [n]."""
-        found: np.ndarray = self.weights[self.places(expert)]
-        return found
 
 
 class Capture(Closing):
@@ -305,16 +291,13 @@ class Capture(Closing):
                 k = seen.ids.shape[1]
                 each = found[layer] = LayerActivations(
                     layer,
-                    self.layer_ids[layer],
                     self.n_expert,
                     np.empty((n_tokens, k), np.int32),
-                    np.empty((n_tokens, k), np.float32),
                     Rows(folder, n_tokens, (seen.x.shape[1], seen.x.shape[2])),
                     Rows(folder, n_tokens, (k, seen.hidden.shape[2])),
                 )
             start = starts[number]
-            here = slice(start, start + len(seen.ids))
-            each.ids[here], each.weights[here] = seen.ids, seen.weights
+            each.ids[start : start + len(seen.ids)] = seen.ids
             each.x.put(start, seen.x)
             each.hidden.put(start, seen.hidden)
 
@@ -327,29 +310,22 @@ class Capture(Closing):
         k = self.n_expert_used
         return Rows.n_bytes(n_tokens, (1, n_embd)) + Rows.n_bytes(n_tokens, (k, n_ff))
 
-    def _layer(self, node: Node) -> tuple[int, str] | None:
-        """(layer, name of what it shows) of a node that is read, or None."""
-        if node.op == "MUL_MAT_ID":
-            parsed = parse_expert_name(node.source(0).name)
-            il, what = (parsed.il, str(parsed.kind)) if parsed is not None else (-1, "")
-        else:
-            match = _WEIGHTED.fullmatch(node.name)
-            il, what = (int(match[1]), "weights") if match is not None else (-1, "")
-        layer = self._layer_of.get(il, -1)
-        return (layer, what) if layer in self._only else None
+    def _place(self, node: Node) -> tuple[int, int] | None:
+        """(layer, kind) of a product that is watched, or None."""
+        parsed = expert_product(node)
+        layer = -1 if parsed is None else self._layer_of.get(parsed.il, -1)
+        return None if parsed is None or layer not in self._only else (layer, parsed.kind)
 
     def _is_wanted(self, node: Node) -> bool:
-        return self._layer(node) is not None
+        return self._place(node) is not None
 
     def _keep(self, node: Node) -> None:
-        found = self._layer(node)
-        if found is None:
+        place = self._place(node)
+        if place is None:
             return
-        layer, what = found
+        layer, kind = place
         parts = self._parts.setdefault(layer, {})
-        if what == "weights":
-            parts[what] = node.source(1).array()[0, :, :, 0]
-        elif what == str(DOWN):
+        if kind == DOWN:
             parts["hidden"] = node.source(1).array()[0]
         elif "x" not in parts:
             parts["x"] = node.source(1).array()[0]

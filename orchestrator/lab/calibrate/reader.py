@@ -14,12 +14,11 @@ import numpy as np
 
 from gguf_tools.closing import Closing
 from gguf_tools.experts import ExpertModel
-from gguf_tools.file.layout import parse_expert_name
 from gguf_tools.process import private_bytes
 from orchestrator.errors import BudgetError
 from orchestrator.events import DecisionBuffer, RouteEvent
 from orchestrator.lab.calibrate.within import CalibrationRoom, load_within, window_bytes
-from orchestrator.lab.observe import Node, Observer
+from orchestrator.lab.observe import Node, Observer, expert_product
 from orchestrator.memory.footprint import vocabulary_size
 from orchestrator.policy import DEFAULT
 
@@ -141,7 +140,7 @@ class TextReader(Closing):
 
     def _place(self, node: Node) -> tuple[int, int] | None:
         """(layer, kind) of a product of experts; None for other nodes."""
-        parsed = parse_expert_name(node.source(0).name) if node.op == "MUL_MAT_ID" else None
+        parsed = expert_product(node)
         if parsed is None or parsed.il not in self._layer_of:
             return None
         return self._layer_of[parsed.il], parsed.kind

@@ -4,7 +4,6 @@ says what the next one needs."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -12,7 +11,7 @@ from itertools import product
 import numpy as np
 
 from orchestrator.lab.eval import arithmetic
-from orchestrator.lab.eval.arithmetic import Estimate, cosine, pair
+from orchestrator.lab.eval.arithmetic import cosine, pair
 from orchestrator.lab.eval.report import share_with_error, with_error
 from orchestrator.lab.plotting import Line, Panel
 from orchestrator.lab.study.activations import (
@@ -37,11 +36,10 @@ from orchestrator.lab.study.study import (
     ScoredStudy,
     Scores,
     Study,
-    change_from,
     lines,
     uniform_cases,
 )
-from orchestrator.lab.study.subject import SKIP, Score, Subject
+from orchestrator.lab.study.subject import SKIP, Subject
 from orchestrator.lab.table import Column, Row, Table
 
 MIXED, HIGH, LOW = "mixed", "high", "low"
@@ -72,7 +70,7 @@ class Accuracy(ScoredStudy):
             f"every expert computed in the tier that was decided."
         )
         tables = [
-            found.table(title, (LABEL, *columns), found.rows(several, base), on.high, answers, note)
+            found.table(title, (LABEL, *columns), several, base, on.high, answers, note)
             for title, columns, several, note in (
                 ("Uniform precision (Table 1)", SIZE, alone, ""),
                 ("High / low and skip (Table 2)", DONE, mixed, note),
@@ -80,7 +78,7 @@ class Accuracy(ScoredStudy):
         ]
         labels = [case.label for case, _ in alone]
         labels += [f"{case.label}\nr = {case.row['retention']:g}" for case, _ in mixed]
-        kl = [score.mean_kl for _, score in (*alone, *mixed)]
+        kl = [row["kl"] for table in tables for row in table.rows]
         n, every = len(alone), range(len(kl))
         bars = [Line(UNIFORM, every[:n], kl[:n]), Line(MIXED, every[n:], kl[n:])]
         panel = Panel("", f"KL from {on.best}, nats", bars, on.basis, bars=True, ticks=labels)
@@ -97,25 +95,24 @@ class Retention(ScoredStudy):
         return [*ends, *_mixes(on, (0.6, 0.7, 0.75, 0.8, 0.9, 1.0), ask=True)]
 
     def show(self, found: Scores, on: Subject) -> Findings:
-        base, rows = found.one(on.high), found.rows(found.scored, found.one(on.high))
         answers = ANSWERS if on.questions else ()
         title = "Quality over the retention ratio (Figure 11)"
+        table = found.table(
+            title, (LABEL, *DONE), found.scored, found.one(on.high), on.high, answers
+        )
+        mixed = [row for row in table.rows if row["retention"] is not None]
+        alone = {row["configuration"]: row for row in table.rows}
 
-        def panel(y: str, share: Callable[[Case, Score], Estimate]) -> Panel:
-            drawn = lines(found.of(MIXED), lambda _, score: score.realised or 0.0, share)
-            ends = [found.of(tier)[0] for tier in (on.high, on.low)]
-            levels = {f"all {case.label}": share(case, score).value for case, score in ends}
+        def panel(y: str, figure: str) -> Panel:
+            drawn = lines(mixed, "realised", figure)
+            levels = {f"all {tier}": alone[tier][figure][0] for tier in (on.high, on.low)}
             x = "realised share of critical experts"
             return Panel(x, y, drawn, on.basis, levels, percent=True)
 
-        panels = [panel(f"perplexity against {on.high}, %", change_from(base))]
+        panels = [panel(f"perplexity against {on.high}, %", "change")]
         if on.questions:
-            panels.append(panel("multiple choice, acc, %", lambda _, score: _accuracy(score)))
-        return Findings([found.table(title, (LABEL, *DONE), rows, on.high, answers)], panels)
-
-
-def _accuracy(score: Score) -> Estimate:
-    return score.choices.acc if score.choices is not None else Estimate(0.0, 0.0)
+            panels.append(panel("multiple choice, acc, %", "acc"))
+        return Findings([table], panels)
 
 
 SEEDS = (1, 2, 3)
@@ -162,13 +159,13 @@ class Critical(ScoredStudy):
         note = f"random: each token's figures are means of {len(SEEDS)} seeds."
         for form, low in product(FORMS.values(), (SKIP, on.low)):
             group, base = f"{form}, {on.high} / {low}", found.one(form)
-            several = found.of(group)
-            rows, title = found.rows(several, base), f"Critical experts of {group} (Figure 3)"
-            shown.tables.append(found.table(title, (LABEL, *DONE), rows, on.high, (), note))
+            title = f"Critical experts of {group} (Figure 3)"
+            table = found.table(title, (LABEL, *DONE), found.of(group), base, on.high, note=note)
+            shown.tables.append(table)
             drawn = lines(
-                several,
-                lambda _, score: score.high,
-                change_from(base),
+                table.rows,
+                lambda row: row["usage"]["high"],
+                "change",
                 dashed=lambda label: label.endswith(SPREADS["flat"]),
                 share=len(SPREADS),
             )
@@ -206,9 +203,10 @@ class Depth(ScoredStudy):
         ]
 
     def show(self, found: Scores, on: Subject) -> Findings:
-        base, lowered = found.one(HIGH), found.of(LOW)
-        rows, title = found.rows(lowered, base), f"One layer in {on.low}, all others in {on.best}"
-        changes = [score.against(base) for _, score in lowered]
+        title = f"One layer in {on.low}, all others in {on.best} (Figure 5)"
+        layer = Column("layer", "layer")
+        table = found.table(title, (layer,), found.of(LOW), found.one(HIGH), on.best)
+        changes = [row["change"] for row in table.rows]
         panel = Panel(
             f"the layer in {on.low}",
             f"perplexity against all {on.best}, %",
@@ -218,7 +216,6 @@ class Depth(ScoredStudy):
             bars=True,
             ticks=on.layer_ids,
         )
-        table = found.table(f"{title} (Figure 5)", (Column("layer", "layer"),), rows, on.best)
         return Findings([table], [panel])
 
 
@@ -250,9 +247,9 @@ class Similarity(Study):
             for row, each in zip(
                 rows["ahead" if name in (AHEAD, OFTEN) else "alike"], by_layer, strict=True
             ):
-                row[name] = pair(each)
+                row[name] = each
         overall = {
-            name: [float(np.mean([each.value for each in found[name]])), None]
+            name: [float(np.mean([value for value, _ in found[name]])), None]
             for name in (AHEAD, OFTEN)
             if name in found
         }
@@ -308,7 +305,7 @@ class Similarity(Study):
         )
 
 
-def _measured(on: Subject) -> dict[str, list[Estimate]]:
+def _measured(on: Subject) -> dict[str, list[list[float | None]]]:
     """The mean of each figure in each layer but the first, of those that the model gives."""
     layer_ids, k = on.layer_ids, on.n_expert_used
     routers = routers_of(on)
@@ -329,7 +326,9 @@ def _measured(on: Subject) -> dict[str, list[Estimate]]:
         often = top(np.bincount(every.ravel(), minlength=on.n_expert)[None].astype(float), k)
         values[OFTEN, layer].append(recall(np.repeat(often, len(every), 0), every))
     return {
-        name: [arithmetic.mean(np.concatenate(values[name, layer])) for layer in sorted(actual)]
+        name: [
+            pair(arithmetic.mean(np.concatenate(values[name, layer]))) for layer in sorted(actual)
+        ]
         for name in WAYS
         if all((name, layer) in values for layer in actual)
     }

@@ -24,7 +24,6 @@ from orchestrator.lab.study.study import (
     HalvedStudy,
     Scored,
     Scores,
-    change_from,
     lines,
     quality,
     share,
@@ -129,10 +128,6 @@ class Demotion(HalvedStudy):
             for order in (COLD, RANDOM, HOT_FIRST)
             for case, score in (first, *found.of(order), last)
         ]
-        rows = [
-            {**row, "routed_high": score.high}
-            for row, (_, score) in zip(found.rows(curves, base), curves, strict=True)
-        ]
         columns = (
             Column("demoted", "demoted", lambda demoted: f"{demoted} of {n}"),
             Column("order", "order", left=True),
@@ -145,8 +140,10 @@ class Demotion(HalvedStudy):
             f"seeds."
         )
         title = f"Demoted experts of each layer, {scored.high} to {scored.low} (Figure 3)"
-        table = found.table(title, columns, rows, f"all {scored.high}", (), note)
-        drawn = lines(curves, lambda case, _: case.row["demoted"], change_from(base))
+        table = found.table(title, columns, curves, base, f"all {scored.high}", note=note)
+        for row in table.rows:
+            row["routed_high"] = row["usage"]["high"]
+        drawn = lines(table.rows, "demoted", "change")
         panel = Panel(
             f"experts of each layer in {scored.low}, of {n}",
             f"perplexity against all {scored.high}, %",
@@ -169,7 +166,6 @@ PLACED, PLACED_EMPTY = "context, with the first half's hotness", "context, cold 
 HOT = "hot"
 # The best tier, high and low: between the last two it is told what was won back.
 N_ENDS = 3
-Won = Callable[[Score], Estimate]
 
 
 class HotMemory(HalvedStudy):
@@ -242,7 +238,7 @@ class HotMemory(HalvedStudy):
                     rows,
                 )
             )
-            shown.panels.append(_panel(on, part, hot, won))
+            shown.panels.append(_panel(on, part, hot, rows[len(ends) :]))
         steps = DynaExq.Settings.of(on.config.of_policies).update_steps
         shown.tables[-1].footnotes.append(
             f"Each text is read token by token in one go, the hot sets updated every "
@@ -283,13 +279,14 @@ def _row(row: Row, score: Score, won: Estimate | None, on: Subject, whole: int) 
     }
 
 
-def _panel(on: Subject, part: Part, hot: list[Scored], won: Won) -> Panel:
-    """What was won back of a text."""
+def _panel(on: Subject, part: Part, hot: list[Scored], rows: list[Row]) -> Panel:
+    """What was won back of a text, over the share of high experts that each memory is for."""
     scored = on.on(part.second)
+    meant = {case.row["slots"]: 100 * case.row["high"] for case, _ in hot}
     drawn = lines(
-        hot,
-        lambda case, _: 100 * case.row["high"],
-        lambda _, score: won(score),
+        rows,
+        lambda row: meant[row["slots"]],
+        "won_back",
         dashed=lambda label: label in (FIXED, NULL),
     )
     drawn += [

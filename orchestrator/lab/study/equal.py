@@ -49,18 +49,14 @@ class EqualMemory(HalvedStudy):
         scored, base = found.on, found.tier(on.high)
         alone = found.by_size()
         after = [Column("KL above dynaexq's", "above", four_digits)]
-        tables = [
-            found.table("All uniform types", (LABEL, *SIZE), found.rows(alone, base), on.high)
-        ]
+        tables = [found.table("All uniform types", (LABEL, *SIZE), alone, base, on.high)]
         for mix in found.of(MIX):
             n_bytes = mix[0].row["bytes"]
             several = [*_best_that_fit(alone, n_bytes), mix]
-            rows = [
-                {**row, "above": above(score, mix[1])}
-                for row, (_, score) in zip(found.rows(several, base), several, strict=True)
-            ]
             title = f"Experts in {format_size(n_bytes)}"
-            tables.append(found.table(title, (LABEL,), rows, on.high, after))
+            tables.append(found.table(title, (LABEL,), several, base, on.high, after))
+            for row, (_, score) in zip(tables[-1].rows, several, strict=True):
+                row["above"] = above(score, mix[1])
         tables[-1].footnotes.append(
             f"uniform: of the types of a method that fit whole, the one with the least KL. "
             f"dynaexq: every expert in memory, in {on.high} or {on.low}, started with what "
@@ -69,10 +65,10 @@ class EqualMemory(HalvedStudy):
             f"file, and a mix takes slots, of whole pages."
         )
         drawn = lines(
-            [*alone, *found.of(MIX)],
-            lambda case, _: case.row["bytes"] / (1 << 20),
-            lambda _, score: score.mean_kl,
-            lambda case: MIX if case.group == MIX else f"uniform, {case.row['method']}",
+            [*tables[0].rows, *found.rows(found.of(MIX), base)],
+            lambda row: row["bytes"] / (1 << 20),
+            "kl",
+            lambda row: f"uniform, {row['method']}" if "method" in row else MIX,
         )
         x, y = "memory of the experts, MiB", f"KL from {on.best}, nats"
         return Findings(tables, [Panel(x, y, drawn, scored.basis, scale="log")])

@@ -398,14 +398,10 @@ class NearBits(ScoredStudy):
         panels = []
         for name in bases:
             drawn = lines(
-                [
-                    (case, score)
-                    for case, score in found.of(JUDGED)
-                    if case.row["domain"] == name and case.row["hot"]
-                ],
-                lambda case, _: case.row["bits"],
-                lambda _, score: score.mean_kl,
-                lambda case: f"{case.label}, {case.row['hot']} hot",
+                [row for row in rows if row["domain"] == name and row["hot"]],
+                "bits",
+                "kl",
+                lambda row: f"{row['configuration']}, {row['hot']} hot",
             )
             x, y = "nominal bits of the near experts", f"KL from {on.best}, nats"
             panels.append(Panel(x, y, drawn, f"{name}: {scored.basis}"))

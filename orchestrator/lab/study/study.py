@@ -19,7 +19,7 @@ from orchestrator.config import Config
 from orchestrator.engine.load import Progress
 from orchestrator.errors import ConfigError
 from orchestrator.lab.eval import arithmetic
-from orchestrator.lab.eval.arithmetic import Estimate, pair
+from orchestrator.lab.eval.arithmetic import pair
 from orchestrator.lab.eval.perplexity import Reference, ReferencePart
 from orchestrator.lab.eval.report import share_with_error, with_error
 from orchestrator.lab.eval.run import EvalOptions
@@ -304,43 +304,43 @@ class Scores:
         self,
         title: str,
         columns: Sequence[Column],
-        rows: Sequence[Row],
-        base: str,
+        found: Iterable[Scored],
+        base: Score,
+        name: str,
         after: Sequence[Column] = (),
         note: str = "",
     ) -> Table:
-        """These rows under these columns, those of quality and what comes after. base: what the
+        """Cases under these columns, those of quality and what comes after. base, name: what the
         perplexity's change is from."""
-        every = (*columns, *quality(self.on.best, base), *after)
-        return Table(f"{title}: {self.on.basis}", every, rows, [note] if note else [])
+        every = (*columns, *quality(self.on.best, name), *after)
+        rows, notes = self.rows(found, base), [note] if note else []
+        return Table(f"{title}: {self.on.basis}", every, rows, notes)
 
 
-def change_from(base: Score) -> Callable[[Case, Score], Estimate]:
-    """The change of the perplexity, for a line."""
-    return lambda _, score: score.against(base)
+# The name of a figure of rows, or what takes it from one.
+Figure = str | Callable[[Row], Any]
 
 
 def lines(
-    found: Iterable[Scored],
-    x: Callable[[Case, Score], float],
-    y: Callable[[Case, Score], Estimate],
-    label: Callable[[Case], str] = lambda case: case.label,
+    rows: Iterable[Row],
+    x: Figure,
+    y: Figure,
+    by: Figure = "configuration",
     dashed: Callable[[str], bool] = lambda label: False,
     share: int = 1,
 ) -> list[Line]:
-    """A line for each label, through its cases. share: so many lines have a colour."""
-    by_label: dict[str, list[Scored]] = {}
-    for case, score in found:
-        by_label.setdefault(label(case), []).append((case, score))
+    """A line for each label, which `by` says, through its rows. share: so many lines have a
+    colour."""
+
+    def of(row: Row, figure: Figure) -> Any:
+        return row[figure] if isinstance(figure, str) else figure(row)
+
+    points: dict[str, list[tuple[Any, Any]]] = {}
+    for row in rows:
+        points.setdefault(of(row, by), []).append((of(row, x), of(row, y)))
     return [
-        Line(
-            name,
-            [x(*each) for each in several],
-            [y(*each) for each in several],
-            dashed(name),
-            number // share,
-        )
-        for number, (name, several) in enumerate(by_label.items())
+        Line(name, [x for x, _ in each], [y for _, y in each], dashed(name), number // share)
+        for number, (name, each) in enumerate(points.items())
     ]
 
 

@@ -31,15 +31,15 @@ def capture(model: Path):
         yield found
 
 
-def test_inputs_ids_and_weights_fit_each_other(
+def test_inputs_and_ids_fit_each_other(
     capture: Capture, model: Path, text: Path, ggml: Ggml
 ) -> None:
     calibration = read_calibration(capture.tokenize, text, window=128)
     with ExpertModel.open(model) as facts:
         for seen in capture.layers(calibration.windows):
             assert seen.n_tokens == calibration.n_tokens > 256
-            router = tensor(facts, f"blk.{seen.il}.ffn_gate_inp.weight")
-            bias = tensor(facts, f"blk.{seen.il}.exp_probs_b.bias")
+            router = tensor(facts, f"blk.{capture.layer_ids[seen.layer]}.ffn_gate_inp.weight")
+            bias = tensor(facts, f"blk.{capture.layer_ids[seen.layer]}.exp_probs_b.bias")
             assert router is not None and bias is None
             for expert in np.flatnonzero(seen.counts()):
                 token, slot = seen.places(expert)
@@ -55,10 +55,6 @@ def test_inputs_ids_and_weights_fit_each_other(
                 # Experts whose logits are equal but for rounding may be either one's choice.
                 highest = -np.sort(-logits, axis=1)[:, : seen.ids.shape[1]]
                 assert np.allclose(-np.sort(-chosen, axis=1), highest, atol=1e-3)
-                share = np.exp(chosen - chosen.max(axis=1, keepdims=True))
-                share /= share.sum(axis=1, keepdims=True)
-                assert np.allclose(seen.weights[token], share, atol=0.01)
-                assert np.array_equal(seen.gates(expert), seen.weights[token, slot])
             assert seen.counts().sum() == seen.ids.size
 
 
@@ -68,13 +64,13 @@ def test_several_passes_see_what_one_sees(
     windows = read_calibration(capture.tokenize, text, limit=300, window=128).windows
     shares: list[float] = []
     once = [
-        (seen.layer, seen.il, seen.ids.copy(), seen.inputs(DOWN, 0), seen.inputs(GATE, 0))
+        (seen.layer, seen.ids.copy(), seen.inputs(DOWN, 0), seen.inputs(GATE, 0))
         for seen in capture.layers(windows)
     ]
     monkeypatch.setattr("orchestrator.lab.calibrate.capture.SPILL_BYTES", 1)
     passes = capture.layers(windows, progress=shares.append)
-    for (layer, il, ids, hidden, x), seen in zip(once, passes, strict=True):
-        assert (seen.layer, seen.il) == (layer, il)
+    for (layer, ids, hidden, x), seen in zip(once, passes, strict=True):
+        assert seen.layer == layer
         assert np.array_equal(seen.ids, ids)
         assert np.array_equal(seen.inputs(DOWN, 0), hidden)
         assert np.array_equal(seen.inputs(GATE, 0), x)
@@ -88,7 +84,7 @@ def test_fused_matrices_behind_a_dense_layer(ggml: Ggml, text: Path, tmp_path: P
     with Capture(path, threads=1) as capture, ExpertModel.open(path) as facts:
         windows = read_calibration(capture.tokenize, text, limit=300, window=128).windows
         seen = next(capture.layers(windows))
-        assert (seen.layer, seen.il) == (0, 1)
+        assert (seen.layer, capture.layer_ids[seen.layer]) == (0, 1)
         expert = int(np.argmax(seen.counts()))
         both = seen.inputs(GATE_UP, expert) @ stored(facts, 0, GATE_UP, expert, ggml).T
         gate, up = np.split(both, 2, axis=1)

@@ -29,6 +29,8 @@ from orchestrator.lab.calibrate import table as tables
 from orchestrator.lab.calibrate.compute import LayerExperts, stored
 from orchestrator.lab.calibrate.methods import Method
 from orchestrator.lab.calibrate.table import measure_losses, read_windows
+from orchestrator.lab.calibrate.within import observe
+from orchestrator.lab.observe import Node
 
 
 @pytest.fixture(scope="module")
@@ -141,9 +143,19 @@ def test_the_best_tier_is_the_reference_where_there_is_no_other(
     assert own.fit is not None and own.fit.tiers == ("q8_0", "q3_k", "skip")
     assert "KL is foreseen by " in result.output
     windows = read_windows(Method(calib=text, tokens=300), packed).windows
-    with Capture(packed, threads=1) as capture:
-        layer = list(capture.layers(windows))[1]
-    of_each = [np.mean(layer.gates(e).astype(float) ** 2) for e in np.flatnonzero(seen[1])]
+    gates: list[np.ndarray] = []
+    ids: list[np.ndarray] = []
+
+    def keep(node: Node) -> None:
+        gates.append(node.source(1).array()[0, :, :, 0])
+        # what down multiplies by them says whose they are
+        ids.append(node.source(0).source(2).array()[0, 0])
+
+    with observe(packed, tables.WINDOW, 1, lambda n: n.name == "ffn_moe_weighted-1", keep) as own_:
+        for window in windows:
+            own_.read(window)
+    of, by = np.concatenate(ids), np.concatenate(gates).astype(float)
+    of_each = [np.mean(by[of == expert] ** 2) for expert in np.flatnonzero(seen[1])]
     assert own.gates is not None and np.allclose(own.gates[1][seen[1]], of_each)
 
 
