@@ -316,32 +316,21 @@ def compare_rows(rows: Path, reference: Path, n_vocab: int) -> dict[str, Any]:
 
     One row at a time is in memory.
     """
-    size = 4 * n_vocab
-    n, n_reference = rows.stat().st_size // size, reference.stat().st_size // size
-    first, choices, finite = None, 0, True
-    errors: list[float | None] = []
-    with rows.open("rb") as ours, reference.open("rb") as theirs:
-        for row in range(min(n, n_reference)):
-            mine = ours.read(size)
-            other = theirs.read(size)
-            a, b = np.frombuffer(mine, np.float32), np.frombuffer(other, np.float32)
-            finite = finite and bool(np.isfinite(a).all())
-            if mine == other:
-                continue
-            if first is None:
-                first = row
-            errors.append(largest(a, b))
-            choices += int(a.argmax() != b.argmax())
-    if first is None and n != n_reference:
-        first = min(n, n_reference)
+    ours, theirs = (
+        np.memmap(path, np.float32, "r").reshape(-1, n_vocab) for path in (rows, reference)
+    )
+    pairs = list(enumerate(zip(ours, theirs, strict=False)))
+    differ = [(row, a, b) for row, (a, b) in pairs if a.tobytes() != b.tobytes()]
+    first = differ[0][0] if differ else len(pairs) if len(ours) != len(theirs) else None
+    errors = [largest(a, b) for _, a, b in differ]
     return {
-        "rows": n,
+        "rows": len(ours),
         "equal": first is None,
         "first": first,
         "first_error": errors[0] if errors else 0.0,
         "most": None if None in errors else max((e for e in errors if e is not None), default=0.0),
-        "choices": choices,
-        "finite": finite,
+        "choices": sum(int(a.argmax() != b.argmax()) for _, a, b in differ),
+        "finite": all(bool(np.isfinite(a).all()) for _, (a, _) in pairs),
     }
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import Estimate
@@ -81,23 +80,10 @@ def _question(path: Path, number: int, record: dict[str, Any]) -> Question:
     return Question(prompt, tuple(choices), answer)
 
 
-def encode_pair(engine: Engine, context: str, choice: str) -> tuple[list[int], list[int]]:
-    """Tokens of a context and of what follows it, cut out of the tokens of both together."""
-    whole, before = engine.tokenize(context + choice), engine.tokenize(context)
-    return whole[: len(before)], whole[len(before) :]
-
-
-def pick(logp: Sequence[float], choices: Sequence[str]) -> tuple[int, int]:
-    """(likeliest choice, likeliest per character) of the choices' log-likelihoods."""
-    sums = np.asarray(logp)
-    lengths = np.array([len(choice) for choice in choices])
-    return int(sums.argmax()), int((sums / lengths).argmax())
-
-
 def score_choices(
     judge: Judge,
     questions: Sequence[Question],
-    progress: Callable[[float], None] | None = None,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> ChoiceScores:
     """Answers every question. Raises ConfigError for a choice that is no token of its own."""
     right, right_norm = [], []
@@ -106,13 +92,15 @@ def score_choices(
         space = "" if question.prompt[-1].isspace() else " "
         logp = []
         for choice in question.choices:
-            context, tokens = encode_pair(judge.engine, question.prompt, space + choice)
+            # The choice's tokens are cut out of those of both together.
+            n = len(judge.engine.tokenize(question.prompt))
+            whole = judge.engine.tokenize(question.prompt + space + choice)
+            context, tokens = whole[:n], whole[n:]
             if not context or not tokens:
                 raise ConfigError(f"question {number}: '{choice}' has no token of its own")
             logp.append(float(judge.continuation(context, tokens)[0].sum()))
-        best, best_norm = pick(logp, question.choices)
-        right.append(best == question.answer)
-        right_norm.append(best_norm == question.answer)
-        if progress is not None:
-            progress(number / len(questions))
+        lengths = [len(choice) for choice in question.choices]
+        right.append(np.argmax(logp) == question.answer)
+        right_norm.append(np.argmax(np.divide(logp, lengths)) == question.answer)
+        progress(number / len(questions))
     return ChoiceScores(np.array(right), np.array(right_norm))

@@ -38,9 +38,7 @@ class Judge:
         beginning is not read again."""
         if prompt and not self.prefill:
             self.forget()
-            yield self._behind_prompt(tokens[:first])
-            for position in range(first, len(tokens) - 1):
-                yield self._decoded(tokens[position], position)
+            yield from self._decode_rows(list(tokens[:first]), tokens[first:])
             return
         known = 0
         while known < min(first - 1, len(self._read)) and tokens[known] == self._read[known]:

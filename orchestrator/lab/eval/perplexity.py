@@ -109,7 +109,7 @@ def score_text(
     *,
     keep: Reference | None = None,
     against: Reference | ReferencePart | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda share: None,
 ) -> TextScores:
     """Scores the windows' tokens from each one's first scored token on.
 
@@ -135,6 +135,5 @@ def score_text(
                 kl[at] = arithmetic.kl_divergence(row, logp)
                 agrees[at] = row.argmax() == logp.argmax()
             at += 1
-        if progress is not None:
-            progress(at / total)
+        progress(at / total)
     return TextScores(nll, kl, agrees, domains, names)

@@ -28,9 +28,6 @@ def render(result: dict[str, Any]) -> str:
             )
         )
         lines += [_line(f"  {name}", with_error(value)) for name, value in text["domains"].items()]
-        if (prefill := result.get("prefill_perplexity")) is not None:
-            note = "read as prompts: decisions see later tokens"
-            lines.append(_line("prefill form", with_error(prefill), note))
         if "top1" in text:
             lines.append(_line("same top token", share_with_error(text["top1"])))
     if (choices := result.get("choices")) is not None:

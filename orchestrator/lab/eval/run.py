@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +21,12 @@ from orchestrator.lab.eval.arithmetic import pair
 from orchestrator.lab.eval.choices import read_questions, score_choices
 from orchestrator.lab.eval.judge import Judge
 from orchestrator.lab.eval.perplexity import Reference, TextScores, score_text
-from orchestrator.lab.eval.text import Window, cut_windows, needed_tokens, read_documents
+from orchestrator.lab.eval.text import Document, Window, cut_windows, needed_tokens, read_documents
 from orchestrator.lab.eval.virtual import VirtualTime, virtual_store
 from orchestrator.lab.replay.figures import ratio
 from orchestrator.memory.footprint import LEAST_CONTEXT, SIZES
 from orchestrator.native import MAX_TIERS, CStats
 from orchestrator.policy import BASELINE
-
-
-@dataclass(frozen=True, slots=True)
-class StoreUsage:
-    """Shares of the routed experts that were asked for in the high tier, in a lower one and
-    not at all; the share of matrices that were computed in a lower tier; the share found in
-    memory; bytes read. Shares are None where nothing was counted. kl_estimate: nats a token from
-    the file's best tier, as allocation/estimate.py foresees it; None where that is not known."""
-
-    high: float | None
-    low: float | None
-    skip: float | None
-    computed_low: float | None
-    hit_rate: float | None
-    bytes_read: int
-    kl_estimate: float | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def counters(engine: Engine) -> CStats | None:
@@ -64,9 +47,13 @@ def foresee_from(engine: Engine, best: str) -> LossMeter | None:
 
 def usage_between(
     old: CStats | None, new: CStats | None, phase: Phase, losses: LossMeter | None = None
-) -> StoreUsage | None:
-    """What happened between two readings of the counters in steps of one phase. losses: since the
-    first reading."""
+) -> dict[str, Any] | None:
+    """What the store did between two readings of the counters in steps of one phase; None without
+    one. Shares of the routed experts that were asked for in the high tier, in a lower one and not
+    at all; the share of matrices that were computed in a lower tier; the share found in memory;
+    bytes read. Shares are None where nothing was counted. kl_estimate: nats a token from the file's
+    best tier, by `losses` since the first reading, as allocation/estimate.py foresees it; None
+    where that is not known."""
     if old is None or new is None:
         return None
 
@@ -78,18 +65,16 @@ def usage_between(
 
     routed, computed = moved("routed"), moved("computed")
     asked = sum(routed)
-    requests = moved("requests")
-    return StoreUsage(
-        high=ratio(routed[0], asked),
-        low=ratio(sum(routed[1:MAX_TIERS]), asked),
-        skip=ratio(routed[MAX_TIERS], asked),
-        computed_low=ratio(sum(computed[1:]), sum(computed)),
-        hit_rate=ratio(moved("hits"), requests),
-        bytes_read=moved("demand_bytes")
-        + moved("prefetch_bytes")
-        + (new.transition_bytes - old.transition_bytes),
-        kl_estimate=losses.mean(phase) if losses else None,
-    )
+    read = moved("demand_bytes") + moved("prefetch_bytes")
+    return {
+        "high": ratio(routed[0], asked),
+        "low": ratio(sum(routed[1:MAX_TIERS]), asked),
+        "skip": ratio(routed[MAX_TIERS], asked),
+        "computed_low": ratio(sum(computed[1:]), sum(computed)),
+        "hit_rate": ratio(moved("hits"), moved("requests")),
+        "bytes_read": read + new.transition_bytes - old.transition_bytes,
+        "kl_estimate": losses.mean(phase) if losses else None,
+    }
 
 
 WINDOW = 512
@@ -130,6 +115,17 @@ class EvalOptions:
     def text_tokens(self) -> int | None:
         """How many tokens of the text are looked at, None for all."""
         return needed_tokens(self.tokens, self.window, self.prompt_tokens)
+
+    def windows(self, engine: Engine, documents: Sequence[Document]) -> list[Window]:
+        """What is judged of the text. Raises ConfigError where that is too little."""
+        return cut_windows(
+            engine.tokenize,
+            documents,
+            min(self.window, engine.n_ctx),
+            self.tokens,
+            self.text,
+            self.prompt_tokens,
+        )
 
     def check(self) -> None:
         """Raises ConfigError for what does not go together."""
@@ -189,24 +185,18 @@ def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str
     with ExpertModel.open(config.model) as model:
         best = model.tiers[model.tier_index(options.kl_from) if options.kl_from else 0].name
 
-    def cut(engine: Engine) -> list[Window]:
-        if not documents:
-            return []
-        window = min(options.window, engine.n_ctx)
-        return cut_windows(
-            engine.tokenize, documents, window, options.tokens, options.text, options.prompt_tokens
-        )
-
     with ExitStack() as stack:
         against = None
         if options.kl:
             # Before the engine that is judged, and gone by then: two would not fit the memory.
             with Engine.open(best_config(config, best), report) as engine:
                 against = stack.enter_context(
-                    read_reference(engine, cut(engine), options.prefill, report)
+                    read_reference(
+                        engine, options.windows(engine, documents), options.prefill, report
+                    )
                 )
         engine = stack.enter_context(Engine.open(config, report))
-        windows = cut(engine)
+        windows = options.windows(engine, documents) if documents else []
         shadow = None
         if engine.managed and engine.policy.wants.by_residency and not options.reuse:
             time = VirtualTime.of(engine, options.bandwidth, options.latency_us, options.compute_ms)
@@ -221,7 +211,8 @@ def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str
         }
         phase = Phase.PREFILL if options.prefill else Phase.DECODE
         losses = foresee_from(engine, best)
-        before = shadow.stats() if shadow else counters(engine)
+        count = shadow.stats if shadow else partial(counters, engine)
+        before = count()
         judge = Judge(engine, options.prefill)
         if windows:
             scores = score_text(
@@ -237,14 +228,9 @@ def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str
                 "right": choices.right.tolist(),
                 "right_norm": choices.right_norm.tolist(),
             }
-        after = shadow.stats() if shadow else counters(engine)
-        usage = usage_between(before, after, phase, losses)
+        result["usage"] = usage_between(before, count(), phase, losses)
         if shadow is not None:
             result["virtual"] = shadow.as_dict()
-        result["usage"] = usage.as_dict() if usage else None
-        if windows and not options.prefill:
-            other = score_text(Judge(engine, prefill=True), windows)
-            result["prefill_perplexity"] = pair(other.perplexity)
     return result
 
 

@@ -20,9 +20,8 @@ from gguf_tools.file.layout import COMPUTE_ORDER
 from orchestrator.engine.driver import Driver
 from orchestrator.engine.engine import Engine
 from orchestrator.events import ComputedStep, Phase, RouteEvent, distinct, served
-from orchestrator.lab.replay.clock import Simulation
 from orchestrator.lab.replay.record import measured
-from orchestrator.lab.replay.simulate import Transport, compute_layer
+from orchestrator.lab.replay.simulate import Simulation, Transport, compute_layer
 from orchestrator.native import CStats, Store
 
 # Decode steps from which computing is measured, the first one left out.

@@ -12,7 +12,7 @@ from gguf_tools.closing import Closing
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from orchestrator.errors import NativeError
-from orchestrator.lab.calibrate.compute import tensor
+from orchestrator.lab.calibrate.measure import tensor
 from orchestrator.lab.calibrate.within import CalibrationRoom, observe
 from orchestrator.lab.eval.text import Window
 from orchestrator.lab.observe import Node

@@ -81,7 +81,7 @@ def figures(score: Score, base: Score) -> Row:
     perplexity's change is from."""
     found: Row = {
         "realised": score.realised,
-        "usage": score.usage.as_dict() if score.usage else None,
+        "usage": score.usage,
         "kl": pair(score.mean_kl),
         "perplexity": pair(score.text.perplexity),
         "change": pair(score.against(base)),

@@ -27,14 +27,13 @@ from orchestrator.lab.eval.judge import Judge
 from orchestrator.lab.eval.perplexity import Reference, ReferencePart, TextScores, score_text
 from orchestrator.lab.eval.run import (
     EvalOptions,
-    StoreUsage,
     best_config,
     counters,
     eval_config,
     read_reference,
     usage_between,
 )
-from orchestrator.lab.eval.text import Window, cut_windows, read_documents
+from orchestrator.lab.eval.text import Window, read_documents
 from orchestrator.lab.study.policies import Counts, Wrapper
 from orchestrator.lab.study.uniform import UniformTypes
 from orchestrator.policy import Policy
@@ -108,7 +107,7 @@ class Score:
 
     text: TextScores
     choices: ChoiceScores | None = None
-    usage: StoreUsage | None = None
+    usage: dict[str, Any] | None = None
     realised: float | None = None
     report: dict[str, Any] = field(default_factory=dict)
     slot_bytes: int = 0
@@ -116,16 +115,14 @@ class Score:
     @property
     def kl(self) -> np.ndarray:
         """KL of each token from the reference."""
-        if self.text.kl is None:
-            raise ValueError("scored without a reference")
+        assert self.text.kl is not None
         return self.text.kl
 
     @property
     def agrees(self) -> np.ndarray:
         """Of each token 1.0 where its likeliest one is the reference's, else 0.0; between them
         where the score is a mean over several."""
-        if self.text.agrees is None:
-            raise ValueError("scored without a reference")
+        assert self.text.agrees is not None
         return self.text.agrees.astype(np.float64)
 
     @property
@@ -135,7 +132,7 @@ class Score:
     @property
     def high(self) -> float:
         """The share of the routed experts that were asked for in the high tier."""
-        return (self.usage.high or 0.0) if self.usage else 0.0
+        return (self.usage["high"] or 0.0) if self.usage else 0.0
 
     def against(self, base: Score) -> Estimate:
         """Relative change of the perplexity from base, paired."""
@@ -156,7 +153,7 @@ class Score:
             agrees=np.mean([row.agrees for row in rows], axis=0),
         )
         high = sum(row.high for row in rows) / len(rows)
-        usage = None if self.usage is None else replace(self.usage, high=high)
+        usage = None if self.usage is None else self.usage | {"high": high}
         return replace(self, text=text, usage=usage)
 
 
@@ -202,15 +199,7 @@ class Subject:
             self.n_layers = engine.model.n_layers
             self.n_expert_used = engine.model.n_expert_used
             self.n_expert = engine.model.n_expert
-            window = min(options.window, engine.n_ctx)
-            self.windows = cut_windows(
-                engine.tokenize,
-                documents,
-                window,
-                options.tokens,
-                options.text,
-                options.prompt_tokens,
-            )
+            self.windows = options.windows(engine, documents)
         self.uniform_types = UniformTypes(config, options)
         self.high = config.high_tier or ("q4_k" if "q4_k" in self.tiers[:-1] else self.tiers[0])
         self.low = config.low_tier or self.tiers[-1]

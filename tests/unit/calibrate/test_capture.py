@@ -18,7 +18,7 @@ from orchestrator.errors import ConfigError, GGUFError
 from orchestrator.lab.calibrate import Capture, read_calibration
 from orchestrator.lab.calibrate import capture as spill
 from orchestrator.lab.calibrate.capture import Rows
-from orchestrator.lab.calibrate.compute import stored, tensor
+from orchestrator.lab.calibrate.measure import stored, tensor
 
 
 def silu(x: np.ndarray) -> np.ndarray:

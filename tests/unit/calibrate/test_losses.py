@@ -23,10 +23,10 @@ from orchestrator.cli.main import cli
 from orchestrator.cost.losses import Fit, LossTable, TablePrecision, default_path, load, save
 from orchestrator.engine.texts import log_softmax
 from orchestrator.errors import BudgetError, ConfigError
-from orchestrator.lab.calibrate import Capture, compute, fit, reader
+from orchestrator.lab.calibrate import Capture, fit, reader
 from orchestrator.lab.calibrate import measure as measuring
 from orchestrator.lab.calibrate import table as tables
-from orchestrator.lab.calibrate.compute import LayerExperts, stored
+from orchestrator.lab.calibrate.measure import LayerExperts, stored
 from orchestrator.lab.calibrate.methods import Method
 from orchestrator.lab.calibrate.table import measure_losses, read_windows
 from orchestrator.lab.calibrate.within import observe
@@ -346,7 +346,7 @@ def test_an_unknown_activation_is_refused(
         expert = int(np.argmax(seen.counts()))
         rows = [seen.inputs(kind, expert, stop=64) for kind in (UP, DOWN)]
         assert LayerExperts(full, 1, expert, *rows, ggml).activation == "silu"
-        monkeypatch.delitem(compute._GATED, "silu")
+        monkeypatch.delitem(measuring._GATED, "silu")
         with pytest.raises(ConfigError, match="layer 1: what is between an expert's matrices"):
             LayerExperts(full, 1, expert, *rows, ggml)
 

@@ -19,7 +19,7 @@ from gguf_tools.quantize.imatrix import write_imatrix
 from gguf_tools.quantize.tiers import parse_tiers
 from orchestrator.cli.main import cli
 from orchestrator.lab.calibrate import Capture, read_calibration
-from orchestrator.lab.calibrate.compute import stored
+from orchestrator.lab.calibrate.measure import stored
 from orchestrator.lab.calibrate.methods import gather
 
 # What rounds to the nearest whatever matters more; and iq2_s, whose tables take ggml long to make.

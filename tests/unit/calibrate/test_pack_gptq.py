@@ -20,8 +20,8 @@ from gguf_tools.quantize import gptq
 from gguf_tools.quantize.ggml import Ggml, load_ggml
 from orchestrator.cli.main import cli
 from orchestrator.lab.calibrate import Capture, read_calibration
-from orchestrator.lab.calibrate.compute import stored
 from orchestrator.lab.calibrate.gptq import Gptq, computing
+from orchestrator.lab.calibrate.measure import stored
 
 TIERS = ("q8_0", "q4_k", "q2_k")
 TEXT = (

@@ -111,7 +111,7 @@ def test_the_best_tier_is_no_distance_from_itself_and_a_low_one_is(
     assert low["choices"]["questions"] == len(low["choices"]["right_norm"]) == 6
     assert sum(low["choices"]["right"]) / 6 == pytest.approx(low["choices"]["acc"][0])
     assert low["text"]["tokens"] == same["text"]["tokens"] > 16
-    assert low["form"] == "decode" and low["prefill_perplexity"][0] > 1
+    assert low["form"] == "decode"
 
 
 def test_exact_tiers_compute_what_was_decided_whatever_the_memory(model: Path, text: Path) -> None:
@@ -134,7 +134,7 @@ def test_exact_tiers_compute_what_was_decided_whatever_the_memory(model: Path, t
 def test_the_plain_path_has_no_store_to_report(model: Path, text: Path, option: str) -> None:
     result = evaluate(model, "--text", str(text), option, "20", "--prefill")
     assert result["usage"] is None and result["form"] == "prefill"
-    assert result["text"]["tokens"] == 20 and "prefill_perplexity" not in result
+    assert result["text"]["tokens"] == 20
 
 
 ERRORS = [

@@ -13,7 +13,7 @@ from traces import decode, over
 from gguf_tools.file.layout import DOWN, GATE, UP
 from orchestrator.errors import NativeError
 from orchestrator.events import ABSENT, Phase
-from orchestrator.lab.replay.clock import Simulation
+from orchestrator.lab.replay.simulate import Simulation
 from orchestrator.native import Library, Store
 from orchestrator.native.abi import CPrefetch
 

@@ -21,8 +21,14 @@ from orchestrator.allocation.slots import Rules
 from orchestrator.errors import BudgetError, ConfigError, MoeEdgeError, TraceError
 from orchestrator.events import ABSENT, DecisionBuffer, Phase, RouteEvent, StoreView
 from orchestrator.lab.replay import ReplayOptions, Trace, render, replay
-from orchestrator.lab.replay.clock import Simulation
-from orchestrator.lab.replay.simulate import Compute, Outcome, Setup, Transport, simulate
+from orchestrator.lab.replay.simulate import (
+    Compute,
+    Outcome,
+    Setup,
+    Simulation,
+    Transport,
+    simulate,
+)
 from orchestrator.native import MAX_TIERS, Library, Store
 
 ALL = 24 * 16384

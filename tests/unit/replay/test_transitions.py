@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from traces import decode, make_trace, over, random_trace
 
 from orchestrator.events import Phase
-from orchestrator.lab.replay.clock import Simulation
-from orchestrator.lab.replay.simulate import Compute, Setup, Transport, simulate
+from orchestrator.lab.replay.simulate import Compute, Setup, Simulation, Transport, simulate
 from orchestrator.lab.replay.trace import Trace
 from orchestrator.native import Library, Store
 from orchestrator.policy.dynaexq import DynaExq

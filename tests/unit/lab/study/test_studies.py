@@ -13,7 +13,7 @@ from orchestrator.cli.main import cli
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.events import SKIP, DecisionBuffer, Phase, RouteEvent, StoreView
-from orchestrator.lab.calibrate.compute import tensor
+from orchestrator.lab.calibrate.measure import tensor
 from orchestrator.lab.study.activations import (
     ROUTER_LOGITS,
     ActivationRecorder,
