@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.cost.losses import Fit
 from orchestrator.engine.texts import log_softmax
 from orchestrator.errors import ConfigError
@@ -157,9 +156,3 @@ def spread(measured: np.ndarray, foreseen: np.ndarray) -> float:
     n = len(measured)
     drawn = np.random.default_rng(_SEED).integers(0, n, (_DRAWS, n))
     return float(np.std(np.log(measured[drawn].sum(axis=1) / foreseen[drawn].sum(axis=1))))
-
-
-def unscaled(estimate: KlEstimate, tier: str | None) -> np.ndarray:
-    """What a pass loses by an expert with a gate weight of 1, float64 [n_layers, n_expert], of an
-    estimate of the best tier and, where there is one, this lower one."""
-    return estimate.nats[..., -1 if tier is None else 1]

@@ -30,15 +30,7 @@ from orchestrator.lab.calibrate.capture import (
     read_calibration,
 )
 from orchestrator.lab.calibrate.gptq import ROWS_AT_ONCE, Gptq, computing, factors_at_once
-from orchestrator.lab.calibrate.within import (
-    TORCH_BYTES,
-    CalibrationRoom,
-    at_once,
-    squares_bytes,
-    sums_bytes,
-    widest,
-    window_bytes,
-)
+from orchestrator.lab.calibrate.within import CalibrationRoom, window_bytes
 
 
 def gather(
@@ -98,6 +90,18 @@ METHODS = (RTN, IMATRIX, GPTQ)
 _PROCESS_BYTES = 4 << 20
 # GPTQ's copies of the run of rows that it rounds.
 _RUN_COPIES = 8
+# Square matrices in float64 that factorizing a Hessian takes at once, the Hessian among them:
+# measured 5.4. Before, it is a sum, of which these bytes of an element live at once: the sum, and
+# a part's product in float32 and in float64.
+_SQUARES = 6
+_SUM_BYTES = 20
+# A part's inputs, as they were kept and in float32 twice.
+_INPUT_BYTES = 10
+# torch: measured 197 MiB behind a first product and a first factor, 71 of them pages of its
+# libraries; and 10 more beside pack's threads, which each have an arena of malloc's.
+_TORCH_BYTES = 224 << 20
+# The part of the cap that several experts handled at once may fill.
+_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +178,9 @@ def _reading(
     if method.calib is None:
         raise ConfigError("a text to calibrate on is missing: give --calib TEXT")
     threads = method.threads or default_threads()
-    n = at_once(method.ram, threads, each_bytes) if each_bytes else 1
+    n = threads if each_bytes else 1
+    if each_bytes and method.ram is not None:
+        n = max(1, min(threads, method.ram // _SHARE // each_bytes))
     while True:
         room = method.room(own_bytes + n * each_bytes)
         try:
@@ -193,11 +199,17 @@ def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
     """GPTQ over the text of a method's calibration, read while layers are asked for."""
     threads = method.threads or default_threads()
     with ExpertModel.open(source) as model:
-        n = widest(model)
-        own = window_bytes(model, WINDOW) + TORCH_BYTES + _packing_bytes(threads, model)
+        shapes = [shape for layer in model.shapes for shape in layer if shape is not None]
+        n = max(width for width, _ in shapes)
+        # pack's threads hold a run of rows each, in float32, its encodings, and what is chosen
+        # among.
+        run = min(RUN_WEIGHTS, max(width * rows for width, rows in shapes))
+        own = window_bytes(model, WINDOW) + _TORCH_BYTES + threads * _RUN_COPIES * 4 * run
         # The layer's mean stands beside the factors.
         own += 8 * n**2 * (factors_at_once(threads) + 1)
-        each = squares_bytes(model, min(ROWS_AT_ONCE, method.tokens))
+        # The largest Hessian, while it is made of so many inputs at once, and factorized.
+        rows = min(ROWS_AT_ONCE, method.tokens)
+        each = max(_SQUARES * 8 * n**2, _SUM_BYTES * n**2 + _INPUT_BYTES * rows * n)
     with (
         computing() as device,
         _reading(method, source, own, each) as (capture, calibration, factorizing),
@@ -209,16 +221,10 @@ def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
         yield Gptq(load_ggml(), seen, line, device, threads, factorizing)
 
 
-def _packing_bytes(threads: int, model: ExpertModel) -> int:
-    """What pack's threads hold: a run of rows each, in float32, its encodings, and what is chosen
-    among."""
-    largest = max(n * rows for layer in model.shapes for n, rows in filter(None, layer))
-    return threads * _RUN_COPIES * 4 * min(RUN_WEIGHTS, largest)
-
-
 def calibrated(method: Method, model: ExpertModel, progress: Progress) -> tuple[Imatrix, str]:
     """The importance matrix of a calibration run, and a line on its text."""
-    own = window_bytes(model, WINDOW) + sums_bytes(model)
+    columns = sum(shape[0] for layer in model.shapes for shape in layer if shape is not None)
+    own = window_bytes(model, WINDOW) + 4 * model.n_expert * columns  # its sums
     with _reading(method, model.path, own) as (capture, calibration, _):
         return gather(capture, model, calibration, progress), calibration.summary()
 

@@ -26,7 +26,7 @@ from orchestrator.cost.losses import Fit, LossTable, load, save
 from orchestrator.engine.texts import log_softmax
 from orchestrator.errors import BudgetError, ConfigError, NativeError
 from orchestrator.lab.calibrate.capture import Calibration, Progress, read_calibration, spill_folder
-from orchestrator.lab.calibrate.fit import Moved, fitted, moved, passes, unscaled
+from orchestrator.lab.calibrate.fit import Moved, fitted, moved, passes
 from orchestrator.lab.calibrate.measure import OutputSums, Precisions
 from orchestrator.lab.calibrate.methods import RTN, Method, open_quantizer
 from orchestrator.lab.calibrate.reader import TextReader
@@ -218,6 +218,7 @@ class _Run:
         estimate = table.estimate([best] if tier is None else [best, tier])
         if estimate is None:
             raise ConfigError(f"the loss table lacks {best if tier is None else tier}")
+        costs = estimate.nats[..., -1 if tier is None else 1]
         known = list(self._kept.arrays("scored").values())
         windows, ram = self._text.windows, self._method.ram
         n_rows = sum(int(each.sum()) for each in known)
@@ -229,4 +230,4 @@ class _Run:
             # Memory may be less than it was when the rows were kept.
             chosen = np.concatenate(reader.scored)[np.concatenate(known)]
             against = ReferencePart(whole, np.flatnonzero(chosen))
-            return moved(reader, name, unscaled(estimate, tier), against, progress)
+            return moved(reader, name, costs, against, progress)

@@ -22,18 +22,6 @@ from orchestrator.policy import BASELINE
 
 # Copies of a window's activations that live at once: as they come, in half precision, scaled.
 _COPIES = 4
-# Square matrices in float64 that factorizing a Hessian takes at once, the Hessian among them:
-# measured 5.4. Before, it is a sum, of which these bytes of an element live at once: the sum, and
-# a part's product in float32 and in float64.
-_SQUARES = 6
-_SUM_BYTES = 20
-# A part's inputs, as they were kept and in float32 twice.
-_INPUT_BYTES = 10
-# torch: measured 197 MiB behind a first product and a first factor, 71 of them pages of its
-# libraries; and 10 more beside pack's threads, which each have an arena of malloc's.
-TORCH_BYTES = 224 << 20
-# The part of the cap that several experts handled at once may fill.
-_SHARE = 4
 
 
 class CalibrationRoom(NamedTuple):
@@ -43,39 +31,12 @@ class CalibrationRoom(NamedTuple):
     own: int
     use: str = "the calibration itself"
 
-    def model_bytes(self) -> int:
-        """What is left for the model: a byte at least, so that the plan says what it needs."""
-        return max(1, self.ram - self.own)
-
 
 def window_bytes(model: ExpertModel, n_ctx: int) -> int:
     """What one layer's activations of a window take while they are handled."""
     embd = model.hparams.embedding_length
     n_ff = max(shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None)
     return _COPIES * 4 * n_ctx * (embd + model.n_expert_used * n_ff)
-
-
-def sums_bytes(model: ExpertModel) -> int:
-    """The sums of an importance matrix."""
-    columns = sum(shape[0] for layer in model.shapes for shape in layer if shape is not None)
-    return 4 * model.n_expert * columns
-
-
-def widest(model: ExpertModel) -> int:
-    """Columns of the widest matrix."""
-    return max(shape[0] for layer in model.shapes for shape in layer if shape is not None)
-
-
-def squares_bytes(model: ExpertModel, rows: int) -> int:
-    """What the largest Hessian takes while it is made of so many inputs at once and factorized."""
-    n = widest(model)
-    return max(_SQUARES * 8 * n**2, _SUM_BYTES * n**2 + _INPUT_BYTES * rows * n)
-
-
-def at_once(ram: int | None, threads: int, n_bytes: int) -> int:
-    """How many experts of so many bytes each are handled at once: one for each thread, as far as
-    their share of the cap has room. One at least."""
-    return threads if ram is None else max(1, min(threads, ram // _SHARE // n_bytes))
 
 
 def load_within(
@@ -99,7 +60,8 @@ def load_within(
             ctx=n_ctx,
             ubatch=n_ctx,
             threads=threads,
-            ram=None if room is None else room.model_bytes(),
+            # A byte at least, so that the plan says what it needs.
+            ram=None if room is None else max(1, room.ram - room.own),
             **settings | more,
         )
         loader = Loader(config, model)
@@ -108,7 +70,12 @@ def load_within(
         except BudgetError as error:
             if room is None:
                 raise
-            raise _too_small(room, error.needed_bytes + room.own) from error
+            needed = error.needed_bytes + room.own
+            raise BudgetError(
+                f"--ram {format_size(room.ram)} is too little: the smallest that works here is "
+                f"{format_size(needed, up=True)}, {format_size(room.own)} of them for {room.use}",
+                needed,
+            ) from error
         # Whoever watches makes one of its own.
         loaded.context.close()
         assert isinstance(loaded.driver, Driver)
@@ -138,11 +105,3 @@ def observe(
         observer = Observer(model, n_ctx, threads, wanted, seen, store=store)
         observer.owned = stack.pop_all()
     return observer
-
-
-def _too_small(room: CalibrationRoom, needed: int) -> BudgetError:
-    return BudgetError(
-        f"--ram {format_size(room.ram)} is too little: the smallest that works here is "
-        f"{format_size(needed, up=True)}, {format_size(room.own)} of them for {room.use}",
-        needed,
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -83,17 +82,7 @@ def ratio(part: float, whole: float) -> float | None:
 Expert = tuple[int, int]  # (layer, expert)
 
 
-@dataclass(frozen=True, slots=True)
-class Optimum:
-    """The fewest misses of a trace. requests and hits count matrices, by phase; miss_bytes
-    are slice bytes of one precision."""
-
-    requests: tuple[int, int]
-    hits: tuple[int, int]
-    miss_bytes: tuple[int, int]
-
-
-def belady(trace: Trace, shape: ModelShape, plan: SlotPlan, tier: int) -> Optimum:
+def belady(trace: Trace, shape: ModelShape, plan: SlotPlan, tier: int) -> dict[str, list[int]]:
     """Most hits that any cache of one precision can have with as many slots: at every event
     it keeps, of what it holds and what it is asked for, the experts that are asked for again
     soonest. Exact, since that keeps the most of the intervals between two uses of an expert
@@ -105,7 +94,8 @@ def belady(trace: Trace, shape: ModelShape, plan: SlotPlan, tier: int) -> Optimu
     kept. So it bounds lru and every policy of one precision and the same slots that loads on
     demand, and its misses the reads of one that prefetches too.
 
-    tier: of the trace's model, that shape and plan have as their tier 0.
+    tier: of the trace's model, that shape and plan have as their tier 0. Returns requests and hits
+    of matrices, and the slice bytes of the misses, each by phase.
     """
     totals = np.zeros((3, len(Phase)), np.int64)
     pools: dict[tuple[int, int], tuple[set[int], set[int]]] = {}  # (kind, bytes): groups, layers
@@ -131,8 +121,7 @@ def belady(trace: Trace, shape: ModelShape, plan: SlotPlan, tier: int) -> Optimu
             piece = slices[layer][kind][tier]
             bytes_each = piece.expert_bytes if piece else 0
             totals[:, phase] += n_asked, n_hits, (n_asked - n_hits) * bytes_each
-    asked, hits, missed = totals.tolist()
-    return Optimum((asked[0], asked[1]), (hits[0], hits[1]), (missed[0], missed[1]))
+    return dict(zip(("requests", "hits", "miss_bytes"), totals.tolist(), strict=True))
 
 
 def fewest_misses(
@@ -162,8 +151,3 @@ def fewest_misses(
                 del kept[item]
         found.append((phase, layer, len(ids), hits))
     return found
-
-
-def bound_us(compute_us: float, miss_bytes: int, bytes_per_s: int) -> float:
-    """The least time of a phase: max(compute, bytes missed / bandwidth), in microseconds."""
-    return max(compute_us, miss_bytes * 1e6 / bytes_per_s if bytes_per_s else 0.0)

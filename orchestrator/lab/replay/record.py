@@ -42,11 +42,6 @@ class Disk(NamedTuple):
     latency_us: int
 
 
-UNKNOWN = Disk(0, 0)
-# Of prompts and of decode steps, until they are timed.
-UNMEASURED = (0.5, 0.5)
-
-
 class Recorder:
     """Records while it is entered; trace() afterwards gives the recording.
 
@@ -180,7 +175,7 @@ class Recorder:
         none: np.ndarray = np.zeros((model.n_layers, model.n_expert, len(model.tiers) + 1))
         return none if known is None else known
 
-    def trace(self, disk: Disk = UNKNOWN) -> Trace:
+    def trace(self, disk: Disk) -> Trace:
         """What was recorded. Raises TraceError where nothing was."""
         rows, before, after = self._rows, self._before, self._after
         if not rows["event_step"]:
@@ -250,7 +245,7 @@ def _header(engine: Engine, disk: Disk, transition_bytes: int) -> Header:
         io_threads=config.io_threads,
         read_bytes_per_s=disk.bytes_per_s,
         read_latency_us=disk.latency_us,
-        dense_share=UNMEASURED,
+        dense_share=(0.5, 0.5),  # until it is measured
     )
 
 

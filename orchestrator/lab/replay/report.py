@@ -16,7 +16,6 @@ from orchestrator.errors import BudgetError, ConfigError, TraceError
 from orchestrator.events import SKIP_TIER, Phase
 from orchestrator.lab.replay.figures import (
     belady,
-    bound_us,
     counted,
     figures,
     ratio,
@@ -139,9 +138,10 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
         runs[BASELINE] = _figures(plain, simulate(library, trace, plain, speed, time))
     best = belady(trace, plain.shape, plain.slots, plain.tiers[0])
     tokens, compute_us = _work(trace, time)
+    # What even the optimum misses, over the bandwidth, or computing.
     least_ms = [
-        bound_us(compute_us[phase], best.miss_bytes[phase], speed.bytes_per_s) / 1000
-        for phase in Phase
+        max(computing, missed * 1e6 / speed.bytes_per_s) / 1000
+        for computing, missed in zip(compute_us, best["miss_bytes"], strict=True)
     ]
     return {
         "model": header.model,
@@ -165,10 +165,8 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
         "runs": runs,
         "belady": {
             phase.name.lower(): {
-                "requests": best.requests[phase],
-                "hits": best.hits[phase],
-                "hit_rate": ratio(best.hits[phase], best.requests[phase]),
-                "miss_bytes": best.miss_bytes[phase],
+                **{name: by_phase[phase] for name, by_phase in best.items()},
+                "hit_rate": ratio(best["hits"][phase], best["requests"][phase]),
             }
             for phase in Phase
         },

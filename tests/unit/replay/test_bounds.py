@@ -12,7 +12,7 @@ from traces import decode, over, random_trace
 from gguf_tools.file.layout import DOWN
 from orchestrator.events import Phase
 from orchestrator.lab.replay import Trace
-from orchestrator.lab.replay.figures import Optimum, belady, bound_us, fewest_misses
+from orchestrator.lab.replay.figures import belady, fewest_misses
 from orchestrator.lab.replay.simulate import Compute, Transport, simulate
 from orchestrator.memory.footprint import model_shape
 from orchestrator.native import Library
@@ -23,7 +23,7 @@ SLOW = Transport(10**9, 20, 2)
 COMPUTE = Compute(50.0, 50.0)
 
 
-def optimum(trace: Trace, n_experts: int) -> Optimum:
+def optimum(trace: Trace, n_experts: int) -> dict[str, list[int]]:
     """With slots for so many experts, shared by all layers."""
     shape = model_shape(trace, (0,))
     return belady(trace, shape, LRU(shape).plan(n_experts * EXPERT), 0)
@@ -51,20 +51,23 @@ def test_by_hand() -> None:
     dropped is the one that is used last."""
     trace = decode(*[[[e]] for e in (0, 1, 2, 0, 1, 2)])
     found = optimum(trace, 2)
-    assert found.requests == (0, 18)
-    assert found.hits == (0, 3 * 2)
-    assert found.miss_bytes == (0, 4 * EXPERT)
-    assert optimum(trace, 3).hits == (0, 3 * 3)
-    assert optimum(trace, 1).hits == (0, 3 * 1)  # it may keep 0 and compute the others in passing
+    assert found["requests"] == [0, 18]
+    assert found["hits"] == [0, 3 * 2]
+    assert found["miss_bytes"] == [0, 4 * EXPERT]
+    assert optimum(trace, 3)["hits"] == [0, 3 * 3]
+    assert optimum(trace, 1)["hits"] == [
+        0,
+        3 * 1,
+    ]  # it may keep 0 and compute the others in passing
 
 
 def test_phases_are_told_apart() -> None:
     trace = random_trace(np.random.default_rng(0))
     found = optimum(trace, 24)
     distinct = sum(len(np.unique(event.ids)) for event in next(trace.steps()).events)
-    assert found.requests[Phase.PREFILL] == 3 * distinct
-    assert found.hits[Phase.PREFILL] == 0
-    assert found.miss_bytes[Phase.PREFILL] == distinct * EXPERT
+    assert found["requests"][Phase.PREFILL] == 3 * distinct
+    assert found["hits"][Phase.PREFILL] == 0
+    assert found["miss_bytes"][Phase.PREFILL] == distinct * EXPERT
 
 
 @settings(max_examples=60, deadline=None)
@@ -92,8 +95,8 @@ def test_no_policy_does_better(library: Library, seed: int, n_experts: int, poli
     stats = simulate(library, trace, made, SLOW, COMPUTE).stats
     best = belady(trace, made.shape, made.slots, made.tiers[0])
     for phase in Phase:
-        assert stats.requests[phase] == best.requests[phase]
-    assert sum(stats.hits) <= sum(best.hits)
+        assert stats.requests[phase] == best["requests"][phase]
+    assert sum(stats.hits) <= sum(best["hits"])
 
 
 @settings(max_examples=25, deadline=None)
@@ -106,9 +109,9 @@ def test_a_prefetching_policy_reads_no_less(library: Library, seed: int, n_exper
     best = belady(trace, made.shape, made.slots, made.tiers[0])
     stats = outcome.stats
     read = sum(stats.demand_bytes) + sum(stats.prefetch_bytes)
-    assert read >= sum(best.miss_bytes)
+    assert read >= sum(best["miss_bytes"])
     tokens = int(trace.arrays["step_tokens"].sum())
-    least = bound_us(50.0 * tokens, sum(best.miss_bytes), SLOW.bytes_per_s)
+    least = max(50.0 * tokens, sum(best["miss_bytes"]) * 1e6 / SLOW.bytes_per_s)
     assert outcome.step_us.sum() >= least * 0.999  # whole nanoseconds a piece
 
 
@@ -122,10 +125,4 @@ def test_slot_sizes_are_pools_of_their_own() -> None:
     found = belady(trace, shape, slots, 0)
     ups = sum(g.n_slots for g in slots.groups if g.slot_bytes == 4096)
     assert ups in (2, 4)
-    assert found.hits == (0, ups + 2)
-
-
-def test_bound() -> None:
-    assert bound_us(100.0, 10**6, 10**9) == 1000.0
-    assert bound_us(2000.0, 10**6, 10**9) == 2000.0
-    assert bound_us(100.0, 10**6, 0) == 100.0
+    assert found["hits"] == [0, ups + 2]
