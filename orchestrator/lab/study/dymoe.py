@@ -24,7 +24,6 @@ from orchestrator.lab.study.activations import (
     routers_of,
     top,
 )
-from orchestrator.lab.study.policies import OneLayer, RandomCritical
 from orchestrator.lab.study.study import (
     ANSWERS,
     DONE,
@@ -39,7 +38,7 @@ from orchestrator.lab.study.study import (
     lines,
     uniform_cases,
 )
-from orchestrator.lab.study.subject import SKIP, Subject
+from orchestrator.lab.study.subject import SKIP, OneLayer, RandomCritical, Subject
 from orchestrator.lab.table import Column, Row, Table
 
 MIXED, HIGH, LOW = "mixed", "high", "low"

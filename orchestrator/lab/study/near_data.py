@@ -32,7 +32,6 @@ from orchestrator.lab.study.activations import (
     routers_of,
     top,
 )
-from orchestrator.lab.study.policies import Placed
 from orchestrator.lab.study.study import (
     ANSWERS,
     Case,
@@ -46,7 +45,7 @@ from orchestrator.lab.study.study import (
     quality,
     share,
 )
-from orchestrator.lab.study.subject import Part, Settings, Subject, Uses, parts_of
+from orchestrator.lab.study.subject import Part, Placed, Settings, Subject, Uses, parts_of
 from orchestrator.lab.table import Column, Row, Table, fixed
 from orchestrator.policy.context import OWN as OWN_SLOTS
 from orchestrator.policy.context import SHARED

@@ -24,8 +24,7 @@ from orchestrator.lab.eval.perplexity import Reference, ReferencePart
 from orchestrator.lab.eval.report import share_with_error, with_error
 from orchestrator.lab.eval.run import EvalOptions
 from orchestrator.lab.plotting import Line, Panel, draw, require_matplotlib
-from orchestrator.lab.study.policies import Wrapper
-from orchestrator.lab.study.subject import Part, Score, Settings, Subject, halves
+from orchestrator.lab.study.subject import Part, Score, Settings, Subject, Wrapper, halves
 from orchestrator.lab.study.uniform import NONE, UniformFile, tiers_of
 from orchestrator.lab.table import Column, Row, Table, fixed, percent
 from orchestrator.policy import DEFAULT, Policy, owners
@@ -153,10 +152,6 @@ class Study(Drawn[Subject]):
     policies: ClassVar[tuple[str, ...]] = ()
     rivals: ClassVar[bool] = False
 
-    def n_passes(self, on: Subject) -> int:
-        """How many passes over the text it makes; 0 for one alone, whose bar says all."""
-        return 0
-
     def publish(
         self,
         config: Config,
@@ -188,9 +183,6 @@ class Study(Drawn[Subject]):
         cost = on.uniform_types.cost()
         if cost:
             note(cost)
-        n_passes = self.n_passes(on)
-        if n_passes:
-            on.passes.expect(n_passes, on.n_tokens)
         folder.mkdir(parents=True, exist_ok=True)
         return self.write(folder, self.measure(on), model=on.name, tokens=on.n_tokens)
 
@@ -363,22 +355,16 @@ class ScoredStudy(Study):
         """Passes beside the cases, the files and the reference."""
         return 0
 
-    def n_passes(self, on: Subject) -> int:
-        n_files = on.uniform_types.n_files if self.rivals else 0
-        return 1 + len(self.cases(on)) + n_files + self.n_before(on)
-
     def measure(self, on: Subject) -> Findings:
-        scored = self.scored(on)
+        scored, cases = self.scored(on), self.cases(on)
+        n_files = on.uniform_types.n_files if self.rivals else 0
+        on.passes.expect(1 + len(cases) + n_files + self.n_before(on), on.n_tokens)
         with scored.reference() as reference:
             found = Scores(scored, reference)
-            self.run(found, on)
+            found.run(cases)
+            if self.rivals:
+                found.run_files()
         return self.show(found, on)
-
-    def run(self, found: Scores, on: Subject) -> None:
-        """Scores everything."""
-        found.run(self.cases(on))
-        if self.rivals:
-            found.run_files()
 
 
 class HalvedStudy(ScoredStudy):

@@ -1,4 +1,6 @@
-"""What studies measure on: one model, one text, one set of questions, many configurations."""
+"""What studies measure on: one model, one text, one set of questions, many configurations; and
+decisions to compare a policy's with. Each wraps the policy that an engine runs, whose slots stay as
+planned; a study puts it in the place of `engine.policy`."""
 
 from __future__ import annotations
 
@@ -14,12 +16,13 @@ from typing import Any, cast
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
+from orchestrator.allocation.slots import Transition
 from orchestrator.cache import profile
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.engine.load import Progress
 from orchestrator.errors import ConfigError
-from orchestrator.events import Phase
+from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import Estimate
 from orchestrator.lab.eval.choices import ChoiceScores, read_questions, score_choices
@@ -34,9 +37,94 @@ from orchestrator.lab.eval.run import (
     usage_between,
 )
 from orchestrator.lab.eval.text import Window, read_documents
-from orchestrator.lab.study.policies import Counts, Wrapper
 from orchestrator.lab.study.uniform import UniformTypes
 from orchestrator.policy import Policy
+
+
+class Wrapper:
+    """A policy that is the inner one but for what it decides."""
+
+    def __init__(self, inner: Policy) -> None:
+        self.inner = inner
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """Whoever asks what a policy is hears of the inner one."""
+        return type(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class RandomCritical(Wrapper):
+    """As many critical experts in each layer and step as the inner policy has, but any of those
+    that the router chose: the null baseline of Figure 3. A seed fixes the choice for each step
+    and layer."""
+
+    def __init__(self, inner: Policy, seed: int) -> None:
+        super().__init__(inner)
+        self._seed = seed
+
+    def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+        """The inner policy's tiers, dealt out anew."""
+        self.inner.decide(event, view, out)
+        rng = np.random.default_rng((self._seed, event.step, event.layer))
+        used = np.unique(event.ids_array)
+        out.tier_array[used] = rng.permutation(out.tier_array[used])
+
+
+class OneLayer(Wrapper):
+    """Every expert of one MoE layer in one tier, all others in the best: Figure 5."""
+
+    def __init__(self, inner: Policy, layer: int, tier: int) -> None:
+        super().__init__(inner)
+        self._layer, self._tier = layer, tier
+
+    def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+        """The tier in that layer; nothing, so the best one, in the others."""
+        if event.layer == self._layer:
+            out.tier_array[:] = self._tier
+
+
+class Placed(Wrapper):
+    """Every expert stays where it started."""
+
+    def step_done(self, report: StepReport) -> Sequence[Transition]:
+        """No transitions."""
+        return ()
+
+    def before_answer(self, resident: np.ndarray, target: np.ndarray) -> None:
+        """Nor behind a prompt."""
+
+
+class Counts(Placed):
+    """Adds up what a policy that counts is told, and lets it change nothing."""
+
+    def __init__(self, inner: Policy) -> None:
+        super().__init__(inner)
+        self._total: np.ndarray | None = None
+        self.steps = 0
+
+    @property
+    def per_step(self) -> np.ndarray:
+        """Tokens routed to each expert in a step, the mean, float64 [n_layers, n_expert]."""
+        if self._total is None:
+            raise ValueError("no step was counted")
+        mean: np.ndarray = self._total / self.steps
+        return mean
+
+    def wants_report(self, phase: Phase) -> bool:
+        """Every step is counted by itself."""
+        return True
+
+    def step_done(self, report: StepReport) -> Sequence[Transition]:
+        """Counts; no transitions."""
+        if report.counts is not None:
+            counts = report.counts.astype(np.int64)
+            self._total = counts if self._total is None else self._total + counts
+            self.steps += 1
+        return ()
+
 
 # So many passes have ended when the time of all is estimated: the first one opens the model anew.
 _ESTIMATE_AFTER = 2
@@ -57,9 +145,8 @@ class Passes:
         self,
         report: Progress,
         note: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._report, self._note, self._clock = report, note, clock
+        self._report, self._note = report, note
         self.total = self.begun = 0
         self._start_s = 0.0
 
@@ -70,7 +157,7 @@ class Passes:
 
     def begin(self, label: str) -> Callable[[float], None]:
         """What gets the share of the next pass that is done."""
-        done, now_s = self.begun, self._clock()
+        done, now_s = self.begun, time.monotonic()
         if not done:
             self._start_s = now_s
         self.begun += 1

@@ -21,7 +21,7 @@ from orchestrator.lab.study.activations import (
     recall,
     top,
 )
-from orchestrator.lab.study.policies import RandomCritical
+from orchestrator.lab.study.subject import RandomCritical
 
 K, N = 4, 16
 
