@@ -8,8 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from orchestrator.lab.calibrate.within import observe
-from orchestrator.lab.observe import Node
+from orchestrator.lab.observe import Node, observe
 
 
 class Attention:

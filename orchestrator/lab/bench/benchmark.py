@@ -20,13 +20,12 @@ from gguf_tools.units import format_size
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.cost import disk
 from orchestrator.errors import ConfigError
-from orchestrator.lab.bench import host
 from orchestrator.lab.bench.cases import Case, chosen
 from orchestrator.lab.bench.job import Job, longest_context
 from orchestrator.lab.bench.models import DEMO_TEXT, HIGH, LOW, Note, build_models
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.rows import MIB, Result, caps_of, case_row, row_notes
-from orchestrator.lab.children import run_child
+from orchestrator.lab.children import forget_files, memory_group, run_child
 from orchestrator.lab.table import Column, Report, Table
 from orchestrator.memory.footprint import model_shape
 
@@ -155,7 +154,7 @@ class Benchmark(ABC):
     def forget(self) -> None:
         """Takes the model out of the page cache; a quick pass leaves the machine alone."""
         if not self.on.quick:
-            self.skip(host.forget_files([self.high, self.low]))
+            self.skip(forget_files([self.high, self.low]))
 
     def bandwidth(self, number: int, seconds: float = 1.5) -> disk.Bandwidth:
         """What the disk delivers at this moment: it is asked before a run, and before and after
@@ -210,7 +209,7 @@ class Benchmark(ABC):
             self.skip("small model: the expert slots are capped, not the process; nor upstream")
         if limit is None:
             return self._spawn(job)
-        with host.memory_group(limit) as group:
+        with memory_group(limit) as group:
             if isinstance(group, str):
                 self.skip(f"memory is not capped: {group}; mmap figures are of no use then")
                 return self._spawn(job)
@@ -218,7 +217,7 @@ class Benchmark(ABC):
 
     @staticmethod
     def _spawn(job: Job, enter: Callable[[], object] | None = None) -> Result:
-        seconds = START_SECONDS + 2 * job.decode_seconds
+        seconds = START_SECONDS + 2 * sum(part.seconds for part in job.parts)
         return run_child("orchestrator.lab.bench.child", json.dumps(asdict(job)), seconds, enter)
 
     def job(self, case: Case, number: int) -> Job:

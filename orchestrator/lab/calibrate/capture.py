@@ -27,9 +27,8 @@ from gguf_tools.file.layout import DOWN
 from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
 from orchestrator.errors import ConfigError, NativeError
-from orchestrator.lab.calibrate.within import CalibrationRoom, observe
 from orchestrator.lab.eval.text import Tokenize, needed_tokens, read_documents, windows_of
-from orchestrator.lab.observe import Node, expert_product
+from orchestrator.lab.observe import CalibrationRoom, Node, expert_product, observe
 
 WINDOW = 512
 SPILL_BYTES = 8 << 30

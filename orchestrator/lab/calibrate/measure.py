@@ -265,12 +265,6 @@ class Precisions:
         check_same(self.reference, self.model)
 
     @property
-    def need_inputs(self) -> bool:
-        """Whether any of them differs from full precision."""
-        own = self.reference.path != self.model.path
-        return own or len(self.listed) > 1
-
-    @property
     def listed(self) -> list[_Precision]:
         """The tiers of the file, and the types that it has no tier of, best first."""
         found = [

@@ -30,7 +30,7 @@ from orchestrator.lab.calibrate.capture import (
     read_calibration,
 )
 from orchestrator.lab.calibrate.gptq import ROWS_AT_ONCE, Gptq, computing, factors_at_once
-from orchestrator.lab.calibrate.within import CalibrationRoom, window_bytes
+from orchestrator.lab.observe import CalibrationRoom, window_bytes
 
 
 def gather(

@@ -17,8 +17,14 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.process import private_bytes
 from orchestrator.errors import BudgetError
 from orchestrator.events import DecisionBuffer, RouteEvent
-from orchestrator.lab.calibrate.within import CalibrationRoom, load_within, window_bytes
-from orchestrator.lab.observe import Node, Observer, expert_product
+from orchestrator.lab.observe import (
+    CalibrationRoom,
+    Node,
+    Observer,
+    expert_product,
+    load_within,
+    window_bytes,
+)
 from orchestrator.memory.footprint import vocabulary_size
 from orchestrator.policy import DEFAULT
 

@@ -133,7 +133,10 @@ class _Check:
     def run(self) -> None:
         """Every precision that was asked for, and what a user would get."""
         asked = self._as_asked()
-        self._keep_own_memory()
+        if self.asked_ram is not None:
+            # This process stays beside each run: --ram holds for both together.
+            own = self.report["own_bytes"] = private_bytes()
+            self.config = self.config.with_changes(ram=max(1, self.asked_ram - own))
         subjects = list(self._subjects())
         managed = bool(self.report["managed"])
         self._most_runs = len(subjects) * (1 + managed * most_budgets()) + managed
@@ -164,12 +167,6 @@ class _Check:
                 return None
             config = Config.build(**found["settings"])
         return config.with_changes(remember=False)
-
-    def _keep_own_memory(self) -> None:
-        """This process stays beside each run: --ram holds for both together."""
-        if self.asked_ram is not None:
-            own = self.report["own_bytes"] = private_bytes()
-            self.config = self.config.with_changes(ram=max(1, self.asked_ram - own))
 
     def _subjects(self) -> Iterator[ComparedTier]:
         config = self.config

@@ -72,11 +72,6 @@ def read_text(path: Path, n_tokens: int | None = None) -> str:
         return file.read(-1 if n_tokens is None else TOKEN_CHARACTERS * n_tokens)
 
 
-def is_json_lines(path: Path) -> bool:
-    name = path.stem if path.suffix == ".xz" else path.name
-    return name.endswith((".jsonl", ".ndjson"))
-
-
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, record) of each line that is not blank. Raises ConfigError."""
     with _opened(path) as file:
@@ -105,7 +100,8 @@ def read_documents(path: Path, n_tokens: int | None = None) -> list[Document]:
     """A plain text is one document; of JSON lines, each record's "text" is one, with an
     optional "context" before it and an optional "domain". As many of them as so many tokens can
     have, None for all. Raises ConfigError where there is no text."""
-    if not is_json_lines(path):
+    name = path.stem if path.suffix == ".xz" else path.name
+    if not name.endswith((".jsonl", ".ndjson")):
         documents = [Document(read_text(path, n_tokens))]
     else:
         documents = []

@@ -110,12 +110,6 @@ class ReplayOptions(Settings):
             policy_settings()[name].check(value)
 
 
-def _low_name(header: Header) -> str | None:
-    if header.rules.skip:
-        return SKIP_TIER
-    return header.in_use[-1] if len(header.in_use) > 1 else None
-
-
 def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, Any]:
     """Plays the trace with the asked-for policy and with lru, and adds the bounds: plain
     types, fit for JSON.
@@ -242,7 +236,8 @@ def _tiers(
     TraceError."""
     header = trace.header
     high = options.high_tier or header.in_use[0]
-    low = options.low_tier or _low_name(header)
+    lower = SKIP_TIER if header.rules.skip else header.in_use[-1]
+    low = options.low_tier or (lower if header.rules.skip or len(header.in_use) > 1 else None)
     first = trace.tier_index(high)
     same = options.high_tier is None and options.low_tier is None
     if same and header.policy == policy.name:

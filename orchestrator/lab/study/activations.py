@@ -13,9 +13,8 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from orchestrator.errors import NativeError
 from orchestrator.lab.calibrate.measure import tensor
-from orchestrator.lab.calibrate.within import CalibrationRoom, observe
 from orchestrator.lab.eval.text import Window
-from orchestrator.lab.observe import Node
+from orchestrator.lab.observe import CalibrationRoom, Node, observe
 from orchestrator.lab.study.subject import Subject
 
 _NAME = re.compile(r"([a-z_]+)-(\d+)")

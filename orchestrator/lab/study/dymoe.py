@@ -12,7 +12,7 @@ import numpy as np
 
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import cosine, pair
-from orchestrator.lab.eval.report import share_with_error, with_error
+from orchestrator.lab.eval.run import share_with_error, with_error
 from orchestrator.lab.plotting import Line, Panel
 from orchestrator.lab.study.activations import (
     FFN_INPUT,

@@ -16,7 +16,7 @@ from orchestrator.allocation.pools import nominal_bits
 from orchestrator.errors import ConfigError
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import Estimate, pair
-from orchestrator.lab.eval.report import share_with_error
+from orchestrator.lab.eval.run import share_with_error
 from orchestrator.lab.plotting import Line, Panel, exact
 from orchestrator.lab.study.study import (
     LABEL,
@@ -54,13 +54,9 @@ class Residency:
             tiers = (names.index(subject.high), names.index(subject.low))
             self.shape = model_shape(model, tiers)
 
-    def uniform_bytes(self, tier: int) -> int:
-        """Slot bytes of every expert in one of the two tiers."""
-        return self.shape.all_slot_bytes(tier)
-
     def budget_bytes(self, n_high: int) -> int:
         """The least budget that holds n_high experts of each layer high, and what swaps need."""
-        plenty = 2 * (self.uniform_bytes(HIGH) + self.uniform_bytes(LOW))
+        plenty = 2 * (self.shape.all_slot_bytes(HIGH) + self.shape.all_slot_bytes(LOW))
         found = resident_plan(self.shape, plenty, n_high)
         if found is None:
             raise ConfigError("the model has no experts to hold in two precisions")
@@ -359,7 +355,7 @@ class EqualMemory(HalvedStudy):
 def _high_counts(residency: Residency) -> list[int]:
     """Experts of a layer that each memory holds high; at last as many as fit in what all of them
     high would take, beside the spare slots of swaps."""
-    n, whole = residency.shape.n_expert, residency.uniform_bytes(0)
+    n, whole = residency.shape.n_expert, residency.shape.all_slot_bytes(0)
     most = max((high for high in range(n) if residency.budget_bytes(high) <= whole), default=n)
     return sorted({*(round(share * n) for share in IN_MEMORY), most})
 

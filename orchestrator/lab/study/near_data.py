@@ -330,7 +330,8 @@ class NearBits(ScoredStudy):
     def cases(self, on: Subject) -> list[Case]:
         on = on.on(with_prompts(on.windows))
         near, (everything, *domains) = NearTiers.of(on.tiers), parts_of(on)
-        bits, hot = _bits(on, near), _hot_counts(on)
+        bits, asked = _bits(on, near), on.config.given("hot_experts")
+        hot = [asked] if asked else sorted({max(1, round(share * on.n_expert)) for share in HOT})
         # One reading of all texts, when it is first asked for.
         usages = cache(lambda: dict(zip(map(id, on.windows), read_usages(on), strict=True)))
         listed = []
@@ -348,7 +349,7 @@ class NearBits(ScoredStudy):
             part = Part("", np.arange(whole[0].n_scored), [], whole)
             known = cache(partial(_profile, usages, everything))
             listed.append(_alone(on, on.best, None, part, ASKED))
-            n_hot = on.config.given("hot_experts") or max(1, on.n_expert // 2)
+            n_hot = asked or max(1, on.n_expert // 2)
             for width in bits:
                 listed += _cases(on, near, width, n_hot, part, known, ASKED)
         return listed
@@ -423,11 +424,6 @@ def _bits(on: Subject, near: NearTiers) -> list[float]:
             f"{min(wanted):g} bits or less"
         )
     return found
-
-
-def _hot_counts(on: Subject) -> list[int]:
-    asked = on.config.given("hot_experts")
-    return [asked] if asked else sorted({max(1, round(share * on.n_expert)) for share in HOT})
 
 
 def _profile(usages: Callable[[], dict[int, Usage]], part: Part) -> np.ndarray:

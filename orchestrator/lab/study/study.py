@@ -21,8 +21,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import pair
 from orchestrator.lab.eval.perplexity import Reference, ReferencePart
-from orchestrator.lab.eval.report import share_with_error, with_error
-from orchestrator.lab.eval.run import EvalOptions
+from orchestrator.lab.eval.run import EvalOptions, share_with_error, with_error
 from orchestrator.lab.plotting import Line, Panel, draw, require_matplotlib
 from orchestrator.lab.study.subject import Part, Score, Settings, Subject, Wrapper, halves
 from orchestrator.lab.study.uniform import NONE, UniformFile, tiers_of

@@ -25,8 +25,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import Estimate
-from orchestrator.lab.eval.choices import ChoiceScores, read_questions, score_choices
-from orchestrator.lab.eval.judge import Judge
+from orchestrator.lab.eval.judge import ChoiceScores, Judge, read_questions, score_choices
 from orchestrator.lab.eval.perplexity import Reference, ReferencePart, TextScores, score_text
 from orchestrator.lab.eval.run import (
     EvalOptions,

@@ -10,7 +10,7 @@ import numpy as np
 
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import pair
-from orchestrator.lab.eval.report import share_with_error
+from orchestrator.lab.eval.run import share_with_error
 from orchestrator.lab.plotting import Line, Panel, exact
 from orchestrator.lab.study.activations import (
     ROUTER_INPUT,

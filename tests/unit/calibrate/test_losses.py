@@ -23,14 +23,13 @@ from orchestrator.cli.main import cli
 from orchestrator.cost.losses import Fit, LossTable, TablePrecision, default_path, load, save
 from orchestrator.engine.texts import log_softmax
 from orchestrator.errors import BudgetError, ConfigError
-from orchestrator.lab.calibrate import Capture, fit, reader
+from orchestrator.lab.calibrate import Capture, reader
 from orchestrator.lab.calibrate import measure as measuring
 from orchestrator.lab.calibrate import table as tables
 from orchestrator.lab.calibrate.measure import LayerExperts, stored
 from orchestrator.lab.calibrate.methods import Method
 from orchestrator.lab.calibrate.table import measure_losses, read_windows
-from orchestrator.lab.calibrate.within import observe
-from orchestrator.lab.observe import Node
+from orchestrator.lab.observe import Node, observe
 
 
 @pytest.fixture(scope="module")
@@ -169,21 +168,21 @@ MOVED = {
 def test_factors_and_scales_explain_what_was_measured() -> None:
     """Windows of which the first is twice as sensitive as the second, and layers of which the last
     one counts twice: the exact solution, whatever the unit of the losses."""
-    found = {name: fit.Moved(np.array(kl), np.array(lost)) for name, (lost, kl) in MOVED.items()}
+    found = {name: tables.Moved(np.array(kl), np.array(lost)) for name, (lost, kl) in MOVED.items()}
     weights = np.ones(2)
-    once = fit.fitted(["q8_0", "q3_k"], found, "text", weights)
+    once = tables.fitted(["q8_0", "q3_k"], found, "text", weights)
     assert once.factors == pytest.approx([2 / 3, 4 / 3]) and once.error > 0
     assert once.tiers == ("q8_0", "q3_k", "skip")
     assert once.scales == pytest.approx([9 / 16, 9 / 16, 1.0])
     half = {name: each._replace(lost=each.lost / 2) for name, each in found.items()}
-    twice = fit.fitted(["q8_0", "q3_k"], half, "text", weights)
+    twice = tables.fitted(["q8_0", "q3_k"], half, "text", weights)
     assert twice.factors == pytest.approx([2 * each for each in once.factors])
     assert twice.scales == pytest.approx(once.scales)
     assert twice.error == pytest.approx(once.error)
     for moved in (0.0, np.array([1e-9, -1e-9])):  # rounding goes either way
         still = {name: each._replace(kl=moved + 0 * each.kl) for name, each in found.items()}
         with pytest.raises(ConfigError, match="the model says the same in every precision"):
-            fit.fitted(["q8_0", "q3_k"], still, "text", weights)
+            tables.fitted(["q8_0", "q3_k"], still, "text", weights)
 
 
 def test_no_first_choice_is_skipped(

@@ -16,7 +16,7 @@ from orchestrator.cli.main import cli
 from orchestrator.errors import BudgetError, MoeEdgeError
 from orchestrator.lab.calibrate import Capture
 from orchestrator.lab.calibrate.capture import WindowActivations
-from orchestrator.lab.calibrate.within import CalibrationRoom
+from orchestrator.lab.observe import CalibrationRoom
 from orchestrator.settings import parse_size
 
 TEXT = "Once upon a time an owl lived in an oak, and it was never at home. " * 40

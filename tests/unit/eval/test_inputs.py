@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.errors import ConfigError
 from orchestrator.lab.calibrate import read_calibration
-from orchestrator.lab.eval.choices import read_questions
+from orchestrator.lab.eval.judge import read_questions
 from orchestrator.lab.eval.text import (
     Document,
     cut_windows,

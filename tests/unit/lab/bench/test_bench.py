@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from orchestrator.errors import ConfigError, MoeEdgeError
-from orchestrator.lab.bench import host, models
+from orchestrator.lab import children as host
+from orchestrator.lab.bench import models
 from orchestrator.lab.bench.benchmark import Benchmark
 from orchestrator.lab.bench.caps import CapOptions, Caps
 from orchestrator.lab.bench.child import play, token_stream

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from orchestrator.cli.main import cli
 from orchestrator.errors import BudgetError
-from orchestrator.lab.calibrate import within
+from orchestrator.lab import observe
 from orchestrator.lab.study.activations import ActivationRecorder
 from orchestrator.native import Library
 
@@ -43,7 +43,7 @@ def test_a_study_that_reads_keeps_to_the_cap(
         rooms.append(given[-1])
         raise BudgetError("as it says there")
 
-    monkeypatch.setattr(within, "load_within", too_small)
+    monkeypatch.setattr(observe, "load_within", too_small)
     options = ["-m", str(model), "--threads", "1", "--ctx", "128", "--window", "16"]
     options += ["--text", str(domains), "--study", name, "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(cli, ["eval", *options, "--max-tokens", "48", "--ram", "100MiB"])
