@@ -1,11 +1,2 @@
 """What the experts of a model see while it reads a text, and what is made of it: importance
 matrices, and the loss table of each expert and precision."""
-
-from orchestrator.lab.calibrate.capture import (
-    Calibration,
-    Capture,
-    LayerActivations,
-    read_calibration,
-)
-
-__all__ = ["Calibration", "Capture", "LayerActivations", "read_calibration"]

@@ -47,7 +47,7 @@ from orchestrator.lab.calibrate.measure import OutputSums, Precisions
 from orchestrator.lab.calibrate.methods import RTN, Method, open_quantizer
 from orchestrator.lab.calibrate.reader import TextReader
 from orchestrator.lab.eval.arithmetic import kl_divergence
-from orchestrator.lab.eval.perplexity import Reference, ReferencePart
+from orchestrator.lab.eval.perplexity import Reference
 from orchestrator.native.llama import Bindings, Model
 
 # Shares of the experts that are lowered, and skipped in a part and in all layers: each moves
@@ -86,7 +86,7 @@ def moved(
     reader: TextReader,
     name: str,
     costs: np.ndarray,
-    against: ReferencePart,
+    against: Reference,
     progress: Progress,
 ) -> Moved:
     """One pass. costs: float64 [n_layers, n_expert], what an expert loses in the pass with a gate
@@ -371,5 +371,5 @@ class _Run:
         ):
             # Memory may be less than it was when the rows were kept.
             chosen = np.concatenate(reader.scored)[np.concatenate(known)]
-            against = ReferencePart(whole, np.flatnonzero(chosen))
+            against = whole.part(np.flatnonzero(chosen))
             return moved(reader, name, costs, against, progress)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,29 +40,22 @@ class Reference(Closing):
         self._file.truncate(needed)
         shape = (n_tokens, n_vocab)
         self.rows: np.ndarray = np.memmap(self._file, np.float32, "r+", shape=shape)
+        self._places: np.ndarray | None = None
+
+    def part(self, places: np.ndarray) -> Reference:
+        """Some of the tokens, as if they were all: places int [n], where each stands. Lives as long
+        as the whole."""
+        other = copy(self)
+        other._places = places
+        return other
 
     def row(self, at: int) -> np.ndarray:
         """float32 [n_vocab], a view: the log-probabilities of one token's prediction."""
-        return np.asarray(self.rows[at])
+        return np.asarray(self.rows[at if self._places is None else self._places[at]])
 
     def close(self) -> None:
         """Frees the file; safe to call twice."""
         self._file.close()
-
-
-class ReferencePart:
-    """Some of a reference's tokens, as if they were all: places int [n], where each stands in it.
-    Lives as long as the whole."""
-
-    def __init__(self, whole: Reference, places: np.ndarray) -> None:
-        self._whole, self._places = whole, places
-
-    def row(self, at: int) -> np.ndarray:
-        """float32 [n_vocab], a view, of token `at` of the part."""
-        return self._whole.row(int(self._places[at]))
-
-
-Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +102,8 @@ def score_text(
     windows: Sequence[Window],
     *,
     keep: Reference | None = None,
-    against: Reference | ReferencePart | None = None,
-    progress: Progress = lambda share: None,
+    against: Reference | None = None,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> TextScores:
     """Scores the windows' tokens from each one's first scored token on.
 

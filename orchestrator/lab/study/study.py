@@ -20,7 +20,7 @@ from orchestrator.engine.load import Progress
 from orchestrator.errors import ConfigError
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import pair
-from orchestrator.lab.eval.perplexity import Reference, ReferencePart
+from orchestrator.lab.eval.perplexity import Reference
 from orchestrator.lab.eval.run import EvalOptions, share_with_error, with_error
 from orchestrator.lab.plotting import Line, Panel, draw, require_matplotlib
 from orchestrator.lab.study.subject import Part, Score, Settings, Subject, Wrapper, halves
@@ -247,7 +247,7 @@ class Scores:
         ):
             on = self.on if part is None else self.on.on(part.second)
             whole = part is None or len(part.places) == self.on.n_tokens
-            against = self.reference if whole else ReferencePart(self.reference, part.places)
+            against = self.reference if whole else self.reference.part(part.places)
             with on.open(settings, used and used()) as engine:
                 for each in same:
                     what = each.label if part is None else f"{part.name}: {each.label}"

@@ -26,7 +26,7 @@ from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, S
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import Estimate
 from orchestrator.lab.eval.judge import ChoiceScores, Judge, read_questions, score_choices
-from orchestrator.lab.eval.perplexity import Reference, ReferencePart, TextScores, score_text
+from orchestrator.lab.eval.perplexity import Reference, TextScores, score_text
 from orchestrator.lab.eval.run import (
     EvalOptions,
     best_config,
@@ -368,7 +368,7 @@ class Subject:
         self,
         engine: Engine,
         label: str,
-        against: Reference | ReferencePart | None = None,
+        against: Reference | None = None,
         decider: Callable[[Policy], Wrapper] | None = None,
         prefill: bool = False,
         ask: bool = False,

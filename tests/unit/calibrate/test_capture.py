@@ -15,9 +15,8 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, GATE, GATE_UP, UP
 from gguf_tools.quantize.ggml import Ggml
 from orchestrator.errors import ConfigError, GGUFError
-from orchestrator.lab.calibrate import Capture, read_calibration
 from orchestrator.lab.calibrate import capture as spill
-from orchestrator.lab.calibrate.capture import Rows
+from orchestrator.lab.calibrate.capture import Capture, Rows, read_calibration
 from orchestrator.lab.calibrate.measure import stored, tensor
 
 

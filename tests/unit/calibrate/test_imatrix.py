@@ -20,8 +20,7 @@ from gguf_tools.quantize.imatrix import (
     read_imatrix,
     write_imatrix,
 )
-from orchestrator.lab.calibrate import Capture, read_calibration
-from orchestrator.lab.calibrate.capture import WindowActivations
+from orchestrator.lab.calibrate.capture import Capture, WindowActivations, read_calibration
 from orchestrator.lab.calibrate.methods import gather, sum_squares
 
 

@@ -23,9 +23,10 @@ from orchestrator.cli.main import cli
 from orchestrator.cost.losses import Fit, LossTable, TablePrecision, default_path, load, save
 from orchestrator.engine.texts import log_softmax
 from orchestrator.errors import BudgetError, ConfigError
-from orchestrator.lab.calibrate import Capture, reader
 from orchestrator.lab.calibrate import measure as measuring
+from orchestrator.lab.calibrate import reader
 from orchestrator.lab.calibrate import table as tables
+from orchestrator.lab.calibrate.capture import Capture
 from orchestrator.lab.calibrate.measure import LayerExperts, stored
 from orchestrator.lab.calibrate.methods import Method
 from orchestrator.lab.calibrate.table import measure_losses, read_windows

@@ -18,7 +18,7 @@ from gguf_tools.quantize.ggml import Ggml
 from gguf_tools.quantize.imatrix import write_imatrix
 from gguf_tools.quantize.tiers import parse_tiers
 from orchestrator.cli.main import cli
-from orchestrator.lab.calibrate import Capture, read_calibration
+from orchestrator.lab.calibrate.capture import Capture, read_calibration
 from orchestrator.lab.calibrate.measure import stored
 from orchestrator.lab.calibrate.methods import gather
 

@@ -19,7 +19,7 @@ from gguf_tools.pack import pack
 from gguf_tools.quantize import gptq
 from gguf_tools.quantize.ggml import Ggml, load_ggml
 from orchestrator.cli.main import cli
-from orchestrator.lab.calibrate import Capture, read_calibration
+from orchestrator.lab.calibrate.capture import Capture, read_calibration
 from orchestrator.lab.calibrate.gptq import Gptq, computing
 from orchestrator.lab.calibrate.measure import stored
 

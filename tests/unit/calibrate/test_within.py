@@ -14,8 +14,7 @@ from gguf_tools.file.layout import DOWN
 from gguf_tools.pack import pack
 from orchestrator.cli.main import cli
 from orchestrator.errors import BudgetError, MoeEdgeError
-from orchestrator.lab.calibrate import Capture
-from orchestrator.lab.calibrate.capture import WindowActivations
+from orchestrator.lab.calibrate.capture import Capture, WindowActivations
 from orchestrator.lab.observe import CalibrationRoom
 from orchestrator.settings import parse_size
 

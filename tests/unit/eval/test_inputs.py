@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ConfigError
-from orchestrator.lab.calibrate import read_calibration
+from orchestrator.lab.calibrate.capture import read_calibration
 from orchestrator.lab.eval.judge import read_questions
 from orchestrator.lab.eval.text import (
     Document,
