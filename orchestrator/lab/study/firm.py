@@ -233,8 +233,23 @@ class VotesLoss(OfTrace):
         rows, panels = [], []
         for group, grid in losses.items():
             chosen = {way: each.by_group()[group] for way, each in tuned.items()}
-            rows.append(_row(group, grid, chosen))
-            panels.append(_panel(group, grid, chosen))
+            at = {(k, p): loss for p, row in enumerate(grid, 1) for k, loss in enumerate(row, 1)}
+            least, best = min((loss, votes) for votes, loss in at.items())
+            row: Row = {"group": group, "losses": grid, "best": best, "least": least, **chosen}
+            for way, votes in chosen.items():
+                row[f"{way}_ratio"] = at[votes] / least if least else None
+            rows.append(row | {f"P={p}": min(each) for p, each in enumerate(grid, 1)})
+            # The loss over K, a line for each P, with what is the least and what tuning finds.
+            drawn = [
+                Line(f"P = {p}", range(1, len(each) + 1), exact(each))
+                for p, each in enumerate(grid, 1)
+            ]
+            drawn += [
+                Line(f"{name}: K, P = {k}, {p}", [k], exact([at[k, p]]))
+                for name, (k, p) in {"least": best, **chosen}.items()
+            ]
+            title = f"{group} layers"
+            panels.append(Panel("candidates K", "loss a layer and token", drawn, title))
         return Findings([Table(title, _columns(len(grid)), rows, [_BASIS])], panels)
 
 
@@ -252,23 +267,6 @@ def _tuner(
     return made.policy.tuner, made.slots.total_bytes / made.shape.all_slot_bytes()
 
 
-def _least(grid: Grid) -> tuple[float, Votes]:
-    """The least loss of a group, and its (K, P)."""
-    return min((loss, (k, p)) for p, row in enumerate(grid, 1) for k, loss in enumerate(row, 1))
-
-
-def _at(grid: Grid, votes: Votes) -> float:
-    return grid[votes[1] - 1][votes[0] - 1]
-
-
-def _row(group: str, grid: Grid, chosen: Mapping[str, Votes]) -> Row:
-    least, best = _least(grid)
-    row: Row = {"group": group, "losses": grid, "best": best, "least": least, **chosen}
-    for way, votes in chosen.items():
-        row[f"{way}_ratio"] = _at(grid, votes) / least if least else None
-    return row | {f"P={p}": min(each) for p, each in enumerate(grid, 1)}
-
-
 def _columns(depth: int) -> list[Column]:
     def pair(votes: Votes) -> str:
         return f"{votes[0]}, {votes[1]}"
@@ -282,14 +280,3 @@ def _columns(depth: int) -> list[Column]:
         found.append(Column(f"{way}: K, P", way, pair))
         found.append(Column("x best", f"{way}_ratio", fixed(3)))
     return found + [Column(f"best at P={p}", f"P={p}", fixed(3)) for p in range(1, depth + 1)]
-
-
-def _panel(group: str, grid: Grid, chosen: Mapping[str, Votes]) -> Panel:
-    """The loss over K, a line for each P, with what is the least and what tuning finds."""
-    drawn = [Line(f"P = {p}", range(1, len(row) + 1), exact(row)) for p, row in enumerate(grid, 1)]
-    marks = {"least": _least(grid)[1], **chosen}
-    drawn += [
-        Line(f"{name}: K, P = {k}, {p}", [k], exact([_at(grid, (k, p))]))
-        for name, (k, p) in marks.items()
-    ]
-    return Panel("candidates K", "loss a layer and token", drawn, f"{group} layers")
