@@ -38,7 +38,7 @@ from orchestrator.lab.study.study import (
     lines,
     uniform_cases,
 )
-from orchestrator.lab.study.subject import SKIP, OneLayer, RandomCritical, Subject
+from orchestrator.lab.study.subject import SKIP, Subject, one_layer, random_critical
 from orchestrator.lab.table import Column, Row, Table
 
 MIXED, HIGH, LOW = "mixed", "high", "low"
@@ -138,7 +138,7 @@ class Critical(ScoredStudy):
     def cases(self, on: Subject) -> list[Case]:
         high = on.uniform(on.high)
         listed = [Case(on.high, high, form, prefill=prefill) for prefill, form in FORMS.items()]
-        by_chance = [partial(RandomCritical, seed=seed) for seed in SEEDS]
+        by_chance = [partial(random_critical, seed=seed) for seed in SEEDS]
         for (prefill, form), low in product(FORMS.items(), (SKIP, on.low)):
             for kind, importance, at_random in KINDS[prefill]:
                 for (schedule, name), r in product(SPREADS.items(), (0.6, 0.75, 0.9)):
@@ -196,7 +196,7 @@ class Depth(ScoredStudy):
                 settings,
                 LOW,
                 {"layer": il},
-                decider=partial(OneLayer, layer=layer, tier=1),
+                decider=partial(one_layer, layer=layer, tier=1),
             )
             for layer, il in enumerate(on.layer_ids)
         ]

@@ -61,7 +61,7 @@ class Played(NamedTuple):
         return made, simulate(self.library, self.trace, made, speed, time)
 
 
-class OfTrace(Drawn[Played]):
+class OfTrace(Drawn):
     """A study of a trace that looks ahead."""
 
     def publish(

@@ -45,7 +45,7 @@ from orchestrator.lab.study.study import (
     quality,
     share,
 )
-from orchestrator.lab.study.subject import Part, Placed, Settings, Subject, Uses, parts_of
+from orchestrator.lab.study.subject import Part, Settings, Subject, Uses, parts_of, placed
 from orchestrator.lab.table import Column, Row, Table, fixed
 from orchestrator.policy.context import OWN as OWN_SLOTS
 from orchestrator.policy.context import SHARED
@@ -467,7 +467,7 @@ def _cases(
             row,
             part,
             used,
-            decider=Placed if stays else None,
+            decider=placed if stays else None,
             ask=group == ASKED,
         )
         for label, settings, used, stays in ways

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -96,7 +96,6 @@ def above(score: Score, other: Score) -> list[float | None] | None:
     return None if score is other else pair(arithmetic.mean(score.kl - other.kl))
 
 
-On = TypeVar("On")
 # With fewer, standard errors are larger than what studies look for.
 LEAST_TOKENS = 512
 # The group of every expert in one type, a tier of the model or another file.
@@ -112,13 +111,13 @@ class Findings:
     rows: int = 1
 
 
-class Drawn(ABC, Generic[On]):
+class Drawn(ABC):
     """What is measured on something, and written as tables and a picture."""
 
     name: ClassVar[str]
 
     @abstractmethod
-    def measure(self, on: On) -> Findings:
+    def measure(self, on: Any) -> Findings:
         """Measures everything; raises MoeEdgeError where that cannot begin."""
 
     def check(self, folder: Path | None) -> Path:
@@ -144,7 +143,7 @@ class Drawn(ABC, Generic[On]):
         return found.tables
 
 
-class Study(Drawn[Subject]):
+class Study(Drawn):
     """A study of a model and a text. rivals: uniform types that fit whole are rows of it.
     policies: those whose settings it takes, beside the default one."""
 

@@ -41,10 +41,11 @@ from orchestrator.policy import Policy
 
 
 class Wrapper:
-    """A policy that is the inner one but for what it decides."""
+    """A policy that is the inner one but for what it does instead, by the names of its methods."""
 
-    def __init__(self, inner: Policy) -> None:
+    def __init__(self, inner: Policy, **instead: Callable[..., Any]) -> None:
         self.inner = inner
+        self.__dict__.update(instead)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -55,74 +56,37 @@ class Wrapper:
         return getattr(self.inner, name)
 
 
-class RandomCritical(Wrapper):
+def random_critical(inner: Policy, seed: int) -> Wrapper:
     """As many critical experts in each layer and step as the inner policy has, but any of those
     that the router chose: the null baseline of Figure 3. A seed fixes the choice for each step
     and layer."""
 
-    def __init__(self, inner: Policy, seed: int) -> None:
-        super().__init__(inner)
-        self._seed = seed
-
-    def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        """The inner policy's tiers, dealt out anew."""
-        self.inner.decide(event, view, out)
-        rng = np.random.default_rng((self._seed, event.step, event.layer))
+    def decide(event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+        inner.decide(event, view, out)
+        rng = np.random.default_rng((seed, event.step, event.layer))
         used = np.unique(event.ids_array)
         out.tier_array[used] = rng.permutation(out.tier_array[used])
 
+    return Wrapper(inner, decide=decide)
 
-class OneLayer(Wrapper):
+
+def one_layer(inner: Policy, layer: int, tier: int) -> Wrapper:
     """Every expert of one MoE layer in one tier, all others in the best: Figure 5."""
 
-    def __init__(self, inner: Policy, layer: int, tier: int) -> None:
-        super().__init__(inner)
-        self._layer, self._tier = layer, tier
+    def decide(event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+        if event.layer == layer:
+            out.tier_array[:] = tier
 
-    def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        """The tier in that layer; nothing, so the best one, in the others."""
-        if event.layer == self._layer:
-            out.tier_array[:] = self._tier
+    return Wrapper(inner, decide=decide)
 
 
-class Placed(Wrapper):
-    """Every expert stays where it started."""
-
-    def step_done(self, report: StepReport) -> Sequence[Transition]:
-        """No transitions."""
-        return ()
-
-    def before_answer(self, resident: np.ndarray, target: np.ndarray) -> None:
-        """Nor behind a prompt."""
-
-
-class Counts(Placed):
-    """Adds up what a policy that counts is told, and lets it change nothing."""
-
-    def __init__(self, inner: Policy) -> None:
-        super().__init__(inner)
-        self._total: np.ndarray | None = None
-        self.steps = 0
-
-    @property
-    def per_step(self) -> np.ndarray:
-        """Tokens routed to each expert in a step, the mean, float64 [n_layers, n_expert]."""
-        if self._total is None:
-            raise ValueError("no step was counted")
-        mean: np.ndarray = self._total / self.steps
-        return mean
-
-    def wants_report(self, phase: Phase) -> bool:
-        """Every step is counted by itself."""
-        return True
-
-    def step_done(self, report: StepReport) -> Sequence[Transition]:
-        """Counts; no transitions."""
-        if report.counts is not None:
-            counts = report.counts.astype(np.int64)
-            self._total = counts if self._total is None else self._total + counts
-            self.steps += 1
-        return ()
+def placed(inner: Policy, **instead: Callable[..., Any]) -> Wrapper:
+    """Every expert stays where it started, behind a prompt as well."""
+    stays: dict[str, Callable[..., Any]] = {
+        "step_done": lambda report: (),
+        "before_answer": lambda resident, target: None,
+    }
+    return Wrapper(inner, **stays | instead)
 
 
 # So many passes have ended when the time of all is estimated: the first one opens the model anew.
@@ -406,10 +370,21 @@ class Subject:
         tier: float64 [n_layers, n_expert]."""
         settings = {**self.uniform(tier), "policy": "mixed", "ram": None, "expert_ram": 1 << 48}
         whole = [replace(window, prompt=False) for window in windows]
+        total, steps = np.zeros((self.n_layers, self.n_expert)), 0
+
+        def count(report: StepReport) -> Sequence[Transition]:
+            nonlocal steps
+            if report.counts is not None:
+                total[:] += report.counts
+                steps += 1
+            return ()
+
+        def counting(inner: Policy) -> Wrapper:
+            return placed(inner, step_done=count, wants_report=lambda phase: True)
+
         with self.open(settings) as engine:
-            counts = Counts(engine.policy)
-            self.on(whole).score(engine, "Counting uses", decider=lambda _: counts)
-        return counts.per_step
+            self.on(whole).score(engine, "Counting uses", decider=counting)
+        return total / max(1, steps)
 
     def random_uses(self, seed: int) -> np.ndarray:
         """Uses that say nothing: an order of each layer's experts by chance."""

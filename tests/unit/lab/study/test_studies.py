@@ -14,14 +14,14 @@ from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.events import SKIP, DecisionBuffer, Phase, RouteEvent, StoreView
 from orchestrator.lab.calibrate.measure import tensor
+from orchestrator.lab.eval.arithmetic import cosine
 from orchestrator.lab.study.activations import (
     ROUTER_LOGITS,
     ActivationRecorder,
-    cosine,
     recall,
     top,
 )
-from orchestrator.lab.study.subject import RandomCritical
+from orchestrator.lab.study.subject import random_critical
 
 K, N = 4, 16
 
@@ -62,7 +62,7 @@ def decide(policy, event: RouteEvent) -> np.ndarray:
 
 
 def test_random_critical_experts_are_as_many_but_any() -> None:
-    policy = RandomCritical(Inner(), seed=1)
+    policy = random_critical(Inner(), seed=1)
     high = np.zeros(N, int)
     for step in range(400):
         tiers = decide(policy, make_event(step, Phase.DECODE))
