@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from gguf_tools.units import format_size
 from orchestrator.allocation.look_ahead import LookAhead
 from orchestrator.cost.losses import not_fitted
@@ -127,9 +125,9 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
     if name != BASELINE:
         bare = replace(options, settings={})
         plain = set_up_for(trace, bare, policy_class(BASELINE), speed)
-    runs = {name: _figures(asked, simulate(library, trace, asked, speed, time))}
+    runs = {name: _figures(trace, asked, simulate(library, trace, asked, speed, time))}
     if plain is not asked:
-        runs[BASELINE] = _figures(plain, simulate(library, trace, plain, speed, time))
+        runs[BASELINE] = _figures(trace, plain, simulate(library, trace, plain, speed, time))
     best = belady(trace, plain.shape, plain.slots, plain.tiers[0])
     tokens, compute_us = _work(trace, time)
     # What even the optimum misses, over the bandwidth, or computing.
@@ -262,14 +260,14 @@ def _work(trace: Trace, time: Compute) -> tuple[list[int], list[float]]:
     return tokens, compute_us
 
 
-def _figures(setup: Setup, outcome: Outcome) -> dict[str, Any]:
+def _figures(trace: Trace, setup: Setup, outcome: Outcome) -> dict[str, Any]:
     stats = outcome.stats
     found = figures(
         setup.shape.tiers,
         setup.policy.rules.skip,
         counted(stats),
         [stats.wait_us[phase] / 1000 for phase in Phase],
-        np.array(outcome.phases),
+        trace.arrays["step_phase"],
         outcome.step_us / 1000,
     )
     names = (

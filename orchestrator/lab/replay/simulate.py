@@ -173,7 +173,6 @@ class Outcome:
     be lost, None where the trace does not say."""
 
     stats: CStats
-    phases: tuple[Phase, ...]
     step_us: np.ndarray
     losses: LossMeter | None = None
 
@@ -251,7 +250,6 @@ def simulate(
     policy = setup.policy
     # Parts of prompts behind which an answer begins.
     answered = np.diff(trace.arrays["step_phase"].astype(int), append=Phase.PREFILL) > 0
-    phases: list[Phase] = []
     step_us: list[float] = []
     with Store.create(library, setup.spec) as store:
         clock = Simulation(store)
@@ -290,10 +288,9 @@ def simulate(
             if answered[number - 1]:
                 driver.before_answer()
                 us = (clock.now_ns - start_ns) / 1000
-            phases.append(step.phase)
             step_us.append(us)
         stats = store.stats()
-    return Outcome(stats, tuple(phases), np.array(step_us), driver.meter)
+    return Outcome(stats, np.array(step_us), driver.meter)
 
 
 def _pass(clock: Simulation) -> None:

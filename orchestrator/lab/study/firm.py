@@ -185,7 +185,7 @@ def _measured(on: Played, part: Part, expert_bytes: int) -> Row:
     """The figures of one row."""
     made, outcome = on.play(part.policy, part.settings, expert_ram=expert_bytes, **part.changes)
     stats, phase = outcome.stats, Phase.DECODE
-    decoded = np.array(outcome.phases) == phase
+    decoded = on.trace.arrays["step_phase"] == phase
     step_ms = outcome.step_us / 1000
     steps = step_ms[decoded]
     measured = steps[WARM_UP:] if len(steps) > WARM_UP else steps
