@@ -267,7 +267,7 @@ def _run_step(step: Step, folder: Folder, there: bool) -> Outcome:
         reason = f"signal {-status} ({signal.Signals(-status).name})"
     elif status:
         reason = said[-1][1] if said else f"exit status {status}"
-    elif said:
+    elif said and said[-1][0] == "SKIPPED":
         result, reason = "skipped", said[-1][1]
     else:
         result = "passed"
