@@ -112,7 +112,7 @@ def test_a_hang_and_a_crash_end_their_step_alone(
     monkeypatch.setattr(subprocess.Popen, "wait", wait_once_it_hangs)
     crash, fine = shell("crash", "kill -SEGV $$"), shell("fine", "echo good")
     assert not check(folder, hang, crash, fine)
-    a, b, c = folder.outcomes()
+    a, b, c = Folder(folder.report).outcomes()
     assert [each.outcome for each in (b, a, c)].count("failed") == 2
     found = {each.name: each for each in (a, b, c)}
     assert found["hang"].reason == "it took longer than 0.2 s" and "begun" in found["hang"].output
