@@ -56,7 +56,7 @@ REST = {
     "benchmarks and studies from end to end: nothing that runs a model needs them": (
         r"tests/unit/lab/bench/test_bench\.py",
         r"tests/unit/lab/bench/test_\w+\.py::.*(end_to_end|test_a_small_run|on_the_host_device)",
-        r"tests/unit/lab/study/test_(every|votes)_study\.py",
+        r"tests/unit/lab/study/test_(every_study|placed_rows|recorder|votes_study|uniform_types)\.py",
         r"tests/unit/eval/test_(lm_eval|within_memory)\.py",
     ),
     "how the demo model was made: nothing that runs needs it": (r"tests/unit/test_demo_",),

@@ -2,9 +2,10 @@
 checkout these are its tests, too.
 
 Steps run in an order in which what fails explains what fails behind it. The folder beside the
-report has a file for each: what it says while it runs, and what came of it. So a hang, a crash or
-the end of the machine loses nothing, and the next call goes on with what is left. The report is
-written from that folder after each step. Nothing fails for the lack of a GPU, or uses a network.
+report has a file for each, with what it says while it runs, and one with what came of all. So a
+hang, a crash or the end of the machine loses nothing, and the next call goes on with what is left.
+The report is written from that folder after each step. Nothing fails for the lack of a GPU, or uses
+a network.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ import signal
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from orchestrator.cache.files import write_whole
@@ -64,13 +64,12 @@ COMMANDS: tuple[tuple[str, str, str], ...] = (
 
 @dataclass(frozen=True)
 class Step:
-    """One process. results: where a test writes what came of it."""
+    """One process."""
 
     part: str
     name: str
     command: tuple[str, ...]
     limit_s: float
-    results: Path | None = None
 
     @property
     def slug(self) -> str:
@@ -81,15 +80,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a step. sources: a hash of what was tested."""
+    """What came of a step; cut off: it was begun, and did not end. sources: a hash of what was
+    tested; tries: how often it was begun with these."""
 
     part: str
     name: str
-    outcome: str  # passed | failed | skipped
-    seconds: float
+    outcome: str  # passed | failed | skipped | cut off
+    seconds: float = 0.0
     reason: str = ""
     output: str = ""
     sources: str = ""
+    tries: int = 0
 
 
 class Folder:
@@ -99,44 +100,33 @@ class Folder:
         self.report = report.resolve()
         self.path = self.report.with_suffix("")
         self.path.mkdir(parents=True, exist_ok=True)
+        self._file = self.path / "outcomes.json"
+        known = json.loads(self._file.read_text()) if self._file.exists() else {}
+        self.known = {slug: Outcome(**each) for slug, each in known.items()}
 
     def log(self, step: Step) -> Path:
         """What a step says while it runs. Of one that was cut off it is all that there is."""
         return self.path / f"{step.slug}.log"
 
-    def tries(self, step: Step) -> int:
-        """How often it was begun and cut off, with these sources."""
-        path = self.path / f"{step.slug}.tries"
-        return path.read_text().split().count(sources()) if path.exists() else 0
-
-    def begin(self, step: Step) -> None:
-        path = self.path / f"{step.slug}.tries"
-        write_whole(path, f"{sources()} " * (self.tries(step) + 1))
-
-    def end(self, step: Step, found: Outcome) -> None:
-        write_whole(self.path / f"{step.slug}.json", json.dumps(asdict(found)))
-        (self.path / f"{step.slug}.tries").unlink(missing_ok=True)
-
-    def outcome(self, step: Step) -> Outcome | None:
-        path = self.path / f"{step.slug}.json"
-        return Outcome(**json.loads(path.read_text())) if path.exists() else None
+    def keep(self, step: Step, found: Outcome) -> None:
+        """Writes what is known of a step now."""
+        self.known[step.slug] = found
+        kept = {slug: asdict(each) for slug, each in self.known.items()}
+        write_whole(self._file, json.dumps(kept))
 
     def outcomes(self) -> list[Outcome]:
-        """All that ended, in the order of the parts."""
-        found = (Outcome(**json.loads(path.read_text())) for path in self.path.glob("*.json"))
+        """All that was begun, in the order of the parts; with what was said by what was cut off."""
+        found = []
+        for slug, each in self.known.items():
+            log = self.path / f"{slug}.log"
+            if each.outcome == "cut off" and log.exists():
+                each = replace(each, output=log.read_text("utf8", "replace"))
+            found.append(each)
         return sorted(found, key=lambda each: list(PARTS).index(each.part))
 
-    def write(self, machine: str, steps: Sequence[Step]) -> None:
-        """The report: all that ended, and what was said by what was cut off."""
-        known = {(each.part, each.name) for each in self.outcomes()}
-        cut = [
-            Outcome(
-                step.part, step.name, "cut off", 0, "", self.log(step).read_text("utf8", "replace")
-            )
-            for step in steps
-            if (step.part, step.name) not in known and self.log(step).exists()
-        ]
-        write_whole(self.report, render([*self.outcomes(), *cut], machine))
+    def write(self, machine: str) -> None:
+        """The report."""
+        write_whole(self.report, render(self.outcomes(), machine))
         os.sync()  # a machine that hangs is switched off
 
 
@@ -161,25 +151,23 @@ def run(
     folder = Folder(report)
     _end_left_over(folder)
     failed = False
-    done: list[Step] = []
     for step in _steps(part, folder, emulated):
         if only and only not in f"{step.part}: {step.name}: {shlex.join(step.command)}":
             continue
-        done.append(step)
-        if not (only or _is_left(step, folder)):
-            known = folder.outcome(step)  # none: it was cut off each time that it ran
-            failed = failed or known is None or known.outcome == "failed"
+        known = folder.known.get(step.slug)
+        if known is not None and not (only or _is_left(known)):
+            failed = failed or known.outcome in ("failed", "cut off")
             continue
         if found or emulated:
             say(f"{step.name}: {shlex.join(step.command)}")
         outcome = _run_step(step, folder, found or emulated)
-        folder.write(machine, done)
+        folder.write(machine)
         failed = failed or outcome.outcome == "failed"
         say(f"{outcome.outcome:8} {outcome.seconds:7.1f} s  {step.name}  {outcome.reason}".rstrip())
         if outcome.outcome == "failed" and found and not find_gpu()[0]:
             say(f"the GPU is gone behind {step.name}: start the machine again, then gpu-check")
             break
-    folder.write(machine, done)
+    folder.write(machine)
     say(f"report: {report}")
     return not failed
 
@@ -195,7 +183,7 @@ def find_gpu() -> tuple[bool, str]:
 
 def _steps(part: str | None, folder: Folder, emulated: bool) -> Iterator[Step]:
     """In their order."""
-    tests = find_tests(folder.path, emulated) if TESTS.is_dir() else []
+    tests = find_tests(emulated) if TESTS.is_dir() else []
     for each in [part] if part else PARTS:
         yield from (step for step in tests if step.part == each)
         for of_part, name, arguments in COMMANDS:
@@ -206,7 +194,7 @@ def _steps(part: str | None, folder: Folder, emulated: bool) -> Iterator[Step]:
                 yield Step(each, f"{name}: moe-edge {arguments}", command, PARTS[each][0])
 
 
-def find_tests(folder: Path, emulated: bool) -> list[Step]:
+def find_tests(emulated: bool) -> list[Step]:
     """Each test for a GPU as a step. Where none could be found in time, one step that fails says
     why."""
     marks = ("-k", "emulated") if emulated else ("-m", "gpu")
@@ -225,13 +213,13 @@ def find_tests(folder: Path, emulated: bool) -> list[Step]:
     names = re.findall(r"^(tests/\S+::\S.*)$", found, re.MULTILINE)
     if not names:
         return [Step("device", "tests for a GPU are found", collect, limit_s)]
-    steps = []
-    for name in names:
-        part = part_of(name)
-        results = folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.xml"
-        command = (*pytest, "-q", "-o", "junit_logging=all", f"--junitxml={results}", name)
-        steps.append(Step(part, name, command, times * PARTS[part][0], results))
-    return steps
+    # -s: what it says is there when it is cut off; -r: why it failed, or was skipped.
+    command = (*pytest, "-q", "-s", "-rfEs")
+    parts = map(part_of, names)
+    return [
+        Step(part, name, (*command, name), times * PARTS[part][0])
+        for part, name in zip(parts, names, strict=True)
+    ]
 
 
 def part_of(test: str) -> str:
@@ -250,38 +238,42 @@ def sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def _is_left(step: Step, folder: Folder) -> bool:
-    """Whether it has to run: what passed does not, nor what failed until the sources change."""
-    known = folder.outcome(step)
-    if known is None:
-        return folder.tries(step) < TRIES
-    return known.outcome == "skipped" or (known.outcome == "failed" and known.sources != sources())
+def _is_left(known: Outcome) -> bool:
+    """Whether it has to run again: what passed does not, nor what failed, or was cut off too often,
+    until the sources change."""
+    if known.outcome == "cut off" and known.tries < TRIES:
+        return True
+    return known.outcome == "skipped" or (known.outcome != "passed" and known.sources != sources())
 
 
 def _run_step(step: Step, folder: Folder, there: bool) -> Outcome:
     if not there:
-        outcome = Outcome(step.part, step.name, "skipped", 0, "no GPU")
-        folder.end(step, outcome)
+        outcome = Outcome(step.part, step.name, "skipped", reason="no GPU")
+        folder.keep(step, outcome)
         return outcome
-    folder.begin(step)
-    if step.results is not None:
-        step.results.unlink(missing_ok=True)
+    known = folder.known.get(step.slug)
+    again = known is not None and known.outcome == "cut off" and known.sources == sources()
+    tries = known.tries + 1 if known is not None and again else 1
+    begun = Outcome(step.part, step.name, "cut off", sources=sources(), tries=tries)
+    folder.keep(step, begun)
     start = time.monotonic()
     status = _run_limited(step, folder)
-    seconds = time.monotonic() - start
     output = folder.log(step).read_text("utf8", "replace")
+    said = re.findall(r"^(SKIPPED|FAILED|ERROR) .*?(?: - |: )(.*)$", output, re.MULTILINE)
+    result, reason = "failed", ""
     if status is None:
-        result = ("failed", f"it took longer than {step.limit_s:g} s", output)
-    elif step.results is not None and step.results.exists():
-        result = read_junit(step.results.read_text())
+        reason = f"it took longer than {step.limit_s:g} s"
     elif status < 0:
-        result = ("failed", f"signal {-status} ({signal.Signals(-status).name})", output)
+        reason = f"signal {-status} ({signal.Signals(-status).name})"
     elif status:
-        result = ("failed", f"exit status {status}", output)
+        reason = said[-1][1] if said else f"exit status {status}"
+    elif said and said[-1][0] == "SKIPPED":
+        result, reason = "skipped", said[-1][1]
     else:
-        result = ("passed", "", output)
-    outcome = Outcome(step.part, step.name, result[0], seconds, *result[1:], sources=sources())
-    folder.end(step, outcome)
+        result = "passed"
+    seconds = time.monotonic() - start
+    outcome = replace(begun, outcome=result, seconds=seconds, reason=reason, output=output)
+    folder.keep(step, outcome)
     return outcome
 
 
@@ -328,21 +320,6 @@ def _end_left_over(folder: Folder) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(int(pid), signal.SIGKILL)
         running.unlink(missing_ok=True)
-
-
-def read_junit(text: str) -> tuple[str, str, str]:
-    """(outcome, reason, what it printed) of the one test in pytest's --junitxml."""
-    outcome, reason, printed = "failed", "pytest ran no test", ""
-    for case in ElementTree.fromstring(text).iter("testcase"):
-        outcome, reason = "passed", ""
-        printed = "".join(node.text or "" for node in case.iter("system-out"))
-        for kind in ("failure", "error", "skipped"):
-            found = case.find(kind)
-            if found is not None:
-                outcome = "skipped" if kind == "skipped" else "failed"
-                reason = (found.get("message") or "").split("\n")[0]
-                printed += (found.text or "") if outcome == "failed" else ""
-    return outcome, reason, re.sub(r"^-+ Captured \w+ -+\n", "", printed, flags=re.MULTILINE)
 
 
 def render(outcomes: Sequence[Outcome], machine: str) -> str:

@@ -1,22 +1,31 @@
 """The tensors of a model while it reads a text, through llama.cpp's evaluation callback.
 
-Runs the plain upstream path with the best tier, where it is given no model that is loaded
-already: what is seen is the model's own.
+Within a memory cap its experts come through the store, as in any run with ``--ram``, in the best
+precision and without a loss. What the reader itself keeps comes first.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gguf_tools import interrupts
 from gguf_tools.closing import Closing
-from orchestrator.errors import NativeError
+from gguf_tools.experts import ExpertModel
+from gguf_tools.file.layout import DOWN, ExpertName, parse_expert_name
+from gguf_tools.units import format_size
+from orchestrator.config import Config
+from orchestrator.engine.driver import Driver
+from orchestrator.engine.load import Loader
+from orchestrator.errors import BudgetError, NativeError
+from orchestrator.native import Store
 from orchestrator.native.llama import Bindings, Model
+from orchestrator.policy import BASELINE
 
 _NUMBERS = {0: np.float32, 26: np.int32}
 
@@ -98,26 +107,33 @@ class Node:
             raise NativeError("llama.cpp lays out its tensors in another way: run `make build`")
 
 
+def expert_product(node: Node) -> ExpertName | None:
+    """Of which layer's experts a node is the product, and by which of their matrices; None for
+    other nodes."""
+    return parse_expert_name(node.source(0).name) if node.op == "MUL_MAT_ID" else None
+
+
 class Observer(Closing):
-    """A model and a context that show tensors of each read. Free it with close."""
+    """A context of a model that shows tensors of each read. Free it with close.
+
+    owned: what is closed after it, nothing unless who makes it says so."""
 
     def __init__(
         self,
-        path: Path,
+        model: Model,
         n_ctx: int,
         threads: int,
         wanted: Callable[[Node], bool],
         seen: Callable[[Node], None],
         *,
-        use_mmap: bool = False,
-        model: Model | None = None,
+        store: Store | None = None,
         sequences: int = 1,
         outputs: int | None = None,
     ) -> None:
         """wanted says of each node of the graph, before it is computed, whether seen gets it
-        once it is; what either raises comes out of read. model: one that is loaded already, and
-        stays so, in the place of the plain one at path. sequences: that may be read at once,
-        each with as large a part of n_ctx tokens; outputs: tokens with logits, None for all.
+        once it is; what either raises comes out of read. store: the model's experts come through
+        it. sequences: that may be read at once, each with as large a part of n_ctx tokens; outputs:
+        tokens with logits, None for all.
 
         Raises NativeError."""
         bindings = Bindings.load()
@@ -135,11 +151,8 @@ class Observer(Closing):
         ):
             function = getattr(self._lib, name)
             function.argtypes, function.restype = [ctypes.c_void_p], result
-        self.n_ctx = n_ctx
-        self._borrowed = model is not None
-        self.model = model or Model(
-            bindings, path, managed=False, use_extra_bufts=False, use_mmap=use_mmap
-        )
+        self.model, self.n_ctx, self.owned = model, n_ctx, ExitStack()
+        self._store = store
         params = self._api.llama_context_default_params()
         params.n_ctx = params.n_batch = params.n_ubatch = n_ctx
         # The last layer sees those tokens alone that want logits.
@@ -152,7 +165,6 @@ class Observer(Closing):
         bindings.listen()
         self._handle = self._api.llama_init_from_model(self.model.handle, params)
         if not self._handle:
-            self.close()
             raise NativeError(f"llama.cpp cannot make a context{bindings.complaint()}")
         self._batch = self._api.llama_batch_init(n_ctx, 0, 1)
         self._checked = False
@@ -163,7 +175,8 @@ class Observer(Closing):
 
     def read_each(self, windows: Sequence[Sequence[int]], scored: np.ndarray | None = None) -> None:
         """Evaluates windows of at most n_ctx tokens in all, each as a sequence of its own, in one
-        batch. scored: bool [n], which tokens get logits, None for all. Raises NativeError."""
+        batch. scored: bool [n], which tokens get logits, None for all. Raises NativeError, with the
+        store's own reason where the step failed for one."""
         batch, n = self._batch, sum(map(len, windows))
         if not 1 <= n <= self.n_ctx:
             raise NativeError(f"{n} tokens do not fit a context of {self.n_ctx}")
@@ -180,6 +193,8 @@ class Observer(Closing):
         with interrupts.held():
             status = self._api.llama_decode(self._handle, batch)
         if status != 0:
+            if self._store is not None:
+                self._store.check_step()
             raise NativeError(f"llama.cpp failed to evaluate {n} tokens")
 
     def logits(self, n: int) -> np.ndarray:
@@ -211,10 +226,96 @@ class Observer(Closing):
             return ask
 
     def close(self) -> None:
-        """Frees the context and the model; safe to call twice."""
+        """Frees the context, and what it owns; safe to call twice."""
         if self._handle:
             self._api.llama_batch_free(self._batch)
             self._api.llama_free(self._handle)
             self._handle = None
-        if not self._borrowed:
-            self.model.close()
+        self.owned.close()
+
+
+# Copies of a window's activations that live at once: as they come, in half precision, scaled.
+_COPIES = 4
+
+
+class CalibrationRoom(NamedTuple):
+    """A cap, and what of it is taken beside the model that reads, and for what. In bytes."""
+
+    ram: int
+    own: int
+    use: str = "the calibration itself"
+
+
+def window_bytes(model: ExpertModel, n_ctx: int) -> int:
+    """What one layer's activations of a window take while they are handled."""
+    embd = model.hparams.embedding_length
+    n_ff = max(shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None)
+    return _COPIES * 4 * n_ctx * (embd + model.n_expert_used * n_ff)
+
+
+def load_within(
+    stack: ExitStack,
+    path: Path,
+    n_ctx: int,
+    threads: int,
+    room: CalibrationRoom | None,
+    **more: Any,
+) -> tuple[Model, Driver]:
+    """The model for windows of n_ctx tokens in all, without its context, and what its experts come
+    through; the stack closes both. room None: as much as there is; more: settings beside those.
+
+    Raises BudgetError naming the smallest cap that works.
+    """
+    with ExitStack() as own:
+        model = own.enter_context(ExpertModel.open(path))
+        settings = {"policy": BASELINE, "high_tier": model.tiers[0].name, "logits_all": True}
+        config = Config.build(
+            model=path,
+            ctx=n_ctx,
+            ubatch=n_ctx,
+            threads=threads,
+            # A byte at least, so that the plan says what it needs.
+            ram=None if room is None else max(1, room.ram - room.own),
+            **settings | more,
+        )
+        loader = Loader(config, model)
+        try:
+            loaded = own.enter_context(closing(loader.load(loader.planner.runs(config))))
+        except BudgetError as error:
+            if room is None:
+                raise
+            needed = error.needed_bytes + room.own
+            raise BudgetError(
+                f"--ram {format_size(room.ram)} is too little: the smallest that works here is "
+                f"{format_size(needed, up=True)}, {format_size(room.own)} of them for {room.use}",
+                needed,
+            ) from error
+        # Whoever watches makes one of its own.
+        loaded.context.close()
+        assert isinstance(loaded.driver, Driver)
+        stack.enter_context(own.pop_all())
+    return loaded.model, loaded.driver
+
+
+def observe(
+    path: Path,
+    n_ctx: int,
+    threads: int,
+    wanted: Callable[[Node], bool],
+    seen: Callable[[Node], None],
+    room: CalibrationRoom | None = None,
+) -> Observer:
+    """An observer of a model that keeps to a cap, with experts read from the file as they are
+    needed; room None: of the plain model, mapped. wanted, seen: as of Observer. Raises GGUFError,
+    NativeError or BudgetError."""
+    with ExitStack() as stack:
+        if room is None:
+            store, bindings = None, Bindings.load()
+            model = Model(bindings, path, managed=False, use_extra_bufts=False, use_mmap=True)
+            stack.callback(model.close)
+        else:
+            model, driver = load_within(stack, path, n_ctx, threads, room)
+            store = driver.store
+        observer = Observer(model, n_ctx, threads, wanted, seen, store=store)
+        observer.owned = stack.pop_all()
+    return observer

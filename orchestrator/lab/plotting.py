@@ -1,10 +1,15 @@
-"""What all plots share: whether they can be drawn, their colours, and their files."""
+"""What all plots share, and studies as pictures: panels of lines or bars, as PNG and as SVG."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from orchestrator.cache.files import whole_file
 from orchestrator.errors import ConfigError
@@ -28,3 +33,102 @@ def save_figure(figure: Any, path: Path) -> None:
     metadata = {"Date": None} if kind == "svg" else None
     with whole_file(path) as file:
         figure.savefig(file, format=kind, dpi=150, metadata=metadata)
+
+
+MARKERS = "os^Dv"
+GREY = "#666666"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One series. y: values with their standard errors, as of arithmetic.pair. style: the number of
+    its colour and marker, None for its place in the panel."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[Sequence[float | None]]
+    dashed: bool = False
+    style: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One pair of axes: their labels and what is drawn there.
+
+    levels: horizontal lines to compare with, by label. percent: the values are shares, drawn in per
+    cent. scale, ends: of y. bars: in the place of lines, on x named by ticks.
+    """
+
+    x: str
+    y: str
+    lines: Sequence[Line]
+    title: str = ""
+    levels: Mapping[str, float] = field(default_factory=dict)
+    percent: bool = False
+    scale: str = "linear"
+    ends: tuple[float | None, float | None] = (None, None)
+    bars: bool = False
+    ticks: Sequence[Any] = ()
+
+
+def exact(values: Sequence[float]) -> list[list[float | None]]:
+    """Values without an error."""
+    return [[each, None] for each in values]
+
+
+def draw(folder: Path, name: str, panels: Sequence[Panel], rows: int) -> None:
+    """Writes NAME.png and NAME.svg, with the panels side by side in rows."""
+    import_module("matplotlib").use("Agg")
+    plt = import_module("matplotlib.pyplot")
+    columns = len(panels) // rows
+    with plt.rc_context({"svg.hashsalt": name, "font.size": 10}):
+        drawing, axes = plt.subplots(
+            rows,
+            columns,
+            figsize=(5.6 * columns, 4.2 * rows),
+            squeeze=False,
+            layout="constrained",
+        )
+        try:
+            for axis, panel in zip(axes.ravel(), panels, strict=True):
+                _draw_panel(axis, panel)
+            for ending in ("png", "svg"):
+                save_figure(drawing, folder / f"{name}.{ending}")
+        finally:
+            plt.close(drawing)
+
+
+def _draw_panel(axis: Any, panel: Panel) -> None:
+    unit = 100 if panel.percent else 1
+    for number, line in enumerate(panel.lines):
+        style = number if line.style is None else line.style
+        y, errors = unit * np.array(line.y, float).reshape(-1, 2).T
+        looks = {"yerr": errors, "color": COLOURS[style % len(COLOURS)], "capsize": 3}
+        if panel.bars:
+            axis.bar(line.x, y, **looks)
+            continue
+        marker, dash = MARKERS[style % len(MARKERS)], "--" if line.dashed else "-"
+        looks |= {"marker": marker, "markersize": 5, "linestyle": dash, "label": line.label}
+        axis.errorbar(line.x, y, **looks)
+    for label, value in panel.levels.items():
+        at = unit * value
+        axis.axhline(at, color=GREY, linestyle=":", linewidth=1.2)
+        place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+        axis.annotate(label, (0.01, at), xytext=(0, 3), color=GREY, fontsize=8, **place)
+    if panel.bars:
+        places = range(len(panel.ticks))
+        names = [str(each) for each in panel.ticks]
+        turned = {"rotation": 60, "ha": "right"} if max(map(len, names)) > 3 else {}
+        axis.set_xticks(places, names, fontsize=8, **turned)
+    else:
+        axis.legend(fontsize=7)
+    axis.set_xlabel(panel.x)
+    axis.set_ylabel(panel.y)
+    axis.set_title(panel.title, fontsize=9)
+    if panel.scale == "symlog":
+        axis.set_yscale("symlog", linthresh=10)
+    else:
+        axis.set_yscale(panel.scale)
+    axis.set_ylim(*panel.ends)
+    axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)

@@ -52,13 +52,13 @@ STUDIES = {
     "retention": Place("study.dymoe:Retention", paper="DyMoE"),
     "critical": Place("study.dymoe:Critical", paper="DyMoE"),
     "depth": Place("study.dymoe:Depth", paper="DyMoE"),
-    "similarity": Place("study.similarity:Similarity", paper="DyMoE"),
-    "demotion": Place("study.demotion:Demotion", paper="DynaExq"),
-    "memory": Place("study.memory:HotMemory", paper="DynaExq"),
-    "equal": Place("study.equal:EqualMemory", paper="ours"),
+    "similarity": Place("study.dymoe:Similarity", paper="DyMoE"),
+    "demotion": Place("study.dynaexq:Demotion", paper="DynaExq"),
+    "memory": Place("study.dynaexq:HotMemory", paper="DynaExq"),
+    "equal": Place("study.dynaexq:EqualMemory", paper="ours"),
     "votes": Place("study.votes:VotesStudy", paper="FIRM-MoE"),
-    "context": Place("study.context:PromptContext", paper="near-data"),
-    "near-bits": Place("study.near_bits:NearBits", paper="near-data"),
+    "context": Place("study.near_data:PromptContext", paper="near-data"),
+    "near-bits": Place("study.near_data:NearBits", paper="near-data"),
 }
 
 # Studies of a recorded run.

@@ -75,17 +75,12 @@ class Table:
     def headings(self) -> list[str]:
         return [column.heading for column in self.columns]
 
-    def widths(self) -> list[int]:
-        """How wide each column has to be for its heading and its cells."""
+    def text(self) -> str:
+        """The table for a terminal, in lines of at most WIDTH where the figures allow it."""
         cells = self._cells()
         full = [self.headings, *(row for row in cells if len(row) == len(self.columns))]
-        found = [max(map(len, each)) for each in zip(*full, strict=True)]
-        return [max(found[0], *(len(row[0]) for row in cells), 0), *found[1:]]
-
-    def text(self, widths: Sequence[int] | None = None) -> str:
-        """The table for a terminal, in lines of at most WIDTH where the figures allow it. widths:
-        of columns that stand below those of other tables."""
-        widths = self.widths() if widths is None else widths
+        widths = [max(map(len, each)) for each in zip(*full, strict=True)]
+        widths[0] = max(widths[0], *(len(row[0]) for row in cells), 0)
         gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= WIDTH else " "
 
         def line(row: Sequence[str]) -> str:
@@ -99,7 +94,7 @@ class Table:
 
         title = [wrapped(self.title)] if self.title else []
         notes = (wrapped(note, "  ") for note in self.footnotes)
-        return "\n".join([*title, line(self.headings), *map(line, self._cells()), *notes])
+        return "\n".join([*title, line(self.headings), *map(line, cells), *notes])
 
     def markdown(self) -> str:
         """The table in Markdown, its columns aligned, so that it reads well as it is too."""
@@ -156,15 +151,9 @@ class Report:
         return [row for table in self.tables for row in table.rows]
 
     def text(self) -> str:
-        """The report for a terminal. The columns of tables with the same headings stand below each
-        other."""
-        shared: dict[tuple[str, ...], list[int]] = {}
-        for table in self.tables:
-            key = tuple(table.headings[1:])
-            before = shared.get(key, [0] * len(table.columns))
-            shared[key] = [max(pair) for pair in zip(before, table.widths(), strict=True)]
+        """The report for a terminal."""
         parts = ["\n".join(map(wrapped, self.heading))]
-        parts += [table.text(shared[tuple(table.headings[1:])]) for table in self.tables]
+        parts += [table.text() for table in self.tables]
         if self.notes:
             parts.append("\n".join(wrapped(f"note: {note}") for note in self.notes))
         return "\n\n".join(parts)

@@ -86,7 +86,7 @@ class StoreSpec:
     device: str | None = None  # whose memory the slots are; None for the host's
     host_bytes: int = 0  # the cache of experts behind a device
     misses: Misses = Misses()
-    simulated: bool = False  # no file is opened; see orchestrator.lab.replay.clock
+    simulated: bool = False  # no file is opened; see orchestrator.lab.replay.simulate
     whole_experts: bool = False
     rigid: bool = False  # simulated stores only
 

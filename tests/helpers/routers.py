@@ -78,7 +78,7 @@ def watch(path: Path, tokens: list[int], n_ahead: int) -> Watched:
         def wanted(node: Node) -> bool:
             return node.name.startswith(_LOGITS) and node.op == "MUL_MAT"
 
-        with Observer(path, len(tokens), 1, wanted, keep, model=engine.llama) as observer:
+        with Observer(engine.llama, len(tokens), 1, wanted, keep) as observer:
             observer.read(tokens)
     return watched
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from orchestrator.lab.observe import Node, Observer
+from orchestrator.lab.observe import Node, observe
 
 
 class Attention:
@@ -86,6 +86,6 @@ def streams(path: Path, tokens: list[int]) -> dict[int, np.ndarray]:
     def keep(node: Node) -> None:
         seen[int(node.name.removeprefix("l_out-"))] = node.array()[0, 0]
 
-    with Observer(path, len(tokens), 1, lambda n: n.name.startswith("l_out-"), keep) as observer:
+    with observe(path, len(tokens), 1, lambda n: n.name.startswith("l_out-"), keep) as observer:
         observer.read(tokens)
     return seen

@@ -10,14 +10,14 @@ from typing import Any
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.lab.replay import ReplayOptions, Trace, read_trace, replay, write_trace
-from orchestrator.lab.replay.record import Disk, Recorder
+from orchestrator.lab.replay.record import Recorder
 from orchestrator.lab.replay.report import set_up_for
 from orchestrator.lab.replay.simulate import Compute, Outcome, Transport, simulate
 from orchestrator.native import CStats
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import Policy, policy_class
 
-DISK = Disk(10**9, 50)
+DISK = Transport(10**9, 50, 4)
 # Slow, fast, and instant.
 SPEEDS = (Transport(50 * 10**6, 300, 2), Transport(4 * 10**9, 20, 8), Transport(0, 0, 1))
 

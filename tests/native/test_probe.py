@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from orchestrator.lab.calibrate.compute import stored
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.experts.hparams import Hyperparameters
@@ -25,7 +26,6 @@ from orchestrator.engine import probe, sample
 from orchestrator.engine.engine import Engine
 from orchestrator.engine.learned import Learned
 from orchestrator.events import ABSENT, SKIP, Phase
-from orchestrator.lab.calibrate.compute import stored
 from orchestrator.memory.machine import Device
 from orchestrator.native.llama import Model
 from orchestrator.policy.floor import Floor

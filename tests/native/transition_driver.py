@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gguf_tools.file.layout import BLOCK, DOWN, GATE, UP, GGMLType, pad
-from orchestrator.lab.replay.clock import Simulation
+from orchestrator.lab.replay.simulate import Simulation
 from orchestrator.native import Library, Slices, Store, StoreSpec
 from orchestrator.native.abi import VISIT_CB, CPrefetch
 

@@ -4,7 +4,7 @@ import random
 
 from models.demo.training import facts, heldout
 from models.demo.training.talk import Sources
-from orchestrator.lab.eval.choices import read_questions
+from orchestrator.lab.eval.judge import read_questions
 from orchestrator.lab.eval.text import read_documents
 
 CAPITALS = {"Aland": "One", "Bland": "Two", "Cland": "Three", "Dland": "Four", "Eland": "Five"}

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from orchestrator.lab.bench.benchmark import Benchmark
 from orchestrator.lab.bench.cases import ON_DEMAND, REFERENCE, Case, global_lru, mapped, paper_rows
 from orchestrator.lab.bench.job import COLD, Part, decode, prompt, settle
-from orchestrator.lab.bench.loop import Loop
 from orchestrator.lab.bench.options import BenchOptions
-from orchestrator.lab.bench.report import HIT, MIX, NAME, moved, slowest
-from orchestrator.lab.bench.rows import Result, add_ratio, caps_of
+from orchestrator.lab.bench.rows import HIT, MIX, NAME, SLOWEST, Result, add_ratio, caps_of, moved
 from orchestrator.lab.table import Column, fixed, percent
 from orchestrator.settings import FROM_1, again, setting
 
@@ -58,26 +56,26 @@ class Ablation(Benchmark):
         Column("cold", "ttft_cold_ms", fixed(1), "ms"),
         Column("TPOT", "tpot_ms_p50", fixed(2), "ms"),
         Column("x row 1", "speedup_tpot", fixed(2)),
-        slowest(1),
+        SLOWEST,
         HIT,
         moved(),
         MIX,
     )
 
-    def cases(self, loop: Loop) -> list[Case]:
+    def cases(self) -> list[Case]:
         """Everything in memory; then, under each cap, upstream (where there is a cap on it), our
         null baseline, and the six rows."""
-        options, listed = loop.options, [REFERENCE]
+        options, listed = self.on, [REFERENCE]
         for cap in options.caps:
             listed += [mapped(cap)] if options.caps_process else []
             listed += [global_lru(cap), *paper_rows(cap, options.retention)]
         return listed
 
-    def compare(self, loop: Loop, rows: Sequence[Result], runs: Sequence[Sequence[Result]]) -> None:
+    def compare(self, rows: Sequence[Result], runs: Sequence[Sequence[Result]]) -> None:
         add_over_demand(rows)
 
-    def intro(self, loop: Loop) -> list[str]:
-        options = loop.options
+    def intro(self) -> list[str]:
+        options = self.on
         return [
             f"{options.turns} prompts of {options.prompt_tokens} {options.words} tokens, each "
             f"followed by its share of {options.tokens} decode steps; cold: one before them, into "
@@ -87,15 +85,11 @@ class Ablation(Benchmark):
         ]
 
     def notes(self, rows: Sequence[Result]) -> list[str]:
-        return super().notes(rows) + look_ahead_notes(rows)
-
-
-def look_ahead_notes(rows: Sequence[Result]) -> list[str]:
-    """How many of the next layer's experts were foreseen while decoding, layer by layer."""
-    lines = []
-    for row in rows:
-        recall = row.get("policy", {}).get("recall") or []
-        if any(share is not None for share in recall):
-            text = " ".join("-" if share is None else percent()(share) for share in recall)
-            lines.append(f"{row['name']}: recall of the look-ahead by layer in %: {text}")
-    return lines
+        """With how many of the next layer's experts were foreseen while decoding, by layer."""
+        lines = super().notes(rows)
+        for row in rows:
+            recall = row.get("policy", {}).get("recall") or []
+            if any(share is not None for share in recall):
+                text = " ".join("-" if share is None else percent()(share) for share in recall)
+                lines.append(f"{row['name']}: recall of the look-ahead by layer in %: {text}")
+        return lines

@@ -1,72 +1,254 @@
-"""The form of every benchmark: cases in processes of their own, and a report of all of them."""
+"""The form of every benchmark: each case in processes of its own, in turn, and a report of all of
+them."""
 
 from __future__ import annotations
 
+import json
+import os
+import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
+from gguf_tools.experts import ExpertModel
+from gguf_tools.process import processor_name
+from gguf_tools.synthetic.tensors import RESIDUAL_POWER
+from gguf_tools.units import format_size
+from orchestrator.allocation.slots import ModelShape
+from orchestrator.cost import disk
+from orchestrator.errors import ConfigError
 from orchestrator.lab.bench.cases import Case, chosen
-from orchestrator.lab.bench.loop import Loop
-from orchestrator.lab.bench.models import Note
+from orchestrator.lab.bench.job import Job, longest_context
+from orchestrator.lab.bench.models import DEMO_TEXT, HIGH, LOW, Note, build_models
 from orchestrator.lab.bench.options import BenchOptions
-from orchestrator.lab.bench.report import MIB, heading, made_of, row_notes
-from orchestrator.lab.bench.rows import Result, caps_of, case_row
+from orchestrator.lab.bench.rows import MIB, Result, caps_of, case_row, row_notes
+from orchestrator.lab.children import forget_files, memory_group, run_child
 from orchestrator.lab.table import Column, Report, Table
+from orchestrator.memory.footprint import model_shape
 
+START_SECONDS = 300.0
 # Said before anything else.
 QUICK_NOTE = (
     "--quick: a tiny model and few tokens show that the benchmark runs. Its figures mean nothing."
 )
 
+ShapeOf = Callable[[ExpertModel, tuple[int, ...]], ModelShape]
+
 
 class Benchmark(ABC):
-    """A benchmark is measured on a loop, which holds its options and its model: a list of cases, a
-    row for each, and columns."""
+    """A list of cases on one model, which is made where it is not there yet; a row for each, and
+    columns.
+
+    on: what was asked for. bandwidths: what the disk delivered before each run; skipped: what could
+    not be done."""
 
     options: ClassVar[type[BenchOptions]]
-    loop: ClassVar[type[Loop]] = Loop
     columns: ClassVar[Sequence[Column]]
+    shape_of: ShapeOf = staticmethod(model_shape)
+
+    def open(self, on: Any, note: Note) -> None:
+        """Makes or finds the model. Raises MoeEdgeError where none can be made, or where its
+        context does not hold what is to be measured."""
+        self.on, self.note = on, note
+        self.high, self.low = build_models(on, (HIGH, LOW), note)
+        self.model = ExpertModel.open(self.high, self.low)
+        self.file_bytes = self.high.stat().st_size
+        self.bandwidths: list[disk.Bandwidth] = []
+        self.skipped: list[str] = []
+        longest = longest_context(on.parts(), shared=False)
+        most = self.model.hparams.context_length
+        if most and longest > most:
+            raise ConfigError(
+                f"what is to be measured takes a context of {longest} tokens, the model "
+                f"was made for {most}: ask for shorter prompts or fewer tokens"
+            )
 
     @abstractmethod
-    def cases(self, loop: Any) -> list[Case]:
+    def cases(self) -> list[Case]:
         """What is compared, in the order of the tables."""
 
-    def row(self, loop: Any, case: Case, runs: Sequence[Result]) -> Result:
+    def row(self, case: Case, runs: Sequence[Result]) -> Result:
         """The figures of one case over its runs, or "error"."""
-        return case_row(case, runs, loop.limit_bytes(case))
+        return case_row(case, runs, self.limit_bytes(case))
 
     @abstractmethod
-    def compare(self, loop: Any, rows: Sequence[Result], runs: Sequence[Sequence[Result]]) -> None:
+    def compare(self, rows: Sequence[Result], runs: Sequence[Sequence[Result]]) -> None:
         """Adds to the rows what follows from all of them. runs: of each."""
 
-    def rows(self, loop: Any) -> list[Result]:
-        """Measures all rows. A case that failed is reported in its row."""
-        listed = chosen(self.cases(loop), loop.options.rows)
-        runs = loop.run(listed)
-        rows = [self.row(loop, case, each) for case, each in zip(listed, runs, strict=True)]
-        self.compare(loop, rows, runs)
-        return rows
-
     @abstractmethod
-    def intro(self, loop: Any) -> list[str]:
+    def intro(self) -> list[str]:
         """What was measured and what the columns mean, a paragraph each."""
 
     def notes(self, rows: Sequence[Result]) -> list[str]:
         """What else is to be said of the rows of one table."""
         return row_notes(rows)
 
-    def run(self, options: BenchOptions, note: Note = lambda text: None) -> Report:
+    def run(self, on: BenchOptions, note: Note = lambda text: None) -> Report:
         """Makes the model, measures everything and reports it, in a table for each cap, everything
-        resident first; note gets progress lines. Raises MoeEdgeError where no model can be made or
-        read."""
-        quick = [QUICK_NOTE] if options.quick else []
+        resident first; note gets progress lines. A case that failed is reported in its row. Raises
+        MoeEdgeError where no model can be made or read."""
+        quick = [QUICK_NOTE] if on.quick else []
         for line in quick:
             note(line)
-        loop, tables = self.loop(options, note), []
-        for same in caps_of(self.rows(loop)):
+        self.open(on, note)
+        listed, tables = chosen(self.cases(), on.rows), []
+        runs = self.measure_all(listed)
+        rows = [self.row(case, each) for case, each in zip(listed, runs, strict=True)]
+        self.compare(rows, runs)
+        # A table is quoted without the heading: it says itself what a shortened model is.
+        made = f"{self.model.n_layers} layers, {on.runs} run{'s' if on.runs > 1 else ''}"
+        if not on.trained:
+            made += f", a layer adds {RESIDUAL_POWER:.1f} of the stream's power"
+        for same in caps_of(rows):
             cap, limit = same[0]["cap"], same[0]["limit_bytes"]
-            title = "everything resident" if cap is None else loop.cap_words.format(cap)
+            title = "everything resident" if cap is None else self.cap_words.format(cap)
             title += "" if limit is None else f", {limit / MIB:.0f} MiB"
-            tables.append(Table(f"{title}; {made_of(loop)}", self.columns, same, self.notes(same)))
-        return Report([*quick, *heading(loop), *self.intro(loop)], tables, loop.skipped)
+            tables.append(Table(f"{title}; {made}", self.columns, same, self.notes(same)))
+        return Report([*quick, *self._heading(), *self.intro()], tables, self.skipped)
+
+    def _heading(self) -> list[str]:
+        """The model, the machine, the disk and the routing."""
+        on, model, disks = self.on, self.model, self.bandwidths
+        threads, speeds = on.n_threads, [each.bytes_per_s / 1e9 for each in disks]
+        return [
+            f"{on.model_name}: {model.n_layers} layers of {model.n_expert} experts, top-"
+            f"{model.n_expert_used}, {format_size(self.file_bytes)} in {model.tiers[0].name}, "
+            f"{'trained' if on.trained else 'random weights'}",
+            f"{processor_name()}, {len(os.sched_getaffinity(0))} cores, {threads} compute "
+            f"thread{'s' if threads > 1 else ''}",
+            f"{'direct' if all(each.direct for each in disks) else 'buffered'} reads of "
+            f"{disks[0].slice_bytes / 1e6:.2f} MB by {on.io_threads} threads: "
+            f"{statistics.median(speeds):.2f} GB/s ({', '.join(f'{each:.2f}' for each in speeds)})",
+            f"{'trained' if on.trained else on.routing} routing",
+        ]
+
+    def measure_all(self, listed: Sequence[Case]) -> list[list[Result]]:
+        """Measures all cases once, then all of them again, as often as asked: what a ratio compares
+        ran within minutes of each other. Of each case what its runs came to; one that failed is not
+        tried again."""
+        for case in listed:
+            self.file_of(case.tier)  # a disk without room ends this before an hour of measuring
+        results: list[list[Result]] = [[] for _ in listed]
+        for number in range(self.on.runs):
+            self.bandwidths.append(self.bandwidth(number))
+            before = self.bandwidths[-1].bytes_per_s
+            for case, earlier in zip(listed, results, strict=True):
+                if any("error" in each for each in earlier):
+                    continue
+                self.note(f"run {number + 1} of {self.on.runs}: {case.key}")
+                earlier.append(self.measure(case, number))
+                if case.cap is not None and case.system == "engine":
+                    after = self.bandwidth(number, 0.5).bytes_per_s
+                    earlier[-1]["disk"], before = [before, after], after
+        return results
+
+    def skip(self, reason: str) -> None:
+        """Says once what could not be done; "" is nothing."""
+        if reason and reason not in self.skipped:
+            self.skipped.append(reason)
+            self.note(reason)
+
+    def forget(self) -> None:
+        """Takes the model out of the page cache; a quick pass leaves the machine alone."""
+        if not self.on.quick:
+            self.skip(forget_files([self.high, self.low]))
+
+    def bandwidth(self, number: int, seconds: float = 1.5) -> disk.Bandwidth:
+        """What the disk delivers at this moment: it is asked before a run, and before and after
+        each row that reads, since the speed of a shared disk changes."""
+        self.forget()
+        return disk.read_bandwidth(
+            self.model,
+            threads=self.on.io_threads,
+            seconds=0.1 if self.on.quick else seconds,
+            seed=number,
+        )
+
+    @property
+    def fewer_experts(self) -> tuple[str, int]:
+        """(metadata key, number): as many experts a token as are left of them at `retention`."""
+        used = self.model.n_expert_used
+        architecture = self.model.metadata["general.architecture"]
+        fewer = min(used - 1, round(used * self.on.retention))
+        return f"{architecture}.expert_used_count", max(1, fewer)
+
+    def file_of(self, tier: str | None) -> Path:
+        """The model with all experts of this type, None for the high precision; it is written
+        where it is not there yet."""
+        return self.high if tier is None else build_models(self.on, (tier,), self.note)[0]
+
+    def limit_bytes(self, case: Case) -> int | None:
+        """The cap on the whole process; None without one."""
+        if case.cap is None or not self.on.caps_process:
+            return None
+        return int(case.cap * self.file_bytes)
+
+    @property
+    def cap_words(self) -> str:
+        """What a cap is, for a title."""
+        if self.on.caps_process:
+            return "whole process within {:.0%} of the file"
+        return "expert slots of {:.0%} of the experts"
+
+    def cap_settings(self, case: Case) -> dict[str, Any]:
+        """What holds our engine to the cap of a case."""
+        limit = self.limit_bytes(case)
+        if limit is not None:
+            return {"ram": limit}
+        return {} if case.cap is None else {"expert_ram": int(case.cap * self.model.tier_bytes[0])}
+
+    def measure(self, case: Case, number: int) -> Result:
+        """One process of one case: what it measured, or {"error": reason}."""
+        job = self.job(case, number)
+        limit = self.limit_bytes(case)
+        self.forget()
+        if case.cap is not None and not self.on.caps_process:
+            self.skip("small model: the expert slots are capped, not the process; nor upstream")
+        if limit is None:
+            return self._spawn(job)
+        with memory_group(limit) as group:
+            if isinstance(group, str):
+                self.skip(f"memory is not capped: {group}; mmap figures are of no use then")
+                return self._spawn(job)
+            return self._spawn(job, partial(group.write_text, "0"))
+
+    @staticmethod
+    def _spawn(job: Job, enter: Callable[[], object] | None = None) -> Result:
+        seconds = START_SECONDS + 2 * sum(part.seconds for part in job.parts)
+        return run_child("orchestrator.lab.bench.child", json.dumps(asdict(job)), seconds, enter)
+
+    def job(self, case: Case, number: int) -> Job:
+        """What the process of a case is told."""
+        on, settings = self.on, dict(case.settings)
+        if case.role == "fewer":
+            settings["experts_used"] = self.fewer_experts
+        if case.system == "engine":
+            settings |= {"io_threads": on.io_threads, "sequences": on.sequences}
+            settings |= self.cap_settings(case)
+            if case.one_token:
+                settings["expert_ram"] = token_slot_bytes(self.model, self.shape_of)
+        return Job(
+            system=case.system,
+            model=str(self.file_of(case.tier)),
+            low=str(self.low) if settings.get("low_tier") == LOW else None,
+            settings=settings,
+            n_ctx=on.n_ctx,
+            n_ubatch=on.n_ubatch,
+            threads=on.n_threads,
+            parts=on.parts(),
+            seed=on.seed * 1000 + number,
+            text=str(DEMO_TEXT) if on.trained else None,
+            warm=case.cap is None,
+        )
+
+
+def token_slot_bytes(model: ExpertModel, shape_of: ShapeOf = model_shape) -> int:
+    """Expert slots for the experts of one token in one layer, each matrix kind once, shared by
+    all layers: the fewest with which an op never waits for a slot. shape_of: of the memory that
+    the slots are in."""
+    shape = shape_of(model, (0,))
+    sizes = {each for layer in shape.slots for each in layer[0].items()}
+    return model.n_expert_used * sum(size for _, size in sizes)

@@ -11,27 +11,23 @@ from orchestrator.config import MOST_SEQUENCES, Config
 from orchestrator.lab.bench.benchmark import Benchmark
 from orchestrator.lab.bench.cases import REFERENCE, RESIDENT, Case, mapped, policies, uniform
 from orchestrator.lab.bench.job import DECODE, Part
-from orchestrator.lab.bench.loop import Loop
 from orchestrator.lab.bench.models import tier_expert_bytes, uniform_tiers
 from orchestrator.lab.bench.options import BenchOptions
-from orchestrator.lab.bench.report import (
+from orchestrator.lab.bench.rows import (
     HIT,
     MIX,
     NAME,
+    SLOWEST,
     TOKENS,
     TTFT,
-    moved,
-    slowest,
-    step,
-)
-from orchestrator.lab.bench.rows import (
     Result,
     add_bound,
     add_ratio,
     best_runs,
     caps_of,
-    managed,
+    moved,
     named,
+    step,
 )
 from orchestrator.lab.table import Column, fixed, percent
 from orchestrator.memory.plan import scratch_bytes
@@ -108,25 +104,6 @@ def step_bytes(part: Result) -> list[float]:
     return [demand + used * ahead for demand, ahead in part["step_reads"]]
 
 
-def largest_whole(loop: Loop, cap: float) -> str | None:
-    """The largest uniform type of the experts with which the model fits under a cap as a whole."""
-    model, options = loop.model, loop.options
-    config = Config.build(model=loop.high, ctx=options.n_ctx, ubatch=options.n_ubatch)
-    fixed = model.dense_bytes + model.kv_bytes(options.n_ctx) + scratch_bytes(model, config)
-    for tier in uniform_tiers(options):
-        experts = tier_expert_bytes(model, tier)
-        if experts is None:
-            continue
-        if not options.caps_process:
-            if experts <= cap * model.tier_bytes[0]:
-                return tier
-            continue
-        tensor = experts // (3 * model.n_layers) if tier in _REPACKED else 0
-        if fixed + experts + tensor <= cap * loop.file_bytes:
-            return tier
-    return None
-
-
 class Caps(Benchmark):
     """Upstream and every policy side by side."""
 
@@ -135,7 +112,7 @@ class Caps(Benchmark):
         NAME,
         TOKENS,
         step(1),
-        slowest(1),
+        SLOWEST,
         TTFT,
         HIT,
         moved(),
@@ -144,11 +121,11 @@ class Caps(Benchmark):
         Column("x mmap", "speedup_mmap", fixed(1)),
     )
 
-    def cases(self, loop: Loop) -> list[Case]:
+    def cases(self) -> list[Case]:
         """Everything in memory; then, under each cap, upstream, every policy of ours, and the
         largest uniform type that fits whole. Sequences that decode together are of our managed path
         alone."""
-        options = loop.options
+        options = self.on
         if options.together > 1:
             listed = [REFERENCE]
             for cap in options.caps:
@@ -162,15 +139,32 @@ class Caps(Benchmark):
                 Case("upstream mmap, repack", "upstream", cap, "", repacked),
                 *policies(cap, options.retention),
             ]
-            tier = largest_whole(loop, cap)
+            tier = self.largest_whole(cap)
             if tier is None:
-                loop.skip(f"no uniform type of the experts fits {cap:.0%} as a whole")
+                self.skip(f"no uniform type of the experts fits {cap:.0%} as a whole")
             else:
                 listed.append(uniform(cap, tier))
         return listed
 
-    def compare(self, loop: Loop, rows: Sequence[Result], runs: Sequence[Sequence[Result]]) -> None:
-        compute = computing(rows, loop.fewer_experts[1] / loop.model.n_expert_used)
+    def largest_whole(self, cap: float) -> str | None:
+        """The largest uniform type of the experts with which the model fits whole under a cap."""
+        model, options = self.model, self.on
+        config = Config.build(model=self.high, ctx=options.n_ctx, ubatch=options.n_ubatch)
+        fixed = model.dense_bytes + model.kv_bytes(options.n_ctx) + scratch_bytes(model, config)
+        for tier in uniform_tiers(options):
+            experts = tier_expert_bytes(model, tier)
+            if experts is None:
+                continue
+            tensor = experts // (3 * model.n_layers) if tier in _REPACKED else 0
+            taken, whole = fixed + experts + tensor, self.file_bytes
+            if not options.caps_process:
+                taken, whole = experts, model.tier_bytes[0]
+            if taken <= cap * whole:
+                return tier
+        return None
+
+    def compare(self, rows: Sequence[Result], runs: Sequence[Sequence[Result]]) -> None:
+        compute = computing(rows, self.fewer_experts[1] / self.model.n_expert_used)
         for row, each in zip(rows, runs, strict=True):
             if compute.high and "error" not in row and "disk" in each[0]:
                 add_disk_bound(row, each, compute)
@@ -178,8 +172,8 @@ class Caps(Benchmark):
         for same in caps_of(rows):
             add_ratio(same, "speedup_mmap", [row for row in same if row["role"] == "mmap"])
 
-    def intro(self, loop: Loop) -> list[str]:
-        options = loop.options
+    def intro(self) -> list[str]:
+        options = self.on
         behind = (
             f"behind the same {options.prompt_tokens} {options.words} tokens for all; "
             f"{options.runs} runs in turn, speeds from the median step; dymoe at r = "
@@ -192,8 +186,8 @@ class Caps(Benchmark):
             "bound: the median over the steps of the slower of computing and missed bytes / "
             "bandwidth. Computing is upstream's at its best flags with everything resident, less "
             "what low and skipped experts save there; the bandwidth is the best that the probes "
-            f"before and after or the row itself showed. fewer experts: {loop.fewer_experts[1]} "
-            f"of {loop.model.n_expert_used} a token",
+            f"before and after or the row itself showed. fewer experts: {self.fewer_experts[1]} "
+            f"of {self.model.n_expert_used} a token",
             "all TYPE: every expert in the largest type with which the model fits whole. It is "
             "the rival by speed; what types and mixes lose is no matter of random weights, and "
             "stands in docs/quality.md",
@@ -203,6 +197,7 @@ class Caps(Benchmark):
         """Rows that decode together have no bound but everything resident."""
         return super().notes(rows) + [
             f"{row['name']}: {row['of_resident']:.2f} of the speed of everything resident"
-            for row in managed(rows)
-            if "of_resident" in row and row["cap"] and "bound_tpot_ms" not in row
+            for row in rows
+            if {"budget_bytes", "of_resident"} <= row.keys() and row["cap"]
+            if "bound_tpot_ms" not in row
         ]

@@ -22,30 +22,26 @@ from orchestrator.lab.bench.cases import (
     MIXED_AHEAD,
     REFERENCE,
     Case,
-    global_lru,
     paper_rows,
     policies,
 )
-from orchestrator.lab.bench.job import DECODE, Job, prompt, settle
-from orchestrator.lab.bench.loop import Loop
+from orchestrator.lab.bench.job import Job, prompt, settle
 from orchestrator.lab.bench.models import Note
 from orchestrator.lab.bench.options import BenchOptions
-from orchestrator.lab.bench.report import (
+from orchestrator.lab.bench.rows import (
     HIT,
     MIX,
     NAME,
     TTFT,
-    moved,
-    step,
-)
-from orchestrator.lab.bench.rows import (
     Result,
     add_bound,
     add_ratio,
     best_runs,
     caps_of,
     case_row,
-    named,
+    moved,
+    per_token,
+    step,
 )
 from orchestrator.lab.table import Column, fixed, percent
 from orchestrator.memory.footprint import device_shape, kernel_bytes
@@ -112,85 +108,91 @@ class Room:
         return n
 
 
-def gpu_cases(options: GpuOptions, room: Room, gpu: int) -> list[Case]:
-    """Everything on the GPU; then, at each share: upstream with as many layers' experts on the
-    CPU as do not fit, and with all of them; our null baseline, which gets misses in each way and in
-    the one that it chooses; the rows of DyMoE's Table 3, which copies them; every other policy.
-    gpu: its number."""
-    listed = [
-        Case(UPSTREAM_ON_GPU, "upstream", None, "upstream", {"gpu": gpu}),
-        replace(REFERENCE, name=MANAGED_ON_GPU),
-    ]
-    for cap in options.caps:
-        fits = room.cpu_moe(cap)
-        some, none = ({"gpu": gpu, "cpu_moe": n} for n in (fits, len(room.layers)))
-        lru, _, *others = policies(cap, options.retention)
-        listed += [
-            Case(f"{UPSTREAM} {fits}", "upstream", cap, "upstream", some),
-            Case(UPSTREAM_CPU, "upstream", cap, "upstream", none),
-            *(replace(getting(global_lru(cap), how), name=f"lru, {how}") for how in LRU_WAYS),
-            *(getting(case, "copy") for case in paper_rows(cap, options.retention)),
-            lru,
-            *others,
-        ]
-    return listed
-
-
 def getting(case: Case, how: str) -> Case:
     """The same, getting its misses in this way."""
     return replace(case, settings=case.settings | {"misses": how})
 
 
-class GpuLoop(Loop):
-    """The cap is one on the GPU's memory. gpu: what `ask_device` found; room: what the model takes;
-    copies: how fast the GPU was copied to before each run."""
+class Gpu(Benchmark):
+    """A GPU's memory in shares of the experts: the cap is one on it. gpu: what `ask_device` found;
+    room: what the model takes; copies: how fast the GPU was copied to before each run."""
 
-    options: GpuOptions
+    options = GpuOptions
+    columns = (
+        NAME,
+        step(2),
+        TTFT,
+        HIT,
+        moved("copied_bytes_per_token"),
+        MIX,
+        Column("of bound", "of_bound", percent(0, " %")),
+        Column("x TPOT", "speedup", fixed(2)),
+        Column("x TTFT", "ttft_speedup", fixed(2)),
+        Column("x row 1", "speedup_tpot", fixed(2)),
+    )
     room: Room
     shape_of = staticmethod(device_shape)
     cap_words = "room for {:.0%} of the experts on the GPU"
 
-    def __init__(self, options: GpuOptions, note: Note) -> None:
+    def open(self, on: GpuOptions, note: Note) -> None:
         """Raises ConfigError without a GPU, before a model is made."""
-        self.gpu = ask_device(options.device)
-        self.copies: list[Result] = []
-        super().__init__(options, note)
+        self.gpu, self.copies = ask_device(on.device), list[Result]()
+        super().open(on, note)
+
+    def cases(self) -> list[Case]:
+        """Everything on the GPU; then, at each share: upstream with as many layers' experts on the
+        CPU as do not fit, and with all of them; our null baseline, which gets misses in each way
+        and in the one that it chooses; the rows of DyMoE's Table 3, which copies them; every other
+        policy."""
+        self.measure_room(self.gpu["index"])
+        number, retention = self.gpu["index"] or 0, self.on.retention
+        listed = [
+            Case(UPSTREAM_ON_GPU, "upstream", None, "upstream", {"gpu": number}),
+            replace(REFERENCE, name=MANAGED_ON_GPU),
+        ]
+        for cap in self.on.caps:
+            fits = self.room.cpu_moe(cap)
+            some, none = ({"gpu": number, "cpu_moe": n} for n in (fits, len(self.room.layers)))
+            lru, _, *others = policies(cap, retention)
+            listed += [
+                Case(f"{UPSTREAM} {fits}", "upstream", cap, "upstream", some),
+                Case(UPSTREAM_CPU, "upstream", cap, "upstream", none),
+                *(replace(getting(lru, how), name=f"lru, {how}") for how in LRU_WAYS),
+                *(getting(case, "copy") for case in paper_rows(cap, retention)),
+                lru,
+                *others,
+            ]
+        return listed
 
     def limit_bytes(self, case: Case) -> int | None:
         return None
 
     def cap_settings(self, case: Case) -> dict[str, Any]:
-        settings: dict[str, Any] = {"device": self.options.device}
+        settings: dict[str, Any] = {"device": self.on.device}
         return settings if case.cap is None else settings | {"vram": self.room.vram_bytes(case.cap)}
 
     def job(self, case: Case, number: int) -> Job:
         job = super().job(case, number)
-        job.device = self.options.device
+        job.device = self.on.device
         if case.role == "probe":
-            tokens = min(self.options.prompt_tokens, self.options.n_ctx - PROBE_TOKENS)
-            job.parts = [prompt(tokens), settle(PROBE_TOKENS, self.options.max_seconds)]
+            tokens = min(self.on.prompt_tokens, self.on.n_ctx - PROBE_TOKENS)
+            job.parts = [prompt(tokens), settle(PROBE_TOKENS, self.on.max_seconds)]
             job.warm = False
         return job
 
     def measure(self, case: Case, number: int) -> Result:
-        """As every benchmark, but a case whose figures were kept is not measured again."""
-        place = self._place(case, number)
-        if place is not None and place.exists():
-            kept: Result = json.loads(place.read_text())
-            return kept
-        found = super().measure(case, number)
-        if place is not None:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(place, json.dumps(found))
-        return found
-
-    def _place(self, case: Case, number: int) -> Path | None:
-        """Where the figures of this case are kept: a name for it and for all that it depends on."""
-        if self.options.keep is None:
-            return None
+        """As every benchmark, but a case whose figures were kept is not measured again: their file
+        has a name for it and for all that it depends on."""
+        if self.on.keep is None:
+            return super().measure(case, number)
         told = json.dumps(asdict(self.job(case, number)))
         digest = hashlib.sha256(f"{case.key} {told}".encode())
-        return self.options.keep / f"case-{digest.hexdigest()[:20]}.json"
+        place = self.on.keep / f"case-{digest.hexdigest()[:20]}.json"
+        if not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(place, json.dumps(super().measure(case, number)))
+        found: Result = json.loads(place.read_text())
+        return found
 
     def measure_room(self, gpu: int | None) -> None:
         """Computes a prompt and some tokens with each engine and few experts on the GPU, to see
@@ -198,7 +200,7 @@ class GpuLoop(Loop):
         the row with most of them: two precisions and look-ahead, with the largest share; and
         upstream one layer's experts. gpu: its number, None for main memory in the place of one,
         where what is taken is estimated. Raises MoeEdgeError."""
-        options, model = self.options, self.model
+        options, model = self.on, self.model
         rows = {case.name: case for case in paper_rows(1.0, options.retention)}
         slots = int(max(options.caps) * model.tier_bytes[0])
         settings = rows[MIXED_AHEAD].settings | {"expert_ram": slots}
@@ -226,42 +228,67 @@ class GpuLoop(Loop):
             theirs = max(theirs, memory[1]["used"]) + SPARE_BYTES - layers[-1]
         self.room = Room(ours, theirs, layers)
 
-    def bandwidth(self, number: int) -> disk.Bandwidth:
-        self.copies.append(ask_device(self.options.device)["copies"])
-        return super().bandwidth(number)
+    def bandwidth(self, number: int, seconds: float = 1.5) -> disk.Bandwidth:
+        """Beside that of a run, how fast the GPU is copied to."""
+        if len(self.copies) <= number:
+            self.copies.append(ask_device(self.on.device)["copies"])
+        return super().bandwidth(number, seconds)
+
+    def row(self, case: Case, runs: Sequence[Result]) -> Result:
+        """With the GPU's memory, and what was copied to it."""
+        row = case_row(case, runs, None if case.cap is None else self.room.vram_bytes(case.cap))
+        if "error" in row:
+            return row
+        if case.role == "reference" and row["hit_rate"] < 1:
+            return {key: row[key] for key in ("name", "cap", "role", "limit_bytes")} | {
+                "error": "not all experts fit the GPU"
+            }
+        row["peak_bytes"] = max(each["memory"]["used"] for each in runs)
+        if "hit_rate" in row:
+            copied = [per_token(run, "copied_bytes") for run in runs]
+            row["copied_bytes_per_token"] = statistics.median(copied)
+        return row
+
+    def compare(self, rows: Sequence[Result], runs: Sequence[Sequence[Result]]) -> None:
+        """Adds to each row its speed and first token against upstream's better one at the same
+        share, and of the rows of the paper against load on demand; and the bound of what misses:
+        computing is the managed path with everything on the GPU, 0 where that did not fit."""
+        for same in caps_of(rows):
+            upstream = [row for row in same if row["role"] == "upstream"]
+            add_ratio(same, "speedup", upstream)
+            add_ratio(same, "ttft_speedup", upstream, "ttft_ms_runs")
+        add_over_demand(rows)
+        reads = [each.bytes_per_s for each in self.bandwidths]
+        reference = [row for row in rows if row["role"] == "reference"]
+        compute = best_runs(reference) or [0.0] * len(reads)
+        for row, each in zip(rows, runs, strict=True):
+            if "hit_rate" in row and row["cap"] is not None:
+                waits = [[wait_ms(*given)] for given in zip(each, self.copies, reads, strict=True)]
+                add_bound(row, compute, waits)
+
+    def intro(self) -> list[str]:
+        options, gpu = self.on, self.gpu
+        names = ("pinned", "pageable", "read", "compute")
+        pinned, pageable, read, compute = (_speeds(self.copies, name) for name in names)
+        return [
+            f"{gpu['name']}, {format_size(gpu['total_bytes'])}; copies to it {pinned} pinned, "
+            f"{pageable} pageable; in place {read}, by the host {compute}",
+            f"{options.tokens} decode steps with the same {options.words} tokens for all, "
+            f"{options.prompt_tokens} before them, {options.runs} runs in turn; x TPOT, x TTFT: "
+            f"against upstream's best; dymoe at r = {options.retention}",
+            "bound: the slower of computing (all on the GPU) and what tokens missed / those speeds",
+            "rows 1 to 6: Table 3 of DyMoE, misses copied; x row 1: in TPOT",
+        ]
 
 
 def ask_device(name: str) -> Result:
     """A GPU, as a process of its own finds it: this one shall take nothing of its memory. Raises
     ConfigError where there is none."""
     job = Job("device", "", None, {}, n_ctx=0, n_ubatch=0, threads=1, parts=[], seed=0, device=name)
-    found = GpuLoop._spawn(job)
+    found = Benchmark._spawn(job)
     if "error" in found:
         raise ConfigError(found["error"])
     return found
-
-
-def gpu_row(case: Case, runs: Sequence[Result], vram_bytes: int | None) -> Result:
-    """The figures of one case: those of every benchmark, with the GPU's memory and what was copied
-    to it."""
-    row = case_row(case, runs, vram_bytes)
-    if "error" in row:
-        return row
-    if case.role == "reference" and row["hit_rate"] < 1:
-        return {key: row[key] for key in ("name", "cap", "role", "limit_bytes")} | {
-            "error": "not all experts fit the GPU"
-        }
-    row["peak_bytes"] = max(each["memory"]["used"] for each in runs)
-    if "hit_rate" in row:
-        copied = [per_token(run, "copied_bytes") for run in runs]
-        row["copied_bytes_per_token"] = statistics.median(copied)
-    return row
-
-
-def per_token(run: Result, key: str) -> float:
-    """What the store counted of this for a decoded token of a run."""
-    parts = named(run, DECODE)
-    return float(sum(part["store"][key] for part in parts) / sum(part["tokens"] for part in parts))
 
 
 def wait_ms(run: Result, speeds: Result, disk_speed: float) -> float:
@@ -274,74 +301,6 @@ def wait_ms(run: Result, speeds: Result, disk_speed: float) -> float:
     over_link = per_token(run, "needed_copied_bytes") / link + in_place / (speeds["read"] or link)
     computed = by_host / speeds["compute"] if by_host else 0.0
     return float(1e3 * max(over_link, computed, per_token(run, "needed_bytes") / disk_speed))
-
-
-def compare(
-    rows: Sequence[Result],
-    runs: Sequence[Sequence[Result]],
-    copies: Sequence[Result],
-    reads: Sequence[float],
-) -> None:
-    """Adds to each row its speed and first token against upstream's better one at the same share,
-    and of the rows of the paper against load on demand; and the bound of what misses: computing is
-    the managed path with everything on the GPU, 0 where that did not fit. runs: of each row;
-    copies: how fast the GPU was copied to, reads: bytes per second of the disk; one for each run.
-    """
-    for same in caps_of(rows):
-        upstream = [row for row in same if row["role"] == "upstream"]
-        add_ratio(same, "speedup", upstream)
-        add_ratio(same, "ttft_speedup", upstream, "ttft_ms_runs")
-    add_over_demand(rows)
-    compute = best_runs([row for row in rows if row["role"] == "reference"]) or [0.0] * len(reads)
-    for row, each in zip(rows, runs, strict=True):
-        if "hit_rate" in row and row["cap"] is not None:
-            waits = [[wait_ms(*given)] for given in zip(each, copies, reads, strict=True)]
-            add_bound(row, compute, waits)
-
-
-class Gpu(Benchmark):
-    """A GPU's memory in shares of the experts."""
-
-    options = GpuOptions
-    loop = GpuLoop
-    columns = (
-        NAME,
-        step(2),
-        TTFT,
-        HIT,
-        moved("copied_bytes_per_token"),
-        MIX,
-        Column("of bound", "of_bound", percent(0, " %")),
-        Column("x TPOT", "speedup", fixed(2)),
-        Column("x TTFT", "ttft_speedup", fixed(2)),
-        Column("x row 1", "speedup_tpot", fixed(2)),
-    )
-
-    def cases(self, loop: GpuLoop) -> list[Case]:
-        loop.measure_room(loop.gpu["index"])
-        return gpu_cases(loop.options, loop.room, loop.gpu["index"] or 0)
-
-    def row(self, loop: GpuLoop, case: Case, runs: Sequence[Result]) -> Result:
-        return gpu_row(case, runs, None if case.cap is None else loop.room.vram_bytes(case.cap))
-
-    def compare(
-        self, loop: GpuLoop, rows: Sequence[Result], runs: Sequence[Sequence[Result]]
-    ) -> None:
-        compare(rows, runs, loop.copies, [each.bytes_per_s for each in loop.bandwidths])
-
-    def intro(self, loop: GpuLoop) -> list[str]:
-        options, gpu = loop.options, loop.gpu
-        names = ("pinned", "pageable", "read", "compute")
-        pinned, pageable, read, compute = (_speeds(loop.copies, name) for name in names)
-        return [
-            f"{gpu['name']}, {format_size(gpu['total_bytes'])}; copies to it {pinned} pinned, "
-            f"{pageable} pageable; in place {read}, by the host {compute}",
-            f"{options.tokens} decode steps with the same {options.words} tokens for all, "
-            f"{options.prompt_tokens} before them, {options.runs} runs in turn; x TPOT, x TTFT: "
-            f"against upstream's best; dymoe at r = {options.retention}",
-            "bound: the slower of computing (all on the GPU) and what tokens missed / those speeds",
-            "rows 1 to 6: Table 3 of DyMoE, misses copied; x row 1: in TPOT",
-        ]
 
 
 def _speeds(copies: list[Result], name: str) -> str:

@@ -93,8 +93,3 @@ class Job:
             threads=self.threads,
             **self.settings,
         )
-
-    @property
-    def decode_seconds(self) -> float:
-        """How long the decode steps may take together."""
-        return sum(part.seconds for part in self.parts)

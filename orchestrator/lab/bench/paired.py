@@ -119,14 +119,11 @@ class PairedOptions(BenchOptions):
         if len(own) < len(words):
             flags = {"upstream": True, "mmap": False, "extra_bufts": True}
             sizes = {"path": str(model), "n_ctx": N_CTX, "n_ubatch": n_ubatch, "threads": threads}
-            return {**flags, **sizes, **_parsed(own, {"mmap": _flag, "extra_bufts": _flag})}
+            flag = Config.declared()["force_managed"].parse
+            return {**flags, **sizes, **_parsed(own, {"mmap": flag, "extra_bufts": flag})}
         sizes = {"model": str(model), "ctx": N_CTX, "ubatch": n_ubatch, "threads": threads}
         known = {**Config.declared(), **policy_settings()}
         return {**sizes, **_parsed(own, {name: each.parse for name, each in known.items()})}
-
-
-def _flag(text: str) -> bool:
-    return text.lower() in ("true", "1")
 
 
 def _parsed(words: Sequence[str], known: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:

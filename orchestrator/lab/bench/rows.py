@@ -1,4 +1,5 @@
-"""From what the processes printed to the figures of one case, and what rows are compared by."""
+"""From what the processes printed to the figures of one case, what rows are compared by, and their
+columns and footnotes."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from orchestrator.lab.bench.cases import Case
 from orchestrator.lab.bench.job import COLD, DECODE, PROMPT
+from orchestrator.lab.table import Column, fixed, percent
 
 Result = dict[str, Any]
 
@@ -41,11 +43,6 @@ def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 def good(rows: Sequence[Result]) -> list[Result]:
     """The rows that have figures."""
     return [row for row in rows if "error" not in row]
-
-
-def managed(rows: Sequence[Result]) -> list[Result]:
-    """The rows of a run with a store."""
-    return [row for row in rows if "budget_bytes" in row]
 
 
 def best_runs(rows: Sequence[Result], key: str = "tpot_ms_p50_runs") -> list[float]:
@@ -91,20 +88,10 @@ def add_bound(row: Result, compute_ms: Sequence[float], waits_ms: Sequence[list[
     }
 
 
-def store_figures(parts: Sequence[Result]) -> Result:
-    """Hits, bytes and the mix of precisions over parts of a managed run; {} of others."""
-    stores = [part["store"] for part in parts if "store" in part]
-    if not stores:
-        return {}
-    tokens = sum(part["tokens"] for part in parts)
-    requests = sum(each["requests"] for each in stores)
-    routed = {key: sum(each["routed"][key] for each in stores) for key in stores[0]["routed"]}
-    total = sum(routed.values())
-    return {
-        "hit_rate": sum(each["hits"] for each in stores) / requests if requests else None,
-        "bytes_per_token": sum(each["bytes"] for each in stores) / tokens,
-        "mix": {key: n / total if total else 0.0 for key, n in routed.items()},
-    }
+def per_token(run: Result, key: str) -> float:
+    """What the store counted of this for a decoded token of a run."""
+    parts = named(run, DECODE)
+    return float(sum(part["store"][key] for part in parts) / sum(part["tokens"] for part in parts))
 
 
 def case_row(case: Case, runs: Sequence[Result], limit_bytes: int | None) -> Result:
@@ -133,11 +120,76 @@ def case_row(case: Case, runs: Sequence[Result], limit_bytes: int | None) -> Res
     if any(part["name"] == COLD for part in runs[0]["parts"]):
         row["ttft_cold_ms"] = statistics.median(median_ms(runs, COLD))
     if "store" in parts[0]:
-        by_run = [store_figures(named(run, DECODE)) for run in runs]
+        stores = [part["store"] for part in parts]
+        requests = sum(each["requests"] for each in stores)
+        routed = {key: sum(each["routed"][key] for each in stores) for key in stores[0]["routed"]}
         callbacks = [part["callback_us"] for part in parts if part["callback_us"] is not None]
-        row |= store_figures(parts) | {
-            "bytes_per_token": statistics.median(each["bytes_per_token"] for each in by_run),
-            "budget_bytes": parts[0]["store"]["budget_bytes"],
+        row |= {
+            "hit_rate": sum(each["hits"] for each in stores) / requests if requests else None,
+            "mix": {key: n / max(1, sum(routed.values())) for key, n in routed.items()},
+            "bytes_per_token": statistics.median(per_token(run, "bytes") for run in runs),
+            "budget_bytes": stores[0]["budget_bytes"],
             "callback_us_p50": statistics.median(callbacks) if callbacks else None,
         }
     return row
+
+
+MIB, MB = 2**20, 1e6
+
+
+def show_mix(mix: dict[str, float]) -> str:
+    """Shares of high, low and skipped experts in percent."""
+    return "/".join(percent()(mix[key]) for key in ("high", "low", "skip"))
+
+
+NAME = Column("", "name", left=True)
+HIT = Column("hit", "hit_rate", percent(1), "%")
+MIX = Column("hi/lo/skip", "mix", show_mix, "%")
+TOKENS = Column("tok/s", "tokens_per_s", fixed(1))
+TTFT = Column("TTFT", "ttft_ms", fixed(0), "ms")
+# What the slowest hundredth of the steps took at least.
+SLOWEST = Column("p99", "tpot_ms_p99", fixed(1), "ms")
+
+
+def step(digits: int) -> Column:
+    """The median decode step, in milliseconds with so many digits."""
+    return Column("p50", "tpot_ms_p50", fixed(digits), "ms")
+
+
+def moved(key: str = "bytes_per_token") -> Column:
+    """Megabytes that were moved for a token."""
+    return Column("MB/tok", key, fixed(1, MB))
+
+
+def row_notes(rows: Sequence[Result]) -> list[str]:
+    """Memory of the rows with a store, and of those that are over their cap; and what binds the
+    rows that have a bound."""
+    lines = []
+    for row in good(rows):
+        limit = row["limit_bytes"]
+        over = limit is not None and row["peak_bytes"] > limit
+        if not over and "budget_bytes" not in row:
+            continue
+        parts = [f"peak {row['peak_bytes'] / MIB:.0f} MiB"]
+        if limit is not None:
+            parts.append(f"{'OVER' if over else 'within'} its cap of {limit / MIB:.0f}")
+        if "budget_bytes" in row:
+            parts.append(f"slots {row['budget_bytes'] / MIB:.0f} MiB")
+        if row.get("callback_us_p50") is not None:
+            parts.append(f"callback {row['callback_us_p50']:.0f} us")
+        lines.append(f"{row['name']}: {', '.join(parts)}")
+    return lines + [_bound_note(row) for row in rows if "bound_tpot_ms" in row]
+
+
+def _bound_note(row: Result) -> str:
+    line = (
+        f"{row['name']}: bound {1e3 / row['bound_tpot_ms']:.1f} tok/s by {row['bound_by']} "
+        f"(computing {row['bound_compute_ms']:.1f} ms, misses {row['bound_wait_ms']:.1f})"
+    )
+    if "probe_bytes_per_s" in row:
+        probes = row["probe_bytes_per_s"]
+        line += (
+            f", read at {row['read_bytes_per_s'] / 1e9:.2f} GB/s, probes {min(probes) / 1e9:.2f} "
+            f"to {max(probes) / 1e9:.2f}"
+        )
+    return line

@@ -1,7 +1,2 @@
 """What the experts of a model see while it reads a text, and what is made of it: importance
 matrices, and the loss table of each expert and precision."""
-
-from orchestrator.lab.calibrate.capture import Capture, LayerActivations
-from orchestrator.lab.calibrate.text import Calibration, read_calibration
-
-__all__ = ["Calibration", "Capture", "LayerActivations", "read_calibration"]

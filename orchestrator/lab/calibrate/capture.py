@@ -9,8 +9,9 @@ before the experts nor the activation function between them has to be known here
 
 from __future__ import annotations
 
-import re
+import os
 import shutil
+import tempfile
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,33 +22,124 @@ import numpy as np
 
 from gguf_tools.closing import Closing
 from gguf_tools.experts import ExpertModel
-from gguf_tools.file.layout import DOWN, parse_expert_name
+from gguf_tools.file.chunks import sha256_of
+from gguf_tools.file.layout import DOWN
 from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
 from orchestrator.errors import ConfigError, NativeError
-from orchestrator.lab.calibrate.spill import Rows, spill_folder
-from orchestrator.lab.calibrate.within import CalibrationRoom, ObserverWithin
-from orchestrator.lab.observe import Node
+from orchestrator.lab.eval.text import Tokenize, needed_tokens, read_documents, windows_of
+from orchestrator.lab.observe import CalibrationRoom, Node, expert_product, observe
 
 WINDOW = 512
 SPILL_BYTES = 8 << 30
-
-_WEIGHTED = re.compile(r"ffn_moe_weighted-(\d+)")
+# Survives a restart, so it is on a disk: the system's folder for temporary files may be memory.
+_ON_DISK = Path("/var/tmp")
 
 # Called with the finished share, 0 to 1.
 Progress = Callable[[float], None]
 
 
+def spill_folder() -> Path:
+    """Where temporary files of many bytes belong: TMPDIR, or a folder on a disk."""
+    if "TMPDIR" not in os.environ and os.access(_ON_DISK, os.W_OK):
+        return _ON_DISK
+    return Path(tempfile.gettempdir())
+
+
+class Rows:
+    """n_tokens x per_token rows, in a file without a name: gone when this is, or the process.
+
+    Kept as float16 with a scale for each row, a power of two that puts its largest magnitude in
+    [1, 2): the relative error of a value is 2^-11 at most down to 2^-14 of that magnitude, and
+    neither huge activations nor tiny ones fall out of the format's range.
+    """
+
+    def __init__(self, folder: Path, n_tokens: int, shape: tuple[int, int]) -> None:
+        """shape: (per_token, row length). Raises ConfigError where the disk has no room."""
+        self.per_token, width = shape
+        n_rows = n_tokens * self.per_token
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.truncate(self.n_bytes(n_tokens, shape))
+                if hasattr(os, "posix_fallocate"):
+                    # A disk that is full later would end the process, not raise.
+                    os.posix_fallocate(file.fileno(), 0, self.n_bytes(n_tokens, shape))
+                self._values = np.memmap(file, np.float16, "r+", shape=(n_rows, width))
+        except OSError as error:
+            raise ConfigError(
+                f"{folder}: no room for activations: {error.strerror or error}: name another"
+                " folder by TMPDIR"
+            ) from error
+        self._exponents = np.zeros(n_rows, np.int16)
+
+    @staticmethod
+    def n_bytes(n_tokens: int, shape: tuple[int, int]) -> int:
+        """Bytes of the file."""
+        return 2 * n_tokens * shape[0] * shape[1]
+
+    def put(self, token: int, values: np.ndarray) -> None:
+        """Stores finite float32 [n, per_token, width] from a token on."""
+        rows = values.reshape(-1, values.shape[-1])
+        exponents = np.frexp(np.abs(rows).max(axis=1))[1] - 1
+        at = slice(token * self.per_token, token * self.per_token + len(rows))
+        self._exponents[at] = exponents
+        self._values[at] = np.ldexp(rows, -exponents[:, None])
+
+    def take(self, rows: np.ndarray) -> np.ndarray:
+        """Rows by number (token * per_token + place), float32 [n, width]."""
+        values = self._values[rows].astype(np.float32)
+        found: np.ndarray = np.ldexp(values, self._exponents[rows, None].astype(np.int32))
+        return found
+
+
+# What 128 samples of 512 tokens have: more changes little, and takes its time.
+MAX_TOKENS = 65536
+LEAST_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Windows of tokens of a text. sha256: of the file, hexadecimal."""
+
+    name: str
+    sha256: str
+    windows: list[list[int]]
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(len(window) for window in self.windows)
+
+    def summary(self) -> str:
+        """One line for a file's metadata."""
+        return f"{self.name}, {self.n_tokens} tokens, sha256 {self.sha256}"
+
+
+def read_calibration(
+    tokenize: Tokenize, path: Path, limit: int = MAX_TOKENS, window: int = WINDOW
+) -> Calibration:
+    """The first limit tokens of a text (or JSON lines, .xz unpacked), in windows within one
+    document each. Raises ConfigError for a text that cannot be read or is too short."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is no file: its checksum is kept beside what is made of it")
+    documents = read_documents(path, needed_tokens(limit, window))
+    cut = windows_of(tokenize, documents, window, limit)
+    found = Calibration(path.name, sha256_of(path), [each.tokens for each in cut])
+    if found.n_tokens < LEAST_TOKENS:
+        raise ConfigError(
+            f"{path}: {found.n_tokens} tokens are too few to calibrate on, {LEAST_TOKENS} are the"
+            " least: give more text"
+        )
+    return found
+
+
 class WindowActivations(NamedTuple):
     """One layer's view of one window of T tokens. x: what gate and up multiply, float32
     [T, s, n_embd], s = 1, or k where a model weighs before its experts. hidden: what down
-    multiplies, float32 [T, k, n_ff]. ids: int32 [T, k]. weights: float32 [T, k], the routing
-    weights as they are applied."""
+    multiplies, float32 [T, k, n_ff]. ids: int32 [T, k]."""
 
     x: np.ndarray
     hidden: np.ndarray
     ids: np.ndarray
-    weights: np.ndarray
 
 
 # Gets (layer, number of the window, what was seen).
@@ -56,15 +148,12 @@ Sink = Callable[[int, int, WindowActivations], None]
 
 @dataclass
 class LayerActivations:
-    """What the experts of one MoE layer saw over a text of T tokens. layer counts MoE layers, il
-    is the model's own number. ids: int32 [T, k]; weights: float32 [T, k], what each expert's
-    output is multiplied by."""
+    """What the experts of one MoE layer saw over a text of T tokens. layer counts MoE layers. ids:
+    int32 [T, k]."""
 
     layer: int
-    il: int
     n_expert: int
     ids: np.ndarray
-    weights: np.ndarray
     x: Rows
     hidden: Rows
 
@@ -88,19 +177,12 @@ class LayerActivations:
         token, slot = np.divmod(order[bounds[expert] : bounds[expert + 1]], self.ids.shape[1])
         return token, slot
 
-    def inputs(
-        self, kind: int, expert: int, start: int = 0, stop: int | None = None, step: int = 1
-    ) -> np.ndarray:
+    def inputs(self, kind: int, expert: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Rows that an expert's matrix multiplied, float32 [n, row length], in order of token;
-        start, stop and step choose among them, so that no more need be in memory at once."""
-        token, slot = (each[start:stop:step] for each in self.places(expert))
+        start and stop choose among them, so that no more need be in memory at once."""
+        token, slot = (each[start:stop] for each in self.places(expert))
         rows = self.hidden if kind == DOWN else self.x
         return rows.take(token * rows.per_token + (slot if rows.per_token > 1 else 0))
-
-    def gates(self, expert: int) -> np.ndarray:
-        """Routing weights of an expert's rows, float32 [n]."""
-        found: np.ndarray = self.weights[self.places(expert)]
-        return found
 
 
 class Capture(Closing):
@@ -109,11 +191,10 @@ class Capture(Closing):
     def __init__(
         self,
         path: Path,
-        n_ctx: int = WINDOW,
         threads: int | None = None,
         room: CalibrationRoom | None = None,
     ) -> None:
-        """n_ctx: the longest window in tokens. room: the memory to stay within, with experts read
+        """For windows of at most WINDOW tokens. room: the memory to stay within, with experts read
         from the file as they are needed; None for all that there is. Raises GGUFError, NativeError
         or BudgetError."""
         with ExpertModel.open(path) as model:
@@ -128,9 +209,7 @@ class Capture(Closing):
         self._number = 0
         self._parts: dict[int, dict[str, np.ndarray]] = {}
         threads = threads or default_threads()
-        self._observer = ObserverWithin(
-            path, n_ctx, threads, self._is_wanted, self._keep, room=room, use_mmap=True
-        )
+        self._observer = observe(path, WINDOW, threads, self._is_wanted, self._keep, room)
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a text, the begin token that the model wants first."""
@@ -141,7 +220,7 @@ class Capture(Closing):
         windows: Sequence[Sequence[int]],
         layers: Sequence[int],
         sink: Sink,
-        progress: Progress | None = None,
+        progress: Progress = lambda share: None,
     ) -> None:
         """Reads windows of tokens, each on its own; sink is called as soon as a layer
         is computed, and may keep the arrays.
@@ -160,34 +239,27 @@ class Capture(Closing):
                     f"layer {self.layer_ids[min(missing)]}: the model's graph does not show what"
                     " its experts multiply as expected"
                 )
-            if progress is not None:
-                progress((number + 1) / len(windows))
+            progress((number + 1) / len(windows))
 
     def layers(
-        self,
-        windows: Sequence[Sequence[int]],
-        layers: Sequence[int] | None = None,
-        *,
-        spill_bytes: int = SPILL_BYTES,
-        folder: Path | None = None,
-        progress: Progress | None = None,
+        self, windows: Sequence[Sequence[int]], progress: Progress = lambda share: None
     ) -> Generator[LayerActivations, None, None]:
-        """What each layer's experts saw over all windows, layers in increasing order (None: all).
+        """What each layer's experts saw over all windows, layers in increasing order.
 
-        Goes over the windows once for as many layers as fit spill_bytes in a temporary file, at
-        least one; folder: where (None: spill_folder()). An object is valid until the next is asked
-        for. Raises ConfigError where the disk is too small, NativeError as read does.
+        Goes over the windows once for as many layers as fit SPILL_BYTES in a temporary file in
+        spill_folder(), at least one. An object is valid until the next is asked for. Raises
+        ConfigError where the disk is too small, NativeError as read does.
         """
-        chosen = sorted(set(range(len(self.layer_ids)) if layers is None else layers))
-        n_tokens = sum(len(window) for window in windows)
-        groups = self._groups(chosen, n_tokens, spill_bytes)
-        where = folder or spill_folder()
+        n_tokens, where = sum(map(len, windows)), spill_folder()
+        groups: list[list[int]] = []
+        left = 0
+        for layer in range(len(self.layer_ids)):
+            if self._layer_bytes(layer, n_tokens) > left or not groups:
+                groups.append([])
+                left = SPILL_BYTES
+            groups[-1].append(layer)
+            left -= self._layer_bytes(layer, n_tokens)
         for number, group in enumerate(groups):
-
-            def report(share: float, number: int = number) -> None:
-                if progress is not None:
-                    progress((number + share) / len(groups))
-
             needed = sum(self._layer_bytes(layer, n_tokens) for layer in group)
             free = shutil.disk_usage(where).free
             if needed > free:
@@ -196,6 +268,10 @@ class Capture(Closing):
                     f" {format_size(needed)}, but only {format_size(free)} are free: use fewer"
                     " tokens, or another folder (TMPDIR)"
                 )
+
+            def report(share: float, number: int = number) -> None:
+                progress((number + share) / len(groups))
+
             yield from self._pass(windows, group, where, report)
 
     def _pass(
@@ -214,16 +290,13 @@ class Capture(Closing):
                 k = seen.ids.shape[1]
                 each = found[layer] = LayerActivations(
                     layer,
-                    self.layer_ids[layer],
                     self.n_expert,
                     np.empty((n_tokens, k), np.int32),
-                    np.empty((n_tokens, k), np.float32),
                     Rows(folder, n_tokens, (seen.x.shape[1], seen.x.shape[2])),
                     Rows(folder, n_tokens, (k, seen.hidden.shape[2])),
                 )
             start = starts[number]
-            here = slice(start, start + len(seen.ids))
-            each.ids[here], each.weights[here] = seen.ids, seen.weights
+            each.ids[start : start + len(seen.ids)] = seen.ids
             each.x.put(start, seen.x)
             each.hidden.put(start, seen.hidden)
 
@@ -231,46 +304,27 @@ class Capture(Closing):
         for layer in group:
             yield found.pop(layer)
 
-    def _groups(self, layers: list[int], n_tokens: int, limit: int) -> list[list[int]]:
-        groups: list[list[int]] = []
-        left = 0
-        for layer in layers:
-            needed = self._layer_bytes(layer, n_tokens)
-            if not groups or needed > left:
-                groups.append([])
-                left = limit
-            groups[-1].append(layer)
-            left -= needed
-        return groups
-
     def _layer_bytes(self, layer: int, n_tokens: int) -> int:
         n_embd, n_ff = self._widths[layer]
         k = self.n_expert_used
         return Rows.n_bytes(n_tokens, (1, n_embd)) + Rows.n_bytes(n_tokens, (k, n_ff))
 
-    def _layer(self, node: Node) -> tuple[int, str] | None:
-        """(layer, name of what it shows) of a node that is read, or None."""
-        if node.op == "MUL_MAT_ID":
-            parsed = parse_expert_name(node.source(0).name)
-            il, what = (parsed.il, str(parsed.kind)) if parsed is not None else (-1, "")
-        else:
-            match = _WEIGHTED.fullmatch(node.name)
-            il, what = (int(match[1]), "weights") if match is not None else (-1, "")
-        layer = self._layer_of.get(il, -1)
-        return (layer, what) if layer in self._only else None
+    def _place(self, node: Node) -> tuple[int, int] | None:
+        """(layer, kind) of a product that is watched, or None."""
+        parsed = expert_product(node)
+        layer = -1 if parsed is None else self._layer_of.get(parsed.il, -1)
+        return None if parsed is None or layer not in self._only else (layer, parsed.kind)
 
     def _is_wanted(self, node: Node) -> bool:
-        return self._layer(node) is not None
+        return self._place(node) is not None
 
     def _keep(self, node: Node) -> None:
-        found = self._layer(node)
-        if found is None:
+        place = self._place(node)
+        if place is None:
             return
-        layer, what = found
+        layer, kind = place
         parts = self._parts.setdefault(layer, {})
-        if what == "weights":
-            parts[what] = node.source(1).array()[0, :, :, 0]
-        elif what == str(DOWN):
+        if kind == DOWN:
             parts["hidden"] = node.source(1).array()[0]
         elif "x" not in parts:
             parts["x"] = node.source(1).array()[0]

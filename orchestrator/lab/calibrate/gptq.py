@@ -4,10 +4,9 @@ experts."""
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -47,14 +46,13 @@ class Gptq:
         calibration: str,
         device: str,
         threads: int,
-        factorizing: int | None = None,
+        factorizing: int,
     ) -> None:
         """layers: what a capture gives, one at a time, when pack has come to the next. threads:
-        those of pack. factorizing: how many Hessians may be factorized at once; None for one in
-        each thread."""
+        those of pack. factorizing: how many Hessians may be factorized at once."""
         self.calibration = calibration
         self._threads = threads
-        self._turns = threading.Semaphore(factorizing or threads)
+        self._turns = threading.Semaphore(factorizing)
         self._ggml, self._layers, self._device = ggml, layers, device
         self._lock = threading.Lock()
         self._current: _Layer | None = None
@@ -97,13 +95,6 @@ class Gptq:
             return self._current
 
 
-@dataclass(slots=True)
-class _Entry:
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    made: bool = False
-    factor: Factor | None = None
-
-
 def factors_at_once(threads: int) -> int:
     """How many factors there are at most: those that are kept, and those of threads that fell
     behind."""
@@ -127,23 +118,25 @@ class _Layer:
         self._seen, self._device = seen, device
         self._counts = seen.counts()
         self._lock = threading.Lock()
-        self._entries: OrderedDict[tuple[bool, int], _Entry] = OrderedDict()
+        self._made: dict[tuple[bool, int], Future[Factor | None]] = {}
         self.shared = self._mean_of_all()
 
     def factor(self, kind: int, expert: int) -> Factor | None:
         """Of one expert's matrix; None where there is nothing to go by."""
         key = (kind == DOWN, expert)
         with self._lock:
-            entry = self._entries.setdefault(key, _Entry())
-            self._entries.move_to_end(key)
-            while len(self._entries) > self._kept:
-                self._entries.popitem(last=False)
-        with entry.lock:
-            if not entry.made:
+            known = self._made.pop(key, None)
+            made = self._made[key] = known or Future()
+            while len(self._made) > self._kept:
+                del self._made[next(iter(self._made))]
+        if known is None:
+            try:
                 with self._turns:
-                    entry.factor = gptq.factorize(self._hessian(kind, expert), self._device)
-                entry.made = True
-        return entry.factor
+                    made.set_result(gptq.factorize(self._hessian(kind, expert), self._device))
+            except BaseException as error:
+                made.set_exception(error)
+                raise
+        return made.result()
 
     def _hessian(self, kind: int, expert: int) -> Square:
         tokens = int(self._counts[expert])

@@ -1,4 +1,5 @@
-"""Quantization methods by name, with what each needs of a calibration run."""
+"""Quantization methods by name, with what each needs of a calibration run; an importance matrix,
+gathered while a model reads the text."""
 
 from __future__ import annotations
 
@@ -8,26 +9,79 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
+
 from gguf_tools.experts import ExpertModel
+from gguf_tools.file.layout import DOWN, expert_tensor_name
 from gguf_tools.pack.jobs import RUN_WEIGHTS
 from gguf_tools.process import default_threads
 from gguf_tools.quantize.ggml import load_ggml
-from gguf_tools.quantize.imatrix import ExpertImportance, Imatrix, write_imatrix
+from gguf_tools.quantize.imatrix import Entry, ExpertImportance, Imatrix, write_imatrix
 from gguf_tools.quantize.methods import ByImportance, ExpertQuantizer
 from orchestrator.errors import BudgetError, ConfigError
-from orchestrator.lab.calibrate.capture import WINDOW, Capture, Progress
-from orchestrator.lab.calibrate.gather import gather
-from orchestrator.lab.calibrate.gptq import ROWS_AT_ONCE, Gptq, computing, factors_at_once
-from orchestrator.lab.calibrate.text import MAX_TOKENS, Calibration, read_calibration
-from orchestrator.lab.calibrate.within import (
-    TORCH_BYTES,
-    CalibrationRoom,
-    at_once,
-    squares_bytes,
-    sums_bytes,
-    widest,
-    window_bytes,
+from orchestrator.events import distinct
+from orchestrator.lab.calibrate.capture import (
+    MAX_TOKENS,
+    WINDOW,
+    Calibration,
+    Capture,
+    Progress,
+    WindowActivations,
+    read_calibration,
 )
+from orchestrator.lab.calibrate.gptq import ROWS_AT_ONCE, Gptq, computing, factors_at_once
+from orchestrator.lab.observe import CalibrationRoom, window_bytes
+
+
+def gather(
+    capture: Capture,
+    model: ExpertModel,
+    calibration: Calibration,
+    progress: Progress = lambda share: None,
+) -> Imatrix:
+    """Sums of the squared inputs of each expert's matrices, and the tokens that each expert saw.
+
+    model is the file that capture reads. Nothing but the sums is kept in memory. Raises as
+    Capture.read does.
+    """
+    n_layers, n = len(model.layer_ids), model.n_expert
+    sums: list[dict[int, np.ndarray]] = [
+        {
+            kind: np.zeros((n, shape[0]), np.float32)
+            for kind, shape in enumerate(model.shapes[layer])
+            if shape is not None
+        }
+        for layer in range(n_layers)
+    ]
+    counts = np.zeros((n_layers, n), np.int64)
+
+    def add(layer: int, _number: int, seen: WindowActivations) -> None:
+        up = sum_squares(seen.x, seen.ids, n)
+        down = sum_squares(seen.hidden, seen.ids, n)
+        for kind, total in sums[layer].items():
+            total += down if kind == DOWN else up
+        counts[layer] += np.bincount(seen.ids.ravel(), minlength=n)
+
+    capture.read(calibration.windows, range(n_layers), add, progress)
+    entries = {
+        expert_tensor_name(il, kind): Entry(total, counts[layer].astype(np.float32))
+        for layer, il in enumerate(model.layer_ids)
+        for kind, total in sums[layer].items()
+    }
+    n_windows = len(calibration.windows)
+    return Imatrix(calibration.name, entries, [calibration.name], n_windows, WINDOW)
+
+
+def sum_squares(values: np.ndarray, ids: np.ndarray, n_expert: int) -> np.ndarray:
+    """Sums over an expert's tokens of squared inputs, float32 [n_expert, width], of values
+    [T, s, width], s = 1 or k, and ids [T, k]."""
+    squares = np.square(values)
+    total = np.zeros((n_expert, values.shape[2]), np.float32)
+    for expert in distinct(ids):
+        token, slot = np.nonzero(ids == expert)
+        total[expert] = squares[token, slot if values.shape[1] > 1 else 0].sum(axis=0)
+    return total
+
 
 RTN, IMATRIX, GPTQ = "rtn", "imatrix", "gptq"
 METHODS = (RTN, IMATRIX, GPTQ)
@@ -36,6 +90,18 @@ METHODS = (RTN, IMATRIX, GPTQ)
 _PROCESS_BYTES = 4 << 20
 # GPTQ's copies of the run of rows that it rounds.
 _RUN_COPIES = 8
+# Square matrices in float64 that factorizing a Hessian takes at once, the Hessian among them:
+# measured 5.4. Before, it is a sum, of which these bytes of an element live at once: the sum, and
+# a part's product in float32 and in float64.
+_SQUARES = 6
+_SUM_BYTES = 20
+# A part's inputs, as they were kept and in float32 twice.
+_INPUT_BYTES = 10
+# torch: measured 197 MiB behind a first product and a first factor, 71 of them pages of its
+# libraries; and 10 more beside pack's threads, which each have an arena of malloc's.
+_TORCH_BYTES = 224 << 20
+# The part of the cap that several experts handled at once may fill.
+_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +178,9 @@ def _reading(
     if method.calib is None:
         raise ConfigError("a text to calibrate on is missing: give --calib TEXT")
     threads = method.threads or default_threads()
-    n = at_once(method.ram, threads, each_bytes) if each_bytes else 1
+    n = threads if each_bytes else 1
+    if each_bytes and method.ram is not None:
+        n = max(1, min(threads, method.ram // _SHARE // each_bytes))
     while True:
         room = method.room(own_bytes + n * each_bytes)
         try:
@@ -123,7 +191,7 @@ def _reading(
                 raise
             n -= 1
     with opened as capture:
-        yield capture, read_calibration(capture, method.calib, method.tokens), n
+        yield capture, read_calibration(capture.tokenize, method.calib, method.tokens), n
 
 
 @contextmanager
@@ -131,11 +199,17 @@ def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
     """GPTQ over the text of a method's calibration, read while layers are asked for."""
     threads = method.threads or default_threads()
     with ExpertModel.open(source) as model:
-        n = widest(model)
-        own = window_bytes(model, WINDOW) + TORCH_BYTES + _packing_bytes(threads, model)
+        shapes = [shape for layer in model.shapes for shape in layer if shape is not None]
+        n = max(width for width, _ in shapes)
+        # pack's threads hold a run of rows each, in float32, its encodings, and what is chosen
+        # among.
+        run = min(RUN_WEIGHTS, max(width * rows for width, rows in shapes))
+        own = window_bytes(model, WINDOW) + _TORCH_BYTES + threads * _RUN_COPIES * 4 * run
         # The layer's mean stands beside the factors.
         own += 8 * n**2 * (factors_at_once(threads) + 1)
-        each = squares_bytes(model, min(ROWS_AT_ONCE, method.tokens))
+        # The largest Hessian, while it is made of so many inputs at once, and factorized.
+        rows = min(ROWS_AT_ONCE, method.tokens)
+        each = max(_SQUARES * 8 * n**2, _SUM_BYTES * n**2 + _INPUT_BYTES * rows * n)
     with (
         computing() as device,
         _reading(method, source, own, each) as (capture, calibration, factorizing),
@@ -147,16 +221,10 @@ def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
         yield Gptq(load_ggml(), seen, line, device, threads, factorizing)
 
 
-def _packing_bytes(threads: int, model: ExpertModel) -> int:
-    """What pack's threads hold: a run of rows each, in float32, its encodings, and what is chosen
-    among."""
-    largest = max(n * rows for layer in model.shapes for n, rows in filter(None, layer))
-    return threads * _RUN_COPIES * 4 * min(RUN_WEIGHTS, largest)
-
-
 def calibrated(method: Method, model: ExpertModel, progress: Progress) -> tuple[Imatrix, str]:
     """The importance matrix of a calibration run, and a line on its text."""
-    own = window_bytes(model, WINDOW) + sums_bytes(model)
+    columns = sum(shape[0] for layer in model.shapes for shape in layer if shape is not None)
+    own = window_bytes(model, WINDOW) + 4 * model.n_expert * columns  # its sums
     with _reading(method, model.path, own) as (capture, calibration, _):
         return gather(capture, model, calibration, progress), calibration.summary()
 

@@ -5,6 +5,7 @@ expert about once. Its experts come through the store; what they are to lose is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,13 +14,17 @@ import numpy as np
 
 from gguf_tools.closing import Closing
 from gguf_tools.experts import ExpertModel
-from gguf_tools.file.layout import parse_expert_name
 from gguf_tools.process import private_bytes
-from orchestrator.engine.driver import Driver
-from orchestrator.errors import BudgetError, NativeError
+from orchestrator.errors import BudgetError
 from orchestrator.events import DecisionBuffer, RouteEvent
-from orchestrator.lab.calibrate.within import CalibrationRoom, load_within, window_bytes
-from orchestrator.lab.observe import Node, Observer
+from orchestrator.lab.observe import (
+    CalibrationRoom,
+    Node,
+    Observer,
+    expert_product,
+    load_within,
+    window_bytes,
+)
 from orchestrator.memory.footprint import vocabulary_size
 from orchestrator.policy import DEFAULT
 
@@ -86,57 +91,46 @@ class TextReader(Closing):
         more: dict[str, Any] = {"logits_all": False}
         if low is not None:
             more |= {"policy": DEFAULT, "low_tier": low, "prefetch": "off", "exact_tiers": True}
-        for size, self.scored in tried:
-            self.steps = list(_steps(windows, size))
-            outputs = max(sum(int(self.scored[n].sum()) for n in step) for step in self.steps)
-            more["sequences"] = max(map(len, self.steps))
-            own = window_of(size) + 8 * n_vocab * outputs
-            own += max(0, private_bytes() - _OWN_BYTES)
-            room = None if ram is None else CalibrationRoom(ram, own)
-            try:
-                self._model, self._loaded = load_within(path, size, threads, room, **more)
-                break
-            except BudgetError:
-                if self.scored is not scored:
-                    raise
-        self.reading = self.steps[0]
         self._mask: np.ndarray | None = None
         self._seen: Seen | None = None
         self._masks = False
-        self._observer: Observer | None = None
-        try:
-            driver = self._loaded.driver
-            assert isinstance(driver, Driver)
-            self._driver = driver
-            driver.store.set_step_done(None)
-            driver.set_route(self._route)
+        with ExitStack() as stack:
+            for size, self.scored in tried:
+                self.steps = list(_steps(windows, size))
+                outputs = max(sum(int(self.scored[n].sum()) for n in step) for step in self.steps)
+                more["sequences"] = max(map(len, self.steps))
+                own = window_of(size) + 8 * n_vocab * outputs
+                own += max(0, private_bytes() - _OWN_BYTES)
+                room = None if ram is None else CalibrationRoom(ram, own)
+                try:
+                    loaded, self._driver = load_within(stack, path, size, threads, room, **more)
+                    break
+                except BudgetError:
+                    if self.scored is not scored:
+                        raise
+            self.reading = self.steps[0]
+            self._driver.store.set_step_done(None)
+            self._driver.set_route(self._route)
             self._observer = Observer(
-                path,
+                loaded,
                 size,
                 threads,
                 self._is_wanted,
                 self._on_node,
-                model=self._loaded.model,
+                store=self._driver.store,
                 sequences=more["sequences"],
                 outputs=outputs,
             )
-        except BaseException:
-            self.close()
-            raise
+            self._observer.owned = stack.pop_all()
 
     def read(self, change: Change, seen: Seen | None = None, masks: bool = False) -> Iterator[Step]:
-        """One pass over the text. masks: change skips experts of single tokens. Raises NativeError
-        with the store's own reason, where a step failed for one, and what change and seen raise."""
-        assert self._observer is not None
+        """One pass over the text. masks: change skips experts of single tokens. Raises as
+        Observer.read_each does, and what change and seen raise."""
         self._change, self._seen, self._masks = change, seen, masks
         for numbers in self.steps:
             self.reading = numbers
             scored = np.concatenate([self.scored[each] for each in numbers])
-            try:
-                self._observer.read_each([self._windows[each] for each in numbers], scored)
-            except NativeError:
-                self._driver.store.check_step()
-                raise
+            self._observer.read_each([self._windows[each] for each in numbers], scored)
             of = np.repeat(np.arange(len(numbers)), [self.scored[n].sum() for n in numbers])
             yield Step(numbers, of, self._observer.logits(len(of)))
 
@@ -152,7 +146,7 @@ class TextReader(Closing):
 
     def _place(self, node: Node) -> tuple[int, int] | None:
         """(layer, kind) of a product of experts; None for other nodes."""
-        parsed = parse_expert_name(node.source(0).name) if node.op == "MUL_MAT_ID" else None
+        parsed = expert_product(node)
         if parsed is None or parsed.il not in self._layer_of:
             return None
         return self._layer_of[parsed.il], parsed.kind
@@ -168,10 +162,7 @@ class TextReader(Closing):
 
     def close(self) -> None:
         """Frees the context and the model; safe to call twice."""
-        if self._observer is not None:
-            self._observer.close()
-        self._loaded.close()
-        self._model.close()
+        self._observer.close()
 
 
 def _steps(windows: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:

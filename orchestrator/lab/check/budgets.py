@@ -1,34 +1,64 @@
-"""Which runs a check makes: llama.cpp's own, ours with three budgets, and what a user would get."""
+"""What runs of a check are told, and which it makes: llama.cpp's own, ours with three budgets, and
+what a user would get."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError
+from orchestrator.lab.children import Result, run_child
 from orchestrator.memory.machine import Machine, find_gpu, probe
 from orchestrator.memory.plan import plan_memory
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import BASELINE, PLAIN, POLICIES
 from orchestrator.policy.base import SpendsLoss
 
+
+@dataclass(frozen=True, slots=True)
+class CheckJob:
+    """One model to open and to read tokens with.
+
+    settings: of Config.build. rows: the file for the logits, float32 [1 + n_decode, n_vocab]:
+    behind the prompt, and behind each decoded token. n_prompt: tokens of the prompt, None for a
+    micro-batch of the plan. prompt, answer: the tokens; None for a text of our own and the
+    likeliest tokens. chosen: the settings are of a plan that a loss chose, and its policy may have
+    no use for some of them. beside: instead, that choice is made, in a memory of which another
+    process has so many bytes; the result has its settings. layers: instead, prompt and answer are
+    read in one batch, and rows gets what the experts of each layer give, an .npz.
+    """
+
+    settings: dict[str, Any]
+    rows: str
+    n_prompt: int | None
+    n_decode: int
+    prompt: list[int] | None = None
+    answer: list[int] | None = None
+    chosen: bool = False
+    beside: int | None = None
+    layers: bool = False
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """What Config.build makes the same config of, but for settings of an answer; JSON-ready."""
+    declared = config.declared().items()
+    found = {name: getattr(config, name) for name, each in declared if not each.answer}
+    found |= config.of_policies
+    return {name: str(v) if isinstance(v, Path) else v for name, v in found.items()}
+
+
+def run_job(job: CheckJob) -> Result:
+    """What a process of its own measured, or {"error": a sentence}."""
+    return run_child("orchestrator.lab.check.child", json.dumps(asdict(job)))
+
+
 # Tokens of the prompt that a comparison reads.
 PROMPT_TOKENS = 128
-
-# What a comparison leaves aside: it computes one tier, and the budget is its own.
-_ASIDE: dict[str, Any] = {
-    "low": None,
-    "low_tier": None,
-    "renormalize": False,
-    "expert_ram": None,
-    "exact": True,
-    "layout": "auto",
-    "remember": False,
-    "conversations": False,
-}
 
 
 def machine_of(config: Config) -> Machine:
@@ -41,7 +71,7 @@ def plain(config: Config, path: Path, machine: Machine) -> Config:
     """llama.cpp's own path over a file's best tier, without repacked weights, since they round in
     another way; mapped where it is larger than the memory, or than --ram. Raises GGUFError."""
     free: dict[str, Any] = {"high_tier": None, "ram": None, "vram": None, "misses": None}
-    found = config.compared(policy=PLAIN, model=path, **_ASIDE | free | _at_once(config))
+    found = config.compared(policy=PLAIN, model=path, **_aside(config) | free)
     with ExpertModel.open(path) as model:
         needed = plan_memory(found, model, machine).total_bytes
     usable = (machine.device or machine).usable_bytes
@@ -50,24 +80,20 @@ def plain(config: Config, path: Path, machine: Machine) -> Config:
     return found.with_changes(use_mmap=None if fits else True)
 
 
-def lossless(config: Config, path: Path, tier: str, policy: str, cap: int | None) -> Config:
-    """A policy that computes everything in one tier of a file."""
-    asked = dict(POLICIES[policy].precisions.lossless or {}) | _at_once(config)
-    option = cap_option(config)
-    return config.compared(
-        policy=policy, model=path, high_tier=tier, **_ASIDE | asked | {option: cap}
-    )
-
-
-def _at_once(config: Config) -> dict[str, Any]:
-    """The micro-batch of a comparison: scratch for more than its prompt would be planned, and never
-    taken."""
-    return {"ubatch": min(config.ubatch or PROMPT_TOKENS, PROMPT_TOKENS)}
-
-
-def cap_option(config: Config) -> str:
-    """What caps the memory that the experts live in."""
-    return "vram" if find_gpu(Bindings.load(), config.device, config.vram) else "ram"
+def _aside(config: Config) -> dict[str, Any]:
+    """What a comparison leaves aside: it computes one tier, and the budget is its own. Scratch for
+    more than its prompt would be planned, and never taken."""
+    return {
+        "low": None,
+        "low_tier": None,
+        "renormalize": False,
+        "expert_ram": None,
+        "exact": True,
+        "layout": "auto",
+        "remember": False,
+        "conversations": False,
+        "ubatch": min(config.ubatch or PROMPT_TOKENS, PROMPT_TOKENS),
+    }
 
 
 def three_budgets(
@@ -80,26 +106,30 @@ def three_budgets(
 
     Raises BudgetError where not even the least is allowed, GGUFError.
     """
-    allowed = getattr(config, cap_option(config))
+    capped = "vram" if machine.device else "ram"
+    allowed = getattr(config, capped)
+
+    def lossless(policy: str, cap: int | None) -> Config:
+        """A policy that computes everything in one tier of the file."""
+        asked = dict(POLICIES[policy].precisions.lossless or {}) | {"model": path, capped: cap}
+        return config.compared(policy=policy, high_tier=tier, **_aside(config) | asked)
+
     with ExpertModel.open(path) as model:
 
         def least(policy: str) -> int:
             try:
-                return plan_memory(
-                    lossless(config, path, tier, policy, 1), model, machine
-                ).ram_bytes
+                return plan_memory(lossless(policy, 1), model, machine).ram_bytes
             except BudgetError as error:
                 return error.needed_bytes
 
-        everything = lossless(config, path, tier, BASELINE, allowed)
-        whole = plan_memory(everything, model, machine).total_bytes
+        whole = plan_memory(lossless(BASELINE, allowed), model, machine).total_bytes
         low = least(BASELINE)
-        yield ("the least", lossless(config, path, tier, BASELINE, low))
+        yield ("the least", lossless(BASELINE, low))
         for name in half_way():
             cap = max(least(name), (low + whole) // 2)
             if allowed is None or cap <= allowed:
-                yield ("half way", lossless(config, path, tier, name, cap))
-        yield ("everything", lossless(config, path, tier, BASELINE, max(low, whole)))
+                yield ("half way", lossless(name, cap))
+        yield ("everything", lossless(BASELINE, max(low, whole)))
 
 
 def half_way() -> list[str]:

@@ -25,12 +25,14 @@ from orchestrator.engine.support import MANAGED, NOT, support_of
 from orchestrator.errors import GGUFError, MoeEdgeError
 from orchestrator.lab.check.budgets import (
     PROMPT_TOKENS,
+    CheckJob,
     machine_of,
     most_budgets,
     plain,
+    run_job,
+    settings_of,
     three_budgets,
 )
-from orchestrator.lab.check.job import CheckJob, run_job, settings_of
 from orchestrator.lab.children import Result
 from orchestrator.memory.machine import Machine
 from orchestrator.policy import ALLOWED_LOSS
@@ -131,7 +133,10 @@ class _Check:
     def run(self) -> None:
         """Every precision that was asked for, and what a user would get."""
         asked = self._as_asked()
-        self._keep_own_memory()
+        if self.asked_ram is not None:
+            # This process stays beside each run: --ram holds for both together.
+            own = self.report["own_bytes"] = private_bytes()
+            self.config = self.config.with_changes(ram=max(1, self.asked_ram - own))
         subjects = list(self._subjects())
         managed = bool(self.report["managed"])
         self._most_runs = len(subjects) * (1 + managed * most_budgets()) + managed
@@ -162,12 +167,6 @@ class _Check:
                 return None
             config = Config.build(**found["settings"])
         return config.with_changes(remember=False)
-
-    def _keep_own_memory(self) -> None:
-        """This process stays beside each run: --ram holds for both together."""
-        if self.asked_ram is not None:
-            own = self.report["own_bytes"] = private_bytes()
-            self.config = self.config.with_changes(ram=max(1, self.asked_ram - own))
 
     def _subjects(self) -> Iterator[ComparedTier]:
         config = self.config
@@ -314,32 +313,21 @@ def compare_rows(rows: Path, reference: Path, n_vocab: int) -> dict[str, Any]:
 
     One row at a time is in memory.
     """
-    size = 4 * n_vocab
-    n, n_reference = rows.stat().st_size // size, reference.stat().st_size // size
-    first, choices, finite = None, 0, True
-    errors: list[float | None] = []
-    with rows.open("rb") as ours, reference.open("rb") as theirs:
-        for row in range(min(n, n_reference)):
-            mine = ours.read(size)
-            other = theirs.read(size)
-            a, b = np.frombuffer(mine, np.float32), np.frombuffer(other, np.float32)
-            finite = finite and bool(np.isfinite(a).all())
-            if mine == other:
-                continue
-            if first is None:
-                first = row
-            errors.append(largest(a, b))
-            choices += int(a.argmax() != b.argmax())
-    if first is None and n != n_reference:
-        first = min(n, n_reference)
+    ours, theirs = (
+        np.memmap(path, np.float32, "r").reshape(-1, n_vocab) for path in (rows, reference)
+    )
+    pairs = list(enumerate(zip(ours, theirs, strict=False)))
+    differ = [(row, a, b) for row, (a, b) in pairs if a.tobytes() != b.tobytes()]
+    first = differ[0][0] if differ else len(pairs) if len(ours) != len(theirs) else None
+    errors = [largest(a, b) for _, a, b in differ]
     return {
-        "rows": n,
+        "rows": len(ours),
         "equal": first is None,
         "first": first,
         "first_error": errors[0] if errors else 0.0,
         "most": None if None in errors else max((e for e in errors if e is not None), default=0.0),
-        "choices": choices,
-        "finite": finite,
+        "choices": sum(int(a.argmax() != b.argmax()) for _, a, b in differ),
+        "finite": all(bool(np.isfinite(a).all()) for _, (a, _) in pairs),
     }
 
 

@@ -17,7 +17,7 @@ from orchestrator.config import Config
 from orchestrator.cost.planner import Planner
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import MoeEdgeError
-from orchestrator.lab.check.job import CheckJob, settings_of
+from orchestrator.lab.check.budgets import CheckJob, settings_of
 from orchestrator.lab.children import Result, answer
 
 # What the experts of a layer give together, as llama.cpp's common MoE builder names it.
@@ -49,19 +49,16 @@ def run(job: CheckJob) -> Result:
     """Raises MoeEdgeError in one of its forms."""
     config = Config.build(**job.settings)
     if job.beside is not None:
-        return {"settings": settings_of(chosen_by_loss(config, job.beside))}
+        # Measuring leaves so many bytes of the cap to another process; the plan does not, so that
+        # it is a chat's.
+        with ExpertModel.open(config.model, config.low) as model:
+            runs = Planner(config.with_changes(beside=job.beside), model).runs(config)
+        return {"settings": settings_of(runs.config)}
     with Engine.open(config, compared=job.chosen) as engine:
         if job.layers:
             return watch_layers(engine, [*(job.prompt or ()), *(job.answer or ())], job.rows)
         found = describe(engine) | {"text": read_and_render(engine)}
         return found | play(engine, job) | counted(engine) | {"peak_rss": peak_rss_bytes()}
-
-
-def chosen_by_loss(config: Config, beside: int) -> Config:
-    """The config with the plan that a loss chooses. Measuring leaves so many bytes of the cap to
-    another process; the plan does not, so that it is a chat's."""
-    with ExpertModel.open(config.model, config.low) as model:
-        return Planner(config.with_changes(beside=beside), model).runs(config).config
 
 
 def describe(engine: Engine) -> Result:
@@ -85,7 +82,12 @@ def read_and_render(engine: Engine) -> dict[str, Any]:
     rendered: tokens of a conversation, None where that fails. problems, notes: sentences."""
     problems: list[str] = []
     notes: list[str] = []
-    lost = [name for name, text in SAMPLES.items() if not comes_back(engine, text)]
+    lost = []
+    for name, sample in SAMPLES.items():
+        tokens = engine.tokenize(sample, special=False)
+        back = b"".join(map(engine.llama.piece, tokens)).decode("utf-8", "replace")
+        if back not in (sample, f" {sample}"):  # SentencePiece puts a space before it
+            lost.append(name)
     if lost:
         problems.append(f"the tokenizer does not give these texts back: {', '.join(lost)}")
     if not engine.llama.eos():
@@ -117,13 +119,6 @@ def read_and_render(engine: Engine) -> dict[str, Any]:
     }
 
 
-def comes_back(engine: Engine, text: str) -> bool:
-    """Whether a text is the same behind its tokens; SentencePiece puts a space before it."""
-    tokens = engine.tokenize(text, special=False)
-    back = b"".join(map(engine.llama.piece, tokens)).decode("utf-8", "replace")
-    return back in (text, f" {text}")
-
-
 def render_dialogue(engine: Engine, notes: list[str]) -> list[int]:
     """Tokens of a conversation, without a system message where the template refuses one. Raises
     MoeEdgeError where it refuses that as well."""
@@ -140,7 +135,12 @@ def play(engine: Engine, job: CheckJob) -> Result:
     measured. Speeds in tokens per second, of the median step."""
     n_decode = min(job.n_decode, engine.n_ctx // 2)
     n_prompt = engine.plan.n_ubatch if job.n_prompt is None else job.n_prompt
-    prompt = job.prompt or prompt_of(engine, min(n_prompt, engine.n_ctx - n_decode))
+    prompt = job.prompt
+    if not prompt:
+        # A text, again and again; of a vocabulary that has none for it, the first tokens.
+        n = min(n_prompt, engine.n_ctx - n_decode)
+        tokens = engine.tokenize(PROSE) or list(range(engine.llama.n_vocab))
+        prompt = (tokens * (1 + n // len(tokens)))[:n]
     answer: list[int] = []
     steps: list[float] = []
     with open(job.rows, "wb") as rows:
@@ -162,12 +162,6 @@ def play(engine: Engine, job: CheckJob) -> Result:
         "prompt_tok_s": len(prompt) / prompt_s,
         "decode_tok_s": 1 / statistics.median(steps),
     }
-
-
-def prompt_of(engine: Engine, n: int) -> list[int]:
-    """n tokens of a text, again and again; of a vocabulary that has none for it, the first ones."""
-    tokens = engine.tokenize(PROSE) or list(range(engine.llama.n_vocab))
-    return (tokens * (1 + n // len(tokens)))[:n]
 
 
 def counted(engine: Engine) -> Result:
@@ -199,10 +193,9 @@ def watch_layers(engine: Engine, tokens: Sequence[int], path: str) -> Result:
     def keep(node: Node) -> None:
         seen[node.name.removeprefix(_EXPERTS_OUT)] = node.array()
 
-    config = engine.config
     n = min(len(tokens), engine.plan.n_ubatch)
-    threads = config.threads or len(os.sched_getaffinity(0))
-    with Observer(config.model, n, threads, wanted, keep, model=engine.llama) as observer:
+    threads = engine.config.threads or len(os.sched_getaffinity(0))
+    with Observer(engine.llama, n, threads, wanted, keep) as observer:
         observer.read(tokens[:n])
     np.savez(path, **seen)  # type: ignore[arg-type]
     return {"layers": sorted(map(int, seen))}

@@ -26,7 +26,9 @@ def render(report: dict[str, Any]) -> str:
         lines += ["", *_tier(tier)]
     asked = report["as_asked"]
     if asked and "error" not in asked:
-        lines += ["", f"as asked: {asked['mode']}", f"  {_speeds(asked)}; {_memory(asked)}"]
+        prompt, decode = _tok_s(asked)
+        speeds = f"prompt {prompt} tokens/s, decode {decode} tokens/s"
+        lines += ["", f"as asked: {asked['mode']}", f"  {speeds}; {_memory(asked)}"]
     if report["own_bytes"]:
         own = format_size(report["own_bytes"], up=True)
         lines.append(f"Of --ram, the check itself takes {own} beside each run.")
@@ -134,11 +136,6 @@ def _bits(compared: dict[str, Any] | None) -> str:
 
 def _tok_s(run: dict[str, Any]) -> tuple[str, str]:
     return f"{run['prompt_tok_s']:.1f}", f"{run['decode_tok_s']:.1f}"
-
-
-def _speeds(run: dict[str, Any]) -> str:
-    prompt, decode = _tok_s(run)
-    return f"prompt {prompt} tokens/s, decode {decode} tokens/s"
 
 
 def _memory(run: dict[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """What precision and skipping cost: perplexity, distance from the best tier, multiple choice."""
 
-from orchestrator.lab.eval.report import render
-from orchestrator.lab.eval.run import EvalOptions, evaluate
+from orchestrator.lab.eval.run import EvalOptions, evaluate, render
 
 __all__ = ["EvalOptions", "evaluate", "render"]

@@ -57,9 +57,12 @@ def share(part: np.ndarray, whole: np.ndarray) -> Estimate:
     return Estimate(ratio, mean(part - ratio * whole).error / abs(base))
 
 
-def geometric_mean(ratios: Sequence[float]) -> float:
-    """exp of the mean logarithm."""
-    return math.exp(float(np.mean(np.log(ratios))))
+def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Cosine similarity along the last axis; 0 of zeros."""
+    lengths = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
+    products = (a.astype(np.float64) * b).sum(axis=-1)
+    found: np.ndarray = products / np.where(lengths > 0, lengths, 1)
+    return found
 
 
 def pair(estimate: Estimate) -> list[float | None]:

@@ -2,19 +2,60 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
+from gguf_tools.closing import Closing
+from gguf_tools.units import format_size
 from orchestrator.engine.texts import log_softmax
+from orchestrator.errors import ConfigError
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import Estimate
-from orchestrator.lab.eval.compare import Reference, ReferencePart
 from orchestrator.lab.eval.judge import Judge
 from orchestrator.lab.eval.text import Window
 
-Progress = Callable[[float], None]
+
+class Reference(Closing):
+    """Log-probabilities float32 [n_tokens, n_vocab] in a file; free it with close or `with`."""
+
+    def __init__(self, n_tokens: int, n_vocab: int, path: Path | None = None) -> None:
+        """path: an empty file, or one that has them already; None for a temporary one. Raises
+        ConfigError where the folder has no room for it."""
+        needed = 4 * n_tokens * n_vocab
+        folder = tempfile.gettempdir() if path is None else str(path.parent)
+        free = shutil.disk_usage(folder).free
+        known = 0 if path is None else path.stat().st_size
+        if needed > free + known:
+            raise ConfigError(
+                f"comparing {n_tokens} tokens with the best tier takes {format_size(needed)} in "
+                f"{folder}, where {format_size(free)} are free: lower --max-tokens"
+            )
+        self._file = tempfile.TemporaryFile() if path is None else path.open("r+b")  # noqa: SIM115
+        self._file.truncate(needed)
+        shape = (n_tokens, n_vocab)
+        self.rows: np.ndarray = np.memmap(self._file, np.float32, "r+", shape=shape)
+        self._places: np.ndarray | None = None
+
+    def part(self, places: np.ndarray) -> Reference:
+        """Some of the tokens, as if they were all: places int [n], where each stands. Lives as long
+        as the whole."""
+        other = copy(self)
+        other._places = places
+        return other
+
+    def row(self, at: int) -> np.ndarray:
+        """float32 [n_vocab], a view: the log-probabilities of one token's prediction."""
+        return np.asarray(self.rows[at if self._places is None else self._places[at]])
+
+    def close(self) -> None:
+        """Frees the file; safe to call twice."""
+        self._file.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +102,8 @@ def score_text(
     windows: Sequence[Window],
     *,
     keep: Reference | None = None,
-    against: Reference | ReferencePart | None = None,
-    progress: Progress | None = None,
+    against: Reference | None = None,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> TextScores:
     """Scores the windows' tokens from each one's first scored token on.
 
@@ -88,6 +129,5 @@ def score_text(
                 kl[at] = arithmetic.kl_divergence(row, logp)
                 agrees[at] = row.argmax() == logp.argmax()
             at += 1
-        if progress is not None:
-            progress(at / total)
+        progress(at / total)
     return TextScores(nll, kl, agrees, domains, names)

@@ -1,29 +1,82 @@
-"""`moe-edge eval` for one configuration: a text, questions, and the distance from the best tier."""
+"""`moe-edge eval` for one configuration: a text, questions, how far the best tier is; and the
+result as text."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gguf_tools.experts import DEFAULT_KV, ExpertModel
+from gguf_tools.units import format_size
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.engine.load import Progress
+from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.errors import ConfigError
 from orchestrator.events import Phase
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import pair
-from orchestrator.lab.eval.choices import read_questions, score_choices
-from orchestrator.lab.eval.compare import Reference
-from orchestrator.lab.eval.judge import Judge
-from orchestrator.lab.eval.perplexity import TextScores, score_text
-from orchestrator.lab.eval.text import Window, cut_windows, needed_tokens, read_documents
-from orchestrator.lab.eval.usage import counters, foresee_from, usage_between
-from orchestrator.lab.eval.virtual import VirtualTime, virtual_store
+from orchestrator.lab.eval.judge import Judge, read_questions, score_choices
+from orchestrator.lab.eval.perplexity import Reference, TextScores, score_text
+from orchestrator.lab.eval.text import Document, Window, cut_windows, needed_tokens, read_documents
+from orchestrator.lab.eval.virtual import virtual_store
+from orchestrator.lab.replay.figures import ratio
 from orchestrator.memory.footprint import LEAST_CONTEXT, SIZES
+from orchestrator.native import MAX_TIERS, CStats
 from orchestrator.policy import BASELINE
+
+
+def counters(engine: Engine) -> CStats | None:
+    """The store's counters now; None on the plain path, which has no store."""
+    return engine.store.stats() if engine.managed else None
+
+
+def foresee_from(engine: Engine, best: str) -> LossMeter | None:
+    """Attaches a meter that foresees, from here on, what the engine loses against this tier of the
+    file; None where nothing can be foreseen."""
+    if not engine.managed:
+        return None
+    estimate = engine.losses.of_plan(engine.plan, best)
+    meter = None if estimate is None else LossMeter(estimate, engine.config.exact_tiers)
+    engine.driver.meter = meter
+    return meter
+
+
+def usage_between(
+    old: CStats | None, new: CStats | None, phase: Phase, losses: LossMeter | None = None
+) -> dict[str, Any] | None:
+    """What the store did between two readings of the counters in steps of one phase; None without
+    one. Shares of the routed experts that were asked for in the high tier, in a lower one and not
+    at all; the share of matrices that were computed in a lower tier; the share found in memory;
+    bytes read. Shares are None where nothing was counted. kl_estimate: nats a token from the file's
+    best tier, by `losses` since the first reading, as allocation/estimate.py foresees it; None
+    where that is not known."""
+    if old is None or new is None:
+        return None
+
+    def moved(name: str) -> Any:
+        before, after = getattr(old, name)[phase], getattr(new, name)[phase]
+        if isinstance(before, int):
+            return after - before
+        return [b - a for a, b in zip(before, after, strict=True)]
+
+    routed, computed = moved("routed"), moved("computed")
+    asked = sum(routed)
+    read = moved("demand_bytes") + moved("prefetch_bytes")
+    return {
+        "high": ratio(routed[0], asked),
+        "low": ratio(sum(routed[1:MAX_TIERS]), asked),
+        "skip": ratio(routed[MAX_TIERS], asked),
+        "computed_low": ratio(sum(computed[1:]), sum(computed)),
+        "hit_rate": ratio(moved("hits"), moved("requests")),
+        "bytes_read": read + new.transition_bytes - old.transition_bytes,
+        "kl_estimate": losses.mean(phase) if losses else None,
+    }
+
 
 WINDOW = 512
 LEAST_WINDOW = 8
@@ -63,6 +116,17 @@ class EvalOptions:
     def text_tokens(self) -> int | None:
         """How many tokens of the text are looked at, None for all."""
         return needed_tokens(self.tokens, self.window, self.prompt_tokens)
+
+    def windows(self, engine: Engine, documents: Sequence[Document]) -> list[Window]:
+        """What is judged of the text. Raises ConfigError where that is too little."""
+        return cut_windows(
+            engine.tokenize,
+            documents,
+            min(self.window, engine.n_ctx),
+            self.tokens,
+            self.text,
+            self.prompt_tokens,
+        )
 
     def check(self) -> None:
         """Raises ConfigError for what does not go together."""
@@ -122,28 +186,23 @@ def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str
     with ExpertModel.open(config.model) as model:
         best = model.tiers[model.tier_index(options.kl_from) if options.kl_from else 0].name
 
-    def cut(engine: Engine) -> list[Window]:
-        if not documents:
-            return []
-        window = min(options.window, engine.n_ctx)
-        return cut_windows(
-            engine, documents, window, options.tokens, options.text, options.prompt_tokens
-        )
-
     with ExitStack() as stack:
         against = None
         if options.kl:
             # Before the engine that is judged, and gone by then: two would not fit the memory.
             with Engine.open(best_config(config, best), report) as engine:
                 against = stack.enter_context(
-                    read_reference(engine, cut(engine), options.prefill, report)
+                    read_reference(
+                        engine, options.windows(engine, documents), options.prefill, report
+                    )
                 )
         engine = stack.enter_context(Engine.open(config, report))
-        windows = cut(engine)
+        windows = options.windows(engine, documents) if documents else []
         shadow = None
         if engine.managed and engine.policy.wants.by_residency and not options.reuse:
-            time = VirtualTime.of(engine, options.bandwidth, options.latency_us, options.compute_ms)
-            shadow = stack.enter_context(virtual_store(engine, time))
+            shadow = stack.enter_context(
+                virtual_store(engine, options.bandwidth, options.latency_us, options.compute_ms)
+            )
         result: dict[str, Any] = {
             "model": config.model.name,
             "mode": engine.mode,
@@ -154,7 +213,8 @@ def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str
         }
         phase = Phase.PREFILL if options.prefill else Phase.DECODE
         losses = foresee_from(engine, best)
-        before = shadow.stats() if shadow else counters(engine)
+        count = shadow.stats if shadow else partial(counters, engine)
+        before = count()
         judge = Judge(engine, options.prefill)
         if windows:
             scores = score_text(
@@ -170,14 +230,9 @@ def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str
                 "right": choices.right.tolist(),
                 "right_norm": choices.right_norm.tolist(),
             }
-        after = shadow.stats() if shadow else counters(engine)
-        usage = usage_between(before, after, phase, losses)
+        result["usage"] = usage_between(before, count(), phase, losses)
         if shadow is not None:
             result["virtual"] = shadow.as_dict()
-        result["usage"] = usage.as_dict() if usage else None
-        if windows and not options.prefill:
-            other = score_text(Judge(engine, prefill=True), windows)
-            result["prefill_perplexity"] = pair(other.perplexity)
     return result
 
 
@@ -212,3 +267,79 @@ def text_report(scores: TextScores, best: str) -> dict[str, Any]:
         result["kl"] = pair(arithmetic.mean(scores.kl))
         result["top1"] = pair(arithmetic.mean(scores.agrees.astype(float)))
     return result
+
+
+_LABEL = 16
+
+
+def render(result: dict[str, Any]) -> str:
+    """The result of run.evaluate, one figure a line."""
+    decode = result["form"] == "decode"
+    lines = [f"{result['model']}, {result['mode']}"]
+    if (text := result.get("text")) is not None:
+        prompt = result["prompt_tokens"]
+        behind = f" behind prompts of {prompt} tokens or more" if prompt else ""
+        how = "each token decided on its own" if decode else "read as prompts"
+        if "kl" in text:
+            lines.append(_line(f"KL from {text['best_tier']}", with_error(text["kl"], 5), "nats"))
+        lines.append(
+            _line(
+                "perplexity",
+                with_error(text["perplexity"]),
+                f"{text['tokens']} tokens, {how}{behind}, windows of {result['window']}",
+            )
+        )
+        lines += [_line(f"  {name}", with_error(value)) for name, value in text["domains"].items()]
+        if "top1" in text:
+            lines.append(_line("same top token", share_with_error(text["top1"])))
+    if (choices := result.get("choices")) is not None:
+        lines.append(
+            _line(
+                "acc, acc_norm",
+                f"{share_with_error(choices['acc'])}, {share_with_error(choices['acc_norm'])}",
+                f"{choices['questions']} questions",
+            )
+        )
+    if (usage := result["usage"]) is not None:
+        if usage["kl_estimate"] is not None:
+            lines.append(
+                _line(
+                    "KL foreseen", f"{usage['kl_estimate']:.5f}", "by the loss table, or as learned"
+                )
+            )
+        asked = ", ".join(
+            f"{100 * usage[key]:.1f} % {key}"
+            for key in ("high", "low", "skip")
+            if usage[key] is not None
+        )
+        lines.append(_line("experts asked", asked))
+        if (virtual := result.get("virtual")) is not None and virtual["tpot_ms_mean"]:
+            note = (
+                f"virtual: reads of {format_size(virtual['bandwidth'])}/s and "
+                f"{virtual['latency_us']} us, computing {virtual['compute_ms']:.2f} ms"
+            )
+            lines.append(_line("time a token", f"{virtual['tpot_ms_mean']:.2f} ms", note))
+        if usage["computed_low"] is not None:
+            how = "exact tiers" if result["exact_tiers"] else "high copies in memory reused"
+            lines.append(_line("computed low", f"{100 * usage['computed_low']:.1f} %", how))
+        reads = format_size(usage["bytes_read"])
+        if usage["hit_rate"] is not None:
+            reads += f", {100 * usage['hit_rate']:.1f} % found in memory"
+        lines.append(_line("read", reads))
+    return "\n".join(lines)
+
+
+def _line(label: str, value: str, note: str = "") -> str:
+    return f"{label:{_LABEL}}{value}{f'  ({note})' if note else ''}"
+
+
+def with_error(pair: Sequence[float | None], digits: int = 3) -> str:
+    """A value with its standard error, as "12.345 +- 0.210"."""
+    value, error = pair
+    shown = "?" if value is None else f"{value:.{digits}f}"
+    return shown if error is None else f"{shown} +- {error:.{digits}f}"
+
+
+def share_with_error(pair: Sequence[float | None], digits: int = 1) -> str:
+    """A share with its standard error in per cent."""
+    return f"{with_error([None if x is None else 100 * x for x in pair], digits)} %"

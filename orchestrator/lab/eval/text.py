@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import lzma
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from orchestrator.errors import ConfigError
 
@@ -44,10 +44,8 @@ class Window:
         return len(self.tokens) - self.first
 
 
-class Tokenizer(Protocol):
-    """What turns text into tokens, as Engine does."""
-
-    def tokenize(self, text: str) -> list[int]: ...
+# What turns text into tokens, the begin token that the model wants first.
+Tokenize = Callable[[str], list[int]]
 
 
 @contextmanager
@@ -72,11 +70,6 @@ def read_text(path: Path, n_tokens: int | None = None) -> str:
     ConfigError."""
     with _opened(path) as file:
         return file.read(-1 if n_tokens is None else TOKEN_CHARACTERS * n_tokens)
-
-
-def is_json_lines(path: Path) -> bool:
-    name = path.stem if path.suffix == ".xz" else path.name
-    return name.endswith((".jsonl", ".ndjson"))
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -107,7 +100,8 @@ def read_documents(path: Path, n_tokens: int | None = None) -> list[Document]:
     """A plain text is one document; of JSON lines, each record's "text" is one, with an
     optional "context" before it and an optional "domain". As many of them as so many tokens can
     have, None for all. Raises ConfigError where there is no text."""
-    if not is_json_lines(path):
+    name = path.stem if path.suffix == ".xz" else path.name
+    if not name.endswith((".jsonl", ".ndjson")):
         documents = [Document(read_text(path, n_tokens))]
     else:
         documents = []
@@ -130,7 +124,7 @@ def read_documents(path: Path, n_tokens: int | None = None) -> list[Document]:
 
 
 def windows_of(
-    tokenizer: Tokenizer,
+    tokenize: Tokenize,
     documents: Sequence[Document],
     length: int,
     limit: int | None,
@@ -139,7 +133,7 @@ def windows_of(
     """Windows of at most length tokens, each within one document and, where the model wants a
     begin token, behind one. At most limit tokens are scored. prompt: of each window the first so
     many tokens at least, and the document's context, are read as a prompt; None for no prompts."""
-    begin = tokenizer.tokenize("")
+    begin = tokenize("")
     size = length - len(begin)
     left = limit
     needed = needed_tokens(limit, length, prompt)
@@ -147,9 +141,9 @@ def windows_of(
     for document in documents:
         if left == 0:
             break
-        context = len(tokenizer.tokenize(document.context)) - len(begin)
+        context = len(tokenize(document.context)) - len(begin)
         most = None if needed is None else context + needed
-        tokens = _tokens(tokenizer, document.context + document.text, most)[len(begin) :]
+        tokens = _tokens(tokenize, document.context + document.text, most)[len(begin) :]
         for start in range(0, len(tokens), size):
             first = max(1, prompt or 0, len(begin) + context - start)
             window = begin + tokens[start : start + size]
@@ -163,12 +157,12 @@ def windows_of(
     return windows
 
 
-def _tokens(tokenizer: Tokenizer, text: str, most: int | None) -> list[int]:
+def _tokens(tokenize: Tokenize, text: str, most: int | None) -> list[int]:
     """The tokens of a text, so many at least where there are as many. A long text is not taken
     apart as a whole: its tokens take more memory than it does."""
     n = len(text) if most is None else 8 * most
     while True:
-        tokens = tokenizer.tokenize(text[:n])
+        tokens = tokenize(text[:n])
         if n >= len(text):
             return tokens
         if most is not None and len(tokens) >= most + _CUT_TOKENS:
@@ -177,7 +171,7 @@ def _tokens(tokenizer: Tokenizer, text: str, most: int | None) -> list[int]:
 
 
 def cut_windows(
-    tokenizer: Tokenizer,
+    tokenize: Tokenize,
     documents: Sequence[Document],
     length: int,
     limit: int | None,
@@ -188,7 +182,7 @@ def cut_windows(
 
     Raises ConfigError where fewer than LEAST_TOKENS tokens can be scored.
     """
-    windows = windows_of(tokenizer, documents, length, limit, prompt)
+    windows = windows_of(tokenize, documents, length, limit, prompt)
     scored = sum(window.n_scored for window in windows)
     if scored < LEAST_TOKENS:
         behind = f" behind prompts of {prompt} tokens" if prompt else ""

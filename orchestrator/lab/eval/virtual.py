@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
@@ -20,40 +20,14 @@ from gguf_tools.file.layout import COMPUTE_ORDER
 from orchestrator.engine.driver import Driver
 from orchestrator.engine.engine import Engine
 from orchestrator.events import ComputedStep, Phase, RouteEvent, distinct, served
-from orchestrator.lab.replay.clock import Simulation
 from orchestrator.lab.replay.record import measured
-from orchestrator.lab.replay.simulate import Transport, compute_layer
+from orchestrator.lab.replay.simulate import Simulation, Transport, compute_layer
 from orchestrator.native import CStats, Store
 
 # Decode steps from which computing is measured, the first one left out.
 _STEPS = 9
 # The part of a layer's computing that is outside its experts.
 _DENSE_SHARE = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class VirtualTime:
-    """What reads and computing take: as of Transport, and microseconds of a token's computing."""
-
-    speed: Transport
-    token_us: float
-
-    @classmethod
-    def of(
-        cls,
-        engine: Engine,
-        bandwidth: int | None,
-        latency_us: int | None,
-        compute_ms: float | None,
-    ) -> VirtualTime:
-        """None is measured: of the disk by reading this very file, of computing on this machine."""
-        if bandwidth is None or latency_us is None:
-            disk = measured(engine)
-            bandwidth = bandwidth or disk.bytes_per_s
-            latency_us = disk.latency_us if latency_us is None else latency_us
-        token_us = _computing_us(engine) if compute_ms is None else 1000 * compute_ms
-        speed = Transport(bandwidth, latency_us, engine.config.io_threads)
-        return cls(speed, token_us)
 
 
 def _computing_us(engine: Engine) -> float:
@@ -73,12 +47,13 @@ def _computing_us(engine: Engine) -> float:
 class VirtualStore:
     """The simulated store behind an engine. step_us: virtual microseconds of each decode step."""
 
-    def __init__(self, engine: Engine, store: Store, time: VirtualTime) -> None:
-        self.time = time
+    def __init__(self, engine: Engine, store: Store, speed: Transport, token_us: float) -> None:
+        """token_us: what computing a token takes."""
+        self._speed, self._token_us = speed, token_us
         self.step_us: list[float] = []
         self._engine, self._store = engine, store
         self._clock = Simulation(store)
-        self._clock.set_speed(time.speed.bytes_per_s, time.speed.latency_us)
+        self._clock.set_speed(speed.bytes_per_s, speed.latency_us)
         self._driver = Driver(engine.policy, store)
         self._driver.set_route(self._decide)
         self._tiers: np.ndarray = np.zeros(store.spec.n_expert, np.uint8)
@@ -92,9 +67,9 @@ class VirtualStore:
         """What the time was, and the mean of the decode steps in it."""
         mean_us = float(np.mean(self.step_us)) if self.step_us else None
         return {
-            "bandwidth": self.time.speed.bytes_per_s,
-            "latency_us": self.time.speed.latency_us,
-            "compute_ms": self.time.token_us / 1000,
+            "bandwidth": self._speed.bytes_per_s,
+            "latency_us": self._speed.latency_us,
+            "compute_ms": self._token_us / 1000,
             "tpot_ms_mean": None if mean_us is None else mean_us / 1000,
         }
 
@@ -135,7 +110,7 @@ class VirtualStore:
         slices = self._store.spec.layers[event.layer][1]
         kinds = [kind for kind in COMPUTE_ORDER if (kind, 0) in slices]
         experts = distinct(event.ids_array).astype(np.int32)
-        ns = 1000 * self.time.token_us * event.n_tokens / len(self._store.spec.layers)
+        ns = 1000 * self._token_us * event.n_tokens / len(self._store.spec.layers)
         compute_layer(self._clock, event.layer, kinds, experts, ns, _DENSE_SHARE, len(experts))
 
     def on_step(self, step: ComputedStep) -> None:
@@ -152,12 +127,21 @@ class VirtualStore:
 
 
 @contextmanager
-def virtual_store(engine: Engine, time: VirtualTime) -> Iterator[VirtualStore]:
-    """While entered, the engine's policy decides by what a store in virtual time holds."""
+def virtual_store(
+    engine: Engine, bandwidth: int | None, latency_us: int | None, compute_ms: float | None
+) -> Iterator[VirtualStore]:
+    """While entered, the engine's policy decides by what a store in virtual time holds. None is
+    measured: of the disk by reading this very file, of computing on this machine."""
+    if bandwidth is None or latency_us is None:
+        disk = measured(engine)
+        bandwidth = bandwidth or disk.bytes_per_s
+        latency_us = disk.latency_us if latency_us is None else latency_us
+    speed = Transport(bandwidth, latency_us, engine.config.io_threads)
+    token_us = _computing_us(engine) if compute_ms is None else 1000 * compute_ms
     real = engine.store
     spec = replace(real.spec, simulated=True, direct_io=False, exact_tiers=False)
     with Store.create(real.library, spec) as store:
-        found = VirtualStore(engine, store, time)
+        found = VirtualStore(engine, store, speed, token_us)
         engine.driver.set_route(found.on_route)
         real.set_step_done(found.on_step)
         try:

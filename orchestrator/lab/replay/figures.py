@@ -1,12 +1,15 @@
-"""What a run came to, recorded or replayed."""
+"""What a run came to, recorded or replayed; and what no cache can beat: Belady's optimum, and the
+shortest time that its misses allow."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from orchestrator.allocation.slots import ModelShape, SlotPlan
 from orchestrator.engine import report
 from orchestrator.events import Phase, percentile
 from orchestrator.lab.replay.trace import COMPUTED, COUNTERS, MOVED, ROUTED, Trace
@@ -74,3 +77,77 @@ def figures(
 def ratio(part: float, whole: float) -> float | None:
     """part / whole; None of nothing."""
     return part / whole if whole else None
+
+
+Expert = tuple[int, int]  # (layer, expert)
+
+
+def belady(trace: Trace, shape: ModelShape, plan: SlotPlan, tier: int) -> dict[str, list[int]]:
+    """Most hits that any cache of one precision can have with as many slots: at every event
+    it keeps, of what it holds and what it is asked for, the experts that are asked for again
+    soonest. Exact, since that keeps the most of the intervals between two uses of an expert
+    (the largest subset of intervals of which no point lies in more than C).
+
+    Assumptions, all in favour of the optimum: the whole trace is known; the slots of one
+    matrix kind and slot size are one pool, whatever groups the plan makes of them; what an
+    event has used may be dropped at once, and its own loads need no slots beside what is
+    kept. So it bounds lru and every policy of one precision and the same slots that loads on
+    demand, and its misses the reads of one that prefetches too.
+
+    tier: of the trace's model, that shape and plan have as their tier 0. Returns requests and hits
+    of matrices, and the slice bytes of the misses, each by phase.
+    """
+    totals = np.zeros((3, len(Phase)), np.int64)
+    pools: dict[tuple[int, int], tuple[set[int], set[int]]] = {}  # (kind, bytes): groups, layers
+    for (layer, kind, plan_tier), group in plan.group_of.items():
+        if plan_tier == 0:
+            key = kind, shape.slots[layer][0][kind]
+            groups, layers = pools.setdefault(key, (set(), set()))
+            groups.add(group)
+            layers.add(layer)
+    events = [
+        (step.phase, event.layer, np.unique(event.ids).tolist())
+        for step in trace.steps()
+        for event in step.events
+    ]
+    known: dict[tuple[int, frozenset[int]], list[tuple[Phase, int, int, int]]] = {}
+    slices = trace.slices
+    for (kind, _), (groups, layers) in pools.items():
+        capacity = sum(plan.groups[group].n_slots for group in groups)
+        same = capacity, frozenset(layers)
+        if same not in known:  # the kinds of a model mostly go alike
+            known[same] = fewest_misses([each for each in events if each[1] in layers], capacity)
+        for phase, layer, n_asked, n_hits in known[same]:
+            piece = slices[layer][kind][tier]
+            bytes_each = piece.expert_bytes if piece else 0
+            totals[:, phase] += n_asked, n_hits, (n_asked - n_hits) * bytes_each
+    return dict(zip(("requests", "hits", "miss_bytes"), totals.tolist(), strict=True))
+
+
+def fewest_misses(
+    events: list[tuple[Phase, int, list[int]]], capacity: int
+) -> list[tuple[Phase, int, int, int]]:
+    """(phase, layer, requests, hits) of each event of one pool with so many slots."""
+    uses: dict[Expert, list[int]] = {}
+    for when, (_, layer, ids) in enumerate(events):
+        for expert in ids:
+            uses.setdefault((layer, expert), []).append(when)
+    place = dict.fromkeys(uses, 0)
+    kept: dict[Expert, int] = {}  # when it is asked for next
+    latest: list[tuple[int, Expert]] = []  # heap of (-next use, expert), stale ones included
+    found = []
+    for phase, layer, ids in events:
+        hits = 0
+        for expert in ids:
+            item = layer, expert
+            hits += kept.pop(item, None) is not None
+            place[item] += 1
+            if place[item] < len(uses[item]):
+                kept[item] = uses[item][place[item]]
+                heapq.heappush(latest, (-kept[item], item))
+        while len(kept) > capacity:
+            next_use, item = heapq.heappop(latest)
+            if kept.get(item) == -next_use:
+                del kept[item]
+        found.append((phase, layer, len(ids), hits))
+    return found

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter, perf_counter_ns
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError, TraceError
 from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, distinct, percentile
 from orchestrator.lab.replay.figures import counted
+from orchestrator.lab.replay.simulate import Transport
 from orchestrator.lab.replay.trace import (
     ARRAYS,
     ENDS,
@@ -33,18 +34,6 @@ from orchestrator.policy.base import WeighsLosses
 
 # Steps from which the share of computing outside the experts is measured.
 DENSE_STEPS, DENSE_PROMPTS = 9, 3
-
-
-class Disk(NamedTuple):
-    """What Header says of reads; 0: not known."""
-
-    bytes_per_s: int
-    latency_us: int
-
-
-UNKNOWN = Disk(0, 0)
-# Of prompts and of decode steps, until they are timed.
-UNMEASURED = (0.5, 0.5)
 
 
 class Recorder:
@@ -180,8 +169,8 @@ class Recorder:
         none: np.ndarray = np.zeros((model.n_layers, model.n_expert, len(model.tiers) + 1))
         return none if known is None else known
 
-    def trace(self, disk: Disk = UNKNOWN) -> Trace:
-        """What was recorded. Raises TraceError where nothing was."""
+    def trace(self, disk: Transport) -> Trace:
+        """What was recorded, from such a disk. Raises TraceError where nothing was."""
         rows, before, after = self._rows, self._before, self._after
         if not rows["event_step"]:
             raise TraceError("nothing was evaluated, so there is nothing to record")
@@ -230,7 +219,7 @@ def _slices(engine: Engine) -> np.ndarray:
     return found
 
 
-def _header(engine: Engine, disk: Disk, transition_bytes: int) -> Header:
+def _header(engine: Engine, disk: Transport, transition_bytes: int) -> Header:
     model, plan, config = engine.model, engine.plan, engine.config
     return Header(
         version=VERSION,
@@ -250,7 +239,7 @@ def _header(engine: Engine, disk: Disk, transition_bytes: int) -> Header:
         io_threads=config.io_threads,
         read_bytes_per_s=disk.bytes_per_s,
         read_latency_us=disk.latency_us,
-        dense_share=UNMEASURED,
+        dense_share=(0.5, 0.5),  # until it is measured
     )
 
 
@@ -302,14 +291,14 @@ def _recorded(engine: Engine, play: Callable[[], None]) -> Trace:
     return replace(trace, header=replace(trace.header, dense_share=dense_share(engine, trace)))
 
 
-def measured(engine: Engine) -> Disk:
+def measured(engine: Engine) -> Transport:
     """Reads of this very file: as many threads as the store has, and one alone, which shows what
     a read takes beside its bytes."""
     threads, tier = engine.config.io_threads, engine.plan.tiers[0]
     many = read_bandwidth(engine.model, tier=tier, threads=threads, seconds=0.5)
     one = read_bandwidth(engine.model, tier=tier, threads=1, seconds=0.5)
     latency_s = one.slice_bytes * (1 / one.bytes_per_s - 1 / many.bytes_per_s)
-    return Disk(int(many.bytes_per_s), max(0, round(1e6 * latency_s)))
+    return Transport(int(many.bytes_per_s), max(0, round(1e6 * latency_s)), threads)
 
 
 def dense_share(engine: Engine, trace: Trace) -> tuple[float, float]:

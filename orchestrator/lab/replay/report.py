@@ -7,15 +7,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from gguf_tools.units import format_size
 from orchestrator.allocation.look_ahead import LookAhead
 from orchestrator.cost.losses import not_fitted
 from orchestrator.errors import BudgetError, ConfigError, TraceError
 from orchestrator.events import SKIP_TIER, Phase
-from orchestrator.lab.replay.bounds import belady, bound_us
-from orchestrator.lab.replay.figures import counted, figures, ratio, recorded_figures
+from orchestrator.lab.replay.figures import (
+    belady,
+    counted,
+    figures,
+    ratio,
+    recorded_figures,
+)
 from orchestrator.lab.replay.simulate import (
     Compute,
     Outcome,
@@ -104,12 +107,6 @@ class ReplayOptions(Settings):
             policy_settings()[name].check(value)
 
 
-def _low_name(header: Header) -> str | None:
-    if header.rules.skip:
-        return SKIP_TIER
-    return header.in_use[-1] if len(header.in_use) > 1 else None
-
-
 def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, Any]:
     """Plays the trace with the asked-for policy and with lru, and adds the bounds: plain
     types, fit for JSON.
@@ -127,14 +124,15 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
     if name != BASELINE:
         bare = replace(options, settings={})
         plain = set_up_for(trace, bare, policy_class(BASELINE), speed)
-    runs = {name: _figures(asked, simulate(library, trace, asked, speed, time))}
+    runs = {name: _figures(trace, asked, simulate(library, trace, asked, speed, time))}
     if plain is not asked:
-        runs[BASELINE] = _figures(plain, simulate(library, trace, plain, speed, time))
+        runs[BASELINE] = _figures(trace, plain, simulate(library, trace, plain, speed, time))
     best = belady(trace, plain.shape, plain.slots, plain.tiers[0])
     tokens, compute_us = _work(trace, time)
+    # What even the optimum misses, over the bandwidth, or computing.
     least_ms = [
-        bound_us(compute_us[phase], best.miss_bytes[phase], speed.bytes_per_s) / 1000
-        for phase in Phase
+        max(computing, missed * 1e6 / speed.bytes_per_s) / 1000
+        for computing, missed in zip(compute_us, best["miss_bytes"], strict=True)
     ]
     return {
         "model": header.model,
@@ -158,10 +156,8 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
         "runs": runs,
         "belady": {
             phase.name.lower(): {
-                "requests": best.requests[phase],
-                "hits": best.hits[phase],
-                "hit_rate": ratio(best.hits[phase], best.requests[phase]),
-                "miss_bytes": best.miss_bytes[phase],
+                **{name: by_phase[phase] for name, by_phase in best.items()},
+                "hit_rate": ratio(best["hits"][phase], best["requests"][phase]),
             }
             for phase in Phase
         },
@@ -237,7 +233,8 @@ def _tiers(
     TraceError."""
     header = trace.header
     high = options.high_tier or header.in_use[0]
-    low = options.low_tier or _low_name(header)
+    lower = SKIP_TIER if header.rules.skip else header.in_use[-1]
+    low = options.low_tier or (lower if header.rules.skip or len(header.in_use) > 1 else None)
     first = trace.tier_index(high)
     same = options.high_tier is None and options.low_tier is None
     if same and header.policy == policy.name:
@@ -262,14 +259,14 @@ def _work(trace: Trace, time: Compute) -> tuple[list[int], list[float]]:
     return tokens, compute_us
 
 
-def _figures(setup: Setup, outcome: Outcome) -> dict[str, Any]:
+def _figures(trace: Trace, setup: Setup, outcome: Outcome) -> dict[str, Any]:
     stats = outcome.stats
     found = figures(
         setup.shape.tiers,
         setup.policy.rules.skip,
         counted(stats),
         [stats.wait_us[phase] / 1000 for phase in Phase],
-        np.array(outcome.phases),
+        trace.arrays["step_phase"],
         outcome.step_us / 1000,
     )
     names = (

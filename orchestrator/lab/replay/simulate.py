@@ -1,18 +1,21 @@
 """A recorded run again, with another policy, other slots or another disk: no model needed.
 
-The policy objects and the store's cache code are those of a real run. The graph is played:
-each layer computes for a given time, and waits where the store has to read. The versions of
-experts change when the simulated reads are done.
+The policy objects and the store's cache code are those of a real run, line by line; reads move no
+bytes and take virtual time, as patches/native/moe-edge-transport.h says. The graph is played: each
+layer computes for a given time, and waits where the store has to read. The versions of experts
+change when the simulated reads are done.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from gguf_tools import interrupts
 from gguf_tools.file.layout import COMPUTE_ORDER
 from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan
@@ -20,15 +23,102 @@ from orchestrator.cost.losses import load
 from orchestrator.engine.driver import Driver
 from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.engine.store_layout import spec_for, store_layers
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import ComputedStep, Phase
-from orchestrator.lab.replay.clock import Simulation
 from orchestrator.lab.replay.trace import Step, Trace
 from orchestrator.memory.footprint import model_shape
-from orchestrator.native import CStats, Library, Store, StoreSpec
+from orchestrator.native import CStats, Library, StoreSpec
+from orchestrator.native.store import Store, event_arrays
 from orchestrator.policy import Policy
 from orchestrator.policy.base import Learns, WeighsLosses
 from orchestrator.settings import Settings
+
+_INTS = ctypes.POINTER(ctypes.c_int32)
+
+
+class Simulation:
+    """The clock and the route events of one store that was made with `simulated`.
+
+    Times in nanoseconds of virtual time. One thread drives it: Store.begin_step for each
+    step, then for each layer route and, in graph order, use of every matrix kind.
+    """
+
+    def __init__(self, store: Store) -> None:
+        if not store.spec.simulated:
+            raise NativeError("the store reads real files: it has no virtual clock")
+        self._store = store
+        self._library = store.library
+        event = self._library.store_event(store.handle).contents
+        arrays = event_arrays(event, store.spec)
+        self._ids, self._weights, self._tokens = arrays[:3]
+        self._ahead_ids, self._ahead, self._importance = arrays[3:6]
+        self._phases, self._sequences = arrays[6:]
+
+    def set_speed(self, bytes_per_s: int, latency_us: int) -> None:
+        """What reads take from now on; bytes_per_s 0: their bytes take no time."""
+        self._library.sim_speed(self._store.handle, bytes_per_s, latency_us)
+
+    def advance(self, ns: int) -> int:
+        """Lets time pass in which something is computed; returns the clock."""
+        return int(self._library.sim_advance(self._store.handle, ns))
+
+    @property
+    def now_ns(self) -> int:
+        return self.advance(0)
+
+    def route(
+        self,
+        layer: int,
+        ids: np.ndarray,
+        weights: np.ndarray,
+        tokens: np.ndarray,
+        ahead_ids: np.ndarray,
+        ahead: np.ndarray,
+        importance: np.ndarray | None = None,
+        sequences: np.ndarray | int = 0,
+        phases: np.ndarray | None = None,
+    ) -> None:
+        """One route event: the store calls back as it does in a graph, and acts.
+
+        ids, weights [T, k]; tokens [T]; ahead_ids, ahead [A, T, k] with A <= n_ahead;
+        importance [T] or None; sequences [T], or one for all tokens; phases [T], None for that of
+        the step. Raises what the callback raised, or NativeError.
+        """
+        n, n_ahead = len(ids), len(ahead_ids)
+        if n > self._store.spec.max_tokens or n_ahead > self._store.spec.n_ahead:
+            raise NativeError(
+                f"a route event of {n} tokens and look-ahead {n_ahead} is more than the store "
+                f"was made for"
+            )
+        self._ids[:n] = ids
+        self._weights[:n] = weights
+        self._tokens[:n] = tokens
+        self._sequences[:n] = sequences
+        if phases is not None:
+            self._phases[:n] = phases
+        if n_ahead:
+            self._ahead_ids[:n_ahead, :n] = ahead_ids
+            self._ahead[:n_ahead, :n] = ahead
+        scored = importance is not None
+        if scored:
+            self._importance[:n] = importance
+        with interrupts.held():
+            status = self._library.sim_route(self._store.handle, layer, n, n_ahead, scored)
+        if status != 0:
+            self._fail()
+
+    def use(self, layer: int, kind: int, experts: np.ndarray, expert_ns: int) -> None:
+        """One matrix product over distinct experts (int32, contiguous): waits for them in
+        waves, and computes expert_ns for each that is not skipped. Raises NativeError."""
+        pointer = experts.ctypes.data_as(_INTS)
+        library = self._library
+        if library.sim_use(self._store.handle, layer, kind, pointer, len(experts), expert_ns) != 0:
+            self._fail()
+
+    def _fail(self) -> None:
+        self._store.check_step()
+        raise NativeError("the simulated step failed without a reason")
+
 
 # How far virtual time goes on before a read that is waited for is looked at again.
 _PAUSE_NS = 50_000
@@ -83,7 +173,6 @@ class Outcome:
     be lost, None where the trace does not say."""
 
     stats: CStats
-    phases: tuple[Phase, ...]
     step_us: np.ndarray
     losses: LossMeter | None = None
 
@@ -161,7 +250,6 @@ def simulate(
     policy = setup.policy
     # Parts of prompts behind which an answer begins.
     answered = np.diff(trace.arrays["step_phase"].astype(int), append=Phase.PREFILL) > 0
-    phases: list[Phase] = []
     step_us: list[float] = []
     with Store.create(library, setup.spec) as store:
         clock = Simulation(store)
@@ -200,10 +288,9 @@ def simulate(
             if answered[number - 1]:
                 driver.before_answer()
                 us = (clock.now_ns - start_ns) / 1000
-            phases.append(step.phase)
             step_us.append(us)
         stats = store.stats()
-    return Outcome(stats, tuple(phases), np.array(step_us), driver.meter)
+    return Outcome(stats, np.array(step_us), driver.meter)
 
 
 def _pass(clock: Simulation) -> None:

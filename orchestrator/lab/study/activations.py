@@ -12,9 +12,9 @@ from gguf_tools.closing import Closing
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from orchestrator.errors import NativeError
-from orchestrator.lab.calibrate.within import CalibrationRoom, ObserverWithin
+from orchestrator.lab.calibrate.measure import tensor
 from orchestrator.lab.eval.text import Window
-from orchestrator.lab.observe import Node
+from orchestrator.lab.observe import CalibrationRoom, Node, observe
 from orchestrator.lab.study.subject import Subject
 
 _NAME = re.compile(r"([a-z_]+)-(\d+)")
@@ -29,8 +29,6 @@ GATES = ("ffn_moe_weights", *(f"ffn_moe_weights_{step}" for step in ("softmax", 
 NAMES = (FFN_INPUT, OUTPUT, ROUTER_INPUT, ROUTER_LOGITS, CHOSEN, *GATES)
 # Of the activations of a read: those of two reads at once, and what is made of them.
 _COPIES = 3
-_DTYPES = {0: np.float32, 1: np.float16}
-_BF16 = 30
 
 Activations = dict[tuple[str, int], np.ndarray]
 
@@ -52,35 +50,10 @@ def recall(predicted: np.ndarray, actual: np.ndarray) -> np.ndarray:
     return share
 
 
-def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Cosine similarity [T] of the rows of two arrays [T, width]; 0 of a row of zeros."""
-    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    products = (a.astype(np.float64) * b).sum(axis=1)
-    found: np.ndarray = products / np.where(lengths > 0, lengths, 1)
-    return found
-
-
-def dense(model: ExpertModel, name: str) -> np.ndarray | None:
-    """A tensor as float32 [rows, row length]; None where it is absent or quantized."""
-    for part in model.parts:
-        info = part.tensors.get(name)
-        if info is None:
-            continue
-        raw, kind = part.array(name), int(info.type)
-        if kind == _BF16:
-            values = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        elif kind in _DTYPES:
-            values = raw.view(_DTYPES[kind]).astype(np.float32)
-        else:
-            return None
-        return values.reshape(-1, info.shape[0])
-    return None
-
-
 def routers_of(on: Subject) -> list[np.ndarray | None]:
-    """Each MoE layer's router, float32 [n_expert, width]."""
+    """Each MoE layer's router, float32 [n_expert, width]; None where a layer has none."""
     with on.model() as model:
-        return [dense(model, f"blk.{il}.ffn_gate_inp.weight") for il in on.layer_ids]
+        return [tensor(model, f"blk.{il}.ffn_gate_inp.weight") for il in on.layer_ids]
 
 
 def read_windows(on: Subject, windows: Sequence[Window]) -> Iterator[tuple[Window, Activations]]:
@@ -104,9 +77,7 @@ class ActivationRecorder(Closing):
         if ram is not None:
             own = _kept_bytes(path, n_ctx)
             room = CalibrationRoom(ram, own, "what the study keeps of the text")
-        self._observer = ObserverWithin(
-            path, n_ctx, threads, self._is_wanted, self._keep, room=room
-        )
+        self._observer = observe(path, n_ctx, threads, self._is_wanted, self._keep, room)
 
     def read(self, tokens: Sequence[int]) -> Activations:
         """Activations of one text, read at once: (name, layer) -> float32 [T, width]; int32 [T, k]

@@ -1,28 +1,45 @@
-"""Tables 1 and 2 and Figures 3, 5 and 11 of DyMoE: what its choices lose."""
+"""Tables 1 and 2 and Figures 3, 5, 6 and 11 of DyMoE: what its choices lose, and how well a layer
+says what the next one needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from itertools import product
 
-from orchestrator.lab.eval.arithmetic import Estimate
-from orchestrator.lab.study.figures import ANSWERS, DONE, LABEL, SIZE
-from orchestrator.lab.study.plot import Line, Panel
-from orchestrator.lab.study.policies import OneLayer, RandomCritical
+import numpy as np
+
+from orchestrator.lab.eval import arithmetic
+from orchestrator.lab.eval.arithmetic import cosine, pair
+from orchestrator.lab.eval.run import share_with_error, with_error
+from orchestrator.lab.plotting import Line, Panel
+from orchestrator.lab.study.activations import (
+    FFN_INPUT,
+    OUTPUT,
+    ROUTER_INPUT,
+    ROUTER_LOGITS,
+    read_windows,
+    recall,
+    routers_of,
+    top,
+)
 from orchestrator.lab.study.study import (
+    ANSWERS,
+    DONE,
+    LABEL,
+    SIZE,
     UNIFORM,
     Case,
     Findings,
     ScoredStudy,
     Scores,
-    change_from,
+    Study,
     lines,
     uniform_cases,
 )
-from orchestrator.lab.study.subject import SKIP, Score, Subject
-from orchestrator.lab.table import Column
+from orchestrator.lab.study.subject import SKIP, Subject, one_layer, random_critical
+from orchestrator.lab.table import Column, Row, Table
 
 MIXED, HIGH, LOW = "mixed", "high", "low"
 
@@ -52,7 +69,7 @@ class Accuracy(ScoredStudy):
             f"every expert computed in the tier that was decided."
         )
         tables = [
-            found.table(title, (LABEL, *columns), found.rows(several, base), on.high, answers, note)
+            found.table(title, (LABEL, *columns), several, base, on.high, answers, note)
             for title, columns, several, note in (
                 ("Uniform precision (Table 1)", SIZE, alone, ""),
                 ("High / low and skip (Table 2)", DONE, mixed, note),
@@ -60,7 +77,7 @@ class Accuracy(ScoredStudy):
         ]
         labels = [case.label for case, _ in alone]
         labels += [f"{case.label}\nr = {case.row['retention']:g}" for case, _ in mixed]
-        kl = [score.mean_kl for _, score in (*alone, *mixed)]
+        kl = [row["kl"] for table in tables for row in table.rows]
         n, every = len(alone), range(len(kl))
         bars = [Line(UNIFORM, every[:n], kl[:n]), Line(MIXED, every[n:], kl[n:])]
         panel = Panel("", f"KL from {on.best}, nats", bars, on.basis, bars=True, ticks=labels)
@@ -77,25 +94,24 @@ class Retention(ScoredStudy):
         return [*ends, *_mixes(on, (0.6, 0.7, 0.75, 0.8, 0.9, 1.0), ask=True)]
 
     def show(self, found: Scores, on: Subject) -> Findings:
-        base, rows = found.one(on.high), found.rows(found.scored, found.one(on.high))
         answers = ANSWERS if on.questions else ()
         title = "Quality over the retention ratio (Figure 11)"
+        table = found.table(
+            title, (LABEL, *DONE), found.scored, found.one(on.high), on.high, answers
+        )
+        mixed = [row for row in table.rows if row["retention"] is not None]
+        alone = {row["configuration"]: row for row in table.rows}
 
-        def panel(y: str, share: Callable[[Case, Score], Estimate]) -> Panel:
-            drawn = lines(found.of(MIXED), lambda _, score: score.realised or 0.0, share)
-            ends = [found.of(tier)[0] for tier in (on.high, on.low)]
-            levels = {f"all {case.label}": share(case, score).value for case, score in ends}
+        def panel(y: str, figure: str) -> Panel:
+            drawn = lines(mixed, "realised", figure)
+            levels = {f"all {tier}": alone[tier][figure][0] for tier in (on.high, on.low)}
             x = "realised share of critical experts"
             return Panel(x, y, drawn, on.basis, levels, percent=True)
 
-        panels = [panel(f"perplexity against {on.high}, %", change_from(base))]
+        panels = [panel(f"perplexity against {on.high}, %", "change")]
         if on.questions:
-            panels.append(panel("multiple choice, acc, %", lambda _, score: _accuracy(score)))
-        return Findings([found.table(title, (LABEL, *DONE), rows, on.high, answers)], panels)
-
-
-def _accuracy(score: Score) -> Estimate:
-    return score.choices.acc if score.choices is not None else Estimate(0.0, 0.0)
+            panels.append(panel("multiple choice, acc, %", "acc"))
+        return Findings([table], panels)
 
 
 SEEDS = (1, 2, 3)
@@ -122,7 +138,7 @@ class Critical(ScoredStudy):
     def cases(self, on: Subject) -> list[Case]:
         high = on.uniform(on.high)
         listed = [Case(on.high, high, form, prefill=prefill) for prefill, form in FORMS.items()]
-        by_chance = [partial(RandomCritical, seed=seed) for seed in SEEDS]
+        by_chance = [partial(random_critical, seed=seed) for seed in SEEDS]
         for (prefill, form), low in product(FORMS.items(), (SKIP, on.low)):
             for kind, importance, at_random in KINDS[prefill]:
                 for (schedule, name), r in product(SPREADS.items(), (0.6, 0.75, 0.9)):
@@ -142,13 +158,13 @@ class Critical(ScoredStudy):
         note = f"random: each token's figures are means of {len(SEEDS)} seeds."
         for form, low in product(FORMS.values(), (SKIP, on.low)):
             group, base = f"{form}, {on.high} / {low}", found.one(form)
-            several = found.of(group)
-            rows, title = found.rows(several, base), f"Critical experts of {group} (Figure 3)"
-            shown.tables.append(found.table(title, (LABEL, *DONE), rows, on.high, (), note))
+            title = f"Critical experts of {group} (Figure 3)"
+            table = found.table(title, (LABEL, *DONE), found.of(group), base, on.high, note=note)
+            shown.tables.append(table)
             drawn = lines(
-                several,
-                lambda _, score: score.high,
-                change_from(base),
+                table.rows,
+                lambda row: row["usage"]["high"],
+                "change",
                 dashed=lambda label: label.endswith(SPREADS["flat"]),
                 share=len(SPREADS),
             )
@@ -180,15 +196,16 @@ class Depth(ScoredStudy):
                 settings,
                 LOW,
                 {"layer": il},
-                decider=partial(OneLayer, layer=layer, tier=1),
+                decider=partial(one_layer, layer=layer, tier=1),
             )
             for layer, il in enumerate(on.layer_ids)
         ]
 
     def show(self, found: Scores, on: Subject) -> Findings:
-        base, lowered = found.one(HIGH), found.of(LOW)
-        rows, title = found.rows(lowered, base), f"One layer in {on.low}, all others in {on.best}"
-        changes = [score.against(base) for _, score in lowered]
+        title = f"One layer in {on.low}, all others in {on.best} (Figure 5)"
+        layer = Column("layer", "layer")
+        table = found.table(title, (layer,), found.of(LOW), found.one(HIGH), on.best)
+        changes = [row["change"] for row in table.rows]
         panel = Panel(
             f"the layer in {on.low}",
             f"perplexity against all {on.best}, %",
@@ -198,5 +215,119 @@ class Depth(ScoredStudy):
             bars=True,
             ticks=on.layer_ids,
         )
-        table = found.table(f"{title} (Figure 5)", (Column("layer", "layer"),), rows, on.best)
         return Findings([table], [panel])
+
+
+AHEAD, OFTEN = "next layer's router", "most used"
+# What is known of each layer but the first, the cosines first.
+WAYS = {
+    OUTPUT: "behind the layer",
+    FFN_INPUT: "before the experts",
+    AHEAD: "x as it is",
+    OFTEN: "most used experts",
+}
+
+
+class Similarity(Study):
+    """How well a layer says what the next one needs."""
+
+    name = "similarity"
+
+    def measure(self, on: Subject) -> Findings:
+        """Reads the text once with the best tier. Experts are ranked by the router's logits; a
+        model's selection biases and groups are left out."""
+        found, chance = _measured(on), on.n_expert_used / on.n_expert
+        pairs = list(zip(on.layer_ids, on.layer_ids[1:], strict=False))
+        rows: dict[str, list[Row]] = {
+            "alike": [{"layers": f"{before}-{il}"} for before, il in pairs],
+            "ahead": [{"layer": il, "random": chance} for _, il in pairs],
+        }
+        for name, by_layer in found.items():
+            for row, each in zip(
+                rows["ahead" if name in (AHEAD, OFTEN) else "alike"], by_layer, strict=True
+            ):
+                row[name] = each
+        overall = {
+            name: [float(np.mean([value for value, _ in found[name]])), None]
+            for name in (AHEAD, OFTEN)
+            if name in found
+        }
+        tables = [
+            Table(
+                f"Hidden state of neighbouring layers (Figure 6): {on.basis}",
+                (
+                    Column("layers", "layers"),
+                    Column("cosine behind the layer (l_out)", OUTPUT, with_error),
+                    Column("cosine before the experts (ffn_inp)", FFN_INPUT, with_error),
+                ),
+                rows["alike"],
+            ),
+            Table(
+                f"Experts of a layer predicted from the one before (eq. 6): {on.basis}",
+                (
+                    Column("layer", "layer"),
+                    Column("recall, x as it is", AHEAD, share_with_error),
+                    Column("recall, most used", OFTEN, share_with_error),
+                    Column("recall, random", lambda row: [row["random"], None], share_with_error),
+                ),
+                rows["ahead"],
+                [
+                    "x: the router's input of the layer before, under the next layer's router. "
+                    "Most used: always the experts that this text uses most in that layer."
+                ],
+                [{"layer": "mean", "random": chance, **overall}],
+            ),
+        ]
+        left, right = (
+            [Line(WAYS[name], on.layer_ids[1:], found[name]) for name in names if name in found]
+            for names in ((OUTPUT, FFN_INPUT), (AHEAD, OFTEN))
+        )
+        return Findings(
+            tables,
+            [
+                Panel(
+                    "layer",
+                    "cosine similarity with the layer before",
+                    left,
+                    on.basis,
+                    ends=(0, 1.02),
+                ),
+                Panel(
+                    "layer",
+                    "recall of the layer's experts, %",
+                    right,
+                    levels={"random": chance},
+                    percent=True,
+                    ends=(0, 102),
+                ),
+            ],
+        )
+
+
+def _measured(on: Subject) -> dict[str, list[list[float | None]]]:
+    """The mean of each figure in each layer but the first, of those that the model gives."""
+    layer_ids, k = on.layer_ids, on.n_expert_used
+    routers = routers_of(on)
+    values: dict[tuple[str, int], list[np.ndarray]] = defaultdict(list)
+    actual: dict[int, list[np.ndarray]] = defaultdict(list)
+    for _, found in read_windows(on, on.windows):
+        for layer, il in enumerate(layer_ids[1:], 1):
+            before, router = layer_ids[layer - 1], routers[layer]
+            actual[layer].append(top(found[ROUTER_LOGITS, il], k))
+            for name in (OUTPUT, FFN_INPUT):
+                if (name, before) in found and (name, il) in found:
+                    values[name, layer].append(cosine(found[name, before], found[name, il]))
+            if router is not None:
+                predicted = top(found[ROUTER_INPUT, before] @ router.T, k)
+                values[AHEAD, layer].append(recall(predicted, actual[layer][-1]))
+    for layer, used in actual.items():
+        every = np.concatenate(used)
+        often = top(np.bincount(every.ravel(), minlength=on.n_expert)[None].astype(float), k)
+        values[OFTEN, layer].append(recall(np.repeat(often, len(every), 0), every))
+    return {
+        name: [
+            pair(arithmetic.mean(np.concatenate(values[name, layer]))) for layer in sorted(actual)
+        ]
+        for name in WAYS
+        if all((name, layer) in values for layer in actual)
+    }

@@ -12,12 +12,11 @@ import numpy as np
 
 from orchestrator.errors import ConfigError
 from orchestrator.events import Phase
+from orchestrator.lab.plotting import Line, Panel, exact
 from orchestrator.lab.replay import ReplayOptions, Trace
 from orchestrator.lab.replay.report import RIGID, WHOLE, set_up_for, speed_and_time
 from orchestrator.lab.replay.simulate import Outcome, Setup, simulate
-from orchestrator.lab.study.figures import share
-from orchestrator.lab.study.plot import Line, Panel, exact
-from orchestrator.lab.study.study import Drawn, Findings
+from orchestrator.lab.study.study import Drawn, Findings, share
 from orchestrator.lab.table import Column, Row, Table, fixed
 from orchestrator.native import Library
 from orchestrator.policy import policy_class
@@ -62,7 +61,7 @@ class Played(NamedTuple):
         return made, simulate(self.library, self.trace, made, speed, time)
 
 
-class OfTrace(Drawn[Played]):
+class OfTrace(Drawn):
     """A study of a trace that looks ahead."""
 
     def publish(
@@ -186,7 +185,7 @@ def _measured(on: Played, part: Part, expert_bytes: int) -> Row:
     """The figures of one row."""
     made, outcome = on.play(part.policy, part.settings, expert_ram=expert_bytes, **part.changes)
     stats, phase = outcome.stats, Phase.DECODE
-    decoded = np.array(outcome.phases) == phase
+    decoded = on.trace.arrays["step_phase"] == phase
     step_ms = outcome.step_us / 1000
     steps = step_ms[decoded]
     measured = steps[WARM_UP:] if len(steps) > WARM_UP else steps
@@ -232,8 +231,23 @@ class VotesLoss(OfTrace):
         rows, panels = [], []
         for group, grid in losses.items():
             chosen = {way: each.by_group()[group] for way, each in tuned.items()}
-            rows.append(_row(group, grid, chosen))
-            panels.append(_panel(group, grid, chosen))
+            at = {(k, p): loss for p, row in enumerate(grid, 1) for k, loss in enumerate(row, 1)}
+            least, best = min((loss, votes) for votes, loss in at.items())
+            row: Row = {"group": group, "losses": grid, "best": best, "least": least, **chosen}
+            for way, votes in chosen.items():
+                row[f"{way}_ratio"] = at[votes] / least if least else None
+            rows.append(row | {f"P={p}": min(each) for p, each in enumerate(grid, 1)})
+            # The loss over K, a line for each P, with what is the least and what tuning finds.
+            drawn = [
+                Line(f"P = {p}", range(1, len(each) + 1), exact(each))
+                for p, each in enumerate(grid, 1)
+            ]
+            drawn += [
+                Line(f"{name}: K, P = {k}, {p}", [k], exact([at[k, p]]))
+                for name, (k, p) in {"least": best, **chosen}.items()
+            ]
+            title = f"{group} layers"
+            panels.append(Panel("candidates K", "loss a layer and token", drawn, title))
         return Findings([Table(title, _columns(len(grid)), rows, [_BASIS])], panels)
 
 
@@ -251,23 +265,6 @@ def _tuner(
     return made.policy.tuner, made.slots.total_bytes / made.shape.all_slot_bytes()
 
 
-def _least(grid: Grid) -> tuple[float, Votes]:
-    """The least loss of a group, and its (K, P)."""
-    return min((loss, (k, p)) for p, row in enumerate(grid, 1) for k, loss in enumerate(row, 1))
-
-
-def _at(grid: Grid, votes: Votes) -> float:
-    return grid[votes[1] - 1][votes[0] - 1]
-
-
-def _row(group: str, grid: Grid, chosen: Mapping[str, Votes]) -> Row:
-    least, best = _least(grid)
-    row: Row = {"group": group, "losses": grid, "best": best, "least": least, **chosen}
-    for way, votes in chosen.items():
-        row[f"{way}_ratio"] = _at(grid, votes) / least if least else None
-    return row | {f"P={p}": min(each) for p, each in enumerate(grid, 1)}
-
-
 def _columns(depth: int) -> list[Column]:
     def pair(votes: Votes) -> str:
         return f"{votes[0]}, {votes[1]}"
@@ -281,14 +278,3 @@ def _columns(depth: int) -> list[Column]:
         found.append(Column(f"{way}: K, P", way, pair))
         found.append(Column("x best", f"{way}_ratio", fixed(3)))
     return found + [Column(f"best at P={p}", f"P={p}", fixed(3)) for p in range(1, depth + 1)]
-
-
-def _panel(group: str, grid: Grid, chosen: Mapping[str, Votes]) -> Panel:
-    """The loss over K, a line for each P, with what is the least and what tuning finds."""
-    drawn = [Line(f"P = {p}", range(1, len(row) + 1), exact(row)) for p, row in enumerate(grid, 1)]
-    marks = {"least": _least(grid)[1], **chosen}
-    drawn += [
-        Line(f"{name}: K, P = {k}, {p}", [k], exact([_at(grid, (k, p))]))
-        for name, (k, p) in marks.items()
-    ]
-    return Panel("candidates K", "loss a layer and token", drawn, f"{group} layers")

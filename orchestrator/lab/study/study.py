@@ -6,31 +6,96 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 
+from gguf_tools.units import format_size
 from orchestrator.cache.files import whole_files
 from orchestrator.config import Config
 from orchestrator.engine.load import Progress
 from orchestrator.errors import ConfigError
-from orchestrator.lab.eval.arithmetic import Estimate
-from orchestrator.lab.eval.compare import Reference, ReferencePart
-from orchestrator.lab.eval.run import EvalOptions
-from orchestrator.lab.plotting import require_matplotlib
-from orchestrator.lab.study import plot
-from orchestrator.lab.study.figures import figures, quality
-from orchestrator.lab.study.plot import Line, Panel
-from orchestrator.lab.study.policies import Wrapper
-from orchestrator.lab.study.subject import Part, Score, Settings, Subject, halves
+from orchestrator.lab.eval import arithmetic
+from orchestrator.lab.eval.arithmetic import pair
+from orchestrator.lab.eval.perplexity import Reference
+from orchestrator.lab.eval.run import EvalOptions, share_with_error, with_error
+from orchestrator.lab.plotting import Line, Panel, draw, require_matplotlib
+from orchestrator.lab.study.subject import Part, Score, Settings, Subject, Wrapper, halves
 from orchestrator.lab.study.uniform import NONE, UniformFile, tiers_of
-from orchestrator.lab.table import Column, Row, Table
+from orchestrator.lab.table import Column, Row, Table, fixed, percent
 from orchestrator.policy import DEFAULT, Policy, owners
 from orchestrator.settings import flag_of
 
-On = TypeVar("On")
+
+def show_change(found: Sequence[float | None]) -> str:
+    """A relative change with its standard error, as "+1.23 % +- 0.45"."""
+    value, error = (0.0 if each is None else 100 * each for each in found)
+    return f"{value:+.2f} % +- {error:.2f}"
+
+
+def _realised(row: Row) -> float | None:
+    share: float | None = row["realised"]
+    return None if row["retention"] is None else share
+
+
+def _lower(row: Row) -> float | None:
+    """The share of the routed experts that were computed low, or not at all."""
+    usage = row["usage"]
+    if usage is None:
+        return None
+    skipped = usage.get("skip") or 0.0
+    share: float = skipped + (1 - skipped) * (usage.get("computed_low") or 0.0)
+    return share
+
+
+LABEL = Column("configuration", "configuration", left=True)
+RETENTION = Column("r", "retention", "{:g}".format)
+COMPUTED_LOW = Column("low or skipped", _lower, percent(1, " %"))
+# What a configuration did.
+DONE = (RETENTION, Column("realised", _realised, fixed(3)), COMPUTED_LOW)
+# What all experts take in one type, and what a weight of theirs does.
+SIZE = (Column("experts", "bytes", format_size), Column("bits", "bits", fixed(2)))
+ANSWERS = (Column("acc", "acc", share_with_error), Column("acc_norm", "acc_norm", share_with_error))
+four_digits = partial(with_error, digits=4)
+share = percent(1, " %")
+
+
+def quality(best: str, base: str) -> tuple[Column, ...]:
+    """The columns of quality, the same in every table: the distance from the best tier first.
+    base: what the perplexity's relative change is from."""
+    return (
+        Column(f"KL from {best}", "kl", four_digits),
+        Column("perplexity", "perplexity", with_error),
+        Column(f"change from {base}", "change", show_change),
+        Column("same top token", "top1", share_with_error),
+    )
+
+
+def figures(score: Score, base: Score) -> Row:
+    """What a configuration came to, its quality with standard errors and by domain. base: what the
+    perplexity's change is from."""
+    found: Row = {
+        "realised": score.realised,
+        "usage": score.usage,
+        "kl": pair(score.mean_kl),
+        "perplexity": pair(score.text.perplexity),
+        "change": pair(score.against(base)),
+        "top1": pair(arithmetic.mean(score.agrees)),
+        "domains": {name: pair(each) for name, each in score.text.by_domain().items()},
+    }
+    if score.choices is not None:
+        found |= {"acc": pair(score.choices.acc), "acc_norm": pair(score.choices.acc_norm)}
+    return found
+
+
+def above(score: Score, other: Score) -> list[float | None] | None:
+    """How much higher a KL is than another one, paired; None of itself."""
+    return None if score is other else pair(arithmetic.mean(score.kl - other.kl))
+
+
 # With fewer, standard errors are larger than what studies look for.
 LEAST_TOKENS = 512
 # The group of every expert in one type, a tier of the model or another file.
@@ -46,13 +111,13 @@ class Findings:
     rows: int = 1
 
 
-class Drawn(ABC, Generic[On]):
+class Drawn(ABC):
     """What is measured on something, and written as tables and a picture."""
 
     name: ClassVar[str]
 
     @abstractmethod
-    def measure(self, on: On) -> Findings:
+    def measure(self, on: Any) -> Findings:
         """Measures everything; raises MoeEdgeError where that cannot begin."""
 
     def check(self, folder: Path | None) -> Path:
@@ -74,20 +139,16 @@ class Drawn(ABC, Generic[On]):
         with whole_files(folder, f"{self.name}.md") as made:
             (made / f"{self.name}.md").write_text(text + "\n")
             (made / f"{self.name}.json").write_text(json.dumps(data, indent=1) + "\n")
-            plot.draw(made, self.name, found.panels, found.rows)
+            draw(made, self.name, found.panels, found.rows)
         return found.tables
 
 
-class Study(Drawn[Subject]):
+class Study(Drawn):
     """A study of a model and a text. rivals: uniform types that fit whole are rows of it.
     policies: those whose settings it takes, beside the default one."""
 
     policies: ClassVar[tuple[str, ...]] = ()
     rivals: ClassVar[bool] = False
-
-    def n_passes(self, on: Subject) -> int:
-        """How many passes over the text it makes; 0 for one alone, whose bar says all."""
-        return 0
 
     def publish(
         self,
@@ -120,9 +181,6 @@ class Study(Drawn[Subject]):
         cost = on.uniform_types.cost()
         if cost:
             note(cost)
-        n_passes = self.n_passes(on)
-        if n_passes:
-            on.passes.expect(n_passes, on.n_tokens)
         folder.mkdir(parents=True, exist_ok=True)
         return self.write(folder, self.measure(on), model=on.name, tokens=on.n_tokens)
 
@@ -188,7 +246,7 @@ class Scores:
         ):
             on = self.on if part is None else self.on.on(part.second)
             whole = part is None or len(part.places) == self.on.n_tokens
-            against = self.reference if whole else ReferencePart(self.reference, part.places)
+            against = self.reference if whole else self.reference.part(part.places)
             with on.open(settings, used and used()) as engine:
                 for each in same:
                     what = each.label if part is None else f"{part.name}: {each.label}"
@@ -236,43 +294,43 @@ class Scores:
         self,
         title: str,
         columns: Sequence[Column],
-        rows: Sequence[Row],
-        base: str,
+        found: Iterable[Scored],
+        base: Score,
+        name: str,
         after: Sequence[Column] = (),
         note: str = "",
     ) -> Table:
-        """These rows under these columns, those of quality and what comes after. base: what the
+        """Cases under these columns, those of quality and what comes after. base, name: what the
         perplexity's change is from."""
-        every = (*columns, *quality(self.on.best, base), *after)
-        return Table(f"{title}: {self.on.basis}", every, rows, [note] if note else [])
+        every = (*columns, *quality(self.on.best, name), *after)
+        rows, notes = self.rows(found, base), [note] if note else []
+        return Table(f"{title}: {self.on.basis}", every, rows, notes)
 
 
-def change_from(base: Score) -> Callable[[Case, Score], Estimate]:
-    """The change of the perplexity, for a line."""
-    return lambda _, score: score.against(base)
+# The name of a figure of rows, or what takes it from one.
+Figure = str | Callable[[Row], Any]
 
 
 def lines(
-    found: Iterable[Scored],
-    x: Callable[[Case, Score], float],
-    y: Callable[[Case, Score], Estimate],
-    label: Callable[[Case], str] = lambda case: case.label,
+    rows: Iterable[Row],
+    x: Figure,
+    y: Figure,
+    by: Figure = "configuration",
     dashed: Callable[[str], bool] = lambda label: False,
     share: int = 1,
 ) -> list[Line]:
-    """A line for each label, through its cases. share: so many lines have a colour."""
-    by_label: dict[str, list[Scored]] = {}
-    for case, score in found:
-        by_label.setdefault(label(case), []).append((case, score))
+    """A line for each label, which `by` says, through its rows. share: so many lines have a
+    colour."""
+
+    def of(row: Row, figure: Figure) -> Any:
+        return row[figure] if isinstance(figure, str) else figure(row)
+
+    points: dict[str, list[tuple[Any, Any]]] = {}
+    for row in rows:
+        points.setdefault(of(row, by), []).append((of(row, x), of(row, y)))
     return [
-        Line(
-            name,
-            [x(*each) for each in several],
-            [y(*each) for each in several],
-            dashed(name),
-            number // share,
-        )
-        for number, (name, several) in enumerate(by_label.items())
+        Line(name, [x for x, _ in each], [y for _, y in each], dashed(name), number // share)
+        for number, (name, each) in enumerate(points.items())
     ]
 
 
@@ -295,22 +353,16 @@ class ScoredStudy(Study):
         """Passes beside the cases, the files and the reference."""
         return 0
 
-    def n_passes(self, on: Subject) -> int:
-        n_files = on.uniform_types.n_files if self.rivals else 0
-        return 1 + len(self.cases(on)) + n_files + self.n_before(on)
-
     def measure(self, on: Subject) -> Findings:
-        scored = self.scored(on)
+        scored, cases = self.scored(on), self.cases(on)
+        n_files = on.uniform_types.n_files if self.rivals else 0
+        on.passes.expect(1 + len(cases) + n_files + self.n_before(on), on.n_tokens)
         with scored.reference() as reference:
             found = Scores(scored, reference)
-            self.run(found, on)
+            found.run(cases)
+            if self.rivals:
+                found.run_files()
         return self.show(found, on)
-
-    def run(self, found: Scores, on: Subject) -> None:
-        """Scores everything."""
-        found.run(self.cases(on))
-        if self.rivals:
-            found.run_files()
 
 
 class HalvedStudy(ScoredStudy):

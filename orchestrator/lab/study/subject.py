@@ -1,4 +1,6 @@
-"""What studies measure on: one model, one text, one set of questions, many configurations."""
+"""What studies measure on: one model, one text, one set of questions, many configurations; and
+decisions to compare a policy's with. Each wraps the policy that an engine runs, whose slots stay as
+planned; a study puts it in the place of `engine.policy`."""
 
 from __future__ import annotations
 
@@ -14,29 +16,78 @@ from typing import Any, cast
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
+from orchestrator.allocation.slots import Transition
 from orchestrator.cache import profile
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.engine.load import Progress
 from orchestrator.errors import ConfigError
-from orchestrator.events import Phase
+from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import Estimate
-from orchestrator.lab.eval.choices import ChoiceScores, read_questions, score_choices
-from orchestrator.lab.eval.compare import Reference, ReferencePart
-from orchestrator.lab.eval.judge import Judge
-from orchestrator.lab.eval.perplexity import TextScores, score_text
+from orchestrator.lab.eval.judge import ChoiceScores, Judge, read_questions, score_choices
+from orchestrator.lab.eval.perplexity import Reference, TextScores, score_text
 from orchestrator.lab.eval.run import (
     EvalOptions,
     best_config,
+    counters,
     eval_config,
     read_reference,
+    usage_between,
 )
-from orchestrator.lab.eval.text import Window, cut_windows, read_documents
-from orchestrator.lab.eval.usage import StoreUsage, counters, usage_between
-from orchestrator.lab.study.policies import Counts, Wrapper
+from orchestrator.lab.eval.text import Window, read_documents
 from orchestrator.lab.study.uniform import UniformTypes
 from orchestrator.policy import Policy
+
+
+class Wrapper:
+    """A policy that is the inner one but for what it does instead, by the names of its methods."""
+
+    def __init__(self, inner: Policy, **instead: Callable[..., Any]) -> None:
+        self.inner = inner
+        self.__dict__.update(instead)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """Whoever asks what a policy is hears of the inner one."""
+        return type(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def random_critical(inner: Policy, seed: int) -> Wrapper:
+    """As many critical experts in each layer and step as the inner policy has, but any of those
+    that the router chose: the null baseline of Figure 3. A seed fixes the choice for each step
+    and layer."""
+
+    def decide(event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+        inner.decide(event, view, out)
+        rng = np.random.default_rng((seed, event.step, event.layer))
+        used = np.unique(event.ids_array)
+        out.tier_array[used] = rng.permutation(out.tier_array[used])
+
+    return Wrapper(inner, decide=decide)
+
+
+def one_layer(inner: Policy, layer: int, tier: int) -> Wrapper:
+    """Every expert of one MoE layer in one tier, all others in the best: Figure 5."""
+
+    def decide(event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+        if event.layer == layer:
+            out.tier_array[:] = tier
+
+    return Wrapper(inner, decide=decide)
+
+
+def placed(inner: Policy, **instead: Callable[..., Any]) -> Wrapper:
+    """Every expert stays where it started, behind a prompt as well."""
+    stays: dict[str, Callable[..., Any]] = {
+        "step_done": lambda report: (),
+        "before_answer": lambda resident, target: None,
+    }
+    return Wrapper(inner, **stays | instead)
+
 
 # So many passes have ended when the time of all is estimated: the first one opens the model anew.
 _ESTIMATE_AFTER = 2
@@ -57,9 +108,8 @@ class Passes:
         self,
         report: Progress,
         note: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._report, self._note, self._clock = report, note, clock
+        self._report, self._note = report, note
         self.total = self.begun = 0
         self._start_s = 0.0
 
@@ -70,7 +120,7 @@ class Passes:
 
     def begin(self, label: str) -> Callable[[float], None]:
         """What gets the share of the next pass that is done."""
-        done, now_s = self.begun, self._clock()
+        done, now_s = self.begun, time.monotonic()
         if not done:
             self._start_s = now_s
         self.begun += 1
@@ -107,7 +157,7 @@ class Score:
 
     text: TextScores
     choices: ChoiceScores | None = None
-    usage: StoreUsage | None = None
+    usage: dict[str, Any] | None = None
     realised: float | None = None
     report: dict[str, Any] = field(default_factory=dict)
     slot_bytes: int = 0
@@ -115,16 +165,14 @@ class Score:
     @property
     def kl(self) -> np.ndarray:
         """KL of each token from the reference."""
-        if self.text.kl is None:
-            raise ValueError("scored without a reference")
+        assert self.text.kl is not None
         return self.text.kl
 
     @property
     def agrees(self) -> np.ndarray:
         """Of each token 1.0 where its likeliest one is the reference's, else 0.0; between them
         where the score is a mean over several."""
-        if self.text.agrees is None:
-            raise ValueError("scored without a reference")
+        assert self.text.agrees is not None
         return self.text.agrees.astype(np.float64)
 
     @property
@@ -134,7 +182,7 @@ class Score:
     @property
     def high(self) -> float:
         """The share of the routed experts that were asked for in the high tier."""
-        return (self.usage.high or 0.0) if self.usage else 0.0
+        return (self.usage["high"] or 0.0) if self.usage else 0.0
 
     def against(self, base: Score) -> Estimate:
         """Relative change of the perplexity from base, paired."""
@@ -155,7 +203,7 @@ class Score:
             agrees=np.mean([row.agrees for row in rows], axis=0),
         )
         high = sum(row.high for row in rows) / len(rows)
-        usage = None if self.usage is None else replace(self.usage, high=high)
+        usage = None if self.usage is None else self.usage | {"high": high}
         return replace(self, text=text, usage=usage)
 
 
@@ -201,10 +249,7 @@ class Subject:
             self.n_layers = engine.model.n_layers
             self.n_expert_used = engine.model.n_expert_used
             self.n_expert = engine.model.n_expert
-            window = min(options.window, engine.n_ctx)
-            self.windows = cut_windows(
-                engine, documents, window, options.tokens, options.text, options.prompt_tokens
-            )
+            self.windows = options.windows(engine, documents)
         self.uniform_types = UniformTypes(config, options)
         self.high = config.high_tier or ("q4_k" if "q4_k" in self.tiers[:-1] else self.tiers[0])
         self.low = config.low_tier or self.tiers[-1]
@@ -287,7 +332,7 @@ class Subject:
         self,
         engine: Engine,
         label: str,
-        against: Reference | ReferencePart | None = None,
+        against: Reference | None = None,
         decider: Callable[[Policy], Wrapper] | None = None,
         prefill: bool = False,
         ask: bool = False,
@@ -325,10 +370,21 @@ class Subject:
         tier: float64 [n_layers, n_expert]."""
         settings = {**self.uniform(tier), "policy": "mixed", "ram": None, "expert_ram": 1 << 48}
         whole = [replace(window, prompt=False) for window in windows]
+        total, steps = np.zeros((self.n_layers, self.n_expert)), 0
+
+        def count(report: StepReport) -> Sequence[Transition]:
+            nonlocal steps
+            if report.counts is not None:
+                total[:] += report.counts
+                steps += 1
+            return ()
+
+        def counting(inner: Policy) -> Wrapper:
+            return placed(inner, step_done=count, wants_report=lambda phase: True)
+
         with self.open(settings) as engine:
-            counts = Counts(engine.policy)
-            self.on(whole).score(engine, "Counting uses", decider=lambda _: counts)
-        return counts.per_step
+            self.on(whole).score(engine, "Counting uses", decider=counting)
+        return total / max(1, steps)
 
     def random_uses(self, seed: int) -> np.ndarray:
         """Uses that say nothing: an order of each layer's experts by chance."""

@@ -28,8 +28,8 @@ from gguf_tools.units import format_size
 from orchestrator.config import Config
 from orchestrator.engine.load import Progress
 from orchestrator.errors import ConfigError
+from orchestrator.lab.calibrate.capture import spill_folder
 from orchestrator.lab.calibrate.methods import IMATRIX, RTN, Method, open_quantizer
-from orchestrator.lab.calibrate.spill import spill_folder
 from orchestrator.lab.eval.run import EvalOptions
 from orchestrator.memory.footprint import model_shape
 

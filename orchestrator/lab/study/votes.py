@@ -10,7 +10,8 @@ import numpy as np
 
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import pair
-from orchestrator.lab.eval.report import share_with_error
+from orchestrator.lab.eval.run import share_with_error
+from orchestrator.lab.plotting import Line, Panel, exact
 from orchestrator.lab.study.activations import (
     ROUTER_INPUT,
     ROUTER_LOGITS,
@@ -20,9 +21,7 @@ from orchestrator.lab.study.activations import (
     routers_of,
     top,
 )
-from orchestrator.lab.study.figures import share
-from orchestrator.lab.study.plot import Line, Panel, exact
-from orchestrator.lab.study.study import Findings, Study
+from orchestrator.lab.study.study import Findings, Study, share
 from orchestrator.lab.study.subject import Subject
 from orchestrator.lab.table import Column, Row, Table, fixed
 from orchestrator.policy.firm import MARGIN, MOL, RANK, agreed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 
@@ -27,13 +26,13 @@ def test_bench(device: Device, monkeypatch: pytest.MonkeyPatch, kernels: int) ->
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
         monkeypatch.setenv("MOE_EDGE_TEST_BACKEND", str(device.library))
 
-    def few(*arguments: Any) -> list[gpu.Case]:
-        listed = every(*arguments)
+    def few(benchmark: gpu.Gpu) -> list[gpu.Case]:
+        listed = every(benchmark)
         chosen = [case for case in listed if case.name in CASES or gpu.UPSTREAM in case.name]
         return chosen if device.emulated else listed
 
-    every = gpu.gpu_cases
-    monkeypatch.setattr(gpu, "gpu_cases", few)
+    every = gpu.Gpu.cases
+    monkeypatch.setattr(gpu.Gpu, "cases", few)
     options = gpu.GpuOptions(
         quick=True, caps=(0.5,), tokens=2, warmup=1, prompt_tokens=8, runs=1, threads=1, layers=2
     )

@@ -1,7 +1,10 @@
 """Quantizing by importance, from a text or from a file, through `moe-edge pack`."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,32 +14,35 @@ from gguf_tools import errors, synthetic
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, IMPORTANCE_TYPES, TIER_TYPES, UP, GGMLType
 from gguf_tools.pack import pack
+from gguf_tools.quantize.ggml import Ggml
 from gguf_tools.quantize.imatrix import write_imatrix
 from gguf_tools.quantize.tiers import parse_tiers
 from orchestrator.cli.main import cli
-from orchestrator.lab.calibrate import Capture, read_calibration
-from orchestrator.lab.calibrate.compute import stored
-from orchestrator.lab.calibrate.gather import gather
+from orchestrator.lab.calibrate.capture import Capture, read_calibration
+from orchestrator.lab.calibrate.measure import stored
+from orchestrator.lab.calibrate.methods import gather
 
 # What rounds to the nearest whatever matters more; and iq2_s, whose tables take ggml long to make.
 LEFT_OUT = {"f32", "f16", "bf16", "q8_0", "mxfp4", "q1_0", "iq2_s"}
 WEIGHTED = [each for each in TIER_TYPES if each.tier_name not in LEFT_OUT]
 
 
-def matrix(rows=4, width=512):
+def matrix(rows: int = 4, width: int = 512) -> tuple[np.ndarray, np.ndarray]:
     """Weights, and an importance that differs a hundredfold between columns."""
     rng = np.random.default_rng(3)
     importance = rng.lognormal(0, 1.5, width).astype(np.float32)
     return rng.standard_normal((rows, width), np.float32) * 0.05, importance
 
 
-def weighted_error(ggml, kind, values, blocks, by):
+def weighted_error(
+    ggml: Ggml, kind: GGMLType, values: np.ndarray, blocks: np.ndarray, by: np.ndarray
+) -> float:
     found = ggml.dequantize(kind, blocks, values.shape[1])
     return float((by * (found - values) ** 2.0).sum())
 
 
 @pytest.mark.parametrize("kind", WEIGHTED, ids=lambda kind: kind.tier_name)
-def test_importance_lowers_the_weighted_error(kind, ggml):
+def test_importance_lowers_the_weighted_error(kind: GGMLType, ggml: Ggml) -> None:
     values, importance = matrix()
     plain = weighted_error(ggml, kind, values, ggml.quantize(kind, values), importance)
     ours = ggml.quantize(kind, values, importance)
@@ -47,7 +53,7 @@ def test_importance_lowers_the_weighted_error(kind, ggml):
 
 
 @pytest.mark.parametrize("kind", IMPORTANCE_TYPES, ids=lambda kind: kind.tier_name)
-def test_types_that_need_importance_are_refused_without(kind, ggml):
+def test_types_that_need_importance_are_refused_without(kind: GGMLType, ggml: Ggml) -> None:
     with pytest.raises(errors.QuantizeError, match="needs an importance matrix"):
         ggml.quantize(kind, matrix()[0])
     with pytest.raises(
@@ -57,7 +63,7 @@ def test_types_that_need_importance_are_refused_without(kind, ggml):
     assert parse_tiers([kind.tier_name], importance=True) == [kind]
 
 
-def test_a_type_that_needs_importance(ggml):
+def test_a_type_that_needs_importance(ggml: Ggml) -> None:
     kind = GGMLType.IQ2_XXS
     values, importance = matrix()
     blocks = ggml.quantize(kind, values, importance)
@@ -67,7 +73,7 @@ def test_a_type_that_needs_importance(ggml):
 
 
 @pytest.mark.parametrize("kind", [GGMLType.Q2_K, GGMLType.Q6_K, GGMLType.IQ2_XXS, GGMLType.Q2_0])
-def test_columns_without_importance_keep_their_weights(kind, ggml):
+def test_columns_without_importance_keep_their_weights(kind: GGMLType, ggml: Ggml) -> None:
     values, importance = matrix()
     importance[32:160] = 0
     for given in (importance, np.zeros_like(importance)):
@@ -78,25 +84,27 @@ def test_columns_without_importance_keep_their_weights(kind, ggml):
 
 
 @pytest.mark.parametrize(("n", "value"), [(256, 1), (512, -1), (512, np.nan), (512, np.inf)])
-def test_impossible_importance_is_refused(n, value, ggml):
+def test_impossible_importance_is_refused(n: int, value: float, ggml: Ggml) -> None:
     importance = np.full(n, value, np.float32)
     with pytest.raises(errors.QuantizeError, match="must be 512 finite values, none negative"):
         ggml.quantize(GGMLType.Q4_K, matrix()[0], importance)
 
 
 @pytest.fixture(scope="module")
-def small(ggml, tmp_path_factory):
+def small(ggml: Ggml, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One layer of four experts, since some types take long."""
     path = tmp_path_factory.mktemp("model") / "small.gguf"
     shape = replace(synthetic.preset("tiny-qwen3moe"), n_layer=1, n_expert=4)
     return synthetic.write(path, shape, tiers=("f16",), routing="zipf", zipf_s=8.0, seed=1)
 
 
-def run(*args):
+def run(*args: object):
     return CliRunner().invoke(cli, ["pack", *map(str, args), "--threads", "1"])
 
 
-def test_pack_by_a_text_and_by_a_file_made_from_it(small, text, ggml, tmp_path):
+def test_pack_by_a_text_and_by_a_file_made_from_it(
+    small: Path, text: Path, ggml: Ggml, tmp_path: Path
+) -> None:
     tiers = ("--tiers", "q8_0,q2_k,iq2_xxs")
     first, second = tmp_path / "first.gguf", tmp_path / "second.gguf"
     result = run(small, first, *tiers, "--method", "imatrix", "--calib", text)
@@ -104,7 +112,7 @@ def test_pack_by_a_text_and_by_a_file_made_from_it(small, text, ggml, tmp_path):
     assert "experts saw fewer than 32 tokens" in result.output
     assert "3 of layer 0 (0)" in result.output
     with Capture(small, threads=1) as capture, ExpertModel.open(small) as facts:
-        calibration = read_calibration(capture, text)
+        calibration = read_calibration(capture.tokenize, text)
         imatrix = gather(capture, facts, calibration)
     write_imatrix(tmp_path / "m.gguf", imatrix)
     assert run(small, second, *tiers, "--imatrix", tmp_path / "m.gguf").exit_code == 0
@@ -130,19 +138,26 @@ def test_pack_by_a_text_and_by_a_file_made_from_it(small, text, ggml, tmp_path):
         with ExpertModel.open(small) as source:
             values = stored(source, 0, DOWN, expert, ggml)
         where = a.slices[0][DOWN][1]
+        assert where is not None
         blocks = a.parts[0].bytes_at(where.offset + expert * where.expert_bytes, where.expert_bytes)
         mean = entry.sums[expert] / entry.counts[expert]
         assert np.array_equal(blocks, ggml.quantize(GGMLType.Q2_K, values, mean))
     assert CliRunner().invoke(cli, ["verify", str(first)]).exit_code == 0
 
 
-def test_lower_tiers_are_made_anew_and_their_history_stays_true(small, text, ggml, tmp_path):
+def test_lower_tiers_are_made_anew_and_their_history_stays_true(
+    small: Path, text: Path, ggml: Ggml, tmp_path: Path
+) -> None:
     plain, weighted, less = (tmp_path / f"{name}.gguf" for name in ("a", "b", "c"))
     pack(small, plain, ["q8_0", "q2_k"], ggml=ggml)
     options = ("--method", "imatrix", "--calib", text)
     assert run(plain, weighted, "--tiers", "q8_0,q2_k", *options).exit_code == 0
     pack(weighted, less, ["q8_0", "q4_k", "q2_k"], ggml=ggml)
-    with ExpertModel.open(plain) as a, ExpertModel.open(weighted) as b, ExpertModel.open(less) as c:
+    with (
+        ExpertModel.open(plain) as a,
+        ExpertModel.open(weighted) as b,
+        ExpertModel.open(less) as c,
+    ):
         name = "blk.0.ffn_up_exps.weight.moe_edge.q2_k"
         best = name.removesuffix(".moe_edge.q2_k")
         assert np.array_equal(a.parts[0].array(best), b.parts[0].array(best))
@@ -167,7 +182,9 @@ def test_lower_tiers_are_made_anew_and_their_history_stays_true(small, text, ggm
         (("--method", "gptq", "--imatrix", "TEXT"), "gptq needs --calib TEXT, and takes no --im"),
     ],
 )
-def test_options_that_do_not_go_together(options, message, small, text, tmp_path):
+def test_options_that_do_not_go_together(
+    options: tuple[str, ...], message: str, small: Path, text: Path, tmp_path: Path
+) -> None:
     given = [str(text) if each == "TEXT" else each for each in options]
     result = run(small, tmp_path / "out.gguf", "--tiers", "q8_0,q2_k", *given)
     assert result.exit_code == 1, result.output

@@ -1,7 +1,11 @@
 """GPTQ through `moe-edge pack`: what reaches the file, and experts that saw nothing."""
 
+from __future__ import annotations
+
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,50 +17,64 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, GATE, UP, GGMLType
 from gguf_tools.pack import pack
 from gguf_tools.quantize import gptq
-from gguf_tools.quantize.ggml import load_ggml
+from gguf_tools.quantize.ggml import Ggml, load_ggml
 from orchestrator.cli.main import cli
-from orchestrator.lab.calibrate import Capture, read_calibration
-from orchestrator.lab.calibrate.compute import stored
+from orchestrator.lab.calibrate.capture import Capture, read_calibration
 from orchestrator.lab.calibrate.gptq import Gptq, computing
+from orchestrator.lab.calibrate.measure import stored
 
 TIERS = ("q8_0", "q4_k", "q2_k")
+TEXT = (
+    "The fox sat by the river and looked at the stars. It was late, and nobody came. "
+    "In the morning a boat went by with three old men, who sang. "
+)
 NOTHING = np.zeros((0, 0), np.float32)
 FACTOR = gptq.Factor(np.arange(256), NOTHING, NOTHING, NOTHING)
 
 
 @pytest.fixture
-def torch():
+def torch() -> object:
     return pytest.importorskip("torch", reason="torch is not installed (extra: convert)")
 
 
 @pytest.fixture(scope="module")
-def small(ggml, tmp_path_factory):
+def small(ggml: Ggml, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers of four experts; some of them see nothing of a text."""
     path = tmp_path_factory.mktemp("model") / "small.gguf"
     shape = replace(synthetic.preset("tiny-qwen3moe"), n_layer=2, n_expert=4)
     return synthetic.write(path, shape, tiers=("f16",), routing="zipf", zipf_s=8.0, seed=1)
 
 
-def run(*args):
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "calib.txt"
+    path.write_text(TEXT * 6)
+    return path
+
+
+def run(*args: object):
     return CliRunner().invoke(cli, ["pack", *map(str, args), "--threads", "1"])
 
 
 @pytest.fixture(scope="module")
-def packed(small, text, tmp_path_factory):
+def packed(small: Path, words: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """What the command writes, and what it says."""
     pytest.importorskip("torch", reason="torch is not installed (extra: convert)")
     out = tmp_path_factory.mktemp("packed") / "out.gguf"
-    result = run(small, out, "--tiers", ",".join(TIERS), "--method", "gptq", "--calib", text)
+    result = run(small, out, "--tiers", ",".join(TIERS), "--method", "gptq", "--calib", words)
     assert result.exit_code == 0, result.output
     return out, result.output
 
 
-def expert_bytes(model, layer, kind, tier, expert):
+def expert_bytes(model: ExpertModel, layer: int, kind: int, tier: int, expert: int) -> np.ndarray:
     where = model.slices[layer][kind][tier]
+    assert where is not None
     return model.parts[0].bytes_at(where.offset + expert * where.expert_bytes, where.expert_bytes)
 
 
-def test_pack_by_a_text(packed, small, text, ggml, tmp_path):
+def test_pack_by_a_text(
+    packed: tuple[Path, str], small: Path, words: Path, ggml: Ggml, tmp_path: Path
+) -> None:
     """Of every expert that saw tokens enough, each matrix's outputs come nearer than ggml's."""
     (out, said), plain = packed, tmp_path / "plain.gguf"
     assert "experts saw fewer tokens than their matrices have columns" in said
@@ -68,7 +86,7 @@ def test_pack_by_a_text(packed, small, text, ggml, tmp_path):
         ExpertModel.open(plain) as theirs,
         Capture(small, threads=1) as capture,
     ):
-        calibration = read_calibration(capture, text)
+        calibration = read_calibration(capture.tokenize, words)
         assert ours.metadata["moe_edge.quantization"] == "gptq"
         assert ours.metadata["moe_edge.calibration"] == calibration.summary()
         for seen in capture.layers(calibration.windows):
@@ -93,41 +111,50 @@ def test_pack_by_a_text(packed, small, text, ggml, tmp_path):
     assert "quantized by gptq; calibration: calib.txt" in shown
 
 
-def test_threads_and_what_is_kept_change_nothing(packed, small, text, tmp_path, monkeypatch):
+def test_threads_and_what_is_kept_change_nothing(
+    packed: tuple[Path, str],
+    small: Path,
+    words: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Three threads, and two passes over the text. Gate and up of an expert share a factor, and
     so do its tiers, even where no more than one is kept."""
     asked: list[int] = []
     factorize = gptq.factorize
 
-    def counted(hessian, device):
+    def counted(hessian: np.ndarray, device: str) -> gptq.Factor | None:
         asked.append(len(hessian))
         return factorize(hessian, device)
 
     monkeypatch.setattr(gptq, "factorize", counted)
+    monkeypatch.setattr("orchestrator.lab.calibrate.capture.SPILL_BYTES", 1)
     out = tmp_path / "out.gguf"
     with computing(), Capture(small, threads=1) as capture:
-        calibration = read_calibration(capture, text)
-        layers = capture.layers(calibration.windows, spill_bytes=1)
+        calibration = read_calibration(capture.tokenize, words)
+        layers = capture.layers(calibration.windows)
         pack(
             small,
             out,
             TIERS,
-            quantizer=Gptq(load_ggml(), layers, calibration.summary(), "cpu", 3),
+            quantizer=Gptq(load_ggml(), layers, calibration.summary(), "cpu", 3, 3),
             threads=3,
         )
     assert len(asked) == 2 * 4 * 2
     assert out.read_bytes() == packed[0].read_bytes()
 
 
-def test_factors_beyond_a_limit_are_made_again(torch, small, text, ggml, monkeypatch):
+def test_factors_beyond_a_limit_are_made_again(
+    torch: object, small: Path, words: Path, ggml: Ggml, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
     monkeypatch.setattr(gptq, "factorize", lambda *args: asked.append(1) or FACTOR)
     with computing(), Capture(small, threads=1) as capture:
-        windows = read_calibration(capture, text).windows
-        quantizer = Gptq(ggml, capture.layers(windows, [0]), "", "cpu", threads=1)
+        windows = read_calibration(capture.tokenize, words).windows
+        quantizer = Gptq(ggml, capture.layers(windows), "", "cpu", 1, 1)
         values = np.zeros((1, 256), np.float32)
 
-        def quantize(*pairs):
+        def quantize(*pairs: tuple[int, int]) -> int:
             """Pairs of a kind and an expert; returns how many factors there have been."""
             for kind, expert in pairs:
                 quantizer.quantize(0, kind, expert, values, GGMLType.F16)
@@ -138,10 +165,12 @@ def test_factors_beyond_a_limit_are_made_again(torch, small, text, ggml, monkeyp
         assert quantize((DOWN, 0)) == 4
 
 
-def test_an_expert_that_saw_nothing(packed, small, text, ggml):
+def test_an_expert_that_saw_nothing(
+    packed: tuple[Path, str], small: Path, words: Path, ggml: Ggml
+) -> None:
     """Its gate goes by the layer's tokens; of its down nothing is known, and ggml rounds it."""
     with Capture(small, threads=1) as capture:
-        windows = read_calibration(capture, text).windows
+        windows = read_calibration(capture.tokenize, words).windows
         unseen = [
             (seen.layer, int(expert))
             for seen in capture.layers(windows)
@@ -156,10 +185,10 @@ def test_an_expert_that_saw_nothing(packed, small, text, ggml):
                 assert np.array_equal(found, plain) == (kind == DOWN)
 
 
-def test_a_layer_out_of_its_turn(torch, small, text, ggml):
+def test_a_layer_out_of_its_turn(torch: object, small: Path, text: Path, ggml: Ggml) -> None:
     with computing(), Capture(small, threads=1) as capture:
-        windows = read_calibration(capture, text).windows
-        quantizer = Gptq(ggml, capture.layers(windows), "", "cpu", threads=1)
+        windows = read_calibration(capture.tokenize, text).windows
+        quantizer = Gptq(ggml, capture.layers(windows), "", "cpu", 1, 1)
         values = np.zeros((4, 256), np.float32)
         quantizer.quantize(1, GATE, 0, values, GGMLType.Q2_K)
         for layer in (0, 2):
@@ -168,14 +197,14 @@ def test_a_layer_out_of_its_turn(torch, small, text, ggml):
 
 
 @pytest.fixture
-def no_torch(monkeypatch):
+def no_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "torch", None)
     gptq.torch_module.cache_clear()
     yield
     gptq.torch_module.cache_clear()
 
 
-def test_without_torch(no_torch, small, text, tmp_path):
+def test_without_torch(no_torch: None, small: Path, text: Path, tmp_path: Path) -> None:
     result = run(
         small, tmp_path / "out.gguf", "--tiers", "q8_0,q2_k", "--method", "gptq", "--calib", text
     )

@@ -1,6 +1,9 @@
 """Reading a text within a memory cap: the same numbers, with experts from the file."""
 
+from __future__ import annotations
+
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +14,8 @@ from gguf_tools.file.layout import DOWN
 from gguf_tools.pack import pack
 from orchestrator.cli.main import cli
 from orchestrator.errors import BudgetError, MoeEdgeError
-from orchestrator.lab.calibrate import Capture
-from orchestrator.lab.calibrate.within import CalibrationRoom
+from orchestrator.lab.calibrate.capture import Capture, WindowActivations
+from orchestrator.lab.observe import CalibrationRoom
 from orchestrator.settings import parse_size
 
 TEXT = "Once upon a time an owl lived in an oak, and it was never at home. " * 40
@@ -20,25 +23,25 @@ OWN = 1 << 20
 WINDOWS = [[int(t) for t in row] for row in np.random.default_rng(2).integers(0, 250, (2, 96))]
 
 
-def seen_in(path, room):
+def seen_in(path: Path, room: CalibrationRoom | None) -> dict[tuple[int, int], WindowActivations]:
     found = {}
 
-    def keep(layer, number, seen):
+    def keep(layer: int, number: int, seen: WindowActivations) -> None:
         found[layer, number] = seen
 
-    with Capture(path, 96, threads=1, room=room) as capture:
+    with Capture(path, threads=1, room=room) as capture:
         capture.read(WINDOWS, range(3), keep)
     return found
 
 
-def least(path):
+def least(path: Path) -> int:
     """The smallest cap that works."""
     with pytest.raises(BudgetError) as caught:
         seen_in(path, CalibrationRoom(OWN + 1, OWN))
     return caught.value.needed_bytes
 
 
-def test_what_is_seen_is_the_same(model):
+def test_what_is_seen_is_the_same(model: Path) -> None:
     """To the bit, in the smallest memory that works, which the error names."""
     small = least(model)
     with pytest.raises(BudgetError, match="1 MiB of them for the calibration itself"):
@@ -50,11 +53,12 @@ def test_what_is_seen_is_the_same(model):
             assert np.array_equal(one, other), key
 
 
-def test_a_damaged_expert_is_named(model, tmp_path):
+def test_a_damaged_expert_is_named(model: Path, tmp_path: Path) -> None:
     path = pack(model, tmp_path / "packed.gguf", ["q8_0"], threads=1).path
     with ExpertModel.open(path) as facts:
         down = facts.slices[1][DOWN][0]
         n = facts.n_expert
+    assert down is not None
     small = least(path)
     data = bytearray(path.read_bytes())
     for expert in range(n):
@@ -65,7 +69,9 @@ def test_a_damaged_expert_is_named(model, tmp_path):
 
 
 @pytest.mark.parametrize("more", [("calibrate",), ("calibrate", "--save-imatrix", "i.gguf")])
-def test_a_cap_that_is_too_small_is_said(model, tmp_path, more):
+def test_a_cap_that_is_too_small_is_said(
+    model: Path, tmp_path: Path, more: tuple[str, ...]
+) -> None:
     text = tmp_path / "t.txt"
     text.write_text(TEXT)
     command, *rest = more
@@ -82,7 +88,7 @@ def test_a_cap_that_is_too_small_is_said(model, tmp_path, more):
     assert [path.name for path in tmp_path.iterdir()] == ["t.txt"]
 
 
-def test_a_cap_is_for_a_text(model, tmp_path):
+def test_a_cap_is_for_a_text(model: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(
         cli, ["pack", str(model), str(tmp_path / "p.gguf"), "--tiers=q4_k", "--ram=1GiB"]
     )
@@ -91,7 +97,7 @@ def test_a_cap_is_for_a_text(model, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["calibrate", "gptq"])
-def test_the_cap_that_is_named_works(model, tmp_path, command):
+def test_the_cap_that_is_named_works(model: Path, tmp_path: Path, command: str) -> None:
     """Though with more memory several experts would be handled at once."""
     text = tmp_path / "t.txt"
     text.write_text(TEXT)

@@ -1,8 +1,13 @@
 """`moe-edge check`: what is good, and each way in which something is not."""
 
+from __future__ import annotations
+
 import json
+from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import gguf
 import numpy as np
@@ -15,31 +20,31 @@ from orchestrator.cli.main import cli
 from orchestrator.config import Config
 from orchestrator.lab.check import CheckOptions, budgets, checking, child, examine, render
 from orchestrator.lab.check.checking import compare_rows, first_layer
-from orchestrator.lab.check.job import CheckJob, run_job, settings_of
 from orchestrator.memory.machine import Machine
-from orchestrator.native import llama
 
 FEW = ("--tokens", "5", "--ctx", "256", "--threads", "1")
 
 
 @pytest.fixture(autouse=True)
-def patient(library, monkeypatch):
+def patient(library: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture
-def model(tiny_model):
+def model(tiny_model: Callable[..., Path]) -> Path:
     return tiny_model("qwen3moe", "q4_k", "q2_k")
 
 
 @pytest.fixture
-def one_budget(monkeypatch):
+def one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """The least one alone, since each takes a process."""
     every = checking.three_budgets
     monkeypatch.setattr(checking, "three_budgets", lambda *given: islice(every(*given), 1))
 
 
-def look(path, tokens=5, bar=lambda label, share: None, **options):
+def look(
+    path: Path, tokens: int = 5, bar: checking.Bar = lambda label, share: None, **options: Any
+) -> dict[str, Any]:
     """A check without reading the file's blocks."""
     more = {name: options.pop(name) for name in ("all_tiers",) if name in options}
     config = Config.build(model=path, ctx=256, threads=1, **options)
@@ -47,7 +52,7 @@ def look(path, tokens=5, bar=lambda label, share: None, **options):
     return examine(config, asked, bar)
 
 
-def test_a_good_model(model, tmp_path):
+def test_a_good_model(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     done = CliRunner().invoke(cli, ["check", "-m", str(model), *FEW, "--json", "--out", str(out)])
     assert (done.exit_code, done.stderr) == (0, "")
@@ -71,8 +76,10 @@ def test_a_good_model(model, tmp_path):
         assert run["prompt_tok_s"] > 0 and run["decode_tok_s"] > 0
     assert runs[0]["hit_rate"] < runs[2]["hit_rate"]
     # A whole micro-batch, as far as the context has room.
-    every = (tier["plain"], *runs, report["as_asked"])
-    assert [len(run["prompt"]) for run in every] == [128, 128, 128, 128, 256 - 5]
+    assert [len(run["prompt"]) for run in (tier["plain"], *runs, report["as_asked"])] == [
+        *[128] * 4,
+        256 - 5,
+    ]
     assert report["words"]["lost"] == [] and report["words"]["rendered"] > 20
     text = render(report)
     assert "Good: every run gave the bits" in text and "chat template: ChatML" in text
@@ -82,10 +89,10 @@ def test_a_good_model(model, tmp_path):
 
 
 @pytest.mark.usefixtures("one_budget")
-def test_another_tier_is_found(model, monkeypatch):
+def test_another_tier_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A comparison with the wrong precision: from which token on, in which layer, by how much."""
 
-    def wrong(src, dst, tier):
+    def wrong(src: Path, dst: Path, tier: str) -> None:
         assert tier == "q2_k"
         export(src, dst, "q4_k")
 
@@ -103,7 +110,7 @@ def test_another_tier_is_found(model, monkeypatch):
     assert "differ from 0" in render(report)
 
 
-def test_a_later_layer_is_named(tiny_model, tmp_path):
+def test_a_later_layer_is_named(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """Of two files that differ in the experts of the last layer alone."""
     model = tiny_model("qwen3moe", "q4_k")
     damaged = tmp_path / "other.gguf"
@@ -120,7 +127,9 @@ def test_a_later_layer_is_named(tiny_model, tmp_path):
     assert compare_layers(model, model, tmp_path) is None
 
 
-def compare_layers(one, other, folder):
+def compare_layers(one: Path, other: Path, folder: Path) -> int | None:
+    from orchestrator.lab.check.budgets import CheckJob, run_job, settings_of
+
     paths = []
     for path in (one, other):
         paths.append(folder / f"{len(paths)}.npz")
@@ -131,7 +140,7 @@ def compare_layers(one, other, folder):
     return found[0] if found else None
 
 
-def test_lower_tiers_of_one_file_and_of_two(tiny_model):
+def test_lower_tiers_of_one_file_and_of_two(tiny_model: Callable[..., Path]) -> None:
     high, low = tiny_model("qwen3moe", "q4_k"), tiny_model("qwen3moe", "q2_k")
     report = look(high, low=low, all_tiers=True)
     assert report["ok"], report["problems"]
@@ -140,8 +149,10 @@ def test_lower_tiers_of_one_file_and_of_two(tiny_model):
 
 
 @pytest.mark.usefixtures("one_budget")
-def test_a_promise_that_is_broken(model, monkeypatch):
-    def swollen(job):
+def test_a_promise_that_is_broken(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from orchestrator.lab.check.budgets import run_job
+
+    def swollen(job: Any) -> dict[str, Any]:
         run = run_job(job)
         return run | {"peak_rss": (run["promised_bytes"] or 0) + 1}
 
@@ -152,7 +163,7 @@ def test_a_promise_that_is_broken(model, monkeypatch):
     assert "the least (lru): took" in said and "above the promise" in said
 
 
-def test_a_cut_file(model, tmp_path):
+def test_a_cut_file(model: Path, tmp_path: Path) -> None:
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(model.read_bytes()[: model.stat().st_size // 2])
     done = CliRunner().invoke(cli, ["check", "-m", str(cut), *FEW])
@@ -163,7 +174,7 @@ def test_a_cut_file(model, tmp_path):
 
 
 @pytest.mark.usefixtures("one_budget")
-def test_damage_that_runs(model, tmp_path):
+def test_damage_that_runs(model: Path, tmp_path: Path) -> None:
     """A scale that is no number: verify names it, and so do the logits."""
     damaged = tmp_path / "nan.gguf"
     data = bytearray(model.read_bytes())
@@ -181,7 +192,7 @@ def test_damage_that_runs(model, tmp_path):
     assert "Traceback" not in done.output
 
 
-def test_no_experts(tmp_path):
+def test_no_experts(tmp_path: Path) -> None:
     path = tmp_path / "dense.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
@@ -194,7 +205,11 @@ def test_no_experts(tmp_path):
     assert len(report["problems"]) == 1 and "no expert" in report["problems"][0]
 
 
-def test_a_model_that_cannot_be_managed(tiny_model, monkeypatch):
+def test_a_model_that_cannot_be_managed(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from orchestrator.native import llama
+
     monkeypatch.setattr(llama, "EXPERT_PATTERN", rb"blk\.\d+\.ffn_gate_inp\.weight")
     report = look(tiny_model("mixtral", "q4_k"))
     [problem] = report["problems"]
@@ -203,17 +218,19 @@ def test_a_model_that_cannot_be_managed(tiny_model, monkeypatch):
     assert report["words"]["lost"] == []
 
 
-def test_too_little_memory(model):
+def test_too_little_memory(model: Path) -> None:
     report = look(model, ram=1 << 20)
     assert any("--ram 1 MiB is too little" in each for each in report["problems"])
     assert all("Traceback" not in each for each in report["problems"])
 
 
-def test_a_cap_holds_for_the_check_and_a_run_together(model, monkeypatch):
+def test_a_cap_holds_for_the_check_and_a_run_together(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each run gets what the check leaves of the cap, and what is too little is said with both."""
     own, seen = 40 << 20, []
 
-    def too_little(job):
+    def too_little(job: Any) -> dict[str, Any]:
         seen.append(job.settings)
         return {"error": "of the run alone", "needed_bytes": 96 << 20}
 
@@ -236,24 +253,26 @@ def test_a_cap_holds_for_the_check_and_a_run_together(model, monkeypatch):
 
 
 @pytest.mark.usefixtures("one_budget")
-def test_what_a_loss_chooses_is_chosen_as_for_a_chat(tiny_model, monkeypatch):
+def test_what_a_loss_chooses_is_chosen_as_for_a_chat(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under the whole cap, once, before the check's own memory comes off it: under another cap
     another plan might be taken, and kept."""
     own, ram = 40 << 20, 200 << 20
     asked = {"ram": ram, "max_loss": 0.1, "remember": True, "conversations": True}
 
     class Chooses:
-        def __init__(self, config, _model):
+        def __init__(self, config: Config, _model: ExpertModel) -> None:
             assert config == Config.build(**asked, beside=own)
 
-        def runs(self, config):
+        def runs(self, config: Config) -> Any:
             assert config == Config.build(**asked)
             chosen = config.compared(policy="lru", high_tier="q2_k", max_loss=None)
             return SimpleNamespace(config=chosen)
 
     jobs = []
 
-    def runs(job):
+    def runs(job: Any) -> dict[str, Any]:
         if job.beside is not None:
             assert not jobs
             return child.run(job)
@@ -273,7 +292,7 @@ def test_what_a_loss_chooses_is_chosen_as_for_a_chat(tiny_model, monkeypatch):
     assert last.chosen and not last.settings["remember"] and "max_loss" not in last.settings
 
 
-def test_what_is_larger_than_the_cap_is_mapped(model):
+def test_what_is_larger_than_the_cap_is_mapped(model: Path) -> None:
     config = Config.build(model=model, ram=32 << 20, ctx=256, threads=1)
     assert budgets.plain(config, model, Machine(8 << 30)).use_mmap is True
     roomy = config.with_changes(ram=1 << 30)
@@ -281,26 +300,32 @@ def test_what_is_larger_than_the_cap_is_mapped(model):
     assert budgets.plain(roomy, model, Machine(64 << 20)).use_mmap is True
 
 
-def test_bits_are_compared(tmp_path):
+def rows_of(path: Path, rows: np.ndarray) -> Path:
+    path.write_bytes(rows.astype(np.float32).tobytes())
+    return path
+
+
+def test_bits_are_compared(tmp_path: Path) -> None:
     reference = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
     reference[2, 3] = 0.0
-    reference.tofile(tmp_path / "plain")
+    plain = rows_of(tmp_path / "plain", reference)
 
-    def compared(changes=(), n=4):
-        rows = reference[:n].copy()
-        for at, value in changes:
-            rows[at] = value
-        rows.tofile(tmp_path / "ours")
-        return compare_rows(tmp_path / "ours", tmp_path / "plain", 8)
+    def compared(rows: np.ndarray) -> dict[str, Any]:
+        return compare_rows(rows_of(tmp_path / "ours", rows), plain, 8)
 
-    assert compared()["equal"]
-    zero = compared([((2, 3), -0.0)])
-    assert (zero["first"], zero["most"]) == (2, 0.0)
-    small, large = (1, 2), (3, (reference[3].argmax() + 1) % 8)
-    found = compared([(small, reference[small] + 0.5), (large, reference[large] + 100)])
+    assert compared(reference)["equal"]
+    zero = reference.copy()
+    zero[2, 3] = -0.0
+    assert (compared(zero)["first"], compared(zero)["most"]) == (2, 0.0)
+    moved = reference.copy()
+    moved[1, 2] += 0.5
+    moved[3, (reference[3].argmax() + 1) % 8] += 100
+    found = compared(moved)
     assert (found["first"], found["choices"]) == (1, 1)
     assert found["first_error"] == pytest.approx(0.5)
     assert found["most"] == pytest.approx(100)
-    odd = compared([((0, 0), np.nan)])
-    assert (odd["finite"], odd["first"], odd["first_error"]) == (False, 0, None)
-    assert compared(n=3)["first"] == 3
+    odd = reference.copy()
+    odd[0, 0] = np.nan
+    found = compared(odd)
+    assert (found["finite"], found["first"], found["first_error"]) == (False, 0, None)
+    assert compared(reference[:3])["first"] == 3

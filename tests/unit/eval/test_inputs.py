@@ -1,19 +1,16 @@
-"""Texts and questions from files, what is wrong with them in one sentence, and the figures against
-plain definitions."""
+"""Texts and questions from files, and what is wrong with them in one sentence."""
+
+from __future__ import annotations
 
 import json
 import lzma
-import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from orchestrator.engine.texts import log_softmax
 from orchestrator.errors import ConfigError
-from orchestrator.lab.calibrate import read_calibration
-from orchestrator.lab.eval import arithmetic
-from orchestrator.lab.eval.choices import read_questions
+from orchestrator.lab.calibrate.capture import read_calibration
+from orchestrator.lab.eval.judge import read_questions
 from orchestrator.lab.eval.text import (
     Document,
     cut_windows,
@@ -26,18 +23,18 @@ from orchestrator.lab.eval.text import (
 class Letters:
     """An engine whose tokens are characters; begin: the begin token, where there is one."""
 
-    def __init__(self, begin):
+    def __init__(self, begin: list[int]) -> None:
         self.begin = begin
 
-    def tokenize(self, text):
+    def tokenize(self, text: str) -> list[int]:
         return self.begin + [ord(letter) for letter in text]
 
 
-def cut(documents, length, limit, begin):
-    return cut_windows(Letters(begin), documents, length, limit, "text.txt")
+def cut(documents: list[Document], length: int, limit: int | None, begin: list[int]):
+    return cut_windows(Letters(begin).tokenize, documents, length, limit, "text.txt")
 
 
-def test_windows_hold_every_token_once():
+def test_windows_hold_every_token_once() -> None:
     text = "".join(chr(97 + i % 26) for i in range(50))
     windows = cut([Document(text)], 16, None, [])
     assert [token for window in windows for token in window.tokens] == [ord(c) for c in text]
@@ -48,7 +45,7 @@ def test_windows_hold_every_token_once():
     assert sum(window.n_scored for window in windows) == 50
 
 
-def test_a_context_is_read_and_not_scored():
+def test_a_context_is_read_and_not_scored() -> None:
     document = Document("y" * 30, context="x" * 20)
     for begin in ([], [7]):
         windows = cut([document], 100, None, begin)
@@ -59,19 +56,19 @@ def test_a_context_is_read_and_not_scored():
         assert set(scored) == {ord("y")}
 
 
-def test_a_limit_counts_scored_tokens():
+def test_a_limit_counts_scored_tokens() -> None:
     documents = [Document("a" * 30), Document("b" * 30, context="c" * 5)]
     windows = cut(documents, 64, 40, [])
     assert [window.n_scored for window in windows] == [29, 11]
 
 
 @pytest.mark.parametrize("text", ["short", "a" * 16])
-def test_too_short_a_text_is_refused(text):
+def test_too_short_a_text_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"text.txt: \d+ tokens are too few"):
         cut([Document(text)], 64, None, [])
 
 
-def test_documents_of_each_kind_of_file(tmp_path):
+def test_documents_of_each_kind_of_file(tmp_path: Path) -> None:
     plain = tmp_path / "a.txt"
     plain.write_text("Grüße")
     assert read_documents(plain) == [Document("Grüße")]
@@ -94,7 +91,7 @@ BAD_TEXTS = [
 
 
 @pytest.mark.parametrize(("name", "data", "message"), BAD_TEXTS)
-def test_bad_texts(tmp_path, name, data, message):
+def test_bad_texts(tmp_path: Path, name: str, data: bytes, message: str) -> None:
     path = tmp_path / name
     path.write_bytes(data)
     with pytest.raises(ConfigError, match=message) as caught:
@@ -102,12 +99,12 @@ def test_bad_texts(tmp_path, name, data, message):
     assert str(path) in str(caught.value)
 
 
-def write(path, *records):
+def write(path: Path, *records: dict) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
 
-def test_answers_are_indices_or_letters(tmp_path):
+def test_answers_are_indices_or_letters(tmp_path: Path) -> None:
     both = {"question": "Q", "choices": ["x", "y"]}
     path = write(tmp_path / "q.jsonl", both | {"answer": 1}, both | {"answer": "b", "context": "C"})
     first, second = read_questions(path)
@@ -116,40 +113,46 @@ def test_answers_are_indices_or_letters(tmp_path):
 
 
 GOOD = {"question": "Q", "choices": ["x", "y"], "answer": 0}
-BAD_QUESTIONS = {
-    "question": [""],
-    "choices": [["x"], ["x", 3], ["x", ""]],
-    "answer": [2, "c", True, None],
-    "context": [3],
-}
+BAD_QUESTIONS = [
+    ({"question": ""}, '"question"'),
+    ({"choices": ["x"]}, '"choices"'),
+    ({"choices": ["x", 3]}, '"choices"'),
+    ({"choices": ["x", ""]}, '"choices"'),
+    ({"answer": 2}, '"answer"'),
+    ({"answer": "c"}, '"answer"'),
+    ({"answer": True}, '"answer"'),
+    ({"answer": None}, '"answer"'),
+    ({"context": 3}, '"context"'),
+]
 
 
-@pytest.mark.parametrize("name", BAD_QUESTIONS)
-def test_bad_questions(tmp_path, name):
-    for value in BAD_QUESTIONS[name]:
-        with pytest.raises(ConfigError, match=f'line 2.*"{name}"'):
-            read_questions(write(tmp_path / "q.jsonl", GOOD, GOOD | {name: value}))
+@pytest.mark.parametrize(("change", "message"), BAD_QUESTIONS)
+def test_bad_questions(tmp_path: Path, change: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"line 2.*{message}"):
+        read_questions(write(tmp_path / "q.jsonl", GOOD, GOOD | change))
 
 
 class Words:
     """A tokenizer of words of four characters, which counts what it gets."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.n_characters = 0
 
-    def tokenize(self, text):
+    def tokenize(self, text: str) -> list[int]:
         self.n_characters += len(text)
         return [1, *(int(text[at : at + 3]) for at in range(0, len(text) - 2, 4))]
 
 
 @pytest.mark.parametrize("prompt", [None, 24])
-def test_no_more_of_a_long_text_is_read_than_its_tokens_need(tmp_path, prompt):
+def test_no_more_of_a_long_text_is_read_than_its_tokens_need(
+    tmp_path: Path, prompt: int | None
+) -> None:
     path = tmp_path / "long.txt"
     path.write_text("".join(f"{n % 1000:03} " for n in range(200_000)))
-    whole = windows_of(Words(), read_documents(path), 32, None, prompt)
+    whole = windows_of(Words().tokenize, read_documents(path), 32, None, prompt)
     tokenizer = Words()
     documents = read_documents(path, needed_tokens(100, 32, prompt))
-    found = windows_of(tokenizer, documents, 32, 100, prompt)
+    found = windows_of(tokenizer.tokenize, documents, 32, 100, prompt)
     assert sum(each.n_scored for each in found) == 100
     assert [each.tokens for each in found[:-1]] == [each.tokens for each in whole[: len(found) - 1]]
     last = found[-1].tokens
@@ -157,17 +160,17 @@ def test_no_more_of_a_long_text_is_read_than_its_tokens_need(tmp_path, prompt):
     assert len(documents[0].text) < 80_000 and tokenizer.n_characters < 30_000
 
 
-def test_a_dense_text_is_taken_apart_until_there_are_enough_tokens(tmp_path):
+def test_a_dense_text_is_taken_apart_until_there_are_enough_tokens(tmp_path: Path) -> None:
     class Sparse(Words):
-        def tokenize(self, text):
+        def tokenize(self, text: str) -> list[int]:
             self.n_characters += len(text)
             return [1, *([2] * (len(text) // 60))]
 
-    found = windows_of(Sparse(), [Document("x" * 1_000_000)], 32, 1000)
+    found = windows_of(Sparse().tokenize, [Document("x" * 1_000_000)], 32, 1000)
     assert sum(each.n_scored for each in found) == 1000
 
 
-def test_no_more_lines_are_read_than_their_tokens_need(tmp_path):
+def test_no_more_lines_are_read_than_their_tokens_need(tmp_path: Path) -> None:
     path = tmp_path / "long.jsonl"
     path.write_text('{"text": "one two three"}\n' * 50_000 + "no JSON\n")
     found = read_documents(path, 100)
@@ -176,57 +179,6 @@ def test_no_more_lines_are_read_than_their_tokens_need(tmp_path):
         read_documents(path)
 
 
-def test_what_has_no_checksum_is_nothing_to_calibrate_on():
+def test_what_has_no_checksum_is_nothing_to_calibrate_on() -> None:
     with pytest.raises(ConfigError, match="/dev/zero is no file"):
-        read_calibration(Words(), Path("/dev/zero"))
-
-
-def softmax(logits):
-    e = np.exp(logits.astype(np.float64))
-    return e / e.sum()
-
-
-def test_log_softmax_is_the_log_of_softmax_and_survives_large_logits():
-    logits = np.random.default_rng(1).normal(0, 5, (4, 50)).astype(np.float32)
-    expected = np.log([softmax(row) for row in logits])
-    assert np.allclose(log_softmax(logits), expected, atol=1e-9)
-    large = log_softmax(np.array([1000.0, 999.0, -1000.0], np.float32))
-    assert np.isfinite(large).all()
-    assert large[0] == pytest.approx(-math.log1p(math.exp(-1)))
-
-
-def test_a_perplexity_and_its_error():
-    """Of a fair die it is six, and its error is that of repeated samples."""
-    nll = np.full(100, math.log(6))
-    found = arithmetic.perplexity(nll)
-    assert found.value == pytest.approx(6)
-    assert found.error == pytest.approx(0, abs=1e-12)
-    rng = np.random.default_rng(2)
-    samples = rng.normal(2.0, 0.5, (4000, 400))
-    spread = np.std([arithmetic.perplexity(row).value for row in samples])
-    assert arithmetic.perplexity(samples[0]).error == pytest.approx(spread, rel=0.15)
-
-
-def test_a_change_is_paired():
-    base = np.random.default_rng(3).normal(3, 2, 500)
-    found = arithmetic.change(base + math.log(1.02), base)
-    assert found.value == pytest.approx(0.02)
-    assert found.error == pytest.approx(0, abs=1e-12)
-    with pytest.raises(ValueError, match="500"):
-        arithmetic.change(base[:-1], base)
-
-
-def test_kl_divergence_is_the_definition():
-    rng = np.random.default_rng(4)
-    p, q = softmax(rng.normal(size=30)), softmax(rng.normal(size=30))
-    expected = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
-    assert arithmetic.kl_divergence(np.log(p), np.log(q)) == pytest.approx(expected)
-    assert arithmetic.kl_divergence(np.log(p), np.log(p)) == 0
-    certain = np.array([0.0, -np.inf])
-    assert arithmetic.kl_divergence(certain, np.log([0.5, 0.5])) == pytest.approx(math.log(2))
-
-
-def test_no_and_one_value_have_no_error():
-    assert math.isnan(arithmetic.mean(np.array([])).value)
-    one = arithmetic.mean(np.array([3.0]))
-    assert one.value == 3 and math.isnan(one.error)
+        read_calibration(Words().tokenize, Path("/dev/zero"))

@@ -1,7 +1,10 @@
 """moe-edge as a model of the real lm_eval, on local tasks."""
 
+from __future__ import annotations
+
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -14,9 +17,8 @@ from lm_eval.tasks import TaskManager
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine, Sampling
 from orchestrator.engine.texts import log_softmax
-from orchestrator.lab.eval.choices import read_questions, score_choices
 from orchestrator.lab.eval.harness import MoeEdgeLM
-from orchestrator.lab.eval.judge import Judge
+from orchestrator.lab.eval.judge import Judge, read_questions, score_choices
 
 SETTINGS = {"policy": "lru", "high_tier": "q4_k", "threads": 1, "ctx": 256, "expert_ram": "8MiB"}
 
@@ -46,13 +48,13 @@ metric_list: [{metric: exact_match}]
 
 
 @pytest.fixture
-def tasks(tmp_path, monkeypatch):
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Writes a task and its records, and gives what lm_eval makes of them without a network."""
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
-    def run(model, yaml, records):
+    def run(model: Path, yaml: str, records: list[dict]) -> dict:
         data = tmp_path / "data.jsonl"
         data.write_text("".join(json.dumps(record) + "\n" for record in records))
         source = f"dataset_path: json\ntest_split: test\ndataset_kwargs: {{data_files: {data}}}\n"
@@ -73,17 +75,17 @@ def tasks(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def engine(model):
+def engine(model: Path):
     settings = SETTINGS | {"expert_ram": 8 << 20, "exact_tiers": True}
     with Engine.open(Config.build(model=model, **settings)) as engine:
         yield engine
 
 
-def test_it_is_registered():
+def test_it_is_registered() -> None:
     assert get_model("moe-edge") is MoeEdgeLM
 
 
-def test_multiple_choice_agrees_with_our_own(model, engine, choices, tasks):
+def test_multiple_choice_agrees_with_our_own(model: Path, engine: Engine, choices: Path, tasks):
     records = [json.loads(line) for line in choices.read_text().splitlines()]
     found = tasks(model, CHOICES, records)
     ours = score_choices(Judge(engine), read_questions(choices))
@@ -92,7 +94,7 @@ def test_multiple_choice_agrees_with_our_own(model, engine, choices, tasks):
     assert found["acc_norm,none"] == pytest.approx(ours.acc_norm.value)
 
 
-def test_contexts_count_for_what_is_placed_behind_them(model):
+def test_contexts_count_for_what_is_placed_behind_them(model: Path) -> None:
     """Each of them once, whatever is asked behind it; what a context used is part of what is usual
     for the next one."""
     settings = {"policy": "context", "hot_experts": 2, "threads": 1, "ctx": 256}
@@ -116,7 +118,7 @@ def test_contexts_count_for_what_is_placed_behind_them(model):
         assert (placed[0] != placed[1]).any()
 
 
-def test_whole_texts_agree_with_our_own(model, engine, tasks):
+def test_whole_texts_agree_with_our_own(model: Path, engine: Engine, tasks) -> None:
     text = "The fox sat by the river and looked at the stars. " * 2
     found = tasks(model, ROLLING, [{"text": text}])
     tokens = engine.tokenize(text)
@@ -128,7 +130,7 @@ def test_whole_texts_agree_with_our_own(model, engine, tasks):
     assert math.log(found["byte_perplexity,none"]) == pytest.approx(nll / len(text), rel=1e-6)
 
 
-def test_answers_are_the_engines(model, engine, tasks):
+def test_answers_are_the_engines(model: Path, engine: Engine, tasks) -> None:
     question = "The fox sat by"
     expected = "".join(engine.generate(engine.tokenize(question), Sampling(temp=0), 8))
     expected = expected.split("\n")[0]

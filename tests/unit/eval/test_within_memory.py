@@ -1,5 +1,11 @@
 """The best tier that others are compared with has no memory of its own."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from orchestrator.config import Config
@@ -7,24 +13,25 @@ from orchestrator.engine.engine import Engine
 from orchestrator.lab.eval import EvalOptions, evaluate
 from orchestrator.lab.registry import STUDIES, load
 from orchestrator.lab.study import study
+from orchestrator.native import Library
 
 RAM = 400 << 20
 
 
 @pytest.fixture
-def engines(monkeypatch):
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Config, int]]:
     """The config of each engine that was opened, and how many others were open."""
     opened: list[tuple[Config, int]] = []
     alive = 0
     make, close = Engine.__init__, Engine.close
 
-    def counted(self, config, *rest):
+    def counted(self: Engine, config: Config, *rest: Any) -> None:
         nonlocal alive
         make(self, config, *rest)
         opened.append((config, alive))
         alive += 1
 
-    def uncounted(self):
+    def uncounted(self: Engine) -> None:
         nonlocal alive
         alive -= 1
         close(self)
@@ -35,19 +42,21 @@ def engines(monkeypatch):
 
 
 @pytest.fixture
-def config(library, tiny_model):
+def config(library: Library, tiny_model: Callable[..., Path]) -> Config:
     model = tiny_model("qwen3moe", "q8_0", "q4_k", "q2_k")
     return Config.build(model=model, ram=RAM, ctx=128, threads=1)
 
 
 @pytest.fixture
-def text(tmp_path):
+def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text("some words of a text, " * 20)
     return path
 
 
-def test_the_best_tier_is_read_first_and_within_the_cap(config, text, engines):
+def test_the_best_tier_is_read_first_and_within_the_cap(
+    config: Config, text: Path, engines: list[tuple[Config, int]]
+) -> None:
     options = EvalOptions(text=text, tokens=40, window=32, kl=True)
     asked = config.with_changes(policy="dymoe", high_tier="q4_k", low_tier="q2_k")
     found = evaluate(asked, options, lambda _what, _share: None)
@@ -58,7 +67,12 @@ def test_the_best_tier_is_read_first_and_within_the_cap(config, text, engines):
     ]
 
 
-def test_the_studies_keep_the_cap(config, text, engines, monkeypatch):
+def test_the_studies_keep_the_cap(
+    config: Config,
+    text: Path,
+    engines: list[tuple[Config, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(study, "LEAST_TOKENS", 16)
     options = EvalOptions(text=text, tokens=40, window=32)
     load(STUDIES, "depth").publish(

@@ -1,18 +1,26 @@
 """The form of all experiments: their names, their options, their tables."""
 
+from __future__ import annotations
+
 import dataclasses
 
 import pytest
 
 from orchestrator.errors import ConfigError
-from orchestrator.lab import registry
+from orchestrator.lab.registry import (
+    BENCHMARKS,
+    REPLAY_STUDIES,
+    STUDIES,
+    load,
+    studies_by_paper,
+)
 from orchestrator.lab.study.study import Drawn
 from orchestrator.lab.table import WIDTH, Column, Table, fixed, percent
 
 
-@pytest.mark.parametrize("name", registry.BENCHMARKS)
+@pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_benchmark_has_the_form(name):
-    benchmark = registry.load(registry.BENCHMARKS, name)
+    benchmark = load(BENCHMARKS, name)
     options = benchmark.options()
     for option, declared in options.declared().items():
         assert getattr(options, option) == declared.default, option
@@ -22,18 +30,18 @@ def test_every_benchmark_has_the_form(name):
     assert {field.name for field in dataclasses.fields(options)} == set(options.declared())
 
 
-@pytest.mark.parametrize("name", [*registry.STUDIES, *registry.REPLAY_STUDIES])
+@pytest.mark.parametrize("name", [*STUDIES, *REPLAY_STUDIES])
 def test_every_study_has_the_form_and_its_own_name(name):
-    study = registry.load(registry.STUDIES | registry.REPLAY_STUDIES, name)
+    study = load(STUDIES | REPLAY_STUDIES, name)
     assert isinstance(study, Drawn) and study.name == name
 
 
 def test_studies_are_listed_by_paper():
-    listed = "; ".join(registry.studies_by_paper())
+    listed = "; ".join(studies_by_paper())
     assert listed.count("(DyMoE)") == listed.count("(DynaExq)") == 1
-    assert all(name in listed for name in registry.STUDIES)
+    assert all(name in listed for name in STUDIES)
     with pytest.raises(ConfigError, match="unknown study 'x'; known: accuracy, "):
-        registry.load(registry.STUDIES, "x")
+        load(STUDIES, "x")
 
 
 NAME = Column("", "name", left=True)

@@ -1,7 +1,10 @@
 """The hardware model of a GPU and near-data memory against sums by hand, and what it is fed."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +15,22 @@ from orchestrator.cli.main import cli
 from orchestrator.errors import ConfigError, TraceError
 from orchestrator.events import Phase
 from orchestrator.lab.replay import near_data, write_trace
+from orchestrator.lab.replay.near_data import (
+    GPU_LRU_BITS,
+    SHAPES,
+    NearData,
+    Plan,
+    Routing,
+    Sequence,
+    cosine,
+    decode,
+    from_trace,
+    generated,
+    on_demand,
+    strategies,
+)
 
-SMALL, LARGE = near_data.SHAPES["mixtral-8x7b"], near_data.SHAPES["mixtral-8x22b"]
+SMALL, LARGE = SHAPES["mixtral-8x7b"], SHAPES["mixtral-8x22b"]
 
 
 def independent(shape, n_hot, hot_mass, n=400):
@@ -24,14 +41,14 @@ def independent(shape, n_hot, hot_mass, n=400):
     ids = np.repeat(np.array(pairs)[:, None, :], shape.n_layers, axis=1)
     counts = np.zeros((shape.n_layers, shape.n_expert))
     counts[:, :n_hot] = 1.0
-    return near_data.Sequence(counts, counts, ids)
+    return Sequence(counts, counts, ids)
 
 
 def step_ms(shape, n_hot, hot_mass, bits):
     hot = np.zeros((shape.n_layers, shape.n_expert), bool)
     hot[:, :n_hot] = True
-    plan = near_data.Plan(hot, np.full(hot.shape, float(bits)))
-    return near_data.decode(shape, plan, independent(shape, n_hot, hot_mass)).step_ms
+    plan = Plan(hot, np.full(hot.shape, float(bits)))
+    return decode(shape, plan, independent(shape, n_hot, hot_mass)).step_ms
 
 
 # ms a token, worked out by hand: (shape, hot experts, hot mass, bits, ms).
@@ -78,13 +95,13 @@ def test_a_prompt_streams_or_computes_what_is_sooner_done():
     assert not streamed[half].any()
 
 
-PAPER = near_data.NearData(near_weights="plain", prior_tokens=0.0)
+PAPER = NearData(near_weights="plain", prior_tokens=0.0)
 
 
 def runs_of(shape, n_hot, mass, bits):
     sequence = independent(shape, n_hot, mass, 16)
-    routing = near_data.Routing("by hand", [sequence, sequence], np.zeros_like(sequence.counts))
-    return near_data.strategies(replace(PAPER, shape=shape.name, near_bits=bits), routing)
+    routing = Routing("by hand", [sequence, sequence], np.zeros_like(sequence.counts))
+    return strategies(replace(PAPER, shape=shape.name, near_bits=bits), routing)
 
 
 @pytest.mark.parametrize(
@@ -139,12 +156,10 @@ def test_only_what_changed_is_moved(hot, usual, moved, monkeypatch):
         return counts
 
     ids = independent(SMALL, 4, 0.5, 16).ids
-    routing = near_data.Routing(
-        "", [near_data.Sequence(use(each), use(each), ids) for each in hot], use(usual)
-    )
+    routing = Routing("", [Sequence(use(each), use(each), ids) for each in hot], use(usual))
     stream = 352321536 / 25e6  # 3 x 4096 x 14336 weights of 2 bytes over 25 GB/s, in ms
     monkeypatch.setattr(near_data, "LENGTHS", ((4, 8),))
-    runs = near_data.strategies(PAPER, routing)
+    runs = strategies(PAPER, routing)
     # A prompt of four tokens brings nothing to the GPU.
     assert runs["context"].moves[:, 0] == pytest.approx([32 * n * stream for n in moved])
     assert not runs["static"].moves.any()  # placed once, before all of them
@@ -152,35 +167,35 @@ def test_only_what_changed_is_moved(hot, usual, moved, monkeypatch):
 
 def test_what_a_prompt_brought_to_the_gpu_stays_there_for_nothing(monkeypatch):
     sequence = independent(SMALL, 4, 0.5, 16)
-    routing = near_data.Routing("", [sequence], np.roll(sequence.counts, 4, axis=1))
+    routing = Routing("", [sequence], np.roll(sequence.counts, 4, axis=1))
     monkeypatch.setattr(near_data, "LENGTHS", ((4, 8), (4096, 8)))
-    short, long = near_data.strategies(PAPER, routing)["context"].moves[0]
+    short, long = strategies(PAPER, routing)["context"].moves[0]
     assert long < short / 2
 
 
 def alone(shape, ids, n_slots, bits):
     """A GPU alone with room for so many experts, over the experts of one layer by token."""
     ids = np.array(ids)[:, None, :]
-    sequence = near_data.Sequence(np.zeros((1, 8)), np.zeros((1, 8)), ids)
+    sequence = Sequence(np.zeros((1, 8)), np.zeros((1, 8)), ids)
     one_layer = replace(shape, n_layers=1)
-    return near_data.on_demand(one_layer, [sequence], bits, n_slots + 0.01)
+    return on_demand(one_layer, [sequence], bits, n_slots + 0.01)
 
 
 def test_gpu_lru_copies_what_it_has_not():
     there, copied = 0.0250 + 2 * 0.1052, 14.09 + 0.002
-    kept = alone(SMALL, [(0, 1), (1, 0)], 2, near_data.GPU_LRU_BITS)
+    kept = alone(SMALL, [(0, 1), (1, 0)], 2, GPU_LRU_BITS)
     assert kept.step_ms == pytest.approx(there, rel=1e-2) and kept.hot_mass == 1.0
-    never = alone(SMALL, [(0, 1), (2, 3)], 2, near_data.GPU_LRU_BITS)
+    never = alone(SMALL, [(0, 1), (2, 3)], 2, GPU_LRU_BITS)
     assert never.step_ms == pytest.approx(there + 2 * copied, rel=1e-3) and never.hot_mass == 0.0
     # The least recently used goes: 0 and 1 stay, and so 2 takes the place of 3.
-    some = alone(SMALL, [(0, 1), (2, 0), (1, 0), (3, 0)], 3, near_data.GPU_LRU_BITS)
+    some = alone(SMALL, [(0, 1), (2, 0), (1, 0), (3, 0)], 3, GPU_LRU_BITS)
     assert some.hot_mass == pytest.approx(6 / 8)
 
 
 def test_a_trace_is_tiled_and_its_last_layer_is_predicted():
     rng = np.random.default_rng(1)
     trace = random_trace(rng, n_layers=3)
-    routing = near_data.from_trace(SMALL, trace)
+    routing = from_trace(SMALL, trace)
     (sequence,) = routing.sequences
     assert sequence.counts.shape == (32, 8) and sequence.ids.shape == (11, 32, 2)
     assert (sequence.counts[3] == sequence.counts[0]).all()
@@ -194,25 +209,25 @@ def test_a_trace_is_tiled_and_its_last_layer_is_predicted():
 def test_traces_that_cannot_stand_for_the_shape_are_refused():
     one = [np.array([[0, 1]])]
     with pytest.raises(TraceError, match="no prompt with an answer"):
-        near_data.from_trace(SMALL, make_trace([(Phase.DECODE, one)]))
+        from_trace(SMALL, make_trace([(Phase.DECODE, one)]))
     with pytest.raises(ConfigError, match="2 of 12 experts, which cannot"):
-        near_data.from_trace(SMALL, make_trace([(Phase.PREFILL, one)], n_expert=12))
+        from_trace(SMALL, make_trace([(Phase.PREFILL, one)], n_expert=12))
 
 
 def test_generated_routing_is_as_alike_as_the_papers():
-    made = near_data.generated(SMALL)
-    found = [near_data.cosine(each.counts, each.decode_counts()).mean() for each in made.sequences]
+    made = generated(SMALL)
+    found = [cosine(each.counts, each.decode_counts()).mean() for each in made.sequences]
     assert np.mean(found) == pytest.approx(0.89, abs=0.05)
     ids = made.sequences[0].ids
     assert (ids[..., 0] != ids[..., 1]).all() and made.sequences[0].counts.sum() == 128 * 32 * 2
-    assert (near_data.generated(SMALL).sequences[0].ids == ids).all()
+    assert (generated(SMALL).sequences[0].ids == ids).all()
 
 
 def run(*args):
     return CliRunner().invoke(cli, ["replay", *map(str, args)])
 
 
-def test_the_command_prints_every_strategy(tmp_path):
+def test_the_command_prints_every_strategy(tmp_path: Path):
     write_trace(tmp_path / "t.npz", random_trace(np.random.default_rng(3), n_steps=6))
     result = run(tmp_path / "t.npz", "--near-data", "--near-bits=2")
     assert result.exit_code == 0, result.output

@@ -5,31 +5,42 @@ from made_runs import part, rows_of, run
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
-from orchestrator.lab.bench import cases, loop
 from orchestrator.lab.bench.ablation import Ablation, AblationOptions
+from orchestrator.lab.bench.benchmark import Benchmark, token_slot_bytes
+from orchestrator.lab.bench.cases import (
+    CACHE,
+    CACHE_AHEAD,
+    MANAGED,
+    MIXED,
+    MIXED_AHEAD,
+    ON_DEMAND,
+    PAPER,
+    SKIP_AHEAD,
+    paper_rows,
+)
 from orchestrator.lab.bench.job import COLD, DECODE, PROMPT
 from orchestrator.memory.footprint import model_shape
 from orchestrator.policy.lru import LRU
 
-DECODE_MS = dict(zip(cases.PAPER, (100.0, 50.0, 40.0, 45.0, 25.0, 20.0), strict=True))
+DECODE_MS = dict(zip(PAPER, (100.0, 50.0, 40.0, 45.0, 25.0, 20.0), strict=True))
 
 
 def test_rows_differ_in_one_part_each():
-    rows = {case.name: case for case in cases.paper_rows(0.6, 0.75)}
-    assert tuple(rows) == cases.PAPER
+    rows = {case.name: case for case in paper_rows(0.6, 0.75)}
+    assert tuple(rows) == PAPER
     settings = {name: case.settings for name, case in rows.items()}
     assert [case.one_token for case in rows.values()] == [True] + [False] * 5
-    assert settings[cases.CACHE] == settings[cases.CACHE_AHEAD] | {"prefetch": "off"}
-    assert settings[cases.MIXED] == settings[cases.MIXED_AHEAD] | {"prefetch": "off"}
-    assert settings[cases.MIXED] == settings[cases.CACHE] | {"retention": 0.75, "low_tier": "q2_k"}
-    assert settings[cases.SKIP_AHEAD] == settings[cases.MIXED_AHEAD] | {"low_tier": "skip"}
-    assert settings[cases.CACHE_AHEAD]["prefetch"] == "on"
+    assert settings[CACHE] == settings[CACHE_AHEAD] | {"prefetch": "off"}
+    assert settings[MIXED] == settings[MIXED_AHEAD] | {"prefetch": "off"}
+    assert settings[MIXED] == settings[CACHE] | {"retention": 0.75, "low_tier": "q2_k"}
+    assert settings[SKIP_AHEAD] == settings[MIXED_AHEAD] | {"low_tier": "skip"}
+    assert settings[CACHE_AHEAD]["prefetch"] == "on"
 
 
 def test_slots_of_one_token_hold_k_experts_of_one_layer(tmp_path):
     model = ExpertModel.open(synthetic.write(tmp_path / "m.gguf", "tiny-olmoe"))
     policy = LRU(model_shape(model, (0,)))
-    groups = policy.plan(loop.token_slot_bytes(model)).groups
+    groups = policy.plan(token_slot_bytes(model)).groups
     assert {group.n_slots for group in groups} == {model.n_expert_used}
 
 
@@ -37,12 +48,12 @@ def fake_run(job):
     """What a process of this job would print, with speeds from DECODE_MS."""
     low, ahead = job.settings.get("low_tier"), job.settings.get("prefetch")
     name = {
-        (None, "off"): cases.CACHE,
-        (None, "on"): cases.CACHE_AHEAD,
-        ("q2_k", "off"): cases.MIXED,
-        ("q2_k", "on"): cases.MIXED_AHEAD,
-        ("skip", "on"): cases.SKIP_AHEAD,
-    }.get((low, ahead), cases.ON_DEMAND)
+        (None, "off"): CACHE,
+        (None, "on"): CACHE_AHEAD,
+        ("q2_k", "off"): MIXED,
+        ("q2_k", "on"): MIXED_AHEAD,
+        ("skip", "on"): SKIP_AHEAD,
+    }.get((low, ahead), ON_DEMAND)
     ms = DECODE_MS[name]
     routed = {"high": 3, "low": 0, "skip": 1} if low == "skip" else {"high": 4, "low": 0, "skip": 0}
     parts = []
@@ -66,7 +77,7 @@ def faked(monkeypatch, no_disk):
             return {"error": "died of SIGILL"}
         return fake_run(job)
 
-    monkeypatch.setattr(loop.Loop, "_spawn", staticmethod(spawn))
+    monkeypatch.setattr(Benchmark, "_spawn", staticmethod(spawn))
     options = AblationOptions(quick=True, caps=(0.6, 0.8), runs=2, tokens=6, warmup=2)
     return Ablation().run(options), jobs
 
@@ -75,16 +86,17 @@ def test_speedups_refer_to_load_on_demand_under_the_same_cap(faked):
     report, jobs = faked
     rows = rows_of(report)
     for cap in (0.6, 0.8):
-        for name in cases.PAPER[:5] if cap == 0.8 else cases.PAPER:
+        for name in PAPER[:5] if cap == 0.8 else PAPER:
             row = rows[name, cap]
-            ms, faster = DECODE_MS[name], 100 / DECODE_MS[name]
-            expected = {"speedup_tpot": faster, "speedup_ttft": faster, "ttft_ms": 3 * ms}
-            # Hits are of measured decode steps alone.
-            expected |= {"ttft_cold_ms": 10 * ms, "hit_rate": 0.4, "bytes_per_token": 2e6}
-            assert {name: row[name] for name in expected} == pytest.approx(expected)
-    assert rows[cases.SKIP_AHEAD, 0.6]["mix"] == {"high": 0.75, "low": 0.0, "skip": 0.25}
-    assert "speedup_tpot" not in rows[cases.MANAGED, None]
-    assert rows[cases.SKIP_AHEAD, 0.8]["error"] == "died of SIGILL"
+            assert row["speedup_tpot"] == pytest.approx(100 / DECODE_MS[name])
+            assert row["speedup_ttft"] == pytest.approx(100 / DECODE_MS[name])
+            assert row["ttft_ms"] == pytest.approx(3 * DECODE_MS[name])
+            assert row["ttft_cold_ms"] == pytest.approx(10 * DECODE_MS[name])
+            assert row["hit_rate"] == pytest.approx(0.4)  # of measured decode steps alone
+            assert row["bytes_per_token"] == pytest.approx(2e6)
+    assert rows[SKIP_AHEAD, 0.6]["mix"] == {"high": 0.75, "low": 0.0, "skip": 0.25}
+    assert "speedup_tpot" not in rows[MANAGED, None]
+    assert rows[SKIP_AHEAD, 0.8]["error"] == "died of SIGILL"
     slots = [job.settings["expert_ram"] for job in jobs if job.settings.get("expert_ram")]
     assert slots.count(min(slots)) == 4  # row 1: two caps, two runs
 
@@ -98,15 +110,15 @@ def test_quick_ablation_end_to_end(real_engine, shape):
     rows = {row["name"]: row for row in report.rows}
     assert not {name: row["error"] for name, row in rows.items() if "error" in row}
     # Upstream stands beside them only where it is capped.
-    assert list(rows) == [cases.MANAGED, "lru", *cases.PAPER]
+    assert list(rows) == [MANAGED, "lru", *PAPER]
     # What load on demand reads is gone when it is needed again; a cache keeps some of it.
-    assert rows[cases.ON_DEMAND]["hit_rate"] == 0.0
-    assert rows[cases.MANAGED]["hit_rate"] == 1.0
-    for name in cases.PAPER[1:]:
+    assert rows[ON_DEMAND]["hit_rate"] == 0.0
+    assert rows[MANAGED]["hit_rate"] == 1.0
+    for name in PAPER[1:]:
         assert 0 < rows[name]["hit_rate"] < 1
-        assert rows[name]["bytes_per_token"] < rows[cases.ON_DEMAND]["bytes_per_token"]
-    assert rows[cases.MIXED]["mix"]["low"] > 0 < rows[cases.SKIP_AHEAD]["mix"]["skip"]
-    assert rows[cases.CACHE]["mix"]["high"] == 1.0
-    recall = rows[cases.CACHE_AHEAD]["policy"]["recall"]
+        assert rows[name]["bytes_per_token"] < rows[ON_DEMAND]["bytes_per_token"]
+    assert rows[MIXED]["mix"]["low"] > 0 < rows[SKIP_AHEAD]["mix"]["skip"]
+    assert rows[CACHE]["mix"]["high"] == 1.0
+    recall = rows[CACHE_AHEAD]["policy"]["recall"]
     assert recall[0] is None and all(0 < share <= 1 for share in recall[1:])
     assert f"{'trained' if shape == 'demo' else 'zipf'} routing" in report.text()

@@ -7,11 +7,19 @@ from types import SimpleNamespace
 import pytest
 
 from orchestrator.errors import ConfigError, MoeEdgeError
-from orchestrator.lab.bench import host, models
+from orchestrator.lab import children as host
+from orchestrator.lab.bench import models
+from orchestrator.lab.bench.benchmark import Benchmark
 from orchestrator.lab.bench.caps import CapOptions, Caps
 from orchestrator.lab.bench.child import play, token_stream
-from orchestrator.lab.bench.job import MIN_STEPS, Job, decode, longest_context, prompt, settle
-from orchestrator.lab.bench.loop import Loop
+from orchestrator.lab.bench.job import (
+    MIN_STEPS,
+    Job,
+    decode,
+    longest_context,
+    prompt,
+    settle,
+)
 from orchestrator.lab.bench.options import BenchOptions
 
 
@@ -100,17 +108,29 @@ def test_each_sequence_gets_its_own_tokens():
 def test_a_part_has_what_the_store_counted_meanwhile():
     """Of its own steps: waited for and ahead, by step."""
 
-    store = SimpleNamespace(calls=3, callback_us=lambda since: 10.0 * since)
-    store.reset_stats = lambda: setattr(store, "read", 0)
+    class Store:
+        calls = 3
 
-    def stats():
-        keys = ("requests", "hits", "copy_bytes", "in_place", "in_place_bytes", "host_computed")
-        counted = {key: [0, 0] for key in keys} | {"routed": [[0, 0, 0], [3, 2, 1]]}
-        counted |= {"demand_bytes": [0, store.read], "prefetch_bytes": [0, 2 * store.read]}
-        counted |= {"prefetch_used": 3, "prefetch_wasted": 1, "budget_bytes": 9}
-        return SimpleNamespace(transition_bytes=0, **counted)
+        def __init__(self):
+            self.read = 0
 
-    store.stats = stats
+        def reset_stats(self):
+            self.read = 0
+
+        def stats(self):
+            keys = ("demand_bytes", "prefetch_bytes", "requests", "hits", "copy_bytes", "in_place")
+            keys += ("in_place_bytes", "host_computed")
+            found = SimpleNamespace(**{key: [0, 0] for key in keys})
+            found.demand_bytes, found.prefetch_bytes = [0, self.read], [0, 2 * self.read]
+            found.routed = [[0, 0, 0], [3, 2, 1]]
+            found.prefetch_used, found.prefetch_wasted, found.budget_bytes = 3, 1, 9
+            found.transition_bytes = 0
+            return found
+
+        def callback_us(self, since):
+            return 10.0 * since
+
+    store = Store()
 
     class Reads(Played):
         def eval(self, tokens, pos):
@@ -138,6 +158,7 @@ def test_no_group_is_a_reason_not_an_error(monkeypatch, tmp_path):
     # A plain folder has no limit file: writing one fails as it does without permission.
     monkeypatch.setattr(host, "memory_folders", lambda: [tmp_path / "missing"])
     with host.memory_group(2**20) as group:
+        assert isinstance(group, str)
         assert "could not be made" in group
 
 
@@ -196,5 +217,5 @@ def test_a_child_that_does_not_answer_is_reported(monkeypatch, tmp_path, line, s
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     if "sleep" in line:
-        monkeypatch.setattr("orchestrator.lab.bench.loop.START_SECONDS", 0.2)
-    assert Loop._spawn(job(parts=[])) == {"error": said}
+        monkeypatch.setattr("orchestrator.lab.bench.benchmark.START_SECONDS", 0.2)
+    assert Benchmark._spawn(job(parts=[])) == {"error": said}

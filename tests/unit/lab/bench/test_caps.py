@@ -6,22 +6,30 @@ from types import SimpleNamespace
 import pytest
 from made_runs import part, rows_of, run
 
-from orchestrator.lab.bench import caps
-from orchestrator.lab.bench.benchmark import QUICK_NOTE
-from orchestrator.lab.bench.loop import Loop
+from orchestrator.lab.bench.benchmark import QUICK_NOTE, Benchmark
+from orchestrator.lab.bench.caps import (
+    CapOptions,
+    Caps,
+    Computing,
+    add_disk_bound,
+    computing,
+    step_bytes,
+)
 from orchestrator.lab.bench.models import UNIFORM, tier_expert_bytes
 
 ALL_HIGH = {"high": 1.0, "low": 0.0, "skip": 0.0}
 
 
 @pytest.fixture
-def loop(tmp_path, monkeypatch):
+def bench(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return Loop(caps.CapOptions(quick=True, retention=0.6), lambda text: None)
+    made = Caps()
+    made.open(CapOptions(quick=True, retention=0.6), lambda text: None)
+    return made
 
 
-def test_every_system_runs_under_every_cap(loop):
-    listed = caps.Caps().cases(loop)
+def test_every_system_runs_under_every_cap(bench):
+    listed = bench.cases()
     keys = [case.key for case in listed]
     assert len(set(keys)) == len(keys)
     for cap in ("60%", "80%"):
@@ -34,42 +42,42 @@ def test_every_system_runs_under_every_cap(loop):
         (0.6, "q2_k"),
         (0.8, "q3_k"),
     }
-    uniform = loop.job(next(case for case in listed if case.tier == "q3_k"), 0)
+    uniform = bench.job(next(case for case in listed if case.tier == "q3_k"), 0)
     assert "-q3_k-" in uniform.model and uniform.low is None
     fewer = next(case for case in listed if case.role == "fewer")
-    assert loop.job(fewer, 0).settings["experts_used"] == ("olmoe.expert_used_count", 1)
-    loop.options = caps.CapOptions(quick=True, together=4, caps=(0.6,))
-    assert {case.system for case in caps.Caps().cases(loop)} == {"engine"}
+    assert bench.job(fewer, 0).settings["experts_used"] == ("olmoe.expert_used_count", 1)
+    bench.on = CapOptions(quick=True, together=4, caps=(0.6,))
+    assert {case.system for case in bench.cases()} == {"engine"}
 
 
-def test_the_largest_type_that_fits_is_taken(loop):
-    experts = loop.model.tier_bytes[0]
-    sizes = {tier: tier_expert_bytes(loop.model, tier) for tier in UNIFORM}
+def test_the_largest_type_that_fits_is_taken(bench):
+    experts = bench.model.tier_bytes[0]
+    sizes = {tier: tier_expert_bytes(bench.model, tier) for tier in UNIFORM}
     assert list(sizes.values()) == sorted(sizes.values(), reverse=True)
     for tier in ("iq4_xs", "q3_k", "iq2_xxs"):
-        assert caps.largest_whole(loop, (sizes[tier] + 0.5) / experts) == tier
-        assert caps.largest_whole(loop, (sizes[tier] - 0.5) / experts) != tier
-    assert caps.largest_whole(loop, 0.1) is None
+        assert bench.largest_whole((sizes[tier] + 0.5) / experts) == tier
+        assert bench.largest_whole((sizes[tier] - 0.5) / experts) != tier
+    assert bench.largest_whole(0.1) is None
 
 
-def test_the_whole_process_counts_where_it_is_capped(loop):
-    loop.options = SimpleNamespace(
+def test_the_whole_process_counts_where_it_is_capped(bench):
+    bench.on = SimpleNamespace(
         caps_process=True, n_ctx=256, n_ubatch=16, trained=False, routing="uniform"
     )
     # a tiny model is smaller than the process around it
-    assert caps.largest_whole(loop, 0.99) is None
-    loop.file_bytes = 2**40
-    assert caps.largest_whole(loop, 0.99) == "q6_k"
+    assert bench.largest_whole(0.99) is None
+    bench.file_bytes = 2**40
+    assert bench.largest_whole(0.99) == "q6_k"
 
 
 def test_a_skipped_and_a_low_expert_compute_less():
-    compute = caps.Computing([20.0], [16.0], [17.0], 0.75)
+    compute = Computing([20.0], [16.0], [17.0], 0.75)
     assert compute.of_mix(0, ALL_HIGH) == 20.0
     # a quarter of the experts left out saves 3 ms, half of them would save 6
     assert compute.of_mix(0, {"high": 0.5, "low": 0.0, "skip": 0.5}) == pytest.approx(14.0)
     assert compute.of_mix(0, {"high": 0.5, "low": 0.5, "skip": 0.0}) == pytest.approx(18.0)
     # noise that makes the cheaper one slower saves nothing
-    assert caps.Computing([20.0], [21.0], [], 1).of_mix(0, {"high": 0, "low": 1, "skip": 0}) == 20.0
+    assert Computing([20.0], [21.0], [], 1).of_mix(0, {"high": 0, "low": 1, "skip": 0}) == 20.0
 
 
 def test_computing_is_the_better_flags_of_upstream_run_by_run():
@@ -83,8 +91,8 @@ def test_computing_is_the_better_flags_of_upstream_run_by_run():
         upstream("low", 7.0, 7.0),
         {"role": "fewer", "cap": None, "error": "died"},
     ]
-    assert caps.computing(rows, 0.75) == caps.Computing([8.0, 9.0], [7.0, 7.0], [], 0.75)
-    assert caps.computing(rows[2:3], 0.75).high == []
+    assert computing(rows, 0.75) == Computing([8.0, 9.0], [7.0, 7.0], [], 0.75)
+    assert computing(rows[2:3], 0.75).high == []
 
 
 @pytest.mark.parametrize(
@@ -102,7 +110,7 @@ def test_the_bound_of_a_row(ms, reads, disk, computed, bound, by):
     moved = sum(sum(each) for each in reads)
     made = part("decode", ms, bytes=moved) | {"step_reads": reads}
     row = {"mix": ALL_HIGH, "tpot_ms_p50_runs": [sorted(ms)[len(ms) // 2]]}
-    caps.add_disk_bound(row, [run(made, disk=disk)], caps.Computing([computed], [], [], 1.0))
+    add_disk_bound(row, [run(made, disk=disk)], Computing([computed], [], [], 1.0))
     assert row["bound_tpot_ms"] == pytest.approx(bound)
     assert row["bound_by"] == by
     assert row["of_bound"] == pytest.approx(bound / row["tpot_ms_p50_runs"][0])
@@ -110,7 +118,7 @@ def test_the_bound_of_a_row(ms, reads, disk, computed, bound, by):
 
 def test_what_was_read_ahead_counts_as_far_as_it_was_used():
     made = part("decode", [1.0], used_ahead=0.75) | {"step_reads": [[10, 8]]}
-    assert caps.step_bytes(made) == [16.0]
+    assert step_bytes(made) == [16.0]
 
 
 @pytest.fixture
@@ -133,8 +141,8 @@ def faked(monkeypatch, no_disk):
         missed = {"bytes": 1.6e8, "needed_bytes": 1.6e8, "routed": mix}
         return run(prompt, part("decode", [25.0] * 7 + [9000.0], **missed))
 
-    monkeypatch.setattr(Loop, "_spawn", staticmethod(spawn))
-    report = caps.Caps().run(caps.CapOptions(quick=True, caps=(0.6,), runs=2), notes.append)
+    monkeypatch.setattr(Benchmark, "_spawn", staticmethod(spawn))
+    report = Caps().run(CapOptions(quick=True, caps=(0.6,), runs=2), notes.append)
     assert notes[0] == QUICK_NOTE
     return report, jobs
 
@@ -144,19 +152,26 @@ def test_bound_and_speedup_follow_from_what_was_measured(faked):
     rows = rows_of(report)
     lru = rows["lru", 0.6]
     # 20 MB a token at 1 GB/s: 20 ms, more than the 8 ms of computing.
-    expected = {"bound_tpot_ms": 20, "of_bound": 20 / 25, "speedup_mmap": 8, "hit_rate": 0.4}
-    expected |= {"of_resident": 10 / 25, "bytes_per_token": 2e7, "callback_us_p50": 9}
-    assert {name: lru[name] for name in expected} == pytest.approx(expected)
+    assert lru["bound_tpot_ms"] == pytest.approx(20.0)
+    assert lru["of_bound"] == pytest.approx(20 / 25)
+    assert lru["speedup_mmap"] == pytest.approx(8.0)
+    assert lru["of_resident"] == pytest.approx(10 / 25)
+    assert lru["hit_rate"] == pytest.approx(0.4)
     assert lru["mix"] == {"high": 0.75, "low": 0.25, "skip": 0.0}
+    assert lru["bytes_per_token"] == pytest.approx(2e7)
+    assert lru["callback_us_p50"] == 9.0
     assert "bound_tpot_ms" not in rows["our managed path", None]
     assert json.loads(json.dumps(report.as_dict()))["tables"][1]["data"][2]["name"] == "lru"
 
 
-def test_runs_are_interleaved_and_a_failed_one_is_not_tried_again(faked):
+def test_a_failed_case_is_a_row_and_is_not_tried_again(faked):
     report, jobs = faked
     assert rows_of(report)["upstream mmap, repack", 0.6]["error"] == "out of memory"
     tries = [job for job in jobs if job.settings.get("mmap") and job.settings.get("extra_bufts")]
     assert len(tries) == 1
+
+
+def test_runs_are_interleaved(faked):
     _, jobs = faked
     policies = [job.settings.get("policy") for job in jobs if job.system == "engine"]
     assert policies == 2 * ["plain", "lru", "lru", "dymoe", "dymoe", "dymoe", "dynaexq"]
@@ -165,8 +180,8 @@ def test_runs_are_interleaved_and_a_failed_one_is_not_tried_again(faked):
 
 
 def test_quick_benchmark_end_to_end(real_engine):
-    options = caps.CapOptions(quick=True, caps=(0.6,), tokens=8, warmup=2, runs=1, threads=1)
-    rows = {row["name"]: row for row in caps.Caps().run(options).rows}
+    options = CapOptions(quick=True, caps=(0.6,), tokens=8, warmup=2, runs=1, threads=1)
+    rows = {row["name"]: row for row in Caps().run(options).rows}
     assert not {name: row["error"] for name, row in rows.items() if "error" in row}
     assert rows["dymoe 4/0"]["mix"]["skip"] > 0
     assert rows["dymoe 4/2"]["mix"]["low"] > 0
@@ -175,8 +190,8 @@ def test_quick_benchmark_end_to_end(real_engine):
 
 
 def test_sequences_together_end_to_end(real_engine):
-    options = caps.CapOptions(quick=True, runs=1, tokens=8, together=5, threads=1, caps=(0.99,))
-    report = caps.Caps().run(options)
+    options = CapOptions(quick=True, runs=1, tokens=8, together=5, threads=1, caps=(0.99,))
+    report = Caps().run(options)
     rows = {row["name"]: row for row in report.rows}
     assert not any("error" in row for row in rows.values())
     for name in ("our managed path", "dynaexq 4/2"):

@@ -1,19 +1,28 @@
 """`moe-edge bench paired`: what the two sides are told, their turns, and the ratio."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from orchestrator.errors import ConfigError, MoeEdgeError
-from orchestrator.lab.bench import paired
+from orchestrator.lab.bench.paired import (
+    HERE,
+    STEPS,
+    WARM_UP,
+    Paired,
+    PairedOptions,
+    Side,
+    in_turns,
+)
 from orchestrator.lab.eval.arithmetic import median_interval
 
 MODEL = Path("m.gguf")
 
 
 def test_a_side_is_told_settings_as_options_write_them():
-    options = paired.PairedOptions(prompt=512, threads=3)
+    options = PairedOptions(prompt=512, threads=3)
     told = options.side(("policy=dymoe", "retention=0.8", "expert_ram=1MiB"), MODEL)
     assert told == {
         "model": "m.gguf",
@@ -27,34 +36,37 @@ def test_a_side_is_told_settings_as_options_write_them():
 
 
 def test_upstream_runs_at_its_best_flags_unless_others_are_asked_for():
-    told = paired.PairedOptions(threads=3).side(("upstream", "extra_bufts=false"), MODEL)
+    told = PairedOptions(threads=3).side(("upstream", "extra_bufts=false"), MODEL)
     assert told["upstream"] and told["mmap"] is False and told["extra_bufts"] is False
     assert (told["n_ubatch"], told["threads"]) == (64, 3)
-    assert paired.PairedOptions(threads=3).side(("upstream",), MODEL)["extra_bufts"] is True
+    assert PairedOptions(threads=3).side(("upstream",), MODEL)["extra_bufts"] is True
 
 
 @pytest.mark.parametrize("word", ["polcy=lru", "policy", "upstream=1"])
 def test_what_is_no_setting_is_refused(word):
     with pytest.raises(ConfigError, match=f"'{word}' is no NAME=VALUE"):
-        paired.PairedOptions().side((word,), MODEL)
+        PairedOptions().side((word,), MODEL)
+
+
+class Played:
+    """A side that computes nothing, and says when it was asked."""
+
+    def __init__(self, name: str, asked: list[str], steps: list[int]) -> None:
+        self.name, self.asked, self.steps, self.ms = name, asked, steps, []
+
+    def run(self, steps: int, prompt: int) -> list[float]:
+        self.asked.append(self.name)
+        self.steps.append(steps)
+        return [1.0] * (steps - 1)
 
 
 def test_who_begins_changes_from_turn_to_turn_and_warm_up_counts_nowhere():
     asked, steps = [], []
-
-    def played(name):
-        def run(n, prompt):
-            asked.append(name)
-            steps.append(n)
-            return [1.0] * (n - 1)
-
-        return SimpleNamespace(name=name, ms=[], run=run)
-
-    sides = {name: played(name) for name in "ab"}
-    paired.in_turns(sides, prompt=0, turns=3)
+    sides = {name: Played(name, asked, steps) for name in "ab"}
+    in_turns(sides, prompt=0, turns=3)
     assert "".join(asked) == "ab" + "ab" + "ba" + "ab"
-    assert steps == [paired.WARM_UP] * 2 + [paired.STEPS] * 6
-    assert [len(side.ms) for side in sides.values()] == [3 * (paired.STEPS - 1)] * 2
+    assert steps == [WARM_UP] * 2 + [STEPS] * 6
+    assert [len(side.ms) for side in sides.values()] == [3 * (STEPS - 1)] * 2
 
 
 def test_the_interval_of_a_median():
@@ -65,7 +77,7 @@ def test_the_interval_of_a_median():
 
 
 def test_both_sides_really_run(real_engine):
-    report = paired.Paired().run(paired.PairedOptions(quick=True, threads=1, layers=2))
+    report = Paired().run(PairedOptions(quick=True, threads=1, layers=2))
     (row,) = report.rows
     assert row["ratio"] == row["theirs_ms"] / row["ours_ms"]
     assert f"median ratio {row['ratio']:.4f}" in report.text()
@@ -77,6 +89,6 @@ def test_a_side_that_cannot_run_says_why(real_engine, tmp_path):
     told = {"model": str(tmp_path / "no.gguf"), "policy": "lru"}
     with (
         pytest.raises(MoeEdgeError, match=r"a side ended: .*no\.gguf"),
-        paired.Side.started(paired.HERE, sys.executable, told),
+        Side.started(HERE, sys.executable, told),
     ):
         pass

@@ -1,8 +1,13 @@
 """The tests here share what studies are made on, and what each of them says of it."""
 
+from __future__ import annotations
+
 import json
+from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -12,7 +17,7 @@ from orchestrator.cli.main import cli
 from orchestrator.lab.study import study
 from orchestrator.lab.study.subject import Passes
 
-__all__ = ["choices", "model", "text"]
+__all__ = ["choices", "domains", "model", "published", "text"]
 
 TEXTS = {
     "river": "The fox sat by the river and looked at the stars. Nobody came, and it was late. ",
@@ -21,7 +26,7 @@ TEXTS = {
 
 
 @pytest.fixture(scope="session")
-def domains(tmp_path_factory):
+def domains(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text of two domains."""
     path = tmp_path_factory.mktemp("domains") / "domains.jsonl"
     records = [{"text": 2 * text, "domain": name} for name, text in TEXTS.items()]
@@ -30,23 +35,11 @@ def domains(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def short_texts():
+def short_texts() -> Iterator[None]:
     """The tests look at tables, not at what stands in them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(study, "LEAST_TOKENS", 16)
         yield
-
-
-@pytest.fixture(scope="session")
-def study_on(model):
-    """study_on(name, text, out, *more) runs a study of the random model by the command."""
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
-
-    def run(name, text, out, *more):
-        words = ["-m", model, "--threads", 1, "--ctx", 128, "--text", text, "--study", name]
-        return CliRunner().invoke(cli, ["eval", *map(str, (*words, "--out", out, *more))])
-
-    return run
 
 
 # Studies of halves need all of the text; the others do with little.
@@ -56,9 +49,13 @@ MORE = {"near-bits": ["--hot-experts", "2"]}
 
 
 @pytest.fixture(scope="session")
-def published(study_on, domains, tmp_path_factory):
+def published(
+    model: Path, domains: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], SimpleNamespace]:
     """What a study wrote of the random model, by its name; each study runs once. data: its JSON;
     shown: what it printed; folder: what it wrote to."""
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
+
     asked = tmp_path_factory.mktemp("asked") / "choices.jsonl"
     records = [
         {"question": f"Question {i}: which one?", "choices": ["river", "a fox"], "answer": i % 2}
@@ -67,21 +64,23 @@ def published(study_on, domains, tmp_path_factory):
     asked.write_text("".join(json.dumps(record) + "\n" for record in records))
 
     @cache
-    def run(name):
+    def run(name: str) -> SimpleNamespace:
         folder = tmp_path_factory.mktemp(name)
-        options = ["--window", "16", "--choices", str(asked), *MORE.get(name, [])]
+        options = ["-m", str(model), "--threads", "1", "--ctx", "128", "--window", "16"]
+        options += ["--text", str(domains), "--study", name, "--out", str(folder)]
+        options += ["--choices", str(asked), *MORE.get(name, [])]
         if name not in WHOLE:
             options += ["--max-tokens", "48"]
         passes: list[Passes] = []
         begin = Passes.__init__
 
-        def counted(self, *args):
+        def counted(self: Passes, *args: Any) -> None:
             begin(self, *args)
             passes.append(self)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Passes, "__init__", counted)
-            result = study_on(name, domains, folder, *options)
+            result = CliRunner().invoke(cli, ["eval", *options])
         assert result.exit_code == 0, result.output
         data = json.loads((folder / f"{name}.json").read_text())
         return SimpleNamespace(

@@ -1,23 +1,47 @@
 """What a prompt says of its answer's experts, against counts by hand."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.experts.hparams import SIGMOID, SOFTMAX
 from orchestrator.lab.eval.text import Window
-from orchestrator.lab.study import activations, context
+from orchestrator.lab.study.activations import (
+    CHOSEN,
+    GATES,
+    ROUTER_INPUT,
+    ActivationRecorder,
+    applied_gates,
+)
+from orchestrator.lab.study.near_data import (
+    ALIKE,
+    COUNTS,
+    ORACLE,
+    OWN,
+    RIGHT,
+    WRONG,
+    Usage,
+    blend,
+    captured,
+    choices,
+    domain_rows,
+    layer_rows,
+    prompt_tokens,
+    usage_of,
+)
 
 
-def usage(domain, prompt, answer):
+def usage(domain: str, prompt: list[float], answer: list[float]) -> Usage:
     counts = np.array([prompt])
-    return context.Usage(domain, counts, counts, np.array([answer]))
+    return Usage(domain, counts, counts, np.array([answer]))
 
 
 def test_what_the_hot_experts_capture():
     scores, used = np.array([[0.1, 0.5, 0.4], [0.9, 0.1, 0.9]]), np.array([[5, 2, 3], [1, 7, 2]])
-    assert context.captured(scores, used, 1) == 2 + 1  # ties by index
-    assert context.captured(scores, used, 2) == 5 + 3
+    assert captured(scores, used, 1) == 2 + 1  # ties by index
+    assert captured(scores, used, 2) == 5 + 3
 
 
 def test_every_choice_knows_what_it_should():
@@ -29,45 +53,43 @@ def test_every_choice_knows_what_it_should():
         usage("chat", [1, 0], [1, 0]),
         usage("documents", [3, 1], [3, 1]),
     ]
-    known = context.choices(usages, 0, 1)
-    assert known[context.OWN] == pytest.approx(np.array([[1.0, 0.0]]))
-    assert known[context.RIGHT] == pytest.approx(np.array([[0.5, 0.5]]))
-    assert known[context.WRONG] == pytest.approx(np.array([[0.75, 0.25]]))
-    assert known[context.ORACLE] == pytest.approx(np.array([[0.0, 9.0]]))
-    assert known[context.blend(context.RIGHT)] == pytest.approx(
-        np.array([[(8 + 32) / 72, 32 / 72]])
-    )
-    assert context.choices(usages, 3, 1)[context.RIGHT] is None
-    rows = {(row["domain"], row["by"]): row for row in context.domain_rows(usages, [known] * 4, 1)}
-    assert rows["chat", context.ALIKE]["mass"] == 0.5
-    assert rows["chat", context.OWN]["mass"] == 1 / 40
-    assert rows["documents", context.RIGHT]["mass"] == 0.75
+    known = choices(usages, 0, 1)
+    assert known[OWN] == pytest.approx(np.array([[1.0, 0.0]]))
+    assert known[RIGHT] == pytest.approx(np.array([[0.5, 0.5]]))
+    assert known[WRONG] == pytest.approx(np.array([[0.75, 0.25]]))
+    assert known[ORACLE] == pytest.approx(np.array([[0.0, 9.0]]))
+    assert known[blend(RIGHT)] == pytest.approx(np.array([[(8 + 32) / 72, 32 / 72]]))
+    assert choices(usages, 3, 1)[RIGHT] is None
+    rows = {(row["domain"], row["by"]): row for row in domain_rows(usages, [known] * 4, 1)}
+    assert rows["chat", ALIKE]["mass"] == 0.5
+    assert rows["chat", OWN]["mass"] == 1 / 40
+    assert rows["documents", RIGHT]["mass"] == 0.75
 
 
 def test_figure_4_is_of_how_often_experts_are_used():
     """P = 3/5, 4/5 of length 1 against the answer's 1, 0; S is half P and half W = 0, 1."""
     counts, gates = np.array([[3.0, 4.0]]), np.array([[0.0, 7.0]])
-    one = context.Usage("", counts, gates, np.array([[5.0, 0.0]]))
-    known = context.choices([one], 0, 1)
-    assert known[context.COUNTS] == pytest.approx(np.array([[3 / 7, 4 / 7]]))
-    assert known[context.OWN] == pytest.approx(np.array([[3 / 14, 11 / 14]]))
-    (row,) = context.layer_rows([one], [known], [3])
-    assert row[context.COUNTS] == pytest.approx(0.6)
-    assert row[context.OWN] == pytest.approx(3 / np.hypot(3, 11))
+    one = Usage("", counts, gates, np.array([[5.0, 0.0]]))
+    known = choices([one], 0, 1)
+    assert known[COUNTS] == pytest.approx(np.array([[3 / 7, 4 / 7]]))
+    assert known[OWN] == pytest.approx(np.array([[3 / 14, 11 / 14]]))
+    (row,) = layer_rows([one], [known], [3])
+    assert row[COUNTS] == pytest.approx(0.6)
+    assert row[OWN] == pytest.approx(3 / np.hypot(3, 11))
 
 
 def test_a_window_is_a_prompt_and_an_answer():
     """Experts and weights are those that the model has; the last layer of a prompt is as the router
     sees it from the layer before, with the scores that the hook gives it."""
-    assert context.prompt_tokens(Window([0] * 30, 12, "")) == 12
-    assert context.prompt_tokens(Window([0] * 30, 1, "")) == 15
+    assert prompt_tokens(Window([0] * 30, 12, "")) == 12
+    assert prompt_tokens(Window([0] * 30, 1, "")) == 15
     window = Window([0] * 20, 10, "x")
     rng = np.random.default_rng(1)
     chosen = {il: np.argsort(rng.random((20, 4)), axis=1)[:, :2] for il in (3, 5)}
     weights = {il: rng.random((20, 2)) for il in (3, 5)}
-    found = {(activations.CHOSEN, il): each for il, each in chosen.items()}
-    found |= {(activations.GATES[0], il): each for il, each in weights.items()}
-    found[activations.ROUTER_INPUT, 3] = rng.random((20, 6))
+    found = {(CHOSEN, il): each for il, each in chosen.items()}
+    found |= {(GATES[0], il): each for il, each in weights.items()}
+    found[ROUTER_INPUT, 3] = rng.random((20, 6))
     router = rng.random((4, 6))
 
     def sums(ids, of):
@@ -79,12 +101,12 @@ def test_a_window_is_a_prompt_and_an_answer():
         return counts, gates
 
     for gating in (SOFTMAX, SIGMOID):
-        made = context.usage_of(found, window, [3, 5], router, 4, gating)
+        made = usage_of(found, window, [3, 5], router, 4, gating)
         counts, gates = sums(chosen[3][:10], weights[3][:10])
         assert made.counts[0].tolist() == counts.tolist()
         assert made.gates[0] == pytest.approx(gates)
         ids, scores = [], []
-        for x in found[activations.ROUTER_INPUT, 3][:10]:
+        for x in found[ROUTER_INPUT, 3][:10]:
             logits = router @ x
             powers = np.exp(logits)
             score = powers / powers.sum() if gating == SOFTMAX else 1 / (1 + 1 / powers)
@@ -98,7 +120,7 @@ def test_a_window_is_a_prompt_and_an_answer():
             answer = np.bincount(chosen[il][10:].ravel(), minlength=4)
             assert made.answer[layer].tolist() == answer.tolist()
         assert made.domain == "x"
-    alone = context.usage_of(found, window, [3, 5], None, 4)
+    alone = usage_of(found, window, [3, 5], None, 4)
     assert alone.counts[1].tolist() == sums(chosen[5][:10], weights[5][:10])[0].tolist()
 
 
@@ -107,12 +129,12 @@ def test_a_window_is_a_prompt_and_an_answer():
 )
 def test_gates_are_renormalised_where_the_family_does_it(library, tmp_path, shape, renormalises):
     path = synthetic.write(tmp_path / "m.gguf", shape)
-    with activations.ActivationRecorder(path, 16, 1) as recorder:
+    with ActivationRecorder(path, 16, 1) as recorder:
         found = recorder.read(list(range(16)))
-    gates = activations.applied_gates(found, 1)
+    gates = applied_gates(found, 1)
     logits = found["ffn_moe_logits", 1].astype(np.float64)
     scores = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    expected = np.take_along_axis(scores, found[activations.CHOSEN, 1], axis=1)
+    expected = np.take_along_axis(scores, found[CHOSEN, 1], axis=1)
     if renormalises:
         expected /= expected.sum(axis=1, keepdims=True)
     assert gates == pytest.approx(expected, rel=1e-4)

@@ -1,32 +1,28 @@
 """Each study of the registry, once from end to end on a small random model: that its figures are
 possible ones, and what they must be for this study."""
 
-import json
+from __future__ import annotations
+
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from gguf_tools.errors import MismatchError
-from orchestrator.config import Config
-from orchestrator.errors import BudgetError
-from orchestrator.lab.calibrate import within
-from orchestrator.lab.eval import EvalOptions
+from orchestrator.cli.main import cli
 from orchestrator.lab.registry import STUDIES
-from orchestrator.lab.study import uniform
-from orchestrator.lab.study.activations import ActivationRecorder
-from orchestrator.lab.study.uniform import UniformTypes, tiers_of
 
 Rows = list[dict[str, Any]]
 HIGH, LOW, BEST = "q4_k", "q2_k", "q8_0"
 
 
-def by(rows, *keys):
+def by(rows: Rows, *keys: str) -> dict[Any, dict[str, Any]]:
     """The rows by what these figures of theirs are."""
     return {tuple(row[key] for key in keys): row for row in rows}
 
 
-def accuracy(uniform, mixed):
+def accuracy(uniform: Rows, mixed: Rows) -> None:
     sizes = [row["bytes"] for row in uniform]
     assert sizes == sorted(set(sizes))
     q2, q4, q8 = (row["kl"][0] for row in uniform)
@@ -40,7 +36,7 @@ def accuracy(uniform, mixed):
         assert 0 <= row["acc"][0] <= 1
 
 
-def retention(rows):
+def retention(rows: Rows) -> None:
     found = by(rows, "configuration", "retention")
     high = found[HIGH, None]["kl"]
     for low in ("skip", LOW):
@@ -50,7 +46,7 @@ def retention(rows):
     assert all(0 <= row["acc"][0] <= 1 for row in rows)
 
 
-def critical(*tables):
+def critical(*tables: Rows) -> None:
     assert len(tables) == 4
     for rows in tables:
         found = by(rows, "configuration", "retention")
@@ -66,19 +62,19 @@ def critical(*tables):
         assert by_gate["usage"]["skip"] == pytest.approx(by_chance["usage"]["skip"])
 
 
-def depth(rows):
+def depth(rows: Rows) -> None:
     assert [row["layer"] for row in rows] == list(range(len(rows)))
     assert all(row["kl"][0] > 1e-4 for row in rows)
 
 
-def similarity(alike, ahead):
+def similarity(alike: Rows, ahead: Rows) -> None:
     assert len(alike) == len(ahead) > 0
     for row in (*alike, *ahead):
         shares = [value[0] for value in row.values() if isinstance(value, list)]
         assert shares and all(-1 <= share <= 1 for share in shares if share is not None)
 
 
-def demotion(rows):
+def demotion(rows: Rows) -> None:
     found = by(rows, "order", "demoted")
     none, every = (found["cold first", demoted] for demoted in (0, 8))
     assert none["change"] == [0.0, 0.0] and none["routed_high"] == 1.0
@@ -93,7 +89,7 @@ def demotion(rows):
         assert cold > random > hot
 
 
-def memory(*tables):
+def memory(*tables: Rows) -> None:
     assert len(tables) == 3
     for best, high, low, *others in tables:
         placed = [row for row in others if row["configuration"].startswith("dynaexq")]
@@ -116,7 +112,7 @@ def memory(*tables):
         assert [row["promoted"] for row in fixed] == [0] * 6
 
 
-def equal(uniform, *memories):
+def equal(uniform: Rows, *memories: Rows) -> None:
     alone = by(uniform, "configuration")
     low = alone[f"{LOW}, random",]["kl"]
     fits = []
@@ -131,14 +127,14 @@ def equal(uniform, *memories):
     assert not any("q5_k" in name or "q8_0" in name for names in fits for name in names)
 
 
-def context(rows, layers):
+def context(rows: Rows, layers: Rows) -> None:
     found = by(rows, "by")
     assert found["answer",]["cosine"] == pytest.approx(1.0)
     assert found["answer",]["mass"] == max(row["mass"] for row in rows)
     assert layers
 
 
-def near_bits(judged, asked):
+def near_bits(judged: Rows, asked: Rows) -> None:
     found = by(judged, "domain", "bits", "configuration")
     for name in {row["domain"] for row in judged}:
         assert found[name, None, f"all in {BEST}"]["kl"][0] == pytest.approx(0.0, abs=1e-6)
@@ -160,7 +156,7 @@ KNOWN: dict[str, Callable[..., None]] = {
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_a_study_runs_and_its_figures_are_possible(published, name):
+def test_a_study_runs_and_its_figures_are_possible(published, name: str) -> None:
     found = published(name)
     assert (found.folder / f"{name}.png").read_bytes()[1:4] == b"PNG"
     assert (found.folder / f"{name}.svg").read_text().lstrip().startswith("<?xml")
@@ -180,7 +176,7 @@ def test_a_study_runs_and_its_figures_are_possible(published, name):
         KNOWN[name](*(table["rows"] for table in found.data["tables"]))
 
 
-def check_quality(row):
+def check_quality(row: dict[str, Any]) -> None:
     """A row that has a perplexity has the distance from the best tier first, and both with their
     error; what is a share is one."""
     if "perplexity" in row:
@@ -194,84 +190,20 @@ def check_quality(row):
     assert all(0 <= share <= 1 for share in shares if share is not None)
 
 
-def test_hot_memory(study_on, domains, tmp_path):
-    options = ["--window=24", "--prompt-tokens=8", "--uniform=q3_k", "--near-bits=2"]
-    result = study_on("memory", domains, tmp_path, *options)
-    assert result.exit_code == 0, result.output
-    for table in json.loads((tmp_path / "memory.json").read_text())["tables"]:
-        _best, _high, low, *others = table["rows"]
-        placed = [row for row in others if row["configuration"].startswith("context")]
-        assert [row["high"] for row in placed] == [0.25, 0.5, 0.75] * 2
-        by_memory = {row["memory"] for row in others if row["configuration"].startswith("dynaexq")}
-        assert {row["memory"] for row in placed} == by_memory
-        for row in placed:
-            assert 0 < row["routed_high"] < 1 and row["kl"][0] < low["kl"][0]
-            assert row["ratio"] == pytest.approx(row["won_back"][0] / row["high"])
-        assert any(row["promoted"] > 0 for row in placed)
-
-
-TOKENS = list(range(20, 60))
-
-
-def test_activations_are_the_same_within_a_cap(library, model):
-    with ActivationRecorder(model, len(TOKENS), 1) as whole:
-        found = whole.read(TOKENS)
-    with ActivationRecorder(model, len(TOKENS), 1, ram=100 << 20) as capped:
-        assert capped._observer._within is not None
-        again = capped.read(TOKENS)
-    assert found.keys() == again.keys()
-    assert all((found[key] == again[key]).all() for key in found)
-
-
-@pytest.mark.parametrize("name", ["similarity", "votes", "context"])
-def test_a_study_that_reads_keeps_to_the_cap(study_on, domains, tmp_path, monkeypatch, name):
-    rooms = []
-
-    def too_small(path, n_ctx, threads, room):
-        rooms.append(room)
-        raise BudgetError("as it says there")
-
-    monkeypatch.setattr(within, "load_within", too_small)
-    options = ["--window=16", "--max-tokens=48", "--ram=100MiB"]
-    result = study_on(name, domains, tmp_path / "out", *options)
-    assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, "Error: as it says there")
-    (room,) = rooms
-    assert room.ram == 100 << 20 and room.own > 0 and "study" in room.use
-
-
-def types(model, **options):
-    return UniformTypes(Config.build(model=model, threads=1), EvalOptions(**options))
-
-
-def test_types_are_made_one_at_a_time_and_files_are_taken_as_they_are(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(uniform, "spill_folder", lambda: tmp_path)
-    calib = tmp_path / "calib.txt"
-    calib.write_text("The fox sat by the river and looked at the stars. " * 40)
-    asked = types(model, uniform=("iq2_xxs", "q4_k", "q3_k", str(model)), calib=calib)
-    assert "5 million weights are quantized 4 times (iq2_xxs, q3_k, q4_k)" in (asked.cost() or "")
-    found = []
-    for each in asked.files(lambda what, done: None):
-        assert each.path.exists()
-        assert len(list(tmp_path.glob("*/*.gguf"))) == (each.path != model)
-        found.append((each.label, round(each.bits, 2)))
-    assert found == [
-        ("q8_0, random", 8.5),
-        ("iq2_xxs, imatrix", 2.06),
-        ("q3_k, rtn", 3.44),
-        ("q3_k, imatrix", 3.44),
-        ("q4_k, imatrix", 4.5),
-    ]
-    assert list(tmp_path.iterdir()) == [calib]
-
-
-def test_the_usual_types_are_those_below_the_best_tier(model):
-    assert "3 times (q3_k, q5_k, q6_k)" in (types(model).cost() or "")
-    assert types(model, uniform=("none",)).cost() is None
-    sizes = tiers_of(Config.build(model=model))
-    assert [each.bits for each in sizes.values()] == [8.5, 4.5, 2.625]
-
-
-def test_a_file_of_another_model_is_no_rival(model, tiny_model):
-    other = tiny_model("qwen3moe", "q8_0", "q2_k", seed=2)
-    with pytest.raises(MismatchError, match="not the model of"):
-        types(model, uniform=(str(other),))
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--study", "memory", "--uniform", "iq2_xxs"], "give --calib TEXT"),
+        (["--study", "memory", "--uniform", "q9_k"], "unknown tier q9_k"),
+        (["--study", "depth", "--uniform", "q3_k"], "depth has no use for --uniform"),
+        (["--uniform", "q3_k"], "are for --study memory and equal"),
+    ],
+)
+def test_uniform_types_that_cannot_be(
+    model: Path, text: Path, tmp_path: Path, args: list[str], message: str
+) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
+    options = ["eval", "-m", str(model), "--threads", "1", "--ctx", "128", "--text", str(text)]
+    where = ["--out", str(tmp_path)] if "--study" in args else []
+    result = CliRunner().invoke(cli, [*options, *where, *args])
+    assert result.exit_code == 1 and message in result.stderr

@@ -1,4 +1,6 @@
-"""The votes studies of FIRM-MoE: what is compared, and the loss of a made-up trace."""
+"""The votes studies of FIRM-MoE: what is compared, by hand, and the loss of a made-up trace."""
+
+from __future__ import annotations
 
 import json
 import sys
@@ -12,14 +14,32 @@ from orchestrator.cli.main import cli
 from orchestrator.events import Phase
 from orchestrator.lab.replay import write_trace
 from orchestrator.lab.study.firm import BASE, NO_PREFETCH, parts
+from orchestrator.lab.study.votes import strategies, union, weighted
 from orchestrator.policy import POLICIES
 
 sys.path.append(str(Path(__file__).parents[2] / "replay"))
 from traces import make_trace
 
+VOTES = [[5, 2, 7, 1], [2, 5, 9, 7], [7, 2, 4, 5]]
+
+
+def test_ways_to_predict() -> None:
+    """5 is worth 1.5 + 1.0 + 0.5 where the third layer's last candidate counts; 7 then too."""
+    assert union(VOTES, 2, 2) == [5, 2]
+    assert union(VOTES, 4, 3) == [5, 2, 7, 1, 9, 4]
+    assert weighted(VOTES, 4, 3.0) == [5, 2, 7]
+    assert weighted(VOTES, 3, 2.0) == [5, 2, 7]  # 2.5, 3.0 and 2.0
+    assert weighted(VOTES, 3, 2.5) == [5, 2]
+    assert weighted(VOTES[:2], 4, 3.0) == [5, 2, 7]  # all votes there are
+    scores = [1.0, 0.5, 0.3, 0.1]
+    named = {label: predict(VOTES, scores) for label, (_, predict) in strategies(4).items()}
+    assert named["top 2"] == [5, 2]
+    assert named["MoL K=4 P=3"] == named["weighted >= 3.0"] == [5, 2, 7]
+    assert named["margin, K=2"] == [5, 2, 7]  # at least twice the last one
+
 
 @pytest.mark.parametrize("k", [2, 8])
-def test_parts_are_the_papers(k):
+def test_parts_are_the_papers(k: int) -> None:
     """Settings that policies take; K = P = 3, as far as the model has as many experts a token."""
     listed = parts(k)
     assert len({part.name for part in listed}) == len(listed)
@@ -32,7 +52,7 @@ def test_parts_are_the_papers(k):
 
 
 @pytest.fixture
-def trace(tmp_path):
+def trace(tmp_path: Path) -> Path:
     """Layer 2 is predicted rightly by the layer before and wrongly by the one before that."""
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
     rng = np.random.default_rng(0)
@@ -47,7 +67,7 @@ def trace(tmp_path):
     return tmp_path / "t.npz"
 
 
-def test_the_parts_over_a_trace(library, trace, tmp_path):
+def test_the_parts_over_a_trace(library, trace: Path, tmp_path: Path) -> None:
     options = ["--bandwidth", "50MB", "--compute-ms", "2", "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(cli, ["replay", str(trace), "--study", "firm", *options, "--json"])
     assert done.exit_code == 0, done.output
@@ -67,7 +87,7 @@ def test_the_parts_over_a_trace(library, trace, tmp_path):
                 assert rows[base]["votes"] == rows["lru"]["votes"] == ""
 
 
-def test_the_loss_of_a_trace(library, trace, tmp_path):
+def test_the_loss_of_a_trace(library, trace: Path, tmp_path: Path) -> None:
     """One layer is the best vote, which tuning finds."""
     out = tmp_path / "out"
     arguments = ["replay", str(trace), "--study", "votes-loss", "--policy", "firm"]

@@ -1,0 +1,17 @@
+"""The demo model's loss table, which lies beside it."""
+
+from __future__ import annotations
+
+from gguf_tools.experts import ExpertModel
+from orchestrator.cli.options import demo_model
+from orchestrator.cost.losses import default_path, load
+
+
+def test_the_demo_knows_what_its_precisions_lose() -> None:
+    """It is of this very file, and KL is fitted for all of its tiers."""
+    with ExpertModel.open(demo_model()) as model:
+        table = load(default_path(model.path), model)
+        estimate = table.estimate([tier.name for tier in model.tiers])
+    assert estimate is not None and estimate.base == "q8_0"
+    best, lower, lowest, skipped = estimate.nats.mean(axis=(0, 1))
+    assert best == 0.0 < lower < lowest < skipped

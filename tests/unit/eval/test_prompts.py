@@ -1,0 +1,141 @@
+"""Judging behind a prompt: what is read at once, what is decoded, and what a policy makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from judged import TEXT
+
+from orchestrator.cli.main import cli
+from orchestrator.config import Config
+from orchestrator.engine.engine import Engine
+from orchestrator.engine.texts import log_softmax
+from orchestrator.errors import ConfigError
+from orchestrator.events import Phase
+from orchestrator.lab.eval import EvalOptions
+from orchestrator.lab.eval.judge import Judge
+from orchestrator.lab.eval.perplexity import score_text
+from orchestrator.lab.eval.text import Document, Window, cut_windows
+
+POLICIES = {
+    "plain": {"policy": "plain"},
+    "lru": {"policy": "lru", "high_tier": "q8_0", "expert_ram": 1 << 20},
+    "dymoe": {"policy": "dymoe", "high_tier": "q4_k", "low_tier": "q2_k", "retention": 0.5},
+    "dynaexq": {"policy": "dynaexq", "high_tier": "q4_k", "low_tier": "q2_k", "update_steps": 4},
+    "context": {"policy": "context", "hot_experts": 2},
+}
+
+
+def open_engine(model: Path, **settings) -> Engine:
+    settings = {"ctx": 256, "threads": 1, "ubatch": 64, "exact_tiers": True} | settings
+    return Engine.open(Config.build(model=model, **settings))
+
+
+def windows(engine: Engine, prompt: int | None) -> list[Window]:
+    return cut_windows(
+        engine.tokenize, [Document(TEXT), Document(TEXT, "Once upon")], 48, None, "t", prompt
+    )
+
+
+def nll(engine: Engine, found: list[Window]) -> np.ndarray:
+    return score_text(Judge(engine), found).nll
+
+
+@pytest.mark.parametrize("policy", ["plain", "lru"])
+def test_where_nothing_is_decided_a_prompt_changes_no_score(model: Path, policy: str) -> None:
+    with open_engine(model, **POLICIES[policy]) as engine:
+        found = windows(engine, 12)
+        assert all(each.prompt and each.first >= 12 for each in found)
+        forced = [Window(each.tokens, each.first, each.domain) for each in found]
+        behind, token_by_token = nll(engine, found), nll(engine, forced)
+    assert len(behind) > 100
+    assert behind == pytest.approx(token_by_token, abs=1e-4)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_prompt_is_read_at_once_and_the_rest_decoded(
+    model: Path, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_engine(model, **POLICIES[policy]) as engine:
+        tokens = engine.tokenize(TEXT)[:20]
+        own, read = engine.eval, []
+
+        def seen(tokens, pos, *args, **more):
+            read.append((pos, len(tokens), more["phase"]))
+            return own(tokens, pos, *args, **more)
+
+        monkeypatch.setattr(engine, "eval", seen)
+        rows = list(Judge(engine).rows(tokens, 12, prompt=True))
+        assert len(rows) == 8
+        assert read[0] == (0, 11, Phase.PREFILL)
+        assert read[1:] == [(at, 1, Phase.DECODE) for at in range(11, 19)]
+
+
+def test_what_is_scored_is_placed_and_no_figure_depends_on_the_disk(model: Path) -> None:
+    found = []
+    for rate in (0, 2 << 20):
+        with open_engine(model, **POLICIES["context"], transition_rate=rate) as engine:
+            asked = windows(engine, 12)
+            judge = Judge(engine)
+            rows = judge.rows(asked[0].tokens, asked[0].first, prompt=True)
+            next(rows)
+            resident, target = engine.store.states()
+            assert (resident == target).all() and engine.policy.updates == 1
+            rest = list(rows)
+            assert len(rest) == asked[0].n_scored - 1
+            assert (engine.store.states()[0] == resident).all()
+            found.append(nll(engine, asked))
+            assert engine.policy.updates == 1 + len(asked)
+    assert (found[0] == found[1]).all()
+
+
+def test_contexts_of_questions_are_prompts(model: Path) -> None:
+    with open_engine(model, **POLICIES["context"]) as engine:
+        context, choice = engine.tokenize(TEXT)[:20], engine.tokenize(" the river")
+        logp, _ = Judge(engine).continuation(context, choice)
+        assert engine.policy.updates == 1
+        assert_counted(engine, [(context, choice)])
+    with open_engine(model, **POLICIES["context"]) as engine:
+        rows = np.stack(list(Judge(engine).rows([*context, *choice], 20, prompt=True)))
+    expected = log_softmax(rows)[np.arange(len(choice)), choice]
+    assert logp == pytest.approx(expected, abs=1e-9)
+
+
+def assert_counted(engine: Engine, asked: list[tuple[list[int], list[int]]]) -> None:
+    """What the policy knows is what these contexts, each with its continuations' tokens but the
+    last, used: of the latest one as a sequence that is in memory, its prompt with routing
+    weights."""
+    use, k = engine.policy.use, engine.model.n_expert_used
+    *before, (context, behind) = [(len(c), len(t) - 1) for c, t in asked]
+    assert (use.past.sum(axis=1) == k * sum(map(sum, before))).all()
+    assert (use.sums[0].sum(axis=1) == k * (context + behind)).all()
+    # An answer's first token is the last one of its context, which is decoded; weights of the last
+    # layer are predictions.
+    gates = use.sums[1].sum(axis=1)[:-1]
+    assert gates == pytest.approx(np.full(len(gates), context - 1), rel=1e-4)
+
+
+def test_the_command_scores_what_is_behind_the_prompts(model: Path, text: Path) -> None:
+    options = ["-m", str(model), "--threads", "1", "--window", "32", "--text", str(text)]
+    options += ["--policy", "lru", "--high-tier", "q8_0"]
+    counts = []
+    for prompt in ([], ["--prompt-tokens", "8"]):
+        result = CliRunner().invoke(cli, ["eval", *options, *prompt, "--json"])
+        assert result.exit_code == 0, result.output
+        counts.append(json.loads(result.stdout)["text"]["tokens"])
+    assert counts[0] - counts[1] in range(7, 7 * 20) and counts[1] > 16
+    result = CliRunner().invoke(cli, ["eval", *options, "--prompt-tokens", "8"])
+    assert "behind prompts of 8 tokens or more" in result.stdout
+
+
+def test_prompts_that_leave_nothing(tmp_path: Path) -> None:
+    for options, message in (
+        ({"window": 64, "prompt_tokens": 64}, "--prompt-tokens 64 leaves nothing"),
+        ({"prefill": True, "prompt_tokens": 0}, "leave out --prompt-tokens"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            EvalOptions(text=tmp_path / "t", **options).check()

@@ -1,0 +1,24 @@
+"""A study says how long it takes, and refuses a text that says nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from orchestrator.cli.main import cli
+from orchestrator.lab.study import study
+
+
+def test_a_text_that_is_too_short_is_refused(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
+    monkeypatch.setattr(study, "LEAST_TOKENS", 512)
+    words = ["-m", model, "--threads", "1", "--ctx", "128", "--text", text, "--max-tokens", "78"]
+    words += ["--study", "accuracy", "--out", tmp_path / "out"]
+    result = CliRunner().invoke(cli, ["eval", *map(str, words)])
+    assert result.exit_code == 1
+    assert "78 tokens are too few for a study, whose figures would be noise: 512" in result.stderr
+    assert not (tmp_path / "out").exists()

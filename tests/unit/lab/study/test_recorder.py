@@ -1,0 +1,52 @@
+"""What studies see of a model that reads: the same within a cap on memory, which they keep to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from orchestrator.cli.main import cli
+from orchestrator.errors import BudgetError
+from orchestrator.lab import observe
+from orchestrator.lab.study.activations import ActivationRecorder
+from orchestrator.native import Library
+
+TOKENS = list(range(20, 60))
+
+
+def test_activations_are_the_same_within_a_cap(library: Library, model: Path) -> None:
+    with ActivationRecorder(model, len(TOKENS), 1) as whole:
+        found = whole.read(TOKENS)
+    with ActivationRecorder(model, len(TOKENS), 1, ram=100 << 20) as capped:
+        assert capped._observer._store is not None
+        again = capped.read(TOKENS)
+    assert found.keys() == again.keys()
+    assert all((found[key] == again[key]).all() for key in found)
+
+
+@pytest.mark.parametrize("name", ["similarity", "votes", "context"])
+def test_a_study_that_reads_keeps_to_the_cap(
+    library: Library,
+    model: Path,
+    domains: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
+    rooms = []
+
+    def too_small(*given: Any) -> None:
+        rooms.append(given[-1])
+        raise BudgetError("as it says there")
+
+    monkeypatch.setattr(observe, "load_within", too_small)
+    options = ["-m", str(model), "--threads", "1", "--ctx", "128", "--window", "16"]
+    options += ["--text", str(domains), "--study", name, "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(cli, ["eval", *options, "--max-tokens", "48", "--ram", "100MiB"])
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, "Error: as it says there")
+    (room,) = rooms
+    assert room.ram == 100 << 20 and room.own > 0 and "study" in room.use
