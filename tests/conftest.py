@@ -1,12 +1,9 @@
 """What every test gets: a user folder of its own, and GPU tests that say why they skip; what many
 want: the built library, and models of random weights; and which tests `make test` leaves out."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +14,7 @@ from real_cache import REAL_CACHE
 from patches import probe
 
 if TYPE_CHECKING:
-    from orchestrator.native import Library
+    pass
 
 HERE = Path(__file__).parent
 # What `make test` leaves to `make test-all`: the reason, and what such tests' ids begin with, as
@@ -93,7 +90,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
-def user_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def user_folder(tmp_path_factory, monkeypatch):
     """A temporary home: no test reads or writes the user's own files."""
     home = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("HOME", str(home))
@@ -106,14 +103,14 @@ def user_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def real_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def real_cache(monkeypatch):
     """The user's own moe-edge cache folder, for tests of what `make build` left there."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(REAL_CACHE.parent))
     yield REAL_CACHE
 
 
 @pytest.fixture(scope="session")
-def library() -> Library:
+def library():
     """The patched llama.cpp that is installed."""
     from orchestrator.errors import NativeError
     from orchestrator.native.llama import Bindings
@@ -125,13 +122,13 @@ def library() -> Library:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def tiny_model(tmp_path_factory):
     """tiny_model(shape, *tiers, seed=0): a random-weight GGUF, written once a session."""
     from gguf_tools import synthetic
 
     folder = tmp_path_factory.mktemp("models")
 
-    def make(shape: str, *tiers: str, seed: int = 0) -> Path:
+    def make(shape, *tiers, seed=0):
         path = folder / f"{shape}-{'-'.join(tiers)}-{seed}.gguf"
         if not path.exists():
             synthetic.write(path, f"tiny-{shape}", tiers=tiers, seed=seed)
@@ -141,7 +138,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are picked by their marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     rest = [each for patterns in REST.values() for each in patterns]
     for item in items:
         if any(re.match(each, item.nodeid) for each in rest):
@@ -159,9 +156,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"no GPU: {why}"))
 
 
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
+def pytest_terminal_summary(terminalreporter, config):
     if "rest" in config.option.markexpr:
         left = config.option.markexpr == "not rest"
         terminalreporter.section("left to `make test-all`" if left else "beyond `make test`")

@@ -7,14 +7,11 @@ PAGES are whole files. BLOCKS stand in a document between two marks:
     <!-- end of generated -->
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
@@ -27,20 +24,20 @@ MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end of generated 
 WIDTH = 88
 
 
-def program() -> click.Group:
+def program():
     from orchestrator.cli import main as cli
 
     return next(value for value in vars(cli).values() if isinstance(value, click.Group))
 
 
-def commands_of(group: click.Group) -> dict[str, click.Command]:
+def commands_of(group):
     """The commands of a group, which imports them late."""
     ctx = click.Context(group)
     found = {name: group.get_command(ctx, name) for name in group.list_commands(ctx)}
     return {name: command for name, command in found.items() if command is not None}
 
 
-def layers_block() -> str:
+def layers_block():
     """The layers of the tests, the highest one first: a line each."""
     lines = []
     for names in reversed(LAYERS):
@@ -53,7 +50,7 @@ def layers_block() -> str:
     return "```\n" + "\n".join(lines) + "\n```\n"
 
 
-def about(path: Path) -> str:
+def about(path):
     """The first paragraph of a module's or package's docstring."""
     file = path / "__init__.py" if path.is_dir() else path
     text = ast.get_docstring(ast.parse(file.read_text()))
@@ -65,7 +62,7 @@ def about(path: Path) -> str:
     return paragraph.replace("``", "`").replace("|", r"\|")
 
 
-def rooms_of(package: str) -> list[Path]:
+def rooms_of(package):
     """The modules and packages right below a package; the highest layer first."""
     found = [
         path
@@ -75,13 +72,13 @@ def rooms_of(package: str) -> list[Path]:
     return sorted(found, key=lambda path: (-rank_of(f"{package}.{path.stem}"), path.name))
 
 
-def rank_of(room: str) -> int:
+def rank_of(room):
     """The rank of a room, or of the highest module in it that has one of its own."""
     inside = [each for name, each in RANK.items() if name.startswith(room + ".")]
     return max([*inside, rank(room) or 0])
 
 
-def rooms_block() -> str:
+def rooms_block():
     """A table for each package: its rooms, each with its own first words."""
     tables = []
     for package in ("orchestrator", "gguf_tools", "patches"):
@@ -93,7 +90,7 @@ def rooms_block() -> str:
     return "\n\n".join(tables) + "\n"
 
 
-def architectures_block() -> str:
+def architectures_block():
     """Those that tests prove, by whether there is look-ahead, and why not."""
     from gguf_tools.experts import PROVEN
 
@@ -111,7 +108,7 @@ def architectures_block() -> str:
     return "\n".join(lines) + "\n"
 
 
-def policies_block() -> str:
+def policies_block():
     """What each policy does, in its own words."""
     from orchestrator.policy import PLAIN, POLICIES
 
@@ -124,7 +121,7 @@ def policies_block() -> str:
     return "\n".join(rows) + "\n"
 
 
-def settings_page() -> str:
+def settings_page():
     """Every setting, by the record that declares it."""
     from orchestrator.cli.options import of_policies
     from orchestrator.config import Config
@@ -151,7 +148,7 @@ def settings_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def settings_table(declared: Iterable[Setting], *common: str) -> str:
+def settings_table(declared, *common):
     """A row for each setting. common: groups whose options `--help` shows."""
     rows = ["| setting | option | values | default | what it does |", "|---|---|---|---|---|"]
     for each in declared:
@@ -165,13 +162,13 @@ def settings_table(declared: Iterable[Setting], *common: str) -> str:
     return "\n".join(rows)
 
 
-def default_of(declared: Setting) -> str:
+def default_of(declared):
     if bool in declared.kinds and declared.shown is None:
         return declared.default_text or "no"
     return declared.default_text
 
 
-def values_of(declared: Setting) -> str:
+def values_of(declared):
     """What a setting may be."""
     if declared.choices:
         return ", ".join(declared.choices)
@@ -196,7 +193,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
 }
 
 
-def documents() -> list[str]:
+def documents():
     """Every document, as a path from the repository's root."""
     patterns = ("*.md", "docs/**/*.md", "models/**/*.md")
     return sorted(
@@ -204,7 +201,7 @@ def documents() -> list[str]:
     )
 
 
-def renewed(name: str) -> str:
+def renewed(name):
     """The text of a document, with what is generated in it as it should be."""
     if name in PAGES:
         return PAGES[name]()
@@ -212,7 +209,7 @@ def renewed(name: str) -> str:
     return MARKED.sub(lambda match: match[1] + BLOCKS[match[2]]() + match[3], text)
 
 
-def main() -> None:
+def main():
     for name in sorted({*documents(), *PAGES}):
         text = renewed(name)
         path = REPO / name

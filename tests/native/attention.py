@@ -1,14 +1,10 @@
 """Attention on its own: what each token of a prompt receives (DyMoE eq. 1), in numpy from a model's
 weights, without a node of its graph but the stream that enters the layer."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import gguf
 import numpy as np
 
-from orchestrator.lab.observe import Node, observe
+from orchestrator.lab.observe import observe
 
 
 class Attention:
@@ -18,7 +14,7 @@ class Attention:
     NeoX's. normed: each head of q and k has a norm of its own, as Qwen3's.
     """
 
-    def __init__(self, path: Path, interleaved: bool, normed: bool) -> None:
+    def __init__(self, path, interleaved, normed):
         reader = gguf.GGUFReader(path)
         self._tensors = {each.name: each for each in reader.tensors}
         fields = {name: field.contents() for name, field in reader.fields.items()}
@@ -30,15 +26,15 @@ class Attention:
         self.eps = float(fields[f"{arch}.attention.layer_norm_rms_epsilon"])
         self.interleaved, self.normed = interleaved, normed
 
-    def tensor(self, name: str) -> np.ndarray:
+    def tensor(self, name):
         found = self._tensors[name]
         return gguf.dequantize(found.data, found.tensor_type).astype(np.float64)
 
-    def embeddings(self, tokens: list[int]) -> np.ndarray:
+    def embeddings(self, tokens):
         """[T, n_embd]: what enters the first layer."""
         return self.tensor("token_embd.weight")[tokens]
 
-    def weights(self, il: int, stream: np.ndarray) -> np.ndarray:
+    def weights(self, il, stream):
         """Attention weights [heads, queries, keys] of layer il over stream [T, n_embd]."""
         x = self._rms(stream, self.tensor(f"blk.{il}.attn_norm.weight"))
         q = self._heads(x, il, "q", self.n_head)
@@ -50,7 +46,7 @@ class Attention:
         weights = np.exp(scores - scores.max(axis=2, keepdims=True))
         return weights / weights.sum(axis=2, keepdims=True)
 
-    def _heads(self, x: np.ndarray, il: int, which: str, n: int) -> np.ndarray:
+    def _heads(self, x, il, which, n):
         """[n, T, head_dim], turned by position."""
         rows = x @ self.tensor(f"blk.{il}.attn_{which}.weight").T
         heads = rows.reshape(len(x), n, self.head_dim)
@@ -58,7 +54,7 @@ class Attention:
             heads = self._rms(heads, self.tensor(f"blk.{il}.attn_{which}_norm.weight"))
         return self._rope(heads.transpose(1, 0, 2))
 
-    def _rope(self, heads: np.ndarray) -> np.ndarray:
+    def _rope(self, heads):
         half = self.head_dim // 2
         frequencies = self.theta ** (-np.arange(half) / half)
         angles = np.arange(heads.shape[1])[:, None] * frequencies
@@ -70,20 +66,20 @@ class Attention:
         turned[..., others] = a * np.sin(angles) + b * np.cos(angles)
         return turned
 
-    def _rms(self, x: np.ndarray, gain: np.ndarray) -> np.ndarray:
+    def _rms(self, x, gain):
         return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + self.eps) * gain
 
 
-def received(weights: np.ndarray, window: int) -> np.ndarray:
+def received(weights, window):
     """s_i [T]: summed over the last `window` queries, mean over heads."""
     return weights[:, -window:].sum(axis=1).mean(axis=0)
 
 
-def streams(path: Path, tokens: list[int]) -> dict[int, np.ndarray]:
+def streams(path, tokens):
     """[T, n_embd] behind each layer of the plain model."""
     seen: dict[int, np.ndarray] = {}
 
-    def keep(node: Node) -> None:
+    def keep(node):
         seen[int(node.name.removeprefix("l_out-"))] = node.array()[0, 0]
 
     with observe(path, len(tokens), 1, lambda n: n.name.startswith("l_out-"), keep) as observer:

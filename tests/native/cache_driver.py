@@ -1,18 +1,16 @@
 """A real store over a small file of known bytes, and plain calls on it."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 
 from gguf_tools.file.layout import BLOCK, GGMLType, pad
 from orchestrator.events import Phase
-from orchestrator.native import MAX_TIERS, Library, Slices, Store, StoreSpec
+from orchestrator.native import MAX_TIERS, Slices, Store, StoreSpec
 from orchestrator.native.abi import VISIT_CB, CPrefetch
 
-from .cache_model import DOWN, GATE, GATE_UP, SKIP, UP, Cache, Item, Layout, Visit
+from .cache_model import DOWN, GATE, GATE_UP, SKIP, UP, Visit
 from .conftest import HANG_S
-from .transition_driver import N_EXPERT, ExpertFile
+from .transition_driver import N_EXPERT
 
 KINDS = ((UP, GATE, DOWN), (GATE_UP, DOWN), (UP, DOWN), (UP, GATE, DOWN))  # of each layer
 TYPES = (8, 12, 11, 10)  # q8_0, q4_K, q3_K, q2_K
@@ -25,7 +23,7 @@ DEVICE_SLOT_BYTES = tuple(
 )
 
 
-def make_store(library: Library, file: ExpertFile, tiers: tuple[int, ...], layout: Layout) -> Store:
+def make_store(library, file, tiers, layout):
     """A store of this layout; writes the file's offsets into it."""
     groups: dict[tuple[int, int, int], int] = {}
     layers = []
@@ -62,32 +60,30 @@ def make_store(library: Library, file: ExpertFile, tiers: tuple[int, ...], layou
 class Driver:
     """Plain calls on one store; fails where an op gets other bytes than those of its tier."""
 
-    def __init__(self, library: Library, file: ExpertFile, tiers: tuple[int, ...], layout: Layout):
+    def __init__(self, library, file, tiers, layout):
         self.file, self.tiers, self.layout = file, tiers, layout
         self.store = make_store(library, file, tiers, layout)
         self.native = library
 
-    def apply(
-        self, layer: int, wanted: dict[int, int], passing: frozenset[int] = frozenset()
-    ) -> None:
+    def apply(self, layer, wanted, passing=frozenset()):
         n = len(wanted)
         ids = (ctypes.c_int32 * n)(*wanted)
         asked = (ctypes.c_uint8 * n)(*wanted.values())
         passes = (ctypes.c_uint8 * n)(*(expert in passing for expert in wanted))
         assert self.native.apply(self.store.handle, layer, ids, asked, passes, n) == 0
 
-    def prefetch(self, items: list[Item]) -> None:
+    def prefetch(self, items):
         array = (CPrefetch * len(items))()
         for c_item, item in zip(array, items, strict=True):
             c_item.layer, c_item.expert, c_item.tier, c_item.kinds, c_item.passing = item
         self.native.prefetch(self.store.handle, array, len(items))
 
-    def use(self, layer: int, kind: int, experts: list[int]) -> list[Visit] | None:
+    def use(self, layer, kind, experts):
         """What the op met, in its order; None where the step was cancelled."""
         visits: list[Visit] = []
         wrong: list[str] = []
 
-        def visit(expert: int, tier: int, ggml: int, data: int, n_bytes: int, _: None) -> None:
+        def visit(expert, tier, ggml, data, n_bytes, _):
             visits.append((expert, tier))
             if tier == SKIP:
                 if data or n_bytes:
@@ -108,7 +104,7 @@ class Driver:
         assert not wrong, wrong
         return visits if status == 0 else None
 
-    def counts(self) -> dict[str, int]:
+    def counts(self):
         """The statistics under the model's names."""
         stats = self.store.stats()
         by_phase = ["requests", "hits"]
@@ -131,6 +127,6 @@ class Driver:
         return seen
 
 
-def model_counts(cache: Cache, names: dict[str, int]) -> dict[str, int]:
+def model_counts(cache, names):
     counts = cache.counts | {"slot_bytes_in_use": cache.slot_bytes_in_use()}
     return {name: counts.get(name, 0) for name in names}

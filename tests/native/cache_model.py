@@ -14,9 +14,7 @@ The disk runs beside the requests, so one history of requests has several legal 
 as the real store does what no legal outcome does.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import product
@@ -54,24 +52,24 @@ class Layout:
     host_bytes: int = 0
     mixed: bool = False  # tiers share slots
 
-    def computed(self, layer: int) -> tuple[int, ...]:
+    def computed(self, layer):
         """The kinds of a layer, in the order in which it computes them."""
         return tuple(kind for kind in GRAPH_ORDER if kind in self.kinds[layer])
 
-    def pool(self, cell: Cell, tier: int) -> Pool:
+    def pool(self, cell, tier):
         return (-1 if self.shared else cell[0], cell[1], 0 if self.mixed else tier)
 
-    def offset(self, cell: Cell, tier: int) -> int:
+    def offset(self, cell, tier):
         return self.offsets[cell[0], cell[1], tier] + cell[2] * self.expert_bytes[tier]
 
     @cached_property
-    def pools(self) -> tuple[Pool, ...]:
+    def pools(self):
         """In the order in which the store is given them."""
         tiers = range(self.n_tiers)
         cells = [(at, k, 0) for at, kinds in enumerate(self.kinds) for k in kinds]
         return tuple(dict.fromkeys(self.pool(cell, tier) for cell in cells for tier in tiers))
 
-    def within(self, n_bytes: int) -> dict[Pool, int]:
+    def within(self, n_bytes):
         """How many slots of each pool a limit of so many bytes leaves: slots lie in turn, at even
         distances of each pool, and the limit cuts their memory at one place."""
         left = dict.fromkeys(self.pools, 0)
@@ -132,13 +130,13 @@ class Cache:
     clock: int = 0
     turn: int = 0
 
-    def copy(self) -> Cache:
+    def copy(self):
         dicts = map(dict, (self.held, self.reads, self.want, self.waiting, self.counts))
         copied = Cache(self.layout, *dicts, set(self.passing), self.limits)
         copied.phase, copied.clock, copied.turn = self.phase, self.clock, self.turn
         return copied
 
-    def key(self) -> tuple[object, ...]:
+    def key(self):
         """Equal for states that cannot be told apart later: only the order of stamps counts."""
         order = sorted([(c[1], cell) for cell, c in self.held.items()])
         order += sorted([(r[1], cell) for cell, r in self.reads.items()])
@@ -156,29 +154,29 @@ class Cache:
             self.turn,
         )
 
-    def count(self, name: str, n: int = 1) -> None:
+    def count(self, name, n=1):
         self.counts[name] = self.counts.get(name, 0) + n
 
-    def count_phase(self, name: str, n: int = 1) -> None:
+    def count_phase(self, name, n=1):
         self.count(f"{name}[{self.phase}]", n)
 
-    def tick(self) -> int:
+    def tick(self):
         self.clock += 1
         return self.clock
 
     # ---- what a cell is worth now
 
-    def pinned(self, cell: Cell) -> bool:
+    def pinned(self, cell):
         return self.want.get(cell, SKIP) != SKIP
 
-    def good_enough(self, cell: Cell) -> bool:
+    def good_enough(self, cell):
         """Conservative reuse: the wanted tier or any better one will do."""
         return cell in self.held and self.held[cell].tier <= self.want[cell]
 
-    def unmet(self, cell: Cell) -> bool:
+    def unmet(self, cell):
         return self.pinned(cell) and not self.good_enough(cell)
 
-    def resident(self) -> list[list[int]]:
+    def resident(self):
         """[layer][expert]: the worst tier over its kinds, ABSENT if one is missing."""
         table = []
         for layer, kinds in enumerate(self.layout.kinds):
@@ -192,19 +190,12 @@ class Cache:
 
     # ---- slots
 
-    def slot_bytes_in_use(self) -> int:
+    def slot_bytes_in_use(self):
         tiers = [copy.tier for copy in self.held.values()]
         tiers += [read.tier for read in self.reads.values() if read.placed]
         return sum(self.layout.slot_bytes[tier] for tier in tiers)
 
-    def make_room(
-        self,
-        cell: Cell,
-        tier: int,
-        passing: bool,
-        kept: Collection[Cell] = (),
-        ahead: bool = False,
-    ) -> bool:
+    def make_room(self, cell, tier, passing, kept=(), ahead=False):
         """Whether there is a slot, free or made free; copies of `kept` cells do not make room.
         ahead: for a prefetch."""
         pool = self.layout.pool(cell, tier)
@@ -228,7 +219,7 @@ class Cache:
             self.evict(min(idle)[2])
         return True
 
-    def of_pool(self, pool: Pool) -> tuple[list[Cell], list[Cell], list[Cell], int]:
+    def of_pool(self, pool):
         """What is complete in a pool, what is read into it, what is read into slots of it that go,
         and how many slots the first two may have."""
         of, n_slots = self.layout.pool, self.limits.get(pool, self.layout.n_slots[pool[2]])
@@ -237,14 +228,14 @@ class Cache:
         loads, going = ([c for c, r in reads if r.beyond == goes] for goes in (False, True))
         return copies, loads, going, n_slots
 
-    def fit(self, pool: Pool) -> None:
+    def fit(self, pool):
         """What a limit leaves no slot for goes."""
         copies, loads, _, n_slots = self.of_pool(pool)
         order = sorted(copies, key=lambda c: (not self.held[c].passing, self.held[c].stamp))
         for cell in order[: max(0, len(copies) + len(loads) - n_slots)]:
             self.evict(cell)
 
-    def limit(self, n_bytes: int) -> list[Cache]:
+    def limit(self, n_bytes):
         """Between two steps, when nothing is needed. Which of the reads under way have a slot that
         goes, nobody can see: a state for each case."""
         assert not self.want
@@ -261,20 +252,20 @@ class Cache:
                     case.fit(pool)
         return cases
 
-    def may_be(self, pool: Pool) -> bool:
+    def may_be(self, pool):
         """Whether a pool has slots enough of both sides of the limit for what is read into it."""
         _, loads, going, n_slots = self.of_pool(pool)
         return len(loads) <= n_slots and len(going) <= self.layout.n_slots[pool[2]] - n_slots
 
-    def settled(self) -> bool:
+    def settled(self):
         """Whether no slot is in use that is to go."""
         return not any(read.beyond for read in self.reads.values())
 
-    def count_peak(self) -> None:
+    def count_peak(self):
         peak = max(self.counts.get("slot_bytes_peak", 0), self.slot_bytes_in_use())
         self.counts["slot_bytes_peak"] = peak
 
-    def load(self, cell: Cell, tier: int, passing: bool = False) -> bool:
+    def load(self, cell, tier, passing=False):
         """Starts to load for a request where there is a slot."""
         if not self.make_room(cell, tier, passing):
             return False
@@ -282,7 +273,7 @@ class Cache:
         self.count_peak()
         return True
 
-    def place(self, cell: Cell) -> bool:
+    def place(self, cell):
         """A slot for a read that has none; a request lets those go first that wait already."""
         read = self.reads[cell]
         if read.placed:
@@ -296,24 +287,24 @@ class Cache:
         self.count_peak()
         return True
 
-    def evict(self, cell: Cell) -> None:
+    def evict(self, cell):
         self.drop(cell)
         self.count("evictions")
 
-    def drop(self, cell: Cell) -> None:
+    def drop(self, cell):
         self.count("prefetch_wasted", self.held[cell].unused)
         del self.held[cell]
 
-    def load_wanted(self, cell: Cell) -> bool:
+    def load_wanted(self, cell):
         return self.load(cell, self.want[cell], cell in self.passing)
 
-    def load_or_wait(self, cell: Cell) -> None:
+    def load_or_wait(self, cell):
         pool = self.layout.pool(cell, self.want[cell])
         queue = self.waiting.get(pool, ())
         if cell not in queue and (queue or not self.load_wanted(cell)):
             self.waiting[pool] = (*queue, cell)
 
-    def serve(self, pool: Pool) -> None:
+    def serve(self, pool):
         """First come, first served."""
         while self.waiting.get(pool):
             cell = self.waiting[pool][0]
@@ -324,7 +315,7 @@ class Cache:
 
     # ---- the disk
 
-    def turn_of(self, cell: Cell) -> tuple[int, int, int, Cell]:
+    def turn_of(self, cell):
         """Demand first, by kind and along the file; then prefetches as they were listed."""
         read = self.reads[cell]
         if read.ahead:
@@ -332,7 +323,7 @@ class Cache:
         rank = {GATE: 0, GATE_UP: 0, UP: 1, DOWN: 2}[cell[1]]
         return (0, rank, self.layout.offset(cell, read.tier), cell)
 
-    def disk_steps(self) -> list[Callable[[Cache], None]]:
+    def disk_steps(self):
         """What the disk may do next: end a running read, or begin the most urgent one."""
         running = [c for c, read in self.reads.items() if read.stage in (RUNNING, DOOMED)]
         queued = [c for c, read in self.reads.items() if read.stage == QUEUED]
@@ -346,7 +337,7 @@ class Cache:
             steps.append(partial(Cache.begin_read, cell=first))
         return steps
 
-    def begin_read(self, cell: Cell) -> None:
+    def begin_read(self, cell):
         if self.layout.device is None and not self.place(cell):
             self.cancel(cell)
             return
@@ -357,7 +348,7 @@ class Cache:
         bytes_read = self.layout.expert_bytes[read.tier]
         self.count_phase("prefetch_bytes" if read.ahead else "demand_bytes", bytes_read)
 
-    def arrive(self, cell: Cell) -> None:
+    def arrive(self, cell):
         if self.reads[cell].stage == DOOMED or not self.place(cell):
             self.throw_away(cell)
             return
@@ -365,7 +356,7 @@ class Cache:
         if not self.pinned(cell) or not self.good_enough(cell):
             self.publish(cell)  # else an op may be reading the copy that it would replace
 
-    def publish(self, cell: Cell) -> None:
+    def publish(self, cell):
         """No duplication: the new copy takes the place of the old one."""
         read, old = self.reads.pop(cell), self.held.get(cell)
         if old is not None:
@@ -382,12 +373,12 @@ class Cache:
         if read.beyond:
             self.fit(self.layout.pool(cell, read.tier))
 
-    def cancel(self, cell: Cell) -> None:
+    def cancel(self, cell):
         read = self.reads.pop(cell)
         self.count("prefetch_cancelled", read.ahead)
         self.serve(self.layout.pool(cell, read.tier))
 
-    def throw_away(self, cell: Cell) -> None:
+    def throw_away(self, cell):
         """A read that comes to nothing; who needs the cell begins again."""
         self.cancel(cell)
         if self.unmet(cell):
@@ -395,7 +386,7 @@ class Cache:
 
     # ---- requests
 
-    def begin_step(self, phase: int) -> None:
+    def begin_step(self, phase):
         self.phase = phase
         if all(read.stage != QUEUED for read in self.reads.values()):
             self.turn = 0
@@ -410,9 +401,7 @@ class Cache:
             elif read.stage == QUEUED:
                 self.cancel(cell)
 
-    def apply(
-        self, layer: int, tiers: dict[int, int], passing: frozenset[int] = frozenset()
-    ) -> None:
+    def apply(self, layer, tiers, passing=frozenset()):
         """tiers: what each routed expert shall have, in the order of the routing."""
         cells = [(layer, kind, expert) for kind in self.layout.computed(layer) for expert in tiers]
         for tier in tiers.values():
@@ -435,13 +424,13 @@ class Cache:
             if self.pinned(cell):
                 self.ask(cell)
 
-    def touch(self, cell: Cell) -> None:
+    def touch(self, cell):
         if cell in self.reads:
             self.reads[cell] = self.reads[cell]._replace(stamp=self.tick(), passing=False)
         if cell in self.held:
             self.held[cell] = self.held[cell]._replace(stamp=self.tick(), passing=False)
 
-    def ask(self, cell: Cell) -> None:
+    def ask(self, cell):
         self.count_phase("requests")
         if self.good_enough(cell):
             self.count_phase("hits")
@@ -464,7 +453,7 @@ class Cache:
             self.cancel(cell)
         self.load_or_wait(cell)
 
-    def prefetch(self, items: list[Item]) -> None:
+    def prefetch(self, items):
         """Most urgent first. What is listed and resident does not make room for what is not."""
         kinds = self.layout.computed
         listed = [
@@ -488,7 +477,7 @@ class Cache:
                     )
                     self.turn += 1
 
-    def ready(self, layer: int, kind: int, experts: Iterable[int]) -> list[Visit]:
+    def ready(self, layer, kind, experts):
         """Which of these may be computed now, and in which tier."""
         out = []
         for expert in experts:
@@ -499,7 +488,7 @@ class Cache:
                 out.append((expert, self.held[cell].tier))
         return out
 
-    def release(self, layer: int, kind: int, experts: list[int]) -> None:
+    def release(self, layer, kind, experts):
         for cell in [(layer, kind, expert) for expert in experts]:
             del self.want[cell]
             self.passing.discard(cell)
@@ -507,7 +496,7 @@ class Cache:
                 self.publish(cell)
         self.serve_kind(layer, kind)
 
-    def serve_kind(self, layer: int, kind: int) -> None:
+    def serve_kind(self, layer, kind):
         for tier in range(self.layout.n_tiers):
             self.serve(self.layout.pool((layer, kind, 0), tier))
 
@@ -516,12 +505,12 @@ class Caches:
     """All states that agree with what was seen. Beyond max_states it gives up and is `lost`:
     what may be the case then depends on too much that nobody saw."""
 
-    def __init__(self, layout: Layout, max_states: int) -> None:
+    def __init__(self, layout, max_states):
         self.states = [Cache(layout)]
         self.max_states = max_states
         self.lost = False
 
-    def _let_the_disk_run(self) -> None:
+    def _let_the_disk_run(self):
         """Any number of disk steps may have been taken since the last look."""
         found = {state.key(): state for state in self.states}
         todo = list(found.values())
@@ -535,18 +524,18 @@ class Caches:
                     todo.append(after)
         self.states = list(found.values())
 
-    def _give_up(self, n_states: int) -> bool:
+    def _give_up(self, n_states):
         self.lost = self.lost or n_states > self.max_states
         return self.lost
 
-    def do(self, change: Callable[[Cache], list[Cache] | None]) -> None:
+    def do(self, change):
         """One request, at some moment of the disk's work. change: returns the states that there may
         be then, or None for the one that it was given."""
         if not self.lost:
             self._let_the_disk_run()
             self.states = [each for state in self.states for each in change(state) or [state]]
 
-    def keep(self, agrees: Callable[[Cache], bool]) -> bool:
+    def keep(self, agrees):
         """Something was seen at some moment; False if no legal outcome shows it."""
         if not self.lost:
             self._let_the_disk_run()
@@ -556,7 +545,7 @@ class Caches:
             self._give_up(len(found))
         return bool(found) or self.lost
 
-    def use(self, layer: int, kind: int, experts: list[int], visits: list[Visit]) -> bool:
+    def use(self, layer, kind, experts, visits):
         """An op computed these experts, and met them in the order of visits. Takes what is
         ready, computes it, gives it back, waits for more; False if that cannot be."""
         done: dict[object, Cache] = {}

@@ -1,16 +1,12 @@
 """The folder of the patched library, upstream's headers of the same source, and what several tests
 do with an engine."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from gguf_tools import synthetic
@@ -20,7 +16,6 @@ from gguf_tools.pack import pack
 from orchestrator.config import Config
 from orchestrator.cost import losses
 from orchestrator.engine.engine import Engine
-from orchestrator.native import Library
 from orchestrator.native.llama import Bindings
 from patches import portable, tree
 from patches.upstream import (
@@ -41,18 +36,18 @@ LINKED = ("llama", "ggml", "ggml-cpu", "ggml-base")
 
 
 @pytest.fixture(autouse=True)
-def built(library: Library) -> None:
+def built(library):
     """Every test here runs what was built, or says that it is not there."""
 
 
 @pytest.fixture(scope="session")
-def library_folder(library: Library) -> Path:
+def library_folder(library):
     """Folder of libllama.so and its companions, patched."""
     return Path(Bindings.load().api._lib._name).parent
 
 
 @pytest.fixture(scope="session")
-def library_files(library_folder: Path) -> dict[str, Path]:
+def library_files(library_folder):
     """libllama.so and its companions by the names that `make build` gives them. A wheel has others,
     and the library that computes in the folder of its set."""
     own = {new: old for old, new in portable.NAMES.items()}
@@ -61,7 +56,7 @@ def library_files(library_folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def llama_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama_source(tmp_path_factory):
     """The patched llama.cpp source tree that `make build` keeps in the user cache."""
     upstream = read_upstream()
     sdist = cached_sdist(upstream)
@@ -74,15 +69,11 @@ def llama_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def compile_native(
-    library_files: dict[str, Path], llama_source: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Path]:
+def compile_native(library_files, llama_source, tmp_path_factory):
     """compile_native(name, sources, flags): a program against the patched library."""
     folder = tmp_path_factory.mktemp("native")
 
-    def compile_here(
-        name: str, sources: list[Path], *flags: str, libraries: tuple[str, ...] = LINKED
-    ) -> Path:
+    def compile_here(name, sources, *flags, libraries=LINKED):
         compiler = os.environ.get("CC", "cc") if sources[0].suffix == ".c" else "c++"
         linked = [library_files[f"lib{each}.so"] for each in libraries]
         return compile_program(compiler, folder / name, sources, flags, linked, llama_source)
@@ -90,14 +81,7 @@ def compile_native(
     return compile_here
 
 
-def compile_program(
-    compiler: str,
-    program: Path,
-    sources: list[Path],
-    flags: Sequence[str],
-    linked: list[Path],
-    llama_source: Path,
-) -> Path:
+def compile_program(compiler, program, sources, flags, linked, llama_source):
     """The program, linked with libraries that it finds where they are."""
     headers = (PATCHES / "native", llama_source / "ggml/include", llama_source / "include")
     command = [
@@ -118,7 +102,7 @@ def compile_program(
 
 
 @pytest.fixture(scope="session")
-def operator_tests(compile_native: Callable[..., Path], llama_source: Path) -> Path:
+def operator_tests(compile_native, llama_source):
     """Upstream's own tests of operators, compiled in a quarter of the usual time."""
     sources = [llama_source / "tests/test-backend-ops.cpp"]
     flags = ("-std=c++17", "-w", "-O0", "-g0", f"-I{llama_source / 'src'}")
@@ -126,34 +110,34 @@ def operator_tests(compile_native: Callable[..., Path], llama_source: Path) -> P
 
 
 @pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str | None:
+def device(request):
     """Whose memory the slots are in: the host's, or a device's with late copies."""
     return request.param
 
 
 @pytest.fixture
-def one(tiny_model: Callable[..., Path]) -> Path:
+def one(tiny_model):
     """A model of random weights in one tier."""
     return tiny_model("qwen3moe", "q4_k")
 
 
 @pytest.fixture
-def both(tiny_model: Callable[..., Path]) -> Path:
+def both(tiny_model):
     return tiny_model("qwen3moe", "q4_k", "q2_k")
 
 
 @pytest.fixture
-def three(tiny_model: Callable[..., Path]) -> Path:
+def three(tiny_model):
     return tiny_model("qwen3moe", "q8_0", "q4_k", "q2_k")
 
 
 @pytest.fixture(scope="session")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def packed(tmp_path_factory):
     """packed(*tiers): one and the same random model in these tiers, out of its f16 weights."""
     folder = tmp_path_factory.mktemp("packed")
     source = synthetic.write(folder / "source.gguf", "tiny-qwen3moe", tiers=("f16",))
 
-    def make(*tiers: str) -> Path:
+    def make(*tiers):
         path = folder / f"{'-'.join(tiers)}.gguf"
         if not path.exists():
             pack(source, path, tiers)
@@ -162,12 +146,12 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return make
 
 
-def drawn(n: int, seed: int = 0) -> list[int]:
+def drawn(n, seed=0):
     """Tokens of no text."""
     return [int(t) for t in np.random.default_rng(seed).integers(0, 250, n)]
 
 
-def build(model: Path, share: float = 0, **options: object) -> Config:
+def build(model, share=0, **options):
     """share: of the experts in the best tier, what there are slots for; 0: nothing is said."""
     if share:
         with ExpertModel.open(model) as file:
@@ -175,18 +159,11 @@ def build(model: Path, share: float = 0, **options: object) -> Config:
     return Config.build(model=model, **({"ctx": 256, "threads": 1} | options))
 
 
-def opened(model: Path, share: float = 0, **options: object) -> Engine:
+def opened(model, share=0, **options):
     return Engine.open(build(model, share, **options))
 
 
-def save_losses(
-    path: Path,
-    model: Path,
-    lost: npt.ArrayLike,
-    power: npt.ArrayLike = 1.0,
-    gates: float | None = None,
-    fit: tuple[float, tuple[str, ...]] | None = None,
-) -> None:
+def save_losses(path, model, lost, power=1.0, gates=None, fit=None):
     """A loss table: what a use of an expert loses in each of the best tiers, [..., n_tiers], and
     skipped. fit: the factor of each layer, and what it was fitted with."""
     with ExpertModel.open(model) as file:
@@ -204,7 +181,7 @@ def save_losses(
         losses.save(path, file, table)
 
 
-def until(is_so: Callable[[], object], meanwhile: Callable[[], object] | None = None) -> None:
+def until(is_so, meanwhile=None):
     """Waits for it, and fails where it hangs. meanwhile: what is done again and again."""
     end = time.monotonic() + HANG_S
     while not is_so():
@@ -215,7 +192,7 @@ def until(is_so: Callable[[], object], meanwhile: Callable[[], object] | None = 
             meanwhile()
 
 
-def greedy(engine: Engine, prompt: list[int], n_decode: int) -> np.ndarray:
+def greedy(engine, prompt, n_decode):
     """Logits [1 + n_decode, n_vocab] behind a prompt and behind each of its likeliest tokens."""
     rows = [engine.eval(prompt, 0)[-1]]
     for i in range(n_decode):
@@ -223,9 +200,7 @@ def greedy(engine: Engine, prompt: list[int], n_decode: int) -> np.ndarray:
     return np.stack(rows)
 
 
-def run_program(
-    program: Path, *arguments: object, by: Sequence[str] = (), timeout_s: float = 1200
-) -> str:
+def run_program(program, *arguments, by=(), timeout_s=1200):
     """Its standard output. by: what runs it. A failure shows what it said; the timeout is for one
     that hangs."""
     command = ["timeout", "--signal=KILL", str(timeout_s), *by, str(program), *map(str, arguments)]

@@ -1,14 +1,10 @@
 """Copies of a GGUF that say something else of themselves."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.file.writer import GGUFWriter
 
 
-def copied(source: Path, target: Path, arch: str | None = None, **changes: object) -> Path:
+def copied(source, target, arch=None, **changes):
     """The same tensors; arch: the name of another architecture; changes: of its metadata, by the
     part of a key behind the architecture's name."""
     with GGUFFile.open(source) as file, GGUFWriter(target, file.alignment) as writer:

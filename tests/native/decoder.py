@@ -1,14 +1,11 @@
 """A context of its own beside an engine's, as another front end of llama.cpp would have it."""
 
-from __future__ import annotations
-
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from orchestrator.native.llama import Bindings, Model
+from orchestrator.native.llama import Bindings
 
 
 @dataclass(frozen=True)
@@ -21,7 +18,7 @@ class Token:
     wanted: bool = False
 
 
-def prompt(tokens: Sequence[int], pos: int = 0, sequence: int = 0) -> list[Token]:
+def prompt(tokens, pos=0, sequence=0):
     """Tokens of one sequence, of which the last one gets logits."""
     last = len(tokens) - 1
     return [Token(each, pos + i, sequence, i == last) for i, each in enumerate(tokens)]
@@ -30,7 +27,7 @@ def prompt(tokens: Sequence[int], pos: int = 0, sequence: int = 0) -> list[Token
 class Decoder:
     """Free it with close, before the model."""
 
-    def __init__(self, model: Model, n_ubatch: int = 8, n_batch: int = 64) -> None:
+    def __init__(self, model, n_ubatch=8, n_batch=64):
         api = self.api = Bindings.load().api
         self.n_vocab = model.n_vocab
         params = api.llama_context_default_params()
@@ -44,7 +41,7 @@ class Decoder:
         self.memory = api.llama_get_memory(self.handle)
         self._batch = api.llama_batch_init(n_batch, 0, 1)
 
-    def decode(self, tokens: Sequence[Token]) -> int:
+    def decode(self, tokens):
         """llama_decode's status."""
         batch = self._batch
         batch.n_tokens = len(tokens)
@@ -53,22 +50,22 @@ class Decoder:
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, token.sequence
         return int(self.api.llama_decode(self.handle, batch))
 
-    def logits(self, i: int = -1) -> np.ndarray:
+    def logits(self, i=-1):
         """Of the token at this place of the batch; a copy."""
         pointer = self.api.llama_get_logits_ith(self.handle, i)
         return np.ctypeslib.as_array(pointer, (self.n_vocab,)).copy()
 
-    def last_pos(self, sequence: int = 0) -> int:
+    def last_pos(self, sequence=0):
         """The position of the last token that the memory holds of a sequence, -1 for none."""
         return int(self.api.llama_memory_seq_pos_max(self.memory, sequence))
 
-    def forget(self) -> None:
+    def forget(self):
         self.api.llama_memory_clear(self.memory, True)
 
-    def stop_when(self, callback: object) -> None:
+    def stop_when(self, callback):
         """The context's own abort callback, of api.ggml_abort_callback."""
         self.api.llama_set_abort_callback(self.handle, callback, ctypes.c_void_p(None))
 
-    def close(self) -> None:
+    def close(self):
         self.api.llama_batch_free(self._batch)
         self.api.llama_free(self.handle)

@@ -1,10 +1,6 @@
 """Programs of these tests on a processor that an emulator stands for."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -19,22 +15,14 @@ PROGRAMS = {
 }
 
 
-def emulator(name: str, *options: str) -> tuple[str, ...]:
+def emulator(name, *options):
     """Its command, or the test is skipped."""
     if shutil.which(name) is None:
         pytest.skip(f"{name} is missing: `sudo apt install qemu-user`")
     return (name, *options)
 
 
-def check(
-    name: str,
-    by: tuple[str, ...],
-    compiler: str,
-    flags: tuple[str, ...],
-    library: Callable[[str], Path],
-    llama_source: Path,
-    folder: Path,
-) -> None:
+def check(name, by, compiler, flags, library, llama_source, folder):
     """Compiles one of the programs and runs it. library(name): where ggml-cpu, say, is."""
     more, libraries, arguments, said = PROGRAMS[name]
     sources, linked = [HERE / f"{name}.cpp", *more], [library(each) for each in libraries]

@@ -1,9 +1,6 @@
 """A model whose graph reads a large table by rows, and the blocks that a prompt needs of it."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ BLOCK = 4096
 _AT_ONCE = 1 << 22
 
 
-def widen(tiny: Path, path: Path, n_vocab: int, n_each: int, n_ctx: int) -> Path:
+def widen(tiny, path, n_vocab, n_each, n_ctx):
     """The gemma4 that upstream's test makes, with more tokens, so many values in each layer's
     embedding of one, and a longer context; all values are drawn anew."""
     rng = np.random.default_rng(1)
@@ -59,14 +56,14 @@ def widen(tiny: Path, path: Path, n_vocab: int, n_each: int, n_ctx: int) -> Path
     return path
 
 
-def _drawn(rng: np.random.Generator, n: int) -> Iterator[np.ndarray]:
+def _drawn(rng, n):
     while n > 0:
         values = rng.standard_normal(min(n, _AT_ONCE), np.float32)
         yield (values * np.float32(0.1)).view(np.uint8)
         n -= len(values)
 
 
-def forget(path: Path) -> None:
+def forget(path):
     """The system keeps nothing of the file in memory."""
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -76,7 +73,7 @@ def forget(path: Path) -> None:
         os.close(fd)
 
 
-def blocks_of(path: Path, tokens: Sequence[int]) -> int:
+def blocks_of(path, tokens):
     """How many blocks of the file hold the rows of these tokens."""
     with ExpertModel.open(path) as model:
         infos = [table.info for table in model.lookup]
@@ -89,7 +86,7 @@ def blocks_of(path: Path, tokens: Sequence[int]) -> int:
     return len(blocks)
 
 
-def read_bytes() -> int:
+def read_bytes():
     """What this process had the disks read."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))

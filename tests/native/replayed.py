@@ -1,18 +1,13 @@
 """Runs of an engine that are recorded, and replays of them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.lab.replay import ReplayOptions, Trace, read_trace, replay, write_trace
 from orchestrator.lab.replay.record import Recorder
 from orchestrator.lab.replay.report import set_up_for
-from orchestrator.lab.replay.simulate import Compute, Outcome, Transport, simulate
+from orchestrator.lab.replay.simulate import Compute, Transport, simulate
 from orchestrator.native import CStats
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import Policy, policy_class
@@ -33,7 +28,7 @@ class Run:
     said: Any
 
 
-def recorded(config: Config, folder: Path, run: Callable[[Engine], Any]) -> Run:
+def recorded(config, folder, run):
     with Engine.open(config) as engine:
         with Recorder(engine) as recorder:
             said = run(engine)
@@ -42,17 +37,13 @@ def recorded(config: Config, folder: Path, run: Callable[[Engine], Any]) -> Run:
     return Run(read_trace(folder / "t.npz"), stats, policy, said)
 
 
-def replayed(
-    trace: Trace,
-    speed: Transport,
-    time: Compute | None = None,
-) -> tuple[Outcome, Policy]:
+def replayed(trace, speed, time=None):
     """With the recorded policy, settings and slots."""
     setup = set_up_for(trace, ReplayOptions(), policy_class(trace.header.policy), speed)
     library, time = Bindings.load().library(), time or Compute(20.0, 20.0)
     return simulate(library, trace, setup, speed, time), setup.policy
 
 
-def reported(trace: Trace, **options: Any) -> dict[str, Any]:
+def reported(trace, **options):
     """What `moe-edge replay` finds."""
     return replay(Bindings.load().library(), trace, ReplayOptions(**options))

@@ -1,17 +1,12 @@
 """llama.cpp's server on the demo model, in this process, and what tests ask of it."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 from served import DEMO, server_library
 
 from orchestrator.config import Config
-from orchestrator.native.server import NativeRequest
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.settings import ServeSettings
 
@@ -19,12 +14,12 @@ MIB = 1 << 20
 PROMPT = "<|im_start|>user\nTell me about Norway.<|im_end|>\n<|im_start|>assistant\n"
 
 
-def config(**settings: Any) -> Config:
+def config(**settings):
     return Config.build(model=DEMO, **({"ctx": 512, "threads": 1, "ubatch": 64} | settings))
 
 
 @contextmanager
-def serving(parallel: int = 1, template: Path | None = None, **settings: Any) -> Iterator[Backend]:
+def serving(parallel=1, template=None, **settings):
     """One that attends."""
     ours = ServeSettings(parallel=parallel, chat_template=template)
     with closing(Backend(config(**settings), ours, server_library(), lambda *_: None)) as made:
@@ -32,11 +27,11 @@ def serving(parallel: int = 1, template: Path | None = None, **settings: Any) ->
         yield made
 
 
-def posted(backend: Backend, route: str, **data: Any) -> NativeRequest:
+def posted(backend, route, **data):
     return backend.request(route, json.dumps(data).encode())
 
 
-def ask(backend: Backend, route: str, **data: Any) -> tuple[int, Any]:
+def ask(backend, route, **data):
     """(status, body) of one request; the events of a stream as a list."""
     request = posted(backend, route, **data)
     status, text = request.whole()
@@ -46,7 +41,7 @@ def ask(backend: Backend, route: str, **data: Any) -> tuple[int, Any]:
     return status, [line.removeprefix("data: ") for line in lines if line]
 
 
-def answered(backend: Backend, route: str = "/v1/completions", **data: Any) -> dict[str, Any]:
+def answered(backend, route="/v1/completions", **data):
     """What a request that has to succeed gets; greedy."""
     status, body = ask(backend, route, **({"temperature": 0} | data))
     assert status == 200, body
@@ -54,6 +49,6 @@ def answered(backend: Backend, route: str = "/v1/completions", **data: Any) -> d
     return answer
 
 
-def broken(*_: object) -> None:
+def broken(*_):
     """In the place of what a policy does."""
     raise RuntimeError("no idea")

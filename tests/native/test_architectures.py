@@ -1,8 +1,6 @@
 """Every Mixture-of-Experts architecture that upstream's own test makes models of, and some that it
 leaves out: what a managed one computes is what llama.cpp's plain path computes, bit for bit."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,18 +15,16 @@ from gguf_tools.errors import NotMoEError
 from gguf_tools.experts import PROVEN, ExpertModel
 from gguf_tools.file.layout import DOWN
 from gguf_tools.pack import export, pack
-from orchestrator.engine.engine import Engine
 from orchestrator.engine.texts import log_softmax
 from orchestrator.errors import BudgetError, NativeError
-from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StoreView
+from orchestrator.events import Phase
 from orchestrator.lab.calibrate.measure import OutputSums
 from orchestrator.lab.calibrate.methods import Method
 from orchestrator.lab.calibrate.reader import TextReader
 from orchestrator.lab.calibrate.table import measure_losses
 from orchestrator.lab.eval.arithmetic import kl_divergence
 from orchestrator.memory.shared import CELL_STEP
-from orchestrator.native import Library, host_memory, touched_memory
-from orchestrator.native.abi import CStats
+from orchestrator.native import host_memory, touched_memory
 
 from .conftest import build, drawn, greedy, opened, run_program, until
 from .copies import copied
@@ -66,7 +62,7 @@ Make = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def maker(compile_native: Callable[..., Path], llama_source: Path) -> Path:
+def maker(compile_native, llama_source):
     """Upstream's test, with another main function."""
     places = (HERE / "archs", *(llama_source / each for each in ("tests", "src", "vendor")))
     flags = ("-std=c++17", "-w", "-O1", "-g0", *(f"-I{each}" for each in places))
@@ -74,21 +70,21 @@ def maker(compile_native: Callable[..., Path], llama_source: Path) -> Path:
 
 
 @pytest.fixture
-def make(maker: Path, tmp_path: Path) -> Make:
+def make(maker, tmp_path):
     """make(architecture, size, n_by_token): one of its models."""
 
-    def made(arch: str, size: tuple[int, ...] = STREAMED, n_by_token: int = N_BY_TOKEN) -> Path:
+    def made(arch, size=STREAMED, n_by_token=N_BY_TOKEN):
         run_program(maker, arch, tmp_path, *size, n_by_token)
         return tmp_path / f"{arch}.gguf"
 
     return made
 
 
-def options(**more: object) -> dict[str, object]:
+def options(**more):
     return {"ctx": 128, "ubatch": 32, "threads": 1, "use_extra_bufts": False, **more}
 
 
-def logits(engine: Engine) -> np.ndarray:
+def logits(engine):
     rows = greedy(engine, PROMPT, N_DECODE)
     assert np.isfinite(rows).all()
     if engine.managed:
@@ -96,19 +92,19 @@ def logits(engine: Engine) -> np.ndarray:
     return rows
 
 
-def plain_logits(model: Path) -> np.ndarray:
+def plain_logits(model):
     with opened(model, **options()) as engine:
         assert not engine.managed
         return logits(engine)
 
 
-def smallest_budget(model: Path, **more: object) -> int:
+def smallest_budget(model, **more):
     with pytest.raises(BudgetError) as refused:
         opened(model, **options(**more, expert_ram=1))
     return refused.value.needed_bytes
 
 
-def compared(model: Path) -> CStats:
+def compared(model):
     """A model's logits are the plain path's under each policy, with as few slots as it needs;
     the statistics of the last one."""
     expected = plain_logits(model)
@@ -121,23 +117,23 @@ def compared(model: Path) -> CStats:
     return stats
 
 
-def test_every_one_is_listed(maker: Path) -> None:
+def test_every_one_is_listed(maker):
     assert set(run_program(maker).split()) == set(PROVEN) | EXCEPTIONS
 
 
 @pytest.mark.parametrize("arch", PROVEN)
-def test_bit_for_bit(arch: str, make: Make) -> None:
+def test_bit_for_bit(arch, make):
     for size in (AS_UPSTREAM, STREAMED):
         stats = compared(make(arch, size))
     # with experts to choose from, look-ahead is what loads ahead
     assert (sum(stats.prefetch_bytes) > 0) == (not PROVEN[arch])
 
 
-def test_a_layer_that_uses_fewer_experts(make: Make, tmp_path: Path) -> None:
+def test_a_layer_that_uses_fewer_experts(make, tmp_path):
     """It has its bits, policies are told of what it chooses and of no more, and where all experts
     are in memory low, what it uses gets high."""
 
-    def fewer(model: Path) -> Path:
+    def fewer(model):
         with ExpertModel.open(model) as file:
             used = [file.n_expert_used] * file.hparams.block_count
             used[file.layer_ids[-1]] = 1
@@ -148,10 +144,10 @@ def test_a_layer_that_uses_fewer_experts(make: Make, tmp_path: Path) -> None:
     pack(fewer(make("nemotron_h_moe", (16, 4, 4, 0))), packed, ["q8_0", "q4_0"])
     seen: set[tuple[int, int, int]] = set()
 
-    def told(engine: Engine) -> None:
+    def told(engine):
         decide = engine.policy.decide
 
-        def decided(event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+        def decided(event, view, out):
             decide(event, view, out)
             ids, weights, one = event.ids_array, event.weights_array, event.n_tokens == 1
             assert ids.shape == weights.shape == (event.n_tokens, event.k) and (weights > 0).all()
@@ -159,7 +155,7 @@ def test_a_layer_that_uses_fewer_experts(make: Make, tmp_path: Path) -> None:
             assert event.k > 1 or not one or out.tier[ids[0, 0]] == 0  # its best is not lowered
             seen.add((event.layer, event.k, one))
 
-        engine.policy.decide = decided  # type: ignore[method-assign]
+        engine.policy.decide = decided
         logits(engine)
 
     asked = {"policy": "dymoe", "expert_ram": 1 << 24, "prefetch": "off", "retention": 0.5}
@@ -172,7 +168,7 @@ def test_a_layer_that_uses_fewer_experts(make: Make, tmp_path: Path) -> None:
     with opened(packed, **options(policy="dynaexq", hot_experts=1, update_steps=4)) as engine:
         before, pos = engine.store.resident()[-1].tolist(), 0
 
-        def more() -> None:
+        def more():
             nonlocal pos
             engine.eval([OTHER[0]], pos)
             pos += 1
@@ -182,9 +178,7 @@ def test_a_layer_that_uses_fewer_experts(make: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arch", ["qwen3next", "granitehybrid", "deepseek32", "gpt-oss", "gemma4"])
-def test_what_a_context_takes_is_what_llama_cpp_counts(
-    arch: str, make: Make, tmp_path: Path, library: Library
-) -> None:
+def test_what_a_context_takes_is_what_llama_cpp_counts(arch, make, tmp_path, library):
     """Slots give way to cells of layers that have some, indexers among them; states of the other
     layers, of each sequence, stay beside both. Windows are kept whole, as upstream does."""
     path = copied(make(arch, WIDER), tmp_path / "long.gguf", context_length=8192)
@@ -207,9 +201,7 @@ def test_what_a_context_takes_is_what_llama_cpp_counts(
 
 
 @pytest.mark.parametrize("arch", ["afmoe", "bailingmoe3", "deepseek2", "granitehybrid"])
-def test_a_short_step_touches_no_more_than_was_counted(
-    arch: str, make: Make, tmp_path: Path, library: Library
-) -> None:
+def test_a_short_step_touches_no_more_than_was_counted(arch, make, tmp_path, library):
     """Though the context is made for longer ones."""
     path = copied(make(arch, WIDER), tmp_path / "long.gguf", context_length=8192)
     usual = {"policy": "lru", "threads": 1}
@@ -226,7 +218,7 @@ def test_a_short_step_touches_no_more_than_was_counted(
 
 
 @pytest.mark.parametrize("arch", ["qwen3moe", "gpt-oss", "gemma4", "llama4"])
-def test_what_experts_put_out_is_what_calibrating_sees(arch: str, make: Make) -> None:
+def test_what_experts_put_out_is_what_calibrating_sees(arch, make):
     """With a scale or a bias of down's; but where gates weigh what experts read, nothing."""
     path = make(arch)
     with ExpertModel.open(path) as model, TextReader(path, [ANSWER], 1, None) as reader:
@@ -248,7 +240,7 @@ def test_what_experts_put_out_is_what_calibrating_sees(arch: str, make: Make) ->
 
 @pytest.mark.skipif(isinstance(UNPATCHED, str), reason=str(UNPATCHED))
 @pytest.mark.parametrize("arch", PROVEN)
-def test_unpatched(arch: str, make: Make) -> None:
+def test_unpatched(arch, make):
     """Upstream's library without our patches has the bits of the plain path and of managed
     experts."""
     assert isinstance(UNPATCHED, unpatched.Unpatched)
@@ -263,7 +255,7 @@ def test_unpatched(arch: str, make: Make) -> None:
         np.testing.assert_array_equal(np.concatenate(rows), expected, err_msg=str(settings))
 
 
-def pack_wider(arch: str, make: Make, folder: Path) -> Path:
+def pack_wider(arch, make, folder):
     """A model with every expert in Q4_K and in Q2_K."""
     packed = folder / "packed.gguf"
     pack(make(arch, WIDER), packed, ["q4_k", "q2_k"])
@@ -272,26 +264,26 @@ def pack_wider(arch: str, make: Make, folder: Path) -> Path:
     return packed
 
 
-def divergence(found: np.ndarray, exact: np.ndarray) -> float:
+def divergence(found, exact):
     """Mean KL of a token, in nats."""
     exact, found = (log_softmax(each.astype(np.float64)) for each in (exact, found))
     return float(np.mean([kl_divergence(*each) for each in zip(exact, found, strict=True)]))
 
 
 @pytest.mark.parametrize("arch", NEWEST)
-def test_two_precisions(arch: str, make: Make, tmp_path: Path) -> None:
+def test_two_precisions(arch, make, tmp_path):
     """Each precision of a packed file is the file of it, under a policy that moves experts, one
     that exchanges them and one that may lose nothing. What lowers experts loses, what skips as many
     loses more, and what may lose so much loses about that."""
     packed = pack_wider(arch, make, tmp_path)
 
-    def read(engine: Engine) -> np.ndarray:
+    def read(engine):
         rows = [engine.eval(PROMPT, 0)]
         rows += [engine.eval([t], len(PROMPT) + at) for at, t in enumerate(ANSWER)]
         assert np.isfinite(rows).all()
         return np.concatenate(rows)
 
-    def run(**settings: object) -> tuple[np.ndarray, float | None]:
+    def run(**settings):
         least = smallest_budget(packed, **settings)
         with opened(packed, **options(**settings, expert_ram=2 * least)) as engine:
             rows = read(engine)
@@ -330,16 +322,16 @@ def test_two_precisions(arch: str, make: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arch", NEWEST)
-def test_a_prompt_comes_back_after_a_kill(arch: str, make: Make, tmp_path: Path) -> None:
+def test_a_prompt_comes_back_after_a_kill(arch, make, tmp_path):
     """A conversation that was put away goes on with the bits that it would have had, wherever the
     process is killed behind that. One that had no time for it is read as a new one."""
     model, folder = pack_wider(arch, make, tmp_path), tmp_path / "prompts"
     least = smallest_budget(model, policy="lru")
 
-    def talking(kept: Path | None) -> Engine:
+    def talking(kept):
         return opened(model, **options(policy="lru", expert_ram=least, prompt_cache=kept))
 
-    def talk() -> None:
+    def talk():
         with talking(folder) as engine:
             evaluated(engine, PROMPT)
             evaluated(engine, OTHER)
@@ -363,7 +355,7 @@ def test_a_prompt_comes_back_after_a_kill(arch: str, make: Make, tmp_path: Path)
     assert n_read == [len(more), len(ANSWER), len(ANSWER)]
 
 
-def test_a_table_is_read_by_rows(make: Make, tmp_path: Path) -> None:
+def test_a_table_is_read_by_rows(make, tmp_path):
     """A prompt has the blocks of its rows read, each once, and hardly more."""
     model = widen(make("gemma4"), tmp_path / "wide.gguf", n_vocab=20000, n_each=300, n_ctx=512)
     rng = np.random.default_rng(0)
@@ -391,7 +383,7 @@ def test_a_table_is_read_by_rows(make: Make, tmp_path: Path) -> None:
     np.testing.assert_array_equal(rows, plain)
 
 
-def test_what_ids_choose_is_read_ahead(make: Make) -> None:
+def test_what_ids_choose_is_read_ahead(make):
     """In an answer, in one with as many slots as a token needs, and in a prompt, which finds free
     ones: every read is asked for ahead, and used. So what is asked for is what is routed to."""
     model = make("deepseek4", n_by_token=4)
@@ -419,13 +411,13 @@ def test_what_ids_choose_is_read_ahead(make: Make) -> None:
 
 
 @pytest.mark.parametrize("arch", NO_EXPERTS)
-def test_without_expert_tensors(arch: str, make: Make) -> None:
+def test_without_expert_tensors(arch, make):
     with pytest.raises(NotMoEError):
         opened(make(arch), **options())
 
 
 @pytest.mark.parametrize("arch", NOT_COMPUTED)
-def test_experts_that_no_graph_computes(arch: str, make: Make) -> None:
+def test_experts_that_no_graph_computes(arch, make):
     model = make(arch)
     with opened(model, **options(policy="lru", expert_ram=1 << 24)) as engine:
         np.testing.assert_array_equal(logits(engine), plain_logits(model))
@@ -433,7 +425,7 @@ def test_experts_that_no_graph_computes(arch: str, make: Make) -> None:
 
 
 @pytest.mark.parametrize("arch", DIFFUSION)
-def test_diffusion_is_refused(arch: str, make: Make) -> None:
+def test_diffusion_is_refused(arch, make):
     """llama.cpp has a program of its own for them; decoding a token would end this process."""
     with pytest.raises(NativeError, match="writes a text by diffusion, and not token by token"):
         opened(make(arch), **options())

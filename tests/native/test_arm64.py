@@ -1,12 +1,9 @@
 """ARM64: our sources and llama.cpp's by Debian's cross compiler, and programs of the tests under an
 emulator, which shows neither speed nor the order in which an ARM writes its memory."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 from real_cache import REAL_CACHE
@@ -30,7 +27,7 @@ FLAGS = (
 
 
 @pytest.fixture(scope="module")
-def by() -> tuple[str, ...]:
+def by():
     """The command of the emulator."""
     if not os.environ.get("MOE_EDGE_SLOW"):
         pytest.skip("compiles llama.cpp for ARM64: set MOE_EDGE_SLOW=1")
@@ -38,7 +35,7 @@ def by() -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def libraries(by: tuple[str, ...], llama_source: Path) -> Path:
+def libraries(by, llama_source):
     """The folder of libllama and its companions for ARM64; what is compiled already stays."""
     for tool, package in ((f"{TARGET}-g++", f"g++-{TARGET}"), ("cmake",) * 2, ("ninja",) * 2):
         if shutil.which(tool) is None:
@@ -56,18 +53,14 @@ def libraries(by: tuple[str, ...], llama_source: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", emulated.PROGRAMS)
-def test_programs(
-    name: str, by: tuple[str, ...], libraries: Path, llama_source: Path, tmp_path: Path
-) -> None:
-    def library(each: str) -> Path:
+def test_programs(name, by, libraries, llama_source, tmp_path):
+    def library(each):
         return libraries / f"lib{each}.so"
 
     emulated.check(name, by, f"{TARGET}-g++", (), library, llama_source, tmp_path)
 
 
-def test_a_model_decodes(
-    by: tuple[str, ...], libraries: Path, llama_source: Path, one: Path, tmp_path: Path
-) -> None:
+def test_a_model_decodes(by, libraries, llama_source, one, tmp_path):
     """A C program with experts on disk, token by token."""
     linked = [libraries / f"lib{each}.so" for each in LINKED]
     sources = [HERE / "plain_c.c"]

@@ -1,18 +1,14 @@
 """Which store serves which model, and what is said where none does."""
 
-from __future__ import annotations
-
 import ctypes
 import os
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from orchestrator.errors import NativeError
-from orchestrator.native import Library, Store, StoreSpec, context_memory
+from orchestrator.native import Store, context_memory
 from orchestrator.native.llama import EXPERT_PATTERN, Bindings, BufferTypeOverride, Model
 
 from .conftest import opened
@@ -22,19 +18,19 @@ TOKENS = [3, 1, 4, 1, 5]
 
 
 @pytest.fixture
-def spec(one: Path) -> StoreSpec:
+def spec(one):
     """What an engine's store was made of."""
     with opened(one, policy="lru", expert_ram=1 << 20) as engine:
         return engine.store.spec
 
 
 @pytest.fixture
-def serve(one: Path) -> Callable[[], Model]:
+def serve(one):
     """serve(): loads the model, which has to compute what it does in an engine."""
     with opened(one, policy="lru", expert_ram=1 << 20) as engine:
         expected = engine.eval(TOKENS, 0)[-1]
 
-    def loaded() -> Model:
+    def loaded():
         model = load(one)
         decoder = Decoder(model)
         assert decoder.decode(prompt(TOKENS)) == 0
@@ -45,16 +41,16 @@ def serve(one: Path) -> Callable[[], Model]:
     return loaded
 
 
-def load(path: Path) -> Model:
+def load(path):
     return Model(Bindings.load(), path, managed=True, use_extra_bufts=False, use_mmap=False)
 
 
-def is_refused(path: Path, said: str = r"no expert store waits for it: create one") -> None:
+def is_refused(path, said=r"no expert store waits for it: create one"):
     with pytest.raises(NativeError, match=said):
         load(path)
 
 
-def test_a_model_without_a_store_is_refused(library: Library, one: Path, spec: StoreSpec) -> None:
+def test_a_model_without_a_store_is_refused(library, one, spec):
     """One that is simulated waits for no model."""
     is_refused(one)
     assert library.load_error() is None  # it was told
@@ -62,9 +58,7 @@ def test_a_model_without_a_store_is_refused(library: Library, one: Path, spec: S
         is_refused(one)
 
 
-def test_the_latest_store_that_waits_is_taken(
-    library: Library, one: Path, spec: StoreSpec, serve: Callable[[], Model]
-) -> None:
+def test_the_latest_store_that_waits_is_taken(library, one, spec, serve):
     with Store.create(library, spec) as older, Store.create(library, spec) as newer:
         loaded = serve()
         assert newer.stats().requests[0] > 0 and older.stats().requests[0] == 0
@@ -75,9 +69,7 @@ def test_the_latest_store_that_waits_is_taken(
         loaded.close()
 
 
-def test_a_store_outlives_its_model(
-    library: Library, one: Path, spec: StoreSpec, serve: Callable[[], Model]
-) -> None:
+def test_a_store_outlives_its_model(library, one, spec, serve):
     """What it has in memory serves the next one."""
     with Store.create(library, spec) as store:
         for _ in range(2):
@@ -87,17 +79,13 @@ def test_a_store_outlives_its_model(
     loaded.close()
 
 
-def test_a_store_of_another_model_is_refused_and_waits_on(
-    library: Library, spec: StoreSpec, serve: Callable[[], Model], tiny_model: Callable[..., Path]
-) -> None:
+def test_a_store_of_another_model_is_refused_and_waits_on(library, spec, serve, tiny_model):
     with Store.create(library, spec):
         is_refused(tiny_model("deepseek2-fused", "q4_k"), r"blk\.0\.ffn_.*_exps|layer|expert")
         serve().close()
 
 
-def test_a_load_without_memory_takes_no_store(
-    library: Library, one: Path, spec: StoreSpec, serve: Callable[[], Model]
-) -> None:
+def test_a_load_without_memory_takes_no_store(library, one, spec, serve):
     """Memory fitting loads a model so, makes a context, and asks what they would take."""
     api = Bindings.load().api
     params = api.llama_model_default_params()

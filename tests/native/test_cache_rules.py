@@ -7,8 +7,6 @@ is not complete, a layer that needs more slots than there are), every outcome th
 gives is legal, and no other.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections import Counter
@@ -30,7 +28,7 @@ from orchestrator.events import Phase
 from orchestrator.native import Library
 
 from .cache_driver import DEVICE_SLOT_BYTES, EXPERT_BYTES, KINDS, SLOT_BYTES, Driver, model_counts
-from .cache_model import SKIP, Cache, Caches, Item, Layout
+from .cache_model import SKIP, Cache, Caches, Layout
 from .transition_driver import N_EXPERT, ExpertFile
 
 # Read when the tests are collected: while one runs, its environment is a clean one.
@@ -51,7 +49,7 @@ HOST_BYTES = (1 << 20, 32 << 20)
 
 
 @st.composite
-def layouts(draw: st.DrawFn, device: str | None = None) -> tuple[tuple[int, ...], Layout]:
+def layouts(draw, device=None):
     """Which tiers of the file are in use, and a layout of few slots; offsets are filled in."""
     sizes = SLOT_BYTES if device is None else DEVICE_SLOT_BYTES
     tiers = tuple(sorted(draw(st.sets(st.integers(0, 3), min_size=1, max_size=4))))
@@ -86,7 +84,7 @@ class CacheRules(RuleBasedStateMachine):
     met: Counter[str]  # over all examples: which situations came up
     failures: list[str]
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.opened = False
         self.layer = 0
@@ -95,19 +93,19 @@ class CacheRules(RuleBasedStateMachine):
         self.last: dict[str, int] = {}
 
     @initialize(data=st.data(), phase=st.sampled_from(Phase))
-    def make(self, data: st.DataObject, phase: Phase) -> None:
+    def make(self, data, phase):
         self.tiers, self.layout = data.draw(layouts(self.device))
         self.open_store()
         self.begin_step(phase)
 
-    def open_store(self) -> None:
+    def open_store(self):
         self.driver = Driver(self.library, self.file, self.tiers, self.layout)
         self.model = Caches(self.layout, MAX_STATES)
         self.opened = True
         self.last = {}
 
     @rule(phase=st.sampled_from(Phase))
-    def begin_step(self, phase: Phase) -> None:
+    def begin_step(self, phase):
         """The next step; where a layer is not computed yet, the one before was cut off."""
         self.met["cut off"] += bool(self.left)
         self.left = []
@@ -119,7 +117,7 @@ class CacheRules(RuleBasedStateMachine):
 
     @precondition(lambda self: self.device is None)
     @rule(data=st.data(), phase=st.sampled_from(Phase))
-    def limit(self, data: st.DataObject, phase: Phase) -> None:
+    def limit(self, data, phase):
         """Slots go between two steps, or come back, while a prefetch has only begun."""
         self.begin_step(phase)
         sizes = [size for size, _ in self.driver.store.spec.groups]
@@ -135,7 +133,7 @@ class CacheRules(RuleBasedStateMachine):
         if not self.model.keep(Cache.settled):
             self.fail("no legal outcome has no slot in use that goes")
 
-    def some_items(self, data: st.DataObject) -> list[Item]:
+    def some_items(self, data):
         """A prefetch list as a policy gives it; half of it for experts that the latest routed
         layer wants, so that reads are met on their way."""
         items = []
@@ -153,7 +151,7 @@ class CacheRules(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.left)
     @rule(data=st.data(), read_ahead=st.booleans())
-    def route(self, data: st.DataObject, read_ahead: bool) -> None:
+    def route(self, data, read_ahead):
         """A layer asks for its experts; with read_ahead while a prefetch has only begun."""
         some = list(self.wanted)
         if not some or data.draw(st.booleans()):  # else the same ones again, in other tiers
@@ -173,7 +171,7 @@ class CacheRules(RuleBasedStateMachine):
 
     @precondition(lambda self: self.left)
     @rule(data=st.data(), whole_layer=st.booleans())
-    def compute(self, data: st.DataObject, whole_layer: bool) -> None:
+    def compute(self, data, whole_layer):
         """The next kind, or all that are left, of the routed layer."""
         experts = data.draw(st.permutations(list(self.wanted)))
         for _ in range(len(self.left) if whole_layer else 1):
@@ -191,7 +189,7 @@ class CacheRules(RuleBasedStateMachine):
                 self.fail(f"no timing makes layer {self.layer}, kind {kind}, meet {visits}")
 
     @rule(data=st.data(), wait=st.booleans())
-    def prefetch(self, data: st.DataObject, wait: bool) -> None:
+    def prefetch(self, data, wait):
         """Where the machine waits, the list is nearly sure to be read before the next request."""
         items = self.some_items(data)
         self.driver.prefetch(items)
@@ -201,7 +199,7 @@ class CacheRules(RuleBasedStateMachine):
 
     @precondition(lambda self: self.left)
     @rule(phase=st.sampled_from(Phase))
-    def cancel(self, phase: Phase) -> None:
+    def cancel(self, phase):
         """Ctrl-C: the op that runs ends at once, and the next step starts clean."""
         self.met["cancelled"] += 1
         self.driver.store.cancel(True)
@@ -210,7 +208,7 @@ class CacheRules(RuleBasedStateMachine):
         self.begin_step(phase)
 
     @invariant()
-    def agrees(self) -> None:
+    def agrees(self):
         if not self.opened:
             return
         self.driver.store.check()
@@ -227,29 +225,29 @@ class CacheRules(RuleBasedStateMachine):
             self.fail(f"no legal outcome has in memory (layer, expert: tier): {resident}")
         self.last = seen
 
-    def fail(self, message: str) -> None:
+    def fail(self, message):
         self.failures.append(message)
         raise AssertionError(message)
 
-    def close_store(self) -> None:
+    def close_store(self):
         self.met["host hits"] += sum(self.driver.store.stats().host_hits)
         self.driver.store.close()
         self.met.update(self.last)
         self.met["lost"] += self.model.lost
         self.met["stores"] += 1
 
-    def teardown(self) -> None:
+    def teardown(self):
         if self.opened:
             self.close_store()
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> ExpertFile:
+def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("cache") / "experts.bin"
     return ExpertFile(path, len(EXPERT_BYTES), EXPERT_BYTES, KINDS)
 
 
-def test_cache_rules(library: Library, file: ExpertFile, device: str | None) -> None:
+def test_cache_rules(library, file, device):
     met: Counter[str] = Counter()
     failures: list[str] = []
     attributes = {"library": library, "file": file, "met": met, "failures": failures}

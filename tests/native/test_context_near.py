@@ -1,15 +1,9 @@
 """Context-aware placement: every expert in memory, moves that no token waits for, shared slots,
 losses, kept prefixes."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from orchestrator.config import Config
 from orchestrator.cost import losses
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
@@ -20,7 +14,7 @@ from orchestrator.native.llama import Bindings
 from orchestrator.policy.context import ContextAware
 
 from .conftest import build, drawn, save_losses, until
-from .replayed import SPEEDS, Run, recorded, replayed, reported
+from .replayed import SPEEDS, recorded, replayed, reported
 
 FIVE = ("q8_0", "q4_k", "q3_k", "q2_k", "q1_0")
 RNG = np.random.default_rng(17)
@@ -29,43 +23,43 @@ PROMPTS, ANSWER = (TOKENS[:40], TOKENS[40:65]), TOKENS[65:]
 
 
 @pytest.fixture
-def five(packed: Callable[..., Path]) -> Path:
+def five(packed):
     return packed(*FIVE)
 
 
-def save_table(path: Path, of: Path, n_tiers: int = len(FIVE)) -> np.ndarray:
+def save_table(path, of, n_tiers=5):
     """A loss table of random numbers, worse in lower tiers; returns the losses."""
     found = np.sort(RNG.random((3, 8, n_tiers)) ** 4, axis=2).round(6)
     save_losses(path, of, found)
     return found
 
 
-def context(model: Path, **options: object) -> Config:
+def context(model, **options):
     return build(
         model, **({"policy": "context", "hot_experts": 2, "near_slots": "shared"} | options)
     )
 
 
-def converse(engine: Engine, number: int, n_answer: int = len(ANSWER)) -> None:
+def converse(engine, number, n_answer=None):
     prompt = PROMPTS[number]
     engine.eval(prompt, 0)
     for at, token in enumerate(ANSWER[:n_answer]):
         engine.eval([token], len(prompt) + at)
 
 
-def until_placed(engine: Engine) -> None:
+def until_placed(engine):
     """However slow the disk is, with few tokens: what they use would be placed for, too."""
     at, store = engine.n_cached, engine.store
 
-    def one_more() -> None:
+    def one_more():
         until(lambda: not (np.not_equal(*store.states()) & ~store.landed()).any())
         engine.eval([1], at)
 
     until(lambda: engine.policy._wanted is None, one_more)
 
 
-def test_a_loss_table_is_found_and_used(five: Path, tmp_path: Path) -> None:
-    def used(**options: object) -> tuple[np.ndarray | None, str, np.ndarray]:
+def test_a_loss_table_is_found_and_used(five, tmp_path):
+    def used(**options):
         """The losses that it goes by, what it notes, and where experts are at first."""
         with Engine.open(context(five, **options)) as engine:
             return engine.policy.losses, str(engine.note), engine.store.resident()
@@ -108,7 +102,7 @@ def test_a_loss_table_is_found_and_used(five: Path, tmp_path: Path) -> None:
         {"placement": "async", "near_slots": "own", "exact_tiers": True},
     ],
 )
-def test_moves_read_what_changed_and_nothing_waits(five: Path, options: dict[str, object]) -> None:
+def test_moves_read_what_changed_and_nothing_waits(five, options):
     """Where it waits, everything is in place before an answer's first token."""
     with Engine.open(context(five, **options)) as engine:
         policy, store = engine.policy, engine.store
@@ -147,25 +141,23 @@ def test_moves_read_what_changed_and_nothing_waits(five: Path, options: dict[str
         assert store.stats().transition_bytes == stats.transition_bytes
 
 
-def converse_twice(engine: Engine) -> np.ndarray | None:
+def converse_twice(engine):
     for number in (0, 1):
         converse(engine, number)
         until_placed(engine)
     return engine.policy.hotness
 
 
-def n_changed(run: Run) -> int:
+def n_changed(run):
     return run.stats.experts_promoted + run.stats.experts_demoted
 
 
 @pytest.mark.parametrize("placement", ["async", "wait"])
-def test_its_replay_knows_sequences_and_kept_tokens(
-    five: Path, tmp_path: Path, placement: str
-) -> None:
+def test_its_replay_knows_sequences_and_kept_tokens(five, tmp_path, placement):
     """Two forks of a conversation decode together, one of them is dropped, and the first prompt is
     brought back from a copy and goes on."""
 
-    def talk(engine: Engine) -> list[np.ndarray]:
+    def talk(engine):
         converse(engine, 0, 3)
         kept = engine.driver.save_sequence(0)
         engine.eval(PROMPTS[1], engine.n_cached)
@@ -197,7 +189,7 @@ def test_its_replay_knows_sequences_and_kept_tokens(
     reported(trace, policy="lru", expert_ram=1 << 22)
 
 
-def test_it_adapts_within_64_steps(five: Path, tmp_path: Path) -> None:
+def test_it_adapts_within_64_steps(five, tmp_path):
     """In virtual time, with a token's computing and bytes as they are for OLMoE: 30 ms, and what
     changes takes a third of a second at 1.25 GB/s."""
     trace = recorded(context(five), tmp_path, converse_twice).trace
@@ -211,7 +203,7 @@ def test_it_adapts_within_64_steps(five: Path, tmp_path: Path) -> None:
         assert found["placements"] == 2 and 0 < found["steps"] <= 64
 
 
-def test_what_a_sequence_used_goes_with_its_tokens(five: Path) -> None:
+def test_what_a_sequence_used_goes_with_its_tokens(five):
     with Engine.open(context(five, sequences=2)) as engine:
         policy, driver = engine.policy, engine.driver
         converse(engine, 0, 4)

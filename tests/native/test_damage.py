@@ -1,11 +1,8 @@
 """Slices that are not what was written: found where they are read, and never computed with."""
 
-from __future__ import annotations
-
 import os
 import random
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +17,6 @@ from gguf_tools.verify import verify
 from orchestrator.cli.main import cli
 from orchestrator.errors import MoeEdgeError, NativeError
 from orchestrator.events import Phase
-from orchestrator.native import Library
 
 from .conftest import drawn, opened
 from .transition_driver import HIGH, LOW, Driver, ExpertFile, flip
@@ -39,7 +35,7 @@ RUNS: dict[str, dict[str, object]] = {
 }
 
 
-def test_the_checksum_is_zlibs(library: Library) -> None:
+def test_the_checksum_is_zlibs(library):
     data = np.random.default_rng(1).integers(0, 256, 5000, np.uint8)
     for start, n in ((0, 0), (0, 1), (3, 15), (1, 64), (7, 63), (5, 128), (2, 4000), (0, 5000)):
         piece = data[start : start + n]
@@ -48,7 +44,7 @@ def test_the_checksum_is_zlibs(library: Library) -> None:
             assert found == zlib.crc32(piece.tobytes(), before), (start, n)
 
 
-def use(driver: Driver, experts: list[int]) -> str | None:
+def use(driver, experts):
     """One step that uses these experts of layer 1; why it failed, if it did."""
     driver.store.begin_step(Phase.DECODE)
     try:
@@ -62,7 +58,7 @@ def use(driver: Driver, experts: list[int]) -> str | None:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_a_slice_of_several_parts(library: Library, tmp_path: Path, part: int) -> None:
+def test_a_slice_of_several_parts(library, tmp_path, part):
     """Whichever part the damage is in; the others arrive in any order."""
     file = ExpertFile(tmp_path / "experts.bin", 1, (1_900_001,))
     at = file.start(1, GATE, HIGH, 2) + part * 600_000
@@ -81,7 +77,7 @@ def test_a_slice_of_several_parts(library: Library, tmp_path: Path, part: int) -
         assert use(driver, [2, 3]) is None
 
 
-def test_behind_a_device(library: Library, tmp_path: Path, device: str | None) -> None:
+def test_behind_a_device(library, tmp_path, device):
     """What the host tier holds was compared before."""
     file = ExpertFile(tmp_path / "experts.bin")
     flip(file.path, file.start(1, DOWN, LOW, 0) + 8_000)
@@ -94,13 +90,13 @@ def test_behind_a_device(library: Library, tmp_path: Path, device: str | None) -
 
 
 @pytest.fixture(scope="module")
-def sound(library: Library, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sound(library, tmp_path_factory):
     folder = tmp_path_factory.mktemp("damage")
     source = synthetic.write(folder / "source.gguf", "tiny-qwen3moe", tiers=("q8_0",))
     return pack(source, folder / "packed.gguf", ["q8_0", "q2_k"], threads=2).path
 
 
-def logits(model: Path, how: str) -> np.ndarray:
+def logits(model, how):
     """Those behind a prompt. Raises MoeEdgeError."""
     # Without exact tiers the copy that dymoe computes with is whichever is there in time.
     exact = {"exact_tiers": True} if how == "dymoe" else {}
@@ -109,11 +105,11 @@ def logits(model: Path, how: str) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def right(sound: Path) -> dict[str, np.ndarray]:
+def right(sound):
     return {how: logits(sound, how) for how in RUNS}
 
 
-def damage(data: bytearray, number: int) -> str:
+def damage(data, number):
     """A bit, a page of zeros, or a cut, anywhere."""
     rng = random.Random(f"damage {number}")
     how = ("bit", "page", "cut")[number % 3]
@@ -129,9 +125,7 @@ def damage(data: bytearray, number: int) -> str:
 
 
 @pytest.mark.parametrize("number", range(DAMAGES))
-def test_random_damage_is_found_or_not_read(
-    sound: Path, right: dict[str, np.ndarray], tmp_path: Path, number: int
-) -> None:
+def test_random_damage_is_found_or_not_read(sound, right, tmp_path, number):
     """verify finds all of it. A run names the file, or never read what is damaged: then its logits
     are those of the sound file to the bit."""
     data = bytearray(sound.read_bytes())
@@ -149,7 +143,7 @@ def test_random_damage_is_found_or_not_read(
 
 
 @pytest.mark.parametrize("how", RUNS)
-def test_a_damaged_slice_that_is_read_is_an_error(sound: Path, tmp_path: Path, how: str) -> None:
+def test_a_damaged_slice_that_is_read_is_an_error(sound, tmp_path, how):
     path = tmp_path / "damaged.gguf"
     path.write_bytes(sound.read_bytes())
     with ExpertModel.open(sound) as model:
@@ -167,9 +161,7 @@ def test_a_damaged_slice_that_is_read_is_an_error(sound: Path, tmp_path: Path, h
 
 
 @pytest.mark.parametrize("how", ["lru", "plain"])
-def test_a_damaged_tensor_that_is_no_expert_is_an_error(
-    sound: Path, tmp_path: Path, how: str
-) -> None:
+def test_a_damaged_tensor_that_is_no_expert_is_an_error(sound, tmp_path, how):
     path = tmp_path / "damaged.gguf"
     path.write_bytes(sound.read_bytes())
     with GGUFFile.open(sound) as file:

@@ -1,10 +1,6 @@
 """Devices as the C interface hands them out, and what a slot on one takes."""
 
-from __future__ import annotations
-
 import ctypes
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +8,7 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import BLOCK, GGMLType, device_slot_bytes, row_bytes
 from orchestrator.errors import ConfigError
 from orchestrator.memory.machine import runs_flash
-from orchestrator.native import Library, find_device, measure_device
+from orchestrator.native import find_device, measure_device
 from orchestrator.native.abi import CBandwidths
 from orchestrator.native.llama import Bindings
 from patches.upstream import PATCHES
@@ -22,7 +18,7 @@ from .conftest import HERE, run_program
 MIB = 1 << 20
 
 
-def test_a_device_is_found_once(library: Library) -> None:
+def test_a_device_is_found_once(library):
     found = find_device(library, "host")
     assert found.name == found.description == "host"
     assert 0 < found.memory_bytes < found.total_bytes
@@ -33,23 +29,23 @@ def test_a_device_is_found_once(library: Library) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "gpu", "cuda", "cuda-1", "host:", "host:x", "cuda1234567890"])
-def test_unknown_names_are_refused(library: Library, name: str) -> None:
+def test_unknown_names_are_refused(library, name):
     with pytest.raises(ConfigError, match="there is no device"):
         find_device(library, name)
 
 
-def test_a_missing_gpu_is_refused_with_the_reason(library: Library) -> None:
+def test_a_missing_gpu_is_refused_with_the_reason(library):
     with pytest.raises(ConfigError, match=r"no CUDA|CUDA devices are usable"):
         find_device(library, "cuda99")
 
 
-def test_a_library_without_a_gpu_has_no_flash_attention_there(one: Path) -> None:
+def test_a_library_without_a_gpu_has_no_flash_attention_there(one):
     """Whether attention is flash is the backend's own answer."""
     with ExpertModel.open(one) as model:
         assert not runs_flash(Bindings.load(), 0, model, "f16")
 
 
-def test_copies_are_timed(library: Library) -> None:
+def test_copies_are_timed(library):
     device = find_device(library, "host")
     speed = measure_device(library, device, 1)
     assert speed.pinned == speed.read == 0  # main memory is not pinned for itself
@@ -60,7 +56,7 @@ def test_copies_are_timed(library: Library) -> None:
     assert library.device_measure(device.handle, 1 << 62, 1, ctypes.byref(no_room)) == -1
 
 
-def test_what_is_measured_on_a_clock_that_is_played(compile_native: Callable[..., Path]) -> None:
+def test_what_is_measured_on_a_clock_that_is_played(compile_native):
     """Copies, reads, the host's products and its threads' waking: each comes out as it was."""
     parts = [PATCHES / f"native/moe-edge-{part}.cpp" for part in ("devices", "workers")]
     sources = [HERE / "measure_test.cpp", *parts, PATCHES / "native/moe-edge-host-device.cpp"]
@@ -70,7 +66,7 @@ def test_what_is_measured_on_a_clock_that_is_played(compile_native: Callable[...
 
 
 @pytest.mark.parametrize("quant", [each for each in GGMLType if BLOCK[each].bytes])
-def test_slot_bytes_agree_with_python(library: Library, quant: GGMLType) -> None:
+def test_slot_bytes_agree_with_python(library, quant):
     """What the planner counts is what the store will take."""
     block = BLOCK[quant].weights
     for length in (block, 3 * block, 512, 768, 1408 // block * block, 2048):

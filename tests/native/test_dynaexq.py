@@ -1,15 +1,11 @@
 """DynaExq end to end: what is resident is what is computed, and no token waits."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from orchestrator.allocation.pools import Places, TierPools
-from orchestrator.allocation.slots import ModelShape
 from orchestrator.engine.engine import Engine, Sampling
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.events import ABSENT, Phase
@@ -22,22 +18,22 @@ DEMO = Path(__file__).parents[2] / "models/demo/moe-edge-demo.gguf"
 PLENTY = 64 << 20
 
 
-def opened(model: Path, **options: object) -> Engine:
+def opened(model, **options):
     usual = {"policy": "dynaexq", "expert_ram": PLENTY, "ubatch": 32, "use_extra_bufts": False}
     return Engine.open(build(model, **(usual | options)))
 
 
-def logits(engine: Engine) -> np.ndarray:
+def logits(engine):
     """Of a prompt in two chunks and of greedy decoding."""
     return greedy(engine, PROMPT, 12)
 
 
-def run(model: Path, **options: object) -> np.ndarray:
+def run(model, **options):
     with opened(model, **options) as engine:
         return logits(engine)
 
 
-def arrive(engine: Engine) -> None:
+def arrive(engine):
     """Until every transition is complete, and one step further, so that it is published."""
     until(
         lambda: np.equal(*engine.store.states()).all(),
@@ -45,17 +41,10 @@ def arrive(engine: Engine) -> None:
     )
 
 
-def test_promoting_everything(
-    both: Path,
-    tiny_model: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    device: str | None,
-) -> None:
+def test_promoting_everything(both, tiny_model, monkeypatch, device):
     """From the low file to the high one and back, by transitions alone; also on a device."""
 
-    def room_for_both(
-        shape: ModelShape, _budget: int, _most: int | None
-    ) -> tuple[TierPools, list[int]]:
+    def room_for_both(shape, _budget, _most):
         every = [shape.n_expert] * shape.n_layers
         places = [Places((tier,), every, reserve=False) for tier in (0, 1)]
         return TierPools(shape, places), [0] * shape.n_layers
@@ -79,9 +68,7 @@ def test_promoting_everything(
         store.check()
 
 
-def test_where_low_copies_do_not_fit_they_are_cached(
-    both: Path, tiny_model: Callable[..., Path]
-) -> None:
+def test_where_low_copies_do_not_fit_they_are_cached(both, tiny_model):
     reference = run(tiny_model("qwen3moe", "q2_k"), policy="plain", expert_ram=None)
     with pytest.raises(BudgetError, match="smallest that works with the policy dynaexq") as refused:
         run(both, expert_ram=1, hot_experts=0)
@@ -96,14 +83,14 @@ def test_where_low_copies_do_not_fit_they_are_cached(
             engine.store.check()
 
 
-def test_no_token_waits_while_the_topic_changes() -> None:
+def test_no_token_waits_while_the_topic_changes():
     """The demo model with a third of its experts high, over several texts."""
     options = {"high_tier": "q4_k", "low_tier": "q2_k", "hot_experts": 5, "update_steps": 8}
     with opened(DEMO, ctx=1024, ubatch=128, **options) as engine:
         assert "5 of 16 experts a layer high" in engine.mode
         store, asked = engine.store, 0
 
-        def ask() -> None:
+        def ask():
             nonlocal asked
             question = ("Tell me a story about a fox.", "What is photosynthesis?")[asked % 2]
             tokens = engine.render_chat([{"role": "user", "content": question}])
@@ -128,19 +115,19 @@ def test_no_token_waits_while_the_topic_changes() -> None:
         store.check()
 
 
-def test_counts_are_what_was_routed(both: Path) -> None:
+def test_counts_are_what_was_routed(both):
     """Of a prompt, a token, and three sequences together."""
     with opened(both, update_steps=0, sequences=3) as engine:
         policy = engine.policy
         seen: list[np.ndarray] = []
         original = policy.step_done
 
-        def step_done(report):  # type: ignore[no-untyped-def]
+        def step_done(report):
             seen.append(report.counts)
             return original(report)
 
-        policy.step_done = step_done  # type: ignore[method-assign]
-        policy.wants_report = lambda _: True  # type: ignore[method-assign]
+        policy.step_done = step_done
+        policy.wants_report = lambda _: True
         k, n_layers = engine.model.n_expert_used, engine.model.n_layers
         engine.eval(PROMPT[:20], 0)
         engine.eval([7], 20)
@@ -155,7 +142,7 @@ def test_counts_are_what_was_routed(both: Path) -> None:
         assert not engine.store.take_counts().any()
 
 
-def test_hotness_outlives_the_engine(both: Path, tmp_path: Path) -> None:
+def test_hotness_outlives_the_engine(both, tmp_path):
     options = {"hot_experts": 2, "profile": tmp_path / "hot.json"}
     with opened(both, **options) as engine:
         logits(engine)
@@ -169,7 +156,7 @@ def test_hotness_outlives_the_engine(both: Path, tmp_path: Path) -> None:
         assert found == [sorted(row) for row in expected.tolist()]
 
 
-def test_what_does_not_go_together_is_refused(one: Path, both: Path, tmp_path: Path) -> None:
+def test_what_does_not_go_together_is_refused(one, both, tmp_path):
     with pytest.raises(PolicyError, match="--low FILE"):
         run(one)
     with pytest.raises(PolicyError, match="not --low-tier skip"):
@@ -190,9 +177,7 @@ def test_what_does_not_go_together_is_refused(one: Path, both: Path, tmp_path: P
         (1.2, "q8_0", "q8_0/q4_k"),
     ],
 )
-def test_the_pair_is_the_best_that_fits(
-    three: Path, budget_share: float, high: str | None, pair: str
-) -> None:
+def test_the_pair_is_the_best_that_fits(three, budget_share, high, pair):
     """Low copies of all experts in the best tier possible, high ones in the next better, or in
     the one that was named."""
     with opened(three, policy="lru", high_tier="q4_k", expert_ram=None) as engine:

@@ -1,10 +1,6 @@
 """The C interface and the executor, without Python in between."""
 
-from __future__ import annotations
-
 import subprocess
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +19,7 @@ SANITIZERS = ("thread", "address,undefined")
 
 
 @pytest.mark.parametrize("standard", ["c99", "c11"])
-def test_header_is_plain_c(tmp_path: Path, standard: str) -> None:
+def test_header_is_plain_c(tmp_path, standard):
     source = tmp_path / "header.c"
     source.write_text('#include "moe-edge.h"\n')
     warnings = ("-pedantic", "-Wall", "-Wextra", "-Werror")
@@ -31,9 +27,7 @@ def test_header_is_plain_c(tmp_path: Path, standard: str) -> None:
     subprocess.run(command, check=True)
 
 
-def test_mixed_tiers_against_references(
-    compile_native: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_mixed_tiers_against_references(compile_native, tmp_path):
     """One tier: upstream's op bit for bit. Mixed: a plain dot product, NMSE below 5e-4."""
     program = compile_native("executor_test", [HERE / "executor_test.cpp"], "-std=c++17")
     output = run_program(program, tmp_path)
@@ -41,17 +35,13 @@ def test_mixed_tiers_against_references(
     assert "own layout" in output
 
 
-def test_host_threads_multiply_rows_as_each_alone(
-    compile_native: Callable[..., Path],
-) -> None:
+def test_host_threads_multiply_rows_as_each_alone(compile_native):
     sources = [HERE / "workers_test.cpp", NATIVE / "moe-edge-workers.cpp"]
     assert "but for rounding" in run_program(compile_native("workers_test", sources, "-std=c++17"))
 
 
 @pytest.fixture(scope="module", params=SANITIZERS)
-def compile_stress(
-    request: pytest.FixtureRequest, compile_native: Callable[..., Path]
-) -> Callable[[str], Path]:
+def compile_stress(request, compile_native):
     """compile_stress(name): NAME.cpp with the store's own sources, under a sanitizer."""
     name = request.param.partition(",")[0]
     flags = ("-std=c++17", f"-fsanitize={request.param}", "-DMOE_EDGE_PART_BYTES=4096")
@@ -60,14 +50,14 @@ def compile_stress(
         f"store_{name}.so", STORE, *flags, "-shared", "-fPIC", libraries=libraries
     )
 
-    def compile_program(program: str) -> Path:
+    def compile_program(program):
         sources = [HERE / f"{program}.cpp", store]
         return compile_native(f"{program}_{name}", sources, *flags, libraries=libraries)
 
     return compile_program
 
 
-def test_store_under_stress(compile_stress: Callable[[str], Path], tmp_path: Path) -> None:
+def test_store_under_stress(compile_stress, tmp_path):
     """Threads, pools of one slot, tiers that share slots, a thousand limits, promotions, skips,
     prefetches, parts of them that cannot be read, and a truncated file: every byte is the byte on
     disk, and every invariant holds at every instant; in host memory, and on a device."""
@@ -81,9 +71,7 @@ def test_store_under_stress(compile_stress: Callable[[str], Path], tmp_path: Pat
             assert end in output
 
 
-def test_an_executor_that_never_waits(
-    compile_stress: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_an_executor_that_never_waits(compile_stress, tmp_path):
     """10,000 steps of swaps, computing and skips on a device, in its order alone: late copies,
     poisoned slots, no wrong row, misses copied or used in place; misses shared by speeds; a reader
     beside a load that a cut step left; then under fixed tables; then the device is lost."""
@@ -99,7 +87,7 @@ def test_an_executor_that_never_waits(
     assert output.count("lost device: reported") == 2
 
 
-def test_model_without_python(compile_native: Callable[..., Path], one: Path) -> None:
+def test_model_without_python(compile_native, one):
     """A C program decodes with experts on disk and gets the tokens that the engine gets."""
     program = compile_native("plain_c", [HERE / "plain_c.c"], "-std=c11")
     prompt, n = [5, 6, 7, 8], 16
@@ -113,7 +101,7 @@ def test_model_without_python(compile_native: Callable[..., Path], one: Path) ->
     assert np.isfinite(rows).all()
 
 
-def test_upstreams_own_operator_tests(operator_tests: Path) -> None:
+def test_upstreams_own_operator_tests(operator_tests):
     """The plain op is what it was. They compare backends, so a second CPU backend stands for the
     reference."""
     # all of them take over ten minutes

@@ -1,16 +1,10 @@
 """floor on a model: without a table, a replay of its run, and judging it in virtual time."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from orchestrator.config import Config
 from orchestrator.cost import losses
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
@@ -25,30 +19,30 @@ ANSWER = drawn(60, 3)
 N_EXPERT = 8
 
 
-def save_table(path: Path, model: Path, fitted: bool = True) -> None:
+def save_table(path, model, fitted=True):
     """A skipped expert loses as much as its index says."""
     fit = (0.02, ("q4_k", "q2_k", "skip")) if fitted else None
     save_losses(path, model, [0.0, 0.1], power=1.0 + np.arange(N_EXPERT), gates=0.1, fit=fit)
 
 
-def floor(model: Path, table: Path | None, share: float = 1.0, **options: object) -> Config:
+def floor(model, table, share=1.0, **options):
     asked = {"policy": "floor", "max_loss": 0.01, "ctx": 128, "high_tier": "q4_k", "losses": table}
     return build(model, share, **(asked | options))
 
 
-def another_version(data: dict[str, Any]) -> str:
+def another_version(data):
     return json.dumps({**data, "version": 1})
 
 
-def another_file(data: dict[str, Any]) -> str:
+def another_file(data):
     return json.dumps({**data, "model": "0" * 64})
 
 
-def cut_off(data: dict[str, Any]) -> str:
+def cut_off(data):
     return json.dumps(data)[:-9]
 
 
-def infinities(data: dict[str, Any]) -> str:
+def infinities(data):
     data["kl"]["factors"][0] = float("inf")
     return json.dumps(data)
 
@@ -63,9 +57,7 @@ def infinities(data: dict[str, Any]) -> str:
         (infinities, "this is no loss table, or a damaged one"),
     ],
 )
-def test_it_is_lossless_where_nobody_measured(
-    damage: Callable[[dict[str, Any]], str] | None, said: str, both: Path, tmp_path: Path
-) -> None:
+def test_it_is_lossless_where_nobody_measured(damage, said, both, tmp_path):
     """Whatever is allowed, to the bit, and the note says why. A table that is named has to say
     what is lost."""
     model = tmp_path / both.name
@@ -75,7 +67,7 @@ def test_it_is_lossless_where_nobody_measured(
         save_table(table, model)
         table.write_text(damage(json.loads(table.read_text())))
 
-    def answer(config: Config) -> np.ndarray:
+    def answer(config):
         with Engine.open(config) as engine:
             rows = [engine.eval([t], at, phase=Phase.DECODE) for at, t in enumerate(ANSWER)]
             if isinstance(engine.policy, Floor):
@@ -94,7 +86,7 @@ def test_it_is_lossless_where_nobody_measured(
             Engine.open(floor(model, table))
 
 
-def test_a_table_that_is_named_has_factors(both: Path, tmp_path: Path) -> None:
+def test_a_table_that_is_named_has_factors(both, tmp_path):
     table = tmp_path / "t.json"
     save_table(table, both, fitted=False)
     with pytest.raises(ConfigError, match=r"no factor that makes KL .* run `moe-edge calibrate"):
@@ -102,12 +94,12 @@ def test_a_table_that_is_named_has_factors(both: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("low", [None, "q2_k"])
-def test_it_says_what_it_lost_as_a_replay_does(low: str | None, both: Path, tmp_path: Path) -> None:
+def test_it_says_what_it_lost_as_a_replay_does(low, both, tmp_path):
     """What the run lost is known to the last digit."""
     table = tmp_path / "t.json"
     save_table(table, both)
 
-    def answer(engine: Engine) -> float:
+    def answer(engine):
         assert isinstance(engine.policy, Floor) and engine.plan.skip
         assert engine.plan.tier_names == (("q4_k",) if low is None else ("q4_k", "q2_k"))
         for position, token in enumerate(ANSWER):
@@ -124,7 +116,7 @@ def test_it_says_what_it_lost_as_a_replay_does(low: str | None, both: Path, tmp_
     assert other["runs"]["floor"]["kl_estimate"] == 0
 
 
-def test_it_is_judged_in_virtual_time(both: Path, tmp_path: Path) -> None:
+def test_it_is_judged_in_virtual_time(both, tmp_path):
     """The same whatever memory and disk there are in truth; another disk is another result."""
     table, text = tmp_path / "t.json", tmp_path / "t.txt"
     save_table(table, both)

@@ -1,16 +1,11 @@
 """Experts that come in while nothing is asked for: the answers stay, and nothing else goes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from orchestrator.config import Sampling
-from orchestrator.engine.driver import Driver
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
 from orchestrator.events import ABSENT
@@ -23,15 +18,15 @@ PROMPT = drawn(24, 5)
 
 
 @pytest.fixture(params=["lru", "dymoe", "firm"])
-def policy(request: pytest.FixtureRequest) -> str:
+def policy(request):
     return request.param
 
 
-def opened(model: Path, policy: str, **settings: Any) -> Engine:
+def opened(model, policy, **settings):
     return conftest.opened(model, 0.6, policy=policy, use_extra_bufts=False, **settings)
 
 
-def idle(engine: Engine) -> Driver:
+def idle(engine):
     """Everything that comes in has come in."""
     driver = engine.driver
     engine.idle()
@@ -40,7 +35,7 @@ def idle(engine: Engine) -> Driver:
     return driver
 
 
-def logits(engine: Engine, between: Callable[[], object] = lambda: None) -> np.ndarray:
+def logits(engine, between=lambda: None):
     """Of a prompt and eight tokens of its answer."""
     rows = [engine.eval(PROMPT, 0)[-1]]
     for i in range(8):
@@ -49,7 +44,7 @@ def logits(engine: Engine, between: Callable[[], object] = lambda: None) -> np.n
     return np.stack(rows)
 
 
-def test_answers_are_the_same(policy: str, device: str | None, one: Path) -> None:
+def test_answers_are_the_same(policy, device, one):
     where = {"device": device} if device else {}
     with opened(one, policy, **where) as engine:
         expected = logits(engine)
@@ -64,7 +59,7 @@ def test_answers_are_the_same(policy: str, device: str | None, one: Path) -> Non
             Recorder(engine)
 
 
-def test_what_was_used_most_is_in_memory_afterwards(policy: str, one: Path) -> None:
+def test_what_was_used_most_is_in_memory_afterwards(policy, one):
     with opened(one, policy, remember=True) as engine:
         list(engine.generate(PROMPT, Sampling(temp=0.0, seed=1), 16))
         used = engine.driver.used()
@@ -89,7 +84,7 @@ def test_what_was_used_most_is_in_memory_afterwards(policy: str, one: Path) -> N
         assert idle(engine).brought == brought  # slots are full: nothing is exchanged
 
 
-def test_a_damaged_expert_is_told_by_the_token_that_needs_it(one: Path, tmp_path: Path) -> None:
+def test_a_damaged_expert_is_told_by_the_token_that_needs_it(one, tmp_path):
     copy = tmp_path / "short.gguf"
     whole = one.read_bytes()
     copy.write_bytes(whole)
@@ -101,7 +96,7 @@ def test_a_damaged_expert_is_told_by_the_token_that_needs_it(one: Path, tmp_path
             engine.eval(PROMPT, 0)
 
 
-def test_every_step_waits_until_it_has_ended(one: Path) -> None:
+def test_every_step_waits_until_it_has_ended(one):
     """No thread reads for nobody while tokens need what it would take."""
     calls: dict[str, Callable[[Engine], object]] = {
         "eval": lambda engine: engine.eval(PROMPT, 0),
@@ -117,7 +112,7 @@ def test_every_step_waits_until_it_has_ended(one: Path) -> None:
             assert begun and all(begun), name
 
 
-def test_closing_ends_it(one: Path) -> None:
+def test_closing_ends_it(one):
     for _ in range(5):
         engine = opened(one, "lru", remember=True)
         engine.idle()

@@ -1,14 +1,7 @@
 """Token importance (DyMoE eq. 1): the attention that each token of a prompt receives."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-from orchestrator.events import RouteEvent
 
 from .attention import Attention, received, streams
 from .conftest import opened
@@ -18,12 +11,12 @@ TOKENS = np.random.default_rng(3).integers(0, 200, N).tolist()
 Scores = dict[int, np.ndarray | None]
 
 
-def scores(model: Path, parts: list[list[int]], **settings: object) -> Scores:
+def scores(model, parts, **settings):
     """Layer -> importance [T] of the last part, evaluated one after the other."""
     usual = {"policy": "dymoe", "low_tier": "skip", "expert_ram": 64 << 20, "prefetch": "off"}
     found: Scores = {}
 
-    def note(event: RouteEvent) -> None:
+    def note(event):
         score = event.importance_array
         found[event.layer] = None if score is None else score.copy()
 
@@ -41,9 +34,7 @@ def scores(model: Path, parts: list[list[int]], **settings: object) -> Scores:
 
 
 @pytest.mark.parametrize("shape", ["qwen3moe", "olmoe", "mixtral", "phimoe", "deepseek2"])
-def test_the_cheap_form_over_all_queries_is_the_exact_one(
-    shape: str, tiny_model: Callable[..., Path]
-) -> None:
+def test_the_cheap_form_over_all_queries_is_the_exact_one(shape, tiny_model):
     """Flash attention and softmax round differently, and the deeper the more."""
     model = tiny_model(shape, "q4_k")
     exact = scores(model, [TOKENS], importance="exact")
@@ -61,13 +52,8 @@ def test_the_cheap_form_over_all_queries_is_the_exact_one(
 )
 @pytest.mark.parametrize(("importance", "window"), [("exact", N), ("window", 8), ("window", 1)])
 def test_it_is_the_attention_of_the_model(
-    shape: str,
-    interleaved: bool,
-    normed: bool,
-    importance: str,
-    window: int,
-    tiny_model: Callable[..., Path],
-) -> None:
+    shape, interleaved, normed, importance, window, tiny_model
+):
     """By an attention of our own from the weights: norms, rope, softmax. The graph rounds q's and
     k's inputs to 8 bits, and keys to half precision."""
     model = tiny_model(shape, "q4_k")
@@ -85,7 +71,7 @@ def test_it_is_the_attention_of_the_model(
 
 
 @pytest.mark.parametrize("shape", ["qwen3moe", "mixtral", "deepseek2"])
-def test_keys_in_8_bits_give_nearly_the_same(shape: str, tiny_model: Callable[..., Path]) -> None:
+def test_keys_in_8_bits_give_nearly_the_same(shape, tiny_model):
     model = tiny_model(shape, "q4_k")
     asked = {"importance": "window", "importance_window": 8, "logits_all": True}
     usual, found = scores(model, [TOKENS], **asked), scores(model, [TOKENS], kv="q8_0", **asked)
@@ -94,7 +80,7 @@ def test_keys_in_8_bits_give_nearly_the_same(shape: str, tiny_model: Callable[..
         assert found[layer].sum() == pytest.approx(expected.sum(), rel=1e-3)
 
 
-def test_a_later_chunk_scores_its_own_tokens(one: Path) -> None:
+def test_a_later_chunk_scores_its_own_tokens(one):
     """The last query looks at the same tokens, whichever chunk they came in."""
     whole = scores(one, [TOKENS], importance_window=1)[0]
     parts = scores(one, [TOKENS[:19], TOKENS[19:]], importance_window=1)[0]
@@ -103,7 +89,7 @@ def test_a_later_chunk_scores_its_own_tokens(one: Path) -> None:
     assert parts.sum() < 0.99
 
 
-def test_a_last_layer_maps_its_output_rows(one: Path) -> None:
+def test_a_last_layer_maps_its_output_rows(one):
     found = scores(one, [TOKENS], importance_window=4)
     last = found[max(found)]
     assert last is not None and last.shape == (1,)
@@ -113,14 +99,14 @@ def test_a_last_layer_maps_its_output_rows(one: Path) -> None:
 
 
 @pytest.mark.parametrize("importance", ["window", "exact", "load"])
-def test_none_for_one_token_and_none_unasked(importance: str, one: Path) -> None:
+def test_none_for_one_token_and_none_unasked(importance, one):
     single = scores(one, [TOKENS, [5]], importance=importance)
     assert set(single.values()) == {None}
     many = scores(one, [TOKENS], importance=importance)
     assert all((found is None) == (importance == "load") for found in many.values())
 
 
-def test_logits_do_not_change(both: Path) -> None:
+def test_logits_do_not_change(both):
     """The side branch reads, and nothing else: bit for bit the same answer."""
     options = {"policy": "dymoe", "low_tier": "skip", "retention": 1.0, "expert_ram": 64 << 20}
     found = []

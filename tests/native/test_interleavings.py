@@ -1,10 +1,7 @@
 """Every interleaving of promote, demote, publish, evict, a running step and an aborted one, beside
 what a reader of the paper would expect."""
 
-from __future__ import annotations
-
 from itertools import accumulate
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -47,7 +44,7 @@ class Machine(RuleBasedStateMachine):
     pools: tuple[int, ...] | None = None  # of each tier
     simulated = False
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.driver = Driver(
             self.file, self.library, self.slots, self.device, self.pools, self.simulated
@@ -55,14 +52,14 @@ class Machine(RuleBasedStateMachine):
         self.under_way: dict[tuple[int, int], tuple[int, int]] = {}
 
     @rule()
-    def hold(self) -> None:
+    def hold(self):
         self.driver.store.set_transition_rate(HELD)
 
     @rule()
-    def arrive(self) -> None:
+    def arrive(self):
         self.driver.arrive()
 
-    def begin_step(self, phase: Phase) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    def begin_step(self, phase):
         """The experts that changed at the boundary: all that were complete, and of what else is
         under way perhaps some that came meanwhile."""
         store, landed = self.driver.store, self.driver.store.landed()
@@ -78,7 +75,7 @@ class Machine(RuleBasedStateMachine):
         return changed
 
     @invariant()
-    def nothing_is_lost(self) -> None:
+    def nothing_is_lost(self):
         store = self.driver.store
         store.check()
         resident, target = store.states()
@@ -88,7 +85,7 @@ class Machine(RuleBasedStateMachine):
         assert stats.slot_bytes_in_use <= stats.slot_bytes_peak <= stats.budget_bytes
         assert stats.transitions_failed == 0
 
-    def teardown(self) -> None:
+    def teardown(self):
         self.driver.store.close()
 
 
@@ -98,7 +95,7 @@ class Interleavings(Machine):
 
     slots = (3, 9)
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         high = {(0, 0), (0, 1), (1, 0)}
         self.driver.warm(high)
@@ -109,7 +106,7 @@ class Interleavings(Machine):
         self.driver.store.begin_step(Phase.DECODE)
 
     @rule(expert=experts, tier=st.integers(0, 4))
-    def ask(self, expert: tuple[int, int], tier: int) -> None:
+    def ask(self, expert, tier):
         if tier not in self.file.tiers:
             return
         before, pool = self.visible[expert], self.pool_of(tier)
@@ -119,11 +116,11 @@ class Interleavings(Machine):
             self.under_way[expert] = before, tier
             self.free[pool] -= 1
 
-    def pool_of(self, tier: int) -> int:
+    def pool_of(self, tier):
         return tier if self.pools is None else self.pools[tier]
 
     @rule(expert=experts)
-    def swap_into(self, expert: tuple[int, int]) -> None:
+    def swap_into(self, expert):
         """Demotes somebody high, so that `ask` finds a free high slot now and then."""
         for other, tier in self.visible.items():
             if tier == HIGH and other != expert and other not in self.under_way:
@@ -131,14 +128,14 @@ class Interleavings(Machine):
                 return
 
     @rule()
-    def arrive(self) -> None:
+    def arrive(self):
         super().arrive()
         landed = self.driver.store.landed()
         for expert in self.under_way:
             assert landed[expert]
 
     @rule(phase=st.sampled_from(list(Phase)))
-    def next_step(self, phase: Phase) -> None:
+    def next_step(self, phase):
         """A step boundary, after a whole step or an aborted one."""
         for expert, (before, after) in self.begin_step(phase):
             self.free[self.pool_of(before)] += 1
@@ -147,20 +144,20 @@ class Interleavings(Machine):
 
     @precondition(lambda self: len(self.running) < N_LAYERS)
     @rule(layer=st.integers(0, N_LAYERS - 1), chosen=st.sets(st.integers(0, 4), min_size=1))
-    def route(self, layer: int, chosen: set[int]) -> None:
+    def route(self, layer, chosen):
         if layer not in self.running:
             self.driver.apply(layer, sorted(chosen))
             self.running[layer] = sorted(chosen)
 
     @precondition(lambda self: bool(self.running))
     @rule()
-    def compute(self) -> None:
+    def compute(self):
         layer, chosen = self.running.popitem()
         seen = self.driver.use(layer, chosen)
         assert seen == {expert: {self.visible[layer, expert]} for expert in chosen}
 
     @invariant()
-    def table_is_what_is_expected(self) -> None:
+    def table_is_what_is_expected(self):
         store = self.driver.store
         resident, target = store.states()
         assert np.array_equal(resident, store.resident())
@@ -193,7 +190,7 @@ class Evictions(Machine):
 
     slots: tuple[int, ...] = (2, 5)
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.driver.store.warm([(0, 0, HIGH), (0, 1, LOW), (0, 2, LOW), (1, 0, LOW)])
         self.driver.store.reset_stats()
@@ -203,11 +200,11 @@ class Evictions(Machine):
         self.uneven = False
         self.taken_back = 0  # transitions, before this step
 
-    def published(self) -> int:
+    def published(self):
         stats = self.driver.store.stats()
         return int(stats.experts_promoted + stats.experts_demoted)
 
-    def begin_step(self, phase: Phase) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    def begin_step(self, phase):
         """The experts that changed. A transition whose slot a token needed was taken back: what an
         aborted step reads to its end holds slots too."""
         store, landed = self.driver.store, self.driver.store.landed()
@@ -235,7 +232,7 @@ class Evictions(Machine):
         return changed
 
     @rule(expert=experts)
-    def ask(self, expert: tuple[int, int]) -> None:
+    def ask(self, expert):
         """Two are under way at most, so that most tokens find slots that nobody holds."""
         store = self.driver.store
         before = int(store.resident()[expert])
@@ -250,7 +247,7 @@ class Evictions(Machine):
     @rule(
         abort=st.booleans(), layer=st.integers(0, 1), chosen=st.sets(st.integers(0, 4), max_size=2)
     )
-    def run_step(self, abort: bool, layer: int, chosen: set[int]) -> None:
+    def run_step(self, abort, layer, chosen):
         """Versions change at its beginning alone: what an expert had then, the step computes."""
         self.begin_step(Phase.DECODE)
         if not chosen:
@@ -276,7 +273,7 @@ class Evictions(Machine):
             self.high[each] = high
 
     @invariant()
-    def nothing_is_lost(self) -> None:
+    def nothing_is_lost(self):
         store = self.driver.store
         store.check()
         resident, target = store.states()
@@ -287,7 +284,7 @@ class Evictions(Machine):
         assert stats.slot_bytes_in_use <= stats.slot_bytes_peak <= stats.budget_bytes
 
     @invariant()
-    def experts_go_as_wholes(self) -> None:
+    def experts_go_as_wholes(self):
         """Until a step is aborted or a limit waits for a read: of its experts some matrices have
         come then, and others not, so that the next ones need slots for these others alone."""
         for layer, e in np.argwhere(self.driver.store.resident() == ABSENT).tolist():
@@ -313,7 +310,7 @@ class InTime:
     driver: Driver
 
     @rule(us=st.integers(0, 6))
-    def pass_time(self, us: int) -> None:
+    def pass_time(self, us):
         assert self.driver.clock is not None
         self.driver.clock.advance(us * US)
 
@@ -329,7 +326,7 @@ class SharedEvictionsInTime(InTime, SharedEvictions):
 class Limited(Evictions):
     """Slots for fewer experts or for more, in each kind alike."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         pools = self.driver.store.spec.groups[: len(self.slots)]  # of one kind
         turns = sorted((i / n, size) for size, n in pools for i in range(n))
@@ -337,7 +334,7 @@ class Limited(Evictions):
         self.limits = sums[len(pools) - 1 :]
 
     @rule(which=st.integers(0, 6))
-    def limit(self, which: int) -> None:
+    def limit(self, which):
         store, n_bytes = self.driver.store, self.limits[which % len(self.limits)]
         to_come = store.limit(n_bytes)
         stats = store.stats()
@@ -373,9 +370,7 @@ class SharedLimitedInTime(InTime, Limited):
         SharedLimitedInTime,
     ],
 )
-def test_every_interleaving(
-    rules: type[Machine], library: Library, device: str | None, tmp_path: Path
-) -> None:
+def test_every_interleaving(rules, library, device, tmp_path):
     if device is not None and rules.pools is not None:
         pytest.skip("on a device a slot holds one tier")
     if device is not None and issubclass(rules, Limited):

@@ -1,10 +1,5 @@
 """Keys and values in 8 bits: less memory, nearly the same logits, the same token importance."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -17,13 +12,13 @@ TOKENS = np.random.default_rng(0).integers(10, 300, 60).tolist()
 SHAPES = ["qwen3moe", "mixtral", "deepseek2"]
 
 
-def opened(path: Path, **settings) -> Engine:
+def opened(path, **settings):
     usual = {"ctx": 512, "threads": 1, "policy": "lru", "expert_ram": 2**21}
     return Engine.open(Config.build(model=path, **{**usual, **settings}))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_takes_what_the_plan_says(library, shape: str, tiny_model: Callable[..., Path]) -> None:
+def test_it_takes_what_the_plan_says(library, shape, tiny_model):
     path, taken, planned = tiny_model(shape, "q4_k"), {}, {}
     for kv in ("f16", "q8_0"):
         with opened(path, kv=kv) as engine:
@@ -38,7 +33,7 @@ def test_it_takes_what_the_plan_says(library, shape: str, tiny_model: Callable[.
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_are_near(library, shape: str, tiny_model: Callable[..., Path]) -> None:
+def test_logits_are_near(library, shape, tiny_model):
     path, logits = tiny_model(shape, "q4_k"), {}
     for kv in ("f16", "q8_0"):
         with opened(path, kv=kv) as engine:
@@ -47,7 +42,7 @@ def test_logits_are_near(library, shape: str, tiny_model: Callable[..., Path]) -
     assert 0 < np.sqrt(np.mean(difference**2)) < 0.15 * logits["f16"].std()
 
 
-def test_the_exact_importance_is_refused(library, tiny_model: Callable[..., Path]) -> None:
+def test_the_exact_importance_is_refused(library, tiny_model):
     path = tiny_model("qwen3moe", "q8_0", "q4_k")
     with pytest.raises(ConfigError, match="--kv q8_0 needs flash attention"):
         opened(path, policy="dymoe", kv="q8_0", importance="exact")

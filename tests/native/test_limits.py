@@ -1,12 +1,9 @@
 """What is refused, and the promise about memory, kept by a process of its own."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,16 +17,14 @@ from .conftest import opened
 from .copies import copied
 
 
-def test_an_unknown_architecture_is_refused_by_name(one: Path, tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_refused_by_name(one, tmp_path):
     """llama.cpp's last line only says that it failed: its first one is the reason."""
     model = copied(one, tmp_path / "other.gguf", arch="no-such-one")
     with pytest.raises(NativeError, match=r"cannot load it \(.*unknown model architecture"):
         opened(model, policy="plain")
 
 
-def test_experts_that_are_read_otherwise_are_refused_before_anything_is(
-    one: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_that_are_read_otherwise_are_refused_before_anything_is(one, monkeypatch):
     """No model that llama.cpp has is so: a router stands for an expert's matrix here."""
     monkeypatch.setattr(llama, "EXPERT_PATTERN", rb"blk\.\d+\.ffn_(gate_inp|.*_exps)\.weight")
     monkeypatch.setattr(Store, "create", None)
@@ -37,7 +32,7 @@ def test_experts_that_are_read_otherwise_are_refused_before_anything_is(
         opened(one, policy="lru", expert_ram=1 << 20)
 
 
-def chat(model: Path, *words: str) -> dict[str, Any]:
+def chat(model, *words):
     """Statistics of one answer by a process of its own; the prompt meets most experts."""
     prompt = " ".join(f"{i * i:x}" for i in range(1, 70))
     command = [sys.executable, "-m", "orchestrator", "chat", "-m", str(model), "--json"]
@@ -48,7 +43,7 @@ def chat(model: Path, *words: str) -> dict[str, Any]:
     return stats
 
 
-def test_a_process_stays_below_ram(tmp_path: Path) -> None:
+def test_a_process_stays_below_ram(tmp_path):
     """Under a cap that the same model breaks where its experts stay in memory."""
     tiny = synthetic.preset("tiny-qwen3moe")
     shape = replace(tiny, n_layer=3, n_embd=512, n_ff_exp=512, n_expert=64)

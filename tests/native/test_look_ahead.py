@@ -1,10 +1,5 @@
 """What the next routers are predicted to choose (DyMoE eq. 6), against numpy."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import routers
 from routers import Gating
@@ -22,11 +17,11 @@ GATINGS = {
 
 
 @pytest.mark.parametrize("shape", GATINGS)
-def test_the_next_routers_are_asked(shape: str, tiny_model: Callable[..., Path]) -> None:
+def test_the_next_routers_are_asked(shape, tiny_model):
     routers.check(tiny_model(shape, "q4_k"), TOKENS, GATINGS[shape])
 
 
-def test_groups_and_bias_count(tiny_model: Callable[..., Path]) -> None:
+def test_groups_and_bias_count(tiny_model):
     """Else the test above would not see them."""
     model = tiny_model("deepseek2", "q4_k")
     assert routers.matters(model, TOKENS, SIGMOID_IN_GROUPS, "groups") > 20

@@ -1,10 +1,6 @@
 """With one tier, what a managed model computes is what upstream computes, bit for bit."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +25,7 @@ PLENTY = 64 << 20
 PROMPT = drawn(40)
 
 
-def run(model: Path, n_decode: int, **options: object) -> np.ndarray:
+def run(model, n_decode, **options):
     """Logits [1 + n_decode, n_vocab] of a prompt in two chunks and of greedy decoding."""
     usual = {"ctx": 512, "ubatch": 32, "threads": 2, "use_extra_bufts": False}
     with opened(model, **(usual | options)) as engine:
@@ -41,14 +37,14 @@ def run(model: Path, n_decode: int, **options: object) -> np.ndarray:
     return rows
 
 
-def smallest_budget(model: Path, **options: object) -> int:
+def smallest_budget(model, **options):
     with pytest.raises(BudgetError) as refused:
         run(model, 0, expert_ram=1, **options)
     return refused.value.needed_bytes
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_equal_at_every_budget(shape: str, tiny_model: Callable[..., Path]) -> None:
+def test_equal_at_every_budget(shape, tiny_model):
     """Down to the smallest budget that is allowed: one slot a group, so every layer with two
     experts needs waves."""
     model = tiny_model(shape, "q4_k")
@@ -85,14 +81,7 @@ def test_equal_at_every_budget(shape: str, tiny_model: Callable[..., Path]) -> N
         ),
     ],
 )
-def test_equal_with_every_policy(
-    shape: str,
-    tiers: tuple[str, ...],
-    n_decode: int,
-    options: dict[str, Any],
-    factors: tuple[int, ...],
-    tiny_model: Callable[..., Path],
-) -> None:
+def test_equal_with_every_policy(shape, tiers, n_decode, options, factors, tiny_model):
     """factors: of the smallest budget."""
     model = tiny_model(shape, *tiers)
     reference = run(model, n_decode)
@@ -111,14 +100,12 @@ def test_equal_with_every_policy(
         ("q8_0", {"policy": "mixed", "expert_ram": PLENTY}),
     ],
 )
-def test_one_tier_of_a_packed_file_is_the_file_of_that_tier(
-    tier: str, options: dict[str, Any], three: Path, tiny_model: Callable[..., Path]
-) -> None:
+def test_one_tier_of_a_packed_file_is_the_file_of_that_tier(tier, options, three, tiny_model):
     found = run(three, 40, **options)
     np.testing.assert_array_equal(found, run(tiny_model("qwen3moe", tier), 40))
 
 
-def test_tiers_on_a_device_are_those_in_memory(both: Path) -> None:
+def test_tiers_on_a_device_are_those_in_memory(both):
     """A low request that finds no high copy computes the low file's."""
     options = {**TWO, "exact_tiers": True, "retention": 0.5, "n_ahead": 0}
     options["expert_ram"] = 2 * smallest_budget(both, device=DEVICE, **ALL)
@@ -126,7 +113,7 @@ def test_tiers_on_a_device_are_those_in_memory(both: Path) -> None:
     np.testing.assert_array_equal(found, run(both, 40, device="cpu", **options))
 
 
-def resident_bytes(path: Path) -> int:
+def resident_bytes(path):
     """Bytes of a file's mappings in this process that are in memory."""
     total, ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -137,7 +124,7 @@ def resident_bytes(path: Path) -> int:
     return total
 
 
-def test_memory_stays_within_the_promise(tiny_model: Callable[..., Path]) -> None:
+def test_memory_stays_within_the_promise(tiny_model):
     """Placeholders take nothing: the slots are all that the experts cost."""
     model = tiny_model("olmoe", "q8_0")
     with opened(model, policy="lru", expert_ram=1 << 20) as engine:

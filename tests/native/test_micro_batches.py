@@ -1,14 +1,7 @@
 """Micro-batches of several sizes: the same bits as upstream's of that size, and what they read."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-from orchestrator.engine.engine import Engine
 
 from . import conftest
 from .conftest import drawn
@@ -16,12 +9,12 @@ from .conftest import drawn
 PROMPT = drawn(1100, 3)
 
 
-def opened(model: Path, share: float = 0, **settings: object) -> Engine:
+def opened(model, share=0, **settings):
     return conftest.opened(model, share, ctx=1280, use_extra_bufts=False, **settings)
 
 
 @pytest.mark.parametrize("n_ubatch", [512, 1024])
-def test_equal_to_upstream_in_micro_batches_of_the_same_size(n_ubatch: int, one: Path) -> None:
+def test_equal_to_upstream_in_micro_batches_of_the_same_size(n_ubatch, one):
     with opened(one, ubatch=n_ubatch, policy="plain") as engine:
         expected = engine.eval(PROMPT, 0)
     for policy in ("lru", "dymoe", "firm"):
@@ -32,7 +25,7 @@ def test_equal_to_upstream_in_micro_batches_of_the_same_size(n_ubatch: int, one:
         np.testing.assert_array_equal(found[-1], expected[-1], err_msg=policy)
 
 
-def test_larger_ones_read_less(tiny_model: Callable[..., Path]) -> None:
+def test_larger_ones_read_less(tiny_model):
     """The third prompt in a running process."""
     read = {}
     for n_ubatch in (256, 1024):
@@ -44,7 +37,7 @@ def test_larger_ones_read_less(tiny_model: Callable[..., Path]) -> None:
     assert 0 < read[1024] <= read[256] / 3
 
 
-def test_the_one_that_was_chosen_is_used(one: Path) -> None:
+def test_the_one_that_was_chosen_is_used(one):
     """By the context, the store and the promise."""
     with opened(one, policy="lru", ubatch=1024) as engine:
         whole = engine.plan

@@ -4,9 +4,6 @@ The device is main memory, whose executor reads experts where they lie; tests/na
 GPU's.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +22,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-def decode(model: Path, n: int, **options: Any) -> tuple[np.ndarray, Any, str]:
+def decode(model, n, **options):
     """Logits of each token, the store's counters, how misses were served by the mode line."""
     with opened(model, **{"device": "host:100", **options}) as engine:
         rows = greedy(engine, PROMPT, n)
@@ -35,7 +32,7 @@ def decode(model: Path, n: int, **options: Any) -> tuple[np.ndarray, Any, str]:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_text_is_the_same(both: Path, name: str) -> None:
+def test_the_text_is_the_same(both, name):
     wanted, copied, how = decode(both, 12, **POLICIES[name], misses="copy")
     assert how == "copy" and sum(copied.in_place) == 0
     for misses in ("read", "compute"):
@@ -52,13 +49,13 @@ def test_the_text_is_the_same(both: Path, name: str) -> None:
         assert stats.slot_bytes_peak <= stats.budget_bytes
 
 
-def test_without_speeds_all_are_copied(both: Path) -> None:
+def test_without_speeds_all_are_copied(both):
     for misses in (None, "auto"):
         _, stats, how = decode(both, 2, **POLICIES["lru"], misses=misses)
         assert how == "copy (auto cannot be had)" and sum(stats.in_place) == 0
 
 
-def test_misses_need_a_gpu(one: Path) -> None:
+def test_misses_need_a_gpu(one):
     with pytest.raises(ConfigError, match=r"--misses says how a GPU .* none is in use"):
         opened(one, device="cpu", misses="copy")
     with pytest.raises(ConfigError, match="auto, copy, read or compute, not 'swap'"):

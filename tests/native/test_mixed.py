@@ -1,10 +1,6 @@
 """`mixed` end to end: every expert in memory in the tier of its plan, and experts that exchange
 their tiers while it runs."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 
 from orchestrator.cache import profile
@@ -12,7 +8,7 @@ from orchestrator.cache import profile
 from .test_dynaexq import arrive, logits, opened
 
 
-def test_the_plan_goes_by_the_profile_and_nothing_waits(three: Path, tmp_path: Path) -> None:
+def test_the_plan_goes_by_the_profile_and_nothing_waits(three, tmp_path):
     """The experts that alone are used are in the best tier."""
     path = tmp_path / "profile.json"
     starts = []
@@ -35,7 +31,7 @@ def test_the_plan_goes_by_the_profile_and_nothing_waits(three: Path, tmp_path: P
     assert (starts[1][at, at] == 0).all()
 
 
-def test_experts_exchange_their_tiers_while_it_runs(three: Path) -> None:
+def test_experts_exchange_their_tiers_while_it_runs(three):
     """As many of each tier as before; what is used most moves up."""
     with opened(three, policy="mixed") as engine:
         n_bytes = engine.plan.slots.total_bytes * 6 // 10

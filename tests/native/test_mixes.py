@@ -1,22 +1,17 @@
 """Random mixes under a cap have the rows of a run with memory to spare: the short form of
 tests/helpers/mixing.py."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from mixing import SHAPE, Mixes, settings_of, tight, unlike
 
 from gguf_tools import synthetic
 from orchestrator.engine.engine import Engine
-from orchestrator.native import Library
 
 N_CTX = 8192
 
 
 @pytest.mark.parametrize("policy", ["lru", "dymoe"])
-def test_rows_are_those_of_memory_to_spare(library: Library, tmp_path: Path, policy: str) -> None:
+def test_rows_are_those_of_memory_to_spare(library, tmp_path, policy):
     model = synthetic.write(tmp_path / "model.gguf", SHAPE, tiers=("q8_0",))
     ram = tight(model, policy)
     config = settings_of(model, N_CTX, policy=policy, ram=ram, conversations=True, ubatch=1024)

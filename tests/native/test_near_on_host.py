@@ -4,15 +4,9 @@ The device is main memory, whose executor reads experts where they lie; tests/na
 GPU's.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
-from orchestrator.engine.engine import Engine
 from orchestrator.errors import BudgetError, PolicyError
 from orchestrator.events import Phase
 from orchestrator.memory.footprint import exchange_bytes
@@ -24,17 +18,17 @@ from .cuda.engine_driver import bytes_that_came
 PROMPT, ANSWER = drawn(40, 5), drawn(12, 6)
 
 
-def opened(model: Path, **options: Any) -> Engine:
+def opened(model, **options):
     asked = {"policy": "context", "hot_experts": 2, "device": "host:100", "placement": "wait"}
     return conftest.opened(model, **(asked | options))
 
 
-def converse(engine: Engine) -> list[np.ndarray]:
+def converse(engine):
     rows = [engine.eval(PROMPT, 0)[-1]]
     return rows + [engine.eval([t], len(PROMPT) + at)[-1] for at, t in enumerate(ANSWER)]
 
 
-def test_nothing_of_a_cold_expert_is_copied(three: Path) -> None:
+def test_nothing_of_a_cold_expert_is_copied(three):
     """The same logits as with all of it on the device; of what was copied there since the start,
     every byte is of an expert that the placement made hot."""
     with opened(three, near_place="device") as engine:
@@ -54,7 +48,7 @@ def test_nothing_of_a_cold_expert_is_copied(three: Path) -> None:
     assert stats.slot_bytes_peak <= stats.budget_bytes
 
 
-def test_near_experts_go_to_the_host_where_the_device_is_full(three: Path) -> None:
+def test_near_experts_go_to_the_host_where_the_device_is_full(three):
     """Of its own accord, and no sooner; and there they may share slots."""
     with opened(three) as engine:
         everything = engine.plan.slots
@@ -76,7 +70,7 @@ def test_near_experts_go_to_the_host_where_the_device_is_full(three: Path) -> No
         opened(three, expert_ram=small, near_place="device")
 
 
-def test_the_hosts_memory_counts(three: Path) -> None:
+def test_the_hosts_memory_counts(three):
     """Near experts take of --ram before the cache behind the device does."""
     with opened(three, near_place="host") as engine:
         near = engine.plan.slots.host_bytes

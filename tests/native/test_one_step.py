@@ -1,14 +1,7 @@
 """Two prompts and an answer in one step: a policy is told of each what it is told of it alone."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-from orchestrator.events import RouteEvent
 
 from .conftest import drawn, opened
 from .decoder import Decoder, Token, prompt
@@ -18,11 +11,11 @@ READ = drawn(9, 2)
 ANSWER = [Token(17, len(READ), 2, wanted=True)]
 
 
-def prompt_of(sequence: int, n: int) -> list[Token]:
+def prompt_of(sequence, n):
     return prompt(drawn(n, 10 + sequence), 0, sequence)
 
 
-def in_turns(*parts: Sequence[Token]) -> list[Token]:
+def in_turns(*parts):
     """The tokens of several sequences, one of each as long as there are any."""
     longest = max(map(len, parts))
     return [part[at] for at in range(longest) for part in parts if at < len(part)]
@@ -47,7 +40,7 @@ class Watched:
     """A context beside an engine's, whose experts are all computed high: else a layer's input would
     depend on who shares the step."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model):
         asked = {"low_tier": "q2_k", "importance_window": WINDOW, "prefetch": "on"}
         self.engine = opened(model, ubatch=64, policy="dymoe", expert_ram=64 << 20, **asked)
         self.store = self.engine.store
@@ -55,7 +48,7 @@ class Watched:
         self.store.set_route(self.on_route)
         self.layers: list[Told] = []
 
-    def on_route(self, event: RouteEvent) -> None:
+    def on_route(self, event):
         told = {"ids": event.ids_array, "sequences": event.sequences_array}
         if event.importance_array is not None:
             told["importance"] = event.importance_array
@@ -67,7 +60,7 @@ class Watched:
         out.n_prefetch = 0
         self.store.apply(out)
 
-    def step(self, tokens: Sequence[Token]) -> list[Told]:
+    def step(self, tokens):
         """The layers of this step, the only one but for what the answer's sequence read."""
         self.decoder.forget()
         if any(each.sequence == 2 for each in tokens):
@@ -76,20 +69,20 @@ class Watched:
         assert self.decoder.decode(tokens) == 0
         return self.layers
 
-    def close(self) -> None:
+    def close(self):
         self.decoder.close()
         self.engine.close()
 
 
 @pytest.fixture
-def watched(both: Path) -> Iterator[Watched]:
+def watched(both):
     made = Watched(both)
     yield made
     made.store.check()
     made.close()
 
 
-def test_each_sequence_is_told_as_alone(watched: Watched) -> None:
+def test_each_sequence_is_told_as_alone(watched):
     """The attention that a prompt's tokens receive is what they receive alone, but for rounding."""
     n_scored = n_ahead = 0
     for name, tokens in STEPS.items():
@@ -115,7 +108,7 @@ def test_each_sequence_is_told_as_alone(watched: Watched) -> None:
     assert n_scored > 0 and n_ahead > 0
 
 
-def test_the_last_tokens_of_each_prompt_are_its_window(watched: Watched) -> None:
+def test_the_last_tokens_of_each_prompt_are_its_window(watched):
     """Of a prompt that begins in the step, its queries give all that they have to its tokens. The
     graph that is kept for the next step takes the queries of that one."""
     for name, tokens in STEPS.items():

@@ -1,8 +1,6 @@
 """Experts in the CPU's own layout, and dense weights beside managed experts: upstream's bits with
 repacked weights, within the same slots."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +12,6 @@ import pytest
 from gguf_tools import synthetic
 from gguf_tools.file.layout import GGMLType
 from orchestrator.lab.bench.plain import PlainModel
-from orchestrator.native import Library
 
 from .conftest import drawn, opened
 
@@ -27,31 +24,29 @@ SETTINGS = {"ctx": 256, "ubatch": 32, "threads": 2, "policy": "lru"}
 
 
 @pytest.fixture(autouse=True)
-def cpu_has_one(library: Library, request: pytest.FixtureRequest) -> None:
+def cpu_has_one(library, request):
     tier = getattr(request.node, "callspec", None) and request.node.callspec.params.get("tier")
     if not library.interleaves(GGMLType[(tier or "q4_0").upper()], 256, 256):
         pytest.skip(f"this CPU has no layout of its own for {tier or 'q4_0'}")
 
 
-def one_by_one(evaluate: Evaluate) -> np.ndarray:
+def one_by_one(evaluate):
     """Logits behind each of the tokens, decoded one at a time."""
     return np.concatenate([evaluate([token], at) for at, token in enumerate(TOKENS)])
 
 
-def prompt(evaluate: Evaluate) -> np.ndarray:
+def prompt(evaluate):
     """Logits behind a prompt of three micro-batches."""
     return evaluate(TOKENS * 4, 0)[-1]
 
 
-def upstream(path: Path, repack: bool, read: Read = one_by_one, n_ubatch: int = 32) -> np.ndarray:
+def upstream(path, repack, read=one_by_one, n_ubatch=32):
     asked = {"n_ctx": 256, "n_ubatch": n_ubatch, "threads": 2, "mmap": False}
     with PlainModel(path, **asked, extra_bufts=repack) as model:
         return read(model.eval)
 
 
-def managed(
-    path: Path, read: Read = one_by_one, share: float = 0, **options: object
-) -> tuple[np.ndarray, str]:
+def managed(path, read=one_by_one, share=0, **options):
     """Logits, and the mode line; the store's invariants hold, and its slots are within budget."""
     with opened(path, share, force_managed=True, **(SETTINGS | options)) as engine:
         found = read(engine.eval)
@@ -63,9 +58,7 @@ def managed(
 
 @pytest.mark.parametrize("tier", TYPES)
 @pytest.mark.parametrize("shape", ["qwen3moe", "olmoe", "deepseek2-fused"])
-def test_decoding_is_upstream_with_repacked_weights_bit_for_bit(
-    shape: str, tier: str, tiny_model: Callable[..., Path]
-) -> None:
+def test_decoding_is_upstream_with_repacked_weights_bit_for_bit(shape, tier, tiny_model):
     path = tiny_model(shape, tier)
     found, mode = managed(path, use_extra_bufts=True)
     assert f"{tier} in this CPU's own layout" in mode
@@ -76,9 +69,7 @@ def test_decoding_is_upstream_with_repacked_weights_bit_for_bit(
 
 
 @pytest.mark.parametrize("tier", TYPES)
-def test_exact_is_upstream_without_repacked_weights(
-    tier: str, tiny_model: Callable[..., Path]
-) -> None:
+def test_exact_is_upstream_without_repacked_weights(tier, tiny_model):
     """With everything in memory, where `auto` would change the layout, and in prompts too."""
     path = tiny_model("olmoe", tier)
     for read in (one_by_one, prompt):
@@ -87,7 +78,7 @@ def test_exact_is_upstream_without_repacked_weights(
         np.testing.assert_array_equal(found, upstream(path, False, read))
 
 
-def test_where_experts_come_and_go(tiny_model: Callable[..., Path]) -> None:
+def test_where_experts_come_and_go(tiny_model):
     """auto keeps what the file has; asked for, the layout is changed at each read."""
     path = tiny_model("qwen3moe", "q4_0")
     _, mode = managed(path, share=0.5)
@@ -98,7 +89,7 @@ def test_where_experts_come_and_go(tiny_model: Callable[..., Path]) -> None:
     np.testing.assert_array_equal(found, whole)
 
 
-def test_auto_is_for_experts_that_stay(tiny_model: Callable[..., Path]) -> None:
+def test_auto_is_for_experts_that_stay(tiny_model):
     """Not where one of twenty comes and goes; but where all stay and change versions seldom."""
     path = tiny_model("qwen3moe", "q4_0")
     assert "own layout" not in managed(path, share=0.95)[1]
@@ -112,7 +103,7 @@ def test_auto_is_for_experts_that_stay(tiny_model: Callable[..., Path]) -> None:
             engine.store.check()
 
 
-def test_types_without_one_stay_as_in_the_file(tiny_model: Callable[..., Path]) -> None:
+def test_types_without_one_stay_as_in_the_file(tiny_model):
     """Neither Q8_0 nor Q6_K has such kernels on x86."""
     for tier in ("q8_0", "q6_k"):
         path = tiny_model("olmoe", tier)
@@ -122,7 +113,7 @@ def test_types_without_one_stay_as_in_the_file(tiny_model: Callable[..., Path]) 
 
 
 @pytest.mark.parametrize("tier", TYPES)
-def test_prompts_are_upstream_too(tier: str, tiny_model: Callable[..., Path]) -> None:
+def test_prompts_are_upstream_too(tier, tiny_model):
     """With four rows or more of an expert we take upstream's matrix product, where upstream goes
     row by row. Only for Q4_K its sums have another order."""
     path = tiny_model("olmoe", tier)
@@ -134,12 +125,12 @@ def test_prompts_are_upstream_too(tier: str, tiny_model: Callable[..., Path]) ->
         np.testing.assert_array_equal(found, expected)
 
 
-def written(folder: Path, dense: GGMLType) -> Path:
+def written(folder, dense):
     shape = replace(synthetic.preset("tiny-qwen3moe"), dense_type=dense)
     return synthetic.write(folder / "m.gguf", shape, tiers=("q8_0",))
 
 
-def few(evaluate: Evaluate) -> np.ndarray:
+def few(evaluate):
     """Logits behind a prompt of fewer tokens than go by tiles, and behind each of some tokens."""
     found = [evaluate(WORDS[:7], 0)]
     found += [evaluate([token], 7 + i) for i, token in enumerate((11, 222, 33))]
@@ -150,16 +141,14 @@ def few(evaluate: Evaluate) -> np.ndarray:
     platform.machine() != "x86_64", reason="Q8_0 experts stay as they are on x86 alone"
 )
 @pytest.mark.parametrize("repack", [True, False])
-def test_managed_beside_repacked_dense_weights_is_upstream_bit_for_bit(
-    tmp_path: Path, repack: bool
-) -> None:
+def test_managed_beside_repacked_dense_weights_is_upstream_bit_for_bit(tmp_path, repack):
     # upstream repacks Q4_K for this CPU, and has no such form of Q8_0
     path = written(tmp_path, GGMLType.Q4_K)
     found, _ = managed(path, few, use_extra_bufts=repack)
     np.testing.assert_array_equal(found, upstream(path, repack, few))
 
 
-def has_tiles() -> bool:
+def has_tiles():
     """Whether prompts are faster by tiles on this CPU: moe-edge-layout.cpp says when."""
     return "avx512_vnni" in Path("/proc/cpuinfo").read_text()
 
@@ -167,15 +156,15 @@ def has_tiles() -> bool:
 @pytest.mark.skipif(not has_tiles(), reason="on this CPU prompts stay in its own layout")
 @pytest.mark.parametrize("dense, least", [(GGMLType.Q4_K, 8), (GGMLType.Q2_K, 10)])
 def test_prompts_over_repacked_dense_weights_are_those_over_plain_ones(
-    library: Library, tmp_path: Path, dense: GGMLType, least: int
-) -> None:
+    library, tmp_path, dense, least
+):
     """From so many activations on, in windows that are not full: tiles are those of plain rows."""
     if not library.interleaves(dense, 256, 256):
         pytest.skip(f"this CPU has no layout of its own for {dense.name}")
     path = written(tmp_path, dense)
     for n, is_plain in ((least - 1, False), (least, True), (120, True)):
 
-        def prompt(evaluate: Evaluate, n: int = n) -> np.ndarray:
+        def prompt(evaluate, n=n):
             return evaluate((WORDS * 10)[:n], 0)
 
         found, _ = managed(path, prompt, use_extra_bufts=True, ubatch=128)

@@ -1,9 +1,6 @@
 """`moe-edge plan`, and engines that take the plan which a loss chooses."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +17,9 @@ from orchestrator.cli.options import open_engine
 from orchestrator.config import Config
 from orchestrator.cost import losses, planner
 from orchestrator.cost.disk import Bandwidth
-from orchestrator.cost.planner import Planner, Runs
+from orchestrator.cost.planner import Planner
 from orchestrator.engine.engine import Engine
-from orchestrator.engine.load import Loaded, Loader
+from orchestrator.engine.load import Loader
 from orchestrator.errors import ConfigError
 from orchestrator.memory.plan import MemoryPlan
 
@@ -42,12 +39,12 @@ class Takes:
     residency = SimpleNamespace(hit_rate=1.0)
     read_bytes: float = 0.0
 
-    def token_s(self, cells: int = 0) -> float:
+    def token_s(self, cells=0):
         plan = self.plan
         there = plan.slots.total_bytes if plan.slots else plan.expert_bytes
         return (there + self.slower * plan.absent_bytes) * 1e-9
 
-    def prompt_s(self, n_tokens: int, first: bool = False) -> float:
+    def prompt_s(self, n_tokens, first=False):
         return n_tokens * self.token_s()
 
 
@@ -56,12 +53,10 @@ class Predicts:
 
     speeds, profiled = SimpleNamespace(disturbed=True), False
 
-    def __init__(self, model: ExpertModel, disk: Any, *_: Any) -> None:
+    def __init__(self, model, disk, *_):
         assert disk.bytes_per_s == pytest.approx(1e9)
 
-    def of_plan(
-        self, plan: MemoryPlan, config: Config, skips: losses.Skips | None, uses: Any = None
-    ) -> Takes:
+    def of_plan(self, plan, config, skips, uses=None):
         """Few experts that are used mostly are missing half as often."""
         return Takes(plan, (5.0 if skips else 10.0) / (1 if uses is None else 2))
 
@@ -70,29 +65,27 @@ LOOKUP = "token_embd.weight (85 KiB)"
 
 
 @pytest.fixture
-def model(three: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def model(three, monkeypatch):
     monkeypatch.setattr(planner, "TimeModel", Predicts)
     for module in (planner, machine):
         monkeypatch.setattr(module, "kept_bandwidth", lambda *_, **__: Bandwidth(1e9))
     return three
 
 
-def run(model: Path, *args: str) -> Any:
+def run(model, *args):
     return CliRunner().invoke(cli, ["plan", "-m", str(model), "--device", "cpu", *args])
 
 
-def candidates(model: Path, *args: str) -> dict[str, Any]:
+def candidates(model, *args):
     shown: dict[str, Any] = json.loads(run(model, *args, "--json").stdout)
     return shown
 
 
-def build(model: Path, **asked: Any) -> Config:
+def build(model, **asked):
     return Config.build(model=model, expert_ram=2 * MIB, device="cpu", **asked)
 
 
-def test_the_frontier_is_printed_and_drawn(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_frontier_is_printed_and_drawn(model, tmp_path, monkeypatch):
     """Without a loss that is allowed it takes what a chat takes; without a table no KL is known
     but that of what is lossless."""
     monkeypatch.setattr(ExpertModel, "lookup_text", "rows (4 GiB)")
@@ -131,7 +124,7 @@ def test_the_frontier_is_printed_and_drawn(
         (("--plot", "plans.txt"), "ends in .png or .svg"),
     ],
 )
-def test_what_is_refused(model: Path, args: tuple[str, ...], said: str) -> None:
+def test_what_is_refused(model, args, said):
     refused = run(model, *args)
     assert refused.exit_code == 1 and said in refused.stderr
 
@@ -144,14 +137,14 @@ def test_what_is_refused(model: Path, args: tuple[str, ...], said: str) -> None:
         ({"losses": Path("t.json")}, "--losses is for --policy context or floor or mixed"),
     ],
 )
-def test_nobody_promises_what_a_chat_refuses(model: Path, asked: dict[str, Any], said: str) -> None:
+def test_nobody_promises_what_a_chat_refuses(model, asked, said):
     config = build(model, **asked)
     with pytest.raises(ConfigError, match=said):
         Engine.open(config)
     assert said in machine.examine(config)[0]["plan_note"]
 
 
-def test_other_policies_leave_aside_what_was_asked_for(model: Path) -> None:
+def test_other_policies_leave_aside_what_was_asked_for(model):
     """In the table, and when a chat changes its policy. A policy that is named is alone there."""
     config = build(model, retention=0.5, low_tier="q2_k")
     found, _ = machine.examine(config)
@@ -165,7 +158,7 @@ def test_other_policies_leave_aside_what_was_asked_for(model: Path) -> None:
 
 
 @pytest.fixture
-def fitted(model: Path) -> Iterator[Path]:
+def fitted(model):
     """A use of an expert costs 0, 0.001 and 0.01 nats in the file's tiers, 0.1 where skipped."""
     path = losses.default_path(model)
     save_losses(path, model, [0.0, 0.001, 0.01], power=0.1, gates=1.0, fit=(1.0, ("q8_0",)))
@@ -185,9 +178,7 @@ def fitted(model: Path) -> Iterator[Path]:
         ({"policy": "dynaexq"}, ("q4_k", "q2_k"), "0.0"),
     ],
 )
-def test_all_say_the_same_of_what_runs(
-    fitted: Path, asked: dict[str, Any], tiers: tuple[str, ...], said: str, table: bool
-) -> None:
+def test_all_say_the_same_of_what_runs(fitted, asked, tiers, said, table):
     """The engine, the mode line, and `plan`: what runs, and what that loses."""
     if not table:
         losses.default_path(fitted).unlink()
@@ -211,7 +202,7 @@ def test_all_say_the_same_of_what_runs(
             assert "what it loses from q8_0 no table knows" in line
 
 
-def test_an_engine_takes_the_plan_of_its_loss(fitted: Path) -> None:
+def test_an_engine_takes_the_plan_of_its_loss(fitted):
     """Six uses a token: 0.006 nats in q4_k, 0.06 in q2_k; between them a resident plan. The note
     says why."""
     ran = {}
@@ -236,7 +227,7 @@ def test_an_engine_takes_the_plan_of_its_loss(fitted: Path) -> None:
     assert floor["kl"] == 0.05 and floor["settings"]["max_loss"] <= 0.05
 
 
-def test_a_named_table_chooses_a_plan(fitted: Path, tmp_path: Path) -> None:
+def test_a_named_table_chooses_a_plan(fitted, tmp_path):
     """Without the table beside the model `plan` and a chat go by the named one alone."""
     named = losses.default_path(fitted).rename(tmp_path / "named.json")
     for more in ((), ("--max-loss", "0.05")):
@@ -247,14 +238,12 @@ def test_a_named_table_chooses_a_plan(fitted: Path, tmp_path: Path) -> None:
         assert "foreseen to lose" in engine.mode
 
 
-def test_what_is_foreseen_is_said_of_the_start(
-    fitted: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_foreseen_is_said_of_the_start(fitted, monkeypatch):
     """A policy that keeps all experts in memory learns while it runs, and is not asked again: not
     for the mode line, nor where another one could not be loaded and it comes back."""
     load = Loader._load
 
-    def fails(loader: Loader, runs: Runs, progress: Any) -> Loaded:
+    def fails(loader, runs, progress):
         if runs.plan.policy is not None and runs.plan.policy.name == "lru":
             raise MemoryError
         return load(loader, runs, progress)
@@ -274,13 +263,11 @@ def test_what_is_foreseen_is_said_of_the_start(
         assert (engine.mode, engine.config.policy) == (mode, "dynaexq")
 
 
-def test_what_takes_long_is_announced_before_it_begins(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_takes_long_is_announced_before_it_begins(model, monkeypatch):
     """The command, and an engine whose plan a loss chooses: both measure this machine first."""
     said: list[object] = []
 
-    def measures(*_: object) -> None:
+    def measures(*_):
         assert said
         raise ConfigError("measured")
 
@@ -294,9 +281,7 @@ def test_what_takes_long_is_announced_before_it_begins(
     assert said == ["Measuring this machine"]
 
 
-def test_a_slow_disk_is_said_where_an_engine_opens(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_slow_disk_is_said_where_an_engine_opens(model, monkeypatch, capsys):
     """It is measured before the model is loaded, whose memory leaves no room for that."""
     said, loads = "The model lies on a USB disk.", Loader.load
     asked: list[object] = []

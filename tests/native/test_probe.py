@@ -1,17 +1,12 @@
 """Answers that are computed again while nothing is asked for: what is learned of them, and that
 everything else stays as it was."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from orchestrator.lab.calibrate.compute import stored
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.experts.hparams import Hyperparameters
@@ -23,9 +18,9 @@ from orchestrator.config import Sampling
 from orchestrator.cost import losses
 from orchestrator.cost.planner import Planner
 from orchestrator.engine import probe, sample
-from orchestrator.engine.engine import Engine
 from orchestrator.engine.learned import Learned
 from orchestrator.events import ABSENT, SKIP, Phase
+from orchestrator.lab.calibrate.measure import stored
 from orchestrator.memory.machine import Device
 from orchestrator.native.llama import Model
 from orchestrator.policy.floor import Floor
@@ -38,35 +33,33 @@ N_ANSWER = 16
 DEMO = Path(__file__).parents[2] / "models/demo/moe-edge-demo.gguf"
 
 
-def opened(model: Path, share: float = 0.6, **settings: Any) -> Engine:
+def opened(model, share=0.6, **settings):
     usual = {"remember": True, "probes": 2, "use_extra_bufts": False}
     return conftest.opened(model, share, **(usual | settings))
 
 
-def answer(engine: Engine, prompt: list[int] = PROMPT, seed: int = 1) -> list[int]:
+def answer(engine, prompt=PROMPT, seed=1):
     """What the context holds behind an answer."""
     list(engine.generate(prompt, Sampling(temp=1.0, seed=seed), N_ANSWER))
     return list(engine._steps.cached)
 
 
-def idle(engine: Engine) -> None:
+def idle(engine):
     engine.idle()
     engine.driver._idle.wait()
     engine.end_idle()
     engine.store.check()
 
 
-def probed(engine: Engine) -> Probed:
+def probed(engine):
     return engine._loader.learned.usage.probed()
 
 
 @pytest.mark.parametrize("policy", ["lru", "dymoe", "floor"])
-def test_it_leaves_everything_as_it_was(
-    policy: str, one: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_leaves_everything_as_it_was(policy, one, monkeypatch):
     monkeypatch.setattr(UsageKeeper, "save", lambda _: None)  # all begin with nothing
 
-    def told() -> tuple[list[Any], np.ndarray, Outputs, float]:
+    def told():
         """What is said behind an idle time: the next token's logits, an answer more, and counts;
         what was in memory; what experts put out; how many answers were probed."""
         with opened(one, policy=policy) as engine:
@@ -93,11 +86,11 @@ def test_it_leaves_everything_as_it_was(
     assert (resident_without & ~resident).sum(axis=1).max() <= 1
 
 
-def test_it_ends_in_the_middle(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_ends_in_the_middle(one, monkeypatch):
     """Who asks waits for no more than the step that runs, which is cut off."""
     begun, seen = threading.Event(), []
 
-    def slow(logits: np.ndarray) -> np.ndarray:
+    def slow(logits):
         seen.append(0)
         if len(seen) == 5:
             begun.set()
@@ -120,23 +113,23 @@ def test_it_ends_in_the_middle(one: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert len(seen) == 5 and found.answers == 1 and (found.gates[0] == 3 * n_used).all()
 
 
-def nothing(_model: Path, _patch: pytest.MonkeyPatch) -> None:
+def nothing(_model, _patch):
     pass
 
 
-def calibrated(model: Path, _patch: pytest.MonkeyPatch) -> None:
+def calibrated(model, _patch):
     conftest.save_losses(losses.default_path(model), model, [0.0], gates=0.1, fit=(0.02, ("skip",)))
 
 
-def damaged(model: Path, _patch: pytest.MonkeyPatch) -> None:
+def damaged(model, _patch):
     losses.default_path(model).write_text("{")
 
 
-def weighs_first(_model: Path, patch: pytest.MonkeyPatch) -> None:
+def weighs_first(_model, patch):
     patch.setattr(Hyperparameters, "weighs_first", True)
 
 
-def has_part(_model: Path, patch: pytest.MonkeyPatch) -> None:
+def has_part(_model, patch):
     patch.setattr(Model, "has_part", True)
 
 
@@ -155,14 +148,8 @@ def has_part(_model: Path, patch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_it_is_done_where_that_was_said(
-    is_learned: bool,
-    case: Callable[[Path, pytest.MonkeyPatch], None],
-    settings: dict[str, Any],
-    one: Path,
-    both: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    is_learned, case, settings, one, both, tmp_path, monkeypatch
+):
     model = tmp_path / one.name
     model.symlink_to(both if "low_tier" in settings else one)
     case(model, monkeypatch)
@@ -184,19 +171,19 @@ def test_it_is_done_where_that_was_said(
         assert not is_learned or "by what was learned" in engine.mode
 
 
-def test_there_is_none_behind_a_full_context(one: Path) -> None:
+def test_there_is_none_behind_a_full_context(one):
     with opened(one, policy="lru") as engine:
         answer(engine, drawn(engine.n_ctx - 3))  # an answer of three tokens, room for none
         idle(engine)
         assert not probed(engine).moments.any()
 
 
-def test_a_policy_goes_by_what_is_learned(one: Path) -> None:
+def test_a_policy_goes_by_what_is_learned(one):
     """Lossless until three answers have been probed; then it skips at once, and at the next start
     from the first token on."""
     allowed = {"policy": "floor", "max_loss": 0.5}
 
-    def lowered(engine: Engine) -> float:
+    def lowered(engine):
         assert isinstance(engine.policy, Floor)
         return float(engine.policy.report()["lowered"] or 0.0)
 
@@ -238,7 +225,7 @@ def test_a_policy_goes_by_what_is_learned(one: Path) -> None:
         assert [len(each) for each in said] == [0, 0, 1, 0]
 
 
-def test_a_lower_tier_is_used_by_what_is_learned(packed: Callable[..., Path]) -> None:
+def test_a_lower_tier_is_used_by_what_is_learned(packed):
     asked, both = {"policy": "floor", "low_tier": "q2_k"}, packed("q8_0", "q2_k")
     for seed in range(3):  # in one run or in three
         with opened(both, max_loss=0.01, **asked) as engine:
@@ -266,9 +253,7 @@ def test_a_lower_tier_is_used_by_what_is_learned(packed: Callable[..., Path]) ->
         assert engine.losses.of_plan(engine.plan) is None
 
 
-def test_a_sample_says_how_far_a_tier_is_off(
-    packed: Callable[..., Path], tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_says_how_far_a_tier_is_off(packed, tiny_model, monkeypatch):
     for path in (packed("q8_0", "q2_k"), tiny_model("deepseek2-fused", "q8_0", "q4_k")):
         with ExpertModel.open(path) as model, monkeypatch.context() as whole:
             none, ggml = Outputs.none((model.n_layers, model.n_expert)), load_ggml()
@@ -297,7 +282,7 @@ def test_a_sample_says_how_far_a_tier_is_off(
             monkeypatch.undo()
 
 
-def test_the_scale_of_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scale_of_the_demo(tmp_path, monkeypatch):
     """What is learned of a text that the model does not know by heart is off its table by no more
     than texts differ. A loss then takes a lossless plan or floor, and none that was not learned."""
     model = tmp_path / DEMO.name

@@ -1,15 +1,11 @@
 """No prompt is read twice: turns, other conversations in between, a restart."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from answering import evaluated, first_logits
 
-from orchestrator.engine.engine import Engine
 from orchestrator.engine.texts import ChatTemplate
 
 from .conftest import opened
@@ -27,28 +23,28 @@ TOOLS = Path(__file__).parents[1] / "unit/serve/tools.jinja"
 
 
 @pytest.fixture(scope="module")
-def path(library: object, tiny_model: Callable[..., Path]) -> Path:
+def path(library, tiny_model):
     return tiny_model("qwen3moe", "q8_0", "q4_k", "q2_k", seed=1)
 
 
-def open_engine(path: Path, **settings: object) -> Engine:
+def open_engine(path, **settings):
     usual = {"policy": "lru", "expert_ram": 2 * MIB, "ctx": 1024, "cache_ram": 8 * MIB}
     return opened(path, **(usual | settings))
 
 
 @pytest.fixture
-def engine(path: Path) -> Iterator[Engine]:
+def engine(path):
     with open_engine(path) as opened:
         yield opened
 
 
-def said(engine: Engine, prompt: list[int]) -> list[int]:
+def said(engine, prompt):
     """The conversation so far, with an answer to the prompt, all of it read."""
     evaluated(engine, prompt)
     return list(engine._steps.cached)
 
 
-def test_a_further_turn_the_same_again_and_an_edited_message(engine: Engine) -> None:
+def test_a_further_turn_the_same_again_and_an_edited_message(engine):
     before = said(engine, FIRST)
     assert evaluated(engine, before + QUESTION[:30]) == 30
     assert evaluated(engine, before + QUESTION[:30]) == 1
@@ -59,7 +55,7 @@ def test_a_further_turn_the_same_again_and_an_edited_message(engine: Engine) -> 
 
 
 @pytest.mark.parametrize("policy", ["lru", "dymoe", "plain"])
-def test_another_conversation_in_between(path: Path, policy: str) -> None:
+def test_another_conversation_in_between(path, policy):
     memory = {"expert_ram": None} if policy == "plain" else {}
     with open_engine(path, policy=policy, **memory) as engine:
         first = said(engine, FIRST)
@@ -69,7 +65,7 @@ def test_another_conversation_in_between(path: Path, policy: str) -> None:
         assert engine._shelf.used_bytes <= engine.plan.prompt_bytes
 
 
-def test_a_prefix_that_many_share_is_read_once(engine: Engine) -> None:
+def test_a_prefix_that_many_share_is_read_once(engine):
     for text in (FIRST, OTHER, THIRD):
         evaluated(engine, SYSTEM + text)
     assert evaluated(engine, SYSTEM + QUESTION) == 200
@@ -82,9 +78,7 @@ def test_a_prefix_that_many_share_is_read_once(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(("cache_ram", "n_kept"), [(600 * 2**10, 1), (None, 0)])
-def test_conversations_stay_within_the_memory_that_is_set_aside(
-    path: Path, cache_ram: int | None, n_kept: int
-) -> None:
+def test_conversations_stay_within_the_memory_that_is_set_aside(path, cache_ram, n_kept):
     with open_engine(path, cache_ram=cache_ram) as engine:
         assert engine.plan.prompt_bytes == (cache_ram or 0)
         for text in (FIRST, OTHER, THIRD, ANOTHER):
@@ -96,9 +90,7 @@ def test_conversations_stay_within_the_memory_that_is_set_aside(
 
 
 @pytest.mark.parametrize("with_tools", [False, True])
-def test_what_comes_back_gives_the_same_logits(
-    path: Path, tmp_path: Path, with_tools: bool
-) -> None:
+def test_what_comes_back_gives_the_same_logits(path, tmp_path, with_tools):
     """From memory, and behind a restart from the disk; also where a template has written the
     arguments of a call and the tool's answer."""
     prompt, further = FIRST, QUESTION[:30]
@@ -109,7 +101,7 @@ def test_what_comes_back_gives_the_same_logits(
         known = said(engine, prompt)
         expected = first_logits(engine, known + further)
 
-    def goes_on(engine: Engine) -> None:
+    def goes_on(engine):
         np.testing.assert_array_equal(first_logits(engine, known + further), expected)
         assert engine.last_stats.evaluated_tokens == len(further)
 
@@ -141,9 +133,7 @@ def test_what_comes_back_gives_the_same_logits(
         ({"expert_ram": 3 * MIB}, 1),  # a budget changes nothing
     ],
 )
-def test_other_settings_have_other_prompts(
-    path: Path, tmp_path: Path, settings: dict[str, object], n_read: int
-) -> None:
+def test_other_settings_have_other_prompts(path, tmp_path, settings, n_read):
     with open_engine(path, prompt_cache=tmp_path) as engine:
         evaluated(engine, FIRST)
     with open_engine(path, prompt_cache=tmp_path, **settings) as engine:
@@ -151,7 +141,7 @@ def test_other_settings_have_other_prompts(
         assert engine.prompt_notes() == []
 
 
-def test_a_damaged_file_is_dropped_and_said(path: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_is_dropped_and_said(path, tmp_path):
     with open_engine(path, prompt_cache=tmp_path) as engine:
         evaluated(engine, FIRST)
     (kept,) = tmp_path.iterdir()
@@ -165,7 +155,7 @@ def test_a_damaged_file_is_dropped_and_said(path: Path, tmp_path: Path) -> None:
         assert not kept.exists()
 
 
-def test_a_shorter_context_leaves_long_prompts_alone(path: Path, tmp_path: Path) -> None:
+def test_a_shorter_context_leaves_long_prompts_alone(path, tmp_path):
     with open_engine(path, prompt_cache=tmp_path) as engine:
         evaluated(engine, SYSTEM + FIRST)
     with open_engine(path, prompt_cache=tmp_path, ctx=256) as engine:
@@ -174,8 +164,8 @@ def test_a_shorter_context_leaves_long_prompts_alone(path: Path, tmp_path: Path)
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_what_a_policy_learned_of_a_prompt_comes_back_with_it(path: Path, tmp_path: Path) -> None:
-    def counts() -> np.ndarray:
+def test_what_a_policy_learned_of_a_prompt_comes_back_with_it(path, tmp_path):
+    def counts():
         state = engine.driver.save_sequence(0)
         return np.frombuffer(state[len(b"moe-edge use 1\n") :], "<f8")
 

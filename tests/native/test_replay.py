@@ -1,21 +1,14 @@
 """A replay against the run that it was recorded from, with the same slots."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
 from orchestrator.config import Sampling
 from orchestrator.engine.engine import Engine
-from orchestrator.events import ABSENT, DecisionBuffer, Phase, RouteEvent, StoreView, distinct
+from orchestrator.events import ABSENT, Phase, distinct
 from orchestrator.lab.replay.record import record_answer, record_text
 from orchestrator.lab.replay.simulate import Transport
 from orchestrator.lab.replay.trace import PROMPT_ENDS, STARTS
-from orchestrator.native import CStats
 from orchestrator.policy.dymoe import DyMoE
 
 from .conftest import build, drawn, opened, until
@@ -27,14 +20,14 @@ PROMPT, ANSWER = drawn(12, 3), drawn(60, 4)
 TWO = {"policy": "dymoe", "high_tier": "q4_k", "low_tier": "q2_k", "n_ahead": 0}
 
 
-def evaluate(engine: Engine, prompt: list[int] = PROMPT) -> np.ndarray:
+def evaluate(engine, prompt=PROMPT):
     """Logits of a prompt, or none, and a forced answer."""
     rows = [engine.eval(prompt, 0)] if prompt else []
     rows += [engine.eval([token], len(prompt) + i) for i, token in enumerate(ANSWER)]
     return np.concatenate(rows)
 
 
-def counters(stats: CStats) -> dict[str, object]:
+def counters(stats):
     """All that a policy and a cache decide, and none of what time does."""
     names = ("requests", "hits", "demand_bytes", "prefetch_bytes", "routed", "computed")
     found: dict[str, object] = {
@@ -58,13 +51,7 @@ def counters(stats: CStats) -> dict[str, object]:
         ("qwen3moe", 0.8, {**TWO, "retention": 0.5, "exact_tiers": True}),
     ],
 )
-def test_on_demand_it_agrees_exactly(
-    shape: str,
-    share: float,
-    options: dict[str, object],
-    tiny_model: Callable[..., Path],
-    tmp_path: Path,
-) -> None:
+def test_on_demand_it_agrees_exactly(shape, share, options, tiny_model, tmp_path):
     """In hits, bytes, tiers, promotions and evictions, whatever the simulated disk does; the
     recorder changes no logit and no counter.
 
@@ -86,29 +73,27 @@ def test_on_demand_it_agrees_exactly(
         assert counters(replayed(run.trace, speed)[0].stats) == counters(run.stats)
 
 
-def test_with_prefetch_it_agrees_where_every_read_arrives_in_time(
-    one: Path, tmp_path: Path
-) -> None:
+def test_with_prefetch_it_agrees_where_every_read_arrives_in_time(one, tmp_path):
     """A real run that waits for its reads before it goes on has the hits of a replay whose
     reads take no time. Slots for all, so that every prefetch is read to its end."""
     wanted: set[tuple[int, int]] = set()
 
-    def after_all_reads(engine: Engine) -> None:
+    def after_all_reads(engine):
         store, decide = engine.store, engine.policy.decide
 
-        def all_there() -> bool:
+        def all_there():
             there = store.resident()
             wanted.difference_update({each for each in wanted if there[each] != ABSENT})
             return not wanted
 
-        def waiting(event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+        def waiting(event, view, out):
             until(all_there)
             decide(event, view, out)
             wanted.update((event.layer, expert) for expert in distinct(event.ids_array).tolist())
             for key in out._prefetch[: out.n_prefetch]:
                 wanted.add((key & 0xFFFF, key >> 16 & 0xFFFF))
 
-        engine.policy.decide = waiting  # type: ignore[method-assign]
+        engine.policy.decide = waiting
         evaluate(engine, [])
 
     options = {"policy": "dymoe", "force_managed": True, "expert_ram": 64 << 20, "prefetch": "on"}
@@ -119,7 +104,7 @@ def test_with_prefetch_it_agrees_where_every_read_arrives_in_time(
     assert counters(found) == counters(run.stats)
 
 
-def test_with_prefetch_it_asks_the_same(both: Path, tmp_path: Path) -> None:
+def test_with_prefetch_it_asks_the_same(both, tmp_path):
     """Under memory pressure and at any speed: requests and tiers are those of the run. Hits
     are not: they depend on what arrives in time."""
     options = {"high_tier": "q4_k", "low_tier": "q2_k", "retention": 0.75, "prefetch": "on"}
@@ -138,12 +123,10 @@ def test_with_prefetch_it_asks_the_same(both: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("low", ["q2_k", "skip"])
-def test_prompts_and_an_answer_in_one_step(
-    low: str, both: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_and_an_answer_in_one_step(low, both, tmp_path, monkeypatch):
     """A replay decides each token by its own sequence, and knows which of them are an answer's."""
 
-    def together(engine: Engine) -> None:
+    def together(engine):
         decoder = Decoder(engine._loaded.model, n_ubatch=64)
         assert decoder.decode(prompt_of(PROMPT, sequence=2)) == 0
         answer = [Token(ANSWER[0], len(PROMPT), 2, wanted=True)]
@@ -160,7 +143,7 @@ def test_prompts_and_an_answer_in_one_step(
     seen: list[list[int]] = []
     decide = DyMoE.decide
 
-    def watched(self: DyMoE, event: RouteEvent, *more: Any) -> None:
+    def watched(self, event, *more):
         seen.append(event.phases_array.tolist())
         decide(self, event, *more)
 
@@ -172,7 +155,7 @@ def test_prompts_and_an_answer_in_one_step(
 
 
 @pytest.mark.parametrize("policy", ["lru", "dymoe"])
-def test_texts_and_answers(policy: str, one: Path) -> None:
+def test_texts_and_answers(policy, one):
     """What a step, its phase, its events and its times are; nothing lasts in the engine."""
     with opened(one, policy=policy, expert_ram=2 << 20, ctx=64, ubatch=8) as engine:
         text = record_text(engine, "one two three four " * 20, 40, prefill=20)

@@ -1,15 +1,11 @@
 """Replays of dynaexq, which learns and exchanges versions."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from time import monotonic
 
 import numpy as np
 import pytest
 
 from orchestrator.cache import profile
-from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
 from orchestrator.events import Phase
@@ -23,11 +19,11 @@ from .replayed import SPEEDS, recorded, replayed, reported
 PROMPTS, ANSWER = (drawn(23, 11), drawn(9, 12)), drawn(80, 13)
 
 
-def dynaexq(model: Path, **options: object) -> Config:
+def dynaexq(model, **options):
     return build(model, **({"policy": "dynaexq", "expert_ram": 2 << 20, "ubatch": 8} | options))
 
 
-def evaluate(engine: Engine) -> None:
+def evaluate(engine):
     """Two conversations: prompts in parts, and forced answers. Then one token again and again: a
     slow disk outlasts an answer, and so does a hot set's time on a fast machine."""
     for prompt in PROMPTS:
@@ -38,7 +34,7 @@ def evaluate(engine: Engine) -> None:
     wanted_s = 3e-3 * (engine.policy.settings.update_ms or 0)
     caching = "caching" in engine.mode
 
-    def further() -> None:
+    def further():
         nonlocal took_s
         start = monotonic()
         engine.eval([ANSWER[0]], at)
@@ -59,9 +55,7 @@ def evaluate(engine: Engine) -> None:
     ],
 )
 @pytest.mark.parametrize("warm", [False, True])
-def test_it_learns_what_the_run_did(
-    both: Path, tmp_path: Path, options: dict[str, object], warm: bool
-) -> None:
+def test_it_learns_what_the_run_did(both, tmp_path, options, warm):
     """Whatever the simulated disk does; from a cold start, and from an earlier run's profile."""
     if warm:
         path = tmp_path / "hot.json"
@@ -79,10 +73,10 @@ def test_it_learns_what_the_run_did(
         np.testing.assert_array_equal(policy.hotness, run.policy.hotness)
 
 
-def test_several_sequences_that_decode_together(both: Path, tmp_path: Path) -> None:
+def test_several_sequences_that_decode_together(both, tmp_path):
     """A step has an event of several tokens."""
 
-    def together(engine: Engine) -> None:
+    def together(engine):
         engine.eval(PROMPTS[0], 0)
         for sequence in range(3):
             engine.fork(sequence)
@@ -96,7 +90,7 @@ def test_several_sequences_that_decode_together(both: Path, tmp_path: Path) -> N
     np.testing.assert_array_equal(policy.hotness, run.policy.hotness)
 
 
-def test_the_report_has_the_run_beside_its_replay(both: Path, tmp_path: Path) -> None:
+def test_the_report_has_the_run_beside_its_replay(both, tmp_path):
     result = reported(recorded(dynaexq(both, update_steps=8), tmp_path, evaluate).trace)
     ours, theirs = result["runs"]["dynaexq"]["decode"], result["recorded"]["decode"]
     assert (ours["hits"], ours["requests"]) == (theirs["hits"], theirs["requests"])
@@ -104,7 +98,7 @@ def test_the_report_has_the_run_beside_its_replay(both: Path, tmp_path: Path) ->
     assert "recorded dynaexq" in render(result) and "as the reads allow" in render(result)
 
 
-def test_measuring_the_dense_share_teaches_nothing(both: Path, tmp_path: Path) -> None:
+def test_measuring_the_dense_share_teaches_nothing(both, tmp_path):
     """The skipped steps behind a recording are in neither the trace nor the profile."""
     path = tmp_path / "hot.json"
     with Engine.open(dynaexq(both, update_steps=1, profile=path)) as engine:
@@ -116,7 +110,7 @@ def test_measuring_the_dense_share_teaches_nothing(both: Path, tmp_path: Path) -
     np.testing.assert_allclose(profile.load(path, model).hotness, policy.hotness, rtol=1e-5)
 
 
-def test_a_policy_that_has_decided_is_not_recorded(both: Path) -> None:
+def test_a_policy_that_has_decided_is_not_recorded(both):
     with Engine.open(dynaexq(both)) as engine:
         Recorder(engine)
         engine.eval(PROMPTS[0], 0)

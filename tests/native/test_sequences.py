@@ -1,15 +1,10 @@
 """Several sequences in one context: each says what it would say alone."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
-from orchestrator.events import Phase, RouteEvent
+from orchestrator.events import Phase
 
 from . import conftest
 from .conftest import drawn
@@ -22,12 +17,12 @@ LRU = {"policy": "lru", "expert_ram": 1 << 20}
 DYMOE = {"policy": "dymoe", "retention": 1.0, "expert_ram": 1 << 20}
 
 
-def opened(model: Path, **settings: object) -> Engine:
+def opened(model, **settings):
     usual = {"ctx": 1024, "ubatch": 64, "use_extra_bufts": False}
     return conftest.opened(model, **(usual | settings))
 
 
-def alone(engine: Engine, prompt: list[int]) -> tuple[list[int], np.ndarray]:
+def alone(engine, prompt):
     """(greedy tokens, logits [1 + N_DECODE, n_vocab]) behind a prompt."""
     rows = conftest.greedy(engine, prompt, N_DECODE)
     return rows[:-1].argmax(axis=1).tolist(), rows
@@ -35,9 +30,7 @@ def alone(engine: Engine, prompt: list[int]) -> tuple[list[int], np.ndarray]:
 
 @pytest.mark.parametrize("settings", [DYNAEXQ, LRU], ids=("dynaexq", "lru"))
 @pytest.mark.parametrize("n", [1, 4, 32])
-def test_equal_prompts_together_say_what_one_says(
-    both: Path, settings: dict[str, object], n: int
-) -> None:
+def test_equal_prompts_together_say_what_one_says(both, settings, n):
     with opened(both, **settings) as engine:
         expected, rows = alone(engine, PROMPTS[0])
     with opened(both, **settings, sequences=n) as engine:
@@ -63,7 +56,7 @@ def test_equal_prompts_together_say_what_one_says(
 
 
 @pytest.mark.parametrize("settings", [DYNAEXQ, LRU, DYMOE], ids=("dynaexq", "lru", "dymoe"))
-def test_different_sequences_keep_apart(both: Path, settings: dict[str, object]) -> None:
+def test_different_sequences_keep_apart(both, settings):
     """Prompts of several lengths, one of them in a sequence that starts later. Where each expert
     has one precision, each sequence says what it says alone, up to floating point: a batch adds
     up in another order, so that equally likely tokens may change places (not here)."""
@@ -73,7 +66,7 @@ def test_different_sequences_keep_apart(both: Path, settings: dict[str, object])
         last: dict[int, int] = {}
         found: list[list[int]] = [[], [], []]
 
-        def decode(order: list[int]) -> None:
+        def decode(order):
             rows = engine.decode_batch([last[sequence] for sequence in order], order)
             for sequence, row in zip(order, rows, strict=True):
                 found[sequence].append(last[sequence])
@@ -91,7 +84,7 @@ def test_different_sequences_keep_apart(both: Path, settings: dict[str, object])
         assert alone(engine, PROMPTS[2])[0] == expected[2]
 
 
-def test_every_sequence_looks_ahead(both: Path) -> None:
+def test_every_sequence_looks_ahead(both):
     """In a decode step the predictions of all tokens are asked for, and no token's importance is
     computed: not in the graph of a prompt with as many tokens, either."""
     two = {"retention": 0.5, "high_tier": "q4_k", "low_tier": "q2_k", "prefetch": "on"}
@@ -101,7 +94,7 @@ def test_every_sequence_looks_ahead(both: Path) -> None:
         seen: set[tuple[int, bool]] = set()
         n_apart = 0
 
-        def decided(event: RouteEvent) -> None:
+        def decided(event):
             nonlocal n_apart
             original(event)
             if event.n_tokens < 4:
@@ -126,7 +119,7 @@ def test_every_sequence_looks_ahead(both: Path) -> None:
     assert n_apart > 0
 
 
-def test_a_full_context_leaves_the_sequences_as_they_were(both: Path) -> None:
+def test_a_full_context_leaves_the_sequences_as_they_were(both):
     with opened(both, **DYNAEXQ, ctx=256, sequences=2) as engine:
         engine.eval(PROMPTS[0], 0)
         engine.fork(0)
@@ -142,7 +135,7 @@ def test_a_full_context_leaves_the_sequences_as_they_were(both: Path) -> None:
         assert engine.decode_batch([5], [1]).shape[0] == 1
 
 
-def test_what_is_no_step_is_refused(both: Path) -> None:
+def test_what_is_no_step_is_refused(both):
     with opened(both, **LRU, sequences=2) as engine:
         for tokens, sequences, said in (
             ([], [], "one token for each"),

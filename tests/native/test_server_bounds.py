@@ -1,15 +1,10 @@
 """Grammars and schemas that would end llama.cpp's server, or keep it for ever: one sentence each,
 and the next request is answered."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from threading import Thread
 from typing import Any
 
 import pytest
-
-from orchestrator.serve.backend import Backend
 
 from .conftest import HANG_S
 from .servers import ask, posted, serving
@@ -19,19 +14,19 @@ REPEATED, LARGE, REFUSED = "more often than it may", "come to too much", "the gr
 
 
 @pytest.fixture(scope="module")
-def backend(library: object) -> Iterator[Backend]:
+def backend(library):
     with serving(policy="plain") as made:
         yield made
 
 
-def completed(backend: Backend, **data: Any) -> tuple[int, str]:
+def completed(backend, **data):
     """(status, the text or the sentence)"""
     usual = {"prompt": "One two", "n_predict": 40, "temperature": 1}
     status, answer = ask(backend, "/completion", **(usual | data))
     return status, answer["content"] if status == 200 else answer["error"]["message"]
 
 
-def rules(*lines: str) -> str:
+def rules(*lines):
     return "\n".join(lines)
 
 
@@ -57,9 +52,7 @@ GRAMMARS = {
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_a_grammar_that_is_too_much_is_refused(
-    backend: Backend, name: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_grammar_that_is_too_much_is_refused(backend, name, capfd):
     grammar, said = GRAMMARS[name]
     status, message = completed(backend, grammar=grammar, logit_bias=[["x", -100]])
     assert status in (400, 500) and said in message and "the grammar" in message
@@ -68,14 +61,14 @@ def test_a_grammar_that_is_too_much_is_refused(
     assert completed(backend, grammar='root ::= ("yes" | "no") "."')[1] in ("yes.", "no.")
 
 
-def types(levels: int) -> dict[str, Any]:
+def types(levels):
     made: dict[str, Any] = {"type": "string"}
     for _ in range(levels):
         made = {"type": ["object", "object"], "properties": {"a": made}}
     return made
 
 
-def properties(n: int, **each: Any) -> dict[str, Any]:
+def properties(n, **each):
     named = {f"p{number}": {"type": "string", **each} for number in range(n)}
     return {"type": "object", "properties": named}
 
@@ -95,7 +88,7 @@ SCHEMAS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_a_schema_that_is_too_much_is_refused(backend: Backend, name: str) -> None:
+def test_a_schema_that_is_too_much_is_refused(backend, name):
     schema, said = SCHEMAS[name]
     status, message = completed(backend, json_schema=schema)
     assert status == 400 and said in message
@@ -117,15 +110,13 @@ USUAL = {
 
 
 @pytest.mark.parametrize("name", USUAL)
-def test_a_usual_schema_is_kept(
-    backend: Backend, name: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_usual_schema_is_kept(backend, name, capfd):
     status, text = completed(backend, json_schema=USUAL[name], n_predict=12)
     assert status == 200, text
     assert capfd.readouterr().err == ""
 
 
-def test_a_client_that_leaves_ends_the_work_on_its_schema(backend: Backend) -> None:
+def test_a_client_that_leaves_ends_the_work_on_its_schema(backend):
     """400 prompts are as many conversions; without an end they take a minute."""
     many = {"prompt": ["One"] * 400, "n_predict": 1, "json_schema": properties(60)}
     request = posted(backend, "/completion", **many)

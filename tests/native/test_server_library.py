@@ -1,14 +1,10 @@
 """llama.cpp's server on a managed model: the same answers, with every policy, and a clean end."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +13,6 @@ from served import server_library
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import Phase
-from orchestrator.native.server import NativeRequest
 from orchestrator.serve import backend as backend_module
 from orchestrator.serve.backend import server_config
 from orchestrator.serve.schemas import GENERATING, QUICK, READ
@@ -33,7 +28,7 @@ STREAM = {"prompt": PROMPT, "ignore_eos": True, "stream": True}
 
 
 @contextmanager
-def running(request: NativeRequest, *arguments: int) -> Iterator[None]:
+def running(request, *arguments):
     """A thread computes the answer, and has ended behind the block."""
     thread = threading.Thread(target=request.run, args=arguments)
     thread.start()
@@ -43,7 +38,7 @@ def running(request: NativeRequest, *arguments: int) -> Iterator[None]:
 
 
 @contextmanager
-def pipe() -> Iterator[tuple[int, int]]:
+def pipe():
     ends = os.pipe()
     yield ends
     for end in ends:
@@ -51,7 +46,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("settings", [{"policy": "plain"}, LRU, LRU | {"policy": "firm"}])
-def test_a_lossless_policy_gives_the_probabilities_of_the_engine(settings: dict[str, Any]) -> None:
+def test_a_lossless_policy_gives_the_probabilities_of_the_engine(settings):
     settings = settings | {"use_extra_bufts": False}
     with Engine.open(server_config(config(**settings), 1)) as engine:
         logits = engine.eval(engine.tokenize(PROMPT), 0)[-1].astype(np.float64)
@@ -68,7 +63,7 @@ def test_a_lossless_policy_gives_the_probabilities_of_the_engine(settings: dict[
 
 
 @pytest.mark.parametrize("policy", ["dymoe", "dynaexq", "context"])
-def test_every_policy_decides_for_the_server(policy: str) -> None:
+def test_every_policy_decides_for_the_server(policy):
     less = {"low_tier": "q2_k"} if policy == "dymoe" else {}
     with serving(2, policy=policy, expert_ram=16 * MIB, **less) as backend:
         costs = backend.costs()
@@ -79,7 +74,7 @@ def test_every_policy_decides_for_the_server(policy: str) -> None:
         backend.engine.store.check()
         results: list[int] = []
 
-        def one_more() -> None:
+        def one_more():
             results.append(ask(backend, "/v1/completions", prompt=PROMPT, max_tokens=N)[0])
 
         threads = [threading.Thread(target=one_more) for _ in range(3)]
@@ -91,13 +86,13 @@ def test_every_policy_decides_for_the_server(policy: str) -> None:
         backend.engine.store.check()
 
 
-def test_it_answers_what_is_declared() -> None:
+def test_it_answers_what_is_declared():
     declared = GENERATING.keys() | QUICK.keys() | READ.keys()
     declared -= {OLLAMA_CHAT, OLLAMA_GENERATE}  # which become OpenAI's
     assert set(server_library().routes()) == declared | {"/metrics"}
 
 
-def test_a_stream_its_usage_and_a_grammar() -> None:
+def test_a_stream_its_usage_and_a_grammar():
     schema = {
         "type": "object",
         "properties": {"capital": {"enum": ["Oslo", "Paris"]}},
@@ -124,7 +119,7 @@ def test_a_stream_its_usage_and_a_grammar() -> None:
     assert any((chunk.get("usage") or {}).get("completion_tokens") for chunk in chunks)
 
 
-def test_what_cannot_be_served_is_refused() -> None:
+def test_what_cannot_be_served_is_refused():
     picture = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}}
     with serving(**LRU) as backend:
         for route, data in (
@@ -140,9 +135,7 @@ def test_what_cannot_be_served_is_refused() -> None:
         assert answered(backend, prompt=PROMPT, max_tokens=1)["choices"]
 
 
-def test_a_step_that_fails_is_one_error_and_the_next_request_is_fine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_that_fails_is_one_error_and_the_next_request_is_fine(monkeypatch):
     with serving(**DYMOE) as backend:
         with monkeypatch.context() as patched:
             patched.setattr(backend.engine.policy, "decide", broken)
@@ -153,13 +146,13 @@ def test_a_step_that_fails_is_one_error_and_the_next_request_is_fine(
         assert backend.failure() is None
 
 
-def test_figures_are_given_while_a_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_given_while_a_prompt_is_read(monkeypatch):
     """A step with a prompt may take a minute, and who watches the server asks every few seconds."""
     reading, go_on = threading.Event(), threading.Event()
     with serving(**DYMOE) as backend:
         decide = backend.engine.policy.decide
 
-        def held(*event: Any) -> None:
+        def held(*event):
             reading.set()
             go_on.wait()
             decide(*event)
@@ -180,13 +173,13 @@ def test_figures_are_given_while_a_prompt_is_read(monkeypatch: pytest.MonkeyPatc
         assert request.take()[1] and request.status == 200
 
 
-def test_a_cancel_ends_the_work_and_keeps_what_was_read() -> None:
+def test_a_cancel_ends_the_work_and_keeps_what_was_read():
     with serving(**LRU) as backend:
         seen = threading.Event()
         steps: list[int] = []
         driver = backend.engine.driver
 
-        def counting(step: Any) -> None:
+        def counting(step):
             driver.step_done(step)
             steps.append(step.n_tokens)
             seen.set()
@@ -202,7 +195,7 @@ def test_a_cancel_ends_the_work_and_keeps_what_was_read() -> None:
         assert usage["prompt_tokens_details"]["cached_tokens"] >= min(read, 64) - 1
 
 
-def test_stopping_ends_what_runs() -> None:
+def test_stopping_ends_what_runs():
     with serving(policy="plain", ctx=4096) as backend, pipe() as (ready, tell):
         request = posted(backend, "/v1/completions", max_tokens=4000, **STREAM)
         assert request.take() == (b"", False)
@@ -217,7 +210,7 @@ def test_stopping_ends_what_runs() -> None:
         assert request.take() == (b"", True)
 
 
-def test_a_stream_that_nobody_takes_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_nobody_takes_ends_early(monkeypatch):
     """What it makes is in memory until then; the sequence is free afterwards."""
     monkeypatch.setattr(backend_module, "AHEAD_BYTES", 4000)
     with serving(policy="plain") as backend:
@@ -229,13 +222,11 @@ def test_a_stream_that_nobody_takes_ends_early(monkeypatch: pytest.MonkeyPatch) 
         assert answered(backend, prompt=PROMPT, max_tokens=1)["choices"]
 
 
-def test_answers_are_answers_behind_kernels_that_were_tried(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_answers_are_answers_behind_kernels_that_were_tried(monkeypatch):
     """As on a GPU, where a step with a prompt comes before the first request."""
     real = Engine.__init__
 
-    def warmed(engine: Engine, *args: Any) -> None:
+    def warmed(engine, *args):
         real(engine, *args)
         engine._loaded.warm_up()
 
@@ -245,7 +236,7 @@ def test_answers_are_answers_behind_kernels_that_were_tried(
         assert backend.engine.store.stats().requests[Phase.DECODE] > 0
 
 
-def test_who_finds_nothing_is_told_once() -> None:
+def test_who_finds_nothing_is_told_once():
     """A byte for each time that nothing was there, and one at the end: else the event loop would be
     woken for each token."""
     with serving(policy="plain") as backend, pipe() as (ready, tell):
@@ -257,12 +248,12 @@ def test_who_finds_nothing_is_told_once() -> None:
         assert is_all and text.count(b"\n\n") > N and text.endswith(b"data: [DONE]\n\n")
 
 
-def test_a_request_that_runs_alone_may_change_the_policy() -> None:
+def test_a_request_that_runs_alone_may_change_the_policy():
     with serving(**DYMOE, low_tier="q2_k") as backend:
         policy = backend.engine.policy
         usual = policy.settings
         backend.go_by(backend.settings_for({"retention": 0.25}))
-        assert policy.settings == replace(usual, retention=0.25)  # type: ignore[type-var]
+        assert policy.settings == replace(usual, retention=0.25)
         answered(backend, prompt=PROMPT, max_tokens=4)
         backend.go_by(backend.settings_for({}))
         assert policy.settings == usual

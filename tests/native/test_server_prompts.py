@@ -1,18 +1,12 @@
 """What llama.cpp's server keeps of prompts within our plan, and answers that wait for a policy."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 from starlette.testclient import TestClient
 
 from orchestrator.events import Phase
 from orchestrator.native import touched_memory
-from orchestrator.native.server import NativeRequest
 from orchestrator.serve.app import application
-from orchestrator.serve.backend import Backend, kept_prompts
+from orchestrator.serve.backend import kept_prompts
 from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.state import State
 
@@ -23,7 +17,7 @@ LRU = {"policy": "lru", "high_tier": "q4_k", "ram": 140 * MIB}
 WAITS = {"policy": "context", "placement": "wait", "ram": 140 * MIB, "expert_ram": 16 * MIB}
 
 
-def about(backend: Backend, country: str) -> tuple[int, str]:
+def about(backend, country):
     """How many tokens of its prompt were read for an answer, and that answer."""
     # Nothing of one prompt is the beginning of another one.
     prompt = f"{country}! " * 40 + f"What is the capital of {country}?"
@@ -31,7 +25,7 @@ def about(backend: Backend, country: str) -> tuple[int, str]:
     return answer["timings"]["prompt_n"], answer["choices"][0]["text"]
 
 
-def test_a_conversation_that_another_one_drove_out_comes_back() -> None:
+def test_a_conversation_that_another_one_drove_out_comes_back():
     with serving(**LRU, cache_ram=8 * MIB) as backend:
         found = {country: about(backend, country) for country in COUNTRIES[:4]}
         assert min(n_read for n_read, _ in found.values()) > 40
@@ -44,7 +38,7 @@ def test_a_conversation_that_another_one_drove_out_comes_back() -> None:
     ("cache_ram", "others"),
     [(MIB, COUNTRIES[1:]), (0, COUNTRIES[1:2])],
 )
-def test_what_is_kept_stays_within_what_was_asked_for(cache_ram: int, others: Any) -> None:
+def test_what_is_kept_stays_within_what_was_asked_for(cache_ram, others):
     with serving(**LRU, cache_ram=cache_ram) as backend:
         assert backend.engine.plan.prompt_bytes == cache_ram
         for country in (COUNTRIES[0], *others):
@@ -52,15 +46,13 @@ def test_what_is_kept_stays_within_what_was_asked_for(cache_ram: int, others: An
         assert about(backend, COUNTRIES[0])[0] > 40
 
 
-def test_what_is_looked_up_on_disk_is_tokenized_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_looked_up_on_disk_is_tokenized_once(tmp_path, monkeypatch):
     """By llama.cpp, for the answer itself."""
     with serving(**LRU, prompt_cache=tmp_path) as backend:
         routes: list[str] = []
         request = backend._native.request
 
-        def requested(route: str, *more: Any) -> NativeRequest:
+        def requested(route, *more):
             routes.append(route)
             return request(route, *more)
 
@@ -74,12 +66,12 @@ def test_what_is_looked_up_on_disk_is_tokenized_once(
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_memory_for_prompts_is_set_aside_without_being_asked_for() -> None:
+def test_memory_for_prompts_is_set_aside_without_being_asked_for():
     with serving(**LRU) as backend:
         assert backend.engine.plan.prompt_bytes > 0
 
 
-def test_what_is_kept_gives_way_to_a_long_conversation_before_slots_do() -> None:
+def test_what_is_kept_gives_way_to_a_long_conversation_before_slots_do():
     """And may come back behind it."""
     with serving(**LRU | {"ram": 136 * MIB, "ctx": 1024, "cache_ram": 4 * MIB}) as backend:
         driver, store = backend.engine.driver, backend.engine.store
@@ -87,7 +79,7 @@ def test_what_is_kept_gives_way_to_a_long_conversation_before_slots_do() -> None
         assert shared is not None
         planned = sum(size * n for size, n in store.spec.groups)
 
-        def kept() -> int:
+        def kept():
             """Of copies. All of the memory that is shared is enough for all that is in use."""
             slots = store.stats().slot_bytes
             beside = sum(each.resident for each in touched_memory(store.library))
@@ -119,26 +111,24 @@ def test_what_is_kept_gives_way_to_a_long_conversation_before_slots_do() -> None
         (8 * MIB, MIB, 8, (8, 0)),
     ],
 )
-def test_copies_and_places_share_the_memory(
-    n_bytes: int, part: int, parallel: int, expected: tuple[int, int]
-) -> None:
+def test_copies_and_places_share_the_memory(n_bytes, part, parallel, expected):
     cache_mib, places = kept_prompts(n_bytes, part, parallel)
     assert (cache_mib, places) == expected
     assert cache_mib * MIB + places * part * parallel <= n_bytes
 
 
-def test_an_answer_waits_for_where_its_experts_are_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_waits_for_where_its_experts_are_placed(monkeypatch):
     with serving(**WAITS) as backend:
         driver = backend.engine.driver
         asked: list[Phase] = []
         follow, wait = driver.follow, driver.before_answer
         waited: list[bool] = []
 
-        def following(phase: Phase) -> None:
+        def following(phase):
             asked.append(phase)
             follow(phase)
 
-        def waiting() -> None:
+        def waiting():
             before = driver.store.states()[0].copy()
             wait()
             resident, target = driver.store.states()
@@ -154,9 +144,7 @@ def test_an_answer_waits_for_where_its_experts_are_placed(monkeypatch: pytest.Mo
         assert driver.report()["placements"] == 1
 
 
-def test_a_policy_that_fails_before_an_answer_fails_that_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_policy_that_fails_before_an_answer_fails_that_answer(monkeypatch):
     with serving(**WAITS) as backend:
         with monkeypatch.context() as patched:
             patched.setattr(backend.engine.driver, "before_answer", broken)

@@ -1,24 +1,19 @@
 """Prompts that llama.cpp's server does not score, scored beside it on its own context."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.engine.texts import log_softmax
 from orchestrator.events import Phase
 from orchestrator.lab.eval.judge import Judge
 from orchestrator.memory.footprint import SCORING_BYTES, output_tokens
-from orchestrator.memory.plan import MemoryPlan
 from orchestrator.serve.admission import Body
-from orchestrator.serve.backend import SCORED_TOKENS, Backend, Stopped, server_config
+from orchestrator.serve.backend import SCORED_TOKENS, Stopped, server_config
 from orchestrator.serve.scoring import score
 from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.state import State
@@ -32,24 +27,22 @@ OTHERS = ("What is the capital of Norway?", "How many legs does a spider have?")
 
 
 @pytest.fixture(scope="module")
-def backend(library: object) -> Iterator[Backend]:
+def backend(library):
     with serving(2, **SETTINGS) as made:
         yield made
 
 
 @pytest.fixture
-def deciding() -> Iterator[Backend]:
+def deciding():
     """A server whose policy is asked in each layer of a prompt."""
     with serving(**SETTINGS | {"policy": "dymoe"}) as made:
         yield made
 
 
-def scored(
-    backend: Backend, prompt: Any, top: int = 1, n_more: int = 0, sequence: int = 1
-) -> dict[str, Any]:
+def scored(backend, prompt, top=1, n_more=0, sequence=1):
     data = {"prompt": prompt, "logprobs": top, "max_tokens": n_more}
 
-    async def whole() -> bytes:
+    async def whole():
         state = State(ServeSettings())
         body = Body(state.bodies, 2**17)
         body.data = json.dumps(data).encode()
@@ -59,19 +52,19 @@ def scored(
     return answer
 
 
-def choice_of(backend: Backend, prompt: Any, **more: Any) -> dict[str, Any]:
+def choice_of(backend, prompt, **more):
     (choice,) = scored(backend, prompt, **more)["choices"]
     found: dict[str, Any] = choice["logprobs"]
     return found
 
 
-def said(backend: Backend, prompt: Any, **more: Any) -> tuple[int, str]:
+def said(backend, prompt, **more):
     """How many tokens were read for an answer, and that answer."""
     answer = answered(backend, prompt=prompt, max_tokens=8, ignore_eos=True, **more)
     return answer["timings"]["prompt_n"], answer["choices"][0]["text"]
 
 
-def test_scores_are_those_of_eval_to_the_bit(backend: Backend) -> None:
+def test_scores_are_those_of_eval_to_the_bit(backend):
     """Where eval computes as many tokens at once: sums have another order otherwise, by which a
     router's close choices go."""
     tokens = backend.engine.tokenize(TEXT * 5)
@@ -88,7 +81,7 @@ def test_scores_are_those_of_eval_to_the_bit(backend: Backend) -> None:
         assert list(named.values()) == best + [logp] * (logp not in best)
 
 
-def test_one_part_says_what_several_say_of_its_tokens(backend: Backend) -> None:
+def test_one_part_says_what_several_say_of_its_tokens(backend):
     tokens = backend.engine.tokenize(TEXT * 5)
     whole = choice_of(backend, tokens)["token_logprobs"]
     alone = choice_of(backend, tokens[:SCORED_TOKENS])["token_logprobs"]
@@ -96,7 +89,7 @@ def test_one_part_says_what_several_say_of_its_tokens(backend: Backend) -> None:
     assert alone == pytest.approx(whole[:SCORED_TOKENS], abs=0.05)
 
 
-def test_there_is_room_for_the_longest_prompt_whatever_is_kept(backend: Backend) -> None:
+def test_there_is_room_for_the_longest_prompt_whatever_is_kept(backend):
     """Both sequences hold whole contexts; the one that is scored on loses what it held, and the
     other one goes on from what was read."""
     room = backend.slot_context
@@ -111,7 +104,7 @@ def test_there_is_room_for_the_longest_prompt_whatever_is_kept(backend: Backend)
     scored(backend, "a")  # gives the second one back, for the other tests
 
 
-def test_what_is_answered_is_the_same_before_and_behind(backend: Backend) -> None:
+def test_what_is_answered_is_the_same_before_and_behind(backend):
     before = said(backend, OTHERS[0], cache_prompt=False)
     scored(backend, TEXT)
     backend.engine.store.reset_stats()
@@ -119,7 +112,7 @@ def test_what_is_answered_is_the_same_before_and_behind(backend: Backend) -> Non
     assert backend.engine.store.stats().requests[Phase.DECODE] > 0  # tokens have their own phase
 
 
-def test_several_prompts_one_token_and_costs(backend: Backend) -> None:
+def test_several_prompts_one_token_and_costs(backend):
     answer = scored(backend, [TEXT, "a"], n_more=1)
     lengths = [len(backend.engine.tokenize(text)) for text in (TEXT, "a")]
     assert [len(choice["logprobs"]["tokens"]) - 1 for choice in answer["choices"]] == lengths
@@ -131,7 +124,7 @@ def test_several_prompts_one_token_and_costs(backend: Backend) -> None:
     assert choice_of(backend, "a") == {"tokens": ["a"], **nothing}
 
 
-def test_it_ends_between_parts_and_leaves_nothing(backend: Backend) -> None:
+def test_it_ends_between_parts_and_leaves_nothing(backend):
     tokens = np.array(backend.engine.tokenize(TEXT * 5), np.int32)
     goes_on = iter((True, True, False))
     parts = backend.score(tokens, 1, lambda: next(goes_on))
@@ -144,9 +137,7 @@ def test_it_ends_between_parts_and_leaves_nothing(backend: Backend) -> None:
     assert said(backend, OTHERS[0])[1]
 
 
-def test_a_policy_that_fails_fails_the_request_alone(
-    deciding: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_policy_that_fails_fails_the_request_alone(deciding, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(deciding.engine.policy, "decide", broken)
         with pytest.raises(Refusal, match="the policy failed: RuntimeError: no idea"):
@@ -155,11 +146,11 @@ def test_a_policy_that_fails_fails_the_request_alone(
     assert said(deciding, OTHERS[0])[1]
 
 
-def test_a_stop_ends_the_part_that_runs(deciding: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_ends_the_part_that_runs(deciding, monkeypatch):
     """As SIGTERM does, from another thread."""
     decide, layers = deciding.engine.policy.decide, []
 
-    def stopping(*event: Any) -> None:
+    def stopping(*event):
         layers.append(event)
         deciding.stop()
         decide(*event)
@@ -174,7 +165,7 @@ def test_a_stop_ends_the_part_that_runs(deciding: Backend, monkeypatch: pytest.M
     ("n_vocab", "n_ubatch", "expected"),
     [(6144, 512, SCORED_TOKENS), (6144, 8, 8), (151_936, 512, 13), (10**8, 512, 1)],
 )
-def test_logits_of_a_part_are_in_the_plan(n_vocab: int, n_ubatch: int, expected: int) -> None:
+def test_logits_of_a_part_are_in_the_plan(n_vocab, n_ubatch, expected):
     scoring = server_config(config(**SETTINGS), 1)
     found = output_tokens(scoring, n_vocab, n_ubatch)
     assert found == expected
@@ -182,12 +173,12 @@ def test_logits_of_a_part_are_in_the_plan(n_vocab: int, n_ubatch: int, expected:
     assert output_tokens(scoring.with_changes(scored=0), n_vocab, n_ubatch) == 1
 
 
-def planned(config: Config) -> MemoryPlan:
+def planned(config):
     with Engine.open(config) as engine:
         return engine.plan
 
 
-def test_experts_give_up_what_the_logits_take() -> None:
+def test_experts_give_up_what_the_logits_take():
     """The experts' memory is whole slots, so that they give up a little less or more."""
     scoring = server_config(config(**SETTINGS), 1)
     with_them, without = planned(scoring), planned(scoring.with_changes(scored=0))

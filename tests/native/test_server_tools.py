@@ -1,10 +1,7 @@
 """Tool calls with chat templates that know tools, that know none, and that refuse what they do not
 know: a choice of tools is kept, and conversations without tools are what they were."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +9,6 @@ import pytest
 from speaking import CAPITAL
 
 from orchestrator.engine.texts import ChatTemplate
-from orchestrator.serve.backend import Backend
 
 from .servers import MIB, answered, ask, serving
 
@@ -66,7 +62,7 @@ TEMPLATES = {
 
 
 @contextmanager
-def serving_with(folder: Path, template: str | Path | None) -> Iterator[tuple[Backend, str]]:
+def serving_with(folder, template):
     """A server with a template of its own, and what that one says."""
     path = template if isinstance(template, Path) else None
     if isinstance(template, str):
@@ -78,7 +74,7 @@ def serving_with(folder: Path, template: str | Path | None) -> Iterator[tuple[Ba
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_choice_of_tools_is_kept(tmp_path: Path, name: str) -> None:
+def test_a_choice_of_tools_is_kept(tmp_path, name):
     with serving_with(tmp_path, TEMPLATES[name]) as (backend, source):
         plain = answered(backend, RENDER, messages=TURNS)["prompt"]
         if not isinstance(TEMPLATES[name], Path):  # its block trimming is another one
@@ -106,7 +102,7 @@ def test_a_choice_of_tools_is_kept(tmp_path: Path, name: str) -> None:
         assert after.index('{"country": "Peru"}') < after.index("Lima") < after.index("Really.")
 
 
-def test_reasoning_stands_apart(tmp_path: Path) -> None:
+def test_reasoning_stands_apart(tmp_path):
     """In a whole answer, and in the pieces of a stream, of which the first one has the role."""
     # It has never seen a thought.
     grammar = r'root ::= "Let me think.\n</think>\n\nIt is Lima."'

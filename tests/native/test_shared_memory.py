@@ -1,10 +1,6 @@
 """Slots give way to a context and to scratch, and come back; what is computed stays the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +10,7 @@ from orchestrator.config import Config
 from orchestrator.engine import llama_parts
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import NativeError
-from orchestrator.native import Library, touched_memory
+from orchestrator.native import touched_memory
 from orchestrator.native.llama import LlamaContext, Sampling
 
 MIB = 2**20
@@ -30,24 +26,24 @@ PROMPT = np.random.default_rng(0).integers(10, 300, 3000).tolist()
 
 
 @pytest.fixture(scope="module")
-def path(library: Library, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def path(library, tmp_path_factory):
     return synthetic.write(tmp_path_factory.mktemp("shared") / "m.gguf", SHAPE, tiers=("q8_0",))
 
 
-def opened(path: Path, **settings: object) -> Engine:
+def opened(path, **settings):
     usual = {"policy": "lru", "threads": 1, "ubatch": 512, "use_extra_bufts": False}
     return Engine.open(Config.build(model=path, **{**usual, **settings}))
 
 
 @pytest.fixture(scope="module")
-def cap(path: Path) -> int:
+def cap(path):
     """A cap with slots for two thirds of the experts."""
     with opened(path, ctx=4096) as engine:
         assert engine.plan.slots is not None
         return engine.plan.total_bytes - engine.plan.slots.total_bytes // 3
 
 
-def test_the_rows_are_those_of_a_run_with_memory_to_spare(path: Path, cap: int) -> None:
+def test_the_rows_are_those_of_a_run_with_memory_to_spare(path, cap):
     """Long and short prompts, a cut and answers, in micro-batches of one size."""
     talk = [(PROMPT, 0), (PROMPT[:1], 3000), (PROMPT[:700], 100), (PROMPT[5:6], 800), (PROMPT, 10)]
     with opened(path, ctx=16384) as engine:
@@ -56,10 +52,10 @@ def test_the_rows_are_those_of_a_run_with_memory_to_spare(path: Path, cap: int) 
         assert engine.plan.shared is not None and engine.n_ctx == 16384
         for (tokens, pos), row in zip(talk, expected, strict=True):
             assert np.array_equal(engine.eval(tokens, pos), row)
-        assert engine.store.stats().slot_bytes < engine.plan.slots.total_bytes  # type: ignore[union-attr]
+        assert engine.store.stats().slot_bytes < engine.plan.slots.total_bytes
 
 
-def test_slots_give_way_to_what_is_used_and_come_back(path: Path, cap: int) -> None:
+def test_slots_give_way_to_what_is_used_and_come_back(path, cap):
     """Scratch of a large micro-batch stays for a while behind it, and counts as long."""
     with opened(path, ram=cap, conversations=True, ubatch=None) as engine:
         plan, store, shared = engine.plan, engine.store, engine.plan.shared
@@ -81,7 +77,7 @@ def test_slots_give_way_to_what_is_used_and_come_back(path: Path, cap: int) -> N
         assert store.stats().slot_bytes == short
 
 
-def test_what_a_prompt_that_was_given_up_leaves_still_counts(path: Path, cap: int) -> None:
+def test_what_a_prompt_that_was_given_up_leaves_still_counts(path, cap):
     """No small step gives its scratch back before a short prompt of another conversation."""
     with opened(path, ram=cap, conversations=True, ubatch=None) as engine:
         store, shared = engine.store, engine.plan.shared
@@ -95,7 +91,7 @@ def test_what_a_prompt_that_was_given_up_leaves_still_counts(path: Path, cap: in
         assert store.stats().slot_bytes + beside <= shared.n_bytes
 
 
-def test_cells_of_short_cuts_stay_and_count(path: Path, cap: int) -> None:
+def test_cells_of_short_cuts_stay_and_count(path, cap):
     with opened(path, ram=cap, conversations=True) as engine:
         shared = engine.plan.shared
         assert shared is not None
@@ -106,7 +102,7 @@ def test_cells_of_short_cuts_stay_and_count(path: Path, cap: int) -> None:
             assert engine.store.stats().slot_bytes + beside <= shared.n_bytes
 
 
-def test_an_answer_takes_cell_after_cell(path: Path, cap: int) -> None:
+def test_an_answer_takes_cell_after_cell(path, cap):
     with opened(path, ram=cap, conversations=True) as engine:
         store, held = engine.store, []
         for pos, token in enumerate(PROMPT[:1300]):
@@ -116,8 +112,8 @@ def test_an_answer_takes_cell_after_cell(path: Path, cap: int) -> None:
     assert len(set(held)) > 2  # from 512 cells on it goes in steps of 256
 
 
-def test_a_step_for_which_no_room_is_made_fails_alone(path: Path, cap: int) -> None:
-    def full(_room: object) -> None:
+def test_a_step_for_which_no_room_is_made_fails_alone(path, cap):
+    def full(_room):
         raise MemoryError("no more")
 
     with opened(path, ram=cap, conversations=True) as engine:
@@ -131,7 +127,7 @@ def test_a_step_for_which_no_room_is_made_fails_alone(path: Path, cap: int) -> N
         assert np.array_equal(engine.eval(PROMPT[:100], 0), row)
 
 
-def test_several_sequences_take_from_the_slots_too(path: Path, cap: int) -> None:
+def test_several_sequences_take_from_the_slots_too(path, cap):
     settings = {"ram": cap, "conversations": True, "sequences": 2, "threads": 1}
     with opened(path, **settings) as engine:
         shared = engine.plan.shared
@@ -148,7 +144,7 @@ def test_several_sequences_take_from_the_slots_too(path: Path, cap: int) -> None
         assert held + beside <= shared.n_bytes
 
 
-def test_attention_sees_free_cells_between_those_of_sequences(path: Path, cap: int) -> None:
+def test_attention_sees_free_cells_between_those_of_sequences(path, cap):
     """A long prompt that is gone lies before a short one: scratch goes by the last cell."""
     with opened(path, ram=cap, conversations=True, sequences=1, ubatch=None) as engine:
         shared = engine.plan.shared
@@ -162,13 +158,13 @@ def test_attention_sees_free_cells_between_those_of_sequences(path: Path, cap: i
             assert engine.store.stats().slot_bytes + beside <= shared.n_bytes
 
 
-def test_copies_of_prompts_take_from_slots_what_they_use(path: Path, cap: int) -> None:
+def test_copies_of_prompts_take_from_slots_what_they_use(path, cap):
     """Room for one more copy is set aside, so that none passes the cap when it is made."""
     with opened(path, ram=cap, conversations=True) as engine:
         shared, store, held = engine.plan.shared, engine.store, []
         assert shared is not None and shared.prompts > 0
 
-        def count() -> None:
+        def count():
             beside = sum(each.resident for each in touched_memory(store.library))
             held.append(store.stats().slot_bytes)
             assert held[-1] + beside + engine.memory()["kept prompts"] <= shared.n_bytes
@@ -183,11 +179,9 @@ def test_copies_of_prompts_take_from_slots_what_they_use(path: Path, cap: int) -
         assert engine.memory()["kept prompts"] == 0
 
 
-def test_a_context_that_the_system_refuses_to_reserve_is_halved(
-    path: Path, cap: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_context_that_the_system_refuses_to_reserve_is_halved(path, cap, monkeypatch):
     class Refusing(LlamaContext):
-        def __init__(self, *args: Any, n_ctx: int, **more: Any) -> None:
+        def __init__(self, *args, n_ctx, **more):
             if n_ctx > 5000:
                 raise NativeError("the context cannot be made")
             super().__init__(*args, n_ctx=n_ctx, **more)
@@ -199,11 +193,9 @@ def test_a_context_that_the_system_refuses_to_reserve_is_halved(
         opened(path, ram=cap, conversations=True, ctx=8192)
 
 
-def test_a_smaller_micro_batch_is_tried_before_a_shorter_context(
-    path: Path, cap: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_smaller_micro_batch_is_tried_before_a_shorter_context(path, cap, monkeypatch):
     class Refusing(LlamaContext):
-        def __init__(self, *args: Any, n_ubatch: int, **more: Any) -> None:
+        def __init__(self, *args, n_ubatch, **more):
             if n_ubatch > 1024:
                 raise NativeError("the context cannot be made")
             super().__init__(*args, n_ubatch=n_ubatch, **more)

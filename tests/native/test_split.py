@@ -1,11 +1,7 @@
 """A model in several files (llama.cpp's gguf-split) is the model: same logits, plain and managed,
 with upstream's loader reading the same parts."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +16,7 @@ PROMPT = drawn(40)
 N_DECODE = 8
 
 
-def run(model: Path, **options: object) -> np.ndarray:
+def run(model, **options):
     """Logits [1 + N_DECODE, n_vocab] of a prompt in two chunks and of greedy decoding."""
     with opened(model, ubatch=32, use_extra_bufts=False, **options) as engine:
         assert engine.managed == bool(options)
@@ -32,9 +28,7 @@ def run(model: Path, **options: object) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("n_parts", "bare_first"), [(2, False), (3, False), (3, True)])
-def test_plain_and_managed_equal_the_whole_file(
-    n_parts: int, bare_first: bool, one: Path, tmp_path: Path
-) -> None:
+def test_plain_and_managed_equal_the_whole_file(n_parts, bare_first, one, tmp_path):
     first = split(one, tmp_path, n_parts, bare_first=bare_first)[0]
     with ExpertModel.open(first) as model, ExpertModel.open(one) as other:
         assert len(model.files) == n_parts
@@ -50,7 +44,7 @@ def test_plain_and_managed_equal_the_whole_file(
     np.testing.assert_array_equal(run(first, policy="lru", expert_ram=budget), reference)
 
 
-def test_parts_of_a_packed_file(both: Path, tmp_path: Path) -> None:
+def test_parts_of_a_packed_file(both, tmp_path):
     """Both tiers are read, from parts whose slices do not start at a block of the disk."""
     first = split(both, tmp_path, 3)[0]
     with ExpertModel.open(first) as model:
@@ -64,9 +58,7 @@ def test_parts_of_a_packed_file(both: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("parts", [(1, 3), (2, 1), (2, 3)])
-def test_low_in_parts_or_not(
-    parts: tuple[int, int], tiny_model: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_low_in_parts_or_not(parts, tiny_model, tmp_path):
     files = tiny_model("qwen3moe", "q4_k"), tiny_model("qwen3moe", "q2_k")
     paths = [
         split(file, tmp_path / name, n)[0] if n > 1 else file
@@ -78,7 +70,7 @@ def test_low_in_parts_or_not(
     np.testing.assert_array_equal(run(paths[0], low=paths[1], **options), expected)
 
 
-def test_a_part_cut_short_while_decoding(one: Path, tmp_path: Path) -> None:
+def test_a_part_cut_short_while_decoding(one, tmp_path):
     paths = split(one, tmp_path, 2)
     with opened(paths[0], policy="lru", expert_ram=1 << 20) as engine:
         os.truncate(paths[1], paths[1].stat().st_size // 4)

@@ -1,15 +1,10 @@
 """Steps that llama_decode itself makes: one around each micro-batch, whoever calls it."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from orchestrator.errors import NativeError
-from orchestrator.events import ComputedStep, Phase, RouteEvent
+from orchestrator.events import ComputedStep, Phase
 from orchestrator.native import FAILED
 
 from .conftest import drawn, opened
@@ -25,7 +20,7 @@ class Watched:
     """An engine with a small budget, a context beside its own, and what its store says: copies of
     steps, and (layer, step, phase, phases and sequences of its tokens) of each event."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model):
         self.engine = opened(model, ubatch=64, policy="lru", expert_ram=1 << 20)
         self.store = self.engine.store
         self.decoder = Decoder(self.engine._loaded.model)
@@ -34,41 +29,41 @@ class Watched:
         self.store.set_route(self.on_route)
         self.store.set_step_done(self.steps.append)
 
-    def on_route(self, event: RouteEvent) -> None:
+    def on_route(self, event):
         of_tokens = event.phases_array.tolist(), event.sequences_array.tolist()
         self.events.append((event.layer, event.step, event.phase, *of_tokens))
         self.engine.driver.on_route(event)
 
-    def read(self, tokens: list[int], pos: int = 0, sequence: int = 0) -> ComputedStep:
+    def read(self, tokens, pos=0, sequence=0):
         """A prompt, or a part of one; its last step."""
         assert self.decoder.decode(prompt(tokens, pos, sequence)) == 0
         return self.steps[-1]
 
-    def answer(self, token: int, pos: int) -> ComputedStep:
+    def answer(self, token, pos):
         assert self.decoder.decode([Token(token, pos, wanted=True)]) == 0
         return self.steps[-1]
 
-    def forget(self) -> None:
+    def forget(self):
         """Drops what was read and what was seen."""
         self.decoder.forget()
         self.store.sequence_end()
         self.events.clear()
         self.steps.clear()
 
-    def close(self) -> None:
+    def close(self):
         self.decoder.close()
         self.engine.close()
 
 
 @pytest.fixture
-def watched(one: Path) -> Iterator[Watched]:
+def watched(one):
     made = Watched(one)
     yield made
     made.store.check()
     made.close()
 
 
-def test_micro_batches_are_steps(watched: Watched) -> None:
+def test_micro_batches_are_steps(watched):
     """41 tokens in one call, 8 at a time, are six steps, and compute what six calls do."""
     steps = watched.steps
     for start in range(0, 41, 8):
@@ -96,7 +91,7 @@ def test_micro_batches_are_steps(watched: Watched) -> None:
     ]
 
 
-def test_each_token_has_its_phase(watched: Watched) -> None:
+def test_each_token_has_its_phase(watched):
     """A prompt comes in beside the answers of two other sequences."""
     for sequence in (0, 2):
         watched.read(PROMPT[:5], 0, sequence)
@@ -116,7 +111,7 @@ def test_each_token_has_its_phase(watched: Watched) -> None:
     assert watched.steps[-1].phase == D
 
 
-def test_callers_may_know_the_phase(watched: Watched) -> None:
+def test_callers_may_know_the_phase(watched):
     store = watched.store
     assert watched.answer(5, 0).phase == D  # by what the batch shows
     store.set_phase(P)
@@ -129,7 +124,7 @@ def test_callers_may_know_the_phase(watched: Watched) -> None:
     assert watched.read(PROMPT[:4], 6).phase == P
 
 
-def test_ends_are_told_once(watched: Watched) -> None:
+def test_ends_are_told_once(watched):
     store = watched.store
     for sequence in range(3):
         watched.read(PROMPT[:2], 0, sequence)
@@ -141,7 +136,7 @@ def test_ends_are_told_once(watched: Watched) -> None:
     assert watched.answer(1, 4).ends == ()
 
 
-def test_a_read_error_fails_the_step(one: Path, tmp_path: Path) -> None:
+def test_a_read_error_fails_the_step(one, tmp_path):
     """It has a code of its own and a sentence, nothing stays of the micro-batch, and the next
     step is good."""
     path = copied(one, tmp_path / "cut.gguf", arch="qwen3moe")
@@ -171,13 +166,13 @@ def test_a_read_error_fails_the_step(one: Path, tmp_path: Path) -> None:
         watched.close()
 
 
-def test_a_cancel_is_told_apart(watched: Watched) -> None:
+def test_a_cancel_is_told_apart(watched):
     """The store's, and that of the context's own abort callback, which stays."""
     decoder, store = watched.decoder, watched.store
     asked: list[bool] = [False]
 
     @decoder.api.ggml_abort_callback
-    def stop(_data: object) -> bool:
+    def stop(_data):
         return asked[0]
 
     decoder.stop_when(stop)
@@ -193,17 +188,17 @@ def test_a_cancel_is_told_apart(watched: Watched) -> None:
 
 
 @pytest.mark.parametrize("where", ["route", "step"])
-def test_a_callback_may_fail_the_step(watched: Watched, where: str) -> None:
+def test_a_callback_may_fail_the_step(watched, where):
     """What it raised comes back, whichever micro-batch it was; those before it stay."""
     decoder, store = watched.decoder, watched.store
     error, n = KeyError("odd"), [0]
 
-    def fail(_seen: object) -> None:
+    def fail(_seen):
         n[0] += 1
         if len(watched.steps) == 2:
             raise error
 
-    def step_done(step: ComputedStep) -> None:
+    def step_done(step):
         if where == "step":
             fail(step)
         watched.steps.append(step)
@@ -222,12 +217,12 @@ def test_a_callback_may_fail_the_step(watched: Watched, where: str) -> None:
     watched.read(PROMPT[16:], 16)
 
 
-def test_prefill_may_be_watched_alone(watched: Watched) -> None:
+def test_prefill_may_be_watched_alone(watched):
     """Without a callback, decode steps ask for the default tier; the logits are those of steps
     that are watched."""
     store = watched.store
 
-    def answer() -> np.ndarray:
+    def answer():
         watched.read(PROMPT[:8])
         for pos in range(8, 12):
             watched.answer(pos, pos)

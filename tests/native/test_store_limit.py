@@ -1,10 +1,7 @@
 """Slots that are given back and come again while the model runs."""
 
-from __future__ import annotations
-
 import ctypes
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +11,7 @@ from gguf_tools.file.layout import GGMLType
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import NativeError
-from orchestrator.events import ABSENT, ComputedStep, Phase, RouteEvent
-from orchestrator.native import Library, Store
+from orchestrator.events import ABSENT, Phase
 from orchestrator.native.abi import VISIT_CB
 
 from .conftest import DEVICES
@@ -28,14 +24,14 @@ THE_OTHERS = [(1, 3), (1, 4)]
 
 
 def make(
-    library: Library,
-    folder: Path,
-    simulated: bool = False,
-    n_warm: int = N_SLOTS,
-    n_slots: int = N_SLOTS,
-    device: str | None = None,
-    expert_bytes: int = 20000,
-) -> Driver:
+    library,
+    folder,
+    simulated=False,
+    n_warm=N_SLOTS,
+    n_slots=N_SLOTS,
+    device=None,
+    expert_bytes=20000,
+):
     """A store of one tier; so many experts are in memory, the first ones asked for longest ago."""
     file = ExpertFile(folder / "experts.bin", 1, (expert_bytes,) * 5)
     driver = Driver(file, library, (n_slots,), device, simulated=simulated)
@@ -44,12 +40,12 @@ def make(
     return driver
 
 
-def row_bytes(store: Store) -> int:
+def row_bytes(store):
     """Of a slot of each kind: what one expert takes, and the least that works."""
     return sum(size for size, _ in store.spec.groups)
 
 
-def kept(store: Store) -> list[tuple[int, int]]:
+def kept(store):
     """The experts in memory. Invariants hold, and no more slots are used than may be."""
     store.check()
     stats = store.stats()
@@ -70,15 +66,7 @@ def kept(store: Store) -> list[tuple[int, int]]:
         pytest.param(8, 1000, 8, EXPERTS, id="more than was planned"),
     ],
 )
-def test_between_steps(
-    n_warm: int,
-    slots: float,
-    usable: int,
-    left: list[tuple[int, int]],
-    simulated: bool,
-    library: Library,
-    tmp_path: Path,
-) -> None:
+def test_between_steps(n_warm, slots, usable, left, simulated, library, tmp_path):
     """And what is left is what it was; then slots come back, empty."""
     driver = make(library, tmp_path, simulated, n_warm)
     with driver.store as store:
@@ -105,7 +93,7 @@ def test_between_steps(
             assert driver.use(layer, chosen) == {expert: {0} for expert in chosen}
 
 
-def test_all_kinds_keep_as_many(library: Library, tmp_path: Path) -> None:
+def test_all_kinds_keep_as_many(library, tmp_path):
     """Where the limit ends within an expert, one kind has a slot more and no other."""
     driver = make(library, tmp_path, simulated=True)
     with driver.store as store:
@@ -116,7 +104,7 @@ def test_all_kinds_keep_as_many(library: Library, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_refused(device: str | None, library: Library, tmp_path: Path) -> None:
+def test_refused(device, library, tmp_path):
     """Nothing has changed then, and the next step is none that failed."""
     driver = make(library, tmp_path, device=device)
     with driver.store as store:
@@ -130,7 +118,7 @@ def test_refused(device: str | None, library: Library, tmp_path: Path) -> None:
         store.check_step()
         said: list[str] = []
 
-        def meanwhile(_done: float) -> None:
+        def meanwhile(_done):
             with pytest.raises(NativeError) as refused:
                 store.limit(4 * row)
             said.append(str(refused.value))
@@ -139,7 +127,7 @@ def test_refused(device: str | None, library: Library, tmp_path: Path) -> None:
         assert said and all(("warm start" in each) == (device is None) for each in said)
 
 
-def test_what_is_read_goes_when_it_is_there(library: Library, tmp_path: Path) -> None:
+def test_what_is_read_goes_when_it_is_there(library, tmp_path):
     driver = make(library, tmp_path, simulated=True, n_warm=5)
     with driver.store as store:
         row = row_bytes(store)
@@ -156,7 +144,7 @@ def test_what_is_read_goes_when_it_is_there(library: Library, tmp_path: Path) ->
         assert store.limit(3 * row) == 0
 
 
-def test_fixed_tables_end(library: Library, tmp_path: Path) -> None:
+def test_fixed_tables_end(library, tmp_path):
     """Where everything was in memory and nobody decides, a prefetch has something to do again."""
     driver = make(library, tmp_path, simulated=True, n_warm=10, n_slots=10)
     with driver.store as store:
@@ -172,7 +160,7 @@ def test_fixed_tables_end(library: Library, tmp_path: Path) -> None:
         assert kept(store) == everything
 
 
-def test_what_a_step_needs_goes_when_it_has_it(library: Library, tmp_path: Path) -> None:
+def test_what_a_step_needs_goes_when_it_has_it(library, tmp_path):
     """Of an expert that was computed, and of one that the step did not come to."""
     driver = make(library, tmp_path)
     with driver.store as store:
@@ -193,7 +181,7 @@ def test_what_a_step_needs_goes_when_it_has_it(library: Library, tmp_path: Path)
         assert store.limit(row) == 0
 
 
-def test_what_a_transition_holds_goes_when_it_ends(library: Library, tmp_path: Path) -> None:
+def test_what_a_transition_holds_goes_when_it_ends(library, tmp_path):
     file = ExpertFile(tmp_path / "experts.bin")
     driver = Driver(file, library, (4, 8))
     with driver.store as store:
@@ -212,7 +200,7 @@ def test_what_a_transition_holds_goes_when_it_ends(library: Library, tmp_path: P
         assert store.limit(row_bytes(store)) == 0
 
 
-def memory_at(address: int) -> int:
+def memory_at(address):
     """Bytes of the mapping at this address that are in memory."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -225,11 +213,11 @@ def memory_at(address: int) -> int:
     raise AssertionError("there is no such mapping")
 
 
-def address_of(driver: Driver, layer: int, expert: int) -> int:
+def address_of(driver, layer, expert):
     """Of one of its matrices, where it is now."""
     found: list[int] = []
 
-    def visit(_expert: int, _tier: int, _type: int, data: int, _bytes: int, _: None) -> None:
+    def visit(_expert, _tier, _type, data, _bytes, _):
         found.append(data)
 
     library, handle = driver.store.library, driver.store.handle
@@ -240,7 +228,7 @@ def address_of(driver: Driver, layer: int, expert: int) -> int:
 
 
 @pytest.mark.parametrize("expert_bytes", [300_000, 1_000_000])
-def test_memory_goes_back(expert_bytes: int, library: Library, tmp_path: Path) -> None:
+def test_memory_goes_back(expert_bytes, library, tmp_path):
     """As the system counts it, but for what shares a huge page with the last slot."""
     driver = make(library, tmp_path, expert_bytes=expert_bytes)
     with driver.store as store:
@@ -256,7 +244,7 @@ def test_memory_goes_back(expert_bytes: int, library: Library, tmp_path: Path) -
             store.warm([(*each, 0) for each in EXPERTS])
 
 
-def rows_with(path: Path, seed: int | None, **options: object) -> tuple[np.ndarray, int]:
+def rows_with(path, seed, **options):
     """Logits behind a prompt and behind each of some tokens, and how many slots were evicted.
     seed: limits change at random before each of them, None: there are none."""
     config = Config.build(model=path, ctx=256, ubatch=32, threads=2, **options)
@@ -286,9 +274,7 @@ def rows_with(path: Path, seed: int | None, **options: object) -> tuple[np.ndarr
         pytest.param({"policy": "dymoe", "retention": 1.0, "expert_ram": 1 << 20}, id="read ahead"),
     ],
 )
-def test_the_same_rows(
-    options: dict[str, object], tiny_model: Callable[..., Path], library: Library
-) -> None:
+def test_the_same_rows(options, tiny_model, library):
     if "layout" in options and not library.interleaves(GGMLType.Q4_0, 256, 256):
         pytest.skip("this CPU has no layout of its own for q4_0")
     path = tiny_model("qwen3moe", "q4_0" if "layout" in options else "q4_k")
@@ -299,7 +285,7 @@ def test_the_same_rows(
         assert evictions > before
 
 
-def test_a_step_of_a_model(tiny_model: Callable[..., Path]) -> None:
+def test_a_step_of_a_model(tiny_model):
     """Refused while it runs, which it gets over; the step callback may."""
     config = Config.build(
         model=tiny_model("qwen3moe", "q4_k"),
@@ -315,13 +301,13 @@ def test_a_step_of_a_model(tiny_model: Callable[..., Path]) -> None:
         least = sum(size for size, _ in store.spec.groups)
         said, limits = [], []
 
-        def in_step(event: RouteEvent) -> None:
+        def in_step(event):
             with pytest.raises(NativeError) as refused:
                 store.limit(least)
             said.append(str(refused.value))
             driver.on_route(event)
 
-        def behind_it(_step: ComputedStep) -> None:
+        def behind_it(_step):
             limits.append(store.limit(least))
 
         store.set_route(in_step)

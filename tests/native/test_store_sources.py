@@ -1,10 +1,5 @@
 """Cells, slots and reads of the store, each by its own source and nothing else of the store."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from patches.upstream import PATCHES
@@ -23,14 +18,7 @@ NATIVE = PATCHES / "native"
         ("reads_test", ["reads", "crc32"], "thread", "in their order and at their rate"),
     ],
 )
-def test_alone(
-    name: str,
-    sources: list[str],
-    sanitizer: str,
-    said: str,
-    compile_native: Callable[..., Path],
-    tmp_path: Path,
-) -> None:
+def test_alone(name, sources, sanitizer, said, compile_native, tmp_path):
     files = [HERE / f"{name}.cpp", *(NATIVE / f"moe-edge-{source}.cpp" for source in sources)]
     flags = ("-std=c++17", f"-fsanitize={sanitizer}", "-DMOE_EDGE_PART_BYTES=4096")
     program = compile_native(f"{name}_{sanitizer[:6]}", files, *flags, libraries=())

@@ -1,12 +1,8 @@
 """How ggml's compute threads wait for each other, with how many of them a context decodes, and that
 their number changes no bits."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +21,7 @@ PATHS = {
 }
 
 
-def test_as_many_as_find_a_core(compile_native: Callable[..., Path]) -> None:
+def test_as_many_as_find_a_core(compile_native):
     program = compile_native(
         "threads_test", [HERE / "threads_test.cpp"], "-std=c++17", libraries=()
     )
@@ -34,7 +30,7 @@ def test_as_many_as_find_a_core(compile_native: Callable[..., Path]) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere upstream's barrier stays")
 @pytest.mark.parametrize("flag", ["-O2", "-fsanitize=thread"])
-def test_barrier(flag: str, compile_native: Callable[..., Path]) -> None:
+def test_barrier(flag, compile_native):
     sources = [HERE / "barrier_test.c"]
     program = compile_native(f"barrier{flag}", sources, "-std=gnu11", flag, libraries=())
     assert "all passed together" in run_program(program, timeout_s=120)
@@ -42,13 +38,11 @@ def test_barrier(flag: str, compile_native: Callable[..., Path]) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("tier", ["q4_k", "q4_0", "q8_0"])
-def test_their_number_changes_no_bits(
-    path: str, tier: str, tiny_model: Callable[..., Path]
-) -> None:
+def test_their_number_changes_no_bits(path, tier, tiny_model):
     """Behind less than 256 tokens: beyond that upstream's attention sums by thread."""
     model = tiny_model("olmoe", tier)
 
-    def logits(numbers: list[int]) -> np.ndarray:
+    def logits(numbers):
         with opened(model, ubatch=16, threads=max(numbers), **PATHS[path]) as engine:
             set_threads = engine.context.api.llama_set_n_threads
             found = []
@@ -64,12 +58,12 @@ def test_their_number_changes_no_bits(
         np.testing.assert_array_equal(logits(numbers), expected)
 
 
-def test_who_keeps_a_number(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_keeps_a_number(one, monkeypatch):
     made = []
 
     class Seen(load.FreeCores):
-        def __init__(self, *args: object) -> None:
-            super().__init__(*args)  # type: ignore[arg-type]
+        def __init__(self, *args):
+            super().__init__(*args)
             made.append(self)
 
     monkeypatch.setattr(load, "FreeCores", Seen)
@@ -84,7 +78,7 @@ def test_who_keeps_a_number(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody says who waits for a core")
 @pytest.mark.skipif(default_threads() < 2, reason="needs two cores")
-def test_beside_busy_loops(one: Path) -> None:
+def test_beside_busy_loops(one):
     """With more processes than cores a token is soon computed by fewer threads."""
     loops = [
         subprocess.Popen([sys.executable, "-c", "while True: pass"])

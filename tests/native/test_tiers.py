@@ -1,10 +1,5 @@
 """Pairs of tiers end to end: which precisions are computed, and what skipping does to weights."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -20,19 +15,19 @@ TOKENS = drawn(12, 1)
 THREE = ("q8_0", "q4_k", "q2_k")
 
 
-def open_model(model: Path, **options: object) -> Engine:
+def open_model(model, **options):
     """Half of the experts critical in every layer, token by token; nothing is read ahead."""
     settings = {"retention": 0.5, "schedule": "flat", "n_ahead": 0, "expert_ram": 1 << 26}
     return Engine.open(build(model, use_extra_bufts=False, **settings).compared(**options))
 
 
-def decode(engine: Engine) -> np.ndarray:
+def decode(engine):
     """Logits [T, n_vocab], every token by decode decisions."""
     rows = [engine.eval([token], pos, phase=Phase.DECODE)[-1] for pos, token in enumerate(TOKENS)]
     return np.stack(rows)
 
 
-def uniform(model: Path) -> np.ndarray:
+def uniform(model):
     with open_model(model, policy="plain", expert_ram=None) as engine:
         return decode(engine)
 
@@ -48,9 +43,7 @@ def uniform(model: Path) -> np.ndarray:
         (THREE, "q4_k", "q2_k"),
     ],
 )
-def test_any_pair(
-    tiers: tuple[str, ...], high: str | None, low: str | None, packed: Callable[..., Path]
-) -> None:
+def test_any_pair(tiers, high, low, packed):
     """Chosen out of a packed file, a pair computes what two ordinary files do, each expert in
     the tier that was decided; and neither tier alone computes that."""
     first, second = high or tiers[0], low or tiers[-1]
@@ -73,9 +66,7 @@ def test_any_pair(
 
 @pytest.mark.parametrize("shape", ["qwen3moe", "olmoe"])
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_weights_of_the_kept(
-    shape: str, renormalize: bool, tiny_model: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_weights_of_the_kept(shape, renormalize, tiny_model, tmp_path):
     """The better one of two experts is kept. The same model made to use one expert gives it
     the sum of all weights where its weights are normalised (qwen3moe), and the weight that it
     had among two where they are not (olmoe): renormalising must match the first, leaving the

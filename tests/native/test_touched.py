@@ -1,8 +1,5 @@
 """Memory that is not used is not there: caches, scratch and work buffers by what was touched."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +11,7 @@ from gguf_tools import synthetic
 from orchestrator.config import Config
 from orchestrator.engine import llama_parts
 from orchestrator.engine.engine import Engine
-from orchestrator.native import Library, touched_memory
+from orchestrator.native import touched_memory
 
 N_CTX = 131072
 DRAWN = np.random.default_rng(0).integers(10, 300, 4000).tolist()
@@ -30,12 +27,12 @@ ROW_BYTES = {"f16": 2.0, "q8_0": 34 / 32}
 
 
 @pytest.fixture(scope="module")
-def path(library: Library, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def path(library, tmp_path_factory):
     return synthetic.write(tmp_path_factory.mktemp("long") / "long.gguf", SHAPE, tiers=("q8_0",))
 
 
 @contextmanager
-def opened(path: Path, **settings: object) -> Iterator[Engine]:
+def opened(path, **settings):
     usual = {"policy": "lru", "expert_ram": 2 * MIB, "threads": 1, "ctx": N_CTX, "ubatch": 512}
     with Engine.open(Config.build(model=path, **{**usual, **settings})) as engine:
         assert engine.n_ctx == N_CTX
@@ -43,12 +40,12 @@ def opened(path: Path, **settings: object) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def transposed(monkeypatch: pytest.MonkeyPatch) -> None:
+def transposed(monkeypatch):
     """Without flash attention, values of all cells lie together for each of their dimensions."""
     monkeypatch.setattr(llama_parts, "has_flash", lambda *_: False)
 
 
-def anonymous_bytes() -> int:
+def anonymous_bytes():
     """Of this process, in memory, as the kernel adds it up."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Anonymous:"):
@@ -57,8 +54,8 @@ def anonymous_bytes() -> int:
 
 
 @pytest.mark.parametrize("kv", ROW_BYTES)
-def test_a_cache_is_as_large_as_what_it_holds(library: Library, path: Path, kv: str) -> None:
-    def held(n_cells: int) -> bool:
+def test_a_cache_is_as_large_as_what_it_holds(library, path, kv):
+    def held(n_cells):
         """Whether the cache has that many cells in memory."""
         least = n_cells * CELL_VALUES * ROW_BYTES[kv]
         most = (n_cells + READ_CELLS) * CELL_VALUES * ROW_BYTES[kv] + 2 * TENSORS * PAGE
@@ -88,9 +85,7 @@ def test_a_cache_is_as_large_as_what_it_holds(library: Library, path: Path, kv: 
     assert touched_memory(library) == ((0, 0, 0), (0, 0, 0), (0, 0, 0))
 
 
-def test_transposed_values_come_by_pages_of_each_dimension(
-    library: Library, path: Path, transposed: None
-) -> None:
+def test_transposed_values_come_by_pages_of_each_dimension(library, path, transposed):
     """2,048 cells in f16 are a page."""
     n_values = SHAPE.n_head_kv * SHAPE.head_dim
     with opened(path) as engine:
@@ -106,7 +101,7 @@ def test_transposed_values_come_by_pages_of_each_dimension(
         assert touched_memory(library).cache.resident == 0
 
 
-def test_a_sequence_that_is_dropped_gives_its_pages_back(library: Library, path: Path) -> None:
+def test_a_sequence_that_is_dropped_gives_its_pages_back(library, path):
     """Of several that decode together: each has runs of cells to itself."""
     with opened(path, sequences=4) as engine:
         engine.eval(DRAWN[:10], 0)
@@ -125,7 +120,7 @@ def test_a_sequence_that_is_dropped_gives_its_pages_back(library: Library, path:
 
 
 @pytest.mark.parametrize("policy", ["lru", "plain"])
-def test_scratch_is_back_behind_a_long_prompt(library: Library, path: Path, policy: str) -> None:
+def test_scratch_is_back_behind_a_long_prompt(library, path, policy):
     with opened(path, policy=policy, expert_ram=2 * MIB if policy == "lru" else None) as engine:
         engine.eval(DRAWN[:10], 0)
         before = touched_memory(library)
@@ -139,7 +134,7 @@ def test_scratch_is_back_behind_a_long_prompt(library: Library, path: Path, poli
         assert after.cache.resident >= prompt.cache.resident
 
 
-def test_the_process_has_that_much_less(library: Library, path: Path) -> None:
+def test_the_process_has_that_much_less(library, path):
     """The kernel's own sum for the process says what ours says, but for what Python takes."""
     with opened(path) as engine:
         engine.eval(DRAWN, 0)
@@ -152,9 +147,7 @@ def test_the_process_has_that_much_less(library: Library, path: Path) -> None:
         assert abs(process - anonymous_bytes() - given_back) < MIB
 
 
-def test_what_another_sequence_holds_stays(
-    library: Library, tiny_model: Callable[..., Path]
-) -> None:
+def test_what_another_sequence_holds_stays(library, tiny_model):
     """A prompt is dropped that a fork goes on from: its cells stay, until the fork goes too."""
     prompt, steps = DRAWN[:1000], DRAWN[1000:1006]
     usual = {"policy": "plain", "threads": 1, "ctx": 2048, "sequences": 1}

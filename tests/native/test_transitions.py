@@ -1,18 +1,13 @@
 """Transitions of the real store: promote, demote, publish, evict, a failed read, a held one."""
 
-from __future__ import annotations
-
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import pytest
 
 from gguf_tools.file.layout import DOWN, GATE, UP
 from orchestrator.errors import NativeError
 from orchestrator.events import ABSENT, Phase
-from orchestrator.native import Library
 
 from .conftest import until
 from .transition_driver import (
@@ -32,23 +27,17 @@ HOT = {(layer, expert) for layer in range(N_LAYERS) for expert in (0, 1)}
 
 
 @pytest.fixture(scope="module")
-def expert_file(tmp_path_factory: pytest.TempPathFactory) -> ExpertFile:
+def expert_file(tmp_path_factory):
     return ExpertFile(tmp_path_factory.mktemp("transitions") / "experts.bin")
 
 
 @pytest.fixture
-def make(
-    expert_file: ExpertFile, library: Library, device: str | None
-) -> Iterator[Callable[..., Driver]]:
+def make(expert_file, library, device):
     """make(slots, high, file): a store with every expert in memory, whose invariants hold in the
     end."""
     made = []
 
-    def make_one(
-        slots: tuple[int, ...] = (4, 8),
-        high: set[tuple[int, int]] = HOT,
-        file: ExpertFile = expert_file,
-    ) -> Driver:
+    def make_one(slots=(4, 8), high=HOT, file=expert_file):
         made.append(Driver(file, library, slots, device))
         made[-1].warm(high)
         return made[-1]
@@ -60,19 +49,17 @@ def make(
 
 
 @pytest.fixture
-def driver(make: Callable[..., Driver]) -> Driver:
+def driver(make):
     return make()
 
 
-def step(
-    driver: Driver, layer: int = 0, experts: Sequence[int] = range(N_EXPERT)
-) -> dict[int, set[int]]:
+def step(driver, layer=0, experts=range(N_EXPERT)):
     driver.store.begin_step(Phase.DECODE)
     driver.apply(layer, list(experts))
     return driver.use(layer, list(experts))
 
 
-def test_a_swap(driver: Driver) -> None:
+def test_a_swap(driver):
     """Demotion into the reserve, then promotion into the slot that it freed; each is visible from
     the next step on, and never sooner."""
     store = driver.store
@@ -98,7 +85,7 @@ def test_a_swap(driver: Driver) -> None:
     assert stats.evictions == 0
 
 
-def test_the_rate_holds_reads_back(driver: Driver) -> None:
+def test_the_rate_holds_reads_back(driver):
     """One part goes through at once, the rest waits; a demand read does not."""
     driver.store.set_transition_rate(HELD)
     assert driver.store.transition([(0, 0, LOW)]) == 1
@@ -111,7 +98,7 @@ def test_the_rate_holds_reads_back(driver: Driver) -> None:
     assert step(driver)[0] == {LOW}
 
 
-def test_a_rate_is_kept_whatever_it_comes_from(driver: Driver, device: str | None) -> None:
+def test_a_rate_is_kept_whatever_it_comes_from(driver, device):
     """Back to what was there before: on a device that still lies in the host's memory."""
     store, experts = driver.store, [(0, 0), (1, 0)]
     for tier in (LOW, HIGH, LOW):
@@ -130,9 +117,7 @@ def test_a_rate_is_kept_whatever_it_comes_from(driver: Driver, device: str | Non
 
 
 @pytest.mark.parametrize("how", ["cut", "damaged"])
-def test_a_failed_read_leaves_the_old_version(
-    make: Callable[..., Driver], tmp_path: Path, how: str
-) -> None:
+def test_a_failed_read_leaves_the_old_version(make, tmp_path, how):
     file = ExpertFile(tmp_path / "experts.bin")
     driver = make(file=file)
     store = driver.store
@@ -142,7 +127,7 @@ def test_a_failed_read_leaves_the_old_version(
         flip(file.path, file.start(1, GATE, LOW, 0))
     assert store.transition([(1, 0, LOW), (0, 0, LOW)]) == 2
 
-    def a_step() -> None:
+    def a_step():
         assert step(driver, 1)[0] == {HIGH}
 
     until(lambda: store.stats().transitions_failed + store.stats().experts_demoted == 2, a_step)
@@ -155,7 +140,7 @@ def test_a_failed_read_leaves_the_old_version(
     assert step(driver, 1)[0] == {LOW}
 
 
-def test_a_token_does_not_lose_an_expert_in_transition(make: Callable[..., Driver]) -> None:
+def test_a_token_does_not_lose_an_expert_in_transition(make):
     """A policy that also asks for tiers: its demand takes over a promotion under way, and what is
     in transition is not evicted for others."""
     driver = make((2, 10), set())
@@ -171,7 +156,7 @@ def test_a_token_does_not_lose_an_expert_in_transition(make: Callable[..., Drive
     assert step(driver)[1] == {HIGH}
 
 
-def test_a_token_that_needs_the_slot_takes_it(make: Callable[..., Driver]) -> None:
+def test_a_token_that_needs_the_slot_takes_it(make):
     """Transitions hold every high slot, and a token cannot go on without one: it does not wait
     for the next step, which would never come."""
     driver = make((2, 10), set())
@@ -189,7 +174,7 @@ def test_a_token_that_needs_the_slot_takes_it(make: Callable[..., Driver]) -> No
     assert all(each[0].tolist() == [LOW] * N_EXPERT for each in store.states())
 
 
-def test_unknown_experts_are_refused(driver: Driver) -> None:
+def test_unknown_experts_are_refused(driver):
     for wrong in [(2, 0, 0), (0, 5, 0), (0, 0, 2), (-1, 0, 0)]:
         with pytest.raises(NativeError, match="does not have"):
             driver.store.transition([(0, 0, LOW), wrong])
@@ -197,9 +182,7 @@ def test_unknown_experts_are_refused(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_a_token_that_wants_better_than_a_demotion_brings(
-    make: Callable[..., Driver], held: bool, tmp_path: Path
-) -> None:
+def test_a_token_that_wants_better_than_a_demotion_brings(make, held, tmp_path):
     """The expert is between two tiers, and a token needs it in a third one."""
     driver = make((2, 12, 2, 2, 2), set(), ExpertFile(tmp_path / "five.bin", n_tiers=5))
     store = driver.store
@@ -221,7 +204,7 @@ def test_a_token_that_wants_better_than_a_demotion_brings(
     assert step(driver)[0] == {LOW}
 
 
-def test_an_expert_of_two_versions(expert_file: ExpertFile, library: Library) -> None:
+def test_an_expert_of_two_versions(expert_file, library):
     """Tiers share slots, and an aborted step has evicted one matrix of a high expert. A token that
     asks for low gets that one in low, beside what is left. In transition to high, that one alone
     moves, and yet nothing of the expert is evicted."""

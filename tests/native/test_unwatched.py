@@ -1,17 +1,9 @@
 """Everything in memory and nobody to decide: steps without the route hook count what those with it
 would count, and compute the same."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
-from orchestrator.allocation.estimate import Outputs
-from orchestrator.engine.engine import Engine
 from orchestrator.events import ABSENT
 
 from .conftest import drawn, opened
@@ -20,7 +12,7 @@ TOKENS = drawn(90, 11)
 COUNTED = ("requests", "hits", "routed", "computed", "demand_bytes")
 
 
-def run(engine: Engine) -> tuple[np.ndarray, dict[str, Any], np.ndarray, Outputs]:
+def run(engine):
     """Logits, statistics, tokens per expert and what these put out, of a prompt and some tokens."""
     store = engine.store
     layers, experts = range(engine.model.n_layers), range(engine.model.n_expert)
@@ -41,9 +33,7 @@ def run(engine: Engine) -> tuple[np.ndarray, dict[str, Any], np.ndarray, Outputs
 
 @pytest.mark.parametrize("shape", ["qwen3moe", "olmoe", "deepseek2-fused"])
 @pytest.mark.parametrize("layout", ["file", "cpu"])
-def test_counts_and_logits_are_those_of_watched_steps(
-    shape: str, layout: str, tiny_model: Callable[..., Path]
-) -> None:
+def test_counts_and_logits_are_those_of_watched_steps(shape, layout, tiny_model):
     settings = {"ubatch": 32, "threads": 2, "policy": "lru", "force_managed": True}
     found = []
     for is_watched in (True, False):

@@ -1,9 +1,5 @@
 """The steps that a model computes to see what they take leave nothing behind."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -23,7 +19,7 @@ TIERS = (
 
 
 @pytest.mark.parametrize("settings", POLICIES, ids=lambda each: each["policy"])
-def test_a_warm_up_leaves_nothing_behind(both: Path, settings: dict[str, object]) -> None:
+def test_a_warm_up_leaves_nothing_behind(both, settings):
     rows = []
     for warm in (False, True):
         with opened(both, ctx=64, ubatch=16, **settings) as engine:
@@ -42,15 +38,13 @@ def test_a_warm_up_leaves_nothing_behind(both: Path, settings: dict[str, object]
 
 
 @pytest.mark.parametrize(("settings", "tiers"), TIERS)
-def test_a_warm_up_computes_in_each_tier(
-    both: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], tiers: set[int]
-) -> None:
+def test_a_warm_up_computes_in_each_tier(both, monkeypatch, settings, tiers):
     """A GPU's kernels for each type take memory when they are first launched."""
     with opened(both, ctx=64, ubatch=16, **settings) as engine:
         forget = engine.store.reset_stats
         found: set[int] = set()
 
-        def look() -> None:
+        def look():
             for phase in engine.store.stats().computed:
                 found.update(tier for tier, n in enumerate(phase) if n)
             forget()

@@ -1,7 +1,5 @@
 """The whole wheel: what is in it, that it answers where no compiler is, and on which processors."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re
@@ -10,7 +8,6 @@ import subprocess
 import sys
 import zipfile
 from base64 import urlsafe_b64encode
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -68,7 +65,7 @@ extern "C" bool thrower(float, void *) { throw std::runtime_error("from another 
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     """CI builds it; elsewhere it is taken from dist/."""
     for path in (REPO / "dist").glob(f"moe_edge-*{portable.tag()}.whl"):
         with zipfile.ZipFile(path) as archive:
@@ -85,18 +82,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def python(wheel, tmp_path_factory):
     """That of an environment in which the wheel is installed."""
     return install(wheel, tmp_path_factory.mktemp("installed"))
 
 
 @pytest.fixture
-def run(python: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+def run(python, tmp_path):
     """run(*arguments, by=(), **environment): Python on what is installed, with nothing in PATH."""
 
-    def call(
-        *arguments: str, by: tuple[str, ...] = (), **environment: str
-    ) -> subprocess.CompletedProcess[str]:
+    def call(*arguments, by=(), **environment):
         clean = {"PATH": "", "HOME": str(tmp_path), **environment}
         return subprocess.run(
             [*by, str(python), *arguments],
@@ -110,7 +105,7 @@ def run(python: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Compl
     yield call
 
 
-def test_what_is_in_it(wheel: Path) -> None:
+def test_what_is_in_it(wheel):
     name, version, tag = wheel.stem.split("-", 2)
     assert (name, tag) == ("moe_edge", portable.tag()) and "+" not in version
     assert wheel.stat().st_size <= MOST_BYTES
@@ -136,14 +131,14 @@ def test_what_is_in_it(wheel: Path) -> None:
     assert sum("gcc-runtime" in each for each in texts) == 2
 
 
-def test_it_answers_and_names_its_set(run) -> None:
+def test_it_answers_and_names_its_set(run):
     done = run("-m", "orchestrator", *QUESTION)
     assert "Oslo" in done.stdout, done.stderr
     found = run("-m", "orchestrator", "--version").stdout
     assert re.search(rf"\(({'|'.join(portable.SETS)})\)$", found), found
 
 
-def test_the_server_needs_no_compiler(run, tmp_path: Path) -> None:
+def test_the_server_needs_no_compiler(run, tmp_path):
     code = """
 from orchestrator.native.llama import Bindings
 from orchestrator.serve.service import server_library
@@ -154,7 +149,7 @@ server_library(Bindings.load(), lambda: True)
     assert not (tmp_path / ".cache").exists()
 
 
-def test_a_processor_below_the_least_set_gets_a_sentence(run) -> None:
+def test_a_processor_below_the_least_set_gets_a_sentence(run):
     done = run("-m", "orchestrator", *QUESTION, GLIBC_TUNABLES="glibc.cpu.hwcaps=-AVX2")
     assert done.returncode == 1
     assert done.stderr.startswith("Error: this processor lacks avx2") and "\n" not in (
@@ -164,9 +159,7 @@ def test_a_processor_below_the_least_set_gets_a_sentence(run) -> None:
 
 @pytest.mark.parametrize("others", ["make build's", "PyPI's"])
 @pytest.mark.parametrize("first", ["ours", "theirs"])
-def test_it_answers_beside_a_llama_cpp_of_another_make(
-    run, others: str, first: str, tmp_path: Path
-) -> None:
+def test_it_answers_beside_a_llama_cpp_of_another_make(run, others, first, tmp_path):
     """In one process, whichever comes first; both have libraries of the same names."""
     if others == "PyPI's" and not PYPI:
         pytest.skip("MOE_EDGE_PYPI names no folder: `pip install --target FOLDER llama-cpp-python`")
@@ -179,7 +172,7 @@ def test_it_answers_beside_a_llama_cpp_of_another_make(
     assert {"libggml-cpu.so", "libgmoe-cpu.so"} <= loaded
 
 
-def test_an_exception_of_another_library_is_caught(run, tmp_path: Path) -> None:
+def test_an_exception_of_another_library_is_caught(run, tmp_path):
     """Each has a libstdc++ of its own, and so has the one that throws here."""
     source, library = tmp_path / "thrower.cpp", tmp_path / "libthrower.so"
     source.write_text(THROWER)
@@ -202,13 +195,13 @@ for _ in range(3):
     assert done.stdout.count("None") == 3 and "from another library" in done.stdout, done
 
 
-def test_what_holds_for_the_build_holds_for_it(wheel: Path, tmp_path: Path, real_cache) -> None:
+def test_what_holds_for_the_build_holds_for_it(wheel, tmp_path, real_cache):
     """A few tests of each kind; tests/helpers/installed.py runs any others."""
     assert run_tests(wheel, ["-q", "-m", "not rest", *SOME_TESTS], tmp_path) == 0
 
 
 @pytest.mark.skipif(not shutil.which("objdump"), reason="objdump is missing")
-def test_no_set_has_an_instruction_of_a_higher_one(python: Path) -> None:
+def test_no_set_has_an_instruction_of_a_higher_one(python):
     folder = site_of(python.parents[1]) / portable.PACKAGE / "lib"
     for path in sorted(folder.rglob("*.so*")):
         name = path.parent.name if path.parent != folder else "avx2"
@@ -230,7 +223,7 @@ def test_no_set_has_an_instruction_of_a_higher_one(python: Path) -> None:
         assert path.parent == folder or bool(text) == (name != "avx2"), name
 
 
-def test_the_least_set_on_an_older_processor(run) -> None:
+def test_the_least_set_on_an_older_processor(run):
     emulator = shutil.which("qemu-x86_64")
     if emulator is None:
         pytest.skip("qemu-x86_64 is missing: `sudo apt install qemu-user`")
@@ -239,14 +232,12 @@ def test_the_least_set_on_an_older_processor(run) -> None:
 
 
 @pytest.mark.parametrize("name", emulated.PROGRAMS)
-def test_programs_of_the_least_set_on_an_older_processor(
-    name: str, python: Path, llama_source: Path, tmp_path: Path
-) -> None:
+def test_programs_of_the_least_set_on_an_older_processor(name, python, llama_source, tmp_path):
     if name == "executor_test" and not os.environ.get("MOE_EDGE_SLOW"):
         pytest.skip("takes minutes in an emulator: set MOE_EDGE_SLOW=1")
     folder = site_of(python.parents[1]) / portable.PACKAGE / "lib"
 
-    def library(each: str) -> Path:
+    def library(each):
         own = portable.NAMES[f"lib{each}.so".encode()].decode()
         return folder / ("avx2" if each == "ggml-cpu" else "") / own
 
@@ -255,7 +246,7 @@ def test_programs_of_the_least_set_on_an_older_processor(
 
 
 @pytest.fixture
-def cuda(python: Path, tmp_path: Path) -> Iterator[Path]:
+def cuda(python, tmp_path):
     """The folder of a stand-in for moe-edge-cuda, installed beside: with the library of the wheel
     itself in the place of one that knows CUDA."""
     folder = site_of(python.parents[1]) / portable.PACKAGE / "lib"
@@ -265,13 +256,13 @@ def cuda(python: Path, tmp_path: Path) -> Iterator[Path]:
     assert not (folder / "cuda").exists()
 
 
-def stand_in(folder: Path, target: Path) -> Path:
+def stand_in(folder, target):
     """A wheel of moe-edge-cuda out of the other one's libraries."""
     (target / "libggml.so").write_bytes((folder / "libgmoe.so").read_bytes())
     return portable.write_cuda([target / "libggml.so"], 13, {}, target)
 
 
-def test_the_wheel_with_cuda_is_found_where_it_is_installed_beside(run, cuda: Path) -> None:
+def test_the_wheel_with_cuda_is_found_where_it_is_installed_beside(run, cuda):
     code = (
         "from orchestrator.native.llama import Bindings; Bindings.load(); "
         "print(open('/proc/self/maps').read())"

@@ -1,20 +1,15 @@
 """A store whose experts change versions, driven without a model; bytes are checked against the
 file, at every moment."""
 
-from __future__ import annotations
-
 import ctypes
 import zlib
-from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from gguf_tools.file.layout import BLOCK, DOWN, GATE, UP, GGMLType, pad
 from orchestrator.lab.replay.simulate import Simulation
-from orchestrator.native import Library, Slices, Store, StoreSpec
+from orchestrator.native import Slices, Store, StoreSpec
 from orchestrator.native.abi import VISIT_CB, CPrefetch
 
 from .conftest import until
@@ -28,7 +23,7 @@ HELD = 1  # byte per second: after one part, nothing arrives
 US = 1000  # nanoseconds of virtual time
 
 
-def flip(path: Path, at: int) -> None:
+def flip(path, at):
     """One bit of a file."""
     data = bytearray(path.read_bytes())
     data[at] ^= 0x10
@@ -38,13 +33,7 @@ def flip(path: Path, at: int) -> None:
 class ExpertFile:
     """Random bytes in some tiers, and where each slice lies in them. kinds: of each layer."""
 
-    def __init__(
-        self,
-        path: Path,
-        n_tiers: int = 2,
-        expert_bytes: tuple[int, ...] = EXPERT_BYTES,
-        kinds: tuple[tuple[int, ...], ...] = (KINDS,) * N_LAYERS,
-    ) -> None:
+    def __init__(self, path, n_tiers=2, expert_bytes=EXPERT_BYTES, kinds=(KINDS,) * N_LAYERS):
         self.path = path
         self.tiers = range(n_tiers)
         self.expert_bytes = expert_bytes
@@ -58,20 +47,14 @@ class ExpertFile:
         self.data = np.random.default_rng(0).bytes(at)
         path.write_bytes(self.data)
 
-    def slice(self, layer: int, kind: int, tier: int, expert: int) -> bytes:
+    def slice(self, layer, kind, tier, expert):
         start = self.start(layer, kind, tier, expert)
         return self.data[start : start + self.expert_bytes[tier]]
 
-    def start(self, layer: int, kind: int, tier: int, expert: int) -> int:
+    def start(self, layer, kind, tier, expert):
         return self.offset[layer, kind, tier] + self.expert_bytes[tier] * expert
 
-    def spec(
-        self,
-        slots: tuple[int, ...],
-        device: str | None,
-        pools: tuple[int, ...] | None = None,
-        simulated: bool = False,
-    ) -> StoreSpec:
+    def spec(self, slots, device, pools=None, simulated=False):
         """Pools that both layers share, of each kind as many as there are slots, which says how
         many each has. pools: which of them holds each tier; None: each tier has its own."""
         pool_of = tuple(self.tiers) if pools is None else pools
@@ -85,7 +68,7 @@ class ExpertFile:
         ]
         groups = list(zip(largest, slots, strict=True)) * len(KINDS)
 
-        def slices(layer: int, kind: int, tier: int) -> Slices:
+        def slices(layer, kind, tier):
             group = len(slots) * KINDS.index(kind) + pool_of[tier]
             each = [self.slice(layer, kind, tier, expert) for expert in range(N_EXPERT)]
             at, n_bytes = self.offset[layer, kind, tier], self.expert_bytes[tier]
@@ -116,15 +99,7 @@ class Driver:
     """A store, and the part of the graph. simulated: its reads move no bytes and take virtual
     time, a microsecond for a low slice, so that the same calls always meet the same reads."""
 
-    def __init__(
-        self,
-        file: ExpertFile,
-        library: Library,
-        slots: tuple[int, ...],
-        device: str | None = None,
-        pools: tuple[int, ...] | None = None,
-        simulated: bool = False,
-    ) -> None:
+    def __init__(self, file, library, slots, device=None, pools=None, simulated=False):
         self.file = file
         self.store = Store.create(library, file.spec(slots, device, pools, simulated))
         self.store.set_route(None, file.tiers[-1])
@@ -132,33 +107,33 @@ class Driver:
         if self.clock is not None:
             self.clock.set_speed(file.expert_bytes[LOW] * 10**6, 0)
 
-    def warm(self, high: set[tuple[int, int]]) -> None:
+    def warm(self, high):
         everyone = [(layer, e) for layer in range(N_LAYERS) for e in range(N_EXPERT)]
         self.store.warm([(*each, HIGH if each in high else LOW) for each in everyone])
         self.store.reset_stats()
 
-    def apply(self, layer: int, experts: list[int]) -> None:
+    def apply(self, layer, experts):
         ids, n = (ctypes.c_int32 * len(experts))(*experts), len(experts)
         assert self.store.library.apply(self.store.handle, layer, ids, None, None, n) == 0
 
-    def prefetch(self, wanted: Sequence[tuple[int, int, int]], kind: int) -> None:
+    def prefetch(self, wanted, kind):
         """One kind of each (layer, expert, tier), ahead of who asks for it."""
         items = (CPrefetch * len(wanted))(*[(*each, 1 << kind, 0) for each in wanted])
         self.store.library.prefetch(self.store.handle, items, len(wanted))
 
-    def use(self, layer: int, experts: list[int]) -> dict[int, set[int]]:
+    def use(self, layer, experts):
         """The tiers in which the matrices of each expert came; every byte is checked."""
         seen = self.use_matrices(layer, experts)
         return {expert: set(tiers.values()) for expert, tiers in seen.items()}
 
-    def use_matrices(self, layer: int, experts: list[int]) -> dict[int, dict[int, int]]:
+    def use_matrices(self, layer, experts):
         """The tier in which each matrix of each expert came, once; by expert and kind. Every byte
         is checked, where there are any."""
         ids = (ctypes.c_int32 * len(experts))(*experts)
         seen: dict[int, dict[int, int]] = {expert: {} for expert in experts}
         wrong: list[str] = []
 
-        def visit(kind: int, expert: int, tier: int, _: int, data: Any, size: int, __: Any) -> None:
+        def visit(kind, expert, tier, _, data, size, __):
             name = f"layer {layer}, kind {kind}, tier {tier}, expert {expert}"
             if kind in seen[expert]:
                 wrong.append(f"{name}: twice")
@@ -177,20 +152,20 @@ class Driver:
         assert all(len(tiers) == len(KINDS) for tiers in seen.values()), seen
         return seen
 
-    def reading(self) -> np.ndarray:
+    def reading(self):
         """bool [n_layers, n_expert]: in a transition that is not complete."""
         resident, target = self.store.states()
         moving: np.ndarray = (resident != target) & ~self.store.landed()
         return moving
 
-    def state(self, layer: int, expert: int) -> tuple[int, int, bool]:
+    def state(self, layer, expert):
         """The tier that an expert is in, the one that it changes to, and whether that is complete,
         so that the next step has it."""
         resident, target = self.store.states()
         landed = bool(self.store.landed()[layer, expert])
         return int(resident[layer, expert]), int(target[layer, expert]), landed
 
-    def arrive(self) -> None:
+    def arrive(self):
         """Until every read of a transition is done."""
         self.store.set_transition_rate(0)
         step = None if self.clock is None else partial(self.clock.advance, US)

@@ -1,7 +1,5 @@
 """CUDA programs run on an emulated GPU everywhere, and on the real one where there is one."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -30,7 +28,7 @@ ENGINE_TYPES = ("q2_k", "q4_k", "q8_0")
 
 
 @pytest.fixture(scope="session")
-def emulated_backend(library_folder: Path, llama_source: Path) -> Callable[..., Path]:
+def emulated_backend(library_folder, llama_source):
     """emulated_backend(types, more): libggml-cuda.so for the emulated GPU, cached by content.
 
     types: those whose MMQ kernels are compiled. more: further sources in ggml-cuda/."""
@@ -45,7 +43,7 @@ def emulated_backend(library_folder: Path, llama_source: Path) -> Callable[..., 
         texts = build.read_tree(llama_source)
     store = cache_dir() / "emulation"
 
-    def make(types: tuple[str, ...], more: tuple[str, ...] = ()) -> Path:
+    def make(types, more=()):
         sources = [*build.CORE, *build.mmq_instances(types), *more]
         return build.build_backend(compiler, texts, llama_source, library_folder, sources, store)
 
@@ -62,18 +60,11 @@ class Device:
     monkeypatch: pytest.MonkeyPatch
 
     @property
-    def library(self) -> Path | str:
+    def library(self):
         """What engine_driver.py loads, with all that a whole model needs."""
         return self.backend(ENGINE_TYPES, ENGINE_SOURCES) if self.emulated else "-"
 
-    def run(
-        self,
-        name: str,
-        *arguments: object,
-        types: tuple[str, ...] = (),
-        more: tuple[str, ...] = (),
-        delay_us: int = 0,
-    ) -> str:
+    def run(self, name, *arguments, types=(), more=(), delay_us=0):
         """NAME.cpp with a CUDA backend; delay_us: at most, of each task of the emulated GPU."""
         sources = [HERE / f"{name}.cpp", PATCHES / "native/moe-edge-workers.cpp"]
         program = self.compile(name, sources, "-std=c++17", "-ldl")
@@ -83,13 +74,7 @@ class Device:
 
 
 @pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
-def device(
-    request: pytest.FixtureRequest,
-    library_folder: Path,
-    compile_native: Callable[..., Path],
-    emulated_backend: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-) -> Device:
+def device(request, library_folder, compile_native, emulated_backend, monkeypatch):
     emulated = request.param == "emulated"
     if not emulated and not (library_folder / "libggml-cuda.so").exists():
         pytest.skip("the library was built without CUDA: run `make build GPU=cuda`")
@@ -97,7 +82,7 @@ def device(
 
 
 @pytest.fixture
-def emulated(device: Device) -> Device:
+def emulated(device):
     if not device.emulated:
         pytest.skip("a device that does what it is told to is at hand in the emulation only")
     return device
@@ -110,13 +95,13 @@ class Runs:
     device: Device
     model: Path
 
-    def on_host(self, n_decode: int, **options: Any) -> dict[str, Any]:
+    def on_host(self, n_decode, **options):
         return self._run("-", n_decode, {"device": "host"} | options)
 
-    def on_gpu(self, n_decode: int, **options: Any) -> dict[str, Any]:
+    def on_gpu(self, n_decode, **options):
         return self._run(self.device.library, n_decode, {"device": "cuda0"} | options)
 
-    def _run(self, library: Path | str, n_decode: int, options: dict[str, Any]) -> dict[str, Any]:
+    def _run(self, library, n_decode, options):
         """What the driver found, and under "failed" the last words of one that ended early."""
         job: dict[str, Any] = {"prompt": list(range(5, 17)), "n_decode": n_decode}
         job |= {"warm": False, "watch": False, "routes": False}
@@ -137,5 +122,5 @@ class Runs:
 
 
 @pytest.fixture
-def runs(device: Device, both: Path) -> Runs:
+def runs(device, both):
     return Runs(device, both)

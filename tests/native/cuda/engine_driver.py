@@ -9,26 +9,22 @@ was taken of the device after each chunk of the prompt and in the end. Options t
 print {"error": sentence, "needed": bytes of the smallest budget that works, or null}.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import BudgetError, MoeEdgeError
-from orchestrator.events import Phase, RouteEvent
+from orchestrator.events import Phase
 from orchestrator.native import find_device
 from orchestrator.native.llama import Bindings
 
 
-def load_backend(library: str) -> None:
+def load_backend(library):
     folder = Path(Bindings.load().api._lib._name).parent
     ggml = ctypes.CDLL(str(folder / "libggml.so"))
     ggml.ggml_backend_load.restype = ctypes.c_void_p
@@ -36,7 +32,7 @@ def load_backend(library: str) -> None:
         sys.exit(f"{library} is not a backend")
 
 
-def taken(library: str, engine: Engine) -> Callable[[], int]:
+def taken(library, engine):
     """Bytes of the device: the most so far of the emulated one, what is in use of a real one."""
     if library != "-":
         peak = ctypes.CDLL(library).moe_emu_peak_bytes
@@ -49,7 +45,7 @@ def taken(library: str, engine: Engine) -> Callable[[], int]:
     return lambda: before - find_device(native, gpu.info.name).memory_bytes
 
 
-def used(library: str) -> int | None:
+def used(library):
     """Bytes of the emulated device that are taken now, kernels that were loaded among them."""
     if library == "-":
         return None
@@ -58,7 +54,7 @@ def used(library: str) -> int | None:
     return int(now())
 
 
-def bytes_that_came(engine: Engine, at_first: np.ndarray) -> int:
+def bytes_that_came(engine, at_first):
     """What it takes to bring each expert once that is in the best tier now and was not at first."""
     best = (at_first != 0) & (engine.store.resident() == 0)
     sizes = [
@@ -67,18 +63,18 @@ def bytes_that_came(engine: Engine, at_first: np.ndarray) -> int:
     return int(best.sum(axis=1) @ np.array(sizes))
 
 
-def chosen(event: RouteEvent) -> list[int]:
+def chosen(event):
     """Which layer of which step it is, and each token's experts in order of their numbers."""
     return [event.step, event.layer, *np.sort(event.ids_array, axis=1).ravel().tolist()]
 
 
-def planned_slots(engine: Engine) -> int:
+def planned_slots(engine):
     """Bytes of slots before anything of the GPU's memory was measured."""
     slots = engine._loader.planner.plan(engine.config).slots
     return slots.total_bytes if slots else 0
 
 
-def main() -> None:
+def main():
     library, job = sys.argv[1], json.loads(sys.argv[2])
     if library != "-":
         load_backend(library)
@@ -93,7 +89,7 @@ def main() -> None:
         print(json.dumps({"error": str(error), "needed": needed}))
 
 
-def decode(library: str, job: dict[str, Any]) -> dict[str, Any]:
+def decode(library, job):
     prompt, tokens = job["prompt"], []
     with Engine.open(Config.build(**job["options"])) as engine:
         at_first = engine.store.resident() if engine.managed else None

@@ -1,7 +1,5 @@
 """`moe-edge bench gpu` on a GPU, its processes included; on the emulated one with few cases."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -9,13 +7,13 @@ import pytest
 from orchestrator.lab.bench import gpu
 from orchestrator.lab.bench.cases import MIXED_AHEAD
 
-from .conftest import HERE, Device
+from .conftest import HERE
 
 CASES = {gpu.MANAGED_ON_GPU, MIXED_AHEAD}
 
 
 @pytest.mark.parametrize("kernels", [0, 4 << 20])
-def test_bench(device: Device, monkeypatch: pytest.MonkeyPatch, kernels: int) -> None:
+def test_bench(device, monkeypatch, kernels):
     """Upstream beside ours, both within what the GPU was said to have; nothing is timed here.
     kernels: what each takes of the emulated device. With 4 MiB, one takes more than all experts."""
     if kernels and not device.emulated:
@@ -26,7 +24,7 @@ def test_bench(device: Device, monkeypatch: pytest.MonkeyPatch, kernels: int) ->
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
         monkeypatch.setenv("MOE_EDGE_TEST_BACKEND", str(device.library))
 
-    def few(benchmark: gpu.Gpu) -> list[gpu.Case]:
+    def few(benchmark):
         listed = every(benchmark)
         chosen = [case for case in listed if case.name in CASES or gpu.UPSTREAM in case.name]
         return chosen if device.emulated else listed

@@ -1,7 +1,5 @@
 """The whole engine with its experts on a GPU: planner, store, hook, executor, graphs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +10,7 @@ import pytest
 
 from gguf_tools.units import format_size
 
-from .conftest import Device, Runs
+from .conftest import Runs
 
 DEMO = Path(__file__).parents[3] / "models/demo/moe-edge-demo.gguf"
 POLICIES: dict[str, dict[str, Any]] = {
@@ -31,12 +29,12 @@ DECODING = POLICIES | {
 ALL_THERE = {"policy": "lru", "warm": True}  # every expert on the GPU, in one tier
 
 
-def nmse(found: list[float], wanted: list[float]) -> float:
+def nmse(found, wanted):
     a, b = np.array(found), np.array(wanted)
     return float(((a - b) ** 2).sum() / (b**2).sum())
 
 
-def assert_same_answer(found: dict[str, Any], wanted: dict[str, Any], limit: float = 5e-4) -> None:
+def assert_same_answer(found, wanted, limit=5e-4):
     """Both went on with the same tokens: the logits of each step are near, and so is the best of
     them where it is clear. Activations are rounded to 8 bits in blocks of another size.
 
@@ -55,7 +53,7 @@ def assert_same_answer(found: dict[str, Any], wanted: dict[str, Any], limit: flo
 
 
 @pytest.mark.parametrize("name", DECODING)
-def test_decodes_as_on_the_host(runs: Runs, name: str) -> None:
+def test_decodes_as_on_the_host(runs, name):
     """Same policy, same budget: the same answer and the same decisions as with experts in the
     host's memory, through the same seam. Streams of the emulated GPU sleep at random."""
     options = {**DECODING[name], "misses": "copy"}
@@ -80,7 +78,7 @@ def test_decodes_as_on_the_host(runs: Runs, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["lru", "dymoe", "dymoe-skip"])
-def test_misses_by_choice(runs: Runs, name: str) -> None:
+def test_misses_by_choice(runs, name):
     """Read in place, computed by the host, each by the speeds measured: the same answer."""
     # else what is there by now is computed with
     options = {**POLICIES[name], "exact_tiers": name == "dymoe"}
@@ -94,9 +92,7 @@ def test_misses_by_choice(runs: Runs, name: str) -> None:
             assert found["host_computed"] == (found["in_place"] if misses == "compute" else 0)
 
 
-def test_pinned_memory_that_kernels_cannot_reach(
-    runs: Runs, emulated: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pinned_memory_that_kernels_cannot_reach(runs, emulated, monkeypatch):
     """Some drivers give it another address on the device: it is copied from, never read in
     place."""
     wanted = runs.on_host(3, **POLICIES["lru"])
@@ -109,7 +105,7 @@ def test_pinned_memory_that_kernels_cannot_reach(
     assert found["copied"] > 0
 
 
-def test_one_tier_is_lossless(runs: Runs) -> None:
+def test_one_tier_is_lossless(runs):
     """What experts from a few slots give, and what upstream's own path gives on the same GPU."""
     plain = runs.on_gpu(6, policy="plain")
     found = runs.on_gpu(6, **POLICIES["lru"], misses="copy", answer=plain["tokens"])
@@ -118,7 +114,7 @@ def test_one_tier_is_lossless(runs: Runs) -> None:
     assert_same_answer(found, plain, 1e-6 if found["emulated"] else 1e-4)
 
 
-def test_steps_that_nobody_watches_are_counted(runs: Runs) -> None:
+def test_steps_that_nobody_watches_are_counted(runs):
     """No hook, and the same figures as with one."""
     wanted, found = runs.on_host(3, **ALL_THERE), runs.on_gpu(3, **ALL_THERE)
     assert found["routed"] == wanted["routed"]
@@ -128,7 +124,7 @@ def test_steps_that_nobody_watches_are_counted(runs: Runs) -> None:
     assert found["hits"] == found["requests"] and all(found["requests"])
 
 
-def test_prefill_alone_may_be_watched(runs: Runs) -> None:
+def test_prefill_alone_may_be_watched(runs):
     """Decode steps run without the hook, and a step of one token of a prompt between them has it,
     though its graph is the same otherwise."""
     wanted = runs.on_gpu(5, **ALL_THERE)
@@ -143,7 +139,7 @@ def test_prefill_alone_may_be_watched(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("tier", ["q8_0", "f16"])
-def test_text_of_the_demo_model(device: Device, tier: str, tmp_path: Path) -> None:
+def test_text_of_the_demo_model(device, tier, tmp_path):
     """The CPU's greedy text, fed token by token: within 5e-4 of its logits wherever the routers
     chose the same experts for the token in every layer, which is so in most steps. In the others a
     close call fell the other way. Left to itself a GPU may write another text from there on."""
@@ -168,7 +164,7 @@ def test_text_of_the_demo_model(device: Device, tier: str, tmp_path: Path) -> No
     assert_same_answer(found, wanted, 2e-2)
 
 
-def of_last_token(found: dict[str, Any]) -> list[list[list[int]]]:
+def of_last_token(found):
     """The experts that each step's last token was sent to, layer by layer."""
     steps: dict[int, list[list[int]]] = {}
     k = min(len(ids) for _, _, *ids in found["routes"])
@@ -179,9 +175,7 @@ def of_last_token(found: dict[str, Any]) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("kernels", [0, 4 << 20])
-def test_vram_is_a_cap(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch, name: str, kernels: int
-) -> None:
+def test_vram_is_a_cap(runs, monkeypatch, name, kernels):
     """The smallest --vram that a message names works, and what was really taken of the device,
     memory of kernels included, stays within it. One byte less is refused. kernels: what each takes
     of the emulated device; more than was estimated is measured, and the message says so."""
@@ -202,16 +196,14 @@ def test_vram_is_a_cap(
     assert 0 < found["llama"] + found["slots"] < found["took"][-1] <= least
 
 
-def least_vram(refused: dict[str, Any]) -> int:
+def least_vram(refused):
     """The smallest --vram that works, of a refusal whose sentence names it."""
     least: int = refused["needed"]
     assert format_size(least, up=True) in refused["error"]
     return least
 
 
-def test_what_kernels_take_is_measured(
-    runs: Runs, emulated: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_kernels_take_is_measured(runs, emulated, monkeypatch):
     """Loaded kernels take less than was estimated: experts get the rest. Or they take more: the
     smallest cap that works is named, and holds."""
     estimated = least_vram(runs.on_gpu(0, policy="lru", vram=1))
@@ -225,7 +217,7 @@ def test_what_kernels_take_is_measured(
     assert runs.on_gpu(2, policy="lru", vram=cap)["used"] <= cap
 
 
-def test_kernels_take_no_more_the_longer_a_prompt(runs: Runs) -> None:
+def test_kernels_take_no_more_the_longer_a_prompt(runs):
     """Without flash attention its weights grow with the prompt, and ggml keeps what each length
     took: the longest is taken at once."""
     prompt = [5 + i % 300 for i in range(320)]
@@ -236,7 +228,7 @@ def test_kernels_take_no_more_the_longer_a_prompt(runs: Runs) -> None:
     assert found["took"][-1] - found["took"][0] < most
 
 
-def test_memory_that_is_not_pinned_is_reported(runs: Runs, emulated: Device) -> None:
+def test_memory_that_is_not_pinned_is_reported(runs, emulated):
     """The driver pins little or nothing: copies take the way of pageable memory, and say so."""
     wanted = runs.on_gpu(2, **POLICIES["lru"], misses="copy")
     found = runs.on_gpu(2, **POLICIES["lru"], misses="copy", pinned_limit=65536)
@@ -245,9 +237,7 @@ def test_memory_that_is_not_pinned_is_reported(runs: Runs, emulated: Device) -> 
     assert found["tokens"] == wanted["tokens"]
 
 
-def test_one_of_several_gpus_is_used_and_named(
-    runs: Runs, emulated: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_of_several_gpus_is_used_and_named(runs, emulated, monkeypatch):
     monkeypatch.setenv("MOE_EMU_DEVICES", "2")
     found = runs.on_gpu(1, **POLICIES["lru"], device="auto")
     assert found["device"] == "cuda0"

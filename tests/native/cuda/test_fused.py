@@ -1,11 +1,7 @@
 """gate and up in one launch, and tables that stay on the device."""
 
-from __future__ import annotations
 
-from .conftest import Device
-
-
-def test_gate_up_and_fixed_tables(device: Device) -> None:
+def test_gate_up_and_fixed_tables(device):
     """Fused where all types agree, apart where not; CUDA graphs over tables that change."""
     output = device.run(
         *("fused_test", "q4_K+q2_K", "f16+q8_0"),
@@ -15,7 +11,7 @@ def test_gate_up_and_fixed_tables(device: Device) -> None:
     assert output.count("NMSE") == 2
 
 
-def test_what_outlives_what(device: Device) -> None:
+def test_what_outlives_what(device):
     """Backends in sequence, graphs and the pool they point into, tables that change under load."""
     output = device.run(
         *("lifetime_test", "q4_K+q2_K"),

@@ -1,11 +1,7 @@
 """What only a real GPU can show."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -21,14 +17,14 @@ OPERATORS = "type_a=(f16|q8_0|q4_K|q2_K|iq4_nl|iq2_xs),type_b=f32,n_mats=(4|8),.
 
 
 @pytest.fixture(scope="session")
-def cuda_library(library_folder: Path) -> Path:
+def cuda_library(library_folder):
     path = library_folder / "libggml-cuda.so"
     if not path.exists():
         pytest.skip("the library was built without CUDA: run `make build GPU=cuda`")
     return path
 
 
-def test_no_bad_access_and_no_leak(cuda_library: Path, compile_native: Callable[..., Path]) -> None:
+def test_no_bad_access_and_no_leak(cuda_library, compile_native):
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         pytest.skip("compute-sanitizer is not installed (it comes with the CUDA toolkit)")
@@ -43,7 +39,7 @@ def test_no_bad_access_and_no_leak(cuda_library: Path, compile_native: Callable[
     assert "40 steps, no wrong row" in done.stdout
 
 
-def test_upstreams_operator_tests(cuda_library: Path, operator_tests: Path) -> None:
+def test_upstreams_operator_tests(cuda_library, operator_tests):
     """The plain op on the GPU is what it was."""
     command = ("test", "-o", "MUL_MAT_ID", "-b", "CUDA0", "-p", OPERATORS)
     output = run_program(operator_tests, *command, timeout_s=1800)

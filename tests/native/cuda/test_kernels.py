@@ -1,12 +1,8 @@
 """MUL_MAT_ID on the GPU: upstream's kernels, and the executor of managed experts."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
-
-from .conftest import Device
 
 # Read when the tests are collected: while one runs, its environment is a clean one.
 ALL = bool(os.environ.get("MOE_EDGE_SLOW"))
@@ -28,11 +24,11 @@ MORE_TIERS = {
 }
 
 
-def mmq_types(sets: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+def mmq_types(sets):
     return tuple(sorted({name for types in sets.values() for name in types}))
 
 
-def test_upstreams_kernels(device: Device) -> None:
+def test_upstreams_kernels(device):
     """MMVQ and MMQ on plain tensors, against a dot product in double precision: on a GPU a
     check of the build, on the emulated one a check of the emulation."""
     output = device.run(
@@ -42,7 +38,7 @@ def test_upstreams_kernels(device: Device) -> None:
 
 
 @pytest.mark.parametrize("sets", [TIERS, MORE_TIERS], ids=("some", "more"))
-def test_experts_of_several_types(device: Device, sets: dict[str, tuple[str, ...]]) -> None:
+def test_experts_of_several_types(device, sets):
     """Batches of 1 to 512, experts of each tier and skipped ones in each, fewer slots than
     experts: within upstream's limit for the op."""
     if sets is MORE_TIERS and device.emulated and not ALL:
@@ -52,7 +48,7 @@ def test_experts_of_several_types(device: Device, sets: dict[str, tuple[str, ...
 
 
 @pytest.mark.parametrize("how", ["wide", "far"])
-def test_shapes_of_real_models(device: Device, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_shapes_of_real_models(device, monkeypatch, how):
     """8 of 128 experts and 2,048 columns, as Qwen3-30B has them; slots that lie more than 4 GiB of
     addresses apart, which the emulated GPU has for nothing."""
     monkeypatch.setenv("MOE_EMU_VRAM", str(16 << 30))
@@ -63,7 +59,7 @@ def test_shapes_of_real_models(device: Device, monkeypatch: pytest.MonkeyPatch, 
     assert output.count("worst NMSE") == len(sets)
 
 
-def test_random_swaps(device: Device) -> None:
+def test_random_swaps(device):
     """Every freed slot is filled with NaNs before it is loaded again; streams sleep at random;
     pageable memory and experts that are read from pinned memory too. No wrong row."""
     steps = 600 if device.emulated and not ALL else 10_000
@@ -74,7 +70,7 @@ def test_random_swaps(device: Device) -> None:
 
 
 @pytest.mark.parametrize("order", ["load", "reuse"])
-def test_a_missing_wait_is_noticed(emulated: Device, order: str) -> None:
+def test_a_missing_wait_is_noticed(emulated, order):
     """What the tests above rely on: without the wait for a copy, or for a slot's last reader,
     rows are wrong. A GPU may be fast enough to be right by chance."""
     with pytest.raises(AssertionError, match="row "):

@@ -1,13 +1,8 @@
 """Cards that are too small, full, or lost in the middle: one sentence, and nothing wrong."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from .conftest import Device, Runs
+from .conftest import Runs
 from .test_engine import POLICIES, assert_same_answer
 
 LOST = (
@@ -18,11 +13,11 @@ FULL = "The GPU's memory is full: end what else uses it, or give a smaller --vra
 
 
 @pytest.fixture
-def runs(emulated: Device, both: Path) -> Runs:
+def runs(emulated, both):
     return Runs(emulated, both)
 
 
-def last_words(run: dict[str, Any], at_end: str) -> str:
+def last_words(run, at_end):
     """What a run says that ends early, as an error of the engine or as at_end, the program's only
     line."""
     if "failed" in run:
@@ -34,9 +29,7 @@ def last_words(run: dict[str, Any], at_end: str) -> str:
 
 @pytest.mark.parametrize("kernel", [1, 40, 400])
 @pytest.mark.parametrize("name", ["lru", "dynaexq"])
-def test_a_card_that_is_lost(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch, name: str, kernel: int
-) -> None:
+def test_a_card_that_is_lost(runs, monkeypatch, name, kernel):
     """From some kernel on every call of CUDA fails, in upstream's code or in ours."""
     monkeypatch.setenv("MOE_EMU_FAIL", str(kernel))
     said = last_words(runs.on_gpu(6, **POLICIES[name], misses="copy"), LOST)
@@ -45,9 +38,7 @@ def test_a_card_that_is_lost(
 
 
 @pytest.mark.parametrize("allocation", [1, 4, 8, 12])
-def test_a_card_that_another_program_fills(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch, allocation: int
-) -> None:
+def test_a_card_that_another_program_fills(runs, monkeypatch, allocation):
     """From some allocation on there is no memory, though it was there when the plan was made."""
     monkeypatch.setenv("MOE_EMU_FULL", str(allocation))
     said = last_words(runs.on_gpu(6, **POLICIES["lru"], misses="copy"), FULL)
@@ -55,7 +46,7 @@ def test_a_card_that_another_program_fills(
 
 
 @pytest.mark.parametrize("refused", [1, 2, 3, 4])
-def test_a_piece_that_is_not_pinned(runs: Runs, refused: int) -> None:
+def test_a_piece_that_is_not_pinned(runs, refused):
     """The driver refuses one piece of host memory, whichever: what the link is timed with, the
     cache of experts, rows for the host's threads, tables. The answer is the host's."""
     wanted = runs.on_host(3, **POLICIES["lru"])
@@ -66,7 +57,7 @@ def test_a_piece_that_is_not_pinned(runs: Runs, refused: int) -> None:
     assert ("host memory not pinned" in found["mode"]) == (refused == 2)
 
 
-def test_a_card_that_is_too_small(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_that_is_too_small(runs, monkeypatch):
     """--vram asks for more than the card has, which is too little for anything."""
     monkeypatch.setenv("MOE_EMU_VRAM", str(8 << 20))
     said = last_words(runs.on_gpu(0, policy="lru", vram=1 << 34), "")

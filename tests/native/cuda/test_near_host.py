@@ -1,19 +1,13 @@
 """Experts that are not hot stay on the host of a GPU, whose threads compute them."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
-from .conftest import Device, Runs
+from .conftest import Runs
 from .test_engine import assert_same_answer
 
 
 @pytest.mark.parametrize(("n_hot", "n_prompt"), [(1, 12), (3, 12), (1, 80)])
-def test_not_one_byte_of_a_cold_expert_is_copied(
-    device: Device, three: Path, n_hot: int, n_prompt: int
-) -> None:
+def test_not_one_byte_of_a_cold_expert_is_copied(device, three, n_hot, n_prompt):
     """Every byte that the GPU gets of experts behind the start is of one that the placement made
     hot, and each of these once; the host computes all others, in the prompt too, where many rows
     of one expert are a product of matrices."""

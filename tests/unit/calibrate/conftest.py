@@ -1,13 +1,9 @@
 """Random-weight models in F16, and a text for them."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from gguf_tools import synthetic
-from gguf_tools.quantize.ggml import Ggml, load_ggml
+from gguf_tools.quantize.ggml import load_ggml
 from orchestrator.errors import MoeEdgeError
 from orchestrator.native.llama import Bindings
 
@@ -18,7 +14,7 @@ TEXT = (
 
 
 @pytest.fixture(scope="session")
-def ggml() -> Ggml:
+def ggml():
     try:
         Bindings.load()
         return load_ggml()
@@ -27,14 +23,14 @@ def ggml() -> Ggml:
 
 
 @pytest.fixture(scope="session")
-def model(ggml: Ggml, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(ggml, tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "tiny.gguf"
     synthetic.write(path, "tiny-qwen3moe", tiers=("f16",), routing="zipf", zipf_s=2.0, seed=1)
     return path
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> Path:
+def text(tmp_path):
     path = tmp_path / "calib.txt"
     path.write_text(TEXT * 6)
     return path

@@ -1,7 +1,5 @@
 """What is captured is what the model's experts multiply."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections import namedtuple
@@ -13,26 +11,23 @@ import pytest
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, GATE, GATE_UP, UP
-from gguf_tools.quantize.ggml import Ggml
 from orchestrator.errors import ConfigError, GGUFError
 from orchestrator.lab.calibrate import capture as spill
 from orchestrator.lab.calibrate.capture import Capture, Rows, read_calibration
 from orchestrator.lab.calibrate.measure import stored, tensor
 
 
-def silu(x: np.ndarray) -> np.ndarray:
+def silu(x):
     return x / (1 + np.exp(-x))
 
 
 @pytest.fixture
-def capture(model: Path):
+def capture(model):
     with Capture(model, threads=1) as found:
         yield found
 
 
-def test_inputs_and_ids_fit_each_other(
-    capture: Capture, model: Path, text: Path, ggml: Ggml
-) -> None:
+def test_inputs_and_ids_fit_each_other(capture, model, text, ggml):
     calibration = read_calibration(capture.tokenize, text, window=128)
     with ExpertModel.open(model) as facts:
         for seen in capture.layers(calibration.windows):
@@ -57,9 +52,7 @@ def test_inputs_and_ids_fit_each_other(
             assert seen.counts().sum() == seen.ids.size
 
 
-def test_several_passes_see_what_one_sees(
-    capture: Capture, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_passes_see_what_one_sees(capture, text, monkeypatch):
     windows = read_calibration(capture.tokenize, text, limit=300, window=128).windows
     shares: list[float] = []
     once = [
@@ -78,7 +71,7 @@ def test_several_passes_see_what_one_sees(
     assert len(shares) == 3 * len(windows)
 
 
-def test_fused_matrices_behind_a_dense_layer(ggml: Ggml, text: Path, tmp_path: Path) -> None:
+def test_fused_matrices_behind_a_dense_layer(ggml, text, tmp_path):
     path = synthetic.write(tmp_path / "m.gguf", "tiny-deepseek2-fused", tiers=("f16",), seed=2)
     with Capture(path, threads=1) as capture, ExpertModel.open(path) as facts:
         windows = read_calibration(capture.tokenize, text, limit=300, window=128).windows
@@ -91,10 +84,10 @@ def test_fused_matrices_behind_a_dense_layer(ggml: Ggml, text: Path, tmp_path: P
         assert np.abs(hidden - silu(gate) * up).max() < 0.01 * np.abs(hidden).max()
 
 
-def test_what_the_sink_raises_comes_out(capture: Capture, text: Path) -> None:
+def test_what_the_sink_raises_comes_out(capture, text):
     windows = read_calibration(capture.tokenize, text, window=128).windows
 
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise KeyError("stop")
 
     with pytest.raises(KeyError, match="stop"):
@@ -105,9 +98,7 @@ def test_what_the_sink_raises_comes_out(capture: Capture, text: Path) -> None:
     assert seen == [1]
 
 
-def test_a_full_disk_is_a_sentence(
-    capture: Capture, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_a_sentence(capture, text, monkeypatch):
     windows = read_calibration(capture.tokenize, text, window=128).windows
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1000, 999, 1))
@@ -115,23 +106,21 @@ def test_a_full_disk_is_a_sentence(
         next(capture.layers(windows))
 
 
-def test_a_short_text_is_refused(capture: Capture, tmp_path: Path) -> None:
+def test_a_short_text_is_refused(capture, tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("Too short to calibrate on.")
     with pytest.raises(ConfigError, match=r"short\.txt: \d+ tokens are too few to calibrate on"):
         read_calibration(capture.tokenize, path)
 
 
-def test_a_damaged_model_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_model_is_refused(tmp_path):
     path = tmp_path / "no.gguf"
     path.write_bytes(b"GGUF")
     with pytest.raises(GGUFError, match=r"no\.gguf"):
         Capture(path)
 
 
-def test_the_spill_is_on_a_disk_or_where_the_user_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_spill_is_on_a_disk_or_where_the_user_says(tmp_path, monkeypatch):
     monkeypatch.delenv("TMPDIR", raising=False)
     monkeypatch.setattr(spill, "_ON_DISK", tmp_path)
     assert spill.spill_folder() == tmp_path
@@ -142,7 +131,7 @@ def test_the_spill_is_on_a_disk_or_where_the_user_says(
     assert spill.spill_folder() != tmp_path
 
 
-def test_rows_keep_any_magnitude(tmp_path: Path) -> None:
+def test_rows_keep_any_magnitude(tmp_path):
     rng = np.random.default_rng(0)
     values = rng.standard_normal((6, 2, 40), np.float32)
     values *= np.array([1e-30, 1e-6, 1, 1e5, 1e30, 0], np.float32)[:, None, None]

@@ -1,13 +1,11 @@
 """The demo model's loss table, which lies beside it."""
 
-from __future__ import annotations
-
 from gguf_tools.experts import ExpertModel
 from orchestrator.cli.options import demo_model
 from orchestrator.cost.losses import default_path, load
 
 
-def test_the_demo_knows_what_its_precisions_lose() -> None:
+def test_the_demo_knows_what_its_precisions_lose():
     """It is of this very file, and KL is fitted for all of its tiers."""
     with ExpertModel.open(demo_model()) as model:
         table = load(default_path(model.path), model)

@@ -1,10 +1,7 @@
 """Five precisions in one file, down to one bit, from packing to an answer."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +13,6 @@ from orchestrator.cli.main import cli
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.events import Phase
-from orchestrator.native import Library
 
 # By method: tiers, the bits of the last one, and experts of the model. Of one bit q1_0 keeps a sign
 # a weight, which GPTQ makes usable; iq1_s is a codebook, and needs an importance matrix.
@@ -29,9 +25,7 @@ TEXT = "The fox sat by the river and looked at the stars. It was late, and nobod
 
 
 @pytest.fixture(scope="module", params=TIERS)
-def packed(
-    request: pytest.FixtureRequest, library: Library, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, tuple[str, ...], str]:
+def packed(request, library, tmp_path_factory):
     """A file, its tiers, and the method of the lower ones."""
     if request.param == "gptq":
         pytest.importorskip("torch", reason="torch is not installed (extra: convert)")
@@ -49,7 +43,7 @@ def packed(
     return out, tiers, request.param
 
 
-def decode(model: Path, **options: object) -> np.ndarray:
+def decode(model, **options):
     config = Config.build(model=model, ctx=128, threads=1, use_extra_bufts=False, **options)
     with Engine.open(config) as engine:
         tokens = engine.tokenize(TEXT)[:12]
@@ -58,7 +52,7 @@ def decode(model: Path, **options: object) -> np.ndarray:
         )
 
 
-def test_it_is_sound_and_says_its_bits(packed: tuple[Path, tuple[str, ...], str]) -> None:
+def test_it_is_sound_and_says_its_bits(packed):
     path, tiers, method = packed
     assert CliRunner().invoke(cli, ["verify", str(path)]).exit_code == 0
     shown = CliRunner().invoke(cli, ["inspect", str(path)]).output
@@ -69,9 +63,7 @@ def test_it_is_sound_and_says_its_bits(packed: tuple[Path, tuple[str, ...], str]
     assert all(f" {tier}  " in shown for tier in tiers)
 
 
-def test_each_tier_is_exported_and_computes_the_same(
-    packed: tuple[Path, tuple[str, ...], str], tmp_path: Path
-) -> None:
+def test_each_tier_is_exported_and_computes_the_same(packed, tmp_path):
     path, tiers, _ = packed
     seen = []
     for tier in tiers:
@@ -87,7 +79,7 @@ def test_each_tier_is_exported_and_computes_the_same(
     assert errors == sorted(errors) and errors[0] == 0 < errors[1]
 
 
-def test_a_layer_computes_in_all_tiers_at_once(packed: tuple[Path, tuple[str, ...], str]) -> None:
+def test_a_layer_computes_in_all_tiers_at_once(packed):
     path, tiers, _ = packed
     config = Config.build(model=path, ctx=128, threads=1, policy="context", hot_experts=1)
     with Engine.open(config.with_changes(near_bits=2.0, logits_all=True)) as engine:

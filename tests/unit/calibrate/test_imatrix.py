@@ -1,9 +1,6 @@
 """Importance matrices: the numbers, the file format, and what is refused."""
 
-from __future__ import annotations
-
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,12 +17,12 @@ from gguf_tools.quantize.imatrix import (
     read_imatrix,
     write_imatrix,
 )
-from orchestrator.lab.calibrate.capture import Capture, WindowActivations, read_calibration
+from orchestrator.lab.calibrate.capture import Capture, read_calibration
 from orchestrator.lab.calibrate.methods import gather, sum_squares
 
 
 @pytest.fixture(scope="module")
-def gathered(model: Path, tmp_path_factory: pytest.TempPathFactory):
+def gathered(model, tmp_path_factory):
     """An imatrix of the tiny model, and the text's windows."""
     text = tmp_path_factory.mktemp("text") / "calib.txt"
     text.write_text("Once upon a time an owl lived in an oak, and it was never at home. " * 8)
@@ -34,14 +31,14 @@ def gathered(model: Path, tmp_path_factory: pytest.TempPathFactory):
         return gather(capture, facts, calibration), calibration.windows
 
 
-def test_sums_are_the_plain_ones(gathered, model: Path) -> None:
+def test_sums_are_the_plain_ones(gathered, model):
     """Against one product row at a time, in double precision."""
     imatrix, windows = gathered
     n = 8
     sums = {name: np.zeros(entry.sums.shape) for name, entry in imatrix.entries.items()}
     counts = np.zeros((3, n))
 
-    def add(layer: int, _number: int, seen: WindowActivations) -> None:
+    def add(layer, _number, seen):
         for t, chosen in enumerate(seen.ids):
             for slot, expert in enumerate(chosen):
                 counts[layer, expert] += 1
@@ -59,14 +56,14 @@ def test_sums_are_the_plain_ones(gathered, model: Path) -> None:
     assert counts.sum() == 3 * 2 * sum(len(window) for window in windows)
 
 
-def test_inputs_of_each_slot_go_to_their_expert() -> None:
+def test_inputs_of_each_slot_go_to_their_expert():
     ids = np.array([[0, 2], [2, 1]], np.int32)
     values = np.array([[[1.0], [2.0]], [[3.0], [4.0]]], np.float32)
     assert sum_squares(values, ids, 4).ravel().tolist() == [1, 16, 4 + 9, 0]
     assert sum_squares(values[:, :1], ids, 4).ravel().tolist() == [1, 9, 1 + 9, 0]
 
 
-def test_a_file_comes_back_and_is_upstreams(gathered, tmp_path: Path) -> None:
+def test_a_file_comes_back_and_is_upstreams(gathered, tmp_path):
     gguf = pytest.importorskip("gguf", reason="needs gguf: pip install -e '.[dev]'")
     imatrix, windows = gathered
     path = tmp_path / "m.imatrix.gguf"
@@ -90,7 +87,7 @@ def test_a_file_comes_back_and_is_upstreams(gathered, tmp_path: Path) -> None:
     assert np.array_equal(found[f"{name}.in_sum2"].data, imatrix.entries[name].sums)
 
 
-def made(n: int = 8, width: int = 256, tokens: float = 100, layers: int = 3) -> Imatrix:
+def made(n=8, width=256, tokens=100, layers=3):
     """An imatrix for the tiny model: expert e has a mean of e + 1 everywhere."""
     counts = np.full(n, tokens, np.float32)
     sums = np.arange(1, n + 1, dtype=np.float32)[:, None] * np.full(width, tokens, np.float32)
@@ -104,7 +101,7 @@ def made(n: int = 8, width: int = 256, tokens: float = 100, layers: int = 3) -> 
     )
 
 
-def test_an_expert_that_saw_too_little_gets_the_mean_of_its_layer(model: Path) -> None:
+def test_an_expert_that_saw_too_little_gets_the_mean_of_its_layer(model):
     imatrix = made()
     for kind in (UP, GATE, DOWN):
         entry = imatrix.entries[expert_tensor_name(1, kind)]
@@ -124,7 +121,7 @@ def test_an_expert_that_saw_too_little_gets_the_mean_of_its_layer(model: Path) -
     assert importance.counts(1)[3] == 0
 
 
-def test_gate_and_up_may_be_fused_in_one_of_the_files(ggml, tmp_path: Path) -> None:
+def test_gate_and_up_may_be_fused_in_one_of_the_files(ggml, tmp_path):
     fused = synthetic.write(tmp_path / "m.gguf", "tiny-deepseek2-fused", tiers=("f16",))
     imatrix = made()
     for il in (1, 2):
@@ -143,7 +140,7 @@ def test_gate_and_up_may_be_fused_in_one_of_the_files(ggml, tmp_path: Path) -> N
         (made(width=512), r"4096 values and 8 counts, but .* has 8 experts with rows of 256"),
     ],
 )
-def test_another_models_imatrix_is_refused(imatrix: Imatrix, message: str, model: Path) -> None:
+def test_another_models_imatrix_is_refused(imatrix, message, model):
     with (
         ExpertModel.open(model) as facts,
         pytest.raises(errors.MismatchError, match=message),
@@ -151,7 +148,7 @@ def test_another_models_imatrix_is_refused(imatrix: Imatrix, message: str, model
         ExpertImportance(imatrix, facts)
 
 
-def legacy(entries: dict[str, tuple[int, np.ndarray]], tail: bytes = b"") -> bytes:
+def legacy(entries, tail=b""):
     data = struct.pack("<i", len(entries))
     for name, (calls, values) in entries.items():
         data += struct.pack("<i", len(name)) + name.encode()
@@ -159,7 +156,7 @@ def legacy(entries: dict[str, tuple[int, np.ndarray]], tail: bytes = b"") -> byt
     return data + tail
 
 
-def test_the_older_format_is_read(model: Path, tmp_path: Path) -> None:
+def test_the_older_format_is_read(model, tmp_path):
     path = tmp_path / "old.imatrix"
     means = np.arange(1, 9, dtype=np.float32)[:, None] * np.ones(256, np.float32)
     path.write_bytes(
@@ -179,7 +176,7 @@ def test_the_older_format_is_read(model: Path, tmp_path: Path) -> None:
     assert read_imatrix(path).datasets == []
 
 
-def gguf_file(path: Path, tensors: dict[str, np.ndarray]) -> Path:
+def gguf_file(path, tensors):
     writer = GGUFWriter(path)
     for name, values in tensors.items():
         kind = GGMLType.F32 if values.dtype == np.float32 else GGMLType.F16
@@ -216,9 +213,7 @@ ONES = np.ones((2, 32), np.float32)
         ),
     ],
 )
-def test_a_bad_file_is_a_sentence(
-    tensors: dict[str, np.ndarray], error: type[Exception], message: str, tmp_path: Path
-) -> None:
+def test_a_bad_file_is_a_sentence(tensors, error, message, tmp_path):
     with pytest.raises(error, match=rf"bad\.gguf: .*{message}|bad\.gguf: {message}"):
         read_imatrix(gguf_file(tmp_path / "bad.gguf", tensors))
 
@@ -236,7 +231,7 @@ def test_a_bad_file_is_a_sentence(
         legacy({"a": (1, ONES)}).replace(struct.pack("<i", ONES.size), struct.pack("<i", -4)),
     ],
 )
-def test_junk_is_a_sentence(data: bytes, tmp_path: Path) -> None:
+def test_junk_is_a_sentence(data, tmp_path):
     path = tmp_path / "junk.dat"
     path.write_bytes(data)
     with pytest.raises(errors.MagicError, match=r"junk\.dat: neither a GGUF nor an importance"):

@@ -1,11 +1,7 @@
 """The loss table: its numbers, its file, its command."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +13,6 @@ from gguf_tools.file.layout import DOWN, GATE, UP, GGMLType
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.file.writer import GGUFWriter
 from gguf_tools.pack import pack
-from gguf_tools.quantize.ggml import Ggml
 from gguf_tools.quantize.imatrix import read_imatrix
 from orchestrator.cli.main import cli
 from orchestrator.cost.losses import Fit, LossTable, TablePrecision, default_path, load, save
@@ -30,11 +25,11 @@ from orchestrator.lab.calibrate.capture import Capture
 from orchestrator.lab.calibrate.measure import LayerExperts, stored
 from orchestrator.lab.calibrate.methods import Method
 from orchestrator.lab.calibrate.table import measure_losses, read_windows
-from orchestrator.lab.observe import Node, observe
+from orchestrator.lab.observe import observe
 
 
 @pytest.fixture(scope="module")
-def files(ggml: Ggml, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def files(ggml, tmp_path_factory):
     """A packed file and its full-precision source: two layers, one expert that sees no token."""
     folder = tmp_path_factory.mktemp("model")
     shape = replace(synthetic.preset("tiny-qwen3moe"), n_layer=2, n_expert=4)
@@ -44,12 +39,12 @@ def files(ggml: Ggml, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
     return folder / "packed.gguf", source
 
 
-def run(*args: object):
+def run(*args):
     return CliRunner().invoke(cli, ["calibrate", *map(str, args), "--threads", "1", "--force"])
 
 
 @pytest.fixture
-def table(files: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch) -> LossTable:
+def table(files, text, monkeypatch):
     """The table that the command writes, of at most 100 inputs an expert."""
     packed, source = files
     monkeypatch.setattr(measuring, "MAX_ROWS", 100)
@@ -59,9 +54,7 @@ def table(files: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch)
         return load(default_path(packed), model)
 
 
-def test_the_losses_are_those_of_the_formula(
-    table: LossTable, files: tuple[Path, Path], text: Path, ggml: Ggml
-) -> None:
+def test_the_losses_are_those_of_the_formula(table, files, text, ggml):
     """Each candidate of each expert, computed plainly in double precision."""
     packed, source = files
     assert table.candidates == [
@@ -106,13 +99,13 @@ def test_the_losses_are_those_of_the_formula(
     assert (np.diff(np.nanmean(table.loss, axis=(0, 1))) > 0).all()
 
 
-def plain(matrices: dict[int, np.ndarray], x: np.ndarray) -> np.ndarray:
+def plain(matrices, x):
     up, gate, down = (matrices[kind].astype(np.float64) for kind in (UP, GATE, DOWN))
     inner = x @ gate.T
     return (inner / (1 + np.exp(-inner)) * (x @ up.T)) @ down.T
 
 
-def test_an_expert_without_a_token_has_no_loss(table: LossTable) -> None:
+def test_an_expert_without_a_token_has_no_loss(table):
     unseen = table.counts == 0
     assert unseen.any() and not unseen.all(axis=1).any()
     assert np.isnan(table.loss[unseen]).all() and np.isnan(table.power[unseen]).all()
@@ -125,9 +118,7 @@ def test_an_expert_without_a_token_has_no_loss(table: LossTable) -> None:
     assert "saw no token" in table.render()
 
 
-def test_the_best_tier_is_the_reference_where_there_is_no_other(
-    files: tuple[Path, Path], text: Path, tmp_path: Path
-) -> None:
+def test_the_best_tier_is_the_reference_where_there_is_no_other(files, text, tmp_path):
     packed, out = files[0], tmp_path / "own.json"
     result = run(packed, "--calib", text, "--types", "", "--calib-tokens", 300, "--out", out)
     assert result.exit_code == 0, result.output
@@ -146,7 +137,7 @@ def test_the_best_tier_is_the_reference_where_there_is_no_other(
     gates: list[np.ndarray] = []
     ids: list[np.ndarray] = []
 
-    def keep(node: Node) -> None:
+    def keep(node):
         gates.append(node.source(1).array()[0, :, :, 0])
         # what down multiplies by them says whose they are
         ids.append(node.source(0).source(2).array()[0, 0])
@@ -166,7 +157,7 @@ MOVED = {
 }
 
 
-def test_factors_and_scales_explain_what_was_measured() -> None:
+def test_factors_and_scales_explain_what_was_measured():
     """Windows of which the first is twice as sensitive as the second, and layers of which the last
     one counts twice: the exact solution, whatever the unit of the losses."""
     found = {name: tables.Moved(np.array(kl), np.array(lost)) for name, (lost, kl) in MOVED.items()}
@@ -186,14 +177,12 @@ def test_factors_and_scales_explain_what_was_measured() -> None:
             tables.fitted(["q8_0", "q3_k"], still, "text", weights)
 
 
-def test_no_first_choice_is_skipped(
-    files: tuple[Path, Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_first_choice_is_skipped(files, text, tmp_path, monkeypatch):
     """As no policy does; and others are, by single tokens: the model's logits say so."""
     skipped: list[np.ndarray] = []
     read = tables.TextReader._route
 
-    def watched(self: Any, event: Any) -> None:
+    def watched(self, event):
         read(self, event)
         if self._mask is not None and self._mask.any():
             first = np.arange(event.n_tokens), event.weights_array.argmax(axis=1)
@@ -206,7 +195,7 @@ def test_no_first_choice_is_skipped(
     assert table.fit is not None and min(table.fit.factors) > 0
 
 
-def measure(packed: Path, text: Path, out: Path) -> LossTable:
+def measure(packed, text, out):
     method = Method(calib=text, tokens=600, threads=1)
     notes: list[str] = []
     found = measure_losses(method, packed, None, [], out, lambda *_: None, notes.append)
@@ -215,20 +204,14 @@ def measure(packed: Path, text: Path, out: Path) -> LossTable:
 
 
 @pytest.mark.parametrize("after", ["table", "skip in parts", "skip"])
-def test_an_interrupted_run_goes_on(
-    after: str,
-    files: tuple[Path, Path],
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interrupted_run_goes_on(after, files, text, tmp_path, monkeypatch):
     """With the same numbers as one that was not interrupted, and no pass is made twice."""
     packed, out = files[0], tmp_path / "t.json"
     whole = measure(packed, text, out)
     made: list[str] = []
     moved = tables.moved
 
-    def stopped(reader: Any, name: str, *more: Any) -> Any:
+    def stopped(reader, name, *more):
         if made[-1:] == [after] or (after == "table" and not made):
             made.append("interrupt")
             raise KeyboardInterrupt
@@ -248,10 +231,8 @@ def test_an_interrupted_run_goes_on(
         assert not tables.Kept(model, {}).went_on
 
 
-def test_what_was_interrupted_in_its_first_pass_begins_anew(
-    files: tuple[Path, Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stopped(*_: Any) -> None:
+def test_what_was_interrupted_in_its_first_pass_begins_anew(files, text, tmp_path, monkeypatch):
+    def stopped(*_):
         raise KeyboardInterrupt
 
     method, out = Method(calib=text, tokens=600, threads=1), tmp_path / "t.json"
@@ -263,9 +244,7 @@ def test_what_was_interrupted_in_its_first_pass_begins_anew(
     assert not notes
 
 
-def test_it_is_the_same_in_little_memory(
-    files: tuple[Path, Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_the_same_in_little_memory(files, text, tmp_path, monkeypatch):
     """Steps of one window, of experts that are read for each: other draws, the same errors."""
     packed = files[0]
     whole = measure(packed, text, tmp_path / "whole.json")
@@ -273,22 +252,20 @@ def test_it_is_the_same_in_little_memory(
     parts = measure(packed, text, tmp_path / "parts.json")
     assert np.array_equal(parts.counts, whole.counts)
     assert np.allclose(parts.power, whole.power, rtol=1e-4, equal_nan=True)
-    assert np.allclose(parts.gates, whole.gates, rtol=1e-4, equal_nan=True)  # type: ignore[arg-type]
+    assert np.allclose(parts.gates, whole.gates, rtol=1e-4, equal_nan=True)
 
 
-def test_a_pass_that_finds_less_memory_has_fewer_of_the_logits(
-    files: tuple[Path, Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_that_finds_less_memory_has_fewer_of_the_logits(files, text, tmp_path, monkeypatch):
     """Those of a token of each window, compared with what the first pass kept of that token."""
     load, sizes, scored = reader.load_within, [], []
 
-    def full(stack: Any, path: Path, size: int, *args: Any, **more: Any) -> Any:
+    def full(stack, path, size, *args, **more):
         sizes.append(size)
         if len(sizes) > 1 and sizes[-2:] != [tables.WINDOW] * 2:
             raise BudgetError("too little", 1)
         return load(stack, path, size, *args, **more)
 
-    def watched(text: Any, name: str, costs: Any, against: Any, progress: Any) -> Any:
+    def watched(text, name, costs, against, progress):
         scored.append([int(each.sum()) for each in text.scored])
         says = [log_softmax(row) for step in text.read(lambda *_: None) for row in step.logits]
         kept = [against.row(at) for at in range(len(says))]
@@ -302,7 +279,7 @@ def test_a_pass_that_finds_less_memory_has_fewer_of_the_logits(
     assert scored == [[1, 1]] * 3
 
 
-def test_by_importance(files: tuple[Path, Path], text: Path, tmp_path: Path) -> None:
+def test_by_importance(files, text, tmp_path):
     """It weighs the errors by the inputs of this very text, so it has less of them in all."""
     packed, _ = files
     found = []
@@ -318,7 +295,7 @@ def test_by_importance(files: tuple[Path, Path], text: Path, tmp_path: Path) -> 
     assert [table.method for table in found] == ["rtn", "imatrix"]
 
 
-def test_an_importance_matrix_instead(files: tuple[Path, Path], text: Path, tmp_path: Path) -> None:
+def test_an_importance_matrix_instead(files, text, tmp_path):
     packed, out = files[0], tmp_path / "m.gguf"
     result = run(packed, "--calib", text, "--save-imatrix", out)
     assert result.exit_code == 0, result.output
@@ -327,18 +304,14 @@ def test_an_importance_matrix_instead(files: tuple[Path, Path], text: Path, tmp_
     assert read_imatrix(out).datasets == ["calib.txt"]
 
 
-def test_another_model_is_no_reference(
-    files: tuple[Path, Path], model: Path, text: Path, tmp_path: Path
-) -> None:
+def test_another_model_is_no_reference(files, model, text, tmp_path):
     result = run(files[0], "--calib", text, "--reference", model, "--out", tmp_path / "x.json")
     assert result.exit_code == 1
     assert "not the model of" in result.output
     assert not (tmp_path / "x.json").exists()
 
 
-def test_an_unknown_activation_is_refused(
-    files: tuple[Path, Path], text: Path, ggml: Ggml, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_activation_is_refused(files, text, ggml, monkeypatch):
     _, source = files
     windows = read_windows(Method(calib=text, tokens=300), source).windows
     with Capture(source, threads=1) as capture, ExpertModel.open(source) as full:
@@ -351,7 +324,7 @@ def test_an_unknown_activation_is_refused(
             LayerExperts(full, 1, expert, *rows, ggml)
 
 
-def test_scales_biases_and_other_activations(ggml: Ggml, tmp_path: Path) -> None:
+def test_scales_biases_and_other_activations(ggml, tmp_path):
     """gpt-oss: a clamped SwiGLU, and biases of all three matrices; and their scales, as NVFP4 has
     them."""
     rng = np.random.default_rng(5)
@@ -392,7 +365,7 @@ def test_scales_biases_and_other_activations(ggml: Ggml, tmp_path: Path) -> None
         assert np.allclose(experts.output(0, matrices, x), expected, atol=1e-3)
 
 
-def small(model: ExpertModel) -> LossTable:
+def small(model):
     shape = (model.n_layers, model.n_expert)
     loss = np.full((*shape, 2), 0.25)
     counts = np.ones(shape, np.int64)
@@ -403,7 +376,7 @@ def small(model: ExpertModel) -> LossTable:
     return LossTable(candidates, loss, loss[..., 0], counts, "r", "rtn", "c", 7, gates, fitted)
 
 
-def test_a_table_comes_back(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_table_comes_back(files, tmp_path):
     path = tmp_path / "t.json"
     with ExpertModel.open(files[0]) as model:
         table = small(model)
@@ -451,9 +424,7 @@ def test_a_table_comes_back(files: tuple[Path, Path], tmp_path: Path) -> None:
         ("format", "other"),
     ],
 )
-def test_a_damaged_table_is_a_sentence(
-    key: str, value: object, files: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_damaged_table_is_a_sentence(key, value, files, tmp_path):
     path = tmp_path / "t.json"
     with ExpertModel.open(files[0]) as model:
         save(path, model, small(model))

@@ -1,10 +1,7 @@
 """Quantizing by importance, from a text or from a file, through `moe-edge pack`."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +11,6 @@ from gguf_tools import errors, synthetic
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, IMPORTANCE_TYPES, TIER_TYPES, UP, GGMLType
 from gguf_tools.pack import pack
-from gguf_tools.quantize.ggml import Ggml
 from gguf_tools.quantize.imatrix import write_imatrix
 from gguf_tools.quantize.tiers import parse_tiers
 from orchestrator.cli.main import cli
@@ -27,22 +23,20 @@ LEFT_OUT = {"f32", "f16", "bf16", "q8_0", "mxfp4", "q1_0", "iq2_s"}
 WEIGHTED = [each for each in TIER_TYPES if each.tier_name not in LEFT_OUT]
 
 
-def matrix(rows: int = 4, width: int = 512) -> tuple[np.ndarray, np.ndarray]:
+def matrix(rows=4, width=512):
     """Weights, and an importance that differs a hundredfold between columns."""
     rng = np.random.default_rng(3)
     importance = rng.lognormal(0, 1.5, width).astype(np.float32)
     return rng.standard_normal((rows, width), np.float32) * 0.05, importance
 
 
-def weighted_error(
-    ggml: Ggml, kind: GGMLType, values: np.ndarray, blocks: np.ndarray, by: np.ndarray
-) -> float:
+def weighted_error(ggml, kind, values, blocks, by):
     found = ggml.dequantize(kind, blocks, values.shape[1])
     return float((by * (found - values) ** 2.0).sum())
 
 
 @pytest.mark.parametrize("kind", WEIGHTED, ids=lambda kind: kind.tier_name)
-def test_importance_lowers_the_weighted_error(kind: GGMLType, ggml: Ggml) -> None:
+def test_importance_lowers_the_weighted_error(kind, ggml):
     values, importance = matrix()
     plain = weighted_error(ggml, kind, values, ggml.quantize(kind, values), importance)
     ours = ggml.quantize(kind, values, importance)
@@ -53,7 +47,7 @@ def test_importance_lowers_the_weighted_error(kind: GGMLType, ggml: Ggml) -> Non
 
 
 @pytest.mark.parametrize("kind", IMPORTANCE_TYPES, ids=lambda kind: kind.tier_name)
-def test_types_that_need_importance_are_refused_without(kind: GGMLType, ggml: Ggml) -> None:
+def test_types_that_need_importance_are_refused_without(kind, ggml):
     with pytest.raises(errors.QuantizeError, match="needs an importance matrix"):
         ggml.quantize(kind, matrix()[0])
     with pytest.raises(
@@ -63,7 +57,7 @@ def test_types_that_need_importance_are_refused_without(kind: GGMLType, ggml: Gg
     assert parse_tiers([kind.tier_name], importance=True) == [kind]
 
 
-def test_a_type_that_needs_importance(ggml: Ggml) -> None:
+def test_a_type_that_needs_importance(ggml):
     kind = GGMLType.IQ2_XXS
     values, importance = matrix()
     blocks = ggml.quantize(kind, values, importance)
@@ -73,7 +67,7 @@ def test_a_type_that_needs_importance(ggml: Ggml) -> None:
 
 
 @pytest.mark.parametrize("kind", [GGMLType.Q2_K, GGMLType.Q6_K, GGMLType.IQ2_XXS, GGMLType.Q2_0])
-def test_columns_without_importance_keep_their_weights(kind: GGMLType, ggml: Ggml) -> None:
+def test_columns_without_importance_keep_their_weights(kind, ggml):
     values, importance = matrix()
     importance[32:160] = 0
     for given in (importance, np.zeros_like(importance)):
@@ -84,27 +78,25 @@ def test_columns_without_importance_keep_their_weights(kind: GGMLType, ggml: Ggm
 
 
 @pytest.mark.parametrize(("n", "value"), [(256, 1), (512, -1), (512, np.nan), (512, np.inf)])
-def test_impossible_importance_is_refused(n: int, value: float, ggml: Ggml) -> None:
+def test_impossible_importance_is_refused(n, value, ggml):
     importance = np.full(n, value, np.float32)
     with pytest.raises(errors.QuantizeError, match="must be 512 finite values, none negative"):
         ggml.quantize(GGMLType.Q4_K, matrix()[0], importance)
 
 
 @pytest.fixture(scope="module")
-def small(ggml: Ggml, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small(ggml, tmp_path_factory):
     """One layer of four experts, since some types take long."""
     path = tmp_path_factory.mktemp("model") / "small.gguf"
     shape = replace(synthetic.preset("tiny-qwen3moe"), n_layer=1, n_expert=4)
     return synthetic.write(path, shape, tiers=("f16",), routing="zipf", zipf_s=8.0, seed=1)
 
 
-def run(*args: object):
+def run(*args):
     return CliRunner().invoke(cli, ["pack", *map(str, args), "--threads", "1"])
 
 
-def test_pack_by_a_text_and_by_a_file_made_from_it(
-    small: Path, text: Path, ggml: Ggml, tmp_path: Path
-) -> None:
+def test_pack_by_a_text_and_by_a_file_made_from_it(small, text, ggml, tmp_path):
     tiers = ("--tiers", "q8_0,q2_k,iq2_xxs")
     first, second = tmp_path / "first.gguf", tmp_path / "second.gguf"
     result = run(small, first, *tiers, "--method", "imatrix", "--calib", text)
@@ -145,9 +137,7 @@ def test_pack_by_a_text_and_by_a_file_made_from_it(
     assert CliRunner().invoke(cli, ["verify", str(first)]).exit_code == 0
 
 
-def test_lower_tiers_are_made_anew_and_their_history_stays_true(
-    small: Path, text: Path, ggml: Ggml, tmp_path: Path
-) -> None:
+def test_lower_tiers_are_made_anew_and_their_history_stays_true(small, text, ggml, tmp_path):
     plain, weighted, less = (tmp_path / f"{name}.gguf" for name in ("a", "b", "c"))
     pack(small, plain, ["q8_0", "q2_k"], ggml=ggml)
     options = ("--method", "imatrix", "--calib", text)
@@ -182,9 +172,7 @@ def test_lower_tiers_are_made_anew_and_their_history_stays_true(
         (("--method", "gptq", "--imatrix", "TEXT"), "gptq needs --calib TEXT, and takes no --im"),
     ],
 )
-def test_options_that_do_not_go_together(
-    options: tuple[str, ...], message: str, small: Path, text: Path, tmp_path: Path
-) -> None:
+def test_options_that_do_not_go_together(options, message, small, text, tmp_path):
     given = [str(text) if each == "TEXT" else each for each in options]
     result = run(small, tmp_path / "out.gguf", "--tiers", "q8_0,q2_k", *given)
     assert result.exit_code == 1, result.output

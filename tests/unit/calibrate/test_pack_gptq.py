@@ -1,11 +1,7 @@
 """GPTQ through `moe-edge pack`: what reaches the file, and experts that saw nothing."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +13,7 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, GATE, UP, GGMLType
 from gguf_tools.pack import pack
 from gguf_tools.quantize import gptq
-from gguf_tools.quantize.ggml import Ggml, load_ggml
+from gguf_tools.quantize.ggml import load_ggml
 from orchestrator.cli.main import cli
 from orchestrator.lab.calibrate.capture import Capture, read_calibration
 from orchestrator.lab.calibrate.gptq import Gptq, computing
@@ -33,12 +29,12 @@ FACTOR = gptq.Factor(np.arange(256), NOTHING, NOTHING, NOTHING)
 
 
 @pytest.fixture
-def torch() -> object:
+def torch():
     return pytest.importorskip("torch", reason="torch is not installed (extra: convert)")
 
 
 @pytest.fixture(scope="module")
-def small(ggml: Ggml, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small(ggml, tmp_path_factory):
     """Two layers of four experts; some of them see nothing of a text."""
     path = tmp_path_factory.mktemp("model") / "small.gguf"
     shape = replace(synthetic.preset("tiny-qwen3moe"), n_layer=2, n_expert=4)
@@ -46,18 +42,18 @@ def small(ggml: Ggml, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def words(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "calib.txt"
     path.write_text(TEXT * 6)
     return path
 
 
-def run(*args: object):
+def run(*args):
     return CliRunner().invoke(cli, ["pack", *map(str, args), "--threads", "1"])
 
 
 @pytest.fixture(scope="module")
-def packed(small: Path, words: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def packed(small, words, tmp_path_factory):
     """What the command writes, and what it says."""
     pytest.importorskip("torch", reason="torch is not installed (extra: convert)")
     out = tmp_path_factory.mktemp("packed") / "out.gguf"
@@ -66,15 +62,13 @@ def packed(small: Path, words: Path, tmp_path_factory: pytest.TempPathFactory) -
     return out, result.output
 
 
-def expert_bytes(model: ExpertModel, layer: int, kind: int, tier: int, expert: int) -> np.ndarray:
+def expert_bytes(model, layer, kind, tier, expert):
     where = model.slices[layer][kind][tier]
     assert where is not None
     return model.parts[0].bytes_at(where.offset + expert * where.expert_bytes, where.expert_bytes)
 
 
-def test_pack_by_a_text(
-    packed: tuple[Path, str], small: Path, words: Path, ggml: Ggml, tmp_path: Path
-) -> None:
+def test_pack_by_a_text(packed, small, words, ggml, tmp_path):
     """Of every expert that saw tokens enough, each matrix's outputs come nearer than ggml's."""
     (out, said), plain = packed, tmp_path / "plain.gguf"
     assert "experts saw fewer tokens than their matrices have columns" in said
@@ -111,19 +105,13 @@ def test_pack_by_a_text(
     assert "quantized by gptq; calibration: calib.txt" in shown
 
 
-def test_threads_and_what_is_kept_change_nothing(
-    packed: tuple[Path, str],
-    small: Path,
-    words: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_threads_and_what_is_kept_change_nothing(packed, small, words, tmp_path, monkeypatch):
     """Three threads, and two passes over the text. Gate and up of an expert share a factor, and
     so do its tiers, even where no more than one is kept."""
     asked: list[int] = []
     factorize = gptq.factorize
 
-    def counted(hessian: np.ndarray, device: str) -> gptq.Factor | None:
+    def counted(hessian, device):
         asked.append(len(hessian))
         return factorize(hessian, device)
 
@@ -144,9 +132,7 @@ def test_threads_and_what_is_kept_change_nothing(
     assert out.read_bytes() == packed[0].read_bytes()
 
 
-def test_factors_beyond_a_limit_are_made_again(
-    torch: object, small: Path, words: Path, ggml: Ggml, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_factors_beyond_a_limit_are_made_again(torch, small, words, ggml, monkeypatch):
     asked: list[int] = []
     monkeypatch.setattr(gptq, "factorize", lambda *args: asked.append(1) or FACTOR)
     with computing(), Capture(small, threads=1) as capture:
@@ -154,7 +140,7 @@ def test_factors_beyond_a_limit_are_made_again(
         quantizer = Gptq(ggml, capture.layers(windows), "", "cpu", 1, 1)
         values = np.zeros((1, 256), np.float32)
 
-        def quantize(*pairs: tuple[int, int]) -> int:
+        def quantize(*pairs):
             """Pairs of a kind and an expert; returns how many factors there have been."""
             for kind, expert in pairs:
                 quantizer.quantize(0, kind, expert, values, GGMLType.F16)
@@ -165,9 +151,7 @@ def test_factors_beyond_a_limit_are_made_again(
         assert quantize((DOWN, 0)) == 4
 
 
-def test_an_expert_that_saw_nothing(
-    packed: tuple[Path, str], small: Path, words: Path, ggml: Ggml
-) -> None:
+def test_an_expert_that_saw_nothing(packed, small, words, ggml):
     """Its gate goes by the layer's tokens; of its down nothing is known, and ggml rounds it."""
     with Capture(small, threads=1) as capture:
         windows = read_calibration(capture.tokenize, words).windows
@@ -185,7 +169,7 @@ def test_an_expert_that_saw_nothing(
                 assert np.array_equal(found, plain) == (kind == DOWN)
 
 
-def test_a_layer_out_of_its_turn(torch: object, small: Path, text: Path, ggml: Ggml) -> None:
+def test_a_layer_out_of_its_turn(torch, small, text, ggml):
     with computing(), Capture(small, threads=1) as capture:
         windows = read_calibration(capture.tokenize, text).windows
         quantizer = Gptq(ggml, capture.layers(windows), "", "cpu", 1, 1)
@@ -197,14 +181,14 @@ def test_a_layer_out_of_its_turn(torch: object, small: Path, text: Path, ggml: G
 
 
 @pytest.fixture
-def no_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_torch(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     gptq.torch_module.cache_clear()
     yield
     gptq.torch_module.cache_clear()
 
 
-def test_without_torch(no_torch: None, small: Path, text: Path, tmp_path: Path) -> None:
+def test_without_torch(no_torch, small, text, tmp_path):
     result = run(
         small, tmp_path / "out.gguf", "--tiers", "q8_0,q2_k", "--method", "gptq", "--calib", text
     )

@@ -1,9 +1,6 @@
 """Reading a text within a memory cap: the same numbers, with experts from the file."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +11,7 @@ from gguf_tools.file.layout import DOWN
 from gguf_tools.pack import pack
 from orchestrator.cli.main import cli
 from orchestrator.errors import BudgetError, MoeEdgeError
-from orchestrator.lab.calibrate.capture import Capture, WindowActivations
+from orchestrator.lab.calibrate.capture import Capture
 from orchestrator.lab.observe import CalibrationRoom
 from orchestrator.settings import parse_size
 
@@ -23,10 +20,10 @@ OWN = 1 << 20
 WINDOWS = [[int(t) for t in row] for row in np.random.default_rng(2).integers(0, 250, (2, 96))]
 
 
-def seen_in(path: Path, room: CalibrationRoom | None) -> dict[tuple[int, int], WindowActivations]:
+def seen_in(path, room):
     found = {}
 
-    def keep(layer: int, number: int, seen: WindowActivations) -> None:
+    def keep(layer, number, seen):
         found[layer, number] = seen
 
     with Capture(path, threads=1, room=room) as capture:
@@ -34,14 +31,14 @@ def seen_in(path: Path, room: CalibrationRoom | None) -> dict[tuple[int, int], W
     return found
 
 
-def least(path: Path) -> int:
+def least(path):
     """The smallest cap that works."""
     with pytest.raises(BudgetError) as caught:
         seen_in(path, CalibrationRoom(OWN + 1, OWN))
     return caught.value.needed_bytes
 
 
-def test_what_is_seen_is_the_same(model: Path) -> None:
+def test_what_is_seen_is_the_same(model):
     """To the bit, in the smallest memory that works, which the error names."""
     small = least(model)
     with pytest.raises(BudgetError, match="1 MiB of them for the calibration itself"):
@@ -53,7 +50,7 @@ def test_what_is_seen_is_the_same(model: Path) -> None:
             assert np.array_equal(one, other), key
 
 
-def test_a_damaged_expert_is_named(model: Path, tmp_path: Path) -> None:
+def test_a_damaged_expert_is_named(model, tmp_path):
     path = pack(model, tmp_path / "packed.gguf", ["q8_0"], threads=1).path
     with ExpertModel.open(path) as facts:
         down = facts.slices[1][DOWN][0]
@@ -69,9 +66,7 @@ def test_a_damaged_expert_is_named(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("more", [("calibrate",), ("calibrate", "--save-imatrix", "i.gguf")])
-def test_a_cap_that_is_too_small_is_said(
-    model: Path, tmp_path: Path, more: tuple[str, ...]
-) -> None:
+def test_a_cap_that_is_too_small_is_said(model, tmp_path, more):
     text = tmp_path / "t.txt"
     text.write_text(TEXT)
     command, *rest = more
@@ -88,7 +83,7 @@ def test_a_cap_that_is_too_small_is_said(
     assert [path.name for path in tmp_path.iterdir()] == ["t.txt"]
 
 
-def test_a_cap_is_for_a_text(model: Path, tmp_path: Path) -> None:
+def test_a_cap_is_for_a_text(model, tmp_path):
     result = CliRunner().invoke(
         cli, ["pack", str(model), str(tmp_path / "p.gguf"), "--tiers=q4_k", "--ram=1GiB"]
     )
@@ -97,7 +92,7 @@ def test_a_cap_is_for_a_text(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["calibrate", "gptq"])
-def test_the_cap_that_is_named_works(model: Path, tmp_path: Path, command: str) -> None:
+def test_the_cap_that_is_named_works(model, tmp_path, command):
     """Though with more memory several experts would be handled at once."""
     text = tmp_path / "t.txt"
     text.write_text(TEXT)

@@ -1,13 +1,8 @@
 """`moe-edge check`: what is good, and each way in which something is not."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from itertools import islice
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import gguf
 import numpy as np
@@ -26,25 +21,23 @@ FEW = ("--tokens", "5", "--ctx", "256", "--threads", "1")
 
 
 @pytest.fixture(autouse=True)
-def patient(library: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def patient(library, monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture
-def model(tiny_model: Callable[..., Path]) -> Path:
+def model(tiny_model):
     return tiny_model("qwen3moe", "q4_k", "q2_k")
 
 
 @pytest.fixture
-def one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_budget(monkeypatch):
     """The least one alone, since each takes a process."""
     every = checking.three_budgets
     monkeypatch.setattr(checking, "three_budgets", lambda *given: islice(every(*given), 1))
 
 
-def look(
-    path: Path, tokens: int = 5, bar: checking.Bar = lambda label, share: None, **options: Any
-) -> dict[str, Any]:
+def look(path, tokens=5, bar=lambda label, share: None, **options):
     """A check without reading the file's blocks."""
     more = {name: options.pop(name) for name in ("all_tiers",) if name in options}
     config = Config.build(model=path, ctx=256, threads=1, **options)
@@ -52,7 +45,7 @@ def look(
     return examine(config, asked, bar)
 
 
-def test_a_good_model(model: Path, tmp_path: Path) -> None:
+def test_a_good_model(model, tmp_path):
     out = tmp_path / "report.json"
     done = CliRunner().invoke(cli, ["check", "-m", str(model), *FEW, "--json", "--out", str(out)])
     assert (done.exit_code, done.stderr) == (0, "")
@@ -89,10 +82,10 @@ def test_a_good_model(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_budget")
-def test_another_tier_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_tier_is_found(model, monkeypatch):
     """A comparison with the wrong precision: from which token on, in which layer, by how much."""
 
-    def wrong(src: Path, dst: Path, tier: str) -> None:
+    def wrong(src, dst, tier):
         assert tier == "q2_k"
         export(src, dst, "q4_k")
 
@@ -110,7 +103,7 @@ def test_another_tier_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "differ from 0" in render(report)
 
 
-def test_a_later_layer_is_named(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_later_layer_is_named(tiny_model, tmp_path):
     """Of two files that differ in the experts of the last layer alone."""
     model = tiny_model("qwen3moe", "q4_k")
     damaged = tmp_path / "other.gguf"
@@ -127,7 +120,7 @@ def test_a_later_layer_is_named(tiny_model: Callable[..., Path], tmp_path: Path)
     assert compare_layers(model, model, tmp_path) is None
 
 
-def compare_layers(one: Path, other: Path, folder: Path) -> int | None:
+def compare_layers(one, other, folder):
     from orchestrator.lab.check.budgets import CheckJob, run_job, settings_of
 
     paths = []
@@ -140,7 +133,7 @@ def compare_layers(one: Path, other: Path, folder: Path) -> int | None:
     return found[0] if found else None
 
 
-def test_lower_tiers_of_one_file_and_of_two(tiny_model: Callable[..., Path]) -> None:
+def test_lower_tiers_of_one_file_and_of_two(tiny_model):
     high, low = tiny_model("qwen3moe", "q4_k"), tiny_model("qwen3moe", "q2_k")
     report = look(high, low=low, all_tiers=True)
     assert report["ok"], report["problems"]
@@ -149,10 +142,10 @@ def test_lower_tiers_of_one_file_and_of_two(tiny_model: Callable[..., Path]) -> 
 
 
 @pytest.mark.usefixtures("one_budget")
-def test_a_promise_that_is_broken(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_promise_that_is_broken(model, monkeypatch):
     from orchestrator.lab.check.budgets import run_job
 
-    def swollen(job: Any) -> dict[str, Any]:
+    def swollen(job):
         run = run_job(job)
         return run | {"peak_rss": (run["promised_bytes"] or 0) + 1}
 
@@ -163,7 +156,7 @@ def test_a_promise_that_is_broken(model: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "the least (lru): took" in said and "above the promise" in said
 
 
-def test_a_cut_file(model: Path, tmp_path: Path) -> None:
+def test_a_cut_file(model, tmp_path):
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(model.read_bytes()[: model.stat().st_size // 2])
     done = CliRunner().invoke(cli, ["check", "-m", str(cut), *FEW])
@@ -174,7 +167,7 @@ def test_a_cut_file(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_budget")
-def test_damage_that_runs(model: Path, tmp_path: Path) -> None:
+def test_damage_that_runs(model, tmp_path):
     """A scale that is no number: verify names it, and so do the logits."""
     damaged = tmp_path / "nan.gguf"
     data = bytearray(model.read_bytes())
@@ -192,7 +185,7 @@ def test_damage_that_runs(model: Path, tmp_path: Path) -> None:
     assert "Traceback" not in done.output
 
 
-def test_no_experts(tmp_path: Path) -> None:
+def test_no_experts(tmp_path):
     path = tmp_path / "dense.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
@@ -205,9 +198,7 @@ def test_no_experts(tmp_path: Path) -> None:
     assert len(report["problems"]) == 1 and "no expert" in report["problems"][0]
 
 
-def test_a_model_that_cannot_be_managed(
-    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_cannot_be_managed(tiny_model, monkeypatch):
     from orchestrator.native import llama
 
     monkeypatch.setattr(llama, "EXPERT_PATTERN", rb"blk\.\d+\.ffn_gate_inp\.weight")
@@ -218,19 +209,17 @@ def test_a_model_that_cannot_be_managed(
     assert report["words"]["lost"] == []
 
 
-def test_too_little_memory(model: Path) -> None:
+def test_too_little_memory(model):
     report = look(model, ram=1 << 20)
     assert any("--ram 1 MiB is too little" in each for each in report["problems"])
     assert all("Traceback" not in each for each in report["problems"])
 
 
-def test_a_cap_holds_for_the_check_and_a_run_together(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cap_holds_for_the_check_and_a_run_together(model, monkeypatch):
     """Each run gets what the check leaves of the cap, and what is too little is said with both."""
     own, seen = 40 << 20, []
 
-    def too_little(job: Any) -> dict[str, Any]:
+    def too_little(job):
         seen.append(job.settings)
         return {"error": "of the run alone", "needed_bytes": 96 << 20}
 
@@ -253,26 +242,24 @@ def test_a_cap_holds_for_the_check_and_a_run_together(
 
 
 @pytest.mark.usefixtures("one_budget")
-def test_what_a_loss_chooses_is_chosen_as_for_a_chat(
-    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_loss_chooses_is_chosen_as_for_a_chat(tiny_model, monkeypatch):
     """Under the whole cap, once, before the check's own memory comes off it: under another cap
     another plan might be taken, and kept."""
     own, ram = 40 << 20, 200 << 20
     asked = {"ram": ram, "max_loss": 0.1, "remember": True, "conversations": True}
 
     class Chooses:
-        def __init__(self, config: Config, _model: ExpertModel) -> None:
+        def __init__(self, config, _model):
             assert config == Config.build(**asked, beside=own)
 
-        def runs(self, config: Config) -> Any:
+        def runs(self, config):
             assert config == Config.build(**asked)
             chosen = config.compared(policy="lru", high_tier="q2_k", max_loss=None)
             return SimpleNamespace(config=chosen)
 
     jobs = []
 
-    def runs(job: Any) -> dict[str, Any]:
+    def runs(job):
         if job.beside is not None:
             assert not jobs
             return child.run(job)
@@ -292,7 +279,7 @@ def test_what_a_loss_chooses_is_chosen_as_for_a_chat(
     assert last.chosen and not last.settings["remember"] and "max_loss" not in last.settings
 
 
-def test_what_is_larger_than_the_cap_is_mapped(model: Path) -> None:
+def test_what_is_larger_than_the_cap_is_mapped(model):
     config = Config.build(model=model, ram=32 << 20, ctx=256, threads=1)
     assert budgets.plain(config, model, Machine(8 << 30)).use_mmap is True
     roomy = config.with_changes(ram=1 << 30)
@@ -300,17 +287,17 @@ def test_what_is_larger_than_the_cap_is_mapped(model: Path) -> None:
     assert budgets.plain(roomy, model, Machine(64 << 20)).use_mmap is True
 
 
-def rows_of(path: Path, rows: np.ndarray) -> Path:
+def rows_of(path, rows):
     path.write_bytes(rows.astype(np.float32).tobytes())
     return path
 
 
-def test_bits_are_compared(tmp_path: Path) -> None:
+def test_bits_are_compared(tmp_path):
     reference = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
     reference[2, 3] = 0.0
     plain = rows_of(tmp_path / "plain", reference)
 
-    def compared(rows: np.ndarray) -> dict[str, Any]:
+    def compared(rows):
         return compare_rows(rows_of(tmp_path / "ours", rows), plain, 8)
 
     assert compared(reference)["equal"]

@@ -4,8 +4,6 @@ Run as a program it is `moe-edge`, for the tests that need a process or a termin
 answers depends on the prompt; the rest of it keeps the promises of orchestrator.engine.engine.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -18,7 +16,6 @@ ROOT = Path(__file__).resolve().parents[3]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from orchestrator.config import Config  # noqa: E402
 from orchestrator.errors import GGUFError, PolicyError  # noqa: E402
 from orchestrator.events import GenerationStats  # noqa: E402
 
@@ -44,7 +41,7 @@ STATS = GenerationStats(
 WORDS = ["some le", "ngthy w", "ords of an ans", "wer "] * 12
 
 
-def mark(event: str) -> None:
+def mark(event):
     """Tells a test that waits for it, through a file, what has begun."""
     path = os.environ.get("FAKE_ENGINE_LOG")
     if path:
@@ -56,7 +53,7 @@ class FakeEngine:
     """Answers "hello", "loud", "long", "fail", "silence", "slow" and echoes all else. What is
     called endless goes on until it is stopped: a model, an answer, the reading of a prompt."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config):
         self.config = config
         self.n_ctx = config.ctx or 4096
         self.mode = STATS.mode
@@ -181,7 +178,7 @@ class FakeEngine:
             raise PolicyError(f"unknown policy '{name}'; known: dymoe, lru")
         self.mode = f"managed: {name}"
 
-    def memory(self) -> dict[str, int]:
+    def memory(self):
         return {"dense weights": 2**30, "experts": 3 * 2**30, "context": 0, "free": 4 * 2**30}
 
     def change(self, name, value):
@@ -191,7 +188,7 @@ class FakeEngine:
         return used
 
 
-def module() -> types.ModuleType:
+def module():
     """What stands in for orchestrator.engine.engine."""
     made = types.ModuleType("orchestrator.engine.engine")
     made.Engine = FakeEngine

@@ -1,7 +1,5 @@
 """`moe-edge chat` with the fake engine on a pseudo-terminal."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re
@@ -27,7 +25,7 @@ TIMEOUT_S = 600.0  # only what hangs takes so long
 class Terminal:
     """`moe-edge chat` with the fake engine on a pseudo-terminal."""
 
-    def __init__(self, *args: str, home, stderr=None, columns=100, **environment: str) -> None:
+    def __init__(self, *args, home, stderr=None, columns=100, **environment):
         self._master, slave = os.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         env = {**os.environ, "TERM": "xterm", "HOME": str(home), **environment}
@@ -56,10 +54,10 @@ class Terminal:
         self._process.wait()
         os.close(self._master)
 
-    def send(self, keys: str) -> None:
+    def send(self, keys):
         os.write(self._master, keys.encode())
 
-    def wait(self, pattern: str | re.Pattern[str]) -> str:
+    def wait(self, pattern):
         """Read until `pattern` matches what came since the last wait; that text, plain."""
         deadline = time.monotonic() + TIMEOUT_S
         while True:
@@ -77,7 +75,7 @@ class Terminal:
             assert data, f"it ended before {pattern!r}: {new!r}"
             self.raw += data.decode()
 
-    def until_it_reads(self) -> None:
+    def until_it_reads(self):
         """Waits until the process waits for keys. CPython forgets Ctrl-C until the next key where
         it comes a moment before."""
         process, deadline = Path(f"/proc/{self._process.pid}"), time.monotonic() + TIMEOUT_S
@@ -90,12 +88,12 @@ class Terminal:
             looks = looks + 1 if is_asleep and in_select else 0
             assert time.monotonic() < deadline, f"it never waits for keys: {where}"
 
-    def ask(self, line: str) -> str:
+    def ask(self, line):
         """Type a line, and wait for the next prompt."""
         self.send(line + "\n")
         return self.wait(PROMPT)
 
-    def finish(self) -> int:
+    def finish(self):
         while True:
             try:
                 data = os.read(self._master, 65536)

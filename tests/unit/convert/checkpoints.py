@@ -1,13 +1,9 @@
 """Checkpoints of small random models of each family, with their tokenizers, and what transformers
 computes with them."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +34,7 @@ BEGINS = ("llama3", "deepseek")
 
 
 @functools.cache
-def byte_level(kind: str) -> Tokenizer:
+def byte_level(kind):
     """A byte-level BPE of VOCAB tokens, split as a family's own tokenizer splits."""
     tokenizer = Tokenizer(models.BPE())
     if kind == "neox":
@@ -64,7 +60,7 @@ def byte_level(kind: str) -> Tokenizer:
 
 
 @functools.cache
-def _gemma() -> Tokenizer:
+def _gemma():
     """A BPE of VOCAB tokens over characters, that falls back to bytes; a space is a character, and
     no token is of two lines."""
     ends = [END, *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -83,7 +79,7 @@ def _gemma() -> Tokenizer:
     return tokenizer
 
 
-def save_tokenizer(kind: str, folder: Path) -> None:
+def save_tokenizer(kind, folder):
     """The tokenizer's files, as the family's class writes them."""
     if kind == "sentencepiece":
         save_sentencepiece(folder)
@@ -98,7 +94,7 @@ def save_tokenizer(kind: str, folder: Path) -> None:
         path.write_text(json.dumps({**json.loads(path.read_text()), "add_bos_token": True}))
 
 
-def save_sentencepiece(folder: Path) -> None:
+def save_sentencepiece(folder):
     """tokenizer.model, as Llama's: BPE that falls back to bytes, and changes no character."""
     (folder / "tokenizer.model").write_bytes(_sentencepiece())
     config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "legacy": False}
@@ -107,7 +103,7 @@ def save_sentencepiece(folder: Path) -> None:
 
 
 @functools.cache
-def _sentencepiece() -> bytes:
+def _sentencepiece():
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXT.splitlines() * 8),
@@ -123,7 +119,7 @@ def _sentencepiece() -> bytes:
     return out.getvalue()
 
 
-def write_checkpoint(name: str, folder: Path, **save: Any) -> Any:
+def write_checkpoint(name, folder, **save):
     """Write a family's checkpoint into ``folder``; returns the model that is in it."""
     family = FAMILIES[name]
     model = family.build()
@@ -136,7 +132,7 @@ def write_checkpoint(name: str, folder: Path, **save: Any) -> Any:
     return model
 
 
-def their_tokens(name: str, folder: Path, text: str) -> list[int]:
+def their_tokens(name, folder, text):
     """What the tokenizer in ``folder`` makes of a text, by its own library."""
     if FAMILIES[name].tokenizer == "sentencepiece":
         processor = sentencepiece.SentencePieceProcessor(str(folder / "tokenizer.model"))
@@ -145,7 +141,7 @@ def their_tokens(name: str, folder: Path, text: str) -> list[int]:
     return found
 
 
-def reference_logits(model: Any, tokens: list[int]) -> np.ndarray:
+def reference_logits(model, tokens):
     """Logits [T, vocab] of the model in float32, computed without a cache."""
     with torch.inference_mode():
         return np.asarray(model(torch.tensor([tokens]), use_cache=False).logits[0].float())

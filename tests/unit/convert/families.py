@@ -4,8 +4,6 @@ Weights are rounded to half precision and stored as float32: an F16 tier then ho
 same numbers as an F32 one. Router rows are long, so that no choice of experts is a close one.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
@@ -47,7 +45,7 @@ class Family:
     config_class: str | None = None
     publish: Callable[[Path], None] | None = None
 
-    def build(self) -> Any:
+    def build(self):
         name = self.config_class or self.model.replace("ForCausalLM", "Config")
         config_class = getattr(transformers, name)
         torch.manual_seed(1)  # for what randomise leaves as it is
@@ -90,17 +88,17 @@ QWEN3_NEXT = {
 # fmt: on
 
 
-def as_llama_cpp(model: Any) -> None:
+def as_llama_cpp(model):
     """Phi-3.5-MoE as llama.cpp computes it, which is not as it was trained: norms without
     their mean, and the softmax over all experts, normalised over the chosen two, in the place
     of SparseMixer."""
 
-    def route(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def route(self, x):
         logits = torch.nn.functional.linear(x, self.weight)
         weights, chosen = logits.softmax(-1).topk(self.top_k)
         return logits, weights / weights.sum(-1, keepdim=True), chosen
 
-    def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def norm(self, x):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight + self.bias
 
     for module in model.modules():
@@ -110,10 +108,10 @@ def as_llama_cpp(model: Any) -> None:
             module.forward = MethodType(route, module)
 
 
-def with_a_table_of_gelu(model: Any) -> None:
+def with_a_table_of_gelu(model):
     """ggml looks GELU up in a table of half precision."""
 
-    def gelu(x: torch.Tensor) -> torch.Tensor:
+    def gelu(x):
         found = torch.nn.functional.gelu(x.half().float(), approximate="tanh").half().float()
         return torch.where(x.abs() < 10, found, x.clamp(min=0))
 
@@ -122,7 +120,7 @@ def with_a_table_of_gelu(model: Any) -> None:
             module.act_fn.forward = gelu
 
 
-def with_columns_first(folder: Path) -> None:
+def with_columns_first(folder):
     """Experts as [experts, columns, rows], which transformers turns round when it loads them."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -131,11 +129,11 @@ def with_columns_first(folder: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def with_open_gates(model: Any) -> None:
+def with_open_gates(model):
     """DeepSeek-MoE-16B, which transformers has no class for, is Qwen2-MoE without biases and
     without a gate before the shared experts (arXiv 2401.06066, section 3)."""
 
-    def always(x: torch.Tensor) -> torch.Tensor:
+    def always(x):
         return torch.full((len(x), 1), math.inf)
 
     for module in model.modules():
@@ -144,7 +142,7 @@ def with_open_gates(model: Any) -> None:
             module.shared_expert_gate = always
 
 
-def as_deepseek_moe(folder: Path) -> None:
+def as_deepseek_moe(folder):
     """Under the names of the published checkpoint."""
     tensors = load_file(folder / "model.safetensors")
     renamed = {
@@ -170,7 +168,7 @@ def as_deepseek_moe(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def as_mimo2(folder: Path) -> None:
+def as_mimo2(folder):
     """With the settings of the published checkpoint."""
     path = folder / "config.json"
     config = {
@@ -363,7 +361,7 @@ FAMILIES = {
 # fmt: on
 
 
-def randomise(model: Any, seed: int = 7) -> Any:
+def randomise(model, seed=7):
     """Weights that make every part count: unit gain, norms and biases that are not neutral."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -383,5 +381,5 @@ def randomise(model: Any, seed: int = 7) -> Any:
     return model
 
 
-def is_router(name: str) -> bool:
+def is_router(name):
     return name.endswith(("gate.weight", "router.weight")) and "shared" not in name

@@ -1,12 +1,9 @@
 """Families' checkpoints in our engine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from gguf_tools.convert import convert
 from orchestrator.config import Config
@@ -32,7 +29,7 @@ class Case:
     logits: np.ndarray
 
 
-def make_case(name: str, folder: Path) -> Case:
+def make_case(name, folder):
     """A family's checkpoint, converted, and what transformers makes of it."""
     model = checkpoints.write_checkpoint(name, folder / "hf")
     packed = folder / "packed.gguf"
@@ -43,7 +40,7 @@ def make_case(name: str, folder: Path) -> Case:
     return Case(packed, tokens, theirs, answer, logits)
 
 
-def greedy(path: Path) -> tuple[list[int], list[int]]:
+def greedy(path):
     """The prompt's tokens, and N_DECODE more."""
     with Engine.open(Config.build(model=path, ctx=64, threads=1)) as engine:
         tokens = engine.tokenize(PROMPT)
@@ -53,7 +50,7 @@ def greedy(path: Path) -> tuple[list[int], list[int]]:
     return tokens, answer
 
 
-def our_logits(path: Path, tokens: list[int], answer: list[int], **options: object) -> np.ndarray:
+def our_logits(path, tokens, answer, **options):
     """Logits [tokens + answer, vocab]: the prompt in one step, then one token a step."""
     config = Config.build(
         model=path, ctx=256, threads=1, logits_all=True, use_extra_bufts=False, **options
@@ -66,16 +63,16 @@ def our_logits(path: Path, tokens: list[int], answer: list[int], **options: obje
     return np.concatenate(rows)
 
 
-def managed_logits(path: Path, tokens: list[int], answer: list[int], tier: str | None = None):
+def managed_logits(path, tokens, answer, tier=None):
     """With room for a part of the experts."""
     return our_logits(path, tokens, answer, policy="lru", high_tier=tier, expert_ram=1 << 20)
 
 
-def use_float32_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_float32_attention(monkeypatch):
     api = Bindings.load().api
     default = api.llama_context_default_params
 
-    def params() -> object:
+    def params():
         found = default()
         found.type_k = found.type_v = GGML_F32
         found.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED

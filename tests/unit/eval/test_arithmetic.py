@@ -1,7 +1,5 @@
 """The figures against plain definitions."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -11,12 +9,12 @@ from orchestrator.engine.texts import log_softmax
 from orchestrator.lab.eval import arithmetic
 
 
-def softmax(logits: np.ndarray) -> np.ndarray:
+def softmax(logits):
     e = np.exp(logits.astype(np.float64))
     return e / e.sum()
 
 
-def test_log_softmax_is_the_log_of_softmax_and_survives_large_logits() -> None:
+def test_log_softmax_is_the_log_of_softmax_and_survives_large_logits():
     logits = np.random.default_rng(1).normal(0, 5, (4, 50)).astype(np.float32)
     expected = np.log([softmax(row) for row in logits])
     assert np.allclose(log_softmax(logits), expected, atol=1e-9)
@@ -25,21 +23,21 @@ def test_log_softmax_is_the_log_of_softmax_and_survives_large_logits() -> None:
     assert large[0] == pytest.approx(-math.log1p(math.exp(-1)))
 
 
-def test_perplexity_of_a_fair_die_is_six() -> None:
+def test_perplexity_of_a_fair_die_is_six():
     nll = np.full(100, math.log(6))
     found = arithmetic.perplexity(nll)
     assert found.value == pytest.approx(6)
     assert found.error == pytest.approx(0, abs=1e-12)
 
 
-def test_the_error_of_a_perplexity_is_that_of_repeated_samples() -> None:
+def test_the_error_of_a_perplexity_is_that_of_repeated_samples():
     rng = np.random.default_rng(2)
     samples = rng.normal(2.0, 0.5, (4000, 400))
     spread = np.std([arithmetic.perplexity(row).value for row in samples])
     assert arithmetic.perplexity(samples[0]).error == pytest.approx(spread, rel=0.15)
 
 
-def test_a_change_is_paired() -> None:
+def test_a_change_is_paired():
     base = np.random.default_rng(3).normal(3, 2, 500)
     found = arithmetic.change(base + math.log(1.02), base)
     assert found.value == pytest.approx(0.02)
@@ -48,7 +46,7 @@ def test_a_change_is_paired() -> None:
         arithmetic.change(base[:-1], base)
 
 
-def test_kl_divergence_is_the_definition() -> None:
+def test_kl_divergence_is_the_definition():
     rng = np.random.default_rng(4)
     p, q = softmax(rng.normal(size=30)), softmax(rng.normal(size=30))
     expected = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
@@ -58,7 +56,7 @@ def test_kl_divergence_is_the_definition() -> None:
     assert arithmetic.kl_divergence(certain, np.log([0.5, 0.5])) == pytest.approx(math.log(2))
 
 
-def test_no_and_one_value_have_no_error() -> None:
+def test_no_and_one_value_have_no_error():
     assert math.isnan(arithmetic.mean(np.array([])).value)
     one = arithmetic.mean(np.array([3.0]))
     assert one.value == 3 and math.isnan(one.error)

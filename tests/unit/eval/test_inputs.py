@@ -1,7 +1,5 @@
 """Texts and questions from files, and what is wrong with them in one sentence."""
 
-from __future__ import annotations
-
 import json
 import lzma
 from pathlib import Path
@@ -23,18 +21,18 @@ from orchestrator.lab.eval.text import (
 class Letters:
     """An engine whose tokens are characters; begin: the begin token, where there is one."""
 
-    def __init__(self, begin: list[int]) -> None:
+    def __init__(self, begin):
         self.begin = begin
 
-    def tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text):
         return self.begin + [ord(letter) for letter in text]
 
 
-def cut(documents: list[Document], length: int, limit: int | None, begin: list[int]):
+def cut(documents, length, limit, begin):
     return cut_windows(Letters(begin).tokenize, documents, length, limit, "text.txt")
 
 
-def test_windows_hold_every_token_once() -> None:
+def test_windows_hold_every_token_once():
     text = "".join(chr(97 + i % 26) for i in range(50))
     windows = cut([Document(text)], 16, None, [])
     assert [token for window in windows for token in window.tokens] == [ord(c) for c in text]
@@ -45,7 +43,7 @@ def test_windows_hold_every_token_once() -> None:
     assert sum(window.n_scored for window in windows) == 50
 
 
-def test_a_context_is_read_and_not_scored() -> None:
+def test_a_context_is_read_and_not_scored():
     document = Document("y" * 30, context="x" * 20)
     for begin in ([], [7]):
         windows = cut([document], 100, None, begin)
@@ -56,19 +54,19 @@ def test_a_context_is_read_and_not_scored() -> None:
         assert set(scored) == {ord("y")}
 
 
-def test_a_limit_counts_scored_tokens() -> None:
+def test_a_limit_counts_scored_tokens():
     documents = [Document("a" * 30), Document("b" * 30, context="c" * 5)]
     windows = cut(documents, 64, 40, [])
     assert [window.n_scored for window in windows] == [29, 11]
 
 
 @pytest.mark.parametrize("text", ["short", "a" * 16])
-def test_too_short_a_text_is_refused(text: str) -> None:
+def test_too_short_a_text_is_refused(text):
     with pytest.raises(ConfigError, match=r"text.txt: \d+ tokens are too few"):
         cut([Document(text)], 64, None, [])
 
 
-def test_documents_of_each_kind_of_file(tmp_path: Path) -> None:
+def test_documents_of_each_kind_of_file(tmp_path):
     plain = tmp_path / "a.txt"
     plain.write_text("Grüße")
     assert read_documents(plain) == [Document("Grüße")]
@@ -91,7 +89,7 @@ BAD_TEXTS = [
 
 
 @pytest.mark.parametrize(("name", "data", "message"), BAD_TEXTS)
-def test_bad_texts(tmp_path: Path, name: str, data: bytes, message: str) -> None:
+def test_bad_texts(tmp_path, name, data, message):
     path = tmp_path / name
     path.write_bytes(data)
     with pytest.raises(ConfigError, match=message) as caught:
@@ -99,12 +97,12 @@ def test_bad_texts(tmp_path: Path, name: str, data: bytes, message: str) -> None
     assert str(path) in str(caught.value)
 
 
-def write(path: Path, *records: dict) -> Path:
+def write(path, *records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
 
-def test_answers_are_indices_or_letters(tmp_path: Path) -> None:
+def test_answers_are_indices_or_letters(tmp_path):
     both = {"question": "Q", "choices": ["x", "y"]}
     path = write(tmp_path / "q.jsonl", both | {"answer": 1}, both | {"answer": "b", "context": "C"})
     first, second = read_questions(path)
@@ -127,7 +125,7 @@ BAD_QUESTIONS = [
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_QUESTIONS)
-def test_bad_questions(tmp_path: Path, change: dict, message: str) -> None:
+def test_bad_questions(tmp_path, change, message):
     with pytest.raises(ConfigError, match=f"line 2.*{message}"):
         read_questions(write(tmp_path / "q.jsonl", GOOD, GOOD | change))
 
@@ -135,18 +133,16 @@ def test_bad_questions(tmp_path: Path, change: dict, message: str) -> None:
 class Words:
     """A tokenizer of words of four characters, which counts what it gets."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.n_characters = 0
 
-    def tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text):
         self.n_characters += len(text)
         return [1, *(int(text[at : at + 3]) for at in range(0, len(text) - 2, 4))]
 
 
 @pytest.mark.parametrize("prompt", [None, 24])
-def test_no_more_of_a_long_text_is_read_than_its_tokens_need(
-    tmp_path: Path, prompt: int | None
-) -> None:
+def test_no_more_of_a_long_text_is_read_than_its_tokens_need(tmp_path, prompt):
     path = tmp_path / "long.txt"
     path.write_text("".join(f"{n % 1000:03} " for n in range(200_000)))
     whole = windows_of(Words().tokenize, read_documents(path), 32, None, prompt)
@@ -160,9 +156,9 @@ def test_no_more_of_a_long_text_is_read_than_its_tokens_need(
     assert len(documents[0].text) < 80_000 and tokenizer.n_characters < 30_000
 
 
-def test_a_dense_text_is_taken_apart_until_there_are_enough_tokens(tmp_path: Path) -> None:
+def test_a_dense_text_is_taken_apart_until_there_are_enough_tokens(tmp_path):
     class Sparse(Words):
-        def tokenize(self, text: str) -> list[int]:
+        def tokenize(self, text):
             self.n_characters += len(text)
             return [1, *([2] * (len(text) // 60))]
 
@@ -170,7 +166,7 @@ def test_a_dense_text_is_taken_apart_until_there_are_enough_tokens(tmp_path: Pat
     assert sum(each.n_scored for each in found) == 1000
 
 
-def test_no_more_lines_are_read_than_their_tokens_need(tmp_path: Path) -> None:
+def test_no_more_lines_are_read_than_their_tokens_need(tmp_path):
     path = tmp_path / "long.jsonl"
     path.write_text('{"text": "one two three"}\n' * 50_000 + "no JSON\n")
     found = read_documents(path, 100)
@@ -179,6 +175,6 @@ def test_no_more_lines_are_read_than_their_tokens_need(tmp_path: Path) -> None:
         read_documents(path)
 
 
-def test_what_has_no_checksum_is_nothing_to_calibrate_on() -> None:
+def test_what_has_no_checksum_is_nothing_to_calibrate_on():
     with pytest.raises(ConfigError, match="/dev/zero is no file"):
         read_calibration(Words().tokenize, Path("/dev/zero"))

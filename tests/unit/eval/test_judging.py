@@ -1,9 +1,6 @@
 """Judging with the real engine, on a random-weight model of a few megabytes."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,19 +14,19 @@ from orchestrator.events import Phase
 from orchestrator.lab.eval.judge import Judge
 
 
-def open_engine(model: Path, **settings) -> Engine:
+def open_engine(model, **settings):
     settings = {"ctx": 256, "threads": 1, "ubatch": 64, "logits_all": True} | settings
     return Engine.open(Config.build(model=model, **settings))
 
 
-def evaluate(model: Path, *args: str) -> dict:
+def evaluate(model, *args):
     options = ["-m", str(model), "--threads", "1", "--ctx", "256", "--window", "64", "--json"]
     result = CliRunner().invoke(cli, ["eval", *options, *args])
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
 
-def test_rows_are_the_engines_logits(model: Path) -> None:
+def test_rows_are_the_engines_logits(model):
     with open_engine(model, policy="lru", high_tier="q8_0") as engine:
         tokens = engine.tokenize("The fox sat by the river and looked.")
         rows = np.stack([row.copy() for row in Judge(engine).rows(tokens)])
@@ -42,7 +39,7 @@ def test_rows_are_the_engines_logits(model: Path) -> None:
     assert np.corrcoef(rows.ravel(), whole.ravel())[0, 1] > 0.999
 
 
-def test_rows_of_a_prompt_stay_where_they_are(model: Path) -> None:
+def test_rows_of_a_prompt_stay_where_they_are(model):
     """A copy of a window's logits is hundreds of MiB where the vocabulary is large."""
     with open_engine(model, policy="lru", high_tier="q8_0") as engine:
         tokens = engine.tokenize("The fox sat by the river and looked. " * 10)[:101]
@@ -55,7 +52,7 @@ def test_rows_of_a_prompt_stay_where_they_are(model: Path) -> None:
     assert np.array_equal(found, np.concatenate(parts)[2:])
 
 
-def test_a_known_beginning_is_not_read_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_beginning_is_not_read_again(model, monkeypatch):
     with open_engine(model, policy="lru", high_tier="q8_0") as engine:
         one = engine.tokenize("The fox sat by the river and looked.")
         two = one[:5] + one[2:6]
@@ -72,7 +69,7 @@ def test_a_known_beginning_is_not_read_again(model: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("prefill", [False, True])
-def test_a_continuation_is_scored_by_the_rows_before_it(model: Path, prefill: bool) -> None:
+def test_a_continuation_is_scored_by_the_rows_before_it(model, prefill):
     with open_engine(model, policy="lru", high_tier="q8_0") as engine:
         context = engine.tokenize("The fox sat by")
         choices = [engine.tokenize(text) for text in (" the river", " a", " the river")]
@@ -89,7 +86,7 @@ def test_a_continuation_is_scored_by_the_rows_before_it(model: Path, prefill: bo
         assert np.array_equal(judge.continuation(context, choices[0])[0], found[0][0])
 
 
-def test_too_long_a_context_loses_its_oldest_tokens(model: Path) -> None:
+def test_too_long_a_context_loses_its_oldest_tokens(model):
     with open_engine(model, policy="lru", high_tier="q8_0") as engine:
         context = engine.tokenize("one two three four five six seven eight " * 40)
         choice = context[:4]
@@ -99,9 +96,7 @@ def test_too_long_a_context_loses_its_oldest_tokens(model: Path) -> None:
         assert np.array_equal(long[0], short.continuation(kept, choice)[0])
 
 
-def test_the_best_tier_is_no_distance_from_itself_and_a_low_one_is(
-    model: Path, text: Path, choices: Path
-) -> None:
+def test_the_best_tier_is_no_distance_from_itself_and_a_low_one_is(model, text, choices):
     same = evaluate(model, "--text", str(text), "--kl", "--policy", "lru", "--high-tier", "q8_0")
     assert same["text"]["kl"][0] == pytest.approx(0, abs=1e-6)
     assert same["text"]["top1"][0] == 1
@@ -114,7 +109,7 @@ def test_the_best_tier_is_no_distance_from_itself_and_a_low_one_is(
     assert low["form"] == "decode"
 
 
-def test_exact_tiers_compute_what_was_decided_whatever_the_memory(model: Path, text: Path) -> None:
+def test_exact_tiers_compute_what_was_decided_whatever_the_memory(model, text):
     two = ("--policy", "dymoe", "--high-tier", "q4_k", "--low-tier", "q2_k", "--retention", "0.5")
     runs = [
         evaluate(model, "--text", str(text), *two, *memory)
@@ -131,7 +126,7 @@ def test_exact_tiers_compute_what_was_decided_whatever_the_memory(model: Path, t
 
 # The second one is what it was called, for scripts.
 @pytest.mark.parametrize("option", ["--max-tokens", "--tokens"])
-def test_the_plain_path_has_no_store_to_report(model: Path, text: Path, option: str) -> None:
+def test_the_plain_path_has_no_store_to_report(model, text, option):
     result = evaluate(model, "--text", str(text), option, "20", "--prefill")
     assert result["usage"] is None and result["form"] == "prefill"
     assert result["text"]["tokens"] == 20
@@ -150,7 +145,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("args", "message"), ERRORS)
-def test_errors_are_one_sentence(args: list[str], message: str) -> None:
+def test_errors_are_one_sentence(args, message):
     result = CliRunner().invoke(cli, ["eval", "-m", "x.gguf", *args])
     assert result.exit_code != 0
     assert message in result.stderr and "Traceback" not in result.stderr

@@ -1,10 +1,6 @@
 """What is measured by --kl: against which tier, with keys and values in 16 bits."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +8,9 @@ import pytest
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.lab.eval import EvalOptions, evaluate
-from orchestrator.native import Library
 
 
-def asked(
-    model: Path, folder: Path, kl_from: str | None = None, **settings: str
-) -> tuple[Config, EvalOptions]:
+def asked(model, folder, kl_from=None, **settings):
     """An evaluation of a short text, with its distance from another precision."""
     text = folder / "text.txt"
     text.write_text("some words of a text, " * 20)
@@ -27,14 +20,7 @@ def asked(
 
 
 @pytest.mark.parametrize(("kv", "least", "most"), [("f16", -1e-7, 1e-7), ("q8_0", 1e-6, 0.05)])
-def test_the_distance_is_from_16_bits(
-    library: Library,
-    tiny_model: Callable[..., Path],
-    tmp_path: Path,
-    kv: str,
-    least: float,
-    most: float,
-) -> None:
+def test_the_distance_is_from_16_bits(library, tiny_model, tmp_path, kv, least, most):
     model = tiny_model("qwen3moe", "q8_0", "q4_k")
     config, options = asked(model, tmp_path, kv=kv, high_tier="q8_0")
     result = evaluate(config, options, lambda _what, _share: None)
@@ -47,14 +33,8 @@ def test_the_distance_is_from_16_bits(
     [("q4_k", "q4_k", -1e-7, 1e-7), ("q4_k", None, 1e-6, 0.5), ("q8_0", "Q4_K", 1e-6, 0.5)],
 )
 def test_the_distance_is_from_the_tier_that_is_named(
-    library: Library,
-    tiny_model: Callable[..., Path],
-    tmp_path: Path,
-    high: str,
-    kl_from: str | None,
-    least: float,
-    most: float,
-) -> None:
+    library, tiny_model, tmp_path, high, kl_from, least, most
+):
     model = tiny_model("qwen3moe", "q8_0", "q4_k")
     config, options = asked(model, tmp_path, kl_from, high_tier=high)
     result = evaluate(config, options, lambda _what, _share: None)["text"]

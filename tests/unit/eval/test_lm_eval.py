@@ -1,10 +1,7 @@
 """moe-edge as a model of the real lm_eval, on local tasks."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
 
 import pytest
 
@@ -48,13 +45,13 @@ metric_list: [{metric: exact_match}]
 
 
 @pytest.fixture
-def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def tasks(tmp_path, monkeypatch):
     """Writes a task and its records, and gives what lm_eval makes of them without a network."""
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
-    def run(model: Path, yaml: str, records: list[dict]) -> dict:
+    def run(model, yaml, records):
         data = tmp_path / "data.jsonl"
         data.write_text("".join(json.dumps(record) + "\n" for record in records))
         source = f"dataset_path: json\ntest_split: test\ndataset_kwargs: {{data_files: {data}}}\n"
@@ -75,17 +72,17 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
-def engine(model: Path):
+def engine(model):
     settings = SETTINGS | {"expert_ram": 8 << 20, "exact_tiers": True}
     with Engine.open(Config.build(model=model, **settings)) as engine:
         yield engine
 
 
-def test_it_is_registered() -> None:
+def test_it_is_registered():
     assert get_model("moe-edge") is MoeEdgeLM
 
 
-def test_multiple_choice_agrees_with_our_own(model: Path, engine: Engine, choices: Path, tasks):
+def test_multiple_choice_agrees_with_our_own(model, engine, choices, tasks):
     records = [json.loads(line) for line in choices.read_text().splitlines()]
     found = tasks(model, CHOICES, records)
     ours = score_choices(Judge(engine), read_questions(choices))
@@ -94,7 +91,7 @@ def test_multiple_choice_agrees_with_our_own(model: Path, engine: Engine, choice
     assert found["acc_norm,none"] == pytest.approx(ours.acc_norm.value)
 
 
-def test_contexts_count_for_what_is_placed_behind_them(model: Path) -> None:
+def test_contexts_count_for_what_is_placed_behind_them(model):
     """Each of them once, whatever is asked behind it; what a context used is part of what is usual
     for the next one."""
     settings = {"policy": "context", "hot_experts": 2, "threads": 1, "ctx": 256}
@@ -118,7 +115,7 @@ def test_contexts_count_for_what_is_placed_behind_them(model: Path) -> None:
         assert (placed[0] != placed[1]).any()
 
 
-def test_whole_texts_agree_with_our_own(model: Path, engine: Engine, tasks) -> None:
+def test_whole_texts_agree_with_our_own(model, engine, tasks):
     text = "The fox sat by the river and looked at the stars. " * 2
     found = tasks(model, ROLLING, [{"text": text}])
     tokens = engine.tokenize(text)
@@ -130,7 +127,7 @@ def test_whole_texts_agree_with_our_own(model: Path, engine: Engine, tasks) -> N
     assert math.log(found["byte_perplexity,none"]) == pytest.approx(nll / len(text), rel=1e-6)
 
 
-def test_answers_are_the_engines(model: Path, engine: Engine, tasks) -> None:
+def test_answers_are_the_engines(model, engine, tasks):
     question = "The fox sat by"
     expected = "".join(engine.generate(engine.tokenize(question), Sampling(temp=0), 8))
     expected = expected.split("\n")[0]

@@ -1,9 +1,6 @@
 """Judging behind a prompt: what is read at once, what is decoded, and what a policy makes of it."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,23 +27,23 @@ POLICIES = {
 }
 
 
-def open_engine(model: Path, **settings) -> Engine:
+def open_engine(model, **settings):
     settings = {"ctx": 256, "threads": 1, "ubatch": 64, "exact_tiers": True} | settings
     return Engine.open(Config.build(model=model, **settings))
 
 
-def windows(engine: Engine, prompt: int | None) -> list[Window]:
+def windows(engine, prompt):
     return cut_windows(
         engine.tokenize, [Document(TEXT), Document(TEXT, "Once upon")], 48, None, "t", prompt
     )
 
 
-def nll(engine: Engine, found: list[Window]) -> np.ndarray:
+def nll(engine, found):
     return score_text(Judge(engine), found).nll
 
 
 @pytest.mark.parametrize("policy", ["plain", "lru"])
-def test_where_nothing_is_decided_a_prompt_changes_no_score(model: Path, policy: str) -> None:
+def test_where_nothing_is_decided_a_prompt_changes_no_score(model, policy):
     with open_engine(model, **POLICIES[policy]) as engine:
         found = windows(engine, 12)
         assert all(each.prompt and each.first >= 12 for each in found)
@@ -57,9 +54,7 @@ def test_where_nothing_is_decided_a_prompt_changes_no_score(model: Path, policy:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_prompt_is_read_at_once_and_the_rest_decoded(
-    model: Path, policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_is_read_at_once_and_the_rest_decoded(model, policy, monkeypatch):
     with open_engine(model, **POLICIES[policy]) as engine:
         tokens = engine.tokenize(TEXT)[:20]
         own, read = engine.eval, []
@@ -75,7 +70,7 @@ def test_a_prompt_is_read_at_once_and_the_rest_decoded(
         assert read[1:] == [(at, 1, Phase.DECODE) for at in range(11, 19)]
 
 
-def test_what_is_scored_is_placed_and_no_figure_depends_on_the_disk(model: Path) -> None:
+def test_what_is_scored_is_placed_and_no_figure_depends_on_the_disk(model):
     found = []
     for rate in (0, 2 << 20):
         with open_engine(model, **POLICIES["context"], transition_rate=rate) as engine:
@@ -93,7 +88,7 @@ def test_what_is_scored_is_placed_and_no_figure_depends_on_the_disk(model: Path)
     assert (found[0] == found[1]).all()
 
 
-def test_contexts_of_questions_are_prompts(model: Path) -> None:
+def test_contexts_of_questions_are_prompts(model):
     with open_engine(model, **POLICIES["context"]) as engine:
         context, choice = engine.tokenize(TEXT)[:20], engine.tokenize(" the river")
         logp, _ = Judge(engine).continuation(context, choice)
@@ -105,7 +100,7 @@ def test_contexts_of_questions_are_prompts(model: Path) -> None:
     assert logp == pytest.approx(expected, abs=1e-9)
 
 
-def assert_counted(engine: Engine, asked: list[tuple[list[int], list[int]]]) -> None:
+def assert_counted(engine, asked):
     """What the policy knows is what these contexts, each with its continuations' tokens but the
     last, used: of the latest one as a sequence that is in memory, its prompt with routing
     weights."""
@@ -119,7 +114,7 @@ def assert_counted(engine: Engine, asked: list[tuple[list[int], list[int]]]) -> 
     assert gates == pytest.approx(np.full(len(gates), context - 1), rel=1e-4)
 
 
-def test_the_command_scores_what_is_behind_the_prompts(model: Path, text: Path) -> None:
+def test_the_command_scores_what_is_behind_the_prompts(model, text):
     options = ["-m", str(model), "--threads", "1", "--window", "32", "--text", str(text)]
     options += ["--policy", "lru", "--high-tier", "q8_0"]
     counts = []
@@ -132,7 +127,7 @@ def test_the_command_scores_what_is_behind_the_prompts(model: Path, text: Path) 
     assert "behind prompts of 8 tokens or more" in result.stdout
 
 
-def test_prompts_that_leave_nothing(tmp_path: Path) -> None:
+def test_prompts_that_leave_nothing(tmp_path):
     for options, message in (
         ({"window": 64, "prompt_tokens": 64}, "--prompt-tokens 64 leaves nothing"),
         ({"prefill": True, "prompt_tokens": 0}, "leave out --prompt-tokens"),

@@ -1,11 +1,5 @@
 """The best tier that others are compared with has no memory of its own."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from orchestrator.config import Config
@@ -13,25 +7,24 @@ from orchestrator.engine.engine import Engine
 from orchestrator.lab.eval import EvalOptions, evaluate
 from orchestrator.lab.registry import STUDIES, load
 from orchestrator.lab.study import study
-from orchestrator.native import Library
 
 RAM = 400 << 20
 
 
 @pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Config, int]]:
+def engines(monkeypatch):
     """The config of each engine that was opened, and how many others were open."""
     opened: list[tuple[Config, int]] = []
     alive = 0
     make, close = Engine.__init__, Engine.close
 
-    def counted(self: Engine, config: Config, *rest: Any) -> None:
+    def counted(self, config, *rest):
         nonlocal alive
         make(self, config, *rest)
         opened.append((config, alive))
         alive += 1
 
-    def uncounted(self: Engine) -> None:
+    def uncounted(self):
         nonlocal alive
         alive -= 1
         close(self)
@@ -42,21 +35,19 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Config, int]]:
 
 
 @pytest.fixture
-def config(library: Library, tiny_model: Callable[..., Path]) -> Config:
+def config(library, tiny_model):
     model = tiny_model("qwen3moe", "q8_0", "q4_k", "q2_k")
     return Config.build(model=model, ram=RAM, ctx=128, threads=1)
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> Path:
+def text(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("some words of a text, " * 20)
     return path
 
 
-def test_the_best_tier_is_read_first_and_within_the_cap(
-    config: Config, text: Path, engines: list[tuple[Config, int]]
-) -> None:
+def test_the_best_tier_is_read_first_and_within_the_cap(config, text, engines):
     options = EvalOptions(text=text, tokens=40, window=32, kl=True)
     asked = config.with_changes(policy="dymoe", high_tier="q4_k", low_tier="q2_k")
     found = evaluate(asked, options, lambda _what, _share: None)
@@ -67,12 +58,7 @@ def test_the_best_tier_is_read_first_and_within_the_cap(
     ]
 
 
-def test_the_studies_keep_the_cap(
-    config: Config,
-    text: Path,
-    engines: list[tuple[Config, int]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_studies_keep_the_cap(config, text, engines, monkeypatch):
     monkeypatch.setattr(study, "LEAST_TOKENS", 16)
     options = EvalOptions(text=text, tokens=40, window=32)
     load(STUDIES, "depth").publish(

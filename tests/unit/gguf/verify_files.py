@@ -1,7 +1,5 @@
 """Sound model files, and ways to damage them, for the tests of ``verify``."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from gguf_tools.file.layout import KEY_CHECKSUMS

@@ -1,7 +1,5 @@
 """Calls of `moe-edge pull` against the server of the tests."""
 
-from __future__ import annotations
-
 import random
 
 from command_line import run
@@ -9,7 +7,7 @@ from command_line import run
 SIZE = 300_000
 
 
-def noise(seed: int, size: int = SIZE) -> bytes:
+def noise(seed, size=SIZE):
     return random.Random(seed).randbytes(size)
 
 

@@ -5,8 +5,6 @@ GET with ETag, X-Repo-Commit and, for large files, a redirect to another host wi
 X-Linked-Size and X-Linked-Etag, as the Hub does; Range is served, unless `ranges` is false.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -23,18 +21,18 @@ LARGE = 1000
 class Sparse:
     """A file of so many bytes, whose first ones are given and whose others are zeros."""
 
-    def __init__(self, first: bytes, size: int) -> None:
+    def __init__(self, first, size):
         self.first, self.size = first, size
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.size
 
-    def __getitem__(self, part: slice) -> bytes:
+    def __getitem__(self, part):
         start, end, _ = part.indices(self.size)
         return self.first[start:end].ljust(end - start, b"\0")
 
 
-def sha256(data: bytes | Sparse) -> str:
+def sha256(data):
     return hashlib.sha256(data.first if isinstance(data, Sparse) else data).hexdigest()
 
 
@@ -70,17 +68,17 @@ class Hub:
     corrupt: bool = False
     ranges: bool = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         # Held while a thread writes and counts what it wrote.
         self.counting, self.counted = threading.Lock(), 0
 
     @property
-    def sent(self) -> int:
+    def sent(self):
         """Bytes of data that clients got. Who has all of them finds them counted."""
         with self.counting:
             return self.counted
 
-    def start(self) -> None:
+    def start(self):
         hub = self
 
         class Handler(_Handler):
@@ -92,13 +90,13 @@ class Hub:
         self.url = f"http://127.0.0.1:{self.port}"
         threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
 
-    def stop(self) -> None:
+    def stop(self):
         if self.slow is not None:
             self.slow.set()
         self.server.shutdown()
         self.server.server_close()
 
-    def data_requests(self) -> list[tuple[str, str | None]]:
+    def data_requests(self):
         """(file or blob, Range) of the requests for data."""
         return [
             (path, span)
@@ -111,10 +109,10 @@ class _Handler(BaseHTTPRequestHandler):
     state: Hub
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_):
         pass
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         path = unquote(urlsplit(self.path).path)
         authorization = self.headers.get("Authorization")
         self.state.seen.append((self.command, path, self.headers.get("Range"), authorization))
@@ -137,18 +135,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def head(self, status: int, headers: dict[str, str], length: int = 0) -> None:
+    def head(self, status, headers, length=0):
         self.send_response(status)
         for key, value in headers.items():
             self.send_header(key, value)
         self.send_header("Content-Length", str(length))
         self.end_headers()
 
-    def fail(self, status: int, code: str = "", message: str = "") -> None:
+    def fail(self, status, code="", message=""):
         said = {"X-Error-Code": code, "X-Error-Message": message}
         self.head(status, {key: value for key, value in said.items() if value})
 
-    def repo(self, name: str, revision: str, listing: bool) -> Repo | None:
+    def repo(self, name, revision, listing):
         repo = self.state.repos.get(name)
         known = repo is not None and f"Bearer {repo.token}" == self.headers.get("Authorization")
         if repo is None or (repo.token and not repo.gated and not known):
@@ -164,7 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
             return repo
         return None
 
-    def listing(self, name: str, revision: str) -> None:
+    def listing(self, name, revision):
         repo = self.repo(name, revision, listing=True)
         if repo is None:
             return
@@ -180,7 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.head(200, {"Content-Type": "application/json"}, len(body))
         self.wfile.write(body.encode())
 
-    def resolve(self, name: str, revision: str, file: str) -> None:
+    def resolve(self, name, revision, file):
         repo = self.repo(name, revision, listing=False)
         if repo is None:
             return
@@ -196,7 +194,7 @@ class _Handler(BaseHTTPRequestHandler):
         headers["Location"] = f"http://localhost:{self.state.port}/cdn/{digest}"
         self.head(302, headers)
 
-    def data(self, name: str, data: bytes | Sparse, headers: dict[str, str]) -> None:
+    def data(self, name, data, headers):
         start, end = 0, len(data)
         span = self.headers.get("Range") if self.state.ranges else None
         if span:
@@ -227,7 +225,7 @@ class _Handler(BaseHTTPRequestHandler):
             rest = rest[len(rest) // 2 :]
         self.write(rest)
 
-    def write(self, data: bytes) -> None:
+    def write(self, data):
         with self.state.counting:
             try:
                 self.wfile.write(data)

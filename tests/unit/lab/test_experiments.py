@@ -1,7 +1,5 @@
 """The form of all experiments: their names, their options, their tables."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,13 +1,10 @@
 """`moe-edge gpu-check`: each step a process with a limit; whatever ends it, what ended is kept."""
 
-from __future__ import annotations
-
 import random
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -36,7 +33,7 @@ sys.exit(not gpu_check.run(report, None, "", False, print))
 """
 
 
-def test_every_test_for_a_gpu_has_its_part_and_its_order() -> None:
+def test_every_test_for_a_gpu_has_its_part_and_its_order():
     """Each is found by the name under which pytest runs it."""
     steps = gpu_check.find_tests(emulated=False)
     parts = [step.part for step in steps]
@@ -47,7 +44,7 @@ def test_every_test_for_a_gpu_has_its_part_and_its_order() -> None:
     assert gpu_check.part_of("tests/native/cuda/test_gpu.py::test_upstreams_operators") == "kernels"
 
 
-def test_killed_at_ten_random_moments(tmp_path: Path) -> None:
+def test_killed_at_ten_random_moments(tmp_path):
     """What was done is in the report, is not done again, and the next call goes on behind it."""
     ran, report = tmp_path / "ran", tmp_path / "report.md"
     ran.touch()
@@ -81,30 +78,28 @@ def test_killed_at_ten_random_moments(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+def folder(tmp_path, monkeypatch):
     """With a GPU."""
     monkeypatch.setattr(gpu_check, "find_gpu", lambda: (True, "one"))
     return Folder(tmp_path / "report.md")
 
 
-def check(folder: Folder, *steps: Step) -> bool:
+def check(folder, *steps):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(gpu_check, "_steps", lambda *_: iter(steps))
         return gpu_check.run(folder.report, None, "", False, print)
 
 
-def shell(name: str, line: str, limit_s: float = 60.0) -> Step:
+def shell(name, line, limit_s=60.0):
     return Step("engine", name, ("sh", "-c", line), limit_s)
 
 
-def test_a_hang_and_a_crash_end_their_step_alone(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hang_and_a_crash_end_their_step_alone(folder, monkeypatch):
     """What hangs is ended with all that it started."""
     alive, wait = folder.path / "alive", subprocess.Popen.wait
     hang = shell("hang", f"echo begun; (while :; do date > {alive}; sleep 0.02; done) & wait", 0.2)
 
-    def wait_once_it_hangs(process: subprocess.Popen[bytes], limit_s: float | None = None) -> int:
+    def wait_once_it_hangs(process, limit_s=None):
         while limit_s == hang.limit_s and not alive.exists():
             time.sleep(0.01)
         return wait(process, limit_s)
@@ -126,9 +121,7 @@ def test_a_hang_and_a_crash_end_their_step_alone(
     assert not alive.exists()
 
 
-def test_without_a_gpu_all_is_skipped(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_all_is_skipped(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(gpu_check, "find_gpu", lambda: (False, "no driver"))
     monkeypatch.setattr(gpu_check, "find_tests", lambda *_: [])
     report = tmp_path / "report.md"
@@ -137,7 +130,7 @@ def test_without_a_gpu_all_is_skipped(
     assert "no GPU: no driver" in capsys.readouterr().out
 
 
-def test_what_it_cannot_do_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_cannot_do_is_said(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="unknown part 'all': known are device, "):
         gpu_check.run(tmp_path / "r.md", "all", "", False, print)
     monkeypatch.setattr(gpu_check, "TESTS", tmp_path / "none")

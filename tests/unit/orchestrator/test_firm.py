@@ -1,10 +1,6 @@
 """What FIRM asks for ahead, and what it says of it; votes (FIRM-MoE, eq. 4 to 8) and their tuning
 (eq. 11 and Algorithm 1), worked out by hand."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 from shapes import DOWN, GATE, UP, make_decision, make_event, make_shape, make_view, prefetches
@@ -39,13 +35,13 @@ AHEAD = [
 ]
 
 
-def firm(**settings: Any) -> FIRM:
+def firm(**settings):
     policy = FIRM(SHAPE, FIRM.Settings(**{**PAPER, "votes": "4,3", **settings}))
     policy.plan(SHAPE.all_slot_bytes())
     return policy
 
 
-def make(layer: int, ids: Any, ahead: Any, step: int = 7) -> RouteEvent:
+def make(layer, ids, ahead, step=7):
     """ids [T, k]; ahead [A, T, k], with falling scores."""
     rows, predicted = np.array(ids, np.int32), np.array(ahead, np.int32)
     n = len(rows)
@@ -59,7 +55,7 @@ def make(layer: int, ids: Any, ahead: Any, step: int = 7) -> RouteEvent:
     return event
 
 
-def asked(policy: FIRM, event: RouteEvent, here: Any = ()) -> list[tuple[int, ...]]:
+def asked(policy, event, here=()):
     """(layer, expert, tier, kinds) in order. here: experts of every layer that are in memory."""
     resident = np.full((SHAPE.n_layers, SHAPE.n_expert), ABSENT, np.uint8)
     resident[:, list(here)] = 0
@@ -69,7 +65,7 @@ def asked(policy: FIRM, event: RouteEvent, here: Any = ()) -> list[tuple[int, ..
     return prefetches(out)
 
 
-def token(policy: FIRM, step: int = 7, here: Any = ()) -> list[list[tuple[int, ...]]]:
+def token(policy, step=7, here=()):
     """One token through three layers."""
     return [
         asked(policy, make(layer, [USED[layer]], [[row] for row in AHEAD[layer]], step), here)
@@ -80,7 +76,7 @@ def token(policy: FIRM, step: int = 7, here: Any = ()) -> list[list[tuple[int, .
 @pytest.mark.parametrize(
     ("kinds", "wanted"), [(1, [GATES]), (2, [GATES, UPS]), (3, [0])], ids=["gate", "up", "whole"]
 )
-def test_gates_come_before_ups(kinds: int, wanted: list[int]) -> None:
+def test_gates_come_before_ups(kinds, wanted):
     """Layer 0 alone votes on layer 1, and 0 and 1 on layer 2: 8, 4 and 2 are in both."""
     found = token(firm(prefetch_kinds=kinds))
     assert found[0] == [(1, e, 0, mask) for mask in wanted for e in (4, 5, 6, 7)]
@@ -90,7 +86,7 @@ def test_gates_come_before_ups(kinds: int, wanted: list[int]) -> None:
 
 @pytest.mark.parametrize("agree", ["mol", "rank", "margin"])
 @pytest.mark.parametrize("kinds", [1, 2, 3])
-def test_a_token_that_is_not_compared_asks_for_the_same(agree: str, kinds: int) -> None:
+def test_a_token_that_is_not_compared_asks_for_the_same(agree, kinds):
     votes = "3,2/2,1/3,2" if agree == "mol" else "3,1/2,1/3,1"
     policy = firm(agree=agree, prefetch_kinds=kinds, votes=votes)
     first = token(policy, 0)
@@ -109,20 +105,20 @@ def test_a_token_that_is_not_compared_asks_for_the_same(agree: str, kinds: int) 
         ("margin", "2,1", [[4, 5, 6], [8, 4, 2], [2, 3, 9]]),  # at least 2 * 0.05
     ],
 )
-def test_ways_to_agree(agree: str, votes: str, expected: list[list[int]]) -> None:
+def test_ways_to_agree(agree, votes, expected):
     """By group: layer 1 is shallow, 2 and 3 are middle ones."""
     found = token(firm(agree=agree, votes=votes))
     assert [[expert for _, expert, *_ in each] for each in found] == expected
 
 
-def test_votes_end_with_their_step() -> None:
+def test_votes_end_with_their_step():
     policy = firm()
     asked(policy, make(0, [USED[0]], [[row] for row in AHEAD[0]], 7))
     found = asked(policy, make(1, [USED[1]], [[row] for row in AHEAD[1]], 8))
     assert [expert for _, expert, *_ in found] == [8, 4, 2, 1]  # layer 0's vote is of another step
 
 
-def test_several_sequences_ask_for_what_any_of_them_expects() -> None:
+def test_several_sequences_ask_for_what_any_of_them_expects():
     """Intersection for each token, and the union of those."""
     policy = firm(votes="3,2")
     two = [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -137,7 +133,7 @@ def test_several_sequences_ask_for_what_any_of_them_expects() -> None:
     assert len(asked(policy, make(0, rows[:8], [rows[:8]], 8))) == 3
 
 
-def test_statistics() -> None:
+def test_statistics():
     """Of layer 1, 4 5 6 7 were expected and 4 5 6 9 used: recall and precision 3/4. Of
     layer 2, 8 4 2 were expected and 2 4 6 8 used."""
     policy = firm()
@@ -152,7 +148,7 @@ def test_statistics() -> None:
     assert found["tuned"] and found["prefetch"] == "on"
 
 
-def test_tuning_finds_what_pays() -> None:
+def test_tuning_finds_what_pays():
     """Layer 1's first two candidates are always right and the others never; the rest is alike in
     every vote, so that one layer is enough."""
     policy = firm(votes=None, tune_steps=4, tune_tokens=8)
@@ -184,7 +180,7 @@ TUNED = {
 }
 
 
-def test_what_was_tuned_is_where_the_next_one_starts() -> None:
+def test_what_was_tuned_is_where_the_next_one_starts():
     policy = firm(votes=None)
     policy.recall(TUNED)
     assert policy.wants.n_ahead == 2 and policy.report()["tuned"]
@@ -210,14 +206,14 @@ def test_what_was_tuned_is_where_the_next_one_starts() -> None:
         {"votes": "4,3"},
     ],
 )
-def test_what_was_tuned_for_something_else_is_not_taken(asked_for: dict[str, Any]) -> None:
+def test_what_was_tuned_for_something_else_is_not_taken(asked_for):
     policy = firm(**{"votes": None, **asked_for})
     before = policy.settings
     policy.recall(TUNED)
     assert policy.settings == before
 
 
-def test_votes_that_were_asked_for_or_recalled_are_not_what_this_run_tuned() -> None:
+def test_votes_that_were_asked_for_or_recalled_are_not_what_this_run_tuned():
     """Else a pair that somebody tried once would be everybody's from then on."""
     asked_for, recalled = firm(votes="1,1"), firm(votes=None)
     recalled.recall(TUNED)
@@ -244,24 +240,24 @@ def test_votes_that_were_asked_for_or_recalled_are_not_what_this_run_tuned() -> 
         ({"votes": "5,1"}, "have 5 candidates, and this model's routers choose 4 experts"),
     ],
 )
-def test_what_would_have_no_effect_is_refused(settings: dict[str, Any], said: str) -> None:
+def test_what_would_have_no_effect_is_refused(settings, said):
     with pytest.raises((SettingError, PolicyError), match=said):
         firm(**settings)
 
 
-def test_as_many_layers_look_ahead_as_vote() -> None:
+def test_as_many_layers_look_ahead_as_vote():
     votes = ("4,4", "4,1/4,2/4,1", "4,1", None)
     assert [firm(votes=each).wants.n_ahead for each in votes] == [4, 2, 1, 3]
     assert firm(tune="off", votes="4,2").wants.n_ahead == 2
 
 
-def test_without_prefetch_nothing_is_asked_for() -> None:
+def test_without_prefetch_nothing_is_asked_for():
     policy = firm(prefetch="off", votes=None)
     assert policy.wants.n_ahead == 0 and policy.report()["prefetch"] == "off"
     assert asked(policy, make(0, [USED[0]], [[row] for row in AHEAD[0]])) == []
 
 
-def test_a_recorded_run_with_other_votes() -> None:
+def test_a_recorded_run_with_other_votes():
     """What was recorded of them gives way, and a trace has the layers that are asked for or not."""
     Settings = FIRM.Settings
     recorded = Settings(agree="mol", votes="4,3", n_ahead=3, prefetch_kinds=1).as_dict()
@@ -284,7 +280,7 @@ def test_a_recorded_run_with_other_votes() -> None:
 
 
 @pytest.mark.parametrize(("kinds", "missed"), [(1, 0), (2, 1), (3, 2)])
-def test_the_loss_counts_the_matrices_that_are_fetched(kinds: int, missed: int) -> None:
+def test_the_loss_counts_the_matrices_that_are_fetched(kinds, missed):
     """Expert 4 is expected and not used, with its up and down there: its gate alone is read for
     nothing, 1/n. 9 is used and was not expected, with its gate there: what is read of it on demand
     is its up and its down. 5 and 6 are expected and used, and 7 is expected and in memory."""
@@ -299,7 +295,7 @@ def test_the_loss_counts_the_matrices_that_are_fetched(kinds: int, missed: int) 
     assert policy.report()["loss"]["shallow"] == pytest.approx((1 + missed) / kinds)
 
 
-def test_prompts_and_slots_are_dymoes_with_one_precision() -> None:
+def test_prompts_and_slots_are_dymoes_with_one_precision():
     """The same plan at every budget, and the same answer to a prompt."""
     for share in (0.2, 0.55, 1.0):
         budget = int(share * SHAPE.all_slot_bytes())
@@ -318,7 +314,7 @@ def test_prompts_and_slots_are_dymoes_with_one_precision() -> None:
         firm().plan(100)
 
 
-def test_votes_as_a_text() -> None:
+def test_votes_as_a_text():
     assert read_votes("4,1") == [(4, 1)] * 3
     assert read_votes("4,1/8,3/8,2") == [(4, 1), (8, 3), (8, 2)]
     for text in ("4", "4,1/3,1", "0,1", "a,b", "4,1,2", "4,1/8,3/8,"):
@@ -348,7 +344,7 @@ SCORES = [0.4, 0.2, 0.1, 0.05]
         ("margin", 1, 1, [5, 2]),
     ],
 )
-def test_what_is_agreed(way: str, candidates: int, n: int, expected: list[int]) -> None:
+def test_what_is_agreed(way, candidates, n, expected):
     assert agreed(way, BALLOTS, candidates, n, SCORES) == expected
     assert agreed(way, [], candidates, n) == []
 
@@ -366,11 +362,11 @@ HALF = Weights(0.5, 0.5, 1)
         (2, [0, 0]),
     ],
 )
-def test_every_group_has_a_layer_that_can_be_predicted(n_layers: int, groups: list[int]) -> None:
+def test_every_group_has_a_layer_that_can_be_predicted(n_layers, groups):
     assert group_of(n_layers) == groups
 
 
-def test_every_pair_is_counted_on_the_same_tokens() -> None:
+def test_every_pair_is_counted_on_the_same_tokens():
     """Nothing is in memory, and 5 and 2 are used. K = 1: 5 is right, 2 missed. P = 2 loses 5 at
     K = 1 and 7 at K = 3."""
     made = Tuner("all", [0, 0], (3, 2), HALF, 1, 1, 12)
@@ -386,7 +382,7 @@ def test_every_pair_is_counted_on_the_same_tokens() -> None:
     assert made.of(1) == (1, 1)  # of equals that with the fewest layers and candidates
 
 
-def climbed(means: list[list[float]], n: int, patience: int = 1) -> list[tuple[int, int]]:
+def climbed(means, n, patience=1):
     """Where a climb is after each of n updates. means [P - 1][K - 1]"""
     climb = Climb(len(means[0]), len(means), patience)
     path = []
@@ -396,7 +392,7 @@ def climbed(means: list[list[float]], n: int, patience: int = 1) -> list[tuple[i
     return path
 
 
-def test_climbing_down_one_axis_and_then_the_other() -> None:
+def test_climbing_down_one_axis_and_then_the_other():
     """P falls while that gains and turns at its end. Upwards it does not gain: K has its turn. So
     the plane is explored, of which Algorithm 1 as printed reaches one direction of each axis."""
     means = [[abs(k - 3) + 2.0 * p for k in range(1, 5)] for p in range(1, 4)]
@@ -415,11 +411,11 @@ def test_climbing_down_one_axis_and_then_the_other() -> None:
         ([[0.1]], 1, (1, 1)),
     ],
 )
-def test_a_climb_turns(means: list[list[float]], patience: int, end: tuple[int, int]) -> None:
+def test_a_climb_turns(means, patience, end):
     assert climbed(means, 4, patience)[-1] == end
 
 
-def test_a_tuner_ends_where_the_climb_saw_the_least() -> None:
+def test_a_tuner_ends_where_the_climb_saw_the_least():
     """In two intervals one expert is of use, and so K falls from 3 to 1; in the third, which counts
     for more, all three are. K = 3 is the best of what was seen, and two steps away."""
     made = Tuner("climb", [0, 0, 1, 2], (3, 1), HALF, 4, 1, 12)

@@ -1,10 +1,7 @@
 """What is read while nothing is asked for: in which order, and how soon it stops."""
 
-from __future__ import annotations
-
 import json
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,14 +28,14 @@ class SlowStore:
     closed = full = False
     spec: Any = None
 
-    def __init__(self, fails_at: int = -1) -> None:
+    def __init__(self, fails_at=-1):
         self.read: list[tuple[int, int, int]] = []
         self.begun = threading.Semaphore(0)
         self.go = threading.Semaphore(0)
         self.cancelled = True
         self._fails_at = fails_at
 
-    def bring(self, layer: int, expert: int, tier: int) -> bool | None:
+    def bring(self, layer, expert, tier):
         self.begun.release()
         assert self.go.acquire(timeout=SECONDS)
         if len(self.read) == self._fails_at:
@@ -46,22 +43,22 @@ class SlowStore:
         self.read.append((layer, expert, tier))
         return expert % 2 == 0
 
-    def cancel(self, on: bool) -> None:
+    def cancel(self, on):
         self.cancelled = on
 
-    def resident(self) -> np.ndarray:
+    def resident(self):
         return np.full((2, 4), ABSENT, np.uint8)
 
-    def take_counts(self) -> None:
+    def take_counts(self):
         pass
 
-    def taken_counts(self) -> np.ndarray:
+    def taken_counts(self):
         return np.array([[0, 0, 6, 2], [0, 0, 0, 0]], np.uint32)
 
 
-def test_who_asks_waits_for_one_read_at_most() -> None:
+def test_who_asks_waits_for_one_read_at_most():
     store = SlowStore()
-    idle = Idle(store)  # type: ignore[arg-type]
+    idle = Idle(store)
     idle.start(WANTED)
     for _ in range(3):
         assert store.begun.acquire(timeout=SECONDS)
@@ -79,9 +76,9 @@ def test_who_asks_waits_for_one_read_at_most() -> None:
     assert idle.brought == 2  # the second one found no slot
 
 
-def test_it_ends_at_the_first_that_cannot_be_read() -> None:
+def test_it_ends_at_the_first_that_cannot_be_read():
     store = SlowStore(fails_at=4)
-    idle = Idle(store)  # type: ignore[arg-type]
+    idle = Idle(store)
     store.go.release(50)
     idle.start(WANTED)
     idle.wait()
@@ -92,10 +89,10 @@ def test_it_ends_at_the_first_that_cannot_be_read() -> None:
     assert tried == 5
 
 
-def test_it_begins_anew() -> None:
+def test_it_begins_anew():
     store = SlowStore()
     store.go.release(200)
-    idle = Idle(store)  # type: ignore[arg-type]
+    idle = Idle(store)
     for _ in range(3):
         idle.start(WANTED)
         idle.wait()
@@ -104,12 +101,12 @@ def test_it_begins_anew() -> None:
     idle.wait()
 
 
-def shape(n_expert: int = 4, n_layers: int = 2) -> ModelShape:
+def shape(n_expert=4, n_layers=2):
     slots = tuple(({0: 64, 1: 64, 3: 64},) for _ in range(n_layers))
     return ModelShape(n_expert, 2, ("q4_k",), slots)
 
 
-def test_the_likeliest_come_first_by_their_share_of_the_layer() -> None:
+def test_the_likeliest_come_first_by_their_share_of_the_layer():
     policy = POLICIES["dymoe"](shape())
     resident = np.full((2, 4), ABSENT, np.uint8)
     resident[0, 1] = 0
@@ -119,7 +116,7 @@ def test_the_likeliest_come_first_by_their_share_of_the_layer() -> None:
     assert asked[4:] == [(0, 2, 0), (0, 3, 0), (1, 3, 0)]
 
 
-def test_one_order_over_all_layers_gets_whole_layers() -> None:
+def test_one_order_over_all_layers_gets_whole_layers():
     policy = POLICIES["lru"](shape())
     resident = np.full((2, 4), ABSENT, np.uint8)
     resident[0, 1] = 0
@@ -129,7 +126,7 @@ def test_one_order_over_all_layers_gets_whole_layers() -> None:
     assert [each[0] for each in likely(policy.wants, resident, used)] == [0, 0, 0, 1, 1, 1, 1]
 
 
-def test_a_policy_that_keeps_every_expert_asks_for_none() -> None:
+def test_a_policy_that_keeps_every_expert_asks_for_none():
     slots = tuple(({0: 64, 1: 64, 3: 64}, {0: 32, 1: 32, 3: 32}) for _ in range(2))
     policy = POLICIES["dynaexq"](ModelShape(4, 2, ("q4_k", "q2_k"), slots))
     policy.plan(2 * 4 * 3 * 40)
@@ -137,10 +134,10 @@ def test_a_policy_that_keeps_every_expert_asks_for_none() -> None:
     assert likely(policy.wants, np.full((2, 4), ABSENT, np.uint8), np.ones((2, 4))) == ()
 
 
-def test_the_driver_adds_this_run_to_the_earlier_ones() -> None:
+def test_the_driver_adds_this_run_to_the_earlier_ones():
     store = SlowStore()
     store.go.release(100)
-    driver = Driver(POLICIES["dymoe"](shape()), store)  # type: ignore[arg-type]
+    driver = Driver(POLICIES["dymoe"](shape()), store)
     driver.idle(np.array([[0.0, 7, 0, 0], [0, 0, 0, 1]]))
     driver._idle.wait()
     assert store.read[:4] == [(1, 3, 0), (0, 1, 0), (0, 2, 0), (0, 3, 0)]
@@ -148,10 +145,10 @@ def test_the_driver_adds_this_run_to_the_earlier_ones() -> None:
     driver.end_idle()
 
 
-def test_full_slots_are_left_alone() -> None:
+def test_full_slots_are_left_alone():
     store = SlowStore()
     store.full = True
-    driver = Driver(POLICIES["lru"](shape()), store)  # type: ignore[arg-type]
+    driver = Driver(POLICIES["lru"](shape()), store)
     driver.idle(None)
     assert not store.begun.acquire(timeout=0.1)
     PlainDriver().idle(None)  # which has nothing to read
@@ -159,22 +156,22 @@ def test_full_slots_are_left_alone() -> None:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> ExpertModel:
+def model(tmp_path):
     return ExpertModel.open(synthetic.write(tmp_path / "m.gguf", "tiny-olmoe", tiers=("q4_k",)))
 
 
-def keeper(model: ExpertModel, **settings: Any) -> UsageKeeper:
+def keeper(model, **settings):
     return UsageKeeper(Config.build(model=model.path, **({"remember": True} | settings)), model)
 
 
-def counts(model: ExpertModel, each: int) -> np.ndarray:
+def counts(model, each):
     found = np.zeros((model.n_layers, model.n_expert))
     found[:, 0] = each
     found[:, 1] = 3 * each
     return found
 
 
-def test_use_is_kept_under_every_policy(model: ExpertModel) -> None:
+def test_use_is_kept_under_every_policy(model):
     first = keeper(model, policy="lru")
     assert first.recall() is None
     first.learn(counts(model, 10))
@@ -194,7 +191,7 @@ def test_use_is_kept_under_every_policy(model: ExpertModel) -> None:
     assert keeper(model, remember=False).recall() is None
 
 
-def test_what_experts_put_out_is_kept_with_their_use(model: ExpertModel) -> None:
+def test_what_experts_put_out_is_kept_with_their_use(model):
     first, tokens = keeper(model), counts(model, 10)
     assert first.outputs().power() is None
     first.learn(tokens, Outputs(tokens, 2 * tokens))
@@ -223,7 +220,7 @@ def test_what_experts_put_out_is_kept_with_their_use(model: ExpertModel) -> None
         assert keeper(model).recall() is None
 
 
-def probed(model: ExpertModel, n: int = 4, kl: float = 1.0) -> Probed:
+def probed(model, n=4, kl=1.0):
     """n answers that moved by 1, 2, ... times the same."""
     found = Probed.none(model.n_layers)
     for i in range(n):
@@ -231,7 +228,7 @@ def probed(model: ExpertModel, n: int = 4, kl: float = 1.0) -> Probed:
     return found
 
 
-def test_what_skipping_did_is_kept_with_it(model: ExpertModel) -> None:
+def test_what_skipping_did_is_kept_with_it(model):
     first, known = keeper(model), probed(model)
     assert first.probed().error is None
     first.learn(counts(model, 1))
@@ -270,7 +267,7 @@ def test_what_skipping_did_is_kept_with_it(model: ExpertModel) -> None:
     assert left.probed().error is None and "another model" in str(left.note)
 
 
-def test_what_was_long_ago_counts_less(model: ExpertModel) -> None:
+def test_what_was_long_ago_counts_less(model):
     first = keeper(model)
     first.learn(counts(model, 10**7))
     first.save()
@@ -278,7 +275,7 @@ def test_what_was_long_ago_counts_less(model: ExpertModel) -> None:
     assert found.sum(axis=1) == pytest.approx(65_536 * model.n_expert_used)
 
 
-def test_a_damaged_profile_is_done_without(model: ExpertModel) -> None:
+def test_a_damaged_profile_is_done_without(model):
     path = cached_path(model, "usage")
     path.parent.mkdir(parents=True)
     path.write_text("{}")

@@ -1,12 +1,8 @@
 """What lower precisions cost, foreseen in nats: by a table, by uses, and while a model runs."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +28,7 @@ NATS[..., 0] = 0
 ESTIMATE = KlEstimate("q4_k", NATS, RNG.random(SIZE))
 
 
-def by_hand(layer: int, ids: Any, weights: Any, tiers: Any, nats: np.ndarray = NATS) -> float:
+def by_hand(layer, ids, weights, tiers, nats=NATS):
     column = {0: 0, 1: 1, SKIP: 2}
     return sum(
         float(g) ** 2 * nats[layer, e, column[int(tiers[e])]]
@@ -40,7 +36,7 @@ def by_hand(layer: int, ids: Any, weights: Any, tiers: Any, nats: np.ndarray = N
     )
 
 
-def test_a_choice_costs_the_square_of_its_gates_times_the_losses() -> None:
+def test_a_choice_costs_the_square_of_its_gates_times_the_losses():
     ids = np.array([[1, 5], [7, 0]])
     weights = np.array([[0.5, 0.25], [0.75, 0.5]], np.float32)
     tiers = np.zeros(8, np.uint8)
@@ -49,7 +45,7 @@ def test_a_choice_costs_the_square_of_its_gates_times_the_losses() -> None:
     assert found.tolist() == pytest.approx([0.0625 * NATS[2, 5, 1], 0.5625 * NATS[2, 7, 2]])
 
 
-def test_a_resident_plan_costs_its_hotness_times_the_losses() -> None:
+def test_a_resident_plan_costs_its_hotness_times_the_losses():
     hotness = RNG.random(SIZE)
     tiers = RNG.integers(0, 2, SIZE).astype(np.uint8)
     expected = sum(
@@ -60,7 +56,7 @@ def test_a_resident_plan_costs_its_hotness_times_the_losses() -> None:
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_a_meter_takes_what_is_computed(exact: bool) -> None:
+def test_a_meter_takes_what_is_computed(exact):
     """A better copy in memory is used, unless each expert has to be in its own tier. A step that
     failed leaves nothing."""
     meter = LossMeter(ESTIMATE, exact)
@@ -92,7 +88,7 @@ def test_a_meter_takes_what_is_computed(exact: bool) -> None:
     assert meter.since(mark, Phase.DECODE) == 0
 
 
-def test_uses_that_nobody_decided_are_counted() -> None:
+def test_uses_that_nobody_decided_are_counted():
     meter = LossMeter(ESTIMATE, exact=False)
     counts, tiers = np.ones(SIZE), np.ones(SIZE, np.uint8)
     meter.holds(tiers)
@@ -102,7 +98,7 @@ def test_uses_that_nobody_decided_are_counted() -> None:
     assert meter.costs and not LossMeter(KlEstimate("x", NATS[..., [0, 2]], counts), True).costs
 
 
-def table(fit: Fit | None = None, names: tuple[str, ...] = ("q8_0", "q4_k", "q2_k")) -> LossTable:
+def table(fit=None, names=("q8_0", "q4_k", "q2_k")):
     n = len(names)
     loss = np.broadcast_to(np.arange(n, dtype=np.float64), (*SIZE, n)).copy()
     counts = np.ones(SIZE, np.int64)
@@ -116,7 +112,7 @@ def table(fit: Fit | None = None, names: tuple[str, ...] = ("q8_0", "q4_k", "q2_
 FIT = Fit((0.5, 1.0, 2.0), ("q8_0", "q4_k", "q2_k", "skip"), "12 tokens", 1.25)
 
 
-def test_distances_are_from_the_base() -> None:
+def test_distances_are_from_the_base():
     """q4_k and q2_k are 1 and 2 from the reference, and 3 from each other; a skipped expert is as
     far from q4_k's output as that is long. An expert without a token is like its layer."""
     found = table(FIT).estimate(["q4_k", "q2_k"])
@@ -129,7 +125,7 @@ def test_distances_are_from_the_base() -> None:
     assert table().estimate(["q4_k"]) is None and table(FIT).estimate(["q4_k", "q1_0"]) is None
 
 
-def test_each_tier_has_its_own_scale() -> None:
+def test_each_tier_has_its_own_scale():
     """One that was not fitted has that of the tier nearest in bits."""
     scaled = FIT._replace(tiers=("q8_0", "q2_k", "skip"), scales=(0.5, 2.0, 3.0))
     costs = table(scaled).costs(["q8_0", "q4_k", "q2_k"])
@@ -139,14 +135,14 @@ def test_each_tier_has_its_own_scale() -> None:
     assert np.allclose(costs, plain * np.array([0.5, 0.5, 2.0, 3.0]))
 
 
-def keeper(folder: Path, monkeypatch: pytest.MonkeyPatch, found: LossTable | None) -> LossModel:
+def keeper(folder, monkeypatch, found):
     """Of a model in a folder, with this table beside it."""
     path = folder / "m.gguf"
     if found is not None:
         losses.default_path(path).touch()
         monkeypatch.setattr(losses, "load", lambda *_: found)
     config, model = SimpleNamespace(given=lambda _: None), SimpleNamespace(path=path)
-    return LossModel(config, model)  # type: ignore[arg-type]
+    return LossModel(config, model)
 
 
 @pytest.mark.parametrize(
@@ -157,13 +153,7 @@ def keeper(folder: Path, monkeypatch: pytest.MonkeyPatch, found: LossTable | Non
         (table(FIT), ["q4_k", "q1_0"], "the loss table lacks one of q4_k, q1_0"),
     ],
 )
-def test_who_needs_it_is_told_what_to_run(
-    found: LossTable | None,
-    tiers: list[str],
-    reason: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_who_needs_it_is_told_what_to_run(found, tiers, reason, tmp_path, monkeypatch):
     known = keeper(tmp_path, monkeypatch, found)
     assert known.estimate(tiers) is None
     with pytest.raises(ConfigError) as caught:
@@ -172,12 +162,12 @@ def test_who_needs_it_is_told_what_to_run(
     assert str(caught.value).startswith(reason) and re.search(command, str(caught.value))
 
 
-def test_what_was_fitted_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_fitted_is_given(tmp_path, monkeypatch):
     known = keeper(tmp_path, monkeypatch, table(FIT))
     assert known.needed(["q4_k", "q2_k"]).base == "q4_k"
 
 
-def uneven_table() -> LossTable:
+def uneven_table():
     """Two layers of three experts; one of them saw no token."""
     loss = np.array(
         [[[0.0, 1.0], [0.0, 2.0], [np.nan, np.nan]], [[0.0, 3.0], [0.0, 4.0], [0.0, 5.0]]]
@@ -190,7 +180,7 @@ def uneven_table() -> LossTable:
     return LossTable(candidates, loss, power, counts, "", "rtn", "text", 8, gates, fit)
 
 
-def test_factor_and_gates_weigh_the_losses() -> None:
+def test_factor_and_gates_weigh_the_losses():
     """An expert without a token has the means of its layer."""
     nats = uneven_table().per_use(("q8_0", "q2_k"))
     assert nats is not None and (nats[..., 0] == 0).all()
@@ -199,14 +189,14 @@ def test_factor_and_gates_weigh_the_losses() -> None:
     assert nats[1, :, 1] == pytest.approx([0.5 * 0.1 * 3, 0.5 * 0.2 * 4, 0.5 * 0.3 * 5])
 
 
-def test_without_a_fit_they_are_the_losses() -> None:
+def test_without_a_fit_they_are_the_losses():
     for less in ({"fit": None}, {"gates": None}):
         found = replace(uneven_table(), **less)
         assert (found.per_use(("q2_k",)) == found.of_tiers(("q2_k",))).all()
     assert uneven_table().per_use(("q3_k",)) is None
 
 
-def test_the_interval_of_a_learned_scale_holds() -> None:
+def test_the_interval_of_a_learned_scale_holds():
     """Answers that scatter as measured ones do: by chance the upper end is below the truth in a
     fortieth of the cases; with few answers, whose scatter is hardly known, in a few more."""
     random, n_layers = np.random.default_rng(4), 2
@@ -225,14 +215,14 @@ def test_the_interval_of_a_learned_scale_holds() -> None:
     assert probed_alike(16).is_exact and not probed_alike(15).is_exact
 
 
-def probed_alike(n: int) -> Probed:
+def probed_alike(n):
     found = Probed.none(3)
     for lost in range(1, n + 1):
         found += Probed.of_answer(40, 0.1 * lost, lost, np.array([[40.0] * 3, [4.0, 2.0, 1.0]]))
     return found
 
 
-def test_what_is_learned_costs_what_an_expert_puts_out() -> None:
+def test_what_is_learned_costs_what_an_expert_puts_out():
     tokens = np.full((3, 2), 1e6)
     power = np.array([[1.0, 2.0], [1.0, 1.0], [4.0, 1.0]])
     outputs, known = Outputs(tokens, power * tokens), probed_alike(9)
@@ -265,7 +255,7 @@ def test_what_is_learned_costs_what_an_expert_puts_out() -> None:
     assert learned("q4_k", Outputs.none((3, 2)), known) is None
 
 
-def test_a_table_beats_what_was_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_beats_what_was_learned(tmp_path, monkeypatch):
     tokens = np.full((3, 2), 10.0)
     usage = SimpleNamespace(
         outputs=lambda: Outputs(tokens, tokens),
@@ -274,7 +264,7 @@ def test_a_table_beats_what_was_learned(tmp_path: Path, monkeypatch: pytest.Monk
     )
     for found, is_learned in ((None, True), (table(), True), (table(FIT), False)):
         known = keeper(tmp_path, monkeypatch, found)
-        known._usage = usage  # type: ignore[assignment]
+        known._usage = usage
         assert known.needed(["q4_k"]).learned is is_learned
         assert (known.learned(["q4_k"]) is not None) is is_learned
         assert (known.estimate(["q4_k"]) is None) is is_learned

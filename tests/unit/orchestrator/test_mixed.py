@@ -1,7 +1,5 @@
 """The policy `mixed`: its slots, what it starts with, and experts that exchange their tiers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,24 +16,24 @@ from orchestrator.policy.base import TierOffer
 from orchestrator.policy.mixed import Mixed, exchanges, moves, nominal, weights
 
 
-def make(shape: ModelShape, **options: object) -> Mixed:
-    return Mixed(shape, Mixed.Settings(**options))  # type: ignore[arg-type]
+def make(shape, **options):
+    return Mixed(shape, Mixed.Settings(**options))
 
 
-def told(policy: Mixed, counts: np.ndarray, resident: np.ndarray, target: np.ndarray):
+def told(policy, counts, resident, target):
     return policy.step_done(
         StepReport(Phase.DECODE, 1, 1.0, counts.astype(np.uint32), resident, target)
     )
 
 
-def middle(shape: ModelShape) -> int:
+def middle(shape):
     """Between all in the third and all in the second tier."""
     return (shape.all_slot_bytes(1) + shape.all_slot_bytes(2)) // 2
 
 
 @pytest.mark.parametrize("odd", [False, True])
 @pytest.mark.parametrize("tenths", [0, 3, 9, 20, 40, 80])
-def test_the_plan_keeps_the_budget_and_wastes_less_than_an_expert(odd: bool, tenths: int) -> None:
+def test_the_plan_keeps_the_budget_and_wastes_less_than_an_expert(odd, tenths):
     """Its slots hold every expert where it starts; of two budgets the larger one loses less."""
     shape = five_tiers(odd)
     policy = make(shape)
@@ -64,12 +62,12 @@ def test_the_plan_keeps_the_budget_and_wastes_less_than_an_expert(odd: bool, ten
     )
 
 
-def test_the_best_tier_is_one_above_what_fits_where_slots_are_dear() -> None:
+def test_the_best_tier_is_one_above_what_fits_where_slots_are_dear():
     """A better one where the slot that the store wants of it takes next to nothing."""
     shape = five_tiers()
 
-    def offered(budget: int, n_expert: int) -> int:
-        def of(tiers: tuple[int, ...]) -> ModelShape:
+    def offered(budget, n_expert):
+        def of(tiers):
             part = tuple(tuple(each[at] for at in tiers) for each in shape.slots)
             return ModelShape(n_expert, 4, tuple(FIVE[at] for at in tiers), part)
 
@@ -81,7 +79,7 @@ def test_the_best_tier_is_one_above_what_fits_where_slots_are_dear() -> None:
     assert [offered(size, 1600) for size in sizes] == [0] * 5
 
 
-def test_it_is_the_hulls_allocation_of_use_times_loss() -> None:
+def test_it_is_the_hulls_allocation_of_use_times_loss():
     """What nobody used is not worth nothing, and without a loss table losses are nominal."""
     shape = five_tiers()
     policy = make(shape)
@@ -103,7 +101,7 @@ def test_it_is_the_hulls_allocation_of_use_times_loss() -> None:
     assert nominal(shape)[0, 0] == pytest.approx(0.25 ** np.array(BITS))
 
 
-def test_a_change_of_topic_moves_the_tiers_in_the_same_slots() -> None:
+def test_a_change_of_topic_moves_the_tiers_in_the_same_slots():
     """After some intervals the allocation is as good as any with as many experts in each tier, but
     for the hysteresis; nothing is asked for that has no slot, and everything comes to rest."""
     shape = five_tiers()
@@ -133,7 +131,7 @@ def test_a_change_of_topic_moves_the_tiers_in_the_same_slots() -> None:
 
 @given(st.integers(0, 10_000))
 @settings(max_examples=10, deadline=None)
-def test_every_assignment_is_reached_with_slots_in_the_lowest_tier_alone(seed: int) -> None:
+def test_every_assignment_is_reached_with_slots_in_the_lowest_tier_alone(seed):
     """By whatever route, also where all that is wanted is blocked by full pools."""
     rng = np.random.default_rng(seed)
     shape = five_tiers(odd=bool(seed % 2))
@@ -151,7 +149,7 @@ def test_every_assignment_is_reached_with_slots_in_the_lowest_tier_alone(seed: i
     assert (resident == wanted).all()
 
 
-def test_exchanges_need_more_than_the_margin() -> None:
+def test_exchanges_need_more_than_the_margin():
     """With two tiers and losses alike: a difference in use of margin times the mean use."""
     used = np.array([[1.0, 2.0, 2.4, 2.6]])
     losses = used[..., None] * np.array([0.0, 1.0])
@@ -166,7 +164,7 @@ def test_exchanges_need_more_than_the_margin() -> None:
     assert exchanges(losses, tiers, unused, free, 0.0) == []
 
 
-def test_layers_of_other_sizes_exchange_among_themselves() -> None:
+def test_layers_of_other_sizes_exchange_among_themselves():
     losses = np.array([[[0.0, 1.0]], [[0.0, 9.0]]])
     tiers, free = np.array([[0], [1]], np.uint8), np.ones((2, 1), bool)
     assert exchanges(losses, tiers, np.zeros((2, 2), int), free, 0.0) == [(1, 0)]

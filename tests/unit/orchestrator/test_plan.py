@@ -1,7 +1,5 @@
 """The memory plan: which path, which tiers, which slots, and what it refuses."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +22,7 @@ from orchestrator.memory.footprint import (
     process_bytes,
 )
 from orchestrator.memory.machine import Device, Machine
-from orchestrator.memory.plan import MemoryPlan, plan_memory, scratch_bytes
+from orchestrator.memory.plan import plan_memory, scratch_bytes
 from orchestrator.memory.shared import longest_context
 from orchestrator.policy import POLICIES
 from orchestrator.settings import parse_size
@@ -35,7 +33,7 @@ TIERS = ("q8_0", "q4_k", "q2_k")
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ExpertModel]:
+def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     tiny = synthetic.preset("tiny-qwen3moe")
     # The context of a large model, and experts many times as large as its cache for 4096 tokens.
@@ -58,11 +56,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ExpertModel]:
     return opened
 
 
-def plan_for(model: ExpertModel, machine: Machine = ROOMY, **settings: Any) -> MemoryPlan:
+def plan_for(model, machine=ROOMY, **settings):
     return plan_memory(Config.build(model=model.path, **settings), model, machine)
 
 
-def tight(model: ExpertModel, slots: int, **settings: Any) -> Machine:
+def tight(model, slots, **settings):
     """A machine with room for this many bytes of expert slots."""
     plan = plan_for(model, **settings)
     free = plan.dense_bytes + plan.kv_bytes + plan.scratch_bytes + slots
@@ -72,7 +70,7 @@ def tight(model: ExpertModel, slots: int, **settings: Any) -> Machine:
 
 
 @pytest.mark.parametrize(("name", "tier"), [("one", "q4_k"), ("three", "q8_0")])
-def test_everything_fits(models: dict[str, ExpertModel], name: str, tier: str) -> None:
+def test_everything_fits(models, name, tier):
     """Of a packed file its best tier."""
     plan = plan_for(models[name])
     assert (plan.managed, plan.tier_names) == (False, (tier,))
@@ -109,22 +107,20 @@ def test_everything_fits(models: dict[str, ExpertModel], name: str, tier: str) -
         ({"expert_ram": 2**21}, "dymoe", ("q8_0",)),
     ],
 )
-def test_choices(
-    models: dict[str, ExpertModel], settings: dict[str, Any], policy: str, tiers: tuple[str, ...]
-) -> None:
+def test_choices(models, settings, policy, tiers):
     plan = plan_for(models["three"], **settings)
     assert plan.managed
     assert (plan.policy.name, plan.tier_names) == (policy, tiers)
 
 
-def test_two_files_are_high_and_low(models: dict[str, ExpertModel]) -> None:
+def test_two_files_are_high_and_low(models):
     plan = plan_for(models["pair"], low=models["low"].path)
     assert (plan.policy.name, plan.tier_names) == ("dymoe", ("q8_0", "q2_k"))
     lossless = plan_for(models["pair"], low=models["low"].path, retention=1.0)
     assert lossless.tier_names == ("q8_0",)
 
 
-def test_too_little_memory_is_managed(models: dict[str, ExpertModel]) -> None:
+def test_too_little_memory_is_managed(models):
     """One precision is lossless, and lower ones are not."""
     model = models["one"]
     plan = plan_for(model, tight(model, model.tier_bytes[0] // 2))
@@ -137,15 +133,13 @@ def test_too_little_memory_is_managed(models: dict[str, ExpertModel]) -> None:
     assert "r=0.5" in plan_for(models["three"], policy="dymoe", retention=0.5).reason
 
 
-def named(size_bytes: int) -> str:
+def named(size_bytes):
     """As a message names a budget that is enough."""
     return format_size(size_bytes, up=True)
 
 
 @pytest.mark.parametrize("policy", ["lru", "dymoe"])
-def test_the_smallest_budget_named_is_the_smallest(
-    models: dict[str, ExpertModel], policy: str
-) -> None:
+def test_the_smallest_budget_named_is_the_smallest(models, policy):
     model = models["three"]
     for key in ("expert_ram", "ram"):
         with pytest.raises(BudgetError) as caught:
@@ -159,7 +153,7 @@ def test_the_smallest_budget_named_is_the_smallest(
             plan_for(model, policy=policy, **{key: needed - 1})
 
 
-def test_both_caps_hold(models: dict[str, ExpertModel]) -> None:
+def test_both_caps_hold(models):
     model = models["three"]
     with pytest.raises(BudgetError) as caught:
         plan_for(model, policy="dymoe", ram=1)
@@ -180,24 +174,18 @@ def test_both_caps_hold(models: dict[str, ExpertModel]) -> None:
         ("three", {"policy": "plain", "expert_ram": MIB}, ConfigError, "best tier"),
     ],
 )
-def test_what_cannot_be_is_refused(
-    models: dict[str, ExpertModel],
-    name: str,
-    settings: dict[str, Any],
-    error: type[Exception],
-    said: str,
-) -> None:
+def test_what_cannot_be_is_refused(models, name, settings, error, said):
     with pytest.raises(error, match=said):
         plan_for(models[name], **settings)
 
 
-def test_plain_can_be_asked_for(models: dict[str, ExpertModel]) -> None:
+def test_plain_can_be_asked_for(models):
     plan = plan_for(models["three"], Machine(2**28), policy="plain")
     assert not plan.managed
     assert "asked for" in plan.reason
 
 
-def test_plain_within_a_given_cap(models: dict[str, ExpertModel]) -> None:
+def test_plain_within_a_given_cap(models):
     with pytest.raises(BudgetError, match="policy plain") as caught:
         plan_for(models["three"], policy="plain", ram=2**20)
     needed = caught.value.needed_bytes
@@ -207,7 +195,7 @@ def test_plain_within_a_given_cap(models: dict[str, ExpertModel]) -> None:
         plan_for(models["three"], policy="plain", ram=needed - 1)
 
 
-def test_a_smaller_minimum_of_lru_is_named(models: dict[str, ExpertModel]) -> None:
+def test_a_smaller_minimum_of_lru_is_named(models):
     for key in ("expert_ram", "ram"):
         with pytest.raises(BudgetError) as caught:
             plan_for(models["three"], **{key: 1000})
@@ -225,7 +213,7 @@ def test_a_smaller_minimum_of_lru_is_named(models: dict[str, ExpertModel]) -> No
 @pytest.mark.parametrize(
     "option", [{"low": "b.gguf"}, {"low_tier": "skip"}, {"low_tier": "q2_k"}, {"retention": 1.0}]
 )
-def test_what_a_policy_does_not_use_is_refused(policy: str, option: dict[str, Any]) -> None:
+def test_what_a_policy_does_not_use_is_refused(policy, option):
     name = next(iter(option)).replace("_", "-")
     with pytest.raises(ConfigError, match=f"--{name} has no effect with --policy {policy}"):
         check_unused(Config.build(model="a.gguf", policy=policy, **option))
@@ -245,7 +233,7 @@ def test_what_a_policy_does_not_use_is_refused(policy: str, option: dict[str, An
         ({"max_loss": 0.01}, None),
     ],
 )
-def test_a_loss_table_is_for_what_reads_it(asked: dict[str, Any], refused: str | None) -> None:
+def test_a_loss_table_is_for_what_reads_it(asked, refused):
     """Slots that lower tiers share, or a loss that chooses the policy."""
     config = Config.build(model="a.gguf", losses=Path("t.json"), **asked)
     if refused:
@@ -273,21 +261,19 @@ def test_a_loss_table_is_for_what_reads_it(asked: dict[str, Any], refused: str |
         ({"low": "b.gguf", "policy": "mixed"}, None),
     ],
 )
-def test_lower_precisions_that_nothing_will_ask_for_are_noted(
-    asked: dict[str, Any], said: str | None
-) -> None:
+def test_lower_precisions_that_nothing_will_ask_for_are_noted(asked, said):
     found = without_effect(Config.build(model="a.gguf", **asked))
     assert found is None if said is None else str(found).startswith(said)
 
 
-def test_what_a_changed_policy_does_not_use_waits(models: dict[str, ExpertModel]) -> None:
+def test_what_a_changed_policy_does_not_use_waits(models):
     settings = {"low_tier": "q2_k", "retention": 0.5}
     assert plan_for(models["three"], policy="lru", **settings).managed
     assert not plan_for(models["three"], policy="plain", **settings).managed
 
 
 @pytest.mark.parametrize("name", ["one", "three"])
-def test_what_inspect_prints_works_as_ram(models: dict[str, ExpertModel], name: str) -> None:
+def test_what_inspect_prints_works_as_ram(models, name):
     model = models[name]
     fixed = scratch_bytes(model, Config.build(model=model.path))
     facts = inspect.describe(model, fixed)
@@ -304,7 +290,7 @@ def test_what_inspect_prints_works_as_ram(models: dict[str, ExpertModel], name: 
     assert not plan_for(model, ram=whole).managed
 
 
-def test_context_is_capped_by_the_model(models: dict[str, ExpertModel]) -> None:
+def test_context_is_capped_by_the_model(models):
     """Sequences share a larger one: each may be as long as the model was made for. Those that
     answers are probed in have their logits alone."""
     model = models["one"]
@@ -319,22 +305,20 @@ def test_context_is_capped_by_the_model(models: dict[str, ExpertModel]) -> None:
     assert (short.n_ctx, short.kv_bytes) == (512, model.kv_bytes(512))
 
 
-def test_logits_of_all_tokens_need_more_scratch(models: dict[str, ExpertModel]) -> None:
+def test_logits_of_all_tokens_need_more_scratch(models):
     model = models["one"]
     one, every = plan_for(model), plan_for(model, logits_all=True)
     n_vocab = len(model.metadata["tokenizer.ggml.tokens"])
     assert every.scratch_bytes - one.scratch_bytes >= 511 * n_vocab * 4
 
 
-def test_copies_of_routers_are_scratch_of_a_policy_that_is_asked(
-    models: dict[str, ExpertModel],
-) -> None:
+def test_copies_of_routers_are_scratch_of_a_policy_that_is_asked(models):
     model = models["one"]
     asked, never = (plan_for(model, policy=name).scratch_bytes for name in ("firm", "lru"))
     assert asked - never == look_ahead_bytes(model) > 0
 
 
-def test_a_process_beside_a_gpu_is_larger(models: dict[str, ExpertModel]) -> None:
+def test_a_process_beside_a_gpu_is_larger(models):
     """By what its driver keeps there, which nobody measured to the byte."""
     model = models["one"]
     config = Config.build(model=model.path)
@@ -345,13 +329,11 @@ def test_a_process_beside_a_gpu_is_larger(models: dict[str, ExpertModel]) -> Non
 @pytest.mark.parametrize(
     ("ubatch", "n_ctx", "tokens"), [(None, 8192, 512), (None, 100, 100), (64, 8192, 64)]
 )
-def test_a_step_has_what_was_asked_for_or_the_least_size(
-    models: dict[str, ExpertModel], ubatch: int | None, n_ctx: int, tokens: int
-) -> None:
+def test_a_step_has_what_was_asked_for_or_the_least_size(models, ubatch, n_ctx, tokens):
     assert plan_for(models["long"], ctx=n_ctx, ubatch=ubatch).n_ubatch == tokens
 
 
-def test_a_vocabulary_that_is_no_list(models: dict[str, ExpertModel], tmp_path: Path) -> None:
+def test_a_vocabulary_that_is_no_list(models, tmp_path):
     with ExpertModel.open(models["one"].path) as model:
         model.metadata["tokenizer.ggml.tokens"] = 7
         with pytest.raises(GGUFError, match=r"one\.gguf: key tokenizer\.ggml\.tokens"):
@@ -367,14 +349,12 @@ def test_a_vocabulary_that_is_no_list(models: dict[str, ExpertModel], tmp_path: 
         (0, 131072, 0),
     ],
 )
-def test_the_longest_context_within_what_is_allowed(allowed: int, most: int, tokens: int) -> None:
+def test_the_longest_context_within_what_is_allowed(allowed, most, tokens):
     """With a cache of 1000 bytes a token."""
     assert longest_context(most, 256, lambda n: 1000 * n > allowed) == tokens
 
 
-def test_more_memory_gives_more_context_until_the_models_own(
-    models: dict[str, ExpertModel],
-) -> None:
+def test_more_memory_gives_more_context_until_the_models_own(models):
     free = (400, 450, 1000, 3000, 64 * 1024)
     contexts = [plan_for(models["long"], Machine(each * MIB)).n_ctx for each in free]
     assert contexts == sorted(contexts)
@@ -385,7 +365,7 @@ def test_more_memory_gives_more_context_until_the_models_own(
         assert plan_for(models["long"], machine, ctx=ctx).n_ctx == ctx
 
 
-def test_what_fits_with_the_least_context_still_fits(models: dict[str, ExpertModel]) -> None:
+def test_what_fits_with_the_least_context_still_fits(models):
     least = plan_for(models["long"], ctx=4096, ubatch=16).total_bytes
     for spare in (0, MIB // 4, 40 * MIB):
         plan = plan_for(models["long"], ram=least + spare, ubatch=16)
@@ -393,9 +373,7 @@ def test_what_fits_with_the_least_context_still_fits(models: dict[str, ExpertMod
         assert plan.total_bytes <= least + spare
 
 
-def test_a_policy_without_room_beside_it_gets_the_least_context(
-    models: dict[str, ExpertModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_policy_without_room_beside_it_gets_the_least_context(models, monkeypatch):
     model, settings = models["long"], {"policy": "lru", "force_managed": True, "ubatch": 16}
     with pytest.raises(BudgetError) as too_little:
         plan_for(model, ctx=4096, ram=MIB, **settings)
@@ -405,7 +383,7 @@ def test_a_policy_without_room_beside_it_gets_the_least_context(
     assert plan_for(model, ram=least + 60 * MIB, **settings).n_ctx == 65536
 
 
-def test_conversations_get_one_more_context(models: dict[str, ExpertModel]) -> None:
+def test_conversations_get_one_more_context(models):
     """Where that costs experts, a small share; and what fits whole still does."""
     model = models["more"]
     whole = plan_for(model, ctx=512)
@@ -425,7 +403,7 @@ def test_conversations_get_one_more_context(models: dict[str, ExpertModel]) -> N
     assert plan.total_bytes <= ram
 
 
-def test_what_prompts_are_given_is_set_aside_or_refused(models: dict[str, ExpertModel]) -> None:
+def test_what_prompts_are_given_is_set_aside_or_refused(models):
     model = models["more"]
     assert plan_for(model, ctx=512, cache_ram=3 * MIB).prompt_bytes == 3 * MIB
     assert plan_for(model, ctx=512, cache_ram=0, conversations=True).prompt_bytes == 0
@@ -441,7 +419,7 @@ def test_what_prompts_are_given_is_set_aside_or_refused(models: dict[str, Expert
     plan_for(model, ram=enough + 3 * MIB, cache_ram=3 * MIB, **asked)
 
 
-def test_a_memory_that_cannot_be_cut_gets_marks(models: dict[str, ExpertModel]) -> None:
+def test_a_memory_that_cannot_be_cut_gets_marks(models):
     with ExpertModel.open(models["more"].path) as model:
         config = Config.build(model=model.path)
         assert part_bytes(model, config) == 0
@@ -453,7 +431,7 @@ def test_a_memory_that_cannot_be_cut_gets_marks(models: dict[str, ExpertModel]) 
         assert plan.prompt_bytes == plan.kv_bytes + 6 * part_bytes(model, config)
 
 
-def test_8_bits_leave_more_for_experts(models: dict[str, ExpertModel]) -> None:
+def test_8_bits_leave_more_for_experts(models):
     asked: dict[str, Any] = {"ctx": 512, "policy": "lru"}
     ram = plan_for(models["more"], **asked).total_bytes - models["more"].tier_bytes[0] // 2
     usual = plan_for(models["more"], ram=ram, **asked)
@@ -467,12 +445,12 @@ def test_8_bits_leave_more_for_experts(models: dict[str, ExpertModel]) -> None:
 CTX, BATCH = 2048, 512  # all that the model was made for
 
 
-def on_gpu(model: ExpertModel, flash: bool, **settings: Any) -> MemoryPlan:
+def on_gpu(model, flash, **settings):
     machine = Machine(8 << 30, Device("cuda0", "a card", 8 << 30, 8 << 30, flash))
     return plan_for(model, machine, ctx=CTX, ubatch=BATCH, policy="lru", vram=4 << 30, **settings)
 
 
-def test_what_flash_attention_does_not_keep_is_free(models: dict[str, ExpertModel]) -> None:
+def test_what_flash_attention_does_not_keep_is_free(models):
     """Weights in single precision and in half, and a mask: 0.4 GB of Qwen3-30B at 4k tokens."""
     model = models["one"]
     slow, fast = on_gpu(model, False), on_gpu(model, True)
@@ -485,7 +463,7 @@ def test_what_flash_attention_does_not_keep_is_free(models: dict[str, ExpertMode
     assert exact[0].scratch_bytes == exact[1].scratch_bytes
 
 
-def test_a_cache_in_8_bits_is_unpacked_a_layer_at_a_time(models: dict[str, ExpertModel]) -> None:
+def test_a_cache_in_8_bits_is_unpacked_a_layer_at_a_time(models):
     model = models["one"]
     hparams = model.hparams
     of_layer = 2 * CTX * max(hparams.n_head_kv) * (hparams.key_length + hparams.value_length)

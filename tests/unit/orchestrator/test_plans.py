@@ -1,13 +1,9 @@
 """Which plans there are in one memory, which of them nobody beats, and which one a loss chooses."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +19,6 @@ from orchestrator.cost.plans import (
     AS_FAST,
     LENGTHS,
     Candidate,
-    Frontier,
     TakenPlans,
     behind_text,
     choose,
@@ -43,7 +38,7 @@ NATS = {0: 0.0, 1: 0.001, 2: 0.01, SKIP: 0.1}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ExpertModel:
+def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("frontier") / "three.gguf"
     return ExpertModel.open(synthetic.write(path, "tiny-qwen3moe", tiers=TIERS))
 
@@ -51,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ExpertModel:
 class Nats:
     """Every use costs what its tier does."""
 
-    def of_uses(self, uses: np.ndarray, tiers: np.ndarray) -> float:
+    def of_uses(self, uses, tiers):
         return float((uses * np.vectorize(NATS.__getitem__)(tiers)).sum())
 
 
@@ -63,22 +58,22 @@ class Takes:
     residency = SimpleNamespace(hit_rate=1.0)
 
     @property
-    def read_bytes(self) -> float:
+    def read_bytes(self):
         return float(self.plan.absent_bytes)
 
-    def token_s(self, cells: int = 0) -> float:
+    def token_s(self, cells=0):
         plan = self.plan
         there = plan.slots.total_bytes if plan.slots else plan.expert_bytes
         return (there + 10 * plan.absent_bytes) * 1e-9
 
-    def prompt_s(self, n_tokens: int, first: bool = False) -> float:
+    def prompt_s(self, n_tokens, first=False):
         return n_tokens * self.token_s() * (2 if first else 1)
 
 
 class Played(Planner):
     """A machine of 64 GiB that takes what Takes says, without what earlier runs learned of it."""
 
-    def __init__(self, model: ExpertModel, estimate: Nats | None, disturbed: bool = False) -> None:
+    def __init__(self, model, estimate, disturbed=False):
         self._config, self._model = Config.build(model=model.path), model
         self.gpu, self.machine = None, Machine(1 << 36)
         self._probe = nullcontext()
@@ -96,23 +91,23 @@ class Played(Planner):
             profiled=True,
         )
 
-    def _plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
+    def _plan(self, config, more_scratch=0):
         return plan_memory(config, self._model, self.machine)
 
-    def times(self, measures: bool = True) -> Any:
+    def times(self, measures=True):
         return nullcontext(self._times)
 
 
 def frontier(
-    config: Config,
-    model: ExpertModel,
-    estimate: Nats | None = Nats(),  # noqa: B008
-    disturbed: bool = False,
-) -> Frontier:
+    config,
+    model,
+    estimate=Nats(),  # noqa: B008
+    disturbed=False,
+):
     return Played(model, estimate, disturbed).frontier(config)
 
 
-def ask(model: ExpertModel, share: float, **settings: Any) -> Config:
+def ask(model, share, **settings):
     """Slots for so large a share of the best tier."""
     slots = int(
         share
@@ -125,7 +120,7 @@ def ask(model: ExpertModel, share: float, **settings: Any) -> Config:
     return Config.build(model=model.path, expert_ram=slots, **settings)
 
 
-def test_speeds_are_said_as_a_context_fills(model: ExpertModel) -> None:
+def test_speeds_are_said_as_a_context_fills(model):
     """At 8k, 32k and 128k as far as the context goes; none where it is shorter."""
     assert LENGTHS == (8192, 32768, 131072)
     config, played = ask(model, 0.6), Played(model, None)
@@ -139,16 +134,16 @@ def test_speeds_are_said_as_a_context_fills(model: ExpertModel) -> None:
     assert behind_text({}) == ""
 
 
-def by_label(found: Frontier) -> Mapping[str, Candidate]:
+def by_label(found):
     return {each.label: each for each in found.candidates}
 
 
 @pytest.fixture(scope="module")
-def found(model: ExpertModel) -> Frontier:
+def found(model):
     return frontier(ask(model, 0.6), model)
 
 
-def test_all_policies_and_uniform_types_are_on_it(model: ExpertModel, found: Frontier) -> None:
+def test_all_policies_and_uniform_types_are_on_it(model, found):
     """Without a loss that is allowed the usual plan is taken, whatever is faster."""
     usual = plan_memory(ask(model, 0.6), model, Machine(1 << 36))
     assert usual.policy is not None and found.taken.policy == usual.policy.name
@@ -174,7 +169,7 @@ def test_all_policies_and_uniform_types_are_on_it(model: ExpertModel, found: Fro
     assert skips.kl_at_most and skips.kl == pytest.approx(NATS[SKIP] + 5 * NATS[1])
 
 
-def test_nobody_beats_the_best_ones(found: Frontier) -> None:
+def test_nobody_beats_the_best_ones(found):
     candidates = found.candidates
     assert [each.token_ms for each in candidates] == sorted(each.token_ms for each in candidates)
     for each in candidates:
@@ -193,7 +188,7 @@ def test_nobody_beats_the_best_ones(found: Frontier) -> None:
 
 
 @pytest.mark.parametrize("allowed", [0.0, 0.004, 0.02, 1.0])
-def test_a_loss_chooses_the_fastest_within_it(model: ExpertModel, allowed: float) -> None:
+def test_a_loss_chooses_the_fastest_within_it(model, allowed):
     config = ask(model, 0.4, max_loss=allowed)
     found = frontier(config, model)
     within = [each for each in found.candidates if each.kl <= allowed]
@@ -219,7 +214,7 @@ def test_a_loss_chooses_the_fastest_within_it(model: ExpertModel, allowed: float
         assert left > 0
 
 
-def test_a_loss_that_nobody_foresees_takes_a_lossless_plan(model: ExpertModel) -> None:
+def test_a_loss_that_nobody_foresees_takes_a_lossless_plan(model):
     """The fastest one, whose settings are not kept: once it is known, another one may be faster.
     A named table has to say it."""
     config = ask(model, 0.4, max_loss=0.1)
@@ -236,11 +231,11 @@ def test_a_loss_that_nobody_foresees_takes_a_lossless_plan(model: ExpertModel) -
         played.frontier(config)
 
 
-def made(name: str, token_ms: float, kl: float | None) -> Candidate:
+def made(name, token_ms, kl):
     return Candidate(name, {"policy": name}, ["q4_k"], 1, True, token_ms, 1.0, 1.0, 1.0, 0.0, kl)
 
 
-def test_as_fast_is_decided_by_the_loss() -> None:
+def test_as_fast_is_decided_by_the_loss():
     fast, near, far = made("a", 1.0, 0.01), made("b", 1.015, 0.002), made("c", 1.03, 0.0)
     assert choose([fast, near, far], 0.1) is near
     assert choose([fast, near, far], 0.001) is far
@@ -249,7 +244,7 @@ def test_as_fast_is_decided_by_the_loss() -> None:
         choose([unknown, fast], 0.001)
 
 
-def test_the_plan_of_before_stays_until_another_is_clearly_faster() -> None:
+def test_the_plan_of_before_stays_until_another_is_clearly_faster():
     """What spends a loss is asked for with what is left of it, which changes with the routing."""
     fast = made("a", 1.0, 0.01)
     for name, token_ms, kl, stays in (
@@ -277,9 +272,7 @@ def test_the_plan_of_before_stays_until_another_is_clearly_faster() -> None:
         ({"high_tier": "q4_k"}, ("q4_k",), None),
     ],
 )
-def test_only_what_asks_for_less_gets_less(
-    model: ExpertModel, asked: dict[str, Any], taken: tuple[str, ...], kl: float | None
-) -> None:
+def test_only_what_asks_for_less_gets_less(model, asked, taken, kl):
     """A file with several tiers asks for nothing; what is lossless is so without a table."""
     config = ask(model, 0.6, **asked)
     found = frontier(config, model, None)
@@ -292,7 +285,7 @@ def test_only_what_asks_for_less_gets_less(
             assert each.kl == 0.0
 
 
-def test_what_was_measured_beside_other_programs_is_told(model: ExpertModel) -> None:
+def test_what_was_measured_beside_other_programs_is_told(model):
     config = ask(model, 0.8)
     assert not frontier(config, model).disturbed
     assert frontier(config, model, disturbed=True).disturbed
@@ -301,7 +294,7 @@ def test_what_was_measured_beside_other_programs_is_told(model: ExpertModel) -> 
 class Skipping(Takes):
     """What may be skipped takes half of the time."""
 
-    def token_s(self, cells: int = 0) -> float:
+    def token_s(self, cells=0):
         spends = isinstance(self.plan.policy, SpendsLoss)
         return super().token_s(cells) * (0.5 if spends else 1.0)
 
@@ -319,31 +312,26 @@ class Skipping(Takes):
     ],
 )
 def test_a_lossless_conversation_hears_what_a_loss_would_bring(
-    settings: dict[str, Any],
-    fitted: bool,
-    measured: bool,
-    says: str | None,
-    model: ExpertModel,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    settings, fitted, measured, says, model, monkeypatch
+):
     """Where that is known without measuring: the loss by a table or learned, and the speeds."""
 
     times = SimpleNamespace(of_plan=lambda plan, *_: Skipping(plan), profiled=True)
 
-    def taken(measures: bool) -> Any:
+    def taken(measures):
         assert not measures
         if not measured:
             raise OSError
         return nullcontext(times)
 
     played = Played(model, Nats())
-    played.times = taken  # type: ignore[method-assign]
+    played.times = taken
     played.losses.spent = lambda _: Nats() if fitted else None
     played.compared(ask(model, 0.5, **{"conversations": True, **settings}))
     assert played.brings is None if says is None else says in str(played.brings)
 
 
-def test_text_and_picture(found: Frontier, tmp_path: Path) -> None:
+def test_text_and_picture(found, tmp_path):
     text = render(found, TIERS[0])
     rows = text.splitlines()
     assert sum(row.startswith("*") for row in rows) == 1
@@ -359,7 +347,7 @@ def test_text_and_picture(found: Frontier, tmp_path: Path) -> None:
     assert drawn == (tmp_path / "b.svg").read_bytes() and b"mixed" in drawn
 
 
-def config_of(model: ExpertModel, **settings: Any) -> Config:
+def config_of(model, **settings):
     return Config.build(model=model.path, **settings)
 
 
@@ -381,9 +369,7 @@ def config_of(model: ExpertModel, **settings: Any) -> Config:
         ({"max_loss": 0.01, "threads": 1}, False),
     ],
 )
-def test_a_command_is_known_by_what_it_asks_of_the_model(
-    model: ExpertModel, asked: dict[str, Any], same: bool
-) -> None:
+def test_a_command_is_known_by_what_it_asks_of_the_model(model, asked, same):
     settings = {"policy": "floor", "high_tier": "q4_k", "max_loss": 0.008, "low_tier": None}
     TakenPlans(config_of(model, max_loss=0.01), model).keep(settings)
     found = TakenPlans(config_of(model, **asked), model).recall()
@@ -391,7 +377,7 @@ def test_a_command_is_known_by_what_it_asks_of_the_model(
     assert found == (kept if same else None)
 
 
-def test_what_is_damaged_counts_as_nothing(model: ExpertModel, user_folder: Path) -> None:
+def test_what_is_damaged_counts_as_nothing(model, user_folder):
     taken = TakenPlans(config_of(model), model)
     taken.keep({"policy": "lru"})
     (path,) = (user_folder / "cache" / "moe-edge" / "plans").iterdir()

@@ -1,9 +1,6 @@
 """Memory that slots, a context and scratch take in turn."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -12,7 +9,7 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError
 from orchestrator.memory.machine import Machine
-from orchestrator.memory.plan import MemoryPlan, least_slots, plan_memory
+from orchestrator.memory.plan import least_slots, plan_memory
 from orchestrator.memory.shared import CELL_STEP, SharedMemory
 
 MIB = 2**20
@@ -35,7 +32,7 @@ SHARED = SharedMemory(
         (4096, 4096, 300_000 - 40_960),
     ],
 )
-def test_what_is_left_for_slots(n_cells: int, n_tokens: int, slots: int) -> None:
+def test_what_is_left_for_slots(n_cells, n_tokens, slots):
     assert SHARED.slots(n_cells, n_tokens) == slots
     assert SHARED.slots(n_cells, n_tokens, held=1000) == slots
     assert SHARED.slots(n_cells, n_tokens, held=800_000) == SHARED.slots(n_cells, 1, held=800_000)
@@ -45,9 +42,7 @@ def test_what_is_left_for_slots(n_cells: int, n_tokens: int, slots: int) -> None
     ("least", "most", "longest"),
     [(100_000, 10**6, 79_872), (100_000, 4000, 4000), (897_440, 10**6, 256), (897_441, 10**6, 0)],
 )
-def test_the_longest_context_leaves_what_a_policy_needs(
-    least: int, most: int, longest: int
-) -> None:
+def test_the_longest_context_leaves_what_a_policy_needs(least, most, longest):
     shared = replace(SHARED, least_slots=least)
     assert shared.longest(most) == longest
     if 0 < longest < most:
@@ -56,11 +51,11 @@ def test_the_longest_context_leaves_what_a_policy_needs(
 
 @pytest.mark.parametrize("all_slots", [500_000, 900_000, 2_000_000, 50_000_000])
 @pytest.mark.parametrize(("n_cells", "n_tokens"), [(0, 300), (0, 900), (0, 5000), (40_000, 20_000)])
-def test_a_prompt_is_read_with_the_least_reads(all_slots: int, n_cells: int, n_tokens: int) -> None:
+def test_a_prompt_is_read_with_the_least_reads(all_slots, n_cells, n_tokens):
     """Passes over what has no slot, then what gave way comes back."""
     shared, end = replace(SHARED, all_slots=all_slots), n_cells + n_tokens
 
-    def read(size: int) -> int:
+    def read(size):
         held = min(all_slots, shared.slots(end, size))
         passes, usual = -(-n_tokens // size), min(all_slots, shared.slots(end, 512))
         return passes * (all_slots - held) + usual - held
@@ -69,26 +64,26 @@ def test_a_prompt_is_read_with_the_least_reads(all_slots: int, n_cells: int, n_t
     assert read(shared.micro_batch(n_cells, n_tokens)) == min(map(read, possible))
 
 
-def test_longer_prompts_get_larger_micro_batches_and_full_contexts_smaller_ones() -> None:
+def test_longer_prompts_get_larger_micro_batches_and_full_contexts_smaller_ones():
     assert [SHARED.micro_batch(0, n) for n in (100, 1000, 10_000)] == [512, 1024, 4096]
     assert SHARED.micro_batch(59_000, 10_000) == 1024
     assert SHARED.micro_batch(69_000, 10_000) == 512
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ExpertModel:
+def model(tmp_path_factory):
     tiny = synthetic.preset("tiny-qwen3moe")
     shape = replace(tiny, context=16384, n_layer=4, n_expert=256, n_head_kv=1, head_dim=32)
     path = tmp_path_factory.mktemp("shared") / "model.gguf"
     return ExpertModel.open(synthetic.write(path, shape, tiers=("q4_k", "q2_k")))
 
 
-def plan_in(model: ExpertModel, free: int, **settings: Any) -> MemoryPlan:
+def plan_in(model, free, **settings):
     config = Config.build(model=model.path, **{"conversations": True, "cache_ram": 0, **settings})
     return plan_memory(config, model, Machine(free))
 
 
-def half(model: ExpertModel, **settings: Any) -> int:
+def half(model, **settings):
     """A cap with slots for about half of the experts beside a context of 4,096."""
     usual = {"conversations": False, "ctx": 4096, "ubatch": 512, "policy": "lru"}
     plan = plan_in(model, 2**40, **usual, **settings)
@@ -97,7 +92,7 @@ def half(model: ExpertModel, **settings: Any) -> int:
 
 
 @pytest.mark.parametrize("policy", ["lru", "dymoe", "firm"])
-def test_a_long_context_takes_nothing_before_it_is_used(model: ExpertModel, policy: str) -> None:
+def test_a_long_context_takes_nothing_before_it_is_used(model, policy):
     ram = half(model)
     plan = plan_in(model, 2**40, ram=ram, policy=policy)
     fixed = plan_in(model, 2**40, ram=ram, policy=policy, ctx=4096, ubatch=512, conversations=False)
@@ -114,9 +109,7 @@ def test_a_long_context_takes_nothing_before_it_is_used(model: ExpertModel, poli
 
 
 @pytest.mark.parametrize("policy", [None, "plain"])
-def test_what_fits_whole_gets_the_longest_context_beside_it(
-    model: ExpertModel, policy: str | None
-) -> None:
+def test_what_fits_whole_gets_the_longest_context_beside_it(model, policy):
     whole = plan_in(model, 2**40, ctx=4096, policy="plain")
     for n, n_ctx in ((0, 4096), (3, 4096 + 3 * CELL_STEP), (100, 16384)):
         more = plan_in(model, 2**40, ctx=4096 + n * CELL_STEP, policy="plain").total_bytes
@@ -126,7 +119,7 @@ def test_what_fits_whole_gets_the_longest_context_beside_it(
         assert plan.total_bytes <= ram
 
 
-def test_what_is_asked_for_are_upper_limits(model: ExpertModel) -> None:
+def test_what_is_asked_for_are_upper_limits(model):
     asked = {"ram": half(model), "policy": "lru", "ctx": 8192}
     plan = plan_in(model, 2**40, ubatch=1024, **asked)
     assert plan.shared is not None
@@ -136,17 +129,13 @@ def test_what_is_asked_for_are_upper_limits(model: ExpertModel) -> None:
 
 
 @pytest.mark.parametrize("less", [0, 31, 32, 33, 56])
-def test_no_prompt_is_read_in_more_at_once_than_the_context_takes(
-    model: ExpertModel, less: int
-) -> None:
+def test_no_prompt_is_read_in_more_at_once_than_the_context_takes(model, less):
     plan = plan_in(model, 2**40, ram=half(model) - less * MIB, policy="lru")
     assert max(plan.micro_batch(0, n) for n in range(1, plan.n_ctx, 64)) <= plan.n_ubatch
 
 
 @pytest.mark.parametrize("probes", [0, 2])
-def test_a_context_that_is_too_long_is_refused_with_the_longest_one(
-    model: ExpertModel, probes: int
-) -> None:
+def test_a_context_that_is_too_long_is_refused_with_the_longest_one(model, probes):
     ram, asked = half(model) - 40 * MIB, {"policy": "lru", "probes": probes}
     longest = plan_in(model, 2**40, ram=ram, **asked).n_ctx
     assert longest < 16384
@@ -167,7 +156,7 @@ def test_a_context_that_is_too_long_is_refused_with_the_longest_one(
         {"policy": "plain"},
     ],
 )
-def test_others_are_divided_once(model: ExpertModel, settings: dict[str, Any]) -> None:
+def test_others_are_divided_once(model, settings):
     """Those that keep every expert in memory, with slots that were asked for, and what holds no
     conversation."""
     plan = plan_in(model, 2**40, ctx=4096, **settings)

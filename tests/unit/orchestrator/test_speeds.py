@@ -1,13 +1,9 @@
 """How fast this machine computes: how it is timed, which timing stands, and what is kept."""
 
-from __future__ import annotations
-
 import itertools
 import json
-from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,16 +29,15 @@ from orchestrator.cost.speeds import (
     Timings,
 )
 from orchestrator.cost.time import spare_bytes
-from orchestrator.native.llama import Bindings
 
 DAY = 86400.0
 
 
-def kept(*of: tuple[float, float, bool], now: float = 10 * DAY) -> Timings:
+def kept(*of, now=10 * DAY):
     return Timings(now, {"x": [Timing(*each) for each in of]})
 
 
-def test_the_least_stands_and_two_quiet_ones_that_agree_end_it() -> None:
+def test_the_least_stands_and_two_quiet_ones_that_agree_end_it():
     assert kept().least("x") is None and kept().is_due("x")
     early = 9 * DAY
     one = kept((3.0, early, True))
@@ -53,7 +48,7 @@ def test_the_least_stands_and_two_quiet_ones_that_agree_end_it() -> None:
     assert kept((3.0, early, True), (3.3, early + APART_S, False)).is_due("x")
 
 
-def test_a_machine_that_got_slower_is_believed_in_time() -> None:
+def test_a_machine_that_got_slower_is_believed_in_time():
     fast = (1.0, 0.0, True), (1.0, APART_S, True)
     slow = (3.0, OLD_S, True)
     assert kept(*fast, slow, now=OLD_S).least("x") == 1.0
@@ -66,7 +61,7 @@ def test_a_machine_that_got_slower_is_believed_in_time() -> None:
 @pytest.mark.parametrize(
     "damage", [None, [], {"x": 3}, {"x": [[1.0, 2.0]]}, {"x": [[-1.0, 2.0, True]]}]
 )
-def test_what_is_damaged_counts_as_nothing(damage: object, tmp_path: Path) -> None:
+def test_what_is_damaged_counts_as_nothing(damage, tmp_path):
     path = tmp_path / "speeds.json"
     path.write_text(json.dumps({"format": "a form", "timings": damage}))
     assert Timings.load(path, "a form", DAY).of == {}
@@ -75,21 +70,21 @@ def test_what_is_damaged_counts_as_nothing(damage: object, tmp_path: Path) -> No
 class Played:
     """Stands for products.Timer, the clock, and other programs."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.seconds_of_all, self.now, self.others, self.asked = 1.0, DAY, 0.0, 0
         monkeypatch.setattr(speeds_module, "_REPEATS", 0)
         monkeypatch.setattr(speeds_module, "Timer", lambda *_: self)
         monkeypatch.setattr(speeds_module, "time", lambda: self.now)
         monkeypatch.setattr(speeds_module, "Disturbance", lambda: self)
 
-    def seconds(self, what: Product | Small | Attention) -> float:
+    def seconds(self, what):
         self.asked += 1
         return self.seconds_of_all
 
-    def share(self) -> float:
+    def share(self):
         return self.others
 
-    def close(self) -> None:
+    def close(self):
         pass
 
 
@@ -100,29 +95,27 @@ class Unbound:
         _lib = None
 
         @staticmethod
-        def llama_print_system_info() -> bytes:
+        def llama_print_system_info():
             return b"a system"
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Played:
+def machine(monkeypatch):
     return Played(monkeypatch)
 
 
 WHAT = Product(GGMLType.Q4_K, 256, 64, 1)
 
 
-def session(
-    machine: Played, seconds: float, after_s: float, others: float = 0.0, **settings: int
-) -> tuple[float, bool]:
+def session(machine, seconds, after_s, others=0.0, **settings):
     """(what stands, whether it was disturbed) of a use of this machine."""
     machine.seconds_of_all, machine.others = seconds, others
     machine.now += after_s
-    with Speeds(Unbound(), **{"threads": 1} | settings) as speeds:  # type: ignore[arg-type]
+    with Speeds(Unbound(), **{"threads": 1} | settings) as speeds:
         return speeds.seconds(WHAT), speeds.disturbed
 
 
-def test_a_disturbed_moment_does_not_stay(machine: Played) -> None:
+def test_a_disturbed_moment_does_not_stay(machine):
     """Other programs made a product take ten times as long when it was first measured."""
     assert session(machine, 10.0, 0, others=1.0) == (10.0, True)
     assert session(machine, 1.0, 5) == (1.0, False)
@@ -132,7 +125,7 @@ def test_a_disturbed_moment_does_not_stay(machine: Played) -> None:
     assert session(machine, 9.0, DAY) == (1.0, False) and machine.asked == 4
 
 
-def test_disturbed_moments_go_on_until_there_is_a_quiet_one(machine: Played) -> None:
+def test_disturbed_moments_go_on_until_there_is_a_quiet_one(machine):
     """However many there were; of the same moment, no more than a few."""
     for number in range(2 * MOST_MOMENTS):
         assert session(machine, 10.0 + number, APART_S, others=1.0) == (10.0, True)
@@ -144,45 +137,41 @@ def test_disturbed_moments_go_on_until_there_is_a_quiet_one(machine: Played) -> 
     assert machine.asked == 2 * MOST_MOMENTS + 2
 
 
-def test_what_a_token_takes_is_timed_in_rounds(
-    machine: Played, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_token_takes_is_timed_in_rounds(machine, monkeypatch):
     """The middle of three quiet rounds stands; prompts, whose products take long, have one."""
     many, small = WHAT._replace(rows=4), Small(64, 1)
     found = {WHAT: [4.0, 1.0, 2.0], small: [6.0, 7.0, 0.5], many: [3.0]}
     beside = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
     monkeypatch.setattr(machine, "seconds", lambda what: found[what].pop(0))
     monkeypatch.setattr(machine, "share", lambda: beside.pop(0))
-    with Speeds(Unbound(), 2) as speeds:  # type: ignore[arg-type]
+    with Speeds(Unbound(), 2) as speeds:
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [4.0, 3.0, 6.0]
         assert speeds.again() and not any(found.values())
         # 0.5 was not timed on a quiet machine
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [2.0, 3.0, 6.5]
         assert not speeds.again() and not speeds.disturbed
     machine.now += 5
-    with Speeds(Unbound(), 2) as speeds:  # type: ignore[arg-type]
+    with Speeds(Unbound(), 2) as speeds:
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [2.0, 3.0, 6.5]
         assert not speeds.again()
 
 
-def test_a_timing_that_others_disturbed_is_repeated(
-    machine: Played, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_timing_that_others_disturbed_is_repeated(machine, monkeypatch):
     """Twice something ran beside the first of two products: it is timed until nothing does. Then
     nothing is left for the second one."""
     monkeypatch.setattr(speeds_module, "_REPEATS", 2)
     found, beside = [6.0, 5.0, 1.0, 7.0], [1.0, 1.0, 0.0, 1.0]
     monkeypatch.setattr(machine, "seconds", lambda what: found.pop(0))
     monkeypatch.setattr(machine, "share", lambda: beside.pop(0))
-    with Speeds(Unbound(), 2) as speeds:  # type: ignore[arg-type]
+    with Speeds(Unbound(), 2) as speeds:
         assert speeds.seconds(WHAT) == 1.0 and not speeds.disturbed
         assert speeds.seconds(WHAT._replace(rows=4)) == 7.0 and speeds.disturbed
 
 
-def test_products_are_timed(bindings: Bindings) -> None:
+def test_products_are_timed(bindings):
     with Timer(bindings.api._lib, 1) as timer:
 
-        def seconds(what: Product | Small | Attention) -> float:
+        def seconds(what):
             """The least of some: a machine may stand still while one is timed."""
             return min(timer.seconds(what) for _ in range(3))
 
@@ -199,18 +188,18 @@ def test_products_are_timed(bindings: Bindings) -> None:
             assert 0 < seconds(repacked) < 1
 
 
-def test_attention_reads_a_cache_that_is_not_in_the_processors(bindings: Bindings) -> None:
+def test_attention_reads_a_cache_that_is_not_in_the_processors(bindings):
     """As in llama.cpp: a cell's heads lie side by side, and a token goes through all layers."""
     keys: list[int] = []
     steps: list[tuple[int, ...]] = []
     with Timer(bindings.api._lib, 1, pool_bytes=8 << 20) as timer:
         attend, view = timer.flash_attn_ext, timer.view_3d
 
-        def attended(*args: Any) -> int:
+        def attended(*args):
             keys.extend(args[2:4])
             return attend(*args)
 
-        def viewed(*args: Any) -> int:
+        def viewed(*args):
             steps.append(args[2:])
             return view(*args)
 
@@ -226,16 +215,14 @@ def test_attention_reads_a_cache_that_is_not_in_the_processors(bindings: Binding
 
 
 @pytest.mark.parametrize(("others", "expected"), [(0.0, 3e-3), (0.5, 1e-3)])
-def test_half_of_the_runs_or_what_nobody_interrupted(
-    bindings: Bindings, monkeypatch: pytest.MonkeyPatch, others: float, expected: float
-) -> None:
+def test_half_of_the_runs_or_what_nobody_interrupted(bindings, monkeypatch, others, expected):
     """Runs of 1, 3 and 9 ms in turn. Nine of ten may be slow for others' sake, where there are
     others."""
     runs, now = itertools.cycle([1e-3, 3e-3, 9e-3]), 0.0
     monkeypatch.setattr(products_module, "perf_counter", lambda: now)
     monkeypatch.setattr(products_module.Disturbance, "share", lambda self: others)
 
-    def compute(*_: object) -> int:
+    def compute(*_):
         nonlocal now
         now += next(runs)
         return 0
@@ -245,7 +232,7 @@ def test_half_of_the_runs_or_what_nobody_interrupted(
         assert timer.seconds(Product(GGMLType.Q4_K, 256, 64, 4)) == pytest.approx(expected / 2)
 
 
-def test_what_was_measured_is_kept(bindings: Bindings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_measured_is_kept(bindings, monkeypatch):
     monkeypatch.setattr(speeds_module.Disturbance, "share", lambda self: 0.0)
     with Speeds(bindings, 1) as speeds:
         found = speeds.seconds(WHAT)
@@ -256,9 +243,7 @@ def test_what_was_measured_is_kept(bindings: Bindings, monkeypatch: pytest.Monke
         speeds.seconds(WHAT)  # other threads are another machine
 
 
-def test_a_cap_holds_for_measuring_too(
-    bindings: Bindings, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cap_holds_for_measuring_too(bindings, model, monkeypatch):
     """With few weights, which a cache may hold, figures are rough: nobody else shall have them."""
     taken: list[int] = []
     allocate = Timer._allocate
@@ -283,26 +268,24 @@ def test_a_cap_holds_for_measuring_too(
     ("layout", "ratios"),
     [(FILE, (8.0, 8.0, 8.0)), (OWN, (2.0, 2.0, 4.0)), (UPSTREAM, (2.0, 2.0, 6.0))],
 )
-def test_dense_weights_are_repacked_with_the_experts(
-    model: Path, layout: str, ratios: tuple[float, ...]
-) -> None:
+def test_dense_weights_are_repacked_with_the_experts(model, layout, ratios):
     """On a machine that is played, where repacked rows are slow for many activations: slots' own
     layout takes tiles, from 8 on, and upstream's does not."""
 
     class PlayedSpeeds(Speeds):
-        def seconds(self, what: Product | Small | Attention) -> float:
+        def seconds(self, what):
             if not isinstance(what, Product):
                 return 1e-9
             if what.repacked:
                 return 2.0 if what.rows < 8 else 6.0
             return 4.0 if what.routed else 8.0
 
-        def again(self) -> bool:
+        def again(self):
             return False
 
     library = SimpleNamespace(interleaves=lambda *_: True)
     api = SimpleNamespace(llama_print_system_info=lambda: b"played")
     played = SimpleNamespace(library=lambda: library, api=api)
     with ExpertModel.open(model) as opened:
-        found = PlayedSpeeds(played, 1).costs(opened, (0,), layout)  # type: ignore[arg-type]
+        found = PlayedSpeeds(played, 1).costs(opened, (0,), layout)
     assert found.dense_s[:3] / found.dense_s[0] == pytest.approx(np.array(ratios) / ratios[0])

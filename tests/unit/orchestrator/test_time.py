@@ -1,10 +1,7 @@
 """What a token and a prompt take: the arithmetic, and its model of what is in memory."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,7 +28,6 @@ from orchestrator.cost.time import (
 from orchestrator.events import SKIP
 from orchestrator.memory.machine import Machine
 from orchestrator.memory.plan import plan_memory
-from orchestrator.native.llama import Bindings
 from orchestrator.policy.dynaexq import DynaExq
 
 LAYERS, EXPERTS, USED = 3, 8, 2
@@ -39,7 +35,7 @@ LAYERS, EXPERTS, USED = 3, 8, 2
 DISK = Bandwidth(1e6, latency_s=1e-3)
 
 
-def costs(expert_s: float = 0.010, dense_s: float = 0.030) -> Costs:
+def costs(expert_s=0.010, dense_s=0.030):
     """An expert takes as long for each row; 5,000 bytes of it are 5 ms of DISK."""
     per_row = np.array(ROWS) * expert_s
     return Costs(
@@ -51,25 +47,25 @@ def costs(expert_s: float = 0.010, dense_s: float = 0.030) -> Costs:
     )
 
 
-def all_there() -> Residency:
+def all_there():
     uses = np.full((LAYERS, EXPERTS), USED / EXPERTS)
     return resident(np.zeros((LAYERS, EXPERTS), int), uses, 1)
 
 
-def missing(share: float, foreseen: float = 0.0) -> Residency:
+def missing(share, foreseen=0.0):
     there = all_there()
     present = np.full_like(there.present, 1.0 - share)
     return Residency(there.uses, there.mix, present, (1.0 - share,) * 2, False, foreseen)
 
 
-def test_a_token_with_everything_in_memory_is_the_sum_of_its_parts() -> None:
+def test_a_token_with_everything_in_memory_is_the_sum_of_its_parts():
     found = PlanTime(costs(), all_there(), DISK, 512)
     assert found.token_s() == pytest.approx(LAYERS * USED * 0.010 + 0.030 + 0.004)
     assert found.token_s(100) - found.token_s() == pytest.approx(100 * 1e-5)
     assert (found.residency.hit_rate, found.read_bytes) == (1.0, 0.0)
 
 
-def test_what_is_no_product_is_added_once_a_token_and_once_a_layer_that_is_asked_about() -> None:
+def test_what_is_no_product_is_added_once_a_token_and_once_a_layer_that_is_asked_about():
     besides = replace(costs(), step_s=0.5, asked_s=0.25)
     alone = PlanTime(costs(), all_there(), DISK, 512).token_s()
     unasked = PlanTime(besides, all_there(), DISK, 512)
@@ -77,7 +73,7 @@ def test_what_is_no_product_is_added_once_a_token_and_once_a_layer_that_is_asked
     assert replace(unasked, asked=True).token_s() == pytest.approx(alone + 0.5 + LAYERS * 0.25)
 
 
-def test_reads_hide_behind_what_is_there_and_no_more() -> None:
+def test_reads_hide_behind_what_is_there_and_no_more():
     # 5 + 1 ms of reading one expert hide behind the 20 ms of two; of two, 11 ms do
     hidden = PlanTime(costs(), missing(0.5), DISK, 512)
     assert hidden.token_s() == pytest.approx(LAYERS * USED * 0.010 + 0.030 + 0.004)
@@ -89,7 +85,7 @@ def test_reads_hide_behind_what_is_there_and_no_more() -> None:
     assert slow.token_s() == pytest.approx(LAYERS * (layer + 0.010) + 0.004)
 
 
-def test_what_is_foreseen_hides_behind_the_dense_weights_as_well() -> None:
+def test_what_is_foreseen_hides_behind_the_dense_weights_as_well():
     disk = Bandwidth(4e5, latency_s=0.0)
     late = PlanTime(costs(), missing(1.0), disk, 512)
     early = PlanTime(costs(), missing(1.0, foreseen=1.0), disk, 512)
@@ -102,10 +98,10 @@ def test_what_is_foreseen_hides_behind_the_dense_weights_as_well() -> None:
     assert some.read_bytes == pytest.approx(late.read_bytes * (1 + 1.25 * (LAYERS - 1)) / LAYERS)
 
 
-def test_reading_takes_a_core_while_threads_compute_and_not_while_they_wait() -> None:
+def test_reading_takes_a_core_while_threads_compute_and_not_while_they_wait():
     """5 ms of reading an expert, and 4 of a core."""
 
-    def took(bytes_per_s: float, foreseen: float = 0.0) -> float:
+    def took(bytes_per_s, foreseen=0.0):
         disk = Bandwidth(bytes_per_s, latency_s=0.0, core_s_per_byte=0.004 / 5000)
         free = Bandwidth(bytes_per_s, latency_s=0.0)
         there = missing(1.0, foreseen)
@@ -120,7 +116,7 @@ def test_reading_takes_a_core_while_threads_compute_and_not_while_they_wait() ->
     assert took(2.5e5, 1.0) > took(2.5e5)  # what is foreseen is read beside more
 
 
-def test_a_prompt_reads_each_expert_once_a_part() -> None:
+def test_a_prompt_reads_each_expert_once_a_part():
     disk = Bandwidth(1e3, latency_s=0.0)  # 5 s an expert
     whole = PlanTime(costs(0.0, 0.0), missing(1.0), disk, 64).prompt_s(64)
     # the last layer computes the last token alone
@@ -133,7 +129,7 @@ def test_a_prompt_reads_each_expert_once_a_part() -> None:
     assert warm.prompt_s(64) == pytest.approx(whole / 2, rel=0.02)
 
 
-def test_what_the_first_prompt_reads_first_comes_at_the_disks_first_speed() -> None:
+def test_what_the_first_prompt_reads_first_comes_at_the_disks_first_speed():
     """Its second part, a later prompt and tokens read again what was read before."""
     disk = Bandwidth(1e3, latency_s=0.0, first_bytes_per_s=250.0)
     of = PlanTime(costs(0.0, 0.0), missing(1.0), disk, 32)
@@ -145,7 +141,7 @@ def test_what_the_first_prompt_reads_first_comes_at_the_disks_first_speed() -> N
     assert of.prompt_s(64, first=True) < 4 * both
 
 
-def test_skipped_experts_cost_nothing() -> None:
+def test_skipped_experts_cost_nothing():
     tiers = np.zeros((LAYERS, EXPERTS), int)
     tiers[:, EXPERTS // 2 :] = SKIP
     there = resident(tiers, np.full((LAYERS, EXPERTS), USED / EXPERTS), 1)
@@ -154,7 +150,7 @@ def test_skipped_experts_cost_nothing() -> None:
     assert found.read_bytes == 0 and found.residency.hit_rate == 1.0
 
 
-def lru_hits(uses: np.ndarray, n_slots: int, steps: int = 6000) -> float:
+def lru_hits(uses, n_slots, steps=6000):
     """The hit rate of a cache in least-recently-used order, by playing it. As in the store, a step
     finds what was there when it began."""
     rng, held = np.random.default_rng(1), OrderedDict[int, None]()
@@ -172,7 +168,7 @@ def lru_hits(uses: np.ndarray, n_slots: int, steps: int = 6000) -> float:
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.7, 1.1])
-def test_hits_are_those_of_a_cache_that_is_played(exponent: float) -> None:
+def test_hits_are_those_of_a_cache_that_is_played(exponent):
     uses = chances(np.arange(1.0, 65.0)[None] ** -exponent, 8)[0]
     for n_slots in (16, 38, 58):
         there = recently_used(uses, n_slots)
@@ -181,7 +177,7 @@ def test_hits_are_those_of_a_cache_that_is_played(exponent: float) -> None:
     assert recently_used(uses, 64).min() == 1.0
 
 
-def test_a_scan_over_layers_that_share_their_slots() -> None:
+def test_a_scan_over_layers_that_share_their_slots():
     n_layers, n_expert = 40, 60
     for share in (0.3, 0.6, 0.9):
         rng = np.random.default_rng(2)
@@ -206,7 +202,7 @@ def test_a_scan_over_layers_that_share_their_slots() -> None:
     assert scanned(1.0, True) == (1.0, 1.0)
 
 
-def test_two_tiers_in_slots_of_their_own() -> None:
+def test_two_tiers_in_slots_of_their_own():
     shape = ModelShape(4, 2, ("high", "low"), (({0: 100}, {0: 50}),))
     slots = SlotPlan((SlotGroup(100, 4), SlotGroup(50, 1)), {(0, 0, 0): 0, (0, 0, 1): 1})
     mix = np.tile([0.75, 0.25], (1, 4, 1))
@@ -218,7 +214,7 @@ def test_two_tiers_in_slots_of_their_own() -> None:
     assert there.hit_rate == pytest.approx(0.75 * 0.5 + 0.25, abs=1e-6)
 
 
-def test_hot_experts_that_stay_high_are_not_missed() -> None:
+def test_hot_experts_that_stay_high_are_not_missed():
     """One is in a high slot for good; the others share too few low ones."""
     shape = ModelShape(8, 2, ("high", "low"), (({0: 100}, {0: 50}),))
     policy = DynaExq(shape)
@@ -238,7 +234,7 @@ def test_hot_experts_that_stay_high_are_not_missed() -> None:
     assert alike.hit_rate < there.hit_rate - 0.05
 
 
-def test_plans_of_a_model(bindings: Bindings, model: Path) -> None:
+def test_plans_of_a_model(bindings, model):
     with ExpertModel.open(model) as opened:
         config = Config.build(model=model, ctx=256, threads=1, force_managed=True)
         machine = Machine(8 << 30)
@@ -247,7 +243,7 @@ def test_plans_of_a_model(bindings: Bindings, model: Path) -> None:
             predictor = TimeModel(opened, Bandwidth(1e8), speeds, *uses)
             assert not predictor.profiled
 
-            def predicted(uses: np.ndarray | None = None, **settings: object) -> PlanTime:
+            def predicted(uses=None, **settings):
                 asked = config.with_changes(**settings)
                 plan = plan_memory(asked, opened, machine)
                 return predictor.of_plan(plan, asked, uses=uses)
@@ -278,7 +274,7 @@ def test_plans_of_a_model(bindings: Bindings, model: Path) -> None:
             assert predicted(policy="lru").costs is whole.costs
 
 
-def half_there() -> Residency:
+def half_there():
     """Two layers of four experts, two a token; the first half of each is in memory."""
     present = np.tile([1.0, 1.0, 0.25, 0.0], (2, 1))
     return Residency(np.full((2, 4), 0.5), np.ones((2, 4, 1)), present)
@@ -287,12 +283,12 @@ def half_there() -> Residency:
 NATS = np.array([[1.0, 1.0, 4.0, 2.0], [1.0, 1.0, 3.0, 9.0]])
 
 
-def lost(before: Residency, after: Residency) -> float:
+def lost(before, after):
     skipped = before.uses * (before.mix - after.mix).sum(axis=2)
     return float((skipped * NATS).sum())
 
 
-def test_the_cheapest_misses_are_skipped_until_the_loss_is_spent() -> None:
+def test_the_cheapest_misses_are_skipped_until_the_loss_is_spent():
     known, sizes = half_there(), np.array([1, 1])
     same = with_skips(known, Skips(NATS, 0.0), sizes)
     assert (same.mix == known.mix).all() and (same.present == known.present).all()

@@ -8,14 +8,11 @@ several of them in one step, over experts in three precisions. A row has a diges
 prefetches and transitions, so that it tells whether anything changed, and sums that tell what.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +20,11 @@ from typing import Any
 import numpy as np
 
 from gguf_tools.file.layout import DOWN, GATE, UP
-from orchestrator.allocation.slots import Rules, Transition
-from orchestrator.events import SKIP, DecisionBuffer, Phase, RouteEvent, StoreView
+from orchestrator.allocation.slots import Rules
+from orchestrator.events import SKIP, Phase
 from orchestrator.lab.replay.file import read_trace, write_trace
 from orchestrator.lab.replay.simulate import Compute, Setup, Transport, foreseen, set_up, simulate
 from orchestrator.lab.replay.trace import ENDS, PROMPT_ENDS, STARTS, Trace
-from orchestrator.native import Library
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import policy_class
 from orchestrator.policy.base import SpendsLoss, WaitsBeforeAnswer
@@ -90,7 +86,7 @@ ROWS: dict[str, tuple[str, tuple[str, ...], float, dict[str, Any]]] = {
 _Steps = list[tuple[Phase, list[int], list[tuple[int, int]]]]
 
 
-def _steps() -> _Steps:
+def _steps():
     prompt, token = Phase.PREFILL, Phase.DECODE
     return [
         (prompt, [0] * 12, [(STARTS, 0)]),
@@ -109,7 +105,7 @@ def _steps() -> _Steps:
     ]
 
 
-def make_run(seed: int = 20261125) -> Trace:
+def make_run(seed=20261125):
     """The run that is stored. Each sequence has favourites of its own, half of what is foreseen is
     right, and what tiers lose differs from expert to expert."""
     from traces import decode
@@ -119,11 +115,11 @@ def make_run(seed: int = 20261125) -> Trace:
     odds = rng.dirichlet(np.full(N_EXPERT, 0.4), (5, N_LAYERS)) + 0.01
     odds /= odds.sum(axis=2, keepdims=True)
 
-    def chosen(of: list[int], layer: int) -> np.ndarray:
+    def chosen(of, layer):
         rows = [rng.choice(N_EXPERT, K, replace=False, p=odds[each, layer]) for each in of]
         return np.stack(rows).astype(np.uint16)
 
-    def falling(n: int) -> np.ndarray:
+    def falling(n):
         gates = -np.sort(-rng.dirichlet(np.ones(K), n), axis=1)
         return gates.astype(np.float32)
 
@@ -195,7 +191,7 @@ def make_run(seed: int = 20261125) -> Trace:
 class Listener:
     """Takes down what a policy decides and moves."""
 
-    def __init__(self, policy: Any) -> None:
+    def __init__(self, policy):
         self._digest = hashlib.sha256()
         self._tiers = [*policy.shape.tiers]
         self.sums: Counter[str] = Counter()
@@ -204,16 +200,16 @@ class Listener:
         policy.step_done = self.step_done
         if isinstance(policy, WaitsBeforeAnswer):
             self._before = policy.before_answer
-            policy.before_answer = self.before_answer  # type: ignore[method-assign]
+            policy.before_answer = self.before_answer
 
     @property
-    def digest(self) -> str:
+    def digest(self):
         return self._digest.hexdigest()[:16]
 
-    def _note(self, *what: object) -> None:
+    def _note(self, *what):
         self._digest.update(repr(what).encode())
 
-    def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+    def decide(self, event, view, out):
         self._decide(event, view, out)
         ids = sorted(set(event.ids_array.ravel().tolist()))
         tiers = [int(out.tier_array[each]) for each in ids]
@@ -225,23 +221,23 @@ class Listener:
         self.sums["passing"] += sum(passing)
         self.sums["prefetched"] += len(ahead)
 
-    def _moved(self, moves: Sequence[Transition]) -> Sequence[Transition]:
+    def _moved(self, moves):
         self._note(list(moves))
         self.sums["moved"] += len(moves)
         return moves
 
-    def start(self) -> Sequence[Transition]:
+    def start(self):
         return self._moved(self._start())
 
-    def step_done(self, report: Any) -> Sequence[Transition]:
+    def step_done(self, report):
         return self._moved(self._done(report))
 
-    def before_answer(self, *states: np.ndarray) -> Sequence[Transition] | None:
+    def before_answer(self, *states):
         moves = self._before(*states)
         return None if moves is None else self._moved(moves)
 
 
-def decided(library: Library, trace: Trace, row: str) -> dict[str, Any]:
+def decided(library, trace, row):
     """One row: the digest, and sums of what is in it."""
     name, tiers, share, settings = ROWS[row]
     policy = policy_class(name)
@@ -251,7 +247,7 @@ def decided(library: Library, trace: Trace, row: str) -> dict[str, Any]:
     made = set_up(trace, policy, budget, policy.Settings.of(settings), in_use, rules, threads=2)
     estimate = foreseen(trace, in_use, None)
     if isinstance(made.policy, SpendsLoss):
-        made.policy.set_estimate(estimate)  # type: ignore[arg-type]
+        made.policy.set_estimate(estimate)
     heard = Listener(made.policy)
     setup: Setup = replace(made, estimate=estimate)
     outcome = simulate(library, trace, setup, Transport(4096 * 10**5, 20, 2), Compute(60.0, 60.0))
@@ -260,7 +256,7 @@ def decided(library: Library, trace: Trace, row: str) -> dict[str, Any]:
     return {"digest": heard.digest, **dict(sorted(heard.sums.items())), **moved}
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--store", action="store_true", help="store the decisions of now")
     parser.add_argument("--make-run", action="store_true", help="make the run anew, too")

@@ -1,7 +1,5 @@
 """Belady's optimum: against every possible cache on small traces, and above every policy."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import numpy as np
@@ -11,11 +9,9 @@ from traces import decode, over, random_trace
 
 from gguf_tools.file.layout import DOWN
 from orchestrator.events import Phase
-from orchestrator.lab.replay import Trace
 from orchestrator.lab.replay.figures import belady, fewest_misses
 from orchestrator.lab.replay.simulate import Compute, Transport, simulate
 from orchestrator.memory.footprint import model_shape
-from orchestrator.native import Library
 from orchestrator.policy.lru import LRU
 
 EXPERT = 16384  # slot bytes of one expert, all kinds
@@ -23,13 +19,13 @@ SLOW = Transport(10**9, 20, 2)
 COMPUTE = Compute(50.0, 50.0)
 
 
-def optimum(trace: Trace, n_experts: int) -> dict[str, list[int]]:
+def optimum(trace, n_experts):
     """With slots for so many experts, shared by all layers."""
     shape = model_shape(trace, (0,))
     return belady(trace, shape, LRU(shape).plan(n_experts * EXPERT), 0)
 
 
-def best_of_all(events: list[tuple[int, list[int]]], capacity: int) -> int:
+def best_of_all(events, capacity):
     """Most hits of any cache: every subset of what is there is tried at every event."""
     states: dict[frozenset[tuple[int, int]], int] = {frozenset(): 0}
     for layer, ids in events:
@@ -46,7 +42,7 @@ def best_of_all(events: list[tuple[int, list[int]]], capacity: int) -> int:
     return max(states.values())
 
 
-def test_by_hand() -> None:
+def test_by_hand():
     """0 1 2 0 1 2 with room for two: one of the second three must miss, and the one that is
     dropped is the one that is used last."""
     trace = decode(*[[[e]] for e in (0, 1, 2, 0, 1, 2)])
@@ -61,7 +57,7 @@ def test_by_hand() -> None:
     ]  # it may keep 0 and compute the others in passing
 
 
-def test_phases_are_told_apart() -> None:
+def test_phases_are_told_apart():
     trace = random_trace(np.random.default_rng(0))
     found = optimum(trace, 24)
     distinct = sum(len(np.unique(event.ids)) for event in next(trace.steps()).events)
@@ -79,7 +75,7 @@ def test_phases_are_told_apart() -> None:
     ),
     st.integers(1, 3),
 )
-def test_no_cache_does_better(events: list[tuple[int, set[int]]], capacity: int) -> None:
+def test_no_cache_does_better(events, capacity):
     arranged = [(layer, sorted(ids)) for layer, ids in events]
     found = fewest_misses([(Phase.DECODE, layer, ids) for layer, ids in arranged], capacity)
     assert sum(hits for *_, hits in found) == best_of_all(arranged, capacity)
@@ -87,7 +83,7 @@ def test_no_cache_does_better(events: list[tuple[int, set[int]]], capacity: int)
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(3, 24), st.sampled_from(["lru", "dymoe"]))
-def test_no_policy_does_better(library: Library, seed: int, n_experts: int, policy: str) -> None:
+def test_no_policy_does_better(library, seed, n_experts, policy):
     """One precision, on demand, and the slots of that very policy."""
     trace = random_trace(np.random.default_rng(seed))
     budget = max(n_experts, 6) * EXPERT
@@ -101,7 +97,7 @@ def test_no_policy_does_better(library: Library, seed: int, n_experts: int, poli
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6), st.integers(6, 24))
-def test_a_prefetching_policy_reads_no_less(library: Library, seed: int, n_experts: int) -> None:
+def test_a_prefetching_policy_reads_no_less(library, seed, n_experts):
     """And takes no less time than the bound."""
     trace = random_trace(np.random.default_rng(seed))
     made = over(trace, "dymoe", n_experts * EXPERT, threads=2, retention=1.0, n_ahead=1)
@@ -115,7 +111,7 @@ def test_a_prefetching_policy_reads_no_less(library: Library, seed: int, n_exper
     assert outcome.step_us.sum() >= least * 0.999  # whole nanoseconds a piece
 
 
-def test_slot_sizes_are_pools_of_their_own() -> None:
+def test_slot_sizes_are_pools_of_their_own():
     trace = decode([[0], [0]], [[0], [0]])
     slices = trace.arrays["slices"]
     slices[1, DOWN, 0, 2] *= 2

@@ -1,9 +1,6 @@
 """What a simulated store reads, and when: slots of prefetches, their order, whole experts, a rigid
 link. Times by hand: gate and up of an expert take 1 us, down 2; one thread, no latency."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +11,7 @@ from gguf_tools.file.layout import DOWN, GATE, UP
 from orchestrator.errors import NativeError
 from orchestrator.events import ABSENT, Phase
 from orchestrator.lab.replay.simulate import Simulation
-from orchestrator.native import Library, Store
+from orchestrator.native import Store
 from orchestrator.native.abi import CPrefetch
 
 EXPERT = 16384  # bytes
@@ -24,7 +21,7 @@ US = 1000
 class Link:
     """A store of one layer of eight experts, and its clock."""
 
-    def __init__(self, library: Library, slots: int, **flags: bool) -> None:
+    def __init__(self, library, slots, **flags):
         spec = over(decode([[0]]), "lru", slots * EXPERT).spec
         spec = replace(spec, n_io_threads=1, n_expert_used=2, max_tokens=2, **flags)
         self.store = Store.create(library, spec)
@@ -33,11 +30,11 @@ class Link:
         self.library = library
         self.chosen = np.zeros(0, np.int32)
 
-    def prefetch(self, *experts: int) -> None:
+    def prefetch(self, *experts):
         items = (CPrefetch * len(experts))(*[(0, expert, 0, 0, 0) for expert in experts])
         self.library.prefetch(self.store.handle, items, len(experts))
 
-    def route(self, *experts: int) -> None:
+    def route(self, *experts):
         """A step of one token that chooses two experts, or one of them twice."""
         self.store.begin_step(Phase.DECODE)
         ids = np.array([(experts * 2)[:2]], np.int32)
@@ -45,25 +42,25 @@ class Link:
         self.clock.route(0, ids, np.full((1, 2), 0.5), np.zeros(1), none, none)
         self.chosen = np.unique(ids).astype(np.int32)
 
-    def use(self, kind: int, expert_us: int = 0) -> float:
+    def use(self, kind, expert_us=0):
         """Computes a kind; the clock then, in microseconds."""
         self.clock.use(0, kind, self.chosen, expert_us * US)
         self.store.check()
         return self.clock.now_ns / US
 
-    def compute(self) -> None:
+    def compute(self):
         for kind in (GATE, UP, DOWN):
             self.use(kind)
 
-    def resident(self) -> list[int]:
+    def resident(self):
         return np.flatnonzero(self.store.resident()[0] != ABSENT).tolist()
 
 
 @pytest.fixture
-def link(library: Library) -> Iterator[Callable[..., Link]]:
+def link(library):
     made: list[Link] = []
 
-    def make(slots: int = 8, **flags: bool) -> Link:
+    def make(slots=8, **flags):
         made.append(Link(library, slots, **flags))
         return made[-1]
 
@@ -72,7 +69,7 @@ def link(library: Library) -> Iterator[Callable[..., Link]]:
         each.store.close()
 
 
-def test_a_prefetch_evicts_when_its_read_starts(link: Callable[..., Link]) -> None:
+def test_a_prefetch_evicts_when_its_read_starts(link):
     """Of nine matrices one is being read when the layer turns out to need what is there."""
     one = link(slots=2)
     one.route(0, 1)
@@ -85,7 +82,7 @@ def test_a_prefetch_evicts_when_its_read_starts(link: Callable[..., Link]) -> No
     assert (stats.evictions, stats.prefetch_cancelled, stats.hits[Phase.DECODE]) == (1, 8, 3)
 
 
-def test_asked_for_meanwhile_it_takes_a_slot(link: Callable[..., Link]) -> None:
+def test_asked_for_meanwhile_it_takes_a_slot(link):
     one = link(slots=2)
     one.route(0, 1)
     one.compute()
@@ -98,7 +95,7 @@ def test_asked_for_meanwhile_it_takes_a_slot(link: Callable[..., Link]) -> None:
     assert 3 in one.resident()
 
 
-def test_it_evicts_nothing_of_its_own_list(link: Callable[..., Link]) -> None:
+def test_it_evicts_nothing_of_its_own_list(link):
     """The read of 3 starts long after the list was made."""
     one = link(slots=2)
     one.route(0, 1)
@@ -109,7 +106,7 @@ def test_it_evicts_nothing_of_its_own_list(link: Callable[..., Link]) -> None:
 
 
 @pytest.mark.parametrize(("whole", "gate_us"), [(False, 21), (True, 26)])
-def test_whole_experts_are_waited_for(whole: bool, gate_us: int, link: Callable[..., Link]) -> None:
+def test_whole_experts_are_waited_for(whole, gate_us, link):
     """Gates come at 1 and 2, ups at 3 and 4, downs at 6 and 8."""
     one = link(whole_experts=whole)
     one.route(0, 1)
@@ -118,7 +115,7 @@ def test_whole_experts_are_waited_for(whole: bool, gate_us: int, link: Callable[
     one.use(DOWN)
 
 
-def test_a_rigid_link_reads_in_order_and_takes_nothing_back(link: Callable[..., Link]) -> None:
+def test_a_rigid_link_reads_in_order_and_takes_nothing_back(link):
     for rigid, gate_us in ((False, 2), (True, 5)):
         one = link(rigid=rigid)
         one.prefetch(2)
@@ -130,7 +127,7 @@ def test_a_rigid_link_reads_in_order_and_takes_nothing_back(link: Callable[..., 
         assert one.resident() == ([2, 3] if rigid else [3])
 
 
-def test_only_a_simulated_link_is_rigid(library: Library) -> None:
+def test_only_a_simulated_link_is_rigid(library):
     spec = replace(over(decode([[0]]), "lru", EXPERT).spec, simulated=False, rigid=True)
     with pytest.raises(NativeError, match="only a simulated link is rigid"):
         Store.create(library, spec)

@@ -1,10 +1,7 @@
 """The hardware model of a GPU and near-data memory against sums by hand, and what it is fed."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -227,7 +224,7 @@ def run(*args):
     return CliRunner().invoke(cli, ["replay", *map(str, args)])
 
 
-def test_the_command_prints_every_strategy(tmp_path: Path):
+def test_the_command_prints_every_strategy(tmp_path):
     write_trace(tmp_path / "t.npz", random_trace(np.random.default_rng(3), n_steps=6))
     result = run(tmp_path / "t.npz", "--near-data", "--near-bits=2")
     assert result.exit_code == 0, result.output

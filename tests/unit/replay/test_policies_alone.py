@@ -1,8 +1,6 @@
 """A policy can be taken out: its file or folder, and its lines in the registry. What is left can be
 imported, and every other policy plans and decides as before."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -43,7 +41,7 @@ for name in POLICIES:
 """
 
 
-def without(copy: Path, name: str) -> None:
+def without(copy, name):
     """Takes a policy out of a copy of the tree."""
     policies = copy / "orchestrator" / "policy"
     module = POLICIES[name].__module__.rpartition(".")[2]
@@ -57,7 +55,7 @@ def without(copy: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [each for each in POLICIES if each != BASELINE])
-def test_the_others_do_without_it(library, tmp_path: Path, name: str) -> None:
+def test_the_others_do_without_it(library, tmp_path, name):
     leave_out = shutil.ignore_patterns("__pycache__", "lab")
     shutil.copytree(ROOT / "orchestrator", tmp_path / "orchestrator", ignore=leave_out)
     without(tmp_path, name)

@@ -5,10 +5,7 @@ microsecond they take 1, 1 and 2 us. A token computes 12 us in a layer: 2 for ea
 6 for what lies between the experts and the next route event.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,27 +16,25 @@ from traces import EXPERT_BYTES, decode, make_trace, over, random_trace
 from gguf_tools.file.layout import DOWN, GATE, UP
 from orchestrator.allocation.slots import Rules
 from orchestrator.errors import BudgetError, ConfigError, MoeEdgeError, TraceError
-from orchestrator.events import ABSENT, DecisionBuffer, Phase, RouteEvent, StoreView
-from orchestrator.lab.replay import ReplayOptions, Trace, render, replay
+from orchestrator.events import ABSENT, Phase
+from orchestrator.lab.replay import ReplayOptions, render, replay
 from orchestrator.lab.replay.simulate import (
     Compute,
-    Outcome,
-    Setup,
     Simulation,
     Transport,
     simulate,
 )
-from orchestrator.native import MAX_TIERS, Library, Store
+from orchestrator.native import MAX_TIERS, Store
 
 ALL = 24 * 16384
 BYTES_PER_S = 4096 * 10**6
 
 
-def planned(trace: Trace, policy: str = "lru", n_ahead: int = 0, budget: int = ALL) -> Setup:
+def planned(trace, policy="lru", n_ahead=0, budget=ALL):
     return over(trace, policy, budget, retention=1.0, n_ahead=n_ahead)
 
 
-def played(library: Library, trace: Trace, speed: Transport, us: float, **more: object) -> Outcome:
+def played(library, trace, speed, us, **more):
     made = planned(trace, **more)
     made = replace(made, spec=replace(made.spec, n_io_threads=speed.threads))
     return simulate(library, trace, made, speed, Compute(us, us))
@@ -61,7 +56,7 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("case", BY_HAND.values(), ids=BY_HAND)
-def test_times_by_hand(library: Library, case: tuple[Any, ...]) -> None:
+def test_times_by_hand(library, case):
     steps, (latency_us, threads), us, step_us, waited_us, hits = case
     speed = Transport(BYTES_PER_S, latency_us, threads)
     outcome = played(library, decode(*steps), speed, us)
@@ -70,13 +65,13 @@ def test_times_by_hand(library: Library, case: tuple[Any, ...]) -> None:
     assert (stats.wait_us[Phase.DECODE], stats.hits[Phase.DECODE]) == (waited_us, hits)
 
 
-def test_a_read_is_counted(library: Library) -> None:
+def test_a_read_is_counted(library):
     stats = played(library, decode([[0]], [[0]]), Transport(BYTES_PER_S, 10, 1), 12.0).stats
     assert stats.read_us == 11 + 11 + 12 and stats.requests[Phase.DECODE] == 6
     assert stats.demand_bytes[Phase.DECODE] == sum(EXPERT_BYTES.values())
 
 
-def test_a_policy_sees_which_matrices_are_missing(library: Library) -> None:
+def test_a_policy_sees_which_matrices_are_missing(library):
     """Gates are asked for ahead, and the second layer computes with them there and the rest not. An
     expert is absent just where a matrix of it is missing."""
     trace = random_trace(np.random.default_rng(5), n_steps=30)
@@ -84,20 +79,20 @@ def test_a_policy_sees_which_matrices_are_missing(library: Library) -> None:
     policy, seen = made.policy, set[int]()
     decide = policy.decide
 
-    def look(event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+    def look(event, view, out):
         decide(event, view, out)
         assert ((view.resident_array == ABSENT) == (view.missing_array > 0)).all()
         assert view.missing[event.layer].tolist() == view.missing_array[event.layer].tolist()
         seen.update(view.missing_array.ravel().tolist())
 
-    policy.decide = look  # type: ignore[method-assign]
+    policy.decide = look
     simulate(library, trace, made, Transport(BYTES_PER_S, 1, 1), Compute(12.0, 12.0))
     nothing, but_gate = 0, 1 << UP | 1 << DOWN
     assert {nothing, but_gate, but_gate | 1 << GATE} <= seen
     assert all(bits & ~(but_gate | 1 << GATE) == 0 for bits in seen)
 
 
-def test_prefetch_uses_the_idle_disk(library: Library) -> None:
+def test_prefetch_uses_the_idle_disk(library):
     """Layer 0 is read 0..4, layer 1 then 4..8, long before its route event at 13."""
     right = [np.array([[[5]]]), np.zeros((0, 1, 1))]
     ids = [np.array([[0]]), np.array([[5]])]
@@ -113,7 +108,7 @@ def test_prefetch_uses_the_idle_disk(library: Library) -> None:
     assert without.stats.hits[Phase.DECODE] == 0
 
 
-def test_a_late_prefetch_is_waited_for_and_no_hit(library: Library) -> None:
+def test_a_late_prefetch_is_waited_for_and_no_hit(library):
     """At a quarter of the speed layer 0 is read 0..16 and layer 1 from 16 on."""
     right = [np.array([[[5]]]), np.zeros((0, 1, 1))]
     ids = [np.array([[0]]), np.array([[5]])]
@@ -127,7 +122,7 @@ def test_a_late_prefetch_is_waited_for_and_no_hit(library: Library) -> None:
     assert outcome.step_us.tolist() == [40.0]
 
 
-def test_layers_share_a_step_by_their_tokens(library: Library) -> None:
+def test_layers_share_a_step_by_their_tokens(library):
     """The last layer of a prompt sees one token of three: 36 us and 12, together 3 x 16."""
     ids = [np.array([[0], [1], [2]]), np.array([[5]])]
     trace = make_trace([(Phase.PREFILL, ids)])
@@ -135,7 +130,7 @@ def test_layers_share_a_step_by_their_tokens(library: Library) -> None:
     assert outcome.step_us.tolist() == [48.0]
 
 
-def test_a_skipped_expert_costs_nothing(library: Library) -> None:
+def test_a_skipped_expert_costs_nothing(library):
     trace = decode([[0, 1]], [[0, 1]])
     made = over(trace, "dymoe", ALL, "skip", retention=0.5, n_ahead=0)
     outcome = simulate(library, trace, made, Transport(0, 0, 1), Compute(24.0, 24.0))
@@ -150,16 +145,14 @@ def test_a_skipped_expert_costs_nothing(library: Library) -> None:
     st.sampled_from([None, "q2_k", "skip"]),
     st.integers(6, 20),
 )
-def test_every_invariant_holds_at_every_event(
-    library: Library, seed: int, disk: tuple[int, int], low: str | None, n_experts: int
-) -> None:
+def test_every_invariant_holds_at_every_event(library, seed, disk, low, n_experts):
     """Prefetches, promotions, skips and waves, with the store's own check in between."""
     trace = random_trace(np.random.default_rng(seed))
     retention = 1.0 if low is None else 0.5
     made = over(trace, "dymoe", n_experts * 16384, low, disk[0], retention=retention, prefetch="on")
     with Store.create(library, made.spec) as store:
 
-        def route(event: RouteEvent) -> None:
+        def route(event):
             store.check()
             made.policy.decide(event, store.view, store.decision)
             store.apply(store.decision)
@@ -185,7 +178,7 @@ def test_every_invariant_holds_at_every_event(
     assert sum(stats.routed[Phase.DECODE]) == 11 * 3 * 2
 
 
-def test_events_compute_as_long_as_they_did(library: Library) -> None:
+def test_events_compute_as_long_as_they_did(library):
     """Recorded: 50 us of which 20 waiting, 70, and 900."""
     trace = decode([[0]], [[0]], [[0]])
     trace.arrays["event_ns"][:] = 50_000, 70_000, 900_000
@@ -200,7 +193,7 @@ def test_events_compute_as_long_as_they_did(library: Library) -> None:
         np.testing.assert_allclose(instant.step_us, [30.0, 70.0, 900.0], atol=0.01)
 
 
-def test_what_was_skipped_computed_nothing(library: Library) -> None:
+def test_what_was_skipped_computed_nothing(library):
     """A run that skips half of its experts, and its replay: the other half took the time."""
     trace = decode([[0, 1]], [[0, 1]], policy="dymoe", rules=Rules(skip=True))
     trace.arrays["event_computed"][:] = 1
@@ -212,7 +205,7 @@ def test_what_was_skipped_computed_nothing(library: Library) -> None:
     assert (outcome.step_us >= 100.0).all()
 
 
-def test_report(library: Library) -> None:
+def test_report(library):
     trace = random_trace(np.random.default_rng(2), n_steps=30)
     options = ReplayOptions(policy="dymoe", expert_ram=9 * 16384, latency_us=20, compute_ms=0.2)
     result = replay(library, trace, options)
@@ -265,14 +258,14 @@ def test_report(library: Library) -> None:
         ),
     ],
 )
-def test_refused(library: Library, options: dict, error: type[Exception], said: str) -> None:
+def test_refused(library, options, error, said):
     trace = random_trace(np.random.default_rng(0))
     with pytest.raises(error) as caught:
         replay(library, trace, ReplayOptions(**options))
     assert said in str(caught.value)
 
 
-def test_no_bandwidth_anywhere(library: Library) -> None:
+def test_no_bandwidth_anywhere(library):
     trace = random_trace(np.random.default_rng(0))
     unknown = replace(trace, header=replace(trace.header, read_bytes_per_s=0))
     with pytest.raises(ConfigError, match="give --bandwidth"):

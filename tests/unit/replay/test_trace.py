@@ -1,13 +1,9 @@
 """The trace file: what is written is read back, and anything else is one sentence."""
 
-from __future__ import annotations
-
 import io
 import json
 import zipfile
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,24 +11,24 @@ from traces import decode, random_trace
 
 from orchestrator.errors import TraceError
 from orchestrator.events import Phase
-from orchestrator.lab.replay import Trace, read_trace, write_trace
+from orchestrator.lab.replay import read_trace, write_trace
 from orchestrator.lab.replay.trace import EARLIER, FORMAT, VERSION
 from orchestrator.native import MAX_TIERS
 from orchestrator.policy import policy_class
 
 
-def written(path: Path, arrays: dict[str, Any], header: object) -> Path:
+def written(path, arrays, header):
     """A file with these arrays, whatever they are."""
     raw = np.frombuffer(json.dumps(header).encode(), np.uint8)
     np.savez_compressed(path, header=raw, **arrays)
     return path
 
 
-def header_of(trace: Trace) -> dict[str, Any]:
+def header_of(trace):
     return {"format": FORMAT, **asdict(trace.header)}
 
 
-def test_read_back(tmp_path: Path) -> None:
+def test_read_back(tmp_path):
     trace = random_trace(np.random.default_rng(0))
     write_trace(tmp_path / "t.npz", trace)
     found = read_trace(tmp_path / "t.npz")
@@ -44,7 +40,7 @@ def test_read_back(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["t.npz"]
 
 
-def test_steps_have_their_own_events() -> None:
+def test_steps_have_their_own_events():
     trace = random_trace(np.random.default_rng(1), n_steps=4)
     steps = list(trace.steps())
     assert [step.phase for step in steps] == [Phase.PREFILL] + 3 * [Phase.DECODE]
@@ -60,11 +56,11 @@ def test_steps_have_their_own_events() -> None:
     np.testing.assert_array_equal(joined, trace.arrays["ids"])
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "t.npz"
     path.write_bytes(b"precious")
 
-    def full(file: Any, **_arrays: Any) -> None:
+    def full(file, **_arrays):
         file.write(b"half of it")
         raise OSError(28, "No space left on device")
 
@@ -75,7 +71,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: Any) ->
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_not_a_trace(tmp_path: Path) -> None:
+def test_not_a_trace(tmp_path):
     with pytest.raises(TraceError, match=r"none\.npz: cannot be read: No such file"):
         read_trace(tmp_path / "none.npz")
     with pytest.raises(TraceError, match="cannot be read: Is a directory"):
@@ -91,9 +87,9 @@ def test_not_a_trace(tmp_path: Path) -> None:
         read_trace(written(tmp_path / "foreign.npz", {}, {"format": "another"}))
 
 
-def test_no_pickle_is_loaded(tmp_path: Path) -> None:
+def test_no_pickle_is_loaded(tmp_path):
     class Bad:
-        def __reduce__(self) -> tuple[Any, tuple[str]]:
+        def __reduce__(self):
             return pytest.fail, ("a pickle was loaded",)
 
     trace = random_trace(np.random.default_rng(0))
@@ -105,7 +101,7 @@ def test_no_pickle_is_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.9, 0.999])
-def test_a_truncated_file(tmp_path: Path, share: float) -> None:
+def test_a_truncated_file(tmp_path, share):
     path = tmp_path / "t.npz"
     write_trace(path, random_trace(np.random.default_rng(0)))
     whole = path.read_bytes()
@@ -114,7 +110,7 @@ def test_a_truncated_file(tmp_path: Path, share: float) -> None:
         read_trace(path)
 
 
-def test_a_flipped_byte_is_an_error_or_does_no_harm(tmp_path: Path) -> None:
+def test_a_flipped_byte_is_an_error_or_does_no_harm(tmp_path):
     path = tmp_path / "t.npz"
     trace = random_trace(np.random.default_rng(0))
     write_trace(path, trace)
@@ -160,7 +156,7 @@ def test_a_flipped_byte_is_an_error_or_does_no_harm(tmp_path: Path) -> None:
         ("surplus", 1, "fields missing or unknown: surplus"),
     ],
 )
-def test_a_wrong_header(tmp_path: Path, field: str, value: object, said: str) -> None:
+def test_a_wrong_header(tmp_path, field, value, said):
     trace = random_trace(np.random.default_rng(0))
     path = written(tmp_path / "t.npz", trace.arrays, header_of(trace) | {field: value})
     with pytest.raises(TraceError) as caught:
@@ -168,7 +164,7 @@ def test_a_wrong_header(tmp_path: Path, field: str, value: object, said: str) ->
     assert said in str(caught.value) and str(path) in str(caught.value)
 
 
-def test_the_version_before_is_read(tmp_path: Path) -> None:
+def test_the_version_before_is_read(tmp_path):
     """What it has besides is left aside, whatever it is."""
     trace = random_trace(np.random.default_rng(0))
     arrays = trace.arrays | {name: np.zeros(3) for name in EARLIER}
@@ -186,7 +182,7 @@ def test_the_version_before_is_read(tmp_path: Path) -> None:
         ("dynaexq", "hot_experts", True, "'hot_experts' must be int, not True"),
     ],
 )
-def test_a_wrong_setting(tmp_path: Path, policy: str, field: str, value: object, said: str) -> None:
+def test_a_wrong_setting(tmp_path, policy, field, value, said):
     trace = random_trace(np.random.default_rng(0))
     settings = policy_class(policy).Settings().as_dict()
     header = header_of(trace) | {"policy": policy, "settings": settings}
@@ -197,8 +193,8 @@ def test_a_wrong_setting(tmp_path: Path, policy: str, field: str, value: object,
     assert said in str(caught.value) and "header is damaged" in str(caught.value)
 
 
-def changed(name: str, index: Any, value: Any) -> Any:
-    def change(arrays: dict[str, np.ndarray]) -> None:
+def changed(name, index, value):
+    def change(arrays):
         array = arrays[name].copy()
         array[index] = value
         arrays[name] = array
@@ -251,7 +247,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("change", "said"), WRONG)
-def test_wrong_arrays(tmp_path: Path, change: Any, said: str) -> None:
+def test_wrong_arrays(tmp_path, change, said):
     trace = random_trace(np.random.default_rng(0))
     arrays = dict(trace.arrays)
     change(arrays)
@@ -261,7 +257,7 @@ def test_wrong_arrays(tmp_path: Path, change: Any, said: str) -> None:
     assert said in str(caught.value) and str(path) in str(caught.value)
 
 
-def test_an_event_beyond_the_last_layer(tmp_path: Path) -> None:
+def test_an_event_beyond_the_last_layer(tmp_path):
     trace = random_trace(np.random.default_rng(0))
     ahead = trace.arrays["event_ahead"].copy()
     ahead[1], ahead[2] = 0, 1  # layers 1 and 2 of 3; the sum stays
@@ -270,7 +266,7 @@ def test_an_event_beyond_the_last_layer(tmp_path: Path) -> None:
         read_trace(path)
 
 
-def test_a_trace_without_steps(tmp_path: Path) -> None:
+def test_a_trace_without_steps(tmp_path):
     trace = decode([[0, 1]])
     kept = ("slices", "start_hotness", "losses", "costs", "counters")
     empty = {name: array if name in kept else array[:0] for name, array in trace.arrays.items()}
@@ -278,7 +274,7 @@ def test_a_trace_without_steps(tmp_path: Path) -> None:
         read_trace(written(tmp_path / "t.npz", empty, header_of(trace)))
 
 
-def test_a_file_that_would_unpack_to_far_more_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_would_unpack_to_far_more_is_refused(tmp_path):
     trace = random_trace(np.random.default_rng(0))
     arrays = trace.arrays | {"step_phase": np.zeros(1 << 22, np.int64)}
     path = written(tmp_path / "t.npz", arrays, header_of(trace))
@@ -287,7 +283,7 @@ def test_a_file_that_would_unpack_to_far_more_is_refused(tmp_path: Path) -> None
         read_trace(path)
 
 
-def test_an_array_that_says_it_is_larger_is_refused(tmp_path: Path) -> None:
+def test_an_array_that_says_it_is_larger_is_refused(tmp_path):
     path = tmp_path / "t.npz"
     trace = random_trace(np.random.default_rng(0))
     buffer = io.BytesIO()

@@ -1,7 +1,5 @@
 """Transitions in virtual time: the rate by hand, and dynaexq over a trace."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,9 +7,8 @@ from hypothesis import strategies as st
 from traces import decode, make_trace, over, random_trace
 
 from orchestrator.events import Phase
-from orchestrator.lab.replay.simulate import Compute, Setup, Simulation, Transport, simulate
-from orchestrator.lab.replay.trace import Trace
-from orchestrator.native import Library, Store
+from orchestrator.lab.replay.simulate import Compute, Simulation, Transport, simulate
+from orchestrator.native import Store
 from orchestrator.policy.dynaexq import DynaExq
 
 BYTES_PER_S = 4096 * 10**6  # a kind of 4096 bytes takes 1 us
@@ -19,11 +16,11 @@ US, MS = 1_000, 1_000_000
 ALL_LOW = 8 * 3 * 12288  # slots of the made-up model; all high takes a third more
 
 
-def planned(trace: Trace, budget: int, **options: object) -> Setup:
+def planned(trace, budget, **options):
     return over(trace, "dynaexq", budget, "q2_k", 2, **({"transition_rate": 0} | options))
 
 
-def test_the_rate_by_hand(library: Library) -> None:
+def test_the_rate_by_hand(library):
     """4096 bytes a millisecond, in bursts of one part: up at 0, gate at 1 ms, down, of 8192
     bytes, at 2 ms; published at the step boundary after that."""
     made = planned(decode([[0], [0], [0]]), 2 * ALL_LOW, hot_experts=1)
@@ -36,7 +33,7 @@ def test_the_rate_by_hand(library: Library) -> None:
         start = clock.now_ns
         assert store.transition([(1, 4, 0)]) == 1
 
-        def landed_at(ns: int) -> bool:
+        def landed_at(ns):
             clock.advance(start + ns - clock.now_ns)
             store.check()
             assert [each[1, 4] for each in store.states()] == [1, 0]
@@ -59,9 +56,7 @@ def test_the_rate_by_hand(library: Library) -> None:
 @pytest.mark.parametrize("share", [0.1, 0.25])
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), disk=st.sampled_from([(1, 0), (2, 300)]))
-def test_no_step_takes_longer_than_its_computing(
-    library: Library, share: float, seed: int, disk: tuple[int, int]
-) -> None:
+def test_no_step_takes_longer_than_its_computing(library, share, seed, disk):
     trace = random_trace(np.random.default_rng(seed), n_steps=60)
     made = planned(trace, int(ALL_LOW * (1 + share)), update_steps=2)
     assert isinstance(made.policy, DynaExq)
@@ -76,7 +71,7 @@ def test_no_step_takes_longer_than_its_computing(
     np.testing.assert_allclose(outcome.step_us, whole, atol=0.1)
 
 
-def test_the_same_twice_and_never_sooner_on_a_slower_disk(library: Library) -> None:
+def test_the_same_twice_and_never_sooner_on_a_slower_disk(library):
     """What is learned depends on the trace alone; when it is published, on the disk too."""
     trace = random_trace(np.random.default_rng(4), n_steps=300)
     found = []
@@ -95,11 +90,11 @@ def test_the_same_twice_and_never_sooner_on_a_slower_disk(library: Library) -> N
     assert found[2][1] <= found[0][1]
 
 
-def test_a_new_topic(library: Library) -> None:
+def test_a_new_topic(library):
     """Two texts with disjoint experts: the hot set follows, and the share of high comes back."""
     rng = np.random.default_rng(0)
 
-    def text(first: int) -> list[tuple[Phase, list[np.ndarray]]]:
+    def text(first):
         return [
             (
                 Phase.DECODE,

@@ -1,7 +1,5 @@
 """Traces without a model: made up, or random."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +7,7 @@ import numpy as np
 from gguf_tools.file.layout import DOWN, GATE, KINDS, UP
 from orchestrator.allocation.slots import Rules
 from orchestrator.events import Phase
-from orchestrator.lab.replay.simulate import Setup, set_up
+from orchestrator.lab.replay.simulate import set_up
 from orchestrator.lab.replay.trace import COUNTERS, STARTS, VERSION, Header, Trace
 from orchestrator.policy import policy_class
 
@@ -39,13 +37,7 @@ HEADER = Header(
 )
 
 
-def make_trace(
-    steps: list[tuple[Phase, list[np.ndarray]]],
-    ahead: list[list[np.ndarray]] | None = None,
-    compute_us: int = 100,
-    expert_bytes: dict[int, int] | None = None,
-    **changes: object,
-) -> Trace:
+def make_trace(steps, ahead=None, compute_us=100, expert_bytes=None, **changes):
     """steps: (phase, ids [T, k] by layer); ahead: predictions [A, T, k] by step and layer;
     compute_us: of a token."""
     sizes = (expert_bytes or EXPERT_BYTES, LOW_BYTES)
@@ -107,22 +99,20 @@ def make_trace(
     return Trace(header, arrays)
 
 
-def decode(*steps: list[list[int]], **changes: object) -> Trace:
+def decode(*steps, **changes):
     """One token a step: the experts of each layer."""
     return make_trace(
         [(Phase.DECODE, [np.array([ids]) for ids in layers]) for layers in steps], **changes
     )
 
 
-def random_trace(
-    rng: np.random.Generator, n_steps: int = 12, n_layers: int = 3, n_expert: int = 8, k: int = 2
-) -> Trace:
+def random_trace(rng, n_steps=12, n_layers=3, n_expert=8, k=2):
     """A prompt of a few tokens, then decode steps; skewed, so that a cache has something to
     gain; with a look-ahead that is right half of the time."""
     odds = rng.dirichlet(np.full(n_expert, 0.5)) + 0.01
     odds /= odds.sum()
 
-    def choose(n: int) -> np.ndarray:
+    def choose(n):
         return np.stack([rng.choice(n_expert, k, replace=False, p=odds) for _ in range(n)])
 
     steps, ahead = [], []
@@ -140,14 +130,7 @@ def random_trace(
     return make_trace(steps, ahead, n_expert=n_expert)
 
 
-def over(
-    trace: Trace,
-    policy: str,
-    budget: int,
-    low: str | None = None,
-    threads: int = 1,
-    **settings: object,
-) -> Setup:
+def over(trace, policy, budget, low=None, threads=1, **settings):
     """A policy over a trace, in q4_k and maybe a lower tier, or "skip"."""
     made = policy_class(policy)
     tiers = (0,) if low in (None, "skip") else (0, trace.tier_index(str(low)))

@@ -1,16 +1,12 @@
 """A backend without a model: its answers are written beforehand."""
 
-from __future__ import annotations
-
 import os
 from collections import deque
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import Event
 from typing import Any
 
-from asgi import Reply, ask
-from starlette.applications import Starlette
+from asgi import ask
 
 from orchestrator.errors import ConfigError, PolicyError
 from orchestrator.serve.admission import BODY_FACTOR
@@ -34,7 +30,7 @@ class FakeRequest:
     closed: bool = False
     come: deque[bytes] = field(default_factory=deque)
 
-    def run(self, ready: int = -1) -> None:
+    def run(self, ready=-1):
         try:
             if not self._waits_for(self.hold):
                 self.status, self.is_stream = 500, False
@@ -50,31 +46,31 @@ class FakeRequest:
             if ready >= 0:
                 os.write(ready, b"\0")
 
-    def _waits_for(self, event: Event | None) -> bool:
+    def _waits_for(self, event):
         while event is not None and not event.wait(0.01):
             if self.cancelled.is_set():
                 return False
         return True
 
-    def take(self) -> tuple[bytes, bool]:
+    def take(self):
         is_all, text = self.closed, b""
         while self.come and (self.at_once or not text):
             text += self.come.popleft()
         return text, is_all and not self.come
 
     @property
-    def n_left(self) -> int:
+    def n_left(self):
         return sum(map(len, self.come))
 
-    def close(self) -> None:
+    def close(self):
         self.closed = True
 
-    def whole(self) -> tuple[int, bytes]:
+    def whole(self):
         self.at_once = True
         self.run()
         return self.status, self.take()[0]
 
-    def cancel(self) -> None:
+    def cancel(self):
         self.cancelled.set()
 
 
@@ -86,7 +82,7 @@ class FakeBackend:
     most_scored = 16384
     most_body_bytes, body_factor = 2**17, BODY_FACTOR
 
-    def __init__(self, *requests: FakeRequest) -> None:
+    def __init__(self, *requests):
         self.requests = list(requests)
         self.asked: list[tuple[str, bytes]] = []
         self.sequences: list[list[int]] = []
@@ -94,84 +90,84 @@ class FakeBackend:
         self.forgotten: list[int] = []
         self.turns: list[str] = []  # when it was to attend, and to be idle
 
-    def request(self, route: str, body: bytes, sequences: Sequence[int] = ()) -> FakeRequest:
+    def request(self, route, body, sequences=()):
         self.asked.append((route, body))
         self.sequences.append(list(sequences))
         return self.requests[len(self.asked) - 1]
 
-    def count_tokens(self, text: str) -> tuple[int, int]:
+    def count_tokens(self, text):
         """Of prose."""
         return len(text) // 4, 12
 
-    def forget(self, sequence: int) -> bool:
+    def forget(self, sequence):
         self.forgotten.append(sequence)
         return True
 
-    def attend(self) -> None:
+    def attend(self):
         self.turns.append("attend")
 
-    def idle(self) -> None:
+    def idle(self):
         self.turns.append("idle")
 
-    def fault(self) -> str:
+    def fault(self):
         return ""
 
-    def answered(self, sequences: Iterable[int], is_good: bool) -> None:
+    def answered(self, sequences, is_good):
         pass
 
-    def costs(self) -> Any:
+    def costs(self):
         return lambda: {"hit_rate": 0.5}
 
-    def settings_for(self, changes: dict[str, Any]) -> dict[str, Any]:
+    def settings_for(self, changes):
         if "bad" in changes:
             raise ConfigError("bad is no setting")
         return changes
 
-    def go_by(self, settings: dict[str, Any]) -> None:
+    def go_by(self, settings):
         if "odd" in settings:
             raise PolicyError("odd needs a second precision")
         self.used.append(settings)
 
-    def failure(self) -> str | None:
+    def failure(self):
         return "the disk is gone"
 
 
-def whole(answer: bytes = b"{}", status: int = 200, **more: Any) -> FakeRequest:
+def whole(answer=b"{}", status=200, **more):
     """A request with an answer that comes at once."""
     return FakeRequest(status, False, [answer], **more)
 
 
-def streaming(*parts: bytes, **more: Any) -> FakeRequest:
+def streaming(*parts, **more):
     return FakeRequest(200, True, list(parts), **more)
 
 
-def state_with(backend: Any, **settings: Any) -> State:
+def state_with(backend, **settings):
     state = State(ServeSettings(**settings))
     state.backend = backend
     return state
 
 
-def quiet(_line: str) -> None:
+def quiet(_line):
     """A log that keeps nothing."""
 
 
-def app_for(backend: Any, **settings: Any) -> Starlette:
+def app_for(backend, **settings):
     """The application that answers with a backend."""
     return application(state_with(backend, **settings), quiet)
 
 
-def served_by(backend: Any, **settings: Any) -> tuple[State, Starlette]:
+def served_by(backend, **settings):
     """Such an application, and what it keeps."""
     state = state_with(backend, **settings)
     return state, application(state, quiet)
 
 
-def reply_of(request: FakeRequest, path: str, data: Any) -> Reply:
+def reply_of(request, path, data):
     """What a client gets of one answer of llama.cpp's."""
     return ask(app_for(FakeBackend(request)), path, data)
 
 
-def assert_refused(app: Any, path: str, data: Any, says: str, status: int = 400) -> None:
+def assert_refused(app, path, data, says, status=400):
     """A sentence, and a status in the place of an answer."""
     reply = ask(app, path, data)
     assert reply.status == status and says in reply.json()["error"]["message"], reply.body

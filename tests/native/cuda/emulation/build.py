@@ -5,15 +5,12 @@ emulation in this folder. Objects are cached by the content of everything they a
 What was not compiled ends the process with its name when it is called.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +49,7 @@ class Compiler:
     identity: str
 
 
-def find_compiler() -> Compiler | None:
+def find_compiler():
     path = shutil.which("g++")
     if path is None or shutil.which("nm") is None:
         return None
@@ -61,11 +58,11 @@ def find_compiler() -> Compiler | None:
     return Compiler(path, done.stderr)
 
 
-def mmq_instances(types: Iterable[str]) -> list[str]:
+def mmq_instances(types):
     return [f"template-instances/mmq-instance-{name}.cu" for name in types]
 
 
-def read_tree(llama: Path) -> dict[str, str]:
+def read_tree(llama):
     """Every CUDA source and header of a patched llama.cpp, ready for g++, by its path."""
     tree = {}
     for path in sorted((llama / CUDA).rglob("*.cu*")):
@@ -77,7 +74,7 @@ def read_tree(llama: Path) -> dict[str, str]:
     return tree
 
 
-def included(name: str, tree: dict[str, str]) -> set[str]:
+def included(name, tree):
     """A file of the tree and all that it includes, by file names: whatever has the name counts."""
     found, todo = {name}, [name]
     while todo:
@@ -88,14 +85,7 @@ def included(name: str, tree: dict[str, str]) -> set[str]:
     return found
 
 
-def build_backend(
-    compiler: Compiler,
-    tree: dict[str, str],
-    llama: Path,
-    libraries: Path,
-    sources: Sequence[str],
-    store: Path,
-) -> Path:
+def build_backend(compiler, tree, llama, libraries, sources, store):
     """libggml-cuda.so of `sources` (names in ggml-cuda/) and of all our .cu files.
 
     llama: the tree that `tree` was read from. libraries: the folder of libggml-base.so. store:
@@ -124,7 +114,7 @@ def build_backend(
                 (root / name).write_text(text)
             shutil.copy(engine, root)
 
-            def compile_one(name: str) -> None:
+            def compile_one(name):
                 includes = [f"{root}/ggml/src", f"{root}/{CUDA}", str(HERE)]
                 includes += [f"{llama}/ggml/include", f"{llama}/ggml/src"]
                 unfinished = objects[name].with_suffix(f".{os.getpid()}")
@@ -147,7 +137,7 @@ def build_backend(
     return library
 
 
-def _link(compiler: Compiler, objects: list[Path], libraries: Path, library: Path) -> None:
+def _link(compiler, objects, libraries, library):
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         stubs, unfinished = Path(folder) / "stubs.c", Path(folder) / library.name
         command = [compiler.path, "-shared", "-o", str(unfinished), *map(str, objects)]
@@ -165,17 +155,17 @@ def _link(compiler: Compiler, objects: list[Path], libraries: Path, library: Pat
         os.replace(unfinished, library)
 
 
-def _run(command: list[str]) -> None:
+def _run(command):
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(done.stderr[:4000])
 
 
-def _digest(parts: Iterable[str]) -> str:
+def _digest(parts):
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _prune(store: Path) -> None:
+def _prune(store):
     entries = sorted(store.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in entries[KEEP:]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()

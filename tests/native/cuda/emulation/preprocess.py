@@ -1,7 +1,5 @@
 """What g++ cannot parse in CUDA sources, rewritten into calls of the emulation."""
 
-from __future__ import annotations
-
 import re
 
 EXTERN_SHARED = re.compile(
@@ -19,7 +17,7 @@ TILES = {"8", "32", "128"}
 ASM = re.compile(r"\basm\s*(?:volatile\s*)?\(")
 
 
-def emulated(text: str) -> str:
+def emulated(text):
     """text of a .cu or .cuh file -> the same for g++. Line numbers stay.
 
     kernel<<<config>>>(args)      -> moe_emu::config(config).of("kernel", CALL)(args)
@@ -55,16 +53,16 @@ def emulated(text: str) -> str:
     return "".join([*done, text[at:]])
 
 
-def fewer_tiles(text: str) -> str:
+def fewer_tiles(text):
     """mmq.cuh and its configurations with fewer widths of a tile, which compiles faster."""
 
-    def keep(match: re.Match[str]) -> str:
+    def keep(match):
         return match[0] if match[1] in TILES else "\n" * match[0].count("\n")
 
     return TILE_CASE.sub(keep, TILE_CONFIG.sub(keep, text))
 
 
-def _kernel_at_end(head: str) -> str:
+def _kernel_at_end(head):
     """The kernel's name, with its template arguments, that `head` ends with."""
     end = len(head)
     if head.endswith(">"):
@@ -80,7 +78,7 @@ def _kernel_at_end(head: str) -> str:
     return head[match.start() :]
 
 
-def _shared(match: re.Match[str]) -> str:
+def _shared(match):
     """Variables that a block shares: references into the memory of the running one."""
     done = []
     for each in _at_top_level(match[2]):
@@ -93,7 +91,7 @@ def _shared(match: re.Match[str]) -> str:
     return " ".join(done) + "\n" * match[0].count("\n")
 
 
-def _at_top_level(text: str) -> list[str]:
+def _at_top_level(text):
     """What commas divide that stand in no bracket."""
     found, depth = [""], 0
     for char in text:
@@ -105,12 +103,12 @@ def _at_top_level(text: str) -> list[str]:
     return [each.strip() for each in found]
 
 
-def _in_comment(text: str, at: int) -> bool:
+def _in_comment(text, at):
     line = text[text.rfind("\n", 0, at) + 1 : at]
     return "//" in line
 
 
-def _without_asm(text: str) -> str:
+def _without_asm(text):
     done, at = [], 0
     for match in ASM.finditer(text):
         if match.start() < at:

@@ -1,7 +1,5 @@
 """The benchmark of a GPU: its cases, its ratios, its table; run for real on the host device."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

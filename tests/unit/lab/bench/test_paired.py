@@ -1,7 +1,5 @@
 """`moe-edge bench paired`: what the two sides are told, their turns, and the ratio."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -51,10 +49,10 @@ def test_what_is_no_setting_is_refused(word):
 class Played:
     """A side that computes nothing, and says when it was asked."""
 
-    def __init__(self, name: str, asked: list[str], steps: list[int]) -> None:
+    def __init__(self, name, asked, steps):
         self.name, self.asked, self.steps, self.ms = name, asked, steps, []
 
-    def run(self, steps: int, prompt: int) -> list[float]:
+    def run(self, steps, prompt):
         self.asked.append(self.name)
         self.steps.append(steps)
         return [1.0] * (steps - 1)

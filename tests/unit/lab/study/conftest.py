@@ -1,13 +1,8 @@
 """The tests here share what studies are made on, and what each of them says of it."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -26,7 +21,7 @@ TEXTS = {
 
 
 @pytest.fixture(scope="session")
-def domains(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def domains(tmp_path_factory):
     """A text of two domains."""
     path = tmp_path_factory.mktemp("domains") / "domains.jsonl"
     records = [{"text": 2 * text, "domain": name} for name, text in TEXTS.items()]
@@ -35,7 +30,7 @@ def domains(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def short_texts() -> Iterator[None]:
+def short_texts():
     """The tests look at tables, not at what stands in them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(study, "LEAST_TOKENS", 16)
@@ -49,9 +44,7 @@ MORE = {"near-bits": ["--hot-experts", "2"]}
 
 
 @pytest.fixture(scope="session")
-def published(
-    model: Path, domains: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], SimpleNamespace]:
+def published(model, domains, tmp_path_factory):
     """What a study wrote of the random model, by its name; each study runs once. data: its JSON;
     shown: what it printed; folder: what it wrote to."""
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
@@ -64,7 +57,7 @@ def published(
     asked.write_text("".join(json.dumps(record) + "\n" for record in records))
 
     @cache
-    def run(name: str) -> SimpleNamespace:
+    def run(name):
         folder = tmp_path_factory.mktemp(name)
         options = ["-m", str(model), "--threads", "1", "--ctx", "128", "--window", "16"]
         options += ["--text", str(domains), "--study", name, "--out", str(folder)]
@@ -74,7 +67,7 @@ def published(
         passes: list[Passes] = []
         begin = Passes.__init__
 
-        def counted(self: Passes, *args: Any) -> None:
+        def counted(self, *args):
             begin(self, *args)
             passes.append(self)
 

@@ -1,7 +1,5 @@
 """What a prompt says of its answer's experts, against counts by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -33,7 +31,7 @@ from orchestrator.lab.study.near_data import (
 )
 
 
-def usage(domain: str, prompt: list[float], answer: list[float]) -> Usage:
+def usage(domain, prompt, answer):
     counts = np.array([prompt])
     return Usage(domain, counts, counts, np.array([answer]))
 

@@ -1,10 +1,7 @@
 """Each study of the registry, once from end to end on a small random model: that its figures are
 possible ones, and what they must be for this study."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +14,12 @@ Rows = list[dict[str, Any]]
 HIGH, LOW, BEST = "q4_k", "q2_k", "q8_0"
 
 
-def by(rows: Rows, *keys: str) -> dict[Any, dict[str, Any]]:
+def by(rows, *keys):
     """The rows by what these figures of theirs are."""
     return {tuple(row[key] for key in keys): row for row in rows}
 
 
-def accuracy(uniform: Rows, mixed: Rows) -> None:
+def accuracy(uniform, mixed):
     sizes = [row["bytes"] for row in uniform]
     assert sizes == sorted(set(sizes))
     q2, q4, q8 = (row["kl"][0] for row in uniform)
@@ -36,7 +33,7 @@ def accuracy(uniform: Rows, mixed: Rows) -> None:
         assert 0 <= row["acc"][0] <= 1
 
 
-def retention(rows: Rows) -> None:
+def retention(rows):
     found = by(rows, "configuration", "retention")
     high = found[HIGH, None]["kl"]
     for low in ("skip", LOW):
@@ -46,7 +43,7 @@ def retention(rows: Rows) -> None:
     assert all(0 <= row["acc"][0] <= 1 for row in rows)
 
 
-def critical(*tables: Rows) -> None:
+def critical(*tables):
     assert len(tables) == 4
     for rows in tables:
         found = by(rows, "configuration", "retention")
@@ -62,19 +59,19 @@ def critical(*tables: Rows) -> None:
         assert by_gate["usage"]["skip"] == pytest.approx(by_chance["usage"]["skip"])
 
 
-def depth(rows: Rows) -> None:
+def depth(rows):
     assert [row["layer"] for row in rows] == list(range(len(rows)))
     assert all(row["kl"][0] > 1e-4 for row in rows)
 
 
-def similarity(alike: Rows, ahead: Rows) -> None:
+def similarity(alike, ahead):
     assert len(alike) == len(ahead) > 0
     for row in (*alike, *ahead):
         shares = [value[0] for value in row.values() if isinstance(value, list)]
         assert shares and all(-1 <= share <= 1 for share in shares if share is not None)
 
 
-def demotion(rows: Rows) -> None:
+def demotion(rows):
     found = by(rows, "order", "demoted")
     none, every = (found["cold first", demoted] for demoted in (0, 8))
     assert none["change"] == [0.0, 0.0] and none["routed_high"] == 1.0
@@ -89,7 +86,7 @@ def demotion(rows: Rows) -> None:
         assert cold > random > hot
 
 
-def memory(*tables: Rows) -> None:
+def memory(*tables):
     assert len(tables) == 3
     for best, high, low, *others in tables:
         placed = [row for row in others if row["configuration"].startswith("dynaexq")]
@@ -112,7 +109,7 @@ def memory(*tables: Rows) -> None:
         assert [row["promoted"] for row in fixed] == [0] * 6
 
 
-def equal(uniform: Rows, *memories: Rows) -> None:
+def equal(uniform, *memories):
     alone = by(uniform, "configuration")
     low = alone[f"{LOW}, random",]["kl"]
     fits = []
@@ -127,14 +124,14 @@ def equal(uniform: Rows, *memories: Rows) -> None:
     assert not any("q5_k" in name or "q8_0" in name for names in fits for name in names)
 
 
-def context(rows: Rows, layers: Rows) -> None:
+def context(rows, layers):
     found = by(rows, "by")
     assert found["answer",]["cosine"] == pytest.approx(1.0)
     assert found["answer",]["mass"] == max(row["mass"] for row in rows)
     assert layers
 
 
-def near_bits(judged: Rows, asked: Rows) -> None:
+def near_bits(judged, asked):
     found = by(judged, "domain", "bits", "configuration")
     for name in {row["domain"] for row in judged}:
         assert found[name, None, f"all in {BEST}"]["kl"][0] == pytest.approx(0.0, abs=1e-6)
@@ -156,7 +153,7 @@ KNOWN: dict[str, Callable[..., None]] = {
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_a_study_runs_and_its_figures_are_possible(published, name: str) -> None:
+def test_a_study_runs_and_its_figures_are_possible(published, name):
     found = published(name)
     assert (found.folder / f"{name}.png").read_bytes()[1:4] == b"PNG"
     assert (found.folder / f"{name}.svg").read_text().lstrip().startswith("<?xml")
@@ -176,7 +173,7 @@ def test_a_study_runs_and_its_figures_are_possible(published, name: str) -> None
         KNOWN[name](*(table["rows"] for table in found.data["tables"]))
 
 
-def check_quality(row: dict[str, Any]) -> None:
+def check_quality(row):
     """A row that has a perplexity has the distance from the best tier first, and both with their
     error; what is a share is one."""
     if "perplexity" in row:
@@ -199,9 +196,7 @@ def check_quality(row: dict[str, Any]) -> None:
         (["--uniform", "q3_k"], "are for --study memory and equal"),
     ],
 )
-def test_uniform_types_that_cannot_be(
-    model: Path, text: Path, tmp_path: Path, args: list[str], message: str
-) -> None:
+def test_uniform_types_that_cannot_be(model, text, tmp_path, args, message):
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
     options = ["eval", "-m", str(model), "--threads", "1", "--ctx", "128", "--text", str(text)]
     where = ["--out", str(tmp_path)] if "--study" in args else []

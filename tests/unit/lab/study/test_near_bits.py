@@ -1,9 +1,5 @@
 """Few bits for near experts: which tiers they may have, and whose settings the study takes."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from click.testing import CliRunner
 
@@ -11,13 +7,13 @@ from orchestrator.cli.main import cli
 from orchestrator.lab.study.near_data import NearTiers
 
 
-def test_near_tiers_are_one_of_each_width() -> None:
+def test_near_tiers_are_one_of_each_width():
     five = NearTiers.of(("q8_0", "q4_k", "q3_k", "iq3_xxs", "q2_k"))
     assert five == NearTiers(("q4_k", "q3_k", "q2_k"), (4, 3, 2))
     assert five.uniform(3.0) == "q3_k" and five.uniform(2.5) is None
 
 
-def test_settings_are_for_the_studies_that_name_their_policy(model: Path, text: Path) -> None:
+def test_settings_are_for_the_studies_that_name_their_policy(model, text):
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
     options = ["eval", "-m", str(model), "--text", str(text), "--study", "depth", "--out", "o"]
     result = CliRunner().invoke(cli, [*options, "--near-bits", "3"])

@@ -1,9 +1,5 @@
 """A study says how long it takes, and refuses a text that says nothing."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from click.testing import CliRunner
 
@@ -11,9 +7,7 @@ from orchestrator.cli.main import cli
 from orchestrator.lab.study import study
 
 
-def test_a_text_that_is_too_short_is_refused(
-    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_that_is_too_short_is_refused(model, text, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
     monkeypatch.setattr(study, "LEAST_TOKENS", 512)
     words = ["-m", model, "--threads", "1", "--ctx", "128", "--text", text, "--max-tokens", "78"]

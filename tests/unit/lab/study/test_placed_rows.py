@@ -1,9 +1,6 @@
 """Rows of context beside dynaexq: in the same memory, where the text has prompts."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -11,7 +8,7 @@ from click.testing import CliRunner
 from orchestrator.cli.main import cli
 
 
-def test_hot_memory(model: Path, domains: Path, tmp_path: Path) -> None:
+def test_hot_memory(model, domains, tmp_path):
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
     options = ["-m", str(model), "--threads", "1", "--ctx", "128", "--window", "24"]
     options += ["--prompt-tokens", "8", "--uniform", "q3_k", "--near-bits", "2"]

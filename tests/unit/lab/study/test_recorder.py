@@ -1,10 +1,5 @@
 """What studies see of a model that reads: the same within a cap on memory, which they keep to."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 from click.testing import CliRunner
 
@@ -12,12 +7,11 @@ from orchestrator.cli.main import cli
 from orchestrator.errors import BudgetError
 from orchestrator.lab import observe
 from orchestrator.lab.study.activations import ActivationRecorder
-from orchestrator.native import Library
 
 TOKENS = list(range(20, 60))
 
 
-def test_activations_are_the_same_within_a_cap(library: Library, model: Path) -> None:
+def test_activations_are_the_same_within_a_cap(library, model):
     with ActivationRecorder(model, len(TOKENS), 1) as whole:
         found = whole.read(TOKENS)
     with ActivationRecorder(model, len(TOKENS), 1, ram=100 << 20) as capped:
@@ -28,18 +22,11 @@ def test_activations_are_the_same_within_a_cap(library: Library, model: Path) ->
 
 
 @pytest.mark.parametrize("name", ["similarity", "votes", "context"])
-def test_a_study_that_reads_keeps_to_the_cap(
-    library: Library,
-    model: Path,
-    domains: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-) -> None:
+def test_a_study_that_reads_keeps_to_the_cap(library, model, domains, tmp_path, monkeypatch, name):
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
     rooms = []
 
-    def too_small(*given: Any) -> None:
+    def too_small(*given):
         rooms.append(given[-1])
         raise BudgetError("as it says there")
 

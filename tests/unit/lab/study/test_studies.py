@@ -1,9 +1,6 @@
 """The studies' own decisions, and what they refuse."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,14 +28,14 @@ class Inner:
 
     critical = (1, 2)
 
-    def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+    def decide(self, event, view, out):
         if event.phase == Phase.DECODE:
             out.tier_array[event.ids_array[0, 2:]] = 1
         else:
             out.tier_array[5:] = SKIP
 
 
-def make_event(step: int, phase: Phase) -> RouteEvent:
+def make_event(step, phase):
     ids = np.array([[3, 1, 9, 12]], np.int32)
     empty = np.zeros((1, 1, K))
     event = RouteEvent(
@@ -55,13 +52,13 @@ def make_event(step: int, phase: Phase) -> RouteEvent:
     return event
 
 
-def decide(policy, event: RouteEvent) -> np.ndarray:
+def decide(policy, event):
     out = DecisionBuffer(np.zeros(N, np.uint8), np.zeros(N, np.uint8), np.zeros(8, np.int64))
     policy.decide(event, StoreView(*np.zeros((2, 4, N), np.uint8)), out)
     return out.tier_array
 
 
-def test_random_critical_experts_are_as_many_but_any() -> None:
+def test_random_critical_experts_are_as_many_but_any():
     policy = random_critical(Inner(), seed=1)
     high = np.zeros(N, int)
     for step in range(400):
@@ -75,7 +72,7 @@ def test_random_critical_experts_are_as_many_but_any() -> None:
     assert policy.critical == (1, 2)
 
 
-def test_recall_and_cosine_are_their_definitions() -> None:
+def test_recall_and_cosine_are_their_definitions():
     predicted, actual = np.array([[1, 2], [3, 4]]), np.array([[2, 1], [4, 5]])
     assert recall(predicted, actual).tolist() == [1.0, 0.5]
     assert recall(predicted, actual[:, :1]).tolist() == [1.0, 1.0]
@@ -85,7 +82,7 @@ def test_recall_and_cosine_are_their_definitions() -> None:
     assert np.allclose(cosine(a, b), expected)
 
 
-def test_recorded_logits_choose_the_experts_that_the_store_sees(model: Path) -> None:
+def test_recorded_logits_choose_the_experts_that_the_store_sees(model):
     seen = {}
     config = Config.build(model=model, policy="dymoe", low_tier="q2_k", high_tier="q8_0", threads=1)
     with Engine.open(config) as engine:
@@ -117,15 +114,13 @@ def test_recorded_logits_choose_the_experts_that_the_store_sees(model: Path) -> 
     assert np.allclose(x @ router.T, found[ROUTER_LOGITS, layer_ids[0]], atol=1e-2)
 
 
-def study(model: Path, text: Path, name: str, out: Path, *args: str):
+def study(model, text, name, out, *args):
     options = ["-m", str(model), "--threads", "1", "--ctx", "128", "--window", "64"]
     options += ["--text", str(text), "--max-tokens", "24", "--study", name, "--out", str(out)]
     return CliRunner().invoke(cli, ["eval", *options, *args])
 
 
-def test_a_study_needs_matplotlib(
-    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_study_needs_matplotlib(model, text, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = study(model, text, "depth", tmp_path)
     assert result.exit_code == 1
@@ -140,9 +135,7 @@ def test_a_study_needs_matplotlib(
         (["--reuse"], "a study chooses how it judges"),
     ],
 )
-def test_a_study_chooses_for_itself(
-    model: Path, text: Path, tmp_path: Path, args: list[str], message: str
-) -> None:
+def test_a_study_chooses_for_itself(model, text, tmp_path, args, message):
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
     result = study(model, text, "depth", tmp_path, *args)
     assert result.exit_code == 1 and message in result.stderr

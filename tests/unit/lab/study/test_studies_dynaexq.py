@@ -1,9 +1,5 @@
 """How a text is divided, the arithmetic of what is won back, and hot sets."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -12,14 +8,14 @@ from orchestrator.lab.eval import EvalOptions
 from orchestrator.lab.eval.arithmetic import share
 from orchestrator.lab.eval.text import Window
 from orchestrator.lab.study.dynaexq import NEVER, Residency
-from orchestrator.lab.study.subject import Score, Subject, halves
+from orchestrator.lab.study.subject import Subject, halves
 
 
-def window(domain: str, n_scored: int) -> Window:
+def window(domain, n_scored):
     return Window(list(range(n_scored + 1)), 1, domain)
 
 
-def test_each_domain_is_halved_in_the_order_of_the_text() -> None:
+def test_each_domain_is_halved_in_the_order_of_the_text():
     windows = [window("a", 10), window("b", 5), window("a", 10), window("a", 10), window("b", 5)]
     windows += [window("a", 10), window("c", 90), window("c", 10)]
     first, second = halves(windows)
@@ -28,7 +24,7 @@ def test_each_domain_is_halved_in_the_order_of_the_text() -> None:
     assert halves([window("", 1), window("", 100)]) == ([window("", 1)], [window("", 100)])
 
 
-def test_share_is_a_ratio_of_means_with_a_paired_error() -> None:
+def test_share_is_a_ratio_of_means_with_a_paired_error():
     rng = np.random.default_rng(1)
     whole = rng.normal(1.0, 2.0, 4000)
     exact = share(0.25 * whole, whole)
@@ -43,20 +39,20 @@ def test_share_is_a_ratio_of_means_with_a_paired_error() -> None:
 
 
 @pytest.fixture
-def subject(model: Path, text: Path) -> Subject:
+def subject(model, text):
     config = Config.build(model=model, threads=1, ctx=64, ram=1 << 40)
     options = EvalOptions(text=text, tokens=64, window=16)
     return Subject(config, options, lambda what, done: None)
 
 
-def fixed(subject: Subject, n_high: int, used: np.ndarray | None) -> Score:
+def fixed(subject, n_high, used):
     """The text with a hot set that never changes."""
     settings = Residency(subject).settings(n_high, **NEVER)
     with subject.open(settings, used) as engine:
         return subject.score(engine, "")
 
 
-def test_what_hotness_says_is_high_is_resident_and_computed(subject: Subject) -> None:
+def test_what_hotness_says_is_high_is_resident_and_computed(subject):
     scores = subject.random_uses(seed=3)
     with subject.open(Residency(subject).settings(3, **NEVER), scores) as engine:
         assert subject.score(engine, "").slot_bytes == Residency(subject).budget_bytes(3)
@@ -71,7 +67,7 @@ def test_what_hotness_says_is_high_is_resident_and_computed(subject: Subject) ->
         assert row.high == (1.0 if n_high else 0.0)
 
 
-def test_uses_are_what_was_routed(subject: Subject) -> None:
+def test_uses_are_what_was_routed(subject):
     found = subject.uses(subject.windows, subject.high)
     assert found.sum(axis=1) == pytest.approx(np.full(subject.n_layers, subject.n_expert_used))
     hottest, coldest = (fixed(subject, 2, used) for used in (found, found.max() - found))

@@ -1,10 +1,5 @@
 """Uniform types to compare with: which are made, how, and that none is left behind."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from gguf_tools.errors import MismatchError
@@ -14,13 +9,11 @@ from orchestrator.lab.study import uniform
 from orchestrator.lab.study.uniform import UniformTypes, tiers_of
 
 
-def types(model: Path, **options) -> UniformTypes:
+def types(model, **options):
     return UniformTypes(Config.build(model=model, threads=1), EvalOptions(**options))
 
 
-def test_types_are_made_one_at_a_time_and_files_are_taken_as_they_are(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_types_are_made_one_at_a_time_and_files_are_taken_as_they_are(model, tmp_path, monkeypatch):
     monkeypatch.setattr(uniform, "spill_folder", lambda: tmp_path)
     calib = tmp_path / "calib.txt"
     calib.write_text("The fox sat by the river and looked at the stars. " * 40)
@@ -41,14 +34,14 @@ def test_types_are_made_one_at_a_time_and_files_are_taken_as_they_are(
     assert list(tmp_path.iterdir()) == [calib]
 
 
-def test_the_usual_types_are_those_below_the_best_tier(model: Path) -> None:
+def test_the_usual_types_are_those_below_the_best_tier(model):
     assert "3 times (q3_k, q5_k, q6_k)" in (types(model).cost() or "")
     assert types(model, uniform=("none",)).cost() is None
     sizes = tiers_of(Config.build(model=model))
     assert [each.bits for each in sizes.values()] == [8.5, 4.5, 2.625]
 
 
-def test_a_file_of_another_model_is_no_rival(model: Path, tiny_model: Callable[..., Path]) -> None:
+def test_a_file_of_another_model_is_no_rival(model, tiny_model):
     other = tiny_model("qwen3moe", "q8_0", "q2_k", seed=2)
     with pytest.raises(MismatchError, match="not the model of"):
         types(model, uniform=(str(other),))

@@ -1,8 +1,6 @@
 """Figure 7 of FIRM-MoE against its equations, written once more in the plainest way: sets of
 experts of one token and one layer, counted one after the other."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np
@@ -56,7 +54,7 @@ def expected(label, x, w_g, layer, k):
     raise AssertionError(f"the table has a strategy '{label}' that nobody computed by hand")
 
 
-def study(xs, routers, layer_ids, k, windows) -> Voted:
+def study(xs, routers, layer_ids, k, windows):
     """What is counted of these router inputs, x [layers, tokens, width] of each window."""
     found = Voted(len(layer_ids), k)
     for x, window in zip(xs, windows, strict=True):
@@ -69,7 +67,7 @@ def study(xs, routers, layer_ids, k, windows) -> Voted:
 @pytest.mark.parametrize(
     ("seed", "n_layers", "n_expert", "k"), [(1, 6, 8, 4), (2, 5, 16, 2), (3, 2, 9, 3), (4, 7, 6, 5)]
 )
-def test_figure_7_follows_from_its_equations(seed, n_layers, n_expert, k) -> None:
+def test_figure_7_follows_from_its_equations(seed, n_layers, n_expert, k):
     rng = np.random.default_rng(seed)
     layer_ids = [2 * at + 1 for at in range(n_layers)]  # dense layers between them
     windows = [

@@ -1,7 +1,5 @@
 """The votes studies of FIRM-MoE: what is compared, by hand, and the loss of a made-up trace."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -23,7 +21,7 @@ from traces import make_trace
 VOTES = [[5, 2, 7, 1], [2, 5, 9, 7], [7, 2, 4, 5]]
 
 
-def test_ways_to_predict() -> None:
+def test_ways_to_predict():
     """5 is worth 1.5 + 1.0 + 0.5 where the third layer's last candidate counts; 7 then too."""
     assert union(VOTES, 2, 2) == [5, 2]
     assert union(VOTES, 4, 3) == [5, 2, 7, 1, 9, 4]
@@ -39,7 +37,7 @@ def test_ways_to_predict() -> None:
 
 
 @pytest.mark.parametrize("k", [2, 8])
-def test_parts_are_the_papers(k: int) -> None:
+def test_parts_are_the_papers(k):
     """Settings that policies take; K = P = 3, as far as the model has as many experts a token."""
     listed = parts(k)
     assert len({part.name for part in listed}) == len(listed)
@@ -52,7 +50,7 @@ def test_parts_are_the_papers(k: int) -> None:
 
 
 @pytest.fixture
-def trace(tmp_path: Path) -> Path:
+def trace(tmp_path):
     """Layer 2 is predicted rightly by the layer before and wrongly by the one before that."""
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
     rng = np.random.default_rng(0)
@@ -67,7 +65,7 @@ def trace(tmp_path: Path) -> Path:
     return tmp_path / "t.npz"
 
 
-def test_the_parts_over_a_trace(library, trace: Path, tmp_path: Path) -> None:
+def test_the_parts_over_a_trace(library, trace, tmp_path):
     options = ["--bandwidth", "50MB", "--compute-ms", "2", "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(cli, ["replay", str(trace), "--study", "firm", *options, "--json"])
     assert done.exit_code == 0, done.output
@@ -87,7 +85,7 @@ def test_the_parts_over_a_trace(library, trace: Path, tmp_path: Path) -> None:
                 assert rows[base]["votes"] == rows["lru"]["votes"] == ""
 
 
-def test_the_loss_of_a_trace(library, trace: Path, tmp_path: Path) -> None:
+def test_the_loss_of_a_trace(library, trace, tmp_path):
     """One layer is the best vote, which tuning finds."""
     out = tmp_path / "out"
     arguments = ["replay", str(trace), "--study", "votes-loss", "--policy", "firm"]
