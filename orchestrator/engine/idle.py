@@ -37,6 +37,14 @@ def likely(wants: Wants, resident: np.ndarray, used: np.ndarray) -> Sequence[Tra
     return [(layer, expert, wants.default_tier) for layer, expert in pairs]
 
 
+def bring_back(store: Store, low: np.ndarray, goes_on: Callable[[], bool]) -> None:
+    """Reads low copies that gave way to high ones, which a probe needs and which have gone since.
+    low: bool [n_layers, n_expert], where they were."""
+    for layer, expert in np.argwhere(low & (store.resident() == ABSENT)).tolist():
+        if not goes_on() or store.bring(layer, expert, 1) is None:
+            return
+
+
 class Idle:
     """Reads experts by a thread of its own, one after the other, the likeliest first.
 

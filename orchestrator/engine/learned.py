@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-import numpy as np
-
 from gguf_tools.errors import GGUFError
 from gguf_tools.experts import ExpertModel
 from orchestrator.allocation.slots import Transition
@@ -14,14 +12,12 @@ from orchestrator.cache.profile import TunedKeeper, UsageKeeper
 from orchestrator.config import Config
 from orchestrator.cost.planner import Planner
 from orchestrator.engine.driver import Driver, PlainDriver
-from orchestrator.engine.idle import Then
+from orchestrator.engine.idle import Then, bring_back
 from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.engine.probe import Prober, room_for
 from orchestrator.engine.sample import sample
 from orchestrator.engine.steps import Held
-from orchestrator.events import ABSENT
 from orchestrator.memory.plan import MemoryPlan
-from orchestrator.native import Store
 from orchestrator.native.llama import LlamaContext
 from orchestrator.policy.base import SpendsLoss, Tunes
 
@@ -93,7 +89,7 @@ class Learned:
             if held is not None and n and power is not None:
                 low = driver.store.resident() == 1
                 found = self._prober.probe(context, driver, power, held, before, allowed, goes_on)
-                _bring_back(driver.store, low, goes_on)
+                bring_back(driver.store, low, goes_on)
             if found is not None:
                 usage.probe(found)
             elif not samples:
@@ -132,11 +128,3 @@ class Learned:
         self._tuned.save()
         self.usage.save()
         self._planner.hotness.save()
-
-
-def _bring_back(store: Store, low: np.ndarray, goes_on: Callable[[], bool]) -> None:
-    """Reads low copies that gave way to high ones, which a probe needs and which have gone since.
-    low: bool [n_layers, n_expert], where they were."""
-    for layer, expert in np.argwhere(low & (store.resident() == ABSENT)).tolist():
-        if not goes_on() or store.bring(layer, expert, 1) is None:
-            return
