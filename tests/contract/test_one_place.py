@@ -26,8 +26,6 @@ ORDINARY = ("context",)
 WORDS = ("losses", "placement")
 # Where a policy's setting is used outside the policies.
 USES = {
-    # The model of near-data memory shows what the placement was asked to do.
-    "near_bits": {"orchestrator/lab/replay/near_data/report.py"},
     "profile": {"orchestrator/cli/options.py", "orchestrator/cache/profile.py"},
     "transition_rate": {
         "orchestrator/engine/driver.py",
