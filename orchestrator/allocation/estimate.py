@@ -149,12 +149,13 @@ def depth_prior(n_layers: int) -> np.ndarray:
     return found
 
 
-def _power_of_errors(outputs: Outputs, errors: Outputs) -> np.ndarray | None:
+def _power_of_errors(power: np.ndarray, outputs: Outputs, errors: Outputs) -> np.ndarray:
     """The mean square by which each expert's output is off in a lower tier, as Outputs.power has
     that of the output: no more than that, and as much where nothing was sampled. Measured ones of
-    the demo model are a half of this in the mean, and none of them is above it."""
-    power, of_weights = outputs.power(), errors.power()
-    if power is None or of_weights is None:
+    the demo model are a half of this in the mean, and none of them is above it. power: of the
+    outputs."""
+    of_weights = errors.power()
+    if of_weights is None:
         return power
     of_layer = outputs.squares.sum(axis=1) / outputs.tokens.sum(axis=1)
     with np.errstate(all="ignore"):
@@ -171,17 +172,15 @@ def learned(
 
     errors: of the lower tier's weights, as of orchestrator.engine.sample. KL is a function of the
     whole sum, whichever tiers it comes from, so that the scale of skipping is that of lowering."""
-    error, costs = probed.error, [outputs.power()]
-    if errors is not None:
-        costs.insert(0, _power_of_errors(outputs, errors))
-    known = [each for each in costs if each is not None]
-    if error is None or len(known) < len(costs):
+    power, error = outputs.power(), probed.error
+    if power is None or error is None:
         return None
+    lowered = [] if errors is None else [_power_of_errors(power, outputs, errors)]
     uses, squares = probed.gates
     n_layers, n_expert = outputs.tokens.shape
     with np.errstate(all="ignore"):
         scale = probed.scale * np.exp(error) * depth_prior(n_layers)[:, None, None]
-        nats = scale * np.stack([np.zeros((n_layers, n_expert)), *known], axis=2)
+        nats = scale * np.stack([np.zeros_like(power), *lowered, power], axis=2)
         gates = np.repeat((squares / uses)[:, None], n_expert, axis=1)
         moved = float(probed.moments[3] / probed.moments[0])
     if not (np.isfinite(nats).all() and np.isfinite(gates).all() and math.isfinite(moved)):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -123,8 +123,10 @@ class Prompts:
         layer, n_expert, ids = event.layer, len(out.tier), event.ids_array
         prompts, gated = by_sequence(event)
         scores = event.importance_array
-        heavy = [scores is not None and heavy_hitters(scores[r], self.heavy_share) for r in prompts]
-        pairs = [*zip(prompts, heavy, strict=True)]
+        pairs = [
+            (rows, None if scores is None else heavy_hitters(scores[rows], self.heavy_share))
+            for rows in prompts
+        ]
         # Of experts that matter equally, those in memory come first: they cost nothing.
         here = (view.resident_array[layer] == 0) & (not self.rules.exact)
         rankings = [self._ranked(layer, ids[rows], h, here) for rows, h in pairs]
@@ -151,18 +153,18 @@ class Prompts:
         self._load_ahead(layer, predicted, passing, view, out)
 
     def _ranked(
-        self, layer: int, ids: np.ndarray, heavy: np.ndarray | Literal[False], first: np.ndarray
+        self, layer: int, ids: np.ndarray, heavy: np.ndarray | None, first: np.ndarray
     ) -> Ranking:
         """What a prompt needs of a layer.
 
         The importance of an expert is the number of heavy hitters routed to it, eq. 2; among
         equals that of all tokens decides, then whether it is one of `first` (bool [n_expert], as
         what is in memory), then the index. ids int32 [T, k]; heavy: indices of the heavy hitters,
-        False for no distinction between tokens.
+        None for no distinction between tokens.
         """
         n_expert = len(first)
         score = load = np.bincount(ids.ravel(), minlength=n_expert)
-        if heavy is not False:
+        if heavy is not None:
             score = load + np.bincount(ids[heavy].ravel(), minlength=n_expert) * (ids.size + 1)
         n_used = int(np.count_nonzero(load))
         order = np.argsort(-(2 * score + first), kind="stable")
