@@ -12,7 +12,6 @@ if sys.version_info < (3, 10):
     sys.exit(f"Python 3.10 or newer is needed, this is {sys.version.split()[0]}.")
 
 import argparse
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -100,32 +99,6 @@ def cmd_server(args: argparse.Namespace) -> int:
 
 def cmd_python(args: argparse.Namespace) -> int:
     print(env.locate().python)
-    return 0
-
-
-def cmd_status(args: argparse.Namespace) -> int:
-    place = env.locate()
-    upstream = read_upstream()
-    plan = build.make_plan(upstream, options(args, place.read_note()))
-    installed = env.installed_key(env.inspect(place))
-    report = {
-        "version": upstream.local_version,
-        "key": plan.key,
-        "wheel": str(plan.wheel_path) if build.cached_wheel(plan) else None,
-        "environment": str(place.root),
-        "installed_key": installed,
-        "current": installed == plan.key,
-        "gpu": [plan.gpu, plan.gpu_reason],
-        "amx": [plan.amx, plan.amx_reason],
-        "generator": plan.tools.generator,
-        "ccache": plan.tools.ccache,
-        "cache": str(cache_dir()),
-    }
-    if args.json:
-        print(json.dumps(report, indent=2))
-    else:
-        for key, value in report.items():
-            print(f"{key:15} {value}")
     return 0
 
 
@@ -237,7 +210,7 @@ def parser() -> argparse.ArgumentParser:
             sub.add_argument("--jobs", type=int)
         if flags or name in ("cuda-check", "wheel"):
             sub.add_argument("--cuda-arch", metavar="LIST", help="e.g. 86-real")
-        if flags or name in ("wheel", "server", "source", "part", "cuda-check", "gpu-check"):
+        if flags or name in ("wheel", "server", "source", "part", "cuda-check"):
             sub.add_argument("--sdist", type=Path, help="use this copy instead of a download")
         return sub
 
@@ -254,8 +227,6 @@ def parser() -> argparse.ArgumentParser:
     beside = command("server", cmd_server, "compile the server library; prints its path")
     beside.add_argument("llama_cpp", type=Path, help="the installed llama_cpp package")
     command("python", cmd_python, "print the environment's Python")
-    status = command("status", cmd_status, "what would be built and what is installed", True)
-    status.add_argument("--json", action="store_true")
     verify = command("verify", cmd_verify, "check the series")
     verify.add_argument("--fetch", action="store_true", help="download the source when missing")
     refresh = command("refresh", cmd_refresh, "rewrite the patches")

@@ -306,7 +306,7 @@ def test_files_are_all_that_is_used(monkeypatch, tmp_path, user_folder):
         monkeypatch.delenv(name, raising=False)
     done = python("patches/tool.py", "--files", tmp_path, "source")
     assert done.returncode == 1 and f"{sdist}: sha256 is" in done.stderr
-    done = python("patches/tool.py", "--files", "nowhere", "status")
+    done = python("patches/tool.py", "--files", "nowhere", "build")
     assert done.returncode == 1 and "--files nowhere: there is no such folder" in done.stderr
     args = argparse.Namespace(files=tmp_path, sdist=None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
