@@ -1,7 +1,8 @@
 """Random mixes of prompts, answers, stops, cuts and forks in a memory that they fill, computed once
 more with memory to spare.
 
-    python tests/helpers/mixing.py [--mixes 300] [--longest 32000] [--seed 0] [--policy lru]
+    python tests/helpers/mixing.py [--mixes 300] [--longest 32000] [--seed 0]
+        [--policy lru] [--layers 4]
 
 Slots, a context and scratch take a cap in turn, and how many tokens are read at once goes by what
 is free. So each micro-batch is recorded, and computed again by llama.cpp's own path with all of the
@@ -224,11 +225,13 @@ def main() -> int:
     parser.add_argument("--longest", type=int, default=32000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--policy", default="lru")
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--pressure", default="128MiB", help="of the second process, at most")
     args = parser.parse_args()
     pressure, start = parse_size(args.pressure), multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        model = synthetic.write(Path(folder) / "model.gguf", SHAPE, tiers=("q8_0",))
+        shape = replace(SHAPE, n_layer=args.layers)
+        model = synthetic.write(Path(folder) / "model.gguf", shape, tiers=("q8_0",))
         n_ctx = min(SHAPE.context, 2 * args.longest)
         ram = tight(model, args.policy)
         config = settings_of(model, n_ctx, policy=args.policy, ram=ram, conversations=True)
