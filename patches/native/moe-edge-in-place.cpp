@@ -4,6 +4,7 @@
 #include "moe-edge-util.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 
 void moe_edge_store::open_in_place(const moe_edge_config & config) {
@@ -61,14 +62,26 @@ double moe_edge_store::compute_seconds(int32_t layer, int32_t kind, int32_t expe
     return seconds;
 }
 
+void moe_edge_store::multiply(const std::vector<moe_edge_product> & products, double waited_s) {
+    const auto start = std::chrono::steady_clock::now();
+    workers->multiply(products);
+    if (misses == MOE_EDGE_MISS_AUTO) {
+        std::lock_guard<std::mutex> lock(mutex);
+        hosted_took_s += waited_s + std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    }
+}
+
 // For ask(). MOE_EDGE_MISS_AUTO: the link to the device and the host's threads share the experts,
-// each in turn going to whichever is done with it first.
+// each in turn going to whichever is done with it first. What is read in place goes over the link once more
+// behind that, to a slot.
 void moe_edge_store::choose_places(int32_t layer, int32_t kind, const int32_t * experts, int32_t n, int32_t n_tokens) {
     if (misses == MOE_EDGE_MISS_COPY) {
         return;
     }
     const bool few = n_tokens <= MOE_EDGE_IN_PLACE_TOKENS;
+    const double slower = hosted_took_s / hosted_expected_s;
     double link = 0.0, threads = 2.0 * round_trip_s;  // for what goes into gate and up, and into down
+    bool hosted = false;
     for (int32_t i = 0; i < n; i++) {
         auto & place = places[experts[i]];
         place = few ? misses : MOE_EDGE_MISS_COPY;
@@ -80,12 +93,19 @@ void moe_edge_store::choose_places(int32_t layer, int32_t kind, const int32_t * 
             place = MOE_EDGE_MISS_COPY;
             continue;
         }
+        const double computed = threads + compute_seconds(layer, kind, experts[i]);
         const double done[MOE_EDGE_MISS_AUTO] = {  // by enum moe_edge_miss
-            link + bytes * copy_s_per_byte, link + bytes * read_s_per_byte, threads + compute_seconds(layer, kind, experts[i]),
+            link + bytes * copy_s_per_byte, link + 2.0 * bytes * read_s_per_byte, slower * computed,
         };
         place = std::min_element(std::begin(done), std::end(done)) - done;
-        (place == MOE_EDGE_MISS_COMPUTE ? threads : link) = done[place];
+        if (place == MOE_EDGE_MISS_COMPUTE) {
+            threads = computed;
+            hosted  = true;
+        } else {
+            link = done[place];
+        }
     }
+    hosted_expected_s += hosted ? threads : 0.0;
 }
 
 // Serves a request of this step without a slot, where its expert is to be used in place and the

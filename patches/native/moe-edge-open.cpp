@@ -23,7 +23,9 @@ bool ops_unwatched(moe_edge_matrix * m, const int32_t * experts, const int32_t *
     return m->store->serve_unwatched(*m, experts, first, n, out);
 }
 int32_t ops_routed(moe_edge_matrix * m, int32_t * out) { return m->store->routed_to(*m, out); }
-void ops_multiply(moe_edge_matrix * m, const std::vector<moe_edge_product> & products) { m->store->multiply(products); }
+void ops_multiply(moe_edge_matrix * m, const std::vector<moe_edge_product> & products, double waited_s) {
+    m->store->multiply(products, waited_s);
+}
 
 const moe_edge_ops STORE_OPS = {
     ops_begin, ops_next, ops_release, ops_wait, ops_fixed, ops_unwatched, ops_routed, ops_multiply,

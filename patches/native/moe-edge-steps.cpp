@@ -65,6 +65,8 @@ void moe_edge_store::open_step(int32_t new_phase) {
     }
     if (device) {
         check_device();
+        hosted_expected_s = HOSTED_PRIOR_S + HOSTED_KEPT * (hosted_expected_s - HOSTED_PRIOR_S);
+        hosted_took_s     = HOSTED_PRIOR_S + HOSTED_KEPT * (hosted_took_s - HOSTED_PRIOR_S);
     }
     fix_tables();
     if (device) {

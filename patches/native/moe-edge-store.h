@@ -89,7 +89,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     int32_t next(moe_edge_matrix & m, moe_edge_ready * out);
     void    release(moe_edge_matrix & m, const moe_edge_ready * ready, int32_t n, moe_edge_ticket after);
     void    wait(const moe_edge_ready * ready, int32_t n);
-    void    multiply(const std::vector<moe_edge_product> & products) { workers->multiply(products); }
+    void    multiply(const std::vector<moe_edge_product> & products, double waited_s);
     bool    fixed() const { return tables_fixed; }
     bool    in_prefill() const { return phase == MOE_EDGE_PREFILL; }
     // A step then needs no hook: nobody decides, and the executor counts.
@@ -300,6 +300,11 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     double                      copy_s_per_byte = 0.0;  // of misses, infinite where they cannot go this way
     double                      read_s_per_byte = 0.0;
     double                      round_trip_s = 0.0;
+    // What the host's threads were expected to take for experts that a device lacks, and what they took. The older, the
+    // less it counts, and both begin with the same, so that what was too slow once is tried again.
+    static constexpr double     HOSTED_PRIOR_S = 1e-3, HOSTED_KEPT = 0.98;
+    double                      hosted_expected_s = HOSTED_PRIOR_S;
+    double                      hosted_took_s     = HOSTED_PRIOR_S;
     uint64_t                    most_ahead_bytes = 0;  // of copies under way that nobody waits for
     int32_t                     misses = MOE_EDGE_MISS_COPY;
     std::vector<int8_t>         places;                // [n_expert] of the layer that is decided now

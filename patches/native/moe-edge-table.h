@@ -73,8 +73,9 @@ struct moe_edge_ops {
     // their number, or -1 where there was no hook or it was bypassed. For executors that cannot
     // read the op's ids without waiting for their device.
     int32_t (*routed)(moe_edge_matrix * m, int32_t * out);
-    // Computes what next() gave to the host: on threads of its own and this one, done on return.
-    void (*multiply)(moe_edge_matrix * m, const std::vector<moe_edge_product> & products);
+    // Computes what next() gave to the host: on threads of its own and this one, done on return. waited_s: what
+    // bringing the rows to the host took.
+    void (*multiply)(moe_edge_matrix * m, const std::vector<moe_edge_product> & products, double waited_s);
 };
 
 struct moe_edge_matrix {

@@ -104,12 +104,13 @@ void moe_edge_workers::multiply(const std::vector<moe_edge_product> & products) 
     {
         std::lock_guard<std::mutex> lock(mutex);
         next_unit.store(0, std::memory_order_relaxed);
-        at_work = threads.size();
+        open = true;
         round++;
     }
     changed.notify_all();
     compute_units();
     std::unique_lock<std::mutex> lock(mutex);
+    open = false;  // nobody waits for a thread that wakes up now
     finished.wait(lock, [this] { return at_work == 0; });
 }
 
@@ -145,11 +146,12 @@ void moe_edge_workers::run() {
     uint64_t seen = 0;
     std::unique_lock<std::mutex> lock(mutex);
     for (;;) {
-        changed.wait(lock, [&] { return stopping || round != seen; });
+        changed.wait(lock, [&] { return stopping || (open && round != seen); });
         if (stopping) {
             return;
         }
         seen = round;
+        at_work++;
         lock.unlock();
         compute_units();
         lock.lock();

@@ -40,7 +40,8 @@ class moe_edge_workers {
     std::condition_variable  changed;   // there is work, or an end to it
     std::condition_variable  finished;  // the last thread has left the work
     uint64_t                 round    = 0;
-    int32_t                  at_work  = 0;  // threads that have not left this round
+    int32_t                  at_work  = 0;  // threads that have begun with this round and not left it
+    bool                     open     = false;  // there may be work left in it
     bool                     stopping = false;
 
     // of this round
