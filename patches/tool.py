@@ -93,7 +93,7 @@ def cmd_wheel(args: argparse.Namespace) -> int:
 
 
 def cmd_server(args: argparse.Namespace) -> int:
-    print(server.build_server(read_upstream(), args.llama_cpp, args.sdist))
+    print(server.build_server(read_upstream(), args.llama_cpp.resolve(), args.sdist))
     return 0
 
 
