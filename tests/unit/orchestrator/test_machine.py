@@ -11,7 +11,7 @@ from orchestrator.cli.machine import examine, misses_line, render
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.memory import machine
-from orchestrator.memory.footprint import device_shape
+from orchestrator.memory.footprint import model_shape
 from orchestrator.memory.plan import MemoryPlanner
 from orchestrator.native import Bandwidths
 from orchestrator.native.llama import Bindings
@@ -79,7 +79,7 @@ def test_vram_caps_everything_there(planned, model):
     all_of_it = planned(**lru)
     fixed = all_of_it.total_bytes - all_of_it.slots.total_bytes
     with ExpertModel.open(model) as opened:
-        one_expert = device_shape(opened, (0,)).expert_slot_bytes(0, 0)
+        one_expert = model_shape(opened, (0,), opened.shapes).expert_slot_bytes(0, 0)
     vram = fixed + 24 * one_expert
     plan = planned(vram=vram, **lru)
     assert plan.device is not None
