@@ -324,11 +324,10 @@ class MemoryPlanner:
     def try_in(self, *rooms: tuple[MemoryPlan, int]) -> MemoryPlan:
         """The plan in the first room that is large enough, each with so many bytes for prompts.
         Raises the last one's BudgetError."""
-        *others, last = rooms
-        for each in others:
+        for each in rooms[:-1]:
             with suppress(BudgetError):
                 return self._plan_in(*each)
-        return self._plan_in(*last)
+        return self._plan_in(*rooms[-1])
 
     def _plan_in(self, room: MemoryPlan, prompts: int) -> MemoryPlan:
         """Managed where a plain one does not fit and is not asked for. Raises BudgetError."""
@@ -382,9 +381,9 @@ class MemoryPlanner:
         fixed = footprint.process_bytes(model, config, on_gpu=True) + room.prompt_bytes
         fixed += slots.host_bytes + footprint.copying_bytes(model, config, room.n_ctx)
         # llama.cpp keeps embeddings there, but for those that stay on disk.
-        on_disk = {table.info for table in model.lookup}
-        tables = (part.tensors.get(EMBEDDINGS) for part in model.parts)
-        fixed += sum(each.nbytes for each in tables if each and each not in on_disk)
+        if all(table.info.name != EMBEDDINGS for table in model.lookup):
+            tables = (part.tensors.get(EMBEDDINGS) for part in model.parts)
+            fixed += max((each.nbytes for each in tables if each), default=0)
         if slots.host_bytes:
             fixed += footprint.exchange_bytes(model, room.n_ubatch)
         groups, layers = slots.groups, policy.shape.host_slots
