@@ -247,8 +247,10 @@ class MemoryPlanner:
             return plan
         n, again = SIZES[-1], SIZES[-1] * ABSENT_USE * model.n_expert_used / model.n_expert
         n_tokens = self._sharing(plan, plan.n_ctx).micro_batch(plan.n_ctx - n, n, again)
-        prompts, sizes = plan.prompt_bytes, {n_tokens: 0, plan.n_ubatch: 0}
-        return self.try_in(*((self.room(plan.n_ctx, each), prompts) for each in sizes))
+        if n_tokens != plan.n_ubatch:
+            with suppress(BudgetError):
+                return self._plan_in(self.room(plan.n_ctx, n_tokens), plan.prompt_bytes)
+        return plan
 
     def _sharing(self, plan: MemoryPlan, most: int, prompts: int = 0) -> SharedMemory:
         """What the slots of a plan, a context of `most` tokens at most, scratch and copies of
