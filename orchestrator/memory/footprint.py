@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from gguf_tools.experts import DEFAULT_KV, ExpertModel, Tier
-from gguf_tools.experts.slices import LayerSlices
-from gguf_tools.file.layout import DOWN, EMBEDDINGS, device_slot_bytes, slot_bytes
+from gguf_tools.experts import DEFAULT_KV, ExpertModel, Slice, Tier
+from gguf_tools.experts.slices import LayerShapes, LayerSlices
+from gguf_tools.file.layout import DOWN, device_slot_bytes, slot_bytes
 from gguf_tools.file.reader import metadata_value
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.config import Config
@@ -26,8 +26,8 @@ VOCAB_TOKEN_BYTES = 600
 
 # cuBLAS with its workspace (32 MiB on Hopper), what kernels of a product need to meet, tables.
 LIBRARY_BYTES = 64 * 2**20
-# ggml's pool of a GPU takes so much more than it is asked for.
-POOL_GROWTH = 1.05
+# What a number in half precision takes of ggml's pool of a GPU, which grows by more than is asked.
+POOLED_HALF_BYTES = 2.1
 
 # Of what is left for experts, prompts that were read before may take this share, and this many
 # marks in a sequence whose memory cannot be cut.
@@ -66,7 +66,7 @@ def compute_bytes(
     model: ExpertModel, config: Config, n_ctx: int, n_tokens: int, graph_bytes: int | None = None
 ) -> int:
     """What one micro-batch takes: llama.cpp's scratch, the logits beside it, what products take of
-    the CPU, and token importance.
+    the CPU, and token importance where that may lower anything.
 
     graph_bytes: the scratch as llama.cpp itself counts it, without token importance. It leaves out
     what the widest product of experts keeps of its inputs in the CPU's work buffer: rows in blocks
@@ -78,6 +78,7 @@ def compute_bytes(
     quantized copies.
     """
     hparams, n_vocab, n_used = model.hparams, vocabulary_size(model), model.n_expert_used
+    n_head, n_head_kv = max(hparams.n_head), max(hparams.n_head_kv)
     n_ff = max(shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None)
     n_rows = max(output_tokens(config, n_vocab, n_tokens), 1 + config.sequences + config.probes)
     beside = 4 * n_vocab * n_rows
@@ -85,29 +86,21 @@ def compute_bytes(
         row = min(2, len(model.tiers)) * n_ff * ROW_WEIGHT_BYTES + ROW_PLACE_BYTES
         beside += int(n_tokens * n_used * row)
     else:
-        heads = max(hparams.n_head) + 2 * max(hparams.n_head_kv)
+        heads = n_head + 2 * n_head_kv
         attention = 3 * heads * max(hparams.key_length, hparams.value_length)
         experts = n_used * (n_ff + hparams.embedding_length)
         mask = (1.5 if config.importance == "exact" else 0.5) * n_ctx
         rows = 4 * hparams.embedding_length + max(attention, 2 * experts) + 0.5 * experts
         graph_bytes = 4 * int(n_tokens * (mask + rows)) + beside
     policy = None if config.policy == PLAIN else policy_class(config.policy or DEFAULT)
-    if policy is not None and policy.wants.importance and config.asks_less(policy):
-        beside += importance_bytes(model, config, n_ctx, n_tokens)
-    return graph_bytes + beside
-
-
-def importance_bytes(model: ExpertModel, config: Config, n_ctx: int, n_tokens: int) -> int:
-    """What token importance takes of a step, where it may lower anything: the attention weights of
-    the queries that it is taken from, of as many prompts as a step may have; and the queries and
-    keys of a batch and its residual stream, which live longer for it."""
-    hparams, window = model.hparams, config.importance_window * (1 + config.sequences)
-    if config.importance == "load":
-        return 0
-    queries = min(window, n_tokens) if config.importance == "window" else 2 * n_tokens
-    heads = max(hparams.n_head) + max(hparams.n_head_kv)
-    weights = queries * n_ctx * max(hparams.n_head)
-    return 4 * (weights + n_tokens * (heads * hparams.key_length + hparams.embedding_length))
+    if policy is None or not policy.wants.importance or not config.asks_less(policy):
+        return graph_bytes + beside
+    # The attention weights of the queries that it is taken from, of as many prompts as a step may
+    # have; and the queries and keys of a batch and its residual stream, which live longer for it.
+    window = min(n_tokens, config.importance_window * (1 + config.sequences))
+    queries = {"window": window, "exact": 2 * n_tokens, "load": 0}[config.importance]
+    lives = n_tokens * ((n_head + n_head_kv) * hparams.key_length + hparams.embedding_length)
+    return graph_bytes + beside + (4 * (queries * n_ctx * n_head + lives) if queries else 0)
 
 
 def part_bytes(model: ExpertModel, config: Config) -> int:
@@ -133,44 +126,31 @@ def copying_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
 
 
 def kernel_bytes(
-    model: ExpertModel, config: Config, n_ctx: int, n_tokens: int, flash: bool, piles: bool = False
+    model: ExpertModel, config: Config, n_ctx: int, n_tokens: int, flash: bool, piles: bool
 ) -> int:
-    """What the kernels of a device take beside llama.cpp's scratch, at most.
+    """What a device takes beside what is counted of its scratch, at most: libraries, the rows of a
+    product of experts in 8 bits, and what attention makes.
 
-    cuBLAS and its workspace; a batch's activations as q8_1, a row for each expert of a token, of
-    two lengths; and what attention makes in half precision. Where it is flash, that is one layer's
-    keys and values of a cache in 8 bits; else its weights. Either grows with the cache, and what
-    was taken for shorter ones stays: piles says so; our executor takes the longest at once.
+    That is nothing where it is flash and the cache in 16 bits, one layer's keys and values in half
+    precision where the cache is in 8, else its weights in single and half precision, and the mask
+    in two. What is in half precision grows with the context. piles: what was taken for a shorter
+    one stays; else the most is taken at once.
     """
-    hparams, rows = model.hparams, n_tokens * model.n_expert_used
-    widths = {shape[i] for layer in model.shapes for shape in layer if shape for i in (0, 1)}
-    activations = sum(rows * (width + 512) * 36 // 32 for width in sorted(widths)[-2:])
-    weights = 2 * n_ctx * max(hparams.n_head) * n_tokens
-    if flash:
-        cell = max(hparams.n_head_kv) * (hparams.key_length + hparams.value_length)
-        weights = 0 if config.kv == DEFAULT_KV else 2 * n_ctx * cell
-    chunks = -(-n_ctx // n_tokens)
-    grown = weights * (chunks + 1) // 2 if piles else weights + weights // chunks
-    return LIBRARY_BYTES + int(POOL_GROWTH * (activations + grown))
+    hparams, made, halves = model.hparams, exchange_bytes(model, n_tokens) // 4, 0
+    if not flash:
+        halves = max(hparams.n_head) * n_tokens * n_ctx
+        made += 4 * (halves + n_tokens * n_ctx)
+    elif config.kv != DEFAULT_KV:
+        halves = max(hparams.n_head_kv) * (hparams.key_length + hparams.value_length) * n_ctx
+    parts = -(-n_ctx // n_tokens)
+    pieces = (parts + 1) / 2 if piles else 1 + 1 / parts
+    return LIBRARY_BYTES + made + int(POOLED_HALF_BYTES * pieces * halves)
 
 
 def process_bytes(model: ExpertModel, config: Config, on_gpu: bool = False) -> int:
     """What the process takes for a model whose weights, cache and scratch are elsewhere."""
     own = (GPU_PROCESS_BYTES if on_gpu else PROCESS_BYTES) + config.beside
     return own + (VOCAB_TOKEN_BYTES + config.beside_token) * vocabulary_size(model)
-
-
-def look_ahead_bytes(model: ExpertModel) -> int:
-    """Copies of the routers in half precision, which a policy looks ahead with."""
-    return 2 * (len(model.slices) - 1) * model.n_expert * model.hparams.embedding_length
-
-
-def embedding_bytes(model: ExpertModel) -> int:
-    """The token embeddings, which llama.cpp keeps in the host's memory beside a GPU; nothing where
-    they stay on disk."""
-    on_disk = any(table.info.name == EMBEDDINGS for table in model.lookup)
-    infos = [part.tensors.get(EMBEDDINGS) for part in model.parts if not on_disk]
-    return max((info.nbytes for info in infos if info is not None), default=0)
 
 
 def exchange_bytes(model: ExpertModel, n_tokens: int) -> int:
@@ -193,32 +173,29 @@ class Experts(Protocol):
     def slices(self) -> Sequence[LayerSlices]: ...
 
 
-def model_shape(model: Experts, tiers: tuple[int, ...]) -> ModelShape:
-    """The model as policies see it, reduced to some of its tiers, with slots in the host's
-    memory."""
+def model_shape(
+    model: Experts, tiers: tuple[int, ...], shapes: Sequence[LayerShapes] = ()
+) -> ModelShape:
+    """The model as policies see it, reduced to some of its tiers, with slots in the host's memory.
+    shapes: of a model whose slots are in a device's memory, or in the host's behind it."""
 
-    def sizes(kinds: LayerSlices, tier: int) -> dict[int, int]:
-        held = {kind: each for kind, by_tier in enumerate(kinds) if (each := by_tier[tier])}
-        n = model.n_expert
-        return {kind: slot_bytes(each.offset, each.expert_bytes, n) for kind, each in held.items()}
+    def slots(size: Callable[[Slice, int, int], int]) -> tuple[tuple[dict[int, int], ...], ...]:
+        return tuple(
+            tuple(
+                {kind: size(one, il, kind) for kind, of in enumerate(kinds) if (one := of[tier])}
+                for tier in tiers
+            )
+            for il, kinds in enumerate(model.slices)
+        )
 
-    names = tuple(model.tiers[tier].name for tier in tiers)
-    bits = tuple(model.tiers[tier].bpw for tier in tiers)
-    slots = tuple(tuple(sizes(kinds, tier) for tier in tiers) for kinds in model.slices)
-    return ModelShape(model.n_expert, model.n_expert_used, names, slots, bits if all(bits) else ())
+    def on_device(one: Slice, layer: int, kind: int) -> int:
+        row_length, _ = shapes[layer][kind] or (0, 0)
+        return device_slot_bytes(one.type, one.expert_bytes, row_length)
 
-
-def device_shape(model: ExpertModel, tiers: tuple[int, ...]) -> ModelShape:
-    """The same with slots in a device's memory, or in the host's behind it."""
-
-    def size(layer: int, kind: int, tier: int) -> int:
-        each, shape = model.slices[layer][kind][tier], model.shapes[layer][kind]
-        assert each is not None and shape is not None
-        return device_slot_bytes(each.type, each.expert_bytes, shape[0])
-
-    host = model_shape(model, tiers)
-    slots = tuple(
-        tuple({kind: size(layer, kind, tier) for kind in model.kinds(layer)} for tier in tiers)
-        for layer in range(len(host.slots))
-    )
-    return replace(host, slots=slots, shares_slots=False, host_slots=host.slots)
+    n, held = model.n_expert, [model.tiers[tier] for tier in tiers]
+    names, bits = tuple(tier.name for tier in held), tuple(tier.bpw for tier in held)
+    host = slots(lambda one, *_: slot_bytes(one.offset, one.expert_bytes, n))
+    shape = ModelShape(n, model.n_expert_used, names, host, bits if all(bits) else ())
+    if not shapes:
+        return shape
+    return replace(shape, slots=slots(on_device), shares_slots=False, host_slots=host)

@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gguf_tools.experts import KV_TYPES, ExpertModel
-from gguf_tools.file.layout import BLOCK, KINDS, POOL_ALIGNMENT, pad
+from gguf_tools.file.layout import BLOCK, EMBEDDINGS, pad
 from gguf_tools.units import format_size
 from orchestrator.allocation.slots import FileTier, SlotPlan
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
-from orchestrator.events import SKIP_TIER
 from orchestrator.memory import footprint
 from orchestrator.memory.choice import choose, make_policy, wants_plain
 from orchestrator.memory.footprint import LEAST_CONTEXT, SIZES
@@ -28,13 +27,11 @@ from orchestrator.policy import BASELINE, DEFAULT, PLAIN, Policy, policy_class
 # only as far as it is filled.
 SHARE = 1 / 16
 
-# Tokens of an answer for each token of its prompt. The medians of conversations in Splitwise
-# (ISCA 2024, Figure 3) are 129 and 1,020 tokens.
-ANSWER_SHARE = 1 / 8
-# How often an expert without a slot is used, relative to the mean of all. Such experts are those
-# that were used least; half is on the safe side (docs/experiments/prompts.md, "Micro-batches by
-# memory").
-ABSENT_USE = 1 / 2
+# How often an answer reads an expert without a slot, for each token of its prompt and relative to
+# the mean of all. An answer is an eighth as long: the medians of conversations in Splitwise (ISCA
+# 2024, Figure 3) are 129 and 1,020 tokens. Such experts are those that were used least; half is on
+# the safe side (docs/experiments/prompts.md, "Micro-batches by memory").
+ABSENT_USE = 1 / 8 / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +72,6 @@ class MemoryPlan:
     shared: SharedMemory | None = None
 
     @property
-    def versions(self) -> list[str]:
-        """Names of what an expert may be computed in, the best first and skipping last."""
-        return [*self.tier_names, *([SKIP_TIER] if self.skip else [])]
-
-    @property
     def fixed_bytes(self) -> int:
         """All that is not experts in the memory that they live in."""
         elsewhere = self.device or (self.shared and self.shared.prompts)
@@ -90,6 +82,11 @@ class MemoryPlan:
     def total_bytes(self) -> int:
         """The most that the model takes of the memory that its experts live in."""
         return self.fixed_bytes + (self.slots.total_bytes if self.slots else self.expert_bytes)
+
+    @property
+    def fits_whole(self) -> bool:
+        """Whether llama.cpp's own path has room for every expert in the best tier."""
+        return not self.managed and self.total_bytes <= self.cap_bytes
 
     @property
     def absent_bytes(self) -> int:
@@ -121,7 +118,7 @@ def plan_memory(config: Config, model: ExpertModel, machine: Machine) -> MemoryP
 
 def scratch_bytes(model: ExpertModel, config: Config) -> int:
     """All that a model takes beside its weights and its KV cache where a policy looks ahead."""
-    return MemoryPlanner(config.compared(policy=DEFAULT), model, Machine(0)).least().scratch_bytes
+    return MemoryPlanner(config.compared(policy=DEFAULT), model, Machine(0)).room().scratch_bytes
 
 
 @dataclass(frozen=True)
@@ -150,7 +147,7 @@ class MemoryPlanner:
         """Raises BudgetError naming the smallest budget that works, PolicyError and ConfigError
         for a policy, tiers, or a precision of keys and values that do not go with the model."""
         _check_kv(self.config, self.model)
-        usual = self.least(managed=not wants_plain(self.config, self.model))
+        usual = self.room(managed=not wants_plain(self.config, self.model))
         return self.shared(usual) or self.divided(usual)
 
     @property
@@ -159,37 +156,34 @@ class MemoryPlanner:
         0 where it does not say."""
         return self.model.hparams.context_length * (1 + self.config.sequences)
 
-    def least(self, managed: bool = True) -> MemoryPlan:
-        """A plan without experts, a room, with the context that was asked for, or else the least
-        one, as far as the model was made for it."""
-        asked = self.config.ctx or LEAST_CONTEXT
-        return self.room(min(asked, self._own_context or asked), managed=managed)
+    @property
+    def _asked(self) -> int | None:
+        """The cap on the memory that experts live in, as far as one was asked for."""
+        return self.config.vram if self.machine.device else self.config.ram
 
-    def room(
-        self, n_ctx: int, n_tokens: int = 0, managed: bool = True, counted: bool = True
-    ) -> MemoryPlan:
-        """The same with a context of so many tokens. n_tokens: of a micro-batch, in the place of
-        what was asked for. counted: by llama.cpp, where it can say."""
+    def room(self, n_ctx: int = 0, n_tokens: int = 0, managed: bool = True) -> MemoryPlan:
+        """A plan without slots. n_ctx, n_tokens: of the context and of a micro-batch, in the place
+        of what was asked for, or else the least, as far as the model was made for it."""
         config, model, device = self.config, self.model, self.machine.device
+        usual = config.ctx or LEAST_CONTEXT
+        n_ctx = n_ctx or min(usual, self._own_context or usual)
         n_tokens = min(n_tokens or config.ubatch or SIZES[0], n_ctx)
-        found = self.count(n_ctx, n_tokens) if counted and self.count else None
+        found = self.count(n_ctx, n_tokens) if self.count else None
         kv, graph = found or (model.kv_bytes(n_ctx, config.kv), None)
         compute = footprint.compute_bytes(model, config, n_ctx, n_tokens, graph)
         compute, beside = compute + self.more_scratch, 0
         if managed and policy_class(config.policy or DEFAULT).wants.asked_in:
-            beside = footprint.look_ahead_bytes(model)
+            # Copies of routers in half precision, which a policy looks ahead with.
+            routers = (model.n_layers - 1) * model.n_expert
+            beside = 2 * routers * model.hparams.embedding_length
         if device is None:
             beside += footprint.process_bytes(model, config)
             kv += footprint.copying_bytes(model, config, n_ctx)
         else:
             flash = device.flash and config.importance != "exact"
-            if not flash:  # the weights, and the mask in two precisions
-                compute += 4 * (max(model.hparams.n_head) + 1) * n_tokens * n_ctx
             # Without a cap, ggml's pool makes room for itself where the device is full.
             piles = config.vram is not None and not managed
             compute += footprint.kernel_bytes(model, config, n_ctx, n_tokens, flash, piles)
-            # Each pool of slots starts at a boundary.
-            beside += POOL_ALIGNMENT * len(model.slices) * len(KINDS) * len(model.tiers)
         return MemoryPlan(
             managed=managed,
             n_ctx=n_ctx,
@@ -201,6 +195,9 @@ class MemoryPlanner:
             scratch_bytes=compute + beside,
             compute_bytes=compute,
             device=device,
+            tiers=(FileTier(0),),
+            tier_names=(model.tiers[0].name,),
+            expert_bytes=model.tier_bytes[0],
         )
 
     def shared(self, usual: MemoryPlan) -> MemoryPlan | None:
@@ -211,7 +208,7 @@ class MemoryPlanner:
         """
         config = self.config
         once = config.policy == PLAIN or config.expert_ram or self.machine.device
-        if once or not config.conversations or self._spare(usual) is not None:
+        if once or not config.conversations or usual.fits_whole:
             return None
         least = min(SIZES[0], usual.n_ubatch)
         room = self.room(max(CELL_STEP, least), least)
@@ -248,8 +245,7 @@ class MemoryPlanner:
         plan = self.try_in((room, self._prompt_bytes(room)), (room, asked), (usual, asked))
         if config.ubatch or config.expert_ram or not plan.absent_bytes:
             return plan
-        n, used_share = SIZES[-1], model.n_expert_used / model.n_expert
-        again = n * ANSWER_SHARE * ABSENT_USE * used_share
+        n, again = SIZES[-1], SIZES[-1] * ABSENT_USE * model.n_expert_used / model.n_expert
         n_tokens = self._sharing(plan, plan.n_ctx).micro_batch(plan.n_ctx - n, n, again)
         if n_tokens != plan.n_ubatch:
             with suppress(BudgetError):
@@ -297,12 +293,15 @@ class MemoryPlanner:
         """With the context where none was asked for. Where everything fits beside the least one, it
         still does beside this one; a conversation gets the longest such, since it takes nothing
         until it is used."""
-        allowed, spare = self._cheap(least, SHARE, least.kv_bytes), self._spare(least)
-        if spare is not None and self.config.conversations and not least.device:
-            allowed = spare - self._prompt_bytes(least)
+        left, estimating = least.cap_bytes - least.fixed_bytes, replace(self, count=None)
+        allowed = int((left + least.kv_bytes) * SHARE) - least.kv_bytes
+        if least.fits_whole:
+            allowed = min(allowed, left - least.expert_bytes)
+            if self.config.conversations and not least.device:
+                allowed = left - least.expert_bytes - self._prompt_bytes(least)
 
         def taken(n_ctx: int) -> int:
-            return self.room(n_ctx, managed=least.managed, counted=False).fixed_bytes
+            return estimating.room(n_ctx, managed=least.managed).fixed_bytes
 
         most = allowed + taken(least.n_ctx)
         longest = longest_context(self._own_context, CELL_STEP, lambda n_ctx: taken(n_ctx) > most)
@@ -315,41 +314,29 @@ class MemoryPlanner:
         config, model = self.config, self.model
         if config.cache_ram is not None or not config.conversations:
             return config.cache_ram or 0
-        most = self._cheap(room, footprint.PROMPT_SHARE)
+        left = room.cap_bytes - room.fixed_bytes
         if room.device:
             left = room.ram_bytes - footprint.process_bytes(model, config, on_gpu=True)
-            most = int(left * footprint.PROMPT_SHARE)
+        most = int(left * footprint.PROMPT_SHARE)
+        if room.fits_whole and not room.device:
+            most = min(most, left - room.expert_bytes)
         marks = footprint.PROMPT_MARKS * footprint.part_bytes(model, config)
         return max(0, min(room.kv_bytes + marks, most))
-
-    def _cheap(self, room: MemoryPlan, share: float, taken: int = 0) -> int:
-        """How many more bytes cost little: a share of what experts would have without those that
-        are taken already, and no more than leaves what fits whole as it is."""
-        left, spare = room.cap_bytes - room.fixed_bytes + taken, self._spare(room)
-        most = int(left * share) - taken
-        return most if spare is None else min(most, spare)
-
-    def _spare(self, room: MemoryPlan) -> int | None:
-        """How many more bytes may be taken without turning a model that fits whole into a managed
-        one; None where it does not fit whole."""
-        spare = room.cap_bytes - room.fixed_bytes - self.model.tier_bytes[0]
-        return None if room.managed or spare < 0 else spare
 
     def try_in(self, *rooms: tuple[MemoryPlan, int]) -> MemoryPlan:
         """The plan in the first room that is large enough, each with so many bytes for prompts.
         Raises the last one's BudgetError."""
-        *others, last = rooms
-        for each in others:
+        for each in rooms[:-1]:
             with suppress(BudgetError):
                 return self._plan_in(*each)
-        return self._plan_in(*last)
+        return self._plan_in(*rooms[-1])
 
     def _plan_in(self, room: MemoryPlan, prompts: int) -> MemoryPlan:
         """Managed where a plain one does not fit and is not asked for. Raises BudgetError."""
         config, model, asked = self.config, self.model, self._asked
         room = replace(room, prompt_bytes=prompts)
         if not room.managed:
-            needed, fits = room.fixed_bytes + model.tier_bytes[0], self._spare(room) is not None
+            fits, needed = room.fits_whole, room.total_bytes
             if not fits and config.policy == PLAIN and asked:
                 raise BudgetError(
                     f"{self._given(room)} is too little for the policy plain, which keeps "
@@ -358,14 +345,15 @@ class MemoryPlanner:
                     needed,
                 )
             if fits or config.policy == PLAIN:
+                why = "everything fits" if fits else "asked for"
                 amounts = f"{format_size(needed)} of {format_size(room.cap_bytes)}"
-                reason = f"everything fits ({amounts})" if fits else f"asked for ({amounts})"
-                return replace(self._with_tiers(room, (FileTier(0),)), reason=reason)
+                return replace(room, reason=f"{why} ({amounts})")
             room = replace(self.room(room.n_ctx), prompt_bytes=prompts)
 
         rest = room.cap_bytes - room.fixed_bytes
         budget = min(config.expert_ram or rest, rest) if asked else config.expert_ram or rest
-        shape_of = partial(footprint.device_shape if room.device else footprint.model_shape, model)
+        shapes = model.shapes if room.device else ()
+        shape_of = partial(footprint.model_shape, model, shapes=shapes)
         choice = choose(config, model, shape_of, budget)
         policy = make_policy(config, choice, shape_of(choice.tiers))
         if self.teach is not None:
@@ -375,8 +363,11 @@ class MemoryPlanner:
         except BudgetError as error:
             raise self._too_small(room, policy, error.needed_bytes) from None
         return replace(
-            self._with_tiers(room, choice.tiers),
+            room,
             reason=policy.describe(),
+            tiers=choice.tiers,
+            tier_names=policy.shape.tiers,
+            expert_bytes=sum(model.tier_bytes[tier] for tier in choice.tiers),
             skip=choice.skip,
             budget_bytes=budget if config.expert_ram or asked else slots.total_bytes,
             policy=policy,
@@ -384,18 +375,17 @@ class MemoryPlanner:
             host_bytes=self._host_bytes(room, policy, slots) if room.device else 0,
         )
 
-    def _with_tiers(self, room: MemoryPlan, tiers: tuple[FileTier, ...]) -> MemoryPlan:
-        names = tuple(self.model.tiers[tier].name for tier in tiers)
-        n_bytes = sum(self.model.tier_bytes[tier] for tier in tiers)
-        return replace(room, tiers=tiers, tier_names=names, expert_bytes=n_bytes)
-
     def _host_bytes(self, room: MemoryPlan, policy: Policy, slots: SlotPlan) -> int:
         """The cache of experts in the host's memory behind a device, beside slots there: what is
         left, as far as there are experts. Raises BudgetError where not even reads in flight find
         room."""
         config, model = self.config, self.model
-        fixed = footprint.process_bytes(model, config, on_gpu=True)
-        fixed += footprint.embedding_bytes(model) + slots.host_bytes
+        fixed = footprint.process_bytes(model, config, on_gpu=True) + room.prompt_bytes
+        fixed += slots.host_bytes + footprint.copying_bytes(model, config, room.n_ctx)
+        # llama.cpp keeps embeddings there, but for those that stay on disk.
+        if all(table.info.name != EMBEDDINGS for table in model.lookup):
+            tables = (part.tensors.get(EMBEDDINGS) for part in model.parts)
+            fixed += max((each.nbytes for each in tables if each), default=0)
         if slots.host_bytes:
             fixed += footprint.exchange_bytes(model, room.n_ubatch)
         groups, layers = slots.groups, policy.shape.host_slots
@@ -403,21 +393,14 @@ class MemoryPlanner:
         sizes = [size for each in layers for tier in staged for size in each[tier].values()]
         # Every size has slots of its own, two at least.
         in_flight = max(2 * config.io_threads * max(sizes), 2 * sum(set(sizes)))
-        copying = footprint.copying_bytes(model, config, room.n_ctx)
-        ram = room.ram_bytes - room.prompt_bytes - copying
-        if ram - fixed < in_flight:
-            needed = fixed + in_flight
+        needed = fixed + in_flight
+        if room.ram_bytes < needed:
             raise BudgetError(
-                f"--ram {format_size(ram)} is too little beside a GPU: the smallest that works is "
-                f"{format_size(needed, up=True)}",
+                f"--ram {format_size(room.ram_bytes)} is too little beside a GPU: the smallest "
+                f"that works is {format_size(needed, up=True)}",
                 needed,
             )
-        return min(ram - fixed, model.n_expert * sum(sizes) + in_flight)
-
-    @property
-    def _asked(self) -> int | None:
-        """The cap on the memory that experts live in, as far as one was asked for."""
-        return self.config.vram if self.machine.device else self.config.ram
+        return min(room.ram_bytes, model.n_expert * sum(sizes) + needed) - fixed
 
     def _given(self, room: MemoryPlan) -> str:
         """The cap that binds, for a message."""
@@ -429,27 +412,26 @@ class MemoryPlanner:
     def _too_small(self, room: MemoryPlan, policy: Policy, slots: int) -> BudgetError:
         """slots: what the policy needs at least, beside the room."""
         expert_ram = self.config.expert_ram
-        by_slots = expert_ram is not None and (self._asked is None or expert_ram < slots)
-        fixed, other = 0 if by_slots else room.fixed_bytes, ""
-        least = least_slots(policy_class(BASELINE)(policy.shape))
-        if least < slots:
-            # The baseline takes no token importance.
-            usual = replace(self, config=self.config.compared(policy=BASELINE)).room(room.n_ctx)
-            saved = 0 if by_slots else room.scratch_bytes - usual.scratch_bytes
-            from_bytes = format_size(least + fixed - saved, up=True)
-            other = f"; --policy {BASELINE} works from {from_bytes}"
-        needed = fixed + slots
-        works = f"that works with the policy {policy.name} is {format_size(needed, up=True)}"
-        if expert_ram is not None and by_slots:
-            text = f"--expert-ram {format_size(expert_ram)} is too small: the smallest {works}"
+        if expert_ram is not None and (self._asked is None or expert_ram < slots):
+            text = f"--expert-ram {format_size(expert_ram)} is too small: the smallest"
+            fixed, saved, parts = 0, 0, ""
         else:
             option = "--vram" if room.device else "--ram"
-            text = (
-                f"{self._given(room)} is too little: the smallest {option} {works} "
-                f"({format_size(fixed)} for dense weights, KV cache and scratch, "
+            text = f"{self._given(room)} is too little: the smallest {option}"
+            # The baseline takes no token importance.
+            usual = replace(self, config=self.config.compared(policy=BASELINE)).room(room.n_ctx)
+            fixed, saved = room.fixed_bytes, room.scratch_bytes - usual.scratch_bytes
+            parts = (
+                f" ({format_size(fixed)} for dense weights, KV cache and scratch, "
                 f"{format_size(slots)} for the fewest experts; a smaller --ctx needs less)"
             )
-        return BudgetError(text + other, needed)
+        least = least_slots(policy_class(BASELINE)(policy.shape))
+        if least < slots:
+            from_bytes = format_size(least + fixed - saved, up=True)
+            parts += f"; --policy {BASELINE} works from {from_bytes}"
+        enough = format_size(fixed + slots, up=True)
+        works = f"that works with the policy {policy.name} is {enough}"
+        return BudgetError(f"{text} {works}{parts}", fixed + slots)
 
 
 def _cap(there: Machine | Device, asked: int | None) -> int:
@@ -466,15 +448,14 @@ def least_slots(policy: Policy) -> int:
 
 def _check_kv(config: Config, model: ExpertModel) -> None:
     """Raises ConfigError where keys and values cannot be stored in blocks of this type."""
-    block, hparams = BLOCK[KV_TYPES[config.kv]].weights, model.hparams
-    odd = [length for length in (hparams.key_length, hparams.value_length) if length % block]
+    block, needs = BLOCK[KV_TYPES[config.kv]].weights, ""
+    for length in (model.hparams.key_length, model.hparams.value_length):
+        if length % block and not needs:
+            needs = (
+                f"heads whose length is a multiple of {block}, and those of this model have "
+                f"{length}: leave it out"
+            )
     if block > 1 and config.importance == "exact":
         needs = "flash attention, which exact importance does without: leave one of the two out"
-    elif odd:
-        needs = (
-            f"heads whose length is a multiple of {block}, and those of this model have {odd[0]}: "
-            f"leave it out"
-        )
-    else:
-        return
-    raise ConfigError(f"--kv {config.kv} needs {needs}")
+    if needs:
+        raise ConfigError(f"--kv {config.kv} needs {needs}")

@@ -7,6 +7,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from gguf_tools.file.layout import pad
+
 CELL_STEP = 256  # cells come in so many, as llama.cpp pads them
 Line = tuple[int, float]  # bytes beside an empty context, and for each cell of it
 
@@ -42,10 +44,9 @@ class SharedMemory:
         """What is left for slots in a step of n_tokens that ends with n_cells in use. held: what an
         earlier step has left of its scratch. width: where the last of these cells may lie, where
         free ones lie before it: attention sees those, too."""
-        cells = self._whole(n_cells)
         empty, each = next(s for size, s in self.scratch.items() if size >= n_tokens)
-        scratch = empty + int(max(cells, width) * each)
-        return self.n_bytes - max(held, scratch) - self.cache_bytes(cells)
+        scratch = empty + int(max(pad(max(1, n_cells), self.cell_step), width) * each)
+        return self.n_bytes - max(held, scratch) - self.cache_bytes(n_cells)
 
     def width(self, cells_end: int, n_tokens: int) -> int:
         """Where the last cell may lie behind so many tokens more. cells_end: behind the last one
@@ -54,12 +55,9 @@ class SharedMemory:
         runs = self.sequences + 1 if self.sequences > 1 else 0
         return cells_end + n_tokens + runs * CELL_STEP
 
-    def _whole(self, n_cells: int) -> int:
-        return -(-max(1, n_cells) // self.cell_step) * self.cell_step
-
     def cache_bytes(self, n_cells: int) -> int:
         """What so many cells take."""
-        return int(self._whole(n_cells) * self.cell_bytes)
+        return int(pad(max(1, n_cells), self.cell_step) * self.cell_bytes)
 
     def cells(self, cache_bytes: int) -> int:
         """How many cells of the context take so much."""
@@ -74,11 +72,9 @@ class SharedMemory:
     def may_read(self, n_cells: int, width: int = 0) -> list[int]:
         """How many tokens may be read at once so that the context then has n_cells: the least
         number always, since `longest` sees to it."""
-        smallest, *larger = self.scratch
-        return [
-            smallest,
-            *(n for n in larger if self.slots(n_cells, n, 0, width) >= self.least_slots),
-        ]
+        smallest, least = min(self.scratch), self.least_slots
+        fits = (n for n in self.scratch if self.slots(n_cells, n, 0, width) >= least)
+        return [smallest, *(n for n in fits if n != smallest)]
 
     def micro_batch(self, n_cells: int, n_tokens: int, again: float = 1.0, width: int = 0) -> int:
         """How many of n_tokens behind n_cells are best read at once: with which least comes from

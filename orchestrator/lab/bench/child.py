@@ -170,7 +170,6 @@ def run_engine(job: Job) -> Result:
             found["memory"] = {
                 "fixed": plan.dense_bytes + plan.kv_bytes + plan.scratch_bytes,
                 "planned": plan.total_bytes,
-                "flash": plan.device is not None and plan.device.flash,
                 "used": max(0, free - free_bytes(job.device)),
             }
         return found

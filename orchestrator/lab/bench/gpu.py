@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
+from orchestrator.allocation.slots import ModelShape
 from orchestrator.cache.files import write_whole
-from orchestrator.config import MISSES, Config
+from orchestrator.config import MISSES
 from orchestrator.cost import disk
 from orchestrator.engine.load import SPARE_BYTES
 from orchestrator.errors import ConfigError, MoeEdgeError
@@ -44,7 +46,7 @@ from orchestrator.lab.bench.rows import (
     step,
 )
 from orchestrator.lab.table import Column, fixed, percent
-from orchestrator.memory.footprint import device_shape, kernel_bytes
+from orchestrator.memory.footprint import model_shape
 from orchestrator.settings import again, setting
 
 UPSTREAM, UPSTREAM_CPU = "upstream, n-cpu-moe", "upstream, all on CPU"
@@ -131,8 +133,11 @@ class Gpu(Benchmark):
         Column("x row 1", "speedup_tpot", fixed(2)),
     )
     room: Room
-    shape_of = staticmethod(device_shape)
     cap_words = "room for {:.0%} of the experts on the GPU"
+
+    @staticmethod
+    def shape_of(model: ExpertModel, tiers: tuple[int, ...]) -> ModelShape:
+        return model_shape(model, tiers, model.shapes)
 
     def open(self, on: GpuOptions, note: Note) -> None:
         """Raises ConfigError without a GPU, before a model is made."""
@@ -218,10 +223,7 @@ class Gpu(Benchmark):
             sum(tiers[0].expert_bytes * model.n_expert for tiers in kinds if tiers[0])
             for kinds in model.slices
         )
-        config = Config.build(model=self.high, ctx=options.n_ctx, ubatch=options.n_ubatch)
-        n_tokens = min(options.n_ubatch, options.n_ctx)
-        kernels = kernel_bytes(model, config, options.n_ctx, n_tokens, memory[0]["flash"])
-        ours, theirs = memory[0]["fixed"], memory[1]["llama"] + kernels
+        ours, theirs = memory[0]["fixed"], memory[1]["llama"]
         if gpu is not None:  # our plan refuses what is less than its estimate
             experts = memory[0]["planned"] - ours
             ours = max(ours, memory[0]["used"] - experts) + SPARE_BYTES

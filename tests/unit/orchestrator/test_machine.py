@@ -11,7 +11,7 @@ from orchestrator.cli.machine import examine, misses_line, render
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.memory import machine
-from orchestrator.memory.footprint import device_shape
+from orchestrator.memory.footprint import model_shape
 from orchestrator.memory.plan import MemoryPlanner
 from orchestrator.native import Bandwidths
 from orchestrator.native.llama import Bindings
@@ -79,7 +79,7 @@ def test_vram_caps_everything_there(planned, model):
     all_of_it = planned(**lru)
     fixed = all_of_it.total_bytes - all_of_it.slots.total_bytes
     with ExpertModel.open(model) as opened:
-        one_expert = device_shape(opened, (0,)).expert_slot_bytes(0, 0)
+        one_expert = model_shape(opened, (0,), opened.shapes).expert_slot_bytes(0, 0)
     vram = fixed + 24 * one_expert
     plan = planned(vram=vram, **lru)
     assert plan.device is not None
@@ -100,6 +100,10 @@ def test_a_card_takes_the_whole_model_or_the_host_needs_room_for_reads(planned):
     with pytest.raises(BudgetError, match="beside a GPU: the smallest that works") as caught:
         planned(8 << 30, policy="lru", ram=1 * MIB)
     assert planned(8 << 30, policy="lru", ram=caught.value.needed_bytes).host_bytes > 0
+    with pytest.raises(BudgetError, match=r"--ram 40 MiB is too little beside") as more:
+        planned(8 << 30, policy="lru", ram=40 * MIB, cache_ram=3 * MIB)
+    assert more.value.needed_bytes == caught.value.needed_bytes + 3 * MIB
+    assert planned(8 << 30, policy="lru", ram=more.value.needed_bytes, cache_ram=3 * MIB).managed
 
 
 def test_a_device_that_is_not_here(model):

@@ -7,7 +7,6 @@ from made_runs import part, rows_of, run
 
 from orchestrator.engine.load import SPARE_BYTES
 from orchestrator.errors import ConfigError
-from orchestrator.lab.bench import gpu
 from orchestrator.lab.bench.cases import ON_DEMAND, PAPER, Case
 from orchestrator.lab.bench.gpu import (
     MANAGED_ON_GPU,
@@ -34,7 +33,7 @@ def test_upstream_keeps_what_does_not_fit_on_the_cpu():
 @pytest.mark.parametrize("kernels", [0, 300 * MIB])
 def test_what_kernels_take_is_room(monkeypatch, tmp_path, kernels):
     """Whatever the rows launch takes of both engines' memory is measured with theirs, and is not
-    taken from the experts' share. The plan refuses less than its estimate, so that counts where
+    taken from the experts' share. Our plan refuses less than its estimate, so that counts where
     kernels take less."""
     options = GpuOptions(caps=(0.25, 0.5), prompt_tokens=8)
     pieces = [SimpleNamespace(expert_bytes=GIB // 8)]
@@ -48,17 +47,16 @@ def test_what_kernels_take_is_room(monkeypatch, tmp_path, kernels):
         asked.append(case.settings)
         if case.system == "engine":
             slots = case.settings["expert_ram"]
-            memory = {"fixed": 600 * MIB, "planned": 600 * MIB + slots, "flash": True}
+            memory = {"fixed": 600 * MIB, "planned": 600 * MIB + slots}
             return {"memory": memory | {"used": 500 * MIB + slots + kernels}}
         on_gpu = (model.n_layers - case.settings["cpu_moe"]) * GIB
         return {"memory": {"llama": 400 * MIB + on_gpu, "used": 450 * MIB + on_gpu + kernels}}
 
     monkeypatch.setattr(loop, "measure", measure)
-    monkeypatch.setattr(gpu, "kernel_bytes", lambda *_: 64 * MIB)
     loop.measure_room(1)
-    ours, theirs = (500, 450) if kernels else (600, 464)
+    ours = 500 if kernels else 600
     assert loop.room.ours == ours * MIB + kernels + SPARE_BYTES
-    assert loop.room.theirs == theirs * MIB + kernels + SPARE_BYTES
+    assert loop.room.theirs == 450 * MIB + kernels + SPARE_BYTES
     assert loop.room.vram_bytes(0.5) == loop.room.ours + 2 * GIB
     assert asked[0]["low_tier"] and asked[0]["prefetch"] == "on" and asked[1]["gpu"] == 1
 
