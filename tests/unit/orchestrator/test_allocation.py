@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import UP, assert_holds, make_shape
+from tables import cases
 
 from orchestrator.allocation.critical import falling
 from orchestrator.allocation.hull import Hull, lost
@@ -292,9 +293,7 @@ def test_shapes_of_the_schedules():
         falling("steep", 3)
 
 
-@pytest.mark.parametrize(
-    ("retention", "count"), [(0.0, 1), (0.25, 1), (0.5, 2), (0.75, 3), (1.0, 4)]
-)
+@cases("retention, count", (0.0, 1), (0.25, 1), (0.5, 2), (0.75, 3), (1.0, 4))
 def test_one_layer_keeps_the_share(retention, count):
     assert solve(retention, 1, 4) == [count]
 

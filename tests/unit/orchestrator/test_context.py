@@ -21,6 +21,7 @@ from shapes import (
     make_shape,
     make_view,
 )
+from tables import cases
 
 from orchestrator.allocation.placement import PlacementSettings, importance, place
 from orchestrator.allocation.pools import nominal_losses
@@ -104,14 +105,12 @@ def test_as_many_are_hot_as_fit_the_budget():
         make(shape, least, hot_experts=2)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"near_tiers": "q3_k"}, "q3_k is not below q8_0 in the file, which holds q4_k, q2_k"),
-        ({"near_tiers": "q8_0"}, "q8_0 is not below"),
-        ({"near_bits": 1.5}, "--near-bits 1.5 is less than q2_k has"),
-        ({"near_bits": 3.0, "near_tiers": "q4_k"}, "less than q4_k has"),
-    ],
+@cases(
+    "options, message",
+    ({"near_tiers": "q3_k"}, "q3_k is not below q8_0 in the file, which holds q4_k, q2_k"),
+    ({"near_tiers": "q8_0"}, "q8_0 is not below"),
+    ({"near_bits": 1.5}, "--near-bits 1.5 is less than q2_k has"),
+    ({"near_bits": 3.0, "near_tiers": "q4_k"}, "less than q4_k has"),
 )
 def test_what_the_file_lacks_is_said(options, message):
     with pytest.raises(PolicyError, match=message):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tables import cases
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
@@ -171,9 +172,7 @@ def test_a_disk_keeps_its_speed(model, monkeypatch):
         assert len(measured) == times
 
 
-@pytest.mark.parametrize(
-    ("kind", "best"), [(None, 2e9), (disk._SPINNING, 1e8), (disk._USB, 1e8), ("NFS", 2e9)]
-)
+@cases("kind, best", (None, 2e9), (disk._SPINNING, 1e8), (disk._USB, 1e8), ("NFS", 2e9))
 def test_what_a_disks_own_cache_gives_does_not_count(model, monkeypatch, kind, best):
     told = Bandwidth(2e9, True, 4096, 0.0, 0.0, first_bytes_per_s=1e8)
     monkeypatch.setattr(disk, "read_bandwidth", lambda *_, **__: told)
@@ -197,19 +196,17 @@ ATA = "devices/pci0000:00/0000:00:17.0/ata1/host0/target0:0:0/0:0:0:0/block/sda"
 USB = "devices/pci0000:00/0000:00:14.0/usb2/2-1/2-1:1.0/host6/target6:0:0/6:0:0:0/block/sdb"
 
 
-@pytest.mark.parametrize(
-    ("system", "place", "spins", "speed", "kind"),
-    [
-        ("9p", "", "0", 2e9, "a drive of Windows or of a host (9p)"),
-        ("nfs4", "", "0", 1e8, "another machine's disk (NFS)"),
-        ("ext4", USB, "0", 4e8, "a USB disk"),
-        ("ext4", f"{USB}/sdb1", "1", 4e7, "a USB disk"),
-        ("ext4", f"{ATA}/sda1", "1", 1.5e8, "a spinning disk"),
-        ("ext4", f"{ATA}/sda1", "1", 5e8, None),  # of a virtual machine
-        ("ext4", ATA, "0", 1.5e8, None),
-        ("ext4", "devices/pci0000:00/0000:00:02.0/virtio1/block/vda", "1", 1.5e8, None),
-        ("ext4", "", "0", 1.5e8, None),  # not to be seen, as in a container
-    ],
+@cases(
+    "system, place, spins, speed, kind",
+    ("9p", "", "0", 2e9, "a drive of Windows or of a host (9p)"),
+    ("nfs4", "", "0", 1e8, "another machine's disk (NFS)"),
+    ("ext4", USB, "0", 4e8, "a USB disk"),
+    ("ext4", f"{USB}/sdb1", "1", 4e7, "a USB disk"),
+    ("ext4", f"{ATA}/sda1", "1", 1.5e8, "a spinning disk"),
+    ("ext4", f"{ATA}/sda1", "1", 5e8, None),  # of a virtual machine
+    ("ext4", ATA, "0", 1.5e8, None),
+    ("ext4", "devices/pci0000:00/0000:00:02.0/virtio1/block/vda", "1", 1.5e8, None),
+    ("ext4", "", "0", 1.5e8, None),  # not to be seen, as in a container
 )
 def test_a_slow_disk_is_named_with_its_speed(
     model, monkeypatch, tmp_path, system, place, spins, speed, kind

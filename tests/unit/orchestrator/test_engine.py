@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tables import cases
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
@@ -169,9 +170,10 @@ def test_long_prompts_go_in_batches(engine, context):
     assert seen == [(0, 20), (8, 20), (16, 20), (20, 20)]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "max_tokens", "said", "finish", "kept"),
-    [(b"p", 3, "xxx", "length", 3), (b"p" * 60, 100, "xxxxx", "context", 64)],
+@cases(
+    "prompt, max_tokens, said, finish, kept",
+    (b"p", 3, "xxx", "length", 3),
+    (b"p" * 60, 100, "xxxxx", "context", 64),
 )
 def test_an_answer_that_is_cut(engine, context, prompt, max_tokens, said, finish, kept):
     script(b"x" * 200)
@@ -180,13 +182,11 @@ def test_an_answer_that_is_cut(engine, context, prompt, max_tokens, said, finish
     assert len(context.kept) == kept
 
 
-@pytest.mark.parametrize(
-    ("prompt", "asked", "advice"),
-    [
-        (b"", 64, "empty"),
-        (b"p" * 64, 64, "64: shorten it, or raise --ctx"),
-        (b"p" * 64, 10**6, "made for no more"),
-    ],
+@cases(
+    "prompt, asked, advice",
+    (b"", 64, "empty"),
+    (b"p" * 64, 64, "64: shorten it, or raise --ctx"),
+    (b"p" * 64, 10**6, "made for no more"),
 )
 def test_impossible_prompts(engine, prompt, asked, advice):
     engine._steps._asked_ctx = asked
@@ -229,9 +229,11 @@ def test_closing_early_is_a_cancel(engine):
     assert (engine.last_stats.finish, engine.last_stats.tokens) == ("cancelled", 1)
 
 
-@pytest.mark.parametrize(
-    ("status", "error", "text"),
-    [(1, ConfigError, "full"), (-3, NativeError, "scripted"), (2, NativeError, "evaluate")],
+@cases(
+    "status, error, text",
+    (1, ConfigError, "full"),
+    (-3, NativeError, "scripted"),
+    (2, NativeError, "evaluate"),
 )
 def test_failed_steps(engine, context, status, error, text):
     context.before_decode = lambda: status

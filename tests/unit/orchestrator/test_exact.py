@@ -4,6 +4,7 @@ memory that it is for."""
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from tables import cases
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
@@ -46,15 +47,13 @@ def test_experts_are_in_one_precision(policy, model):
         assert getattr(plan.policy.settings, name) == value
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "sentence"),
-    [
-        ({"layout": "cpu"}, ConfigError, "--layout cpu"),
-        ({"low_tier": "skip"}, ConfigError, "leave --low and --low-tier out"),
-        ({"policy": "dymoe", "retention": 0.5}, ConfigError, "--retention 0.5 does not"),
-        ({"policy": "dynaexq"}, PolicyError, "the policy dynaexq keeps some in lower ones"),
-        ({"policy": "context"}, PolicyError, "the policy context keeps some in lower ones"),
-    ],
+@cases(
+    "settings, error, sentence",
+    ({"layout": "cpu"}, ConfigError, "--layout cpu"),
+    ({"low_tier": "skip"}, ConfigError, "leave --low and --low-tier out"),
+    ({"policy": "dymoe", "retention": 0.5}, ConfigError, "--retention 0.5 does not"),
+    ({"policy": "dynaexq"}, PolicyError, "the policy dynaexq keeps some in lower ones"),
+    ({"policy": "context"}, PolicyError, "the policy context keeps some in lower ones"),
 )
 def test_what_it_does_not_go_with(settings, error, sentence, model):
     with pytest.raises(error, match=sentence):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from shapes import make_decision, make_event, make_shape, make_view
+from tables import cases
 
 from orchestrator.allocation.estimate import KlEstimate, Outputs, Probed, learned
 from orchestrator.cost import losses
@@ -145,13 +146,11 @@ def keeper(folder, monkeypatch, found):
     return LossModel(config, model)
 
 
-@pytest.mark.parametrize(
-    ("found", "tiers", "reason"),
-    [
-        (None, ["q4_k"], "there is no loss table, so"),
-        (table(), ["q4_k"], "the loss table has no factor"),
-        (table(FIT), ["q4_k", "q1_0"], "the loss table lacks one of q4_k, q1_0"),
-    ],
+@cases(
+    "found, tiers, reason",
+    (None, ["q4_k"], "there is no loss table, so"),
+    (table(), ["q4_k"], "the loss table has no factor"),
+    (table(FIT), ["q4_k", "q1_0"], "the loss table lacks one of q4_k, q1_0"),
 )
 def test_who_needs_it_is_told_what_to_run(found, tiers, reason, tmp_path, monkeypatch):
     known = keeper(tmp_path, monkeypatch, found)

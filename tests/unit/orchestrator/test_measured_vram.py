@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import ClassVar
 
-import pytest
+from tables import cases
 
 from orchestrator.config import Config
 from orchestrator.cost.planner import Runs
@@ -63,14 +63,12 @@ def load(gpu, monkeypatch):
     return loader.load(planned(planned_with())).plan
 
 
-@pytest.mark.parametrize(
-    ("modules", "beyond", "more"),
-    [
-        (0, -5 * MIB, 0),  # what was estimated well stays
-        (60 * MIB, 20 * MIB, 80 * MIB + SPARE_BYTES),
-        # The kernels that the first model loaded still count for the second one.
-        (60 * MIB, -400 * MIB, -340 * MIB + SPARE_BYTES),
-    ],
+@cases(
+    "modules, beyond, more",
+    (0, -5 * MIB, 0),  # what was estimated well stays
+    (60 * MIB, 20 * MIB, 80 * MIB + SPARE_BYTES),
+    # The kernels that the first model loaded still count for the second one.
+    (60 * MIB, -400 * MIB, -340 * MIB + SPARE_BYTES),
 )
 def test_what_is_taken_beyond_the_estimate_comes_off_the_slots(modules, beyond, more, monkeypatch):
     gpu = Gpu(modules, beyond)

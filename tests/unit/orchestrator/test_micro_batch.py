@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tables import cases
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
@@ -52,9 +53,12 @@ def cap(model, share, machine=HOST, **settings):
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
-@pytest.mark.parametrize(
-    ("machine", "name", "policy"),
-    [(HOST, "ram", "lru"), (HOST, "ram", "dymoe"), (HOST, "ram", "firm"), (CARD, "vram", "lru")],
+@cases(
+    "machine, name, policy",
+    (HOST, "ram", "lru"),
+    (HOST, "ram", "dymoe"),
+    (HOST, "ram", "firm"),
+    (CARD, "vram", "lru"),
 )
 def test_it_is_the_one_of_those_that_can_be_asked_for_that_reads_least(
     model, machine, name, policy, share
@@ -134,20 +138,18 @@ def test_every_prompt_of_a_step_has_its_window_of_queries(model):
     assert taken(31) - taken(15) == 0
 
 
-@pytest.mark.parametrize(
-    ("asked", "reserved"),
-    [
-        ({}, False),
-        ({"policy": "dymoe"}, False),
-        ({"policy": "dymoe", "retention": 1.0, "low_tier": "q2_k"}, False),
-        ({"policy": "dymoe", "low_tier": "q2_k", "exact": True}, False),
-        ({"policy": "firm"}, False),
-        ({"policy": "mixed"}, False),
-        ({"policy": "plain"}, False),
-        ({"low_tier": "q2_k"}, True),
-        ({"low_tier": "skip", "retention": 1.0}, True),
-        ({"policy": "dymoe", "retention": 0.9}, True),
-    ],
+@cases(
+    "asked, reserved",
+    ({}, False),
+    ({"policy": "dymoe"}, False),
+    ({"policy": "dymoe", "retention": 1.0, "low_tier": "q2_k"}, False),
+    ({"policy": "dymoe", "low_tier": "q2_k", "exact": True}, False),
+    ({"policy": "firm"}, False),
+    ({"policy": "mixed"}, False),
+    ({"policy": "plain"}, False),
+    ({"low_tier": "q2_k"}, True),
+    ({"low_tier": "skip", "retention": 1.0}, True),
+    ({"policy": "dymoe", "retention": 0.9}, True),
 )
 def test_importance_takes_memory_where_a_prompt_may_be_lowered(model, asked, reserved):
     """And nowhere else does a policy want it, so that nothing is taken unplanned."""

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from tables import cases
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
@@ -22,15 +23,13 @@ SHARED = SharedMemory(
 )
 
 
-@pytest.mark.parametrize(
-    ("n_cells", "n_tokens", "slots"),
-    [
-        (0, 1, 900_000 - 2560),  # a step has its first cells
-        (256, 512, 900_000 - 2560),
-        (257, 1, 900_000 - 5120),
-        (2560, 513, 800_000 - 25_600),
-        (4096, 4096, 300_000 - 40_960),
-    ],
+@cases(
+    "n_cells, n_tokens, slots",
+    (0, 1, 900_000 - 2560),  # a step has its first cells
+    (256, 512, 900_000 - 2560),
+    (257, 1, 900_000 - 5120),
+    (2560, 513, 800_000 - 25_600),
+    (4096, 4096, 300_000 - 40_960),
 )
 def test_what_is_left_for_slots(n_cells, n_tokens, slots):
     assert SHARED.slots(n_cells, n_tokens) == slots
@@ -38,9 +37,12 @@ def test_what_is_left_for_slots(n_cells, n_tokens, slots):
     assert SHARED.slots(n_cells, n_tokens, held=800_000) == SHARED.slots(n_cells, 1, held=800_000)
 
 
-@pytest.mark.parametrize(
-    ("least", "most", "longest"),
-    [(100_000, 10**6, 79_872), (100_000, 4000, 4000), (897_440, 10**6, 256), (897_441, 10**6, 0)],
+@cases(
+    "least, most, longest",
+    (100_000, 10**6, 79_872),
+    (100_000, 4000, 4000),
+    (897_440, 10**6, 256),
+    (897_441, 10**6, 0),
 )
 def test_the_longest_context_leaves_what_a_policy_needs(least, most, longest):
     shared = replace(SHARED, least_slots=least)
@@ -146,15 +148,13 @@ def test_a_context_that_is_too_long_is_refused_with_the_longest_one(model, probe
         assert plan_in(model, 2**40, ram=needed + MIB, ctx=ctx, **asked).n_ctx == 16384
 
 
-@pytest.mark.parametrize(
+@cases(
     "settings",
-    [
-        {"policy": "dynaexq", "low_tier": "q2_k"},
-        {"policy": "mixed"},
-        {"policy": "lru", "expert_ram": 8 * MIB},
-        {"policy": "lru", "conversations": False},
-        {"policy": "plain"},
-    ],
+    {"policy": "dynaexq", "low_tier": "q2_k"},
+    {"policy": "mixed"},
+    {"policy": "lru", "expert_ram": 8 * MIB},
+    {"policy": "lru", "conversations": False},
+    {"policy": "plain"},
 )
 def test_others_are_divided_once(model, settings):
     """Those that keep every expert in memory, with slots that were asked for, and what holds no

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tables import cases
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import GGMLType
@@ -58,9 +59,7 @@ def test_a_machine_that_got_slower_is_believed_in_time():
     assert ahead.least("x") is None  # the clock was wrong then, or is now
 
 
-@pytest.mark.parametrize(
-    "damage", [None, [], {"x": 3}, {"x": [[1.0, 2.0]]}, {"x": [[-1.0, 2.0, True]]}]
-)
+@cases("damage", None, [], {"x": 3}, {"x": [[1.0, 2.0]]}, {"x": [[-1.0, 2.0, True]]})
 def test_what_is_damaged_counts_as_nothing(damage, tmp_path):
     path = tmp_path / "speeds.json"
     path.write_text(json.dumps({"format": "a form", "timings": damage}))
@@ -264,9 +263,8 @@ def test_a_cap_holds_for_measuring_too(bindings, model, monkeypatch):
         speeds.seconds(WHAT)
 
 
-@pytest.mark.parametrize(
-    ("layout", "ratios"),
-    [(FILE, (8.0, 8.0, 8.0)), (OWN, (2.0, 2.0, 4.0)), (UPSTREAM, (2.0, 2.0, 6.0))],
+@cases(
+    "layout, ratios", (FILE, (8.0, 8.0, 8.0)), (OWN, (2.0, 2.0, 4.0)), (UPSTREAM, (2.0, 2.0, 6.0))
 )
 def test_dense_weights_are_repacked_with_the_experts(model, layout, ratios):
     """On a machine that is played, where repacked rows are slow for many activations: slots' own

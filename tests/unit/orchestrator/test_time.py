@@ -257,10 +257,7 @@ def test_plans_of_a_model(bindings, model):
             few = predicted(skewed(opened), policy="lru", expert_ram=opened.tier_bytes[0] // 2)
             assert half.residency.hit_rate < few.residency.hit_rate < 1.0
             skipping = predicted(
-                policy="dymoe",
-                low_tier="skip",
-                retention=0.5,
-                expert_ram=opened.tier_bytes[0] // 2,
+                policy="dymoe", low_tier="skip", retention=0.5, expert_ram=opened.tier_bytes[0] // 2
             )
             assert skipping.read_bytes < half.read_bytes
             assert skipping.asked and not half.asked
