@@ -207,13 +207,6 @@ def test_sequences_in_one_step_are_decided_as_alone(seed, layer, how, scored, ex
     assert not out.passing_array[event.ids_array[gated]].any()
 
 
-def test_the_share_of_a_prompt_is_the_share_asked_for():
-    policy = DyMoE(make_shape(n_layers=32), DyMoE.Settings(retention=0.75))
-    for n_used in (5, 8, 13, 64):
-        counts = [policy.prefill_critical(layer, n_used) for layer in range(32)]
-        assert sum(counts) / (32 * n_used) == pytest.approx(0.75, abs=0.5 / n_used)
-
-
 def test_a_second_tier_is_needed():
     shape = make_shape(tiers=("q4_k",))
     with pytest.raises(PolicyError, match="--low"):

@@ -8,18 +8,14 @@ import numpy as np
 import pytest
 from tables import cases
 
-from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.cost import planner as planner_module
 from orchestrator.engine import engine as engine_module
 from orchestrator.engine import llama_parts as parts_module
 from orchestrator.engine import load as load_module
 from orchestrator.engine.engine import Engine, Sampling
-from orchestrator.engine.store_layout import store_spec
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.memory.machine import Machine, Probe
-from orchestrator.memory.plan import plan_memory
-from orchestrator.native import Misses
 
 END = 0
 GREEDY = Sampling(temp=0.0)
@@ -280,21 +276,3 @@ def test_a_policy_that_cannot_start_changes_nothing(engine):
         engine.set_policy("lru")
     assert (engine.config.policy, engine.mode) == ("plain", mode)
     assert answer(engine, b"hello", b"z") == "z"
-
-
-def test_store_spec_renumbers_tiers(path):
-    model = ExpertModel.open(path)
-    asked = {"high_tier": "q4_k", "low_tier": "q2_k"}
-    config = Config.build(model=path, policy="dymoe", expert_ram=2 * 10**6, ubatch=128, **asked)
-    plan = plan_memory(config, model, Machine(2**34))
-    spec = store_spec(config, model, plan, Misses())
-    assert (spec.n_tiers, spec.max_tokens, spec.n_ahead) == (2, 128, 1)
-    assert [il for il, _ in spec.layers] == model.layer_ids
-    for (_, slices), by_kind in zip(spec.layers, model.slices, strict=True):
-        assert {kind for kind, _ in slices} == {0, 1, 3}
-        for (kind, tier), piece in slices.items():
-            expected = by_kind[kind][tier + 1]
-            for name in ("offset", "expert_bytes", "type"):
-                assert getattr(piece, name) == getattr(expected, name)
-            assert spec.groups[piece.group][0] >= piece.expert_bytes
-    assert sum(size * count for size, count in spec.groups) <= spec.budget_bytes

@@ -383,16 +383,6 @@ def climbed(means, n, patience=1):
     return path
 
 
-def test_climbing_down_one_axis_and_then_the_other():
-    """P falls while that gains and turns at its end. Upwards it does not gain: K has its turn. So
-    the plane is explored, of which Algorithm 1 as printed reaches one direction of each axis."""
-    means = [[abs(k - 3) + 2.0 * p for k in range(1, 5)] for p in range(1, 4)]
-    path = climbed(means, 8)
-    assert path[:2] == [(4, 2), (4, 1)]  # 7, 5 and 3
-    assert path[2] == (4, 1)  # P = 0 is no step, and P = 2 loses 5
-    assert path[3:] == [(3, 1)] * 5  # 2, and neither K = 2 nor K = 4 is less
-
-
 @cases(
     "means, patience, end",
     ([[1.0, 0.5, 0.75], [1.0, 0.5, 0.75]], 1, (2, 2)),

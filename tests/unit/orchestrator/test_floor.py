@@ -1,6 +1,5 @@
 """What floor skips and lowers, for how much, and what it asks for ahead and behind."""
 
-from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -279,13 +278,6 @@ def test_it_cannot_decide_without_an_estimate():
     policy.plan(ONE.all_slot_bytes())
     with pytest.raises(PolicyError, match="was not told what lower precisions lose"):
         decided(policy, make())
-
-
-def test_a_copy_plans_as_it_does():
-    """Whoever asks for the fewest slots plans a copy."""
-    policy = made()
-    slots = policy.plan(1 << 20)
-    assert deepcopy(policy).plan(1 << 20) == slots
 
 
 def test_the_budget_changes_live():

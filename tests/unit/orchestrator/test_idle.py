@@ -89,18 +89,6 @@ def test_it_ends_at_the_first_that_cannot_be_read():
     assert tried == 5
 
 
-def test_it_begins_anew():
-    store = SlowStore()
-    store.go.release(200)
-    idle = Idle(store)
-    for _ in range(3):
-        idle.start(WANTED)
-        idle.wait()
-    assert store.read == WANTED * 3
-    idle.start([])
-    idle.wait()
-
-
 def shape(n_expert=4, n_layers=2):
     slots = tuple(({0: 64, 1: 64, 3: 64},) for _ in range(n_layers))
     return ModelShape(n_expert, 2, ("q4_k",), slots)
@@ -273,10 +261,3 @@ def test_what_was_long_ago_counts_less(model):
     first.save()
     found = keeper(model).recall()
     assert found.sum(axis=1) == pytest.approx(65_536 * model.n_expert_used)
-
-
-def test_a_damaged_profile_is_done_without(model):
-    path = cached_path(model, "usage")
-    path.parent.mkdir(parents=True)
-    path.write_text("{}")
-    assert keeper(model).recall() is None

@@ -16,7 +16,7 @@ from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.memory import plan as planning
 from orchestrator.memory.choice import check_unused, without_effect
-from orchestrator.memory.footprint import PROMPT_SHARE, look_ahead_bytes, part_bytes, process_bytes
+from orchestrator.memory.footprint import PROMPT_SHARE, look_ahead_bytes, part_bytes
 from orchestrator.memory.machine import Device, Machine
 from orchestrator.memory.plan import plan_memory, scratch_bytes
 from orchestrator.memory.shared import longest_context
@@ -302,14 +302,6 @@ def test_copies_of_routers_are_scratch_of_a_policy_that_is_asked(models):
     model = models["one"]
     asked, never = (plan_for(model, policy=name).scratch_bytes for name in ("firm", "lru"))
     assert asked - never == look_ahead_bytes(model) > 0
-
-
-def test_a_process_beside_a_gpu_is_larger(models):
-    """By what its driver keeps there, which nobody measured to the byte."""
-    model = models["one"]
-    config = Config.build(model=model.path)
-    beside = process_bytes(model, config, on_gpu=True) - process_bytes(model, config)
-    assert 2**23 <= beside <= 2**26
 
 
 @cases("ubatch, n_ctx, tokens", (None, 8192, 512), (None, 100, 100), (64, 8192, 64))

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from time import perf_counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -185,32 +184,6 @@ def test_products_are_timed(bindings):
         if bindings.library().interleaves(GGMLType.Q4_K, 512, 256):
             repacked = Product(GGMLType.Q4_K, 512, 256, 1, repacked=True, routed=True)
             assert 0 < seconds(repacked) < 1
-
-
-def test_attention_reads_a_cache_that_is_not_in_the_processors(bindings):
-    """As in llama.cpp: a cell's heads lie side by side, and a token goes through all layers."""
-    keys: list[int] = []
-    steps: list[tuple[int, ...]] = []
-    with Timer(bindings.api._lib, 1, pool_bytes=8 << 20) as timer:
-        attend, view = timer.flash_attn_ext, timer.view_3d
-
-        def attended(*args):
-            keys.extend(args[2:4])
-            return attend(*args)
-
-        def viewed(*args):
-            steps.append(args[2:])
-            return view(*args)
-
-        vars(timer).update(flash_attn_ext=attended, view_3d=viewed)
-        begin_s = perf_counter()
-        assert 0 < timer.seconds(Attention(4, 2, 64, 64, 1, 512)) < perf_counter() - begin_s
-        layer_bytes = 512 * 2 * (64 + 64) * 2
-        assert len(set(keys)) == len(keys) == 2 * min(48, (8 << 20) // layer_bytes)
-        assert set(steps) == {(64, 512, 2, 2 * 64 * 2, 64 * 2, 0)}
-        keys.clear()
-        timer.seconds(Attention(4, 2, 64, 64, 64, 512))
-        assert len(keys) == 2  # many queries reuse what they read
 
 
 @pytest.mark.parametrize(("others", "expected"), [(0.0, 3e-3), (0.5, 1e-3)])
