@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from command_line import python, run
+from command_line import run
 from tables import cases
 
 from orchestrator.lab.registry import BENCHMARKS, load
@@ -47,19 +47,3 @@ def test_a_benchmark_gets_its_options(measured, name, args, options):
     assert seen == [load(BENCHMARKS, name).options(**options)]
     found = json.loads(run("bench", *name.split(), "--json").stdout)
     assert found == {"heading": ["heading"], "tables": [], "notes": []}
-
-
-def test_listing_the_benchmarks_loads_none_but_the_first():
-    """The names and the first sentences come from the registry."""
-    program = (
-        "import sys\n"
-        "from click.testing import CliRunner\n"
-        "from orchestrator.cli.main import cli\n"
-        "assert CliRunner().invoke(cli, ['--help']).exit_code == 0\n"
-        "loaded = [name for name in sys.modules if name.startswith('orchestrator.lab.')]\n"
-        "assert not loaded, loaded\n"
-        "text = CliRunner().invoke(cli, ['bench', '--help']).stdout\n"
-        "assert 'ablation ' in text and 'orchestrator.lab.bench.ablation' not in sys.modules\n"
-    )
-    done = python("-c", program)
-    assert done.returncode == 0, done.stderr

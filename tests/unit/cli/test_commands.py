@@ -11,7 +11,6 @@ from command_line import python, run
 from tables import cases
 
 from gguf_tools.experts import ExpertModel
-from orchestrator.chat import console
 from orchestrator.cli import options as module
 from orchestrator.errors import MoeEdgeError
 
@@ -90,16 +89,6 @@ def test_what_would_run_is_said_of_what_a_chat_runs(monkeypatch):
         assert run(*command, "-m", "x.gguf", "--ram", "120MB").stderr.endswith("Error: seen\n")
     first, *others = asked
     assert len(others) == 3 and all(each == first for each in others)
-
-
-def test_eval_prints_its_result_when_the_bar_is_gone(monkeypatch):
-    happened = []
-    monkeypatch.setattr(console.Console, "end_bar", lambda _: happened.append("the bar is gone"))
-    monkeypatch.setattr("orchestrator.lab.eval.evaluate", lambda *_: None)
-    monkeypatch.setattr("orchestrator.lab.eval.render", lambda _: "")
-    monkeypatch.setattr("orchestrator.cli.measure.say_result", lambda *_: happened.append("said"))
-    assert run("eval", "-m", "x.gguf", "--text", "x").exit_code == 0
-    assert happened[-1] == "said" and "the bar is gone" in happened
 
 
 def test_options_reach_the_config(opened):
@@ -214,7 +203,7 @@ def test_help_lists_the_commands():
 def test_help_imports_nothing_heavy():
     code = (
         "import sys, orchestrator.cli.main; "
-        "heavy = ('numpy', 'llama_cpp', 'jinja2', 'torch', 'huggingface_hub'); "
+        "heavy = ('numpy', 'llama_cpp', 'jinja2', 'torch', 'huggingface_hub', 'orchestrator.lab'); "
         "print([m for m in heavy if m in sys.modules])"
     )
     assert python("-c", code).stdout == "[]\n"

@@ -1,7 +1,6 @@
 """What a newcomer does to the command line: one sentence each, nothing left behind, and no output
 that exists is replaced, unless it is told to."""
 
-import errno
 import os
 import shlex
 import stat
@@ -17,7 +16,6 @@ from tables import cases
 from gguf_tools import synthetic
 from orchestrator.cli.main import COMMANDS, cli
 from orchestrator.cli.options import NEW_FILE
-from orchestrator.lab.plotting import save_figure
 
 FAKE = [sys.executable, fake_engine.__file__]
 
@@ -129,18 +127,6 @@ def test_an_endless_stdin_is_refused(monkeypatch):
     result = run("chat", "-m", "x.gguf", stdin="x" * 11)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "longer than any context" in result.stderr
-
-
-def test_a_plot_that_cannot_be_written_leaves_nothing(tmp_path):
-    class Figure:
-        def savefig(self, file, **_options):
-            file.write(b"half")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with pytest.raises(OSError, match="No space") as caught:
-        save_figure(Figure(), tmp_path / "plot.png")
-    assert caught.value.filename == str(tmp_path / "plot.png")
-    assert not list(tmp_path.iterdir())
 
 
 @cases(

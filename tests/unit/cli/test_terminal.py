@@ -323,17 +323,6 @@ def test_keys_typed_ahead_wait_for_the_prompt(start):
     assert "Hi there!" in terminal.ask("hello")
 
 
-def test_lines_end_between_words(start):
-    terminal = start(COLUMNS="60")
-    said = terminal.ask("words").partition("first word")[0].splitlines()[1:]
-    assert max(map(len, said)) <= 60
-    assert (
-        " ".join(line.strip() for line in said).split()
-        == ("some lengthy words of an answer " * 12).split()
-    )
-    assert not re.search(r"^\s", "\n".join(said))
-
-
 def test_one_answer_is_wrapped_and_has_its_statistics_and_json_is_not(tmp_path):
     args = ("-m", "x.gguf", "-p", "words")
     with Terminal(*args, home=tmp_path) as terminal:

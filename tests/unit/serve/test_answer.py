@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from threading import Event
 
 import pytest
@@ -10,10 +11,8 @@ from fake_backend import (
     FakeBackend,
     FakeRequest,
     app_for,
-    quiet,
     reply_of,
     served_by,
-    state_with,
     streaming,
     whole,
 )
@@ -23,7 +22,6 @@ from tables import cases
 from orchestrator.errors import NativeError
 from orchestrator.serve import answer
 from orchestrator.serve import state as state_module
-from orchestrator.serve.app import application
 
 # What each path needs, and leaves out of the others' where it has no use for it.
 ASK = {"messages": SAID, "input": "a", "input_prefix": "a", "input_suffix": "b"}
@@ -329,26 +327,6 @@ async def test_who_reads_nothing_holds_no_place_once_the_answer_is_made(monkeypa
 
 
 @in_a_loop
-async def test_steps_are_shared_with_who_came_before_the_end():
-    """Also where the end is taken once its place is given back."""
-    pause, other = Event(), Event()
-    state, app = served_by(
-        FakeBackend(streaming(PART, FINAL, pause=pause), whole(hold=other)), parallel=2
-    )
-    deaf, first = begun(app, CHAT, STREAM, Deaf)
-    await until(lambda: deaf.reply.parts)
-    _, second = begun(app, CHAT, ASK)
-    await until(lambda: state.gate.running == 2)
-    pause.set()
-    await until(lambda: state.gate.running == 1)
-    deaf.hears.set()
-    reply = await end_of(first)
-    other.set()
-    await end_of(second)
-    assert b'"shared_steps": true' in reply.body
-
-
-@in_a_loop
 async def test_who_leaves_takes_no_memory_from_who_is_slow(monkeypatch):
     monkeypatch.setattr(state_module, "UNREAD_BYTES", 1)
     state, app = served_by(
@@ -377,8 +355,9 @@ def test_a_request_without_file_descriptors_is_refused_and_its_place_is_free(mon
     def none(*_):
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(answer, "Parts", none)
-    state = state_with(FakeBackend(whole()), parallel=1)
-    reply = ask(application(state, quiet), CHAT, ASK)
+    monkeypatch.setattr(os, "pipe", none)
+    request = whole()
+    state, app = served_by(FakeBackend(request), parallel=1)
+    reply = ask(app, CHAT, ASK)
     assert reply.status == 503 and "Too many open files" in reply.json()["error"]["message"]
-    assert state.gate.running == 0
+    assert state.gate.running == 0 and request.closed

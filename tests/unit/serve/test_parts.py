@@ -211,21 +211,6 @@ def test_the_end_waits_for_nothing(long_rest):
     assert through(make, use)[0] == [b"a"] * FAST + [b"b"]
 
 
-def test_what_does_not_come_in_time_is_said():
-    go = threading.Event()
-
-    def make(request):
-        go.wait(HANG_S)
-        request.put(b"a")
-
-    async def use(parts, _request):
-        said = [await parts.next(0.01), await parts.next(0.01)]
-        go.set()
-        return [*said, (await parts.next(None) or (b"", True))[0]]
-
-    assert through(make, use)[0] == [None, None, b"a"]
-
-
 def test_who_is_cancelled_waits_no_more():
     """The work ends, and what comes afterwards wakes nobody; no error is left in the loop."""
 
@@ -255,45 +240,6 @@ def test_what_the_thread_raises_is_raised():
 
     with pytest.raises(OSError, match="gone"):
         through(make, all_of)
-
-
-class Mute(Made):
-    """It tells nobody of its end."""
-
-    def run(self, ready):
-        self._make(self)
-        self._ended = True
-
-
-def test_the_end_is_told_where_what_follows_it_fails():
-    def fail():
-        raise RuntimeError("no idea")
-
-    async def use(parts, _request):
-        errors = []
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _loop, what: errors.append(what["exception"]))
-        assert await end_of(parts.next(None)) == (b"", True)
-        return errors
-
-    errors, _ = through(Made.until_awaited, use, Mute, fail)
-    assert [str(error) for error in errors] == ["no idea"]
-
-
-def test_a_request_for_which_no_pipe_can_be_had_is_freed(monkeypatch):
-    def none():
-        raise OSError(24, "Too many open files")
-
-    async def run(request):
-        monkeypatch.setattr(os, "pipe", none)
-        with pytest.raises(OSError, match="Too many open files"):
-            Parts(request, ThreadPoolExecutor(1), nothing)
-
-    loop = Loop()
-    request = Made(lambda _: None, loop)
-    loop.run_until_complete(run(request))
-    loop.close()
-    assert request.closed.is_set()
 
 
 @in_a_loop
