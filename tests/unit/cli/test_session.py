@@ -13,7 +13,7 @@ from fake_engine import STATS, FakeEngine
 from tables import cases
 
 from gguf_tools import interrupts
-from orchestrator.chat.chat import stats_fields, stats_table
+from orchestrator.chat.chat import stats_fields
 from orchestrator.chat.session import Session, read_conversation, write_conversation
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, GGUFError
@@ -167,17 +167,6 @@ PLAIN["mode"] = "llama.cpp's own path: everything fits (0.05 of 12.0 GiB)"
 def test_the_statistics_line_of_other_answers(changes, first):
     found = stats_fields(replace(STATS, **changes), 2**30)
     assert found[: len(first)] == first and (changes != PLAIN or found == first)
-
-
-def test_the_statistics_table_has_every_figure():
-    policy = {"high_per_layer": [3, 12], "recall": [None, 0.5, 0.75]}
-    rows = [row.split() for row in stats_table(replace(STATS, policy=policy)).splitlines()]
-    assert [row[0] for row in rows] == [
-        *(name for name in STATS.as_dict() if name != "policy"),
-        *policy,
-    ]
-    assert rows[-2:] == [["high_per_layer", "3", "12"], ["recall", "-", "0.50", "0.75"]]
-    assert ["prefill_hit_rate", "-"] in rows and ["budget_bytes", "64", "MiB"] in rows
 
 
 TURNS = turns("wö bist du\n?", "here \u2028 there", "two", "")

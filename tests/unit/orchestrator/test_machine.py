@@ -7,13 +7,12 @@ import pytest
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import usable_cores
-from orchestrator.cli.machine import examine, misses_line, render
+from orchestrator.cli.machine import examine, render
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.memory import machine
 from orchestrator.memory.footprint import device_shape
 from orchestrator.memory.plan import MemoryPlanner
-from orchestrator.native import Bandwidths
 from orchestrator.native.llama import Bindings
 
 pytestmark = pytest.mark.usefixtures("library")
@@ -49,17 +48,6 @@ def test_copies_to_a_device_are_timed(model):
     assert f"on {health['gpu']['name']}; " in health["plan"]
     text = render(health)
     assert "there and back" in text and "all are copied: host memory cannot be pinned" in text
-
-
-def test_the_quickest_way_of_a_miss_is_named():
-    slow_link = Bandwidths(pinned=1e9, pageable=1e9, round_trip_us=10, read=2e9, compute=20e9)
-    line = misses_line(slow_link, 2_400_000)
-    assert "copied 2.40 ms, read in place 1.20 ms, computed here 0.12 ms" in line
-    assert "0.02 ms a layer" in line and "first of a layer is computed here" in line
-    far = slow_link._replace(round_trip_us=5000)
-    assert "is read in place, more are shared" in misses_line(far, 2_400_000)
-    assert "is copied, more are shared" in misses_line(far._replace(pinned=4e9), 2_400_000)
-    assert "computed" not in misses_line(far._replace(compute=0), 2_400_000)
 
 
 @pytest.fixture

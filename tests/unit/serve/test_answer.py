@@ -271,24 +271,6 @@ def test_a_client_that_leaves_ends_its_work_and_lets_the_next_one_in(leaving):
     assert state.gate.running == state.gate.waiting == 0
 
 
-@in_a_loop
-async def test_it_is_idle_behind_the_last_request_in_flight():
-    """Whether that one was answered or left; and while another one waits, it is not."""
-    hold, rests = Event(), whole(hold=Event())
-    backend = FakeBackend(whole(hold=hold), whole(), rests)
-    state, app = served_by(backend)
-    first, second = (begun(app, CHAT, ASK)[1] for _ in range(2))
-    await until(lambda: state.gate.waiting == 1)
-    hold.set()
-    await asyncio.gather(first, second)
-    assert backend.turns == ["attend", "attend", "idle"]
-    client, task = begun(app, CHAT, ASK)
-    await until(lambda: len(backend.asked) == 3)
-    client.leave()
-    await end_of(task)
-    assert rests.cancelled.is_set() and backend.turns[3:] == ["attend", "idle"]
-
-
 class Deaf(Client):
     """A client that takes nothing from the first part on, until it hears."""
 

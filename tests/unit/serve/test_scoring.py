@@ -1,6 +1,5 @@
 """`echo` with logprobs: what may be asked, the form of the answer, and lm_eval as a client."""
 
-import asyncio
 import json
 import signal
 import threading
@@ -9,7 +8,7 @@ from urllib.error import HTTPError
 
 import numpy as np
 import pytest
-from asgi import Client, ask
+from asgi import ask
 from fake_backend import FakeBackend, app_for, assert_refused, whole
 from served import DEMO, HANG_S, running, serving
 from tables import cases
@@ -180,29 +179,6 @@ def test_one_token_more_is_the_likeliest(prompt, text, finish):
     assert first["logprobs"]["token_logprobs"][1:] == pytest.approx([np.log(2 / 3)] * 2)
     assert first["logprobs"]["top_logprobs"][-1] == {text[-1]: pytest.approx(np.log(2 / 3))}
     assert answer["usage"]["completion_tokens"] == 2
-
-
-def test_others_go_on_while_the_answer_is_written():
-    turns, turns_at_parts = 0, []
-
-    class Counting(Client):
-        async def _send(self, message):
-            turns_at_parts.append(turns)
-            await super()._send(message)
-
-    async def run():
-        app = app_for(ScoringBackend())
-        body = json.dumps(ASK | {"prompt": "a" * 512}).encode()
-        asking = asyncio.create_task(Counting(app, "POST", PATH, body).run())
-        nonlocal turns
-        while not asking.done():
-            await asyncio.sleep(0)
-            turns += 1
-        return asking.result()
-
-    assert asyncio.run(run()).json()["choices"]
-    bodies = turns_at_parts[1:]
-    assert len(bodies) > 8 and len(set(bodies)) == len(bodies)
 
 
 def test_what_is_scored_is_what_the_plan_has():
