@@ -191,15 +191,6 @@ def test_a_context_beyond_the_model_is_noted(opened, monkeypatch):
         assert said in shown and bool(said) == bool(shown)
 
 
-def test_help_lists_the_commands():
-    shown, of_chat, of_plan = (run(*words, "--help").stdout for words in ((), ("chat",), ("plan",)))
-    for command in ("chat", "pack", "export", "inspect", "verify", "pull", "bench"):
-        assert f"\n  {command} " in shown and run(command, "--help").exit_code == 0
-    assert "the demo" in of_chat and "the demo" not in of_plan  # which lists known ones without it
-    listed = shown.partition("Use:")[2]
-    assert listed and "...\n" not in listed  # as click ends a line that is too long
-
-
 def test_help_imports_nothing_heavy():
     code = (
         "import sys, orchestrator.cli.main; "

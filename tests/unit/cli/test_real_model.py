@@ -66,25 +66,6 @@ def test_a_stop_text_ends_the_answer(model):
     assert cut["stats"]["finish"] == "stop" and cut["stats"]["tokens"] < 24
 
 
-def test_hotness_is_kept_between_chats(model, tmp_path, user_folder):
-    """In a file where one is named, else in the user cache."""
-    options = ("--policy", "dynaexq", "--expert-ram", "2600KiB", "--max-tokens", "24")
-    first = ask(model, *options)["stats"]
-    assert first["mode"].startswith("managed: dynaexq q4_k/q2_k, ")
-    assert first["hit_rate"] == 1.0
-    assert first["wait_ms"] == 0.0
-    assert sum(first["policy"]["high_per_layer"]) > 0
-    kept = list((user_folder / "cache" / "moe-edge" / "hotness").iterdir())
-    assert len(kept) == 1
-    named = tmp_path / "hot.json"
-    ask(model, *options, "--profile", str(named))
-    assert json.loads(named.read_text())["format"] == "moe-edge hotness"
-    kept[0].write_text("{}")
-    done = python(*MOE_EDGE, "chat", "-m", model, "-p", "hello", *options)
-    assert done.returncode == 0
-    assert str(kept[0]) in done.stderr
-
-
 def test_a_seed_repeats_the_answer(model):
     options = ("--expert-ram", "1MiB", "--policy", "lru", "--max-tokens", "24")
     first = ask(model, *options)["text"]

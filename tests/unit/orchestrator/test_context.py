@@ -288,22 +288,6 @@ def test_only_a_policy_that_waits_settles():
     assert ContextAware(shape, ContextAware.Settings(transition_rate=5)).wants.transition_rate == 5
 
 
-def test_a_restored_sequence_is_placed_behind_what_follows():
-    rng, shape = np.random.default_rng(6), five_tiers()
-    policy, other = shared(shape, hot_experts=4), shared(shape, hot_experts=4)
-    resident = started(policy)
-    started(other)
-    prefill(policy, rng, 1)
-    told(policy, resident, starts=(0,))
-    told(policy, resident, Phase.DECODE)
-    state = policy.save_sequence(0)
-    assert state is not None and other.save_sequence(0) is None
-    other.restore_sequence(3, state)
-    told(other, resident, Phase.DECODE)
-    assert other.updates == 1 and (other._latest == policy._latest).all()
-    assert not other.fresh
-
-
 SIZE = (2, 4)
 
 

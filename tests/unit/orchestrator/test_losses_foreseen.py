@@ -161,11 +161,6 @@ def test_who_needs_it_is_told_what_to_run(found, tiers, reason, tmp_path, monkey
     assert str(caught.value).startswith(reason) and re.search(command, str(caught.value))
 
 
-def test_what_was_fitted_is_given(tmp_path, monkeypatch):
-    known = keeper(tmp_path, monkeypatch, table(FIT))
-    assert known.needed(["q4_k", "q2_k"]).base == "q4_k"
-
-
 def uneven_table():
     """Two layers of three experts; one of them saw no token."""
     loss = np.array(

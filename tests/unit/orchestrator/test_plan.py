@@ -78,18 +78,13 @@ def test_everything_fits(models, name, tier):
 @cases(
     "settings, policy, tiers",
     ({"policy": "lru"}, "lru", ("q8_0",)),
-    ({"policy": "lru", "expert_ram": 3 * 2**20}, "lru", ("q8_0",)),
     ({"force_managed": True}, "lru", ("q8_0",)),
     ({"high_tier": "q4_k"}, "lru", ("q4_k",)),
-    ({"policy": "lru", "high_tier": "q8_0"}, "lru", ("q8_0",)),
     ({"low_tier": "q2_k"}, "dymoe", ("q8_0", "q2_k")),
     ({"low_tier": "q2_k", "high_tier": "q4_k"}, "dymoe", ("q4_k", "q2_k")),
-    ({"low_tier": "q2_k", "expert_ram": 2**21}, "dymoe", ("q8_0", "q2_k")),
     ({"low_tier": "q4_k", "expert_ram": 2 * 2**20}, "dymoe", ("q8_0", "q4_k")),
     ({"low_tier": "skip"}, "dymoe", ("q8_0",)),
-    ({"low_tier": "skip", "expert_ram": 2**21}, "dymoe", ("q8_0",)),
     ({"policy": "dymoe"}, "dymoe", ("q8_0",)),
-    ({"policy": "dymoe", "expert_ram": 2**21}, "dymoe", ("q8_0",)),
     ({"policy": "dymoe", "low_tier": "q2_k"}, "dymoe", ("q8_0", "q2_k")),
     ({"policy": "dymoe", "high_tier": "Q4_K"}, "dymoe", ("q4_k",)),
     ({"policy": "dymoe", "retention": 0.9}, "dymoe", ("q8_0", "q4_k")),
@@ -141,20 +136,12 @@ def test_the_smallest_budget_named_is_the_smallest(models, policy):
         needed = caught.value.needed_bytes
         assert f"with the policy {policy} is {named(needed)}" in str(caught.value)
         assert key.replace("_", "-") in str(caught.value)
-        for enough in (needed, parse_size(named(needed))):
-            assert plan_for(model, policy=policy, **{key: enough}).managed
+        for enough in (needed, parse_size(named(needed)), needed + 10**6):
+            plan = plan_for(model, policy=policy, **{key: enough})
+            assert plan.managed and (key == "expert_ram" or plan.total_bytes <= enough)
         with pytest.raises(BudgetError):
             plan_for(model, policy=policy, **{key: needed - 1})
-
-
-def test_both_caps_hold(models):
-    model = models["three"]
-    with pytest.raises(BudgetError) as caught:
-        plan_for(model, policy="dymoe", ram=1)
-    for spare in (0, 10**5, 10**6, 10**9):
-        ram = caught.value.needed_bytes + spare
-        assert plan_for(model, policy="dymoe", ram=ram).total_bytes <= ram
-    assert plan_for(model, expert_ram=10**6, ram=2**34).budget_bytes == 10**6
+    assert plan_for(model, policy=policy, expert_ram=10**6, ram=2**34).budget_bytes == 10**6
 
 
 @cases(

@@ -204,15 +204,6 @@ def test_a_question_without_an_answer_comes_back(browser, served):
     assert tab.value("$('log').children.length") == 0
 
 
-def test_where_no_expert_is_managed_the_page_says_what_to_do(browser, served):
-    fake = "if (path === '/experts') return Response.json({ layers: 0, mode: 'plain' });"
-    tab = opened(browser, served, fake)
-    tab.until("!$('plain').hidden && $('managed').hidden")
-    said = tab.value("document.querySelector('aside').innerText")
-    for words in ("Nothing to see", "plain path", "moe-edge serve --ram", "--policy lru"):
-        assert words in said
-
-
 def test_what_a_model_writes_is_text(browser, served):
     fake = f"if (isChat(path)) return streamed({json.dumps(ATTACK)});"
     tab = opened(browser, served, fake)
