@@ -2,7 +2,6 @@
 
 import json
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from orchestrator.allocation.estimate import Outputs, Probed
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.cache.profile import UsageKeeper, cached_path, load
 from orchestrator.config import Config
-from orchestrator.engine.driver import Driver, PlainDriver
 from orchestrator.engine.idle import Idle, likely
 from orchestrator.events import ABSENT
 from orchestrator.policy import POLICIES
@@ -25,14 +23,10 @@ SECONDS = 600  # until a test gives up on a thread
 class SlowStore:
     """Reads an expert when the test lets it."""
 
-    closed = full = False
-    spec: Any = None
-
     def __init__(self, fails_at=-1):
         self.read: list[tuple[int, int, int]] = []
         self.begun = threading.Semaphore(0)
         self.go = threading.Semaphore(0)
-        self.cancelled = True
         self._fails_at = fails_at
 
     def bring(self, layer, expert, tier):
@@ -42,18 +36,6 @@ class SlowStore:
             return None
         self.read.append((layer, expert, tier))
         return expert % 2 == 0
-
-    def cancel(self, on):
-        self.cancelled = on
-
-    def resident(self):
-        return np.full((2, 4), ABSENT, np.uint8)
-
-    def take_counts(self):
-        pass
-
-    def taken_counts(self):
-        return np.array([[0, 0, 6, 2], [0, 0, 0, 0]], np.uint32)
 
 
 def test_who_asks_waits_for_one_read_at_most():
@@ -120,27 +102,6 @@ def test_a_policy_that_keeps_every_expert_asks_for_none():
     policy.plan(2 * 4 * 3 * 40)
     assert policy.wants.all_resident
     assert likely(policy.wants, np.full((2, 4), ABSENT, np.uint8), np.ones((2, 4))) == ()
-
-
-def test_the_driver_adds_this_run_to_the_earlier_ones():
-    store = SlowStore()
-    store.go.release(100)
-    driver = Driver(POLICIES["dymoe"](shape()), store)
-    driver.idle(np.array([[0.0, 7, 0, 0], [0, 0, 0, 1]]))
-    driver._idle.wait()
-    assert store.read[:4] == [(1, 3, 0), (0, 1, 0), (0, 2, 0), (0, 3, 0)]
-    assert not store.cancelled  # by an answer that was stopped
-    driver.end_idle()
-
-
-def test_full_slots_are_left_alone():
-    store = SlowStore()
-    store.full = True
-    driver = Driver(POLICIES["lru"](shape()), store)
-    driver.idle(None)
-    assert not store.begun.acquire(timeout=0.1)
-    PlainDriver().idle(None)  # which has nothing to read
-    PlainDriver().end_idle()
 
 
 @pytest.fixture
