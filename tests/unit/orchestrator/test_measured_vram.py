@@ -84,12 +84,3 @@ def test_it_ends(monkeypatch):
     monkeypatch.setattr(Gpu, "others", property(lambda _: next(others)), raising=False)
     load(gpu, monkeypatch)
     assert len(gpu.loads) == MOST_LOADS
-
-
-def test_without_a_gpu_it_is_loaded_once(monkeypatch):
-    loader = object.__new__(Loader)
-    loader.gpu = None
-    loads: list[object] = []
-    monkeypatch.setattr(loader, "_load", lambda runs, _progress: loads.append(runs.plan))
-    loader.load(planned(planned_with(cap_bytes=0)))
-    assert len(loads) == 1

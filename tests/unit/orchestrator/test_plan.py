@@ -291,11 +291,6 @@ def test_copies_of_routers_are_scratch_of_a_policy_that_is_asked(models):
     assert asked - never == look_ahead_bytes(model) > 0
 
 
-@cases("ubatch, n_ctx, tokens", (None, 8192, 512), (None, 100, 100), (64, 8192, 64))
-def test_a_step_has_what_was_asked_for_or_the_least_size(models, ubatch, n_ctx, tokens):
-    assert plan_for(models["long"], ctx=n_ctx, ubatch=ubatch).n_ubatch == tokens
-
-
 def test_a_vocabulary_that_is_no_list(models, tmp_path):
     with ExpertModel.open(models["one"].path) as model:
         model.metadata["tokenizer.ggml.tokens"] = 7

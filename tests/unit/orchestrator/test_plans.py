@@ -67,7 +67,7 @@ class Takes:
 class Played(Planner):
     """A machine of 64 GiB that takes what Takes says, without what earlier runs learned of it."""
 
-    def __init__(self, model, estimate, disturbed=False):
+    def __init__(self, model, estimate):
         self._config, self._model = Config.build(model=model.path), model
         self.gpu, self.machine = None, Machine(1 << 36)
         self._probe = nullcontext()
@@ -81,7 +81,7 @@ class Played(Planner):
         )
         self._times = SimpleNamespace(
             of_plan=lambda plan, *_: Takes(plan),
-            speeds=SimpleNamespace(disturbed=disturbed),
+            speeds=SimpleNamespace(disturbed=False),
             profiled=True,
         )
 
@@ -92,13 +92,8 @@ class Played(Planner):
         return nullcontext(self._times)
 
 
-def frontier(
-    config,
-    model,
-    estimate=Nats(),  # noqa: B008
-    disturbed=False,
-):
-    return Played(model, estimate, disturbed).frontier(config)
+def frontier(config, model, estimate=Nats()):  # noqa: B008
+    return Played(model, estimate).frontier(config)
 
 
 def ask(model, share, **settings):
@@ -275,12 +270,6 @@ def test_only_what_asks_for_less_gets_less(model, asked, taken, kl):
     for each in found.candidates:
         if each.settings.get("retention") == 1.0 and each.tiers[0] == "q8_0":
             assert each.kl == 0.0
-
-
-def test_what_was_measured_beside_other_programs_is_told(model):
-    config = ask(model, 0.8)
-    assert not frontier(config, model).disturbed
-    assert frontier(config, model, disturbed=True).disturbed
 
 
 class Skipping(Takes):

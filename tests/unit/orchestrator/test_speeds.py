@@ -16,7 +16,7 @@ from orchestrator.cost import products as products_module
 from orchestrator.cost import speeds as speeds_module
 from orchestrator.cost.disk import Bandwidth
 from orchestrator.cost.planner import Planner
-from orchestrator.cost.products import Attention, Product, Small, Timer
+from orchestrator.cost.products import Product, Small, Timer
 from orchestrator.cost.speeds import (
     APART_S,
     FILE,
@@ -164,26 +164,6 @@ def test_a_timing_that_others_disturbed_is_repeated(machine, monkeypatch):
     with Speeds(Unbound(), 2) as speeds:
         assert speeds.seconds(WHAT) == 1.0 and not speeds.disturbed
         assert speeds.seconds(WHAT._replace(rows=4)) == 7.0 and speeds.disturbed
-
-
-def test_products_are_timed(bindings):
-    with Timer(bindings.api._lib, 1) as timer:
-
-        def seconds(what):
-            """The least of some: a machine may stand still while one is timed."""
-            return min(timer.seconds(what) for _ in range(3))
-
-        for routed in (False, True):
-            one, many = (
-                seconds(Product(GGMLType.Q4_K, 512, 256, rows, routed=routed)) for rows in (1, 256)
-            )
-            assert 0 < one < many < 1
-        assert seconds(Small(256, 1)) < seconds(Small(256, 256))
-        short, long = (seconds(Attention(4, 2, 64, 64, 1, n)) for n in (256, 4096))
-        assert 0 < short < long
-        if bindings.library().interleaves(GGMLType.Q4_K, 512, 256):
-            repacked = Product(GGMLType.Q4_K, 512, 256, 1, repacked=True, routed=True)
-            assert 0 < seconds(repacked) < 1
 
 
 @pytest.mark.parametrize(("others", "expected"), [(0.0, 3e-3), (0.5, 1e-3)])
