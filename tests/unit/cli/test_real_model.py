@@ -81,13 +81,9 @@ def test_a_seed_repeats_the_answer(model):
     (["--ram", "10MB", "--policy", "plain"], ["the policy plain", "it needs"]),
     (["--policy", "lru", "--low-tier", "skip"], ["--low-tier has no effect with --policy lru"]),
     (["--expert-ram", "10KiB"], ["the smallest that works with the policy dymoe is"]),
-    (["--policy", "dynaexq", "--retention", "1"], ["--retention has no effect"]),
-    (["--policy", "dynaexq", "--expert-ram", "10KiB"], ["that works with the policy dynaexq is"]),
     (["--profile", "hot.json"], ["--profile is for --policy dynaexq"]),
-    (["--transition-rate", "0"], ["--transition-rate is for --policy dynaexq"]),
     (["--policy", "dynaexq", "--profile", "no/hot.json"], ["no/hot.json: there is no such folder"]),
     (["--high-tier", "q5_k"], ["q5_k", *TIERS]),
-    (["--low-tier", "q5_k"], ["q5_k", *TIERS]),
     (["--low", "nowhere.gguf"], ["nowhere.gguf"]),
     (["-m", "cut.gguf", "--expert-ram", "1MiB"], ["cut.gguf"]),  # it ends early
 )

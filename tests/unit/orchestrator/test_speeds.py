@@ -68,7 +68,8 @@ def test_what_is_damaged_counts_as_nothing(damage, tmp_path):
 class Played:
     """Stands for products.Timer, the clock, and other programs."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, bindings):
+        self.bindings = bindings
         self.seconds_of_all, self.now, self.others, self.asked = 1.0, DAY, 0.0, 0
         monkeypatch.setattr(speeds_module, "_REPEATS", 0)
         monkeypatch.setattr(speeds_module, "Timer", lambda *_: self)
@@ -86,20 +87,9 @@ class Played:
         pass
 
 
-class Unbound:
-    """As far as speeds ask."""
-
-    class api:
-        _lib = None
-
-        @staticmethod
-        def llama_print_system_info():
-            return b"a system"
-
-
 @pytest.fixture
-def machine(monkeypatch):
-    return Played(monkeypatch)
+def machine(monkeypatch, bindings):
+    return Played(monkeypatch, bindings)
 
 
 WHAT = Product(GGMLType.Q4_K, 256, 64, 1)
@@ -109,7 +99,7 @@ def session(machine, seconds, after_s, others=0.0, **settings):
     """(what stands, whether it was disturbed) of a use of this machine."""
     machine.seconds_of_all, machine.others = seconds, others
     machine.now += after_s
-    with Speeds(Unbound(), **{"threads": 1} | settings) as speeds:
+    with Speeds(machine.bindings, **{"threads": 1} | settings) as speeds:
         return speeds.seconds(WHAT), speeds.disturbed
 
 
@@ -142,14 +132,14 @@ def test_what_a_token_takes_is_timed_in_rounds(machine, monkeypatch):
     beside = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
     monkeypatch.setattr(machine, "seconds", lambda what: found[what].pop(0))
     monkeypatch.setattr(machine, "share", lambda: beside.pop(0))
-    with Speeds(Unbound(), 2) as speeds:
+    with Speeds(machine.bindings, 2) as speeds:
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [4.0, 3.0, 6.0]
         assert speeds.again() and not any(found.values())
         # 0.5 was not timed on a quiet machine
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [2.0, 3.0, 6.5]
         assert not speeds.again() and not speeds.disturbed
     machine.now += 5
-    with Speeds(Unbound(), 2) as speeds:
+    with Speeds(machine.bindings, 2) as speeds:
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [2.0, 3.0, 6.5]
         assert not speeds.again()
 
@@ -161,7 +151,7 @@ def test_a_timing_that_others_disturbed_is_repeated(machine, monkeypatch):
     found, beside = [6.0, 5.0, 1.0, 7.0], [1.0, 1.0, 0.0, 1.0]
     monkeypatch.setattr(machine, "seconds", lambda what: found.pop(0))
     monkeypatch.setattr(machine, "share", lambda: beside.pop(0))
-    with Speeds(Unbound(), 2) as speeds:
+    with Speeds(machine.bindings, 2) as speeds:
         assert speeds.seconds(WHAT) == 1.0 and not speeds.disturbed
         assert speeds.seconds(WHAT._replace(rows=4)) == 7.0 and speeds.disturbed
 
