@@ -179,7 +179,7 @@ CARD = replace(HOST, device=Device("cuda0", "a card", 8 * 2**30, 8 * 2**30, True
 
 def plan_for(many, machine=HOST, **settings):
     usual = {"policy": "lru", "high_tier": "q4_k", "ctx": 8192}
-    return plan_memory(Config.build(many=many.path, **(usual | settings)), many, machine)
+    return plan_memory(Config.build(model=many.path, **(usual | settings)), many, machine)
 
 
 def cap(many, share, machine=HOST, **settings):
@@ -254,7 +254,7 @@ def test_the_least_budget_is_that_of_the_least_micro_batch(many):
 
 
 def test_the_rows_that_llama_does_not_count_are_counted(many):
-    config = Config.build(many=many.path, policy="lru")
+    config = Config.build(model=many.path, policy="lru")
     rows = compute_bytes(many, config, 4096, 1024, 0) - compute_bytes(many, config, 4096, 512, 0)
     # two layouts of 8-bit blocks for the k rows of n_ff numbers that a token's down product has
     assert rows >= 512 * 2 * (2 * 256 * 292 / 256)
@@ -266,7 +266,7 @@ def test_every_prompt_of_a_step_has_its_window_of_queries(many):
 
     def taken(sequences, **more):
         usual = {"policy": "dymoe", "low_tier": "q2_k", "importance_window": 32}
-        config = Config.build(many=many.path, sequences=sequences, **(usual | more))
+        config = Config.build(model=many.path, sequences=sequences, **(usual | more))
         load = config.with_changes(importance="load")
         return compute_bytes(many, config, 4096, 512, 0) - compute_bytes(many, load, 4096, 512, 0)
 
@@ -289,7 +289,7 @@ def test_every_prompt_of_a_step_has_its_window_of_queries(many):
 )
 def test_importance_takes_memory_where_a_prompt_may_be_lowered(many, asked, reserved):
     """And nowhere else does a policy want it, so that nothing is taken unplanned."""
-    config = Config.build(many=many.path, sequences=15, **asked)
+    config = Config.build(model=many.path, sequences=15, **asked)
     without = config.with_changes(importance="load")
     taken, least = (compute_bytes(many, each, 4096, 512, 0) for each in (config, without))
     assert (taken > least) == reserved
