@@ -217,22 +217,6 @@ async def test_what_cannot_be_answered_is_refused_before_its_stream_begins(
     assert len(backend.asked) == 4 + len(unread)  # each is counted once
 
 
-def test_a_stream_is_kept_alive_while_a_tool_call_is_withheld(pings):
-    pause = Event()
-    role, call = event(b'{"role": "assistant"}'), event(b'{"tool_calls": []}')
-    app = app_for(FakeBackend(streaming(role, call, pause=pause)))
-
-    def kept_alive(parts):
-        return len(parts[parts.index(role) :]) > 3 if role in parts else False
-
-    parts = asyncio.run(streamed(app, pause, enough=kept_alive)).parts
-    at = parts.index(role)  # on a busy machine there are comments before it, too
-    assert parts[-1] == call
-    # A comment is an event of its own: it begins with a colon and ends with an empty line.
-    comments = parts[:at] + parts[at + 1 : -1]
-    assert all(part.startswith(b":") and part.endswith(b"\n\n") for part in comments)
-
-
 @in_a_loop
 async def test_nobody_waits_for_ever_and_the_line_is_bounded():
     holds = [whole(hold=Event()) for _ in range(3)]
