@@ -215,7 +215,6 @@ def test_every_command_with_an_output_has_force():
     with_output = set()
     for name in COMMANDS:
         command = cli.get_command(click.Context(cli), name)
-        assert command is not None
         params = command.get_params(click.Context(command, help_option_names=[]))
         if any(param.type is NEW_FILE for param in params):
             with_output.add(command.name)  # doctor is plan

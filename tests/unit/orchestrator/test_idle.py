@@ -152,7 +152,6 @@ def test_what_experts_put_out_is_kept_with_their_use(model):
     np.testing.assert_allclose(again.squares[:, :3], [[70, 60, 0]] * model.n_layers)
     # What was never seen is as its layer is, and what was seen is between that and what it showed.
     power = again.power()
-    assert power is not None
     seldom, often, never = power[0, :3]
     assert never == pytest.approx(130 / 50)
     assert 60 / 30 < often < never < seldom < 70 / 20

@@ -131,7 +131,6 @@ def test_each_tier_has_its_own_scale():
     scaled = FIT._replace(tiers=("q8_0", "q2_k", "skip"), scales=(0.5, 2.0, 3.0))
     costs = table(scaled).costs(["q8_0", "q4_k", "q2_k"])
     plain = table(scaled._replace(scales=())).costs(["q8_0", "q4_k", "q2_k"])
-    assert costs is not None and plain is not None
     # The table's bits are 8, 7 and 6.
     assert np.allclose(costs, plain * np.array([0.5, 0.5, 2.0, 3.0]))
 
@@ -201,7 +200,6 @@ def test_the_interval_of_a_learned_scale_holds():
             for lost in random.uniform(0.5, 2.0, n):
                 kl = 3.0 * lost * random.lognormal(-0.18, 0.6)
                 found += Probed.of_answer(40, kl, lost, np.ones((2, n_layers)))
-            assert found.error is not None
             below += found.scale * np.exp(found.error) < 3.0
         assert below / 400 <= most
     assert found.error < 0.3 and not found.is_exact
@@ -235,7 +233,6 @@ def test_what_is_learned_costs_what_an_expert_puts_out():
     # nothing was sampled.
     sampled = Outputs(tokens, np.array([[0.1, 0.1], [0.2, 0.2], [0.8, 0.8]]) * tokens)
     low = learned("q4_k", outputs, known, sampled)
-    assert low is not None
     mean = np.array([[1.5], [1.0], [2.5]])
     share = np.minimum(1.0, np.array([[0.1], [0.2], [0.8]]) * (mean / power) ** 0.3)
     np.testing.assert_allclose(low.nats[..., 1] / low.nats[..., 2], share, rtol=1e-4)

@@ -126,7 +126,6 @@ async def all_of(parts, _request):
     found, is_all = [], False
     while not is_all:
         come = await parts.next(None)
-        assert come is not None
         text, is_all = come
         found += [text] if text else []
     return found
