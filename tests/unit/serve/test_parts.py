@@ -98,18 +98,14 @@ class Made:
         self.closed.set()
 
 
-def nothing():
-    pass
-
-
-def through(make, use, kind=Made, at_end=nothing):
+def through(make, use):
     """What a coroutine makes of the parts of such a request, and the request."""
     loop = Loop()
-    request = kind(make, loop)
+    request = Made(make, loop)
 
     async def run():
         with ThreadPoolExecutor(1) as workers:
-            parts = Parts(request, workers, at_end)
+            parts = Parts(request, workers, lambda: None)
             try:
                 return await use(parts, request)
             finally:
@@ -125,8 +121,7 @@ async def all_of(parts, _request):
     """Those that are not empty. Where nobody wakes it, the thread that makes them gives up."""
     found, is_all = [], False
     while not is_all:
-        come = await parts.next(None)
-        text, is_all = come
+        text, is_all = await parts.next(None)
         found += [text] if text else []
     return found
 
