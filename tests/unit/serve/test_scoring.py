@@ -1,16 +1,14 @@
 """`echo` with logprobs: what may be asked, the form of the answer, and lm_eval as a client."""
 
 import json
-import signal
 import threading
 from types import SimpleNamespace
-from urllib.error import HTTPError
 
 import numpy as np
 import pytest
 from asgi import ask
 from fake_backend import FakeBackend, app_for, assert_refused, whole
-from served import DEMO, HANG_S, running, serving
+from served import DEMO, HANG_S, running
 from tables import cases
 from waiting import wait_until
 
@@ -272,25 +270,6 @@ def test_a_client_that_leaves_ends_it(live):
         lambda: sum(ended in line for line in live.lines) == 3, "they were read to their end"
     )
     assert live.post(PATH, ASK)["choices"]
-
-
-def test_a_signal_ends_it_cleanly(tmp_path, library):
-    with serving(tmp_path, "--ram", RAM, "--policy", "lru", "--ctx", "512") as served:
-        replies = []
-
-        def asking():
-            try:
-                served.post(PATH, ASK | {"prompt": [[5] * 500] * 30})
-            except HTTPError as error:
-                replies.append(error.code)
-
-        client = threading.Thread(target=asking)
-        client.start()
-        served.until_running(1)
-        status, said = served.end(signal.SIGTERM)
-        client.join(HANG_S)
-    assert status == 0 and replies == [503], said
-    assert "Traceback" not in said
 
 
 class Tokens:
