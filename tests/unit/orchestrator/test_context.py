@@ -34,10 +34,9 @@ TIERS = ("q8_0", "q4_k", "q2_k")
 PAPER = {"prior_tokens": 0.0, "near_weights": "plain"}
 
 
-def three_tiers(n_layers=4, n_expert=16, k=4):
-    sizes = ({0: 20480, 1: 20480, 3: 20480}, {0: 12288, 1: 12288, 3: 12288})
-    sizes = (*sizes, {0: 8192, 1: 8192, 3: 8192})
-    return ModelShape(n_expert, k, TIERS, (sizes,) * n_layers)
+def three_tiers():
+    sizes = tuple(dict.fromkeys((0, 1, 3), n_bytes) for n_bytes in (20480, 12288, 8192))
+    return ModelShape(16, 4, TIERS, (sizes,) * 4)
 
 
 def shared(shape, **options):

@@ -40,9 +40,9 @@ def with_larger_last_layer(shape, odd):
     return ModelShape(shape.n_expert, shape.n_expert_used, shape.tiers, (*shape.slots[:-1], larger))
 
 
-def zipf(rng, shape, exponent=0.8):
+def zipf(rng, shape):
     """How likely each expert of each layer is chosen, [L, E]: few of them often."""
-    share = 1.0 / np.arange(1, shape.n_expert + 1) ** exponent
+    share = 1.0 / np.arange(1, shape.n_expert + 1) ** 0.8
     share /= share.sum()
     return np.stack([rng.permutation(share) for _ in range(shape.n_layers)])
 

@@ -338,10 +338,10 @@ def test_look_ahead_skips_what_costs_least_first(kind):
     assert [expert for _, expert, *_ in prefetches(out)] == [6]
 
 
-def played(policy, n_steps, n_here, first=0):
-    """Tokens whose gates and residency are random, n_here of an eighth of the experts in memory."""
+def played(policy, n_steps, n_here):
+    """Tokens whose gates and residency are random, n_here of the eight experts in memory."""
     rng = np.random.default_rng(1)
-    for step in range(first, first + n_steps):
+    for step in range(n_steps):
         for layer in range(ONE.n_layers):
             gates = np.sort(rng.dirichlet(np.ones(K)))[::-1]
             event = make(layer, step, [rng.permutation(8)[:K]], [gates])

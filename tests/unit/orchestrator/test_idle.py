@@ -71,9 +71,8 @@ def test_it_ends_at_the_first_that_cannot_be_read():
     assert tried == 5
 
 
-def shape(n_expert=4, n_layers=2):
-    slots = tuple(({0: 64, 1: 64, 3: 64},) for _ in range(n_layers))
-    return ModelShape(n_expert, 2, ("q4_k",), slots)
+def shape():
+    return ModelShape(4, 2, ("q4_k",), (({0: 64, 1: 64, 3: 64},),) * 2)
 
 
 def test_the_likeliest_come_first_by_their_share_of_the_layer():
