@@ -102,33 +102,15 @@ def test_another_library_is_refused(tmp_path, source, said):
         Library(ctypes.CDLL(str(tmp_path / "lib.so")))
 
 
-STRUCTS = {
-    "moe_edge_slices": abi.CSlices,
-    "moe_edge_group": abi.CGroup,
-    "moe_edge_layer": abi.CLayer,
-    "moe_edge_config": abi.CConfig,
-    "moe_edge_event": abi.CEvent,
-    "moe_edge_step": abi.CStep,
-    "moe_edge_prefetch_item": abi.CPrefetch,
-    "moe_edge_decision": abi.CDecision,
-    "moe_edge_stats": abi.CStats,
-    "moe_edge_touched": abi.CTouched,
-    "moe_edge_room": abi.CRoom,
-}
+NAMES = "slices group layer config event step prefetch_item decision stats touched room".split()
+STRUCTS = {f"moe_edge_{name}": getattr(abi, f"C{name.split('_')[0].title()}") for name in NAMES}
 CONSTANTS = {
-    "MOE_EDGE_ABI_VERSION": abi.ABI_VERSION,
-    "MOE_EDGE_MAX_TIERS": abi.MAX_TIERS,
-    "MOE_EDGE_MAX_AHEAD": abi.MAX_AHEAD,
-    "MOE_EDGE_N_KINDS": abi.N_KINDS,
-    "MOE_EDGE_MAX_PREFETCH": events.MAX_PREFETCH,
-    "MOE_EDGE_SKIP": events.SKIP,
-    "MOE_EDGE_ABSENT": events.ABSENT,
-    "MOE_EDGE_PREFILL": int(events.Phase.PREFILL),
-    "MOE_EDGE_DECODE": int(events.Phase.DECODE),
-    "MOE_EDGE_DIRECT_IO": abi.DIRECT_IO,
-    "MOE_EDGE_SIMULATED": abi.SIMULATED,
-    "MOE_EDGE_FAILED": abi.FAILED,
+    **{name: getattr(events, name) for name in ("MAX_PREFETCH", "SKIP", "ABSENT")},
+    **{name: getattr(abi, name) for name in ("ABI_VERSION", "MAX_TIERS", "MAX_AHEAD", "N_KINDS")},
+    **{name: getattr(abi, name) for name in ("DIRECT_IO", "SIMULATED", "FAILED")},
+    **{name: int(Phase[name]) for name in ("PREFILL", "DECODE")},
 }
+CONSTANTS = {f"MOE_EDGE_{name}": value for name, value in CONSTANTS.items()}
 
 
 @pytest.fixture(scope="module")
