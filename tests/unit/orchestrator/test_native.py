@@ -108,7 +108,7 @@ CONSTANTS = {
     **{name: getattr(events, name) for name in ("MAX_PREFETCH", "SKIP", "ABSENT")},
     **{name: getattr(abi, name) for name in ("ABI_VERSION", "MAX_TIERS", "MAX_AHEAD", "N_KINDS")},
     **{name: getattr(abi, name) for name in ("DIRECT_IO", "SIMULATED", "FAILED")},
-    **{name: int(Phase[name]) for name in ("PREFILL", "DECODE")},
+    **{name: int(events.Phase[name]) for name in ("PREFILL", "DECODE")},
 }
 CONSTANTS = {f"MOE_EDGE_{name}": value for name, value in CONSTANTS.items()}
 
