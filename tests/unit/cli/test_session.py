@@ -7,7 +7,6 @@ from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
-import fake_engine
 import pytest
 from fake_engine import STATS, FakeEngine
 from tables import cases
@@ -214,13 +213,8 @@ def test_a_file_that_is_not_there(tmp_path):
         read_conversation(tmp_path / "gone.jsonl")
 
 
-def session():
-    config = Config.build(model="fake.gguf", system="Be long.")
-    return Session(fake_engine.FakeEngine(config), config)
-
-
 def test_a_loaded_conversation_goes_on():
-    talk = session()
+    talk = make(system="Be long.")
     list(talk.answer("hello"))
     talk.load([SYSTEM, *TURNS[:2]])
     list(talk.answer("three"))
@@ -231,7 +225,7 @@ def test_a_loaded_conversation_goes_on():
 
 
 def test_the_latest_conversation_is_kept_after_each_answer(tmp_path):
-    talk = session()
+    talk = make(system="Be long.")
     talk.kept = tmp_path / "last.jsonl"
     for text in ("hello", "more"):
         list(talk.answer(text))
