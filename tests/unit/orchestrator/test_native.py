@@ -56,6 +56,15 @@ def test_exception_in_the_route_is_raised_by_the_step(engine, error):
     engine.eval([4, 5], 0)
 
 
+def test_callbacks_are_counted_and_timed(engine):
+    store = engine.store
+    assert store.callback_us() is None
+    store.set_route(lambda event: None)
+    engine.eval([4, 5], 0)
+    assert store.calls == engine.model.n_layers and store.callback_us() > 0
+    assert store.callback_us(store.calls) is None
+
+
 def test_native_reason_is_raised(engine):
     engine.store._on_route = lambda _user: 1
     engine.store.set_route(lambda event: None)
