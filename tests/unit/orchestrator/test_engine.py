@@ -60,6 +60,18 @@ def test_streams_whole_characters(engine):
     assert answer(engine, b"p", b"a\xe2\x82") == "a\ufffd"  # a broken character at the end
 
 
+def test_only_new_tokens_are_evaluated(engine):
+    """The last token is, for its logits."""
+    for prompt, n_new in (
+        (b"hello", 5),
+        (b"helloxyz more", 5),
+        (b"hello you", 4),
+        (b"hello you", 1),
+    ):
+        answer(engine, prompt, b"xyz")
+        assert engine.last_stats.evaluated_tokens == n_new
+
+
 def test_long_prompts_go_in_batches(engine):
     seen: list[tuple[int, int]] = []
     script(engine, b"")
