@@ -62,7 +62,7 @@ REST = {
         r"tests/unit/cli/test_interrupts\.py::test_a_signal_ends_a_command_quietly",
     ),
     "further programs against the server: OpenAI's and Anthropic's are in `make test`": (
-        r"tests/unit/serve/test_clients\.py::test_(litellm|langchain_openai|llm)",
+        r"tests/unit/serve/test_clients\.py::test_(langchain_openai|llm)",
         r"tests/unit/serve/test_openapi\.py::test_schemathesis",
     ),
     "the whole wheel, compiled for each set of instructions: its parts are in `make test`": (

@@ -9,8 +9,7 @@ import pytest
 from test_layers import REPO, SOURCES, imports
 
 from gguf_tools.experts import PROVEN
-from orchestrator.config import Config
-from orchestrator.policy import BASELINE, POLICIES, Policy, owners, policy_settings
+from orchestrator.policy import BASELINE, POLICIES, Policy, policy_settings
 
 ORCHESTRATOR = REPO / "orchestrator"
 NATIVE = REPO / "patches" / "native"
@@ -104,14 +103,6 @@ def test_nobody_knows_an_architecture_by_name():
         assert not re.search(r"LLM_ARCH_(?!UNKNOWN)", path.read_text(errors="replace")), path
         named = set(re.findall(r'"([\w.-]+)"', path.read_text(errors="replace")))
         assert not named & set(PROVEN), path
-
-
-def test_every_setting_is_declared_once():
-    """And by one record: policies that share one share its declaration."""
-    own = set(Config.declared())
-    assert not own & set(policy_settings())
-    for name in policy_settings():
-        assert owners(name)
 
 
 def test_a_policy_that_is_never_asked_does_not_decide():

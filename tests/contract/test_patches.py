@@ -98,14 +98,6 @@ def test_series_and_files_match_one_to_one(tmp_path):
     assert "a.patch is not in series" in found
 
 
-def test_patch_reads_its_parts():
-    patch = Patch("a.patch", HEADER.replace("none but", "none\n but") + "\n" + BODY)
-    assert patch.files == [ALLOWED]
-    assert patch.added_lines == 1
-    assert patch.fields["Reason"] == "none but this test"
-    assert set(patch.fields) == set(series.HEADERS)
-
-
 def test_files_of_a_patch_are_no_folder_of_files():
     given = ["add", "a.patch", "--tree", "edited", "--files", "src/a.cpp", "src/b.cpp"]
     args = tool.parser().parse_args(given)

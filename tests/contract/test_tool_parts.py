@@ -1,9 +1,7 @@
 """Parts of the build tool: the server's library, what nvcc compiles for, pip without a build."""
 
 import json
-import re
 import shutil
-import subprocess
 from dataclasses import replace
 
 import pytest
@@ -127,14 +125,3 @@ def test_pip_asks_that_and_finds_what_make_build_installed():
     if version not in {each.version for each in backend.distributions(name="llama_cpp_python")}:
         pytest.skip("our llama.cpp is not installed: run `make build`")
     backend.need_our_build()
-
-
-def test_hints_to_install_more_hold_in_any_folder():
-    """`-e '.[plot]'` would be of whatever folder the user is in."""
-    command = ["git", "ls-files", "orchestrator", "gguf_tools", "docs", "README.md"]
-    listed = subprocess.run(command, capture_output=True, text=True, cwd=REPO).stdout.split()
-    texts = [(REPO / path).read_text() for path in listed if path.endswith((".py", ".md"))]
-    named = {each for text in texts for each in re.findall(r"pip install ([^`]*\[\w+\]'?)`", text)}
-    extras = re.findall(r"^(\w+) = \[", (REPO / "pyproject.toml").read_text(), re.MULTILINE)
-    ours = {each for each in named if "lm_eval" not in each}
-    assert ours and ours <= {f"'moe-edge[{extra}]'" for extra in extras}

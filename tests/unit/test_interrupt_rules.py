@@ -144,18 +144,6 @@ def test_a_second_one_does_not_disturb_what_the_first_one_ends(monkeypatch):
     assert ended == [1]
 
 
-def test_one_that_is_got_over_makes_the_next_a_first_one():
-    caught = []
-    with interrupts.listening():
-        for _ in range(3):
-            try:
-                press()
-            except KeyboardInterrupt:
-                interrupts.forget()
-                caught.append(1)
-    assert caught == [1, 1, 1]
-
-
 def test_a_file_that_nobody_has_yet_goes_with_the_interrupt(tmp_path, monkeypatch):
     create = unfinished.create
 

@@ -8,7 +8,6 @@ import pytest
 from fake_engine import HOSTILE
 from tables import cases
 
-from gguf_tools.progress import ProgressMeter
 from orchestrator.chat import console
 from orchestrator.chat.console import progress_bar, strip_controls
 
@@ -33,24 +32,6 @@ class Screen(io.StringIO):
 
     def isatty(self):
         return True
-
-
-def test_a_bar_of_bytes_shows_them_and_the_time_left(monkeypatch):
-    screen, now = Screen(), [100.0]
-    monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    with progress_bar("Packing") as progress:
-        meter = ProgressMeter(progress, 4 << 30)
-        for passed_s, share in ((1, 0.01), (10, 0.25), (60, 0.375), (99, 1.0)):
-            now[0] = 100 + passed_s
-            meter.add((share * (4 << 30)) - meter.done)
-    shown = [text for text in screen.getvalue().split("\r\x1b[K") if "Packing" in text]
-    assert " 25 %, 1 GiB of 4 GiB, 27 s left" in shown[0]
-    assert " 38 %, 1.5 GiB of 4 GiB, 98 s left" in shown[1]
-    assert "100 %, 4 GiB of 4 GiB\x1b[0m" in shown[2]
-    assert len(shown) == 3
 
 
 @cases("share, shown", (None, "Measuring, "), (0.0, f"Measuring [{'-' * 24}]   0 %, "))

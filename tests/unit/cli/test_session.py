@@ -7,13 +7,12 @@ from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
-import fake_engine
 import pytest
 from fake_engine import STATS, FakeEngine
 from tables import cases
 
 from gguf_tools import interrupts
-from orchestrator.chat.chat import stats_fields, stats_table
+from orchestrator.chat.chat import stats_fields
 from orchestrator.chat.session import Session, read_conversation, write_conversation
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, GGUFError
@@ -169,17 +168,6 @@ def test_the_statistics_line_of_other_answers(changes, first):
     assert found[: len(first)] == first and (changes != PLAIN or found == first)
 
 
-def test_the_statistics_table_has_every_figure():
-    policy = {"high_per_layer": [3, 12], "recall": [None, 0.5, 0.75]}
-    rows = [row.split() for row in stats_table(replace(STATS, policy=policy)).splitlines()]
-    assert [row[0] for row in rows] == [
-        *(name for name in STATS.as_dict() if name != "policy"),
-        *policy,
-    ]
-    assert rows[-2:] == [["high_per_layer", "3", "12"], ["recall", "-", "0.50", "0.75"]]
-    assert ["prefill_hit_rate", "-"] in rows and ["budget_bytes", "64", "MiB"] in rows
-
-
 TURNS = turns("wö bist du\n?", "here \u2028 there", "two", "")
 SYSTEM = {"role": "system", "content": "Be short."}
 
@@ -225,13 +213,8 @@ def test_a_file_that_is_not_there(tmp_path):
         read_conversation(tmp_path / "gone.jsonl")
 
 
-def session():
-    config = Config.build(model="fake.gguf", system="Be long.")
-    return Session(fake_engine.FakeEngine(config), config)
-
-
 def test_a_loaded_conversation_goes_on():
-    talk = session()
+    talk = make(system="Be long.")
     list(talk.answer("hello"))
     talk.load([SYSTEM, *TURNS[:2]])
     list(talk.answer("three"))
@@ -242,7 +225,7 @@ def test_a_loaded_conversation_goes_on():
 
 
 def test_the_latest_conversation_is_kept_after_each_answer(tmp_path):
-    talk = session()
+    talk = make(system="Be long.")
     talk.kept = tmp_path / "last.jsonl"
     for text in ("hello", "more"):
         list(talk.answer(text))

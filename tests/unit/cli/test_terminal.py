@@ -49,15 +49,6 @@ def test_ctrl_c_while_loading_leaves(tmp_path):
         assert "Traceback" not in terminal.raw
 
 
-def test_bars_appear_and_go(start):
-    terminal = start("-m", "slow.gguf")
-    assert "Loading 1 GiB of weights [" in terminal.greeting
-    text = terminal.ask("slow")
-    assert re.search(r"Reading 1000 tokens \[#+-*\] +\d+ %", text)
-    assert terminal.raw.rindex("\r\x1b[K") < terminal.raw.rindex("read")
-    assert "Reading" not in terminal.ask("hello")
-
-
 def test_a_narrow_terminal_breaks_between_words(start):
     terminal = start(columns=40)
     lines = terminal.greeting.splitlines()
@@ -144,10 +135,6 @@ def test_keys(start, name):
         else:
             terminal.send(keys)
             assert terminal.finish() == brings if brings == 0 else terminal.wait(brings)
-
-
-def test_the_statistics_line_without_unicode(start):
-    assert "first word 12 ms | 48.9 tok/s" in start(PYTHONIOENCODING="ascii").ask("hello")
 
 
 def test_the_history_may_be_unwritable(start, tmp_path):
@@ -321,17 +308,6 @@ def test_keys_typed_ahead_wait_for_the_prompt(start):
     answer = terminal.wait(r"<help me>\n(.+\n)+\n> \Z").partition("first word")[0]
     assert "498 499" in answer and "hel" not in answer
     assert "Hi there!" in terminal.ask("hello")
-
-
-def test_lines_end_between_words(start):
-    terminal = start(COLUMNS="60")
-    said = terminal.ask("words").partition("first word")[0].splitlines()[1:]
-    assert max(map(len, said)) <= 60
-    assert (
-        " ".join(line.strip() for line in said).split()
-        == ("some lengthy words of an answer " * 12).split()
-    )
-    assert not re.search(r"^\s", "\n".join(said))
 
 
 def test_one_answer_is_wrapped_and_has_its_statistics_and_json_is_not(tmp_path):

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shapes import UP, assert_holds, make_shape
+from shapes import UP, make_shape
+from tables import cases
 
 from orchestrator.allocation.critical import falling
 from orchestrator.allocation.hull import Hull, lost
@@ -20,12 +21,11 @@ from orchestrator.allocation.look_ahead import (
     PredictionScore,
     Prefetching,
 )
-from orchestrator.allocation.placement import IMPORTANCE, PlacementSettings, place, prefix_split
+from orchestrator.allocation.placement import prefix_split
 from orchestrator.allocation.pools import Tracker
 from orchestrator.allocation.slots import Share, divide
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.events import Phase, StepReport
-from orchestrator.policy import policy_class
 from orchestrator.policy.dymoe import DyMoE, critical_counts, realised, solve
 
 SIZES = np.array([[9, 5, 4, 2], [8, 6, 3, 1]])
@@ -96,21 +96,6 @@ def test_what_is_left_goes_to_later_edges():
         hull.at(1)
 
 
-@pytest.mark.parametrize("n_bits", [40, 46, 53, 64])
-def test_one_layer_and_nominal_bits_are_no_worse_than_a_prefix_split(n_bits):
-    """And at a break point as good: with losses alike the best choice is a prefix split."""
-    bits = [4, 3, 2]
-    rng = np.random.default_rng(n_bits)
-    scores = rng.random((1, 16)) ** 2
-    losses = np.broadcast_to(0.25 ** np.array(bits, float), (1, 16, 3))
-    hull = Hull(scores[..., None] * losses, np.array([bits]))
-    n_bits = int(hull.n_bytes[hull.n_bytes <= n_bits][-1])
-    asked = PlacementSettings(near_bits=n_bits / 16, near_weights=IMPORTANCE)
-    split = place(scores, 0, losses, bits, asked) - 1
-    weighted = scores[..., None] * losses
-    assert lost(weighted, hull.at(n_bits)) == pytest.approx(lost(weighted, split))
-
-
 SHARES = st.lists(
     st.builds(
         lambda unit, floor, more, weight: Share(unit, floor, floor + more, weight),
@@ -148,21 +133,6 @@ def test_divide_refuses_less_than_the_floors(shares):
     with pytest.raises(BudgetError) as caught:
         divide(shares, least - 1)
     assert caught.value.needed_bytes == least
-
-
-@pytest.mark.parametrize("name", ["lru", "dymoe"])
-@pytest.mark.parametrize("spare", [0, 5000, 10**6, 10**8])
-def test_plans(name, spare):
-    shape = make_shape()
-    policy = policy_class(name)(shape)
-    with pytest.raises(BudgetError) as caught:
-        policy.plan(1)
-    budget = caught.value.needed_bytes + spare
-    plan = policy.plan(budget)
-    assert_holds(plan, shape, range(1 if name == "lru" else 2), budget)
-    assert all(group.n_slots >= 1 for group in plan.groups)
-    with pytest.raises(BudgetError):
-        policy.plan(caught.value.needed_bytes - 1)
 
 
 def test_dymoe_holds_a_token_without_waves_before_it_caches():
@@ -292,9 +262,7 @@ def test_shapes_of_the_schedules():
         falling("steep", 3)
 
 
-@pytest.mark.parametrize(
-    ("retention", "count"), [(0.0, 1), (0.25, 1), (0.5, 2), (0.75, 3), (1.0, 4)]
-)
+@cases("retention, count", (0.0, 1), (0.25, 1), (0.5, 2), (0.75, 3), (1.0, 4))
 def test_one_layer_keeps_the_share(retention, count):
     assert solve(retention, 1, 4) == [count]
 

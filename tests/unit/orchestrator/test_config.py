@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
+from tables import cases
 
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, SettingError
@@ -16,9 +17,7 @@ def test_sizes():
     assert {text: parse_size(text) for text in SIZES} == SIZES
 
 
-@pytest.mark.parametrize(
-    "text", ["", "6 gigs", "GiB", "-1", "1e9", "0", "0.0001KB", "١GB", "1_000"]
-)
+@cases("text", "", "6 gigs", "GiB", "-1", "1e9", "0", "0.0001KB", "١GB", "1_000")
 def test_no_sizes(text):
     with pytest.raises(ConfigError):
         parse_size(text)

@@ -1,9 +1,7 @@
 """Context-aware placement: its arithmetic by hand, its statistics, moves that a store can do, and
 near tiers that share slots."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,14 +19,13 @@ from shapes import (
     make_shape,
     make_view,
 )
+from tables import cases
 
 from orchestrator.allocation.placement import PlacementSettings, importance, place
 from orchestrator.allocation.pools import nominal_losses
-from orchestrator.allocation.slots import ModelShape, Rules, Transition
-from orchestrator.engine.driver import Driver
+from orchestrator.allocation.slots import ModelShape, Rules
 from orchestrator.errors import BudgetError, PolicyError
 from orchestrator.events import Phase, StepReport
-from orchestrator.policy.base import WaitsBeforeAnswer
 from orchestrator.policy.context import ContextAware, SequenceUse
 from orchestrator.policy.dynaexq import DynaExq
 from orchestrator.policy.mixed import Mixed
@@ -37,10 +34,9 @@ TIERS = ("q8_0", "q4_k", "q2_k")
 PAPER = {"prior_tokens": 0.0, "near_weights": "plain"}
 
 
-def three_tiers(n_layers=4, n_expert=16, k=4):
-    sizes = ({0: 20480, 1: 20480, 3: 20480}, {0: 12288, 1: 12288, 3: 12288})
-    sizes = (*sizes, {0: 8192, 1: 8192, 3: 8192})
-    return ModelShape(n_expert, k, TIERS, (sizes,) * n_layers)
+def three_tiers():
+    sizes = tuple(dict.fromkeys((0, 1, 3), n_bytes) for n_bytes in (20480, 12288, 8192))
+    return ModelShape(16, 4, TIERS, (sizes,) * 4)
 
 
 def shared(shape, **options):
@@ -104,14 +100,12 @@ def test_as_many_are_hot_as_fit_the_budget():
         make(shape, least, hot_experts=2)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"near_tiers": "q3_k"}, "q3_k is not below q8_0 in the file, which holds q4_k, q2_k"),
-        ({"near_tiers": "q8_0"}, "q8_0 is not below"),
-        ({"near_bits": 1.5}, "--near-bits 1.5 is less than q2_k has"),
-        ({"near_bits": 3.0, "near_tiers": "q4_k"}, "less than q4_k has"),
-    ],
+@cases(
+    "options, message",
+    ({"near_tiers": "q3_k"}, "q3_k is not below q8_0 in the file, which holds q4_k, q2_k"),
+    ({"near_tiers": "q8_0"}, "q8_0 is not below"),
+    ({"near_bits": 1.5}, "--near-bits 1.5 is less than q2_k has"),
+    ({"near_bits": 3.0, "near_tiers": "q4_k"}, "less than q4_k has"),
 )
 def test_what_the_file_lacks_is_said(options, message):
     with pytest.raises(PolicyError, match=message):
@@ -278,25 +272,6 @@ def test_a_device_has_no_such_slots():
     make(shape)
 
 
-def test_better_slots_are_freed_first_and_the_most_important_experts_move_first():
-    rng, shape = np.random.default_rng(7), five_tiers()
-    policy = shared(shape, hot_experts=4, placement="wait")
-    resident = started(policy)
-    prefill(policy, rng, 1)
-    told(policy, resident, starts=(0,))
-    policy._pools.track = lambda *_: SimpleNamespace(admitted=list)  # slots everywhere
-    moves = policy.before_answer(resident, resident)
-    up = [tier < resident[layer, expert] for layer, expert, tier in moves]
-    assert sum(up) > 1 and up.count(False) > 1 and up == sorted(up)
-    for way in (False, True):
-        scores = [
-            policy._scores[layer, expert]
-            for (layer, expert, _), of in zip(moves, up, strict=True)
-            if of == way
-        ]
-        assert scores == sorted(scores, reverse=True)
-
-
 def test_only_a_policy_that_waits_settles():
     rng, shape = np.random.default_rng(5), five_tiers()
     for waits in (False, True):
@@ -310,47 +285,6 @@ def test_only_a_policy_that_waits_settles():
     slow = ContextAware(shape, ContextAware.Settings(placement="wait", transition_rate=5))
     assert slow.wants.transition_rate == 0
     assert ContextAware(shape, ContextAware.Settings(transition_rate=5)).wants.transition_rate == 5
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_an_answer_waits_for_what_is_under_way_as_well(waits):
-    """Of an earlier placement, say: nothing new has to be asked for."""
-    resident, left = np.zeros((1, 2), np.uint8), [3]
-    asked: list[Sequence[Transition]] = []
-
-    def states():
-        target = resident + np.array([[0, left[0] > 0]], np.uint8)
-        return resident, target
-
-    store = SimpleNamespace(
-        states=states,
-        stats=lambda: SimpleNamespace(transitions_failed=0),
-        transition=lambda moves: asked.append(moves) or len(moves),
-        begin_step=lambda phase: left.__setitem__(0, left[0] - 1),
-    )
-
-    class Policy(WaitsBeforeAnswer):
-        def before_answer(self, resident, target):
-            return () if waits else None
-
-    Driver(Policy(), store, lambda: None).before_answer()
-    assert left == [0 if waits else 3] and not any(asked)
-
-
-def test_a_restored_sequence_is_placed_behind_what_follows():
-    rng, shape = np.random.default_rng(6), five_tiers()
-    policy, other = shared(shape, hot_experts=4), shared(shape, hot_experts=4)
-    resident = started(policy)
-    started(other)
-    prefill(policy, rng, 1)
-    told(policy, resident, starts=(0,))
-    told(policy, resident, Phase.DECODE)
-    state = policy.save_sequence(0)
-    assert state is not None and other.save_sequence(0) is None
-    other.restore_sequence(3, state)
-    told(other, resident, Phase.DECODE)
-    assert other.updates == 1 and (other._latest == policy._latest).all()
-    assert not other.fresh
 
 
 SIZE = (2, 4)
@@ -389,15 +323,6 @@ def test_a_conversation_counts_until_it_ends_and_several_add_up():
     assert use.sums[1].tolist() == [[0, 0, 0.25, 0.75]] * 2
     answer(use, [1, 1, 0, 0], ends=(5,))
     assert not use.sums[0].any() and use.past.tolist() == [[6, 6, 3, 5]] * 2
-
-
-def test_a_sequence_that_begins_anew_forgets_and_a_failed_step_counts_nothing():
-    use = SequenceUse(*SIZE)
-    use.count(1, 0, np.array([[3, 2]]), np.ones((1, 2)), np.zeros(1, np.int32))  # no report follows
-    read(use, 2, [(0, [0, 1])], starts=(0,))
-    read(use, 3, [(0, [2, 3])], starts=(0,))
-    assert use.sums[0].tolist() == [[0, 0, 1, 1]] * 2
-    assert use.past.tolist() == [[1, 1, 0, 0]] * 2
 
 
 def test_a_kept_prefix_brings_what_it_used():

@@ -1,20 +1,18 @@
 """The probe of the disk, which reads as the store does, and what is kept of it."""
 
 import os
-import random
 import re
 import threading
 from functools import partial
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
+from tables import cases
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
-from gguf_tools.file.layout import DOWN, GATE, UP
 from orchestrator.config import Config
 from orchestrator.cost import disk
 from orchestrator.cost.disk import Bandwidth, kept_bandwidth
@@ -49,43 +47,6 @@ def test_a_matrix_is_read_whole_in_blocks():
             assert one.offset + one.length == after.offset
 
 
-def test_the_order_is_that_of_missed_experts(model):
-    reads = list(islice(disk._missed(model, 0, random.Random(1)), 2 * 3 * 2))
-
-    def where(read):
-        """(layer, kind) whose matrices a read touches."""
-        for at, layer in enumerate(model.slices):
-            for kind, (piece, *_) in enumerate(layer):
-                if piece is None:
-                    continue
-                end = piece.offset + piece.expert_bytes * model.n_expert
-                if piece.offset <= read.offset + 2048 < end:
-                    return at, kind
-        raise AssertionError(read)
-
-    kinds = [kind for kind in (GATE, UP, DOWN) for _ in range(model.n_expert_used)]
-    assert [where(read) for read in reads] == [(at, kind) for at in (0, 1) for kind in kinds]
-
-
-def test_it_reads_into_memory_that_may_have_huge_pages(model, monkeypatch):
-    """Shared memory has none on most systems, and small pages halve the speed of a fast disk."""
-    maps, read, kinds = Path("/proc/self/maps"), os.preadv, set()
-    if not maps.exists():
-        pytest.skip("this system does not say what memory is shared")
-
-    def preadv(fd, buffers, offset):
-        at = np.frombuffer(buffers[0], np.uint8).ctypes.data
-        for line in maps.read_text().splitlines():
-            first, _, last = line.split()[0].partition("-")
-            if int(first, 16) <= at < int(last, 16):
-                kinds.add(line.split()[1])
-        return read(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    disk.read_bandwidth(model, threads=1, seconds=0)
-    assert kinds == {"rw-p"}
-
-
 def test_what_reading_takes_of_a_core(model, monkeypatch):
     busy = iter([5.0, 7.0])
     monkeypatch.setattr(disk, "process_time", lambda: next(busy))
@@ -103,25 +64,6 @@ def test_a_disk_that_rests_for_a_moment_is_not_slow(model, monkeypatch):
     monkeypatch.setattr(disk, "bytes_per_s", lambda *_: next(rounds))
     found = disk.read_bandwidth(model, threads=1, seconds=0)
     assert (found.bytes_per_s, found.at_first.bytes_per_s) == (1.0e9, 0.3e9)
-
-
-def test_what_was_read_is_read_again(model, monkeypatch):
-    """The places of the first round, in its order, in each round after it."""
-    read, places = os.preadv, []
-
-    def preadv(fd, buffers, offset):
-        places.append(offset)
-        return read(fd, buffers, offset)
-
-    def four_moves(work, threads, seconds):
-        left = iter([True] * 4)
-        return float(work(0, lambda: next(left, False)))
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    monkeypatch.setattr(disk, "bytes_per_s", four_moves)
-    disk.read_bandwidth(model, threads=1, seconds=0)
-    assert len(set(places[:4])) > 1
-    assert places[:16] == places[:4] * 4
 
 
 def test_an_expert_that_is_read_alone_takes_longer(model, monkeypatch):
@@ -171,9 +113,7 @@ def test_a_disk_keeps_its_speed(model, monkeypatch):
         assert len(measured) == times
 
 
-@pytest.mark.parametrize(
-    ("kind", "best"), [(None, 2e9), (disk._SPINNING, 1e8), (disk._USB, 1e8), ("NFS", 2e9)]
-)
+@cases("kind, best", (None, 2e9), (disk._SPINNING, 1e8), (disk._USB, 1e8), ("NFS", 2e9))
 def test_what_a_disks_own_cache_gives_does_not_count(model, monkeypatch, kind, best):
     told = Bandwidth(2e9, True, 4096, 0.0, 0.0, first_bytes_per_s=1e8)
     monkeypatch.setattr(disk, "read_bandwidth", lambda *_, **__: told)
@@ -197,19 +137,17 @@ ATA = "devices/pci0000:00/0000:00:17.0/ata1/host0/target0:0:0/0:0:0:0/block/sda"
 USB = "devices/pci0000:00/0000:00:14.0/usb2/2-1/2-1:1.0/host6/target6:0:0/6:0:0:0/block/sdb"
 
 
-@pytest.mark.parametrize(
-    ("system", "place", "spins", "speed", "kind"),
-    [
-        ("9p", "", "0", 2e9, "a drive of Windows or of a host (9p)"),
-        ("nfs4", "", "0", 1e8, "another machine's disk (NFS)"),
-        ("ext4", USB, "0", 4e8, "a USB disk"),
-        ("ext4", f"{USB}/sdb1", "1", 4e7, "a USB disk"),
-        ("ext4", f"{ATA}/sda1", "1", 1.5e8, "a spinning disk"),
-        ("ext4", f"{ATA}/sda1", "1", 5e8, None),  # of a virtual machine
-        ("ext4", ATA, "0", 1.5e8, None),
-        ("ext4", "devices/pci0000:00/0000:00:02.0/virtio1/block/vda", "1", 1.5e8, None),
-        ("ext4", "", "0", 1.5e8, None),  # not to be seen, as in a container
-    ],
+@cases(
+    "system, place, spins, speed, kind",
+    ("9p", "", "0", 2e9, "a drive of Windows or of a host (9p)"),
+    ("nfs4", "", "0", 1e8, "another machine's disk (NFS)"),
+    ("ext4", USB, "0", 4e8, "a USB disk"),
+    ("ext4", f"{USB}/sdb1", "1", 4e7, "a USB disk"),
+    ("ext4", f"{ATA}/sda1", "1", 1.5e8, "a spinning disk"),
+    ("ext4", f"{ATA}/sda1", "1", 5e8, None),  # of a virtual machine
+    ("ext4", ATA, "0", 1.5e8, None),
+    ("ext4", "devices/pci0000:00/0000:00:02.0/virtio1/block/vda", "1", 1.5e8, None),
+    ("ext4", "", "0", 1.5e8, None),  # not to be seen, as in a container
 )
 def test_a_slow_disk_is_named_with_its_speed(
     model, monkeypatch, tmp_path, system, place, spins, speed, kind

@@ -127,28 +127,6 @@ def test_decode_prefetch(seed, layer, n_ahead, how):
     assert prefetches(out) == ([] if how == "off" else expected)
 
 
-@settings(deadline=None)
-@given(SEEDS, st.integers(2, 5))
-def test_several_tokens_prefetch_what_any_of_them_is_predicted_to_use(seed, n):
-    """Critical where it is for one token, and most frequent first."""
-    shape, rng = make_shape(), np.random.default_rng(seed)
-    policy = DyMoE(shape, DyMoE.Settings(retention=0.6))
-    event = make_event(shape, rng, n, layer=1, n_ahead=2)
-    out = make_decision(shape)
-    policy.decide(event, make_view(shape), out)
-    for ahead in range(2):
-        rows, t = event.ahead_ids_array[ahead].tolist(), policy.critical[2 + ahead]
-        asked = [each for each in prefetches(out) if each[0] == 2 + ahead]
-        counts = {e: sum(e in row for row in rows) for row in rows for e in row}
-        critical = {e for row in rows for e in row[:t]}
-        assert {e for _, e, tier, _ in asked if tier == 0} == critical
-        assert {e for _, e, tier, _ in asked if tier == 1} == counts.keys() - critical
-        assert [tier for _, _, tier, _ in asked] == sorted(tier for _, _, tier, _ in asked)
-        for tier in (0, 1):
-            loads = [counts[e] for _, e, of_tier, _ in asked if of_tier == tier]
-            assert loads == sorted(loads, reverse=True)
-
-
 # Two prompts, one of which has a single token here, and two answers; the prompts' rows are mixed.
 TOGETHER = [
     (4, Phase.DECODE),
@@ -205,13 +183,6 @@ def test_sequences_in_one_step_are_decided_as_alone(seed, layer, how, scored, ex
     assert len(prefetches(out)) == len(ahead)
     gated = [row for row, (sequence, _) in enumerate(TOGETHER) if sequence in (1, 2, 4)]
     assert not out.passing_array[event.ids_array[gated]].any()
-
-
-def test_the_share_of_a_prompt_is_the_share_asked_for():
-    policy = DyMoE(make_shape(n_layers=32), DyMoE.Settings(retention=0.75))
-    for n_used in (5, 8, 13, 64):
-        counts = [policy.prefill_critical(layer, n_used) for layer in range(32)]
-        assert sum(counts) / (32 * n_used) == pytest.approx(0.75, abs=0.5 / n_used)
 
 
 def test_a_second_tier_is_needed():

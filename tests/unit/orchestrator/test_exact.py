@@ -3,13 +3,13 @@ memory that it is for."""
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from command_line import run
+from tables import cases
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import MAX_TIERS, bits_per_weight
 from gguf_tools.quantize.tiers import parse_types
-from orchestrator.cli.main import cli
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.memory.choice import check_unused
@@ -46,15 +46,13 @@ def test_experts_are_in_one_precision(policy, model):
         assert getattr(plan.policy.settings, name) == value
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "sentence"),
-    [
-        ({"layout": "cpu"}, ConfigError, "--layout cpu"),
-        ({"low_tier": "skip"}, ConfigError, "leave --low and --low-tier out"),
-        ({"policy": "dymoe", "retention": 0.5}, ConfigError, "--retention 0.5 does not"),
-        ({"policy": "dynaexq"}, PolicyError, "the policy dynaexq keeps some in lower ones"),
-        ({"policy": "context"}, PolicyError, "the policy context keeps some in lower ones"),
-    ],
+@cases(
+    "settings, error, sentence",
+    ({"layout": "cpu"}, ConfigError, "--layout cpu"),
+    ({"low_tier": "skip"}, ConfigError, "leave --low and --low-tier out"),
+    ({"policy": "dymoe", "retention": 0.5}, ConfigError, "--retention 0.5 does not"),
+    ({"policy": "dynaexq"}, PolicyError, "the policy dynaexq keeps some in lower ones"),
+    ({"policy": "context"}, PolicyError, "the policy context keeps some in lower ones"),
 )
 def test_what_it_does_not_go_with(settings, error, sentence, model):
     with pytest.raises(error, match=sentence):
@@ -106,15 +104,12 @@ def test_at_the_ends(paths):
 
 
 def test_pack_by_memory(paths, tmp_path):
-    def run(*args):
-        return CliRunner().invoke(cli, ["pack", str(paths["f16"]), *args])
-
-    out = tmp_path / "packed.gguf"
-    done = run(str(out), "--for-ram", str(ram_for(paths["f16"], 3.7)))
+    source, out = paths["f16"], tmp_path / "packed.gguf"
+    done = run("pack", source, out, "--for-ram", ram_for(source, 3.7))
     assert done.exit_code == 0, done.output
     assert "Note: --tiers q8_0,q4_k,q3_k,q2_k: " in done.stderr
     with ExpertModel.open(out) as model:
         assert [tier.name for tier in model.tiers] == ["q8_0", "q4_k", "q3_k", "q2_k"]
     for args in ((), ("--tiers", "q4_k", "--for-ram", "1GiB")):
-        refused = run(str(tmp_path / "other.gguf"), *args)
+        refused = run("pack", source, tmp_path / "other.gguf", *args)
         assert refused.exit_code == 2 and "--for-ram SIZE for those that suit" in refused.stderr

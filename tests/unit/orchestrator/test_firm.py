@@ -4,6 +4,7 @@
 import numpy as np
 import pytest
 from shapes import DOWN, GATE, UP, make_decision, make_event, make_shape, make_view, prefetches
+from tables import cases
 
 from orchestrator.errors import BudgetError, ConfigError, PolicyError, SettingError
 from orchestrator.events import ABSENT, Phase, RouteEvent, StepReport, StoreView
@@ -97,13 +98,11 @@ def test_a_token_that_is_not_compared_asks_for_the_same(agree, kinds):
         assert token(policy, step) == first
 
 
-@pytest.mark.parametrize(
-    ("agree", "votes", "expected"),
-    [
-        ("mol", "1,1/3,2/4,3", [[4], [8, 4, 2], [2, 3]]),
-        ("rank", "2,1", [[4, 5], [8, 4], [2, 3]]),
-        ("margin", "2,1", [[4, 5, 6], [8, 4, 2], [2, 3, 9]]),  # at least 2 * 0.05
-    ],
+@cases(
+    "agree, votes, expected",
+    ("mol", "1,1/3,2/4,3", [[4], [8, 4, 2], [2, 3]]),
+    ("rank", "2,1", [[4, 5], [8, 4], [2, 3]]),
+    ("margin", "2,1", [[4, 5, 6], [8, 4, 2], [2, 3, 9]]),  # at least 2 * 0.05
 )
 def test_ways_to_agree(agree, votes, expected):
     """By group: layer 1 is shallow, 2 and 3 are middle ones."""
@@ -193,18 +192,16 @@ def test_what_was_tuned_is_where_the_next_one_starts():
     assert firm(votes=None).tuned is None  # nothing is tuned yet
 
 
-@pytest.mark.parametrize(
+@cases(
     "asked_for",
-    [
-        {"waste_weight": 1.0},
-        {"miss_weight": 0.25},
-        {"prefetch_kinds": 2},
-        {"agree": "rank"},
-        {"n_ahead": 4},
-        {"tune": "climb"},
-        {"tune": "off"},
-        {"votes": "4,3"},
-    ],
+    {"waste_weight": 1.0},
+    {"miss_weight": 0.25},
+    {"prefetch_kinds": 2},
+    {"agree": "rank"},
+    {"n_ahead": 4},
+    {"tune": "climb"},
+    {"tune": "off"},
+    {"votes": "4,3"},
 )
 def test_what_was_tuned_for_something_else_is_not_taken(asked_for):
     policy = firm(**{"votes": None, **asked_for})
@@ -224,21 +221,19 @@ def test_votes_that_were_asked_for_or_recalled_are_not_what_this_run_tuned():
         assert policy.report()["tuned"] and policy.tuned is None
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"agree": "rank", "votes": "4,3"}, "asks 3 layers in '4,3', and with rank one votes"),
-        ({"agree": "margin", "votes": "4,1/4,2/4,1"}, "and with margin one votes"),
-        ({"agree": "rank", "n_ahead": 3, "votes": None}, "only the layer before votes"),
-        ({"votes": "4,5"}, "asks 5 layers in '4,5', and 4 can vote"),
-        ({"votes": "4,3", "n_ahead": 1}, "'n_ahead' is 1, and the votes '4,3' are of 3 layers"),
-        ({"votes": "4,1", "n_ahead": 3}, "'n_ahead' is 3, and the votes '4,1' are of 1 layers"),
-        ({"tune": "climb"}, "'tune' is climb, and votes says what would be tuned"),
-        ({"tune": "all"}, "'tune' is all"),
-        ({"prefetch": "off"}, "'votes' is 4,3, and nothing is loaded ahead"),
-        ({"votes": None, "n_ahead": 0, "tune": "climb"}, "'tune' is climb, and nothing is loaded"),
-        ({"votes": "5,1"}, "have 5 candidates, and this model's routers choose 4 experts"),
-    ],
+@cases(
+    "settings, said",
+    ({"agree": "rank", "votes": "4,3"}, "asks 3 layers in '4,3', and with rank one votes"),
+    ({"agree": "margin", "votes": "4,1/4,2/4,1"}, "and with margin one votes"),
+    ({"agree": "rank", "n_ahead": 3, "votes": None}, "only the layer before votes"),
+    ({"votes": "4,5"}, "asks 5 layers in '4,5', and 4 can vote"),
+    ({"votes": "4,3", "n_ahead": 1}, "'n_ahead' is 1, and the votes '4,3' are of 3 layers"),
+    ({"votes": "4,1", "n_ahead": 3}, "'n_ahead' is 3, and the votes '4,1' are of 1 layers"),
+    ({"tune": "climb"}, "'tune' is climb, and votes says what would be tuned"),
+    ({"tune": "all"}, "'tune' is all"),
+    ({"prefetch": "off"}, "'votes' is 4,3, and nothing is loaded ahead"),
+    ({"votes": None, "n_ahead": 0, "tune": "climb"}, "'tune' is climb, and nothing is loaded"),
+    ({"votes": "5,1"}, "have 5 candidates, and this model's routers choose 4 experts"),
 )
 def test_what_would_have_no_effect_is_refused(settings, said):
     with pytest.raises((SettingError, PolicyError), match=said):
@@ -327,22 +322,20 @@ BALLOTS = [[5, 2, 7, 1], [2, 5, 9, 7], [7, 2, 4, 5]]
 SCORES = [0.4, 0.2, 0.1, 0.05]
 
 
-@pytest.mark.parametrize(
-    ("way", "candidates", "n", "expected"),
-    [
-        ("mol", 4, 1, [5, 2, 7, 1]),  # eq. 6, in the order of the nearest layer
-        ("mol", 4, 2, [5, 2, 7]),
-        ("mol", 4, 3, [5, 2, 7]),
-        ("mol", 3, 2, [5, 2]),
-        ("mol", 3, 3, [2]),  # 5 is the third layer's fourth candidate
-        ("mol", 1, 2, []),
-        ("mol", 2, 4, [2]),  # there are three votes
-        ("rank", 3, 3, [5, 2, 7]),
-        ("margin", 4, 1, [5, 2, 7, 1]),  # at least 0.05
-        ("margin", 3, 1, [5, 2, 7]),
-        ("margin", 2, 1, [5, 2, 7]),  # at least 0.1
-        ("margin", 1, 1, [5, 2]),
-    ],
+@cases(
+    "way, candidates, n, expected",
+    ("mol", 4, 1, [5, 2, 7, 1]),  # eq. 6, in the order of the nearest layer
+    ("mol", 4, 2, [5, 2, 7]),
+    ("mol", 4, 3, [5, 2, 7]),
+    ("mol", 3, 2, [5, 2]),
+    ("mol", 3, 3, [2]),  # 5 is the third layer's fourth candidate
+    ("mol", 1, 2, []),
+    ("mol", 2, 4, [2]),  # there are three votes
+    ("rank", 3, 3, [5, 2, 7]),
+    ("margin", 4, 1, [5, 2, 7, 1]),  # at least 0.05
+    ("margin", 3, 1, [5, 2, 7]),
+    ("margin", 2, 1, [5, 2, 7]),  # at least 0.1
+    ("margin", 1, 1, [5, 2]),
 )
 def test_what_is_agreed(way, candidates, n, expected):
     assert agreed(way, BALLOTS, candidates, n, SCORES) == expected
@@ -352,15 +345,13 @@ def test_what_is_agreed(way, candidates, n, expected):
 HALF = Weights(0.5, 0.5, 1)
 
 
-@pytest.mark.parametrize(
-    ("n_layers", "groups"),
-    [
-        (16, [0] * 5 + [1] * 7 + [2] * 4),  # five shallow and four deep ones, as in Figure 6
-        (8, [0, 0, 0, 1, 1, 1, 2, 2]),
-        (4, [0, 0, 1, 2]),
-        (3, [0, 0, 2]),
-        (2, [0, 0]),
-    ],
+@cases(
+    "n_layers, groups",
+    (16, [0] * 5 + [1] * 7 + [2] * 4),  # five shallow and four deep ones, as in Figure 6
+    (8, [0, 0, 0, 1, 1, 1, 2, 2]),
+    (4, [0, 0, 1, 2]),
+    (3, [0, 0, 2]),
+    (2, [0, 0]),
 )
 def test_every_group_has_a_layer_that_can_be_predicted(n_layers, groups):
     assert group_of(n_layers) == groups
@@ -392,24 +383,12 @@ def climbed(means, n, patience=1):
     return path
 
 
-def test_climbing_down_one_axis_and_then_the_other():
-    """P falls while that gains and turns at its end. Upwards it does not gain: K has its turn. So
-    the plane is explored, of which Algorithm 1 as printed reaches one direction of each axis."""
-    means = [[abs(k - 3) + 2.0 * p for k in range(1, 5)] for p in range(1, 4)]
-    path = climbed(means, 8)
-    assert path[:2] == [(4, 2), (4, 1)]  # 7, 5 and 3
-    assert path[2] == (4, 1)  # P = 0 is no step, and P = 2 loses 5
-    assert path[3:] == [(3, 1)] * 5  # 2, and neither K = 2 nor K = 4 is less
-
-
-@pytest.mark.parametrize(
-    ("means", "patience", "end"),
-    [
-        ([[1.0, 0.5, 0.75], [1.0, 0.5, 0.75]], 1, (2, 2)),
-        ([[1.0, 0.5, 0.75], [1.0, 0.5, 0.75]], 4, (3, 2)),  # patience delays a turn
-        ([[0.5, 0.5]], 1, (2, 1)),  # a step out of range is a turn
-        ([[0.1]], 1, (1, 1)),
-    ],
+@cases(
+    "means, patience, end",
+    ([[1.0, 0.5, 0.75], [1.0, 0.5, 0.75]], 1, (2, 2)),
+    ([[1.0, 0.5, 0.75], [1.0, 0.5, 0.75]], 4, (3, 2)),  # patience delays a turn
+    ([[0.5, 0.5]], 1, (2, 1)),  # a step out of range is a turn
+    ([[0.1]], 1, (1, 1)),
 )
 def test_a_climb_turns(means, patience, end):
     assert climbed(means, 4, patience)[-1] == end

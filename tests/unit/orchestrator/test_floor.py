@@ -1,11 +1,11 @@
 """What floor skips and lowers, for how much, and what it asks for ahead and behind."""
 
-from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from shapes import UP, make_decision, make_shape, make_view, prefetches
+from tables import cases
 
 from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.errors import BudgetError, PolicyError
@@ -18,13 +18,14 @@ ONE = make_shape(n_layers=3, n_expert=8, k=K, tiers=("q4_k",))
 TWO = make_shape(n_layers=3, n_expert=8, k=K)
 GATES = [0.4, 0.3, 0.2, 0.1]
 IDS = [5, 2, 7, 0]
+AHEAD = [1, 3, 4, 6], [0.8, 0.6, 0.4, 0.2]  # experts of the next layer, and their scores
 
 
 def report(n_tokens=1, **changes):
     return StepReport(Phase.DECODE, n_tokens, 1000.0, **changes)
 
 
-def made(shape=ONE, nats=None, price=1.0, **settings):
+def made(shape=ONE, nats=None, price=1.0, kind=Floor, **settings):
     """Without a limit by depth or price, unless one is asked for. nats: of an expert that is
     skipped, or of each lower tier and of skipping."""
     chosen = {
@@ -35,7 +36,7 @@ def made(shape=ONE, nats=None, price=1.0, **settings):
         "skip_present": 0.0,
         **settings,
     }
-    policy = Floor(shape, Floor.Settings(**chosen))
+    policy = kind(shape, Floor.Settings(**chosen))
     policy.plan(2 * shape.all_slot_bytes())
     each = np.zeros((shape.n_layers, shape.n_expert, len(shape.tiers) + 1))
     each[..., 1:] = [1.0] if nats is None else nats
@@ -71,26 +72,56 @@ def decided(policy, event, here=(), low=()):
     return {e: int(t) for e, t in enumerate(out.tier) if t}, out
 
 
-def test_what_is_in_memory_is_used_and_the_rest_is_skipped_while_it_lasts():
-    """0.01 and 0.04 fit a layer's part of 0.051; 0.09 does not, nor what comes after it."""
-    policy = made(max_loss=3 * 0.051)
-    assert decided(policy, make())[0] == {0: SKIP, 7: SKIP}
-    assert decided(made(max_loss=3 * 0.051), make(), here=[0])[0] == {7: SKIP}
-    assert decided(made(), make(), here=IDS)[0] == {}
-    assert decided(made(max_loss=0.0), make())[0] == {}
+TINY = replace(TWO, slots=tuple((each[0], {UP: 8192}) for each in TWO.slots))
+PRICE = 0.05 / ONE.expert_slot_bytes(0, 0)
+TENTH, MORE = [0.1, 1.0], {0: SKIP, 7: SKIP}
 
 
-def test_what_is_in_memory_is_skipped_where_that_is_said_to_save_something():
-    """0.01 and 0.04 nats, twice that a byte; nothing of it is missing, or read behind."""
-    price = 0.05 / ONE.expert_slot_bytes(0, 0)
-    policy = made(price=price, skip_present=0.5)
-    assert decided(policy, make(0), here=IDS)[0] == {0: SKIP}
+@cases(
+    "shape, nats, settings, here, low, lowered",
+    # 0.01 and 0.04 fit a layer's part of 0.051; 0.09 does not, nor what comes after it.
+    (ONE, None, {"max_loss": 3 * 0.051}, [], [], MORE),
+    (ONE, None, {"max_loss": 3 * 0.051}, [0], [], {7: SKIP}),
+    (ONE, None, {}, IDS, [], {}),
+    (ONE, None, {"max_loss": 0.0}, [], [], {}),
+    # What is in memory is skipped where that is said to save something: twice as much a byte.
+    (ONE, None, {"price": PRICE, "skip_present": 0.5}, IDS, [], {0: SKIP}),
+    (ONE, None, {"price": PRICE, "skip_present": 0.1}, IDS, [], {}),
+    (ONE, None, {"price": PRICE, "skip_present": 0.5}, [0], [], MORE),
+    # The top gates are kept, the first one alone unless asked.
+    (ONE, None, {"keep_top": Floor.Settings().keep_top}, [], [], {2: SKIP, **MORE}),
+    (ONE, None, {"keep_top": 3}, [], [], {0: SKIP}),
+    # A low copy in memory stands for the high one; that of a kept expert is waited for.
+    (TWO, TENTH, {}, [0], [5, 7], {5: 1, 7: 1, 2: SKIP}),
+    (TWO, TENTH, {"keep_top": 1}, [0], [5, 7], {7: 1, 2: SKIP}),
+    # Low costs a tenth and saves two fifths: each further byte costs six times as much. 0.014 are
+    # for 0 and 7, of which 0 is skipped before 2 is read low; 2 and 5 are 0.009 and 0.016 more.
+    (TWO, TENTH, {"max_loss": 3 * 0.006}, [], [], {7: 1, 0: 1}),
+    (TWO, TENTH, {"max_loss": 3 * 0.031}, [], [], {2: 1, 7: 1, 0: SKIP}),
+    (TWO, TENTH, {"max_loss": 3 * 0.04}, [], [], {5: 1, 2: 1, 7: 1, 0: SKIP}),
+    # Where low loses nearly as much, nothing is read low.
+    (TWO, [0.9, 1.0], {"max_loss": 3 * 0.06}, [], [], MORE),
+    # With low copies of a fifth, skipping adds less to 0.096 than that is.
+    (TINY, [0.6, 1.0], {"max_loss": 3 * 0.08}, [2, 7, 0], [], {}),
+    (TINY, [0.6, 1.0], {"max_loss": 3 * 0.17}, [2, 7, 0], [], {5: SKIP}),
+)
+def test_what_a_token_gets_of_a_layer(shape, nats, settings, here, low, lowered):
+    found, out = decided(made(shape, nats, **settings), make(), here, low)
+    assert found == lowered and not prefetches(out)
+
+
+def test_what_is_kept_goes_by_the_gates_and_not_by_their_order():
+    shuffled = make(gates=[[0.1, 0.4, 0.2, 0.3]])
+    assert set(decided(made(keep_top=2), shuffled)[0]) == {5, 7}
+
+
+def test_what_is_skipped_in_memory_is_neither_missing_nor_read_behind():
+    policy = made(price=PRICE, skip_present=0.5)
+    decided(policy, make(0), here=IDS)
     policy.step_done(report())
-    policy._price = price
+    policy._price = PRICE
     assert not prefetches(decided(policy, make(1, step=1), here=IDS)[1])
     assert policy.report()["missing"] == 0 and policy.report()["lowered"] > 0
-    assert decided(made(price=price, skip_present=0.1), make(), here=IDS)[0] == {}
-    assert decided(made(price=price, skip_present=0.5), make(), here=[0])[0] == {0: SKIP, 7: SKIP}
 
 
 def test_a_layer_has_what_those_before_it_left():
@@ -104,48 +135,6 @@ def test_the_first_layer_has_nothing_by_the_cosine_schedule():
     policy = made(loss_schedule="cosine", max_loss=0.16)  # 0, 1/3 and 2/3 of it
     found = [decided(policy, make(layer))[0] for layer in range(3)]
     assert found == [{}, {0: SKIP, 7: SKIP}, {0: SKIP, 7: SKIP}]
-
-
-def test_top_gates_are_kept():
-    """Unless asked, the first one alone."""
-    usual = Floor.Settings().keep_top
-    assert set(decided(made(keep_top=usual), make())[0]) == {2, 7, 0}
-    assert set(decided(made(keep_top=3), make())[0]) == {0}
-    shuffled = make(gates=[[0.1, 0.4, 0.2, 0.3]])
-    assert set(decided(made(keep_top=2), shuffled)[0]) == {5, 7}
-
-
-def test_a_low_copy_in_memory_stands_for_the_high_one():
-    found, out = decided(made(TWO, [0.1, 1.0]), make(), here=[0], low=[5, 7])
-    assert found == {5: 1, 7: 1, 2: SKIP}
-    assert not prefetches(out)
-    # kept: the high copy is waited for
-    assert decided(made(TWO, [0.1, 1.0], keep_top=1), make(), here=[0], low=[5, 7])[0] == {
-        7: 1,
-        2: 255,
-    }
-
-
-def test_absent_ones_are_read_low_before_they_are_skipped():
-    """Low costs a tenth and saves two fifths: each further byte costs six times as much. 0.014 are
-    for 0 and 7, of which 0 is skipped before 2 is read low; 2 and 5 are 0.009 and 0.016 more."""
-    few = decided(made(TWO, [0.1, 1.0], max_loss=3 * 0.006), make())[0]
-    assert few == {7: 1, 0: 1}
-    some = decided(made(TWO, [0.1, 1.0], max_loss=3 * 0.031), make())[0]
-    assert some == {2: 1, 7: 1, 0: SKIP}
-    more = decided(made(TWO, [0.1, 1.0], max_loss=3 * 0.04), make())[0]
-    assert more == {5: 1, 2: 1, 7: 1, 0: SKIP}
-    # where low loses nearly as much, nothing is read low
-    assert decided(made(TWO, [0.9, 1.0], max_loss=3 * 0.06), make())[0] == {0: SKIP, 7: SKIP}
-
-
-def test_what_cannot_be_afforded_low_is_not_skipped():
-    """With low copies of a fifth, skipping adds less to 0.096 than that is."""
-    tiny = replace(TWO, slots=tuple((each[0], {UP: 8192}) for each in TWO.slots))
-    policy = made(tiny, [0.6, 1.0], max_loss=3 * 0.08)
-    assert decided(policy, make(), here=[2, 7, 0])[0] == {}
-    rich = made(tiny, [0.6, 1.0], max_loss=3 * 0.17)
-    assert decided(rich, make(), here=[2, 7, 0])[0] == {5: SKIP}
 
 
 def test_what_a_token_leaves_is_carried_on():
@@ -187,33 +176,29 @@ def test_each_sequence_has_its_own_budget():
 
 
 def test_the_price_follows_what_is_spent():
-    price = 0.05 / ONE.expert_slot_bytes(0, 0)
-    policy, poor = made(max_loss=1.0, price=price), made(max_loss=3 * 0.051, price=price)
+    policy, poor = made(max_loss=1.0, price=PRICE), made(max_loss=3 * 0.051, price=PRICE)
     for each in (policy, poor):
         decided(each, make())
     poor._accounts[0].spent = 10.0
     for each in (policy, poor):
         each.step_done(report())
-    assert policy._price > price > poor._price == pytest.approx(price * np.exp(-0.1))
+    assert policy._price > PRICE > poor._price == pytest.approx(PRICE * np.exp(-0.1))
 
 
 def test_it_loads_ahead_what_it_would_not_skip():
     """By the predicted scores, made to add up to the weights: 0.4, 0.3, 0.2 and 0.1."""
-    expert_bytes = ONE.expert_slot_bytes(0, 0)
-    ahead = ([1, 3, 4, 6], [0.8, 0.6, 0.4, 0.2])
-    policy = made(price=0.05 / expert_bytes, prefetch="on", read_behind=False)
-    _, out = decided(policy, make(ahead=ahead), here=[6])
+    policy = made(price=PRICE, prefetch="on", read_behind=False)
+    _, out = decided(policy, make(ahead=AHEAD), here=[6])
     assert prefetches(out) == [(1, e, 0, 0) for e in (1, 3, 6)]
     kept = made(price=1.0, prefetch="on", read_behind=False, keep_top=1)
-    assert [e for _, e, *_ in prefetches(decided(kept, make(ahead=ahead))[1])] == [1]
+    assert [e for _, e, *_ in prefetches(decided(kept, make(ahead=AHEAD))[1])] == [1]
 
 
 def test_it_loads_ahead_what_it_cannot_pay_for():
     """0.16, 0.09, 0.04 and 0.01 nats at any price, where 0.058 are left in the next layer."""
-    ahead = ([1, 3, 4, 6], [0.8, 0.6, 0.4, 0.2])
     for here, wanted in ((IDS, [1, 3]), ([5, 2, 7], [1, 3, 4])):  # 0.01 of it is spent before
         policy = made(max_loss=3 * 0.029, prefetch="on", read_behind=False)
-        _, out = decided(policy, make(ahead=ahead), here=here)
+        _, out = decided(policy, make(ahead=AHEAD), here=here)
         assert prefetches(out) == [(1, e, 0, 0) for e in wanted]
 
 
@@ -281,13 +266,6 @@ def test_it_cannot_decide_without_an_estimate():
         decided(policy, make())
 
 
-def test_a_copy_plans_as_it_does():
-    """Whoever asks for the fewest slots plans a copy."""
-    policy = made()
-    slots = policy.plan(1 << 20)
-    assert deepcopy(policy).plan(1 << 20) == slots
-
-
 def test_the_budget_changes_live():
     policy = made(max_loss=0.0)
     assert policy.change("max_loss", 3 * 0.051) and policy._price > 0
@@ -324,12 +302,8 @@ def test_a_single_token_is_decided_as_several_are(seed, shape):
         "prefetch": "on",
         "loss_schedule": "cosine",
     }
-    nats = rng.lognormal(size=(shape.n_layers, shape.n_expert, len(shape.tiers) + 1)).cumsum(axis=2)
-    nats[..., 0] = 0
-    both = [each(shape, Floor.Settings(**settings)) for each in (Floor, General)]
-    for policy in both:
-        policy.plan(shape.all_slot_bytes())
-        policy.set_estimate(KlEstimate(shape.tiers[0], nats, np.ones(nats.shape[:2])))
+    nats = rng.lognormal(size=(shape.n_layers, shape.n_expert, len(shape.tiers))).cumsum(axis=2)
+    both = [made(shape, nats, PRICE, kind, **settings) for kind in (Floor, General)]
     lowered = asked = 0
     for step in range(40):
         for layer in range(shape.n_layers):
@@ -357,24 +331,17 @@ def test_a_single_token_is_decided_as_several_are(seed, shape):
 @pytest.mark.parametrize("kind", [Floor, General])
 def test_look_ahead_skips_what_costs_least_first(kind):
     """The expert with the lowest gate costs most, and is what the budget has nothing left for."""
-    settings = {"max_loss": 3 * 0.175, "loss_schedule": "flat", "keep_top": 0, "skip_present": 0.0}
-    policy = kind(ONE, Floor.Settings(prefetch="on", **settings))
-    policy.plan(2 * ONE.all_slot_bytes())
-    nats = np.zeros((ONE.n_layers, ONE.n_expert, 2))
-    nats[..., 1] = 1.0
-    nats[:, 6, 1] = 10.0
-    policy.set_estimate(KlEstimate(ONE.tiers[0], nats, np.ones(nats.shape[:2])))
-    policy._price = 1.0
-    scores = np.array([0.4, 0.3, 0.3, 0.2])
-    event = make(ahead=([1, 3, 4, 6], scores))
-    _, out = decided(policy, event, here=IDS)
+    nats = np.ones((ONE.n_layers, ONE.n_expert, 1))
+    nats[:, 6] = 10.0
+    policy = made(ONE, nats, kind=kind, max_loss=3 * 0.175, prefetch="on")
+    _, out = decided(policy, make(ahead=([1, 3, 4, 6], [0.4, 0.3, 0.3, 0.2])), here=IDS)
     assert [expert for _, expert, *_ in prefetches(out)] == [6]
 
 
-def played(policy, n_steps, n_here, first=0):
-    """Tokens whose gates and residency are random, n_here of an eighth of the experts in memory."""
+def played(policy, n_steps, n_here):
+    """Tokens whose gates and residency are random, n_here of the eight experts in memory."""
     rng = np.random.default_rng(1)
-    for step in range(first, first + n_steps):
+    for step in range(n_steps):
         for layer in range(ONE.n_layers):
             gates = np.sort(rng.dirichlet(np.ones(K)))[::-1]
             event = make(layer, step, [rng.permutation(8)[:K]], [gates])
@@ -401,10 +368,9 @@ def test_the_price_rises_no_higher_than_the_dearest_choice():
 
 
 def test_while_nothing_is_missing_nothing_is_learned_of_the_price():
-    price = 0.05 / ONE.expert_slot_bytes(0, 0)
-    policy = made(max_loss=5.0, price=price, skip_present=Floor.Settings().skip_present)
+    policy = made(max_loss=5.0, price=PRICE, skip_present=Floor.Settings().skip_present)
     played(policy, 300, 8)
-    assert policy._price == price and policy.report()["lowered"] == 0
+    assert policy._price == PRICE and policy.report()["lowered"] == 0
 
 
 def test_what_missing_experts_leave_is_spent_on_those_in_memory():

@@ -2,7 +2,6 @@
 
 import json
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from orchestrator.allocation.estimate import Outputs, Probed
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.cache.profile import UsageKeeper, cached_path, load
 from orchestrator.config import Config
-from orchestrator.engine.driver import Driver, PlainDriver
 from orchestrator.engine.idle import Idle, likely
 from orchestrator.events import ABSENT
 from orchestrator.policy import POLICIES
@@ -25,14 +23,10 @@ SECONDS = 600  # until a test gives up on a thread
 class SlowStore:
     """Reads an expert when the test lets it."""
 
-    closed = full = False
-    spec: Any = None
-
     def __init__(self, fails_at=-1):
         self.read: list[tuple[int, int, int]] = []
         self.begun = threading.Semaphore(0)
         self.go = threading.Semaphore(0)
-        self.cancelled = True
         self._fails_at = fails_at
 
     def bring(self, layer, expert, tier):
@@ -42,18 +36,6 @@ class SlowStore:
             return None
         self.read.append((layer, expert, tier))
         return expert % 2 == 0
-
-    def cancel(self, on):
-        self.cancelled = on
-
-    def resident(self):
-        return np.full((2, 4), ABSENT, np.uint8)
-
-    def take_counts(self):
-        pass
-
-    def taken_counts(self):
-        return np.array([[0, 0, 6, 2], [0, 0, 0, 0]], np.uint32)
 
 
 def test_who_asks_waits_for_one_read_at_most():
@@ -89,21 +71,8 @@ def test_it_ends_at_the_first_that_cannot_be_read():
     assert tried == 5
 
 
-def test_it_begins_anew():
-    store = SlowStore()
-    store.go.release(200)
-    idle = Idle(store)
-    for _ in range(3):
-        idle.start(WANTED)
-        idle.wait()
-    assert store.read == WANTED * 3
-    idle.start([])
-    idle.wait()
-
-
-def shape(n_expert=4, n_layers=2):
-    slots = tuple(({0: 64, 1: 64, 3: 64},) for _ in range(n_layers))
-    return ModelShape(n_expert, 2, ("q4_k",), slots)
+def shape():
+    return ModelShape(4, 2, ("q4_k",), (({0: 64, 1: 64, 3: 64},),) * 2)
 
 
 def test_the_likeliest_come_first_by_their_share_of_the_layer():
@@ -132,27 +101,6 @@ def test_a_policy_that_keeps_every_expert_asks_for_none():
     policy.plan(2 * 4 * 3 * 40)
     assert policy.wants.all_resident
     assert likely(policy.wants, np.full((2, 4), ABSENT, np.uint8), np.ones((2, 4))) == ()
-
-
-def test_the_driver_adds_this_run_to_the_earlier_ones():
-    store = SlowStore()
-    store.go.release(100)
-    driver = Driver(POLICIES["dymoe"](shape()), store)
-    driver.idle(np.array([[0.0, 7, 0, 0], [0, 0, 0, 1]]))
-    driver._idle.wait()
-    assert store.read[:4] == [(1, 3, 0), (0, 1, 0), (0, 2, 0), (0, 3, 0)]
-    assert not store.cancelled  # by an answer that was stopped
-    driver.end_idle()
-
-
-def test_full_slots_are_left_alone():
-    store = SlowStore()
-    store.full = True
-    driver = Driver(POLICIES["lru"](shape()), store)
-    driver.idle(None)
-    assert not store.begun.acquire(timeout=0.1)
-    PlainDriver().idle(None)  # which has nothing to read
-    PlainDriver().end_idle()
 
 
 @pytest.fixture
@@ -203,7 +151,6 @@ def test_what_experts_put_out_is_kept_with_their_use(model):
     np.testing.assert_allclose(again.squares[:, :3], [[70, 60, 0]] * model.n_layers)
     # What was never seen is as its layer is, and what was seen is between that and what it showed.
     power = again.power()
-    assert power is not None
     seldom, often, never = power[0, :3]
     assert never == pytest.approx(130 / 50)
     assert 60 / 30 < often < never < seldom < 70 / 20
@@ -273,10 +220,3 @@ def test_what_was_long_ago_counts_less(model):
     first.save()
     found = keeper(model).recall()
     assert found.sum(axis=1) == pytest.approx(65_536 * model.n_expert_used)
-
-
-def test_a_damaged_profile_is_done_without(model):
-    path = cached_path(model, "usage")
-    path.parent.mkdir(parents=True)
-    path.write_text("{}")
-    assert keeper(model).recall() is None

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import ClassVar
 
-import pytest
+from tables import cases
 
 from orchestrator.config import Config
 from orchestrator.cost.planner import Runs
@@ -63,14 +63,12 @@ def load(gpu, monkeypatch):
     return loader.load(planned(planned_with())).plan
 
 
-@pytest.mark.parametrize(
-    ("modules", "beyond", "more"),
-    [
-        (0, -5 * MIB, 0),  # what was estimated well stays
-        (60 * MIB, 20 * MIB, 80 * MIB + SPARE_BYTES),
-        # The kernels that the first model loaded still count for the second one.
-        (60 * MIB, -400 * MIB, -340 * MIB + SPARE_BYTES),
-    ],
+@cases(
+    "modules, beyond, more",
+    (0, -5 * MIB, 0),  # what was estimated well stays
+    (60 * MIB, 20 * MIB, 80 * MIB + SPARE_BYTES),
+    # The kernels that the first model loaded still count for the second one.
+    (60 * MIB, -400 * MIB, -340 * MIB + SPARE_BYTES),
 )
 def test_what_is_taken_beyond_the_estimate_comes_off_the_slots(modules, beyond, more, monkeypatch):
     gpu = Gpu(modules, beyond)
@@ -86,12 +84,3 @@ def test_it_ends(monkeypatch):
     monkeypatch.setattr(Gpu, "others", property(lambda _: next(others)), raising=False)
     load(gpu, monkeypatch)
     assert len(gpu.loads) == MOST_LOADS
-
-
-def test_without_a_gpu_it_is_loaded_once(monkeypatch):
-    loader = object.__new__(Loader)
-    loader.gpu = None
-    loads: list[object] = []
-    monkeypatch.setattr(loader, "_load", lambda runs, _progress: loads.append(runs.plan))
-    loader.load(planned(planned_with(cap_bytes=0)))
-    assert len(loads) == 1

@@ -1,5 +1,5 @@
-"""What Python shares with C: the mirror of moe-edge.h as a C compiler reads it, a store over a stub
-library, and views of native memory."""
+"""What Python shares with C: the mirror of moe-edge.h as a C compiler reads it, a store that
+fails, and views of native memory."""
 
 import ctypes
 import dataclasses
@@ -14,15 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from shapes import make_decision, make_event, make_shape, make_view, prefetches
+from tables import cases
 
 from gguf_tools import built
 from orchestrator import events
+from orchestrator.config import Config
+from orchestrator.engine.engine import Engine
 from orchestrator.errors import NativeError
-from orchestrator.events import GenerationStats, Phase, percentile
-from orchestrator.native import ABI_VERSION, Library, Slices, Store, StoreSpec, abi
+from orchestrator.events import GenerationStats, percentile
+from orchestrator.native import ABI_VERSION, Library, Store, abi
 
-HERE = Path(__file__).resolve().parent
-HEADER = HERE.parents[2] / "patches" / "native" / "moe-edge.h"
+HEADER = Path(__file__).resolve().parents[3] / "patches" / "native" / "moe-edge.h"
 
 
 def compile_c(source, target, *flags):
@@ -32,141 +34,92 @@ def compile_c(source, target, *flags):
     subprocess.run([compiler, *flags, "-o", target, source], check=True)
 
 
-def shared(source, folder, *flags):
-    compile_c(source, folder / "lib.so", "-shared", "-fPIC", *flags)
-    return ctypes.CDLL(str(folder / "lib.so"))
-
-
-def compile_stub(folder, abi=ABI_VERSION):
-    return shared(HERE / "stub_store.c", folder, f'-DSTUB_HEADER="{HEADER}"', f"-DSTUB_ABI={abi}")
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return Library(compile_stub(tmp_path_factory.mktemp("stub")))
-
-
-SPEC = StoreSpec(
-    files=(Path("experts.gguf"),),
-    layers=tuple(
-        (il, {(kind, 0): Slices(0, 4096 * kind, 100, 12, int(kind == 3)) for kind in (0, 1, 3)})
-        for il in (1, 2)
-    ),
-    groups=((4096, 3), (8192, 5)),
-    budget_bytes=10**6,
-    n_tiers=1,
-    n_expert=4,
-    n_expert_used=2,
-    max_tokens=8,
-    n_ahead=1,
-    n_io_threads=2,
-)
-
-
 @pytest.fixture
-def store(library):
-    with Store.create(library, SPEC) as made:
-        yield made
-    library.lib.stub_live.restype = ctypes.c_int
-    assert library.lib.stub_live() == 0
+def engine(library, tiny_model):
+    """With a store of few slots."""
+    model = tiny_model("qwen3moe", "q8_0", "q4_k")
+    usual = {"policy": "lru", "expert_ram": 2**20, "ctx": 256, "ubatch": 8, "threads": 1}
+    with Engine.open(Config.build(model=model, **usual)) as opened:
+        yield opened
 
 
-def step(store, layer, phase=Phase.DECODE):
-    store.begin_step(phase)
-    return int(store.library.lib.stub_step(ctypes.c_void_p(store.handle), layer))
-
-
-CANCELLED = 2  # of what the stub was told last
-
-
-@pytest.mark.parametrize("error", [KeyError("odd"), KeyboardInterrupt(), SystemExit(3)])
-def test_exception_in_the_route_is_raised_by_the_step(store, error):
+@cases("error", KeyError("odd"), KeyboardInterrupt(), SystemExit(3))
+def test_exception_in_the_route_is_raised_by_the_step(engine, error):
     def route(_event):
         raise error
 
-    store.set_route(route)
-    assert step(store, 0) == 1
+    engine.store.set_route(route)
     with pytest.raises(type(error)) as caught:
-        store.check_step()
+        engine.eval([4, 5], 0)
     assert caught.value is error
-    store.set_route(None)
-    assert step(store, 0) == 0
-    store.check_step()
+    engine.store.set_route(None)
+    engine.eval([4, 5], 0)
 
 
-def test_native_reason_is_raised(store):
+def test_callbacks_are_counted_and_timed(engine):
+    store = engine.store
+    assert store.callback_us() is None
     store.set_route(lambda event: None)
-    step(store, 0)
-    store._on_route = lambda _user: 1
-    store.set_route(lambda event: None)
-    assert step(store, 0) == 1
+    engine.eval([4, 5], 0)
+    assert store.calls == engine.model.n_layers and store.callback_us() > 0
+    assert store.callback_us(store.calls) is None
+
+
+def test_native_reason_is_raised(engine):
+    engine.store._on_route = lambda _user: 1
+    engine.store.set_route(lambda event: None)
     with pytest.raises(NativeError, match="the route callback failed"):
-        store.check_step()
+        engine.eval([4, 5], 0)
 
 
-def test_creation_refused_with_a_reason(library):
-    with pytest.raises(NativeError, match="not the stub's"):
-        Store.create(library, dataclasses.replace(SPEC, groups=((4096, 3), (8192, 4))))
+def test_creation_refused_with_a_reason(engine):
+    few = dataclasses.replace(engine.store.spec, budget_bytes=1)
+    with pytest.raises(NativeError, match="budget"):
+        Store.create(engine.store.library, few)
 
 
-def test_exception_in_progress_stops_the_warming(store):
+def test_exception_in_progress_stops_the_warming(engine):
     def progress(_share):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        store.warm([(0, 0, 0), (0, 1, 0), (0, 2, 0)], progress)
-    assert not store.library.lib.stub_seen(ctypes.c_void_p(store.handle), CANCELLED)
-    assert store.warm([(0, 0, 0)]) == 1
+        engine.store.warm([(0, 0, 0), (0, 1, 0), (0, 2, 0)], progress)
+    assert engine.store.warm([(0, 3, 0)]) == 1  # nothing stays cancelled
 
 
-def test_closed_store_says_so(library):
-    store = Store.create(library, SPEC)
-    store.close()
+def test_closed_store_says_so(engine):
+    store = engine.store
+    engine.close()
     store.close()
     store.cancel(True)
     with pytest.raises(NativeError, match="closed"):
         store.stats()
 
 
-def test_stock_library_is_named(tmp_path):
-    source = tmp_path / "stock.c"
-    source.write_text("int llama_nothing(void) { return 0; }\n")
-    with pytest.raises(NativeError, match=rf"stock package.*{built.advice()}"):
-        Library(shared(source, tmp_path))
+@cases(
+    "source, said",
+    ("int llama_nothing(void) { return 0; }", rf"stock package.*{built.advice()}"),
+    (
+        "int moe_edge_abi_version(void) { return 99; }",
+        f"ABI 99, this Python code needs {ABI_VERSION}",
+    ),
+)
+def test_another_library_is_refused(tmp_path, source, said):
+    (tmp_path / "lib.c").write_text(source + "\n")
+    compile_c(tmp_path / "lib.c", tmp_path / "lib.so", "-shared", "-fPIC")
+    with pytest.raises(NativeError, match=said):
+        Library(ctypes.CDLL(str(tmp_path / "lib.so")))
 
 
-def test_another_abi_is_refused(tmp_path):
-    with pytest.raises(NativeError, match=f"ABI 99, this Python code needs {ABI_VERSION}"):
-        Library(compile_stub(tmp_path, abi=99))
-
-
-STRUCTS = {
-    "moe_edge_slices": abi.CSlices,
-    "moe_edge_group": abi.CGroup,
-    "moe_edge_layer": abi.CLayer,
-    "moe_edge_config": abi.CConfig,
-    "moe_edge_event": abi.CEvent,
-    "moe_edge_step": abi.CStep,
-    "moe_edge_prefetch_item": abi.CPrefetch,
-    "moe_edge_decision": abi.CDecision,
-    "moe_edge_stats": abi.CStats,
-    "moe_edge_touched": abi.CTouched,
-    "moe_edge_room": abi.CRoom,
-}
+NAMES = "slices group layer config event step prefetch_item decision stats touched room".split()
+STRUCTS = {f"moe_edge_{name}": getattr(abi, f"C{name.split('_')[0].title()}") for name in NAMES}
 CONSTANTS = {
-    "MOE_EDGE_ABI_VERSION": abi.ABI_VERSION,
-    "MOE_EDGE_MAX_TIERS": abi.MAX_TIERS,
-    "MOE_EDGE_MAX_AHEAD": abi.MAX_AHEAD,
-    "MOE_EDGE_N_KINDS": abi.N_KINDS,
-    "MOE_EDGE_MAX_PREFETCH": events.MAX_PREFETCH,
-    "MOE_EDGE_SKIP": events.SKIP,
-    "MOE_EDGE_ABSENT": events.ABSENT,
-    "MOE_EDGE_PREFILL": int(events.Phase.PREFILL),
-    "MOE_EDGE_DECODE": int(events.Phase.DECODE),
-    "MOE_EDGE_DIRECT_IO": abi.DIRECT_IO,
-    "MOE_EDGE_SIMULATED": abi.SIMULATED,
-    "MOE_EDGE_FAILED": abi.FAILED,
+    **{name: getattr(events, name) for name in ("MAX_PREFETCH", "SKIP", "ABSENT")},
+    **{name: getattr(abi, name) for name in ("ABI_VERSION", "MAX_TIERS", "MAX_AHEAD", "N_KINDS")},
+    **{name: getattr(abi, name) for name in ("DIRECT_IO", "SIMULATED", "FAILED")},
+    **{name: int(events.Phase[name]) for name in ("PREFILL", "DECODE")},
 }
+CONSTANTS = {f"MOE_EDGE_{name}": value for name, value in CONSTANTS.items()}
 
 
 @pytest.fixture(scope="module")

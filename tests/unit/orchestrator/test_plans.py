@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tables import cases
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
@@ -15,14 +16,7 @@ from orchestrator.cli.plan import render
 from orchestrator.config import Config
 from orchestrator.cost.losses import Foreseen, foreseen
 from orchestrator.cost.planner import Planner, Runs
-from orchestrator.cost.plans import (
-    AS_FAST,
-    LENGTHS,
-    Candidate,
-    TakenPlans,
-    behind_text,
-    choose,
-)
+from orchestrator.cost.plans import AS_FAST, LENGTHS, Candidate, TakenPlans, behind_text, choose
 from orchestrator.cost.speeds import AGREE, DISTURBED
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP
@@ -73,7 +67,7 @@ class Takes:
 class Played(Planner):
     """A machine of 64 GiB that takes what Takes says, without what earlier runs learned of it."""
 
-    def __init__(self, model, estimate, disturbed=False):
+    def __init__(self, model, estimate):
         self._config, self._model = Config.build(model=model.path), model
         self.gpu, self.machine = None, Machine(1 << 36)
         self._probe = nullcontext()
@@ -87,7 +81,7 @@ class Played(Planner):
         )
         self._times = SimpleNamespace(
             of_plan=lambda plan, *_: Takes(plan),
-            speeds=SimpleNamespace(disturbed=disturbed),
+            speeds=SimpleNamespace(disturbed=False),
             profiled=True,
         )
 
@@ -98,13 +92,8 @@ class Played(Planner):
         return nullcontext(self._times)
 
 
-def frontier(
-    config,
-    model,
-    estimate=Nats(),  # noqa: B008
-    disturbed=False,
-):
-    return Played(model, estimate, disturbed).frontier(config)
+def frontier(config, model, estimate=Nats()):  # noqa: B008
+    return Played(model, estimate).frontier(config)
 
 
 def ask(model, share, **settings):
@@ -261,16 +250,14 @@ def test_the_plan_of_before_stays_until_another_is_clearly_faster():
     assert choose([fast], 0.1, {"policy": "gone"}) is fast
 
 
-@pytest.mark.parametrize(
-    ("asked", "taken", "kl"),
-    [
-        ({}, ("q8_0",), 0.0),
-        ({"retention": 1.0}, ("q8_0",), 0.0),
-        ({"retention": 0.7}, ("q8_0", "q4_k"), None),
-        ({"low_tier": "q2_k"}, ("q8_0", "q2_k"), None),
-        ({"low_tier": "q2_k", "retention": 1.0}, ("q8_0",), 0.0),
-        ({"high_tier": "q4_k"}, ("q4_k",), None),
-    ],
+@cases(
+    "asked, taken, kl",
+    ({}, ("q8_0",), 0.0),
+    ({"retention": 1.0}, ("q8_0",), 0.0),
+    ({"retention": 0.7}, ("q8_0", "q4_k"), None),
+    ({"low_tier": "q2_k"}, ("q8_0", "q2_k"), None),
+    ({"low_tier": "q2_k", "retention": 1.0}, ("q8_0",), 0.0),
+    ({"high_tier": "q4_k"}, ("q4_k",), None),
 )
 def test_only_what_asks_for_less_gets_less(model, asked, taken, kl):
     """A file with several tiers asks for nothing; what is lossless is so without a table."""
@@ -285,12 +272,6 @@ def test_only_what_asks_for_less_gets_less(model, asked, taken, kl):
             assert each.kl == 0.0
 
 
-def test_what_was_measured_beside_other_programs_is_told(model):
-    config = ask(model, 0.8)
-    assert not frontier(config, model).disturbed
-    assert frontier(config, model, disturbed=True).disturbed
-
-
 class Skipping(Takes):
     """What may be skipped takes half of the time."""
 
@@ -299,17 +280,15 @@ class Skipping(Takes):
         return super().token_s(cells) * (0.5 if spends else 1.0)
 
 
-@pytest.mark.parametrize(
-    ("settings", "fitted", "measured", "says"),
-    [
-        ({}, True, True, "With --max-loss 0.01 it would answer about 2.0 times as fast"),
-        ({}, False, True, None),
-        ({}, True, False, None),
-        ({"policy": "lru"}, True, True, None),
-        ({"policy": "floor", "max_loss": 0.01}, True, True, None),
-        ({"low_tier": "q2_k"}, True, True, None),
-        ({"conversations": False}, True, True, None),
-    ],
+@cases(
+    "settings, fitted, measured, says",
+    ({}, True, True, "With --max-loss 0.01 it would answer about 2.0 times as fast"),
+    ({}, False, True, None),
+    ({}, True, False, None),
+    ({"policy": "lru"}, True, True, None),
+    ({"policy": "floor", "max_loss": 0.01}, True, True, None),
+    ({"low_tier": "q2_k"}, True, True, None),
+    ({"conversations": False}, True, True, None),
 )
 def test_a_lossless_conversation_hears_what_a_loss_would_bring(
     settings, fitted, measured, says, model, monkeypatch
@@ -351,23 +330,21 @@ def config_of(model, **settings):
     return Config.build(model=model.path, **settings)
 
 
-@pytest.mark.parametrize(
-    ("asked", "same"),
-    [
-        ({"max_loss": 0.01}, True),
-        ({"max_loss": 0.01, "temp": 0.1, "max_tokens": 9}, True),
-        ({"max_loss": 0.01, "prompt_cache_limit": 1 << 20}, True),
-        ({"max_loss": 0.01, "conversations": True}, False),
-        ({"max_loss": 0.01, "sequences": 4}, False),
-        ({"max_loss": 0.01, "scored": 4}, False),
-        ({"max_loss": 0.01, "beside": 1 << 20}, False),
-        ({"max_loss": 0.01, "beside_token": 8}, False),
-        ({"max_loss": 0.01, "cache_ram": 0}, False),
-        ({"max_loss": 0.01, "logits_all": True}, False),
-        ({"max_loss": 0.02}, False),
-        ({"max_loss": 0.01, "ram": 1 << 30}, False),
-        ({"max_loss": 0.01, "threads": 1}, False),
-    ],
+@cases(
+    "asked, same",
+    ({"max_loss": 0.01}, True),
+    ({"max_loss": 0.01, "temp": 0.1, "max_tokens": 9}, True),
+    ({"max_loss": 0.01, "prompt_cache_limit": 1 << 20}, True),
+    ({"max_loss": 0.01, "conversations": True}, False),
+    ({"max_loss": 0.01, "sequences": 4}, False),
+    ({"max_loss": 0.01, "scored": 4}, False),
+    ({"max_loss": 0.01, "beside": 1 << 20}, False),
+    ({"max_loss": 0.01, "beside_token": 8}, False),
+    ({"max_loss": 0.01, "cache_ram": 0}, False),
+    ({"max_loss": 0.01, "logits_all": True}, False),
+    ({"max_loss": 0.02}, False),
+    ({"max_loss": 0.01, "ram": 1 << 30}, False),
+    ({"max_loss": 0.01, "threads": 1}, False),
 )
 def test_a_command_is_known_by_what_it_asks_of_the_model(model, asked, same):
     settings = {"policy": "floor", "high_tier": "q4_k", "max_loss": 0.008, "low_tier": None}

@@ -1,6 +1,7 @@
 """Where an answer ends, how settings of sampling are written, and chat templates."""
 
 import pytest
+from tables import cases
 
 from orchestrator.config import Config, Sampling
 from orchestrator.engine.texts import ChatTemplate, StopTexts
@@ -17,19 +18,17 @@ def streamed(pieces, *stop):
     return [*shown, texts.rest()], False
 
 
-@pytest.mark.parametrize(
-    ("pieces", "stop", "shown", "found"),
-    [
-        (["one two"], [], "one two", False),
-        (["one STOP two"], ["STOP"], "one ", True),
-        (["one S", "TO", "P two"], ["STOP"], "one ", True),
-        (["one ST", "AR"], ["STOP"], "one STAR", False),
-        (["one ST"], ["STOP"], "one ST", False),
-        (["SSTOP"], ["STOP"], "S", True),
-        (["abab", "c"], ["ababc"], "", True),
-        (["a b c"], ["c", "b"], "a ", True),
-        (["x\n", "\ny"], ["\n\n"], "x", True),
-    ],
+@cases(
+    "pieces, stop, shown, found",
+    (["one two"], [], "one two", False),
+    (["one STOP two"], ["STOP"], "one ", True),
+    (["one S", "TO", "P two"], ["STOP"], "one ", True),
+    (["one ST", "AR"], ["STOP"], "one STAR", False),
+    (["one ST"], ["STOP"], "one ST", False),
+    (["SSTOP"], ["STOP"], "S", True),
+    (["abab", "c"], ["ababc"], "", True),
+    (["a b c"], ["c", "b"], "a ", True),
+    (["x\n", "\ny"], ["\n\n"], "x", True),
 )
 def test_a_stop_text_ends_an_answer(pieces, stop, shown, found):
     said, ended = streamed(pieces, *stop)
@@ -74,23 +73,21 @@ def test_a_models_own_template_and_the_fallback_chatml():
     assert text == "<s>[user] Hi {{ x }}</s>[a]"
 
 
-@pytest.mark.parametrize(
-    "source", ["{% if %}", "{{ raise_exception('no system prompt') }}", "{{ messages[9].role.x }}"]
+@cases(
+    "source", "{% if %}", "{{ raise_exception('no system prompt') }}", "{{ messages[9].role.x }}"
 )
 def test_broken_templates_are_one_error(source):
     with pytest.raises(MoeEdgeError, match="chat template failed"):
         ChatTemplate(source, "", "").render(MESSAGES)
 
 
-@pytest.mark.parametrize(
+@cases(
     "source",
-    [
-        "{% generation %}{{ messages[0].content }}{% endgeneration %}!",
-        "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
-        "{{ {'a': 'é', 'b': [1]} | tojson }} {{ messages | tojson(indent=2) }}",
-        "{{ tools is none }} {{ functions is none }} {{ strftime_now('%Y') }}",
-        "{% if true %}\n  text\n{% endif %}\nrest {{ missing }}",
-    ],
+    "{% generation %}{{ messages[0].content }}{% endgeneration %}!",
+    "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+    "{{ {'a': 'é', 'b': [1]} | tojson }} {{ messages | tojson(indent=2) }}",
+    "{{ tools is none }} {{ functions is none }} {{ strftime_now('%Y') }}",
+    "{% if true %}\n  text\n{% endif %}\nrest {{ missing }}",
 )
 def test_templates_read_as_upstreams_bindings_read_them(source):
     upstream = pytest.importorskip("llama_cpp.llama_chat_format", exc_type=Exception)

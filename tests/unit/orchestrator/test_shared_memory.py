@@ -1,14 +1,19 @@
-"""Memory that slots, a context and scratch take in turn."""
+"""Memory that slots, a context and scratch take in turn, and how many tokens of a prompt are
+computed at once where that was not asked for."""
 
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from tables import cases
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError
-from orchestrator.memory.machine import Machine
+from orchestrator.memory.footprint import SIZES, compute_bytes
+from orchestrator.memory.machine import Device, Machine
 from orchestrator.memory.plan import least_slots, plan_memory
 from orchestrator.memory.shared import CELL_STEP, SharedMemory
 
@@ -22,15 +27,13 @@ SHARED = SharedMemory(
 )
 
 
-@pytest.mark.parametrize(
-    ("n_cells", "n_tokens", "slots"),
-    [
-        (0, 1, 900_000 - 2560),  # a step has its first cells
-        (256, 512, 900_000 - 2560),
-        (257, 1, 900_000 - 5120),
-        (2560, 513, 800_000 - 25_600),
-        (4096, 4096, 300_000 - 40_960),
-    ],
+@cases(
+    "n_cells, n_tokens, slots",
+    (0, 1, 900_000 - 2560),  # a step has its first cells
+    (256, 512, 900_000 - 2560),
+    (257, 1, 900_000 - 5120),
+    (2560, 513, 800_000 - 25_600),
+    (4096, 4096, 300_000 - 40_960),
 )
 def test_what_is_left_for_slots(n_cells, n_tokens, slots):
     assert SHARED.slots(n_cells, n_tokens) == slots
@@ -38,9 +41,12 @@ def test_what_is_left_for_slots(n_cells, n_tokens, slots):
     assert SHARED.slots(n_cells, n_tokens, held=800_000) == SHARED.slots(n_cells, 1, held=800_000)
 
 
-@pytest.mark.parametrize(
-    ("least", "most", "longest"),
-    [(100_000, 10**6, 79_872), (100_000, 4000, 4000), (897_440, 10**6, 256), (897_441, 10**6, 0)],
+@cases(
+    "least, most, longest",
+    (100_000, 10**6, 79_872),
+    (100_000, 4000, 4000),
+    (897_440, 10**6, 256),
+    (897_441, 10**6, 0),
 )
 def test_the_longest_context_leaves_what_a_policy_needs(least, most, longest):
     shared = replace(SHARED, least_slots=least)
@@ -64,12 +70,6 @@ def test_a_prompt_is_read_with_the_least_reads(all_slots, n_cells, n_tokens):
     assert read(shared.micro_batch(n_cells, n_tokens)) == min(map(read, possible))
 
 
-def test_longer_prompts_get_larger_micro_batches_and_full_contexts_smaller_ones():
-    assert [SHARED.micro_batch(0, n) for n in (100, 1000, 10_000)] == [512, 1024, 4096]
-    assert SHARED.micro_batch(59_000, 10_000) == 1024
-    assert SHARED.micro_batch(69_000, 10_000) == 512
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     tiny = synthetic.preset("tiny-qwen3moe")
@@ -87,7 +87,6 @@ def half(model, **settings):
     """A cap with slots for about half of the experts beside a context of 4,096."""
     usual = {"conversations": False, "ctx": 4096, "ubatch": 512, "policy": "lru"}
     plan = plan_in(model, 2**40, **usual, **settings)
-    assert plan.slots is not None
     return plan.total_bytes - plan.slots.total_bytes // 2
 
 
@@ -96,13 +95,11 @@ def test_a_long_context_takes_nothing_before_it_is_used(model, policy):
     ram = half(model)
     plan = plan_in(model, 2**40, ram=ram, policy=policy)
     fixed = plan_in(model, 2**40, ram=ram, policy=policy, ctx=4096, ubatch=512, conversations=False)
-    assert plan.shared is not None and plan.slots is not None and fixed.slots is not None
     assert plan.n_ctx == 16384
     assert plan.slots.total_bytes >= fixed.slots.total_bytes
     assert plan.total_bytes <= ram
     assert plan.shared.slots(512, 512) == plan.budget_bytes
     # At the end of the context the fewest slots are there, and all of it is within the cap.
-    assert plan.policy is not None
     one_each = sum(group.slot_bytes for group in plan.slots.groups)
     assert plan.shared.least_slots == max(least_slots(plan.policy), one_each)
     assert plan.shared.slots(plan.n_ctx, 512) >= plan.shared.least_slots
@@ -146,15 +143,13 @@ def test_a_context_that_is_too_long_is_refused_with_the_longest_one(model, probe
         assert plan_in(model, 2**40, ram=needed + MIB, ctx=ctx, **asked).n_ctx == 16384
 
 
-@pytest.mark.parametrize(
+@cases(
     "settings",
-    [
-        {"policy": "dynaexq", "low_tier": "q2_k"},
-        {"policy": "mixed"},
-        {"policy": "lru", "expert_ram": 8 * MIB},
-        {"policy": "lru", "conversations": False},
-        {"policy": "plain"},
-    ],
+    {"policy": "dynaexq", "low_tier": "q2_k"},
+    {"policy": "mixed"},
+    {"policy": "lru", "expert_ram": 8 * MIB},
+    {"policy": "lru", "conversations": False},
+    {"policy": "plain"},
 )
 def test_others_are_divided_once(model, settings):
     """Those that keep every expert in memory, with slots that were asked for, and what holds no
@@ -162,3 +157,139 @@ def test_others_are_divided_once(model, settings):
     plan = plan_in(model, 2**40, ctx=4096, **settings)
     assert plan.shared is None
     assert plan.micro_batch(0, 5000) == plan.n_ubatch
+
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """Many experts beside little scratch."""
+    tiny = replace(synthetic.preset("tiny-qwen3moe"), n_layer=8, n_expert=128, context=8192)
+    path = tmp_path_factory.mktemp("micro") / "many.gguf"
+    return ExpertModel.open(synthetic.write(path, tiny, tiers=("q4_k", "q2_k")))
+
+
+HOST = Machine(64 * 2**30)
+CARD = replace(HOST, device=Device("cuda0", "a card", 8 * 2**30, 8 * 2**30, True))
+
+
+def plan_for(many, machine=HOST, **settings):
+    usual = {"policy": "lru", "high_tier": "q4_k", "ctx": 8192}
+    return plan_memory(Config.build(model=many.path, **(usual | settings)), many, machine)
+
+
+def cap(many, share, machine=HOST, **settings):
+    """A cap that leaves slots for this share of the experts in micro-batches of 512."""
+    whole = plan_for(many, machine, ubatch=512, **settings)
+    return whole.total_bytes - int((1 - share) * whole.slots.total_bytes)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
+@cases(
+    "machine, name, policy",
+    (HOST, "ram", "lru"),
+    (HOST, "ram", "dymoe"),
+    (HOST, "ram", "firm"),
+    (CARD, "vram", "lru"),
+)
+def test_it_is_the_one_of_those_that_can_be_asked_for_that_reads_least(
+    many, machine, name, policy, share
+):
+    """A pass for each micro-batch, and for each token of a prompt an eighth of an answer's, which
+    uses what is absent half as often as the rest; on a card over its link."""
+    most = 8 * 2**30 if machine is CARD else None
+    limit = cap(many, share, machine, policy=policy, **({"vram": most} if most else {}))
+    settings = {"policy": policy, name: limit}
+    asked = []
+    for n in SIZES:
+        with suppress(BudgetError):
+            asked.append(plan_for(many, machine, ubatch=n, **settings))
+    used = many.n_expert_used / many.n_expert
+    best = min(asked, key=lambda p: p.absent_bytes * (1 / p.n_ubatch + used / 16))
+    plan = plan_for(many, machine, **settings)
+    assert (plan.n_ubatch, plan.slots) == (best.n_ubatch, best.slots)
+    assert plan.total_bytes <= limit
+    assert (plan.n_ubatch > 512) == (share < 0.9)
+
+
+def test_where_it_stays_at_the_least(many):
+    """What fits whole, and a cap on slots alone, which scratch costs none of: nothing would bound
+    it. Besides, it is no longer than the context."""
+    whole = plan_for(many, ram=cap(many, 1.0))
+    assert (whole.absent_bytes, whole.n_ubatch) == (0, 512)
+    assert plan_for(many, policy=None, high_tier=None).n_ubatch == 512  # the plain path
+    assert plan_for(many, expert_ram=10 * MIB).n_ubatch == 512
+    ram = cap(many, 0.5)
+    assert plan_for(many, ram=ram).n_ubatch == 1024
+    assert plan_for(many, ram=ram, ctx=1000).n_ubatch == 512
+    for asked in ({}, {"ubatch": 4096}):
+        assert plan_for(many, ram=ram, ctx=300, **asked).n_ubatch == 300
+
+
+def test_the_context_and_the_kept_prompts_stay_as_they_are(many):
+    settings: dict[str, Any] = {"ram": cap(many, 0.5), "ctx": None, "conversations": True}
+    least, plan = plan_for(many, ubatch=512, **settings), plan_for(many, **settings)
+    assert plan.n_ubatch > 512
+    assert (plan.n_ctx, plan.prompt_bytes) == (least.n_ctx, least.prompt_bytes)
+
+
+def test_a_policy_that_keeps_every_expert_has_nothing_to_read(many):
+    plan = plan_for(many, policy="dynaexq", high_tier=None, low_tier="q2_k", ram=200 * MIB)
+    assert plan.policy is not None and plan.policy.wants.all_resident
+    assert plan.slots.total_bytes < plan.policy.shape.all_slot_bytes()
+    assert (plan.absent_bytes, plan.n_ubatch) == (0, 512)
+
+
+def test_the_least_budget_is_that_of_the_least_micro_batch(many):
+    with pytest.raises(BudgetError) as refused:
+        plan_for(many, ram=MIB)
+    plan = plan_for(many, ram=refused.value.needed_bytes)
+    assert plan.n_ubatch == 512
+    with pytest.raises(BudgetError):
+        plan_for(many, ram=refused.value.needed_bytes, ubatch=1024)
+
+
+def test_the_rows_that_llama_does_not_count_are_counted(many):
+    config = Config.build(model=many.path, policy="lru")
+    rows = compute_bytes(many, config, 4096, 1024, 0) - compute_bytes(many, config, 4096, 512, 0)
+    # two layouts of 8-bit blocks for the k rows of n_ff numbers that a token's down product has
+    assert rows >= 512 * 2 * (2 * 256 * 292 / 256)
+
+
+def test_every_prompt_of_a_step_has_its_window_of_queries(many):
+    """4 bytes for each query, place in the context and head; no more queries than tokens."""
+    n_head = max(many.hparams.n_head)
+
+    def taken(sequences, **more):
+        usual = {"policy": "dymoe", "low_tier": "q2_k", "importance_window": 32}
+        config = Config.build(model=many.path, sequences=sequences, **(usual | more))
+        load = config.with_changes(importance="load")
+        return compute_bytes(many, config, 4096, 512, 0) - compute_bytes(many, load, 4096, 512, 0)
+
+    assert taken(3) - taken(0) == 4 * 3 * 32 * 4096 * n_head
+    assert taken(31) - taken(15) == 0
+
+
+@cases(
+    "asked, reserved",
+    ({}, False),
+    ({"policy": "dymoe"}, False),
+    ({"policy": "dymoe", "retention": 1.0, "low_tier": "q2_k"}, False),
+    ({"policy": "dymoe", "low_tier": "q2_k", "exact": True}, False),
+    ({"policy": "firm"}, False),
+    ({"policy": "mixed"}, False),
+    ({"policy": "plain"}, False),
+    ({"low_tier": "q2_k"}, True),
+    ({"low_tier": "skip", "retention": 1.0}, True),
+    ({"policy": "dymoe", "retention": 0.9}, True),
+)
+def test_importance_takes_memory_where_a_prompt_may_be_lowered(many, asked, reserved):
+    """And nowhere else does a policy want it, so that nothing is taken unplanned."""
+    config = Config.build(model=many.path, sequences=15, **asked)
+    without = config.with_changes(importance="load")
+    taken, least = (compute_bytes(many, each, 4096, 512, 0) for each in (config, without))
+    assert (taken > least) == reserved
+    if config.policy in (None, "dymoe", "firm"):
+        plan = plan_for(many, ctx=4096, expert_ram=8 * MIB, **{"policy": None} | asked)
+        assert plan.policy is not None and plan.policy.wants.importance == reserved

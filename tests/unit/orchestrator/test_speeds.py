@@ -2,11 +2,11 @@
 
 import itertools
 import json
-from time import perf_counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tables import cases
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import GGMLType
@@ -16,7 +16,7 @@ from orchestrator.cost import products as products_module
 from orchestrator.cost import speeds as speeds_module
 from orchestrator.cost.disk import Bandwidth
 from orchestrator.cost.planner import Planner
-from orchestrator.cost.products import Attention, Product, Small, Timer
+from orchestrator.cost.products import Product, Small, Timer
 from orchestrator.cost.speeds import (
     APART_S,
     FILE,
@@ -58,9 +58,7 @@ def test_a_machine_that_got_slower_is_believed_in_time():
     assert ahead.least("x") is None  # the clock was wrong then, or is now
 
 
-@pytest.mark.parametrize(
-    "damage", [None, [], {"x": 3}, {"x": [[1.0, 2.0]]}, {"x": [[-1.0, 2.0, True]]}]
-)
+@cases("damage", None, [], {"x": 3}, {"x": [[1.0, 2.0]]}, {"x": [[-1.0, 2.0, True]]})
 def test_what_is_damaged_counts_as_nothing(damage, tmp_path):
     path = tmp_path / "speeds.json"
     path.write_text(json.dumps({"format": "a form", "timings": damage}))
@@ -70,7 +68,8 @@ def test_what_is_damaged_counts_as_nothing(damage, tmp_path):
 class Played:
     """Stands for products.Timer, the clock, and other programs."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, bindings):
+        self.bindings = bindings
         self.seconds_of_all, self.now, self.others, self.asked = 1.0, DAY, 0.0, 0
         monkeypatch.setattr(speeds_module, "_REPEATS", 0)
         monkeypatch.setattr(speeds_module, "Timer", lambda *_: self)
@@ -88,20 +87,9 @@ class Played:
         pass
 
 
-class Unbound:
-    """As far as speeds ask."""
-
-    class api:
-        _lib = None
-
-        @staticmethod
-        def llama_print_system_info():
-            return b"a system"
-
-
 @pytest.fixture
-def machine(monkeypatch):
-    return Played(monkeypatch)
+def machine(monkeypatch, bindings):
+    return Played(monkeypatch, bindings)
 
 
 WHAT = Product(GGMLType.Q4_K, 256, 64, 1)
@@ -111,7 +99,7 @@ def session(machine, seconds, after_s, others=0.0, **settings):
     """(what stands, whether it was disturbed) of a use of this machine."""
     machine.seconds_of_all, machine.others = seconds, others
     machine.now += after_s
-    with Speeds(Unbound(), **{"threads": 1} | settings) as speeds:
+    with Speeds(machine.bindings, **{"threads": 1} | settings) as speeds:
         return speeds.seconds(WHAT), speeds.disturbed
 
 
@@ -144,14 +132,14 @@ def test_what_a_token_takes_is_timed_in_rounds(machine, monkeypatch):
     beside = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
     monkeypatch.setattr(machine, "seconds", lambda what: found[what].pop(0))
     monkeypatch.setattr(machine, "share", lambda: beside.pop(0))
-    with Speeds(Unbound(), 2) as speeds:
+    with Speeds(machine.bindings, 2) as speeds:
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [4.0, 3.0, 6.0]
         assert speeds.again() and not any(found.values())
         # 0.5 was not timed on a quiet machine
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [2.0, 3.0, 6.5]
         assert not speeds.again() and not speeds.disturbed
     machine.now += 5
-    with Speeds(Unbound(), 2) as speeds:
+    with Speeds(machine.bindings, 2) as speeds:
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [2.0, 3.0, 6.5]
         assert not speeds.again()
 
@@ -163,55 +151,9 @@ def test_a_timing_that_others_disturbed_is_repeated(machine, monkeypatch):
     found, beside = [6.0, 5.0, 1.0, 7.0], [1.0, 1.0, 0.0, 1.0]
     monkeypatch.setattr(machine, "seconds", lambda what: found.pop(0))
     monkeypatch.setattr(machine, "share", lambda: beside.pop(0))
-    with Speeds(Unbound(), 2) as speeds:
+    with Speeds(machine.bindings, 2) as speeds:
         assert speeds.seconds(WHAT) == 1.0 and not speeds.disturbed
         assert speeds.seconds(WHAT._replace(rows=4)) == 7.0 and speeds.disturbed
-
-
-def test_products_are_timed(bindings):
-    with Timer(bindings.api._lib, 1) as timer:
-
-        def seconds(what):
-            """The least of some: a machine may stand still while one is timed."""
-            return min(timer.seconds(what) for _ in range(3))
-
-        for routed in (False, True):
-            one, many = (
-                seconds(Product(GGMLType.Q4_K, 512, 256, rows, routed=routed)) for rows in (1, 256)
-            )
-            assert 0 < one < many < 1
-        assert seconds(Small(256, 1)) < seconds(Small(256, 256))
-        short, long = (seconds(Attention(4, 2, 64, 64, 1, n)) for n in (256, 4096))
-        assert 0 < short < long
-        if bindings.library().interleaves(GGMLType.Q4_K, 512, 256):
-            repacked = Product(GGMLType.Q4_K, 512, 256, 1, repacked=True, routed=True)
-            assert 0 < seconds(repacked) < 1
-
-
-def test_attention_reads_a_cache_that_is_not_in_the_processors(bindings):
-    """As in llama.cpp: a cell's heads lie side by side, and a token goes through all layers."""
-    keys: list[int] = []
-    steps: list[tuple[int, ...]] = []
-    with Timer(bindings.api._lib, 1, pool_bytes=8 << 20) as timer:
-        attend, view = timer.flash_attn_ext, timer.view_3d
-
-        def attended(*args):
-            keys.extend(args[2:4])
-            return attend(*args)
-
-        def viewed(*args):
-            steps.append(args[2:])
-            return view(*args)
-
-        vars(timer).update(flash_attn_ext=attended, view_3d=viewed)
-        begin_s = perf_counter()
-        assert 0 < timer.seconds(Attention(4, 2, 64, 64, 1, 512)) < perf_counter() - begin_s
-        layer_bytes = 512 * 2 * (64 + 64) * 2
-        assert len(set(keys)) == len(keys) == 2 * min(48, (8 << 20) // layer_bytes)
-        assert set(steps) == {(64, 512, 2, 2 * 64 * 2, 64 * 2, 0)}
-        keys.clear()
-        timer.seconds(Attention(4, 2, 64, 64, 64, 512))
-        assert len(keys) == 2  # many queries reuse what they read
 
 
 @pytest.mark.parametrize(("others", "expected"), [(0.0, 3e-3), (0.5, 1e-3)])
@@ -264,9 +206,8 @@ def test_a_cap_holds_for_measuring_too(bindings, model, monkeypatch):
         speeds.seconds(WHAT)
 
 
-@pytest.mark.parametrize(
-    ("layout", "ratios"),
-    [(FILE, (8.0, 8.0, 8.0)), (OWN, (2.0, 2.0, 4.0)), (UPSTREAM, (2.0, 2.0, 6.0))],
+@cases(
+    "layout, ratios", (FILE, (8.0, 8.0, 8.0)), (OWN, (2.0, 2.0, 4.0)), (UPSTREAM, (2.0, 2.0, 6.0))
 )
 def test_dense_weights_are_repacked_with_the_experts(model, layout, ratios):
     """On a machine that is played, where repacked rows are slow for many activations: slots' own

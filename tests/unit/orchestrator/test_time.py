@@ -235,43 +235,26 @@ def test_hot_experts_that_stay_high_are_not_missed():
 
 
 def test_plans_of_a_model(bindings, model):
-    with ExpertModel.open(model) as opened:
-        config = Config.build(model=model, ctx=256, threads=1, force_managed=True)
-        machine = Machine(8 << 30)
-        with Speeds(bindings, 1) as speeds:
-            uses = known_uses(config, opened)
-            predictor = TimeModel(opened, Bandwidth(1e8), speeds, *uses)
-            assert not predictor.profiled
+    config = Config.build(model=model, ctx=256, threads=1, force_managed=True)
+    with ExpertModel.open(model) as opened, Speeds(bindings, 1) as speeds:
+        predictor = TimeModel(opened, Bandwidth(1e8), speeds, *known_uses(config, opened))
+        few = {"policy": "lru", "expert_ram": opened.tier_bytes[0] // 2}
 
-            def predicted(uses=None, **settings):
-                asked = config.with_changes(**settings)
-                plan = plan_memory(asked, opened, machine)
-                return predictor.of_plan(plan, asked, uses=uses)
+        def predicted(uses=None, **settings):
+            asked = config.with_changes(**settings)
+            plan = plan_memory(asked, opened, Machine(8 << 30))
+            return predictor.of_plan(plan, asked, uses=uses)
 
-            whole = predicted(policy="lru")
-            assert whole.residency.hit_rate == 1.0 and whole.read_bytes == 0.0
-            half = predicted(policy="lru", expert_ram=opened.tier_bytes[0] // 2)
-            assert 0.4 < half.residency.hit_rate < 0.6
-            assert half.token_s() > whole.token_s() and half.read_bytes > 0
-            assert half.prompt_s(64, first=True) > half.prompt_s(64) > whole.prompt_s(64)
-            few = predicted(skewed(opened), policy="lru", expert_ram=opened.tier_bytes[0] // 2)
-            assert half.residency.hit_rate < few.residency.hit_rate < 1.0
-            skipping = predicted(
-                policy="dymoe",
-                low_tier="skip",
-                retention=0.5,
-                expert_ram=opened.tier_bytes[0] // 2,
-            )
-            assert skipping.read_bytes < half.read_bytes
-            assert skipping.asked and not half.asked
-            plain = predicted(policy="plain", force_managed=False)
-            # The same kernels compute a token on both paths, and no timing sets them apart.
-            assert plain.residency.hit_rate == 1.0 and plain.token_s() == whole.token_s()
-            mixed = predicted(policy="dynaexq", low_tier="q2_k")
-            assert mixed.residency.hit_rate == 1.0
-            low = predicted(policy="lru", high_tier="q2_k")
-            assert low.costs.expert_bytes.sum() < whole.costs.expert_bytes.sum()
-            assert predicted(policy="lru").costs is whole.costs
+        whole, half = predicted(policy="lru"), predicted(**few)
+        assert whole.residency.hit_rate == 1.0 and whole.read_bytes == 0.0
+        assert 0.4 < half.residency.hit_rate < 0.6
+        assert half.token_s() > whole.token_s() and half.read_bytes > 0
+        assert half.prompt_s(64, first=True) > half.prompt_s(64) > whole.prompt_s(64)
+        assert half.residency.hit_rate < predicted(skewed(opened), **few).residency.hit_rate < 1.0
+        skips = predicted(**{**few, "policy": "dymoe", "low_tier": "skip", "retention": 0.5})
+        assert skips.read_bytes < half.read_bytes and skips.asked and not half.asked
+        # The same kernels compute a token on both paths, and no timing sets them apart.
+        assert predicted(policy="plain", force_managed=False).token_s() == whole.token_s()
 
 
 def half_there():

@@ -4,7 +4,7 @@ are as long as there is room for."""
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial, wraps
+from functools import partial
 
 import pytest
 from asgi import HANG_S, Client, ask, begun, body_of, end_of, in_a_loop, until
@@ -13,7 +13,6 @@ from paths import CHAT, COMPLETIONS, COUNT
 from tables import cases
 
 from orchestrator.config import Config
-from orchestrator.serve import requests as app_module
 from orchestrator.serve.admission import BODY_FACTOR, KEPT, WHOLE_FACTOR, Bodies, Gate, Unread
 from orchestrator.serve.backend import Words, server_config
 from orchestrator.serve.wire import Refusal
@@ -122,22 +121,6 @@ async def test_one_thread_at_a_time_works_with_a_body_to_its_end():
         await first
 
 
-def test_bodies_are_looked_at_beside_the_event_loop(monkeypatch):
-    """A list of a hundred thousand tokens takes a while."""
-    threads = []
-    usual = app_module.settle_fields
-
-    def settle(*arguments):
-        threads.append(threading.current_thread().name)
-        usual(*arguments)
-
-    monkeypatch.setattr(app_module, "settle_fields", settle)
-    app = app_for(FakeBackend(whole(), whole()))
-    assert ask(app, COMPLETIONS, {"prompt": "a"}).status == 200
-    assert ask(app, "/tokenize", {"content": "a"}).status == 200
-    assert len(threads) == 2 and all("quick" in name for name in threads)
-
-
 LIMIT = 2**17
 HALF = LIMIT // 2
 TEMPLATE = "/apply-template"
@@ -222,16 +205,6 @@ def test_the_plan_counts_them():
     assert longer - one == (KEPT + 2 * BODY_FACTOR) * 1000
     assert more - one > 3 * BODY_FACTOR * 1000
     assert joined - one == 2 * (WHOLE_FACTOR - BODY_FACTOR) * 1000
-
-
-def in_a_loop(line):
-    """A test of what only an event loop has."""
-
-    @wraps(line)
-    def run():
-        asyncio.run(line())
-
-    return run
 
 
 @in_a_loop

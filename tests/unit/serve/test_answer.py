@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from threading import Event
 
 import pytest
@@ -10,10 +11,8 @@ from fake_backend import (
     FakeBackend,
     FakeRequest,
     app_for,
-    quiet,
     reply_of,
     served_by,
-    state_with,
     streaming,
     whole,
 )
@@ -23,7 +22,6 @@ from tables import cases
 from orchestrator.errors import NativeError
 from orchestrator.serve import answer
 from orchestrator.serve import state as state_module
-from orchestrator.serve.app import application
 
 # What each path needs, and leaves out of the others' where it has no use for it.
 ASK = {"messages": SAID, "input": "a", "input_prefix": "a", "input_suffix": "b"}
@@ -219,22 +217,6 @@ async def test_what_cannot_be_answered_is_refused_before_its_stream_begins(
     assert len(backend.asked) == 4 + len(unread)  # each is counted once
 
 
-def test_a_stream_is_kept_alive_while_a_tool_call_is_withheld(pings):
-    pause = Event()
-    role, call = event(b'{"role": "assistant"}'), event(b'{"tool_calls": []}')
-    app = app_for(FakeBackend(streaming(role, call, pause=pause)))
-
-    def kept_alive(parts):
-        return len(parts[parts.index(role) :]) > 3 if role in parts else False
-
-    parts = asyncio.run(streamed(app, pause, enough=kept_alive)).parts
-    at = parts.index(role)  # on a busy machine there are comments before it, too
-    assert parts[-1] == call
-    # A comment is an event of its own: it begins with a colon and ends with an empty line.
-    comments = parts[:at] + parts[at + 1 : -1]
-    assert all(part.startswith(b":") and part.endswith(b"\n\n") for part in comments)
-
-
 @in_a_loop
 async def test_nobody_waits_for_ever_and_the_line_is_bounded():
     holds = [whole(hold=Event()) for _ in range(3)]
@@ -271,24 +253,6 @@ def test_a_client_that_leaves_ends_its_work_and_lets_the_next_one_in(leaving):
 
     assert asyncio.run(leave()) == [200, 200]
     assert state.gate.running == state.gate.waiting == 0
-
-
-@in_a_loop
-async def test_it_is_idle_behind_the_last_request_in_flight():
-    """Whether that one was answered or left; and while another one waits, it is not."""
-    hold, rests = Event(), whole(hold=Event())
-    backend = FakeBackend(whole(hold=hold), whole(), rests)
-    state, app = served_by(backend)
-    first, second = (begun(app, CHAT, ASK)[1] for _ in range(2))
-    await until(lambda: state.gate.waiting == 1)
-    hold.set()
-    await asyncio.gather(first, second)
-    assert backend.turns == ["attend", "attend", "idle"]
-    client, task = begun(app, CHAT, ASK)
-    await until(lambda: len(backend.asked) == 3)
-    client.leave()
-    await end_of(task)
-    assert rests.cancelled.is_set() and backend.turns[3:] == ["attend", "idle"]
 
 
 class Deaf(Client):
@@ -329,26 +293,6 @@ async def test_who_reads_nothing_holds_no_place_once_the_answer_is_made(monkeypa
 
 
 @in_a_loop
-async def test_steps_are_shared_with_who_came_before_the_end():
-    """Also where the end is taken once its place is given back."""
-    pause, other = Event(), Event()
-    state, app = served_by(
-        FakeBackend(streaming(PART, FINAL, pause=pause), whole(hold=other)), parallel=2
-    )
-    deaf, first = begun(app, CHAT, STREAM, Deaf)
-    await until(lambda: deaf.reply.parts)
-    _, second = begun(app, CHAT, ASK)
-    await until(lambda: state.gate.running == 2)
-    pause.set()
-    await until(lambda: state.gate.running == 1)
-    deaf.hears.set()
-    reply = await end_of(first)
-    other.set()
-    await end_of(second)
-    assert b'"shared_steps": true' in reply.body
-
-
-@in_a_loop
 async def test_who_leaves_takes_no_memory_from_who_is_slow(monkeypatch):
     monkeypatch.setattr(state_module, "UNREAD_BYTES", 1)
     state, app = served_by(
@@ -377,8 +321,9 @@ def test_a_request_without_file_descriptors_is_refused_and_its_place_is_free(mon
     def none(*_):
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(answer, "Parts", none)
-    state = state_with(FakeBackend(whole()), parallel=1)
-    reply = ask(application(state, quiet), CHAT, ASK)
+    monkeypatch.setattr(os, "pipe", none)
+    request = whole()
+    state, app = served_by(FakeBackend(request), parallel=1)
+    reply = ask(app, CHAT, ASK)
     assert reply.status == 503 and "Too many open files" in reply.json()["error"]["message"]
-    assert state.gate.running == 0
+    assert state.gate.running == 0 and request.closed

@@ -134,28 +134,6 @@ def test_anthropic(served):
     served.until_running(0)
 
 
-def test_litellm(served, monkeypatch):
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would ask the network
-    litellm = pytest.importorskip(
-        "litellm", reason="litellm is missing (it wants an older openai than the others)"
-    )
-    pytest.importorskip("mcp", reason="litellm imports mcp where tools are given: it is missing")
-    common = {"model": "openai/any", "api_base": served.url + "/v1", "api_key": "none"}
-    common |= {"messages": MESSAGES, "max_tokens": 200}
-    assert "Oslo" in litellm.completion(**common).choices[0].message.content
-    parts = litellm.completion(**common, stream=True)
-    assert "Oslo" in "".join(part.choices[0].delta.content or "" for part in parts)
-    made = litellm.completion(**common, tools=[CAPITAL], tool_choice="required")
-    for call in made.choices[0].message.tool_calls:
-        assert is_a_call(call.function.name, call.function.arguments)
-    shaped = litellm.completion(**common, response_format=FORMAT)
-    assert json.loads(shaped.choices[0].message.content)["capital"] in CAPITALS
-    leaving = litellm.completion(**{**common, "messages": LONG}, stream=True)
-    next(iter(leaving))
-    leaving.completion_stream.close()
-    served.until_running(0)
-
-
 def test_ollama(served):
     ollama = pytest.importorskip("ollama", reason="the ollama package is missing")
     client = ollama.Client(host=served.url)

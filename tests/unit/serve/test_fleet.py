@@ -194,15 +194,13 @@ def started(tmp_path_factory, library):
 
 @pytest.fixture(scope="module")
 def url(started):
-    found = started()
-    return found
+    return started()
 
 
 def asked(url, path, data=None, key=KEY):
     body = None if data is None else json.dumps(data).encode()
     head = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    answer = urlopen(Request(url + path, body, head), timeout=HANG_S)
-    return answer
+    return urlopen(Request(url + path, body, head), timeout=HANG_S)
 
 
 def running(url):

@@ -204,58 +204,6 @@ def test_a_question_without_an_answer_comes_back(browser, served):
     assert tab.value("$('log').children.length") == 0
 
 
-def test_the_picture_says_what_its_colours_and_axes_are(tab):
-    tab.value(
-        """
-const plainly = CanvasRenderingContext2D.prototype.fillText;
-drawn = [];
-CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {
-  drawn.push(text);
-  plainly.call(this, text, ...at);
-};
-"""
-    )
-    tab.until("seen !== null && seen.layers > 0 && $('legend').children.length > 0")
-    assert tab.value("[...$('legend').children].map((each) => each.innerText).join()").endswith(
-        "used just now, and gone again,strong colour: used just now"
-    )
-    grey = tab.value("$('legend').children[3].querySelector('i').style.background")
-    assert (
-        grey
-        == "rgb(128, 136, 144)"
-        == tab.value("mixed(GONE, [255, 255, 255], 1)").replace(",", ", ")
-    )
-    tab.value("drawn.length = 0; flow = [{ hits: 0.5, rate: 3 * 2 ** 20 }]; drawFlow()")
-    for label in ("100 %", "50 %", "0 %", "3.0 MiB/s", "1.5 MiB/s", "60 s ago", "now"):
-        assert label in tab.value("drawn"), label
-
-
-def test_another_size_and_other_colours_need_no_news(browser, served):
-    """The server is gone: what was seen last is drawn for the window as it is now."""
-    gone = "if (path === '/experts' && window.gone) return Promise.reject(new TypeError('gone'));"
-    tab = opened(browser, served, gone)
-    tab.until("seen !== null && seen.layers > 0 && $('legend').children.length > 0")
-    tab.value("gone = true")
-    tab.shape(400, 800)
-    tab.until("$('flow').clientWidth === 0")
-    tab.value("$('flow').width = $('flow').height = 1")
-    tab.shape(1280, 800)
-    pixels = "$('flow').getContext('2d').getImageData(0, 0, $('flow').width, $('flow').height).data"
-    tab.until(f"$('flow').width > 0 && {pixels}.some((each) => each > 0)")
-    tab.shape(1280, 800, True)
-    dark = "mixed(COLORS[0], [20, 24, 29], 0.4).replaceAll(',', ', ')"
-    tab.until(f"$('legend').lastChild.querySelector('i').style.background.includes({dark})")
-
-
-def test_where_no_expert_is_managed_the_page_says_what_to_do(browser, served):
-    fake = "if (path === '/experts') return Response.json({ layers: 0, mode: 'plain' });"
-    tab = opened(browser, served, fake)
-    tab.until("!$('plain').hidden && $('managed').hidden")
-    said = tab.value("document.querySelector('aside').innerText")
-    for words in ("Nothing to see", "plain path", "moe-edge serve --ram", "--policy lru"):
-        assert words in said
-
-
 def test_what_a_model_writes_is_text(browser, served):
     fake = f"if (isChat(path)) return streamed({json.dumps(ATTACK)});"
     tab = opened(browser, served, fake)

@@ -98,18 +98,14 @@ class Made:
         self.closed.set()
 
 
-def nothing():
-    pass
-
-
-def through(make, use, kind=Made, at_end=nothing):
+def through(make, use):
     """What a coroutine makes of the parts of such a request, and the request."""
     loop = Loop()
-    request = kind(make, loop)
+    request = Made(make, loop)
 
     async def run():
         with ThreadPoolExecutor(1) as workers:
-            parts = Parts(request, workers, at_end)
+            parts = Parts(request, workers, lambda: None)
             try:
                 return await use(parts, request)
             finally:
@@ -125,9 +121,7 @@ async def all_of(parts, _request):
     """Those that are not empty. Where nobody wakes it, the thread that makes them gives up."""
     found, is_all = [], False
     while not is_all:
-        come = await parts.next(None)
-        assert come is not None
-        text, is_all = come
+        text, is_all = await parts.next(None)
         found += [text] if text else []
     return found
 
@@ -211,21 +205,6 @@ def test_the_end_waits_for_nothing(long_rest):
     assert through(make, use)[0] == [b"a"] * FAST + [b"b"]
 
 
-def test_what_does_not_come_in_time_is_said():
-    go = threading.Event()
-
-    def make(request):
-        go.wait(HANG_S)
-        request.put(b"a")
-
-    async def use(parts, _request):
-        said = [await parts.next(0.01), await parts.next(0.01)]
-        go.set()
-        return [*said, (await parts.next(None) or (b"", True))[0]]
-
-    assert through(make, use)[0] == [None, None, b"a"]
-
-
 def test_who_is_cancelled_waits_no_more():
     """The work ends, and what comes afterwards wakes nobody; no error is left in the loop."""
 
@@ -255,45 +234,6 @@ def test_what_the_thread_raises_is_raised():
 
     with pytest.raises(OSError, match="gone"):
         through(make, all_of)
-
-
-class Mute(Made):
-    """It tells nobody of its end."""
-
-    def run(self, ready):
-        self._make(self)
-        self._ended = True
-
-
-def test_the_end_is_told_where_what_follows_it_fails():
-    def fail():
-        raise RuntimeError("no idea")
-
-    async def use(parts, _request):
-        errors = []
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _loop, what: errors.append(what["exception"]))
-        assert await end_of(parts.next(None)) == (b"", True)
-        return errors
-
-    errors, _ = through(Made.until_awaited, use, Mute, fail)
-    assert [str(error) for error in errors] == ["no idea"]
-
-
-def test_a_request_for_which_no_pipe_can_be_had_is_freed(monkeypatch):
-    def none():
-        raise OSError(24, "Too many open files")
-
-    async def run(request):
-        monkeypatch.setattr(os, "pipe", none)
-        with pytest.raises(OSError, match="Too many open files"):
-            Parts(request, ThreadPoolExecutor(1), nothing)
-
-    loop = Loop()
-    request = Made(lambda _: None, loop)
-    loop.run_until_complete(run(request))
-    loop.close()
-    assert request.closed.is_set()
 
 
 @in_a_loop

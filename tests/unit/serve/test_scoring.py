@@ -1,17 +1,14 @@
 """`echo` with logprobs: what may be asked, the form of the answer, and lm_eval as a client."""
 
-import asyncio
 import json
-import signal
 import threading
 from types import SimpleNamespace
-from urllib.error import HTTPError
 
 import numpy as np
 import pytest
-from asgi import Client, ask
+from asgi import ask
 from fake_backend import FakeBackend, app_for, assert_refused, whole
-from served import DEMO, HANG_S, running, serving
+from served import DEMO, HANG_S, running
 from tables import cases
 from waiting import wait_until
 
@@ -182,29 +179,6 @@ def test_one_token_more_is_the_likeliest(prompt, text, finish):
     assert answer["usage"]["completion_tokens"] == 2
 
 
-def test_others_go_on_while_the_answer_is_written():
-    turns, turns_at_parts = 0, []
-
-    class Counting(Client):
-        async def _send(self, message):
-            turns_at_parts.append(turns)
-            await super()._send(message)
-
-    async def run():
-        app = app_for(ScoringBackend())
-        body = json.dumps(ASK | {"prompt": "a" * 512}).encode()
-        asking = asyncio.create_task(Counting(app, "POST", PATH, body).run())
-        nonlocal turns
-        while not asking.done():
-            await asyncio.sleep(0)
-            turns += 1
-        return asking.result()
-
-    assert asyncio.run(run()).json()["choices"]
-    bodies = turns_at_parts[1:]
-    assert len(bodies) > 8 and len(set(bodies)) == len(bodies)
-
-
 def test_what_is_scored_is_what_the_plan_has():
     config = Config.build(model="a.gguf")
     longer = config.with_changes(ctx=SCORED_MOST + 100)
@@ -296,25 +270,6 @@ def test_a_client_that_leaves_ends_it(live):
         lambda: sum(ended in line for line in live.lines) == 3, "they were read to their end"
     )
     assert live.post(PATH, ASK)["choices"]
-
-
-def test_a_signal_ends_it_cleanly(tmp_path, library):
-    with serving(tmp_path, "--ram", RAM, "--policy", "lru", "--ctx", "512") as served:
-        replies = []
-
-        def asking():
-            try:
-                served.post(PATH, ASK | {"prompt": [[5] * 500] * 30})
-            except HTTPError as error:
-                replies.append(error.code)
-
-        client = threading.Thread(target=asking)
-        client.start()
-        served.until_running(1)
-        status, said = served.end(signal.SIGTERM)
-        client.join(HANG_S)
-    assert status == 0 and replies == [503], said
-    assert "Traceback" not in said
 
 
 class Tokens:

@@ -1,6 +1,5 @@
 """`moe-edge serve` on the demo model, as clients meet it."""
 
-import json
 import re
 import signal
 import time
@@ -10,7 +9,7 @@ import pytest
 from command_line import MOE_EDGE, python
 from served import DEMO, HANG_S, running, serving
 from soaking import soak_clients, soak_requests
-from speaking import CAPITAL, object_of
+from speaking import CAPITAL
 from tables import cases
 
 RAM = "160MiB"
@@ -60,24 +59,6 @@ def test_the_openai_client(served):
     assert "e" not in stopped.choices[0].text
     with pytest.raises(openai.BadRequestError, match="exceed"):
         client.completions.create(model=model.id, prompt="word " * 900, stream=True)
-
-
-def shaped(name, **bounds):
-    schema = object_of(**{name: {"type": "string", **bounds}})
-    return {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
-
-
-def test_a_schema_that_bounds_its_strings_ends_in_json(served):
-    """Without a bound a model may go on in a string until --max-tokens, and the answer says so."""
-    for name in ("capital", "story", "song"):
-        data = {"messages": QUESTION, "temperature": 0, "max_tokens": 200}
-        bounded = {**data, "response_format": shaped(name, maxLength=40)}
-        (choice,) = served.post("/v1/chat/completions", bounded)["choices"]
-        assert choice["finish_reason"] == "stop"
-        assert len(json.loads(choice["message"]["content"])[name]) <= 40
-        cut = {**data, "max_tokens": 6, "response_format": shaped(name, minLength=400)}
-        (choice,) = served.post("/v1/chat/completions", cut)["choices"]
-        assert choice["finish_reason"] == "length"
 
 
 def test_anthropics_form_has_the_fields_of_the_others(served):

@@ -19,7 +19,6 @@ from starlette.responses import Response
 
 from orchestrator.serve import door
 from orchestrator.serve.app import application
-from orchestrator.serve.door import PART_BYTES
 from orchestrator.serve.run import Protocol, _Server
 
 BIG = json.dumps({"tokens": [1] * 3_000_000}).encode()
@@ -82,26 +81,6 @@ def test_who_reads_no_quick_answer_loses_its_connection():
         for sock in (*socks, reading):
             sock.close()
     assert state.unread.n_bytes == 0
-
-
-def test_a_long_quick_answer_goes_out_in_parts_and_is_counted():
-    state, app = served_by(FakeBackend(whole(BIG)))
-    counted = []
-
-    async def run():
-        client = Client(app, "GET", "/props", b"")
-        send = client._send
-
-        async def sending(message):
-            counted.append(state.unread.n_bytes)
-            await send(message)
-
-        client._send = sending
-        return (await client.run()).parts
-
-    parts = asyncio.run(run())
-    assert b"".join(parts) == BIG and max(map(len, parts)) <= PART_BYTES
-    assert max(counted) == len(BIG) and state.unread.n_bytes == 0
 
 
 @pytest.mark.parametrize("head", [HEAD + b"\r\n", HEAD + b"Connection: close\r\n\r\n"])
