@@ -7,14 +7,12 @@ import pytest
 
 from orchestrator.cache import profile
 from orchestrator.engine.engine import Engine
-from orchestrator.errors import ConfigError
 from orchestrator.events import Phase
-from orchestrator.lab.replay import render
-from orchestrator.lab.replay.record import Recorder, record_text
+from orchestrator.lab.replay.record import record_text
 from orchestrator.lab.replay.simulate import Compute
 
 from .conftest import build, drawn, until
-from .replayed import SPEEDS, recorded, replayed, reported
+from .replayed import SPEEDS, recorded, replayed
 
 PROMPTS, ANSWER = (drawn(23, 11), drawn(9, 12)), drawn(80, 13)
 
@@ -90,14 +88,6 @@ def test_several_sequences_that_decode_together(both, tmp_path):
     np.testing.assert_array_equal(policy.hotness, run.policy.hotness)
 
 
-def test_the_report_has_the_run_beside_its_replay(both, tmp_path):
-    result = reported(recorded(dynaexq(both, update_steps=8), tmp_path, evaluate).trace)
-    ours, theirs = result["runs"]["dynaexq"]["decode"], result["recorded"]["decode"]
-    assert (ours["hits"], ours["requests"]) == (theirs["hits"], theirs["requests"])
-    assert result["runs"]["dynaexq"]["experts_promoted"] > 0
-    assert "recorded dynaexq" in render(result) and "as the reads allow" in render(result)
-
-
 def test_measuring_the_dense_share_teaches_nothing(both, tmp_path):
     """The skipped steps behind a recording are in neither the trace nor the profile."""
     path = tmp_path / "hot.json"
@@ -108,11 +98,3 @@ def test_measuring_the_dense_share_teaches_nothing(both, tmp_path):
     assert all(0 < share <= 1 for share in trace.header.dense_share)
     _, policy = replayed(trace, SPEEDS[0])
     np.testing.assert_allclose(profile.load(path, model).hotness, policy.hotness, rtol=1e-5)
-
-
-def test_a_policy_that_has_decided_is_not_recorded(both):
-    with Engine.open(dynaexq(both)) as engine:
-        Recorder(engine)
-        engine.eval(PROMPTS[0], 0)
-        with pytest.raises(ConfigError, match="record with a new engine"):
-            Recorder(engine)

@@ -25,14 +25,6 @@ def about(backend, country):
     return answer["timings"]["prompt_n"], answer["choices"][0]["text"]
 
 
-def test_a_conversation_that_another_one_drove_out_comes_back():
-    with serving(**LRU, cache_ram=8 * MIB) as backend:
-        found = {country: about(backend, country) for country in COUNTRIES[:4]}
-        assert min(n_read for n_read, _ in found.values()) > 40
-        n_read, text = about(backend, "Norway")
-        assert n_read < 5 and text == found["Norway"][1]
-
-
 @pytest.mark.parametrize(
     # Of each token 4 KiB: the memory holds one of these conversations and no second one.
     ("cache_ram", "others"),
@@ -64,11 +56,6 @@ def test_what_is_looked_up_on_disk_is_tokenized_once(tmp_path, monkeypatch):
         assert client.post("/v1/chat/completions", json=said).status_code == 200
         assert routes == ["/v1/chat/completions"]
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_memory_for_prompts_is_set_aside_without_being_asked_for():
-    with serving(**LRU) as backend:
-        assert backend.engine.plan.prompt_bytes > 0
 
 
 def test_what_is_kept_gives_way_to_a_long_conversation_before_slots_do():

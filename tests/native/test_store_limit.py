@@ -93,16 +93,6 @@ def test_between_steps(n_warm, slots, usable, left, simulated, library, tmp_path
             assert driver.use(layer, chosen) == {expert: {0} for expert in chosen}
 
 
-def test_all_kinds_keep_as_many(library, tmp_path):
-    """Where the limit ends within an expert, one kind has a slot more and no other."""
-    driver = make(library, tmp_path, simulated=True)
-    with driver.store as store:
-        row, (slot, _) = row_bytes(store), store.spec.groups[0]
-        assert store.limit(4 * row + slot) == 0
-        assert store.stats().slot_bytes == 4 * row + slot
-        assert kept(store) == EXPERTS[4:]
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_refused(device, library, tmp_path):
     """Nothing has changed then, and the next step is none that failed."""
@@ -125,23 +115,6 @@ def test_refused(device, library, tmp_path):
 
         store.warm([], meanwhile)
         assert said and all(("warm start" in each) == (device is None) for each in said)
-
-
-def test_what_is_read_goes_when_it_is_there(library, tmp_path):
-    driver = make(library, tmp_path, simulated=True, n_warm=5)
-    with driver.store as store:
-        row = row_bytes(store)
-        store.limit(4 * row)
-        assert kept(store) == EXPERTS[1:5]
-        store.limit(N_SLOTS * row)
-        for kind in KINDS:
-            driver.prefetch([(1, 4, 0)], kind)
-        assert store.limit(3 * row) == row
-        store.check()
-        assert driver.clock is not None
-        driver.clock.advance(1000 * US)
-        assert kept(store) == [(0, 3), (0, 4), (1, 4)]
-        assert store.limit(3 * row) == 0
 
 
 def test_fixed_tables_end(library, tmp_path):

@@ -35,7 +35,7 @@ NEVER = {"avx2": (AVX512, VNNI), "avx_vnni": (AVX512,), "avx512_vnni": ()}
 # These look first whether the processor has it.
 CHECKED = re.compile(r"fold|by_products")
 SOME_TESTS = (
-    *("tests/unit/gguf/test_built.py", "tests/unit/gguf/test_upstream.py"),
+    *("tests/unit/gguf/test_built.py", "tests/unit/gguf/test_pack.py"),
     *("tests/native/test_lossless.py", "tests/native/test_server_library.py"),
     "tests/native/test_executor.py::test_model_without_python",
 )
