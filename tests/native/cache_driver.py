@@ -8,7 +8,7 @@ from orchestrator.events import Phase
 from orchestrator.native import MAX_TIERS, Slices, Store, StoreSpec
 from orchestrator.native.abi import VISIT_CB, CPrefetch
 
-from .cache_model import DOWN, GATE, GATE_UP, SKIP, UP, Visit
+from .cache_model import DOWN, GATE, GATE_UP, SKIP, UP
 from .conftest import HANG_S
 from .transition_driver import N_EXPERT
 
@@ -25,7 +25,7 @@ DEVICE_SLOT_BYTES = tuple(
 
 def make_store(library, file, tiers, layout):
     """A store of this layout; writes the file's offsets into it."""
-    groups: dict[tuple[int, int, int], int] = {}
+    groups = {}
     layers = []
     for layer, kinds in enumerate(layout.kinds):
         slices = {}
@@ -80,8 +80,8 @@ class Driver:
 
     def use(self, layer, kind, experts):
         """What the op met, in its order; None where the step was cancelled."""
-        visits: list[Visit] = []
-        wrong: list[str] = []
+        visits = []
+        wrong = []
 
         def visit(expert, tier, ggml, data, n_bytes, _):
             visits.append((expert, tier))

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +25,7 @@ def widen(tiny, path, n_vocab, n_each, n_ctx):
         old_each = file.metadata[arch + "embedding_length_per_layer_input"]
         n_layer = file.metadata[arch + "block_count"]
         names = [f"tok_{i}" for i in range(n_vocab)]
-        new: dict[str, Any] = {
+        new = {
             arch + "vocab_size": n_vocab,
             arch + "embedding_length_per_layer_input": n_each,
             arch + "context_length": n_ctx,
@@ -77,7 +76,7 @@ def blocks_of(path, tokens):
     """How many blocks of the file hold the rows of these tokens."""
     with ExpertModel.open(path) as model:
         infos = [table.info for table in model.lookup]
-    blocks: set[int] = set()
+    blocks = set()
     for info in infos:
         row = info.nbytes // info.shape[1]
         starts = info.offset + np.unique(tokens) * row

@@ -201,20 +201,3 @@ def test_it_adapts_within_64_steps(five, tmp_path):
         simulate(Bindings.load().library(), trace, setup, speed, Compute(1000.0, 30_000.0))
         found = setup.policy.report()
         assert found["placements"] == 2 and 0 < found["steps"] <= 64
-
-
-def test_what_a_sequence_used_goes_with_its_tokens(five):
-    with Engine.open(context(five, sequences=2)) as engine:
-        policy, driver = engine.policy, engine.driver
-        converse(engine, 0, 4)
-        alone = policy.use.sums[0]
-        kept = driver.save_sequence(0)
-        assert kept is not None and driver.save_sequence(1) is None
-        engine.fork(0)  # llama.cpp's 1
-        assert driver.save_sequence(1) == kept
-        engine.decode_batch([5], [0])
-        assert policy.use.sums[0].sum() == pytest.approx(2 * alone.sum() + alone.sum() * 1 / 44)
-    with Engine.open(context(five)) as engine:
-        converse(engine, 0, 2)
-        engine.driver.restore_sequence(0, kept)
-        assert engine.policy.use.sums[0] == pytest.approx(alone)

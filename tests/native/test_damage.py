@@ -26,8 +26,8 @@ PAGE_BYTES = 4096
 TOKENS = drawn(24, 5)
 # How a model may run: slots that the store fills while it computes, in one tier and in two, all of
 # it filled at the start, and llama.cpp alone.
-SLOTS: dict[str, object] = {"expert_ram": 3 << 20}
-RUNS: dict[str, dict[str, object]] = {
+SLOTS = {"expert_ram": 3 << 20}
+RUNS = {
     "lru": {"policy": "lru", **SLOTS},
     "dymoe": {"policy": "dymoe", "low_tier": "q2_k", **SLOTS},
     "resident": {"policy": "lru"},

@@ -7,13 +7,12 @@ from .conftest import opened
 
 N = 48
 TOKENS = np.random.default_rng(3).integers(0, 200, N).tolist()
-Scores = dict[int, np.ndarray | None]
 
 
 def scores(model, parts, **settings):
     """Layer -> importance [T] of the last part, evaluated one after the other."""
     usual = {"policy": "dymoe", "low_tier": "skip", "expert_ram": 64 << 20, "prefetch": "off"}
-    found: Scores = {}
+    found = {}
 
     def note(event):
         score = event.importance_array
@@ -83,9 +82,9 @@ def test_a_later_chunk_scores_its_own_tokens(one):
 def test_a_last_layer_maps_its_output_rows(one):
     found = scores(one, [TOKENS], importance_window=4)
     last = found[max(found)]
-    assert last is not None and last.shape == (1,)
+    assert last.shape == (1,)
     everything = scores(one, [TOKENS], importance_window=4, logits_all=True)[max(found)]
-    assert everything is not None and everything.shape == (N,)
+    assert everything.shape == (N,)
     np.testing.assert_allclose(last[0], everything[-1], rtol=1e-4)
 
 

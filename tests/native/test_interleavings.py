@@ -49,7 +49,7 @@ class Machine(RuleBasedStateMachine):
         self.driver = Driver(
             self.file, self.library, self.slots, self.device, self.pools, self.simulated
         )
-        self.under_way: dict[tuple[int, int], tuple[int, int]] = {}
+        self.under_way = {}
 
     @rule()
     def hold(self):
@@ -100,7 +100,7 @@ class Interleavings(Machine):
         everyone = [(layer, e) for layer in range(N_LAYERS) for e in range(N_EXPERT)]
         self.visible = {each: HIGH if each in high else LOW for each in everyone}
         self.free = [self.slots[HIGH] - 3, self.slots[LOW] - 7, *self.slots[2:]]  # of each pool
-        self.running: dict[int, list[int]] = {}
+        self.running = {}
         self.driver.store.begin_step(Phase.DECODE)
 
     @rule(expert=experts, tier=st.integers(0, 4))
@@ -178,8 +178,8 @@ class Evictions(Machine):
         self.driver.store.warm([(0, 0, HIGH), (0, 1, LOW), (0, 2, LOW), (1, 0, LOW)])
         self.driver.store.reset_stats()
         self.driver.store.begin_step(Phase.DECODE)
-        self.high: dict[tuple[int, int], set[int]] = {(0, 0): set(KINDS)}
-        self.apart: set[tuple[int, int]] = set()
+        self.high = {(0, 0): set(KINDS)}
+        self.apart = set()
         self.uneven = False
         self.taken_back = 0  # transitions, before this step
 

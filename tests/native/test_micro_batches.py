@@ -45,7 +45,7 @@ def test_the_one_that_was_chosen_is_used(one):
     with opened(one, policy="lru", ubatch=1024, ram=ram) as engine:
         assert engine.context.n_ubatch == engine.plan.n_ubatch == 1024
         assert engine.store.spec.max_tokens == 1024
-        seen: list[int] = []
+        seen = []
         engine.store.set_route(lambda event: seen.append(event.n_tokens), 0)
         engine.eval(PROMPT, 0)
         assert max(seen) == 1024

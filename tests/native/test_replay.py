@@ -30,9 +30,7 @@ def evaluate(engine, prompt=PROMPT):
 def counters(stats):
     """All that a policy and a cache decide, and none of what time does."""
     names = ("requests", "hits", "demand_bytes", "prefetch_bytes", "routed", "computed")
-    found: dict[str, object] = {
-        name: np.ctypeslib.as_array(getattr(stats, name)).tolist() for name in names
-    }
+    found = {name: np.ctypeslib.as_array(getattr(stats, name)).tolist() for name in names}
     for name in ("promotions", "evictions", "slot_bytes_in_use", "slot_bytes_peak"):
         found[name] = getattr(stats, name)
     return found
@@ -76,7 +74,7 @@ def test_on_demand_it_agrees_exactly(shape, share, options, tiny_model, tmp_path
 def test_with_prefetch_it_agrees_where_every_read_arrives_in_time(one, tmp_path):
     """A real run that waits for its reads before it goes on has the hits of a replay whose
     reads take no time. Slots for all, so that every prefetch is read to its end."""
-    wanted: set[tuple[int, int]] = set()
+    wanted = set()
 
     def after_all_reads(engine):
         store, decide = engine.store, engine.policy.decide
@@ -118,7 +116,7 @@ def test_with_prefetch_it_asks_the_same(both, tmp_path):
     # the prompt alone has an importance
     prefill, *decode = run.trace.steps()
     scores = prefill.events[0].importance
-    assert scores is not None and scores.shape == (len(PROMPT),) and scores.max() > scores.min()
+    assert scores.shape == (len(PROMPT),) and scores.max() > scores.min()
     assert all(event.importance is None for step in decode for event in step.events)
 
 
@@ -140,7 +138,7 @@ def test_prompts_and_an_answer_in_one_step(low, both, tmp_path, monkeypatch):
     assert {int(each) for event in first.events for each in event.phases} == {Phase.PREFILL}
     event = mixed_step.events[0]
     assert event.sequences[event.phases == Phase.DECODE].tolist() == [2]
-    seen: list[list[int]] = []
+    seen = []
     decide = DyMoE.decide
 
     def watched(self, event, *more):

@@ -72,7 +72,7 @@ def test_every_policy_decides_for_the_server(policy):
         assert len(counted["mix"]) > 1 and abs(sum(counted["mix"].values()) - 1) < 1e-6
         assert counted["policy"] == policy and counted["bytes_read"] >= 0
         backend.engine.store.check()
-        results: list[int] = []
+        results = []
 
         def one_more():
             results.append(ask(backend, "/v1/completions", prompt=PROMPT, max_tokens=N)[0])
@@ -125,7 +125,7 @@ def test_figures_are_given_while_a_prompt_is_read(monkeypatch):
 
         monkeypatch.setattr(backend.engine.policy, "decide", held)
         request = posted(backend, "/v1/completions", prompt=PROMPT, max_tokens=1)
-        said: list[int] = []
+        said = []
         metrics = backend.request("/metrics", b"")
         asking = threading.Thread(target=lambda: said.append(metrics.whole()[0]))
         with running(request):
@@ -142,7 +142,7 @@ def test_figures_are_given_while_a_prompt_is_read(monkeypatch):
 def test_a_cancel_ends_the_work_and_keeps_what_was_read():
     with serving(**LRU) as backend:
         seen = threading.Event()
-        steps: list[int] = []
+        steps = []
         driver = backend.engine.driver
 
         def counting(step):

@@ -41,7 +41,7 @@ def test_what_is_kept_stays_within_what_was_asked_for(cache_ram, others):
 def test_what_is_looked_up_on_disk_is_tokenized_once(tmp_path, monkeypatch):
     """By llama.cpp, for the answer itself."""
     with serving(**LRU, prompt_cache=tmp_path) as backend:
-        routes: list[str] = []
+        routes = []
         request = backend._native.request
 
         def requested(route, *more):
@@ -63,7 +63,6 @@ def test_what_is_kept_gives_way_to_a_long_conversation_before_slots_do():
     with serving(**LRU | {"ram": 136 * MIB, "ctx": 1024, "cache_ram": 4 * MIB}) as backend:
         driver, store = backend.engine.driver, backend.engine.store
         shared, most = driver.shared, 4 * MIB
-        assert shared is not None
         planned = sum(size * n for size, n in store.spec.groups)
 
         def kept():
@@ -107,9 +106,9 @@ def test_copies_and_places_share_the_memory(n_bytes, part, parallel, expected):
 def test_an_answer_waits_for_where_its_experts_are_placed(monkeypatch):
     with serving(**WAITS) as backend:
         driver = backend.engine.driver
-        asked: list[Phase] = []
+        asked = []
         follow, wait = driver.follow, driver.before_answer
-        waited: list[bool] = []
+        waited = []
 
         def following(phase):
             asked.append(phase)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -48,13 +47,13 @@ def scored(backend, prompt, top=1, n_more=0, sequence=1):
         body.data = json.dumps(data).encode()
         return b"".join(await score(state, backend, body, sequence))
 
-    answer: dict[str, Any] = json.loads(asyncio.run(whole()))
+    answer = json.loads(asyncio.run(whole()))
     return answer
 
 
 def choice_of(backend, prompt, **more):
     (choice,) = scored(backend, prompt, **more)["choices"]
-    found: dict[str, Any] = choice["logprobs"]
+    found = choice["logprobs"]
     return found
 
 

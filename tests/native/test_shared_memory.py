@@ -39,7 +39,6 @@ def opened(path, **settings):
 def cap(path):
     """A cap with slots for two thirds of the experts."""
     with opened(path, ctx=4096) as engine:
-        assert engine.plan.slots is not None
         return engine.plan.total_bytes - engine.plan.slots.total_bytes // 3
 
 
@@ -49,7 +48,7 @@ def test_the_rows_are_those_of_a_run_with_memory_to_spare(path, cap):
     with opened(path, ctx=16384) as engine:
         expected = [engine.eval(tokens, pos) for tokens, pos in talk]
     with opened(path, ram=cap, conversations=True) as engine:
-        assert engine.plan.shared is not None and engine.n_ctx == 16384
+        assert engine.n_ctx == 16384
         for (tokens, pos), row in zip(talk, expected, strict=True):
             assert np.array_equal(engine.eval(tokens, pos), row)
         assert engine.store.stats().slot_bytes < engine.plan.slots.total_bytes

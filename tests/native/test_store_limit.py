@@ -106,7 +106,7 @@ def test_refused(device, library, tmp_path):
         assert kept(store) == before
         assert store.stats().slot_bytes == N_SLOTS * row
         store.check_step()
-        said: list[str] = []
+        said = []
 
         def meanwhile(_done):
             with pytest.raises(NativeError) as refused:
@@ -128,7 +128,6 @@ def test_fixed_tables_end(library, tmp_path):
         store.limit(10 * row)
         for kind in KINDS:
             driver.prefetch([(*everything[0], 0)], kind)
-        assert driver.clock is not None
         driver.clock.advance(1000 * US)
         assert kept(store) == everything
 
@@ -188,7 +187,7 @@ def memory_at(address):
 
 def address_of(driver, layer, expert):
     """Of one of its matrices, where it is now."""
-    found: list[int] = []
+    found = []
 
     def visit(_expert, _tier, _type, data, _bytes, _):
         found.append(data)
@@ -222,7 +221,7 @@ def rows_with(path, seed, **options):
     seed: limits change at random before each of them, None: there are none."""
     config = Config.build(model=path, ctx=256, ubatch=32, threads=2, **options)
     prompt = [int(t) for t in np.random.default_rng(5).integers(0, 250, 40)]
-    rows: list[np.ndarray] = []
+    rows = []
     with Engine.open(config) as engine:
         store, rng = engine.store, random.Random(seed)
         least, most = sum(size for size, _ in store.spec.groups), store.stats().slot_bytes

@@ -209,7 +209,6 @@ def test_no_set_has_an_instruction_of_a_higher_one(python):
         found, function = set(), ""
         command = ["objdump", "-d", "--no-show-raw-insn", "--demangle", str(path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
             text = ""
             for line in process.stdout:
                 if line.endswith(">:\n"):

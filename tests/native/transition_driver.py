@@ -37,7 +37,7 @@ class ExpertFile:
         self.path = path
         self.tiers = range(n_tiers)
         self.expert_bytes = expert_bytes
-        self.offset: dict[tuple[int, int, int], int] = {}
+        self.offset = {}
         at = 100  # slices do not start on a block
         for layer, some in enumerate(kinds):
             for kind in some:
@@ -130,8 +130,8 @@ class Driver:
         """The tier in which each matrix of each expert came, once; by expert and kind. Every byte
         is checked, where there are any."""
         ids = (ctypes.c_int32 * len(experts))(*experts)
-        seen: dict[int, dict[int, int]] = {expert: {} for expert in experts}
-        wrong: list[str] = []
+        seen = {expert: {} for expert in experts}
+        wrong = []
 
         def visit(kind, expert, tier, _, data, size, __):
             name = f"layer {layer}, kind {kind}, tier {tier}, expert {expert}"
@@ -155,7 +155,7 @@ class Driver:
     def reading(self):
         """bool [n_layers, n_expert]: in a transition that is not complete."""
         resident, target = self.store.states()
-        moving: np.ndarray = (resident != target) & ~self.store.landed()
+        moving = (resident != target) & ~self.store.landed()
         return moving
 
     def state(self, layer, expert):

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from gguf_tools.units import format_size
 from .conftest import Runs
 
 DEMO = Path(__file__).parents[3] / "models/demo/moe-edge-demo.gguf"
-POLICIES: dict[str, dict[str, Any]] = {
+POLICIES = {
     "lru": {"policy": "lru", "expert_ram": 300_000},
     "dymoe": {"policy": "dymoe", "retention": 0.5, "expert_ram": 700_000},
     "dymoe-skip": {"policy": "dymoe", "retention": 0.5, "low_tier": "skip", "expert_ram": 500_000},
@@ -166,7 +165,7 @@ def test_text_of_the_demo_model(device, tier, tmp_path):
 
 def of_last_token(found):
     """The experts that each step's last token was sent to, layer by layer."""
-    steps: dict[int, list[list[int]]] = {}
+    steps = {}
     k = min(len(ids) for _, _, *ids in found["routes"])
     for step, _, *ids in found["routes"]:
         steps.setdefault(step, []).append(ids[-k:])
@@ -198,7 +197,7 @@ def test_vram_is_a_cap(runs, monkeypatch, name, kernels):
 
 def least_vram(refused):
     """The smallest --vram that works, of a refusal whose sentence names it."""
-    least: int = refused["needed"]
+    least = refused["needed"]
     assert format_size(least, up=True) in refused["error"]
     return least
 

@@ -33,7 +33,6 @@ def test_pieces_come_in_any_order():
 def test_a_packed_file_has_one_of_each_expert(sound, ggml):
     with GGUFFile.open(sound) as file:
         told = stored(file)
-        assert told is not None
         for name, info in file.tensors.items():
             data = file.array(name).tobytes()
             count = info.shape[2] if len(info.shape) == 3 else 1

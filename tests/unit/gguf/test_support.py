@@ -8,8 +8,8 @@ import time
 
 import pytest
 from command_line import run
+from repacking import repack
 from tables import cases
-from verify_files import repack
 
 from gguf_tools import synthetic
 from gguf_tools.experts import PROVEN
