@@ -202,18 +202,12 @@ def least_vram(refused):
     return least
 
 
-def test_what_kernels_take_is_measured(runs, emulated, monkeypatch):
-    """Loaded kernels take less than was estimated: experts get the rest. Or they take more: the
-    smallest cap that works is named, and holds."""
+def test_what_kernels_take_is_measured(runs, emulated):
+    """Loaded kernels take less than was estimated: experts get the rest."""
     estimated = least_vram(runs.on_gpu(0, policy="lru", vram=1))
     found = runs.on_gpu(2, policy="lru", vram=estimated)
     few, all_of_them = found["slots_at_first"], found["slots"]
     assert found["used"] <= estimated and all_of_them > 2 * few
-    monkeypatch.setenv("MOE_EMU_MODULE", str(16 << 20))
-    measured = least_vram(runs.on_gpu(2, policy="lru", vram=estimated))
-    assert measured > estimated
-    cap = measured + (16 << 20)  # a driver gives memory in steps
-    assert runs.on_gpu(2, policy="lru", vram=cap)["used"] <= cap
 
 
 def test_kernels_take_no_more_the_longer_a_prompt(runs):

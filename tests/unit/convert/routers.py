@@ -157,21 +157,3 @@ def check(path, tokens, gating, n_ahead=2):
     assert close < len(tokens) // 10
     # else a report of what is chosen later would pass as well
     assert differs > 0
-
-
-def matters(path, tokens, gating, without):
-    """In how many tokens of all layers the choice one layer ahead is another one where a part is
-    left out: "bias", "choice_bias" or "groups"."""
-    watched = watch(path, tokens, 1)
-    routers = weights(path, "ffn_gate_inp.weight")
-    biases = weights(path, "ffn_gate_inp.bias"), weights(path, "exp_probs_b.bias")
-    fewer = Gating(gating.k, gating.sigmoid) if without == "groups" else gating
-    changed = 0
-    for layer, router in enumerate(routers[1:]):
-        bias, choice = (each[layer + 1] for each in biases)
-        full = predict(watched.x[layer], router, gating, bias, choice)[0]
-        bias = None if without == "bias" else bias
-        choice = None if without == "choice_bias" else choice
-        less = predict(watched.x[layer], router, fewer, bias, choice)[0]
-        changed += int((full != less).any(axis=1).sum())
-    return changed
