@@ -3,9 +3,8 @@ the gating functions, biases and groups that real models have."""
 
 import numpy as np
 import pytest
-
-from . import routers
-from .routers import Gating
+import routers
+from routers import Gating
 
 TOKENS = [int(t) for t in np.random.default_rng(6).integers(5, 380, 96)]
 IN_GROUPS = Gating(sigmoid=True, n_groups=4, n_groups_used=2)
