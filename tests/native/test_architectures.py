@@ -174,16 +174,22 @@ def test_a_layer_that_uses_fewer_experts(make, tmp_path):
         engine.store.check()
 
 
+def tight(model, part, **more):
+    """An engine that shares a cap, with slots for all but such a part of the experts beside 4,096
+    tokens."""
+    usual = {"policy": "lru", "threads": 1, **more}
+    with opened(model, **usual, ctx=4096, force_managed=True) as engine:
+        cap = engine.plan.total_bytes - engine.plan.slots.total_bytes // part
+    return opened(model, **usual, ctx=None, ram=cap, conversations=True)
+
+
 @pytest.mark.parametrize("arch", ["qwen3next", "granitehybrid", "deepseek32", "gpt-oss", "gemma4"])
 def test_what_a_context_takes_is_what_llama_cpp_counts(arch, make, tmp_path, library):
     """Slots give way to cells of layers that have some, indexers among them; states of the other
     layers, of each sequence, stay beside both. Windows are kept whole, as upstream does."""
-    path = repack(make(arch, WIDER), tmp_path / "long.gguf", context_length=8192)
-    usual = {"policy": "lru", "threads": 1, "ubatch": 512, "sequences": 8}
-    with opened(path, **usual, ctx=4096, force_managed=True) as engine:
-        cap = engine.plan.total_bytes - engine.plan.slots.total_bytes // 4
-    with opened(path, **usual, ctx=None, ram=cap, conversations=True) as engine:
-        plan, shared = engine.plan, engine.plan.shared
+    model = repack(make(arch, WIDER), tmp_path / "long.gguf", context_length=8192)
+    with tight(model, 4, ubatch=512, sequences=8) as engine:
+        plan, shared, cap = engine.plan, engine.plan.shared, engine.config.ram
         cells, counted = touched_memory(library).cache, host_memory(library, engine.context.handle)
         states = counted[0] - cells.reserved
         assert (states > 0) == (arch in ("qwen3next", "granitehybrid"))
@@ -198,11 +204,8 @@ def test_what_a_context_takes_is_what_llama_cpp_counts(arch, make, tmp_path, lib
 @pytest.mark.parametrize("arch", ["afmoe", "bailingmoe3", "deepseek2", "granitehybrid"])
 def test_a_short_step_touches_no_more_than_was_counted(arch, make, tmp_path, library):
     """Though the context is made for longer ones."""
-    path = repack(make(arch, WIDER), tmp_path / "long.gguf", context_length=8192)
-    usual = {"policy": "lru", "threads": 1}
-    with opened(path, **usual, ctx=4096, force_managed=True) as engine:
-        cap = engine.plan.total_bytes - engine.plan.slots.total_bytes // 8
-    with opened(path, **usual, ctx=None, ram=cap, conversations=True) as engine:
+    model = repack(make(arch, WIDER), tmp_path / "long.gguf", context_length=8192)
+    with tight(model, 8) as engine:
         shared = engine.plan.shared
         assert max(shared.scratch) > 512
         for n in (12, 1, 62, 3, 62):

@@ -195,13 +195,6 @@ def test_what_cannot_be_packed(packed_as, tmp_path, tiers, changes, said):
     assert os.listdir(tmp_path) == ["src.gguf"]
 
 
-@pytest.mark.parametrize("changes", [{"fused": True}, {"gated": False}])
-def test_fused_layers_and_ungated_layers(packed_as, tmp_path, changes):
-    out = packed_as("q8_0", "q2_k", **changes).path
-    with ExpertModel.open(out) as model, ExpertModel.open(tmp_path / "src.gguf") as original:
-        assert model.kinds(0) == original.kinds(0)
-
-
 def test_warnings_about_the_source(tmp_path, ggml):
     src = source(tmp_path / "src.gguf")
     low = pack(src, tmp_path / "low.gguf", ["q4_k"], ggml=ggml).path

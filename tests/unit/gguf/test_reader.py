@@ -6,7 +6,7 @@ from gguf_craft import craft, kv, tensor, write_model
 from verify_files import write_bytes
 
 from gguf_tools import errors
-from gguf_tools.file.layout import BLOCK, GGMLType, ValueType, row_bytes
+from gguf_tools.file.layout import BLOCK, GGMLType
 from gguf_tools.file.reader import GGUFFile, metadata_value
 
 gguf = pytest.importorskip("gguf")
@@ -99,13 +99,6 @@ def test_gaps_and_a_short_end_are_allowed(tmp_path):
         assert file.array("b").tolist() == [0, 1, 2, 3]
 
 
-def test_encoded_values_are_the_bytes_of_the_file(tmp_path):
-    with GGUFFile.open(write_model(tmp_path / "m.gguf")) as file:
-        encoded = file.encoded_value("tokenizer.ggml.tokens")
-        assert kv("tokenizer.ggml.tokens", ["a", "b", "c"]).endswith(encoded)
-        assert file.value_types["tokenizer.ggml.tokens"] is ValueType.ARRAY
-
-
 def test_metadata_value_checks_the_type(tmp_path):
     path = write_model(tmp_path / "m.gguf", extra=[("flag", True, None, None)])
     with GGUFFile.open(path) as file:
@@ -113,8 +106,3 @@ def test_metadata_value_checks_the_type(tmp_path):
         assert metadata_value(file, "flag", bool, None) is True
         with pytest.raises(errors.MetadataError, match="key flag: unexpected value of type bool"):
             metadata_value(file, "flag", int, 0)
-
-
-def test_row_bytes():
-    assert row_bytes(GGMLType.Q4_K, 512) == 288
-    assert row_bytes(GGMLType.F16, 7) == 14
