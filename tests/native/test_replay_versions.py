@@ -7,7 +7,6 @@ import pytest
 
 from orchestrator.cache import profile
 from orchestrator.engine.engine import Engine
-from orchestrator.events import Phase
 from orchestrator.lab.replay.record import record_text
 from orchestrator.lab.replay.simulate import Compute
 
@@ -69,23 +68,6 @@ def test_it_learns_what_the_run_did(both, tmp_path, options, warm):
         found, policy = replayed(run.trace, speed, Compute(1000.0, 1000.0))
         assert list(found.stats.requests) == list(run.stats.requests)
         np.testing.assert_array_equal(policy.hotness, run.policy.hotness)
-
-
-def test_several_sequences_that_decode_together(both, tmp_path):
-    """A step has an event of several tokens."""
-
-    def together(engine):
-        engine.eval(PROMPTS[0], 0)
-        for sequence in range(3):
-            engine.fork(sequence)
-        for token in ANSWER[:20]:
-            engine.decode_batch([token, token + 1, token + 2], [0, 1, 2])
-
-    run = recorded(dynaexq(both, sequences=3, update_steps=4, hysteresis=0.0), tmp_path, together)
-    assert run.trace.arrays["step_tokens"].tolist() == [8, 8, 7] + 20 * [3]
-    assert run.trace.arrays["step_phase"].tolist() == 3 * [Phase.PREFILL] + 20 * [Phase.DECODE]
-    _, policy = replayed(run.trace, SPEEDS[0])
-    np.testing.assert_array_equal(policy.hotness, run.policy.hotness)
 
 
 def test_measuring_the_dense_share_teaches_nothing(both, tmp_path):
