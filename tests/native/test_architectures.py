@@ -353,9 +353,9 @@ def test_a_prompt_comes_back_after_a_kill(arch, make, tmp_path):
 
 def test_a_table_is_read_by_rows(make, tmp_path):
     """A prompt has the blocks of its rows read, each once, and hardly more."""
-    model = widen(make("gemma4"), tmp_path / "wide.gguf", n_vocab=20000, n_each=300, n_ctx=512)
+    model = widen(make("gemma4"), tmp_path / "wide.gguf", n_vocab=200_000, n_ctx=512)
     rng = np.random.default_rng(0)
-    first, then = rng.permutation(20000)[:600].reshape(2, 300).tolist()
+    first, then = rng.permutation(200_000)[:600].reshape(2, 300).tolist()
     asked = options(ctx=512, policy="lru", expert_ram=1 << 26)
     at_first = read_bytes()
     with opened(model, **asked) as engine:
