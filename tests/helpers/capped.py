@@ -26,7 +26,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -113,7 +113,7 @@ class Run(NamedTuple):
 def run(args, limit_bytes, use=None):
     """A command of moe-edge in a cgroup. use: what is done with it while it runs. Raises OSError
     where no cgroup can be made."""
-    with _group(limit_bytes) as group:
+    with closing(Group.make(limit_bytes)) as group:
         process = subprocess.Popen(
             [sys.executable, "-c", _START, *args],
             cwd=REPO,
@@ -204,15 +204,6 @@ def ask_server(port, clients, full=()):
         process.send_signal(signal.SIGTERM)
 
     return use
-
-
-@contextmanager
-def _group(limit_bytes):
-    group = Group.make(limit_bytes)
-    try:
-        yield group
-    finally:
-        group.close()
 
 
 class Line(NamedTuple):

@@ -42,18 +42,6 @@ def cap(path):
         return engine.plan.total_bytes - engine.plan.slots.total_bytes // 3
 
 
-def test_the_rows_are_those_of_a_run_with_memory_to_spare(path, cap):
-    """Long and short prompts, a cut and answers, in micro-batches of one size."""
-    talk = [(PROMPT, 0), (PROMPT[:1], 3000), (PROMPT[:700], 100), (PROMPT[5:6], 800), (PROMPT, 10)]
-    with opened(path, ctx=16384) as engine:
-        expected = [engine.eval(tokens, pos) for tokens, pos in talk]
-    with opened(path, ram=cap, conversations=True) as engine:
-        assert engine.n_ctx == 16384
-        for (tokens, pos), row in zip(talk, expected, strict=True):
-            assert np.array_equal(engine.eval(tokens, pos), row)
-        assert engine.store.stats().slot_bytes < engine.plan.slots.total_bytes
-
-
 def held(engine):
     """Bytes of slots. All that is used is within what there is."""
     n_bytes = engine.store.stats().slot_bytes
