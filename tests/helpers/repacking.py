@@ -1,4 +1,4 @@
-"""Copies of a GGUF that say something else of themselves, or lack a part."""
+"""Copies of a GGUF that say something else of themselves, or lack a part; and a flipped bit."""
 
 from gguf_tools.file.layout import KEY_ALIGNMENT, KEY_CHECKSUMS
 from gguf_tools.file.reader import GGUFFile
@@ -26,3 +26,10 @@ def repack(source, target, *, drop=(), alignment=4096, rename=None, meta=None, *
             for name, new_name in names.items():
                 writer.write_tensor(new_name, file.array(name))
     return target
+
+
+def flip(path, at):
+    """One bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)

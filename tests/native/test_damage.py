@@ -7,6 +7,7 @@ import zlib
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from repacking import flip
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
@@ -19,7 +20,7 @@ from orchestrator.errors import MoeEdgeError, NativeError
 from orchestrator.events import Phase
 
 from .conftest import drawn, opened
-from .transition_driver import HIGH, LOW, Driver, ExpertFile, flip
+from .transition_driver import HIGH, LOW, Driver, ExpertFile
 
 DAMAGES = 100 if os.environ.get("MOE_EDGE_SLOW") else 9
 PAGE_BYTES = 4096

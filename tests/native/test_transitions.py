@@ -4,6 +4,7 @@ import os
 import time
 
 import pytest
+from repacking import flip
 
 from gguf_tools.file.layout import DOWN, GATE, UP
 from orchestrator.errors import NativeError
@@ -20,7 +21,6 @@ from .transition_driver import (
     US,
     Driver,
     ExpertFile,
-    flip,
 )
 
 HOT = {(layer, expert) for layer in range(N_LAYERS) for expert in (0, 1)}

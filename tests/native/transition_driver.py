@@ -23,13 +23,6 @@ HELD = 1  # byte per second: after one part, nothing arrives
 US = 1000  # nanoseconds of virtual time
 
 
-def flip(path, at):
-    """One bit of a file."""
-    data = bytearray(path.read_bytes())
-    data[at] ^= 0x10
-    path.write_bytes(data)
-
-
 class ExpertFile:
     """Random bytes in some tiers, and where each slice lies in them. kinds: of each layer."""
 

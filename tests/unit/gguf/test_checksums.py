@@ -6,6 +6,7 @@ import zlib
 import numpy as np
 import pytest
 from command_line import run
+from repacking import flip
 from verify_files import poke, texts, write_bytes
 
 from gguf_tools import synthetic
@@ -54,10 +55,6 @@ def test_a_damaged_expert_is_named(sound, tmp_path, ggml):
     assert texts(copy, ggml) == [
         f"{copy}: tensor {info.name}: offset {at}: expert 3 is damaged: its checksum differs"
     ]
-
-
-def flip(path, offset):
-    poke(path, offset, bytes([path.read_bytes()[offset] ^ 1]))
 
 
 def test_checksums_that_do_not_fit(sound, tmp_path, ggml):
