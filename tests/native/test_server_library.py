@@ -187,18 +187,6 @@ def test_answers_are_answers_behind_kernels_that_were_tried(monkeypatch):
         assert backend.engine.store.stats().requests[Phase.DECODE] > 0
 
 
-def test_who_finds_nothing_is_told_once():
-    """A byte for each time that nothing was there, and one at the end: else the event loop would be
-    woken for each token."""
-    with serving(policy="plain") as backend, pipe() as (ready, tell):
-        request = posted(backend, "/v1/completions", max_tokens=N, **STREAM)
-        assert request.take() == (b"", False)
-        request.run(tell)
-        assert os.read(ready, 100) == b"\0\0"
-        text, is_all = request.take()
-        assert is_all and text.count(b"\n\n") > N and text.endswith(b"data: [DONE]\n\n")
-
-
 def test_a_request_that_runs_alone_may_change_the_policy():
     with serving(**DYMOE, low_tier="q2_k") as backend:
         policy = backend.engine.policy

@@ -1,14 +1,10 @@
 """What llama.cpp's server keeps of prompts within our plan, and answers that wait for a policy."""
 
 import pytest
-from starlette.testclient import TestClient
 
 from orchestrator.events import Phase
 from orchestrator.native import touched_memory
-from orchestrator.serve.app import application
 from orchestrator.serve.backend import kept_prompts
-from orchestrator.serve.settings import ServeSettings
-from orchestrator.serve.state import State
 
 from .servers import MIB, answered, ask, broken, serving
 
@@ -36,26 +32,6 @@ def test_what_is_kept_stays_within_what_was_asked_for(cache_ram, others):
         for country in (COUNTRIES[0], *others):
             about(backend, country)
         assert about(backend, COUNTRIES[0])[0] > 40
-
-
-def test_what_is_looked_up_on_disk_is_tokenized_once(tmp_path, monkeypatch):
-    """By llama.cpp, for the answer itself."""
-    with serving(**LRU, prompt_cache=tmp_path) as backend:
-        routes = []
-        request = backend._native.request
-
-        def requested(route, *more):
-            routes.append(route)
-            return request(route, *more)
-
-        monkeypatch.setattr(backend._native, "request", requested)
-        said = {"messages": [{"role": "user", "content": "What is a fox? " * 9}], "max_tokens": 1}
-        state = State(ServeSettings())
-        state.backend = backend
-        client = TestClient(application(state, print), base_url="http://localhost")
-        assert client.post("/v1/chat/completions", json=said).status_code == 200
-        assert routes == ["/v1/chat/completions"]
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_what_is_kept_gives_way_to_a_long_conversation_before_slots_do():
