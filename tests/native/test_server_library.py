@@ -1,7 +1,6 @@
 """llama.cpp's server on a managed model: the same answers, with every policy, and a clean end."""
 
 import json
-import os
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,21 +27,13 @@ STREAM = {"prompt": PROMPT, "ignore_eos": True, "stream": True}
 
 
 @contextmanager
-def running(request, *arguments):
+def running(request):
     """A thread computes the answer, and has ended behind the block."""
-    thread = threading.Thread(target=request.run, args=arguments)
+    thread = threading.Thread(target=request.run)
     thread.start()
     yield
     thread.join(HANG_S)
     assert not thread.is_alive()
-
-
-@contextmanager
-def pipe():
-    ends = os.pipe()
-    yield ends
-    for end in ends:
-        os.close(end)
 
 
 @pytest.mark.parametrize("settings", [{"policy": "plain"}, LRU, LRU | {"policy": "firm"}])
