@@ -7,11 +7,9 @@ import shutil
 import struct
 import sys
 import zipfile
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from random import Random
 
 import numpy as np
 
@@ -21,7 +19,6 @@ for _folder in ("helpers", "unit/gguf", "unit/replay"):
     sys.path.insert(0, str(HERE.parents[1] / _folder))
 
 import damage
-from sound import Bench
 
 from gguf_tools import inspect
 from gguf_tools.convert.checkpoint import open_checkpoint
@@ -43,7 +40,6 @@ from orchestrator.memory.machine import Machine
 from orchestrator.memory.plan import plan_memory, scratch_bytes
 
 ACCEPTED = "accepted"
-Target = Callable[[Bench, Random], str]
 
 
 def _written(bench, data, name="fuzz.gguf"):

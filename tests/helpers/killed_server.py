@@ -20,7 +20,6 @@ import time
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 from urllib.error import HTTPError
 
 REPO = Path(__file__).resolve().parents[2]
@@ -36,9 +35,6 @@ from orchestrator.serve.settings import options_of  # noqa: E402
 TURNS, FEW = 3, 16
 OPTIONS = {"policy": "lru", "ram": "300MiB", "ctx": "1024", "cache-ram": "0", "temp": "0"}
 GIVEN = ["-m", str(DEMO), "--exact", *(text for k, v in OPTIONS.items() for text in (f"--{k}", v))]
-Said = list[dict[str, str]]
-# By (number of the conversation, turn): what was asked, the answer, tokens read and found.
-Answers = dict[tuple[int, int], tuple[Said, Any, int, int]]
 
 
 def asked(server, said):
@@ -61,6 +57,7 @@ class Load:
     def __init__(self):
         self.server = None
         self.broken = self.refused = 0
+        # By (number of the conversation, turn): what was asked, the answer, tokens read and found.
         self.answers = {}
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._talk, args=(n,)) for n in range(2)]

@@ -17,11 +17,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from itertools import count
 from random import Random
-
-Work = Callable[[], object]
 
 
 def moments(total, n, seed):

@@ -13,7 +13,6 @@ from orchestrator.errors import NativeError
 from orchestrator.native import touched_memory
 from orchestrator.native.llama import LlamaContext, Sampling
 
-MIB = 2**20
 SHAPE = replace(
     synthetic.preset("tiny-qwen3moe"),
     context=16384,
