@@ -61,30 +61,36 @@ class ExpertFile:
         ]
         groups = list(zip(largest, slots, strict=True)) * len(KINDS)
 
-        def slices(layer, kind, tier):
-            group = len(slots) * KINDS.index(kind) + pool_of[tier]
-            each = [self.slice(layer, kind, tier, expert) for expert in range(N_EXPERT)]
-            at, n_bytes = self.offset[layer, kind, tier], self.expert_bytes[tier]
-            return Slices(0, at, n_bytes, TYPES[tier], group, tuple(map(zlib.crc32, each)))
+        def group_of(_layer, kind, tier):
+            return len(slots) * KINDS.index(kind) + pool_of[tier]
 
-        parts = [(kind, tier) for kind in KINDS for tier in self.tiers]
+        more = {"n_expert_used": 2, "max_tokens": 4, "n_io_threads": 3, "host_bytes": HOST_BYTES}
+        more |= {"device": device, "simulated": simulated}
+        return self.spec_of((KINDS,) * N_LAYERS, self.tiers, TYPES, groups, group_of, **more)
+
+    def spec_of(self, kinds, tiers, types, groups, group_of, **more):
+        """Of kinds of each layer and some tiers. group_of(layer, kind, i): which of the groups of
+        slots, (bytes, number), has the i-th one of the tiers."""
+
+        def slices(layer, kind, i):
+            each = [self.slice(layer, kind, tiers[i], expert) for expert in range(N_EXPERT)]
+            at, n_bytes = self.offset[layer, kind, tiers[i]], self.expert_bytes[tiers[i]]
+            sums, group = tuple(map(zlib.crc32, each)), group_of(layer, kind, i)
+            return Slices(0, at, n_bytes, types[tiers[i]], group, sums)
+
         layers = [
-            (layer, {part: slices(layer, *part) for part in parts}) for layer in range(N_LAYERS)
+            (layer, {(kind, i): slices(layer, kind, i) for kind in some for i in range(len(tiers))})
+            for layer, some in enumerate(kinds)
         ]
         return StoreSpec(
             files=(self.path,),
             layers=tuple(layers),
             groups=tuple(groups),
             budget_bytes=sum(size * n for size, n in groups),
-            n_tiers=len(self.tiers),
+            n_tiers=len(tiers),
             n_expert=N_EXPERT,
-            n_expert_used=2,
-            max_tokens=4,
             n_ahead=0,
-            n_io_threads=3,
-            device=device,
-            host_bytes=HOST_BYTES,
-            simulated=simulated,
+            **more,
         )
 
 
