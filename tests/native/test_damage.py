@@ -9,11 +9,9 @@ import pytest
 from click.testing import CliRunner
 from repacking import flip
 
-from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, GATE
 from gguf_tools.file.reader import GGUFFile
-from gguf_tools.pack import pack
 from gguf_tools.verify import verify
 from orchestrator.cli.main import cli
 from orchestrator.errors import MoeEdgeError, NativeError
@@ -91,10 +89,8 @@ def test_behind_a_device(library, tmp_path, device):
 
 
 @pytest.fixture(scope="module")
-def sound(library, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("damage")
-    source = synthetic.write(folder / "source.gguf", "tiny-qwen3moe", tiers=("q8_0",))
-    return pack(source, folder / "packed.gguf", ["q8_0", "q2_k"], threads=2).path
+def sound(library, packed):
+    return packed("q8_0", "q2_k")
 
 
 def logits(model, how):
