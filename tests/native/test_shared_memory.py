@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from mixing import SHAPE
 
 from gguf_tools import synthetic
 from orchestrator.config import Config
@@ -13,20 +14,14 @@ from orchestrator.errors import NativeError
 from orchestrator.native import touched_memory
 from orchestrator.native.llama import LlamaContext, Sampling
 
-SHAPE = replace(
-    synthetic.preset("tiny-qwen3moe"),
-    context=16384,
-    n_layer=4,
-    n_expert=128,
-    n_head_kv=2,
-    head_dim=64,
-)
+N_CTX = 16384
 PROMPT = np.random.default_rng(0).integers(10, 300, 3000).tolist()
 
 
 @pytest.fixture(scope="module")
 def path(library, tmp_path_factory):
-    return synthetic.write(tmp_path_factory.mktemp("shared") / "m.gguf", SHAPE, tiers=("q8_0",))
+    folder = tmp_path_factory.mktemp("shared")
+    return synthetic.write(folder / "m.gguf", replace(SHAPE, context=N_CTX), tiers=("q8_0",))
 
 
 def opened(path, **settings):
@@ -173,7 +168,7 @@ def refusing(monkeypatch):
 def test_a_context_that_the_system_refuses_to_reserve_is_halved(path, cap, refusing):
     refusing("n_ctx", 5000)
     with opened(path, ram=cap, conversations=True) as engine:
-        assert engine.plan.n_ctx == 16384 and engine.n_ctx == 4096
+        assert engine.plan.n_ctx == N_CTX and engine.n_ctx == 4096
     with pytest.raises(NativeError, match="cannot be made"):
         opened(path, ram=cap, conversations=True, ctx=8192)
 
