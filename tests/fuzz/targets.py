@@ -19,6 +19,7 @@ for _folder in ("helpers", "unit/gguf", "unit/replay"):
     sys.path.insert(0, str(HERE.parents[1] / _folder))
 
 import damage
+from sound import Bench as Bench
 
 from gguf_tools import inspect
 from gguf_tools.convert.checkpoint import open_checkpoint
