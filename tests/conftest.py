@@ -5,16 +5,12 @@ import os
 import re
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 from real_cache import REAL_CACHE
 
 from patches import probe
-
-if TYPE_CHECKING:
-    pass
 
 HERE = Path(__file__).parent
 # What `make test` leaves to `make test-all`: the reason, and what such tests' ids begin with, as
@@ -41,7 +37,7 @@ REST = {
     ),
     "the store under ThreadSanitizer: `make test` runs it under AddressSanitizer": (
         r"tests/native/test_executor\.py::.*\[thread\]",
-        r"tests/native/test_store_sources\.py::.*-thread-",
+        r"tests/native/test_executor\.py::test_a_part_alone\[.*-thread-",
         r"tests/native/test_threads\.py::test_barrier\[-fsanitize",
     ),
     "upstream's own tests of the operator that we replace: a large program to compile": (

@@ -5,16 +5,10 @@ another type or size, a tensor gets another name, shape, type or place, a count 
 checks behind the first ones are reached.
 """
 
-from __future__ import annotations
-
 import json
 import struct
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
-from random import Random
-from typing import Any
 
 from gguf_craft import craft, tensor, text
 
@@ -59,7 +53,7 @@ class Model:
     more_tensors: int = 0
 
     @classmethod
-    def read(cls, path: Path) -> Model:
+    def read(cls, path):
         with GGUFFile.open(path) as file:
             start = file.data_offset
             values = [(key.encode(), file.encoded_value(key)) for key in file.metadata]
@@ -70,7 +64,7 @@ class Model:
             data = file.bytes_at(start, file.size - start).tobytes()
             return cls(values, tensors, data, file.alignment)
 
-    def encoded(self) -> bytes:
+    def encoded(self):
         return craft(
             [text(key) + value for key, value in self.values],
             [tensor(name, shape, kind, at & MOST) for name, shape, kind, at in self.tensors],
@@ -86,22 +80,22 @@ class Model:
 MOST = (1 << 64) - 1
 
 
-def number(value: int) -> bytes:
+def number(value):
     return struct.pack("<Q", value & MOST)
 
 
-def any_number(random: Random) -> int:
+def any_number(random):
     value = random.choice(NUMBERS)
     return value if random.randrange(3) else random.getrandbits(random.choice((3, 8, 32, 64)))
 
 
-def any_value(random: Random, depth: int = 0) -> bytes:
+def any_value(random, depth=0):
     """A metadata value of any type, tag included; it may lie about its length."""
     kind = random.choice(list(ValueType)) if depth < 6 else ValueType.UINT8
     return struct.pack("<I", kind) + _body(random, kind, depth)
 
 
-def _body(random: Random, kind: ValueType, depth: int) -> bytes:
+def _body(random, kind, depth):
     if kind is ValueType.STRING:
         return text(random.choice(TEXTS))
     if kind is ValueType.ARRAY:
@@ -117,12 +111,12 @@ def _body(random: Random, kind: ValueType, depth: int) -> bytes:
     return number(any_number(random))[: struct.calcsize(VALUE_FORMAT[kind])]
 
 
-def _tagged_number(random: Random) -> bytes:
+def _tagged_number(random):
     kind = random.choice((ValueType.UINT32, ValueType.INT32, ValueType.UINT64, ValueType.UINT16))
     return struct.pack("<I", kind) + _body(random, kind, 0)
 
 
-def _key(model: Model, random: Random) -> bytes:
+def _key(model, random):
     if model.values and random.randrange(3):
         return random.choice(model.values)[0]
     arch = next((key for key, _ in model.values if key.endswith(b".block_count")), b"llama.x")
@@ -131,14 +125,14 @@ def _key(model: Model, random: Random) -> bytes:
     return random.choice(names).encode()
 
 
-def _change_value(model: Model, random: Random) -> None:
+def _change_value(model, random):
     key = _key(model, random)
     value = _tagged_number(random) if random.randrange(2) else any_value(random)
     kept = [(name, value if name == key else old) for name, old in model.values]
     model.values = kept if key in dict(model.values) else [*kept, (key, value)]
 
 
-def _change_names(model: Model, random: Random) -> None:
+def _change_names(model, random):
     """Another list of tiers."""
     names = [text(random.choice(TEXTS)) for _ in range(random.randrange(6))]
     value = struct.pack("<IIQ", ValueType.ARRAY, ValueType.STRING, len(names)) + b"".join(names)
@@ -147,13 +141,13 @@ def _change_names(model: Model, random: Random) -> None:
     ]
 
 
-def _drop(model: Model, random: Random) -> None:
+def _drop(model, random):
     entries = random.choice((model.values, model.values, model.tensors))
     if entries:
         del entries[random.randrange(len(entries))]
 
 
-def _repeat(model: Model, random: Random) -> None:
+def _repeat(model, random):
     """Once more, at any place; a tensor under another name now and then."""
     entries = random.choice((model.values, model.tensors))
     if entries:
@@ -163,20 +157,20 @@ def _repeat(model: Model, random: Random) -> None:
         entries.insert(random.randrange(len(entries) + 1), entry)
 
 
-def _move_tensor(model: Model, random: Random) -> None:
+def _move_tensor(model, random):
     if model.tensors:
         moved = model.tensors.pop(random.randrange(len(model.tensors)))
         model.tensors.insert(random.randrange(len(model.tensors) + 1), moved)
 
 
-def _rename_value(model: Model, random: Random) -> None:
+def _rename_value(model, random):
     if model.values:
         at = random.randrange(len(model.values))
         name = random.choice(TEXTS) if random.randrange(2) else _key(model, random)
         model.values[at] = (name, model.values[at][1])
 
 
-def _change_tensor(model: Model, random: Random) -> None:
+def _change_tensor(model, random):
     if not model.tensors:
         return
     at = random.randrange(len(model.tensors))
@@ -196,7 +190,7 @@ def _change_tensor(model: Model, random: Random) -> None:
     model.tensors[at] = (name, shape, kind, offset)
 
 
-def _tensor_name(random: Random) -> bytes:
+def _tensor_name(random):
     il = random.choice(("0", "1", "2", "00", "4095", "4096", "999999999", "9999999999", "-1"))
     ending = random.choice(("", ".moe_edge.q4_0", ".moe_edge.q2_k", ".moe_edge.", ".moe_edge"))
     kind = random.choice((*KINDS, "gate_inp", "x"))
@@ -204,12 +198,12 @@ def _tensor_name(random: Random) -> bytes:
     return name if random.randrange(3) else random.choice(TEXTS)
 
 
-def _change_counts(model: Model, random: Random) -> None:
+def _change_counts(model, random):
     more = random.choice((-1, 1, any_number(random)))
     setattr(model, random.choice(("more_values", "more_tensors")), more)
 
 
-def _change_frame(model: Model, random: Random) -> None:
+def _change_frame(model, random):
     what = random.choice(("version", "alignment", "magic", "data"))
     values = {
         "version": random.choice((0, 1, 2, 3, 4, 3 << 24, 0xFFFFFFFF)),
@@ -220,14 +214,14 @@ def _change_frame(model: Model, random: Random) -> None:
     setattr(model, what, values[what])
 
 
-CHANGES: tuple[Callable[[Model, Random], None], ...] = (
+CHANGES = (
     *(_change_value, _change_value, _change_value, _change_names, _change_tensor, _change_tensor),
     *(_change_value, _change_tensor, _drop, _drop, _drop, _move_tensor),
     *(_repeat, _rename_value, _repeat, _change_counts, _change_frame),
 )
 
 
-def damaged(good: Model, random: Random) -> bytes:
+def damaged(good, random):
     """The file, changed in one to three ways; now and then in a few bytes as well.
 
     Chance that has run out, all zeros, changes little more.
@@ -245,7 +239,7 @@ def damaged(good: Model, random: Random) -> bytes:
     return bytes(data)
 
 
-def damaged_json(good: Any, random: Random) -> str:
+def damaged_json(good, random):
     """The JSON text of a value with one place changed, or with broken syntax."""
     odd = [
         *(None, True, -1, 0, 1.5, 1e308, float("nan"), float("inf"), 10**400, "", "x", [], {}),

@@ -10,29 +10,24 @@ cap, a sequence that is not free at the end, or an end that takes longer than tw
 where there was one.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
 import random
 import re
-import socket
 import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import Any
 
 HERE = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(HERE), str(HERE / "tests" / "helpers")]
 
-from served import DEMO, HANG_S, Served, serving
+from served import DEMO, HANG_S, serving
 
 from orchestrator.serve.schemas import PATHS, SCHEMAS
 from patches.upstream import cache_dir
@@ -46,7 +41,7 @@ CLIENTS, MOST_HELD = 6, 12
 # A request of these passes by itself, so that what is changed in it is what is tried.
 MESSAGES = [{"role": "user", "content": "One two"}]
 CHAT, PROMPT = {"messages": MESSAGES, "max_tokens": 4}, {"prompt": "One two", "max_tokens": 4}
-SOUND: dict[str, dict[str, Any]] = {
+SOUND = {
     **{"ChatRequest": CHAT, "MessagesRequest": CHAT},
     **{"CompletionRequest": PROMPT, "NativeRequest": PROMPT},
     "ResponsesRequest": {"input": "One two", "max_output_tokens": 4},
@@ -70,17 +65,17 @@ PATTERNS = ("^a+$", "^(a|b)*c$", "^((((a*)*)*)*)*$", "[", "^")
 DEEP = "<deep>"
 
 
-def nested(depth: int) -> Any:
-    made: Any = 1
+def nested(depth):
+    made = 1
     for _ in range(depth):
         made = [made]
     return made
 
 
-def schemas(rng: random.Random) -> Any:
+def schemas(rng):
     """JSON schemas that a converter to a grammar has to bear."""
     many = {f"p{n}": {"type": "string"} for n in range(rng.choice((3, 40, 2_000)))}
-    deep: dict[str, Any] = {"type": "string"}
+    deep = {"type": "string"}
     for _ in range(rng.choice((2, 60, 200))):
         deep = {"type": "object", "properties": {"a": deep}, "required": ["a"]}
     return rng.choice(
@@ -109,7 +104,7 @@ CONSTANTS = (None, True, False)
 PLAIN = (CONSTANTS, CONSTANTS, NUMBERS, NUMBERS, FLOATS, WORDS, WORDS)
 
 
-def anything(rng: random.Random) -> Any:
+def anything(rng):
     """A value of any JSON type, most of them short."""
     few = rng.choice((0, 1, 3))
     kind = rng.choice((*PLAIN, "schema", "list", "object", "deep", "long"))
@@ -124,7 +119,7 @@ def anything(rng: random.Random) -> Any:
     return schemas(rng) if kind == "schema" else rng.choice(kind)
 
 
-def of_kind(rng: random.Random, kind: str) -> Any:
+def of_kind(rng, kind):
     """A value of a type that upstream declares: bool, num, str, nested or json."""
     if kind == "bool":
         return rng.random() < 0.5
@@ -137,21 +132,21 @@ def of_kind(rng: random.Random, kind: str) -> Any:
     return anything(rng)
 
 
-def biases(rng: random.Random) -> list[Any]:
+def biases(rng):
     """Values of `logit_bias`, which has several forms."""
     tokens = [[rng.randrange(300), rng.choice((-100, 5.5, False))] for _ in range(5)]
     many = {str(n): 1 for n in range(rng.choice((3, 50_000)))}
     return [tokens, many, {"word": -1, "1": False}, [["word " * 200, 1]] * rng.choice((3, 3_000))]
 
 
-def tool(rng: random.Random, name: str) -> dict[str, Any]:
+def tool(rng, name):
     """In each of the forms that a path may have."""
     function = {"name": name, "parameters": schemas(rng)}
     own = {"input_schema": schemas(rng), "parameters": schemas(rng)}
     return {"type": "function", "name": name, "function": function, **own}
 
 
-def message(rng: random.Random) -> dict[str, Any]:
+def message(rng):
     parts = [{"type": "text", "text": rng.choice(WORDS)}]
     content = rng.choice((rng.choice(WORDS), None, parts))
     role = rng.choice(("user", "assistant", "system", "tool", "odd", 5))
@@ -159,7 +154,7 @@ def message(rng: random.Random) -> dict[str, Any]:
 
 
 # Fields whose values have a form of their own: a choice of them, or what makes one.
-FORMS: dict[str, Any] = {
+FORMS = {
     "logit_bias": lambda rng: rng.choice(biases(rng)),
     "json_schema": schemas,
     "grammar": WORDS,
@@ -184,9 +179,9 @@ FORMS: dict[str, Any] = {
 }
 
 
-def declared(cache: Path) -> dict[str, str]:
+def declared(cache):
     """Each field that upstream's server declares, and its kind. cache: with its source."""
-    found: dict[str, str] = {}
+    found = {}
     for source in sorted(cache.glob("source/*/vendor/llama.cpp/tools/server/server-schema.cpp")):
         text = re.sub(r"(?ms)^#if 0.*?^#endif|//[^\n]*", "", source.read_text())
         for kind, name, rest in re.findall(r'new field_(\w+)\("([^"]+)"(.*?);', text, re.DOTALL):
@@ -202,10 +197,10 @@ BROKEN = (b"", b"[1]", b"{", b"\xff", b'{"a": NaN}', b"[" * 50_000)
 class Requests:
     """Random requests to every path of the description."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self._rng = random.Random(seed)
         self._declared = declared(cache_dir())
-        self._paths: list[tuple[str, str, str]] = []
+        self._paths = []
         for path, methods in PATHS.items():
             for method, operation in methods.items():
                 body = operation.get("requestBody")
@@ -215,7 +210,7 @@ class Requests:
                 name = body["content"]["application/json"]["schema"]["$ref"].split("/")[-1]
                 self._paths += [(method.upper(), path, name)] * 4
 
-    def next(self) -> tuple[str, str, bytes]:
+    def next(self):
         """(method, path, body)."""
         rng = self._rng
         method, path, name = rng.choice(self._paths)
@@ -223,7 +218,7 @@ class Requests:
             return method, path, b""
         if rng.random() < 0.02:
             return method, path, rng.choice(BROKEN)
-        data: dict[str, Any] = {**SOUND[name]}
+        data = {**SOUND[name]}
         own = list(SCHEMAS[name]["properties"])
         for _ in range(rng.choice((1, 1, 2, 3, 6))):
             field = rng.choice(own if rng.random() < 0.4 else list(self._declared))
@@ -244,33 +239,33 @@ class Requests:
 class Fuzz:
     """Clients at once, and what came of their requests."""
 
-    def __init__(self, served: Served, seed: int, key: bool) -> None:
+    def __init__(self, served, seed, key):
         self.served, self.seed, self.key = served, seed, key
-        self.statuses: Counter[int | str] = Counter()
-        self.findings: list[str] = []
+        self.statuses = Counter()
+        self.findings = []
         self.is_over = False
         self._ended = threading.Event()
-        self._threads: list[threading.Thread] = []
-        self._held: list[socket.socket] = []
-        self._asked: dict[int, str] = {}
+        self._threads = []
+        self._held = []
+        self._asked = {}
 
-    def start(self, clients: int) -> None:
+    def start(self, clients):
         for number in range(clients):
             thread = threading.Thread(target=self._client, args=(number,), daemon=True)
             self._threads.append(thread)
             thread.start()
 
-    def stop(self) -> None:
+    def stop(self):
         self._ended.set()
         for thread in self._threads:
             thread.join(HANG_S)
 
-    def close(self) -> None:
+    def close(self):
         """Lets go of the connections that nothing is read from."""
         for sock in self._held:
             sock.close()
 
-    def _client(self, number: int) -> None:
+    def _client(self, number):
         requests, rng = Requests(self.seed + number), random.Random(number)
         while not self._ended.is_set() and self.served.process.poll() is None:
             method, path, body = requests.next()
@@ -283,18 +278,18 @@ class Fuzz:
             with contextlib.suppress(OSError):
                 self._watch()
 
-    def _watch(self) -> None:
+    def _watch(self):
         """Notes what was asked when the process first had more than the cap."""
         peak = peak_bytes(self.served.process.pid)
         if peak > CAP and not self.is_over:
             self.is_over = True
             self.findings.append(f"peak {peak} bytes of {CAP} in {self.asked()}")
 
-    def asked(self) -> str:
+    def asked(self):
         """What each client asked last."""
         return "\n    ".join(["", *self._asked.values()])
 
-    def _ask(self, rng: random.Random, method: str, path: str, body: bytes) -> int | str:
+    def _ask(self, rng, method, path, body):
         head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         if self.key:
             key = rng.choice((KEY,) * 9 + ("wrong",))
@@ -320,7 +315,7 @@ class Fuzz:
                 said += part
         return self._judge(path, body, bytes(said))
 
-    def _judge(self, path: str, body: bytes, said: bytes) -> int | str:
+    def _judge(self, path, body, said):
         found = re.match(rb"HTTP/1\.1 (\d+)", said)
         if not found:
             return "closed"
@@ -332,13 +327,13 @@ class Fuzz:
         return status
 
 
-def peak_bytes(pid: int) -> int:
+def peak_bytes(pid):
     """The most resident memory that a process ever had."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     return int(found[1]) << 10 if found else 0  # it has ended
 
 
-def plain(served: Served, key: bool) -> int | str:
+def plain(served, key):
     """The status of a plain completion, or what kept it from one."""
     data = {"prompt": "Spain", "max_tokens": 8, "ignore_eos": True}
     head = {"x-api-key": KEY} if key else {}
@@ -351,7 +346,7 @@ def plain(served: Served, key: bool) -> int | str:
         return repr(error)
 
 
-def ended(served: Served, what: str) -> list[str]:
+def ended(served, what):
     """The findings of an end by SIGTERM: its status, its time, and what a log must not have."""
     start = perf_counter()
     status, said = served.end()
@@ -364,7 +359,7 @@ def ended(served: Served, what: str) -> list[str]:
     return found
 
 
-def fuzz(cache: Path, options: Sequence[str], seconds: float, seed: int, key: bool) -> list[str]:
+def fuzz(cache, options, seconds, seed, key):
     """The findings of one server. It has to answer four at once at the end, and to end in time."""
     with serving(cache, *options) as served:
         run = Fuzz(served, seed, key)
@@ -389,7 +384,7 @@ def fuzz(cache: Path, options: Sequence[str], seconds: float, seed: int, key: bo
     return findings
 
 
-def stops(cache: Path, options: Sequence[str], times: int, seed: int, key: bool) -> list[str]:
+def stops(cache, options, times, seed, key):
     """SIGTERM at random moments of such requests: each end is clean and in time."""
     rng, findings = random.Random(seed), []
     for number in range(times):
@@ -404,7 +399,7 @@ def stops(cache: Path, options: Sequence[str], times: int, seed: int, key: bool)
     return findings
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=DEMO)
     parser.add_argument("--seconds", type=float, default=3600.0)

@@ -9,8 +9,6 @@ once, with the seed bytes that bring it back (`--replay HEX`), and the search go
 where there was one.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
@@ -22,7 +20,6 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
@@ -40,28 +37,28 @@ class Hang(Exception):
 class Bytes(Random):
     """Chance out of given bytes, and zeros behind them: what a fuzzer can steer."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data):
         super().__init__(0)
         self._bits, self._left = int.from_bytes(data, "little"), 8 * len(data)
 
-    def getrandbits(self, k: int) -> int:
+    def getrandbits(self, k):
         taken = self._bits & ((1 << k) - 1)
         self._bits >>= k
         return taken
 
-    def random(self) -> float:
+    def random(self):
         return self.getrandbits(24) / (1 << 24)
 
 
 @contextlib.contextmanager
-def limits() -> Iterator[None]:
+def limits():
     """Bounds on memory and on the CPU time of a case."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * os.sysconf("SC_PAGE_SIZE") + MORE_BYTES
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
 
-    def stop(*_: object) -> None:
+    def stop(*_):
         raise Hang(f"more than {CASE_SECONDS} s of CPU time")
 
     old = signal.signal(signal.SIGPROF, stop)
@@ -76,15 +73,15 @@ def limits() -> Iterator[None]:
 class Search:
     """Runs cases and keeps what came of them. The first byte of a seed picks the target."""
 
-    def __init__(self, folder: Path, names: list[str]) -> None:
+    def __init__(self, folder, names):
         from targets import TARGETS, Bench
 
         self.bench = Bench(folder)
         self.targets = {name: TARGETS[name] for name in names or TARGETS}
-        self.answers: dict[str, Counter[str]] = {name: Counter() for name in self.targets}
-        self.findings: dict[tuple[str, str], str] = {}
+        self.answers = {name: Counter() for name in self.targets}
+        self.findings = {}
 
-    def case(self, data: bytes) -> None:
+    def case(self, data):
         name = list(self.targets)[(data[0] if data else 0) % len(self.targets)]
         signal.setitimer(signal.ITIMER_PROF, CASE_SECONDS)
         try:
@@ -96,7 +93,7 @@ class Search:
             signal.setitimer(signal.ITIMER_PROF, 0)
         self.answers[name][answer] += 1
 
-    def _found(self, name: str, data: bytes, error: Exception) -> None:
+    def _found(self, name, data, error):
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = (type(error).__name__, f"{Path(last.filename).name}:{last.lineno}")
         if where not in self.findings:
@@ -104,7 +101,7 @@ class Search:
             lines = "".join(traceback.format_exception(error))
             print(f"FINDING in {name}: --replay {data.hex()}\n{lines}", flush=True)
 
-    def report(self, seconds: float) -> int:
+    def report(self, seconds):
         for name, answers in self.answers.items():
             found = ", ".join(f"{answer} {n}" for answer, n in answers.most_common())
             print(f"{name}: {answers.total()}: {found}")
@@ -113,21 +110,19 @@ class Search:
         return 1 if self.findings else 0
 
 
-def at_random(search: Search, seconds: float, random: Random) -> None:
+def at_random(search, seconds, random):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         search.case(random.randbytes(SEED_BYTES))
 
 
-def follow_coverage(
-    search: Search, seconds: float, random: Random, done: Callable[[], int]
-) -> None:
+def follow_coverage(search, seconds, random, done):
     """libFuzzer's loop, which only ends with the process."""
     import atheris
 
     end = time.monotonic() + seconds
 
-    def case(data: bytes) -> None:
+    def case(data):
         if time.monotonic() < end:
             search.case(data)
         else:
@@ -143,7 +138,7 @@ def follow_coverage(
     atheris.Fuzz()
 
 
-def instrumented() -> bool:
+def instrumented():
     """Whether atheris is there; it then has seen to it that coverage is counted."""
     try:
         import atheris
@@ -154,7 +149,7 @@ def instrumented() -> bool:
     return True
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description="Reads damaged files until the time is over.")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -167,7 +162,7 @@ def main() -> int:
     search = Search(Path(folder), options.target)
     start = time.monotonic()
 
-    def done() -> int:
+    def done():
         shutil.rmtree(folder)
         return search.report(time.monotonic() - start)
 

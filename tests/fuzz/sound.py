@@ -1,10 +1,6 @@
 """Sound files of every kind that we read: what the targets damage."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import damage
 import gguf_craft
@@ -30,7 +26,7 @@ NUMBERS = {"embedding_length": 32, "expert_count": 2, "expert_used_count": 1}
 class Bench:
     """The good files that everything is derived from, made once in a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         tensors = gguf_craft.model_tensors(
@@ -71,7 +67,7 @@ class Bench:
         self.trace_bytes = (folder / "t.npz").read_bytes()
 
 
-def _checkpoint(folder: Path) -> dict[str, Any]:
+def _checkpoint(folder):
     """A checkpoint folder with all that is looked at; the header of its weights."""
     folder.mkdir()
     entries = {
@@ -97,7 +93,7 @@ def _checkpoint(folder: Path) -> dict[str, Any]:
     return entries
 
 
-def _imatrix(model: ExpertModel, path: Path) -> Path:
+def _imatrix(model, path):
     """An importance matrix of the model, as it is written after a calibration."""
     counts = np.full(model.n_expert, 40, np.float32)
     entries = {
@@ -110,7 +106,7 @@ def _imatrix(model: ExpertModel, path: Path) -> Path:
     return path
 
 
-def _losses(model: ExpertModel, path: Path) -> Any:
+def _losses(model, path):
     """A loss table in which one expert saw no token."""
     counts = np.array([[3, 0], [40, 7]])
     loss = np.where(counts[..., None] > 0, np.array([0.0, 0.25]), np.nan)

@@ -1,19 +1,15 @@
 """What reads files from outside, each with damaged ones. A target answers "accepted" or the name
 of the error; anything but a MoeEdgeError that names its file comes out as it is: a finding."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
 import struct
 import sys
 import zipfile
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from random import Random
 
 import numpy as np
 
@@ -23,7 +19,7 @@ for _folder in ("helpers", "unit/gguf", "unit/replay"):
     sys.path.insert(0, str(HERE.parents[1] / _folder))
 
 import damage
-from sound import Bench
+from sound import Bench as Bench
 
 from gguf_tools import inspect
 from gguf_tools.convert.checkpoint import open_checkpoint
@@ -45,16 +41,15 @@ from orchestrator.memory.machine import Machine
 from orchestrator.memory.plan import plan_memory, scratch_bytes
 
 ACCEPTED = "accepted"
-Target = Callable[[Bench, Random], str]
 
 
-def _written(bench: Bench, data: bytes, name: str = "fuzz.gguf") -> Path:
+def _written(bench, data, name="fuzz.gguf"):
     path = bench.folder / name
     path.write_bytes(data)
     return path
 
 
-def _answer(paths: list[Path], work: Callable[[], None]) -> str:
+def _answer(paths, work):
     """Runs it; an error has to name one of the files."""
     try:
         work()
@@ -64,11 +59,11 @@ def _answer(paths: list[Path], work: Callable[[], None]) -> str:
     return ACCEPTED
 
 
-def _described(files: list[Path], paths: list[Path]) -> str:
+def _described(files, paths):
     """Describes a model of one or two files that is made of paths; `verify` has to see at least
     what keeps it from being opened."""
 
-    def work() -> None:
+    def work():
         with ExpertModel.open(*files) as model:
             inspect.describe(model)
 
@@ -79,11 +74,11 @@ def _described(files: list[Path], paths: list[Path]) -> str:
     return answer
 
 
-def header(bench: Bench, random: Random) -> str:
+def header(bench, random):
     """Opening a model, and all that is told of it without running it."""
     path = _written(bench, damage.damaged(random.choice(bench.models), random))
 
-    def work() -> None:
+    def work():
         with ExpertModel.open(path) as model:
             assert inspect.render(inspect.describe(model))
             profile.identity(model)
@@ -91,7 +86,7 @@ def header(bench: Bench, random: Random) -> str:
     return _answer([path], work)
 
 
-def plan(bench: Bench, random: Random) -> str:
+def plan(bench, random):
     """Laying a model out in memory. What is refused here is the options' fault, not the file's."""
     path = _written(bench, damage.damaged(random.choice(bench.models), random))
     try:
@@ -110,7 +105,7 @@ def plan(bench: Bench, random: Random) -> str:
     return ACCEPTED
 
 
-def checked(bench: Bench, random: Random) -> str:
+def checked(bench, random):
     """`verify` never raises: what is wrong is a finding that names the file."""
     path = _written(bench, damage.damaged(random.choice(bench.models), random))
     report = verify(path, threads=1, ggml=_ggml())
@@ -121,7 +116,7 @@ def checked(bench: Bench, random: Random) -> str:
     return "problems" if report.problems else ACCEPTED
 
 
-def pair(bench: Bench, random: Random) -> str:
+def pair(bench, random):
     """A high and a low file, one of them damaged."""
     which = random.randrange(2)
     files = [bench.high, bench.low]
@@ -129,7 +124,7 @@ def pair(bench: Bench, random: Random) -> str:
     return _described(files, files)
 
 
-def parts(bench: Bench, random: Random) -> str:
+def parts(bench, random):
     """A model in three files, one of them damaged."""
     which = random.randrange(3)
     folder = bench.folder / "damaged"
@@ -143,13 +138,13 @@ def parts(bench: Bench, random: Random) -> str:
     return _described(paths[:1], paths)
 
 
-def written(bench: Bench, random: Random) -> str:
+def written(bench, random):
     """`pack` and `export` of whatever can be opened: the copy is as good as its source."""
     path = _written(bench, damage.damaged(random.choice(bench.models), random))
     out = bench.folder / "out.gguf"
     out.unlink(missing_ok=True)
 
-    def work() -> None:
+    def work():
         if random.randrange(2):
             export(path, out)
         else:
@@ -170,7 +165,7 @@ def written(bench: Bench, random: Random) -> str:
     return answer
 
 
-def importance(bench: Bench, random: Random) -> str:
+def importance(bench, random):
     """An importance matrix of either format."""
     if random.randrange(2):
         data = damage.damaged(bench.imatrix, random)
@@ -178,17 +173,17 @@ def importance(bench: Bench, random: Random) -> str:
         data = _older_imatrix(bench.opened, random)
     path = _written(bench, data, "fuzz.dat")
 
-    def work() -> None:
+    def work():
         weights = ExpertImportance(read_imatrix(path), bench.opened)
         assert np.isfinite(weights.of(0, DOWN, 0)).all() and isinstance(weights.note(), str | None)
 
     return _answer([path, bench.opened.path], work)
 
 
-def _older_imatrix(model: ExpertModel, random: Random) -> bytes:
+def _older_imatrix(model, random):
     """The format before GGUF, with some numbers changed."""
 
-    def odd(value: int) -> bytes:
+    def odd(value):
         if random.randrange(24) == 23:
             value = damage.any_number(random)
         return struct.pack("<I", value & 0xFFFFFFFF)
@@ -204,7 +199,7 @@ def _older_imatrix(model: ExpertModel, random: Random) -> bytes:
     return data[: random.randrange(len(data) + 1)] if random.randrange(12) == 11 else data
 
 
-def checkpoint(bench: Bench, random: Random) -> str:
+def checkpoint(bench, random):
     """A checkpoint folder, one of its files damaged."""
     folder = bench.folder / "damaged-checkpoint"
     shutil.rmtree(folder, ignore_errors=True)
@@ -218,35 +213,35 @@ def checkpoint(bench: Bench, random: Random) -> str:
         length = len(head) if random.randrange(8) else damage.any_number(random)
         path.write_bytes(damage.number(length) + head + bytes(random.choice((192, 191, 0))))
 
-    def work() -> None:
+    def work():
         assert open_checkpoint(folder).nbytes >= 0
         pre_tokenizer(folder)
 
     return _answer([folder], work)
 
 
-def _damaged_json(bench: Bench, good: object, random: Random) -> Path:
+def _damaged_json(bench, good, random):
     path = bench.folder / "fuzz.json"
     path.write_text(damage.damaged_json(good, random), encoding="utf-8")
     return path
 
 
-def losses_of_experts(bench: Bench, random: Random) -> str:
+def losses_of_experts(bench, random):
     """A loss table."""
     path = _damaged_json(bench, bench.losses, random)
 
-    def work() -> None:
+    def work():
         table = losses.load(path, bench.opened)
         assert np.isfinite(table.filled()).all() and table.render()
 
     return _answer([path], work)
 
 
-def hotness(bench: Bench, random: Random) -> str:
+def hotness(bench, random):
     """A profile of expert use, and what is learned of it."""
     path = _damaged_json(bench, bench.profile, random)
 
-    def work() -> None:
+    def work():
         found = profile.load(path, bench.opened)
         assert found.hotness.shape == (2, 2) and np.isfinite(found.hotness).all()
         for each in (None, *found.errors.values()):
@@ -258,7 +253,7 @@ def hotness(bench: Bench, random: Random) -> str:
     return _answer([path], work)
 
 
-def trace(bench: Bench, random: Random) -> str:
+def trace(bench, random):
     """A recorded run: its arrays, its header, or bytes of the file changed."""
     what = random.randrange(3)
     if what == 0:
@@ -280,14 +275,14 @@ def trace(bench: Bench, random: Random) -> str:
                 archive.writestr(f"{name}.npy", _npy(array, random))
         path = _written(bench, buffer.getvalue(), "fuzz.npz")
 
-    def work() -> None:
+    def work():
         for step in read_trace(path).steps():
             assert step.events
 
     return _answer([path], work)
 
 
-def _damage_array(arrays: dict[str, np.ndarray], random: Random) -> None:
+def _damage_array(arrays, random):
     name = random.choice(list(arrays))
     array = arrays[name]
     what = random.randrange(4)
@@ -302,7 +297,7 @@ def _damage_array(arrays: dict[str, np.ndarray], random: Random) -> None:
         del arrays[name]
 
 
-def _npy(array: np.ndarray, random: Random) -> bytes:
+def _npy(array, random):
     buffer = io.BytesIO()
     np.lib.format.write_array(buffer, array, allow_pickle=False)
     data = buffer.getvalue()
@@ -319,7 +314,7 @@ def _ggml():
 
 
 WITH_GGML = (checked, pair, parts, written)
-TARGETS: dict[str, Target] = {
+TARGETS = {
     each.__name__: each
     for each in (
         *(header, plan, *WITH_GGML),

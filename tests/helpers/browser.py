@@ -3,8 +3,6 @@
 It is spoken to in the DevTools protocol over a pipe, which needs no package.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
@@ -13,9 +11,6 @@ import select
 import shutil
 import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,7 +28,7 @@ KEYS |= {"Tab": ("Tab", 9, ""), " ": ("Space", 32, " ")}
 SHIFT = 8
 
 
-def chromium() -> str:
+def chromium():
     """The browser's path. Skips the test where there is none."""
     for name in NAMES:
         if path := shutil.which(name):
@@ -44,7 +39,7 @@ def chromium() -> str:
 class Browser:
     """One process of Chromium, and the messages to it and from it."""
 
-    def __init__(self, path: str, folder: Path) -> None:
+    def __init__(self, path, folder):
         """folder: where it keeps its profile."""
         commands, self._to = os.pipe()
         self._from, answers = os.pipe()
@@ -62,12 +57,12 @@ class Browser:
             os.close(end)
         self._rest = b""
         self._last = 0
-        self.events: list[dict[str, Any]] = []
+        self.events = []
 
-    def call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
+    def call(self, method, session=None, **params):
         """A command's result. Raises AssertionError where the browser refuses it, or is gone."""
         self._last += 1
-        message: dict[str, Any] = {"id": self._last, "method": method, "params": params}
+        message = {"id": self._last, "method": method, "params": params}
         if session:
             message["sessionId"] = session
         os.write(self._to, json.dumps(message).encode() + b"\0")
@@ -75,11 +70,11 @@ class Browser:
             said = self._read()
             if said.get("id") == self._last:
                 assert "error" not in said, f"{method}: {said['error']}"
-                result: dict[str, Any] = said["result"]
+                result = said["result"]
                 return result
             self.events.append(said)
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self):
         end_s = time.monotonic() + HANG_S
         while b"\0" not in self._rest:
             ready, _, _ = select.select([self._from], [], [], max(0, end_s - time.monotonic()))
@@ -88,10 +83,10 @@ class Browser:
             assert part, "the browser is gone"
             self._rest += part
         line, _, self._rest = self._rest.partition(b"\0")
-        said: dict[str, Any] = json.loads(line)
+        said = json.loads(line)
         return said
 
-    def close(self) -> None:
+    def close(self):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
@@ -102,20 +97,20 @@ class Browser:
 class Tab:
     """One page in a window of its own, which shares nothing with others."""
 
-    def __init__(self, browser: Browser) -> None:
+    def __init__(self, browser):
         self._browser = browser
         context = browser.call("Target.createBrowserContext")["browserContextId"]
         new = {"url": "about:blank", "browserContextId": context, "width": 1200}
         target = browser.call("Target.createTarget", **new)["targetId"]
         attached = browser.call("Target.attachToTarget", targetId=target, flatten=True)
-        self._session: str = attached["sessionId"]
+        self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
 
-    def call(self, method: str, **params: Any) -> dict[str, Any]:
+    def call(self, method, **params):
         return self._browser.call(method, self._session, **params)
 
-    def events(self, method: str) -> list[dict[str, Any]]:
+    def events(self, method):
         """The parameters of each event of a kind that this tab told of."""
         return [
             event["params"]
@@ -123,11 +118,11 @@ class Tab:
             if event.get("method") == method and event.get("sessionId") == self._session
         ]
 
-    def go(self, url: str) -> None:
+    def go(self, url):
         self.call("Page.navigate", url=url)
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
-    def value(self, expression: str) -> Any:
+    def value(self, expression):
         """What JavaScript computes. Raises AssertionError with what it throws."""
         answer = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
@@ -135,7 +130,7 @@ class Tab:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def until(self, expression: str) -> Any:
+    def until(self, expression):
         """Waits until JavaScript computes something true, and returns that."""
         end_s = time.monotonic() + HANG_S
         while not (value := self.value(expression)):
@@ -143,23 +138,23 @@ class Tab:
             time.sleep(0.05)
         return value
 
-    def text(self) -> str:
+    def text(self):
         """What the page says."""
-        text: str = self.value("document.body.innerText")
+        text = self.value("document.body.innerText")
         return text
 
-    def type(self, text: str) -> None:
+    def type(self, text):
         """Puts a text where the keyboard's focus is."""
         self.call("Input.insertText", text=text)
 
-    def press(self, key: str, shift: bool = False) -> None:
+    def press(self, key, shift=False):
         code, number, text = KEYS[key]
         common = {"key": key, "code": code, "windowsVirtualKeyCode": number}
         common["modifiers"] = SHIFT if shift else 0
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **common)
         self.call("Input.dispatchKeyEvent", type="keyUp", **common)
 
-    def shape(self, width: int, height: int, dark: bool = False) -> None:
+    def shape(self, width, height, dark=False):
         """Another size of the window, and the colours that the person prefers."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
@@ -168,7 +163,7 @@ class Tab:
 
 
 @contextlib.contextmanager
-def browsing(folder: Path) -> Iterator[Browser]:
+def browsing(folder):
     """A browser with an empty profile. Skips where none is installed."""
     browser = Browser(chromium(), folder)
     try:

@@ -10,8 +10,6 @@ gets the smallest cap that it names itself, all of which it plans to use: how fa
 below is how much the plan is too high. Needs root and cgroups of version 1 or 2.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -26,9 +24,9 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,7 +58,7 @@ _START = "import sys; from orchestrator.__main__ import main; sys.argv[0] = 'moe
 class Group:
     """A memory cgroup with a limit."""
 
-    def __init__(self, folder: Path, limit_bytes: int) -> None:
+    def __init__(self, folder, limit_bytes):
         """Raises OSError where none can be made."""
         self.folder = folder
         folder.mkdir()
@@ -75,15 +73,15 @@ class Group:
             raise
 
     @classmethod
-    def make(cls, limit_bytes: int) -> Group:
+    def make(cls, limit_bytes):
         parent = ROOT / "memory" if (ROOT / "memory").is_dir() else ROOT
         return cls(parent / f"moe-edge-{os.getpid()}-{time.monotonic_ns()}", limit_bytes)
 
-    def enter(self) -> None:
+    def enter(self):
         """For a child before it becomes another program."""
         (self.folder / "cgroup.procs").write_text(str(os.getpid()))
 
-    def used_bytes(self) -> int:
+    def used_bytes(self):
         """What cannot be dropped: memory that no file is behind, and the kernel's own."""
         lines = (self.folder / "memory.stat").read_text().splitlines()
         found = dict(line.split() for line in lines)
@@ -92,7 +90,7 @@ class Group:
         kernel = int((self.folder / "memory.kmem.usage_in_bytes").read_text())
         return int(found["rss"]) + kernel
 
-    def close(self) -> None:
+    def close(self):
         for _ in range(100):
             try:
                 self.folder.rmdir()
@@ -112,14 +110,10 @@ class Run(NamedTuple):
     library_bytes: int
 
 
-def run(
-    args: Sequence[str],
-    limit_bytes: int,
-    use: Callable[[subprocess.Popen[str]], None] | None = None,
-) -> Run:
+def run(args, limit_bytes, use=None):
     """A command of moe-edge in a cgroup. use: what is done with it while it runs. Raises OSError
     where no cgroup can be made."""
-    with _group(limit_bytes) as group:
+    with closing(Group.make(limit_bytes)) as group:
         process = subprocess.Popen(
             [sys.executable, "-c", _START, *args],
             cwd=REPO,
@@ -132,13 +126,13 @@ def run(
         )
         peak = libraries = 0
 
-        def look() -> None:
+        def look():
             nonlocal peak
             while process.poll() is None:
                 peak = max(peak, group.used_bytes())
                 time.sleep(LOOK_S)
 
-        def look_at_maps() -> None:
+        def look_at_maps():
             nonlocal libraries
             while process.poll() is None:
                 libraries = max(libraries, _library_bytes(process.pid))
@@ -155,7 +149,7 @@ def run(
         return Run(process.returncode, out, err, peak, libraries)
 
 
-def _library_bytes(pid: int) -> int:
+def _library_bytes(pid):
     """What a process has in memory of files that it runs."""
     try:
         text = Path(f"/proc/{pid}/smaps").read_text()
@@ -171,13 +165,11 @@ def _library_bytes(pid: int) -> int:
     return total
 
 
-def ask_server(
-    port: int, clients: int, full: Sequence[str] = ()
-) -> Callable[[subprocess.Popen[str]], None]:
+def ask_server(port, clients, full=()):
     """Asks a server for answers to prompts of all lengths, so many clients at once, and ends it.
     One client asks for those in full alone, one behind the other, and for an answer in JSON."""
 
-    def use(process: subprocess.Popen[str]) -> None:
+    def use(process):
         url = f"http://127.0.0.1:{port}"
         while process.poll() is None:
             try:
@@ -188,7 +180,7 @@ def ask_server(
         else:
             return
 
-        def post(path: str, body: dict[str, object]) -> None:
+        def post(path, body):
             asked = urllib.request.Request(
                 f"{url}/v1/{path}",
                 json.dumps(body | {"max_tokens": ANSWER_TOKENS}).encode(),
@@ -197,7 +189,7 @@ def ask_server(
             with suppress(OSError):  # the process says why it ended
                 urllib.request.urlopen(asked, timeout=3600).read()
 
-        def ask(number: int) -> None:
+        def ask(number):
             for turn in range(ASKED if clients > 1 else len(full)):
                 n = 100 - (37 * turn + 11 * number) % 90
                 prompt = "Once upon a time, " * n if clients > 1 else full[turn]
@@ -214,15 +206,6 @@ def ask_server(
     return use
 
 
-@contextmanager
-def _group(limit_bytes: int) -> Iterator[Group]:
-    group = Group.make(limit_bytes)
-    try:
-        yield group
-    finally:
-        group.close()
-
-
 class Line(NamedTuple):
     """A command line; has_ram: it takes --ram; port: that of a server, and how many clients it
     gets, and the prompts of one alone; before: the arguments of another one that makes what it
@@ -235,11 +218,11 @@ class Line(NamedTuple):
     full: Sequence[str] = ()
     before: Sequence[str] = ()
 
-    def run(self, ram: int, *more: str) -> Run:
+    def run(self, ram, *more):
         own = [f"--ram={ram}"] if self.has_ram else []
         return self._run(ram, *own, *more)
 
-    def run_least(self) -> tuple[Run, int]:
+    def run_least(self):
         """In the smallest cap that it says will do, and that cap. Without --ram: a roomy one."""
         if not self.has_ram:
             return self.run(ROOMY), ROOMY
@@ -249,7 +232,7 @@ class Line(NamedTuple):
             found = self._run(ram + KERNEL, f"--ram={ram}")
         return found, ram
 
-    def _run(self, limit_bytes: int, *more: str) -> Run:
+    def _run(self, limit_bytes, *more):
         if self.before:
             made = run(self.before, ROOMY)
             if made.status:
@@ -258,7 +241,7 @@ class Line(NamedTuple):
         return run([*self.args, *more], limit_bytes, use=use)
 
 
-def filling(model: Path, words: str, n_tokens: int) -> str:
+def filling(model, words, n_tokens):
     """Words again and again, of so many tokens at most, and hardly fewer."""
     from orchestrator.native.llama import Bindings, Model
 
@@ -273,9 +256,7 @@ def filling(model: Path, words: str, n_tokens: int) -> str:
     return words * int(n_tokens / each)
 
 
-def commands(
-    model: Path, text: Path, out: Path, tokens: int, types: str = "q4_k", ctx: int = 1024
-) -> dict[str, Line]:
+def commands(model, text, out, tokens, types="q4_k", ctx=1024):
     """Command lines by name, without --ram. ctx: the context of those that have one."""
     from orchestrator.lab.registry import STUDIES
 
@@ -326,7 +307,7 @@ def commands(
     return found
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--model", type=Path, required=True)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from orchestrator.cli.main import cli
 
@@ -14,14 +14,12 @@ DEMO = REPO / "models/demo/moe-edge-demo.gguf"
 MOE_EDGE = ("-m", "orchestrator")
 
 
-def run(*words: object, stdin: str | None = None) -> Result:
+def run(*words, stdin=None):
     """A command and its arguments, each of them made a text."""
     return CliRunner().invoke(cli, [str(word) for word in words], input=stdin)
 
 
-def python(
-    *words: object, stdin: str = "", folder: Path = REPO, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def python(*words, stdin="", folder=REPO, **environment):
     """What Python says to these words in a process of its own, as *MOE_EDGE, "list"."""
     return subprocess.run(
         [sys.executable, *map(str, words)],

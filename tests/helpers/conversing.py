@@ -9,8 +9,6 @@ answered. --again FILE asks just that, with --last the last turn of each convers
 all tokens then, and other counts what is answered in other words.
 """
 
-from __future__ import annotations
-
 import argparse
 import http.client
 import json
@@ -19,10 +17,8 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 HANG_S = 900
@@ -32,21 +28,19 @@ WORDS = "boat river stone garden winter lamp bread copper letter bridge horse wi
 class Talks:
     """All conversations with one server, and what came of them."""
 
-    def __init__(
-        self, url: str, answer_tokens: int, header: str, longest: int, system: int
-    ) -> None:
+    def __init__(self, url, answer_tokens, header, longest, system):
         self._where = urlsplit(url)
         self._answer_tokens, self._header, self._longest = answer_tokens, header, longest
         text = " ".join(random.Random(0).choices(WORDS, k=system))
         self._system = [{"role": "system", "content": text}] if system else []
         self._lock = threading.Lock()
         self.earlier = self.found = self.whole = self.broken = 0
-        self.refused: Counter[int] = Counter()
-        self.first_s: list[float] = []
-        self.token_s: list[float] = []
-        self.answers: list[tuple[str, list[dict[str, str]], str]] = []
+        self.refused = Counter()
+        self.first_s = []
+        self.token_s = []
+        self.answers = []
 
-    def talk(self, number: int, turns: int) -> None:
+    def talk(self, number, turns):
         """One conversation."""
         words, said, before = random.Random(number), list(self._system), 0
         for turn in range(turns):
@@ -60,7 +54,7 @@ class Talks:
             before = read + cached + made
             said.append({"role": "assistant", "content": text})
 
-    def again(self, name: str, said: list[dict[str, str]], text: str) -> bool:
+    def again(self, name, said, text):
         """Whether it is answered in other words."""
         read, cached, _, now = self.ask(name, said)
         with self._lock:
@@ -68,21 +62,20 @@ class Talks:
             self.found += cached
         return now != text
 
-    def ask(self, name: str, said: list[dict[str, str]]) -> tuple[int, int, int, str]:
+    def ask(self, name, said):
         """(tokens read, found in place, made; the answer), asked again where it broke off."""
         while True:
             answer = self._ask(name, said)
             if answer is not None:
                 return answer
 
-    def _ask(self, name: str, said: list[dict[str, str]]) -> tuple[int, int, int, str] | None:
+    def _ask(self, name, said):
         """As ask; None where it broke off."""
         head = {"Content-Type": "application/json"}
         if self._header:
             head[self._header] = name
         body = {"messages": said, "stream": True, "temperature": 0}
         body["max_tokens"] = self._answer_tokens
-        assert self._where.hostname
         connection = http.client.HTTPConnection(self._where.hostname, self._where.port, HANG_S)
         begin_s = time.monotonic()
         texts, timings, first_s, is_whole = [], {}, None, False
@@ -119,14 +112,14 @@ class Talks:
         return timings["prompt_n"], timings["cache_n"], timings["predicted_n"], "".join(texts)
 
 
-def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any] | None]:
+def _events(reply):
     """What a stream says; None for its end."""
     for line in reply:
         if line.startswith(b"data: "):
             yield None if line.strip() == b"data: [DONE]" else json.loads(line[6:])
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
     parser.add_argument("--conversations", type=int, default=200)
@@ -152,7 +145,7 @@ def main() -> None:
             others = list(pool.map(lambda each: talks.again(*each), kept))
         else:
             list(pool.map(lambda n: talks.talk(n, asked.turns), numbers))
-    found: dict[str, Any] = {
+    found = {
         "found": round(talks.found / max(1, talks.earlier), 4),
         "earlier": talks.earlier,
         "whole": talks.whole,

@@ -1,19 +1,15 @@
 """Splits a GGUF as llama.cpp's gguf-split does, for the tests of split models."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from gguf_tools.file.layout import DEFAULT_ALIGNMENT, KEY_ALIGNMENT, ValueType
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.file.writer import GGUFWriter
 
 
-def part_path(folder: Path, name: str, index: int, n_parts: int) -> Path:
+def part_path(folder, name, index, n_parts):
     return folder / f"{name}-{index + 1:05d}-of-{n_parts:05d}.gguf"
 
 
-def split(path: Path, folder: Path, n_parts: int, *, name: str = "m", bare_first: bool = False):
+def split(path, folder, n_parts, *, name="m", bare_first=False):
     """Writes the parts of `path` into `folder`; returns their paths, first part first.
 
     All of the model's metadata is in the first part, whose alignment the others do not share.

@@ -9,8 +9,6 @@ that each row of logits has to be the same, bit for bit. With --low-tier the wei
 sampled as well, anew each time. Needs root and cgroups.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import multiprocessing
@@ -22,7 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import capped
 
@@ -50,13 +48,13 @@ class Heard(NamedTuple):
     cut: bool
 
 
-def answers(settings: dict[str, Any], times: int, seed: int, probes: bool) -> list[Heard]:
+def answers(settings, times, seed, probes):
     """probes: else nobody does, and all waits are as long."""
     # Each time is as the first one, and what is learned changes no answer.
-    UsageKeeper.save = lambda _: None  # type: ignore[method-assign]
-    LossModel.learned = lambda *_: None  # type: ignore[assignment, method-assign, return-value]
+    UsageKeeper.save = lambda _: None
+    LossModel.learned = lambda *_: None
     if not probes:
-        Learned.probe = lambda *_: None  # type: ignore[assignment, method-assign, return-value]
+        Learned.probe = lambda *_: None
     draw, heard, lasts_s = random.Random(seed), [], 0.0
     with Engine.open(Config.build(**settings)) as engine:
         usage = engine._loader.learned.usage
@@ -96,12 +94,12 @@ def answers(settings: dict[str, Any], times: int, seed: int, probes: bool) -> li
     return heard
 
 
-def record(group: Path, out: Path, *args: Any) -> None:
+def record(group, out, *args):
     (group / "cgroup.procs").write_text(str(os.getpid()))
     out.write_bytes(pickle.dumps(answers(*args)))
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--times", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)

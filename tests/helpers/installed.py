@@ -8,8 +8,6 @@ sources can be imported by mistake. Left out are tests of sources, as tests/cont
 only a build has.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
@@ -28,7 +26,7 @@ LEFT_OUT = (
 )
 
 
-def install(wheel: Path, folder: Path) -> Path:
+def install(wheel, folder):
     """The Python of a new environment with the wheel in it. No network is used."""
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
@@ -39,18 +37,18 @@ def install(wheel: Path, folder: Path) -> Path:
     return python
 
 
-def pip(python: Path, *arguments: str) -> None:
+def pip(python, *arguments):
     """This environment's pip, for another one."""
     command = [sys.executable, "-m", "pip", "--python", str(python), *arguments, "--quiet"]
     subprocess.run(command, check=True)
 
 
-def site_of(folder: Path) -> Path:
+def site_of(folder):
     """Where the packages of an environment are."""
     return next(folder.glob("lib/python3*/site-packages"))
 
 
-def copy_tests(folder: Path) -> Path:
+def copy_tests(folder):
     """What tests are and what they need of the checkout, without its packages."""
     for name in ("tests", "patches", "models"):
         shutil.copytree(REPO / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -58,7 +56,7 @@ def copy_tests(folder: Path) -> Path:
     return folder
 
 
-def run(wheel: Path, arguments: list[str], folder: Path) -> int:
+def run(wheel, arguments, folder):
     """pytest's exit status, in an empty folder."""
     python = install(wheel, folder / "environment")
     left_out = [f"--deselect={each}" for each in LEFT_OUT]

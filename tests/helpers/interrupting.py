@@ -8,8 +8,6 @@ through before and all that it says and writes is that of a run which nobody int
 counts from when Python has found the command's module: what comes before is Python's own.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -77,7 +75,7 @@ class Command:
     environment: Mapping[str, str] = field(default_factory=dict)
     beside: Callable[[], AbstractContextManager[object]] = nullcontext
 
-    def run(self, after_s: float | None = None, number: int = signal.SIGINT) -> Result:
+    def run(self, after_s=None, number=signal.SIGINT):
         """Runs it; after_s: when to send it a signal, as Ctrl-C does."""
         self._empty_folder()
         reader, writer = os.pipe()
@@ -124,18 +122,18 @@ class Command:
             done = (at_signal_s - at_start_s) / max(0.01, in_all_s - at_start_s)
         return Result(status, out, err, self._files(), took_s, reached, done)
 
-    def _empty_folder(self) -> None:
+    def _empty_folder(self):
         for path in sorted(self.folder.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
-    def _files(self) -> dict[str, bytes]:
+    def _files(self):
         return {
             str(path.relative_to(self.folder)): path.read_bytes()
             for path in self.folder.rglob("*")
             if path.is_file()
         }
 
-    def complaint(self, whole: Result, found: Result, number: int) -> str:
+    def complaint(self, whole, found, number):
         """What is wrong with a run that was interrupted, or nothing."""
         if any(word in found.err for word in ("Traceback", "Exception ignored", "Error", "Left:")):
             return f"it says {found.err.strip()[-600:]}"
@@ -156,41 +154,41 @@ class Command:
         return ""
 
 
-def _heed_signals() -> None:
+def _heed_signals():
     """For a child: what nohup lets this process ignore, it would ignore, too."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
-def _ended_by(number: int) -> tuple[int, ...]:
+def _ended_by(number):
     """How a command ends by a signal: while it loads, as any program does."""
     return (128 + number,) if number == signal.SIGINT else (128 + number, -number)
 
 
-def _same(text: str) -> str:
+def _same(text):
     """What a command says, without what it measured of the time."""
     return _MEASURED.sub("", text)
 
 
-def _children_s() -> float:
+def _children_s():
     """Seconds that children of this process which have ended computed, with their own."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
-def _computed_s(session: int) -> float | None:
+def _computed_s(session):
     """Seconds that the processes of a session have computed until now, with those that they waited
     for; None where they are gone."""
     ticks = [sum(map(int, fields[11:15])) for fields in _stats_of(session).values()]
     return sum(ticks) / os.sysconf("SC_CLK_TCK") if ticks else None
 
 
-def _processes_of(session: int) -> list[int]:
+def _processes_of(session):
     """Those that run still."""
     return [pid for pid, fields in _stats_of(session).items() if fields[0] != "Z"]
 
 
-def _stats_of(session: int) -> dict[int, list[str]]:
+def _stats_of(session):
     """What the kernel says of each process of a session, behind its name."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -203,9 +201,7 @@ def _stats_of(session: int) -> dict[int, list[str]]:
     return found
 
 
-def interrupt(
-    command: Command, times: int, seed: str, number: int = signal.SIGINT
-) -> tuple[Counter[str], list[str]]:
+def interrupt(command, times, seed, number=signal.SIGINT):
     """Runs a command so many times with a signal. Returns how the runs ended, and what was
     wrong."""
     whole = command.run()
@@ -231,7 +227,7 @@ def interrupt(
     return ends, wrong
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--times", type=int, default=100)

@@ -8,8 +8,6 @@ Each file that is left behind a kill is checked, and those at the end are restor
 more. Prints one JSON object; ends with status 1 where anything is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import http.client
 import json
@@ -22,14 +20,13 @@ import time
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 from urllib.error import HTTPError
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
 from conversing import WORDS  # noqa: E402
-from served import DEMO, Served, server_library, serving  # noqa: E402
+from served import DEMO, server_library, serving  # noqa: E402
 
 from orchestrator.engine.prompt_copies import _describe, _is_whole  # noqa: E402
 from orchestrator.serve.backend import Backend  # noqa: E402
@@ -38,12 +35,9 @@ from orchestrator.serve.settings import options_of  # noqa: E402
 TURNS, FEW = 3, 16
 OPTIONS = {"policy": "lru", "ram": "300MiB", "ctx": "1024", "cache-ram": "0", "temp": "0"}
 GIVEN = ["-m", str(DEMO), "--exact", *(text for k, v in OPTIONS.items() for text in (f"--{k}", v))]
-Said = list[dict[str, str]]
-# By (number of the conversation, turn): what was asked, the answer, tokens read and found.
-Answers = dict[tuple[int, int], tuple[Said, Any, int, int]]
 
 
-def asked(server: Served, said: Said) -> tuple[Any, int, int]:
+def asked(server, said):
     """(the answer with its probabilities, tokens of the prompt that were read, that were there)."""
     wanted = {"messages": said, "max_tokens": 4, "logprobs": True, "top_logprobs": 3}
     answer = server.post("/v1/chat/completions", wanted)
@@ -52,7 +46,7 @@ def asked(server: Served, said: Said) -> tuple[Any, int, int]:
     return said_so, timings["prompt_n"], timings["cache_n"]
 
 
-def question(number: int, turn: int) -> dict[str, str]:
+def question(number, turn):
     words = random.Random(f"{number}.{turn}").choices(WORDS, k=60)
     return {"role": "user", "content": f"{number}.{turn} {' '.join(words)}?"}
 
@@ -60,22 +54,23 @@ def question(number: int, turn: int) -> dict[str, str]:
 class Load:
     """Two clients, each with one conversation after the other."""
 
-    def __init__(self) -> None:
-        self.server: Served | None = None
+    def __init__(self):
+        self.server = None
         self.broken = self.refused = 0
-        self.answers: Answers = {}
+        # By (number of the conversation, turn): what was asked, the answer, tokens read and found.
+        self.answers = {}
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._talk, args=(n,)) for n in range(2)]
         for each in self._threads:
             each.start()
 
-    def end(self) -> None:
+    def end(self):
         self._stop.set()
         for each in self._threads:
             each.join()
 
-    def _talk(self, number: int) -> None:
-        said: Said = []
+    def _talk(self, number):
+        said = []
         while not self._stop.is_set():
             turn = len(said) // 2
             if turn == TURNS:
@@ -96,7 +91,7 @@ class Load:
                 said = [*wanted, {"role": "assistant", "content": answer[0][0]}]
 
 
-def way_to(answers: Answers, number: int, turn: int) -> list[int]:
+def way_to(answers, number, turn):
     """The turns that were read one after the other for an answer: those between were lost. It is
     there twice where a first answer to it was written, and did not arrive."""
     cached = answers[number, turn][-1]
@@ -106,9 +101,9 @@ def way_to(answers: Answers, number: int, turn: int) -> list[int]:
     return [*way_to(answers, number, known[-1]), turn] if known else [turn]
 
 
-def compared(cache: Path, answers: Answers) -> Counter[str]:
+def compared(cache, answers):
     """How many answers are those of a server that is never killed and reads the same turns."""
-    found: Counter[str] = Counter()
+    found = Counter()
     with serving(cache, *GIVEN) as server:
         at = None
         for number, turn in sorted(answers):
@@ -125,7 +120,7 @@ def compared(cache: Path, answers: Answers) -> Counter[str]:
     return found
 
 
-def written_again(files: list[Path], to: Path) -> int:
+def written_again(files, to):
     """How many of these hold other bytes once they were restored and saved."""
     # The context is whole from the beginning, where it is no prompt that makes room in it.
     config, settings = options_of({"model": DEMO, "policy": "plain", "ctx": OPTIONS["ctx"]})
@@ -134,14 +129,13 @@ def written_again(files: list[Path], to: Path) -> int:
         for path in files:
             with open(path, "rb") as file:
                 listed = _describe(file, path)
-            assert listed is not None
             assert backend._native.restore(0, path)
             backend._native.save(0, to)
             other += path.read_bytes()[: listed.state_end] != to.read_bytes()
     return other
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)

@@ -11,25 +11,17 @@ Calls are counted in the named modules and packages: name those that write, or m
 the reading before.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 from random import Random
-from types import FrameType
-from typing import Any
-
-Work = Callable[[], object]
 
 
-def moments(total: int, n: int, seed: int) -> list[int]:
+def moments(total, n, seed):
     """n numbers of 1 to total, in order; the last calls, where files get their names, are among
     them."""
     random = Random(seed)
@@ -37,7 +29,7 @@ def moments(total: int, n: int, seed: int) -> list[int]:
     return sorted(late + [random.randint(1, total) for _ in range(n - len(late))])
 
 
-def calls_of(work: Work, *modules: str) -> int:
+def calls_of(work, *modules):
     """How many calls the modules' functions make and get while the work is done, in all threads;
     it is about the same each time. Raises AssertionError where the work fails."""
     reader, writer = os.pipe()
@@ -50,7 +42,7 @@ def calls_of(work: Work, *modules: str) -> int:
     return int(text)
 
 
-def killed(work: Work, at: int, *modules: str) -> bool:
+def killed(work, at, *modules):
     """Does the work in a child that is killed at its at-th call; False where it was done before.
     Raises AssertionError where it fails otherwise."""
     pid = _fork(work, modules, at, None)
@@ -59,9 +51,7 @@ def killed(work: Work, at: int, *modules: str) -> bool:
     return status != 0
 
 
-def check_model_at_twenty_deaths(
-    work: Work, out: Path, modules: tuple[str, ...], seed: int, older: bytes = b""
-) -> None:
+def check_model_at_twenty_deaths(work, out, modules, seed, older=b""):
     """Work that writes a model, killed at twenty moments: what has the final name is whole, or the
     older file that had it, and what killed runs left is gone behind the next one."""
     from gguf_tools.verify import verify
@@ -89,35 +79,29 @@ class Stopped:
     """Work in a child that stands still at its at-th call, as if the machine were busy. A context
     manager: it does not outlive the block."""
 
-    def __init__(self, work: Work, at: int, *modules: str) -> None:
+    def __init__(self, work, at, *modules):
         self.pid = _fork(work, modules, at, None, signal.SIGSTOP)
         _, status = os.waitpid(self.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status), "the work was done before"
 
-    def finish(self) -> int:
+    def finish(self):
         """Lets it go on; its exit status."""
         return self._end(signal.SIGCONT)
 
-    def _end(self, sign: signal.Signals) -> int:
+    def _end(self, sign):
         pid, self.pid = self.pid, 0
         os.kill(pid, sign)
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
-    def __enter__(self) -> Stopped:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         if self.pid:
             self._end(signal.SIGKILL)
 
 
-def _fork(
-    work: Work,
-    modules: tuple[str, ...],
-    at: int | None,
-    report: int | None,
-    sign: signal.Signals = signal.SIGKILL,
-) -> int:
+def _fork(work, modules, at, report, sign=signal.SIGKILL):
     pid = os.fork()
     if pid:
         return pid
@@ -128,7 +112,7 @@ def _fork(
         calls = count(1)
         last = 0
 
-        def profile(frame: FrameType, event: str, arg: Any) -> None:
+        def profile(frame, event, arg):
             nonlocal last
             name = frame.f_globals.get("__name__", "") + "."
             if not event.endswith("return") and name.startswith(prefixes):

@@ -12,8 +12,6 @@ The capped process is in a memory cgroup with a second one, which takes and give
 the time; the limit has room for the cap and for that one. Needs root and cgroups.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import multiprocessing
@@ -23,11 +21,9 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import capped
 import numpy as np
@@ -36,7 +32,6 @@ from gguf_tools import synthetic
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import NativeError
-from orchestrator.events import ComputedStep
 from orchestrator.native import touched_memory
 from orchestrator.settings import parse_size
 
@@ -68,42 +63,40 @@ class Read:
     fork: tuple[int, ...] = ()
 
 
-def settings_of(model: Path, n_ctx: int, **more: Any) -> Config:
+def settings_of(model, n_ctx, **more):
     usual = {"ctx": n_ctx, "sequences": SEQUENCES, "threads": 1, "exact": True}
     return Config.build(model=model, **usual, **more)
 
 
-def tight(model: Path, policy: str) -> int:
+def tight(model, policy):
     """A cap with slots for half of the experts beside the least context."""
     config = settings_of(model, 4096, policy=policy, ubatch=512, force_managed=True)
     with Engine.open(config) as engine:
-        assert engine.plan.slots is not None
         return engine.plan.total_bytes - engine.plan.slots.total_bytes // 2
 
 
-def hash_of(row: np.ndarray) -> str:
+def hash_of(row):
     return hashlib.sha256(row.tobytes()).hexdigest()
 
 
 class Mixes:
     """What one engine under a cap is asked, at random."""
 
-    def __init__(self, engine: Engine, seed: int, longest: int) -> None:
+    def __init__(self, engine, seed, longest):
         shared = engine.plan.shared
-        assert shared is not None
         self._engine, self._shared = engine, shared
         self._random, self._longest = random.Random(seed), longest
-        self._steps: list[int] = []
+        self._steps = []
         self._stop_after = 0  # micro-batches
         engine.store.set_step_done(self._step_done)
 
-    def _step_done(self, step: ComputedStep) -> None:
+    def _step_done(self, step):
         self._engine.driver.step_done(step)
         self._steps.append(step.n_tokens)
         if len(self._steps) == self._stop_after:
             self._engine.cancel()
 
-    def mix(self) -> Iterator[Read]:
+    def mix(self):
         """Some prompts with answers; the conversation before is gone, or goes on."""
         draw, engine = self._random, self._engine
         anew, apart = True, 0  # cells that other sequences hold
@@ -127,7 +120,7 @@ class Mixes:
                 apart = engine.n_cached + SEQUENCES * ANSWER
                 yield from self._forked()
 
-    def _forked(self) -> Iterator[Read]:
+    def _forked(self):
         draw, new = self._random, tuple(range(SEQUENCES))
         for each in new:
             self._engine.fork(each)
@@ -139,7 +132,7 @@ class Mixes:
             yield Read(tokens, 0, (len(some),), hash_of(rows), some, fork=new)
             new = ()
 
-    def _read(self, n: int, pos: int, anew: bool) -> Read:
+    def _read(self, n, pos, anew):
         engine, tokens, row = self._engine, self._drawn(n), ""
         if anew:
             engine.reset()
@@ -155,10 +148,10 @@ class Mixes:
             at_once.append(self._steps[len(at_once)])
         return Read(tokens[:kept], pos, tuple(at_once), row, anew=anew)
 
-    def _drawn(self, n: int) -> tuple[int, ...]:
+    def _drawn(self, n):
         return tuple(self._random.choices(range(10, 300), k=n))
 
-    def _look(self) -> None:
+    def _look(self):
         """What is used is within what there is, and the store is sound."""
         store = self._engine.store
         beside = sum(each.resident for each in touched_memory(store.library))
@@ -166,7 +159,7 @@ class Mixes:
         store.check()
 
 
-def unlike(engine: Engine, reads: list[Read]) -> int:
+def unlike(engine, reads):
     """How many rows of an engine with memory to spare are others."""
     wrong = 0
     for read in reads:
@@ -188,7 +181,7 @@ def unlike(engine: Engine, reads: list[Read]) -> int:
 # ---- from the command line
 
 
-def record(config: Config, seed: int, mixes: int, longest: int, group: Path, out: Path) -> None:
+def record(config, seed, mixes, longest, group, out):
     """In a cgroup: each mix into a file of its own."""
     (group / "cgroup.procs").write_text(str(os.getpid()))
     with Engine.open(config) as engine:
@@ -199,7 +192,7 @@ def record(config: Config, seed: int, mixes: int, longest: int, group: Path, out
             (out / f"{number}.new").rename(out / f"{number}.mix")
 
 
-def press(n_bytes: int, model: Path, group: Path) -> None:
+def press(n_bytes, model, group):
     """In the same cgroup: takes and gives back memory, and has files read, for ever."""
     (group / "cgroup.procs").write_text(str(os.getpid()))
     while True:
@@ -211,7 +204,7 @@ def press(n_bytes: int, model: Path, group: Path) -> None:
         del taken
 
 
-def peak_of(pid: int) -> int:
+def peak_of(pid):
     """Of a process's memory that no file is behind, in bytes, now; 0 once it has ended."""
     with suppress(OSError, StopIteration):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -219,7 +212,7 @@ def peak_of(pid: int) -> int:
     return 0
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--mixes", type=int, default=300)
     parser.add_argument("--longest", type=int, default=32000)

@@ -1,19 +1,14 @@
 """What routers are predicted to choose (DyMoE eq. 6), computed in numpy from the input of a layer
 and the router of a later one, to compare with what route events report."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from orchestrator.allocation.slots import ModelShape
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
-from orchestrator.events import DecisionBuffer, RouteEvent, StoreView
-from orchestrator.lab.observe import Node, Observer
+from orchestrator.lab.observe import Observer
 from orchestrator.policy import Policy
 from orchestrator.policy.base import EVERY_STEP, Wants
 
@@ -48,18 +43,18 @@ class Recorder(Policy):
     name = "recorder"
     wants = Wants(EVERY_STEP)
 
-    def __init__(self, shape: ModelShape, watched: Watched) -> None:
+    def __init__(self, shape, watched):
         super().__init__(shape)
         self.watched = watched
 
-    def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
+    def decide(self, event, view, out):
         layer, watched = event.layer, self.watched
         watched.ids[layer] = event.ahead_ids_array.copy()
         watched.scores[layer] = event.ahead_array.copy()
         watched.chosen[layer] = event.ids_array.copy()
 
 
-def watch(path: Path, tokens: list[int], n_ahead: int) -> Watched:
+def watch(path, tokens, n_ahead):
     """One batch of tokens in a managed model, with logits for all of them, so that the last layer
     sees all."""
     watched = Watched()
@@ -71,11 +66,11 @@ def watch(path: Path, tokens: list[int], n_ahead: int) -> Watched:
         engine.driver.policy = Recorder(engine.policy.shape, watched)
         number = {str(il): layer for layer, il in enumerate(engine.model.layer_ids)}
 
-        def keep(node: Node) -> None:
+        def keep(node):
             # [1, 1, T, n_embd]
             watched.x[number[node.name.removeprefix(_LOGITS)]] = node.source(1).array()[0, 0]
 
-        def wanted(node: Node) -> bool:
+        def wanted(node):
             return node.name.startswith(_LOGITS) and node.op == "MUL_MAT"
 
         with Observer(engine.llama, len(tokens), 1, wanted, keep) as observer:
@@ -83,9 +78,9 @@ def watch(path: Path, tokens: list[int], n_ahead: int) -> Watched:
     return watched
 
 
-def weights(path: Path, name: str) -> list[np.ndarray | None]:
+def weights(path, name):
     """A float32 tensor of each MoE layer, rows first; None where a layer has none."""
-    found: list[np.ndarray | None] = []
+    found = []
     with ExpertModel.open(path) as model:
         for il in model.layer_ids:
             found.append(None)
@@ -97,13 +92,7 @@ def weights(path: Path, name: str) -> list[np.ndarray | None]:
     return found
 
 
-def predict(
-    x: np.ndarray,
-    router: np.ndarray,
-    gating: Gating,
-    bias: np.ndarray | None = None,
-    choice_bias: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def predict(x, router, gating, bias=None, choice_bias=None):
     """(ids [T, k], the best first; all scores [T, E]; the least lead [T] of one that was taken over
     the next one).
 
@@ -137,7 +126,7 @@ def predict(
     return order[:, : gating.k], scores, lead
 
 
-def check(path: Path, tokens: list[int], gating: Gating, n_ahead: int = 2) -> None:
+def check(path, tokens, gating, n_ahead=2):
     """What is reported in every layer is what the routers after it choose by eq. 6. A choice that
     is closer than products round may be either; there are few."""
     watched = watch(path, tokens, n_ahead)
@@ -151,7 +140,6 @@ def check(path: Path, tokens: list[int], gating: Gating, n_ahead: int = 2) -> No
         for ahead in range(depth):
             target = layer + 1 + ahead
             router = routers[target]
-            assert router is not None
             ids, scores, lead = predict(
                 watched.x[layer], router, gating, biases[target], choice_biases[target]
             )
@@ -169,22 +157,3 @@ def check(path: Path, tokens: list[int], gating: Gating, n_ahead: int = 2) -> No
     assert close < len(tokens) // 10
     # else a report of what is chosen later would pass as well
     assert differs > 0
-
-
-def matters(path: Path, tokens: list[int], gating: Gating, without: str) -> int:
-    """In how many tokens of all layers the choice one layer ahead is another one where a part is
-    left out: "bias", "choice_bias" or "groups"."""
-    watched = watch(path, tokens, 1)
-    routers = weights(path, "ffn_gate_inp.weight")
-    biases = weights(path, "ffn_gate_inp.bias"), weights(path, "exp_probs_b.bias")
-    fewer = Gating(gating.k, gating.sigmoid) if without == "groups" else gating
-    changed = 0
-    for layer, router in enumerate(routers[1:]):
-        assert router is not None
-        bias, choice = (each[layer + 1] for each in biases)
-        full = predict(watched.x[layer], router, gating, bias, choice)[0]
-        bias = None if without == "bias" else bias
-        choice = None if without == "choice_bias" else choice
-        less = predict(watched.x[layer], router, fewer, bias, choice)[0]
-        changed += int((full != less).any(axis=1).sum())
-    return changed

@@ -1,7 +1,5 @@
 """A server in a process of its own, for tests that speak to it as a client does."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json
@@ -12,9 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
@@ -32,7 +28,7 @@ DEMO = REPO / "models/demo/moe-edge-demo.gguf"
 HANG_S = 300
 
 
-def library_path() -> Path:
+def library_path():
     """The native server: a wheel's, or the one in the user's own cache. CI compiles that; elsewhere
     tests skip where it has never been asked for."""
     from patches.server import library_path as path_for
@@ -50,7 +46,7 @@ def library_path() -> Path:
     return path
 
 
-def bring_server(cache: Path) -> None:
+def bring_server(cache):
     """Gives what was compiled to a server with that cache. A wheel's needs nothing."""
     path, servers = library_path(), cache / "moe-edge" / "servers"
     if path.is_relative_to(REAL_CACHE) and not servers.exists():
@@ -58,23 +54,22 @@ def bring_server(cache: Path) -> None:
         servers.symlink_to(path.parents[1])
 
 
-def server_library() -> ServerLibrary:
+def server_library():
     return ServerLibrary(library_path())
 
 
 class Served:
     """A running `moe-edge serve`. url: where, without a path."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process):
         self.process = process
-        self.lines: list[str] = []
+        self.lines = []
         self.url = ""
         self._ready = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def _read(self) -> None:
-        assert self.process.stderr is not None
+    def _read(self):
         for line in self.process.stderr:
             self.lines.append(line.rstrip("\n"))
             found = re.search(r"Listening on (http://\S+);", line)
@@ -84,44 +79,43 @@ class Served:
                 self._ready.set()
         self._ready.set()
 
-    def wait_ready(self) -> None:
+    def wait_ready(self):
         """Raises AssertionError with what it said where it ends before."""
         assert self._ready.wait(HANG_S), "it hangs"
         assert " is ready at " in "".join(self.lines), "\n".join(self.lines)
 
-    def get(self, path: str) -> str:
+    def get(self, path):
         with urlopen(self.url + path, timeout=HANG_S) as answer:
-            text: str = answer.read().decode()
+            text = answer.read().decode()
         return text
 
-    def post(self, path: str, data: Any) -> Any:
+    def post(self, path, data):
         """The JSON of an answer. Raises HTTPError where its status says that there is none."""
         head = {"Content-Type": "application/json"}
         request = Request(self.url + path, json.dumps(data).encode(), head)
         with urlopen(request, timeout=HANG_S) as answer:
             return json.load(answer)
 
-    def asked(self, path: str, data: Any, **head: str) -> http.client.HTTPConnection:
+    def asked(self, path, data, **head):
         """A connection on which a request was sent."""
         connection = http.client.HTTPConnection(*self.address, timeout=HANG_S)
         connection.request("POST", path, json.dumps(data), head)
         return connection
 
     @property
-    def address(self) -> tuple[str, int]:
+    def address(self):
         where = urlsplit(self.url)
-        assert where.hostname and where.port
         return where.hostname, where.port
 
-    def connected(self) -> socket.socket:
+    def connected(self):
         return socket.create_connection(self.address, timeout=HANG_S)
 
-    def until_running(self, n: int) -> None:
+    def until_running(self, n):
         """Waits until so many requests are at work."""
         said = f"moe_edge_requests_running {n}\n"
         wait_until(lambda: said in self.get("/metrics"), f"there are never {n} requests that run")
 
-    def end(self, signum: int = signal.SIGTERM) -> tuple[int, str]:
+    def end(self, signum=signal.SIGTERM):
         """(status, what it said on stderr) after a signal."""
         if self.process.poll() is None:
             self.process.send_signal(signum)
@@ -131,7 +125,7 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(cache: Path, *options: str, files: int | None = None) -> Iterator[Served]:
+def serving(cache, *options, files=None):
     """A server of the demo model on a free port, whose user folders are in `cache`. files: the most
     file descriptors that it may have."""
     pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
@@ -151,11 +145,11 @@ def serving(cache: Path, *options: str, files: int | None = None) -> Iterator[Se
                 served.end(signal.SIGKILL if process.poll() is None else 0)
 
 
-def running(*options: str, files: int | None = None) -> Any:
+def running(*options, files=None):
     """A fixture: one such server for the tests of a module."""
 
     @pytest.fixture(scope="module")
-    def served(tmp_path_factory: pytest.TempPathFactory, library: object) -> Iterator[Served]:
+    def served(tmp_path_factory, library):
         with serving(tmp_path_factory.mktemp("served"), *options, files=files) as server:
             yield server
 

@@ -1,17 +1,12 @@
 """Commands on small models, for tests/helpers/interrupting.py: a second or a few each."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket
 import sys
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from interrupting import REPO, Command
 
@@ -43,7 +38,7 @@ VARYING = {
 }
 
 
-def commands(folder: Path) -> dict[str, Callable[[], Command]]:
+def commands(folder):
     """Commands by name, on small models that are made when they are asked for."""
     made = SmallCommands(folder)
     return {
@@ -67,20 +62,20 @@ def commands(folder: Path) -> dict[str, Callable[[], Command]]:
 class SmallCommands:
     """What the commands read, each made once in a folder, and the command lines."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._folder = folder
 
-    def plain(self, line: str, **fields: Any) -> Command:
+    def plain(self, line, **fields):
         folder = self._folder / "out"
         folder.mkdir(exist_ok=True)
         return Command([arg for word in line.split() for arg in self._args(word)], folder, **fields)
 
-    def of_a_machine(self, line: str, keeps: str = MEASURED) -> Command:
+    def of_a_machine(self, line, keeps=MEASURED):
         """One that has never been measured: what is found goes into its cache."""
         cache = {"XDG_CACHE_HOME": str(self._folder / "out" / "cache")}
         return self.plain(line, exact=False, keeps=keeps, environment=cache)
 
-    def convert(self) -> Command:
+    def convert(self):
         sys.path.insert(0, str(REPO))
         from tests.unit.convert.checkpoints import write_checkpoint
 
@@ -89,7 +84,7 @@ class SmallCommands:
             write_checkpoint("qwen3-moe", checkpoint)
         return self.plain(f"convert {checkpoint} OUT/c.gguf --tiers=q8_0,q4_k,q2_k")
 
-    def replay(self) -> Command:
+    def replay(self):
         trace = self._folder / "recorded.npz"
         if not trace.exists():
             done = self.plain(PLAIN["trace"]).run()
@@ -97,7 +92,7 @@ class SmallCommands:
             trace.write_bytes(done.files["t.npz"])
         return self.plain(f"replay {trace} --policy=lru --expert-ram=2MiB --json")
 
-    def pull(self) -> Command:
+    def pull(self):
         """From a Hub on this machine. An unfinished download stays, for the next time."""
         sys.path.insert(0, str(REPO / "tests/unit/hub"))
         from hub_server import Hub, Repo
@@ -113,7 +108,7 @@ class SmallCommands:
             environment={"HF_ENDPOINT": hub.url, "HF_HOME": str(self._folder / "out" / "hf")},
         )
 
-    def serve(self) -> Command:
+    def serve(self):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -124,7 +119,7 @@ class SmallCommands:
             beside=partial(_asking, port),
         )
 
-    def _args(self, word: str) -> list[str]:
+    def _args(self, word):
         """What stands in the place of a word of a command line."""
         kind, _, rest = word.replace("=", "/", 1).partition("/")
         if kind == "SLOTS":
@@ -140,7 +135,7 @@ class SmallCommands:
             return [str(self._folder / "out" / rest)]
         return [word]
 
-    def _model(self, *tiers: str) -> str:
+    def _model(self, *tiers):
         from gguf_tools import synthetic
 
         path = self._folder / f"{'-'.join(tiers)}.gguf"
@@ -148,21 +143,21 @@ class SmallCommands:
             synthetic.write(path, "tiny-qwen3moe", tiers=tiers)
         return str(path)
 
-    def _text(self) -> str:
+    def _text(self):
         path = self._folder / "text.txt"
         path.write_text("Some words of a text that says the same over and over. " * 200)
         return str(path)
 
 
 @contextlib.contextmanager
-def _asking(port: int) -> Iterator[None]:
+def _asking(port):
     """Two clients that ask again and again, as soon as somebody listens."""
     over = threading.Event()
     body = json.dumps({"prompt": "hello", "max_tokens": 200, "stream": True}).encode()
     url = f"http://127.0.0.1:{port}/v1/completions"
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
 
-    def ask() -> None:
+    def ask():
         while not over.wait(0.05):
             # What the server does when it ends is not the client's to judge.
             with (

@@ -11,8 +11,6 @@ requests: conversations one after another. Fails where the resident memory at th
 2 % above that at the request with which the prompt cache was first full.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys
@@ -23,13 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
 
 HERE = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(HERE))
 
 import psutil  # noqa: E402
-from served import DEMO, Served, serving  # noqa: E402
+from served import DEMO, serving  # noqa: E402
 
 from orchestrator.settings import parse_size  # noqa: E402
 
@@ -37,7 +34,7 @@ COUNTRIES = ("Norway", "Peru", "Japan", "Chad", "Spain", "Chile", "Kenya", "Indi
 MOST_GROWTH = 1.02
 
 
-def conversation(rng: random.Random, n_predict: int) -> dict[str, Any]:
+def conversation(rng, n_predict):
     """A request as another one each time, some of them long."""
     about = " ".join(rng.choices(COUNTRIES, k=rng.choice((1, 4, 40))))
     text = f"{rng.randrange(10**6)}: tell me about {about}."
@@ -50,7 +47,7 @@ def conversation(rng: random.Random, n_predict: int) -> dict[str, Any]:
     }
 
 
-def ask(served: Served, data: dict[str, Any], leaves: bool) -> int:
+def ask(served, data, leaves):
     """The status of one request. leaves: the client goes away behind the first line."""
     with closing(served.asked("/v1/chat/completions", data)) as connection:
         answer = connection.getresponse()
@@ -66,27 +63,27 @@ def ask(served: Served, data: dict[str, Any], leaves: bool) -> int:
 class Memory:
     """The most resident memory of a process, looked at again and again."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid):
         self._process = psutil.Process(pid)
         self.peak_bytes = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
-    def now_bytes(self) -> int:
-        resident: int = self._process.memory_info().rss
+    def now_bytes(self):
+        resident = self._process.memory_info().rss
         return resident
 
-    def _watch(self) -> None:
+    def _watch(self):
         while not self._ended.wait(0.05):
             self.peak_bytes = max(self.peak_bytes, self.now_bytes())
 
-    def close(self) -> None:
+    def close(self):
         self._ended.set()
         self._thread.join()
 
 
-def ram_for(model: Path, share: float) -> int:
+def ram_for(model, share):
     """The cap on the process under which that share of the best precision's experts has slots."""
     from gguf_tools.experts import ExpertModel
     from orchestrator.config import Config
@@ -101,17 +98,17 @@ def ram_for(model: Path, share: float) -> int:
         return whole - int((1 - share) * opened.tier_bytes[0])
 
 
-def soak_clients(cache: Path, model: Path, clients: int, seconds: float, share: float) -> Counter:
+def soak_clients(cache, model, clients, seconds, share):
     """How often each status came. Raises AssertionError for another one than 200 and 429, and for
     memory over the promise."""
     ram = ram_for(model, share)
     options = ("-m", str(model), "--ctx=512", f"--ram={ram}", f"--queue={clients // 2 - 1}")
-    statuses: Counter[int] = Counter()
+    statuses = Counter()
     with serving(cache, *options) as served:
         memory = Memory(served.process.pid)
         end = monotonic() + seconds
 
-        def client(number: int) -> None:
+        def client(number):
             rng = random.Random(number)
             while monotonic() < end:
                 status = ask(served, conversation(rng, 60), leaves=rng.random() < 0.1)
@@ -132,7 +129,7 @@ def soak_clients(cache: Path, model: Path, clients: int, seconds: float, share: 
     return statuses
 
 
-def soak_requests(cache: Path, model: Path, requests: int, cache_ram: str) -> tuple[int, int]:
+def soak_requests(cache, model, requests, cache_ram):
     """(resident bytes when the prompt cache was first full, at the end)."""
     limit = parse_size(cache_ram)
     rng = random.Random(1)
@@ -156,7 +153,7 @@ def soak_requests(cache: Path, model: Path, requests: int, cache_ram: str) -> tu
     return first, last
 
 
-def kv_bytes(model: Path) -> int:
+def kv_bytes(model):
     """Of one token of a conversation."""
     from gguf_tools.experts import ExpertModel
 
@@ -164,7 +161,7 @@ def kv_bytes(model: Path) -> int:
         return int(opened.kv_bytes(1024)) // 1024
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("clients", "requests"))
     parser.add_argument("--model", type=Path, default=DEMO)

@@ -1,11 +1,7 @@
 """A function that a model may call, and what it takes, for tests that speak to a server."""
 
-from __future__ import annotations
 
-from typing import Any
-
-
-def object_of(**properties: Any) -> dict[str, Any]:
+def object_of(**properties):
     """The schema of an object that has these properties, and no others."""
     needed = {"required": list(properties), "additionalProperties": False}
     return {"type": "object", "properties": properties, **needed}
@@ -13,4 +9,4 @@ def object_of(**properties: Any) -> dict[str, Any]:
 
 ARGUMENTS = object_of(country={"enum": ["Norway", "Peru"]})
 _SAID = {"name": "capital", "description": "The capital of a country."}
-CAPITAL: dict[str, Any] = {"type": "function", "function": {**_SAID, "parameters": ARGUMENTS}}
+CAPITAL = {"type": "function", "function": {**_SAID, "parameters": ARGUMENTS}}

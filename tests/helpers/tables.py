@@ -3,6 +3,6 @@
 import pytest
 
 
-def cases(names: str, *rows: object) -> pytest.MarkDecorator:
+def cases(names, *rows):
     """Runs a test once for each row, which has a value for each of its arguments' names."""
     return pytest.mark.parametrize(names, rows)

@@ -5,8 +5,6 @@ python tests/helpers/through_ray.py SERVER_URL PROXY_URL --pairs 20 --tokens 200
 Prints the medians of both and the median of their ratio with the quartiles.
 """
 
-from __future__ import annotations
-
 import argparse
 import http.client
 import json
@@ -17,10 +15,9 @@ from urllib.parse import urlsplit
 HANG_S = 600
 
 
-def token_ms(url: str, number: int, tokens: int) -> float:
+def token_ms(url, number, tokens):
     """Milliseconds a token, from the first event of a stream to its last."""
     where = urlsplit(url)
-    assert where.hostname
     connection = http.client.HTTPConnection(where.hostname, where.port, timeout=HANG_S)
     body = {"prompt": f"Story {number}.", "max_tokens": tokens, "stream": True, "ignore_eos": True}
     head = {"Content-Type": "application/json"}
@@ -30,7 +27,7 @@ def token_ms(url: str, number: int, tokens: int) -> float:
     return 1e3 * (times[-1] - times[0]) / (tokens - 1)
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("server")
     parser.add_argument("proxy")

@@ -7,15 +7,12 @@ own llama-quantize and llama-imatrix.
 Without that variable, the tests that need it are skipped.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +24,7 @@ FOLDER = os.environ.get(VARIABLE)
 TARGETS = ("llama", "llama-quantize", "llama-imatrix")
 
 
-def build(folder: Path) -> None:
+def build(folder):
     """Unpacks the pinned source as it is, and compiles it with the flags of the library that is
     installed. Raises BuildError or CalledProcessError."""
     from orchestrator.native.llama import Bindings
@@ -54,10 +51,10 @@ def build(folder: Path) -> None:
 class Unpatched:
     """A folder with such a build."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.bin = folder / "build" / "bin"
 
-    def logits(self, model: Path, prompt: Sequence[int], answer: Sequence[int]) -> np.ndarray:
+    def logits(self, model, prompt, answer):
         """Logits float32 [prompt + answer, vocab] of a GGUF: the prompt in one step, then one
         token a step, in a process of its own. Raises AssertionError with what it said."""
         out = model.with_suffix(".npy")
@@ -65,11 +62,11 @@ class Unpatched:
         self._run(command, LLAMA_CPP_LIB_PATH=str(self.bin), PYTHONPATH=str(REPO))
         return np.load(out)
 
-    def tool(self, name: str, *arguments: object) -> str:
+    def tool(self, name, *arguments):
         """Runs one of upstream's programs; what it printed. Raises AssertionError."""
         return self._run([self.bin / name, *arguments])
 
-    def _run(self, command: Sequence[object], **environment: str) -> str:
+    def _run(self, command, **environment):
         words, env = [str(each) for each in command], {**os.environ, **environment}
         both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "errors": "replace"}
         done = subprocess.run(words, env=env, text=True, **both)
@@ -77,14 +74,14 @@ class Unpatched:
         return done.stdout
 
 
-def find() -> Unpatched | str:
+def find():
     """The build that the environment names, or why there is none."""
     if not FOLDER:
         return f"needs upstream without our patches: {VARIABLE}, see tests/helpers/unpatched.py"
     return Unpatched(Path(FOLDER))
 
 
-def _logits(model: Path, out: Path, prompt: list[int], answer: list[int]) -> None:
+def _logits(model, out, prompt, answer):
     """In the process of its own: as the engine computes a model that it does not manage."""
     from orchestrator.native.llama import Bindings, LlamaContext, Model
 
@@ -107,7 +104,7 @@ def _logits(model: Path, out: Path, prompt: list[int], answer: list[int]) -> Non
     np.save(out, np.concatenate(rows))
 
 
-def main() -> None:
+def main():
     if sys.argv[1:2] == ["--logits"]:
         prompt, answer = json.loads(sys.argv[4])
         _logits(Path(sys.argv[2]), Path(sys.argv[3]), prompt, answer)

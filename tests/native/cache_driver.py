@@ -5,12 +5,11 @@ import threading
 
 from gguf_tools.file.layout import BLOCK, GGMLType, pad
 from orchestrator.events import Phase
-from orchestrator.native import MAX_TIERS, Slices, Store, StoreSpec
+from orchestrator.native import MAX_TIERS, Store
 from orchestrator.native.abi import VISIT_CB, CPrefetch
 
-from .cache_model import DOWN, GATE, GATE_UP, SKIP, UP, Visit
+from .cache_model import DOWN, GATE, GATE_UP, SKIP, UP
 from .conftest import HANG_S
-from .transition_driver import N_EXPERT
 
 KINDS = ((UP, GATE, DOWN), (GATE_UP, DOWN), (UP, DOWN), (UP, GATE, DOWN))  # of each layer
 TYPES = (8, 12, 11, 10)  # q8_0, q4_K, q3_K, q2_K
@@ -25,35 +24,18 @@ DEVICE_SLOT_BYTES = tuple(
 
 def make_store(library, file, tiers, layout):
     """A store of this layout; writes the file's offsets into it."""
-    groups: dict[tuple[int, int, int], int] = {}
-    layers = []
-    for layer, kinds in enumerate(layout.kinds):
-        slices = {}
-        for kind in kinds:
-            for i, tier in enumerate(tiers):
-                offset = file.offset[layer, kind, tier]
-                layout.offsets[layer, kind, i] = offset
-                group = groups.setdefault(layout.pool((layer, kind, 0), i), len(groups))
-                slices[kind, i] = Slices(0, offset, EXPERT_BYTES[tier], TYPES[tier], group)
-        layers.append((layer, slices))
-    sizes = tuple((layout.slot_bytes[tier], layout.n_slots[tier]) for _, _, tier in groups)
-    spec = StoreSpec(
-        files=(file.path,),
-        layers=tuple(layers),
-        groups=sizes,
-        budget_bytes=sum(n_bytes * n for n_bytes, n in sizes),
-        n_tiers=len(tiers),
-        n_expert=N_EXPERT,
-        n_expert_used=1,
-        max_tokens=1,
-        n_ahead=0,
-        n_io_threads=layout.io_threads,
-        direct_io=False,
-        n_passing=(layout.n_passing,) * len(sizes),
-        exact_tiers=layout.exact_tiers,
-        device=layout.device,
-        host_bytes=layout.host_bytes,
-    )
+    for (layer, kind, tier), offset in file.offset.items():
+        if layer < len(layout.kinds) and tier in tiers:
+            layout.offsets[layer, kind, tiers.index(tier)] = offset
+
+    def group_of(layer, kind, i):
+        return layout.pools.index(layout.pool((layer, kind, 0), i))
+
+    groups = [(layout.slot_bytes[tier], layout.n_slots[tier]) for _, _, tier in layout.pools]
+    more = {"n_expert_used": 1, "max_tokens": 1, "direct_io": False, "device": layout.device}
+    more |= {"n_io_threads": layout.io_threads, "host_bytes": layout.host_bytes}
+    more |= {"n_passing": (layout.n_passing,) * len(groups), "exact_tiers": layout.exact_tiers}
+    spec = file.spec_of(layout.kinds, tiers, TYPES, groups, group_of, **more)
     return Store.create(library, spec)
 
 
@@ -80,8 +62,8 @@ class Driver:
 
     def use(self, layer, kind, experts):
         """What the op met, in its order; None where the step was cancelled."""
-        visits: list[Visit] = []
-        wrong: list[str] = []
+        visits = []
+        wrong = []
 
         def visit(expert, tier, ggml, data, n_bytes, _):
             visits.append((expert, tier))

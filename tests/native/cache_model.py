@@ -14,7 +14,6 @@ The disk runs beside the requests, so one history of requests has several legal 
 as the real store does what no legal outcome does.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import product
@@ -27,8 +26,6 @@ GRAPH_ORDER = (GATE, GATE_UP, UP, DOWN)  # in which a layer computes its kinds
 
 Cell = tuple[int, int, int]  # layer, kind, expert
 Pool = tuple[int, int, int]  # layer (-1: all layers share it), kind, tier
-Visit = tuple[int, int]  # expert, tier it came in (SKIP: none)
-Item = tuple[int, int, int, int, bool]  # prefetch: layer, expert, tier, mask of kinds, passing
 
 
 @dataclass(frozen=True)
@@ -327,9 +324,7 @@ class Cache:
         """What the disk may do next: end a running read, or begin the most urgent one."""
         running = [c for c, read in self.reads.items() if read.stage in (RUNNING, DOOMED)]
         queued = [c for c, read in self.reads.items() if read.stage == QUEUED]
-        steps: list[Callable[[Cache], None]] = [
-            partial(Cache.arrive, cell=cell) for cell in running
-        ]
+        steps = [partial(Cache.arrive, cell=cell) for cell in running]
         if self.layout.device is not None:
             steps += [partial(Cache.begin_read, cell=cell) for cell in queued]
         elif queued and len(running) < self.layout.io_threads:
@@ -546,10 +541,11 @@ class Caches:
         return bool(found) or self.lost
 
     def use(self, layer, kind, experts, visits):
-        """An op computed these experts, and met them in the order of visits. Takes what is
-        ready, computes it, gives it back, waits for more; False if that cannot be."""
-        done: dict[object, Cache] = {}
-        seen: set[object] = set()
+        """An op computed these experts and met them in the order of visits: (expert, tier or SKIP).
+        Takes what is ready, computes it, gives it back, waits for more; False if that cannot
+        be."""
+        done = {}
+        seen = set()
         todo = [(state.copy(), 0, 0, False) for state in self.states]
         while todo and not self._give_up(len(seen) // 10):
             state, n_visited, n_taken, again = todo.pop()

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -12,25 +11,17 @@ from gguf_tools.file.reader import GGUFFile
 from gguf_tools.file.writer import GGUFWriter
 
 BLOCK = 4096
-_AT_ONCE = 1 << 22
 
 
-def widen(tiny, path, n_vocab, n_each, n_ctx):
-    """The gemma4 that upstream's test makes, with more tokens, so many values in each layer's
-    embedding of one, and a longer context; all values are drawn anew."""
+def widen(tiny, path, n_vocab, n_ctx):
+    """The gemma4 that upstream's test makes, with more tokens, whose rows are drawn anew, and a
+    longer context."""
     rng = np.random.default_rng(1)
-    writer = GGUFWriter(path)
-    with GGUFFile.open(tiny) as file:
-        arch = "gemma4."
-        old_vocab = file.metadata[arch + "vocab_size"]
-        old_each = file.metadata[arch + "embedding_length_per_layer_input"]
-        n_layer = file.metadata[arch + "block_count"]
-        names = [f"tok_{i}" for i in range(n_vocab)]
-        new: dict[str, Any] = {
-            arch + "vocab_size": n_vocab,
-            arch + "embedding_length_per_layer_input": n_each,
-            arch + "context_length": n_ctx,
-            "tokenizer.ggml.tokens": names,
+    with GGUFFile.open(tiny) as file, GGUFWriter(path, file.alignment) as writer:
+        new = {
+            "gemma4.vocab_size": n_vocab,
+            "gemma4.context_length": n_ctx,
+            "tokenizer.ggml.tokens": [f"tok_{i}" for i in range(n_vocab)],
             "tokenizer.ggml.scores": [0.0] * n_vocab,
         }
         for key in file.metadata:
@@ -38,29 +29,19 @@ def widen(tiny, path, n_vocab, n_each, n_ctx):
                 writer.meta(key, new[key])
             else:
                 writer.meta_encoded(key, file.encoded_value(key))
-        for info in file.tensors.values():
-            shape = list(info.shape)
-            if info.name in ("output.weight", "token_embd.weight", "per_layer_token_embd.weight"):
-                assert shape[1] == old_vocab
-                shape[1] = n_vocab
-            if "per_layer" in info.name or ".inp_gate." in info.name or ".proj." in info.name:
-                sizes = {old_each: n_each, old_each * n_layer: n_each * n_layer}
-                at = 0 if info.name.startswith("per_layer_token") else len(shape) - 1
-                at = 0 if ".proj." in info.name else at
-                shape[at] = sizes[shape[at]]
-            writer.declare(info.name, shape, GGMLType.F32)
-        with writer:
-            writer.begin()
-            for name, declared in writer.tensors.items():
-                writer.write_tensor(name, _drawn(rng, declared.nbytes // 4))
+        wider = ("output.weight", "token_embd.weight", "per_layer_token_embd.weight")
+        shapes = {info.name: info.shape for info in file.tensors.values()}
+        shapes |= {name: (shapes[name][0], n_vocab) for name in wider if name in shapes}
+        for name, shape in shapes.items():
+            writer.declare(name, shape, file.tensors[name].type)
+        writer.begin()
+        for name, shape in shapes.items():
+            data = file.array(name)
+            if name in wider:
+                assert file.tensors[name].type is GGMLType.F32
+                data = rng.standard_normal(shape[0] * n_vocab, np.float32) * np.float32(0.1)
+            writer.write_tensor(name, data)
     return path
-
-
-def _drawn(rng, n):
-    while n > 0:
-        values = rng.standard_normal(min(n, _AT_ONCE), np.float32)
-        yield (values * np.float32(0.1)).view(np.uint8)
-        n -= len(values)
 
 
 def forget(path):
@@ -77,7 +58,7 @@ def blocks_of(path, tokens):
     """How many blocks of the file hold the rows of these tokens."""
     with ExpertModel.open(path) as model:
         infos = [table.info for table in model.lookup]
-    blocks: set[int] = set()
+    blocks = set()
     for info in infos:
         row = info.nbytes // info.shape[1]
         starts = info.offset + np.unique(tokens) * row

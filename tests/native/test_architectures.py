@@ -2,7 +2,6 @@
 leaves out: what a managed one computes is what llama.cpp's plain path computes, bit for bit."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import unpatched
 from answering import evaluated, first_logits
 from killing import calls_of, killed
+from repacking import repack
 
 from gguf_tools.errors import NotMoEError
 from gguf_tools.experts import PROVEN, ExpertModel
@@ -27,7 +27,6 @@ from orchestrator.memory.shared import CELL_STEP
 from orchestrator.native import host_memory, touched_memory
 
 from .conftest import build, drawn, greedy, opened, run_program, until
-from .copies import copied
 from .lookup_table import BLOCK, blocks_of, forget, read_bytes, widen
 from .replayed import SPEEDS, recorded, replayed
 
@@ -57,8 +56,6 @@ NEWEST = (
     *("kimi-linear", "minimax-m3", "llama4", "mistral4", "step35", "mimo2", "lfm2moe"),
 )
 UNPATCHED = unpatched.find()
-
-Make = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
@@ -137,12 +134,12 @@ def test_a_layer_that_uses_fewer_experts(make, tmp_path):
         with ExpertModel.open(model) as file:
             used = [file.n_expert_used] * file.hparams.block_count
             used[file.layer_ids[-1]] = 1
-        return copied(model, tmp_path / "fewer.gguf", expert_used_count=used)
+        return repack(model, tmp_path / "fewer.gguf", expert_used_count=used)
 
     compared(fewer(make("nemotron_h_moe")))
     packed = tmp_path / "packed.gguf"
     pack(fewer(make("nemotron_h_moe", (16, 4, 4, 0))), packed, ["q8_0", "q4_0"])
-    seen: set[tuple[int, int, int]] = set()
+    seen = set()
 
     def told(engine):
         decide = engine.policy.decide
@@ -177,18 +174,22 @@ def test_a_layer_that_uses_fewer_experts(make, tmp_path):
         engine.store.check()
 
 
+def tight(model, part, **more):
+    """An engine that shares a cap, with slots for all but such a part of the experts beside 4,096
+    tokens."""
+    usual = {"policy": "lru", "threads": 1, **more}
+    with opened(model, **usual, ctx=4096, force_managed=True) as engine:
+        cap = engine.plan.total_bytes - engine.plan.slots.total_bytes // part
+    return opened(model, **usual, ctx=None, ram=cap, conversations=True)
+
+
 @pytest.mark.parametrize("arch", ["qwen3next", "granitehybrid", "deepseek32", "gpt-oss", "gemma4"])
 def test_what_a_context_takes_is_what_llama_cpp_counts(arch, make, tmp_path, library):
     """Slots give way to cells of layers that have some, indexers among them; states of the other
     layers, of each sequence, stay beside both. Windows are kept whole, as upstream does."""
-    path = copied(make(arch, WIDER), tmp_path / "long.gguf", context_length=8192)
-    usual = {"policy": "lru", "threads": 1, "ubatch": 512, "sequences": 8}
-    with opened(path, **usual, ctx=4096, force_managed=True) as engine:
-        assert engine.plan.slots is not None
-        cap = engine.plan.total_bytes - engine.plan.slots.total_bytes // 4
-    with opened(path, **usual, ctx=None, ram=cap, conversations=True) as engine:
-        plan, shared = engine.plan, engine.plan.shared
-        assert shared is not None
+    model = repack(make(arch, WIDER), tmp_path / "long.gguf", context_length=8192)
+    with tight(model, 4, ubatch=512, sequences=8) as engine:
+        plan, shared, cap = engine.plan, engine.plan.shared, engine.config.ram
         cells, counted = touched_memory(library).cache, host_memory(library, engine.context.handle)
         states = counted[0] - cells.reserved
         assert (states > 0) == (arch in ("qwen3next", "granitehybrid"))
@@ -203,14 +204,10 @@ def test_what_a_context_takes_is_what_llama_cpp_counts(arch, make, tmp_path, lib
 @pytest.mark.parametrize("arch", ["afmoe", "bailingmoe3", "deepseek2", "granitehybrid"])
 def test_a_short_step_touches_no_more_than_was_counted(arch, make, tmp_path, library):
     """Though the context is made for longer ones."""
-    path = copied(make(arch, WIDER), tmp_path / "long.gguf", context_length=8192)
-    usual = {"policy": "lru", "threads": 1}
-    with opened(path, **usual, ctx=4096, force_managed=True) as engine:
-        assert engine.plan.slots is not None
-        cap = engine.plan.total_bytes - engine.plan.slots.total_bytes // 8
-    with opened(path, **usual, ctx=None, ram=cap, conversations=True) as engine:
+    model = repack(make(arch, WIDER), tmp_path / "long.gguf", context_length=8192)
+    with tight(model, 8) as engine:
         shared = engine.plan.shared
-        assert shared is not None and max(shared.scratch) > 512
+        assert max(shared.scratch) > 512
         for n in (12, 1, 62, 3, 62):
             engine.eval(PROMPT * n, engine.n_cached)
             beside = sum(each.resident for each in touched_memory(library))
@@ -243,7 +240,6 @@ def test_what_experts_put_out_is_what_calibrating_sees(arch, make):
 def test_unpatched(arch, make):
     """Upstream's library without our patches has the bits of the plain path and of managed
     experts."""
-    assert isinstance(UNPATCHED, unpatched.Unpatched)
     model = make(arch)
     expected = UNPATCHED.logits(model, PROMPT, ANSWER)
     managed = {"policy": "lru", "expert_ram": smallest_budget(model, policy="lru", **AT_ONCE)}
@@ -298,7 +294,7 @@ def test_two_precisions(arch, make, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(map(chr, np.array(drawn(4 * CALIBRATED)) % 90 + 33)))
     table, method = tmp_path / "losses.json", Method(calib=text, tokens=CALIBRATED, threads=1)
-    notes: list[str] = []
+    notes = []
     measure_losses(method, packed, None, [], table, lambda *_: None, notes.append)
     assert notes == []
 
@@ -317,7 +313,7 @@ def test_two_precisions(arch, make, tmp_path):
     assert 0 < lost["q2_k"] < lost["skip"]
     allowed = lost["skip"] / 4
     rows, foreseen = run(**floor, max_loss=allowed)
-    assert foreseen is not None and 0 < foreseen < 1.2 * allowed
+    assert 0 < foreseen < 1.2 * allowed
     assert 0 < divergence(rows, exported["q4_k"]) < 2 * allowed
 
 
@@ -349,7 +345,7 @@ def test_a_prompt_comes_back_after_a_kill(arch, make, tmp_path):
         assert killed(talk, at, PUTS_AWAY)
         with talking(folder) as engine:
             found = first_logits(engine, more)
-            assert engine.last_stats is not None and engine.prompt_notes() == []
+            assert engine.prompt_notes() == []
             n_read.append(engine.last_stats.evaluated_tokens)
         np.testing.assert_array_equal(found, new if n_read[-1] == len(more) else continued)
     assert n_read == [len(more), len(ANSWER), len(ANSWER)]
@@ -357,9 +353,9 @@ def test_a_prompt_comes_back_after_a_kill(arch, make, tmp_path):
 
 def test_a_table_is_read_by_rows(make, tmp_path):
     """A prompt has the blocks of its rows read, each once, and hardly more."""
-    model = widen(make("gemma4"), tmp_path / "wide.gguf", n_vocab=20000, n_each=300, n_ctx=512)
+    model = widen(make("gemma4"), tmp_path / "wide.gguf", n_vocab=200_000, n_ctx=512)
     rng = np.random.default_rng(0)
-    first, then = rng.permutation(20000)[:600].reshape(2, 300).tolist()
+    first, then = rng.permutation(200_000)[:600].reshape(2, 300).tolist()
     asked = options(ctx=512, policy="lru", expert_ram=1 << 26)
     at_first = read_bytes()
     with opened(model, **asked) as engine:

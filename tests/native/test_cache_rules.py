@@ -88,9 +88,9 @@ class CacheRules(RuleBasedStateMachine):
         super().__init__()
         self.opened = False
         self.layer = 0
-        self.wanted: dict[int, int] = {}
-        self.left: list[int] = []  # kinds of the routed layer that are not computed yet
-        self.last: dict[str, int] = {}
+        self.wanted = {}
+        self.left = []  # kinds of the routed layer that are not computed yet
+        self.last = {}
 
     @initialize(data=st.data(), phase=st.sampled_from(Phase))
     def make(self, data, phase):
@@ -248,8 +248,8 @@ def file(tmp_path_factory):
 
 
 def test_cache_rules(library, file, device):
-    met: Counter[str] = Counter()
-    failures: list[str] = []
+    met = Counter()
+    failures = []
     attributes = {"library": library, "file": file, "met": met, "failures": failures}
     attributes["device"] = device
     wanted = (*SITUATIONS, *(["host hits" if device else "limits"]))

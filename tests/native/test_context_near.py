@@ -7,11 +7,7 @@ import pytest
 from orchestrator.cost import losses
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
-from orchestrator.lab.replay import ReplayOptions
-from orchestrator.lab.replay.report import set_up_for
-from orchestrator.lab.replay.simulate import Compute, Transport, simulate
-from orchestrator.native.llama import Bindings
-from orchestrator.policy.context import ContextAware
+from orchestrator.lab.replay.simulate import Compute
 
 from .conftest import build, drawn, save_losses, until
 from .replayed import SPEEDS, recorded, replayed, reported
@@ -141,17 +137,6 @@ def test_moves_read_what_changed_and_nothing_waits(five, options):
         assert store.stats().transition_bytes == stats.transition_bytes
 
 
-def converse_twice(engine):
-    for number in (0, 1):
-        converse(engine, number)
-        until_placed(engine)
-    return engine.policy.hotness
-
-
-def n_changed(run):
-    return run.stats.experts_promoted + run.stats.experts_demoted
-
-
 @pytest.mark.parametrize("placement", ["async", "wait"])
 def test_its_replay_knows_sequences_and_kept_tokens(five, tmp_path, placement):
     """Two forks of a conversation decode together, one of them is dropped, and the first prompt is
@@ -180,41 +165,11 @@ def test_its_replay_knows_sequences_and_kept_tokens(five, tmp_path, placement):
 
     run = recorded(context(five, sequences=2, placement=placement), tmp_path, talk)
     trace = run.trace
-    assert n_changed(run) > 0 and set(trace.arrays["sequences"].tolist()) == {0, 1, 2}
+    assert run.stats.experts_promoted + run.stats.experts_demoted > 0
+    assert set(trace.arrays["sequences"].tolist()) == {0, 1, 2}
     assert len(trace.restored()) == 3  # the two forks together, the third, the copy
     _, policy = replayed(trace, SPEEDS[1], Compute(1000.0, 1000.0))
     for mine, its in zip((*policy.use.sums, policy.use.past), run.said, strict=True):
         assert mine == pytest.approx(its, rel=1e-6)
     # A policy that knows nothing of sequences plays it too.
     reported(trace, policy="lru", expert_ram=1 << 22)
-
-
-def test_it_adapts_within_64_steps(five, tmp_path):
-    """In virtual time, with a token's computing and bytes as they are for OLMoE: 30 ms, and what
-    changes takes a third of a second at 1.25 GB/s."""
-    trace = recorded(context(five), tmp_path, converse_twice).trace
-    for hot in (2, 4):
-        options = ReplayOptions(settings={"hot_experts": hot, "near_bits": 2.5}, expert_ram=1 << 26)
-        setup = set_up_for(trace, options, ContextAware, Transport(0, 0, 4))
-        # all experts in 1.5 s, as 1.9 GB are
-        speed = Transport(int(setup.shape.all_slot_bytes(1) / 1.5), 100, 4)
-        simulate(Bindings.load().library(), trace, setup, speed, Compute(1000.0, 30_000.0))
-        found = setup.policy.report()
-        assert found["placements"] == 2 and 0 < found["steps"] <= 64
-
-
-def test_what_a_sequence_used_goes_with_its_tokens(five):
-    with Engine.open(context(five, sequences=2)) as engine:
-        policy, driver = engine.policy, engine.driver
-        converse(engine, 0, 4)
-        alone = policy.use.sums[0]
-        kept = driver.save_sequence(0)
-        assert kept is not None and driver.save_sequence(1) is None
-        engine.fork(0)  # llama.cpp's 1
-        assert driver.save_sequence(1) == kept
-        engine.decode_batch([5], [0])
-        assert policy.use.sums[0].sum() == pytest.approx(2 * alone.sum() + alone.sum() * 1 / 44)
-    with Engine.open(context(five)) as engine:
-        converse(engine, 0, 2)
-        engine.driver.restore_sequence(0, kept)
-        assert engine.policy.use.sums[0] == pytest.approx(alone)

@@ -7,27 +7,26 @@ import zlib
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from repacking import flip
 
-from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, GATE
 from gguf_tools.file.reader import GGUFFile
-from gguf_tools.pack import pack
 from gguf_tools.verify import verify
 from orchestrator.cli.main import cli
 from orchestrator.errors import MoeEdgeError, NativeError
 from orchestrator.events import Phase
 
 from .conftest import drawn, opened
-from .transition_driver import HIGH, LOW, Driver, ExpertFile, flip
+from .transition_driver import HIGH, LOW, Driver, ExpertFile
 
 DAMAGES = 100 if os.environ.get("MOE_EDGE_SLOW") else 9
 PAGE_BYTES = 4096
 TOKENS = drawn(24, 5)
 # How a model may run: slots that the store fills while it computes, in one tier and in two, all of
 # it filled at the start, and llama.cpp alone.
-SLOTS: dict[str, object] = {"expert_ram": 3 << 20}
-RUNS: dict[str, dict[str, object]] = {
+SLOTS = {"expert_ram": 3 << 20}
+RUNS = {
     "lru": {"policy": "lru", **SLOTS},
     "dymoe": {"policy": "dymoe", "low_tier": "q2_k", **SLOTS},
     "resident": {"policy": "lru"},
@@ -90,10 +89,8 @@ def test_behind_a_device(library, tmp_path, device):
 
 
 @pytest.fixture(scope="module")
-def sound(library, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("damage")
-    source = synthetic.write(folder / "source.gguf", "tiny-qwen3moe", tiers=("q8_0",))
-    return pack(source, folder / "packed.gguf", ["q8_0", "q2_k"], threads=2).path
+def sound(library, packed):
+    return packed("q8_0", "q2_k")
 
 
 def logits(model, how):

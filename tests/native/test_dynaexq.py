@@ -119,7 +119,7 @@ def test_counts_are_what_was_routed(both):
     """Of a prompt, a token, and three sequences together."""
     with opened(both, update_steps=0, sequences=3) as engine:
         policy = engine.policy
-        seen: list[np.ndarray] = []
+        seen = []
         original = policy.step_done
 
         def step_done(report):

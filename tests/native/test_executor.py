@@ -40,6 +40,23 @@ def test_host_threads_multiply_rows_as_each_alone(compile_native):
     assert "but for rounding" in run_program(compile_native("workers_test", sources, "-std=c++17"))
 
 
+@pytest.mark.parametrize(
+    ("name", "sources", "sanitizer", "said"),
+    [
+        ("cells_test", ["cells"], "address,undefined", "states of a load"),
+        ("slots_test", ["slots"], "address,undefined", "as the list says"),
+        ("reads_test", ["reads", "crc32"], "address,undefined", "in their order and at their rate"),
+        ("reads_test", ["reads", "crc32"], "thread", "in their order and at their rate"),
+    ],
+)
+def test_a_part_alone(name, sources, sanitizer, said, compile_native, tmp_path):
+    """Cells, slots and reads, each by its own source and nothing else of the store."""
+    files = [HERE / f"{name}.cpp", *(NATIVE / f"moe-edge-{source}.cpp" for source in sources)]
+    flags = ("-std=c++17", f"-fsanitize={sanitizer}", "-DMOE_EDGE_PART_BYTES=4096")
+    program = compile_native(f"{name}_{sanitizer[:6]}", files, *flags, libraries=())
+    assert said in run_program(program, *([tmp_path] if name == "reads_test" else []))
+
+
 @pytest.fixture(scope="module", params=SANITIZERS)
 def compile_stress(request, compile_native):
     """compile_stress(name): NAME.cpp with the store's own sources, under a sanitizer."""

@@ -30,19 +30,7 @@ def floor(model, table, share=1.0, **options):
     return build(model, share, **(asked | options))
 
 
-def another_version(data):
-    return json.dumps({**data, "version": 1})
-
-
-def another_file(data):
-    return json.dumps({**data, "model": "0" * 64})
-
-
-def cut_off(data):
-    return json.dumps(data)[:-9]
-
-
-def infinities(data):
+def infinite(data):
     data["kl"]["factors"][0] = float("inf")
     return json.dumps(data)
 
@@ -51,10 +39,16 @@ def infinities(data):
     ("damage", "said"),
     [
         (None, "there is no loss table"),
-        (another_version, "this loss table has another format version"),
-        (another_file, "this loss table was made with another file"),
-        (cut_off, "this is no loss table, or a damaged one"),
-        (infinities, "this is no loss table, or a damaged one"),
+        (
+            lambda data: json.dumps({**data, "version": 1}),
+            "this loss table has another format version",
+        ),
+        (
+            lambda data: json.dumps({**data, "model": "0" * 64}),
+            "this loss table was made with another file",
+        ),
+        (lambda data: json.dumps(data)[:-9], "this is no loss table, or a damaged one"),
+        (infinite, "this is no loss table, or a damaged one"),
     ],
 )
 def test_it_is_lossless_where_nobody_measured(damage, said, both, tmp_path):

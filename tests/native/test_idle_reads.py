@@ -1,12 +1,9 @@
 """Experts that come in while nothing is asked for: the answers stay, and nothing else goes."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
 from orchestrator.config import Sampling
-from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
 from orchestrator.events import ABSENT
 from orchestrator.lab.replay.record import Recorder
@@ -98,14 +95,14 @@ def test_a_damaged_expert_is_told_by_the_token_that_needs_it(one, tmp_path):
 
 def test_every_step_waits_until_it_has_ended(one):
     """No thread reads for nobody while tokens need what it would take."""
-    calls: dict[str, Callable[[Engine], object]] = {
+    calls = {
         "eval": lambda engine: engine.eval(PROMPT, 0),
         "generate": lambda engine: list(engine.generate(PROMPT, Sampling(temp=0.0), 2)),
         "decode_batch": lambda engine: engine.decode_batch([7], [0]),
     }
     with opened(one, "dymoe", sequences=1) as engine:
         for name, call in calls.items():
-            begun: list[bool] = []
+            begun = []
             engine.idle()
             engine.store.set_step_done(lambda _: begun.append(engine.driver._idle._thread is None))  # noqa: B023
             call(engine)

@@ -41,15 +41,15 @@ class Machine(RuleBasedStateMachine):
     library: Library
     device: str | None
     slots: tuple[int, ...]
-    pools: tuple[int, ...] | None = None  # of each tier
-    simulated = False
+    pools: tuple[int, ...] | None  # of each tier
+    simulated: bool
 
     def __init__(self):
         super().__init__()
         self.driver = Driver(
             self.file, self.library, self.slots, self.device, self.pools, self.simulated
         )
-        self.under_way: dict[tuple[int, int], tuple[int, int]] = {}
+        self.under_way = {}
 
     @rule()
     def hold(self):
@@ -93,8 +93,6 @@ class Interleavings(Machine):
     """A slot for every expert and two in reserve. visible: the version of each expert; free:
     slots of each tier; running: the experts of the layers that a step has routed."""
 
-    slots = (3, 9)
-
     def __init__(self):
         super().__init__()
         high = {(0, 0), (0, 1), (1, 0)}
@@ -102,7 +100,7 @@ class Interleavings(Machine):
         everyone = [(layer, e) for layer in range(N_LAYERS) for e in range(N_EXPERT)]
         self.visible = {each: HIGH if each in high else LOW for each in everyone}
         self.free = [self.slots[HIGH] - 3, self.slots[LOW] - 7, *self.slots[2:]]  # of each pool
-        self.running: dict[int, list[int]] = {}
+        self.running = {}
         self.driver.store.begin_step(Phase.DECODE)
 
     @rule(expert=experts, tier=st.integers(0, 4))
@@ -170,33 +168,18 @@ class Interleavings(Machine):
         assert stats.evictions == stats.waves == 0
 
 
-class FiveTiers(Interleavings):
-    """Where there are five tiers to go to, and few slots in each."""
-
-    slots = (3, 8, 2, 1, 2)
-
-
-class SharedSlots(Interleavings):
-    """Where all tiers but the best one share slots."""
-
-    slots = (3, 9)
-    pools = (0, 1, 1, 1)
-
-
 class Evictions(Machine):
     """Fewer slots than experts: what a token asks for evicts what was used longest ago, beside
     transitions, aborted steps and reads that are held back. high: the matrices of each expert that
     may be high; apart: experts of which some matrices may have been evicted, and others not."""
-
-    slots: tuple[int, ...] = (2, 5)
 
     def __init__(self):
         super().__init__()
         self.driver.store.warm([(0, 0, HIGH), (0, 1, LOW), (0, 2, LOW), (1, 0, LOW)])
         self.driver.store.reset_stats()
         self.driver.store.begin_step(Phase.DECODE)
-        self.high: dict[tuple[int, int], set[int]] = {(0, 0): set(KINDS)}
-        self.apart: set[tuple[int, int]] = set()
+        self.high = {(0, 0): set(KINDS)}
+        self.apart = set()
         self.uneven = False
         self.taken_back = 0  # transitions, before this step
 
@@ -272,6 +255,12 @@ class Evictions(Machine):
                 assert max(tiers.values()) == under_way[each][0], told
             self.high[each] = high
 
+    @precondition(lambda self: self.simulated)
+    @rule(us=st.integers(0, 6))
+    def pass_time(self, us):
+        """Reads take virtual time: what a step meets half read, it meets again."""
+        self.driver.clock.advance(us * US)
+
     @invariant()
     def nothing_is_lost(self):
         store = self.driver.store
@@ -295,34 +284,6 @@ class Evictions(Machine):
                 self.high[expert] = set()
 
 
-class SharedEvictions(Evictions):
-    """The same where both tiers share slots."""
-
-    slots = (7,)
-    pools = (0, 0)
-
-
-class InTime:
-    """Reads take virtual time, and the example says when it passes: what a step meets half read,
-    it meets again."""
-
-    simulated = True
-    driver: Driver
-
-    @rule(us=st.integers(0, 6))
-    def pass_time(self, us):
-        assert self.driver.clock is not None
-        self.driver.clock.advance(us * US)
-
-
-class EvictionsInTime(InTime, Evictions):
-    """Slow reads, seen again."""
-
-
-class SharedEvictionsInTime(InTime, SharedEvictions):
-    """The same where both tiers share slots."""
-
-
 class Limited(Evictions):
     """Slots for fewer experts or for more, in each kind alike."""
 
@@ -343,42 +304,25 @@ class Limited(Evictions):
         self.uneven |= to_come > 0
 
 
-class LimitedInTime(InTime, Limited):
-    """Slow reads, seen again."""
-
-
-class SharedLimitedInTime(InTime, Limited):
-    """The same where both tiers share slots."""
-
-    slots = (7,)
-    pools = (0, 0)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "rules",
+    ("rules", "slots", "pools", "in_time"),
     [
-        Interleavings,
-        FiveTiers,
-        SharedSlots,
-        Evictions,
-        SharedEvictions,
-        EvictionsInTime,
-        SharedEvictionsInTime,
-        Limited,
-        LimitedInTime,
-        SharedLimitedInTime,
+        (Interleavings, (3, 9), None, False),
+        (Interleavings, (3, 8, 2, 1, 2), None, False),  # five tiers to go to
+        (Interleavings, (3, 9), (0, 1, 1, 1), False),  # all but the best share slots
+        *((Evictions, (2, 5), None, in_time) for in_time in (False, True)),
+        *((Evictions, (7,), (0, 0), in_time) for in_time in (False, True)),
+        *((Limited, (2, 5), None, in_time) for in_time in (False, True)),
+        (Limited, (7,), (0, 0), True),
     ],
 )
-def test_every_interleaving(rules, library, device, tmp_path):
-    if device is not None and rules.pools is not None:
-        pytest.skip("on a device a slot holds one tier")
-    if device is not None and issubclass(rules, Limited):
-        pytest.skip("on a device slots stay as planned")
-    if device is not None and rules.simulated:
-        pytest.skip("a simulated store has no device")
-    file = ExpertFile(tmp_path / "experts.bin", n_tiers=len(rules.pools or rules.slots))
-    given = {"file": file, "library": library, "device": device}
+def test_every_interleaving(rules, slots, pools, in_time, library, device, tmp_path):
+    if device is not None and (pools is not None or rules is Limited or in_time):
+        pytest.skip("on a device a slot holds one tier, slots stay, and nothing is simulated")
+    file = ExpertFile(tmp_path / "experts.bin", n_tiers=len(pools or slots))
+    given = {"file": file, "library": library, "device": device, "slots": slots}
+    given |= {"pools": pools, "simulated": in_time}
     run_state_machine_as_test(
         type("Here", (rules,), given),
         settings=settings(

@@ -6,10 +6,8 @@ import pytest
 from orchestrator.config import Config
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
-from orchestrator.native import context_memory
 
 TOKENS = np.random.default_rng(0).integers(10, 300, 60).tolist()
-SHAPES = ["qwen3moe", "mixtral", "deepseek2"]
 
 
 def opened(path, **settings):
@@ -17,27 +15,17 @@ def opened(path, **settings):
     return Engine.open(Config.build(model=path, **{**usual, **settings}))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_it_takes_what_the_plan_says(library, shape, tiny_model):
-    path, taken, planned = tiny_model(shape, "q4_k"), {}, {}
-    for kv in ("f16", "q8_0"):
-        with opened(path, kv=kv) as engine:
-            context = engine._loaded.context
-            engine.eval(TOKENS, 0)
-            taken[kv] = engine._steps.state.n_bytes()
-            planned[kv] = engine.plan.kv_bytes
-            assert sum(context_memory(library, context.handle)) > 0
-            assert (" in q8_0" in engine.mode) == (kv == "q8_0")
-    assert planned["q8_0"] * 32 == planned["f16"] * 17
-    assert taken["q8_0"] == pytest.approx(taken["f16"] * 17 / 32, rel=0.02)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_logits_are_near(library, shape, tiny_model):
-    path, logits = tiny_model(shape, "q4_k"), {}
+@pytest.mark.parametrize("shape", ["qwen3moe", "mixtral", "deepseek2"])
+def test_it_takes_what_the_plan_says_and_logits_are_near(shape, tiny_model):
+    path, taken, planned, logits = tiny_model(shape, "q4_k"), {}, {}, {}
     for kv in ("f16", "q8_0"):
         with opened(path, kv=kv) as engine:
             logits[kv] = engine.eval(TOKENS, 0)[-1]
+            taken[kv] = engine._steps.state.n_bytes()
+            planned[kv] = engine.plan.kv_bytes
+            assert (" in q8_0" in engine.mode) == (kv == "q8_0")
+    assert planned["q8_0"] * 32 == planned["f16"] * 17
+    assert taken["q8_0"] == pytest.approx(taken["f16"] * 17 / 32, rel=0.02)
     difference = logits["q8_0"] - logits["f16"]
     assert 0 < np.sqrt(np.mean(difference**2)) < 0.15 * logits["f16"].std()
 

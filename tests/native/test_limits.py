@@ -4,22 +4,26 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
 
 import pytest
+from repacking import repack
 
 from gguf_tools import synthetic
+from gguf_tools.file.reader import GGUFFile
 from orchestrator.errors import BudgetError, NativeError
 from orchestrator.native import Store, llama
 from patches.upstream import REPO
 
 from .conftest import opened
-from .copies import copied
 
 
 def test_an_unknown_architecture_is_refused_by_name(one, tmp_path):
     """llama.cpp's last line only says that it failed: its first one is the reason."""
-    model = copied(one, tmp_path / "other.gguf", arch="no-such-one")
+    with GGUFFile.open(one) as file:
+        own = {key: value for key, value in file.metadata.items() if key.startswith("qwen3moe.")}
+    renamed = {key.replace("qwen3moe", "no-such-one"): value for key, value in own.items()}
+    renamed["general.architecture"] = "no-such-one"
+    model = repack(one, tmp_path / "other.gguf", meta=renamed)
     with pytest.raises(NativeError, match=r"cannot load it \(.*unknown model architecture"):
         opened(model, policy="plain")
 
@@ -39,7 +43,7 @@ def chat(model, *words):
     command += ["--ctx=512", "--threads=1", "--max-tokens=24", "-p", prompt, *words]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    stats: dict[str, Any] = json.loads(done.stdout)["stats"]
+    stats = json.loads(done.stdout)["stats"]
     return stats
 
 

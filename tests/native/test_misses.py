@@ -4,8 +4,6 @@ The device is main memory, whose executor reads experts where they lie; tests/na
 GPU's.
 """
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -15,7 +13,7 @@ from .conftest import build, drawn, greedy, opened
 
 PROMPT = drawn(12, 2)
 # With exact tiers what is computed does not depend on what is in memory.
-POLICIES: dict[str, dict[str, Any]] = {
+POLICIES = {
     "lru": {"policy": "lru", "expert_ram": 300_000},
     "dymoe 4/2": {"retention": 0.5, "expert_ram": 700_000, "exact_tiers": True},
     "dymoe 4/0": {"retention": 0.5, "expert_ram": 500_000, "low_tier": "skip"},

@@ -52,16 +52,16 @@ def test_near_experts_go_to_the_host_where_the_device_is_full(three):
     """Of its own accord, and no sooner; and there they may share slots."""
     with opened(three) as engine:
         everything = engine.plan.slots
-        assert everything is not None and everything.host_bytes == 0
+        assert everything.host_bytes == 0
     small = everything.total_bytes // 2
     with opened(three, expert_ram=small) as engine:
         slots = engine.plan.slots
-        assert slots is not None and slots.host_bytes > 0 and slots.total_bytes <= small
+        assert slots.host_bytes > 0 and slots.total_bytes <= small
         converse(engine)
         engine.store.check()
     with opened(three, near_slots="shared") as engine:
         slots = engine.plan.slots
-        assert slots is not None and slots.host_bytes > 0
+        assert slots.host_bytes > 0
         converse(engine)
         engine.store.check()
     with pytest.raises(PolicyError, match="give --near-place host"):

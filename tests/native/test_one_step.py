@@ -31,14 +31,10 @@ STEPS = {
 }
 
 
-# Of one layer: experts [T, k], whose each token is, importance [T] where there is one, the experts
-# that the next layer is predicted to choose [T, k] where there is one.
-Told = dict[str, np.ndarray]
-
-
 class Watched:
     """A context beside an engine's, whose experts are all computed high: else a layer's input would
-    depend on who shares the step."""
+    depend on who shares the step. layers: of each, experts [T, k], whose each token is, importance
+    [T] and the experts that the next layer is predicted to choose [T, k], where there are any."""
 
     def __init__(self, model):
         asked = {"low_tier": "q2_k", "importance_window": WINDOW, "prefetch": "on"}
@@ -46,7 +42,7 @@ class Watched:
         self.store = self.engine.store
         self.decoder = Decoder(self.engine._loaded.model, n_ubatch=64)
         self.store.set_route(self.on_route)
-        self.layers: list[Told] = []
+        self.layers = []
 
     def on_route(self, event):
         told = {"ids": event.ids_array, "sequences": event.sequences_array}

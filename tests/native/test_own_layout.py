@@ -2,7 +2,6 @@
 repacked weights, within the same slots."""
 
 import platform
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +17,6 @@ from .conftest import drawn, opened
 TOKENS = drawn(24, 5)
 WORDS = [7, 300, 12, 99, 41, 250, 3, 17, 64, 128, 5, 201]
 TYPES = ("q4_0", "q4_k", "iq4_nl", "mxfp4", "q2_k")
-Evaluate = Callable[[list[int], int], np.ndarray]
-Read = Callable[[Evaluate], np.ndarray]
 SETTINGS = {"ctx": 256, "ubatch": 32, "threads": 2, "policy": "lru"}
 
 

@@ -4,7 +4,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -77,7 +76,7 @@ def run(model, *args):
 
 
 def candidates(model, *args):
-    shown: dict[str, Any] = json.loads(run(model, *args, "--json").stdout)
+    shown = json.loads(run(model, *args, "--json").stdout)
     return shown
 
 
@@ -265,7 +264,7 @@ def test_what_is_foreseen_is_said_of_the_start(fitted, monkeypatch):
 
 def test_what_takes_long_is_announced_before_it_begins(model, monkeypatch):
     """The command, and an engine whose plan a loss chooses: both measure this machine first."""
-    said: list[object] = []
+    said = []
 
     def measures(*_):
         assert said
@@ -284,7 +283,7 @@ def test_what_takes_long_is_announced_before_it_begins(model, monkeypatch):
 def test_a_slow_disk_is_said_where_an_engine_opens(model, monkeypatch, capsys):
     """It is measured before the model is loaded, whose memory leaves no room for that."""
     said, loads = "The model lies on a USB disk.", Loader.load
-    asked: list[object] = []
+    asked = []
     monkeypatch.setattr(planner, "slow_disk", lambda *_: asked.append(_) or said)
     monkeypatch.setattr(Loader, "load", lambda *args: asked and loads(*args))
     open_engine(build(model), Console()).close()

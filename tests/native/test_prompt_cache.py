@@ -141,20 +141,6 @@ def test_other_settings_have_other_prompts(path, tmp_path, settings, n_read):
         assert engine.prompt_notes() == []
 
 
-def test_a_damaged_file_is_dropped_and_said(path, tmp_path):
-    with open_engine(path, prompt_cache=tmp_path) as engine:
-        evaluated(engine, FIRST)
-    (kept,) = tmp_path.iterdir()
-    data = bytearray(kept.read_bytes())
-    data[len(data) // 2] ^= 1
-    kept.write_bytes(data)
-    with open_engine(path, prompt_cache=tmp_path) as engine:
-        assert evaluated(engine, FIRST) == 200
-        (note,) = engine.prompt_notes()
-        assert str(kept) in note and "damaged" in note
-        assert not kept.exists()
-
-
 def test_a_shorter_context_leaves_long_prompts_alone(path, tmp_path):
     with open_engine(path, prompt_cache=tmp_path) as engine:
         evaluated(engine, SYSTEM + FIRST)

@@ -7,14 +7,11 @@ import pytest
 
 from orchestrator.cache import profile
 from orchestrator.engine.engine import Engine
-from orchestrator.errors import ConfigError
-from orchestrator.events import Phase
-from orchestrator.lab.replay import render
-from orchestrator.lab.replay.record import Recorder, record_text
+from orchestrator.lab.replay.record import record_text
 from orchestrator.lab.replay.simulate import Compute
 
 from .conftest import build, drawn, until
-from .replayed import SPEEDS, recorded, replayed, reported
+from .replayed import SPEEDS, recorded, replayed
 
 PROMPTS, ANSWER = (drawn(23, 11), drawn(9, 12)), drawn(80, 13)
 
@@ -73,31 +70,6 @@ def test_it_learns_what_the_run_did(both, tmp_path, options, warm):
         np.testing.assert_array_equal(policy.hotness, run.policy.hotness)
 
 
-def test_several_sequences_that_decode_together(both, tmp_path):
-    """A step has an event of several tokens."""
-
-    def together(engine):
-        engine.eval(PROMPTS[0], 0)
-        for sequence in range(3):
-            engine.fork(sequence)
-        for token in ANSWER[:20]:
-            engine.decode_batch([token, token + 1, token + 2], [0, 1, 2])
-
-    run = recorded(dynaexq(both, sequences=3, update_steps=4, hysteresis=0.0), tmp_path, together)
-    assert run.trace.arrays["step_tokens"].tolist() == [8, 8, 7] + 20 * [3]
-    assert run.trace.arrays["step_phase"].tolist() == 3 * [Phase.PREFILL] + 20 * [Phase.DECODE]
-    _, policy = replayed(run.trace, SPEEDS[0])
-    np.testing.assert_array_equal(policy.hotness, run.policy.hotness)
-
-
-def test_the_report_has_the_run_beside_its_replay(both, tmp_path):
-    result = reported(recorded(dynaexq(both, update_steps=8), tmp_path, evaluate).trace)
-    ours, theirs = result["runs"]["dynaexq"]["decode"], result["recorded"]["decode"]
-    assert (ours["hits"], ours["requests"]) == (theirs["hits"], theirs["requests"])
-    assert result["runs"]["dynaexq"]["experts_promoted"] > 0
-    assert "recorded dynaexq" in render(result) and "as the reads allow" in render(result)
-
-
 def test_measuring_the_dense_share_teaches_nothing(both, tmp_path):
     """The skipped steps behind a recording are in neither the trace nor the profile."""
     path = tmp_path / "hot.json"
@@ -108,11 +80,3 @@ def test_measuring_the_dense_share_teaches_nothing(both, tmp_path):
     assert all(0 < share <= 1 for share in trace.header.dense_share)
     _, policy = replayed(trace, SPEEDS[0])
     np.testing.assert_allclose(profile.load(path, model).hotness, policy.hotness, rtol=1e-5)
-
-
-def test_a_policy_that_has_decided_is_not_recorded(both):
-    with Engine.open(dynaexq(both)) as engine:
-        Recorder(engine)
-        engine.eval(PROMPTS[0], 0)
-        with pytest.raises(ConfigError, match="record with a new engine"):
-            Recorder(engine)

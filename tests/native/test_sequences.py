@@ -63,8 +63,8 @@ def test_different_sequences_keep_apart(both, settings):
     with opened(both, **settings) as engine:
         expected = [alone(engine, prompt)[0] for prompt in PROMPTS]
     with opened(both, **settings, sequences=3) as engine:
-        last: dict[int, int] = {}
-        found: list[list[int]] = [[], [], []]
+        last = {}
+        found = [[], [], []]
 
         def decode(order):
             rows = engine.decode_batch([last[sequence] for sequence in order], order)
@@ -91,7 +91,7 @@ def test_every_sequence_looks_ahead(both):
     options = {**two, "policy": "dymoe", "expert_ram": 64 << 20}
     with opened(both, sequences=4, ubatch=4, **options) as engine:
         original = engine.driver.on_route
-        seen: set[tuple[int, bool]] = set()
+        seen = set()
         n_apart = 0
 
         def decided(event):

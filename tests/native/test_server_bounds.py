@@ -2,7 +2,6 @@
 and the next request is answered."""
 
 from threading import Thread
-from typing import Any
 
 import pytest
 
@@ -62,7 +61,7 @@ def test_a_grammar_that_is_too_much_is_refused(backend, name, capfd):
 
 
 def types(levels):
-    made: dict[str, Any] = {"type": "string"}
+    made = {"type": "string"}
     for _ in range(levels):
         made = {"type": ["object", "object"], "properties": {"a": made}}
     return made
@@ -74,7 +73,7 @@ def properties(n, **each):
 
 
 ITSELF = {"$ref": "#/definitions/a"}
-SCHEMAS: dict[str, tuple[dict[str, Any], str]] = {
+SCHEMAS = {
     "optional properties": (properties(2000), DEEP),
     "lists of types in each other": (types(30), MUCH),
     "a reference to itself in allOf": ({"allOf": [ITSELF], "definitions": {"a": ITSELF}}, DEEP),

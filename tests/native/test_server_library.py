@@ -1,7 +1,6 @@
 """llama.cpp's server on a managed model: the same answers, with every policy, and a clean end."""
 
 import json
-import os
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,21 +27,13 @@ STREAM = {"prompt": PROMPT, "ignore_eos": True, "stream": True}
 
 
 @contextmanager
-def running(request, *arguments):
+def running(request):
     """A thread computes the answer, and has ended behind the block."""
-    thread = threading.Thread(target=request.run, args=arguments)
+    thread = threading.Thread(target=request.run)
     thread.start()
     yield
     thread.join(HANG_S)
     assert not thread.is_alive()
-
-
-@contextmanager
-def pipe():
-    ends = os.pipe()
-    yield ends
-    for end in ends:
-        os.close(end)
 
 
 @pytest.mark.parametrize("settings", [{"policy": "plain"}, LRU, LRU | {"policy": "firm"}])
@@ -72,7 +63,7 @@ def test_every_policy_decides_for_the_server(policy):
         assert len(counted["mix"]) > 1 and abs(sum(counted["mix"].values()) - 1) < 1e-6
         assert counted["policy"] == policy and counted["bytes_read"] >= 0
         backend.engine.store.check()
-        results: list[int] = []
+        results = []
 
         def one_more():
             results.append(ask(backend, "/v1/completions", prompt=PROMPT, max_tokens=N)[0])
@@ -92,47 +83,13 @@ def test_it_answers_what_is_declared():
     assert set(server_library().routes()) == declared | {"/metrics"}
 
 
-def test_a_stream_its_usage_and_a_grammar():
-    schema = {
-        "type": "object",
-        "properties": {"capital": {"enum": ["Oslo", "Paris"]}},
-        "required": ["capital"],
-        "additionalProperties": False,
-    }
+def test_a_stream_and_its_usage():
     with serving(**LRU) as backend:
-        status, events = ask(
-            backend,
-            "/v1/chat/completions",
-            messages=[{"role": "user", "content": "What is the capital of Norway?"}],
-            stream=True,
-            stream_options={"include_usage": True},
-            temperature=0,
-            max_tokens=80,
-            response_format={"type": "json_schema", "json_schema": {"schema": schema}},
-        )
+        wanted = {"max_tokens": 4, "stream_options": {"include_usage": True}}
+        status, events = ask(backend, "/v1/completions", **STREAM, **wanted)
     assert status == 200 and events[-1] == "[DONE]"
     chunks = [json.loads(each) for each in events[:-1]]
-    deltas = [choice["delta"] for chunk in chunks for choice in chunk.get("choices", ())]
-    assert deltas[0]["role"] == "assistant"
-    text = "".join(delta.get("content") or "" for delta in deltas)
-    assert json.loads(text)["capital"] in ("Oslo", "Paris")
-    assert any((chunk.get("usage") or {}).get("completion_tokens") for chunk in chunks)
-
-
-def test_what_cannot_be_served_is_refused():
-    picture = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}}
-    with serving(**LRU) as backend:
-        for route, data in (
-            ("/v1/completions", {"prompt": "word " * 600, "max_tokens": 1}),
-            ("/v1/completions", {"prompt": "word " * 600, "max_tokens": 1, "stream": True}),
-            ("/v1/chat/completions", {"messages": "hello"}),
-            ("/v1/chat/completions", {"messages": [{"role": "user", "content": [picture]}]}),
-            ("/v1/completions", {}),
-            ("/v1/completions", {"prompt": "x", "temperature": "warm"}),
-        ):
-            status, body = ask(backend, route, **data)
-            assert status in (400, 501) and body["error"]["message"], (route, body)
-        assert answered(backend, prompt=PROMPT, max_tokens=1)["choices"]
+    assert any((chunk.get("usage") or {}).get("completion_tokens") == 4 for chunk in chunks)
 
 
 def test_a_step_that_fails_is_one_error_and_the_next_request_is_fine(monkeypatch):
@@ -159,7 +116,7 @@ def test_figures_are_given_while_a_prompt_is_read(monkeypatch):
 
         monkeypatch.setattr(backend.engine.policy, "decide", held)
         request = posted(backend, "/v1/completions", prompt=PROMPT, max_tokens=1)
-        said: list[int] = []
+        said = []
         metrics = backend.request("/metrics", b"")
         asking = threading.Thread(target=lambda: said.append(metrics.whole()[0]))
         with running(request):
@@ -176,7 +133,7 @@ def test_figures_are_given_while_a_prompt_is_read(monkeypatch):
 def test_a_cancel_ends_the_work_and_keeps_what_was_read():
     with serving(**LRU) as backend:
         seen = threading.Event()
-        steps: list[int] = []
+        steps = []
         driver = backend.engine.driver
 
         def counting(step):
@@ -193,21 +150,6 @@ def test_a_cancel_ends_the_work_and_keeps_what_was_read():
         read = sum(steps)
         usage = answered(backend, max_tokens=1, **data)["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] >= min(read, 64) - 1
-
-
-def test_stopping_ends_what_runs():
-    with serving(policy="plain", ctx=4096) as backend, pipe() as (ready, tell):
-        request = posted(backend, "/v1/completions", max_tokens=4000, **STREAM)
-        assert request.take() == (b"", False)
-        with running(request, tell):
-            assert os.read(ready, 1)
-            first, is_all = request.take()
-            assert first.startswith(b"data: ") and not is_all
-            assert (request.status, request.is_stream) == (200, True)
-            backend.stop()
-        rest, is_all = request.take()
-        assert is_all and rest.count(b"\n\n") < 4000
-        assert request.take() == (b"", True)
 
 
 def test_a_stream_that_nobody_takes_ends_early(monkeypatch):
@@ -234,18 +176,6 @@ def test_answers_are_answers_behind_kernels_that_were_tried(monkeypatch):
     with serving(**LRU) as backend:
         answered(backend, prompt=PROMPT, max_tokens=N)
         assert backend.engine.store.stats().requests[Phase.DECODE] > 0
-
-
-def test_who_finds_nothing_is_told_once():
-    """A byte for each time that nothing was there, and one at the end: else the event loop would be
-    woken for each token."""
-    with serving(policy="plain") as backend, pipe() as (ready, tell):
-        request = posted(backend, "/v1/completions", max_tokens=N, **STREAM)
-        assert request.take() == (b"", False)
-        request.run(tell)
-        assert os.read(ready, 100) == b"\0\0"
-        text, is_all = request.take()
-        assert is_all and text.count(b"\n\n") > N and text.endswith(b"data: [DONE]\n\n")
 
 
 def test_a_request_that_runs_alone_may_change_the_policy():

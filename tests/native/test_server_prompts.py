@@ -1,14 +1,10 @@
 """What llama.cpp's server keeps of prompts within our plan, and answers that wait for a policy."""
 
 import pytest
-from starlette.testclient import TestClient
 
 from orchestrator.events import Phase
 from orchestrator.native import touched_memory
-from orchestrator.serve.app import application
 from orchestrator.serve.backend import kept_prompts
-from orchestrator.serve.settings import ServeSettings
-from orchestrator.serve.state import State
 
 from .servers import MIB, answered, ask, broken, serving
 
@@ -25,14 +21,6 @@ def about(backend, country):
     return answer["timings"]["prompt_n"], answer["choices"][0]["text"]
 
 
-def test_a_conversation_that_another_one_drove_out_comes_back():
-    with serving(**LRU, cache_ram=8 * MIB) as backend:
-        found = {country: about(backend, country) for country in COUNTRIES[:4]}
-        assert min(n_read for n_read, _ in found.values()) > 40
-        n_read, text = about(backend, "Norway")
-        assert n_read < 5 and text == found["Norway"][1]
-
-
 @pytest.mark.parametrize(
     # Of each token 4 KiB: the memory holds one of these conversations and no second one.
     ("cache_ram", "others"),
@@ -46,37 +34,11 @@ def test_what_is_kept_stays_within_what_was_asked_for(cache_ram, others):
         assert about(backend, COUNTRIES[0])[0] > 40
 
 
-def test_what_is_looked_up_on_disk_is_tokenized_once(tmp_path, monkeypatch):
-    """By llama.cpp, for the answer itself."""
-    with serving(**LRU, prompt_cache=tmp_path) as backend:
-        routes: list[str] = []
-        request = backend._native.request
-
-        def requested(route, *more):
-            routes.append(route)
-            return request(route, *more)
-
-        monkeypatch.setattr(backend._native, "request", requested)
-        said = {"messages": [{"role": "user", "content": "What is a fox? " * 9}], "max_tokens": 1}
-        state = State(ServeSettings())
-        state.backend = backend
-        client = TestClient(application(state, print), base_url="http://localhost")
-        assert client.post("/v1/chat/completions", json=said).status_code == 200
-        assert routes == ["/v1/chat/completions"]
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_memory_for_prompts_is_set_aside_without_being_asked_for():
-    with serving(**LRU) as backend:
-        assert backend.engine.plan.prompt_bytes > 0
-
-
 def test_what_is_kept_gives_way_to_a_long_conversation_before_slots_do():
     """And may come back behind it."""
     with serving(**LRU | {"ram": 136 * MIB, "ctx": 1024, "cache_ram": 4 * MIB}) as backend:
         driver, store = backend.engine.driver, backend.engine.store
         shared, most = driver.shared, 4 * MIB
-        assert shared is not None
         planned = sum(size * n for size, n in store.spec.groups)
 
         def kept():
@@ -120,9 +82,9 @@ def test_copies_and_places_share_the_memory(n_bytes, part, parallel, expected):
 def test_an_answer_waits_for_where_its_experts_are_placed(monkeypatch):
     with serving(**WAITS) as backend:
         driver = backend.engine.driver
-        asked: list[Phase] = []
+        asked = []
         follow, wait = driver.follow, driver.before_answer
-        waited: list[bool] = []
+        waited = []
 
         def following(phase):
             asked.append(phase)

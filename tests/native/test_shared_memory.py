@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from mixing import SHAPE
 
 from gguf_tools import synthetic
 from orchestrator.config import Config
@@ -13,21 +14,14 @@ from orchestrator.errors import NativeError
 from orchestrator.native import touched_memory
 from orchestrator.native.llama import LlamaContext, Sampling
 
-MIB = 2**20
-SHAPE = replace(
-    synthetic.preset("tiny-qwen3moe"),
-    context=16384,
-    n_layer=4,
-    n_expert=128,
-    n_head_kv=2,
-    head_dim=64,
-)
+N_CTX = 16384
 PROMPT = np.random.default_rng(0).integers(10, 300, 3000).tolist()
 
 
 @pytest.fixture(scope="module")
 def path(library, tmp_path_factory):
-    return synthetic.write(tmp_path_factory.mktemp("shared") / "m.gguf", SHAPE, tiers=("q8_0",))
+    folder = tmp_path_factory.mktemp("shared")
+    return synthetic.write(folder / "m.gguf", replace(SHAPE, context=N_CTX), tiers=("q8_0",))
 
 
 def opened(path, **settings):
@@ -39,77 +33,60 @@ def opened(path, **settings):
 def cap(path):
     """A cap with slots for two thirds of the experts."""
     with opened(path, ctx=4096) as engine:
-        assert engine.plan.slots is not None
         return engine.plan.total_bytes - engine.plan.slots.total_bytes // 3
 
 
-def test_the_rows_are_those_of_a_run_with_memory_to_spare(path, cap):
-    """Long and short prompts, a cut and answers, in micro-batches of one size."""
-    talk = [(PROMPT, 0), (PROMPT[:1], 3000), (PROMPT[:700], 100), (PROMPT[5:6], 800), (PROMPT, 10)]
-    with opened(path, ctx=16384) as engine:
-        expected = [engine.eval(tokens, pos) for tokens, pos in talk]
-    with opened(path, ram=cap, conversations=True) as engine:
-        assert engine.plan.shared is not None and engine.n_ctx == 16384
-        for (tokens, pos), row in zip(talk, expected, strict=True):
-            assert np.array_equal(engine.eval(tokens, pos), row)
-        assert engine.store.stats().slot_bytes < engine.plan.slots.total_bytes
+def held(engine):
+    """Bytes of slots. All that is used is within what there is."""
+    n_bytes = engine.store.stats().slot_bytes
+    beside = sum(each.resident for each in touched_memory(engine.store.library))
+    assert n_bytes + beside <= engine.plan.shared.n_bytes
+    return n_bytes
 
 
 def test_slots_give_way_to_what_is_used_and_come_back(path, cap):
     """Scratch of a large micro-batch stays for a while behind it, and counts as long."""
     with opened(path, ram=cap, conversations=True, ubatch=None) as engine:
-        plan, store, shared = engine.plan, engine.store, engine.plan.shared
-        assert shared is not None and plan.slots is not None
-        seen, at = [], 0
+        plan, seen, at = engine.plan, [], 0
         for n in (20, 3000, 1, 3000, 600, 90, 1, 2500):
             engine.eval(PROMPT[:n], at)
             at += n
-            touched = touched_memory(store.library)
-            beside = touched.cache.resident + touched.scratch.resident + touched.work.resident
-            held = store.stats().slot_bytes
-            assert held + beside <= shared.n_bytes, n
-            seen.append(held)
+            seen.append(held(engine))
         short, long, behind, *_ = seen
         assert long < behind < short
-        assert 0 <= plan.slots.total_bytes - short <= shared.cache_bytes(512)  # room for a copy
+        room = plan.shared.cache_bytes(512)  # for a copy
+        assert 0 <= plan.slots.total_bytes - short <= room
         engine.reset()
         engine.eval(PROMPT[:20], 0)
-        assert store.stats().slot_bytes == short
+        assert held(engine) == short
 
 
-def test_what_a_prompt_that_was_given_up_leaves_still_counts(path, cap):
-    """No small step gives its scratch back before a short prompt of another conversation."""
-    with opened(path, ram=cap, conversations=True, ubatch=None) as engine:
-        store, shared = engine.store, engine.plan.shared
-        assert shared is not None
-        for at in range(0, 9000, 3000):
-            engine.eval(PROMPT, at)
-        engine.reset()
-        engine.eval(PROMPT[:400], 0)
-        touched = touched_memory(store.library)
-        beside = touched.cache.resident + touched.scratch.resident + touched.work.resident
-        assert store.stats().slot_bytes + beside <= shared.n_bytes
-
-
-def test_cells_of_short_cuts_stay_and_count(path, cap):
-    with opened(path, ram=cap, conversations=True) as engine:
-        shared = engine.plan.shared
-        assert shared is not None
-        engine.eval(PROMPT[:2000], 0)
-        for length in (1800, 1600, 1400, 1100, 900):
-            engine.eval(PROMPT[:1], length)
-            beside = sum(each.resident for each in touched_memory(engine.store.library))
-            assert engine.store.stats().slot_bytes + beside <= shared.n_bytes
+@pytest.mark.parametrize(
+    ("ubatch", "steps"),
+    [
+        # No small step gives scratch back before a short prompt of another conversation.
+        (None, [(3000, 0), (3000, 3000), (3000, 6000), (400, 0)]),
+        # Cells of short cuts stay.
+        (512, [(2000, 0), (1, 1800), (1, 1600), (1, 1400), (1, 1100), (1, 900)]),
+    ],
+)
+def test_what_stays_behind_a_prompt_counts(ubatch, steps, path, cap):
+    with opened(path, ram=cap, conversations=True, ubatch=ubatch) as engine:
+        for n, pos in steps:
+            if not pos:
+                engine.reset()
+            engine.eval(PROMPT[:n], pos)
+            held(engine)
 
 
 def test_an_answer_takes_cell_after_cell(path, cap):
     with opened(path, ram=cap, conversations=True) as engine:
-        store, held = engine.store, []
+        seen = []
         for pos, token in enumerate(PROMPT[:1300]):
             engine.eval([token], pos)
-            held.append(store.stats().slot_bytes)
-    assert held == sorted(held, reverse=True)
-    assert len(set(held)) > 2  # from 512 cells on it goes in steps of 256
+            seen.append(engine.store.stats().slot_bytes)
+    assert seen == sorted(seen, reverse=True)
+    assert len(set(seen)) > 2  # from 512 cells on it goes in steps of 256
 
 
 def test_a_step_for_which_no_room_is_made_fails_alone(path, cap):
@@ -128,79 +105,76 @@ def test_a_step_for_which_no_room_is_made_fails_alone(path, cap):
 
 
 def test_several_sequences_take_from_the_slots_too(path, cap):
-    settings = {"ram": cap, "conversations": True, "sequences": 2, "threads": 1}
-    with opened(path, **settings) as engine:
-        shared = engine.plan.shared
-        assert shared is not None
+    with opened(path, ram=cap, conversations=True, sequences=2) as engine:
         engine.eval(PROMPT[:1500], 0)
         for sequence in (0, 1):
             engine.fork(sequence)
-        before = engine.store.stats().slot_bytes
+        before = held(engine)
         for _ in range(300):
             engine.decode_batch([5, 6], [0, 1])
-        beside = sum(each.resident for each in touched_memory(engine.store.library))
-        held = engine.store.stats().slot_bytes
-        assert held <= before - int(512 * shared.cell_bytes)
-        assert held + beside <= shared.n_bytes
+        assert held(engine) <= before - int(512 * engine.plan.shared.cell_bytes)
 
 
 def test_attention_sees_free_cells_between_those_of_sequences(path, cap):
     """A long prompt that is gone lies before a short one: scratch goes by the last cell."""
     with opened(path, ram=cap, conversations=True, sequences=1, ubatch=None) as engine:
-        shared = engine.plan.shared
-        assert shared is not None
         for prompt in (2 * PROMPT, PROMPT[:500]):
             engine.eval(prompt, 0)
             engine.fork(0)
         for pos, tokens in ((500, PROMPT[:1]), (501, PROMPT[:1000])):
             engine.eval(tokens, pos)
-            beside = sum(each.resident for each in touched_memory(engine.store.library))
-            assert engine.store.stats().slot_bytes + beside <= shared.n_bytes
+            held(engine)
 
 
 def test_copies_of_prompts_take_from_slots_what_they_use(path, cap):
     """Room for one more copy is set aside, so that none passes the cap when it is made."""
     with opened(path, ram=cap, conversations=True) as engine:
-        shared, store, held = engine.plan.shared, engine.store, []
-        assert shared is not None and shared.prompts > 0
+        shared, seen = engine.plan.shared, []
+        assert shared.prompts > 0
 
-        def count():
-            beside = sum(each.resident for each in touched_memory(store.library))
-            held.append(store.stats().slot_bytes)
-            assert held[-1] + beside + engine.memory()["kept prompts"] <= shared.n_bytes
-
-        for start in range(0, 2400, 600):
-            for _ in engine.generate(PROMPT[start : start + 100], Sampling(temp=0), 2):
+        def answered(prompt):
+            for _ in engine.generate(prompt, Sampling(temp=0), 2):
                 count()
             count()
-        assert held[0] > held[-1]
-        for _ in engine.generate(PROMPT, Sampling(temp=0), 2):
-            count()
+
+        def count():
+            seen.append(engine.store.stats().slot_bytes)
+            beside = sum(each.resident for each in touched_memory(engine.store.library))
+            assert seen[-1] + beside + engine.memory()["kept prompts"] <= shared.n_bytes
+
+        for start in range(0, 2400, 600):
+            answered(PROMPT[start : start + 100])
+        assert seen[0] > seen[-1]
+        answered(PROMPT)
         assert engine.memory()["kept prompts"] == 0
 
 
-def test_a_context_that_the_system_refuses_to_reserve_is_halved(path, cap, monkeypatch):
-    class Refusing(LlamaContext):
-        def __init__(self, *args, n_ctx, **more):
-            if n_ctx > 5000:
-                raise NativeError("the context cannot be made")
-            super().__init__(*args, n_ctx=n_ctx, **more)
+@pytest.fixture
+def refusing(monkeypatch):
+    """refusing(name, most): the system makes no context of which that is more."""
 
-    monkeypatch.setattr(llama_parts, "LlamaContext", Refusing)
+    def refuse(name, most):
+        class Refusing(LlamaContext):
+            def __init__(self, *args, **more):
+                if more[name] > most:
+                    raise NativeError("the context cannot be made")
+                super().__init__(*args, **more)
+
+        monkeypatch.setattr(llama_parts, "LlamaContext", Refusing)
+
+    return refuse
+
+
+def test_a_context_that_the_system_refuses_to_reserve_is_halved(path, cap, refusing):
+    refusing("n_ctx", 5000)
     with opened(path, ram=cap, conversations=True) as engine:
-        assert engine.plan.n_ctx == 16384 and engine.n_ctx == 4096
+        assert engine.plan.n_ctx == N_CTX and engine.n_ctx == 4096
     with pytest.raises(NativeError, match="cannot be made"):
         opened(path, ram=cap, conversations=True, ctx=8192)
 
 
-def test_a_smaller_micro_batch_is_tried_before_a_shorter_context(path, cap, monkeypatch):
-    class Refusing(LlamaContext):
-        def __init__(self, *args, n_ubatch, **more):
-            if n_ubatch > 1024:
-                raise NativeError("the context cannot be made")
-            super().__init__(*args, n_ubatch=n_ubatch, **more)
-
-    monkeypatch.setattr(llama_parts, "LlamaContext", Refusing)
+def test_a_smaller_micro_batch_is_tried_before_a_shorter_context(path, cap, refusing):
+    refusing("n_ubatch", 1024)
     with opened(path, ram=cap, conversations=True, ubatch=None) as engine:
         assert engine.plan.n_ubatch > 1024 and engine.n_ctx == engine.plan.n_ctx
         engine.eval(PROMPT, 0)

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
+from repacking import repack
 
 from orchestrator.engine.engine import Engine
 from orchestrator.events import Phase
 from orchestrator.native import MAX_TIERS
 
 from .conftest import build, drawn
-from .copies import copied
 
 N_KINDS, SKIPPED = 3, MAX_TIERS  # gate, up, down; where the statistics count skipped experts
 TOKENS = drawn(12, 1)
@@ -72,7 +72,7 @@ def test_weights_of_the_kept(shape, renormalize, tiny_model, tmp_path):
     had among two where they are not (olmoe): renormalising must match the first, leaving the
     weights alone the second, and not the other way round."""
     model = tiny_model(shape, "f16")
-    expected = uniform(copied(model, tmp_path / "single.gguf", expert_used_count=1))
+    expected = uniform(repack(model, tmp_path / "single.gguf", expert_used_count=1))
     options = {"policy": "dymoe", "low_tier": "skip", "renormalize": renormalize}
     with open_model(model, **options) as engine:
         found = decode(engine)

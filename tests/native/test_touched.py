@@ -39,12 +39,6 @@ def opened(path, **settings):
         yield engine
 
 
-@pytest.fixture
-def transposed(monkeypatch):
-    """Without flash attention, values of all cells lie together for each of their dimensions."""
-    monkeypatch.setattr(llama_parts, "has_flash", lambda *_: False)
-
-
 def anonymous_bytes():
     """Of this process, in memory, as the kernel adds it up."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
@@ -85,8 +79,10 @@ def test_a_cache_is_as_large_as_what_it_holds(library, path, kv):
     assert touched_memory(library) == ((0, 0, 0), (0, 0, 0), (0, 0, 0))
 
 
-def test_transposed_values_come_by_pages_of_each_dimension(library, path, transposed):
-    """2,048 cells in f16 are a page."""
+def test_transposed_values_come_by_pages_of_each_dimension(library, path, monkeypatch):
+    """Without flash attention, values of all cells lie together for each of their dimensions: 2,048
+    cells in f16 are a page."""
+    monkeypatch.setattr(llama_parts, "has_flash", lambda *_: False)
     n_values = SHAPE.n_head_kv * SHAPE.head_dim
     with opened(path) as engine:
         assert touched_memory(library).cache.resident == 0

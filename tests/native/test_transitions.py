@@ -4,6 +4,7 @@ import os
 import time
 
 import pytest
+from repacking import flip
 
 from gguf_tools.file.layout import DOWN, GATE, UP
 from orchestrator.errors import NativeError
@@ -20,7 +21,6 @@ from .transition_driver import (
     US,
     Driver,
     ExpertFile,
-    flip,
 )
 
 HOT = {(layer, expert) for layer in range(N_LAYERS) for expert in (0, 1)}
@@ -154,24 +154,6 @@ def test_a_token_does_not_lose_an_expert_in_transition(make):
     driver.arrive()
     store.set_route(None, LOW)
     assert step(driver)[1] == {HIGH}
-
-
-def test_a_token_that_needs_the_slot_takes_it(make):
-    """Transitions hold every high slot, and a token cannot go on without one: it does not wait
-    for the next step, which would never come."""
-    driver = make((2, 10), set())
-    store = driver.store
-    store.set_transition_rate(HELD)
-    store.begin_step(Phase.DECODE)
-    assert store.transition([(0, 0, HIGH), (0, 1, HIGH)]) == 2
-    store.set_route(None, HIGH)
-    driver.apply(1, [2, 3])
-    assert driver.use(1, [2, 3]) == {2: {HIGH}, 3: {HIGH}}
-    store.check()
-    assert store.stats().transitions_failed == 2
-    store.set_transition_rate(0)
-    store.begin_step(Phase.DECODE)
-    assert all(each[0].tolist() == [LOW] * N_EXPERT for each in store.states())
 
 
 def test_unknown_experts_are_refused(driver):

@@ -42,7 +42,7 @@ def test_a_warm_up_computes_in_each_tier(both, monkeypatch, settings, tiers):
     """A GPU's kernels for each type take memory when they are first launched."""
     with opened(both, ctx=64, ubatch=16, **settings) as engine:
         forget = engine.store.reset_stats
-        found: set[int] = set()
+        found = set()
 
         def look():
             for phase in engine.store.stats().computed:

@@ -23,13 +23,6 @@ HELD = 1  # byte per second: after one part, nothing arrives
 US = 1000  # nanoseconds of virtual time
 
 
-def flip(path, at):
-    """One bit of a file."""
-    data = bytearray(path.read_bytes())
-    data[at] ^= 0x10
-    path.write_bytes(data)
-
-
 class ExpertFile:
     """Random bytes in some tiers, and where each slice lies in them. kinds: of each layer."""
 
@@ -37,7 +30,7 @@ class ExpertFile:
         self.path = path
         self.tiers = range(n_tiers)
         self.expert_bytes = expert_bytes
-        self.offset: dict[tuple[int, int, int], int] = {}
+        self.offset = {}
         at = 100  # slices do not start on a block
         for layer, some in enumerate(kinds):
             for kind in some:
@@ -68,30 +61,36 @@ class ExpertFile:
         ]
         groups = list(zip(largest, slots, strict=True)) * len(KINDS)
 
-        def slices(layer, kind, tier):
-            group = len(slots) * KINDS.index(kind) + pool_of[tier]
-            each = [self.slice(layer, kind, tier, expert) for expert in range(N_EXPERT)]
-            at, n_bytes = self.offset[layer, kind, tier], self.expert_bytes[tier]
-            return Slices(0, at, n_bytes, TYPES[tier], group, tuple(map(zlib.crc32, each)))
+        def group_of(_layer, kind, tier):
+            return len(slots) * KINDS.index(kind) + pool_of[tier]
 
-        parts = [(kind, tier) for kind in KINDS for tier in self.tiers]
+        more = {"n_expert_used": 2, "max_tokens": 4, "n_io_threads": 3, "host_bytes": HOST_BYTES}
+        more |= {"device": device, "simulated": simulated}
+        return self.spec_of((KINDS,) * N_LAYERS, self.tiers, TYPES, groups, group_of, **more)
+
+    def spec_of(self, kinds, tiers, types, groups, group_of, **more):
+        """Of kinds of each layer and some tiers. group_of(layer, kind, i): which of the groups of
+        slots, (bytes, number), has the i-th one of the tiers."""
+
+        def slices(layer, kind, i):
+            each = [self.slice(layer, kind, tiers[i], expert) for expert in range(N_EXPERT)]
+            at, n_bytes = self.offset[layer, kind, tiers[i]], self.expert_bytes[tiers[i]]
+            sums, group = tuple(map(zlib.crc32, each)), group_of(layer, kind, i)
+            return Slices(0, at, n_bytes, types[tiers[i]], group, sums)
+
         layers = [
-            (layer, {part: slices(layer, *part) for part in parts}) for layer in range(N_LAYERS)
+            (layer, {(kind, i): slices(layer, kind, i) for kind in some for i in range(len(tiers))})
+            for layer, some in enumerate(kinds)
         ]
         return StoreSpec(
             files=(self.path,),
             layers=tuple(layers),
             groups=tuple(groups),
             budget_bytes=sum(size * n for size, n in groups),
-            n_tiers=len(self.tiers),
+            n_tiers=len(tiers),
             n_expert=N_EXPERT,
-            n_expert_used=2,
-            max_tokens=4,
             n_ahead=0,
-            n_io_threads=3,
-            device=device,
-            host_bytes=HOST_BYTES,
-            simulated=simulated,
+            **more,
         )
 
 
@@ -130,8 +129,8 @@ class Driver:
         """The tier in which each matrix of each expert came, once; by expert and kind. Every byte
         is checked, where there are any."""
         ids = (ctypes.c_int32 * len(experts))(*experts)
-        seen: dict[int, dict[int, int]] = {expert: {} for expert in experts}
-        wrong: list[str] = []
+        seen = {expert: {} for expert in experts}
+        wrong = []
 
         def visit(kind, expert, tier, _, data, size, __):
             name = f"layer {layer}, kind {kind}, tier {tier}, expert {expert}"
@@ -155,7 +154,7 @@ class Driver:
     def reading(self):
         """bool [n_layers, n_expert]: in a transition that is not complete."""
         resident, target = self.store.states()
-        moving: np.ndarray = (resident != target) & ~self.store.landed()
+        moving = (resident != target) & ~self.store.landed()
         return moving
 
     def state(self, layer, expert):

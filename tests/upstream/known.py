@@ -5,8 +5,6 @@ what we do otherwise. Such a test is run again without them, so that all else th
 asked. KNOWN: tests of what we leave out, each with the reason.
 """
 
-from __future__ import annotations
-
 import ast
 
 WORDS = "words and token counts of another model"
@@ -15,7 +13,7 @@ TIMINGS = "our timings: a mix, a policy, and a hit rate that is null while nothi
 VERBOSE = "no --verbose: prompts are not in answers"
 
 # By file and test: the reason, and marks of the assertions that are left out.
-LOOSE: dict[str, dict[str, tuple[str, ...]]] = {
+LOOSE = {
     "basic": {
         "test_load_split_model": (WORDS, "match_regex"),
         "test_server_props": ("/props names the model, not a path of this machine", "'.gguf'"),
@@ -69,7 +67,7 @@ NO_ROUTER = "no router, and no stream that is taken up again"
 BY_NAME = "--chat-template is a file, not a name of llama.cpp's"
 
 # By file and test, or the beginning of a test's name with its parameters.
-KNOWN: dict[str, dict[str, str]] = {
+KNOWN = {
     "basic": {
         "test_server_multiple_addresses": "--host is one address",
         "test_server_slots": NO_SLOTS,
@@ -122,7 +120,7 @@ KNOWN: dict[str, dict[str, str]] = {
 }
 
 
-def reason_to_fail(file: str, test: str) -> str:
+def reason_to_fail(file, test):
     """Why a test with its parameters fails or starts no server; empty where nobody knows. Of a
     test that has loose assertions a reason names the parameters."""
     known = KNOWN.get(file, {})
@@ -133,17 +131,17 @@ def reason_to_fail(file: str, test: str) -> str:
     return known[found[0]] if found else ""
 
 
-def loosened(source: str, loose: dict[str, tuple[str, ...]]) -> str:
+def loosened(source, loose):
     """A test file without the assertions of LOOSE. Raises ValueError where a mark is in none:
     upstream has changed them."""
     tree = ast.parse(source)
 
     class Leaving(ast.NodeTransformer):
-        def __init__(self, marks: tuple[str, ...]) -> None:
+        def __init__(self, marks):
             self.unseen = set(marks)
             self._marks = marks
 
-        def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        def visit_Assert(self, node):
             text = ast.unparse(node.test)
             found = {mark for mark in self._marks if mark in text}
             if not found:

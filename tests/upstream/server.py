@@ -11,8 +11,6 @@ out: tests/upstream/known.py has the list. A test that fails for words is run ag
 assertions. The status is 1 where a test fails and nobody knows why.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import json
@@ -78,10 +76,10 @@ def pytest_runtest_logreport(report):
 """
 
 
-def our_options(theirs: list[str]) -> list[str]:
+def our_options(theirs):
     """The options of moe-edge serve for those of llama-server. Exits where one has no place."""
     ours, n_ctx, parallel = ["-m", str(DEMO)], 0, 1
-    batches: list[int] = []
+    batches = []
     left = list(theirs)
     while left:
         name = left.pop(0)
@@ -124,14 +122,14 @@ def our_options(theirs: list[str]) -> list[str]:
     return ours
 
 
-def serve() -> None:
+def serve():
     options = our_options(sys.argv[1:])
     command = [sys.executable, "-m", "orchestrator", "serve", *options]
     os.chdir(HERE)
     os.execve(sys.executable, command, {**os.environ, "PYTHONPATH": str(HERE)})
 
 
-def upstream_tests() -> Path:
+def upstream_tests():
     """The tests' folder in the pinned source. Exits where that has never been unpacked."""
     from patches.upstream import cache_dir, read_upstream
 
@@ -141,7 +139,7 @@ def upstream_tests() -> Path:
     return found[-1]
 
 
-def free_port() -> int:
+def free_port():
     """Nobody else's: upstream's tests would take whatever answers there for their server."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         return int(found.getsockname()[1])
@@ -150,7 +148,7 @@ def free_port() -> int:
 class Runs:
     """Calls of pytest in a folder of their own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._tests = upstream_tests()
         self._folder = folder
         (folder / "no_downloads.py").write_text(PLUGIN)
@@ -170,19 +168,19 @@ class Runs:
             "TMPDIR": str(folder),
         }
 
-    def files(self, files: list[str], expression: str | None) -> list[tuple[str, str, str, str]]:
+    def files(self, files, expression):
         """(file, test with its parameters, outcome, the failure's first line) of each."""
         more = ["-k", expression] if expression else []
         return self._run([f"unit/test_{name}.py" for name in files], more)
 
-    def loosely(self, file: str, tests: list[str]) -> list[tuple[str, str, str, str]]:
+    def loosely(self, file, tests):
         """The same of these tests without the assertions of LOOSE."""
         source = (self._tests / f"unit/test_{file}.py").read_text()
         path = self._folder / f"test_{file}.py"
         path.write_text(loosened(source, LOOSE[file]))
         return self._run([f"{path}::{test}" for test in tests], [])
 
-    def _run(self, what: list[str], more: list[str]) -> list[tuple[str, str, str, str]]:
+    def _run(self, what, more):
         self._results.write_text("")
         command = [sys.executable, "-m", "pytest", "-p", "no_downloads", "-q"]
         command += ["-p", "no:cacheprovider", "-m", "not slow", f"--basetemp={self._folder}/tests"]
@@ -198,24 +196,23 @@ class Runs:
         for line in self._results.read_text().splitlines():
             test, outcome, said = json.loads(line)
             found = re.match(r".*?test_(\w+)\.py::(.*)", test, re.DOTALL)
-            assert found is not None
             results.append((found[1], found[2], outcome, said.partition("\n")[0]))
         if not results:
             sys.exit(done.stdout[-4000:] + done.stderr[-4000:])
         return results
 
 
-def run(files: list[str], expression: str | None) -> int:
+def run(files, expression):
     """Runs them, prints what each came to, and returns how many failed for no known reason."""
-    counts: collections.Counter[str] = collections.Counter()
+    counts = collections.Counter()
 
-    def say(file: str, test: str, what: str, reason: str) -> None:
+    def say(file, test, what, reason):
         counts[what] += 1
         print(f"{what:9} {file}::{test}  {reason[:160]}".rstrip(), flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(Path(folder))
-        again: dict[str, list[str]] = {}
+        again = {}
         for file, test, outcome, said in runs.files(files or FILES, expression):
             is_loose = test.partition("[")[0] in LOOSE.get(file, {})
             if outcome != "failed":
@@ -239,7 +236,7 @@ def run(files: list[str], expression: str | None) -> int:
     return counts["FAILED"]
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {' '.join(FILES)}")
     parser.add_argument("-k", dest="expression", help="as pytest's")

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,7 +36,6 @@ def emulated_backend(library_folder, llama_source):
         pytest.skip("the emulated GPU needs g++ and nm")
     upstream = read_upstream()
     sdist = cached_sdist(upstream)
-    assert sdist is not None
     with locked(cache_dir() / "lock"):
         tree.sync_tree(sdist, upstream)
         texts = build.read_tree(llama_source)
@@ -103,7 +101,7 @@ class Runs:
 
     def _run(self, library, n_decode, options):
         """What the driver found, and under "failed" the last words of one that ended early."""
-        job: dict[str, Any] = {"prompt": list(range(5, 17)), "n_decode": n_decode}
+        job = {"prompt": list(range(5, 17)), "n_decode": n_decode}
         job |= {"warm": False, "watch": False, "routes": False}
         given = (*job, "pinned_limit", "refuse_pin", "answer")
         job |= {key: options.pop(key) for key in given if key in options}
@@ -114,7 +112,7 @@ class Runs:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=1800, cwd=HERE.parents[2]
         )
-        found: dict[str, Any] = {"emulated": library != "-"}
+        found = {"emulated": library != "-"}
         if done.returncode == 1 and "Traceback" not in done.stderr:
             return found | {"failed": done.stderr.strip()}
         assert done.returncode == 0, done.stdout + done.stderr

@@ -39,7 +39,6 @@ def taken(library, engine):
         peak.restype = ctypes.c_uint64
         return lambda: int(peak())
     gpu = engine._loader.gpu
-    assert gpu is not None
     native = Bindings.load().library()
     before = gpu.info.memory_bytes
     return lambda: before - find_device(native, gpu.info.name).memory_bytes
@@ -101,13 +100,13 @@ def decode(library, job):
             layers, experts = range(engine.model.n_layers), range(engine.model.n_expert)
             engine.store.warm([(layer, e, 0) for layer in layers for e in experts])
         took = []
-        routes: list[list[int]] = []
+        routes = []
         if job["routes"]:
             engine.store.set_route(lambda event: routes.append(chosen(event)), 0)
         for start in range(0, len(prompt), step):
             rows = [engine.eval(prompt[start : start + step], start)[-1]]
             took.append(on_device())
-        watched: list[tuple[int, int]] = []
+        watched = []
         if job["watch"]:
             engine.store.set_route(
                 lambda event: watched.append((event.phase, event.n_tokens)), 0, (Phase.PREFILL,)

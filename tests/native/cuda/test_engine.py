@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from gguf_tools.units import format_size
 from .conftest import Runs
 
 DEMO = Path(__file__).parents[3] / "models/demo/moe-edge-demo.gguf"
-POLICIES: dict[str, dict[str, Any]] = {
+POLICIES = {
     "lru": {"policy": "lru", "expert_ram": 300_000},
     "dymoe": {"policy": "dymoe", "retention": 0.5, "expert_ram": 700_000},
     "dymoe-skip": {"policy": "dymoe", "retention": 0.5, "low_tier": "skip", "expert_ram": 500_000},
@@ -166,7 +165,7 @@ def test_text_of_the_demo_model(device, tier, tmp_path):
 
 def of_last_token(found):
     """The experts that each step's last token was sent to, layer by layer."""
-    steps: dict[int, list[list[int]]] = {}
+    steps = {}
     k = min(len(ids) for _, _, *ids in found["routes"])
     for step, _, *ids in found["routes"]:
         steps.setdefault(step, []).append(ids[-k:])
@@ -198,23 +197,17 @@ def test_vram_is_a_cap(runs, monkeypatch, name, kernels):
 
 def least_vram(refused):
     """The smallest --vram that works, of a refusal whose sentence names it."""
-    least: int = refused["needed"]
+    least = refused["needed"]
     assert format_size(least, up=True) in refused["error"]
     return least
 
 
-def test_what_kernels_take_is_measured(runs, emulated, monkeypatch):
-    """Loaded kernels take less than was estimated: experts get the rest. Or they take more: the
-    smallest cap that works is named, and holds."""
+def test_what_kernels_take_is_measured(runs, emulated):
+    """Loaded kernels take less than was estimated: experts get the rest."""
     estimated = least_vram(runs.on_gpu(0, policy="lru", vram=1))
     found = runs.on_gpu(2, policy="lru", vram=estimated)
     few, all_of_them = found["slots_at_first"], found["slots"]
     assert found["used"] <= estimated and all_of_them > 2 * few
-    monkeypatch.setenv("MOE_EMU_MODULE", str(16 << 20))
-    measured = least_vram(runs.on_gpu(2, policy="lru", vram=estimated))
-    assert measured > estimated
-    cap = measured + (16 << 20)  # a driver gives memory in steps
-    assert runs.on_gpu(2, policy="lru", vram=cap)["used"] <= cap
 
 
 def test_kernels_take_no_more_the_longer_a_prompt(runs):

@@ -22,7 +22,7 @@ def last_words(run, at_end):
     line."""
     if "failed" in run:
         assert run["failed"] == at_end
-    said: str = run.get("failed") or run["error"]
+    said = run.get("failed") or run["error"]
     assert len(said.splitlines()) == 1
     return said
 

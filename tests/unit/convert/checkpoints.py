@@ -137,7 +137,7 @@ def their_tokens(name, folder, text):
     if FAMILIES[name].tokenizer == "sentencepiece":
         processor = sentencepiece.SentencePieceProcessor(str(folder / "tokenizer.model"))
         return [processor.bos_id(), *processor.encode(text)]
-    found: list[int] = transformers.AutoTokenizer.from_pretrained(folder)(text).input_ids
+    found = transformers.AutoTokenizer.from_pretrained(folder)(text).input_ids
     return found
 
 

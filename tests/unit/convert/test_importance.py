@@ -24,7 +24,6 @@ def imatrix_of(model):
     for layer, il in enumerate(model.layer_ids):
         for kind in model.kinds(layer):
             shape = model.shapes[layer][kind]
-            assert shape is not None
             sums = rng.lognormal(5, 2, (model.n_expert, shape[0])).astype(np.float32)
             counts = np.full(model.n_expert, 500, np.float32)
             counts[0] = 3

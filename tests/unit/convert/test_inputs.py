@@ -5,8 +5,6 @@ import os
 import re
 import shutil
 from collections import namedtuple
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -57,7 +55,6 @@ def said(folder, *options, out=None):
 
 
 TIERS = ("--tiers", "f16")
-Damage = Callable[[Path], object]
 
 
 def change_json(path, **changes):

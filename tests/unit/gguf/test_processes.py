@@ -32,7 +32,6 @@ def test_what_it_has_started_goes_with_it():
     )
     command = [sys.executable, "-c", starts, *ASLEEP]
     with child(command, with_its_own=True, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         started = psutil.Process(int(process.stdout.readline()))
         assert started.status() != psutil.STATUS_ZOMBIE
     gone, _ = psutil.wait_procs([started], timeout=HANG_S)

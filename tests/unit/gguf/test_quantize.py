@@ -1,7 +1,6 @@
 """ggml through ctypes, against the numpy code of the gguf package and by its error."""
 
 import ctypes
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from gguf_tools import built
 from gguf_tools.errors import QuantizeError
 from gguf_tools.file.layout import (
     BLOCK,
-    FALLBACK,
     TIER_TYPES,
     GGMLType,
     bits_per_weight,
@@ -153,10 +151,3 @@ def test_a_missing_library_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "libggml-base.so").write_bytes(b"not a library")
     with pytest.raises(QuantizeError, match="not a usable libggml-base"):
         load_ggml()
-
-
-def test_fallback_types_are_tier_types_with_smaller_blocks():
-    for ggml_type, chain in FALLBACK.items():
-        for coarse, fine in pairwise((ggml_type, *chain)):
-            assert fine in TIER_TYPES
-            assert BLOCK[fine].weights < BLOCK[coarse].weights

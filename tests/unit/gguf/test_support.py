@@ -8,10 +8,9 @@ import time
 
 import pytest
 from command_line import run
+from repacking import repack
 from tables import cases
-from verify_files import repack
 
-from gguf_tools import synthetic
 from gguf_tools.experts import PROVEN
 from orchestrator.cli.files import CANNOT_RUN
 from orchestrator.engine import support
@@ -24,46 +23,40 @@ pytestmark = pytest.mark.usefixtures("library")
 QUERIES = "blk.0.attn_q.weight"
 
 
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory):
-    path = tmp_path_factory.mktemp("support") / "sound.gguf"
-    return synthetic.write(path, "tiny-olmoe", tiers=("q4_k", "q2_k"))
-
-
 @pytest.fixture
-def lacking(sound, tmp_path):
+def lacking(packed, tmp_path):
     """Whole, but without a tensor that llama.cpp wants."""
-    return repack(sound, tmp_path / "odd.gguf", drop=[QUERIES])
+    return repack(packed, tmp_path / "odd.gguf", drop=[QUERIES])
 
 
-def test_a_packed_model_can_be_managed(sound):
-    assert support_of(sound).runs == MANAGED
-    assert json.loads(run("inspect", sound, "--json").stdout)["support"]["runs"] == MANAGED
-    assert "moe-edge can manage its experts" in run("inspect", sound).stdout
+def test_a_packed_model_can_be_managed(packed):
+    assert support_of(packed).runs == MANAGED
+    assert json.loads(run("inspect", packed, "--json").stdout)["support"]["runs"] == MANAGED
+    assert "moe-edge can manage its experts" in run("inspect", packed).stdout
 
 
-def test_a_graph_that_reads_experts_otherwise_runs_plain(sound, monkeypatch):
+def test_a_graph_that_reads_experts_otherwise_runs_plain(packed, monkeypatch):
     """No model that llama.cpp has does: a router stands for an expert's matrix here."""
     monkeypatch.setattr(llama, "EXPERT_PATTERN", rb"blk\.\d+\.ffn_gate_inp\.weight")
-    result = run("verify", sound)
+    result = run("verify", packed)
     assert result.exit_code == 0
     said = "on the plain path alone: blk.0.ffn_gate_inp.weight is read by MUL_MAT, and not by "
     assert said in result.stderr
-    assert json.loads(run("verify", sound, "--json").stdout)["support"]["runs"] == PLAIN
+    assert json.loads(run("verify", packed, "--json").stdout)["support"]["runs"] == PLAIN
 
 
 @cases(
     "changes, reasons",
-    ({"meta": {"olmoe.attention.head_count": 0}}, ["has wrong shape"]),
+    ({"meta": {"qwen3moe.attention.head_count": 0}}, ["has wrong shape"]),
     ({"drop": [QUERIES]}, [f"tensor '{QUERIES}' not found"]),
-    ({"meta": {"general.architecture": "olmoe2"}}, ["unknown model architecture: 'olmoe2'"]),
+    ({"meta": {"general.architecture": "qwen3moe2"}}, ["unknown model architecture: 'qwen3moe2'"]),
     (
-        {"meta": {"olmoe.expert_used_count": 99}},
+        {"meta": {"qwen3moe.expert_used_count": 99}},
         ["llama.cpp ends the process over its header (", "GGML_ASSERT("],
     ),
 )
-def test_what_llama_does_not_load_cannot_run(sound, tmp_path, changes, reasons):
-    path = repack(sound, tmp_path / "odd.gguf", **changes)
+def test_what_llama_does_not_load_cannot_run(packed, tmp_path, changes, reasons):
+    path = repack(packed, tmp_path / "odd.gguf", **changes)
     found = support_of(path)
     assert found.runs == NOT and all(each in found.reason for each in reasons)
     assert str(path) not in found.reason
@@ -96,17 +89,17 @@ def test_the_architectures_are_a_command():
     assert json.loads(run("architectures", "--json").stdout) == {"managed": names}
 
 
-def test_a_process_that_says_nothing_is_no_verdict(sound, monkeypatch):
+def test_a_process_that_says_nothing_is_no_verdict(packed, monkeypatch):
     monkeypatch.setattr(support, "_ask", lambda *_: time.sleep(60))
     monkeypatch.setattr(support, "_TIMEOUT_S", 0.05)
-    assert support_of(sound) is None
+    assert support_of(packed) is None
     monkeypatch.setattr(support, "_ask", lambda *_: sys.exit(1))
     monkeypatch.setattr(support, "_TIMEOUT_S", 300)
-    assert support_of(sound) is None
+    assert support_of(packed) is None
 
 
-def test_the_trial_leaves_the_caller_as_it_was(sound):
+def test_the_trial_leaves_the_caller_as_it_was(packed):
     """Neither its handlers nor its stderr are the child's."""
     before = signal.getsignal(signal.SIGINT), os.stat(2).st_ino, dict(os.environ)
-    assert support_of(sound).runs == MANAGED
+    assert support_of(packed).runs == MANAGED
     assert (signal.getsignal(signal.SIGINT), os.stat(2).st_ino, dict(os.environ)) == before

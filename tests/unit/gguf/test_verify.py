@@ -8,8 +8,9 @@ import pytest
 from command_line import run
 from gguf_craft import model_metadata, model_tensors, write_model
 from gguf_split import split
+from repacking import repack
 from tables import cases
-from verify_files import INF_HALF, LOW, NAN_HALF, UP, place, poke, repack, texts, write_bytes
+from verify_files import INF_HALF, LOW, NAN_HALF, UP, place, poke, texts, write_bytes
 
 from gguf_tools import synthetic
 from gguf_tools.errors import QuantizeError

@@ -168,7 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         siblings = []
         for file, data in repo.files.items():
-            entry: dict[str, object] = {"rfilename": file}
+            entry = {"rfilename": file}
             if "blobs=" in self.path:
                 entry |= {"size": len(data), "blobId": sha256(data)[:40]}
                 if len(data) >= LARGE:

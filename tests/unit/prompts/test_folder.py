@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 from killing import calls_of, killed, moments
+from repacking import flip
 from tables import cases
 
 from orchestrator.engine.prompt_copies import Copy, PromptFolder
@@ -74,12 +75,6 @@ def test_what_is_written_is_read(tmp_path):
     assert listed.path.stat().st_mode & 0o777 == 0o600
     assert folder.of("another key") == []
     assert folder.notes == []
-
-
-def flip(path, at):
-    data = bytearray(path.read_bytes())
-    data[at] ^= 0x10
-    path.write_bytes(data)
 
 
 @cases(

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from tables import cases
 
-from orchestrator.engine.prompt_copies import Shelf, common_prefix
+from orchestrator.engine.prompt_copies import Shelf
 from orchestrator.engine.prompts import PromptCache, as_held
 from orchestrator.memory.footprint import PROMPT_MARKS
 
@@ -39,11 +39,6 @@ LETTERS = Letters()
 def of(text):
     """One token a letter; < and > are the control tokens."""
     return [{"<": BEGIN, ">": END}.get(each, ord(each)) for each in text]
-
-
-@cases("a, b, n", ([], [1], 0), ([1, 2, 3], [1, 2, 4], 2), ([1, 2], [1, 2, 3], 2), ([5], [6], 0))
-def test_common_prefix(a, b, n):
-    assert common_prefix(a, b) == n
 
 
 WHO = [*of("<who>"), BEGIN, 260, END]

@@ -1,0 +1,35 @@
+"""Copies of a GGUF that say something else of themselves, or lack a part; and a flipped bit."""
+
+from gguf_tools.file.layout import KEY_ALIGNMENT, KEY_CHECKSUMS
+from gguf_tools.file.reader import GGUFFile
+from gguf_tools.file.writer import GGUFWriter
+
+
+def repack(source, target, *, drop=(), alignment=4096, rename=None, meta=None, **changes):
+    """A copy with tensors left out or renamed and metadata replaced; offsets fit again. changes: of
+    its metadata, by the part of a key behind the architecture's name."""
+    with GGUFFile.open(source) as file:
+        arch = file.metadata["general.architecture"]
+        new = {**(meta or {}), **{f"{arch}.{name}": value for name, value in changes.items()}}
+        writer = GGUFWriter(target, alignment)
+        for key in file.metadata:
+            if key not in {*new, KEY_ALIGNMENT, KEY_CHECKSUMS}:
+                writer.meta_encoded(key, file.encoded_value(key))
+        for key, value in new.items():
+            writer.meta(key, value)
+        names = {name: (rename or {}).get(name, name) for name in file.tensors if name not in drop}
+        for name, new_name in names.items():
+            info = file.tensors[name]
+            writer.declare(new_name, info.shape, info.type)
+        with writer:
+            writer.begin()
+            for name, new_name in names.items():
+                writer.write_tensor(new_name, file.array(name))
+    return target
+
+
+def flip(path, at):
+    """One bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)
