@@ -129,11 +129,10 @@ def run_device(job: Job) -> Result:
 
 def run_upstream(job: Job) -> Result:
     """llama.cpp itself."""
-    from orchestrator.lab.bench.plain import PlainModel, silence
+    from orchestrator.lab.bench.plain import PlainModel
     from orchestrator.native import context_memory
     from orchestrator.native.llama import Bindings
 
-    silence()
     free = free_bytes(job.device)
     with PlainModel(
         Path(job.model),
