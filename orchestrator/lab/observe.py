@@ -7,7 +7,7 @@ precision and without a loss. What the reader itself keeps comes first.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import numpy as np
 from gguf_tools import interrupts
 from gguf_tools.closing import Closing
 from gguf_tools.experts import ExpertModel
-from gguf_tools.file.layout import DOWN, ExpertName, parse_expert_name
+from gguf_tools.file.layout import DOWN, parse_expert_name
 from gguf_tools.units import format_size
 from orchestrator.config import Config
 from orchestrator.engine.driver import Driver
@@ -107,10 +107,12 @@ class Node:
             raise NativeError("llama.cpp lays out its tensors in another way: run `make build`")
 
 
-def expert_product(node: Node) -> ExpertName | None:
+def expert_product(node: Node, layer_of: Mapping[int, int]) -> tuple[int, int] | None:
     """Of which layer's experts a node is the product, and by which of their matrices; None for
-    other nodes."""
-    return parse_expert_name(node.source(0).name) if node.op == "MUL_MAT_ID" else None
+    other nodes. layer_of: the numbers of layers by those in names of tensors."""
+    parsed = parse_expert_name(node.source(0).name) if node.op == "MUL_MAT_ID" else None
+    layer = layer_of.get(parsed.il) if parsed else None
+    return None if parsed is None or layer is None else (layer, parsed.kind)
 
 
 class Observer(Closing):

@@ -364,8 +364,8 @@ class LlamaContext:
         wanted: np.ndarray | None = None,
     ) -> int:
         """Evaluates tokens, each at a position of a sequence, in this order. wanted: bool [n],
-        which of them get logits, None for all. Whether the step may end early is left to who set that for the context. Returns
-        llama_decode's status, as decode does."""
+        which of them get logits, None for all. Whether the step may end early is left to who set
+        that for the context. Returns llama_decode's status, as decode does."""
         n = len(tokens)
         self._tokens[:n], self._positions[:n] = tokens, positions
         self._wanted[:n] = 1 if wanted is None else wanted

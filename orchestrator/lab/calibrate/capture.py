@@ -209,7 +209,9 @@ class Capture(Closing):
         self._number = 0
         self._parts: dict[int, dict[str, np.ndarray]] = {}
         threads = threads or default_threads()
-        self._observer = observe(path, WINDOW, threads, self._is_wanted, self._keep, room)
+        self._observer = observe(
+            path, WINDOW, threads, lambda node: self._place(node) is not None, self._keep, room
+        )
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a text, the begin token that the model wants first."""
@@ -311,12 +313,8 @@ class Capture(Closing):
 
     def _place(self, node: Node) -> tuple[int, int] | None:
         """(layer, kind) of a product that is watched, or None."""
-        parsed = expert_product(node)
-        layer = -1 if parsed is None else self._layer_of.get(parsed.il, -1)
-        return None if parsed is None or layer not in self._only else (layer, parsed.kind)
-
-    def _is_wanted(self, node: Node) -> bool:
-        return self._place(node) is not None
+        found = expert_product(node, self._layer_of)
+        return found if found and found[0] in self._only else None
 
     def _keep(self, node: Node) -> None:
         place = self._place(node)

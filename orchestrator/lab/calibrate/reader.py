@@ -142,23 +142,16 @@ class TextReader(Closing):
     def _is_wanted(self, node: Node) -> bool:
         if node.name == _ROUTED:
             return self._masks
-        return self._seen is not None and self._place(node) is not None
-
-    def _place(self, node: Node) -> tuple[int, int] | None:
-        """(layer, kind) of a product of experts; None for other nodes."""
-        parsed = expert_product(node)
-        if parsed is None or parsed.il not in self._layer_of:
-            return None
-        return self._layer_of[parsed.il], parsed.kind
+        return self._seen is not None and expert_product(node, self._layer_of) is not None
 
     def _on_node(self, node: Node) -> None:
         if node.name == _ROUTED:
             if self._mask is not None:
                 node.view()[0, :, :, 0][self._mask] = 0.0
             return
-        place = self._place(node)
-        if place is not None and self._seen is not None:
-            self._seen(*place, node)
+        product = expert_product(node, self._layer_of)
+        if product is not None and self._seen is not None:
+            self._seen(*product, node)
 
     def close(self) -> None:
         """Frees the context and the model; safe to call twice."""

@@ -62,14 +62,14 @@ class Reference(Closing):
 class TextScores:
     """One pass over a text of n scored tokens, in the text's order.
 
-    nll float64 [n]: negative log-likelihoods in nats. kl float64 [n] and agrees bool [n]:
-    KL divergence from the reference, and whether the likeliest token is its one; None without
-    a reference. domains: each token's domain, an index into names.
+    nll float64 [n]: negative log-likelihoods in nats. kl, agrees float64 [n]: KL divergence from
+    the reference, and 1 where the likeliest token is its one, else 0; [0] without a reference.
+    domains: each token's domain, an index into names.
     """
 
     nll: np.ndarray
-    kl: np.ndarray | None
-    agrees: np.ndarray | None
+    kl: np.ndarray
+    agrees: np.ndarray
     domains: np.ndarray
     names: tuple[str, ...]
 
@@ -91,8 +91,8 @@ class TextScores:
         return replace(
             self,
             nll=self.nll[places],
-            kl=None if self.kl is None else self.kl[places],
-            agrees=None if self.agrees is None else self.agrees[places],
+            kl=self.kl[places],
+            agrees=self.agrees[places],
             domains=self.domains[places],
         )
 
@@ -111,8 +111,7 @@ def score_text(
     """
     total = sum(window.n_scored for window in windows)
     nll = np.empty(total)
-    kl = np.empty(total) if against is not None else None
-    agrees = np.empty(total, bool) if against is not None else None
+    kl, agrees = np.empty((2, total if against is not None else 0))
     domains = np.empty(total, np.int32)
     names = tuple(dict.fromkeys(window.domain for window in windows))
     at = 0
@@ -124,7 +123,7 @@ def score_text(
             domains[at] = names.index(window.domain)
             if keep is not None:
                 keep.rows[at] = logp
-            if against is not None and kl is not None and agrees is not None:
+            if against is not None:
                 row = against.row(at).astype(np.float64)
                 kl[at] = arithmetic.kl_divergence(row, logp)
                 agrees[at] = row.argmax() == logp.argmax()

@@ -262,10 +262,10 @@ def text_report(scores: TextScores, best: str) -> dict[str, Any]:
         "perplexity": pair(scores.perplexity),
         "domains": {name: pair(value) for name, value in scores.by_domain().items()},
     }
-    if scores.kl is not None and scores.agrees is not None:
+    if len(scores.kl):
         result["best_tier"] = best
         result["kl"] = pair(arithmetic.mean(scores.kl))
-        result["top1"] = pair(arithmetic.mean(scores.agrees.astype(float)))
+        result["top1"] = pair(arithmetic.mean(scores.agrees))
     return result
 
 

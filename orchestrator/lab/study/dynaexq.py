@@ -256,7 +256,7 @@ class HotMemory(HalvedStudy):
 
 def _won_back(high: Score, low: Score, score: Score) -> Estimate:
     """The share of the way from the KL of low to that of high."""
-    return arithmetic.share(low.kl - score.kl, low.kl - high.kl)
+    return arithmetic.share(low.text.kl - score.text.kl, low.text.kl - high.text.kl)
 
 
 def _row(row: Row, score: Score, won: Estimate | None, on: Subject, whole: int) -> Row:
@@ -362,11 +362,10 @@ def _high_counts(residency: Residency) -> list[int]:
 
 def _best_that_fit(alone: list[Scored], n_bytes: int) -> list[Scored]:
     """The types of each method that fit whole, the one with the least KL."""
-    by_method: dict[str, Scored] = {}
-    for case, score in alone:
-        method = case.row["method"]
-        if case.row["bytes"] <= n_bytes and (
-            method not in by_method or score.mean_kl.value < by_method[method][1].mean_kl.value
-        ):
-            by_method[method] = (replace(case, label=f"uniform {case.label}"), score)
-    return list(by_method.values())
+    fit = [each for each in alone if each[0].row["bytes"] <= n_bytes]
+    by_method = (
+        [each for each in fit if each[0].row["method"] == method]
+        for method in dict.fromkeys(case.row["method"] for case, _ in fit)
+    )
+    best = (min(several, key=lambda each: float(each[1].text.kl.mean())) for several in by_method)
+    return [(replace(case, label=f"uniform {case.label}"), score) for case, score in best]

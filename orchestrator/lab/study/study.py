@@ -80,10 +80,10 @@ def figures(score: Score, base: Score) -> Row:
     found: Row = {
         "realised": score.realised,
         "usage": score.usage,
-        "kl": pair(score.mean_kl),
+        "kl": pair(arithmetic.mean(score.text.kl)),
         "perplexity": pair(score.text.perplexity),
-        "change": pair(score.against(base)),
-        "top1": pair(arithmetic.mean(score.agrees)),
+        "change": pair(arithmetic.change(score.text.nll, base.text.nll)),
+        "top1": pair(arithmetic.mean(score.text.agrees)),
         "domains": {name: pair(each) for name, each in score.text.by_domain().items()},
     }
     if score.choices is not None:
@@ -93,7 +93,7 @@ def figures(score: Score, base: Score) -> Row:
 
 def above(score: Score, other: Score) -> list[float | None] | None:
     """How much higher a KL is than another one, paired; None of itself."""
-    return None if score is other else pair(arithmetic.mean(score.kl - other.kl))
+    return None if score is other else pair(arithmetic.mean(score.text.kl - other.text.kl))
 
 
 # With fewer, standard errors are larger than what studies look for.
