@@ -24,9 +24,10 @@ from orchestrator.lab.eval.judge import Judge, read_questions, score_choices
 from orchestrator.lab.eval.perplexity import Reference, TextScores, score_text
 from orchestrator.lab.eval.text import Document, Window, cut_windows, needed_tokens, read_documents
 from orchestrator.lab.eval.virtual import virtual_store
-from orchestrator.lab.replay.figures import ratio
+from orchestrator.lab.replay.figures import counted, ratio
+from orchestrator.lab.replay.trace import COMPUTED, COUNTERS, ROUTED
 from orchestrator.memory.footprint import LEAST_CONTEXT, SIZES
-from orchestrator.native import MAX_TIERS, CStats
+from orchestrator.native import CStats
 from orchestrator.policy import BASELINE
 
 
@@ -58,21 +59,16 @@ def usage_between(
     if old is None or new is None:
         return None
 
-    def moved(name: str) -> Any:
-        before, after = getattr(old, name)[phase], getattr(new, name)[phase]
-        if isinstance(before, int):
-            return after - before
-        return [b - a for a, b in zip(before, after, strict=True)]
-
-    routed, computed = moved("routed"), moved("computed")
+    moved = dict(zip(COUNTERS, (counted(new) - counted(old))[phase].tolist(), strict=True))
+    routed, computed = ([moved[name] for name in names] for names in (ROUTED, COMPUTED))
     asked = sum(routed)
-    read = moved("demand_bytes") + moved("prefetch_bytes")
+    read = moved["demand_bytes"] + moved["prefetch_bytes"]
     return {
         "high": ratio(routed[0], asked),
-        "low": ratio(sum(routed[1:MAX_TIERS]), asked),
-        "skip": ratio(routed[MAX_TIERS], asked),
+        "low": ratio(sum(routed[1:-1]), asked),
+        "skip": ratio(routed[-1], asked),
         "computed_low": ratio(sum(computed[1:]), sum(computed)),
-        "hit_rate": ratio(moved("hits"), moved("requests")),
+        "hit_rate": ratio(moved["hits"], moved["requests"]),
         "bytes_read": read + new.transition_bytes - old.transition_bytes,
         "kl_estimate": losses.mean(phase) if losses else None,
     }
