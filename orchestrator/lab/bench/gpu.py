@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gguf_tools.units import format_size
+from orchestrator.allocation.slots import ModelShape
 from orchestrator.cache.files import write_whole
 from orchestrator.config import MISSES, Config
 from orchestrator.cost import disk
@@ -131,7 +132,6 @@ class Gpu(Benchmark):
         Column("x row 1", "speedup_tpot", fixed(2)),
     )
     room: Room
-    shape_of = staticmethod(device_shape)
     cap_words = "room for {:.0%} of the experts on the GPU"
 
     def open(self, on: GpuOptions, note: Note) -> None:
@@ -166,6 +166,9 @@ class Gpu(Benchmark):
 
     def limit_bytes(self, case: Case) -> int | None:
         return None
+
+    def shape(self) -> ModelShape:
+        return device_shape(self.model, (0,))
 
     def cap_settings(self, case: Case) -> dict[str, Any]:
         settings: dict[str, Any] = {"device": self.on.device}

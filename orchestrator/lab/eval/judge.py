@@ -100,18 +100,15 @@ class Judge:
     def _decode_rows(self, context: list[int], tokens: Sequence[int]) -> Iterator[np.ndarray]:
         if self._next is None or context != self._context:
             self.forget()
-            self._context, self._next = context, self._behind_prompt(context)
+            # The last token of a prompt is decoded as an answer's are: what a policy does behind a
+            # prompt, it does before that.
+            last = len(context) - 1
+            if last:
+                self.engine.eval(context[:last], 0, phase=Phase.PREFILL)
+            self._context, self._next = context, self._decoded(context[last], last)
         yield self._next
         for offset, token in enumerate(tokens[:-1]):
             yield self._decoded(token, len(context) + offset)
-
-    def _behind_prompt(self, prompt: Sequence[int]) -> np.ndarray:
-        """Logits float32 [n_vocab] behind a prompt, whose last token is decoded as an answer's are:
-        what a policy does behind a prompt, it does before that."""
-        last = len(prompt) - 1
-        if last:
-            self.engine.eval(prompt[:last], 0, phase=Phase.PREFILL)
-        return self._decoded(prompt[last], last)
 
     def _decoded(self, token: int, position: int) -> np.ndarray:
         row: np.ndarray = self.engine.eval([token], position, phase=Phase.DECODE)[-1]

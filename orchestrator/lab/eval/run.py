@@ -36,17 +36,6 @@ def counters(engine: Engine) -> CStats | None:
     return engine.store.stats() if engine.managed else None
 
 
-def foresee_from(engine: Engine, best: str) -> LossMeter | None:
-    """Attaches a meter that foresees, from here on, what the engine loses against this tier of the
-    file; None where nothing can be foreseen."""
-    if not engine.managed:
-        return None
-    estimate = engine.losses.of_plan(engine.plan, best)
-    meter = None if estimate is None else LossMeter(estimate, engine.config.exact_tiers)
-    engine.driver.meter = meter
-    return meter
-
-
 def usage_between(
     old: CStats | None, new: CStats | None, phase: Phase, losses: LossMeter | None = None
 ) -> dict[str, Any] | None:
@@ -208,7 +197,12 @@ def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str
             "exact_tiers": engine.managed and not options.reuse,
         }
         phase = Phase.PREFILL if options.prefill else Phase.DECODE
-        losses = foresee_from(engine, best)
+        losses = None
+        if engine.managed:
+            # Foresees, from here on, what is lost against this tier.
+            estimate = engine.losses.of_plan(engine.plan, best)
+            losses = LossMeter(estimate, engine.config.exact_tiers) if estimate else None
+            engine.driver.meter = losses
         count = shadow.stats if shadow else partial(counters, engine)
         before = count()
         judge = Judge(engine, options.prefill)
@@ -265,68 +259,48 @@ def text_report(scores: TextScores, best: str) -> dict[str, Any]:
     return result
 
 
-_LABEL = 16
-
-
 def render(result: dict[str, Any]) -> str:
     """The result of run.evaluate, one figure a line."""
     decode = result["form"] == "decode"
     lines = [f"{result['model']}, {result['mode']}"]
+
+    def add(label: str, value: str, note: str = "") -> None:
+        lines.append(f"{label:16}{value}{f'  ({note})' if note else ''}")
+
     if (text := result.get("text")) is not None:
         prompt = result["prompt_tokens"]
         behind = f" behind prompts of {prompt} tokens or more" if prompt else ""
         how = "each token decided on its own" if decode else "read as prompts"
         if "kl" in text:
-            lines.append(_line(f"KL from {text['best_tier']}", with_error(text["kl"], 5), "nats"))
-        lines.append(
-            _line(
-                "perplexity",
-                with_error(text["perplexity"]),
-                f"{text['tokens']} tokens, {how}{behind}, windows of {result['window']}",
-            )
-        )
-        lines += [_line(f"  {name}", with_error(value)) for name, value in text["domains"].items()]
+            add(f"KL from {text['best_tier']}", with_error(text["kl"], 5), "nats")
+        note = f"{text['tokens']} tokens, {how}{behind}, windows of {result['window']}"
+        add("perplexity", with_error(text["perplexity"]), note)
+        for name, value in text["domains"].items():
+            add(f"  {name}", with_error(value))
         if "top1" in text:
-            lines.append(_line("same top token", share_with_error(text["top1"])))
+            add("same top token", share_with_error(text["top1"]))
     if (choices := result.get("choices")) is not None:
-        lines.append(
-            _line(
-                "acc, acc_norm",
-                f"{share_with_error(choices['acc'])}, {share_with_error(choices['acc_norm'])}",
-                f"{choices['questions']} questions",
-            )
-        )
+        scores = f"{share_with_error(choices['acc'])}, {share_with_error(choices['acc_norm'])}"
+        add("acc, acc_norm", scores, f"{choices['questions']} questions")
     if (usage := result["usage"]) is not None:
-        if usage["kl_estimate"] is not None:
-            lines.append(
-                _line(
-                    "KL foreseen", f"{usage['kl_estimate']:.5f}", "by the loss table, or as learned"
-                )
-            )
-        asked = ", ".join(
-            f"{100 * usage[key]:.1f} % {key}"
-            for key in ("high", "low", "skip")
-            if usage[key] is not None
-        )
-        lines.append(_line("experts asked", asked))
+        if (foreseen := usage["kl_estimate"]) is not None:
+            add("KL foreseen", f"{foreseen:.5f}", "by the loss table, or as learned")
+        asked = {key: usage[key] for key in ("high", "low", "skip") if usage[key] is not None}
+        add("experts asked", ", ".join(f"{100 * part:.1f} % {key}" for key, part in asked.items()))
         if (virtual := result.get("virtual")) is not None and virtual["tpot_ms_mean"]:
             note = (
                 f"virtual: reads of {format_size(virtual['bandwidth'])}/s and "
                 f"{virtual['latency_us']} us, computing {virtual['compute_ms']:.2f} ms"
             )
-            lines.append(_line("time a token", f"{virtual['tpot_ms_mean']:.2f} ms", note))
+            add("time a token", f"{virtual['tpot_ms_mean']:.2f} ms", note)
         if usage["computed_low"] is not None:
             how = "exact tiers" if result["exact_tiers"] else "high copies in memory reused"
-            lines.append(_line("computed low", f"{100 * usage['computed_low']:.1f} %", how))
+            add("computed low", f"{100 * usage['computed_low']:.1f} %", how)
         reads = format_size(usage["bytes_read"])
         if usage["hit_rate"] is not None:
             reads += f", {100 * usage['hit_rate']:.1f} % found in memory"
-        lines.append(_line("read", reads))
+        add("read", reads)
     return "\n".join(lines)
-
-
-def _line(label: str, value: str, note: str = "") -> str:
-    return f"{label:{_LABEL}}{value}{f'  ({note})' if note else ''}"
 
 
 def with_error(pair: Sequence[float | None], digits: int = 3) -> str:

@@ -16,12 +16,11 @@ from time import perf_counter
 
 import numpy as np
 
-from gguf_tools.file.layout import COMPUTE_ORDER
 from orchestrator.engine.driver import Driver
 from orchestrator.engine.engine import Engine
 from orchestrator.events import ComputedStep, Phase, RouteEvent, distinct, served
 from orchestrator.lab.replay.record import measured
-from orchestrator.lab.replay.simulate import Simulation, Transport, compute_layer
+from orchestrator.lab.replay.simulate import Simulation, Transport
 from orchestrator.native import CStats, Store
 
 # Decode steps from which computing is measured, the first one left out.
@@ -103,15 +102,9 @@ class VirtualStore:
         engine.store.apply(decision)
         if engine.driver.meter is not None:
             engine.driver.meter.decided(event, engine.store.view, decision)
-        self._play(event)
-
-    def _play(self, event: RouteEvent) -> None:
-        """The computing of a layer in virtual time."""
-        slices = self._store.spec.layers[event.layer][1]
-        kinds = [kind for kind in COMPUTE_ORDER if (kind, 0) in slices]
         experts = distinct(event.ids_array).astype(np.int32)
-        ns = 1000 * self._token_us * event.n_tokens / len(self._store.spec.layers)
-        compute_layer(self._clock, event.layer, kinds, experts, ns, _DENSE_SHARE, len(experts))
+        ns = 1000 * self._token_us * event.n_tokens / len(shadow.spec.layers)
+        clock.compute(event.layer, experts, ns, _DENSE_SHARE, len(experts))
 
     def on_step(self, step: ComputedStep) -> None:
         """The policy learns of the step as it was in virtual time."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,14 +50,15 @@ class Played(NamedTuple):
         self,
         policy: str,
         settings: Mapping[str, Any],
-        prepare: Callable[[Setup], None] = lambda made: None,
+        every: int | None = None,
         **changes: Any,
     ) -> tuple[Setup, Outcome]:
-        """The trace with a policy. prepare: gets it before it begins; changes: of the options."""
+        """The trace with a policy. every: of FIRM's tuner; changes: of the options."""
         asked = replace(self.options, policy=policy, settings=settings, **changes)
         speed, time = speed_and_time(self.trace.header, asked)
         made = set_up_for(self.trace, asked, policy_class(policy), speed)
-        prepare(made)
+        if every and isinstance(made.policy, FIRM):
+            made.policy.tuner.every = every
         return made, simulate(self.library, self.trace, made, speed, time)
 
 
@@ -255,12 +256,7 @@ def _tuner(
     on: Played, settings: Mapping[str, Any], every: int | None = None
 ) -> tuple[Tuner, float]:
     """The tuner at the end of the trace, and the share of the experts that had slots."""
-
-    def prepare(made: Setup) -> None:
-        assert isinstance(made.policy, FIRM)
-        made.policy.tuner.every = every or made.policy.tuner.every
-
-    made, _ = on.play(FIRM.name, settings, prepare)
+    made, _ = on.play(FIRM.name, settings, every)
     assert isinstance(made.policy, FIRM)
     return made.policy.tuner, made.slots.total_bytes / made.shape.all_slot_bytes()
 

@@ -36,11 +36,6 @@ def show_change(found: Sequence[float | None]) -> str:
     return f"{value:+.2f} % +- {error:.2f}"
 
 
-def _realised(row: Row) -> float | None:
-    share: float | None = row["realised"]
-    return None if row["retention"] is None else share
-
-
 def _lower(row: Row) -> float | None:
     """The share of the routed experts that were computed low, or not at all."""
     usage = row["usage"]
@@ -52,10 +47,12 @@ def _lower(row: Row) -> float | None:
 
 
 LABEL = Column("configuration", "configuration", left=True)
-RETENTION = Column("r", "retention", "{:g}".format)
-COMPUTED_LOW = Column("low or skipped", _lower, percent(1, " %"))
 # What a configuration did.
-DONE = (RETENTION, Column("realised", _realised, fixed(3)), COMPUTED_LOW)
+DONE = (
+    Column("r", "retention", "{:g}".format),
+    Column("realised", lambda row: row["retention"] and row["realised"], fixed(3)),
+    Column("low or skipped", _lower, percent(1, " %")),
+)
 # What all experts take in one type, and what a weight of theirs does.
 SIZE = (Column("experts", "bytes", format_size), Column("bits", "bits", fixed(2)))
 ANSWERS = (Column("acc", "acc", share_with_error), Column("acc_norm", "acc_norm", share_with_error))
