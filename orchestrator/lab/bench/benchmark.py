@@ -21,7 +21,7 @@ from orchestrator.allocation.slots import ModelShape
 from orchestrator.cost import disk
 from orchestrator.errors import ConfigError
 from orchestrator.lab.bench.cases import Case, chosen
-from orchestrator.lab.bench.job import Job, longest_context
+from orchestrator.lab.bench.child import Job, longest_context
 from orchestrator.lab.bench.models import DEMO_TEXT, HIGH, LOW, Note, build_models
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.rows import MIB, Result, caps_of, case_row, row_notes

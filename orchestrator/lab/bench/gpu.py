@@ -26,7 +26,7 @@ from orchestrator.lab.bench.cases import (
     paper_rows,
     policies,
 )
-from orchestrator.lab.bench.job import Job, prompt, settle
+from orchestrator.lab.bench.child import Job, prompt, settle
 from orchestrator.lab.bench.models import Note
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.rows import (

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from gguf_tools import synthetic
 from gguf_tools.process import default_threads
 from orchestrator.errors import ConfigError
-from orchestrator.lab.bench.job import Part, decode, longest_context, prompt, settle
+from orchestrator.lab.bench.child import Part, decode, longest_context, prompt, settle
 from orchestrator.policy.dymoe import DyMoESettings
 from orchestrator.settings import FROM_0, FROM_1, MORE, Notation, Settings, again, setting
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.lab.bench.cases import Case
-from orchestrator.lab.bench.job import COLD, DECODE, PROMPT
+from orchestrator.lab.bench.child import COLD, DECODE, PROMPT
 from orchestrator.lab.table import Column, fixed, percent
 
 Result = dict[str, Any]

@@ -20,8 +20,14 @@ from orchestrator.errors import ConfigError
 from orchestrator.events import Phase
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import pair
-from orchestrator.lab.eval.judge import Judge, read_questions, score_choices
-from orchestrator.lab.eval.perplexity import Reference, TextScores, score_text
+from orchestrator.lab.eval.judge import (
+    Judge,
+    Reference,
+    TextScores,
+    read_questions,
+    score_choices,
+    score_text,
+)
 from orchestrator.lab.eval.text import Document, Window, cut_windows, needed_tokens, read_documents
 from orchestrator.lab.eval.virtual import virtual_store
 from orchestrator.lab.replay.figures import counted, ratio

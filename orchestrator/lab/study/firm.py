@@ -85,19 +85,18 @@ class OfTrace(Drawn):
 
 
 class Part(NamedTuple):
-    """A row of FIRM's parts. base: the row that it is compared with; changes: of the options."""
+    """A row of FIRM's parts. changes: of the options."""
 
     name: str
-    base: str
     policy: str
     settings: dict[str, Any]
-    changes: dict[str, Any]
+    changes: dict[str, Any] = {}
 
 
-def parts(k: int) -> list[Part]:
-    """What is compared: as the store reads, with no prefetch; and what the paper compares, on a
-    link with one queue for all reads, with its base. K = P = 3 where the model has as many experts
-    a token as k."""
+def parts(k: int) -> dict[str, list[Part]]:
+    """What is compared, by the base that it is compared with: as the store reads, with no prefetch;
+    and what the paper compares, on a link with one queue for all reads, with its base. K = P = 3
+    where the model has as many experts a token as k."""
     off, whole, rigid = {"prefetch": "off"}, {"wait": WHOLE}, {"link": RIGID}
     dymoe = {"prefetch": "on", "retention": 1.0}
     one, few = {"votes": f"{k},1"}, {"votes": f"{min(3, k)},3"}
@@ -105,21 +104,23 @@ def parts(k: int) -> list[Part]:
     def ahead(way: str, n: int) -> dict[str, Any]:
         return {"prefetch": "on", "agree": way, "prefetch_kinds": n}
 
-    return [
-        Part("lru", NO_PREFETCH, "lru", {}, {}),
-        Part("whole experts waited for", NO_PREFETCH, FIRM.name, off, whole),
-        Part(NO_PREFETCH, NO_PREFETCH, FIRM.name, off, {}),
-        Part("dymoe, r=1", NO_PREFETCH, "dymoe", dymoe, {}),
-        *(
-            Part(f"firm, {way}, n={n}", NO_PREFETCH, FIRM.name, ahead(way, n), {})
-            for way, n in ((RANK, 1), (RANK, 3), (MOL, 1))
-        ),
-        Part(BASE, BASE, FIRM.name, ahead(RANK, 3) | one, rigid | whole),
-        Part("+ FG: gates alone", BASE, FIRM.name, ahead(RANK, 1) | one, rigid),
-        Part("+ MoL", BASE, FIRM.name, ahead(MOL, 3) | few, rigid | whole),
-        Part("+ FG + MoL", BASE, FIRM.name, ahead(MOL, 1) | few, rigid),
-        Part("all: tuned", BASE, FIRM.name, ahead(MOL, 1), rigid),
-    ]
+    ways = ((RANK, 1), (RANK, 3), (MOL, 1))
+    return {
+        NO_PREFETCH: [
+            Part("lru", "lru", {}),
+            Part("whole experts waited for", FIRM.name, off, whole),
+            Part(NO_PREFETCH, FIRM.name, off),
+            Part("dymoe, r=1", "dymoe", dymoe),
+            *(Part(f"firm, {way}, n={n}", FIRM.name, ahead(way, n)) for way, n in ways),
+        ],
+        BASE: [
+            Part(BASE, FIRM.name, ahead(RANK, 3) | one, rigid | whole),
+            Part("+ FG: gates alone", FIRM.name, ahead(RANK, 1) | one, rigid),
+            Part("+ MoL", FIRM.name, ahead(MOL, 3) | few, rigid | whole),
+            Part("+ FG + MoL", FIRM.name, ahead(MOL, 1) | few, rigid),
+            Part("all: tuned", FIRM.name, ahead(MOL, 1), rigid),
+        ],
+    }
 
 
 class FirmParts(OfTrace):
@@ -138,13 +139,12 @@ class FirmParts(OfTrace):
         )
         sizes = [int(held * every) for held in HELD]
         sizes = sizes if on.options.expert_ram is None else [on.options.expert_ram]
-        listed = parts(on.trace.n_expert_used)
-        for base, world in WORLDS.items():
+        for base, listed in parts(on.trace.n_expert_used).items():
+            world = WORLDS[base]
             rows = [
                 _measured(on, each, size) | {"held": size / every}
                 for size in sizes
                 for each in listed
-                if each.base == base
             ]
             bases = {row["held"]: row for row in rows if row["name"] == base}
             for row in rows:

@@ -20,7 +20,7 @@ from orchestrator.engine.load import Progress
 from orchestrator.errors import ConfigError
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import pair
-from orchestrator.lab.eval.perplexity import Reference
+from orchestrator.lab.eval.judge import Reference
 from orchestrator.lab.eval.run import EvalOptions, share_with_error, with_error
 from orchestrator.lab.plotting import Line, Panel, draw, require_matplotlib
 from orchestrator.lab.study.subject import Part, Score, Settings, Subject, Wrapper, halves

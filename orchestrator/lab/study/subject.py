@@ -23,8 +23,15 @@ from orchestrator.engine.engine import Engine
 from orchestrator.engine.load import Progress
 from orchestrator.errors import ConfigError
 from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
-from orchestrator.lab.eval.judge import ChoiceScores, Judge, read_questions, score_choices
-from orchestrator.lab.eval.perplexity import Reference, TextScores, score_text
+from orchestrator.lab.eval.judge import (
+    ChoiceScores,
+    Judge,
+    Reference,
+    TextScores,
+    read_questions,
+    score_choices,
+    score_text,
+)
 from orchestrator.lab.eval.run import (
     EvalOptions,
     best_config,

@@ -80,17 +80,13 @@ class UniformTypes:
             for path in self._files:
                 with ExpertModel.open(path) as other:
                     check_same(model, other)
-        # A tier of the model itself is not made again.
-        self._kinds = [
-            (each, method)
-            for each in types
-            for method in (RTN, IMATRIX)
-            if (
-                self._calib is not None
-                if method == IMATRIX
-                else each not in IMPORTANCE_TYPES and each.tier_name not in tiers
-            )
-        ]
+        self._kinds: list[tuple[GGMLType, str]] = []
+        for each in types:
+            # A tier of the model itself is not made again.
+            if each not in IMPORTANCE_TYPES and each.tier_name not in tiers:
+                self._kinds.append((each, RTN))
+            if self._calib is not None:
+                self._kinds.append((each, IMATRIX))
 
     def _types(self, model: ExpertModel, names: list[str]) -> list[GGMLType]:
         """The smallest first."""

@@ -14,8 +14,7 @@ from orchestrator.engine.texts import log_softmax
 from orchestrator.errors import ConfigError
 from orchestrator.events import Phase
 from orchestrator.lab.eval import EvalOptions
-from orchestrator.lab.eval.judge import Judge
-from orchestrator.lab.eval.perplexity import score_text
+from orchestrator.lab.eval.judge import Judge, score_text
 from orchestrator.lab.eval.text import Document, Window, cut_windows
 
 POLICIES = {

@@ -18,7 +18,7 @@ from orchestrator.lab.bench.cases import (
     SKIP_AHEAD,
     paper_rows,
 )
-from orchestrator.lab.bench.job import COLD, DECODE, PROMPT
+from orchestrator.lab.bench.child import COLD, DECODE, PROMPT
 from orchestrator.memory.footprint import model_shape
 from orchestrator.policy.lru import LRU
 
