@@ -87,7 +87,8 @@ class TextReader(Closing):
         if scored is None:
             scored = _scored(windows, logits_bytes // (8 * n_vocab))
         # At last one window at a time, with logits of a token each: what works in the least memory.
-        tried = [*((size, scored) for size in sizes), (longest, [_last(each) for each in scored])]
+        last = [np.arange(len(each)) == np.flatnonzero(each)[-1] for each in scored]
+        tried = [*((size, scored) for size in sizes), (longest, last)]
         more: dict[str, Any] = {"logits_all": False}
         if low is not None:
             more |= {"policy": DEFAULT, "low_tier": low, "prefetch": "off", "exact_tiers": True}
@@ -180,11 +181,4 @@ def _scored(windows: Sequence[Sequence[int]], most: int) -> list[np.ndarray]:
         chosen = np.zeros(len(window), bool)
         chosen[min(len(window) - 1, every // 2) :: every] = True
         found.append(chosen)
-    return found
-
-
-def _last(scored: np.ndarray) -> np.ndarray:
-    """The last one of these tokens alone."""
-    found = np.zeros_like(scored)
-    found[np.flatnonzero(scored)[-1:]] = True
     return found

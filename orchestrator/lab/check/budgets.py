@@ -141,8 +141,3 @@ def half_way() -> list[str]:
         and name != BASELINE
         and not issubclass(policy, SpendsLoss)
     ]
-
-
-def most_budgets() -> int:
-    """How many three_budgets has, where the user's cap allows all of them."""
-    return len(half_way()) + 2

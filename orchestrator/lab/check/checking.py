@@ -26,8 +26,8 @@ from orchestrator.errors import GGUFError, MoeEdgeError
 from orchestrator.lab.check.budgets import (
     PROMPT_TOKENS,
     CheckJob,
+    half_way,
     machine_of,
-    most_budgets,
     plain,
     run_job,
     settings_of,
@@ -139,7 +139,7 @@ class _Check:
             self.config = self.config.with_changes(ram=max(1, self.asked_ram - own))
         subjects = list(self._subjects())
         managed = bool(self.report["managed"])
-        self._most_runs = len(subjects) * (1 + managed * most_budgets()) + managed
+        self._most_runs = len(subjects) * (1 + managed * (len(half_way()) + 2)) + managed
         with tempfile.TemporaryDirectory(prefix="moe-edge-check-") as folder:
             for subject in subjects:
                 self.report["tiers"].append(self._compare(subject, Path(folder)))

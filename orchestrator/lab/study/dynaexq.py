@@ -24,8 +24,8 @@ from orchestrator.lab.study.study import (
     UNIFORM,
     Case,
     Findings,
-    HalvedStudy,
     Scored,
+    ScoredStudy,
     Scores,
     above,
     four_digits,
@@ -90,10 +90,11 @@ STEPS = 8  # points of a curve, besides its start
 COLD, RANDOM, HOT_FIRST = ("cold first", "at random", "hot first")
 
 
-class Demotion(HalvedStudy):
+class Demotion(ScoredStudy):
     """What demotion costs. Residency does not change while the text is read."""
 
     name = "demotion"
+    halved = True
 
     def cases(self, on: Subject) -> list[Case]:
         residency, n = Residency(on), on.n_expert
@@ -169,10 +170,11 @@ HOT = "hot"
 N_ENDS = 3
 
 
-class HotMemory(HalvedStudy):
+class HotMemory(ScoredStudy):
     """What a hot set wins back in the same memory."""
 
     name = "memory"
+    halved = True
     rivals = True
     policies = ("dynaexq", "context")
 
@@ -223,7 +225,10 @@ class HotMemory(HalvedStudy):
         )
         for part in dict.fromkeys(case.part for case, _ in found.of(HOT)):
             assert part is not None
-            ends = [(case, score.part(part.places)) for case, score in found.of(UNIFORM)]
+            ends = [
+                (case, replace(score, text=score.text.part(part.places)))
+                for case, score in found.of(UNIFORM)
+            ]
             hot = found.of(HOT, part)
             high, low = (score for _, score in ends[1:3])
             won = partial(_won_back, high, low)
@@ -307,10 +312,11 @@ IN_MEMORY = (0.0, 0.25, 0.5, 0.75)  # shares of the experts that a memory holds 
 MIX = "dynaexq"
 
 
-class EqualMemory(HalvedStudy):
+class EqualMemory(ScoredStudy):
     """The same memory for uniform types and for mixes."""
 
     name = "equal"
+    halved = True
     rivals = True
     policies = ("dynaexq",)
 

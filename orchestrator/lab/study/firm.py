@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,7 +91,7 @@ class Part(NamedTuple):
     name: str
     policy: str
     settings: dict[str, Any]
-    changes: dict[str, Any] = {}
+    changes: Mapping[str, Any] = MappingProxyType({})
 
 
 def parts(k: int) -> dict[str, list[Part]]:

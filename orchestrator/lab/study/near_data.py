@@ -253,18 +253,18 @@ def domain_rows(usages: Sequence[Usage], every: Sequence[Choices], n_hot: int) -
     share of all routed experts that it captures."""
     for domain in dict.fromkeys(usage.domain for usage in usages):
         for by in every[0]:
-            alike, caught, asked = [], 0.0, 0.0
-            for usage, known in zip(usages, every, strict=True):
-                scores = known[by]
-                if usage.domain == domain and scores is not None:
-                    alike.append(cosine(scores, usage.answer).mean())
-                    caught += captured(scores, usage.answer, n_hot)
-                    asked += usage.answer.sum()
+            mine = [
+                (scores, usage.answer)
+                for usage, known in zip(usages, every, strict=True)
+                if usage.domain == domain and (scores := known[by]) is not None
+            ]
+            asked = sum(float(answer.sum()) for _, answer in mine)
+            caught = sum(captured(scores, answer, n_hot) for scores, answer in mine)
             # What is alike in all experts captures the share of experts that are hot.
             if by == ALIKE:
                 caught = asked * n_hot / usages[0].counts.shape[1]
             if asked:
-                mean = float(np.mean(alike))
+                mean = float(np.mean([cosine(*each).mean() for each in mine]))
                 yield {"domain": domain, "by": by, "cosine": mean, "mass": caught / asked}
 
 

@@ -253,12 +253,6 @@ class Scores:
             (case, score), *others = several
             self.scored.append((case, score.averaged([each for _, each in others])))
 
-    def run_files(self) -> None:
-        """Scores the uniform types to compare with, each gone before the next one is made."""
-        for file in self.on.uniform_types.files(self.on.report):
-            settings = {**self.on.uniform(""), "model": file.path, "high_tier": None}
-            self.run([_of_file(file, settings)])
-
     def of(self, group: str, part: Part | None = None) -> list[Scored]:
         """The cases of one group, of one part where it is given."""
         return [
@@ -332,7 +326,10 @@ def lines(
 
 
 class ScoredStudy(Study):
-    """A study of cases, each compared with what the best tier says to each token."""
+    """A study of cases, each compared with what the best tier says to each token. halved: each
+    domain's first half says how experts are used, and its second half is scored."""
+
+    halved: ClassVar[bool] = False
 
     @abstractmethod
     def cases(self, on: Subject) -> list[Case]:
@@ -344,11 +341,11 @@ class ScoredStudy(Study):
 
     def scored(self, on: Subject) -> Subject:
         """What is scored of a subject."""
-        return on
+        return on.on(halves(on.windows)[1]) if self.halved else on
 
     def n_before(self, on: Subject) -> int:
-        """Passes beside the cases, the files and the reference."""
-        return 0
+        """Passes beside the cases, the files and the reference: those that count uses."""
+        return int(self.halved)
 
     def measure(self, on: Subject) -> Findings:
         scored, cases = self.scored(on), self.cases(on)
@@ -358,17 +355,8 @@ class ScoredStudy(Study):
             found = Scores(scored, reference)
             found.run(cases)
             if self.rivals:
-                found.run_files()
+                # Each is gone before the next one is made.
+                for file in on.uniform_types.files(on.report):
+                    settings = {**on.uniform(""), "model": file.path, "high_tier": None}
+                    found.run([_of_file(file, settings)])
         return self.show(found, on)
-
-
-class HalvedStudy(ScoredStudy):
-    """A study of which each domain's first half says how experts are used, and its second half is
-    scored."""
-
-    def scored(self, on: Subject) -> Subject:
-        return on.on(halves(on.windows)[1])
-
-    def n_before(self, on: Subject) -> int:
-        """The uses of the first half."""
-        return 1

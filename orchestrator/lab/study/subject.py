@@ -172,10 +172,6 @@ class Score:
         """The share of the routed experts that were asked for in the high tier."""
         return (self.usage["high"] or 0.0) if self.usage else 0.0
 
-    def part(self, places: np.ndarray) -> Score:
-        """Of some of the tokens. places int [m]."""
-        return replace(self, text=self.text.part(places))
-
     def averaged(self, others: Sequence[Score]) -> Score:
         """This one with the figures of each token, and the share of high, averaged over it and
         others, which have the same reference."""
