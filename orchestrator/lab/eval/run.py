@@ -29,7 +29,7 @@ from orchestrator.lab.eval.judge import (
     score_text,
 )
 from orchestrator.lab.eval.text import Document, Window, cut_windows, needed_tokens, read_documents
-from orchestrator.lab.eval.virtual import virtual_store
+from orchestrator.lab.eval.virtual import VirtualStore
 from orchestrator.lab.replay.figures import counted, ratio
 from orchestrator.lab.replay.trace import COMPUTED, COUNTERS, ROUTED
 from orchestrator.memory.footprint import LEAST_CONTEXT, SIZES
@@ -192,7 +192,7 @@ def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str
         shadow = None
         if engine.managed and engine.policy.wants.by_residency and not options.reuse:
             shadow = stack.enter_context(
-                virtual_store(engine, options.bandwidth, options.latency_us, options.compute_ms)
+                VirtualStore(engine, options.bandwidth, options.latency_us, options.compute_ms)
             )
         result: dict[str, Any] = {
             "model": config.model.name,
