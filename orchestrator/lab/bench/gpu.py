@@ -271,8 +271,12 @@ class Gpu(Benchmark):
 
     def intro(self) -> list[str]:
         options, gpu = self.on, self.gpu
-        names = ("pinned", "pageable", "read", "compute")
-        pinned, pageable, read, compute = (_speeds(self.copies, name) for name in names)
+        pinned, pageable, read, compute = (
+            ", ".join(f"{each[name] / 1e9:.2f}" for each in self.copies) + " GB/s"
+            if self.copies[0][name]
+            else "refused"
+            for name in ("pinned", "pageable", "read", "compute")
+        )
         return [
             f"{gpu['name']}, {format_size(gpu['total_bytes'])}; copies to it {pinned} pinned, "
             f"{pageable} pageable; in place {read}, by the host {compute}",
@@ -304,9 +308,3 @@ def wait_ms(run: Result, speeds: Result, disk_speed: float) -> float:
     over_link = per_token(run, "needed_copied_bytes") / link + in_place / (speeds["read"] or link)
     computed = by_host / speeds["compute"] if by_host else 0.0
     return float(1e3 * max(over_link, computed, per_token(run, "needed_bytes") / disk_speed))
-
-
-def _speeds(copies: list[Result], name: str) -> str:
-    if not copies[0][name]:
-        return "refused"
-    return ", ".join(f"{each[name] / 1e9:.2f}" for each in copies) + " GB/s"

@@ -30,18 +30,11 @@ def parse_percentages(text: str) -> tuple[float, ...]:
         raise ConfigError(f"'{text}' is no list of percentages such as 60,80") from None
 
 
-def show_percentages(shares: tuple[float, ...]) -> str:
-    """ "60,80" of shares."""
-    return ",".join(f"{100 * share:.0f}" for share in shares)
-
-
-def parse_words(text: str) -> tuple[str, ...]:
-    """("lru", "upstream mmap") from "lru, upstream mmap"."""
-    return tuple(word for part in text.split(",") if (word := part.strip()))
-
-
-PERCENTAGES = Notation(parse_percentages, show_percentages)
-WORDS = Notation(parse_words, ",".join)
+PERCENTAGES = Notation(
+    parse_percentages, lambda shares: ",".join(f"{100 * share:.0f}" for share in shares)
+)
+# ("lru", "upstream mmap") from "lru, upstream mmap".
+WORDS = Notation(lambda text: tuple(filter(None, map(str.strip, text.split(",")))), ",".join)
 
 
 @dataclass(frozen=True)

@@ -212,15 +212,15 @@ def score_text(
     total = sum(window.n_scored for window in windows)
     nll = np.empty(total)
     kl, agrees = np.empty((2, total if against is not None else 0))
-    domains = np.empty(total, np.int32)
     names = tuple(dict.fromkeys(window.domain for window in windows))
+    places = [names.index(window.domain) for window in windows]
+    domains = np.repeat(places, [window.n_scored for window in windows])
     at = 0
     for window in windows:
         rows = judge.rows(window.tokens, window.first, window.prompt)
         for target, logits in zip(window.tokens[window.first :], rows, strict=True):
             logp = log_softmax(logits)
             nll[at] = -logp[target]
-            domains[at] = names.index(window.domain)
             if keep is not None:
                 keep.rows[at] = logp
             if against is not None:

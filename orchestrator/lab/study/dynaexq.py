@@ -231,12 +231,14 @@ class HotMemory(ScoredStudy):
             ]
             hot = found.of(HOT, part)
             high, low = (score for _, score in ends[1:3])
-            won = partial(_won_back, high, low)
-            rows = found.rows([*ends, *hot], high)
-            rows = [
-                _row(row, score, None if number < N_ENDS else won(score), on, whole)
-                for number, (row, (_, score)) in enumerate(zip(rows, [*ends, *hot], strict=True))
-            ]
+            every, rows = [*ends, *hot], []
+            for number, (row, (_, score)) in enumerate(
+                zip(found.rows(every, high), every, strict=True)
+            ):
+                # The share of the way from the KL of low to that of high.
+                kl, way = low.text.kl - score.text.kl, low.text.kl - high.text.kl
+                won = None if number < N_ENDS else arithmetic.share(kl, way)
+                rows.append(_row(row, score, won, on, whole))
             shown.tables.append(
                 Table(
                     f"The same memory, {part.name} (Table 4): {on.on(part.second).basis}",
@@ -257,11 +259,6 @@ class HotMemory(ScoredStudy):
             f"text has prompts (--prompt-tokens): it places its experts behind each."
         )
         return shown
-
-
-def _won_back(high: Score, low: Score, score: Score) -> Estimate:
-    """The share of the way from the KL of low to that of high."""
-    return arithmetic.share(low.text.kl - score.text.kl, low.text.kl - high.text.kl)
 
 
 def _row(row: Row, score: Score, won: Estimate | None, on: Subject, whole: int) -> Row:
