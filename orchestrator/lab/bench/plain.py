@@ -14,9 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gguf_tools import built
 from gguf_tools.closing import Closing
 from orchestrator.errors import NativeError
 from orchestrator.native.llama import Bindings, BufferTypeOverride, LlamaContext, Model
+
+# Before ours, which would have OpenMP's threads wait otherwise than upstream's do.
+built.bindings()
 
 
 def _experts_on_cpu(bindings: Bindings, n_layers: int) -> Any:

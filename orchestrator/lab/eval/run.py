@@ -3,7 +3,7 @@ result as text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -182,10 +182,10 @@ def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str
         if options.kl:
             # Before the engine that is judged, and gone by then: two would not fit the memory.
             with Engine.open(best_config(config, best), report) as engine:
+                windows = options.windows(engine, documents)
+                progress = partial(report, "Reading with the best tier")
                 against = stack.enter_context(
-                    read_reference(
-                        engine, options.windows(engine, documents), options.prefill, report
-                    )
+                    read_reference(engine, windows, options.prefill, progress)
                 )
         engine = stack.enter_context(Engine.open(config, report))
         windows = options.windows(engine, documents) if documents else []
@@ -233,18 +233,13 @@ def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str
 
 
 def read_reference(
-    engine: Engine, windows: list[Window], prefill: bool, report: Progress = lambda *_: None
+    engine: Engine, windows: list[Window], prefill: bool, progress: Callable[[float], None]
 ) -> Reference:
     """What an engine says to the windows. The caller closes it."""
     n_vocab = engine.eval(windows[0].tokens[:1], 0).shape[-1]
     reference = Reference(sum(window.n_scored for window in windows), n_vocab)
     try:
-        score_text(
-            Judge(engine, prefill),
-            windows,
-            keep=reference,
-            progress=lambda done: report("Reading with the best tier", done),
-        )
+        score_text(Judge(engine, prefill), windows, keep=reference, progress=progress)
     except BaseException:
         reference.close()
         raise

@@ -17,7 +17,7 @@ from orchestrator.lab.plotting import Line, Panel, exact
 from orchestrator.lab.replay import ReplayOptions, Trace
 from orchestrator.lab.replay.report import RIGID, WHOLE, set_up_for, speed_and_time
 from orchestrator.lab.replay.simulate import Outcome, Setup, simulate
-from orchestrator.lab.study.study import Drawn, Findings, share
+from orchestrator.lab.study.study import Drawn, Findings, lines, share
 from orchestrator.lab.table import Column, Row, Table, fixed
 from orchestrator.native import Library
 from orchestrator.policy import policy_class
@@ -154,11 +154,9 @@ class FirmParts(OfTrace):
                 if other["bytes_per_token"]:
                     row["bytes_ratio"] = row["bytes_per_token"] / other["bytes_per_token"]
             tables.append(Table(f"The parts of FIRM-MoE, {world}: {header.model}", _PARTS, rows))
-            drawn = []
-            for name in dict.fromkeys(row["name"] for row in rows):
-                points = [(100 * r["held"], r["speedup"]) for r in rows if r["name"] == name]
-                x, y = zip(*points, strict=True)
-                drawn.append(Line(name, x, exact(y)))
+            drawn = lines(
+                rows, lambda row: 100 * row["held"], lambda row: [row["speedup"], None], "name"
+            )
             panels.append(Panel("slots, % of the experts", f"x {base}", drawn, world))
         tables[-1].footnotes.append(
             f"Virtual time, decode steps behind the first {WARM_UP}. n: matrices of an expert that "

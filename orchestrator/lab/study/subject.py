@@ -270,7 +270,7 @@ class Subject:
         step = self.passes.begin("Reading with the best tier")
         config = best_config(self.config, self.best)
         with Engine.open(config, self.report) as engine:
-            return read_reference(engine, self.windows, False, lambda _, done: step(done or 0.0))
+            return read_reference(engine, self.windows, False, step)
 
     def uniform(self, tier: str) -> Settings:
         """Settings: every expert in one tier."""
