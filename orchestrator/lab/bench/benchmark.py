@@ -3,12 +3,10 @@ them."""
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -219,7 +217,7 @@ class Benchmark(ABC):
     @staticmethod
     def _spawn(job: Job, enter: Callable[[], object] | None = None) -> Result:
         seconds = START_SECONDS + 2 * sum(part.seconds for part in job.parts)
-        return run_child("orchestrator.lab.bench.child", json.dumps(asdict(job)), seconds, enter)
+        return run_child("orchestrator.lab.bench.child", job, seconds, enter)
 
     def job(self, case: Case, number: int) -> Job:
         """What the process of a case is told."""
