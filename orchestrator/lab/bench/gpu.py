@@ -19,13 +19,7 @@ from orchestrator.engine.load import SPARE_BYTES
 from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.lab.bench.ablation import AblationOptions, add_over_demand
 from orchestrator.lab.bench.benchmark import Benchmark
-from orchestrator.lab.bench.cases import (
-    MIXED_AHEAD,
-    REFERENCE,
-    Case,
-    paper_rows,
-    policies,
-)
+from orchestrator.lab.bench.cases import MIXED_AHEAD, REFERENCE, Case, paper_rows, policies
 from orchestrator.lab.bench.child import Job, prompt, settle
 from orchestrator.lab.bench.models import Note
 from orchestrator.lab.bench.options import BenchOptions

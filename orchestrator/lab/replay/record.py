@@ -18,15 +18,7 @@ from orchestrator.errors import ConfigError, TraceError
 from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, distinct, percentile
 from orchestrator.lab.replay.figures import counted
 from orchestrator.lab.replay.simulate import Transport
-from orchestrator.lab.replay.trace import (
-    ARRAYS,
-    ENDS,
-    PROMPT_ENDS,
-    STARTS,
-    VERSION,
-    Header,
-    Trace,
-)
+from orchestrator.lab.replay.trace import ARRAYS, ENDS, PROMPT_ENDS, STARTS, VERSION, Header, Trace
 from orchestrator.memory.footprint import model_shape
 from orchestrator.native import CStats
 from orchestrator.policy import BASELINE, POLICIES, policy_class
