@@ -320,7 +320,11 @@ class EqualMemory(ScoredStudy):
     def cases(self, on: Subject) -> list[Case]:
         residency, listed = Residency(on), uniform_cases(on, on.tiers)
         hotness = cache(partial(on.uses, halves(on.windows)[0], on.high))
-        for n_high in _high_counts(residency):
+        n, whole = on.n_expert, residency.shape.all_slot_bytes(0)
+        # Beside the shares, as many as fit in what all of them high would take, with the spare
+        # slots of swaps.
+        fit = (high for high in range(n) if residency.budget_bytes(high) <= whole)
+        for n_high in sorted({*(round(held * n) for held in IN_MEMORY), max(fit, default=n)}):
             row = {"bytes": residency.budget_bytes(n_high)}
             label = f"dynaexq, {n_high} of {on.n_expert} high"
             listed.append(Case(label, residency.settings(n_high), MIX, row, used=hotness))
@@ -353,14 +357,6 @@ class EqualMemory(ScoredStudy):
         )
         x, y = "memory of the experts, MiB", f"KL from {on.best}, nats"
         return Findings(tables, [Panel(x, y, drawn, scored.basis, scale="log")])
-
-
-def _high_counts(residency: Residency) -> list[int]:
-    """Experts of a layer that each memory holds high; at last as many as fit in what all of them
-    high would take, beside the spare slots of swaps."""
-    n, whole = residency.shape.n_expert, residency.shape.all_slot_bytes(0)
-    most = max((high for high in range(n) if residency.budget_bytes(high) <= whole), default=n)
-    return sorted({*(round(share * n) for share in IN_MEMORY), most})
 
 
 def _best_that_fit(alone: list[Scored], n_bytes: int) -> list[Scored]:
