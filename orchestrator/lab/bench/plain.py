@@ -103,20 +103,13 @@ class PlainModel(Closing):
         """Token ids of a text, names of control tokens read as such. Raises NativeError."""
         return self._context.model.tokenize(text, add_special=True, parse_special=True)
 
-    def eval(
-        self, tokens: list[int], pos: int, want_all_logits: bool = False
-    ) -> npt.NDArray[np.float32]:
-        """Decodes tokens at positions pos.. and returns logits [n_out, n_vocab], a copy.
-
-        What the KV cache holds from pos on is dropped first.
-        n_out is len(tokens) with want_all_logits, else 1 (the last token's).
-        """
-        context, rows = self._context, []
+    def eval(self, tokens: list[int], pos: int) -> npt.NDArray[np.float32]:
+        """Decodes tokens at positions pos.. and returns the last one's logits [1, n_vocab], a copy.
+        What the KV cache holds from pos on is dropped first. Raises NativeError."""
+        context = self._context
         context.forget_from(pos)
         for start in range(0, len(tokens), context.n_ubatch):
-            chunk = tokens[start : start + context.n_ubatch]
-            status = context.decode(chunk, pos + start, want_all_logits)
+            status = context.decode(tokens[start : start + context.n_ubatch], pos + start)
             if status:
                 raise NativeError(f"llama_decode failed with {status}")
-            rows.append(context.logits(len(chunk) if want_all_logits else 1).copy())
-        return np.concatenate(rows if want_all_logits else rows[-1:])
+        return context.logits().copy()
