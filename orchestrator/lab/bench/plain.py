@@ -112,4 +112,5 @@ class PlainModel(Closing):
             status = context.decode(tokens[start : start + context.n_ubatch], pos + start)
             if status:
                 raise NativeError(f"llama_decode failed with {status}")
-        return context.logits().copy()
+        logits: npt.NDArray[np.float32] = context.logits().copy()
+        return logits
