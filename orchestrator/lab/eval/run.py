@@ -28,7 +28,7 @@ from orchestrator.lab.eval.judge import (
     score_choices,
     score_text,
 )
-from orchestrator.lab.eval.text import Document, Window, cut_windows, needed_tokens, read_documents
+from orchestrator.lab.eval.text import Document, Window, needed_tokens, read_documents, windows_of
 from orchestrator.lab.eval.virtual import VirtualStore
 from orchestrator.lab.replay.figures import counted, ratio
 from orchestrator.lab.replay.trace import COMPUTED, COUNTERS, ROUTED
@@ -70,7 +70,7 @@ def usage_between(
 
 
 WINDOW = 512
-LEAST_WINDOW = 8
+LEAST_WINDOW, LEAST_TOKENS = 8, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +110,16 @@ class EvalOptions:
 
     def windows(self, engine: Engine, documents: Sequence[Document]) -> list[Window]:
         """What is judged of the text. Raises ConfigError where that is too little."""
-        return cut_windows(
-            engine.tokenize,
-            documents,
-            min(self.window, engine.n_ctx),
-            self.tokens,
-            self.text,
-            self.prompt_tokens,
-        )
+        length, prompt = min(self.window, engine.n_ctx), self.prompt_tokens
+        windows = windows_of(engine.tokenize, documents, length, self.tokens, prompt)
+        scored = sum(window.n_scored for window in windows)
+        if scored < LEAST_TOKENS:
+            behind = f" behind prompts of {prompt} tokens" if prompt else ""
+            raise ConfigError(
+                f"{self.text}: {scored} tokens{behind} are too few to judge by, {LEAST_TOKENS} are "
+                f"the least: give more text{', or lower --prompt-tokens' if prompt else ''}"
+            )
+        return windows
 
     def check(self) -> None:
         """Raises ConfigError for what does not go together."""
