@@ -145,6 +145,11 @@ class Report:
     tables: list[Table]
     notes: list[str]
 
+    @property
+    def rows(self) -> list[Row]:
+        """The rows of all tables."""
+        return [row for table in self.tables for row in table.rows]
+
     def text(self) -> str:
         """The report for a terminal."""
         parts = ["\n".join(map(wrapped, self.heading))]
