@@ -114,7 +114,7 @@ class Driver(PlainDriver):
     managed = True
 
     def __init__(
-        self, policy: Policy, store: Store, pause: Callable[[], None] = lambda: sleep(_PAUSE_S)
+        self, policy: Policy, store: Store, pause: Callable[[], object] = lambda: sleep(_PAUSE_S)
     ) -> None:
         """pause: lets a little time pass, in which reads go on."""
         self.policy = policy

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,12 @@ Result = dict[str, Any]
 
 def run_child(
     module: str,
-    told: str,
+    told: Any,
     seconds: float | None = None,
     enter: Callable[[], object] | None = None,
 ) -> Result:
-    """What `python -m module` answers, or {"error": a sentence}. seconds: the longest time that it
-    may take; enter: what the process calls before Python starts."""
+    """What `python -m module` answers that is told a record, or {"error": a sentence}. seconds: the
+    longest time that it may take; enter: what the process calls before Python starts."""
     try:
         with child(
             [sys.executable, "-m", module],
@@ -37,7 +38,7 @@ def run_child(
             errors="replace",
             preexec_fn=enter,
         ) as process:
-            out, err = process.communicate(told, timeout=seconds)
+            out, err = process.communicate(json.dumps(asdict(told)), timeout=seconds)
     except subprocess.TimeoutExpired:
         return {"error": f"still not done after {seconds:.0f} s"}
     status = process.returncode

@@ -7,7 +7,7 @@ precision and without a loss. What the reader itself keeps comes first.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,14 +17,14 @@ import numpy as np
 from gguf_tools import interrupts
 from gguf_tools.closing import Closing
 from gguf_tools.experts import ExpertModel
-from gguf_tools.file.layout import DOWN, ExpertName, parse_expert_name
+from gguf_tools.file.layout import DOWN, parse_expert_name
 from gguf_tools.units import format_size
 from orchestrator.config import Config
 from orchestrator.engine.driver import Driver
 from orchestrator.engine.load import Loader
 from orchestrator.errors import BudgetError, NativeError
 from orchestrator.native import Store
-from orchestrator.native.llama import Bindings, Model
+from orchestrator.native.llama import Bindings, LlamaContext, Model
 from orchestrator.policy import BASELINE
 
 _NUMBERS = {0: np.float32, 26: np.int32}
@@ -107,10 +107,12 @@ class Node:
             raise NativeError("llama.cpp lays out its tensors in another way: run `make build`")
 
 
-def expert_product(node: Node) -> ExpertName | None:
+def expert_product(node: Node, layer_of: Mapping[int, int]) -> tuple[int, int] | None:
     """Of which layer's experts a node is the product, and by which of their matrices; None for
-    other nodes."""
-    return parse_expert_name(node.source(0).name) if node.op == "MUL_MAT_ID" else None
+    other nodes. layer_of: the numbers of layers by those in names of tensors."""
+    parsed = parse_expert_name(node.source(0).name) if node.op == "MUL_MAT_ID" else None
+    layer = layer_of.get(parsed.il) if parsed else None
+    return None if parsed is None or layer is None else (layer, parsed.kind)
 
 
 class Observer(Closing):
@@ -137,11 +139,9 @@ class Observer(Closing):
 
         Raises NativeError."""
         bindings = Bindings.load()
-        self._api: Any = bindings.api
+        self._lib: Any = bindings.api._lib
         self._wanted, self._seen = wanted, seen
-        self._failed = False
-        self._handle: Any = None
-        self._lib = self._api._lib
+        self._failed = self._checked = False
         for name, result in (
             ("ggml_get_name", ctypes.c_char_p),
             ("ggml_get_data", ctypes.c_void_p),
@@ -151,23 +151,21 @@ class Observer(Closing):
         ):
             function = getattr(self._lib, name)
             function.argtypes, function.restype = [ctypes.c_void_p], result
-        self.model, self.n_ctx, self.owned = model, n_ctx, ExitStack()
-        self._store = store
-        params = self._api.llama_context_default_params()
-        params.n_ctx = params.n_batch = params.n_ubatch = n_ctx
-        # The last layer sees those tokens alone that want logits.
-        params.n_outputs_max = params.n_outputs_max_per_seq = outputs or n_ctx
-        params.n_seq_max = sequences  # each with cells of its own, so that none looks at another's
-        params.n_threads = params.n_threads_batch = threads
-        params.no_perf = True
-        self._callback = self._api.ggml_backend_sched_eval_callback(self._on_tensor)
-        params.cb_eval = self._callback
-        bindings.listen()
-        self._handle = self._api.llama_init_from_model(self.model.handle, params)
-        if not self._handle:
-            raise NativeError(f"llama.cpp cannot make a context{bindings.complaint()}")
-        self._batch = self._api.llama_batch_init(n_ctx, 0, 1)
-        self._checked = False
+        self.model, self.owned, self._store = model, ExitStack(), store
+        self._callback = bindings.api.ggml_backend_sched_eval_callback(self._on_tensor)
+        self._context = LlamaContext(
+            bindings,
+            model,
+            n_ctx=n_ctx,
+            n_ubatch=n_ctx,
+            threads=threads,
+            # The last layer sees those tokens alone that want logits.
+            outputs=outputs or n_ctx,
+            flash_attention=True,
+            cb_eval=self._callback,
+            # Each has cells of its own, so that none looks at another's.
+            n_seq_max=sequences,
+        )
 
     def read(self, tokens: Sequence[int]) -> None:
         """Evaluates at most n_ctx tokens on their own, in one batch. Raises NativeError."""
@@ -177,21 +175,17 @@ class Observer(Closing):
         """Evaluates windows of at most n_ctx tokens in all, each as a sequence of its own, in one
         batch. scored: bool [n], which tokens get logits, None for all. Raises NativeError, with the
         store's own reason where the step failed for one."""
-        batch, n = self._batch, sum(map(len, windows))
-        if not 1 <= n <= self.n_ctx:
-            raise NativeError(f"{n} tokens do not fit a context of {self.n_ctx}")
-        i = 0
-        for sequence, window in enumerate(windows):
-            for at, token in enumerate(window):
-                batch.token[i], batch.pos[i] = token, at
-                batch.logits[i] = 1 if scored is None else int(scored[i])
-                batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
-                i += 1
-        batch.n_tokens = n
-        self._api.llama_memory_clear(self._api.llama_get_memory(self._handle), True)
+        n = sum(map(len, windows))
+        if not 1 <= n <= self._context.n_ubatch:
+            raise NativeError(f"{n} tokens do not fit a context of {self._context.n_ubatch}")
+        self._context.forget_all()
         self._failed = False
-        with interrupts.held():
-            status = self._api.llama_decode(self._handle, batch)
+        status = self._context.decode_each(
+            [token for window in windows for token in window],
+            [at for window in windows for at in range(len(window))],
+            [sequence for sequence, window in enumerate(windows) for _ in window],
+            scored,
+        )
         if status != 0:
             if self._store is not None:
                 self._store.check_step()
@@ -200,11 +194,7 @@ class Observer(Closing):
     def logits(self, n: int) -> np.ndarray:
         """float32 [n, n_vocab] of the n tokens of the last read that got logits: a view, valid
         until the next one."""
-        pointer = self._api.llama_get_logits(self._handle)
-        if not pointer:
-            raise NativeError("llama.cpp has no logits")
-        found: np.ndarray = np.ctypeslib.as_array(pointer, (n, self.model.n_vocab))
-        return found
+        return self._context.logits(n)
 
     @interrupts.called_from_c
     def _on_tensor(self, address: int, ask: bool, _user: int | None) -> bool:
@@ -227,10 +217,7 @@ class Observer(Closing):
 
     def close(self) -> None:
         """Frees the context, and what it owns; safe to call twice."""
-        if self._handle:
-            self._api.llama_batch_free(self._batch)
-            self._api.llama_free(self._handle)
-            self._handle = None
+        self._context.close()
         self.owned.close()
 
 

@@ -78,24 +78,16 @@ def exact(values: Sequence[float]) -> list[list[float | None]]:
 
 def draw(folder: Path, name: str, panels: Sequence[Panel], rows: int) -> None:
     """Writes NAME.png and NAME.svg, with the panels side by side in rows."""
-    import_module("matplotlib").use("Agg")
-    plt = import_module("matplotlib.pyplot")
     columns = len(panels) // rows
-    with plt.rc_context({"svg.hashsalt": name, "font.size": 10}):
-        drawing, axes = plt.subplots(
-            rows,
-            columns,
-            figsize=(5.6 * columns, 4.2 * rows),
-            squeeze=False,
-            layout="constrained",
+    with import_module("matplotlib").rc_context({"svg.hashsalt": name, "font.size": 10}):
+        drawing = import_module("matplotlib.figure").Figure(
+            figsize=(5.6 * columns, 4.2 * rows), layout="constrained"
         )
-        try:
-            for axis, panel in zip(axes.ravel(), panels, strict=True):
-                _draw_panel(axis, panel)
-            for ending in ("png", "svg"):
-                save_figure(drawing, folder / f"{name}.{ending}")
-        finally:
-            plt.close(drawing)
+        axes = drawing.subplots(rows, columns, squeeze=False)
+        for axis, panel in zip(axes.ravel(), panels, strict=True):
+            _draw_panel(axis, panel)
+        for ending in ("png", "svg"):
+            save_figure(drawing, folder / f"{name}.{ending}")
 
 
 def _draw_panel(axis: Any, panel: Panel) -> None:

@@ -116,12 +116,14 @@ class Model:
         progress: Callable[[float], None] | None = None,
         no_data: bool = False,
         overrides: Mapping[str, int | str] | None = None,
+        **more: Any,
     ) -> None:
         """managed: expert tensors become placeholders for the native store, of buffer_type or
         else of the host's, and rows of lookup tables are read from the file when they are needed.
         gpu: the one that everything is loaded onto, None for none. no_data:
         it takes no memory, and neither do its contexts, which count what they would take.
-        overrides: metadata by key, in the place of the file's.
+        overrides: metadata by key, in the place of the file's. more: fields of
+        llama_model_params, set last.
 
         Raises NativeError with the library's own reason; what progress raises comes through.
         """
@@ -141,6 +143,8 @@ class Model:
         values = _overrides(api, overrides) if overrides else None
         if values is not None:
             params.kv_overrides = values
+        for name, value in more.items():
+            setattr(params, name, value)
 
         @interrupts.called_from_c
         def report(done: float, _user: int | None) -> bool:
@@ -268,11 +272,12 @@ class LlamaContext:
         on_gpu: bool = False,
         sequences: int = 0,
         kv: str = DEFAULT_KV,
+        **more: Any,
     ) -> None:
         """outputs: tokens of a step that may have logits, where it is of one sequence.
         flash_attention False keeps the attention weights in the graph. on_gpu: the KV cache
         lies there, as the model does. sequences: how many there are beside number 0. kv: its type,
-        of KV_TYPES.
+        of KV_TYPES. more: fields of llama_context_params, set last.
         Raises NativeError."""
         api = self.api = bindings.api
         self.model = model
@@ -296,6 +301,8 @@ class LlamaContext:
         # A CUDA build would otherwise move the KV cache and large products to the GPU by itself.
         params.offload_kqv = on_gpu
         params.op_offload = False
+        for name, value in more.items():
+            setattr(params, name, value)
         bindings.listen()
         self._handle: int | None = api.llama_init_from_model(model.handle, params)
         if not self._handle:
@@ -350,13 +357,18 @@ class LlamaContext:
         return self._decode(interruptible)
 
     def decode_each(
-        self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int]
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        sequences: Sequence[int],
+        wanted: np.ndarray | None = None,
     ) -> int:
-        """Evaluates tokens, each at a position of a sequence and with logits, in this order.
-        Whether the step may end early is left to who set that for the context. Returns
-        llama_decode's status, as decode does."""
+        """Evaluates tokens, each at a position of a sequence, in this order. wanted: bool [n],
+        which of them get logits, None for all. Whether the step may end early is left to who set
+        that for the context. Returns llama_decode's status, as decode does."""
         n = len(tokens)
-        self._tokens[:n], self._positions[:n], self._wanted[:n] = tokens, positions, 1
+        self._tokens[:n], self._positions[:n] = tokens, positions
+        self._wanted[:n] = 1 if wanted is None else wanted
         self._batch.n_tokens = n
         try:
             for i, sequence in enumerate(sequences):

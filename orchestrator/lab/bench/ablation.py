@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from orchestrator.lab.bench.benchmark import Benchmark
 from orchestrator.lab.bench.cases import ON_DEMAND, REFERENCE, Case, global_lru, mapped, paper_rows
-from orchestrator.lab.bench.job import COLD, Part, decode, prompt, settle
+from orchestrator.lab.bench.child import COLD, Part, decode, prompt, settle
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.rows import HIT, MIX, NAME, SLOWEST, Result, add_ratio, caps_of, moved
 from orchestrator.lab.table import Column, fixed, percent

@@ -3,12 +3,10 @@ them."""
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,7 +19,7 @@ from orchestrator.allocation.slots import ModelShape
 from orchestrator.cost import disk
 from orchestrator.errors import ConfigError
 from orchestrator.lab.bench.cases import Case, chosen
-from orchestrator.lab.bench.job import Job, longest_context
+from orchestrator.lab.bench.child import Job, longest_context
 from orchestrator.lab.bench.models import DEMO_TEXT, HIGH, LOW, Note, build_models
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.rows import MIB, Result, caps_of, case_row, row_notes
@@ -35,8 +33,6 @@ QUICK_NOTE = (
     "--quick: a tiny model and few tokens show that the benchmark runs. Its figures mean nothing."
 )
 
-ShapeOf = Callable[[ExpertModel, tuple[int, ...]], ModelShape]
-
 
 class Benchmark(ABC):
     """A list of cases on one model, which is made where it is not there yet; a row for each, and
@@ -47,7 +43,6 @@ class Benchmark(ABC):
 
     options: ClassVar[type[BenchOptions]]
     columns: ClassVar[Sequence[Column]]
-    shape_of: ShapeOf = staticmethod(model_shape)
 
     def open(self, on: Any, note: Note) -> None:
         """Makes or finds the model. Raises MoeEdgeError where none can be made, or where its
@@ -186,6 +181,10 @@ class Benchmark(ABC):
             return None
         return int(case.cap * self.file_bytes)
 
+    def shape(self) -> ModelShape:
+        """The model in the memory that slots are in."""
+        return model_shape(self.model, (0,))
+
     @property
     def cap_words(self) -> str:
         """What a cap is, for a title."""
@@ -218,7 +217,7 @@ class Benchmark(ABC):
     @staticmethod
     def _spawn(job: Job, enter: Callable[[], object] | None = None) -> Result:
         seconds = START_SECONDS + 2 * sum(part.seconds for part in job.parts)
-        return run_child("orchestrator.lab.bench.child", json.dumps(asdict(job)), seconds, enter)
+        return run_child("orchestrator.lab.bench.child", job, seconds, enter)
 
     def job(self, case: Case, number: int) -> Job:
         """What the process of a case is told."""
@@ -229,7 +228,7 @@ class Benchmark(ABC):
             settings |= {"io_threads": on.io_threads, "sequences": on.sequences}
             settings |= self.cap_settings(case)
             if case.one_token:
-                settings["expert_ram"] = token_slot_bytes(self.model, self.shape_of)
+                settings["expert_ram"] = token_slot_bytes(self.shape())
         return Job(
             system=case.system,
             model=str(self.file_of(case.tier)),
@@ -245,10 +244,8 @@ class Benchmark(ABC):
         )
 
 
-def token_slot_bytes(model: ExpertModel, shape_of: ShapeOf = model_shape) -> int:
+def token_slot_bytes(shape: ModelShape) -> int:
     """Expert slots for the experts of one token in one layer, each matrix kind once, shared by
-    all layers: the fewest with which an op never waits for a slot. shape_of: of the memory that
-    the slots are in."""
-    shape = shape_of(model, (0,))
+    all layers: the fewest with which an op never waits for a slot."""
     sizes = {each for layer in shape.slots for each in layer[0].items()}
-    return model.n_expert_used * sum(size for _, size in sizes)
+    return shape.n_expert_used * sum(size for _, size in sizes)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from orchestrator.config import MOST_SEQUENCES, Config
 from orchestrator.lab.bench.benchmark import Benchmark
 from orchestrator.lab.bench.cases import REFERENCE, RESIDENT, Case, mapped, policies, uniform
-from orchestrator.lab.bench.job import DECODE, Part
+from orchestrator.lab.bench.child import DECODE, Part
 from orchestrator.lab.bench.models import tier_expert_bytes, uniform_tiers
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.rows import (

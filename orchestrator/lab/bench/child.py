@@ -9,15 +9,88 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gguf_tools.process import peak_rss_bytes
-from orchestrator.lab.bench.job import PROMPT, Job, Part
 from orchestrator.lab.children import Result, answer
+
+PROMPT, DECODE = "prompt", "decode"
+COLD = "cold"  # the first prompt, which finds nothing in memory
+MIN_STEPS = 8
+
+
+class Part(NamedTuple):
+    """A stretch of a measurement: one prompt of n tokens, or n decode steps.
+
+    name: what the report finds it by. Decode steps end early after so many seconds, when at
+    least at_least of them are done. sequences: so many go on from the prompt before and decode
+    together, a token each a step; 0: the prompt's own one does.
+    """
+
+    name: str
+    kind: str
+    n: int
+    seconds: float = 0.0
+    at_least: int = 1
+    sequences: int = 0
+
+
+def prompt(n: int, name: str = PROMPT) -> Part:
+    """A prompt that starts a conversation of its own: nothing before it is in the KV cache."""
+    return Part(name, PROMPT, n)
+
+
+def settle(n: int, seconds: float) -> Part:
+    """Decode steps that no report uses."""
+    return Part("settle", DECODE, n, seconds)
+
+
+def decode(n: int, seconds: float) -> Part:
+    """Measured decode steps."""
+    return Part(DECODE, DECODE, n, seconds, MIN_STEPS)
+
+
+def longest_context(parts: Sequence[Part], shared: bool = True) -> int:
+    """Context that holds the longest conversation of these parts, in the units of the KV cache;
+    with all sequences that share it, or the longest of one of them."""
+    longest = length = 0
+    for part in parts:
+        together = max(1, part.sequences) if shared else 1
+        length = part.n * together + (length if part.kind == DECODE else 0)
+        longest = max(longest, length)
+    return -(-longest // 256) * 256
+
+
+@dataclass(slots=True)
+class Job:
+    """What a process is told to measure. settings: of PlainModel ("upstream") or Config ("engine").
+
+    text: a file of conversations to take the tokens from; without it they are random.
+    warm: read every expert before the first token.
+    device: whose memory to report; the system "device" measures that alone.
+    """
+
+    system: str
+    model: str
+    low: str | None
+    settings: dict[str, Any]
+    n_ctx: int
+    n_ubatch: int
+    threads: int
+    parts: list[Part]
+    seed: int
+    text: str | None = None
+    warm: bool = False
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        self.parts = [Part(*each) for each in self.parts]  # JSON has lists
+
 
 SEPARATOR = "\n%\n"  # between the conversations of a text
 
@@ -129,11 +202,10 @@ def run_device(job: Job) -> Result:
 
 def run_upstream(job: Job) -> Result:
     """llama.cpp itself."""
-    from orchestrator.lab.bench.plain import PlainModel, silence
+    from orchestrator.lab.bench.plain import PlainModel
     from orchestrator.native import context_memory
     from orchestrator.native.llama import Bindings
 
-    silence()
     free = free_bytes(job.device)
     with PlainModel(
         Path(job.model),
@@ -152,10 +224,13 @@ def run_upstream(job: Job) -> Result:
 
 def run_engine(job: Job) -> Result:
     """Our engine."""
+    from orchestrator.config import Config
     from orchestrator.engine.engine import Engine
 
+    sizes = {"ctx": job.n_ctx, "ubatch": job.n_ubatch, "threads": job.threads}
+    config = Config.build(model=job.model, low=job.low, **sizes, **job.settings)
     free = free_bytes(job.device)
-    with Engine.open(job.config()) as engine:
+    with Engine.open(config) as engine:
         store = engine.store if engine.managed else None
         n_vocab = len(engine.model.metadata["tokenizer.ggml.tokens"])
         if store is not None and job.warm:

@@ -20,14 +20,8 @@ from orchestrator.engine.load import SPARE_BYTES
 from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.lab.bench.ablation import AblationOptions, add_over_demand
 from orchestrator.lab.bench.benchmark import Benchmark
-from orchestrator.lab.bench.cases import (
-    MIXED_AHEAD,
-    REFERENCE,
-    Case,
-    paper_rows,
-    policies,
-)
-from orchestrator.lab.bench.job import Job, prompt, settle
+from orchestrator.lab.bench.cases import MIXED_AHEAD, REFERENCE, Case, paper_rows, policies
+from orchestrator.lab.bench.child import Job, prompt, settle
 from orchestrator.lab.bench.models import Note
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.rows import (
@@ -172,6 +166,9 @@ class Gpu(Benchmark):
     def limit_bytes(self, case: Case) -> int | None:
         return None
 
+    def shape(self) -> ModelShape:
+        return device_shape(self.model, (0,))
+
     def cap_settings(self, case: Case) -> dict[str, Any]:
         settings: dict[str, Any] = {"device": self.on.device}
         return settings if case.cap is None else settings | {"vram": self.room.vram_bytes(case.cap)}
@@ -270,8 +267,12 @@ class Gpu(Benchmark):
 
     def intro(self) -> list[str]:
         options, gpu = self.on, self.gpu
-        names = ("pinned", "pageable", "read", "compute")
-        pinned, pageable, read, compute = (_speeds(self.copies, name) for name in names)
+        pinned, pageable, read, compute = (
+            ", ".join(f"{each[name] / 1e9:.2f}" for each in self.copies) + " GB/s"
+            if self.copies[0][name]
+            else "refused"
+            for name in ("pinned", "pageable", "read", "compute")
+        )
         return [
             f"{gpu['name']}, {format_size(gpu['total_bytes'])}; copies to it {pinned} pinned, "
             f"{pageable} pageable; in place {read}, by the host {compute}",
@@ -303,9 +304,3 @@ def wait_ms(run: Result, speeds: Result, disk_speed: float) -> float:
     over_link = per_token(run, "needed_copied_bytes") / link + in_place / (speeds["read"] or link)
     computed = by_host / speeds["compute"] if by_host else 0.0
     return float(1e3 * max(over_link, computed, per_token(run, "needed_bytes") / disk_speed))
-
-
-def _speeds(copies: list[Result], name: str) -> str:
-    if not copies[0][name]:
-        return "refused"
-    return ", ".join(f"{each[name] / 1e9:.2f}" for each in copies) + " GB/s"

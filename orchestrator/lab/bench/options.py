@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from gguf_tools import synthetic
 from gguf_tools.process import default_threads
 from orchestrator.errors import ConfigError
-from orchestrator.lab.bench.job import Part, decode, longest_context, prompt, settle
+from orchestrator.lab.bench.child import Part, decode, longest_context, prompt, settle
 from orchestrator.policy.dymoe import DyMoESettings
 from orchestrator.settings import FROM_0, FROM_1, MORE, Notation, Settings, again, setting
 
@@ -30,18 +30,11 @@ def parse_percentages(text: str) -> tuple[float, ...]:
         raise ConfigError(f"'{text}' is no list of percentages such as 60,80") from None
 
 
-def show_percentages(shares: tuple[float, ...]) -> str:
-    """ "60,80" of shares."""
-    return ",".join(f"{100 * share:.0f}" for share in shares)
-
-
-def parse_words(text: str) -> tuple[str, ...]:
-    """("lru", "upstream mmap") from "lru, upstream mmap"."""
-    return tuple(word for part in text.split(",") if (word := part.strip()))
-
-
-PERCENTAGES = Notation(parse_percentages, show_percentages)
-WORDS = Notation(parse_words, ",".join)
+PERCENTAGES = Notation(
+    parse_percentages, lambda shares: ",".join(f"{100 * share:.0f}" for share in shares)
+)
+# ("lru", "upstream mmap") from "lru, upstream mmap".
+WORDS = Notation(lambda text: tuple(filter(None, map(str.strip, text.split(",")))), ",".join)
 
 
 @dataclass(frozen=True)

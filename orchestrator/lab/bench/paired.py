@@ -43,9 +43,8 @@ from contextlib import contextmanager
 def opened(settings):
     # yields evaluate(tokens, pos), the size of the vocabulary, and what asks for the callback's us
     if settings.pop("upstream", False):
-        from orchestrator.lab.bench.plain import PlainModel, silence
+        from orchestrator.lab.bench.plain import PlainModel
 
-        silence()
         with PlainModel(**settings) as model:
             yield model.eval, model.n_vocab, lambda: None
         return

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.lab.bench.cases import Case
-from orchestrator.lab.bench.job import COLD, DECODE, PROMPT
+from orchestrator.lab.bench.child import COLD, DECODE, PROMPT
 from orchestrator.lab.table import Column, fixed, percent
 
 Result = dict[str, Any]
@@ -137,14 +137,15 @@ def case_row(case: Case, runs: Sequence[Result], limit_bytes: int | None) -> Res
 MIB, MB = 2**20, 1e6
 
 
-def show_mix(mix: dict[str, float]) -> str:
-    """Shares of high, low and skipped experts in percent."""
-    return "/".join(percent()(mix[key]) for key in ("high", "low", "skip"))
-
-
 NAME = Column("", "name", left=True)
 HIT = Column("hit", "hit_rate", percent(1), "%")
-MIX = Column("hi/lo/skip", "mix", show_mix, "%")
+# Shares of experts.
+MIX = Column(
+    "hi/lo/skip",
+    "mix",
+    lambda mix: "/".join(percent()(mix[key]) for key in ("high", "low", "skip")),
+    "%",
+)
 TOKENS = Column("tok/s", "tokens_per_s", fixed(1))
 TTFT = Column("TTFT", "ttft_ms", fixed(0), "ms")
 # What the slowest hundredth of the steps took at least.

@@ -207,9 +207,13 @@ class Capture(Closing):
         self._only: frozenset[int] = frozenset()
         self._sink: Sink = lambda *_: None
         self._number = 0
-        self._parts: dict[int, dict[str, np.ndarray]] = {}
+        # Of the window that is read: what gate and up multiplied, and the layers to come.
+        self._inputs: dict[int, np.ndarray] = {}
+        self._missing: set[int] = set()
         threads = threads or default_threads()
-        self._observer = observe(path, WINDOW, threads, self._is_wanted, self._keep, room)
+        self._observer = observe(
+            path, WINDOW, threads, lambda node: self._place(node) is not None, self._keep, room
+        )
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a text, the begin token that the model wants first."""
@@ -230,14 +234,12 @@ class Capture(Closing):
         """
         self._only, self._sink = frozenset(layers), sink
         for number, window in enumerate(windows):
-            self._parts = {}
-            self._number = number
+            self._inputs, self._missing, self._number = {}, set(layers), number
             self._observer.read(window)
-            missing = self._only - {layer for layer, parts in self._parts.items() if not parts}
-            if missing:
+            if self._missing:
                 raise NativeError(
-                    f"layer {self.layer_ids[min(missing)]}: the model's graph does not show what"
-                    " its experts multiply as expected"
+                    f"layer {self.layer_ids[min(self._missing)]}: the model's graph does not show"
+                    " what its experts multiply as expected"
                 )
             progress((number + 1) / len(windows))
 
@@ -311,30 +313,23 @@ class Capture(Closing):
 
     def _place(self, node: Node) -> tuple[int, int] | None:
         """(layer, kind) of a product that is watched, or None."""
-        parsed = expert_product(node)
-        layer = -1 if parsed is None else self._layer_of.get(parsed.il, -1)
-        return None if parsed is None or layer not in self._only else (layer, parsed.kind)
-
-    def _is_wanted(self, node: Node) -> bool:
-        return self._place(node) is not None
+        found = expert_product(node, self._layer_of)
+        return found if found and found[0] in self._only else None
 
     def _keep(self, node: Node) -> None:
         place = self._place(node)
         if place is None:
             return
         layer, kind = place
-        parts = self._parts.setdefault(layer, {})
-        if kind == DOWN:
-            parts["hidden"] = node.source(1).array()[0]
-        elif "x" not in parts:
-            parts["x"] = node.source(1).array()[0]
-            parts["ids"] = node.source(2).array()[0, 0]
-        if len(parts) == len(WindowActivations._fields):
-            seen = WindowActivations(**parts)
+        if kind != DOWN:
+            if layer not in self._inputs:
+                self._inputs[layer] = node.source(1).array()[0]
+        elif layer in self._inputs:
+            hidden, ids = node.source(1).array()[0], node.source(2).array()[0, 0]
+            seen = WindowActivations(self._inputs.pop(layer), hidden, ids)
             if not all(np.isfinite(each).all() for each in seen):
                 raise NativeError(f"layer {self.layer_ids[layer]}: an activation is not finite")
-            # Empty, not gone: this layer has been seen.
-            self._parts[layer] = {}
+            self._missing.discard(layer)
             self._sink(layer, self._number, seen)
 
     def close(self) -> None:

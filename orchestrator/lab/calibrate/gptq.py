@@ -95,15 +95,10 @@ class Gptq:
             return self._current
 
 
-def factors_at_once(threads: int) -> int:
-    """How many factors there are at most: those that are kept, and those of threads that fell
-    behind."""
-    return _kept_factors(threads) + threads - 1
-
-
-def _kept_factors(threads: int) -> int:
-    """Gate and up of an expert share a factor, all its tiers do, and pack goes through the experts
-    in turn: so what the threads are at, and one more, is what may be asked for again."""
+def kept_factors(threads: int) -> int:
+    """How many factors are kept. Gate and up of an expert share one, all its tiers do, and pack
+    goes through the experts in turn: so what the threads are at, and one more, is what may be asked
+    for again. Threads that fell behind have others of their own, one less than there are."""
     return threads + 1
 
 
@@ -114,7 +109,7 @@ class _Layer:
         self, seen: LayerActivations, device: str, threads: int, turns: threading.Semaphore
     ) -> None:
         self.number = seen.layer
-        self._kept, self._turns = _kept_factors(threads), turns
+        self._kept, self._turns = kept_factors(threads), turns
         self._seen, self._device = seen, device
         self._counts = seen.counts()
         self._lock = threading.Lock()

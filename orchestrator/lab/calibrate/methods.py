@@ -29,7 +29,7 @@ from orchestrator.lab.calibrate.capture import (
     WindowActivations,
     read_calibration,
 )
-from orchestrator.lab.calibrate.gptq import ROWS_AT_ONCE, Gptq, computing, factors_at_once
+from orchestrator.lab.calibrate.gptq import ROWS_AT_ONCE, Gptq, computing, kept_factors
 from orchestrator.lab.observe import CalibrationRoom, window_bytes
 
 
@@ -134,10 +134,6 @@ class Method:
         if name == GPTQ and (self.calib is None or self.imatrix is not None):
             raise ConfigError("--method gptq needs --calib TEXT, and takes no --imatrix")
 
-    def room(self, own_bytes: int) -> CalibrationRoom | None:
-        """The cap, where there is one, and what the calibration takes of it."""
-        return None if self.ram is None else CalibrationRoom(self.ram, own_bytes + _PROCESS_BYTES)
-
 
 @contextmanager
 def open_quantizer(
@@ -182,7 +178,8 @@ def _reading(
     if each_bytes and method.ram is not None:
         n = max(1, min(threads, method.ram // _SHARE // each_bytes))
     while True:
-        room = method.room(own_bytes + n * each_bytes)
+        own = own_bytes + n * each_bytes + _PROCESS_BYTES
+        room = None if method.ram is None else CalibrationRoom(method.ram, own)
         try:
             opened = Capture(source, threads=method.threads, room=room)
             break
@@ -206,7 +203,7 @@ def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
         run = min(RUN_WEIGHTS, max(width * rows for width, rows in shapes))
         own = window_bytes(model, WINDOW) + _TORCH_BYTES + threads * _RUN_COPIES * 4 * run
         # The layer's mean stands beside the factors.
-        own += 8 * n**2 * (factors_at_once(threads) + 1)
+        own += 8 * n**2 * (kept_factors(threads) + threads)
         # The largest Hessian, while it is made of so many inputs at once, and factorized.
         rows = min(ROWS_AT_ONCE, method.tokens)
         each = max(_SQUARES * 8 * n**2, _SUM_BYTES * n**2 + _INPUT_BYTES * rows * n)

@@ -87,7 +87,8 @@ class TextReader(Closing):
         if scored is None:
             scored = _scored(windows, logits_bytes // (8 * n_vocab))
         # At last one window at a time, with logits of a token each: what works in the least memory.
-        tried = [*((size, scored) for size in sizes), (longest, [_last(each) for each in scored])]
+        last = [np.arange(len(each)) == np.flatnonzero(each)[-1] for each in scored]
+        tried = [*((size, scored) for size in sizes), (longest, last)]
         more: dict[str, Any] = {"logits_all": False}
         if low is not None:
             more |= {"policy": DEFAULT, "low_tier": low, "prefetch": "off", "exact_tiers": True}
@@ -142,23 +143,16 @@ class TextReader(Closing):
     def _is_wanted(self, node: Node) -> bool:
         if node.name == _ROUTED:
             return self._masks
-        return self._seen is not None and self._place(node) is not None
-
-    def _place(self, node: Node) -> tuple[int, int] | None:
-        """(layer, kind) of a product of experts; None for other nodes."""
-        parsed = expert_product(node)
-        if parsed is None or parsed.il not in self._layer_of:
-            return None
-        return self._layer_of[parsed.il], parsed.kind
+        return self._seen is not None and expert_product(node, self._layer_of) is not None
 
     def _on_node(self, node: Node) -> None:
         if node.name == _ROUTED:
             if self._mask is not None:
                 node.view()[0, :, :, 0][self._mask] = 0.0
             return
-        place = self._place(node)
-        if place is not None and self._seen is not None:
-            self._seen(*place, node)
+        product = expert_product(node, self._layer_of)
+        if product is not None and self._seen is not None:
+            self._seen(*product, node)
 
     def close(self) -> None:
         """Frees the context and the model; safe to call twice."""
@@ -187,11 +181,4 @@ def _scored(windows: Sequence[Sequence[int]], most: int) -> list[np.ndarray]:
         chosen = np.zeros(len(window), bool)
         chosen[min(len(window) - 1, every // 2) :: every] = True
         found.append(chosen)
-    return found
-
-
-def _last(scored: np.ndarray) -> np.ndarray:
-    """The last one of these tokens alone."""
-    found = np.zeros_like(scored)
-    found[np.flatnonzero(scored)[-1:]] = True
     return found

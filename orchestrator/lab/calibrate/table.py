@@ -47,7 +47,7 @@ from orchestrator.lab.calibrate.measure import OutputSums, Precisions
 from orchestrator.lab.calibrate.methods import RTN, Method, open_quantizer
 from orchestrator.lab.calibrate.reader import TextReader
 from orchestrator.lab.eval.arithmetic import kl_divergence
-from orchestrator.lab.eval.perplexity import Reference
+from orchestrator.lab.eval.judge import Reference
 from orchestrator.native.llama import Bindings, Model
 
 # Shares of the experts that are lowered, and skipped in a part and in all layers: each moves

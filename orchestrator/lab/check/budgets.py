@@ -3,9 +3,8 @@ what a user would get."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 def run_job(job: CheckJob) -> Result:
     """What a process of its own measured, or {"error": a sentence}."""
-    return run_child("orchestrator.lab.check.child", json.dumps(asdict(job)))
+    return run_child("orchestrator.lab.check.child", job)
 
 
 # Tokens of the prompt that a comparison reads.
@@ -141,8 +140,3 @@ def half_way() -> list[str]:
         and name != BASELINE
         and not issubclass(policy, SpendsLoss)
     ]
-
-
-def most_budgets() -> int:
-    """How many three_budgets has, where the user's cap allows all of them."""
-    return len(half_way()) + 2

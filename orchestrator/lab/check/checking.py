@@ -6,8 +6,8 @@ import os
 import platform
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass, replace
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +26,8 @@ from orchestrator.errors import GGUFError, MoeEdgeError
 from orchestrator.lab.check.budgets import (
     PROMPT_TOKENS,
     CheckJob,
+    half_way,
     machine_of,
-    most_budgets,
     plain,
     run_job,
     settings_of,
@@ -139,7 +139,7 @@ class _Check:
             self.config = self.config.with_changes(ram=max(1, self.asked_ram - own))
         subjects = list(self._subjects())
         managed = bool(self.report["managed"])
-        self._most_runs = len(subjects) * (1 + managed * most_budgets()) + managed
+        self._most_runs = len(subjects) * (1 + managed * (len(half_way()) + 2)) + managed
         with tempfile.TemporaryDirectory(prefix="moe-edge-check-") as folder:
             for subject in subjects:
                 self.report["tiers"].append(self._compare(subject, Path(folder)))
@@ -224,10 +224,9 @@ class _Check:
     ) -> Result:
         """One managed run over the tokens of llama.cpp's."""
         label = f"{config.high_tier}, {name} ({config.policy})"
-        tokens = (reference["prompt"], reference["answer"]) if reference else (None, None)
-        job = CheckJob(
-            settings_of(config), str(folder / "managed"), plain.n_prompt, plain.n_decode, *tokens
-        )
+        job = replace(plain, settings=settings_of(config), rows=str(folder / "managed"))
+        if reference is not None:
+            job = replace(job, prompt=reference["prompt"], answer=reference["answer"])
         run: Result = {"budget": name} | self._measure(label, job)
         if "error" in run or reference is None:
             return run
@@ -266,22 +265,14 @@ class _Check:
         self, plain: CheckJob, job: CheckJob, reference: Result, row: int, folder: Path
     ) -> tuple[int, float | None] | None:
         """Reads the tokens up to the first difference once more, layer by layer."""
-        tokens = {
-            "prompt": reference["prompt"],
-            "answer": reference["answer"][:row],
-            "layers": True,
-        }
-        paths: list[Path] = []
-        for each in (job, plain):
-            path = folder / f"layers-{len(paths)}.npz"
+        prompt, answer = reference["prompt"], reference["answer"][:row]
+        paths = [folder / f"layers-{number}.npz" for number in range(2)]
+        for each, path in zip((job, plain), paths, strict=True):
             self.bar("Looking for the layer", None)
-            run = run_job(
-                CheckJob(each.settings, str(path), each.n_prompt, each.n_decode, **tokens)
-            )
+            run = run_job(replace(each, rows=str(path), prompt=prompt, answer=answer, layers=True))
             if "error" in run:
                 self._problem(f"the layer cannot be found: {run['error']}")
                 return None
-            paths.append(path)
         return first_layer(*paths)
 
     def _with_own_memory(self, sentence: str, needed_bytes: int) -> str:
@@ -368,7 +359,7 @@ def describe_machine(machine: Machine) -> dict[str, Any]:
     """What a reader of the report has to know of the machine."""
     return {
         "versions": {
-            "moe-edge": _version("moe-edge"),
+            "moe-edge": next((each.version for each in distributions(name="moe-edge")), None),
             "llama_cpp_python": built.stamp().get("version"),
         },
         "system": platform.platform(),
@@ -378,10 +369,3 @@ def describe_machine(machine: Machine) -> dict[str, Any]:
         "device": machine.device.description if machine.device else None,
         "device_bytes": machine.device.usable_bytes if machine.device else None,
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -97,9 +97,13 @@ def read_and_render(engine: Engine) -> dict[str, Any]:
         notes.append("the file has no chat template: ChatML takes its place in a chat")
     rendered = None
     try:
-        rendered = render_dialogue(engine, notes)
-    except MoeEdgeError as error:
-        problems.append(str(error))
+        rendered = engine.render_chat((_SYSTEM, *_DIALOGUE))
+    except MoeEdgeError:
+        try:
+            rendered = engine.render_chat(_DIALOGUE)
+            notes.append("the chat template takes no system message")
+        except MoeEdgeError as error:
+            problems.append(str(error))
     if rendered is not None:
         # Control tokens by their names.
         pieces = (engine.llama.piece(token, special=True) for token in rendered)
@@ -117,17 +121,6 @@ def read_and_render(engine: Engine) -> dict[str, Any]:
         "problems": problems,
         "notes": notes,
     }
-
-
-def render_dialogue(engine: Engine, notes: list[str]) -> list[int]:
-    """Tokens of a conversation, without a system message where the template refuses one. Raises
-    MoeEdgeError where it refuses that as well."""
-    try:
-        return engine.render_chat((_SYSTEM, *_DIALOGUE))
-    except MoeEdgeError:
-        rendered = engine.render_chat(_DIALOGUE)
-        notes.append("the chat template takes no system message")
-        return rendered
 
 
 def play(engine: Engine, job: CheckJob) -> Result:

@@ -3,7 +3,7 @@ result as text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -20,30 +20,26 @@ from orchestrator.errors import ConfigError
 from orchestrator.events import Phase
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import pair
-from orchestrator.lab.eval.judge import Judge, read_questions, score_choices
-from orchestrator.lab.eval.perplexity import Reference, TextScores, score_text
-from orchestrator.lab.eval.text import Document, Window, cut_windows, needed_tokens, read_documents
-from orchestrator.lab.eval.virtual import virtual_store
-from orchestrator.lab.replay.figures import ratio
+from orchestrator.lab.eval.judge import (
+    Judge,
+    Reference,
+    TextScores,
+    read_questions,
+    score_choices,
+    score_text,
+)
+from orchestrator.lab.eval.text import Document, Window, needed_tokens, read_documents, windows_of
+from orchestrator.lab.eval.virtual import VirtualStore
+from orchestrator.lab.replay.figures import counted, ratio
+from orchestrator.lab.replay.trace import COMPUTED, COUNTERS, ROUTED
 from orchestrator.memory.footprint import LEAST_CONTEXT, SIZES
-from orchestrator.native import MAX_TIERS, CStats
+from orchestrator.native import CStats
 from orchestrator.policy import BASELINE
 
 
 def counters(engine: Engine) -> CStats | None:
     """The store's counters now; None on the plain path, which has no store."""
     return engine.store.stats() if engine.managed else None
-
-
-def foresee_from(engine: Engine, best: str) -> LossMeter | None:
-    """Attaches a meter that foresees, from here on, what the engine loses against this tier of the
-    file; None where nothing can be foreseen."""
-    if not engine.managed:
-        return None
-    estimate = engine.losses.of_plan(engine.plan, best)
-    meter = None if estimate is None else LossMeter(estimate, engine.config.exact_tiers)
-    engine.driver.meter = meter
-    return meter
 
 
 def usage_between(
@@ -58,28 +54,23 @@ def usage_between(
     if old is None or new is None:
         return None
 
-    def moved(name: str) -> Any:
-        before, after = getattr(old, name)[phase], getattr(new, name)[phase]
-        if isinstance(before, int):
-            return after - before
-        return [b - a for a, b in zip(before, after, strict=True)]
-
-    routed, computed = moved("routed"), moved("computed")
+    moved = dict(zip(COUNTERS, (counted(new) - counted(old))[phase].tolist(), strict=True))
+    routed, computed = ([moved[name] for name in names] for names in (ROUTED, COMPUTED))
     asked = sum(routed)
-    read = moved("demand_bytes") + moved("prefetch_bytes")
+    read = moved["demand_bytes"] + moved["prefetch_bytes"]
     return {
         "high": ratio(routed[0], asked),
-        "low": ratio(sum(routed[1:MAX_TIERS]), asked),
-        "skip": ratio(routed[MAX_TIERS], asked),
+        "low": ratio(sum(routed[1:-1]), asked),
+        "skip": ratio(routed[-1], asked),
         "computed_low": ratio(sum(computed[1:]), sum(computed)),
-        "hit_rate": ratio(moved("hits"), moved("requests")),
+        "hit_rate": ratio(moved["hits"], moved["requests"]),
         "bytes_read": read + new.transition_bytes - old.transition_bytes,
         "kl_estimate": losses.mean(phase) if losses else None,
     }
 
 
 WINDOW = 512
-LEAST_WINDOW = 8
+LEAST_WINDOW, LEAST_TOKENS = 8, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +110,16 @@ class EvalOptions:
 
     def windows(self, engine: Engine, documents: Sequence[Document]) -> list[Window]:
         """What is judged of the text. Raises ConfigError where that is too little."""
-        return cut_windows(
-            engine.tokenize,
-            documents,
-            min(self.window, engine.n_ctx),
-            self.tokens,
-            self.text,
-            self.prompt_tokens,
-        )
+        length, prompt = min(self.window, engine.n_ctx), self.prompt_tokens
+        windows = windows_of(engine.tokenize, documents, length, self.tokens, prompt)
+        scored = sum(window.n_scored for window in windows)
+        if scored < LEAST_TOKENS:
+            behind = f" behind prompts of {prompt} tokens" if prompt else ""
+            raise ConfigError(
+                f"{self.text}: {scored} tokens{behind} are too few to judge by, {LEAST_TOKENS} are "
+                f"the least: give more text{', or lower --prompt-tokens' if prompt else ''}"
+            )
+        return windows
 
     def check(self) -> None:
         """Raises ConfigError for what does not go together."""
@@ -191,17 +184,17 @@ def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str
         if options.kl:
             # Before the engine that is judged, and gone by then: two would not fit the memory.
             with Engine.open(best_config(config, best), report) as engine:
+                windows = options.windows(engine, documents)
+                progress = partial(report, "Reading with the best tier")
                 against = stack.enter_context(
-                    read_reference(
-                        engine, options.windows(engine, documents), options.prefill, report
-                    )
+                    read_reference(engine, windows, options.prefill, progress)
                 )
         engine = stack.enter_context(Engine.open(config, report))
         windows = options.windows(engine, documents) if documents else []
         shadow = None
         if engine.managed and engine.policy.wants.by_residency and not options.reuse:
             shadow = stack.enter_context(
-                virtual_store(engine, options.bandwidth, options.latency_us, options.compute_ms)
+                VirtualStore(engine, options.bandwidth, options.latency_us, options.compute_ms)
             )
         result: dict[str, Any] = {
             "model": config.model.name,
@@ -212,7 +205,12 @@ def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str
             "exact_tiers": engine.managed and not options.reuse,
         }
         phase = Phase.PREFILL if options.prefill else Phase.DECODE
-        losses = foresee_from(engine, best)
+        losses = None
+        if engine.managed:
+            # Foresees, from here on, what is lost against this tier.
+            estimate = engine.losses.of_plan(engine.plan, best)
+            losses = LossMeter(estimate, engine.config.exact_tiers) if estimate else None
+            engine.driver.meter = losses
         count = shadow.stats if shadow else partial(counters, engine)
         before = count()
         judge = Judge(engine, options.prefill)
@@ -237,18 +235,13 @@ def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str
 
 
 def read_reference(
-    engine: Engine, windows: list[Window], prefill: bool, report: Progress = lambda *_: None
+    engine: Engine, windows: list[Window], prefill: bool, progress: Callable[[float], None]
 ) -> Reference:
     """What an engine says to the windows. The caller closes it."""
     n_vocab = engine.eval(windows[0].tokens[:1], 0).shape[-1]
     reference = Reference(sum(window.n_scored for window in windows), n_vocab)
     try:
-        score_text(
-            Judge(engine, prefill),
-            windows,
-            keep=reference,
-            progress=lambda done: report("Reading with the best tier", done),
-        )
+        score_text(Judge(engine, prefill), windows, keep=reference, progress=progress)
     except BaseException:
         reference.close()
         raise
@@ -262,75 +255,55 @@ def text_report(scores: TextScores, best: str) -> dict[str, Any]:
         "perplexity": pair(scores.perplexity),
         "domains": {name: pair(value) for name, value in scores.by_domain().items()},
     }
-    if scores.kl is not None and scores.agrees is not None:
+    if len(scores.kl):
         result["best_tier"] = best
         result["kl"] = pair(arithmetic.mean(scores.kl))
-        result["top1"] = pair(arithmetic.mean(scores.agrees.astype(float)))
+        result["top1"] = pair(arithmetic.mean(scores.agrees))
     return result
-
-
-_LABEL = 16
 
 
 def render(result: dict[str, Any]) -> str:
     """The result of run.evaluate, one figure a line."""
     decode = result["form"] == "decode"
     lines = [f"{result['model']}, {result['mode']}"]
+
+    def add(label: str, value: str, note: str = "") -> None:
+        lines.append(f"{label:16}{value}{f'  ({note})' if note else ''}")
+
     if (text := result.get("text")) is not None:
         prompt = result["prompt_tokens"]
         behind = f" behind prompts of {prompt} tokens or more" if prompt else ""
         how = "each token decided on its own" if decode else "read as prompts"
         if "kl" in text:
-            lines.append(_line(f"KL from {text['best_tier']}", with_error(text["kl"], 5), "nats"))
-        lines.append(
-            _line(
-                "perplexity",
-                with_error(text["perplexity"]),
-                f"{text['tokens']} tokens, {how}{behind}, windows of {result['window']}",
-            )
-        )
-        lines += [_line(f"  {name}", with_error(value)) for name, value in text["domains"].items()]
+            add(f"KL from {text['best_tier']}", with_error(text["kl"], 5), "nats")
+        note = f"{text['tokens']} tokens, {how}{behind}, windows of {result['window']}"
+        add("perplexity", with_error(text["perplexity"]), note)
+        for name, value in text["domains"].items():
+            add(f"  {name}", with_error(value))
         if "top1" in text:
-            lines.append(_line("same top token", share_with_error(text["top1"])))
+            add("same top token", share_with_error(text["top1"]))
     if (choices := result.get("choices")) is not None:
-        lines.append(
-            _line(
-                "acc, acc_norm",
-                f"{share_with_error(choices['acc'])}, {share_with_error(choices['acc_norm'])}",
-                f"{choices['questions']} questions",
-            )
-        )
+        scores = f"{share_with_error(choices['acc'])}, {share_with_error(choices['acc_norm'])}"
+        add("acc, acc_norm", scores, f"{choices['questions']} questions")
     if (usage := result["usage"]) is not None:
-        if usage["kl_estimate"] is not None:
-            lines.append(
-                _line(
-                    "KL foreseen", f"{usage['kl_estimate']:.5f}", "by the loss table, or as learned"
-                )
-            )
-        asked = ", ".join(
-            f"{100 * usage[key]:.1f} % {key}"
-            for key in ("high", "low", "skip")
-            if usage[key] is not None
-        )
-        lines.append(_line("experts asked", asked))
+        if (foreseen := usage["kl_estimate"]) is not None:
+            add("KL foreseen", f"{foreseen:.5f}", "by the loss table, or as learned")
+        asked = {key: usage[key] for key in ("high", "low", "skip") if usage[key] is not None}
+        add("experts asked", ", ".join(f"{100 * part:.1f} % {key}" for key, part in asked.items()))
         if (virtual := result.get("virtual")) is not None and virtual["tpot_ms_mean"]:
             note = (
                 f"virtual: reads of {format_size(virtual['bandwidth'])}/s and "
                 f"{virtual['latency_us']} us, computing {virtual['compute_ms']:.2f} ms"
             )
-            lines.append(_line("time a token", f"{virtual['tpot_ms_mean']:.2f} ms", note))
+            add("time a token", f"{virtual['tpot_ms_mean']:.2f} ms", note)
         if usage["computed_low"] is not None:
             how = "exact tiers" if result["exact_tiers"] else "high copies in memory reused"
-            lines.append(_line("computed low", f"{100 * usage['computed_low']:.1f} %", how))
+            add("computed low", f"{100 * usage['computed_low']:.1f} %", how)
         reads = format_size(usage["bytes_read"])
         if usage["hit_rate"] is not None:
             reads += f", {100 * usage['hit_rate']:.1f} % found in memory"
-        lines.append(_line("read", reads))
+        add("read", reads)
     return "\n".join(lines)
-
-
-def _line(label: str, value: str, note: str = "") -> str:
-    return f"{label:{_LABEL}}{value}{f'  ({note})' if note else ''}"
 
 
 def with_error(pair: Sequence[float | None], digits: int = 3) -> str:

@@ -12,7 +12,6 @@ from typing import Any, TextIO
 
 from orchestrator.errors import ConfigError
 
-LEAST_TOKENS = 16
 # No text has so many characters to a token, so that no more of it is read for so many tokens.
 TOKEN_CHARACTERS = 64
 # Tokens that stand so far before the place where a text was cut do not depend on the cut.
@@ -168,26 +167,3 @@ def _tokens(tokenize: Tokenize, text: str, most: int | None) -> list[int]:
         if most is not None and len(tokens) >= most + _CUT_TOKENS:
             return tokens[:most]
         n *= 2
-
-
-def cut_windows(
-    tokenize: Tokenize,
-    documents: Sequence[Document],
-    length: int,
-    limit: int | None,
-    name: object,
-    prompt: int | None = None,
-) -> list[Window]:
-    """windows_of, to judge by. name: the text's, for errors.
-
-    Raises ConfigError where fewer than LEAST_TOKENS tokens can be scored.
-    """
-    windows = windows_of(tokenize, documents, length, limit, prompt)
-    scored = sum(window.n_scored for window in windows)
-    if scored < LEAST_TOKENS:
-        behind = f" behind prompts of {prompt} tokens" if prompt else ""
-        raise ConfigError(
-            f"{name}: {scored} tokens{behind} are too few to judge by, {LEAST_TOKENS} are the "
-            f"least: give more text{', or lower --prompt-tokens' if prompt else ''}"
-        )
-    return windows

@@ -9,19 +9,17 @@ for it in virtual time.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
 
-from gguf_tools.file.layout import COMPUTE_ORDER
+from gguf_tools.closing import Closing
 from orchestrator.engine.driver import Driver
 from orchestrator.engine.engine import Engine
 from orchestrator.events import ComputedStep, Phase, RouteEvent, distinct, served
 from orchestrator.lab.replay.record import measured
-from orchestrator.lab.replay.simulate import Simulation, Transport, compute_layer
+from orchestrator.lab.replay.simulate import Simulation, Transport
 from orchestrator.native import CStats, Store
 
 # Decode steps from which computing is measured, the first one left out.
@@ -44,20 +42,42 @@ def _computing_us(engine: Engine) -> float:
     return float(statistics.median(found[1:] or found))
 
 
-class VirtualStore:
-    """The simulated store behind an engine. step_us: virtual microseconds of each decode step."""
+class VirtualStore(Closing):
+    """While it is open, the engine's policy decides by what a store in virtual time holds. step_us:
+    virtual microseconds of each decode step."""
 
-    def __init__(self, engine: Engine, store: Store, speed: Transport, token_us: float) -> None:
-        """token_us: what computing a token takes."""
-        self._speed, self._token_us = speed, token_us
+    def __init__(
+        self,
+        engine: Engine,
+        bandwidth: int | None,
+        latency_us: int | None,
+        compute_ms: float | None,
+    ) -> None:
+        """None is measured: of the disk by reading this very file, of computing on this machine."""
+        if bandwidth is None or latency_us is None:
+            disk = measured(engine)
+            bandwidth = bandwidth or disk.bytes_per_s
+            latency_us = disk.latency_us if latency_us is None else latency_us
+        self._speed = Transport(bandwidth, latency_us, engine.config.io_threads)
+        self._token_us = _computing_us(engine) if compute_ms is None else 1000 * compute_ms
         self.step_us: list[float] = []
-        self._engine, self._store = engine, store
-        self._clock = Simulation(store)
-        self._clock.set_speed(speed.bytes_per_s, speed.latency_us)
-        self._driver = Driver(engine.policy, store)
+        self._engine, real = engine, engine.store
+        spec = replace(real.spec, simulated=True, direct_io=False, exact_tiers=False)
+        self._store = Store.create(real.library, spec)
+        self._clock = Simulation(self._store)
+        self._clock.set_speed(bandwidth, latency_us)
+        self._driver = Driver(engine.policy, self._store)
         self._driver.set_route(self._decide)
-        self._tiers: np.ndarray = np.zeros(store.spec.n_expert, np.uint8)
+        self._tiers: np.ndarray = np.zeros(spec.n_expert, np.uint8)
         self._step, self._start_ns = -1, 0
+        engine.driver.set_route(self.on_route)
+        real.set_step_done(self.on_step)
+
+    def close(self) -> None:
+        """The engine's policy goes by its own store again."""
+        self._engine.driver.set_route()
+        self._engine.store.set_step_done(self._engine.driver.step_done)
+        self._store.close()
 
     def stats(self) -> CStats:
         """The counters of the simulated store."""
@@ -103,15 +123,9 @@ class VirtualStore:
         engine.store.apply(decision)
         if engine.driver.meter is not None:
             engine.driver.meter.decided(event, engine.store.view, decision)
-        self._play(event)
-
-    def _play(self, event: RouteEvent) -> None:
-        """The computing of a layer in virtual time."""
-        slices = self._store.spec.layers[event.layer][1]
-        kinds = [kind for kind in COMPUTE_ORDER if (kind, 0) in slices]
         experts = distinct(event.ids_array).astype(np.int32)
-        ns = 1000 * self._token_us * event.n_tokens / len(self._store.spec.layers)
-        compute_layer(self._clock, event.layer, kinds, experts, ns, _DENSE_SHARE, len(experts))
+        ns = 1000 * self._token_us * event.n_tokens / len(shadow.spec.layers)
+        clock.compute(event.layer, experts, ns, _DENSE_SHARE, len(experts))
 
     def on_step(self, step: ComputedStep) -> None:
         """The policy learns of the step as it was in virtual time."""
@@ -124,28 +138,3 @@ class VirtualStore:
         if self._engine.driver.meter is not None:
             allowed = self._driver.allowed
             self._engine.driver.meter.step_done(step.phase, step.n_tokens, allowed)
-
-
-@contextmanager
-def virtual_store(
-    engine: Engine, bandwidth: int | None, latency_us: int | None, compute_ms: float | None
-) -> Iterator[VirtualStore]:
-    """While entered, the engine's policy decides by what a store in virtual time holds. None is
-    measured: of the disk by reading this very file, of computing on this machine."""
-    if bandwidth is None or latency_us is None:
-        disk = measured(engine)
-        bandwidth = bandwidth or disk.bytes_per_s
-        latency_us = disk.latency_us if latency_us is None else latency_us
-    speed = Transport(bandwidth, latency_us, engine.config.io_threads)
-    token_us = _computing_us(engine) if compute_ms is None else 1000 * compute_ms
-    real = engine.store
-    spec = replace(real.spec, simulated=True, direct_io=False, exact_tiers=False)
-    with Store.create(real.library, spec) as store:
-        found = VirtualStore(engine, store, speed, token_us)
-        engine.driver.set_route(found.on_route)
-        real.set_step_done(found.on_step)
-        try:
-            yield found
-        finally:
-            engine.driver.set_route()
-            real.set_step_done(engine.driver.step_done)

@@ -7,10 +7,10 @@ import math
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -132,8 +132,8 @@ def _header(array: np.ndarray) -> Header:
     if set(raw) != known:
         odd = ", ".join(sorted(set(raw) ^ known))
         raise _Wrong(f"the header is damaged: fields missing or unknown: {odd}")
-    for name, kind in _FIELDS.items():
-        if not kind(raw[name]):
+    for name, hint in get_type_hints(Header).items():
+        if name != "version" and not _fits(name, raw[name], hint):
             raise _Wrong(f"the header is damaged: {name} is {raw[name]!r}")
     if [tier for tier in raw["tiers"] if tier in raw["in_use"]] != raw["in_use"]:
         raise _Wrong(f"the header is damaged: in_use is {raw['in_use']!r}")
@@ -156,50 +156,40 @@ def _check_settings(policy: str, settings: dict[str, Any]) -> None:
         raise _Wrong(f"the header is damaged: {error}") from error
 
 
-def _number(low: int, high: int) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and low <= value <= high
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _list(most: int, right: Callable[[Any], bool], least: int = 1) -> Callable[[Any], bool]:
-    return lambda value: (
-        isinstance(value, list) and least <= len(value) <= most and all(map(right, value))
-    )
-
-
-def _rules(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and set(value) == {field.name for field in fields(Rules)}
-        and all(isinstance(each, bool) for each in value.values())
-    )
-
-
-# What the header's fields may be, its version apart.
-_FIELDS: dict[str, Callable[[Any], bool]] = {
-    "model": _text,
-    "arch": _text,
-    "n_expert": _number(1, 65535),
-    "n_expert_used": _number(1, 65535),
-    "layer_ids": _list(4096, _number(0, 2**31 - 1)),
-    "tiers": _list(MAX_TIERS, _text),
-    "files": _list(1024, _text),
-    "policy": _text,
-    "in_use": _list(MAX_TIERS, _text),
-    "settings": lambda value: isinstance(value, dict),
-    "rules": _rules,
-    "transition_bytes": _number(0, 2**62),
-    "expert_bytes": _number(1, 2**62),
-    "io_threads": _number(1, 64),
-    "read_bytes_per_s": _number(0, 2**62),
-    "read_latency_us": _number(0, 10**9),
-    "dense_share": _list(
-        len(Phase), lambda value: type(value) in (int, float) and 0 <= value <= 1, len(Phase)
-    ),
+# What the header's fields may be beside their types: numbers, and the lengths of lists with what
+# is in them.
+_NUMBERS: dict[str, tuple[float, float]] = {
+    "n_expert": (1, 65535),
+    "n_expert_used": (1, 65535),
+    "layer_ids": (0, 2**31 - 1),
+    "transition_bytes": (0, 2**62),
+    "expert_bytes": (1, 2**62),
+    "io_threads": (1, 64),
+    "read_bytes_per_s": (0, 2**62),
+    "read_latency_us": (0, 10**9),
+    "dense_share": (0, 1),
 }
+_LENGTHS = {"layer_ids": 4096, "tiers": MAX_TIERS, "files": 1024, "in_use": MAX_TIERS}
+
+
+def _fits(name: str, value: Any, hint: Any) -> bool:
+    """Whether a value of JSON is of a field's type, and within its numbers."""
+    if hint is Rules:
+        known = {field.name for field in fields(Rules)}
+        return isinstance(value, dict) and set(value) == known and _all(name, value.values(), bool)
+    if get_origin(hint) is tuple:
+        kind, *others = get_args(hint)
+        lengths = (1, _LENGTHS[name]) if others == [...] else (len(Phase), len(Phase))
+        is_list = isinstance(value, list) and lengths[0] <= len(value) <= lengths[1]
+        return is_list and _all(name, value, kind)
+    if hint in (int, float):
+        low, high = _NUMBERS[name]
+        return type(value) in (int, hint) and low <= value <= high
+    return isinstance(value, get_origin(hint) or hint)
+
+
+def _all(name: str, values: Iterable[Any], hint: Any) -> bool:
+    return all(_fits(name, each, hint) for each in values)
 
 
 def _check(trace: Trace) -> None:

@@ -18,15 +18,7 @@ from orchestrator.errors import ConfigError, TraceError
 from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, distinct, percentile
 from orchestrator.lab.replay.figures import counted
 from orchestrator.lab.replay.simulate import Transport
-from orchestrator.lab.replay.trace import (
-    ARRAYS,
-    ENDS,
-    PROMPT_ENDS,
-    STARTS,
-    VERSION,
-    Header,
-    Trace,
-)
+from orchestrator.lab.replay.trace import ARRAYS, ENDS, PROMPT_ENDS, STARTS, VERSION, Header, Trace
 from orchestrator.memory.footprint import model_shape
 from orchestrator.native import CStats
 from orchestrator.policy import BASELINE, POLICIES, policy_class
@@ -153,22 +145,6 @@ class Recorder:
         if not asked:
             self._since = done_ns
 
-    def _losses(self) -> np.ndarray:
-        """What the policy knew, by tier of the file."""
-        model, plan, policy = self._engine.model, self._engine.plan, self._policy
-        known = policy.losses if isinstance(policy, WeighsLosses) else None
-        losses = np.zeros((model.n_layers, model.n_expert, len(model.tiers)))
-        if known is not None:
-            losses[..., list(plan.tiers)] = known
-        return losses
-
-    def _costs(self) -> np.ndarray:
-        """What is foreseen of each tier of the file."""
-        model = self._engine.model
-        known = self._engine.losses.costs([tier.name for tier in model.tiers])
-        none: np.ndarray = np.zeros((model.n_layers, model.n_expert, len(model.tiers) + 1))
-        return none if known is None else known
-
     def trace(self, disk: Transport) -> Trace:
         """What was recorded, from such a disk. Raises TraceError where nothing was."""
         rows, before, after = self._rows, self._before, self._after
@@ -178,13 +154,18 @@ class Recorder:
         kept = sum(step < self._n_steps for step, *_ in rows["restored"])
         for name in ("restored", "restored_use"):
             del rows[name][kept:]
-        model, hotness = self._engine.model, self._hotness
+        engine, hotness, policy = self._engine, self._hotness, self._policy
+        model, tiers = engine.model, [tier.name for tier in engine.model.tiers]
         unknown = np.zeros((model.n_layers, model.n_expert))
+        losses, no_costs = (np.zeros((*unknown.shape, len(tiers) + n)) for n in (0, 1))
+        if isinstance(policy, WeighsLosses) and policy.losses is not None:
+            losses[..., list(engine.plan.tiers)] = policy.losses
+        costs = engine.losses.costs(tiers)
         found = {
             "start_hotness": unknown if hotness is None else hotness,
-            "slices": _slices(self._engine),
-            "losses": self._losses(),
-            "costs": self._costs(),
+            "slices": _slices(engine),
+            "losses": losses,
+            "costs": no_costs if costs is None else costs,
             "counters": counted(after) - counted(before),
         }
         k = model.n_expert_used
@@ -192,7 +173,7 @@ class Recorder:
             name: found[name] if name in found else _array(name, rows[name], k) for name in ARRAYS
         }
         read = after.transition_bytes - before.transition_bytes
-        return Trace(_header(self._engine, disk, int(read)), arrays)
+        return Trace(_header(engine, disk, int(read)), arrays)
 
 
 def _array(name: str, rows: list[Any], k: int) -> np.ndarray:

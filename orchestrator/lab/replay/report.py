@@ -12,13 +12,7 @@ from orchestrator.allocation.look_ahead import LookAhead
 from orchestrator.cost.losses import not_fitted
 from orchestrator.errors import BudgetError, ConfigError, TraceError
 from orchestrator.events import SKIP_TIER, Phase
-from orchestrator.lab.replay.figures import (
-    belady,
-    counted,
-    figures,
-    ratio,
-    recorded_figures,
-)
+from orchestrator.lab.replay.figures import belady, counted, figures, ratio, recorded_figures
 from orchestrator.lab.replay.simulate import (
     Compute,
     Outcome,

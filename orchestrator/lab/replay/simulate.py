@@ -9,7 +9,6 @@ change when the simulated reads are done.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,6 +114,23 @@ class Simulation:
         if library.sim_use(self._store.handle, layer, kind, pointer, len(experts), expert_ns) != 0:
             self._fail()
 
+    def compute(
+        self,
+        layer: int,
+        experts: np.ndarray,
+        layer_ns: float,
+        dense_share: float,
+        n_computed: int,
+    ) -> None:
+        """The computing of a layer, which waits where the simulated disk has not read: its experts,
+        int32 [n], of which so many are computed, kind by kind, and what is outside of them."""
+        there = self._store.spec.layers[layer][1]
+        kinds = [kind for kind in COMPUTE_ORDER if (kind, 0) in there]
+        expert_ns = layer_ns * (1 - dense_share) / (len(kinds) * max(1, n_computed))
+        for kind in kinds:
+            self.use(layer, kind, experts, int(expert_ns))
+        self.advance(int(layer_ns * dense_share if n_computed else layer_ns))
+
     def _fail(self) -> None:
         self._store.check_step()
         raise NativeError("the simulated step failed without a reason")
@@ -193,7 +209,12 @@ def set_up(
     first. whole_experts, rigid: as of StoreSpec. Raises PolicyError and BudgetError."""
     shape = model_shape(trace, tiers)
     made = policy(shape, settings, rules)
-    _teach(made, trace, tiers)
+    # What earlier runs had learned of the model when the trace was recorded.
+    hotness, losses = trace.arrays["start_hotness"], trace.arrays["losses"][..., list(tiers)]
+    if isinstance(made, Learns) and hotness.any():
+        made.set_hotness(hotness)
+    if isinstance(made, WeighsLosses) and made.losses_matter and losses.any():
+        made.set_losses(losses)
     slots = made.plan(expert_bytes)
     spec = spec_for(
         made,
@@ -231,16 +252,6 @@ def foreseen(trace: Trace, tiers: tuple[int, ...], path: Path | None) -> KlEstim
     return KlEstimate.of_costs(costs[..., columns], in_use, in_use[0], usual)
 
 
-def _teach(policy: Policy, trace: Trace, tiers: tuple[int, ...]) -> None:
-    """What earlier runs had learned of the model when the trace was recorded."""
-    hotness = trace.arrays["start_hotness"]
-    if isinstance(policy, Learns) and hotness.any():
-        policy.set_hotness(hotness)
-    losses = trace.arrays["losses"][..., list(tiers)]
-    if isinstance(policy, WeighsLosses) and policy.losses_matter and losses.any():
-        policy.set_losses(losses)
-
-
 def simulate(
     library: Library, trace: Trace, setup: Setup, speed: Transport, time: Compute
 ) -> Outcome:
@@ -253,7 +264,7 @@ def simulate(
     step_us: list[float] = []
     with Store.create(library, setup.spec) as store:
         clock = Simulation(store)
-        driver = Driver(policy, store, lambda: _pass(clock))
+        driver = Driver(policy, store, lambda: clock.advance(_PAUSE_NS))
         driver.set_route()
         if setup.estimate is not None:
             driver.meter = LossMeter(setup.estimate, policy.rules.exact)
@@ -293,10 +304,6 @@ def simulate(
     return Outcome(stats, np.array(step_us), driver.meter)
 
 
-def _pass(clock: Simulation) -> None:
-    clock.advance(_PAUSE_NS)
-
-
 def _play(clock: Simulation, setup: Setup, step: Step, time: Compute) -> None:
     """One step, from its first route event to where the next one has its first."""
     n_ahead, dense = setup.spec.n_ahead, time.dense_share[step.phase]
@@ -314,22 +321,4 @@ def _play(clock: Simulation, setup: Setup, step: Step, time: Compute) -> None:
             event.phases,
         )
         experts = np.unique(event.ids).astype(np.int32)
-        kinds = [kind for kind in COMPUTE_ORDER if kind in setup.shape.slots[layer][0]]
-        compute_layer(clock, layer, kinds, experts, event_ns, dense, n_computed)
-
-
-def compute_layer(
-    clock: Simulation,
-    layer: int,
-    kinds: Sequence[int],
-    experts: np.ndarray,
-    layer_ns: float,
-    dense_share: float,
-    n_computed: int,
-) -> None:
-    """The computing of a layer, which waits where the simulated disk has not read: its experts,
-    int32 [n], of which so many are computed, kind by kind, and what is outside of them."""
-    expert_ns = layer_ns * (1 - dense_share) / (len(kinds) * max(1, n_computed))
-    for kind in kinds:
-        clock.use(layer, kind, experts, int(expert_ns))
-    clock.advance(int(layer_ns * dense_share if n_computed else layer_ns))
+        clock.compute(layer, experts, event_ns, dense, n_computed)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from gguf_tools.closing import Closing
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import default_threads
 from orchestrator.errors import NativeError
@@ -58,57 +57,46 @@ def routers_of(on: Subject) -> list[np.ndarray | None]:
 
 def read_windows(on: Subject, windows: Sequence[Window]) -> Iterator[tuple[Window, Activations]]:
     """What the best tier computes of each window."""
-    config, longest = on.config, max(len(window.tokens) for window in windows)
-    threads = config.threads or default_threads()
-    with ActivationRecorder(config.model, longest, threads, config.ram) as recorder:
-        for number, window in enumerate(windows, 1):
-            yield window, recorder.read(window.tokens)
-            on.report("Reading", number / len(windows))
+    threads = on.config.threads or default_threads()
+    texts = [window.tokens for window in windows]
+    found = activations_of(on.config.model, texts, threads, on.config.ram)
+    for number, (window, each) in enumerate(zip(windows, found, strict=True), 1):
+        yield window, each
+        on.report("Reading", number / len(windows))
 
 
-class ActivationRecorder(Closing):
-    """A model and a context that keep the activations of each read. Free it with close."""
+def activations_of(
+    path: Path, texts: Sequence[Sequence[int]], threads: int, ram: int | None = None
+) -> Iterator[Activations]:
+    """Activations of each text of tokens, read at once: (name, layer) -> float32 [T, width]; int32
+    [T, k] of CHOSEN. ram: a cap on all that is in memory, with experts read from the file as they
+    are needed; None for the whole model.
 
-    def __init__(self, path: Path, n_ctx: int, threads: int, ram: int | None = None) -> None:
-        """ram: a cap on all that is in memory, with experts read from the file as they are needed;
-        None for the whole model. Raises GGUFError, NativeError or BudgetError."""
-        self._found: Activations = {}
-        room = None
-        if ram is not None:
-            own = _kept_bytes(path, n_ctx)
-            room = CalibrationRoom(ram, own, "what the study keeps of the text")
-        self._observer = observe(path, n_ctx, threads, self._is_wanted, self._keep, room)
+    Raises GGUFError or BudgetError, and NativeError also where the model has none of those names.
+    """
+    found: Activations = {}
+    longest, room = max(map(len, texts)), None
+    if ram is not None:
+        with ExpertModel.open(path) as model:
+            width = 3 * model.hparams.embedding_length + model.n_expert
+            width += (1 + len(GATES)) * model.n_expert_used
+            own = _COPIES * 4 * longest * width * len(model.layer_ids)
+        room = CalibrationRoom(ram, own, "what the study keeps of the text")
 
-    def read(self, tokens: Sequence[int]) -> Activations:
-        """Activations of one text, read at once: (name, layer) -> float32 [T, width]; int32 [T, k]
-        of CHOSEN.
-
-        Raises NativeError where the model has none of those names.
-        """
-        self._found = {}
-        self._observer.read(tokens)
-        if not any(name == ROUTER_INPUT for name, _ in self._found):
-            raise NativeError("the model's graph does not name its router inputs as expected")
-        return {key: value.reshape(len(tokens), -1) for key, value in self._found.items()}
-
-    @staticmethod
-    def _is_wanted(node: Node) -> bool:
+    def place(node: Node) -> tuple[str, int] | None:
         match = _NAME.fullmatch(node.name)
-        return match is not None and match[1] in NAMES
+        return (match[1], int(match[2])) if match and match[1] in NAMES else None
 
-    def _keep(self, node: Node) -> None:
-        match = _NAME.fullmatch(node.name)
-        if match is not None:
-            self._found[match[1], int(match[2])] = node.array()
+    def keep(node: Node) -> None:
+        if key := place(node):
+            found[key] = node.array()
 
-    def close(self) -> None:
-        """Frees the context and the model; safe to call twice."""
-        self._observer.close()
-
-
-def _kept_bytes(path: Path, n_ctx: int) -> int:
-    """What a study keeps of the text beside the model."""
-    with ExpertModel.open(path) as model:
-        width = 3 * model.hparams.embedding_length + model.n_expert
-        width += (1 + len(GATES)) * model.n_expert_used
-        return _COPIES * 4 * n_ctx * width * len(model.layer_ids)
+    with observe(
+        path, longest, threads, lambda node: place(node) is not None, keep, room
+    ) as reader:
+        for tokens in texts:
+            found.clear()
+            reader.read(tokens)
+            if not any(name == ROUTER_INPUT for name, _ in found):
+                raise NativeError("the model's graph does not name its router inputs as expected")
+            yield {key: value.reshape(len(tokens), -1) for key, value in found.items()}

@@ -238,15 +238,18 @@ class Similarity(Study):
         model's selection biases and groups are left out."""
         found, chance = _measured(on), on.n_expert_used / on.n_expert
         pairs = list(zip(on.layer_ids, on.layer_ids[1:], strict=False))
-        rows: dict[str, list[Row]] = {
-            "alike": [{"layers": f"{before}-{il}"} for before, il in pairs],
-            "ahead": [{"layer": il, "random": chance} for _, il in pairs],
-        }
-        for name, by_layer in found.items():
-            for row, each in zip(
-                rows["ahead" if name in (AHEAD, OFTEN) else "alike"], by_layer, strict=True
-            ):
-                row[name] = each
+
+        def known(at: int, *names: str) -> Row:
+            return {name: found[name][at] for name in names if name in found}
+
+        alike: list[Row] = [
+            {"layers": f"{before}-{il}", **known(at, OUTPUT, FFN_INPUT)}
+            for at, (before, il) in enumerate(pairs)
+        ]
+        ahead: list[Row] = [
+            {"layer": il, "random": chance, **known(at, AHEAD, OFTEN)}
+            for at, (_, il) in enumerate(pairs)
+        ]
         overall = {
             name: [float(np.mean([value for value, _ in found[name]])), None]
             for name in (AHEAD, OFTEN)
@@ -260,7 +263,7 @@ class Similarity(Study):
                     Column("cosine behind the layer (l_out)", OUTPUT, with_error),
                     Column("cosine before the experts (ffn_inp)", FFN_INPUT, with_error),
                 ),
-                rows["alike"],
+                alike,
             ),
             Table(
                 f"Experts of a layer predicted from the one before (eq. 6): {on.basis}",
@@ -270,7 +273,7 @@ class Similarity(Study):
                     Column("recall, most used", OFTEN, share_with_error),
                     Column("recall, random", lambda row: [row["random"], None], share_with_error),
                 ),
-                rows["ahead"],
+                ahead,
                 [
                     "x: the router's input of the layer before, under the next layer's router. "
                     "Most used: always the experts that this text uses most in that layer."

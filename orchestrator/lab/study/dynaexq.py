@@ -24,8 +24,8 @@ from orchestrator.lab.study.study import (
     UNIFORM,
     Case,
     Findings,
-    HalvedStudy,
     Scored,
+    ScoredStudy,
     Scores,
     above,
     four_digits,
@@ -90,10 +90,11 @@ STEPS = 8  # points of a curve, besides its start
 COLD, RANDOM, HOT_FIRST = ("cold first", "at random", "hot first")
 
 
-class Demotion(HalvedStudy):
+class Demotion(ScoredStudy):
     """What demotion costs. Residency does not change while the text is read."""
 
     name = "demotion"
+    halved = True
 
     def cases(self, on: Subject) -> list[Case]:
         residency, n = Residency(on), on.n_expert
@@ -169,10 +170,11 @@ HOT = "hot"
 N_ENDS = 3
 
 
-class HotMemory(HalvedStudy):
+class HotMemory(ScoredStudy):
     """What a hot set wins back in the same memory."""
 
     name = "memory"
+    halved = True
     rivals = True
     policies = ("dynaexq", "context")
 
@@ -223,15 +225,20 @@ class HotMemory(HalvedStudy):
         )
         for part in dict.fromkeys(case.part for case, _ in found.of(HOT)):
             assert part is not None
-            ends = [(case, score.part(part.places)) for case, score in found.of(UNIFORM)]
+            ends = [
+                (case, replace(score, text=score.text.part(part.places)))
+                for case, score in found.of(UNIFORM)
+            ]
             hot = found.of(HOT, part)
             high, low = (score for _, score in ends[1:3])
-            won = partial(_won_back, high, low)
-            rows = found.rows([*ends, *hot], high)
-            rows = [
-                _row(row, score, None if number < N_ENDS else won(score), on, whole)
-                for number, (row, (_, score)) in enumerate(zip(rows, [*ends, *hot], strict=True))
-            ]
+            every, rows = [*ends, *hot], []
+            for number, (row, (_, score)) in enumerate(
+                zip(found.rows(every, high), every, strict=True)
+            ):
+                # The share of the way from the KL of low to that of high.
+                kl, way = low.text.kl - score.text.kl, low.text.kl - high.text.kl
+                won = None if number < N_ENDS else arithmetic.share(kl, way)
+                rows.append(_row(row, score, won, on, whole))
             shown.tables.append(
                 Table(
                     f"The same memory, {part.name} (Table 4): {on.on(part.second).basis}",
@@ -252,11 +259,6 @@ class HotMemory(HalvedStudy):
             f"text has prompts (--prompt-tokens): it places its experts behind each."
         )
         return shown
-
-
-def _won_back(high: Score, low: Score, score: Score) -> Estimate:
-    """The share of the way from the KL of low to that of high."""
-    return arithmetic.share(low.kl - score.kl, low.kl - high.kl)
 
 
 def _row(row: Row, score: Score, won: Estimate | None, on: Subject, whole: int) -> Row:
@@ -307,17 +309,22 @@ IN_MEMORY = (0.0, 0.25, 0.5, 0.75)  # shares of the experts that a memory holds 
 MIX = "dynaexq"
 
 
-class EqualMemory(HalvedStudy):
+class EqualMemory(ScoredStudy):
     """The same memory for uniform types and for mixes."""
 
     name = "equal"
+    halved = True
     rivals = True
     policies = ("dynaexq",)
 
     def cases(self, on: Subject) -> list[Case]:
         residency, listed = Residency(on), uniform_cases(on, on.tiers)
         hotness = cache(partial(on.uses, halves(on.windows)[0], on.high))
-        for n_high in _high_counts(residency):
+        n, whole = on.n_expert, residency.shape.all_slot_bytes(0)
+        # Beside the shares, as many as fit in what all of them high would take, with the spare
+        # slots of swaps.
+        fit = (high for high in range(n) if residency.budget_bytes(high) <= whole)
+        for n_high in sorted({*(round(held * n) for held in IN_MEMORY), max(fit, default=n)}):
             row = {"bytes": residency.budget_bytes(n_high)}
             label = f"dynaexq, {n_high} of {on.n_expert} high"
             listed.append(Case(label, residency.settings(n_high), MIX, row, used=hotness))
@@ -352,21 +359,12 @@ class EqualMemory(HalvedStudy):
         return Findings(tables, [Panel(x, y, drawn, scored.basis, scale="log")])
 
 
-def _high_counts(residency: Residency) -> list[int]:
-    """Experts of a layer that each memory holds high; at last as many as fit in what all of them
-    high would take, beside the spare slots of swaps."""
-    n, whole = residency.shape.n_expert, residency.shape.all_slot_bytes(0)
-    most = max((high for high in range(n) if residency.budget_bytes(high) <= whole), default=n)
-    return sorted({*(round(share * n) for share in IN_MEMORY), most})
-
-
 def _best_that_fit(alone: list[Scored], n_bytes: int) -> list[Scored]:
     """The types of each method that fit whole, the one with the least KL."""
-    by_method: dict[str, Scored] = {}
-    for case, score in alone:
-        method = case.row["method"]
-        if case.row["bytes"] <= n_bytes and (
-            method not in by_method or score.mean_kl.value < by_method[method][1].mean_kl.value
-        ):
-            by_method[method] = (replace(case, label=f"uniform {case.label}"), score)
-    return list(by_method.values())
+    fit = [each for each in alone if each[0].row["bytes"] <= n_bytes]
+    by_method = (
+        [each for each in fit if each[0].row["method"] == method]
+        for method in dict.fromkeys(case.row["method"] for case, _ in fit)
+    )
+    best = (min(several, key=lambda each: float(each[1].text.kl.mean())) for several in by_method)
+    return [(replace(case, label=f"uniform {case.label}"), score) for case, score in best]

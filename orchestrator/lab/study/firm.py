@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from orchestrator.lab.plotting import Line, Panel, exact
 from orchestrator.lab.replay import ReplayOptions, Trace
 from orchestrator.lab.replay.report import RIGID, WHOLE, set_up_for, speed_and_time
 from orchestrator.lab.replay.simulate import Outcome, Setup, simulate
-from orchestrator.lab.study.study import Drawn, Findings, share
+from orchestrator.lab.study.study import Drawn, Findings, lines, share
 from orchestrator.lab.table import Column, Row, Table, fixed
 from orchestrator.native import Library
 from orchestrator.policy import policy_class
@@ -50,14 +51,15 @@ class Played(NamedTuple):
         self,
         policy: str,
         settings: Mapping[str, Any],
-        prepare: Callable[[Setup], None] = lambda made: None,
+        every: int | None = None,
         **changes: Any,
     ) -> tuple[Setup, Outcome]:
-        """The trace with a policy. prepare: gets it before it begins; changes: of the options."""
+        """The trace with a policy. every: of FIRM's tuner; changes: of the options."""
         asked = replace(self.options, policy=policy, settings=settings, **changes)
         speed, time = speed_and_time(self.trace.header, asked)
         made = set_up_for(self.trace, asked, policy_class(policy), speed)
-        prepare(made)
+        if every and isinstance(made.policy, FIRM):
+            made.policy.tuner.every = every
         return made, simulate(self.library, self.trace, made, speed, time)
 
 
@@ -84,19 +86,18 @@ class OfTrace(Drawn):
 
 
 class Part(NamedTuple):
-    """A row of FIRM's parts. base: the row that it is compared with; changes: of the options."""
+    """A row of FIRM's parts. changes: of the options."""
 
     name: str
-    base: str
     policy: str
     settings: dict[str, Any]
-    changes: dict[str, Any]
+    changes: Mapping[str, Any] = MappingProxyType({})
 
 
-def parts(k: int) -> list[Part]:
-    """What is compared: as the store reads, with no prefetch; and what the paper compares, on a
-    link with one queue for all reads, with its base. K = P = 3 where the model has as many experts
-    a token as k."""
+def parts(k: int) -> dict[str, list[Part]]:
+    """What is compared, by the base that it is compared with: as the store reads, with no prefetch;
+    and what the paper compares, on a link with one queue for all reads, with its base. K = P = 3
+    where the model has as many experts a token as k."""
     off, whole, rigid = {"prefetch": "off"}, {"wait": WHOLE}, {"link": RIGID}
     dymoe = {"prefetch": "on", "retention": 1.0}
     one, few = {"votes": f"{k},1"}, {"votes": f"{min(3, k)},3"}
@@ -104,21 +105,23 @@ def parts(k: int) -> list[Part]:
     def ahead(way: str, n: int) -> dict[str, Any]:
         return {"prefetch": "on", "agree": way, "prefetch_kinds": n}
 
-    return [
-        Part("lru", NO_PREFETCH, "lru", {}, {}),
-        Part("whole experts waited for", NO_PREFETCH, FIRM.name, off, whole),
-        Part(NO_PREFETCH, NO_PREFETCH, FIRM.name, off, {}),
-        Part("dymoe, r=1", NO_PREFETCH, "dymoe", dymoe, {}),
-        *(
-            Part(f"firm, {way}, n={n}", NO_PREFETCH, FIRM.name, ahead(way, n), {})
-            for way, n in ((RANK, 1), (RANK, 3), (MOL, 1))
-        ),
-        Part(BASE, BASE, FIRM.name, ahead(RANK, 3) | one, rigid | whole),
-        Part("+ FG: gates alone", BASE, FIRM.name, ahead(RANK, 1) | one, rigid),
-        Part("+ MoL", BASE, FIRM.name, ahead(MOL, 3) | few, rigid | whole),
-        Part("+ FG + MoL", BASE, FIRM.name, ahead(MOL, 1) | few, rigid),
-        Part("all: tuned", BASE, FIRM.name, ahead(MOL, 1), rigid),
-    ]
+    ways = ((RANK, 1), (RANK, 3), (MOL, 1))
+    return {
+        NO_PREFETCH: [
+            Part("lru", "lru", {}),
+            Part("whole experts waited for", FIRM.name, off, whole),
+            Part(NO_PREFETCH, FIRM.name, off),
+            Part("dymoe, r=1", "dymoe", dymoe),
+            *(Part(f"firm, {way}, n={n}", FIRM.name, ahead(way, n)) for way, n in ways),
+        ],
+        BASE: [
+            Part(BASE, FIRM.name, ahead(RANK, 3) | one, rigid | whole),
+            Part("+ FG: gates alone", FIRM.name, ahead(RANK, 1) | one, rigid),
+            Part("+ MoL", FIRM.name, ahead(MOL, 3) | few, rigid | whole),
+            Part("+ FG + MoL", FIRM.name, ahead(MOL, 1) | few, rigid),
+            Part("all: tuned", FIRM.name, ahead(MOL, 1), rigid),
+        ],
+    }
 
 
 class FirmParts(OfTrace):
@@ -137,13 +140,12 @@ class FirmParts(OfTrace):
         )
         sizes = [int(held * every) for held in HELD]
         sizes = sizes if on.options.expert_ram is None else [on.options.expert_ram]
-        listed = parts(on.trace.n_expert_used)
-        for base, world in WORLDS.items():
+        for base, listed in parts(on.trace.n_expert_used).items():
+            world = WORLDS[base]
             rows = [
                 _measured(on, each, size) | {"held": size / every}
                 for size in sizes
                 for each in listed
-                if each.base == base
             ]
             bases = {row["held"]: row for row in rows if row["name"] == base}
             for row in rows:
@@ -152,11 +154,9 @@ class FirmParts(OfTrace):
                 if other["bytes_per_token"]:
                     row["bytes_ratio"] = row["bytes_per_token"] / other["bytes_per_token"]
             tables.append(Table(f"The parts of FIRM-MoE, {world}: {header.model}", _PARTS, rows))
-            drawn = []
-            for name in dict.fromkeys(row["name"] for row in rows):
-                points = [(100 * r["held"], r["speedup"]) for r in rows if r["name"] == name]
-                x, y = zip(*points, strict=True)
-                drawn.append(Line(name, x, exact(y)))
+            drawn = lines(
+                rows, lambda row: 100 * row["held"], lambda row: [row["speedup"], None], "name"
+            )
             panels.append(Panel("slots, % of the experts", f"x {base}", drawn, world))
         tables[-1].footnotes.append(
             f"Virtual time, decode steps behind the first {WARM_UP}. n: matrices of an expert that "
@@ -255,12 +255,7 @@ def _tuner(
     on: Played, settings: Mapping[str, Any], every: int | None = None
 ) -> tuple[Tuner, float]:
     """The tuner at the end of the trace, and the share of the experts that had slots."""
-
-    def prepare(made: Setup) -> None:
-        assert isinstance(made.policy, FIRM)
-        made.policy.tuner.every = every or made.policy.tuner.every
-
-    made, _ = on.play(FIRM.name, settings, prepare)
+    made, _ = on.play(FIRM.name, settings, every)
     assert isinstance(made.policy, FIRM)
     return made.policy.tuner, made.slots.total_bytes / made.shape.all_slot_bytes()
 

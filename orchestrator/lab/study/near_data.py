@@ -253,18 +253,18 @@ def domain_rows(usages: Sequence[Usage], every: Sequence[Choices], n_hot: int) -
     share of all routed experts that it captures."""
     for domain in dict.fromkeys(usage.domain for usage in usages):
         for by in every[0]:
-            alike, caught, asked = [], 0.0, 0.0
-            for usage, known in zip(usages, every, strict=True):
-                scores = known[by]
-                if usage.domain == domain and scores is not None:
-                    alike.append(cosine(scores, usage.answer).mean())
-                    caught += captured(scores, usage.answer, n_hot)
-                    asked += usage.answer.sum()
+            mine = [
+                (scores, usage.answer)
+                for usage, known in zip(usages, every, strict=True)
+                if usage.domain == domain and (scores := known[by]) is not None
+            ]
+            asked = sum(float(answer.sum()) for _, answer in mine)
+            caught = sum(captured(scores, answer, n_hot) for scores, answer in mine)
             # What is alike in all experts captures the share of experts that are hot.
             if by == ALIKE:
                 caught = asked * n_hot / usages[0].counts.shape[1]
             if asked:
-                mean = float(np.mean(alike))
+                mean = float(np.mean([cosine(*each).mean() for each in mine]))
                 yield {"domain": domain, "by": by, "cosine": mean, "mass": caught / asked}
 
 
@@ -299,22 +299,13 @@ JUDGED, ASKED = "judged", "asked"
 _SEED = 1
 
 
-@dataclass(frozen=True, slots=True)
-class NearTiers:
-    """The near tiers of a file, the widest first: names, and nominal bits, all different."""
+# The near tiers of a file by their nominal bits, all different, the widest first.
+NearTiers = dict[float, str]
 
-    names: tuple[str, ...]
-    bits: tuple[int, ...]
 
-    @classmethod
-    def of(cls, tiers: Sequence[str]) -> NearTiers:
-        """Of a file's tiers, best first: the best one of each width below the best tier."""
-        names = best_of_each_width(tiers[1:])[-MAX_WIDTHS:]
-        return cls(tuple(names), tuple(map(nominal_bits, names)))
-
-    def uniform(self, bits: float) -> str | None:
-        """The tier in which every expert has so many bits; None where the file has none."""
-        return self.names[self.bits.index(int(bits))] if bits in self.bits else None
+def near_tiers(tiers: Sequence[str]) -> NearTiers:
+    """Of a file's tiers, best first: the best one of each width below the best tier."""
+    return {nominal_bits(name): name for name in best_of_each_width(tiers[1:])[-MAX_WIDTHS:]}
 
 
 class NearBits(ScoredStudy):
@@ -329,7 +320,7 @@ class NearBits(ScoredStudy):
 
     def cases(self, on: Subject) -> list[Case]:
         on = on.on(with_prompts(on.windows))
-        near, (everything, *domains) = NearTiers.of(on.tiers), parts_of(on)
+        near, (everything, *domains) = near_tiers(on.tiers), parts_of(on)
         bits, asked = _bits(on, near), on.config.given("hot_experts")
         hot = [asked] if asked else sorted({max(1, round(share * on.n_expert)) for share in HOT})
         # One reading of all texts, when it is first asked for.
@@ -340,7 +331,7 @@ class NearBits(ScoredStudy):
             known = cache(partial(_profile, usages, part))
             for n_hot in hot:
                 for width in bits:
-                    name = near.uniform(width)
+                    name = near.get(width)
                     if name is not None:
                         listed.append(_alone(on, name, width, part, JUDGED))
                     listed += _cases(on, near, width, n_hot, part, known, JUDGED)
@@ -417,10 +408,10 @@ def _bits(on: Subject, near: NearTiers) -> list[float]:
     Raises ConfigError where there are none."""
     asked = on.config.given("near_bits")
     wanted = BITS if asked is None else (float(asked),)
-    found = [bits for bits in wanted if bits >= near.bits[-1]]
+    found = [bits for bits in wanted if bits >= min(near)]
     if not found:
         raise ConfigError(
-            f"{on.name} holds nothing below {near.names[-1]}: pack it with a tier of "
+            f"{on.name} holds nothing below {near[min(near)]}: pack it with a tier of "
             f"{min(wanted):g} bits or less"
         )
     return found
@@ -455,7 +446,7 @@ def _cases(
         (STATIC, by_prompt, known, True),
         (RANDOM, by_prompt, by_chance, True),
     ]
-    name = near.uniform(bits)
+    name = near.get(bits)
     if name is not None:
         ways.insert(0, (UNIFORM, {**usual, "near_tiers": name}, known, False))
     row = {"domain": part.name, "bits": bits, "hot": n_hot}

@@ -20,7 +20,7 @@ from orchestrator.engine.load import Progress
 from orchestrator.errors import ConfigError
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import pair
-from orchestrator.lab.eval.perplexity import Reference
+from orchestrator.lab.eval.judge import Reference
 from orchestrator.lab.eval.run import EvalOptions, share_with_error, with_error
 from orchestrator.lab.plotting import Line, Panel, draw, require_matplotlib
 from orchestrator.lab.study.subject import Part, Score, Settings, Subject, Wrapper, halves
@@ -36,11 +36,6 @@ def show_change(found: Sequence[float | None]) -> str:
     return f"{value:+.2f} % +- {error:.2f}"
 
 
-def _realised(row: Row) -> float | None:
-    share: float | None = row["realised"]
-    return None if row["retention"] is None else share
-
-
 def _lower(row: Row) -> float | None:
     """The share of the routed experts that were computed low, or not at all."""
     usage = row["usage"]
@@ -52,10 +47,12 @@ def _lower(row: Row) -> float | None:
 
 
 LABEL = Column("configuration", "configuration", left=True)
-RETENTION = Column("r", "retention", "{:g}".format)
-COMPUTED_LOW = Column("low or skipped", _lower, percent(1, " %"))
 # What a configuration did.
-DONE = (RETENTION, Column("realised", _realised, fixed(3)), COMPUTED_LOW)
+DONE = (
+    Column("r", "retention", "{:g}".format),
+    Column("realised", lambda row: row["retention"] and row["realised"], fixed(3)),
+    Column("low or skipped", _lower, percent(1, " %")),
+)
 # What all experts take in one type, and what a weight of theirs does.
 SIZE = (Column("experts", "bytes", format_size), Column("bits", "bits", fixed(2)))
 ANSWERS = (Column("acc", "acc", share_with_error), Column("acc_norm", "acc_norm", share_with_error))
@@ -80,10 +77,10 @@ def figures(score: Score, base: Score) -> Row:
     found: Row = {
         "realised": score.realised,
         "usage": score.usage,
-        "kl": pair(score.mean_kl),
+        "kl": pair(arithmetic.mean(score.text.kl)),
         "perplexity": pair(score.text.perplexity),
-        "change": pair(score.against(base)),
-        "top1": pair(arithmetic.mean(score.agrees)),
+        "change": pair(arithmetic.change(score.text.nll, base.text.nll)),
+        "top1": pair(arithmetic.mean(score.text.agrees)),
         "domains": {name: pair(each) for name, each in score.text.by_domain().items()},
     }
     if score.choices is not None:
@@ -93,7 +90,7 @@ def figures(score: Score, base: Score) -> Row:
 
 def above(score: Score, other: Score) -> list[float | None] | None:
     """How much higher a KL is than another one, paired; None of itself."""
-    return None if score is other else pair(arithmetic.mean(score.kl - other.kl))
+    return None if score is other else pair(arithmetic.mean(score.text.kl - other.text.kl))
 
 
 # With fewer, standard errors are larger than what studies look for.
@@ -256,12 +253,6 @@ class Scores:
             (case, score), *others = several
             self.scored.append((case, score.averaged([each for _, each in others])))
 
-    def run_files(self) -> None:
-        """Scores the uniform types to compare with, each gone before the next one is made."""
-        for file in self.on.uniform_types.files(self.on.report):
-            settings = {**self.on.uniform(""), "model": file.path, "high_tier": None}
-            self.run([_of_file(file, settings)])
-
     def of(self, group: str, part: Part | None = None) -> list[Scored]:
         """The cases of one group, of one part where it is given."""
         return [
@@ -335,7 +326,10 @@ def lines(
 
 
 class ScoredStudy(Study):
-    """A study of cases, each compared with what the best tier says to each token."""
+    """A study of cases, each compared with what the best tier says to each token. halved: each
+    domain's first half says how experts are used, and its second half is scored."""
+
+    halved: ClassVar[bool] = False
 
     @abstractmethod
     def cases(self, on: Subject) -> list[Case]:
@@ -347,11 +341,11 @@ class ScoredStudy(Study):
 
     def scored(self, on: Subject) -> Subject:
         """What is scored of a subject."""
-        return on
+        return on.on(halves(on.windows)[1]) if self.halved else on
 
     def n_before(self, on: Subject) -> int:
-        """Passes beside the cases, the files and the reference."""
-        return 0
+        """Passes beside the cases, the files and the reference: those that count uses."""
+        return int(self.halved)
 
     def measure(self, on: Subject) -> Findings:
         scored, cases = self.scored(on), self.cases(on)
@@ -361,17 +355,8 @@ class ScoredStudy(Study):
             found = Scores(scored, reference)
             found.run(cases)
             if self.rivals:
-                found.run_files()
+                # Each is gone before the next one is made.
+                for file in on.uniform_types.files(on.report):
+                    settings = {**on.uniform(""), "model": file.path, "high_tier": None}
+                    found.run([_of_file(file, settings)])
         return self.show(found, on)
-
-
-class HalvedStudy(ScoredStudy):
-    """A study of which each domain's first half says how experts are used, and its second half is
-    scored."""
-
-    def scored(self, on: Subject) -> Subject:
-        return on.on(halves(on.windows)[1])
-
-    def n_before(self, on: Subject) -> int:
-        """The uses of the first half."""
-        return 1

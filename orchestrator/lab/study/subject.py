@@ -23,10 +23,15 @@ from orchestrator.engine.engine import Engine
 from orchestrator.engine.load import Progress
 from orchestrator.errors import ConfigError
 from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
-from orchestrator.lab.eval import arithmetic
-from orchestrator.lab.eval.arithmetic import Estimate
-from orchestrator.lab.eval.judge import ChoiceScores, Judge, read_questions, score_choices
-from orchestrator.lab.eval.perplexity import Reference, TextScores, score_text
+from orchestrator.lab.eval.judge import (
+    ChoiceScores,
+    Judge,
+    Reference,
+    TextScores,
+    read_questions,
+    score_choices,
+    score_text,
+)
 from orchestrator.lab.eval.run import (
     EvalOptions,
     best_config,
@@ -163,34 +168,9 @@ class Score:
     slot_bytes: int = 0
 
     @property
-    def kl(self) -> np.ndarray:
-        """KL of each token from the reference."""
-        assert self.text.kl is not None
-        return self.text.kl
-
-    @property
-    def agrees(self) -> np.ndarray:
-        """Of each token 1.0 where its likeliest one is the reference's, else 0.0; between them
-        where the score is a mean over several."""
-        assert self.text.agrees is not None
-        return self.text.agrees.astype(np.float64)
-
-    @property
-    def mean_kl(self) -> Estimate:
-        return arithmetic.mean(self.kl)
-
-    @property
     def high(self) -> float:
         """The share of the routed experts that were asked for in the high tier."""
         return (self.usage["high"] or 0.0) if self.usage else 0.0
-
-    def against(self, base: Score) -> Estimate:
-        """Relative change of the perplexity from base, paired."""
-        return arithmetic.change(self.text.nll, base.text.nll)
-
-    def part(self, places: np.ndarray) -> Score:
-        """Of some of the tokens. places int [m]."""
-        return replace(self, text=self.text.part(places))
 
     def averaged(self, others: Sequence[Score]) -> Score:
         """This one with the figures of each token, and the share of high, averaged over it and
@@ -199,8 +179,8 @@ class Score:
         text = replace(
             self.text,
             nll=np.mean([row.text.nll for row in rows], axis=0),
-            kl=np.mean([row.kl for row in rows], axis=0),
-            agrees=np.mean([row.agrees for row in rows], axis=0),
+            kl=np.mean([row.text.kl for row in rows], axis=0),
+            agrees=np.mean([row.text.agrees for row in rows], axis=0),
         )
         high = sum(row.high for row in rows) / len(rows)
         usage = None if self.usage is None else self.usage | {"high": high}
@@ -290,7 +270,7 @@ class Subject:
         step = self.passes.begin("Reading with the best tier")
         config = best_config(self.config, self.best)
         with Engine.open(config, self.report) as engine:
-            return read_reference(engine, self.windows, False, lambda _, done: step(done or 0.0))
+            return read_reference(engine, self.windows, False, step)
 
     def uniform(self, tier: str) -> Settings:
         """Settings: every expert in one tier."""

@@ -70,27 +70,29 @@ class UniformTypes:
         self._files = [Path(name) for name in asked if name.endswith(".gguf")]
         with ExpertModel.open(self._model) as model:
             tiers = {tier.name for tier in model.tiers}
+            shapes = [shape for layer in model.shapes for shape in layer if shape is not None]
             types = self._types(model, [name for name in asked if not name.endswith(".gguf")])
             if options.uniform is None:
-                types = [each for each in types if _is_below(model, each)]
-            shapes = [shape for layer in model.shapes for shape in layer if shape is not None]
+                # Those that are smaller than the best tier, and that all experts can have.
+                types = [
+                    each
+                    for each in types
+                    if bits_per_weight(each) < model.tiers[0].bpw
+                    and all(fitting_type(each, length) == each for length, _ in shapes)
+                ]
             self._n_weights = model.n_expert * sum(length * rows for length, rows in shapes)
             bits = max(map(bits_per_weight, types), default=0.0)
             self._largest = model.dense_bytes + int(self._n_weights * bits / 8)
             for path in self._files:
                 with ExpertModel.open(path) as other:
                     check_same(model, other)
-        # A tier of the model itself is not made again.
-        self._kinds = [
-            (each, method)
-            for each in types
-            for method in (RTN, IMATRIX)
-            if (
-                self._calib is not None
-                if method == IMATRIX
-                else each not in IMPORTANCE_TYPES and each.tier_name not in tiers
-            )
-        ]
+        self._kinds: list[tuple[GGMLType, str]] = []
+        for each in types:
+            # A tier of the model itself is not made again.
+            if each not in IMPORTANCE_TYPES and each.tier_name not in tiers:
+                self._kinds.append((each, RTN))
+            if self._calib is not None:
+                self._kinds.append((each, IMATRIX))
 
     def _types(self, model: ExpertModel, names: list[str]) -> list[GGMLType]:
         """The smallest first."""
@@ -159,13 +161,6 @@ class UniformTypes:
                         threads=self._threads,
                     )
                     yield _read(path)
-
-
-def _is_below(model: ExpertModel, kind: GGMLType) -> bool:
-    """Whether a type is smaller than the best tier, and all experts can have it."""
-    rows = {shape[0] for layer in model.shapes for shape in layer if shape}
-    smaller = bits_per_weight(kind) < model.tiers[0].bpw
-    return smaller and all(fitting_type(kind, row) == kind for row in rows)
 
 
 def _read(path: Path) -> UniformFile:

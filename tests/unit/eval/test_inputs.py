@@ -8,10 +8,10 @@ import pytest
 
 from orchestrator.errors import ConfigError
 from orchestrator.lab.calibrate.capture import read_calibration
+from orchestrator.lab.eval import EvalOptions
 from orchestrator.lab.eval.judge import read_questions
 from orchestrator.lab.eval.text import (
     Document,
-    cut_windows,
     needed_tokens,
     read_documents,
     windows_of,
@@ -22,14 +22,15 @@ class Letters:
     """An engine whose tokens are characters; begin: the begin token, where there is one."""
 
     def __init__(self, begin):
-        self.begin = begin
+        self.begin, self.n_ctx = begin, 1 << 20
 
     def tokenize(self, text):
         return self.begin + [ord(letter) for letter in text]
 
 
 def cut(documents, length, limit, begin):
-    return cut_windows(Letters(begin).tokenize, documents, length, limit, "text.txt")
+    options = EvalOptions(Path("text.txt"), tokens=limit, window=length)
+    return options.windows(Letters(begin), documents)
 
 
 def test_windows_hold_every_token_once():

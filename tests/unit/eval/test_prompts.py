@@ -14,9 +14,8 @@ from orchestrator.engine.texts import log_softmax
 from orchestrator.errors import ConfigError
 from orchestrator.events import Phase
 from orchestrator.lab.eval import EvalOptions
-from orchestrator.lab.eval.judge import Judge
-from orchestrator.lab.eval.perplexity import score_text
-from orchestrator.lab.eval.text import Document, Window, cut_windows
+from orchestrator.lab.eval.judge import Judge, score_text
+from orchestrator.lab.eval.text import Document, Window
 
 POLICIES = {
     "plain": {"policy": "plain"},
@@ -33,9 +32,8 @@ def open_engine(model, **settings):
 
 
 def windows(engine, prompt):
-    return cut_windows(
-        engine.tokenize, [Document(TEXT), Document(TEXT, "Once upon")], 48, None, "t", prompt
-    )
+    options = EvalOptions(window=48, prompt_tokens=prompt)
+    return options.windows(engine, [Document(TEXT), Document(TEXT, "Once upon")])
 
 
 def nll(engine, found):

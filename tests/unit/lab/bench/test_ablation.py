@@ -18,7 +18,7 @@ from orchestrator.lab.bench.cases import (
     SKIP_AHEAD,
     paper_rows,
 )
-from orchestrator.lab.bench.job import COLD, DECODE, PROMPT
+from orchestrator.lab.bench.child import COLD, DECODE, PROMPT
 from orchestrator.memory.footprint import model_shape
 from orchestrator.policy.lru import LRU
 
@@ -40,7 +40,7 @@ def test_rows_differ_in_one_part_each():
 def test_slots_of_one_token_hold_k_experts_of_one_layer(tmp_path):
     model = ExpertModel.open(synthetic.write(tmp_path / "m.gguf", "tiny-olmoe"))
     policy = LRU(model_shape(model, (0,)))
-    groups = policy.plan(token_slot_bytes(model)).groups
+    groups = policy.plan(token_slot_bytes(policy.shape)).groups
     assert {group.n_slots for group in groups} == {model.n_expert_used}
 
 

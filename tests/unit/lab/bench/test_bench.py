@@ -11,14 +11,15 @@ from orchestrator.lab import children as host
 from orchestrator.lab.bench import models
 from orchestrator.lab.bench.benchmark import Benchmark
 from orchestrator.lab.bench.caps import CapOptions, Caps
-from orchestrator.lab.bench.child import play, token_stream
-from orchestrator.lab.bench.job import (
+from orchestrator.lab.bench.child import (
     MIN_STEPS,
     Job,
     decode,
     longest_context,
+    play,
     prompt,
     settle,
+    token_stream,
 )
 from orchestrator.lab.bench.options import BenchOptions
 

@@ -5,7 +5,7 @@ import pytest
 from gguf_tools import synthetic
 from orchestrator.lab.bench import child
 from orchestrator.lab.bench.cases import PLAIN, RESIDENT, UPSTREAM
-from orchestrator.lab.bench.job import Job, decode, prompt
+from orchestrator.lab.bench.child import Job, decode, prompt
 
 # These do not touch what is computed or where weights lie: a progress bar and its argument, timers,
 # and for how many tokens of a batch there is room for logits.

@@ -10,7 +10,7 @@ from orchestrator.lab.study.activations import (
     CHOSEN,
     GATES,
     ROUTER_INPUT,
-    ActivationRecorder,
+    activations_of,
     applied_gates,
 )
 from orchestrator.lab.study.near_data import (
@@ -127,8 +127,7 @@ def test_a_window_is_a_prompt_and_an_answer():
 )
 def test_gates_are_renormalised_where_the_family_does_it(library, tmp_path, shape, renormalises):
     path = synthetic.write(tmp_path / "m.gguf", shape)
-    with ActivationRecorder(path, 16, 1) as recorder:
-        found = recorder.read(list(range(16)))
+    (found,) = activations_of(path, [range(16)], 1)
     gates = applied_gates(found, 1)
     logits = found["ffn_moe_logits", 1].astype(np.float64)
     scores = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)

@@ -4,13 +4,13 @@ import pytest
 from click.testing import CliRunner
 
 from orchestrator.cli.main import cli
-from orchestrator.lab.study.near_data import NearTiers
+from orchestrator.lab.study.near_data import near_tiers
 
 
 def test_near_tiers_are_one_of_each_width():
-    five = NearTiers.of(("q8_0", "q4_k", "q3_k", "iq3_xxs", "q2_k"))
-    assert five == NearTiers(("q4_k", "q3_k", "q2_k"), (4, 3, 2))
-    assert five.uniform(3.0) == "q3_k" and five.uniform(2.5) is None
+    five = near_tiers(("q8_0", "q4_k", "q3_k", "iq3_xxs", "q2_k"))
+    assert list(five.items()) == [(4, "q4_k"), (3, "q3_k"), (2, "q2_k")]
+    assert five.get(3.0) == "q3_k" and five.get(2.5) is None
 
 
 def test_settings_are_for_the_studies_that_name_their_policy(model, text):

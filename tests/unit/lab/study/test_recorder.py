@@ -6,17 +6,14 @@ from click.testing import CliRunner
 from orchestrator.cli.main import cli
 from orchestrator.errors import BudgetError
 from orchestrator.lab import observe
-from orchestrator.lab.study.activations import ActivationRecorder
+from orchestrator.lab.study.activations import activations_of
 
 TOKENS = list(range(20, 60))
 
 
 def test_activations_are_the_same_within_a_cap(library, model):
-    with ActivationRecorder(model, len(TOKENS), 1) as whole:
-        found = whole.read(TOKENS)
-    with ActivationRecorder(model, len(TOKENS), 1, ram=100 << 20) as capped:
-        assert capped._observer._store is not None
-        again = capped.read(TOKENS)
+    (found,) = activations_of(model, [TOKENS], 1)
+    (again,) = activations_of(model, [TOKENS], 1, ram=100 << 20)
     assert found.keys() == again.keys()
     assert all((found[key] == again[key]).all() for key in found)
 

@@ -14,7 +14,7 @@ from orchestrator.lab.calibrate.measure import tensor
 from orchestrator.lab.eval.arithmetic import cosine
 from orchestrator.lab.study.activations import (
     ROUTER_LOGITS,
-    ActivationRecorder,
+    activations_of,
     recall,
     top,
 )
@@ -100,9 +100,7 @@ def test_recorded_logits_choose_the_experts_that_the_store_sees(model):
         engine.eval(tokens, 0, phase=Phase.PREFILL)
         layer_ids = list(engine.model.layer_ids)
         router = tensor(engine.model, f"blk.{layer_ids[0]}.ffn_gate_inp.weight")
-    with ActivationRecorder(model, 64, 1) as recorder:
-        found = recorder.read(tokens)
-        again = recorder.read(tokens)
+    found, again = activations_of(model, [tokens, tokens], 1)
     k = seen[0][0].shape[1]
     for layer, il in enumerate(layer_ids):
         ids, places = seen[layer]
