@@ -7,7 +7,7 @@ import pytest
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import usable_cores
-from orchestrator.cli.machine import examine, render, misses_line
+from orchestrator.cli.machine import examine, misses_line, render
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.memory import machine
