@@ -27,7 +27,6 @@ from orchestrator.cost.plans import (
 from orchestrator.cost.speeds import Speeds
 from orchestrator.cost.time import PROMPT_TOKENS, TimeModel, known_uses, skewed, spare_bytes
 from orchestrator.errors import BudgetError, ConfigError, MoeEdgeError, PolicyError
-from orchestrator.events import SKIP_TIER
 from orchestrator.memory.choice import check_unused, without_effect
 from orchestrator.memory.machine import (
     Probe,
@@ -264,7 +263,7 @@ class Planner:
         return Candidate(
             policy=plan.policy.name if plan.policy else PLAIN,
             settings=asked or {},
-            tiers=[*plan.tier_names, *([SKIP_TIER] if plan.skip else [])],
+            tiers=plan.versions,
             expert_bytes=plan.slots.total_bytes if plan.slots else plan.expert_bytes,
             resident=plan.absent_bytes == 0,
             token_ms=1e3 * short.token_s(PROMPT_TOKENS),

@@ -15,6 +15,7 @@ from gguf_tools.units import format_size
 from orchestrator.allocation.slots import FileTier, SlotPlan
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
+from orchestrator.events import SKIP_TIER
 from orchestrator.memory import footprint
 from orchestrator.memory.choice import choose, make_policy, wants_plain
 from orchestrator.memory.footprint import LEAST_CONTEXT, SIZES
@@ -70,6 +71,11 @@ class MemoryPlan:
     slots: SlotPlan | None = None
     host_bytes: int = 0
     shared: SharedMemory | None = None
+
+    @property
+    def versions(self) -> list[str]:
+        """Names of what an expert may be computed in, the best first and skipping last."""
+        return [*self.tier_names, *([SKIP_TIER] if self.skip else [])]
 
     @property
     def fixed_bytes(self) -> int:

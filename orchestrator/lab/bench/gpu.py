@@ -167,7 +167,7 @@ class Gpu(Benchmark):
         return None
 
     def shape(self) -> ModelShape:
-        return device_shape(self.model, (0,))
+        return model_shape(self.model, (0,), self.model.shapes)
 
     def cap_settings(self, case: Case) -> dict[str, Any]:
         settings: dict[str, Any] = {"device": self.on.device}
