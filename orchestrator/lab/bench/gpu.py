@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.cache.files import write_whole
@@ -128,10 +127,6 @@ class Gpu(Benchmark):
     )
     room: Room
     cap_words = "room for {:.0%} of the experts on the GPU"
-
-    @staticmethod
-    def shape_of(model: ExpertModel, tiers: tuple[int, ...]) -> ModelShape:
-        return model_shape(model, tiers, model.shapes)
 
     def open(self, on: GpuOptions, note: Note) -> None:
         """Raises ConfigError without a GPU, before a model is made."""
