@@ -40,9 +40,9 @@ def with_larger_last_layer(shape, odd):
     return ModelShape(shape.n_expert, shape.n_expert_used, shape.tiers, (*shape.slots[:-1], larger))
 
 
-def zipf(rng, shape):
+def zipf(rng, shape, exponent=0.8):
     """How likely each expert of each layer is chosen, [L, E]: few of them often."""
-    share = 1.0 / np.arange(1, shape.n_expert + 1) ** 0.8
+    share = 1.0 / np.arange(1, shape.n_expert + 1) ** exponent
     share /= share.sum()
     return np.stack([rng.permutation(share) for _ in range(shape.n_layers)])
 
@@ -198,6 +198,49 @@ def test_transitions_always_have_a_slot(seed, n_layers, n_expert, share, failing
         assert (
             shares[layer][store.tiers[layer] == HIGH].sum() >= hottest - 0.1 * n / n_expert - 0.01
         )
+
+
+def run_stationary(margin, slack):
+    """Promotions, and the share of the tokens' experts that were high, over one steady text."""
+    rng = np.random.default_rng(5)
+    shape = make_shape(n_layers=4, n_expert=32, k=4)
+    policy, plan = make(shape, hysteresis=margin, rank_slack=slack)
+    store = running(policy, plan)
+    shares = zipf(rng, shape)
+    hits = total = 0
+    for _ in range(1000):
+        store.begin_step()
+        counts = draw(rng, shares, 4)
+        hits += int(counts[store.tiers == HIGH].sum())
+        total += int(counts.sum())
+        store.transition(policy.step_done(report(counts, store)))
+    return policy.report()["promotions"], hits / total
+
+
+def test_hysteresis_halves_the_promotions_on_a_steady_text():
+    """Each form by itself, and both; the hot set is no worse for it."""
+    restless, share = run_stationary(0.0, 0)
+    usual = DynaExq.Settings()
+    for margin, slack in [(usual.hysteresis, 0), (0.0, 4), (usual.hysteresis, 4)]:
+        promotions, kept = run_stationary(margin, slack)
+        assert 0 < promotions < restless / 2, (margin, slack)
+        assert kept > share - 0.01
+
+
+def test_a_new_text_gets_a_new_hot_set():
+    rng = np.random.default_rng(1)
+    shape = make_shape(n_layers=4, n_expert=32, k=4)
+    policy, plan = make(shape)
+    store = running(policy, plan)
+    for shares in (zipf(rng, shape, 1.2), zipf(rng, shape, 1.2)):
+        first = float((shares * (store.tiers == HIGH)).sum(axis=1).mean())
+        for _ in range(700):
+            store.begin_step()
+            store.transition(policy.step_done(report(draw(rng, shares, 4), store)))
+        adapted = float((shares * (store.tiers == HIGH)).sum(axis=1).mean())
+        best = float(np.sort(shares, axis=1)[:, ::-1][:, : policy.capacity[0]].sum(axis=1).mean())
+        assert first < 0.75 * best
+        assert adapted > 0.93 * best
 
 
 def test_what_the_store_refuses_is_given_up():

@@ -104,3 +104,18 @@ def test_the_page_is_one_file():
         if tag == "link":
             assert (attributes["href"] or "").startswith("data:")
         assert not any(name.startswith("on") for name in attributes), tag
+
+
+def test_what_can_be_used_has_a_name_for_a_screen_reader():
+    found = elements()
+    (html,) = (attributes for tag, attributes in found if tag == "html")
+    assert html["lang"] == "en"
+    for tag, attributes in found:
+        if tag in ("textarea", "canvas", "aside"):
+            assert attributes.get("aria-label"), tag
+        if tag == "canvas":
+            assert attributes["role"] in ("img", "application"), tag
+    assert any(attributes.get("role") == "log" for _, attributes in found)
+    # What the script refers to is there.
+    ids = {attributes["id"] for _, attributes in found if "id" in attributes}
+    assert set(re.findall(r'\$\("(\w+)"\)', PAGE.read_text())) <= ids
