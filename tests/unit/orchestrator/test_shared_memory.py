@@ -12,10 +12,10 @@ from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError
-from orchestrator.memory.footprint import SIZES, compute_bytes
+from orchestrator.memory.footprint import SCORING_BYTES, SIZES, compute_bytes, output_tokens
 from orchestrator.memory.machine import Device, Machine
 from orchestrator.memory.plan import least_slots, plan_memory
-from orchestrator.memory.shared import CELL_STEP, SharedMemory
+from orchestrator.memory.shared import CELL_STEP, SharedMemory, longest_context
 
 MIB = 2**20
 SHARED = SharedMemory(
@@ -293,3 +293,18 @@ def test_importance_takes_memory_where_a_prompt_may_be_lowered(many, asked, rese
     if config.policy in (None, "dymoe", "firm"):
         plan = plan_for(many, ctx=4096, expert_ram=8 * MIB, **{"policy": None} | asked)
         assert plan.policy is not None and plan.policy.wants.importance == reserved
+
+
+@pytest.mark.parametrize(
+    ("most", "fits", "longest"),
+    [(1000, 255, 0), (1000, 256, 256), (1000, 767, 512), (1000, 1000, 1000), (100, 100, 100)],
+)
+def test_the_longest_context_is_in_whole_steps_and_no_longer_than_asked(most, fits, longest):
+    assert longest_context(most, 256, lambda n: n > fits) == longest
+
+
+def test_parts_that_are_scored_take_no_more_than_their_share():
+    config = Config.build(model="m.gguf", scored=4096)
+    n_vocab = SCORING_BYTES // 8 // 13
+    found = [output_tokens(config, n, 512) for n in (2, n_vocab, SCORING_BYTES)]
+    assert found == [512, 13, 1]
