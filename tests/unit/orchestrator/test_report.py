@@ -1,0 +1,37 @@
+"""What an answer cost: what the store's counters moved by, and not what they are."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from orchestrator.engine.report import StoreCosts
+from orchestrator.events import SKIP_TIER, Phase
+from orchestrator.native.abi import MAX_TIERS, CStats
+
+
+def counted(times):
+    """Counters of a store, each of them so many times as large."""
+    stats = CStats()
+    for phase, scale in ((Phase.PREFILL, 3), (Phase.DECODE, 1)):
+        stats.requests[phase], stats.hits[phase] = 40 * times * scale, 30 * times
+        stats.demand_bytes[phase], stats.prefetch_bytes[phase] = 100 * times, 10 * times
+        stats.wait_us[phase] = 2000 * times
+        stats.routed[phase][0], stats.routed[phase][MAX_TIERS] = 9 * times, times
+        stats.computed[phase][0], stats.computed[phase][1] = 6 * times, 2 * times
+    stats.transition_bytes = 1000 * times
+    return stats
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_costs_are_what_counters_moved_by(skip):
+    found = [counted(2), counted(5)]
+    store = SimpleNamespace(
+        stats=lambda: found.pop(0), calls=7, callback_us=lambda since: float(since)
+    )
+    costs = StoreCosts(store, ("q8_0", "q4_k"), skip).fields()
+    assert costs["hit_rate"] == 30 / 40 and costs["prefill_hit_rate"] == 30 / 120
+    assert costs["bytes_read"] == 3 * (1000 + 2 * 110) and costs["wait_ms"] == 3 * 2 * 2.0
+    assert costs["mix"] == {"q8_0": 0.9, "q4_k": 0.0, **({SKIP_TIER: 0.1} if skip else {})}
+    assert costs["computed"] == {"q8_0": 0.75, "q4_k": 0.25}
+    assert costs["callback_us_p50"] == 7.0
+    assert costs["kl_estimate"] is None and not costs["kl_learned"]
