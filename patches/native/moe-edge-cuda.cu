@@ -2,6 +2,7 @@
 #include "moe-edge-cuda-device.h"
 #include "moe-edge-launch.h"
 #include "moe-edge-placeholder.h"
+#include "moe-edge-util.h"
 
 #include "../ggml/src/ggml-cuda/common.cuh"
 #include "../ggml/src/ggml-cuda/convert.cuh"
@@ -13,7 +14,6 @@
 #include "ggml-cuda.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <mutex>
 #include <string>
@@ -467,12 +467,12 @@ class product {
         }
         moe_edge_cuda_device & device = *products[0]->device;
         std::lock_guard<std::mutex> lock(device.exchange.mutex);
-        const auto start = std::chrono::steady_clock::now();
+        const uint64_t began_us = moe_edge::now_us();
         const exchanged at(products);
         const moe_edge_ticket there = products[0]->fetch(at);
         run_kernels();
         device.wait_awake(there);
-        products[0]->compute_hosted(products, hosted, at, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+        products[0]->compute_hosted(products, hosted, at, began_us);
     }
 
     // Where everything lies in the device's exchange.
@@ -524,7 +524,7 @@ class product {
     }
 
     void compute_hosted(const std::vector<product *> & products, const std::vector<std::vector<moe_edge_ready>> & hosted,
-                        const exchanged & at, double waited_s) {
+                        const exchanged & at, uint64_t began_us) {
         std::vector<moe_edge_product> work;
         std::vector<int32_t> n_rows(products.size());
         for (size_t i = 0; i < products.size(); i++) {
@@ -541,7 +541,7 @@ class product {
                 }
             }
         }
-        m->ops->multiply(m, work, waited_s);
+        m->ops->multiply(m, work, began_us);
         for (size_t i = 0; i < products.size(); i++) {
             products[i]->place(at, i, n_rows[i]);
             products[i]->release(hosted[i], 0);

@@ -4,7 +4,6 @@
 #include "moe-edge-util.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 
 void moe_edge_store::open_in_place(const moe_edge_config & config) {
@@ -62,12 +61,11 @@ double moe_edge_store::compute_seconds(int32_t layer, int32_t kind, int32_t expe
     return seconds;
 }
 
-void moe_edge_store::multiply(const std::vector<moe_edge_product> & products, double waited_s) {
-    const auto start = std::chrono::steady_clock::now();
+void moe_edge_store::multiply(const std::vector<moe_edge_product> & products, uint64_t began_us) {
     workers->multiply(products);
     if (misses == MOE_EDGE_MISS_AUTO) {
         std::lock_guard<std::mutex> lock(mutex);
-        hosted_took_s += waited_s + std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+        hosted_took_s += (now_us() - began_us) * 1e-6;
     }
 }
 

@@ -23,8 +23,8 @@ bool ops_unwatched(moe_edge_matrix * m, const int32_t * experts, const int32_t *
     return m->store->serve_unwatched(*m, experts, first, n, out);
 }
 int32_t ops_routed(moe_edge_matrix * m, int32_t * out) { return m->store->routed_to(*m, out); }
-void ops_multiply(moe_edge_matrix * m, const std::vector<moe_edge_product> & products, double waited_s) {
-    m->store->multiply(products, waited_s);
+void ops_multiply(moe_edge_matrix * m, const std::vector<moe_edge_product> & products, uint64_t began_us) {
+    m->store->multiply(products, began_us);
 }
 
 const moe_edge_ops STORE_OPS = {

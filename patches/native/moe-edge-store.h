@@ -89,7 +89,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     int32_t next(moe_edge_matrix & m, moe_edge_ready * out);
     void    release(moe_edge_matrix & m, const moe_edge_ready * ready, int32_t n, moe_edge_ticket after);
     void    wait(const moe_edge_ready * ready, int32_t n);
-    void    multiply(const std::vector<moe_edge_product> & products, double waited_s);
+    void    multiply(const std::vector<moe_edge_product> & products, uint64_t began_us);
     bool    fixed() const { return tables_fixed; }
     bool    in_prefill() const { return phase == MOE_EDGE_PREFILL; }
     // A step then needs no hook: nobody decides, and the executor counts.

@@ -73,9 +73,9 @@ struct moe_edge_ops {
     // their number, or -1 where there was no hook or it was bypassed. For executors that cannot
     // read the op's ids without waiting for their device.
     int32_t (*routed)(moe_edge_matrix * m, int32_t * out);
-    // Computes what next() gave to the host: on threads of its own and this one, done on return. waited_s: what
-    // bringing the rows to the host took.
-    void (*multiply)(moe_edge_matrix * m, const std::vector<moe_edge_product> & products, double waited_s);
+    // Computes what next() gave to the host: on threads of its own and this one, done on return. began_us: when
+    // the op began to bring the rows to the host, by moe_edge::now_us().
+    void (*multiply)(moe_edge_matrix * m, const std::vector<moe_edge_product> & products, uint64_t began_us);
 };
 
 struct moe_edge_matrix {

@@ -8,6 +8,7 @@
 
 #include "moe-edge-host-device.h"
 #include "moe-edge-store.h"
+#include "moe-edge-util.h"
 #include "stress.h"
 
 #include <atomic>
@@ -570,7 +571,7 @@ std::vector<int32_t> places_of(const expert_file & file, int32_t misses, int32_t
     table_device device(0);
     moe_edge_store * store = open_store(file, device, EXPERTS, 1, 1 << 20, misses, copy_bytes_per_s, round_trip_us);
     if (hosted_s > 0) {
-        store->multiply({}, hosted_s);
+        store->multiply({}, moe_edge::now_us() - (uint64_t) (hosted_s * 1e6));
     }
     moe_edge_begin_step(store, MOE_EDGE_DECODE);
     for (int32_t i = 0; i < n_tokens * USED; i++) {

@@ -126,7 +126,7 @@ inline const moe_edge_ops resident::operations = {
         std::copy(of(m).hooked.begin(), of(m).hooked.end(), out);
         return of(m).hooked.empty() ? -1 : static_cast<int32_t>(of(m).hooked.size());
     },
-    [](moe_edge_matrix *, const std::vector<moe_edge_product> & products, double) {
+    [](moe_edge_matrix *, const std::vector<moe_edge_product> & products, uint64_t) {
         static moe_edge_workers workers(2);
         workers.multiply(products);
     },

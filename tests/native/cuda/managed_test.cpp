@@ -245,7 +245,7 @@ const moe_edge_ops fake_store::operations = {
     [](moe_edge_matrix *) { return false; },
     nullptr,  // unwatched as well
     [](moe_edge_matrix *, int32_t *) { return -1; },  // no hook: the executor reads the ids
-    [](moe_edge_matrix *, const std::vector<moe_edge_product> & products, double) {
+    [](moe_edge_matrix *, const std::vector<moe_edge_product> & products, uint64_t) {
         static moe_edge_workers workers(2);
         workers.multiply(products);
     },
