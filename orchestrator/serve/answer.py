@@ -288,6 +288,7 @@ class Parts:
         self._loop = asyncio.get_running_loop()
         self._request, self._at_end = request, at_end
         self._woken, self._told = asyncio.Event(), False
+        self._ended = asyncio.Event()  # at_end has been called
         self._fast, self._last_s = 0, self._loop.time()
         with ExitStack() as undo:
             undo.callback(request.close)
@@ -320,9 +321,11 @@ class Parts:
                 return None
 
     async def close(self) -> None:
-        """Ends the work, and returns when it has ended. Raises what the thread raised."""
+        """Ends the work, and returns when it has ended and at_end was called, which comes later
+        than the thread's end. Raises what the thread raised."""
         self._request.cancel()
-        await asyncio.shield(self._thread)
+        await self._ended.wait()
+        self._thread.result()
 
     async def _coming(self, within_s: float | None) -> bool:
         """Waits for a byte of the thread; False where there is none within so many seconds."""
@@ -351,6 +354,7 @@ class Parts:
         try:
             self._at_end()
         finally:
+            self._ended.set()
             self._wake()
 
     def _close_pipe(self) -> None:

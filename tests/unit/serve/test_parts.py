@@ -248,3 +248,15 @@ async def test_work_on_a_thread_is_outlasted_and_asked_to_end():
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert work.done() and work.result()
+
+
+@in_a_loop
+async def test_who_closes_it_comes_behind_its_end():
+    """Also where the thread has ended, and the loop has heard that just now."""
+    seen = []
+    with ThreadPoolExecutor(1) as workers:
+        parts = Parts(Made(lambda _: None, None), workers, lambda: seen.append("end"))
+        workers.submit(lambda: None).result(HANG_S)
+        await asyncio.sleep(0)
+        await parts.close()
+        assert seen == ["end"]
