@@ -29,10 +29,10 @@
 #define MOE_EDGE_DELAY_PART 8
 #define MOE_EDGE_LOOK_NS    20000000LL
 
-// How long nobody spins: a time slice at first, and twice as long each time, as long as it goes on.
+// How long nobody spins: a time slice at first, and twice as long each time that this is seen again so soon.
 #define MOE_EDGE_SHARED_NS      4000000LL
 #define MOE_EDGE_MOST_SHARED_NS 256000000LL
-#define MOE_EDGE_FORGET_NS      1000000000LL
+#define MOE_EDGE_FORGET_NS      40000000LL
 
 static atomic_llong moe_edge_shared_until;  // until when nobody spins
 static atomic_llong moe_edge_shared_ns;     // for how long, the last time
@@ -71,19 +71,21 @@ static inline long long moe_edge_delay_ns(void) {
     return sscanf(text, "%*s %lld", &delay_ns) == 1 ? delay_ns : -1;
 }
 
-// Whether this thread shares its core: it has been ready without one for delay_ns in all, now.
+// Whether this thread shares its core: it has been ready without one for delay_ns in all, now. While nobody
+// spins each barrier wakes threads, and until they run they are ready: that time does not count.
 static inline void moe_edge_barrier_judge(long long now, long long delay_ns) {
+    const long long until = atomic_load_explicit(&moe_edge_shared_until, memory_order_relaxed);
     const long long delay = delay_ns - moe_edge_late.delay_ns, time = now - moe_edge_late.at_ns;
-    const int shared = delay * MOE_EDGE_DELAY_PART >= (time > MOE_EDGE_LOOK_NS ? time : MOE_EDGE_LOOK_NS);
-    if (shared || time > MOE_EDGE_LOOK_NS) {
+    const int spun   = moe_edge_late.at_ns >= until;
+    const int shared = spun && delay * MOE_EDGE_DELAY_PART >= (time > MOE_EDGE_LOOK_NS ? time : MOE_EDGE_LOOK_NS);
+    if (!spun || shared || time > MOE_EDGE_LOOK_NS) {
         moe_edge_late.delay_ns = delay_ns;
         moe_edge_late.at_ns    = now;
     }
     if (!shared) {
         return;
     }
-    const long long until = atomic_load_explicit(&moe_edge_shared_until, memory_order_relaxed);
-    const long long held  = atomic_load_explicit(&moe_edge_shared_ns, memory_order_relaxed);
+    const long long held = atomic_load_explicit(&moe_edge_shared_ns, memory_order_relaxed);
     long long more = now - until > MOE_EDGE_FORGET_NS ? MOE_EDGE_SHARED_NS : 2*held;
     more = more > MOE_EDGE_MOST_SHARED_NS ? MOE_EDGE_MOST_SHARED_NS : more;
     atomic_store_explicit(&moe_edge_shared_ns, more, memory_order_relaxed);
@@ -92,10 +94,8 @@ static inline void moe_edge_barrier_judge(long long now, long long delay_ns) {
 
 // The thread that came last has kept others waiting: was it because somebody else had its core?
 static inline void moe_edge_barrier_late(void) {
-    const long long now   = moe_edge_barrier_ns();
-    const long long until = atomic_load_explicit(&moe_edge_shared_until, memory_order_relaxed);
-    const long long held  = atomic_load_explicit(&moe_edge_shared_ns, memory_order_relaxed);
-    if (now >= until - held/2) {  // else that nobody spins has only begun
+    const long long now = moe_edge_barrier_ns();
+    if (now >= atomic_load_explicit(&moe_edge_shared_until, memory_order_relaxed)) {
         moe_edge_barrier_judge(now, moe_edge_delay_ns());
     }
 }

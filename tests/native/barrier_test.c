@@ -120,7 +120,8 @@ static void share_a_core(void) {
 }
 
 // What a thread that keeps others waiting sees on machines that are played: it is put off its core for
-// off_us in each round_us, and looks that often. Returns for which part of 4 s nobody spins.
+// off_us in each round_us, is ready without one all the time that nobody spins, and looks that often.
+// Returns for which part of 4 s nobody spins.
 static double asleep(long long off_us, long long round_us, long long look_us) {
     atomic_store(&moe_edge_shared_until, 0);
     atomic_store(&moe_edge_shared_ns, 0);
@@ -137,7 +138,10 @@ static double asleep(long long off_us, long long round_us, long long look_us) {
         if (1000*us >= until) {
             moe_edge_barrier_judge(1000*us, 1000*delay_us);
         }
-        asleep_us += 1000*us < atomic_load(&moe_edge_shared_until) ? look_us : 0;
+        if (1000*us < atomic_load(&moe_edge_shared_until)) {
+            asleep_us += look_us;
+            delay_us += look_us;
+        }
     }
     return asleep_us / 4e6;
 }
@@ -147,6 +151,10 @@ static void judge(void) {
     // look seldom or at each barrier.
     if (asleep(1000, 13000, 50) > 0.02 || asleep(1000, 13000, 5000) > 0.02) {
         die("a machine on which nobody else computes is taken for a shared one");
+    }
+    // Another process that computes for 5 ms of 50 or of 100 takes no more than that.
+    if (asleep(5000, 50000, 50) > 0.1 || asleep(5000, 100000, 1000) > 0.1) {
+        die("a burst now and then keeps threads asleep");
     }
     // Another process takes its half in time slices.
     if (asleep(3000, 6000, 50) < 0.4 || asleep(3000, 6000, 1000) < 0.4) {
