@@ -29,7 +29,8 @@
 #define MOE_EDGE_DELAY_PART 8
 #define MOE_EDGE_LOOK_NS    20000000LL
 
-// How long nobody spins: a time slice at first, and twice as long each time that this is seen again so soon.
+// How long nobody spins: a time slice at first, and twice as long where threads spin again and a core is still
+// shared within MOE_EDGE_FORGET_NS. What another process computes now and then is over by then.
 #define MOE_EDGE_SHARED_NS      4000000LL
 #define MOE_EDGE_MOST_SHARED_NS 256000000LL
 #define MOE_EDGE_FORGET_NS      40000000LL
