@@ -3,7 +3,6 @@ and how large a micro-batch, where these were not asked for."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
@@ -21,7 +20,7 @@ from orchestrator.memory import footprint
 from orchestrator.memory.choice import choose, make_policy, wants_plain
 from orchestrator.memory.footprint import LEAST_CONTEXT, SIZES
 from orchestrator.memory.machine import Device, Machine
-from orchestrator.memory.shared import CELL_STEP, Line, SharedMemory
+from orchestrator.memory.shared import CELL_STEP, Line, SharedMemory, longest_context
 from orchestrator.policy import BASELINE, DEFAULT, PLAIN, Policy, policy_class
 
 # The KV cache may take this share of what is left behind the weights that are not experts. The
@@ -311,8 +310,7 @@ class MemoryPlanner:
             return estimating.room(n_ctx, managed=least.managed).fixed_bytes
 
         most = allowed + taken(least.n_ctx)
-        steps = range(CELL_STEP, self._own_context + CELL_STEP, CELL_STEP)
-        longest = min(bisect_right(steps, most, key=taken) * CELL_STEP, self._own_context)
+        longest = longest_context(self._own_context, CELL_STEP, lambda n_ctx: taken(n_ctx) > most)
         return self.room(max(least.n_ctx, longest), managed=least.managed)
 
     def _prompt_bytes(self, room: MemoryPlan) -> int:

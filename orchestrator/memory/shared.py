@@ -3,13 +3,22 @@ and slots of experts have the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from gguf_tools.file.layout import pad
 
 CELL_STEP = 256  # cells come in so many, as llama.cpp pads them
 Line = tuple[int, float]  # bytes beside an empty context, and for each cell of it
+
+
+def longest_context(most: int, step: int, too_long: Callable[[int], bool]) -> int:
+    """The longest context in whole steps of tokens, and of `most` at most, that is not too long,
+    as no shorter one is; 0 where there is none."""
+    steps = range(1, -(-most // step) + 1)
+    fitting = bisect_right(steps, False, key=lambda n: too_long(min(most, n * step)))
+    return min(most, fitting * step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +66,8 @@ class SharedMemory:
     def longest(self, most: int) -> int:
         """The longest context, of `most` tokens at most, at whose end a policy still has what it
         needs; 0 where there is none."""
-        empty, each = self.scratch[min(self.scratch)]
-        left = self.n_bytes - empty - self.least_slots
-        steps = int(left / (each + self.cell_bytes)) // self.cell_step
-        return max(0, min(most, steps * self.cell_step))
+        at_once, least = min(self.scratch), self.least_slots
+        return longest_context(most, self.cell_step, lambda n: self.slots(n, at_once) < least)
 
     def may_read(self, n_cells: int, width: int = 0) -> list[int]:
         """How many tokens may be read at once so that the context then has n_cells: the least

@@ -19,6 +19,7 @@ from orchestrator.memory.choice import check_unused, without_effect
 from orchestrator.memory.footprint import PROMPT_SHARE, part_bytes
 from orchestrator.memory.machine import Device, Machine
 from orchestrator.memory.plan import plan_memory, scratch_bytes
+from orchestrator.memory.shared import longest_context
 from orchestrator.policy import POLICIES
 from orchestrator.settings import parse_size
 
@@ -297,6 +298,18 @@ def test_a_vocabulary_that_is_no_list(models, tmp_path):
             plan_for(model)
 
 
+@cases(
+    "allowed, most, tokens",
+    (10_000 * 1000, 131072, 9984),  # 10,000 tokens in steps of 256
+    (10**12, 131072, 131072),  # no longer than the model
+    (1000 * 1000, 1000, 1000),
+    (0, 131072, 0),
+)
+def test_the_longest_context_within_what_is_allowed(allowed, most, tokens):
+    """With a cache of 1000 bytes a token."""
+    assert longest_context(most, 256, lambda n: 1000 * n > allowed) == tokens
+
+
 def test_more_memory_gives_more_context_until_the_models_own(models):
     free = (400, 450, 1000, 3000, 64 * 1024)
     contexts = [plan_for(models["long"], Machine(each * MIB)).n_ctx for each in free]
@@ -320,7 +333,7 @@ def test_a_policy_without_room_beside_it_gets_the_least_context(models, monkeypa
     model, settings = models["long"], {"policy": "lru", "force_managed": True, "ubatch": 16}
     with pytest.raises(BudgetError) as too_little:
         plan_for(model, ctx=4096, ram=MIB, **settings)
-    monkeypatch.setattr(planning, "SHARE", 1.0)
+    monkeypatch.setattr(planning, "longest_context", lambda *_: 65536)
     least = too_little.value.needed_bytes
     assert plan_for(model, ram=least, **settings).n_ctx == 4096
     assert plan_for(model, ram=least + 60 * MIB, **settings).n_ctx == 65536
