@@ -162,6 +162,8 @@ moe_edge_step_hook::moe_edge_step_hook(llama_context & ctx, const llama_ubatch &
     }
     began_us = now_us();
     if (model) {
+        model->store->abort_callback = ctx.abort_callback;
+        model->store->abort_user     = ctx.abort_callback_data;
         model->store->begin_step(describe(ubatch, ctx.balloc->get_batch(), model->store->said_phase));
         load_chosen(*model, ubatch);
         const moe_edge_store & store = *model->store;
@@ -174,13 +176,13 @@ moe_edge_step_hook::moe_edge_step_hook(llama_context & ctx, const llama_ubatch &
 moe_edge_step_hook::~moe_edge_step_hook() {
     if (model) {
         set_abort_callback(ctx.abort_callback, ctx.abort_callback_data);
+        model->store->abort_callback = nullptr;
         model->store->forget_batch();
     }
 }
 
 bool moe_edge_step_hook::should_stop(void * step) {
-    const auto & self = *static_cast<const moe_edge_step_hook *>(step);
-    return self.model->store->aborted() || (self.ctx.abort_callback && self.ctx.abort_callback(self.ctx.abort_callback_data));
+    return static_cast<const moe_edge_step_hook *>(step)->model->store->aborted();
 }
 
 // On the backends alone: the context keeps its own.
@@ -219,7 +221,7 @@ ggml_status moe_edge_step_hook::done(const llm_graph_result * graph, ggml_status
     if (store.error()) {
         return GGML_STATUS_FAILED;
     }
-    if (store.is_cancelled()) {
+    if (store.aborted()) {  // also after the last operation, which may have stopped in the middle
         return GGML_STATUS_ABORTED;
     }
     if (status != GGML_STATUS_SUCCESS || ctx.cparams.warmup) {

@@ -102,8 +102,10 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     void    fail(const std::string & sentence);
     const char * error();
     void    cancel(bool on) { cancelled = on; }  // next() polls; a signal handler may call this
-    bool    is_cancelled() const { return cancelled.load(); }
-    bool    aborted() const { return failed.load() || cancelled.load(); }
+    // Whether the running step ends early: it failed, cancel was called, or the context's abort callback says so.
+    bool    aborted() const {
+        return failed.load() || cancelled.load() || (abort_callback && abort_callback(abort_user));
+    }
     void    get_stats(moe_edge_stats * out);
     void    get_resident(uint8_t * out);
     void    reset_stats();
@@ -121,6 +123,8 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     moe_edge_outputs outputs;  // [n_layers, n_expert]
 
     std::atomic<bool> cancelled { false };
+    ggml_abort_callback abort_callback = nullptr;  // of the context whose step is running
+    void *            abort_user    = nullptr;
     moe_edge_route_cb callback      = nullptr;
     void *            callback_user = nullptr;
     uint32_t          callback_phases = 0;  // bit mask

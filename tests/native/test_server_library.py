@@ -97,7 +97,7 @@ def test_a_step_that_fails_is_one_error_and_the_next_request_is_fine(monkeypatch
         with monkeypatch.context() as patched:
             patched.setattr(backend.engine.policy, "decide", broken)
             status, body = ask(backend, "/v1/completions", prompt=PROMPT, max_tokens=4)
-        assert status == 500 and body["error"]["message"] == "Compute error."
+        assert status == 500 and "Compute error." in body["error"]["message"]
         assert backend.failure() == "the policy failed: RuntimeError: no idea"
         assert answered(backend, prompt=PROMPT, max_tokens=4)["choices"]
         assert backend.failure() is None

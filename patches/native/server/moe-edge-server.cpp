@@ -1,8 +1,9 @@
 #include "moe-edge-server.h"
 #include "moe-edge-bounds.h"
 #include "moe-edge-grammar.h"
-#include "moe-edge-prompt-cache.h"
+#include "moe-edge-server-context.h"
 #include "moe-edge-server-queue.h"
+#include "moe-edge-server-step.h"
 #include "moe-edge-tools.h"
 
 #include "llama.h"
@@ -17,11 +18,9 @@
 #include "server-queue.h"
 #include "server-task.h"
 
-// CMakeLists.txt gives llama_process and four others of llama.h the names of functions of ours, and a header of ours
-// gives upstream's server_prompt_cache another one.
+// moe-edge-server-context.h replaces these names in upstream's code.
 #undef llama_process
 #undef server_prompt_cache
-extern "C" int32_t llama_process(llama_context * ctx, llama_process_type type, llama_batch_ext * batch);
 
 #include <unistd.h>
 
@@ -53,7 +52,7 @@ thread_local moe_edge_request * beginning = nullptr;
 // The server whose steps this thread computes.
 thread_local moe_edge_server * running = nullptr;
 
-const int32_t ABORTED = 2, FAILED = -2;
+const int32_t FAILED = -2;
 
 // A position before all that any window sees. Upstream ends the process at -1.
 const llama_pos BEFORE_ALL = -2;
@@ -137,10 +136,6 @@ bool is_answer(const llama_batch_ext & batch) {
     return true;
 }
 
-bool should_abort(void * stopping) {
-    return static_cast<std::atomic<bool> *>(stopping)->load();
-}
-
 }  // namespace
 
 struct moe_edge_server {
@@ -151,6 +146,7 @@ struct moe_edge_server {
     const size_t     most_ahead;
     server_prompt_cache * prompts = nullptr;  // upstream's own
     std::atomic<bool> stopping{false}, has_ended{false};
+    moe_edge_cancels cancels;
     // What came from a file for the prompt that is read next, by sequence.
     std::vector<std::atomic<bool>> came_back;
     moe_edge_server_before_step before_step = nullptr;
@@ -161,11 +157,17 @@ struct moe_edge_server {
     moe_edge_server(const moe_edge_server_config & config, llama_context * llama)
         : params(params_of(config)), routes(params, context), llama(llama), most_ahead(config.most_ahead),
           came_back(config.n_parallel) {
-        llama_set_abort_callback(llama, should_abort, &stopping);
+        llama_set_abort_callback(llama, should_abort, this);
     }
     moe_edge_server(const moe_edge_server &) = delete;
     ~moe_edge_server() {
         llama_set_abort_callback(llama, nullptr, nullptr);
+    }
+
+    // The context asks this between two operations, and the store while it waits for a read.
+    static bool should_abort(void * server) {
+        const auto & self = *static_cast<const moe_edge_server *>(server);
+        return self.stopping || self.cancels.ends_step();
     }
 };
 
@@ -281,6 +283,24 @@ static const server_task_result_slot_save_load * done_of(const server_task_resul
 }
 
 // Upstream's code calls these.
+int32_t moe_edge_server_step(
+        llama_context * context, llama_process_type type, llama_batch_ext * batch, const moe_edge_undo_slot & undo) {
+    return moe_edge_compute_step(running->cancels, context, *batch, undo, [&](llama_batch_ext & part) {
+        const bool answers = is_answer(part);
+        if (running->before_step && running->before_step(running->before_step_user, answers) != 0) {
+            return FAILED;
+        }
+        int32_t status = 0;
+        moe_edge_server_compute(!answers, [&] {
+            status = llama_process(context, type, &part);
+            if (!answers && status == 0) {
+                llama_synchronize(context);
+            }
+        });
+        return status;
+    });
+}
+
 void moe_edge_prompts_made(server_prompt_cache * prompts) {
     made_prompts = prompts;
 }
@@ -289,6 +309,9 @@ std::vector<server_task> & moe_edge_server_begin(std::vector<server_task> & task
     const size_t n = beginning ? beginning->sequences.size() : 0;
     for (size_t i = 0; n && i < tasks.size(); i++) {
         tasks[i].id_slot = beginning->sequences[i % n];
+    }
+    if (beginning) {
+        beginning->server->cancels.forget(beginning->sequences);
     }
     const auto call = n ? beginning->server->before_prompt : nullptr;
     const bool is_known = tasks.size() == 1 || (tasks.size() <= n && !tasks[0].is_parent());
@@ -313,22 +336,6 @@ llama_context * moe_edge_server_context(llama_model *, llama_context_params) {
 
 void moe_edge_server_model_free(llama_model *) {}
 void moe_edge_server_context_free(llama_context *) {}
-
-// Upstream takes what is neither success nor a failure for a full cache, and tries again for ever.
-int32_t moe_edge_server_process(llama_context * ctx, llama_process_type type, llama_batch_ext * batch) {
-    const bool answers = is_answer(*batch);
-    if (running && running->before_step && running->before_step(running->before_step_user, answers) != 0) {
-        return FAILED;
-    }
-    int32_t status = 0;
-    moe_edge_server_compute(!answers, [&] {
-        status = llama_process(ctx, type, batch);
-        if (!answers && status == 0) {
-            llama_synchronize(ctx);
-        }
-    });
-    return status == ABORTED ? FAILED : status;
-}
 
 // Upstream reads a whole prompt again where its sequence begins behind the place to which it would go back; for windows it asks
 // for two keys more than they see, which no file has. What came back for a prompt goes on from its end and needs none of them.
@@ -461,6 +468,7 @@ int moe_edge_request_take(moe_edge_request * request, const char ** data, size_t
 
 void moe_edge_request_cancel(moe_edge_request * request) {
     request->cancelled = true;
+    request->server->cancels.cancel(request->sequences);
 }
 
 void moe_edge_request_free(moe_edge_request * request) {

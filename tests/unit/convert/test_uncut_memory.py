@@ -59,6 +59,44 @@ def test_going_back_gives_the_logits_of_a_straight_way(name, case, tmp_path):
         assert engine.last_stats.evaluated_tokens <= 30
 
 
+@pytest.mark.parametrize("name", [*RECURRENT, "gpt-oss"])
+def test_a_server_step_that_failed_changes_no_later_answer(name, case, monkeypatch):
+    """A recurrent memory cannot drop the failed tokens: it returns to a checkpoint, or starts anew."""
+    long = FIRST + QUESTION + ANOTHER
+
+    def answer(backend, tokens):
+        asked = {"prompt": tokens, "n_predict": 6, "temperature": 0, "return_tokens": True}
+        body = json.dumps({**asked, "ignore_eos": True}).encode()
+        status, text = backend.request("/completion", body, [0]).whole()
+        return status, json.loads(text)
+
+    usual = {"policy": "dymoe", "expert_ram": MIB, "cache_ram": 16 * MIB, "ubatch": 64}
+    config = Config.build(model=case(name).packed, ctx=512, threads=1, **usual)
+    answers = []
+    for fails in (False, True):
+        with closing(
+            Backend(config, ServeSettings(), server_library(), lambda *_: None)
+        ) as backend:
+            backend.attend()
+            assert answer(backend, FIRST)[0] == 200
+            if fails:
+                calls = iter(
+                    [None] * backend.engine.model.n_layers
+                )  # the first micro-batch is good
+
+                def failing(*_, calls=calls, decide=backend.engine.policy.decide):
+                    next(calls)
+                    decide(*_)
+
+                with monkeypatch.context() as patched:
+                    patched.setattr(backend.engine.policy, "decide", failing)
+                    assert answer(backend, long)[0] == 500
+            status, body = answer(backend, long)
+            assert status == 200
+            answers.append(body["tokens"])
+    assert answers[0] == answers[1]
+
+
 def test_a_beginning_that_several_share_is_marked(case):
     with open_engine(case("qwen3-next")) as engine:
         assert evaluated(engine, SYSTEM + FIRST) == 200

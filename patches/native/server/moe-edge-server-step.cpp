@@ -1,0 +1,174 @@
+#include "moe-edge-server-step.h"
+
+#include "llama-batch.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace {
+
+const int32_t INVALID = -1, SUCCESS = 0, NO_SPACE = 1, ABORTED = 2;
+
+// How long the decode thread sleeps if a step has nothing to compute, until upstream's queue learns of the cancel.
+const useconds_t IDLE_US = 1000;
+
+// The tokens of one sequence in a batch.
+struct member {
+    int32_t   sequence;
+    llama_pos first;         // position of its first token
+    size_t    n_tokens;
+    bool      has_output;    // for its last token
+    size_t    n_computed;
+
+    // An answer adds one token for each step. A prompt of one token counts as one, because both cost the same.
+    bool is_prompt() const { return n_tokens > 1 || !has_output; }
+};
+
+std::vector<member> members_of(const llama_batch_ext & batch) {
+    std::vector<member> out;
+    for (const auto & token : batch.tokens) {
+        for (const llama_seq_id sequence : token.seq_ids) {
+            auto it = std::find_if(out.begin(), out.end(), [&](const member & m) { return m.sequence == sequence; });
+            if (it == out.end()) {
+                it = out.insert(out.end(), { sequence, token.pos[0], 0, false, 0 });
+            }
+            it->n_tokens++;
+            it->has_output = token.output;
+        }
+    }
+    return out;
+}
+
+void count_computed(std::vector<member> & members, const llama_batch_ext & batch) {
+    for (auto & m : members) {
+        m.n_computed = 0;
+    }
+    for (const auto & computed : members_of(batch)) {
+        for (auto & m : members) {
+            m.n_computed = m.sequence == computed.sequence ? computed.n_tokens : m.n_computed;
+        }
+    }
+}
+
+bool can_drop_last_tokens(const llama_context * context) {
+    const llama_model * model = llama_get_model(context);
+    return !llama_model_is_recurrent(model) && !llama_model_is_hybrid(model);
+}
+
+// Makes a slot's list of tokens equal to what the context's memory holds after a step of which the sequence's tokens
+// were not, or only in part, computed. llama_decode has removed the failed micro-batch. A recurrent memory cannot
+// remove it: there the slot returns to its last checkpoint.
+void return_to_memory(llama_context * context, const member & m, server_prompt & prompt) {
+    llama_memory_t memory = llama_get_memory(context);
+    llama_pos last = llama_memory_seq_pos_max(memory, m.sequence);
+    if (last >= m.first && !can_drop_last_tokens(context)) {
+        auto & checkpoints = prompt.checkpoints;
+        if (checkpoints.empty()) {
+            llama_memory_seq_rm(memory, m.sequence, -1, -1);
+            prompt.clear();
+            return;
+        }
+        checkpoints.back().load_tgt(context, m.sequence, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY);
+        last = checkpoints.back().n_tokens - 1;
+        llama_memory_seq_rm(memory, m.sequence, last + 1, -1);
+    }
+    prompt.tokens.keep_first(std::min(prompt.tokens.size(), size_t(last + 1)));
+}
+
+}  // namespace
+
+void moe_edge_cancels::cancel(const std::vector<int32_t> & sequences) {
+    std::lock_guard<std::mutex> lock(mutex);
+    cancelled.insert(sequences.begin(), sequences.end());
+    update();
+}
+
+void moe_edge_cancels::forget(const std::vector<int32_t> & sequences) {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (const int32_t sequence : sequences) {
+        cancelled.erase(sequence);
+    }
+    if (sequences.empty()) {
+        cancelled.clear();
+    }
+}
+
+// Sets `ends` if the running step computes for nobody, or a cancelled prompt that other sequences need not wait for.
+void moe_edge_cancels::update() {
+    const auto is_cancelled = [this](const part & p) { return cancelled.count(p.sequence) > 0; };
+    const bool all    = !running.empty() && std::all_of(running.begin(), running.end(), is_cancelled);
+    const bool prompt = can_redo && std::any_of(running.begin(), running.end(), [&](const part & p) {
+        return p.is_prompt && is_cancelled(p);
+    });
+    if (all || prompt) {
+        ends = true;
+    }
+}
+
+void moe_edge_cancels::begin(llama_batch_ext & batch, bool can_redo_step) {
+    std::lock_guard<std::mutex> lock(mutex);
+    ends     = false;
+    can_redo = can_redo_step;
+    running.clear();
+    auto & tokens = batch.tokens;
+    bool all = true;
+    for (const auto & m : members_of(batch)) {
+        const bool is_cancelled = cancelled.count(m.sequence) > 0;
+        all = all && is_cancelled;
+        if (is_cancelled && m.is_prompt()) {
+            tokens.erase(std::find_if(tokens.begin(), tokens.end(), [&](const auto & token) {
+                return token.seq_ids.count(m.sequence) > 0;
+            }), tokens.end());
+        }
+    }
+    if (all) {
+        tokens.clear();
+    }
+    for (const auto & m : members_of(batch)) {
+        running.push_back({ m.sequence, m.is_prompt() });
+    }
+}
+
+bool moe_edge_cancels::end() {
+    std::lock_guard<std::mutex> lock(mutex);
+    running.clear();
+    return ends;
+}
+
+int32_t moe_edge_compute_step(
+        moe_edge_cancels & cancels, llama_context * context, llama_batch_ext & batch, const moe_edge_undo_slot & undo,
+        const std::function<int32_t(llama_batch_ext & batch)> & compute) {
+    std::vector<member> members = members_of(batch);
+    int32_t status = SUCCESS;
+    bool is_again = false;
+    do {
+        cancels.begin(batch, can_drop_last_tokens(context));
+        for (const auto & m : is_again ? members_of(batch) : std::vector<member>()) {
+            llama_memory_seq_rm(llama_get_memory(context), m.sequence, m.first, -1);  // from micro-batches before the abort
+        }
+        status = SUCCESS;
+        if (batch.tokens.empty()) {
+            usleep(IDLE_US);
+        } else {
+            status = compute(batch);
+        }
+        is_again = cancels.end() && status == ABORTED;
+    } while (is_again);
+    if (status == NO_SPACE) {
+        return status;
+    }
+    count_computed(members, batch);
+    for (const auto & m : members) {
+        if (status != SUCCESS) {
+            return_to_memory(context, m, undo(m.sequence, 0));
+        } else if (m.n_computed < m.n_tokens) {
+            return_to_memory(context, m, undo(m.sequence, int32_t(m.n_tokens - m.n_computed)));
+        }
+    }
+    if (status != SUCCESS) {
+        throw std::runtime_error(status == INVALID ? "Invalid input batch." : "Compute error.");
+    }
+    return status;
+}
