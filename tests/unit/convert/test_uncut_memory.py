@@ -61,7 +61,7 @@ def test_going_back_gives_the_logits_of_a_straight_way(name, case, tmp_path):
 
 @pytest.mark.parametrize("name", [*RECURRENT, "gpt-oss"])
 def test_a_server_step_that_failed_changes_no_later_answer(name, case, monkeypatch):
-    """A recurrent memory cannot drop the failed tokens: it returns to a checkpoint, or starts anew."""
+    """A recurrent memory cannot drop the failed tokens: it returns to a checkpoint or restarts."""
     long = FIRST + QUESTION + ANOTHER
 
     def answer(backend, tokens):
