@@ -31,9 +31,6 @@ from orchestrator.settings import (
 MISSES = ("auto", "copy", "read", "compute")
 # llama.cpp takes 256 sequences, one of them the conversation.
 MOST_SEQUENCES = 255
-# What probing answers takes: sequences, and a thread's bytes and those of rows of logits for each
-# token of the vocabulary.
-PROBING = {"probes": 2, "beside": 6 << 20, "beside_token": 32}
 
 
 def native_log_enabled() -> bool:
@@ -315,13 +312,6 @@ class Config(Settings):
         within=(0, MOST_SEQUENCES),
         option=False,
     )
-    probes: int = setting(
-        0,
-        "Sequences beside these that answers are probed in. The context has no room of its own for "
-        "them: while nobody asks they take what is free of it.",
-        within=(0, 2),
-        option=False,
-    )
     beside: int = setting(
         0,
         "Bytes that the process takes for itself, beside the model and what a chat takes.",
@@ -340,8 +330,8 @@ class Config(Settings):
     )
     remember: bool | None = setting(
         None,
-        "What runs learn of a model is kept in the user cache. That is which experts are used, "
-        "what policies tuned, and what skipping loses, for which answers are probed.",
+        "Keep what runs learn of a model in the user cache: how often each expert is used, and the "
+        "settings that policies tuned.",
         shown="yes where conversations are held",
         conversation=True,
         group=MORE,

@@ -249,8 +249,7 @@ class GenerationStats:
     same in prefill; None where nothing was asked for. mix: shares of the routed experts by
     decided tier, while decoding; computed: of the matrices by the tier that was computed, which is
     a better one where that was in memory. kl_estimate: nats a token from the best tier in use, as
-    orchestrator.allocation.estimate foresees it; None where that is not known; an upper estimate
-    where it was learned and not calibrated (kl_learned). budget_bytes is the
+    orchestrator.allocation.estimate foresees it; None where that is not known. budget_bytes is the
     budget of the expert slots. policy is what the policy reports about itself.
     """
 
@@ -274,7 +273,6 @@ class GenerationStats:
     finish: str
     policy: dict[str, Any]
     kl_estimate: float | None = None
-    kl_learned: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types, nan turned into None: fit for JSON."""

@@ -52,11 +52,6 @@ class Hyperparameters:
     is_mla: bool
     gating: int
 
-    @property
-    def weighs_first(self) -> bool:
-        """Whether gates weigh what experts read, and not what they put out."""
-        return self.arch == "llama4"
-
     @classmethod
     def read(cls, file: GGUFFile, expert: TensorInfo) -> "Hyperparameters":
         """The record of a model whose first file this is.

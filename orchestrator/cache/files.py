@@ -143,7 +143,7 @@ KINDS = {
     "speed": "how fast this machine computes and reads, measured again when it is needed",
     "source": "the source of llama.cpp with our patches",
     "tuned": "what policies tuned, of each model",
-    "usage": "how often earlier chats and servers used each expert of a model, and its outputs",
+    "usage": "how often earlier chats and servers used each expert of a model",
     "wheels": "llama.cpp as it was built, for other environments",
 }
 

@@ -1,13 +1,12 @@
-"""What was learned of a model, kept between runs for those that start from it: which experts it
-used, what these put out, and what policies tuned."""
+"""What runs know of a model and keep for later runs: hotness, expert usage, and the settings that
+policies tuned."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +14,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from orchestrator.allocation.estimate import Outputs, Probed
 from orchestrator.cache.files import keep, read_object, recalled, user_folder, write_whole
 from orchestrator.config import Config
 from orchestrator.errors import ProfileError
@@ -57,39 +55,17 @@ def _identity(parts: tuple[tuple[Path, int], ...], stamps: tuple[tuple[int, int]
 
 
 def cached_path(model: ExpertModel, kind: str = "hotness") -> Path:
-    """Where the user cache keeps what was learned of a model: what is hot, its usage, what was
-    tuned."""
+    """Return the file of the user cache that keeps one kind of knowledge of a model: hotness, usage
+    or tuned."""
     return user_folder("cache") / kind / f"{identity(model)[:32]}.json"
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What a profile has: the hotness, float64 [n_layers, n_expert], not negative; what experts put
-    out; what skipping did to answers; errors of lower tiers' weights, by the names of two tiers."""
+def load(path: Path, model: ExpertModel) -> np.ndarray:
+    """Return the counts of a profile, float64 [n_layers, n_expert], not negative.
 
-    hotness: np.ndarray
-    outputs: Outputs
-    probed: Probed
-    errors: Mapping[str, Outputs] = field(default_factory=dict)
-
-    @classmethod
-    def none(cls, model: ExpertModel) -> Usage:
-        size = model.n_layers, model.n_expert
-        return cls(np.zeros(size), Outputs.none(size), Probed.none(model.n_layers))
-
-    def __add__(self, more: Usage) -> Usage:
-        pairs = (self.outputs + more.outputs, self.probed + more.probed)
-        none = Outputs.none(self.hotness.shape)
-        errors = {
-            each: self.errors.get(each, none) + more.errors.get(each, none)
-            for each in {*self.errors, *more.errors}
-        }
-        return Usage(self.hotness + more.hotness, *pairs, errors)
-
-
-def load(path: Path, model: ExpertModel) -> Usage:
-    """A profile; zeros for what was not counted. Raises ProfileError for a damaged one and for one
-    of another model, OSError."""
+    Fields that older versions wrote beside them are ignored. Raises ProfileError for a damaged
+    profile and for one of another model, OSError.
+    """
     damaged = ProfileError(f"{path}: this is no profile, or a damaged one: name a new file")
     data = read_object(path, _LARGEST_BYTES)
     if data is None or data.get("format") != _FORMAT:
@@ -103,45 +79,18 @@ def load(path: Path, model: ExpertModel) -> Usage:
             f"{path}: this profile was made with another model ({data['name']}): give the one of "
             f"{model.path.name}, or a new file name"
         )
-
-    def numbers(values: Any, *shape: int) -> np.ndarray:
-        try:
-            found = np.array(values, np.float64)
-        except (TypeError, ValueError, OverflowError):
-            found = np.empty(0)
-        if found.shape != shape or not (np.isfinite(found).all() and (found >= 0).all()):
-            raise damaged
-        return found
-
-    def part(values: Any, **shapes: tuple[int, ...]) -> list[np.ndarray]:
-        if not isinstance(values, dict):
-            raise damaged
-        return [numbers(values.get(key), *shape) for key, shape in shapes.items()]
-
-    def sums(values: Any) -> Outputs:
-        return Outputs(*part(values, tokens=every, squares=every))
-
-    found, every = Usage.none(model), (model.n_layers, model.n_expert)
-    outputs, probed, errors = found.outputs, found.probed, data.get("errors", {})
-    if "outputs" in data:
-        outputs = sums(data["outputs"])
-    if "probed" in data:
-        probed = Probed(*part(data["probed"], moments=(7,), gates=(2, model.n_layers)))
-    if not isinstance(errors, dict):
+    try:
+        found = np.array(data.get("hotness"), np.float64)
+    except (TypeError, ValueError, OverflowError):
+        raise damaged from None
+    shape = model.n_layers, model.n_expert
+    if found.shape != shape or not (np.isfinite(found).all() and (found >= 0).all()):
         raise damaged
-    of_tiers = {tiers: sums(each) for tiers, each in errors.items()}
-    return Usage(numbers(data.get("hotness"), *every), outputs, probed, of_tiers)
+    return found
 
 
-def save(
-    path: Path,
-    model: ExpertModel,
-    hotness: np.ndarray,
-    outputs: Outputs | None = None,
-    probed: Probed | None = None,
-    errors: Mapping[str, Outputs] | None = None,
-) -> None:
-    """Writes a profile, whole or not at all: as of Usage, None where nobody counted. Raises
+def save(path: Path, model: ExpertModel, counts: np.ndarray) -> None:
+    """Write a profile with these counts [n_layers, n_expert], whole or not at all. Raises
     OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = {
@@ -149,20 +98,9 @@ def save(
         "version": _VERSION,
         "model": identity(model),
         "name": model.path.name,
-        "hotness": _rounded(hotness),
+        "hotness": _rounded(counts),
     }
-    if outputs is not None:
-        data["outputs"] = _sums(outputs)
-    if probed is not None and probed.moments.any():
-        # In full: what they scatter by is a small difference of them.
-        data["probed"] = {"moments": probed.moments.tolist(), "gates": _rounded(probed.gates)}
-    if errors:
-        data["errors"] = {tiers: _sums(each) for tiers, each in errors.items()}
     write_whole(path, json.dumps(data), private=True)
-
-
-def _sums(of: Outputs) -> dict[str, list[list[float]]]:
-    return {"tokens": _rounded(of.tokens), "squares": _rounded(of.squares)}
 
 
 def _rounded(values: np.ndarray) -> list[list[float]]:
@@ -208,7 +146,7 @@ class HotnessKeeper(_Cached):
             raise ProfileError(f"--profile {self._named}: there is no such folder")
         try:
             if (self._named or self._remember) and self._path.exists():
-                return load(self._path, self._model).hotness
+                return load(self._path, self._model)
         except (ProfileError, OSError) as error:
             if self._named:
                 raise
@@ -238,80 +176,42 @@ class HotnessKeeper(_Cached):
 
 
 class UsageKeeper(_Cached):
-    """How often tokens used each expert of a model, in earlier runs under any policy, what the
-    experts put out in answers, what skipping did to answers, and how far lower tiers' weights are
-    off, in the format of profiles. Runs long ago count less: of all earlier ones as many tokens
-    stay as _USED_TOKENS."""
+    """How often tokens used each expert of a model, in earlier runs under any policy and in this
+    one, in the format of profiles. Older runs count less: of all earlier runs together, at most
+    _USED_TOKENS tokens are kept."""
 
     kind = "usage"
 
     def __init__(self, config: Config, model: ExpertModel) -> None:
         super().__init__(config, model)
-        self._now = self._none = Usage.none(model)
-
-    @cached_property
-    def _known(self) -> Usage:
-        if self._remember:
+        self._known = self._now = self._none = np.zeros((model.n_layers, model.n_expert))
+        if config.remember:
             try:
-                return load(self._path, self._model)
+                self._known = load(self._path, model)
             except ProfileError as error:
                 self.note = f"How this model was used is learned anew: {error}"
             except OSError:
                 pass
-        return self._none
-
-    @property
-    def _all(self) -> Usage:
-        """What stores that were freed counted included."""
-        return self._known + self._now
 
     def recall(self) -> np.ndarray | None:
-        """Tokens that used each expert, float64 [n_layers, n_expert]; None where nothing is
-        known."""
-        used = self._all.hotness
+        """Return the number of tokens that used each expert, float64 [n_layers, n_expert]; None if
+        nothing is known. Counts of stores that were freed in this run are included."""
+        used = self._known + self._now
         return used if used.any() else None
 
-    def outputs(self) -> Outputs:
-        """What experts put out."""
-        return self._all.outputs
-
-    def probed(self) -> Probed:
-        """What skipping did to answers."""
-        return self._all.probed
-
-    def probe(self, answer: Probed) -> None:
-        """Adds an answer that was computed twice."""
-        if np.isfinite(answer.moments).all() and np.isfinite(answer.gates).all():
-            self._now = replace(self._now, probed=self._now.probed + answer)
-
-    def errors(self, tiers: Sequence[str]) -> Outputs:
-        """How far the weights of the second of these tiers are from the first's, as far as they
-        were sampled, as of orchestrator.engine.sample."""
-        return self._all.errors.get("/".join(tiers), self._none.outputs)
-
-    def sampled(self, tiers: Sequence[str], more: Outputs) -> None:
-        """Adds experts that were sampled."""
-        self._now += replace(self._none, errors={"/".join(tiers): more.finite()})
-
-    def learn(self, used: np.ndarray, outputs: Outputs | None = None) -> None:
-        """Adds what a store counted until it was freed, [n_layers, n_expert]."""
-        put_out = self._none.outputs if outputs is None else outputs.finite()
-        self._now += Usage(used.astype(np.float64), put_out, self._none.probed)
+    def learn(self, used: np.ndarray) -> None:
+        """Add what a store counted until it was freed, [n_layers, n_expert]."""
+        self._now = self._now + used
 
     def save(self) -> None:
-        """Writes what was learned, if anything was."""
-        if not self._now.hotness.any() or not self._remember:
+        """Write the counts if this run added any. The cache may fail."""
+        if not self._now.any() or not self._remember:
             return
-        self._known, self._now = self._all, self._none
-        used, outputs = self._known.hotness, self._known.outputs
-        kept = outputs.scaled(self._kept_share(outputs.tokens))
+        self._known, self._now = self._known + self._now, self._none
+        tokens = float(self._known.sum(axis=1).max()) / self._model.n_expert_used
+        share = min(1.0, _USED_TOKENS / max(1.0, tokens))
         with suppress(OSError):
-            used = used * self._kept_share(used)
-            save(self._path, self._model, used, kept, self._known.probed, self._known.errors)
-
-    def _kept_share(self, uses: np.ndarray) -> float:
-        tokens = float(uses.sum(axis=1).max()) / self._model.n_expert_used
-        return min(1.0, _USED_TOKENS / max(1.0, tokens))
+            save(self._path, self._model, share * self._known)
 
 
 class TunedKeeper(_Cached):

@@ -405,8 +405,7 @@ def stats_fields(stats: GenerationStats, ram_bytes: int) -> list[str]:
     if stats.hit_rate is not None:
         fields.append(f"experts {100 * stats.hit_rate:.0f} % in memory")
     if stats.kl_estimate:
-        most, learned = ("at most ", ", learned") if stats.kl_learned else ("", "")
-        fields.append(f"loss {most}{stats.kl_estimate:.2g}{learned}")
+        fields.append(f"loss {stats.kl_estimate:.2g}")
     cap = format_size(ram_bytes)
     took = format_size(stats.peak_rss_bytes).removesuffix(cap[cap.rindex(" ") :])
     fields.append(f"memory {took} of {cap}")

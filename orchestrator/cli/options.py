@@ -17,9 +17,9 @@ import click
 from gguf_tools import interrupts
 from orchestrator.chat.console import Console, progress_bar, strip_controls
 from orchestrator.cli.help import Option
-from orchestrator.config import PROBING, Config
+from orchestrator.config import Config
 from orchestrator.errors import GGUFError, MoeEdgeError, SettingError
-from orchestrator.policy import ALLOWED_LOSS, owners, policy_settings
+from orchestrator.policy import owners, policy_settings
 from orchestrator.settings import Setting, flag_of, parse_size
 
 if TYPE_CHECKING:
@@ -266,12 +266,9 @@ def make_config(options: dict[str, Any]) -> Config:
 
 
 def chat_config(options: dict[str, Any]) -> Config:
-    """As make_config, of what `moe-edge chat` runs with these options. Commands that say what would
-    run, or try it, take the same."""
-    chosen = {"remember": True, "conversations": True, **given(options)}
-    if chosen["remember"] and chosen.get(ALLOWED_LOSS):
-        chosen |= PROBING
-    return make_config(chosen)
+    """Return the config that `moe-edge chat` runs with these options. Commands that say what would
+    run, or that try it, use the same."""
+    return make_config({"remember": True, "conversations": True, **given(options)})
 
 
 @contextmanager

@@ -26,9 +26,10 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,14 +37,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from orchestrator.allocation.estimate import KlEstimate, Outputs, learned
+from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.cache.files import read_object, write_whole
-from orchestrator.cache.profile import UsageKeeper, identity
+from orchestrator.cache.profile import identity
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP, SKIP_TIER
 from orchestrator.memory.plan import MemoryPlan
-from orchestrator.policy import ALLOWED_LOSS, Policy, policy_settings
+from orchestrator.policy import ALLOWED_LOSS, POLICIES, Policy, policy_settings
 from orchestrator.policy.base import Learns, SpendsLoss
 
 _FORMAT = "moe-edge loss table"
@@ -54,6 +55,9 @@ _LARGEST = 1e30
 # Of a logarithm: what is worse known is not known.
 _LARGEST_ERROR = 10.0
 SUFFIX = ".calib.json"
+_AGAIN = "make it again with `moe-edge calibrate`"
+# Measured: about 12 minutes for 16 GB on two cores.
+_BYTES_PER_MINUTE = 16e9 / 12
 
 
 class TablePrecision(NamedTuple):
@@ -237,8 +241,8 @@ def load(path: Path, model: ExpertModel | None) -> LossTable:
     data = _parse(path)
     if model is not None and data.get("model") != identity(model):
         raise ConfigError(
-            f"{path}: this loss table was made with another file ({data.get('name')}): run"
-            f" `moe-edge calibrate {model.path.name}`"
+            f"{path}: this loss table was made with another file ({data.get('name')}): run "
+            f"{calibrate_command(model.path)}"
         )
     try:
         candidates = [
@@ -311,20 +315,24 @@ def _parse(path: Path) -> dict[str, Any]:
     if data is None or data.get("format") != _FORMAT:
         raise _damaged(path)
     if data.get("version") != _VERSION:
-        raise ConfigError(f"{path}: this loss table has another format version: make it again")
+        raise ConfigError(f"{path}: this loss table has another format version: {_AGAIN}")
     return data
 
 
 def _damaged(path: Path) -> ConfigError:
-    return ConfigError(f"{path}: this is no loss table, or a damaged one: make it again")
+    return ConfigError(f"{path}: this is no loss table, or a damaged one: {_AGAIN}")
 
 
-def not_fitted(model: str, reason: str) -> ConfigError:
-    """What to say where the KL cannot be foreseen."""
-    return ConfigError(
-        f"{reason}, so that nobody knows what lower precisions cost: run "
-        f"`moe-edge calibrate {model} --calib TEXT` first"
-    )
+def calibrate_command(model: Path | str) -> str:
+    """The command that makes a model's loss table."""
+    return f"`moe-edge calibrate {shlex.quote(str(model))} --calib TEXT`"
+
+
+def no_losses(reason: str) -> ConfigError:
+    """The refusal of a limit or a policy that needs losses which are not known."""
+    spending = [name for name, policy in POLICIES.items() if issubclass(policy, SpendsLoss)]
+    options = [policy_settings()[ALLOWED_LOSS].flag, *(f"--policy {name}" for name in spending)]
+    return ConfigError(f"{' and '.join(options)} cannot be used: {reason}")
 
 
 class Skips(NamedTuple):
@@ -338,12 +346,11 @@ class Skips(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Foreseen:
     """kl: mean KL from the tier `base`, the best of the file, in nats a token; an upper estimate
-    where at_most; None where no table knows it. learned: it was not calibrated."""
+    where at_most; None where no table knows it."""
 
     kl: float | None
     at_most: bool
     base: str
-    learned: bool = False
 
     @property
     def text(self) -> str:
@@ -352,9 +359,8 @@ class Foreseen:
             return f", what it loses from {self.base} no table knows (`moe-edge calibrate`)"
         if not self.kl:
             return ""
-        most = "at most " * (self.at_most or self.learned)
-        by = " by what was learned" * self.learned
-        return f", foreseen to lose {most}{self.kl:.2g} nats a token from {self.base}{by}"
+        most = "at most " * self.at_most
+        return f", foreseen to lose {most}{self.kl:.2g} nats a token from {self.base}"
 
 
 def started(policy: Policy, uses: np.ndarray | None = None) -> np.ndarray:
@@ -402,20 +408,14 @@ def foreseen(
 
 
 class LossModel:
-    """What is known of one model's losses: by the table that the setting losses names, else the one
-    beside the model. Where that says nothing, what was learned while the model answered is for
-    policies that spend a loss, and for nobody else.
+    """The losses of one model, by the table that the setting `losses` names, else by the table
+    beside the model.
 
     note: why there is none, or None.
     """
 
-    def __init__(
-        self, config: Config, model: ExpertModel, usage: UsageKeeper | None = None
-    ) -> None:
-        """usage: what was learned."""
-        self._named, self._model, self._usage = config.given("losses"), model, usage
-        # What answers are probed with where no policy has a loss to spend, in nats a token.
-        self.allowed = config.given(ALLOWED_LOSS) or policy_settings()[ALLOWED_LOSS].default
+    def __init__(self, config: Config, model: ExpertModel) -> None:
+        self._named, self._model = config.given("losses"), model
         self.note: str | None = None
 
     def recall(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
@@ -443,73 +443,33 @@ class LossModel:
         table, _ = self._loaded
         return None if table is None else table.costs(tiers)
 
-    def learns(self, tiers: Sequence[str]) -> bool:
-        """Whether what is learned counts in these tiers: they are one or two, and nobody calibrated
-        them."""
-        return len(tiers) <= 2 and not self._named and self.estimate(tiers) is None
-
-    def learned(self, tiers: Sequence[str], more: Outputs | None = None) -> KlEstimate | None:
-        """What skipping costs, and lowering to the second of these tiers, by what was learned where
-        nobody calibrated; None where that is too little. more: what experts put out that usage
-        lacks."""
-        if self._usage is None or not self.learns(tiers):
-            return None
-        outputs = self._usage.outputs()
-        outputs = outputs if more is None else outputs + more.finite()
-        errors = self._usage.errors(tiers) if len(tiers) > 1 else None
-        return learned(tiers[0], outputs, self._usage.probed(), errors)
-
-    def spent(self, tiers: Sequence[str]) -> KlEstimate | None:
-        """As estimate, else as learned: for a policy that spends a loss."""
-        return self.estimate(tiers) or self.learned(tiers)
-
-    def of_plan(self, plan: MemoryPlan, base: str | None = None) -> KlEstimate | None:
-        """As estimate; of a policy that spends a loss else as learned, from the best tier."""
-        tiers = plan.tier_names
-        found = self.estimate(tiers, base)
-        if found is None and isinstance(plan.policy, SpendsLoss) and base in (None, tiers[0]):
-            found = self.learned(tiers)
+    def needed(self, tiers: Sequence[str]) -> KlEstimate:
+        """As estimate. Raises ConfigError if the losses are not known, and names the command that
+        measures them."""
+        found = self.estimate(tiers)
+        if found is None:
+            raise no_losses(self.unknown(tiers))
         return found
 
-    def needed(self, tiers: Sequence[str]) -> KlEstimate:
-        """As spent. Raises ConfigError where it cannot be had, naming the command that makes
-        it."""
-        found, (table, why) = self.spent(tiers), self._loaded
-        if found is not None:
-            return found
-        if table is None:
-            what = (
-                str(why).partition(": run")[0].partition(": make")[0]
-                if self._path.exists()
-                else "there is no loss table"
-            )
-        elif table.fit is None:
-            what = "the loss table has no factor that makes KL of its losses"
-        else:
-            what = f"the loss table lacks one of {', '.join(tiers)}"
-        raise not_fitted(self._model.path.name, what)
-
-    def spendable(self, tiers: Sequence[str]) -> KlEstimate:
-        """As needed, for a policy that is told what it may lose. Where nobody knows what these
-        tiers cost, all but the best of them cost more than anybody allows, so that it is lossless.
-        Raises ConfigError for a named table that does not say it."""
-        try:
-            return self.needed(tiers)
-        except ConfigError:
-            if self._named is not None:
-                raise
-        shape = (self._model.n_layers, self._model.n_expert)
-        nats = np.full((*shape, len(tiers) + 1), _LARGEST)
-        nats[..., 0] = 0.0
-        return KlEstimate(tiers[0], nats, np.ones(shape))
-
     def unknown(self, tiers: Sequence[str]) -> str:
-        """Why nobody knows what these tiers cost; empty where that is known."""
-        try:
-            self.needed(tiers)
-        except ConfigError as error:
-            return str(error)
-        return ""
+        """Return why the losses of these tiers are not known, with the remedy; an empty text if
+        they are known."""
+        table, why = self._loaded
+        if table is None:
+            return str(why)
+        if self.estimate(tiers) is not None:
+            return ""
+        if table.fit is None:
+            return f"{self._path} has no factors that make KL of its losses: run {self._command}"
+        return f"{self._path} lacks one of {', '.join(tiers)}: run {self._command}"
+
+    @property
+    def _command(self) -> str:
+        """The command that makes the table, and how long it takes."""
+        n_bytes = sum(path.stat().st_size for path in self._model.files)
+        minutes = math.ceil(n_bytes / _BYTES_PER_MINUTE)
+        about = f"about {minutes} minute{'s' * (minutes > 1)}"
+        return f"{calibrate_command(self._model.path)} ({about}, once)"
 
     @cached_property
     def of_file(self) -> tuple[KlEstimate | None, str]:
@@ -518,23 +478,20 @@ class LossModel:
         return self.estimate(names), self.unknown(names)
 
     def foreseen(self, plan: MemoryPlan, uses: np.ndarray) -> Foreseen:
-        """What a plan loses, with its policy's settings as they are now, where tokens use each
-        expert so often, [n_layers, n_expert]."""
+        """Estimate what a plan loses with its policy's present settings. uses: how often a token
+        uses each expert, [n_layers, n_expert]."""
         estimate, best = self.of_file[0], self._model.tiers[0].name
-        known = None
         if estimate is None and isinstance(plan.policy, SpendsLoss) and plan.tier_names[0] == best:
-            known = self.spent(plan.tier_names)
-        found = foreseen(plan, uses, estimate or known, best)
-        return replace(found, learned=known is not None and known.learned)
+            estimate = self.estimate(plan.tier_names)  # a table that lacks the other tiers
+        return foreseen(plan, uses, estimate, best)
 
     def skips(self, plan: MemoryPlan) -> Skips | None:
-        """What a plan's policy may skip, None where it does not decide by losses. Raises what
-        `spendable` does."""
+        """Return what a plan's policy may skip; None if it does not decide by losses. Raises what
+        `needed` does."""
         if not isinstance(plan.policy, SpendsLoss):
             return None
-        estimate, allowed = self.spendable(plan.tier_names), plan.policy.allowed
-        skipped = estimate.growth(allowed) * estimate.nats[..., -1]
-        return Skips(skipped * estimate.gates, allowed)
+        estimate = self.needed(plan.tier_names)
+        return Skips(estimate.nats[..., -1] * estimate.gates, plan.policy.allowed)
 
     @property
     def _path(self) -> Path:
@@ -546,8 +503,7 @@ class LossModel:
         used."""
         path = self._path
         if self._named is None and not path.exists():
-            command = f"`moe-edge calibrate {self._model.path.name} --calib TEXT`"
-            return None, f"there is no loss table, {command} makes one."
+            return None, f"{self._model.path.name} has no loss table: run {self._command}"
         try:
             return load(path, self._model), None
         except ConfigError as error:

@@ -66,9 +66,8 @@ class Planner:
         self.bindings = Bindings.load()
         self.gpu = find_gpu(self.bindings, config.device, config.vram)
         check_misses(self.gpu, config)
-        # Of earlier runs, whether this one is kept or not, so that `plan` says what a chat runs.
-        self.usage = UsageKeeper(config.with_changes(remember=True), model)
-        self.losses = LossModel(config, model, self.usage)
+        self.usage = UsageKeeper(config, model)
+        self.losses = LossModel(config, model)
         self.hotness = HotnessKeeper(config, model)
         self._config, self._model, self._disk = config, model, disk
         self._probe = Probe(self.bindings, config)
@@ -76,8 +75,6 @@ class Planner:
         self.machine = probe(device)
         # Why the plan that a loss chose was chosen.
         self.chosen: str | None = None
-        # Why nothing is lost, though a loss is allowed.
-        self.lossless: str | None = None
         # What a loss would bring that nobody allows.
         self.brings: str | None = None
 
@@ -86,7 +83,6 @@ class Planner:
         """What was left aside, or will be slow."""
         notes = (
             self.chosen,
-            self.lossless,
             self.brings,
             without_effect(self._config),
             self.hotness.note,
@@ -106,26 +102,21 @@ class Planner:
         return slow_disk(self._model, self._config)
 
     def runs(self, config: Config) -> Runs:
-        """What runs with these settings. Raises what MemoryPlanner and `frontier` do, and
-        ConfigError for an option that is of no use with the policy."""
+        """Return what runs with these settings. Raises what MemoryPlanner and `frontier` raise, and
+        ConfigError for an option that has no effect with the policy and for a loss that is allowed
+        if the model has no loss table."""
         check_unused(config)
         return self.compared(config)
 
     def compared(self, config: Config) -> Runs:
         """As runs, with another policy than what was asked for: options that it has no use for are
         left aside."""
-        why_not = ""
         if config.policy is None and config.given(ALLOWED_LOSS) is not None:
             found = self._frontier(config)
-            self.chosen, why_not = found.why, found.why_not
+            self.chosen = found.why
             config = config.compared(**{ALLOWED_LOSS: None, **found.taken.settings})
         with self._probe:
             runs = self._laid_out(config)
-            learns = self.learns(config, runs.plan)
-        if isinstance(runs.plan.policy, SpendsLoss):
-            why_not = self.losses.unknown(runs.plan.tier_names)
-        else_do = ", or chat on: what skipping loses is learned behind answers" if learns else ""
-        self.lossless = f"It is lossless, since {why_not}{else_do}." if why_not else None
         self.brings = self._would_bring(runs)
         return runs
 
@@ -138,7 +129,7 @@ class Planner:
             return None
         best, declared = plan.tier_names[0], policy_settings()[ALLOWED_LOSS]
         usual = declared.default
-        if self.gpu or self.losses.spent([best]) is None:
+        if self.gpu or self.losses.estimate([best]) is None:
             return None
         with suppress(MoeEdgeError, OSError), self._probe:
             left = {tier.name: usual * (tier.name == best) for tier in self._model.tiers}
@@ -155,21 +146,6 @@ class Planner:
                     f"{max(found):.1f} times as fast here."
                 )
         return None
-
-    def learns(self, config: Config, plan: MemoryPlan) -> bool:
-        """Whether what skipping loses is learned behind answers with this plan: of what is missing,
-        of one precision or by who spends a loss, where the CPU computes, and the context's memory
-        can be cut."""
-        if not (config.remember and config.probes):
-            return False
-        if plan.absent_bytes == 0 or plan.device is not None or self._model.hparams.weighs_first:
-            return False
-        if len(plan.tier_names) > 1 and not isinstance(plan.policy, SpendsLoss):
-            return False
-        if not self.losses.learns(plan.tier_names):
-            return False
-        with self._probe:
-            return self._probe.has_part is False
 
     def _laid_out(self, config: Config) -> Runs:
         plan = self._plan(config)
@@ -196,11 +172,11 @@ class Planner:
         return known_uses(self._config, self._model)[0]
 
     def frontier(self, config: Config) -> Frontier:
-        """The plans under a config; where it names a policy, the one of that alone. A table of
-        losses that is named says what they lose; where none does, a loss that is allowed takes a
-        lossless plan. Raises what `times` does; BudgetError where no plan fits; ConfigError for an
-        option without use, for a named table that does not say it, and for a loss that no plan
-        keeps to."""
+        """Return the plans under a config; if it names a policy, the plan of that policy alone.
+
+        Raises what `times` raises; BudgetError if no plan fits; ConfigError for an option that has
+        no effect, for a loss that no plan keeps to, and for a loss that is allowed if the loss
+        table does not know what the plans lose."""
         if config.policy is not None:
             runs = self.runs(config)
             with self.times() as times:
@@ -213,8 +189,8 @@ class Planner:
     def _frontier(self, config: Config) -> Frontier:
         allowed, why_not = config.given(ALLOWED_LOSS), self.losses.of_file[1]
         names = [tier.name for tier in self._model.tiers]
-        if self.losses.learned(names[:1]) is not None:
-            why_not = ""  # of floor it is known
+        if allowed:
+            self.losses.needed(names[:1])
         taken = TakenPlans(config, self._model)
         with self._probe, self.times() as times:
             left = None if allowed is None else dict(zip(names, self._left(allowed), strict=True))
@@ -228,19 +204,16 @@ class Planner:
             usual = self.candidate(times, self._laid_out(plain))
             shown = Frontier.of(found, usual, names[0], allowed, taken.recall())
             disturbed = times.speeds.disturbed
-        if allowed is not None and not why_not:
+        if allowed is not None:
             taken.keep(shown.taken.settings)
         return replace(shown, why_not=why_not, disturbed=disturbed)
 
     def _left(self, allowed: float) -> list[float]:
-        """What each tier of the file leaves of a loss, in nats: of tiers of which nobody knows what
-        they lose, the best alone leaves anything. Raises ConfigError where a named table does not
-        say it."""
-        estimate, why_not = self.losses.of_file
+        """Return what each tier of the file leaves of a loss, in nats. If the table lacks one of
+        the tiers, the best tier alone leaves anything."""
+        estimate = self.losses.of_file[0]
         size, n = self._uses.shape, len(self._model.tiers)
         if estimate is None:
-            if self._config.given("losses") is not None:
-                raise ConfigError(why_not)
             return [allowed, *[0.0] * (n - 1)]
         return [allowed - estimate.of_uses(self._uses, np.full(size, tier)) for tier in range(n)]
 
@@ -292,13 +265,15 @@ class Planner:
             yield TimeModel(model, disk, speeds, *known_uses(config, model))
 
     def teach(self, policy: Policy, tier_names: Sequence[str]) -> None:
-        """What earlier runs learned of the model in these tiers, as far as the policy wants it."""
+        """Tell a policy what it wants to know of the model: its losses in these tiers, and the
+        hotness of earlier runs. Raises ConfigError if the policy needs losses that are not known.
+        """
         if isinstance(policy, WeighsLosses) and policy.losses_matter:
             losses = self.losses.recall(tier_names, policy.per_use)
             if losses is not None:
                 policy.set_losses(losses)
         if isinstance(policy, SpendsLoss):
-            policy.set_estimate(self.losses.spendable(tier_names))
+            policy.set_estimate(self.losses.needed(tier_names))
         if isinstance(policy, Learns):
             learned = self.hotness.recall()
             if learned is not None:

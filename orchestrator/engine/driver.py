@@ -12,16 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.allocation.estimate import Outputs
 from orchestrator.allocation.slots import Transition
-from orchestrator.engine.idle import Idle, Then, likely
+from orchestrator.engine.idle import Idle, likely
 from orchestrator.engine.loss_meter import LossMeter
-from orchestrator.errors import NativeError
 from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, StepReport, served
 from orchestrator.memory.shared import CELL_STEP, SharedMemory
 from orchestrator.native import FAILED, CRoom, Store
 from orchestrator.policy import Policy
-from orchestrator.policy.base import KeepsSequences, Learns, SpendsLoss, Tunes, WaitsBeforeAnswer
+from orchestrator.policy.base import KeepsSequences, Learns, Tunes, WaitsBeforeAnswer
 
 # Between two looks at reads that are waited for, in seconds.
 _PAUSE_S = 0.0005
@@ -57,10 +55,10 @@ class PlainDriver:
         asked for or has experts in memory, and nobody learns from them."""
         return nullcontext()
 
-    def idle(self, used: np.ndarray | None, then: Then | None = None) -> None:
-        """Nothing is asked for until end_idle is called: reads what is likely to be used, into free
-        slots. used: how often tokens used each expert, float64 [n_layers, n_expert], None where
-        that is not known. then: called behind that, in its thread; it may compute steps."""
+    def idle(self, used: np.ndarray | None) -> None:
+        """Read experts that are likely to be used into free slots, in the background, until
+        end_idle is called. used: how often tokens used each expert, float64 [n_layers, n_expert],
+        None if that is not known."""
 
     def end_idle(self) -> None:
         """Before a step after idle, and before the store is freed; from any thread."""
@@ -68,11 +66,6 @@ class PlainDriver:
     def used(self) -> np.ndarray | None:
         """How many tokens used each expert since the start, uint32 [n_layers, n_expert]; None where
         nobody counts. From any thread."""
-        return None
-
-    def outputs(self) -> Outputs | None:
-        """What experts put out in answers since the start; None where nobody counts. From any
-        thread."""
         return None
 
     def save_sequence(self, sequence: int) -> bytes | None:
@@ -129,7 +122,6 @@ class Driver(PlainDriver):
         self.shared_prompts = self._set_aside = self.own_prompts = self.prompts = 0
         self.keep_prompts: Callable[[int], int] = lambda _n_bytes: 0
         self._limit: int | None = None
-        self._is_unlearned = False
         self._idle = Idle(store)
         # Returns once what ended computes nothing any more: where others than the engine decode.
         self.settle: Callable[[], None] = lambda: None
@@ -167,23 +159,10 @@ class Driver(PlainDriver):
                 decision.tier_array[expert] = tier
             self.store.apply(decision)
 
-        try:
-            with self.unlearned(on_route):
-                yield
-        finally:
-            self.store.forget_outputs()
-            self.store.reset_stats()
-            self._prompt_read = False
-
-    @contextmanager
-    def unlearned(self, route: Callable[[RouteEvent], None]) -> Iterator[None]:
-        """In steps in this block, of a prompt's phase unless begin says another one, `route`
-        decides, and nobody learns from them. Slots give way to nothing: a step fails before."""
-        self.used()  # else what was routed before would be forgotten
-        self.set_route(route)
+        self.used()  # takes what was routed before, which forget_counts would drop
+        self.set_route(on_route)
         self.store.set_step_done(None)
         self.store.set_phase(Phase.PREFILL)
-        self._is_unlearned = True
         try:
             yield
         finally:
@@ -191,7 +170,8 @@ class Driver(PlainDriver):
             self.store.set_step_done(self.step_done)
             self.store.set_phase(None)
             self.store.forget_counts()
-            self._is_unlearned = False
+            self.store.reset_stats()
+            self._prompt_read = False
 
     def on_route_unasked(self, event: RouteEvent) -> None:
         """What the store does by itself where the policy is not asked: its default tier, or a
@@ -221,7 +201,7 @@ class Driver(PlainDriver):
                     held = self.store.resident() if resident is None else resident
                     self.meter.holds(served(policy.wants.default_tier, held))
                 self.meter.counted(self.store.take_counts() if counts is None else counts)
-            self.meter.step_done(step.phase, step.n_tokens, self.allowed)
+            self.meter.step_done(step.phase, step.n_tokens)
         if counts is not None:
             counts = counts if self._untold is None else counts + self._untold
             counts, self._untold = (counts, None) if wanted else (None, counts)
@@ -289,10 +269,6 @@ class Driver(PlainDriver):
         if left < shared.least_slots:  # beside the scratch of a prompt that was given up
             room.drop_scratch = 1
             left = max(shared.least_slots, shared.slots(end, room.at_once, 0, width))
-        if self._is_unlearned and self._limit is not None:
-            if left - self.prompts < self._limit:
-                raise NativeError("what nobody asked for takes no memory from experts")
-            return
         if not room.n_bytes:  # else one of the copies may be what is brought back
             planned = sum(size * n for size, n in self.store.spec.groups)
             most = self.shared_prompts - max(0, planned - shared.slots(end, 1))
@@ -354,7 +330,7 @@ class Driver(PlainDriver):
         """Experts that were read while nothing was asked for."""
         return self._idle.brought
 
-    def idle(self, used: np.ndarray | None, then: Then | None = None) -> None:
+    def idle(self, used: np.ndarray | None) -> None:
         self.end_idle()
         store = self.store
         store.cancel(False)
@@ -362,7 +338,7 @@ class Driver(PlainDriver):
         if not store.full:
             counts = [each for each in (self.used(), used) if each is not None]
             wanted = likely(self.policy.wants, store.resident(), np.sum(counts, axis=0))
-        self._idle.start(wanted, then, self.settle)
+        self._idle.start(wanted, self.settle)
 
     def end_idle(self) -> None:
         self._idle.stop()
@@ -370,12 +346,9 @@ class Driver(PlainDriver):
     def used(self) -> np.ndarray | None:
         if self.store.closed:
             return None
-        if not self.policy.wants.counts and not self._is_unlearned:  # else the policy takes them
+        if not self.policy.wants.counts:  # else the policy takes them
             self.store.take_counts()
         return self.store.taken_counts()
-
-    def outputs(self) -> Outputs | None:
-        return None if self.store.closed else self.store.outputs()
 
     def save_sequence(self, sequence: int) -> bytes | None:
         policy = self.policy
@@ -404,11 +377,6 @@ class Driver(PlainDriver):
 
     def change(self, name: str, value: Any) -> bool:
         return self.policy.change(name, value)
-
-    @property
-    def allowed(self) -> float | None:
-        """What the policy may lose now, in nats a token; None where it spends no loss."""
-        return self.policy.allowed if isinstance(self.policy, SpendsLoss) else None
 
     def report(self) -> dict[str, Any]:
         return dict(self.policy.report())

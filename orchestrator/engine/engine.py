@@ -19,7 +19,7 @@ from orchestrator.engine.driver import Driver
 from orchestrator.engine.load import Loader, Progress
 from orchestrator.engine.prompts import PromptCache, kept_prompts
 from orchestrator.engine.report import Meter, StoreCosts, memory_now, mode_line
-from orchestrator.engine.steps import Held, Steps
+from orchestrator.engine.steps import Steps
 from orchestrator.engine.texts import ChatTemplate, StopTexts
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import GenerationStats, Phase
@@ -59,8 +59,6 @@ class Engine(Closing):
         llama = self._loaded.model
         self._template = ChatTemplate(llama.chat_template(), llama.bos(), llama.eos())
         self._prompts = self._prompt_cache()
-        # Where the last answer lies in the conversation, until it is probed.
-        self._answer = range(0)
 
     @classmethod
     def open(
@@ -107,7 +105,6 @@ class Engine(Closing):
             )
         steps, plan, driver = self._steps, self.plan, self._loaded.driver
         steps.begin()
-        self._answer = range(0)
         store = driver.store if isinstance(driver, Driver) else None
         costs = StoreCosts(store, plan.tier_names, plan.skip, driver.meter)
         meter = Meter(costs, len(tokens))
@@ -145,7 +142,6 @@ class Engine(Closing):
             self._prompts.answered()
         finally:
             chain.close()
-            self._answer = range(len(tokens), len(steps.cached))
             self.last_stats = meter.stats(self.mode, plan.budget_bytes, driver.report())
 
     def _prefill(
@@ -175,17 +171,10 @@ class Engine(Closing):
             self.config, self.model, self._loaded, self._shelf, self.prompt_folder
         )
 
-    def idle(self, held: Held | None = None) -> None:
-        """Nothing is asked for now: until something is, free slots get the experts that were used
-        most, by earlier runs and by this one, and the last answer is probed where the user allows
-        a loss that nobody calibrated. held: of who decodes without generate, in its place. Returns
-        at once."""
-        loaded, learned = self._loaded, self._loader.learned
-        answer, self._answer = self._answer, range(0)
-        if answer and answer.stop <= len(loaded.steps.cached):
-            held = Held(0, loaded.steps.cached[: answer.stop], answer.start)
-        probe = learned.probe(loaded.plan, loaded.driver, loaded.context, held)
-        loaded.driver.idle(learned.usage.recall(), probe)
+    def idle(self) -> None:
+        """Read the experts that earlier runs and this one used most into free slots, until end_idle
+        or the next request. Returns at once."""
+        self._loaded.driver.idle(self._loader.history.usage.recall())
 
     def look_at_files(self) -> tuple[str, bool]:
         """Of the model's, as InUse.look."""
@@ -294,7 +283,7 @@ class Engine(Closing):
         self.end_idle()
         runs = self._loader.planner.compared(config)
         before = self._loaded.runs._replace(config=self.config)  # with what was changed live
-        self._loader.learned.learn(self._loaded.driver)
+        self._loader.history.learn(self._loaded.driver)
         self._prompts.put_away()
         self._loaded.close()
         try:
@@ -358,19 +347,11 @@ class Engine(Closing):
         return self._loader.planner.note
 
     def prompt_notes(self) -> list[str]:
-        """What the prompt cache has to say, and what was learned, since it was last asked:
-        sentences for the user."""
-        said = self.learned_notes()
-        if self.prompt_folder is not None:
-            said = self.prompt_folder.notes + said
-            self.prompt_folder.notes.clear()
-        return said
-
-    def learned_notes(self) -> list[str]:
-        """What was learned since it was last asked: sentences for the user."""
-        notes = self._loader.learned.notes
-        said = list(notes)
-        notes.clear()
+        """Return the notes of the prompt cache since the last call: sentences for the user."""
+        if self.prompt_folder is None:
+            return []
+        said = list(self.prompt_folder.notes)
+        self.prompt_folder.notes.clear()
         return said
 
     @property
@@ -400,21 +381,20 @@ class Engine(Closing):
         return mode_line(self.config, self._loader, self._loaded)
 
     def close(self) -> None:
-        """Frees everything, and keeps what policies learned where that is asked for; safe to call
-        twice.
-        Raises OSError where a named profile cannot be written."""
-        learned = self._loader.learned
+        """Free everything, and keep what the run learned if the config asks for that. Safe to call
+        twice. Raises OSError if a named profile cannot be written."""
+        history = self._loader.history
         self.end_idle()
-        learned.learn(self._loaded.driver)
+        history.learn(self._loaded.driver)
         self._prompts.leave()
         self._loaded.close()
         try:
-            learned.save()
+            history.save()
         finally:
             self.model.close()
 
     def keep(self) -> None:
-        """Keeps what policies learned where that is asked for, and frees nothing: for a process
-        that ends while a step runs. Raises OSError where a named profile cannot be written."""
-        self._loader.learned.learn(self._loaded.driver)
-        self._loader.learned.save()
+        """Keep what the run learned if the config asks for that, and free nothing: for a process
+        that ends while a step runs. Raises OSError if a named profile cannot be written."""
+        self._loader.history.learn(self._loaded.driver)
+        self._loader.history.save()

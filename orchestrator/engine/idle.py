@@ -1,5 +1,4 @@
-"""What is done while nothing is asked for: experts that are likely to be used are read into slots
-that are free, and what else there is to compute is computed behind that."""
+"""Reads experts that are likely to be used into free slots while no request runs."""
 
 from __future__ import annotations
 
@@ -12,9 +11,6 @@ from orchestrator.allocation.slots import Transition
 from orchestrator.events import ABSENT
 from orchestrator.native import Store
 from orchestrator.policy.base import Wants
-
-# Gets what says whether it may go on, and asks that before each step.
-Then = Callable[[Callable[[], bool]], None]
 
 
 def likely(wants: Wants, resident: np.ndarray, used: np.ndarray) -> Sequence[Transition]:
@@ -37,59 +33,43 @@ def likely(wants: Wants, resident: np.ndarray, used: np.ndarray) -> Sequence[Tra
     return [(layer, expert, wants.default_tier) for layer, expert in pairs]
 
 
-def bring_back(store: Store, low: np.ndarray, goes_on: Callable[[], bool]) -> None:
-    """Reads low copies that gave way to high ones, which a probe needs and which have gone since.
-    low: bool [n_layers, n_expert], where they were."""
-    for layer, expert in np.argwhere(low & (store.resident() == ABSENT)).tolist():
-        if not goes_on() or store.bring(layer, expert, 1) is None:
-            return
-
-
 class Idle:
-    """Reads experts by a thread of its own, one after the other, the likeliest first.
+    """Reads experts in a thread of its own, one after the other, the likeliest first.
 
-    Each gets slots that are free, or none: nothing is evicted for it, so that nothing that is used
-    more can go, and slots are all the memory that it takes. No step may begin before stop has
-    returned, which waits for the expert that is being read and for no other one. A step that is
-    computed behind that is cut off.
+    An expert is read into free slots or not at all: nothing is evicted for it, so experts that are
+    used more stay, and no memory but the slots is taken. No step may begin before stop has
+    returned, which waits for the expert that is being read and for no other one.
 
-    brought: experts that were read, ever.
+    brought: the number of experts that were read since the start.
     """
 
     def __init__(self, store: Store) -> None:
         self.brought = 0
         self._store = store
         self._thread: threading.Thread | None = None
-        self._stopping = self._computes = False
+        self._stopping = False
 
     def start(
-        self,
-        wanted: Sequence[Transition],
-        then: Then | None = None,
-        settle: Callable[[], None] = lambda: None,
+        self, wanted: Sequence[Transition], settle: Callable[[], None] = lambda: None
     ) -> None:
-        """Begins to read these, until all were looked at or one cannot be read: the token that
-        needs that one says why. then: what is computed behind that. settle: returns once no step
-        runs any more."""
+        """Begin to read these experts, and end after the last one or at the first one that cannot
+        be read: the token that needs that expert says why. settle: returns when no step runs any
+        more."""
         self.stop()
-        if not wanted and then is None:
+        if not wanted:
             return
-        self._stopping = self._computes = False
+        self._stopping = False
         self._thread = threading.Thread(
-            target=self._run, args=(wanted, then, settle), name="while idle", daemon=True
+            target=self._run, args=(wanted, settle), name="while idle", daemon=True
         )
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns when nothing is read or computed any more; from any thread."""
+        """Return when nothing is read any more; from any thread."""
         thread = self._thread
         if thread is not None:
             self._stopping = True
-            if cuts_off := self._computes:
-                self._store.cancel(True)
             thread.join()
-            if cuts_off:
-                self._store.cancel(False)
             self._thread = None
 
     def wait(self) -> None:
@@ -98,16 +78,8 @@ class Idle:
         if thread is not None:
             thread.join()
 
-    def _run(
-        self, wanted: Sequence[Transition], then: Then | None, settle: Callable[[], None]
-    ) -> None:
+    def _run(self, wanted: Sequence[Transition], settle: Callable[[], None]) -> None:
         settle()
-        self._read(wanted)
-        self._computes = then is not None  # before it is asked whether to go on
-        if then is not None:
-            then(lambda: not self._stopping)
-
-    def _read(self, wanted: Sequence[Transition]) -> None:
         for each in wanted:
             if self._stopping:
                 return

@@ -61,7 +61,7 @@ def context_of(
                 outputs=output_tokens(config, model.n_vocab, n_ubatch),
                 flash_attention=has_flash(config, plan),
                 on_gpu=gpu is not None,
-                sequences=config.sequences + config.probes,
+                sequences=config.sequences,
                 kv=config.kv,
             )
         except NativeError:

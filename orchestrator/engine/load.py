@@ -13,7 +13,7 @@ from orchestrator.config import Config
 from orchestrator.cost.planner import Planner, Runs
 from orchestrator.engine.damage import DataCheck, InUse, managed_places
 from orchestrator.engine.driver import Driver, PlainDriver
-from orchestrator.engine.learned import Learned
+from orchestrator.engine.history import History
 from orchestrator.engine.llama_parts import context_of, weights_of
 from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.engine.steps import Sequences, Steps
@@ -78,7 +78,7 @@ class Loader:
         """Raises ConfigError for a device that is not here, NativeError without the library."""
         self.planner = Planner(config, model)
         self.bindings, self.gpu = self.planner.bindings, self.planner.gpu
-        self.learned = Learned(config, model, self.planner)
+        self.history = History(config, model, self.planner)
         self._specs = StoreSpecs(config, model, self.bindings, self.gpu)
         self._model, self.files = model, InUse(model.files)
         # What llama.cpp reads was found to be what was written, for plans that are managed or not.
@@ -141,7 +141,7 @@ class Loader:
 
     def _load(self, runs: Runs, progress: Progress | None) -> Loaded:
         config, plan = runs.config, runs.plan
-        first = self.learned.first(plan)
+        first = self.history.first(plan)
         weights = plan.dense_bytes + (0 if plan.managed else plan.expert_bytes)
         parts: list[Part] = []
         try:
@@ -156,7 +156,7 @@ class Loader:
                 parts.append(store)
                 driver = Driver(plan.policy, store)
                 driver.shared = plan.shared
-                estimate = self.planner.losses.of_plan(plan)
+                estimate = self.planner.losses.estimate(plan.tier_names)
                 if estimate is not None:
                     driver.meter = LossMeter(estimate, config.exact_tiers)
             with self._checked(plan):

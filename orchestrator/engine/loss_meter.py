@@ -72,9 +72,9 @@ class LossMeter:
         """A step in which nobody decided; counts as of StepReport, in the tiers of holds."""
         self._in_step += float(np.vdot(counts, self._of_use))
 
-    def step_done(self, phase: int, n_tokens: int, allowed: float | None = None) -> None:
-        """The step has been computed. allowed: what a policy might lose in it, in nats a token."""
-        self.nats[phase] += self._in_step * self.estimate.growth(allowed)
+    def step_done(self, phase: int, n_tokens: int) -> None:
+        """Add the losses of a step that has been computed."""
+        self.nats[phase] += self._in_step
         self.tokens[phase] += n_tokens
         self._in_step = 0.0
 

@@ -157,7 +157,6 @@ class StoreCosts:
             "computed": as_computed,
             "callback_us_p50": store.callback_us(since=self._calls),
             "kl_estimate": self._foreseen(),
-            "kl_learned": self._losses is not None and self._losses.estimate.learned,
         }
 
     def _foreseen(self) -> float | None:

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -38,15 +37,6 @@ class Mark:
     @property
     def n_bytes(self) -> int:
         return (0 if self.part is None else self.part.nbytes) + len(self.policy or b"")
-
-
-class Held(NamedTuple):
-    """tokens: what a sequence holds, from its first token on, those from `start` on to be
-    probed."""
-
-    sequence: int
-    tokens: Sequence[int]
-    start: int
 
 
 class SequenceState:

@@ -80,7 +80,7 @@ def compute_bytes(
     hparams, n_vocab, n_used = model.hparams, vocabulary_size(model), model.n_expert_used
     n_head, n_head_kv = max(hparams.n_head), max(hparams.n_head_kv)
     n_ff = max(shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None)
-    n_rows = max(output_tokens(config, n_vocab, n_tokens), 1 + config.sequences + config.probes)
+    n_rows = max(output_tokens(config, n_vocab, n_tokens), 1 + config.sequences)
     beside = 4 * n_vocab * n_rows
     if graph_bytes is not None:
         row = min(2, len(model.tiers)) * n_ff * ROW_WEIGHT_BYTES + ROW_PLACE_BYTES

@@ -297,14 +297,6 @@ class Probe:
             self._known[n_ctx, n_ubatch] = self._measured(n_ctx, n_ubatch)
         return self._known[n_ctx, n_ubatch]
 
-    @cached_property
-    def has_part(self) -> bool | None:
-        """As of Model; None for a model that llama.cpp does not load."""
-        try:
-            return self._model.has_part
-        except NativeError:
-            return None
-
     def _measured(self, n_ctx: int, n_ubatch: int) -> tuple[int, int] | None:
         config = self._config
         try:
@@ -316,7 +308,7 @@ class Probe:
                 threads=1,
                 outputs=output_tokens(config, self._model.n_vocab, n_ubatch),
                 flash_attention=config.importance != "exact",
-                sequences=config.sequences + config.probes,
+                sequences=config.sequences,
                 kv=config.kv,
             )
         except NativeError:

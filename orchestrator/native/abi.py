@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-ABI_VERSION = 19
+ABI_VERSION = 20
 MAX_TIERS = 5
 MAX_AHEAD = 4
 N_KINDS = 4
@@ -216,7 +216,6 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_get_states": (None, [_POINTER, ctypes.POINTER(_U8), ctypes.POINTER(_U8)]),
     "moe_edge_get_landed": (None, [_POINTER, ctypes.POINTER(_U8)]),
     "moe_edge_take_counts": (None, [_POINTER, ctypes.POINTER(_U32)]),
-    "moe_edge_get_outputs": (None, [_POINTER, ctypes.POINTER(_U64), ctypes.POINTER(_F64)]),
     "moe_edge_use": (_INT, [_POINTER, _I32, _I32, ctypes.POINTER(_I32), _I32, VISIT_CB, _POINTER]),
     "moe_edge_sim_speed": (None, [_POINTER, _U64, _U64]),
     "moe_edge_sim_advance": (_U64, [_POINTER, _U64]),

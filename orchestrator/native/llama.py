@@ -388,15 +388,10 @@ class LlamaContext:
             finally:
                 self.api.llama_set_abort_callback(self.handle, self._no_abort, None)
 
-    def share(self, sequence: int, end: int = -1, source: int = 0) -> None:
-        """Lets a sequence hold what another one holds before position `end`, -1 for all of it, and
-        nothing else."""
+    def share(self, sequence: int) -> None:
+        """Make a sequence hold what sequence 0 holds, and nothing else."""
         self.api.llama_memory_seq_rm(self._memory, sequence, -1, -1)
-        self.api.llama_memory_seq_cp(self._memory, source, sequence, -1, end)
-
-    def length(self, sequence: int) -> int:
-        """How many positions a sequence has come to, 0 where it holds nothing."""
-        return int(self.api.llama_memory_seq_pos_max(self._memory, sequence)) + 1
+        self.api.llama_memory_seq_cp(self._memory, 0, sequence, -1, -1)
 
     def logits(self, n_outputs: int = 1) -> np.ndarray:
         """Logits [n_outputs, n_vocab] of the last decode: a view, valid until the next one."""

@@ -12,7 +12,6 @@ import numpy as np
 
 from gguf_tools import interrupts
 from gguf_tools.closing import Closing
-from orchestrator.allocation.estimate import Outputs
 from orchestrator.errors import NativeError
 from orchestrator.events import (
     MAX_PREFETCH,
@@ -110,7 +109,6 @@ class Store(Closing):
         self._ring = deque[int](maxlen=_RING)
         self._calls = 0
         self._taken = np.zeros((len(spec.layers), spec.n_expert), np.uint32)
-        self._forgotten = Outputs.none(self._taken.shape)
         event = library.store_event(handle).contents
         decision = library.store_decision(handle).contents
         self.event = RouteEvent(*event_arrays(event, spec))
@@ -308,27 +306,11 @@ class Store(Closing):
         """As take_counts, and what it returns is counted nowhere."""
         return self._of_each(self.library.take_counts, ctypes.c_uint32)
 
-    def forget_outputs(self) -> None:
-        """What experts put out until now is counted nowhere."""
-        self._forgotten = self._outputs()
-
     def taken_counts(self) -> np.ndarray:
         """uint32 [n_layers, n_expert], a copy: all that take_counts ever returned. From any
         thread."""
         taken: np.ndarray = self._taken.copy()
         return taken
-
-    def outputs(self) -> Outputs:
-        """What experts put out in answers since the start, as far as the CPU computed them. From
-        any thread."""
-        return self._outputs() - self._forgotten
-
-    def _outputs(self) -> Outputs:
-        (tokens, of_tokens), (squares, of_squares) = map(
-            self._array, (ctypes.c_uint64, ctypes.c_double)
-        )
-        self.library.get_outputs(self.handle, of_tokens, of_squares)
-        return Outputs(tokens.astype(np.float64), squares)
 
     def _of_each(self, function: Any, ctype: Any) -> np.ndarray:
         """What a C function writes about each expert: [n_layers, n_expert]."""

@@ -101,13 +101,11 @@ class LayerCosts:
         return ((square * skip / n_bytes, expert, SKIP, skip, None),)
 
 
-def layer_costs(
-    shape: ModelShape, estimate: KlEstimate, present: float, allowed: float
-) -> list[LayerCosts]:
-    """Of each layer. present: what skipping an expert in memory saves, as a share of what a missing
-    one does. allowed: nats a token."""
+def layer_costs(shape: ModelShape, estimate: KlEstimate, present: float) -> list[LayerCosts]:
+    """Return the costs of each layer. present: what skipping an expert in memory saves, as a share
+    of what skipping a missing one saves."""
     found = []
-    for layer, nats in enumerate(estimate.growth(allowed) * estimate.nats):
+    for layer, nats in enumerate(estimate.nats):
         n_bytes = [shape.expert_slot_bytes(layer, tier) for tier in range(len(shape.tiers))]
         low_bytes = n_bytes[1] if len(n_bytes) > 1 else 0
         skip, low = (nats[:, column].copy().data.toreadonly() for column in (-1, 1))
@@ -300,7 +298,6 @@ class Floor(Policy, SpendsLoss):
         shape = self.shape
         self.settings = self.settings.with_usual()
         self._dearest = math.inf
-        self._estimate: KlEstimate | None = None
         self._costs: list[LayerCosts] = []
         self._high_bytes = [shape.expert_slot_bytes(layer, 0) for layer in range(shape.n_layers)]
         self._accounts: dict[int, Account] = {}
@@ -330,15 +327,14 @@ class Floor(Policy, SpendsLoss):
         return self.settings.max_loss
 
     def set_estimate(self, estimate: KlEstimate) -> None:
-        self._estimate = estimate
-        self._costs = layer_costs(self.shape, estimate, self.settings.skip_present, self.allowed)
+        self._costs = layer_costs(self.shape, estimate, self.settings.skip_present)
         self._dearest = max(each.dearest for each in self._costs)
         if self.settings.skip_present:
             self._present_price = _LEAST_SQUARE * min(each.least_present for each in self._costs)
 
     def _settings_changed(self) -> None:
-        """Deals the budget out by depth, and begins with a price at which it would be spent if all
-        ways to save were alike. What is learned of costs depends on the budget."""
+        """Divide the budget by depth, and begin with the price at which it would be spent if all
+        ways to save had the same cost."""
         budget, shape = self.settings.max_loss, self.shape
         # A layer's part of the budget is the share of experts that the schedule lets be lowered.
         schedule = self.settings.loss_schedule
@@ -349,8 +345,6 @@ class Floor(Policy, SpendsLoss):
         ]
         missing = shape.n_layers * shape.n_expert_used * _FIRST_MISSING
         self._price = budget / (missing * self._high_bytes[0])
-        if self._estimate is not None:
-            self.set_estimate(self._estimate)
 
     def plan(self, budget_bytes: int) -> SlotPlan:
         """One group per (layer, kind, tier), as many slots in each layer. Raises BudgetError."""

@@ -17,7 +17,7 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.reader import metadata_value
 from gguf_tools.process import default_threads, peak_rss_bytes
-from orchestrator.config import MOST_SEQUENCES, PROBING, Config, native_log_enabled
+from orchestrator.config import Config, native_log_enabled
 from orchestrator.engine.driver import PlainDriver
 from orchestrator.engine.engine import Engine
 from orchestrator.engine.report import StoreCosts
@@ -32,7 +32,7 @@ from orchestrator.native import (
     ServerLibrary,
     native_config,
 )
-from orchestrator.policy import ALLOWED_LOSS, policy_settings
+from orchestrator.policy import policy_settings
 from orchestrator.serve.admission import (
     BODY_FACTOR,
     PROBS_BYTES,
@@ -40,7 +40,6 @@ from orchestrator.serve.admission import (
     WHOLE_FACTOR,
     bodies_bytes,
 )
-from orchestrator.serve.heard import Heard
 from orchestrator.serve.kept import KeptConversations
 from orchestrator.serve.settings import LEAST_BODY_BYTES, ServeSettings
 from orchestrator.settings import Settings
@@ -98,25 +97,15 @@ def server_config(
     much of it as was asked for, and the memory for prompts that were read before. body_factor: what
     reading a body takes for each byte of the longest."""
     bodies = bodies_bytes(longest_body_bytes, parallel, body_factor)
-    # llama.cpp takes one sequence more than MOST_SEQUENCES.
-    learns = config.remember and config.given(ALLOWED_LOSS) and parallel < MOST_SEQUENCES
-    probing = PROBING if learns else dict.fromkeys(PROBING, 0)
     each = ANSWER_BYTES + PROBS_BYTES + AHEAD_COPIES * AHEAD_BYTES
     answers = each * parallel + UNREAD_BYTES
     return config.with_changes(
         ctx=config.ctx and config.ctx * parallel,
         sequences=parallel - 1,
         scored=SCORED_TOKENS,
-        beside=PROCESS_BYTES
-        + bodies
-        + answers
-        + SCORE_BYTES * most_scored(config)
-        + probing["beside"],
-        beside_token=GRAMMAR_TOKEN_BYTES
-        + CANDIDATE_BYTES * (parallel + 1)
-        + probing["beside_token"],
+        beside=PROCESS_BYTES + bodies + answers + SCORE_BYTES * most_scored(config),
+        beside_token=GRAMMAR_TOKEN_BYTES + CANDIDATE_BYTES * (parallel + 1),
         conversations=True,
-        probes=probing["probes"],
     )
 
 
@@ -231,9 +220,7 @@ class Backend:
             self.kept: KeptConversations | None = None
             if engine.prompt_folder is not None:
                 self.kept = KeptConversations(engine, self._native, f"{threads}kept", note)
-            self._heard = Heard() if engine.config.probes else None
-            if self.kept is not None or self._heard is not None:
-                self._native.set_before_prompt(self._before_prompt)
+                self._native.set_before_prompt(self.kept.before_prompt)
         except BaseException:
             self.engine.close()
             raise
@@ -259,12 +246,10 @@ class Backend:
         self._is_asked = True
         with self._turns:
             self.engine.end_idle()
-        for sentence in self.engine.learned_notes():
-            self._note(sentence)
 
     def idle(self) -> None:
-        """Behind the last request in flight, until attend: what is likely to be used comes into
-        free slots, and what is new in the last prompt is probed. Returns at once."""
+        """After the last request in flight and until attend, read experts that are likely to be
+        used into free slots. Returns at once."""
         self._is_asked = False
         if self.kept is None or not self.kept.behind(self._idle):
             self._idle()
@@ -272,13 +257,7 @@ class Backend:
     def _idle(self) -> None:
         with self._turns:
             if not (self._is_asked or self._ends):
-                self.engine.idle(self._heard.take() if self._heard is not None else None)
-
-    def _before_prompt(self, sequence: int, prompt: Sequence[int]) -> None:
-        if self._heard is not None:
-            self._heard.prompt(sequence, prompt)
-        if self.kept is not None:
-            self.kept.before_prompt(sequence, prompt)
+                self.engine.idle()
 
     def _before_step(self, is_answer: bool) -> None:
         self.engine.driver.follow(Phase.DECODE if is_answer else Phase.PREFILL)
@@ -299,8 +278,6 @@ class Backend:
 
     def answered(self, sequences: Sequence[int], is_good: bool) -> None:
         """A request has ended, whose sequences nobody has taken yet. is_good: it did not fail."""
-        if self._heard is not None:
-            self._heard.answered(sequences, is_good)
         if self.kept is not None:
             self.kept.answered(sequences, is_good)
 

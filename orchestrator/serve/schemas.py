@@ -334,7 +334,6 @@ COSTS: dict[str, Schema] = {
         **SHARE_OR_NULL,
         "description": "Foreseen KL divergence from the best tier in use, nats a token.",
     },
-    "kl_learned": flag("At most: learned, and not calibrated."),
     "mix": {**OBJECT, "description": "Shares of the precisions decided."},
     "computed": {**OBJECT, "description": "Shares of the precisions computed."},
     "bytes_read": COUNT,
@@ -367,7 +366,7 @@ SCHEMAS: dict[str, Schema] = {
         "description": "llama.cpp's figures, and what the experts cost.",
     },
     "Costs": {
-        **record(" ".join(COSTS.keys() - {"kl_estimate", "kl_learned"}), COSTS),
+        **record(" ".join(COSTS.keys() - {"kl_estimate"}), COSTS),
         "description": "What the experts cost; llama.cpp has no figures of its own here.",
     },
     "ChatAnswer": record(

@@ -11,7 +11,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -26,26 +25,6 @@ constexpr int64_t GEMM_ACTS  = 16;  // and those activations
 constexpr int64_t GEMM_LEAST = 4;   // that are interleaved with each other
 
 size_t padded(size_t n) { return (n + ALIGN - 1) / ALIGN * ALIGN; }
-
-// Of scale * y + bias, in lanes that the compiler makes vectors of.
-double sum_of_squares(const float * y, float scale, const float * bias, int64_t n) {
-    constexpr int64_t LANES = 16;
-    float sums[LANES] = {};
-    const auto add = [&](int64_t i, int64_t lane) {
-        const float v = scale * y[i] + (bias ? bias[i] : 0.0f);
-        sums[lane] += v * v;
-    };
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        for (int64_t lane = 0; lane < LANES; lane++) {
-            add(i + lane, lane);
-        }
-    }
-    for (; i < n; i++) {
-        add(i, 0);
-    }
-    return std::accumulate(sums, sums + LANES, 0.0);
-}
 
 moe_edge_matrix * matrix_of(const ggml_tensor * op) {
     const ggml_tensor * w = op->src[0];
@@ -174,8 +153,6 @@ class mul_mat_id {
         first   = ptr<int32_t>(at.first);
         rows    = ptr<routed_row>(at.rows);
         experts = ptr<int32_t>(at.experts);
-        const bool counts = m->outputs && m->outputs->on;
-        outputs = counts ? m->outputs->of_thread(params->ith) + m->layer * w->ne[2] : nullptr;
     }
 
     void run() {
@@ -381,9 +358,6 @@ class mul_mat_id {
             } else {
                 dot_rows(*p->ready, row0, row1);
             }
-            if (outputs) {
-                count_outputs(p->ready->expert, row0, row1, act0, act1);
-            }
             unit += n - 1;
         }
     }
@@ -458,17 +432,6 @@ class mul_mat_id {
         return reinterpret_cast<float *>(static_cast<char *>(op->data) + r.slot*op->nb[1] + r.token*op->nb[2]);
     }
 
-    // Rows [row0, row1) of an expert's output for the activations [act0, act1), as this thread has just computed them.
-    void count_outputs(int32_t expert, int64_t row0, int64_t row1, int32_t act0, int32_t act1) const {
-        const float   scale = m->scale ? m->scale[expert] : 1.0f;
-        const float * bias  = m->bias ? m->bias + expert * w->ne[1] + row0 : nullptr;
-        double squares = 0;
-        for (int32_t i = act0; i < act1; i++) {
-            squares += sum_of_squares(output(rows[i]) + row0, scale, bias, row1 - row0);
-        }
-        outputs[expert].add(squares / w->ne[1], row0 == 0 ? act1 - act0 : 0);
-    }
-
     void zero_rows(int32_t expert) const {
         for (int32_t i = first[expert] + params->ith; i < first[expert + 1]; i += params->nth) {
             memset(output(rows[i]), 0, w->ne[1] * sizeof(float));
@@ -530,7 +493,6 @@ class mul_mat_id {
     int32_t *        first;
     routed_row *     rows;
     int32_t *        experts;
-    moe_edge_outputs::sum * outputs;  // [n_expert] of this layer and thread, null where they are not counted
     int32_t          remaining = 0;  // experts not yet handed out; thread 0 only
 };
 

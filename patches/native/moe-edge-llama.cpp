@@ -36,18 +36,6 @@ bool read_bias(const ggml_tensor * bias, int32_t n, std::vector<float> & out) {
     return true;
 }
 
-// Values of the CPU's memory that are read where they lie, null where the layer has none; false for others.
-bool find_values(const ggml_tensor * tensor, int64_t n, const float *& out) {
-    out = nullptr;
-    if (tensor) {
-        if (tensor->type != GGML_TYPE_F32 || ggml_nelements(tensor) != n || !ggml_backend_buffer_is_host(tensor->buffer)) {
-            return false;
-        }
-        out = static_cast<const float *>(tensor->data);
-    }
-    return true;
-}
-
 // The experts of each token where its id chooses them; empty where the layer has no such table.
 std::vector<int32_t> read_choices(const ggml_tensor * table, const moe_edge_store & store) {
     std::vector<int32_t> out;
@@ -149,10 +137,6 @@ std::unique_ptr<hook_model> make_hook(moe_edge_store & store, const llama_model 
             hook->bound.push_back(tensor);
             if (k == MOE_EDGE_DOWN) {
                 each.experts = tensor;
-                auto & m = store.matrices[l][k];
-                const bool counts = find_values(layer.ffn_down_exps_s, store.n_expert, m.scale) &&
-                    find_values(layer.ffn_down_exps_b, tensor->ne[1] * store.n_expert, m.bias);
-                m.outputs = counts ? &store.outputs : nullptr;
             }
         }
         hook->layers.push_back(std::move(each));
@@ -246,10 +230,6 @@ void moe_edge_reserve_hook::built(ggml_cgraph * graph) const {
             }
             if (!announced(node->src[2])) {
                 cannot_manage("the experts of %s are not chosen in the common way", src->name);
-            }
-            const auto & m = *static_cast<const moe_edge_matrix *>(src->extra);
-            if (m.store && m.kind != MOE_EDGE_DOWN && node->src[1]->op == GGML_OP_MUL) {  // gates weigh what experts read
-                m.store->matrices[m.layer][MOE_EDGE_DOWN].outputs = nullptr;
             }
         }
     }

@@ -56,8 +56,7 @@ moe_edge_store::moe_edge_store(const moe_edge_config & config)
     : n_layers(config.n_layers), n_expert(config.n_expert), n_expert_used(config.n_expert_used),
       n_tiers(config.n_tiers), max_tokens(config.max_tokens), n_ahead(config.n_ahead),
       importance_window(config.importance_window), exact_tiers((config.flags & MOE_EDGE_EXACT_TIERS) != 0),
-      whole_experts((config.flags & MOE_EDGE_WHOLE_EXPERTS) != 0), rigid((config.flags & MOE_EDGE_RIGID) != 0),
-      outputs((size_t) std::max(0, n_layers) * std::max(0, n_expert)) {
+      whole_experts((config.flags & MOE_EDGE_WHOLE_EXPERTS) != 0), rigid((config.flags & MOE_EDGE_RIGID) != 0) {
     if (n_layers < 1 || n_expert < 1 || n_expert > 65535 || n_expert_used < 1 || n_expert_used > n_expert ||
         n_tiers < 1 || n_tiers > MOE_EDGE_MAX_TIERS || max_tokens < 1 || config.n_files < 1 || config.n_groups < 1 ||
         n_ahead < 0 || n_ahead > MOE_EDGE_MAX_AHEAD || importance_window < -1 || config.n_io_threads < 1 || config.n_io_threads > 64) {
@@ -85,7 +84,6 @@ moe_edge_store::moe_edge_store(const moe_edge_config & config)
             m.ops   = &STORE_OPS;
             m.layer = l;
             m.kind  = k;
-            m.outputs = k == MOE_EDGE_DOWN ? &outputs : nullptr;
             m.table.resize(n_expert);
             for (int32_t t = 0; t < n_tiers; t++) {
                 m.types.push_back(slices[l][k][t].type);

@@ -48,7 +48,6 @@ void moe_edge_store::open_step(int32_t new_phase) {
     n_uncollected++;
     phase = new_phase;
     event.phase = phase;
-    outputs.on  = phase == MOE_EDGE_DECODE;
     event.step++;
     if (reads.queue.empty() && copies.empty()) {
         ahead_seq = 0;

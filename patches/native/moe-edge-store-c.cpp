@@ -145,7 +145,6 @@ void moe_edge_get_landed(moe_edge_store * store, uint8_t * out) { store->get_lan
 
 void moe_edge_take_counts(moe_edge_store * store, uint32_t * out) { store->take_counts(out); }
 
-void moe_edge_get_outputs(moe_edge_store * store, uint64_t * tokens, double * squares) { store->outputs.get(tokens, squares); }
 
 int moe_edge_apply(moe_edge_store * store, int32_t layer, const int32_t * ids, const uint8_t * tiers,
                    const uint8_t * passing, int32_t n_ids) {

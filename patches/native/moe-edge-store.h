@@ -120,7 +120,6 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     std::vector<int32_t> il;  // [n_layers] the model's layer numbers
     std::vector<std::array<std::array<moe_edge_slices, MOE_EDGE_MAX_TIERS>, MOE_EDGE_N_KINDS>> slices;
     std::vector<std::array<moe_edge_matrix, MOE_EDGE_N_KINDS>> matrices;  // [n_layers]
-    moe_edge_outputs outputs;  // [n_layers, n_expert]
 
     std::atomic<bool> cancelled { false };
     ggml_abort_callback abort_callback = nullptr;  // of the context whose step is running

@@ -6,7 +6,6 @@
 
 #include "moe-edge-device.h"
 #include "moe-edge-layout.h"
-#include "moe-edge-outputs.h"
 #include "moe-edge.h"
 
 #include <atomic>
@@ -92,9 +91,4 @@ struct moe_edge_matrix {
     // a whole number of the type's blocks behind it.
     std::vector<const char *>   base;
     std::shared_ptr<void>       executor;  // what an executor keeps of it; goes with the store
-    // Of down alone, where its outputs are counted, else null; then what the graph does to a product of it: the scale of
-    // each expert [n_expert] and its bias [n_expert, rows], null for none.
-    moe_edge_outputs *          outputs = nullptr;
-    const float *               scale   = nullptr;
-    const float *               bias    = nullptr;
 };

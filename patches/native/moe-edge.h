@@ -38,7 +38,7 @@ extern "C" {
 
 // Raised with every change of a struct or a function below. Callers compare it
 // with moe_edge_abi_version() before anything else.
-#define MOE_EDGE_ABI_VERSION 19
+#define MOE_EDGE_ABI_VERSION 20
 
 #define MOE_EDGE_API __attribute__((visibility("default")))
 
@@ -477,12 +477,6 @@ MOE_EDGE_API void moe_edge_get_landed(struct moe_edge_store * store, uint8_t * o
 // out [n_layers, n_expert]: how many tokens each expert was chosen for since the last call, as
 // far as the hook saw them: no warm-up, and in the last layer only tokens with an output.
 MOE_EDGE_API void moe_edge_take_counts(struct moe_edge_store * store, uint32_t * out);
-
-// Both [n_layers, n_expert], since the store was made: for how many tokens threads of the CPU computed each expert in steps
-// of decoding, and the sum over them of the mean square of its output, with down's scale and bias and without the gate.
-// Not counted are what upstream's tiles compute for many tokens at once, what a device computes, and models whose gates weigh
-// what experts read (llama4). From any thread.
-MOE_EDGE_API void moe_edge_get_outputs(struct moe_edge_store * store, uint64_t * tokens, double * squares);
 
 // The store without a model: what the hook (apply) and the executor (use) do for one
 // layer. For tests and other front ends. ids: distinct experts; tiers: one per id,

@@ -12,7 +12,6 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import GGMLType, expert_tensor_name
 from gguf_tools.pack import export
 from gguf_tools.quantize.imatrix import Entry, Imatrix, write_imatrix
-from orchestrator.allocation.estimate import Outputs, Probed
 from orchestrator.cache import profile
 from orchestrator.cost import losses
 from orchestrator.cost.losses import LossTable, TablePrecision
@@ -52,11 +51,7 @@ class Bench:
         self.part_models = [damage.Model.read(each) for each in self.parts]
         self.pair_models = [damage.Model.read(each) for each in (self.high, self.low)]
         self.opened = ExpertModel.open(packed)
-        ones, probed = np.ones((2, 2)), Probed.none(2)
-        for lost in (1.0, 2.0, 3.0):
-            probed += Probed.of_answer(9, lost, lost, ones)
-        sums = Outputs(ones, ones)
-        profile.save(folder / "hot.json", self.opened, ones, sums, probed, {"q8_0/q4_0": sums})
+        profile.save(folder / "hot.json", self.opened, np.ones((2, 2)))
         self.profile = json.loads((folder / "hot.json").read_text())
         self.losses = _losses(self.opened, folder / "losses.json")
         self.checkpoint = folder / "checkpoint"

@@ -31,7 +31,6 @@ from gguf_tools.pack import export, pack
 from gguf_tools.quantize.ggml import load_ggml
 from gguf_tools.quantize.imatrix import ExpertImportance, read_imatrix
 from gguf_tools.verify import verify
-from orchestrator.allocation.estimate import learned
 from orchestrator.cache import profile
 from orchestrator.config import Config
 from orchestrator.cost import losses
@@ -238,17 +237,12 @@ def losses_of_experts(bench, random):
 
 
 def hotness(bench, random):
-    """A profile of expert use, and what is learned of it."""
+    """A profile of expert use."""
     path = _damaged_json(bench, bench.profile, random)
 
     def work():
         found = profile.load(path, bench.opened)
-        assert found.hotness.shape == (2, 2) and np.isfinite(found.hotness).all()
-        for each in (None, *found.errors.values()):
-            estimate = learned("q4_k", found.outputs, found.probed, each)
-            if estimate is not None:
-                assert (estimate.nats >= 0).all() and np.isfinite(estimate.nats).all()
-                assert np.isfinite(estimate.gates).all() and estimate.growth(0.01) >= 1
+        assert found.shape == (2, 2) and np.isfinite(found).all()
 
     return _answer([path], work)
 

@@ -279,7 +279,10 @@ def commands(model, text, out, tokens, types="q4_k", ctx=1024):
     found = {
         "chat": Line(chat),
         "chat, dymoe": Line([*chat, "--policy=dymoe"]),
-        "chat, --max-loss": Line([*chat, "--max-loss=0.01"]),
+        "chat, --max-loss": Line(
+            [*chat, "--max-loss=0.01", f"--losses={out / 'l.json'}"],
+            before=[*calibrate, "--force", f"--out={out / 'l.json'}"],
+        ),
         "chat, dynaexq": Line([*chat, "--policy=dynaexq"]),
         # What was read before is kept once another prompt comes.
         "serve": Line(serve, port=port, full=[long, other, long]),

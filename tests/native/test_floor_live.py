@@ -1,4 +1,5 @@
-"""floor on a model: without a table, a replay of its run, and judging it in virtual time."""
+"""floor on a model: the refusal without a table, a replay of its run, and an evaluation in virtual
+time."""
 
 import json
 
@@ -35,56 +36,47 @@ def infinite(data):
     return json.dumps(data)
 
 
+def unfitted(data):
+    return json.dumps({key: value for key, value in data.items() if key != "kl"})
+
+
+TABLES = [
+    (None, "has no loss table: run `moe-edge calibrate"),
+    (lambda data: json.dumps({**data, "version": 1}), "has another format version: make it again"),
+    (
+        lambda data: json.dumps({**data, "model": "0" * 64}),
+        "another file .*run `moe-edge calibrate",
+    ),
+    (lambda data: json.dumps(data)[:-9], "no loss table, or a damaged one: make it again"),
+    (infinite, "no loss table, or a damaged one: make it again"),
+    (unfitted, "no factors that make KL .*run `moe-edge calibrate"),
+]
+
+
 @pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (None, "there is no loss table"),
-        (
-            lambda data: json.dumps({**data, "version": 1}),
-            "this loss table has another format version",
-        ),
-        (
-            lambda data: json.dumps({**data, "model": "0" * 64}),
-            "this loss table was made with another file",
-        ),
-        (lambda data: json.dumps(data)[:-9], "this is no loss table, or a damaged one"),
-        (infinite, "this is no loss table, or a damaged one"),
-    ],
+    "asked", [{"policy": "floor"}, {"max_loss": 0.01}, {"policy": "floor", "max_loss": 0.0}]
 )
-def test_it_is_lossless_where_nobody_measured(damage, said, both, tmp_path):
-    """Whatever is allowed, to the bit, and the note says why. A table that is named has to say
-    what is lost."""
+@pytest.mark.parametrize(("damage", "said"), TABLES)
+def test_it_is_refused_without_a_table(damage, said, asked, both, tmp_path):
+    """Before anything is loaded, in one line; a live engine that may not change to it goes on."""
     model = tmp_path / both.name
     model.symlink_to(both)
     table = losses.default_path(model)
     if damage is not None:
         save_table(table, model)
         table.write_text(damage(json.loads(table.read_text())))
-
-    def answer(config):
-        with Engine.open(config) as engine:
-            rows = [engine.eval([t], at, phase=Phase.DECODE) for at, t in enumerate(ANSWER)]
-            if isinstance(engine.policy, Floor):
-                note = str(engine.note).replace(f"{table}: ", "")
-                assert f"It is lossless, since {said}" in note and "moe-edge calibrate" in note
-                assert "nats a token from" not in engine.mode
-                report = engine.policy.report()
-                assert report["missing"] > 0 and report["lowered"] == report["loss"] == 0
-            return np.concatenate(rows)
-
-    allowed = answer(floor(model, None, 0.7, max_loss=1.0))
-    lossless = answer(build(model, 0.7, policy="lru", ctx=128, high_tier="q4_k"))
-    assert np.array_equal(allowed, lossless)
+    config = build(model, 0.7, ctx=128, high_tier="q4_k", **asked)
+    with pytest.raises(ConfigError, match=said) as refused:
+        Engine.open(config)
+    assert "moe-edge calibrate" in str(refused.value) and "\n" not in str(refused.value)
     if damage is not None:
         with pytest.raises(ConfigError, match=said):
-            Engine.open(floor(model, table))
-
-
-def test_a_table_that_is_named_has_factors(both, tmp_path):
-    table = tmp_path / "t.json"
-    save_table(table, both, fitted=False)
-    with pytest.raises(ConfigError, match=r"no factor that makes KL .* run `moe-edge calibrate"):
-        Engine.open(floor(both, table))
+            Engine.open(config.with_changes(losses=table))
+    with Engine.open(build(model, 0.7, ctx=128, policy="lru")) as engine:
+        before = engine.eval([1], 0)
+        with pytest.raises(ConfigError, match=said):
+            engine.set_policy("floor")
+        np.testing.assert_array_equal(engine.eval([1], 0), before)
 
 
 @pytest.mark.parametrize("low", [None, "q2_k"])

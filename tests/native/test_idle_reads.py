@@ -62,7 +62,7 @@ def test_what_was_used_most_is_in_memory_afterwards(policy, one):
         used = engine.driver.used()
     with opened(one, policy, remember=True) as engine:
         store = engine.store
-        kept = engine._loader.learned.usage.recall()
+        kept = engine._loader.history.usage.recall()
         np.testing.assert_allclose(kept, used)
         assert (store.resident() == ABSENT).all()
         driver = idle(engine)

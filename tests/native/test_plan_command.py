@@ -262,7 +262,7 @@ def test_what_is_foreseen_is_said_of_the_start(fitted, monkeypatch):
         assert (engine.mode, engine.config.policy) == (mode, "dynaexq")
 
 
-def test_what_takes_long_is_announced_before_it_begins(model, monkeypatch):
+def test_what_takes_long_is_announced_before_it_begins(model, fitted, monkeypatch):
     """The command, and an engine whose plan a loss chooses: both measure this machine first."""
     said = []
 
@@ -276,7 +276,7 @@ def test_what_takes_long_is_announced_before_it_begins(model, monkeypatch):
     assert said == [f"Measuring {what}" for what in ("the disk", "the memory", "this machine")]
     said.clear()
     with pytest.raises(ConfigError, match="measured"):
-        open_engine(build(model, max_loss=0.1), Console())
+        open_engine(build(fitted, max_loss=0.1), Console())
     assert said == ["Measuring this machine"]
 
 

@@ -79,4 +79,4 @@ def test_measuring_the_dense_share_teaches_nothing(both, tmp_path):
     assert trace.arrays["step_tokens"].tolist() == [8, 8, 4] + 40 * [1]
     assert all(0 < share <= 1 for share in trace.header.dense_share)
     _, policy = replayed(trace, SPEEDS[0])
-    np.testing.assert_allclose(profile.load(path, model).hotness, policy.hotness, rtol=1e-5)
+    np.testing.assert_allclose(profile.load(path, model), policy.hotness, rtol=1e-5)

@@ -13,7 +13,7 @@ COUNTED = ("requests", "hits", "routed", "computed", "demand_bytes")
 
 
 def run(engine):
-    """Logits, statistics, tokens per expert and what these put out, of a prompt and some tokens."""
+    """Return logits, statistics and tokens per expert, of a prompt and some tokens."""
     store = engine.store
     layers, experts = range(engine.model.n_layers), range(engine.model.n_expert)
     store.warm([(layer, expert, 0) for layer in layers for expert in experts])
@@ -27,7 +27,6 @@ def run(engine):
         np.concatenate(rows),
         {name: np.ctypeslib.as_array(getattr(stats, name)).tolist() for name in COUNTED},
         store.take_counts(),
-        store.outputs(),
     )
 
 
@@ -44,11 +43,8 @@ def test_counts_and_logits_are_those_of_watched_steps(shape, layout, tiny_model)
             found.append(run(engine))
             assert (sum(engine.store.stats().callbacks) > 0) == is_watched
             assert (engine.store.resident() != ABSENT).all()
-    (watched, expected, by_hook, once), (unwatched, stats, by_executor, again) = found
+    (watched, expected, by_hook), (unwatched, stats, by_executor) = found
     np.testing.assert_array_equal(unwatched, watched)
     np.testing.assert_array_equal(by_executor, by_hook)
     assert stats == expected
-    np.testing.assert_array_equal(again.tokens, once.tokens)
-    np.testing.assert_allclose(again.squares, once.squares, rtol=1e-5)  # in another order
-    assert (once.tokens.sum(axis=1) == 40 * engine.model.n_expert_used).all()
     assert stats["requests"] == stats["hits"] and min(stats["requests"]) > 0

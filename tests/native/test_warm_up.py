@@ -28,7 +28,6 @@ def test_a_warm_up_leaves_nothing_behind(both, settings):
                 stats = engine.store.stats()
                 assert not any(stats.requests) and not any(map(sum, stats.routed))
                 assert not engine.store.take_counts().any()
-                assert not engine.store.outputs().tokens.any()
                 # one expert of each layer is what it reads in a tier
                 assert (engine.store.resident() < 255).any()
             rows.append(engine.eval([5, 6, 7, 8], 0))

@@ -208,7 +208,7 @@ def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str
         losses = None
         if engine.managed:
             # Foresees, from here on, what is lost against this tier.
-            estimate = engine.losses.of_plan(engine.plan, best)
+            estimate = engine.losses.estimate(engine.plan.tier_names, best)
             losses = LossMeter(estimate, engine.config.exact_tiers) if estimate else None
             engine.driver.meter = losses
         count = shadow.stats if shadow else partial(counters, engine)
@@ -287,7 +287,7 @@ def render(result: dict[str, Any]) -> str:
         add("acc, acc_norm", scores, f"{choices['questions']} questions")
     if (usage := result["usage"]) is not None:
         if (foreseen := usage["kl_estimate"]) is not None:
-            add("KL foreseen", f"{foreseen:.5f}", "by the loss table, or as learned")
+            add("KL foreseen", f"{foreseen:.5f}", "by the loss table")
         asked = {key: usage[key] for key in ("high", "low", "skip") if usage[key] is not None}
         add("experts asked", ", ".join(f"{100 * part:.1f} % {key}" for key, part in asked.items()))
         if (virtual := result.get("virtual")) is not None and virtual["tpot_ms_mean"]:

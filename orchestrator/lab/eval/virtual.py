@@ -136,5 +136,4 @@ class VirtualStore(Closing):
         if moves:
             self._store.transition(moves)
         if self._engine.driver.meter is not None:
-            allowed = self._driver.allowed
-            self._engine.driver.meter.step_done(step.phase, step.n_tokens, allowed)
+            self._engine.driver.meter.step_done(step.phase, step.n_tokens)

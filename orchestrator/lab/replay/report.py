@@ -9,7 +9,7 @@ from typing import Any
 
 from gguf_tools.units import format_size
 from orchestrator.allocation.look_ahead import LookAhead
-from orchestrator.cost.losses import not_fitted
+from orchestrator.cost.losses import calibrate_command, no_losses
 from orchestrator.errors import BudgetError, ConfigError, TraceError
 from orchestrator.events import SKIP_TIER, Phase
 from orchestrator.lab.replay.figures import belady, counted, figures, ratio, recorded_figures
@@ -214,7 +214,9 @@ def set_up_for(
         ) from None
     estimate = foreseen(trace, tiers, options.losses)
     if issubclass(policy, SpendsLoss) and estimate is None:
-        raise not_fitted(header.model, "the trace does not say what lower precisions lose")
+        raise no_losses(
+            f"the trace has no losses: run {calibrate_command(header.model)} and record it again"
+        )
     if isinstance(made.policy, SpendsLoss) and estimate is not None:
         made.policy.set_estimate(estimate)
     return replace(made, estimate=estimate)

@@ -116,20 +116,6 @@ def test_options_reach_the_config(opened):
     assert opened[-1].seen[0][0] == {"role": "system", "content": "Be brief."}
 
 
-@cases(
-    "words, settings",
-    ("--max-loss 0.01", {"probes": 2, "beside": 6 << 20, "beside_token": 32}),
-    ("--max-loss 0", {}),
-    ("--max-loss 0.01 --no-remember", {"remember": False}),
-    ("--no-remember", {"remember": False}),
-)
-def test_where_a_loss_is_allowed_answers_are_probed(opened, words, settings):
-    assert run("chat", "-m", "a.gguf", "-p", "x", *words.split()).exit_code == 0
-    usual = {"remember": True, "conversations": True}
-    usual["max_loss"] = opened[-1].config.given("max_loss")
-    assert opened[-1].config == module.Config.build(model=Path("a.gguf"), **usual | settings)
-
-
 def test_a_note_of_the_engine_is_shown(opened):
     result = run("chat", "-m", "odd.gguf", "-p", "x")
     assert result.exit_code == 0

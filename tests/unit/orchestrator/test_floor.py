@@ -273,15 +273,6 @@ def test_the_budget_changes_live():
     assert decided(policy, make())[0] == {0: SKIP, 7: SKIP}
 
 
-def test_what_was_learned_costs_more_where_less_is_allowed():
-    policy, allowed = made(), 3 * 0.051
-    estimate = replace(policy._estimate, probed_at=allowed)
-    policy.set_estimate(estimate)
-    for share, grown in ((0.1, 10**0.3), (1.0, 1.0), (10.0, 1.0), (0.01, 100**0.3)):
-        policy.change("max_loss", share * allowed)
-        assert policy._costs[1].skip[2] == pytest.approx(grown)
-
-
 class General(Floor):
     """Decides a single token as one of several."""
 

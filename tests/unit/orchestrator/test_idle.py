@@ -8,9 +8,8 @@ import pytest
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
-from orchestrator.allocation.estimate import Outputs, Probed
 from orchestrator.allocation.slots import ModelShape
-from orchestrator.cache.profile import UsageKeeper, cached_path, load
+from orchestrator.cache.profile import UsageKeeper, cached_path
 from orchestrator.config import Config
 from orchestrator.engine.idle import Idle, likely
 from orchestrator.events import ABSENT
@@ -139,79 +138,31 @@ def test_use_is_kept_under_every_policy(model):
     assert keeper(model, remember=False).recall() is None
 
 
-def test_what_experts_put_out_is_kept_with_their_use(model):
-    first, tokens = keeper(model), counts(model, 10)
-    assert first.outputs().power() is None
-    first.learn(tokens, Outputs(tokens, 2 * tokens))
-    no_number = np.where(np.arange(model.n_expert) == 1, np.inf, 5.0 * tokens)
-    first.learn(tokens, Outputs(tokens, no_number))  # of another policy
+@pytest.mark.parametrize("older", [{"outputs": {"tokens": [[1]]}, "probed": None}, {"errors": 7}])
+def test_profiles_of_older_versions_keep_their_usage(model, older):
+    """Their other fields are dropped without a word, whatever they hold."""
+    first, path = keeper(model), cached_path(model, "usage")
+    first.learn(counts(model, 10))
     first.save()
-    again = keeper(model).outputs()
-    np.testing.assert_allclose(again.tokens[:, :3], [[20, 30, 0]] * model.n_layers)
-    np.testing.assert_allclose(again.squares[:, :3], [[70, 60, 0]] * model.n_layers)
-    # What was never seen is as its layer is, and what was seen is between that and what it showed.
-    power = again.power()
-    seldom, often, never = power[0, :3]
-    assert never == pytest.approx(130 / 50)
-    assert 60 / 30 < often < never < seldom < 70 / 20
-
-    long_ago = keeper(model)
-    long_ago.learn(tokens, Outputs(1e7 * tokens, 1e7 * tokens))
-    long_ago.save()
-    path = cached_path(model, "usage")
-    assert load(path, model).outputs.tokens.sum(axis=1) == pytest.approx(
-        65_536 * model.n_expert_used
-    )
-    for damaged in (None, [], {"tokens": tokens.tolist()}, {"tokens": "x", "squares": "x"}):
-        path.write_text(json.dumps({**json.loads(path.read_text()), "outputs": damaged}))
-        assert keeper(model).recall() is None
-
-
-def probed(model, n=4, kl=1.0):
-    """n answers that moved by 1, 2, ... times the same."""
-    found = Probed.none(model.n_layers)
-    for i in range(n):
-        found += Probed.of_answer(40, (i + 1) * kl, 2.0 + i % 2, np.ones((2, model.n_layers)))
-    return found
-
-
-def test_what_skipping_did_is_kept_with_it(model):
-    first, known = keeper(model), probed(model)
-    assert first.probed().error is None
-    first.learn(counts(model, 1))
-    first.probe(known)
-    first.probe(probed(model, 1, np.nan))  # no number
-    tiers, rows = ("q8_0", "q2_k"), counts(model, 3)
-    first.sampled(tiers, Outputs(rows, np.where(np.arange(model.n_expert) == 1, np.inf, rows)))
-    first.sampled(tiers, Outputs(rows, rows))
-    first.save()
+    path.write_text(json.dumps({**json.loads(path.read_text()), **older}))
     again = keeper(model)
-    np.testing.assert_allclose(again.errors(tiers).tokens[:, :3], [[6, 9, 0]] * model.n_layers)
-    assert not again.errors(("q8_0", "q4_k")).tokens.any()
-    np.testing.assert_array_equal(again.probed().moments, known.moments)
-    assert again.probed().error == pytest.approx(known.error) and again.note is None
-    path = cached_path(model, "usage")
+    np.testing.assert_allclose(again.recall(), counts(model, 10))
+    assert again.note is None
+    again.learn(counts(model, 1))
+    again.save()
+    assert not older.keys() & json.loads(path.read_text()).keys()
+
+
+def test_a_damaged_profile_is_left_aside(model):
+    first, path = keeper(model), cached_path(model, "usage")
+    first.learn(counts(model, 1))
+    first.save()
     good = json.loads(path.read_text())
-    moments, gates = (good["probed"][each] for each in ("moments", "gates"))
-    errors = good["errors"]["q8_0/q2_k"]
-    for part, damaged in (
-        ("probed", None),
-        ("probed", {"moments": moments}),
-        ("probed", {"moments": moments[:6], "gates": gates}),
-        ("probed", {"moments": [*moments[:6], float("inf")], "gates": gates}),
-        ("probed", {"moments": [-1.0, *moments[1:]], "gates": gates}),
-        ("probed", {"moments": moments, "gates": gates[:1]}),
-        ("errors", None),
-        ("errors", {"q8_0/q2_k": None}),
-        ("errors", {"q8_0/q2_k": errors | {"tokens": moments}}),
-    ):
-        path.write_text(json.dumps({**good, part: damaged}))
+    for wrong, said in (({"hotness": [[1.0]]}, str(path)), ({"model": "0" * 64}, "another model")):
+        path.write_text(json.dumps(good | wrong))
         left = keeper(model)
-        assert left.probed().error is None and left.outputs().power() is None
-        assert "is learned anew" in str(left.note) and str(path) in str(left.note)
-    path.write_text(json.dumps({**good, "model": "0" * 64}))
-    left = keeper(model)
-    assert left.probed().error is None and "another model" in str(left.note)
+        assert left.recall() is None
+        assert "is learned anew" in str(left.note) and said in str(left.note)
 
 
 def test_what_was_long_ago_counts_less(model):

@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -65,7 +64,7 @@ class Takes:
 
 
 class Played(Planner):
-    """A machine of 64 GiB that takes what Takes says, without what earlier runs learned of it."""
+    """A machine of 64 GiB whose times are those of Takes, without the history of earlier runs."""
 
     def __init__(self, model, estimate):
         self._config, self._model = Config.build(model=model.path), model
@@ -76,14 +75,18 @@ class Played(Planner):
             of_file=(estimate, "" if estimate else "calibrate first"),
             foreseen=lambda plan, uses: foreseen(plan, uses, estimate, TIERS[0]),
             skips=lambda plan: None,
-            learned=lambda names: None,
-            unknown=lambda names: "",
+            needed=self._needed,
+            estimate=lambda names: estimate,
         )
         self._times = SimpleNamespace(
             of_plan=lambda plan, *_: Takes(plan),
             speeds=SimpleNamespace(disturbed=False),
             profiled=True,
         )
+
+    def _needed(self, names):
+        if self.losses.of_file[1]:
+            raise ConfigError(self.losses.of_file[1])
 
     def _plan(self, config, more_scratch=0):
         return plan_memory(config, self._model, self.machine)
@@ -203,21 +206,17 @@ def test_a_loss_chooses_the_fastest_within_it(model, allowed):
         assert left > 0
 
 
-def test_a_loss_that_nobody_foresees_takes_a_lossless_plan(model):
-    """The fastest one, whose settings are not kept: once it is known, another one may be faster.
-    A named table has to say it."""
+def test_a_loss_without_a_table_is_refused(model):
+    """A loss of 0 is not: every plan that keeps to it is lossless by construction."""
     config = ask(model, 0.4, max_loss=0.1)
-    found = frontier(config, model, None)
+    with pytest.raises(ConfigError, match="calibrate first"):
+        frontier(config, model, None)
+    assert TakenPlans(config, model).recall() is None
+    found = frontier(ask(model, 0.4, max_loss=0.0), model, None)
     lossless = [each for each in found.candidates if each.kl == 0.0]
     assert found.taken in lossless and found.why_not == "calibrate first"
-    assert found.taken.token_ms <= AS_FAST * min(each.token_ms for each in lossless)
     assert {each.kl for each in found.candidates} == {0.0, None}
-    assert TakenPlans(config, model).recall() is None
     assert "?" in render(found, "q8_0")
-    played = Played(model, None)
-    played._config = config.with_changes(losses=Path("none.json"))
-    with pytest.raises(ConfigError, match="calibrate first"):
-        played.frontier(config)
 
 
 def made(name, token_ms, kl):
@@ -293,7 +292,7 @@ class Skipping(Takes):
 def test_a_lossless_conversation_hears_what_a_loss_would_bring(
     settings, fitted, measured, says, model, monkeypatch
 ):
-    """Where that is known without measuring: the loss by a table or learned, and the speeds."""
+    """The note needs the loss table and the speeds to be known without measuring."""
 
     times = SimpleNamespace(of_plan=lambda plan, *_: Skipping(plan), profiled=True)
 
@@ -305,7 +304,7 @@ def test_a_lossless_conversation_hears_what_a_loss_would_bring(
 
     played = Played(model, Nats())
     played.times = taken
-    played.losses.spent = lambda _: Nats() if fitted else None
+    played.losses.estimate = lambda _: Nats() if fitted else None
     played.compared(ask(model, 0.5, **{"conversations": True, **settings}))
     assert played.brings is None if says is None else says in str(played.brings)
 

@@ -141,7 +141,7 @@ def test_a_new_profile_is_made(model, tmp_path):
     assert memory.recall() is None
     memory.learn(scores(model))
     memory.save()
-    np.testing.assert_allclose(profile.load(path, model).hotness, scores(model), rtol=1e-5)
+    np.testing.assert_allclose(profile.load(path, model), scores(model), rtol=1e-5)
     with pytest.raises(ProfileError, match="no such folder"):
         remember(model, profile=tmp_path / "nowhere" / "new.json")
 
