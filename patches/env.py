@@ -26,13 +26,15 @@ PYTHON_AT_LEAST = (3, 10)
 # This runs inside the environment, and prints what is installed there as one JSON object.
 INSPECT = """
 import importlib.metadata as metadata, json, sys
-report = {"version": sys.version_info[:2], "stamp": None, "names": []}
+report = {"version": sys.version_info[:2], "stamp": None, "names": [], "llama_cpp": None}
 for item in metadata.distributions():
     if item.metadata["Name"]:
         report["names"].append(item.metadata["Name"].lower().replace("_", "-"))
 try:
-    text = metadata.distribution("llama_cpp_python").read_text("../" + sys.argv[1])
+    found = metadata.distribution("llama_cpp_python")
+    text = found.read_text("../" + sys.argv[1])
     report["stamp"] = json.loads(text) if text else None
+    report["llama_cpp"] = str(found.locate_file("llama_cpp"))
 except metadata.PackageNotFoundError:
     pass
 print(json.dumps(report))
@@ -108,8 +110,9 @@ def _too_old(version: Sequence[int]) -> str:
 
 
 def inspect(env: Environment) -> dict[str, Any]:
-    """{version or None, stamp of the installed llama_cpp or None, names of the packages}."""
-    report: dict[str, Any] = {"version": None, "stamp": None, "names": []}
+    """Describes what an environment has: its Python's version, the stamp and the folder of its
+    llama_cpp package, and the names of all packages. A value is None if the thing is missing."""
+    report: dict[str, Any] = {"version": None, "stamp": None, "names": [], "llama_cpp": None}
     if env.python.exists():
         command = [str(env.python), "-I", "-c", INSPECT, wheel.STAMP]
         done = subprocess.run(command, capture_output=True, text=True)

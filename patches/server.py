@@ -1,5 +1,7 @@
-"""llama.cpp's server as a library beside an installed llama_cpp package: compiled when it is first
-asked for, so that neither a build nor a chat waits for it. A wheel of moe-edge brings its own.
+"""Compiles llama.cpp's server core as a library that goes with an installed llama_cpp package.
+
+`make build` does this after it has installed the package. The library has a cache key of its own, so
+that an edit of the server's sources does not rebuild libllama. A wheel of moe-edge contains it.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def build_server(upstream: Upstream, llama_cpp: Path, sdist: Path | None = None)
     with locked(cache_dir() / "lock") as lock:
         if path.exists():
             return path
-        say("building llama.cpp's server (once, some minutes)")
+        say("building llama.cpp's server core")
         root = sync_tree(fetch_sdist(upstream, sdist), upstream)
         built = compile_server(upstream, tools, root / upstream.source, llama_cpp / "lib", lock)
         if library_path(upstream, llama_cpp, cache_dir()) != path:

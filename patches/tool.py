@@ -76,6 +76,8 @@ def cmd_setup(args: argparse.Namespace) -> int:
     changed = env.install(
         place, upstream, path, key, extras, {"gpu": chosen.gpu, "amx": chosen.amx}
     )
+    if found is None:
+        server.build_server(upstream, Path(env.inspect(place)["llama_cpp"]), chosen.sdist)
     if not built and not changed:
         say("up to date")
     print(env.ready_line(place))

@@ -29,6 +29,8 @@
 #include "moe-edge-table.h"
 #include "moe-edge-workers.h"
 
+#include "ggml.h"
+
 #include <array>
 #include <condition_variable>
 #include <cstdint>

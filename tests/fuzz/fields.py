@@ -187,7 +187,7 @@ def declared(cache):
         for kind, name, rest in re.findall(r'new field_(\w+)\("([^"]+)"(.*?);', text, re.DOTALL):
             found[name] = kind
             found |= dict.fromkeys(re.findall(r'add_alias\("([^"]+)"', rest), kind)
-    assert len(found) > 50, "upstream's server is not unpacked: run `make serve` once"
+    assert len(found) > 50, "upstream's server is not unpacked: run `make build` once"
     return found
 
 

@@ -135,7 +135,7 @@ def upstream_tests():
 
     found = sorted(cache_dir().glob(f"source/*/{read_upstream().source}/tools/server/tests"))
     if not found:
-        sys.exit("the pinned source is not unpacked: run `make serve` once")
+        sys.exit("the pinned source is not unpacked: run `make build` once")
     return found[-1]
 
 

@@ -252,7 +252,7 @@ def test_the_declaration_knows_each_field_of_upstreams():
     for path in (*GENERATING, *QUICK):
         assert request_schema(path)["properties"]
     if not sorted(REAL_CACHE.glob("source/*/vendor/llama.cpp/tools/server/server-schema.cpp")):
-        pytest.skip("upstream's source is not unpacked: run `make serve` once")
+        pytest.skip("upstream's source is not unpacked: run `make build` once")
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fuzz"))
     from fields import declared
 
