@@ -1,6 +1,6 @@
 """Compiles llama.cpp's server core as a library that goes with an installed llama_cpp package.
 
-`make build` does this after it has installed the package. The library has a cache key of its own, so
+`make build` does this after it has installed the package. The library has its own cache key, so
 that an edit of the server's sources does not rebuild libllama. A wheel of moe-edge contains it.
 """
 
