@@ -50,8 +50,7 @@ class Idle:
 
     Each gets slots that are free, or none: nothing is evicted for it, so that nothing that is used
     more can go, and slots are all the memory that it takes. No step may begin before stop has
-    returned, which waits for the expert that is being read and for no other one. A step that is
-    computed behind that is cut off.
+    returned. A step that is computed after the reads is cut off by stop.
 
     brought: experts that were read, ever.
     """
@@ -60,7 +59,7 @@ class Idle:
         self.brought = 0
         self._store = store
         self._thread: threading.Thread | None = None
-        self._stopping = self._computes = False
+        self._stopping = False
 
     def start(
         self,
@@ -74,22 +73,24 @@ class Idle:
         self.stop()
         if not wanted and then is None:
             return
-        self._stopping = self._computes = False
+        self._stopping = False
         self._thread = threading.Thread(
             target=self._run, args=(wanted, then, settle), name="while idle", daemon=True
         )
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns when nothing is read or computed any more; from any thread."""
+        """Ends the thread's work, and returns when the thread has ended. From any thread.
+
+        The thread stops waiting for the expert that it reads: the store completes that read in the
+        background. The store is not cancelled afterwards, whatever it was before.
+        """
         thread = self._thread
         if thread is not None:
             self._stopping = True
-            if cuts_off := self._computes:
-                self._store.cancel(True)
+            self._store.cancel(True)
             thread.join()
-            if cuts_off:
-                self._store.cancel(False)
+            self._store.cancel(False)
             self._thread = None
 
     def wait(self) -> None:
@@ -103,7 +104,6 @@ class Idle:
     ) -> None:
         settle()
         self._read(wanted)
-        self._computes = then is not None  # before it is asked whether to go on
         if then is not None:
             then(lambda: not self._stopping)
 

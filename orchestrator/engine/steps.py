@@ -219,10 +219,13 @@ class Steps:
         self._asked_ctx = asked_ctx
 
     def begin(self) -> None:
-        """Before the steps of one call: an earlier cancel no longer counts."""
-        self._driver.end_idle()
+        """Prepares the steps of one call: forgets an earlier cancel, and ends the work of idle.
+
+        A cancel that comes while this waits for idle to end counts for the steps of this call.
+        """
         self.cancelled = False
         self._driver.cancel(False)
+        self._driver.end_idle()
 
     def cancel(self) -> None:
         """Stops the running step soon; safe in a signal handler and from any thread."""
