@@ -161,6 +161,12 @@ class Session(Closing):
         return self._answer(text, on_prefill)
 
     def _answer(self, text: str, on_prefill: Prefill | None) -> Iterator[str]:
+        def reads(done: int, total: int) -> None:
+            if self.stopped:  # again, for a stop that came while the engine was starting
+                self.engine.cancel()
+            if on_prefill is not None:
+                on_prefill(done, total)
+
         start = len(self.messages)
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
@@ -170,10 +176,10 @@ class Session(Closing):
             # A stop before the engine has begun would be lost on it.
             if not self.stopped:
                 sampling = self._config.sampling
-                for piece in self.engine.generate(tokens, sampling, self.max_tokens, on_prefill):
+                for piece in self.engine.generate(tokens, sampling, self.max_tokens, reads):
                     pieces.append(piece)
                     yield piece
-                    if self.stopped:  # again, for a stop that came while it was starting
+                    if self.stopped:
                         self.engine.cancel()
             keep = bool(pieces)
         except GeneratorExit:

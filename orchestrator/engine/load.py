@@ -181,6 +181,7 @@ class Loader:
             asked = config.ctx or plan.n_ctx + (plan.n_ctx == most)
             steps = Steps(context, driver, sequences, self.bindings.complaint, asked)
             context.should_stop = lambda: steps.cancelled
+            context.stop = steps.cancel
             return Loaded(runs, driver, model, context, steps, parts)
         except BaseException:
             _close(parts)

@@ -79,8 +79,11 @@ def test_a_message_without_an_answer_is_forgotten(text):
     assert session.messages == turns("hello", "Hi there!")
 
 
-@pytest.mark.parametrize("at", ["render_chat", "generate"])
-def test_ctrl_c_before_the_engine_starts_is_not_lost(monkeypatch, at):
+@pytest.mark.parametrize(
+    ("at", "text", "most"),
+    [("render_chat", "long", 0), ("generate", "long", 1), ("generate", "endless prompt", 0)],
+)
+def test_ctrl_c_before_the_engine_starts_is_not_lost(monkeypatch, at, text, most):
     session = make()
     begins = getattr(session.engine, at)
 
@@ -90,9 +93,9 @@ def test_ctrl_c_before_the_engine_starts_is_not_lost(monkeypatch, at):
 
     monkeypatch.setattr(session.engine, at, interrupted)
     with interrupts.calling(session.stop):
-        pieces = list(session.answer("long"))
+        pieces = list(session.answer(text))
     assert session.stopped
-    assert len(pieces) <= (at == "generate") and len(session.messages) == 2 * len(pieces)
+    assert len(pieces) <= most and len(session.messages) == 2 * len(pieces)
 
 
 def test_an_abandoned_answer_restores_the_signal_handler():
