@@ -156,9 +156,7 @@ class _Watch:
         if self._writer < 0:
             reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
-            threading.Thread(
-                target=self._run, args=(reader,), name="signals", daemon=True
-            ).start()
+            threading.Thread(target=self._run, args=(reader,), name="signals", daemon=True).start()
         self._stop = stop
         self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
 
