@@ -101,7 +101,9 @@ def read_text(path: Path, most_bytes: int, else_do: str) -> str:
     return text.strip()
 
 
-Prefill = Callable[[int, int], None]
+# Called while a prompt is read, with a function that returns how many tokens are read at the moment,
+# and with the number of all tokens that have to be read.
+Prefill = Callable[[Callable[[], float], int], None]
 
 
 class Session(Closing):
@@ -161,11 +163,11 @@ class Session(Closing):
         return self._answer(text, on_prefill)
 
     def _answer(self, text: str, on_prefill: Prefill | None) -> Iterator[str]:
-        def reads(done: int, total: int) -> None:
+        def reads(_done: int, total: int) -> None:
             if self.stopped:  # again, for a stop that came while the engine was starting
                 self.engine.cancel()
             if on_prefill is not None:
-                on_prefill(done, total)
+                on_prefill(self.engine.prompt_done, total)
 
         start = len(self.messages)
         self.messages.append({"role": "user", "content": text})

@@ -360,6 +360,10 @@ class Backend:
         )
         return n_tokens, self._words.longest(text)
 
+    def tokens_done(self) -> float:
+        """As Store.tokens_done; 0 on the plain path."""
+        return self.engine.store.tokens_done if self.engine.managed else 0.0
+
     def costs(self) -> Callable[[], dict[str, Any]]:
         """Counts from here on; what it returns gives the costs until then, for `timings`."""
         engine = self.engine

@@ -136,6 +136,25 @@ def test_a_step_that_is_cut_off_keeps_no_slot(path, cap):
         assert list(engine.generate(PROMPT[:20], Sampling(temp=0), 2)) == expected
 
 
+def test_a_prompt_counts_its_layers(path, cap):
+    """In one step of several micro-batches as well."""
+    with opened(path, ram=cap, conversations=True) as engine:
+        seen = []
+
+        def route(event):
+            seen.append(engine.prompt_done())
+            engine.driver.on_route(event)
+
+        engine.store.set_route(route)
+        told = []
+        for _ in engine.generate(PROMPT[:1100], Sampling(temp=0), 1, lambda *to: told.append(to)):
+            pass
+        assert told[0] == (0, 1100) and told[-1] == (1100, 1100)
+        assert engine.prompt_done() == 1100
+        assert seen == sorted(seen) and seen[0] < 100
+        assert len(set(seen)) > len(seen) * 0.7 and len(seen) > len(told)
+
+
 @pytest.mark.parametrize("end", ["cancel", "interrupt", "nothing is read"])
 def test_waiting_for_slots_ends(end, path, cap, monkeypatch):
     """Where reads into slots that go never come to an end."""

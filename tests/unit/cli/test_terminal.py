@@ -97,8 +97,8 @@ TALKS = {
         ("endless prompt\n", re.compile("Reading 1000 tokens")),
         *[(CTRL_C, STOPPED), ("hello", "Hi there!")],
     ],
-    "a prompt that is one micro-batch shows that it is read": [
-        ("one micro-batch\n", re.compile(r"Reading 1000 tokens \[-+\]   0 %, 1 s")),
+    "a prompt that is one micro-batch shows its layers": [
+        ("one micro-batch\n", re.compile(r"Reading 1000 tokens \[#+-+\]  70 %")),
         *[(CTRL_C, STOPPED), ("hello", "Hi there!")],
     ],
     "Tab completes a command": [("/ret\t", re.compile("/retention")), ("0.5", "r=0.5")],
