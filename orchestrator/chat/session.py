@@ -101,8 +101,8 @@ def read_text(path: Path, most_bytes: int, else_do: str) -> str:
     return text.strip()
 
 
-# Called while a prompt is read, with a function that returns how many tokens are read at the moment,
-# and with the number of all tokens that have to be read.
+# Called while a prompt is read, with a function that returns how many tokens are read by now, and
+# with the number of all tokens that have to be read.
 Prefill = Callable[[Callable[[], float], int], None]
 
 

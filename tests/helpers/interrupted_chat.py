@@ -63,8 +63,11 @@ class Chats:
     """Chats with one model, one after the other, and what came of each interrupt.
 
     words: of a long prompt. span_s: the longest time from a message to a signal. hang_s: after
-    which an answer counts as a hang. answers: how often a question behind each kind of moment was
-    answered; stopped: how often the Ctrl-C before it stopped something; ended_s: how long each process lived behind SIGTERM; wrong: what went wrong.
+    which an answer counts as a hang.
+
+    answers: how often the question after an interrupt was answered, by its moment. stopped: how
+    often the Ctrl-C before it stopped something. ended_s: how long each process lived after
+    SIGTERM. wrong: what went wrong.
     """
 
     args: list

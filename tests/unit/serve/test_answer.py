@@ -64,7 +64,7 @@ async def test_a_stream_reports_how_much_of_one_step_is_read(monkeypatch):
     monkeypatch.setattr(answer, "PING_S", 0.05)
     pause, beside = Event(), Event()
     reads = [streaming(progress(20), FINAL, pause=pause), streaming(PART, FINAL, pause=beside)]
-    state, app = served_by(FakeBackend(*reads), parallel=2)
+    _, app = served_by(FakeBackend(*reads), parallel=2)
     client, task = begun(app, CHAT, {**STREAM, "return_progress": True})
     await until(lambda: progress(60) in client.reply.parts)
     other, other_task = begun(app, CHAT, STREAM)
