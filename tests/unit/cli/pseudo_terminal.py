@@ -95,9 +95,11 @@ class Terminal:
         process, deadline = Path(f"/proc/{self._process.pid}"), time.monotonic() + timeout_s
         looks = 0
         while looks < 3:
-            if self._read(0.05):  # else it might wait for room to write
+            came = self._read(0.05)  # else it might wait for room to write
+            if came:
                 looks = 0
                 continue
+            assert came is None, f"it ended with {self._process.wait()}: {self.raw[-2000:]!r}"
             is_asleep = (process / "stat").read_text().rpartition(") ")[2].startswith("S")
             where = (process / "wchan").read_text()  # nothing or 0 where the kernel keeps it
             in_select = where in ("", "0") or any(each in where for each in WAITS)

@@ -13,7 +13,14 @@ from tables import cases
 
 from gguf_tools import interrupts
 from orchestrator.chat.chat import stats_fields
-from orchestrator.chat.session import Session, read_conversation, write_conversation
+from orchestrator.chat.session import (
+    KEPT_CONVERSATIONS,
+    Session,
+    latest_conversation,
+    new_conversation,
+    read_conversation,
+    write_conversation,
+)
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, GGUFError
 
@@ -235,5 +242,21 @@ def test_the_latest_conversation_is_kept_after_each_answer(tmp_path):
         assert read_conversation(talk.kept) == talk.messages
     list(talk.answer("silence"))
     assert read_conversation(talk.kept) == talk.messages
-    talk.kept = tmp_path / "gone" / "last.jsonl"
+    talk.kept = tmp_path / "new" / "last.jsonl"
+    list(talk.answer("hello"))
+    assert read_conversation(talk.kept) == talk.messages
+    talk.kept = talk.kept / "last.jsonl"
     list(talk.answer("hello"))  # done without
+
+
+def test_the_oldest_conversations_go(tmp_path):
+    paths = [tmp_path / f"{n}.jsonl" for n in range(KEPT_CONVERSATIONS)]
+    for n, path in enumerate(reversed(paths)):
+        path.write_text("")
+        os.utime(path, (n, n))
+    made = new_conversation(tmp_path)
+    assert latest_conversation(tmp_path) == paths[0]
+    assert sorted(tmp_path.iterdir()) == sorted(paths[:-1])
+    write_conversation(made, TURNS)
+    assert latest_conversation(tmp_path) == made
+    assert latest_conversation(tmp_path / "none") is None
