@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from gguf_tools import interrupts
 from orchestrator.allocation.slots import Transition
 from orchestrator.events import ABSENT
 from orchestrator.native import Store
@@ -74,10 +75,11 @@ class Idle:
         if not wanted and then is None:
             return
         self._stopping = False
-        self._thread = threading.Thread(
-            target=self._run, args=(wanted, then, settle), name="while idle", daemon=True
-        )
-        self._thread.start()
+        with interrupts.held():  # else stop might find a thread that was never started
+            self._thread = threading.Thread(
+                target=self._run, args=(wanted, then, settle), name="while idle", daemon=True
+            )
+            self._thread.start()
 
     def stop(self) -> None:
         """Ends the thread's work, and returns when the thread has ended. From any thread.
@@ -87,11 +89,12 @@ class Idle:
         """
         thread = self._thread
         if thread is not None:
-            self._stopping = True
-            self._store.cancel(True)
-            thread.join()
-            self._store.cancel(False)
-            self._thread = None
+            with interrupts.held():  # else the store might stay cancelled
+                self._stopping = True
+                self._store.cancel(True)
+                thread.join()
+                self._store.cancel(False)
+                self._thread = None
 
     def wait(self) -> None:
         """Until everything was looked at. For tests and measurements."""

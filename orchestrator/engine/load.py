@@ -20,6 +20,7 @@ from orchestrator.engine.steps import Sequences, Steps
 from orchestrator.engine.store_layout import StoreSpecs
 from orchestrator.engine.support import try_load
 from orchestrator.events import Phase
+from orchestrator.errors import GGUFError
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import FreeCores, Store, find_device
 from orchestrator.native.llama import LlamaContext, Model
@@ -179,7 +180,9 @@ class Loader:
             # where nothing was asked for, the model's own longest context cannot be raised either
             most = self._model.hparams.context_length
             asked = config.ctx or plan.n_ctx + (plan.n_ctx == most)
-            steps = Steps(context, driver, sequences, self.bindings.complaint, asked)
+            steps = Steps(
+                context, driver, sequences, self.bindings.complaint, asked, self.files.check
+            )
             context.should_stop = lambda: steps.cancelled
             context.stop = steps.cancel
             return Loaded(runs, driver, model, context, steps, parts)
@@ -198,6 +201,9 @@ class Loader:
         try:
             yield
             check.finish()
+        except GGUFError:
+            self.files.check()
+            raise
         finally:
             check.stop()
         self._sound.add(plan.managed)

@@ -435,7 +435,10 @@ class Backend:
         }
 
     def failure(self) -> str | None:
-        """Why the last step failed, in a sentence; None where the store knows of nothing."""
+        """Why the last step failed, in a sentence; None where the store knows of nothing. A changed
+        file comes first: what it makes of a slice looks like damage."""
+        if fault := self.fault():
+            return fault
         if not self.engine.managed:
             return None
         try:
