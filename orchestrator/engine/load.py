@@ -19,8 +19,8 @@ from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.engine.steps import Sequences, Steps
 from orchestrator.engine.store_layout import StoreSpecs
 from orchestrator.engine.support import try_load
-from orchestrator.events import Phase
 from orchestrator.errors import GGUFError
+from orchestrator.events import Phase
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import FreeCores, Store, find_device
 from orchestrator.native.llama import LlamaContext, Model
