@@ -88,7 +88,7 @@ def _own_bytes() -> int:
 def _cgroup_limits(
     root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self/cgroup")
 ) -> list[tuple[int, int]]:
-    """Return (limit, bytes in use that cannot be dropped) of each memory cgroup around this process.
+    """Return (limit, bytes in use that cannot be dropped) of each memory cgroup of this process.
 
     Version 1 and 2. The limit is the lower one of memory.max and memory.high: above memory.high the
     kernel reclaims memory all the time, so that a process there hardly runs.
