@@ -101,6 +101,10 @@ class DamagedError(GGUFError):
     """Bytes whose checksum is not the one that the file says."""
 
 
+class ChangedError(GGUFError):
+    """A file was written to while a model was running from it."""
+
+
 class DiskSpaceError(GGUFError):
     """The target file system has too little space."""
 

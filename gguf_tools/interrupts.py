@@ -107,18 +107,28 @@ class held:
 
     For calls of C that call Python back, and for what must not be left half done. In other threads
     than the main one, which get no signals, it is for the errors alone.
+
+    stop: called as soon as a signal arrives, from another thread, because Python runs no handler
+    while the main thread is in C. It has to make the C call return soon. Only the outermost block
+    of the main thread uses it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stop: Callable[[], None] | None = None) -> None:
         self._before: tuple[Any, Any] | None = None
+        self._stop = stop
 
     def __enter__(self) -> None:
-        if _here.depth == 0 and _here.is_main and not _state.listening:
-            self._before = _install()
+        if _here.depth == 0 and _here.is_main:
+            if not _state.listening:
+                self._before = _install()
+            if self._stop is not None:
+                _watch.begin(self._stop)
         _here.depth += 1
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         _here.depth -= 1
+        if _here.depth == 0 and _here.is_main and self._stop is not None:
+            _watch.end()
         if self._before is not None:
             _put_back(self._before)
         if _here.depth:
@@ -129,9 +139,55 @@ class held:
             raise raised
 
 
+class _Watch:
+    """Reacts to signals while the main thread is in C.
+
+    Python's own signal handler, in C, writes the signal's number into a pipe. A thread reads it
+    there and does what the handler will do later, as far as it stops what runs.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stop: Callable[[], None] | None = None
+        self._writer = self._before = -1
+
+    def begin(self, stop: Callable[[], None]) -> None:
+        """Calls stop when a signal arrives that this module handles, until end is called."""
+        if self._writer < 0:
+            reader, self._writer = os.pipe()
+            os.set_blocking(self._writer, False)
+            threading.Thread(target=self._run, args=(reader,), name="signals", daemon=True).start()
+        self._stop = stop
+        self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+
+    def end(self) -> None:
+        """Calls stop no more: after this has returned, no call of it is running."""
+        signal.set_wakeup_fd(self._before)
+        with self._lock:
+            self._stop = None
+
+    def _run(self, reader: int) -> None:
+        while True:
+            for number in os.read(reader, 64):
+                with self._lock:
+                    if self._stop is not None:
+                        self._react(number, self._stop)
+
+    def _react(self, number: int, stop: Callable[[], None]) -> None:
+        handler = signal.getsignal(number)
+        if handler is _on_interrupt:
+            (_state.stops[-1] if _state.stops else stop)()
+        elif handler is _on_ending:
+            (_state.ends or stop)()
+
+
+_watch = _Watch()
+
+
 @contextmanager
 def calling(stop: Callable[[], None], ending: bool = False) -> Iterator[None]:
     """In the block an interrupt calls stop, in the place of all else. It may come at any moment.
+    Within a block of held that has a stop, another thread calls it once more, and before that.
     ending: so do SIGTERM and SIGHUP, where listening would let them end the process."""
     before = None if _state.listening else _install()
     _state.stops.append(stop)

@@ -253,6 +253,14 @@ class Config(Settings):
         conversation=True,
         group=MORE,
     )
+    keep_messages: bool = setting(
+        True,
+        "Keep the messages of a chat on a terminal, for --resume. They are in the user cache, and "
+        "only their owner can read them; the last 20 chats stay. A single answer (-p, stdin) is "
+        "never kept there.",
+        answer=True,
+        group=MORE,
+    )
     system: str | None = setting(
         None,
         "System prompt.",

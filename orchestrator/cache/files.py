@@ -134,6 +134,7 @@ KINDS = {
     "bench": "models that `moe-edge bench` made, made again when it runs",
     "build": "objects of the last builds, so that `make build` compiles what changed alone",
     "calibrating": "passes that `moe-edge calibrate` made before it was interrupted, to go on from",
+    "conversations": "the messages of the last chats on a terminal, for `moe-edge chat --resume`",
     "cuda": "libraries for builds with CUDA",
     "emulation": "objects of the tests that emulate a GPU",
     "hotness": "which experts earlier chats used, of each model",

@@ -143,6 +143,7 @@ class Chat:
             name: command for group in self._groups.values() for name, command in group.items()
         }
         self._running = True
+        self._asks = False  # reads a line, or does what goes on meanwhile
         self._file_text = ""
 
     def run(self) -> None:
@@ -153,19 +154,23 @@ class Chat:
         self.console.open_history(words)
         while self._running:
             try:
-                self.session.engine.idle()
-                line = self._ask()
-                if line is not None and line.lstrip().startswith(QUOTES):
-                    line = self._rest_of(line.lstrip().removeprefix(QUOTES))
+                self._turn()
             except KeyboardInterrupt:
                 interrupts.forget()
-                self.console.note("\n/quit or Ctrl-D leaves")
-                continue
-            if line is None:
-                self.console.note("")
-                return
-            if not line.strip():
-                continue
+                self.console.note("\n/quit or Ctrl-D leaves" if self._asks else "\nstopped")
+
+    def _turn(self) -> None:
+        """Read a line and act on it. A Ctrl-C at any moment of it leaves a chat that goes on."""
+        self._asks = True
+        self.session.engine.idle()
+        line = self._ask()
+        if line is not None and line.lstrip().startswith(QUOTES):
+            line = self._rest_of(line.lstrip().removeprefix(QUOTES))
+        self._asks = False
+        if line is None:
+            self.console.note("")
+            self._running = False
+        elif line.strip():
             try:
                 # What was pasted in several lines is text, whatever it begins with.
                 if line.startswith("/") and "\n" not in line.strip():
@@ -174,9 +179,6 @@ class Chat:
                     self._message(line.strip())
             except MoeEdgeError as error:
                 self.console.error(str(error))
-            except KeyboardInterrupt:
-                interrupts.forget()
-                self.console.note("\nstopped")
 
     def _ask(self) -> str | None:
         """A line of the user's. Nothing goes on behind it."""

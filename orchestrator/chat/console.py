@@ -176,8 +176,9 @@ class Console:
         self._lock = threading.RLock()
         self._bar_ended = threading.Event()
         self._bar_shown = False
-        self._bar_label = self._bar_cells = self._bar_amount = ""
-        self._bar_share: float | None = None
+        self._bar_label = ""
+        self._bar_fraction: float | Callable[[], float] | None = None
+        self._bar_bytes = 0
         self._bar_start_s = 0.0
         self._bar_next_s = 0.0
 
@@ -257,17 +258,21 @@ class Console:
         sys.stderr.write(_fit(f"Error: {strip_controls(text)}", sys.stderr) + "\n")
         sys.stderr.flush()
 
-    def prefill_bar(self, done: int, total: int) -> None:
-        """Show how many of the prompt's tokens are evaluated."""
-        self.bar(f"Reading {total} tokens", done / total if total else 1.0)
+    def prefill_bar(self, done: Callable[[], float], total: int) -> None:
+        """Show how many of the prompt's tokens are read; `done` returns their number."""
+        self.bar(f"Reading {total} tokens", lambda: done() / total if total else 1.0)
 
-    def bar(self, label: str, fraction: float | None, total_bytes: int = 0) -> None:
-        """Show on a terminal what is being done and how much of it is, 0 to 1; None where that
-        cannot be told. It appears when it has gone on for a moment, and counts the seconds while
-        nothing new is reported; end_bar takes it away.
+    def bar(
+        self, label: str, fraction: float | Callable[[], float] | None, total_bytes: int = 0
+    ) -> None:
+        """Show on a terminal what is being done and how much of it is done.
 
-        The time left is shown once it can be told. total_bytes: of how many bytes; then they are
-        shown as well.
+        The bar appears after a moment, and counts the seconds while nothing new is reported;
+        end_bar removes it. The time left is shown as soon as it can be estimated.
+
+        fraction: the share that is done, 0 to 1, or a function that returns it, which the bar's
+        thread calls each time that it draws; None if the share is not known. total_bytes: the
+        amount of the whole work, which is shown as well.
         """
         if not self._bars:
             return
@@ -278,14 +283,7 @@ class Console:
                 self._bar_label, self._bar_start_s = label, now
                 self._bar_ended = threading.Event()
                 threading.Thread(target=self._tick, args=(self._bar_ended,), daemon=True).start()
-            self._bar_share, self._bar_cells, self._bar_amount = fraction, "", ""
-            if fraction is not None:
-                full = round(BAR_CELLS * min(max(fraction, 0.0), 1.0))
-                self._bar_cells = f" [{'#' * full}{'-' * (BAR_CELLS - full)}]"
-                self._bar_amount = f" {100 * fraction:3.0f} %"
-                if total_bytes:
-                    done = format_size(fraction * total_bytes)
-                    self._bar_amount += f", {done} of {format_size(total_bytes)}"
+            self._bar_fraction, self._bar_bytes = fraction, total_bytes
             self._draw_bar(now)
 
     def _tick(self, ended: threading.Event) -> None:
@@ -301,8 +299,17 @@ class Console:
         if now < max(self._bar_start_s + BAR_DELAY_S, self._bar_next_s):
             return
         self._bar_next_s = now + BAR_INTERVAL_S
-        amount = self._bar_amount + _time_of(now - self._bar_start_s, self._bar_share)
-        text = self._bar_label + self._bar_cells + amount
+        share = self._bar_fraction() if callable(self._bar_fraction) else self._bar_fraction
+        cells = amount = ""
+        if share is not None:
+            full = round(BAR_CELLS * min(max(share, 0.0), 1.0))
+            cells = f" [{'#' * full}{'-' * (BAR_CELLS - full)}]"
+            amount = f" {100 * share:3.0f} %"
+            if self._bar_bytes:
+                amount += f", {format_size(share * self._bar_bytes)} of "
+                amount += format_size(self._bar_bytes)
+        amount += _time_of(now - self._bar_start_s, share)
+        text = self._bar_label + cells + amount
         width = shutil.get_terminal_size().columns - 1
         if len(text) > width:  # the share is said without the cells, and the label in whole words
             room = max(1, width - len(amount))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]
 
+# How many chats new_conversation leaves in a folder.
+KEPT_CONVERSATIONS = 20
 _MOST_BYTES = 1 << 27
 # Of a file that is too long: enough to see that it is no text at all.
 _FIRST_BYTES = 1 << 16
@@ -56,6 +59,32 @@ def read_conversation(path: Path) -> list[Message]:
     return messages
 
 
+def latest_conversation(folder: Path) -> Path | None:
+    """Return the file of new_conversation that was written last, or None if there is none."""
+    found = _conversations(folder)
+    return found[-1] if found else None
+
+
+def new_conversation(folder: Path) -> Path:
+    """Return the name of a new file for the messages of one chat, in a folder for several chats.
+
+    The oldest files are deleted so that at most KEPT_CONVERSATIONS remain with the new one.
+    """
+    for path in _conversations(folder)[: -(KEPT_CONVERSATIONS - 1)]:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+    return folder / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{os.getpid()}.jsonl"
+
+
+def _conversations(folder: Path) -> list[Path]:
+    """The files of new_conversation in a folder, the one that was written last at the end."""
+    found = []
+    for path in folder.glob("*.jsonl"):
+        with suppress(OSError):
+            found.append((path.stat().st_mtime_ns, path))
+    return [path for _, path in sorted(found)]
+
+
 def goes_on(messages: Sequence[Message], path: Path) -> bool:
     """Whether all that a file holds is the beginning of these messages, so that nothing is lost
     where they take its place."""
@@ -72,7 +101,10 @@ def _is_message(data: Any) -> bool:
 
 
 def write_conversation(path: Path, messages: Sequence[Message]) -> None:
-    """Writes messages as JSON lines, all or none, for their owner alone. Raises OSError."""
+    """Write messages as JSON lines, which only the owner of the file can read.
+
+    The file is written whole or not at all. Raises OSError.
+    """
     lines = [json.dumps(message, ensure_ascii=False) + "\n" for message in messages]
     write_whole(path, "".join(lines), private=True)
 
@@ -101,7 +133,9 @@ def read_text(path: Path, most_bytes: int, else_do: str) -> str:
     return text.strip()
 
 
-Prefill = Callable[[int, int], None]
+# Called while a prompt is read, with a function that returns how many tokens are read by now, and
+# with the number of all tokens that have to be read.
+Prefill = Callable[[Callable[[], float], int], None]
 
 
 class Session(Closing):
@@ -161,6 +195,12 @@ class Session(Closing):
         return self._answer(text, on_prefill)
 
     def _answer(self, text: str, on_prefill: Prefill | None) -> Iterator[str]:
+        def reads(_done: int, total: int) -> None:
+            if self.stopped:  # again, for a stop that came while the engine was starting
+                self.engine.cancel()
+            if on_prefill is not None:
+                on_prefill(self.engine.prompt_done, total)
+
         start = len(self.messages)
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
@@ -170,10 +210,10 @@ class Session(Closing):
             # A stop before the engine has begun would be lost on it.
             if not self.stopped:
                 sampling = self._config.sampling
-                for piece in self.engine.generate(tokens, sampling, self.max_tokens, on_prefill):
+                for piece in self.engine.generate(tokens, sampling, self.max_tokens, reads):
                     pieces.append(piece)
                     yield piece
-                    if self.stopped:  # again, for a stop that came while it was starting
+                    if self.stopped:
                         self.engine.cancel()
             keep = bool(pieces)
         except GeneratorExit:
@@ -184,6 +224,7 @@ class Session(Closing):
                 self.messages.append({"role": "assistant", "content": "".join(pieces)})
                 if self.kept is not None:
                     with suppress(OSError):
+                        self.kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                         write_conversation(self.kept, self.messages)
             else:
                 del self.messages[start:]

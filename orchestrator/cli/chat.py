@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from orchestrator.cache.files import user_folder
 from orchestrator.chat.console import Console
 from orchestrator.cli.help import Command
 from orchestrator.cli.options import (
@@ -40,35 +42,53 @@ LONGEST_PROMPT = 1 << 27
     "Print one JSON object, with -p or stdin. It has the answer and its statistics.",
 )
 @conversation_options
-@option("--resume", "Go on with the latest conversation of --prompt-cache.")
+@option(
+    "--resume",
+    "Go on with the latest conversation, of --prompt-cache or of the last chat on a terminal.",
+)
 def chat(prompt: str | None, as_json: bool, resume: bool, **options: Any) -> None:
     """Talk to a model."""
     from orchestrator.chat.chat import Chat, one_shot
-    from orchestrator.chat.session import Session, read_conversation
+    from orchestrator.chat.session import (
+        Session,
+        latest_conversation,
+        new_conversation,
+        read_conversation,
+    )
 
     console = Console()
     prompt = with_stdin(prompt, console)
     if prompt is None and as_json:
         raise click.UsageError("--json needs a prompt: give -p TEXT, or text on stdin")
     config = chat_config(options)
-    folder, messages = config.prompt_cache, None
-    last = folder / "last.jsonl" if folder else None
+    if config.prompt_cache:
+        folder = config.prompt_cache
+        kept: Path | None = folder / "last.jsonl"
+        last = kept if kept and kept.exists() else None
+    else:
+        folder = user_folder("cache") / "conversations"
+        last = latest_conversation(folder)
+        kept = None
+        if prompt is None and config.keep_messages:
+            kept = last if resume else new_conversation(folder)
     if resume and last is None:
-        raise click.UsageError("--resume goes on from a folder: give --prompt-cache DIR")
-    if resume and last is not None:
-        if not last.exists():
-            raise ConfigError(f"--resume: no conversation is kept in {folder}")
-        messages = read_conversation(last)
+        raise ConfigError(f"--resume: no conversation is kept in {folder}")
+    messages = read_conversation(last) if resume and last else None
     with console.quiet_keys():
         engine = open_engine(config, console)
     with Session(engine, config) as session:
         if config.ctx and engine.n_ctx != config.ctx:
             why = "which the model was made for" if engine.n_ctx < config.ctx else "the next size"
             console.note(f"--ctx {config.ctx}: it gets {engine.n_ctx}, {why}.")
-        session.kept = last
+        session.kept = kept
         if messages:
             session.load(messages)
             console.note(f"It goes on behind {len(messages)} messages.")
+        elif kept and not folder.exists():
+            console.note(
+                f"Chats are kept for --resume, in {folder}, for you alone to read. "
+                "--no-keep-messages keeps none."
+            )
         if prompt is None:
             Chat(session, console, partial(change_model, session, console)).run()
         elif not one_shot(session, console, prompt, as_json):

@@ -222,8 +222,8 @@ def remove_models(names: tuple[str, ...]) -> None:
 def cache(clear: tuple[str, ...], as_json: bool) -> None:
     """List what lies in the user cache, as models of benchmarks, or delete it.
 
-    All of it is made again when it is needed. Models that were pulled lie elsewhere: `moe-edge
-    list`."""
+    All of it but conversations is made again when it is needed. Models that were pulled lie
+    elsewhere: `moe-edge list`."""
     from orchestrator.cache.files import clear_cache, user_cache, user_folder
 
     found = clear_cache(clear) if clear else user_cache()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gguf_tools import interrupts
-from gguf_tools.errors import DamagedError, GGUFError
+from gguf_tools.errors import ChangedError, DamagedError, GGUFError
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.checksums import header_checksum, n_slices, stored
 from gguf_tools.file.layout import TIER_MARK
@@ -78,10 +78,16 @@ class InUse:
         for path, known in self._known.items():
             now = _stamp(path)
             if now != known and known and now and now[0] == known[0]:
-                return f"{path} was written to while it is in use: start the server again.", True
+                return f"{path} was written to while it is in use: start again.", True
             if now != known:
                 replaced = f"{path} is another file now: answers come from the one of the start."
         return replaced, False
+
+    def check(self) -> None:
+        """Raise ChangedError if one of the files was written to, so that answers would mix two."""
+        sentence, is_changed = self.look()
+        if is_changed:
+            raise ChangedError(sentence)
 
 
 def _stamp(path: Path) -> tuple[tuple[int, int], int, int] | None:

@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from gguf_tools import interrupts
 from orchestrator.allocation.slots import Transition
 from orchestrator.engine.idle import Idle, likely
 from orchestrator.engine.loss_meter import LossMeter
+from orchestrator.errors import NativeError
 from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, StepReport, served
 from orchestrator.memory.shared import CELL_STEP, SharedMemory
 from orchestrator.native import FAILED, CRoom, Store
@@ -62,6 +64,10 @@ class PlainDriver:
 
     def end_idle(self) -> None:
         """Before a step after idle, and before the store is freed; from any thread."""
+
+    def tokens_done(self) -> float:
+        """As Store.tokens_done; 0 where no store sees the steps."""
+        return 0.0
 
     def used(self) -> np.ndarray | None:
         """How many tokens used each expert since the start, uint32 [n_layers, n_expert]; None where
@@ -277,11 +283,37 @@ class Driver(PlainDriver):
             self._set_aside = min(most, max(0, others) + shared.cache_bytes(end))
             self.prompts = self.keep_prompts(self.own_prompts + self._set_aside)
         limit = max(shared.least_slots, left - self._set_aside)
-        if limit == self._limit:
-            return
-        while self.store.limit(limit):  # until reads into slots that go are complete
-            self._pause()
+        if limit != self._limit:
+            self._set_limit(limit)
+
+    def _set_limit(self, limit: int) -> None:
+        """Limits the slots to this many bytes, and waits for the reads into slots beyond them.
+
+        Raises NativeError if the step is cancelled meanwhile, or if an interrupt is pending.
+        """
+        self._limit = None  # until all of it is done
+        while True:
+            loading = self.store.loading
+            if not self.store.limit(limit):
+                break
+            if self._is_stopped():
+                raise NativeError("the step was cancelled while it waited for reads")
+            self._pause_for(loading)
         self._limit = limit
+
+    def _is_stopped(self) -> bool:
+        """Whether whoever waits for the store has to give up."""
+        return self._cancelled or interrupts.asked()
+
+    def _pause_for(self, loading: int) -> None:
+        """Lets a little time pass, in which the store reads.
+
+        loading: Store.loading, as it was before the caller found out that it has to wait. Raises
+        NativeError if it is 0: then no read is left that could end the wait.
+        """
+        if not loading:
+            raise NativeError("the store waits for experts that it does not read: start again")
+        self._pause()
 
     def follow(self, phase: Phase) -> None:
         """Before a step of this phase, whose tokens' own phases their batch shows: where an answer
@@ -302,8 +334,11 @@ class Driver(PlainDriver):
         self.own_prompts, self.keep_prompts = n_bytes - self.shared_prompts, keep
 
     def before_answer(self) -> None:
-        """Behind a prompt: what an answer's first token waits for, done. After a cancel, or where
-        an expert cannot be read, the rest comes in the background."""
+        """After a prompt, waits for the transitions that the policy requires before an answer.
+
+        If the step is cancelled or an expert cannot be read, the other transitions go on in the
+        background.
+        """
         policy, store = self.policy, self.store
         failed = store.stats().transitions_failed
         while isinstance(policy, WaitsBeforeAnswer):
@@ -311,11 +346,13 @@ class Driver(PlainDriver):
             if moves is None or not (moves or self._under_way()):
                 break
             admitted = store.transition(moves)
-            while not self._cancelled and self._under_way():
-                self._pause()
+            loading = 1
+            while not self._is_stopped() and self._under_way():
+                self._pause_for(loading)
+                loading = store.loading
                 store.begin_step(Phase.DECODE)
             if (
-                self._cancelled
+                self._is_stopped()
                 or admitted < len(moves)
                 or store.stats().transitions_failed > failed
             ):
@@ -342,6 +379,11 @@ class Driver(PlainDriver):
 
     def end_idle(self) -> None:
         self._idle.stop()
+        if self._cancelled:  # while the thread ended
+            self.store.cancel(True)
+
+    def tokens_done(self) -> float:
+        return self.store.tokens_done
 
     def used(self) -> np.ndarray | None:
         if self.store.closed:

@@ -59,6 +59,8 @@ class Engine(Closing):
         llama = self._loaded.model
         self._template = ChatTemplate(llama.chat_template(), llama.bos(), llama.eos())
         self._prompts = self._prompt_cache()
+        # Tokens of the running prompt that were read before its running step, and those in it.
+        self._read = (0, 0)
 
     @classmethod
     def open(
@@ -158,12 +160,22 @@ class Engine(Closing):
                 if on_prefill is not None:
                     on_prefill(start - before, todo)
                 part = tokens[start : min(stop, start + at_once)]
+                self._read = (start - before, len(part))
                 if steps.cancelled or not steps.step(part, Phase.PREFILL):
                     return False
             prompts.mark()
         if on_prefill is not None:
             on_prefill(todo, todo)
         return True
+
+    def prompt_done(self) -> float:
+        """Return how many tokens of the running prompt are read, of those that had to be.
+
+        The running step counts by its MoE layers, where the store has the experts: it may take
+        minutes, and it may be all of the prompt. From any thread.
+        """
+        done, in_step = self._read
+        return done + min(in_step, self._loaded.driver.tokens_done())
 
     def _prompt_cache(self) -> PromptCache:
         """The prompt cache of the model as it is loaded."""

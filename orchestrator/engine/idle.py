@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from gguf_tools import interrupts
 from orchestrator.allocation.slots import Transition
 from orchestrator.events import ABSENT
 from orchestrator.native import Store
@@ -38,7 +39,7 @@ class Idle:
 
     An expert is read into free slots or not at all: nothing is evicted for it, so experts that are
     used more stay, and no memory but the slots is taken. No step may begin before stop has
-    returned, which waits for the expert that is being read and for no other one.
+    returned.
 
     brought: the number of experts that were read since the start.
     """
@@ -59,18 +60,26 @@ class Idle:
         if not wanted:
             return
         self._stopping = False
-        self._thread = threading.Thread(
-            target=self._run, args=(wanted, settle), name="while idle", daemon=True
-        )
-        self._thread.start()
+        with interrupts.held():  # else stop might find a thread that was never started
+            self._thread = threading.Thread(
+                target=self._run, args=(wanted, settle), name="while idle", daemon=True
+            )
+            self._thread.start()
 
     def stop(self) -> None:
-        """Return when nothing is read any more; from any thread."""
+        """Ends the thread's work, and returns when the thread has ended. From any thread.
+
+        The thread stops waiting for the expert that it reads: the store completes that read in the
+        background. The store is not cancelled afterwards, whatever it was before.
+        """
         thread = self._thread
         if thread is not None:
-            self._stopping = True
-            thread.join()
-            self._thread = None
+            with interrupts.held():  # else the store might stay cancelled
+                self._stopping = True
+                self._store.cancel(True)
+                thread.join()
+                self._store.cancel(False)
+                self._thread = None
 
     def wait(self) -> None:
         """Until everything was looked at. For tests and measurements."""

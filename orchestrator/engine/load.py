@@ -19,6 +19,7 @@ from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.engine.steps import Sequences, Steps
 from orchestrator.engine.store_layout import StoreSpecs
 from orchestrator.engine.support import try_load
+from orchestrator.errors import GGUFError
 from orchestrator.events import Phase
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import FreeCores, Store, find_device
@@ -179,8 +180,11 @@ class Loader:
             # where nothing was asked for, the model's own longest context cannot be raised either
             most = self._model.hparams.context_length
             asked = config.ctx or plan.n_ctx + (plan.n_ctx == most)
-            steps = Steps(context, driver, sequences, self.bindings.complaint, asked)
+            steps = Steps(
+                context, driver, sequences, self.bindings.complaint, asked, self.files.check
+            )
             context.should_stop = lambda: steps.cancelled
+            context.stop = steps.cancel
             return Loaded(runs, driver, model, context, steps, parts)
         except BaseException:
             _close(parts)
@@ -197,6 +201,9 @@ class Loader:
         try:
             yield
             check.finish()
+        except GGUFError:
+            self.files.check()
+            raise
         finally:
             check.stop()
         self._sound.add(plan.managed)

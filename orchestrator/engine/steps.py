@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from orchestrator.engine.driver import PlainDriver
-from orchestrator.errors import ConfigError, NativeError, PolicyError
+from orchestrator.errors import ConfigError, MoeEdgeError, NativeError, PolicyError
 from orchestrator.events import Phase
 from orchestrator.native import NO_ROOM
 from orchestrator.native.llama import LlamaContext
@@ -193,9 +193,11 @@ class Steps:
         sequences: Sequences,
         complaint: Callable[[], str],
         asked_ctx: int,
+        check_files: Callable[[], None],
     ) -> None:
         """complaint: what llama.cpp said last, in brackets. asked_ctx: the context that the user
-        asked for, in tokens."""
+        asked for, in tokens. check_files: raises ChangedError if a file of the model was written
+        to since it was opened."""
         self.cached: list[int] = []
         self.marks: list[Mark] = []
         self.state = SequenceState(context)
@@ -207,12 +209,16 @@ class Steps:
         self._sequences = sequences
         self._complaint = complaint
         self._asked_ctx = asked_ctx
+        self._check_files = check_files
 
     def begin(self) -> None:
-        """Before the steps of one call: an earlier cancel no longer counts."""
-        self._driver.end_idle()
+        """Prepares the steps of one call: forgets an earlier cancel, and ends the work of idle.
+
+        A cancel that comes while this waits for idle to end counts for the steps of this call.
+        """
         self.cancelled = False
         self._driver.cancel(False)
+        self._driver.end_idle()
 
     def cancel(self) -> None:
         """Stops the running step soon; safe in a signal handler and from any thread."""
@@ -352,12 +358,22 @@ class Steps:
         return good
 
     def _run(self, phase: Phase, decode: Callable[[], int], undo: Callable[[], None]) -> bool:
-        """One decode, which returns llama_decode's status. True when its logits are good, False
-        when it was cancelled, and undone. Undoes it and raises what went wrong otherwise."""
+        """Run one decode, which returns llama_decode's status.
+
+        Returns True if its logits are good, False if it was cancelled and undone. Otherwise undoes
+        it and raises what went wrong; ChangedError in the first place, because every other failure
+        may follow from a changed file, and good logits may be made from it.
+        """
         try:
             self._driver.begin(phase)
             status = decode()
+            if status == 0:
+                self._check_files()
             self._driver.check(status)
+        except MoeEdgeError:
+            undo()
+            self._check_files()
+            raise
         except BaseException:
             undo()
             raise

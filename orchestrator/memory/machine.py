@@ -3,6 +3,8 @@ both for a model."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -86,43 +88,57 @@ def _own_bytes() -> int:
 def _cgroup_limits(
     root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self/cgroup")
 ) -> list[tuple[int, int]]:
-    """(limit, bytes in use that cannot be dropped) of every memory cgroup around this
-    process; version 1 and 2."""
+    """Return (limit, bytes in use that cannot be dropped) of each memory cgroup of this process.
+
+    Version 1 and 2. The limit is the lower one of memory.max and memory.high: above memory.high the
+    kernel reclaims memory all the time, so that a process there hardly runs.
+    """
     try:
         lines = proc.read_text().splitlines()
     except OSError:
         return []
     limits = []
+    limits_in: tuple[str, ...]
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
-            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            base, limits_in = root / "memory", ("memory.limit_in_bytes",)
+            usage_in = "memory.usage_in_bytes"
         elif controllers == "":
-            base, names = root, ("memory.max", "memory.current")
+            base, limits_in = root, ("memory.max", "memory.high")
+            usage_in = "memory.current"
         else:
             continue
         folder = base / path.lstrip("/")
         while folder == base or base in folder.parents:
-            found = _read_limit(folder, *names)
+            found = _read_limit(folder, limits_in, usage_in)
             if found is not None:
                 limits.append(found)
             folder = folder.parent
     return limits
 
 
-def _read_limit(folder: Path, limit_name: str, usage_name: str) -> tuple[int, int] | None:
+def _read_limit(folder: Path, limits_in: Sequence[str], usage_in: str) -> tuple[int, int] | None:
+    """As _cgroup_limits, of the cgroup in a folder. None if it has no limit, or says nothing.
+
+    limits_in: the files that may hold a limit. usage_in: the file that holds the bytes in use.
+    """
+    limits = []
+    for name in limits_in:
+        with suppress(OSError, ValueError):  # a file that the kernel lacks, or "max"
+            limits.append(int((folder / name).read_text()))
+    limit = min(limits, default=2**60)
+    if limit >= 2**60:
+        return None
     try:
-        limit = (folder / limit_name).read_text().strip()
-        used = int((folder / usage_name).read_text())
+        used = int((folder / usage_in).read_text())
         stat = (folder / "memory.stat").read_text().splitlines()
     except (OSError, ValueError):
-        return None
-    if not limit.isdigit() or int(limit) >= 2**60:
         return None
     counters = dict(line.split(maxsplit=1) for line in stat if " " in line)
     prefix = "total_" if "total_inactive_file" in counters else ""
     droppable = sum(int(counters.get(f"{prefix}{name}_file", 0)) for name in ("active", "inactive"))
-    return int(limit), max(0, used - droppable)
+    return limit, max(0, used - droppable)
 
 
 def too_many_threads(threads: int | None) -> str | None:

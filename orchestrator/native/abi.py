@@ -186,6 +186,8 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_store_create": (_POINTER, [ctypes.POINTER(CConfig), _TEXT, _SIZE]),
     "moe_edge_store_free": (None, [_POINTER]),
     "moe_edge_store_limit": (_I64, [_POINTER, _U64, _TEXT, _SIZE]),
+    "moe_edge_store_loading": (_I32, [_POINTER]),
+    "moe_edge_tokens_done": (_F64, [_POINTER]),
     "moe_edge_buffer_type": (_POINTER, []),
     "moe_edge_load_error": (_TEXT, []),
     "moe_edge_get_memory": (None, [_POINTER, ctypes.POINTER(CMemory)]),

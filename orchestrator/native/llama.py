@@ -311,6 +311,8 @@ class LlamaContext:
             raise NativeError(f"llama.cpp cannot make a context{bindings.complaint()}")
         # Says that a decode should end early; asked during interruptible steps.
         self.should_stop: Callable[[], bool] = lambda: False
+        # Makes a decode end early; called from another thread when a signal arrives.
+        self.stop: Callable[[], None] = lambda: None
         self._abort = api.ggml_abort_callback(self._on_abort)
         self._no_abort = api.ggml_abort_callback(0)
         self.n_ubatch: int = api.llama_n_ubatch(self._handle)
@@ -379,7 +381,7 @@ class LlamaContext:
                 self._batch.seq_id[i][0] = 0
 
     def _decode(self, interruptible: bool = False) -> int:
-        with interrupts.held():
+        with interrupts.held(self.stop):
             if not interruptible:
                 return int(self.api.llama_decode(self.handle, self._batch))
             self.api.llama_set_abort_callback(self.handle, self._abort, None)

@@ -346,8 +346,9 @@ class Store(Closing):
     def limit(self, n_bytes: int) -> int:
         """How many bytes slots may take from now on, at most what they were planned with. Experts
         that are next to be evicted go, and memory goes back to the system in pieces of 2 MiB.
-        Returns the bytes of slots that are still to come: a read, a transition or a step that was
-        cut off holds them. Between steps, from any thread, and from the step callback. Raises
+        Returns the bytes of slots that are still to come: a read or a transition holds them, or,
+        in a store without a model, a step. Between steps, from any thread, and from the step
+        callback. Raises
         NativeError, and nothing has changed, within a step or a warm start, below one slot of each
         group, and where slots are on a device."""
         message = ctypes.create_string_buffer(_ERROR_BYTES)
@@ -355,6 +356,17 @@ class Store(Closing):
         if to_come < 0:
             raise NativeError(_text(message.value))
         return int(to_come)
+
+    @property
+    def loading(self) -> int:
+        """How many matrices are being loaded, transitions included. From any thread."""
+        return int(self.library.store_loading(self.handle))
+
+    @property
+    def tokens_done(self) -> float:
+        """How many tokens of the running batch are computed, or of the last one between two. Each
+        MoE layer of the running micro-batch adds its share. From any thread."""
+        return 0.0 if self._handle is None else float(self.library.tokens_done(self._handle))
 
     def reset_stats(self) -> None:
         self.library.reset_stats(self.handle)

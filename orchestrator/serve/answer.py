@@ -29,13 +29,17 @@ from orchestrator.serve.wire import (
     grammar_failure,
     has_costs,
     message_of,
+    progress_of,
     with_costs,
+    with_progress,
 )
 from orchestrator.settings import Settings
 
 # A silence after which a stream gets a comment, so that nobody takes the connection for dead.
 PING_S = 5.0
 PING = b": working\n\n"
+# A stream that reports how much of a prompt is read does so this often within one step.
+PROGRESS_S = 1.0
 # How long a client may take for the last word of its answer before its connection is cut.
 LAST_WORD_S = 1.0
 STREAM, JSON = "text/event-stream", "application/json; charset=utf-8"
@@ -219,12 +223,20 @@ class Answer:
             ) from None
         try:
             is_all = False
+            reading = b""  # the last report on the prompt that is being read
             while not is_all:
-                come = await parts.next(PING_S if self.is_stream else None)
+                # the tokens of a shared step cannot be told apart
+                reports = bool(reading) and gate.running == 1
+                silence_s = PROGRESS_S if reports else PING_S
+                come = await parts.next(silence_s if self.is_stream else None)
+                if come is None and reports:
+                    await send(with_progress(reading, self.backend.tokens_done()))
+                    continue
                 if come is None:
                     await out.ping()
                     continue
                 text, is_all = come
+                reading = progress_of(text)
                 if not text:
                     continue
                 failed_at = failure_at(request.status, text)

@@ -337,6 +337,10 @@ class Backend:
         )
         return n_tokens, self._words.longest(text)
 
+    def tokens_done(self) -> float:
+        """As Store.tokens_done; 0 on the plain path."""
+        return self.engine.store.tokens_done if self.engine.managed else 0.0
+
     def costs(self) -> Callable[[], dict[str, Any]]:
         """Counts from here on; what it returns gives the costs until then, for `timings`."""
         engine = self.engine
@@ -408,7 +412,10 @@ class Backend:
         }
 
     def failure(self) -> str | None:
-        """Why the last step failed, in a sentence; None where the store knows of nothing."""
+        """Why the last step failed, in a sentence; None where the store knows of nothing. A changed
+        file comes first: what it makes of a slice looks like damage."""
+        if fault := self.fault():
+            return fault
         if not self.engine.managed:
             return None
         try:

@@ -136,7 +136,8 @@ def answer_settings() -> list[Setting]:
     not say otherwise, and of conversations. A request brings its own system prompt and its own stop
     texts."""
     own = Config.declared()
-    asked = [one for name, one in own.items() if one.answer and name not in ("system", "stop")]
+    of_a_chat = ("system", "stop", "keep_messages")
+    asked = [one for name, one in own.items() if one.answer and name not in of_a_chat]
     return asked + [one for one in own.values() if one.conversation]
 
 

@@ -192,6 +192,27 @@ def grammar_failure(text: bytes) -> str | None:
     return sentence.decode("utf-8", "replace") if at >= 0 else None
 
 
+def progress_of(events: bytes) -> bytes:
+    """Return the last of some events if it reports how much of a prompt is read, else nothing.
+
+    Only streams whose events are all of one kind (chat and completions) get such reports repeated.
+    """
+    last = events.removesuffix(EVENT_END).rpartition(EVENT_END)[2]
+    reports = last.startswith(b"data: {") and b'"prompt_progress"' in last
+    return last + EVENT_END if reports else b""
+
+
+def with_progress(event: bytes, n_tokens: float) -> bytes:
+    """Return the event of progress_of with n_tokens more of the prompt read, at most all of it."""
+
+    def change(data: Any) -> Any:
+        progress = data["prompt_progress"]
+        read = progress["processed"] + int(n_tokens)
+        return {**data, "prompt_progress": {**progress, "processed": min(progress["total"], read)}}
+
+    return mapped(event, True, change)
+
+
 def message_of(part: bytes) -> str:
     """The sentence in an error of llama.cpp's."""
     try:

@@ -100,12 +100,18 @@ void load_chosen(const hook_model & model, const llama_ubatch & ubatch) {
 
 }  // namespace
 
+// What llama_decode returns.
+const int32_t DECODE_ABORTED = 2, DECODE_FAILED = -3;
+
 // A cache grows by so many tokens beyond a batch before anybody is asked again.
 const uint32_t TOKENS_AHEAD = 256;
 
 moe_edge_room_hook::moe_edge_room_hook(llama_context & ctx, uint32_t n_tokens, uint64_t n_bytes)
     : ctx(ctx), n_ubatch(ctx.cparams.n_ubatch) {
     const auto * model = attached_to(ctx.model);
+    if (model && n_tokens > 0) {
+        model->store->progress.done = 0;
+    }
     if (!model || !model->store->room_callback || ctx.backends.size() > 1) {
         return;
     }
@@ -118,10 +124,9 @@ moe_edge_room_hook::moe_edge_room_hook(llama_context & ctx, uint32_t n_tokens, u
         ctx.scratch.drop(ctx.backend_cpu);
     }
     moe_edge_room room = { ctx.scratch.touched(ctx.backend_cpu), n_bytes, (int32_t) n_tokens, (int32_t) n_ubatch, 0, 0 };
-    given   = {};
-    is_good = model->store->room_callback(&room, model->store->room_user) == 0;
-    if (!is_good) {
-        model->store->fail("there is no room for the step");
+    given = {};
+    if (model->store->room_callback(&room, model->store->room_user) != 0) {
+        refuse("there is no room for the step");
         return;
     }
     if (room.drop_scratch) {
@@ -132,9 +137,18 @@ moe_edge_room_hook::moe_edge_room_hook(llama_context & ctx, uint32_t n_tokens, u
     try {
         lay_out(model->store->laid_out);
     } catch (const std::exception & error) {
-        is_good = false;
         model->store->laid_out = 0;
-        model->store->fail(std::string("there is no memory for the step: ") + error.what());
+        refuse(std::string("there is no memory for the step: ") + error.what());
+    }
+}
+
+// Makes the batch fail with this sentence. A batch that was cancelled while it waited has not failed.
+void moe_edge_room_hook::refuse(const std::string & sentence) {
+    moe_edge_store & store = *attached_to(ctx.model)->store;
+    const bool is_aborted = ctx.abort_callback && ctx.abort_callback(ctx.abort_callback_data);
+    result = store.is_cancelled() || is_aborted ? DECODE_ABORTED : DECODE_FAILED;
+    if (result == DECODE_FAILED) {
+        store.fail(sentence);
     }
 }
 
@@ -177,7 +191,7 @@ moe_edge_step_hook::~moe_edge_step_hook() {
     if (model) {
         set_abort_callback(ctx.abort_callback, ctx.abort_callback_data);
         model->store->abort_callback = nullptr;
-        model->store->forget_batch();
+        model->store->close_step();
     }
 }
 

@@ -36,6 +36,9 @@ uint64_t moe_edge_store::limit(uint64_t bytes) {
         n_slots[g]++;
     }
     collect_counts();  // while the tables are as they were
+    if (n_decided == 0) {
+        conclude_transitions();  // else their slots would stay until the next step, which may wait for the limit
+    }
     tables_fixed = false;
     stats.slot_bytes = total;
     for (size_t g = 0; g < pools.size(); g++) {
@@ -47,6 +50,12 @@ uint64_t moe_edge_store::limit(uint64_t bytes) {
     }
     wake();
     return owed_bytes;
+}
+
+// Whoever waits for the limit goes on only as long as something is being loaded: without a load, no slot comes.
+int32_t moe_edge_store::loading() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return std::count_if(cells.begin(), cells.end(), [](const moe_edge_cell & c) { return c.load() != nullptr; });
 }
 
 // Empties slots behind the limit, as far as nobody needs what is in them, and gives their memory back: what is used most

@@ -49,15 +49,18 @@ class moe_edge_room_hook {
     moe_edge_room_hook(const moe_edge_room_hook &) = delete;
     ~moe_edge_room_hook();
 
-    // False: there is none, and the store has the reason.
-    bool good() const { return is_good; }
+    bool good() const { return result == 0; }
+    // What llama_decode returns: 0 if there is room, 2 if the batch was cancelled, -3 if it fails for the reason that the
+    // store has.
+    int32_t status() const { return result; }
 
   private:
     void lay_out(uint32_t & laid_out);
+    void refuse(const std::string & sentence);
 
     llama_context & ctx;
     const uint32_t  n_ubatch;  // of the context
-    bool            is_good = true;
+    int32_t         result = 0;
 };
 
 // Context: one step of the store around the computing of one micro-batch.

@@ -36,6 +36,8 @@ void moe_edge_store::begin_step(moe_edge_batch micro_batch) {
     std::lock_guard<std::mutex> lock(mutex);
     batch   = std::move(micro_batch);
     running = true;
+    progress.layer   = 0;
+    progress.in_step = batch.phases.size();
     batch.window = last_of_prompts(batch, importance_window);
     const bool prompt = std::count(batch.phases.begin(), batch.phases.end(), MOE_EDGE_PREFILL) > 0;
     open_step(prompt ? MOE_EDGE_PREFILL : MOE_EDGE_DECODE);
@@ -55,10 +57,9 @@ void moe_edge_store::open_step(int32_t new_phase) {
     failed = false;
     failure.clear();
     if (n_decided != 0) {
-        drop_step();
+        drop_step();  // a store without a model is not told when a step ends
     }
-    transitions.erase(std::remove_if(transitions.begin(), transitions.end(),
-        [this](const moe_edge_prefetch_item & t) { return conclude(t); }), transitions.end());
+    conclude_transitions();
     if (owed_bytes > 0) {
         fit();
     }
@@ -73,7 +74,8 @@ void moe_edge_store::open_step(int32_t new_phase) {
     }
 }
 
-// The step before was cut off: nothing of it is needed any more.
+// Releases what a step that was cut off still holds: its pins, its places in line for a slot, and the reads that no thread
+// has begun.
 void moe_edge_store::drop_step() {
     n_decided = 0;
     for (auto & pool : pools) {
@@ -105,16 +107,29 @@ void moe_edge_store::describe_tokens() {
     }
 }
 
-void moe_edge_store::forget_batch() {
+// Ends the step of a model, whether it was computed or cut off. A step that was cut off must not keep its pins until the
+// next one begins: limit() runs between the two, and would wait for slots that nobody gives back.
+void moe_edge_store::close_step() {
     std::lock_guard<std::mutex> lock(mutex);
     batch   = {};
     running = false;
+    progress.in_step = 0;
+    if (n_decided != 0) {
+        drop_step();
+        wake();
+    }
+}
+
+double moe_edge_store::tokens_done() const {
+    const int32_t layer = progress.layer;  // the one that is being computed, from 1 on
+    return progress.done + (layer > 0 ? (double) progress.in_step * (layer - 1) / n_layers : 0.0);
 }
 
 bool moe_edge_store::end_step(uint64_t us) {
     {
         std::lock_guard<std::mutex> lock(mutex);
         running = false;
+        progress.done += progress.in_step.exchange(0);
         ends.assign(ended.begin(), ended.end());
         ended.clear();
         live.insert(batch.members.begin(), batch.members.end());

@@ -82,6 +82,10 @@ int64_t moe_edge_store_limit(moe_edge_store * store, uint64_t bytes, char * err,
     }
 }
 
+int32_t moe_edge_store_loading(moe_edge_store * store) { return store->loading(); }
+
+double moe_edge_tokens_done(const moe_edge_store * store) { return store->tokens_done(); }
+
 const moe_edge_event * moe_edge_store_event(moe_edge_store * store) { return &store->event; }
 
 moe_edge_decision * moe_edge_store_decision(moe_edge_store * store) { return &store->decision; }

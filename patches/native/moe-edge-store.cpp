@@ -249,6 +249,7 @@ void moe_edge_store::cancel_stale(int32_t layer) {
 
 void moe_edge_store::begin(moe_edge_matrix & m, const int32_t * experts, int32_t n) {
     std::lock_guard<std::mutex> lock(mutex);
+    progress.layer.store(m.layer + 1, std::memory_order_relaxed);
     auto & op = ops[m.layer * MOE_EDGE_N_KINDS + m.kind];
     op.remaining.clear();  // which keeps its memory
     op.waited = false;
@@ -274,6 +275,7 @@ bool moe_edge_store::serve_unwatched(const moe_edge_matrix & m, const int32_t * 
     if (device || !tables_fixed) {
         return false;
     }
+    progress.layer.store(m.layer + 1, std::memory_order_relaxed);
     for (int32_t i = 0; i < n; i++) {
         const int32_t e = experts[i];
         out[i] = { m.table[e].data, e, m.table[e].type, 0 };

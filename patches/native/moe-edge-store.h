@@ -63,7 +63,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     // hook side
     void    begin_step(int32_t phase);
     void    begin_step(moe_edge_batch micro_batch);
-    void    forget_batch();         // no step runs
+    void    close_step();           // no step runs any more
     const moe_edge_batch & step_batch() const { return batch; }  // empty where no step runs
     bool    end_step(uint64_t us);  // reports a computed step; false, and it fails, where the callback says so
     void    end_sequence(int32_t sequence);
@@ -79,6 +79,8 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     int32_t transition(const moe_edge_prefetch_item * list, int32_t n);
     void    set_transition_rate(uint64_t bytes_per_s);
     uint64_t limit(uint64_t bytes);  // raises std::runtime_error
+    int32_t loading();            // cells that are being loaded
+    double  tokens_done() const;  // of the running batch, a part of a token for each layer
     void    get_states(uint8_t * now, uint8_t * target);
     void    get_landed(uint8_t * out);
     void    take_counts(uint32_t * out);
@@ -106,8 +108,9 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     void    cancel(bool on) { cancelled = on; }  // next() polls; a signal handler may call this
     // Whether the running step ends early: it failed, cancel was called, or the context's abort callback says so.
     bool    aborted() const {
-        return failed.load() || cancelled.load() || (abort_callback && abort_callback(abort_user));
+        return failed.load() || is_cancelled();
     }
+    bool    is_cancelled() const { return cancelled.load() || (abort_callback && abort_callback(abort_user)); }
     void    get_stats(moe_edge_stats * out);
     void    get_resident(uint8_t * out);
     void    reset_stats();
@@ -126,6 +129,9 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     std::atomic<bool> cancelled { false };
     ggml_abort_callback abort_callback = nullptr;  // of the context whose step is running
     void *            abort_user    = nullptr;
+    // How far the running batch is: tokens of micro-batches that are computed, tokens of the one that is being computed,
+    // and its layer whose experts were begun last, from 1 on.
+    struct { std::atomic<int32_t> done { 0 }, in_step { 0 }, layer { 0 }; } progress;
     moe_edge_route_cb callback      = nullptr;
     void *            callback_user = nullptr;
     uint32_t          callback_phases = 0;  // bit mask
@@ -283,6 +289,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     bool    in_transition(int32_t cell) const;
     bool    admit(const moe_edge_prefetch_item & t);
     bool    conclude(const moe_edge_prefetch_item & t);
+    void    conclude_transitions();
     bool    whole(int32_t cell) const;
     bool    whole_comes(int32_t cell) const;
     void    fail_locked(const std::string & sentence);

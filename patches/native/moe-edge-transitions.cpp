@@ -95,6 +95,12 @@ bool moe_edge_store::conclude(const moe_edge_prefetch_item & t) {
     return true;
 }
 
+// At a step boundary, where no op reads an expert: publishes all transitions that have landed.
+void moe_edge_store::conclude_transitions() {
+    transitions.erase(std::remove_if(transitions.begin(), transitions.end(),
+        [this](const moe_edge_prefetch_item & t) { return conclude(t); }), transitions.end());
+}
+
 // Takes back one transition that holds a slot of this pool, for a token that needs the slot: its
 // matrices keep their old version, which may then be evicted. False if there is none. A part that
 // is being read gives its slot back when it is done.

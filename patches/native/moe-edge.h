@@ -338,6 +338,14 @@ MOE_EDGE_API void moe_edge_store_free(struct moe_edge_store * store);
 // the steps of a model it may be called from any thread, and from the step callback.
 MOE_EDGE_API int64_t moe_edge_store_limit(struct moe_edge_store * store, uint64_t bytes, char * err, size_t err_size);
 
+// How many matrices are being loaded, transitions included; from any thread. A caller that waits for a limit between steps
+// reads this before each call of moe_edge_store_limit: if it was 0 and bytes are still to come, they never will.
+MOE_EDGE_API int32_t moe_edge_store_loading(struct moe_edge_store * store);
+
+// How many tokens of the running batch of a model are computed, or of the last one between two: those of complete
+// micro-batches, and of the running one a share by its MoE layers. From any thread, without a lock.
+MOE_EDGE_API double moe_edge_tokens_done(const struct moe_edge_store * store);
+
 // ggml_backend_buffer_type_t for the expert tensors: placeholders without memory.
 MOE_EDGE_API void * moe_edge_buffer_type(void);
 

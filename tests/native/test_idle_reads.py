@@ -1,8 +1,13 @@
 """Experts that come in while nothing is asked for: the answers stay, and nothing else goes."""
 
+import os
+import signal
+import threading
+
 import numpy as np
 import pytest
 
+from gguf_tools import interrupts
 from orchestrator.config import Sampling
 from orchestrator.errors import ConfigError
 from orchestrator.events import ABSENT
@@ -81,7 +86,7 @@ def test_what_was_used_most_is_in_memory_afterwards(policy, one):
         assert idle(engine).brought == brought  # slots are full: nothing is exchanged
 
 
-def test_a_damaged_expert_is_told_by_the_token_that_needs_it(one, tmp_path):
+def test_a_file_that_was_cut_is_told_by_the_token_that_needs_it(one, tmp_path):
     copy = tmp_path / "short.gguf"
     whole = one.read_bytes()
     copy.write_bytes(whole)
@@ -89,7 +94,7 @@ def test_a_damaged_expert_is_told_by_the_token_that_needs_it(one, tmp_path):
         with open(copy, "r+b") as file:
             file.truncate(len(whole) // 2)
         idle(engine)
-        with pytest.raises(Exception, match="truncated"):
+        with pytest.raises(Exception, match="was written to while it is in use"):
             engine.eval(PROMPT, 0)
 
 
@@ -107,6 +112,21 @@ def test_every_step_waits_until_it_has_ended(one):
             engine.store.set_step_done(lambda _: begun.append(engine.driver._idle._thread is None))  # noqa: B023
             call(engine)
             assert begun and all(begun), name
+
+
+def test_ctrl_c_while_it_starts_leaves_what_can_be_closed(one, monkeypatch):
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        os.kill(os.getpid(), signal.SIGINT)
+        start(thread)
+
+    with opened(one, "lru") as engine:
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt), interrupts.listening():
+            engine.idle()
+        monkeypatch.undo()
+        assert engine.eval(PROMPT, 0).shape[0] == 1
 
 
 def test_closing_ends_it(one):

@@ -1,5 +1,7 @@
 """Slots give way to a context and to scratch, and come back; what is computed stays the same."""
 
+import os
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +13,7 @@ from orchestrator.config import Config
 from orchestrator.engine import llama_parts
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import NativeError
-from orchestrator.native import touched_memory
+from orchestrator.native import Store, touched_memory
 from orchestrator.native.llama import LlamaContext, Sampling
 
 N_CTX = 16384
@@ -102,6 +104,76 @@ def test_a_step_for_which_no_room_is_made_fails_alone(path, cap):
         row = engine.eval(PROMPT[:100], 0)
     with opened(path, ctx=4096) as engine:
         assert np.array_equal(engine.eval(PROMPT[:100], 0), row)
+
+
+def test_a_step_that_is_cut_off_keeps_no_slot(path, cap):
+    """It ends between the hook of a layer, which pins experts, and the ops that use them. The next
+    prompt needs a smaller limit."""
+    with opened(path, ram=cap, conversations=True) as engine:
+        expected = list(engine.generate(PROMPT[:20], Sampling(temp=0), 2))
+        engine.reset()
+        routed = []
+
+        def stop():
+            if len(routed) > 2:
+                engine.cancel()
+            return len(routed) > 2
+
+        def route(event):
+            routed.append(event.layer)
+            engine.driver.on_route(event)
+
+        engine.context.should_stop = stop
+        engine.store.set_route(route)
+        assert list(engine.generate(PROMPT[:600], Sampling(temp=0), 2)) == []
+        assert engine.last_stats.finish == "cancelled"
+        engine.store.check()
+        while engine.store.loading:
+            pass
+        assert engine.store.limit(engine.plan.shared.least_slots) == 0
+        del routed[:]
+        engine.driver.set_route()
+        assert list(engine.generate(PROMPT[:20], Sampling(temp=0), 2)) == expected
+
+
+def test_a_prompt_counts_its_layers(path, cap):
+    """In one step of several micro-batches as well."""
+    with opened(path, ram=cap, conversations=True) as engine:
+        seen = []
+
+        def route(event):
+            seen.append(engine.prompt_done())
+            engine.driver.on_route(event)
+
+        engine.store.set_route(route)
+        told = []
+        for _ in engine.generate(PROMPT[:1100], Sampling(temp=0), 1, lambda *to: told.append(to)):
+            pass
+        assert told[0] == (0, 1100) and told[-1] == (1100, 1100)
+        assert engine.prompt_done() == 1100
+        assert seen == sorted(seen) and seen[0] < 100
+        assert len(set(seen)) > len(seen) * 0.7 and len(seen) > len(told)
+
+
+@pytest.mark.parametrize("end", ["cancel", "interrupt", "nothing is read"])
+def test_waiting_for_slots_ends(end, path, cap, monkeypatch):
+    """Where reads into slots that go never come to an end."""
+    with opened(path, ram=cap, conversations=True) as engine:
+        monkeypatch.setattr(Store, "limit", lambda *_: 4096)
+        monkeypatch.setattr(Store, "loading", 0 if end == "nothing is read" else 1)
+        ends = {"cancel": engine.cancel, "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT)}
+        engine.driver._pause = ends.get(end)
+        answer = engine.generate(PROMPT[:600], Sampling(temp=0), 2)
+        if end == "cancel":
+            assert list(answer) == [] and engine.last_stats.finish == "cancelled"
+        elif end == "interrupt":
+            with pytest.raises(KeyboardInterrupt):
+                list(answer)
+        else:
+            with pytest.raises(NativeError, match="does not read"):
+                list(answer)
+        monkeypatch.undo()
+        assert list(engine.generate(PROMPT[:600], Sampling(temp=0), 2)) != []
 
 
 def test_several_sequences_take_from_the_slots_too(path, cap):

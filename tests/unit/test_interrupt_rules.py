@@ -89,6 +89,41 @@ def test_a_callback_that_nobody_holds_is_not_interrupted():
     assert done == [1]
 
 
+@pytest.mark.usefixtures("listening")
+@pytest.mark.parametrize("stops", ["the block", "who is called"])
+def test_a_signal_stops_a_call_of_c_that_returns_to_no_python(stops):
+    """It reads from a pipe until something is written to it. The signal goes to another thread, so
+    that it does not end the read itself."""
+    reader, writer = os.pipe()
+    read = ctypes.CDLL(None).read
+    over = threading.Event()
+    other = threading.Thread(target=over.wait)
+    other.start()
+    signal.pthread_kill(other.ident, 0)
+
+    def write():
+        os.write(writer, b"x")
+
+    def call(stop):
+        with interrupts.held(stop):
+            signal.pthread_kill(other.ident, signal.SIGINT)
+            assert read(reader, ctypes.create_string_buffer(1), 1) == 1
+
+    try:
+        if stops == "the block":
+            with pytest.raises(KeyboardInterrupt):
+                call(write)
+            interrupts.forget()
+        else:
+            with interrupts.calling(write):
+                call(lambda: pytest.fail("it is not asked"))
+    finally:
+        over.set()
+        other.join()
+        os.close(reader)
+        os.close(writer)
+
+
 def test_an_import_is_not_interrupted(tmp_path, monkeypatch):
     """A module whose import in C code would become another error."""
     (tmp_path / "slow_to_load.py").write_text(

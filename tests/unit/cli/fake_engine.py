@@ -76,6 +76,7 @@ class FakeEngine:
         self.closed = False
         self._rendered: list[dict[str, str]] = []
         self._cancelled = False
+        self._read = 0
 
     @classmethod
     def open(cls, config, progress=None):
@@ -105,6 +106,9 @@ class FakeEngine:
         self._rendered = [dict(message) for message in messages]
         return [0] * sum(2 + len(message["content"].split()) for message in messages)
 
+    def prompt_done(self):
+        return self._read
+
     def cancel(self):
         self._cancelled = True
 
@@ -117,6 +121,7 @@ class FakeEngine:
     def generate(self, tokens, sampling, max_tokens, on_prefill=None):
         assert not self.closed
         self._cancelled = False
+        self._read = 0
         self.seen.append(self._rendered)
         self.samplings.append(sampling)
         finish, n_pieces = "end", 0
@@ -155,16 +160,19 @@ class FakeEngine:
         elif prompt == "endless prompt":
             while not self._cancelled:
                 time.sleep(0.05)
+                self._read = 500
                 on_prefill(500, 1000)
             yield "read"
         elif prompt == "one micro-batch":
             on_prefill(0, 1000)
             while not self._cancelled:
                 time.sleep(0.05)
+                self._read = min(700, self._read + 20)  # layers; on_prefill is not called again
             yield "read"
         elif prompt == "slow":
             for done in range(0, 1001, 100):
                 time.sleep(0.1)
+                self._read = done
                 on_prefill(done, 1000)
             yield "read"
         else:

@@ -1,5 +1,6 @@
-"""`moe-edge chat` with the fake engine on a pseudo-terminal."""
+"""`moe-edge chat` on a pseudo-terminal."""
 
+import codecs
 import fcntl
 import os
 import re
@@ -20,12 +21,17 @@ PROMPT = re.compile(r"> \Z")
 # The end of bracketed paste comes with a return to the first column, where the cursor is already.
 ESCAPES = re.compile(r"\x1b\[\?2004l\r|\x1b\[[0-9;?]*[A-Za-z]")
 TIMEOUT_S = 600.0  # only what hangs takes so long
+# What a process sleeps in that waits for keys; the last one where Ctrl-C took them away meanwhile.
+WAITS = ("poll", "select", "wait_woken")
+
+
+FAKE = (sys.executable, fake_engine.__file__)
 
 
 class Terminal:
-    """`moe-edge chat` with the fake engine on a pseudo-terminal."""
+    """`moe-edge chat` on a pseudo-terminal. program: moe-edge, by default with the fake engine."""
 
-    def __init__(self, *args, home, stderr=None, columns=100, **environment):
+    def __init__(self, *args, home, stderr=None, columns=100, program=FAKE, **environment):
         self._master, slave = os.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         env = {**os.environ, "TERM": "xterm", "HOME": str(home), **environment}
@@ -33,7 +39,7 @@ class Terminal:
             if name not in environment:
                 env.pop(name, None)
         self._process = subprocess.Popen(
-            [sys.executable, fake_engine.__file__, "chat", *(args or ("-m", "x.gguf"))],
+            [*program, "chat", *(args or ("-m", "x.gguf"))],
             stdin=slave,
             stdout=slave,
             stderr=stderr or slave,
@@ -44,6 +50,7 @@ class Terminal:
         )
         os.close(slave)
         self.raw = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._seen = 0
 
     def __enter__(self):
@@ -57,34 +64,45 @@ class Terminal:
     def send(self, keys):
         os.write(self._master, keys.encode())
 
-    def wait(self, pattern):
+    def wait(self, pattern, timeout_s=TIMEOUT_S):
         """Read until `pattern` matches what came since the last wait; that text, plain."""
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while True:
             new = ESCAPES.sub("", self.raw[self._seen :]).replace("\r\n", "\n")
             if re.search(pattern, new):
                 self._seen = len(self.raw)
                 return new
             left_s = max(0.0, deadline - time.monotonic())
-            ready, _, _ = select.select([self._master], [], [], left_s)
-            assert ready and left_s, f"waited for {pattern!r}, got {new[-2000:]!r}"
-            try:
-                data = os.read(self._master, 65536)
-            except OSError:  # the other end is closed
-                data = b""
-            assert data, f"it ended before {pattern!r}: {new!r}"
-            self.raw += data.decode()
+            came = self._read(left_s)
+            assert came is not None and left_s, f"waited for {pattern!r}, got {new[-2000:]!r}"
+            assert came, f"it ended before {pattern!r}: {new!r}"
 
-    def until_it_reads(self):
+    def _read(self, wait_s):
+        """Reads what the process has written; how many bytes, 0 at its end, None for none yet."""
+        ready, _, _ = select.select([self._master], [], [], wait_s)
+        if not ready:
+            return None
+        try:
+            data = os.read(self._master, 65536)
+        except OSError:  # the other end is closed
+            data = b""
+        self.raw += self._decoder.decode(data)
+        return len(data)
+
+    def until_it_reads(self, timeout_s=TIMEOUT_S):
         """Waits until the process waits for keys. CPython forgets Ctrl-C until the next key where
         it comes a moment before."""
-        process, deadline = Path(f"/proc/{self._process.pid}"), time.monotonic() + TIMEOUT_S
+        process, deadline = Path(f"/proc/{self._process.pid}"), time.monotonic() + timeout_s
         looks = 0
         while looks < 3:
-            time.sleep(0.05)
+            came = self._read(0.05)  # else it might wait for room to write
+            if came:
+                looks = 0
+                continue
+            assert came is None, f"it ended with {self._process.wait()}: {self.raw[-2000:]!r}"
             is_asleep = (process / "stat").read_text().rpartition(") ")[2].startswith("S")
             where = (process / "wchan").read_text()  # nothing or 0 where the kernel keeps it
-            in_select = where in ("", "0") or "poll" in where or "select" in where
+            in_select = where in ("", "0") or any(each in where for each in WAITS)
             looks = looks + 1 if is_asleep and in_select else 0
             assert time.monotonic() < deadline, f"it never waits for keys: {where}"
 
@@ -93,12 +111,11 @@ class Terminal:
         self.send(line + "\n")
         return self.wait(PROMPT)
 
+    def signal(self, number):
+        """Send a signal to the process alone."""
+        self._process.send_signal(number)
+
     def finish(self):
         while True:
-            try:
-                data = os.read(self._master, 65536)
-            except OSError:
-                data = b""
-            if not data:
+            if not self._read(TIMEOUT_S):
                 return self._process.wait(timeout=TIMEOUT_S)
-            self.raw += data.decode()

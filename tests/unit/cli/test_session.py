@@ -13,7 +13,14 @@ from tables import cases
 
 from gguf_tools import interrupts
 from orchestrator.chat.chat import stats_fields
-from orchestrator.chat.session import Session, read_conversation, write_conversation
+from orchestrator.chat.session import (
+    KEPT_CONVERSATIONS,
+    Session,
+    latest_conversation,
+    new_conversation,
+    read_conversation,
+    write_conversation,
+)
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, GGUFError
 
@@ -79,8 +86,11 @@ def test_a_message_without_an_answer_is_forgotten(text):
     assert session.messages == turns("hello", "Hi there!")
 
 
-@pytest.mark.parametrize("at", ["render_chat", "generate"])
-def test_ctrl_c_before_the_engine_starts_is_not_lost(monkeypatch, at):
+@pytest.mark.parametrize(
+    ("at", "text", "most"),
+    [("render_chat", "long", 0), ("generate", "long", 1), ("generate", "endless prompt", 0)],
+)
+def test_ctrl_c_before_the_engine_starts_is_not_lost(monkeypatch, at, text, most):
     session = make()
     begins = getattr(session.engine, at)
 
@@ -90,9 +100,9 @@ def test_ctrl_c_before_the_engine_starts_is_not_lost(monkeypatch, at):
 
     monkeypatch.setattr(session.engine, at, interrupted)
     with interrupts.calling(session.stop):
-        pieces = list(session.answer("long"))
+        pieces = list(session.answer(text))
     assert session.stopped
-    assert len(pieces) <= (at == "generate") and len(session.messages) == 2 * len(pieces)
+    assert len(pieces) <= most and len(session.messages) == 2 * len(pieces)
 
 
 def test_an_abandoned_answer_restores_the_signal_handler():
@@ -232,5 +242,21 @@ def test_the_latest_conversation_is_kept_after_each_answer(tmp_path):
         assert read_conversation(talk.kept) == talk.messages
     list(talk.answer("silence"))
     assert read_conversation(talk.kept) == talk.messages
-    talk.kept = tmp_path / "gone" / "last.jsonl"
+    talk.kept = tmp_path / "new" / "last.jsonl"
+    list(talk.answer("hello"))
+    assert read_conversation(talk.kept) == talk.messages
+    talk.kept = talk.kept / "last.jsonl"
     list(talk.answer("hello"))  # done without
+
+
+def test_the_oldest_conversations_go(tmp_path):
+    paths = [tmp_path / f"{n}.jsonl" for n in range(KEPT_CONVERSATIONS)]
+    for n, path in enumerate(reversed(paths)):
+        path.write_text("")
+        os.utime(path, (n, n))
+    made = new_conversation(tmp_path)
+    assert latest_conversation(tmp_path) == paths[0]
+    assert sorted(tmp_path.iterdir()) == sorted(paths[:-1])
+    write_conversation(made, TURNS)
+    assert latest_conversation(tmp_path) == made
+    assert latest_conversation(tmp_path / "none") is None

@@ -2,10 +2,11 @@
 
 import json
 import re
+import subprocess
 
 import fake_engine
 import pytest
-from pseudo_terminal import CTRL_C, CTRL_D, ESCAPES, PROMPT, UP, Terminal
+from pseudo_terminal import CTRL_C, CTRL_D, ESCAPES, FAKE, PROMPT, UP, Terminal
 from tables import cases
 from test_session import make
 
@@ -52,6 +53,7 @@ def test_ctrl_c_while_loading_leaves(tmp_path):
 def test_a_narrow_terminal_breaks_between_words(start):
     terminal = start(columns=40)
     lines = terminal.greeting.splitlines()
+    lines = lines[lines.index("fake: 8 layers of 16 experts, 4 a token,") :]
     assert lines[:2] == ["fake: 8 layers of 16 experts, 4 a token,", "  in q4_k q2_k"]
     assert lines[2:4] == [
         "managed: dymoe 4/2 (q4_k/q2_k) r=0.75,",
@@ -97,8 +99,8 @@ TALKS = {
         ("endless prompt\n", re.compile("Reading 1000 tokens")),
         *[(CTRL_C, STOPPED), ("hello", "Hi there!")],
     ],
-    "a prompt that is one micro-batch shows that it is read": [
-        ("one micro-batch\n", re.compile(r"Reading 1000 tokens \[-+\]   0 %, 1 s")),
+    "a prompt that is one micro-batch shows its layers": [
+        ("one micro-batch\n", re.compile(r"Reading 1000 tokens \[#+-+\]  70 %")),
         *[(CTRL_C, STOPPED), ("hello", "Hi there!")],
     ],
     "Tab completes a command": [("/ret\t", re.compile("/retention")), ("0.5", "r=0.5")],
@@ -263,6 +265,73 @@ def test_what_was_forgotten_is_not_resumed(start, tmp_path):
         assert again.finish() == 1
         said = f"--resume: no conversation is kept in {tmp_path}"
         assert said in again.raw and "Hi there!" not in again.raw
+
+
+def kept_by(folder):
+    return sorted((folder / ".cache" / "moe-edge" / "conversations").glob("*"))
+
+
+def test_a_chat_is_kept_and_resumed_without_any_option(start, tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    terminal = start()
+    assert "Chats are kept for --resume" in terminal.greeting
+    assert kept_by(tmp_path) == []  # nothing was said yet
+    terminal.ask("hello")
+    (path,) = kept_by(tmp_path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    terminal.send(CTRL_D)
+    assert terminal.finish() == 0
+    other = start()
+    assert "Chats are kept" not in other.greeting  # it was said
+    other.ask("more")
+    assert len(kept_by(tmp_path)) == 2
+    again = start("-m", "x.gguf", "--resume")
+    assert "It goes on behind 2 messages." in again.greeting
+    again.ask("hello")
+    path = max(kept_by(tmp_path), key=lambda each: each.stat().st_mtime_ns)
+    assert len(kept_by(tmp_path)) == 2 and len(path.read_text().splitlines()) == 4
+    assert "<more>" in path.read_text()
+    # What was forgotten is kept nowhere.
+    again.ask("/reset")
+    assert len(kept_by(tmp_path)) == 1
+
+
+@cases(
+    "args, stdin",
+    ("--no-keep-messages", None),
+    ("-p hello", b""),
+    ("--json", b"hello"),
+    ("", b"hello"),
+)
+def test_what_is_not_kept(start, tmp_path, monkeypatch, args, stdin):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    args = ("-m", "x.gguf", *args.split())
+    if stdin is None:
+        terminal = start(*args)
+        assert "Chats are kept" not in terminal.greeting
+        terminal.ask("hello")
+    else:
+        done = subprocess.run([*FAKE, "chat", *args], input=stdin, capture_output=True, check=True)
+        assert done.stdout and done.stderr == b""
+    assert kept_by(tmp_path) == []
+
+
+def test_an_answer_may_go_on_from_the_last_chat(start, tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    command = [*FAKE, "chat", "-m", "x.gguf", "--resume", "-p", "hello"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    folder = tmp_path / ".cache" / "moe-edge" / "conversations"
+    assert done.returncode == 1
+    assert done.stderr == f"Error: --resume: no conversation is kept in {folder}\n"
+    start().ask("hello")
+    (path,) = kept_by(tmp_path)
+    before = path.read_text()
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == "It goes on behind 2 messages.\n"
+    assert path.read_text() == before and kept_by(tmp_path) == [path]
 
 
 def test_the_model_cannot_control_the_terminal(start):

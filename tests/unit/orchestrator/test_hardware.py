@@ -1,6 +1,7 @@
 """What a machine has: free memory and the limits around this process."""
 
 import psutil
+import pytest
 
 from orchestrator.memory import machine
 from orchestrator.memory.machine import Machine, probe
@@ -39,3 +40,22 @@ def test_cgroup_version_2_and_none(tmp_path):
     proc.write_text("0::/s.slice/u\n")
     assert machine._cgroup_limits(tmp_path, proc) == [(2000, 200)]
     assert machine._cgroup_limits(tmp_path, tmp_path / "missing") == []
+
+
+@pytest.mark.parametrize(
+    ("most", "high", "found"),
+    [
+        ("2000", "1500", [(1500, 300)]),
+        ("2000", "max", [(2000, 300)]),
+        ("max", "1500", [(1500, 300)]),
+        ("1000", "1500", [(1000, 300)]),
+        ("max", "max", []),
+        ("max", "0", [(0, 300)]),
+    ],
+)
+def test_memory_above_which_the_kernel_slows_a_cgroup_down_is_a_limit(tmp_path, most, high, found):
+    group, proc = tmp_path / "u", tmp_path / "cgroup"
+    write_group(group, ("memory.max", "memory.current"), most, 300, "")
+    (group / "memory.high").write_text(f"{high}\n")
+    proc.write_text("0::/u\n")
+    assert machine._cgroup_limits(tmp_path, proc) == found

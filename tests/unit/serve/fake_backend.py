@@ -115,6 +115,9 @@ class FakeBackend:
     def answered(self, sequences, is_good):
         pass
 
+    def tokens_done(self):
+        return 40.7
+
     def costs(self):
         return lambda: {"hit_rate": 0.5}
 

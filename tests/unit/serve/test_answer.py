@@ -22,6 +22,7 @@ from tables import cases
 from orchestrator.errors import NativeError
 from orchestrator.serve import answer
 from orchestrator.serve import state as state_module
+from orchestrator.serve.wire import progress_of, with_progress
 
 # What each path needs, and leaves out of the others' where it has no use for it.
 ASK = {"messages": SAID, "input": "a", "input_prefix": "a", "input_suffix": "b"}
@@ -35,6 +36,44 @@ REFUSED_GRAMMAR = (
 
 def event(data):
     return b"data: " + data + b"\n\n"
+
+
+def progress(processed):
+    read = {"total": 100, "cache": 0, "processed": processed, "time_ms": 5}
+    return event(json.dumps({"choices": [], "prompt_progress": read}).encode())
+
+
+@cases(
+    "events, done, sent",
+    (progress(20), 40.7, progress(60)),
+    (progress(20) + progress(50), 0.2, progress(50)),
+    (progress(80), 40.7, progress(100)),
+    (progress(20) + PART, 40.7, None),
+    (PART, 40.7, None),
+    (b"event: message_start\n" + progress(20), 40.7, None),
+)
+def test_a_report_is_repeated_with_what_was_read_since(events, done, sent):
+    found = progress_of(events)
+    assert (with_progress(found, done) if found else None) == sent
+
+
+@in_a_loop
+async def test_a_stream_reports_how_much_of_one_step_is_read(monkeypatch):
+    """Not while several requests share the step."""
+    monkeypatch.setattr(answer, "PROGRESS_S", 0.01)
+    monkeypatch.setattr(answer, "PING_S", 0.05)
+    pause, beside = Event(), Event()
+    reads = [streaming(progress(20), FINAL, pause=pause), streaming(PART, FINAL, pause=beside)]
+    _, app = served_by(FakeBackend(*reads), parallel=2)
+    client, task = begun(app, CHAT, {**STREAM, "return_progress": True})
+    await until(lambda: progress(60) in client.reply.parts)
+    other, other_task = begun(app, CHAT, STREAM)
+    await until(lambda: other.reply.parts and answer.PING in client.reply.parts)
+    pause.set()
+    beside.set()
+    assert b'"hit_rate"' in (await end_of(task)).body
+    await end_of(other_task)
+    assert client.reply.parts[0] == progress(20)
 
 
 def test_a_stream_comes_in_parts_and_its_last_one_has_the_costs():
