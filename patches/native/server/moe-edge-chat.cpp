@@ -1,0 +1,167 @@
+#include "moe-edge-chat.h"
+
+#include <algorithm>
+#include <cctype>
+#include <cstdint>
+#include <deque>
+
+namespace {
+
+const size_t ID_SIZE = 9;
+const std::string ID_CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
+
+bool is_short_id(const std::string & id) {
+    return id.size() == ID_SIZE && std::all_of(id.begin(), id.end(), [](unsigned char c) { return isalnum(c); });
+}
+
+// The id in nine letters or digits: itself, without a prefix of OpenAI's forms, or a hash of it.
+std::string short_id(const std::string & id) {
+    for (const std::string prefix : { "", "call_", "fc_" }) {
+        if (id.compare(0, prefix.size(), prefix) == 0 && is_short_id(id.substr(prefix.size()))) {
+            return id.substr(prefix.size());
+        }
+    }
+    uint64_t hash = 14695981039346656037u;  // FNV-1a
+    for (const unsigned char each : id) {
+        hash = (hash ^ each) * 1099511628211u;
+    }
+    std::string made;
+    for (size_t i = 0; i < ID_SIZE; i++) {
+        made += ID_CHARACTERS[hash % ID_CHARACTERS.size()];
+        hash /= ID_CHARACTERS.size();
+    }
+    return made;
+}
+
+std::string text_at(const json & object, const char * name) {
+    return object.contains(name) && object.at(name).is_string() ? object.at(name).get<std::string>() : "";
+}
+
+// Gives calls and their results ids of nine characters. A call without an id gets one by its number, and a result
+// without an id that of the first call which has no result yet.
+void shorten_ids(json & messages) {
+    std::deque<std::string> unanswered;
+    size_t n_calls = 0;
+    for (auto & message : messages) {
+        if (message.contains("tool_calls") && message.at("tool_calls").is_array()) {
+            unanswered.clear();
+            for (auto & call : message.at("tool_calls")) {
+                const std::string id = text_at(call, "id");
+                unanswered.push_back(short_id(id.empty() ? std::to_string(n_calls) : id));
+                call["id"] = unanswered.back();
+                n_calls++;
+            }
+        }
+        if (message.value("role", "") != "tool") {
+            continue;
+        }
+        const std::string id = text_at(message, "tool_call_id");
+        const std::string made = !id.empty() ? short_id(id) : unanswered.empty() ? short_id("") : unanswered.front();
+        message["tool_call_id"] = made;
+        unanswered.erase(std::remove(unanswered.begin(), unanswered.end(), made), unanswered.end());
+    }
+}
+
+// Mistral's templates refuse, or were never trained with, other ids than those of nine characters.
+bool wants_short_ids(const common_chat_templates * templates) {
+    return common_chat_templates_source(templates).find("[TOOL_CALLS]") != std::string::npos;
+}
+
+bool ends_with_assistant(const json & body) {
+    const json & messages = body.at("messages");
+    return !messages.empty() && messages.back().value("role", "") == "assistant";
+}
+
+bool begins_with(const std::string & text, const std::string & part) {
+    return text.compare(0, part.size(), part) == 0;
+}
+
+// What the parser reads from the generation prompt alone: the message that the answer continues.
+common_chat_msg begun(const common_chat_parser_params & parser) {
+    return common_chat_parse("", true, parser);
+}
+
+// Whether the parser of a request reads its generation prompt as the text of the message that the answer continues, and
+// as nothing else.
+bool reads(const common_chat_params & made, const common_chat_templates_inputs & inputs, const std::string & text) {
+    common_chat_parser_params parser(made);
+    parser.reasoning_format = inputs.reasoning_format;
+    try {
+        parser.parser.load(made.parser);
+        const common_chat_msg found = begun(parser);
+        return found.content == text && found.reasoning_content.empty() && found.tool_calls.empty();
+    } catch (const std::exception &) {
+        return false;
+    }
+}
+
+// What a template has before the text of the last message; empty if it refuses the conversation or changes the text.
+std::string before_last_text(const common_chat_templates * templates, common_chat_templates_inputs inputs) {
+    const std::string mark = "MOE-EDGE-CONTINUES-HERE";
+    common_chat_msg & last = inputs.messages.back();
+    last.content_parts.clear();
+    last.content = mark;
+    inputs.continue_final_message = COMMON_CHAT_CONTINUATION_NONE;
+    inputs.add_generation_prompt  = false;
+    try {
+        const std::string prompt = common_chat_templates_apply(templates, inputs).prompt;
+        const size_t at = prompt.rfind(mark);
+        return at == std::string::npos ? "" : prompt.substr(0, at);
+    } catch (const std::exception &) {
+        return "";
+    }
+}
+
+}  // namespace
+
+common_chat_params moe_edge_apply_continued(
+        const common_chat_templates * templates, const common_chat_templates_inputs & inputs) {
+    common_chat_params made = common_chat_templates_apply(templates, inputs);
+    if (inputs.continue_final_message == COMMON_CHAT_CONTINUATION_NONE || inputs.messages.empty()) {
+        return made;
+    }
+    const common_chat_msg & last = inputs.messages.back();
+    const std::string text = last.render_content(), before = before_last_text(templates, inputs);
+    const std::string base = made.prompt.substr(0, made.prompt.size() - made.generation_prompt.size());
+    if (text.empty() || !last.reasoning_content.empty() || before.empty() || before.compare(0, base.size(), base) != 0) {
+        return made;
+    }
+    common_chat_params own = made;
+    own.prompt             = before + text;
+    own.generation_prompt  = own.prompt.substr(base.size());
+    if (!reads(own, inputs, text)) {
+        own.generation_prompt = made.generation_prompt;  // the parser knows upstream's mark-up only
+    }
+    return reads(own, inputs, text) ? own : made;
+}
+
+json moe_edge_chat_params_parse(json & body, const server_chat_params & params, std::vector<raw_buffer> & files) {
+    const bool has_messages = body.contains("messages") && body.at("messages").is_array();
+    if (has_messages && wants_short_ids(params.tmpls.get())) {
+        shorten_ids(body.at("messages"));
+    }
+    json made = oaicompat_chat_params_parse(body, params, files);
+    if (has_messages && ends_with_assistant(body) && !made.contains("continue_final_message")) {
+        made["continue_final_message"] = params.prefill_assistant;
+    }
+    return made;
+}
+
+common_chat_msg moe_edge_chat_parse(
+        const std::string & text, bool is_partial, const common_chat_parser_params & params) {
+    common_chat_msg found = common_chat_parse(text, is_partial, params);
+    if (!params.is_continuation || params.echo) {
+        return found;
+    }
+    const common_chat_msg before = begun(params);
+    for (const auto part : { &common_chat_msg::content, &common_chat_msg::reasoning_content }) {
+        if (begins_with(found.*part, before.*part)) {
+            (found.*part).erase(0, (before.*part).size());
+        }
+    }
+    return found;
+}
+
+std::string moe_edge_tool_call_id() {
+    return short_id(gen_tool_call_id());
+}
