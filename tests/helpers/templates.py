@@ -1,12 +1,12 @@
 """Upstream's chat templates, and what the server makes of requests with them.
 
-`python tests/helpers/templates.py` prints the outcomes that tests/native/templates.json should have
-for the templates of the pinned release.
+tests/native/templates.json has a row for each template: an answer (`text`) and a call (`call`) as
+its model writes them, and the outcome of each column, RIGHT or what is known to be wrong.
+`python tests/helpers/templates.py` writes the outcomes of today into it.
 """
 
 import json
 import re
-import sys
 import tarfile
 from functools import lru_cache
 
@@ -62,8 +62,8 @@ SCHEMA = {
 SHAPED = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
 GOOD_JSON, BAD_JSON = '{"answer": "yes"}', '{"answer": "maybe"}'
 
-# Answers in a row of the table have these words in the place of a text and of reasoning.
-TEXT, REASONING = "TEXT", "REASONING"
+# Answers in a row of the table have these instead of a text and of reasoning.
+TEXT, REASONING = "{text}", "{reasoning}"
 
 
 class Wrong(Exception):
@@ -103,7 +103,7 @@ def requests(row):
     text, call = row["text"], filled(row["call"], "")
     hello = filled(text, "Hello.")
     tools = {"messages": [USER], "tools": [TOOL]}
-    shaped = [filled(text, each) for each in (GOOD_JSON, BAD_JSON, "Hello.")]
+    shaped = [filled(row.get("json", text), each) for each in (GOOD_JSON, BAD_JSON, "Hello.")]
     rest = filled(text[text.index(TEXT) :], " is fine.")
     return {
         "plain": ({"messages": [USER]}, [hello]),
@@ -133,7 +133,7 @@ def outcomes(source, row):
             globals()[f"check_{column}"](made, row)
             found[column] = RIGHT
         except Wrong as wrong:
-            found[column] = str(wrong)
+            found[column] = f"known: {wrong}"
     return found
 
 
@@ -146,29 +146,36 @@ def shows(prompt, *texts):
             raise Wrong(f"the prompt lacks {text!r}")
 
 
-def has_text(answer, text, reasoning=""):
+def messages_of(answer):
+    """The message of a whole answer and that of a stream. Raises Wrong if the parser has none."""
     for way in ("message", "streamed"):
-        if answer[way] == {"error": answer[way].get("error")}:
-            raise Wrong(f"{way}: {answer[way]['error']}")
-        found = {name: (answer[way].get(name) or "").strip() for name in answer[way]}
-        if found.get("content") != text.strip() or found.get("reasoning_content", "") != reasoning:
-            raise Wrong(f"{way}: {json.dumps(answer[way], ensure_ascii=False)}")
+        message = answer[way]
+        if "error" in message:
+            raise Wrong(message["error"])
+        yield way, message
+
+
+def has_text(answer, text, reasoning=""):
+    for way, message in messages_of(answer):
+        said = (message.get("content") or "").strip()
+        thought = (message.get("reasoning_content") or "").strip()
+        if (said, thought) != (text.strip(), reasoning):
+            raise Wrong(f"{way}: content {said!r}, reasoning {thought!r}")
 
 
 def has_call(answer):
-    for way in ("message", "streamed"):
-        calls = answer[way].get("tool_calls") or []
-        functions = [call["function"] for call in calls]
+    for way, message in messages_of(answer):
+        functions = [call["function"] for call in message.get("tool_calls") or []]
         if [each["name"] for each in functions] != ["get_weather"]:
-            raise Wrong(f"{way}: {json.dumps(answer[way], ensure_ascii=False)}")
+            raise Wrong(f"{way}: the call is {message['content']!r}")
         try:
             arguments = json.loads(functions[0]["arguments"])
         except ValueError:
             arguments = None
         if arguments != {"city": "Zagreb"}:
             raise Wrong(f"{way}: arguments {functions[0]['arguments']}")
-        if (answer[way].get("content") or "").strip():
-            raise Wrong(f"{way}: text beside the call: {answer[way]['content']!r}")
+        if (message.get("content") or "").strip():
+            raise Wrong(f"{way}: text beside the call: {message['content']!r}")
 
 
 def accepts(answer, is_right, what):
@@ -176,8 +183,8 @@ def accepts(answer, is_right, what):
         raise Wrong(f"the grammar {'refuses' if is_right else 'accepts'} {what}")
 
 
-def reasoning_of(row, name="text"):
-    return "Because." if REASONING in row[name] else ""
+def reasoning_of(row):
+    return row.get("reasoning", "Because." if REASONING in row["text"] else "")
 
 
 def check_plain(made, row):
@@ -230,14 +237,20 @@ def check_prefill(made, row):
     has_text(made["echo"]["answers"][0], "The weather is fine.")
 
 
-def renewed(table):
-    """Return the table with the outcomes of today."""
+def write_table(rows):
+    """Write the table, each field of a row in a line of its own."""
+    lines = []
+    for name, row in sorted(rows.items()):
+        fields = [f" {json.dumps(key)}: {json.dumps(row[key], ensure_ascii=False)}" for key in row]
+        lines.append(f"{json.dumps(name)}: {{\n" + ",\n".join(fields) + "\n}")
+    TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def main():
     sources = upstream_templates()
-    return {
-        name: row | {"outcomes": {} if sources.get(name) is None else outcomes(sources[name], row)}
-        for name, row in table.items()
-    }
+    rows = json.loads(TABLE.read_text())
+    write_table({name: row | {"outcomes": outcomes(sources[name], row)} for name, row in rows.items()})
 
 
 if __name__ == "__main__":
-    json.dump(renewed(json.loads(TABLE.read_text())), sys.stdout, indent=1, ensure_ascii=False)
+    main()

@@ -112,6 +112,15 @@ std::string before_last_text(const common_chat_templates * templates, common_cha
     }
 }
 
+// Whether a text begins reasoning and does not end it.
+bool is_in_reasoning(const std::string & text, const common_chat_params & made) {
+    const size_t at = made.thinking_start_tag.empty() ? std::string::npos : text.rfind(made.thinking_start_tag);
+    const auto & ends = made.thinking_end_tags;
+    return at != std::string::npos && std::none_of(ends.begin(), ends.end(), [&](const std::string & end) {
+        return text.find(end, at) != std::string::npos;
+    });
+}
+
 }  // namespace
 
 common_chat_params moe_edge_apply_continued(
@@ -129,6 +138,9 @@ common_chat_params moe_edge_apply_continued(
     common_chat_params own = made;
     own.prompt             = before + text;
     own.generation_prompt  = own.prompt.substr(base.size());
+    if (is_in_reasoning(own.generation_prompt, made)) {
+        return made;
+    }
     if (!reads(own, inputs, text)) {
         own.generation_prompt = made.generation_prompt;  // the parser knows upstream's mark-up only
     }

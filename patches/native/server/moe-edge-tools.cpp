@@ -60,6 +60,8 @@ void allow_one_call(std::string & grammar) {
 common_chat_params moe_edge_templates_apply(
         const common_chat_templates * templates, const common_chat_templates_inputs & asked) {
     common_chat_templates_inputs inputs = asked;
+    // Upstream leaves it undefined if it is false, and some templates take that for true.
+    inputs.chat_template_kwargs.emplace("add_generation_prompt", "false");
     const bool offered  = !inputs.tools.empty() && inputs.tool_choice != COMMON_CHAT_TOOL_CHOICE_NONE;
     const bool required = offered && inputs.tool_choice == COMMON_CHAT_TOOL_CHOICE_REQUIRED;
     if (moe_edge_is_own_form(common_chat_templates_source(templates))) {
