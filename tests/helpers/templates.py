@@ -249,7 +249,9 @@ def write_table(rows):
 def main():
     sources = upstream_templates()
     rows = json.loads(TABLE.read_text())
-    write_table({name: row | {"outcomes": outcomes(sources[name], row)} for name, row in rows.items()})
+    for name, row in rows.items():
+        row["outcomes"] = outcomes(sources[name], row)
+    write_table(rows)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,9 @@ SMALL = {
 
 
 def made_of(template, *cases):
-    return library().try_template(template, [dict(zip(("request", "answers"), c)) for c in cases])
+    """What the server makes of (request, answers of the model), one or more."""
+    asked = [{"request": request, "answers": answers} for request, answers in cases]
+    return library().try_template(template, asked)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -92,7 +94,7 @@ def test_tools_and_calls_are_shown(name):
         ({"messages": [USER]}, ["Hello."]),
         (tools, [call, "Hello."]),
         (tools | {"tool_choice": "required"}, [call, "Hello."]),
-        ({"messages": [USER, CALLING, RESULT], "tools": [TOOL]},),
+        ({"messages": [USER, CALLING, RESULT], "tools": [TOOL]}, []),
     )
     assert "tool" not in plain["prompt"].replace("tool_list", "") and "NAME" not in plain["prompt"]
     assert shown in asked["prompt"] and "The weather of a city." in asked["prompt"]
@@ -114,17 +116,25 @@ def test_tools_and_calls_are_shown(name):
 )
 def test_tools_are_described_without_a_plain_message_of_the_user(messages):
     template = SMALL["calls alone"][0]
-    (made,) = made_of(template, ({"messages": messages, "tools": [TOOL]},))
+    (made,) = made_of(template, ({"messages": messages, "tools": [TOOL]}, []))
     assert "The weather of a city." in made["prompt"]
 
 
 def test_a_template_that_cannot_show_tools_refuses_them():
     template = "{% for m in messages %}{{ m.content | length }}{% endfor %}"
     plain, asked = made_of(
-        template, ({"messages": [USER]},), ({"messages": [USER], "tools": [TOOL]},)
+        template, ({"messages": [USER]}, []), ({"messages": [USER], "tools": [TOOL]}, [])
     )
     assert plain["prompt"] == str(len(USER["content"]))
     assert "does not show tools to the model: --chat-template" in asked["error"]
+
+
+@pytest.mark.parametrize("name", ["get-weather.2", "météo", 'say "hello"', "back\\slash"])
+@pytest.mark.parametrize("template", SMALL)
+def test_tools_of_any_name_are_shown(template, name):
+    tool = {**TOOL, "function": {**TOOL["function"], "name": name}}
+    (made,) = made_of(SMALL[template][0], ({"messages": [USER], "tools": [tool]}, []))
+    assert "The weather of a city." in made["prompt"]
 
 
 @pytest.mark.parametrize("name", ["neither", "a list of tools alone"])
@@ -136,7 +146,7 @@ def test_calls_take_time_in_proportion_to_their_number(name):
         message = {**CALLING, "tool_calls": n_calls * CALLING["tool_calls"]}
         request = {"messages": [USER, message, RESULT], "tools": [TOOL]}
         begin = time.thread_time()
-        (made,) = made_of(SMALL[name][0], (request,))
+        (made,) = made_of(SMALL[name][0], (request, []))
         assert made["prompt"].count("Zagreb") == n_calls
         return time.thread_time() - begin
 
@@ -171,7 +181,7 @@ def test_ids_of_other_clients_fit_mistral(given, result, shown):
     after = {key: value for key, value in RESULT.items() if key != "tool_call_id"}
     after |= {} if result is None else {"tool_call_id": result}
     messages = [USER, {**CALLING, "tool_calls": [call]}, after]
-    (made,) = made_of(MISTRAL, ({"messages": messages, "tools": [TOOL]},))
+    (made,) = made_of(MISTRAL, ({"messages": messages, "tools": [TOOL]}, []))
     since = made["prompt"].split(USER["content"])[1]
     found = since.split('"id": "')[1].split('"')[0]
     assert len(found) == 9 and found.isalnum() and shown in (None, found)
@@ -185,7 +195,7 @@ def test_results_without_ids_belong_to_the_calls_in_their_order():
     ]
     results = [{"role": "tool", "content": name} for name in ("one", "two")]
     messages = [USER, {**CALLING, "tool_calls": calls}, *results]
-    (made,) = made_of(MISTRAL, ({"messages": messages},))
+    (made,) = made_of(MISTRAL, ({"messages": messages}, []))
     ids = [part.split('"')[0] for part in made["prompt"].split('"id": "')[1:]]
     assert len(set(ids)) == 2
     assert f"{ids[0]}: one" in made["prompt"] and f"{ids[1]}: two" in made["prompt"]
@@ -223,6 +233,16 @@ def test_an_answer_continues_the_last_message(name, echo):
         assert made["prompt"].endswith(before + begun)
         assert made["prompt"].count(begun) == 1
         has_text(made["answers"][0], f"{begun} is fine." if echo else " is fine.")
+
+
+@pytest.mark.parametrize("begun", ["The weather ", "The weather\n", "  The", "{", "日"])
+def test_white_space_and_marks_are_continued_as_they_are(begun):
+    said = {"role": "assistant", "content": begun}
+    for template, before in CONTINUED.values():
+        (made,) = made_of(template, ({"messages": [USER, said]}, ["is fine.", ""]))
+        assert made["prompt"].endswith(before + begun)
+        has_text(made["answers"][0], "is fine.")
+        has_text(made["answers"][1], "")
 
 
 def test_reasoning_is_continued():

@@ -159,6 +159,7 @@ common_chat_templates_inputs inputs_of(std::vector<common_chat_msg> messages, bo
     inputs.messages         = std::move(messages);
     inputs.use_jinja        = true;
     inputs.enable_thinking  = false;
+    inputs.chat_template_kwargs["add_generation_prompt"] = "false";  // as moe_edge_templates_apply says it
     inputs.reasoning_format = COMMON_REASONING_FORMAT_DEEPSEEK;
     if (has_tools) {
         inputs.tools       = { probe_tool() };

@@ -52,6 +52,13 @@ void allow_one_call(std::string & grammar) {
     });
 }
 
+// Whether a prompt has a name, as it is or as JSON.
+bool shows(const std::string & prompt, const std::string & name) {
+    const std::string quoted = common_json::make(name).dump_safe();
+    return prompt.find(name) != std::string::npos ||
+           prompt.find(quoted.substr(1, quoted.size() - 2)) != std::string::npos;
+}
+
 }  // namespace
 
 // Upstream's server calls this in the place of common_chat_templates_apply. Upstream lets an answer that has to
@@ -74,7 +81,7 @@ common_chat_params moe_edge_templates_apply(
     if (!offered) {
         return made;
     }
-    if (made.prompt.find(inputs.tools[0].name) == std::string::npos) {
+    if (!shows(made.prompt, inputs.tools[0].name)) {
         throw std::invalid_argument("this chat template does not show tools to the model: --chat-template FILE gives another one");
     }
     if (!inputs.parallel_tool_calls) {
