@@ -7,10 +7,15 @@ its model writes them, and the outcome of each column, RIGHT or what is known to
 
 import json
 import re
+import sys
 import tarfile
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a script
+
 from real_cache import REAL_CACHE
 from served import REPO, server_library
 
@@ -52,6 +57,23 @@ RESULT = {
     "name": "get_weather",
     "content": "It rains.",
 }
+# Text and two calls in one message, as agents of other servers send them.
+AT_ONCE = {
+    "role": "assistant",
+    "content": "I will look.",
+    "tool_calls": [
+        {
+            "id": f"toolu_{city}",
+            "type": "function",
+            "function": {"name": "get_weather", "arguments": json.dumps({"city": city})},
+        }
+        for city in ("Zagreb", "Split")
+    ],
+}
+RESULTS = [
+    {"role": "tool", "tool_call_id": "toolu_Zagreb", "name": "get_weather", "content": "It rains."},
+    {"role": "tool", "tool_call_id": "toolu_Split", "name": "get_weather", "content": "It snows."},
+]
 BEGUN = {"role": "assistant", "content": "The weather"}
 SCHEMA = {
     "type": "object",
@@ -110,6 +132,7 @@ def requests(row):
         "system": ({"messages": [SYSTEM, USER]}, [hello]),
         "tools": (tools, [call, hello]),
         "result": ({"messages": [USER, CALLING, RESULT], "tools": [TOOL]}, []),
+        "results": ({"messages": [USER, AT_ONCE, *RESULTS], "tools": [TOOL]}, []),
         "required": (
             tools | {"tool_choice": "required"},
             [call, hello, call.replace("city", "town")],
@@ -208,6 +231,11 @@ def check_tools(made, row):
 
 def check_result(made, row):
     shows(made["result"]["prompt"], USER["content"], "get_weather", "Zagreb", "It rains.")
+    if "error" in made["results"]:
+        raise Wrong(f"two calls: {made['results']['error']}")
+    for call, result in (("Zagreb", "It rains."), ("Split", "It snows.")):
+        shows(made["results"]["prompt"], USER["content"], call, result)
+    shows(made["results"]["prompt"], USER["content"], AT_ONCE["content"], "Zagreb")
 
 
 def check_required(made, row):

@@ -6,10 +6,12 @@ import time
 
 import pytest
 from templates import (
+    AT_ONCE,
     BEGUN,
     CALLING,
     COLUMNS,
     RESULT,
+    RESULTS,
     RIGHT,
     TABLE,
     TOOL,
@@ -57,7 +59,7 @@ SMALL = {
     "calls alone": (
         TURNS.replace("CALLS", TAGGED),
         TAGGED_CALL,
-        'For each call write\n<call>{"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}</call>',
+        '<call>{"name": "FUNCTION_NAME", "arguments": {"ARGUMENT_NAME": "ARGUMENT_VALUE"}}</call>',
     ),
     "a list of tools alone": (
         LISTED,
@@ -120,6 +122,75 @@ def test_tools_are_described_without_a_plain_message_of_the_user(messages):
     assert "The weather of a city." in made["prompt"]
 
 
+TEXT_OR_CALL = TURNS.replace(
+    "{{ message.content or '' }}CALLS",
+    "{% if message.tool_calls %}" + TAGGED + "{% else %}{{ message.content }}{% endif %}",
+)
+ONE_CALL = TURNS.replace("CALLS", TAGGED.replace("or []", "and message.tool_calls[:1] or []"))
+REFUSES_TWO = (
+    "{% for message in messages if message.tool_calls and message.tool_calls | length > 1 %}"
+    "{{ raise_exception('one call at once') }}{% endfor %}"
+)
+ALTERNATES = (
+    "{% set seen = namespace(user=false) %}"
+    "{% for message in messages if message.role == 'user' or "
+    "(message.role == 'assistant' and not message.tool_calls) %}"
+    "{% if (message.role == 'user') == seen.user %}{{ raise_exception('in turns') }}{% endif %}"
+    "{% set seen.user = not seen.user %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "order"),
+    [
+        (TURNS.replace("CALLS", TAGGED), "I will look. Zagreb Split rains snows"),
+        (TEXT_OR_CALL, "I will look. Zagreb Split rains snows"),
+        (ONE_CALL, "I will look. Zagreb rains Split snows"),
+        (REFUSES_TWO + TURNS.replace("CALLS", TAGGED), "I will look. Zagreb rains Split snows"),
+        # Its own way is to leave the text out; two messages it would refuse.
+        (ALTERNATES + TEXT_OR_CALL, "Zagreb Split rains snows"),
+    ],
+    ids=["all", "text or calls", "one call", "refuses two calls", "text or calls, in turns"],
+)
+def test_text_and_calls_of_one_message_are_shown(template, order):
+    end = [{"role": "assistant", "content": "So it is."}, USER]
+    for messages in ([USER, AT_ONCE, *RESULTS], [USER, AT_ONCE, *RESULTS, *end]):
+        (made,) = made_of(template, ({"messages": messages, "tools": [TOOL]}, []))
+        since = made["prompt"].split(USER["content"])[1]
+        places = [since.index(word) for word in order.replace("I will look.", "look").split()]
+        assert places == sorted(places)
+        assert all(since.count(word) == 1 for word in ("Zagreb", "Split", "rains", "snows"))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [SMALL["neither"][0], LISTED, ONE_CALL],
+    ids=["our own form", "a list of tools alone", "one call"],
+)
+def test_calls_take_time_in_proportion_to_their_number(template):
+    """Steps of the template are not counted anywhere, so that this compares times of the processor:
+    copying all calls for each call would take 16 times as long for four times as many."""
+
+    def seconds(n_calls):
+        message = {**CALLING, "tool_calls": n_calls * CALLING["tool_calls"]}
+        request = {"messages": [USER, message, RESULT], "tools": [TOOL]}
+        begin = time.thread_time()
+        (made,) = made_of(template, (request, []))
+        assert made["prompt"].count("Zagreb") == n_calls
+        return time.thread_time() - begin
+
+    few = min(seconds(250) for _ in range(3))
+    assert min(seconds(1000) for _ in range(3)) < 8 * few
+
+
+def test_results_in_another_order_follow_their_calls():
+    messages = [USER, AT_ONCE, *reversed(RESULTS)]
+    (made,) = made_of(ONE_CALL, ({"messages": messages, "tools": [TOOL]}, []))
+    since = made["prompt"].split(USER["content"])[1]
+    places = [since.index(word) for word in ("Zagreb", "rains", "Split", "snows")]
+    assert places == sorted(places)
+
+
 def test_a_template_that_cannot_show_tools_refuses_them():
     template = "{% for m in messages %}{{ m.content | length }}{% endfor %}"
     plain, asked = made_of(
@@ -135,23 +206,6 @@ def test_tools_of_any_name_are_shown(template, name):
     tool = {**TOOL, "function": {**TOOL["function"], "name": name}}
     (made,) = made_of(SMALL[template][0], ({"messages": [USER], "tools": [tool]}, []))
     assert "The weather of a city." in made["prompt"]
-
-
-@pytest.mark.parametrize("name", ["neither", "a list of tools alone"])
-def test_calls_take_time_in_proportion_to_their_number(name):
-    """Steps of the template are not counted anywhere, so that this compares times of the processor:
-    copying all calls for each call would take 16 times as long for four times as many."""
-
-    def seconds(n_calls):
-        message = {**CALLING, "tool_calls": n_calls * CALLING["tool_calls"]}
-        request = {"messages": [USER, message, RESULT], "tools": [TOOL]}
-        begin = time.thread_time()
-        (made,) = made_of(SMALL[name][0], (request, []))
-        assert made["prompt"].count("Zagreb") == n_calls
-        return time.thread_time() - begin
-
-    few = min(seconds(500) for _ in range(3))
-    assert min(seconds(2000) for _ in range(3)) < 8 * few
 
 
 MISTRAL = (
@@ -262,4 +316,4 @@ def test_right_is_what_most_templates_are():
     """The table does not fill up with what is known to be wrong."""
     cells = [cell for row in ROWS.values() for cell in row["outcomes"].values()]
     assert all(cell == RIGHT or cell.startswith("known: ") for cell in cells)
-    assert sum(cell == RIGHT for cell in cells) >= 473
+    assert sum(cell == RIGHT for cell in cells) >= 471

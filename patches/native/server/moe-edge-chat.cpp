@@ -1,9 +1,11 @@
 #include "moe-edge-chat.h"
+#include "moe-edge-tools.h"
 
 #include <algorithm>
 #include <cctype>
 #include <cstdint>
 #include <deque>
+#include <unordered_map>
 
 namespace {
 
@@ -65,6 +67,88 @@ void shorten_ids(json & messages) {
 // Mistral's templates refuse, or were never trained with, other ids than those of nine characters.
 bool wants_short_ids(const common_chat_templates * templates) {
     return common_chat_templates_source(templates).find("[TOOL_CALLS]") != std::string::npos;
+}
+
+size_t n_calls_of(const json & message) {
+    return message.contains("tool_calls") && message.at("tool_calls").is_array() ? message.at("tool_calls").size() : 0;
+}
+
+bool has_text(const json & message) {
+    return message.contains("content") && !message.at("content").is_null() && !message.at("content").empty() &&
+           message.at("content") != "";
+}
+
+// Appends a message for each call of `message`, and after each the results that belong to it: by their id, or by their
+// order if an id is missing. Results of no call come last.
+void append_calls_apart(json & made, const json & message, const std::vector<json> & results) {
+    std::unordered_map<std::string, std::vector<size_t>> by_id;
+    for (size_t i = 0; i < results.size(); i++) {
+        by_id[text_at(results[i], "tool_call_id")].push_back(i);
+    }
+    std::vector<bool> taken(results.size(), false);
+    const auto take = [&](size_t i) {
+        if (!taken[i]) {
+            made.push_back(results[i]);
+            taken[i] = true;
+        }
+    };
+    json one = message;
+    for (size_t i = 0; i < n_calls_of(message); i++) {
+        const json & call = message.at("tool_calls").at(i);
+        one["tool_calls"] = json::array({ call });
+        made.push_back(one);
+        one["content"] = "";  // text and reasoning come before the first call
+        one.erase("reasoning_content");
+        const std::string id = text_at(call, "id");
+        if (i < results.size() && (id.empty() || text_at(results[i], "tool_call_id").empty())) {
+            take(i);
+        } else if (!id.empty()) {
+            for (const size_t found : by_id[id]) {
+                take(found);
+            }
+        }
+    }
+    for (size_t i = 0; i < results.size(); i++) {
+        take(i);
+    }
+}
+
+// Some templates render one call of a message, or none, and no text beside a call. They get messages with one call
+// each, and text in a message of its own.
+json with_calls_apart(const json & messages, const common_chat_templates * templates) {
+    const bool one_call = !common_chat_templates_get_caps(templates)["supports_parallel_tool_calls"];
+    const bool no_text  = moe_edge_wants_text_apart(templates);
+    json made = json::array();
+    for (size_t at = 0; at < messages.size(); at++) {
+        json message = messages.at(at);
+        if (no_text && n_calls_of(message) > 0 && has_text(message)) {
+            json text = message;
+            text.erase("tool_calls");
+            made.push_back(text);
+            message["content"] = "";
+            message.erase("reasoning_content");
+        }
+        if (!one_call || n_calls_of(message) < 2) {
+            made.push_back(message);
+            continue;
+        }
+        std::vector<json> results;
+        while (at + 1 < messages.size() && messages.at(at + 1).value("role", "") == "tool") {
+            at++;
+            results.push_back(messages.at(at));
+        }
+        append_calls_apart(made, message, results);
+    }
+    return made;
+}
+
+bool needs_calls_apart(const json & messages) {
+    for (const auto & message : messages) {
+        if (n_calls_of(message) > 1 || (n_calls_of(message) == 1 && has_text(message))) {
+            return true;
+        }
+    }
+    return false;
 }
 
 bool ends_with_assistant(const json & body) {
@@ -149,6 +233,9 @@ common_chat_params moe_edge_apply_continued(
 
 json moe_edge_chat_params_parse(json & body, const server_chat_params & params, std::vector<raw_buffer> & files) {
     const bool has_messages = body.contains("messages") && body.at("messages").is_array();
+    if (has_messages && needs_calls_apart(body.at("messages"))) {
+        body["messages"] = with_calls_apart(body.at("messages"), params.tmpls.get());
+    }
     if (has_messages && wants_short_ids(params.tmpls.get())) {
         shorten_ids(body.at("messages"));
     }

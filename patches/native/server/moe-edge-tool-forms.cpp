@@ -19,7 +19,8 @@ const char * const OWN_MARK = "{#- moe-edge: tools in our own form -#}";
 
 // As the model is told, and as it calls the probe.
 const char * const OWN_CALL  = "<tool_call>\n{\"name\": NAME, \"arguments\": OBJECT}\n</tool_call>";
-const char * const OWN_PROBE = "<tool_call>\n{\"name\": \"NAME\", \"arguments\": {\"ARGUMENT\": \"VALUE\"}}\n</tool_call>";
+const char * const OWN_PROBE =
+    "<tool_call>\n{\"name\": \"FUNCTION_NAME\", \"arguments\": {\"ARGUMENT_NAME\": \"ARGUMENT_VALUE\"}}\n</tool_call>";
 
 // Templates that read `functions`: as a text, or as a list.
 const char * const FUNCTIONS_LIST = R"jinja({%- if tools -%}
@@ -72,7 +73,8 @@ const char * const PYTHON_CALLS = R"jinja(
         {%- endfor -%}
         {%- set text = "<|tool_call_start|>[" ~ (calls | join(", ")) ~ "]<|tool_call_end|>" -%}
         {%- set _ = rewritten.list.append({"role": message.role, "content": (message.content or "") ~ text}) -%})jinja";
-const char * const PYTHON_CALL = "<|tool_call_start|>[NAME(ARGUMENT=\"VALUE\")]<|tool_call_end|>";
+const char * const PYTHON_CALL =
+    "<|tool_call_start|>[FUNCTION_NAME(ARGUMENT_NAME=\"ARGUMENT_VALUE\")]<|tool_call_end|>";
 
 // A turn that has only calls has no text: some templates render an empty text as a turn of its own.
 const char * const CALLS_WITHOUT_TEXT = R"jinja(
@@ -123,14 +125,15 @@ std::string with_described_tools(const std::string & call, const char * messages
     return description(call) + BEGIN + messages + DESCRIPTION + END + TELL_AT_END;
 }
 
-// A probe: one function with one argument, and values that appear nowhere else.
-const std::string NAME = "NAME", ARGUMENT = "ARGUMENT", VALUE = "VALUE";
+// A probe: one function with one argument, in words that no template has. A description shows the first three to the model.
+const std::string NAME = "FUNCTION_NAME", ARGUMENT = "ARGUMENT_NAME", VALUE = "ARGUMENT_VALUE";
+const std::string DESCRIPTION_TEXT = "PROBE_DESCRIPTION", RESULT = "PROBE_RESULT", TEXT = "PROBE_TEXT", END_TEXT = "PROBE_END";
 
 common_chat_tool probe_tool() {
     common_chat_tool tool;
     tool.name        = NAME;
-    tool.description = "DESCRIPTION";
-    tool.parameters  = R"({"type": "object", "properties": {"ARGUMENT": {"type": "string"}}, "required": ["ARGUMENT"]})";
+    tool.description = DESCRIPTION_TEXT;
+    tool.parameters  = R"({"type": "object", "properties": {"ARGUMENT_NAME": {"type": "string"}}, "required": ["ARGUMENT_NAME"]})";
     return tool;
 }
 
@@ -148,7 +151,7 @@ common_chat_msg probe_call() {
 }
 
 common_chat_msg probe_result() {
-    common_chat_msg message = message_of("tool", "RESULT");
+    common_chat_msg message = message_of("tool", RESULT);
     message.tool_call_id = "call00001";
     message.tool_name    = NAME;
     return message;
@@ -168,7 +171,7 @@ common_chat_templates_inputs inputs_of(std::vector<common_chat_msg> messages, bo
     return inputs;
 }
 
-const common_chat_msg HELLO = message_of("user", "Hello");
+const common_chat_msg HELLO = message_of("user", "PROBE_HELLO");
 
 bool has(const std::string & text, const std::string & part) {
     return text.find(part) != std::string::npos;
@@ -202,7 +205,7 @@ bool is_call(const common_chat_params & params, const std::string & answer) {
 // with a call has and a turn with a text lacks.
 std::string form_of_calls(const common_chat_templates * templates) {
     try {
-        auto inputs = inputs_of({ HELLO, message_of("assistant", "TEXT"), HELLO }, true);
+        auto inputs = inputs_of({ HELLO, message_of("assistant", TEXT), HELLO }, true);
         const std::string plain = common_chat_templates_apply(templates, inputs).prompt;
         inputs.messages = { HELLO, probe_call(), probe_result() };
         const std::string called = common_chat_templates_apply(templates, inputs).prompt;
@@ -238,12 +241,12 @@ abilities abilities_of(const common_chat_templates * templates) {
     try {
         const auto params = common_chat_templates_apply(templates, inputs_of({ HELLO }, true));
         found.can_call    = !params.grammar.empty();
-        found.sees_tools  = has(params.prompt, NAME) && has(params.prompt, "DESCRIPTION") && has(params.prompt, ARGUMENT);
+        found.sees_tools  = has(params.prompt, NAME) && has(params.prompt, DESCRIPTION_TEXT) && has(params.prompt, ARGUMENT);
         const std::string after =
             common_chat_templates_apply(templates, inputs_of({ HELLO, probe_call(), probe_result() }, true)).prompt;
         // The description may show a call; the earlier one comes after the user's message.
         const std::string since = after.substr(std::min(after.size(), after.rfind(HELLO.content)));
-        found.sees_calls = has(since, NAME) && has(since, VALUE) && has(since, "RESULT");
+        found.sees_calls = has(since, NAME) && has(since, VALUE) && has(since, RESULT);
     } catch (const std::exception &) {
         // what a template refuses, it cannot do
     }
@@ -283,6 +286,25 @@ std::vector<candidate> candidates_for(const common_chat_templates * templates) {
 
 bool moe_edge_is_own_form(const std::string & source) {
     return source.compare(0, strlen(OWN_MARK), OWN_MARK) == 0;
+}
+
+bool moe_edge_wants_text_apart(const common_chat_templates * templates) {
+    const common_chat_msg text = message_of("assistant", TEXT);
+    common_chat_msg both = probe_call();
+    both.content = TEXT;
+    const auto shows_in_order = [&](const std::vector<common_chat_msg> & messages) {
+        try {
+            const std::string prompt = common_chat_templates_apply(templates, inputs_of(messages, true)).prompt;
+            const size_t said = prompt.find(TEXT, prompt.find(HELLO.content)), called = prompt.find(VALUE, said);
+            return called != std::string::npos && prompt.find(RESULT, called) != std::string::npos;
+        } catch (const std::exception &) {
+            return false;
+        }
+    };
+    const auto call = probe_call(), result = probe_result(), end = message_of("assistant", END_TEXT);
+    // A template that demands turns by turns may refuse two messages of the assistant only later in the conversation.
+    return !shows_in_order({ HELLO, both, result }) && shows_in_order({ HELLO, text, call, result }) &&
+           shows_in_order({ HELLO, text, call, result, end, HELLO });
 }
 
 std::string moe_edge_template_with_tools(const llama_model * model, const std::string & given) {
