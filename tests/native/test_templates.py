@@ -191,6 +191,14 @@ def test_results_in_another_order_follow_their_calls():
     assert places == sorted(places)
 
 
+@pytest.mark.parametrize("n_result", [0, 1])
+def test_a_call_without_a_result_is_shown(n_result):
+    messages = [USER, AT_ONCE, RESULTS[n_result]]
+    (made,) = made_of(ONE_CALL, ({"messages": messages, "tools": [TOOL]}, []))
+    since = made["prompt"].split(USER["content"])[1]
+    assert since.index("Zagreb") < since.index("It ") and since.index("Split") < since.index("It ")
+
+
 def test_a_template_that_cannot_show_tools_refuses_them():
     template = "{% for m in messages %}{{ m.content | length }}{% endfor %}"
     plain, asked = made_of(

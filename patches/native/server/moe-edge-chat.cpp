@@ -78,13 +78,28 @@ bool has_text(const json & message) {
            message.at("content") != "";
 }
 
-// Appends a message for each call of `message`, and after each the results that belong to it: by their id, or by their
-// order if an id is missing. Results of no call come last.
-void append_calls_apart(json & made, const json & message, const std::vector<json> & results) {
+// The results that belong to each call of a message: by their id, or by their order if an id is missing.
+std::vector<std::vector<size_t>> results_by_call(const json & message, const std::vector<json> & results) {
     std::unordered_map<std::string, std::vector<size_t>> by_id;
     for (size_t i = 0; i < results.size(); i++) {
         by_id[text_at(results[i], "tool_call_id")].push_back(i);
     }
+    std::vector<std::vector<size_t>> found(n_calls_of(message));
+    for (size_t i = 0; i < found.size(); i++) {
+        const std::string id = text_at(message.at("tool_calls").at(i), "id");
+        if (i < results.size() && (id.empty() || text_at(results[i], "tool_call_id").empty())) {
+            found[i] = { i };
+        } else if (!id.empty()) {
+            found[i].swap(by_id[id]);  // each belongs to one call
+        }
+    }
+    return found;
+}
+
+// Appends a message for each call of `message`, and after each its results. Calls without a result come first, so that
+// none is the end of the conversation, and results without a call come last.
+void append_calls_apart(json & made, const json & message, const std::vector<json> & results) {
+    const auto by_call = results_by_call(message, results);
     std::vector<bool> taken(results.size(), false);
     const auto take = [&](size_t i) {
         if (!taken[i]) {
@@ -93,19 +108,16 @@ void append_calls_apart(json & made, const json & message, const std::vector<jso
         }
     };
     json one = message;
-    for (size_t i = 0; i < n_calls_of(message); i++) {
-        const json & call = message.at("tool_calls").at(i);
-        one["tool_calls"] = json::array({ call });
-        made.push_back(one);
-        one["content"] = "";  // text and reasoning come before the first call
-        one.erase("reasoning_content");
-        const std::string id = text_at(call, "id");
-        if (i < results.size() && (id.empty() || text_at(results[i], "tool_call_id").empty())) {
-            take(i);
-        } else if (!id.empty()) {
-            for (const size_t found : by_id[id]) {
-                take(found);
+    for (const bool is_answered : { false, true }) {
+        for (size_t i = 0; i < by_call.size(); i++) {
+            if (by_call[i].empty() == is_answered) {
+                continue;
             }
+            one["tool_calls"] = json::array({ message.at("tool_calls").at(i) });
+            made.push_back(one);
+            one["content"] = "";  // text and reasoning come before the first call
+            one.erase("reasoning_content");
+            std::for_each(by_call[i].begin(), by_call[i].end(), take);
         }
     }
     for (size_t i = 0; i < results.size(); i++) {
