@@ -57,7 +57,8 @@ class Engine(Closing):
         self._shelf, self.prompt_folder = kept_prompts(config)
         self._loaded = self._loader.load(runs, progress)
         llama = self._loaded.model
-        self._template = ChatTemplate(llama.chat_template(), llama.bos(), llama.eos())
+        bos, eos = llama.named_token("bos"), llama.named_token("eos")
+        self._template = ChatTemplate(llama.chat_template(), bos, eos)
         self._prompts = self._prompt_cache()
         # Tokens of the running prompt that were read before its running step, and those in it.
         self._read = (0, 0)

@@ -229,6 +229,20 @@ class Model:
     def eos(self) -> str:
         return self._token_text(self.api.llama_vocab_eos(self.vocab))
 
+    def named_token(self, name: str) -> str:
+        """Return the text of the token that the file names as "bos" or "eos", for chat templates.
+
+        It is empty if the file names none. llama.cpp has a default id for each kind of tokenizer
+        then, which may be any token of the vocabulary.
+        """
+        token = self.api.llama_vocab_bos(self.vocab)
+        if name == "eos":
+            token = self.api.llama_vocab_eos(self.vocab)
+        key = f"tokenizer.ggml.{name}_token_id".encode()
+        text = ctypes.create_string_buffer(_PIECE_BYTES)
+        self.api.llama_model_meta_val_str(self.handle, key, text, _PIECE_BYTES)
+        return self._token_text(token) if text.value == str(token).encode() else ""
+
     def _token_text(self, token: int) -> str:
         return "" if token < 0 else self.piece(token, special=True).decode("utf-8", "replace")
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count, takewhile
 from pathlib import Path
@@ -65,6 +66,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_server_stop": (None, [_POINTER]),
     "moe_edge_server_free": (None, [_POINTER]),
     "moe_edge_server_route": (_TEXT, [ctypes.c_int]),
+    "moe_edge_server_try_template": (_TEXT, [_TEXT]),
     "moe_edge_request_create": (
         _POINTER,
         [_POINTER, _TEXT, _TEXT, _SIZE, ctypes.POINTER(ctypes.c_int32), _SIZE],
@@ -126,6 +128,22 @@ class ServerLibrary:
         """The paths that a request may name."""
         names = takewhile(bool, map(self.lib.moe_edge_server_route, count()))
         return tuple(name.decode() for name in names)
+
+    def try_template(
+        self, template: str, cases: Sequence[Mapping[str, Any]], bos: str = "", eos: str = ""
+    ) -> list[dict[str, Any]]:
+        """Return what the server makes of requests with a chat template, without a model.
+
+        cases: each has a `request` for /v1/chat/completions, and optionally texts that a model
+        answers (`answers`). Each result has the `prompt`, the `grammar`, and for each answer the
+        message that a client gets, or `error`. Raises NativeError for a template that cannot be
+        read.
+        """
+        question = {"template": template, "bos_token": bos, "eos_token": eos, "cases": cases}
+        reply = json.loads(self.lib.moe_edge_server_try_template(json.dumps(question).encode()))
+        if isinstance(reply, dict):
+            raise NativeError(reply["error"])
+        return list(reply)
 
 
 class NativeServer:

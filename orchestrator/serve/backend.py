@@ -189,7 +189,7 @@ class Backend:
             raise
         try:
             engine = self.engine
-            self.cells = engine.n_ctx
+            self.cells, self.n_vocab = engine.n_ctx, engine.llama.n_vocab
             own_length = config.ctx or engine.model.hparams.context_length or engine.n_ctx
             self.slot_context = min(own_length, engine.n_ctx)
             plan = engine.plan

@@ -4,6 +4,7 @@ and what they may cost, and in its words what its server would leave out without
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,6 +58,8 @@ MESSAGE_TOKENS, _FEW_MESSAGES = 4, 64
 _LAST_N = ("repeat_last_n", "dry_penalty_last_n")
 # Texts in `logit_bias` are as many entries as they have tokens.
 MOST_BIAS_CHARS = 16384
+# What llama.cpp takes for a token id among the names of `logit_bias`: strtol reads all of it.
+_TOKEN_ID, _MOST_DIGITS = re.compile(r"[ \t\n\v\f\r]*[+-]?[0-9]+"), 20
 # Of an answer that shares the context with others, where it says no limit of its own.
 RESERVED_TOKENS = 4096
 # Of a name in a schema: llama.cpp's regular expressions recurse over each of its characters, and
@@ -136,6 +139,7 @@ def read_request(
     settle_fields(form, data, backend.slot_context)
     settle_tool_choice(form, data)
     _check_bounds(data)
+    _check_biased_tokens(data.get("logit_bias"), backend.n_vocab)
     _check_cost(route, data, len(body), backend)
     return data, changes
 
@@ -476,6 +480,22 @@ def _check_bounds(data: dict[str, Any]) -> None:
     _refuse_above("the texts of logit_bias", n_chars, MOST_BIAS_CHARS, "characters")
     for name in _SHAPES:
         _check_schemas(name, data.get(name))
+
+
+def _check_biased_tokens(bias: Any, n_vocab: int) -> None:
+    """Raise Refusal if `logit_bias` names a token id that the model does not have. llama.cpp would
+    ignore that entry. Names of an object that are whole numbers are ids, others are texts."""
+    if isinstance(bias, dict):
+        named = [name for name in bias if _TOKEN_ID.fullmatch(name)]
+    else:
+        named = [str(each[0]) for each in bias or () if isinstance(each[0], int)]
+    for name in named:
+        if len(name) > _MOST_DIGITS or not 0 <= int(name) < n_vocab:
+            said = name.strip()[:_MOST_DIGITS]
+            has = f"the model has the tokens 0 to {n_vocab - 1}"
+            raise Refusal(400, f"logit_bias has token {said}, and {has}")
+    if isinstance(bias, dict) and "" in bias:
+        raise Refusal(400, "logit_bias has an empty text: give a token id or a text")
 
 
 def _refuse_above(what: str, n: int, most: int, of: str) -> None:

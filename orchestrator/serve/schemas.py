@@ -233,7 +233,7 @@ REQUESTS: dict[str, Schema] = {
         dict.fromkeys(LIMITS, LIMIT),
         logprobs=FLAG,
         top_logprobs=integer(0, 20),
-        echo=flag("With continue_final_message: begin with its text."),
+        echo=flag("Begin with the text of the assistant message that the answer continues."),
     ),
     "CompletionRequest": record(
         "prompt",

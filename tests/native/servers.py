@@ -14,7 +14,7 @@ PROMPT = "<|im_start|>user\nTell me about Norway.<|im_end|>\n<|im_start|>assista
 
 
 def config(**settings):
-    return Config.build(model=DEMO, **({"ctx": 512, "threads": 1, "ubatch": 64} | settings))
+    return Config.build(**({"model": DEMO, "ctx": 512, "threads": 1, "ubatch": 64} | settings))
 
 
 @contextmanager

@@ -214,3 +214,21 @@ llama_sampler * moe_edge_sampler_init_grammar_lazy_patterns(
         const llama_token * tokens, size_t n_tokens) {
     return init({ vocab, text, root, true, { patterns, patterns + n_patterns }, { tokens, tokens + n_tokens }, nullptr });
 }
+
+bool moe_edge_grammar_matches(const std::string & grammar_text, const std::string & text) {
+    return bounded([&] {
+        check_repetitions(grammar_text.c_str());
+        std::unique_ptr<llama_grammar, freed> made(
+            llama_grammar_init_impl(nullptr, grammar_text.c_str(), "root", false, nullptr, 0, nullptr, 0));
+        if (!made) {
+            throw std::invalid_argument("it cannot be read");
+        }
+        try {
+            llama_grammar_accept_str(*made, text);
+        } catch (const std::runtime_error &) {
+            return false;  // no rule continues with one of the characters
+        }
+        const auto & stacks = made->stacks;
+        return std::any_of(stacks.begin(), stacks.end(), [](const auto & each) { return each.empty(); });
+    });
+}

@@ -4,6 +4,8 @@
 
 #include "llama.h"
 
+#include <string>
+
 extern "C" {
 
 // Upstream's sampling calls these in the place of llama.h's own. They throw std::invalid_argument for a grammar that is
@@ -17,3 +19,6 @@ llama_sampler * moe_edge_sampler_init_grammar_lazy_patterns(
 
 // Whether the server ends whose thread this is.
 bool moe_edge_server_ends();
+
+// Return whether a grammar accepts a whole text. Throws std::invalid_argument for a grammar that cannot be read.
+bool moe_edge_grammar_matches(const std::string & grammar, const std::string & text);

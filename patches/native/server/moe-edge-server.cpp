@@ -334,6 +334,22 @@ llama_context * moe_edge_server_context(llama_model *, llama_context_params) {
     return given_context;
 }
 
+// The token that the model's file names by `key`. Upstream has a default id for each kind of tokenizer, which is any token
+// in a file that names none.
+static llama_token named_token(const char * key, llama_token found) {
+    char text[32] = "";
+    const bool is_named = given_model && llama_model_meta_val_str(given_model, key, text, sizeof text) > 0;
+    return is_named && std::to_string(found) == text ? found : LLAMA_TOKEN_NULL;
+}
+
+llama_token moe_edge_template_bos(const llama_vocab * vocab) {
+    return named_token("tokenizer.ggml.bos_token_id", llama_vocab_bos(vocab));
+}
+
+llama_token moe_edge_template_eos(const llama_vocab * vocab) {
+    return named_token("tokenizer.ggml.eos_token_id", llama_vocab_eos(vocab));
+}
+
 void moe_edge_server_model_free(llama_model *) {}
 void moe_edge_server_context_free(llama_context *) {}
 

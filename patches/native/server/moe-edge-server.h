@@ -126,6 +126,12 @@ MOE_EDGE_SERVER_API void moe_edge_request_free(moe_edge_request * request);
 // The routes by number from 0; NULL behind the last one.
 MOE_EDGE_SERVER_API const char * moe_edge_server_route(int number);
 
+// Tries a chat template without a model. question: a JSON object with `template`, `bos_token`, `eos_token` and `cases`, a
+// list of objects with a `request` for /v1/chat/completions and texts that a model answers (`answers`). Returns a JSON
+// list, valid until the thread's next call, with an object for each case: `prompt`, `grammar`, the messages that a client
+// would get (`answers`), or `error`.
+MOE_EDGE_SERVER_API const char * moe_edge_server_try_template(const char * question);
+
 #ifdef __cplusplus
 }
 #endif

@@ -1,92 +1,16 @@
-// Tool calls with every chat template: templates that know no tools get a form for them, and a call that
-// is required is made.
+// The grammar of tool calls: a call that is required is made.
 
+#include "moe-edge-chat.h"
 #include "moe-edge-tools.h"
 
 #include "chat.h"
 #include "json.h"
 
 #include <algorithm>
-#include <cstring>
 #include <functional>
 #include <stdexcept>
 
 namespace {
-
-// In front of a template that knows no tools. It rewrites the messages: the tools stand before the first
-// message of the user, calls and their results are texts. The template's own text begins behind it. A
-// message of the user and the results of calls are each other's neighbours in no template's training, and
-// some templates refuse two messages of one role, so that results come in one message.
-const char * const WITH_TOOLS = R"jinja({%- set with_tools = namespace(list=[], told=not tools, called=false) -%}
-{%- for message in messages -%}
-    {%- if message.role == "tool" or message.tool_calls -%}
-        {%- set with_tools.called = true -%}
-    {%- endif -%}
-{%- endfor -%}
-{%- if tools or with_tools.called -%}
-    {%- for message in messages -%}
-        {%- if message.role == "tool" -%}
-            {%- set text = "<tool_response>\n" ~ message.content ~ "\n</tool_response>" -%}
-            {%- if with_tools.list and with_tools.list[-1].results -%}
-                {%- set text = with_tools.list[-1].content ~ "\n" ~ text -%}
-                {%- set with_tools.list = with_tools.list[:-1] -%}
-            {%- endif -%}
-            {%- set with_tools.list = with_tools.list + [{"role": "user", "content": text, "results": true}] -%}
-        {%- elif message.tool_calls -%}
-            {%- set calls = namespace(text=message.content or "") -%}
-            {%- for call in message.tool_calls -%}
-                {%- set function = call.function or call -%}
-                {%- set arguments = function.arguments if function.arguments is string else function.arguments | tojson -%}
-                {%- set head = "{\"name\": " ~ (function.name | tojson) ~ ", \"arguments\": " ~ arguments ~ "}" -%}
-                {%- set calls.text = calls.text ~ ("\n" if calls.text else "") ~ "<tool_call>\n" ~ head ~ "\n</tool_call>" -%}
-            {%- endfor -%}
-            {%- set with_tools.list = with_tools.list + [{"role": message.role, "content": calls.text}] -%}
-        {%- elif message.role == "user" and not with_tools.told and message.content is string -%}
-            {%- set with_tools.told = true -%}
-            {%- set about = namespace(text="You may call these functions:\n") -%}
-            {%- for tool in tools -%}
-                {%- set about.text = about.text ~ (tool | tojson) ~ "\n" -%}
-            {%- endfor -%}
-            {%- set about.text = about.text ~ "For each call write\n<tool_call>\n{\"name\": NAME, \"arguments\": OBJECT}\n</tool_call>\n\n" -%}
-            {%- set with_tools.list = with_tools.list + [{"role": "user", "content": about.text ~ message.content}] -%}
-        {%- else -%}
-            {%- set with_tools.list = with_tools.list + [message] -%}
-        {%- endif -%}
-    {%- endfor -%}
-    {%- set messages = with_tools.list -%}
-    {%- set tools = none -%}
-{%- endif %})jinja";
-
-common_chat_tool probe_tool() {
-    common_chat_tool tool;
-    tool.name        = "probe";
-    tool.description = "A probe.";
-    tool.parameters  = R"({"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]})";
-    return tool;
-}
-
-common_chat_templates_inputs probe(bool with_tool) {
-    common_chat_templates_inputs inputs;
-    common_chat_msg message;
-    message.role = "user";
-    message.content = "Hello";
-    inputs.messages = { message };
-    inputs.use_jinja = true;
-    if (with_tool) {
-        inputs.tools = { probe_tool() };
-        inputs.tool_choice = COMMON_CHAT_TOOL_CHOICE_REQUIRED;
-    }
-    return inputs;
-}
-
-// Whether a required call has a form in these templates.
-bool can_call(const common_chat_templates * templates) {
-    try {
-        return !common_chat_templates_apply(templates, probe(true)).grammar.empty();
-    } catch (const std::exception &) {
-        return false;
-    }
-}
 
 // The right side of a rule of a grammar, each of which has a line of its own: "NAME ::= RULE".
 void change_rule(std::string & grammar, const std::string & name, const std::function<std::string(std::string)> & change) {
@@ -128,23 +52,14 @@ void allow_one_call(std::string & grammar) {
     });
 }
 
-}  // namespace
-
-std::string moe_edge_template_with_tools(const llama_model * model, const std::string & given) {
-    const auto own = common_chat_templates_init(model, given);
-    if (can_call(own.get())) {
-        return given;
-    }
-    const std::string wrapped = WITH_TOOLS + common_chat_templates_source(own.get());
-    try {
-        const auto tried = common_chat_templates_init(model, wrapped);
-        const auto plain = probe(false);
-        const bool same  = common_chat_templates_apply(own.get(), plain).prompt == common_chat_templates_apply(tried.get(), plain).prompt;
-        return same && can_call(tried.get()) ? wrapped : given;
-    } catch (const std::exception &) {
-        return given;
-    }
+// Whether a prompt has a name, as it is or as JSON.
+bool shows(const std::string & prompt, const std::string & name) {
+    const std::string quoted = common_json::make(name).dump_safe();
+    return prompt.find(name) != std::string::npos ||
+           prompt.find(quoted.substr(1, quoted.size() - 2)) != std::string::npos;
 }
+
+}  // namespace
 
 // Upstream's server calls this in the place of common_chat_templates_apply. Upstream lets an answer that has to
 // call a tool begin with any text, and calls follow each other: a model that has never seen a tool comes to no
@@ -152,18 +67,22 @@ std::string moe_edge_template_with_tools(const llama_model * model, const std::s
 common_chat_params moe_edge_templates_apply(
         const common_chat_templates * templates, const common_chat_templates_inputs & asked) {
     common_chat_templates_inputs inputs = asked;
+    // Upstream leaves it undefined if it is false, and some templates take that for true.
+    inputs.chat_template_kwargs.emplace("add_generation_prompt", "false");
     const bool offered  = !inputs.tools.empty() && inputs.tool_choice != COMMON_CHAT_TOOL_CHOICE_NONE;
     const bool required = offered && inputs.tool_choice == COMMON_CHAT_TOOL_CHOICE_REQUIRED;
-    const bool foreign  = common_chat_templates_source(templates).compare(0, strlen(WITH_TOOLS), WITH_TOOLS) == 0;
-    if (foreign) {
+    if (moe_edge_is_own_form(common_chat_templates_source(templates))) {
         inputs.parallel_tool_calls = false;
     }
     if (required) {
         inputs.json_schema.clear();  // it is about a text, and there will be none
     }
-    common_chat_params made = common_chat_templates_apply(templates, inputs);
+    common_chat_params made = moe_edge_apply_continued(templates, inputs);
     if (!offered) {
         return made;
+    }
+    if (!shows(made.prompt, inputs.tools[0].name)) {
+        throw std::invalid_argument("this chat template does not show tools to the model: --chat-template FILE gives another one");
     }
     if (!inputs.parallel_tool_calls) {
         allow_one_call(made.grammar);

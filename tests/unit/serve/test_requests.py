@@ -138,6 +138,13 @@ ONE, TWO = [tool("a")], [tool("a"), tool("b")]
     (CHAT, {"x": nested(MOST_DEPTH)}, "nests more than 100 deep"),
     (CHAT, {"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias must be"),
     (CHAT, {"logit_bias": [["word " * 4000, 1]]}, "texts of logit_bias: 20000"),
+    # A token that the model does not have.
+    (CHAT, {"logit_bias": {"4096": -100}}, "logit_bias has token 4096, and the model has"),
+    (CHAT, {"logit_bias": {"9" * 9000: 1}}, "logit_bias has token 99999999999999999999, and"),
+    (CHAT, {"logit_bias": {" -1": -100}}, "logit_bias has token -1"),
+    (COMPLETIONS, {"logit_bias": [[5, 1], [99_999_999, False]]}, "logit_bias has token 99999999"),
+    (MESSAGES, {"logit_bias": [[10**15, 1]]}, "logit_bias"),
+    (NATIVE, {"logit_bias": {"": 1}}, "logit_bias has an empty text"),
     (CHAT, {"stop": ["x"] * 129}, "stop must be a list of at most 128 items"),
     (CHAT, {"samplers": ["top_k"] * 33}, "samplers must be"),
     (CHAT, {"samplers": "k" * 33}, "samplers must be"),
@@ -205,6 +212,7 @@ AS_SENT = None
 @cases(
     "path, data, seen",
     (CHAT, {"logit_bias": [[n, 1] for n in range(1024)]}, AS_SENT),
+    (CHAT, {"logit_bias": {"4095": -100, "0": 1, "4096 words": 1}}, AS_SENT),
     (CHAT, {"x": nested(MOST_DEPTH - 2)}, {}),
     (CHAT, {"stop": "x" * 200}, AS_SENT),
     (NATIVE, {"prompt": [1] * 1000}, AS_SENT),

@@ -1,0 +1,12 @@
+// Included before everything else in upstream's server-context.cpp: the end of each answer is of our class.
+
+#pragma once
+
+#include "server-task.h"
+
+struct moe_edge_answer : server_task_result_cmpl_final {
+    void update(task_result_state & state) override;
+    json to_json() override;
+};
+
+#define server_task_result_cmpl_final moe_edge_answer
