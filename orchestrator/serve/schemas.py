@@ -303,8 +303,13 @@ REQUESTS: dict[str, Schema] = {
                 content=STRING,
                 thinking=STRING,
                 tool_name=STRING,
+                tool_call_id=STRING,
                 tool_calls=listed(
-                    record("function", function=record("name", name=STRING, arguments=OBJECT))
+                    record(
+                        "function",
+                        id=STRING,
+                        function=record("name", name=STRING, arguments=either(OBJECT, STRING)),
+                    )
                 ),
             ),
             maxItems=MOST_MESSAGES,
