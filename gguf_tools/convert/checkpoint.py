@@ -73,17 +73,17 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     parts = _parts(folder)
     weights: Counter[str] = Counter()
     dtypes: dict[str, str] = {}
-    writers = set[Any]()
+    is_mlx = False
     for part in parts:
         if part.suffix == ".safetensors":
             header, data_bytes = _header(part)
             about = header.pop("__metadata__", None)
-            writers.add(about.get("format") if isinstance(about, dict) else None)
+            is_mlx |= isinstance(about, dict) and about.get("format") == "mlx"
             for name, dtype, shape in _tensors(part, header, data_bytes):
                 dtypes[name] = dtype
                 if len(shape) > 1:
                     weights[dtype] += prod(shape)
-    check_quantization(folder, config, dtypes, "mlx" in writers)
+    check_quantization(folder, config, dtypes, is_mlx)
     if not any(path.is_file() for name in _TOKENIZERS for path in [folder / name]) and not any(
         next(folder.glob(pattern), None) for pattern in _TIKTOKEN
     ):

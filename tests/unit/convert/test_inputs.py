@@ -21,6 +21,7 @@ from safetensors.torch import load_file as torch_load
 from safetensors.torch import save_file as torch_save
 
 from gguf_tools.convert import convert
+from gguf_tools.convert.quantized import check_quantization
 from gguf_tools.errors import ConvertError
 from gguf_tools.file.reader import GGUFFile
 
@@ -280,6 +281,23 @@ def test_a_damaged_checkpoint(folder, name):
     assert re.search(expected, found), found
     assert str(folder) in found
     assert len(found) < 500
+
+
+# Types of tensors by name, with all scales that they need.
+@cases(
+    "dtypes",
+    {"a.weight": "U8", "a.weight_scale": "F8_E4M3", "a.weight_scale_2": "F32"},
+    {"a.weight_packed": "U8", "a.weight_scale": "F8_E4M3", "a.weight_global_scale": "F32"},
+    {"a.weight": "F8_E4M3", "a.weight_scale_inv": "F32"},
+    {"a.weight": "F8_E4M3", "a.weight_scale": "BF16"},
+    {"a.weight": "F8_E4M3", "a.scale": "F8_E8M0"},
+    {"a.weight": "F8_E5M2", "a.qscale_weight": "F32"},
+    {"a.weight": "BF16", "a.bias": "F32"},
+)
+def test_scales_that_are_there(tmp_path, dtypes):
+    settings = {"quantization_config": {"quant_method": "fp8"}}
+    check_quantization(tmp_path, settings, dtypes, is_mlx=False)
+    check_quantization(tmp_path, {"text_config": settings}, dtypes, is_mlx=False)
 
 
 def converted(folder, out):
