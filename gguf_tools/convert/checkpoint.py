@@ -8,11 +8,13 @@ import json
 import os
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from gguf_tools.convert.quantized import check_quantization
 from gguf_tools.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100 << 20
@@ -70,9 +72,18 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     config = _read_json(folder / "config.json", "what makes a folder a checkpoint")
     parts = _parts(folder)
     weights: Counter[str] = Counter()
+    dtypes: dict[str, str] = {}
+    is_mlx = False
     for part in parts:
         if part.suffix == ".safetensors":
-            weights.update(_matrices(part))
+            header, data_bytes = _header(part)
+            about = header.pop("__metadata__", None)
+            is_mlx |= isinstance(about, dict) and about.get("format") == "mlx"
+            for name, dtype, shape in _tensors(part, header, data_bytes):
+                dtypes[name] = dtype
+                if len(shape) > 1:
+                    weights[dtype] += prod(shape)
+    check_quantization(folder, config, dtypes, is_mlx)
     if not any(path.is_file() for name in _TOKENIZERS for path in [folder / name]) and not any(
         next(folder.glob(pattern), None) for pattern in _TIKTOKEN
     ):
@@ -141,14 +152,12 @@ def _parts(folder: Path) -> list[Path]:
     return parts
 
 
-def _matrices(path: Path) -> Counter[str]:
-    """Weights in the matrices of a safetensors file, by type. Raises CheckpointError where the
-    file is cut short or damaged."""
-    weights: Counter[str] = Counter()
-    header, data_bytes = _header(path)
+def _tensors(
+    path: Path, header: dict[str, Any], data_bytes: int
+) -> Iterator[tuple[str, str, list[int]]]:
+    """(name, type, shape) of each tensor of a safetensors file. Raises CheckpointError if the file
+    is cut short or damaged."""
     for name, entry in header.items():
-        if name == "__metadata__":
-            continue
         where = f"{path}: tensor {name}"
         try:
             dtype, shape = str(entry["dtype"]), [int(each) for each in entry["shape"]]
@@ -165,9 +174,7 @@ def _matrices(path: Path) -> Counter[str]:
                 f"{where}: ends {end - data_bytes} bytes past the end of the file, which was cut"
                 " short: download it again"
             )
-        if len(shape) > 1:
-            weights[dtype] += n
-    return weights
+        yield name, dtype, shape
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:

@@ -112,7 +112,7 @@ def convert(
                 ggml=ggml,
             )
     weak = by.note() if by else None
-    report.warnings += [weak] if weak else []
+    report.warnings += description.notes + ([weak] if weak else [])
     report.seconds = time.monotonic() - started
     return report
 

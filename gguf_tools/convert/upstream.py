@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 
 from gguf_tools import built
 from gguf_tools.convert.checkpoint import Checkpoint
+from gguf_tools.convert.model_card import read_model_card
 from gguf_tools.convert.pretokenizer import pre_tokenizer
+from gguf_tools.convert.rope import check_rope
 from gguf_tools.errors import CheckpointError, ConvertError
 from gguf_tools.file.layout import EMBEDDINGS, FLOAT_TYPES, OUTPUT, GGMLType, ValueType
 from gguf_tools.file.writer import encode_value
@@ -30,7 +32,21 @@ MISSING_LIBRARIES = (
 _LIBRARIES = ("torch", "transformers", "safetensors", "sentencepiece", "tokenizers")
 # Others on PyPI have the names of its modules, so sys.modules holds them only while they run.
 _OURS = ("conversion", "gguf")
-_LOGGERS = ("hf-to-gguf", "gguf", "transformers")
+# Upstream's loggers, and one whose warnings are about other things than the conversion.
+_LOGGERS = ("hf-to-gguf", "gguf", "metadata")
+_QUIET = "transformers"
+# Warnings that say nothing about the result: what is checked here, a class that overrides what its
+# base class wrote, tokens around two texts, speed in other programs.
+_HARMLESS = (
+    "Unknown RoPE type",
+    "Failed to load model config",
+    "Trying to load config.json",
+    "Duplicated key name",
+    "Ignoring head_dim",
+    "TemplateProcessing<pair>",
+    "is not in MXFP4",
+)
+_MOST_NOTES = 5
 _FILE_TYPE = {"F32": "ALL_F32", "F16": "MOSTLY_F16"}
 # Where checkpoints were published with a class of their makers, transformers' own has another name.
 _OTHER_NAMES = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}
@@ -73,10 +89,12 @@ class LazyTensor(NamedTuple):
 
 @dataclass(slots=True)
 class Description:
-    """What upstream's converter would write: encoded metadata by key, and tensors in order."""
+    """What upstream's converter would write: encoded metadata by key, and tensors in order.
+    ``notes`` are sentences for the user about what was left out or is uncertain."""
 
     metadata: dict[str, bytes]
     tensors: list[LazyTensor]
+    notes: list[str]
 
 
 def archive() -> Path:
@@ -110,9 +128,10 @@ def run_converter(
 
     title: general.name, if it shall not be what the folder says. trust_remote_code: run code that
     the checkpoint brings for its tokenizer. Raises ConvertError: an unknown architecture, a missing
-    library, and whatever else upstream's code trips over, in one sentence.
+    library, a scaling of rotary positions that would be lost, and whatever else upstream's code
+    trips over, in one sentence.
     """
-    with _loaded() as (conversion, base, gguf), _sentences(checkpoint, base):
+    with _loaded() as (conversion, base, gguf), _sentences(checkpoint) as warnings:
         import torch
 
         config = base.ModelBase.load_hparams(checkpoint.folder, False)
@@ -129,7 +148,8 @@ def run_converter(
             ) from None
         file_type = _FILE_TYPE.get(checkpoint.dtype, "MOSTLY_BF16")
         with ExitStack() as stack:
-            for each in _changes(base, gguf, checkpoint.folder, trust_remote_code):
+            card, note = read_model_card(checkpoint.folder)
+            for each in _changes(base, gguf, checkpoint.folder, trust_remote_code, card):
                 stack.enter_context(each)
             stack.enter_context(torch.inference_mode())
             # The layers that draft tokens ahead are left out: no part of moe-edge runs them.
@@ -145,9 +165,12 @@ def run_converter(
             model.prepare_metadata(vocab_only=False)
         writer = model.gguf_writer
         tensors = [_tensor(name, each) for name, each in writer.tensors[0].items()]
+        written = [*writer.kv_data[0], *writer.tensors[0]]
+        lost = check_rope(checkpoint.folder / "config.json", model.rope_parameters, written)
         return Description(
             {key: _encoded(each) for key, each in writer.kv_data[0].items()},
             _with_output(tensors, gguf.MODEL_ARCH_NAMES[model.model_arch]),
+            [each for each in (note, lost) if each] + _notes(checkpoint.folder, warnings),
         )
 
 
@@ -186,15 +209,49 @@ def _begins(folder: Path) -> bool:
     return path.is_file() and json.loads(path.read_text("utf-8")).get("add_bos_token") is True
 
 
+def _notes(folder: Path, warnings: list[str]) -> list[str]:
+    """What upstream's converter warned of, each sentence once and only the first few."""
+    lines = dict.fromkeys(" ".join(each.split()) for each in warnings)
+    told = [
+        each
+        for each in lines
+        if each
+        and not each.startswith("**")
+        and not any(harmless in each for harmless in _HARMLESS)
+    ]
+    notes = [f"{folder}: upstream's converter warns: {each[:300]}" for each in told[:_MOST_NOTES]]
+    more = len(told) - _MOST_NOTES
+    return [*notes, f"{folder}: and {more} more warnings"] if more > 0 else notes
+
+
+def _chat_template(folder: Path) -> Any:
+    """The chat templates of a checkpoint in files of their own, which go before the one in
+    tokenizer_config.json, as in transformers; None if there are none. Raises ConvertError."""
+    main = folder / "chat_template.jinja"
+    if not main.is_file():
+        return None
+    others = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    found = []
+    for path in (main, *others):
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError:
+            raise ConvertError(f"{path}: is not UTF-8") from None
+        found.append({"name": "default" if path == main else path.stem, "template": text})
+    return found if others else found[0]["template"]
+
+
 def _changes(
-    base: Any, gguf: Any, folder: Path, trust_remote_code: bool
+    base: Any, gguf: Any, folder: Path, trust_remote_code: bool, card: dict[str, Any]
 ) -> Iterator[AbstractContextManager[None]]:
-    """What is different here from the converter's own run."""
+    """Replace parts of the converter for one run. card: the fields of the README's front matter."""
     from transformers import AutoTokenizer
 
     quantize = gguf.quants.quantize
     load = AutoTokenizer.from_pretrained
     known = base.TextModel.get_vocab_base_pre
+    special = gguf.SpecialVocab._load
+    template = _chat_template(folder)
 
     def keep(data: Any, kind: Any) -> Any:
         # Tiers are made from the checkpoint's own values, and dense tensors are rounded later.
@@ -216,7 +273,14 @@ def _changes(
                 raise
             return found
 
+    def load_special(self: Any, path: Path) -> None:
+        special(self, path)
+        if template is not None:
+            self.chat_template = template
+
     yield _replaced(gguf.quants, "quantize", keep)
+    yield _replaced(gguf.SpecialVocab, "_load", load_special)
+    yield _replaced(gguf.Metadata, "load_model_card", staticmethod(lambda *_: card))
     yield _replaced(AutoTokenizer, "from_pretrained", load_tokenizer)
     yield _replaced(base.TextModel, "get_vocab_base_pre", pre)
 
@@ -292,16 +356,42 @@ def _take_out() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
+class _Kept(logging.Handler):
+    """Keeps the texts of log records."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
 @contextmanager
-def _sentences(checkpoint: Checkpoint, base: Any) -> Iterator[None]:
-    """Turns what the converter and the libraries below it raise into one sentence."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    levels = [each.level for each in loggers]
+def _kept_warnings() -> Iterator[list[str]]:
+    """The warnings that upstream's loggers get meanwhile, which go nowhere else."""
+    handler = _Kept()
+    loggers = [logging.getLogger(name) for name in (*_LOGGERS, _QUIET)]
+    before = [(each.level, each.propagate, each.handlers) for each in loggers]
     for each in loggers:
-        each.setLevel(logging.CRITICAL)
+        each.setLevel(logging.CRITICAL if each.name == _QUIET else logging.WARNING)
+        each.propagate, each.handlers = False, [handler]
+    try:
+        yield handler.texts
+    finally:
+        for each, (level, propagate, handlers) in zip(loggers, before, strict=True):
+            each.setLevel(level)
+            each.propagate, each.handlers = propagate, handlers
+
+
+@contextmanager
+def _sentences(checkpoint: Checkpoint) -> Iterator[list[str]]:
+    """Turn what the converter and the libraries below it raise into one sentence. Its value is the
+    list of their warnings so far."""
     where = str(checkpoint.folder)
     try:
-        yield
+        with _kept_warnings() as warnings:
+            yield warnings
     except (ConvertError, CheckpointError, MemoryError):
         raise
     except KeyError as error:
@@ -310,9 +400,6 @@ def _sentences(checkpoint: Checkpoint, base: Any) -> Iterator[None]:
         ) from error
     except Exception as error:
         raise ConvertError(f"{where}: {_explained(error)}") from error
-    finally:
-        for each, level in zip(loggers, levels, strict=True):
-            each.setLevel(level)
 
 
 def _explained(error: Exception) -> str:

@@ -21,7 +21,7 @@ from orchestrator.serve.admission import Body, conversations_of
 from orchestrator.serve.answer import Answer
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.door import Door, error_response
-from orchestrator.serve.ollama import VERSION, Lines, OllamaRequest, described, shown
+from orchestrator.serve.ollama import VERSION, Lines, OllamaRequest, listed, running, shown
 from orchestrator.serve.requests import asked, read_request, settle_length, settle_probs
 from orchestrator.serve.schemas import (
     COUNTING,
@@ -61,7 +61,7 @@ def application(state: State, log: Callable[[str], None]) -> Starlette:
         "/openapi.json": endpoints.description,
         "/": endpoints.page,
         "/api/tags": endpoints.ollama_models,
-        "/api/ps": endpoints.ollama_models,
+        "/api/ps": endpoints.ollama_running,
         "/api/version": endpoints.ollama_version,
         SHOW: endpoints.ollama_show,
         "/v1/models/{id}": endpoints.model,
@@ -145,7 +145,11 @@ class Endpoints:
 
     async def ollama_models(self, _request: Request) -> Response:
         model, backend = await self._model(), self._state.ready()
-        return JSONResponse({"models": [described(model, backend.architecture)]})
+        return JSONResponse({"models": [listed(model, backend)]})
+
+    async def ollama_running(self, _request: Request) -> Response:
+        model, backend = await self._model(), self._state.ready()
+        return JSONResponse({"models": [running(model, backend)]})
 
     async def ollama_version(self, _request: Request) -> Response:
         return JSONResponse({"version": VERSION})
@@ -154,7 +158,7 @@ class Endpoints:
         model, backend = await self._model(), self._state.ready()
         _, text = await _read_of(self._state, "/props")
         template = json.loads(text)["chat_template"]
-        return JSONResponse(shown(model, backend.architecture, backend.slot_context, template))
+        return JSONResponse(shown(model, backend, template))
 
     async def health(self, _request: Request) -> Response:
         self._state.ready()

@@ -17,6 +17,7 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.reader import metadata_value
 from gguf_tools.process import default_threads, peak_rss_bytes
+from orchestrator.cache.profile import identity
 from orchestrator.config import Config, native_log_enabled
 from orchestrator.engine.driver import PlainDriver
 from orchestrator.engine.engine import Engine
@@ -178,7 +179,8 @@ class Backend:
         self.most_scored = most_scored(config)
         model = ExpertModel.open(config.model, config.low)
         try:
-            self.architecture = model.hparams.arch
+            self.architecture, self.digest = model.hparams.arch, identity(model)
+            self.modified_s = max(part.path.stat().st_mtime for part in model.parts)
             keys = ("tokenizer.ggml.model", "tokenizer.ggml.pre")
             self._words = Words(*(metadata_value(model.parts[0], key, str, "") for key in keys))
             self.body_factor = WHOLE_FACTOR if self._words.is_whole else BODY_FACTOR
@@ -410,6 +412,12 @@ class Backend:
             "bytes_read": sum(read),
             "memory": engine.memory(),
         }
+
+    def device_bytes(self) -> int:
+        """Return how many bytes of a device's memory the model uses now; 0 on the CPU."""
+        engine = self.engine
+        slots = engine.managed and engine.plan.device
+        return engine.device_bytes + (engine.store.stats().slot_bytes_in_use if slots else 0)
 
     def failure(self) -> str | None:
         """Why the last step failed, in a sentence; None where the store knows of nothing. A changed

@@ -12,6 +12,7 @@ from typing import Any
 from starlette.types import Send
 
 from orchestrator.serve.answer import STREAM, Outlet
+from orchestrator.serve.backend import Backend
 from orchestrator.serve.requests import settle_fields
 from orchestrator.serve.schemas import JSON, LINES, OLLAMA
 from orchestrator.serve.wire import (
@@ -26,6 +27,8 @@ from orchestrator.serve.wire import (
 
 # Whose interface this is: clients look whether it is new enough for them.
 VERSION = "0.6.4"
+# When the model is unloaded: it stays until the server ends.
+NEVER = "9999-12-31T23:59:59Z"
 
 
 class OllamaRequest:
@@ -88,8 +91,13 @@ class OllamaRequest:
 
 
 def _translated(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Calls of tools get names by which what came back refers to them: here by their order."""
-    n_calls, waiting = 0, []
+    """Ollama's messages in OpenAI's form, in which each result of a tool has the id of its call.
+
+    A result belongs to the call that its `tool_call_id` names, else to the first unanswered one of
+    the last calls that has its `tool_name`, else to the first unanswered one. Raises Refusal for
+    images.
+    """
+    n_calls, waiting = 0, dict[str, str]()  # names of the functions by the ids of the calls
     for each in messages:
         if each.get("images"):
             raise Refusal(400, "images are not served: the model reads text alone")
@@ -97,16 +105,21 @@ def _translated(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         if each.get("thinking"):
             made["reasoning_content"] = each["thinking"]
         if each.get("tool_calls"):
-            made["tool_calls"] = calls = []
+            made["tool_calls"], waiting = [], {}
             for call in each["tool_calls"]:
-                function = call["function"]
-                arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
-                named = {"name": function["name"], "arguments": arguments}
-                calls.append({"id": f"call_{n_calls}", "type": "function", "function": named})
-                waiting.append(f"call_{n_calls}")
+                function, id = call["function"], call.get("id") or f"call_{n_calls}"
+                name, arguments = function["name"], function.get("arguments")
+                named = {"name": name, "arguments": arguments}
+                made["tool_calls"].append({"id": id, "type": "function", "function": named})
+                waiting[id] = name
                 n_calls += 1
         if each["role"] == "tool":
-            made["tool_call_id"] = waiting.pop(0) if waiting else ""
+            id, name = each.get("tool_call_id") or "", each.get("tool_name") or ""
+            if not id:
+                of_name = (one for one, called in waiting.items() if called == name)
+                id = next(of_name, "") or next(iter(waiting), "")
+            name = waiting.pop(id, name)
+            made |= {"tool_call_id": id, "name": name} if name else {"tool_call_id": id}
         yield made
 
 
@@ -220,32 +233,61 @@ class Lines(Outlet):
         return self._request.line(text, done=True, done_reason=reason, **more, **costs)
 
 
-def described(model: dict[str, Any], architecture: str) -> dict[str, Any]:
-    """The one model in a list of Ollama's. model: as OpenAI's list has it."""
+def _time(seconds: float) -> str:
+    """A point of the Unix clock as Ollama writes it."""
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat()
+
+
+def _details(model: dict[str, Any], backend: Backend) -> dict[str, Any]:
     meta = model["meta"]
     return {
-        "name": model["id"],
-        "model": model["id"],
-        "size": meta["size"],
-        "details": {
-            "format": "gguf",
-            "family": architecture,
-            "families": [architecture],
-            "parameter_size": f"{meta['n_params'] / 1e9:.1f}B",
-            "quantization_level": meta["ftype"],
-        },
+        "parent_model": "",
+        "format": "gguf",
+        "family": backend.architecture,
+        "families": [backend.architecture],
+        "parameter_size": f"{meta['n_params'] / 1e9:.1f}B",
+        "quantization_level": meta["ftype"],
     }
 
 
-def shown(model: dict[str, Any], architecture: str, n_ctx: int, template: str) -> dict[str, Any]:
-    """The one model as Ollama shows it. n_ctx: the longest conversation, in tokens."""
+def _named(model: dict[str, Any], backend: Backend) -> dict[str, Any]:
+    """The fields of a model that both of Ollama's lists have. The digest identifies the file. It is
+    no hash of all its bytes, which would take minutes to read."""
+    return {
+        "name": model["id"],
+        "model": model["id"],
+        "size": model["meta"]["size"],
+        "digest": backend.digest,
+        "details": _details(model, backend),
+    }
+
+
+def listed(model: dict[str, Any], backend: Backend) -> dict[str, Any]:
+    """The model as an entry of `/api/tags`. model: its entry in OpenAI's list."""
+    return {**_named(model, backend), "modified_at": _time(backend.modified_s)}
+
+
+def running(model: dict[str, Any], backend: Backend) -> dict[str, Any]:
+    """The model as an entry of `/api/ps`. model: its entry in OpenAI's list."""
+    return {
+        **_named(model, backend),
+        "expires_at": NEVER,
+        "size_vram": backend.device_bytes(),
+        "context_length": backend.slot_context,
+    }
+
+
+def shown(model: dict[str, Any], backend: Backend, template: str) -> dict[str, Any]:
+    """The model as `/api/show` answers it. model: its entry in OpenAI's list."""
+    architecture = backend.architecture
     return {
         "template": template,
-        "details": described(model, architecture)["details"],
+        "modified_at": _time(backend.modified_s),
+        "details": _details(model, backend),
         "model_info": {
             "general.architecture": architecture,
             "general.parameter_count": model["meta"]["n_params"],
-            f"{architecture}.context_length": n_ctx,
+            f"{architecture}.context_length": backend.slot_context,
         },
         "capabilities": ["completion", "tools"],
     }

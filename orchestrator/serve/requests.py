@@ -11,6 +11,7 @@ from typing import Any
 from gguf_tools.units import format_size
 from orchestrator.serve.admission import PROBS_BYTES
 from orchestrator.serve.backend import Backend
+from orchestrator.serve.messages import settle_messages
 from orchestrator.serve.schemas import (
     COMMON,
     COUNTING,
@@ -106,6 +107,8 @@ _BLOCKS = ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_r
 # How the types of tools begin that Anthropic's own servers run.
 _RUN_THERE = ("web_search", "web_fetch", "code_execution", "tool_search", "mcp_toolset")
 _MODES = ("auto", "none", "required")
+# Names of the most tokens of reasoning, in the order in which llama.cpp looks for them.
+_BUDGETS = ("reasoning_budget_tokens", "thinking_budget_tokens")
 # What the tokens' probabilities of an answer take, for each alternative of each token: as long as
 # the answer lasts, and while it is written whole, which a stream never is. Measured with 400 tokens
 # of 21: 1.1 and 0.2 KiB, and twice as much where memory was fresh.
@@ -138,6 +141,8 @@ def read_request(
     _settle_format(form, data)
     settle_fields(form, data, backend.slot_context)
     settle_tool_choice(form, data)
+    settle_reasoning(form, data)
+    settle_messages(form, data)
     _check_bounds(data)
     _check_biased_tokens(data.get("logit_bias"), backend.n_vocab)
     _check_cost(route, data, len(body), backend)
@@ -470,6 +475,34 @@ def _name_of(tool: Any) -> str | None:
     inner = tool.get("function")
     found = inner.get("name") if isinstance(inner, dict) else tool.get("name")
     return found if isinstance(found, str) else None
+
+
+def settle_reasoning(route: str, data: dict[str, Any]) -> None:
+    """Turn what a request says about reasoning into the fields that llama.cpp reads.
+
+    Anthropic's `thinking` and `output_config.effort`, OpenRouter's `reasoning` and a budget of 0
+    tokens become `reasoning_effort`, a budget, or template arguments. A template argument that the
+    client gave by its own name is kept.
+    """
+    wanted: dict[str, Any] = {}
+    if route == ANTHROPIC:
+        # Its converter in llama.cpp passes the budget and the template's arguments on, no effort.
+        thinking = data.get("thinking", {})
+        is_off = thinking.get("type") == "disabled" or thinking.get("budget_tokens") == 0
+        effort = data.get("output_config", {}).get("effort")
+        if effort is not None:
+            wanted["reasoning_effort"] = effort
+    else:
+        asked = data.pop("reasoning", {}) if route != RESPONSES else {}
+        for name, inner in (("reasoning_effort", "effort"), (_BUDGETS[0], "max_tokens")):
+            if asked.get(inner) is not None:
+                data.setdefault(name, asked[inner])
+        budget = next((data[name] for name in _BUDGETS if name in data), None)
+        is_off = asked.get("enabled") is False or budget == 0
+    if is_off:
+        wanted["enable_thinking"] = False
+    if wanted:
+        data["chat_template_kwargs"] = wanted | data.get("chat_template_kwargs", {})
 
 
 def _check_bounds(data: dict[str, Any]) -> None:

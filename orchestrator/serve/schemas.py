@@ -75,8 +75,9 @@ SHARE = number(0, 1)
 # -1: as many as the context has.
 LIMIT = either({"const": -1}, FROM_1)
 PARTS = listed(record("type", type=STRING, text=STRING))
-# A picture or a sound is a part too, and is refused: this server has text alone.
-CONTENT = either(STRING, {**PARTS, "minItems": 1})
+# A picture or a sound is a part too, and is refused: this server has text alone. No parts are an
+# empty text.
+CONTENT = either(STRING, PARTS)
 LAST_N = integer(-1, description="At most the context counts; -1 for all of it.")
 TOOLS = listed(OBJECT, maxItems=MOST_TOOLS)
 BIAS = either(number(-100, 100), {"const": False})
@@ -179,6 +180,10 @@ TEMPLATE: dict[str, Schema] = {
     "continue_final_message": either(FLAG, {"enum": ["content", "reasoning_content"]}),
     "reasoning_format": {"enum": ["none", "auto", "deepseek", "deepseek-legacy"]},
     "reasoning_effort": STRING,
+    "reasoning": {
+        **record("", effort=STRING, enabled=FLAG, max_tokens=COUNT),
+        "description": "OpenRouter's form of reasoning_effort and reasoning_budget_tokens.",
+    },
     "reasoning_budget_tokens": FROM_MINUS_1,
     "thinking_budget_tokens": FROM_MINUS_1,
     "reasoning_budget_message": STRING,
@@ -280,8 +285,12 @@ REQUESTS: dict[str, Schema] = {
         stop_sequences=listed(STRING, maxItems=MOST_STOPS),
         tools=TOOLS,
         tool_choice=OBJECT,
-        thinking=record(type=STRING, budget_tokens=COUNT),
-        output_config=OBJECT,
+        thinking=record(
+            "type", type={"enum": ["enabled", "disabled", "adaptive"]}, budget_tokens=COUNT
+        ),
+        output_config=record(
+            "", effort={"enum": ["low", "medium", "high", "xhigh", "max"]}, format=OBJECT
+        ),
         output_format=OBJECT,
     ),
     "OllamaChatRequest": record(
@@ -294,8 +303,13 @@ REQUESTS: dict[str, Schema] = {
                 content=STRING,
                 thinking=STRING,
                 tool_name=STRING,
+                tool_call_id=STRING,
                 tool_calls=listed(
-                    record("function", function=record("name", name=STRING, arguments=OBJECT))
+                    record(
+                        "function",
+                        id=STRING,
+                        function=record("name", name=STRING, arguments=either(OBJECT, STRING)),
+                    )
                 ),
             ),
             maxItems=MOST_MESSAGES,

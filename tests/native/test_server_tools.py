@@ -42,6 +42,16 @@ STRICT = (
     "{% if message.role == 'user' %}[INST] {{ message.content | trim }} [/INST]"
     "{% else %} {{ message.content }}</s>{% endif %}{% endfor %}"
 )
+# As those of Mistral: user and assistant take turns, calls and their results aside.
+IN_TURNS = (
+    "{% set turns = namespace(n=0) %}{% for message in messages %}"
+    "{% if message.role == 'user' or (message.role == 'assistant' and not message.tool_calls) %}"
+    "{% if (message.role == 'user') != (turns.n % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% set turns.n = turns.n + 1 %}"
+    "{% endif %}[{{ message.role }}]"
+    "{% for call in message.tool_calls %}{{ call.function | tojson }}{% endfor %}"
+    "{{ message.content }}\n{% endfor %}"
+)
 STRING = {"type": "string"}
 BARE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 THINKING = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
@@ -117,3 +127,16 @@ def test_reasoning_stands_apart(tmp_path):
     for kind, said in (("reasoning_content", "Let me think."), ("content", "It is Lima.")):
         assert whole[kind].strip() == said
         assert "".join(delta.get(kind) or "" for delta in deltas).strip() == said
+
+
+def test_a_message_after_the_result_of_a_tool(tmp_path):
+    """It stays a message of its own unless the template refuses that."""
+    asked = [*AFTER_A_CALL, {"role": "user", "content": [{"type": "text", "text": "Be brief."}]}]
+    with serving_with(tmp_path, IN_TURNS) as (backend, _):
+        prompt = answered(backend, RENDER, messages=asked)["prompt"]
+        assert "[tool]It is Lima.\n[tool]Really.\n\nBe brief.\n" in prompt
+        status, refused = ask(backend, RENDER, messages=TURNS[:1] * 2)
+        assert status == 400 and "roles must alternate" in refused["error"]["message"]
+    with serving_with(tmp_path, CHATML) as (backend, _):
+        prompt = answered(backend, RENDER, messages=asked)["prompt"]
+        assert "user\nBe brief." in prompt and prompt.index("Really.") < prompt.index("Be brief.")

@@ -33,7 +33,8 @@ def make_case(name, folder):
     """A family's checkpoint, converted, and what transformers makes of it."""
     model = checkpoints.write_checkpoint(name, folder / "hf")
     packed = folder / "packed.gguf"
-    convert(folder / "hf", packed, ["f32", "f16"], threads=1)
+    report = convert(folder / "hf", packed, ["f32", "f16"], threads=1)
+    assert not report.warnings  # a good checkpoint has nothing to warn of
     tokens, answer = greedy(packed)
     theirs = checkpoints.their_tokens(name, folder / "hf", PROMPT)
     logits = checkpoints.reference_logits(model, tokens + answer)

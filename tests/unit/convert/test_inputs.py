@@ -14,10 +14,14 @@ from tables import cases
 pytest.importorskip("torch", reason="needs the extra `convert`")
 pytest.importorskip("transformers", reason="needs the extra `convert`")
 
+import torch
 import transformers
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as torch_load
+from safetensors.torch import save_file as torch_save
 
 from gguf_tools.convert import convert
+from gguf_tools.convert.quantized import check_quantization
 from gguf_tools.errors import ConvertError
 from gguf_tools.file.reader import GGUFFile
 
@@ -138,6 +142,47 @@ def headed(n_bytes, rest):
     return lambda data: n_bytes.to_bytes(8, "little") + rest
 
 
+def rope(**parameters):
+    return config(rope_parameters={"rope_theta": 10000.0, **parameters})
+
+
+def nvfp4(missing, own=("weight", "weight_scale", "weight_scale_2")):
+    """One matrix in NVFP4, without one of its tensors."""
+
+    def damage(folder):
+        base = EXPERT.removesuffix("weight")
+        types = dict(zip(own, ("uint8", "float8_e4m3fn", "float32"), strict=True))
+        shapes = dict(zip(own, ((96, 32), (96, 4), ()), strict=True))
+        made = {f"{base}{each}": (types[each], shapes[each]) for each in own if each != missing}
+        _of_other_types(folder, EXPERT, made)
+        change_json(folder / "config.json", quantization_config={"quant_method": "modelopt"})
+
+    return damage
+
+
+def fp8_without_scale(folder):
+    _of_other_types(folder, EXPERT, {EXPERT: ("float8_e4m3fn", (96, 64))})
+    change_json(folder / "config.json", quantization_config={"quant_method": "fp8"})
+
+
+def _of_other_types(folder, left_out, made):
+    """All weights in one file, but one, and zeros of these types and shapes."""
+    found = {name: value for path in shards(folder) for name, value in torch_load(path).items()}
+    no_weights(folder)
+    del found[left_out]
+    for name, (dtype, shape) in made.items():
+        found[name] = torch.zeros(shape, dtype=torch.float32).to(getattr(torch, dtype))
+    torch_save(found, folder / "model.safetensors")
+
+
+def written_by_mlx(folder):
+    found = {name: value for path in shards(folder) for name, value in load_file(path).items()}
+    no_weights(folder)
+    save_file(found, folder / "model.safetensors", metadata={"format": "mlx"})
+
+
+BY_BITSANDBYTES = "quantized by bitsandbytes, .*: convert the checkpoint that it was made from"
+BY_MLX = "written by Apple's MLX, .*: convert the checkpoint that it was made from"
 NOT_FINITE = ": a value is not finite"
 # name: what is done to a checkpoint, and what the sentence has, as a regular expression.
 SHARD = r"model-0000{}-of-\d+\.safetensors: "
@@ -165,9 +210,58 @@ FAULTS = {
     "an index that leads out": (an_index_that_leads_out, "is outside of the folder"),
     "no weights": (no_weights, "no weights"),
     "no tokenizer": (text("tokenizer.json", None), "no tokenizer"),
+    "a template that is no text": (
+        lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff"),
+        "chat_template.jinja: is not UTF-8",
+    ),
     "broken tokenizer": (text("tokenizer.json", "{]"), "tokenizer.json: not JSON"),
     "unknown splits": (unknown_splits, "splits text by rules that llama.cpp does not know"),
     "unknown quantization": (config(quantization_config={"quant_method": "secret"}), "secret"),
+    "by bitsandbytes": (
+        config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        BY_BITSANDBYTES,
+    ),
+    "by an older bitsandbytes": (
+        config(quantization_config={"load_in_8bit": True}),
+        BY_BITSANDBYTES,
+    ),
+    "in bitsandbytes' form": (
+        put("model.norm.weight.quant_state.bitsandbytes__nf4", np.ones(3, "u1")),
+        BY_BITSANDBYTES,
+    ),
+    "by MLX": (written_by_mlx, BY_MLX),
+    "quantized by MLX": (config(quantization={"group_size": 64, "bits": 4}), BY_MLX),
+    "NVFP4 without its second scale": (
+        nvfp4("weight_scale_2"),
+        r"experts\.3\.up_proj\.weight_scale has no scale \(.*weight_scale_2 is missing\)",
+    ),
+    "packed NVFP4 without its second scale": (
+        nvfp4("weight_global_scale", ("weight_packed", "weight_scale", "weight_global_scale")),
+        r"weight_scale has no scale \(.*weight_scale_2 is missing\)",
+    ),
+    "FP8 without its scale": (
+        fp8_without_scale,
+        r"experts\.3\.up_proj\.weight has no scale \(.*weight_scale_inv is missing\)",
+    ),
+    "unknown rope": (rope(rope_type="fancy", factor=4.0), "config.json: the rope type 'fancy'"),
+    "rope of other architectures": (
+        rope(
+            rope_type="llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=256,
+        ),
+        "config.json: upstream's converter drops the rope type 'llama3' for this architecture",
+    ),
+    "rope without a factor": (
+        rope(rope_type="yarn", original_max_position_embeddings=128),
+        "Missing required keys in `rope_parameters` .* {'factor'}",
+    ),
+    "rope in the older form": (
+        config(rope_parameters=None, rope_scaling={"type": "fancy", "factor": 4.0}),
+        "config.json: the rope type 'fancy'",
+    ),
     "missing expert": (
         tensors(lambda found: found.pop(EXPERT)),
         "experts are missing: model.layers.1.mlp.experts",
@@ -187,6 +281,134 @@ def test_a_damaged_checkpoint(folder, name):
     assert re.search(expected, found), found
     assert str(folder) in found
     assert len(found) < 500
+
+
+# Types of tensors by name, with all scales that they need.
+@cases(
+    "dtypes",
+    {"a.weight": "U8", "a.weight_scale": "F8_E4M3", "a.weight_scale_2": "F32"},
+    {"a.weight_packed": "U8", "a.weight_scale": "F8_E4M3", "a.weight_global_scale": "F32"},
+    {"a.weight": "F8_E4M3", "a.weight_scale_inv": "F32"},
+    {"a.weight": "F8_E4M3", "a.weight_scale": "BF16"},
+    {"a.weight": "F8_E4M3", "a.scale": "F8_E8M0"},
+    {"a.weight": "F8_E5M2", "a.qscale_weight": "F32"},
+    {"a.weight": "BF16", "a.bias": "F32"},
+)
+def test_scales_that_are_there(tmp_path, dtypes):
+    settings = {"quantization_config": {"quant_method": "fp8"}}
+    check_quantization(tmp_path, settings, dtypes, is_mlx=False)
+    check_quantization(tmp_path, {"text_config": settings}, dtypes, is_mlx=False)
+
+
+def converted(folder, out):
+    """(metadata of the model, what was said besides what was written)."""
+    result = run("convert", folder, out, *TIERS)
+    assert result.exit_code == 0, result.output
+    with GGUFFile.open(out) as file:
+        return dict(file.metadata), "\n".join(result.output.splitlines()[1:])
+
+
+FRONT = "---\n{}\n---\n# A model\n"
+NO_LIST = "README.md: not copied, since a text or a list of texts is expected: {}"
+NO_FIELDS = "README.md: its metadata is not copied: {}"
+BOMB = "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in zip("ab", "bc", strict=True))
+
+
+# Front matter; the metadata that comes of it, None where the key is absent; and the note.
+@cases(
+    "text, key, value, note",
+    (FRONT.format("license: mit"), "license", "mit", ""),
+    (FRONT.format("license: [mit, bsd]"), "license", "mit,bsd", ""),
+    (FRONT.format("\tlicense: mit"), "license", "mit", ""),
+    (FRONT.format("license: mit").replace("\n", "\r\n"), "license", "mit", ""),
+    ("\ufeff" + FRONT.format("license: mit"), "license", "mit", ""),
+    ("---\nlicense: mit\n# A model\n", "license", "mit", ""),
+    (FRONT.format(""), "license", None, ""),
+    (FRONT.format("license:\nlicense_link: null"), "license", None, ""),
+    ("# A model\n", "license", None, ""),
+    (FRONT.format("language: [en, null, no]"), "languages", ["en", "no"], ""),
+    (FRONT.format("tags: [1, 2.10, true]"), "tags", ["1", "2.10", "true"], ""),
+    (FRONT.format("tags: moe"), "tags", ["moe"], ""),
+    (FRONT.format("widget: {a: [1, {b: 2}]}"), "tags", None, ""),
+    (FRONT.format("base_model: 7"), "base_model.0.name", "7", ""),
+    (FRONT.format("base_model: [{name: x}]"), "base_model.0.name", "x", ""),
+    (FRONT.format("base_model: {name: x}"), "base_model.count", None, NO_LIST.format("base_model")),
+    (FRONT.format("tags: {a: 1}\nname: [a]"), "tags", None, NO_LIST.format("tags, name")),
+    (FRONT.format(f"a: &a [x]\n{BOMB}tags: *c"), "tags", None, NO_LIST.format("tags")),
+    (FRONT.format('tags: ["\\uD83D"]'), "tags", None, "README.md"),
+    (FRONT.format("a: !!python/object/apply:os.abort []"), "tags", None, ""),
+    (FRONT.format("base_model: ["), "tags", None, NO_FIELDS.format("it is not YAML in line 3: ")),
+    (FRONT.format("- a"), "tags", None, NO_FIELDS.format("its front matter is not a mapping")),
+    (FRONT.format("text"), "tags", None, NO_FIELDS.format("its front matter is not a mapping")),
+    (FRONT.format("[" * 9999), "tags", None, "README.md: its metadata is not copied: it is n"),
+    (FRONT.format("license: é").encode("latin-1"), "license", None, NO_FIELDS.format("it is not")),
+)
+def test_odd_front_matter_is_left_out(whole, tmp_path, text, key, value, note):
+    """One note names the file, and the model is written."""
+    shutil.copytree(whole, tmp_path / "hf")
+    data = text if isinstance(text, bytes) else text.encode()
+    (tmp_path / "hf" / "README.md").write_bytes(data)
+    metadata, said = converted(tmp_path / "hf", tmp_path / "out.gguf")
+    assert metadata.get(f"general.{key}") == value
+    assert note in said and len(said.splitlines()) == bool(note), said
+
+
+def test_front_matter_without_an_end(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("gguf_tools.convert.model_card.MAX_BYTES", 64)
+    (folder / "README.md").write_text("---\nlicense: mit\n" + "a: é\n" * 99)
+    _, said = converted(folder, tmp_path / "out.gguf")
+    assert "README.md: its metadata is not copied: its front matter does not end within" in said
+
+
+@cases(
+    "files, template",
+    ({"chat_template.jinja": "new"}, "new"),
+    ({"chat_template.jinja": "\ufeffnew"}, "new"),
+    ({"additional_chat_templates/tools.jinja": "tools"}, "old"),
+    ({"chat_template.json": '{"chat_template": "other"}'}, "old"),
+    ({}, "old"),
+)
+def test_a_template_in_a_file_of_its_own_wins(folder, tmp_path, files, template):
+    """As in transformers, over the one in tokenizer_config.json."""
+    change_json(folder / "tokenizer_config.json", chat_template="old")
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    metadata, said = converted(folder, tmp_path / "out.gguf")
+    assert metadata["tokenizer.chat_template"] == template and not said
+
+
+def test_further_templates_are_kept_beside_it(folder, tmp_path):
+    change_json(folder / "tokenizer_config.json", chat_template="old")
+    (folder / "chat_template.jinja").write_text("new")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    metadata, _ = converted(folder, tmp_path / "out.gguf")
+    assert metadata["tokenizer.chat_template"] == "new"
+    assert metadata["tokenizer.chat_template.tool_use"] == "tools"
+
+
+@cases(
+    "parameters, note",
+    ({"rope_type": "default"}, ""),
+    ({"rope_type": "linear", "factor": 4.0}, ""),
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, ""),
+    ({"rope_type": "dynamic", "factor": 4.0}, "config.json: the rope type 'dynamic' is not conv"),
+)
+def test_a_rope_type_that_is_known(folder, tmp_path, parameters, note):
+    rope(**parameters)(folder)
+    metadata, said = converted(folder, tmp_path / "out.gguf")
+    assert note in said and bool(note) == bool(said)
+    scaled = parameters["rope_type"] in ("linear", "yarn")
+    assert metadata.get("qwen3moe.rope.scaling.factor") == (4.0 if scaled else None)
+
+
+def test_a_warning_of_upstreams_reaches_the_user(folder, tmp_path):
+    """Once, and in no other place."""
+    change_json(folder / "tokenizer_config.json", chat_template=5)
+    _, said = converted(folder, tmp_path / "out.gguf")
+    assert said.startswith("Note: ") and len(said.splitlines()) == 1
+    assert "upstream's converter warns: Bad type for chat_template" in said
 
 
 OWN_TOKENIZER = """

@@ -80,6 +80,7 @@ class FakeBackend:
     slot_context, parallel, cells = 512, 1, 1000
     max_tokens, n_vocab = None, 4096
     most_scored = 16384
+    architecture, digest, modified_s = "qwen3moe", "ab" * 32, 1e9
     most_body_bytes, body_factor = 2**17, BODY_FACTOR
 
     def __init__(self, *requests):
@@ -120,6 +121,9 @@ class FakeBackend:
 
     def costs(self):
         return lambda: {"hit_rate": 0.5}
+
+    def device_bytes(self):
+        return 3
 
     def settings_for(self, changes):
         if "bad" in changes:

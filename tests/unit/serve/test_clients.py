@@ -141,7 +141,10 @@ def test_ollama(served):
     shown = client.show(listed.model)
     assert listed.model == "moe-edge-demo" and listed.size > 2**20
     assert shown.modelinfo["qwen3moe.context_length"] == 1024 and shown.template
-    assert client.ps().models[0].details.quantization_level == "Q8_0"
+    (loaded,) = client.ps().models
+    assert loaded.details.quantization_level == "Q8_0" and loaded.size_vram == 0
+    assert loaded.digest == listed.digest and len(loaded.digest) == 64
+    assert shown.modified_at == listed.modified_at < loaded.expires_at
     assert client.generate("any", "").done_reason == "load"
     # Whole and in lines: the same words, with what they cost.
     for call, text in (

@@ -1,6 +1,7 @@
 """Ollama's form of requests, answers and errors."""
 
 import json
+from datetime import datetime, timezone
 
 import pytest
 from asgi import SAID, ask
@@ -68,8 +69,8 @@ AS_TEXT = {"name": "f", "arguments": '{"x": "ø"}'}
 CALLS = [{"id": f"call_{n}", "type": "function", "function": AS_TEXT} for n in (0, 1)]
 TRANSLATED = [
     {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": CALLS},
-    {"role": "tool", "content": "1", "tool_call_id": "call_0"},
-    {"role": "tool", "content": "2", "tool_call_id": "call_1"},
+    {"role": "tool", "content": "1", "tool_call_id": "call_0", "name": "f"},
+    {"role": "tool", "content": "2", "tool_call_id": "call_1", "name": "f"},
 ]
 OPTIONS = {"num_predict": 7, "top_p": 0.5, "stop": ["x"]}
 
@@ -97,6 +98,90 @@ def test_a_request_becomes_openais(path, asked, got):
     ((route, body),) = backend.asked
     assert route == ("/v1/completions" if asked.get("raw") else "/v1/chat/completions")
     assert {name: json.loads(body).get(name) for name in got} == got
+
+
+def calls(*names, **more):
+    return {
+        "role": "assistant",
+        "tool_calls": [{"function": {"name": name, "arguments": {}}, **more} for name in names],
+    }
+
+
+def result(content, **more):
+    return {"role": "tool", "content": content, **more}
+
+
+# Messages, and the id and name that the result "x" of a tool gets.
+@cases(
+    "messages, id, name",
+    # By its name, also if an earlier one has no result.
+    ([calls("f", "g"), result("x", tool_name="g")], "call_1", "g"),
+    ([calls("f", "g", "f"), result("1", tool_name="f"), result("x", tool_name="f")], "call_2", "f"),
+    ([calls("f"), calls("g"), result("x")], "call_1", "g"),
+    ([calls("f"), *SAID, calls("f"), result("x", tool_name="f")], "call_1", "f"),
+    # By its id.
+    ([calls("f", id="own"), result("x", tool_call_id="own")], "own", "f"),
+    ([calls("f", id="a"), calls("g", id="b"), result("x", tool_call_id="a")], "a", None),
+    # By its order.
+    ([calls("f", "g"), result("1"), result("x")], "call_1", "g"),
+    ([calls("f"), result("x", tool_name="other")], "call_0", "f"),
+    ([result("x")], "", None),
+    ([result("x", tool_name="f")], "", "f"),
+)
+def test_a_result_of_a_tool_belongs_to_its_call(messages, id, name):
+    got = translated([*SAID, *messages])
+    (found,) = [each for each in got if each["content"] == "x"]
+    assert (found["tool_call_id"], found.get("name")) == (id, name)
+
+
+@cases(
+    "arguments, text",
+    ({"x": "ø"}, '{"x": "ø"}'),
+    ('{"x":1}', '{"x":1}'),
+    ('{"x": "cut o', '{"x": "cut o"}'),
+    ("", "{}"),
+)
+def test_arguments_may_be_a_text(arguments, text):
+    sent = {
+        "role": "assistant",
+        "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+    }
+    ((made,),) = [each["tool_calls"] for each in translated([*SAID, sent]) if "tool_calls" in each]
+    assert made["function"]["arguments"] == text
+
+
+def translated(messages):
+    backend = FakeBackend(streaming(b"data: [DONE]\n\n"))
+    assert ask(app_for(backend), "/api/chat", {"messages": messages}).status == 200
+    return json.loads(backend.asked[0][1])["messages"]
+
+
+MODEL = {"id": "m", "meta": {"size": 5, "n_params": 7_000_000_000, "ftype": "Q8_0"}}
+
+
+def test_the_model_is_described_as_ollama_does():
+    """With each field that its clients read, among them times that they parse."""
+    listing = json.dumps({"data": [MODEL]}).encode()
+    backend = FakeBackend(
+        whole(listing), whole(listing), whole(listing), whole(b'{"chat_template": "t"}')
+    )
+    app = app_for(backend)
+    (tagged,) = ask(app, "/api/tags").json()["models"]
+    (loaded,) = ask(app, "/api/ps").json()["models"]
+    shown = ask(app, "/api/show", {}).json()
+    details = {
+        "parent_model": "",
+        "format": "gguf",
+        "family": "qwen3moe",
+        "families": ["qwen3moe"],
+        "parameter_size": "7.0B",
+        "quantization_level": "Q8_0",
+    }
+    both = {"name": "m", "model": "m", "size": 5, "digest": "ab" * 32, "details": details}
+    assert tagged == {**both, "modified_at": "2001-09-09T01:46:40+00:00"}
+    assert loaded.pop("expires_at") > datetime.now(timezone.utc).isoformat()
+    assert loaded == {**both, "size_vram": 3, "context_length": 512}
+    assert shown["modified_at"] == tagged["modified_at"] and shown["details"] == details
 
 
 @cases(

@@ -103,7 +103,7 @@ ONE, TWO = [tool("a")], [tool("a"), tool("b")]
     *[
         (path, {"messages": messages}, "messages")
         for path in (CHAT, MESSAGES, COUNT, "/apply-template")
-        for messages in ("x", 5, {}, [], None, ["x"], [{}], [{"role": "user", "content": []}])
+        for messages in ("x", 5, {}, [], None, ["x"], [{}], [{"role": "user", "content": 5}])
     ],
     (MESSAGES, {"messages": [{"role": "user"}]}, "messages[0].content is missing"),
     (MESSAGES, {"max_tokens": 0}, "max_tokens must be a whole number from 1"),
@@ -223,7 +223,7 @@ AS_SENT = None
     (CHAT, {"modalities": ["text"], "audio": None, "functions": [], "store": 1}, {}),
     (COMPLETIONS, {"best_of": 1, "suffix": ""}, {}),
     (RESPONSES, {"background": False, "conversation": None, "store": False}, {}),
-    (MESSAGES, said({"type": "text", "text": "a"}, {"type": "tool_result"}), AS_SENT),
+    (MESSAGES, said({"type": "text", "text": "a"}, {"type": "thinking"}), AS_SENT),
     # Agents offer tools that a server would run to any server.
     (RESPONSES, {"tools": [{"type": "web_search"}, OWN]}, {"tools": [OWN]}),
     (MESSAGES, {"tools": [{"type": "web_search_20250305"}, OWN]}, {"tools": [OWN]}),

@@ -1,0 +1,214 @@
+"""Conversations of OpenAI's and Anthropic's clients, rewritten so that llama.cpp reads them.
+
+llama.cpp refuses or reorders several things that clients may send, among them parts of its own
+answers. A client that repeats such a message in each request could never continue its conversation.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from orchestrator.serve.wire import ANTHROPIC, RESPONSES
+
+Item = dict[str, Any]
+
+# Claude Code's first system block: `x-anthropic-billing-header: cc_version=2.1.9.e51; cch=a5145;`.
+# Its values differ in each request, so that no prompt would begin like the one before.
+_BILLING = re.compile(r"x-anthropic-billing-header:(?:[ \t]*[\w-]+=[^;\s]*(?:;|(?=\s|$)))*\s*")
+# Strings, punctuation, and other values of JSON. A string without an end matches nothing.
+_TOKEN = re.compile(r'\s*("(?:[^"\\]|\\.)*"|[][{}:,]|[^][{}:,"\s]+)', re.DOTALL)
+# The longest escape that a string can be cut in: a pair of surrogates.
+_LONGEST_ESCAPE = len(r"\ud83d\ude00")
+_CLOSERS = {"{": "}", "[": "]"}
+
+
+def settle_messages(route: str, data: dict[str, Any]) -> None:
+    """Rewrite the conversation of a request in place. route: the path whose form it has. Its fields
+    have been checked against that path's schema."""
+    if route == RESPONSES:
+        if isinstance(data.get("input"), list):
+            data["input"] = [made for item in data["input"] for made in _response_item(item)]
+        return
+    messages = data.get("messages")
+    if not isinstance(messages, list):
+        return
+    if route == ANTHROPIC:
+        _settle_system(data)
+        data["messages"] = [made for message in messages for made in _anthropic(message)]
+    else:
+        data["messages"] = [_chat(message) for message in messages]
+
+
+def whole_arguments(arguments: Any) -> str:
+    """Return the arguments of a tool call as the text of a JSON object.
+
+    A text that already is one stays as it is. Arguments that were cut off (at `max_tokens`, say)
+    are closed after the last complete value, or inside the string that was cut. Anything else
+    becomes `{}`.
+    """
+    if isinstance(arguments, dict):
+        return json.dumps(arguments, ensure_ascii=False)
+    text = arguments if isinstance(arguments, str) else ""
+    if _object_in(text) is not None:
+        return text
+    found = _object_in(_closed(text))
+    return json.dumps(found or {}, ensure_ascii=False)
+
+
+def _object_in(text: str) -> Item | None:
+    """The JSON object in a text that llama.cpp can parse too; None if it has none."""
+    try:
+        found = json.loads(text)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _closed(text: str) -> str:
+    """Return JSON that was cut off up to its last complete value, with what is open there closed.
+    If the cut is inside of a string that is a value, the part that is there is kept."""
+    at = end = 0
+    open_ones: list[str] = []
+    before = ""
+    while match := _TOKEN.match(text, at):
+        token, at = match[1], match.end()
+        is_key = _is_key(open_ones, before)
+        if token in _CLOSERS:
+            open_ones.append(token)
+        elif token in _CLOSERS.values() and open_ones:
+            open_ones.pop()
+        # A number or a word at the end of the text may be a part of one.
+        is_whole = token[0] in '"{}[]' or at < len(text)
+        if token not in ",:" and is_whole and not is_key:
+            end = at
+        before = token
+    closers = "".join(_CLOSERS[each] for each in reversed(open_ones))
+    cut_string = "" if _is_key(open_ones, before) else _ended(text[at:])
+    return (text[:at] + cut_string if cut_string else text[:end]) + closers
+
+
+def _is_key(open_ones: list[str], before: str) -> bool:
+    """Whether the next string is the name of a property. before: the token in front of it."""
+    return open_ones[-1:] == ["{"] and before in ("{", ",")
+
+
+def _ended(text: str) -> str:
+    """Return a string of JSON that lacks its end with an end, "" if that makes no string. An escape
+    that was cut is left out."""
+    for n_left_out in range(_LONGEST_ESCAPE):
+        made = text[: len(text) - n_left_out] + '"'
+        try:
+            if isinstance(found := json.loads(made), str) and found.encode() is not None:
+                return made
+        except ValueError:
+            continue
+    return ""
+
+
+def _chat(message: Any) -> Any:
+    """A message of OpenAI's chat."""
+    if not isinstance(message, dict):
+        return message
+    made = _with_content(message)
+    if made.get("role") == "system":
+        made["content"] = _without_billing(made.get("content"))
+    calls = made.get("tool_calls")
+    if isinstance(calls, list):
+        made["tool_calls"] = [_chat_call(call) for call in calls]
+    elif made.get("role") == "assistant":
+        made.setdefault("content", "")  # it was cut off while it reasoned
+    return made
+
+
+def _chat_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    function = {**function, "arguments": whole_arguments(function.get("arguments"))}
+    return {"type": "function", **call, "function": function}
+
+
+def _with_content(message: Item) -> Item:
+    """A copy of a message. An empty list of content becomes an empty text."""
+    return {**message, "content": ""} if message.get("content") == [] else {**message}
+
+
+def _without_billing(content: Any) -> Any:
+    """The content of a system message, each of its texts without Claude Code's billing header."""
+    if isinstance(content, str):
+        match = _BILLING.match(content)
+        return content[match.end() :] if match else content
+    if isinstance(content, list):
+        return [
+            {**part, "text": _without_billing(part.get("text"))} if isinstance(part, dict) else part
+            for part in content
+        ]
+    return content
+
+
+def _settle_system(data: dict[str, Any]) -> None:
+    """Anthropic's system prompt: without the billing header, and none at all if it is empty."""
+    system = _without_billing(data.pop("system", ""))
+    if isinstance(system, list):
+        system = [block for block in system if block["text"]]
+    if system:
+        data["system"] = system
+
+
+def _anthropic(message: Item) -> Iterator[Item]:
+    """One of Anthropic's messages. Results of tools directly follow the calls, and the rest of the
+    message is a message of its own after them: llama.cpp would put it in front of them."""
+    made = _with_content(message)
+    if not isinstance(made["content"], list):
+        yield made
+        return
+    blocks = [_block(each) for each in made["content"]]
+    results = [each for each in blocks if each.get("type") == "tool_result"]
+    rest = [each for each in blocks if each.get("type") != "tool_result"]
+    for part in (results, rest):
+        if part:
+            yield {**made, "content": part}
+
+
+def _block(block: Item) -> Item:
+    """One of Anthropic's blocks. llama.cpp drops `is_error`, so that the text has to say it."""
+    if block.get("type") == "tool_use":
+        return {**block, "input": json.loads(whole_arguments(block.get("input")))}
+    if block.get("type") == "tool_result" and block.get("is_error") is True:
+        content = block.get("content") or ""
+        said = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        return {**block, "content": [{"type": "text", "text": "Error: "}, *said]}
+    return block
+
+
+def _response_item(item: Any) -> Iterator[Any]:
+    """An item of OpenAI's responses. Reasoning that has no text is left out: without
+    `include: ["reasoning.encrypted_content"]` clients keep no more of it."""
+    if not isinstance(item, dict):
+        yield item
+        return
+    made = _with_content(item)
+    kind = made.get("type")
+    if kind == "reasoning":
+        text = _text_of(made.get("content")) or _text_of(made.get("summary"))
+        if text:
+            content = [{"type": "reasoning_text", "text": text}]
+            yield {"type": kind, "summary": [], "content": content}
+        return
+    if kind == "function_call":
+        made["arguments"] = whole_arguments(made.get("arguments"))
+    elif kind is None and "role" in made:
+        made["type"] = "message"
+    yield made
+
+
+def _text_of(parts: Any) -> str:
+    """The texts in a list of parts, joined."""
+    if not isinstance(parts, list):
+        return ""
+    texts = (part.get("text") for part in parts if isinstance(part, dict))
+    return "".join(text for text in texts if isinstance(text, str))

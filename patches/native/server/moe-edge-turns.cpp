@@ -1,0 +1,47 @@
+// Conversations in which a message of the user directly follows the result of a tool, with every chat template.
+
+#include "chat.h"
+
+#include <exception>
+#include <vector>
+
+common_chat_params moe_edge_templates_apply(
+    const common_chat_templates * templates, const common_chat_templates_inputs & inputs);  // moe-edge-tools.cpp
+
+namespace {
+
+// Appends each message of the user that directly follows the result of a tool to that result. Returns whether there is
+// such a message.
+bool append_to_results(std::vector<common_chat_msg> & messages) {
+    std::vector<common_chat_msg> made;
+    for (const common_chat_msg & each : messages) {
+        if (each.role == "user" && !made.empty() && made.back().role == "tool") {
+            common_chat_msg & result = made.back();
+            result.content = result.render_content() + "\n\n" + each.render_content();
+            result.content_parts.clear();
+        } else {
+            made.push_back(each);
+        }
+    }
+    const bool has_some = made.size() < messages.size();
+    messages.swap(made);
+    return has_some;
+}
+
+}  // namespace
+
+// Upstream's server calls this instead of common_chat_templates_apply. Some templates (those of Mistral and Gemma 2)
+// refuse a conversation unless the user and the assistant take turns, and results of tools do not count. Clients of
+// Anthropic's API send results and a text in one message.
+common_chat_params moe_edge_templates_apply_in_turns(
+        const common_chat_templates * templates, const common_chat_templates_inputs & inputs) {
+    try {
+        return moe_edge_templates_apply(templates, inputs);
+    } catch (const std::exception &) {
+        common_chat_templates_inputs changed = inputs;
+        if (!append_to_results(changed.messages)) {
+            throw;
+        }
+        return moe_edge_templates_apply(templates, changed);
+    }
+}
