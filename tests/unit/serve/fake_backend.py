@@ -78,7 +78,7 @@ class FakeBackend:
     """Gives out requests in turn, and remembers what it was asked."""
 
     slot_context, parallel, cells = 512, 1, 1000
-    max_tokens = None
+    max_tokens, n_vocab = None, 1000
     most_scored = 16384
     most_body_bytes, body_factor = 2**17, BODY_FACTOR
 
