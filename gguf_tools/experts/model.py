@@ -152,7 +152,7 @@ def _of_one(parts: list[GGUFFile]) -> ExpertModel:
     tiers, tier_bytes = sum_tiers(first, tier_names, slices, shapes, hparams.n_expert)
     return ExpertModel(
         path=first.path,
-        name=str(metadata_value(first, "general.name", str, _stem(first.path))),
+        name=_one_line(metadata_value(first, "general.name", str, "")) or _stem(first.path),
         hparams=hparams,
         layer_ids=sorted(tensors.best),
         tiers=tiers,
@@ -167,6 +167,11 @@ def _of_one(parts: list[GGUFFile]) -> ExpertModel:
         fallbacks=[str(text) for text in metadata_value(first, KEY_FALLBACKS, list, [])],
         parts=parts,
     )
+
+
+def _one_line(text: str) -> str:
+    """Return a text of a file's metadata without line feeds and other control characters."""
+    return " ".join("".join(each if each.isprintable() else " " for each in text).split())
 
 
 def _stem(path: Path) -> str:

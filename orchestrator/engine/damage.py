@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,8 +68,14 @@ def with_checksums(spec: StoreSpec, checksums: Checksums) -> StoreSpec:
 class InUse:
     """Files that are read as long as a model runs. Looking takes some microseconds for each."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(
+        self, paths: Sequence[Path], compare: Callable[[], DataCheck | None] = lambda: None
+    ) -> None:
+        """compare: starts to compare the files with their checksums; None if they have none."""
         self._known = {path: _stamp(path) for path in paths}
+        self._compare = compare
+        self._check: DataCheck | None = None
+        self._checked: object = None  # the stamp of the file that is being compared
 
     def look(self) -> tuple[str, bool]:
         """(a sentence about a file that changed, empty where none did; whether what is read of it
@@ -78,7 +84,11 @@ class InUse:
         for path, known in self._known.items():
             now = _stamp(path)
             if now != known and known and now and now[0] == known[0]:
-                return f"{path} was written to while it is in use: start again.", True
+                fault = self._fault_of(path, now, is_as_long=now[1] == known[1])
+                if fault:
+                    return fault, True
+                self._known[path] = now
+                continue
             if now != known:
                 replaced = f"{path} is another file now: answers come from the one of the start."
         return replaced, False
@@ -88,6 +98,21 @@ class InUse:
         sentence, is_changed = self.look()
         if is_changed:
             raise ChangedError(sentence)
+
+    def _fault_of(self, path: Path, now: object, is_as_long: bool) -> str:
+        """Return why a file whose time changed cannot be trusted; "" if its checksums still fit."""
+        written = f"{path} was written to while it is in use: start again."
+        if not is_as_long:
+            return written
+        if self._check is None or self._checked != now:
+            if self._check is not None:
+                self._check.stop()
+            self._check, self._checked = self._compare(), now
+        if self._check is None:
+            return written
+        if self._check.is_running:
+            return f"{path} was touched while it is in use: it is compared with its checksums."
+        return written if self._check.error is not None else ""
 
 
 def _stamp(path: Path) -> tuple[tuple[int, int], int, int] | None:
@@ -128,7 +153,7 @@ class DataCheck:
             for name, each in tensors.items()
             if TIER_MARK not in name and (each.file, each.info.offset) not in without
         ]
-        self._error: Exception | None = None
+        self.error: Exception | None = None
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="checksums", daemon=True)
         self._thread.start()
@@ -139,8 +164,13 @@ class DataCheck:
         while self._thread.is_alive():
             interrupts.check()
             self._thread.join(timeout=0.1)
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it still compares. Afterwards `error` says what it found."""
+        return self._thread.is_alive()
 
     def stop(self) -> None:
         """Ends it early; what it found does not matter any more."""
@@ -154,7 +184,7 @@ class DataCheck:
                     raise DamagedError(f"{part.path}: the header is damaged: its checksum differs")
                 self._check_data(part, [each for each in self._todo if each.part is part])
         except Exception as error:  # noqa: BLE001 - whoever waits raises it
-            self._error = error
+            self.error = error
 
     def _check_data(self, part: GGUFFile, tensors: Sequence[_Told]) -> None:
         buffer = np.empty(_CHUNK_BYTES, np.uint8)

@@ -402,7 +402,7 @@ class Engine(Closing):
         self._prompts.leave()
         self._loaded.close()
         try:
-            history.save()
+            self._save_history()
         finally:
             self.model.close()
 
@@ -410,4 +410,9 @@ class Engine(Closing):
         """Keep what the run learned if the config asks for that, and free nothing: for a process
         that ends while a step runs. Raises OSError if a named profile cannot be written."""
         self._loader.history.learn(self._loaded.driver)
-        self._loader.history.save()
+        self._save_history()
+
+    def _save_history(self) -> None:
+        """Save what was learned, unless the model's file changed: it would be another model's."""
+        if not self._loader.files.look()[1]:
+            self._loader.history.save()

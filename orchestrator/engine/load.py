@@ -81,10 +81,21 @@ class Loader:
         self.bindings, self.gpu = self.planner.bindings, self.planner.gpu
         self.history = History(config, model, self.planner)
         self._specs = StoreSpecs(config, model, self.bindings, self.gpu)
-        self._model, self.files = model, InUse(model.files)
+        self._model, self.files = model, InUse(model.files, self._compare)
         # What llama.cpp reads was found to be what was written, for plans that are managed or not.
         self._sound: set[bool] = set()
         self._can_be_managed = False
+
+    def _compare(self) -> DataCheck | None:
+        """Start to compare what llama.cpp reads with the files' checksums; None if there are none.
+
+        The store compares experts whenever it reads them.
+        """
+        checksums = self._specs.checksums
+        if not checksums.tensors:
+            return None
+        without = managed_places(self._model) if False not in self._sound else ()
+        return DataCheck(self.bindings.library(), checksums, without)
 
     @property
     def on_gpu(self) -> bool:

@@ -132,6 +132,8 @@ _LLAMA = (0x67677371, 3)
 # How the tokens begin that its server writes (server_tokens).
 _PACKED = (-1, 1)
 _MOST_DESCRIPTION = 1 << 20
+# A file that claims more tokens is damaged: they would be read into memory before anything else.
+_MOST_TOKENS = 1 << 21
 _CHUNK = 1 << 22
 
 
@@ -176,7 +178,7 @@ class PromptFolder:
                 remove_abandoned(path / (original + ENDING))
 
     def of(self, key: str) -> list[Listed]:
-        """Files that go with this key, the latest used one first. Drops damaged ones."""
+        """Return the files of a key, the latest used one first. Drops damaged files."""
         found = []
         for path in reversed(self._files()):
             if path.name.startswith(_short(key)) and path not in self._unusable:
@@ -396,13 +398,13 @@ def _describe(file: BinaryIO, path: Path) -> Listed | None:
         data: dict[str, Any] = json.loads(file.read(length))
         marks = tuple((int(a), int(b), int(c)) for a, b, c in data["marks"])
         key, has_part = str(data["key"]), bool(data["has_part"])
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
     if state_end + sum(max(0, b) + max(0, c) for _, b, c in marks) != at:
         return None
     file.seek(0)
     *magic, n = _HEAD.unpack(file.read(_HEAD.size))
-    if tuple(magic) != _LLAMA or n == 0 or _HEAD.size + 4 * n > state_end:
+    if tuple(magic) != _LLAMA or not 0 < n <= _MOST_TOKENS or _HEAD.size + 4 * n > state_end:
         return None
     tokens = _plain(np.frombuffer(file.read(4 * n), "<i4").astype(np.int32))
     return Listed(path, key, tokens, has_part, marks, state_end, n)

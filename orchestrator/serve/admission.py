@@ -9,16 +9,36 @@ import asyncio
 import ctypes
 import hashlib
 import json
+import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from orchestrator.serve.wire import Refusal
 
 T = TypeVar("T")
+# A client that has left gets no answer. The status is nginx's, for the log.
+GIVEN_UP = Refusal(499, "the client has left")
+
+
+class Asked(Protocol):
+    """A request to the native server, as NativeRequest."""
+
+    def whole(self) -> tuple[int, bytes]: ...
+
+    def cancel(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Asks(Protocol):
+    """Makes requests to the native server, as Backend."""
+
+    def request(self, route: str, body: bytes, sequences: Sequence[int] = ()) -> Asked: ...
+
 
 # Of answers that are made and that nobody reads.
 UNREAD_BYTES = 4 * 2**20
@@ -33,6 +53,8 @@ BODY_FACTOR, WHOLE_FACTOR = 64, 92
 KEPT = 8
 # An entry of a request's state: its answer may wait for its client for longer than others.
 PACES_ITSELF = "paces_itself"
+# An entry of a request's state: the name of its client, a digest of its key or an address.
+CLIENT = "client"
 # What is freed goes back to the system from this length on.
 RETURN_FROM_BYTES = 2**19
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -43,18 +65,23 @@ _SHARED = ("system", "developer")
 
 @dataclass(eq=False)
 class Ticket:
-    """A request's place in the line. turn is done when it may run."""
+    """A request's place in the line. turn is done when it may run, or fails with a Refusal if
+    another client takes the place. client: who asks, a key or an address."""
 
     places: int
     cells: int
+    client: str
     turn: asyncio.Future[None]
 
 
 class Gate:
-    """Lets requests in by their order, each with as many places and as much of the context as it
-    takes.
+    """Lets requests in, each with the places and the part of the context that it takes.
 
-    running: requests now; refused: those that the queue had no room for, ever.
+    Clients take turns: each client's requests run in their order, and after one of them the other
+    clients that wait come first. If the queue is full, a client with fewer waiting requests gets
+    the place of the last request of the client with the most.
+
+    running: requests now; refused: requests that the queue had no place for, since the start.
     """
 
     def __init__(self, places: int, queue: int) -> None:
@@ -62,38 +89,51 @@ class Gate:
         self.places, self.queue = places, queue
         self.running = self.refused = 0
         self._free, self._cells = places, 0
-        self._line: deque[Ticket] = deque()
+        # By client, the one whose turn is next first. No line is empty.
+        self._lines: dict[str, deque[Ticket]] = {}
 
     @property
     def waiting(self) -> int:
-        return len(self._line)
+        """Requests that wait."""
+        return sum(map(len, self._lines.values()))
 
     @property
     def is_empty(self) -> bool:
         """Whether no request runs or waits."""
-        return not (self.running or self._line)
+        return not (self.running or self._lines)
 
     def open(self, cells: int) -> None:
-        """The context that requests share has so many cells."""
+        """Sets how many cells the shared context has."""
         self._cells = cells
 
-    def join(self, places: int = 1, cells: int = 0) -> Ticket:
-        """A place in the line, of which its turn may come at once. cells: of the context, for its
-        prompt and its answers. Raises Refusal where the queue is full, and ValueError for more
-        places than there are."""
+    def join(self, places: int = 1, cells: int = 0, client: str = "") -> Ticket:
+        """Returns a place in the line, whose turn may come at once. cells: of the context, for the
+        prompt and its answers. Raises Refusal if the queue is full, and ValueError for more places
+        than there are."""
         if not 1 <= places <= self.places:
             raise ValueError(f"{places} places of {self.places}")
-        ticket = Ticket(places, cells, asyncio.get_running_loop().create_future())
-        if (self._line or not self._fits(ticket)) and self.waiting >= self.queue:
+        ticket = Ticket(places, cells, client, asyncio.get_running_loop().create_future())
+        if (self._lines or not self._fits(ticket)) and self.waiting >= self.queue:
             self.refused += 1
-            raise Refusal(429, "too many requests wait already (--queue): try again later")
-        self._line.append(ticket)
+            self._make_place(client)
+        self._lines.setdefault(client, deque()).append(ticket)
         self._call_next()
         return ticket
 
+    def _make_place(self, client: str) -> None:
+        """Takes the last place of the client with the most waiting requests for another client.
+        Raises Refusal if that would not be fair."""
+        full = Refusal(429, "too many requests wait already (--queue): try again later")
+        longest = max(self._lines.values(), key=len, default=deque())
+        if len(longest) <= len(self._lines.get(client, ())) + 1:
+            raise full
+        last = longest[-1]
+        self._remove(last)
+        last.turn.set_exception(full)
+
     def widen(self, ticket: Ticket, cells: int) -> bool:
-        """Lets a request whose turn has come have more of the context, until it leaves; False where
-        there is no more."""
+        """Gives a running request more of the context, until it leaves; False if there is no
+        more."""
         more = max(0, cells - ticket.cells)
         if more > self._cells:
             return False
@@ -106,18 +146,31 @@ class Gate:
 
     def leave(self, ticket: Ticket) -> None:
         """Gives a place back, at any time, once."""
-        if ticket.turn.done():
+        turn = ticket.turn
+        if turn.done() and not turn.cancelled() and turn.exception() is None:
             self.running -= 1
             self._free += ticket.places
             self._cells += ticket.cells
-        else:
-            self._line.remove(ticket)
-            ticket.turn.cancel()
+        elif not turn.done():
+            self._remove(ticket)
+            turn.cancel()
         self._call_next()
 
+    def _remove(self, ticket: Ticket) -> None:
+        line = self._lines[ticket.client]
+        line.remove(ticket)
+        if not line:
+            del self._lines[ticket.client]
+
     def _call_next(self) -> None:
-        while self._line and self._fits(self._line[0]):
-            ticket = self._line.popleft()
+        while self._lines:
+            client, line = next(iter(self._lines.items()))
+            if not self._fits(line[0]):
+                return
+            ticket = line.popleft()
+            del self._lines[client]
+            if line:
+                self._lines[client] = line  # after the others
             self._free -= ticket.places
             self._cells -= ticket.cells
             self.running += 1
@@ -305,6 +358,8 @@ class Body:
     def __init__(self, bodies: Bodies, longest_bytes: int) -> None:
         """longest_bytes: of any request's body."""
         self.data = b""
+        self._asking: Asked | None = None  # what a thread asks the native server
+        self._is_given_up, self._lock = False, threading.Lock()
         self._bodies, self._most_bytes = bodies, KEPT * longest_bytes
         self._n_bytes = 0
 
@@ -317,6 +372,28 @@ class Body:
             raise Refusal(503, "other requests take the memory for requests: try again later")
         bodies.kept_bytes += more
         self._n_bytes = n_bytes
+
+    def ask(self, backend: Asks, route: str, text: bytes) -> tuple[int, bytes]:
+        """Asks the native server something that decodes nothing, such as the length of a prompt.
+        Returns (status, answer). Blocks; give_up ends it soon. Raises Refusal after give_up."""
+        request = backend.request(route, text)
+        with self._lock:
+            if self._is_given_up:
+                request.close()
+                raise GIVEN_UP
+            self._asking = request
+        try:
+            return request.whole()
+        finally:
+            with self._lock:
+                self._asking = None
+
+    def give_up(self) -> None:
+        """Ends what a thread asks for this body, because its client has left."""
+        with self._lock:
+            self._is_given_up = True
+            if self._asking is not None:
+                self._asking.cancel()
 
     def take(self) -> bytes:
         """The bytes, at its turn: from now on it is one of those that are answered."""

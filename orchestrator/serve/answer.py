@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from orchestrator.errors import NativeError, PolicyError
 from orchestrator.native import NativeRequest
-from orchestrator.serve.admission import PACES_ITSELF, Body, Conversation, outlasting
+from orchestrator.serve.admission import CLIENT, PACES_ITSELF, Body, Conversation, outlasting
 from orchestrator.serve.backend import SCORE_BYTES, Backend
 from orchestrator.serve.requests import check_length
 from orchestrator.serve.state import STOPPING, State
@@ -28,10 +28,12 @@ from orchestrator.serve.wire import (
     failure_at,
     grammar_failure,
     has_costs,
+    is_whole,
     message_of,
     progress_of,
     with_costs,
     with_progress,
+    without_nothing,
 )
 from orchestrator.settings import Settings
 
@@ -113,11 +115,13 @@ class Answer:
     _sending: int = 0  # bytes that the client does not take
     _final: dict[str, Any] | None = None  # its costs, once the work has ended
     _is_over: bool = False  # nobody takes any more of it
+    _client: str = ""  # who asks, as the door says it
     _abort: Callable[[], None] = lambda: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # It has bounds of its own for a client that does not read.
         scope.setdefault("state", {})[PACES_ITSELF] = True
+        self._client = scope["state"].get(CLIENT, "")
         out = (self.outlet or partial(Outlet, route=self.route))(send)
         # Closes the connection with what is unsent: who reads nothing would keep it for ever.
         self._abort = scope["state"].get("abort", self._abort)
@@ -147,7 +151,7 @@ class Answer:
         state, backend, loop = self.state, self.backend, asyncio.get_running_loop()
         with ExitStack() as held:  # what others wait for; closed with the work, before the answer
             try:
-                ticket = state.gate.join(self.places, self.cells)
+                ticket = state.gate.join(self.places, self.cells, self._client)
                 held.callback(self._rest)
                 held.callback(state.gate.leave, ticket)
                 await self._turn(ticket.turn, out)
@@ -222,7 +226,7 @@ class Answer:
                 503, f"the server has no room for the request: {error.strerror}"
             ) from None
         try:
-            is_all = False
+            is_all, last = False, b""
             reading = b""  # the last report on the prompt that is being read
             while not is_all:
                 # the tokens of a shared step cannot be told apart
@@ -236,9 +240,14 @@ class Answer:
                     await out.ping()
                     continue
                 text, is_all = come
+                if request.is_stream:
+                    text = without_nothing(text)
                 reading = progress_of(text)
                 if not text:
                     continue
+                if self.state.stopping and request.status == 400:
+                    raise STOPPING  # llama.cpp gave the request up
+                last = text
                 failed_at = failure_at(request.status, text)
                 if failed_at > 0:
                     await send(text[:failed_at])
@@ -250,6 +259,8 @@ class Answer:
                 is_shared = is_shared or gate.running > 1
                 await send(text)
             await parts.close()  # raises what the thread raised, while an error can be said
+            if self.state.stopping and not is_whole(last, request.is_stream):
+                raise STOPPING
             if out.status is None:
                 await out.begin(request.status, JSON)
             await out.part(b"", more=False)
@@ -273,12 +284,13 @@ class Answer:
                 await self._check()  # the last moment at which a refusal has its status
             if not turn.done():
                 await out.ping()
+        turn.result()  # raises Refusal if another client got the place
 
     async def _check(self) -> None:
         """Raises Refusal for a request that llama.cpp would refuse. Where sequences share the
         context, that was looked at before."""
         if self.backend.parallel == 1:
-            work = partial(check_length, self.route, self.body.data, self.backend)
+            work = partial(check_length, self.route, self.body.data, self.backend, self.body)
             await self.state.bodies.run(work)
 
     async def _client_gone(self, receive: Receive) -> None:

@@ -112,14 +112,14 @@ class Endpoints:
                 answer.conversations = conversations_of(data, parallel)
             answer.places = len(answer.conversations)
             if backend.parallel > 1:
-                answer.cells = settle_length(route, data, backend, answer.places)
+                answer.cells = settle_length(route, data, backend, answer.places, body)
         body.data = written(data)
         return answer
 
     async def quick(self, route: str, request: Request) -> ASGIApp:
         def work(backend: Backend, body: Body) -> ASGIApp:
             data, _ = read_request(route, body.data, backend)
-            status, text = asked(backend, route, written(data))
+            status, text = body.ask(backend, route, written(data))
             if COUNTING.get(route) == ANTHROPIC and status >= 400:
                 text = mapped(text, False, anthropic_error)
             body.data = b""
@@ -195,7 +195,16 @@ class Endpoints:
             except asyncio.TimeoutError:
                 late = f"the request was not here after --patience, {settings.patience} s"
                 raise Refusal(408, late) from None
-            answer = await state.bodies.run(partial(work, backend, body))
+            look = asyncio.create_task(state.bodies.run(partial(work, backend, body)))
+            left = asyncio.create_task(_left(request.receive))
+            try:
+                await asyncio.wait({look, left}, return_when=asyncio.FIRST_COMPLETED)
+                if not look.done():
+                    body.give_up()
+                answer = await look
+            finally:
+                left.cancel()
+                look.cancel()
             body.count(len(body.data))  # written anew, it may be longer
         except BaseException:
             body.take()
@@ -208,6 +217,12 @@ class Endpoints:
                 body.take()
 
         return answered
+
+
+async def _left(receive: Receive) -> None:
+    """Returns when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _read_of(state: State, route: str) -> tuple[int, bytes]:

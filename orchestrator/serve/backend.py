@@ -134,16 +134,36 @@ class Words:
     def _patterns(self) -> list[re.Pattern[str]]:
         """Made for the first long text: looking for all marks takes 0.05 s."""
         if not self._by_byte:
-            return [re.compile(r"[^\n]+|\n+")]
+            return [re.compile(r"[^\n]+"), re.compile(r"\n+")]
         marks = "".join(chr(n) for n in _MARKED if unicodedata.category(chr(n)).startswith("M"))
         spaces = r"|[^\S\r\n]" if self._joins_spaces else ""
         letters = re.compile(rf"(?:[^\W_]|[{marks}]{spaces})+")
-        return [letters, re.compile(r"(?:\W|_)+")]
+        return [letters, re.compile(r"[\W_]+")]
 
     def longest(self, text: str) -> int:
-        """How many symbols the longest has: bytes, or characters."""
-        found = (word[0] for each in self._patterns for word in each.finditer(text))
-        return max((len(word.encode() if self._by_byte else word) for word in found), default=0)
+        """Return the length of the longest word of a text, in bytes or in characters.
+
+        The text is searched in pieces, because a regular expression lets no other thread run. Each
+        pattern repeats a class of single characters, so a word may continue in the next piece.
+        """
+        return max((self._longest_of(each, text) for each in self._patterns), default=0)
+
+    def _longest_of(self, pattern: re.Pattern[str], text: str) -> int:
+        longest = 0
+        begun = 0  # length of a word that reaches the end of the piece before
+        for at in range(0, len(text), PIECE_CHARS):
+            piece = text[at : at + PIECE_CHARS]
+            goes_on = False
+            for found in pattern.finditer(piece):
+                word = found[0]
+                length = len(word.encode() if self._by_byte else word)
+                if found.start() == 0:
+                    length += begun
+                longest = max(longest, length)
+                if found.end() == len(piece):
+                    begun, goes_on = length, True
+            begun = begun if goes_on else 0
+        return longest
 
 
 def sentence_of(error: Exception) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
@@ -14,13 +16,15 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from orchestrator.serve.admission import PACES_ITSELF
+from orchestrator.serve.admission import CLIENT, PACES_ITSELF
 from orchestrator.serve.schemas import paths
 from orchestrator.serve.state import STOPPING, State
 from orchestrator.serve.wire import Refusal, is_ollama, ollama_error
 
 OPEN = (*paths("/health"), "/")  # without a key
 PICTURE = "/experts"
+# A name or an address, and a port.
+_HOST = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+\])(?::\d+)?", re.ASCII)
 # What a path may have as it is in the log.
 PLAIN = "/:@!$&'()*+,;=~"
 GONE = 499  # nginx's status for a client that went away
@@ -43,7 +47,10 @@ class Door:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = _without_address(scope)
         begin_s = monotonic()
+        address = scope.get("client")
+        scope.setdefault("state", {})[CLIENT] = f"address {address[0]}" if address else ""
         client = _Client(self._state, scope, receive, send)
         try:
             await self._let_in(scope, client)
@@ -94,8 +101,10 @@ class Door:
         if state.keys and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
             scheme, _, token = headers.get("authorization", "").partition(" ")
             brought = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-            if not any(hmac.compare_digest(brought.encode("latin-1"), key) for key in state.keys):
+            key = brought.encode("latin-1")
+            if not any(hmac.compare_digest(key, each) for each in state.keys):
                 return Refusal(401, "a key is missing or wrong: Authorization: Bearer KEY")
+            scope.setdefault("state", {})[CLIENT] = f"key {hashlib.sha256(key).hexdigest()}"
         return None
 
 
@@ -184,10 +193,26 @@ def _place_of(origin: str) -> str | None:
 
 
 def _name_of(host: str) -> str:
-    """The name in a Host header, without its port."""
-    with suppress(ValueError):
-        return (urlsplit(f"//{host}").hostname or "").lower()
-    return ""
+    """Return the name in a Host header without its port; "" if it is no valid Host header."""
+    found = _HOST.fullmatch(host)
+    return found[1].strip("[]").lower() if found else ""
+
+
+def _without_address(scope: Scope) -> Scope:
+    """Return a scope whose path is a path also if the request names a whole address.
+
+    HTTP lets a client send `GET http://localhost/health`. The name in the address then replaces
+    the Host header (RFC 9112, section 3.2.2).
+    """
+    path = scope["path"]
+    scheme, mark, rest = path.partition("://")
+    if not mark or scheme.lower() not in ("http", "https"):
+        return scope
+    host, _, path = rest.partition("/")
+    headers = [(name, text) for name, text in scope["headers"] if name != b"host"]
+    headers.append((b"host", host.encode("latin-1", "replace")))
+    raw = b"/" + scope["raw_path"].partition(b"://")[2].partition(b"/")[2]
+    return {**scope, "path": f"/{path}", "raw_path": raw, "headers": headers}
 
 
 def _cors_fields(origin: str, wanted: str | None) -> dict[str, str]:

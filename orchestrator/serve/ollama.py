@@ -63,9 +63,12 @@ class OllamaRequest:
         for name in OLLAMA["options"]["properties"].keys() & options.keys():
             if options[name] is not None:
                 self.data[name] = options[name]
-        # Less than none is no limit.
         limit = self.data.pop("num_predict", -1)
-        if limit >= 0:
+        if limit == 0:
+            raise Refusal(
+                400, "options.num_predict must be a whole number from 1, or below 0 for no limit"
+            )
+        if limit > 0:
             self.data["max_tokens"] = limit
         form = data.get("format")
         if form == "json":

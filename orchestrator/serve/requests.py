@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gguf_tools.units import format_size
-from orchestrator.serve.admission import PROBS_BYTES
+from orchestrator.serve.admission import PROBS_BYTES, Body
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.messages import settle_messages
 from orchestrator.serve.schemas import (
@@ -69,6 +69,8 @@ MOST_NAME_CHARS = 256
 # Of an object: for each of its optional properties llama.cpp copies the list of those behind it,
 # and for each of these again.
 MOST_PROPERTIES = 512
+# Texts that end an answer. An empty one would end every answer at once.
+_STOPS = ("stop", "stop_sequences")
 _SHAPES = ("json_schema", "response_format", "tools")
 _TEMPLATE = "the model's own is used, or that of --chat-template"
 _ECHO = "/v1/completions has it, for the likelihood of a prompt"
@@ -139,7 +141,7 @@ def read_request(
     _check_values(data, len(body), backend.most_body_bytes)
     form = COUNTING.get(route, route)
     _settle_format(form, data)
-    settle_fields(form, data, backend.slot_context)
+    settle_fields(form, data, backend.slot_context, backend.n_vocab)
     settle_tool_choice(form, data)
     settle_reasoning(form, data)
     settle_messages(form, data)
@@ -208,8 +210,19 @@ def request_schema(route: str) -> Schema:
     return _resolved(body)
 
 
-def settle_fields(route: str, data: dict[str, Any], n_ctx: int) -> None:
-    """Leaves in a request what this path's schema has, with values for a context of n_ctx tokens.
+def _n_parts(message: Any) -> int:
+    """Returns how many things a template writes for a message: its blocks and calls, at least 1."""
+    lists = (
+        [message.get(name) for name in ("content", "tool_calls")]
+        if isinstance(message, dict)
+        else []
+    )
+    return max(1, sum(len(each) for each in lists if isinstance(each, list)))
+
+
+def settle_fields(route: str, data: dict[str, Any], n_ctx: int, n_vocab: int = 0) -> None:
+    """Leaves in a request what this path's schema has, with values for a context of n_ctx tokens
+    and a vocabulary of n_vocab.
 
     Clients send fields that mean something to other servers alone, and null for what they leave
     open: both go. Raises Refusal for a value of another kind or beyond its bounds, for a field that
@@ -220,6 +233,11 @@ def settle_fields(route: str, data: dict[str, Any], n_ctx: int) -> None:
         if data.get(name) is not None and (name != "lora" or data[name]):
             raise Refusal(400, f"{name} cannot be set by a request: {why}")
     schema = request_schema(route)
+    for name in _STOPS:
+        if data.get(name) == "":
+            del data[name]
+        elif isinstance(data.get(name), list):
+            data[name] = [each for each in data[name] if each != ""]
     for name in [name for name, value in data.items() if value is None]:
         del data[name]
     for name in data.keys() - schema["properties"].keys():
@@ -231,8 +249,18 @@ def settle_fields(route: str, data: dict[str, Any], n_ctx: int) -> None:
         if name in data:
             data[name] = n_ctx if data[name] < 0 else min(data[name], n_ctx)
     messages = data.get("messages", data.get("input"))
-    if isinstance(messages, list) and len(messages) > max(_FEW_MESSAGES, n_ctx // MESSAGE_TOKENS):
-        raise beyond_context(f"{len(messages)} messages", MESSAGE_TOKENS * len(messages), n_ctx)
+    n_parts = sum(map(_n_parts, messages)) if isinstance(messages, list) else 0
+    if n_parts > max(_FEW_MESSAGES, n_ctx // MESSAGE_TOKENS):
+        raise beyond_context(
+            f"{n_parts} {'messages' if n_parts == len(messages) else 'parts of messages'}",
+            MESSAGE_TOKENS * n_parts,
+            n_ctx,
+        )
+    tokens = data.get("tokens") if route == "/detokenize" else None
+    if tokens and not all(0 <= each < n_vocab for each in tokens):
+        raise Refusal(
+            400, f"tokens must be numbers from 0 to {n_vocab - 1}, the model's vocabulary"
+        )
 
 
 def fault_of(schema: Schema, value: Any, where: str) -> str | None:
@@ -620,7 +648,9 @@ def _limit(data: dict[str, Any], n_tokens: int) -> None:
     data["max_tokens"] = n_tokens
 
 
-def settle_length(route: str, data: dict[str, Any], backend: Backend, n_answers: int) -> int:
+def settle_length(
+    route: str, data: dict[str, Any], backend: Backend, n_answers: int, asker: Body
+) -> int:
     """Bounds an answer that shares the context with those of other sequences, and returns how many
     of its cells the request takes at most: nobody else is let into these.
 
@@ -628,7 +658,7 @@ def settle_length(route: str, data: dict[str, Any], backend: Backend, n_answers:
     RESERVED_TOKENS in any case, as far as the context goes. Raises Refusal as check_length.
     """
     body, most = written(data), backend.slot_context
-    counted = check_length(route, body, backend)
+    counted = check_length(route, body, backend, asker)
     n_prompt = len(body) if counted is None else counted  # no token is shorter than a byte
     limit, share = limit_of(data), backend.cells // backend.parallel
     if limit is None:
@@ -640,7 +670,7 @@ def settle_length(route: str, data: dict[str, Any], backend: Backend, n_answers:
     return min(backend.cells, n_prompt + n_answers * limit)
 
 
-def check_length(route: str, body: bytes, backend: Backend) -> int | None:
+def check_length(route: str, body: bytes, backend: Backend, asker: Body) -> int | None:
     """How many tokens a prompt has; None where no request that decodes nothing tells: of several
     texts, gaps, and what llama.cpp will refuse. Raises Refusal for a prompt that the context has no
     room for, and for one that cannot be read at all. On a thread."""
@@ -648,14 +678,14 @@ def check_length(route: str, body: bytes, backend: Backend) -> int | None:
     prompt = json.loads(body).get("prompt")
     n_tokens: int | None = None
     if counting is not None:
-        status, answer = asked(backend, counting, body)
+        status, answer = asker.ask(backend, counting, body)
         if status == 400:
             raise Refusal(400, message_of(answer))
         if status == 200:
             n_tokens = json.loads(answer)["input_tokens"]
     elif isinstance(prompt, str):
         text = {"content": prompt, "add_special": True, "parse_special": True}
-        status, answer = asked(backend, "/tokenize", json.dumps(text).encode())
+        status, answer = asker.ask(backend, "/tokenize", json.dumps(text).encode())
         n_tokens = len(json.loads(answer)["tokens"]) if status == 200 else None
     elif prompt and isinstance(prompt, list) and all(isinstance(each, int) for each in prompt):
         n_tokens = len(prompt)

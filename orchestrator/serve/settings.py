@@ -36,7 +36,7 @@ class ServeSettings(Settings):
     )
     queue: int = setting(
         16,
-        "Requests that wait for their turn; more are refused with 429.",
+        "Requests that wait for their turn; more are refused with 429. Clients take turns.",
         within=FROM_0,
         group=MORE,
     )
@@ -60,6 +60,13 @@ class ServeSettings(Settings):
         "Another name of this server that a Host header may have, as behind a proxy; several with "
         "commas between.",
         metavar="NAMES",
+        group=MORE,
+    )
+    trusted_proxy: str | None = setting(
+        None,
+        "Address of a proxy whose X-Forwarded-For header names the client; several with commas "
+        "between. Clients without a key take turns by their address.",
+        metavar="ADDRESSES",
         group=MORE,
     )
     cors_origin: str | None = setting(
@@ -117,7 +124,11 @@ class ServeSettings(Settings):
         """The keys that a request may bring; none where it needs none. Raises ConfigError where
         the server can be reached from elsewhere and has none, OSError for a file that cannot be
         read."""
-        keys = {self.api_key} if self.api_key else set()
+        keys = set() if self.api_key is None else {self.api_key.strip()}
+        if "" in keys:
+            raise ConfigError(
+                "--api-key: the key is empty: give another one, or leave the option out"
+            )
         if self.api_key_file is not None:
             lines = self.api_key_file.read_text("utf-8", "surrogateescape").splitlines()
             keys |= {line.strip() for line in lines if line.strip()}

@@ -38,6 +38,16 @@ MOST_DEPTH = 100
 _HALVES = re.compile(rb"\\u[dD][89a-fA-F]")
 ERROR_EVENTS = (b'data: {"error"', b"event: error")
 EVENT_END = b"\n\n"
+_NOTHING = b"data: null" + EVENT_END
+# What the last event of a stream has, by the form of its path.
+_LAST_EVENTS = (
+    b"data: [DONE]",
+    b"event: message_stop",
+    b"event: response.completed",
+    b"event: response.incomplete",
+    b'"stop":true',
+    *ERROR_EVENTS,
+)
 # Anthropic's form of requests. Its clients see an error in a stream by the event's name alone.
 ANTHROPIC = "/v1/messages"
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -166,6 +176,20 @@ def levels(values: list[Any]) -> Iterator[list[Any]]:
 
 def _no_constant(name: str) -> float:
     raise ValueError(name)
+
+
+def without_nothing(events: bytes) -> bytes:
+    """Return a stream's events without those that say nothing, `data: null`. llama.cpp sends them
+    between the answers to several prompts."""
+    if not events.startswith(_NOTHING) and EVENT_END + _NOTHING not in events:
+        return events
+    kept = [each for each in events.split(EVENT_END) if each + EVENT_END != _NOTHING]
+    return EVENT_END.join(kept)
+
+
+def is_whole(last: bytes, is_stream: bool) -> bool:
+    """Whether an answer is complete. last: its last part that was not empty."""
+    return bool(last) and (not is_stream or any(mark in last for mark in _LAST_EVENTS))
 
 
 def failure_at(status: int, text: bytes) -> int:

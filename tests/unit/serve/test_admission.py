@@ -2,6 +2,7 @@
 are as long as there is room for."""
 
 import asyncio
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -191,6 +192,14 @@ def test_the_longest_part_in_which_merges_are_looked_for(kind, cut, text, longes
     assert all(Words(each, "default").is_whole for each in ("llama", "t5", "rwkv", ""))
 
 
+def test_a_long_word_is_found_across_the_pieces_that_are_searched():
+    words = Words("gpt2", "default")
+    for text in ("a" * 50_000, " " * 50_000, "." * 8000 + "b" * 20_001 + " c"):
+        longest = max(len(each) for each in re.findall(r"[^\W_]+|[\W_]+", text))
+        assert words.longest(text) == longest
+    assert Words("gemma4", "").longest("x" * 9000 + "\n" * 9000) == 9000
+
+
 def test_the_plan_counts_them():
     config = Config.build(model="a.gguf")
     one, longer, more, joined = (
@@ -222,6 +231,28 @@ async def test_requests_run_in_their_order_and_the_rest_waits():
     gate.leave(tickets[2])
     gate.leave(tickets[3])
     assert (gate.running, gate.waiting) == (0, 0)
+
+
+@in_a_loop
+async def test_clients_take_turns_and_none_can_fill_the_queue():
+    gate = Gate(places=1, queue=4)
+    tickets = [gate.join(client="a") for _ in range(5)]
+    with pytest.raises(Refusal, match="too many"):
+        gate.join(client="a")
+    other = gate.join(client="b")
+    with pytest.raises(Refusal, match="too many"):
+        await tickets.pop().turn  # the last request of the client with the most gave way
+    assert (gate.running, gate.waiting, gate.refused) == (1, 4, 2)
+    order, waiting = [], [*tickets, other]
+    while waiting:
+        (running,) = [each for each in waiting if each.turn.done()]
+        order.append(running.client)
+        gate.leave(running)
+        waiting.remove(running)
+        if running is other:
+            waiting.append(gate.join(client="c"))
+    assert order == ["a", "a", "b", "a", "a", "c"]  # c came when a's last request already waited
+    assert gate.is_empty
 
 
 @in_a_loop

@@ -162,6 +162,34 @@ def test_what_fails_is_said_as_a_status_or_as_the_last_event(made, status, code,
     assert says in error["message"] and error.get("code") == code
 
 
+def test_events_of_several_prompts_that_say_nothing_are_left_out():
+    reply = reply_of(streaming(PART, b"data: null\n\n", PART + b"data: null\n\n"), CHAT, STREAM)
+    assert reply.body.count(PART) == 2 and b"null" not in reply.body.replace(PART, b"")
+
+
+@pytest.mark.parametrize(
+    ("made", "data"),
+    [
+        (whole(b""), ASK),
+        (whole(b'{"error": {"message": "the request was given up"}}', 400), ASK),
+        (streaming(PART), STREAM),
+    ],
+)
+def test_an_answer_that_the_end_of_the_server_cuts_is_no_answer(made, data):
+    state, app = served_by(FakeBackend(made))
+    made.hold = Event()
+
+    async def run():
+        _, task = begun(app, CHAT, data)
+        await until(lambda: state.gate.running == 1 and state.backend.asked)
+        state.stopping = True
+        made.hold.set()
+        return await end_of(task)
+
+    reply = asyncio.run(run())
+    assert reply.status == 503 or b"the server is shutting down" in reply.parts[-1]
+
+
 def test_what_came_before_a_step_failed_is_sent():
     """Several parts come at once where tokens are fast. A model may speak of an error."""
     said = event(b'{"content": "Compute error."}')

@@ -134,6 +134,35 @@ def trickle(sock, data):
     pytest.fail("it is waited for ever")
 
 
+def test_who_sends_a_byte_more_and_leaves_is_noticed(served):
+    """Its place is free at once, and not when the answer would have ended."""
+    long = chat("hello", max_tokens=400, ignore_eos=True, stream=True).replace(
+        b"Connection: close\r\n", b""
+    )
+    for _ in range(4):
+        with served.connected() as sock:
+            sock.sendall(long + b"G")
+            sock.recv(1)  # the stream has begun
+    assert answer_to(served, chat("hello")).startswith(b"HTTP/1.1 200 ")
+    said = "\n".join(served.lines)
+    assert said.count("POST /v1/chat/completions 200 0.") >= 4, said
+
+
+def test_a_whole_address_names_the_host_and_the_path(served):
+    asked = request(b"GET http://localhost/health HTTP/1.1\r\n" + KEYED)
+    assert answer_to(served, asked).startswith(b"HTTP/1.1 200 ")
+    asked = request(b"GET http://evil.example/v1/models HTTP/1.1\r\n" + KEYED)
+    assert answer_to(served, asked).startswith(b"HTTP/1.1 421 ")
+
+
+def test_many_calls_in_one_message_are_refused_by_their_number(served):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call] * 500}
+    data = {"messages": [{"role": "user", "content": "a"}, said], "max_tokens": 1}
+    reply = answer_to(served, request(CHAT + KEYED, json.dumps(data).encode()))
+    assert reply.startswith(b"HTTP/1.1 400 ") and b"501 parts of messages" in reply
+
+
 def test_who_reads_nothing_holds_nobody_up(served):
     silent = served.connected()
     silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)

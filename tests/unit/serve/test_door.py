@@ -6,7 +6,7 @@ import json
 import pytest
 from asgi import Client, ask, body_of
 from command_line import run
-from fake_backend import FakeBackend, app_for, assert_refused, quiet, state_with, whole
+from fake_backend import FakeBackend, app_for, assert_refused, quiet, served_by, state_with, whole
 from paths import CHAT
 from tables import cases
 
@@ -35,6 +35,9 @@ def app_with(**settings):
     (NAMES, {"host": "localhost.evil.example"}, 421),
     (NAMES, {"host": ""}, 421),
     (NAMES, {"host": "[::1"}, 421),
+    (NAMES, {"host": "localhost#.evil.example"}, 421),
+    (NAMES, {"host": "localhost/.evil.example"}, 421),
+    (NAMES, {"host": "evil.example@localhost"}, 421),
     # A key is asked for where there is one.
     (KEY, {}, 401),
     (KEY, {"authorization": "Bearer secret"}, 200),
@@ -72,6 +75,26 @@ def test_a_key_need_not_be_ascii(kept):
     assert status(kept.encode("utf-8", "surrogateescape")) == 200
     assert status(b"cl\xe9") == (401 if kept == "ключ" else 200)
     assert status("кльч".encode()) == 401
+
+
+@pytest.mark.parametrize("key", ["", "  "])
+def test_an_empty_key_is_refused(key):
+    with pytest.raises(ConfigError, match="--api-key: the key is empty"):
+        ServeSettings(api_key=key).keys()
+
+
+def test_the_client_is_its_key_or_its_address():
+    """Clients take turns by this name."""
+    seen = []
+    for settings, headers in (({}, {}), (KEY, {"x_api_key": "secret"})):
+        state, app = served_by(FakeBackend(whole()), **settings)
+        join = state.gate.join
+        state.gate.join = lambda *asked, join=join: seen.append(asked[2]) or join(*asked)
+        client = Client(app, "POST", CHAT, body_of(MESSAGE), **headers)
+        client._scope["client"] = ("127.0.0.2", 1234)
+        assert asyncio.run(client.run()).status == 200
+    assert seen[0] == "address 127.0.0.2"
+    assert seen[1].startswith("key ") and "secret" not in seen[1]
 
 
 def test_a_server_for_others_needs_a_key(tmp_path):

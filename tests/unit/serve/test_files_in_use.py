@@ -47,6 +47,33 @@ def test_what_became_of_a_file(tmp_path, change, says, is_fault):
     assert (found, bool(sentence)) == (is_fault, bool(says)) and says in sentence
 
 
+class Comparing:
+    """A check of a file's checksums, which ends when the test says so."""
+
+    def __init__(self, error):
+        self.is_running, self.error = True, error
+
+    def stop(self):
+        self.is_running = False
+
+
+@pytest.mark.parametrize("error", [None, ValueError("damaged")])
+def test_a_file_that_was_touched_is_compared_with_its_checksums(tmp_path, error):
+    path = tmp_path / "model"
+    path.write_bytes(b"abc")
+    check = Comparing(error)
+    files = InUse([path], lambda: check)
+    assert files.look() == ("", False)
+    touch(path)
+    sentence, is_fault = files.look()
+    assert is_fault and "it is compared with its checksums" in sentence
+    check.is_running = False
+    sentence, is_fault = files.look()
+    assert (is_fault, WRITTEN in sentence) == (error is not None,) * 2
+    os.truncate(path, 1)
+    assert files.look()[1]
+
+
 class Rewritten(FakeBackend):
     """The file is written to behind so many looks at it."""
 

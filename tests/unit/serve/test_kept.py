@@ -3,11 +3,16 @@
 import json
 import re
 import signal
+import struct
 
+import numpy as np
 import pytest
 from command_line import run
 from served import serving
 from waiting import wait_until
+
+from orchestrator.engine.prompt_copies import PromptFolder
+from orchestrator.engine.steps import Mark
 
 LONG = [{"role": "user", "content": "Where do the experts lie, and who reads them? " * 30}]
 OTHER = [{"role": "user", "content": "What is a fox? " * 40}]
@@ -146,6 +151,49 @@ def test_what_cannot_be_used_is_read_again(model, tmp_path):
     assert f"{path}: this kept conversation is damaged, so it was removed." in text
     assert text.count("is not kept: it is more than --prompt-cache-limit") >= 1
     assert files(folder) == []
+
+
+def test_a_state_that_was_cut_is_read_again(model, tmp_path):
+    """The file's hash is right, so that llama.cpp gets to see the cut state."""
+    folder = tmp_path / "prompts"
+    with started(model, folder) as server:
+        fresh = asked(server, OTHER)
+        server.end(signal.SIGTERM)
+    (path,) = files(folder)
+    whole = path.read_bytes()
+    kept = json.loads(whole[whole.rindex(b'{"key"') : whole.rindex(b"}") + 1])
+    n_tokens = int.from_bytes(whole[8:12], "little")
+    tokens = np.frombuffer(whole[12 : 12 + 4 * n_tokens], "<i4")
+    n_cut = len(whole) // 2
+    path.unlink()
+
+    def write(to):
+        to.write_bytes(whole[:n_cut])
+        return n_cut
+
+    PromptFolder(folder, 1 << 30).save(kept["key"], tokens, kept["has_part"], (), write)
+    assert len(files(folder)) == 1
+    with started(model, folder) as server:
+        assert asked(server, OTHER) == fresh
+        assert server.end(signal.SIGTERM)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "marks"),
+    [((1 << 21) + 1, ()), (20, [Mark(float("inf"), None, None)])],
+    ids=["more tokens than any context", "a length without end"],
+)
+def test_a_file_that_claims_too_much_is_damaged(tmp_path, n_tokens, marks):
+    head = struct.pack("<III", 0x67677371, 3, n_tokens)
+
+    def write(to):
+        to.write_bytes(head + bytes(4 * n_tokens))
+        return len(head) + 4 * n_tokens
+
+    folder = PromptFolder(tmp_path, 1 << 30)
+    folder.save("key", range(20), False, marks, write)
+    assert folder.of("key") == [] and files(tmp_path) == []
+    assert "this kept conversation is damaged, so it was removed." in folder.notes[0]
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(model, tmp_path):

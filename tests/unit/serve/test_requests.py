@@ -215,6 +215,8 @@ AS_SENT = None
     (CHAT, {"logit_bias": {"4095": -100, "0": 1, "4096 words": 1}}, AS_SENT),
     (CHAT, {"x": nested(MOST_DEPTH - 2)}, {}),
     (CHAT, {"stop": "x" * 200}, AS_SENT),
+    (CHAT, {"stop": ""}, {}),
+    (CHAT, {"stop": ["", "x"]}, {"stop": ["x"]}),
     (NATIVE, {"prompt": [1] * 1000}, AS_SENT),
     ("/tokenize", {"content": "a" * 120_000, "with_pieces": True}, AS_SENT),
     ("/tokenize", {"content": [1] * 140_000}, AS_SENT),

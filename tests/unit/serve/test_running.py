@@ -1,7 +1,9 @@
 """The server as a process: what it says before it can answer, connections, and its end."""
 
+import asyncio
 import json
 import resource
+import socket
 import sys
 import threading
 from contextlib import ExitStack
@@ -21,7 +23,13 @@ from orchestrator.config import Config
 from orchestrator.errors import NativeError
 from orchestrator.serve import service as module
 from orchestrator.serve.backend import Stopped
-from orchestrator.serve.run import LEAST_CONNECTIONS, MOST_CONNECTIONS, Running, most_connections
+from orchestrator.serve.run import (
+    LEAST_CONNECTIONS,
+    MOST_CONNECTIONS,
+    Running,
+    listen,
+    most_connections,
+)
 from orchestrator.serve.settings import ServeSettings
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
@@ -153,6 +161,28 @@ def test_connections_follow_the_file_descriptors(monkeypatch, soft, hard, parall
 
 
 served = running("--ram", "160MiB", "--policy", "lru", "--ctx", "512", files=100)
+
+
+def test_small_parts_of_an_answer_are_sent_at_once():
+    """Otherwise each waits for the client's acknowledgement."""
+
+    async def run():
+        told = asyncio.Future()
+
+        async def accepted(_reader, writer):
+            sock = writer.get_extra_info("socket")
+            told.set_result(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        with listen(ServeSettings(port=0)) as sock:
+            server = await asyncio.start_server(accepted, sock=sock)
+            _, writer = await asyncio.open_connection(*sock.getsockname()[:2])
+            found = await told
+            writer.close()
+            server.close()
+        return found
+
+    assert asyncio.run(run())
 
 
 def test_one_connection_too_many_gets_503(served):

@@ -14,6 +14,7 @@ from tables import cases
 
 from orchestrator.config import Config
 from orchestrator.native import touched_memory
+from orchestrator.serve.admission import Bodies, Body
 from orchestrator.serve.app import application
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.requests import RESERVED_TOKENS, settle_length
@@ -45,13 +46,13 @@ def test_what_a_request_may_take(data, n_prompt, cells, limit):
     backend = counting(n_prompt)
     asked = dict(data)
     route = CHAT if n_prompt is not None else COMPLETIONS
-    found = settle_length(route, asked, backend, data.get("n", 1))
+    found = settle_length(route, asked, backend, data.get("n", 1), Body(Bodies(None), 2**17))
     assert (found, asked["max_tokens"]) == (cells, limit)
 
 
 def test_a_prompt_beyond_the_context_is_refused_before_anything_begins():
     with pytest.raises(Refusal, match="the prompt of 30000 tokens exceeds"):
-        settle_length(CHAT, {}, counting(30_000), 1)
+        settle_length(CHAT, {}, counting(30_000), 1, Body(Bodies(None), 2**17))
 
 
 @pytest.fixture(scope="module")
