@@ -249,13 +249,11 @@ def settle_fields(route: str, data: dict[str, Any], n_ctx: int, n_vocab: int = 0
         if name in data:
             data[name] = n_ctx if data[name] < 0 else min(data[name], n_ctx)
     messages = data.get("messages", data.get("input"))
-    n_parts = sum(map(_n_parts, messages)) if isinstance(messages, list) else 0
+    said = messages if isinstance(messages, list) else []
+    n_parts = sum(map(_n_parts, said))
     if n_parts > max(_FEW_MESSAGES, n_ctx // MESSAGE_TOKENS):
-        raise beyond_context(
-            f"{n_parts} {'messages' if n_parts == len(messages) else 'parts of messages'}",
-            MESSAGE_TOKENS * n_parts,
-            n_ctx,
-        )
+        kind = "messages" if n_parts == len(said) else "parts of messages"
+        raise beyond_context(f"{n_parts} {kind}", MESSAGE_TOKENS * n_parts, n_ctx)
     tokens = data.get("tokens") if route == "/detokenize" else None
     if tokens and not all(0 <= each < n_vocab for each in tokens):
         raise Refusal(
