@@ -62,8 +62,8 @@ def tiny_model(folder):
 class Chats:
     """Chats with one model, one after the other, and what came of each interrupt.
 
-    words: of a long prompt. span_s: the longest time from a message to a signal. hang_s: after
-    which an answer counts as a hang.
+    words: of a long prompt. moments: what the interrupts come to, in turns. span_s: the longest
+    time from a message to a signal. hang_s: after which an answer counts as a hang.
 
     answers: how often the question after an interrupt was answered, by its moment. stopped: how
     often the Ctrl-C before it stopped something. ended_s: how long each process lived after
@@ -77,6 +77,7 @@ class Chats:
     span_s: float = 1.0
     hang_s: float = 60.0
     seed: str = "0"
+    moments: tuple = MOMENTS
     answers: Counter = field(default_factory=Counter)
     stopped: Counter = field(default_factory=Counter)
     ended_s: list = field(default_factory=list)
@@ -94,7 +95,7 @@ class Chats:
                 terminal.wait(READY, self.hang_s)
                 try:
                     for number in range(first, min(times, first + a_process)):
-                        self.interrupt(terminal, MOMENTS[number % len(MOMENTS)])
+                        self.interrupt(terminal, self.moments[number % len(self.moments)])
                     self.end(terminal)
                 except AssertionError as error:
                     self.wrong.append(f"{first}: {error}")
@@ -142,7 +143,7 @@ class Chats:
 
     def end(self, terminal):
         """SIGTERM at one of the moments."""
-        moment = self._random.choice(MOMENTS)
+        moment = self._random.choice(self.moments)
         self.come_to(terminal, moment)
         begin_s = time.monotonic()
         terminal.signal(signal.SIGTERM)
@@ -162,6 +163,7 @@ def main():
     parser.add_argument("--span", type=float, default=1.0, help="Seconds before an interrupt.")
     parser.add_argument("--hang", type=float, default=60.0, help="Seconds.")
     parser.add_argument("--max-tokens", type=int, default=8)
+    parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=MOMENTS)
     parser.add_argument("--seed", default="0")
     asked = parser.parse_args()
     with contextlib.ExitStack() as stack:
@@ -173,7 +175,16 @@ def main():
             environment |= slow_reads(folder)
         args = ["-m", str(path), f"--ram={ram}", "--threads=1", "--temp=0", "--policy=lru"]
         args.append(f"--max-tokens={asked.max_tokens}")
-        chats = Chats(args, folder, environment, asked.words, asked.span, asked.hang, asked.seed)
+        chats = Chats(
+            args,
+            folder,
+            environment,
+            asked.words,
+            asked.span,
+            asked.hang,
+            asked.seed,
+            asked.moments,
+        )
         chats.run(asked.times, asked.a_process)
     print(
         json.dumps(

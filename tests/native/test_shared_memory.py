@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -134,6 +135,25 @@ def test_a_step_that_is_cut_off_keeps_no_slot(path, cap):
         del routed[:]
         engine.driver.set_route()
         assert list(engine.generate(PROMPT[:20], Sampling(temp=0), 2)) == expected
+
+
+def test_a_signal_ends_a_step_of_an_answer(path, cap):
+    """No handler of Python's runs in it: what a signal calls comes from another thread."""
+    with opened(path, ram=cap, conversations=True) as engine:
+        answered = engine.generate(PROMPT[:20], Sampling(temp=0), 8)
+        next(answered)
+        routed = []
+
+        def route(event):
+            routed.append(event.layer)
+            engine.driver.on_route(event)
+            thread = threading.Thread(target=engine.context.stop)
+            thread.start()
+            thread.join()
+
+        engine.store.set_route(route)
+        assert list(answered) == [] and engine.last_stats.finish == "cancelled"
+        assert len(routed) == 1
 
 
 def test_a_prompt_counts_its_layers(path, cap):
