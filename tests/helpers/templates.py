@@ -120,6 +120,11 @@ def filled(pattern, text):
     return pattern.replace(REASONING, "Because.").replace(TEXT, text)
 
 
+def in_parts(*messages):
+    """The same messages with lists of parts as their content."""
+    return [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
+
+
 def requests(row):
     """Return {column: (request, answers)} for a row of the table."""
     text, call = row["text"], filled(row["call"], "")
@@ -133,6 +138,7 @@ def requests(row):
         "tools": (tools, [call, hello]),
         "result": ({"messages": [USER, CALLING, RESULT], "tools": [TOOL]}, []),
         "results": ({"messages": [USER, AT_ONCE, *RESULTS], "tools": [TOOL]}, []),
+        "parts": ({"messages": in_parts(USER, AT_ONCE, *RESULTS), "tools": [TOOL]}, []),
         "required": (
             tools | {"tool_choice": "required"},
             [call, hello, call.replace("city", "town")],
@@ -235,6 +241,8 @@ def check_result(made, row):
         raise Wrong(f"two calls: {made['results']['error']}")
     for call, result in (("Zagreb", "It rains."), ("Split", "It snows.")):
         shows(made["results"]["prompt"], USER["content"], call, result)
+    if made["parts"]["prompt"] != made["results"]["prompt"]:
+        raise Wrong("parts of a text are not shown as the text")
     shows(made["results"]["prompt"], USER["content"], AT_ONCE["content"], "Zagreb")
 
 

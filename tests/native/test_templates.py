@@ -191,6 +191,20 @@ def test_results_in_another_order_follow_their_calls():
     assert places == sorted(places)
 
 
+@pytest.mark.parametrize("name", SMALL)
+def test_all_parts_of_a_text_are_shown(name):
+    said = [{"type": "text", "text": text} for text in ("one", "two", "three")]
+    messages = [
+        {"role": "user", "content": said[:2]},
+        {**CALLING, "content": said[:2]},
+        {**RESULT, "content": said},
+        {"role": "assistant", "content": []},
+        {"role": "user", "content": said[2:]},
+    ]
+    (made,) = made_of(SMALL[name][0], ({"messages": messages, "tools": [TOOL]}, []))
+    assert made["prompt"].count("one\ntwo") == 3 and made["prompt"].count("two\nthree") == 1
+
+
 @pytest.mark.parametrize("n_result", [0, 1])
 def test_a_call_without_a_result_is_shown(n_result):
     messages = [USER, AT_ONCE, RESULTS[n_result]]

@@ -163,6 +163,26 @@ bool needs_calls_apart(const json & messages) {
     return false;
 }
 
+// Joins the parts of a content that is text only, each in a line of its own. Many templates read parts in some roles only,
+// or the first part. For a template that reads nothing but parts, upstream makes one part of a text.
+void join_text_parts(json & messages) {
+    for (auto & message : messages) {
+        if (!message.contains("content") || !message.at("content").is_array()) {
+            continue;
+        }
+        std::string text;
+        bool is_text = true;
+        for (const auto & part : message.at("content")) {
+            is_text = is_text && part.is_object() && part.value("type", "") == "text" && part.contains("text") &&
+                      part.at("text").is_string();
+            text += is_text ? (text.empty() ? "" : "\n") + part.at("text").get<std::string>() : "";
+        }
+        if (is_text) {
+            message["content"] = text;
+        }
+    }
+}
+
 bool ends_with_assistant(const json & body) {
     const json & messages = body.at("messages");
     return !messages.empty() && messages.back().value("role", "") == "assistant";
@@ -245,6 +265,9 @@ common_chat_params moe_edge_apply_continued(
 
 json moe_edge_chat_params_parse(json & body, const server_chat_params & params, std::vector<raw_buffer> & files) {
     const bool has_messages = body.contains("messages") && body.at("messages").is_array();
+    if (has_messages) {
+        join_text_parts(body.at("messages"));
+    }
     if (has_messages && needs_calls_apart(body.at("messages"))) {
         body["messages"] = with_calls_apart(body.at("messages"), params.tmpls.get());
     }
