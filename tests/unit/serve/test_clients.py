@@ -103,6 +103,49 @@ def test_openai_responses(served):
     assert "Oslo" in plain.output_text
 
 
+def test_a_conversation_goes_on_after_an_answer_that_was_cut(served):
+    openai = pytest.importorskip("openai", reason="the openai package is missing")
+    client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
+    common = {"model": "any", "tools": [CAPITAL], "tool_choice": "required"}
+    n_tokens, cut = 1, ""
+    while not cut:  # until its arguments have begun
+        n_tokens += 1
+        made = client.chat.completions.create(**common, messages=MESSAGES, max_tokens=n_tokens)
+        assert made.choices[0].finish_reason == "length"
+        calls = made.choices[0].message.tool_calls or ()
+        cut = "".join(call.function.arguments for call in calls)
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(cut)
+    said = made.choices[0].message.model_dump(exclude_none=True)
+    result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "what?"}
+    turn = [*MESSAGES, said, result]
+    after = client.chat.completions.create(model="any", messages=turn, max_tokens=5)
+    assert after.choices[0].message.content is not None
+    # Items of a response, as a client keeps them that asked for no reasoning.
+    call = {"type": "function_call", "call_id": "c", "name": "capital", "arguments": cut}
+    items = [
+        {"role": "user", "content": ASK},
+        {"type": "reasoning", "id": "r", "summary": []},
+        call,
+        {"type": "function_call_output", "call_id": "c", "output": "what?"},
+        {"role": "assistant", "content": "Hm."},
+        {"role": "user", "content": ASK},
+    ]
+    assert client.responses.create(model="any", input=items, max_output_tokens=5).output
+
+
+def test_a_prompt_of_claude_code_is_read_once(served):
+    anthropic = pytest.importorskip("anthropic", reason="the anthropic package is missing")
+    client = anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
+    system = {"type": "text", "text": "You help with code. " * 20}
+    for version, cch in (("2.1.1.abc", "12345"), ("2.1.1.def", "0"), ("2.2", "0123456789")):
+        header = f"x-anthropic-billing-header: cc_version={version}; cc_entrypoint=cli; cch={cch};"
+        blocks = [{"type": "text", "text": header}, system]
+        common = {"model": "any", "max_tokens": 2, "messages": MESSAGES}
+        usage = client.messages.create(**common, system=blocks).usage
+    assert usage.cache_read_input_tokens > 50 and usage.input_tokens < 5
+
+
 def test_anthropic(served):
     anthropic = pytest.importorskip("anthropic", reason="the anthropic package is missing")
     client = anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
