@@ -2,6 +2,7 @@
 // is required is made.
 
 #include "moe-edge-tools.h"
+#include "moe-edge-template.h"
 
 #include "chat.h"
 #include "json.h"
@@ -129,6 +130,14 @@ void allow_one_call(std::string & grammar) {
 }
 
 }  // namespace
+
+void moe_edge_try_template(const llama_model * model, const std::string & given) {
+    try {
+        common_chat_templates_apply(common_chat_templates_init(model, given).get(), probe(false));
+    } catch (const std::exception & failure) {
+        moe_edge_template_failed(failure);
+    }
+}
 
 std::string moe_edge_template_with_tools(const llama_model * model, const std::string & given) {
     const auto own = common_chat_templates_init(model, given);
