@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gguf_tools.errors import CheckpointError, TextFileError
-from gguf_tools.texts import open_regular, read_text
+from gguf_tools.file.texts import open_regular, read_text
 
 MAX_HEADER_BYTES = 100 << 20
 MAX_JSON_BYTES = 256 << 20

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gguf_tools import interrupts
 from gguf_tools.columns import aligned
-from gguf_tools.texts import read_text
+from gguf_tools.file.texts import read_text
 from gguf_tools.units import format_size
 from orchestrator.chat.console import Console
 from orchestrator.chat.session import (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gguf_tools.texts import decode_text
+from gguf_tools.file.texts import decode_text
 from orchestrator.chat.console import Console
 from orchestrator.cli.help import Command
 from orchestrator.cli.options import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gguf_tools.texts import read_text
+from gguf_tools.file.texts import read_text
 from orchestrator.config import MOST_SEQUENCES, Config
 from orchestrator.errors import ConfigError
 from orchestrator.policy import policy_settings

@@ -11,7 +11,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
-from gguf_tools.texts import open_regular
+from gguf_tools.file.texts import open_regular
 from orchestrator.errors import ConfigError
 
 # No text has so many characters to a token, so that no more of it is read for so many tokens.

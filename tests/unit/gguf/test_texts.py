@@ -6,7 +6,7 @@ import pytest
 from tables import cases
 
 from gguf_tools.errors import TextFileError
-from gguf_tools.texts import read_text
+from gguf_tools.file.texts import read_text
 
 MARK = b"\xef\xbb\xbf"
 
