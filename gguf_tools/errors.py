@@ -13,6 +13,10 @@ class GGUFError(MoeEdgeError):
     """A model file cannot be read, written or used."""
 
 
+class TextFileError(MoeEdgeError):
+    """A text that a user gave cannot be read: no regular file, too long, or not UTF-8."""
+
+
 class FileAccessError(GGUFError):
     """The file is missing, unreadable, or not a regular file."""
 

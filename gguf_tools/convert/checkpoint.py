@@ -7,6 +7,7 @@ of weights. Upstream's converter would find the same faults hours later, or not 
 import json
 import os
 import re
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from gguf_tools.convert.quantized import check_quantization
-from gguf_tools.errors import CheckpointError
+from gguf_tools.errors import CheckpointError, TextFileError
+from gguf_tools.file.texts import open_regular, read_text
 
 MAX_HEADER_BYTES = 100 << 20
+MAX_JSON_BYTES = 256 << 20
 INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"(.*-)([0-9]{5})(-of-)([0-9]{5})(\.safetensors|\.bin)")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer.jsonl")
@@ -99,12 +102,17 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _read_json(path: Path, what: str) -> dict[str, Any]:
+    """Return the JSON object in a file. what: what it is for, in the error for a missing file."""
+    if not path.exists():
+        raise CheckpointError(f"{path}: is missing; it is {what}")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: is missing; it is {what}") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
+        with open_regular(path) as file:
+            if file.read(len(BOM_UTF8)) == BOM_UTF8:
+                # transformers and upstream's converter read it again, and refuse the mark
+                raise CheckpointError(f"{path}: begins with a byte order mark; save it without")
+        found = json.loads(read_text(path, MAX_JSON_BYTES))
+    except TextFileError as error:
+        raise CheckpointError(str(error)) from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON: {error}") from None
     if not isinstance(found, dict):

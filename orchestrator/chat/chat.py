@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from gguf_tools import interrupts
 from gguf_tools.columns import aligned
+from gguf_tools.file.texts import read_text
 from gguf_tools.units import format_size
 from orchestrator.chat.console import Console
 from orchestrator.chat.session import (
     Session,
     goes_on,
     read_conversation,
-    read_text,
     write_conversation,
 )
 from orchestrator.errors import ConfigError, MoeEdgeError
@@ -272,7 +272,7 @@ class Chat:
     def _read(self, argument: str) -> None:
         path, n_ctx = Path(argument).expanduser(), self.session.engine.n_ctx
         too_long = f"too long for the context of {n_ctx} tokens (--ctx)"
-        self._file_text = read_text(path, _BYTES_PER_TOKEN * n_ctx, too_long)
+        self._file_text = read_text(path, _BYTES_PER_TOKEN * n_ctx, too_long).strip()
         length = len(self._file_text)
         self.console.note(f"{length} characters of {path} stand before your next message.")
 

@@ -29,8 +29,6 @@ Message = dict[str, str]
 # How many chats new_conversation leaves in a folder.
 KEPT_CONVERSATIONS = 20
 _MOST_BYTES = 1 << 27
-# Of a file that is too long: enough to see that it is no text at all.
-_FIRST_BYTES = 1 << 16
 
 
 def read_conversation(path: Path) -> list[Message]:
@@ -43,7 +41,7 @@ def read_conversation(path: Path) -> list[Message]:
         with open_file(path) as file:
             if os.fstat(file.fileno()).st_size > _MOST_BYTES:
                 raise ValueError
-            lines = file.read().decode().split("\n")
+            lines = file.read(_MOST_BYTES).decode().split("\n")
         messages = [json.loads(line) for line in lines if line.strip()]
         if not all(map(_is_message, messages)):
             raise ValueError
@@ -107,30 +105,6 @@ def write_conversation(path: Path, messages: Sequence[Message]) -> None:
     """
     lines = [json.dumps(message, ensure_ascii=False) + "\n" for message in messages]
     write_whole(path, "".join(lines), private=True)
-
-
-def read_text(path: Path, most_bytes: int, else_do: str) -> str:
-    """The text in a file of at most so many bytes, without white space around it. else_do: what is
-    said of a longer one. Raises ConfigError for what cannot be read, or is no text."""
-    try:
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"{path}: not a regular file")
-        with open_file(path) as file:
-            is_longer = os.fstat(file.fileno()).st_size > most_bytes
-            data = file.read(_FIRST_BYTES if is_longer else -1)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
-    # No text holds a zero, and nearly every other file has one near its beginning.
-    wrong = data.find(0)
-    if wrong < 0 and is_longer:
-        raise ConfigError(f"{path}: {else_do}")
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        wrong = error.start
-    if wrong >= 0:
-        raise ConfigError(f"{path}: not a text in UTF-8, at byte {wrong}")
-    return text.strip()
 
 
 # Called while a prompt is read, with a function that returns how many tokens are read by now, and

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gguf_tools.file.texts import decode_text
 from orchestrator.cache.files import user_folder
 from orchestrator.chat.console import Console
 from orchestrator.cli.help import Command
@@ -26,7 +27,7 @@ from orchestrator.errors import ConfigError
 if TYPE_CHECKING:
     from orchestrator.chat.session import Session
 
-# Characters: more than the largest context holds of any text.
+# Bytes: more than the largest context holds of any text.
 LONGEST_PROMPT = 1 << 27
 
 
@@ -98,14 +99,16 @@ def chat(prompt: str | None, as_json: bool, resume: bool, **options: Any) -> Non
 
 
 def with_stdin(prompt: str | None, console: Console) -> str | None:
-    """The text on stdin, where that is no terminal, and the prompt behind it. None where a
-    conversation is to begin."""
+    """Return the prompt: the text on stdin, unless stdin is a terminal, followed by -p.
+
+    Returns None if a conversation is to begin. Raises TextFileError for stdin that is not UTF-8.
+    """
     parts = [prompt or ""]
     if not console.in_tty:
-        text = sys.stdin.read(LONGEST_PROMPT + 1) if sys.stdin else ""
-        if len(text) > LONGEST_PROMPT:
+        data = sys.stdin.buffer.read(LONGEST_PROMPT + 1) if sys.stdin else b""
+        if len(data) > LONGEST_PROMPT:
             raise click.UsageError("the text on stdin is longer than any context")
-        parts.insert(0, text)
+        parts.insert(0, decode_text(data, "stdin"))
     elif prompt is None:
         return None
     whole = "\n\n".join(part.strip() for part in parts if part.strip())

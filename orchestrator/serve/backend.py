@@ -194,7 +194,7 @@ class Backend:
         self.name = settings.alias or config.model.stem
         self._note, self._noted = note, ""
         self.parallel, self.max_tokens = settings.parallel, config.max_tokens
-        template = settings.chat_template
+        template = settings.chat_template_text()
         self.most_body_bytes = settings.most_body_bytes(config.ctx)
         self.most_scored = most_scored(config)
         model = ExpertModel.open(config.model, config.low)
@@ -232,7 +232,7 @@ class Backend:
                 top_k=config.top_k,
                 top_p=config.top_p,
                 min_p=config.min_p,
-                chat_template=template.read_text(encoding="utf-8") if template else None,
+                chat_template=template,
                 cache_mib=cache_mib,
                 n_checkpoints=checkpoints,
                 most_ahead=AHEAD_BYTES,

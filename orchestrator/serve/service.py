@@ -40,6 +40,7 @@ class Service:
         settings are wrong, or there is no such model."""
         # Before some minutes of building, and before anybody is told to wait.
         ExpertModel.open(config.model, config.low).close()
+        settings.chat_template_text()
         return_memory()
         self.state = State(settings)
         self.app = application(self.state, note)

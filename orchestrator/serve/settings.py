@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gguf_tools.file.texts import read_text
 from orchestrator.config import MOST_SEQUENCES, Config
 from orchestrator.errors import ConfigError
 from orchestrator.policy import policy_settings
@@ -17,6 +18,10 @@ from orchestrator.settings import FROM_0, FROM_1, MORE, SIZE, Setting, Settings,
 # How long a request may be for each token of the context, and in any case. Prose has four to five
 # bytes a token; what one takes that is worked with is in the plan, too (BODY_FACTOR).
 BODY_BYTES, LEAST_BODY_BYTES = 16, 2**17
+
+_MOST_KEY_BYTES = 1 << 20
+# The native server refuses longer ones.
+_MOST_TEMPLATE_BYTES = 512 << 10
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
@@ -120,17 +125,32 @@ class ServeSettings(Settings):
         """How long a request may be. n_ctx: the context that was asked for, None where none was."""
         return self.body_limit or max(LEAST_BODY_BYTES, BODY_BYTES * (n_ctx or 0))
 
+    def chat_template_text(self) -> str | None:
+        """Return the text of --chat-template; None if it was not given.
+
+        Raises TextFileError for a file that cannot be read or is not UTF-8, and ConfigError for an
+        empty one.
+        """
+        if self.chat_template is None:
+            return None
+        text = read_text(self.chat_template, _MOST_TEMPLATE_BYTES)
+        if not text.strip():
+            raise ConfigError(f"--chat-template {self.chat_template}: the file is empty")
+        return text
+
     def keys(self) -> frozenset[str]:
-        """The keys that a request may bring; none where it needs none. Raises ConfigError where
-        the server can be reached from elsewhere and has none, OSError for a file that cannot be
-        read."""
+        """Return the keys that a request may bring; empty if requests need none.
+
+        Raises ConfigError if the server can be reached from other machines and has no key, and
+        TextFileError for a key file that cannot be read or is not UTF-8.
+        """
         keys = set() if self.api_key is None else {self.api_key.strip()}
         if "" in keys:
             raise ConfigError(
                 "--api-key: the key is empty: give another one, or leave the option out"
             )
         if self.api_key_file is not None:
-            lines = self.api_key_file.read_text("utf-8", "surrogateescape").splitlines()
+            lines = read_text(self.api_key_file, _MOST_KEY_BYTES).splitlines()
             keys |= {line.strip() for line in lines if line.strip()}
             if not keys:
                 raise ConfigError(f"--api-key-file {self.api_key_file}: it has no key in it")

@@ -136,7 +136,7 @@ def read_object(body: bytes) -> dict[str, Any]:
     """The JSON object in a body. Raises Refusal for anything else, and for one that nests deeper
     than anybody needs, or has half a character in it."""
     try:
-        data = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
+        data = json.loads(body.decode("utf-8-sig"), parse_constant=_no_constant)
         if _HALVES.search(body):
             json.dumps(data, ensure_ascii=False).encode()
     except UnicodeDecodeError:

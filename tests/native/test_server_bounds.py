@@ -1,12 +1,15 @@
-"""Grammars and schemas that would end llama.cpp's server, or keep it for ever: one sentence each,
-and the next request is answered."""
+"""Grammars, schemas and chat templates that would end llama.cpp's server, or keep it for ever: each
+is refused in one sentence, and the next request is answered."""
 
+import resource
 from threading import Thread
 
 import pytest
 
+from orchestrator.errors import NativeError
+
 from .conftest import HANG_S
-from .servers import ask, posted, serving
+from .servers import MIB, ask, posted, serving
 
 DEEP, MUCH = "nested too deeply", "takes too much work"
 REPEATED, LARGE, REFUSED = "more often than it may", "come to too much", "the grammar is refused"
@@ -126,3 +129,93 @@ def test_a_client_that_leaves_ends_the_work_on_its_schema(backend):
     assert not thread.is_alive()
     text, is_all = request.take()
     assert is_all and request.status == 400 and b"given up" in text
+
+
+def peak_bytes():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def repeated(n, body):
+    return "{% for i in range(" + str(n) + ") %}" + body + "{% endfor %}"
+
+
+TEXT, VALUES, PARTS = (
+    "makes too much text",
+    "makes too many values",
+    "more than 4096 parts in line 1",
+)
+LISTED = "{% set l = [1] %}{% set _ = l.append(l) %}"  # a list that holds itself
+KEPT = "{% set kept = namespace(it=[1], text='x') %}"
+TEMPLATES = {
+    "loops in loops": (repeated(30_000, repeated(30_000, "")), MUCH),
+    "a long range": (repeated(10**12, "x"), VALUES),
+    "parentheses": ("{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}", PARTS),
+    "brackets": ("{{ " + "[" * 2000 + "1" + "]" * 2000 + " }}", DEEP),
+    "not": ("{{ " + "not " * 4000 + "1 }}", DEEP),
+    "a long sum": ("{{ 1" + "+1" * 2000 + " }}", DEEP),
+    "blocks": ("{% if 1 %}" * 2000 + "{% endif %}" * 2000, DEEP),
+    "other cases": ("{% if 0 %}" + "{% elif 0 %}" * 20_000 + "{% endif %}", DEEP),
+    "a macro that calls itself": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", DEEP),
+    "a text that doubles": (
+        KEPT + repeated(40, "{% set kept.text = kept.text ~ kept.text %}"),
+        TEXT,
+    ),
+    "a list that doubles": (KEPT + repeated(40, "{% set kept.it = kept.it + kept.it %}"), MUCH),
+    "a text that is repeated": ("{{ 'x' * 1000000000000 }}", TEXT),
+    "lists in lists": (KEPT + repeated(100_000, "{% set kept.it = [kept.it] %}"), MUCH),
+    "tuples in tuples": (
+        KEPT + repeated(200, "{% set kept.it = (kept.it, 1) %}") + "{% set d = {kept.it: 1} %}",
+        DEEP,
+    ),
+    "a list in itself": (LISTED + "{{ l }}", DEEP),
+    "a list in itself, as JSON": (LISTED + "{{ l | tojson }}", DEEP),
+    "a list in itself, as a text": (LISTED + "{{ l | string }}", DEEP),
+    "an indentation": ("{{ 'a' | indent(100000000000, true) }}", "a width of at most 1024"),
+    "an indentation of JSON": ("{{ [1] | tojson(indent=2000000000) }}", "a width of at most 1024"),
+    "a division by zero": ("{% if 3 is divisibleby(0) %}{% endif %}", "other than 0 and -1"),
+    "a text that is replaced": ("{{ ('ab' * 300000) | replace('a', 'xyz') }}", MUCH),
+    "a text that grows with itself": (
+        "{% set s = 'ab' * 50000 %}{{ s | replace('a', s) }}",
+        TEXT,
+    ),
+    "searches in a list": (
+        "{% set l = range(50000) | list %}" + repeated(50_000, "{% if 'a' in l %}{% endif %}"),
+        MUCH,
+    ),
+    "an open block": ("{% for m in messages %}", "is not valid: a block is not closed"),
+    "no template": ("{{ a b }}", "is not valid: Expected }} (Got b)"),
+    "what it raises": ("{{ raise_exception('Not here.') }}", "failed: Jinja Exception: Not here."),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_chat_template_that_is_too_much_is_refused(library, tmp_path, name, capfd):
+    """It ends in seconds. Values of a template and its texts take 150 MiB at most."""
+    text, said = TEMPLATES[name]
+    path = tmp_path / "chat.jinja"
+    path.write_text(text)
+    before = peak_bytes()
+    with (
+        pytest.raises(NativeError, match=r"^the chat template .* \(--chat-template FILE") as caught,
+        serving(template=path, policy="plain"),
+    ):
+        pass
+    assert said in str(caught.value) and str(caught.value).isprintable()
+    assert peak_bytes() < before + 150 * MIB
+    assert capfd.readouterr().err == ""
+
+
+def test_a_request_that_is_too_much_for_a_template_is_refused(library, tmp_path):
+    """The limits grow with the conversation, and the next request is answered."""
+    path = tmp_path / "chat.jinja"
+    path.write_text(
+        "{% for m in messages %}{{ m.content }}{% if 'loop' in m.content %}"
+        + repeated(3000, repeated(3000, ""))
+        + "{% endif %}{% endfor %}"
+    )
+    with serving(template=path, policy="plain") as made:
+        for content, expected in (("loop", 400), ("Hello", 200), ("Hello " * 40_000, 200)):
+            messages = [{"role": "user", "content": content}]
+            status, answer = ask(made, "/apply-template", messages=messages)
+            assert status == expected, answer
+            assert expected == 200 or MUCH in answer["error"]["message"]

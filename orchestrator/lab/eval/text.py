@@ -7,9 +7,11 @@ import lzma
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
+from gguf_tools.file.texts import open_regular
 from orchestrator.errors import ConfigError
 
 # No text has so many characters to a token, so that no more of it is read for so many tokens.
@@ -49,14 +51,16 @@ Tokenize = Callable[[str], list[int]]
 
 @contextmanager
 def _opened(path: Path) -> Iterator[TextIO]:
-    """A text file, an .xz one unpacked. Raises ConfigError, for what reading it raises too."""
+    """Open a text file without its byte order mark; an .xz file is unpacked.
+
+    Raises ConfigError or TextFileError, also for what reading it raises.
+    """
     try:
-        if path.suffix == ".xz":
-            with lzma.open(path, "rt", encoding="utf-8") as unpacked:
-                yield unpacked
-        else:
-            with path.open(encoding="utf-8") as file:
-                yield file
+        with open_regular(path) as file:
+            packed = path.suffix == ".xz"
+            data = lzma.open(file) if packed else file  # noqa: SIM115 - closed with the text
+            with TextIOWrapper(data, encoding="utf-8-sig") as text:
+                yield text
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     except (UnicodeDecodeError, lzma.LZMAError, EOFError) as error:

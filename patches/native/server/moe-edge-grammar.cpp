@@ -122,7 +122,7 @@ std::string sentence(std::string reason) {
 }
 
 template <typename Work> auto bounded(const Work & work) -> decltype(work()) {
-    moe_edge_bounded counted(moe_edge_server_ends, MOST_NS);
+    moe_edge_bounded counted(MOE_EDGE_GRAMMAR, moe_edge_server_ends, MOST_NS);
     try {
         return work();
     } catch (const std::exception & error) {

@@ -4,6 +4,7 @@
 #include "moe-edge-server-context.h"
 #include "moe-edge-server-queue.h"
 #include "moe-edge-server-step.h"
+#include "moe-edge-template-bounds.h"
 #include "moe-edge-tools.h"
 
 #include "llama.h"
@@ -201,12 +202,15 @@ namespace {
 // Up to the answer's first output, or up to its end.
 void begin(moe_edge_request & request) {
     std::string complaint = "the request was given up";
-    moe_edge_bounded counted(request.should_stop, 0);
+    moe_edge_bounded counted(MOE_EDGE_GRAMMAR, request.should_stop, 0);
+    moe_edge_bounded rendered = moe_edge_template_bounds(request.should_stop, request.asked.body.size());
     beginning = &request;
     try {
         request.answer = (request.server->routes.*request.which->handler)(request.asked);
     } catch (const std::exception & failure) {
         complaint = failure.what();  // what upstream makes of a request that it does not understand
+    } catch (const moe_edge_refused & refused) {
+        complaint = refused.reason;
     }
     beginning = nullptr;
     if (!request.answer) {
@@ -376,6 +380,8 @@ moe_edge_server * moe_edge_server_create(
     std::unique_ptr<moe_edge_server> server;
     try {
         server = std::make_unique<moe_edge_server>(*config, context);
+        moe_edge_bounded rendered = moe_edge_template_bounds([] { return false; }, 0);
+        moe_edge_check_template(model, server->params.chat_template);
         server->params.chat_template = moe_edge_template_with_tools(model, server->params.chat_template);
         if (server->context.load_model(server->params)) {
             server->prompts = made_prompts;
@@ -383,10 +389,14 @@ moe_edge_server * moe_edge_server_create(
             llama_detach_threadpool(context);  // upstream's, whose threads spin while Python decides
         } else {
             server.reset();
+            moe_edge_try_template(model, config->chat_template ? config->chat_template : "");
         }
     } catch (const std::exception & failure) {
         server.reset();
         reason = failure.what();
+    } catch (const moe_edge_refused & refused) {
+        server.reset();
+        reason = refused.reason + " (--chat-template FILE gives another one)";
     }
     given_model = nullptr;
     given_context = nullptr;

@@ -2,6 +2,7 @@
 // rewrites its inputs. Which prefix a template needs is found by rendering a probe with each of them.
 
 #include "moe-edge-grammar.h"
+#include "moe-edge-template-bounds.h"
 #include "moe-edge-tools.h"
 
 #include "chat.h"
@@ -305,6 +306,14 @@ bool moe_edge_wants_text_apart(const common_chat_templates * templates) {
     // A template that demands turns by turns may refuse two messages of the assistant only later in the conversation.
     return !shows_in_order({ HELLO, both, result }) && shows_in_order({ HELLO, text, call, result }) &&
            shows_in_order({ HELLO, text, call, result, end, HELLO });
+}
+
+void moe_edge_try_template(const llama_model * model, const std::string & given) {
+    try {
+        common_chat_templates_apply(common_chat_templates_init(model, given).get(), inputs_of({ HELLO }, false));
+    } catch (const std::exception & failure) {
+        moe_edge_template_failed(failure);
+    }
 }
 
 std::string moe_edge_template_with_tools(const llama_model * model, const std::string & given) {

@@ -17,3 +17,6 @@ bool moe_edge_is_own_form(const std::string & source);
 // Return whether a template drops the text or the call of a message with both, or renders them in another order, and
 // renders them well as two messages.
 bool moe_edge_wants_text_apart(const common_chat_templates * templates);
+// Renders a short conversation, to say why a server does not start with a template. Throws moe_edge_refused with what
+// the template raised; returns where it raised nothing.
+void moe_edge_try_template(const llama_model * model, const std::string & given);

@@ -122,6 +122,37 @@ def test_an_endless_stdin_is_refused(monkeypatch):
 
 
 @cases(
+    "data, status, stdout, said",
+    ("hello".encode("utf-8-sig"), 0, "Hi there!\n", ""),
+    ("hello".encode("utf-16"), 1, "", "Error: stdin: it is in UTF-16; save it as UTF-8"),
+    (b"h\xf6llo", 1, "", "Error: stdin: it is not a text in UTF-8, at byte 1 (0xf6)"),
+)
+def test_stdin_is_utf8(data, status, stdout, said):
+    result = subprocess.run([*FAKE, "chat", "-m", "odd.gguf"], input=data, capture_output=True)
+    assert (result.returncode, result.stdout.decode()) == (status, stdout)
+    assert said in result.stderr.decode() and "Traceback" not in result.stderr.decode()
+
+
+TEMPLATES = {
+    "Latin-1": (lambda path: path.write_bytes(b"{{ 'w\xf6' }}"), "not a text in UTF-8, at byte 5"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
+    "a pipe": (os.mkfifo, "not a regular file"),
+    "nothing in it": (lambda path: path.touch(), "the file is empty"),
+    "too long": (lambda path: path.write_text("x" * (1 << 20)), "more than 524,288 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_chat_template_that_is_no_text_is_refused_before_the_model_is_loaded(tmp_path, name):
+    make, said = TEMPLATES[name]
+    path = tmp_path / "chat.jinja"
+    make(path)
+    result = run("serve", "-m", DEMO, "--chat-template", path)
+    assert result.exit_code in (1, 2)
+    assert str(path) in result.stderr and said in result.stderr
+
+
+@cases(
     "closing, model, status, stdout, stderr",
     (">&-", "x.gguf", 1, "", "Error: stdout is closed: send it to a file, or to /dev/null\n"),
     ("2>&-", "odd.gguf", 0, "Hi there!\n", ""),  # notes alone are lost

@@ -100,11 +100,11 @@ def config(**changes):
     return lambda folder: change_json(folder / "config.json", **changes)
 
 
-def text(name, content):
+def text(name, content, encoding="utf-8"):
     """A file of the folder says this; None: it is gone."""
     if content is None:
         return lambda folder: (folder / name).unlink()
-    return lambda folder: (folder / name).write_text(content)
+    return lambda folder: (folder / name).write_text(content, encoding)
 
 
 def shard(number, change):
@@ -190,6 +190,11 @@ EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 FAULTS = {
     "no config": (text("config.json", None), "config.json: is missing"),
     "broken config": (text("config.json", "{"), "config.json: not JSON"),
+    "a config with a mark": (
+        text("config.json", "\ufeff{}"),
+        "config.json: begins with a byte order",
+    ),
+    "a config in UTF-16": (text("config.json", "{}", "utf-16"), "config.json: it is in UTF-16"),
     "a list for a config": (text("config.json", "[1]"), "config.json: not a JSON object"),
     "no architecture": (config(architectures=None), "config.json: names no architecture"),
     "unknown architecture": (

@@ -55,6 +55,14 @@ def test_a_context_is_read_and_not_scored():
         assert set(scored) == {ord("y")}
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.xz"])
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path, name):
+    text = json.dumps({"text": "wö"}) if "jsonl" in name else "wö"
+    data = text.encode("utf-8-sig")
+    (tmp_path / name).write_bytes(lzma.compress(data) if name.endswith(".xz") else data)
+    assert read_documents(tmp_path / name) == [Document("wö")]
+
+
 def test_a_limit_counts_scored_tokens():
     documents = [Document("a" * 30), Document("b" * 30, context="c" * 5)]
     windows = cut(documents, 64, 40, [])

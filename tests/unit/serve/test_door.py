@@ -10,6 +10,7 @@ from fake_backend import FakeBackend, app_for, assert_refused, quiet, served_by,
 from paths import CHAT
 from tables import cases
 
+from gguf_tools.errors import TextFileError
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.serve.app import application
 from orchestrator.serve.settings import ServeSettings
@@ -65,7 +66,7 @@ def test_who_gets_in(settings, headers, status):
 
 @pytest.mark.parametrize("kept", ["ключ", "clé", "cl\udce9"])
 def test_a_key_need_not_be_ascii(kept):
-    """Clients send UTF-8, some Latin-1; a file may have any bytes."""
+    """Clients send UTF-8, some Latin-1; an argument may have any bytes."""
     app = app_with(api_key=kept)
 
     def status(brought):
@@ -103,6 +104,11 @@ def test_a_server_for_others_needs_a_key(tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("\n one \ntwo\n")
     assert ServeSettings(host="0.0.0.0", api_key_file=keys).keys() == {"one", "two"}
+    keys.write_text("one\n", encoding="utf-8-sig")  # as Windows' editors save it
+    assert ServeSettings(api_key_file=keys).keys() == {"one"}
+    keys.write_bytes("clé\n".encode("latin-1"))
+    with pytest.raises(TextFileError, match=r"keys: it is not a text in UTF-8, at byte 2"):
+        ServeSettings(api_key_file=keys).keys()
     keys.write_text("\n")
     with pytest.raises(ConfigError, match="has no key in it"):
         ServeSettings(api_key_file=keys).keys()
@@ -137,6 +143,9 @@ POLICY_SETTINGS = [3, {"a": []}, {"a": "x" * 300}, {str(n): 1 for n in range(33)
     (b"[" * 100_000, 400, "not JSON"),
     (b"[]", 400, "JSON object"),
     (b'{"a": "\xff"}', 400, "not UTF-8"),
+    ('{"a": 1}'.encode("utf-16"), 400, "not UTF-8"),
+    # a byte order mark is left out, and the rest is looked at
+    (b"\xef\xbb\xbf[]", 400, "JSON object"),
     (b'{"a": "' + b"x" * 2**17 + b'"}', 413, "--body-limit"),
     (b'{"a": "\\ud800"}', 400, "half a character"),
     (b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}", 400, "more than 100 deep"),

@@ -1,0 +1,80 @@
+// The headers of upstream's template engine, with its work counted. CMakeLists.txt includes this file first in every
+// source, so that the inline functions of these headers are the same in all of the library.
+//
+// Every value that a template makes comes from mk_val, and is replaced here: values are counted while they live, and
+// are freed one after the other instead of recursively. Loops, conditions and try blocks of runtime.h count a step.
+
+#pragma once
+
+#include "moe-edge-bounds.h"
+
+// Standard headers come first: the macros below must not change them.
+#include <algorithm>
+#include <cassert>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <ctime>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <unordered_map>
+#include <vector>
+
+// Functions that some sources do not use are static in these headers.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function"
+
+#define mk_val moe_edge_upstream_mk_val
+#include "common/jinja/value.h"
+#undef mk_val
+
+// Adds to a value that was made: counts it, and refuses a tuple that is nested too deeply.
+void moe_edge_template_made(jinja::value_t & made);
+
+// Frees a value. Its parts are freed after it, not within it, so that a long chain of values needs no stack.
+void moe_edge_template_free(jinja::value_t * value);
+
+// A built-in function whose work is counted by the sizes of its arguments.
+jinja::func_handler moe_edge_template_function(const std::string & name, const jinja::func_handler & function);
+
+namespace jinja {
+
+template <typename T, typename... Args>
+std::shared_ptr<typename extract_pointee<T>::type> mk_val(Args &&... args) {
+    using made_t = typename extract_pointee<T>::type;
+    moe_edge_template_values(1);
+    std::shared_ptr<made_t> made(new made_t(std::forward<Args>(args)...), moe_edge_template_free);
+    if constexpr (std::is_same_v<made_t, value_func_t>) {
+        made->val_func = moe_edge_template_function(made->name, made->val_func);
+    }
+    moe_edge_template_made(*made);
+    return made;
+}
+
+// The one function that takes two whole numbers divides by the second, and the processor stops the process for some.
+template <> inline void func_args::ensure_vals<value_int, value_int>(bool, bool) const {
+    ensure_count(2);
+    ensure_val<value_int>(args[0]);
+    ensure_val<value_int>(args[1]);
+    if (args[1]->val_int == 0 || args[1]->val_int == -1) {
+        throw std::runtime_error("divisibleby expects a number other than 0 and -1");
+    }
+}
+
+}  // namespace jinja
+
+#include "common/jinja/lexer.h"
+
+#define for(...) for (__VA_ARGS__) if (moe_edge_template_step()) {} else
+#include "common/jinja/runtime.h"
+#undef for
+
+#include "common/jinja/parser.h"
+#pragma GCC diagnostic pop

@@ -1,0 +1,58 @@
+"""Texts that a user names: UTF-8 in a regular file, or one sentence."""
+
+import os
+
+import pytest
+from tables import cases
+
+from gguf_tools.errors import TextFileError
+from gguf_tools.file.texts import read_text
+
+MARK = b"\xef\xbb\xbf"
+
+
+@cases(
+    "data, text",
+    (b"", ""),
+    ("wö\n".encode(), "wö\n"),
+    (MARK + "wö".encode(), "wö"),
+    (MARK, ""),
+    ("a\ufeffb".encode(), "a\ufeffb"),  # elsewhere it is a character
+    (b"x" * 100, "x" * 100),
+)
+def test_a_text_is_read_without_its_byte_order_mark(tmp_path, data, text):
+    path = tmp_path / "a.txt"
+    path.write_bytes(data)
+    assert read_text(path, 100) == text
+
+
+@cases(
+    "data, said",
+    ("wö".encode("utf-16"), "it is in UTF-16; save it as UTF-8"),
+    ("wö".encode("utf-16-be"), "not a text in UTF-8, at byte 0 (0x00)"),
+    ("wö".encode("utf-32"), "it is in UTF-32; save it as UTF-8"),
+    (b"w\xf6", "not a text in UTF-8, at byte 1 (0xf6); save it as UTF-8"),
+    (MARK + b"w\xf6", "at byte 4 (0xf6)"),
+    (b"x" * 101, "it has more than 100 bytes"),
+    (b"x\0" * 101, "not a text in UTF-8, at byte 1 (0x00)"),
+)
+def test_anything_else_is_one_sentence(tmp_path, data, said):
+    path = tmp_path / "a.txt"
+    path.write_bytes(data)
+    with pytest.raises(TextFileError) as caught:
+        read_text(path, 100)
+    assert str(caught.value).startswith(f"{path}: ") and said in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "nothing"])
+def test_only_a_regular_file_is_read(tmp_path, kind):
+    """A pipe that nobody writes into would hang, and a device has no end."""
+    path = tmp_path / "a.txt"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    with pytest.raises(TextFileError, match=r"a\.txt: (not a regular file|No such file|Is a dir)"):
+        read_text(path, 100)
