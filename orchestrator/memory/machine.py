@@ -102,11 +102,11 @@ def _cgroup_limits(
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
-            base, limits_in = root / "memory", ("memory.limit_in_bytes",)
-            usage_in = "memory.usage_in_bytes"
+            base, usage_in = root / "memory", "memory.usage_in_bytes"
+            limits_in = ["memory.limit_in_bytes"]
         elif controllers == "":
-            base, limits_in = root, ("memory.max", "memory.high")
-            usage_in = "memory.current"
+            base, usage_in = root, "memory.current"
+            limits_in = ["memory.max", "memory.high"]
         else:
             continue
         folder = base / path.lstrip("/")
