@@ -191,8 +191,20 @@ def test_results_in_another_order_follow_their_calls():
     assert places == sorted(places)
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_all_parts_of_a_text_are_shown(name):
+# As GLM's templates do: parts of what the user says, and results that are a text.
+PARTS_OF_THE_USER = TURNS.replace(
+    "{{ message.content or '' }}CALLS",
+    "{% if message.content is string %}{{ message.content }}{% elif message.role == 'user' %}"
+    "{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}" + TAGGED,
+)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [*(template for template, _, _ in SMALL.values()), PARTS_OF_THE_USER],
+    ids=[*SMALL, "parts of the user alone"],
+)
+def test_all_parts_of_a_text_are_shown(template):
     said = [{"type": "text", "text": text} for text in ("one", "two", "three")]
     messages = [
         {"role": "user", "content": said[:2]},
@@ -201,7 +213,7 @@ def test_all_parts_of_a_text_are_shown(name):
         {"role": "assistant", "content": []},
         {"role": "user", "content": said[2:]},
     ]
-    (made,) = made_of(SMALL[name][0], ({"messages": messages, "tools": [TOOL]}, []))
+    (made,) = made_of(template, ({"messages": messages, "tools": [TOOL]}, []))
     assert made["prompt"].count("one\ntwo") == 3 and made["prompt"].count("two\nthree") == 1
 
 
