@@ -217,11 +217,14 @@ class DataCheck:
                 n = os.preadv(fd, [view], at)
                 if n == 0:
                     raise GGUFError(f"{told.part.path}: the file ends at offset {at}: it was cut")
-                if _may_hold_nan(info) and np.isnan(buffer[: n - n % 4].view(np.float32)).any():
-                    raise DamagedError(
-                        f"{told.part.path}: tensor {info.name}: offset {at}: a value from there on"
-                        " is NaN: get another copy of the file, or convert the model again"
-                    )
+                if _may_hold_nan(info):
+                    is_nan = np.isnan(buffer[: n - n % 4].view(np.float32))
+                    if is_nan.any():
+                        raise DamagedError(
+                            f"{told.part.path}: tensor {info.name}: offset"
+                            f" {at + 4 * int(is_nan.argmax())}: the value is NaN: get another copy"
+                            " of the file, or convert the model again"
+                        )
                 if expected is not None:
                     crc = self._crc32(crc, buffer.ctypes.data, n)
                 at += n

@@ -33,6 +33,7 @@ from orchestrator.native import (
     ServerLibrary,
     native_config,
 )
+from orchestrator.native.llama import Bindings
 from orchestrator.policy import policy_settings
 from orchestrator.serve.admission import (
     BODY_FACTOR,
@@ -440,12 +441,13 @@ class Backend:
         return engine.device_bytes + (engine.store.stats().slot_bytes_in_use if slots else 0)
 
     def failure(self) -> str | None:
-        """Why the last step failed, in a sentence; None where the store knows of nothing. A changed
-        file comes first: what it makes of a slice looks like damage."""
+        """Return why the last step failed, in a sentence; None if nothing says why. A changed file
+        comes first, because what the store reads of it looks like damage."""
         if fault := self.fault():
             return fault
         if not self.engine.managed:
-            return None
+            complaint = Bindings.load().complaint()
+            return f"llama.cpp failed to evaluate{complaint}" if complaint else None
         try:
             if self._native.error is not None:
                 raise self._native.error
