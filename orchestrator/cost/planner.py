@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.process import default_threads
 from orchestrator.cache.profile import HotnessKeeper, UsageKeeper
 from orchestrator.config import Config
 from orchestrator.cost.disk import Bandwidth, kept_bandwidth, slow_disk
@@ -36,7 +35,6 @@ from orchestrator.memory.machine import (
     one_of_several,
     planned_device,
     probe,
-    too_many_threads,
 )
 from orchestrator.memory.plan import MemoryPlan, MemoryPlanner
 from orchestrator.native.llama import Bindings
@@ -94,7 +92,6 @@ class Planner:
             self.losses.note,
             self.slow_disk,
             one_of_several(self.bindings, self.gpu),
-            too_many_threads(self._config.threads),
             more_than_there(self._config.ram, self.machine),
         )
         return " ".join(filter(None, notes)) or None
@@ -287,7 +284,7 @@ class Planner:
             )
         config, model = self._config, self._model
         disk = self._disk or kept_bandwidth(model, config, measures)
-        threads, pool = config.threads or default_threads(), spare_bytes(config, model)
+        threads, pool = config.n_threads, spare_bytes(config, model)
         with Speeds(self.bindings, threads, pool, measures) as speeds:
             yield TimeModel(model, disk, speeds, *known_uses(config, model))
 

@@ -76,7 +76,9 @@ class _Check:
     """The report that grows, and what all its parts share."""
 
     def __init__(self, config: Config, options: CheckOptions, bar: Bar) -> None:
-        self.config, self.options, self.bar = config, options, bar
+        # A fixed number of threads, so that the runs do not depend on the load.
+        self.config = config.with_changes(threads=config.n_threads)
+        self.options, self.bar = options, bar
         self.asked_ram = config.ram
         self.problems: list[str] = []
         self.notes: list[str] = []

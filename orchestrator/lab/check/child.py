@@ -3,7 +3,6 @@ CheckJob, and answers what it found."""
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Sequence
 from time import perf_counter
@@ -187,7 +186,7 @@ def watch_layers(engine: Engine, tokens: Sequence[int], path: str) -> Result:
         seen[node.name.removeprefix(_EXPERTS_OUT)] = node.array()
 
     n = min(len(tokens), engine.plan.n_ubatch)
-    threads = engine.config.threads or len(os.sched_getaffinity(0))
+    threads = engine.config.n_threads
     with Observer(engine.llama, n, threads, wanted, keep) as observer:
         observer.read(tokens[:n])
     np.savez(path, **seen)  # type: ignore[arg-type]
