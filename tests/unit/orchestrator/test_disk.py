@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 from tables import cases
 
-from gguf_tools import synthetic
-from gguf_tools import process
+from gguf_tools import process, synthetic
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.cost import disk
