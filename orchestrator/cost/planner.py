@@ -177,10 +177,19 @@ class Planner:
         with self._probe:
             return self._plan(config, more_scratch)
 
+    def least(self, config: Config) -> int:
+        """Return the smallest cap in bytes, --ram or a GPU's --vram, that works with these
+        settings. Raises BudgetError if none does."""
+        with self._probe:
+            return self._memory(config).least().cap_bytes
+
     def _plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
+        return self._memory(config, more_scratch).plan()
+
+    def _memory(self, config: Config, more_scratch: int = 0) -> MemoryPlanner:
         count = None if self.gpu else self._probe.count
         known = more_scratch, count, self.teach
-        return MemoryPlanner(config, self._model, self.machine, *known).plan()
+        return MemoryPlanner(config, self._model, self.machine, *known)
 
     def loses(self, plan: MemoryPlan) -> Foreseen:
         """What a plan is foreseen to lose, with its policy's settings as they are now. Where every

@@ -16,7 +16,7 @@ from orchestrator.config import Config
 from orchestrator.cost.planner import Planner
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import MoeEdgeError
-from orchestrator.lab.check.budgets import CheckJob, settings_of
+from orchestrator.lab.check.budgets import CheckJob, settings_of, three_budgets
 from orchestrator.lab.children import Result, answer
 
 # What the experts of a layer give together, as llama.cpp's common MoE builder names it.
@@ -53,6 +53,10 @@ def run(job: CheckJob) -> Result:
         with ExpertModel.open(config.model, config.low) as model:
             runs = Planner(config.with_changes(beside=job.beside), model).runs(config)
         return {"settings": settings_of(runs.config)}
+    if job.budgets is not None:
+        with ExpertModel.open(config.model) as model:
+            runs_of = three_budgets(config, Planner(config, model), job.budgets)
+            return {"budgets": [(name, settings_of(each)) for name, each in runs_of]}
     with Engine.open(config, compared=job.chosen) as engine:
         if job.layers:
             return watch_layers(engine, [*(job.prompt or ()), *(job.answer or ())], job.rows)

@@ -147,7 +147,8 @@ def eval_config(config: Config, options: EvalOptions) -> Config:
         threads=config.n_threads,
         logits_all=True,
         ubatch=min(config.ubatch or SIZES[0], options.window),
-        ctx=max(config.ctx or LEAST_CONTEXT, options.window),
+        # Questions may be longer than a window of the text.
+        ctx=max(config.ctx or LEAST_CONTEXT * (options.choices is not None), options.window),
         exact_tiers=not options.reuse,
     )
 
