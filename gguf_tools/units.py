@@ -19,3 +19,10 @@ def format_size(size_bytes: float, *, up: bool = False) -> str:
         value = math.ceil(value * 10**decimals) / 10**decimals
     text = f"{value:.{decimals}f}"
     return f"{text.rstrip('0').rstrip('.') if decimals else text} {unit}"
+
+
+def format_least(size_bytes: float) -> str:
+    """A size that a user is told to ask for: rounded up, by 1 MiB at most, and never in GiB, whose
+    two decimals would round by 10 MiB."""
+    mib = math.ceil(size_bytes / 2**20)
+    return f"{mib} MiB" if mib >= 1000 else format_size(size_bytes, up=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gguf_tools.experts import DEFAULT_KV, KV_TYPES
+from gguf_tools.process import compute_threads, usable_cores
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP_TIER
 from orchestrator.policy import POLICIES, Policy, known_policies, policy_settings
@@ -79,7 +80,10 @@ class Sampling(Settings):
     )
     seed: int | None = setting(
         None,
-        "Makes the sampling repeatable.",
+        "Seed of the sampling. With it the number of compute threads stays the same, and the same "
+        "command gives the same answer if experts have one precision and --ram, --ctx and --ubatch "
+        "are given: other values of these change the rounding, and so may the answer. With several "
+        "precisions, an answer also depends on which experts are in memory.",
         within=(0, 2**32 - 1),
         group=ANSWER,
     )
@@ -205,7 +209,7 @@ class Config(Settings):
     )
     threads: int | None = setting(
         None,
-        "Compute threads.",
+        "Compute threads, at most one for each core.",
         within=(1, 1024),
         shown="the cores that are free",
         group=MODEL,
@@ -398,6 +402,18 @@ class Config(Settings):
         return own | dict(self.of_policies)
 
     @property
+    def n_threads(self) -> int:
+        """Number of compute threads, at most one for each core that this process may use."""
+        return compute_threads(self.threads)
+
+    @property
+    def adapts_threads(self) -> bool:
+        """Whether an answer may use fewer threads while other programs take cores. Attention sums
+        in another order with another number of threads, so that the answer to a given seed would
+        depend on the load."""
+        return self.threads is None and self.seed is None and not self.exact
+
+    @property
     def sampling(self) -> Sampling:
         """How an answer's tokens are chosen where nothing else is asked for."""
         return Sampling(**{name: getattr(self, name) for name in Sampling.declared()})
@@ -433,7 +449,15 @@ def check_policy(name: str | None) -> None:
 
 
 def _exact(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The layout that `exact` stands for. Raises ConfigError where another one is asked for."""
+    """Return the layout that `exact` stands for. Raises ConfigError if another layout is asked for,
+    or more threads than there are cores: the number would be lowered, and with it the order of
+    sums would change."""
+    threads, cores = settings.get("threads") or 1, usable_cores()
+    if threads > cores:
+        raise ConfigError(
+            f"--threads {threads} cannot be used with --exact: this process may use {cores} "
+            f"core{'s' * (cores != 1)}. Use --threads {cores}, or leave --exact out"
+        )
     if settings.get("layout") == "cpu" or settings.get("use_extra_bufts"):
         raise ConfigError(
             "--exact keeps all weights as they are in the file, and --layout cpu does not: leave "

@@ -18,7 +18,7 @@ from gguf_tools.pack.targets import (
     expert_targets,
     refuse_same_file,
 )
-from gguf_tools.process import default_threads
+from gguf_tools.process import compute_threads
 from gguf_tools.progress import Progress, ProgressMeter
 from gguf_tools.quantize.ggml import Ggml, load_ggml
 from gguf_tools.quantize.methods import ExpertQuantizer
@@ -72,7 +72,7 @@ def pack(
             writer.begin()
             meter = ProgressMeter(progress, sum(each.nbytes for each in writer.tensors.values()))
             jobs = pack_jobs(model, writer, matrices, others, tools, quantizer)
-            run_all(jobs, threads or default_threads(), meter)
+            run_all(jobs, compute_threads(threads), meter)
     report.nbytes = writer.path.stat().st_size
     report.seconds = time.monotonic() - started
     return report

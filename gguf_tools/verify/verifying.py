@@ -12,7 +12,7 @@ from gguf_tools.errors import GGUFError
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.parts import open_model
 from gguf_tools.file.reader import GGUFFile
-from gguf_tools.process import default_threads
+from gguf_tools.process import compute_threads
 from gguf_tools.progress import Progress
 from gguf_tools.quantize.ggml import Ggml, load_ggml
 from gguf_tools.verify.blocks import check_blocks
@@ -60,9 +60,7 @@ def verify(
                 report.problems.append(Problem(str(error), str(models[1])))
         together = [part for parts in opened for part in parts]
         if together:
-            check_blocks(
-                together, report, ggml or load_ggml(), threads or default_threads(), progress
-            )
+            check_blocks(together, report, ggml or load_ggml(), compute_threads(threads), progress)
     finally:
         for parts in opened:
             for part in parts:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gguf_tools.units import format_size
+from gguf_tools.units import format_least, format_size
 from orchestrator.allocation.slots import ModelShape, SlotGroup, SlotPlan, Transition
 from orchestrator.errors import BudgetError
 
@@ -214,7 +214,7 @@ def too_little(budget_bytes: int, needed_bytes: int) -> BudgetError:
     """What to say of a budget that does not hold every expert."""
     return BudgetError(
         f"{format_size(budget_bytes)} are too little for every expert in one precision: it needs "
-        f"{format_size(needed_bytes, up=True)}",
+        f"{format_least(needed_bytes)}",
         needed_bytes,
     )
 

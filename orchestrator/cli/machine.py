@@ -11,7 +11,6 @@ import numpy as np
 
 from gguf_tools import built
 from gguf_tools.experts import ExpertModel
-from gguf_tools.process import default_threads
 from gguf_tools.units import format_size
 from orchestrator.config import Config
 from orchestrator.cost.disk import Bandwidth, bytes_per_s, kept_bandwidth
@@ -42,7 +41,7 @@ def examine(
 
     Raises MoeEdgeError for a model that cannot be read, OSError for a disk that fails."""
     bindings = Bindings.load()
-    threads = config.threads or default_threads()
+    threads = config.n_threads
     with ExpertModel.open(config.model, config.low) as model:
         planner, note = _planner(bindings, config, model, disk)
         gpu, machine = planner.gpu, planner.machine

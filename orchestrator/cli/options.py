@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gguf_tools import interrupts
+from gguf_tools.process import compute_threads
 from orchestrator.chat.console import Console, progress_bar, strip_controls
 from orchestrator.cli.help import Option
 from orchestrator.config import Config
@@ -152,7 +153,21 @@ MODEL = click.argument(
     "file", metavar="FILE", type=FILE, callback=lambda _ctx, _param, value: model_path(str(value))
 )
 JSON = option("--json as_json", "Print one JSON object.")
-THREADS = option("--threads N", "Threads.  [default: the cores]")
+
+
+def _note_capped(threads: int | None) -> int | None:
+    """Return `threads`, and tell the user if it will be capped at the cores."""
+    if threads is not None and compute_threads(threads) < threads:
+        cores = compute_threads(threads)
+        note(f"Note: --threads {threads}: capped at {cores}, the cores that this process may use.")
+    return threads
+
+
+THREADS = option(
+    "--threads N",
+    "Threads, at most one for each core.  [default: the cores]",
+    callback=lambda _ctx, _param, threads: _note_capped(threads),
+)
 STUDY_OUT = option("--out DIR", "Where a study writes tables and plots.")
 LOW = option("--low LOW", "The same model in a lower precision, as a second GGUF.", type=FILE)
 
@@ -262,7 +277,9 @@ def make_config(options: dict[str, Any]) -> Config:
     for name in {"model", "low"} & chosen.keys():
         chosen[name] = model_path(str(chosen[name]))
     with as_options():
-        return Config.build(**chosen)
+        config = Config.build(**chosen)
+    _note_capped(config.threads)
+    return config
 
 
 def chat_config(options: dict[str, Any]) -> Config:

@@ -31,7 +31,7 @@ from gguf_tools.file.layout import (
     pad,
 )
 from gguf_tools.file.writer import GGUFWriter
-from gguf_tools.process import default_threads, usable_cores
+from gguf_tools.process import usable_cores
 from gguf_tools.workers import in_order, workers
 from orchestrator.cache.files import digest, user_folder
 from orchestrator.cache.profile import identity
@@ -93,7 +93,7 @@ class Bandwidth(NamedTuple):
     def beside(self, config: Config) -> Bandwidth:
         """As it is beside the threads that compute: where these leave a core to itself, reading
         takes nothing from them."""
-        shares_cores = (config.threads or default_threads()) >= usable_cores()
+        shares_cores = (config.n_threads) >= usable_cores()
         return self._replace(core_s_per_byte=self.core_s_per_byte if shares_cores else 0.0)
 
     def seconds(self, n_bytes: float) -> float:

@@ -154,7 +154,7 @@ def _find(
     from orchestrator.native.llama import Bindings
 
     begins("Measuring the disk", None)
-    disk, threads = machine_bandwidth(config), config.threads or default_threads()
+    disk, threads = machine_bandwidth(config), config.n_threads
     begins("Measuring the processor", None)
     rows: list[Row] = []
     models = known_models()

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.process import default_threads
 from orchestrator.cache.profile import HotnessKeeper, UsageKeeper
 from orchestrator.config import Config
 from orchestrator.cost.disk import Bandwidth, kept_bandwidth, slow_disk
@@ -36,7 +35,6 @@ from orchestrator.memory.machine import (
     one_of_several,
     planned_device,
     probe,
-    too_many_threads,
 )
 from orchestrator.memory.plan import MemoryPlan, MemoryPlanner
 from orchestrator.native.llama import Bindings
@@ -90,7 +88,6 @@ class Planner:
             self.losses.note,
             self.slow_disk,
             one_of_several(self.bindings, self.gpu),
-            too_many_threads(self._config.threads),
             more_than_there(self._config.ram, self.machine),
         )
         return " ".join(filter(None, notes)) or None
@@ -156,10 +153,19 @@ class Planner:
         with self._probe:
             return self._plan(config, more_scratch)
 
+    def least(self, config: Config) -> int:
+        """Return the smallest cap in bytes, --ram or a GPU's --vram, that works with these
+        settings. Raises BudgetError if none does."""
+        with self._probe:
+            return self._memory(config).least().cap_bytes
+
     def _plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
+        return self._memory(config, more_scratch).plan()
+
+    def _memory(self, config: Config, more_scratch: int = 0) -> MemoryPlanner:
         count = None if self.gpu else self._probe.count
         known = more_scratch, count, self.teach
-        return MemoryPlanner(config, self._model, self.machine, *known).plan()
+        return MemoryPlanner(config, self._model, self.machine, *known)
 
     def loses(self, plan: MemoryPlan) -> Foreseen:
         """What a plan is foreseen to lose, with its policy's settings as they are now. Where every
@@ -260,7 +266,7 @@ class Planner:
             )
         config, model = self._config, self._model
         disk = self._disk or kept_bandwidth(model, config, measures)
-        threads, pool = config.threads or default_threads(), spare_bytes(config, model)
+        threads, pool = config.n_threads, spare_bytes(config, model)
         with Speeds(self.bindings, threads, pool, measures) as speeds:
             yield TimeModel(model, disk, speeds, *known_uses(config, model))
 

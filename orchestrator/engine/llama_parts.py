@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.process import default_threads
 from orchestrator.config import Config
 from orchestrator.engine.store_layout import has_flash
 from orchestrator.errors import NativeError
@@ -57,7 +56,7 @@ def context_of(
                 model,
                 n_ctx=n_ctx,
                 n_ubatch=min(n_ctx, n_ubatch),
-                threads=config.threads or default_threads(),
+                threads=config.n_threads,
                 outputs=output_tokens(config, model.n_vocab, n_ubatch),
                 flash_attention=has_flash(config, plan),
                 on_gpu=gpu is not None,

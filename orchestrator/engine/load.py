@@ -185,7 +185,7 @@ class Loader:
             context = context_of(config, plan, model, self.bindings, self.gpu)
             # the context goes first, then the store, then the model that it was attached to
             parts.insert(0, context)
-            if config.threads is None and not config.exact and not self.on_gpu:
+            if config.adapts_threads and not self.on_gpu:
                 parts.insert(0, FreeCores(self.bindings.library(), context.handle))
             sequences = Sequences(context, config.sequences)
             # where nothing was asked for, the model's own longest context cannot be raised either

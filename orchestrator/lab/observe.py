@@ -18,7 +18,7 @@ from gguf_tools import interrupts
 from gguf_tools.closing import Closing
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, parse_expert_name
-from gguf_tools.units import format_size
+from gguf_tools.units import format_least, format_size
 from orchestrator.config import Config
 from orchestrator.engine.driver import Driver
 from orchestrator.engine.load import Loader
@@ -274,7 +274,7 @@ def load_within(
             needed = error.needed_bytes + room.own
             raise BudgetError(
                 f"--ram {format_size(room.ram)} is too little: the smallest that works here is "
-                f"{format_size(needed, up=True)}, {format_size(room.own)} of them for {room.use}",
+                f"{format_least(needed)}, {format_size(room.own)} of them for {room.use}",
                 needed,
             ) from error
         # Whoever watches makes one of its own.

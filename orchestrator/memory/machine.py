@@ -13,7 +13,7 @@ import psutil
 
 from gguf_tools.experts import KV_TYPES, ExpertModel
 from gguf_tools.file.layout import GGMLType
-from gguf_tools.process import default_threads, private_bytes, usable_cores
+from gguf_tools.process import private_bytes
 from gguf_tools.units import format_size
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, NativeError
@@ -98,7 +98,6 @@ def _cgroup_limits(
     except OSError:
         return []
     limits = []
-    limits_in: tuple[str, ...]
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -139,17 +138,6 @@ def _read_limit(folder: Path, limits_in: Sequence[str], usage_in: str) -> tuple[
     prefix = "total_" if "total_inactive_file" in counters else ""
     droppable = sum(int(counters.get(f"{prefix}{name}_file", 0)) for name in ("active", "inactive"))
     return limit, max(0, used - droppable)
-
-
-def too_many_threads(threads: int | None) -> str | None:
-    """A sentence for more compute threads than cores: they wait for each other at each product."""
-    cores = usable_cores()
-    if threads is None or threads <= cores:
-        return None
-    return (
-        f"--threads {threads} on {cores} core{'s' * (cores != 1)} is many times slower than "
-        f"--threads {cores}."
-    )
 
 
 def more_than_there(ram: int | None, machine: Machine) -> str | None:
@@ -235,7 +223,7 @@ def serve_misses(bindings: Bindings, gpu: Accelerator | None, config: Config) ->
     """
     if gpu is None:
         return Misses()
-    mode, threads = config.misses or AUTO, config.threads or default_threads()
+    mode, threads = config.misses or AUTO, config.n_threads
     if gpu.index is None:  # main memory in the place of a GPU has no link to it
         return Misses(mode, threads=threads)
     speeds = measure_device(bindings.library(), gpu.info, threads)

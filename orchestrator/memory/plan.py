@@ -11,7 +11,7 @@ from functools import partial
 
 from gguf_tools.experts import KV_TYPES, ExpertModel
 from gguf_tools.file.layout import BLOCK, EMBEDDINGS, pad
-from gguf_tools.units import format_size
+from gguf_tools.units import format_least, format_size
 from orchestrator.allocation.slots import FileTier, SlotPlan
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
@@ -33,6 +33,19 @@ SHARE = 1 / 16
 # 2024, Figure 3) are 129 and 1,020 tokens. Such experts are those that were used least; half is on
 # the safe side (docs/experiments/prompts.md, "Micro-batches by memory").
 ABSENT_USE = 1 / 8 / 2
+
+
+# Bytes that no machine has, and how often a lower bound of the smallest cap is corrected.
+_NO_END = 1 << 62
+_MOST_TRIES = 8
+
+
+class _TooSmallError(BudgetError):
+    """A cap that is too small for a policy's slots beside a room, before the user is told."""
+
+    def __init__(self, policy: Policy, needed_bytes: int) -> None:
+        super().__init__(f"the policy {policy.name} needs {needed_bytes} bytes", needed_bytes)
+        self.policy = policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +163,43 @@ class MemoryPlanner:
     teach: Callable[[Policy, tuple[str, ...]], None] | None = None
 
     def plan(self) -> MemoryPlan:
-        """Raises BudgetError naming the smallest budget that works, PolicyError and ConfigError
-        for a policy, tiers, or a precision of keys and values that do not go with the model."""
+        """Return the plan. Raises BudgetError naming the smallest budget that works, PolicyError
+        and ConfigError for a policy, tiers, or a precision of keys and values that do not go with
+        the model."""
         _check_kv(self.config, self.model)
+        try:
+            return self._laid_out()
+        except _TooSmallError as error:
+            raise self._refusal(error) from None
+
+    def _laid_out(self) -> MemoryPlan:
+        """Return the plan. Raises BudgetError with the fewest bytes that may be enough."""
         usual = self.room(managed=not wants_plain(self.config, self.model))
-        return self.shared(usual) or self.divided(usual)
+        try:
+            plan = self.shared(usual)
+        except _TooSmallError as error:
+            # A policy that keeps every expert in memory does not share it.
+            with suppress(BudgetError):
+                return self.divided(usual)
+            raise error from None
+        return plan or self.divided(usual)
+
+    def least(self, needed_bytes: int = 1) -> MemoryPlan:
+        """Return the plan under the smallest cap that works. needed_bytes: a lower bound of that
+        cap. Raises BudgetError if no cap works within a few corrections of the bound."""
+        capped = "vram" if self.machine.device else "ram"
+        device = self.machine.device
+        without_end = Machine(_NO_END, device and replace(device, memory_bytes=_NO_END))
+        for tries_left in reversed(range(_MOST_TRIES)):
+            config = self.config.with_changes(**{capped: needed_bytes})
+            try:
+                return replace(self, config=config, machine=without_end)._laid_out()
+            except BudgetError as error:
+                if not tries_left:
+                    raise
+                # Each refusal is right for the context that it was counted for.
+                needed_bytes = max(error.needed_bytes, needed_bytes + 1)
+        raise AssertionError
 
     @property
     def _own_context(self) -> int:
@@ -218,10 +263,7 @@ class MemoryPlanner:
             return None
         least = min(SIZES[0], usual.n_ubatch)
         room = self.room(max(CELL_STEP, least), least)
-        try:
-            plan = self.try_in((room, self._prompt_bytes(usual)), (room, config.cache_ram or 0))
-        except BudgetError:
-            return None  # what would be enough is said for the usual context
+        plan = self.try_in((room, self._prompt_bytes(usual)), (room, config.cache_ram or 0))
         policy, prompts = plan.policy, plan.prompt_bytes
         if policy is None or type(policy).wants.all_resident:
             return None
@@ -346,8 +388,8 @@ class MemoryPlanner:
             if not fits and config.policy == PLAIN and asked:
                 raise BudgetError(
                     f"{self._given(room)} is too little for the policy plain, which keeps "
-                    f"everything in memory: it needs at least {format_size(needed, up=True)}; the "
-                    f"other policies keep experts on disk",
+                    f"everything in memory: it needs at least {format_least(needed)} with a "
+                    f"context of {room.n_ctx} tokens; the other policies keep experts on disk",
                     needed,
                 )
             if fits or config.policy == PLAIN:
@@ -403,7 +445,7 @@ class MemoryPlanner:
         if room.ram_bytes < needed:
             raise BudgetError(
                 f"--ram {format_size(room.ram_bytes)} is too little beside a GPU: the smallest "
-                f"that works is {format_size(needed, up=True)}",
+                f"that works is {format_least(needed)}",
                 needed,
             )
         return min(room.ram_bytes, model.n_expert * sum(sizes) + needed) - fixed
@@ -416,28 +458,40 @@ class MemoryPlanner:
         return f"free memory{of}, {format_size(room.cap_bytes)},"
 
     def _too_small(self, room: MemoryPlan, policy: Policy, slots: int) -> BudgetError:
-        """slots: what the policy needs at least, beside the room."""
+        """Return the error for a budget below what the policy needs. slots: the fewest bytes of
+        slots with which the policy works, beside the room."""
         expert_ram = self.config.expert_ram
-        if expert_ram is not None and (self._asked is None or expert_ram < slots):
-            text = f"--expert-ram {format_size(expert_ram)} is too small: the smallest"
-            fixed, saved, parts = 0, 0, ""
-        else:
-            option = "--vram" if room.device else "--ram"
-            text = f"{self._given(room)} is too little: the smallest {option}"
-            # The baseline takes no token importance.
-            usual = replace(self, config=self.config.compared(policy=BASELINE)).room(room.n_ctx)
-            fixed, saved = room.fixed_bytes, room.scratch_bytes - usual.scratch_bytes
-            parts = (
-                f" ({format_size(fixed)} for dense weights, KV cache and scratch, "
-                f"{format_size(slots)} for the fewest experts; a smaller --ctx needs less)"
-            )
+        if expert_ram is None or (self._asked is not None and expert_ram >= slots):
+            return _TooSmallError(policy, room.fixed_bytes + slots)
         least = least_slots(policy_class(BASELINE)(policy.shape))
-        if least < slots:
-            from_bytes = format_size(least + fixed - saved, up=True)
-            parts += f"; --policy {BASELINE} works from {from_bytes}"
-        enough = format_size(fixed + slots, up=True)
-        works = f"that works with the policy {policy.name} is {enough}"
-        return BudgetError(f"{text} {works}{parts}", fixed + slots)
+        works = f"; --policy {BASELINE} works from {format_least(least)}" if least < slots else ""
+        return BudgetError(
+            f"--expert-ram {format_size(expert_ram)} is too small: the smallest that works with "
+            f"the policy {policy.name} is {format_least(slots)}{works}",
+            slots,
+        )
+
+    def _refusal(self, error: _TooSmallError) -> BudgetError:
+        """Return the error that tells the user the smallest cap that works, with its context."""
+        option = "--vram" if self.machine.device else "--ram"
+        plan = self.least(error.needed_bytes)
+        policy = plan.policy or error.policy
+        parts = (
+            f"with a context of {plan.n_ctx} tokens "
+            f"({format_size(plan.fixed_bytes)} for dense weights, KV cache and scratch, "
+            f"{format_size(plan.total_bytes - plan.fixed_bytes)} for the fewest experts"
+        )
+        parts += ")" if plan.shared else "; a smaller --ctx needs less)"
+        if policy.name != BASELINE:
+            with suppress(BudgetError):
+                other = replace(self, config=self.config.compared(policy=BASELINE)).least()
+                if format_least(other.cap_bytes) != format_least(plan.cap_bytes):
+                    parts += f"; --policy {BASELINE} works from {format_least(other.cap_bytes)}"
+        return BudgetError(
+            f"{self._given(self.room())} is too little: the smallest {option} that works with the "
+            f"policy {policy.name} is {format_least(plan.cap_bytes)}, {parts}",
+            plan.cap_bytes,
+        )
 
 
 def _cap(there: Machine | Device, asked: int | None) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.reader import metadata_value
-from gguf_tools.process import default_threads, peak_rss_bytes
+from gguf_tools.process import peak_rss_bytes
 from orchestrator.cache.profile import identity
 from orchestrator.config import Config, native_log_enabled
 from orchestrator.engine.driver import PlainDriver
@@ -226,7 +226,7 @@ class Backend:
                 n_parallel=settings.parallel,
                 n_slot_context=self.slot_context,
                 n_batch=engine.context.n_ubatch,
-                n_threads=config.threads or default_threads(),
+                n_threads=config.n_threads,
                 max_tokens=config.max_tokens,
                 seed=config.seed,
                 temp=config.temp,

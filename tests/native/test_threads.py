@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from gguf_tools.process import default_threads
+from orchestrator.config import Config
 from orchestrator.engine import load
+from orchestrator.lab.check.checking import CheckOptions, _Check
+from orchestrator.lab.eval.run import EvalOptions, eval_config
+from orchestrator.native.llama import Bindings
 
 from .conftest import HERE, drawn, opened, run_program, until
 
@@ -43,7 +47,7 @@ def test_their_number_changes_no_bits(path, tier, tiny_model):
     model = tiny_model("olmoe", tier)
 
     def logits(numbers):
-        with opened(model, ubatch=16, threads=max(numbers), **PATHS[path]) as engine:
+        with opened(model, ubatch=16, threads=1, **PATHS[path]) as engine:
             set_threads = engine.context.api.llama_set_n_threads
             found = []
             for at, token in enumerate(TOKENS):
@@ -67,9 +71,9 @@ def test_who_keeps_a_number(one, monkeypatch):
             made.append(self)
 
     monkeypatch.setattr(load, "FreeCores", Seen)
-    for settings in ({"threads": 1}, {"threads": None, "exact": True}):
-        with opened(one, **settings):
-            assert not made
+    for settings in ({"threads": 1}, {"exact": True}, {"seed": 7}):
+        with opened(one, **{"threads": None, **settings}):
+            assert not made, settings
     with opened(one, threads=None) as engine:
         assert len(made) == 1
         assert engine.context.api.llama_n_threads(engine.context.handle) == default_threads()
@@ -98,3 +102,41 @@ def test_beside_busy_loops(one):
         for loop in loops:
             loop.kill()
             loop.wait()
+
+
+def answer_with_advice(model, advice, monkeypatch, **settings):
+    """Return a long answer. advice: the number of threads that the load suggests for its steps."""
+
+    class Advised(load.FreeCores):
+        def __init__(self, library, context):
+            super().__init__(library, context)
+            self.close()  # the number stays, until the next run has another
+            Bindings.load().api.llama_set_n_threads(context, advice, advice)
+
+    monkeypatch.setattr(load, "FreeCores", Advised)
+    options = {"policy": "plain", "threads": None, "ctx": 1024, "ubatch": 512, "temp": 0.8}
+    with opened(model, **options, **settings) as engine:
+        sampling = engine.config.sampling
+        return "".join(engine.generate(drawn(600, 3), sampling, 200))
+
+
+def test_a_seed_gives_one_answer_beside_changing_load(tiny_model, monkeypatch):
+    """The number of threads changes how attention sums beyond some 512 tokens."""
+    model = tiny_model("olmoe", "q8_0")
+    answers = [
+        answer_with_advice(model, 1 + run % 3, monkeypatch, seed=7, ram=1 << 30)
+        for run in range(10)
+    ]
+    assert all(each == answers[0] for each in answers)
+
+
+@pytest.mark.parametrize("made", ["eval", "check"])
+def test_measurements_keep_their_number_of_threads(one, made):
+    config = Config.build(model=one)
+    assert config.adapts_threads
+    measured = (
+        eval_config(config, EvalOptions())
+        if made == "eval"
+        else _Check(config, CheckOptions(), lambda *_: None).config
+    )
+    assert measured.threads == default_threads() and not measured.adapts_threads

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from gguf_tools import synthetic
-from gguf_tools.process import default_threads
+from gguf_tools.process import compute_threads
 from orchestrator.errors import ConfigError
 from orchestrator.lab.bench.child import Part, decode, longest_context, prompt, settle
 from orchestrator.policy.dymoe import DyMoESettings
@@ -140,7 +140,7 @@ class BenchOptions(Settings):
     @property
     def n_threads(self) -> int:
         """Compute threads, the cores where nothing was asked for."""
-        return self.threads or default_threads()
+        return compute_threads(self.threads)
 
     @property
     def sequences(self) -> int:

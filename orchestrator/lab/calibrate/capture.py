@@ -24,7 +24,7 @@ from gguf_tools.closing import Closing
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.chunks import sha256_of
 from gguf_tools.file.layout import DOWN
-from gguf_tools.process import default_threads
+from gguf_tools.process import compute_threads
 from gguf_tools.units import format_size
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.lab.eval.text import Tokenize, needed_tokens, read_documents, windows_of
@@ -210,7 +210,7 @@ class Capture(Closing):
         # Of the window that is read: what gate and up multiplied, and the layers to come.
         self._inputs: dict[int, np.ndarray] = {}
         self._missing: set[int] = set()
-        threads = threads or default_threads()
+        threads = compute_threads(threads)
         self._observer = observe(
             path, WINDOW, threads, lambda node: self._place(node) is not None, self._keep, room
         )

@@ -14,7 +14,7 @@ import numpy as np
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, expert_tensor_name
 from gguf_tools.pack.jobs import RUN_WEIGHTS
-from gguf_tools.process import default_threads
+from gguf_tools.process import compute_threads
 from gguf_tools.quantize.ggml import load_ggml
 from gguf_tools.quantize.imatrix import Entry, ExpertImportance, Imatrix, write_imatrix
 from gguf_tools.quantize.methods import ByImportance, ExpertQuantizer
@@ -173,7 +173,7 @@ def _reading(
     the cap with which one expert at a time works."""
     if method.calib is None:
         raise ConfigError("a text to calibrate on is missing: give --calib TEXT")
-    threads = method.threads or default_threads()
+    threads = compute_threads(method.threads)
     n = threads if each_bytes else 1
     if each_bytes and method.ram is not None:
         n = max(1, min(threads, method.ram // _SHARE // each_bytes))
@@ -194,7 +194,7 @@ def _reading(
 @contextmanager
 def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
     """GPTQ over the text of a method's calibration, read while layers are asked for."""
-    threads = method.threads or default_threads()
+    threads = compute_threads(method.threads)
     with ExpertModel.open(source) as model:
         shapes = [shape for layer in model.shapes for shape in layer if shape is not None]
         n = max(width for width, _ in shapes)

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.process import default_threads
+from gguf_tools.process import compute_threads
 from gguf_tools.quantize.ggml import load_ggml
 from gguf_tools.quantize.methods import Rtn
 from gguf_tools.quantize.tiers import parse_types
@@ -291,7 +291,7 @@ class _Run:
     ) -> None:
         self._method, self._model, self._text, self._kept = method, model, text, kept
         self._report = report
-        self._threads = method.threads or default_threads()
+        self._threads = compute_threads(method.threads)
 
     def measured(
         self, reference: Path | None, types: Sequence[str], note: Callable[[str], None]

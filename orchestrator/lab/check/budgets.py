@@ -3,6 +3,7 @@ what a user would get."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
-from orchestrator.errors import BudgetError
+from orchestrator.cost.planner import Planner
+from orchestrator.errors import BudgetError, MoeEdgeError
 from orchestrator.lab.children import Result, run_child
 from orchestrator.memory.machine import Machine, find_gpu, probe
 from orchestrator.memory.plan import plan_memory
@@ -40,6 +42,7 @@ class CheckJob:
     answer: list[int] | None = None
     chosen: bool = False
     beside: int | None = None
+    budgets: str | None = None
     layers: bool = False
 
 
@@ -95,40 +98,47 @@ def _aside(config: Config) -> dict[str, Any]:
     }
 
 
-def three_budgets(
-    config: Config, path: Path, tier: str, machine: Machine
-) -> Iterator[tuple[str, Config]]:
-    """Lossless runs by the name of their cap on everything: the least that works, all experts in
-    memory (as far as the user's cap or the machine allows), and half way between them. Each is with
-    the baseline or, half way, with every other policy that has a lossless form and needs no loss
-    table, which a model need not have.
+def three_budgets(config: Config, planner: Planner, tier: str) -> Iterator[tuple[str, Config]]:
+    """Yield lossless runs of config.model by the name of their cap on everything: the least that
+    works, all experts in memory, and half way between the two. If --ram or the machine does not
+    allow all experts, the largest cap that they allow has another name. Each run is with the
+    baseline or, half way, with every other policy that has a lossless form and needs no loss table,
+    which a model need not have.
 
-    Raises BudgetError where not even the least is allowed, GGUFError.
+    The planner is that of the runs: it counts scratch as llama.cpp does, so that the least cap is
+    right to the byte. Raises BudgetError if not even the least is allowed.
     """
-    capped = "vram" if machine.device else "ram"
+    capped = "vram" if planner.machine.device else "ram"
     allowed = getattr(config, capped)
 
     def lossless(policy: str, cap: int | None) -> Config:
         """A policy that computes everything in one tier of the file."""
-        asked = dict(POLICIES[policy].precisions.lossless or {}) | {"model": path, capped: cap}
+        asked = dict(POLICIES[policy].precisions.lossless or {}) | {capped: cap}
         return config.compared(policy=policy, high_tier=tier, **_aside(config) | asked)
 
-    with ExpertModel.open(path) as model:
+    most = planner.plan(lossless(BASELINE, allowed))
+    low = planner.least(lossless(BASELINE, allowed))
+    yield ("the least", lossless(BASELINE, low))
+    for name in half_way():
+        cap = max(planner.least(lossless(name, allowed)), (low + most.total_bytes) // 2)
+        if allowed is None or cap <= allowed:
+            yield ("half way", lossless(name, cap))
+    largest = f"all of --{capped}" if allowed else "all that is free"
+    name = largest if most.absent_bytes else "everything"
+    yield (name, lossless(BASELINE, max(low, most.total_bytes)))
 
-        def least(policy: str) -> int:
-            try:
-                return plan_memory(lossless(policy, 1), model, machine).ram_bytes
-            except BudgetError as error:
-                return error.needed_bytes
 
-        whole = plan_memory(lossless(BASELINE, allowed), model, machine).total_bytes
-        low = least(BASELINE)
-        yield ("the least", lossless(BASELINE, low))
-        for name in half_way():
-            cap = max(least(name), (low + whole) // 2)
-            if allowed is None or cap <= allowed:
-                yield ("half way", lossless(name, cap))
-        yield ("everything", lossless(BASELINE, max(low, whole)))
+def budgets_of(config: Config, path: Path, tier: str) -> list[tuple[str, Config]]:
+    """Return the runs of three_budgets for one precision. They are planned in a process of their
+    own, whose memory is free again for the runs. Raises BudgetError, or MoeEdgeError for a model
+    that cannot be planned."""
+    settings = settings_of(config.with_changes(model=path, low=None, low_tier=None))
+    found = run_job(CheckJob(settings, os.devnull, None, 0, budgets=tier))
+    if "needed_bytes" in found:
+        raise BudgetError(found["error"], found["needed_bytes"])
+    if "error" in found:
+        raise MoeEdgeError(found["error"])
+    return [(name, Config.build(**each)) for name, each in found["budgets"]]
 
 
 def half_way() -> list[str]:

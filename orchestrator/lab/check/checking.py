@@ -18,7 +18,7 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.inspect import describe
 from gguf_tools.pack import export
 from gguf_tools.process import private_bytes, processor_name
-from gguf_tools.units import format_size
+from gguf_tools.units import format_least, format_size
 from gguf_tools.verify import verify
 from orchestrator.config import Config
 from orchestrator.engine.support import MANAGED, NOT, support_of
@@ -26,12 +26,12 @@ from orchestrator.errors import GGUFError, MoeEdgeError
 from orchestrator.lab.check.budgets import (
     PROMPT_TOKENS,
     CheckJob,
+    budgets_of,
     half_way,
     machine_of,
     plain,
     run_job,
     settings_of,
-    three_budgets,
 )
 from orchestrator.lab.children import Result
 from orchestrator.memory.machine import Machine
@@ -76,7 +76,9 @@ class _Check:
     """The report that grows, and what all its parts share."""
 
     def __init__(self, config: Config, options: CheckOptions, bar: Bar) -> None:
-        self.config, self.options, self.bar = config, options, bar
+        # A fixed number of threads, so that the runs do not depend on the load.
+        self.config = config.with_changes(threads=config.n_threads)
+        self.options, self.bar = options, bar
         self.asked_ram = config.ram
         self.problems: list[str] = []
         self.notes: list[str] = []
@@ -202,7 +204,8 @@ class _Check:
         reference = None if "error" in run else run
         if self.report["managed"]:
             try:
-                budgets = list(three_budgets(self.config, subject.path, subject.tier, self.machine))
+                self.bar("Planning", None)
+                budgets = budgets_of(self.config, subject.path, subject.tier)
             except MoeEdgeError as error:
                 self._problem(self._with_own_memory(str(error), getattr(error, "needed_bytes", 0)))
                 budgets = []
@@ -284,7 +287,7 @@ class _Check:
         needed = needed_bytes + own
         return (
             f"--ram {format_size(asked)} is too little: the smallest --ram that works "
-            f"is {format_size(needed, up=True)} ({format_size(needed_bytes)} for the model, "
+            f"is {format_least(needed)} ({format_size(needed_bytes)} for the model, "
             f"{format_size(own)} for the check beside it)"
         )
 

@@ -3,7 +3,6 @@ CheckJob, and answers what it found."""
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Sequence
 from time import perf_counter
@@ -17,7 +16,7 @@ from orchestrator.config import Config
 from orchestrator.cost.planner import Planner
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import MoeEdgeError
-from orchestrator.lab.check.budgets import CheckJob, settings_of
+from orchestrator.lab.check.budgets import CheckJob, settings_of, three_budgets
 from orchestrator.lab.children import Result, answer
 
 # What the experts of a layer give together, as llama.cpp's common MoE builder names it.
@@ -54,6 +53,10 @@ def run(job: CheckJob) -> Result:
         with ExpertModel.open(config.model, config.low) as model:
             runs = Planner(config.with_changes(beside=job.beside), model).runs(config)
         return {"settings": settings_of(runs.config)}
+    if job.budgets is not None:
+        with ExpertModel.open(config.model) as model:
+            runs_of = three_budgets(config, Planner(config, model), job.budgets)
+            return {"budgets": [(name, settings_of(each)) for name, each in runs_of]}
     with Engine.open(config, compared=job.chosen) as engine:
         if job.layers:
             return watch_layers(engine, [*(job.prompt or ()), *(job.answer or ())], job.rows)
@@ -187,7 +190,7 @@ def watch_layers(engine: Engine, tokens: Sequence[int], path: str) -> Result:
         seen[node.name.removeprefix(_EXPERTS_OUT)] = node.array()
 
     n = min(len(tokens), engine.plan.n_ubatch)
-    threads = engine.config.threads or len(os.sched_getaffinity(0))
+    threads = engine.config.n_threads
     with Observer(engine.llama, n, threads, wanted, keep) as observer:
         observer.read(tokens[:n])
     np.savez(path, **seen)  # type: ignore[arg-type]

@@ -52,7 +52,8 @@ class MoeEdgeLM(TemplateLM):
             if name in settings and declared.unit is not None:
                 settings[name] = declared.parse(str(settings[name]))
         settings.setdefault("exact_tiers", True)
-        self.engine = Engine.open(Config.build(**settings))
+        config = Config.build(**settings)
+        self.engine = Engine.open(config.with_changes(threads=config.n_threads))
         self._judge = Judge(self.engine)
         self._begin = self.engine.tokenize("")
 

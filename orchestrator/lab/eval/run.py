@@ -141,11 +141,14 @@ class EvalOptions:
 
 
 def eval_config(config: Config, options: EvalOptions) -> Config:
-    """The config that judges: logits of every token, and experts in exactly their tiers."""
+    """Return the config of an evaluation: logits of every token, experts in exactly their tiers,
+    and a fixed number of threads, so that the result does not depend on the load."""
     return config.with_changes(
+        threads=config.n_threads,
         logits_all=True,
         ubatch=min(config.ubatch or SIZES[0], options.window),
-        ctx=max(config.ctx or LEAST_CONTEXT, options.window),
+        # Questions may be longer than a window of the text.
+        ctx=max(config.ctx or LEAST_CONTEXT * (options.choices is not None), options.window),
         exact_tiers=not options.reuse,
     )
 

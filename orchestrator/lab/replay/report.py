@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gguf_tools.units import format_size
+from gguf_tools.units import format_least, format_size
 from orchestrator.allocation.look_ahead import LookAhead
 from orchestrator.cost.losses import calibrate_command, no_losses
 from orchestrator.errors import BudgetError, ConfigError, TraceError
@@ -209,7 +209,7 @@ def set_up_for(
         least = error.needed_bytes
         raise BudgetError(
             f"--expert-ram {format_size(expert_bytes)} is too small: the smallest that works with "
-            f"the policy {policy.name} is {format_size(least, up=True)}",
+            f"the policy {policy.name} is {format_least(least)}",
             least,
         ) from None
     estimate = foreseen(trace, tiers, options.losses)

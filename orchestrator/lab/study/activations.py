@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.process import default_threads
 from orchestrator.errors import NativeError
 from orchestrator.lab.calibrate.measure import tensor
 from orchestrator.lab.eval.text import Window
@@ -57,7 +56,7 @@ def routers_of(on: Subject) -> list[np.ndarray | None]:
 
 def read_windows(on: Subject, windows: Sequence[Window]) -> Iterator[tuple[Window, Activations]]:
     """What the best tier computes of each window."""
-    threads = on.config.threads or default_threads()
+    threads = on.config.n_threads
     texts = [window.tokens for window in windows]
     found = activations_of(on.config.model, texts, threads, on.config.ram)
     for number, (window, each) in enumerate(zip(windows, found, strict=True), 1):

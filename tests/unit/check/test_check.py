@@ -1,18 +1,20 @@
 """`moe-edge check`: what is good, and each way in which something is not."""
 
 import json
-from itertools import islice
 from types import SimpleNamespace
 
 import gguf
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from tables import cases
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.pack import export
+from gguf_tools.pack import export, pack
 from orchestrator.cli.main import cli
 from orchestrator.config import Config
+from orchestrator.engine.engine import Engine
+from orchestrator.errors import BudgetError
 from orchestrator.lab.check import CheckOptions, budgets, checking, child, examine, render
 from orchestrator.lab.check.checking import compare_rows, first_layer
 from orchestrator.memory.machine import Machine
@@ -33,8 +35,8 @@ def model(tiny_model):
 @pytest.fixture
 def one_budget(monkeypatch):
     """The least one alone, since each takes a process."""
-    every = checking.three_budgets
-    monkeypatch.setattr(checking, "three_budgets", lambda *given: islice(every(*given), 1))
+    every = checking.budgets_of
+    monkeypatch.setattr(checking, "budgets_of", lambda *given: every(*given)[:1])
 
 
 def look(path, tokens=5, bar=lambda label, share: None, **options):
@@ -316,3 +318,29 @@ def test_bits_are_compared(tmp_path):
     found = compared(odd)
     assert (found["finite"], found["first"], found["first_error"]) == (False, 0, None)
     assert compared(reference[:3])["first"] == 3
+
+
+@cases(
+    "tiers, settings, largest",
+    ("q4_1,q2_0", {}, "everything"),
+    ("q4_1,q2_0", {"ram": 2.0}, "everything"),
+    ("q8_0", {"ram": 0.5}, "all of --ram"),
+)
+def test_budgets_are_those_that_the_runs_plan(tiers, settings, largest, tiny_model, tmp_path):
+    """The least works to the byte, and only a run that holds every expert is called everything.
+    ram: of what every expert takes, beyond the least."""
+    packed = tmp_path / "packed.gguf"
+    pack(tiny_model("olmoe", "f16"), packed, tiers.split(","))
+    with ExpertModel.open(packed) as model:
+        every, tier = model.tier_bytes[0], model.tiers[0].name
+    config = Config.build(model=packed, ctx=256, threads=1)
+    (_, least), *_ = budgets.budgets_of(config, packed, tier)
+    if "ram" in settings:
+        config = config.with_changes(ram=least.ram + int(settings["ram"] * every))
+    found = budgets.budgets_of(config, packed, tier)
+    assert [name for name, _ in found] == ["the least", "half way", largest]
+    for name, run in found:
+        with Engine.open(run) as engine:
+            assert (engine.plan.absent_bytes == 0) == (name == "everything")
+    with pytest.raises(BudgetError), Engine.open(least.with_changes(ram=least.ram - 1)):
+        pass

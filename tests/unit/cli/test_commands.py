@@ -45,6 +45,7 @@ NAMES = "lru, dymoe, dynaexq, firm, context, floor, mixed or plain"
     (["-p", "hello"], " \n", 0, "Hi there!\n", ""),
     (["-p", "x", "--stop", ""], None, 2, "", "'--stop': must be texts that are not empty"),
     (["-p", "sampling", "--stop", "a", "--stop", "b"], None, 0, "0.7 ('a', 'b')\n", ""),
+    (["-p", "hello", "--threads", "1000"], None, 0, "Hi there!\n", "1000: capped at"),
     (["-p", "two\nlines"], None, 0, "<two\nlines>\n", ""),
     (["-p", "silence"], None, 0, "\n", ""),
     # A pipe gets the text as the model said it.

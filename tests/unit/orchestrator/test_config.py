@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import pytest
 from tables import cases
 
+from gguf_tools import process
+from orchestrator import config as config_module
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, SettingError
 from orchestrator.settings import FROM_1, Notation, Settings, again, parse_size, setting
@@ -113,3 +115,27 @@ def test_a_notation_reads_a_value_and_shows_the_default():
     assert (words.default_text, words.metavar) == ("c+d", "LIST")
     with pytest.raises(ConfigError, match="no words"):
         words.parse("")
+
+
+@cases(
+    "settings, n_threads, adapts",
+    ({}, 2, True),
+    ({"threads": 1}, 1, False),
+    ({"threads": 1000}, 4, False),
+    ({"seed": 0}, 2, False),
+    ({"exact": True}, 2, False),
+    ({"exact": True, "threads": 4}, 4, False),
+)
+def test_threads_are_capped_at_the_cores(settings, n_threads, adapts, monkeypatch):
+    for module in (process, config_module):
+        monkeypatch.setattr(module, "usable_cores", lambda: 4)
+    monkeypatch.setattr(process, "default_threads", lambda: 2)
+    config = Config.build(model="m.gguf", **settings)
+    assert (config.n_threads, config.adapts_threads) == (n_threads, adapts)
+
+
+def test_exact_refuses_more_threads_than_cores():
+    with pytest.raises(
+        ConfigError, match=r"--threads 1000 cannot .* --exact: this process may use"
+    ):
+        Config.build(model="m.gguf", exact=True, threads=1000)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from tables import cases
 
-from gguf_tools import synthetic
+from gguf_tools import process, synthetic
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.cost import disk
@@ -54,7 +54,7 @@ def test_what_reading_takes_of_a_core(model, monkeypatch):
     assert found.core_s_per_byte == pytest.approx(2.0 / (4 * found.slice_bytes))  # of four reads
     for threads, taken in ((None, found.core_s_per_byte), (1, 0.0)):
         monkeypatch.setattr(disk, "usable_cores", lambda: 2)
-        monkeypatch.setattr(disk, "default_threads", lambda: 2)
+        monkeypatch.setattr(process, "default_threads", lambda: 2)
         config = Config.build(model=model.path, threads=threads)
         assert found.beside(config) == found._replace(core_s_per_byte=taken)
 

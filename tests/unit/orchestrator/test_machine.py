@@ -6,7 +6,6 @@ from dataclasses import asdict
 import pytest
 
 from gguf_tools.experts import ExpertModel
-from gguf_tools.process import usable_cores
 from orchestrator.cli.machine import examine, misses_line, render
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
@@ -120,5 +119,3 @@ def test_more_than_there_is_is_warned_of():
     """The plan takes what is there; llama.cpp, too, runs with what it gets."""
     for ram, warned in ((None, False), (1 << 30, False), (22 << 30, False), (1 << 40, True)):
         assert bool(machine.more_than_there(ram, machine.Machine(22 << 30))) == warned
-    for threads, warned in ((None, False), (usable_cores(), False), (usable_cores() + 1, True)):
-        assert bool(machine.too_many_threads(threads)) == warned

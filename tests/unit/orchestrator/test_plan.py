@@ -11,7 +11,7 @@ from tables import cases
 from gguf_tools import inspect, synthetic
 from gguf_tools.errors import GGUFError
 from gguf_tools.experts import ExpertModel
-from gguf_tools.units import format_size
+from gguf_tools.units import format_least, format_size
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.memory import plan as planning
@@ -123,7 +123,7 @@ def test_too_little_memory_is_managed(models):
 
 def named(size_bytes):
     """As a message names a budget that is enough."""
-    return format_size(size_bytes, up=True)
+    return format_least(size_bytes)
 
 
 @pytest.mark.parametrize("policy", ["lru", "dymoe"])
@@ -167,7 +167,7 @@ def test_plain_within_a_given_cap(models):
     with pytest.raises(BudgetError, match="policy plain") as caught:
         plan_for(models["three"], policy="plain", ram=2**20)
     needed = caught.value.needed_bytes
-    assert f"at least {named(needed)};" in str(caught.value)
+    assert f"at least {named(needed)} with a context of 2048 tokens;" in str(caught.value)
     assert not plan_for(models["three"], policy="plain", ram=needed).managed
     with pytest.raises(BudgetError):
         plan_for(models["three"], policy="plain", ram=needed - 1)

@@ -20,13 +20,13 @@ MODEL = Path("m.gguf")
 
 
 def test_a_side_is_told_settings_as_options_write_them():
-    options = PairedOptions(prompt=512, threads=3)
+    options = PairedOptions(prompt=512, threads=1)
     told = options.side(("policy=dymoe", "retention=0.8", "expert_ram=1MiB"), MODEL)
     assert told == {
         "model": "m.gguf",
         "ctx": 4096,
         "ubatch": 512,
-        "threads": 3,
+        "threads": 1,
         "policy": "dymoe",
         "retention": 0.8,
         "expert_ram": 2**20,
@@ -34,10 +34,10 @@ def test_a_side_is_told_settings_as_options_write_them():
 
 
 def test_upstream_runs_at_its_best_flags_unless_others_are_asked_for():
-    told = PairedOptions(threads=3).side(("upstream", "extra_bufts=false"), MODEL)
+    told = PairedOptions(threads=1).side(("upstream", "extra_bufts=false"), MODEL)
     assert told["upstream"] and told["mmap"] is False and told["extra_bufts"] is False
-    assert (told["n_ubatch"], told["threads"]) == (64, 3)
-    assert PairedOptions(threads=3).side(("upstream",), MODEL)["extra_bufts"] is True
+    assert (told["n_ubatch"], told["threads"]) == (64, 1)
+    assert PairedOptions(threads=1).side(("upstream",), MODEL)["extra_bufts"] is True
 
 
 @pytest.mark.parametrize("word", ["polcy=lru", "policy", "upstream=1"])
