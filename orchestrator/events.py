@@ -249,8 +249,11 @@ class GenerationStats:
     same in prefill; None where nothing was asked for. mix: shares of the routed experts by
     decided tier, while decoding; computed: of the matrices by the tier that was computed, which is
     a better one where that was in memory. kl_estimate: nats a token from the best tier in use, as
-    orchestrator.allocation.estimate foresees it; None where that is not known. budget_bytes is the
-    budget of the expert slots. policy is what the policy reports about itself.
+    orchestrator.allocation.estimate has it for texts that are sensitive to errors; kl_low: for
+    those that are not; both None where that is not known. limit_halved: whether the policy spent
+    half of the loss that is allowed in a part of the answer, since the text used experts in another
+    way than the texts of the loss table. budget_bytes is the budget of the expert slots. policy is
+    what the policy reports about itself.
     """
 
     ttft_ms: float
@@ -273,6 +276,8 @@ class GenerationStats:
     finish: str
     policy: dict[str, Any]
     kl_estimate: float | None = None
+    kl_low: float | None = None
+    limit_halved: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types, nan turned into None: fit for JSON."""

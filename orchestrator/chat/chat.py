@@ -407,7 +407,8 @@ def stats_fields(stats: GenerationStats, ram_bytes: int) -> list[str]:
     if stats.hit_rate is not None:
         fields.append(f"experts {100 * stats.hit_rate:.0f} % in memory")
     if stats.kl_estimate:
-        fields.append(f"loss {stats.kl_estimate:.2g}")
+        halved = ", limit halved" * stats.limit_halved
+        fields.append(f"estimated loss {stats.kl_estimate:.2g}{halved}")
     cap = format_size(ram_bytes)
     took = format_size(stats.peak_rss_bytes).removesuffix(cap[cap.rindex(" ") :])
     fields.append(f"memory {took} of {cap}")

@@ -5,7 +5,7 @@ The loss table says what each expert's output loses in each precision, and is ke
 ``FILE.calib.json`` and not the model's metadata, since a longer header moves every tensor: a
 20 GB file would have to be written again. JSON, in UTF-8:
 
-    {"format": "moe-edge loss table", "version": 2,
+    {"format": "moe-edge loss table", "version": 3,
      "model": identity of the file that it belongs to, "name": its name,
      "reference": what full precision was, "method": of the candidates that are not stored,
      "calibration": the text, its tokens, its hash, "max_rows": most tokens measured an expert,
@@ -19,7 +19,10 @@ The loss table says what each expert's output loses in each precision, and is ke
          g^2 L = 1,
          "tiers": those that it was fitted with, "text": the tokens it was fitted on, "error": the
          standard error of the factors together, as a share, "scales": what the factors are
-         multiplied by for each of the tiers, empty for 1}}
+         multiplied by for each of the tiers, empty for 1, "spread": [low, high] what windows of the
+         text lose of what the factors say, so that a tenth loses less and a tenth more, "routing":
+         [low, high] the least and the largest mean surprise of a use in these windows, as
+         allocation/estimate.py has it, and their standard deviation beyond that}}
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from orchestrator.allocation.estimate import KlEstimate
+from orchestrator.allocation.estimate import KlEstimate, Routing, surprise
 from orchestrator.cache.files import read_object, write_whole
 from orchestrator.cache.profile import identity
 from orchestrator.config import Config
@@ -48,7 +51,7 @@ from orchestrator.policy import ALLOWED_LOSS, POLICIES, Policy, policy_settings
 from orchestrator.policy.base import Learns, SpendsLoss
 
 _FORMAT = "moe-edge loss table"
-_VERSION = 2
+_VERSION = 3
 _LARGEST_BYTES = 256 << 20
 # No mean square of outputs comes near it, and sums of such numbers are still numbers.
 _LARGEST = 1e30
@@ -73,13 +76,16 @@ class Fit(NamedTuple):
     """What makes nats of a table, as orchestrator.allocation.estimate says: the factor of each
     layer; the tiers that they were fitted with; the text; the standard error of all factors
     together, of their logarithm; what the factors are multiplied by for each of the tiers, none for
-    1."""
+    1; the loss of a window over what the factors say, the tenth and the ninetieth percentile; the
+    least and the largest mean surprise of a use in a window, and a margin beyond that."""
 
     factors: tuple[float, ...]
     tiers: tuple[str, ...]
     text: str
     error: float
     scales: tuple[float, ...] = ()
+    spread: tuple[float, float] = (1.0, 1.0)
+    routing: tuple[float, float] = (-_LARGEST, _LARGEST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +128,14 @@ class LossTable:
 
     def costs(self, names: Sequence[str]) -> np.ndarray | None:
         """What an expert with a gate weight of 1 costs a token against full precision, in nats: in
-        each of the named tiers and, last, skipped, float64 [n_layers, n_expert, n_names + 1]; None
-        where it was not fitted, or one of them not measured."""
+        each of the named tiers and, last, skipped, float64 [n_layers, n_expert, n_names + 1], as of
+        KlEstimate.nats; None where it was not fitted, or one of them not measured."""
         lost = self.of_tiers(names)
         if self.fit is None or lost is None:
             return None
         skipped = self._filled(self.power[:, :, None])
-        factors = np.array(self.fit.factors)[:, None, None] * self._scales(self.fit, names)
+        scales = self.fit.spread[1] * self._scales(self.fit, names)
+        factors = np.array(self.fit.factors)[:, None, None] * scales
         costs: np.ndarray = factors * np.concatenate([lost, skipped], axis=2)
         return costs
 
@@ -152,10 +159,12 @@ class LossTable:
         None where it was not fitted, or one of them not measured."""
         base = names[0] if base is None else base
         costs = self.costs([*names, base])
-        if costs is None or self.gates is None:
+        if costs is None or self.gates is None or self.fit is None:
             return None
         gates = self._filled(self.gates[:, :, None])[..., 0]
-        return KlEstimate.of_costs(costs, names, base, gates)
+        low, high = self.fit.spread
+        routing = Routing(surprise(self.counts), *self.fit.routing)
+        return KlEstimate.of_costs(costs, names, base, gates, low / high, routing)
 
     def of_tiers(self, names: Sequence[str]) -> np.ndarray | None:
         """filled() of the precisions with these names, float64 [n_layers, n_expert, n_names]; None
@@ -193,8 +202,15 @@ class LossTable:
             )
         if self.fit is not None:
             low, high = (math.exp(side * 1.96 * self.fit.error) for side in (-1, 1))
-            exact = f"{low:.2f} to {high:.2f} of what is foreseen (95 %)"
-            lines.append(f"  KL is foreseen by {self.fit.text.split(', sha')[0]}: {exact}")
+            lines.append(
+                f"  KL is estimated by {self.fit.text.split(', sha')[0]}: its mean is {low:.2f} to "
+                f"{high:.2f} of the fitted one (95 %)"
+            )
+            low, high = self.fit.spread
+            lines.append(
+                f"  Windows of it lose {low:.2f} (a tenth less) to {high:.2f} (a tenth more) of "
+                f"that: estimates are {high:.2f} of it"
+            )
         if not seen.all():
             lines.append(f"  {np.count_nonzero(~seen)} of {seen.size} experts saw no token")
         return "\n".join(lines)
@@ -295,16 +311,28 @@ def _fit(data: Any) -> Fit | None:
         str(data["text"]),
         float(data["error"]),
         tuple(float(each) for each in data.get("scales", ())),
+        _pair(data["spread"]),
+        _pair(data["routing"]),
     )
     if not (
         all(0 < factor <= _LARGEST for factor in (*found.factors, *found.scales))
         and 0 <= found.error <= _LARGEST_ERROR
+        and 0 < found.spread[0] <= found.spread[1] <= _LARGEST
+        and found.routing[0] <= found.routing[1]
         and (
             not found.scales or (len(found.scales) == len(found.tiers) and SKIP_TIER in found.tiers)
         )
     ):
         raise ValueError("kl: out of range")
     return found
+
+
+def _pair(data: Any) -> tuple[float, float]:
+    """Raises TypeError or ValueError for anything but two finite numbers."""
+    low, high = (float(each) for each in data)
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise ValueError("kl: not finite")
+    return low, high
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -359,8 +387,7 @@ class Foreseen:
             return f", what it loses from {self.base} no table knows (`moe-edge calibrate`)"
         if not self.kl:
             return ""
-        most = "at most " * self.at_most
-        return f", foreseen to lose {most}{self.kl:.2g} nats a token from {self.base}"
+        return f", estimated to lose {self.kl:.2g} nats a token from {self.base}"
 
 
 def started(policy: Policy, uses: np.ndarray | None = None) -> np.ndarray:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from gguf_tools import interrupts
+from orchestrator.allocation.estimate import ROUTING_TOKENS
 from orchestrator.allocation.slots import Transition
 from orchestrator.engine.idle import Idle, likely
 from orchestrator.engine.loss_meter import LossMeter
@@ -21,7 +22,7 @@ from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, StepRepor
 from orchestrator.memory.shared import CELL_STEP, SharedMemory
 from orchestrator.native import FAILED, CRoom, Store
 from orchestrator.policy import Policy
-from orchestrator.policy.base import KeepsSequences, Learns, Tunes, WaitsBeforeAnswer
+from orchestrator.policy.base import KeepsSequences, Learns, SpendsLoss, Tunes, WaitsBeforeAnswer
 
 # Between two looks at reads that are waited for, in seconds.
 _PAUSE_S = 0.0005
@@ -134,6 +135,9 @@ class Driver(PlainDriver):
         self._pause = pause
         self._prompt_read = False
         self._cancelled = False
+        # Tokens since the routing was last judged, and what tokens had used until then.
+        self._unjudged = 0
+        self._judged: np.ndarray = np.zeros(1, np.uint32)
         # Counts of steps whose reports went without them.
         self._untold: np.ndarray | None = None
 
@@ -208,6 +212,7 @@ class Driver(PlainDriver):
                     self.meter.holds(served(policy.wants.default_tier, held))
                 self.meter.counted(self.store.take_counts() if counts is None else counts)
             self.meter.step_done(step.phase, step.n_tokens)
+            self.judge_routing(step.n_tokens)
         if counts is not None:
             counts = counts if self._untold is None else counts + self._untold
             counts, self._untold = (counts, None) if wanted else (None, counts)
@@ -224,6 +229,20 @@ class Driver(PlainDriver):
                 ends=step.ends,
             )
         )
+
+    def judge_routing(self, n_tokens: int) -> None:
+        """Count n_tokens of a step; once they are ROUTING_TOKENS, halve the limit of a policy that
+        spends a loss if these tokens used experts in another way than the texts of its loss table,
+        and else lift that."""
+        policy, meter = self.policy, self.meter
+        if meter is None or meter.estimate.routing is None or not isinstance(policy, SpendsLoss):
+            return
+        self._unjudged += n_tokens
+        used = self.used() if self._unjudged >= ROUTING_TOKENS else None
+        if used is not None:
+            meter.halved = not meter.estimate.routing.holds(used - self._judged)
+            policy.halve(meter.halved)
+            self._unjudged, self._judged = 0, used
 
     def prepare(
         self, first: Sequence[Transition], progress: Callable[[float], None] | None

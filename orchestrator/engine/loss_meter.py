@@ -1,4 +1,4 @@
-"""What the experts of a run are foreseen to cost, added up token by token."""
+"""The estimated loss of a run's experts, added up token by token."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StoreView, se
 
 
 class LossMeter:
-    """Adds up what the experts of a run are foreseen to cost.
+    """Adds up the estimated loss of the experts of a run.
 
-    nats, tokens: by phase, since the start.
+    nats, tokens: by phase, since the start. halved: whether the limit of a policy that spends a
+    loss is halved now; halved_tokens: those of the answers for which it was.
     """
 
     def __init__(self, estimate: KlEstimate, exact: bool) -> None:
@@ -27,6 +28,7 @@ class LossMeter:
         self._of_use = np.zeros(estimate.gates.shape)
         self.nats = [0.0 for _ in Phase]
         self.tokens = [0 for _ in Phase]
+        self.halved, self.halved_tokens = False, 0
 
     def decided(self, event: RouteEvent, view: StoreView, decision: DecisionBuffer) -> None:
         """One layer of a step, once it is decided. What a failed step counted is dropped."""
@@ -76,6 +78,7 @@ class LossMeter:
         """Add the losses of a step that has been computed."""
         self.nats[phase] += self._in_step
         self.tokens[phase] += n_tokens
+        self.halved_tokens += n_tokens * (self.halved and phase == Phase.DECODE)
         self._in_step = 0.0
 
     def mean(self, phase: int) -> float | None:

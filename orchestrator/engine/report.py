@@ -128,6 +128,7 @@ class StoreCosts:
         self._store = store
         self._losses = losses
         self._mark = losses.mark() if losses else None
+        self._halved_before = losses.halved_tokens if losses else 0
         self._tiers, self._skip = tiers, skip
         self._before = store.stats() if store else CStats()
         self._calls = store.calls if store else 0
@@ -156,15 +157,22 @@ class StoreCosts:
             "mix": mix,
             "computed": as_computed,
             "callback_us_p50": store.callback_us(since=self._calls),
-            "kl_estimate": self._foreseen(),
+            **self._lost(),
         }
 
-    def _foreseen(self) -> float | None:
-        """Of the tokens that were decoded; of the prompt's where there were none."""
-        if self._losses is None or self._mark is None:
-            return None
-        found = self._losses.since(self._mark, Phase.DECODE)
-        return self._losses.since(self._mark, Phase.PREFILL) if found is None else found
+    def _lost(self) -> dict[str, Any]:
+        """Estimated losses of the tokens that were decoded; of the prompt's if there were none."""
+        losses = self._losses
+        if losses is None or self._mark is None:
+            return {"kl_estimate": None, "kl_low": None, "limit_halved": False}
+        found = losses.since(self._mark, Phase.DECODE)
+        if found is None:
+            found = losses.since(self._mark, Phase.PREFILL)
+        return {
+            "kl_estimate": found,
+            "kl_low": None if found is None else losses.estimate.spread * found,
+            "limit_halved": losses.halved_tokens > self._halved_before,
+        }
 
     def _mixes(self, old: CStats, new: CStats) -> tuple[Mix, Mix]:
         """As decided and as computed while decoding; in the prompt where nothing was decoded."""

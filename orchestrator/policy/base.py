@@ -270,7 +270,11 @@ class SpendsLoss(ABC):
     @property
     @abstractmethod
     def allowed(self) -> float:
-        """What it may lose with the settings that it has, in nats a token."""
+        """What it may lose now, in nats a token: its setting max_loss, or half of it."""
+
+    @abstractmethod
+    def halve(self, on: bool) -> None:
+        """Spend half of max_loss from now on, or all of it again."""
 
     @abstractmethod
     def set_estimate(self, estimate: KlEstimate) -> None:

@@ -225,9 +225,10 @@ class FloorSettings(LookAhead):
 
     max_loss: float = setting(
         0.01,
-        "Loss allowed; Q4_K's is about 0.01. It is how far the probabilities of an answer's tokens "
-        "move from those of the best precision in use: the mean KL divergence, in nats a token. "
-        "With the policy floor it is 0.01 where nothing is asked for.",
+        "Estimated loss allowed; Q4_K's is 0.01. It is how far the probabilities of an "
+        "answer's tokens move from those of the best precision in use: the mean KL divergence, in "
+        "nats a token, as moe-edge calibrate estimates it. With the policy floor it is 0.01 unless "
+        "another one is given.",
         metavar="NATS",
         within=(0.0, 100.0),
         live=True,
@@ -297,7 +298,7 @@ class Floor(Policy, SpendsLoss):
     def _set_up(self) -> None:
         shape = self.shape
         self.settings = self.settings.with_usual()
-        self._dearest = math.inf
+        self._dearest, self._share = math.inf, 1.0
         self._costs: list[LayerCosts] = []
         self._high_bytes = [shape.expert_slot_bytes(layer, 0) for layer in range(shape.n_layers)]
         self._accounts: dict[int, Account] = {}
@@ -324,7 +325,13 @@ class Floor(Policy, SpendsLoss):
 
     @property
     def allowed(self) -> float:
-        return self.settings.max_loss
+        return self._share * self.settings.max_loss
+
+    def halve(self, on: bool) -> None:
+        share = 0.5 if on else 1.0
+        if share != self._share:
+            self._share = share
+            self._settings_changed()
 
     def set_estimate(self, estimate: KlEstimate) -> None:
         self._costs = layer_costs(self.shape, estimate, self.settings.skip_present)
@@ -335,7 +342,7 @@ class Floor(Policy, SpendsLoss):
     def _settings_changed(self) -> None:
         """Divide the budget by depth, and begin with the price at which it would be spent if all
         ways to save had the same cost."""
-        budget, shape = self.settings.max_loss, self.shape
+        budget, shape = self.allowed, self.shape
         # A layer's part of the budget is the share of experts that the schedule lets be lowered.
         schedule = self.settings.loss_schedule
         left = [schedule == FLAT or 1 - share for share in falling(schedule, shape.n_layers)]
@@ -505,7 +512,7 @@ class Floor(Policy, SpendsLoss):
             self._accounts.pop(sequence, None)
         if report.phase != _DECODE:
             return ()
-        budget, running = self.settings.max_loss, self._running
+        budget, running = self.allowed, self._running
         spent = sum(account.spent for account in running)
         for account in running:
             kept = account.left + budget - account.spent
@@ -527,11 +534,12 @@ class Floor(Policy, SpendsLoss):
         return ()
 
     def report(self) -> Mapping[str, Any]:
-        """Since the engine started, of tokens that were decoded: loss, the mean that they are
-        foreseen to have lost, in nats; of the experts that they chose, the shares that were not in
-        memory high (missing) and that were lowered or skipped. The rest as Prefetching.report."""
+        """Return max_loss, what a token may lose now in nats, and of the tokens that were decoded
+        since the engine started: loss, the mean of their estimated losses; of the experts that they
+        chose, the shares that were not in memory high (missing) and that were lowered or skipped.
+        The rest is as of Prefetching.report."""
         return {
-            "max_loss": self.settings.max_loss,
+            "max_loss": self.allowed,
             "loss": self._spent / self._tokens if self._tokens else None,
             "missing": self._missing / self._routed if self._routed else None,
             "lowered": self._lowered / self._routed if self._routed else None,
@@ -540,5 +548,5 @@ class Floor(Policy, SpendsLoss):
 
     def describe(self) -> str:
         tiers = "/".join((*self.shape.tiers, "skip"))
-        text = f"floor {tiers} within a loss of {self.settings.max_loss:g} nats a token"
+        text = f"floor {tiers} within an estimated loss of {self.allowed:g} nats a token"
         return text + self._ahead.note

@@ -346,8 +346,13 @@ COSTS: dict[str, Schema] = {
     "prefill_hit_rate": SHARE_OR_NULL,
     "kl_estimate": {
         **SHARE_OR_NULL,
-        "description": "Foreseen KL divergence from the best tier in use, nats a token.",
+        "description": "Estimated KL divergence from the best tier in use, nats a token, for "
+        "texts that are sensitive to errors.",
     },
+    "kl_low": {**SHARE_OR_NULL, "description": "The same, for texts that are not."},
+    "limit_halved": flag(
+        "The text is unlike those of the loss table: half of the loss allowed was spent."
+    ),
     "mix": {**OBJECT, "description": "Shares of the precisions decided."},
     "computed": {**OBJECT, "description": "Shares of the precisions computed."},
     "bytes_read": COUNT,
@@ -380,7 +385,7 @@ SCHEMAS: dict[str, Schema] = {
         "description": "llama.cpp's figures, and what the experts cost.",
     },
     "Costs": {
-        **record(" ".join(COSTS.keys() - {"kl_estimate"}), COSTS),
+        **record(" ".join(COSTS.keys() - {"kl_estimate", "kl_low"}), COSTS),
         "description": "What the experts cost; llama.cpp has no figures of its own here.",
     },
     "ChatAnswer": record(

@@ -163,9 +163,10 @@ def opened(model, share=0, **options):
     return Engine.open(build(model, share, **options))
 
 
-def save_losses(path, model, lost, power=1.0, gates=None, fit=None):
+def save_losses(path, model, lost, power=1.0, gates=None, fit=None, **ranges):
     """A loss table: what a use of an expert loses in each of the best tiers, [..., n_tiers], and
-    skipped. fit: the factor of each layer, and what it was fitted with."""
+    skipped. fit: the factor of each layer, and what it was fitted with. ranges: spread and routing
+    of Fit."""
     with ExpertModel.open(model) as file:
         size = file.n_layers, file.n_expert
         tiers = file.tiers[: np.shape(lost)[-1]]
@@ -176,7 +177,7 @@ def save_losses(path, model, lost, power=1.0, gates=None, fit=None):
             np.ones(size, np.int64),
             *("none", "rtn", "text", 9),
             None if gates is None else np.full(size, gates),
-            None if fit is None else losses.Fit((fit[0],) * size[0], fit[1], "text", 1.0),
+            None if fit is None else losses.Fit((fit[0],) * size[0], fit[1], "text", 1.0, **ranges),
         )
         losses.save(path, file, table)
 

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from orchestrator.config import Sampling
 from orchestrator.cost import losses
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
@@ -20,10 +21,10 @@ ANSWER = drawn(60, 3)
 N_EXPERT = 8
 
 
-def save_table(path, model, fitted=True):
+def save_table(path, model, **ranges):
     """A skipped expert loses as much as its index says."""
-    fit = (0.02, ("q4_k", "q2_k", "skip")) if fitted else None
-    save_losses(path, model, [0.0, 0.1], power=1.0 + np.arange(N_EXPERT), gates=0.1, fit=fit)
+    fit, power = (0.02, ("q4_k", "q2_k", "skip")), 1.0 + np.arange(N_EXPERT)
+    save_losses(path, model, [0.0, 0.1], power=power, gates=0.1, fit=fit, **ranges)
 
 
 def floor(model, table, share=1.0, **options):
@@ -42,7 +43,7 @@ def unfitted(data):
 
 TABLES = [
     (None, "has no loss table: run `moe-edge calibrate"),
-    (lambda data: json.dumps({**data, "version": 1}), "has another format version: make it again"),
+    (lambda data: json.dumps({**data, "version": 2}), "has another format version: make it again"),
     (
         lambda data: json.dumps({**data, "model": "0" * 64}),
         "another file .*run `moe-edge calibrate",
@@ -121,4 +122,32 @@ def test_it_is_judged_in_virtual_time(both, tmp_path):
     assert 0 < slow["usage"]["kl_estimate"] <= 0.012 and slow["usage"]["skip"] > 0
     assert slow["text"]["kl"][0] > 0
     printed = render(slow)
-    assert "KL foreseen" in printed and "(virtual: reads of 977 KiB/s and 9 us" in printed
+    assert "KL estimated" in printed and "(virtual: reads of 977 KiB/s and 9 us" in printed
+
+
+@pytest.mark.parametrize(("routing", "halved"), [((-9.0, 9.0), False), ((8.0, 9.0), True)])
+@pytest.mark.parametrize("virtual", [False, True])
+def test_a_text_unlike_those_of_the_table_gets_half_of_the_limit(
+    virtual, routing, halved, both, tmp_path, monkeypatch
+):
+    """From the first tokens that are judged on; both front ends of the policy say so."""
+    monkeypatch.setattr("orchestrator.engine.driver.ROUTING_TOKENS", 24)
+    table, text = tmp_path / "t.json", tmp_path / "t.txt"
+    save_table(table, both, routing=routing)
+    config = floor(both, table, 0.6)
+    text.write_text("The fox sat by the river and looked at the boats. " * 4)
+    simulated = {"bandwidth": 10**6, "latency_us": 9, "compute_ms": 0.1} if virtual else {}
+    options = EvalOptions(text=text, tokens=100, window=64, kl=True, **simulated)
+    usage = evaluate(config, options, lambda *_: None)["usage"]
+    assert (0.5 < usage["limit_halved"] < 1.0) if halved else usage["limit_halved"] == 0.0
+    limit = 0.006 if halved else 0.01
+    assert 0 < usage["kl_estimate"] <= 1.2 * limit
+    assert usage["kl_low"] == usage["kl_estimate"]
+    if virtual:
+        return
+    with Engine.open(config) as engine:
+        list(engine.generate(ANSWER[:30], Sampling(temp=0.0, seed=1), 20))
+        assert engine.last_stats.limit_halved == halved
+        assert engine.last_stats.policy["max_loss"] == (0.005 if halved else 0.01)
+        engine.change("max_loss", 0.02)
+        assert engine.policy.allowed == (0.01 if halved else 0.02)

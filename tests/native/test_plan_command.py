@@ -172,7 +172,7 @@ def fitted(model):
         ({}, ("q8_0",), ""),
         ({"policy": "dymoe"}, ("q8_0",), ""),
         ({"retention": 1.0}, ("q8_0",), ""),
-        ({"low_tier": "q2_k"}, ("q8_0", "q2_k"), "at most 0.01"),
+        ({"low_tier": "q2_k"}, ("q8_0", "q2_k"), "0.01"),
         ({"high_tier": "q4_k"}, ("q4_k",), "0.006"),
         ({"policy": "dynaexq"}, ("q4_k", "q2_k"), "0.0"),
     ],
@@ -196,7 +196,7 @@ def test_all_say_the_same_of_what_runs(fitted, asked, tiers, said, table):
         if not said:
             assert runs.loses.kl == 0.0 and "nats" not in line and "no table" not in line
         elif table:
-            assert f", foreseen to lose {said}" in line and "nats a token from q8_0" in line
+            assert f", estimated to lose {said}" in line and "nats a token from q8_0" in line
         else:
             assert "what it loses from q8_0 no table knows" in line
 
@@ -234,7 +234,7 @@ def test_a_named_table_chooses_a_plan(fitted, tmp_path):
         assert shown.exit_code == 0
         assert shown.stderr.splitlines() == [f"on disk in managed plans: {LOOKUP}"]
     with Engine.open(build(fitted, losses=named, max_loss=0.05)) as engine:
-        assert "foreseen to lose" in engine.mode
+        assert "estimated to lose" in engine.mode
 
 
 def test_what_is_foreseen_is_said_of_the_start(fitted, monkeypatch):
@@ -249,7 +249,7 @@ def test_what_is_foreseen_is_said_of_the_start(fitted, monkeypatch):
 
     with Engine.open(build(fitted, policy="dynaexq")) as engine:
         mode = engine.mode
-        assert "foreseen to lose" in mode
+        assert "estimated to lose" in mode
         loses = Planner.loses
         monkeypatch.setattr(Loader, "_load", fails)
         monkeypatch.setattr(

@@ -1,16 +1,18 @@
 """Text and questions that the demo model never saw, for `moe-edge eval`, and text to calibrate on.
 
 `python -m models.demo.training.heldout --out FILE.jsonl [--data DIR] [--choices FILE.jsonl]
-[--documents FILE.jsonl] [--calibration FILE.jsonl]` writes JSON lines. In the text: answers of new
-conversations, each behind its conversation as context, since the model has not learned to write
-questions; and children's stories of the collection's held-out part. In the documents: how stories,
-tales, pages of a textbook and articles of an encyclopedia begin, of the same part. In the choices:
-the model's own facts and definitions in phrasings that training never showed, each with three
-answers to the same question about something else; and new stories of the kind that it tells, each
-to go on with one of four sentences. In the calibration text: other conversations of the kind that
-it learned, and stories that it learned from; none of the first text. Without --data, which names
-the collection of the model's card, the conversations are those of our own grammar alone (stories,
-small talk, who the model is), and all questions are about stories.
+[--documents FILE.jsonl] [--calibration FILE.jsonl] [--loss-text FILE.jsonl]` writes JSON lines. In
+the text: answers of new conversations, each behind its conversation as context, since the model has
+not learned to write questions; and children's stories of the collection's held-out part. In the
+documents: how stories, tales, pages of a textbook and articles of an encyclopedia begin, of the
+same part. In the choices: the model's own facts and definitions in phrasings that training never
+showed, each with three answers to the same question about something else; and new stories of the
+kind that it tells, each to go on with one of four sentences. In the calibration text: other
+conversations of the kind that it learned, and stories that it learned from; none of the first text.
+In the loss text: such conversations, and the training's part of each kind in LOSS_TEXT, so that the
+loss table knows how far kinds of text differ. Without --data, which names the collection of the
+model's card, the conversations are those of our own grammar alone (stories, small talk, who the
+model is), and all questions are about stories.
 """
 
 from __future__ import annotations
@@ -36,6 +38,14 @@ DOCUMENTS = {
     "tales": "valid/stories_fairytaleqa",
     "textbook": "valid/textbooks_ccby",
     "encyclopedia": "valid/enwiki_core",
+}
+# Kinds of text that the loss table is measured on, beside the model's own conversations.
+LOSS_TEXT = {
+    "stories": "train/stories_ccby",
+    "tales": "train/stories_fairytaleqa",
+    "textbook": "train/textbooks_ccby",
+    "encyclopedia": "train/enwiki_core",
+    "messages": "train/oasst1_messages_flat",
 }
 _LETTERS = 1600  # of a document: about 400 tokens
 
@@ -85,6 +95,26 @@ def calibration_records(
             ({"text": each["text"], "domain": "stories"} for each in tell),
         )
     ]
+
+
+def loss_records(sources: Sources, data: Path | None, count: int) -> list[Record]:
+    """`count` records of each kind, the kinds evenly mixed. Short texts of a kind are joined, so
+    that most windows of a calibration have text of one kind."""
+
+    def joined(texts: Iterable[str], domain: str) -> Iterator[Record]:
+        text = ""
+        for each in texts:
+            text += each[:_LETTERS] + "\n"
+            if len(text) >= 2 * _LETTERS:
+                yield {"text": text, "domain": domain}
+                text = ""
+
+    talk = chat_documents(sources, CALIBRATION_SEED, 20 * count, FINAL_WEIGHTS, 0.5)
+    kinds = [joined(("".join(text for text, _ in pieces) for pieces in talk), "chat")]
+    if data is not None:
+        for domain, name in LOSS_TEXT.items():
+            kinds.append(joined((each["text"] for each in records(data, name)), domain))
+    return [*mixed(*(itertools.islice(kind, count) for kind in kinds))]
 
 
 def mixed(*parts: Iterable[Record]) -> Iterator[Record]:
@@ -179,6 +209,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--choices", type=Path, help="also write questions, for --choices")
     p.add_argument("--documents", type=Path, help="also write documents, for --text")
     p.add_argument("--calibration", type=Path, help="also write text to calibrate on")
+    p.add_argument("--loss-text", type=Path, help="also write text for the loss table")
     p.add_argument("--chats", type=int, default=160, help="conversations of the text")
     p.add_argument("--last-answers", action="store_true", help="one answer of each of them")
     p.add_argument("--stories", type=int, default=20, help="stories of the text")
@@ -212,6 +243,9 @@ def main(argv: list[str] | None = None) -> int:
         # About 130,000 tokens.
         found = calibration_records(sources, args.data, 800, 80)
         print(f"{args.calibration}: {write(args.calibration, found)} texts to calibrate on")
+    if args.loss_text:
+        found = loss_records(sources, args.data, 8)
+        print(f"{args.loss_text}: {write(args.loss_text, found)} texts for the loss table")
     return 0
 
 

@@ -36,6 +36,7 @@ from gguf_tools.process import compute_threads
 from gguf_tools.quantize.ggml import load_ggml
 from gguf_tools.quantize.methods import Rtn
 from gguf_tools.quantize.tiers import parse_types
+from orchestrator.allocation.estimate import ROUTING_TOKENS, surprise
 from orchestrator.cache.files import whole_file
 from orchestrator.cache.profile import cached_path, identity
 from orchestrator.cost.losses import Fit, LossTable, load, save
@@ -50,14 +51,18 @@ from orchestrator.lab.eval.arithmetic import kl_divergence
 from orchestrator.lab.eval.judge import Reference
 from orchestrator.native.llama import Bindings, Model
 
-# Shares of the experts that are lowered, and skipped in a part and in all layers: each moves
-# answers by about as much as a user allows.
-_LOWERED, _ALONE, _SKIPPED = 0.5, 0.25, 0.05
+# Shares of the experts that are lowered, and skipped in a part and in all layers. Small moves cost
+# more than in proportion, so that the last one, which sets the scale, moves answers by about the
+# usual --max-loss: the demo by 0.01 nats a token.
+_LOWERED, _ALONE, _SKIPPED = 0.5, 0.25, 0.02
 # Parts of the depth with a factor of their own, layers of about as many each.
 _PARTS = 8
 _TURNS = 32
 _SEED = 1
 _DRAWS = 1000
+# Of how much windows lose of what the factors say, these quantiles: the least and the most that a
+# text is expected to lose.
+_TEXTS = (0.1, 0.9)
 
 # Passes beside those of the lower tiers.
 PARTS, ALL = "skip in parts", "skip"
@@ -65,10 +70,12 @@ PARTS, ALL = "skip in parts", "skip"
 
 class Moved(NamedTuple):
     """What a pass did to n windows. kl: float64 [n], the mean KL of a token; lost: float64 [n,
-    n_layers], the mean g^2 L of a token in each layer."""
+    n_layers], the mean g^2 L of a token in each layer; surprise: float64 [n], the mean surprise of
+    a use."""
 
     kl: np.ndarray
     lost: np.ndarray
+    surprise: np.ndarray
 
 
 def passes(tiers: Sequence[str]) -> list[tuple[str, str | None]]:
@@ -86,15 +93,18 @@ def moved(
     reader: TextReader,
     name: str,
     costs: np.ndarray,
+    unusual: np.ndarray,
     against: Reference,
     progress: Progress,
 ) -> Moved:
     """One pass. costs: float64 [n_layers, n_expert], what an expert loses in the pass with a gate
-    weight of 1, without factors."""
+    weight of 1, without factors. unusual: the surprise of a use of each expert, of the same
+    shape."""
     n_layers, n_windows = len(costs), len(reader.scored)
     part = parts_of(n_layers, n_windows)
     n_parts = int(part[-1]) + 1
     kl, lost, seen = np.zeros(n_windows), *np.zeros((2, n_windows, n_layers))
+    surprised = np.zeros(n_windows)
     lowers = name not in (PARTS, ALL)
     at = 0
 
@@ -118,6 +128,7 @@ def moved(
             bills = bills * skipped
         lost[:, layer] += np.bincount(of, bills.sum(axis=1), n_windows)
         seen[:, layer] += np.bincount(of, minlength=n_windows)
+        surprised[:] += np.bincount(of, unusual[layer, event.ids_array].mean(axis=1), n_windows)
         return skipped
 
     for done, step in enumerate(reader.read(change, masks=not lowers), 1):
@@ -127,7 +138,7 @@ def moved(
             at += 1
         progress(done / len(reader.steps))
     scored = np.array([each.sum() for each in reader.scored])
-    return Moved(kl / scored, lost / np.maximum(seen, 1))
+    return Moved(kl / scored, lost / np.maximum(seen, 1), surprised / seen.sum(axis=1))
 
 
 def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np.ndarray) -> Fit:
@@ -166,7 +177,19 @@ def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np
     scales = {tiers[0]: next(iter(scales.values()), 1.0), **scales, SKIP_TIER: 1.0}
     if not all(0 < each < np.inf for each in (*factors, *scales.values())):
         raise ConfigError("the model says the same in every precision, or the text is too short")
-    return Fit(tuple(factors[part].tolist()), tuple(scales), text, error, tuple(scales.values()))
+    of_windows = found[ALL].kl / (every @ factors)
+    low, high = np.quantile(of_windows, _TEXTS).tolist()
+    surprise, margin = found[ALL].surprise, found[ALL].surprise.std()
+    routing = float(surprise.min() - margin), float(surprise.max() + margin)
+    return Fit(
+        tuple(factors[part].tolist()),
+        tuple(scales),
+        text,
+        error,
+        tuple(scales.values()),
+        (low, high),
+        routing,
+    )
 
 
 def spread(measured: np.ndarray, foreseen: np.ndarray) -> float:
@@ -180,8 +203,8 @@ def spread(measured: np.ndarray, foreseen: np.ndarray) -> float:
 Report = Callable[[str, float], None]
 
 # Tokens of the text that are read where no number is asked for, and of a window.
-TOKENS, WINDOW = 8192, 256
-_FORM = 3
+TOKENS, WINDOW = 8192, ROUTING_TOKENS
+_FORM = 4
 
 
 class Kept:
@@ -372,4 +395,4 @@ class _Run:
             # Memory may be less than it was when the rows were kept.
             chosen = np.concatenate(reader.scored)[np.concatenate(known)]
             against = whole.part(np.flatnonzero(chosen))
-            return moved(reader, name, costs, against, progress)
+            return moved(reader, name, costs, surprise(table.counts), against, progress)

@@ -48,15 +48,15 @@ def usage_between(
     """What the store did between two readings of the counters in steps of one phase; None without
     one. Shares of the routed experts that were asked for in the high tier, in a lower one and not
     at all; the share of matrices that were computed in a lower tier; the share found in memory;
-    bytes read. Shares are None where nothing was counted. kl_estimate: nats a token from the file's
-    best tier, by `losses` since the first reading, as allocation/estimate.py foresees it; None
-    where that is not known."""
+    bytes read. Shares are None where nothing was counted. kl_estimate, kl_low: nats a token from
+    the file's best tier, by `losses` since the first reading, as of GenerationStats; None where
+    that is not known. limit_halved: the share of tokens for which the limit was halved."""
     if old is None or new is None:
         return None
 
     moved = dict(zip(COUNTERS, (counted(new) - counted(old))[phase].tolist(), strict=True))
     routed, computed = ([moved[name] for name in names] for names in (ROUTED, COMPUTED))
-    asked = sum(routed)
+    asked, lost = sum(routed), losses.mean(phase) if losses else None
     read = moved["demand_bytes"] + moved["prefetch_bytes"]
     return {
         "high": ratio(routed[0], asked),
@@ -65,7 +65,9 @@ def usage_between(
         "computed_low": ratio(sum(computed[1:]), sum(computed)),
         "hit_rate": ratio(moved["hits"], moved["requests"]),
         "bytes_read": read + new.transition_bytes - old.transition_bytes,
-        "kl_estimate": losses.mean(phase) if losses else None,
+        "kl_estimate": lost,
+        "kl_low": None if losses is None or lost is None else losses.estimate.spread * lost,
+        "limit_halved": ratio(losses.halved_tokens, losses.tokens[phase]) if losses else None,
     }
 
 
@@ -289,8 +291,11 @@ def render(result: dict[str, Any]) -> str:
         scores = f"{share_with_error(choices['acc'])}, {share_with_error(choices['acc_norm'])}"
         add("acc, acc_norm", scores, f"{choices['questions']} questions")
     if (usage := result["usage"]) is not None:
-        if (foreseen := usage["kl_estimate"]) is not None:
-            add("KL foreseen", f"{foreseen:.5f}", "by the loss table")
+        if (lost := usage["kl_estimate"]) is not None:
+            add("KL estimated", f"{usage['kl_low']:.5f} to {lost:.5f}", "by the loss table")
+        if usage["limit_halved"]:
+            note = "the text is unlike those of the loss table"
+            add("limit halved", f"{100 * usage['limit_halved']:.0f} % of the tokens", note)
         asked = {key: usage[key] for key in ("high", "low", "skip") if usage[key] is not None}
         add("experts asked", ", ".join(f"{100 * part:.1f} % {key}" for key, part in asked.items()))
         if (virtual := result.get("virtual")) is not None and virtual["tpot_ms_mean"]:

@@ -137,3 +137,4 @@ class VirtualStore(Closing):
             self._store.transition(moves)
         if self._engine.driver.meter is not None:
             self._engine.driver.meter.step_done(step.phase, step.n_tokens)
+            self._engine.driver.judge_routing(step.n_tokens)

@@ -1,6 +1,7 @@
 """The loss table: its numbers, its file, its command."""
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -132,7 +133,7 @@ def test_the_best_tier_is_the_reference_where_there_is_no_other(files, text, tmp
     assert (own.loss[seen][:, 0] == 0).all() and (own.loss[seen][:, 1] > 0).all()
     assert "stored" in result.output and "q3_k" in result.output
     assert own.fit is not None and own.fit.tiers == ("q8_0", "q3_k", "skip")
-    assert "KL is foreseen by " in result.output
+    assert "KL is estimated by " in result.output
     windows = read_windows(Method(calib=text, tokens=300), packed).windows
     gates: list[np.ndarray] = []
     ids: list[np.ndarray] = []
@@ -160,11 +161,18 @@ MOVED = {
 def test_factors_and_scales_explain_what_was_measured():
     """Windows of which the first is twice as sensitive as the second, and layers of which the last
     one counts twice: the exact solution, whatever the unit of the losses."""
-    found = {name: tables.Moved(np.array(kl), np.array(lost)) for name, (lost, kl) in MOVED.items()}
+    unusual = np.array([0.0, 0.5])
+    found = {
+        name: tables.Moved(np.array(kl), np.array(lost), unusual)
+        for name, (lost, kl) in MOVED.items()
+    }
     weights = np.ones(2)
     once = tables.fitted(["q8_0", "q3_k"], found, "text", weights)
     assert once.factors == pytest.approx([2 / 3, 4 / 3]) and once.error > 0
     assert once.tiers == ("q8_0", "q3_k", "skip")
+    # Windows lose 1.5 and 0.75 of what the factors say; the range has a margin of 0.25.
+    assert once.spread == pytest.approx([0.825, 1.425])
+    assert once.routing == pytest.approx([-0.25, 0.75])
     assert once.scales == pytest.approx([9 / 16, 9 / 16, 1.0])
     half = {name: each._replace(lost=each.lost / 2) for name, each in found.items()}
     twice = tables.fitted(["q8_0", "q3_k"], half, "text", weights)
@@ -265,12 +273,12 @@ def test_a_pass_that_finds_less_memory_has_fewer_of_the_logits(files, text, tmp_
             raise BudgetError("too little", 1)
         return load(stack, path, size, *args, **more)
 
-    def watched(text, name, costs, against, progress):
+    def watched(text, name, costs, unusual, against, progress):
         scored.append([int(each.sum()) for each in text.scored])
         says = [log_softmax(row) for step in text.read(lambda *_: None) for row in step.logits]
         kept = [against.row(at) for at in range(len(says))]
         assert np.allclose(says, kept, atol=1e-3)
-        return moved(text, name, costs, against, progress)
+        return moved(text, name, costs, unusual, against, progress)
 
     moved = tables.moved
     monkeypatch.setattr(reader, "load_within", full)
@@ -371,9 +379,14 @@ def small(model):
     counts = np.ones(shape, np.int64)
     loss[0, 1], counts[0, 1] = np.nan, 0
     candidates = [TablePrecision("q8_0", 8.5, True), TablePrecision("q2_k", 2.625, False)]
-    fitted = Fit((0.5, 2.0), ("q8_0", "skip"), "9 tokens", 1.25, (0.8, 1.25))
+    ranges = (0.8, 1.25), (0.4, 1.6), (-0.1, 0.2)
+    fitted = Fit((0.5, 2.0), ("q8_0", "skip"), "9 tokens", 1.25, *ranges)
     gates = loss[..., 1]
     return LossTable(candidates, loss, loss[..., 0], counts, "r", "rtn", "c", 7, gates, fitted)
+
+
+KL = {"factors": [1, 1], "tiers": [], "text": "", "error": 0}
+KL |= {"spread": [1, 1], "routing": [0, 1]}
 
 
 def test_a_table_comes_back(files, tmp_path):
@@ -412,15 +425,19 @@ def test_a_table_comes_back(files, tmp_path):
         ("gates", [1]),
         ("gates", [[-1.0] * 4] * 2),
         ("kl", {"factors": [1, 1]}),
-        ("kl", {"factors": [1, 0], "tiers": [], "text": "", "error": 0}),
-        ("kl", {"factors": [1], "tiers": [], "text": "", "error": 0}),
-        ("kl", {"factors": [1, 1], "tiers": [], "text": "", "error": -1}),
-        (
-            "kl",
-            {"factors": [1, 1], "tiers": ["q8_0", "skip"], "text": "", "error": 0, "scales": [1]},
-        ),
-        ("kl", {"factors": [1, 1], "tiers": ["q8_0"], "text": "", "error": 0, "scales": [1]}),
-        ("kl", {"factors": [1, 1], "tiers": ["skip"], "text": "", "error": 0, "scales": [0]}),
+        ("kl", {**KL, "factors": [1, 0]}),
+        ("kl", {**KL, "factors": [1]}),
+        ("kl", {**KL, "error": -1}),
+        ("kl", {**KL, "tiers": ["q8_0", "skip"], "scales": [1]}),
+        ("kl", {**KL, "tiers": ["q8_0"], "scales": [1]}),
+        ("kl", {**KL, "tiers": ["skip"], "scales": [0]}),
+        ("kl", {key: value for key, value in KL.items() if key != "spread"}),
+        ("kl", {**KL, "spread": [0, 1]}),
+        ("kl", {**KL, "spread": [2, 1]}),
+        ("kl", {**KL, "spread": [1]}),
+        ("kl", {**KL, "routing": [1, 0]}),
+        ("kl", {**KL, "routing": [0, math.inf]}),
+        ("kl", {**KL, "routing": None}),
         ("format", "other"),
     ],
 )

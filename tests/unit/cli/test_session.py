@@ -172,6 +172,14 @@ PLAIN["mode"] = "llama.cpp's own path: everything fits (0.05 of 12.0 GiB)"
     ({"finish": "length"}, ["cut at --max-tokens"]),
     ({"finish": "context"}, ["cut: the context is full (--ctx)"]),
     ({"finish": "cancelled"}, ["stopped"]),
+    (
+        {"kl_estimate": 0.0098, "hit_rate": None},
+        ["first word 12 ms", "48.9 tok/s", "estimated loss 0.0098"],
+    ),
+    (
+        {"kl_estimate": 0.0049, "hit_rate": None, "limit_halved": True},
+        ["first word 12 ms", "48.9 tok/s", "estimated loss 0.0049, limit halved"],
+    ),
 )
 def test_the_statistics_line_of_other_answers(changes, first):
     found = stats_fields(replace(STATS, **changes), 2**30)

@@ -273,6 +273,19 @@ def test_the_budget_changes_live():
     assert decided(policy, make())[0] == {0: SKIP, 7: SKIP}
 
 
+def test_half_of_the_limit_is_spent_and_all_of_it_again():
+    policy, few = made(max_loss=3 * 0.051), made(max_loss=3 * 0.0255)
+    assert "estimated loss of 0.153 nats" in policy.describe()
+    policy.halve(True)
+    policy._price = 1.0
+    assert decided(policy, make())[0] == decided(few, make())[0]
+    assert policy.allowed == policy.report()["max_loss"] == few.allowed
+    policy.change("max_loss", 1.0)
+    assert policy.allowed == 0.5
+    policy.halve(False)
+    assert policy.allowed == 1.0
+
+
 class General(Floor):
     """Decides a single token as one of several."""
 

@@ -8,7 +8,7 @@ import pytest
 from shapes import make_decision, make_event, make_shape, make_view
 from tables import cases
 
-from orchestrator.allocation.estimate import KlEstimate
+from orchestrator.allocation.estimate import KlEstimate, Routing, surprise
 from orchestrator.cost import losses
 from orchestrator.cost.losses import Fit, LossModel, LossTable, TablePrecision
 from orchestrator.engine.loss_meter import LossMeter
@@ -196,3 +196,33 @@ def test_without_a_fit_they_are_the_losses():
         found = replace(uneven_table(), **less)
         assert (found.per_use(("q2_k",)) == found.of_tiers(("q2_k",))).all()
     assert uneven_table().per_use(("q3_k",)) is None
+
+
+def test_estimates_are_those_of_sensitive_texts():
+    """Nine tenths of the windows lose less, and `spread` says how much less a tenth loses."""
+    wide = FIT._replace(spread=(0.5, 2.0), routing=(-0.1, 0.4))
+    found, usual = (table(each).estimate(["q4_k", "q2_k"]) for each in (wide, FIT))
+    np.testing.assert_allclose(found.nats, 2 * usual.nats)
+    assert (found.spread, usual.spread) == (0.25, 1.0)
+    assert (found.routing.low, found.routing.high) == (-0.1, 0.4)
+
+
+def test_surprise_is_zero_in_the_mean_of_a_layer():
+    counts = np.array([[1000.0, 10.0, 10.0, 0.0], [500.0, 500.0, 500.0, 500.0]])
+    found = surprise(counts)
+    assert found[0, 0] < 0 < found[0, 1] < found[0, 3] and found[1] == pytest.approx([0.0] * 4)
+    assert ((counts + 1) * found).sum(axis=1) == pytest.approx([0.0, 0.0], abs=1e-9)
+    routing = Routing(found, -0.1, 0.2)
+    assert routing.holds(counts) and routing.holds(0 * counts)
+    assert not routing.holds(np.eye(4)[[3, 0]] * 256)  # an expert that the texts never used
+    assert not routing.holds(np.array([[256, 0, 0, 0], [0, 0, 0, 0]]))  # their usual one alone
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_a_meter_counts_answers_under_half_of_the_limit(decodes):
+    phase = Phase.DECODE if decodes else Phase.PREFILL
+    meter = LossMeter(ESTIMATE, exact=True)
+    meter.step_done(phase, 3)
+    meter.halved = True
+    meter.step_done(phase, 4)
+    assert meter.halved_tokens == 4 * decodes

@@ -2,8 +2,11 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from orchestrator.allocation.estimate import KlEstimate
+from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.engine.report import StoreCosts
 from orchestrator.events import SKIP_TIER, Phase
 from orchestrator.native.abi import MAX_TIERS, CStats
@@ -34,4 +37,20 @@ def test_costs_are_what_counters_moved_by(skip):
     assert costs["mix"] == {"q8_0": 0.9, "q4_k": 0.0, **({SKIP_TIER: 0.1} if skip else {})}
     assert costs["computed"] == {"q8_0": 0.75, "q4_k": 0.25}
     assert costs["callback_us_p50"] == 7.0
-    assert costs["kl_estimate"] is None
+    assert costs["kl_estimate"] is None and not costs["limit_halved"]
+
+
+def test_a_loss_is_said_with_the_spread_between_texts():
+    meter = LossMeter(KlEstimate("q8_0", np.zeros((1, 2, 2)), np.ones((1, 2)), 0.25), True)
+    meter.halved = True
+    meter.step_done(Phase.DECODE, 5)
+    store = SimpleNamespace(stats=lambda: counted(1), calls=0, callback_us=lambda since: 0.0)
+    for halved in (True, False):
+        costs = StoreCosts(store, ("q8_0",), True, meter)
+        meter.halved = halved
+        meter.nats[Phase.DECODE] += 0.08
+        meter.step_done(Phase.DECODE, 4)
+        said = costs.fields()
+        assert said["kl_estimate"] == pytest.approx(0.02)
+        assert said["kl_low"] == pytest.approx(0.005)
+        assert said["limit_halved"] == halved
