@@ -228,6 +228,7 @@ class Backend:
                 loud=native_log_enabled(),
             )
             self._native = NativeServer(library, engine.llama.handle, engine.context.handle, spec)
+            self._native.note = note
             self.kept: KeptConversations | None = None
             if engine.prompt_folder is not None:
                 self.kept = KeptConversations(engine, self._native, f"{threads}kept", note)

@@ -29,18 +29,14 @@ int64_t thread_ns() {
 
 moe_edge_bounded::moe_edge_bounded(std::function<bool()> is_given_up, int64_t most_ns)
     : is_given_up(std::move(is_given_up)),
-      is_outer(!current),
+      outer(current),
       stack(stack_now()),
       end_ns(most_ns ? thread_ns() + most_ns : INT64_MAX) {
-    if (is_outer) {
-        current = this;
-    }
+    current = this;
 }
 
 moe_edge_bounded::~moe_edge_bounded() {
-    if (is_outer) {
-        current = nullptr;
-    }
+    current = outer;
 }
 
 void moe_edge_bounded::count(int64_t weight) {
@@ -52,11 +48,21 @@ void moe_edge_bounded::count(int64_t weight) {
         return;
     }
     looked = taken;
+    check_given_up();
+    if (taken > MOST_STEPS || (end_ns != INT64_MAX && thread_ns() > end_ns)) {
+        throw std::invalid_argument("the grammar or schema of the request takes too much work: make it smaller");
+    }
+}
+
+void moe_edge_bounded::check_given_up() const {
     if (is_given_up()) {
         throw std::invalid_argument("the grammar or schema of the request was given up");
     }
-    if (taken > MOST_STEPS || (end_ns != INT64_MAX && thread_ns() > end_ns)) {
-        throw std::invalid_argument("the grammar or schema of the request takes too much work: make it smaller");
+}
+
+void moe_edge_check_given_up() {
+    if (current) {
+        current->check_given_up();
     }
 }
 

@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define MOE_EDGE_SERVER_ABI_VERSION 8
+#define MOE_EDGE_SERVER_ABI_VERSION 9
 
 #if defined(_WIN32)
 #    define MOE_EDGE_SERVER_API __declspec(dllexport)
@@ -117,6 +117,10 @@ MOE_EDGE_SERVER_API int moe_edge_request_run(moe_edge_request * request, int rea
 MOE_EDGE_SERVER_API int moe_edge_request_take(
     moe_edge_request * request, const char ** data, size_t * size, int * is_stream);
 
+// After moe_edge_request_run: a sentence for the server's log about how the answer was made, or NULL. Valid until the
+// request is freed.
+MOE_EDGE_SERVER_API const char * moe_edge_request_note(const moe_edge_request * request);
+
 // Any thread: the request ends soon, and with it the work for it.
 MOE_EDGE_SERVER_API void moe_edge_request_cancel(moe_edge_request * request);
 
@@ -125,6 +129,12 @@ MOE_EDGE_SERVER_API void moe_edge_request_free(moe_edge_request * request);
 
 // The routes by number from 0; NULL behind the last one.
 MOE_EDGE_SERVER_API const char * moe_edge_server_route(int number);
+
+// Tries a chat template without a model. question: a JSON object with `template`, `bos_token`, `eos_token` and `cases`, a
+// list of objects with a `request` for /v1/chat/completions and texts that a model answers (`answers`). Returns a JSON
+// list, valid until the thread's next call, with an object for each case: `prompt`, `grammar`, the messages that a client
+// would get (`answers`), or `error`.
+MOE_EDGE_SERVER_API const char * moe_edge_server_try_template(const char * question);
 
 #ifdef __cplusplus
 }

@@ -4,6 +4,9 @@
 #include "moe-edge-tools.h"
 
 #include "chat.h"
+#include "chat-peg-parser.h"
+#include "common.h"
+#include "json-schema-to-grammar.h"
 #include "json.h"
 
 #include <algorithm>
@@ -128,6 +131,67 @@ void allow_one_call(std::string & grammar) {
     });
 }
 
+// The marks around the text of an answer. Reasoning may stand before them.
+struct text_marks {
+    std::string begin, end;
+};
+
+// Of the chat templates whose parsers ignore schemas, Kimi K3's and Functionary's have such marks.
+text_marks marks_of(const common_chat_params & made) {
+    if (made.thinking_start_tag == "<|open|>think<|sep|>") {
+        return { "<|open|>response<|sep|>", "<|close|>response<|sep|>" };
+    }
+    return { string_ends_with(made.generation_prompt, ">>>") ? "all\n" : "", "" };
+}
+
+bool begins_call(const std::string & tag) {
+    return tag == "<tool_call>";
+}
+
+// Whether upstream's grammar makes an answer keep a schema. Some of its parsers ignore schemas. Others let reasoning end at
+// a tool call, and their grammar lets it end anywhere.
+bool keeps_schema(const common_chat_params & made) {
+    const auto & tags = made.thinking_end_tags;
+    return made.grammar.find("response-format") != std::string::npos && !std::any_of(tags.begin(), tags.end(), begins_call);
+}
+
+// The tag after which an answer begins, empty if there is no reasoning.
+std::string end_of_reasoning(const common_chat_params & made) {
+    for (const std::string & tag : made.thinking_end_tags) {
+        if (!tag.empty() && !isspace(static_cast<unsigned char>(tag[0])) && !begins_call(tag)) {
+            return tag;
+        }
+    }
+    return "";
+}
+
+// Replaces the parser and the grammar by ones of ours: optional reasoning, then a text that keeps the schema.
+void keep_schema(common_chat_params & made, const common_json & schema, bool with_reasoning) {
+    const text_marks marks = marks_of(made);
+    const std::string start = made.thinking_start_tag, end = end_of_reasoning(made);
+    const bool thinks = made.supports_thinking && !start.empty() && !end.empty();
+    const common_peg_arena parser = build_chat_peg_parser([&](common_chat_peg_builder & p) {
+        auto answer = p.content(p.schema(p.json(), "response-format", schema));
+        if (!string_ends_with(made.generation_prompt, marks.begin)) {
+            answer = p.literal(marks.begin) + answer;
+        }
+        if (!marks.end.empty()) {
+            answer = answer + p.space() + p.optional(p.literal(marks.end) + p.rest());
+        }
+        auto thought = p.eps();
+        if (thinks) {
+            const auto text = p.until(end);
+            thought = p.optional(
+                p.literal(start) + p.space() + (with_reasoning ? p.reasoning(text) : p.content(text)) + p.literal(end) + p.space());
+        }
+        return p.prefix(made.generation_prompt, thinks ? start : "") + thought + answer + p.space() + p.end();
+    });
+    made.parser       = parser.save();
+    made.grammar      = build_grammar([&](const common_grammar_builder & builder) { parser.build_grammar(builder, false); });
+    made.grammar_lazy = false;
+    made.grammar_triggers.clear();
+}
+
 }  // namespace
 
 std::string moe_edge_template_with_tools(const llama_model * model, const std::string & given) {
@@ -161,8 +225,16 @@ common_chat_params moe_edge_templates_apply(
     if (required) {
         inputs.json_schema.clear();  // it is about a text, and there will be none
     }
+    const bool has_schema = !inputs.json_schema.empty();
+    if (has_schema) {
+        inputs.tool_choice = COMMON_CHAT_TOOL_CHOICE_NONE;  // the answer is a text that keeps the schema
+    }
     common_chat_params made = common_chat_templates_apply(templates, inputs);
-    if (!offered) {
+    if (has_schema && !keeps_schema(made)) {
+        const bool with_reasoning = inputs.reasoning_format != COMMON_REASONING_FORMAT_NONE;
+        keep_schema(made, common_json::parse(inputs.json_schema), with_reasoning);
+    }
+    if (!offered || has_schema) {
         return made;
     }
     if (!inputs.parallel_tool_calls) {

@@ -1,0 +1,156 @@
+"""Answers in the forms of chat templates: constraints hold in each of them, and an answer that is
+not in its template's form is returned as text. Scripted answers, without a model."""
+
+import json
+from pathlib import Path
+
+import pytest
+from served import server_library
+
+from .servers import ask, serving
+
+TOOLS = Path(__file__).parents[1] / "unit/serve/tools.jinja"
+CHAT = "/v1/chat/completions"
+QUESTION = [{"role": "user", "content": "Hello"}]
+OBJECT = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "maxLength": 3}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": OBJECT}}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+}
+
+
+def function(parameters, name="weather", **more):
+    described = {"name": name, "description": "The weather.", "parameters": parameters, **more}
+    return {"type": "function", "function": described}
+
+
+@pytest.fixture(scope="session")
+def tried(library, llama_source):
+    """tried(template, *answers, **request): the case, with each answer in `answers`."""
+
+    def try_one(name, *answers, **request):
+        template = (llama_source / "models/templates" / f"{name}.jinja").read_text("utf-8")
+        case = {"request": {"messages": QUESTION, **request}, "answers": list(answers)}
+        (found,) = server_library().try_template(template, [case], "<s>", "</s>")
+        return found
+
+    return try_one
+
+
+THOUGHT = "Well.</think>"
+# Templates whose parsers in llama.cpp ignore schemas or let reasoning take the answer's place, with
+# the text before an answer.
+SCHEMAS = {
+    "moonshotai-Kimi-K2": "",
+    "Kimi-K2-Instruct": "",
+    "Kimi-K2-Thinking": "<think>Well.</think>",
+    "Kimi-K3": "Well.<|close|>think<|sep|><|open|>response<|sep|>",
+    "GigaChat3-10B-A1.8B": "",
+    "GigaChat3.1-10B-A1.8B": "",
+    "inclusionai-ling-3.0-flash": THOUGHT,
+    "meetkai-functionary-medium-v3.2": "all\n",
+    "Qwen3.5-4B": f"{THOUGHT}\n\n",
+    "StepFun3.5-Flash": f"{THOUGHT}\n",
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": THOUGHT,
+    "LFM2-8B-A1B": "",
+}
+
+
+@pytest.mark.parametrize("with_tool", [False, True], ids=["alone", "beside a tool"])
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_an_answer_keeps_its_schema(tried, name, with_tool):
+    start = SCHEMAS[name]
+    texts = ['{"a": "xyz"}', '{"a": "wxyz"}', "Hello"]
+    more = {"tools": [function(CITY)]} if with_tool else {}
+    found = tried(name, *(start + text for text in texts), response_format=FORMAT, **more)
+    assert [each["matches"] for each in found["answers"]] == [True, False, False]
+    for kind in ("message", "streamed"):
+        message = found["answers"][0][kind]
+        assert message["content"].strip() == texts[0], message
+        assert message.get("reasoning_content") == ("Well." if "Well." in start else None)
+    if "</think>" in start or "think<|sep|>" in start:
+        (unclosed,) = tried(name, texts[0], response_format=FORMAT)["answers"]
+        assert unclosed["matches"] is name.startswith("Kimi-K2")  # its reasoning is optional
+
+
+BROKEN = {
+    "a call without its end": ("Qwen3-Coder", 'Now. <tool_call>\n{"name": "weather"}'),
+    "a call of an unknown tool": ("Qwen-Qwen2.5-7B-Instruct", '<tool_call>\n{"name": "other"}'),
+    "a call that is no JSON": ("GLM-4.6", "\n<tool_call>weather\n<arg_key>town</arg_key>"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_an_answer_in_another_form_is_text(tried, name):
+    template, text = BROKEN[name]
+    (answer,) = tried(template, text, tools=[function(CITY)])["answers"]
+    for kind in ("message", "streamed"):
+        assert "error" not in answer[kind], answer[kind]
+        assert answer[kind]["content"].strip() == text.strip()
+    assert not answer["message"].get("tool_calls")
+
+
+def test_a_call_that_breaks_off_is_text_in_a_stream_too(tried):
+    """The parts of the call that went out stay, and the text follows."""
+    text = "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</call>"
+    (answer,) = tried("Qwen3-Coder", text, tools=[function(CITY)])["answers"]
+    assert answer["message"]["content"].strip() == text
+    assert not answer["message"].get("tool_calls")
+    assert answer["streamed"]["content"].strip() == text
+
+
+def pieces_of(answer):
+    """(content, reason of the end) of a chat's answer, whole or as events."""
+    events = [json.loads(each) for each in answer if each.startswith("{")]
+    choices = [choice for event in events for choice in event.get("choices", ())]
+    messages = [choice.get("delta") or choice.get("message") or {} for choice in choices]
+    text = "".join(message.get("content") or "" for message in messages)
+    reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    assert not any("error" in event for event in events), events
+    return text, reasons[-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_log_says_that_an_answer_is_in_no_form(library, stream):
+    """A call that the client has begun, and a model that has never seen one."""
+    notes = []
+    begun = [*QUESTION, {"role": "assistant", "content": "<tool_call>\n{"}]
+    data = {
+        "messages": begun,
+        "tools": [function(CITY)],
+        "max_tokens": 1,
+        "stream": stream,
+        "temperature": 0,
+    }
+    with serving(policy="plain", template=TOOLS, note=notes.append) as backend:
+        status, answer = ask(backend, CHAT, **data)
+    assert status == 200, answer
+    text, reason = pieces_of(answer if stream else [json.dumps(answer)])
+    assert text.strip()
+    assert reason == "length"
+    assert [note for note in notes if "not in the form of the chat template" in note]
+
+
+STRINGS = {
+    "a line feed": ("Oslo\nNorway", "Oslo\nNorway"),
+    "an escape of JSON's": (r"\u00e9\n", "é\n"),
+    "a quote": (r"a \" b", 'a " b'),
+    "a tab and a bell": ("a\tb\x07", "a\tb\x07"),
+}
+
+
+@pytest.mark.parametrize("name", STRINGS)
+def test_arguments_are_json(tried, name):
+    written, meant = STRINGS[name]
+    text = f'<|tool_call_start|>[weather(city="{written}")]<|tool_call_end|>'
+    (answer,) = tried("LFM2-8B-A1B", text, tools=[function(CITY)])["answers"]
+    for kind in ("message", "streamed"):
+        (call,) = answer[kind]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"city": meant}
