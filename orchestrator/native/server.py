@@ -144,7 +144,7 @@ class ServerLibrary:
         reply = json.loads(self.lib.moe_edge_server_try_template(json.dumps(question).encode()))
         if isinstance(reply, dict):
             raise NativeError(reply["error"])
-        return reply
+        return list(reply)
 
 
 class NativeServer:

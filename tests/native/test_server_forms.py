@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from served import server_library
 
+from orchestrator.serve.constraints import rewritten, rewritten_arguments
+from orchestrator.serve.requests import GRAMMAR_SCHEMA
+
 from .servers import ask, serving
 
 TOOLS = Path(__file__).parents[1] / "unit/serve/tools.jinja"
@@ -78,6 +81,102 @@ def test_an_answer_keeps_its_schema(tried, name, with_tool):
     if "</think>" in start or "think<|sep|>" in start:
         (unclosed,) = tried(name, texts[0], response_format=FORMAT)["answers"]
         assert unclosed["matches"] is name.startswith("Kimi-K2")  # its reasoning is optional
+
+
+def valued(**properties):
+    return {"type": "object", "properties": properties, "required": [*properties]}
+
+
+# A schema that llama.cpp does not enforce as it is, a value that it allows, and values that it does
+# not allow.
+ENFORCED = {
+    "a property of any kind": (valued(a=True), '{"a": [1]}', ["{}"]),
+    "the schema in itself": (
+        {"type": "object", "properties": {"a": {"$ref": "#"}}},
+        '{"a": {"a": {}}}',
+        ['{"a": 1}', '{"b": {}}'],
+    ),
+    "an anchor": (
+        {**valued(a={"$ref": "#x"}), "$defs": {"b": {"$anchor": "x", "type": "integer"}}},
+        '{"a": 12}',
+        ['{"a": "b"}'],
+    ),
+    "digits": (valued(a={"type": "string", "pattern": r"^\d{2}$"}), '{"a": "12"}', ['{"a": "1"}']),
+    "words": (valued(a={"type": "string", "pattern": r"^\w+$"}), '{"a": "b_1"}', ['{"a": "b-"}']),
+    "no anchors": (
+        valued(a={"type": "string", "pattern": "bc"}),
+        '{"a": "abcé"}',
+        ['{"a": "b c"}', '{"a": "bc"d"}', '{"a": "bc\n"}'],
+    ),
+    "quotes": (
+        valued(a={"type": "string", "pattern": '^"[^"]*"$'}),
+        r'{"a": "\"b\""}',
+        ['{"a": ""b""}', r'{"a": "\"b"}'],
+    ),
+    "letters of two bytes": (
+        valued(a={"type": "string", "pattern": "^é{2}[à-ü]?$"}),
+        '{"a": "ééü"}',
+        ['{"a": "é"}', '{"a": "ééz"}'],
+    ),
+    "a pattern beside maxLength": (
+        valued(a={"type": "string", "pattern": "^b+$", "maxLength": 2}),
+        '{"a": "bb"}',
+        ['{"a": "bbb"}'],
+    ),
+    "either of two required": (
+        {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
+        },
+        '{"b": 1}',
+        ["{}"],
+    ),
+    "bounds that are excluded": (
+        valued(a={"type": "integer", "minimum": 0, "exclusiveMinimum": True}),
+        '{"a": 1}',
+        ['{"a": 0}'],
+    ),
+    "a name that is required alone": (
+        {"type": "object", "properties": {"a": True}, "required": ["b"]},
+        '{"b": 1}',
+        ['{"a": 1}'],
+    ),
+    "parts of a text": (
+        valued(a={"allOf": [{"type": "string"}, {"maxLength": 2}]}),
+        '{"a": "bc"}',
+        ['{"a": "bcd"}', '{"a": {}}'],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENFORCED)
+def test_a_schema_is_enforced(tried, name):
+    schema, good, bad = ENFORCED[name]
+    made, lost = rewritten(schema, "s")
+    assert not lost
+    wanted = {"type": "json_schema", "json_schema": {"schema": made}}
+    found = tried("Qwen-Qwen2.5-7B-Instruct", good, *bad, response_format=wanted)
+    assert [each["matches"] for each in found["answers"]] == [True, *[False] * len(bad)]
+    (answer, *_) = found["answers"]
+    assert json.loads(answer["message"]["content"]) == json.loads(good)
+
+
+def test_the_model_sees_the_schema_of_its_client(tried):
+    """The grammar has another one, and llama.cpp fails on the client's."""
+    schema = {"type": "object", "properties": {"a": True}, "required": ["a"]}
+    made, _ = rewritten_arguments(schema, "s")
+    tool = function({**schema, GRAMMAR_SCHEMA: made})
+    calls = [
+        f'<tool_call>\n{{"name": "weather", "arguments": {each}}}\n</tool_call>'
+        for each in ('{"a": 1}', "{}")
+    ]
+    for choice in ("auto", "required", "none"):
+        found = tried("Qwen-Qwen2.5-7B-Instruct", *calls, tools=[tool], tool_choice=choice)
+        assert '"properties": {"a": true}' in found["prompt"]
+        assert GRAMMAR_SCHEMA not in found["prompt"]
+    found = tried("Qwen-Qwen2.5-7B-Instruct", *calls, tools=[tool], tool_choice="required")
+    assert [each["matches"] for each in found["answers"]] == [True, False]
 
 
 BROKEN = {

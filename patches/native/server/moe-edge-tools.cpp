@@ -144,6 +144,40 @@ text_marks marks_of(const common_chat_params & made) {
     return { string_ends_with(made.generation_prompt, ">>>") ? "all\n" : "", "" };
 }
 
+// In the parameters of a tool: the schema that its calls keep, if that is another one than the model sees
+// (orchestrator/serve/requests.py).
+const char * const GRAMMAR_SCHEMA = "x-moe-edge-grammar";
+
+// Takes the schemas for grammars out of the tools that the model sees. Returns the tools with these schemas, none if there
+// are no such schemas.
+std::vector<common_chat_tool> take_grammar_schemas(std::vector<common_chat_tool> & tools) {
+    std::vector<common_chat_tool> made;
+    for (common_chat_tool & tool : tools) {
+        if (tool.parameters.find(GRAMMAR_SCHEMA) == std::string::npos) {
+            continue;
+        }
+        common_json parameters = common_json::parse(tool.parameters);
+        if (parameters.is_object() && parameters.contains(GRAMMAR_SCHEMA)) {
+            made.resize(tools.size());
+            made[&tool - tools.data()].parameters = parameters.at(GRAMMAR_SCHEMA).dump();
+            parameters.erase(GRAMMAR_SCHEMA);
+            tool.parameters = parameters.dump();
+        }
+    }
+    for (size_t i = 0; i < made.size(); i++) {
+        const std::string other = made[i].parameters;
+        made[i] = tools[i];
+        made[i].parameters = other.empty() ? tools[i].parameters : other;
+    }
+    return made;
+}
+
+// The prompt of a request. Upstream fails on some schemas when it makes a grammar, so that it makes none.
+std::string prompt_of(const common_chat_templates * templates, common_chat_templates_inputs inputs) {
+    inputs.tool_choice = COMMON_CHAT_TOOL_CHOICE_NONE;
+    return common_chat_templates_apply(templates, inputs).prompt;
+}
+
 bool begins_call(const std::string & tag) {
     return tag == "<tool_call>";
 }
@@ -229,7 +263,16 @@ common_chat_params moe_edge_templates_apply(
     if (has_schema) {
         inputs.tool_choice = COMMON_CHAT_TOOL_CHOICE_NONE;  // the answer is a text that keeps the schema
     }
+    const std::vector<common_chat_tool> kept = take_grammar_schemas(inputs.tools);
+    const bool differ = offered && !has_schema && !kept.empty();
+    const common_chat_templates_inputs visible = inputs;
+    if (differ) {
+        inputs.tools = kept;
+    }
     common_chat_params made = common_chat_templates_apply(templates, inputs);
+    if (differ) {
+        made.prompt = prompt_of(templates, visible);
+    }
     if (has_schema && !keeps_schema(made)) {
         const bool with_reasoning = inputs.reasoning_format != COMMON_REASONING_FORMAT_NONE;
         keep_schema(made, common_json::parse(inputs.json_schema), with_reasoning);
