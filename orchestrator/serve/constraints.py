@@ -9,16 +9,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
-from orchestrator.serve.patterns import PatternError, translated
+from orchestrator.serve.patterns import PatternError, of_words, translated
 
 Schema = dict[str, Any]
 
 # llama.cpp drops a larger number of repetitions.
 MOST_REPEATED = 2000
+# So many texts of an `enum` are written as a pattern.
+MANY_WORDS = 64
 # Integers of llama.cpp's grammar have up to 16 digits.
 _MOST_INTEGER = 10**16 - 1
 # Bounds of a schema whose references and alternatives are resolved. A request nests 100 deep.
@@ -248,7 +251,7 @@ class Rewriter:
         of_type = [value for value in values if not kinds or _kinds_of(value) & set(kinds)]
         if not of_type:
             self._lose(f"{where}.enum", "none of its values has the type")
-        return {"enum": of_type or values}
+        return _words(of_type or values)
 
     def _of_type(self, schema: Schema, kind: str, where: str) -> Schema:
         make = {
@@ -400,8 +403,8 @@ class Rewriter:
         least, most, not_least, not_most = self._limits(schema, where)
         if any(isinstance(end, float) and not math.isfinite(end) for end in (least, most)):
             least = most = None
-        least = None if least is None else math.floor(least) + 1 if not_least else math.ceil(least)
-        most = None if most is None else math.ceil(most) - 1 if not_most else math.floor(most)
+        least = None if least is None else int(least // 1) + 1 if not_least else math.ceil(least)
+        most = None if most is None else math.ceil(most) - 1 if not_most else int(most // 1)
         least = None if least is not None and least <= -_MOST_INTEGER else least
         most = None if most is not None and most >= _MOST_INTEGER else most
         step = schema.get("multipleOf", 1)
@@ -564,6 +567,14 @@ def _anchors(schema: Any, pointer: str) -> Iterable[tuple[str, str]]:
     elif isinstance(schema, list):
         for number, each in enumerate(schema):
             yield from _anchors(each, f"{pointer}/{number}")
+
+
+def _words(values: list[Any]) -> Schema:
+    """A schema of some values. Many texts are a pattern, in which they share their beginnings."""
+    if len(values) >= MANY_WORDS and all(isinstance(value, str) for value in values):
+        with suppress(PatternError):
+            return {"type": "string", "pattern": of_words(values)}
+    return {"enum": values}
 
 
 def _kinds_of(value: Any) -> set[str]:

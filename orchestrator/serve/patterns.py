@@ -8,7 +8,7 @@ these out. It never matches a text that the pattern does not match.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MOST_TIMES = 2000
@@ -67,6 +67,35 @@ def translated(pattern: str, least: int = 0, most: int | None = None) -> str:
         items = [*([] if begins else [rest]), *items, *([] if ends else [rest])]
         whole.append(_bounded(items, least, most))
     return f"^{_written_choice(whole)}$"
+
+
+def of_words(words: Iterable[str]) -> str:
+    """Return a pattern of a few words, in llama.cpp's part of the language. Words with the same
+    beginning share it: a grammar's work for a token grows with the number of ways to go on.
+
+    Raises PatternError for words that branch too often.
+    """
+    return f"^{_branches(sorted(set(words)), 0, 0)}$"
+
+
+def _branches(words: list[str], at: int, depth: int) -> str:
+    """What words that are equal before `at` have after it."""
+    if depth > _MOST_DEPTH:
+        raise PatternError("its words branch too often")
+    if len(words) == 1:
+        return _literal(words[0][at:])
+    end = at
+    while all(len(word) > end and word[end] == words[0][end] for word in words):
+        end += 1
+    groups: dict[str, list[str]] = {}
+    for word in words:
+        groups.setdefault(word[end : end + 1], []).append(word)
+    choices = [_branches(each, end, depth + 1) for first, each in groups.items() if first]
+    return f"{_literal(words[0][at:end])}({'|'.join(choices)}){'?' if '' in groups else ''}"
+
+
+def _literal(text: str) -> str:
+    return "".join(_written_one(One(((ord(char), ord(char)),))) for char in text)
 
 
 def _complement(ranges: Sequence[tuple[int, int]]) -> Ranges:

@@ -179,6 +179,55 @@ def test_the_model_sees_the_schema_of_its_client(tried):
     assert [each["matches"] for each in found["answers"]] == [True, False]
 
 
+MINICPM = 'Hm.</think>\n\n<function name="weather">{}</function>'
+GEMMA = "<|tool_call>call:weather{}<tool_call|>"
+LFM = "<|tool_call_start|>[weather({})]<|tool_call_end|>"
+GLM = (
+    "\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n{}</tool_call>"
+)
+CITY_ALONE, DAYS_ALONE = '<param name="city">Oslo</param>', '<param name="days">3</param>'
+# Calls in the forms of templates whose grammars in llama.cpp are looser than a tool's schema, or than
+# their parser: those that are right, and those that are not.
+CALLS = {
+    "openbmb-MiniCPM5-1B": (
+        MINICPM,
+        [CITY_ALONE, CITY_ALONE + "\n" + DAYS_ALONE],
+        ["", DAYS_ALONE],
+    ),
+    "google-gemma-4-31B-it": (
+        GEMMA,
+        ['{city:<|"|>Oslo<|"|>}', '{city:<|"|>Oslo<|"|>,days:3}'],
+        ["{}", "{town:3}", "{city:3}"],
+    ),
+    "LFM2-8B-A1B": (LFM, ['city="Oslo"', 'city="Oslo", days=3'], ["", "days=3"]),
+    "GLM-4.6": (GLM, [""], [" ", "\n"]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_required_call_has_its_arguments(tried, name):
+    form, right, wrong = CALLS[name]
+    answers = [form.format(each) for each in (*right, *wrong)]
+    found = tried(name, *answers, tools=[function(CITY)], tool_choice="required")["answers"]
+    assert [each["matches"] for each in found] == [True] * len(right) + [False] * len(wrong)
+    for answer in found[: len(right)]:
+        (call,) = answer["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"])["city"] == "Oslo"
+
+
+@pytest.mark.parametrize("name", ["openbmb-MiniCPM5-1B", "google-gemma-4-31B-it", "LFM2-8B-A1B"])
+def test_a_call_may_have_any_of_its_optional_arguments(tried, name):
+    """Also by a name with other characters than letters."""
+    form, right, wrong = CALLS[name]
+    free = {**CITY, "required": []}
+    answers = [form.format(each).replace("weather", "get_weather") for each in (*right, wrong[-1])]
+    tool = function(free, "get_weather")
+    found = tried(name, *answers, tools=[tool], tool_choice="required")["answers"]
+    is_gemma = name.startswith("google")
+    assert [each["matches"] for each in found] == [True, True, not is_gemma]
+
+
 BROKEN = {
     "a call without its end": ("Qwen3-Coder", 'Now. <tool_call>\n{"name": "weather"}'),
     "a call of an unknown tool": ("Qwen-Qwen2.5-7B-Instruct", '<tool_call>\n{"name": "other"}'),

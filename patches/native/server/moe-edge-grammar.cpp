@@ -58,6 +58,8 @@ const uint64_t MOST_REPEATED = 1 << 16;
 const uint64_t MOST_TIMES = MAX_REPETITION_THRESHOLD;
 // Of one token, or of the reading of a grammar: the answers beside it wait meanwhile.
 const int64_t MOST_NS = 500000000;
+// Of the first token of an answer, which is tried before the request is queued: each token costs the other answers so much.
+const int64_t MOST_FIRST_NS = 100000000;
 const size_t MOST_REASON = 160;
 
 const char * end_of(const char * at, char closing) {
@@ -132,8 +134,8 @@ std::string sentence(std::string reason) {
 thread_local std::vector<moe_edge_prepared_grammar> * preparing = nullptr;
 thread_local const std::function<bool()> * preparing_given_up = nullptr;
 
-template <typename Work> auto bounded(const Work & work) -> decltype(work()) {
-    moe_edge_bounded counted(preparing ? *preparing_given_up : moe_edge_server_ends, MOST_NS);
+template <typename Work> auto bounded(const Work & work, int64_t most_ns = MOST_NS) -> decltype(work()) {
+    moe_edge_bounded counted(preparing ? *preparing_given_up : moe_edge_server_ends, most_ns);
     try {
         return work();
     } catch (const std::exception & error) {
@@ -237,6 +239,19 @@ struct grammar {
     void begin() { now = copy_of(*from->first); }
 };
 
+// The grammar of the sampler that was made last while `preparing`.
+thread_local grammar * prepared = nullptr;
+
+// Looks at each token of the vocabulary, as the first token of an answer does.
+void try_first_token(const llama_grammar & grammar) {
+    std::vector<llama_token_data> tokens(grammar.vocab->n_tokens());
+    for (size_t i = 0; i < tokens.size(); i++) {
+        tokens[i] = { llama_token(i), 0.0f, 0.0f };
+    }
+    llama_token_data_array all = { tokens.data(), tokens.size(), -1, false };
+    bounded([&] { llama_grammar_apply_impl(grammar, &all); }, MOST_FIRST_NS);
+}
+
 grammar & of(const llama_sampler * sampler) {
     return *static_cast<grammar *>(sampler->ctx);
 }
@@ -281,10 +296,12 @@ llama_sampler * init(origin && asked) {
         found = made;
         known.add(found);
     }
+    auto * made = new grammar(found);
     if (preparing) {
         preparing->push_back(found);
+        prepared = made;
     }
-    return llama_sampler_init(functions(), new grammar(found));
+    return llama_sampler_init(functions(), made);
 }
 
 }  // namespace
@@ -320,7 +337,8 @@ void moe_edge_prepare_grammar(
     preparing = &made;
     preparing_given_up = &is_given_up;
     try {
-        common_sampler_ptr(common_sampler_init(model, sampling));
+        const common_sampler_ptr sampler(common_sampler_init(model, sampling));
+        try_first_token(*prepared->now);
     } catch (...) {
         preparing = nullptr;
         throw;

@@ -45,7 +45,7 @@ class moe_edge_grammar_turn {
 using moe_edge_prepared_grammar = std::shared_ptr<const void>;
 
 // Read the grammar of a task on the thread of its request, so that the thread which decodes only copies it, as long as
-// `made` lives. Throws std::invalid_argument for a grammar that cannot be read, takes too much work, or is given up.
+// `made` lives. The work of a first token is tried, too. Throws std::invalid_argument for a grammar that cannot be read, takes too much work, or is given up.
 void moe_edge_prepare_grammar(
     const llama_model * model, common_params_sampling sampling, const std::function<bool()> & is_given_up,
     std::vector<moe_edge_prepared_grammar> & made);

@@ -1,6 +1,7 @@
 // Tool calls with every chat template: templates that know no tools get a form for them, and a call that
 // is required is made.
 
+#include "moe-edge-calls.h"
 #include "moe-edge-tools.h"
 
 #include "chat.h"
@@ -91,22 +92,6 @@ bool can_call(const common_chat_templates * templates) {
     }
 }
 
-// The right side of a rule of a grammar, each of which has a line of its own: "NAME ::= RULE".
-void change_rule(std::string & grammar, const std::string & name, const std::function<std::string(std::string)> & change) {
-    const std::string head = name + " ::= ";
-    size_t at = 0;
-    while (at < grammar.size()) {
-        const size_t end = std::min(grammar.find('\n', at), grammar.size());
-        if (grammar.compare(at, head.size(), head) == 0) {
-            at += head.size();
-            const std::string rule = grammar.substr(at, end - at);
-            grammar.replace(at, rule.size(), change(rule));
-            return;
-        }
-        at = end + 1;
-    }
-}
-
 // Lets an answer's text be nothing but white space. A text that ends before a mark is a rule of the
 // grammar, by the number of its parser.
 void leave_text_out(std::string & grammar, const common_json & parser) {
@@ -115,7 +100,7 @@ void leave_text_out(std::string & grammar, const common_json & parser) {
         if (each.at("type") == "tag" && each.at("tag") == "content") {
             const size_t child = each.at("child").get<size_t>();
             if (all.at(child).at("type") == "until") {
-                change_rule(grammar, "until-" + std::to_string(child), [](const std::string &) { return "space"; });
+                moe_edge_change_rule(grammar, "until-" + std::to_string(child), [](const std::string &) { return "space"; });
             }
         }
     }
@@ -123,7 +108,7 @@ void leave_text_out(std::string & grammar, const common_json & parser) {
 
 // Ends an answer behind its first call, where the grammar lets calls follow each other.
 void allow_one_call(std::string & grammar) {
-    change_rule(grammar, "tool-calls", [](std::string rule) {
+    moe_edge_change_rule(grammar, "tool-calls", [](std::string rule) {
         if (!rule.empty() && rule.back() == '+') {
             rule.pop_back();
         }
@@ -280,6 +265,7 @@ common_chat_params moe_edge_templates_apply(
     if (!offered || has_schema) {
         return made;
     }
+    moe_edge_tighten_calls(made, inputs);
     if (!inputs.parallel_tool_calls) {
         allow_one_call(made.grammar);
     }

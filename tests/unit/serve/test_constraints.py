@@ -1,6 +1,7 @@
-"""Schemas of clients: rewritten into what llama.cpp enforces, with the paths of what it does not."""
+"""Schemas of clients, rewritten into what llama.cpp enforces, and the paths of what it does not."""
 
 import json
+import re
 
 import pytest
 from asgi import SAID
@@ -8,7 +9,7 @@ from fake_backend import FakeBackend
 from paths import CHAT, MESSAGES, RESPONSES
 
 from orchestrator.serve.constraints import rewritten, rewritten_arguments
-from orchestrator.serve.patterns import PatternError, translated
+from orchestrator.serve.patterns import PatternError, of_words, translated
 from orchestrator.serve.requests import GRAMMAR_SCHEMA, read_request
 from orchestrator.serve.wire import Refusal
 
@@ -173,6 +174,17 @@ def test_a_pattern_that_is_not_enforced(name):
     pattern, lengths = NO_PATTERNS[name]
     with pytest.raises(PatternError):
         translated(pattern, *lengths)
+
+
+def test_many_words_share_their_beginnings():
+    assert of_words(["ab", "abc", "abd", "x"]) == "^(ab(c|d)?|x)$"
+    words = [f"word {number}" for number in range(200)]
+    made, lost = rewritten({"enum": words}, "s")
+    assert made["type"] == "string" and not lost
+    found = re.compile(made["pattern"])
+    assert all(map(found.fullmatch, words)) and not found.fullmatch("word 200")
+    chain = {"enum": ["a" * number for number in range(1, 200)]}
+    assert rewritten(chain, "s")[0] == chain
 
 
 ODD = of(p={"type": "number", "maximum": 1})
