@@ -16,7 +16,7 @@ from gguf_tools import interrupts
 from orchestrator.errors import NativeError
 from orchestrator.native.abi import fields_of
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 _ERROR_BYTES = 512
 _NO_SEED = 0xFFFFFFFF
 _NO_FILE = Path(os.devnull, "none")
@@ -81,6 +81,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
             ctypes.POINTER(ctypes.c_int),
         ],
     ),
+    "moe_edge_request_note": (_TEXT, [_POINTER]),
     "moe_edge_request_cancel": (None, [_POINTER]),
     "moe_edge_request_free": (None, [_POINTER]),
 }
@@ -165,6 +166,7 @@ class NativeServer:
             raise NativeError(message.value.decode("utf-8", "replace"))
         self._trampolines: list[Any] = []
         self.error: BaseException | None = None
+        self.note: Callable[[str], None] = lambda _sentence: None  # gets what the log should say
 
     def set_before_step(self, function: Callable[[bool], None]) -> None:
         """Before run: function is called before each step, on the thread that is in run, with
@@ -254,7 +256,7 @@ class NativeServer:
         )
         if not handle:
             raise NativeError(f"llama.cpp's server has no route {route}, or no memory for it")
-        return NativeRequest(self.lib, handle)
+        return NativeRequest(self.lib, handle, self.note)
 
     def close(self) -> None:
         """Frees it, once run has returned and each request is closed; safe to call twice."""
@@ -269,8 +271,8 @@ class NativeRequest:
     status: of HTTP, and is_stream: whether the answer comes as events, once something was taken.
     """
 
-    def __init__(self, lib: Any, handle: int) -> None:
-        self._lib = lib
+    def __init__(self, lib: Any, handle: int, note: Callable[[str], None]) -> None:
+        self._lib, self._note = lib, note
         self._handle: int | None = handle
         self._closing = threading.Lock()
         self._rest = b""
@@ -285,6 +287,9 @@ class NativeRequest:
             failed = self._lib.moe_edge_request_run(self._handle, ready)
             with self._closing:
                 self._rest = self._take()
+            sentence = self._lib.moe_edge_request_note(self._handle)
+            if sentence is not None:
+                self._note(sentence.decode("utf-8", "replace"))
             if failed:
                 raise NativeError(_FAILURES[failed])
         finally:

@@ -68,6 +68,8 @@ SCORED_TOKENS = 32
 # How many of the likeliest tokens a score may come with: OpenAI's limit for completions. Of each
 # token that was scored there is itself, its place, these, and their log-probabilities.
 MOST_LIKELIEST = 5
+# Sentences about requests that are remembered, so that each is in the log once.
+MOST_NOTED = 256
 SCORE_BYTES = 4 + 12 * (1 + MOST_LIKELIEST)
 SCORED_MOST = 16384
 
@@ -194,6 +196,7 @@ class Backend:
         serves. Raises MoeEdgeError in one of its forms."""
         self.name = settings.alias or config.model.stem
         self._note, self._noted = note, ""
+        self._noted_once: set[str] = set()
         self.parallel, self.max_tokens = settings.parallel, config.max_tokens
         template = settings.chat_template_text()
         self.most_body_bytes = settings.most_body_bytes(config.ctx)
@@ -240,6 +243,7 @@ class Backend:
                 loud=native_log_enabled(),
             )
             self._native = NativeServer(library, engine.llama.handle, engine.context.handle, spec)
+            self._native.note = note
             self.kept: KeptConversations | None = None
             if engine.prompt_folder is not None:
                 self.kept = KeptConversations(engine, self._native, f"{threads}kept", note)
@@ -289,6 +293,14 @@ class Backend:
         """A request that has not begun; any thread may run it. sequences: those that it takes,
         where it decodes: behind attend, and before idle."""
         return self._native.request(route, body, sequences)
+
+    def note_once(self, sentence: str) -> None:
+        """Write a sentence to the log, unless it is one of those that were written last."""
+        if sentence not in self._noted_once:
+            if len(self._noted_once) >= MOST_NOTED:
+                self._noted_once.clear()
+            self._noted_once.add(sentence)
+            self._note(sentence)
 
     def fault(self) -> str:
         """Why nothing that comes of the model's files can be right; empty where it can. What

@@ -11,6 +11,7 @@ from typing import Any
 from gguf_tools.units import format_size
 from orchestrator.serve.admission import PROBS_BYTES, Body
 from orchestrator.serve.backend import Backend
+from orchestrator.serve.constraints import rewritten, rewritten_arguments
 from orchestrator.serve.messages import settle_messages
 from orchestrator.serve.schemas import (
     COMMON,
@@ -71,6 +72,11 @@ MOST_NAME_CHARS = 256
 MOST_PROPERTIES = 512
 # Texts that end an answer. An empty one would end every answer at once.
 _STOPS = ("stop", "stop_sequences")
+# Of a message with a path in a schema.
+MOST_PATH_CHARS = 400
+# Where a tool's schema has the one that its calls keep, if that is another one than the model sees
+# (patches/native/server/moe-edge-tools.cpp).
+GRAMMAR_SCHEMA = "x-moe-edge-grammar"
 _SHAPES = ("json_schema", "response_format", "tools")
 _TEMPLATE = "the model's own is used, or that of --chat-template"
 _ECHO = "/v1/completions has it, for the likelihood of a prompt"
@@ -148,6 +154,7 @@ def read_request(
     _check_bounds(data)
     _check_biased_tokens(data.get("logit_bias"), backend.n_vocab)
     _check_cost(route, data, len(body), backend)
+    _settle_schemas(form, data, backend)
     return data, changes
 
 
@@ -242,6 +249,7 @@ def settle_fields(route: str, data: dict[str, Any], n_ctx: int, n_vocab: int = 0
         del data[name]
     for name in data.keys() - schema["properties"].keys():
         del data[name]
+    data.update(with_whole_numbers(schema, data))
     fault = fault_of(schema, data, "")
     if fault is not None:
         raise Refusal(400, fault)
@@ -259,6 +267,32 @@ def settle_fields(route: str, data: dict[str, Any], n_ctx: int, n_vocab: int = 0
         raise Refusal(
             400, f"tokens must be numbers from 0 to {n_vocab - 1}, the model's vocabulary"
         )
+
+
+def with_whole_numbers(schema: Schema, value: Any) -> Any:
+    """Return a value of JSON with an integer instead of each whole float (64.0) where the schema
+    has integers: some clients have no other numbers."""
+    choices = [_resolved(each) for each in _resolved(schema).get("anyOf", [_resolved(schema)])]
+    if isinstance(value, float):
+        kinds = {choice.get("type") for choice in choices}
+        return (
+            int(value)
+            if value.is_integer() and "integer" in kinds and "number" not in kinds
+            else value
+        )
+    for choice in choices:
+        if isinstance(value, list) and choice.get("type") == "array":
+            if float in set(map(type, value)) or any(
+                isinstance(each, (list, dict)) for each in value
+            ):
+                value = [with_whole_numbers(choice.get("items", {}), each) for each in value]
+        elif isinstance(value, dict) and choice.get("type") == "object":
+            known, others = choice.get("properties", {}), choice.get("additionalProperties", {})
+            value = {
+                name: with_whole_numbers(known.get(name, others), each)
+                for name, each in value.items()
+            }
+    return value
 
 
 def fault_of(schema: Schema, value: Any, where: str) -> str | None:
@@ -491,6 +525,59 @@ def _read(choice: Any) -> tuple[str, list[str] | None]:
             return str(allowed["mode"]), [_name_of(tool) or "" for tool in allowed["tools"]]
     raise Refusal(
         400, 'tool_choice must be "auto", "none", "required", or an object that names a function'
+    )
+
+
+def _settle_schemas(route: str, data: dict[str, Any], backend: Backend) -> None:
+    """Rewrites schemas into the keywords that llama.cpp enforces. The log says once what is not
+    enforced of a tool's arguments.
+
+    Raises Refusal with the path of a constraint of an answer's format, or of a strict tool, that
+    cannot be enforced.
+    """
+    asked = data.get("response_format")
+    for name, holder in (("response_format", asked), ("", data)):
+        inner = holder.get("json_schema") if isinstance(holder, dict) else None
+        if name and isinstance(inner, dict) and isinstance(inner.get("schema"), dict):
+            inner["schema"] = _enforced(inner["schema"], f"{name}.json_schema.schema")
+        elif name and isinstance(holder, dict) and isinstance(holder.get("schema"), dict):
+            holder["schema"] = _enforced(holder["schema"], f"{name}.schema")
+        elif not name and isinstance(inner, dict):
+            data["json_schema"] = _enforced(inner, "json_schema")
+    for number, tool in enumerate(data.get("tools") or ()):
+        function = tool.get("function") if isinstance(tool.get("function"), dict) else tool
+        key = "input_schema" if route == ANTHROPIC else "parameters"
+        if not isinstance(function.get(key), dict):
+            continue
+        inside = ".function" if function is not tool else ""
+        made, lost = rewritten_arguments(function[key], f"tools[{number}]{inside}.{key}")
+        if lost and function.get("strict", tool.get("strict")) is True:
+            raise Refusal(400, f"{_cut(lost[0])}; the tool is strict, so that it cannot be served")
+        if lost:
+            name = ascii(_name_of(tool))[:80]
+            backend.note_once(
+                f"the arguments of the tool {name} are not fully enforced: {_cut(lost[0])}"
+                + (f", and {len(lost) - 1} more" if len(lost) > 1 else "")
+            )
+        if made is not function[key]:
+            function[key] = {**function[key], GRAMMAR_SCHEMA: made}
+
+
+def _enforced(schema: dict[str, Any], where: str) -> dict[str, Any]:
+    """A schema of an answer as llama.cpp enforces it. Raises Refusal if it cannot."""
+    made, lost = rewritten(schema, where)
+    if lost:
+        raise Refusal(400, f"{_cut(lost[0])}; the schema of an answer has to be enforceable")
+    return dict(made)
+
+
+def _cut(sentence: str) -> str:
+    """A sentence that has names of the client's in it, for an answer or a log."""
+    plain = ascii(sentence)[1:-1]
+    return (
+        plain
+        if len(plain) <= MOST_PATH_CHARS
+        else f"{plain[: MOST_PATH_CHARS // 2]} ... {plain[-MOST_PATH_CHARS // 2 :]}"
     )
 
 

@@ -38,7 +38,7 @@ extern "C" {
 
 // Raised with every change of a struct or a function below. Callers compare it
 // with moe_edge_abi_version() before anything else.
-#define MOE_EDGE_ABI_VERSION 20
+#define MOE_EDGE_ABI_VERSION 21
 
 #define MOE_EDGE_API __attribute__((visibility("default")))
 

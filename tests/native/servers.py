@@ -18,10 +18,11 @@ def config(**settings):
 
 
 @contextmanager
-def serving(parallel=1, template=None, **settings):
-    """One that attends."""
+def serving(parallel=1, template=None, note=lambda _sentence: None, **settings):
+    """A backend that attends. note: gets the sentences for its log."""
     ours = ServeSettings(parallel=parallel, chat_template=template)
-    with closing(Backend(config(**settings), ours, server_library(), lambda *_: None)) as made:
+    made = Backend(config(**settings), ours, server_library(), lambda *_: None, note=note)
+    with closing(made):
         made.attend()
         yield made
 

@@ -38,21 +38,17 @@ moe_edge_bounded::moe_edge_bounded(
         moe_edge_work work, std::function<bool()> is_given_up, int64_t most_ns, size_t input_bytes)
     : work(work),
       is_given_up(std::move(is_given_up)),
-      is_outer(!current[work]),
+      outer(current[work]),
       stack(stack_now()),
       most_steps(work == MOE_EDGE_GRAMMAR ? MOST_STEPS : MOST_TEMPLATE_STEPS + STEPS_PER_BYTE * int64_t(input_bytes)),
       most_bytes(MOST_BYTES + BYTES_PER_BYTE * int64_t(input_bytes)),
       most_values(n_values + MOST_VALUES + int64_t(input_bytes)),
       end_ns(most_ns ? thread_ns() + most_ns : INT64_MAX) {
-    if (is_outer) {
-        current[work] = this;
-    }
+    current[work] = this;
 }
 
 moe_edge_bounded::~moe_edge_bounded() {
-    if (is_outer) {
-        current[work] = nullptr;
-    }
+    current[work] = outer;
 }
 
 void moe_edge_bounded::fail(const char * why) const {
@@ -78,11 +74,21 @@ void moe_edge_bounded::count(int64_t steps, int64_t bytes) {
     if (n_values > most_values) {
         fail("makes too many values");
     }
+    check_given_up();
+    if (taken > most_steps || (end_ns != INT64_MAX && thread_ns() > end_ns)) {
+        fail("takes too much work: make it smaller");
+    }
+}
+
+void moe_edge_bounded::check_given_up() const {
     if (is_given_up()) {
         fail("was given up");
     }
-    if (taken > most_steps || (end_ns != INT64_MAX && thread_ns() > end_ns)) {
-        fail("takes too much work: make it smaller");
+}
+
+void moe_edge_check_given_up() {
+    if (current[MOE_EDGE_GRAMMAR]) {
+        current[MOE_EDGE_GRAMMAR]->check_given_up();
     }
 }
 

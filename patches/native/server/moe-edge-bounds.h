@@ -19,8 +19,8 @@ struct moe_edge_refused {
     std::string reason;
 };
 
-// While an object of this class lives, steps of its kind on its thread are counted. An object that is created inside
-// another one of its kind has no effect: the outermost counts for both.
+// While an object of this class lives, steps of its kind on its thread are counted. An inner object has its own limits:
+// the outer one of its kind does not count the inner one's steps.
 class moe_edge_bounded {
   public:
     // is_given_up: asked now and then; work that was given up fails. most_ns: CPU time of this thread, so that a busy
@@ -32,13 +32,14 @@ class moe_edge_bounded {
 
     // Counts steps and bytes of text. Throws once a limit is exceeded.
     void count(int64_t steps, int64_t bytes = 0);
+    void check_given_up() const;
 
   private:
     [[noreturn]] void fail(const char * why) const;
 
     const moe_edge_work   work;
     std::function<bool()> is_given_up;
-    const bool            is_outer;
+    moe_edge_bounded *    outer;
     const uintptr_t       stack;
     const int64_t         most_steps, most_bytes, most_values, end_ns;
     int64_t               taken = 0, looked = 0, written = 0;
@@ -47,6 +48,9 @@ class moe_edge_bounded {
 // Counts a step of a grammar or a schema and returns 0. Throws std::invalid_argument with a sentence once the work of
 // this thread exceeds a limit. Does nothing on a thread without bounds.
 int moe_edge_step(int64_t weight = 1);
+
+// Throws std::invalid_argument if the work of this thread is given up. For loops that wait.
+void moe_edge_check_given_up();
 
 // Counts 8 steps and returns its argument.
 template <typename T> T && moe_edge_step_with(T && value) {

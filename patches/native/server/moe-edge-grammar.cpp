@@ -5,18 +5,25 @@
 #include "moe-edge-grammar.h"
 #include "moe-edge-bounds.h"
 
+#include "common.h"
+#include "sampling.h"
+
 #include "llama-grammar.h"
 #include "llama-impl.h"
 #include "llama-sampler.h"
 #include "llama-vocab.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <regex>
 #include <set>
 #include <stdexcept>
@@ -51,6 +58,8 @@ const uint64_t MOST_REPEATED = 1 << 16;
 const uint64_t MOST_TIMES = MAX_REPETITION_THRESHOLD;
 // Of one token, or of the reading of a grammar: the answers beside it wait meanwhile.
 const int64_t MOST_NS = 500000000;
+// Of the first token of an answer, which is tried before the request is queued: each token costs the other answers so much.
+const int64_t MOST_FIRST_NS = 100000000;
 const size_t MOST_REASON = 160;
 
 const char * end_of(const char * at, char closing) {
@@ -121,8 +130,12 @@ std::string sentence(std::string reason) {
     return reason.compare(0, ours.size(), ours) == 0 ? reason : "the grammar is refused: " + reason;
 }
 
-template <typename Work> auto bounded(const Work & work) -> decltype(work()) {
-    moe_edge_bounded counted(MOE_EDGE_GRAMMAR, moe_edge_server_ends, MOST_NS);
+// The request whose grammars this thread reads before they are queued.
+thread_local std::vector<moe_edge_prepared_grammar> * preparing = nullptr;
+thread_local const std::function<bool()> * preparing_given_up = nullptr;
+
+template <typename Work> auto bounded(const Work & work, int64_t most_ns = MOST_NS) -> decltype(work()) {
+    moe_edge_bounded counted(MOE_EDGE_GRAMMAR, preparing ? *preparing_given_up : moe_edge_server_ends, most_ns);
     try {
         return work();
     } catch (const std::exception & error) {
@@ -134,16 +147,42 @@ struct freed {
     void operator()(llama_grammar * grammar) const { llama_grammar_free_impl(grammar); }
 };
 
-struct grammar {
+using grammar_ptr = std::unique_ptr<llama_grammar, freed>;
+
+// A copy of a grammar. Upstream's own compares each element of each stack with every element of every rule.
+grammar_ptr copy_of(const llama_grammar & from) {
+    grammar_ptr made(new llama_grammar{
+        from.vocab, from.rules, from.stacks, from.partial_utf8, from.lazy, from.awaiting_trigger, from.trigger_buffer,
+        from.trigger_buffer_positions, from.trigger_tokens, from.trigger_patterns });
+    std::map<const llama_grammar_element *, size_t> begins;
+    for (size_t i = 0; i < from.rules.size(); i++) {
+        begins[from.rules[i].data()] = i;
+    }
+    for (auto & stack : made->stacks) {
+        for (auto & element : stack) {
+            const auto & [begin, rule] = *std::prev(begins.upper_bound(element));
+            element = made->rules[rule].data() + (element - begin);
+        }
+    }
+    return made;
+}
+
+// A grammar as it was read, which its samplers copy: reading it may take half a second.
+struct origin {
     const llama_vocab *      vocab;
     std::string              text, root;
     bool                     lazy;
     std::vector<std::string> patterns;
     std::vector<llama_token> tokens;
-    std::unique_ptr<llama_grammar, freed> now;
+    grammar_ptr              first;
 
-    void begin() {
-        now.reset(bounded([&] {
+    bool is_like(const origin & other) const {
+        return vocab == other.vocab && text == other.text && root == other.root && lazy == other.lazy &&
+            patterns == other.patterns && tokens == other.tokens;
+    }
+
+    void read() {
+        first.reset(bounded([&] {
             std::vector<const char *> texts;
             for (const std::string & each : patterns) {
                 texts.push_back(each.c_str());
@@ -159,6 +198,60 @@ struct grammar {
     }
 };
 
+using origin_ptr = std::shared_ptr<const origin>;
+
+// The grammars of all requests that are queued or answered. One that the thread of a request has read is not read again
+// by the thread that decodes.
+class known_grammars {
+  public:
+    origin_ptr find(const origin & asked) {
+        std::lock_guard<std::mutex> lock(mutex);
+        origin_ptr found;
+        const auto is_over = [&](const std::weak_ptr<const origin> & each) {
+            const origin_ptr held = each.lock();
+            if (held && !found && held->is_like(asked)) {
+                found = held;
+            }
+            return !held;
+        };
+        all.erase(std::remove_if(all.begin(), all.end(), is_over), all.end());
+        return found;
+    }
+
+    void add(const origin_ptr & made) {
+        std::lock_guard<std::mutex> lock(mutex);
+        all.push_back(made);
+    }
+
+  private:
+    std::mutex mutex;
+    std::vector<std::weak_ptr<const origin>> all;
+};
+
+known_grammars known;
+
+struct grammar {
+    origin_ptr  from;
+    grammar_ptr now;
+
+    explicit grammar(origin_ptr origin) : from(std::move(origin)) { begin(); }
+
+    void begin() { now = copy_of(*from->first); }
+};
+
+// The grammar of the sampler that was made last while `preparing`.
+thread_local grammar * prepared = nullptr;
+
+// Looks at each token of the vocabulary, as the first token of an answer does.
+void try_first_token(const llama_grammar & grammar) {
+    std::vector<llama_token_data> tokens(grammar.vocab->n_tokens());
+    for (size_t i = 0; i < tokens.size(); i++) {
+        tokens[i] = { llama_token(i), 0.0f, 0.0f };
+    }
+    llama_token_data_array all = { tokens.data(), tokens.size(), -1, false };
+    bounded([&] { llama_grammar_apply_impl(grammar, &all); }, MOST_FIRST_NS);
+}
+
 grammar & of(const llama_sampler * sampler) {
     return *static_cast<grammar *>(sampler->ctx);
 }
@@ -168,7 +261,7 @@ void accept(llama_sampler * sampler, llama_token token) {
     bounded([&] {
         const auto & stacks = asked.now->stacks;
         const bool may_end = std::any_of(stacks.begin(), stacks.end(), [](const auto & each) { return each.empty(); });
-        if (!may_end && !asked.now->awaiting_trigger && asked.vocab->is_eog(token)) {
+        if (!may_end && !asked.now->awaiting_trigger && asked.from->vocab->is_eog(token)) {
             throw std::invalid_argument("no token of the model goes on");  // upstream ends the process
         }
         llama_grammar_accept_impl(*asked.now, token);
@@ -185,10 +278,8 @@ llama_sampler_i * functions() {
         };
         made.reset  = [](llama_sampler * sampler) { of(sampler).begin(); };
         made.clone  = [](const llama_sampler * sampler) {
-            const grammar & from = of(sampler);
-            auto made = std::make_unique<grammar>(
-                grammar{ from.vocab, from.text, from.root, from.lazy, from.patterns, from.tokens, nullptr });
-            made->now.reset(llama_grammar_clone_impl(*from.now));
+            auto made = std::make_unique<grammar>(of(sampler).from);
+            made->now = copy_of(*of(sampler).now);
             return llama_sampler_init(functions(), made.release());
         };
         made.free = [](llama_sampler * sampler) { delete &of(sampler); };
@@ -197,10 +288,20 @@ llama_sampler_i * functions() {
     return &all;
 }
 
-llama_sampler * init(grammar && asked) {
-    auto made = std::make_unique<grammar>(std::move(asked));
-    made->begin();
-    return llama_sampler_init(functions(), made.release());
+llama_sampler * init(origin && asked) {
+    origin_ptr found = known.find(asked);
+    if (!found) {
+        auto made = std::make_shared<origin>(std::move(asked));
+        made->read();
+        found = made;
+        known.add(found);
+    }
+    auto * made = new grammar(found);
+    if (preparing) {
+        preparing->push_back(found);
+        prepared = made;
+    }
+    return llama_sampler_init(functions(), made);
 }
 
 }  // namespace
@@ -213,6 +314,36 @@ llama_sampler * moe_edge_sampler_init_grammar_lazy_patterns(
         const llama_vocab * vocab, const char * text, const char * root, const char ** patterns, size_t n_patterns,
         const llama_token * tokens, size_t n_tokens) {
     return init({ vocab, text, root, true, { patterns, patterns + n_patterns }, { tokens, tokens + n_tokens }, nullptr });
+}
+
+moe_edge_grammar_turn::moe_edge_grammar_turn() : lock(turn(), std::defer_lock) {
+    while (!lock.try_lock_for(std::chrono::milliseconds(10))) {
+        moe_edge_check_given_up();
+    }
+}
+
+std::recursive_timed_mutex & moe_edge_grammar_turn::turn() {
+    static std::recursive_timed_mutex made;
+    return made;
+}
+
+void moe_edge_prepare_grammar(
+        const llama_model * model, common_params_sampling sampling, const std::function<bool()> & is_given_up,
+        std::vector<moe_edge_prepared_grammar> & made) {
+    if (common_grammar_value(sampling.grammar).empty()) {
+        return;
+    }
+    moe_edge_grammar_turn turn;
+    preparing = &made;
+    preparing_given_up = &is_given_up;
+    try {
+        const common_sampler_ptr sampler(common_sampler_init(model, sampling));
+        try_first_token(*prepared->now);
+    } catch (...) {
+        preparing = nullptr;
+        throw;
+    }
+    preparing = nullptr;
 }
 
 bool moe_edge_grammar_matches(const std::string & grammar_text, const std::string & text) {

@@ -1,6 +1,7 @@
 #include "moe-edge-server.h"
 #include "moe-edge-bounds.h"
 #include "moe-edge-grammar.h"
+#include "moe-edge-parse.h"
 #include "moe-edge-server-context.h"
 #include "moe-edge-server-queue.h"
 #include "moe-edge-server-step.h"
@@ -22,6 +23,8 @@
 // moe-edge-server-context.h replaces these names in upstream's code.
 #undef llama_process
 #undef server_prompt_cache
+#undef common_chat_parse
+#undef compute_diffs
 
 #include <unistd.h>
 
@@ -49,6 +52,9 @@ thread_local server_prompt_cache * made_prompts = nullptr;
 
 // The request that this thread runs.
 thread_local moe_edge_request * beginning = nullptr;
+
+// The request that this thread answers, from its first step to the end of a stream.
+thread_local moe_edge_request * answering = nullptr;
 
 // The server whose steps this thread computes.
 thread_local moe_edge_server * running = nullptr;
@@ -180,6 +186,9 @@ struct moe_edge_request {
     std::function<bool()> should_stop;
     server_http_req       asked;
     server_http_res_ptr   answer;  // goes before `asked`, which it refers to
+    bool                  is_queued = false;  // upstream has accepted the request
+    std::string           note;               // for the log
+    std::vector<moe_edge_prepared_grammar> grammars;  // of its tasks, until they end
 
     // Between the thread that answers and the one that takes.
     std::mutex  mutex;
@@ -199,7 +208,9 @@ struct moe_edge_request {
 
 namespace {
 
-// Up to the answer's first output, or up to its end.
+// Runs upstream's handler: up to the first output of a stream, or up to the end of any other answer. An exception means
+// that upstream does not understand the request if it comes before the request is queued, and a fault of the server after
+// that.
 void begin(moe_edge_request & request) {
     std::string complaint = "the request was given up";
     moe_edge_bounded counted(MOE_EDGE_GRAMMAR, request.should_stop, 0);
@@ -214,10 +225,10 @@ void begin(moe_edge_request & request) {
     }
     beginning = nullptr;
     if (!request.answer) {
+        const error_type type = request.is_queued ? ERROR_TYPE_SERVER : ERROR_TYPE_INVALID_REQUEST;
         request.answer = std::make_unique<server_http_res>();
-        request.answer->status = 400;
-        request.answer->data = safe_json_to_str(
-            { { "error", format_error_response(complaint, ERROR_TYPE_INVALID_REQUEST) } });
+        request.answer->status = request.is_queued ? 500 : 400;
+        request.answer->data = safe_json_to_str({ { "error", format_error_response(complaint, type) } });
     }
 }
 
@@ -309,7 +320,20 @@ void moe_edge_prompts_made(server_prompt_cache * prompts) {
     made_prompts = prompts;
 }
 
+void moe_edge_note(const std::string & sentence) {
+    if (answering) {
+        answering->note = sentence;
+    }
+}
+
 std::vector<server_task> & moe_edge_server_begin(std::vector<server_task> & tasks) {
+    if (beginning) {
+        for (server_task & task : tasks) {
+            moe_edge_prepare_grammar(
+                llama_get_model(beginning->server->llama), task.params.sampling, beginning->should_stop, beginning->grammars);
+        }
+        beginning->is_queued = true;
+    }
     const size_t n = beginning ? beginning->sequences.size() : 0;
     for (size_t i = 0; n && i < tasks.size(); i++) {
         tasks[i].id_slot = beginning->sequences[i % n];
@@ -474,11 +498,14 @@ moe_edge_request * moe_edge_request_create(
 }
 
 int moe_edge_request_run(moe_edge_request * request, int ready) {
+    answering = request;
+    int status = NO_MEMORY;
     try {
-        return answer(*request, ready);
+        status = answer(*request, ready);
     } catch (...) {
-        return NO_MEMORY;
     }
+    answering = nullptr;
+    return status;
 }
 
 int moe_edge_request_take(moe_edge_request * request, const char ** data, size_t * size, int * is_stream) {
@@ -490,6 +517,10 @@ int moe_edge_request_take(moe_edge_request * request, const char ** data, size_t
     *size      = request->taken.size();
     *is_stream = request->is_stream;
     return request->status;
+}
+
+const char * moe_edge_request_note(const moe_edge_request * request) {
+    return request->note.empty() ? nullptr : request->note.c_str();
 }
 
 void moe_edge_request_cancel(moe_edge_request * request) {

@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define MOE_EDGE_SERVER_ABI_VERSION 8
+#define MOE_EDGE_SERVER_ABI_VERSION 9
 
 #if defined(_WIN32)
 #    define MOE_EDGE_SERVER_API __declspec(dllexport)
@@ -116,6 +116,10 @@ MOE_EDGE_SERVER_API int moe_edge_request_run(moe_edge_request * request, int rea
 // the answer is a stream (is_stream), else all of the answer or nothing. Returns the HTTP status, 0 while that is not known.
 MOE_EDGE_SERVER_API int moe_edge_request_take(
     moe_edge_request * request, const char ** data, size_t * size, int * is_stream);
+
+// After moe_edge_request_run: a sentence for the server's log about how the answer was made, or NULL. Valid until the
+// request is freed.
+MOE_EDGE_SERVER_API const char * moe_edge_request_note(const moe_edge_request * request);
 
 // Any thread: the request ends soon, and with it the work for it.
 MOE_EDGE_SERVER_API void moe_edge_request_cancel(moe_edge_request * request);

@@ -2,6 +2,7 @@
 
 #include "moe-edge-server.h"
 #include "moe-edge-chat.h"
+#include "moe-edge-parse.h"
 #include "moe-edge-grammar.h"
 #include "moe-edge-tools.h"
 

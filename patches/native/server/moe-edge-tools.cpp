@@ -1,9 +1,13 @@
 // The grammar of tool calls: a call that is required is made.
 
 #include "moe-edge-chat.h"
+#include "moe-edge-calls.h"
 #include "moe-edge-tools.h"
 
 #include "chat.h"
+#include "chat-peg-parser.h"
+#include "common.h"
+#include "json-schema-to-grammar.h"
 #include "json.h"
 
 #include <algorithm>
@@ -11,22 +15,6 @@
 #include <stdexcept>
 
 namespace {
-
-// The right side of a rule of a grammar, each of which has a line of its own: "NAME ::= RULE".
-void change_rule(std::string & grammar, const std::string & name, const std::function<std::string(std::string)> & change) {
-    const std::string head = name + " ::= ";
-    size_t at = 0;
-    while (at < grammar.size()) {
-        const size_t end = std::min(grammar.find('\n', at), grammar.size());
-        if (grammar.compare(at, head.size(), head) == 0) {
-            at += head.size();
-            const std::string rule = grammar.substr(at, end - at);
-            grammar.replace(at, rule.size(), change(rule));
-            return;
-        }
-        at = end + 1;
-    }
-}
 
 // Lets an answer's text be nothing but white space. A text that ends before a mark is a rule of the
 // grammar, by the number of its parser.
@@ -36,7 +24,7 @@ void leave_text_out(std::string & grammar, const common_json & parser) {
         if (each.at("type") == "tag" && each.at("tag") == "content") {
             const size_t child = each.at("child").get<size_t>();
             if (all.at(child).at("type") == "until") {
-                change_rule(grammar, "until-" + std::to_string(child), [](const std::string &) { return "space"; });
+                moe_edge_change_rule(grammar, "until-" + std::to_string(child), [](const std::string &) { return "space"; });
             }
         }
     }
@@ -44,7 +32,7 @@ void leave_text_out(std::string & grammar, const common_json & parser) {
 
 // Ends an answer behind its first call, where the grammar lets calls follow each other.
 void allow_one_call(std::string & grammar) {
-    change_rule(grammar, "tool-calls", [](std::string rule) {
+    moe_edge_change_rule(grammar, "tool-calls", [](std::string rule) {
         if (!rule.empty() && rule.back() == '+') {
             rule.pop_back();
         }
@@ -57,6 +45,103 @@ bool shows(const std::string & prompt, const std::string & name) {
     const std::string quoted = common_json::make(name).dump_safe();
     return prompt.find(name) != std::string::npos ||
            prompt.find(quoted.substr(1, quoted.size() - 2)) != std::string::npos;
+}
+
+// The marks around the text of an answer. Reasoning may stand before them.
+struct text_marks {
+    std::string begin, end;
+};
+
+// Of the chat templates whose parsers ignore schemas, Kimi K3's and Functionary's have such marks.
+text_marks marks_of(const common_chat_params & made) {
+    if (made.thinking_start_tag == "<|open|>think<|sep|>") {
+        return { "<|open|>response<|sep|>", "<|close|>response<|sep|>" };
+    }
+    return { string_ends_with(made.generation_prompt, ">>>") ? "all\n" : "", "" };
+}
+
+// In the parameters of a tool: the schema that its calls keep, if that is another one than the model sees
+// (orchestrator/serve/requests.py).
+const char * const GRAMMAR_SCHEMA = "x-moe-edge-grammar";
+
+// Takes the schemas for grammars out of the tools that the model sees. Returns the tools with these schemas, none if there
+// are no such schemas.
+std::vector<common_chat_tool> take_grammar_schemas(std::vector<common_chat_tool> & tools) {
+    std::vector<common_chat_tool> made;
+    for (common_chat_tool & tool : tools) {
+        if (tool.parameters.find(GRAMMAR_SCHEMA) == std::string::npos) {
+            continue;
+        }
+        common_json parameters = common_json::parse(tool.parameters);
+        if (parameters.is_object() && parameters.contains(GRAMMAR_SCHEMA)) {
+            made.resize(tools.size());
+            made[&tool - tools.data()].parameters = parameters.at(GRAMMAR_SCHEMA).dump();
+            parameters.erase(GRAMMAR_SCHEMA);
+            tool.parameters = parameters.dump();
+        }
+    }
+    for (size_t i = 0; i < made.size(); i++) {
+        const std::string other = made[i].parameters;
+        made[i] = tools[i];
+        made[i].parameters = other.empty() ? tools[i].parameters : other;
+    }
+    return made;
+}
+
+// The prompt of a request. Upstream fails on some schemas when it makes a grammar, so that it makes none.
+std::string prompt_of(const common_chat_templates * templates, common_chat_templates_inputs inputs) {
+    inputs.tool_choice = COMMON_CHAT_TOOL_CHOICE_NONE;
+    return moe_edge_apply_continued(templates, inputs).prompt;
+}
+
+bool begins_call(const std::string & tag) {
+    return tag == "<tool_call>";
+}
+
+// Whether upstream's grammar makes an answer keep a schema. Some of its parsers ignore schemas. Others let reasoning end at
+// a tool call, and their grammar lets it end anywhere.
+bool keeps_schema(const common_chat_params & made) {
+    const auto & tags = made.thinking_end_tags;
+    return made.grammar.find("response-format") != std::string::npos && !std::any_of(tags.begin(), tags.end(), begins_call);
+}
+
+// The tag after which an answer begins, empty if there is no reasoning.
+std::string end_of_reasoning(const common_chat_params & made) {
+    for (const std::string & tag : made.thinking_end_tags) {
+        if (!tag.empty() && !isspace(static_cast<unsigned char>(tag[0])) && !begins_call(tag)) {
+            return tag;
+        }
+    }
+    return "";
+}
+
+// Replaces the parser and the grammar by ones of ours: optional reasoning, then a text that keeps the schema.
+void keep_schema(common_chat_params & made, const common_json & schema, bool with_reasoning) {
+    const text_marks marks = marks_of(made);
+    const std::string start = made.thinking_start_tag, end = end_of_reasoning(made);
+    const bool thinks = made.supports_thinking && !start.empty() && !end.empty();
+    const common_peg_arena parser = build_chat_peg_parser([&](common_chat_peg_builder & p) {
+        auto answer = p.content(p.schema(p.json(), "response-format", schema));
+        if (!string_ends_with(made.generation_prompt, marks.begin)) {
+            answer = p.literal(marks.begin) + answer;
+        }
+        if (!marks.end.empty()) {
+            answer = answer + p.space() + p.optional(p.literal(marks.end) + p.rest());
+        }
+        auto thought = p.eps();
+        if (thinks) {
+            const auto text = p.until(end);
+            thought = p.optional(
+                p.literal(start) + p.space() + (with_reasoning ? p.reasoning(text) : p.content(text)) + p.literal(end) + p.space());
+        }
+        return p.prefix(made.generation_prompt, thinks ? start : "") + thought + answer + p.space() + p.end();
+    });
+    made.parser       = parser.save();
+    made.grammar      = build_grammar([&](const common_grammar_builder & builder) { parser.build_grammar(builder, false); });
+    made.grammar_lazy = false;
+    made.grammar_triggers.clear();
+}
+
 }
 
 }  // namespace
@@ -77,13 +162,31 @@ common_chat_params moe_edge_templates_apply(
     if (required) {
         inputs.json_schema.clear();  // it is about a text, and there will be none
     }
+    const bool has_schema = !inputs.json_schema.empty();
+    if (has_schema) {
+        inputs.tool_choice = COMMON_CHAT_TOOL_CHOICE_NONE;  // the answer is a text that keeps the schema
+    }
+    const std::vector<common_chat_tool> kept = take_grammar_schemas(inputs.tools);
+    const bool differ = offered && !has_schema && !kept.empty();
+    const common_chat_templates_inputs visible = inputs;
+    if (differ) {
+        inputs.tools = kept;
+    }
     common_chat_params made = moe_edge_apply_continued(templates, inputs);
-    if (!offered) {
+    if (differ) {
+        made.prompt = prompt_of(templates, visible);
+    }
+    if (has_schema && !keeps_schema(made)) {
+        const bool with_reasoning = inputs.reasoning_format != COMMON_REASONING_FORMAT_NONE;
+        keep_schema(made, common_json::parse(inputs.json_schema), with_reasoning);
+    }
+    if (!offered || has_schema) {
         return made;
     }
     if (!shows(made.prompt, inputs.tools[0].name)) {
         throw std::invalid_argument("this chat template does not show tools to the model: --chat-template FILE gives another one");
     }
+    moe_edge_tighten_calls(made, inputs);
     if (!inputs.parallel_tool_calls) {
         allow_one_call(made.grammar);
     }

@@ -90,6 +90,7 @@ class FakeBackend:
         self.used: list[dict[str, Any]] = []
         self.forgotten: list[int] = []
         self.turns: list[str] = []  # when it was to attend, and to be idle
+        self.notes: list[str] = []
 
     def request(self, route, body, sequences=()):
         self.asked.append((route, body))
@@ -112,6 +113,9 @@ class FakeBackend:
 
     def fault(self):
         return ""
+
+    def note_once(self, sentence):
+        self.notes.append(sentence)
 
     def answered(self, sequences, is_good):
         pass

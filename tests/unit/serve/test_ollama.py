@@ -83,6 +83,7 @@ OPTIONS = {"num_predict": 7, "top_p": 0.5, "stop": ["x"]}
     (CHATTED, {"keep_alive": "5m", "options": {"num_ctx": 9}}, {}),
     (CHATTED, {"options": OPTIONS}, {"max_tokens": 7, "top_p": 0.5, "stop": ["x"]}),
     (CHATTED, {"options": {"num_predict": -1}}, {"max_tokens": None}),
+    (CHATTED, {"options": {"num_predict": 64.0, "seed": 1.0}}, {"max_tokens": 64, "seed": 1}),
     (CHATTED, {"format": SCHEMA}, {"response_format": FORM}),
     (CHATTED, {"format": "json"}, {"response_format": {"type": "json_object"}}),
     (CHATTED, {"think": False}, {"chat_template_kwargs": {"enable_thinking": False}}),

@@ -107,6 +107,10 @@ ONE, TWO = [tool("a")], [tool("a"), tool("b")]
     ],
     (MESSAGES, {"messages": [{"role": "user"}]}, "messages[0].content is missing"),
     (MESSAGES, {"max_tokens": 0}, "max_tokens must be a whole number from 1"),
+    (CHAT, {"max_tokens": 64.5}, "max_tokens must be -1 or a whole number"),
+    (CHAT, {"max_tokens": 1e300}, "max_tokens must be -1 or a whole number"),
+    (CHAT, {"seed": 0.5}, "seed must be a whole number"),
+    (COMPLETIONS, {"prompt": [1.5]}, "prompt"),
     (CHAT, {"max_tokens": 0}, "max_tokens must be -1 or a whole number"),
     (CHAT, {"stream": "yes"}, "stream must be true or false"),
     (CHAT, {"logprobs": 1}, "logprobs must be true or false"),
@@ -217,11 +221,21 @@ AS_SENT = None
     (CHAT, {"stop": "x" * 200}, AS_SENT),
     (CHAT, {"stop": ""}, {}),
     (CHAT, {"stop": ["", "x"]}, {"stop": ["x"]}),
+    # Some clients have no whole numbers.
+    *[
+        (each, {"max_tokens": 64.0, "seed": 1.0}, {"max_tokens": 64, "seed": 1})
+        for each in (CHAT, MESSAGES, COMPLETIONS, NATIVE, INFILL)
+    ],
+    (RESPONSES, {"max_output_tokens": 64.0}, {"max_output_tokens": 64}),
+    (CHAT, {"max_tokens": -1.0, "temperature": 1.0}, {"max_tokens": -1, "temperature": 1.0}),
+    (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 9.0}}, AS_SENT),
+    ("/detokenize", {"tokens": [1.0, 2]}, {"tokens": [1, 2]}),
+    (COMPLETIONS, {"prompt": [[1.0], "a"]}, {"prompt": [[1], "a"]}),
     (NATIVE, {"prompt": [1] * 1000}, AS_SENT),
     ("/tokenize", {"content": "a" * 120_000, "with_pieces": True}, AS_SENT),
     ("/tokenize", {"content": [1] * 140_000}, AS_SENT),
     (CHAT, {"json_schema": schema(512)}, AS_SENT),
-    (CHAT, {"tools": [tool("f", {"description": LONG_NAME})]}, AS_SENT),
+    (CHAT, {"tools": [tool("f", {"type": "object", "description": LONG_NAME})]}, AS_SENT),
     (CHAT, {"modalities": ["text"], "audio": None, "functions": [], "store": 1}, {}),
     (COMPLETIONS, {"best_of": 1, "suffix": ""}, {}),
     (RESPONSES, {"background": False, "conversation": None, "store": False}, {}),
