@@ -14,6 +14,7 @@ from typing import Any
 from gguf_tools import errors
 from gguf_tools.closing import Closing
 from gguf_tools.experts.hparams import Hyperparameters, announced_tiers
+from gguf_tools.experts.loadable import check_loadable
 from gguf_tools.experts.pairing import check_pair
 from gguf_tools.experts.slices import LayerShapes, LayerSlices, Tier
 from gguf_tools.experts.tensors import (
@@ -146,6 +147,7 @@ def _of_one(parts: list[GGUFFile]) -> ExpertModel:
     first = parts[0]
     tier_names = announced_tiers(first)
     hparams = Hyperparameters.read(first, first_expert(parts))
+    check_loadable(parts, hparams)
     check_choices(parts, hparams.n_expert)
     tensors = sort_tensors(parts, hparams, tier_names)
     slices, shapes = cut_slices(parts, tensors, tier_names, hparams.n_expert)

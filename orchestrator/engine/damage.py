@@ -20,7 +20,7 @@ from gguf_tools import interrupts
 from gguf_tools.errors import DamagedError, GGUFError
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.checksums import header_checksum, n_slices, stored
-from gguf_tools.file.layout import TIER_MARK
+from gguf_tools.file.layout import TIER_MARK, GGMLType
 from gguf_tools.file.parse import TensorInfo
 from gguf_tools.file.reader import GGUFFile
 from orchestrator.native import Library, Slices, StoreSpec
@@ -32,7 +32,7 @@ Place = tuple[int, int]
 
 
 class _Told(NamedTuple):
-    """A tensor, and what the file says of its slices."""
+    """A tensor, and the checksums of its slices that the file has; none in an ordinary file."""
 
     file: int
     part: GGUFFile
@@ -41,18 +41,20 @@ class _Told(NamedTuple):
 
 
 class Checksums:
-    """What a model's files say of themselves. Raises MetadataError where that does not fit."""
+    """The tensors of a model's files, with their checksums as far as the files have them."""
 
     def __init__(self, model: ExpertModel) -> None:
+        """Raises MetadataError for checksums that do not fit the tensors."""
         self.headers: list[tuple[GGUFFile, int]] = []
         self.tensors: list[_Told] = []
         for number, part in enumerate(model.parts):
             of_file = stored(part)
             if of_file is not None:
                 self.headers.append((part, of_file[""][0]))
-                self.tensors += [
-                    _Told(number, part, info, of_file[name]) for name, info in part.tensors.items()
-                ]
+            self.tensors += [
+                _Told(number, part, info, of_file[name] if of_file is not None else ())
+                for name, info in part.tensors.items()
+            ]
 
 
 def with_checksums(spec: StoreSpec, checksums: Checksums) -> StoreSpec:
@@ -106,13 +108,16 @@ def managed_places(model: ExpertModel) -> set[Place]:
 
 
 class DataCheck:
-    """Compares what llama.cpp reads of a model's files, in a thread of its own. End it with
-    ``finish`` or ``stop``."""
+    """Reads what llama.cpp reads of a model's files, in a thread of its own, and checks it.
+
+    It compares checksums, and finds NaN in norms, routers and other small tensors, with which
+    llama.cpp would compute nonsense without a word. End it with ``finish`` or ``stop``.
+    """
 
     def __init__(
         self, library: Library, checksums: Checksums, without: Collection[Place] = ()
     ) -> None:
-        """without: tensors that somebody else compares."""
+        """without: tensors that the store checks when it reads them."""
         self._crc32 = library.crc32
         self._headers = checksums.headers
         # Lower tiers are none of llama.cpp's tensors, nor is what a second file has once more.
@@ -120,7 +125,9 @@ class DataCheck:
         self._todo = [
             each
             for name, each in tensors.items()
-            if TIER_MARK not in name and (each.file, each.info.offset) not in without
+            if TIER_MARK not in name
+            and (each.file, each.info.offset) not in without
+            and (each.checksums or _may_hold_nan(each.info))
         ]
         self._error: Exception | None = None
         self._stopped = False
@@ -128,8 +135,11 @@ class DataCheck:
         self._thread.start()
 
     def finish(self) -> None:
-        """Waits for the end. Raises DamagedError for the first tensor that differs, GGUFError for
-        a file that cannot be read."""
+        """Wait for the end.
+
+        Raises DamagedError for the first tensor that differs or holds NaN, GGUFError for a file
+        that cannot be read.
+        """
         while self._thread.is_alive():
             interrupts.check()
             self._thread.join(timeout=0.1)
@@ -146,6 +156,7 @@ class DataCheck:
             for part, expected in self._headers:
                 if header_checksum(part) != expected:
                     raise DamagedError(f"{part.path}: the header is damaged: its checksum differs")
+            for part in {each.part.path: each.part for each in self._todo}.values():
                 self._check_data(part, [each for each in self._todo if each.part is part])
         except Exception as error:  # noqa: BLE001 - whoever waits raises it
             self._error = error
@@ -161,8 +172,8 @@ class DataCheck:
 
     def _check_tensor(self, fd: int, told: _Told, buffer: np.ndarray[Any, Any]) -> None:
         info = told.info
-        slice_bytes = info.nbytes // n_slices(info.shape)
-        for number, expected in enumerate(told.checksums):
+        slice_bytes = info.nbytes // n_slices(info.shape) if told.checksums else info.nbytes
+        for number, expected in enumerate(told.checksums or (None,)):
             start = info.offset + number * slice_bytes
             crc, at = 0, start
             while at < start + slice_bytes and not self._stopped:
@@ -170,9 +181,18 @@ class DataCheck:
                 n = os.preadv(fd, [view], at)
                 if n == 0:
                     raise GGUFError(f"{told.part.path}: the file ends at offset {at}: it was cut")
-                crc = self._crc32(crc, buffer.ctypes.data, n)
+                if _may_hold_nan(info):
+                    is_nan = np.isnan(buffer[: n - n % 4].view(np.float32))
+                    if is_nan.any():
+                        raise DamagedError(
+                            f"{told.part.path}: tensor {info.name}: offset"
+                            f" {at + 4 * int(is_nan.argmax())}: the value is NaN: get another copy"
+                            " of the file, or convert the model again"
+                        )
+                if expected is not None:
+                    crc = self._crc32(crc, buffer.ctypes.data, n)
                 at += n
-            if self._stopped:
+            if self._stopped or expected is None:
                 return
             if crc != expected:
                 what = f"expert {number} is damaged" if len(told.checksums) > 1 else "damaged"
@@ -180,3 +200,8 @@ class DataCheck:
                     f"{told.part.path}: tensor {info.name}: offset {start}: {what}: its checksum"
                     " differs"
                 )
+
+
+def _may_hold_nan(info: TensorInfo) -> bool:
+    """Whether a tensor is one of those that are searched for NaN: F32, and no expert."""
+    return info.type is GGMLType.F32 and len(info.shape) <= 2

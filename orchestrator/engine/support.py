@@ -20,6 +20,7 @@ from pathlib import Path
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import EMBEDDINGS
 from orchestrator.errors import MoeEdgeError, NativeError
+from orchestrator.native.llama import ABORT_REASON, ABORTED
 
 MANAGED, PLAIN, NOT = "managed", "plain", "not"
 _N_CTX = 256
@@ -62,12 +63,12 @@ def support_of(path: Path) -> Support | None:
         if status == 0:
             found: Support | None = reader.recv()
             return found
-        if status > 0 or status == -signal.SIGKILL:
+        if (status > 0 and status != ABORTED) or status == -signal.SIGKILL:
             return None
         said.seek(0)
-        lines = said.read().decode("utf-8", "replace").strip().splitlines() or ["without a word"]
-    why = next((line for line in lines if "GGML_ASSERT" in line), lines[-1])
-    why = re.sub(r"^\S*/", "", why)  # the folder in which it was compiled
+        text = said.read().decode("utf-8", "replace").strip()
+    aborted = re.search(ABORT_REASON, text)
+    why = aborted[1] if aborted else (text.splitlines() or ["without a word"])[-1]
     return Support(NOT, f"llama.cpp ends the process over its header ({why[:200]})")
 
 
@@ -77,7 +78,6 @@ def _ask(path: Path, answer: Connection, stderr: int) -> None:
         signal.signal(number, signal.SIG_DFL)
     faulthandler.disable()
     os.dup2(stderr, 2)
-    os.environ["GGML_NO_BACKTRACE"] = "1"
     answer.send(_found(path))
 
 

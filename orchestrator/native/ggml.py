@@ -16,9 +16,13 @@ class InitParams(ctypes.Structure):
     ]
 
 
+# ggml_abort_callback_t: gets the file, the line and the failed assertion.
+ABORT_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+
 _P, _I, _L, _F, _S = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_size_t
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ggml_init": (_P, [InitParams]),
+    "ggml_set_abort_callback": (_P, [ABORT_CALLBACK]),
     "ggml_free": (None, [_P]),
     "ggml_new_tensor_2d": (_P, [_P, _I, _L, _L]),
     "ggml_new_tensor_3d": (_P, [_P, _I, _L, _L, _L]),

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,14 @@ from gguf_tools.experts import DEFAULT_KV, KV_TYPES
 from orchestrator.config import Sampling, native_log_enabled
 from orchestrator.errors import NativeError
 from orchestrator.native import Library
-from orchestrator.native.ggml import GgmlFunctions
+from orchestrator.native.ggml import ABORT_CALLBACK, GgmlFunctions
 
 EXPERT_PATTERN = rb"blk\.\d+\.ffn_(up|gate|gate_up|down)_exps\.weight"
+# The exit status after llama.cpp ended the process: what a shell makes of SIGABRT.
+ABORTED = 128 + 6
+# Finds the reason in what is said then.
+ABORT_REASON = r"llama\.cpp had to end the process \((.*)\): the file is damaged"
+_BUILD_FOLDER = re.compile(r"^\S*/")
 _LOG_ERROR = 4
 _MAX_COMPLAINTS = 4
 _ALL_LAYERS = 1 << 20
@@ -45,6 +52,8 @@ class Bindings:
 
     def __init__(self) -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", _OPENMP_SPINS)  # read when the library is loaded
+        # Otherwise ggml starts a debugger that prints pages, and sometimes hangs.
+        os.environ.setdefault("GGML_NO_BACKTRACE", "1")
         try:
             self.api: Any = built.bindings()
         except built.NotBuilt as error:
@@ -52,6 +61,9 @@ class Bindings:
         self.complaints: list[str] = []
         self._log = self.api.llama_log_callback(self._on_log)
         self.listen()
+        self.loading = ""  # the file of the latest model
+        self._abort = ABORT_CALLBACK(self._on_abort)
+        GgmlFunctions(self.api._lib).set_abort_callback(self._abort)
         self.api.llama_backend_init()
         self._library: Library | None = None
 
@@ -78,6 +90,21 @@ class Bindings:
         ggml = GgmlFunctions(self.api._lib)
         devices = map(ggml.backend_dev_get, range(ggml.backend_dev_count()))
         return sum(ggml.backend_dev_type(each) == _GPU for each in devices)
+
+    def _on_abort(self, message: bytes) -> None:
+        """Ends the process with one sentence where ggml would end it with a debugger's output.
+
+        It is called on any thread, and llama.cpp cannot go on after it returns.
+        """
+        reason = _BUILD_FOLDER.sub("", message.decode("utf-8", "replace").strip())
+        about = f"{self.loading}: " if self.loading else ""
+        said = (
+            f"Error: {about}llama.cpp had to end the process ({reason}): the file is damaged, or"
+            " this llama.cpp cannot run it\n"
+        )
+        with suppress(OSError):
+            os.write(2, ("\n" * os.isatty(2) + said).encode())
+        os._exit(ABORTED)
 
     def listen(self) -> None:
         """Hears what the library says from here on: another may have taken its only log."""
@@ -158,6 +185,7 @@ class Model:
 
         params.progress_callback = api.llama_progress_callback(report)
         bindings.listen()
+        bindings.loading = str(path)
         handle = None
         try:
             with interrupts.held():

@@ -32,6 +32,7 @@ from orchestrator.native import (
     ServerLibrary,
     native_config,
 )
+from orchestrator.native.llama import Bindings
 from orchestrator.policy import ALLOWED_LOSS, policy_settings
 from orchestrator.serve.admission import (
     BODY_FACTOR,
@@ -431,9 +432,11 @@ class Backend:
         }
 
     def failure(self) -> str | None:
-        """Why the last step failed, in a sentence; None where the store knows of nothing."""
+        """Why the last step failed, in a sentence; None if neither the store nor llama.cpp's log
+        says why."""
         if not self.engine.managed:
-            return None
+            complaint = Bindings.load().complaint()
+            return f"llama.cpp failed to evaluate{complaint}" if complaint else None
         try:
             if self._native.error is not None:
                 raise self._native.error

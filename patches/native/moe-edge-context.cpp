@@ -8,11 +8,14 @@
 
 #include "llama-batch.h"
 #include "llama-context.h"
+#include "llama-impl.h"
 
 #include "ggml-backend.h"
 
 #include <algorithm>
 #include <array>
+#include <cfloat>
+#include <cmath>
 
 namespace {
 
@@ -96,6 +99,34 @@ void load_chosen(const hook_model & model, const llama_ubatch & ubatch) {
     if (!list.empty()) {
         store.prefetch(list.data(), list.size());
     }
+}
+
+// Why no token can be chosen by a row of logits; null if one can. Single values of -inf are legitimate.
+const char * fault_of(const float * row, int64_t n) {
+    int n_nan = 0, n_finite = 0;
+    for (int64_t i = 0; i < n; i++) {
+        n_nan    += row[i] != row[i];
+        n_finite += std::fabs(row[i]) <= FLT_MAX;
+    }
+    return n_nan ? "NaN among" : n_finite == 0 ? "no finite value in" : nullptr;
+}
+
+// A sentence about the first unusable row of a step's logits, empty if there is none.
+std::string logits_fault(const ggml_tensor * logits, int64_t n_rows) {
+    std::vector<float> copy;
+    for (int64_t i = 0; logits && i < std::min(n_rows, logits->ne[1]); i++) {
+        const auto * row = reinterpret_cast<const float *>(static_cast<const char *>(logits->data) + i * logits->nb[1]);
+        if (!ggml_backend_buffer_is_host(logits->buffer)) {
+            copy.resize(logits->ne[0]);
+            ggml_backend_tensor_get(logits, copy.data(), i * logits->nb[1], copy.size() * sizeof(float));
+            row = copy.data();
+        }
+        if (const char * fault = fault_of(row, logits->ne[0])) {
+            return std::string("the model computed ") + fault + " the logits of a token: its file is damaged or was "
+                   "converted wrongly. `moe-edge verify FILE` names a tensor with such values";
+        }
+    }
+    return "";
 }
 
 }  // namespace
@@ -208,6 +239,11 @@ ggml_status moe_edge_step_hook::done(const llm_graph_result * graph, ggml_status
         threads->step(n_tokens, now - began_us, now, moe_edge_compute_delay_us);
     }
     if (!model) {
+        const std::string fault = status == GGML_STATUS_SUCCESS ? check_logits(graph) : "";
+        if (!fault.empty()) {
+            LLAMA_LOG_ERROR("%s\n", fault.c_str());
+            return GGML_STATUS_FAILED;
+        }
         return status;
     }
     auto & store = *model->store;
@@ -225,7 +261,24 @@ ggml_status moe_edge_step_hook::done(const llm_graph_result * graph, ggml_status
     if (status != GGML_STATUS_SUCCESS || ctx.cparams.warmup) {
         return status;
     }
+    const std::string fault = check_logits(graph);
+    if (!fault.empty()) {
+        store.fail(fault);
+        return GGML_STATUS_FAILED;
+    }
     return store.end_step(us) ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED;
+}
+
+// Of the rows that the caller asked for. A warm-up computes with tokens that no text has.
+std::string moe_edge_step_hook::check_logits(const llm_graph_result * graph) const {
+    const ggml_tensor * logits = graph->get_logits();
+    if (!logits || logits->type != GGML_TYPE_F32 || !logits->buffer || ctx.n_outputs <= 0 || ctx.cparams.warmup) {
+        return "";
+    }
+    if (!ggml_backend_buffer_is_host(logits->buffer)) {
+        ggml_backend_sched_synchronize(ctx.sched.get());
+    }
+    return logits_fault(logits, ctx.n_outputs);
 }
 
 void moe_edge_adapt_threads(void * context, int32_t most) {

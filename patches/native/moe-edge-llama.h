@@ -76,6 +76,8 @@ class moe_edge_step_hook {
     ggml_status done(const llm_graph_result * graph, ggml_status status);
 
   private:
+    // A sentence if a row of logits that was asked for is NaN, or has no finite value; else empty.
+    std::string check_logits(const llm_graph_result * graph) const;
     static bool should_stop(void * step);
     void        set_abort_callback(ggml_abort_callback callback, void * data) const;
 

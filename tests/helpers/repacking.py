@@ -33,3 +33,13 @@ def flip(path, at):
     data = bytearray(path.read_bytes())
     data[at] ^= 0x10
     path.write_bytes(data)
+
+
+def overwrite(path, tensor, data):
+    """Replace the first bytes of a tensor's data in a file without checksums."""
+    with GGUFFile.open(path) as file:
+        offset = file.tensors[tensor].offset
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+    return offset

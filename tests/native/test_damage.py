@@ -3,21 +3,30 @@
 import os
 import random
 import zlib
+from contextlib import closing
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from repacking import flip
+from command_line import MOE_EDGE, python
+from repacking import flip, overwrite, repack
+from served import server_library
 
+from gguf_tools.errors import DamagedError
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, GATE
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.verify import verify
 from orchestrator.cli.main import cli
+from orchestrator.config import Sampling
 from orchestrator.errors import MoeEdgeError, NativeError
 from orchestrator.events import Phase
+from orchestrator.native.llama import ABORTED
+from orchestrator.serve.backend import Backend
+from orchestrator.serve.settings import ServeSettings
 
-from .conftest import drawn, opened
+from .conftest import build, drawn, opened
+from .servers import ask
 from .transition_driver import HIGH, LOW, Driver, ExpertFile
 
 DAMAGES = 100 if os.environ.get("MOE_EDGE_SLOW") else 9
@@ -169,3 +178,57 @@ def test_a_damaged_tensor_that_is_no_expert_is_an_error(sound, tmp_path, how):
     assert str(caught.value) == (
         f"{path}: tensor {info.name}: offset {info.offset}: damaged: its checksum differs"
     )
+
+
+NAN_F16, NAN_F32 = np.float16("nan").tobytes(), np.float32("nan").tobytes()
+
+
+@pytest.fixture
+def plain_model(tiny_model, tmp_path):
+    """An ordinary file, without checksums."""
+    return repack(tiny_model("qwen3moe", "q8_0"), tmp_path / "plain.gguf")
+
+
+@pytest.mark.parametrize("policy", ["plain", "lru"])
+@pytest.mark.parametrize(
+    "tensor", ["blk.0.attn_norm.weight", "output_norm.weight", "blk.1.ffn_gate_inp.weight"]
+)
+def test_nan_in_a_norm_or_a_router_is_found_while_the_model_loads(plain_model, tensor, policy):
+    """llama.cpp rounds activations to 8 bits, which makes numbers of NaN."""
+    offset = overwrite(plain_model, tensor, NAN_F32)
+    with pytest.raises(DamagedError) as caught:
+        opened(plain_model, policy=policy)
+    assert f"{plain_model}: tensor {tensor}: offset {offset}: the value is NaN" in str(caught.value)
+
+
+@pytest.mark.parametrize("policy", ["plain", "lru"])
+@pytest.mark.parametrize("tensor", ["blk.0.attn_q.weight", "blk.0.ffn_down_exps.weight"])
+def test_a_step_that_computes_nan_fails(plain_model, tensor, policy):
+    """A NaN scale of a quantized block: what chat, eval and the server get is one sentence, and
+    verify names the tensor."""
+    overwrite(plain_model, tensor, NAN_F16)
+    said = "the model computed NaN among the logits of a token"
+    with opened(plain_model, policy=policy) as engine:
+        for compute in (
+            lambda: list(engine.generate(TOKENS, Sampling(), 3)),
+            lambda: engine.eval(TOKENS, 0),
+        ):
+            with pytest.raises(NativeError, match=said):
+                compute()
+    assert tensor in str(verify(plain_model).problems)
+    config = build(plain_model, policy=policy)
+    served = Backend(config, ServeSettings(parallel=1), server_library(), lambda *_: None)
+    with closing(served) as backend:
+        backend.attend()
+        status, _ = ask(backend, "/v1/completions", prompt=TOKENS, max_tokens=3)
+        assert status == 500 and said in backend.failure()
+
+
+def test_a_process_that_llama_ends_says_one_sentence(plain_model, tmp_path):
+    """A rotation of nothing is right for some architectures, and asserted against by others."""
+    path = repack(plain_model, tmp_path / "odd.gguf", **{"rope.dimension_count": 0})
+    result = python(*MOE_EDGE, "chat", "-m", path, "-p", "hello")
+    assert (result.returncode, result.stdout) == (ABORTED, "")
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith(f"Error: {path}: llama.cpp had to end the process (")
+    assert "GGML_ASSERT(n_embd_head == n_rot) failed" in result.stderr

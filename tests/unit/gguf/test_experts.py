@@ -223,7 +223,7 @@ Q4_0 = GGMLType.Q4_0
     ("shape of up in layer 0 (64, 64) here, (64, 32) there", {"low": of_one_type(Q4_0, n_ff=64)}),
     ("shape of up in layer 0 None here", {"low": of_one_type(Q4_0, fused=True)}),
     ("head_count_kv 1 here, 2 there", {"head_count_kv": 1}),
-    ("key tokenizer.ggml.model 'llama' here", {"tokenizer.ggml.model": "llama"}),
+    ("key tokenizer.ggml.model 't5' here", {"tokenizer.ggml.model": "t5"}),
     ("tokenizer.ggml.tokens[2] 'd' here, 'c' there", {"tokenizer.ggml.tokens": ["a", "b", "d"]}),
     ("length of tokenizer.ggml.tokens 2 here, 3 there", {"tokenizer.ggml.tokens": ["a", "b"]}),
 )

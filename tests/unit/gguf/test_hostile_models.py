@@ -40,6 +40,29 @@ def packed(says, tensors=PACKED, **keys):
     return tensors, {key: value for key, value in metadata.items() if value is not None}, says
 
 
+NAN, INF = float("nan"), float("inf")
+EPSILON, BASE = "attention.layer_norm_rms_epsilon", "rope.freq_base"
+# Metadata with which llama.cpp ends the process, or computes nothing but NaN: it checks none of it.
+FATAL = [
+    ("rope.dimension_count", 7, "7, expected an even number of at most 16"),
+    ("rope.dimension_count", 128, "128, expected an even number of at most 16"),
+    ("rope.dimension_count", -2, "-2, expected an even number"),
+    ("rope.dimension_count_swa", 3, "3, expected an even number"),
+    ("rope.scaling.type", "strange", "'strange', expected one of none, linear, yarn, longrope"),
+    ("rope.scaling.factor", NAN, "nan, expected a finite number"),
+    (EPSILON, NAN, "nan, expected a finite number"),
+    (EPSILON, -1.0, "-1.0, expected 0 or more"),
+    (EPSILON, INF, "inf, expected a finite number"),
+    (BASE, NAN, "nan, expected a finite number"),
+    (BASE, 0.0, "0.0, expected more than 0"),
+    (BASE, -5.0, "-5.0, expected more than 0"),
+    ("expert_weights_scale", NAN, "nan, expected a finite number"),
+    ("swiglu_clamp_exp", [1.0, NAN], "nan, expected a finite number"),
+    ("expert_group_count", 3, "3, expected a divisor of 4 experts"),
+    ("expert_group_count", 4, "4, expected a divisor of 4 experts"),
+    ("tokenizer.ggml.tokens", ["a", "b", "a"], "token 2 occurs twice: 'a'"),
+]
+
 # error: name: (tensors, metadata, what the message must say)
 MODELS = {
     errors.MissingKeyError: {
@@ -66,6 +89,11 @@ MODELS = {
         "tiers-numbers": packed("moe_edge.tiers", tiers=[8, 4]),
         "fallbacks-number": packed(
             "key moe_edge.fallbacks: unexpected value of type uint32", fallbacks=7
+        ),
+        **{f"{key}-{value}": plain(f"{key}: {said}", **{key: value}) for key, value, said in FATAL},
+        "tokenizer.ggml.model-llama": plain(
+            "the vocabulary has no token for a line feed (<0x0A>)",
+            **{"tokenizer.ggml.model": "llama"},
         ),
     },
     errors.NotMoEError: {
@@ -100,7 +128,17 @@ MODELS = {
     errors.TensorTypeError: {
         "choices-that-are-no-numbers": plain(
             f"{BY_TOKEN}: offset ", with_one(BY_TOKEN, (2, 3), GGMLType.F32)
-        )
+        ),
+        **{
+            name: plain(
+                f"{name}: its type is F16, expected F32", with_one(name, shape, GGMLType.F16)
+            )
+            for name, shape in (
+                ("output_norm.weight", (64,)),
+                ("blk.0.attn_q_norm.weight", (16, 4)),
+                ("blk.0.exp_probs_b.bias", (4,)),
+            )
+        },
     },
     errors.ExpertIndexError: {
         "choice-of-no-expert": plain(
@@ -128,6 +166,22 @@ def test_hostile_model(name, error, tmp_path):
         ExpertModel.open(path)
     assert str(caught.value).startswith(str(path))
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope.dimension_count": 0},  # some architectures rotate nothing
+        {"rope.dimension_count": 8},
+        {"rope.scaling.factor": 0.0},
+        {EPSILON: 0.0},
+        {"expert_group_count": 2, "expert_group_used_count": 1},
+        {"tokenizer.ggml.tokens": ["", "", "a"]},
+        {"tokenizer.ggml.tokens": ["<0x0A>", "b", "a"], "tokenizer.ggml.model": "llama"},
+    ],
+)
+def test_an_unusual_model(tmp_path, changes):
+    ExpertModel.open(write_model(tmp_path / "a.gguf", metadata=model_metadata(**changes))).close()
 
 
 def test_missing_file_folder_and_pipe(tmp_path):
