@@ -67,7 +67,8 @@ def read_text(path: Path, most_bytes: int, too_long: str = "") -> str:
     """
     with open_regular(path) as file:
         try:
-            data = file.read(most_bytes + 1)
+            # no more than the file has: memory for all of it is taken at once
+            data = file.read(min(most_bytes, os.fstat(file.fileno()).st_size) + 1)
         except OSError as error:
             raise TextFileError(f"{path}: {error.strerror or error}") from error
     if len(data) <= most_bytes:

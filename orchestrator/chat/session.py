@@ -41,7 +41,7 @@ def read_conversation(path: Path) -> list[Message]:
         with open_file(path) as file:
             if os.fstat(file.fileno()).st_size > _MOST_BYTES:
                 raise ValueError
-            lines = file.read(_MOST_BYTES).decode().split("\n")
+            lines = file.read().decode().split("\n")
         messages = [json.loads(line) for line in lines if line.strip()]
         if not all(map(_is_message, messages)):
             raise ValueError

@@ -134,7 +134,7 @@ def test_the_plain_path_has_no_store_to_report(model, text, option):
 
 ERRORS = [
     ([], "nothing to judge on"),
-    (["--text", "none.txt"], "none.txt cannot be read"),
+    (["--text", "none.txt"], "none.txt: No such file"),
     (["--choices", "x", "--kl"], "--kl compares on a text"),
     (["--text", "x", "--window", "2"], "--window must be 8 or more"),
     (["--text", "x", "--max-tokens", "5", "--tokens", "9"], "--tokens is another name of --max-to"),
