@@ -125,7 +125,7 @@ class Frontier:
             taken = next(filter(usual.is_like, shown))
             lossless = "lossless, as nothing less is asked for"
             reason = lossless if taken.kl == 0.0 else "what the options ask for"
-        kl = "" if taken.kl is None else f", estimated {taken.kl:.2g} nats"
+        kl = "" if taken.kl is None else f", {'estimated ' * bool(taken.kl)}{taken.kl:.2g} nats"
         what = f"{taken.label} ({taken.token_ms:.1f} ms a token{kl})"
         return cls(tuple(shown), taken, f"{what}: {reason}.")
 
