@@ -187,8 +187,8 @@ GLM = (
     "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n{}</tool_call>"
 )
 CITY_ALONE, DAYS_ALONE = '<param name="city">Oslo</param>', '<param name="days">3</param>'
-# Calls in the forms of templates whose grammars in llama.cpp are looser than a tool's schema, or than
-# their parser: those that are right, and those that are not.
+# Calls in the forms of templates whose grammars in llama.cpp are looser than a schema or than their
+# parser: those that are right, and those that are not.
 CALLS = {
     "openbmb-MiniCPM5-1B": (
         MINICPM,
