@@ -1,5 +1,9 @@
-"""Tables 1 and 2 and Figures 3, 5, 6 and 11 of DyMoE: what its choices lose, and how well a layer
-says what the next one needs."""
+"""Tables 1 and 2 and Figures 3, 5, 6 and 11 of DyMoE: the loss of its choices, and how well a layer
+predicts the experts of the next one.
+
+The paper measures accuracy (MMLU, CMMLU, GSM8K and C-Eval on Mixtral-8x7B and Qwen3-30B-A3B). These
+studies measure KL divergence, perplexity and, with questions, multiple choice on the given model.
+"""
 
 from __future__ import annotations
 
@@ -183,7 +187,10 @@ class Critical(ScoredStudy):
 
 
 class Depth(ScoredStudy):
-    """Figure 5: one layer at a time in the low tier, all others in the best one."""
+    """Figure 5: one layer at a time in the low tier, all others in the best one.
+
+    Two claims are separate: shallow layers are sensitive, and deep layers are resilient.
+    """
 
     name = "depth"
 

@@ -1,5 +1,11 @@
-"""What a recorded run says of FIRM-MoE, in virtual time: what its parts bring (Tables 1, 2, Figures
-4, 5), and its loss (eq. 11) over candidates K and layers P, with what tuning finds (Figure 6)."""
+"""Studies of FIRM-MoE on a recorded run, in virtual time: the gain of each part (Table 1, Figures 4
+and 5), and the loss of eq. 11 over candidates K and layers P, with the choice of each way to tune
+(Figure 6).
+
+Of Table 2, which compares n = 1 and n = 2 matrices loaded ahead, there are rows for n = 1 and for
+whole experts (n = 3). n = 2 is not played; `replay --prefetch-kinds 2` plays it. K is at most k,
+the number of candidates that the look-ahead records.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +131,10 @@ def parts(k: int) -> dict[str, list[Part]]:
 
 
 class FirmParts(OfTrace):
-    """What each part of FIRM brings, by the share of the experts that have slots."""
+    """The gain of each part of FIRM, by the share of the experts that have slots.
+
+    Slots are divided evenly among the layers; the paper has one LRU cache for all of them.
+    """
 
     name = "firm"
 
@@ -203,8 +212,8 @@ def _measured(on: Played, part: Part, expert_bytes: int) -> Row:
 
 
 class VotesLoss(OfTrace):
-    """Plays a trace with FIRM: once to count every (K, P) on every token, and once for each way
-    to tune, whose choice is then looked up there."""
+    """Play a trace with FIRM: once to count every (K, P) with K <= k on every token, and once for
+    each way to tune, whose choice is then looked up in these counts."""
 
     name = "votes-loss"
 

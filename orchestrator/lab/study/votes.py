@@ -1,5 +1,8 @@
-"""Figure 7 of FIRM-MoE: how well several ways predict a layer's experts from the layers before,
-always with how many experts they name."""
+"""Figure 7 of FIRM-MoE: how well several strategies predict a layer's experts from the layers
+before, together with the number of experts that they name.
+
+Every layer votes for at most k experts, so that MoL is judged for K <= k only.
+"""
 
 from __future__ import annotations
 
