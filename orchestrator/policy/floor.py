@@ -225,7 +225,7 @@ class FloorSettings(LookAhead):
 
     max_loss: float = setting(
         0.01,
-        "Estimated loss allowed; Q4_K's is 0.01. It is how far the probabilities of an "
+        "Loss allowed, estimated. Q4_K loses 0.01. It is how far the probabilities of an "
         "answer's tokens move from those of the best precision in use: the mean KL divergence, in "
         "nats a token, as moe-edge calibrate estimates it. With the policy floor it is 0.01 unless "
         "another one is given.",

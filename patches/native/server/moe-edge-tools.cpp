@@ -142,8 +142,6 @@ void keep_schema(common_chat_params & made, const common_json & schema, bool wit
     made.grammar_triggers.clear();
 }
 
-}
-
 }  // namespace
 
 // Upstream's server calls this in the place of common_chat_templates_apply. Upstream lets an answer that has to
