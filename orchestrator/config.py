@@ -212,7 +212,7 @@ class Config(Settings):
     )
     threads: int | None = setting(
         None,
-        "Compute threads, at most one for each core.",
+        "Compute threads. There is at most one for each core.",
         within=(1, 1024),
         shown="the cores that are free",
         group=MODEL,

@@ -24,7 +24,7 @@ from orchestrator.errors import ConfigError
 if TYPE_CHECKING:
     from orchestrator.chat.session import Session
 
-# Characters: more than the largest context holds of any text.
+# Bytes: more than the largest context holds of any text.
 LONGEST_PROMPT = 1 << 27
 
 
@@ -78,14 +78,12 @@ def chat(prompt: str | None, as_json: bool, resume: bool, **options: Any) -> Non
 
 
 def with_stdin(prompt: str | None, console: Console) -> str | None:
-    """The text on stdin, where that is no terminal, and the prompt behind it. None where a
-    conversation is to begin."""
+    """Return the text on stdin, if stdin is not a terminal, followed by the prompt; None if an
+    interactive conversation is to begin. Raises UsageError for an empty prompt, and as read_stdin
+    does."""
     parts = [prompt or ""]
     if not console.in_tty:
-        text = sys.stdin.read(LONGEST_PROMPT + 1) if sys.stdin else ""
-        if len(text) > LONGEST_PROMPT:
-            raise click.UsageError("the text on stdin is longer than any context")
-        parts.insert(0, text)
+        parts.insert(0, read_stdin())
     elif prompt is None:
         return None
     whole = "\n\n".join(part.strip() for part in parts if part.strip())
@@ -94,6 +92,21 @@ def with_stdin(prompt: str | None, console: Console) -> str | None:
     if prompt is not None:
         raise click.UsageError("the prompt is empty")
     raise click.UsageError("no prompt: give -p TEXT, or text on stdin, or a terminal")
+
+
+def read_stdin() -> str:
+    """Return the text on stdin, without a byte order mark. Raises UsageError if it is longer than
+    any context or is not UTF-8."""
+    data = sys.stdin.buffer.read(LONGEST_PROMPT + 1) if sys.stdin else b""
+    if len(data) > LONGEST_PROMPT:
+        raise click.UsageError("the text on stdin is longer than any context")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise click.UsageError(
+            f"the text on stdin is not UTF-8: byte 0x{data[error.start]:02x} at offset "
+            f"{error.start}. Convert it first, as `iconv -f latin1 -t utf-8` does"
+        ) from None
 
 
 def change_model(session: Session, console: Console, name: str) -> None:

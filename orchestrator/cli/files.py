@@ -21,9 +21,9 @@ from orchestrator.cli.options import (
     FORCE,
     JSON,
     LOW,
-    MODEL,
     NEW_FILE,
     THREADS,
+    model_argument,
     note,
     option,
     say,
@@ -39,7 +39,7 @@ CANNOT_RUN = 3
 
 
 @click.command(cls=Command)
-@MODEL
+@model_argument
 @LOW
 @JSON
 @option(
@@ -72,7 +72,7 @@ def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -
 
 
 @click.command(cls=Command)
-@MODEL
+@model_argument
 @LOW
 @THREADS
 @JSON

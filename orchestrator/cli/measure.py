@@ -29,6 +29,7 @@ from orchestrator.cli.options import (
     chosen_method,
     given,
     make_config,
+    model_argument,
     model_options,
     names_of,
     note,
@@ -198,7 +199,7 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
 
 
 @click.command(cls=Command)
-@click.argument("file", metavar="FILE", type=FILE)
+@model_argument
 @option("--calib TEXT", "The text to read.", type=FILE, required=True)
 @CALIB_TOKENS
 @option(

@@ -472,9 +472,15 @@ class MemoryPlanner:
         )
 
     def _refusal(self, error: _TooSmallError) -> BudgetError:
-        """Return the error that tells the user the smallest cap that works, with its context."""
+        """Return the error that tells the user the smallest cap that works, with its context, or
+        names --cache-ram if that alone leaves too little."""
         option = "--vram" if self.machine.device else "--ram"
         plan = self.least(error.needed_bytes)
+        if self.config.cache_ram:
+            without = self.config.with_changes(cache_ram=None)
+            with suppress(BudgetError):
+                replace(self, config=without)._laid_out()
+                return self._cache_too_large(option, plan.cap_bytes)
         policy = plan.policy or error.policy
         parts = (
             f"with a context of {plan.n_ctx} tokens "
@@ -492,6 +498,16 @@ class MemoryPlanner:
             f"policy {policy.name} is {format_least(plan.cap_bytes)}, {parts}",
             plan.cap_bytes,
         )
+
+    def _cache_too_large(self, option: str, needed_bytes: int) -> BudgetError:
+        """Return the error for --cache-ram, without which the model fits."""
+        text = (
+            f"--cache-ram {format_size(self.config.cache_ram or 0)} is too much for "
+            f"{self._given(self.room()).rstrip(',')}: lower it, leave it out, or "
+        )
+        if self._asked is None:
+            return BudgetError(f"{text}free memory", needed_bytes)
+        return BudgetError(f"{text}give {option} {format_least(needed_bytes)}", needed_bytes)
 
 
 def _cap(there: Machine | Device, asked: int | None) -> int:

@@ -143,6 +143,17 @@ def test_the_smallest_budget_named_is_the_smallest(models, policy):
     assert plan_for(model, policy=policy, expert_ram=10**6, ram=2**34).budget_bytes == 10**6
 
 
+def test_a_cache_that_is_too_large_is_named(models):
+    """And not --ram, which was not given, or is enough without it."""
+    for ram, remedy in ((None, "or free memory"), (2**30, r"or give --ram \d+ MiB")):
+        with pytest.raises(
+            BudgetError, match=rf"--cache-ram 99 GiB is too much.*{remedy}"
+        ) as caught:
+            plan_for(models["three"], cache_ram=99 << 30, ram=ram)
+        needed = caught.value.needed_bytes
+        assert plan_for(models["three"], Machine(2**40), cache_ram=99 << 30, ram=needed)
+
+
 @cases(
     "name, settings, error, said",
     ("one", {"policy": "belady"}, ConfigError, ", ".join(POLICIES) + " or plain"),
