@@ -172,8 +172,10 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
     later tokens."""
     from dataclasses import fields
 
+    from gguf_tools.experts import ExpertModel
     from orchestrator.lab.eval import EvalOptions, render
     from orchestrator.lab.eval import evaluate as run
+    from orchestrator.memory.plan import notes_of
 
     as_before = options.pop("as_before")
     if as_before is not None and options["tokens"] is not None:
@@ -187,6 +189,8 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
         chosen["uniform"] = tuple(name.strip() for name in chosen["uniform"].split(","))
     config, wanted = make_config(options), EvalOptions(**given(chosen))
     check_study(study, out)
+    with ExpertModel.open(config.model, config.low) as model:
+        print_notes(notes_of(config, model))
     with Console().bars() as console:
         if study is None:
             result = run(config, wanted, console.bar)

@@ -12,6 +12,7 @@ from functools import partial
 from gguf_tools.experts import KV_TYPES, ExpertModel
 from gguf_tools.file.layout import BLOCK, EMBEDDINGS, pad
 from gguf_tools.units import format_least, format_size
+from gguf_tools.verify.structure import foreign_problems
 from orchestrator.allocation.slots import FileTier, SlotPlan
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
@@ -133,6 +134,18 @@ class MemoryPlan:
 def plan_memory(config: Config, model: ExpertModel, machine: Machine) -> MemoryPlan:
     """As MemoryPlanner, with no more known than what the file says."""
     return MemoryPlanner(config, model, machine).plan()
+
+
+def notes_of(config: Config, model: ExpertModel) -> list[str]:
+    """Return what a user has to know of a model before it runs: that --ctx is above the context
+    which it was trained with, and that a part of another quantization is among its parts, which
+    runs but is probably a mistake."""
+    own, asked, notes = model.hparams.context_length, config.ctx, []
+    if own and asked is not None and asked > own:
+        notes.append(f"--ctx {asked}: the model was made for {own} tokens, and gets as many.")
+    for parts in model.split_files:
+        notes += [f"{each.text}." for each in foreign_problems(parts)]
+    return notes
 
 
 def scratch_bytes(model: ExpertModel, config: Config) -> int:

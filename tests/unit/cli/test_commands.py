@@ -193,7 +193,25 @@ def test_without_a_model_it_is_the_demo(opened, monkeypatch, tmp_path):
         assert opened[-1].config.model == demo
 
 
-def test_a_context_beyond_the_model_is_noted(opened, monkeypatch):
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("chat", "-p", "hello", "--max-tokens=1"),
+        ("trace", "-p", "hello", "--tokens=1", "--out=t.npz"),
+        ("eval", "--text=text.txt", "--max-tokens=16"),
+        ("check", "--tokens=1", "--no-verify"),
+        ("plan", "--policy=lru"),
+    ],
+)
+def test_a_context_beyond_the_model_is_noted(words, library, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("A text that is read. " * 20)
+    done = run(*words, "-m", module.demo_model(), "--ctx=5000")
+    assert done.exit_code == 0, done.output
+    assert "--ctx 5000: the model was made for 1024 tokens, and gets as many." in done.output
+
+
+def test_a_context_that_is_rounded_up_is_noted(opened, monkeypatch):
     real = fake_engine.FakeEngine.__init__
 
     def short(engine, config):
@@ -202,7 +220,6 @@ def test_a_context_beyond_the_model_is_noted(opened, monkeypatch):
 
     monkeypatch.setattr(fake_engine.FakeEngine, "__init__", short)
     for asked, said in (
-        (["--ctx", "1000"], "--ctx 1000: it gets 256, which the model was made for."),
         (["--ctx", "8"], "--ctx 8: it gets 256, the next size."),
         (["--ctx", "256"], ""),
         ([], ""),
