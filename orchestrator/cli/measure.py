@@ -41,6 +41,7 @@ from orchestrator.cli.options import (
     say_result,
     say_tables,
 )
+from orchestrator.errors import ConfigError
 from orchestrator.lab.registry import BENCHMARKS, STUDIES, load, studies_by_paper
 from orchestrator.settings import MORE
 
@@ -246,7 +247,15 @@ def calibrate(
     method = chosen_method(options)
     target = save_imatrix or out or default_path(file)
     refuse_taken(target)
-    check_target(target)
+    try:
+        check_target(target)
+    except OSError as error:
+        if target in (save_imatrix, out):
+            raise
+        raise ConfigError(
+            f"{target}: {error.strerror}: the table belongs beside the model. Write it elsewhere "
+            f"with --out FILE, and name it with --losses FILE when the model runs"
+        ) from error
     if save_imatrix is not None:
         with progress_bar("Calibrating") as progress:
             weak = methods.save_imatrix(method, reference or file, save_imatrix, progress)
