@@ -209,7 +209,7 @@ class Config(Settings):
     )
     threads: int | None = setting(
         None,
-        "Compute threads. At most one for each core.",
+        "Compute threads. There is at most one for each core.",
         within=(1, 1024),
         shown="the cores that are free",
         group=MODEL,

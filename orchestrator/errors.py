@@ -37,6 +37,15 @@ class PolicyError(MoeEdgeError):
     """An unknown policy or tier, or a policy that the model's tiers cannot serve."""
 
 
+class TiersError(PolicyError):
+    """A policy needs more precisions than are in use. problem: the sentence without the remedy,
+    which names options of a run with a model."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem}: {remedy}")
+        self.problem = problem
+
+
 class ProfileError(MoeEdgeError):
     """A profile of expert use that is damaged, or of another model."""
 

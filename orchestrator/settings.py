@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, TypeVar
 from orchestrator.errors import ConfigError, SettingError
 
 _TOO_LARGE = 1 << 60
+# A number without a unit below this is not a size that anybody means in bytes.
+_LEAST_BARE = 1 << 20
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?b)?|b)?\s*", re.IGNORECASE | re.ASCII)
 
 # Units of a value, as an option writes it.
@@ -226,9 +228,11 @@ def flag_of(name: str) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Bytes from "6GiB", "6G" (the same), "1.5 GiB", "500MB" (a power of ten) or "4096".
+    """Return the bytes of "6GiB", "6G" (the same), "1.5 GiB", "500MB" (a power of ten), "4096B" or
+    "8388608".
 
-    Raises ConfigError for anything else, zero and what no machine could have included.
+    Raises ConfigError for anything else: zero, more than any machine has, and a number without a
+    unit below 1 MiB, which usually means GiB.
     """
     match = _SIZE.fullmatch(text)
     if match is None:
@@ -238,6 +242,11 @@ def parse_size(text: str) -> int:
     size_bytes = int(min(float(number) * factor, float(_TOO_LARGE)))
     if size_bytes <= 0:
         raise ConfigError(f"the size '{text}' must be more than zero bytes")
+    if text.strip() == number and size_bytes < _LEAST_BARE:
+        meant = "GiB" if size_bytes < 1024 else "MiB"
+        raise ConfigError(
+            f"the size '{text}' has no unit: write {number}{meant}, or {number}B for so few bytes"
+        )
     if size_bytes >= _TOO_LARGE:
         raise ConfigError(f"the size '{text}' is more than any machine has")
     return size_bytes

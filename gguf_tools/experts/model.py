@@ -25,7 +25,7 @@ from gguf_tools.experts.tensors import (
     sort_tensors,
     sum_tiers,
 )
-from gguf_tools.file.layout import BLOCK, KEY_FALLBACKS, GGMLType, pad
+from gguf_tools.file.layout import BLOCK, KEY_FALLBACKS, KEY_SPLIT_NO, GGMLType, pad
 from gguf_tools.file.parts import SPLIT_NAME, open_model
 from gguf_tools.file.reader import GGUFFile, metadata_value
 from gguf_tools.units import format_size
@@ -80,6 +80,16 @@ class ExpertModel(Closing):
         """The model in opened files, as ``open_model`` gives them; raises as ``open`` does."""
         model = _of_one(list(parts))
         return model if low is None else _join(model, _of_one(list(low)))
+
+    @property
+    def split_files(self) -> list[list[GGUFFile]]:
+        """The parts of each model file: one list, or two for a model with ``low``."""
+        found: list[list[GGUFFile]] = []
+        for part in self.parts:
+            if not part.metadata.get(KEY_SPLIT_NO):
+                found.append([])
+            found[-1].append(part)
+        return found
 
     @property
     def metadata(self) -> dict[str, Any]:

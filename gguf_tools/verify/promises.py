@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from gguf_tools.errors import GGUFError
+from gguf_tools.errors import GGUFError, NotMoEError
 from gguf_tools.experts import ExpertModel
 from gguf_tools.experts.hparams import MAX_LAYERS, announced_tiers, routed_blocks
 from gguf_tools.file import layout
@@ -42,6 +42,12 @@ def model_problems(parts: list[GGUFFile], report: VerifyReport) -> Iterator[Prob
     yield from found
     try:
         model = ExpertModel.of_parts(parts)
+    except NotMoEError as error:
+        if tiers == [""] and not _announces_experts(first):
+            report.no_experts = str(error)
+        else:
+            yield Problem(str(error), str(first.path))
+        return
     except GGUFError as error:
         # Nothing is said twice of a tensor that was named above.
         if not any(each.tensor and each.tensor in str(error) for each in found):
@@ -56,6 +62,12 @@ def model_problems(parts: list[GGUFFile], report: VerifyReport) -> Iterator[Prob
     if tiers != [""]:
         yield from _bpw_problems(first, model)
         yield from _statement_problems(first, model)
+
+
+def _announces_experts(first: GGUFFile) -> bool:
+    """Whether the metadata says that the model has experts."""
+    count = first.metadata.get(f"{first.metadata.get('general.architecture')}.expert_count", 0)
+    return bool(count)
 
 
 def _statement_problems(first: GGUFFile, model: ExpertModel) -> Iterator[Problem]:

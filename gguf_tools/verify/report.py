@@ -26,7 +26,8 @@ class VerifyReport:
     """What was looked at, and what was found. ``nbytes`` counts the tensor data checked.
 
     ``unchecked`` are files without checksums, where damage that leaves every block finite stays
-    unseen."""
+    unseen. ``no_experts`` says that the file is of a model without experts, which is no damage;
+    empty for a Mixture-of-Experts model."""
 
     files: list[Path]
     tiers: list[str]
@@ -36,6 +37,7 @@ class VerifyReport:
     problems: list[Problem] = field(default_factory=list)
     seconds: float = 0.0
     unchecked: list[Path] = field(default_factory=list)
+    no_experts: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """The report ready for JSON. Sizes are bytes."""

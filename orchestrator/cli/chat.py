@@ -78,13 +78,12 @@ def chat(prompt: str | None, as_json: bool, resume: bool, **options: Any) -> Non
     with console.quiet_keys():
         engine = open_engine(config, console)
     with Session(engine, config) as session:
-        if config.ctx and engine.n_ctx != config.ctx:
-            why = "which the model was made for" if engine.n_ctx < config.ctx else "the next size"
-            console.note(f"--ctx {config.ctx}: it gets {engine.n_ctx}, {why}.")
+        if config.ctx and engine.n_ctx > config.ctx:
+            console.note(f"--ctx {config.ctx}: it gets {engine.n_ctx}, the next size.")
         session.kept = kept
         if messages:
             session.load(messages)
-            console.note(f"It goes on behind {len(messages)} messages.")
+            console.note(f"It continues after {len(messages)} messages.")
         elif kept and not folder.exists():
             console.note(
                 f"Chats are kept for --resume, in {folder}, for you alone to read. "

@@ -21,9 +21,9 @@ from orchestrator.cli.options import (
     FORCE,
     JSON,
     LOW,
-    MODEL,
     NEW_FILE,
     THREADS,
+    model_argument,
     note,
     option,
     say,
@@ -39,7 +39,7 @@ CANNOT_RUN = 3
 
 
 @click.command(cls=Command)
-@MODEL
+@model_argument
 @LOW
 @JSON
 @option(
@@ -72,7 +72,7 @@ def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -
 
 
 @click.command(cls=Command)
-@MODEL
+@model_argument
 @LOW
 @THREADS
 @JSON
@@ -86,12 +86,14 @@ def verify(
     cannot run: llama.cpp does not load a model of its header."""
     from gguf_tools.experts import ExpertModel
     from gguf_tools.verify import verify as run
-    from orchestrator.engine.support import NOT, support_of
+    from orchestrator.engine.support import NOT, Support, support_of
 
     with progress_bar("Verifying") as progress:
         report = run(file, low, progress=progress, threads=threads)
     found = None
-    if not report.problems:
+    if report.no_experts:
+        found = Support(NOT, report.no_experts.removeprefix(f"{report.files[0]}: "))
+    elif not report.problems:
         with ExpertModel.open(file):  # what a model with experts has to have is said first
             found = support_of(file)
     if as_json:
@@ -101,9 +103,10 @@ def verify(
             say(problem.text)
     else:
         more = f" and {len(report.files) - 1} more" if len(report.files) > 1 else ""
+        experts = f"experts in {', '.join(report.tiers)}" if report.tiers else "no experts"
         say(
             f"{report.files[0]}{more}: good: {report.n_tensors} tensors,"
-            f" {format_size(report.nbytes)}, experts in {', '.join(report.tiers)}"
+            f" {format_size(report.nbytes)}, {experts}"
         )
         if report.unchecked:
             note(

@@ -29,6 +29,7 @@ from orchestrator.cli.options import (
     chosen_method,
     given,
     make_config,
+    model_argument,
     model_options,
     names_of,
     note,
@@ -40,6 +41,7 @@ from orchestrator.cli.options import (
     say_result,
     say_tables,
 )
+from orchestrator.errors import ConfigError
 from orchestrator.lab.registry import BENCHMARKS, STUDIES, load, studies_by_paper
 from orchestrator.settings import MORE
 
@@ -171,8 +173,10 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
     later tokens."""
     from dataclasses import fields
 
+    from gguf_tools.experts import ExpertModel
     from orchestrator.lab.eval import EvalOptions, render
     from orchestrator.lab.eval import evaluate as run
+    from orchestrator.memory.plan import notes_of
 
     as_before = options.pop("as_before")
     if as_before is not None and options["tokens"] is not None:
@@ -186,6 +190,8 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
         chosen["uniform"] = tuple(name.strip() for name in chosen["uniform"].split(","))
     config, wanted = make_config(options), EvalOptions(**given(chosen))
     check_study(study, out)
+    with ExpertModel.open(config.model, config.low) as model:
+        print_notes(notes_of(config, model))
     with Console().bars() as console:
         if study is None:
             result = run(config, wanted, console.bar)
@@ -198,7 +204,7 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
 
 
 @click.command(cls=Command)
-@click.argument("file", metavar="FILE", type=FILE)
+@model_argument
 @option("--calib TEXT", "The text to read.", type=FILE, required=True)
 @CALIB_TOKENS
 @option(
@@ -241,7 +247,15 @@ def calibrate(
     method = chosen_method(options)
     target = save_imatrix or out or default_path(file)
     refuse_taken(target)
-    check_target(target)
+    try:
+        check_target(target)
+    except OSError as error:
+        if target in (save_imatrix, out):
+            raise
+        raise ConfigError(
+            f"{target}: {error.strerror}: the table belongs beside the model. Write it elsewhere "
+            f"with --out FILE, and name it with --losses FILE when the model runs"
+        ) from error
     if save_imatrix is not None:
         with progress_bar("Calibrating") as progress:
             weak = methods.save_imatrix(method, reference or file, save_imatrix, progress)

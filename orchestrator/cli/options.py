@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,9 +150,35 @@ FORCE = option(
     expose_value=False,
     callback=_remember_force,
 )
-MODEL = click.argument(
-    "file", metavar="FILE", type=FILE, callback=lambda _ctx, _param, value: model_path(str(value))
-)
+
+# The name of a model without -m. Its parameter is "named", which make_config takes as the model.
+_NAMED = click.argument("named", metavar="[MODEL]", required=False)
+
+
+def one_name(named: str | None, model: str | Path | None) -> str | None:
+    """Return the model that a command line names, as an argument or with -m; None if it names none.
+    Raises UsageError if it names two."""
+    if named is not None and model is not None:
+        raise click.UsageError(f"the model is named twice, {named} and -m {model}: leave one out")
+    return named if model is None else str(model)
+
+
+def model_argument(function: Any) -> Any:
+    """Decorator of a command on one file, which is its argument or given with -m. The command gets
+    the path as `file`."""
+
+    @_NAMED
+    @option("-m --model FILE", "The model, if it is not the argument.", type=str)
+    @wraps(function)
+    def with_file(*args: Any, named: str | None, model: str | None, **options: Any) -> Any:
+        asked = one_name(named, model)
+        if asked is None:
+            raise click.UsageError("Missing argument 'MODEL': name a file, as MODEL or -m MODEL")
+        return function(*args, file=model_path(asked), **options)
+
+    return with_file
+
+
 JSON = option("--json as_json", "Print one JSON object.")
 
 
@@ -231,7 +258,7 @@ def options_of_model(none: str | None = None) -> Decorator:
     own = [
         replace(each, shown=none or each.shown) if each.name == "model" else each for each in _MODEL
     ]
-    return together(*own, *policy_options())
+    return together(_NAMED, *own, *policy_options())
 
 
 model_options = options_of_model()
@@ -272,8 +299,8 @@ method_options = together(
 def make_config(options: dict[str, Any]) -> Config:
     """The config of the options that were given; without --model, of the demo model."""
     chosen = given(options)
-    if "model" not in chosen:
-        chosen["model"] = demo_model()
+    asked = one_name(chosen.pop("named", None), chosen.get("model"))
+    chosen["model"] = demo_model() if asked is None else asked
     for name in {"model", "low"} & chosen.keys():
         chosen[name] = model_path(str(chosen[name]))
     with as_options():

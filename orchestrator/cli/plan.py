@@ -24,6 +24,7 @@ from orchestrator.cli.options import (
     given,
     make_config,
     note,
+    one_name,
     option,
     options_of_model,
     say_result,
@@ -165,7 +166,6 @@ def _of_known(as_json: bool, options: dict[str, Any]) -> None:
 
 
 @click.command(cls=Command)
-@click.argument("named", metavar="[MODEL]", required=False)
 @options_of_model("a table")
 @JSON
 @option(
@@ -183,9 +183,7 @@ def plan(named: str | None, as_json: bool, picture: Path | None, **options: Any)
     first token, and the loss from the file's best precision where `moe-edge calibrate` has fitted
     it: KL in nats a token. With --max-loss, `chat` and `serve` take the fastest plan within it.
     """
-    if named is not None and options["model"] is not None:
-        raise click.UsageError("the model is named twice: leave -m out")
-    asked = named if options["model"] is None else str(options["model"])
+    asked = one_name(named, options["model"])
     if asked is not None:
         _of_one(asked, as_json, picture, options)
     elif picture is not None:

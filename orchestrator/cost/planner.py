@@ -36,7 +36,7 @@ from orchestrator.memory.machine import (
     planned_device,
     probe,
 )
-from orchestrator.memory.plan import MemoryPlan, MemoryPlanner
+from orchestrator.memory.plan import MemoryPlan, MemoryPlanner, notes_of
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import ALLOWED_LOSS, PLAIN, Policy, policy_settings
 from orchestrator.policy.base import Learns, SpendsLoss, WeighsLosses
@@ -89,6 +89,7 @@ class Planner:
             self.slow_disk,
             one_of_several(self.bindings, self.gpu),
             more_than_there(self._config.ram, self.machine),
+            *notes_of(self._config, self._model),
         )
         return " ".join(filter(None, notes)) or None
 

@@ -8,6 +8,7 @@ footer: lengths, and the hash of all before it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -134,6 +135,7 @@ _PACKED = (-1, 1)
 _MOST_DESCRIPTION = 1 << 20
 # A file that claims more tokens is damaged: they would be read into memory before anything else.
 _MOST_TOKENS = 1 << 21
+_PROBE_BYTES = 1 << 16
 _CHUNK = 1 << 22
 
 
@@ -163,15 +165,22 @@ class PromptFolder:
     """
 
     def __init__(self, path: Path, most_bytes: int) -> None:
-        """Makes the folder where it is not there. Raises ConfigError where that cannot be."""
+        """Makes the folder if it does not exist. Raises ConfigError if that is not possible."""
         self._path, self._most_bytes = path, most_bytes
         self._unusable: set[Path] = set()
         self.notes: list[str] = []
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             names = os.listdir(path)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ConfigError(
+                f"--prompt-cache {path}: it is a file, or lies below one: name a folder"
+            ) from error
         except OSError as error:
-            raise ConfigError(f"--prompt-cache {path}: {error.strerror}") from error
+            raise ConfigError(
+                f"--prompt-cache {path}: {error.strerror}: name a folder that can be made and "
+                f"written"
+            ) from error
         for name in names:
             original, dot, _ = name.removeprefix(".").rpartition(ENDING + ".")
             if name.startswith(".") and dot:
@@ -225,7 +234,10 @@ class PromptFolder:
             finally:
                 unfinished.discard()
         except OSError as error:
-            self._note(f"{self._path}: {error.strerror}: no conversation is kept there.")
+            self._note(
+                f"{self._path}: {error.strerror}: no conversation is kept there. Free space or "
+                f"allow writing, or name another folder with --prompt-cache."
+            )
             return
         self._tidy(key, tokens, path)
 
@@ -324,9 +336,11 @@ def _write(
     marks: Sequence[Mark],
     state_end: int,
 ) -> None:
-    """What follows llama.cpp's bytes. Raises OSError."""
+    """Writes what follows llama.cpp's bytes. Raises OSError."""
     if not state_end:
-        raise OSError(5, "llama.cpp cannot write it")
+        # llama.cpp does not say why it failed; another write fails for the same reason.
+        os.pwrite(unfinished.fd, bytes(_PROBE_BYTES), os.fstat(unfinished.fd).st_size)
+        raise OSError(errno.EIO, "llama.cpp cannot write it")
     with os.fdopen(os.dup(unfinished.fd), "r+b") as file:
         file.seek(state_end)
         for mark in marks:

@@ -12,6 +12,7 @@ from functools import partial
 from gguf_tools.experts import KV_TYPES, ExpertModel
 from gguf_tools.file.layout import BLOCK, EMBEDDINGS, pad
 from gguf_tools.units import format_least, format_size
+from gguf_tools.verify.structure import foreign_problems
 from orchestrator.allocation.slots import FileTier, SlotPlan
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
@@ -133,6 +134,18 @@ class MemoryPlan:
 def plan_memory(config: Config, model: ExpertModel, machine: Machine) -> MemoryPlan:
     """As MemoryPlanner, with no more known than what the file says."""
     return MemoryPlanner(config, model, machine).plan()
+
+
+def notes_of(config: Config, model: ExpertModel) -> list[str]:
+    """Return what a user has to know of a model before it runs: that --ctx is above the context
+    which it was trained with, and that a part of another quantization is among its parts, which
+    runs but is probably a mistake."""
+    own, asked, notes = model.hparams.context_length, config.ctx, []
+    if own and asked is not None and asked > own:
+        notes.append(f"--ctx {asked}: the model was made for {own} tokens, and gets as many.")
+    for parts in model.split_files:
+        notes += [f"{each.text}." for each in foreign_problems(parts)]
+    return notes
 
 
 def scratch_bytes(model: ExpertModel, config: Config) -> int:
@@ -472,9 +485,15 @@ class MemoryPlanner:
         )
 
     def _refusal(self, error: _TooSmallError) -> BudgetError:
-        """Return the error that tells the user the smallest cap that works, with its context."""
+        """Return the error that tells the user the smallest cap that works, with its context, or
+        names --cache-ram if that alone leaves too little."""
         option = "--vram" if self.machine.device else "--ram"
         plan = self.least(error.needed_bytes)
+        if self.config.cache_ram:
+            without = self.config.with_changes(cache_ram=None)
+            with suppress(BudgetError):
+                replace(self, config=without)._laid_out()
+                return self._cache_too_large(option, plan.cap_bytes)
         policy = plan.policy or error.policy
         parts = (
             f"with a context of {plan.n_ctx} tokens "
@@ -492,6 +511,16 @@ class MemoryPlanner:
             f"policy {policy.name} is {format_least(plan.cap_bytes)}, {parts}",
             plan.cap_bytes,
         )
+
+    def _cache_too_large(self, option: str, needed_bytes: int) -> BudgetError:
+        """Return the error for --cache-ram, without which the model fits."""
+        text = (
+            f"--cache-ram {format_size(self.config.cache_ram or 0)} is too much for "
+            f"{self._given(self.room()).rstrip(',')}: lower it, leave it out, or "
+        )
+        if self._asked is None:
+            return BudgetError(f"{text}free memory", needed_bytes)
+        return BudgetError(f"{text}give {option} {format_least(needed_bytes)}", needed_bytes)
 
 
 def _cap(there: Machine | Device, asked: int | None) -> int:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from statistics import NormalDist
 
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import MAX_TIERS, GGMLType, bits_per_weight, fitting_type
-from gguf_tools.units import format_size
+from gguf_tools.units import format_least, format_size
 from orchestrator.allocation.hull import Hull
 from orchestrator.config import Config
+from orchestrator.errors import BudgetError
 from orchestrator.memory.machine import Machine
 from orchestrator.memory.plan import plan_memory
 from orchestrator.policy import BASELINE
@@ -46,45 +48,60 @@ def tiers_for(model: ExpertModel, ram_bytes: int) -> tuple[list[str], str]:
     disk while decoding, high or low. Raises BudgetError for a memory without room for that.
     """
     config = Config.build(model=model.path, ram=ram_bytes, policy=BASELINE)
-    budget = plan_memory(config, model, Machine(1 << 62)).budget_bytes
-    types = [each for each in TYPES if _fits_rows(model, each)] or [GGMLType.Q8_0]
+    try:
+        budget = plan_memory(config, model, Machine(1 << 62)).budget_bytes
+    except BudgetError as error:
+        raise BudgetError(
+            f"--for-ram {format_size(ram_bytes)} is too little for this model: it needs at least "
+            f"{format_least(error.needed_bytes)}, in any precisions",
+            error.needed_bytes,
+        ) from None
+    bits = _bits_of_types(model)
     own = model.tiers[0]
     if own.bpw <= bits_per_weight(GGMLType.Q8_0):
-        types = [each for each in types if bits_per_weight(each) < own.bpw]
+        bits = {each: n for each, n in bits.items() if n < own.bpw}
         best, best_bits = own.name, own.bpw
     else:
-        best, best_bits = types[0].tier_name, bits_per_weight(types[0])
-        types = types[1:]
+        best, best_bits = GGMLType.Q8_0.tier_name, bits.pop(GGMLType.Q8_0)
     n_weights = 8 * model.tier_bytes[0] / own.bpw
     room = f"{format_size(ram_bytes)} have room for {8 * budget / n_weights:.2f} bits a weight"
     if best_bits * n_weights / 8 <= budget:
         return [best], f"{room}: everything fits in {best}."
-    lower = _shared(types, best_bits, 8 * budget / n_weights)
+    lower = _shared(bits, best_bits, 8 * budget / n_weights)
     if not lower:
-        names = [each.tier_name for each in _STREAMED if each in types]
+        names = [each.tier_name for each in _STREAMED if each in bits]
         return [best, *names], f"{room}, too few for every expert: they are read as needed."
     names = [each.tier_name for each in lower]
     return [best, *names], f"{room}: every expert stays in memory, in one of them."
 
 
-def _fits_rows(model: ExpertModel, ggml_type: GGMLType) -> bool:
+def _bits_of_types(model: ExpertModel) -> dict[GGMLType, float]:
+    """Return the bits a weight of each of TYPES, in their order, for a model with these rows. Rows
+    that are no multiple of a type's block get another type (FALLBACK of gguf_tools.file.layout),
+    and a type that takes no less for it than the one before is left out."""
     rows = {shape[0] for layer in model.shapes for shape in layer if shape}
-    return all(fitting_type(ggml_type, row) == ggml_type for row in rows)
+    found: dict[GGMLType, float] = {}
+    for each in TYPES:
+        bits = max(bits_per_weight(fitting_type(each, row)) for row in rows)
+        if bits < min(found.values(), default=math.inf):
+            found[each] = bits
+    return found
 
 
-def _shared(types: list[GGMLType], best_bits: float, bits: float) -> list[GGMLType]:
-    """Of types below the best tier, those that experts have in an allocation of so many bits a
-    weight; none where they do not suffice."""
-    if not types or bits < bits_per_weight(types[-1]):
+def _shared(types: Mapping[GGMLType, float], best_bits: float, bits: float) -> list[GGMLType]:
+    """Return those of the types below the best tier, with their bits a weight, that experts have in
+    an allocation of `bits` a weight; none if they do not suffice."""
+    if not types or bits < min(types.values()):
         return []
     sigma = math.sqrt(2 * math.log(_UNEVENNESS))
     normal = NormalDist(0, sigma)
     used = np.exp([normal.inv_cdf((at + 0.5) / _SHARES) for at in range(_SHARES)])
-    widths = np.array([best_bits, *map(bits_per_weight, types)])
+    widths = np.array([best_bits, *types.values()])
     sizes = np.round(1000 * widths).astype(np.int64)
     hull = Hull(used[None, :, None] * 0.25**widths, sizes[None, :])
     tiers = hull.at(int(1000 * bits * _SHARES))
     n = np.bincount(tiers.ravel(), minlength=len(widths))
     chosen = [each for each, has in zip(types, n[1:].tolist(), strict=True) if has >= _LEAST]
-    most = sorted(chosen, key=lambda each: -n[1 + types.index(each)])[: MAX_TIERS - 1]
+    uses = dict(zip(types, n[1:].tolist(), strict=True))
+    most = sorted(chosen, key=lambda each: -uses[each])[: MAX_TIERS - 1]
     return [each for each in chosen if each in most]

@@ -14,7 +14,7 @@ import numpy as np
 
 from gguf_tools.file.layout import MAX_TIERS
 from orchestrator.allocation.slots import FileTier, ModelShape, Rules, SlotPlan, Transition
-from orchestrator.errors import PolicyError
+from orchestrator.errors import TiersError
 from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.settings import Settings
 
@@ -140,14 +140,14 @@ class Policy:
         skips, precisions = rules is not None and rules.skip, self.precisions
         too_few = len(shape.tiers) < precisions.least
         if precisions.keeps is not None and (too_few or skips):
-            raise PolicyError(
-                f"the policy {self.name} keeps each expert in one of {precisions.keeps}: give "
-                f"--low FILE or a file packed with several tiers, and not --low-tier skip"
+            raise TiersError(
+                f"the policy {self.name} keeps each expert in one of {precisions.keeps}",
+                "give --low FILE or a file packed with several tiers, and not --low-tier skip",
             )
         if too_few:
-            raise PolicyError(
-                f"the policy {self.name} works with {precisions.least} precisions: give --low FILE "
-                f"or a file packed with as many tiers"
+            raise TiersError(
+                f"the policy {self.name} works with {precisions.least} precisions",
+                "give --low FILE or a file packed with as many tiers",
             )
         self.shape = shape
         self.settings = self.Settings() if settings is None else settings

@@ -14,7 +14,7 @@ from orchestrator.allocation.critical import COSINE, FLAT, SCHEDULES, falling, g
 from orchestrator.allocation.look_ahead import OFF, LookAhead, Prefetching
 from orchestrator.allocation.prompts import Prompts, layer_groups
 from orchestrator.allocation.slots import Share, SlotPlan, divide
-from orchestrator.errors import PolicyError
+from orchestrator.errors import TiersError
 from orchestrator.events import (
     SKIP,
     DecisionBuffer,
@@ -223,9 +223,9 @@ class DyMoE(Policy):
         usual = 1.0 if self._one_precision else _USUAL_RETENTION
         retention = usual if asked is None else asked
         if self._one_precision and retention < 1.0:
-            raise PolicyError(
-                "the policy dymoe needs a second precision: give --low FILE, a file packed with "
-                "several tiers, or --low-tier skip"
+            raise TiersError(
+                "the policy dymoe needs a second precision",
+                "give --low FILE, a file packed with several tiers, or --low-tier skip",
             )
         k = shape.n_expert_used
         schedule = self.settings.schedule

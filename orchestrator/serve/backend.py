@@ -420,21 +420,24 @@ class Backend:
             self.engine.policy.go_by(settings)
 
     def picture(self) -> dict[str, Any]:
-        """What the page shows: where each expert is, how often tokens used it, hits and bytes, and
-        what memory is in use.
+        """Return what the page shows: the model, where each expert is, how often tokens used it,
+        hits and bytes, and what memory is in use.
 
         resident and used: uint8 and little-endian uint32 [layers, experts] in base64.
+        streams_below: without managed experts, a --ram in bytes with which some of them come from
+        the disk.
         """
-        engine = self.engine
+        engine, plan = self.engine, self.engine.plan
+        about = {"model": self.name, "mode": engine.mode, "memory": engine.memory()}
         if not engine.managed:
-            return {"mode": engine.mode, "layers": 0, "memory": engine.memory()}
+            return about | {"layers": 0, "streams_below": plan.total_bytes - plan.expert_bytes // 2}
         store = engine.store
         stats = store.stats()
         resident = store.resident()
         used = np.asarray(engine.driver.used(), "<u4")
         read = [*stats.demand_bytes, *stats.prefetch_bytes, stats.transition_bytes]
         return {
-            "mode": engine.mode,
+            **about,
             "layers": resident.shape[0],
             "experts": resident.shape[1],
             "tiers": list(engine.plan.tier_names),
@@ -443,7 +446,6 @@ class Backend:
             "requests": sum(stats.requests),
             "hits": sum(stats.hits),
             "bytes_read": sum(read),
-            "memory": engine.memory(),
         }
 
     def device_bytes(self) -> int:

@@ -431,7 +431,8 @@ SCHEMAS: dict[str, Schema] = {
         timings=named("Costs"),
     ),
     "Experts": record(
-        "mode layers memory",
+        "model mode layers memory",
+        model=STRING,
         mode=STRING,
         memory={
             "type": "object",
@@ -439,6 +440,10 @@ SCHEMAS: dict[str, Schema] = {
             "description": "Bytes of the host's memory by what they are for, the free ones last.",
         },
         layers={**COUNT, "description": "0 where experts are not managed; no more is said then."},
+        streams_below={
+            **COUNT,
+            "description": "Without layers: a --ram with which experts come from the disk.",
+        },
         experts=COUNT,
         tiers=listed(STRING),
         resident=text("base64 of uint8 [layers, experts]; 254: on disk."),

@@ -226,7 +226,7 @@ class Line(NamedTuple):
         """In the smallest cap that it says will do, and that cap. Without --ram: a roomy one."""
         if not self.has_ram:
             return self.run(ROOMY), ROOMY
-        ram, found = 1, self._run(ROOMY, "--ram=1")
+        ram, found = 1, self._run(ROOMY, "--ram=1B")
         while (named := _LEAST.search(found.err + found.out)) and parse_size(named[1]) > ram:
             ram = parse_size(named[1])
             found = self._run(ram + KERNEL, f"--ram={ram}")

@@ -35,6 +35,7 @@ from orchestrator.lab.check.budgets import (
 )
 from orchestrator.lab.children import Result
 from orchestrator.memory.machine import Machine
+from orchestrator.memory.plan import notes_of
 from orchestrator.policy import ALLOWED_LOSS
 
 Bar = Callable[[str, float | None], None]
@@ -123,6 +124,7 @@ class _Check:
                     "file": model.path.name,
                     "files": [path.name for path in model.files],
                 }
+                self.notes += notes_of(config, model)
         except GGUFError as error:
             self._problem(str(error))
             return False

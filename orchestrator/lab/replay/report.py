@@ -10,7 +10,7 @@ from typing import Any
 from gguf_tools.units import format_least, format_size
 from orchestrator.allocation.look_ahead import LookAhead
 from orchestrator.cost.losses import calibrate_command, no_losses
-from orchestrator.errors import BudgetError, ConfigError, TraceError
+from orchestrator.errors import BudgetError, ConfigError, PolicyError, TiersError, TraceError
 from orchestrator.events import SKIP_TIER, Phase
 from orchestrator.lab.replay.figures import belady, counted, figures, ratio, recorded_figures
 from orchestrator.lab.replay.simulate import (
@@ -212,6 +212,8 @@ def set_up_for(
             f"the policy {policy.name} is {format_least(least)}",
             least,
         ) from None
+    except TiersError as error:
+        raise PolicyError(f"{error.problem}: {_more_tiers(trace, tiers)}") from None
     estimate = foreseen(trace, tiers, options.losses)
     if issubclass(policy, SpendsLoss) and estimate is None:
         raise no_losses(
@@ -220,6 +222,14 @@ def set_up_for(
     if isinstance(made.policy, SpendsLoss) and estimate is not None:
         made.policy.set_estimate(estimate)
     return replace(made, estimate=estimate)
+
+
+def _more_tiers(trace: Trace, tiers: tuple[int, ...]) -> str:
+    """Return how a replay gets a second precision: from the trace, if it has a lower one."""
+    lower = trace.header.tiers[tiers[0] + 1 :]
+    if lower:
+        return f"give --low-tier {lower[0]}, which the trace has"
+    return "record a trace of a file that is packed with several tiers"
 
 
 def _tiers(

@@ -55,6 +55,8 @@ NAMES = "lru, dymoe, dynaexq, firm, context, floor, mixed or plain"
     ([], "", 2, "", "Error: no prompt: give -p TEXT, or text on stdin, or a terminal\n"),
     (["-p", " "], None, 2, "", "Error: the prompt is empty\n"),
     (["-p", "x", "--ram", "much"], None, 2, "", "'much' is not a size: write it as 6GiB"),
+    (["-p", "x", "--ram", "5"], None, 2, "", "the size '5' has no unit: write 5GiB"),
+    ([], "\ufeffhello\n", 0, "Hi there!\n", ""),
     (["-p", "x", "--ctx", "many"], None, 2, "", "not a valid int"),
     (["-p", "x", "--ram", "9" * 30], None, 2, "", "more than any machine has"),
     (["-p", "x", "--retention", "2"], None, 2, "", "'--retention': must be 0.0 to 1.0, not 2.0"),
@@ -62,7 +64,7 @@ NAMES = "lru, dymoe, dynaexq, firm, context, floor, mixed or plain"
     (["-p", "x", "--low", ""], None, 2, "", "'--low': the name is empty"),
     (["-p", "x", "--policy", "lur"], None, 2, "", f"'--policy': must be {NAMES}, not 'lur'"),
     (["-p", "x", "--nonsense"], None, 2, "", "No such option"),
-    (["extra"], None, 2, "", "unexpected extra argument"),
+    (["-p", "x", "extra"], None, 2, "", "the model is named twice, extra and -m x.gguf"),
 )
 def test_one_shot(opened, args, stdin, status, stdout, stderr):
     result = run("chat", "-m", "x.gguf", *args, stdin=stdin)
@@ -72,6 +74,32 @@ def test_one_shot(opened, args, stdin, status, stdout, stderr):
     else:
         assert result.stderr == ""
     assert all(engine.closed for engine in opened)
+
+
+ON_ONE_MODEL = {
+    "chat": ("-p", "x"),
+    "serve": (),
+    "plan": (),
+    "doctor": (),
+    "check": (),
+    "eval": ("--text", __file__),
+    "trace": ("-p", "x", "--out", "t.npz"),
+    "inspect": (),
+    "verify": (),
+    "calibrate": ("--calib", __file__),
+}
+
+
+@pytest.mark.parametrize("command", ON_ONE_MODEL)
+def test_a_model_is_an_argument_or_an_option(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = command, *ON_ONE_MODEL[command]
+    said = [run(*words, *named) for named in (["no.gguf"], ["-m", "no.gguf"])]
+    assert {each.exit_code for each in said} == {1}
+    assert len({each.output.splitlines()[-1] for each in said}) == 1
+    assert "no.gguf" in said[0].output
+    twice = run(*words, "no.gguf", "-m", "other.gguf")
+    assert twice.exit_code == 2 and "the model is named twice" in twice.stderr
 
 
 def test_what_would_run_is_said_of_what_a_chat_runs(monkeypatch):
@@ -150,7 +178,25 @@ def test_without_a_model_it_is_the_demo(opened, monkeypatch, tmp_path):
         assert opened[-1].config.model == demo
 
 
-def test_a_context_beyond_the_model_is_noted(opened, monkeypatch):
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("chat", "-p", "hello", "--max-tokens=1"),
+        ("trace", "-p", "hello", "--tokens=1", "--out=t.npz"),
+        ("eval", "--text=text.txt", "--max-tokens=16"),
+        ("check", "--tokens=1", "--no-verify"),
+        ("plan", "--policy=lru"),
+    ],
+)
+def test_a_context_beyond_the_model_is_noted(words, library, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("A text that is read. " * 20)
+    done = run(*words, "-m", module.demo_model(), "--ctx=5000")
+    assert done.exit_code == 0, done.output
+    assert "--ctx 5000: the model was made for 1024 tokens, and gets as many." in done.output
+
+
+def test_a_context_that_is_rounded_up_is_noted(opened, monkeypatch):
     real = fake_engine.FakeEngine.__init__
 
     def short(engine, config):
@@ -159,7 +205,6 @@ def test_a_context_beyond_the_model_is_noted(opened, monkeypatch):
 
     monkeypatch.setattr(fake_engine.FakeEngine, "__init__", short)
     for asked, said in (
-        (["--ctx", "1000"], "--ctx 1000: it gets 256, which the model was made for."),
         (["--ctx", "8"], "--ctx 8: it gets 256, the next size."),
         (["--ctx", "256"], ""),
         ([], ""),

@@ -1,6 +1,7 @@
 """What a newcomer does to the command line: one sentence each, nothing left behind, and no output
 that exists is replaced, unless it is told to."""
 
+import errno
 import os
 import shlex
 import stat
@@ -112,6 +113,20 @@ def test_a_pipe_without_a_writer_is_no_file(tmp_path, command):
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, args, name, why):
     assert refused(*args.split(), str(tmp_path / name)) == f"Error: {tmp_path / name}: {why}"
     assert not list(tmp_path.iterdir())
+
+
+def test_a_table_beside_a_model_that_cannot_be_written_names_out(tmp_path, monkeypatch):
+    def read_only(path):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr("orchestrator.cache.files.check_target", read_only)
+    said = refused("calibrate", DEMO.with_name("other.gguf"), "--calib", __file__)
+    assert said.endswith(
+        "other.gguf.calib.json: Read-only file system: the table belongs beside the model. Write "
+        "it elsewhere with --out FILE, and name it with --losses FILE when the model runs"
+    )
+    named = refused("calibrate", DEMO, "--calib", __file__, "--out", tmp_path / "t.json")
+    assert named == f"Error: {tmp_path / 't.json'}: Read-only file system"
 
 
 def test_an_endless_stdin_is_refused(monkeypatch):

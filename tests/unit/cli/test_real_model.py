@@ -156,7 +156,7 @@ def test_a_conversation_goes_on_in_another_process(model, tmp_path):
     stats = json.loads(out)["stats"]
     assert stats["evaluated_tokens"] == stats["prompt_tokens"] > 200
     code, out, said = chat(model, "--prompt-cache", folder, "--resume", "--json", "-p", "And then?")
-    assert (code, said) == (0, "It goes on behind 2 messages.\n")
+    assert (code, said) == (0, "It continues after 2 messages.\n")
     again = json.loads(out)["stats"]
     assert again["prompt_tokens"] > stats["prompt_tokens"]
     new = again["prompt_tokens"] - stats["prompt_tokens"]

@@ -287,7 +287,7 @@ def test_a_chat_is_kept_and_resumed_without_any_option(start, tmp_path, monkeypa
     other.ask("more")
     assert len(kept_by(tmp_path)) == 2
     again = start("-m", "x.gguf", "--resume")
-    assert "It goes on behind 2 messages." in again.greeting
+    assert "It continues after 2 messages." in again.greeting
     again.ask("hello")
     path = max(kept_by(tmp_path), key=lambda each: each.stat().st_mtime_ns)
     assert len(kept_by(tmp_path)) == 2 and len(path.read_text().splitlines()) == 4
@@ -330,7 +330,7 @@ def test_an_answer_may_go_on_from_the_last_chat(start, tmp_path, monkeypatch):
     (path,) = kept_by(tmp_path)
     before = path.read_text()
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stderr == "It goes on behind 2 messages.\n"
+    assert done.stderr == "It continues after 2 messages.\n"
     assert path.read_text() == before and kept_by(tmp_path) == [path]
 
 

@@ -113,8 +113,19 @@ def test_a_dense_model_is_checked_all_the_same(tmp_path, ggml):
     path = write_model(tmp_path / "m.gguf", tensors, model_metadata("llama"))
     poke(path, place(path, "token_embd.weight").offset, struct.pack("<f", float("inf")))
     said = texts(path, ggml)
-    assert "not a Mixture-of-Experts model" in said[0]
+    assert "not a Mixture-of-Experts model" in said[0]  # its header promises experts
     assert "value 0 at offset" in said[1]
+
+
+def test_a_whole_dense_model_is_not_damaged(tmp_path, ggml):
+    """verify says that it is whole and cannot run."""
+    tensors = [("token_embd.weight", (64, 3), GGMLType.F32)]
+    path = write_model(tmp_path / "m.gguf", tensors, model_metadata("llama", expert_count=None))
+    report = verify(path, ggml=ggml, threads=1)
+    assert report.problems == [] and "not a Mixture-of-Experts model" in report.no_experts
+    done = run("verify", path)
+    assert (done.exit_code, done.stdout) == (3, f"{path}: good: 1 tensors, 768 B, no experts\n")
+    assert f"{path}: it cannot run: no expert tensors" in done.stderr
 
 
 def test_a_pair_of_files(two_files, packed, tmp_path, ggml):

@@ -11,7 +11,14 @@ from orchestrator.config import Config
 from orchestrator.errors import ConfigError, SettingError
 from orchestrator.settings import FROM_1, Notation, Settings, again, parse_size, setting
 
-SIZES = {"4096": 4096, "6GiB": 6 * 2**30, "6G": 6 * 2**30, "1.5 GiB": 3 * 2**29, "7b": 7}
+SIZES = {
+    "4096B": 4096,
+    "8388608": 1 << 23,
+    "6GiB": 6 * 2**30,
+    "6G": 6 * 2**30,
+    "1.5 GiB": 3 * 2**29,
+    "7b": 7,
+}
 SIZES |= {"500MB": 500_000_000, " 64 kib ": 65536, "2tb": 2 * 10**12}
 
 
@@ -22,6 +29,17 @@ def test_sizes():
 @cases("text", "", "6 gigs", "GiB", "-1", "1e9", "0", "0.0001KB", "١GB", "1_000")
 def test_no_sizes(text):
     with pytest.raises(ConfigError):
+        parse_size(text)
+
+
+@cases(
+    "text, meant",
+    ("5", "write 5GiB, or 5B for so few bytes"),
+    ("1.5", "write 1.5GiB"),
+    ("4096", "write 4096MiB"),
+)
+def test_a_number_without_a_unit_is_refused_below_1_mib(text, meant):
+    with pytest.raises(ConfigError, match=meant):
         parse_size(text)
 
 

@@ -1,6 +1,8 @@
 """--exact: what it stands for, and what it does not go with; and precisions of a packed file by the
 memory that it is for."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from command_line import run
@@ -96,11 +98,27 @@ def test_at_the_ends(paths):
         assert tiers_for(model, ram_for(paths["f16"], 9))[0] == ["q8_0"]
         names, why = tiers_for(model, ram_for(paths["f16"], 2.3))
         assert names == ["q8_0", "q4_k", "q2_k"] and "read as needed" in why
-        with pytest.raises(BudgetError):
+        with pytest.raises(BudgetError, match=r"--for-ram 1 MiB is too little") as caught:
             tiers_for(model, 1 << 20)
+        assert "--ram " not in str(caught.value) and "--ctx" not in str(caught.value)
+        assert tiers_for(model, caught.value.needed_bytes)
     with ExpertModel.open(paths["q4_k"]) as model:
         assert tiers_for(model, ram_for(paths["q4_k"], 5))[0] == ["q4_k"]
         assert tiers_for(model, ram_for(paths["q4_k"], 3))[0] == ["q4_k", "q3_k", "q2_k"]
+
+
+@cases(
+    "own, names",
+    ("f16", ["q8_0", "q4_k", "q2_k"]),
+    ("q4_1", ["q4_1", "q4_k", "q2_k"]),
+    ("q4_0", ["q4_0", "q2_k"]),
+)
+def test_rows_that_are_no_multiple_of_256_get_what_streams(own, names, tmp_path):
+    """pack writes such tiers in the types that their rows fit, iq4_nl and q2_0."""
+    narrow = replace(synthetic.preset("tiny-qwen3moe"), n_embd=192, n_ff_exp=64, n_expert=64)
+    path = synthetic.write(tmp_path / "narrow.gguf", narrow, tiers=(own,))
+    with ExpertModel.open(path) as model:
+        assert tiers_for(model, ram_for(path, 2.0))[0] == names
 
 
 def test_pack_by_memory(paths, tmp_path):

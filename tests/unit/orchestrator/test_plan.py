@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf_split import split
 from tables import cases
 
 from gguf_tools import inspect, synthetic
@@ -141,6 +142,36 @@ def test_the_smallest_budget_named_is_the_smallest(models, policy):
         with pytest.raises(BudgetError):
             plan_for(model, policy=policy, **{key: needed - 1})
     assert plan_for(model, policy=policy, expert_ram=10**6, ram=2**34).budget_bytes == 10**6
+
+
+def test_what_is_said_of_a_model_before_it_runs(models, tmp_path):
+    """A context beyond its own, and a part of another quantization; two files may differ."""
+
+    def notes(path, low=None, **settings):
+        with ExpertModel.open(path, low) as model:
+            return planning.notes_of(Config.build(model=path, low=low, **settings), model)
+
+    high, low = models["high"].path, models["low"].path
+    assert notes(high, ctx=2048) == []
+    assert notes(high, ctx=4000) == [
+        "--ctx 4000: the model was made for 2048 tokens, and gets as many."
+    ]
+    parts, others = (split(each, tmp_path / each.stem, 3) for each in (high, low))
+    assert notes(parts[0]) == notes(parts[0], low=others[0]) == []
+    parts[1].write_bytes(others[1].read_bytes())
+    (said,) = notes(parts[0], low=others[0])
+    assert said.startswith(f"{parts[1]}: a part of another quantization? Its experts are q2_k")
+
+
+def test_a_cache_that_is_too_large_is_named(models):
+    """And not --ram, which was not given, or is enough without it."""
+    for ram, remedy in ((None, "or free memory"), (2**30, r"or give --ram \d+ MiB")):
+        with pytest.raises(
+            BudgetError, match=rf"--cache-ram 99 GiB is too much.*{remedy}"
+        ) as caught:
+            plan_for(models["three"], cache_ram=99 << 30, ram=ram)
+        needed = caught.value.needed_bytes
+        assert plan_for(models["three"], Machine(2**40), cache_ram=99 << 30, ram=needed)
 
 
 @cases(

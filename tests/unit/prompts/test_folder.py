@@ -1,5 +1,6 @@
 """Conversations on disk: whole files, checked before they are used, within a limit."""
 
+import errno
 import os
 import time
 
@@ -154,10 +155,32 @@ def test_what_has_no_room_in_memory_stays(tmp_path):
     assert read(folder, again) is not None
 
 
-def test_a_folder_that_cannot_be_is_a_sentence(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"--prompt-cache .*file.*exists"):
-        PromptFolder(tmp_path / "file", ROOMY)
+@cases(
+    "name, said",
+    ("file", "file: it is a file, or lies below one: name a folder"),
+    ("file/below", "below: it is a file, or lies below one: name a folder"),
+    ("x" * 300, "File name too long: name a folder that can be made and written"),
+)
+def test_what_is_no_folder_is_refused_with_a_remedy(name, said, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=said):
+        PromptFolder(tmp_path / name, ROOMY)
+
+
+def test_the_reason_of_a_failed_write_is_asked_of_the_system(tmp_path, monkeypatch):
+    """llama.cpp says only that it failed."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    folder = PromptFolder(tmp_path, ROOMY)
+    folder.save(KEY, [1, 2, 3], False, (), lambda _path: 0)
+    assert folder.notes == [
+        f"{tmp_path}: No space left on device: no conversation is kept there. Free space or allow "
+        f"writing, or name another folder with --prompt-cache."
+    ]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_cannot_be_written_is_said(tmp_path):

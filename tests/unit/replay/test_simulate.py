@@ -249,7 +249,7 @@ def test_report(library):
         (
             {"policy": "dymoe", "settings": {"retention": 0.5}},
             MoeEdgeError,
-            "needs a second precision",
+            "needs a second precision: give --low-tier q2_k, which the trace has",
         ),
         (
             {"settings": {"n_ahead": 1}},

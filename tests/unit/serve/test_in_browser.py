@@ -121,8 +121,9 @@ def test_an_answer_streams_and_its_experts_light_up(browser, served):
     assert tab.value("lengths.size") > 4
     assert tab.value("document.querySelector('.assistant').innerText.length") > 50
     costs = tab.value("document.querySelector('.costs').innerText")
-    for word in ("first word", "tok/s", "% in memory", "memory", "of 160.0 MiB"):
+    for word in ("first word", "tok/s", "% in memory", "memory", "of 160.0 MiB", "estimated loss"):
         assert word in costs
+    assert tab.value("$('mode').innerText").startswith("moe-edge-demo: managed: dymoe q4_k/q2_k")
     tab.until("flow.some((each) => each.hits > 0)")
     assert "since the start: " in tab.value("$('figures').innerText")
     assert "8 layers of 16 experts; q4_k: " in tab.value("$('experts').ariaLabel")
@@ -134,6 +135,34 @@ def test_an_answer_streams_and_its_experts_light_up(browser, served):
     urls = {event["request"]["url"] for event in tab.events("Network.requestWillBeSent")}
     assert urls and all(url.startswith((served.url + "/", "data:")) for url in urls), urls
     assert complaints(tab) == []
+
+
+PLAIN = """
+const all = { model: "m", mode: "all fits", layers: 0, memory: {}, streams_below: 110 * 2 ** 20 };
+if (path === "/experts") return new Response(JSON.stringify(all));
+"""
+
+
+def test_a_ram_is_advised_with_which_experts_stream(browser, served):
+    tab = opened(browser, served, PLAIN)
+    tab.until("!$('plain').hidden")
+    assert "moe-edge serve --ram 110MiB," in tab.value("$('plain').innerText")
+    assert tab.value("$('mode').innerText") == "m: all fits"
+
+
+@pytest.mark.parametrize(
+    "timings, said",
+    [
+        ("{ kl_estimate: 0.0123, mix: { q8_0: 0.5, q2_k: 0.5 } }", "estimated loss 0.012 nats"),
+        ("{ kl_estimate: null, mix: { q8_0: 0.75, skip: 0.25 } }", "loss not known: 25 % of"),
+        ("{ kl_estimate: 0, mix: { q8_0: 1, skip: 0 } }", ""),
+        ("{ kl_estimate: null, mix: { q8_0: 1 } }", ""),
+    ],
+)
+def test_a_loss_is_shown(timings, said, tab):
+    usual = "prompt_ms: 1, predicted_per_second: 1, peak_rss_bytes: 1, ram_bytes: 1"
+    shown = tab.value(f"costs({{ {usual}, ...{timings} }})")
+    assert (said in shown) if said else ("loss" not in shown)
 
 
 def test_an_answer_can_be_stopped(browser, served):
