@@ -217,7 +217,8 @@ class Config(Settings):
     exact: bool = setting(
         False,
         "Compute llama.cpp's own bits. Every expert is in the high precision, all weights are as "
-        "in the file, and there are as many threads all the time.",
+        "in the file, and there are as many threads all the time. Answers that a server decodes "
+        "together may differ from answers alone, because their sums have another order.",
         group=PRECISION,
     )
     max_tokens: int | None = setting(

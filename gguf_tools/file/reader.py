@@ -7,6 +7,7 @@ errors of ``gguf_tools.errors``, naming file, key or tensor, and offset.
 
 import mmap
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -228,8 +229,11 @@ def metadata_value(file: GGUFFile, key: str, kind: type | tuple[type, ...], defa
 
 
 def architecture(file: GGUFFile) -> str:
-    """``general.architecture``. Raises MissingKeyError where it is absent or empty."""
+    """Return ``general.architecture``. Raises MissingKeyError if it is absent or empty, and
+    MetadataError if it is no name: it is the beginning of other keys' names, and is printed."""
     arch = metadata_value(file, KEY_ARCHITECTURE, str, "")
     if not arch:
         raise errors.MissingKeyError(f"{file.path}: key {KEY_ARCHITECTURE} is missing")
+    if not re.fullmatch(r"[\w.-]+", arch):
+        raise errors.MetadataError(f"{file.path}: key {KEY_ARCHITECTURE}: {arch!r} is no name")
     return str(arch)

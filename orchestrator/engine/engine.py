@@ -413,6 +413,7 @@ class Engine(Closing):
         self._save_history()
 
     def _save_history(self) -> None:
-        """Save what was learned, unless the model's file changed: it would be another model's."""
-        if not self._loader.files.look()[1]:
+        """Save what was learned, unless another file is at the model's path now: what was learned
+        would be taken for that one's."""
+        if not self._loader.files.look()[0]:
             self._loader.history.save()

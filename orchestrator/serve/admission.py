@@ -10,7 +10,7 @@ import ctypes
 import hashlib
 import json
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
@@ -51,6 +51,8 @@ PROBS_BYTES = 5 << 20
 BODY_FACTOR, WHOLE_FACTOR = 64, 92
 # So many of the longest bodies may arrive and wait at once.
 KEPT = 8
+# And so many of one client, so that there is memory for others.
+CLIENT_KEPT = 6
 # An entry of a request's state: its answer may wait for its client for longer than others.
 PACES_ITSELF = "paces_itself"
 # An entry of a request's state: the name of its client, a digest of its key or an address.
@@ -326,13 +328,14 @@ class Bodies:
     sends it. What is made of a body takes many times as much. So one thread at a time works with a
     body before its turn, and after it there are as many as may be answered at once.
 
-    kept_bytes: of those that arrive or wait; waiting: those that a thread will look at; refused:
-    those that there was no room for, ever.
+    kept_bytes: of those that arrive or wait; kept_by: the same by client; waiting: those that a
+    thread will look at; refused: those that there was no room for, since the start.
     """
 
     def __init__(self, workers: Executor) -> None:
         """workers: where bodies are looked at."""
         self.kept_bytes = self.waiting = self.refused = 0
+        self.kept_by: Counter[str] = Counter()
         self._workers = workers
         self._one = asyncio.Lock()
 
@@ -355,22 +358,29 @@ class Body:
     """The body of one request. data: its bytes, until its turn. Whoever made it takes it in the
     end."""
 
-    def __init__(self, bodies: Bodies, longest_bytes: int) -> None:
-        """longest_bytes: of any request's body."""
+    def __init__(self, bodies: Bodies, longest_bytes: int, client: str = "") -> None:
+        """longest_bytes: of any request's body; client: who sends it."""
         self.data = b""
         self._asking: Asked | None = None  # what a thread asks the native server
         self._is_given_up, self._lock = False, threading.Lock()
         self._bodies, self._most_bytes = bodies, KEPT * longest_bytes
+        self._client, self._share_bytes = client, CLIENT_KEPT * longest_bytes
         self._n_bytes = 0
 
     def count(self, n_bytes: int) -> None:
         """It is n_bytes long by now. Raises Refusal where there is no room for more: who waited for
         room could hold everybody up who sends nothing."""
         bodies, more = self._bodies, n_bytes - self._n_bytes
-        if more > 0 and bodies.kept_bytes + more > self._most_bytes:
+        of_client = bodies.kept_by[self._client] + more
+        if more > 0 and (
+            bodies.kept_bytes + more > self._most_bytes or of_client > self._share_bytes
+        ):
             bodies.refused += 1
             raise Refusal(503, "other requests take the memory for requests: try again later")
         bodies.kept_bytes += more
+        bodies.kept_by[self._client] = of_client
+        if not of_client:
+            del bodies.kept_by[self._client]
         self._n_bytes = n_bytes
 
     def ask(self, backend: Asks, route: str, text: bytes) -> tuple[int, bytes]:

@@ -178,7 +178,7 @@ class Answer:
             except NativeError as error:
                 await out.fail(Refusal(500, str(error)))
             except Refusal as refusal:
-                await out.fail(refusal)
+                await out.fail(STOPPING if state.stopping else refusal)
 
     def _rest(self) -> None:
         """Behind the last request in flight."""

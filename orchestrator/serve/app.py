@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from orchestrator.errors import ConfigError, MoeEdgeError
-from orchestrator.serve.admission import Body, conversations_of
+from orchestrator.serve.admission import CLIENT, GIVEN_UP, Body, conversations_of
 from orchestrator.serve.answer import Answer
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.door import Door, error_response
@@ -34,7 +34,7 @@ from orchestrator.serve.schemas import (
     paths,
 )
 from orchestrator.serve.scoring import score, wants_scores
-from orchestrator.serve.state import State
+from orchestrator.serve.state import STOPPING, State
 from orchestrator.serve.views import metrics_text, page_response
 from orchestrator.serve.wire import (
     ANTHROPIC,
@@ -120,6 +120,8 @@ class Endpoints:
         def work(backend: Backend, body: Body) -> ASGIApp:
             data, _ = read_request(route, body.data, backend)
             status, text = body.ask(backend, route, written(data))
+            if self._state.stopping and status != 200:
+                raise STOPPING
             if COUNTING.get(route) == ANTHROPIC and status >= 400:
                 text = mapped(text, False, anthropic_error)
             body.data = b""
@@ -186,7 +188,8 @@ class Endpoints:
         """What work makes, on a thread, of a request whose body is all here. The body is held until
         the end of the answer. Raises Refusal."""
         state, settings, backend = self._state, self._state.settings, self._state.ready()
-        body = Body(state.bodies, backend.most_body_bytes)
+        client = request.scope["state"].get(CLIENT, "")
+        body = Body(state.bodies, backend.most_body_bytes, client)
         try:
             useful = settings.most_body_bytes(backend.slot_context)
             read = read_body(request, backend.most_body_bytes, useful, body.count)
@@ -201,7 +204,14 @@ class Endpoints:
                 await asyncio.wait({look, left}, return_when=asyncio.FIRST_COMPLETED)
                 if not look.done():
                     body.give_up()
-                answer = await look
+                    look.cancel()
+                    await asyncio.wait({look})  # a thread may still be at work for it
+                    raise GIVEN_UP
+                answer = look.result()
+            except Refusal:
+                if state.stopping:  # llama.cpp gave the work up
+                    raise STOPPING from None
+                raise
             finally:
                 left.cancel()
                 look.cancel()
@@ -228,7 +238,10 @@ async def _left(receive: Receive) -> None:
 async def _read_of(state: State, route: str) -> tuple[int, bytes]:
     """llama.cpp's answer to a request without a body."""
     ask = partial(asked, state.ready(), route, b"")
-    return await asyncio.get_running_loop().run_in_executor(state.quick, ask)
+    found = await asyncio.get_running_loop().run_in_executor(state.quick, ask)
+    if state.stopping:  # it may have ended before it was answered
+        raise STOPPING
+    return found
 
 
 async def metrics_of(state: State) -> str:

@@ -218,13 +218,11 @@ def request_schema(route: str) -> Schema:
 
 
 def _n_parts(message: Any) -> int:
-    """Returns how many things a template writes for a message: its blocks and calls, at least 1."""
-    lists = (
-        [message.get(name) for name in ("content", "tool_calls")]
-        if isinstance(message, dict)
-        else []
-    )
-    return max(1, sum(len(each) for each in lists if isinstance(each, list)))
+    """Return how many things a template writes for a message: its blocks and calls, and the blocks
+    inside them; at least 1."""
+    found = message if isinstance(message, dict) else {}
+    lists = (found.get(name) for name in ("content", "tool_calls"))
+    return max(1, sum(_n_parts(each) for part in lists if isinstance(part, list) for each in part))
 
 
 def settle_fields(route: str, data: dict[str, Any], n_ctx: int, n_vocab: int = 0) -> None:
@@ -258,7 +256,7 @@ def settle_fields(route: str, data: dict[str, Any], n_ctx: int, n_vocab: int = 0
             data[name] = n_ctx if data[name] < 0 else min(data[name], n_ctx)
     messages = data.get("messages", data.get("input"))
     said = messages if isinstance(messages, list) else []
-    n_parts = sum(map(_n_parts, said))
+    n_parts = sum(map(_n_parts, said)) + _n_parts({"content": data.get("system")}) - 1
     if n_parts > max(_FEW_MESSAGES, n_ctx // MESSAGE_TOKENS):
         kind = "messages" if n_parts == len(said) else "parts of messages"
         raise beyond_context(f"{n_parts} {kind}", MESSAGE_TOKENS * n_parts, n_ctx)

@@ -14,7 +14,16 @@ from paths import CHAT, COMPLETIONS, COUNT
 from tables import cases
 
 from orchestrator.config import Config
-from orchestrator.serve.admission import BODY_FACTOR, KEPT, WHOLE_FACTOR, Bodies, Gate, Unread
+from orchestrator.serve.admission import (
+    BODY_FACTOR,
+    CLIENT_KEPT,
+    KEPT,
+    WHOLE_FACTOR,
+    Bodies,
+    Body,
+    Gate,
+    Unread,
+)
 from orchestrator.serve.backend import Words, server_config
 from orchestrator.serve.wire import Refusal
 
@@ -198,6 +207,57 @@ def test_a_long_word_is_found_across_the_pieces_that_are_searched():
         longest = max(len(each) for each in re.findall(r"[^\W_]+|[\W_]+", text))
         assert words.longest(text) == longest
     assert Words("gemma4", "").longest("x" * 9000 + "\n" * 9000) == 9000
+
+
+class Recorder:
+    """A pattern that notes the length of each text in which it is searched."""
+
+    def __init__(self):
+        self.lengths = []
+
+    def finditer(self, text):
+        self.lengths.append(len(text))
+        return iter(())
+
+
+def test_a_long_text_is_searched_in_pieces():
+    """No other thread runs while a regular expression is searched."""
+    words, pattern = Words("gpt2", "default"), Recorder()
+    words.__dict__["_patterns"] = [pattern]
+    words.longest("a" * 20_000)
+    assert pattern.lengths == [8192, 8192, 3616]
+
+
+@in_a_loop
+async def test_a_client_that_leaves_while_its_body_waits_is_removed():
+    """Nothing is read or counted for it."""
+    go_on = threading.Event()
+    state, app = served_by(FakeBackend(whole(hold=go_on), *(whole() for _ in range(3))))
+    await state.bodies._one.acquire()  # as if a thread worked with another body
+    clients = [begun(app, "/tokenize", {"content": "a"}) for _ in range(3)]
+    await until(lambda: state.bodies.waiting == 3)
+    for client, task in clients[:2]:
+        client.leave()
+        await end_of(task)
+    assert state.bodies.waiting == 1 and state.backend.asked == []
+    state.bodies._one.release()
+    go_on.set()
+    assert (await end_of(clients[2][1])).status == 200
+    assert state.bodies.kept_bytes == 0 and len(state.backend.asked) == 1
+
+
+@in_a_loop
+async def test_a_client_leaves_memory_for_the_bodies_of_others():
+    bodies = Bodies(WORKERS)
+    first = [Body(bodies, 1000, "a") for _ in range(8)]
+    for body in first[:CLIENT_KEPT]:
+        body.count(1000)
+    with pytest.raises(Refusal, match="take the memory"):
+        first[-1].count(1)
+    Body(bodies, 1000, "b").count(2000)
+    for body in first[:CLIENT_KEPT]:
+        body.take()
+    assert bodies.kept_by == {"b": 2000}
 
 
 def test_the_plan_counts_them():

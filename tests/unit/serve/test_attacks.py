@@ -161,6 +161,13 @@ def test_many_calls_in_one_message_are_refused_by_their_number(served):
     data = {"messages": [{"role": "user", "content": "a"}, said], "max_tokens": 1}
     reply = answer_to(served, request(CHAT + KEYED, json.dumps(data).encode()))
     assert reply.startswith(b"HTTP/1.1 400 ") and b"501 parts of messages" in reply
+    # The same in one result of a tool, as Anthropic's form has it.
+    blocks = [{"type": "text", "text": "a"}] * 500
+    result = {"type": "tool_result", "tool_use_id": "1", "content": blocks}
+    data = {"messages": [{"role": "user", "content": [result]}], "max_tokens": 1}
+    head = b"POST /v1/messages HTTP/1.1\r\n" + KEYED
+    reply = answer_to(served, request(head, json.dumps(data).encode()))
+    assert reply.startswith(b"HTTP/1.1 400 ") and b"500 parts of messages" in reply
 
 
 def test_who_reads_nothing_holds_nobody_up(served):

@@ -221,6 +221,7 @@ AS_SENT = None
     (CHAT, {"stop": "x" * 200}, AS_SENT),
     (CHAT, {"stop": ""}, {}),
     (CHAT, {"stop": ["", "x"]}, {"stop": ["x"]}),
+    (CHAT, {"stop": [""]}, {"stop": []}),
     # Some clients have no whole numbers.
     *[
         (each, {"max_tokens": 64.0, "seed": 1.0}, {"max_tokens": 64, "seed": 1})

@@ -185,6 +185,26 @@ def test_small_parts_of_an_answer_are_sent_at_once():
     assert asyncio.run(run())
 
 
+def test_a_client_from_another_address_gets_its_turn(served):
+    """However many requests the first address has waiting."""
+    said = [{"role": "user", "content": "hello"}]
+    body = json.dumps({"messages": said, "max_tokens": 60, "ignore_eos": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
+    data = f"{head}\r\nConnection: close\r\n\r\n".encode() + body
+    with ExitStack() as opened:
+
+        def sent(source):
+            sock = socket.create_connection(served.address, HANG_S, (source, 0))
+            opened.enter_context(sock)
+            sock.sendall(data)
+            return sock
+
+        crowd = [sent("127.0.0.1") for _ in range(30)]
+        assert sent("127.0.0.2").recv(12) == b"HTTP/1.1 200"
+        statuses = [sock.recv(12) for sock in crowd]
+    assert b"HTTP/1.1 429" in statuses and b"HTTP/1.1 200" in statuses
+
+
 def test_one_connection_too_many_gets_503(served):
     """The others go on, and so does the server."""
     with ExitStack() as stack:
