@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import platform
+import re
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -42,6 +43,11 @@ SETS_OF: dict[str, dict[str, dict[str, tuple[int, ...]]]] = {
     "aarch64": {"dotprod": {"asimddp": (20,)}, "armv8": {}},
 }
 SETS = SETS_OF.get(platform.machine(), {})
+
+
+# How the dynamic linker names a library that lacks what another one needs, and glibc's own ones.
+_TOO_OLD = re.compile(r"(\S*?([\w+-]+)\.so[.\d]*): version `([\w.]+)' not found")
+_OF_GLIBC = ("libc", "libm", "libpthread")
 
 
 class NotBuilt(MoeEdgeError):
@@ -149,4 +155,23 @@ def bindings() -> Any:
             ctypes.CDLL(str(path))
         return import_module(f"{name}.llama_cpp")
     except (ImportError, OSError, RuntimeError) as error:
-        raise NotBuilt(f"llama.cpp cannot be loaded ({error}): {advice()}") from error
+        raise NotBuilt(_why_not_loaded(str(error))) from error
+
+
+def _why_not_loaded(said: str) -> str:
+    """Return the sentence for libraries that the dynamic linker refuses. said: its reason."""
+    older = _TOO_OLD.search(said)
+    if older is None:
+        return f"llama.cpp cannot be loaded ({said}): {advice()}"
+    path, name, version = older.groups()
+    text = (
+        f"llama.cpp cannot be loaded: {path} has no {version}, so it is older than what llama.cpp "
+    )
+    text += "was built with: "
+    here = "run `make build` in a clone on this system"
+    if name in _OF_GLIBC:
+        return f"{text}{here}"
+    return (
+        f"{text}if it belongs to another program, such as conda, update it, or take its folder out "
+        f"of LD_LIBRARY_PATH; if it is the system's own, {here}"
+    )

@@ -28,15 +28,17 @@ def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
 
 
 def need_our_build() -> None:
-    """Ends the process with a sentence, which pip shows, where the environment that is installed
+    """Ends the process with a sentence, which pip and uv show, if the environment that is installed
     into lacks our build. pip runs this in that environment's Python, which then sees none of its
     packages: so their folders are named here. Other installers run it in an environment of their
-    own, where nothing of ours is, and are refused."""
+    own, which has nothing of ours, and are refused."""
     upstream = read_upstream()
     folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     found = {each.version for each in distributions(name=upstream.name, path=folders)}
     if upstream.local_version not in found:
         sys.exit(
             "moe-edge needs its own build of llama.cpp, which no package index has: run "
-            "`make build` in this folder, which compiles it and installs moe-edge with pip."
+            "`make build` in this folder, which compiles it and installs moe-edge with pip. For "
+            "`uv tool install`, pipx or another environment run `make wheel`, and install the "
+            "wheel in dist."
         )

@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from patches import wheel
-from patches.upstream import REPO, BuildError, Upstream, errors_of_pip, say, write_atomic
+from patches.upstream import (
+    PATCHES,
+    REPO,
+    BuildError,
+    Upstream,
+    errors_of_pip,
+    say,
+    write_atomic,
+)
 
 PYTHON_AT_LEAST = (3, 10)
 
@@ -146,7 +154,8 @@ def install(
     changed = installed_key(report) != key
     if changed:
         _pip(env, "installing the bindings", ["--no-deps", "--force-reinstall", str(wheel_path)])
-    project = hashlib.sha256((REPO / "pyproject.toml").read_bytes()).hexdigest()
+    declared = [REPO / "pyproject.toml", PATCHES / "requirements.txt"]
+    project = hashlib.sha256(b"".join(each.read_bytes() for each in declared)).hexdigest()
     complete = (
         note.get("project") == project
         and before >= extras

@@ -279,6 +279,12 @@ def project() -> dict[str, Any]:
     return found
 
 
+def requirements() -> list[str]:
+    """Return what the package needs at run time, our build of llama.cpp included."""
+    lines = (PATCHES / "requirements.txt").read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
 def metadata(upstream: Upstream, machine: str = MACHINE) -> bytes:
     """Core metadata, without the bindings among what is required."""
     about = project()
@@ -290,7 +296,7 @@ def metadata(upstream: Upstream, machine: str = MACHINE) -> bytes:
         "Description-Content-Type: text/markdown",
     ]
     bound = upstream.name.replace("_", "-")
-    lines += [f"Requires-Dist: {each}" for each in about["dependencies"] if bound not in each]
+    lines += [f"Requires-Dist: {each}" for each in requirements() if bound not in each]
     for extra, needed in about["optional-dependencies"].items():
         lines.append(f"Provides-Extra: {extra}")
         lines += [f'Requires-Dist: {each}; extra == "{extra}"' for each in needed]

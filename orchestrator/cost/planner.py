@@ -21,6 +21,7 @@ from orchestrator.cost.plans import (
     Candidate,
     Frontier,
     TakenPlans,
+    faster_lossless,
     settings_of_plans,
 )
 from orchestrator.cost.speeds import Speeds
@@ -114,8 +115,32 @@ class Planner:
             self.chosen = found.why
             config = config.compared(**{ALLOWED_LOSS: None, **found.taken.settings})
         with self._probe:
-            runs = self._laid_out(config)
+            runs = self._faster(self._laid_out(config))
         self.brings = self._would_bring(runs)
+        return runs
+
+    def _may_switch(self, config: Config, plan: MemoryPlan) -> bool:
+        """Whether another lossless policy than the default one may run: in a conversation whose
+        experts are not all in memory, and whose options leave the policy open. With a seed the
+        policy stays, since what is known of this machine's speed would change the choice."""
+        left_open = config.policy is None and not config.of_policies and config.seed is None
+        return left_open and config.conversations and plan.absent_bytes > 0 and self.gpu is None
+
+    def _faster(self, runs: Runs) -> Runs:
+        """Return what runs with another lossless policy, if it is known to be clearly faster
+        here; else `runs`. Measures nothing."""
+        if not self._may_switch(runs.config, runs.plan) or runs.loses.kl != 0.0:
+            return runs
+        with suppress(MoeEdgeError, OSError), self.times(measures=False) as times:
+            usual, others = self.candidate(times, runs), dict[int, Runs]()
+            found = [usual]
+            for asked in settings_of_plans(runs.config, self._model, None):
+                if asked.get("high_tier") == usual.tiers[0] and asked["low_tier"] is None:
+                    with suppress(BudgetError, PolicyError, ConfigError):
+                        other = self._laid_out(runs.config.compared(**asked))
+                        found.append(self.candidate(times, other, asked))
+                        others[id(found[-1])] = other
+            return others.get(id(faster_lossless(usual, found)), runs)
         return runs
 
     def _would_bring(self, runs: Runs) -> str | None:
@@ -208,8 +233,9 @@ class Planner:
                     runs = self._laid_out(plain.compared(**asked))
                     if runs.plan.total_bytes <= runs.plan.ram_bytes:  # plain may not fit
                         found.append(self.candidate(times, runs, asked))
-            usual = self.candidate(times, self._laid_out(plain))
-            shown = Frontier.of(found, usual, names[0], allowed, taken.recall())
+            runs = self._laid_out(plain)
+            usual, may_switch = self.candidate(times, runs), self._may_switch(plain, runs.plan)
+            shown = Frontier.of(found, usual, names[0], allowed, taken.recall(), may_switch)
             disturbed = times.speeds.disturbed
         if allowed is not None:
             taken.keep(shown.taken.settings)

@@ -20,6 +20,8 @@ from orchestrator.policy import ALLOWED_LOSS, BASELINE, PLAIN, POLICIES, Policy
 # Plans whose predicted times differ by less are as fast as each other: the one that loses least is
 # taken.
 AS_FAST = 1.02
+# Of plans that lose nothing, another one than the default is taken if it is this much faster.
+CLEARLY_FASTER = 1.05
 # Tokens of context in use for which a plan's speed is said beside that of a short conversation.
 LENGTHS = (8192, 32768, 131072)
 # What is spent and what is lost besides add up to what is allowed, but for this.
@@ -107,10 +109,11 @@ class Frontier:
         best_tier: str,
         allowed: float | None = None,
         before: Mapping[str, Any] | None = None,
+        may_switch: bool = False,
     ) -> Frontier:
-        """Of plans in any order. usual: what runs where no loss is allowed, in nats; before: the
-        settings that were taken the last time. Raises ConfigError for a loss that no plan keeps
-        to."""
+        """Make it of plans in any order. usual: what runs if no loss is allowed, in nats; it stays
+        unless a plan that loses nothing either is clearly faster. before: the settings that were
+        taken the last time. Raises ConfigError for a loss that no plan keeps to."""
         shown: list[Candidate] = []
         for each in found:
             if not each.is_another_ones and not any(map(each.is_like, shown)):
@@ -122,12 +125,40 @@ class Frontier:
             taken = choose(shown, allowed, before)
             reason = f"the fastest within {allowed:g} nats of {best_tier}"
         else:
-            taken = next(filter(usual.is_like, shown))
-            lossless = "lossless, as nothing less is asked for"
-            reason = lossless if taken.kl == 0.0 else "what the options ask for"
+            default = next(filter(usual.is_like, shown))
+            taken, reason = faster_lossless(default, shown) if may_switch else default, ""
+            if taken is not default:
+                reason = f"lossless, and {_ahead(taken, default)} {default.label}"
+            elif taken.kl != 0.0:
+                reason = "what the options ask for"
+            else:
+                reason = "lossless, as nothing less is asked for"
+                first = min(_equals(taken, shown), key=lambda each: each.token_ms)
+                if may_switch and first.token_ms < taken.token_ms:
+                    reason += (
+                        f"; {first.label} is predicted to be {_ahead(first, taken)} it, and takes "
+                        f"its place from {CLEARLY_FASTER - 1:.0%} on"
+                    )
         kl = "" if taken.kl is None else f", {'estimated ' * bool(taken.kl)}{taken.kl:.2g} nats"
         what = f"{taken.label} ({taken.token_ms:.1f} ms a token{kl})"
         return cls(tuple(shown), taken, f"{what}: {reason}.")
+
+
+def _equals(usual: Candidate, found: Sequence[Candidate]) -> list[Candidate]:
+    """The plans that compute what `usual` computes, without a loss, itself among them."""
+    same = [each for each in found if each.kl == usual.kl == 0.0 and each.tiers == usual.tiers]
+    return [usual, *same]
+
+
+def _ahead(faster: Candidate, slower: Candidate) -> str:
+    return f"{slower.token_ms / faster.token_ms - 1:.1%} faster than"
+
+
+def faster_lossless(usual: Candidate, found: Sequence[Candidate]) -> Candidate:
+    """Return the fastest plan that computes what `usual` computes, without a loss, if it is
+    CLEARLY_FASTER; else `usual`."""
+    first = min(_equals(usual, found), key=lambda each: each.token_ms)
+    return first if usual.token_ms > CLEARLY_FASTER * first.token_ms else usual
 
 
 def behind_text(token_ms: Mapping[str, float]) -> str:

@@ -121,6 +121,8 @@ def test_without_our_build_pip_gets_one_sentence(hook, tmp_path, monkeypatch):
 def test_pip_asks_that_and_finds_what_make_build_installed():
     text = (REPO / "pyproject.toml").read_text()
     assert 'build-backend = "patches.backend"' in text and 'backend-path = ["."]' in text
+    # With a list there, uv would resolve it without asking the backend.
+    assert 'dynamic = ["dependencies"]' in text and "\ndependencies = [" not in text
     version = read_upstream().local_version
     if version not in {each.version for each in backend.distributions(name="llama_cpp_python")}:
         pytest.skip("our llama.cpp is not installed: run `make build`")

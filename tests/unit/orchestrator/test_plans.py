@@ -15,7 +15,15 @@ from orchestrator.cli.plan import render
 from orchestrator.config import Config
 from orchestrator.cost.losses import Foreseen, foreseen
 from orchestrator.cost.planner import Planner, Runs
-from orchestrator.cost.plans import AS_FAST, LENGTHS, Candidate, TakenPlans, behind_text, choose
+from orchestrator.cost.plans import (
+    AS_FAST,
+    LENGTHS,
+    Candidate,
+    Frontier,
+    TakenPlans,
+    behind_text,
+    choose,
+)
 from orchestrator.cost.speeds import AGREE, DISTURBED
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP
@@ -362,3 +370,44 @@ def test_what_is_damaged_counts_as_nothing(model, user_folder):
         assert taken.recall() is None
         taken.keep({"policy": "lru"})
         assert taken.recall() == {"policy": "lru"}
+
+
+AS_ASKED = "lossless, as nothing less is asked for"
+
+
+@cases(
+    "dymoe_ms, lru_ms, may_switch, taken, why",
+    (157.8, 156.2, True, "dymoe", f"{AS_ASKED}; lru is predicted to be 1.0% faster than it, and"),
+    (150.0, 156.2, True, "dymoe", f"{AS_ASKED}."),
+    (165.0, 156.2, True, "lru", "lossless, and 5.6% faster than dymoe."),
+    (165.0, 156.2, False, "dymoe", f"{AS_ASKED}."),
+)
+def test_the_mark_is_at_what_runs(dymoe_ms, lru_ms, may_switch, taken, why):
+    """The default, unless another lossless plan is more than 5 % faster."""
+    usual, other = made("dymoe", dymoe_ms, 0.0), made("lru", lru_ms, 0.0)
+    lossy = made("mixed", 1.0, 0.1)
+    shown = Frontier.of([lossy, other, usual], usual, "q4_k", may_switch=may_switch)
+    assert shown.taken.policy == taken and why in shown.why
+
+
+@cases(
+    "dymoe_takes, asked, policy",
+    (1.04, {}, "dymoe"),
+    (1.06, {}, "lru"),
+    (1.06, {"conversations": False}, "dymoe"),
+    (1.06, {"seed": 7}, "dymoe"),
+    (1.06, {"policy": "dymoe"}, "dymoe"),
+    (1.06, {"n_ahead": 2}, "dymoe"),
+)
+def test_a_chat_runs_what_plan_marks(model, dymoe_takes, asked, policy):
+    class TakesLonger(Takes):
+        def token_s(self, cells=0):
+            name = self.plan.policy.name if self.plan.policy else "plain"
+            return super().token_s() * (dymoe_takes if name != "lru" else 1.0)
+
+    played = Played(model, Nats())
+    played._times.of_plan = lambda plan, *_: TakesLonger(plan)
+    played.losses.spent = lambda names: None
+    config = ask(model, 0.5, **{"conversations": True, **asked})
+    assert played.compared(config).plan.policy.name == policy
+    assert played.frontier(config).taken.policy == policy
