@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic
 from types import CodeType, FrameType, FunctionType
@@ -28,6 +28,8 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 # A second Ctrl-C ends the process as it stands; nobody means that within so short a time.
 FORCE_AFTER_S = 1.0
 _AGAIN_S = 0.01
+# After SIGTERM, how long a command with last work waits for the main thread to return from C.
+LEAVE_AFTER_S = 1.5
 _IMPORTING = "<frozen importlib"
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -56,6 +58,7 @@ class _State:
         self.ending: int | None = None
         self.stops: list[Callable[[], None]] = []
         self.ends: Callable[[], None] | None = None
+        self.last_work: list[Callable[[], None]] = []
         self.last_file: str | None = None
         self.over = False
         self.leaves = False
@@ -149,6 +152,7 @@ class _Watch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stop: Callable[[], None] | None = None
+        self._n_begun = 0
         self._writer = self._before = -1
 
     def begin(self, stop: Callable[[], None]) -> None:
@@ -158,6 +162,7 @@ class _Watch:
             os.set_blocking(self._writer, False)
             threading.Thread(target=self._run, args=(reader,), name="signals", daemon=True).start()
         self._stop = stop
+        self._n_begun += 1
         self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
 
     def end(self) -> None:
@@ -179,9 +184,37 @@ class _Watch:
             (_state.stops[-1] if _state.stops else stop)()
         elif handler is _on_ending:
             (_state.ends or stop)()
+            if _state.last_work:
+                leave = threading.Timer(LEAVE_AFTER_S, self._leave, (number, self._n_begun))
+                leave.daemon = True
+                leave.start()
+
+    def _leave(self, number: int, n_begun: int) -> None:
+        """Ends the process if the main thread is still in the C call in which the signal came."""
+        with self._lock:
+            if self._stop is None or self._n_begun != n_begun:
+                return
+        for work in reversed(_state.last_work):
+            with suppress(Exception):
+                work()
+        os._exit(128 + number)
 
 
 _watch = _Watch()
+
+
+@contextmanager
+def leaving(last_work: Callable[[], None]) -> Iterator[None]:
+    """In the block, SIGTERM and SIGHUP end the process even if a call of C does not return soon.
+
+    last_work: called in another thread before the process ends in that way, the innermost block's
+    first. It has to return soon. Other endings do not call it.
+    """
+    _state.last_work.append(last_work)
+    try:
+        yield
+    finally:
+        _state.last_work.remove(last_work)
 
 
 @contextmanager

@@ -15,9 +15,11 @@ import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from gguf_tools import interrupts
 from gguf_tools.columns import explained
 from gguf_tools.units import format_size
 from orchestrator.cache.files import user_folder
@@ -209,11 +211,13 @@ class Console:
         quiet = list(before)
         # Without ICANON the keys arrive as they were pressed, for the next line's editing.
         quiet[3] = before[3] & ~(termios.ECHO | termios.ICANON)
+        restore = partial(termios.tcsetattr, sys.stdin, termios.TCSANOW, before)
         termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
         try:
-            yield
+            with interrupts.leaving(restore):
+                yield
         finally:
-            termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+            restore()
 
     def _tty_state(self) -> list[Any] | None:
         """The modes of the terminal that is spoken on; None where there is none, or where it is

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gguf_tools import interrupts
 from gguf_tools.file.texts import decode_text
 from orchestrator.cache.files import user_folder
 from orchestrator.chat.console import Console
@@ -89,10 +90,12 @@ def chat(prompt: str | None, as_json: bool, resume: bool, **options: Any) -> Non
                 f"Chats are kept for --resume, in {folder}, for you alone to read. "
                 "--no-keep-messages keeps none."
             )
-        if prompt is None:
-            Chat(session, console, partial(change_model, session, console)).run()
-        elif not one_shot(session, console, prompt, as_json):
-            raise KeyboardInterrupt
+        # A step of a large model may be minutes long, and some of its operations cannot be stopped.
+        with interrupts.leaving(lambda: session.engine.keep()):
+            if prompt is None:
+                Chat(session, console, partial(change_model, session, console)).run()
+            elif not one_shot(session, console, prompt, as_json):
+                raise KeyboardInterrupt
     for note in session.engine.prompt_notes():
         console.note(note)
 

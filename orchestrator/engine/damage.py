@@ -113,7 +113,7 @@ class InUse:
         if self._check is None:
             return written
         if self._check.is_running:
-            return f"{path} was touched while it is in use: it is compared with its checksums."
+            return f"{path} was written to while it is in use: it is compared with its checksums."
         return written if self._check.error is not None else ""
 
 

@@ -62,7 +62,7 @@ def test_a_loss_table_is_found_and_used(five, tmp_path):
 
     beside, named = losses.default_path(five), tmp_path / "losses.json"
     found, note, nominal = used()
-    assert found is None and "there is no loss table" in note and "calibrate" in note
+    assert found is None and "has no loss table" in note and "calibrate" in note
     _, note, in_own_slots = used(near_slots="own")
     assert note == "None"  # no table could change where experts are
     try:

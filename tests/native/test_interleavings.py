@@ -188,18 +188,25 @@ class Evictions(Machine):
         return int(stats.experts_promoted + stats.experts_demoted)
 
     def begin_step(self, phase):
-        """The experts that changed. A transition whose slot a token needed was taken back: what an
-        aborted step reads to its end holds slots too."""
+        """Begins a step, and returns the experts that changed."""
+        return self.concluding(lambda: self.driver.store.begin_step(phase), is_step=True)
+
+    def concluding(self, act, is_step):
+        """Calls act, which concludes transitions: all that are complete if it begins a step, else
+        some of them. Returns the experts that changed. A transition whose slot a token needed was
+        taken back: what an aborted step reads to its end holds slots too."""
         store, landed = self.driver.store, self.driver.store.landed()
         complete = {each for each in self.under_way if landed[each]}
         published = self.published()
-        store.begin_step(phase)
+        act()
         resident, target = store.states()
         changed, taken_back = [], published - self.published()
         for expert, (before, after) in list(self.under_way.items()):
             if (resident[expert], target[expert]) == (before, after):
-                assert expert not in complete
+                assert expert not in complete or not is_step
                 continue
+            if not is_step and target[expert] != resident[expert]:
+                continue  # taken back, which the next step notices
             del self.under_way[expert]
             taken_back += 1
             assert target[expert] == resident[expert]
@@ -297,7 +304,13 @@ class Limited(Evictions):
     @rule(which=st.integers(0, 6))
     def limit(self, which):
         store, n_bytes = self.driver.store, self.limits[which % len(self.limits)]
-        to_come = store.limit(n_bytes)
+        to_come = 0
+
+        def limited():
+            nonlocal to_come
+            to_come = store.limit(n_bytes)
+
+        self.concluding(limited, is_step=False)
         stats = store.stats()
         assert stats.slot_bytes == n_bytes
         assert stats.slot_bytes_in_use <= n_bytes + to_come

@@ -3,6 +3,8 @@
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -280,6 +282,34 @@ def test_a_signal_that_ends_the_process_removes_what_was_begun(tmp_path, number)
     assert ended == ["what C called goes on"]
     assert os.listdir(tmp_path) == []
     assert after is signal.SIG_DFL
+
+
+HANG_S = 60  # only what hangs takes so long
+STUCK = """
+import ctypes, sys
+from pathlib import Path
+from gguf_tools import interrupts
+
+def last():
+    Path(sys.argv[1]).write_text("kept")
+
+with interrupts.listening(), interrupts.leaving(last):
+    with interrupts.held(lambda: None):
+        print("in C", flush=True)
+        mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+        lock(mutex)
+        lock(mutex)  # waits for ever, also for signals
+"""
+
+
+def test_a_call_of_c_that_does_not_return_does_not_keep_the_process(tmp_path):
+    """Its last work is done, and it ends with the signal's status."""
+    command = [sys.executable, "-c", STUCK, str(tmp_path / "last")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "in C\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(HANG_S) == 128 + signal.SIGTERM
+    assert (tmp_path / "last").read_text() == "kept"
 
 
 def test_a_hang_up_that_is_ignored_stays_so():
