@@ -81,6 +81,10 @@ def with_stdin(prompt: str | None, console: Console) -> str | None:
     interactive conversation is to begin. Raises UsageError for an empty prompt, and as read_stdin
     does."""
     parts = [prompt or ""]
+    try:
+        parts[0].encode()
+    except UnicodeEncodeError:  # Python makes lone surrogates of bytes that are not UTF-8
+        raise click.UsageError("the prompt of -p is not UTF-8: convert it first") from None
     if not console.in_tty:
         parts.insert(0, read_stdin())
     elif prompt is None:
