@@ -166,8 +166,8 @@ def _why_not_loaded(said: str) -> str:
     path, name, version = older.groups()
     text = (
         f"llama.cpp cannot be loaded: {path} has no {version}, so it is older than what llama.cpp "
+        f"was built with: "
     )
-    text += "was built with: "
     here = "run `make build` in a clone on this system"
     if name in _OF_GLIBC:
         return f"{text}{here}"

@@ -106,6 +106,10 @@ def with_stdin(prompt: str | None, console: Console) -> str | None:
     Returns None if a conversation is to begin. Raises TextFileError for stdin that is not UTF-8.
     """
     parts = [prompt or ""]
+    try:
+        parts[0].encode()
+    except UnicodeEncodeError:  # Python makes lone surrogates of bytes that are not UTF-8
+        raise click.UsageError("the prompt of -p is not UTF-8: convert it first") from None
     if not console.in_tty:
         data = sys.stdin.buffer.read(LONGEST_PROMPT + 1) if sys.stdin else b""
         if len(data) > LONGEST_PROMPT:

@@ -190,13 +190,13 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
         chosen["uniform"] = tuple(name.strip() for name in chosen["uniform"].split(","))
     config, wanted = make_config(options), EvalOptions(**given(chosen))
     check_study(study, out)
-    with ExpertModel.open(config.model, config.low) as model:
-        print_notes(notes_of(config, model))
     with Console().bars() as console:
         if study is None:
             result = run(config, wanted, console.bar)
         else:
             tables = load(STUDIES, study).publish(config, wanted, out, console.bar, console.note)
+    with ExpertModel.open(config.model, config.low) as model:
+        print_notes(notes_of(config, model))
     if study is None:
         say_result(result, render, as_json)
     else:

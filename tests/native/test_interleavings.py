@@ -215,7 +215,8 @@ class Evictions(Machine):
             elif after == HIGH:  # a limit may have evicted some of it where it was published
                 self.high[expert] = set(KINDS)
         self.taken_back += taken_back
-        assert store.stats().transitions_failed == self.taken_back
+        failed = store.stats().transitions_failed
+        assert failed == self.taken_back or (failed > self.taken_back and not is_step)
         for expert, (_, after) in changed:
             self.high[expert] = set(KINDS) if after == HIGH else set()
             self.apart.discard(expert)

@@ -57,6 +57,7 @@ NAMES = "lru, dymoe, dynaexq, firm, context, floor, mixed or plain"
     (["-p", "x", "--ram", "much"], None, 2, "", "'much' is not a size: write it as 6GiB"),
     (["-p", "x", "--ram", "5"], None, 2, "", "the size '5' has no unit: write 5GiB"),
     ([], "\ufeffhello\n", 0, "Hi there!\n", ""),
+    (["-p", "caf\udce9"], None, 2, "", "the prompt of -p is not UTF-8"),
     (["-p", "x", "--ctx", "many"], None, 2, "", "not a valid int"),
     (["-p", "x", "--ram", "9" * 30], None, 2, "", "more than any machine has"),
     (["-p", "x", "--retention", "2"], None, 2, "", "'--retention': must be 0.0 to 1.0, not 2.0"),

@@ -165,7 +165,7 @@ def test_a_conversation_goes_on_in_another_process(model, tmp_path):
 
 
 def test_what_could_not_be_kept_is_said_at_the_end(model, tmp_path):
-    limit = "--prompt-cache-limit=1000"
+    limit = "--prompt-cache-limit=1000B"
     code, _, said = chat(model, "--prompt-cache", tmp_path, limit, "-p", QUESTION)
     assert code == 0
     assert said.startswith("A conversation of ") and said.count("\n") == 1

@@ -143,7 +143,7 @@ def test_what_cannot_be_used_is_read_again(model, tmp_path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with started(model, folder, "--prompt-cache-limit", "1000") as server:
+    with started(model, folder, "--prompt-cache-limit", "1000B") as server:
         assert asked(server, OTHER) == fresh
         for other in (LONG, OTHER, LONG):
             asked(server, other)
