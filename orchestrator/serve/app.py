@@ -17,12 +17,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from orchestrator.errors import ConfigError, MoeEdgeError
-from orchestrator.serve.admission import Body, conversations_of
+from orchestrator.serve.admission import CLIENT, Body, client_left, conversations_of
 from orchestrator.serve.answer import Answer
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.door import Door, error_response
 from orchestrator.serve.ollama import VERSION, Lines, OllamaRequest, described, shown
-from orchestrator.serve.requests import asked, read_request, settle_length, settle_probs
+from orchestrator.serve.requests import read_request, settle_length, settle_probs
 from orchestrator.serve.schemas import (
     COUNTING,
     GENERATING,
@@ -40,6 +40,7 @@ from orchestrator.serve.wire import (
     ANTHROPIC,
     OLLAMA_CHAT,
     OLLAMA_GENERATE,
+    STOPPING,
     Refusal,
     anthropic_error,
     mapped,
@@ -179,10 +180,11 @@ class Endpoints:
         )
 
     async def _of_body(self, request: Request, work: Callable[[Backend, Body], ASGIApp]) -> ASGIApp:
-        """What work makes, on a thread, of a request whose body is all here. The body is held until
-        the end of the answer. Raises Refusal."""
+        """Read the body of a request, and return what work makes of it on a thread. The body is
+        kept until the end of the answer. Raises Refusal."""
         state, settings, backend = self._state, self._state.settings, self._state.ready()
-        body = Body(state.bodies, backend.most_body_bytes)
+        client = request.scope.get("state", {}).get(CLIENT, "")
+        body = Body(state.bodies, backend.most_body_bytes, client)
         try:
             useful = settings.most_body_bytes(backend.slot_context)
             read = read_body(request, backend.most_body_bytes, useful, body.count)
@@ -191,13 +193,15 @@ class Endpoints:
             except asyncio.TimeoutError:
                 late = f"the request was not here after --patience, {settings.patience} s"
                 raise Refusal(408, late) from None
-            look = asyncio.create_task(state.bodies.run(partial(work, backend, body)))
+            look = asyncio.create_task(body.run(partial(work, backend, body)))
             left = asyncio.create_task(_left(request.receive))
             try:
                 await asyncio.wait({look, left}, return_when=asyncio.FIRST_COMPLETED)
                 if not look.done():
-                    body.give_up()
-                answer = await look
+                    look.cancel()
+                    await asyncio.wait({look})
+                    raise client_left()
+                answer = look.result()
             finally:
                 left.cancel()
                 look.cancel()
@@ -222,9 +226,13 @@ async def _left(receive: Receive) -> None:
 
 
 async def _read_of(state: State, route: str) -> tuple[int, bytes]:
-    """llama.cpp's answer to a request without a body."""
-    ask = partial(asked, state.ready(), route, b"")
-    return await asyncio.get_running_loop().run_in_executor(state.quick, ask)
+    """Return the native server's (status, answer) to a request without a body. Raises Refusal if
+    the server ends, because the answer may then be empty."""
+    backend, loop = state.ready(), asyncio.get_running_loop()
+    answer = await loop.run_in_executor(state.quick, lambda: backend.request(route, b"").whole())
+    if state.stopping:
+        raise STOPPING
+    return answer
 
 
 async def metrics_of(state: State) -> str:

@@ -106,10 +106,10 @@ async def test_one_thread_at_a_time_works_with_a_body_to_its_end():
         go_on.wait(HANG_S)
 
     bodies = Bodies(WORKERS)
-    first = asyncio.create_task(bodies.run(work))
+    first = asyncio.create_task(bodies.run(work, "a"))
     await asyncio.to_thread(at_work.wait, HANG_S)
-    left = asyncio.create_task(bodies.run(work))
-    second = asyncio.create_task(bodies.run(lambda: "second"))
+    left = asyncio.create_task(bodies.run(work, "a"))
+    second = asyncio.create_task(bodies.run(lambda: "second", "a"))
     await asyncio.sleep(0)
     assert bodies.waiting == 2
     left.cancel()
@@ -120,6 +120,63 @@ async def test_one_thread_at_a_time_works_with_a_body_to_its_end():
     assert await second == "second" and bodies.waiting == 0
     with pytest.raises(asyncio.CancelledError):
         await first
+
+
+@in_a_loop
+async def test_clients_take_turns_at_the_thread_that_works_with_bodies():
+    go_on, order = threading.Event(), []
+    bodies = Bodies(WORKERS)
+    calls = [asyncio.create_task(bodies.run(partial(go_on.wait, HANG_S), "a"))]
+    for client in ("a", "a", "b", "a", "c"):
+        calls.append(asyncio.create_task(bodies.run(partial(order.append, client), client)))
+    await until(lambda: bodies.waiting == 5)
+    go_on.set()
+    await end_of(asyncio.gather(*calls))
+    assert order == ["a", "b", "c", "a", "a"]
+
+
+def sent(app, path, data, address):
+    """A request from an address, which goes on."""
+    client = Client(app, "POST", path, body_of(data))
+    client._scope["client"] = (address, 1)
+    return asyncio.create_task(client.run())
+
+
+@in_a_loop
+async def test_one_client_cannot_take_all_the_memory_for_bodies():
+    go_on = threading.Event()
+    state, app = served_by(FakeBackend(*(whole(hold=go_on) for _ in range(30))), queue=30)
+    greedy = [sent(app, COMPLETIONS, LONG, "127.0.0.1") for _ in range(20)]
+    await until(lambda: state.gate.waiting + state.bodies.refused == 19)
+    assert state.bodies.refused > 0
+    n_refused = state.bodies.refused
+    other = sent(app, COMPLETIONS, LONG, "127.0.0.2")
+    await until(lambda: state.gate.waiting + state.bodies.refused == 20)
+    assert state.bodies.refused == n_refused
+    go_on.set()
+    assert (await end_of(other)).status == 200
+    statuses = [(await end_of(each)).status for each in greedy]
+    assert statuses.count(503) == n_refused and statuses.count(200) == 20 - n_refused
+    assert state.bodies.kept_bytes == 0
+
+
+@in_a_loop
+async def test_a_client_that_leaves_takes_its_waiting_body_along():
+    """Its body is never looked at, and what is asked for it ends."""
+    holding = whole(hold=threading.Event())
+    state, app = served_by(FakeBackend(holding, whole()))
+    first, reply = begun(app, "/tokenize", {"content": "a"})
+    await until(lambda: state.backend.asked)
+    gone = [begun(app, "/tokenize", {"content": "b"}) for _ in range(4)]
+    await until(lambda: state.bodies.waiting == 4)
+    for client, _ in gone:
+        client.leave()
+    assert [(await end_of(task)).status for _, task in gone] == [499] * 4
+    assert state.bodies.waiting == 0 and len(state.backend.asked) == 1
+    first.leave()
+    assert (await end_of(reply)).status == 499 and holding.cancelled.is_set()
+    assert state.bodies.kept_bytes == 0
+    assert (await end_of(begun(app, "/tokenize", {"content": "c"})[1])).status == 200
 
 
 LIMIT = 2**17
