@@ -46,8 +46,11 @@ class GGUFFile(Closing):
 
     ``value_spans[key]`` is the (start, end) of the encoded value, type tag included, so
     that a copy of the metadata is exact to the byte. ``size`` is that of the whole file, also
-    where the buffer holds its beginning only.
+    where the buffer holds its beginning only. ``status`` is the file's when it was opened, None
+    for a buffer.
     """
+
+    status: os.stat_result | None = None
 
     def __init__(self, path: Path, buffer: mmap.mmap | bytes, size: int | None = None) -> None:
         self.path = path
@@ -89,7 +92,9 @@ class GGUFFile(Closing):
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise errors.FileAccessError(f"{path}: {reason}") from error
-        return cls(path, buffer)
+        made = cls(path, buffer)
+        made.status = status
+        return made
 
     def _header(self, cursor: Cursor) -> tuple[int, int]:
         magic = bytes(cursor.buffer[:4])
