@@ -15,7 +15,7 @@ from tables import cases
 
 from orchestrator.config import Config
 from orchestrator.serve.admission import BODY_FACTOR, KEPT, WHOLE_FACTOR, Bodies, Gate, Unread
-from orchestrator.serve.backend import Words, server_config
+from orchestrator.serve.backend import PIECE_CHARS, Words, server_config
 from orchestrator.serve.wire import Refusal
 
 WORKERS = ThreadPoolExecutor(2)
@@ -249,11 +249,25 @@ def test_the_longest_part_in_which_merges_are_looked_for(kind, cut, text, longes
     assert all(Words(each, "default").is_whole for each in ("llama", "t5", "rwkv", ""))
 
 
+class Searched:
+    """A pattern that keeps the lengths of the texts that it is searched in."""
+
+    def __init__(self, pattern, lengths):
+        self._pattern, self._lengths = pattern, lengths
+
+    def finditer(self, text):
+        self._lengths.append(len(text))
+        return self._pattern.finditer(text)
+
+
 def test_a_long_word_is_found_across_the_pieces_that_are_searched():
-    words = Words("gpt2", "default")
+    """One search lets no other thread run, so it gets a short text."""
+    words, lengths = Words("gpt2", "default"), []
+    words._patterns = [Searched(each, lengths) for each in words._patterns]
     for text in ("a" * 50_000, " " * 50_000, "." * 8000 + "b" * 20_001 + " c"):
         longest = max(len(each) for each in re.findall(r"[^\W_]+|[\W_]+", text))
         assert words.longest(text) == longest
+    assert lengths and max(lengths) <= PIECE_CHARS
     assert Words("gemma4", "").longest("x" * 9000 + "\n" * 9000) == 9000
 
 
