@@ -31,6 +31,7 @@ from gguf_tools.file.parse import (
     MIN_TENSOR_BYTES,
     Cursor,
     TensorInfo,
+    read_name,
     read_tensor,
     read_value,
     read_value_type,
@@ -128,9 +129,7 @@ class GGUFFile(Closing):
 
     def _read_kv(self, cursor: Cursor) -> None:
         start = cursor.at
-        key = cursor.text(MAX_KEY_BYTES)
-        if not key:
-            raise cursor.fail(errors.TextError, "empty key", start)
+        key = read_name(cursor, "key", MAX_KEY_BYTES)
         cursor.where = f"key {key}"
         if key in self.metadata:
             raise cursor.fail(errors.DuplicateError, "the key occurs twice", start)
@@ -233,8 +232,19 @@ def metadata_value(file: GGUFFile, key: str, kind: type | tuple[type, ...], defa
 
 
 def architecture(file: GGUFFile) -> str:
-    """``general.architecture``. Raises MissingKeyError where it is absent or empty."""
-    arch = metadata_value(file, KEY_ARCHITECTURE, str, "")
+    """Return ``general.architecture``, which other keys begin with. Raises MissingKeyError if it is
+    absent or empty, and MetadataError if it has control characters."""
+    arch = str(metadata_value(file, KEY_ARCHITECTURE, str, ""))
     if not arch:
         raise errors.MissingKeyError(f"{file.path}: key {KEY_ARCHITECTURE} is missing")
-    return str(arch)
+    if not arch.isprintable():
+        raise errors.MetadataError(
+            f"{file.path}: key {KEY_ARCHITECTURE}: {arch!r:.100} has control characters"
+            f" (at offset {file.value_spans[KEY_ARCHITECTURE][0]})"
+        )
+    return arch
+
+
+def one_line(text: str) -> str:
+    """Return a text of a file for people: a single line without control characters."""
+    return " ".join("".join(each for each in text if each.isprintable() or each.isspace()).split())
