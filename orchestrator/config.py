@@ -213,7 +213,8 @@ class Config(Settings):
     exact: bool = setting(
         False,
         "Compute llama.cpp's own bits. Every expert is in the high precision, all weights are as "
-        "in the file, and there are as many threads all the time.",
+        "in the file, and there are as many threads all the time. Answers that decode together "
+        "(serve --parallel) still round differently than alone.",
         group=PRECISION,
     )
     max_tokens: int | None = setting(
