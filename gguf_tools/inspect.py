@@ -7,6 +7,7 @@ from typing import Any
 from gguf_tools.columns import aligned
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import KEY_CALIBRATION, KEY_QUANTIZATION, KINDS, slot_bytes
+from gguf_tools.file.reader import one_line
 from gguf_tools.units import format_size
 
 BUDGET_SHARES = (0.25, 0.40, 0.60, 0.80, 1.00)
@@ -78,8 +79,8 @@ def describe(model: ExpertModel, scratch_bytes: int = 0) -> dict[str, Any]:
 
 
 def _said(model: ExpertModel, key: str) -> str | None:
-    """What a packed file says of how it was made. None: it says nothing."""
-    return str(model.metadata[key]) if key in model.metadata else None
+    """Return what a packed file says of how it was made, or None if it says nothing."""
+    return one_line(str(model.metadata[key])) if key in model.metadata else None
 
 
 def _experts_per_layer(model: ExpertModel, tier: int, budget: int) -> int:

@@ -102,7 +102,10 @@ def announced_tiers(file: GGUFFile) -> list[str]:
     names = metadata_value(file, KEY_TIERS, list, None)
     if names is None:
         raise _missing(file, KEY_TIERS)
-    valid = all(isinstance(name, str) and name == name.lower() and name for name in names)
+    valid = all(
+        isinstance(name, str) and name == name.lower() and name and name.isprintable()
+        for name in names
+    )
     if not valid or not 1 <= len(names) <= MAX_TIERS or len(set(names)) != len(names):
         raise errors.MetadataError(
             f"{file.path}: key {KEY_TIERS}: {names!r:.200}; expected 1 to {MAX_TIERS} different"

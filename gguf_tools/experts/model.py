@@ -27,7 +27,7 @@ from gguf_tools.experts.tensors import (
 )
 from gguf_tools.file.layout import BLOCK, KEY_FALLBACKS, KEY_SPLIT_NO, GGMLType, pad
 from gguf_tools.file.parts import SPLIT_NAME, open_model
-from gguf_tools.file.reader import GGUFFile, metadata_value
+from gguf_tools.file.reader import GGUFFile, metadata_value, one_line
 from gguf_tools.units import format_size
 
 KV_CELL_PADDING = 256
@@ -164,7 +164,7 @@ def _of_one(parts: list[GGUFFile]) -> ExpertModel:
     tiers, tier_bytes = sum_tiers(first, tier_names, slices, shapes, hparams.n_expert)
     return ExpertModel(
         path=first.path,
-        name=_one_line(metadata_value(first, "general.name", str, "")) or _stem(first.path),
+        name=one_line(metadata_value(first, "general.name", str, "")) or _stem(first.path),
         hparams=hparams,
         layer_ids=sorted(tensors.best),
         tiers=tiers,
@@ -176,14 +176,9 @@ def _of_one(parts: list[GGUFFile]) -> ExpertModel:
         tier_bytes=tier_bytes,
         has_shared=tensors.has_shared,
         lookup=tensors.lookup,
-        fallbacks=[str(text) for text in metadata_value(first, KEY_FALLBACKS, list, [])],
+        fallbacks=[one_line(str(text)) for text in metadata_value(first, KEY_FALLBACKS, list, [])],
         parts=parts,
     )
-
-
-def _one_line(text: str) -> str:
-    """Return a text of a file's metadata without line feeds and other control characters."""
-    return " ".join("".join(each if each.isprintable() else " " for each in text).split())
 
 
 def _stem(path: Path) -> str:

@@ -90,6 +90,18 @@ class Cursor:
             ) from None
 
 
+def read_name(cursor: Cursor, what: str, limit: int) -> str:
+    """Read the name of a key or a tensor. Raises TextError for one that messages cannot show in a
+    line: an empty one, and one with line feeds or other control characters."""
+    start = cursor.at
+    name = cursor.text(limit)
+    if not name:
+        raise cursor.fail(errors.TextError, f"empty {what}", start)
+    if not name.isprintable():
+        raise cursor.fail(errors.TextError, f"{what} {name!r:.100} has control characters", start)
+    return name
+
+
 def read_value_type(cursor: Cursor) -> ValueType:
     start = cursor.at
     tag = cursor.scalar("I")
@@ -150,10 +162,7 @@ def read_value(cursor: Cursor, kind: ValueType) -> Any:
 
 def read_tensor(cursor: Cursor) -> TensorInfo:
     """One entry of the tensor list; its offset is still relative to the data section."""
-    start = cursor.at
-    name = cursor.text(MAX_NAME_BYTES)
-    if not name:
-        raise cursor.fail(errors.TextError, "empty tensor name", start)
+    name = read_name(cursor, "tensor name", MAX_NAME_BYTES)
     cursor.where = f"tensor {name}"
     start = cursor.at
     n_dims = cursor.scalar("I")

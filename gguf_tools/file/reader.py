@@ -7,7 +7,6 @@ errors of ``gguf_tools.errors``, naming file, key or tensor, and offset.
 
 import mmap
 import os
-import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from gguf_tools.file.parse import (
     MIN_TENSOR_BYTES,
     Cursor,
     TensorInfo,
+    read_name,
     read_tensor,
     read_value,
     read_value_type,
@@ -47,8 +47,11 @@ class GGUFFile(Closing):
 
     ``value_spans[key]`` is the (start, end) of the encoded value, type tag included, so
     that a copy of the metadata is exact to the byte. ``size`` is that of the whole file, also
-    where the buffer holds its beginning only.
+    where the buffer holds its beginning only. ``status`` is the file's when it was opened, None
+    for a buffer.
     """
+
+    status: os.stat_result | None = None
 
     def __init__(self, path: Path, buffer: mmap.mmap | bytes, size: int | None = None) -> None:
         self.path = path
@@ -90,7 +93,9 @@ class GGUFFile(Closing):
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise errors.FileAccessError(f"{path}: {reason}") from error
-        return cls(path, buffer)
+        made = cls(path, buffer)
+        made.status = status
+        return made
 
     def _header(self, cursor: Cursor) -> tuple[int, int]:
         magic = bytes(cursor.buffer[:4])
@@ -124,9 +129,7 @@ class GGUFFile(Closing):
 
     def _read_kv(self, cursor: Cursor) -> None:
         start = cursor.at
-        key = cursor.text(MAX_KEY_BYTES)
-        if not key:
-            raise cursor.fail(errors.TextError, "empty key", start)
+        key = read_name(cursor, "key", MAX_KEY_BYTES)
         cursor.where = f"key {key}"
         if key in self.metadata:
             raise cursor.fail(errors.DuplicateError, "the key occurs twice", start)
@@ -229,11 +232,19 @@ def metadata_value(file: GGUFFile, key: str, kind: type | tuple[type, ...], defa
 
 
 def architecture(file: GGUFFile) -> str:
-    """Return ``general.architecture``. Raises MissingKeyError if it is absent or empty, and
-    MetadataError if it is no name: it is the beginning of other keys' names, and is printed."""
-    arch = metadata_value(file, KEY_ARCHITECTURE, str, "")
+    """Return ``general.architecture``, which other keys begin with. Raises MissingKeyError if it is
+    absent or empty, and MetadataError if it has control characters."""
+    arch = str(metadata_value(file, KEY_ARCHITECTURE, str, ""))
     if not arch:
         raise errors.MissingKeyError(f"{file.path}: key {KEY_ARCHITECTURE} is missing")
-    if not re.fullmatch(r"[\w.-]+", arch):
-        raise errors.MetadataError(f"{file.path}: key {KEY_ARCHITECTURE}: {arch!r} is no name")
-    return str(arch)
+    if not arch.isprintable():
+        raise errors.MetadataError(
+            f"{file.path}: key {KEY_ARCHITECTURE}: {arch!r:.100} has control characters"
+            f" (at offset {file.value_spans[KEY_ARCHITECTURE][0]})"
+        )
+    return arch
+
+
+def one_line(text: str) -> str:
+    """Return a text of a file for people: a single line without control characters."""
+    return " ".join("".join(each for each in text if each.isprintable() or each.isspace()).split())

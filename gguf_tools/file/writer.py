@@ -166,6 +166,8 @@ class GGUFWriter:
             raise errors.WriteError(f"{self.path}: key {key}: the header is already written")
         if not key:
             raise errors.WriteError(f"{self.path}: empty metadata key")
+        if not key.isprintable():
+            raise errors.WriteError(f"{self.path}: key {key!r:.100} has control characters")
         if key == KEY_ALIGNMENT and encoded != encode_value(self.alignment, ValueType.UINT32):
             raise errors.WriteError(
                 f"{self.path}: key {key}: the file is written with alignment {self.alignment}"
@@ -182,6 +184,8 @@ class GGUFWriter:
             raise errors.DuplicateError(f"{where}: declared twice")
         if not name or len(name.encode("utf-8")) > MAX_NAME_BYTES:
             raise errors.TextError(f"{where}: a name has 1 to {MAX_NAME_BYTES} bytes")
+        if not name.isprintable():
+            raise errors.TextError(f"{self.path}: tensor name {name!r} has control characters")
         if not 1 <= len(shape) <= MAX_DIMS or min(shape) < 1:
             raise errors.TensorShapeError(f"{where}: impossible shape {list(shape)}")
         if shape[0] % BLOCK[ggml_type].weights:

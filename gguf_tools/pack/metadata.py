@@ -3,6 +3,7 @@
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file import layout
 from gguf_tools.file.layout import GGMLType, ValueType
+from gguf_tools.file.reader import one_line
 from gguf_tools.file.writer import GGUFWriter
 from gguf_tools.pack.report import PackReport
 from gguf_tools.pack.targets import Matrix
@@ -51,8 +52,8 @@ def method_and_calibration(
     """Method and calibration of the file. Lower tiers that are kept keep what was said of them."""
     by = quantizer or Rtn
     lower = [each.same is None for matrix in matrices for each in matrix.targets[1:]]
-    said = str(model.metadata.get(layout.KEY_QUANTIZATION, by.method)).split(",")[0]
+    said = one_line(str(model.metadata.get(layout.KEY_QUANTIZATION, by.method))).split(",")[0]
     if quantizer is not None or all(lower) or said in (by.method, "ggml"):
         return by.method, by.calibration
     method = f"{said} and {by.method}" if any(lower) else said
-    return method, str(model.metadata.get(layout.KEY_CALIBRATION, by.calibration))
+    return method, one_line(str(model.metadata.get(layout.KEY_CALIBRATION, by.calibration)))

@@ -21,7 +21,7 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.file.chunks import sha256_of
 from gguf_tools.file.layout import GATE, GATE_UP, MAGIC, UP, GGMLType, ValueType, expert_tensor_name
 from gguf_tools.file.opening import open_file
-from gguf_tools.file.reader import GGUFFile, metadata_value
+from gguf_tools.file.reader import GGUFFile, metadata_value, one_line
 from gguf_tools.file.writer import GGUFWriter
 from gguf_tools.quantize.ggml import Floats
 
@@ -203,7 +203,7 @@ def _read_gguf(path: Path) -> Imatrix:
         return Imatrix(
             path.name,
             entries,
-            [str(each) for each in datasets],
+            [one_line(str(each)) for each in datasets],
             metadata_value(file, KEY_CHUNK_COUNT, int, 0),
             metadata_value(file, KEY_CHUNK_SIZE, int, 0),
         )

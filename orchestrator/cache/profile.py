@@ -29,15 +29,20 @@ _SAMPLES, _SAMPLE_BYTES = 256, 4096
 
 
 def identity(model: ExpertModel) -> str:
-    """What makes a model file this one: the hash of the sizes of its parts, of what is before their
-    first tensors' bytes, the metadata and the tensor table, and of _SAMPLES pieces of these bytes,
-    evenly over each part. Other weights differ in all of them, as other rounding does; a damaged
-    byte between two pieces is what checksums are for."""
+    """Return a hash that identifies the files of a model, whatever their names are.
+
+    It covers the size of each part, the bytes before the first tensor (metadata and tensor table),
+    and _SAMPLES pieces of the tensors' bytes, evenly over each part. Other weights or other
+    rounding differ in all of these pieces. Checksums find a damaged byte between two pieces.
+
+    The result stays that of the files that were opened if it was computed before other files got
+    their names.
+    """
     return _identity(tuple((part.path, part.data_offset) for part in model.parts), _stamps(model))
 
 
 def _stamps(model: ExpertModel) -> tuple[tuple[int, int], ...]:
-    found = (part.path.stat() for part in model.parts)
+    found = (part.status or part.path.stat() for part in model.parts)
     return tuple((each.st_size, each.st_mtime_ns) for each in found)
 
 
@@ -139,6 +144,8 @@ class HotnessKeeper(_Cached):
         self._named = config.given("profile")
         if self._named:
             self._path = self._named
+            with suppress(OSError):
+                identity(model)  # before another file can get the model's name
 
     @cached_property
     def _known(self) -> np.ndarray | None:

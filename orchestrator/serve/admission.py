@@ -9,6 +9,7 @@ import asyncio
 import ctypes
 import hashlib
 import json
+import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -17,11 +18,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from orchestrator.serve.wire import Refusal
+from orchestrator.serve.wire import STOPPING, Refusal
 
 T = TypeVar("T")
-# A client that has left gets no answer. The status is nginx's, for the log.
-GIVEN_UP = Refusal(499, "the client has left")
 
 
 class Asked(Protocol):
@@ -49,10 +48,9 @@ PROBS_BYTES = 5 << 20
 # would take more. A tokenizer that looks for merges in a whole text (SentencePiece's) takes 45 to
 # 70, and 91 at most, whatever the text: its tables are in two places while they grow.
 BODY_FACTOR, WHOLE_FACTOR = 64, 92
-# So many of the longest bodies may arrive and wait at once.
-KEPT = 8
-# And so many of one client, so that there is memory for others.
-CLIENT_KEPT = 6
+# So many of the longest bodies may arrive and wait at once. One client's bodies may take up to
+# CLIENT_SHARE times as many bytes as they leave free for other clients.
+KEPT, CLIENT_SHARE = 8, 3
 # An entry of a request's state: its answer may wait for its client for longer than others.
 PACES_ITSELF = "paces_itself"
 # An entry of a request's state: the name of its client, a digest of its key or an address.
@@ -305,13 +303,20 @@ class Seats:
             self._seats[number].busy = False
 
 
+def client_left() -> Refusal:
+    """Return the refusal of a request whose client has left. Its status, nginx's, is for the
+    log."""
+    return Refusal(499, "the client has left")
+
+
 async def outlasting(work: asyncio.Future[T], give_up: Callable[[], None] = lambda: None) -> T:
-    """What comes of work on a thread. Where this is cancelled it still ends with the work, whose
-    memory is in use until then. give_up: asks the work to end soon."""
+    """Return the result of work on a thread. If the caller is cancelled, wait for the work to end
+    all the same, because its memory is in use until then. give_up: asks the work to end soon."""
     try:
         return await asyncio.shield(work)
     finally:
-        give_up()
+        if not work.done():
+            give_up()
         await asyncio.wait({work})
         if not work.cancelled():
             work.exception()  # nobody else asks for it where this was cancelled
@@ -324,89 +329,108 @@ def bodies_bytes(longest_bytes: int, parallel: int, factor: int) -> int:
 
 
 class Bodies:
-    """All bodies of a server. A body counts once from its first byte on until its turn, whoever
-    sends it. What is made of a body takes many times as much. So one thread at a time works with a
-    body before its turn, and after it there are as many as may be answered at once.
+    """The bodies of all requests of a server.
 
-    kept_bytes: of those that arrive or wait; kept_by: the same by client; waiting: those that a
-    thread will look at; refused: those that there was no room for, since the start.
+    A body counts once, from its first byte until its turn. Working with a body takes many times
+    its length. So one thread at a time works with a body before its turn, for the clients in turn.
+    After that, as many bodies are in memory as requests are answered at once.
+
+    kept_bytes: bytes of bodies that arrive or wait; refused: bodies without free space, since the
+    start.
     """
 
-    def __init__(self, workers: Executor) -> None:
-        """workers: where bodies are looked at."""
-        self.kept_bytes = self.waiting = self.refused = 0
-        self.kept_by: Counter[str] = Counter()
+    def __init__(self, workers: Executor, is_stopping: Callable[[], bool] = lambda: False) -> None:
+        """workers: runs the work with bodies; is_stopping: whether the server ends."""
+        self.kept_bytes = self.refused = 0
+        self.is_stopping = is_stopping
         self._workers = workers
-        self._one = asyncio.Lock()
+        self._of_client: Counter[str] = Counter()  # kept bytes
+        self._line = Gate(places=1, queue=sys.maxsize)
 
-    async def run(self, call: Callable[[], T]) -> T:
-        """What call returns on a thread, which works with one body: after those before it. Where it
-        is cancelled it ends with the work."""
-        self.waiting += 1
+    @property
+    def waiting(self) -> int:
+        """Bodies that wait for the thread."""
+        return self._line.waiting
+
+    def keep(self, n_bytes: int, client: str, most_bytes: int) -> None:
+        """Add n_bytes to the kept bytes of a client, or remove them if negative. most_bytes: of
+        all clients. Raises Refusal if there is no space; waiting for space would let a client that
+        sends nothing hold up the others."""
+        total, own = self.kept_bytes + n_bytes, self._of_client[client] + n_bytes
+        if n_bytes > 0 and own > CLIENT_SHARE * (most_bytes - total):
+            self.refused += 1
+            raise Refusal(503, "other requests take the memory for requests: try again later")
+        self.kept_bytes = total
+        self._of_client[client] = own
+        if not own:
+            del self._of_client[client]
+
+    async def run(
+        self, call: Callable[[], T], client: str, give_up: Callable[[], None] = lambda: None
+    ) -> T:
+        """Return the result of call, which works with one body on a thread, at the client's turn.
+
+        If this is cancelled before the turn, call never runs. If it is cancelled later, give_up
+        asks call to end soon, and this ends after it.
+        """
+        ticket = self._line.join(client=client)
         try:
-            await self._one.acquire()
-        finally:
-            self.waiting -= 1
-        try:
+            await asyncio.wait({ticket.turn})  # unlike await, never cancels the turn
             loop = asyncio.get_running_loop()
-            return await outlasting(loop.run_in_executor(self._workers, call))
+            return await outlasting(loop.run_in_executor(self._workers, call), give_up)
         finally:
-            self._one.release()
+            self._line.leave(ticket)
 
 
 class Body:
-    """The body of one request. data: its bytes, until its turn. Whoever made it takes it in the
-    end."""
+    """The body of one request. data: its bytes, until its turn. The owner calls take at the end."""
 
     def __init__(self, bodies: Bodies, longest_bytes: int, client: str = "") -> None:
-        """longest_bytes: of any request's body; client: who sends it."""
+        """longest_bytes: of the body of any request; client: a key or an address."""
         self.data = b""
         self._asking: Asked | None = None  # what a thread asks the native server
         self._is_given_up, self._lock = False, threading.Lock()
-        self._bodies, self._most_bytes = bodies, KEPT * longest_bytes
-        self._client, self._share_bytes = client, CLIENT_KEPT * longest_bytes
+        self._bodies, self._most_bytes, self._client = bodies, KEPT * longest_bytes, client
         self._n_bytes = 0
 
     def count(self, n_bytes: int) -> None:
-        """It is n_bytes long by now. Raises Refusal where there is no room for more: who waited for
-        room could hold everybody up who sends nothing."""
-        bodies, more = self._bodies, n_bytes - self._n_bytes
-        of_client = bodies.kept_by[self._client] + more
-        if more > 0 and (
-            bodies.kept_bytes + more > self._most_bytes or of_client > self._share_bytes
-        ):
-            bodies.refused += 1
-            raise Refusal(503, "other requests take the memory for requests: try again later")
-        bodies.kept_bytes += more
-        bodies.kept_by[self._client] = of_client
-        if not of_client:
-            del bodies.kept_by[self._client]
+        """Set the length of the body so far. Raises Refusal if there is no space for it."""
+        self._bodies.keep(n_bytes - self._n_bytes, self._client, self._most_bytes)
         self._n_bytes = n_bytes
 
+    async def run(self, call: Callable[[], T]) -> T:
+        """Return the result of call, which works with this body on a thread, at its client's turn.
+        If this is cancelled, what call asks the native server is given up."""
+        return await self._bodies.run(call, self._client, self.give_up)
+
     def ask(self, backend: Asks, route: str, text: bytes) -> tuple[int, bytes]:
-        """Asks the native server something that decodes nothing, such as the length of a prompt.
-        Returns (status, answer). Blocks; give_up ends it soon. Raises Refusal after give_up."""
+        """Ask the native server something that decodes nothing, such as the length of a prompt.
+        Return (status, answer). Blocks; give_up ends it soon. Raises Refusal after give_up, and if
+        the server ends, because the answer may then be an error or empty."""
         request = backend.request(route, text)
         with self._lock:
             if self._is_given_up:
                 request.close()
-                raise GIVEN_UP
+                raise client_left()
             self._asking = request
         try:
-            return request.whole()
+            answer = request.whole()
         finally:
             with self._lock:
                 self._asking = None
+        if self._bodies.is_stopping():
+            raise STOPPING
+        return answer
 
     def give_up(self) -> None:
-        """Ends what a thread asks for this body, because its client has left."""
+        """End what a thread asks the native server for this body."""
         with self._lock:
             self._is_given_up = True
             if self._asking is not None:
                 self._asking.cancel()
 
     def take(self) -> bytes:
-        """The bytes, at its turn: from now on it is one of those that are answered."""
+        """Return the bytes at the turn of the request. They no longer count as kept."""
         data, self.data = self.data, b""
         self.count(0)
         return data

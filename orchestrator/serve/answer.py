@@ -19,9 +19,10 @@ from orchestrator.native import NativeRequest
 from orchestrator.serve.admission import CLIENT, PACES_ITSELF, Body, Conversation, outlasting
 from orchestrator.serve.backend import SCORE_BYTES, Backend
 from orchestrator.serve.requests import check_length
-from orchestrator.serve.state import STOPPING, State
+from orchestrator.serve.state import State
 from orchestrator.serve.wire import (
     NOT_SUPPORTED,
+    STOPPING,
     Refusal,
     Shaping,
     error_event,
@@ -291,7 +292,7 @@ class Answer:
         context, that was looked at before."""
         if self.backend.parallel == 1:
             work = partial(check_length, self.route, self.body.data, self.backend, self.body)
-            await self.state.bodies.run(work)
+            await self.body.run(work)
 
     async def _client_gone(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -17,12 +17,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from orchestrator.errors import ConfigError, MoeEdgeError
-from orchestrator.serve.admission import CLIENT, GIVEN_UP, Body, conversations_of
+from orchestrator.serve.admission import CLIENT, Body, client_left, conversations_of
 from orchestrator.serve.answer import Answer
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.door import Door, error_response
 from orchestrator.serve.ollama import VERSION, Lines, OllamaRequest, listed, running, shown
-from orchestrator.serve.requests import asked, read_request, settle_length, settle_probs
+from orchestrator.serve.requests import read_request, settle_length, settle_probs
 from orchestrator.serve.schemas import (
     COUNTING,
     GENERATING,
@@ -34,12 +34,13 @@ from orchestrator.serve.schemas import (
     paths,
 )
 from orchestrator.serve.scoring import score, wants_scores
-from orchestrator.serve.state import STOPPING, State
+from orchestrator.serve.state import State
 from orchestrator.serve.views import metrics_text, page_response
 from orchestrator.serve.wire import (
     ANTHROPIC,
     OLLAMA_CHAT,
     OLLAMA_GENERATE,
+    STOPPING,
     Refusal,
     anthropic_error,
     mapped,
@@ -185,10 +186,10 @@ class Endpoints:
         )
 
     async def _of_body(self, request: Request, work: Callable[[Backend, Body], ASGIApp]) -> ASGIApp:
-        """What work makes, on a thread, of a request whose body is all here. The body is held until
-        the end of the answer. Raises Refusal."""
+        """Read the body of a request, and return what work makes of it on a thread. The body is
+        kept until the end of the answer. Raises Refusal."""
         state, settings, backend = self._state, self._state.settings, self._state.ready()
-        client = request.scope["state"].get(CLIENT, "")
+        client = request.scope.get("state", {}).get(CLIENT, "")
         body = Body(state.bodies, backend.most_body_bytes, client)
         try:
             useful = settings.most_body_bytes(backend.slot_context)
@@ -198,20 +199,15 @@ class Endpoints:
             except asyncio.TimeoutError:
                 late = f"the request was not here after --patience, {settings.patience} s"
                 raise Refusal(408, late) from None
-            look = asyncio.create_task(state.bodies.run(partial(work, backend, body)))
+            look = asyncio.create_task(body.run(partial(work, backend, body)))
             left = asyncio.create_task(_left(request.receive))
             try:
                 await asyncio.wait({look, left}, return_when=asyncio.FIRST_COMPLETED)
                 if not look.done():
-                    body.give_up()
                     look.cancel()
-                    await asyncio.wait({look})  # a thread may still be at work for it
-                    raise GIVEN_UP
+                    await asyncio.wait({look})
+                    raise client_left()
                 answer = look.result()
-            except Refusal:
-                if state.stopping:  # llama.cpp gave the work up
-                    raise STOPPING from None
-                raise
             finally:
                 left.cancel()
                 look.cancel()
@@ -236,12 +232,13 @@ async def _left(receive: Receive) -> None:
 
 
 async def _read_of(state: State, route: str) -> tuple[int, bytes]:
-    """llama.cpp's answer to a request without a body."""
-    ask = partial(asked, state.ready(), route, b"")
-    found = await asyncio.get_running_loop().run_in_executor(state.quick, ask)
-    if state.stopping:  # it may have ended before it was answered
+    """Return the native server's (status, answer) to a request without a body. Raises Refusal if
+    the server ends, because the answer may then be empty."""
+    backend, loop = state.ready(), asyncio.get_running_loop()
+    answer = await loop.run_in_executor(state.quick, lambda: backend.request(route, b"").whole())
+    if state.stopping:
         raise STOPPING
-    return found
+    return answer
 
 
 async def metrics_of(state: State) -> str:

@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchestrator.serve.admission import CLIENT, PACES_ITSELF
 from orchestrator.serve.schemas import paths
-from orchestrator.serve.state import STOPPING, State
-from orchestrator.serve.wire import Refusal, is_ollama, ollama_error
+from orchestrator.serve.state import State
+from orchestrator.serve.wire import STOPPING, Refusal, is_ollama, ollama_error
 
 OPEN = (*paths("/health"), "/")  # without a key
 PICTURE = "/experts"

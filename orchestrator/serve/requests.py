@@ -56,6 +56,10 @@ _PROMPT = ("prompt", "messages", "input", "instructions", "system", "tools")
 # A message has so many tokens at least, what the template has around it among them; a few always
 # may be tried. Each takes 4 KiB until the prompt is made, and time.
 MESSAGE_TOKENS, _FEW_MESSAGES = 4, 64
+# Fields with messages or blocks, and the lists within these that a template writes part by part:
+# blocks of text, calls, and blocks of results of tools.
+_SAID = ("messages", "input", "system")
+_PART_LISTS = ("content", "tool_calls", "output")
 # No more than the context has any meaning here, and llama.cpp would take memory for more.
 _LAST_N = ("repeat_last_n", "dry_penalty_last_n")
 # Texts in `logit_bias` are as many entries as they have tokens.
@@ -217,12 +221,13 @@ def request_schema(route: str) -> Schema:
     return _resolved(body)
 
 
-def _n_parts(message: Any) -> int:
-    """Return how many things a template writes for a message: its blocks and calls, and the blocks
-    inside them; at least 1."""
-    found = message if isinstance(message, dict) else {}
-    lists = (found.get(name) for name in ("content", "tool_calls"))
-    return max(1, sum(_n_parts(each) for part in lists if isinstance(part, list) for each in part))
+def _n_parts(said: Any) -> int:
+    """Return how many parts a template writes for messages or blocks: those without lists of their
+    own, at any depth."""
+    if isinstance(said, list):
+        return sum(map(_n_parts, said))
+    lists = [said.get(name) for name in _PART_LISTS] if isinstance(said, dict) else []
+    return max(1, sum(_n_parts(each) for each in lists if isinstance(each, list)))
 
 
 def settle_fields(route: str, data: dict[str, Any], n_ctx: int, n_vocab: int = 0) -> None:
@@ -254,12 +259,14 @@ def settle_fields(route: str, data: dict[str, Any], n_ctx: int, n_vocab: int = 0
     for name in _LAST_N:
         if name in data:
             data[name] = n_ctx if data[name] < 0 else min(data[name], n_ctx)
-    messages = data.get("messages", data.get("input"))
-    said = messages if isinstance(messages, list) else []
-    n_parts = sum(map(_n_parts, said)) + _n_parts({"content": data.get("system")}) - 1
+    said = [data[name] for name in _SAID if isinstance(data.get(name), list)]
+    n_parts = _n_parts(said)
     if n_parts > max(_FEW_MESSAGES, n_ctx // MESSAGE_TOKENS):
-        kind = "messages" if n_parts == len(said) else "parts of messages"
-        raise beyond_context(f"{n_parts} {kind}", MESSAGE_TOKENS * n_parts, n_ctx)
+        raise beyond_context(
+            f"{n_parts} {'messages' if [n_parts] == [*map(len, said)] else 'parts of messages'}",
+            MESSAGE_TOKENS * n_parts,
+            n_ctx,
+        )
     tokens = data.get("tokens") if route == "/detokenize" else None
     if tokens and not all(0 <= each < n_vocab for each in tokens):
         raise Refusal(
@@ -776,8 +783,3 @@ def check_length(route: str, body: bytes, backend: Backend, asker: Body) -> int 
     if n_tokens is not None and n_tokens >= most:
         raise beyond_context(f"the prompt of {n_tokens} tokens", n_tokens, most)
     return n_tokens
-
-
-def asked(backend: Backend, route: str, body: bytes) -> tuple[int, bytes]:
-    """(status, answer) of a request that decodes nothing. On a thread."""
-    return backend.request(route, body).whole()

@@ -168,6 +168,15 @@ def most_connections(parallel: int) -> int:
     return max(LEAST_CONNECTIONS, min(MOST_CONNECTIONS, files - OTHER_FILES - 2 * parallel))
 
 
+def proxy_options(settings: ServeSettings) -> dict[str, Any]:
+    """Return uvicorn's options for X-Forwarded-For headers. Only those of a proxy that is
+    configured are believed; by default uvicorn believes those of every client of this machine."""
+    return {
+        "proxy_headers": settings.trusted_proxy is not None,
+        "forwarded_allow_ips": settings.trusted_proxy or "",
+    }
+
+
 def listen(settings: ServeSettings) -> socket.socket:
     """A socket that listens. Raises ConfigError where the address cannot be had."""
     host, port = settings.host, settings.port
@@ -213,8 +222,7 @@ class Running:
             log_config=None,
             access_log=False,
             server_header=False,
-            proxy_headers=settings.trusted_proxy is not None,
-            forwarded_allow_ips=settings.trusted_proxy or "",
+            **proxy_options(settings),
             timeout_graceful_shutdown=CLOSE_S,  # type: ignore[arg-type]
             backlog=1,
         )

@@ -24,8 +24,8 @@ from orchestrator.native.llama import Model
 from orchestrator.serve.admission import Body, outlasting
 from orchestrator.serve.backend import Backend, Stopped, sentence_of
 from orchestrator.serve.schemas import SEVERAL
-from orchestrator.serve.state import STOPPING, State
-from orchestrator.serve.wire import COMPLETIONS, LIMITS, Refusal, beyond_context
+from orchestrator.serve.state import State
+from orchestrator.serve.wire import COMPLETIONS, LIMITS, STOPPING, Refusal, beyond_context
 
 # What would change which token follows, or where the answer ends.
 _NOT_WITH = ("stop", "logit_bias", "grammar", "json_schema")
@@ -96,7 +96,7 @@ async def score(state: State, backend: Backend, body: Body, sequence: int) -> It
     def goes_on() -> bool:
         return not (given_up.is_set() or state.stopping)
 
-    data, prompts = await state.bodies.run(lambda: _prompts(backend, text))
+    data, prompts = await body.run(lambda: _prompts(backend, text))
     top, n_behind = data["logprobs"], data["max_tokens"]
     args = (backend, prompts, top, n_behind, sequence, goes_on)
     work = asyncio.get_running_loop().run_in_executor(state.workers, _scored, *args)

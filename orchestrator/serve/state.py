@@ -11,9 +11,8 @@ from time import time
 from orchestrator.serve.admission import UNREAD_BYTES, Bodies, Gate, Seats, Unread
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.settings import ServeSettings
-from orchestrator.serve.wire import Refusal
+from orchestrator.serve.wire import STOPPING, Refusal
 
-STOPPING = Refusal(503, "the server is shutting down")
 _number = count(1)
 
 
@@ -37,7 +36,7 @@ class State:
         self.all_metrics: Callable[[], Awaitable[str]] | None = None
         self.workers: Executor = ThreadPoolExecutor(settings.parallel, f"{self.threads}answer")
         self.quick: Executor = ThreadPoolExecutor(2, f"{self.threads}quick")
-        self.bodies = Bodies(self.quick)
+        self.bodies = Bodies(self.quick, lambda: self.stopping)
 
     def ready(self) -> Backend:
         """Raises Refusal while the model loads, where its file was written to, and at the end."""

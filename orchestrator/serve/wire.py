@@ -82,6 +82,9 @@ class Refusal(Exception):
         return {"retry-after": "1"} if self.status in (429, 503) else {}
 
 
+STOPPING = Refusal(503, "the server is shutting down")
+
+
 def is_ollama(path: str) -> bool:
     """Whether a path's clients are Ollama's."""
     return path.startswith("/api/")

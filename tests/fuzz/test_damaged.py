@@ -60,7 +60,8 @@ values = st.recursive(single, lambda inner: st.lists(inner, max_size=4), max_lea
 @settings(max_examples=150, **REPEATABLE)
 @given(metadata=st.dictionaries(texts, values, max_size=4))
 def test_metadata_is_read_back_as_it_was_written(tmp_path_factory, metadata):
-    """Or the writer refuses it: mixed lists, an empty key, an alignment of another kind."""
+    """Or the writer refuses it: mixed lists, an empty key, control characters in a key, an
+    alignment of another kind."""
     path = tmp_path_factory.mktemp("meta") / "m.gguf"
     refused = set()
     with GGUFWriter(path) as writer:

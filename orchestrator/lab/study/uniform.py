@@ -21,7 +21,7 @@ from gguf_tools.file.layout import (
     bits_per_weight,
     fitting_type,
 )
-from gguf_tools.file.reader import metadata_value
+from gguf_tools.file.reader import metadata_value, one_line
 from gguf_tools.pack import pack
 from gguf_tools.quantize.tiers import parse_types
 from gguf_tools.units import format_size
@@ -172,7 +172,7 @@ def _described(model: ExpertModel, tier: int) -> UniformFile:
     """A tier of a model, as if it were all of it."""
     stored = next(kind[tier] for kind in model.slices[0] if kind and kind[tier])
     part = model.parts[stored.file_index if stored else 0]
-    said = str(metadata_value(part, KEY_QUANTIZATION, str, "")).split(",")[0]
+    said = one_line(metadata_value(part, KEY_QUANTIZATION, str, "")).split(",")[0]
     method, found = RTN if said == "ggml" else said, model.tiers[tier]
     sizes = model.tier_bytes[tier], model_shape(model, (tier,)).all_slot_bytes()
     return UniformFile(found.name, method, part.path, *sizes, found.bpw)

@@ -88,6 +88,14 @@ HEADERS = {
     errors.TextError: {
         "kv-count-plausible": (of(NAMELESS, n_kv=3), "metadata entry 1: empty key (at offset 72)"),
         "key-empty": (craft([kv("", 1)]), "empty key"),
+        "key-control": (
+            craft([kv("a\n\x1b[31m", 1)]),
+            "entry 0: key 'a\\n\\x1b[31m' has control characters (at offset 24)",
+        ),
+        "name-control": (
+            of(tensor("a\u202eb")),
+            "tensor 0: tensor name 'a\\u202eb' has control characters",
+        ),
         "key-utf8": (craft([text(b"\xff\xfe") + b"\0" * 16]), "UTF-8"),
         "value-utf8": (value(ValueType.STRING, text(b"ok\xc3\x28")), "key k: not valid UTF-8"),
         "tensor-list-short": (of(A + b"\0" * 40, n_tensors=2), "tensor 1: empty tensor name"),

@@ -75,6 +75,11 @@ MODELS = {
     },
     errors.MetadataError: {
         "architecture-number": plain("general.architecture", architecture=7),
+        "architecture-control": plain(
+            "general.architecture: 'qwen\\n\\x1b[31m' has control characters",
+            architecture="qwen\n\x1b[31m",
+        ),
+        "tiers-control": packed("'q8\\n_0', 'q4_0'", tiers=["q8\n_0", "q4_0"]),
         "absurd-block-count": plain("block_count", block_count=1 << 31),
         "too-many-experts-used": plain("5 of 4", expert_used_count=5),
         "negative-context": plain("context_length", context_length=-1),

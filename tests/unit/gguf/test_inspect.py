@@ -70,6 +70,22 @@ def test_mixed_types_and_fallbacks_are_listed(tmp_path):
     assert "fallback down: q4_k -> iq4_nl (rows of 32)" in render(facts)
 
 
+def test_texts_of_a_file_are_shown_in_one_line_without_control_characters(tmp_path):
+    tensors = model_tensors(tiers=("q8_0", "q4_0"), tier_types=(GGMLType.Q8_0, GGMLType.Q4_0))
+    hostile = "a\nb\r\x1b[31m\u202e"
+    metadata = packed_metadata(**{"name": hostile}) | {
+        f"moe_edge.{key}": [hostile] if key == "fallbacks" else hostile
+        for key in ("quantization", "calibration", "fallbacks")
+    }
+    path = write_model(tmp_path / "m.gguf", tensors, metadata, alignment=4096)
+    facts = facts_of(path)
+    texts = [facts[name] for name in ("name", "quantization", "calibration")]
+    assert [*texts, *facts["fallbacks"]] == ["a b [31m"] * 4
+    said = run("inspect", path).output
+    assert all(line.isprintable() for line in said.splitlines())
+    assert not any(line.startswith("b") for line in said.splitlines())
+
+
 def test_a_table_that_is_read_by_rows_is_named(tmp_path):
     tensors = [*model_tensors(), ("per_layer_token_embd.weight", (1024, 3), GGMLType.F32)]
     path = write_model(tmp_path / "m.gguf", tensors)

@@ -114,6 +114,7 @@ def test_missing_folder_and_folder_as_target(tmp_path):
     "declared, error, said",
     (("a", (1,), GGMLType.F32), errors.DuplicateError, "declared twice"),
     (("n" * 64, (1,), GGMLType.F32), errors.TextError, None),
+    (("a\nb", (1,), GGMLType.F32), errors.TextError, r"name 'a\\nb' has control characters"),
     (("c", (), GGMLType.F32), errors.TensorShapeError, None),
     (("c", (4, 0), GGMLType.F32), errors.TensorShapeError, None),
     (("c", (128,), GGMLType.Q4_K), errors.TensorShapeError, "not a multiple of 256"),
@@ -126,6 +127,7 @@ def test_wrong_declarations(tmp_path, declared, error, said):
 @cases(
     "key, value, kind, said",
     ("k", 256, ValueType.UINT8, "uint8"),
+    ("a\nb", 1, None, r"key 'a\\nb' has control characters"),
     ("k", "x", ValueType.UINT8, "uint8"),
     ("k", 1 << 64, None, "uint64"),
     ("k", ["a", 1], None, "differ in type"),

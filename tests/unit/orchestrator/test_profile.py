@@ -16,7 +16,7 @@ from gguf_tools import interrupts, synthetic
 from gguf_tools.experts import ExpertModel
 from orchestrator.cache import files, profile
 from orchestrator.cache.files import check_target, user_folder, whole_file, whole_files, write_whole
-from orchestrator.cache.profile import HotnessKeeper, TunedKeeper
+from orchestrator.cache.profile import HotnessKeeper, TunedKeeper, UsageKeeper
 from orchestrator.config import Config
 from orchestrator.errors import ProfileError
 from patches.upstream import cache_dir
@@ -60,6 +60,36 @@ def test_identity_is_the_file_and_not_its_name(paths, tmp_path):
     with open(copy, "ab") as file:
         file.write(b"\0" * 4096)
     assert profile.identity(ExpertModel.open(copy)) != profile.identity(ours)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_what_was_learned_belongs_to_the_file_that_was_opened(paths, tmp_path, user_folder, named):
+    """Another file that gets its name during the run gets none of it."""
+    path, profiles = tmp_path / "model.gguf", tmp_path / "hot.json"
+    path.write_bytes(paths[0].read_bytes())
+    model = ExpertModel.open(path)
+    config = Config.build(
+        model=path, policy="dynaexq", remember=True, **({"profile": profiles} if named else {})
+    )
+    hotness, usage, tuned = (
+        kind(config, model) for kind in (HotnessKeeper, UsageKeeper, TunedKeeper)
+    )
+    other = tmp_path / "other.gguf"
+    other.write_bytes(paths[1].read_bytes())
+    other.rename(path)
+    hotness.learn(scores(model))
+    usage.learn(scores(model))
+    tuned.learn("dynaexq", {"a": 1})
+    for keeper in (hotness, usage, tuned):
+        keeper.save()
+    opened, replaced = ExpertModel.open(paths[0]), ExpertModel.open(path)
+    for kind in ("usage", "tuned") if named else ("hotness", "usage", "tuned"):
+        assert profile.cached_path(opened, kind).exists()
+        assert not profile.cached_path(replaced, kind).exists()
+    if named:
+        assert profile.load(profiles, opened) is not None
+        with pytest.raises(ProfileError, match="another model"):
+            profile.load(profiles, replaced)
 
 
 def test_a_profile_of_another_model_is_refused(paths, tmp_path):

@@ -14,17 +14,8 @@ from paths import CHAT, COMPLETIONS, COUNT
 from tables import cases
 
 from orchestrator.config import Config
-from orchestrator.serve.admission import (
-    BODY_FACTOR,
-    CLIENT_KEPT,
-    KEPT,
-    WHOLE_FACTOR,
-    Bodies,
-    Body,
-    Gate,
-    Unread,
-)
-from orchestrator.serve.backend import Words, server_config
+from orchestrator.serve.admission import BODY_FACTOR, KEPT, WHOLE_FACTOR, Bodies, Gate, Unread
+from orchestrator.serve.backend import PIECE_CHARS, Words, server_config
 from orchestrator.serve.wire import Refusal
 
 WORKERS = ThreadPoolExecutor(2)
@@ -115,10 +106,10 @@ async def test_one_thread_at_a_time_works_with_a_body_to_its_end():
         go_on.wait(HANG_S)
 
     bodies = Bodies(WORKERS)
-    first = asyncio.create_task(bodies.run(work))
+    first = asyncio.create_task(bodies.run(work, "a"))
     await asyncio.to_thread(at_work.wait, HANG_S)
-    left = asyncio.create_task(bodies.run(work))
-    second = asyncio.create_task(bodies.run(lambda: "second"))
+    left = asyncio.create_task(bodies.run(work, "a"))
+    second = asyncio.create_task(bodies.run(lambda: "second", "a"))
     await asyncio.sleep(0)
     assert bodies.waiting == 2
     left.cancel()
@@ -129,6 +120,63 @@ async def test_one_thread_at_a_time_works_with_a_body_to_its_end():
     assert await second == "second" and bodies.waiting == 0
     with pytest.raises(asyncio.CancelledError):
         await first
+
+
+@in_a_loop
+async def test_clients_take_turns_at_the_thread_that_works_with_bodies():
+    go_on, order = threading.Event(), []
+    bodies = Bodies(WORKERS)
+    calls = [asyncio.create_task(bodies.run(partial(go_on.wait, HANG_S), "a"))]
+    for client in ("a", "a", "b", "a", "c"):
+        calls.append(asyncio.create_task(bodies.run(partial(order.append, client), client)))
+    await until(lambda: bodies.waiting == 5)
+    go_on.set()
+    await end_of(asyncio.gather(*calls))
+    assert order == ["a", "b", "c", "a", "a"]
+
+
+def sent(app, path, data, address):
+    """A request from an address, which goes on."""
+    client = Client(app, "POST", path, body_of(data))
+    client._scope["client"] = (address, 1)
+    return asyncio.create_task(client.run())
+
+
+@in_a_loop
+async def test_one_client_cannot_take_all_the_memory_for_bodies():
+    go_on = threading.Event()
+    state, app = served_by(FakeBackend(*(whole(hold=go_on) for _ in range(30))), queue=30)
+    greedy = [sent(app, COMPLETIONS, LONG, "127.0.0.1") for _ in range(20)]
+    await until(lambda: state.gate.waiting + state.bodies.refused == 19)
+    assert state.bodies.refused > 0
+    n_refused = state.bodies.refused
+    other = sent(app, COMPLETIONS, LONG, "127.0.0.2")
+    await until(lambda: state.gate.waiting + state.bodies.refused == 20)
+    assert state.bodies.refused == n_refused
+    go_on.set()
+    assert (await end_of(other)).status == 200
+    statuses = [(await end_of(each)).status for each in greedy]
+    assert statuses.count(503) == n_refused and statuses.count(200) == 20 - n_refused
+    assert state.bodies.kept_bytes == 0
+
+
+@in_a_loop
+async def test_a_client_that_leaves_takes_its_waiting_body_along():
+    """Its body is never looked at, and what is asked for it ends."""
+    holding = whole(hold=threading.Event())
+    state, app = served_by(FakeBackend(holding, whole()))
+    first, reply = begun(app, "/tokenize", {"content": "a"})
+    await until(lambda: state.backend.asked)
+    gone = [begun(app, "/tokenize", {"content": "b"}) for _ in range(4)]
+    await until(lambda: state.bodies.waiting == 4)
+    for client, _ in gone:
+        client.leave()
+    assert [(await end_of(task)).status for _, task in gone] == [499] * 4
+    assert state.bodies.waiting == 0 and len(state.backend.asked) == 1
+    first.leave()
+    assert (await end_of(reply)).status == 499 and holding.cancelled.is_set()
+    assert state.bodies.kept_bytes == 0
+    assert (await end_of(begun(app, "/tokenize", {"content": "c"})[1])).status == 200
 
 
 LIMIT = 2**17
@@ -201,63 +249,26 @@ def test_the_longest_part_in_which_merges_are_looked_for(kind, cut, text, longes
     assert all(Words(each, "default").is_whole for each in ("llama", "t5", "rwkv", ""))
 
 
+class Searched:
+    """A pattern that keeps the lengths of the texts that it is searched in."""
+
+    def __init__(self, pattern, lengths):
+        self._pattern, self._lengths = pattern, lengths
+
+    def finditer(self, text):
+        self._lengths.append(len(text))
+        return self._pattern.finditer(text)
+
+
 def test_a_long_word_is_found_across_the_pieces_that_are_searched():
-    words = Words("gpt2", "default")
+    """One search lets no other thread run, so it gets a short text."""
+    words, lengths = Words("gpt2", "default"), []
+    words._patterns = [Searched(each, lengths) for each in words._patterns]
     for text in ("a" * 50_000, " " * 50_000, "." * 8000 + "b" * 20_001 + " c"):
         longest = max(len(each) for each in re.findall(r"[^\W_]+|[\W_]+", text))
         assert words.longest(text) == longest
+    assert lengths and max(lengths) <= PIECE_CHARS
     assert Words("gemma4", "").longest("x" * 9000 + "\n" * 9000) == 9000
-
-
-class Recorder:
-    """A pattern that notes the length of each text in which it is searched."""
-
-    def __init__(self):
-        self.lengths = []
-
-    def finditer(self, text):
-        self.lengths.append(len(text))
-        return iter(())
-
-
-def test_a_long_text_is_searched_in_pieces():
-    """No other thread runs while a regular expression is searched."""
-    words, pattern = Words("gpt2", "default"), Recorder()
-    words.__dict__["_patterns"] = [pattern]
-    words.longest("a" * 20_000)
-    assert pattern.lengths == [8192, 8192, 3616]
-
-
-@in_a_loop
-async def test_a_client_that_leaves_while_its_body_waits_is_removed():
-    """Nothing is read or counted for it."""
-    go_on = threading.Event()
-    state, app = served_by(FakeBackend(whole(hold=go_on), *(whole() for _ in range(3))))
-    await state.bodies._one.acquire()  # as if a thread worked with another body
-    clients = [begun(app, "/tokenize", {"content": "a"}) for _ in range(3)]
-    await until(lambda: state.bodies.waiting == 3)
-    for client, task in clients[:2]:
-        client.leave()
-        await end_of(task)
-    assert state.bodies.waiting == 1 and state.backend.asked == []
-    state.bodies._one.release()
-    go_on.set()
-    assert (await end_of(clients[2][1])).status == 200
-    assert state.bodies.kept_bytes == 0 and len(state.backend.asked) == 1
-
-
-@in_a_loop
-async def test_a_client_leaves_memory_for_the_bodies_of_others():
-    bodies = Bodies(WORKERS)
-    first = [Body(bodies, 1000, "a") for _ in range(8)]
-    for body in first[:CLIENT_KEPT]:
-        body.count(1000)
-    with pytest.raises(Refusal, match="take the memory"):
-        first[-1].count(1)
-    Body(bodies, 1000, "b").count(2000)
-    for body in first[:CLIENT_KEPT]:
-        body.take()
-    assert bodies.kept_by == {"b": 2000}
 
 
 def test_the_plan_counts_them():

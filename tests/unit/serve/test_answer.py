@@ -6,7 +6,7 @@ import os
 from threading import Event
 
 import pytest
-from asgi import SAID, Client, ask, begun, end_of, in_a_loop, until
+from asgi import SAID, Client, ask, begun, body_of, end_of, in_a_loop, until
 from fake_backend import (
     FakeBackend,
     FakeRequest,
@@ -16,7 +16,7 @@ from fake_backend import (
     streaming,
     whole,
 )
-from paths import CHAT, COMPLETIONS, MESSAGES, NATIVE, RESPONSES
+from paths import CHAT, COMPLETIONS, COUNT, MESSAGES, NATIVE, RESPONSES
 from tables import cases
 
 from orchestrator.errors import NativeError
@@ -188,6 +188,28 @@ def test_an_answer_that_the_end_of_the_server_cuts_is_no_answer(made, data):
 
     reply = asyncio.run(run())
     assert reply.status == 503 or b"the server is shutting down" in reply.parts[-1]
+
+
+@cases(
+    "path, data, answer, status",
+    (COUNT, {"messages": SAID}, b'{"error": {"message": "the request was given up"}}', 400),
+    ("/tokenize", {"content": "a"}, b"", 200),
+    ("/metrics", None, b"", 200),
+    ("/v1/models", None, b"", 200),
+)
+def test_a_quick_answer_that_the_end_of_the_server_cuts_is_no_answer(path, data, answer, status):
+    state, app = served_by(FakeBackend(whole(answer, status, hold=Event())))
+
+    async def run():
+        method = "GET" if data is None else "POST"
+        task = asyncio.create_task(Client(app, method, path, body_of(data)).run())
+        await until(lambda: state.backend.asked)
+        state.stopping = True
+        state.backend.requests[0].hold.set()
+        return await end_of(task)
+
+    reply = asyncio.run(run())
+    assert reply.status == 503 and b"the server is shutting down" in reply.body
 
 
 def test_what_came_before_a_step_failed_is_sent():

@@ -32,6 +32,9 @@ USUAL = {
     "temperature": None,
 }
 DOCUMENT = {"type": "document", "source": {"type": "text", "data": "a"}}
+TEXT, INPUT = {"type": "text", "text": "a"}, {"type": "input_text", "text": "a"}
+RESULT = {"type": "tool_result", "tool_use_id": "a"}
+OUTPUT = {"type": "function_call_output", "call_id": "a"}
 
 
 def asked(path, data, most_body_bytes=2**20):
@@ -118,6 +121,9 @@ ONE, TWO = [tool("a")], [tool("a"), tool("b")]
     (CHAT, {"logprobs": True, "top_logprobs": True}, "from 0 to 20"),
     (CHAT, {"top_logprobs": 2}, "needs logprobs"),
     (CHAT, {"messages": SAID * 200}, "200 messages exceed"),
+    (MESSAGES, said(RESULT | {"content": [TEXT] * 500}, TEXT), "501 parts of messages exceed"),
+    (COUNT, {"system": [TEXT] * 500}, "501 parts of messages exceed"),
+    (RESPONSES, {"input": [OUTPUT | {"output": [INPUT] * 500}] * 2}, "1000 parts of messages"),
     (CHAT, {"grammar": {"a": 1}}, "grammar must be a text"),
     (CHAT, {"response_format": "json"}, "response_format must be an object"),
     (CHAT, {"response_format": FORM | {"json_schema": 3}}, "json_schema"),
@@ -221,7 +227,6 @@ AS_SENT = None
     (CHAT, {"stop": "x" * 200}, AS_SENT),
     (CHAT, {"stop": ""}, {}),
     (CHAT, {"stop": ["", "x"]}, {"stop": ["x"]}),
-    (CHAT, {"stop": [""]}, {"stop": []}),
     # Some clients have no whole numbers.
     *[
         (each, {"max_tokens": 64.0, "seed": 1.0}, {"max_tokens": 64, "seed": 1})
@@ -232,6 +237,9 @@ AS_SENT = None
     (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 9.0}}, AS_SENT),
     ("/detokenize", {"tokens": [1.0, 2]}, {"tokens": [1, 2]}),
     (COMPLETIONS, {"prompt": [[1.0], "a"]}, {"prompt": [[1], "a"]}),
+    *[(each, {"stop": [""]}, {"stop": []}) for each in (CHAT, COMPLETIONS, NATIVE)],
+    (MESSAGES, {"stop_sequences": [""]}, {"stop_sequences": []}),
+    (MESSAGES, said(RESULT | {"content": [TEXT] * 64}), AS_SENT),
     (NATIVE, {"prompt": [1] * 1000}, AS_SENT),
     ("/tokenize", {"content": "a" * 120_000, "with_pieces": True}, AS_SENT),
     ("/tokenize", {"content": [1] * 140_000}, AS_SENT),

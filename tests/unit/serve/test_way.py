@@ -19,22 +19,23 @@ from starlette.responses import Response
 
 from orchestrator.serve import door
 from orchestrator.serve.app import application
-from orchestrator.serve.run import Protocol, _Server
+from orchestrator.serve.run import Protocol, _Server, proxy_options
+from orchestrator.serve.settings import ServeSettings
 
 BIG = json.dumps({"tokens": [1] * 3_000_000}).encode()
 HEAD = b"HTTP/1.1\r\nHost: localhost\r\n"
 
 
 @contextmanager
-def running(app, patience_s):
-    """(port, uvicorn's state) of an application behind a socket."""
+def running(app, patience_s, **options):
+    """(port, uvicorn's state) of an application behind a socket. options: more of uvicorn's."""
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     sock.listen(64)
     patient = type("Patient", (Protocol,), {"patience_s": patience_s})
     usual = {"ws": "none", "lifespan": "off", "log_config": None, "backlog": 1}
     usual |= {"timeout_keep_alive": 1, "timeout_graceful_shutdown": 1}
-    config = uvicorn.Config(app, http=patient, **usual)
+    config = uvicorn.Config(app, http=patient, **usual, **options)
     server = _Server(config, quiet)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
     thread.start()
@@ -46,8 +47,11 @@ def running(app, patience_s):
         sock.close()
 
 
-def connected(port, received_bytes=0):
+def connected(port, received_bytes=0, address=""):
+    """A connection. address: of the client."""
     sock = socket.socket()
+    if address:
+        sock.bind((address, 0))
     if received_bytes:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, received_bytes)
     sock.settimeout(HANG_S)
@@ -64,6 +68,57 @@ def all_of(sock):
 
 def wait_until_none(state):
     wait_until(lambda: not state.connections, "a connection stays")
+
+
+def sent(port, address, prompt):
+    """A connection from an address, on which a request was sent."""
+    sock, body = connected(port, address=address), json.dumps({"prompt": prompt}).encode()
+    head = f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    sock.sendall(b"POST /v1/completions " + HEAD + head + body)
+    return sock
+
+
+def test_clients_of_two_addresses_take_turns():
+    """The one that fills the queue gives its last place to the other one."""
+    backend, go_on = FakeBackend(*(whole() for _ in range(4))), threading.Event()
+    backend.requests[0].hold = go_on
+    state, app = served_by(backend, queue=3)
+
+    def wait_for(n):
+        gate = state.gate
+        wait_until(lambda: gate.running + gate.waiting == n, f"{n} requests never arrive")
+
+    with running(app, 30.0) as (port, _):
+        many = []
+        for number in range(4):
+            many.append(sent(port, "127.0.0.1", f"a{number}"))
+            wait_for(number + 1)
+        assert all_of(sent(port, "127.0.0.1", "refused")).startswith(b"HTTP/1.1 429 ")
+        other = sent(port, "127.0.0.2", "b")
+        assert all_of(many[3]).startswith(b"HTTP/1.1 429 ")
+        go_on.set()
+        for sock in (*many[:3], other):
+            assert all_of(sock).startswith(b"HTTP/1.1 200 ")
+    asked = [json.loads(body)["prompt"] for _, body in backend.asked]
+    assert asked == ["a0", "a1", "b", "a2"]
+
+
+@cases(
+    "trusted, source, client",
+    (None, "127.0.0.1", "127.0.0.1"),
+    ("127.0.0.1", "127.0.0.1", "192.0.2.7"),
+    ("127.0.0.1", "127.0.0.2", "127.0.0.2"),
+    ("127.0.0.3,127.0.0.2", "127.0.0.2", "192.0.2.7"),
+)
+def test_only_a_proxy_that_is_configured_names_the_client(trusted, source, client):
+    async def app(scope, receive, send):
+        await Response(scope["client"][0])(scope, receive, send)
+
+    options = proxy_options(ServeSettings(trusted_proxy=trusted))
+    with running(app, 30.0, **options) as (port, _), connected(port, address=source) as sock:
+        more = b"X-Forwarded-For: 192.0.2.7\r\nConnection: close\r\n\r\n"
+        sock.sendall(b"GET / " + HEAD + more)
+        assert all_of(sock).endswith(f"\r\n\r\n{client}".encode())
 
 
 def test_who_reads_no_quick_answer_loses_its_connection():
