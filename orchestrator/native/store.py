@@ -184,7 +184,10 @@ class Store(Closing):
         self.library.set_phase(self.handle, _BY_THE_BATCH if phase is None else phase)
 
     def sequence_end(self, sequence: int | None = None) -> None:
-        """Says that a sequence was dropped, or all that there are: the next step reports it."""
+        """Report with the next step that a sequence was dropped; None: every sequence.
+
+        The report leaves out sequences that no reported step had tokens of.
+        """
         self.library.sequence_end(self.handle, _EVERY_SEQUENCE if sequence is None else sequence)
 
     @interrupts.called_from_c

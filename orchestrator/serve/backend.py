@@ -238,7 +238,11 @@ class Backend:
                 most_ahead=AHEAD_BYTES,
                 loud=native_log_enabled(),
             )
-            self._native = NativeServer(library, engine.llama.handle, engine.context.handle, spec)
+            # llama.cpp decodes two tokens to learn whether the context's memory can drop tokens.
+            driver = engine.driver if engine.managed else PlainDriver()
+            with driver.few_experts():
+                handles = engine.llama.handle, engine.context.handle
+                self._native = NativeServer(library, *handles, spec)
             self.kept: KeptConversations | None = None
             if engine.prompt_folder is not None:
                 self.kept = KeptConversations(engine, self._native, f"{threads}kept", note)
@@ -247,10 +251,6 @@ class Backend:
             self.engine.close()
             raise
         if engine.managed:
-            # the server has tried with two tokens what the context's memory can do
-            engine.store.reset_stats()
-            engine.store.sequence_end()
-            engine.store.set_phase(None)  # on a GPU a prompt's, since kernels were tried
             if engine.driver.may_wait:
                 self._native.set_before_step(self._before_step)
             engine.driver.set_prompts(cache_mib << 20, self._native.keep_prompts)

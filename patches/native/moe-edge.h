@@ -426,8 +426,8 @@ MOE_EDGE_API void moe_edge_set_room_callback(struct moe_edge_store * store, moe_
 // llama_decode got, or if it has no output.
 MOE_EDGE_API void moe_edge_set_phase(struct moe_edge_store * store, int32_t phase);
 
-// This sequence, or all of them for -1, was dropped: its cells were removed from the context's
-// memory. The next step that is computed reports it, unless none had a token of it since it began.
+// This sequence, or all of them for -1, was dropped: its cells were removed from the context's memory. The next step that
+// is reported to the step callback reports this as well, if an earlier report was of a step with tokens of the sequence.
 MOE_EDGE_API void moe_edge_sequence_end(struct moe_edge_store * store, int32_t sequence);
 
 // A step of a store without a model begins: what the context does before each micro-batch.

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from served import server_library
 
+from orchestrator.engine.driver import Driver
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError, NativeError
-from orchestrator.events import Phase
+from orchestrator.events import ABSENT, Phase
 from orchestrator.serve import backend as backend_module
 from orchestrator.serve.backend import server_config
 from orchestrator.serve.schemas import GENERATING, QUICK, READ
@@ -176,6 +177,38 @@ def test_answers_are_answers_behind_kernels_that_were_tried(monkeypatch):
     with serving(**LRU) as backend:
         answered(backend, prompt=PROMPT, max_tokens=N)
         assert backend.engine.store.stats().requests[Phase.DECODE] > 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [LRU, DYMOE, *(DYMOE | {"policy": name} for name in ("context", "dynaexq", "firm", "floor"))],
+    ids=lambda each: each["policy"],
+)
+def test_opening_the_core_teaches_the_policy_nothing(monkeypatch, settings):
+    """llama.cpp then decodes two tokens, which use one expert of each layer in each tier."""
+    decided = []
+    on_route = Driver.on_route
+
+    def watched(driver, event):
+        decided.append(event.layer)
+        on_route(driver, event)
+
+    monkeypatch.setattr(Driver, "on_route", watched)
+    monkeypatch.setattr(Engine, "idle", lambda _: None)  # it reads experts as well
+    with Engine.open(server_config(config(**settings), 1)) as engine:
+        at_first = (engine.store.resident() < ABSENT).sum(axis=1)
+    with serving(**settings) as backend:
+        engine, stats = backend.engine, backend.engine.store.stats()
+        assert decided == []
+        assert engine.policy.fresh
+        assert not engine.driver.used().any()
+        assert not any((*stats.requests, *stats.demand_bytes, *stats.prefetch_bytes))
+        resident = (engine.store.resident() < ABSENT).sum(axis=1)
+        assert (resident <= at_first + len(engine.plan.tier_names)).all()
+        steps = []
+        engine.store.set_step_done(steps.append)
+        answered(backend, prompt=PROMPT, max_tokens=1)
+        assert (steps[0].starts, steps[0].ends) == ((0,), ())
 
 
 def test_a_request_that_runs_alone_may_change_the_policy():

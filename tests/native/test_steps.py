@@ -123,6 +123,17 @@ def test_callers_may_know_the_phase(watched):
     assert watched.read(PROMPT[:4], 6).phase == P
 
 
+def test_steps_without_a_callback_start_no_sequence(watched):
+    """Their sequences are not reported as ended, and earlier ends are reported later."""
+    watched.read(PROMPT[:2], 0, 1)
+    watched.store.sequence_end(1)
+    watched.store.set_step_done(None)
+    watched.read(PROMPT[:2], 0, 2)
+    watched.store.sequence_end(2)
+    watched.store.set_step_done(watched.steps.append)
+    assert watched.read(PROMPT[:2]).ends == (1,)
+
+
 def test_ends_are_told_once(watched):
     store = watched.store
     for sequence in range(3):
