@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-ABI_VERSION = 20
+ABI_VERSION = 21
 MAX_TIERS = 5
 MAX_AHEAD = 4
 N_KINDS = 4

@@ -343,8 +343,6 @@ class Backend:
         finally:
             context.forget_from(0, sequence)
             driver.sequence_end(sequence)
-            if engine.managed:
-                engine.store.set_phase(None)  # requests go by their batch
 
     def count_tokens(self, text: str) -> tuple[int, int]:
         """About how many tokens a text is, and how long the longest part of it is in which its
