@@ -54,8 +54,8 @@ class PlainDriver:
         store."""
 
     def few_experts(self) -> AbstractContextManager[None]:
-        """Steps in this block use one expert of each layer in each tier, as far as a tier may be
-        asked for or has experts in memory, and nobody learns from them."""
+        """Limit steps in this block to one expert of each layer in each tier that the policy may
+        request or that has experts in memory. The policy and all counters ignore these steps."""
         return nullcontext()
 
     def idle(self, used: np.ndarray | None) -> None:
@@ -156,7 +156,7 @@ class Driver(PlainDriver):
     def few_experts(self) -> Iterator[None]:
         policy, decision = self.policy, self.store.decision
         others = [t for t in range(len(policy.shape.tiers)) if t != policy.wants.default_tier]
-        # what is there changes by transitions alone where the policy is not asked
+        # If the policy is not asked in decode steps, only transitions may change residency.
         may_ask = Phase.DECODE in policy.wants.asked_in
 
         def on_route(event: RouteEvent) -> None:
@@ -169,7 +169,7 @@ class Driver(PlainDriver):
                 decision.tier_array[expert] = tier
             self.store.apply(decision)
 
-        self.used()  # takes what was routed before, which forget_counts would drop
+        self.used()  # keep the counts of earlier steps, which forget_counts would drop
         self.set_route(on_route)
         self.store.set_step_done(None)
         self.store.set_phase(Phase.PREFILL)

@@ -178,13 +178,19 @@ class Store(Closing):
         self.library.set_room_callback(self.handle, address, None)
 
     def set_phase(self, phase: Phase | None) -> None:
-        """What the tokens of the steps from here on are; None goes by what their batch shows.
-        What a callback raised in a step whose caller raised something else is forgotten."""
+        """Set the phase of all tokens from the next step on; None infers it from the batch.
+
+        The server core replaces this before each of its steps. Clears an exception that a callback
+        raised in an earlier step and that was not reported.
+        """
         self._error = None
         self.library.set_phase(self.handle, _BY_THE_BATCH if phase is None else phase)
 
     def sequence_end(self, sequence: int | None = None) -> None:
-        """Says that a sequence was dropped, or all that there are: the next step reports it."""
+        """Report with the next step that a sequence was dropped; None: every sequence.
+
+        The report leaves out sequences that no reported step had tokens of.
+        """
         self.library.sequence_end(self.handle, _EVERY_SEQUENCE if sequence is None else sequence)
 
     @interrupts.called_from_c

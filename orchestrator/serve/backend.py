@@ -242,7 +242,11 @@ class Backend:
                 most_ahead=AHEAD_BYTES,
                 loud=native_log_enabled(),
             )
-            self._native = NativeServer(library, engine.llama.handle, engine.context.handle, spec)
+            # llama.cpp decodes two tokens to learn whether the context's memory can drop tokens.
+            driver = engine.driver if engine.managed else PlainDriver()
+            with driver.few_experts():
+                handles = engine.llama.handle, engine.context.handle
+                self._native = NativeServer(library, *handles, spec)
             self._native.note = note
             self.kept: KeptConversations | None = None
             if engine.prompt_folder is not None:
@@ -252,10 +256,6 @@ class Backend:
             self.engine.close()
             raise
         if engine.managed:
-            # the server has tried with two tokens what the context's memory can do
-            engine.store.reset_stats()
-            engine.store.sequence_end()
-            engine.store.set_phase(None)  # on a GPU a prompt's, since kernels were tried
             if engine.driver.may_wait:
                 self._native.set_before_step(self._before_step)
             engine.driver.set_prompts(cache_mib << 20, self._native.keep_prompts)
@@ -356,8 +356,6 @@ class Backend:
         finally:
             context.forget_from(0, sequence)
             driver.sequence_end(sequence)
-            if engine.managed:
-                engine.store.set_phase(None)  # requests go by their batch
 
     def count_tokens(self, text: str) -> tuple[int, int]:
         """About how many tokens a text is, and how long the longest part of it is in which its

@@ -46,20 +46,23 @@ void add_new(std::vector<int32_t> & sequences, int32_t sequence) {
     }
 }
 
-// whole: what llama_decode got, of which ubatch is a part. said_phase: of all tokens, or -1.
-moe_edge_batch describe(const llama_ubatch & ubatch, const llama_batch & whole, int32_t said_phase) {
+// Describes a micro-batch to the store. whole: the batch that llama_decode got, of which ubatch is a part. Without
+// declared_phases, infers the phase of each token as moe_edge_set_phase documents it.
+moe_edge_batch describe(
+        const llama_ubatch & ubatch, const llama_batch & whole,
+        const std::optional<moe_edge_token_phases> & declared_phases) {
     std::array<int32_t, LLAMA_MAX_SEQ> n_tokens = {};
     for (int32_t i = 0; i < whole.n_tokens; i++) {
         for (int32_t s = 0; s < whole.n_seq_id[i]; s++) {
             n_tokens[whole.seq_id[i][s]]++;
         }
     }
+    const auto in_prompt = [&](llama_seq_id s) { return declared_phases ? declared_phases->in_prompt(s) : n_tokens[s] > 1; };
     moe_edge_batch out;
     for (uint32_t i = 0; i < ubatch.n_tokens; i++) {
         const llama_seq_id * first = ubatch.seq_id[i];
         const llama_seq_id * last  = first + ubatch.n_seq_id[i];
-        const bool prompt = said_phase >= 0 ? said_phase == MOE_EDGE_PREFILL
-            : !ubatch.output[i] || std::any_of(first, last, [&](llama_seq_id s) { return n_tokens[s] > 1; });
+        const bool prompt = std::any_of(first, last, in_prompt) || (!declared_phases && !ubatch.output[i]);
         out.phases.push_back(prompt ? MOE_EDGE_PREFILL : MOE_EDGE_DECODE);
         out.sequences.push_back(*first);
         for (const llama_seq_id * s = first; s < last; s++) {
@@ -209,7 +212,7 @@ moe_edge_step_hook::moe_edge_step_hook(llama_context & ctx, const llama_ubatch &
     if (model) {
         model->store->abort_callback = ctx.abort_callback;
         model->store->abort_user     = ctx.abort_callback_data;
-        model->store->begin_step(describe(ubatch, ctx.balloc->get_batch(), model->store->said_phase));
+        model->store->begin_step(describe(ubatch, ctx.balloc->get_batch(), model->store->declared_phases));
         load_chosen(*model, ubatch);
         const moe_edge_store & store = *model->store;
         const bool scores = store.importance_window != 0 && store.in_prefill() && ubatch.n_tokens > 1;
@@ -295,6 +298,12 @@ std::string moe_edge_step_hook::check_logits(const llm_graph_result * graph) con
         ggml_backend_sched_synchronize(ctx.sched.get());
     }
     return logits_fault(logits, ctx.n_outputs);
+}
+
+void moe_edge_set_prompts(void * context, const int32_t * sequences, int32_t n) {
+    if (const auto * model = attached_to(static_cast<const llama_context *>(context)->get_model())) {
+        model->store->declared_phases = moe_edge_token_phases { MOE_EDGE_DECODE, { sequences, sequences + n } };
+    }
 }
 
 void moe_edge_adapt_threads(void * context, int32_t most) {

@@ -130,12 +130,12 @@ bool moe_edge_store::end_step(uint64_t us) {
         std::lock_guard<std::mutex> lock(mutex);
         running = false;
         progress.done += progress.in_step.exchange(0);
+        if (!step_callback) {
+            return true;
+        }
         ends.assign(ended.begin(), ended.end());
         ended.clear();
         live.insert(batch.members.begin(), batch.members.end());
-    }
-    if (!step_callback) {
-        return true;
     }
     const moe_edge_step report = {
         event.step, us, phase, (int32_t) batch.phases.size(),

@@ -108,7 +108,12 @@ void moe_edge_set_room_callback(moe_edge_store * store, moe_edge_room_cb cb, voi
     store->given         = {};
 }
 
-void moe_edge_set_phase(moe_edge_store * store, int32_t phase) { store->said_phase = phase; }
+void moe_edge_set_phase(moe_edge_store * store, int32_t phase) {
+    store->declared_phases.reset();
+    if (phase >= 0) {
+        store->declared_phases = moe_edge_token_phases { phase, {} };
+    }
+}
 
 void moe_edge_sequence_end(moe_edge_store * store, int32_t sequence) { store->end_sequence(sequence); }
 

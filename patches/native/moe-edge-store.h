@@ -38,6 +38,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <thread>
@@ -51,6 +52,14 @@ struct moe_edge_batch {
     std::vector<int32_t> window;     // tokens whose queries importance is taken from, ascending
     std::vector<int32_t> starts, prompt_ends;  // as in moe_edge_step
     std::set<int32_t>    members;    // all sequences of its tokens
+};
+
+// The phases of a step's tokens, as the caller of llama_decode declares them.
+struct moe_edge_token_phases {
+    int32_t           usual;    // enum moe_edge_phase
+    std::set<int32_t> prompts;  // sequences whose tokens belong to a prompt, whatever `usual` is
+
+    bool in_prompt(int32_t sequence) const { return usual == MOE_EDGE_PREFILL || prompts.count(sequence) > 0; }
 };
 
 struct moe_edge_store final : private moe_edge_reads::owner {
@@ -136,7 +145,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     void *            callback_user = nullptr;
     uint32_t          callback_phases = 0;  // bit mask
     int32_t           default_tier  = 0;
-    int32_t           said_phase    = -1;   // enum moe_edge_phase of all tokens, or -1: go by the batch
+    std::optional<moe_edge_token_phases> declared_phases;  // nullopt: infer phases from the batch
     moe_edge_step_cb  step_callback = nullptr;
     void *            step_user     = nullptr;
     moe_edge_room_cb  room_callback = nullptr;

@@ -421,13 +421,19 @@ struct moe_edge_room {
 typedef int (*moe_edge_room_cb)(struct moe_edge_room * room, void * user);
 MOE_EDGE_API void moe_edge_set_room_callback(struct moe_edge_store * store, moe_edge_room_cb cb, void * user);
 
-// What every token is from the next step on: enum moe_edge_phase, or -1, the start, to go by what
-// the batch shows. A token is prompt then if its sequence has more than one token in the batch that
-// llama_decode got, or if it has no output.
+// Sets the phase of every token from the next step on: enum moe_edge_phase. With -1, the default, the store infers the
+// phase from the batch: a token belongs to a prompt if its sequence has several tokens in the batch that llama_decode got,
+// or if the token has no output. This takes the last token of a prompt for a token of an answer if the batch has no other
+// token of that prompt.
 MOE_EDGE_API void moe_edge_set_phase(struct moe_edge_store * store, int32_t phase);
 
-// This sequence, or all of them for -1, was dropped: its cells were removed from the context's
-// memory. The next step that is computed reports it, unless none had a token of it since it began.
+// Sets the phase of every token from the next step on, by its sequence: a token belongs to a prompt if one of its sequences
+// is among these n. Replaces what moe_edge_set_phase set, and the other way round. context: struct llama_context *. Does
+// nothing if the context's model has no store.
+MOE_EDGE_API void moe_edge_set_prompts(void * context, const int32_t * sequences, int32_t n);
+
+// This sequence, or all of them for -1, was dropped: its cells were removed from the context's memory. The next step that
+// is reported to the step callback reports this as well, if an earlier report was of a step with tokens of the sequence.
 MOE_EDGE_API void moe_edge_sequence_end(struct moe_edge_store * store, int32_t sequence);
 
 // A step of a store without a model begins: what the context does before each micro-batch.

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from served import server_library
 
+from orchestrator.engine.driver import Driver
 from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError, NativeError
-from orchestrator.events import Phase
+from orchestrator.events import ABSENT, Phase
 from orchestrator.serve import backend as backend_module
 from orchestrator.serve.backend import server_config
 from orchestrator.serve.schemas import GENERATING, QUICK, READ
@@ -176,6 +177,78 @@ def test_answers_are_answers_behind_kernels_that_were_tried(monkeypatch):
     with serving(**LRU) as backend:
         answered(backend, prompt=PROMPT, max_tokens=N)
         assert backend.engine.store.stats().requests[Phase.DECODE] > 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [LRU, DYMOE, *(DYMOE | {"policy": name} for name in ("context", "dynaexq", "firm", "floor"))],
+    ids=lambda each: each["policy"],
+)
+def test_opening_the_core_teaches_the_policy_nothing(monkeypatch, settings):
+    """llama.cpp then decodes two tokens, which use one expert of each layer in each tier."""
+    decided = []
+    on_route = Driver.on_route
+
+    def watched(driver, event):
+        decided.append(event.layer)
+        on_route(driver, event)
+
+    monkeypatch.setattr(Driver, "on_route", watched)
+    monkeypatch.setattr(Engine, "idle", lambda _: None)  # it reads experts as well
+    with Engine.open(server_config(config(**settings), 1)) as engine:
+        at_first = (engine.store.resident() < ABSENT).sum(axis=1)
+    with serving(**settings) as backend:
+        engine, stats = backend.engine, backend.engine.store.stats()
+        assert decided == []
+        assert engine.policy.fresh
+        assert not engine.driver.used().any()
+        assert not any((*stats.requests, *stats.demand_bytes, *stats.prefetch_bytes))
+        resident = (engine.store.resident() < ABSENT).sum(axis=1)
+        assert (resident <= at_first + len(engine.plan.tier_names)).all()
+        steps = []
+        engine.store.set_step_done(steps.append)
+        answered(backend, prompt=PROMPT, max_tokens=1)
+        assert (steps[0].starts, steps[0].ends) == ((0,), ())
+
+
+UBATCH = 64
+PROMPTS_OF = {
+    "one token": ([[5]], [1]),
+    "a part of one token": ([[*range(10, 10 + UBATCH + 1)]], [UBATCH, 1]),
+    "read again": ([[*range(10, 30)], [*range(10, 30)]], [20, 1]),
+    "two of one token": ([[[5], [6]]], [2]),
+}
+
+
+@pytest.mark.parametrize(("prompts", "sizes"), PROMPTS_OF.values(), ids=PROMPTS_OF)
+def test_the_core_tells_prompts_from_answers(monkeypatch, prompts, sizes):
+    """A step with one token of a prompt looks like a step of an answer."""
+    told, steps, tokens = [], [], []
+    settings = {"policy": "context", "placement": "wait", "expert_ram": 16 * MIB, "ubatch": UBATCH}
+    with serving(2, **settings) as backend:
+        driver, store = backend.engine.driver, backend.engine.store
+        on_route = driver.on_route
+
+        def watched(event):
+            tokens.append(set(event.phases_array.tolist()))
+            on_route(event)
+
+        driver.set_route(watched)
+        store.set_step_done(lambda step: (steps.append(step), driver.step_done(step)))
+        monkeypatch.setattr(driver, "follow", told.append)
+        for prompt in prompts:
+            sequences = [0, 1] if isinstance(prompt[0], list) else [0]
+            data = {"prompt": prompt, "max_tokens": 3, "ignore_eos": True, "temperature": 0}
+            request = backend.request("/v1/completions", json.dumps(data).encode(), sequences)
+            status, text = request.whole()
+            assert status == 200, text
+    in_prompts = [step for step in steps if step.phase is Phase.PREFILL]
+    assert [step.n_tokens for step in in_prompts] == sizes
+    n_read = len(sequences) if len(sequences) > 1 else len(prompts)
+    assert sum(len(step.prompt_ends) for step in steps) == n_read
+    assert len(steps) - len(in_prompts) == 2 * len(prompts)  # the third token is not decoded
+    assert told == [step.phase for step in steps]
+    assert all(phases in ({Phase.PREFILL}, {Phase.DECODE}) for phases in tokens)
 
 
 def test_a_request_that_runs_alone_may_change_the_policy():

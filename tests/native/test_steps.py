@@ -1,11 +1,14 @@
 """Steps that llama_decode itself makes: one around each micro-batch, whoever calls it."""
 
+import ctypes
+
 import numpy as np
 import pytest
 
 from orchestrator.errors import NativeError
 from orchestrator.events import Phase
 from orchestrator.native import FAILED
+from orchestrator.native.llama import Bindings
 
 from .conftest import drawn, opened
 from .decoder import Decoder, Token, prompt
@@ -121,6 +124,56 @@ def test_callers_may_know_the_phase(watched):
     assert watched.events[0][3] == watched.events[-1][3] == [D]
     store.set_phase(None)
     assert watched.read(PROMPT[:4], 6).phase == P
+
+
+def set_prompts(watched, *sequences):
+    given = (ctypes.c_int32 * len(sequences))(*sequences)
+    function = Bindings.load().api._lib.moe_edge_set_prompts
+    function.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32), ctypes.c_int32]
+    function(watched.decoder.handle, given, len(sequences))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "phases", "ends"),
+    [
+        ((), [D, D, D], ()),
+        ((1,), [D, P, D], (1,)),
+        ((0, 2), [P, D, P], (0, 2)),
+        ((3,), [D] * 3, ()),
+    ],
+)
+def test_callers_may_name_the_sequences_with_prompts(watched, prompts, phases, ends):
+    for sequence in range(3):
+        watched.read(PROMPT[:2], 0, sequence)
+    watched.events.clear()
+    set_prompts(watched, *prompts)
+    tokens = [Token(7, 2, sequence, wanted=True) for sequence in range(3)]
+    assert watched.decoder.decode(tokens) == 0
+    assert watched.events[0][3] == watched.events[-1][3] == phases
+    assert watched.steps[-1].phase == (P if P in phases else D)
+    assert watched.steps[-1].prompt_ends == ends
+
+
+def test_the_latest_declaration_of_phases_counts(watched):
+    watched.store.set_phase(P)
+    set_prompts(watched, 1)
+    assert watched.read(PROMPT[:4]).phase == D
+    watched.store.set_phase(None)
+    assert watched.read(PROMPT[:4], 4).phase == P
+    set_prompts(watched, 1)
+    watched.store.set_phase(P)
+    assert watched.answer(5, 8).phase == P
+
+
+def test_steps_without_a_callback_start_no_sequence(watched):
+    """Their sequences are not reported as ended, and earlier ends are reported later."""
+    watched.read(PROMPT[:2], 0, 1)
+    watched.store.sequence_end(1)
+    watched.store.set_step_done(None)
+    watched.read(PROMPT[:2], 0, 2)
+    watched.store.sequence_end(2)
+    watched.store.set_step_done(watched.steps.append)
+    assert watched.read(PROMPT[:2]).ends == (1,)
 
 
 def test_ends_are_told_once(watched):

@@ -6,7 +6,9 @@
 #include "llama.h"
 #include "server-task.h"
 
+#include <cstdint>
 #include <functional>
+#include <set>
 
 // Called once, on the thread that creates the server, with upstream's cache of earlier prompts.
 void moe_edge_prompts_made(server_prompt_cache * prompts);
@@ -23,15 +25,30 @@ struct moe_edge_prompt_cache : server_prompt_cache {
 // them belong to its prompt. Returns the slot's prompt, whose token list the caller still has to shorten.
 using moe_edge_undo_slot = std::function<server_prompt & (int32_t slot, int32_t n_prompt)>;
 
-// Computes a step of the server's slots. Returns llama_process's status. Throws std::runtime_error if the step failed;
-// each slot then holds exactly the tokens that are in the context's memory.
-int32_t moe_edge_server_step(
-    llama_context * context, llama_process_type type, llama_batch_ext * batch, const moe_edge_undo_slot & undo);
+// Returns the slots whose tokens in a step belong to a prompt. batch: upstream's server_batch, of which the step computes
+// the tokens from `first` on that were rendered. A slot's number is the name of its sequence.
+template <typename Batch> std::set<int32_t> moe_edge_slots_with_prompts(const Batch & batch, int32_t first) {
+    std::set<int32_t> out;
+    for (int32_t i = first; i < first + batch.view.size(); i++) {
+        if (batch.tokens[i].is_prompt) {
+            out.insert(batch.tokens[i].id_slot);
+        }
+    }
+    return out;
+}
 
-// The call is inside a method of the class that owns `slots`.
+// Computes a step of the server's slots. prompts: the sequences whose tokens belong to a prompt. Returns llama_process's
+// status. Throws std::runtime_error if the step failed; each slot then holds exactly the tokens that are in the context's
+// memory.
+int32_t moe_edge_server_step(
+    llama_context * context, llama_process_type type, llama_batch_ext * step, const std::set<int32_t> & prompts,
+    const moe_edge_undo_slot & undo);
+
+// The call is inside a method of the class that owns `slots` and `batch`, with `off`, the batch's first token in the step.
 #undef llama_process
-#define llama_process(context, type, batch)                                                             \
-    moe_edge_server_step(context, type, batch, [&](int32_t number, int32_t n_prompt) -> server_prompt & { \
+#define llama_process(context, type, step)                                                              \
+    moe_edge_server_step(context, type, step, moe_edge_slots_with_prompts(batch, off),                  \
+                         [&](int32_t number, int32_t n_prompt) -> server_prompt & {                     \
         auto & slot = slots[number];                                                                    \
         slot.i_batch = -1;                                                                              \
         if (slot.state == SLOT_STATE_DONE_PROMPT) {                                                     \

@@ -19,11 +19,7 @@ struct member {
     int32_t   sequence;
     llama_pos first;         // position of its first token
     size_t    n_tokens;
-    bool      has_output;    // for its last token
     size_t    n_computed;
-
-    // An answer adds one token for each step. A prompt of one token counts as one, because both cost the same.
-    bool is_prompt() const { return n_tokens > 1 || !has_output; }
 };
 
 std::vector<member> members_of(const llama_batch_ext & batch) {
@@ -32,10 +28,9 @@ std::vector<member> members_of(const llama_batch_ext & batch) {
         for (const llama_seq_id sequence : token.seq_ids) {
             auto it = std::find_if(out.begin(), out.end(), [&](const member & m) { return m.sequence == sequence; });
             if (it == out.end()) {
-                it = out.insert(out.end(), { sequence, token.pos[0], 0, false, 0 });
+                it = out.insert(out.end(), { sequence, token.pos[0], 0, 0 });
             }
             it->n_tokens++;
-            it->has_output = token.output;
         }
     }
     return out;
@@ -107,7 +102,7 @@ void moe_edge_cancels::update() {
     }
 }
 
-void moe_edge_cancels::begin(llama_batch_ext & batch, bool can_redo_step) {
+void moe_edge_cancels::begin(llama_batch_ext & batch, const std::set<int32_t> & prompts, bool can_redo_step) {
     std::lock_guard<std::mutex> lock(mutex);
     ends     = false;
     can_redo = can_redo_step;
@@ -117,7 +112,7 @@ void moe_edge_cancels::begin(llama_batch_ext & batch, bool can_redo_step) {
     for (const auto & m : members_of(batch)) {
         const bool is_cancelled = cancelled.count(m.sequence) > 0;
         all = all && is_cancelled;
-        if (is_cancelled && m.is_prompt()) {
+        if (is_cancelled && prompts.count(m.sequence) > 0) {
             tokens.erase(std::find_if(tokens.begin(), tokens.end(), [&](const auto & token) {
                 return token.seq_ids.count(m.sequence) > 0;
             }), tokens.end());
@@ -127,7 +122,7 @@ void moe_edge_cancels::begin(llama_batch_ext & batch, bool can_redo_step) {
         tokens.clear();
     }
     for (const auto & m : members_of(batch)) {
-        running.push_back({ m.sequence, m.is_prompt() });
+        running.push_back({ m.sequence, prompts.count(m.sequence) > 0 });
     }
 }
 
@@ -138,13 +133,13 @@ bool moe_edge_cancels::end() {
 }
 
 int32_t moe_edge_compute_step(
-        moe_edge_cancels & cancels, llama_context * context, llama_batch_ext & batch, const moe_edge_undo_slot & undo,
-        const std::function<int32_t(llama_batch_ext & batch)> & compute) {
+        moe_edge_cancels & cancels, llama_context * context, llama_batch_ext & batch, const std::set<int32_t> & prompts,
+        const moe_edge_undo_slot & undo, const std::function<int32_t(llama_batch_ext & batch)> & compute) {
     std::vector<member> members = members_of(batch);
     int32_t status = SUCCESS;
     bool is_again = false;
     do {
-        cancels.begin(batch, can_drop_last_tokens(context));
+        cancels.begin(batch, prompts, can_drop_last_tokens(context));
         for (const auto & m : is_again ? members_of(batch) : std::vector<member>()) {
             llama_memory_seq_rm(llama_get_memory(context), m.sequence, m.first, -1);  // from micro-batches before the abort
         }

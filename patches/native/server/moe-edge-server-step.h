@@ -23,9 +23,10 @@ public:
     bool ends_step() const { return ends; }
 
     // Removes the tokens at the end of a batch that are not worth computing: everything from the first prompt of a
-    // cancelled sequence on, and all tokens if every sequence was cancelled. can_redo: the memory can drop the last
-    // tokens of a sequence, so that an aborted step can be computed again for the other sequences.
-    void begin(llama_batch_ext & batch, bool can_redo);
+    // cancelled sequence on, and all tokens if every sequence was cancelled. prompts: the sequences whose tokens belong
+    // to a prompt. can_redo: the memory can drop the last tokens of a sequence, so that an aborted step can be computed
+    // again for the other sequences.
+    void begin(llama_batch_ext & batch, const std::set<int32_t> & prompts, bool can_redo);
 
     // After a step. Returns true if it was aborted because of a cancelled sequence.
     bool end();
@@ -45,9 +46,9 @@ private:
     std::atomic<bool>  ends { false };
 };
 
-// Computes a step. compute: calls llama_process for a batch and returns its status. Returns 0, or 1 if the KV cache has
-// no space for the batch. Throws std::runtime_error if the step failed. A slot whose tokens were not computed, because
+// Computes a step. prompts: the sequences whose tokens belong to a prompt. compute: calls llama_process for a batch and
+// returns its status. Returns 0, or 1 if the KV cache has no space for the batch. Throws std::runtime_error if the step failed. A slot whose tokens were not computed, because
 // of a cancel or a failure, holds afterwards what the context's memory holds.
 int32_t moe_edge_compute_step(
-    moe_edge_cancels & cancels, llama_context * context, llama_batch_ext & batch, const moe_edge_undo_slot & undo,
-    const std::function<int32_t(llama_batch_ext & batch)> & compute);
+    moe_edge_cancels & cancels, llama_context * context, llama_batch_ext & batch, const std::set<int32_t> & prompts,
+    const moe_edge_undo_slot & undo, const std::function<int32_t(llama_batch_ext & batch)> & compute);

@@ -7,6 +7,7 @@
 #include "moe-edge-server-step.h"
 #include "moe-edge-template-bounds.h"
 #include "moe-edge-tools.h"
+#include "../moe-edge.h"
 
 #include "llama.h"
 #include "llama-batch.h"
@@ -33,10 +34,11 @@
 #include <cstdio>
 #include <exception>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -126,21 +128,14 @@ common_params params_of(const moe_edge_server_config & config) {
     return params;
 }
 
-// Whether every token follows another one of an answer: a prompt has several tokens of one sequence, or
-// some whose output nobody wants.
-bool is_answer(const llama_batch_ext & batch) {
-    std::unordered_set<llama_seq_id> seen;
+// Returns the sequences that have tokens in a batch and are among `prompts`.
+std::vector<int32_t> prompts_in(const llama_batch_ext & batch, const std::set<int32_t> & prompts) {
+    std::set<int32_t> found;
     for (const auto & token : batch.tokens) {
-        if (!token.output) {
-            return false;
-        }
-        for (llama_seq_id sequence : token.seq_ids) {
-            if (!seen.insert(sequence).second) {
-                return false;
-            }
-        }
+        std::copy_if(token.seq_ids.begin(), token.seq_ids.end(), std::inserter(found, found.end()),
+                     [&](llama_seq_id sequence) { return prompts.count(sequence) > 0; });
     }
-    return true;
+    return { found.begin(), found.end() };
 }
 
 }  // namespace
@@ -299,12 +294,15 @@ static const server_task_result_slot_save_load * done_of(const server_task_resul
 
 // Upstream's code calls these.
 int32_t moe_edge_server_step(
-        llama_context * context, llama_process_type type, llama_batch_ext * batch, const moe_edge_undo_slot & undo) {
-    return moe_edge_compute_step(running->cancels, context, *batch, undo, [&](llama_batch_ext & part) {
-        const bool answers = is_answer(part);
+        llama_context * context, llama_process_type type, llama_batch_ext * step, const std::set<int32_t> & prompts,
+        const moe_edge_undo_slot & undo) {
+    return moe_edge_compute_step(running->cancels, context, *step, prompts, undo, [&](llama_batch_ext & part) {
+        const std::vector<int32_t> in_part = prompts_in(part, prompts);
+        const bool answers = in_part.empty();
         if (running->before_step && running->before_step(running->before_step_user, answers) != 0) {
             return FAILED;
         }
+        moe_edge_set_prompts(context, in_part.data(), int32_t(in_part.size()));
         int32_t status = 0;
         moe_edge_server_compute(!answers, [&] {
             status = llama_process(context, type, &part);

@@ -50,14 +50,14 @@ typedef struct moe_edge_server_config {
 MOE_EDGE_SERVER_API int moe_edge_server_abi_version(void);
 
 // Takes a loaded model and a context of n_parallel sequences that share their cells; both stay the
-// caller's and outlive the server. It decodes two tokens, to see whether the memory can be cut.
-// NULL where that fails, with the reason in error.
+// caller's and outlive the server. It decodes two tokens on the calling thread, to learn whether the memory can drop the
+// last tokens of a sequence. Returns NULL on failure, with the reason in error.
 MOE_EDGE_SERVER_API moe_edge_server * moe_edge_server_create(
     struct llama_model * model, struct llama_context * context, const moe_edge_server_config * config,
     char * error, size_t error_size);
 
-// Called on the thread that is in run, before each of its steps. is_answer: every token of the step
-// continues an answer, none is of a prompt. What it returns is 0, or the step fails.
+// Called on the thread that is in run, before each of its steps. is_answer: no token of the step belongs to a prompt. The
+// step fails unless the callback returns 0.
 typedef int (*moe_edge_server_before_step)(void * user, int is_answer);
 
 // Before run. Without one, steps follow each other.
