@@ -167,7 +167,7 @@ def test_lower_tiers_are_made_anew_and_their_history_stays_true(small, text, ggm
         (("--method", "imatrix"), "needs either --calib TEXT or --imatrix FILE"),
         (("--calib", "TEXT", "--imatrix", "TEXT"), "needs either --calib TEXT or --imatrix FILE"),
         (("--imatrix", "TEXT"), "neither a GGUF nor an importance matrix"),
-        (("--method", "imatrix", "--calib", "none.txt"), "none.txt cannot be read: No such file"),
+        (("--method", "imatrix", "--calib", "none.txt"), "none.txt: No such file"),
         (("--method", "gptq"), "gptq needs --calib TEXT, and takes no --imatrix"),
         (("--method", "gptq", "--imatrix", "TEXT"), "gptq needs --calib TEXT, and takes no --im"),
     ],
