@@ -92,7 +92,7 @@ class Loader:
         The store compares experts whenever it reads them.
         """
         checksums = self._specs.checksums
-        if not checksums.tensors:
+        if len(checksums.headers) < len(self._model.parts):
             return None
         without = managed_places(self._model) if False not in self._sound else ()
         return DataCheck(self.bindings.library(), checksums, without)
