@@ -37,9 +37,8 @@ def test_options_are_those_of_serve_as_a_file_has_them():
 def test_every_option_of_serve_is_one_of_a_fleet():
     from orchestrator.cli.serve import serve
 
-    assert {option.name for option in serve.params} - {"help_all", "named"} == set(
-        server_settings()
-    )
+    options = {option.name for option in serve.params} - {"help_all", "named"}
+    assert options == set(server_settings())
 
 
 @cases(
