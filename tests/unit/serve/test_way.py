@@ -78,6 +78,12 @@ def sent(port, address, prompt):
     return sock
 
 
+def answer_on(sock):
+    """What comes on a connection, which is closed then."""
+    with sock:
+        return all_of(sock)
+
+
 def test_clients_of_two_addresses_take_turns():
     """The one that fills the queue gives its last place to the other one."""
     backend, go_on = FakeBackend(*(whole() for _ in range(4))), threading.Event()
@@ -93,12 +99,12 @@ def test_clients_of_two_addresses_take_turns():
         for number in range(4):
             many.append(sent(port, "127.0.0.1", f"a{number}"))
             wait_for(number + 1)
-        assert all_of(sent(port, "127.0.0.1", "refused")).startswith(b"HTTP/1.1 429 ")
+        assert answer_on(sent(port, "127.0.0.1", "refused")).startswith(b"HTTP/1.1 429 ")
         other = sent(port, "127.0.0.2", "b")
-        assert all_of(many[3]).startswith(b"HTTP/1.1 429 ")
+        assert answer_on(many[3]).startswith(b"HTTP/1.1 429 ")
         go_on.set()
         for sock in (*many[:3], other):
-            assert all_of(sock).startswith(b"HTTP/1.1 200 ")
+            assert answer_on(sock).startswith(b"HTTP/1.1 200 ")
     asked = [json.loads(body)["prompt"] for _, body in backend.asked]
     assert asked == ["a0", "a1", "b", "a2"]
 
