@@ -20,7 +20,7 @@ ENDLESS = ("-m", "x.gguf", "-p", "endless")
 
 @cases(
     "args, stdin, stdout",
-    (("-m", "x.gguf"), b"caf\xe9", "<caf\ufffd>\n"),
+    (("-m", "x.gguf"), "caf\u00e9".encode(), "<caf\u00e9>\n"),
     # No escape code and no statistics.
     (("-m", "slow.gguf", "-p", "slow"), b"", "read\n"),
 )
