@@ -154,6 +154,7 @@ def test_a_flipped_byte_is_an_error_or_does_no_harm(tmp_path):
         ("read_latency_us", 0.5, "read_latency_us is 0.5"),
         ("dense_share", [0.5], "dense_share is [0.5]"),
         ("surplus", 1, "fields missing or unknown: surplus"),
+        ("a\nb\x1b", 1, "fields missing or unknown: a b"),
     ],
 )
 def test_a_wrong_header(tmp_path, field, value, said):
