@@ -165,6 +165,13 @@ def test_a_wrong_header(tmp_path, field, value, said):
     assert said in str(caught.value) and str(path) in str(caught.value)
 
 
+def test_the_name_of_the_model_is_shown_in_one_line(tmp_path):
+    trace = random_trace(np.random.default_rng(0))
+    header = header_of(trace) | {"model": "a\nb\x1b[31m"}
+    found = read_trace(written(tmp_path / "t.npz", trace.arrays, header))
+    assert found.header.model == "a b[31m"
+
+
 def test_the_version_before_is_read(tmp_path):
     """What it has besides is left aside, whatever it is."""
     trace = random_trace(np.random.default_rng(0))
