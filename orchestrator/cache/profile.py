@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
+from gguf_tools.file.reader import one_line
 from orchestrator.cache.files import keep, read_object, recalled, user_folder, write_whole
 from orchestrator.config import Config
 from orchestrator.errors import ProfileError
@@ -81,8 +82,8 @@ def load(path: Path, model: ExpertModel) -> np.ndarray:
         raise damaged
     if data["model"] != identity(model):
         raise ProfileError(
-            f"{path}: this profile was made with another model ({data['name']}): give the one of "
-            f"{model.path.name}, or a new file name"
+            f"{path}: this profile was made with another model ({one_line(data['name'])}): give "
+            f"the one of {model.path.name}, or a new file name"
         )
     try:
         found = np.array(data.get("hotness"), np.float64)

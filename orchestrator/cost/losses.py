@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
+from gguf_tools.file.reader import one_line
 from orchestrator.allocation.estimate import KlEstimate, Routing, surprise
 from orchestrator.cache.files import read_object, write_whole
 from orchestrator.cache.profile import identity
@@ -256,8 +257,9 @@ def load(path: Path, model: ExpertModel | None) -> LossTable:
     or damaged one, and for one of another file."""
     data = _parse(path)
     if model is not None and data.get("model") != identity(model):
+        name = one_line(str(data.get("name")))
         raise ConfigError(
-            f"{path}: this loss table was made with another file ({data.get('name')}): run "
+            f"{path}: this loss table was made with another file ({name}): run "
             f"{calibrate_command(model.path)}"
         )
     try:

@@ -16,6 +16,7 @@ import numpy as np
 
 from gguf_tools.file.layout import DOWN, MAX_TIERS, GGMLType
 from gguf_tools.file.opening import open_file
+from gguf_tools.file.reader import one_line
 from orchestrator.allocation.slots import Rules
 from orchestrator.cache import files
 from orchestrator.errors import PolicyError, SettingError, TraceError
@@ -130,7 +131,7 @@ def _header(array: np.ndarray) -> Header:
         )
     known = {field.name for field in fields(Header)}
     if set(raw) != known:
-        odd = ", ".join(sorted(set(raw) ^ known))
+        odd = one_line(", ".join(sorted(set(raw) ^ known)))
         raise _Wrong(f"the header is damaged: fields missing or unknown: {odd}")
     for name, hint in get_type_hints(Header).items():
         if name != "version" and not _fits(name, raw[name], hint):
@@ -138,6 +139,7 @@ def _header(array: np.ndarray) -> Header:
     if [tier for tier in raw["tiers"] if tier in raw["in_use"]] != raw["in_use"]:
         raise _Wrong(f"the header is damaged: in_use is {raw['in_use']!r}")
     _check_settings(raw["policy"], raw["settings"])
+    raw["model"] = one_line(raw["model"])
     for name in ("layer_ids", "tiers", "files", "in_use", "dense_share"):
         raw[name] = tuple(raw[name])
     return Header(**(raw | {"rules": Rules(**raw["rules"])}))
@@ -149,7 +151,7 @@ def _check_settings(policy: str, settings: dict[str, Any]) -> None:
         declared = policy_class(policy).Settings
         wanted = declared().as_dict()
         if set(settings) != set(wanted):
-            odd = ", ".join(sorted(set(settings) ^ set(wanted)))
+            odd = one_line(", ".join(sorted(set(settings) ^ set(wanted))))
             raise _Wrong(f"the header is damaged: settings missing or unknown: {odd}")
         declared(**settings)
     except (PolicyError, SettingError) as error:

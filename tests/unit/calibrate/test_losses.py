@@ -404,7 +404,9 @@ def test_a_table_comes_back(files, tmp_path):
         assert np.array_equal(again.gates, table.gates, equal_nan=True)
         save(path, model, replace(table, gates=None, fit=None))
         assert load(path, model).fit is load(path, model).gates is None
-    with ExpertModel.open(files[1]) as other, pytest.raises(ConfigError, match="another file"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"name": "a\nb\x1b[31m"}))
+    said = r"another file \(a b\[31m\)"
+    with ExpertModel.open(files[1]) as other, pytest.raises(ConfigError, match=said):
         load(path, other)
 
 

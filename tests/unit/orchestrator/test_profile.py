@@ -100,6 +100,9 @@ def test_a_profile_of_another_model_is_refused(paths, tmp_path):
         profile.load(path, other)
     with pytest.raises(ProfileError, match="another model"):
         remember(other, profile=path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"name": "a\nb\x1b[31m"}))
+    with pytest.raises(ProfileError, match=r"another model \(a b\[31m\)"):
+        profile.load(path, other)
 
 
 def broken(text):

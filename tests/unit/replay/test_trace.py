@@ -154,6 +154,7 @@ def test_a_flipped_byte_is_an_error_or_does_no_harm(tmp_path):
         ("read_latency_us", 0.5, "read_latency_us is 0.5"),
         ("dense_share", [0.5], "dense_share is [0.5]"),
         ("surplus", 1, "fields missing or unknown: surplus"),
+        ("a\nb\x1b", 1, "fields missing or unknown: a b"),
     ],
 )
 def test_a_wrong_header(tmp_path, field, value, said):
@@ -162,6 +163,13 @@ def test_a_wrong_header(tmp_path, field, value, said):
     with pytest.raises(TraceError) as caught:
         read_trace(path)
     assert said in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_the_name_of_the_model_is_shown_in_one_line(tmp_path):
+    trace = random_trace(np.random.default_rng(0))
+    header = header_of(trace) | {"model": "a\nb\x1b[31m"}
+    found = read_trace(written(tmp_path / "t.npz", trace.arrays, header))
+    assert found.header.model == "a b[31m"
 
 
 def test_the_version_before_is_read(tmp_path):

@@ -146,17 +146,21 @@ def sent(app, path, data, address):
 async def test_one_client_cannot_take_all_the_memory_for_bodies():
     go_on = threading.Event()
     state, app = served_by(FakeBackend(*(whole(hold=go_on) for _ in range(30))), queue=30)
-    greedy = [sent(app, COMPLETIONS, LONG, "127.0.0.1") for _ in range(20)]
-    await until(lambda: state.gate.waiting + state.bodies.refused == 19)
-    assert state.bodies.refused > 0
-    n_refused = state.bodies.refused
-    other = sent(app, COMPLETIONS, LONG, "127.0.0.2")
-    await until(lambda: state.gate.waiting + state.bodies.refused == 20)
-    assert state.bodies.refused == n_refused
+
+    async def arrived(address):
+        gate, bodies = state.gate, state.bodies
+        before = gate.running + gate.waiting + bodies.refused
+        reply = sent(app, COMPLETIONS, LONG, address)
+        await until(lambda: gate.running + gate.waiting + bodies.refused > before)
+        return reply
+
+    greedy = [await arrived("127.0.0.1") for _ in range(12)]  # all but the first one wait
+    assert state.bodies.refused == 4 and state.bodies.kept_bytes == 7 * len(LONG)
+    other = await arrived("127.0.0.2")
+    assert state.bodies.refused == 4
     go_on.set()
     assert (await end_of(other)).status == 200
-    statuses = [(await end_of(each)).status for each in greedy]
-    assert statuses.count(503) == n_refused and statuses.count(200) == 20 - n_refused
+    assert [(await end_of(each)).status for each in greedy] == [200] * 8 + [503] * 4
     assert state.bodies.kept_bytes == 0
 
 
