@@ -226,7 +226,9 @@ def test_a_file_stands_before_one_message(start, tmp_path):
     # Zeros are UTF-8, and no text; a long file of them is not to be cut to the context either.
     for data in (b"ab\0", b"ab\0" * 10**6):
         text.write_bytes(data)
-        assert f"Error: {text}: it is not a text in UTF-8, at byte 2" in terminal.ask(f"/read {text}")
+        assert f"Error: {text}: it is not a text in UTF-8, at byte 2" in terminal.ask(
+            f"/read {text}"
+        )
     text.write_text("x" * 10**6)
     assert f"Error: {text}: too long for the context" in terminal.ask(f"/read {text}")
     assert "<nothing was added>" in terminal.ask("nothing was added")
