@@ -77,7 +77,7 @@ class Protocol(H11Protocol):
             self._waiting = None
 
     def _keep_reading(self) -> None:
-        """Reads on behind a complete request that is still being answered.
+        """Keeps reading while a complete request is being answered.
 
         uvicorn stops reading when a further request arrives early, and would then not see that
         the client closes the connection.

@@ -108,7 +108,7 @@ void moe_edge_store::describe_tokens() {
 }
 
 // Ends the step of a model, whether it was computed or cut off. A step that was cut off must not keep its pins until the
-// next one begins: limit() runs between the two, and would wait for slots that nobody gives back.
+// next one begins: limit() runs between the two, and would wait for slots that are never given back.
 void moe_edge_store::close_step() {
     std::lock_guard<std::mutex> lock(mutex);
     batch   = {};

@@ -87,7 +87,7 @@ class Chats:
         self._random = Random(self.seed)
 
     def run(self, times, a_process):
-        """So many interrupts, and a SIGTERM behind each `a_process` of them."""
+        """Sends `times` interrupts, and a SIGTERM after every `a_process` of them."""
         for first in range(0, times, a_process):
             with Terminal(
                 *self.args, home=self.home, program=MOE_EDGE, **self.environment
@@ -101,7 +101,7 @@ class Chats:
                     self.wrong.append(f"{first}: {error}")
 
     def interrupt(self, terminal, moment):
-        """Ctrl-C at this moment, and a question behind it."""
+        """Presses Ctrl-C at this moment, and asks a question afterwards."""
         self.come_to(terminal, moment)
         self.stopped[moment] += "stopped" in self.stop(terminal)
         terminal.send(f"{self.text(3)}?\n")
@@ -125,7 +125,7 @@ class Chats:
         return " ".join("".join(self._random.choices(letters, k=4)) for _ in range(n_words))
 
     def come_to(self, terminal, moment):
-        """A random time behind what begins such a moment."""
+        """Waits a random time after the event that begins such a moment."""
         after_s = self._random.random() * self.span_s
         text = self.text(self.words)
         if moment == "resize":  # a step that was cut off must not hold what a long prompt takes
@@ -149,7 +149,7 @@ class Chats:
         terminal.signal(signal.SIGTERM)
         status = terminal.finish()
         self.ended_s.append(time.monotonic() - begin_s)
-        assert status == 128 + signal.SIGTERM, f"status {status} behind SIGTERM"
+        assert status == 128 + signal.SIGTERM, f"status {status} after SIGTERM"
         assert "Traceback" not in terminal.raw, terminal.raw[-2000:]
 
 

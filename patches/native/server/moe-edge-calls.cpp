@@ -53,7 +53,7 @@ arguments arguments_of(const common_json & schema) {
     return found;
 }
 
-// Where an element of a rule ends that begins at `at`: behind a literal, a class, a group or one character.
+// Returns the end of the element of a rule that begins at `at`: after a literal, a class, a group or one character.
 size_t end_of_element(const std::string & rule, size_t at) {
     const char open = rule[at++];
     if (open == '"' || open == '[') {
@@ -184,7 +184,7 @@ std::string gemma_value(const common_json & schema) {
     return type == "integer" || type == "number" ? "gemma4-number" : type == "boolean" ? "gemma4-bool" : "gemma4-value";
 }
 
-// A call whose parser looks for the end of the call right behind the arguments, where the grammar allows white space.
+// A call whose parser expects its end directly after the arguments, although the grammar allows white space there.
 void end_at_once(std::string & grammar, const common_json & parser) {
     const common_json & all = parser.at("parsers");
     for (const auto & each : all) {

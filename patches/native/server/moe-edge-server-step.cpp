@@ -90,7 +90,7 @@ void moe_edge_cancels::forget(const std::vector<int32_t> & sequences) {
     }
 }
 
-// Sets `ends` if the running step computes for nobody, or a cancelled prompt that other sequences need not wait for.
+// Sets `ends` if all sequences of the running step are cancelled, or if a cancelled prompt delays the others.
 void moe_edge_cancels::update() {
     const auto is_cancelled = [this](const part & p) { return cancelled.count(p.sequence) > 0; };
     const bool all    = !running.empty() && std::all_of(running.begin(), running.end(), is_cancelled);

@@ -46,7 +46,7 @@ def test_anything_else_is_one_sentence(tmp_path, data, said):
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "nothing"])
 def test_only_a_regular_file_is_read(tmp_path, kind):
-    """A pipe that nobody writes into would hang, and a device has no end."""
+    """A pipe without a writer would hang, and a device has no end."""
     path = tmp_path / "a.txt"
     if kind == "pipe":
         os.mkfifo(path)

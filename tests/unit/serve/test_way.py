@@ -28,7 +28,8 @@ HEAD = b"HTTP/1.1\r\nHost: localhost\r\n"
 
 @contextmanager
 def running(app, patience_s, **options):
-    """(port, uvicorn's state) of an application behind a socket. options: more of uvicorn's."""
+    """Serves an application on a socket, with options for uvicorn. Yields the port and its
+    state."""
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     sock.listen(64)
