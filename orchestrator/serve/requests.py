@@ -639,7 +639,11 @@ def _check_biased_tokens(bias: Any, n_vocab: int) -> None:
     if isinstance(bias, dict):
         named = [name for name in bias if _TOKEN_ID.fullmatch(name)]
     else:
-        named = [str(each[0]) for each in bias or () if isinstance(each[0], int)]
+        given = [each[0] for each in bias or ()]
+        for each in given:
+            if isinstance(each, bool) or not isinstance(each, (int, str)):
+                raise Refusal(400, f"logit_bias has {json.dumps(each)}: give a token id or a text")
+        named = [str(each) for each in given if isinstance(each, int)]
     for name in named:
         if len(name) > _MOST_DIGITS or not 0 <= int(name) < n_vocab:
             said = name.strip()[:_MOST_DIGITS]

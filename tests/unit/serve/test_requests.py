@@ -155,6 +155,8 @@ ONE, TWO = [tool("a")], [tool("a"), tool("b")]
     (COMPLETIONS, {"logit_bias": [[5, 1], [99_999_999, False]]}, "logit_bias has token 99999999"),
     (MESSAGES, {"logit_bias": [[10**15, 1]]}, "logit_bias"),
     (NATIVE, {"logit_bias": {"": 1}}, "logit_bias has an empty text"),
+    (CHAT, {"logit_bias": [[False, 1]]}, "logit_bias has false: give a token id or a text"),
+    (CHAT, {"logit_bias": [[-37.5, 1]]}, "logit_bias has -37.5: give a token id or a text"),
     (CHAT, {"stop": ["x"] * 129}, "stop must be a list of at most 128 items"),
     (CHAT, {"samplers": ["top_k"] * 33}, "samplers must be"),
     (CHAT, {"samplers": "k" * 33}, "samplers must be"),
