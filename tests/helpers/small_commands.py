@@ -93,7 +93,7 @@ class SmallCommands:
         return self.plain(f"replay {trace} --policy=lru --expert-ram=2MiB --json")
 
     def pull(self):
-        """From a Hub on this machine. An unfinished download stays, for the next time."""
+        """From a Hub on this machine. A download stays for the next time, whole or in part."""
         sys.path.insert(0, str(REPO / "tests/unit/hub"))
         from hub_server import Hub, Repo
 
