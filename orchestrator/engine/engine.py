@@ -402,7 +402,7 @@ class Engine(Closing):
         self._prompts.leave()
         self._loaded.close()
         try:
-            self._save_history()
+            history.save()
         finally:
             self.model.close()
 
@@ -410,10 +410,4 @@ class Engine(Closing):
         """Keep what the run learned if the config asks for that, and free nothing: for a process
         that ends while a step runs. Raises OSError if a named profile cannot be written."""
         self._loader.history.learn(self._loaded.driver)
-        self._save_history()
-
-    def _save_history(self) -> None:
-        """Save what was learned, unless another file is at the model's path now: what was learned
-        would be taken for that one's."""
-        if not self._loader.files.look()[0]:
-            self._loader.history.save()
+        self._loader.history.save()

@@ -53,6 +53,12 @@ REST_S = 0.04
 FAST = 2
 
 
+async def until_left(receive: Receive) -> None:
+    """Returns when the client of a request has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class Outlet:
     """The way out of one request to a path: the status and its kind once, then parts."""
 
@@ -295,8 +301,7 @@ class Answer:
             await self.body.run(work)
 
     async def _client_gone(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await until_left(receive)
         self._is_over = True
 
 

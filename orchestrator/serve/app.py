@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.serve.admission import CLIENT, Body, client_left, conversations_of
-from orchestrator.serve.answer import Answer
+from orchestrator.serve.answer import Answer, until_left
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.door import Door, error_response
 from orchestrator.serve.ollama import VERSION, Lines, OllamaRequest, listed, running, shown
@@ -200,7 +200,7 @@ class Endpoints:
                 late = f"the request was not here after --patience, {settings.patience} s"
                 raise Refusal(408, late) from None
             look = asyncio.create_task(body.run(partial(work, backend, body)))
-            left = asyncio.create_task(_left(request.receive))
+            left = asyncio.create_task(until_left(request.receive))
             try:
                 await asyncio.wait({look, left}, return_when=asyncio.FIRST_COMPLETED)
                 if not look.done():
@@ -223,12 +223,6 @@ class Endpoints:
                 body.take()
 
         return answered
-
-
-async def _left(receive: Receive) -> None:
-    """Returns when the client has left."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _read_of(state: State, route: str) -> tuple[int, bytes]:

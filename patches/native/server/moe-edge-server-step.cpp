@@ -136,6 +136,7 @@ int32_t moe_edge_compute_step(
         moe_edge_cancels & cancels, llama_context * context, llama_batch_ext & batch, const std::set<int32_t> & prompts,
         const moe_edge_undo_slot & undo, const std::function<int32_t(llama_batch_ext & batch)> & compute) {
     std::vector<member> members = members_of(batch);
+    const size_t n_tokens = batch.tokens.size();
     int32_t status = SUCCESS;
     bool is_again = false;
     do {
@@ -151,7 +152,8 @@ int32_t moe_edge_compute_step(
         }
         is_again = cancels.end() && status == ABORTED;
     } while (is_again);
-    if (status == NO_SPACE) {
+    const bool is_whole = status == SUCCESS && batch.tokens.size() == n_tokens;
+    if (is_whole || status == NO_SPACE) {
         return status;
     }
     count_computed(members, batch);
