@@ -21,7 +21,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.settings import Setting
 
 if TYPE_CHECKING:
-    from orchestrator.engine.engine import Engine
+    from orchestrator.runtime.engine import Engine
 
 
 Message = dict[str, str]

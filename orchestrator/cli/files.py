@@ -54,8 +54,8 @@ def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -
     from gguf_tools.inspect import describe, render
     from orchestrator.cli import pictures
     from orchestrator.config import Config
-    from orchestrator.engine.support import support_of
     from orchestrator.memory.plan import scratch_bytes
+    from orchestrator.runtime.support import support_of
 
     if picture is not None:
         pictures.prepare(picture)
@@ -86,7 +86,7 @@ def verify(
     cannot run: llama.cpp does not load a model of its header."""
     from gguf_tools.experts import ExpertModel
     from gguf_tools.verify import verify as run
-    from orchestrator.engine.support import NOT, Support, support_of
+    from orchestrator.runtime.support import NOT, Support, support_of
 
     with progress_bar("Verifying") as progress:
         report = run(file, low, progress=progress, threads=threads)

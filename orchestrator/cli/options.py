@@ -26,9 +26,9 @@ from orchestrator.settings import Setting, flag_of, parse_size
 
 if TYPE_CHECKING:
     from gguf_tools.quantize.methods import ExpertQuantizer
-    from orchestrator.engine.engine import Engine
     from orchestrator.lab.calibrate.methods import Method
     from orchestrator.lab.table import Table
+    from orchestrator.runtime.engine import Engine
 
 # Where a context keeps whether outputs may be replaced.
 _FORCE = "moe-edge.force"
@@ -371,7 +371,7 @@ def chosen_method(options: dict[str, Any]) -> Method:
 
 def open_engine(config: Config, console: Console) -> Engine:
     from orchestrator.cache.files import check_target
-    from orchestrator.engine.engine import Engine
+    from orchestrator.runtime.engine import Engine
 
     profile = config.given("profile")
     if profile is not None and profile.parent.is_dir():  # else it is made

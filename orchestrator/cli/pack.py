@@ -147,7 +147,7 @@ def say_support(header: Path) -> None:
     """Says how a model of this header will run, before its weights are computed. Raises
     ConvertError where it will not."""
     from gguf_tools.errors import ConvertError
-    from orchestrator.engine.support import NOT, support_of
+    from orchestrator.runtime.support import NOT, support_of
 
     found = support_of(header)
     if found is None or not found.reason:

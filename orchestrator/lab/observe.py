@@ -20,12 +20,12 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import DOWN, parse_expert_name
 from gguf_tools.units import format_least, format_size
 from orchestrator.config import Config
-from orchestrator.engine.driver import Driver
-from orchestrator.engine.load import Loader
 from orchestrator.errors import BudgetError, NativeError
 from orchestrator.native import Store
 from orchestrator.native.llama import Bindings, LlamaContext, Model
 from orchestrator.policy import BASELINE
+from orchestrator.runtime.driver import Driver
+from orchestrator.runtime.load import Loader
 
 _NUMBERS = {0: np.float32, 26: np.int32}
 

@@ -19,9 +19,6 @@ from gguf_tools.file.reader import metadata_value
 from gguf_tools.process import peak_rss_bytes
 from orchestrator.cache.profile import identity
 from orchestrator.config import Config, native_log_enabled
-from orchestrator.engine.driver import PlainDriver
-from orchestrator.engine.engine import Engine
-from orchestrator.engine.report import StoreCosts
 from orchestrator.errors import ConfigError, MoeEdgeError, NativeError
 from orchestrator.events import Phase
 from orchestrator.memory.footprint import PROMPT_MARKS, part_bytes
@@ -35,6 +32,9 @@ from orchestrator.native import (
 )
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import policy_settings
+from orchestrator.runtime.driver import PlainDriver
+from orchestrator.runtime.engine import Engine
+from orchestrator.runtime.report import StoreCosts
 from orchestrator.serve.admission import (
     BODY_FACTOR,
     PROBS_BYTES,

@@ -10,13 +10,13 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from orchestrator.engine.driver import PlainDriver
-from orchestrator.engine.engine import Engine
-from orchestrator.engine.prompt_copies import Listed, common_prefix, usable
-from orchestrator.engine.prompts import LEAST_TOKENS, is_worth_writing, state_key
-from orchestrator.engine.steps import Mark, SequenceState
 from orchestrator.errors import PolicyError
 from orchestrator.native import NativeServer
+from orchestrator.runtime.driver import PlainDriver
+from orchestrator.runtime.engine import Engine
+from orchestrator.runtime.prompt_copies import Listed, common_prefix, usable
+from orchestrator.runtime.prompts import LEAST_TOKENS, is_worth_writing, state_key
+from orchestrator.runtime.steps import Mark, SequenceState
 
 # A prompt that differs from the one before in no more than its last tokens goes on from what its
 # sequence holds: templates close a turn in another way than they open the answer to it.

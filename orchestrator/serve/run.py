@@ -19,8 +19,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gguf_tools import interrupts
 from orchestrator.config import Config
-from orchestrator.engine.load import Progress
 from orchestrator.errors import ConfigError
+from orchestrator.runtime.load import Progress
 from orchestrator.serve.service import Service
 from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.wire import Refusal

@@ -19,8 +19,8 @@ from uuid import uuid4
 
 import numpy as np
 
-from orchestrator.engine.texts import log_softmax
 from orchestrator.native.llama import Model
+from orchestrator.runtime.texts import log_softmax
 from orchestrator.serve.admission import Body, outlasting
 from orchestrator.serve.backend import Backend, Stopped, sentence_of
 from orchestrator.serve.schemas import SEVERAL

@@ -14,10 +14,10 @@ from time import monotonic
 from gguf_tools.children import child
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
-from orchestrator.engine.load import Progress
 from orchestrator.errors import NativeError
 from orchestrator.native import ServerLibrary
 from orchestrator.native.llama import Bindings
+from orchestrator.runtime.load import Progress
 from orchestrator.serve.admission import return_memory
 from orchestrator.serve.app import application
 from orchestrator.serve.backend import Backend, Stopped

@@ -162,7 +162,7 @@ def test_every_patch_and_every_native_source_has_its_line():
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_is_named_in_a_file_is_there(name):
-    """As `Driver.on_route` in `orchestrator/engine/driver.py`."""
+    """As `Driver.on_route` in `orchestrator/runtime/driver.py`."""
     for named, path in re.findall(r"`([\w.]+)` in\s`([\w/]+\.py)`", text_of(name)):
         source = (REPO / path).read_text()
         for part in named.split("."):

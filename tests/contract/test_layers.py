@@ -31,7 +31,7 @@ LAYERS = (
     ("orchestrator.cache", "orchestrator.native"),
     ("orchestrator.memory",),
     ("orchestrator.cost",),
-    ("orchestrator.engine",),
+    ("orchestrator.runtime",),
     ("orchestrator.chat", "orchestrator.serve", "orchestrator.lab"),
     ("orchestrator.cli",),
     ("orchestrator.__main__",),

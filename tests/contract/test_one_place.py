@@ -27,7 +27,7 @@ WORDS = ("losses", "placement")
 USES = {
     "profile": {"orchestrator/cli/options.py", "orchestrator/cache/profile.py"},
     "transition_rate": {
-        "orchestrator/engine/driver.py",
+        "orchestrator/runtime/driver.py",
         "orchestrator/memory/layouts.py",
         "orchestrator/lab/replay/report.py",
     },

@@ -1,6 +1,6 @@
 """What an answer of an engine read, and what its first token was chosen from."""
 
-from orchestrator.engine.engine import Sampling
+from orchestrator.runtime.engine import Sampling
 
 GREEDY = Sampling(temp=0.0)
 

@@ -49,7 +49,7 @@ def tiny_model(folder):
 
     from gguf_tools import synthetic
     from orchestrator.config import Config
-    from orchestrator.engine.engine import Engine
+    from orchestrator.runtime.engine import Engine
 
     path = Path(folder) / "interrupted.gguf"
     synthetic.write(path, replace(SHAPE, context=16384, n_layer=2), tiers=("q8_0",))

@@ -28,7 +28,7 @@ sys.path.insert(0, str(REPO))
 from conversing import WORDS  # noqa: E402
 from served import DEMO, server_library, serving  # noqa: E402
 
-from orchestrator.engine.prompt_copies import _describe, _is_whole  # noqa: E402
+from orchestrator.runtime.prompt_copies import _describe, _is_whole  # noqa: E402
 from orchestrator.serve.backend import Backend  # noqa: E402
 from orchestrator.serve.settings import options_of  # noqa: E402
 

@@ -30,9 +30,9 @@ import numpy as np
 
 from gguf_tools import synthetic
 from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
 from orchestrator.errors import NativeError
 from orchestrator.native import touched_memory
+from orchestrator.runtime.engine import Engine
 from orchestrator.settings import parse_size
 
 SEQUENCES = 4

@@ -7,10 +7,10 @@ import numpy as np
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
 from orchestrator.lab.observe import Observer
 from orchestrator.policy import Policy
 from orchestrator.policy.base import EVERY_STEP, Wants
+from orchestrator.runtime.engine import Engine
 
 _LOGITS = "ffn_moe_logits-"
 

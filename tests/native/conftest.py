@@ -15,8 +15,8 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.pack import pack
 from orchestrator.config import Config
 from orchestrator.cost import losses
-from orchestrator.engine.engine import Engine
 from orchestrator.native.llama import Bindings
+from orchestrator.runtime.engine import Engine
 from patches import portable, tree
 from patches.upstream import (
     PATCHES,

@@ -15,7 +15,6 @@ from gguf_tools.errors import NotMoEError
 from gguf_tools.experts import PROVEN, ExpertModel
 from gguf_tools.file.layout import DOWN
 from gguf_tools.pack import export, pack
-from orchestrator.engine.texts import log_softmax
 from orchestrator.errors import BudgetError, NativeError
 from orchestrator.events import Phase
 from orchestrator.lab.calibrate.methods import Method
@@ -23,6 +22,7 @@ from orchestrator.lab.calibrate.table import measure_losses
 from orchestrator.lab.eval.arithmetic import kl_divergence
 from orchestrator.memory.shared import CELL_STEP
 from orchestrator.native import host_memory, touched_memory
+from orchestrator.runtime.texts import log_softmax
 
 from .conftest import build, drawn, greedy, opened, run_program, until
 from .lookup_table import BLOCK, blocks_of, forget, read_bytes, widen
@@ -38,7 +38,7 @@ PROMPT, ANSWER, OTHER = ([each % 128 for each in drawn(n, n)] for n in (40, 32, 
 N_DECODE = 6
 CALIBRATED = 512
 AT_ONCE = {"ctx": 256, "ubatch": 256, "logits_all": True}  # as the unpatched library reads a prompt
-PUTS_AWAY = "orchestrator.engine.prompt_copies"  # calls of it are the moments of a death
+PUTS_AWAY = "orchestrator.runtime.prompt_copies"  # calls of it are the moments of a death
 POLICIES = (
     {"policy": "lru"},
     {"policy": "dymoe", "prefetch": "on", "low_tier": "skip", "retention": 1.0},

@@ -7,7 +7,7 @@ import pytest
 
 from gguf_tools.errors import ChangedError
 from orchestrator.config import Config, Sampling
-from orchestrator.engine.engine import Engine
+from orchestrator.runtime.engine import Engine
 
 from .conftest import drawn
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from orchestrator.cost import losses
-from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
 from orchestrator.lab.replay.simulate import Compute
+from orchestrator.runtime.engine import Engine
 
 from .conftest import build, drawn, save_losses, until
 from .replayed import SPEEDS, recorded, replayed, reported

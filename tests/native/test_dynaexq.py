@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from orchestrator.allocation.pools import Places, TierPools
-from orchestrator.engine.engine import Engine, Sampling
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.events import ABSENT, Phase
 from orchestrator.policy import dynaexq
+from orchestrator.runtime.engine import Engine, Sampling
 
 from .conftest import build, drawn, greedy, until
 

@@ -8,11 +8,11 @@ import pytest
 
 from orchestrator.config import Sampling
 from orchestrator.cost import losses
-from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
 from orchestrator.events import Phase
 from orchestrator.lab.eval import EvalOptions, evaluate, render
 from orchestrator.policy.floor import Floor
+from orchestrator.runtime.engine import Engine
 
 from .conftest import build, drawn, save_losses
 from .replayed import recorded, reported
@@ -131,7 +131,7 @@ def test_a_text_unlike_those_of_the_table_gets_half_of_the_limit(
     virtual, routing, halved, both, tmp_path, monkeypatch
 ):
     """From the first tokens that are judged on; both front ends of the policy say so."""
-    monkeypatch.setattr("orchestrator.engine.driver.ROUTING_TOKENS", 24)
+    monkeypatch.setattr("orchestrator.runtime.driver.ROUTING_TOKENS", 24)
     table, text = tmp_path / "t.json", tmp_path / "t.txt"
     save_table(table, both, routing=routing)
     config = floor(both, table, 0.6)

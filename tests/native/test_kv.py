@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError
+from orchestrator.runtime.engine import Engine
 
 TOKENS = np.random.default_rng(0).integers(10, 300, 60).tolist()
 

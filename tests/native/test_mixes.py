@@ -5,7 +5,7 @@ import pytest
 from mixing import SHAPE, Mixes, settings_of, tight, unlike
 
 from gguf_tools import synthetic
-from orchestrator.engine.engine import Engine
+from orchestrator.runtime.engine import Engine
 
 N_CTX = 8192
 

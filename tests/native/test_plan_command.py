@@ -17,10 +17,10 @@ from orchestrator.config import Config
 from orchestrator.cost import losses, planner
 from orchestrator.cost.disk import Bandwidth
 from orchestrator.cost.planner import Planner
-from orchestrator.engine.engine import Engine
-from orchestrator.engine.load import Loader
 from orchestrator.errors import ConfigError
 from orchestrator.memory.plan import MemoryPlan
+from orchestrator.runtime.engine import Engine
+from orchestrator.runtime.load import Loader
 
 from .conftest import save_losses
 

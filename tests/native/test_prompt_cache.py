@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from answering import evaluated, first_logits
 
-from orchestrator.engine.texts import ChatTemplate
+from orchestrator.runtime.texts import ChatTemplate
 
 from .conftest import opened
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from orchestrator.cache import profile
-from orchestrator.engine.engine import Engine
 from orchestrator.lab.replay.record import record_text
 from orchestrator.lab.replay.simulate import Compute
+from orchestrator.runtime.engine import Engine
 
 from .conftest import build, drawn, until
 from .replayed import SPEEDS, recorded, replayed

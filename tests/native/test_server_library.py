@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from served import server_library
 
-from orchestrator.engine.driver import Driver
-from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import ABSENT, Phase
+from orchestrator.runtime.driver import Driver
+from orchestrator.runtime.engine import Engine
 from orchestrator.serve import backend as backend_module
 from orchestrator.serve.backend import server_config
 from orchestrator.serve.schemas import GENERATING, QUICK, READ

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from speaking import CAPITAL
 
-from orchestrator.engine.texts import ChatTemplate
+from orchestrator.runtime.texts import ChatTemplate
 
 from .servers import MIB, answered, ask, serving
 

@@ -11,11 +11,11 @@ from mixing import SHAPE
 
 from gguf_tools import synthetic
 from orchestrator.config import Config
-from orchestrator.engine import llama_parts
-from orchestrator.engine.engine import Engine
 from orchestrator.errors import NativeError
 from orchestrator.native import Store, touched_memory
 from orchestrator.native.llama import LlamaContext, Sampling
+from orchestrator.runtime import llama_parts
+from orchestrator.runtime.engine import Engine
 
 N_CTX = 16384
 PROMPT = np.random.default_rng(0).integers(10, 300, 3000).tolist()

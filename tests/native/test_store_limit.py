@@ -9,10 +9,10 @@ import pytest
 
 from gguf_tools.file.layout import GGMLType
 from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
 from orchestrator.errors import NativeError
 from orchestrator.events import ABSENT, Phase
 from orchestrator.native.abi import VISIT_CB
+from orchestrator.runtime.engine import Engine
 
 from .conftest import DEVICES
 from .transition_driver import HELD, HIGH, KINDS, LOW, US, Driver, ExpertFile

@@ -9,10 +9,10 @@ import pytest
 
 from gguf_tools.process import default_threads
 from orchestrator.config import Config
-from orchestrator.engine import load
 from orchestrator.lab.check.checking import CheckOptions, _Check
 from orchestrator.lab.eval.run import EvalOptions, eval_config
 from orchestrator.native.llama import Bindings
+from orchestrator.runtime import load
 
 from .conftest import HERE, drawn, opened, run_program, until
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from repacking import repack
 
-from orchestrator.engine.engine import Engine
 from orchestrator.events import Phase
 from orchestrator.native import MAX_TIERS
+from orchestrator.runtime.engine import Engine
 
 from .conftest import build, drawn
 

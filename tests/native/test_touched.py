@@ -9,9 +9,9 @@ import pytest
 
 from gguf_tools import synthetic
 from orchestrator.config import Config
-from orchestrator.engine import llama_parts
-from orchestrator.engine.engine import Engine
 from orchestrator.native import touched_memory
+from orchestrator.runtime import llama_parts
+from orchestrator.runtime.engine import Engine
 
 N_CTX = 131072
 DRAWN = np.random.default_rng(0).integers(10, 300, 4000).tolist()

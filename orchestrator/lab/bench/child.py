@@ -225,7 +225,7 @@ def run_upstream(job: Job) -> Result:
 def run_engine(job: Job) -> Result:
     """Our engine."""
     from orchestrator.config import Config
-    from orchestrator.engine.engine import Engine
+    from orchestrator.runtime.engine import Engine
 
     sizes = {"ctx": job.n_ctx, "ubatch": job.n_ubatch, "threads": job.threads}
     config = Config.build(model=job.model, low=job.low, **sizes, **job.settings)

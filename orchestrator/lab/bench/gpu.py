@@ -15,7 +15,6 @@ from orchestrator.allocation.slots import ModelShape
 from orchestrator.cache.files import write_whole
 from orchestrator.config import MISSES
 from orchestrator.cost import disk
-from orchestrator.engine.load import SPARE_BYTES
 from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.lab.bench.ablation import AblationOptions, add_over_demand
 from orchestrator.lab.bench.benchmark import Benchmark
@@ -40,6 +39,7 @@ from orchestrator.lab.bench.rows import (
 )
 from orchestrator.lab.table import Column, fixed, percent
 from orchestrator.memory.footprint import model_shape
+from orchestrator.runtime.load import SPARE_BYTES
 from orchestrator.settings import again, setting
 
 UPSTREAM, UPSTREAM_CPU = "upstream, n-cpu-moe", "upstream, all on CPU"

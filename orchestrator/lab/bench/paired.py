@@ -50,9 +50,9 @@ def opened(settings):
         return
     from orchestrator.config import Config
     try:
-        from orchestrator.engine.engine import Engine
+        from orchestrator.runtime.engine import Engine
     except ModuleNotFoundError:  # a checkout in which the engine was one file
-        from orchestrator.engine import Engine
+        from orchestrator.runtime import Engine
 
     with Engine.open(Config.build(**settings)) as engine:
         model = engine.model

@@ -40,7 +40,6 @@ from orchestrator.allocation.estimate import ROUTING_TOKENS, surprise
 from orchestrator.cache.files import whole_file
 from orchestrator.cache.profile import cached_path, identity
 from orchestrator.cost.losses import Fit, LossTable, load, save
-from orchestrator.engine.texts import log_softmax
 from orchestrator.errors import BudgetError, ConfigError, NativeError
 from orchestrator.events import SKIP_TIER, DecisionBuffer, RouteEvent
 from orchestrator.lab.calibrate.capture import Calibration, Progress, read_calibration, spill_folder
@@ -50,6 +49,7 @@ from orchestrator.lab.calibrate.reader import TextReader
 from orchestrator.lab.eval.arithmetic import kl_divergence
 from orchestrator.lab.eval.judge import Reference
 from orchestrator.native.llama import Bindings, Model
+from orchestrator.runtime.texts import log_softmax
 
 # Shares of the experts that are lowered, and skipped in a part and in all layers. Small moves cost
 # more than in proportion, so that the last one, which sets the scale, moves answers by about the

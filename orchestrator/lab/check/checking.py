@@ -21,7 +21,6 @@ from gguf_tools.process import private_bytes, processor_name
 from gguf_tools.units import format_least, format_size
 from gguf_tools.verify import verify
 from orchestrator.config import Config
-from orchestrator.engine.support import MANAGED, NOT, support_of
 from orchestrator.errors import GGUFError, MoeEdgeError
 from orchestrator.lab.check.budgets import (
     PROMPT_TOKENS,
@@ -37,6 +36,7 @@ from orchestrator.lab.children import Result
 from orchestrator.memory.machine import Machine
 from orchestrator.memory.plan import notes_of
 from orchestrator.policy import ALLOWED_LOSS
+from orchestrator.runtime.support import MANAGED, NOT, support_of
 
 Bar = Callable[[str, float | None], None]
 

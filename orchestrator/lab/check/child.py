@@ -14,10 +14,10 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.process import peak_rss_bytes
 from orchestrator.config import Config
 from orchestrator.cost.planner import Planner
-from orchestrator.engine.engine import Engine
 from orchestrator.errors import MoeEdgeError
 from orchestrator.lab.check.budgets import CheckJob, settings_of, three_budgets
 from orchestrator.lab.children import Result, answer
+from orchestrator.runtime.engine import Engine
 
 # What the experts of a layer give together, as llama.cpp's common MoE builder names it.
 _EXPERTS_OUT = "ffn_moe_out-"

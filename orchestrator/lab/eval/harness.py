@@ -26,9 +26,9 @@ except ImportError as error:
     ) from error
 
 from orchestrator.config import Config
-from orchestrator.engine.engine import Engine, Sampling
 from orchestrator.errors import ConfigError
 from orchestrator.lab.eval.judge import Judge
+from orchestrator.runtime.engine import Engine, Sampling
 
 _MAX_GEN_TOKENS = 256
 

@@ -24,13 +24,13 @@ import numpy as np
 
 from gguf_tools.closing import Closing
 from gguf_tools.units import format_size
-from orchestrator.engine.engine import Engine
-from orchestrator.engine.texts import log_softmax
 from orchestrator.errors import ConfigError
 from orchestrator.events import Phase
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import Estimate
 from orchestrator.lab.eval.text import Window, json_lines
+from orchestrator.runtime.engine import Engine
+from orchestrator.runtime.texts import log_softmax
 
 
 class Judge:

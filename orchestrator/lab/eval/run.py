@@ -13,9 +13,6 @@ from typing import Any
 from gguf_tools.experts import DEFAULT_KV, ExpertModel
 from gguf_tools.units import format_size
 from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
-from orchestrator.engine.load import Progress
-from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.errors import ConfigError
 from orchestrator.events import Phase
 from orchestrator.lab.eval import arithmetic
@@ -35,6 +32,9 @@ from orchestrator.lab.replay.trace import COMPUTED, COUNTERS, ROUTED
 from orchestrator.memory.footprint import LEAST_CONTEXT, SIZES
 from orchestrator.native import CStats
 from orchestrator.policy import BASELINE
+from orchestrator.runtime.engine import Engine
+from orchestrator.runtime.load import Progress
+from orchestrator.runtime.loss_meter import LossMeter
 
 
 def counters(engine: Engine) -> CStats | None:

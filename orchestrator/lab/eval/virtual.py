@@ -15,12 +15,12 @@ from time import perf_counter
 import numpy as np
 
 from gguf_tools.closing import Closing
-from orchestrator.engine.driver import Driver
-from orchestrator.engine.engine import Engine
 from orchestrator.events import ComputedStep, Phase, RouteEvent, distinct, served
 from orchestrator.lab.replay.record import measured
 from orchestrator.lab.replay.simulate import Simulation, Transport
 from orchestrator.native import CStats, Store
+from orchestrator.runtime.driver import Driver
+from orchestrator.runtime.engine import Engine
 
 # Decode steps from which computing is measured, the first one left out.
 _STEPS = 9

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from orchestrator.allocation.slots import ModelShape, SlotPlan
-from orchestrator.engine import report
 from orchestrator.events import Phase, percentile
 from orchestrator.lab.replay.trace import COMPUTED, COUNTERS, MOVED, ROUTED, Trace
 from orchestrator.native import CStats
+from orchestrator.runtime import report
 
 Figures = dict[str, Any]
 

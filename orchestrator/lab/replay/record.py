@@ -13,7 +13,6 @@ import numpy as np
 from gguf_tools.file.layout import KINDS
 from orchestrator.config import Sampling
 from orchestrator.cost.disk import read_bandwidth
-from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError, TraceError
 from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, distinct, percentile
 from orchestrator.lab.replay.figures import counted
@@ -23,6 +22,7 @@ from orchestrator.memory.footprint import model_shape
 from orchestrator.native import CStats
 from orchestrator.policy import BASELINE, POLICIES, policy_class
 from orchestrator.policy.base import WeighsLosses
+from orchestrator.runtime.engine import Engine
 
 # Steps from which the share of computing outside the experts is measured.
 DENSE_STEPS, DENSE_PROMPTS = 9, 3

@@ -19,9 +19,6 @@ from gguf_tools.file.layout import COMPUTE_ORDER
 from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan
 from orchestrator.cost.losses import load
-from orchestrator.engine.driver import Driver
-from orchestrator.engine.loss_meter import LossMeter
-from orchestrator.engine.store_layout import spec_for, store_layers
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import ComputedStep, Phase
 from orchestrator.lab.replay.trace import Step, Trace
@@ -30,6 +27,9 @@ from orchestrator.native import CStats, Library, StoreSpec
 from orchestrator.native.store import Store, event_arrays
 from orchestrator.policy import Policy
 from orchestrator.policy.base import Learns, WeighsLosses
+from orchestrator.runtime.driver import Driver
+from orchestrator.runtime.loss_meter import LossMeter
+from orchestrator.runtime.store_layout import spec_for, store_layers
 from orchestrator.settings import Settings
 
 _INTS = ctypes.POINTER(ctypes.c_int32)

@@ -16,7 +16,6 @@ import numpy as np
 from gguf_tools.units import format_size
 from orchestrator.cache.files import whole_files
 from orchestrator.config import Config
-from orchestrator.engine.load import Progress
 from orchestrator.errors import ConfigError
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import pair
@@ -27,6 +26,7 @@ from orchestrator.lab.study.subject import Part, Score, Settings, Subject, Wrapp
 from orchestrator.lab.study.uniform import NONE, UniformFile, tiers_of
 from orchestrator.lab.table import Column, Row, Table, fixed, percent
 from orchestrator.policy import DEFAULT, Policy, owners
+from orchestrator.runtime.load import Progress
 from orchestrator.settings import flag_of
 
 

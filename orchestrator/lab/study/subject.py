@@ -19,8 +19,6 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.allocation.slots import Transition
 from orchestrator.cache import profile
 from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
-from orchestrator.engine.load import Progress
 from orchestrator.errors import ConfigError
 from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.lab.eval.judge import (
@@ -43,6 +41,8 @@ from orchestrator.lab.eval.run import (
 from orchestrator.lab.eval.text import Window, read_documents
 from orchestrator.lab.study.uniform import UniformTypes
 from orchestrator.policy import Policy
+from orchestrator.runtime.engine import Engine
+from orchestrator.runtime.load import Progress
 
 
 class Wrapper:

@@ -26,12 +26,12 @@ from gguf_tools.pack import pack
 from gguf_tools.quantize.tiers import parse_types
 from gguf_tools.units import format_size
 from orchestrator.config import Config
-from orchestrator.engine.load import Progress
 from orchestrator.errors import ConfigError
 from orchestrator.lab.calibrate.capture import spill_folder
 from orchestrator.lab.calibrate.methods import IMATRIX, RTN, Method, open_quantizer
 from orchestrator.lab.eval.run import EvalOptions
 from orchestrator.memory.footprint import model_shape
+from orchestrator.runtime.load import Progress
 
 # What is tried where nothing was asked for: types that take seconds to make. The IQ types take
 # ten times as long.

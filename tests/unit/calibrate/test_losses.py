@@ -17,7 +17,6 @@ from gguf_tools.pack import pack
 from gguf_tools.quantize.imatrix import read_imatrix
 from orchestrator.cli.main import cli
 from orchestrator.cost.losses import Fit, LossTable, TablePrecision, default_path, load, save
-from orchestrator.engine.texts import log_softmax
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.lab.calibrate import measure as measuring
 from orchestrator.lab.calibrate import reader
@@ -27,6 +26,7 @@ from orchestrator.lab.calibrate.measure import LayerExperts, stored
 from orchestrator.lab.calibrate.methods import Method
 from orchestrator.lab.calibrate.table import measure_losses, read_windows
 from orchestrator.lab.observe import observe
+from orchestrator.runtime.texts import log_softmax
 
 
 @pytest.fixture(scope="module")

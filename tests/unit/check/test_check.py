@@ -13,11 +13,11 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.pack import export, pack
 from orchestrator.cli.main import cli
 from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
 from orchestrator.errors import BudgetError
 from orchestrator.lab.check import CheckOptions, budgets, checking, child, examine, render
 from orchestrator.lab.check.checking import compare_rows, first_layer
 from orchestrator.memory.machine import Machine
+from orchestrator.runtime.engine import Engine
 
 FEW = ("--tokens", "5", "--ctx", "256", "--threads", "1")
 

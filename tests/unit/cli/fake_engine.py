@@ -1,7 +1,7 @@
 """The command line with an engine that answers from a script instead of a model.
 
 Run as a program it is `moe-edge`, for the tests that need a process or a terminal. What it
-answers depends on the prompt; the rest of it keeps the promises of orchestrator.engine.engine.
+answers depends on the prompt; the rest of it keeps the promises of orchestrator.runtime.engine.
 """
 
 import os
@@ -197,14 +197,14 @@ class FakeEngine:
 
 
 def module():
-    """What stands in for orchestrator.engine.engine."""
-    made = types.ModuleType("orchestrator.engine.engine")
+    """What stands in for orchestrator.runtime.engine."""
+    made = types.ModuleType("orchestrator.runtime.engine")
     made.Engine = FakeEngine
     return made
 
 
 if __name__ == "__main__":
-    sys.modules["orchestrator.engine.engine"] = module()
+    sys.modules["orchestrator.runtime.engine"] = module()
     from orchestrator.cli.main import main
 
     main()

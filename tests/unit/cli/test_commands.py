@@ -21,7 +21,7 @@ from orchestrator.lab.table import Report
 def opened(monkeypatch):
     """The engines that commands of this test open."""
     engines = []
-    monkeypatch.setitem(sys.modules, "orchestrator.engine.engine", fake_engine.module())
+    monkeypatch.setitem(sys.modules, "orchestrator.runtime.engine", fake_engine.module())
     real_open = fake_engine.FakeEngine.open
 
     def open_engine(config, progress=None):

@@ -13,7 +13,7 @@ from tables import cases
 from gguf_tools import interrupts
 from orchestrator.chat.session import Session
 from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
+from orchestrator.runtime.engine import Engine
 
 TIERS = ("q8_0", "q4_k", "q2_k")
 

@@ -7,8 +7,8 @@ import numpy as np
 
 from gguf_tools.convert import convert
 from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
 from orchestrator.native.llama import Bindings
+from orchestrator.runtime.engine import Engine
 
 from . import checkpoints
 from .families import PROMPT

@@ -9,7 +9,7 @@ from answering import evaluated, first_logits
 from served import server_library
 
 from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
+from orchestrator.runtime.engine import Engine
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.settings import ServeSettings
 

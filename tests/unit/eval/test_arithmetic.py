@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from orchestrator.engine.texts import log_softmax
 from orchestrator.lab.eval import arithmetic
+from orchestrator.runtime.texts import log_softmax
 
 
 def softmax(logits):

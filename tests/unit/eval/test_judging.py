@@ -8,10 +8,10 @@ from click.testing import CliRunner
 
 from orchestrator.cli.main import cli
 from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
-from orchestrator.engine.texts import log_softmax
 from orchestrator.events import Phase
 from orchestrator.lab.eval.judge import Judge
+from orchestrator.runtime.engine import Engine
+from orchestrator.runtime.texts import log_softmax
 
 
 def open_engine(model, **settings):

@@ -12,10 +12,10 @@ from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
 
 from orchestrator.config import Config
-from orchestrator.engine.engine import Engine, Sampling
-from orchestrator.engine.texts import log_softmax
 from orchestrator.lab.eval.harness import MoeEdgeLM
 from orchestrator.lab.eval.judge import Judge, read_questions, score_choices
+from orchestrator.runtime.engine import Engine, Sampling
+from orchestrator.runtime.texts import log_softmax
 
 SETTINGS = {"policy": "lru", "high_tier": "q4_k", "threads": 1, "ctx": 256, "expert_ram": "8MiB"}
 

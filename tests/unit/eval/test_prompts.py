@@ -9,13 +9,13 @@ from judged import TEXT
 
 from orchestrator.cli.main import cli
 from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
-from orchestrator.engine.texts import log_softmax
 from orchestrator.errors import ConfigError
 from orchestrator.events import Phase
 from orchestrator.lab.eval import EvalOptions
 from orchestrator.lab.eval.judge import Judge, score_text
 from orchestrator.lab.eval.text import Document, Window
+from orchestrator.runtime.engine import Engine
+from orchestrator.runtime.texts import log_softmax
 
 POLICIES = {
     "plain": {"policy": "plain"},

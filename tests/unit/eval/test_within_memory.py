@@ -3,10 +3,10 @@
 import pytest
 
 from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
 from orchestrator.lab.eval import EvalOptions, evaluate
 from orchestrator.lab.registry import STUDIES, load
 from orchestrator.lab.study import study
+from orchestrator.runtime.engine import Engine
 
 RAM = 400 << 20
 

@@ -13,11 +13,11 @@ from tables import cases
 
 from gguf_tools.experts import PROVEN
 from orchestrator.cli.files import CANNOT_RUN
-from orchestrator.engine import support
-from orchestrator.engine.support import MANAGED, NOT, PLAIN, support_of
 from orchestrator.errors import NativeError
 from orchestrator.native import llama
 from orchestrator.native.llama import Bindings
+from orchestrator.runtime import support
+from orchestrator.runtime.support import MANAGED, NOT, PLAIN, support_of
 
 pytestmark = pytest.mark.usefixtures("library")
 QUERIES = "blk.0.attn_q.weight"

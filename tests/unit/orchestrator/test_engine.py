@@ -8,9 +8,9 @@ from answering import GREEDY
 from tables import cases
 
 from orchestrator.config import Config
-from orchestrator.engine import engine as engine_module
-from orchestrator.engine.engine import Engine
 from orchestrator.errors import ConfigError, NativeError
+from orchestrator.runtime import engine as engine_module
+from orchestrator.runtime.engine import Engine
 
 N_CTX = 256  # the least that llama.cpp has
 SCRIPT: list[int] = []  # what is sampled next

@@ -11,9 +11,9 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.cache.profile import UsageKeeper, cached_path
 from orchestrator.config import Config
-from orchestrator.engine.idle import Idle, likely
 from orchestrator.events import ABSENT
 from orchestrator.policy import POLICIES
+from orchestrator.runtime.idle import Idle, likely
 
 WANTED = [(0, expert, 0) for expert in range(50)]
 SECONDS = 600  # until a test gives up on a thread

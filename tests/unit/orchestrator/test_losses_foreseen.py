@@ -11,9 +11,9 @@ from tables import cases
 from orchestrator.allocation.estimate import KlEstimate, Routing, surprise
 from orchestrator.cost import losses
 from orchestrator.cost.losses import Fit, LossModel, LossTable, TablePrecision
-from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.errors import ConfigError
 from orchestrator.events import ABSENT, SKIP, Phase
+from orchestrator.runtime.loss_meter import LossMeter
 
 SHAPE = make_shape(n_layers=3, n_expert=8, k=2)
 

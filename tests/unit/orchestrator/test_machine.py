@@ -106,7 +106,7 @@ def test_a_card_takes_the_whole_model_or_the_host_needs_room_for_reads(planned):
 
 
 def test_a_device_that_is_not_here(model):
-    from orchestrator.engine.engine import Engine
+    from orchestrator.runtime.engine import Engine
 
     for asked, named in (("cuda63", "cuda63"), ("gpu", "cuda0")):
         if named == "cuda0" and Bindings.load().api.llama_supports_gpu_offload():

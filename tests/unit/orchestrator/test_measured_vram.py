@@ -8,7 +8,7 @@ from tables import cases
 
 from orchestrator.config import Config
 from orchestrator.cost.planner import Runs
-from orchestrator.engine.load import MOST_LOADS, SPARE_BYTES, Loader
+from orchestrator.runtime.load import MOST_LOADS, SPARE_BYTES, Loader
 
 MIB = 2**20
 CAP, FREE = 1000 * MIB, 4000 * MIB

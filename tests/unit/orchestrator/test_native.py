@@ -19,10 +19,10 @@ from tables import cases
 from gguf_tools import built
 from orchestrator import events
 from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
 from orchestrator.errors import NativeError
 from orchestrator.events import GenerationStats, percentile
 from orchestrator.native import ABI_VERSION, Library, Store, abi
+from orchestrator.runtime.engine import Engine
 
 HEADER = Path(__file__).resolve().parents[3] / "patches" / "native" / "moe-edge.h"
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from orchestrator.allocation.estimate import KlEstimate
-from orchestrator.engine.loss_meter import LossMeter
-from orchestrator.engine.report import StoreCosts
 from orchestrator.events import SKIP_TIER, Phase
 from orchestrator.native.abi import MAX_TIERS, CStats
+from orchestrator.runtime.loss_meter import LossMeter
+from orchestrator.runtime.report import StoreCosts
 
 
 def counted(times):

@@ -4,8 +4,8 @@ import pytest
 from tables import cases
 
 from orchestrator.config import Config, Sampling
-from orchestrator.engine.texts import ChatTemplate, StopTexts
 from orchestrator.errors import MoeEdgeError, SettingError
+from orchestrator.runtime.texts import ChatTemplate, StopTexts
 
 
 def streamed(pieces, *stop):

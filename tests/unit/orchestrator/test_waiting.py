@@ -9,9 +9,9 @@ import pytest
 from tables import cases
 
 from gguf_tools import interrupts
-from orchestrator.engine.driver import Driver
 from orchestrator.errors import NativeError
 from orchestrator.policy.base import WaitsBeforeAnswer
+from orchestrator.runtime.driver import Driver
 
 LOW, HIGH = (np.full((1, 1), tier, np.uint8) for tier in (1, 0))
 

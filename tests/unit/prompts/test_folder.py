@@ -10,9 +10,9 @@ from killing import calls_of, killed, moments
 from repacking import flip
 from tables import cases
 
-from orchestrator.engine.prompt_copies import Copy, PromptFolder
-from orchestrator.engine.steps import Mark
 from orchestrator.errors import ConfigError
+from orchestrator.runtime.prompt_copies import Copy, PromptFolder
+from orchestrator.runtime.steps import Mark
 
 KEY = "a key"
 TURNS = 6
@@ -199,7 +199,7 @@ def test_a_killed_writer_leaves_nothing_that_is_wrong(tmp_path):
     def work():
         write(tmp_path)
 
-    modules = ("orchestrator.engine.prompt_copies", "gguf_tools.file")
+    modules = ("orchestrator.runtime.prompt_copies", "gguf_tools.file")
     total = calls_of(work, *modules)
     for path in tmp_path.iterdir():
         path.unlink()

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 from tables import cases
 
-from orchestrator.engine.prompt_copies import Shelf
-from orchestrator.engine.prompts import PromptCache, as_held
 from orchestrator.memory.footprint import PROMPT_MARKS
+from orchestrator.runtime.prompt_copies import Shelf
+from orchestrator.runtime.prompts import PromptCache, as_held
 
 BEGIN, END = 1, 2
 

@@ -12,7 +12,7 @@ from paths import COMPLETIONS
 from served import DEMO, server_library
 
 from orchestrator.config import Config
-from orchestrator.engine.idle import Idle
+from orchestrator.runtime.idle import Idle
 from orchestrator.serve.app import application
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.settings import ServeSettings

@@ -14,7 +14,7 @@ from paths import CHAT
 from served import serving
 from tables import cases
 
-from orchestrator.engine.damage import InUse
+from orchestrator.runtime.damage import InUse
 
 ASK = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0}
 WRITTEN, OTHER = "was written to while it is in use", "is another file now"

@@ -11,8 +11,8 @@ from command_line import run
 from served import serving
 from waiting import wait_until
 
-from orchestrator.engine.prompt_copies import PromptFolder
-from orchestrator.engine.steps import Mark
+from orchestrator.runtime.prompt_copies import PromptFolder
+from orchestrator.runtime.steps import Mark
 
 LONG = [{"role": "user", "content": "Where do the experts lie, and who reads them? " * 30}]
 OTHER = [{"role": "user", "content": "What is a fox? " * 40}]

@@ -13,9 +13,9 @@ from tables import cases
 from waiting import wait_until
 
 from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
-from orchestrator.engine.texts import log_softmax
 from orchestrator.lab.eval.judge import Judge
+from orchestrator.runtime.engine import Engine
+from orchestrator.runtime.texts import log_softmax
 from orchestrator.serve.backend import (
     SCORE_BYTES,
     SCORED_MOST,

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 from made_runs import part, rows_of, run
 
-from orchestrator.engine.load import SPARE_BYTES
 from orchestrator.errors import ConfigError
 from orchestrator.lab.bench.cases import ON_DEMAND, PAPER, Case
 from orchestrator.lab.bench.gpu import (
@@ -17,6 +16,7 @@ from orchestrator.lab.bench.gpu import (
     GpuOptions,
     Room,
 )
+from orchestrator.runtime.load import SPARE_BYTES
 
 MIB, GIB = 2**20, 2**30
 ROOM = Room(ours=2 * GIB, theirs=GIB, layers=(GIB,) * 8)

@@ -8,7 +8,6 @@ from click.testing import CliRunner
 
 from orchestrator.cli.main import cli
 from orchestrator.config import Config
-from orchestrator.engine.engine import Engine
 from orchestrator.events import SKIP, DecisionBuffer, Phase, RouteEvent, StoreView
 from orchestrator.lab.calibrate.measure import tensor
 from orchestrator.lab.eval.arithmetic import cosine
@@ -19,6 +18,7 @@ from orchestrator.lab.study.activations import (
     top,
 )
 from orchestrator.lab.study.subject import random_critical
+from orchestrator.runtime.engine import Engine
 
 K, N = 4, 16
 

@@ -11,19 +11,19 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
 from orchestrator.config import Config
 from orchestrator.cost.planner import Planner, Runs
-from orchestrator.engine.damage import DataCheck, InUse, managed_places
-from orchestrator.engine.driver import Driver, PlainDriver
-from orchestrator.engine.history import History
-from orchestrator.engine.llama_parts import context_of, weights_of
-from orchestrator.engine.loss_meter import LossMeter
-from orchestrator.engine.steps import Sequences, Steps
-from orchestrator.engine.store_layout import StoreSpecs
-from orchestrator.engine.support import try_load
 from orchestrator.errors import GGUFError
 from orchestrator.events import Phase
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import FreeCores, Store, find_device
 from orchestrator.native.llama import LlamaContext, Model
+from orchestrator.runtime.damage import DataCheck, InUse, managed_places
+from orchestrator.runtime.driver import Driver, PlainDriver
+from orchestrator.runtime.history import History
+from orchestrator.runtime.llama_parts import context_of, weights_of
+from orchestrator.runtime.loss_meter import LossMeter
+from orchestrator.runtime.steps import Sequences, Steps
+from orchestrator.runtime.store_layout import StoreSpecs
+from orchestrator.runtime.support import try_load
 
 # Gets what is being done, and how much of it is, 0 to 1; None where nobody can tell.
 Progress = Callable[[str, float | None], None]

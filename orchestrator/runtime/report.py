@@ -11,12 +11,12 @@ from gguf_tools.experts import DEFAULT_KV
 from gguf_tools.process import peak_rss_bytes, rss_bytes
 from gguf_tools.units import format_size
 from orchestrator.config import Config
-from orchestrator.engine.driver import Driver
-from orchestrator.engine.load import Loaded, Loader
-from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.events import SKIP_TIER, GenerationStats, Phase, percentile
 from orchestrator.memory.layouts import layout_text
 from orchestrator.native import MAX_TIERS, CStats, Library, Store, touched_memory
+from orchestrator.runtime.driver import Driver
+from orchestrator.runtime.load import Loaded, Loader
+from orchestrator.runtime.loss_meter import LossMeter
 
 
 def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:

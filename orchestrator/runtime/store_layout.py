@@ -10,7 +10,6 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.experts.slices import LayerSlices
 from orchestrator.allocation.slots import SlotPlan
 from orchestrator.config import Config
-from orchestrator.engine.damage import Checksums, with_checksums
 from orchestrator.errors import ConfigError
 from orchestrator.memory.layouts import with_layouts, with_product_times
 from orchestrator.memory.machine import Accelerator, serve_misses
@@ -18,6 +17,7 @@ from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import Misses, ProductTime, Slices, StoreSpec, measure_product
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import Policy
+from orchestrator.runtime.damage import Checksums, with_checksums
 
 StoreLayers = tuple[tuple[int, dict[tuple[int, int], Slices]], ...]
 

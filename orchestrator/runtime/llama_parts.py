@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
-from orchestrator.engine.store_layout import has_flash
 from orchestrator.errors import NativeError
 from orchestrator.memory.footprint import LEAST_CONTEXT, SIZES, output_tokens
 from orchestrator.memory.layouts import wants_own_layout
 from orchestrator.memory.machine import Accelerator
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native.llama import Bindings, LlamaContext, Model
+from orchestrator.runtime.store_layout import has_flash
 
 
 def weights_of(

@@ -15,14 +15,14 @@ import numpy as np
 from gguf_tools import interrupts
 from orchestrator.allocation.estimate import ROUTING_TOKENS
 from orchestrator.allocation.slots import Transition
-from orchestrator.engine.idle import Idle, likely
-from orchestrator.engine.loss_meter import LossMeter
 from orchestrator.errors import NativeError
 from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, StepReport, served
 from orchestrator.memory.shared import CELL_STEP, SharedMemory
 from orchestrator.native import FAILED, CRoom, Store
 from orchestrator.policy import Policy
 from orchestrator.policy.base import KeepsSequences, Learns, SpendsLoss, Tunes, WaitsBeforeAnswer
+from orchestrator.runtime.idle import Idle, likely
+from orchestrator.runtime.loss_meter import LossMeter
 
 # Between two looks at reads that are waited for, in seconds.
 _PAUSE_S = 0.0005

@@ -12,8 +12,11 @@ from gguf_tools import built, interrupts
 from gguf_tools.experts import ExpertModel
 from orchestrator.cache.profile import identity
 from orchestrator.config import Config
-from orchestrator.engine.load import Loaded
-from orchestrator.engine.prompt_copies import (
+from orchestrator.memory.footprint import PROMPT_MARKS
+from orchestrator.memory.plan import MemoryPlan
+from orchestrator.native.llama import Model
+from orchestrator.runtime.load import Loaded
+from orchestrator.runtime.prompt_copies import (
     Copy,
     Listed,
     PromptFolder,
@@ -21,11 +24,8 @@ from orchestrator.engine.prompt_copies import (
     common_prefix,
     usable,
 )
-from orchestrator.engine.steps import Mark, Steps
-from orchestrator.engine.store_layout import has_flash
-from orchestrator.memory.footprint import PROMPT_MARKS
-from orchestrator.memory.plan import MemoryPlan
-from orchestrator.native.llama import Model
+from orchestrator.runtime.steps import Mark, Steps
+from orchestrator.runtime.store_layout import has_flash
 
 _FORMAT = 1
 # Fewer tokens are read again sooner than they are kept.

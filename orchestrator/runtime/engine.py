@@ -1,6 +1,6 @@
 """The engine: a model in memory, and what is asked of it.
 
-The loop between the policy and the store is Driver.on_route of orchestrator/engine/driver.py.
+The loop between the policy and the store is Driver.on_route of orchestrator/runtime/driver.py.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from gguf_tools.closing import Closing
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config, Sampling
 from orchestrator.cost.losses import LossModel
-from orchestrator.engine.driver import Driver
-from orchestrator.engine.load import Loader, Progress
-from orchestrator.engine.prompts import PromptCache, kept_prompts
-from orchestrator.engine.report import Meter, StoreCosts, memory_now, mode_line
-from orchestrator.engine.steps import Steps
-from orchestrator.engine.texts import ChatTemplate, StopTexts
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import GenerationStats, Phase
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import Store, context_memory
 from orchestrator.native.llama import LlamaContext, Model, SamplerChain
 from orchestrator.policy import Policy
+from orchestrator.runtime.driver import Driver
+from orchestrator.runtime.load import Loader, Progress
+from orchestrator.runtime.prompts import PromptCache, kept_prompts
+from orchestrator.runtime.report import Meter, StoreCosts, memory_now, mode_line
+from orchestrator.runtime.steps import Steps
+from orchestrator.runtime.texts import ChatTemplate, StopTexts
 
 __all__ = ["Engine", "GenerationStats", "Sampling"]
 

@@ -23,8 +23,8 @@ import numpy as np
 
 from gguf_tools.file.unfinished import UnfinishedFile, remove_abandoned
 from gguf_tools.units import format_size
-from orchestrator.engine.steps import COPY_HEAD_BYTES, Mark
 from orchestrator.errors import ConfigError
+from orchestrator.runtime.steps import COPY_HEAD_BYTES, Mark
 
 
 def common_prefix(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> int:

@@ -9,9 +9,9 @@ from orchestrator.allocation.slots import Transition
 from orchestrator.cache.profile import TunedKeeper
 from orchestrator.config import Config
 from orchestrator.cost.planner import Planner
-from orchestrator.engine.driver import PlainDriver
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.policy.base import Tunes
+from orchestrator.runtime.driver import PlainDriver
 
 
 class History:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from orchestrator.engine.driver import PlainDriver
 from orchestrator.errors import ConfigError, MoeEdgeError, NativeError, PolicyError
 from orchestrator.events import Phase
 from orchestrator.native import NO_ROOM
 from orchestrator.native.llama import LlamaContext
+from orchestrator.runtime.driver import PlainDriver
 
 # A copy in memory begins with a magic and the sequence's number, which a file lacks.
 COPY_HEAD_BYTES = 8
