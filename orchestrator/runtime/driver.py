@@ -31,7 +31,9 @@ _PAUSE_S = 0.0005
 class PlainDriver:
     """What goes with the steps of a model whose experts nobody manages: nothing."""
 
-    managed = False
+    store: Store | None = None
+    policy: Policy | None = None
+    may_wait = False
     prompts = 0  # bytes of copies that give way, as far as that is known
     # Adds up what lower precisions are foreseen to cost, where that is known.
     meter: LossMeter | None = None
@@ -53,15 +55,25 @@ class PlainDriver:
         """After a decode, with its status: raises what went wrong in a callback or in the
         store."""
 
+    def between_steps(self) -> None:
+        """After steps whose phase begin said: later ones have the phase that their batch shows."""
+
+    def follow(self, phase: Phase) -> None:
+        """Before a step of this phase whose tokens' own phases their batch shows: where an answer
+        begins, wait for what its first token needs."""
+
+    def stop_waiting(self) -> None:
+        """Let no answer wait any more; from any thread."""
+
     def few_experts(self) -> AbstractContextManager[None]:
         """Limit steps in this block to one expert of each layer in each tier that the policy may
         request or that has experts in memory. The policy and all counters ignore these steps."""
         return nullcontext()
 
-    def idle(self, used: np.ndarray | None) -> None:
+    def idle(self, used: np.ndarray | None, settle: Callable[[], None]) -> None:
         """Read experts that are likely to be used into free slots, in the background, until
         end_idle is called. used: how often tokens used each expert, float64 [n_layers, n_expert],
-        None if that is not known."""
+        None if that is not known. settle: returns once no step is computed any more."""
 
     def end_idle(self) -> None:
         """Before a step after idle, and before the store is freed; from any thread."""
@@ -111,7 +123,8 @@ class Driver(PlainDriver):
     """One policy and the store that it decides for. Another policy with the same slots may take
     its place between two steps."""
 
-    managed = True
+    store: Store
+    policy: Policy
 
     def __init__(
         self, policy: Policy, store: Store, pause: Callable[[], object] = lambda: sleep(_PAUSE_S)
@@ -130,8 +143,6 @@ class Driver(PlainDriver):
         self.keep_prompts: Callable[[int], int] = lambda _n_bytes: 0
         self._limit: int | None = None
         self._idle = Idle(store)
-        # Returns once what ended computes nothing any more: where others than the engine decode.
-        self.settle: Callable[[], None] = lambda: None
         self._pause = pause
         self._prompt_read = False
         self._cancelled = False
@@ -334,9 +345,11 @@ class Driver(PlainDriver):
             raise NativeError("the store waits for experts that it does not read: start again")
         self._pause()
 
+    def between_steps(self) -> None:
+        self.store.set_phase(None)
+        self._prompt_read = False
+
     def follow(self, phase: Phase) -> None:
-        """Before a step of this phase, whose tokens' own phases their batch shows: where an answer
-        begins, what its first token waits for is done."""
         if phase is Phase.PREFILL:
             self._prompt_read = True
         elif self._prompt_read:
@@ -344,7 +357,7 @@ class Driver(PlainDriver):
             self.before_answer()
 
     @property
-    def may_wait(self) -> bool:
+    def may_wait(self) -> bool:  # type: ignore[override]
         """Whether the first token of an answer may wait for the policy."""
         return isinstance(self.policy, WaitsBeforeAnswer)
 
@@ -386,7 +399,7 @@ class Driver(PlainDriver):
         """Experts that were read while nothing was asked for."""
         return self._idle.brought
 
-    def idle(self, used: np.ndarray | None) -> None:
+    def idle(self, used: np.ndarray | None, settle: Callable[[], None]) -> None:
         self.end_idle()
         store = self.store
         store.cancel(False)
@@ -394,7 +407,7 @@ class Driver(PlainDriver):
         if not store.full:
             counts = [each for each in (self.used(), used) if each is not None]
             wanted = likely(self.policy.wants, store.resident(), np.sum(counts, axis=0))
-        self._idle.start(wanted, self.settle)
+        self._idle.start(wanted, settle)
 
     def end_idle(self) -> None:
         self._idle.stop()
@@ -430,7 +443,6 @@ class Driver(PlainDriver):
         self.store.cancel(on)
 
     def stop_waiting(self) -> None:
-        """Lets no answer wait any more; from any thread."""
         self._cancelled = True
 
     def sequence_end(self, sequence: int | None = None) -> None:

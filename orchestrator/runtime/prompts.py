@@ -281,13 +281,12 @@ def is_worth_writing(n_tokens: int, n_saved: int) -> bool:
     return n_tokens - n_saved >= max(_UNSAVED_TOKENS, n_tokens // 2)
 
 
-def kept_prompts(config: Config) -> tuple[Shelf, PromptFolder | None]:
-    """Where sequences are kept: in memory, what goes for want of room in the folder that config
-    names. Raises ConfigError for a folder that cannot be."""
+def prompt_folder(config: Config) -> PromptFolder | None:
+    """Return the folder of --prompt-cache; None without one. Raises ConfigError for a folder that
+    cannot be used."""
     if config.prompt_cache is None:
-        return Shelf(), None
-    folder = PromptFolder(config.prompt_cache, config.prompt_cache_limit)
-    return Shelf(on_drop=folder.save_copy), folder
+        return None
+    return PromptFolder(config.prompt_cache, config.prompt_cache_limit)
 
 
 def state_key(config: Config, model: ExpertModel, plan: MemoryPlan) -> str:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
-from time import perf_counter
 from typing import Any
 
 from gguf_tools.experts import DEFAULT_KV
-from gguf_tools.process import peak_rss_bytes, rss_bytes
+from gguf_tools.process import rss_bytes
 from gguf_tools.units import format_size
 from orchestrator.config import Config
-from orchestrator.events import SKIP_TIER, GenerationStats, Phase, percentile
+from orchestrator.events import SKIP_TIER, Phase
 from orchestrator.memory.layouts import layout_text
 from orchestrator.native import MAX_TIERS, CStats, Library, Store, touched_memory
-from orchestrator.runtime.driver import Driver
 from orchestrator.runtime.load import Loaded, Loader
 from orchestrator.runtime.loss_meter import LossMeter
 
@@ -31,7 +28,7 @@ def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
         context += f" ({notes})" if notes else ""
     if config.kv != DEFAULT_KV:
         context += f" in {config.kv}"
-    if not isinstance(driver, Driver):
+    if driver.store is None or driver.policy is None:
         return f"llama.cpp's own path: {plan.reason}{context}"
     slots = format_size(plan.slots.total_bytes) if plan.slots else "no"
     stats = driver.store.stats()
@@ -45,7 +42,9 @@ def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
     loses = loaded.runs.loses if resident else loader.planner.loses(plan)
     if loader.on_disk:
         text += f", {loader.on_disk} on disk"
-    return text + layout_text(driver.store.spec) + loses.text + _served(driver, loader) + context
+    return (
+        text + layout_text(driver.store.spec) + loses.text + _served(driver.store, loader) + context
+    )
 
 
 def _in_use(loader: Loader, loaded: Loaded) -> str:
@@ -68,7 +67,7 @@ def memory_now(library: Library, loaded: Loaded, prompts: int) -> dict[str, int]
         return {}
     touched = touched_memory(library)
     used = min(touched.cache.used, touched.cache.resident)
-    slots = driver.store.stats().slot_bytes_in_use if isinstance(driver, Driver) else None
+    slots = driver.store.stats().slot_bytes_in_use if driver.store is not None else None
     parts = {
         "dense weights": plan.dense_bytes,
         "experts": plan.expert_bytes if slots is None else int(slots),
@@ -81,11 +80,11 @@ def memory_now(library: Library, loaded: Loaded, prompts: int) -> dict[str, int]
     return parts | {"free": max(0, plan.ram_bytes - sum(parts.values()))}
 
 
-def _served(driver: Driver, loader: Loader) -> str:
+def _served(store: Store, loader: Loader) -> str:
     """How a GPU gets the experts that it lacks."""
     if loader.gpu is None:
         return ""
-    asked, served = driver.store.spec.misses.mode, driver.store.misses()
+    asked, served = store.spec.misses.mode, store.misses()
     return f", misses: {served}" + (f" ({asked} cannot be had)" if served != asked else "")
 
 
@@ -183,47 +182,6 @@ class StoreCosts:
                 matrices = _moved(old.computed[phase], new.computed[phase])
                 return mix, computed(matrices, self._tiers) or {}
         return {self._tiers[0]: 1.0}, {self._tiers[0]: 1.0}
-
-
-class Meter:
-    """Counts from its creation; token() at every chosen token; stats() at the end."""
-
-    def __init__(self, costs: StoreCosts, prompt_tokens: int) -> None:
-        self._costs, self._prompt_tokens = costs, prompt_tokens
-        self.evaluated_tokens = 0
-        self.finish = "cancelled"
-        self._ended = False
-        self._times = [perf_counter()]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens chosen so far, an end token left out."""
-        return len(self._times) - 1 - self._ended
-
-    def token(self, is_end: bool) -> None:
-        self._times.append(perf_counter())
-        self._ended = is_end
-
-    def stats(self, mode: str, budget_bytes: int, policy: dict[str, Any]) -> GenerationStats:
-        """The answer's costs until now, beside what ran, within which slots' budget, and the
-        policy's own report."""
-        times = self._times
-        gaps_ms = [1000.0 * (b - a) for a, b in pairwise(times[1:])]
-        return GenerationStats(
-            ttft_ms=1000.0 * (times[1] - times[0]) if len(times) > 1 else float("nan"),
-            tpot_ms_p50=percentile(gaps_ms, 50),
-            tpot_ms_p99=percentile(gaps_ms, 99),
-            tokens=self.tokens,
-            tokens_per_s=1000.0 * len(gaps_ms) / sum(gaps_ms) if gaps_ms else float("nan"),
-            prompt_tokens=self._prompt_tokens,
-            evaluated_tokens=self.evaluated_tokens,
-            peak_rss_bytes=peak_rss_bytes(),
-            budget_bytes=budget_bytes,
-            mode=mode,
-            finish=self.finish,
-            policy=policy,
-            **self._costs.fields(),
-        )
 
 
 def _rate(old: CStats, new: CStats, phase: Phase) -> float | None:

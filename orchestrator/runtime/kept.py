@@ -13,10 +13,9 @@ from typing import Any
 from orchestrator.errors import PolicyError
 from orchestrator.native import NativeServer
 from orchestrator.runtime.driver import PlainDriver
-from orchestrator.runtime.engine import Engine
-from orchestrator.runtime.prompt_copies import Listed, common_prefix, usable
-from orchestrator.runtime.prompts import LEAST_TOKENS, is_worth_writing, state_key
-from orchestrator.runtime.steps import Mark, SequenceState
+from orchestrator.runtime.prompt_copies import Listed, PromptFolder, common_prefix, usable
+from orchestrator.runtime.prompts import LEAST_TOKENS, is_worth_writing
+from orchestrator.runtime.steps import Mark
 
 # A prompt that differs from the one before in no more than its last tokens goes on from what its
 # sequence holds: templates close a turn in another way than they open the answer to it.
@@ -29,21 +28,21 @@ class KeptConversations:
 
     def __init__(
         self,
-        engine: Engine,
+        folder: PromptFolder,
+        key: str,
+        driver: PlainDriver,
         native: NativeServer,
         thread: str,
         note: Callable[[str], None],
+        has_part: bool,
     ) -> None:
-        """engine: with a prompt folder; thread: its name; note gets a sentence for the log. Raises
-        OSError."""
-        assert engine.prompt_folder is not None
+        """thread: its name; note gets a sentence for the log. Raises OSError."""
         self._native, self._note = native, note
-        self._folder = engine.prompt_folder
-        self._key = state_key(engine.config, engine.model, engine.plan)
-        self._has_part = SequenceState(engine.context).has_part
+        self._folder, self._key = folder, key
+        self._has_part = has_part
         self._held: dict[int, Sequence[int]] = {}  # the prompt that each sequence had last
         self._saved: dict[int, int] = {}  # tokens of that prompt, once it is on disk
-        self._driver = engine.driver if engine.managed else PlainDriver()
+        self._driver = driver
         self._told = 0  # of the folder's notes
         self.thread = ThreadPoolExecutor(1, thread)
 

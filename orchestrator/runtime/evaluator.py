@@ -1,0 +1,204 @@
+"""Token-by-token evaluation with a loaded model, while nothing else computes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from gguf_tools.experts import ExpertModel
+from orchestrator.config import Config
+from orchestrator.cost.losses import LossModel
+from orchestrator.errors import ConfigError, NativeError
+from orchestrator.events import Phase
+from orchestrator.memory.plan import MemoryPlan
+from orchestrator.native import Store
+from orchestrator.native.llama import LlamaContext, Model
+from orchestrator.policy import Policy
+from orchestrator.runtime.driver import Driver
+from orchestrator.runtime.load import Loaded
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What a loaded model is made of, for programs that measure or replace parts of it.
+
+    Valid until the model is loaded again. driver, store and policy are there only if the experts
+    live in the store: each raises ConfigError otherwise. losses: what lower precisions cost, as far
+    as the model's loss table says.
+    """
+
+    loaded: Loaded
+    model: ExpertModel
+    losses: LossModel
+
+    @property
+    def managed(self) -> bool:
+        """Whether the experts live in the store; False on llama.cpp's own path."""
+        return self.loaded.driver.store is not None
+
+    @property
+    def driver(self) -> Driver:
+        """The loop between the policy and the store."""
+        driver = self.loaded.driver
+        if driver.store is None:
+            raise ConfigError("llama.cpp's own path has no policy and no store")
+        return cast(Driver, driver)
+
+    @property
+    def store(self) -> Store:
+        """The slots of experts and their counters."""
+        return self.driver.store
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that decides."""
+        return self.driver.policy
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """Where the weights, the experts and the context are."""
+        return self.loaded.plan
+
+    @property
+    def config(self) -> Config:
+        """The settings with which the model was loaded."""
+        return self.loaded.runs.config
+
+    @property
+    def llama(self) -> Model:
+        """llama.cpp's model and vocabulary."""
+        return self.loaded.model
+
+    @property
+    def context(self) -> LlamaContext:
+        """llama.cpp's context."""
+        return self.loaded.context
+
+
+class Evaluator:
+    """Evaluates tokens that the caller chooses and returns their logits.
+
+    `Runtime.evaluator` makes one and says how long it may be used. It has one sequence of its own,
+    which eval and eval_each extend, and `Config.sequences` others, which fork and decode_batch use.
+    inside: what the model is made of.
+    """
+
+    def __init__(self, inside: Inside) -> None:
+        self.inside = inside
+        loaded = inside.loaded
+        self._loaded = loaded
+        self._steps = loaded.steps
+
+    @property
+    def config(self) -> Config:
+        """The settings with which the model was loaded."""
+        return self.inside.config
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """Where the weights, the experts and the context are."""
+        return self.inside.plan
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that fit the context."""
+        return self._loaded.context.n_ctx
+
+    @property
+    def n_cached(self) -> int:
+        """Tokens that the evaluator's own sequence holds."""
+        return len(self._steps.cached)
+
+    def tokenize(self, text: str, special: bool = True) -> list[int]:
+        """Return the token ids of a text.
+
+        special: names of control tokens in the text become those tokens, and the begin token comes
+        first if the model wants one.
+        """
+        return self._loaded.model.tokenize(text, add_special=special, parse_special=special)
+
+    def eval(self, tokens: Sequence[int], pos: int, phase: Phase | None = None) -> np.ndarray:
+        """Evaluate tokens at positions pos, pos + 1, ... after dropping the cache from pos on.
+
+        Returns a copy of the last token's logits, float32 [1, n_vocab]. phase: what the policy is
+        told; by default decode for a single token and prefill for more. More tokens than a
+        micro-batch take several steps. Raises ConfigError for a position that the cache does not
+        reach, and NativeError for a step that failed or was cancelled.
+        """
+        for _ in self._evaluated(tokens, pos, phase):
+            pass
+        logits: np.ndarray = self._loaded.context.logits().copy()
+        return logits
+
+    def eval_each(
+        self, tokens: Sequence[int], pos: int, phase: Phase | None = None
+    ) -> Iterator[np.ndarray]:
+        """As eval, but yield the logits of every token: float32 [n, n_vocab] for each step.
+
+        Each array is a view that is valid until the next one. The model has to be loaded with
+        `Config.logits_all`, or with `Config.scored` for steps of at most so many tokens; otherwise
+        ConfigError is raised.
+        """
+        at_once = None if self.config.logits_all else self._loaded.context.outputs
+        if at_once is not None and not self.config.scored:
+            raise ConfigError("the model was loaded without room for every token's logits")
+        for n in self._evaluated(tokens, pos, phase, each=True, at_once=at_once):
+            yield self._loaded.context.logits(n)
+
+    def _evaluated(
+        self,
+        tokens: Sequence[int],
+        pos: int,
+        phase: Phase | None,
+        each: bool = False,
+        at_once: int | None = None,
+    ) -> Iterator[int]:
+        """Yield the number of tokens of each step after it."""
+        steps = self._steps
+        if not tokens or not 0 <= pos <= len(steps.cached):
+            raise ConfigError(f"cannot evaluate {len(tokens)} tokens at position {pos}")
+        if phase is None:
+            phase = Phase.DECODE if len(tokens) == 1 else Phase.PREFILL
+        steps.begin()
+        steps.rewind(pos)
+        if len(steps.cached) != pos:
+            raise NativeError("this model's memory cannot be cut in the middle")
+        at_once = at_once or self.plan.micro_batch(pos, len(tokens))
+        for start in range(0, len(tokens), at_once):
+            part = list(tokens[start : start + at_once])
+            if not steps.step(part, phase, each):
+                raise NativeError("the evaluation was cancelled")
+            yield len(part)
+
+    def fork(self, sequence: int) -> None:
+        """Let a sequence of decode_batch continue from what the evaluator's own sequence holds.
+
+        It drops what it held before; the tokens are shared, not copied. Raises ConfigError for a
+        sequence that the model was not loaded with.
+        """
+        self._steps.fork(sequence)
+
+    def decode_batch(self, tokens: Sequence[int], sequences: Sequence[int]) -> np.ndarray:
+        """Evaluate one more token of each of several sequences, 0 to config.sequences - 1, in one
+        step.
+
+        Returns a copy of their logits, float32 [len(tokens), n_vocab]. A step that fails leaves the
+        sequences as they were. Raises ConfigError for sequences that cannot share a step and for a
+        full context, and NativeError for a step that failed or was cancelled.
+        """
+        self._steps.begin()
+        if not self._steps.step_each(tokens, sequences):
+            raise NativeError("the evaluation was cancelled")
+        logits: np.ndarray = self._loaded.context.logits(len(tokens)).copy()
+        return logits
+
+    def reset(self) -> None:
+        """Forget every token of every sequence. The experts stay in memory."""
+        self._steps.reset()
+
+    def cancel(self) -> None:
+        """End the running step soon; safe in a signal handler and from any thread."""
+        self._steps.cancel()

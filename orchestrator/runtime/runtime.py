@@ -1,0 +1,550 @@
+"""The runtime: a loaded model, and the only way to compute with it.
+
+Chat and server submit requests in the form of llama.cpp's server; they are answered by llama.cpp's
+server core on the runtime's decode thread. Programs that measure borrow the context instead, with
+`Runtime.evaluator`. The runtime knows no HTTP and no terminal.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from gguf_tools import interrupts
+from gguf_tools.closing import Closing
+from gguf_tools.experts import ExpertModel
+from gguf_tools.process import peak_rss_bytes
+from orchestrator.cache.profile import identity
+from orchestrator.config import Config, native_log_enabled
+from orchestrator.errors import MoeEdgeError, NativeError
+from orchestrator.events import Phase
+from orchestrator.memory.footprint import part_bytes
+from orchestrator.native import (
+    FAILED,
+    CStats,
+    NativeRequest,
+    NativeServer,
+    context_memory,
+    native_config,
+)
+from orchestrator.native.llama import Bindings, Model
+from orchestrator.policy import policy_settings
+from orchestrator.runtime.answer import Answer
+from orchestrator.runtime.answering import AHEAD_BYTES, Answering, kept_prompts, server_library
+from orchestrator.runtime.evaluator import Evaluator, Inside
+from orchestrator.runtime.kept import KeptConversations
+from orchestrator.runtime.load import Loader, Progress
+from orchestrator.runtime.prompts import prompt_folder, state_key
+from orchestrator.runtime.report import StoreCosts, memory_now, mode_line
+from orchestrator.settings import Settings
+
+CHAT = "/v1/chat/completions"
+# How long one of Python's threads may keep the others waiting, in seconds: policies decide in
+# Python between the layers of a step.
+_SWITCH_S = 0.0005
+
+
+@dataclass(frozen=True)
+class About:
+    """What is known of a loaded model.
+
+    name: for clients. digest: identifies the file. modified_s: of the file, seconds of the Unix
+    clock. n_ctx: tokens of one conversation; n_cells: of the context that all share. settings: those
+    of the policy, None where no expert is managed.
+    """
+
+    name: str
+    architecture: str
+    digest: str
+    modified_s: float
+    n_ctx: int
+    n_cells: int
+    n_vocab: int
+    settings: Settings | None
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What the experts of a model did since it was loaded, and where they are.
+
+    resident: uint8 [layers, experts], as StepReport has it; used: uint32 [layers, experts], how
+    often tokens used each. counts: the store's counters. All of them None where no expert is
+    managed. device_bytes: memory of a GPU in use.
+    """
+
+    mode: str
+    device_bytes: int
+    resident: np.ndarray | None = None
+    used: np.ndarray | None = None
+    counts: CStats | None = None
+
+
+class Runtime(Closing):
+    """A loaded model. Open it with Runtime.open; free it with close or `with`.
+
+    config: its settings. note: what was left out when it was opened, or None.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: ExpertModel,
+        progress: Progress | None,
+        answering: Answering | None,
+        compared: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self._answering, self._say = answering, say
+        self._compared = compared
+        # Who may compute: answers, or one evaluator.
+        self._turns = threading.Condition()
+        self._running: list[Answer] = []
+        self._is_lent, self._is_ending = False, False
+        self._said = ""
+        self._switch_s = sys.getswitchinterval()
+        self.config = config
+        self._open(config, model, progress)
+
+    @classmethod
+    def open(
+        cls,
+        config: Config,
+        progress: Progress | None = None,
+        answering: Answering | None = None,
+        compared: bool = False,
+        say: Callable[[str], None] = lambda _sentence: None,
+    ) -> Runtime:
+        """Read a file's layout, plan the memory and load the dense weights.
+
+        progress: gets what is being done, and the share that is done. answering: how to answer;
+        without it only the evaluator works. compared: as Planner.compared. say: gets sentences for
+        the user, from any thread. Raises MoeEdgeError in one of its forms.
+        """
+        model = ExpertModel.open(config.model, config.low)
+        try:
+            return cls(config, model, progress, answering, compared, say)
+        except BaseException:
+            model.close()
+            raise
+
+    def _open(self, config: Config, model: ExpertModel, progress: Progress | None) -> None:
+        self._model = model
+        if progress is not None:
+            progress("Measuring this machine", None)
+        given = config
+        if self._answering is not None:
+            config = self._answering.config(config)
+        self._loader = Loader(config, model)
+        planner = self._loader.planner
+        _ = planner.slow_disk  # before the model takes the memory
+        runs = planner.compared(config) if self._compared else planner.runs(config)
+        self._folder = prompt_folder(runs.config)
+        self._loaded = self._loader.load(runs, progress)
+        # As it was given, with what was chosen: none of what the answers need.
+        changed = ("ctx", "sequences", "scored", "beside", "beside_token", "conversations")
+        self.config = runs.config.with_changes(**{name: getattr(given, name) for name in changed})
+        self._native: NativeServer | None = None
+        self._kept: KeptConversations | None = None
+        try:
+            if self._answering is not None:
+                self._start(self._answering)
+        except BaseException:
+            self._loaded.close()
+            raise
+
+    def _start(self, answering: Answering) -> None:
+        """Open llama.cpp's server core on the loaded model, and start the decode thread."""
+        loaded, config, model = self._loaded, self._loaded.runs.config, self._model
+        cache_mib, checkpoints = kept_prompts(
+            loaded.plan.prompt_bytes, part_bytes(model, config), answering.parallel
+        )
+        spec = native_config(
+            model_name=self._name,
+            n_parallel=answering.parallel,
+            n_slot_context=self._slot_context,
+            n_batch=loaded.context.n_ubatch,
+            n_threads=config.n_threads,
+            max_tokens=config.max_tokens,
+            seed=config.seed,
+            temp=config.temp,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            chat_template=answering.chat_template,
+            cache_mib=cache_mib,
+            n_checkpoints=checkpoints,
+            most_ahead=AHEAD_BYTES,
+            loud=native_log_enabled(),
+        )
+        library = server_library(self._loader.bindings, lambda: self._is_ending)
+        # llama.cpp decodes two tokens to learn whether the context's memory can drop tokens.
+        with loaded.driver.few_experts():
+            handles = loaded.model.handle, loaded.context.handle
+            native = NativeServer(library, *handles, spec)
+        native.note = self._say
+        if self._folder is not None:
+            key = state_key(config, model, loaded.plan)
+            self._kept = KeptConversations(
+                self._folder,
+                key,
+                loaded.driver,
+                native,
+                f"{answering.threads}kept",
+                self._say,
+                loaded.steps.state.has_part,
+            )
+            native.set_before_prompt(self._kept.before_prompt)
+        if loaded.driver.may_wait:
+            native.set_before_step(
+                lambda is_answer: loaded.driver.follow(Phase.DECODE if is_answer else Phase.PREFILL)
+            )
+        loaded.driver.set_prompts(cache_mib << 20, native.keep_prompts)
+        self._native = native
+        self._decoding = threading.Thread(target=native.run, name="decode", daemon=True)
+        self._decoding.start()
+        sys.setswitchinterval(min(self._switch_s, _SWITCH_S))
+
+    @property
+    def _name(self) -> str:
+        answering = self._answering
+        return (answering and answering.name) or self.config.model.stem
+
+    @property
+    def _slot_context(self) -> int:
+        """Tokens of one conversation."""
+        n_cells = self._loaded.context.n_ctx
+        own = self.config.ctx or self._model.hparams.context_length or n_cells
+        return min(own, n_cells)
+
+    @property
+    def about(self) -> About:
+        """What is known of the model as it is loaded."""
+        model, loaded = self._model, self._loaded
+        policy = loaded.driver.policy
+        return About(
+            name=self._name,
+            architecture=model.hparams.arch,
+            digest=identity(model),
+            modified_s=max(part.path.stat().st_mtime for part in model.parts),
+            n_ctx=self._slot_context,
+            n_cells=loaded.context.n_ctx,
+            n_vocab=loaded.model.n_vocab,
+            settings=policy.settings if policy is not None else None,
+        )
+
+    @property
+    def model(self) -> ExpertModel:
+        """The layout of the model's files."""
+        return self._model
+
+    @property
+    def plan(self) -> Any:
+        """Where the weights, the experts and the context are."""
+        return self._loaded.plan
+
+    @property
+    def note(self) -> str | None:
+        """What was left out when the model was opened, in a sentence."""
+        return self._loader.planner.note
+
+    @property
+    def mode(self) -> str:
+        """What runs, and why or how, in a line."""
+        return mode_line(self._loaded.runs.config, self._loader, self._loaded)
+
+    @property
+    def inside(self) -> Inside:
+        """What the loaded model is made of, for the lab."""
+        return Inside(self._loaded, self._model, self._loader.planner.losses)
+
+    @property
+    def vocabulary(self) -> Model:
+        """The tokenizer, which any thread may use."""
+        return self._loaded.model
+
+    def submit(
+        self,
+        body: bytes,
+        route: str = CHAT,
+        sequences: Sequence[int] = (0,),
+        settings: Settings | None = None,
+        forget: Sequence[int] = (),
+    ) -> Answer:
+        """Start to answer a request in the form of llama.cpp's server.
+
+        route: whose form it has. sequences: those into which its prompts are read. settings: of the
+        policy, until another request brings others; None for the usual ones. forget: sequences that
+        drop what they hold before it begins, for want of room.
+
+        Raises NativeError for a route that does not exist and without memory, and OSError if no
+        threads or file descriptors are left.
+        """
+        request = self._core.request(route, body, sequences)
+        driver = self._loaded.driver
+        counted: list[Callable[[], dict[str, Any]]] = []
+
+        def answer(this: Answer, ready: int) -> None:
+            self._begin(this)
+            try:
+                counted.append(self._counting())
+                for each in forget:
+                    self._forget(each)
+                self._go_by(settings)
+                request.run(ready)
+            finally:
+                self._end(this, sequences, request.status == 200)
+
+        def costs(this: Answer) -> dict[str, Any]:
+            found = counted[0]() if counted else self._counting()()
+            return {**found, "shared_steps": this.is_shared}
+
+        core, first = self._core, sequences[0] if sequences else 0
+
+        def stop_of() -> tuple[str, bool]:
+            _, stop, is_full = core.look(first)
+            return stop, is_full
+
+        return Answer(request, answer, costs, self._failure, driver.tokens_done, stop_of)
+
+    def query(self, route: str, body: bytes = b"") -> NativeRequest:
+        """Return a request that computes nothing, such as `/tokenize` or `/props`, for whole().
+
+        Raises as submit does.
+        """
+        return self._core.request(route, body)
+
+    @property
+    def _core(self) -> NativeServer:
+        if self._native is None:
+            raise NativeError("the model was loaded for evaluation, and cannot answer")
+        return self._native
+
+    def _begin(self, answer: Answer) -> None:
+        """Wait for the end of an evaluation, and end the reads of an idle time."""
+        with self._turns:
+            self._turns.wait_for(lambda: not self._is_lent)
+            self._running.append(answer)
+            if len(self._running) > 1:
+                for each in self._running:
+                    each.is_shared = True
+            self._loaded.driver.end_idle()
+
+    def _end(self, answer: Answer, sequences: Sequence[int], is_good: bool) -> None:
+        if self._kept is not None:
+            self._kept.answered(sequences, is_good)
+        with self._turns:
+            self._running.remove(answer)
+            self._turns.notify_all()
+        self._idle()
+
+    def _idle(self) -> None:
+        """If nothing computes, read experts that are likely to be used into free slots."""
+        if self._kept is None or not self._kept.behind(self._read_ahead):
+            self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        with self._turns:
+            if not (self._running or self._is_lent or self._is_ending or self._native is None):
+                used = self._loader.history.usage.recall()
+                self._loaded.driver.idle(used, self._native.settle)
+
+    def _go_by(self, settings: Settings | None) -> None:
+        """Let the policy decide by these settings. Raises PolicyError if it cannot."""
+        policy = self._loaded.driver.policy
+        if settings is not None and policy is not None and settings != policy.settings:
+            policy.go_by(settings)
+
+    def _forget(self, sequence: int) -> None:
+        """Drop what a sequence holds, on which nothing decodes; --prompt-cache keeps it."""
+        if self._kept is not None:
+            self._kept.before_prompt(sequence, [])
+        self._core.forget(sequence)
+
+    def _counting(self) -> Callable[[], dict[str, Any]]:
+        """Count from now on; what is returned gives the costs until then."""
+        driver, plan = self._loaded.driver, self._loaded.plan
+        counted = StoreCosts(driver.store, plan.tier_names, plan.skip, driver.meter)
+
+        def until_now() -> dict[str, Any]:
+            return {
+                **counted.fields(),
+                "budget_bytes": plan.budget_bytes,
+                "ram_bytes": plan.ram_bytes,
+                "peak_rss_bytes": peak_rss_bytes(),
+                "policy": driver.policy.name if driver.policy is not None else "plain",
+            }
+
+        return until_now
+
+    def _failure(self) -> str | None:
+        """Return why the last step failed, in a sentence; None if nothing says why. A changed file
+        comes first, because what the store reads of it looks like damage."""
+        if fault := self.fault():
+            return fault
+        driver = self._loaded.driver
+        if driver.store is None:
+            complaint = Bindings.load().complaint()
+            return f"llama.cpp failed to evaluate{complaint}" if complaint else None
+        try:
+            if self._core.error is not None:
+                raise self._core.error
+            driver.check(FAILED)
+        except MoeEdgeError as error:
+            return str(error)
+        except Exception as error:  # noqa: BLE001 - whatever a policy raised
+            return f"the policy failed: {type(error).__name__}: {error}"
+        return None
+
+    @contextmanager
+    def evaluator(self) -> Iterator[Evaluator]:
+        """Lend the context: wait for running answers, empty every sequence, and let nobody else
+        compute until the end of the block. The sequences are empty afterwards."""
+        with self._turns:
+            self._turns.wait_for(lambda: not (self._running or self._is_lent))
+            self._is_lent = True
+            self._loaded.driver.end_idle()
+        try:
+            self._empty()
+            yield Evaluator(self.inside)
+        finally:
+            with interrupts.held():
+                self._loaded.steps.reset()
+                self._loaded.driver.between_steps()
+                with self._turns:
+                    self._is_lent = False
+                    self._turns.notify_all()
+                if self._native is not None:
+                    self._idle()
+
+    def _empty(self) -> None:
+        if self._native is not None and self._answering is not None:
+            for each in range(self._answering.parallel):
+                self._forget(each)
+        self._loaded.steps.reset()
+
+    def set(self, **changes: Any) -> bool:
+        """Change settings of the config.
+
+        Live settings of a policy count from the next token on; False if the policy that runs has
+        none of them, so that they wait for another one. Anything else loads the model again, after
+        the running answers, and drops what the sequences hold; if that fails, the model is loaded
+        as it was before, and the error is raised: MoeEdgeError, OSError or KeyboardInterrupt.
+        """
+        config = self.config.with_changes(**changes)
+        known = policy_settings()
+        if all(name in known and known[name].live for name in changes):
+            used = [self._loaded.driver.change(*each) for each in changes.items()]
+            self.config = config
+            return any(used)
+        self._reopen(config)
+        return True
+
+    def _reopen(self, config: Config) -> None:
+        before = self.config
+        is_same = config.model == before.model and config.low == before.low
+        if is_same:  # refuse what cannot be, before anything is freed
+            wanted = self._answering.config(config) if self._answering else config
+            self._loader.planner.compared(wanted)
+        with self._turns:
+            self._turns.wait_for(lambda: not (self._running or self._is_lent))
+            self._is_lent = True
+        try:
+            self._shut()
+            try:
+                self._open(config, ExpertModel.open(config.model, config.low), None)
+            except BaseException:
+                interrupts.forget()
+                with interrupts.calling(lambda: None):
+                    self._open(before, ExpertModel.open(before.model, before.low), None)
+                raise
+        finally:
+            with self._turns:
+                self._is_lent = False
+                self._turns.notify_all()
+
+    def stats(self) -> Stats:
+        """Return where the experts are and what was counted since the model was loaded."""
+        loaded = self._loaded
+        device_bytes = context_memory(self._loader.bindings.library(), loaded.context.handle)[1]
+        store = loaded.driver.store
+        if store is None:
+            return Stats(self.mode, device_bytes)
+        counts = store.stats()
+        if loaded.plan.device:
+            device_bytes += counts.slot_bytes_in_use
+        return Stats(self.mode, device_bytes, store.resident(), loaded.driver.used(), counts)
+
+    def policy_report(self) -> dict[str, Any]:
+        """Return what the policy reports of itself."""
+        return self._loaded.driver.report()
+
+    def held(self, sequence: int = 0) -> int:
+        """Return how many tokens a sequence holds."""
+        return self._core.look(sequence)[0]
+
+    def memory(self) -> dict[str, int]:
+        """Return what memory is in use by what it is for, in bytes; as memory_now. Any thread."""
+        library = self._loader.bindings.library()
+        return memory_now(library, self._loaded, self._loaded.driver.prompts)
+
+    def fault(self) -> str:
+        """Return why no answer can be right any more, because the model's files were written to;
+        empty if they were not. What happened to them is said once."""
+        sentence, is_fault = self._loader.files.look()
+        if sentence and sentence != self._said:
+            self._said = sentence
+            self._say(sentence)
+        return sentence if is_fault else ""
+
+    def stop(self) -> None:
+        """End every answer soon, and answer nothing more; from any thread."""
+        self._is_ending = True
+        self._loaded.driver.stop_waiting()
+        if self._native is not None:
+            self._native.stop()
+
+    def close(self, end_s: float | None = None) -> bool:  # type: ignore[override]
+        """Free everything, and keep what was learned if the config asks for that.
+
+        end_s: of the monotonic clock, when a step that does not end is given up: nothing is freed
+        then, what was learned is kept all the same, and False is returned, for a process that has
+        to end. Safe to call twice. Raises OSError if a named profile cannot be written.
+        """
+        if self._shut(end_s):
+            return True
+        self._loader.history.learn(self._loaded.driver)
+        self._loader.history.save()
+        return False
+
+    def _shut(self, end_s: float | None = None) -> bool:
+        self.stop()
+        loaded, history = self._loaded, self._loader.history
+        loaded.driver.end_idle()
+        if self._native is not None:
+            with self._turns:
+                left_s = None if end_s is None else max(0.0, end_s - monotonic())
+                if not self._turns.wait_for(lambda: not self._running, left_s):
+                    return False
+            self._decoding.join(None if end_s is None else max(0.0, end_s - monotonic()))
+            if self._decoding.is_alive():
+                return False
+            if self._kept is not None:
+                self._kept.leave(end_s)
+            self._native.close()
+            self._native = None
+            sys.setswitchinterval(self._switch_s)
+        history.learn(loaded.driver)
+        loaded.close()
+        try:
+            history.save()
+        finally:
+            self._model.close()
+        self._is_ending = False
+        return True
