@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import secrets
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
@@ -41,12 +40,11 @@ def native_log_enabled() -> bool:
 
 @dataclass(frozen=True)
 class Sampling(Settings):
-    """One answer's sampling: the only declaration of these settings, of which Config and front ends
-    with settings for each request take theirs.
+    """How the tokens of an answer are drawn: the only declaration of these settings, from which
+    Config and front ends with settings for each request take theirs.
 
-    temp 0 takes the most likely token. Otherwise a token is drawn from those that top_k, top_p
-    and min_p leave, in this order, with the logits divided by temp, as llama.cpp does. seed None
-    draws differently each time. An answer ends before the first of the texts in stop.
+    temp 0 takes the most likely token. seed None draws differently each time. An answer ends before
+    the first of the texts in stop. For a setting that is None llama.cpp's default is used.
     """
 
     temp: float = setting(
@@ -95,13 +93,166 @@ class Sampling(Settings):
         group=ANSWER,
     )
 
-    @property
-    def greedy(self) -> bool:
-        return self.temp <= 0.0
+    typical_p: float | None = setting(
+        None,
+        "Locally typical sampling; 1 for none.",
+        metavar="P",
+        within=(0.0, 1.0),
+        shown="llama.cpp's",
+        answer=True,
+        group=MORE,
+    )
+    top_n_sigma: float | None = setting(
+        None,
+        "Keep tokens within N standard deviations of the likeliest.",
+        metavar="N",
+        within=(0.0, 100.0),
+        shown="llama.cpp's",
+        answer=True,
+        group=MORE,
+    )
+    repeat_penalty: float | None = setting(
+        None,
+        "Make tokens that came before less likely; 1 for no change.",
+        metavar="X",
+        within=(0.01, 10.0),
+        shown="llama.cpp's",
+        answer=True,
+        group=MORE,
+    )
+    repeat_last_n: int | None = setting(
+        None,
+        "How many of the last tokens count as repeated.",
+        metavar="N",
+        within=(0, 16777216),
+        shown="llama.cpp's",
+        answer=True,
+        group=MORE,
+    )
+    presence_penalty: float | None = setting(
+        None,
+        "Make tokens that came before less likely, once.",
+        metavar="X",
+        within=(-2.0, 2.0),
+        shown="llama.cpp's",
+        answer=True,
+        group=MORE,
+    )
+    frequency_penalty: float | None = setting(
+        None,
+        "Make tokens less likely, for each time that they came before.",
+        metavar="X",
+        within=(-2.0, 2.0),
+        shown="llama.cpp's",
+        answer=True,
+        group=MORE,
+    )
+    dry_multiplier: float | None = setting(
+        None,
+        "Make the repetition of whole phrases less likely (DRY); 0 for no change.",
+        metavar="X",
+        within=(0.0, 100.0),
+        shown="llama.cpp's",
+        answer=True,
+        group=MORE,
+    )
+    dry_base: float | None = setting(
+        None,
+        "How fast that grows with the phrase.",
+        metavar="X",
+        within=(1.0, 100.0),
+        shown="llama.cpp's",
+        answer=True,
+        group=MORE,
+    )
+    dry_allowed_length: int | None = setting(
+        None,
+        "Tokens of a phrase that may be repeated.",
+        metavar="N",
+        within=(0, 16777216),
+        shown="llama.cpp's",
+        answer=True,
+        group=MORE,
+    )
+    dry_penalty_last_n: int | None = setting(
+        None,
+        "How many of the last tokens DRY looks at.",
+        metavar="N",
+        within=(0, 16777216),
+        shown="llama.cpp's",
+        answer=True,
+        group=MORE,
+    )
+    xtc_probability: float | None = setting(
+        None,
+        "How often to leave out the likeliest tokens (XTC); 0 for never.",
+        metavar="P",
+        within=(0.0, 1.0),
+        shown="llama.cpp's",
+        answer=True,
+        group=MORE,
+    )
+    xtc_threshold: float | None = setting(
+        None,
+        "Leave out tokens that are likelier than this.",
+        metavar="P",
+        within=(0.0, 1.0),
+        shown="llama.cpp's",
+        answer=True,
+        group=MORE,
+    )
+    mirostat: int | None = setting(
+        None,
+        "Mirostat 1 or 2, which keeps the surprise constant; 0 for none.",
+        metavar="N",
+        within=(0, 2),
+        shown="llama.cpp's",
+        answer=True,
+        group=MORE,
+    )
+    mirostat_tau: float | None = setting(
+        None,
+        "The surprise that it keeps.",
+        metavar="X",
+        within=(0.0, 100.0),
+        shown="llama.cpp's",
+        answer=True,
+        group=MORE,
+    )
+    mirostat_eta: float | None = setting(
+        None,
+        "How fast it adapts.",
+        metavar="X",
+        within=(0.0, 10.0),
+        shown="llama.cpp's",
+        answer=True,
+        group=MORE,
+    )
+    dynatemp_range: float | None = setting(
+        None,
+        "Let the temperature differ by this much with each token's entropy.",
+        metavar="X",
+        within=(0.0, 100.0),
+        shown="llama.cpp's",
+        answer=True,
+        group=MORE,
+    )
+    dynatemp_exponent: float | None = setting(
+        None,
+        "How the entropy changes it.",
+        metavar="X",
+        within=(0.0, 100.0),
+        shown="llama.cpp's",
+        answer=True,
+        group=MORE,
+    )
 
-    def start_seed(self) -> int:
-        """The seed to use: the given one, or a fresh one."""
-        return self.seed if self.seed is not None else secrets.randbits(32)
+    def fields(self) -> dict[str, Any]:
+        """Return these settings as the fields of a request to llama.cpp's server."""
+        given = {name: getattr(self, name) for name in self.declared()}
+        given["temperature"] = given.pop("temp")
+        given["stop"] = list(self.stop)
+        return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -234,6 +385,31 @@ class Config(Settings):
     min_p: float = again(Sampling, "min_p")
     seed: int | None = again(Sampling, "seed")
     stop: tuple[str, ...] = again(Sampling, "stop")
+    typical_p: float | None = again(Sampling, "typical_p")
+    top_n_sigma: float | None = again(Sampling, "top_n_sigma")
+    repeat_penalty: float | None = again(Sampling, "repeat_penalty")
+    repeat_last_n: int | None = again(Sampling, "repeat_last_n")
+    presence_penalty: float | None = again(Sampling, "presence_penalty")
+    frequency_penalty: float | None = again(Sampling, "frequency_penalty")
+    dry_multiplier: float | None = again(Sampling, "dry_multiplier")
+    dry_base: float | None = again(Sampling, "dry_base")
+    dry_allowed_length: int | None = again(Sampling, "dry_allowed_length")
+    dry_penalty_last_n: int | None = again(Sampling, "dry_penalty_last_n")
+    xtc_probability: float | None = again(Sampling, "xtc_probability")
+    xtc_threshold: float | None = again(Sampling, "xtc_threshold")
+    mirostat: int | None = again(Sampling, "mirostat")
+    mirostat_tau: float | None = again(Sampling, "mirostat_tau")
+    mirostat_eta: float | None = again(Sampling, "mirostat_eta")
+    dynatemp_range: float | None = again(Sampling, "dynatemp_range")
+    dynatemp_exponent: float | None = again(Sampling, "dynatemp_exponent")
+    think: str | None = setting(
+        None,
+        "Let a model that can think before it answers do so, or not.",
+        choices=("on", "off"),
+        shown="the model's way",
+        answer=True,
+        group=MORE,
+    )
     cache_ram: int | None = setting(
         None,
         "Memory for prompts that were read before, within --ram; 0 for none.",

@@ -1,7 +1,7 @@
 """The conversation on a terminal: its commands, one answer at a time, and what that cost.
 
 `session.Session` is the conversation and knows no terminal, `console.Console` is the terminal and
-knows no engine; `Chat` (interactive) and `one_shot` join them.
+knows no model; `Chat` (interactive) and `one_shot` join them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from gguf_tools.file.texts import read_text
 from gguf_tools.units import format_size
 from orchestrator.chat.console import Console
 from orchestrator.chat.session import (
+    Piece,
     Session,
     goes_on,
     read_conversation,
@@ -50,20 +51,28 @@ _BAR = 10  # of /memory, in characters
 
 
 def _follow(
-    session: Session, console: Console, answer: Iterator[str], pieces: list[str], silent: bool
-) -> None:
-    """Shows an answer as it comes, unless it is to be silent, and adds its pieces to these. Ctrl-C
-    stops it."""
+    session: Session, console: Console, answer: Iterator[Piece], shown: bool
+) -> tuple[str, str]:
+    """Show an answer as it comes, if it is to be shown, until Ctrl-C stops it.
+
+    Returns the text of the answer, and that of the reasoning before it.
+    """
+    said: list[Piece] = []
     try:
         with interrupts.calling(session.stop), console.quiet_keys():
             for piece in answer:
                 console.end_bar()
-                pieces.append(piece)
-                if not silent:
-                    console.answer(piece)
+                said.append(piece)
+                if shown and piece.is_thought:
+                    console.thought(piece.text)
+                elif shown:
+                    console.answer(piece.text)
     finally:
         console.end_bar()
         console.end_answer()
+    texts = ("".join(each.text for each in said if each.is_thought == of) for of in (False, True))
+    answered, thought = texts
+    return answered, thought
 
 
 def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> bool:
@@ -71,23 +80,23 @@ def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> 
 
     Bars and the statistics line go to stderr, and only where that is a terminal.
     """
-    pieces: list[str] = []
     answer = session.answer(prompt, console.prefill_bar)
-    _follow(session, console, answer, pieces, silent=as_json)
-    said = "".join(pieces)
-    stats = session.engine.last_stats
+    said, thought = _follow(session, console, answer, shown=not as_json)
+    stats = session.last_stats
     if as_json:
         if session.stopped or stats is None:
             return False
-        result = {"text": said, "stats": stats.as_dict()}
+        result = {"text": said, **({"thinking": thought} if thought else {})}
         # Escaped on a terminal, which acts upon some of the characters that JSON leaves alone.
-        text = json.dumps(result, ensure_ascii=console.out_tty, allow_nan=False)
+        text = json.dumps(
+            {**result, "stats": stats.as_dict()}, ensure_ascii=console.out_tty, allow_nan=False
+        )
         console.write(text + "\n")
         return True
     if not said.endswith("\n"):
         console.write("\n")
     if console.err_tty and stats is not None:
-        console.fields(stats_fields(stats, session.engine.plan.ram_bytes))
+        console.fields(stats_fields(stats, session.runtime.plan.ram_bytes))
     return not session.stopped
 
 
@@ -95,17 +104,23 @@ class Chat:
     """The interactive loop: read a line, run a command or answer it, until /quit."""
 
     def __init__(
-        self, session: Session, console: Console, change_model: Callable[[str], None]
+        self,
+        session: Session,
+        console: Console,
+        change_model: Callable[[str], None],
+        tell: Callable[[], None],
     ) -> None:
-        """change_model: lets the model of that name go on with the session."""
+        """change_model: lets the model of that name continue the session. tell: shows what the
+        runtime had to say since the last answer."""
         self.session = session
         self.console = console
+        self.tell = tell
         self._change_model = change_model
         self._settings = session.settings()
         # Those of policies that may change between two tokens.
         live = {name: declared for name, declared in policy_settings().items() if declared.live}
         self._changeable = self._settings | live
-        temp = self._settings["temp"]
+        temp, think = self._settings["temp"], self._settings["think"]
         # A command's arguments, what it does, and what does it.
         self._groups: dict[str, dict[str, tuple[str, str, Callable[[str], None]]]] = {
             "The conversation": {
@@ -118,6 +133,7 @@ class Chat:
             },
             "How it answers": {
                 "/temp": ("T", "change the temperature", partial(self._change, temp)),
+                "/think": ("on|off", "think before an answer", partial(self._change, think)),
                 "/set": ("NAME VALUE", "change another setting; alone: list", self._set),
                 "/model": ("NAME", "go on with another model; alone: which it is", self._model),
                 "/policy": ("NAME", "change the policy, live", self._policy),
@@ -162,8 +178,7 @@ class Chat:
     def _turn(self) -> None:
         """Read a line and act on it. A Ctrl-C at any moment of it leaves a chat that goes on."""
         self._asks = True
-        self.session.engine.idle()
-        line = self._ask()
+        line = self.console.ask()
         if line is not None and line.lstrip().startswith(QUOTES):
             line = self._rest_of(line.lstrip().removeprefix(QUOTES))
         self._asks = False
@@ -180,23 +195,16 @@ class Chat:
             except MoeEdgeError as error:
                 self.console.error(str(error))
 
-    def _ask(self) -> str | None:
-        """A line of the user's. Nothing goes on behind it."""
-        try:
-            return self.console.ask()
-        finally:
-            self.session.engine.end_idle()
-
     def _introduce(self) -> None:
         """Say which model answers, and how."""
-        model = self.session.engine.model
+        model = self.session.runtime.model
         tiers = " ".join(tier.name for tier in model.tiers)
         self.console.note(
             f"{model.name or model.hparams.arch}:"
             f" {model.n_layers} layers of {model.n_expert} experts, "
             f"{model.n_expert_used} a token, in {tiers}"
         )
-        self.console.note(self.session.engine.mode)
+        self.console.note(self.session.runtime.mode)
 
     def _rest_of(self, line: str) -> str | None:
         """The message that began with QUOTES and `line`, up to the next QUOTES; None at the end of
@@ -217,28 +225,23 @@ class Chat:
         if len(self.session.messages) > before:
             self._file_text = ""
 
-    def _show(self, answer: Iterator[str]) -> None:
+    def _show(self, answer: Iterator[Piece]) -> None:
         session, console = self.session, self.console
         before = session.left_out
-        pieces: list[str] = []
-        try:
-            _follow(session, console, answer, pieces, silent=False)
-        finally:
-            said = "".join(pieces)
-            if said and not said.endswith("\n"):
-                console.write("\n")
-        stats = session.engine.last_stats
-        if not said or stats is None:
+        said, thought = _follow(session, console, answer, shown=True)
+        if said and not said.endswith("\n"):
+            console.write("\n")
+        stats = session.last_stats
+        if not (said or thought) or stats is None:
             console.note("stopped\n" if session.stopped else "(no answer)\n")
             return
         if session.left_out > before:
             console.note(
-                f"The conversation outgrew the context of {session.engine.n_ctx} tokens: "
+                f"The conversation outgrew the context of {session.n_ctx} tokens: "
                 f"the first {session.left_out} messages are no longer seen."
             )
-        console.fields(stats_fields(stats, session.engine.plan.ram_bytes))
-        for note in session.engine.prompt_notes():
-            console.note(note)
+        console.fields(stats_fields(stats, session.runtime.plan.ram_bytes))
+        self.tell()
         console.note("")
 
     def _command(self, line: str) -> None:
@@ -270,7 +273,7 @@ class Chat:
         self._show(self.session.answer_again(self.console.prefill_bar))
 
     def _read(self, argument: str) -> None:
-        path, n_ctx = Path(argument).expanduser(), self.session.engine.n_ctx
+        path, n_ctx = Path(argument).expanduser(), self.session.n_ctx
         too_long = f"too long for the context of {n_ctx} tokens (--ctx)"
         self._file_text = read_text(path, _BYTES_PER_TOKEN * n_ctx, too_long).strip()
         length = len(self._file_text)
@@ -289,12 +292,12 @@ class Chat:
         self.console.note(f"System prompt: {self.session.system or 'none'}")
 
     def _stats(self, _argument: str) -> None:
-        stats = self.session.engine.last_stats
+        stats = self.session.last_stats
         self.console.note(stats_table(stats) if stats else "Nothing was answered yet.")
 
     def _memory(self, _argument: str) -> None:
-        engine = self.session.engine
-        parts = engine.memory()
+        runtime = self.session.runtime
+        parts = runtime.memory()
         if not parts:
             self.console.note("The model lies on a GPU, whose memory was divided at the start.")
             return
@@ -304,14 +307,14 @@ class Chat:
             for name, n in parts.items()
         ]
         self.console.note("\n".join(aligned(rows)))
-        self.console.note(f"Context: {engine.n_cached} of {engine.n_ctx} tokens in use.")
+        self.console.note(f"Context: {runtime.held()} of {self.session.n_ctx} tokens in use.")
 
     def _policy(self, argument: str) -> None:
         if argument:
-            # Ctrl-C in the middle of a change would leave an engine that is neither.
-            with interrupts.calling(lambda: None):
-                self.session.engine.set_policy(argument)
-        self.console.note(self.session.engine.mode)
+            # Ctrl-C in the middle of a change would leave a model that is half loaded.
+            with interrupts.calling(lambda: None), self.console.bars():
+                self.session.runtime.set(policy=argument)
+        self.console.note(self.session.runtime.mode)
         if not argument:
             self.console.note(f"Known policies: {', '.join(known_policies())}")
 
@@ -320,7 +323,7 @@ class Chat:
             with self.console.quiet_keys():
                 self._change_model(argument)
         else:
-            self.console.note(str(self.session.engine.config.model))
+            self.console.note(str(self.session.runtime.config.model))
         self._introduce()
 
     def _set(self, argument: str) -> None:
@@ -353,10 +356,10 @@ class Chat:
             return
         if argument:
             value = declared.parse(argument)
-            if not self.session.engine.change(declared.name, value):
+            if not self.session.runtime.set(**{declared.name: value}):
                 having = " or ".join(owners(declared.name))
                 self.console.note(f"It has no effect under this policy: {having} would use it.")
-        self.console.note(self.session.engine.mode)
+        self.console.note(self.session.runtime.mode)
 
     def _save(self, argument: str) -> None:
         path = Path(argument).expanduser().absolute()

@@ -25,6 +25,7 @@ from gguf_tools.units import format_size
 from orchestrator.cache.files import user_folder
 
 _FENCE = "```"
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 _TAB_COLUMNS = 8
 
 
@@ -174,6 +175,7 @@ class Console:
         self._wrap = WordWrap(lambda: shutil.get_terminal_size().columns)
         self._between = " · " if _can_say("·", self.notes) else " | "
         self._history: Path | None = None
+        self._is_thinking = False
         # A bar is drawn by whoever reports, and by a thread while nobody does.
         self._lock = threading.RLock()
         self._bar_ended = threading.Event()
@@ -187,10 +189,27 @@ class Console:
     def answer(self, text: str) -> None:
         """Write a piece of the answer to stdout; on a terminal without control characters, and
         with lines that end between words."""
+        self._end_thought()
         self.write(self._wrap.feed(strip_controls(text)) if self.out_tty else text)
+
+    def thought(self, text: str) -> None:
+        """Write a piece of the model's reasoning, which comes before its answer: dim on a terminal,
+        and not at all elsewhere."""
+        if self.out_tty:
+            if not self._is_thinking and self._color:
+                sys.stdout.write(_DIM)
+            self._is_thinking = True
+            self.write(self._wrap.feed(strip_controls(text)))
+
+    def _end_thought(self) -> None:
+        if self._is_thinking:
+            self._is_thinking = False
+            self.write(self._wrap.end())
+            sys.stdout.write((_PLAIN if self._color else "") + "\n\n")
 
     def end_answer(self) -> None:
         """Write what answer held back of the last word."""
+        self._end_thought()
         self.write(self._wrap.end())
 
     def write(self, text: str) -> None:
@@ -416,7 +435,7 @@ class Console:
             return text
         start = len(text) - len(text.lstrip("\n"))
         end = len(text.rstrip("\n"))
-        return f"{text[:start]}\x1b[2m{text[start:end]}\x1b[0m{text[end:]}"
+        return f"{text[:start]}{_DIM}{text[start:end]}{_PLAIN}{text[end:]}"
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A conversation: its messages, the files that hold them, and the engine that answers.
+"""A conversation: its messages, the files that hold them, and the runtime that answers.
 
 It knows no terminal."""
 
@@ -7,24 +7,31 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gguf_tools import interrupts
 from gguf_tools.closing import Closing
 from gguf_tools.file.opening import open_file
 from orchestrator.cache.files import write_whole
 from orchestrator.config import Config, Sampling
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, NativeError
 from orchestrator.settings import Setting
 
 if TYPE_CHECKING:
-    from orchestrator.runtime.engine import Engine
+    from orchestrator.events import GenerationStats
+    from orchestrator.runtime.answer import Answer
+    from orchestrator.runtime.runtime import Runtime
 
 
 Message = dict[str, str]
+
+CHAT = "/v1/chat/completions"
+# The model's reasoning, as a message and as an event have it.
+_THOUGHT = "reasoning_content"
 
 # How many chats new_conversation leaves in a folder.
 KEPT_CONVERSATIONS = 20
@@ -94,7 +101,7 @@ def goes_on(messages: Sequence[Message], path: Path) -> bool:
 
 
 def _is_message(data: Any) -> bool:
-    is_one = isinstance(data, dict) and data.keys() == {"role", "content"}
+    is_one = isinstance(data, dict) and data.keys() - {_THOUGHT} == {"role", "content"}
     return is_one and all(isinstance(value, str) for value in data.values())
 
 
@@ -112,161 +119,234 @@ def write_conversation(path: Path, messages: Sequence[Message]) -> None:
 Prefill = Callable[[Callable[[], float], int], None]
 
 
-class Session(Closing):
-    """The messages of a conversation, and the engine that answers them.
+class Piece(NamedTuple):
+    """A piece of an answer. is_thought: of the model's reasoning, which comes before the answer."""
 
-    `messages` is everything said. Where that outgrows the context, the oldest exchanges are left
-    out of what the model sees: `left_out` counts the messages.
+    text: str
+    is_thought: bool = False
+
+
+class Session(Closing):
+    """The messages of a conversation, and the runtime that answers them.
+
+    `messages` is everything said. If that outgrows the context, the oldest exchanges are left out
+    of what the model sees: `left_out` counts their messages. `last_stats`: what the latest answer
+    cost, or None. `constraint`: fields of a request that constrain the answers, a JSON schema or a
+    grammar.
     """
 
-    def __init__(self, engine: Engine, config: Config) -> None:
-        self.engine = engine
-        self._config = config  # of answers; the engine may have changed its own
+    def __init__(
+        self, runtime: Runtime, config: Config, constraint: Mapping[str, Any] | None = None
+    ) -> None:
+        self.runtime = runtime
+        self._config = config  # of answers; the runtime may have changed its own
+        self._constraint = dict(constraint or {})
         self.messages: list[Message] = []
         self.left_out = 0
         self.stopped = False
+        self.last_stats: GenerationStats | None = None
         self.system = config.system
-        # Where it is kept for `--resume`. What cannot be written there is done without.
+        # The file for `--resume`. A conversation that cannot be written there goes on without it.
         self.kept: Path | None = None
+        self._answer: Answer | None = None
         self.reset()
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that the conversation may have."""
+        return self.runtime.about.n_ctx
 
     @property
     def max_tokens(self) -> int:
         """Tokens of the longest answer."""
-        return self._config.max_tokens or self.engine.n_ctx
+        return self._config.max_tokens or self.n_ctx
 
     @staticmethod
     def settings() -> dict[str, Setting]:
-        """What `set` can change: how an answer is drawn, and how long it may be."""
+        """Return what `set` can change: how an answer is drawn, and how long it may be."""
         declared = Config.declared()
-        return {name: declared[name] for name in ("max_tokens", *Sampling.declared())}
+        return {name: declared[name] for name in ("max_tokens", "think", *Sampling.declared())}
 
     def value(self, name: str) -> Any:
-        """A setting's value: of answers, or of the engine."""
-        config = self._config if name in self.settings() else self.engine.config
+        """Return a setting's value: of answers, or of the runtime."""
+        config = self._config if name in self.settings() else self.runtime.config
         return config.given(name)
 
     def set(self, name: str, value: Any) -> None:
-        """Changes a setting from the next answer on. Raises SettingError for a wrong value."""
+        """Change a setting from the next answer on. Raises SettingError for a wrong value."""
         self._config = self._config.with_changes(**{name: value})
 
     def reset(self) -> None:
-        """Forget everything but the system prompt; --resume has nothing to go on with either."""
+        """Forget everything but the system prompt, and delete the file for `--resume`."""
         if self.kept is not None:
             with suppress(OSError):
                 self.kept.unlink(missing_ok=True)
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
         self.left_out = 0
 
-    def answer(self, text: str, on_prefill: Prefill | None = None) -> Iterator[str]:
+    def answer(self, text: str, on_prefill: Prefill | None = None) -> Iterator[Piece]:
         """Yield the pieces of the answer to `text`; `stop` ends it early.
 
-        A message that failed (any MoeEdgeError of the engine) or that got no answer is forgotten,
-        so that the conversation always alternates between user and assistant. What was said
-        before a stop is kept.
+        A message that failed (with any MoeEdgeError of the runtime) or that got no answer is
+        forgotten, so that user and assistant always alternate. What was said before a stop is kept.
         """
         self.stopped = False
-        return self._answer(text, on_prefill)
+        return self._answered(text, on_prefill)
 
-    def _answer(self, text: str, on_prefill: Prefill | None) -> Iterator[str]:
-        def reads(_done: int, total: int) -> None:
-            if self.stopped:  # again, for a stop that came while the engine was starting
-                self.engine.cancel()
-            if on_prefill is not None:
-                on_prefill(self.engine.prompt_done, total)
-
+    def _answered(self, text: str, on_prefill: Prefill | None) -> Iterator[Piece]:
         start = len(self.messages)
         self.messages.append({"role": "user", "content": text})
-        pieces: list[str] = []
-        keep = False
+        pieces: list[Piece] = []
+        is_good = False
         try:
-            tokens = self._visible_tokens()
-            # A stop before the engine has begun would be lost on it.
-            if not self.stopped:
-                sampling = self._config.sampling
-                for piece in self.engine.generate(tokens, sampling, self.max_tokens, reads):
-                    pieces.append(piece)
-                    yield piece
-                    if self.stopped:
-                        self.engine.cancel()
-            keep = bool(pieces)
+            for piece in self._pieces(self._visible(), on_prefill):
+                pieces.append(piece)
+                yield piece
+            is_good = True
         except GeneratorExit:
-            keep = bool(pieces)
+            is_good = True
             raise
         finally:
-            if keep:
-                self.messages.append({"role": "assistant", "content": "".join(pieces)})
-                if self.kept is not None:
-                    with suppress(OSError):
-                        self.kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                        write_conversation(self.kept, self.messages)
+            if is_good and pieces:
+                self.messages.append(_message_of(pieces))
+                self._keep()
             else:
                 del self.messages[start:]
+
+    def _pieces(self, messages: list[Message], on_prefill: Prefill | None) -> Iterator[Piece]:
+        """Answer messages; afterwards last_stats is set."""
+        if self.stopped:  # before anything was computed
+            return
+        answer = self.runtime.submit(self._request(messages))
+        self._answer = answer
+        try:
+            if self.stopped:
+                answer.cancel()
+            for event in answer:
+                if on_prefill is not None and "prompt_progress" in event:
+                    read = event["prompt_progress"]
+                    done, total = read["processed"] - read["cache"], read["total"] - read["cache"]
+                    on_prefill(partial(_read_by_now, answer, done), total)
+                for choice in event.get("choices", ()):
+                    delta = choice.get("delta", {})
+                    if delta.get(_THOUGHT):
+                        yield Piece(delta[_THOUGHT], is_thought=True)
+                    if delta.get("content"):
+                        yield Piece(delta["content"])
+                if self.stopped:
+                    answer.cancel()
+        except (ConfigError, NativeError):
+            if not self.stopped:
+                raise
+        finally:
+            self._answer = None
+            with interrupts.held():
+                answer.close()
+            runtime = self.runtime
+            self.last_stats = answer.stats(runtime.mode, runtime.policy_report())
+
+    def _request(self, messages: list[Message]) -> bytes:
+        """A request for a chat completion, in the server's form."""
+        config, sampling = self._config, self._config.sampling
+        data: dict[str, Any] = {
+            "messages": messages,
+            "stream": True,
+            "return_progress": True,
+            "max_tokens": config.max_tokens or -1,
+            **sampling.fields(),
+            **self._constraint,
+        }
+        if config.think is not None:
+            data["chat_template_kwargs"] = {"enable_thinking": config.think == "on"}
+        return json.dumps(data).encode()
+
+    def _keep(self) -> None:
+        """Write the messages for `--resume`."""
+        if self.kept is not None:
+            with suppress(OSError):
+                self.kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                write_conversation(self.kept, self.messages)
 
     def stop(self) -> None:
         """End the running answer soon, and set `stopped`; safe in a signal handler and from any
         thread."""
         self.stopped = True
-        self.engine.cancel()
+        answer = self._answer
+        if answer is not None:
+            answer.cancel()
 
-    def answer_again(self, on_prefill: Prefill | None = None) -> Iterator[str]:
-        """Yield another answer in the place of the last one, which stays where this one fails or
-        is empty. Raises ConfigError where there is none."""
+    def answer_again(self, on_prefill: Prefill | None = None) -> Iterator[Piece]:
+        """Yield another answer in place of the last one, which stays if this one fails or is empty.
+
+        Raises ConfigError if nothing was answered yet.
+        """
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise ConfigError("nothing was answered yet")
         self.stopped = False
         return self._answer_again(on_prefill)
 
-    def _answer_again(self, on_prefill: Prefill | None) -> Iterator[str]:
+    def _answer_again(self, on_prefill: Prefill | None) -> Iterator[Piece]:
         last, left_out = self.messages[-2:], self.left_out
         del self.messages[-2:]
         length = len(self.messages)
         try:
-            yield from self._answer(last[0]["content"], on_prefill)
+            yield from self._answered(last[0]["content"], on_prefill)
         finally:
             if len(self.messages) == length:
                 self.messages += last
                 self.left_out = left_out
 
-    def _visible_tokens(self) -> list[int]:
-        """Tokens of what the model shall see; moves `left_out` on where that is too long.
+    def _visible(self) -> list[Message]:
+        """Return the messages that the model sees; move `left_out` on if they are too long.
 
-        It goes down to half of the context at once: dropping one exchange a turn would change the
-        prefix, and so evaluate the whole conversation again, at every turn.
+        It goes down to half of the context at once: if one exchange were left out at each turn, the
+        prefix would change at each turn, and all would be evaluated again.
         """
         head = self.messages[: 1 if self.system else 0]
-        context = self.engine.n_ctx
+        context = self.n_ctx
         limit = context - min(self.max_tokens, context // 4)
         while True:
             rest = self.messages[len(head) + self.left_out :]
-            tokens = self.engine.render_chat(head + rest)
-            if len(tokens) <= limit or len(rest) < 3:
-                return tokens
+            if len(rest) < 3 or self._n_tokens(head + rest) <= limit:
+                return head + rest
             self.left_out += 2
             limit = context // 2
 
-    def change_model(self, path: Path, open_engine: Callable[[Config], Engine]) -> None:
-        """Lets another model go on with the conversation, under the same settings.
+    def _n_tokens(self, messages: list[Message]) -> int:
+        """How many tokens messages have in the model's chat template."""
+        query = self.runtime.query(f"{CHAT}/input_tokens", self._request(messages))
+        status, text = query.whole()
+        found = json.loads(text)
+        if status != 200:
+            raise ConfigError(str(found["error"]["message"]))
+        return int(found["input_tokens"])
 
-        The memory of the one before is freed first. It is opened again where the other cannot be:
-        then the error is raised, as MoeEdgeError, OSError or KeyboardInterrupt.
+    def change_model(self, path: Path) -> None:
+        """Let another model continue the conversation, with the same settings.
+
+        Raises what Runtime.set raises; the model before answers again then.
         """
-        before = self.engine.config
-        wanted = before.with_changes(model=path, low=None)
-        self.engine.close()
-        try:
-            self.engine = open_engine(wanted)
-        except BaseException:
-            interrupts.forget()
-            with interrupts.calling(lambda: None):
-                self.engine = open_engine(before)
-            raise
+        self.runtime.set(model=path, low=None)
 
     def close(self) -> None:
-        """Frees the engine."""
-        self.engine.close()
+        """Free the runtime."""
+        self.runtime.close()
 
     def load(self, messages: list[Message]) -> None:
-        """Go on with another conversation: its messages, as read_conversation gives them."""
+        """Continue another conversation: its messages, as read_conversation returns them."""
         self.system = messages[0]["content"] if messages[0]["role"] == "system" else None
         self.messages, self.left_out = list(messages), 0
+
+
+def _message_of(pieces: Sequence[Piece]) -> Message:
+    """The message of the model that came in these pieces."""
+    said, thought = (
+        "".join(each.text for each in pieces if each.is_thought == of) for of in (0, 1)
+    )
+    message = {"role": "assistant", "content": said}
+    return message | {_THOUGHT: thought} if thought else message
+
+
+def _read_by_now(answer: Answer, done: int) -> float:
+    """How many tokens of a prompt are read: those of earlier steps, and of the running one."""
+    return done + answer.tokens_done()

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from gguf_tools import interrupts
-from gguf_tools.file.texts import decode_text
+from gguf_tools.file.texts import decode_text, read_text
 from orchestrator.cache.files import user_folder
 from orchestrator.chat.console import Console
 from orchestrator.cli.help import Command
 from orchestrator.cli.options import (
+    FILE,
     answer_options,
     chat_config,
     conversation_options,
     model_options,
     model_path,
-    open_engine,
+    open_runtime,
     option,
 )
 from orchestrator.errors import ConfigError
 
 if TYPE_CHECKING:
     from orchestrator.chat.session import Session
+    from orchestrator.runtime.runtime import Runtime
 
 # Bytes: more than the largest context holds of any text.
 LONGEST_PROMPT = 1 << 27
+_LONGEST_CONSTRAINT = 1 << 20
 
 
 @click.command(cls=Command)
@@ -43,12 +48,29 @@ LONGEST_PROMPT = 1 << 27
     "--json as_json",
     "Print one JSON object, with -p or stdin. It has the answer and its statistics.",
 )
+@option(
+    "--schema FILE",
+    "A JSON schema that the answer keeps, with -p or stdin.",
+    type=FILE,
+)
+@option(
+    "--grammar FILE",
+    "A grammar in GBNF that the answer keeps, with -p or stdin.",
+    type=FILE,
+)
 @conversation_options
 @option(
     "--resume",
     "Go on with the latest conversation, of --prompt-cache or of the last chat on a terminal.",
 )
-def chat(prompt: str | None, as_json: bool, resume: bool, **options: Any) -> None:
+def chat(
+    prompt: str | None,
+    as_json: bool,
+    resume: bool,
+    schema: Path | None,
+    grammar: Path | None,
+    **options: Any,
+) -> None:
     """Talk to a model."""
     from orchestrator.chat.chat import Chat, one_shot
     from orchestrator.chat.session import (
@@ -57,11 +79,15 @@ def chat(prompt: str | None, as_json: bool, resume: bool, **options: Any) -> Non
         new_conversation,
         read_conversation,
     )
+    from orchestrator.runtime.answering import Answering
 
     console = Console()
     prompt = with_stdin(prompt, console)
     if prompt is None and as_json:
         raise click.UsageError("--json needs a prompt: give -p TEXT, or text on stdin")
+    if prompt is None and (schema or grammar):
+        raise click.UsageError("--schema and --grammar need a prompt: give -p TEXT")
+    constraint = constraint_of(schema, grammar)
     config = chat_config(options)
     if config.prompt_cache:
         folder = config.prompt_cache
@@ -76,11 +102,18 @@ def chat(prompt: str | None, as_json: bool, resume: bool, **options: Any) -> Non
     if resume and last is None:
         raise ConfigError(f"--resume: no conversation is kept in {folder}")
     messages = read_conversation(last) if resume and last else None
+    notes: list[str] = []
+
+    def tell() -> None:
+        while notes:
+            console.note(notes.pop(0))
+
     with console.quiet_keys():
-        engine = open_engine(config, console)
-    with Session(engine, config) as session:
-        if config.ctx and engine.n_ctx > config.ctx:
-            console.note(f"--ctx {config.ctx}: it gets {engine.n_ctx}, the next size.")
+        answering = Answering(grammars=bool(constraint))
+        runtime = open_runtime(config, console, answering, say=notes.append)
+    with Session(runtime, config, constraint) as session:
+        if config.ctx and session.n_ctx > config.ctx:
+            console.note(f"--ctx {config.ctx}: it gets {session.n_ctx}, the next size.")
         session.kept = kept
         if messages:
             session.load(messages)
@@ -91,13 +124,17 @@ def chat(prompt: str | None, as_json: bool, resume: bool, **options: Any) -> Non
                 "--no-keep-messages keeps none."
             )
         # A step of a large model may be minutes long, and some of its operations cannot be stopped.
-        with interrupts.leaving(lambda: session.engine.keep()):
+        with interrupts.leaving(partial(_leave, runtime)):
             if prompt is None:
-                Chat(session, console, partial(change_model, session, console)).run()
+                Chat(session, console, partial(change_model, session, console), tell).run()
             elif not one_shot(session, console, prompt, as_json):
                 raise KeyboardInterrupt
-    for note in session.engine.prompt_notes():
-        console.note(note)
+    tell()
+
+
+def _leave(runtime: Runtime) -> None:
+    """Keep what was learned, and wait for nothing."""
+    runtime.close(monotonic())
 
 
 def with_stdin(prompt: str | None, console: Console) -> str | None:
@@ -125,11 +162,32 @@ def with_stdin(prompt: str | None, console: Console) -> str | None:
     raise click.UsageError("no prompt: give -p TEXT, or text on stdin, or a terminal")
 
 
+def constraint_of(schema: Path | None, grammar: Path | None) -> dict[str, Any]:
+    """Return the fields of a request that make an answer keep a JSON schema or a grammar.
+
+    Raises ConfigError for a file that is neither, and TextFileError for one that cannot be read.
+    """
+    if schema and grammar:
+        raise click.UsageError("--schema and --grammar exclude each other: give one of them")
+    if schema is not None:
+        try:
+            found = json.loads(read_text(schema, _LONGEST_CONSTRAINT))
+        except ValueError as error:
+            raise ConfigError(f"--schema {schema}: it is not JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise ConfigError(f"--schema {schema}: a JSON schema is an object")
+        return {"response_format": {"type": "json_schema", "json_schema": {"schema": found}}}
+    if grammar is not None:
+        return {"grammar": read_text(grammar, _LONGEST_CONSTRAINT)}
+    return {}
+
+
 def change_model(session: Session, console: Console, name: str) -> None:
-    """Goes on with another model; one that cannot be read is refused before the one that runs
-    is closed."""
+    """Let another model continue the conversation. A model that cannot be read is refused before
+    the one that runs is closed."""
     from gguf_tools.experts import ExpertModel
 
     path = model_path(name)
     ExpertModel.open(path).close()
-    session.change_model(path, lambda config: open_engine(config, console))
+    with console.bars():
+        session.change_model(path)

@@ -241,6 +241,9 @@ class NativeServer:
         done = self.lib.moe_edge_server_restore(self.handle, sequence, os.fsencode(path))
         return int(done) > 0
 
+    def look(self, sequence: int) -> tuple[int, str, bool]:
+        return 0, "end", False
+
     def stop(self) -> None:
         """Ends the running step and every request, and so run; from any thread."""
         if self._handle is not None:
@@ -325,6 +328,9 @@ class NativeRequest:
         self.run()
         text, _ = self.take()
         return self.status, text
+
+    def token_times(self) -> list[int]:
+        return []
 
     def cancel(self) -> None:
         """Lets it end soon; nothing where it is closed."""
