@@ -6,8 +6,10 @@ that an edit of the server's sources does not rebuild libllama. A wheel of moe-e
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -46,25 +48,37 @@ def library_path(upstream: Upstream, llama_cpp: Path, cache: Path) -> Path:
 
 
 def build_server(upstream: Upstream, llama_cpp: Path, sdist: Path | None = None) -> Path:
-    """The library for an installed llama_cpp package, compiled where the cache lacks it.
+    """Put the library into an installed llama_cpp package, and return its path there.
 
-    Raises BuildError for a package that is not ours and for a compiler that is missing or fails.
+    It is compiled if the cache lacks it. Raises BuildError for a package that is not ours and for a
+    compiler that is missing or fails.
     """
     path = library_path(upstream, llama_cpp, cache_dir())
-    if path.exists():
-        return path
-    tools = probe.find_toolchain()
-    with locked(cache_dir() / "lock") as lock:
-        if path.exists():
-            return path
-        say("building llama.cpp's server core")
-        root = sync_tree(fetch_sdist(upstream, sdist), upstream)
-        built = compile_server(upstream, tools, root / upstream.source, llama_cpp / "lib", lock)
-        if library_path(upstream, llama_cpp, cache_dir()) != path:
-            raise BuildError("the sources changed while they were compiled: run it again.")
-        with publishing(path.parent, KEEP) as stage:
-            shutil.copy2(built, stage / path.name)
-    return path
+    if not path.exists():
+        tools = probe.find_toolchain()
+        with locked(cache_dir() / "lock") as lock:
+            if not path.exists():
+                say("building llama.cpp's server core")
+                root = sync_tree(fetch_sdist(upstream, sdist), upstream)
+                source, libraries = root / upstream.source, llama_cpp / "lib"
+                built = compile_server(upstream, tools, source, libraries, lock)
+                if library_path(upstream, llama_cpp, cache_dir()) != path:
+                    raise BuildError("the sources changed while they were compiled: run it again.")
+                with publishing(path.parent, KEEP) as stage:
+                    shutil.copy2(built, stage / path.name)
+    return _installed(path, llama_cpp / "lib" / path.name)
+
+
+def _installed(path: Path, target: Path) -> Path:
+    """Put a file at a target by replacing what is there, which other processes may have loaded."""
+    if not (target.exists() and filecmp.cmp(path, target)):
+        part = target.with_name(f"{target.name}.{os.getpid()}")
+        try:
+            shutil.copy2(path, part)
+            os.replace(part, target)
+        finally:
+            part.unlink(missing_ok=True)
+    return target
 
 
 def compile_server(

@@ -118,9 +118,9 @@ class ServerLibrary:
             self.lib = ctypes.CDLL(str(path))
             found = self.lib.moe_edge_server_abi_version()
         except (OSError, AttributeError) as error:
-            raise NativeError(f"{path}: it cannot be loaded ({error}): delete it") from error
+            raise NativeError(f"{path}: it cannot be loaded ({error}): run `make build`") from error
         if found != ABI_VERSION:
-            raise NativeError(f"{path} has ABI {found}, not {ABI_VERSION}: delete it")
+            raise NativeError(f"{path} has ABI {found}, not {ABI_VERSION}: run `make build`")
         for name, (restype, argtypes) in _FUNCTIONS.items():
             function = getattr(self.lib, name)
             function.restype, function.argtypes = restype, argtypes

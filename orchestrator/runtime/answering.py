@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gguf_tools.children import child
 from orchestrator.config import Config
 from orchestrator.errors import NativeError
 from orchestrator.memory.footprint import PROMPT_MARKS
@@ -30,13 +25,7 @@ CANDIDATE_BYTES = 12
 # in the lists of those that are left (llama_grammar_apply_impl).
 GRAMMAR_TOKEN_BYTES = 256
 
-_LOOK_S = 0.1
-_PREBUILT = "libmoe-edge-server.so"  # a wheel has it beside libllama
-_TOOL = Path(__file__).resolve().parents[2] / "patches" / "tool.py"
-
-
-class Stopped(Exception):
-    """The program was told to end while it loaded a model or computed."""
+_LIBRARY = "libmoe-edge-server.so"
 
 
 @dataclass(frozen=True)
@@ -82,33 +71,12 @@ def kept_prompts(n_bytes: int, part: int, parallel: int) -> tuple[int, int]:
     return (n_bytes - places * part * parallel) >> 20, places
 
 
-def server_library(
-    bindings: Bindings, is_stopping: Callable[[], bool] = lambda: False
-) -> ServerLibrary:
-    """Return llama.cpp's server core for the loaded llama.cpp.
+def server_library(bindings: Bindings) -> ServerLibrary:
+    """Return llama.cpp's server core, which is beside the loaded libllama.
 
-    `make build` compiles it and a wheel contains it; in a checkout in which it is missing it is
-    compiled now, with its progress on stderr. Raises NativeError if it cannot be had, and Stopped
-    if is_stopping() becomes true while it is compiled.
+    Raises NativeError if it is missing or was made for another version of moe-edge.
     """
-    package = Path(bindings.api.__file__).parent
-    prebuilt = package / "lib" / _PREBUILT
-    if prebuilt.is_file():
-        return ServerLibrary(prebuilt)
-    if not _TOOL.is_file():
-        raise NativeError(
-            f"llama.cpp's server core is missing, and {_TOOL}, which compiles it, is not there: "
-            f"install the wheel of moe-edge again, or use a checkout"
-        )
-    command = [sys.executable, str(_TOOL), "server", str(package)]
-    # The compilers of an interrupted build would go on for minutes.
-    with child(command, with_its_own=True, stdout=subprocess.PIPE) as process:
-        said = None
-        while said is None:
-            with suppress(subprocess.TimeoutExpired):
-                said, _ = process.communicate(timeout=_LOOK_S)
-            if is_stopping():
-                raise Stopped
-    if process.returncode != 0:
-        raise NativeError("llama.cpp's server core cannot be compiled: the lines above say why")
-    return ServerLibrary(Path(said.strip().splitlines()[-1]))
+    path = Path(bindings.api.__file__).parent / "lib" / _LIBRARY
+    if not path.is_file():
+        raise NativeError(f"{path} is missing: run `make build`, or install moe-edge's wheel again")
+    return ServerLibrary(path)

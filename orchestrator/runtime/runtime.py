@@ -183,7 +183,7 @@ class Runtime(Closing):
             most_ahead=AHEAD_BYTES,
             loud=native_log_enabled(),
         )
-        library = server_library(self._loader.bindings, lambda: self._is_ending)
+        library = server_library(self._loader.bindings)
         # llama.cpp decodes two tokens to learn whether the context's memory can drop tokens.
         with loaded.driver.few_experts():
             handles = loaded.model.handle, loaded.context.handle
