@@ -57,12 +57,12 @@ def _follow(
 
     Returns the text of the answer, and that of the reasoning before it.
     """
-    said: list[Piece] = []
+    pieces: dict[bool, list[str]] = {False: [], True: []}  # by whether they are thoughts
     try:
         with interrupts.calling(session.stop), console.quiet_keys():
             for piece in answer:
                 console.end_bar()
-                said.append(piece)
+                pieces[piece.is_thought].append(piece.text)
                 if shown and piece.is_thought:
                     console.thought(piece.text)
                 elif shown:
@@ -70,9 +70,7 @@ def _follow(
     finally:
         console.end_bar()
         console.end_answer()
-    texts = ("".join(each.text for each in said if each.is_thought == of) for of in (False, True))
-    answered, thought = texts
-    return answered, thought
+    return "".join(pieces[False]), "".join(pieces[True])
 
 
 def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> bool:
@@ -228,9 +226,10 @@ class Chat:
     def _show(self, answer: Iterator[Piece]) -> None:
         session, console = self.session, self.console
         before = session.left_out
-        said, thought = _follow(session, console, answer, shown=True)
-        if said and not said.endswith("\n"):
-            console.write("\n")
+        try:
+            said, thought = _follow(session, console, answer, shown=True)
+        finally:
+            console.end_line()
         stats = session.last_stats
         if not (said or thought) or stats is None:
             console.note("stopped\n" if session.stopped else "(no answer)\n")

@@ -175,7 +175,7 @@ class Console:
         self._wrap = WordWrap(lambda: shutil.get_terminal_size().columns)
         self._between = " · " if _can_say("·", self.notes) else " | "
         self._history: Path | None = None
-        self._is_thinking = False
+        self._is_thinking = self._is_in_line = False
         # A bar is drawn by whoever reports, and by a thread while nobody does.
         self._lock = threading.RLock()
         self._bar_ended = threading.Event()
@@ -205,7 +205,9 @@ class Console:
         if self._is_thinking:
             self._is_thinking = False
             self.write(self._wrap.end())
-            sys.stdout.write((_PLAIN if self._color else "") + "\n\n")
+            sys.stdout.write(_PLAIN if self._color else "")
+            self.end_line()
+            self.write("\n")
 
     def end_answer(self) -> None:
         """Write what answer held back of the last word."""
@@ -216,6 +218,12 @@ class Console:
         """Write to stdout as it is, without control characters on a terminal."""
         sys.stdout.write(strip_controls(text) if self.out_tty else text)
         sys.stdout.flush()
+        self._is_in_line = not text.endswith("\n") if text else self._is_in_line
+
+    def end_line(self) -> None:
+        """End the line on stdout, if something was written in it."""
+        if self._is_in_line:
+            self.write("\n")
 
     @contextmanager
     def quiet_keys(self) -> Iterator[None]:

@@ -220,9 +220,9 @@ class Session(Closing):
         answer = self.runtime.submit(self._request(messages))
         self._answer = answer
         try:
-            if self.stopped:
-                answer.cancel()
             for event in answer:
+                if self.stopped:  # what came after it was not seen
+                    break
                 if on_prefill is not None and "prompt_progress" in event:
                     read = event["prompt_progress"]
                     done, total = read["processed"] - read["cache"], read["total"] - read["cache"]
@@ -233,8 +233,6 @@ class Session(Closing):
                         yield Piece(delta[_THOUGHT], is_thought=True)
                     if delta.get("content"):
                         yield Piece(delta["content"])
-                if self.stopped:
-                    answer.cancel()
         except (ConfigError, NativeError):
             if not self.stopped:
                 raise

@@ -7,6 +7,7 @@ server core on the runtime's decode thread. Programs that measure borrow the con
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -55,9 +56,9 @@ _SWITCH_S = 0.0005
 class About:
     """What is known of a loaded model.
 
-    name: for clients. digest: identifies the file. modified_s: of the file, seconds of the Unix
-    clock. n_ctx: tokens of one conversation; n_cells: of the context that all share. settings: those
-    of the policy, None where no expert is managed.
+    name: for clients. digest: identifies the file. modified_s: when the file was modified, in
+    seconds of the Unix clock. n_ctx: tokens of one conversation; n_cells: of the context that all
+    share. settings: those of the policy, None if no expert is managed.
     """
 
     name: str
@@ -213,8 +214,8 @@ class Runtime(Closing):
 
     @property
     def _name(self) -> str:
-        answering = self._answering
-        return (answering and answering.name) or self.config.model.stem
+        given = self._answering.name if self._answering else ""
+        return given or os.fsencode(self.config.model.stem).decode("utf-8", "replace")
 
     @property
     def _slot_context(self) -> int:

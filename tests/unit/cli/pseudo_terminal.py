@@ -12,7 +12,7 @@ import termios
 import time
 from pathlib import Path
 
-import fake_engine
+import fake_runtime
 
 UP = "\x1b[A"
 CTRL_C = "\x03"
@@ -25,11 +25,11 @@ TIMEOUT_S = 600.0  # only what hangs takes so long
 WAITS = ("poll", "select", "wait_woken")
 
 
-FAKE = (sys.executable, fake_engine.__file__)
+FAKE = (sys.executable, fake_runtime.__file__)
 
 
 class Terminal:
-    """`moe-edge chat` on a pseudo-terminal. program: moe-edge, by default with the fake engine."""
+    """`moe-edge chat` on a pseudo-terminal. program: moe-edge, by default with the fake runtime."""
 
     def __init__(self, *args, home, stderr=None, columns=100, program=FAKE, **environment):
         self._master, slave = os.openpty()

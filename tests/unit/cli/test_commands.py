@@ -5,7 +5,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-import fake_engine
+import fake_runtime
 import pytest
 from command_line import python, run
 from tables import cases
@@ -15,21 +15,22 @@ from orchestrator.cli import options as module
 from orchestrator.errors import MoeEdgeError
 from orchestrator.lab.registry import BENCHMARKS, load
 from orchestrator.lab.table import Report
+from orchestrator.runtime.answering import Answering
 
 
 @pytest.fixture
 def opened(monkeypatch):
-    """The engines that commands of this test open."""
-    engines = []
-    monkeypatch.setitem(sys.modules, "orchestrator.runtime.engine", fake_engine.module())
-    real_open = fake_engine.FakeEngine.open
+    """The runtimes that commands of this test open."""
+    runtimes = []
+    monkeypatch.setitem(sys.modules, "orchestrator.runtime.runtime", fake_runtime.module())
+    real_open = fake_runtime.FakeRuntime.open
 
-    def open_engine(config, progress=None):
-        engines.append(real_open(config, progress))
-        return engines[-1]
+    def open_runtime(*args, **options):
+        runtimes.append(real_open(*args, **options))
+        return runtimes[-1]
 
-    monkeypatch.setattr(fake_engine.FakeEngine, "open", open_engine)
-    return engines
+    monkeypatch.setattr(fake_runtime.FakeRuntime, "open", open_runtime)
+    return runtimes
 
 
 NAMES = "lru, dymoe, dynaexq, firm, context, floor, mixed or plain"
@@ -49,7 +50,7 @@ NAMES = "lru, dymoe, dynaexq, firm, context, floor, mixed or plain"
     (["-p", "two\nlines"], None, 0, "<two\nlines>\n", ""),
     (["-p", "silence"], None, 0, "\n", ""),
     # A pipe gets the text as the model said it.
-    (["-p", "loud"], None, 0, fake_engine.HOSTILE + "\n", ""),
+    (["-p", "loud"], None, 0, fake_runtime.HOSTILE + "\n", ""),
     (["-p", "fail"], None, 1, "half an", "Error: model.gguf: read error at offset 4096\n"),
     (["-p", "fail", "--json"], None, 1, "", "Error: model.gguf: read error at offset 4096\n"),
     ([], "", 2, "", "Error: no prompt: give -p TEXT, or text on stdin, or a terminal\n"),
@@ -74,7 +75,7 @@ def test_one_shot(opened, args, stdin, status, stdout, stderr):
         assert stderr in result.stderr
     else:
         assert result.stderr == ""
-    assert all(engine.closed for engine in opened)
+    assert all(each.closed for each in opened)
 
 
 ON_ONE_MODEL = {
@@ -107,11 +108,11 @@ def test_what_would_run_is_said_of_what_a_chat_runs(monkeypatch):
     """The commands that say it, or try it, have the chat's config."""
     asked = []
 
-    def takes(config, *_):
+    def takes(config, *_args, **_options):
         asked.append(config)
         raise MoeEdgeError("seen")
 
-    for name in ("cli.chat.open_engine", "cli.machine.examine", "lab.check.examine"):
+    for name in ("cli.chat.open_runtime", "cli.machine.examine", "lab.check.examine"):
         monkeypatch.setattr(f"orchestrator.{name}", takes)
     monkeypatch.setattr(ExpertModel, "open", lambda *_: nullcontext())
     for command in (["chat", "-p", "x"], ["plan"], ["doctor"], ["check"]):
@@ -140,13 +141,12 @@ def test_options_reach_the_config(opened):
         ]
         assert run("chat", "-m", "a.gguf", "-p", "x", *words).exit_code == 0
         values = {name: value for name, (_, value) in given.items()}
-        assert opened[-1].config == module.Config.build(
-            model=Path("a.gguf"), remember=True, conversations=True, **values
-        )
+        config = module.Config.build(model=Path("a.gguf"), remember=True, **values)
+        assert opened[-1].config == Answering().config(config)
     assert opened[-1].seen[0][0] == {"role": "system", "content": "Be brief."}
 
 
-def test_a_note_of_the_engine_is_shown(opened):
+def test_a_note_of_the_runtime_is_shown(opened):
     result = run("chat", "-m", "odd.gguf", "-p", "x")
     assert result.exit_code == 0
     assert "What earlier runs learned is not used" in result.stderr
@@ -159,7 +159,51 @@ def test_json_is_one_object(opened):
     answer = json.loads(result.stdout)
     assert list(answer) == ["text", "stats"]
     assert answer["text"] == "Hi there!"
-    assert answer["stats"] == fake_engine.STATS.as_dict()
+    assert answer["stats"] == fake_runtime.STATS.as_dict()
+
+
+THINKS = json.dumps({"chat_template_kwargs": {"enable_thinking": True}})
+KEEPS = json.dumps(
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}}
+)
+
+
+@cases(
+    "options, file, stdout",
+    (["-p", "asked"], "", "{}"),
+    (["-p", "asked", "--think", "on"], "", THINKS),
+    (["-p", "asked", "--repeat-penalty", "1.5"], "", '{"repeat_penalty": 1.5}'),
+    (["-p", "asked", "--schema", "f"], '{"type": "object"}', KEEPS),
+    (["-p", "asked", "--grammar", "f"], 'root ::= "yes"', r'{"grammar": "root ::= \"yes\""}'),
+    # Reasoning is no part of the answer.
+    (["-p", "think"], "", "It is."),
+)
+def test_options_reach_the_request(opened, tmp_path, monkeypatch, options, file, stdout):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "f").write_text(file)
+    result = run("chat", "-m", "x.gguf", *options)
+    assert (result.exit_code, result.stdout) == (0, stdout + "\n")
+
+
+def test_json_has_the_reasoning(opened):
+    answer = json.loads(run("chat", "-m", "x.gguf", "-p", "think", "--json").stdout)
+    assert (answer["text"], answer["thinking"]) == ("It is.", "Is it so?")
+
+
+@cases(
+    "options, file, said",
+    (["-p", "x", "--schema", "f"], "{", "--schema f: it is not JSON"),
+    (["-p", "x", "--schema", "f"], "[]", "--schema f: a JSON schema is an object"),
+    (["-p", "x", "--schema", "f", "--grammar", "f"], "{}", "give one of them"),
+    (["-p", "x", "--grammar", "none"], "", "none"),
+)
+def test_a_constraint_that_is_wrong_is_refused_before_the_model_loads(
+    opened, tmp_path, monkeypatch, options, file, said
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "f").write_text(file)
+    result = run("chat", "-m", "x.gguf", *options)
+    assert result.exit_code != 0 and said in result.stderr and opened == []
 
 
 def test_without_a_model_it_is_the_demo(opened, monkeypatch, tmp_path):
@@ -198,13 +242,13 @@ def test_a_context_beyond_the_model_is_noted(words, library, tmp_path, monkeypat
 
 
 def test_a_context_that_is_rounded_up_is_noted(opened, monkeypatch):
-    real = fake_engine.FakeEngine.__init__
+    real = fake_runtime.FakeRuntime.__init__
 
-    def short(engine, config):
-        real(engine, config)
-        engine.n_ctx = 256
+    def short(runtime, config):
+        real(runtime, config)
+        runtime.about.n_ctx = 256
 
-    monkeypatch.setattr(fake_engine.FakeEngine, "__init__", short)
+    monkeypatch.setattr(fake_runtime.FakeRuntime, "__init__", short)
     for asked, said in (
         (["--ctx", "8"], "--ctx 8: it gets 256, the next size."),
         (["--ctx", "256"], ""),

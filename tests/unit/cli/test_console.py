@@ -5,7 +5,7 @@ import sys
 import time
 
 import pytest
-from fake_engine import HOSTILE
+from fake_runtime import HOSTILE
 from tables import cases
 
 from orchestrator.chat import console

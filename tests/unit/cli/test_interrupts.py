@@ -7,14 +7,14 @@ import signal
 import subprocess
 import sys
 
-import fake_engine
+import fake_runtime
 import interrupting
 import pytest
 import small_commands
 from tables import cases
 from waiting import HANG_S, wait_until
 
-FAKE = [sys.executable, fake_engine.__file__]
+FAKE = [sys.executable, fake_runtime.__file__]
 ENDLESS = ("-m", "x.gguf", "-p", "endless")
 
 
@@ -35,8 +35,8 @@ def started(*command, **environment):
 
 
 def interrupted(log, event, *args):
-    """Ctrl-C once the fake engine has said `event`: exit status, stdout, stderr."""
-    with started(*FAKE, "chat", *args, FAKE_ENGINE_LOG=str(log)) as process:
+    """Ctrl-C once the fake runtime has said `event`: exit status, stdout, stderr."""
+    with started(*FAKE, "chat", *args, FAKE_RUNTIME_LOG=str(log)) as process:
         wait_until(lambda: log.exists() and event in log.read_text(), f"it never came to {event}")
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=HANG_S)
@@ -47,7 +47,7 @@ def test_ctrl_c_while_python_loads_shows_nothing(tmp_path):
     """A module of the command line stands still until the key is pressed."""
     (tmp_path / "click.py").write_text("import time; print('loading', flush=True); time.sleep(60)")
     command = [sys.executable, "-m", "orchestrator", "--help"]
-    with started(*command, PYTHONPATH=f"{tmp_path}:{fake_engine.ROOT}") as process:
+    with started(*command, PYTHONPATH=f"{tmp_path}:{fake_runtime.ROOT}") as process:
         assert process.stdout.readline() == b"loading\n"
         process.send_signal(signal.SIGINT)
         assert process.stderr.read() == b""

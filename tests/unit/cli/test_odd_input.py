@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import click
-import fake_engine
+import fake_runtime
 import pytest
 from command_line import DEMO, MOE_EDGE, python, run
 from tables import cases
@@ -18,7 +18,7 @@ from gguf_tools import synthetic
 from orchestrator.cli.main import COMMANDS, cli
 from orchestrator.cli.options import NEW_FILE
 
-FAKE = [sys.executable, fake_engine.__file__]
+FAKE = [sys.executable, fake_runtime.__file__]
 
 
 def refused(*args):
@@ -184,7 +184,7 @@ def test_files_do_not_get_the_number_of_a_closed_stream(tmp_path):
         "sys.exit(open('file', 'w').fileno())"
     )
     command = ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh", sys.executable, "-c", code]
-    environment = {**os.environ, "PYTHONPATH": str(fake_engine.ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(fake_runtime.ROOT)}
     assert subprocess.run(command, cwd=tmp_path, env=environment).returncode > 2
 
 

@@ -13,7 +13,8 @@ from tables import cases
 from gguf_tools import interrupts
 from orchestrator.chat.session import Session
 from orchestrator.config import Config
-from orchestrator.runtime.engine import Engine
+from orchestrator.runtime.answering import Answering
+from orchestrator.runtime.runtime import Runtime
 
 TIERS = ("q8_0", "q4_k", "q2_k")
 
@@ -113,8 +114,8 @@ def test_a_file_name_may_be_any_bytes(model, tmp_path, memory):
 
 def test_ctrl_c_during_an_answer(model):
     config = Config.build(model=model, expert_ram=800 * 2**10, ctx=2048, seed=3, max_tokens=2000)
-    with Engine.open(config) as engine:
-        session = Session(engine, config)
+    with Runtime.open(config, answering=Answering()) as runtime:
+        session = Session(runtime, config)
         pieces, progress = [], []
         with interrupts.calling(session.stop):
             for piece in session.answer("hello"):
@@ -123,8 +124,8 @@ def test_ctrl_c_during_an_answer(model):
                 pieces.append(piece)
         assert session.stopped
         assert len(pieces) <= 2
-        assert engine.last_stats.finish == "cancelled"
-        assert session.messages[-1]["content"] == "".join(pieces)
+        assert session.last_stats.finish == "cancelled"
+        assert session.messages[-1]["content"] == "".join(piece.text for piece in pieces)
 
         def interrupt(done, total):
             progress.append((done, total))
@@ -137,7 +138,7 @@ def test_ctrl_c_during_an_answer(model):
         assert len(progress) == 1
         assert len(session.messages) == 2
         assert list(session.answer("again"))
-        assert engine.last_stats.finish != "cancelled"
+        assert session.last_stats.finish != "cancelled"
 
 
 QUESTION = "Where do the experts of a model lie, and who reads them? " * 6

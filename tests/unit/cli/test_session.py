@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_engine import STATS, FakeEngine
+from fake_runtime import STATS, FakeRuntime
 from tables import cases
 
 from gguf_tools import interrupts
@@ -27,10 +27,14 @@ from orchestrator.errors import ConfigError, GGUFError
 
 def make(**settings):
     config = Config.build(model=Path("x.gguf"), **settings)
-    return Session(FakeEngine(config), config)
+    return Session(FakeRuntime(config), config)
 
 
 SYSTEM_BRIEF = {"role": "system", "content": "Be brief."}
+
+
+def said(pieces):
+    return [piece.text for piece in pieces]
 
 
 def turns(*texts):
@@ -41,10 +45,10 @@ def turns(*texts):
 
 def test_an_answer_joins_the_conversation():
     session = make(system="Be brief.")
-    assert list(session.answer("hello")) == ["Hi", " there", "!"]
+    assert said(session.answer("hello")) == ["Hi", " there", "!"]
     list(session.answer("more"))
     assert session.messages == [SYSTEM_BRIEF, *turns("hello", "Hi there!", "more", "<more>")]
-    assert session.engine.seen[-1] == session.messages[:-1]
+    assert session.runtime.seen[-1] == session.messages[:-1]
     session.reset()
     assert session.messages == [SYSTEM_BRIEF]
 
@@ -54,7 +58,7 @@ def test_another_answer_takes_the_place_of_the_last():
     list(session.answer("hello"))
     list(session.answer("more"))
     session.messages[-1]["content"] = "an answer that nobody liked"
-    assert list(session.answer_again()) == ["<more>"]
+    assert said(session.answer_again()) == ["<more>"]
     assert session.messages == turns("hello", "Hi there!", "more", "<more>")
     session.reset()
     with pytest.raises(ConfigError, match="nothing was answered"):
@@ -73,7 +77,7 @@ def test_an_answer_stays_where_another_fails(text):
 def test_without_a_limit_an_answer_ends_with_the_context():
     session = make(ctx=100)
     assert len(list(session.answer("long"))) == 100
-    assert session.engine.last_stats.finish == "length"
+    assert session.last_stats.finish == "length"
     assert len(list(make(ctx=100, max_tokens=5).answer("long"))) == 5
 
 
@@ -88,17 +92,17 @@ def test_a_message_without_an_answer_is_forgotten(text):
 
 @pytest.mark.parametrize(
     ("at", "text", "most"),
-    [("render_chat", "long", 0), ("generate", "long", 1), ("generate", "endless prompt", 0)],
+    [("submit", "long", 0), ("submit", "endless prompt", 0)],
 )
-def test_ctrl_c_before_the_engine_starts_is_not_lost(monkeypatch, at, text, most):
+def test_ctrl_c_before_the_answer_begins_is_not_lost(monkeypatch, at, text, most):
     session = make()
-    begins = getattr(session.engine, at)
+    begins = getattr(session.runtime, at)
 
     def interrupted(*args):
         os.kill(os.getpid(), signal.SIGINT)
         return begins(*args)
 
-    monkeypatch.setattr(session.engine, at, interrupted)
+    monkeypatch.setattr(session.runtime, at, interrupted)
     with interrupts.calling(session.stop):
         pieces = list(session.answer(text))
     assert session.stopped
@@ -117,16 +121,16 @@ def test_the_oldest_exchanges_leave_a_full_context():
     session = make(ctx=160, max_tokens=40, system="Be brief.")
     for number in range(40):
         list(session.answer(f"message number {number} of forty"))
-        seen = session.engine.seen[-1]
+        seen = session.runtime.seen[-1]
         assert seen[0]["role"] == "system"
         pairs = len(seen) // 2 - 1
         assert [each["role"] for each in seen[1:]] == ["user", "assistant"] * pairs + ["user"]
         assert seen[-1]["content"] == f"message number {number} of forty"
-        assert len(session.engine.render_chat(seen)) <= 120
+        assert session._n_tokens(seen) <= 120
     assert len(session.messages) == 81
     assert session.left_out > 0
     # Down to half of the context at once, so that most turns keep their prefix.
-    starts = [seen[1]["content"] for seen in session.engine.seen]
+    starts = [seen[1]["content"] for seen in session.runtime.seen]
     assert len(set(starts)) <= 12
     session.reset()
     assert session.left_out == 0
@@ -136,7 +140,7 @@ def test_one_long_message_is_passed_on_whole():
     session = make(ctx=64)
     list(session.answer("word " * 100))
     assert session.left_out == 0
-    assert len(session.engine.seen[-1]) == 1
+    assert len(session.runtime.seen[-1]) == 1
 
 
 def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
@@ -236,7 +240,7 @@ def test_a_loaded_conversation_goes_on():
     list(talk.answer("hello"))
     talk.load([SYSTEM, *TURNS[:2]])
     list(talk.answer("three"))
-    assert talk.engine.seen[-1] == [SYSTEM, *TURNS[:2], *turns("three")]
+    assert talk.runtime.seen[-1] == [SYSTEM, *TURNS[:2], *turns("three")]
     talk.load(TURNS)
     talk.reset()
     assert talk.messages == []  # its system prompt is that of the conversation

@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 
-import fake_engine
+import fake_runtime
 import pytest
 from pseudo_terminal import CTRL_C, CTRL_D, ESCAPES, FAKE, PROMPT, UP, Terminal
 from tables import cases
@@ -365,7 +365,7 @@ def test_json_needs_a_prompt(tmp_path):
 def test_json_on_a_terminal_is_escaped(tmp_path):
     with Terminal("-m", "x.gguf", "-p", "loud", "--json", home=tmp_path) as terminal:
         assert terminal.finish() == 0
-        assert json.loads(terminal.raw)["text"] == fake_engine.HOSTILE
+        assert json.loads(terminal.raw)["text"] == fake_runtime.HOSTILE
         assert "\x9b" not in terminal.raw
         assert "\x1b" not in terminal.raw
 
@@ -439,19 +439,7 @@ def test_another_model_goes_on_with_the_conversation(start, tmp_path):
     assert "4 messages written" in terminal.ask("/save ~/talk.jsonl")
 
 
-def test_a_model_that_fails_leaves_the_one_before():
-    session = make(temp=0.0)
-    first = session.engine
-    opened = []
-
-    def opens(config):
-        opened.append(config)
-        if config.model.name == "bad.gguf":
-            raise GGUFError("bad.gguf: out of memory")
-        return type(first)(config)
-
-    with pytest.raises(GGUFError, match="out of memory"):
-        session.change_model("bad.gguf", opens)
-    assert first.closed
-    assert [config.model.name for config in opened] == ["bad.gguf", "x.gguf"]
-    assert list(session.answer("hello")) == ["Hi", " there", "!"]
+def test_reasoning_is_dim_and_before_the_answer(start):
+    terminal = start()
+    terminal.ask("think")
+    assert "\x1b[2mIs it so?\x1b[0m\r\n\r\nIt is.\r\n" in terminal.raw

@@ -1,0 +1,241 @@
+"""The command line with a runtime that answers from a script instead of a model.
+
+Run as a program it is `moe-edge`, for the tests that need a process or a terminal. What it
+answers depends on the prompt; the rest of it keeps the promises of orchestrator.runtime.runtime.
+"""
+
+import json
+import os
+import sys
+import time
+import types
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from orchestrator.errors import GGUFError, PolicyError  # noqa: E402
+from orchestrator.events import GenerationStats  # noqa: E402
+
+HOSTILE = "red\x1b[31m \x1b]0;title\x07bell\x07 \u202eback\x9b2J\rend\ttab"
+TIMES = {"ttft_ms": 12.3, "tpot_ms_p50": 20.0, "tpot_ms_p99": 31.0, "tokens_per_s": 48.9}
+COUNTS = {"tokens": 3, "prompt_tokens": 7, "evaluated_tokens": 5, "bytes_read": 5 * 2**20}
+STATS = GenerationStats(
+    **TIMES,
+    **COUNTS,
+    hit_rate=0.931,
+    prefill_hit_rate=None,
+    wait_ms=1.5,
+    mix={"q4_k": 0.75, "q2_k": 0.25},
+    computed={"q4_k": 0.8125, "q2_k": 0.1875},
+    peak_rss_bytes=300 * 2**20,
+    budget_bytes=64 * 2**20,
+    mode="managed: dymoe 4/2 (q4_k/q2_k) r=0.75, 64 MiB of expert slots, direct I/O",
+    callback_us_p50=11.0,
+    finish="end",
+    policy={"prefetch": "on", "recall": [None, 0.5, 0.75], "precision": [None, 0.5, 0.75]},
+)
+# Fields of a request that an answer names.
+SHOWN = ("chat_template_kwargs", "response_format", "grammar", "repeat_penalty")
+# An answer longer than a line, in pieces that are no words.
+WORDS = ["some le", "ngthy w", "ords of an ans", "wer "] * 12
+
+
+def mark(event):
+    """Tells a test that waits for it, through a file, what has begun."""
+    path = os.environ.get("FAKE_RUNTIME_LOG")
+    if path:
+        with open(path, "a") as file:
+            file.write(event + "\n")
+
+
+class FakeAnswer:
+    """The events of a scripted answer."""
+
+    def __init__(self, runtime, messages, max_tokens):
+        self._runtime, self._messages, self._max_tokens = runtime, messages, max_tokens
+        self._finish = "cancelled"
+        self._cancelled = False
+        self._n_pieces = self._read = 0
+
+    def cancel(self):
+        self._cancelled = True
+
+    def close(self):
+        pass
+
+    def tokens_done(self):
+        return self._read
+
+    def __iter__(self):
+        for event in self._events(self._messages[-1]["content"]):
+            if self._cancelled:
+                return
+            if isinstance(event, str):
+                if self._n_pieces == self._max_tokens:
+                    self._finish = "length"
+                    return
+                self._n_pieces += 1
+                event = {"choices": [{"delta": {"content": event}}]}
+            yield event
+        if not self._cancelled:
+            self._finish = "end"
+
+    def stats(self, mode, policy):
+        assert policy == STATS.policy
+        return replace(STATS, tokens=self._n_pieces, mode=mode, finish=self._finish)
+
+    def _reading(self, processed):
+        self._read = 0
+        return {"prompt_progress": {"total": 1000, "cache": 0, "processed": processed}}
+
+    def _events(self, prompt):
+        if prompt == "hello":
+            yield from ("Hi", " there", "!")
+        elif prompt == "loud":
+            yield HOSTILE
+        elif prompt == "think":
+            for text in ("Is it", " so?"):
+                yield {"choices": [{"delta": {"reasoning_content": text}}]}
+            yield "It is."
+        elif prompt == "fail":
+            yield "half an"
+            raise GGUFError("model.gguf: read error at offset 4096")
+        elif prompt == "sampling":
+            asked = self._runtime.asked[-1]
+            yield f"{asked['temperature']} {tuple(asked['stop'])}"
+        elif prompt == "asked":
+            asked = self._runtime.asked[-1]
+            yield json.dumps({name: asked[name] for name in SHOWN if name in asked})
+        elif prompt == "words":
+            yield from WORDS
+        elif prompt == "silence":
+            return
+        elif prompt in ("long", "endless"):
+            mark(prompt)
+            for number in range(500) if prompt == "long" else count():
+                time.sleep(0.02)
+                yield f"{number} "
+        elif prompt == "endless prompt":
+            while not self._cancelled:
+                time.sleep(0.05)
+                yield self._reading(500)
+            yield "read"
+        elif prompt == "one micro-batch":
+            yield self._reading(0)
+            while not self._cancelled:
+                time.sleep(0.05)
+                self._read = min(700, self._read + 20)  # layers; no other event comes
+            yield "read"
+        elif prompt == "slow":
+            for done in range(0, 1001, 100):
+                time.sleep(0.1)
+                yield self._reading(done)
+            yield "read"
+        else:
+            yield f"<{prompt}>"
+
+
+class FakeRuntime:
+    """Answers "hello", "loud", "think", "long", "fail", "silence", "slow" and echoes all else. What
+    is called endless goes on until it is stopped: a model, an answer, the reading of a prompt.
+
+    asked: the requests; seen: their messages.
+    """
+
+    note = None
+
+    def __init__(self, config):
+        self.plan = types.SimpleNamespace(ram_bytes=config.ram or 2**30)
+        self.mode = STATS.mode
+        self.asked: list[dict[str, Any]] = []
+        self.seen: list[list[dict[str, str]]] = []
+        self.closed = False
+        self._load(config)
+
+    def _load(self, config):
+        self.config = config
+        self.about = types.SimpleNamespace(n_ctx=config.ctx or 4096)
+        if config.model.name == "odd.gguf":
+            self.note = "What earlier runs learned is not used"
+        self.model = types.SimpleNamespace(
+            name=f"fake {config.model.stem}" if config.model.is_absolute() else "fake",
+            hparams=types.SimpleNamespace(arch="qwen3moe"),
+            n_layers=8,
+            n_expert=16,
+            n_expert_used=4,
+            tiers=[types.SimpleNamespace(name=name) for name in ("q4_k", "q2_k")],
+        )
+
+    @classmethod
+    def open(cls, config, progress=None, answering=None, say=None):
+        mark("open")
+        for step in range(5):
+            if config.model.name == "slow.gguf":
+                time.sleep(0.2)
+            while config.model.name == "endless.gguf":
+                time.sleep(0.05)
+                if progress:
+                    progress("Loading 1 GiB of weights", 0.5)
+            if progress:
+                progress("Loading 1 GiB of weights", step / 4)
+        return cls(config)
+
+    def close(self, end_s=None):
+        self.closed = True
+
+    def submit(self, body):
+        assert not self.closed
+        self.asked.append(json.loads(body))
+        self.seen.append(self.asked[-1]["messages"])
+        most = self.asked[-1]["max_tokens"]
+        return FakeAnswer(self, self.seen[-1], self.about.n_ctx if most < 0 else most)
+
+    def query(self, route, body):
+        """Two tokens a message, and one a word of it."""
+        assert route == "/v1/chat/completions/input_tokens"
+        n = sum(2 + len(each["content"].split()) for each in json.loads(body)["messages"])
+        answer = 200, json.dumps({"input_tokens": n}).encode()
+        return types.SimpleNamespace(whole=lambda: answer)
+
+    def policy_report(self):
+        return STATS.policy
+
+    def held(self):
+        return 300
+
+    def memory(self):
+        return {"dense weights": 2**30, "experts": 3 * 2**30, "context": 0, "free": 4 * 2**30}
+
+    def set(self, **changes):
+        if "model" in changes:
+            self._load(self.config.with_changes(**changes))
+            return True
+        ((name, value),) = changes.items()
+        if name == "policy":
+            if value not in ("lru", "dymoe"):
+                raise PolicyError(f"unknown policy '{value}'; known: dymoe, lru")
+            self.mode = f"managed: {value}"
+            return True
+        used = "lru" not in self.mode
+        if used:
+            self.mode = f"managed: dymoe {name[0]}={value}"
+        return used
+
+
+def module():
+    """What stands in for orchestrator.runtime.runtime."""
+    made = types.ModuleType("orchestrator.runtime.runtime")
+    made.Runtime = FakeRuntime
+    return made
+
+
+if __name__ == "__main__":
+    sys.modules["orchestrator.runtime.runtime"] = module()
+    from orchestrator.cli.main import main
+
+    main()
