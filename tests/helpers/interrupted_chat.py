@@ -49,12 +49,12 @@ def tiny_model(folder):
 
     from gguf_tools import synthetic
     from orchestrator.config import Config
-    from orchestrator.runtime.engine import Engine
+    from orchestrator.runtime.runtime import Runtime
 
     path = Path(folder) / "interrupted.gguf"
     synthetic.write(path, replace(SHAPE, context=16384, n_layer=2), tiers=("q8_0",))
-    with Engine.open(Config.build(model=path, ctx=4096, policy="lru")) as engine:
-        plan = engine.plan
+    with Runtime.open(Config.build(model=path, ctx=4096, policy="lru")) as runtime:
+        plan = runtime.plan
         return path, plan.total_bytes - plan.slots.total_bytes // 2
 
 
