@@ -165,21 +165,38 @@ def with_stdin(prompt: str | None, console: Console) -> str | None:
 def constraint_of(schema: Path | None, grammar: Path | None) -> dict[str, Any]:
     """Return the fields of a request that make an answer keep a JSON schema or a grammar.
 
-    Raises ConfigError for a file that is neither, and TextFileError for one that cannot be read.
+    Raises ConfigError for a file that is neither or that cannot be enforced, and TextFileError for
+    one that cannot be read.
     """
-    if schema and grammar:
+    if schema is None and grammar is None:
+        return {}
+    if schema is not None and grammar is not None:
         raise click.UsageError("--schema and --grammar exclude each other: give one of them")
+    from orchestrator.native.llama import Bindings
+    from orchestrator.runtime.answering import fault_of_constraint, server_library
+    from orchestrator.serve.constraints import rewritten
+
     if schema is not None:
+        name = f"--schema {schema}"
         try:
             found = json.loads(read_text(schema, _LONGEST_CONSTRAINT))
-        except ValueError as error:
-            raise ConfigError(f"--schema {schema}: it is not JSON: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{name}: it is not JSON: {error}") from None
         if not isinstance(found, dict):
-            raise ConfigError(f"--schema {schema}: a JSON schema is an object")
-        return {"response_format": {"type": "json_schema", "json_schema": {"schema": found}}}
-    if grammar is not None:
-        return {"grammar": read_text(grammar, _LONGEST_CONSTRAINT)}
-    return {}
+            raise ConfigError(f"{name}: a JSON schema is an object")
+        made, lost = rewritten(found, "schema")
+        if lost:
+            raise ConfigError(f"{name}: {lost[0]}")
+        form = {"type": "json_schema", "json_schema": {"schema": made}}
+        fields: dict[str, Any] = {"response_format": form}
+    else:
+        assert grammar is not None
+        name = f"--grammar {grammar}"
+        fields = {"grammar": read_text(grammar, _LONGEST_CONSTRAINT)}
+    fault = fault_of_constraint(server_library(Bindings.load()), fields)
+    if fault:
+        raise ConfigError(f"{name}: {fault.strip()}")
+    return fields
 
 
 def change_model(session: Session, console: Console, name: str) -> None:

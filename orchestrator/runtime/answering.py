@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from orchestrator.config import Config
 from orchestrator.errors import NativeError
@@ -26,6 +28,7 @@ CANDIDATE_BYTES = 12
 GRAMMAR_TOKEN_BYTES = 256
 
 _LIBRARY = "libmoe-edge-server.so"
+_PLAIN_TEMPLATE = "{{ messages[0].content }}"
 
 
 @dataclass(frozen=True)
@@ -80,3 +83,16 @@ def server_library(bindings: Bindings) -> ServerLibrary:
     if not path.is_file():
         raise NativeError(f"{path} is missing: run `make build`, or install moe-edge's wheel again")
     return ServerLibrary(path)
+
+
+def fault_of_constraint(library: ServerLibrary, fields: Mapping[str, Any]) -> str:
+    """Return why the core cannot use a grammar or a JSON schema, in a sentence; empty if it can.
+
+    fields: `grammar` or `response_format`, as a request has them. No model is needed.
+    """
+    request = {"messages": [{"role": "user", "content": ""}], **fields}
+    (found,) = library.try_template(_PLAIN_TEMPLATE, [{"request": request, "answers": [""]}])
+    for each in (found, *found.get("answers", ())):
+        if "error" in each:
+            return str(each["error"])
+    return ""

@@ -195,7 +195,9 @@ def test_json_has_the_reasoning(opened):
     (["-p", "x", "--schema", "f"], "{", "--schema f: it is not JSON"),
     (["-p", "x", "--schema", "f"], "[]", "--schema f: a JSON schema is an object"),
     (["-p", "x", "--schema", "f", "--grammar", "f"], "{}", "give one of them"),
+    (["-p", "x", "--schema", "f"], '{"properties": {"a": {"$ref": "#/b"}}}', "--schema f: "),
     (["-p", "x", "--grammar", "none"], "", "none"),
+    (["-p", "x", "--grammar", "f"], 'root ::= "yes', "--grammar f: the grammar is refused"),
 )
 def test_a_constraint_that_is_wrong_is_refused_before_the_model_loads(
     opened, tmp_path, monkeypatch, options, file, said
