@@ -1,4 +1,4 @@
 """The terminal: a conversation on it, and how it is written.
 
-It may import the engine.
+It may import the runtime.
 """

@@ -1,4 +1,4 @@
-"""The engine: a planned model comes into memory, runs step by step, and answers.
+"""The runtime: loads a planned model, answers requests with it, and lends it to what measures.
 
 It may import every room but chat, serve, lab and cli.
 """
