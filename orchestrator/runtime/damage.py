@@ -1,8 +1,8 @@
-"""Whether a model's files hold what was written: a packed one's checksums, while it loads, and
-whether anybody writes to them since.
+"""Detection of damaged model files, and of files that are changed while a model runs.
 
-The store compares each slice of an expert where it is read. What llama.cpp reads itself is read a
-second time here, beside it and through the same page cache, and compared before the first token.
+The store compares each slice of an expert with its checksum when it reads the slice. The weights
+that llama.cpp reads itself are read a second time here, in parallel and through the same page
+cache, and compared before the first token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Place = tuple[int, int]
 
 
 class _Told(NamedTuple):
-    """A tensor, and the checksums of its slices that the file has; none in an ordinary file."""
+    """A tensor and the checksums of its slices. A file that `pack` did not write has none."""
 
     file: int
     part: GGUFFile
@@ -41,10 +41,10 @@ class _Told(NamedTuple):
 
 
 class Checksums:
-    """The tensors of a model's files, with their checksums as far as the files have them."""
+    """The tensors of a model's files, with the checksums that the files contain."""
 
     def __init__(self, model: ExpertModel) -> None:
-        """Raises MetadataError for checksums that do not fit the tensors."""
+        """Raise MetadataError for checksums that do not fit the tensors."""
         self.headers: list[tuple[GGUFFile, int]] = []
         self.tensors: list[_Told] = []
         for number, part in enumerate(model.parts):
@@ -58,7 +58,7 @@ class Checksums:
 
 
 def with_checksums(spec: StoreSpec, checksums: Checksums) -> StoreSpec:
-    """The store that also compares what it reads, as far as the model's files have checksums."""
+    """Return the spec of a store that also compares the slices it reads with their checksums."""
     known = {(each.file, each.info.offset): tuple(each.checksums) for each in checksums.tensors}
 
     def compared(_layer: int, _kind: int, each: Slices) -> Slices:
@@ -68,7 +68,7 @@ def with_checksums(spec: StoreSpec, checksums: Checksums) -> StoreSpec:
 
 
 class InUse:
-    """Files that are read as long as a model runs. Looking takes some microseconds for each."""
+    """The files of a running model. Checking them for changes takes some microseconds each."""
 
     def __init__(
         self, paths: Sequence[Path], compare: Callable[[], DataCheck | None] = lambda: None
@@ -80,8 +80,10 @@ class InUse:
         self._checked: object = None  # the stamp of the file that is being compared
 
     def look(self) -> tuple[str, bool]:
-        """(a sentence about a file that changed, empty where none did; whether what is read of it
-        changed, too). Another file of its name leaves the one alone that was opened."""
+        """Return (a sentence about a changed file or "", whether its contents changed).
+
+        If another file took the name, the contents of the opened file did not change.
+        """
         replaced = ""
         for path, known in self._known.items():
             now = _stamp(path)
@@ -96,7 +98,7 @@ class InUse:
         return replaced, False
 
     def check(self) -> None:
-        """Raise ChangedError if one of the files was written to, so that answers would mix two."""
+        """Raise ChangedError if a file was written to: answers would mix two versions of it."""
         sentence, is_changed = self.look()
         if is_changed:
             raise ChangedError(sentence)
@@ -118,7 +120,7 @@ class InUse:
 
 
 def _stamp(path: Path) -> tuple[tuple[int, int], int, int] | None:
-    """Which file it is, its size and the time when it was written; None where there is none."""
+    """Return a file's identity, size and time of modification; None if it does not exist."""
     try:
         found = path.stat()
     except OSError:
@@ -127,7 +129,7 @@ def _stamp(path: Path) -> tuple[tuple[int, int], int, int] | None:
 
 
 def managed_places(model: ExpertModel) -> set[Place]:
-    """Where the experts lie that a store reads, and tables that nobody reads as a whole."""
+    """Return the places of the experts and of the tables that the store reads in parts."""
     experts = {
         (each.file_index, each.offset)
         for layer in model.slices
@@ -139,19 +141,19 @@ def managed_places(model: ExpertModel) -> set[Place]:
 
 
 class DataCheck:
-    """Reads what llama.cpp reads of a model's files, in a thread of its own, and checks it.
+    """Checks the tensors that llama.cpp reads, in a thread.
 
-    It compares checksums, and finds NaN in norms, routers and other small tensors, with which
-    llama.cpp would compute nonsense without a word. End it with ``finish`` or ``stop``.
+    It compares checksums, and looks for NaN in norms, routers and other small tensors: llama.cpp
+    would compute nonsense from them without an error. End it with ``finish`` or ``stop``.
     """
 
     def __init__(
         self, library: Library, checksums: Checksums, without: Collection[Place] = ()
     ) -> None:
-        """without: tensors that the store checks when it reads them."""
+        """without: tensors that are left out because the store checks them."""
         self._crc32 = library.crc32
         self._headers = checksums.headers
-        # Lower tiers are none of llama.cpp's tensors, nor is what a second file has once more.
+        # llama.cpp loads neither lower tiers nor tensors that a second file repeats.
         tensors = {each.info.name: each for each in reversed(checksums.tensors)}
         self._todo = [
             each
@@ -166,7 +168,7 @@ class DataCheck:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for the end.
+        """Wait until everything is compared.
 
         Raises DamagedError for the first tensor that differs or holds NaN, GGUFError for a file
         that cannot be read.
@@ -179,11 +181,11 @@ class DataCheck:
 
     @property
     def is_running(self) -> bool:
-        """Whether it still compares. Afterwards `error` says what it found."""
+        """Whether the thread still compares. Afterwards `error` holds the first fault, or None."""
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """Ends it early; what it found does not matter any more."""
+        """End the comparison early, without a result."""
         self._stopped = True
         self._thread.join()
 
@@ -194,7 +196,7 @@ class DataCheck:
                     raise DamagedError(f"{part.path}: the header is damaged: its checksum differs")
             for part in {each.part.path: each.part for each in self._todo}.values():
                 self._check_data(part, [each for each in self._todo if each.part is part])
-        except Exception as error:  # noqa: BLE001 - whoever waits raises it
+        except Exception as error:  # noqa: BLE001 - finish raises it
             self.error = error
 
     def _check_data(self, part: GGUFFile, tensors: Sequence[_Told]) -> None:
@@ -239,5 +241,5 @@ class DataCheck:
 
 
 def _may_hold_nan(info: TensorInfo) -> bool:
-    """Whether a tensor is one of those that are searched for NaN: F32, and no expert."""
+    """Return whether a tensor is searched for NaN: it is F32 and not an expert."""
     return info.type is GGMLType.F32 and len(info.shape) <= 2

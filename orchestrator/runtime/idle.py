@@ -15,12 +15,12 @@ from orchestrator.policy.base import Wants
 
 
 def likely(wants: Wants, resident: np.ndarray, used: np.ndarray) -> Sequence[Transition]:
-    """Experts to read into free slots while nothing is asked for, the likeliest first: those that
-    are absent, by the share of its layer's uses that each had; none where all are there. Where
-    the policy wants whole layers, layer by layer from the first on.
+    """Return the absent experts in the order in which to read them into free slots.
 
-    resident: uint8 [n_layers, n_expert] as of StepReport. used: how often tokens used each expert,
-    not negative, [n_layers, n_expert]; where nobody did, they come last, by layers.
+    The order is by each expert's share of its layer's uses, the likeliest first. If the policy
+    wants whole layers, it is layer by layer from the first one on. Experts that were never used
+    come last. resident: as StepReport.resident. used: how often tokens used each expert, not
+    negative, [n_layers, n_expert].
     """
     if wants.all_resident:
         return ()
@@ -35,13 +35,10 @@ def likely(wants: Wants, resident: np.ndarray, used: np.ndarray) -> Sequence[Tra
 
 
 class Idle:
-    """Reads experts in a thread of its own, one after the other, the likeliest first.
+    """Reads experts in a thread, one after another, the likeliest first.
 
-    An expert is read into free slots or not at all: nothing is evicted for it, so experts that are
-    used more stay, and no memory but the slots is taken. No step may begin before stop has
-    returned.
-
-    brought: the number of experts that were read since the start.
+    An expert is read into free slots only: nothing is evicted for it. No step may begin before
+    `stop` has returned. brought: the number of experts that were read since the start.
     """
 
     def __init__(self, store: Store) -> None:
@@ -53,9 +50,8 @@ class Idle:
     def start(
         self, wanted: Sequence[Transition], settle: Callable[[], None] = lambda: None
     ) -> None:
-        """Begin to read these experts, and end after the last one or at the first one that cannot
-        be read: the token that needs that expert says why. settle: returns when no step runs any
-        more."""
+        """Start to read experts, and end after the last one or at the first one that fails; the
+        token that needs that expert reports why. settle: returns when no step is computed."""
         self.stop()
         if not wanted:
             return
@@ -67,10 +63,10 @@ class Idle:
             self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread's work, and returns when the thread has ended. From any thread.
+        """End the thread, and return when it has ended. Any thread may call it.
 
-        The thread stops waiting for the expert that it reads: the store completes that read in the
-        background. The store is not cancelled afterwards, whatever it was before.
+        The thread does not wait for the expert that it reads: the store completes that read in the
+        background. Afterwards the store is not cancelled, even if it was before.
         """
         thread = self._thread
         if thread is not None:
@@ -82,7 +78,7 @@ class Idle:
                 self._thread = None
 
     def wait(self) -> None:
-        """Until everything was looked at. For tests and measurements."""
+        """Wait for the end of the thread. For tests and measurements."""
         thread = self._thread
         if thread is not None:
             thread.join()

@@ -1,4 +1,4 @@
-"""What llama.cpp holds of a plan: the weights beside the store, and the context."""
+"""Loads the parts of a plan that llama.cpp owns: the dense weights and the context."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ def weights_of(
     gpu: Accelerator | None,
     progress: Callable[[float], None] | None,
 ) -> Model:
-    """The dense weights, or all of them. progress gets the share that is done."""
+    """Load the dense weights, or all weights if no store has the experts.
+
+    progress: gets the share that is loaded, 0 to 1.
+    """
     repack, mapped = config.use_extra_bufts, config.use_mmap
     if repack is None:
-        # Dense weights lie as the experts do.
+        # Dense weights have the same layout as the experts.
         repack = not plan.managed or (gpu is None and wants_own_layout(config, plan))
     if mapped is None:
-        # Repacked weights are copies: a mapped file would take its size beside them.
+        # Repacked weights are copies, and a mapped file would take memory in addition.
         mapped = not (repack or config.ram) and len(model.tiers) == 1
     return Model(
         bindings,
@@ -46,8 +49,11 @@ def weights_of(
 def context_of(
     config: Config, plan: MemoryPlan, model: Model, bindings: Bindings, gpu: Accelerator | None
 ) -> LlamaContext:
-    """The context as planned. The system may refuse to reserve memory for it: then half as many
-    tokens at once are tried, and half as long a context, where nobody asked for these."""
+    """Make the context of a plan.
+
+    If the system refuses to reserve memory for it, a smaller micro-batch is tried, and then a
+    shorter context, unless the user set these. Raises NativeError.
+    """
     n_ctx, n_ubatch = plan.n_ctx, plan.n_ubatch
     while True:
         try:

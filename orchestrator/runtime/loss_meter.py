@@ -1,4 +1,4 @@
-"""The estimated loss of a run's experts, added up token by token."""
+"""Adds up the estimated quality loss of the experts that a run computes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StoreView, se
 
 
 class LossMeter:
-    """Adds up the estimated loss of the experts of a run.
+    """Adds up the estimated quality loss of the experts that a run computes.
 
-    nats, tokens: by phase, since the start. halved: whether the limit of a policy that spends a
-    loss is halved now; halved_tokens: those of the answers for which it was.
+    nats and tokens: totals by phase since the start. halved: whether the limit of a policy with a
+    loss budget is halved now. halved_tokens: tokens of answers that were decoded while it was.
     """
 
     def __init__(self, estimate: KlEstimate, exact: bool) -> None:
-        """exact: a better copy in memory is not used in the place of the tier that was decided."""
+        """exact: the decided tier is computed even if a better copy is in memory."""
         self.estimate = estimate
-        # Whether anything in use, but for skipping, costs anything; the best tier in use alone.
+        # Whether any tier in use has a loss, skipping aside; and whether the best one has.
         self.costs = bool(estimate.nats[..., :-1].any())
         self._best_costs = bool(estimate.nats[..., 0].any())
         self._exact = exact
@@ -31,7 +31,7 @@ class LossMeter:
         self.halved, self.halved_tokens = False, 0
 
     def decided(self, event: RouteEvent, view: StoreView, decision: DecisionBuffer) -> None:
-        """One layer of a step, once it is decided. What a failed step counted is dropped."""
+        """Count one layer of a step after its decision. The counts of a failed step are dropped."""
         if event.step != self._step:
             self._step = event.step
             self._in_step = 0.0
@@ -47,8 +47,8 @@ class LossMeter:
         self._in_step += float(self.estimate.of_choice(event.layer, ids, weights, tiers).sum())
 
     def _of_token(self, event: RouteEvent, view: StoreView, decision: DecisionBuffer) -> float:
-        """The nats of a step's only token in one layer, without numpy, whose calls would take
-        longer than all else."""
+        """Return the nats of a step's only token in one layer. Without numpy, whose calls would take
+        longer than the rest."""
         layer, ids, asked, lost = event.layer, event.ids.tolist(), decision.tier, 0.0
         costly = [at for at, expert in enumerate(ids) if asked[expert] or self._best_costs]
         for at in costly:
@@ -61,17 +61,20 @@ class LossMeter:
 
     @property
     def needs_tiers(self) -> bool:
-        """Whether nobody said yet in which tiers experts are computed where nobody decides."""
+        """Whether `holds` was not called yet."""
         return self._tiers is None
 
     def holds(self, tiers: np.ndarray) -> None:
-        """In which tiers experts are computed from here on where nobody decides: uint8 [n_layers,
-        n_expert]."""
+        """Set the tiers in which experts are computed from now on in steps in which the policy is
+        not asked: uint8 [n_layers, n_expert]."""
         if self._tiers is None or not np.array_equal(tiers, self._tiers):
             self._tiers, self._of_use = tiers.copy(), self.estimate.of_use(tiers)
 
     def counted(self, counts: np.ndarray) -> None:
-        """A step in which nobody decided; counts as of StepReport, in the tiers of holds."""
+        """Count a step in which the policy was not asked, in the tiers that `holds` set.
+
+        counts: as StepReport.counts.
+        """
         self._in_step += float(np.vdot(counts, self._of_use))
 
     def step_done(self, phase: int, n_tokens: int) -> None:
@@ -82,14 +85,14 @@ class LossMeter:
         self._in_step = 0.0
 
     def mean(self, phase: int) -> float | None:
-        """Mean nats of a token of a phase; None where there was none."""
+        """Return the mean nats per token of a phase; None if it had no tokens."""
         return self.since(([0.0 for _ in Phase], [0 for _ in Phase]), phase)
 
     def mark(self) -> tuple[list[float], list[int]]:
-        """Where it stands, for `since`."""
+        """Return the totals until now, for `since`."""
         return list(self.nats), list(self.tokens)
 
     def since(self, mark: tuple[list[float], list[int]], phase: int) -> float | None:
-        """Mean nats of a token of a phase since a mark; None where there was none."""
+        """Return the mean nats per token of a phase since a mark; None if it had no tokens."""
         n = self.tokens[phase] - mark[1][phase]
         return (self.nats[phase] - mark[0][phase]) / n if n else None

@@ -1,4 +1,4 @@
-"""What an engine says of itself: a line on what runs, and what one answer cost."""
+"""Describes a loaded model: its status line, its memory, and what its store did."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from orchestrator.runtime.loss_meter import LossMeter
 
 
 def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
-    """The path, the policy and its slots, how misses are served, the micro-batch, the context."""
+    """Return the status line: path, policy, slots, how misses are served, micro-batch, context."""
     plan, driver = loaded.plan, loaded.driver
     most = "up to " if plan.shared and plan.n_ubatch > min(plan.shared.scratch) else ""
     context = f", micro-batch {most}{plan.n_ubatch}, context {loaded.context.n_ctx}"
     if config.conversations:
-        # of a policy whose slots give way to nothing
+        # for a policy whose slots never give memory back
         aside = "set aside" if plan.slots and not (plan.shared or plan.device) else ""
         notes = ", ".join(filter(None, (aside, _in_use(loader, loaded))))
         context += f" ({notes})" if notes else ""
@@ -36,8 +36,8 @@ def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
     pinned = stats.host_pinned or not loader.on_gpu
     pageable = "" if pinned else ", host memory not pinned"
     text = f"managed: {driver.policy.describe()}, {slots} of expert slots, {direct}{pageable}"
-    # A policy that keeps all experts in memory has learned since it started; others have settings
-    # that change while they run.
+    # A policy that keeps all experts in memory has learned since the plan was made. The settings of
+    # others change while they run.
     resident = driver.policy.wants.all_resident
     loses = loaded.runs.loses if resident else loader.planner.loses(plan)
     if loader.on_disk:
@@ -48,8 +48,8 @@ def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
 
 
 def _in_use(loader: Loader, loaded: Loaded) -> str:
-    """How many tokens of the context; of a server's sequences by the memory that they take. Empty
-    where that is none, or not known."""
+    """Return how much of the context is used, estimated from the memory of its KV cells. Empty if
+    it is none or not known."""
     shared, n = loaded.plan.shared, len(loaded.steps.cached)
     if n or shared is None:
         return f"{n} in use" if n else ""
@@ -58,10 +58,12 @@ def _in_use(loader: Loader, loaded: Loaded) -> str:
 
 
 def memory_now(library: Library, loaded: Loaded, prompts: int) -> dict[str, int]:
-    """What of the cap on the host's memory is in use, by what for, and what is free, in bytes;
-    empty where the model lies on a GPU. prompts: what kept ones take, as far as that is known.
-    Stranded is what a cache still has of cells that hold no token; the rest of the process is what
-    the system counts beyond all of these."""
+    """Return the bytes of host memory in use by purpose, and those that are free under the cap.
+
+    Empty if the model is on a GPU. prompts: bytes of copies of prompts. "stranded context" is
+    memory of KV cells that hold no token any longer; "rest of the process" is the resident memory
+    that the other entries do not explain.
+    """
     plan, driver = loaded.plan, loaded.driver
     if plan.device:
         return {}
@@ -81,22 +83,23 @@ def memory_now(library: Library, loaded: Loaded, prompts: int) -> dict[str, int]
 
 
 def _served(store: Store, loader: Loader) -> str:
-    """How a GPU gets the experts that it lacks."""
+    """Return how a GPU gets missing experts, as an end of the status line."""
     if loader.gpu is None:
         return ""
     asked, served = store.spec.misses.mode, store.misses()
     return f", misses: {served}" + (f" ({asked} cannot be had)" if served != asked else "")
 
 
-# Shares by the name of a tier, best first, and of the tier of no bytes.
+# Shares by the name of a tier, the best first; SKIP_TIER stands for skipped experts.
 Mix = dict[str, float]
 
 
 def decided(routed: Sequence[int], tiers: Sequence[str], skip: bool) -> Mix | None:
-    """Shares of the routed experts by the tier that was decided; None where none was routed.
+    """Return the shares of the routed experts by decided tier; None if none was routed.
 
-    routed [MAX_TIERS + 1]: experts by tier, the skipped ones last. tiers: names of those in use.
-    skip: whether experts may be skipped."""
+    routed: experts by tier, skipped ones last, [MAX_TIERS + 1]. tiers: names of the tiers in use.
+    skip: whether experts may be skipped.
+    """
     total = sum(routed)
     if not total:
         return None
@@ -105,14 +108,17 @@ def decided(routed: Sequence[int], tiers: Sequence[str], skip: bool) -> Mix | No
 
 
 def computed(matrices: Sequence[int], tiers: Sequence[str]) -> Mix | None:
-    """Shares of the matrices by the tier that was computed; None where none was: a better copy in
-    memory is used where a lower one was asked for. matrices [MAX_TIERS]"""
+    """Return the shares of the matrices by computed tier; None if none was computed.
+
+    A better copy that is in memory is computed instead of a lower tier that was decided. matrices:
+    [MAX_TIERS].
+    """
     total = sum(matrices)
     return {n: m / total for n, m in zip(tiers, matrices, strict=False)} if total else None
 
 
 class StoreCosts:
-    """What a store did since this was made."""
+    """Counts what a store does from the creation of this object on."""
 
     def __init__(
         self,
@@ -121,9 +127,9 @@ class StoreCosts:
         skip: bool = False,
         losses: LossMeter | None = None,
     ) -> None:
-        """store None: the plain path, where there is nothing to count. tiers: names of those in
-        use, best first; skip: experts may be skipped. losses: None where nobody knows what lower
-        tiers cost."""
+        """store: None on llama.cpp's own path, which has nothing to count. tiers: names of the
+        tiers in use, best first. skip: whether experts may be skipped. losses: None if the loss of
+        lower tiers is not known."""
         self._store = store
         self._losses = losses
         self._mark = losses.mark() if losses else None
@@ -133,7 +139,7 @@ class StoreCosts:
         self._calls = store.calls if store else 0
 
     def fields(self) -> dict[str, Any]:
-        """The fields of GenerationStats that the store knows."""
+        """Return the fields of GenerationStats that the store knows."""
         store = self._store
         if store is None:
             best = {self._tiers[0]: 1.0}
@@ -160,7 +166,7 @@ class StoreCosts:
         }
 
     def _lost(self) -> dict[str, Any]:
-        """Estimated losses of the tokens that were decoded; of the prompt's if there were none."""
+        """Return the estimated loss of the decoded tokens, or of the prompt's if none was decoded."""
         losses = self._losses
         if losses is None or self._mark is None:
             return {"kl_estimate": None, "kl_low": None, "limit_halved": False}
@@ -174,7 +180,7 @@ class StoreCosts:
         }
 
     def _mixes(self, old: CStats, new: CStats) -> tuple[Mix, Mix]:
-        """As decided and as computed while decoding; in the prompt where nothing was decoded."""
+        """Return the shares of tiers, decided and computed, of decoding or else of the prompt."""
         for phase in (Phase.DECODE, Phase.PREFILL):
             routed = _moved(old.routed[phase], new.routed[phase])
             mix = decided(routed, self._tiers, self._skip)

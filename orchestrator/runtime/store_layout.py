@@ -1,4 +1,4 @@
-"""What the native store is told of a plan: where experts lie in the files, and in which slots."""
+"""Turns a plan into the spec of a native store: file offsets of the experts, and their slots."""
 
 from __future__ import annotations
 
@@ -23,19 +23,22 @@ StoreLayers = tuple[tuple[int, dict[tuple[int, int], Slices]], ...]
 
 
 class StoreSpecs:
-    """Specs of the stores of one model. What they depend on is measured for the first one: the link
-    to a GPU, and each product that the host computes for it."""
+    """Makes the specs of one model's stores.
+
+    The speed of the link to a GPU, and of each product that the host computes for it, is measured
+    for the first spec and kept.
+    """
 
     def __init__(
         self, config: Config, model: ExpertModel, bindings: Bindings, gpu: Accelerator | None
     ) -> None:
-        """config: as opened."""
+        """config: the settings with which the model was opened."""
         self._config, self._model, self._bindings, self._gpu = config, model, bindings, gpu
         self._product_times: dict[tuple[int, tuple[int, int]], ProductTime | None] = {}
 
     def of(self, config: Config, plan: MemoryPlan) -> StoreSpec:
-        """The store of a plan with managed experts: where they lie, in which layout, how misses are
-        served, and the checksums of the files."""
+        """Return the spec of a plan with managed experts: file offsets, memory layout, how misses
+        are served, and checksums."""
         library = self._bindings.library()
         spec = store_spec(config, self._model, plan, self._misses)
         spec = with_layouts(spec, config, self._model, plan, library)
@@ -44,6 +47,7 @@ class StoreSpecs:
 
     @cached_property
     def checksums(self) -> Checksums:
+        """The checksums of the model's files."""
         return Checksums(self._model)
 
     @cached_property
@@ -59,9 +63,9 @@ class StoreSpecs:
 
 
 def store_spec(config: Config, model: ExpertModel, plan: MemoryPlan, misses: Misses) -> StoreSpec:
-    """Where a plan's experts lie in the files, and in which slots: its tiers renumbered from 0."""
+    """Return the spec of a plan without layouts and checksums. Its tiers are renumbered from 0."""
     if plan.slots is None or plan.policy is None:
-        raise ConfigError("the plain path has no store")
+        raise ConfigError("llama.cpp's own path has no store")
     return spec_for(
         plan.policy,
         plan.slots,
@@ -79,7 +83,7 @@ def store_spec(config: Config, model: ExpertModel, plan: MemoryPlan, misses: Mis
 
 
 def spec_for(policy: Policy, slots: SlotPlan, layers: StoreLayers, **rest: Any) -> StoreSpec:
-    """What a policy wants of its store; rest: the other fields of StoreSpec."""
+    """Return the spec of a policy's store. rest: the fields of StoreSpec that depend on the model."""
     shape = policy.shape
     return StoreSpec(
         layers=layers,
@@ -103,8 +107,10 @@ def store_layers(
     tiers: Sequence[int],
     slots: SlotPlan,
 ) -> StoreLayers:
-    """StoreSpec.layers: where the experts of each layer lie, in the tiers in use, renumbered from
-    0, and which group holds them. slices[layer][kind][tier] of the file."""
+    """Return StoreSpec.layers: the file slices of each layer's experts and their slot groups.
+
+    slices: of the file, [layer][kind][tier]. tiers: those in use; the result numbers them from 0.
+    """
     return tuple(
         (
             il,
@@ -126,12 +132,13 @@ def store_layers(
 
 
 def importance_window(config: Config, plan: MemoryPlan) -> int:
-    """Queries whose attention makes a prompt's token scores: 0 none, -1 all."""
+    """Return the number of queries whose attention scores a prompt's tokens: 0 none, -1 all."""
     if plan.policy is None or not plan.policy.wants.importance:
         return 0
     return {"window": config.importance_window, "exact": -1, "load": 0}[config.importance]
 
 
 def has_flash(config: Config, plan: MemoryPlan) -> bool:
-    """Whether attention is flash: all queries' weights are not kept for a prompt's token scores."""
+    """Return whether flash attention is used. It cannot keep the weights of all queries, which
+    `importance=exact` needs."""
     return importance_window(config, plan) >= 0

@@ -1,8 +1,8 @@
-"""How a model can run: with managed experts, on llama.cpp's plain path, or not at all.
+"""Finds out how a model can run: with managed experts, on llama.cpp's own path, or not at all.
 
-llama.cpp says so itself: it loads the header, without data, and makes a context, whose graphs show
-whether every expert is read by our executor alone. It may end its process over a header that it did
-not expect, so that is done in a child of this one.
+llama.cpp loads the header without data and makes a context. Its graphs show whether only our
+executor reads the experts. llama.cpp may abort its process over a header that it does not expect,
+so a child process does this.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TIMEOUT_S = 300
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """runs: MANAGED, PLAIN or NOT. reason: why not more, empty for MANAGED."""
+    """How a model can run: MANAGED, PLAIN or NOT, and the reason why not better."""
 
     runs: str
     reason: str
@@ -39,15 +39,14 @@ class Support:
         if self.runs == MANAGED:
             return "llama.cpp loads it, and moe-edge can manage its experts"
         if self.runs == PLAIN:
-            return f"llama.cpp loads it, on the plain path alone: {self.reason}"
+            return f"llama.cpp loads it, but moe-edge cannot manage its experts: {self.reason}"
         return f"it cannot run: {self.reason}"
 
 
 def support_of(path: Path) -> Support | None:
-    """How the model of this file can run. None where llama.cpp cannot be asked,
-    as without our build of it."""
-    # A fork has loaded what it needs: a process of its own would take most of a second to start.
-    # Only it loads the library, which may find a GPU that a fork could not use.
+    """Return how the model of a file can run; None if our build of llama.cpp is not installed."""
+    # A fork has its modules loaded already: a new process would take most of a second to start.
+    # This process does not load the library: if it found a GPU, the fork could not use it.
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
     with reader, tempfile.TemporaryFile() as said:
@@ -73,7 +72,7 @@ def support_of(path: Path) -> Support | None:
 
 
 def _ask(path: Path, answer: Connection, stderr: int) -> None:
-    """The child: sends how the model can run."""
+    """Run in the child process: send how the model can run."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     faulthandler.disable()
@@ -82,7 +81,7 @@ def _ask(path: Path, answer: Connection, stderr: int) -> None:
 
 
 def _without_vocabulary(model: ExpertModel) -> dict[str, int | str]:
-    """Metadata by which llama.cpp reads no tokens, but knows how many there are."""
+    """Return metadata that makes llama.cpp skip the vocabulary but know its size."""
     for part in model.parts:
         if EMBEDDINGS in part.tensors:
             n_tokens = part.tensors[EMBEDDINGS].shape[-1]
@@ -107,10 +106,12 @@ def _found(path: Path) -> Support | None:
 
 
 def try_load(path: Path, managed: bool, known: ExpertModel | None = None) -> None:
-    """Loads a model without its data, and makes a context, whose graphs a store has to be able to
-    serve where experts are managed. known: what the file holds, where it was read already: the
-    vocabulary is left out then, which graphs do not depend on, and which takes most of the time.
-    Raises NativeError with the reason."""
+    """Load a model without its data and make a context, to see whether that works.
+
+    managed: whether a store has to serve the experts of the context's graphs. known: the file's
+    layout if it was read already. Then the vocabulary is skipped: it takes most of the time, and
+    graphs do not depend on it. Raises NativeError with the reason.
+    """
     from orchestrator.native.llama import Bindings, LlamaContext, Model
 
     bindings = Bindings.load()
