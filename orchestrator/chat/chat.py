@@ -1,4 +1,4 @@
-"""The conversation on a terminal: its commands, one answer at a time, and what that cost.
+"""The conversation on a terminal: its commands, the answers, and their costs.
 
 `session.Session` is the conversation and knows no terminal, `console.Console` is the terminal and
 knows no model; `Chat` (interactive) and `one_shot` join them.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from orchestrator.events import GenerationStats
 
 
-# What other programs call the commands.
+# Names of the commands in other programs.
 ALIASES = {
     "/bye": "/quit",
     "/clear": "/reset",
@@ -43,7 +43,7 @@ ALIASES = {
     "/temperature": "/temp",
     "/?": "/help",
 }
-# What begins and ends a message of several lines.
+# Begins and ends a message of several lines.
 QUOTES = '"""'
 # A file with more bytes for each token of the context does not fit, whatever is in it.
 _BYTES_PER_TOKEN = 64
@@ -76,7 +76,7 @@ def _follow(
 def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> bool:
     """Answer `prompt` on stdout, the answer alone or as one JSON object; False if it was stopped.
 
-    Bars and the statistics line go to stderr, and only where that is a terminal.
+    Bars and the statistics line go to stderr, and only if it is a terminal.
     """
     answer = session.answer(prompt, console.prefill_bar)
     said, thought = _follow(session, console, answer, shown=not as_json)
@@ -119,22 +119,22 @@ class Chat:
         live = {name: declared for name, declared in policy_settings().items() if declared.live}
         self._changeable = self._settings | live
         temp, think = self._settings["temp"], self._settings["think"]
-        # A command's arguments, what it does, and what does it.
+        # For each command: its arguments, its help, and the function that runs it.
         self._groups: dict[str, dict[str, tuple[str, str, Callable[[str], None]]]] = {
             "The conversation": {
-                "/regen": ("", "another answer in the place of the last one", self._regen),
-                "/read": ("FILE", "put a text file before the next message", self._read),
+                "/regen": ("", "replace the last answer by another one", self._regen),
+                "/read": ("FILE", "put a text file before your next message", self._read),
                 "/system": ("TEXT", "set the system prompt and reset (- for none)", self._system),
                 "/reset": ("", "forget the conversation", self._reset),
                 "/save": ("FILE", "write the conversation as JSON lines", self._save),
-                "/load": ("FILE", "go on with what /save wrote, or with a model", self._load),
+                "/load": ("FILE", "continue a file that /save wrote, or with a model", self._load),
             },
             "How it answers": {
                 "/temp": ("T", "change the temperature", partial(self._change, temp)),
                 "/think": ("on|off", "think before an answer", partial(self._change, think)),
-                "/set": ("NAME VALUE", "change another setting; alone: list", self._set),
-                "/model": ("NAME", "go on with another model; alone: which it is", self._model),
-                "/policy": ("NAME", "change the policy, live", self._policy),
+                "/set": ("NAME VALUE", "change another setting; alone: list them", self._set),
+                "/model": ("NAME", "change the model; alone: show it", self._model),
+                "/policy": ("NAME", "change the policy; alone: show it", self._policy),
                 **{
                     "/" + name.replace("_", "-"): (
                         declared.metavar,
@@ -144,9 +144,9 @@ class Chat:
                     for name, declared in live.items()
                 },
             },
-            "What it takes": {
-                "/stats": ("", "everything measured on the last answer", self._stats),
-                "/memory": ("", "what memory is in use, and what for", self._memory),
+            "Costs": {
+                "/stats": ("", "all measurements of the last answer", self._stats),
+                "/memory": ("", "memory in use, by purpose", self._memory),
             },
             "This program": {
                 "/help": ("", "this list", self._help),
@@ -157,7 +157,7 @@ class Chat:
             name: command for group in self._groups.values() for name, command in group.items()
         }
         self._running = True
-        self._asks = False  # reads a line, or does what goes on meanwhile
+        self._asks = False  # whether it waits for a line
         self._file_text = ""
 
     def run(self) -> None:
@@ -174,7 +174,7 @@ class Chat:
                 self.console.note("\n/quit or Ctrl-D leaves" if self._asks else "\nstopped")
 
     def _turn(self) -> None:
-        """Read a line and act on it. A Ctrl-C at any moment of it leaves a chat that goes on."""
+        """Read a line and act on it. The chat continues after a Ctrl-C at any moment of it."""
         self._asks = True
         line = self.console.ask()
         if line is not None and line.lstrip().startswith(QUOTES):
@@ -185,7 +185,7 @@ class Chat:
             self._running = False
         elif line.strip():
             try:
-                # What was pasted in several lines is text, whatever it begins with.
+                # Several pasted lines are a message, even if the first one begins with a slash.
                 if line.startswith("/") and "\n" not in line.strip():
                     self._command(line)
                 else:
@@ -205,8 +205,10 @@ class Chat:
         self.console.note(self.session.runtime.mode)
 
     def _rest_of(self, line: str) -> str | None:
-        """The message that began with QUOTES and `line`, up to the next QUOTES; None at the end of
-        the input. It is text, whatever it begins with."""
+        """Read the rest of a message that began with QUOTES and `line`, up to the next QUOTES.
+
+        Returns None at the end of the input. The leading space keeps it from being a command.
+        """
         lines = [line]
         while not lines[-1].rstrip().endswith(QUOTES):
             more = self.console.ask(".")
@@ -298,7 +300,7 @@ class Chat:
         runtime = self.session.runtime
         parts = runtime.memory()
         if not parts:
-            self.console.note("The model lies on a GPU, whose memory was divided at the start.")
+            self.console.note("The model is on a GPU, whose memory was divided at the start.")
             return
         total = sum(parts.values())
         rows = [
@@ -340,14 +342,14 @@ class Chat:
         self._change(known[name], text.strip())
 
     def _value_of(self, declared: Setting) -> str:
-        """A setting's value as /set takes it; - for none."""
+        """Return a setting's value in the form that /set takes; "-" for none."""
         value = self.session.value(declared.name)
         if declared.repeated:
             return shlex.join(value) or "-"
         return "-" if value is None else str(value)
 
     def _change(self, declared: Setting, argument: str) -> None:
-        """Change a setting, where there is an argument, and say what it is."""
+        """Change a setting if there is an argument, and show its value."""
         if declared.name in self._settings:
             if argument:
                 self.session.set(declared.name, _read(declared, argument))
@@ -383,11 +385,11 @@ class Chat:
 
 
 def _read(declared: Setting, text: str) -> Any:
-    """The value that `text` means; - for none, where a setting may have none."""
+    """Return the value that a text means. "-" is none, for settings that may have none."""
     return None if text == "-" and declared.optional else declared.parse(text)
 
 
-# Why an answer ended, where it was not the model that ended it.
+# Names of the endings that are not the model's own.
 ENDINGS = {
     "cancelled": "stopped",
     "context": "cut: the context is full (--ctx)",
@@ -396,10 +398,10 @@ ENDINGS = {
 
 
 def stats_fields(stats: GenerationStats, ram_bytes: int) -> list[str]:
-    """What one answer cost, in plain words: the fields of the dim line below it, which fit 80
-    columns. Why it was ended comes first, where it was not the model that did.
+    """Return the fields of the dim line below an answer: its costs, within 80 columns.
 
-    ram_bytes is the cap on everything that the model takes. The plain path misses no experts.
+    The ending comes first if it is not the model's own. ram_bytes: the cap on all memory of the
+    model. On llama.cpp's own path no expert can be missing, so there is no hit rate.
     """
     fields = [ENDINGS[stats.finish]] if stats.finish in ENDINGS else []
     wait = f"{stats.ttft_ms:.0f} ms" if stats.ttft_ms < 1e3 else f"{stats.ttft_ms / 1e3:.1f} s"
@@ -418,7 +420,7 @@ def stats_fields(stats: GenerationStats, ram_bytes: int) -> list[str]:
 
 
 def stats_table(stats: GenerationStats) -> str:
-    """All statistics of an answer, one a line."""
+    """Return all statistics of an answer, one per line."""
     rows: list[tuple[str, str]] = []
     values = stats.as_dict()
     policy = values.pop("policy")

@@ -30,8 +30,10 @@ _TAB_COLUMNS = 8
 
 
 def _folded(line: str, width: int) -> str:
-    """A line of a note in lines that are no longer than `width` but for a single word. They stand
-    below its second column, as of a table, where that leaves them room."""
+    """Break a line of a note into lines of at most `width` columns; only a word may be longer.
+
+    Continuation lines are indented to the second column of a table if that is narrow enough.
+    """
     if len(line) <= width:
         return line
     table = re.match(r" *\S.*? {2,}", line)
@@ -48,9 +50,8 @@ def _folded(line: str, width: int) -> str:
 class WordWrap:
     """Lines of at most width() columns out of text that comes in pieces.
 
-    A word is held back until it is whole. What stands between two lines of ``` is code, which is
-    passed on as it comes, so that it can be copied. Scripts that set no spaces (wide characters)
-    may break anywhere.
+    A word is held back until it is whole. Code between two lines of ``` is not broken, so that it
+    can be copied. Text in wide characters, which has no spaces, may break anywhere.
     """
 
     def __init__(self, width: Callable[[], int]) -> None:
@@ -63,11 +64,11 @@ class WordWrap:
         self._in_code = self._too_long = False
 
     def feed(self, text: str) -> str:
-        """What can be shown once `text` has come."""
+        """Return the text that can be shown after `text` has come."""
         return "".join(map(self._next, text))
 
     def end(self) -> str:
-        """The rest; the next text begins on a line of its own."""
+        """Return the text that was held back. The next text begins a new line."""
         rest = self._whole_word() + self._space
         self._begin()
         return rest
@@ -104,7 +105,7 @@ class WordWrap:
         return shown + "\n"
 
     def _whole_word(self) -> str:
-        """The word that is complete, behind its space or on a line of its own."""
+        """Return the complete word, after its space or on a new line."""
         if not self._word:
             return ""
         width, space, word = self._width(), self._space, self._word
@@ -118,7 +119,7 @@ class WordWrap:
 
 
 def _columns(text: str, start: int = 0) -> int:
-    """How many columns a terminal gives to `text` that begins in column `start`."""
+    """Return the width of a text on a terminal, in columns, if it begins in column `start`."""
     column = start
     for char in text:
         if char == "\t":
@@ -131,16 +132,16 @@ def _columns(text: str, start: int = 0) -> int:
 
 
 BAR_CELLS = 24
-# A bar that would be gone before it can be read only flickers.
+# A shorter bar would only flicker.
 BAR_DELAY_S = 0.4
 BAR_INTERVAL_S = 0.1
-# A bar of which nothing new is heard goes on counting the seconds.
+# Between reports a bar counts the seconds.
 BAR_TICK_S = 1.0
 ESTIMATE_AFTER_S = 3
 HISTORY_LINES = 1000
 
-# C0 and C1 controls but newline and tab, and the codes that reorder text: what a model says must
-# not be able to move the cursor, set the title or the clipboard, or show other text than it is.
+# C0 and C1 controls except newline and tab, and codes that reorder text. The text of a model must
+# not move the cursor, set the title or the clipboard, or look like another text.
 _CONTROLS = dict.fromkeys(
     [c for c in range(0x20) if c not in (0x09, 0x0A)]
     + list(range(0x7F, 0xA0))
@@ -150,7 +151,7 @@ _CONTROLS = dict.fromkeys(
 
 
 def strip_controls(text: str) -> str:
-    """`text` without the characters that a terminal acts upon; newline and tab stay."""
+    """Return a text without the characters that control a terminal; newline and tab stay."""
     return text.translate(_CONTROLS)
 
 
@@ -158,10 +159,10 @@ class Console:
     """stdin, stdout and stderr of a conversation, and what each of them can show."""
 
     def __init__(self) -> None:
-        # A character that a terminal's encoding lacks shall not end the answer.
+        # A character that the terminal's encoding lacks must not end the answer.
         for stream in (sys.stdin, sys.stdout, sys.stderr):
             reconfigure = getattr(stream, "reconfigure", None)
-            # Once, since a stream that was read from takes no other setting.
+            # A stream that was read from cannot be reconfigured.
             if reconfigure and stream.errors != "replace":
                 reconfigure(errors="replace")
         self.in_tty = _is_tty(sys.stdin)
@@ -176,7 +177,7 @@ class Console:
         self._between = " · " if _can_say("·", self.notes) else " | "
         self._history: Path | None = None
         self._is_thinking = self._is_in_line = False
-        # A bar is drawn by whoever reports, and by a thread while nobody does.
+        # Each report draws the bar, and a thread draws it between reports.
         self._lock = threading.RLock()
         self._bar_ended = threading.Event()
         self._bar_shown = False
@@ -247,8 +248,8 @@ class Console:
             restore()
 
     def _tty_state(self) -> list[Any] | None:
-        """The modes of the terminal that is spoken on; None where there is none, or where it is
-        another process's turn, whose changes would stop this one."""
+        """Return the modes of the terminal; None if stdin and stdout are no terminal, or if this
+        process is in the background: changing the modes would stop it."""
         if not (self.in_tty and self.out_tty):
             return None
         import termios
@@ -261,8 +262,7 @@ class Console:
             return None
 
     def note(self, text: str) -> None:
-        """Write a dim line for the person at the terminal, which breaks between words where the
-        terminal is narrower."""
+        """Write a dim line for the user, broken between words to the width of the terminal."""
         self.end_bar()
         self.notes.write(self._dim(_fit(strip_controls(text), self.notes)) + "\n")
         self.notes.flush()
@@ -272,7 +272,7 @@ class Console:
         self.note(explained(groups, shutil.get_terminal_size().columns))
 
     def fields(self, fields: list[str]) -> None:
-        """Write `fields` as one dim line; where the terminal is narrower, it breaks between two."""
+        """Write fields as one dim line, broken between fields to the width of the terminal."""
         width = shutil.get_terminal_size().columns
         line = ""
         for field in fields:
@@ -318,7 +318,7 @@ class Console:
             self._draw_bar(now)
 
     def _tick(self, ended: threading.Event) -> None:
-        """A thread's work: draws the bar until it has ended."""
+        """Draw the bar until it has ended. The work of a thread."""
         wait_s = BAR_DELAY_S
         while not ended.wait(wait_s):
             with self._lock:
@@ -361,14 +361,14 @@ class Console:
 
     @contextmanager
     def bars(self) -> Iterator[Console]:
-        """At the end of the block no bar is shown."""
+        """Remove the bar at the end of the block."""
         try:
             yield self
         finally:
             self.end_bar()
 
     def ask(self, mark: str = ">") -> str | None:
-        """The next line that the person types behind `mark`, None at the end of the input.
+        """Read the next line that the user types after `mark`; None at the end of the input.
 
         Raises KeyboardInterrupt at Ctrl-C.
         """
@@ -391,7 +391,7 @@ class Console:
     def open_history(self, words: list[str]) -> None:
         """Give `ask` arrow keys over the lines of earlier sessions, and Tab over `words`.
 
-        Without readline, or where the folder cannot be written, a note says so.
+        A note is written if readline is missing or if the folder cannot be written.
         """
         if not (self.in_tty and self.out_tty):
             return
@@ -403,7 +403,7 @@ class Console:
         path = user_folder("state") / "history"
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # What was said is nobody else's business.
+            # Only the owner may read the messages.
             os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
             readline.set_history_length(HISTORY_LINES)
             readline.read_history_file(path)
@@ -422,7 +422,7 @@ class Console:
         libedit = "libedit" in (readline.__doc__ or "")
         readline.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")
         if self._smart and not libedit:
-            # What is pasted is one message, however many lines it has.
+            # Pasted text is one message, even if it has several lines.
             readline.parse_and_bind("set enable-bracketed-paste on")
             readline.parse_and_bind("set enable-active-region off")
 
@@ -438,7 +438,7 @@ class Console:
             self._history = None
 
     def _dim(self, text: str) -> str:
-        """`text` in a dim style, its newlines outside of it."""
+        """Return a text in a dim style, without its leading and trailing newlines."""
         if not (self._color and text.strip()):
             return text
         start = len(text) - len(text.lstrip("\n"))
@@ -448,8 +448,10 @@ class Console:
 
 @dataclass
 class ProgressBar:
-    """A bar that is fed a share, 0 to 1, or None. total_bytes: of how many bytes, where that is
-    known."""
+    """A progress bar. Call it with the share that is done, 0 to 1, or None if that is not known.
+
+    total_bytes: the whole amount in bytes, 0 if it is not known.
+    """
 
     console: Console
     label: str
@@ -461,14 +463,14 @@ class ProgressBar:
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[ProgressBar]:
-    """A bar on stderr that is gone at the end."""
+    """Show a bar on stderr, and remove it at the end of the block."""
     with Console().bars() as console:
         yield ProgressBar(console, label)
 
 
 def _time_of(passed_s: float, fraction: float | None) -> str:
-    """ ", 3 min left", once enough has passed to tell; where it cannot be told, the seconds that
-    have passed."""
+    """Return the time left, such as ", 3 min left", or the time that has passed if the share is not
+    known. Empty until that says something."""
     if fraction is None or fraction <= 0:
         return f", {passed_s:.0f} s" if passed_s >= BAR_TICK_S else ""
     if passed_s < ESTIMATE_AFTER_S or fraction >= 1:
@@ -480,7 +482,7 @@ def _time_of(passed_s: float, fraction: float | None) -> str:
 
 
 def _fit(text: str, stream: TextIO) -> str:
-    """`text` in the lines of a terminal; as it is for anything else."""
+    """Fold a text to the width of a terminal; leave it unchanged if the stream is not one."""
     if not _is_tty(stream):
         return text
     width = shutil.get_terminal_size().columns

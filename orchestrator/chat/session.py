@@ -91,8 +91,7 @@ def _conversations(folder: Path) -> list[Path]:
 
 
 def goes_on(messages: Sequence[Message], path: Path) -> bool:
-    """Whether all that a file holds is the beginning of these messages, so that nothing is lost
-    where they take its place."""
+    """Return whether messages begin with those of a file, so that replacing it loses nothing."""
     try:
         before = read_conversation(path)
     except ConfigError:

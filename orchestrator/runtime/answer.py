@@ -16,16 +16,16 @@ from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import GenerationStats, percentile
 from orchestrator.native import NativeRequest
 
-# Tokens that come faster than this are taken together: nobody sees the difference, and each time
-# that a reader wakes costs the threads that compute.
+# Tokens that come faster than this are read together. A reader cannot see the difference, and each
+# time that it wakes it takes a core from the threads that compute.
 REST_S = 0.04
-# So many parts have to come fast before the next ones are taken together.
+# The number of fast parts after which the next ones are read together.
 _FAST = 2
 _EVENT, _EVENT_END, _LAST = b"data: ", b"\n\n", b"[DONE]"
 
 
 class Pace:
-    """Decides when whoever reads an answer should look again, so that fast tokens are read
+    """Decides when a reader of an answer should look for more, so that fast tokens are read
     together."""
 
     def __init__(self) -> None:
@@ -66,11 +66,14 @@ class Answer:
         tokens_done: Callable[[], float],
         stop_of: Callable[[], tuple[str, bool]],
     ) -> None:
-        """answer: runs the request to its end on the answer's thread; it gets the answer and a file
-        descriptor to write to when something has come. costs: those until now. failure: why the
-        last step failed. tokens_done: of the running step. stop_of: after the end, (what ended it:
-        "end", "word" or "limit", whether the context was full). Raises OSError if no file
-        descriptors or threads are left; the request is closed then."""
+        """answer: runs the request to its end on the answer's thread. Its arguments are the answer
+        and a file descriptor, to which it writes when something has come. costs: returns the costs
+        until now. failure: returns why the last step failed. tokens_done: returns the computed
+        tokens of the running step. stop_of: returns, after the end, the cause of it ("end", "word"
+        or "limit") and whether the context was full.
+
+        Raises OSError if no file descriptors or threads are left; the request is closed then.
+        """
         self.error: BaseException | None = None
         self.is_shared = False  # whether other answers decoded at the same time
         self._request, self._costs, self._failure = request, costs, failure
@@ -100,7 +103,7 @@ class Answer:
     def _run(self, answer: Callable[[Answer, int], None]) -> None:
         try:
             answer(self, self._to)
-        except BaseException as error:  # noqa: BLE001 - whoever reads the answer gets it
+        except BaseException as error:  # noqa: BLE001 - the reader of the answer gets it
             self.error = error
         finally:
             self._request.close()
@@ -121,7 +124,7 @@ class Answer:
 
     @property
     def n_left(self) -> int:
-        """Bytes of an ended answer that nobody has taken."""
+        """Bytes of an ended answer that were not taken yet."""
         return self._request.n_left
 
     @property
@@ -136,7 +139,7 @@ class Answer:
     def take(self) -> tuple[bytes, bool]:
         """Return what has come since the last call, and whether that was all.
 
-        Of a stream these are whole events; any other answer comes as one part.
+        A stream comes as whole events; any other answer comes as one part.
         """
         with suppress(BlockingIOError):
             os.read(self._from, 4096)
@@ -168,7 +171,7 @@ class Answer:
         return bool(readable)
 
     def failure(self) -> str | None:
-        """Return why a step failed, in a sentence; None if nothing says why."""
+        """Return why a step failed, in a sentence; None if the reason is not known."""
         return self._failure()
 
     def tokens_done(self) -> float:
@@ -196,8 +199,7 @@ class Answer:
                 pace.came()
             else:
                 pace.nothing()
-            for event in self._events(text):
-                yield event
+            yield from self._events(text)
         if self.error is not None:
             raise self.error
 
@@ -221,7 +223,7 @@ class Answer:
         return event
 
     def _fault(self, error: Mapping[str, Any]) -> Exception:
-        """What to raise for an error that the core says."""
+        """Return the exception for an error that the core reports."""
         message = str(error.get("message", ""))
         if error.get("type") == "exceed_context_size_error":
             return ConfigError(

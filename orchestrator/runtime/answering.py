@@ -1,4 +1,4 @@
-"""What a runtime needs for answers, beside the model: memory, and llama.cpp's server core."""
+"""Needs of a runtime that answers requests: memory, and llama.cpp's server core."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from orchestrator.memory.footprint import PROMPT_MARKS
 from orchestrator.native import ServerLibrary
 from orchestrator.native.llama import Bindings
 
-# What the server core takes for each answer that decodes at the same time. Measured with eight
+# Memory of the server core for each answer that decodes at the same time. Measured with eight
 # clients: 0.13 MiB for each.
 ANSWER_BYTES = 2**19
-# A stream ends if it is this far ahead of whoever reads it. At worst this is in memory six times:
-# twice while it grows, twice where it was taken from, and for Python and a socket.
+# A stream ends if it is this far ahead of its reader. At worst there are six copies of these bytes:
+# two while the text grows, two after it is taken, one in Python and one in a socket.
 AHEAD_BYTES = 2**19
 AHEAD_COPIES = 6
 # For each token of the vocabulary: an entry in the list of candidates of each answer, and one in
@@ -75,7 +75,7 @@ def kept_prompts(n_bytes: int, part: int, parallel: int) -> tuple[int, int]:
 
 
 def server_library(bindings: Bindings) -> ServerLibrary:
-    """Return llama.cpp's server core, which is beside the loaded libllama.
+    """Return llama.cpp's server core, from the folder of the loaded libllama.
 
     Raises NativeError if it is missing or was made for another version of moe-edge.
     """

@@ -23,7 +23,7 @@ from orchestrator.runtime.load import Loaded
 
 @dataclass(frozen=True)
 class Inside:
-    """What a loaded model is made of, for programs that measure or replace parts of it.
+    """The parts of a loaded model, for programs that measure or replace them.
 
     Valid until the model is loaded again. driver, store and policy are there only if the experts
     live in the store: each raises ConfigError otherwise. losses: what lower precisions cost, as far
@@ -59,7 +59,7 @@ class Inside:
 
     @property
     def plan(self) -> MemoryPlan:
-        """Where the weights, the experts and the context are."""
+        """The memory plan: sizes of weights, expert slots and context."""
         return self.loaded.plan
 
     @property
@@ -99,7 +99,7 @@ class Evaluator:
 
     @property
     def plan(self) -> MemoryPlan:
-        """Where the weights, the experts and the context are."""
+        """The memory plan: sizes of weights, expert slots and context."""
         return self.inside.plan
 
     @property
@@ -174,7 +174,7 @@ class Evaluator:
             yield len(part)
 
     def fork(self, sequence: int) -> None:
-        """Let a sequence of decode_batch continue from what the evaluator's own sequence holds.
+        """Let a sequence of decode_batch continue from the tokens of the evaluator's own sequence.
 
         It drops what it held before; the tokens are shared, not copied. Raises ConfigError for a
         sequence that the model was not loaded with.

@@ -47,8 +47,8 @@ class LossMeter:
         self._in_step += float(self.estimate.of_choice(event.layer, ids, weights, tiers).sum())
 
     def _of_token(self, event: RouteEvent, view: StoreView, decision: DecisionBuffer) -> float:
-        """Return the nats of a step's only token in one layer. Without numpy, whose calls would take
-        longer than the rest."""
+        """Return the nats of a step's only token in one layer. It does without numpy, whose calls
+        would take longer than the rest."""
         layer, ids, asked, lost = event.layer, event.ids.tolist(), decision.tier, 0.0
         costly = [at for at, expert in enumerate(ids) if asked[expert] or self._best_costs]
         for at in costly:

@@ -166,7 +166,7 @@ class StoreCosts:
         }
 
     def _lost(self) -> dict[str, Any]:
-        """Return the estimated loss of the decoded tokens, or of the prompt's if none was decoded."""
+        """Return the estimated loss of decoded tokens, or of the prompt if none was decoded."""
         losses = self._losses
         if losses is None or self._mark is None:
             return {"kl_estimate": None, "kl_low": None, "limit_halved": False}

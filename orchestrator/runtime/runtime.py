@@ -1,8 +1,8 @@
 """The runtime: a loaded model, and the only way to compute with it.
 
-Chat and server submit requests in the form of llama.cpp's server; they are answered by llama.cpp's
-server core on the runtime's decode thread. Programs that measure borrow the context instead, with
-`Runtime.evaluator`. The runtime knows no HTTP and no terminal.
+Chat and server submit requests in the form of llama.cpp's server, and llama.cpp's server core
+answers them on the runtime's decode thread. Programs that measure borrow the context instead, with
+`Runtime.evaluator`. The runtime knows neither HTTP nor terminals.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _SWITCH_S = 0.0005
 
 @dataclass(frozen=True)
 class About:
-    """What is known of a loaded model.
+    """The properties of a loaded model.
 
     name: for clients. digest: identifies the file. modified_s: when the file was modified, in
     seconds of the Unix clock. n_ctx: tokens of one conversation; n_cells: of the context that all
@@ -73,11 +73,11 @@ class About:
 
 @dataclass(frozen=True)
 class Stats:
-    """What the experts of a model did since it was loaded, and where they are.
+    """A snapshot of a model's experts, with counters since the model was loaded.
 
-    resident: uint8 [layers, experts], as StepReport has it; used: uint32 [layers, experts], how
-    often tokens used each. counts: the store's counters. All of them None where no expert is
-    managed. device_bytes: memory of a GPU in use.
+    mode: the status line. device_bytes: GPU memory in use. resident: uint8 [layers, experts], as
+    StepReport.resident; used: uint32 [layers, experts], how often tokens used each expert; counts:
+    the store's counters. These three are None if no store has the experts.
     """
 
     mode: str
@@ -90,7 +90,7 @@ class Stats:
 class Runtime(Closing):
     """A loaded model. Open it with Runtime.open; free it with close or `with`.
 
-    config: its settings. note: what was left out when it was opened, or None.
+    config: its settings, those that were chosen for it included.
     """
 
     def __init__(
@@ -124,9 +124,9 @@ class Runtime(Closing):
     ) -> Runtime:
         """Read a file's layout, plan the memory and load the dense weights.
 
-        progress: gets what is being done, and the share that is done. answering: how to answer;
-        without it only the evaluator works. compared: as Planner.compared. say: gets sentences for
-        the user, from any thread. Raises MoeEdgeError in one of its forms.
+        progress: gets the name of each part of the work, and the share of it that is done.
+        answering: how to answer; without it only the evaluator works. compared: as
+        Planner.compared. say: gets sentences for the user, from any thread. Raises MoeEdgeError.
         """
         model = ExpertModel.open(config.model, config.low)
         try:
@@ -148,7 +148,7 @@ class Runtime(Closing):
         runs = planner.compared(config) if self._compared else planner.runs(config)
         self._folder = prompt_folder(runs.config)
         self._loaded = self._loader.load(runs, progress)
-        # As it was given, with what was chosen: none of what the answers need.
+        # The given settings and the chosen policy, without the memory that answers need.
         changed = ("ctx", "sequences", "scored", "beside", "beside_token", "conversations")
         self.config = runs.config.with_changes(**{name: getattr(given, name) for name in changed})
         self._native: NativeServer | None = None
@@ -226,7 +226,7 @@ class Runtime(Closing):
 
     @property
     def about(self) -> About:
-        """What is known of the model as it is loaded."""
+        """The properties of the loaded model."""
         model, loaded = self._model, self._loaded
         policy = loaded.driver.policy
         return About(
@@ -247,22 +247,22 @@ class Runtime(Closing):
 
     @property
     def plan(self) -> Any:
-        """Where the weights, the experts and the context are."""
+        """The memory plan: sizes of weights, expert slots and context."""
         return self._loaded.plan
 
     @property
     def note(self) -> str | None:
-        """What was left out when the model was opened, in a sentence."""
+        """A sentence about settings that were ignored when the model was opened, or None."""
         return self._loader.planner.note
 
     @property
     def mode(self) -> str:
-        """What runs, and why or how, in a line."""
+        """The status line: which path or policy runs, and how."""
         return mode_line(self._loaded.runs.config, self._loader, self._loaded)
 
     @property
     def inside(self) -> Inside:
-        """What the loaded model is made of, for the lab."""
+        """The parts of the loaded model, for programs that measure."""
         return Inside(self._loaded, self._model, self._loader.planner.losses)
 
     @property
@@ -369,7 +369,7 @@ class Runtime(Closing):
         self._core.forget(sequence)
 
     def _counting(self) -> Callable[[], dict[str, Any]]:
-        """Count from now on; what is returned gives the costs until then."""
+        """Start to count. The returned function gives the costs since then."""
         driver, plan = self._loaded.driver, self._loaded.plan
         counted = StoreCosts(driver.store, plan.tier_names, plan.skip, driver.meter)
 
@@ -405,8 +405,11 @@ class Runtime(Closing):
 
     @contextmanager
     def evaluator(self) -> Iterator[Evaluator]:
-        """Lend the context: wait for running answers, empty every sequence, and let nobody else
-        compute until the end of the block. The sequences are empty afterwards."""
+        """Lend the context to the block.
+
+        Waits for running answers and empties every sequence first. Answers that are submitted
+        during the block wait for its end. Afterwards the sequences are empty again.
+        """
         with self._turns:
             self._turns.wait_for(lambda: not (self._running or self._is_lent))
             self._is_lent = True
@@ -433,10 +436,11 @@ class Runtime(Closing):
     def set(self, **changes: Any) -> bool:
         """Change settings of the config.
 
-        Live settings of a policy count from the next token on; False if the policy that runs has
-        none of them, so that they wait for another one. Anything else loads the model again, after
-        the running answers, and drops what the sequences hold; if that fails, the model is loaded
-        as it was before, and the error is raised: MoeEdgeError, OSError or KeyboardInterrupt.
+        A policy's live settings take effect at the next token. Returns False if the current policy
+        has none of them; a policy that is chosen later uses them. Other settings wait for running
+        answers, load the model again and empty the sequences. If that fails, the model is loaded
+        with the former settings, and the error is raised: MoeEdgeError, OSError or
+        KeyboardInterrupt.
         """
         config = self.config.with_changes(**changes)
         known = policy_settings()
@@ -471,7 +475,7 @@ class Runtime(Closing):
                 self._turns.notify_all()
 
     def stats(self) -> Stats:
-        """Return where the experts are and what was counted since the model was loaded."""
+        """Return a snapshot of the experts and of the store's counters."""
         loaded = self._loaded
         device_bytes = context_memory(self._loader.bindings.library(), loaded.context.handle)[1]
         store = loaded.driver.store
@@ -491,13 +495,13 @@ class Runtime(Closing):
         return self._core.look(sequence)[0]
 
     def memory(self) -> dict[str, int]:
-        """Return what memory is in use by what it is for, in bytes; as memory_now. Any thread."""
+        """Return the bytes of memory in use by purpose, as memory_now. Any thread may call it."""
         library = self._loader.bindings.library()
         return memory_now(library, self._loaded, self._loaded.driver.prompts)
 
     def fault(self) -> str:
-        """Return why no answer can be right any more, because the model's files were written to;
-        empty if they were not. What happened to them is said once."""
+        """Return why answers are wrong from now on, because a model file was written to; "" if they
+        are right. `say` gets a sentence about each change once."""
         sentence, is_fault = self._loader.files.look()
         if sentence and sentence != self._said:
             self._said = sentence
@@ -512,11 +516,11 @@ class Runtime(Closing):
             self._native.stop()
 
     def close(self, end_s: float | None = None) -> bool:  # type: ignore[override]
-        """Free everything, and keep what was learned if the config asks for that.
+        """Free everything, and save the learned history if the config asks for that.
 
-        end_s: of the monotonic clock, when a step that does not end is given up: nothing is freed
-        then, what was learned is kept all the same, and False is returned, for a process that has
-        to end. Safe to call twice. Raises OSError if a named profile cannot be written.
+        end_s: a time of the monotonic clock. If a step still runs then, nothing is freed, the
+        learned history is saved, and False is returned: the process has to end. Safe to call twice.
+        Raises OSError if a named profile cannot be written.
         """
         if self._shut(end_s):
             return True

@@ -83,7 +83,7 @@ def store_spec(config: Config, model: ExpertModel, plan: MemoryPlan, misses: Mis
 
 
 def spec_for(policy: Policy, slots: SlotPlan, layers: StoreLayers, **rest: Any) -> StoreSpec:
-    """Return the spec of a policy's store. rest: the fields of StoreSpec that depend on the model."""
+    """Return the spec of a policy's store. rest: the other fields of StoreSpec."""
     shape = policy.shape
     return StoreSpec(
         layers=layers,
