@@ -22,6 +22,13 @@ from orchestrator.native.library import (
     measure_product,
     touched_memory,
 )
-from orchestrator.native.server import NativeRequest, NativeServer, ServerLibrary, native_config
+from orchestrator.native.server import (
+    Ending,
+    FileMark,
+    NativeRequest,
+    NativeServer,
+    ServerLibrary,
+    native_config,
+)
 from orchestrator.native.spec import Misses, Slices, StoreSpec
 from orchestrator.native.store import Store

@@ -10,16 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gguf_tools import interrupts
 from orchestrator.errors import NativeError
 from orchestrator.native.abi import fields_of
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 _ERROR_BYTES = 512
 _NO_SEED = 0xFFFFFFFF
-_NO_FILE = Path(os.devnull, "none")
+# More marks than a sequence has.
+_MOST_MARKS = 64
 # Why moe_edge_request_run ended before the end of an answer.
 _FAILURES = {
     -1: "there was no memory for the answer",
@@ -43,11 +44,46 @@ class CServerConfig(ctypes.Structure):
     ]
 
 
+class CMark(ctypes.Structure):
+    """moe_edge_server_mark"""
+
+    _fields_ = [
+        *fields_of(ctypes.c_uint64, "offset n_bytes"),
+        *fields_of(ctypes.c_int32, "n_tokens pos_min pos_max"),
+    ]
+
+
+class FileMark(NamedTuple):
+    """A place in a sequence to which its memory can go back, with data in a file.
+
+    offset, n_bytes: where the data is. n_tokens: the tokens before the place. pos_min, pos_max: the
+    positions that the data has; -1 where an older file does not say.
+    """
+
+    offset: int
+    n_bytes: int
+    n_tokens: int
+    pos_min: int = -1
+    pos_max: int = -1
+
+
+class Ending(NamedTuple):
+    """What a sequence holds, and how its last answer ended: stop is "none" if it did not end by
+    itself, "end" at a token that ends answers, "word" at a stop word, "limit" at a limit; truncated
+    if that limit was the context."""
+
+    n_tokens: int
+    stop: str
+    truncated: bool
+
+
+_STOPS = ("none", "end", "word", "limit")
 _BEFORE_STEP = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
 _BEFORE_PROMPT = ctypes.CFUNCTYPE(
     None, ctypes.c_void_p, ctypes.c_int32, ctypes.POINTER(ctypes.c_int32), ctypes.c_int32
 )
 _POINTER, _TEXT, _SIZE = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
+_TOKENS = ctypes.POINTER(ctypes.c_int32)
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_server_create": (
         _POINTER,
@@ -57,12 +93,30 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_server_set_before_prompt": (None, [_POINTER, _BEFORE_PROMPT, _POINTER]),
     "moe_edge_server_keep_prompts": (ctypes.c_uint64, [_POINTER, ctypes.c_uint64]),
     "moe_edge_server_run": (None, [_POINTER]),
+    "moe_edge_server_has_part": (ctypes.c_int, [_POINTER]),
+    "moe_edge_server_settle": (ctypes.c_int, [_POINTER]),
     "moe_edge_server_forget": (ctypes.c_int, [_POINTER, ctypes.c_int32]),
+    "moe_edge_server_tokens": (ctypes.c_int64, [_POINTER, ctypes.c_int32, _TOKENS, _SIZE]),
+    "moe_edge_server_match": (
+        ctypes.c_int64,
+        [_POINTER, ctypes.c_int32, _TOKENS, _SIZE, ctypes.POINTER(ctypes.c_int)],
+    ),
     "moe_edge_server_save": (
         ctypes.c_int64,
-        [_POINTER, ctypes.c_int32, _TEXT, ctypes.POINTER(ctypes.c_int32)],
+        [_POINTER, ctypes.c_int32, _TEXT, _TOKENS, ctypes.POINTER(CMark), _TOKENS],
     ),
-    "moe_edge_server_restore": (ctypes.c_int64, [_POINTER, ctypes.c_int32, _TEXT]),
+    "moe_edge_server_restore": (
+        ctypes.c_int,
+        [_POINTER, ctypes.c_int32, _TEXT, ctypes.POINTER(CMark), ctypes.c_int32],
+    ),
+    "moe_edge_server_ending": (
+        ctypes.c_int,
+        [_POINTER, ctypes.c_int32, ctypes.POINTER(ctypes.c_int)],
+    ),
+    "moe_edge_server_as_held": (
+        _SIZE,
+        [_POINTER, _TOKENS, _SIZE, _TOKENS, _SIZE, _TOKENS, _SIZE],
+    ),
     "moe_edge_server_stop": (None, [_POINTER]),
     "moe_edge_server_free": (None, [_POINTER]),
     "moe_edge_server_route": (_TEXT, [ctypes.c_int]),
@@ -82,6 +136,10 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         ],
     ),
     "moe_edge_request_note": (_TEXT, [_POINTER]),
+    "moe_edge_request_token_times": (
+        _SIZE,
+        [_POINTER, ctypes.POINTER(ctypes.POINTER(ctypes.c_int64))],
+    ),
     "moe_edge_request_cancel": (None, [_POINTER]),
     "moe_edge_request_free": (None, [_POINTER]),
 }
@@ -105,6 +163,10 @@ def native_config(
         verbosity=4 if loud else -1,
         **others,
     )
+
+
+def _array(tokens: Sequence[int]) -> ctypes.Array[ctypes.c_int32]:
+    return (ctypes.c_int32 * len(tokens))(*tokens)
 
 
 class ServerLibrary:
@@ -168,6 +230,12 @@ class NativeServer:
         self.error: BaseException | None = None
         self.note: Callable[[str], None] = lambda _sentence: None  # gets what the log should say
 
+    @property
+    def has_part(self) -> bool:
+        """Whether a sequence cannot be cut anywhere, as of the memory of recurrent layers and of
+        windows: it goes back to marks."""
+        return bool(self.lib.moe_edge_server_has_part(self.handle))
+
     def set_before_step(self, function: Callable[[bool], None]) -> None:
         """Before run: function is called before each step, on the thread that is in run, with
         whether every token of the step continues an answer. What it raises fails the step, and is
@@ -213,36 +281,92 @@ class NativeServer:
         take so many bytes at most from now on. Returns what they take."""
         return int(self.lib.moe_edge_server_keep_prompts(self.handle, n_bytes))
 
-    def forget(self, sequence: int) -> bool:
-        """Beside run: lets a sequence on which no request decodes forget what it holds. Where none
-        decodes on any, the context is the caller's then, until the next request. False where the
-        server ends."""
-        return int(self.lib.moe_edge_server_forget(self.handle, sequence)) == 0
+    # The methods about a sequence do their work between two steps of run, once no request decodes
+    # on the sequence; or, after run has returned and each request is closed, at once. They are not
+    # called on the thread that is in run.
 
     def settle(self) -> None:
-        """Beside run: returns once no request decodes any more that has ended, however it did.
-        Its thread saves a sequence between two steps, behind what it was asked before; one that
-        cannot be saved waits for that and does nothing else."""
-        self.save(0, _NO_FILE)
+        """Returns once the steps of all requests that have ended are computed, however they
+        ended."""
+        self.lib.moe_edge_server_settle(self.handle)
 
-    def save(self, sequence: int, path: Path) -> tuple[int, int]:
-        """Beside run, and behind it: writes what a sequence holds on which no request decodes to a
-        file, tokens first. Returns llama.cpp's bytes of it, 0 where that fails or the server is
-        about to end, and how many tokens these are."""
-        n_tokens = ctypes.c_int32()
-        done = self.lib.moe_edge_server_save(
-            self.handle, sequence, os.fsencode(path), ctypes.byref(n_tokens)
+    def forget(self, sequence: int) -> bool:
+        """Lets a sequence forget what it holds. If no request decodes on any sequence, the caller
+        may use the context afterwards, until its next request. False where the server ends."""
+        return int(self.lib.moe_edge_server_forget(self.handle, sequence)) == 0
+
+    def tokens(self, sequence: int) -> list[int]:
+        """Return the tokens that a sequence holds; none where the server ends."""
+        found = (ctypes.c_int32 * 0)()
+        while (n := self._tokens_into(sequence, found)) > len(found):
+            found = (ctypes.c_int32 * n)()
+        return found[: max(0, n)]
+
+    def _tokens_into(self, sequence: int, found: ctypes.Array[ctypes.c_int32]) -> int:
+        return int(self.lib.moe_edge_server_tokens(self.handle, sequence, found, len(found)))
+
+    def match(self, sequence: int, prompt: Sequence[int]) -> tuple[int, bool]:
+        """Return what reusable returns, and whether reading the prompt would take tokens of another
+        conversation from the sequence."""
+        is_another = ctypes.c_int()
+        spared = self.lib.moe_edge_server_match(
+            self.handle, sequence, _array(prompt), len(prompt), ctypes.byref(is_another)
         )
-        return max(0, int(done)), n_tokens.value
+        return max(0, int(spared)), bool(is_another.value)
 
-    def restore(self, sequence: int, path: Path) -> bool:
-        """Beside run: the other way round. False where that fails, and the sequence holds
-        nothing then."""
-        done = self.lib.moe_edge_server_restore(self.handle, sequence, os.fsencode(path))
-        return int(done) > 0
+    def reusable(self, sequence: int, prompt: Sequence[int]) -> int:
+        """Return how many tokens of a prompt would not be read again, because the sequence or a
+        copy in memory has them."""
+        return self.match(sequence, prompt)[0]
 
-    def look(self, sequence: int) -> tuple[int, str, bool]:
-        return 0, "end", False
+    def as_held(self, prompt: Sequence[int], held: Sequence[int]) -> list[int]:
+        """Return the prompt with the tokens of `held` wherever both stand for the same text between
+        control tokens. From any thread."""
+        given, known = _array(prompt), _array(held)
+        made = (ctypes.c_int32 * (len(prompt) + len(held)))()
+        while True:
+            n = self.lib.moe_edge_server_as_held(
+                self.handle, given, len(given), known, len(known), made, len(made)
+            )
+            if n <= len(made):
+                return made[:n]
+            made = (ctypes.c_int32 * n)()
+
+    def save(self, sequence: int, path: Path) -> tuple[int, int, list[FileMark]]:
+        """Writes what a sequence holds to a file: its tokens and llama.cpp's state, and after these
+        the data of its marks. Returns the bytes of the first part, 0 where that fails or the server
+        is about to end, how many tokens it has, and the marks."""
+        n_tokens, n_marks = ctypes.c_int32(), ctypes.c_int32(_MOST_MARKS)
+        marks = (CMark * _MOST_MARKS)()
+        done = self.lib.moe_edge_server_save(
+            self.handle,
+            sequence,
+            os.fsencode(path),
+            ctypes.byref(n_tokens),
+            marks,
+            ctypes.byref(n_marks),
+        )
+        found = [
+            FileMark(each.offset, each.n_bytes, each.n_tokens, each.pos_min, each.pos_max)
+            for each in marks[: n_marks.value]
+        ]
+        return max(0, int(done)), n_tokens.value, found
+
+    def restore(self, sequence: int, path: Path, marks: Sequence[FileMark] = ()) -> bool:
+        """Replaces what a sequence holds by what a file has. Uses the latest of the marks, as many
+        as there is memory for. False where that fails, and the sequence holds nothing then."""
+        given = (CMark * len(marks))(*marks)
+        done = self.lib.moe_edge_server_restore(
+            self.handle, sequence, os.fsencode(path), given, len(marks)
+        )
+        return int(done) == 0
+
+    def look(self, sequence: int) -> Ending:
+        """Return what a sequence holds, and how its last answer ended."""
+        at_context = ctypes.c_int()
+        stop = self.lib.moe_edge_server_ending(self.handle, sequence, ctypes.byref(at_context))
+        n = self._tokens_into(sequence, (ctypes.c_int32 * 0)())
+        return Ending(max(0, n), _STOPS[stop], bool(at_context.value))
 
     def stop(self) -> None:
         """Ends the running step and every request, and so run; from any thread."""
@@ -279,6 +403,7 @@ class NativeRequest:
         self._handle: int | None = handle
         self._closing = threading.Lock()
         self._rest = b""
+        self._token_times: list[int] = []
         self.status = 0
         self.is_stream = False
 
@@ -290,6 +415,7 @@ class NativeRequest:
             failed = self._lib.moe_edge_request_run(self._handle, ready)
             with self._closing:
                 self._rest = self._take()
+                self._token_times = self._take_times()
             sentence = self._lib.moe_edge_request_note(self._handle)
             if sentence is not None:
                 self._note(sentence.decode("utf-8", "replace"))
@@ -323,14 +449,21 @@ class NativeRequest:
         self.is_stream = bool(is_stream.value)
         return ctypes.string_at(data.value or 0, size.value) if size.value else b""
 
+    def token_times(self) -> list[int]:
+        """Return when each token of the first answer was known, in microseconds since run began;
+        once it has run. The first one is the end of the prompt's last step."""
+        return self._token_times
+
+    def _take_times(self) -> list[int]:
+        found = ctypes.POINTER(ctypes.c_int64)()
+        n = self._lib.moe_edge_request_token_times(self._handle, ctypes.byref(found))
+        return found[:n]
+
     def whole(self) -> tuple[int, bytes]:
         """Runs it; its status and all that came."""
         self.run()
         text, _ = self.take()
         return self.status, text
-
-    def token_times(self) -> list[int]:
-        return []
 
     def cancel(self) -> None:
         """Lets it end soon; nothing where it is closed."""

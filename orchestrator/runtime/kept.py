@@ -1,5 +1,5 @@
-"""The conversations of a server in the folder of --prompt-cache, in the form in which a chat keeps
-them: what one of both has read, the other does not read again."""
+"""Conversations that outlive their sequence and their process: files in the folder of
+--prompt-cache."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import numpy as np
+
 from orchestrator.errors import PolicyError
 from orchestrator.native import NativeServer
 from orchestrator.runtime.driver import PlainDriver
-from orchestrator.runtime.prompt_copies import Listed, PromptFolder, common_prefix, usable
+from orchestrator.runtime.prompt_copies import Listed, PromptFolder, Stored, common_prefix
 from orchestrator.runtime.prompts import LEAST_TOKENS, is_worth_writing
 from orchestrator.runtime.steps import Mark
 
-# A prompt that differs from the one before in no more than its last tokens goes on from what its
-# sequence holds: templates close a turn in another way than they open the answer to it.
-_TAIL_TOKENS = 16
-
 
 class KeptConversations:
-    """What each sequence holds, and what of it is on disk. All work is done on `thread`, one piece
-    after the other; leave is for its end."""
+    """Writes what sequences hold to files, and brings files back into sequences.
+
+    A conversation is written before another one replaces it in its sequence, after an answer if
+    many of its tokens are in no file, and at the end. All work is done on `thread`, one piece after
+    the other; leave is called after the end of that.
+    """
 
     def __init__(
         self,
@@ -34,33 +36,33 @@ class KeptConversations:
         native: NativeServer,
         thread: str,
         note: Callable[[str], None],
-        has_part: bool,
     ) -> None:
-        """thread: its name; note gets a sentence for the log. Raises OSError."""
+        """key: everything that a state depends on besides its tokens (state_key). thread: its name.
+        note: gets sentences for the log."""
+        self._folder, self._key, self._driver = folder, key, driver
         self._native, self._note = native, note
-        self._folder, self._key = folder, key
-        self._has_part = has_part
-        self._held: dict[int, Sequence[int]] = {}  # the prompt that each sequence had last
-        self._saved: dict[int, int] = {}  # tokens of that prompt, once it is on disk
-        self._driver = driver
+        # The tokens of each sequence that are in a file.
+        self._saved: dict[int, np.ndarray] = {}
+        self._failed: set[int] = set()  # sequences whose last request failed
         self._told = 0  # of the folder's notes
         self.thread = ThreadPoolExecutor(1, thread)
 
     def before_prompt(self, sequence: int, prompt: Sequence[int]) -> None:
-        """Before a prompt is read into a sequence on which nothing decodes; it is empty where
-        nobody knows what that will hold. From another thread, which waits for it."""
+        """Called before a prompt is read into a sequence on which nothing decodes; the prompt is
+        empty if it is not known. From another thread, which waits for the work."""
         work = self._submitted(self._recall, sequence, prompt)
         if work is not None:
             work.result()
 
     def answered(self, sequences: Iterable[int], is_good: bool) -> None:
-        """Behind a request, before another one gets its sequences. is_good: these hold what they
-        were to, or a part of it."""
+        """Called after a request, before another one gets its sequences. is_good: it did not
+        fail; what a failed one left is not written."""
         for each in sequences:
             self._submitted(self._keep, each, is_good)
 
-    def behind(self, work: Callable[[], None]) -> bool:
-        """Does it once what was asked for until now is kept; False where the server ends."""
+    def after_that(self, work: Callable[[], None]) -> bool:
+        """Does some work after everything that was asked for until now; False where the server
+        ends."""
         return self._submitted(work) is not None
 
     def _submitted(self, work: Callable[..., None], *args: Any) -> Future[None] | None:
@@ -70,63 +72,79 @@ class KeptConversations:
             return None  # the server ends
 
     def _recall(self, sequence: int, prompt: Sequence[int]) -> None:
-        """Where the sequence holds another conversation, that one is written, and the file takes
-        its place that holds most of the prompt."""
-        held = self._held.get(sequence, ())
-        live = common_prefix(prompt, held)
-        if live < max(1, len(held) - _TAIL_TOKENS):
-            self._write(sequence)
-            best, most = None, max(live, LEAST_TOKENS)
-            for each in self._folder.of(self._key):
-                common = common_prefix(prompt[:-1], each.tokens)
-                common = usable(len(each.tokens), self._has_part, (), common)
-                if common > most:
-                    best, most = each, common
-            self._saved[sequence] = 0
-            if best is not None and self._bring(sequence, best):
-                self._saved[sequence] = min(most, len(prompt))
-        self._held[sequence] = prompt
+        """Makes the sequence hold as much of the prompt as any file has, and writes what that or
+        the prompt takes away."""
+        self._saved.setdefault(sequence, np.empty(0, np.int32))
+        spared, is_another = self._native.match(sequence, prompt)
+        best, n_usable = self._best(prompt, spared)
+        if best is not None or is_another:
+            held = self._native.tokens(sequence)
+            if best is None or common_prefix(held, best.tokens) < len(held):
+                self._write(sequence, held)
+        if best is not None and self._bring(sequence, best, n_usable):
+            self._saved[sequence] = best.tokens
+        self._failed.discard(sequence)
         self._tell()
 
+    def _best(self, prompt: Sequence[int], spared: int) -> tuple[Listed | None, int]:
+        """Return the file that spares most of a prompt, and how many of its tokens can be used;
+        None if `spared` tokens, which memory spares, are about as many."""
+        best, most = None, spared + LEAST_TOKENS
+        if len(prompt) <= most:
+            return None, 0
+        for each in self._folder.of(self._key):
+            tokens = self._native.as_held(prompt, each.tokens.tolist())
+            n_usable = each.usable(common_prefix(tokens[:-1], each.tokens))
+            if n_usable > most:
+                best, most = each, n_usable
+        return best, most
+
     def _keep(self, sequence: int, is_good: bool) -> None:
-        """What took long to read is written."""
         if not is_good:
-            self._held[sequence] = ()
-        if is_worth_writing(len(self._held.get(sequence, ())), self._saved.get(sequence, 0)):
-            self._write(sequence)
+            self._failed.add(sequence)
+            return
+        held = self._native.tokens(sequence)
+        if is_worth_writing(len(held), common_prefix(held, self._saved.get(sequence, ()))):
+            self._write(sequence, held)
         self._tell()
 
     def leave(self, end_s: float | None) -> None:
-        """At the end, once nothing decodes and the native server has returned. end_s: of the
+        """Writes everything, once nothing decodes and the native server has returned. end_s: of the
         monotonic clock, when no further conversation is begun to be written."""
-        for sequence in self._held:
+        for sequence in self._saved:
             if end_s is None or monotonic() <= end_s:
-                self._write(sequence)
+                self._write(sequence, self._native.tokens(sequence))
         self._tell()
 
-    def _write(self, sequence: int) -> None:
-        prompt = self._held.get(sequence, ())
-        n = len(prompt)
-        if n < LEAST_TOKENS or self._saved.get(sequence, 0) >= n:
+    def _write(self, sequence: int, held: Sequence[int]) -> None:
+        n = len(held)
+        if n < LEAST_TOKENS or sequence in self._failed:
+            return
+        if common_prefix(held, self._saved[sequence]) == n or self._folder.has(self._key, held):
             return
         policy = self._driver.save_sequence(sequence)
         marks = () if policy is None else (Mark(n, None, policy),)
 
-        def write(path: Path) -> int | None:
-            n_bytes, n_tokens = self._native.save(sequence, path)
-            self._saved[sequence] = min(n, n_tokens)  # an answer follows, or its client left
-            return n_bytes if n_tokens >= LEAST_TOKENS or not n_bytes else None
+        def write(path: Path) -> Stored | None:
+            n_bytes, n_tokens, parts = self._native.save(sequence, path)
+            # llama.cpp empties a sequence to make room for others.
+            return Stored(n_bytes, parts) if n_tokens == n else None
 
-        self._folder.save(self._key, prompt, self._has_part, marks, write)
+        self._folder.save(self._key, held, self._native.has_part, marks, write)
+        self._saved[sequence] = np.array(held, np.int32)
 
-    def _bring(self, sequence: int, kept: Listed) -> bool:
-        """Puts a file's conversation in the place of what a sequence holds."""
-        marks = self._folder.load(kept, 0, lambda path: self._native.restore(sequence, path))
+    def _bring(self, sequence: int, kept: Listed, n_usable: int) -> bool:
+        """Replaces what a sequence holds by a file's conversation. n_usable: how many tokens of it
+        the prompt goes on from."""
+        marks = self._folder.load(
+            kept, None, lambda path: self._native.restore(sequence, path, kept.file_marks())
+        )
         if marks is None:
             return False
-        if marks and marks[-1].policy is not None:
-            with suppress(PolicyError):  # another policy's: it starts anew
-                self._driver.restore_sequence(sequence, marks[-1].policy)
+        known = [each.policy for each in marks if each.policy and each.length <= n_usable + 1]
+        if known:
+            with suppress(PolicyError):  # it is another policy's: this one starts anew
+                self._driver.restore_sequence(sequence, known[-1])
         return True
 
     def _tell(self) -> None:

@@ -2,7 +2,9 @@
 
 A file is whole or not there, and checked before it is used. It has llama.cpp's own sequence file
 (tokens and state), the parts and the policy's states of the marks, a description in JSON, and a
-footer: lengths, and the hash of all before it.
+footer: lengths, and the hash of all before it. The description has the key, whether the memory can
+be cut anywhere (has_part), each mark's length and bytes, and the positions that its part covers
+(positions), which older files lack.
 """
 
 from __future__ import annotations
@@ -16,14 +18,16 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from gguf_tools.file.unfinished import UnfinishedFile, remove_abandoned
 from gguf_tools.units import format_size
 from orchestrator.errors import ConfigError
+from orchestrator.native import FileMark
 from orchestrator.runtime.steps import COPY_HEAD_BYTES, Mark
 
 
@@ -139,23 +143,56 @@ _PROBE_BYTES = 1 << 16
 _CHUNK = 1 << 22
 
 
+class Stored(NamedTuple):
+    """What was written of a file before its description: llama.cpp's bytes, and after these the
+    parts of marks."""
+
+    n_bytes: int
+    marks: Sequence[FileMark] = ()
+
+
+class ListedMark(NamedTuple):
+    """A mark of a file: the bytes of its part and of the policy's state are -1 for none, the
+    positions that its part covers -1 where the file does not say."""
+
+    length: int
+    part_bytes: int
+    policy_bytes: int
+    pos_min: int = -1
+    pos_max: int = -1
+
+    @property
+    def n_bytes(self) -> int:
+        return max(0, self.part_bytes) + max(0, self.policy_bytes)
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Listed:
-    """A file of the folder as its description has it. marks: length, bytes of the part (-1 for
-    none) and of the policy's state (-1 for none) each; n_stored: numbers in the place of the
+    """A file of the folder as its description has it. n_stored: numbers in the place of the
     tokens."""
 
     path: Path
     key: str
     tokens: np.ndarray
     has_part: bool
-    marks: tuple[tuple[int, int, int], ...]
+    marks: tuple[ListedMark, ...]
     state_end: int
     n_stored: int
 
     def usable(self, common: int) -> int:
-        places = [length for length, part, _ in self.marks if part >= 0]
+        places = [each.length for each in self.marks if each.part_bytes >= 0]
         return usable(len(self.tokens), self.has_part, places, common)
+
+    def file_marks(self) -> list[FileMark]:
+        """Return the marks that have a part, with its place in the file."""
+        found, at = [], self.state_end
+        for each in self.marks:
+            if each.part_bytes >= 0:
+                found.append(
+                    FileMark(at, each.part_bytes, each.length, each.pos_min, each.pos_max)
+                )
+            at += each.n_bytes
+        return found
 
 
 class PromptFolder:
@@ -208,20 +245,23 @@ class PromptFolder:
         tokens: Sequence[int] | np.ndarray,
         has_part: bool,
         marks: Sequence[Mark],
-        write_state: Callable[[Path], int | None],
+        write_state: Callable[[Path], Stored | int | None],
     ) -> None:
-        """Writes a sequence, in the place of those that it goes on from. write_state: writes
-        llama.cpp's file to a path, and returns its bytes, 0 where it cannot, or None where there is
-        nothing to keep. What cannot be written is noted."""
+        """Writes a sequence, and removes the files that it goes on from. write_state: writes
+        llama.cpp's file to a path, and returns its bytes, alone or with the marks that it wrote
+        after these; 0 bytes if it cannot, None if there is nothing to keep. marks: further ones. A
+        failure is noted."""
         path = self._target(key, tokens)
         remove_abandoned(path)
         try:
             unfinished = UnfinishedFile(path, 0o600)
             try:
-                state_end = write_state(unfinished.part)
-                if state_end is None:
+                stored = write_state(unfinished.part)
+                if stored is None:
                     return
-                _write(unfinished, key, has_part, marks, state_end)
+                if isinstance(stored, int):
+                    stored = Stored(stored)
+                _write(unfinished, key, has_part, marks, stored)
                 size = os.fstat(unfinished.fd).st_size
                 if size > self._most_bytes:
                     self._note(
@@ -254,11 +294,12 @@ class PromptFolder:
         self.save(copy.key, copy.tokens, copy.has_part, copy.marks, write)
 
     def load(
-        self, listed: Listed, most_bytes: int, read_state: Callable[[Path], bool]
+        self, listed: Listed, most_bytes: int | None, read_state: Callable[[Path], bool]
     ) -> tuple[Mark, ...] | None:
-        """Checks a file, and lets read_state read llama.cpp's part of it. Returns the marks of at
-        most so many bytes, the latest ones; None for a file that is damaged, which is dropped, for
-        one that has no room, which is left to a later run, and for one that is gone."""
+        """Checks a file, and lets read_state read llama.cpp's part of it. Returns the latest marks
+        that have at most so many bytes, or all of them without their parts if that is None. Returns
+        None for a file that is damaged, which is dropped, for one that has no room, which is left
+        to a later run, and for one that is gone."""
         try:
             with open(listed.path, "rb") as file:
                 same = _is_whole(file) and _describe(file, listed.path)
@@ -334,15 +375,16 @@ def _write(
     key: str,
     has_part: bool,
     marks: Sequence[Mark],
-    state_end: int,
+    stored: Stored,
 ) -> None:
-    """Writes what follows llama.cpp's bytes. Raises OSError."""
+    """Writes what follows llama.cpp's bytes and the marks that are stored. Raises OSError."""
+    state_end = stored.n_bytes
     if not state_end:
         # llama.cpp does not say why it failed; another write fails for the same reason.
         os.pwrite(unfinished.fd, bytes(_PROBE_BYTES), os.fstat(unfinished.fd).st_size)
         raise OSError(errno.EIO, "llama.cpp cannot write it")
     with os.fdopen(os.dup(unfinished.fd), "r+b") as file:
-        file.seek(state_end)
+        file.seek(state_end + sum(each.n_bytes for each in stored.marks))
         for mark in marks:
             if mark.part is not None:
                 file.write(mark.part.data)
@@ -353,13 +395,18 @@ def _write(
                 "key": key,
                 "has_part": has_part,
                 "marks": [
-                    [
-                        mark.length,
-                        -1 if mark.part is None else mark.part.nbytes,
-                        -1 if mark.policy is None else len(mark.policy),
-                    ]
-                    for mark in marks
+                    *([each.n_tokens, each.n_bytes, -1] for each in stored.marks),
+                    *(
+                        [
+                            mark.length,
+                            -1 if mark.part is None else mark.part.nbytes,
+                            -1 if mark.policy is None else len(mark.policy),
+                        ]
+                        for mark in marks
+                    ),
                 ],
+                # Not in the lists of marks: earlier versions take longer ones for damage.
+                "positions": [[each.pos_min, each.pos_max] for each in stored.marks],
             }
         ).encode()
         file.write(description)
@@ -410,12 +457,17 @@ def _describe(file: BinaryIO, path: Path) -> Listed | None:
     file.seek(at)
     try:
         data: dict[str, Any] = json.loads(file.read(length))
-        marks = tuple((int(a), int(b), int(c)) for a, b, c in data["marks"])
+        marks = tuple(ListedMark(int(a), int(b), int(c)) for a, b, c in data["marks"])
+        positions = [(int(a), int(b)) for a, b in data.get("positions", ())]
         key, has_part = str(data["key"]), bool(data["has_part"])
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
-    if state_end + sum(max(0, b) + max(0, c) for _, b, c in marks) != at:
+    if state_end + sum(each.n_bytes for each in marks) != at or len(positions) > len(marks):
         return None
+    marks = tuple(
+        each._replace(pos_min=place[0], pos_max=place[1]) if place else each
+        for each, place in zip_longest(marks, positions)
+    )
     file.seek(0)
     *magic, n = _HEAD.unpack(file.read(_HEAD.size))
     if tuple(magic) != _LLAMA or not 0 < n <= _MOST_TOKENS or _HEAD.size + 4 * n > state_end:
@@ -433,16 +485,22 @@ def _plain(stored: np.ndarray) -> np.ndarray:
     return stored[len(_PACKED) + 1 :][:n]
 
 
-def _read_marks(file: BinaryIO, listed: Listed, most_bytes: int) -> tuple[Mark, ...]:
-    """The latest marks, as far as they fit. Raises OSError."""
-    end, found = listed.state_end + sum(max(0, b) + max(0, c) for _, b, c in listed.marks), []
-    for length, part_bytes, policy_bytes in reversed(listed.marks):
-        size = max(0, part_bytes) + max(0, policy_bytes)
-        end, most_bytes = end - size, most_bytes - size
-        if most_bytes < 0 and part_bytes >= 0:
-            break
-        file.seek(end)
-        part = None if part_bytes < 0 else np.frombuffer(file.read(part_bytes), np.uint8)
-        policy = None if policy_bytes < 0 else file.read(policy_bytes)
-        found.append(Mark(length, part, policy))
+def _read_marks(file: BinaryIO, listed: Listed, most_bytes: int | None) -> tuple[Mark, ...]:
+    """Return the latest marks that have room, or all of them without their parts. Raises
+    OSError."""
+    end, found = listed.state_end + sum(each.n_bytes for each in listed.marks), []
+    for each in reversed(listed.marks):
+        end -= each.n_bytes
+        part = policy = None
+        if most_bytes is not None:
+            most_bytes -= each.n_bytes
+            if most_bytes < 0 and each.part_bytes >= 0:
+                break
+            if each.part_bytes >= 0:
+                file.seek(end)
+                part = np.frombuffer(file.read(each.part_bytes), np.uint8)
+        if each.policy_bytes >= 0:
+            file.seek(end + max(0, each.part_bytes))
+            policy = file.read(each.policy_bytes)
+        found.append(Mark(each.length, part, policy))
     return tuple(reversed(found))

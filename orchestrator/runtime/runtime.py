@@ -193,13 +193,7 @@ class Runtime(Closing):
         if self._folder is not None:
             key = state_key(config, model, loaded.plan)
             self._kept = KeptConversations(
-                self._folder,
-                key,
-                loaded.driver,
-                native,
-                f"{answering.threads}kept",
-                self._say,
-                loaded.steps.state.has_part,
+                self._folder, key, loaded.driver, native, f"{answering.threads}kept", self._say
             )
             native.set_before_prompt(self._kept.before_prompt)
         if loaded.driver.may_wait:
@@ -347,7 +341,7 @@ class Runtime(Closing):
 
     def _idle(self) -> None:
         """If nothing computes, read experts that are likely to be used into free slots."""
-        if self._kept is None or not self._kept.behind(self._read_ahead):
+        if self._kept is None or not self._kept.after_that(self._read_ahead):
             self._read_ahead()
 
     def _read_ahead(self) -> None:

@@ -34,6 +34,7 @@ from orchestrator.native.llama import Bindings
 from orchestrator.policy import policy_settings
 from orchestrator.runtime.driver import PlainDriver
 from orchestrator.runtime.engine import Engine
+from orchestrator.runtime.prompts import state_key
 from orchestrator.runtime.report import StoreCosts
 from orchestrator.serve.admission import (
     BODY_FACTOR,
@@ -250,7 +251,14 @@ class Backend:
             self._native.note = note
             self.kept: KeptConversations | None = None
             if engine.prompt_folder is not None:
-                self.kept = KeptConversations(engine, self._native, f"{threads}kept", note)
+                self.kept = KeptConversations(
+                    engine.prompt_folder,
+                    state_key(engine.config, engine.model, engine.plan),
+                    driver,
+                    self._native,
+                    f"{threads}kept",
+                    note,
+                )
                 self._native.set_before_prompt(self.kept.before_prompt)
         except BaseException:
             self.engine.close()

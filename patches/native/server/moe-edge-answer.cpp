@@ -45,6 +45,7 @@ void mark_events_incomplete(json & events) {
 // A stream sends whole characters only, so that a whole answer leaves out the part of one at its end, too.
 void moe_edge_answer::update(task_result_state & state) {
     content.resize(validate_utf8(content));
+    moe_edge_answer_ended(id_slot, stop, truncated);
     server_task_result_cmpl_final::update(state);
 }
 

@@ -9,4 +9,7 @@ struct moe_edge_answer : server_task_result_cmpl_final {
     json to_json() override;
 };
 
+// Called on the thread of a request when an answer has ended. slot: its number. stop: upstream's stop_type.
+void moe_edge_answer_ended(int32_t slot, int stop, bool truncated);
+
 #define server_task_result_cmpl_final moe_edge_answer

@@ -1,5 +1,5 @@
-// Included before all other headers of upstream's server-context.cpp. It connects our code to two things that no
-// public header offers: the cache of earlier prompts, and the slots whose tokens a step computes.
+// Included before all other headers of upstream's server-context.cpp. It connects our code to what no public header
+// offers: the cache of earlier prompts, the slots, and the steps that compute their tokens.
 
 #pragma once
 
@@ -13,13 +13,54 @@
 // Called once, on the thread that creates the server, with upstream's cache of earlier prompts.
 void moe_edge_prompts_made(server_prompt_cache * prompts);
 
+// The copies of earlier prompts. Upstream exchanges a slot's prompt for a copy before it knows which tokens the request
+// stands for; we do that when the request gets its slot (moe_edge_server_place), so that upstream's own exchange does nothing.
 struct moe_edge_prompt_cache : server_prompt_cache {
     moe_edge_prompt_cache(int32_t most_mib, size_t most_tokens) : server_prompt_cache(most_mib, most_tokens) {
         moe_edge_prompts_made(this);
     }
+    server_prompt_cache_state * alloc(const server_prompt &, size_t, size_t) { return nullptr; }
+    bool load(server_prompt &, const server_tokens &, llama_context *, llama_context *, int32_t) { return true; }
 };
 
 #define server_prompt_cache moe_edge_prompt_cache
+
+// A slot on which no request decodes. Its number is the name of its sequence.
+struct moe_edge_slot {
+    int32_t         number;
+    int32_t         n_ctx;   // tokens that it may hold
+    server_prompt & prompt;  // what it holds
+};
+
+// Called when a request has got its slot, and before any of it is read. Makes the slot hold as much of the request's prompt
+// as it, or a copy, has, and writes the prompt in the tokens that are held where these stand for the same text.
+void moe_edge_server_place(const moe_edge_slot & slot, server_task & task);
+
+template <typename Slot> llama_context * moe_edge_launched(llama_context * context, Slot & slot, server_task & task) {
+    if (task.type == SERVER_TASK_TYPE_COMPLETION && !task.is_child()) {
+        moe_edge_server_place({ slot.id, slot.n_ctx, slot.prompt }, task);
+    }
+    return context;
+}
+
+// Upstream's task that restores a slot from a file has a pointer to its slot. We never post that task.
+template <typename Slot> llama_context * moe_edge_launched(llama_context * context, Slot *, server_task &) {
+    return context;
+}
+
+#define validate(context) validate(moe_edge_launched(context, slot, task))
+
+// Called in the place of the function that writes a slot to a file: does the work that was posted under the name `path`.
+// Returns 0 if there is none.
+size_t moe_edge_server_work(const char * path, const moe_edge_slot & slot);
+
+#define llama_state_seq_save_file(context, path, sequence, tokens, n_tokens) \
+    moe_edge_server_work(path, { slot->id, slot->n_ctx, slot->prompt })
+
+// Called when the next token of a slot's answer is known.
+void moe_edge_server_token(int32_t task);
+
+#define update_gen_last() update_gen_last(); moe_edge_server_token(slot.task->id)
 
 // Undoes a slot's part of the running step: the slot will add the same tokens to a later step. n_prompt: how many of
 // them belong to its prompt. Returns the slot's prompt, whose token list the caller still has to shorten.
@@ -44,10 +85,32 @@ int32_t moe_edge_server_step(
     llama_context * context, llama_process_type type, llama_batch_ext * step, const std::set<int32_t> & prompts,
     const moe_edge_undo_slot & undo);
 
+// Calls `mark` for each slot that has a token of an answer in a step.
+template <typename Batch, typename Mark> void moe_edge_mark_answers(const Batch & batch, int32_t first, const Mark & mark) {
+    for (int32_t i = first; i < first + batch.view.size(); i++) {
+        if (!batch.tokens[i].is_prompt) {
+            mark(batch.tokens[i].id_slot);
+        }
+    }
+}
+
 // The call is inside a method of the class that owns `slots` and `batch`, with `off`, the batch's first token in the step.
+// Upstream makes checkpoints in a prompt. One at its end is for templates that render an earlier answer without its
+// reasoning: the next prompt then leaves the sequence where the answer began. It is made if there is room for it beside
+// the ones of a turn.
 #undef llama_process
-#define llama_process(context, type, step)                                                              \
-    moe_edge_server_step(context, type, step, moe_edge_slots_with_prompts(batch, off),                  \
+#define llama_process(context, kind, step)                                                              \
+    (moe_edge_mark_answers(batch, off, [&](int32_t number) {                                            \
+        server_slot & slot = slots[number];                                                             \
+        const bool is_first = slot.stats.n_gen == 1 && slot.task->type == SERVER_TASK_TYPE_COMPLETION;  \
+        if (is_first && params_base.n_ctx_checkpoints >= 4 &&                                           \
+            (n_swa > 0 || ctx_tgt_seq_rm_type == COMMON_CONTEXT_SEQ_RM_TYPE_FULL)) {                    \
+            llama_memory_t memory = llama_get_memory(context);                                          \
+            create_checkpoint(slot, 1, llama_memory_seq_pos_min(memory, number),                        \
+                              llama_memory_seq_pos_max(memory, number));                                \
+        }                                                                                               \
+    }),                                                                                                 \
+    moe_edge_server_step(context, kind, step, moe_edge_slots_with_prompts(batch, off),                  \
                          [&](int32_t number, int32_t n_prompt) -> server_prompt & {                     \
         auto & slot = slots[number];                                                                    \
         slot.i_batch = -1;                                                                              \
@@ -58,4 +121,4 @@ int32_t moe_edge_server_step(
             slot.stats.n_prompt_processed -= n_prompt; /* upstream adds all tokens of the batch */      \
         }                                                                                               \
         return slot.prompt;                                                                             \
-    })
+    }))

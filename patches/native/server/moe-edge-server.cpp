@@ -2,7 +2,7 @@
 #include "moe-edge-bounds.h"
 #include "moe-edge-grammar.h"
 #include "moe-edge-parse.h"
-#include "moe-edge-server-context.h"
+#include "moe-edge-prompts.h"
 #include "moe-edge-server-queue.h"
 #include "moe-edge-server-step.h"
 #include "moe-edge-template-bounds.h"
@@ -21,9 +21,7 @@
 #include "server-queue.h"
 #include "server-task.h"
 
-// moe-edge-server-context.h replaces these names in upstream's code.
-#undef llama_process
-#undef server_prompt_cache
+// moe-edge-parse.h replaces these names in upstream's code.
 #undef common_chat_parse
 #undef compute_diffs
 
@@ -31,10 +29,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <exception>
 #include <functional>
 #include <iterator>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -63,8 +63,11 @@ thread_local moe_edge_server * running = nullptr;
 
 const int32_t FAILED = -2;
 
-// A position before all that any window sees. Upstream ends the process at -1.
+// A position before all that any window shows. Upstream ends the process at -1.
 const llama_pos BEFORE_ALL = -2;
+
+// Added to the way in which an answer ended: the context was full.
+const int ENDS_AT_CONTEXT = 256;
 
 // Of a request that ends before its end.
 const int NO_MEMORY = -1, TOO_FAR_AHEAD = -2;
@@ -146,11 +149,17 @@ struct moe_edge_server {
     server_routes    routes;
     llama_context *  llama;
     const size_t     most_ahead;
-    server_prompt_cache * prompts = nullptr;  // upstream's own
+    moe_edge_prompts prompts;  // of the thread that is in run
     std::atomic<bool> stopping{false}, has_ended{false};
     moe_edge_cancels cancels;
-    // What came from a file for the prompt that is read next, by sequence.
-    std::vector<std::atomic<bool>> came_back;
+    // How the last answer of each sequence ended: upstream's stop_type, and ENDS_AT_CONTEXT.
+    std::vector<std::atomic<int>> ends;
+    // Work for the thread that is in run, by the name that its task has. It is done while the mutex is locked.
+    std::mutex works_mutex;
+    std::map<std::string, std::function<void(const moe_edge_slot &)>> works;
+    // The requests whose first sequence decodes a task, by the task's number.
+    std::mutex tasks_mutex;
+    std::map<int32_t, moe_edge_request *> tasks;
     moe_edge_server_before_step before_step = nullptr;
     void *           before_step_user = nullptr;
     moe_edge_server_before_prompt before_prompt = nullptr;
@@ -158,7 +167,7 @@ struct moe_edge_server {
 
     moe_edge_server(const moe_edge_server_config & config, llama_context * llama)
         : params(params_of(config)), routes(params, context), llama(llama), most_ahead(config.most_ahead),
-          came_back(config.n_parallel) {
+          prompts(llama, config.n_parallel, config.n_checkpoints), ends(config.n_parallel) {
         llama_set_abort_callback(llama, should_abort, this);
     }
     moe_edge_server(const moe_edge_server &) = delete;
@@ -184,6 +193,9 @@ struct moe_edge_request {
     bool                  is_queued = false;  // upstream has accepted the request
     std::string           note;               // for the log
     std::vector<moe_edge_prepared_grammar> grammars;  // of its tasks, until they end
+    std::chrono::steady_clock::time_point  begun;     // when it began to run
+    int32_t               task = -1;                  // the task of its first sequence
+    std::vector<int64_t>  token_times;                // of that, under the server's tasks_mutex
 
     // Between the thread that answers and the one that takes.
     std::mutex  mutex;
@@ -199,6 +211,10 @@ struct moe_edge_request {
           should_stop([this] { return cancelled || this->server->stopping; }),
           asked{ {}, {}, which->path, "", std::move(body), {}, should_stop } {}
     moe_edge_request(const moe_edge_request &) = delete;
+    ~moe_edge_request() {
+        std::lock_guard<std::mutex> lock(server->tasks_mutex);
+        server->tasks.erase(task);
+    }
 };
 
 namespace {
@@ -268,28 +284,38 @@ bool moe_edge_server_ends() {
     return running && running->stopping;
 }
 
-// What comes of a task about a slot that no request decodes on; nullptr where it fails, and where the server ends.
-static server_task_result_ptr do_with_slot(
-        moe_edge_server * server, server_task_type type, int32_t sequence, const char * path) {
+// Does work with a slot between two steps, on the thread that computes them, once no request decodes on the slot. Returns
+// false if the server ends before that.
+static bool do_with_slot(
+        moe_edge_server * server, int32_t sequence, const std::function<void(const moe_edge_slot &)> & work) {
+    bool is_done = false;
+    std::string name;
     try {
         server_response_reader reader = server->context.get_response_reader();
-        server_task task(type);
-        task.id = reader.get_new_id();
-        task.slot_action.id_slot  = sequence;
-        task.slot_action.filepath = path;
+        server_task task(SERVER_TASK_TYPE_SLOT_SAVE);
+        task.id      = reader.get_new_id();
+        task.id_slot = task.slot_action.id_slot = sequence;
+        task.slot_action.filepath = name = std::to_string(task.id);
+        {
+            std::lock_guard<std::mutex> lock(server->works_mutex);
+            server->works[name] = [&](const moe_edge_slot & slot) {
+                work(slot);
+                is_done = true;
+            };
+        }
         reader.post_task(std::move(task));
         if (server->has_ended) {
+            running = server;
             moe_edge_server_finish(reader.queue_tasks);
+            running = nullptr;
         }
-        server_task_result_ptr result = reader.next([server] { return server->stopping.load(); });
-        return result && !result->is_error() ? std::move(result) : nullptr;
+        reader.next([server] { return server->stopping.load(); });
     } catch (const std::exception &) {
-        return nullptr;
     }
-}
-
-static const server_task_result_slot_save_load * done_of(const server_task_result_ptr & result) {
-    return dynamic_cast<const server_task_result_slot_save_load *>(result.get());
+    // The work is done with the mutex locked, so that it has ended or will not begin.
+    std::lock_guard<std::mutex> lock(server->works_mutex);
+    server->works.erase(name);
+    return is_done;
 }
 
 // Upstream's code calls these.
@@ -314,6 +340,42 @@ int32_t moe_edge_server_step(
     });
 }
 
+size_t moe_edge_server_work(const char * path, const moe_edge_slot & slot) {
+    std::lock_guard<std::mutex> lock(running->works_mutex);
+    const auto found = running->works.find(path);
+    if (found == running->works.end()) {
+        return 0;
+    }
+    const auto work = std::move(found->second);
+    running->works.erase(found);
+    try {
+        work(slot);
+    } catch (const std::exception &) {
+        return 0;
+    }
+    return 1;
+}
+
+void moe_edge_server_place(const moe_edge_slot & slot, server_task & task) {
+    running->prompts.place(slot, task);
+}
+
+void moe_edge_server_token(int32_t task) {
+    const auto now = std::chrono::steady_clock::now();
+    std::lock_guard<std::mutex> lock(running->tasks_mutex);
+    const auto found = running->tasks.find(task);
+    if (found != running->tasks.end()) {
+        moe_edge_request & request = *found->second;
+        request.token_times.push_back(std::chrono::duration_cast<std::chrono::microseconds>(now - request.begun).count());
+    }
+}
+
+void moe_edge_answer_ended(int32_t slot, int stop, bool truncated) {
+    if (answering && slot >= 0) {
+        answering->server->ends[slot] = stop + (truncated ? ENDS_AT_CONTEXT : 0);
+    }
+}
+
 void moe_edge_prompts_made(server_prompt_cache * prompts) {
     made_prompts = prompts;
 }
@@ -331,10 +393,14 @@ std::vector<server_task> & moe_edge_server_begin(std::vector<server_task> & task
                 llama_get_model(beginning->server->llama), task.params.sampling, beginning->should_stop, beginning->grammars);
         }
         beginning->is_queued = true;
+        beginning->task = tasks.empty() ? -1 : tasks[0].id;
+        std::lock_guard<std::mutex> lock(beginning->server->tasks_mutex);
+        beginning->server->tasks[beginning->task] = beginning;
     }
     const size_t n = beginning ? beginning->sequences.size() : 0;
     for (size_t i = 0; n && i < tasks.size(); i++) {
         tasks[i].id_slot = beginning->sequences[i % n];
+        beginning->server->ends[tasks[i].id_slot] = STOP_TYPE_NONE;
     }
     if (beginning) {
         beginning->server->cancels.forget(beginning->sequences);
@@ -344,7 +410,6 @@ std::vector<server_task> & moe_edge_server_begin(std::vector<server_task> & task
     for (size_t i = 0; call && i < n; i++) {
         static const llama_tokens none;
         const llama_tokens & prompt = is_known && i < tasks.size() ? tasks[i].tokens.get_tokens() : none;
-        beginning->server->came_back[beginning->sequences[i]] = false;
         call(beginning->server->before_prompt_user, beginning->sequences[i], prompt.data(), int32_t(prompt.size()));
     }
     return tasks;
@@ -379,12 +444,12 @@ llama_token moe_edge_template_eos(const llama_vocab * vocab) {
 void moe_edge_server_model_free(llama_model *) {}
 void moe_edge_server_context_free(llama_context *) {}
 
-// Upstream reads a whole prompt again where its sequence begins behind the place to which it would go back; for windows it asks
-// for two keys more than they see, which no file has. What came back for a prompt goes on from its end and needs none of them.
+// Upstream reads a whole prompt again if its sequence's memory begins after the place to which it would go back; for windows
+// it asks for two positions more than they show, which nothing that was saved has. A prompt that begins with everything
+// that the sequence holds goes on from its end and needs none of them.
 llama_pos moe_edge_server_pos_min(llama_memory_t memory, llama_seq_id sequence) {
     const llama_pos first = llama_memory_seq_pos_min(memory, sequence);
-    const bool came_back = running && running->came_back[sequence].exchange(false);
-    return came_back && first >= 0 ? BEFORE_ALL : first;
+    return running && running->prompts.take_continues(sequence) && first >= 0 ? BEFORE_ALL : first;
 }
 
 int moe_edge_server_abi_version(void) {
@@ -406,7 +471,7 @@ moe_edge_server * moe_edge_server_create(
         moe_edge_check_template(model, server->params.chat_template);
         server->params.chat_template = moe_edge_template_with_tools(model, server->params.chat_template);
         if (server->context.load_model(server->params)) {
-            server->prompts = made_prompts;
+            server->prompts.set_copies(made_prompts);
             server->routes.update_meta(server->context);
             llama_detach_threadpool(context);  // upstream's, whose threads spin while Python decides
         } else {
@@ -448,30 +513,83 @@ void moe_edge_server_run(moe_edge_server * server) {
 }
 
 uint64_t moe_edge_server_keep_prompts(moe_edge_server * server, uint64_t bytes) {
-    if (!server->prompts) {
-        return 0;
-    }
-    server->prompts->limit_size = std::max<uint64_t>(1, bytes);  // 0 would be no limit
-    server->prompts->update();
-    return server->prompts->size();
+    return server->prompts.keep(bytes);
+}
+
+int moe_edge_server_has_part(const moe_edge_server * server) {
+    return server->prompts.has_part;
+}
+
+int moe_edge_server_settle(moe_edge_server * server) {
+    return do_with_slot(server, 0, [](const moe_edge_slot &) {}) ? 0 : -1;
 }
 
 int moe_edge_server_forget(moe_edge_server * server, int32_t sequence) {
-    return do_with_slot(server, SERVER_TASK_TYPE_SLOT_ERASE, sequence, "") ? 0 : -1;
+    const auto forget = [server](const moe_edge_slot & slot) { server->prompts.forget(slot); };
+    return do_with_slot(server, sequence, forget) ? 0 : -1;
 }
 
-int64_t moe_edge_server_save(moe_edge_server * server, int32_t sequence, const char * path, int32_t * n_tokens) {
-    const auto result = do_with_slot(server, SERVER_TASK_TYPE_SLOT_SAVE, sequence, path);
-    const auto * done = done_of(result);
-    *n_tokens = done ? int32_t(done->n_tokens) : 0;
-    return done ? int64_t(done->n_bytes) : -1;
+int64_t moe_edge_server_tokens(moe_edge_server * server, int32_t sequence, int32_t * tokens, size_t n_most) {
+    int64_t n = -1;
+    do_with_slot(server, sequence, [&](const moe_edge_slot & slot) {
+        const llama_tokens & held = slot.prompt.tokens.get_tokens();
+        std::copy_n(held.begin(), std::min(held.size(), n_most), tokens);
+        n = int64_t(held.size());
+    });
+    return n;
 }
 
-int64_t moe_edge_server_restore(moe_edge_server * server, int32_t sequence, const char * path) {
-    const auto result = do_with_slot(server, SERVER_TASK_TYPE_SLOT_RESTORE, sequence, path);
-    const auto * done = done_of(result);
-    server->came_back[sequence] = done != nullptr;
-    return done ? int64_t(done->n_bytes) : -1;
+int moe_edge_server_ending(moe_edge_server * server, int32_t sequence, int * at_context) {
+    const int end = server->ends[sequence];
+    *at_context = end >= ENDS_AT_CONTEXT;
+    return end % ENDS_AT_CONTEXT;
+}
+
+int64_t moe_edge_server_match(
+        moe_edge_server * server, int32_t sequence, const int32_t * prompt, size_t n_prompt, int * is_another) {
+    int64_t n = -1;
+    const llama_tokens tokens(prompt, prompt + n_prompt);
+    do_with_slot(server, sequence, [&](const moe_edge_slot & slot) {
+        const moe_edge_match found = server->prompts.match(slot, tokens);
+        *is_another = found.is_another;
+        n = int64_t(found.spared);
+    });
+    return n;
+}
+
+size_t moe_edge_server_as_held(
+        moe_edge_server * server, const int32_t * prompt, size_t n_prompt, const int32_t * held, size_t n_held,
+        int32_t * tokens, size_t n_most) {
+    const llama_vocab * vocab = llama_model_get_vocab(llama_get_model(server->llama));
+    const llama_tokens made = moe_edge_as_held(vocab, { prompt, prompt + n_prompt }, { held, held + n_held });
+    std::copy_n(made.begin(), std::min(made.size(), n_most), tokens);
+    return made.size();
+}
+
+int64_t moe_edge_server_save(
+        moe_edge_server * server, int32_t sequence, const char * path, int32_t * n_tokens, moe_edge_server_mark * marks,
+        int32_t * n_marks) {
+    int64_t n_bytes = -1;
+    std::vector<moe_edge_server_mark> made;
+    const int32_t n_most = std::exchange(*n_marks, 0);
+    do_with_slot(server, sequence, [&](const moe_edge_slot & slot) {
+        n_bytes   = int64_t(server->prompts.save(slot, path, made));
+        *n_tokens = slot.prompt.n_tokens();
+    });
+    if (n_bytes <= 0 || int32_t(made.size()) > n_most) {
+        return -1;
+    }
+    std::copy(made.begin(), made.end(), marks);
+    *n_marks = int32_t(made.size());
+    return n_bytes;
+}
+
+int moe_edge_server_restore(
+        moe_edge_server * server, int32_t sequence, const char * path, const moe_edge_server_mark * marks, int32_t n_marks) {
+    bool is_good = false;
+    const std::vector<moe_edge_server_mark> wanted(marks, marks + n_marks);
+    do_with_slot(server, sequence, [&](const moe_edge_slot & slot) { is_good = server->prompts.restore(slot, path, wanted); });
+    return is_good ? 0 : -1;
 }
 
 void moe_edge_server_stop(moe_edge_server * server) {
@@ -497,6 +615,7 @@ moe_edge_request * moe_edge_request_create(
 
 int moe_edge_request_run(moe_edge_request * request, int ready) {
     answering = request;
+    request->begun = std::chrono::steady_clock::now();
     int status = NO_MEMORY;
     try {
         status = answer(*request, ready);
@@ -519,6 +638,12 @@ int moe_edge_request_take(moe_edge_request * request, const char ** data, size_t
 
 const char * moe_edge_request_note(const moe_edge_request * request) {
     return request->note.empty() ? nullptr : request->note.c_str();
+}
+
+size_t moe_edge_request_token_times(moe_edge_request * request, const int64_t ** times) {
+    std::lock_guard<std::mutex> lock(request->server->tasks_mutex);
+    *times = request->token_times.data();
+    return request->token_times.size();
 }
 
 void moe_edge_request_cancel(moe_edge_request * request) {

@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define MOE_EDGE_SERVER_ABI_VERSION 9
+#define MOE_EDGE_SERVER_ABI_VERSION 10
 
 #if defined(_WIN32)
 #    define MOE_EDGE_SERVER_API __declspec(dllexport)
@@ -79,20 +79,59 @@ MOE_EDGE_SERVER_API uint64_t moe_edge_server_keep_prompts(moe_edge_server * serv
 // Answers requests until moe_edge_server_stop; every step is computed on this thread.
 MOE_EDGE_SERVER_API void moe_edge_server_run(moe_edge_server * server);
 
-// Beside run: lets a sequence forget all that it holds, once no request decodes on it. Where none decodes on any, the
-// caller may use the context afterwards, until its next request. Returns 0, or -1 where the server ends.
+// Any thread: whether a sequence's memory cannot be cut anywhere, so that it goes back to marks.
+MOE_EDGE_SERVER_API int moe_edge_server_has_part(const moe_edge_server * server);
+
+// The functions about a sequence from here on do their work between two steps, on the thread that is in run, once no
+// request decodes on the sequence; or, after run has returned and every request is freed, on the calling thread. They are
+// not called on the thread that is in run. They fail while the server ends.
+
+// Returns once the steps of all requests that have ended are computed, however they ended. Returns 0, or -1 on failure.
+MOE_EDGE_SERVER_API int moe_edge_server_settle(moe_edge_server * server);
+
+// Lets a sequence forget all that it holds. If no request decodes on any sequence, the caller may use the context afterwards,
+// until its next request. Returns 0, or -1 on failure.
 MOE_EDGE_SERVER_API int moe_edge_server_forget(moe_edge_server * server, int32_t sequence);
 
-// Beside run, or once it has returned and every request is freed: writes what a sequence holds to a file, tokens first,
-// once no request decodes on it. Returns llama.cpp's bytes of the file, and how many tokens it has in n_tokens; -1 where
-// that fails, and while the server ends.
-MOE_EDGE_SERVER_API int64_t moe_edge_server_save(
-    moe_edge_server * server, int32_t sequence, const char * path, int32_t * n_tokens);
+// Copies the first n_most tokens that a sequence holds. Returns how many it holds, -1 on failure.
+MOE_EDGE_SERVER_API int64_t moe_edge_server_tokens(
+    moe_edge_server * server, int32_t sequence, int32_t * tokens, size_t n_most);
 
-// Beside run, from before_prompt: the other way round, of a file whose tokens the prompt begins with, all of them or, where
-// the memory can be cut anywhere, some. More may follow in the file. -1 where that fails, and where the server ends: the
-// sequence holds nothing then.
-MOE_EDGE_SERVER_API int64_t moe_edge_server_restore(moe_edge_server * server, int32_t sequence, const char * path);
+// Returns how many tokens of a prompt would not be read again, because the sequence or a copy in memory has them; -1 on
+// failure. is_another: whether reading the prompt would take tokens of another conversation from the sequence.
+MOE_EDGE_SERVER_API int64_t moe_edge_server_match(
+    moe_edge_server * server, int32_t sequence, const int32_t * prompt, size_t n_prompt, int * is_another);
+
+// A place in a sequence to which its memory can go back, with data in a file.
+typedef struct moe_edge_server_mark {
+    uint64_t offset;    // of the data in the file
+    uint64_t n_bytes;
+    int32_t  n_tokens;  // before the place
+    int32_t  pos_min;   // positions that the data has
+    int32_t  pos_max;   // -1: not known
+} moe_edge_server_mark;
+
+// Writes what a sequence holds to a file: its tokens and llama.cpp's state, and after these the data of its marks. Returns
+// the bytes of the first part, -1 on failure. n_tokens: gets how many tokens it has. n_marks: how many marks have room in
+// `marks`; gets how many there are.
+MOE_EDGE_SERVER_API int64_t moe_edge_server_save(
+    moe_edge_server * server, int32_t sequence, const char * path, int32_t * n_tokens, moe_edge_server_mark * marks,
+    int32_t * n_marks);
+
+// Replaces what a sequence holds by what a file has; the latest marks are used, as many as n_checkpoints allows. More may
+// follow in the file. Returns 0, or -1 on failure: the sequence is then empty.
+MOE_EDGE_SERVER_API int moe_edge_server_restore(
+    moe_edge_server * server, int32_t sequence, const char * path, const moe_edge_server_mark * marks, int32_t n_marks);
+
+// Any thread: how the last answer on a sequence ended. Returns 0 if it did not end by itself, 1 at a token that ends answers,
+// 2 at a stop word, 3 at a limit. at_context: whether that limit was the context.
+MOE_EDGE_SERVER_API int moe_edge_server_ending(moe_edge_server * server, int32_t sequence, int * at_context);
+
+// Any thread: writes a prompt with the tokens of `held` wherever both stand for the same text between control tokens. Copies
+// the first n_most tokens and returns how many there are.
+MOE_EDGE_SERVER_API size_t moe_edge_server_as_held(
+    moe_edge_server * server, const int32_t * prompt, size_t n_prompt, const int32_t * held, size_t n_held,
+    int32_t * tokens, size_t n_most);
 
 // Any thread, any time: the running step ends early, every request ends, and so does run.
 MOE_EDGE_SERVER_API void moe_edge_server_stop(moe_edge_server * server);
@@ -120,6 +159,10 @@ MOE_EDGE_SERVER_API int moe_edge_request_take(
 // After moe_edge_request_run: a sentence for the server's log about how the answer was made, or NULL. Valid until the
 // request is freed.
 MOE_EDGE_SERVER_API const char * moe_edge_request_note(const moe_edge_request * request);
+
+// After moe_edge_request_run: when each token of the first answer was known, in microseconds since run began. Returns how many
+// there are. Valid until the request is freed.
+MOE_EDGE_SERVER_API size_t moe_edge_request_token_times(moe_edge_request * request, const int64_t ** times);
 
 // Any thread: the request ends soon, and with it the work for it.
 MOE_EDGE_SERVER_API void moe_edge_request_cancel(moe_edge_request * request);

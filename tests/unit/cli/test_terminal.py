@@ -150,7 +150,7 @@ LISTED = "/help|/regen|/read FILE|/reset|/system TEXT|/stats|/memory|/set NAME V
 LISTED += '|/model NAME|/policy NAME|/retention R|/save FILE|/quit|"""|Ctrl-C'
 COMMANDS = [
     ("/help", LISTED.split("|")),
-    ("/?", ["/regen", "another answer"]),
+    ("/?", ["/regen", "replace the last answer"]),
     ("/regen", ["Error: nothing was answered yet"]),
     ("/reset", ["The conversation is empty."]),
     ("/clear", ["The conversation is empty."]),
