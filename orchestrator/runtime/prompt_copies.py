@@ -188,9 +188,7 @@ class Listed:
         found, at = [], self.state_end
         for each in self.marks:
             if each.part_bytes >= 0:
-                found.append(
-                    FileMark(at, each.part_bytes, each.length, each.pos_min, each.pos_max)
-                )
+                found.append(FileMark(at, each.part_bytes, each.length, each.pos_min, each.pos_max))
             at += each.n_bytes
         return found
 
