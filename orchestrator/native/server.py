@@ -21,6 +21,8 @@ _ERROR_BYTES = 512
 _NO_SEED = 0xFFFFFFFF
 # More marks than a sequence has.
 _MOST_MARKS = 64
+# There is room for so many tokens before it is known how many a sequence holds.
+_MANY_TOKENS = 16384
 # Why moe_edge_request_run ended before the end of an answer.
 _FAILURES = {
     -1: "there was no memory for the answer",
@@ -297,7 +299,7 @@ class NativeServer:
 
     def tokens(self, sequence: int) -> list[int]:
         """Return the tokens that a sequence holds; none where the server ends."""
-        found = (ctypes.c_int32 * 0)()
+        found = (ctypes.c_int32 * _MANY_TOKENS)()
         while (n := self._tokens_into(sequence, found)) > len(found):
             found = (ctypes.c_int32 * n)()
         return found[: max(0, n)]
@@ -355,7 +357,7 @@ class NativeServer:
     def restore(self, sequence: int, path: Path, marks: Sequence[FileMark] = ()) -> bool:
         """Replaces what a sequence holds by what a file has. Uses the latest of the marks, as many
         as there is memory for. False where that fails, and the sequence holds nothing then."""
-        given = (CMark * len(marks))(*marks)
+        given = (CMark * len(marks))(*(CMark(*each) for each in marks))
         done = self.lib.moe_edge_server_restore(
             self.handle, sequence, os.fsencode(path), given, len(marks)
         )

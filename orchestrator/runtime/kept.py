@@ -109,8 +109,9 @@ class KeptConversations:
         self._tell()
 
     def leave(self, end_s: float | None) -> None:
-        """Writes everything, once nothing decodes and the native server has returned. end_s: of the
+        """Ends the thread and writes everything, once the native server has returned. end_s: of the
         monotonic clock, when no further conversation is begun to be written."""
+        self.thread.shutdown()
         for sequence in self._saved:
             if end_s is None or monotonic() <= end_s:
                 self._write(sequence, self._native.tokens(sequence))

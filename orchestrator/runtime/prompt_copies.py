@@ -188,9 +188,7 @@ class Listed:
         found, at = [], self.state_end
         for each in self.marks:
             if each.part_bytes >= 0:
-                found.append(
-                    FileMark(at, each.part_bytes, each.length, each.pos_min, each.pos_max)
-                )
+                found.append(FileMark(at, each.part_bytes, each.length, each.pos_min, each.pos_max))
             at += each.n_bytes
         return found
 
@@ -390,25 +388,24 @@ def _write(
                 file.write(mark.part.data)
             if mark.policy is not None:
                 file.write(mark.policy)
-        description = json.dumps(
-            {
-                "key": key,
-                "has_part": has_part,
-                "marks": [
-                    *([each.n_tokens, each.n_bytes, -1] for each in stored.marks),
-                    *(
-                        [
-                            mark.length,
-                            -1 if mark.part is None else mark.part.nbytes,
-                            -1 if mark.policy is None else len(mark.policy),
-                        ]
-                        for mark in marks
-                    ),
-                ],
-                # Not in the lists of marks: earlier versions take longer ones for damage.
-                "positions": [[each.pos_min, each.pos_max] for each in stored.marks],
-            }
-        ).encode()
+        described: dict[str, Any] = {
+            "key": key,
+            "has_part": has_part,
+            "marks": [
+                *([each.n_tokens, each.n_bytes, -1] for each in stored.marks),
+                *(
+                    [
+                        mark.length,
+                        -1 if mark.part is None else mark.part.nbytes,
+                        -1 if mark.policy is None else len(mark.policy),
+                    ]
+                    for mark in marks
+                ),
+            ],
+        }
+        if stored.marks:  # not in the lists of marks: earlier versions take longer ones for damage
+            described["positions"] = [[each.pos_min, each.pos_max] for each in stored.marks]
+        description = json.dumps(described).encode()
         file.write(description)
         file.flush()
         digest = _hash_of(file, file.tell(), state_end, len(description))

@@ -1,7 +1,7 @@
 """Models whose memory cannot be cut go back to marks, so that no prompt is read twice either."""
 
 import json
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
@@ -139,3 +139,72 @@ def test_a_server_goes_on_behind_what_it_kept_at_its_end(name, case, tmp_path):
     assert found[:2] == (31, expected[1])
     # Without a restart llama.cpp reads such a prompt anew where a chunk has all of it.
     assert found == expected or name == "llama4"
+
+
+@contextmanager
+def serving(made, **settings):
+    """A server on a family's model; what it yields asks it with tokens, and returns how many it
+    read and those of its answer."""
+    usual = {"policy": "lru", "high_tier": "f16", "expert_ram": MIB, "cache_ram": 16 * MIB}
+    config = Config.build(model=made.packed, ctx=512, threads=1, **{**usual, **settings})
+    with closing(Backend(config, ServeSettings(), server_library(), lambda *_: None)) as backend:
+        backend.attend()
+
+        def ask(prompt, **data):
+            wanted = {"prompt": prompt, "n_predict": 4, "temperature": 0, "return_tokens": True}
+            body = json.dumps({**wanted, "ignore_eos": True, **data}).encode()
+            status, text = backend.request("/completion", body, [0]).whole()
+            backend.answered([0], status == 200)
+            answer = json.loads(text)
+            return answer["timings"]["prompt_n"], answer["tokens"]
+
+        ask.native = backend._native
+        yield ask
+
+
+@pytest.mark.parametrize("name", [*RECURRENT, "gpt-oss"])
+def test_checkpoints_are_kept_in_a_file(name, case, tmp_path):
+    """An edited last message after a restart: read from the end of the answer before it."""
+    with serving(case(name)) as ask:
+        first = FIRST + ask(FIRST)[1]
+        ask(first + QUESTION[:30])
+        expected = ask(first + ANOTHER)
+        assert expected[0] <= 102
+    with serving(case(name), prompt_cache=tmp_path) as ask:
+        assert ask(FIRST)[1] == first[100:]
+        ask(first + QUESTION[:30])
+        assert ask.native.reusable(0, first + ANOTHER) == len(first) + 100 - expected[0]
+    (path,) = tmp_path.iterdir()
+    with serving(case(name), prompt_cache=tmp_path) as ask:
+        n_read, said = ask(first + ANOTHER)
+        # Memory with windows can be cut where its keys are still there; a file lacks older ones.
+        assert said == expected[1] and n_read <= expected[0] + 2 * (name == "gpt-oss")
+    with serving(case(name), prompt_cache=tmp_path, cache_ram=0) as ask:  # no checkpoint is used
+        assert ask(first + ANOTHER[:50])[0] == len(first) + 50
+        assert path.exists()
+
+
+@pytest.mark.parametrize("name", [*RECURRENT, "gpt-oss"])
+def test_marks_of_earlier_files_are_used(name, case, tmp_path):
+    """They do not say which positions they cover."""
+    with open_engine(case(name), prompt_cache=tmp_path) as engine:
+        evaluated(engine, FIRST)
+        first = list(engine._steps.cached)
+        evaluated(engine, first + QUESTION[:30])
+    (path,) = tmp_path.iterdir()
+    assert b"positions" not in path.read_bytes()
+    with serving(case(name)) as ask:
+        fresh = ask(first + ANOTHER)
+        assert fresh[0] == len(first) + 100
+    with serving(case(name), prompt_cache=tmp_path) as ask:
+        n_read, said = ask(first + ANOTHER)
+        assert n_read <= 102 and said == fresh[1]
+
+
+@pytest.mark.parametrize("name", [*RECURRENT, "gpt-oss"])
+def test_an_answer_that_is_taken_out_costs_nothing_before_it(name, case):
+    """As templates do that leave out the reasoning of earlier answers."""
+    with serving(case(name)) as ask:
+        ask(FIRST, n_predict=40)
+        assert ask(FIRST + ANOTHER[:20])[0] <= 21
+        assert ask(FIRST + ANOTHER[:20])[0] <= 5  # the same again
