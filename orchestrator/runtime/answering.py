@@ -48,6 +48,7 @@ class Answering:
     scored: tokens of a prompt whose logits an evaluator may want at once. grammars: whether
     requests may bring a grammar or a JSON schema. name: of the model, for clients. chat_template:
     used instead of the model's own. threads: how the names of the runtime's threads begin.
+    is_stopping: whether to give up while the model is opened.
     """
 
     parallel: int = 1
@@ -57,6 +58,7 @@ class Answering:
     name: str = ""
     chat_template: str | None = None
     threads: str = ""
+    is_stopping: Callable[[], bool] = lambda: False
 
     def config(self, config: Config) -> Config:
         """Return a model's config with the memory and the sequences that the answers need."""
