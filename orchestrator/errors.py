@@ -8,6 +8,13 @@ from gguf_tools.errors import GGUFError as GGUFError
 from gguf_tools.errors import MoeEdgeError as MoeEdgeError
 
 
+def sentence_of(error: Exception) -> str:
+    """Return why a step failed: the reason of an error of ours, or what a policy raised."""
+    if isinstance(error, MoeEdgeError):
+        return str(error)
+    return f"the policy failed: {type(error).__name__}: {error}"
+
+
 class ConfigError(MoeEdgeError):
     """A setting that is unknown, out of its range or at odds with another."""
 

@@ -28,8 +28,10 @@ class Pace:
     """Decides when a reader of an answer should look for more, so that fast tokens are read
     together."""
 
-    def __init__(self) -> None:
-        self._n_fast, self._last_s = 0, monotonic()
+    def __init__(self, now_s: Callable[[], float] = monotonic) -> None:
+        """now_s: the clock."""
+        self._now_s = now_s
+        self._n_fast, self._last_s = 0, now_s()
 
     @property
     def rests(self) -> bool:
@@ -38,7 +40,7 @@ class Pace:
 
     def came(self) -> None:
         """Something was read."""
-        now_s = monotonic()
+        now_s = self._now_s()
         self._n_fast = self._n_fast + 1 if now_s - self._last_s < REST_S else 0
         self._last_s = now_s
 

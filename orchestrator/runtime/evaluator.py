@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -83,11 +83,12 @@ class Evaluator:
 
     `Runtime.evaluator` makes one and says how long it may be used. It has one sequence of its own,
     which eval and eval_each extend, and `Config.sequences` others, which fork and decode_batch use.
-    inside: what the model is made of.
+    inside: what the model is made of. costs: returns what was used since the context was lent, by
+    the names of GenerationStats.
     """
 
-    def __init__(self, inside: Inside) -> None:
-        self.inside = inside
+    def __init__(self, inside: Inside, costs: Callable[[], dict[str, Any]]) -> None:
+        self.inside, self.costs = inside, costs
         loaded = inside.loaded
         self._loaded = loaded
         self._steps = loaded.steps

@@ -24,7 +24,7 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.process import peak_rss_bytes
 from orchestrator.cache.profile import identity
 from orchestrator.config import Config, native_log_enabled
-from orchestrator.errors import MoeEdgeError, NativeError
+from orchestrator.errors import NativeError, sentence_of
 from orchestrator.events import Phase
 from orchestrator.memory.footprint import part_bytes
 from orchestrator.native import (
@@ -36,7 +36,7 @@ from orchestrator.native import (
     native_config,
 )
 from orchestrator.native.llama import Bindings, Model
-from orchestrator.policy import policy_settings
+from orchestrator.policy import PLAIN, policy_settings
 from orchestrator.runtime.answer import Answer
 from orchestrator.runtime.answering import AHEAD_BYTES, Answering, kept_prompts, server_library
 from orchestrator.runtime.evaluator import Evaluator, Inside
@@ -58,7 +58,7 @@ class About:
 
     name: for clients. digest: identifies the file. modified_s: when the file was modified, in
     seconds of the Unix clock. n_ctx: tokens of one conversation; n_cells: of the context that all
-    share. settings: those of the policy, None if no expert is managed.
+    share. policy: its name. settings: those of the policy, None if no expert is managed.
     """
 
     name: str
@@ -68,6 +68,7 @@ class About:
     n_ctx: int
     n_cells: int
     n_vocab: int
+    policy: str
     settings: Settings | None
 
 
@@ -107,6 +108,7 @@ class Runtime(Closing):
         # Who may compute: answers, or one evaluator.
         self._turns = threading.Condition()
         self._running: list[Answer] = []
+        self._requests = set[NativeRequest]()  # of answers that have not ended
         self._is_lent, self._is_ending = False, False
         self._said = ""
         self._switch_s = sys.getswitchinterval()
@@ -205,6 +207,7 @@ class Runtime(Closing):
         self._decoding = threading.Thread(target=native.run, name="decode", daemon=True)
         self._decoding.start()
         sys.setswitchinterval(min(self._switch_s, _SWITCH_S))
+        self._idle()
 
     @property
     def _name(self) -> str:
@@ -231,6 +234,7 @@ class Runtime(Closing):
             n_ctx=self._slot_context,
             n_cells=loaded.context.n_ctx,
             n_vocab=loaded.model.n_vocab,
+            policy=policy.name if policy is not None else PLAIN,
             settings=policy.settings if policy is not None else None,
         )
 
@@ -282,6 +286,7 @@ class Runtime(Closing):
         threads or file descriptors are left.
         """
         request = self._core.request(route, body, sequences)
+        self._requests.add(request)
         driver = self._loaded.driver
         counted: list[Callable[[], dict[str, Any]]] = []
 
@@ -294,7 +299,8 @@ class Runtime(Closing):
                 self._go_by(settings)
                 request.run(ready)
             finally:
-                self._end(this, sequences, request.status == 200)
+                request.close()
+                self._end(this, sequences, request)
 
         def costs(this: Answer) -> dict[str, Any]:
             found = counted[0]() if counted else self._counting()()
@@ -306,7 +312,11 @@ class Runtime(Closing):
             _, stop, is_full = core.look(first)
             return stop, is_full
 
-        return Answer(request, answer, costs, self._failure, driver.tokens_done, stop_of)
+        try:
+            return Answer(request, answer, costs, self._failure, driver.tokens_done, stop_of)
+        except OSError:
+            self._requests.discard(request)
+            raise
 
     def query(self, route: str, body: bytes = b"") -> NativeRequest:
         """Return a request that computes nothing, such as `/tokenize` or `/props`, for whole().
@@ -331,11 +341,12 @@ class Runtime(Closing):
                     each.is_shared = True
             self._loaded.driver.end_idle()
 
-    def _end(self, answer: Answer, sequences: Sequence[int], is_good: bool) -> None:
+    def _end(self, answer: Answer, sequences: Sequence[int], request: NativeRequest) -> None:
         if self._kept is not None:
-            self._kept.answered(sequences, is_good)
+            self._kept.answered(sequences, request.status == 200)
         with self._turns:
             self._running.remove(answer)
+            self._requests.discard(request)
             self._turns.notify_all()
         self._idle()
 
@@ -373,7 +384,7 @@ class Runtime(Closing):
                 "budget_bytes": plan.budget_bytes,
                 "ram_bytes": plan.ram_bytes,
                 "peak_rss_bytes": peak_rss_bytes(),
-                "policy": driver.policy.name if driver.policy is not None else "plain",
+                "policy": driver.policy.name if driver.policy is not None else PLAIN,
             }
 
         return until_now
@@ -391,10 +402,8 @@ class Runtime(Closing):
             if self._core.error is not None:
                 raise self._core.error
             driver.check(FAILED)
-        except MoeEdgeError as error:
-            return str(error)
         except Exception as error:  # noqa: BLE001 - whatever a policy raised
-            return f"the policy failed: {type(error).__name__}: {error}"
+            return sentence_of(error)
         return None
 
     @contextmanager
@@ -410,7 +419,7 @@ class Runtime(Closing):
             self._loaded.driver.end_idle()
         try:
             self._empty()
-            yield Evaluator(self.inside)
+            yield Evaluator(self.inside, self._counting())
         finally:
             with interrupts.held():
                 self._loaded.steps.reset()
@@ -518,23 +527,35 @@ class Runtime(Closing):
         """
         if self._shut(end_s):
             return True
+        self.keep()
+        return False
+
+    def keep(self) -> None:
+        """Keep what was learned if the config asks for that, and free nothing: for a process that
+        ends while something still computes. Raises OSError if a named profile cannot be written."""
         self._loader.history.learn(self._loaded.driver)
         self._loader.history.save()
-        return False
 
     def _shut(self, end_s: float | None = None) -> bool:
         self.stop()
         loaded, history = self._loaded, self._loader.history
         loaded.driver.end_idle()
         if self._native is not None:
+
+            def left_s() -> float | None:
+                return None if end_s is None else max(0.0, end_s - monotonic())
+
             with self._turns:
-                left_s = None if end_s is None else max(0.0, end_s - monotonic())
-                if not self._turns.wait_for(lambda: not self._running, left_s):
+                if not self._turns.wait_for(lambda: not self._requests, left_s()):
                     return False
-            self._decoding.join(None if end_s is None else max(0.0, end_s - monotonic()))
+            self._decoding.join(left_s())
             if self._decoding.is_alive():
                 return False
             if self._kept is not None:
+                written = threading.Event()
+                if self._kept.after_that(written.set) and not written.wait(left_s()):
+                    return False
+                self._kept.thread.shutdown()
                 self._kept.leave(end_s)
             self._native.close()
             self._native = None

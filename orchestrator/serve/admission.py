@@ -12,7 +12,7 @@ import json
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,9 +34,9 @@ class Asked(Protocol):
 
 
 class Asks(Protocol):
-    """Makes requests to the native server, as Backend."""
+    """Asks the native server what it need not compute for, as Runtime."""
 
-    def request(self, route: str, body: bytes, sequences: Sequence[int] = ()) -> Asked: ...
+    def query(self, route: str, body: bytes = b"") -> Asked: ...
 
 
 # Of answers that are made and that nobody reads.
@@ -403,11 +403,11 @@ class Body:
         If this is cancelled, what call asks the native server is given up."""
         return await self._bodies.run(call, self._client, self.give_up)
 
-    def ask(self, backend: Asks, route: str, text: bytes) -> tuple[int, bytes]:
+    def ask(self, runtime: Asks, route: str, text: bytes) -> tuple[int, bytes]:
         """Ask the native server something that decodes nothing, such as the length of a prompt.
         Return (status, answer). Blocks; give_up ends it soon. Raises Refusal after give_up, and if
         the server ends, because the answer may then be an error or empty."""
-        request = backend.request(route, text)
+        request = runtime.query(route, text)
         with self._lock:
             if self._is_given_up:
                 request.close()

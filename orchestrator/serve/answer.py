@@ -6,19 +6,17 @@ import asyncio
 import json
 import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import Executor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from orchestrator.errors import NativeError, PolicyError
-from orchestrator.native import NativeRequest
-from orchestrator.serve.admission import CLIENT, PACES_ITSELF, Body, Conversation, outlasting
-from orchestrator.serve.backend import SCORE_BYTES, Backend
+from orchestrator.runtime.answer import REST_S, Answer, Pace
+from orchestrator.serve.admission import CLIENT, PACES_ITSELF, Body, Conversation
 from orchestrator.serve.requests import check_length
+from orchestrator.serve.served import SCORE_BYTES, Served
 from orchestrator.serve.state import State
 from orchestrator.serve.wire import (
     NOT_SUPPORTED,
@@ -46,15 +44,10 @@ PROGRESS_S = 1.0
 # How long a client may take for the last word of its answer before its connection is cut.
 LAST_WORD_S = 1.0
 STREAM, JSON = "text/event-stream", "application/json; charset=utf-8"
-# Tokens that come faster than this go out together: nobody sees the difference, and each way to a
-# client takes time from the cores that compute.
-REST_S = 0.04
-# So many have to come fast before the next ones wait for each other.
-FAST = 2
 
 
 async def until_left(receive: Receive) -> None:
-    """Returns when the client of a request has left."""
+    """Return when the client of a request has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -97,18 +90,18 @@ class Outlet:
 
 
 @dataclass(eq=False)
-class Answer:
-    """A response of starlette's kind: an application of ASGI that answers one request.
+class Exchange:
+    """One request from its turn to the last byte of its answer. Starlette sends it as a response.
 
-    places: of the gate; cells: of the context that all share; conversations: what each sequence
-    that it takes may hold already; settings: what the policy goes by; shape: turns llama.cpp's
-    answer into the form of its path. compute: makes the answer in the place of llama.cpp's server,
-    on a sequence; the parts of a JSON object, for which the place is not kept. outlet: the way out
-    where it is not that of the path.
+    places: of the gate. cells: of the context that all share. conversations: what each sequence
+    that it takes may hold already. settings: of the policy. shape: turns llama.cpp's answer into
+    the form of its path. compute: answers instead of llama.cpp's server; it returns the parts of a
+    JSON object, which are sent after the request's place is free again. outlet: the way to the
+    client, if it is not that of the path.
     """
 
     state: State
-    backend: Backend
+    served: Served
     route: str
     body: Body
     is_stream: bool
@@ -117,10 +110,9 @@ class Answer:
     conversations: Sequence[Conversation] = (Conversation(),)
     settings: Settings | None = None
     shape: Shaping | None = None
-    compute: Callable[[int], Awaitable[Iterable[bytes]]] | None = None
+    compute: Callable[[], Awaitable[Iterable[bytes]]] | None = None
     outlet: Callable[[Send], Outlet] | None = None
     _sending: int = 0  # bytes that the client does not take
-    _final: dict[str, Any] | None = None  # its costs, once the work has ended
     _is_over: bool = False  # nobody takes any more of it
     _client: str = ""  # who asks, as the door says it
     _abort: Callable[[], None] = lambda: None
@@ -155,26 +147,22 @@ class Answer:
                 task.cancel()
 
     async def _work(self, out: Outlet) -> None:
-        state, backend, loop = self.state, self.backend, asyncio.get_running_loop()
+        state = self.state
         with ExitStack() as held:  # what others wait for; closed with the work, before the answer
             try:
                 ticket = state.gate.join(self.places, self.cells, self._client)
-                held.callback(self._rest)
                 held.callback(state.gate.leave, ticket)
                 await self._turn(ticket.turn, out)
-                await outlasting(loop.run_in_executor(state.workers, backend.attend))
-                backend.go_by(self.settings)
                 taken, stale = state.seats.take(self.conversations, self.cells)
                 held.callback(state.seats.leave, taken)
-                if not state.gate.widen(ticket, stale):
-                    for each in taken:  # beside what they hold there is no room for what runs
-                        await loop.run_in_executor(state.quick, backend.forget, each)
+                # Beside what they hold there may be no room for what runs.
+                stale_ones = () if state.gate.widen(ticket, stale) else taken
                 if self.compute is None:
-                    await self._ask(taken, out, held)
+                    await self._ask(taken, stale_ones, out, held)
                     return
-                parts = await self.compute(taken[0])
+                parts = await self.compute()
                 held.close()
-                state.unread.keep(self, SCORE_BYTES * backend.most_scored, self._abort)
+                state.unread.keep(self, SCORE_BYTES * self.served.most_scored, self._abort)
                 await out.begin(200, JSON)
                 for part in parts:
                     await out.part(part)
@@ -187,36 +175,32 @@ class Answer:
             except Refusal as refusal:
                 await out.fail(STOPPING if state.stopping else refusal)
 
-    def _rest(self) -> None:
-        """Behind the last request in flight."""
-        if self.state.gate.is_empty and not self.state.stopping:
-            self.backend.idle()
-
-    async def _ask(self, sequences: list[int], out: Outlet, held: ExitStack) -> None:
-        """Runs the request on a thread of its own and sends what comes."""
-        until_now, gate = self.backend.costs(), self.state.gate
-        is_shared = gate.running > 1
-        # llama.cpp has its own body, as long as it is at work.
-        request = self.backend.request(self.route, self.body.take(), sequences)
-
-        def costs() -> dict[str, Any]:
-            nonlocal is_shared
-            is_shared = is_shared or gate.running > 1
-            return {**until_now(), "shared_steps": is_shared}
+    async def _ask(
+        self, sequences: Sequence[int], stale: Sequence[int], out: Outlet, held: ExitStack
+    ) -> None:
+        """Submit the request and send what comes of it. stale: sequences that first drop what they
+        hold."""
+        gate = self.state.gate
+        try:
+            # llama.cpp has its own copy of the body while it works.
+            body = self.body.take()
+            answer = self.served.runtime.submit(body, self.route, sequences, self.settings, stale)
+        except OSError as error:
+            raise Refusal(
+                503, f"the server has no room for the request: {error.strerror}"
+            ) from None
 
         def at_end() -> None:
-            self._final = costs()  # what runs afterwards is no part of it
-            self.backend.answered(sequences, request.status == 200)
             held.close()
             if not self._is_over:
-                self.state.unread.keep(self, self._sending + request.n_left, self._abort)
+                self.state.unread.keep(self, self._sending + answer.n_left, self._abort)
 
         async def send(text: bytes) -> None:
-            status, is_stream = request.status, request.is_stream
+            status, is_stream = answer.status, answer.is_stream
             if self.shape is not None:
                 text = self.shape.shape(text, is_stream)
             if status == 200 and has_costs(text, is_stream, self.route):
-                text = with_costs(text, self._final or costs(), is_stream, self.route)
+                text = with_costs(text, answer.costs(), is_stream, self.route)
             if out.status is None:
                 await out.begin(status, STREAM if is_stream else JSON)
             elif not is_stream:
@@ -226,12 +210,7 @@ class Answer:
             await out.part(text)
             self._sending = 0
 
-        try:
-            parts = Parts(request, self.state.workers, at_end)
-        except OSError as error:
-            raise Refusal(
-                503, f"the server has no room for the request: {error.strerror}"
-            ) from None
+        parts = Parts(answer, at_end)
         try:
             is_all, last = False, b""
             reading = b""  # the last report on the prompt that is being read
@@ -241,50 +220,49 @@ class Answer:
                 silence_s = PROGRESS_S if reports else PING_S
                 come = await parts.next(silence_s if self.is_stream else None)
                 if come is None and reports:
-                    await send(with_progress(reading, self.backend.tokens_done()))
+                    await send(with_progress(reading, answer.tokens_done()))
                     continue
                 if come is None:
                     await out.ping()
                     continue
                 text, is_all = come
-                if request.is_stream:
+                if answer.is_stream:
                     text = without_nothing(text)
                 reading = progress_of(text)
                 if not text:
                     continue
-                if self.state.stopping and request.status == 400:
+                if self.state.stopping and answer.status == 400:
                     raise STOPPING  # llama.cpp gave the request up
                 last = text
-                failed_at = failure_at(request.status, text)
+                failed_at = failure_at(answer.status, text)
                 if failed_at > 0:
                     await send(text[:failed_at])
                 if failed_at >= 0:
-                    raise self._failed(text[failed_at:])
+                    raise self._failed(text[failed_at:], answer)
                 self.state.check()
-                if request.status == NOT_SUPPORTED:
+                if answer.status == NOT_SUPPORTED:
                     raise Refusal(400, message_of(text))
-                is_shared = is_shared or gate.running > 1
                 await send(text)
-            await parts.close()  # raises what the thread raised, while an error can be said
-            if self.state.stopping and not is_whole(last, request.is_stream):
+            await parts.close()  # raises the error of the answer while it can be said
+            if self.state.stopping and not is_whole(last, answer.is_stream):
                 raise STOPPING
             if out.status is None:
-                await out.begin(request.status, JSON)
+                await out.begin(answer.status, JSON)
             await out.part(b"", more=False)
         finally:
             # The place is given back when the work has ended, and not before.
             await parts.close()
 
-    def _failed(self, text: bytes) -> Refusal:
+    def _failed(self, text: bytes, answer: Answer) -> Refusal:
         if self.state.stopping:
             return STOPPING
         too_much = grammar_failure(text)
         if too_much is not None:
             return Refusal(400, too_much)
-        return Refusal(500, self.backend.failure() or "llama.cpp failed to evaluate")
+        return Refusal(500, answer.failure() or "llama.cpp failed to evaluate")
 
     async def _turn(self, turn: asyncio.Future[None], out: Outlet) -> None:
-        """Waits for it, and keeps a stream alive meanwhile."""
+        """Wait for it, and keep a stream alive meanwhile."""
         while not turn.done():
             await asyncio.wait({turn}, timeout=PING_S if self.is_stream else None)
             if not turn.done() and out.status is None:
@@ -294,10 +272,10 @@ class Answer:
         turn.result()  # raises Refusal if another client got the place
 
     async def _check(self) -> None:
-        """Raises Refusal for a request that llama.cpp would refuse. Where sequences share the
-        context, that was looked at before."""
-        if self.backend.parallel == 1:
-            work = partial(check_length, self.route, self.body.data, self.backend, self.body)
+        """Raise Refusal for a request that llama.cpp would refuse. If sequences share the context,
+        this was checked before."""
+        if self.served.parallel == 1:
+            work = partial(check_length, self.route, self.body.data, self.served, self.body)
             await self.body.run(work)
 
     async def _client_gone(self, receive: Receive) -> None:
@@ -306,59 +284,46 @@ class Answer:
 
 
 class Parts:
-    """One request, which runs on a thread of its own, and one coroutine that takes what comes.
-    Close it, also where it was not taken to its end."""
+    """What comes of an answer, for one coroutine. Close it, whether all was taken or not."""
 
-    def __init__(
-        self, request: NativeRequest, workers: Executor, at_end: Callable[[], None]
-    ) -> None:
-        """In the event loop that takes. at_end: called once the work has ended, however much of
-        what came of it is taken. Raises OSError where no file descriptors are left, and the request
-        is closed."""
+    def __init__(self, answer: Answer, at_end: Callable[[], None]) -> None:
+        """at_end: called in the event loop once the answer has ended, whether all of it was taken
+        or not."""
         self._loop = asyncio.get_running_loop()
-        self._request, self._at_end = request, at_end
+        self._answer, self._at_end = answer, at_end
+        self._pace = Pace(self._loop.time)
         self._woken, self._told = asyncio.Event(), False
         self._ended = asyncio.Event()  # at_end has been called
-        self._fast, self._last_s = 0, self._loop.time()
-        with ExitStack() as undo:
-            undo.callback(request.close)
-            self._from, self._to = os.pipe()
-            undo.callback(self._close_pipe)
-            os.set_blocking(self._from, False)
-            os.set_blocking(self._to, False)
-            self._loop.add_reader(self._from, self._tell)
-            self._thread = self._loop.run_in_executor(workers, request.run, self._to)
-            undo.pop_all()
-        self._thread.add_done_callback(self._clear)
+        self._loop.add_reader(answer.fileno(), self._tell)
 
     async def next(self, within_s: float | None) -> tuple[bytes, bool] | None:
-        """(what has come, whether that was all); None where nothing did within so many seconds
-        (None: for ever)."""
-        if self._fast >= FAST:
+        """Return what has come, and whether that was all; None if nothing comes within so many
+        seconds. None waits for ever."""
+        if self._pace.rests:
             await self._coming(REST_S)  # shorter at the end of the answer
-            text, is_all = self._request.take()
+            text, is_all = self._answer.take()
             if text or is_all:
+                self._pace.came()
                 return text, is_all
-            self._fast = 0
+            self._pace.nothing()
         while True:
-            text, is_all = self._request.take()
+            text, is_all = self._answer.take()
             if text or is_all:
-                now_s = self._loop.time()
-                self._fast = self._fast + 1 if now_s - self._last_s < REST_S else 0
-                self._last_s = now_s
+                self._pace.came()
                 return text, is_all
             if not await self._coming(within_s):
                 return None
 
     async def close(self) -> None:
-        """Ends the work, and returns when it has ended and at_end was called, which comes later
-        than the thread's end. Raises what the thread raised."""
-        self._request.cancel()
+        """End the answer, and return after at_end was called. Raises the error of the answer."""
+        self._answer.cancel()
         await self._ended.wait()
-        self._thread.result()
+        self._answer.close()  # its thread has nothing left to do
+        if self._answer.error is not None:
+            raise self._answer.error
 
     async def _coming(self, within_s: float | None) -> bool:
-        """Waits for a byte of the thread; False where there is none within so many seconds."""
+        """Wait until something may have come; False if nothing does within so many seconds."""
         late = None if within_s is None else self._loop.call_later(within_s, self._woken.set)
         try:
             await self._woken.wait()
@@ -371,23 +336,14 @@ class Parts:
 
     def _tell(self) -> None:
         with suppress(BlockingIOError):
-            os.read(self._from, 16)
-        self._wake()
-
-    def _wake(self) -> None:
-        self._told = True
-        self._woken.set()
-
-    def _clear(self, _thread: asyncio.Future[None]) -> None:
-        """The thread writes no more."""
-        self._close_pipe()
+            os.read(self._answer.fileno(), 16)
+        has_ended = self._answer.has_ended
         try:
-            self._at_end()
+            if has_ended:
+                self._loop.remove_reader(self._answer.fileno())
+                self._at_end()
         finally:
-            self._ended.set()
-            self._wake()
-
-    def _close_pipe(self) -> None:
-        self._loop.remove_reader(self._from)
-        os.close(self._from)
-        os.close(self._to)
+            self._told = True
+            self._woken.set()
+            if has_ended:
+                self._ended.set()

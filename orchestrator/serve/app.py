@@ -18,11 +18,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.serve.admission import CLIENT, Body, client_left, conversations_of
-from orchestrator.serve.answer import Answer, until_left
-from orchestrator.serve.backend import Backend
+from orchestrator.serve.answer import Exchange, until_left
 from orchestrator.serve.door import Door, error_response
 from orchestrator.serve.ollama import VERSION, Lines, OllamaRequest, listed, running, shown
-from orchestrator.serve.requests import read_request, settle_length, settle_probs
+from orchestrator.serve.requests import settle_length, settle_probs, settle_request
 from orchestrator.serve.schemas import (
     COUNTING,
     GENERATING,
@@ -34,8 +33,9 @@ from orchestrator.serve.schemas import (
     paths,
 )
 from orchestrator.serve.scoring import score, wants_scores
+from orchestrator.serve.served import Served
 from orchestrator.serve.state import State
-from orchestrator.serve.views import metrics_text, page_response
+from orchestrator.serve.views import metrics_text, page_response, picture
 from orchestrator.serve.wire import (
     ANTHROPIC,
     OLLAMA_CHAT,
@@ -45,6 +45,7 @@ from orchestrator.serve.wire import (
     anthropic_error,
     mapped,
     read_body,
+    read_object,
     written,
 )
 
@@ -87,40 +88,42 @@ class Endpoints:
     async def generate(self, route: str, request: Request) -> ASGIApp:
         return await self._of_body(request, partial(self._answer_to, route))
 
-    def _answer_to(self, route: str, backend: Backend, body: Body) -> ASGIApp:
-        """Reads the body, and leaves in it what llama.cpp will get. On a thread."""
+    def _answer_to(self, route: str, served: Served, body: Body) -> ASGIApp:
+        """Return the answer to a body, and replace the body with what llama.cpp will get. On a
+        thread. Raises Refusal."""
         state, parallel = self._state, self._state.settings.parallel
-        outlet = None
+        data, outlet = read_object(body.data), None
         if route in (OLLAMA_CHAT, OLLAMA_GENERATE):
-            asked_so = OllamaRequest(route, body.data, backend.slot_context)
+            asked_so = OllamaRequest(route, data, served.about.n_ctx)
             if not asked_so.has_prompt:
                 return JSONResponse(asked_so.loaded())
-            route, body.data = asked_so.route, written(asked_so.data)
+            route, data = asked_so.route, asked_so.data
             outlet = partial(Lines, request=asked_so)
-        data, changes = read_request(route, body.data, backend)
-        answer = Answer(state, backend, route, body, data.get("stream") is True)
-        answer.settings, answer.outlet = backend.settings_for(changes), outlet
+        changes = settle_request(route, data, len(body.data), served)
+        exchange = Exchange(state, served, route, body, data.get("stream") is True)
+        exchange.settings, exchange.outlet = served.settings_for(changes), outlet
         if wants_scores(route, data):
-            answer.places = parallel  # nothing else decodes
-            answer.compute = partial(score, state, backend, body)
+            exchange.places = parallel  # nothing else decodes
+            exchange.compute = partial(score, state, served, body)
         else:
-            answer.shape = settle_probs(route, data, backend.slot_context)
+            exchange.shape = settle_probs(route, data, served.about.n_ctx)
             n = data.get("n_cmpl", data.get("n", 1))  # in llama.cpp's order
             if n > parallel:
                 most = f"this server answers {parallel} at once (--parallel)"
                 raise Refusal(400, f"n is {n}, and {most}")
             if parallel > 1:
-                answer.conversations = conversations_of(data, parallel)
-            answer.places = len(answer.conversations)
-            if backend.parallel > 1:
-                answer.cells = settle_length(route, data, backend, answer.places, body)
+                exchange.conversations = conversations_of(data, parallel)
+            exchange.places = len(exchange.conversations)
+            if served.parallel > 1:
+                exchange.cells = settle_length(route, data, served, exchange.places, body)
         body.data = written(data)
-        return answer
+        return exchange
 
     async def quick(self, route: str, request: Request) -> ASGIApp:
-        def work(backend: Backend, body: Body) -> ASGIApp:
-            data, _ = read_request(route, body.data, backend)
-            status, text = body.ask(backend, route, written(data))
+        def work(served: Served, body: Body) -> ASGIApp:
+            data = read_object(body.data)
+            settle_request(route, data, len(body.data), served)
+            status, text = body.ask(served.runtime, route, written(data))
             if self._state.stopping and status != 200:
                 raise STOPPING
             if COUNTING.get(route) == ANTHROPIC and status >= 400:
@@ -147,28 +150,28 @@ class Endpoints:
         return dict(found)
 
     async def ollama_models(self, _request: Request) -> Response:
-        model, backend = await self._model(), self._state.ready()
-        return JSONResponse({"models": [listed(model, backend)]})
+        model, served = await self._model(), self._state.ready()
+        return JSONResponse({"models": [listed(model, served)]})
 
     async def ollama_running(self, _request: Request) -> Response:
-        model, backend = await self._model(), self._state.ready()
-        return JSONResponse({"models": [running(model, backend)]})
+        model, served = await self._model(), self._state.ready()
+        return JSONResponse({"models": [running(model, served)]})
 
     async def ollama_version(self, _request: Request) -> Response:
         return JSONResponse({"version": VERSION})
 
     async def ollama_show(self, _request: Request) -> Response:
-        model, backend = await self._model(), self._state.ready()
+        model, served = await self._model(), self._state.ready()
         _, text = await _read_of(self._state, "/props")
         template = json.loads(text)["chat_template"]
-        return JSONResponse(shown(model, backend, template))
+        return JSONResponse(shown(model, served, template))
 
     async def health(self, _request: Request) -> Response:
         self._state.ready()
         return JSONResponse({"status": "ok"})
 
     async def experts(self, _request: Request) -> Response:
-        return JSONResponse(self._state.ready().picture())
+        return JSONResponse(picture(self._state.ready().runtime))
 
     async def page(self, _request: Request) -> Response:
         return page_response()
@@ -185,21 +188,21 @@ class Endpoints:
             headers={"process-start-time-unix": str(state.began_s)},
         )
 
-    async def _of_body(self, request: Request, work: Callable[[Backend, Body], ASGIApp]) -> ASGIApp:
+    async def _of_body(self, request: Request, work: Callable[[Served, Body], ASGIApp]) -> ASGIApp:
         """Read the body of a request, and return what work makes of it on a thread. The body is
         kept until the end of the answer. Raises Refusal."""
-        state, settings, backend = self._state, self._state.settings, self._state.ready()
+        state, settings, served = self._state, self._state.settings, self._state.ready()
         client = request.scope.get("state", {}).get(CLIENT, "")
-        body = Body(state.bodies, backend.most_body_bytes, client)
+        body = Body(state.bodies, served.most_body_bytes, client)
         try:
-            useful = settings.most_body_bytes(backend.slot_context)
-            read = read_body(request, backend.most_body_bytes, useful, body.count)
+            useful = settings.most_body_bytes(served.about.n_ctx)
+            read = read_body(request, served.most_body_bytes, useful, body.count)
             try:
                 body.data = await asyncio.wait_for(read, settings.patience)
             except asyncio.TimeoutError:
                 late = f"the request was not here after --patience, {settings.patience} s"
                 raise Refusal(408, late) from None
-            look = asyncio.create_task(body.run(partial(work, backend, body)))
+            look = asyncio.create_task(body.run(partial(work, served, body)))
             left = asyncio.create_task(until_left(request.receive))
             try:
                 await asyncio.wait({look, left}, return_when=asyncio.FIRST_COMPLETED)
@@ -228,15 +231,15 @@ class Endpoints:
 async def _read_of(state: State, route: str) -> tuple[int, bytes]:
     """Return the native server's (status, answer) to a request without a body. Raises Refusal if
     the server ends, because the answer may then be empty."""
-    backend, loop = state.ready(), asyncio.get_running_loop()
-    answer = await loop.run_in_executor(state.quick, lambda: backend.request(route, b"").whole())
+    runtime, loop = state.ready().runtime, asyncio.get_running_loop()
+    answer = await loop.run_in_executor(state.quick, lambda: runtime.query(route).whole())
     if state.stopping:
         raise STOPPING
     return answer
 
 
 async def metrics_of(state: State) -> str:
-    """llama.cpp's counters and ours. Raises Refusal where no model is loaded."""
+    """Return llama.cpp's counters and ours. Raises Refusal if no model is loaded."""
     _, text = await _read_of(state, "/metrics")
     return text.decode() + metrics_text(state, state.ready())
 

@@ -7,7 +7,6 @@ listens, starts replicas where there is room, and passes requests on.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +18,6 @@ from gguf_tools.process import default_threads
 from orchestrator.errors import ConfigError
 from orchestrator.serve.app import metrics_of
 from orchestrator.serve.routing import Router
-from orchestrator.serve.run import SWITCH_S
 from orchestrator.serve.service import DAY_S, Service
 from orchestrator.serve.settings import options_of
 from orchestrator.serve.views import of_replica, together
@@ -59,7 +57,6 @@ class Replica:
     """One loaded model, in a process of its own."""
 
     def __init__(self, args: Mapping[str, Any]) -> None:
-        sys.setswitchinterval(SWITCH_S)
         config, settings = options_of(args)
         self._service = Service(config, settings, logging.getLogger("ray.serve").info)
         self._service.state.all_metrics = self._all_metrics

@@ -12,9 +12,9 @@ from typing import Any
 from starlette.types import Send
 
 from orchestrator.serve.answer import STREAM, Outlet
-from orchestrator.serve.backend import Backend
 from orchestrator.serve.requests import settle_fields
 from orchestrator.serve.schemas import JSON, LINES, OLLAMA
+from orchestrator.serve.served import Served
 from orchestrator.serve.wire import (
     CHAT,
     COMPLETIONS,
@@ -22,7 +22,6 @@ from orchestrator.serve.wire import (
     Refusal,
     message_of,
     ollama_error,
-    read_object,
 )
 
 # Whose interface this is: clients look whether it is new enough for them.
@@ -32,12 +31,15 @@ NEVER = "9999-12-31T23:59:59Z"
 
 
 class OllamaRequest:
-    """A request for an answer. route, data: the same in OpenAI's form, written for that path;
-    has_prompt: False for one that asks for nothing but a model that is loaded."""
+    """A request for an answer.
 
-    def __init__(self, route: str, body: bytes, n_ctx: int) -> None:
-        """n_ctx: tokens of the context. Raises Refusal."""
-        data = read_object(body)
+    route, data: the same request in OpenAI's form. has_prompt: False for a request that only asks
+    whether the model is loaded.
+    """
+
+    def __init__(self, route: str, data: dict[str, Any], n_ctx: int) -> None:
+        """data: the request's object, parts of which the new one shares. n_ctx: tokens of the
+        context. Raises Refusal for what cannot be served."""
         settle_fields(route, data, n_ctx)
         self._is_chat, self._model = route == OLLAMA_CHAT, data.get("model", "")
         self.route = COMPLETIONS if data.get("raw") else CHAT
@@ -241,56 +243,56 @@ def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat()
 
 
-def _details(model: dict[str, Any], backend: Backend) -> dict[str, Any]:
+def _details(model: dict[str, Any], served: Served) -> dict[str, Any]:
     meta = model["meta"]
     return {
         "parent_model": "",
         "format": "gguf",
-        "family": backend.architecture,
-        "families": [backend.architecture],
+        "family": served.about.architecture,
+        "families": [served.about.architecture],
         "parameter_size": f"{meta['n_params'] / 1e9:.1f}B",
         "quantization_level": meta["ftype"],
     }
 
 
-def _named(model: dict[str, Any], backend: Backend) -> dict[str, Any]:
+def _named(model: dict[str, Any], served: Served) -> dict[str, Any]:
     """The fields of a model that both of Ollama's lists have. The digest identifies the file. It is
     no hash of all its bytes, which would take minutes to read."""
     return {
         "name": model["id"],
         "model": model["id"],
         "size": model["meta"]["size"],
-        "digest": backend.digest,
-        "details": _details(model, backend),
+        "digest": served.about.digest,
+        "details": _details(model, served),
     }
 
 
-def listed(model: dict[str, Any], backend: Backend) -> dict[str, Any]:
+def listed(model: dict[str, Any], served: Served) -> dict[str, Any]:
     """The model as an entry of `/api/tags`. model: its entry in OpenAI's list."""
-    return {**_named(model, backend), "modified_at": _time(backend.modified_s)}
+    return {**_named(model, served), "modified_at": _time(served.about.modified_s)}
 
 
-def running(model: dict[str, Any], backend: Backend) -> dict[str, Any]:
+def running(model: dict[str, Any], served: Served) -> dict[str, Any]:
     """The model as an entry of `/api/ps`. model: its entry in OpenAI's list."""
     return {
-        **_named(model, backend),
+        **_named(model, served),
         "expires_at": NEVER,
-        "size_vram": backend.device_bytes(),
-        "context_length": backend.slot_context,
+        "size_vram": served.runtime.stats().device_bytes,
+        "context_length": served.about.n_ctx,
     }
 
 
-def shown(model: dict[str, Any], backend: Backend, template: str) -> dict[str, Any]:
+def shown(model: dict[str, Any], served: Served, template: str) -> dict[str, Any]:
     """The model as `/api/show` answers it. model: its entry in OpenAI's list."""
-    architecture = backend.architecture
+    architecture = served.about.architecture
     return {
         "template": template,
-        "modified_at": _time(backend.modified_s),
-        "details": _details(model, backend),
+        "modified_at": _time(served.about.modified_s),
+        "details": _details(model, served),
         "model_info": {
             "general.architecture": architecture,
             "general.parameter_count": model["meta"]["n_params"],
-            f"{architecture}.context_length": backend.slot_context,
+            f"{architecture}.context_length": served.about.n_ctx,
         },
         "capabilities": ["completion", "tools"],
     }

@@ -10,7 +10,6 @@ from typing import Any
 
 from gguf_tools.units import format_size
 from orchestrator.serve.admission import PROBS_BYTES, Body
-from orchestrator.serve.backend import Backend
 from orchestrator.serve.constraints import rewritten, rewritten_arguments
 from orchestrator.serve.messages import settle_messages
 from orchestrator.serve.schemas import (
@@ -22,6 +21,7 @@ from orchestrator.serve.schemas import (
     SCHEMAS,
     Schema,
 )
+from orchestrator.serve.served import Served
 from orchestrator.serve.wire import (
     ANTHROPIC,
     CHAT,
@@ -36,7 +36,6 @@ from orchestrator.serve.wire import (
     levels,
     limit_of,
     message_of,
-    read_object,
     written,
 )
 
@@ -136,30 +135,31 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str, str]] = {
 }
 
 
-def read_request(
-    route: str, body: bytes, backend: Backend
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A request's object for llama.cpp, and what it has for the policy. Raises Refusal.
+def settle_request(
+    route: str, data: dict[str, Any], n_bytes: int, served: Served
+) -> dict[str, Any]:
+    """Turn a request's object into that for llama.cpp, in place, and return what it has for the
+    policy.
 
-    May take a while: a body may have a hundred thousand tokens.
+    n_bytes: length of its body. May take long: a body may have a hundred thousand tokens. Raises
+    Refusal for what cannot be served.
     """
-    data = read_object(body)
     changes = data.pop(_OURS, None) or {}
     fault = fault_of(COMMON[_OURS], changes, _OURS)
     if fault is not None:
         raise Refusal(400, fault)
-    _check_values(data, len(body), backend.most_body_bytes)
+    _check_values(data, n_bytes, served.most_body_bytes)
     form = COUNTING.get(route, route)
     _settle_format(form, data)
-    settle_fields(form, data, backend.slot_context, backend.n_vocab)
+    settle_fields(form, data, served.about.n_ctx, served.about.n_vocab)
     settle_tool_choice(form, data)
     settle_reasoning(form, data)
     settle_messages(form, data)
     _check_bounds(data)
-    _check_biased_tokens(data.get("logit_bias"), backend.n_vocab)
-    _check_cost(route, data, len(body), backend)
-    _settle_schemas(form, data, backend)
-    return data, changes
+    _check_biased_tokens(data.get("logit_bias"), served.about.n_vocab)
+    _check_cost(route, data, n_bytes, served)
+    _settle_schemas(form, data, served)
+    return changes
 
 
 def _check_values(data: dict[str, Any], n_bytes: int, longest_bytes: int) -> None:
@@ -176,15 +176,15 @@ def _check_values(data: dict[str, Any], n_bytes: int, longest_bytes: int) -> Non
             raise Refusal(400, f"a request has at most {most} values, and this one has more")
 
 
-def _check_cost(route: str, data: dict[str, Any], n_bytes: int, backend: Backend) -> None:
+def _check_cost(route: str, data: dict[str, Any], n_bytes: int, served: Served) -> None:
     """Raises Refusal for a request that would take more memory than is held for one that is worked
     with: its text has many tokens for its length, or a long word."""
-    most = backend.body_factor * backend.most_body_bytes
+    most = served.body_factor * served.most_body_bytes
     if n_bytes * (BYTE_COST + TOKEN_COST + WORD_COST) <= most:
         return
     n_tokens = n_prompt = longest_word = 0
     for name, value in data.items():
-        n_more, n_long = (0, 0) if name == "grammar" else _counted(value, backend)
+        n_more, n_long = (0, 0) if name == "grammar" else _counted(value, served)
         n_tokens, longest_word = n_tokens + n_more, max(longest_word, n_long)
         n_prompt += n_more if name in _PROMPT else 0
     cost = BYTE_COST * n_bytes + TOKEN_COST * n_tokens + WORD_COST * longest_word
@@ -192,9 +192,9 @@ def _check_cost(route: str, data: dict[str, Any], n_bytes: int, backend: Backend
         return
     # Of several prompts each is within the context, or not; gaps are cut to it.
     is_one = not isinstance(data.get("prompt"), list) and route != "/infill"
-    if is_one and route in GENERATING and n_prompt > backend.slot_context:
-        raise beyond_context(f"a prompt of {n_prompt} tokens", n_prompt, backend.slot_context)
-    limit_kib = -(-cost // (backend.body_factor * 1024))
+    if is_one and route in GENERATING and n_prompt > served.about.n_ctx:
+        raise beyond_context(f"a prompt of {n_prompt} tokens", n_prompt, served.about.n_ctx)
+    limit_kib = -(-cost // (served.body_factor * 1024))
     raise Refusal(
         400,
         "the text of the request has so many tokens for its length, or so long a word, that "
@@ -203,14 +203,14 @@ def _check_cost(route: str, data: dict[str, Any], n_bytes: int, backend: Backend
     )
 
 
-def _counted(value: Any, backend: Backend) -> tuple[int, int]:
+def _counted(value: Any, served: Served) -> tuple[int, int]:
     """(tokens, length of the longest word) of all texts in a value, names in objects among them,
     which templates write, too."""
     n_tokens = longest_word = 0
     for level in levels([value]):
         names = [name for each in level if isinstance(each, dict) for name in each]
         for text in [*(each for each in level if isinstance(each, str)), *names]:
-            n_more, n_long = backend.count_tokens(text)
+            n_more, n_long = served.count_tokens(text)
             n_tokens, longest_word = n_tokens + n_more, max(longest_word, n_long)
     return n_tokens, longest_word
 
@@ -533,7 +533,7 @@ def _read(choice: Any) -> tuple[str, list[str] | None]:
     )
 
 
-def _settle_schemas(route: str, data: dict[str, Any], backend: Backend) -> None:
+def _settle_schemas(route: str, data: dict[str, Any], served: Served) -> None:
     """Rewrites schemas into the keywords that llama.cpp enforces. The log says once what is not
     enforced of a tool's arguments.
 
@@ -560,7 +560,7 @@ def _settle_schemas(route: str, data: dict[str, Any], backend: Backend) -> None:
             raise Refusal(400, f"{_cut(lost[0])}; the tool is strict, so that it cannot be served")
         if lost:
             name = ascii(_name_of(tool))[:80]
-            backend.note_once(
+            served.note_once(
                 f"the arguments of the tool {name} are not fully enforced: {_cut(lost[0])}"
                 + (f", and {len(lost) - 1} more" if len(lost) > 1 else "")
             )
@@ -743,7 +743,7 @@ def _limit(data: dict[str, Any], n_tokens: int) -> None:
 
 
 def settle_length(
-    route: str, data: dict[str, Any], backend: Backend, n_answers: int, asker: Body
+    route: str, data: dict[str, Any], served: Served, n_answers: int, asker: Body
 ) -> int:
     """Bounds an answer that shares the context with those of other sequences, and returns how many
     of its cells the request takes at most: nobody else is let into these.
@@ -751,20 +751,20 @@ def settle_length(
     An answer without a limit may be as long as its sequence's even share of the context, and has
     RESERVED_TOKENS in any case, as far as the context goes. Raises Refusal as check_length.
     """
-    body, most = written(data), backend.slot_context
-    counted = check_length(route, body, backend, asker)
+    body, most = written(data), served.about.n_ctx
+    counted = check_length(route, body, served, asker)
     n_prompt = len(body) if counted is None else counted  # no token is shorter than a byte
-    limit, share = limit_of(data), backend.cells // backend.parallel
+    limit, share = limit_of(data), served.about.n_cells // served.parallel
     if limit is None:
-        limit = backend.max_tokens or max(RESERVED_TOKENS, share - n_prompt)
+        limit = served.max_tokens or max(RESERVED_TOKENS, share - n_prompt)
     limit = min(limit, most - (counted or 0))
     if limit_of(data) is None:
         _limit(data, limit)
-    n_answers = max(n_answers, min(_prompts(data.get("prompt")), backend.parallel))
-    return min(backend.cells, n_prompt + n_answers * limit)
+    n_answers = max(n_answers, min(_prompts(data.get("prompt")), served.parallel))
+    return min(served.about.n_cells, n_prompt + n_answers * limit)
 
 
-def check_length(route: str, body: bytes, backend: Backend, asker: Body) -> int | None:
+def check_length(route: str, body: bytes, served: Served, asker: Body) -> int | None:
     """How many tokens a prompt has; None where no request that decodes nothing tells: of several
     texts, gaps, and what llama.cpp will refuse. Raises Refusal for a prompt that the context has no
     room for, and for one that cannot be read at all. On a thread."""
@@ -772,18 +772,18 @@ def check_length(route: str, body: bytes, backend: Backend, asker: Body) -> int 
     prompt = json.loads(body).get("prompt")
     n_tokens: int | None = None
     if counting is not None:
-        status, answer = asker.ask(backend, counting, body)
+        status, answer = asker.ask(served.runtime, counting, body)
         if status == 400:
             raise Refusal(400, message_of(answer))
         if status == 200:
             n_tokens = json.loads(answer)["input_tokens"]
     elif isinstance(prompt, str):
         text = {"content": prompt, "add_special": True, "parse_special": True}
-        status, answer = asker.ask(backend, "/tokenize", json.dumps(text).encode())
+        status, answer = asker.ask(served.runtime, "/tokenize", json.dumps(text).encode())
         n_tokens = len(json.loads(answer)["tokens"]) if status == 200 else None
     elif prompt and isinstance(prompt, list) and all(isinstance(each, int) for each in prompt):
         n_tokens = len(prompt)
-    most = backend.slot_context
+    most = served.about.n_ctx
     if n_tokens is not None and n_tokens >= most:
         raise beyond_context(f"the prompt of {n_tokens} tokens", n_tokens, most)
     return n_tokens

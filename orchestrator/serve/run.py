@@ -6,7 +6,6 @@ import asyncio
 import json
 import resource
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,8 +36,6 @@ MOST_FILES = 4096
 BACKLOG = 128
 # Bytes of further requests that a client may send while it waits for an answer.
 MOST_PIPELINED_BYTES = 2**16
-# How long one of Python's threads may keep the others waiting.
-SWITCH_S = 0.0005
 
 
 class Protocol(H11Protocol):
@@ -234,16 +231,12 @@ class Running:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def run(self) -> bool:
-        """Serves until stop, SIGINT or SIGTERM; builds the native server and loads the model
-        meanwhile. Returns whether all has ended. Where a thread is still in work of llama.cpp's
-        that nothing ends, all is saved and nothing freed, and the process has to end without it.
+        """Load the model, and serve until stop, SIGINT or SIGTERM.
 
-        Raises what loading raised, of which NativeError is a server that cannot be built.
+        Returns whether all has ended. If a thread does not return from llama.cpp, what was learned
+        is kept, nothing is freed, and False is returned: the process has to end without it. Raises
+        what loading raised; NativeError means that llama.cpp's server core cannot be had.
         """
-        # Policies decide in Python between the layers of a step: they wait for the event loop no
-        # longer than this.
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH_S)
         loading = threading.Thread(target=self._load, name="load")
         url = self.url
         try:
@@ -253,7 +246,6 @@ class Running:
                 asyncio.run(self._server.serve(sockets=[self._socket]))
         finally:
             self.stop()
-            sys.setswitchinterval(before)
             if loading.ident is not None:
                 loading.join()
             self._socket.close()
@@ -270,10 +262,10 @@ class Running:
 
     def _load(self) -> None:
         try:
-            backend = self._service.load(self._progress)
+            served = self._service.load(self._progress)
         except BaseException as error:  # noqa: BLE001 - run raises it
             self._failure = error
             self.stop()
             return
-        if backend is not None:
-            self._note(f"{backend.name} is ready at {self.url}/v1; Ctrl-C ends it.")
+        if served is not None:
+            self._note(f"{served.about.name} is ready at {self.url}/v1; Ctrl-C ends it.")

@@ -1,7 +1,7 @@
 """How likely a prompt is: `echo` with logprobs, which lm_eval asks `/v1/completions` for.
 
-llama.cpp's server has no such answer. A prompt is read by itself, in parts, while nothing else
-decodes, and its tokens are judged as those of `moe-edge eval --prefill` are.
+llama.cpp's server has no such answer. The runtime's evaluator reads a prompt in parts, while
+nothing else decodes, and its tokens are judged as those of `moe-edge eval --prefill` are.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from uuid import uuid4
 
 import numpy as np
 
+from orchestrator.errors import NativeError, sentence_of
+from orchestrator.events import Phase
 from orchestrator.native.llama import Model
+from orchestrator.runtime.evaluator import Evaluator
 from orchestrator.runtime.texts import log_softmax
 from orchestrator.serve.admission import Body, outlasting
-from orchestrator.serve.backend import Backend, Stopped, sentence_of
 from orchestrator.serve.schemas import SEVERAL
-from orchestrator.serve.state import State
+from orchestrator.serve.served import Served
+from orchestrator.serve.state import State, Stopped
 from orchestrator.serve.wire import COMPLETIONS, LIMITS, STOPPING, Refusal, beyond_context
 
 # What would change which token follows, or where the answer ends.
@@ -87,19 +90,22 @@ def wants_scores(route: str, data: dict[str, Any]) -> bool:
     return True
 
 
-async def score(state: State, backend: Backend, body: Body, sequence: int) -> Iterator[bytes]:
-    """Scores the prompts of a request, for which wants_scores was true, on a sequence, while no
-    request decodes; the parts of a JSON object. Where it is cancelled it ends with the part that is
-    computed. Raises Refusal."""
+async def score(state: State, served: Served, body: Body) -> Iterator[bytes]:
+    """Return the scores of a request's prompts, as parts of a JSON object.
+
+    The request is one for which wants_scores was true. The prompts are read while no request
+    decodes, and every sequence is empty afterwards. If this is cancelled, it ends after the part
+    that is being computed. Raises Refusal.
+    """
     text, given_up = body.take(), threading.Event()
 
     def goes_on() -> bool:
         return not (given_up.is_set() or state.stopping)
 
-    data, prompts = await body.run(lambda: _prompts(backend, text))
+    data, prompts = await body.run(lambda: _prompts(served, text))
     top, n_behind = data["logprobs"], data["max_tokens"]
-    args = (backend, prompts, top, n_behind, sequence, goes_on)
-    work = asyncio.get_running_loop().run_in_executor(state.workers, _scored, *args)
+    args = (served, prompts, top, n_behind, goes_on)
+    work = asyncio.get_running_loop().run_in_executor(state.quick, _scored, *args)
     try:
         # The place is given back when the work has ended, and not before.
         found, timings = await outlasting(work, given_up.set)
@@ -107,16 +113,16 @@ async def score(state: State, backend: Backend, body: Body, sequence: int) -> It
         raise STOPPING from None
     except Exception as error:  # noqa: BLE001 - whatever a policy raised
         raise Refusal(500, sentence_of(error)) from None
-    return _written(backend.name, backend.engine.llama, found, timings)
+    return _written(served.about.name, served.runtime.vocabulary, found, timings)
 
 
-def _prompts(backend: Backend, body: bytes) -> tuple[dict[str, Any], list[Prompt]]:
+def _prompts(served: Served, body: bytes) -> tuple[dict[str, Any], list[Prompt]]:
     """A request and its prompts. May take a while for long texts. Raises Refusal for prompts that
     cannot be scored."""
     data = json.loads(body)
-    model, room = backend.engine.llama, backend.slot_context - data["max_tokens"]
+    model, room = served.runtime.vocabulary, served.about.n_ctx - data["max_tokens"]
     prompts = [_read(model, asked, room) for asked in _asked(data.get("prompt"))]
-    n_tokens, most = sum(len(prompt.tokens) for prompt in prompts), backend.most_scored
+    n_tokens, most = sum(len(prompt.tokens) for prompt in prompts), served.most_scored
     if n_tokens > most:
         raise Refusal(
             400,
@@ -127,30 +133,54 @@ def _prompts(backend: Backend, body: bytes) -> tuple[dict[str, Any], list[Prompt
 
 
 def _scored(
-    backend: Backend,
+    served: Served,
     prompts: Sequence[Prompt],
     top: int,
     n_behind: int,
-    sequence: int,
     goes_on: Callable[[], bool],
 ) -> tuple[list[tuple[Scores, Text]], dict[str, Any]]:
-    """(scores and text of each prompt, costs of all). On a thread."""
-    costs, began_s = backend.costs(), monotonic()
+    """Return (scores and text of each prompt, costs of all). On a thread. Raises as _logits."""
     found = []
-    for prompt in prompts:
-        read = prompt.tokens if n_behind else prompt.tokens[:-1]
-        rows = backend.score(read, sequence, goes_on) if len(read) else ()
-        scores = _judged(prompt, rows, top, n_behind)
-        found.append((scores, _text_of(backend.engine.llama, scores, prompt.text)))
+    with served.runtime.evaluator() as evaluator:
+        began_s = monotonic()
+        for prompt in prompts:
+            read = prompt.tokens if n_behind else prompt.tokens[:-1]
+            rows = _logits(evaluator, read.tolist(), goes_on) if len(read) else ()
+            scores = _judged(prompt, rows, top, n_behind)
+            found.append((scores, _text_of(served.runtime.vocabulary, scores, prompt.text)))
+        costs = evaluator.costs()
     timings = {
         "prompt_n": sum(len(prompt.tokens) for prompt in prompts),
         "prompt_ms": 1000 * (monotonic() - began_s),
         "predicted_n": n_behind * len(prompts),
         "predicted_ms": 0.0,
-        **costs(),
+        **costs,
         "shared_steps": False,
     }
     return found, timings
+
+
+def _logits(
+    evaluator: Evaluator, tokens: list[int], goes_on: Callable[[], bool]
+) -> Iterator[np.ndarray]:
+    """Yield the logits of each token of a prompt, part by part; each is valid until the next one.
+
+    goes_on: asked before each part. Raises Stopped if it says no, MoeEdgeError, and whatever a
+    policy raised.
+    """
+    parts = evaluator.eval_each(tokens, 0, Phase.PREFILL)
+    while True:
+        if not goes_on():
+            raise Stopped
+        try:
+            part = next(parts, None)
+        except NativeError:
+            if goes_on():
+                raise
+            raise Stopped from None
+        if part is None:
+            return
+        yield part
 
 
 def _judged(prompt: Prompt, parts: Iterable[np.ndarray], top: int, n_behind: int) -> Scores:

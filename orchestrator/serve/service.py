@@ -1,33 +1,26 @@
-"""One model and the application that answers with it, whoever listens: `moe-edge serve` on a socket
-of its own, or each replica of a fleet."""
+"""One model and the application that answers with it, for `moe-edge serve` and for each replica of
+a fleet."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
+from contextlib import closing
 from time import monotonic
 
-from gguf_tools.children import child
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
-from orchestrator.errors import NativeError
-from orchestrator.native import ServerLibrary
 from orchestrator.native.llama import Bindings
 from orchestrator.runtime.load import Progress
+from orchestrator.runtime.runtime import Runtime
 from orchestrator.serve.admission import return_memory
 from orchestrator.serve.app import application
-from orchestrator.serve.backend import Backend, Stopped
+from orchestrator.serve.bodies import Words
+from orchestrator.serve.served import Served, answering
 from orchestrator.serve.settings import ServeSettings
-from orchestrator.serve.state import State
+from orchestrator.serve.state import State, Stopped
 
-LOOK_S = 0.1
 DAY_S = 86400  # for what waits without an end
-PREBUILT = "libmoe-edge-server.so"  # where a wheel brings it, beside libllama
-TOOL = Path(__file__).resolve().parents[2] / "patches" / "tool.py"
 
 
 class Service:
@@ -38,19 +31,19 @@ class Service:
     ) -> None:
         """note gets a line for each request, and what else is to be said. Raises MoeEdgeError: the
         settings are wrong, or there is no such model."""
-        # Before some minutes of building, and before anybody is told to wait.
-        ExpertModel.open(config.model, config.low).close()
-        settings.chat_template_text()
+        # What is wrong with them is said before the model loads.
+        with closing(ExpertModel.open(config.model, config.low)) as model:
+            self._words = Words.of(model)
         return_memory()
-        self.state = State(settings)
-        self.app = application(self.state, note)
+        self.state = state = State(settings)
+        self._answering = answering(config, settings, self._words, state.threads)
+        self.app = application(state, note)
         self._config, self._note = config, note
-        self._bindings = Bindings.load()
+        Bindings.load()
 
-    def load(self, progress: Progress) -> Backend | None:
-        """Builds the native server where that is to be done, and loads the model; on any thread.
-        None where stop came first. Raises MoeEdgeError, of which NativeError is a server that
-        cannot be built."""
+    def load(self, progress: Progress) -> Served | None:
+        """Load the model, on any thread; None if stop came first. Raises MoeEdgeError, of which
+        NativeError means that llama.cpp's server core cannot be had."""
         state = self.state
 
         def begins(what: str, done: float | None) -> None:
@@ -59,82 +52,49 @@ class Service:
             progress(what, done)
 
         try:
-            library = server_library(self._bindings, lambda: state.stopping)
-            backend = Backend(
-                self._config, state.settings, library, begins, state.threads, self._note
-            )
+            runtime = Runtime.open(self._config, begins, self._answering, say=self._note)
         except Stopped:
             return None
-        state.gate.open(backend.cells)
-        state.backend = backend
+        served = Served(runtime, state.settings, self._words, self._note)
+        state.gate.open(served.about.n_cells)
+        state.served = served
         if state.stopping:
-            backend.stop()
+            runtime.stop()
             return None
-        if backend.engine.note:
-            self._note(backend.engine.note)
-        self._note(backend.engine.mode)
-        return backend
+        if runtime.note:
+            self._note(runtime.note)
+        self._note(runtime.mode)
+        return served
 
     def stop(self) -> None:
-        """Ends what it is at soon; for any thread."""
+        """End everything soon, from any thread."""
         self.state.stopping = True
-        if self.state.backend is not None:
-            self.state.backend.stop()
+        if self.state.served is not None:
+            self.state.served.runtime.stop()
 
     def close(self, end_s: float) -> bool:
-        """Frees everything, once load has returned and nobody asks any more. end_s: of the
-        monotonic clock, when nobody waits any longer. Returns whether all has ended. Where a thread
-        is still in work of llama.cpp's that nothing ends, all is saved and nothing freed, and the
-        process has to end without it."""
-        state, backend = self.state, self.state.backend
-        kept = backend.kept if backend is not None else None
-        for workers in (state.workers, state.quick, kept and kept.thread):
-            if workers:
-                workers.shutdown(wait=False)
+        """Free everything, after load has returned and the last request has ended.
+
+        end_s: of the monotonic clock, when a thread that is still in llama.cpp is given up. What
+        was learned is kept then, nothing is freed, and False is returned: the process has to end.
+        """
+        state, served = self.state, self.state.served
+        state.quick.shutdown(wait=False)
         for thread in threading.enumerate():
-            if thread.name.startswith(state.threads):
+            if thread.name.startswith(f"{state.threads}quick"):
                 thread.join(max(0.0, end_s - monotonic()))
                 if thread.is_alive():
+                    if served is not None:
+                        served.runtime.keep()
                     return self._give_up()
-        return backend is None or backend.close(end_s) or self._give_up()
+        return served is None or served.runtime.close(end_s) or self._give_up()
 
     def drain(self) -> None:
-        """The end of one in a fleet, which sends it no more requests and has let those end that it
-        had: what it holds goes to --prompt-cache, and all is freed."""
+        """End one server of a fleet, which has no requests left: keep its conversations in
+        --prompt-cache, and free everything."""
         self.stop()
         self.close(monotonic() + DAY_S)
 
     def _give_up(self) -> bool:
         self._note("llama.cpp is still at work for a request: the server ends without it.")
-        if self.state.backend is not None:
-            self.state.backend.engine.keep()
         return False
-
-
-def server_library(bindings: Bindings, is_stopping: Callable[[], bool]) -> ServerLibrary:
-    """The library that goes with the loaded llama.cpp. Compiling it shows its progress on stderr.
-
-    A wheel of moe-edge brings it. Raises NativeError where it cannot be had: this is neither that
-    nor a checkout, or no compiler is there; and Stopped, where is_stopping says so while it is
-    compiled.
-    """
-    package = Path(bindings.api.__file__).parent
-    prebuilt = package / "lib" / PREBUILT
-    if prebuilt.is_file():
-        return ServerLibrary(prebuilt)
-    if not TOOL.is_file():
-        raise NativeError(
-            f"the server is compiled from a checkout of moe-edge, and {TOOL} is not there"
-        )
-    command = [sys.executable, str(TOOL), "server", str(package)]
-    # Compilers of an interrupted build would go on for minutes.
-    with child(command, with_its_own=True, stdout=subprocess.PIPE) as process:
-        said = None
-        while said is None:
-            with suppress(subprocess.TimeoutExpired):
-                said, _ = process.communicate(timeout=LOOK_S)
-            if is_stopping():
-                raise Stopped
-    if process.returncode != 0:
-        raise NativeError("llama.cpp's server cannot be compiled: the lines above say why")
-    return ServerLibrary(Path(said.strip().splitlines()[-1]))

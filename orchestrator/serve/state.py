@@ -1,4 +1,4 @@
-"""What requests of a server share: its keys, places, threads, and the model once it is there."""
+"""What requests of a server share: its keys, places, threads, and the model once it is loaded."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ from itertools import count
 from time import time
 
 from orchestrator.serve.admission import UNREAD_BYTES, Bodies, Gate, Seats, Unread
-from orchestrator.serve.backend import Backend
+from orchestrator.serve.served import Served
 from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.wire import STOPPING, Refusal
 
 _number = count(1)
 
 
+class Stopped(Exception):
+    """The server was told to end while it loaded a model or scored a prompt."""
+
+
 class State:
-    """What the application answers with: the backend, once it has loaded. threads: how the names of
-    its threads begin that are in llama.cpp for a request. all_metrics: what `/metrics` says, where
-    this is one server of several."""
+    """What the application answers with.
+
+    served: the model, once it is loaded. threads: how the names of the server's threads begin.
+    all_metrics: returns the answer of `/metrics` for all servers, if this is one of several.
+    """
 
     def __init__(self, settings: ServeSettings) -> None:
         self.threads = f"server{next(_number)}-"
@@ -30,26 +36,27 @@ class State:
         self.gate = Gate(settings.parallel, settings.queue)
         self.unread = Unread(UNREAD_BYTES)
         self.seats = Seats(settings.parallel)
-        self.backend: Backend | None = None
+        self.served: Served | None = None
         self.began_s = int(time())  # of the Unix clock
         self.stopping = False
         self.all_metrics: Callable[[], Awaitable[str]] | None = None
-        self.workers: Executor = ThreadPoolExecutor(settings.parallel, f"{self.threads}answer")
-        self.quick: Executor = ThreadPoolExecutor(2, f"{self.threads}quick")
+        # One for bodies, one for figures, one for scores.
+        self.quick: Executor = ThreadPoolExecutor(3, f"{self.threads}quick")
         self.bodies = Bodies(self.quick, lambda: self.stopping)
 
-    def ready(self) -> Backend:
-        """Raises Refusal while the model loads, where its file was written to, and at the end."""
+    def ready(self) -> Served:
+        """Return the model. Raises Refusal while it loads, if its file was written to, and at the
+        end."""
         if self.stopping:
             raise STOPPING
-        if self.backend is None:
+        if self.served is None:
             raise Refusal(503, "the model is loading")
         self.check()
-        return self.backend
+        return self.served
 
     def check(self) -> None:
-        """Raises Refusal where what the model answers is not to be trusted any more."""
-        fault = self.backend.fault() if self.backend is not None else ""
+        """Raises Refusal if the answers of the model cannot be right any more."""
+        fault = self.served.runtime.fault() if self.served is not None else ""
         if fault:
             raise Refusal(503, fault)
 

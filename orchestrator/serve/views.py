@@ -7,12 +7,15 @@ import re
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from starlette.responses import Response
 
 from gguf_tools.process import peak_rss_bytes
 from orchestrator.events import Phase
-from orchestrator.serve.backend import Backend
+from orchestrator.runtime.runtime import Runtime
+from orchestrator.serve.served import Served
 from orchestrator.serve.state import State
 
 # One file of ours, which works without network.
@@ -51,11 +54,37 @@ def _digest(text: str, tag: str) -> str:
     return "sha256-" + b64encode(hashlib.sha256(inner.encode()).digest()).decode()
 
 
-def metrics_text(state: State, backend: Backend) -> str:
+def picture(runtime: Runtime) -> dict[str, Any]:
+    """Return what the page shows: the model, where each expert is, how often tokens used it, hits
+    and bytes, and what memory is in use.
+
+    resident and used: uint8 and little-endian uint32 [layers, experts] in base64. streams_below:
+    without managed experts, a --ram in bytes with which some of them come from the disk.
+    """
+    plan, stats = runtime.plan, runtime.stats()
+    about = {"model": runtime.about.name, "mode": stats.mode, "memory": runtime.memory()}
+    if stats.counts is None or stats.resident is None:
+        return about | {"layers": 0, "streams_below": plan.total_bytes - plan.expert_bytes // 2}
+    counts = stats.counts
+    read = [*counts.demand_bytes, *counts.prefetch_bytes, counts.transition_bytes]
+    return {
+        **about,
+        "layers": stats.resident.shape[0],
+        "experts": stats.resident.shape[1],
+        "tiers": list(plan.tier_names),
+        "resident": b64encode(stats.resident.tobytes()).decode(),
+        "used": b64encode(np.asarray(stats.used, "<u4").tobytes()).decode(),
+        "requests": sum(counts.requests),
+        "hits": sum(counts.hits),
+        "bytes_read": sum(read),
+    }
+
+
+def metrics_text(state: State, served: Served) -> str:
     """Counters and gauges in Prometheus's text format."""
     lines: list[str] = []
     last = ""
-    for name, kind, help, labels, value in _samples(state, backend):
+    for name, kind, help, labels, value in _samples(state, served):
         if name != last:
             lines += [f"# HELP {PREFIX}{name} {help}", f"# TYPE {PREFIX}{name} {kind}"]
             last = name
@@ -85,7 +114,7 @@ def together(texts: Iterable[str]) -> str:
     return "".join(f"{line}\n" for lines in families.values() for line in lines)
 
 
-def _samples(state: State, backend: Backend) -> Iterator[tuple[str, str, str, Labels, float]]:
+def _samples(state: State, served: Served) -> Iterator[tuple[str, str, str, Labels, float]]:
     gate, bodies, unread = state.gate, state.bodies, state.unread
     yield "requests_running", "gauge", "Requests that decode now.", {}, gate.running
     yield "requests_waiting", "gauge", "Requests that wait for their turn.", {}, gate.waiting
@@ -97,12 +126,11 @@ def _samples(state: State, backend: Backend) -> Iterator[tuple[str, str, str, La
     yield "bodies_refused_total", "counter", "Requests refused for want of room.", {}, refused
     peak = peak_rss_bytes()
     yield "peak_resident_bytes", "gauge", "Most memory that the process had.", {}, peak
-    plan = backend.engine.plan
+    plan, stats = served.runtime.plan, served.runtime.stats().counts
     yield "ram_bytes", "gauge", "Cap on all that the model takes.", {}, plan.ram_bytes
     yield "budget_bytes", "gauge", "Cap on the slots of experts.", {}, plan.budget_bytes
-    if not backend.engine.managed:
+    if stats is None:
         return
-    stats = backend.engine.store.stats()
     by_phase = (
         ("expert_requests_total", "Experts that tokens asked for.", stats.requests),
         ("expert_hits_total", "Of those, in memory already.", stats.hits),

@@ -27,12 +27,12 @@ from pathlib import Path
 
 import capped
 import numpy as np
+from orchestrator.runtime.engine import Engine
 
 from gguf_tools import synthetic
 from orchestrator.config import Config
 from orchestrator.errors import NativeError
 from orchestrator.native import touched_memory
-from orchestrator.runtime.engine import Engine
 from orchestrator.settings import parse_size
 
 SEQUENCES = 4

@@ -4,13 +4,13 @@ and the router of a later one, to compare with what route events report."""
 from dataclasses import dataclass, field
 
 import numpy as np
+from orchestrator.runtime.engine import Engine
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.lab.observe import Observer
 from orchestrator.policy import Policy
 from orchestrator.policy.base import EVERY_STEP, Wants
-from orchestrator.runtime.engine import Engine
 
 _LOGITS = "ffn_moe_logits-"
 

@@ -20,7 +20,6 @@ from waiting import wait_until
 
 from orchestrator.native import ServerLibrary
 from orchestrator.native.llama import Bindings
-from orchestrator.serve.service import PREBUILT
 
 REPO = Path(__file__).resolve().parents[2]
 DEMO = REPO / "models/demo/moe-edge-demo.gguf"
@@ -28,28 +27,16 @@ DEMO = REPO / "models/demo/moe-edge-demo.gguf"
 HANG_S = 300
 
 
+@cache
 def library_path():
-    """Returns the native server's library: a wheel's, or the one in the user's own cache, which is
-    compiled if it is missing."""
-    from patches.server import library_path as path_for
-    from patches.upstream import read_upstream
-
+    """Returns the server core's library, beside libllama. It is compiled first if its sources were
+    edited since; a wheel's is used as it is."""
     package = Path(Bindings.load().api.__file__).parent
-    prebuilt = package / "lib" / PREBUILT
-    path = prebuilt if prebuilt.exists() else path_for(read_upstream(), package, REAL_CACHE)
-    if not path.exists():
+    if "sets" not in json.loads((package / "moe_edge_build.json").read_text()):
         command = [sys.executable, str(REPO / "patches/tool.py"), "server", str(package)]
         environment = {**os.environ, "XDG_CACHE_HOME": str(REAL_CACHE.parent)}
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
-    return path
-
-
-def bring_server(cache):
-    """Gives what was compiled to a server with that cache. A wheel's needs nothing."""
-    path, servers = library_path(), cache / "moe-edge" / "servers"
-    if path.is_relative_to(REAL_CACHE) and not servers.exists():
-        servers.parent.mkdir(parents=True, exist_ok=True)
-        servers.symlink_to(path.parents[1])
+    return package / "lib" / "libmoe-edge-server.so"
 
 
 def server_library():
@@ -127,7 +114,7 @@ def serving(cache, *options, files=None):
     """A server of the demo model on a free port, whose user folders are in `cache`. files: the most
     file descriptors that it may have."""
     pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
-    bring_server(cache)
+    library_path()
     own = {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(REPO), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, "-m", "orchestrator", "serve", "--port", "0", "--threads", "1"]
     if files is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from orchestrator.runtime.engine import Engine
 
 from gguf_tools import synthetic
 from gguf_tools.built import instructions
@@ -16,7 +17,6 @@ from gguf_tools.pack import pack
 from orchestrator.config import Config
 from orchestrator.cost import losses
 from orchestrator.native.llama import Bindings
-from orchestrator.runtime.engine import Engine
 from patches import portable, tree
 from patches.upstream import (
     PATCHES,

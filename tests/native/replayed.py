@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator.runtime.engine import Engine
+
 from orchestrator.lab.replay import ReplayOptions, Trace, read_trace, replay, write_trace
 from orchestrator.lab.replay.record import Recorder
 from orchestrator.lab.replay.report import set_up_for
@@ -10,7 +12,6 @@ from orchestrator.lab.replay.simulate import Compute, Transport, simulate
 from orchestrator.native import CStats
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import Policy, policy_class
-from orchestrator.runtime.engine import Engine
 
 DISK = Transport(10**9, 50, 4)
 # Slow, fast, and instant.

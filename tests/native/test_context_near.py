@@ -3,11 +3,11 @@ losses, kept prefixes."""
 
 import numpy as np
 import pytest
+from orchestrator.runtime.engine import Engine
 
 from orchestrator.cost import losses
 from orchestrator.errors import ConfigError
 from orchestrator.lab.replay.simulate import Compute
-from orchestrator.runtime.engine import Engine
 
 from .conftest import build, drawn, save_losses, until
 from .replayed import SPEEDS, recorded, replayed, reported

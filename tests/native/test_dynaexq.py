@@ -4,12 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from orchestrator.runtime.engine import Engine, Sampling
 
 from orchestrator.allocation.pools import Places, TierPools
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.events import ABSENT, Phase
 from orchestrator.policy import dynaexq
-from orchestrator.runtime.engine import Engine, Sampling
 
 from .conftest import build, drawn, greedy, until
 

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from orchestrator.runtime.engine import Engine
 
 from orchestrator.config import Sampling
 from orchestrator.cost import losses
@@ -12,7 +13,6 @@ from orchestrator.errors import ConfigError
 from orchestrator.events import Phase
 from orchestrator.lab.eval import EvalOptions, evaluate, render
 from orchestrator.policy.floor import Floor
-from orchestrator.runtime.engine import Engine
 
 from .conftest import build, drawn, save_losses
 from .replayed import recorded, reported

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from orchestrator.runtime.engine import Engine
 
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
-from orchestrator.runtime.engine import Engine
 
 TOKENS = np.random.default_rng(0).integers(10, 300, 60).tolist()
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from orchestrator.runtime.engine import Engine
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.chat.console import Console
@@ -19,7 +20,6 @@ from orchestrator.cost.disk import Bandwidth
 from orchestrator.cost.planner import Planner
 from orchestrator.errors import ConfigError
 from orchestrator.memory.plan import MemoryPlan
-from orchestrator.runtime.engine import Engine
 from orchestrator.runtime.load import Loader
 
 from .conftest import save_losses

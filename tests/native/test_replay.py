@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
+from orchestrator.runtime.engine import Engine
 
 from orchestrator.config import Sampling
 from orchestrator.events import Phase
 from orchestrator.lab.replay.record import record_answer, record_text
 from orchestrator.lab.replay.trace import PROMPT_ENDS, STARTS
 from orchestrator.policy.dymoe import DyMoE
-from orchestrator.runtime.engine import Engine
 
 from .conftest import build, drawn, opened
 from .decoder import Decoder, Token

@@ -4,11 +4,11 @@ from time import monotonic
 
 import numpy as np
 import pytest
+from orchestrator.runtime.engine import Engine
 
 from orchestrator.cache import profile
 from orchestrator.lab.replay.record import record_text
 from orchestrator.lab.replay.simulate import Compute
-from orchestrator.runtime.engine import Engine
 
 from .conftest import build, drawn, until
 from .replayed import SPEEDS, recorded, replayed

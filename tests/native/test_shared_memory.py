@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from mixing import SHAPE
+from orchestrator.runtime.engine import Engine
 
 from gguf_tools import synthetic
 from orchestrator.config import Config
@@ -15,7 +16,6 @@ from orchestrator.errors import NativeError
 from orchestrator.native import Store, touched_memory
 from orchestrator.native.llama import LlamaContext, Sampling
 from orchestrator.runtime import llama_parts
-from orchestrator.runtime.engine import Engine
 
 N_CTX = 16384
 PROMPT = np.random.default_rng(0).integers(10, 300, 3000).tolist()

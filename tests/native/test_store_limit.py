@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from orchestrator.runtime.engine import Engine
 
 from gguf_tools.file.layout import GGMLType
 from orchestrator.config import Config
 from orchestrator.errors import NativeError
 from orchestrator.events import ABSENT, Phase
 from orchestrator.native.abi import VISIT_CB
-from orchestrator.runtime.engine import Engine
 
 from .conftest import DEVICES
 from .transition_driver import HELD, HIGH, KINDS, LOW, US, Driver, ExpertFile

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from orchestrator.runtime.engine import Engine
 from repacking import repack
 
 from orchestrator.events import Phase
 from orchestrator.native import MAX_TIERS
-from orchestrator.runtime.engine import Engine
 
 from .conftest import build, drawn
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from orchestrator.runtime.engine import Engine
 
 from gguf_tools import synthetic
 from orchestrator.config import Config
 from orchestrator.native import touched_memory
 from orchestrator.runtime import llama_parts
-from orchestrator.runtime.engine import Engine
 
 N_CTX = 131072
 DRAWN = np.random.default_rng(0).integers(10, 300, 4000).tolist()

@@ -15,13 +15,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from orchestrator.runtime.engine import Engine
 
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, MoeEdgeError
 from orchestrator.events import Phase
 from orchestrator.native import find_device
 from orchestrator.native.llama import Bindings
-from orchestrator.runtime.engine import Engine
 
 
 def load_backend(library):

@@ -6,13 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from orchestrator.runtime.engine import Engine
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from orchestrator.cli.main import cli
 from orchestrator.config import Config
 from orchestrator.events import Phase
-from orchestrator.runtime.engine import Engine
 
 # By method: tiers, the bits of the last one, and experts of the model. Of one bit q1_0 keeps a sign
 # a weight, which GPTQ makes usable; iq1_s is a codebook, and needs an importance matrix.

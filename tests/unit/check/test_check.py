@@ -7,6 +7,7 @@ import gguf
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from orchestrator.runtime.engine import Engine
 from tables import cases
 
 from gguf_tools.experts import ExpertModel
@@ -17,7 +18,6 @@ from orchestrator.errors import BudgetError
 from orchestrator.lab.check import CheckOptions, budgets, checking, child, examine, render
 from orchestrator.lab.check.checking import compare_rows, first_layer
 from orchestrator.memory.machine import Machine
-from orchestrator.runtime.engine import Engine
 
 FEW = ("--tokens", "5", "--ctx", "256", "--threads", "1")
 
@@ -206,7 +206,7 @@ def test_a_model_that_cannot_be_managed(tiny_model, monkeypatch):
     monkeypatch.setattr(llama, "EXPERT_PATTERN", rb"blk\.\d+\.ffn_gate_inp\.weight")
     report = look(tiny_model("mixtral", "q4_k"))
     [problem] = report["problems"]
-    assert "but moe-edge cannot manage its experts: blk.0.ffn_gate_inp.weight is read by MUL_MAT" in problem
+    assert "cannot manage its experts: blk.0.ffn_gate_inp.weight is read by MUL_MAT" in problem
     assert report["tiers"][0]["plain"]["decode_tok_s"] > 0
     assert report["words"]["lost"] == []
 

@@ -5,7 +5,7 @@ import json
 import capped
 import pytest
 from command_line import python
-from served import bring_server
+from served import library_path
 
 RAM = 112 << 20
 
@@ -63,7 +63,7 @@ def test_a_server_keeps_to_the_least_that_it_names(known, tmp_path, monkeypatch)
     """With clients at once, and the pages of libraries. Twice of what it is counted with beside a
     chat would be too much: this model leaves a sixth of all to spare, the demo 7 %."""
     pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
-    bring_server(tmp_path)
+    library_path()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(capped, "ASKED", 3)
     serve = known["serve"]

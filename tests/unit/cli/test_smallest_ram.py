@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from command_line import run
-from served import bring_server, serving
+from served import library_path, serving
 
 from gguf_tools import synthetic
 from orchestrator.settings import parse_size
@@ -54,7 +54,7 @@ def test_it_works_and_less_is_refused(
 ):
     monkeypatch.chdir(tmp_path)
     if front_end == "serve":
-        bring_server(user_folder / "cache")
+        library_path()
     (tmp_path / "text.txt").write_text("A text that is read. " * 20)
     own = ("--policy=dymoe", f"--model={models[shape]}")
     words = (*FRONT_ENDS[front_end], *own)

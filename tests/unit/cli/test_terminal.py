@@ -8,11 +8,9 @@ import fake_runtime
 import pytest
 from pseudo_terminal import CTRL_C, CTRL_D, ESCAPES, FAKE, PROMPT, UP, Terminal
 from tables import cases
-from test_session import make
 
 from gguf_tools import synthetic
 from orchestrator.chat.console import WordWrap
-from orchestrator.errors import GGUFError
 
 
 def test_a_conversation(start):

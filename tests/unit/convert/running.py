@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from orchestrator.runtime.engine import Engine
 
 from gguf_tools.convert import convert
 from orchestrator.config import Config
 from orchestrator.native.llama import Bindings
-from orchestrator.runtime.engine import Engine
 
 from . import checkpoints
 from .families import PROMPT

@@ -6,11 +6,11 @@ from contextlib import closing, contextmanager
 import numpy as np
 import pytest
 from answering import evaluated, first_logits
+from orchestrator.runtime.engine import Engine
+from orchestrator.serve.backend import Backend
 from served import server_library
 
 from orchestrator.config import Config
-from orchestrator.runtime.engine import Engine
-from orchestrator.serve.backend import Backend
 from orchestrator.serve.settings import ServeSettings
 
 DRAWN = np.random.default_rng(3).integers(60, 300, (5, 100)).tolist()

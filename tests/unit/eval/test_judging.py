@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from orchestrator.runtime.engine import Engine
 
 from orchestrator.cli.main import cli
 from orchestrator.config import Config
 from orchestrator.events import Phase
 from orchestrator.lab.eval.judge import Judge
-from orchestrator.runtime.engine import Engine
 from orchestrator.runtime.texts import log_softmax
 
 

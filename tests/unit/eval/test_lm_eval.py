@@ -10,11 +10,11 @@ pytest.importorskip("lm_eval", reason="needs lm_eval: pip install -e '.[eval]'")
 from lm_eval import simple_evaluate
 from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
+from orchestrator.runtime.engine import Engine, Sampling
 
 from orchestrator.config import Config
 from orchestrator.lab.eval.harness import MoeEdgeLM
 from orchestrator.lab.eval.judge import Judge, read_questions, score_choices
-from orchestrator.runtime.engine import Engine, Sampling
 from orchestrator.runtime.texts import log_softmax
 
 SETTINGS = {"policy": "lru", "high_tier": "q4_k", "threads": 1, "ctx": 256, "expert_ram": "8MiB"}

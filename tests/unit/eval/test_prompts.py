@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from judged import TEXT
+from orchestrator.runtime.engine import Engine
 
 from orchestrator.cli.main import cli
 from orchestrator.config import Config
@@ -14,7 +15,6 @@ from orchestrator.events import Phase
 from orchestrator.lab.eval import EvalOptions
 from orchestrator.lab.eval.judge import Judge, score_text
 from orchestrator.lab.eval.text import Document, Window
-from orchestrator.runtime.engine import Engine
 from orchestrator.runtime.texts import log_softmax
 
 POLICIES = {

@@ -1,12 +1,12 @@
 """The best tier that others are compared with has no memory of its own."""
 
 import pytest
+from orchestrator.runtime.engine import Engine
 
 from orchestrator.config import Config
 from orchestrator.lab.eval import EvalOptions, evaluate
 from orchestrator.lab.registry import STUDIES, load
 from orchestrator.lab.study import study
-from orchestrator.runtime.engine import Engine
 
 RAM = 400 << 20
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from orchestrator.runtime.engine import Engine
 from shapes import make_decision, make_event, make_shape, make_view, prefetches
 from tables import cases
 
@@ -22,7 +23,6 @@ from orchestrator.config import Config
 from orchestrator.errors import NativeError
 from orchestrator.events import GenerationStats, percentile
 from orchestrator.native import ABI_VERSION, Library, Store, abi
-from orchestrator.runtime.engine import Engine
 
 HEADER = Path(__file__).resolve().parents[3] / "patches" / "native" / "moe-edge.h"
 

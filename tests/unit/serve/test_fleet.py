@@ -12,7 +12,7 @@ import pytest
 from asgi import ask, begun
 from fake_backend import quiet
 from paths import CHAT
-from served import DEMO, HANG_S, REPO, bring_server
+from served import DEMO, HANG_S, REPO, library_path
 from tables import cases
 from waiting import wait_until
 
@@ -138,7 +138,7 @@ def end_of(lines):
 
 def test_a_drained_replica_leaves_its_conversations_to_the_next_one(library, tmp_path, monkeypatch):
     """Without Ray, which calls drain behind the last answer; two decode together."""
-    bring_server(tmp_path)
+    library_path()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = {**REPLICA, "ctx": 1024, "parallel": 2, "prompt-cache": tmp_path / "prompts"}
     questions = [wanted(f"Tell me of a {each}. " * 20) for each in ("boat", "fox")]
@@ -172,7 +172,7 @@ def started(tmp_path_factory, library):
     from orchestrator.serve.fleet import app
 
     cache = tmp_path_factory.mktemp("fleet")
-    bring_server(cache)
+    library_path()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
 

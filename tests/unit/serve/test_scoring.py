@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 from asgi import ask
 from fake_backend import FakeBackend, app_for, assert_refused, whole
-from served import DEMO, HANG_S, running
-from tables import cases
-from waiting import wait_until
-
-from orchestrator.config import Config
-from orchestrator.lab.eval.judge import Judge
 from orchestrator.runtime.engine import Engine
-from orchestrator.runtime.texts import log_softmax
 from orchestrator.serve.backend import (
     SCORE_BYTES,
     SCORED_MOST,
@@ -24,6 +17,13 @@ from orchestrator.serve.backend import (
     most_scored,
     server_config,
 )
+from served import DEMO, HANG_S, running
+from tables import cases
+from waiting import wait_until
+
+from orchestrator.config import Config
+from orchestrator.lab.eval.judge import Judge
+from orchestrator.runtime.texts import log_softmax
 
 PATH = "/v1/completions"
 ASK = {"prompt": "ab", "echo": True, "logprobs": 1, "max_tokens": 0}

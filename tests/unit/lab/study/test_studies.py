@@ -5,6 +5,7 @@ import sys
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from orchestrator.runtime.engine import Engine
 
 from orchestrator.cli.main import cli
 from orchestrator.config import Config
@@ -18,7 +19,6 @@ from orchestrator.lab.study.activations import (
     top,
 )
 from orchestrator.lab.study.subject import random_critical
-from orchestrator.runtime.engine import Engine
 
 K, N = 4, 16
 

@@ -1,0 +1,93 @@
+"""What a body costs to read: its tokens, and the longest word in which a tokenizer looks for
+merges."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from functools import cached_property
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.file.reader import metadata_value
+from orchestrator.native.llama import Model
+from orchestrator.serve.admission import BODY_FACTOR, WHOLE_FACTOR
+
+# Tokens of a text are counted in pieces, so that counting takes no memory.
+PIECE_CHARS = 8192
+# Values of `tokenizer.ggml.pre` for which llama.cpp does not cut a text into words before it looks
+# for merges, but into clauses (words are joined across spaces) or into lines.
+_BY_CLAUSE, _BY_LINE = ("exaone-moe", "deepseek-llm"), ("gemma4", "sarvam-moe")
+# The part of Unicode that has marks, which belong to the letter before them.
+_MARKED = range(0x300, 0x1F000)
+
+
+class Words:
+    """The parts of a text in which a tokenizer looks for merges.
+
+    They are never shorter than llama.cpp's: letters and digits with their marks and what is between
+    them, or clauses, or lines. is_whole: the tokenizer looks for merges in the whole text.
+    """
+
+    def __init__(self, kind: str, cut: str) -> None:
+        """kind, cut: `tokenizer.ggml.model` and `tokenizer.ggml.pre` of a model."""
+        self.is_whole = kind not in ("gpt2", "gemma4")
+        # Each byte is a symbol, but where lines are cut each character is one.
+        self._by_byte = kind == "gpt2" and cut not in _BY_LINE
+        self._joins_spaces = cut in _BY_CLAUSE
+
+    @classmethod
+    def of(cls, model: ExpertModel) -> Words:
+        """Return those of a model's tokenizer."""
+        keys = ("tokenizer.ggml.model", "tokenizer.ggml.pre")
+        return cls(*(metadata_value(model.parts[0], key, str, "") for key in keys))
+
+    @property
+    def body_factor(self) -> int:
+        """Bytes of memory that reading a body takes at most, for each byte of the longest one."""
+        return WHOLE_FACTOR if self.is_whole else BODY_FACTOR
+
+    def count_tokens(self, text: str, model: Model) -> tuple[int, int]:
+        """Return about how many tokens a text has, and the length of its longest word; (0, 0) if
+        body_factor is enough for any text. May take long."""
+        if self.is_whole:
+            return 0, 0
+        n_tokens = sum(
+            len(model.tokenize(text[at : at + PIECE_CHARS], add_special=False, parse_special=True))
+            for at in range(0, len(text), PIECE_CHARS)
+        )
+        return n_tokens, self.longest(text)
+
+    @cached_property
+    def _patterns(self) -> list[re.Pattern[str]]:
+        """Made for the first long text, because finding all marks takes 0.05 s."""
+        if not self._by_byte:
+            return [re.compile(r"[^\n]+"), re.compile(r"\n+")]
+        marks = "".join(chr(n) for n in _MARKED if unicodedata.category(chr(n)).startswith("M"))
+        spaces = r"|[^\S\r\n]" if self._joins_spaces else ""
+        letters = re.compile(rf"(?:[^\W_]|[{marks}]{spaces})+")
+        return [letters, re.compile(r"[\W_]+")]
+
+    def longest(self, text: str) -> int:
+        """Return the length of the longest word of a text, in bytes or in characters.
+
+        The text is searched in pieces, because a regular expression lets no other thread run. Each
+        pattern repeats a class of single characters, so a word may continue in the next piece.
+        """
+        return max((self._longest_of(each, text) for each in self._patterns), default=0)
+
+    def _longest_of(self, pattern: re.Pattern[str], text: str) -> int:
+        longest = 0
+        begun = 0  # length of a word that reaches the end of the piece before
+        for at in range(0, len(text), PIECE_CHARS):
+            piece = text[at : at + PIECE_CHARS]
+            goes_on = False
+            for found in pattern.finditer(piece):
+                word = found[0]
+                length = len(word.encode() if self._by_byte else word)
+                if found.start() == 0:
+                    length += begun
+                longest = max(longest, length)
+                if found.end() == len(piece):
+                    begun, goes_on = length, True
+            begun = begun if goes_on else 0
+        return longest
