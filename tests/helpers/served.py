@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
