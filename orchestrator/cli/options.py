@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from gguf_tools.quantize.methods import ExpertQuantizer
     from orchestrator.lab.calibrate.methods import Method
     from orchestrator.lab.table import Table
-    from orchestrator.runtime.engine import Engine
+    from orchestrator.runtime.answering import Answering
+    from orchestrator.runtime.runtime import Runtime
 
 # Where a context keeps whether outputs may be replaced.
 _FORCE = "moe-edge.force"
@@ -312,7 +313,9 @@ def make_config(options: dict[str, Any]) -> Config:
 def chat_config(options: dict[str, Any]) -> Config:
     """Return the config that `moe-edge chat` runs with these options. Commands that say what would
     run, or that try it, use the same."""
-    return make_config({"remember": True, "conversations": True, **given(options)})
+    from orchestrator.runtime.answering import Answering
+
+    return Answering().config(make_config({"remember": True, **given(options)}))
 
 
 @contextmanager
@@ -369,18 +372,21 @@ def chosen_method(options: dict[str, Any]) -> Method:
     return Method(**given({name: options.get(renamed.get(name, name)) for name in names}))
 
 
-def open_engine(config: Config, console: Console) -> Engine:
+def open_runtime(
+    config: Config, console: Console, answering: Answering | None = None, **more: Any
+) -> Runtime:
+    """Open a model with a bar that shows the progress. more: further parameters of Runtime.open."""
     from orchestrator.cache.files import check_target
-    from orchestrator.runtime.engine import Engine
+    from orchestrator.runtime.runtime import Runtime
 
     profile = config.given("profile")
     if profile is not None and profile.parent.is_dir():  # else it is made
         check_target(profile)
     with console.bars():
-        engine = Engine.open(config, console.bar)
-    if engine.note:
-        console.note(engine.note)
-    return engine
+        runtime = Runtime.open(config, console.bar, answering, **more)
+    if runtime.note:
+        console.note(runtime.note)
+    return runtime
 
 
 def say(text: str) -> None:

@@ -350,6 +350,8 @@ class Runtime(Closing):
             self._read_ahead()
 
     def _read_ahead(self) -> None:
+        if self._answering is None or not self._answering.reads_ahead:
+            return
         with self._turns:
             if not (self._running or self._is_lent or self._is_ending or self._native is None):
                 used = self._loader.history.usage.recall()
