@@ -46,10 +46,10 @@ def slow_reads(folder):
 def tiny_model(folder):
     """A model whose experts do not fit a cap, and that cap: its path, and bytes."""
     from mixing import SHAPE
+    from orchestrator.runtime.engine import Engine
 
     from gguf_tools import synthetic
     from orchestrator.config import Config
-    from orchestrator.runtime.engine import Engine
 
     path = Path(folder) / "interrupted.gguf"
     synthetic.write(path, replace(SHAPE, context=16384, n_layer=2), tiers=("q8_0",))

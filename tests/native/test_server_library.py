@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from orchestrator.runtime.engine import Engine
 from served import server_library
 
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import ABSENT, Phase
 from orchestrator.runtime.driver import Driver
-from orchestrator.runtime.engine import Engine
 from orchestrator.serve import backend as backend_module
 from orchestrator.serve.backend import server_config
 from orchestrator.serve.schemas import GENERATING, QUICK, READ

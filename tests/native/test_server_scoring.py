@@ -5,11 +5,11 @@ import json
 
 import numpy as np
 import pytest
+from orchestrator.runtime.engine import Engine
 
 from orchestrator.events import Phase
 from orchestrator.lab.eval.judge import Judge
 from orchestrator.memory.footprint import SCORING_BYTES, output_tokens
-from orchestrator.runtime.engine import Engine
 from orchestrator.runtime.texts import log_softmax
 from orchestrator.serve.admission import Body
 from orchestrator.serve.backend import SCORED_TOKENS, Stopped, server_config

@@ -17,7 +17,7 @@ from orchestrator.errors import BudgetError
 from orchestrator.lab.check import CheckOptions, budgets, checking, child, examine, render
 from orchestrator.lab.check.checking import compare_rows, first_layer
 from orchestrator.memory.machine import Machine
-from orchestrator.runtime.engine import Engine
+from orchestrator.runtime.runtime import Runtime
 
 FEW = ("--tokens", "5", "--ctx", "256", "--threads", "1")
 
@@ -340,7 +340,7 @@ def test_budgets_are_those_that_the_runs_plan(tiers, settings, largest, tiny_mod
     found = budgets.budgets_of(config, packed, tier)
     assert [name for name, _ in found] == ["the least", "half way", largest]
     for name, run in found:
-        with Engine.open(run) as engine:
-            assert (engine.plan.absent_bytes == 0) == (name == "everything")
-    with pytest.raises(BudgetError), Engine.open(least.with_changes(ram=least.ram - 1)):
+        with Runtime.open(run) as runtime, runtime.evaluator() as e:
+            assert (e.plan.absent_bytes == 0) == (name == "everything")
+    with pytest.raises(BudgetError), Runtime.open(least.with_changes(ram=least.ram - 1)):
         pass

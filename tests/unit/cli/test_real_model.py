@@ -8,12 +8,12 @@ import sys
 
 import pytest
 from command_line import MOE_EDGE, REPO, python, run
+from orchestrator.runtime.engine import Engine
 from tables import cases
 
 from gguf_tools import interrupts
 from orchestrator.chat.session import Session
 from orchestrator.config import Config
-from orchestrator.runtime.engine import Engine
 
 TIERS = ("q8_0", "q4_k", "q2_k")
 

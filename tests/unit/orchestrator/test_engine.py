@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 from answering import GREEDY
+from orchestrator.runtime.engine import Engine
 from tables import cases
 
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.runtime import engine as engine_module
-from orchestrator.runtime.engine import Engine
 
 N_CTX = 256  # the least that llama.cpp has
 SCRIPT: list[int] = []  # what is sampled next

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from asgi import ask
 from fake_backend import FakeBackend, app_for, assert_refused, whole
+from orchestrator.runtime.engine import Engine
 from served import DEMO, HANG_S, running
 from tables import cases
 from waiting import wait_until
 
 from orchestrator.config import Config
 from orchestrator.lab.eval.judge import Judge
-from orchestrator.runtime.engine import Engine
 from orchestrator.runtime.texts import log_softmax
 from orchestrator.serve.backend import (
     SCORE_BYTES,
