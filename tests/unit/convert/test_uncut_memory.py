@@ -9,7 +9,7 @@ from answering import evaluated, first_logits
 from served import server_library
 
 from orchestrator.config import Config
-from orchestrator.runtime.runtime import Runtime
+from orchestrator.runtime.engine import Engine
 from orchestrator.serve.backend import Backend
 from orchestrator.serve.settings import ServeSettings
 
@@ -21,43 +21,41 @@ MIB = 2**20
 
 def open_engine(made, **settings):
     usual = {"policy": "lru", "high_tier": "f16", "expert_ram": MIB, "cache_ram": 16 * MIB}
-    return Runtime.open(
-        Config.build(model=made.packed, ctx=512, threads=1, **{**usual, **settings})
-    )
+    return Engine.open(Config.build(model=made.packed, ctx=512, threads=1, **{**usual, **settings}))
 
 
 @pytest.mark.parametrize("name", [*RECURRENT, "gpt-oss"])
 def test_turns_and_other_conversations(name, case):
-    with open_engine(case(name)) as runtime, runtime.evaluator() as e:
-        assert e.inside.loaded.steps.state.has_part
-        assert e.inside.loaded.steps.state.recurrent == (name in RECURRENT)
-        evaluated(e, FIRST)
-        first = list(e.inside.loaded.steps.cached)
+    with open_engine(case(name)) as engine:
+        assert engine._steps.state.has_part
+        assert engine._steps.state.recurrent == (name in RECURRENT)
+        evaluated(engine, FIRST)
+        first = list(engine._steps.cached)
         second = first + QUESTION[:30]
-        assert evaluated(e, second) == 30
-        assert evaluated(e, second) == 1
-        assert evaluated(e, first + ANOTHER[:20]) == 20  # an edited last message
-        assert evaluated(e, OTHER) == 100
-        assert evaluated(e, first + ANOTHER[:20] + [70]) <= 2  # the mark is before the last
-        assert evaluated(e, second) <= 30  # from the mark behind the first answer
-        assert engine._shelf.used_bytes <= e.plan.prompt_bytes
+        assert evaluated(engine, second) == 30
+        assert evaluated(engine, second) == 1
+        assert evaluated(engine, first + ANOTHER[:20]) == 20  # an edited last message
+        assert evaluated(engine, OTHER) == 100
+        assert evaluated(engine, first + ANOTHER[:20] + [70]) <= 2  # the mark is before the last
+        assert evaluated(engine, second) <= 30  # from the mark behind the first answer
+        assert engine._shelf.used_bytes <= engine.plan.prompt_bytes
 
 
 @pytest.mark.parametrize("name", [*RECURRENT, "gpt-oss"])
 def test_going_back_gives_the_logits_of_a_straight_way(name, case, tmp_path):
     made = case(name)
-    with open_engine(made) as runtime, runtime.evaluator() as e:
-        evaluated(e, FIRST)
-        prompt = list(e.inside.loaded.steps.cached) + QUESTION[:30]
-        expected = first_logits(e, prompt)
-    with open_engine(made, prompt_cache=tmp_path) as runtime, runtime.evaluator() as e:
-        evaluated(e, FIRST)
-        evaluated(e, prompt[:-30] + ANOTHER)
-        evaluated(e, OTHER)
-        assert np.array_equal(first_logits(e, prompt), expected)
+    with open_engine(made) as engine:
+        evaluated(engine, FIRST)
+        prompt = list(engine._steps.cached) + QUESTION[:30]
+        expected = first_logits(engine, prompt)
+    with open_engine(made, prompt_cache=tmp_path) as engine:
+        evaluated(engine, FIRST)
+        evaluated(engine, prompt[:-30] + ANOTHER)
+        evaluated(engine, OTHER)
+        assert np.array_equal(first_logits(engine, prompt), expected)
         assert engine.last_stats.evaluated_tokens == 30
-    with open_engine(made, prompt_cache=tmp_path) as runtime, runtime.evaluator() as e:
-        assert np.array_equal(first_logits(e, prompt), expected)
+    with open_engine(made, prompt_cache=tmp_path) as engine:
+        assert np.array_equal(first_logits(engine, prompt), expected)
         assert engine.last_stats.evaluated_tokens <= 30
 
 
@@ -100,17 +98,17 @@ def test_a_server_step_that_failed_changes_no_later_answer(name, case, monkeypat
 
 
 def test_a_beginning_that_several_share_is_marked(case):
-    with open_engine(case("qwen3-next")) as runtime, runtime.evaluator() as e:
-        assert evaluated(e, SYSTEM + FIRST) == 200
-        assert evaluated(e, SYSTEM + OTHER) == 200  # nobody knew where they go apart
-        assert evaluated(e, SYSTEM + QUESTION) == 100
+    with open_engine(case("qwen3-next")) as engine:
+        assert evaluated(engine, SYSTEM + FIRST) == 200
+        assert evaluated(engine, SYSTEM + OTHER) == 200  # nobody knew where they go apart
+        assert evaluated(engine, SYSTEM + QUESTION) == 100
 
 
 def test_without_memory_for_marks_all_is_read_again(case):
-    with open_engine(case("qwen3-next"), cache_ram=None) as runtime, runtime.evaluator() as e:
-        evaluated(e, FIRST)
-        assert evaluated(e, FIRST) == 100
-        assert e.inside.loaded.steps.marks == []
+    with open_engine(case("qwen3-next"), cache_ram=None) as engine:
+        evaluated(engine, FIRST)
+        assert evaluated(engine, FIRST) == 100
+        assert engine._steps.marks == []
 
 
 @pytest.mark.parametrize("name", [*RECURRENT, "gpt-oss", "llama4"])
