@@ -23,7 +23,7 @@ from orchestrator.cli.options import (
     given,
     make_config,
     model_options,
-    open_engine,
+    open_runtime,
     option,
     policy_options,
     say_result,
@@ -78,6 +78,7 @@ def trace(
     from orchestrator.lab.eval.text import read_text
     from orchestrator.lab.replay.file import check_trace_target, write_trace
     from orchestrator.lab.replay.record import record_answer, record_text
+    from orchestrator.runtime.answering import Answering
 
     if (text is None) == (prompt is None):
         raise click.UsageError("what to evaluate: give either --text FILE or -p TEXT")
@@ -89,11 +90,12 @@ def trace(
     options["policy"] = options["policy"] or DEFAULT
     config = make_config(options)
     words = None if text is None else read_text(text, tokens or config.ctx or MOST_TOKENS)
-    with open_engine(config, Console()) as engine:
-        if words is not None:
-            recorded = record_text(engine, words, tokens, prefill)
-        else:
-            recorded = record_answer(engine, prompt or "", config.sampling, tokens or 512)
+    if words is not None:
+        with open_runtime(config, Console()) as runtime, runtime.evaluator() as evaluator:
+            recorded = record_text(evaluator, words, tokens, prefill)
+    else:
+        with open_runtime(config, Console(), Answering(reads_ahead=False)) as runtime:
+            recorded = record_answer(runtime, prompt or "", tokens or 512)
     write_trace(out, recorded)
     steps, nbytes = len(recorded.arrays["step_phase"]), out.stat().st_size
     click.echo(f"{out}: {steps} steps of {recorded.header.model}, {format_size(nbytes)}")

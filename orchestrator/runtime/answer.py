@@ -134,6 +134,11 @@ class Answer:
         """Whether the work has ended, taken or not."""
         return self._ended.is_set()
 
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether cancel or close was called."""
+        return self._is_cancelled
+
     def fileno(self) -> int:
         """Return a file descriptor that can be read when take may have something new."""
         return self._from

@@ -40,6 +40,8 @@ class Answering:
     scored: tokens of a prompt whose logits an evaluator may want at once. grammars: whether
     requests may bring a grammar or a JSON schema. name: of the model, for clients. chat_template:
     used instead of the model's own. threads: how the names of the runtime's threads begin.
+    reads_ahead: whether experts that are likely to be used are read into free slots while nothing
+    is asked for.
     """
 
     parallel: int = 1
@@ -49,6 +51,7 @@ class Answering:
     name: str = ""
     chat_template: str | None = None
     threads: str = ""
+    reads_ahead: bool = True
 
     def config(self, config: Config) -> Config:
         """Return a model's config with the memory and the sequences that the answers need."""

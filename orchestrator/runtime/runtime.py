@@ -50,6 +50,8 @@ CHAT = "/v1/chat/completions"
 # How long one of Python's threads may keep the others waiting, in seconds: policies decide in
 # Python between the layers of a step.
 _SWITCH_S = 0.0005
+# How often an answer that waits for an evaluation looks whether it is cancelled, in seconds.
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class Runtime(Closing):
         self._said = ""
         self._switch_s = sys.getswitchinterval()
         self.config = config
-        self._open(config, model, progress)
+        self._open(config, model, progress, compared)
 
     @classmethod
     def open(
@@ -137,7 +139,9 @@ class Runtime(Closing):
             model.close()
             raise
 
-    def _open(self, config: Config, model: ExpertModel, progress: Progress | None) -> None:
+    def _open(
+        self, config: Config, model: ExpertModel, progress: Progress | None, compared: bool
+    ) -> None:
         self._model = model
         if progress is not None:
             progress("Measuring this machine", None)
@@ -147,7 +151,7 @@ class Runtime(Closing):
         self._loader = Loader(config, model)
         planner = self._loader.planner
         _ = planner.slow_disk  # before the model takes the memory
-        runs = planner.compared(config) if self._compared else planner.runs(config)
+        runs = planner.compared(config) if compared else planner.runs(config)
         self._folder = prompt_folder(runs.config)
         self._loaded = self._loader.load(runs, progress)
         # The given settings and the chosen policy, without the memory that answers need.
@@ -291,7 +295,8 @@ class Runtime(Closing):
         counted: list[Callable[[], dict[str, Any]]] = []
 
         def answer(this: Answer, ready: int) -> None:
-            self._begin(this)
+            if not self._begin(this):
+                return
             try:
                 counted.append(self._counting())
                 for each in forget:
@@ -331,15 +336,21 @@ class Runtime(Closing):
             raise NativeError("the model was loaded for evaluation, and cannot answer")
         return self._native
 
-    def _begin(self, answer: Answer) -> None:
-        """Wait for the end of an evaluation, and end the reads of an idle time."""
+    def _begin(self, answer: Answer) -> bool:
+        """Wait for the end of an evaluation, and end the reads of an idle time.
+
+        Returns False if the answer is cancelled meanwhile, or if the runtime ends.
+        """
         with self._turns:
-            self._turns.wait_for(lambda: not self._is_lent)
+            while not self._turns.wait_for(lambda: not self._is_lent, _LOOK_S):
+                if answer.is_cancelled or self._is_ending:
+                    return False
             self._running.append(answer)
             if len(self._running) > 1:
                 for each in self._running:
                     each.is_shared = True
             self._loaded.driver.end_idle()
+        return True
 
     def _end(self, answer: Answer, sequences: Sequence[int], request: NativeRequest) -> None:
         if self._kept is not None:
@@ -356,6 +367,8 @@ class Runtime(Closing):
             self._read_ahead()
 
     def _read_ahead(self) -> None:
+        if self._answering is None or not self._answering.reads_ahead:
+            return
         with self._turns:
             if not (self._running or self._is_lent or self._is_ending or self._native is None):
                 used = self._loader.history.usage.recall()
@@ -422,6 +435,8 @@ class Runtime(Closing):
             yield Evaluator(self.inside, self._counting())
         finally:
             with interrupts.held():
+                if not self._is_ending:
+                    self._loaded.steps.begin()  # a cancel counts for this evaluation only
                 self._loaded.steps.reset()
                 self._loaded.driver.between_steps()
                 with self._turns:
@@ -465,12 +480,14 @@ class Runtime(Closing):
             self._is_lent = True
         try:
             self._shut()
+            # Another policy ignores settings that only the one before it has.
+            compared = is_same or self._compared
             try:
-                self._open(config, ExpertModel.open(config.model, config.low), None)
+                self._open(config, ExpertModel.open(config.model, config.low), None, compared)
             except BaseException:
                 interrupts.forget()
                 with interrupts.calling(lambda: None):
-                    self._open(before, ExpertModel.open(before.model, before.low), None)
+                    self._open(before, ExpertModel.open(before.model, before.low), None, True)
                 raise
         finally:
             with self._turns:

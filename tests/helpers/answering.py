@@ -1,17 +1,30 @@
-"""What an answer of an engine read, and what its first token was chosen from."""
+"""Answers of a runtime to prompts that are tokens."""
 
-from orchestrator.runtime.engine import Sampling
+import json
+from contextlib import closing
 
-GREEDY = Sampling(temp=0.0)
+
+def submitted(runtime, prompt, n=8, **fields):
+    """The running answer to a prompt, of n likeliest tokens unless the model ends it. fields: more
+    of the request."""
+    body = {"prompt": prompt, "n_predict": n, "temperature": 0, "return_tokens": True, **fields}
+    return runtime.submit(json.dumps(body).encode(), "/completion")
 
 
-def evaluated(engine, prompt, n=8):
+def answered(runtime, prompt, n=8, **fields):
+    """What came of it: `tokens`, `content`, `stop_type` and `timings`, of which prompt_n counts the
+    tokens that were read and cache_n those that were not read again; and the costs."""
+    with closing(submitted(runtime, prompt, n, **fields)) as answer:
+        (found,) = answer
+        return found | {"costs": answer.costs()}
+
+
+def evaluated(runtime, prompt, n=8):
     """How many tokens of a prompt are read for its answer of n tokens at most."""
-    list(engine.generate(prompt, GREEDY, n))
-    return engine.last_stats.evaluated_tokens
+    return answered(runtime, prompt, n)["timings"]["prompt_n"]
 
 
-def first_logits(engine, prompt):
+def first_logits(runtime, prompt):
     """What an answer's first token is chosen from."""
-    list(engine.generate(prompt, GREEDY, 1))
-    return engine._loaded.context.logits().copy()
+    answered(runtime, prompt, 1)
+    return runtime.inside.context.logits().copy()

@@ -27,12 +27,12 @@ from pathlib import Path
 
 import capped
 import numpy as np
-from orchestrator.runtime.engine import Engine
 
 from gguf_tools import synthetic
 from orchestrator.config import Config
 from orchestrator.errors import NativeError
 from orchestrator.native import touched_memory
+from orchestrator.runtime.runtime import Runtime
 from orchestrator.settings import parse_size
 
 SEQUENCES = 4
@@ -51,8 +51,8 @@ REST_S = 0.1  # of the process beside it, so that a core is enough for both
 @dataclass(frozen=True, slots=True)
 class Read:
     """Tokens that were read from a position on, and how many at once. sequences: of one token for
-    each of several, None for the engine's own. row: the hash of the logits behind it; empty where
-    it was stopped before the end. anew, fork: what came before it."""
+    each of several, None for the evaluator's own. row: the hash of the last logits; empty if it was
+    stopped before the end. anew, fork: what came before it."""
 
     tokens: tuple[int, ...]
     pos: int
@@ -71,8 +71,8 @@ def settings_of(model, n_ctx, **more):
 def tight(model, policy):
     """A cap with slots for half of the experts beside the least context."""
     config = settings_of(model, 4096, policy=policy, ubatch=512, force_managed=True)
-    with Engine.open(config) as engine:
-        return engine.plan.total_bytes - engine.plan.slots.total_bytes // 2
+    with Runtime.open(config) as runtime, runtime.evaluator() as e:
+        return e.plan.total_bytes - e.plan.slots.total_bytes // 2
 
 
 def hash_of(row):
@@ -80,29 +80,29 @@ def hash_of(row):
 
 
 class Mixes:
-    """What one engine under a cap is asked, at random."""
+    """What one evaluator under a cap is asked, at random."""
 
-    def __init__(self, engine, seed, longest):
-        shared = engine.plan.shared
-        self._engine, self._shared = engine, shared
+    def __init__(self, e, seed, longest):
+        shared = e.plan.shared
+        self._e, self._shared = e, shared
         self._random, self._longest = random.Random(seed), longest
         self._steps = []
         self._stop_after = 0  # micro-batches
-        engine.store.set_step_done(self._step_done)
+        e.inside.store.set_step_done(self._step_done)
 
     def _step_done(self, step):
-        self._engine.driver.step_done(step)
+        self._e.inside.driver.step_done(step)
         self._steps.append(step.n_tokens)
         if len(self._steps) == self._stop_after:
-            self._engine.cancel()
+            self._e.cancel()
 
     def mix(self):
         """Some prompts with answers; the conversation before is gone, or goes on."""
-        draw, engine = self._random, self._engine
+        draw, e = self._random, self._e
         anew, apart = True, 0  # cells that other sequences hold
         for _ in range(draw.randint(2, 5)):
-            held, apart = (0, 0) if anew else (engine.n_cached, apart)
-            room = engine.n_ctx - (1 + SEQUENCES) * ANSWER - held - apart
+            held, apart = (0, 0) if anew else (e.n_cached, apart)
+            room = e.n_ctx - (1 + SEQUENCES) * ANSWER - held - apart
             if room < 10:
                 return
             n = min(room, int(10 * (self._longest / 10) ** draw.random()))
@@ -112,38 +112,38 @@ class Mixes:
             anew = draw.random() < 0.3
             self._stop_after = 0
             if not done.row:
-                anew = anew or not engine.n_cached
+                anew = anew or not e.n_cached
                 continue
             for _ in range(draw.randint(0, ANSWER)):
-                yield self._read(1, engine.n_cached, False)
+                yield self._read(1, e.n_cached, False)
             if draw.random() < 0.4:
-                apart = engine.n_cached + SEQUENCES * ANSWER
+                apart = e.n_cached + SEQUENCES * ANSWER
                 yield from self._forked()
 
     def _forked(self):
         draw, new = self._random, tuple(range(SEQUENCES))
         for each in new:
-            self._engine.fork(each)
+            self._e.fork(each)
         for _ in range(draw.randint(1, ANSWER)):
             some = tuple(sorted(draw.sample(range(SEQUENCES), draw.randint(1, SEQUENCES))))
             tokens = self._drawn(len(some))
-            rows = self._engine.decode_batch(tokens, some)
+            rows = self._e.decode_batch(tokens, some)
             self._look()
             yield Read(tokens, 0, (len(some),), hash_of(rows), some, fork=new)
             new = ()
 
     def _read(self, n, pos, anew):
-        engine, tokens, row = self._engine, self._drawn(n), ""
+        e, tokens, row = self._e, self._drawn(n), ""
         if anew:
-            engine.reset()
+            e.reset()
         self._steps.clear()
         try:
-            row = hash_of(engine.eval(tokens, pos))
+            row = hash_of(e.eval(tokens, pos))
         except NativeError:
             if not self._stop_after:
                 raise
         self._look()
-        kept, at_once = engine.n_cached - pos, []
+        kept, at_once = e.n_cached - pos, []
         while sum(at_once) < kept:
             at_once.append(self._steps[len(at_once)])
         return Read(tokens[:kept], pos, tuple(at_once), row, anew=anew)
@@ -153,26 +153,26 @@ class Mixes:
 
     def _look(self):
         """What is used is within what there is, and the store is sound."""
-        store = self._engine.store
+        store = self._e.inside.store
         beside = sum(each.resident for each in touched_memory(store.library))
         assert store.stats().slot_bytes + beside <= self._shared.n_bytes
         store.check()
 
 
-def unlike(engine, reads):
-    """How many rows of an engine with memory to spare are others."""
+def unlike(e, reads):
+    """How many rows of an evaluator with memory to spare are others."""
     wrong = 0
     for read in reads:
         if read.anew:
-            engine.reset()
+            e.reset()
         for each in read.fork:
-            engine.fork(each)
+            e.fork(each)
         if read.sequences is not None:
-            wrong += hash_of(engine.decode_batch(read.tokens, read.sequences)) != read.row
+            wrong += hash_of(e.decode_batch(read.tokens, read.sequences)) != read.row
             continue
         start, row = 0, None
         for n in read.at_once:
-            row = engine.eval(read.tokens[start : start + n], read.pos + start)
+            row = e.eval(read.tokens[start : start + n], read.pos + start)
             start += n
         wrong += bool(read.row) and (row is None or hash_of(row) != read.row)
     return wrong
@@ -184,10 +184,10 @@ def unlike(engine, reads):
 def record(config, seed, mixes, longest, group, out):
     """In a cgroup: each mix into a file of its own."""
     (group / "cgroup.procs").write_text(str(os.getpid()))
-    with Engine.open(config) as engine:
-        (out / "n_ctx").write_text(str(engine.n_ctx))
+    with Runtime.open(config) as runtime, runtime.evaluator() as e:
+        (out / "n_ctx").write_text(str(e.n_ctx))
         for number in range(mixes):
-            reads = list(Mixes(engine, seed + number, longest).mix())
+            reads = list(Mixes(e, seed + number, longest).mix())
             (out / f"{number}.new").write_bytes(pickle.dumps(reads))
             (out / f"{number}.new").rename(out / f"{number}.mix")
 
@@ -246,11 +246,14 @@ def main():
         done = sorted(Path(folder).glob("*.mix"), key=lambda path: int(path.stem))
         rows = wrong = 0
         n_ctx = int((Path(folder) / "n_ctx").read_text())  # where cells lie goes by it
-        with Engine.open(settings_of(model, n_ctx, ubatch=4096)) as engine:
+        with (
+            Runtime.open(settings_of(model, n_ctx, ubatch=4096)) as runtime,
+            runtime.evaluator() as e,
+        ):
             for path in done:
                 reads = pickle.loads(path.read_bytes())
                 rows += sum(bool(read.row) for read in reads)
-                wrong += unlike(engine, reads)
+                wrong += unlike(e, reads)
     print(
         f"{len(done)} of {args.mixes} mixes, {rows} rows, {wrong} of them others with memory to "
         f"spare; cap {ram >> 20} MiB, peak {peak >> 20}; status {worker.exitcode}"

@@ -4,13 +4,13 @@ and the router of a later one, to compare with what route events report."""
 from dataclasses import dataclass, field
 
 import numpy as np
-from orchestrator.runtime.engine import Engine
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.lab.observe import Observer
 from orchestrator.policy import Policy
 from orchestrator.policy.base import EVERY_STEP, Wants
+from orchestrator.runtime.runtime import Runtime
 
 _LOGITS = "ffn_moe_logits-"
 
@@ -62,9 +62,9 @@ def watch(path, tokens, n_ahead):
         model=path, policy="dymoe", low_tier="skip", retention=1.0, ctx=256, threads=1,
         expert_ram=64 << 20, n_ahead=n_ahead, prefetch="on",
     )  # fmt: skip
-    with Engine.open(config) as engine:
-        engine.driver.policy = Recorder(engine.policy.shape, watched)
-        number = {str(il): layer for layer, il in enumerate(engine.model.layer_ids)}
+    with Runtime.open(config) as runtime, runtime.evaluator() as e:
+        e.inside.driver.policy = Recorder(e.inside.policy.shape, watched)
+        number = {str(il): layer for layer, il in enumerate(e.inside.model.layer_ids)}
 
         def keep(node):
             # [1, 1, T, n_embd]
@@ -73,7 +73,7 @@ def watch(path, tokens, n_ahead):
         def wanted(node):
             return node.name.startswith(_LOGITS) and node.op == "MUL_MAT"
 
-        with Observer(engine.llama, len(tokens), 1, wanted, keep) as observer:
+        with Observer(e.inside.llama, len(tokens), 1, wanted, keep) as observer:
             observer.read(tokens)
     return watched
 

@@ -1,5 +1,5 @@
 """The folder of the patched library, upstream's headers of the same source, and what several tests
-do with an engine."""
+do with a model."""
 
 import os
 import subprocess
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from orchestrator.runtime.engine import Engine
 
 from gguf_tools import synthetic
 from gguf_tools.built import instructions
@@ -17,6 +16,7 @@ from gguf_tools.pack import pack
 from orchestrator.config import Config
 from orchestrator.cost import losses
 from orchestrator.native.llama import Bindings
+from orchestrator.runtime.runtime import Runtime
 from patches import portable, tree
 from patches.upstream import (
     PATCHES,
@@ -160,7 +160,7 @@ def build(model, share=0, **options):
 
 
 def opened(model, share=0, **options):
-    return Engine.open(build(model, share, **options))
+    return Runtime.open(build(model, share, **options))
 
 
 def save_losses(path, model, lost, power=1.0, gates=None, fit=None, **ranges):
@@ -193,11 +193,11 @@ def until(is_so, meanwhile=None):
             meanwhile()
 
 
-def greedy(engine, prompt, n_decode):
+def greedy(e, prompt, n_decode):
     """Logits [1 + n_decode, n_vocab] behind a prompt and behind each of its likeliest tokens."""
-    rows = [engine.eval(prompt, 0)[-1]]
+    rows = [e.eval(prompt, 0)[-1]]
     for i in range(n_decode):
-        rows.append(engine.eval([int(rows[-1].argmax())], len(prompt) + i)[-1])
+        rows.append(e.eval([int(rows[-1].argmax())], len(prompt) + i)[-1])
     return np.stack(rows)
 
 

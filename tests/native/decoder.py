@@ -1,4 +1,4 @@
-"""A context of its own beside an engine's, as another front end of llama.cpp would have it."""
+"""A context of its own beside a runtime's, as another front end of llama.cpp would have it."""
 
 import ctypes
 from dataclasses import dataclass

@@ -1,9 +1,7 @@
-"""Runs of an engine that are recorded, and replays of them."""
+"""Evaluations that are recorded, and replays of them."""
 
 from dataclasses import dataclass
 from typing import Any
-
-from orchestrator.runtime.engine import Engine
 
 from orchestrator.lab.replay import ReplayOptions, Trace, read_trace, replay, write_trace
 from orchestrator.lab.replay.record import Recorder
@@ -12,6 +10,7 @@ from orchestrator.lab.replay.simulate import Compute, Transport, simulate
 from orchestrator.native import CStats
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import Policy, policy_class
+from orchestrator.runtime.runtime import Runtime
 
 DISK = Transport(10**9, 50, 4)
 # Slow, fast, and instant.
@@ -30,10 +29,10 @@ class Run:
 
 
 def recorded(config, folder, run):
-    with Engine.open(config) as engine:
-        with Recorder(engine) as recorder:
-            said = run(engine)
-        trace, stats, policy = recorder.trace(DISK), engine.store.stats(), engine.policy
+    with Runtime.open(config) as runtime, runtime.evaluator() as e:
+        with Recorder(e.inside) as recorder:
+            said = run(e)
+        trace, stats, policy = recorder.trace(DISK), e.inside.store.stats(), e.inside.policy
     write_trace(folder / "t.npz", trace)
     return Run(read_trace(folder / "t.npz"), stats, policy, said)
 

@@ -79,18 +79,18 @@ def options(**more):
     return {"ctx": 128, "ubatch": 32, "threads": 1, "use_extra_bufts": False, **more}
 
 
-def logits(engine):
-    rows = greedy(engine, PROMPT, N_DECODE)
+def logits(e):
+    rows = greedy(e, PROMPT, N_DECODE)
     assert np.isfinite(rows).all()
-    if engine.managed:
-        engine.store.check()
+    if e.inside.managed:
+        e.inside.store.check()
     return rows
 
 
 def plain_logits(model):
-    with opened(model, **options()) as engine:
-        assert not engine.managed
-        return logits(engine)
+    with opened(model, **options()) as runtime, runtime.evaluator() as e:
+        assert not e.inside.managed
+        return logits(e)
 
 
 def smallest_budget(model, **more):
@@ -105,9 +105,12 @@ def compared(model):
     expected = plain_logits(model)
     for policy in POLICIES:
         least = smallest_budget(model, **policy)
-        with opened(model, **options(**policy, expert_ram=least)) as engine:
-            np.testing.assert_array_equal(logits(engine), expected, err_msg=str(policy))
-            stats = engine.store.stats()
+        with (
+            opened(model, **options(**policy, expert_ram=least)) as runtime,
+            runtime.evaluator() as e,
+        ):
+            np.testing.assert_array_equal(logits(e), expected, err_msg=str(policy))
+            stats = e.inside.store.stats()
             assert min(stats.requests) > 0
     return stats
 
@@ -139,8 +142,8 @@ def test_a_layer_that_uses_fewer_experts(make, tmp_path):
     pack(fewer(make("nemotron_h_moe", (16, 4, 4, 0))), packed, ["q8_0", "q4_0"])
     seen = set()
 
-    def told(engine):
-        decide = engine.policy.decide
+    def told(e):
+        decide = e.inside.policy.decide
 
         def decided(event, view, out):
             decide(event, view, out)
@@ -150,8 +153,8 @@ def test_a_layer_that_uses_fewer_experts(make, tmp_path):
             assert event.k > 1 or not one or out.tier[ids[0, 0]] == 0  # its best is not lowered
             seen.add((event.layer, event.k, one))
 
-        engine.policy.decide = decided
-        logits(engine)
+        e.inside.policy.decide = decided
+        logits(e)
 
     asked = {"policy": "dymoe", "expert_ram": 1 << 24, "prefetch": "off", "retention": 0.5}
     run = recorded(build(packed, **options(**asked) | {"ubatch": 64}), tmp_path, told)
@@ -160,24 +163,27 @@ def test_a_layer_that_uses_fewer_experts(make, tmp_path):
     assert [list(each) for each in outcome.stats.routed] == [
         list(each) for each in run.stats.routed
     ]
-    with opened(packed, **options(policy="dynaexq", hot_experts=1, update_steps=4)) as engine:
-        before, pos = engine.store.resident()[-1].tolist(), 0
+    with (
+        opened(packed, **options(policy="dynaexq", hot_experts=1, update_steps=4)) as runtime,
+        runtime.evaluator() as e,
+    ):
+        before, pos = e.inside.store.resident()[-1].tolist(), 0
 
         def more():
             nonlocal pos
-            engine.eval([OTHER[0]], pos)
+            e.eval([OTHER[0]], pos)
             pos += 1
 
-        until(lambda: engine.store.resident()[-1].tolist() != before, more)
-        engine.store.check()
+        until(lambda: e.inside.store.resident()[-1].tolist() != before, more)
+        e.inside.store.check()
 
 
 def tight(model, part, **more):
-    """An engine that shares a cap, with slots for all but such a part of the experts beside 4,096
+    """A model that shares a cap, with slots for all but such a part of the experts beside 4,096
     tokens."""
     usual = {"policy": "lru", "threads": 1, **more}
-    with opened(model, **usual, ctx=4096, force_managed=True) as engine:
-        cap = engine.plan.total_bytes - engine.plan.slots.total_bytes // part
+    with opened(model, **usual, ctx=4096, force_managed=True) as runtime, runtime.evaluator() as e:
+        cap = e.plan.total_bytes - e.plan.slots.total_bytes // part
     return opened(model, **usual, ctx=None, ram=cap, conversations=True)
 
 
@@ -186,15 +192,18 @@ def test_what_a_context_takes_is_what_llama_cpp_counts(arch, make, tmp_path, lib
     """Slots give way to cells of layers that have some, indexers among them; states of the other
     layers, of each sequence, stay beside both. Windows are kept whole, as upstream does."""
     model = repack(make(arch, WIDER), tmp_path / "long.gguf", context_length=8192)
-    with tight(model, 4, ubatch=512, sequences=8) as engine:
-        plan, shared, cap = engine.plan, engine.plan.shared, engine.config.ram
-        cells, counted = touched_memory(library).cache, host_memory(library, engine.context.handle)
+    with tight(model, 4, ubatch=512, sequences=8) as runtime, runtime.evaluator() as e:
+        plan, shared, cap = e.plan, e.plan.shared, e.config.ram
+        cells, counted = (
+            touched_memory(library).cache,
+            host_memory(library, e.inside.context.handle),
+        )
         states = counted[0] - cells.reserved
         assert (states > 0) == (arch in ("qwen3next", "granitehybrid"))
         others = plan.fixed_bytes - plan.kv_bytes - plan.compute_bytes
         assert shared.n_bytes == cap - others - states
-        assert cells.reserved == shared.cell_bytes * engine.n_ctx
-        engine.eval(PROMPT * 15, 0)
+        assert cells.reserved == shared.cell_bytes * e.n_ctx
+        e.eval(PROMPT * 15, 0)
         found = shared.cells(touched_memory(library).cache.resident)
         assert 600 <= found < 600 + 2 * CELL_STEP
 
@@ -203,13 +212,13 @@ def test_what_a_context_takes_is_what_llama_cpp_counts(arch, make, tmp_path, lib
 def test_a_short_step_touches_no_more_than_was_counted(arch, make, tmp_path, library):
     """Though the context is made for longer ones."""
     model = repack(make(arch, WIDER), tmp_path / "long.gguf", context_length=8192)
-    with tight(model, 8) as engine:
-        shared = engine.plan.shared
+    with tight(model, 8) as runtime, runtime.evaluator() as e:
+        shared = e.plan.shared
         assert max(shared.scratch) > 512
         for n in (12, 1, 62, 3, 62):
-            engine.eval(PROMPT * n, engine.n_cached)
+            e.eval(PROMPT * n, e.n_cached)
             beside = sum(each.resident for each in touched_memory(library))
-            assert engine.store.stats().slot_bytes + beside <= shared.n_bytes, n
+            assert e.inside.store.stats().slot_bytes + beside <= shared.n_bytes, n
 
 
 @pytest.mark.skipif(isinstance(UNPATCHED, str), reason=str(UNPATCHED))
@@ -221,10 +230,10 @@ def test_unpatched(arch, make):
     expected = UNPATCHED.logits(model, PROMPT, ANSWER)
     managed = {"policy": "lru", "expert_ram": smallest_budget(model, policy="lru", **AT_ONCE)}
     for settings in ({}, managed):
-        with opened(model, **options(**AT_ONCE, **settings)) as engine:
-            assert engine.managed == bool(settings)
-            rows = [part.copy() for part in engine.eval_each(PROMPT, 0)]
-            rows += [engine.eval([t], len(PROMPT) + at) for at, t in enumerate(ANSWER)]
+        with opened(model, **options(**AT_ONCE, **settings)) as runtime, runtime.evaluator() as e:
+            assert e.inside.managed == bool(settings)
+            rows = [part.copy() for part in e.eval_each(PROMPT, 0)]
+            rows += [e.eval([t], len(PROMPT) + at) for at, t in enumerate(ANSWER)]
         np.testing.assert_array_equal(np.concatenate(rows), expected, err_msg=str(settings))
 
 
@@ -250,24 +259,27 @@ def test_two_precisions(arch, make, tmp_path):
     loses more, and what may lose so much loses about that."""
     packed = pack_wider(arch, make, tmp_path)
 
-    def read(engine):
-        rows = [engine.eval(PROMPT, 0)]
-        rows += [engine.eval([t], len(PROMPT) + at) for at, t in enumerate(ANSWER)]
+    def read(e):
+        rows = [e.eval(PROMPT, 0)]
+        rows += [e.eval([t], len(PROMPT) + at) for at, t in enumerate(ANSWER)]
         assert np.isfinite(rows).all()
         return np.concatenate(rows)
 
     def run(**settings):
         least = smallest_budget(packed, **settings)
-        with opened(packed, **options(**settings, expert_ram=2 * least)) as engine:
-            rows = read(engine)
-            engine.store.check()
-            return rows, engine.driver.meter and engine.driver.meter.mean(Phase.DECODE)
+        with (
+            opened(packed, **options(**settings, expert_ram=2 * least)) as runtime,
+            runtime.evaluator() as e,
+        ):
+            rows = read(e)
+            e.inside.store.check()
+            return rows, e.inside.driver.meter and e.inside.driver.meter.mean(Phase.DECODE)
 
     exported = {}
     for tier in ("q4_k", "q2_k"):
         export(packed, tmp_path / f"{tier}.gguf", tier)
-        with opened(tmp_path / f"{tier}.gguf", **options()) as engine:
-            exported[tier] = read(engine)
+        with opened(tmp_path / f"{tier}.gguf", **options()) as runtime, runtime.evaluator() as e:
+            exported[tier] = read(e)
     text = tmp_path / "text.txt"
     text.write_text("".join(map(chr, np.array(drawn(4 * CALIBRATED)) % 90 + 33)))
     table, method = tmp_path / "losses.json", Method(calib=text, tokens=CALIBRATED, threads=1)
@@ -305,23 +317,23 @@ def test_a_prompt_comes_back_after_a_kill(arch, make, tmp_path):
         return opened(model, **options(policy="lru", expert_ram=least, prompt_cache=kept))
 
     def talk():
-        with talking(folder) as engine:
-            evaluated(engine, PROMPT)
-            evaluated(engine, OTHER)
+        with talking(folder) as runtime, runtime.evaluator() as e:
+            evaluated(e, PROMPT)
+            evaluated(e, OTHER)
 
-    with talking(None) as engine:
-        evaluated(engine, PROMPT)
-        more = [*engine._steps.cached, *ANSWER]
-        continued = first_logits(engine, more)
-    with talking(None) as engine:
-        new = first_logits(engine, more)
+    with talking(None) as runtime, runtime.evaluator() as e:
+        evaluated(e, PROMPT)
+        more = [*e.inside.loaded.steps.cached, *ANSWER]
+        continued = first_logits(e, more)
+    with talking(None) as runtime, runtime.evaluator() as e:
+        new = first_logits(e, more)
     total = calls_of(talk, PUTS_AWAY)
     n_read = []
     for at in (total // 20, total * 2 // 3, total):
         shutil.rmtree(folder)
         assert killed(talk, at, PUTS_AWAY)
-        with talking(folder) as engine:
-            found = first_logits(engine, more)
+        with talking(folder) as runtime, runtime.evaluator() as e:
+            found = first_logits(e, more)
             assert engine.prompt_notes() == []
             n_read.append(engine.last_stats.evaluated_tokens)
         np.testing.assert_array_equal(found, new if n_read[-1] == len(more) else continued)
@@ -335,24 +347,25 @@ def test_a_table_is_read_by_rows(make, tmp_path):
     first, then = rng.permutation(200_000)[:600].reshape(2, 300).tolist()
     asked = options(ctx=512, policy="lru", expert_ram=1 << 26)
     at_first = read_bytes()
-    with opened(model, **asked) as engine:
+    with opened(model, **asked) as runtime, runtime.evaluator() as e:
         forget(model)  # what was read ahead of the tensors beside the table
         assert (
-            len(engine.model.lookup) == 2 and f"{engine.model.lookup_text} on disk" in engine.mode
+            len(e.inside.model.lookup) == 2
+            and f"{e.inside.model.lookup_text} on disk" in runtime.mode
         )
-        engine.eval(first, 0)  # which has nearly all experts read
-        stats, before = engine.store.stats(), read_bytes()
+        e.eval(first, 0)  # which has nearly all experts read
+        stats, before = e.inside.store.stats(), read_bytes()
         if before == at_first:
             pytest.skip("the file system of this folder has no disk behind it")
-        rows = [engine.eval(then, 0)]
-        of_experts = sum(engine.store.stats().demand_bytes) - sum(stats.demand_bytes)
+        rows = [e.eval(then, 0)]
+        of_experts = sum(e.inside.store.stats().demand_bytes) - sum(stats.demand_bytes)
         read = (read_bytes() - before - of_experts) / BLOCK
-        rows.append(engine.eval(then[:1], len(then)))
+        rows.append(e.eval(then[:1], len(then)))
     needed = blocks_of(model, first + then) - blocks_of(model, first)
     assert needed <= read <= 1.2 * needed
-    with opened(model, **options(ctx=512)) as engine:
-        assert not engine.managed
-        plain = [engine.eval(then, 0), engine.eval(then[:1], len(then))]
+    with opened(model, **options(ctx=512)) as runtime, runtime.evaluator() as e:
+        assert not e.inside.managed
+        plain = [e.eval(then, 0), e.eval(then[:1], len(then))]
     np.testing.assert_array_equal(rows, plain)
 
 
@@ -368,11 +381,14 @@ def test_what_ids_choose_is_read_ahead(make):
         least = smallest_budget(model, **asked)
         for budget, prompt in ((2 * least, PROMPT[:1]), (8 * least, PROMPT)):
             key = prefetch, len(prompt)
-            with opened(model, **options(**asked, expert_ram=budget, logits_all=True)) as engine:
-                rows = [row for part in engine.eval_each(prompt, 0) for row in part.copy()]
-                rows += [engine.eval([each], len(prompt) + i)[0] for i, each in enumerate(PROMPT)]
-                engine.store.check()
-                stats = engine.store.stats()
+            with (
+                opened(model, **options(**asked, expert_ram=budget, logits_all=True)) as runtime,
+                runtime.evaluator() as e,
+            ):
+                rows = [row for part in e.eval_each(prompt, 0) for row in part.copy()]
+                rows += [e.eval([each], len(prompt) + i)[0] for i, each in enumerate(PROMPT)]
+                e.inside.store.check()
+                stats = e.inside.store.stats()
             found[key] = np.stack(rows)
             read[key] = sum(stats.demand_bytes) + sum(stats.prefetch_bytes)
             expected = read[key] // slice_bytes if prefetch == "on" else 0
@@ -392,9 +408,12 @@ def test_without_expert_tensors(arch, make):
 @pytest.mark.parametrize("arch", NOT_COMPUTED)
 def test_experts_that_no_graph_computes(arch, make):
     model = make(arch)
-    with opened(model, **options(policy="lru", expert_ram=1 << 24)) as engine:
-        np.testing.assert_array_equal(logits(engine), plain_logits(model))
-        assert sum(engine.store.stats().requests) == 0
+    with (
+        opened(model, **options(policy="lru", expert_ram=1 << 24)) as runtime,
+        runtime.evaluator() as e,
+    ):
+        np.testing.assert_array_equal(logits(e), plain_logits(model))
+        assert sum(e.inside.store.stats().requests) == 0
 
 
 @pytest.mark.parametrize("arch", DIFFUSION)

@@ -19,16 +19,16 @@ TOKENS = [3, 1, 4, 1, 5]
 
 @pytest.fixture
 def spec(one):
-    """What an engine's store was made of."""
-    with opened(one, policy="lru", expert_ram=1 << 20) as engine:
-        return engine.store.spec
+    """What a loaded model's store was made of."""
+    with opened(one, policy="lru", expert_ram=1 << 20) as runtime, runtime.evaluator() as e:
+        return e.inside.store.spec
 
 
 @pytest.fixture
 def serve(one):
-    """serve(): loads the model, which has to compute what it does in an engine."""
-    with opened(one, policy="lru", expert_ram=1 << 20) as engine:
-        expected = engine.eval(TOKENS, 0)[-1]
+    """serve(): loads the model, which has to compute what it does in a runtime."""
+    with opened(one, policy="lru", expert_ram=1 << 20) as runtime, runtime.evaluator() as e:
+        expected = e.eval(TOKENS, 0)[-1]
 
     def loaded():
         model = load(one)

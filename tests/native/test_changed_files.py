@@ -2,12 +2,16 @@
 
 import os
 import shutil
+from contextlib import closing
 
 import pytest
+from answering import answered, submitted
 
 from gguf_tools.errors import ChangedError
-from orchestrator.config import Config, Sampling
-from orchestrator.runtime.engine import Engine
+from orchestrator.config import Config
+from orchestrator.errors import NativeError
+from orchestrator.runtime.answering import Answering
+from orchestrator.runtime.runtime import Runtime
 
 from .conftest import drawn
 
@@ -16,11 +20,23 @@ RUNS = {
     "plain": {"policy": "plain"},
     "managed": {"policy": "lru", "expert_ram": 1 << 20},
 }
-CALLS = {
-    "generate": lambda engine: list(engine.generate(PROMPT, Sampling(temp=0), 4)),
-    "eval": lambda engine: engine.eval(PROMPT, 0),
-    "decode_batch": lambda engine: engine.decode_batch([7], [0]),
-}
+
+
+def evaluate(runtime):
+    with runtime.evaluator() as e:
+        e.eval(PROMPT, 0)
+
+
+def decode_batch(runtime):
+    with runtime.evaluator() as e:
+        e.decode_batch([7], [0])
+
+
+def answer(runtime):
+    answered(runtime, PROMPT, 4)
+
+
+CALLS = (answer, evaluate, decode_batch)
 
 
 def overwrite(path):
@@ -38,29 +54,34 @@ def path(request, library, tiny_model, tmp_path):
     return copy
 
 
-def opened(path, how, progress=None):
+def opened(path, how, progress=None, answering=None):
     settings = {"ctx": 256, "threads": 1, "sequences": 1, **RUNS[how]}
-    return Engine.open(Config.build(model=path, **settings), progress)
+    return Runtime.open(Config.build(model=path, **settings), progress, answering)
 
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("how", RUNS)
 def test_it_is_said(path, how, call):
-    with opened(path, how) as engine:
-        CALLS[call](engine)
+    answering = Answering() if call is answer else None
+    error = NativeError if call is answer else ChangedError
+    with opened(path, how, answering=answering) as runtime:
+        call(runtime)
         overwrite(path)
         for _ in range(2):
-            with pytest.raises(ChangedError, match=rf"{path} was written to while it is in use"):
-                CALLS[call](engine)
+            with pytest.raises(error, match=rf"{path} was written to while it is in use"):
+                call(runtime)
 
 
 def test_in_the_middle_of_an_answer(path):
-    with opened(path, "managed") as engine:
-        pieces = engine.generate(PROMPT, Sampling(temp=0), 200)
-        next(pieces)
+    with (
+        opened(path, "managed", answering=Answering()) as runtime,
+        closing(submitted(runtime, PROMPT, 200, stream=True, ignore_eos=True)) as answer,
+    ):
+        events = iter(answer)
+        next(events)
         overwrite(path)
-        with pytest.raises(ChangedError, match="was written to"):
-            list(pieces)
+        with pytest.raises(NativeError, match="was written to"):
+            list(events)
 
 
 def test_while_it_loads(path):
@@ -70,14 +91,14 @@ def test_while_it_loads(path):
 
     with (
         pytest.raises(ChangedError, match="was written to"),
-        opened(path, "managed", progress) as e,
+        opened(path, "managed", progress) as runtime,
     ):
-        e.eval(PROMPT, 0)
+        evaluate(runtime)
 
 
 def test_another_file_of_its_name_leaves_the_model_alone(path):
-    with opened(path, "managed") as engine:
-        first = engine.eval(PROMPT, 0)
+    with opened(path, "managed") as runtime, runtime.evaluator() as e:
+        first = e.eval(PROMPT, 0)
         path.rename(path.with_name("old"))
         path.write_bytes(b"other")
-        assert (engine.eval(PROMPT, 0) == first).all()
+        assert (e.eval(PROMPT, 0) == first).all()

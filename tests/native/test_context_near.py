@@ -3,11 +3,11 @@ losses, kept prefixes."""
 
 import numpy as np
 import pytest
-from orchestrator.runtime.engine import Engine
 
 from orchestrator.cost import losses
 from orchestrator.errors import ConfigError
 from orchestrator.lab.replay.simulate import Compute
+from orchestrator.runtime.runtime import Runtime
 
 from .conftest import build, drawn, save_losses, until
 from .replayed import SPEEDS, recorded, replayed, reported
@@ -36,29 +36,29 @@ def context(model, **options):
     )
 
 
-def converse(engine, number, n_answer=None):
+def converse(e, number, n_answer=None):
     prompt = PROMPTS[number]
-    engine.eval(prompt, 0)
+    e.eval(prompt, 0)
     for at, token in enumerate(ANSWER[:n_answer]):
-        engine.eval([token], len(prompt) + at)
+        e.eval([token], len(prompt) + at)
 
 
-def until_placed(engine):
+def until_placed(e):
     """However slow the disk is, with few tokens: what they use would be placed for, too."""
-    at, store = engine.n_cached, engine.store
+    at, store = e.n_cached, e.inside.store
 
     def one_more():
         until(lambda: not (np.not_equal(*store.states()) & ~store.landed()).any())
-        engine.eval([1], at)
+        e.eval([1], at)
 
-    until(lambda: engine.policy._wanted is None, one_more)
+    until(lambda: e.inside.policy._wanted is None, one_more)
 
 
 def test_a_loss_table_is_found_and_used(five, tmp_path):
     def used(**options):
         """The losses that it goes by, what it notes, and where experts are at first."""
-        with Engine.open(context(five, **options)) as engine:
-            return engine.policy.losses, str(engine.note), engine.store.resident()
+        with Runtime.open(context(five, **options)) as runtime, runtime.evaluator() as e:
+            return e.inside.policy.losses, str(runtime.note), e.inside.store.resident()
 
     beside, named = losses.default_path(five), tmp_path / "losses.json"
     found, note, nominal = used()
@@ -100,18 +100,18 @@ def test_a_loss_table_is_found_and_used(five, tmp_path):
 )
 def test_moves_read_what_changed_and_nothing_waits(five, options):
     """Where it waits, everything is in place before an answer's first token."""
-    with Engine.open(context(five, **options)) as engine:
-        policy, store = engine.policy, engine.store
-        model, is_async = engine.model, options["placement"] == "async"
-        converse(engine, 0)
-        until_placed(engine)
+    with Runtime.open(context(five, **options)) as runtime, runtime.evaluator() as e:
+        policy, store = e.inside.policy, e.inside.store
+        model, is_async = e.inside.model, options["placement"] == "async"
+        converse(e, 0)
+        until_placed(e)
         for number in (1, 0):
             before, read = store.resident(), store.stats().transition_bytes
-            converse(engine, number, 1)
+            converse(e, number, 1)
             at_once = store.stats().transition_bytes - read
             for token in ANSWER[1:]:
-                engine.eval([token], engine.n_cached)
-            until_placed(engine)
+                e.eval([token], e.n_cached)
+            until_placed(e)
             after, stats = store.resident(), store.stats()
             changed = np.argwhere(before != after).tolist()
             owed = sum(
@@ -133,7 +133,7 @@ def test_moves_read_what_changed_and_nothing_waits(five, options):
         assert stats.evictions == 0
         # placed, it reads nothing more
         for token in ANSWER[:6]:
-            engine.eval([token], engine.n_cached)
+            e.eval([token], e.n_cached)
         assert store.stats().transition_bytes == stats.transition_bytes
 
 
@@ -142,25 +142,25 @@ def test_its_replay_knows_sequences_and_kept_tokens(five, tmp_path, placement):
     """Two forks of a conversation decode together, one of them is dropped, and the first prompt is
     brought back from a copy and goes on."""
 
-    def talk(engine):
-        converse(engine, 0, 3)
-        kept = engine.driver.save_sequence(0)
-        engine.eval(PROMPTS[1], engine.n_cached)
-        engine.fork(0)
-        engine.fork(1)
+    def talk(e):
+        converse(e, 0, 3)
+        kept = e.inside.driver.save_sequence(0)
+        e.eval(PROMPTS[1], e.n_cached)
+        e.fork(0)
+        e.fork(1)
         for token in ANSWER[:20]:
-            engine.decode_batch([token, token + 1], [0, 1])
-        converse(engine, 1, 5)
-        engine.fork(1)  # what it held is over
-        engine.decode_batch([9], [1])
-        engine.reset()  # all three are
-        converse(engine, 0, 2)
-        engine.driver.restore_sequence(0, kept)
-        engine.eval(PROMPTS[0][:9], engine.n_cached)
+            e.decode_batch([token, token + 1], [0, 1])
+        converse(e, 1, 5)
+        e.fork(1)  # what it held is over
+        e.decode_batch([9], [1])
+        e.reset()  # all three are
+        converse(e, 0, 2)
+        e.inside.driver.restore_sequence(0, kept)
+        e.eval(PROMPTS[0][:9], e.n_cached)
         for token in ANSWER[:30]:
-            engine.eval([token], engine.n_cached)
-        until_placed(engine)
-        use = engine.policy.use
+            e.eval([token], e.n_cached)
+        until_placed(e)
+        use = e.inside.policy.use
         return [*use.sums, use.past]
 
     run = recorded(context(five, sequences=2, placement=placement), tmp_path, talk)

@@ -3,14 +3,13 @@
 import os
 import random
 import zlib
-from contextlib import closing
 
 import numpy as np
 import pytest
+from answering import answered
 from click.testing import CliRunner
 from command_line import MOE_EDGE, python
 from repacking import flip, overwrite, repack
-from served import server_library
 
 from gguf_tools.errors import DamagedError
 from gguf_tools.experts import ExpertModel
@@ -18,15 +17,13 @@ from gguf_tools.file.layout import DOWN, GATE
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.verify import verify
 from orchestrator.cli.main import cli
-from orchestrator.config import Sampling
 from orchestrator.errors import MoeEdgeError, NativeError
 from orchestrator.events import Phase
 from orchestrator.native.llama import ABORTED
-from orchestrator.serve.backend import Backend
-from orchestrator.serve.settings import ServeSettings
+from orchestrator.runtime.answering import Answering
+from orchestrator.runtime.runtime import Runtime
 
 from .conftest import build, drawn, opened
-from .servers import ask
 from .transition_driver import HIGH, LOW, Driver, ExpertFile
 
 DAMAGES = 100 if os.environ.get("MOE_EDGE_SLOW") else 9
@@ -106,8 +103,8 @@ def logits(model, how):
     """Those behind a prompt. Raises MoeEdgeError."""
     # Without exact tiers the copy that dymoe computes with is whichever is there in time.
     exact = {"exact_tiers": True} if how == "dymoe" else {}
-    with opened(model, ubatch=32, **RUNS[how], **exact) as engine:
-        return np.array(engine.eval(TOKENS, 0))
+    with opened(model, ubatch=32, **RUNS[how], **exact) as runtime, runtime.evaluator() as e:
+        return np.array(e.eval(TOKENS, 0))
 
 
 @pytest.fixture(scope="module")
@@ -208,20 +205,19 @@ def test_a_step_that_computes_nan_fails(plain_model, tensor, policy):
     verify names the tensor."""
     overwrite(plain_model, tensor, NAN_F16)
     said = "the model computed NaN among the logits of a token"
-    with opened(plain_model, policy=policy) as engine:
-        for compute in (
-            lambda: list(engine.generate(TOKENS, Sampling(), 3)),
-            lambda: engine.eval(TOKENS, 0),
-        ):
-            with pytest.raises(NativeError, match=said):
-                compute()
+    with (
+        opened(plain_model, policy=policy) as runtime,
+        runtime.evaluator() as e,
+        pytest.raises(NativeError, match=said),
+    ):
+        e.eval(TOKENS, 0)
     assert tensor in str(verify(plain_model).problems)
     config = build(plain_model, policy=policy)
-    served = Backend(config, ServeSettings(parallel=1), server_library(), lambda *_: None)
-    with closing(served) as backend:
-        backend.attend()
-        status, _ = ask(backend, "/v1/completions", prompt=TOKENS, max_tokens=3)
-        assert status == 500 and said in backend.failure()
+    with (
+        Runtime.open(config, answering=Answering()) as runtime,
+        pytest.raises(NativeError, match=said),
+    ):
+        answered(runtime, TOKENS, 3)
 
 
 def test_a_process_that_llama_ends_says_one_sentence(plain_model, tmp_path):

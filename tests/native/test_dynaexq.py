@@ -1,15 +1,18 @@
 """DynaExq end to end: what is resident is what is computed, and no token waits."""
 
+import json
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
-from orchestrator.runtime.engine import Engine, Sampling
 
 from orchestrator.allocation.pools import Places, TierPools
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.events import ABSENT, Phase
 from orchestrator.policy import dynaexq
+from orchestrator.runtime.answering import Answering
+from orchestrator.runtime.runtime import Runtime
 
 from .conftest import build, drawn, greedy, until
 
@@ -18,26 +21,26 @@ DEMO = Path(__file__).parents[2] / "models/demo/moe-edge-demo.gguf"
 PLENTY = 64 << 20
 
 
-def opened(model, **options):
+def opened(model, answering=None, **options):
     usual = {"policy": "dynaexq", "expert_ram": PLENTY, "ubatch": 32, "use_extra_bufts": False}
-    return Engine.open(build(model, **(usual | options)))
+    return Runtime.open(build(model, **(usual | options)), answering=answering)
 
 
-def logits(engine):
+def logits(e):
     """Of a prompt in two chunks and of greedy decoding."""
-    return greedy(engine, PROMPT, 12)
+    return greedy(e, PROMPT, 12)
 
 
 def run(model, **options):
-    with opened(model, **options) as engine:
-        return logits(engine)
+    with opened(model, **options) as runtime, runtime.evaluator() as e:
+        return logits(e)
 
 
-def arrive(engine):
+def arrive(e):
     """Until every transition is complete, and one step further, so that it is published."""
     until(
-        lambda: np.equal(*engine.store.states()).all(),
-        lambda: engine.store.begin_step(Phase.DECODE),
+        lambda: np.equal(*e.inside.store.states()).all(),
+        lambda: e.inside.store.begin_step(Phase.DECODE),
     )
 
 
@@ -54,14 +57,14 @@ def test_promoting_everything(both, tiny_model, monkeypatch, device):
         for tier in ("q4_k", "q2_k")
     )
     monkeypatch.setattr(dynaexq, "resident_plan", room_for_both)
-    with opened(both, device=device or "cpu", update_steps=0) as engine:
-        store = engine.store
+    with opened(both, device=device or "cpu", update_steps=0) as runtime, runtime.evaluator() as e:
+        store = e.inside.store
         everyone = np.argwhere(store.resident() == 1).tolist()
-        np.testing.assert_array_equal(logits(engine), low)
+        np.testing.assert_array_equal(logits(e), low)
         for tier, expected in ((0, high), (1, low)):
             assert store.transition([(*each, tier) for each in everyone]) == len(everyone)
-            arrive(engine)
-            np.testing.assert_array_equal(logits(engine), expected)
+            arrive(e)
+            np.testing.assert_array_equal(logits(e), expected)
         stats = store.stats()
         assert stats.experts_promoted == stats.experts_demoted == len(everyone)
         assert bool(sum(stats.copy_bytes)) == bool(sum(stats.host_hits)) == bool(device)
@@ -74,36 +77,38 @@ def test_where_low_copies_do_not_fit_they_are_cached(both, tiny_model):
         run(both, expert_ram=1, hot_experts=0)
     least = refused.value.needed_bytes
     for budget in (least, 2 * least):
-        with opened(both, expert_ram=budget, hot_experts=0) as engine:
-            assert "caching" in engine.mode
-            np.testing.assert_array_equal(logits(engine), reference)
-            stats = engine.store.stats()
+        with opened(both, expert_ram=budget, hot_experts=0) as runtime, runtime.evaluator() as e:
+            assert "caching" in runtime.mode
+            np.testing.assert_array_equal(logits(e), reference)
+            stats = e.inside.store.stats()
             assert stats.slot_bytes_peak <= stats.budget_bytes
             assert sum(stats.demand_bytes) > 0
-            engine.store.check()
+            e.inside.store.check()
 
 
 def test_no_token_waits_while_the_topic_changes():
     """The demo model with a third of its experts high, over several texts."""
     options = {"high_tier": "q4_k", "low_tier": "q2_k", "hot_experts": 5, "update_steps": 8}
-    with opened(DEMO, ctx=1024, ubatch=128, **options) as engine:
-        assert "5 of 16 experts a layer high" in engine.mode
-        store, asked = engine.store, 0
+    with opened(DEMO, Answering(), ctx=1024, ubatch=128, **options) as runtime:
+        assert "5 of 16 experts a layer high" in runtime.mode
+        store, asked = runtime.inside.store, 0
 
         def ask():
             nonlocal asked
             question = ("Tell me a story about a fox.", "What is photosynthesis?")[asked % 2]
-            tokens = engine.render_chat([{"role": "user", "content": question}])
-            assert "".join(engine.generate(tokens, Sampling(temp=0.0), 60))
-            last = engine.last_stats
-            assert (last.hit_rate, last.prefill_hit_rate, last.wait_ms) == (1.0, 1.0, 0.0)
-            assert 0 < last.mix["q4_k"] < 1
-            assert last.mix == last.computed and set(last.mix) == {"q4_k", "q2_k"}
+            messages = [{"role": "user", "content": question}]
+            body = {"messages": messages, "max_tokens": 60, "temperature": 0}
+            with closing(runtime.submit(json.dumps(body).encode())) as answer:
+                assert next(iter(answer))["choices"][0]["message"]["content"]
+                last = answer.costs()
+            assert (last["hit_rate"], last["prefill_hit_rate"], last["wait_ms"]) == (1.0, 1.0, 0.0)
+            assert 0 < last["mix"]["q4_k"] < 1
+            assert last["mix"] == last["computed"] and set(last["mix"]) == {"q4_k", "q2_k"}
             asked += 1
 
         # a slow disk takes more than two answers
         until(lambda: asked >= 2 and store.stats().experts_promoted, ask)
-        stats, told = store.stats(), engine.last_stats.policy
+        stats, told = store.stats(), runtime.policy_report()
         assert 0 <= stats.experts_demoted - stats.experts_promoted <= 4
         assert told["promotions"] <= stats.experts_promoted and told["high_per_layer"] == [5, 5]
         assert list(stats.demand_bytes) == list(stats.prefetch_bytes) == [0, 0]
@@ -117,8 +122,8 @@ def test_no_token_waits_while_the_topic_changes():
 
 def test_counts_are_what_was_routed(both):
     """Of a prompt, a token, and three sequences together."""
-    with opened(both, update_steps=0, sequences=3) as engine:
-        policy = engine.policy
+    with opened(both, update_steps=0, sequences=3) as runtime, runtime.evaluator() as e:
+        policy = e.inside.policy
         seen = []
         original = policy.step_done
 
@@ -128,31 +133,33 @@ def test_counts_are_what_was_routed(both):
 
         policy.step_done = step_done
         policy.wants_report = lambda _: True
-        k, n_layers = engine.model.n_expert_used, engine.model.n_layers
-        engine.eval(PROMPT[:20], 0)
-        engine.eval([7], 20)
+        k, n_layers = e.inside.model.n_expert_used, e.inside.model.n_layers
+        e.eval(PROMPT[:20], 0)
+        e.eval([7], 20)
         for sequence in range(3):
-            engine.fork(sequence)
-        engine.decode_batch([7, 8, 7], [0, 1, 2])
+            e.fork(sequence)
+        e.decode_batch([7, 8, 7], [0, 1, 2])
         # the last layer of a prompt sees only the token that has an output
         assert seen[0].sum(axis=1).tolist() == [20 * k] * (n_layers - 1) + [k]
         for counts, n_tokens in zip(seen[1:], (1, 3), strict=True):
             assert counts.sum(axis=1).tolist() == [n_tokens * k] * n_layers
         assert seen[2].max() > 1
-        assert not engine.store.take_counts().any()
+        assert not e.inside.store.take_counts().any()
 
 
 def test_hotness_outlives_the_engine(both, tmp_path):
     options = {"hot_experts": 2, "profile": tmp_path / "hot.json"}
-    with opened(both, **options) as engine:
-        logits(engine)
-        learned = engine.policy.hotness
-        engine.set_policy("lru")  # and back: nothing is forgotten
-        engine.set_policy("dynaexq")
-        np.testing.assert_array_equal(engine.policy.hotness, learned)
-    with opened(both, **options, update_steps=0) as engine:
+    with opened(both, **options) as runtime, runtime.evaluator() as e:
+        logits(e)
+        learned = e.inside.policy.hotness
+    with opened(both, **options) as runtime:
+        np.testing.assert_array_equal(runtime.inside.policy.hotness, learned)
+        runtime.set(policy="lru")  # and back: nothing is forgotten
+        runtime.set(policy="dynaexq")
+        np.testing.assert_array_equal(runtime.inside.policy.hotness, learned)
+    with opened(both, **options, update_steps=0) as runtime, runtime.evaluator() as e:
         expected = np.argsort(-learned, axis=1, kind="stable")[:, :2]
-        found = [sorted(np.flatnonzero(row == 0)) for row in engine.store.resident()]
+        found = [sorted(np.flatnonzero(row == 0)) for row in e.inside.store.resident()]
         assert found == [sorted(row) for row in expected.tolist()]
 
 
@@ -180,7 +187,13 @@ def test_what_does_not_go_together_is_refused(one, both, tmp_path):
 def test_the_pair_is_the_best_that_fits(three, budget_share, high, pair):
     """Low copies of all experts in the best tier possible, high ones in the next better, or in
     the one that was named."""
-    with opened(three, policy="lru", high_tier="q4_k", expert_ram=None) as engine:
-        whole = engine.plan.slots.total_bytes
-    with opened(three, expert_ram=int(budget_share * whole), high_tier=high) as engine:
-        assert pair in engine.mode
+    with (
+        opened(three, policy="lru", high_tier="q4_k", expert_ram=None) as runtime,
+        runtime.evaluator() as e,
+    ):
+        whole = e.plan.slots.total_bytes
+    with (
+        opened(three, expert_ram=int(budget_share * whole), high_tier=high) as runtime,
+        runtime.evaluator() as e,
+    ):
+        assert pair in runtime.mode

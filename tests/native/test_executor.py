@@ -105,15 +105,18 @@ def test_an_executor_that_never_waits(compile_stress, tmp_path):
 
 
 def test_model_without_python(compile_native, one):
-    """A C program decodes with experts on disk and gets the tokens that the engine gets."""
+    """A C program decodes with experts on disk and gets the tokens that an evaluator gets."""
     program = compile_native("plain_c", [HERE / "plain_c.c"], "-std=c11")
     prompt, n = [5, 6, 7, 8], 16
     tokens, memory = run_program(program, one, 2, n, *prompt).splitlines()
     peak, budget = map(int, memory.split())
     assert peak <= budget
 
-    with opened(one, ctx=512, threads=2, use_extra_bufts=False) as engine:
-        rows = greedy(engine, prompt, n)
+    with (
+        opened(one, ctx=512, threads=2, use_extra_bufts=False) as runtime,
+        runtime.evaluator() as e,
+    ):
+        rows = greedy(e, prompt, n)
     assert list(map(int, tokens.split())) == rows[:-1].argmax(axis=1).tolist()
     assert np.isfinite(rows).all()
 

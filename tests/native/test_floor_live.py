@@ -5,14 +5,15 @@ import json
 
 import numpy as np
 import pytest
-from orchestrator.runtime.engine import Engine
+from answering import answered
 
-from orchestrator.config import Sampling
 from orchestrator.cost import losses
 from orchestrator.errors import ConfigError
 from orchestrator.events import Phase
 from orchestrator.lab.eval import EvalOptions, evaluate, render
 from orchestrator.policy.floor import Floor
+from orchestrator.runtime.answering import Answering
+from orchestrator.runtime.runtime import Runtime
 
 from .conftest import build, drawn, save_losses
 from .replayed import recorded, reported
@@ -59,7 +60,7 @@ TABLES = [
 )
 @pytest.mark.parametrize(("damage", "said"), TABLES)
 def test_it_is_refused_without_a_table(damage, said, asked, both, tmp_path):
-    """Before anything is loaded, in one line; a live engine that may not change to it goes on."""
+    """Before anything is loaded, in one line; a model that may not change to it goes on."""
     model = tmp_path / both.name
     model.symlink_to(both)
     table = losses.default_path(model)
@@ -68,16 +69,19 @@ def test_it_is_refused_without_a_table(damage, said, asked, both, tmp_path):
         table.write_text(damage(json.loads(table.read_text())))
     config = build(model, 0.7, ctx=128, high_tier="q4_k", **asked)
     with pytest.raises(ConfigError, match=said) as refused:
-        Engine.open(config)
+        Runtime.open(config)
     assert "moe-edge calibrate" in str(refused.value) and "\n" not in str(refused.value)
     if damage is not None:
         with pytest.raises(ConfigError, match=said):
-            Engine.open(config.with_changes(losses=table))
-    with Engine.open(build(model, 0.7, ctx=128, policy="lru")) as engine:
-        before = engine.eval([1], 0)
+            Runtime.open(config.with_changes(losses=table))
+    with (
+        Runtime.open(build(model, 0.7, ctx=128, policy="lru")) as runtime,
+        runtime.evaluator() as e,
+    ):
+        before = e.eval([1], 0)
         with pytest.raises(ConfigError, match=said):
-            engine.set_policy("floor")
-        np.testing.assert_array_equal(engine.eval([1], 0), before)
+            runtime.set(policy="floor")
+        np.testing.assert_array_equal(e.eval([1], 0), before)
 
 
 @pytest.mark.parametrize("low", [None, "q2_k"])
@@ -86,12 +90,12 @@ def test_it_says_what_it_lost_as_a_replay_does(low, both, tmp_path):
     table = tmp_path / "t.json"
     save_table(table, both)
 
-    def answer(engine):
-        assert isinstance(engine.policy, Floor) and engine.plan.skip
-        assert engine.plan.tier_names == (("q4_k",) if low is None else ("q4_k", "q2_k"))
+    def answer(e):
+        assert isinstance(e.inside.policy, Floor) and e.plan.skip
+        assert e.plan.tier_names == (("q4_k",) if low is None else ("q4_k", "q2_k"))
         for position, token in enumerate(ANSWER):
-            engine.eval([token], position, phase=Phase.DECODE)
-        return engine.driver.meter.mean(Phase.DECODE)
+            e.eval([token], position, phase=Phase.DECODE)
+        return e.inside.driver.meter.mean(Phase.DECODE)
 
     more = {} if low is None else {"low_tier": low}
     run = recorded(floor(both, table, 0.7, **more), tmp_path, answer)
@@ -145,9 +149,9 @@ def test_a_text_unlike_those_of_the_table_gets_half_of_the_limit(
     assert usage["kl_low"] == usage["kl_estimate"]
     if virtual:
         return
-    with Engine.open(config) as engine:
-        list(engine.generate(ANSWER[:30], Sampling(temp=0.0, seed=1), 20))
-        assert engine.last_stats.limit_halved == halved
-        assert engine.last_stats.policy["max_loss"] == (0.005 if halved else 0.01)
-        engine.change("max_loss", 0.02)
-        assert engine.policy.allowed == (0.01 if halved else 0.02)
+    with Runtime.open(config, answering=Answering()) as runtime:
+        found = answered(runtime, ANSWER[:30], 20, ignore_eos=True)
+        assert found["costs"]["limit_halved"] == halved
+        assert runtime.policy_report()["max_loss"] == (0.005 if halved else 0.01)
+        runtime.set(max_loss=0.02)
+        assert runtime.inside.policy.allowed == (0.01 if halved else 0.02)

@@ -3,15 +3,18 @@
 import os
 import signal
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
+from answering import answered
 
 from gguf_tools import interrupts
-from orchestrator.config import Sampling
 from orchestrator.errors import ConfigError
 from orchestrator.events import ABSENT
 from orchestrator.lab.replay.record import Recorder
+from orchestrator.runtime.answering import Answering
+from orchestrator.runtime.runtime import Runtime
 
 from . import conftest
 from .conftest import drawn
@@ -24,53 +27,59 @@ def policy(request):
     return request.param
 
 
-def opened(model, policy, **settings):
-    return conftest.opened(model, 0.6, policy=policy, use_extra_bufts=False, **settings)
+def opened(model, policy, answering=None, **settings):
+    config = conftest.build(model, 0.6, policy=policy, use_extra_bufts=False, **settings)
+    return Runtime.open(config, answering=answering)
 
 
-def idle(engine):
+def begin_idle(e, used=None):
+    """Begin to read what is likely to be used into free slots."""
+    e.inside.driver.idle(used, lambda: None)
+
+
+def idle(e, used=None):
     """Everything that comes in has come in."""
-    driver = engine.driver
-    engine.idle()
+    driver = e.inside.driver
+    begin_idle(e, used)
     driver._idle.wait()
-    engine.store.check()
+    e.inside.store.check()
     return driver
 
 
-def logits(engine, between=lambda: None):
+def logits(e, between=lambda: None):
     """Of a prompt and eight tokens of its answer."""
-    rows = [engine.eval(PROMPT, 0)[-1]]
+    rows = [e.eval(PROMPT, 0)[-1]]
     for i in range(8):
         between()
-        rows.append(engine.eval([int(rows[-1].argmax())], len(PROMPT) + i)[-1])
+        rows.append(e.eval([int(rows[-1].argmax())], len(PROMPT) + i)[-1])
     return np.stack(rows)
 
 
 def test_answers_are_the_same(policy, device, one):
     where = {"device": device} if device else {}
-    with opened(one, policy, **where) as engine:
-        expected = logits(engine)
-    with opened(one, policy, **where) as engine:
-        engine.cancel()  # a stopped answer does not keep it from reading
-        assert idle(engine).brought > 0
-        np.testing.assert_array_equal(logits(engine), expected)
+    with opened(one, policy, **where) as runtime, runtime.evaluator() as e:
+        expected = logits(e)
+    with opened(one, policy, **where) as runtime, runtime.evaluator() as e:
+        e.cancel()  # a stopped answer does not keep it from reading
+        assert idle(e).brought > 0
+        np.testing.assert_array_equal(logits(e), expected)
         # a request may come at any moment: it ends what is going on
-        np.testing.assert_array_equal(logits(engine, engine.idle), expected)
-        engine.store.check()
-        with pytest.raises(ConfigError, match="record with a new engine"):
-            Recorder(engine)
+        np.testing.assert_array_equal(logits(e, partial(begin_idle, e)), expected)
+        e.inside.store.check()
+        with pytest.raises(ConfigError, match="were read ahead between two answers"):
+            Recorder(e.inside)
 
 
 def test_what_was_used_most_is_in_memory_afterwards(policy, one):
-    with opened(one, policy, remember=True) as engine:
-        list(engine.generate(PROMPT, Sampling(temp=0.0, seed=1), 16))
-        used = engine.driver.used()
-    with opened(one, policy, remember=True) as engine:
-        store = engine.store
-        kept = engine._loader.history.usage.recall()
+    with opened(one, policy, Answering(reads_ahead=False), remember=True) as runtime:
+        answered(runtime, PROMPT, 16)
+        used = runtime.inside.driver.used()
+    with opened(one, policy, remember=True) as runtime, runtime.evaluator() as e:
+        store = e.inside.store
+        kept = runtime._loader.history.usage.recall()
         np.testing.assert_allclose(kept, used)
         assert (store.resident() == ABSENT).all()
-        driver = idle(engine)
+        driver = idle(e, kept)
         resident = store.resident() != ABSENT
         share = kept / kept.sum(axis=1, keepdims=True)
         for layer in range(len(share)):
@@ -83,34 +92,34 @@ def test_what_was_used_most_is_in_memory_afterwards(policy, one):
         assert stats.slot_bytes_peak <= stats.budget_bytes
         brought = driver.brought  # the last ones may lack a matrix that has no free slot
         assert brought >= resident.sum() > 0
-        assert idle(engine).brought == brought  # slots are full: nothing is exchanged
+        assert idle(e, kept).brought == brought  # slots are full: nothing is exchanged
 
 
 def test_a_file_that_was_cut_is_told_by_the_token_that_needs_it(one, tmp_path):
     copy = tmp_path / "short.gguf"
     whole = one.read_bytes()
     copy.write_bytes(whole)
-    with opened(copy, "lru") as engine:
+    with opened(copy, "lru") as runtime, runtime.evaluator() as e:
         with open(copy, "r+b") as file:
             file.truncate(len(whole) // 2)
-        idle(engine)
+        idle(e)
         with pytest.raises(Exception, match="was written to while it is in use"):
-            engine.eval(PROMPT, 0)
+            e.eval(PROMPT, 0)
 
 
 def test_every_step_waits_until_it_has_ended(one):
     """No thread reads for nobody while tokens need what it would take."""
     calls = {
-        "eval": lambda engine: engine.eval(PROMPT, 0),
-        "generate": lambda engine: list(engine.generate(PROMPT, Sampling(temp=0.0), 2)),
-        "decode_batch": lambda engine: engine.decode_batch([7], [0]),
+        "eval": lambda e: e.eval(PROMPT, 0),
+        "decode_batch": lambda e: e.decode_batch([7], [0]),
     }
-    with opened(one, "dymoe", sequences=1) as engine:
+    with opened(one, "dymoe", sequences=1) as runtime, runtime.evaluator() as e:
         for name, call in calls.items():
             begun = []
-            engine.idle()
-            engine.store.set_step_done(lambda _: begun.append(engine.driver._idle._thread is None))  # noqa: B023
-            call(engine)
+            begin_idle(e)
+            reads = e.inside.driver._idle
+            e.inside.store.set_step_done(lambda _: begun.append(reads._thread is None))  # noqa: B023
+            call(e)
             assert begun and all(begun), name
 
 
@@ -121,17 +130,29 @@ def test_ctrl_c_while_it_starts_leaves_what_can_be_closed(one, monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
         start(thread)
 
-    with opened(one, "lru") as engine:
+    with opened(one, "lru") as runtime, runtime.evaluator() as e:
         monkeypatch.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(KeyboardInterrupt), interrupts.listening():
-            engine.idle()
+            begin_idle(e)
         monkeypatch.undo()
-        assert engine.eval(PROMPT, 0).shape[0] == 1
+        assert e.eval(PROMPT, 0).shape[0] == 1
 
 
 def test_closing_ends_it(one):
     for _ in range(5):
-        engine = opened(one, "lru", remember=True)
-        engine.idle()
-        engine.close()
-        engine.close()
+        runtime = opened(one, "lru", remember=True)
+        runtime.inside.driver.idle(None, lambda: None)
+        runtime.close()
+        runtime.close()
+
+
+def test_an_answer_is_followed_by_reads_unless_they_are_off(one):
+    for reads_ahead in (True, False):
+        with opened(one, "lru", Answering(reads_ahead=reads_ahead)) as runtime:
+            answered(runtime, PROMPT, 2)
+            idle_reads = runtime.inside.driver._idle
+            if reads_ahead:
+                conftest.until(lambda: idle_reads.brought)  # noqa: B023
+            with runtime.evaluator() as e:  # which waits for their end
+                e.eval(PROMPT, 0)
+            assert bool(idle_reads.brought) == reads_ahead

@@ -18,15 +18,15 @@ def scores(model, parts, **settings):
         score = event.importance_array
         found[event.layer] = None if score is None else score.copy()
 
-    with opened(model, **usual, **settings) as engine:
-        engine.store.set_route(note)
+    with opened(model, **usual, **settings) as runtime, runtime.evaluator() as e:
+        e.inside.store.set_route(note)
         at = 0
         for part in parts:
             found.clear()
-            if engine.config.logits_all:
-                assert sum(len(rows) for rows in engine.eval_each(part, at)) == len(part)
+            if e.config.logits_all:
+                assert sum(len(rows) for rows in e.eval_each(part, at)) == len(part)
             else:
-                engine.eval(part, at)
+                e.eval(part, at)
             at += len(part)
     return found
 
@@ -101,6 +101,6 @@ def test_logits_do_not_change(both):
     options = {"policy": "dymoe", "low_tier": "skip", "retention": 1.0, "expert_ram": 64 << 20}
     found = []
     for importance in ("window", "load"):
-        with opened(both, importance=importance, **options) as engine:
-            found.append(engine.eval(TOKENS, 0))
+        with opened(both, importance=importance, **options) as runtime, runtime.evaluator() as e:
+            found.append(e.eval(TOKENS, 0))
     np.testing.assert_array_equal(*found)

@@ -2,28 +2,28 @@
 
 import numpy as np
 import pytest
-from orchestrator.runtime.engine import Engine
 
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
+from orchestrator.runtime.runtime import Runtime
 
 TOKENS = np.random.default_rng(0).integers(10, 300, 60).tolist()
 
 
 def opened(path, **settings):
     usual = {"ctx": 512, "threads": 1, "policy": "lru", "expert_ram": 2**21}
-    return Engine.open(Config.build(model=path, **{**usual, **settings}))
+    return Runtime.open(Config.build(model=path, **{**usual, **settings}))
 
 
 @pytest.mark.parametrize("shape", ["qwen3moe", "mixtral", "deepseek2"])
 def test_it_takes_what_the_plan_says_and_logits_are_near(shape, tiny_model):
     path, taken, planned, logits = tiny_model(shape, "q4_k"), {}, {}, {}
     for kv in ("f16", "q8_0"):
-        with opened(path, kv=kv) as engine:
-            logits[kv] = engine.eval(TOKENS, 0)[-1]
-            taken[kv] = engine._steps.state.n_bytes()
-            planned[kv] = engine.plan.kv_bytes
-            assert (" in q8_0" in engine.mode) == (kv == "q8_0")
+        with opened(path, kv=kv) as runtime, runtime.evaluator() as e:
+            logits[kv] = e.eval(TOKENS, 0)[-1]
+            taken[kv] = e.inside.loaded.steps.state.n_bytes()
+            planned[kv] = e.plan.kv_bytes
+            assert (" in q8_0" in runtime.mode) == (kv == "q8_0")
     assert planned["q8_0"] * 32 == planned["f16"] * 17
     assert taken["q8_0"] == pytest.approx(taken["f16"] * 17 / 32, rel=0.02)
     difference = logits["q8_0"] - logits["f16"]

@@ -26,11 +26,11 @@ PROMPT = drawn(40)
 def run(model, n_decode, **options):
     """Logits [1 + n_decode, n_vocab] of a prompt in two chunks and of greedy decoding."""
     usual = {"ctx": 512, "ubatch": 32, "threads": 2, "use_extra_bufts": False}
-    with opened(model, **(usual | options)) as engine:
-        rows = greedy(engine, PROMPT, n_decode)
-        if engine.managed:
-            engine.store.check()
-            stats = engine.store.stats()
+    with opened(model, **(usual | options)) as runtime, runtime.evaluator() as e:
+        rows = greedy(e, PROMPT, n_decode)
+        if e.inside.managed:
+            e.inside.store.check()
+            stats = e.inside.store.stats()
             assert stats.slot_bytes_peak <= stats.budget_bytes
     return rows
 

@@ -15,25 +15,28 @@ def opened(model, share=0, **settings):
 
 @pytest.mark.parametrize("n_ubatch", [512, 1024])
 def test_equal_to_upstream_in_micro_batches_of_the_same_size(n_ubatch, one):
-    with opened(one, ubatch=n_ubatch, policy="plain") as engine:
-        expected = engine.eval(PROMPT, 0)
+    with opened(one, ubatch=n_ubatch, policy="plain") as runtime, runtime.evaluator() as e:
+        expected = e.eval(PROMPT, 0)
     for policy in ("lru", "dymoe", "firm"):
-        with opened(one, 1 / 3, ubatch=n_ubatch, policy=policy) as engine:
-            assert f"micro-batch {n_ubatch}, context" in engine.mode
-            found = engine.eval(PROMPT, 0)
-            engine.store.check()
+        with (
+            opened(one, 1 / 3, ubatch=n_ubatch, policy=policy) as runtime,
+            runtime.evaluator() as e,
+        ):
+            assert f"micro-batch {n_ubatch}, context" in runtime.mode
+            found = e.eval(PROMPT, 0)
+            e.inside.store.check()
         np.testing.assert_array_equal(found[-1], expected[-1], err_msg=policy)
 
 
 def test_the_one_that_was_chosen_is_used(one):
     """By the context, the store and the promise."""
-    with opened(one, policy="lru", ubatch=1024) as engine:
-        whole = engine.plan
+    with opened(one, policy="lru", ubatch=1024) as runtime, runtime.evaluator() as e:
+        whole = e.plan
     ram = whole.total_bytes - whole.expert_bytes // 2
-    with opened(one, policy="lru", ubatch=1024, ram=ram) as engine:
-        assert engine.context.n_ubatch == engine.plan.n_ubatch == 1024
-        assert engine.store.spec.max_tokens == 1024
+    with opened(one, policy="lru", ubatch=1024, ram=ram) as runtime, runtime.evaluator() as e:
+        assert e.inside.context.n_ubatch == e.plan.n_ubatch == 1024
+        assert e.inside.store.spec.max_tokens == 1024
         seen = []
-        engine.store.set_route(lambda event: seen.append(event.n_tokens), 0)
-        engine.eval(PROMPT, 0)
+        e.inside.store.set_route(lambda event: seen.append(event.n_tokens), 0)
+        e.eval(PROMPT, 0)
         assert max(seen) == 1024

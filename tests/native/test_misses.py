@@ -22,11 +22,11 @@ POLICIES = {
 
 def decode(model, n, **options):
     """Logits of each token, the store's counters, how misses were served by the mode line."""
-    with opened(model, **{"device": "host:100", **options}) as engine:
-        rows = greedy(engine, PROMPT, n)
-        engine.store.check()
-        how = engine.mode.rpartition("misses: ")[2].partition(", micro-batch")[0]
-        return rows, engine.store.stats(), how
+    with opened(model, **{"device": "host:100", **options}) as runtime, runtime.evaluator() as e:
+        rows = greedy(e, PROMPT, n)
+        e.inside.store.check()
+        how = runtime.mode.rpartition("misses: ")[2].partition(", micro-batch")[0]
+        return rows, e.inside.store.stats(), how
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -12,8 +12,8 @@ def test_the_plan_goes_by_the_profile_and_nothing_waits(three, tmp_path):
     """The experts that alone are used are in the best tier."""
     path = tmp_path / "profile.json"
     starts = []
-    with opened(three, policy="mixed") as engine:
-        model, n_bytes = engine.model, engine.plan.slots.total_bytes * 6 // 10
+    with opened(three, policy="mixed") as runtime, runtime.evaluator() as e:
+        model, n_bytes = e.inside.model, e.plan.slots.total_bytes * 6 // 10
         for used in (
             np.ones((model.n_layers, model.n_expert)),
             np.eye(model.n_layers, model.n_expert),
@@ -33,20 +33,23 @@ def test_the_plan_goes_by_the_profile_and_nothing_waits(three, tmp_path):
 
 def test_experts_exchange_their_tiers_while_it_runs(three):
     """As many of each tier as before; what is used most moves up."""
-    with opened(three, policy="mixed") as engine:
-        n_bytes = engine.plan.slots.total_bytes * 6 // 10
+    with opened(three, policy="mixed") as runtime, runtime.evaluator() as e:
+        n_bytes = e.plan.slots.total_bytes * 6 // 10
     options = {"update_steps": 4, "hysteresis": 0.0, "transition_rate": 0}
-    with opened(three, policy="mixed", expert_ram=n_bytes, **options) as engine:
-        before = engine.store.resident().copy()
+    with (
+        opened(three, policy="mixed", expert_ram=n_bytes, **options) as runtime,
+        runtime.evaluator() as e,
+    ):
+        before = e.inside.store.resident().copy()
         for _ in range(6):
-            logits(engine)
-            arrive(engine)
-        told, after = engine.policy.report(), engine.store.resident()
+            logits(e)
+            arrive(e)
+        told, after = e.inside.policy.report(), e.inside.store.resident()
         assert told["exchanges"] > 0 and (before != after).any()
         counts = np.bincount(before.ravel(), minlength=3).tolist()
         assert list(told["experts"].values()) == counts
         assert ((before == 0).sum() >= (after == 0).sum()) and (after < 3).all()
-        used = engine.policy.hotness
+        used = e.inside.policy.hotness
         assert used[after < before].mean() > used[after > before].mean()
-        assert engine.store.stats().transitions_failed == 0
-        engine.store.check()
+        assert e.inside.store.stats().transitions_failed == 0
+        e.inside.store.check()

@@ -23,22 +23,22 @@ def opened(model, **options):
     return conftest.opened(model, **(asked | options))
 
 
-def converse(engine):
-    rows = [engine.eval(PROMPT, 0)[-1]]
-    return rows + [engine.eval([t], len(PROMPT) + at)[-1] for at, t in enumerate(ANSWER)]
+def converse(e):
+    rows = [e.eval(PROMPT, 0)[-1]]
+    return rows + [e.eval([t], len(PROMPT) + at)[-1] for at, t in enumerate(ANSWER)]
 
 
 def test_nothing_of_a_cold_expert_is_copied(three):
     """The same logits as with all of it on the device; of what was copied there since the start,
     every byte is of an expert that the placement made hot."""
-    with opened(three, near_place="device") as engine:
-        wanted = converse(engine)
-    with opened(three, near_place="host") as engine:
-        store, before = engine.store, engine.store.resident()
-        assert "which the host computes" in engine.mode
-        rows = converse(engine)
+    with opened(three, near_place="device") as runtime, runtime.evaluator() as e:
+        wanted = converse(e)
+    with opened(three, near_place="host") as runtime, runtime.evaluator() as e:
+        store, before = e.inside.store, e.inside.store.resident()
+        assert "which the host computes" in runtime.mode
+        rows = converse(e)
         store.check()
-        stats, came = store.stats(), bytes_that_came(engine, before)
+        stats, came = store.stats(), bytes_that_came(e, before)
     assert np.array_equal(rows, wanted)
     assert sum(stats.copy_bytes) == came > 0  # each moved once
     for phase in (Phase.PREFILL, Phase.DECODE):
@@ -50,20 +50,20 @@ def test_nothing_of_a_cold_expert_is_copied(three):
 
 def test_near_experts_go_to_the_host_where_the_device_is_full(three):
     """Of its own accord, and no sooner; and there they may share slots."""
-    with opened(three) as engine:
-        everything = engine.plan.slots
+    with opened(three) as runtime, runtime.evaluator() as e:
+        everything = e.plan.slots
         assert everything.host_bytes == 0
     small = everything.total_bytes // 2
-    with opened(three, expert_ram=small) as engine:
-        slots = engine.plan.slots
+    with opened(three, expert_ram=small) as runtime, runtime.evaluator() as e:
+        slots = e.plan.slots
         assert slots.host_bytes > 0 and slots.total_bytes <= small
-        converse(engine)
-        engine.store.check()
-    with opened(three, near_slots="shared") as engine:
-        slots = engine.plan.slots
+        converse(e)
+        e.inside.store.check()
+    with opened(three, near_slots="shared") as runtime, runtime.evaluator() as e:
+        slots = e.plan.slots
         assert slots.host_bytes > 0
-        converse(engine)
-        engine.store.check()
+        converse(e)
+        e.inside.store.check()
     with pytest.raises(PolicyError, match="give --near-place host"):
         opened(three, near_slots="shared", near_place="device")
     with pytest.raises(BudgetError):
@@ -72,9 +72,9 @@ def test_near_experts_go_to_the_host_where_the_device_is_full(three):
 
 def test_the_hosts_memory_counts(three):
     """Near experts take of --ram before the cache behind the device does."""
-    with opened(three, near_place="host") as engine:
-        near = engine.plan.slots.host_bytes
-        rows = exchange_bytes(engine.model, engine.plan.n_ubatch)
+    with opened(three, near_place="host") as runtime, runtime.evaluator() as e:
+        near = e.plan.slots.host_bytes
+        rows = exchange_bytes(e.inside.model, e.plan.n_ubatch)
     with pytest.raises(BudgetError, match=r"--ram .* is too little beside a GPU") as refused:
         opened(three, near_place="host", ram=1 << 20)
     with pytest.raises(BudgetError) as without:
@@ -82,6 +82,9 @@ def test_the_hosts_memory_counts(three):
     more = refused.value.needed_bytes - without.value.needed_bytes
     # the cache needs less: nothing of the near tiers goes through it
     assert 0 < more <= near + rows
-    with opened(three, near_place="host", ram=refused.value.needed_bytes) as engine:
-        converse(engine)
-        assert engine.plan.host_bytes > 0
+    with (
+        opened(three, near_place="host", ram=refused.value.needed_bytes) as runtime,
+        runtime.evaluator() as e,
+    ):
+        converse(e)
+        assert e.plan.host_bytes > 0

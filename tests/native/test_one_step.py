@@ -32,15 +32,15 @@ STEPS = {
 
 
 class Watched:
-    """A context beside an engine's, whose experts are all computed high: else a layer's input would
+    """A context beside a runtime's, whose experts are all computed high: else a layer's input would
     depend on who shares the step. layers: of each, experts [T, k], whose each token is, importance
     [T] and the experts that the next layer is predicted to choose [T, k], where there are any."""
 
     def __init__(self, model):
         asked = {"low_tier": "q2_k", "importance_window": WINDOW, "prefetch": "on"}
-        self.engine = opened(model, ubatch=64, policy="dymoe", expert_ram=64 << 20, **asked)
-        self.store = self.engine.store
-        self.decoder = Decoder(self.engine._loaded.model, n_ubatch=64)
+        self.runtime = opened(model, ubatch=64, policy="dymoe", expert_ram=64 << 20, **asked)
+        self.store = self.runtime.inside.store
+        self.decoder = Decoder(self.runtime.inside.llama, n_ubatch=64)
         self.store.set_route(self.on_route)
         self.layers = []
 
@@ -67,7 +67,7 @@ class Watched:
 
     def close(self):
         self.decoder.close()
-        self.engine.close()
+        self.runtime.close()
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_each_sequence_is_told_as_alone(watched):
             for sequence in range(3)
         ]
         together = watched.step(tokens)
-        assert len(together) == watched.engine.model.n_layers
+        assert len(together) == watched.runtime.model.n_layers
         for layer, joint in enumerate(together):
             for sequence, layers in enumerate(alone):
                 mine, rows = layers[layer], joint["sequences"] == sequence

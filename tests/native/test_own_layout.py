@@ -45,12 +45,15 @@ def upstream(path, repack, read=one_by_one, n_ubatch=32):
 
 def managed(path, read=one_by_one, share=0, **options):
     """Logits, and the mode line; the store's invariants hold, and its slots are within budget."""
-    with opened(path, share, force_managed=True, **(SETTINGS | options)) as engine:
-        found = read(engine.eval)
-        engine.store.check()
-        stats = engine.store.stats()
+    with (
+        opened(path, share, force_managed=True, **(SETTINGS | options)) as runtime,
+        runtime.evaluator() as e,
+    ):
+        found = read(e.eval)
+        e.inside.store.check()
+        stats = e.inside.store.stats()
         assert stats.slot_bytes_peak <= stats.budget_bytes
-        return found, engine.mode
+        return found, runtime.mode
 
 
 @pytest.mark.parametrize("tier", TYPES)
@@ -93,11 +96,11 @@ def test_auto_is_for_experts_that_stay(tiny_model):
     low = tiny_model("qwen3moe", "q2_k")
     asked = SETTINGS | {"low": low, "policy": "dynaexq"}
     for rate, changed in ((1 << 20, True), (0, False)):
-        with opened(path, 0.95, transition_rate=rate, **asked) as engine:
-            assert engine.policy.wants.all_resident
-            assert ("q4_0 in this CPU's own layout" in engine.mode) == changed
-            one_by_one(engine.eval)
-            engine.store.check()
+        with opened(path, 0.95, transition_rate=rate, **asked) as runtime, runtime.evaluator() as e:
+            assert e.inside.policy.wants.all_resident
+            assert ("q4_0 in this CPU's own layout" in runtime.mode) == changed
+            one_by_one(e.eval)
+            e.inside.store.check()
 
 
 def test_types_without_one_stay_as_in_the_file(tiny_model):

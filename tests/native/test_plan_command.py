@@ -1,4 +1,4 @@
-"""`moe-edge plan`, and engines that take the plan which a loss chooses."""
+"""`moe-edge plan`, and runtimes that take the plan which a loss chooses."""
 
 import json
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.chat.console import Console
 from orchestrator.cli import machine
 from orchestrator.cli.main import cli
-from orchestrator.cli.options import open_engine
+from orchestrator.cli.options import open_runtime
 from orchestrator.config import Config
 from orchestrator.cost import losses, planner
 from orchestrator.cost.disk import Bandwidth
@@ -21,6 +21,7 @@ from orchestrator.cost.planner import Planner
 from orchestrator.errors import ConfigError
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.runtime.load import Loader
+from orchestrator.runtime.runtime import Runtime
 
 from .conftest import save_losses
 
@@ -106,9 +107,9 @@ def test_the_frontier_is_printed_and_drawn(model, tmp_path, monkeypatch):
     more = candidates(model, "--expert-ram", "3MiB")["candidates"]
     assert {each["policy"] for each in more} == names | {"context"}
     taken = found["candidates"][found["taken"]]
-    with Engine.open(build(model)) as engine:
-        assert taken["policy"] == engine.policy.name
-        assert tuple(taken["tiers"]) == engine.plan.tier_names
+    with Runtime.open(build(model)) as runtime, runtime.evaluator() as e:
+        assert taken["policy"] == e.inside.policy.name
+        assert tuple(taken["tiers"]) == e.plan.tier_names
     assert {each["kl"] for each in found["candidates"]} == {None, 0.0}
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
     assert run(model, *LITTLE, "--plot", str(tmp_path / "plans.svg")).exit_code == 0
@@ -139,7 +140,7 @@ def test_what_is_refused(model, args, said):
 def test_nobody_promises_what_a_chat_refuses(model, asked, said):
     config = build(model, **asked)
     with pytest.raises(ConfigError, match=said):
-        Engine.open(config)
+        Runtime.open(config)
     assert said in machine.examine(config)[0]["plan_note"]
 
 
@@ -151,9 +152,9 @@ def test_other_policies_leave_aside_what_was_asked_for(model):
     alone = candidates(model, *LITTLE, "--policy", "lru")
     assert [each["policy"] for each in alone["candidates"]] == ["lru"]
     assert "--policy asks" in alone["why"]
-    with Engine.open(config) as engine:
-        engine.set_policy("lru")
-        assert (engine.policy.name, engine.config.given("retention")) == ("lru", 0.5)
+    with Runtime.open(config) as runtime:
+        runtime.set(policy="lru")
+        assert (runtime.inside.policy.name, runtime.config.given("retention")) == ("lru", 0.5)
 
 
 @pytest.fixture
@@ -178,13 +179,13 @@ def fitted(model):
     ],
 )
 def test_all_say_the_same_of_what_runs(fitted, asked, tiers, said, table):
-    """The engine, the mode line, and `plan`: what runs, and what that loses."""
+    """The e, the mode line, and `plan`: what runs, and what that loses."""
     if not table:
         losses.default_path(fitted).unlink()
     config = build(fitted, **asked)
-    with Engine.open(config) as engine:
-        assert engine.plan.tier_names == tiers
-        mode = engine.mode
+    with Runtime.open(config) as runtime, runtime.evaluator() as e:
+        assert e.plan.tier_names == tiers
+        mode = runtime.mode
     health, _ = machine.examine(config)
     with ExpertModel.open(fitted) as model:
         runs = Planner(config, model).runs(config)
@@ -206,9 +207,9 @@ def test_an_engine_takes_the_plan_of_its_loss(fitted):
     says why."""
     ran = {}
     for allowed in (0.0, 0.05, 1.0):
-        with Engine.open(build(fitted, max_loss=allowed)) as engine:
-            ran[allowed] = engine.policy.name, engine.plan.tier_names
-            assert f"within {allowed:g} nats of q8_0" in str(engine.note)
+        with Runtime.open(build(fitted, max_loss=allowed)) as runtime, runtime.evaluator() as e:
+            ran[allowed] = e.inside.policy.name, e.plan.tier_names
+            assert f"within {allowed:g} nats of q8_0" in str(runtime.note)
     assert ran[0.0][1][0] == "q8_0" and ran[0.0][0] in ("lru", "dymoe")
     assert ran[0.05] in ((name, ("q4_k", "q2_k")) for name in ("mixed", "dynaexq"))
     assert ran[1.0] == ("lru", ("q2_k",))
@@ -233,8 +234,8 @@ def test_a_named_table_chooses_a_plan(fitted, tmp_path):
         shown = run(fitted, *LITTLE, "--losses", str(named), *more)
         assert shown.exit_code == 0
         assert shown.stderr.splitlines() == [f"on disk in managed plans: {LOOKUP}"]
-    with Engine.open(build(fitted, losses=named, max_loss=0.05)) as engine:
-        assert "estimated to lose" in engine.mode
+    with Runtime.open(build(fitted, losses=named, max_loss=0.05)) as runtime:
+        assert "estimated to lose" in runtime.mode
 
 
 def test_what_is_foreseen_is_said_of_the_start(fitted, monkeypatch):
@@ -247,8 +248,8 @@ def test_what_is_foreseen_is_said_of_the_start(fitted, monkeypatch):
             raise MemoryError
         return load(loader, runs, progress)
 
-    with Engine.open(build(fitted, policy="dynaexq")) as engine:
-        mode = engine.mode
+    with Runtime.open(build(fitted, policy="dynaexq")) as runtime, runtime.evaluator() as e:
+        mode = runtime.mode
         assert "estimated to lose" in mode
         loses = Planner.loses
         monkeypatch.setattr(Loader, "_load", fails)
@@ -258,12 +259,12 @@ def test_what_is_foreseen_is_said_of_the_start(fitted, monkeypatch):
             lambda self, plan: None if plan.policy.wants.all_resident else loses(self, plan),
         )
         with pytest.raises(MemoryError):
-            engine.set_policy("lru")
-        assert (engine.mode, engine.config.policy) == (mode, "dynaexq")
+            runtime.set(policy="lru")
+        assert (runtime.mode, e.config.policy) == (mode, "dynaexq")
 
 
 def test_what_takes_long_is_announced_before_it_begins(model, fitted, monkeypatch):
-    """The command, and an engine whose plan a loss chooses: both measure this machine first."""
+    """The command, and a runtime whose plan a loss chooses: both measure this machine first."""
     said = []
 
     def measures(*_):
@@ -276,7 +277,7 @@ def test_what_takes_long_is_announced_before_it_begins(model, fitted, monkeypatc
     assert said == [f"Measuring {what}" for what in ("the disk", "the memory", "this machine")]
     said.clear()
     with pytest.raises(ConfigError, match="measured"):
-        open_engine(build(fitted, max_loss=0.1), Console())
+        open_runtime(build(fitted, max_loss=0.1), Console())
     assert said == ["Measuring this machine"]
 
 
@@ -286,5 +287,5 @@ def test_a_slow_disk_is_said_where_an_engine_opens(model, monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(planner, "slow_disk", lambda *_: asked.append(_) or said)
     monkeypatch.setattr(Loader, "load", lambda *args: asked and loads(*args))
-    open_engine(build(model), Console()).close()
+    open_runtime(build(model), Console()).close()
     assert said in capsys.readouterr().err and len(asked) == 1

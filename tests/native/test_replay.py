@@ -2,27 +2,29 @@
 
 import numpy as np
 import pytest
-from orchestrator.runtime.engine import Engine
+from answering import answered
 
-from orchestrator.config import Sampling
+from orchestrator.errors import ConfigError
 from orchestrator.events import Phase
-from orchestrator.lab.replay.record import record_answer, record_text
+from orchestrator.lab.replay.record import Recorder, record_answer, record_text
 from orchestrator.lab.replay.trace import PROMPT_ENDS, STARTS
 from orchestrator.policy.dymoe import DyMoE
+from orchestrator.runtime.answering import Answering
+from orchestrator.runtime.runtime import Runtime
 
 from .conftest import build, drawn, opened
 from .decoder import Decoder, Token
 from .decoder import prompt as prompt_of
-from .replayed import SPEEDS, recorded, replayed, reported
+from .replayed import DISK, SPEEDS, recorded, replayed, reported
 
 PROMPT, ANSWER = drawn(12, 3), drawn(60, 4)
 TWO = {"policy": "dymoe", "high_tier": "q4_k", "low_tier": "q2_k", "n_ahead": 0}
 
 
-def evaluate(engine, prompt=PROMPT):
+def evaluate(e, prompt=PROMPT):
     """Logits of a prompt, or none, and a forced answer."""
-    rows = [engine.eval(prompt, 0)] if prompt else []
-    rows += [engine.eval([token], len(prompt) + i) for i, token in enumerate(ANSWER)]
+    rows = [e.eval(prompt, 0)] if prompt else []
+    rows += [e.eval([token], len(prompt) + i) for i, token in enumerate(ANSWER)]
     return np.concatenate(rows)
 
 
@@ -56,16 +58,16 @@ def test_on_demand_it_agrees_exactly(shape, share, options, tiny_model, tmp_path
     prompt through a few of them, what goes first depends on what arrives first, in a real run
     as well: dymoe reads its prompt in parts of two tokens."""
     model = tiny_model(shape, "q4_k", "q2_k")
-    with opened(model, policy="lru") as engine:
-        budget = int(share * engine.plan.slots.total_bytes)
+    with opened(model, policy="lru") as runtime, runtime.evaluator() as e:
+        budget = int(share * e.plan.slots.total_bytes)
     config = build(
         model, expert_ram=budget, ubatch=4 if options["policy"] == "lru" else 2, **options
     )
     run = recorded(config, tmp_path, evaluate)
     assert run.stats.hits[Phase.DECODE] < run.stats.requests[Phase.DECODE]
-    with Engine.open(config) as engine:
-        np.testing.assert_array_equal(evaluate(engine), run.said)
-        assert counters(engine.store.stats()) == counters(run.stats)
+    with Runtime.open(config) as runtime, runtime.evaluator() as e:
+        np.testing.assert_array_equal(evaluate(e), run.said)
+        assert counters(e.inside.store.stats()) == counters(run.stats)
     for speed in SPEEDS:
         assert counters(replayed(run.trace, speed)[0].stats) == counters(run.stats)
 
@@ -92,8 +94,8 @@ def test_with_prefetch_it_asks_the_same(both, tmp_path):
 def test_prompts_and_an_answer_in_one_step(low, both, tmp_path, monkeypatch):
     """A replay decides each token by its own sequence, and knows which of them are an answer's."""
 
-    def together(engine):
-        decoder = Decoder(engine._loaded.model, n_ubatch=64)
+    def together(e):
+        decoder = Decoder(e.inside.loaded.model, n_ubatch=64)
         assert decoder.decode(prompt_of(PROMPT, sequence=2)) == 0
         answer = [Token(ANSWER[0], len(PROMPT), 2, wanted=True)]
         mixed = [*prompt_of(ANSWER[:20]), *answer, *prompt_of(ANSWER[20:], sequence=1)]
@@ -121,10 +123,13 @@ def test_prompts_and_an_answer_in_one_step(low, both, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("policy", ["lru", "dymoe"])
-def test_texts_and_answers(policy, one):
-    """What a step, its phase, its events and its times are; nothing lasts in the engine."""
-    with opened(one, policy=policy, expert_ram=2 << 20, ctx=64, ubatch=8) as engine:
-        text = record_text(engine, "one two three four " * 20, 40, prefill=20)
+def test_a_text_is_recorded(policy, one):
+    """What a step, its phase, its events and its times are; nothing lasts in the evaluator."""
+    with (
+        opened(one, policy=policy, expert_ram=2 << 20, ctx=64, ubatch=8) as runtime,
+        runtime.evaluator() as e,
+    ):
+        text = record_text(e, "one two three four " * 20, 40, prefill=20)
         assert text.arrays["step_phase"].tolist() == 3 * [Phase.PREFILL] + 20 * [Phase.DECODE]
         assert text.arrays["step_tokens"].tolist() == [8, 8, 4] + 20 * [1]
         assert (text.step_ms > 0).all()
@@ -136,10 +141,51 @@ def test_texts_and_answers(policy, one):
         assert text.arrays["marks"].tolist() == [[0, STARTS, 0], *parts]
         assert text.header.read_bytes_per_s > 0
         assert all(0 < share <= 1 for share in text.header.dense_share)
-        answer = record_answer(engine, "Hello", Sampling(temp=0), 6)
-        phases = answer.arrays["step_phase"].tolist()
-        assert phases.count(Phase.DECODE) == 5 and phases[0] == Phase.PREFILL
-        calls = engine.store.calls
-        engine.eval([5], 0)
-        assert (engine.store.calls > calls) == (policy == "dymoe")
+        calls = e.inside.store.calls
+        e.eval([5], 0)
+        assert (e.inside.store.calls > calls) == (policy == "dymoe")
         assert reported(text)["runs"][policy]["decode"]["requests"] > 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "dymoe", "context"])
+def test_an_answer_is_recorded(policy, both):
+    """As a chat gives it, from the thread that decodes. The core's own first steps, which it makes
+    to learn what the context's memory can do, are in no trace."""
+    config = build(both, policy=policy, ubatch=8)
+    with Runtime.open(config, answering=Answering(reads_ahead=False)) as runtime:
+        trace = record_answer(runtime, "Hello", 6)
+        phases = trace.arrays["step_phase"].tolist()
+        assert phases.count(Phase.DECODE) == 5 and phases[0] == Phase.PREFILL
+        assert all(0 < share <= 1 for share in trace.header.dense_share)
+        if policy == "context":
+            with pytest.raises(ConfigError, match="has decided already"):
+                record_answer(runtime, "Hello", 6)
+
+
+def test_turns_of_a_conversation_keep_their_beginning(both):
+    """A prompt of one token is a prompt, and what is read of it has an end."""
+    config = build(both, policy="context", ubatch=8)
+    with Runtime.open(config, answering=Answering(reads_ahead=False)) as runtime:
+        driver = runtime.inside.driver
+        with Recorder(runtime.inside) as recorder:
+            first = answered(runtime, PROMPT, 5, ignore_eos=True)
+            said = PROMPT + first["tokens"]
+            second = answered(runtime, said + ANSWER[:3], 4, ignore_eos=True)
+            third = answered(runtime, said + ANSWER[:3], 4, ignore_eos=True)
+            with runtime.evaluator():
+                pass
+        trace = recorder.trace(DISK)
+        assert driver.brought == 0
+    read = [each["timings"]["prompt_n"] for each in (first, second, third)]
+    assert read == [len(PROMPT), 1 + 3, 1]
+    steps = zip(
+        trace.arrays["step_phase"].tolist(), trace.arrays["step_tokens"].tolist(), strict=True
+    )
+    decoded = [(Phase.DECODE, 1)]
+    assert list(steps) == [
+        *[(Phase.PREFILL, 8), (Phase.PREFILL, 4), *4 * decoded],
+        *[(Phase.PREFILL, 4), *3 * decoded],
+        *[(Phase.PREFILL, 1), *3 * decoded],
+    ]
+    ends = [step for step, what, _ in trace.arrays["marks"].tolist() if what == PROMPT_ENDS]
+    assert ends == [1, 6, 10]

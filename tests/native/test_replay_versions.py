@@ -4,11 +4,11 @@ from time import monotonic
 
 import numpy as np
 import pytest
-from orchestrator.runtime.engine import Engine
 
 from orchestrator.cache import profile
 from orchestrator.lab.replay.record import record_text
 from orchestrator.lab.replay.simulate import Compute
+from orchestrator.runtime.runtime import Runtime
 
 from .conftest import build, drawn, until
 from .replayed import SPEEDS, recorded, replayed
@@ -20,25 +20,25 @@ def dynaexq(model, **options):
     return build(model, **({"policy": "dynaexq", "expert_ram": 2 << 20, "ubatch": 8} | options))
 
 
-def evaluate(engine):
+def evaluate(e):
     """Two conversations: prompts in parts, and forced answers. Then one token again and again: a
     slow disk outlasts an answer, and so does a hot set's time on a fast machine."""
     for prompt in PROMPTS:
-        engine.eval(prompt, 0)
+        e.eval(prompt, 0)
         for i, token in enumerate(ANSWER):
-            engine.eval([token], len(prompt) + i)
-    at, took_s = engine.n_cached, 0.0
-    wanted_s = 3e-3 * (engine.policy.settings.update_ms or 0)
-    caching = "caching" in engine.mode
+            e.eval([token], len(prompt) + i)
+    at, took_s = e.n_cached, 0.0
+    wanted_s = 3e-3 * (e.inside.policy.settings.update_ms or 0)
+    caching = e.inside.policy.caching
 
     def further():
         nonlocal took_s
         start = monotonic()
-        engine.eval([ANSWER[0]], at)
+        e.eval([ANSWER[0]], at)
         took_s += monotonic() - start
 
     until(
-        lambda: took_s >= wanted_s and (caching or engine.store.stats().experts_promoted), further
+        lambda: took_s >= wanted_s and (caching or e.inside.store.stats().experts_promoted), further
     )
 
 
@@ -56,10 +56,10 @@ def test_it_learns_what_the_run_did(both, tmp_path, options, warm):
     """Whatever the simulated disk does; from a cold start, and from an earlier run's profile."""
     if warm:
         path = tmp_path / "hot.json"
-        with Engine.open(dynaexq(both)) as engine:
+        with Runtime.open(dynaexq(both)) as runtime, runtime.evaluator() as e:
             # what is learned are shares of tokens, and these are soon forgotten
-            size = engine.model.n_layers, engine.model.n_expert
-            profile.save(path, engine.model, np.random.default_rng(11).random(size) * 0.1)
+            size = e.inside.model.n_layers, e.inside.model.n_expert
+            profile.save(path, e.inside.model, np.random.default_rng(11).random(size) * 0.1)
         options = options | {"profile": path}
     run = recorded(dynaexq(both, **options), tmp_path, evaluate)
     assert (run.stats.experts_promoted > 0) != ("expert_ram" in options)
@@ -73,9 +73,12 @@ def test_it_learns_what_the_run_did(both, tmp_path, options, warm):
 def test_measuring_the_dense_share_teaches_nothing(both, tmp_path):
     """The skipped steps behind a recording are in neither the trace nor the profile."""
     path = tmp_path / "hot.json"
-    with Engine.open(dynaexq(both, update_steps=1, profile=path)) as engine:
-        trace = record_text(engine, "one two three four " * 20, 60, prefill=20)
-        model = engine.model
+    with (
+        Runtime.open(dynaexq(both, update_steps=1, profile=path)) as runtime,
+        runtime.evaluator() as e,
+    ):
+        trace = record_text(e, "one two three four " * 20, 60, prefill=20)
+        model = e.inside.model
     assert trace.arrays["step_tokens"].tolist() == [8, 8, 4] + 40 * [1]
     assert all(0 < share <= 1 for share in trace.header.dense_share)
     _, policy = replayed(trace, SPEEDS[0])

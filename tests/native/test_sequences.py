@@ -22,25 +22,25 @@ def opened(model, **settings):
     return conftest.opened(model, **(usual | settings))
 
 
-def alone(engine, prompt):
+def alone(e, prompt):
     """(greedy tokens, logits [1 + N_DECODE, n_vocab]) behind a prompt."""
-    rows = conftest.greedy(engine, prompt, N_DECODE)
+    rows = conftest.greedy(e, prompt, N_DECODE)
     return rows[:-1].argmax(axis=1).tolist(), rows
 
 
 @pytest.mark.parametrize("settings", [DYNAEXQ, LRU], ids=("dynaexq", "lru"))
 @pytest.mark.parametrize("n", [1, 4, 32])
 def test_equal_prompts_together_say_what_one_says(both, settings, n):
-    with opened(both, **settings) as engine:
-        expected, rows = alone(engine, PROMPTS[0])
-    with opened(both, **settings, sequences=n) as engine:
-        first = engine.eval(PROMPTS[0], 0)[-1]
+    with opened(both, **settings) as runtime, runtime.evaluator() as e:
+        expected, rows = alone(e, PROMPTS[0])
+    with opened(both, **settings, sequences=n) as runtime, runtime.evaluator() as e:
+        first = e.eval(PROMPTS[0], 0)[-1]
         everyone = list(range(n))
         for sequence in everyone:
-            engine.fork(sequence)
+            e.fork(sequence)
         found = [[int(first.argmax())] * n]
         for at in range(N_DECODE):
-            logits = engine.decode_batch(found[-1], everyone)
+            logits = e.decode_batch(found[-1], everyone)
             assert logits.shape == (n, len(first))
             np.testing.assert_array_equal(logits[1:], logits[:-1])
             # Flash attention adds the cells of a sequence up in another order where others lie
@@ -48,11 +48,11 @@ def test_equal_prompts_together_say_what_one_says(both, settings, n):
             np.testing.assert_allclose(logits[0], rows[at + 1], atol=0 if n == 1 else 0.2)
             found.append(logits.argmax(axis=1).tolist())
         assert [[row[s] for row in found[:-1]] for s in everyone] == [expected] * n
-        stats = engine.store.stats()
+        stats = e.inside.store.stats()
         if settings is DYNAEXQ:  # what any sequence uses is in memory
             assert list(stats.demand_bytes) == list(stats.wait_us) == [0, 0]
             assert list(stats.hits) == list(stats.requests)
-        engine.store.check()
+        e.inside.store.check()
 
 
 @pytest.mark.parametrize("settings", [DYNAEXQ, LRU, DYMOE], ids=("dynaexq", "lru", "dymoe"))
@@ -60,28 +60,28 @@ def test_different_sequences_keep_apart(both, settings):
     """Prompts of several lengths, one of them in a sequence that starts later. Where each expert
     has one precision, each sequence says what it says alone, up to floating point: a batch adds
     up in another order, so that equally likely tokens may change places (not here)."""
-    with opened(both, **settings) as engine:
-        expected = [alone(engine, prompt)[0] for prompt in PROMPTS]
-    with opened(both, **settings, sequences=3) as engine:
+    with opened(both, **settings) as runtime, runtime.evaluator() as e:
+        expected = [alone(e, prompt)[0] for prompt in PROMPTS]
+    with opened(both, **settings, sequences=3) as runtime, runtime.evaluator() as e:
         last = {}
         found = [[], [], []]
 
         def decode(order):
-            rows = engine.decode_batch([last[sequence] for sequence in order], order)
+            rows = e.decode_batch([last[sequence] for sequence in order], order)
             for sequence, row in zip(order, rows, strict=True):
                 found[sequence].append(last[sequence])
                 last[sequence] = int(row.argmax())
 
         for number, prompt in enumerate(PROMPTS):
-            last[number] = int(engine.eval(prompt, 0)[-1].argmax())
-            engine.fork(number)
+            last[number] = int(e.eval(prompt, 0)[-1].argmax())
+            e.fork(number)
             decode(list(last))
         for _ in range(N_DECODE - 3):
             decode([2, 0, 1])
         assert all(each == expected[i][: len(each)] for i, each in enumerate(found))
         assert [len(each) for each in found] == [10, 9, 8]
-        # the engine's own sequence is where it was
-        assert alone(engine, PROMPTS[2])[0] == expected[2]
+        # the evaluator's own sequence is where it was
+        assert alone(e, PROMPTS[2])[0] == expected[2]
 
 
 def test_every_sequence_looks_ahead(both):
@@ -89,8 +89,8 @@ def test_every_sequence_looks_ahead(both):
     computed: not in the graph of a prompt with as many tokens, either."""
     two = {"retention": 0.5, "high_tier": "q4_k", "low_tier": "q2_k", "prefetch": "on"}
     options = {**two, "policy": "dymoe", "expert_ram": 64 << 20}
-    with opened(both, sequences=4, ubatch=4, **options) as engine:
-        original = engine.driver.on_route
+    with opened(both, sequences=4, ubatch=4, **options) as runtime, runtime.evaluator() as e:
+        original = e.inside.driver.on_route
         seen = set()
         n_apart = 0
 
@@ -103,40 +103,40 @@ def test_every_sequence_looks_ahead(both):
             if event.phase == Phase.DECODE and event.n_ahead:
                 wanted = set(event.ahead_ids_array[0].ravel().tolist())
                 n_apart += len(wanted) > event.k
-                out = engine.store.decision
+                out = e.inside.store.decision
                 listed = list(out._prefetch[: out.n_prefetch])
                 assert {key >> 16 & 0xFFFF for key in listed} == wanted
                 assert {key & 0xFFFF for key in listed} == {event.layer + 1}
 
-        engine.driver.set_route(decided)
-        engine.eval(PROMPTS[2][:4], 0)
+        e.inside.driver.set_route(decided)
+        e.eval(PROMPTS[2][:4], 0)
         for sequence in range(4):
-            engine.fork(sequence)
+            e.fork(sequence)
         for step in range(4):
-            engine.decode_batch(drawn(4, step), range(4))
-        engine.store.check()
+            e.decode_batch(drawn(4, step), range(4))
+        e.inside.store.check()
     assert seen == {(Phase.PREFILL, True), (Phase.DECODE, False)}
     assert n_apart > 0
 
 
 def test_a_full_context_leaves_the_sequences_as_they_were(both):
-    with opened(both, **DYNAEXQ, ctx=256, sequences=2) as engine:
-        engine.eval(PROMPTS[0], 0)
-        engine.fork(0)
-        engine.fork(1)
-        free = engine.n_ctx - len(PROMPTS[0])
+    with opened(both, **DYNAEXQ, ctx=256, sequences=2) as runtime, runtime.evaluator() as e:
+        e.eval(PROMPTS[0], 0)
+        e.fork(0)
+        e.fork(1)
+        free = e.n_ctx - len(PROMPTS[0])
         for _ in range(free // 2):
-            engine.decode_batch([1, 2], [0, 1])
+            e.decode_batch([1, 2], [0, 1])
         with pytest.raises(ConfigError, match="the context of 256 tokens is full"):
-            engine.decode_batch([1, 2], [0, 1])
-        engine.fork(1)  # gives its own tokens back
-        assert engine.decode_batch([1, 2], [0, 1]).shape[0] == 2
-        engine.reset()
-        assert engine.decode_batch([5], [1]).shape[0] == 1
+            e.decode_batch([1, 2], [0, 1])
+        e.fork(1)  # gives its own tokens back
+        assert e.decode_batch([1, 2], [0, 1]).shape[0] == 2
+        e.reset()
+        assert e.decode_batch([5], [1]).shape[0] == 1
 
 
 def test_what_is_no_step_is_refused(both):
-    with opened(both, **LRU, sequences=2) as engine:
+    with opened(both, **LRU, sequences=2) as runtime, runtime.evaluator() as e:
         for tokens, sequences, said in (
             ([], [], "one token for each"),
             ([1], [0, 1], "one token for each"),
@@ -145,4 +145,4 @@ def test_what_is_no_step_is_refused(both):
             ([1], [-1], "no sequence -1"),
         ):
             with pytest.raises(ConfigError, match=said):
-                engine.decode_batch(tokens, sequences)
+                e.decode_batch(tokens, sequences)

@@ -18,12 +18,15 @@ N_DECODE = 8
 
 def run(model, **options):
     """Logits [1 + N_DECODE, n_vocab] of a prompt in two chunks and of greedy decoding."""
-    with opened(model, ubatch=32, use_extra_bufts=False, **options) as engine:
-        assert engine.managed == bool(options)
-        rows = greedy(engine, PROMPT, N_DECODE)
-        if engine.managed:
-            engine.store.check()
-            assert len(engine.store.spec.files) == len(engine.model.files)
+    with (
+        opened(model, ubatch=32, use_extra_bufts=False, **options) as runtime,
+        runtime.evaluator() as e,
+    ):
+        assert e.inside.managed == bool(options)
+        rows = greedy(e, PROMPT, N_DECODE)
+        if e.inside.managed:
+            e.inside.store.check()
+            assert len(e.inside.store.spec.files) == len(e.inside.model.files)
     return rows
 
 
@@ -72,7 +75,7 @@ def test_low_in_parts_or_not(parts, tiny_model, tmp_path):
 
 def test_a_part_cut_short_while_decoding(one, tmp_path):
     paths = split(one, tmp_path, 2)
-    with opened(paths[0], policy="lru", expert_ram=1 << 20) as engine:
+    with opened(paths[0], policy="lru", expert_ram=1 << 20) as runtime, runtime.evaluator() as e:
         os.truncate(paths[1], paths[1].stat().st_size // 4)
         with pytest.raises(ChangedError, match=rf"{paths[1].name} was written to"):
-            engine.eval(PROMPT, 0)
+            e.eval(PROMPT, 0)

@@ -19,13 +19,13 @@ CANCELLED = 2
 
 
 class Watched:
-    """An engine with a small budget, a context beside its own, and what its store says: copies of
+    """A model with a small budget, a context beside its own, and what its store says: copies of
     steps, and (layer, step, phase, phases and sequences of its tokens) of each event."""
 
     def __init__(self, model):
-        self.engine = opened(model, ubatch=64, policy="lru", expert_ram=1 << 20)
-        self.store = self.engine.store
-        self.decoder = Decoder(self.engine._loaded.model)
+        self.runtime = opened(model, ubatch=64, policy="lru", expert_ram=1 << 20)
+        self.store = self.runtime.inside.store
+        self.decoder = Decoder(self.runtime.inside.llama)
         self.events = []
         self.steps = []
         self.store.set_route(self.on_route)
@@ -34,7 +34,7 @@ class Watched:
     def on_route(self, event):
         of_tokens = event.phases_array.tolist(), event.sequences_array.tolist()
         self.events.append((event.layer, event.step, event.phase, *of_tokens))
-        self.engine.driver.on_route(event)
+        self.runtime.inside.driver.on_route(event)
 
     def read(self, tokens, pos=0, sequence=0):
         """A prompt, or a part of one; its last step."""
@@ -54,7 +54,7 @@ class Watched:
 
     def close(self):
         self.decoder.close()
-        self.engine.close()
+        self.runtime.close()
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_micro_batches_are_steps(watched):
     numbers = [step.number for step in steps]
     assert numbers == list(range(numbers[0], numbers[0] + 6))
     # the last layer sees tokens with an output alone
-    n_layers = watched.engine.model.n_layers
+    n_layers = watched.runtime.model.n_layers
     assert [(step, layer) for layer, step, *_ in watched.events] == [
         (number, layer)
         for number in numbers

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from orchestrator.runtime.engine import Engine
 
 from gguf_tools.file.layout import GGMLType
 from orchestrator.config import Config
 from orchestrator.errors import NativeError
 from orchestrator.events import ABSENT, Phase
 from orchestrator.native.abi import VISIT_CB
+from orchestrator.runtime.runtime import Runtime
 
 from .conftest import DEVICES
 from .transition_driver import HELD, HIGH, KINDS, LOW, US, Driver, ExpertFile
@@ -226,8 +226,8 @@ def rows_with(path, seed, **options):
     config = Config.build(model=path, ctx=256, ubatch=32, threads=2, **options)
     prompt = [int(t) for t in np.random.default_rng(5).integers(0, 250, 40)]
     rows = []
-    with Engine.open(config) as engine:
-        store, rng = engine.store, random.Random(seed)
+    with Runtime.open(config) as runtime, runtime.evaluator() as e:
+        store, rng = e.inside.store, random.Random(seed)
         least, most = sum(size for size, _ in store.spec.groups), store.stats().slot_bytes
         for at in range(-1, 30):
             if seed is not None:
@@ -236,7 +236,7 @@ def rows_with(path, seed, **options):
                 assert stats.slot_bytes_in_use <= stats.slot_bytes + to_come
                 store.check()
             tokens = prompt if at < 0 else [int(rows[-1].argmax())]
-            rows.append(engine.eval(tokens, 0 if at < 0 else len(prompt) + at))
+            rows.append(e.eval(tokens, 0 if at < 0 else len(prompt) + at))
         store.check()
         return np.concatenate(rows), store.stats().evictions
 
@@ -271,9 +271,9 @@ def test_a_step_of_a_model(tiny_model):
         policy="lru",
         expert_ram=1 << 20,
     )
-    with Engine.open(config) as engine:
-        store, driver = engine.store, engine.driver
-        reference = engine.eval([1, 2, 3], 0)
+    with Runtime.open(config) as runtime, runtime.evaluator() as e:
+        store, driver = e.inside.store, e.inside.driver
+        reference = e.eval([1, 2, 3], 0)
         least = sum(size for size, _ in store.spec.groups)
         said, limits = [], []
 
@@ -288,8 +288,8 @@ def test_a_step_of_a_model(tiny_model):
 
         store.set_route(in_step)
         store.set_step_done(behind_it)
-        np.testing.assert_array_equal(engine.eval([1, 2, 3], 0), reference)
+        np.testing.assert_array_equal(e.eval([1, 2, 3], 0), reference)
         assert said and all("a step" in each for each in said)
         assert limits == [0] and store.stats().slot_bytes == least
         store.set_route(None)
-        np.testing.assert_array_equal(engine.eval([1, 2, 3], 0), reference)
+        np.testing.assert_array_equal(e.eval([1, 2, 3], 0), reference)

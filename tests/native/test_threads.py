@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from answering import answered
 
 from gguf_tools.process import default_threads
 from orchestrator.config import Config
@@ -13,8 +14,10 @@ from orchestrator.lab.check.checking import CheckOptions, _Check
 from orchestrator.lab.eval.run import EvalOptions, eval_config
 from orchestrator.native.llama import Bindings
 from orchestrator.runtime import load
+from orchestrator.runtime.answering import Answering
+from orchestrator.runtime.runtime import Runtime
 
-from .conftest import HERE, drawn, opened, run_program, until
+from .conftest import HERE, build, drawn, opened, run_program, until
 
 TOKENS = drawn(40, 3)
 PATHS = {
@@ -47,14 +50,17 @@ def test_their_number_changes_no_bits(path, tier, tiny_model):
     model = tiny_model("olmoe", tier)
 
     def logits(numbers):
-        with opened(model, ubatch=16, threads=1, **PATHS[path]) as engine:
-            set_threads = engine.context.api.llama_set_n_threads
+        with (
+            opened(model, ubatch=16, threads=1, **PATHS[path]) as runtime,
+            runtime.evaluator() as e,
+        ):
+            set_threads = e.inside.context.api.llama_set_n_threads
             found = []
             for at, token in enumerate(TOKENS):
                 n = numbers[at % len(numbers)]
-                set_threads(engine.context.handle, n, n)
-                found.append(engine.eval([token], at))
-            found.append(engine.eval(TOKENS * 3, len(TOKENS)))
+                set_threads(e.inside.context.handle, n, n)
+                found.append(e.eval([token], at))
+            found.append(e.eval(TOKENS * 3, len(TOKENS)))
         return np.concatenate(found)
 
     expected = logits([3])
@@ -74,9 +80,9 @@ def test_who_keeps_a_number(one, monkeypatch):
     for settings in ({"threads": 1}, {"exact": True}, {"seed": 7}):
         with opened(one, **{"threads": None, **settings}):
             assert not made, settings
-    with opened(one, threads=None) as engine:
+    with opened(one, threads=None) as runtime, runtime.evaluator() as e:
         assert len(made) == 1
-        assert engine.context.api.llama_n_threads(engine.context.handle) == default_threads()
+        assert e.inside.context.api.llama_n_threads(e.inside.context.handle) == default_threads()
     assert made[0]._context == 0
 
 
@@ -89,14 +95,14 @@ def test_beside_busy_loops(one):
         for _ in range(3 * default_threads())
     ]
     try:
-        with opened(one, threads=None, policy="plain") as engine:
-            number, context = engine.context.api.llama_n_threads, engine.context.handle
-            engine.eval(TOKENS, 0)
+        with opened(one, threads=None, policy="plain") as runtime, runtime.evaluator() as e:
+            number, context = e.inside.context.api.llama_n_threads, e.inside.context.handle
+            e.eval(TOKENS, 0)
             until(
                 lambda: number(context) < default_threads(),
-                lambda: engine.eval([TOKENS[0]], len(TOKENS)),
+                lambda: e.eval([TOKENS[0]], len(TOKENS)),
             )
-            engine.eval(TOKENS, 0)  # a part of a prompt takes all of them
+            e.eval(TOKENS, 0)  # a part of a prompt takes all of them
             assert number(context) == default_threads()
     finally:
         for loop in loops:
@@ -115,9 +121,9 @@ def answer_with_advice(model, advice, monkeypatch, **settings):
 
     monkeypatch.setattr(load, "FreeCores", Advised)
     options = {"policy": "plain", "threads": None, "ctx": 1024, "ubatch": 512, "temp": 0.8}
-    with opened(model, **options, **settings) as engine:
-        sampling = engine.config.sampling
-        return "".join(engine.generate(drawn(600, 3), sampling, 200))
+    config = build(model, **options, **settings)
+    with Runtime.open(config, answering=Answering()) as runtime:
+        return answered(runtime, drawn(600, 3), 200, temperature=0.8)["content"]
 
 
 def test_a_seed_gives_one_answer_beside_changing_load(tiny_model, monkeypatch):

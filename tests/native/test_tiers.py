@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from orchestrator.runtime.engine import Engine
 from repacking import repack
 
 from orchestrator.events import Phase
 from orchestrator.native import MAX_TIERS
+from orchestrator.runtime.runtime import Runtime
 
 from .conftest import build, drawn
 
@@ -18,18 +18,18 @@ THREE = ("q8_0", "q4_k", "q2_k")
 def open_model(model, **options):
     """Half of the experts critical in every layer, token by token; nothing is read ahead."""
     settings = {"retention": 0.5, "schedule": "flat", "n_ahead": 0, "expert_ram": 1 << 26}
-    return Engine.open(build(model, use_extra_bufts=False, **settings).compared(**options))
+    return Runtime.open(build(model, use_extra_bufts=False, **settings).compared(**options))
 
 
-def decode(engine):
+def decode(e):
     """Logits [T, n_vocab], every token by decode decisions."""
-    rows = [engine.eval([token], pos, phase=Phase.DECODE)[-1] for pos, token in enumerate(TOKENS)]
+    rows = [e.eval([token], pos, phase=Phase.DECODE)[-1] for pos, token in enumerate(TOKENS)]
     return np.stack(rows)
 
 
 def uniform(model):
-    with open_model(model, policy="plain", expert_ram=None) as engine:
-        return decode(engine)
+    with open_model(model, policy="plain", expert_ram=None) as runtime, runtime.evaluator() as e:
+        return decode(e)
 
 
 @pytest.mark.parametrize(
@@ -48,18 +48,21 @@ def test_any_pair(tiers, high, low, packed):
     the tier that was decided; and neither tier alone computes that."""
     first, second = high or tiers[0], low or tiers[-1]
     options = {"policy": "dymoe", "exact_tiers": True}
-    with open_model(packed(*tiers), high_tier=high, low_tier=low, **options) as engine:
-        assert f"{first}/{second}" in engine.mode
-        found = decode(engine)
-        stats = engine.store.stats()
+    with (
+        open_model(packed(*tiers), high_tier=high, low_tier=low, **options) as runtime,
+        runtime.evaluator() as e,
+    ):
+        assert f"{first}/{second}" in runtime.mode
+        found = decode(e)
+        stats = e.inside.store.stats()
         routed, computed = list(stats.routed[Phase.DECODE]), list(stats.computed[Phase.DECODE])
     assert routed[0] == routed[1] > 0
     assert routed[2:] == [0] * (MAX_TIERS - 1)
     assert computed == [N_KINDS * n for n in routed[:MAX_TIERS]]
 
     one, other = packed(first), packed(second)
-    with open_model(one, low=other, **options) as engine:
-        np.testing.assert_array_equal(found, decode(engine))
+    with open_model(one, low=other, **options) as runtime, runtime.evaluator() as e:
+        np.testing.assert_array_equal(found, decode(e))
     assert not np.array_equal(found, uniform(one))
     assert not np.array_equal(found, uniform(other))
 
@@ -74,9 +77,9 @@ def test_weights_of_the_kept(shape, renormalize, tiny_model, tmp_path):
     model = tiny_model(shape, "f16")
     expected = uniform(repack(model, tmp_path / "single.gguf", expert_used_count=1))
     options = {"policy": "dymoe", "low_tier": "skip", "renormalize": renormalize}
-    with open_model(model, **options) as engine:
-        found = decode(engine)
-        routed = engine.store.stats().routed[Phase.DECODE]
+    with open_model(model, **options) as runtime, runtime.evaluator() as e:
+        found = decode(e)
+        routed = e.inside.store.stats().routed[Phase.DECODE]
         assert routed[0] == routed[SKIPPED] > 0
     difference = float(np.abs(found - expected).max() / expected.std())
     if renormalize == (shape == "qwen3moe"):

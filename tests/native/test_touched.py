@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from orchestrator.runtime.engine import Engine
 
 from gguf_tools import synthetic
 from orchestrator.config import Config
 from orchestrator.native import touched_memory
 from orchestrator.runtime import llama_parts
+from orchestrator.runtime.runtime import Runtime
 
 N_CTX = 131072
 DRAWN = np.random.default_rng(0).integers(10, 300, 4000).tolist()
@@ -34,9 +34,12 @@ def path(library, tmp_path_factory):
 @contextmanager
 def opened(path, **settings):
     usual = {"policy": "lru", "expert_ram": 2 * MIB, "threads": 1, "ctx": N_CTX, "ubatch": 512}
-    with Engine.open(Config.build(model=path, **{**usual, **settings})) as engine:
-        assert engine.n_ctx == N_CTX
-        yield engine
+    with (
+        Runtime.open(Config.build(model=path, **{**usual, **settings})) as runtime,
+        runtime.evaluator() as e,
+    ):
+        assert e.n_ctx == N_CTX
+        yield e
 
 
 def anonymous_bytes():
@@ -55,26 +58,26 @@ def test_a_cache_is_as_large_as_what_it_holds(library, path, kv):
         most = (n_cells + READ_CELLS) * CELL_VALUES * ROW_BYTES[kv] + 2 * TENSORS * PAGE
         return least <= touched_memory(library).cache.resident <= most
 
-    with opened(path, kv=kv) as engine:
+    with opened(path, kv=kv) as runtime, runtime.evaluator() as e:
         cache = touched_memory(library).cache
         assert cache.reserved >= N_CTX * CELL_VALUES * ROW_BYTES[kv]
         assert cache.resident == 0
-        state = engine._steps.state
-        engine.eval(DRAWN[:10], 0)
+        state = e.inside.loaded.steps.state
+        e.eval(DRAWN[:10], 0)
         assert held(10)
         assert touched_memory(library).cache.used == 10 * CELL_VALUES * ROW_BYTES[kv]
-        engine.eval(DRAWN, 0)
+        e.eval(DRAWN, 0)
         assert held(len(DRAWN))
         kept = state.read()
         assert held(len(DRAWN))
-        engine.eval(DRAWN[:1], 1000)
+        e.eval(DRAWN[:1], 1000)
         assert held(1001)
         assert state.write(kept)
         assert held(len(DRAWN))
         assert not state.write(kept[: len(kept) // 2])
         assert held(0)
         assert state.write(kept)
-        engine.reset()
+        e.reset()
         assert touched_memory(library).cache[1:] == (0, 0)
     assert touched_memory(library) == ((0, 0, 0), (0, 0, 0), (0, 0, 0))
 
@@ -84,31 +87,31 @@ def test_transposed_values_come_by_pages_of_each_dimension(library, path, monkey
     cells in f16 are a page."""
     monkeypatch.setattr(llama_parts, "has_flash", lambda *_: False)
     n_values = SHAPE.n_head_kv * SHAPE.head_dim
-    with opened(path) as engine:
+    with opened(path) as runtime, runtime.evaluator() as e:
         assert touched_memory(library).cache.resident == 0
-        engine.eval(DRAWN[:10], 0)
+        e.eval(DRAWN[:10], 0)
         few = touched_memory(library).cache.resident
         assert few <= SHAPE.n_layer * (n_values * PAGE + READ_CELLS * n_values * 2 + 2 * PAGE)
-        engine.eval(DRAWN, 0)
+        e.eval(DRAWN, 0)
         assert touched_memory(library).cache.resident >= len(DRAWN) * CELL_VALUES * 2
-        engine.eval(DRAWN[:10], 0)
+        e.eval(DRAWN[:10], 0)
         assert touched_memory(library).cache.resident <= few + TENSORS * PAGE
-        engine.reset()
+        e.reset()
         assert touched_memory(library).cache.resident == 0
 
 
 def test_a_sequence_that_is_dropped_gives_its_pages_back(library, path):
     """Of several that decode together: each has runs of cells to itself."""
-    with opened(path, sequences=4) as engine:
-        engine.eval(DRAWN[:10], 0)
+    with opened(path, sequences=4) as runtime, runtime.evaluator() as e:
+        e.eval(DRAWN[:10], 0)
         for each in range(4):
-            engine.fork(each)
+            e.fork(each)
         for at in range(600):
-            engine.decode_batch(DRAWN[4 * at : 4 * at + 4], range(4))
+            e.decode_batch(DRAWN[4 * at : 4 * at + 4], range(4))
         cache = touched_memory(library).cache
         assert cache.used == 2410 * CELL_VALUES * 2
         for n_dropped in (1, 2, 3):
-            engine.fork(n_dropped)
+            e.fork(n_dropped)
             left = touched_memory(library).cache
             assert cache.resident - left.resident >= n_dropped * 512 * CELL_VALUES * 2
             assert left.used == (2410 - 600 * n_dropped) * CELL_VALUES * 2
@@ -117,13 +120,16 @@ def test_a_sequence_that_is_dropped_gives_its_pages_back(library, path):
 
 @pytest.mark.parametrize("policy", ["lru", "plain"])
 def test_scratch_is_back_behind_a_long_prompt(library, path, policy):
-    with opened(path, policy=policy, expert_ram=2 * MIB if policy == "lru" else None) as engine:
-        engine.eval(DRAWN[:10], 0)
+    with (
+        opened(path, policy=policy, expert_ram=2 * MIB if policy == "lru" else None) as runtime,
+        runtime.evaluator() as e,
+    ):
+        e.eval(DRAWN[:10], 0)
         before = touched_memory(library)
-        engine.eval(DRAWN[:2048], 0)
+        e.eval(DRAWN[:2048], 0)
         prompt = touched_memory(library)
         assert prompt.scratch.resident > 4 * before.scratch.resident
-        engine.eval(DRAWN[:1], 2048)
+        e.eval(DRAWN[:1], 2048)
         after = touched_memory(library)
         assert after.scratch.resident <= before.scratch.resident
         assert after.work.resident <= before.work.resident + PAGE
@@ -132,12 +138,12 @@ def test_scratch_is_back_behind_a_long_prompt(library, path, policy):
 
 def test_the_process_has_that_much_less(library, path):
     """The kernel's own sum for the process says what ours says, but for what Python takes."""
-    with opened(path) as engine:
-        engine.eval(DRAWN, 0)
+    with opened(path) as runtime, runtime.evaluator() as e:
+        e.eval(DRAWN, 0)
         process, ours = anonymous_bytes(), sum(each.resident for each in touched_memory(library))
         assert ours > 8 * MIB
-        engine.reset()
-        engine.eval(DRAWN[:1], 0)
+        e.reset()
+        e.eval(DRAWN[:1], 0)
         given_back = ours - sum(each.resident for each in touched_memory(library))
         assert given_back > 8 * MIB
         assert abs(process - anonymous_bytes() - given_back) < MIB
@@ -150,15 +156,15 @@ def test_what_another_sequence_holds_stays(library, tiny_model):
     rows = []
     for drop in (False, True):
         config = Config.build(model=tiny_model("qwen3moe", "q8_0"), **usual)
-        with Engine.open(config) as engine:
-            engine.eval(prompt, 0)
-            engine.fork(0)
+        with Runtime.open(config) as runtime, runtime.evaluator() as e:
+            e.eval(prompt, 0)
+            e.fork(0)
             if drop:
-                engine.eval(DRAWN[2000:2001], 0)
+                e.eval(DRAWN[2000:2001], 0)
             held = touched_memory(library).cache.resident
             assert held >= len(prompt) * CELL_VALUES * 2
-            rows.append(np.stack([engine.decode_batch([token], [0])[0] for token in steps]))
+            rows.append(np.stack([e.decode_batch([token], [0])[0] for token in steps]))
             if drop:
-                engine.fork(0)
+                e.fork(0)
                 assert touched_memory(library).cache.resident < held / 4
     np.testing.assert_array_equal(*rows)

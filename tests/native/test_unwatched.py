@@ -12,15 +12,15 @@ TOKENS = drawn(90, 11)
 COUNTED = ("requests", "hits", "routed", "computed", "demand_bytes")
 
 
-def run(engine):
+def run(e):
     """Return logits, statistics and tokens per expert, of a prompt and some tokens."""
-    store = engine.store
-    layers, experts = range(engine.model.n_layers), range(engine.model.n_expert)
+    store = e.inside.store
+    layers, experts = range(e.inside.model.n_layers), range(e.inside.model.n_expert)
     store.warm([(layer, expert, 0) for layer in layers for expert in experts])
     store.reset_stats()
     store.forget_counts()
-    rows = [engine.eval(TOKENS[:50], 0)]
-    rows += [engine.eval([token], 50 + at) for at, token in enumerate(TOKENS[50:])]
+    rows = [e.eval(TOKENS[:50], 0)]
+    rows += [e.eval([token], 50 + at) for at, token in enumerate(TOKENS[50:])]
     store.check()
     stats = store.stats()
     return (
@@ -36,13 +36,16 @@ def test_counts_and_logits_are_those_of_watched_steps(shape, layout, tiny_model)
     settings = {"ubatch": 32, "threads": 2, "policy": "lru", "force_managed": True}
     found = []
     for is_watched in (True, False):
-        with opened(tiny_model(shape, "q4_k"), layout=layout, **settings) as engine:
+        with (
+            opened(tiny_model(shape, "q4_k"), layout=layout, **settings) as runtime,
+            runtime.evaluator() as e,
+        ):
             if is_watched:
-                driver = engine._loaded.driver
+                driver = e.inside.loaded.driver
                 driver.set_route(driver.on_route_unasked)  # as a recorder does
-            found.append(run(engine))
-            assert (sum(engine.store.stats().callbacks) > 0) == is_watched
-            assert (engine.store.resident() != ABSENT).all()
+            found.append(run(e))
+            assert (sum(e.inside.store.stats().callbacks) > 0) == is_watched
+            assert (e.inside.store.resident() != ABSENT).all()
     (watched, expected, by_hook), (unwatched, stats, by_executor) = found
     np.testing.assert_array_equal(unwatched, watched)
     np.testing.assert_array_equal(by_executor, by_hook)

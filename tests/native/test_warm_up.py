@@ -22,16 +22,16 @@ TIERS = (
 def test_a_warm_up_leaves_nothing_behind(both, settings):
     rows = []
     for warm in (False, True):
-        with opened(both, ctx=64, ubatch=16, **settings) as engine:
+        with opened(both, ctx=64, ubatch=16, **settings) as runtime, runtime.evaluator() as e:
             if warm:
-                engine._loaded.warm_up()
-                stats = engine.store.stats()
+                e.inside.loaded.warm_up()
+                stats = e.inside.store.stats()
                 assert not any(stats.requests) and not any(map(sum, stats.routed))
-                assert not engine.store.take_counts().any()
+                assert not e.inside.store.take_counts().any()
                 # one expert of each layer is what it reads in a tier
-                assert (engine.store.resident() < 255).any()
-            rows.append(engine.eval([5, 6, 7, 8], 0))
-            engine.store.check()
+                assert (e.inside.store.resident() < 255).any()
+            rows.append(e.eval([5, 6, 7, 8], 0))
+            e.inside.store.check()
     if settings["policy"] == "lru":  # others compute with what is there by now
         np.testing.assert_array_equal(rows[0], rows[1])
 
@@ -39,15 +39,15 @@ def test_a_warm_up_leaves_nothing_behind(both, settings):
 @pytest.mark.parametrize(("settings", "tiers"), TIERS)
 def test_a_warm_up_computes_in_each_tier(both, monkeypatch, settings, tiers):
     """A GPU's kernels for each type take memory when they are first launched."""
-    with opened(both, ctx=64, ubatch=16, **settings) as engine:
-        forget = engine.store.reset_stats
+    with opened(both, ctx=64, ubatch=16, **settings) as runtime, runtime.evaluator() as e:
+        forget = e.inside.store.reset_stats
         found = set()
 
         def look():
-            for phase in engine.store.stats().computed:
+            for phase in e.inside.store.stats().computed:
                 found.update(tier for tier, n in enumerate(phase) if n)
             forget()
 
-        monkeypatch.setattr(engine.store, "reset_stats", look)
-        engine._loaded.warm_up()
+        monkeypatch.setattr(e.inside.store, "reset_stats", look)
+        e.inside.loaded.warm_up()
         assert found == tiers

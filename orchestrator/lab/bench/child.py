@@ -122,8 +122,8 @@ def source(job: Job, n_vocab: int, tokenize: Callable[[str], Sequence[int]]) -> 
 
 
 def play(parts: Sequence[Part], model: Any, draw: Draw, store: Any = None) -> list[Any]:
-    """Times every part, in order: {"name", "tokens", "ms"}, one time for each prompt or step; and
-    with a store, what it counted meanwhile. model: an engine, or one that evaluates as it does.
+    """Time every part, in order: {"name", "tokens", "ms"}, one time for each prompt or step; and
+    with a store, what it counted meanwhile. model: an Evaluator, or a PlainModel.
 
     Tokens are drawn for whole parts, so that one that ends early does not change those after it.
     """
@@ -223,25 +223,26 @@ def run_upstream(job: Job) -> Result:
 
 
 def run_engine(job: Job) -> Result:
-    """Our engine."""
+    """Measure moe-edge."""
     from orchestrator.config import Config
-    from orchestrator.runtime.engine import Engine
+    from orchestrator.runtime.runtime import Runtime
 
     sizes = {"ctx": job.n_ctx, "ubatch": job.n_ubatch, "threads": job.threads}
     config = Config.build(model=job.model, low=job.low, **sizes, **job.settings)
     free = free_bytes(job.device)
-    with Engine.open(config) as engine:
-        store = engine.store if engine.managed else None
-        n_vocab = len(engine.model.metadata["tokenizer.ggml.tokens"])
+    with Runtime.open(config) as runtime, runtime.evaluator() as evaluator:
+        inside = evaluator.inside
+        store = inside.store if inside.managed else None
+        n_vocab = len(inside.model.metadata["tokenizer.ggml.tokens"])
         if store is not None and job.warm:
-            layers, experts = range(engine.model.n_layers), range(engine.model.n_expert)
+            layers, experts = range(inside.model.n_layers), range(inside.model.n_expert)
             store.warm([(layer, e, 0) for layer in layers for e in experts])
-        draw = source(job, n_vocab, engine.tokenize)
-        found: Result = {"parts": play(job.parts, engine, draw, store)}
+        draw = source(job, n_vocab, evaluator.tokenize)
+        found: Result = {"parts": play(job.parts, evaluator, draw, store)}
         if store is not None:
-            found["policy"] = engine.policy.report()
+            found["policy"] = inside.policy.report()
         if job.device is not None:
-            plan = engine.plan
+            plan = evaluator.plan
             found["memory"] = {
                 "fixed": plan.dense_bytes + plan.kv_bytes + plan.scratch_bytes,
                 "planned": plan.total_bytes,

@@ -49,19 +49,27 @@ def opened(settings):
             yield model.eval, model.n_vocab, lambda: None
         return
     from orchestrator.config import Config
-    try:
-        from orchestrator.runtime.engine import Engine
-    except ModuleNotFoundError:  # a checkout in which the engine was one file
-        from orchestrator.runtime import Engine
 
-    with Engine.open(Config.build(**settings)) as engine:
-        model = engine.model
-        if engine.managed and engine.config.expert_ram is None and engine.config.ram is None:
-            layers, experts = range(model.n_layers), range(model.n_expert)
-            engine.store.warm([(layer, expert, 0) for layer in layers for expert in experts])
-        n_vocab = len(model.metadata["tokenizer.ggml.tokens"])
-        callback_us = engine.store.callback_us if engine.managed else lambda: None
-        yield engine.eval, n_vocab, callback_us
+    config = Config.build(**settings)
+    try:
+        from orchestrator.runtime.runtime import Runtime
+    except ModuleNotFoundError:  # an older checkout
+        from orchestrator.engine.engine import Engine
+
+        with Engine.open(config) as engine:
+            yield warmed(engine, engine)
+        return
+    with Runtime.open(config) as runtime, runtime.evaluator() as evaluator:
+        yield warmed(evaluator, evaluator.inside)
+
+
+def warmed(evaluator, inside):
+    model, config = inside.model, evaluator.config
+    if inside.managed and config.expert_ram is None and config.ram is None:
+        layers, experts = range(model.n_layers), range(model.n_expert)
+        inside.store.warm([(layer, expert, 0) for layer in layers for expert in experts])
+    n_vocab = len(model.metadata["tokenizer.ggml.tokens"])
+    return evaluator.eval, n_vocab, inside.store.callback_us if inside.managed else lambda: None
 
 
 with opened(json.loads(sys.argv[1])) as (evaluate, n_vocab, callback_us):

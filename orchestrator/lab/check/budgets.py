@@ -19,6 +19,7 @@ from orchestrator.memory.plan import plan_memory
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import BASELINE, PLAIN, POLICIES
 from orchestrator.policy.base import SpendsLoss
+from orchestrator.runtime.answering import Answering
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,8 @@ class CheckJob:
     likeliest tokens. chosen: the settings are of a plan that a loss chose, and its policy may have
     no use for some of them. beside: instead, that choice is made, in a memory of which another
     process has so many bytes; the result has its settings. layers: instead, prompt and answer are
-    read in one batch, and rows gets what the experts of each layer give, an .npz.
+    read in one batch, and rows gets what the experts of each layer give, an .npz. answers: load the
+    model as a chat does, and look at its tokenizer and its chat template too.
     """
 
     settings: dict[str, Any]
@@ -44,6 +46,7 @@ class CheckJob:
     beside: int | None = None
     budgets: str | None = None
     layers: bool = False
+    answers: bool = False
 
 
 def settings_of(config: Config) -> dict[str, Any]:
@@ -70,10 +73,11 @@ def machine_of(config: Config) -> Machine:
 
 
 def plain(config: Config, path: Path, machine: Machine) -> Config:
-    """llama.cpp's own path over a file's best tier, without repacked weights, since they round in
-    another way; mapped where it is larger than the memory, or than --ram. Raises GGUFError."""
+    """Return the config of llama.cpp's own path over a file's best tier, loaded as for a chat. It
+    has no repacked weights, since they round in another way, and is mapped if it is larger than the
+    memory, or than --ram. Raises GGUFError."""
     free: dict[str, Any] = {"high_tier": None, "ram": None, "vram": None, "misses": None}
-    found = config.compared(policy=PLAIN, model=path, **_aside(config) | free)
+    found = Answering().config(config.compared(policy=PLAIN, model=path, **_aside(config) | free))
     with ExpertModel.open(path) as model:
         needed = plan_memory(found, model, machine).total_bytes
     usable = (machine.device or machine).usable_bytes

@@ -152,7 +152,9 @@ class _Check:
                 settings = settings_of(asked.with_changes(ram=self.config.ram))
                 # A whole micro-batch: what is promised is seen to hold where all of it is taken.
                 chosen = asked.policy != self.config.policy
-                job = CheckJob(settings, rows, None, self.options.tokens, chosen=chosen)
+                job = CheckJob(
+                    settings, rows, None, self.options.tokens, chosen=chosen, answers=True
+                )
                 self.report["as_asked"] = self._measure("as asked", job)
 
     def _as_asked(self) -> Config | None:
@@ -201,7 +203,9 @@ class _Check:
         except MoeEdgeError as error:
             self._problem(f"{subject.tier}: llama.cpp has nothing to compare with: {error}")
             return found
-        job = CheckJob(settings_of(config), str(rows), PROMPT_TOKENS, self.options.tokens)
+        job = CheckJob(
+            settings_of(config), str(rows), PROMPT_TOKENS, self.options.tokens, answers=True
+        )
         run = found["plain"] = self._measure(f"{subject.tier}, llama.cpp's own path", job)
         reference = None if "error" in run else run
         if self.report["managed"]:
@@ -229,7 +233,9 @@ class _Check:
     ) -> Result:
         """One managed run over the tokens of llama.cpp's."""
         label = f"{config.high_tier}, {name} ({config.policy})"
-        job = replace(plain, settings=settings_of(config), rows=str(folder / "managed"))
+        job = replace(
+            plain, settings=settings_of(config), rows=str(folder / "managed"), answers=False
+        )
         if reference is not None:
             job = replace(job, prompt=reference["prompt"], answer=reference["answer"])
         run: Result = {"budget": name} | self._measure(label, job)
@@ -253,8 +259,8 @@ class _Check:
             said = self._with_own_memory(run["error"], run.get("needed_bytes", 0))
             self._problem(f"{label}: {said}")
             return run
-        words = run.pop("text")
-        if self.report["words"] is None:
+        words = run.pop("text", None)
+        if words is not None and self.report["words"] is None:
             self.report["words"] = words
             self.problems += words["problems"]
             self.notes += words["notes"]
@@ -274,7 +280,10 @@ class _Check:
         paths = [folder / f"layers-{number}.npz" for number in range(2)]
         for each, path in zip((job, plain), paths, strict=True):
             self.bar("Looking for the layer", None)
-            run = run_job(replace(each, rows=str(path), prompt=prompt, answer=answer, layers=True))
+            asked = replace(
+                each, rows=str(path), prompt=prompt, answer=answer, layers=True, answers=False
+            )
+            run = run_job(asked)
             if "error" in run:
                 self._problem(f"the layer cannot be found: {run['error']}")
                 return None

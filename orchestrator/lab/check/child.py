@@ -1,10 +1,11 @@
-"""One run of a check in a process of its own: `python -m orchestrator.lab.check.child` is told a
-CheckJob, and answers what it found."""
+"""One run of a check in a process of its own: `python -m orchestrator.lab.check.child` gets a
+CheckJob, and returns what it found."""
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -17,7 +18,11 @@ from orchestrator.cost.planner import Planner
 from orchestrator.errors import MoeEdgeError
 from orchestrator.lab.check.budgets import CheckJob, settings_of, three_budgets
 from orchestrator.lab.children import Result, answer
-from orchestrator.runtime.engine import Engine
+from orchestrator.native import context_memory
+from orchestrator.native.llama import Bindings
+from orchestrator.runtime.answering import Answering
+from orchestrator.runtime.evaluator import Evaluator, Inside
+from orchestrator.runtime.runtime import Runtime
 
 # What the experts of a layer give together, as llama.cpp's common MoE builder names it.
 _EXPERTS_OUT = "ffn_moe_out-"
@@ -45,7 +50,7 @@ _SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 def run(job: CheckJob) -> Result:
-    """Raises MoeEdgeError in one of its forms."""
+    """Do what a job says. Raises MoeEdgeError in one of its forms."""
     config = Config.build(**job.settings)
     if job.beside is not None:
         # Measuring leaves so many bytes of the cap to another process; the plan does not, so that
@@ -57,63 +62,71 @@ def run(job: CheckJob) -> Result:
         with ExpertModel.open(config.model) as model:
             runs_of = three_budgets(config, Planner(config, model), job.budgets)
             return {"budgets": [(name, settings_of(each)) for name, each in runs_of]}
-    with Engine.open(config, compared=job.chosen) as engine:
-        if job.layers:
-            return watch_layers(engine, [*(job.prompt or ()), *(job.answer or ())], job.rows)
-        found = describe(engine) | {"text": read_and_render(engine)}
-        return found | play(engine, job) | counted(engine) | {"peak_rss": peak_rss_bytes()}
+    answering = Answering(reads_ahead=False) if job.answers else None
+    with Runtime.open(config, answering=answering, compared=job.chosen) as runtime:
+        found = {"text": read_and_render(runtime)} if job.answers else {}
+        with runtime.evaluator() as evaluator:
+            inside = evaluator.inside
+            if job.layers:
+                return watch_layers(inside, [*(job.prompt or ()), *(job.answer or ())], job.rows)
+            found |= describe(evaluator) | {"mode": runtime.mode}
+            return found | play(evaluator, job) | counted(inside) | {"peak_rss": peak_rss_bytes()}
 
 
-def describe(engine: Engine) -> Result:
-    """What runs, and how much memory it may take."""
-    plan, config = engine.plan, engine.config
+def describe(evaluator: Evaluator) -> Result:
+    """Return what runs, and how much memory it may take."""
+    plan, config, inside = evaluator.plan, evaluator.config, evaluator.inside
     capped = config.vram if plan.device else config.ram
     return {
-        "mode": engine.mode,
-        "managed": engine.managed,
-        "policy": engine.policy.name if engine.managed else None,
+        "managed": inside.managed,
+        "policy": inside.policy.name if inside.managed else None,
         "tier": plan.tier_names[0],
-        # the plain path without a cap promises nothing: it maps the file, and pages may go again
-        "promised_bytes": capped or (plan.total_bytes if engine.managed else None),
+        # llama.cpp's own path without a cap promises nothing: it maps the file, whose pages may go
+        "promised_bytes": capped or (plan.total_bytes if inside.managed else None),
         "planned_bytes": plan.total_bytes,
-        "n_ctx": engine.n_ctx,
+        "n_ctx": evaluator.n_ctx,
     }
 
 
-def read_and_render(engine: Engine) -> dict[str, Any]:
-    """lost: the samples whose tokens give another text. template: whether the model has its own;
-    rendered: tokens of a conversation, None where that fails. problems, notes: sentences."""
+def read_and_render(runtime: Runtime) -> dict[str, Any]:
+    """Check a model's tokenizer and its chat template.
+
+    Returns lost: the samples whose tokens give another text; template: whether the model has one;
+    rendered: the number of tokens of a conversation, None if it cannot be rendered; problems and
+    notes: sentences.
+    """
+    vocabulary = runtime.vocabulary
     problems: list[str] = []
     notes: list[str] = []
     lost = []
     for name, sample in SAMPLES.items():
-        tokens = engine.tokenize(sample, special=False)
-        back = b"".join(map(engine.llama.piece, tokens)).decode("utf-8", "replace")
+        tokens = vocabulary.tokenize(sample, add_special=False, parse_special=False)
+        back = b"".join(map(vocabulary.piece, tokens)).decode("utf-8", "replace")
         if back not in (sample, f" {sample}"):  # SentencePiece puts a space before it
             lost.append(name)
     if lost:
         problems.append(f"the tokenizer does not give these texts back: {', '.join(lost)}")
-    if not engine.llama.eos():
+    if not vocabulary.eos():
         notes.append("the model names no end token, so that answers end at their length only")
-    own = engine.llama.chat_template() is not None
+    own = "tokenizer.chat_template" in runtime.model.metadata
     if not own:
         notes.append("the file has no chat template: ChatML takes its place in a chat")
     rendered = None
     try:
-        rendered = engine.render_chat((_SYSTEM, *_DIALOGUE))
+        rendered = render(runtime, (_SYSTEM, *_DIALOGUE))
     except MoeEdgeError:
         try:
-            rendered = engine.render_chat(_DIALOGUE)
+            rendered = render(runtime, _DIALOGUE)
             notes.append("the chat template takes no system message")
         except MoeEdgeError as error:
             problems.append(str(error))
     if rendered is not None:
         # Control tokens by their names.
-        pieces = (engine.llama.piece(token, special=True) for token in rendered)
+        pieces = (vocabulary.piece(token, special=True) for token in rendered)
         text = b"".join(pieces).decode("utf-8", "replace")
         if QUESTION not in text:
             problems.append("the chat template leaves out what the user says")
-        bos = engine.llama.bos()
+        bos = vocabulary.bos()
         if bos and text.startswith(bos + bos):
             notes.append("a rendered conversation begins with two begin tokens")
     return {
@@ -126,59 +139,75 @@ def read_and_render(engine: Engine) -> dict[str, Any]:
     }
 
 
-def play(engine: Engine, job: CheckJob) -> Result:
-    """Reads the prompt, then decodes; each row of logits goes to the file at once, since memory is
-    measured. Speeds in tokens per second, of the median step."""
-    n_decode = min(job.n_decode, engine.n_ctx // 2)
-    n_prompt = engine.plan.n_ubatch if job.n_prompt is None else job.n_prompt
+def render(runtime: Runtime, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Return the tokens of a conversation as a chat reads them. Raises MoeEdgeError if the model's
+    template refuses it."""
+
+    def ask(route: str, **body: Any) -> Any:
+        status, text = runtime.query(route, json.dumps(body).encode()).whole()
+        found = json.loads(text)
+        if status != 200:
+            raise MoeEdgeError(f"the model's chat template failed: {found['error']['message']}")
+        return found
+
+    prompt = ask("/apply-template", messages=messages)["prompt"]
+    return list(ask("/tokenize", content=prompt, add_special=True, parse_special=True)["tokens"])
+
+
+def play(evaluator: Evaluator, job: CheckJob) -> Result:
+    """Read the prompt, then decode. Each row of logits goes to the file at once, since memory is
+    measured. Speeds are in tokens per second, of the median step."""
+    n_decode = min(job.n_decode, evaluator.n_ctx // 2)
+    n_prompt = evaluator.plan.n_ubatch if job.n_prompt is None else job.n_prompt
     prompt = job.prompt
     if not prompt:
         # A text, again and again; of a vocabulary that has none for it, the first tokens.
-        n = min(n_prompt, engine.n_ctx - n_decode)
-        tokens = engine.tokenize(PROSE) or list(range(engine.llama.n_vocab))
+        n = min(n_prompt, evaluator.n_ctx - n_decode)
+        tokens = evaluator.tokenize(PROSE) or list(range(evaluator.inside.llama.n_vocab))
         prompt = (tokens * (1 + n // len(tokens)))[:n]
     answer: list[int] = []
     steps: list[float] = []
     with open(job.rows, "wb") as rows:
         start = perf_counter()
-        logits = engine.eval(prompt, 0)
+        logits = evaluator.eval(prompt, 0)
         prompt_s = perf_counter() - start
         rows.write(logits.tobytes())
         for i in range(n_decode):
             token = job.answer[i] if job.answer else int(logits[-1].argmax())
             answer.append(token)
             start = perf_counter()
-            logits = engine.eval([token], len(prompt) + i)
+            logits = evaluator.eval([token], len(prompt) + i)
             steps.append(perf_counter() - start)
             rows.write(logits.tobytes())
     return {
         "prompt": prompt,
         "answer": answer,
-        "n_vocab": engine.llama.n_vocab,
+        "n_vocab": evaluator.inside.llama.n_vocab,
         "prompt_tok_s": len(prompt) / prompt_s,
         "decode_tok_s": 1 / statistics.median(steps),
     }
 
 
-def counted(engine: Engine) -> Result:
-    """What the store and the device count."""
-    if not engine.managed:
+def counted(inside: Inside) -> Result:
+    """Return what the store and the device count."""
+    if not inside.managed:
         return {}
-    engine.store.check()
-    stats = engine.store.stats()
+    inside.store.check()
+    stats = inside.store.stats()
     found: dict[str, Any] = {
         "hit_rate": sum(stats.hits) / max(1, sum(stats.requests)),
         "slot_bytes_peak": stats.slot_bytes_peak,
         "budget_bytes": stats.budget_bytes,
         "direct_io": bool(stats.direct_io),
     }
-    if engine.plan.device:
-        found["device_bytes"] = engine.device_bytes + stats.slot_bytes_peak
+    if inside.plan.device:
+        llama = context_memory(Bindings.load().library(), inside.context.handle)[1]
+        found["device_bytes"] = llama + stats.slot_bytes_peak
     return found
 
 
-def watch_layers(engine: Engine, tokens: Sequence[int], path: str) -> Result:
-    """Reads the tokens in one batch, and keeps what the experts of each layer give."""
+def watch_layers(inside: Inside, tokens: Sequence[int], path: str) -> Result:
+    """Read the tokens in one batch, and write what the experts of each layer give to a file."""
     from orchestrator.lab.observe import Node, Observer
 
     seen: dict[str, np.ndarray] = {}
@@ -189,9 +218,9 @@ def watch_layers(engine: Engine, tokens: Sequence[int], path: str) -> Result:
     def keep(node: Node) -> None:
         seen[node.name.removeprefix(_EXPERTS_OUT)] = node.array()
 
-    n = min(len(tokens), engine.plan.n_ubatch)
-    threads = engine.config.n_threads
-    with Observer(engine.llama, n, threads, wanted, keep) as observer:
+    n = min(len(tokens), inside.plan.n_ubatch)
+    threads = inside.config.n_threads
+    with Observer(inside.llama, n, threads, wanted, keep) as observer:
         observer.read(tokens[:n])
     np.savez(path, **seen)  # type: ignore[arg-type]
     return {"layers": sorted(map(int, seen))}

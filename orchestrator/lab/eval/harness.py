@@ -7,14 +7,17 @@ command line is started here:
 
 Importing this module does the same for a Python program. The arguments are settings of
 `orchestrator.config.Config`, sizes as on the command line. Log-likelihoods come from decode
-decisions, token by token, and every expert is computed in the tier that was decided.
+decisions, token by token, and every expert is computed in the tier that was decided. Texts are
+generated as answers of a chat are.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Generator, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -28,15 +31,16 @@ except ImportError as error:
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.lab.eval.judge import Judge
-from orchestrator.runtime.engine import Engine, Sampling
+from orchestrator.runtime.answering import Answering
+from orchestrator.runtime.runtime import Runtime
 
 _MAX_GEN_TOKENS = 256
 
 
 @register_model("moe-edge")
 class MoeEdgeLM(TemplateLM):
-    """One engine behind lm_eval's three questions: log-likelihood of a continuation, of a whole
-    text, and what the model would write."""
+    """Answers lm_eval's three questions with one loaded model: the log-likelihood of a continuation,
+    that of a whole text, and what the model would write."""
 
     def __init__(
         self,
@@ -45,31 +49,35 @@ class MoeEdgeLM(TemplateLM):
         device: Any = None,
         **settings: Any,
     ) -> None:
-        """settings: Config's, `model` at least. lm_eval always passes the three named ones; one
-        sequence is evaluated at a time, on the CPU. Raises MoeEdgeError in one of its forms."""
+        """Load the model. settings: those of Config, `model` at least. lm_eval always passes the
+        three named ones, which have no effect: one sequence is evaluated at a time, on the CPU.
+        Raises MoeEdgeError in one of its forms."""
         super().__init__()
         for name, declared in Config.declared().items():
             if name in settings and declared.unit is not None:
                 settings[name] = declared.parse(str(settings[name]))
         settings.setdefault("exact_tiers", True)
         config = Config.build(**settings)
-        self.engine = Engine.open(config.with_changes(threads=config.n_threads))
-        self._judge = Judge(self.engine)
-        self._begin = self.engine.tokenize("")
+        config = config.with_changes(threads=config.n_threads)
+        self.runtime = Runtime.open(config, answering=Answering())
+        self._begin = self._tokenize("")
+
+    def _tokenize(self, text: str) -> list[int]:
+        return self.runtime.vocabulary.tokenize(text, add_special=True, parse_special=True)
 
     @property
     def max_length(self) -> int:
         """Tokens that a context and its continuation may have."""
-        return self.engine.n_ctx
+        return self.runtime.about.n_ctx
 
     @property
     def eot_token_id(self) -> int:
         """The token that ends a text. Raises ConfigError for a model that names none."""
         for name in ("eot", "eos"):
-            token = self.engine.model.metadata.get(f"tokenizer.ggml.{name}_token_id")
+            token = self.runtime.model.metadata.get(f"tokenizer.ggml.{name}_token_id")
             if isinstance(token, int):
                 return token
-        raise ConfigError(f"{self.engine.config.model} names no token that ends a text")
+        raise ConfigError(f"{self.runtime.config.model} names no token that ends a text")
 
     @property
     def prefix_token_id(self) -> int:
@@ -81,7 +89,7 @@ class MoeEdgeLM(TemplateLM):
     ) -> list[int]:
         """Tokens of a text, names of control tokens read as such. add_special_tokens False:
         without the begin token."""
-        tokens = self.engine.tokenize(string)
+        tokens = self._tokenize(string)
         return tokens[len(self._begin) :] if add_special_tokens is False else tokens
 
     def _loglikelihood_tokens(
@@ -93,17 +101,19 @@ class MoeEdgeLM(TemplateLM):
         # Continuations of one context one after the other: it is evaluated once.
         order = sorted(range(len(requests)), key=lambda i: requests[i][1])
         results: dict[int, tuple[float, bool]] = {}
-        for i in order:
-            name, context, continuation = requests[i]
-            if len(continuation) >= self.max_length:
-                raise ConfigError(
-                    f"a continuation of {len(continuation)} tokens does not fit the context of "
-                    f"{self.max_length}: raise ctx"
-                )
-            logp, greedy = self._judge.continuation(context, continuation)
-            results[i] = float(logp.sum()), greedy
-            if name is not None:
-                self.cache_hook.add_partial("loglikelihood", name, results[i])
+        with self.runtime.evaluator() as evaluator:
+            judge = Judge(evaluator)
+            for i in order:
+                name, context, continuation = requests[i]
+                if len(continuation) >= self.max_length:
+                    raise ConfigError(
+                        f"a continuation of {len(continuation)} tokens does not fit the context of "
+                        f"{self.max_length}: raise ctx"
+                    )
+                logp, greedy = judge.continuation(context, continuation)
+                results[i] = float(logp.sum()), greedy
+                if name is not None:
+                    self.cache_hook.add_partial("loglikelihood", name, results[i])
         return [results[i] for i in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
@@ -123,30 +133,22 @@ class MoeEdgeLM(TemplateLM):
         return results
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Answers up to the first of the stop texts; greedy unless do_sample is asked for."""
+        """Write up to the first of the stop texts; greedily unless do_sample is asked for."""
         results = []
         for context, given in (request.args for request in requests):
             until = given.get("until") or []
             until = [until] if isinstance(until, str) else list(until)
             most = int(given.get("max_gen_toks", _MAX_GEN_TOKENS))
             sampled = given.get("do_sample", False)
-            temp = float(given.get("temperature", 1.0)) if sampled else 0.0
-            room = self.engine.n_ctx - min(most, self.engine.n_ctx // 2)
-            tokens = self.tok_encode(context)[-room + 1 :] or [self.prefix_token_id]
-            text = ""
-            stream = cast(
-                Generator[str, None, None], self.engine.generate(tokens, Sampling(temp=temp), most)
-            )
-            try:
-                for piece in stream:
-                    text += piece
-                    if any(stop in text for stop in until):
-                        break
-            finally:
-                stream.close()
-                self._judge.forget()
-            for stop in until:
-                text = text.split(stop)[0] if stop else text
+            room = self.max_length - min(most, self.max_length // 2)
+            body = {
+                "prompt": self.tok_encode(context)[-room + 1 :] or [self.prefix_token_id],
+                "n_predict": most,
+                "temperature": float(given.get("temperature", 1.0)) if sampled else 0.0,
+                "stop": [stop for stop in until if stop],
+            }
+            with closing(self.runtime.submit(json.dumps(body).encode(), "/completion")) as answer:
+                text = "".join(part["content"] for part in answer)
             results.append(text)
             self.cache_hook.add_partial("generate_until", (context, given), text)
         return results

@@ -29,18 +29,18 @@ from orchestrator.events import Phase
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import Estimate
 from orchestrator.lab.eval.text import Window, json_lines
-from orchestrator.runtime.engine import Engine
+from orchestrator.runtime.evaluator import Evaluator
 from orchestrator.runtime.texts import log_softmax
 
 
 class Judge:
-    """One engine, asked for the probabilities of tokens that are given.
+    """Asks one model for the probabilities of given tokens.
 
-    prefill needs an engine that was opened with logits_all.
+    prefill: read everything as a prompt, which needs a model that was loaded with logits_all.
     """
 
-    def __init__(self, engine: Engine, prefill: bool = False) -> None:
-        self.engine = engine
+    def __init__(self, evaluator: Evaluator, prefill: bool = False) -> None:
+        self.evaluator = evaluator
         self.prefill = prefill
         self._read: list[int] = []
         self._context: list[int] = []
@@ -78,7 +78,7 @@ class Judge:
         the likeliest). The context is read as a prompt, and the oldest tokens of one that is too
         long are dropped. A context that was the last call's too is not evaluated again.
         """
-        room = self.engine.n_ctx - len(tokens)
+        room = self.evaluator.n_ctx - len(tokens)
         kept = list(context)[-max(1, room) :]
         if self.prefill:
             rows = self._prompt_rows([*kept, *tokens[:-1]], len(kept) - 1)
@@ -92,14 +92,14 @@ class Judge:
         return found, likeliest
 
     def forget(self) -> None:
-        """After somebody else used the engine: everything is read again."""
+        """Read everything again, after something else used the evaluator."""
         self._next = None
         self._read = []
 
     def _prompt_rows(self, tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
         """Logits of the tokens from `first` on, where all are read as a prompt: as many as a
         window has would take more memory than many a model, so that they stay where they are."""
-        for part in self.engine.eval_each(tokens, 0, Phase.PREFILL):
+        for part in self.evaluator.eval_each(tokens, 0, Phase.PREFILL):
             yield from part[first:]
             first = max(0, first - len(part))
 
@@ -110,14 +110,14 @@ class Judge:
             # prompt, it does before that.
             last = len(context) - 1
             if last:
-                self.engine.eval(context[:last], 0, phase=Phase.PREFILL)
+                self.evaluator.eval(context[:last], 0, phase=Phase.PREFILL)
             self._context, self._next = context, self._decoded(context[last], last)
         yield self._next
         for offset, token in enumerate(tokens[:-1]):
             yield self._decoded(token, len(context) + offset)
 
     def _decoded(self, token: int, position: int) -> np.ndarray:
-        row: np.ndarray = self.engine.eval([token], position, phase=Phase.DECODE)[-1]
+        row: np.ndarray = self.evaluator.eval([token], position, phase=Phase.DECODE)[-1]
         return row
 
 
@@ -305,8 +305,8 @@ def score_choices(
         logp = []
         for choice in question.choices:
             # The choice's tokens are cut out of those of both together.
-            n = len(judge.engine.tokenize(question.prompt))
-            whole = judge.engine.tokenize(question.prompt + space + choice)
+            n = len(judge.evaluator.tokenize(question.prompt))
+            whole = judge.evaluator.tokenize(question.prompt + space + choice)
             context, tokens = whole[:n], whole[n:]
             if not context or not tokens:
                 raise ConfigError(f"question {number}: '{choice}' has no token of its own")

@@ -32,14 +32,16 @@ from orchestrator.lab.replay.trace import COMPUTED, COUNTERS, ROUTED
 from orchestrator.memory.footprint import LEAST_CONTEXT, SIZES
 from orchestrator.native import CStats
 from orchestrator.policy import BASELINE
-from orchestrator.runtime.engine import Engine
+from orchestrator.runtime.evaluator import Evaluator
 from orchestrator.runtime.load import Progress
 from orchestrator.runtime.loss_meter import LossMeter
+from orchestrator.runtime.runtime import Runtime
 
 
-def counters(engine: Engine) -> CStats | None:
-    """The store's counters now; None on the plain path, which has no store."""
-    return engine.store.stats() if engine.managed else None
+def counters(evaluator: Evaluator) -> CStats | None:
+    """Return the store's counters; None on llama.cpp's own path, which has no store."""
+    inside = evaluator.inside
+    return inside.store.stats() if inside.managed else None
 
 
 def usage_between(
@@ -110,10 +112,10 @@ class EvalOptions:
         """How many tokens of the text are looked at, None for all."""
         return needed_tokens(self.tokens, self.window, self.prompt_tokens)
 
-    def windows(self, engine: Engine, documents: Sequence[Document]) -> list[Window]:
+    def windows(self, evaluator: Evaluator, documents: Sequence[Document]) -> list[Window]:
         """What is judged of the text. Raises ConfigError where that is too little."""
-        length, prompt = min(self.window, engine.n_ctx), self.prompt_tokens
-        windows = windows_of(engine.tokenize, documents, length, self.tokens, prompt)
+        length, prompt = min(self.window, evaluator.n_ctx), self.prompt_tokens
+        windows = windows_of(evaluator.tokenize, documents, length, self.tokens, prompt)
         scored = sum(window.n_scored for window in windows)
         if scored < LEAST_TOKENS:
             behind = f" behind prompts of {prompt} tokens" if prompt else ""
@@ -187,38 +189,43 @@ def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str
     with ExitStack() as stack:
         against = None
         if options.kl:
-            # Before the engine that is judged, and gone by then: two would not fit the memory.
-            with Engine.open(best_config(config, best), report) as engine:
-                windows = options.windows(engine, documents)
+            # Closed before the judged model is loaded: two models would not fit the memory.
+            with (
+                Runtime.open(best_config(config, best), report) as runtime,
+                runtime.evaluator() as evaluator,
+            ):
+                windows = options.windows(evaluator, documents)
                 progress = partial(report, "Reading with the best tier")
                 against = stack.enter_context(
-                    read_reference(engine, windows, options.prefill, progress)
+                    read_reference(evaluator, windows, options.prefill, progress)
                 )
-        engine = stack.enter_context(Engine.open(config, report))
-        windows = options.windows(engine, documents) if documents else []
+        runtime = stack.enter_context(Runtime.open(config, report))
+        evaluator = stack.enter_context(runtime.evaluator())
+        inside = evaluator.inside
+        windows = options.windows(evaluator, documents) if documents else []
         shadow = None
-        if engine.managed and engine.policy.wants.by_residency and not options.reuse:
+        if inside.managed and inside.policy.wants.by_residency and not options.reuse:
             shadow = stack.enter_context(
-                VirtualStore(engine, options.bandwidth, options.latency_us, options.compute_ms)
+                VirtualStore(evaluator, options.bandwidth, options.latency_us, options.compute_ms)
             )
         result: dict[str, Any] = {
             "model": config.model.name,
-            "mode": engine.mode,
+            "mode": runtime.mode,
             "prompt_tokens": options.prompt_tokens,
             "form": "prefill" if options.prefill else "decode",
-            "window": min(options.window, engine.n_ctx),
-            "exact_tiers": engine.managed and not options.reuse,
+            "window": min(options.window, evaluator.n_ctx),
+            "exact_tiers": inside.managed and not options.reuse,
         }
         phase = Phase.PREFILL if options.prefill else Phase.DECODE
         losses = None
-        if engine.managed:
+        if inside.managed:
             # Foresees, from here on, what is lost against this tier.
-            estimate = engine.losses.estimate(engine.plan.tier_names, best)
-            losses = LossMeter(estimate, engine.config.exact_tiers) if estimate else None
-            engine.driver.meter = losses
-        count = shadow.stats if shadow else partial(counters, engine)
+            estimate = inside.losses.estimate(evaluator.plan.tier_names, best)
+            losses = LossMeter(estimate, evaluator.config.exact_tiers) if estimate else None
+            inside.driver.meter = losses
+        count = shadow.stats if shadow else partial(counters, evaluator)
         before = count()
-        judge = Judge(engine, options.prefill)
+        judge = Judge(evaluator, options.prefill)
         if windows:
             scores = score_text(
                 judge, windows, against=against, progress=lambda done: report("Reading", done)
@@ -240,13 +247,13 @@ def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str
 
 
 def read_reference(
-    engine: Engine, windows: list[Window], prefill: bool, progress: Callable[[float], None]
+    evaluator: Evaluator, windows: list[Window], prefill: bool, progress: Callable[[float], None]
 ) -> Reference:
-    """What an engine says to the windows. The caller closes it."""
-    n_vocab = engine.eval(windows[0].tokens[:1], 0).shape[-1]
+    """Return what a model says to the windows. The caller closes it."""
+    n_vocab = evaluator.eval(windows[0].tokens[:1], 0).shape[-1]
     reference = Reference(sum(window.n_scored for window in windows), n_vocab)
     try:
-        score_text(Judge(engine, prefill), windows, keep=reference, progress=progress)
+        score_text(Judge(evaluator, prefill), windows, keep=reference, progress=progress)
     except BaseException:
         reference.close()
         raise

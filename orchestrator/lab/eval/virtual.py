@@ -20,7 +20,7 @@ from orchestrator.lab.replay.record import measured
 from orchestrator.lab.replay.simulate import Simulation, Transport
 from orchestrator.native import CStats, Store
 from orchestrator.runtime.driver import Driver
-from orchestrator.runtime.engine import Engine
+from orchestrator.runtime.evaluator import Evaluator
 
 # Decode steps from which computing is measured, the first one left out.
 _STEPS = 9
@@ -28,55 +28,57 @@ _STEPS = 9
 _DENSE_SHARE = 0.5
 
 
-def _computing_us(engine: Engine) -> float:
+def _computing_us(evaluator: Evaluator) -> float:
     """The median of some decode steps without their waits; the conversation is lost."""
-    token = engine.tokenize("a")[-1:]
+    token = evaluator.tokenize("a")[-1:]
     found = []
-    engine.reset()
-    for pos in range(min(_STEPS, engine.n_ctx)):
-        waited_us, start = sum(engine.store.stats().wait_us), perf_counter()
-        engine.eval(token, pos, phase=Phase.DECODE)
+    evaluator.reset()
+    for pos in range(min(_STEPS, evaluator.n_ctx)):
+        waited_us, start = sum(evaluator.inside.store.stats().wait_us), perf_counter()
+        evaluator.eval(token, pos, phase=Phase.DECODE)
         took_us = 1e6 * (perf_counter() - start)
-        found.append(took_us - (sum(engine.store.stats().wait_us) - waited_us))
-    engine.reset()
+        found.append(took_us - (sum(evaluator.inside.store.stats().wait_us) - waited_us))
+    evaluator.reset()
     return float(statistics.median(found[1:] or found))
 
 
 class VirtualStore(Closing):
-    """While it is open, the engine's policy decides by what a store in virtual time holds. step_us:
-    virtual microseconds of each decode step."""
+    """Lets the policy of a model decide by what a store in virtual time holds, until it is closed.
+
+    step_us: virtual microseconds of each decode step.
+    """
 
     def __init__(
         self,
-        engine: Engine,
+        evaluator: Evaluator,
         bandwidth: int | None,
         latency_us: int | None,
         compute_ms: float | None,
     ) -> None:
         """None is measured: of the disk by reading this very file, of computing on this machine."""
         if bandwidth is None or latency_us is None:
-            disk = measured(engine)
+            disk = measured(evaluator.inside)
             bandwidth = bandwidth or disk.bytes_per_s
             latency_us = disk.latency_us if latency_us is None else latency_us
-        self._speed = Transport(bandwidth, latency_us, engine.config.io_threads)
-        self._token_us = _computing_us(engine) if compute_ms is None else 1000 * compute_ms
+        self._speed = Transport(bandwidth, latency_us, evaluator.config.io_threads)
+        self._token_us = _computing_us(evaluator) if compute_ms is None else 1000 * compute_ms
         self.step_us: list[float] = []
-        self._engine, real = engine, engine.store
+        self._inside, real = evaluator.inside, evaluator.inside.store
         spec = replace(real.spec, simulated=True, direct_io=False, exact_tiers=False)
         self._store = Store.create(real.library, spec)
         self._clock = Simulation(self._store)
         self._clock.set_speed(bandwidth, latency_us)
-        self._driver = Driver(engine.policy, self._store)
+        self._driver = Driver(evaluator.inside.policy, self._store)
         self._driver.set_route(self._decide)
         self._tiers: np.ndarray = np.zeros(spec.n_expert, np.uint8)
         self._step, self._start_ns = -1, 0
-        engine.driver.set_route(self.on_route)
+        evaluator.inside.driver.set_route(self.on_route)
         real.set_step_done(self.on_step)
 
     def close(self) -> None:
-        """The engine's policy goes by its own store again."""
-        self._engine.driver.set_route()
-        self._engine.store.set_step_done(self._engine.driver.step_done)
+        """Let the policy decide by its own store again."""
+        self._inside.driver.set_route()
+        self._inside.store.set_step_done(self._inside.driver.step_done)
         self._store.close()
 
     def stats(self) -> CStats:
@@ -102,7 +104,7 @@ class VirtualStore(Closing):
 
     def on_route(self, event: RouteEvent) -> None:
         """In real time: plays the layer, and hands the same decision to the real store."""
-        clock, shadow, engine = self._clock, self._store, self._engine
+        clock, shadow, inside = self._clock, self._store, self._inside
         if event.step != self._step:
             self._step, self._start_ns = event.step, clock.now_ns
             shadow.begin_step(Phase(event.phase))
@@ -117,12 +119,12 @@ class VirtualStore(Closing):
             event.sequences_array,
             event.phases_array,
         )
-        decision = engine.store.decision
+        decision = inside.store.decision
         decision.tier_array[:] = self._tiers
         decision.renormalize = shadow.decision.renormalize
-        engine.store.apply(decision)
-        if engine.driver.meter is not None:
-            engine.driver.meter.decided(event, engine.store.view, decision)
+        inside.store.apply(decision)
+        if inside.driver.meter is not None:
+            inside.driver.meter.decided(event, inside.store.view, decision)
         experts = distinct(event.ids_array).astype(np.int32)
         ns = 1000 * self._token_us * event.n_tokens / len(shadow.spec.layers)
         clock.compute(event.layer, experts, ns, _DENSE_SHARE, len(experts))
@@ -135,6 +137,6 @@ class VirtualStore(Closing):
         moves = self._driver.learn(replace(step, us=us))
         if moves:
             self._store.transition(moves)
-        if self._engine.driver.meter is not None:
-            self._engine.driver.meter.step_done(step.phase, step.n_tokens)
-            self._engine.driver.judge_routing(step.n_tokens)
+        if self._inside.driver.meter is not None:
+            self._inside.driver.meter.step_done(step.phase, step.n_tokens)
+            self._inside.driver.judge_routing(step.n_tokens)

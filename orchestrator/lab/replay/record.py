@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from time import perf_counter, perf_counter_ns
 from typing import Any
 
 import numpy as np
 
+from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import KINDS
-from orchestrator.config import Sampling
 from orchestrator.cost.disk import read_bandwidth
 from orchestrator.errors import ConfigError, TraceError
 from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, distinct, percentile
@@ -22,37 +23,36 @@ from orchestrator.memory.footprint import model_shape
 from orchestrator.native import CStats
 from orchestrator.policy import BASELINE, POLICIES, policy_class
 from orchestrator.policy.base import WeighsLosses
-from orchestrator.runtime.engine import Engine
+from orchestrator.runtime.evaluator import Evaluator, Inside
+from orchestrator.runtime.runtime import Runtime
 
 # Steps from which the share of computing outside the experts is measured.
 DENSE_STEPS, DENSE_PROMPTS = 9, 3
 
 
 class Recorder:
-    """Records while it is entered; trace() afterwards gives the recording.
+    """Records the steps of a model while it is entered; trace() afterwards returns the recording.
 
-    Python is called in every step, also where the policy is not asked; what the store does is the
-    same. The engine must be managed and must not change its policy meanwhile. Raises ConfigError,
-    also where the policy has learned from steps before: a replay starts where the policy started.
+    Python is called in every step, even if the policy is not asked; the store does the same as
+    without a recording. Enter and leave it while no step runs, and read no experts ahead meanwhile
+    (`Answering.reads_ahead`). Raises ConfigError for llama.cpp's own path, and for a policy that
+    has decided before, because a replay starts where the policy started.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        if not engine.managed:
+    def __init__(self, inside: Inside) -> None:
+        if not inside.managed:
             raise ConfigError(
-                f"the plain path routes unseen: choose --policy {' or '.join(POLICIES)}"
+                f"llama.cpp's own path hides the routing: choose --policy {' or '.join(POLICIES)}"
             )
-        policy = engine.policy
+        policy, again = inside.policy, "load the model again to record it"
         if not policy.fresh:
+            raise ConfigError(f"the policy {policy.name} has decided already: {again}")
+        if inside.driver.brought:
             raise ConfigError(
-                f"the policy {policy.name} has decided already: record with a new engine"
+                f"experts were read ahead between two answers, in an order that a replay does not "
+                f"know: {again}"
             )
-        engine.end_idle()
-        if engine.driver.brought:
-            raise ConfigError(
-                "experts were read while nothing was asked for, in an order that a replay does not "
-                "know: record with a new engine"
-            )
-        self._engine = engine
+        self._inside = inside
         self._policy = policy
         self._step = -1
         self._since = self._waited_us = 0
@@ -63,22 +63,22 @@ class Recorder:
         self._before = self._after = CStats()
 
     def __enter__(self) -> Recorder:
-        engine, store = self._engine, self._engine.store
-        self._hotness = engine.driver.hotness()
+        driver, store = self._inside.driver, self._inside.store
+        self._hotness = driver.hotness()
         self._before = store.stats()
-        engine.driver.on_restored = self._on_restored
+        driver.on_restored = self._on_restored
         self._waited_us = sum(self._before.wait_us)
-        engine.driver.set_route(self._on_route)
+        driver.set_route(self._on_route)
         store.set_step_done(self._on_step_done)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end_event(perf_counter_ns())
-        self._after = self._engine.store.stats()
-        driver = self._engine.driver
+        self._after = self._inside.store.stats()
+        driver = self._inside.driver
         driver.set_route()
         driver.on_restored = None
-        self._engine.store.set_step_done(driver.step_done)
+        self._inside.store.set_step_done(driver.step_done)
 
     @property
     def _n_steps(self) -> int:
@@ -93,7 +93,7 @@ class Recorder:
                 for what, sequences in named.items()
                 for sequence in sequences
             ]
-        self._engine.driver.step_done(step)
+        self._inside.driver.step_done(step)
 
     def _on_restored(self, sequence: int, state: bytes) -> None:
         """Before the step that comes next."""
@@ -102,7 +102,7 @@ class Recorder:
 
     def _end_event(self, now_ns: int) -> None:
         """The time of the event before, if there is one."""
-        waited_us = sum(self._engine.store.stats().wait_us)
+        waited_us = sum(self._inside.store.stats().wait_us)
         if self._rows["event_step"]:
             self._rows["event_ns"].append(now_ns - self._since)
             self._rows["event_wait_us"].append(waited_us - self._waited_us)
@@ -134,11 +134,11 @@ class Recorder:
         rows["event_ahead"].append(event.n_ahead)
         rows["event_scored"].append(scores is not None)
         self._since = perf_counter_ns()  # what was before, a run without recording does not do
-        driver = self._engine.driver
+        driver = self._inside.driver
         asked = driver.asks(event.phase)
         (driver.on_route if asked else driver.on_route_unasked)(event)
         decided_ns = perf_counter_ns()
-        tiers = self._engine.store.decision.tier_array[distinct(ids)]
+        tiers = self._inside.store.decision.tier_array[distinct(ids)]
         rows["event_computed"].append(int((tiers != SKIP).sum()))
         done_ns = perf_counter_ns()
         self._since += done_ns - decided_ns
@@ -146,24 +146,24 @@ class Recorder:
             self._since = done_ns
 
     def trace(self, disk: Transport) -> Trace:
-        """What was recorded, from such a disk. Raises TraceError where nothing was."""
+        """Return what was recorded, as read from this disk. Raises TraceError for no steps."""
         rows, before, after = self._rows, self._before, self._after
         if not rows["event_step"]:
             raise TraceError("nothing was evaluated, so there is nothing to record")
-        # A sequence that went on with no step behind it did nothing.
+        # A sequence that was brought back and not continued did nothing.
         kept = sum(step < self._n_steps for step, *_ in rows["restored"])
         for name in ("restored", "restored_use"):
             del rows[name][kept:]
-        engine, hotness, policy = self._engine, self._hotness, self._policy
-        model, tiers = engine.model, [tier.name for tier in engine.model.tiers]
+        inside, hotness, policy = self._inside, self._hotness, self._policy
+        model, tiers = inside.model, [tier.name for tier in inside.model.tiers]
         unknown = np.zeros((model.n_layers, model.n_expert))
         losses, no_costs = (np.zeros((*unknown.shape, len(tiers) + n)) for n in (0, 1))
         if isinstance(policy, WeighsLosses) and policy.losses is not None:
-            losses[..., list(engine.plan.tiers)] = policy.losses
-        costs = engine.losses.costs(tiers)
+            losses[..., list(inside.plan.tiers)] = policy.losses
+        costs = inside.losses.costs(tiers)
         found = {
             "start_hotness": unknown if hotness is None else hotness,
-            "slices": _slices(engine),
+            "slices": _slices(inside.model),
             "losses": losses,
             "costs": no_costs if costs is None else costs,
             "counters": counted(after) - counted(before),
@@ -173,7 +173,7 @@ class Recorder:
             name: found[name] if name in found else _array(name, rows[name], k) for name in ARRAYS
         }
         read = after.transition_bytes - before.transition_bytes
-        return Trace(_header(engine, disk, int(read)), arrays)
+        return Trace(_header(inside, disk, int(read)), arrays)
 
 
 def _array(name: str, rows: list[Any], k: int) -> np.ndarray:
@@ -188,8 +188,7 @@ def _array(name: str, rows: list[Any], k: int) -> np.ndarray:
     return array.reshape(-1, *columns)
 
 
-def _slices(engine: Engine) -> np.ndarray:
-    model = engine.model
+def _slices(model: ExpertModel) -> np.ndarray:
     found = np.full((model.n_layers, len(KINDS), len(model.tiers), 4), -1, np.int64)
     found[..., 1:] = 0
     for layer, kinds in enumerate(model.slices):
@@ -200,8 +199,8 @@ def _slices(engine: Engine) -> np.ndarray:
     return found
 
 
-def _header(engine: Engine, disk: Transport, transition_bytes: int) -> Header:
-    model, plan, config = engine.model, engine.plan, engine.config
+def _header(inside: Inside, disk: Transport, transition_bytes: int) -> Header:
+    model, plan, config = inside.model, inside.plan, inside.config
     return Header(
         version=VERSION,
         model=model.name,
@@ -211,10 +210,10 @@ def _header(engine: Engine, disk: Transport, transition_bytes: int) -> Header:
         layer_ids=tuple(model.layer_ids),
         tiers=tuple(tier.name for tier in model.tiers),
         files=tuple(path.name for path in model.files),
-        policy=engine.policy.name,
+        policy=inside.policy.name,
         in_use=plan.tier_names,
-        settings=engine.policy.settings.as_dict(),
-        rules=engine.policy.rules,
+        settings=inside.policy.settings.as_dict(),
+        rules=inside.policy.rules,
         transition_bytes=transition_bytes,
         expert_bytes=plan.budget_bytes,
         io_threads=config.io_threads,
@@ -224,96 +223,98 @@ def _header(engine: Engine, disk: Transport, transition_bytes: int) -> Header:
     )
 
 
-def record_text(engine: Engine, text: str, n_tokens: int | None = None, prefill: int = 0) -> Trace:
-    """Records the evaluation of a text: its first `prefill` tokens as a prompt, the others
-    one by one, each a decode step. n_tokens None: as many as the context holds.
+def record_text(
+    evaluator: Evaluator, text: str, n_tokens: int | None = None, prefill: int = 0
+) -> Trace:
+    """Record the evaluation of a text: its first `prefill` tokens as a prompt, and each other token
+    as a decode step of its own. n_tokens: by default as many as the context holds.
 
     Raises ConfigError for a text or a count that does not fit.
     """
-    tokens = engine.tokenize(text)
-    if n_tokens is not None and n_tokens > engine.n_ctx:
+    tokens, n_ctx = evaluator.tokenize(text), evaluator.n_ctx
+    if n_tokens is not None and n_tokens > n_ctx:
         raise ConfigError(
-            f"--tokens {n_tokens} is more than the context of {engine.n_ctx} holds: raise --ctx"
+            f"--tokens {n_tokens} is more than the context of {n_ctx} holds: raise --ctx"
         )
-    tokens = tokens[: min(n_tokens or engine.n_ctx, engine.n_ctx)]
+    tokens = tokens[: min(n_tokens or n_ctx, n_ctx)]
     if not tokens:
         raise ConfigError("the text is empty")
     if prefill > len(tokens):
         raise ConfigError(f"--prefill {prefill} is more than the {len(tokens)} tokens to evaluate")
-
-    def play() -> None:
+    disk = measured(evaluator.inside)
+    with Recorder(evaluator.inside) as recorder:
         if prefill:
-            engine.eval(tokens[:prefill], 0, phase=Phase.PREFILL)
+            evaluator.eval(tokens[:prefill], 0, phase=Phase.PREFILL)
         for pos in range(prefill, len(tokens)):
-            engine.eval(tokens[pos : pos + 1], pos, phase=Phase.DECODE)
+            evaluator.eval(tokens[pos : pos + 1], pos, phase=Phase.DECODE)
+    return _with_dense_share(evaluator, recorder.trace(disk))
 
-    return _recorded(engine, play)
 
+def record_answer(runtime: Runtime, prompt: str, n_tokens: int) -> Trace:
+    """Record a chat's answer of at most n_tokens tokens to a prompt.
 
-def record_answer(engine: Engine, prompt: str, sampling: Sampling, n_tokens: int) -> Trace:
-    """Records an answer of at most n_tokens tokens, the prompt as the chat renders it.
-    Raises ConfigError for a prompt that does not fit."""
-    messages = [{"role": "user", "content": prompt}]
-
-    def play() -> None:
-        for _ in engine.generate(engine.render_chat(messages), sampling, n_tokens):
+    The runtime has to be opened with an Answering that reads nothing ahead. Raises ConfigError for
+    a prompt that does not fit.
+    """
+    disk = measured(runtime.inside)
+    body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": n_tokens}
+    with Recorder(runtime.inside) as recorder:
+        with closing(runtime.submit(json.dumps(body).encode())) as answer:
+            for _ in answer:
+                pass
+        with runtime.evaluator():  # which waits for the last step
             pass
-
-    return _recorded(engine, play)
-
-
-def _recorded(engine: Engine, play: Callable[[], None]) -> Trace:
-    """What play computes, with this disk's speed and the share outside the experts."""
-    engine.reset()
-    disk = measured(engine)
-    with Recorder(engine) as recorder:
-        play()
-    trace = recorder.trace(disk)
-    return replace(trace, header=replace(trace.header, dense_share=dense_share(engine, trace)))
+    with runtime.evaluator() as evaluator:
+        return _with_dense_share(evaluator, recorder.trace(disk))
 
 
-def measured(engine: Engine) -> Transport:
-    """Reads of this very file: as many threads as the store has, and one alone, which shows what
-    a read takes beside its bytes."""
-    threads, tier = engine.config.io_threads, engine.plan.tiers[0]
-    many = read_bandwidth(engine.model, tier=tier, threads=threads, seconds=0.5)
-    one = read_bandwidth(engine.model, tier=tier, threads=1, seconds=0.5)
+def _with_dense_share(evaluator: Evaluator, trace: Trace) -> Trace:
+    return replace(trace, header=replace(trace.header, dense_share=dense_share(evaluator, trace)))
+
+
+def measured(inside: Inside) -> Transport:
+    """Measure reads of the model's own file: with as many threads as the store has, and with one
+    thread, which shows what a read takes beside its bytes."""
+    threads, tier = inside.config.io_threads, inside.plan.tiers[0]
+    many = read_bandwidth(inside.model, tier=tier, threads=threads, seconds=0.5)
+    one = read_bandwidth(inside.model, tier=tier, threads=1, seconds=0.5)
     latency_s = one.slice_bytes * (1 / one.bytes_per_s - 1 / many.bytes_per_s)
     return Transport(int(many.bytes_per_s), max(0, round(1e6 * latency_s)), threads)
 
 
-def dense_share(engine: Engine, trace: Trace) -> tuple[float, float]:
-    """By phase, the share of a recorded step's computing that stays when every expert is
-    skipped: median of some steps against the median of the recorded ones. The policy learns
-    nothing from them; the conversation is lost."""
+def dense_share(evaluator: Evaluator, trace: Trace) -> tuple[float, float]:
+    """Return, by phase, the share of a recorded step's computing that stays when every expert is
+    skipped: the median of some steps against the median of the recorded ones. The policy learns
+    nothing from these steps; what the sequences hold is lost."""
+    inside = evaluator.inside
     steps: dict[Phase, list[float]] = {phase: [] for phase in Phase}
     prompt_tokens = trace.arrays["step_tokens"][trace.arrays["step_phase"] == Phase.PREFILL]
-    n = min(int(prompt_tokens.max(initial=1)), max(1, engine.n_ctx - DENSE_STEPS))
-    token = engine.tokenize("a")[-1:]
+    n = min(int(prompt_tokens.max(initial=1)), max(1, evaluator.n_ctx - DENSE_STEPS))
+    token = evaluator.tokenize("a")[-1:]
 
     def skip(_event: RouteEvent) -> None:
-        engine.store.decision.tier_array[:] = SKIP
-        engine.store.apply(engine.store.decision)
+        inside.store.decision.tier_array[:] = SKIP
+        inside.store.apply(inside.store.decision)
 
     def timed(tokens: list[int], pos: int, phase: Phase) -> None:
         start = perf_counter()
-        engine.eval(tokens, pos, phase=phase)
+        evaluator.eval(tokens, pos, phase=phase)
         steps[phase].append(1e3 * (perf_counter() - start) / len(tokens))
 
-    driver = engine.driver
+    driver = inside.driver
     policy = driver.policy
     driver.set_route(skip)
-    driver.policy = policy_class(BASELINE)(model_shape(engine.model, engine.plan.tiers[:1]))
+    driver.policy = policy_class(BASELINE)(model_shape(inside.model, inside.plan.tiers[:1]))
     try:
         for _ in range(DENSE_PROMPTS):
-            engine.reset()
+            evaluator.reset()
             timed(token * n, 0, Phase.PREFILL)
-        for pos in range(n, min(n + DENSE_STEPS, engine.n_ctx)):
+        for pos in range(n, min(n + DENSE_STEPS, evaluator.n_ctx)):
             timed(token, pos, Phase.DECODE)
     finally:
         driver.policy = policy
         driver.set_route()
-        engine.reset()
+        evaluator.reset()
     shares = []
     for phase in Phase:
         here = trace.arrays["step_phase"] == phase

@@ -236,7 +236,7 @@ class Scores:
     scored: list[Scored] = field(default_factory=list)
 
     def run(self, cases: Sequence[Case]) -> None:
-        """Scores cases. Neighbours that differ in what decides share an engine."""
+        """Score cases. Neighbours that differ only in what decides share a loaded model."""
         runs: list[Scored] = []
         for (settings, part, used), same in groupby(
             cases, key=lambda each: (each.settings, each.part, each.used)
@@ -244,10 +244,10 @@ class Scores:
             on = self.on if part is None else self.on.on(part.second)
             whole = part is None or len(part.places) == self.on.n_tokens
             against = self.reference if whole else self.reference.part(part.places)
-            with on.open(settings, used and used()) as engine:
+            with on.open(settings, used and used()) as evaluator:
                 for each in same:
                     what = each.label if part is None else f"{part.name}: {each.label}"
-                    score = on.score(engine, what, against, each.decider, each.prefill, each.ask)
+                    score = on.score(evaluator, what, against, each.decider, each.prefill, each.ask)
                     runs.append((each, score))
         for _, several in groupby(runs, key=lambda each: each[0].place):
             (case, score), *others = several

@@ -1,6 +1,6 @@
 """What studies measure on: one model, one text, one set of questions, many configurations; and
-decisions to compare a policy's with. Each wraps the policy that an engine runs, whose slots stay as
-planned; a study puts it in the place of `engine.policy`."""
+decisions to compare a policy's with. Each of these wraps the policy of a loaded model, whose slots
+stay as planned; a study puts it in the place of `Driver.policy`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ from orchestrator.lab.eval.run import (
 from orchestrator.lab.eval.text import Window, read_documents
 from orchestrator.lab.study.uniform import UniformTypes
 from orchestrator.policy import Policy
-from orchestrator.runtime.engine import Engine
+from orchestrator.runtime.evaluator import Evaluator
 from orchestrator.runtime.load import Progress
+from orchestrator.runtime.runtime import Runtime
 
 
 class Wrapper:
@@ -188,7 +189,7 @@ class Score:
 
 
 class Subject:
-    """Opens an engine for each configuration and scores the same tokens with each.
+    """Loads the model for each configuration, and scores the same tokens with each.
 
     high, low: the tiers of a two-tier plan; tiers: all of the file, best first.
     """
@@ -222,14 +223,17 @@ class Subject:
                 self._low_tiers = tuple(tier.name for tier in model.tiers)
         # Any configuration tokenizes alike; the settings are for the policies that a study names.
         unset = dict.fromkeys(self.config.of_policies)
-        with Engine.open(self.config.with_changes(**unset)) as engine:
-            self.tiers = tuple(tier.name for tier in engine.model.tiers)
+        with (
+            Runtime.open(self.config.with_changes(**unset)) as runtime,
+            runtime.evaluator() as evaluator,
+        ):
+            self.tiers = tuple(tier.name for tier in evaluator.inside.model.tiers)
             self.name = config.model.name
-            self.layer_ids = list(engine.model.layer_ids)
-            self.n_layers = engine.model.n_layers
-            self.n_expert_used = engine.model.n_expert_used
-            self.n_expert = engine.model.n_expert
-            self.windows = options.windows(engine, documents)
+            self.layer_ids = list(evaluator.inside.model.layer_ids)
+            self.n_layers = evaluator.inside.model.n_layers
+            self.n_expert_used = evaluator.inside.model.n_expert_used
+            self.n_expert = evaluator.inside.model.n_expert
+            self.windows = options.windows(evaluator, documents)
         self.uniform_types = UniformTypes(config, options)
         self.high = config.high_tier or ("q4_k" if "q4_k" in self.tiers[:-1] else self.tiers[0])
         self.low = config.low_tier or self.tiers[-1]
@@ -269,8 +273,11 @@ class Subject:
         """What the best tier says, decided token by token. The caller closes it."""
         step = self.passes.begin("Reading with the best tier")
         config = best_config(self.config, self.best)
-        with Engine.open(config, self.report) as engine:
-            return read_reference(engine, self.windows, False, step)
+        with (
+            Runtime.open(config, self.report) as runtime,
+            runtime.evaluator() as evaluator,
+        ):
+            return read_reference(evaluator, self.windows, False, step)
 
     def uniform(self, tier: str) -> Settings:
         """Settings: every expert in one tier."""
@@ -297,45 +304,48 @@ class Subject:
         }
 
     @contextmanager
-    def open(self, settings: Settings, used: np.ndarray | None = None) -> Iterator[Engine]:
-        """An engine with these settings. used [n_layers, n_expert]: how much each expert was used
-        before, as its policy remembers it."""
+    def open(self, settings: Settings, used: np.ndarray | None = None) -> Iterator[Evaluator]:
+        """Load the model with these settings, and yield its evaluator. used [n_layers, n_expert]:
+        how much each expert was used before, as its policy remembers it."""
         with tempfile.TemporaryDirectory() as folder:
             if used is not None:
                 settings = {**settings, "profile": Path(folder) / "profile.json"}
                 with self.model() as model:
                     profile.save(settings["profile"], model, used)
-            with Engine.open(self.config.compared(**settings)) as engine:
-                yield engine
+            with (
+                Runtime.open(self.config.compared(**settings)) as runtime,
+                runtime.evaluator() as evaluator,
+            ):
+                yield evaluator
 
     def score(
         self,
-        engine: Engine,
+        evaluator: Evaluator,
         label: str,
         against: Reference | None = None,
         decider: Callable[[Policy], Wrapper] | None = None,
         prefill: bool = False,
         ask: bool = False,
     ) -> Score:
-        """What an engine makes of the text. decider: what decides in the place of its policy, which
-        is put back. ask: put the questions too."""
-        own = engine.policy
+        """Score the text. decider: returns what decides in the place of the policy, which is put
+        back afterwards. ask: put the questions too."""
+        own = evaluator.inside.policy
         if decider is not None:
-            engine.driver.policy = cast(Policy, decider(own))
+            evaluator.inside.driver.policy = cast(Policy, decider(own))
         try:
-            judge, before = Judge(engine, prefill), counters(engine)
+            judge, before = Judge(evaluator, prefill), counters(evaluator)
             step = self.passes.begin(label)
             text = score_text(judge, self.windows, against=against, progress=step)
             phase = Phase.PREFILL if prefill else Phase.DECODE
-            usage = usage_between(before, counters(engine), phase)
+            usage = usage_between(before, counters(evaluator), phase)
             choices = None
             if ask and self.questions:
                 choices = score_choices(
                     judge, self.questions, lambda x: self.report(f"{label}, questions", x)
                 )
         finally:
-            engine.driver.policy = own
-        slots = engine.plan.slots
+            evaluator.inside.driver.policy = own
+        slots = evaluator.plan.slots
         return Score(
             text,
             choices,
@@ -362,8 +372,8 @@ class Subject:
         def counting(inner: Policy) -> Wrapper:
             return placed(inner, step_done=count, wants_report=lambda phase: True)
 
-        with self.open(settings) as engine:
-            self.on(whole).score(engine, "Counting uses", decider=counting)
+        with self.open(settings) as evaluator:
+            self.on(whole).score(evaluator, "Counting uses", decider=counting)
         return total / max(1, steps)
 
     def random_uses(self, seed: int) -> np.ndarray:

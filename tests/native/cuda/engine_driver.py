@@ -1,4 +1,4 @@
-"""Decodes greedily with an engine; run as a program, because a backend stays once it is loaded.
+"""Decodes greedily with an evaluator; run as a program, because a backend stays once it is loaded.
 
 engine_driver.py LIBRARY JOB: LIBRARY is a libggml-cuda.so to load, or "-". JOB is JSON: options of
 Config.build, a prompt, n_decode, warm: every expert is read before the first token; answer: tokens
@@ -15,13 +15,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from orchestrator.runtime.engine import Engine
 
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, MoeEdgeError
 from orchestrator.events import Phase
-from orchestrator.native import find_device
+from orchestrator.native import context_memory, find_device
 from orchestrator.native.llama import Bindings
+from orchestrator.runtime.runtime import Runtime
 
 
 def load_backend(library):
@@ -32,13 +32,13 @@ def load_backend(library):
         sys.exit(f"{library} is not a backend")
 
 
-def taken(library, engine):
+def taken(library, runtime):
     """Bytes of the device: the most so far of the emulated one, what is in use of a real one."""
     if library != "-":
         peak = ctypes.CDLL(library).moe_emu_peak_bytes
         peak.restype = ctypes.c_uint64
         return lambda: int(peak())
-    gpu = engine._loader.gpu
+    gpu = runtime._loader.gpu
     native = Bindings.load().library()
     before = gpu.info.memory_bytes
     return lambda: before - find_device(native, gpu.info.name).memory_bytes
@@ -53,11 +53,11 @@ def used(library):
     return int(now())
 
 
-def bytes_that_came(engine, at_first):
+def bytes_that_came(e, at_first):
     """What it takes to bring each expert once that is in the best tier now and was not at first."""
-    best = (at_first != 0) & (engine.store.resident() == 0)
+    best = (at_first != 0) & (e.inside.store.resident() == 0)
     sizes = [
-        sum(tiers[0].expert_bytes for tiers in kinds if tiers[0]) for kinds in engine.model.slices
+        sum(tiers[0].expert_bytes for tiers in kinds if tiers[0]) for kinds in e.inside.model.slices
     ]
     return int(best.sum(axis=1) @ np.array(sizes))
 
@@ -67,9 +67,9 @@ def chosen(event):
     return [event.step, event.layer, *np.sort(event.ids_array, axis=1).ravel().tolist()]
 
 
-def planned_slots(engine):
+def planned_slots(runtime):
     """Bytes of slots before anything of the GPU's memory was measured."""
-    slots = engine._loader.planner.plan(engine.config).slots
+    slots = runtime._loader.planner.plan(runtime.inside.config).slots
     return slots.total_bytes if slots else 0
 
 
@@ -90,62 +90,62 @@ def main():
 
 def decode(library, job):
     prompt, tokens = job["prompt"], []
-    with Engine.open(Config.build(**job["options"])) as engine:
-        at_first = engine.store.resident() if engine.managed else None
-        on_device = taken(library, engine) if engine.plan.device else lambda: 0
-        if not engine._loader.on_gpu:
-            engine._loaded.warm_up()  # a GPU's has been: both begin with the same experts
-        step = engine.plan.n_ubatch
+    with Runtime.open(Config.build(**job["options"])) as runtime, runtime.evaluator() as e:
+        at_first = e.inside.store.resident() if e.inside.managed else None
+        on_device = taken(library, runtime) if e.plan.device else lambda: 0
+        if not runtime._loader.on_gpu:
+            e.inside.loaded.warm_up()  # a GPU's has been: both begin with the same experts
+        step = e.plan.n_ubatch
         if job["warm"]:
-            layers, experts = range(engine.model.n_layers), range(engine.model.n_expert)
-            engine.store.warm([(layer, e, 0) for layer in layers for e in experts])
+            layers, experts = range(e.inside.model.n_layers), range(e.inside.model.n_expert)
+            e.inside.store.warm([(layer, e, 0) for layer in layers for e in experts])
         took = []
         routes = []
         if job["routes"]:
-            engine.store.set_route(lambda event: routes.append(chosen(event)), 0)
+            e.inside.store.set_route(lambda event: routes.append(chosen(event)), 0)
         for start in range(0, len(prompt), step):
-            rows = [engine.eval(prompt[start : start + step], start)[-1]]
+            rows = [e.eval(prompt[start : start + step], start)[-1]]
             took.append(on_device())
         watched = []
         if job["watch"]:
-            engine.store.set_route(
+            e.inside.store.set_route(
                 lambda event: watched.append((event.phase, event.n_tokens)), 0, (Phase.PREFILL,)
             )
         for i in range(job["n_decode"]):
             tokens.append(int(rows[-1].argmax()))
             fed = job["answer"][i : i + 1] if "answer" in job else tokens[-1:]
             phase = Phase.PREFILL if job["watch"] and i == job["n_decode"] - 2 else Phase.DECODE
-            rows.append(engine.eval(fed, len(prompt) + i, phase=phase)[-1])
+            rows.append(e.eval(fed, len(prompt) + i, phase=phase)[-1])
         found = {
             "tokens": tokens,
             "watched": watched,
             "routes": routes,
             "rows": [row.tolist() for row in rows],
-            "device": engine.plan.device.name if engine.plan.device else None,
-            "managed": engine.managed,
-            "mode": engine.mode,
-            "note": engine.note,
+            "device": e.plan.device.name if e.plan.device else None,
+            "managed": e.inside.managed,
+            "mode": runtime.mode,
+            "note": runtime.note,
             "took": [*took, on_device()],
             "used": used(library),
-            "llama": engine.device_bytes,
-            "cap": engine.plan.cap_bytes,
-            "slots": engine.plan.slots.total_bytes if engine.plan.slots else 0,
-            "slots_at_first": planned_slots(engine),
-            "planned": engine.plan.total_bytes,
+            "llama": context_memory(Bindings.load().library(), e.inside.context.handle)[1],
+            "cap": e.plan.cap_bytes,
+            "slots": e.plan.slots.total_bytes if e.plan.slots else 0,
+            "slots_at_first": planned_slots(runtime),
+            "planned": e.plan.total_bytes,
         }
-        if engine.managed:
-            engine.store.check()
-            stats = engine.store.stats()
+        if e.inside.managed:
+            e.inside.store.check()
+            stats = e.inside.store.stats()
             found["over_budget"] = stats.slot_bytes_peak > stats.budget_bytes
             found["requests"], found["hits"] = list(stats.requests), list(stats.hits)
             found["computed"] = [list(phase) for phase in stats.computed]
             found["routed"] = [list(phase) for phase in stats.routed]
             found["copied"] = sum(stats.copy_bytes)
-            found["came"] = bytes_that_came(engine, at_first)
+            found["came"] = bytes_that_came(e, at_first)
             found["cold"] = sum(map(sum, (phase[1:] for phase in stats.computed)))
             found["in_place"] = sum(stats.in_place)
             found["host_computed"] = sum(stats.host_computed)
-            found["misses"] = engine.store.misses()
+            found["misses"] = e.inside.store.misses()
     return found
 
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from orchestrator.runtime.engine import Engine
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from orchestrator.cli.main import cli
 from orchestrator.config import Config
 from orchestrator.events import Phase
+from orchestrator.runtime.runtime import Runtime
 
 # By method: tiers, the bits of the last one, and experts of the model. Of one bit q1_0 keeps a sign
 # a weight, which GPTQ makes usable; iq1_s is a codebook, and needs an importance matrix.
@@ -45,11 +45,9 @@ def packed(request, library, tmp_path_factory):
 
 def decode(model, **options):
     config = Config.build(model=model, ctx=128, threads=1, use_extra_bufts=False, **options)
-    with Engine.open(config) as engine:
-        tokens = engine.tokenize(TEXT)[:12]
-        return np.stack(
-            [engine.eval([t], at, phase=Phase.DECODE)[-1] for at, t in enumerate(tokens)]
-        )
+    with Runtime.open(config) as runtime, runtime.evaluator() as e:
+        tokens = e.tokenize(TEXT)[:12]
+        return np.stack([e.eval([t], at, phase=Phase.DECODE)[-1] for at, t in enumerate(tokens)])
 
 
 def test_it_is_sound_and_says_its_bits(packed):
@@ -82,15 +80,18 @@ def test_each_tier_is_exported_and_computes_the_same(packed, tmp_path):
 def test_a_layer_computes_in_all_tiers_at_once(packed):
     path, tiers, _ = packed
     config = Config.build(model=path, ctx=128, threads=1, policy="context", hot_experts=1)
-    with Engine.open(config.with_changes(near_bits=2.0, logits_all=True)) as engine:
-        store, tokens = engine.store, engine.tokenize(TEXT)[:64]
+    with (
+        Runtime.open(config.with_changes(near_bits=2.0, logits_all=True)) as runtime,
+        runtime.evaluator() as e,
+    ):
+        store, tokens = e.inside.store, e.tokenize(TEXT)[:64]
         resident = store.resident()[0]
         if 1 not in resident:  # two bits on average for four experts leave out q4_k
             expert = int(np.flatnonzero(resident == tiers.index("q2_k"))[0])
             assert store.transition([(0, expert, 1)]) == 1
             while not store.landed().any():
                 time.sleep(0.001)
-        logits = np.concatenate([part.copy() for part in engine.eval_each(tokens, 0)])
+        logits = np.concatenate([part.copy() for part in e.eval_each(tokens, 0)])
         assert set(store.resident()[0]) == set(range(len(tiers)))
         computed = list(store.stats().computed[Phase.PREFILL])
     assert min(computed[: len(tiers)]) > 0 and not any(computed[len(tiers) :])

@@ -7,7 +7,6 @@ import gguf
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from orchestrator.runtime.engine import Engine
 from tables import cases
 
 from gguf_tools.experts import ExpertModel
@@ -18,6 +17,7 @@ from orchestrator.errors import BudgetError
 from orchestrator.lab.check import CheckOptions, budgets, checking, child, examine, render
 from orchestrator.lab.check.checking import compare_rows, first_layer
 from orchestrator.memory.machine import Machine
+from orchestrator.runtime.runtime import Runtime
 
 FEW = ("--tokens", "5", "--ctx", "256", "--threads", "1")
 
@@ -206,7 +206,7 @@ def test_a_model_that_cannot_be_managed(tiny_model, monkeypatch):
     monkeypatch.setattr(llama, "EXPERT_PATTERN", rb"blk\.\d+\.ffn_gate_inp\.weight")
     report = look(tiny_model("mixtral", "q4_k"))
     [problem] = report["problems"]
-    assert "cannot manage its experts: blk.0.ffn_gate_inp.weight is read by MUL_MAT" in problem
+    assert "on the plain path alone: blk.0.ffn_gate_inp.weight is read by MUL_MAT" in problem
     assert report["tiers"][0]["plain"]["decode_tok_s"] > 0
     assert report["words"]["lost"] == []
 
@@ -340,7 +340,7 @@ def test_budgets_are_those_that_the_runs_plan(tiers, settings, largest, tiny_mod
     found = budgets.budgets_of(config, packed, tier)
     assert [name for name, _ in found] == ["the least", "half way", largest]
     for name, run in found:
-        with Engine.open(run) as engine:
-            assert (engine.plan.absent_bytes == 0) == (name == "everything")
-    with pytest.raises(BudgetError), Engine.open(least.with_changes(ram=least.ram - 1)):
+        with Runtime.open(run) as runtime, runtime.evaluator() as e:
+            assert (e.plan.absent_bytes == 0) == (name == "everything")
+    with pytest.raises(BudgetError), Runtime.open(least.with_changes(ram=least.ram - 1)):
         pass

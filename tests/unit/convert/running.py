@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from orchestrator.runtime.engine import Engine
 
 from gguf_tools.convert import convert
 from orchestrator.config import Config
 from orchestrator.native.llama import Bindings
+from orchestrator.runtime.runtime import Runtime
 
 from . import checkpoints
 from .families import PROMPT
@@ -43,11 +43,14 @@ def make_case(name, folder):
 
 def greedy(path):
     """The prompt's tokens, and N_DECODE more."""
-    with Engine.open(Config.build(model=path, ctx=64, threads=1)) as engine:
-        tokens = engine.tokenize(PROMPT)
-        answer = [int(engine.eval(tokens, 0)[-1].argmax())]
+    with (
+        Runtime.open(Config.build(model=path, ctx=64, threads=1)) as runtime,
+        runtime.evaluator() as e,
+    ):
+        tokens = e.tokenize(PROMPT)
+        answer = [int(e.eval(tokens, 0)[-1].argmax())]
         for pos in range(len(tokens), len(tokens) + N_DECODE - 1):
-            answer.append(int(engine.eval(answer[-1:], pos)[-1].argmax()))
+            answer.append(int(e.eval(answer[-1:], pos)[-1].argmax()))
     return tokens, answer
 
 
@@ -56,11 +59,11 @@ def our_logits(path, tokens, answer, **options):
     config = Config.build(
         model=path, ctx=256, threads=1, logits_all=True, use_extra_bufts=False, **options
     )
-    with Engine.open(config) as engine:
-        assert engine.managed == ("policy" in options)
-        rows = [part.copy() for part in engine.eval_each(tokens, 0)]
+    with Runtime.open(config) as runtime, runtime.evaluator() as e:
+        assert e.inside.managed == ("policy" in options)
+        rows = [part.copy() for part in e.eval_each(tokens, 0)]
         for i, token in enumerate(answer):
-            rows.append(engine.eval([token], len(tokens) + i))
+            rows.append(e.eval([token], len(tokens) + i))
     return np.concatenate(rows)
 
 

@@ -1,22 +1,22 @@
-"""Judging with the real engine, on a random-weight model of a few megabytes."""
+"""Judging with the real e, on a random-weight model of a few megabytes."""
 
 import json
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from orchestrator.runtime.engine import Engine
 
 from orchestrator.cli.main import cli
 from orchestrator.config import Config
 from orchestrator.events import Phase
 from orchestrator.lab.eval.judge import Judge
+from orchestrator.runtime.runtime import Runtime
 from orchestrator.runtime.texts import log_softmax
 
 
 def open_engine(model, **settings):
     settings = {"ctx": 256, "threads": 1, "ubatch": 64, "logits_all": True} | settings
-    return Engine.open(Config.build(model=model, **settings))
+    return Runtime.open(Config.build(model=model, **settings))
 
 
 def evaluate(model, *args):
@@ -27,12 +27,12 @@ def evaluate(model, *args):
 
 
 def test_rows_are_the_engines_logits(model):
-    with open_engine(model, policy="lru", high_tier="q8_0") as engine:
-        tokens = engine.tokenize("The fox sat by the river and looked.")
-        rows = np.stack([row.copy() for row in Judge(engine).rows(tokens)])
-        whole = np.stack(list(Judge(engine, prefill=True).rows(tokens)))
+    with open_engine(model, policy="lru", high_tier="q8_0") as runtime, runtime.evaluator() as e:
+        tokens = e.tokenize("The fox sat by the river and looked.")
+        rows = np.stack([row.copy() for row in Judge(e).rows(tokens)])
+        whole = np.stack(list(Judge(e, prefill=True).rows(tokens)))
         expected = np.stack(
-            [engine.eval([t], i, phase=Phase.DECODE)[-1] for i, t in enumerate(tokens[:-1])]
+            [e.eval([t], i, phase=Phase.DECODE)[-1] for i, t in enumerate(tokens[:-1])]
         )
     assert np.array_equal(rows, expected)
     assert rows.shape == whole.shape
@@ -41,26 +41,26 @@ def test_rows_are_the_engines_logits(model):
 
 def test_rows_of_a_prompt_stay_where_they_are(model):
     """A copy of a window's logits is hundreds of MiB where the vocabulary is large."""
-    with open_engine(model, policy="lru", high_tier="q8_0") as engine:
-        tokens = engine.tokenize("The fox sat by the river and looked. " * 10)[:101]
-        rows = Judge(engine, prefill=True).rows(tokens, 3)
+    with open_engine(model, policy="lru", high_tier="q8_0") as runtime, runtime.evaluator() as e:
+        tokens = e.tokenize("The fox sat by the river and looked. " * 10)[:101]
+        rows = Judge(e, prefill=True).rows(tokens, 3)
         row = next(rows)
-        assert np.shares_memory(row, engine.context.logits(64))
+        assert np.shares_memory(row, e.inside.context.logits(64))
         found = np.stack([row.copy(), *(row.copy() for row in rows)])
-        parts = [part.copy() for part in engine.eval_each(tokens[:-1], 0, Phase.PREFILL)]
+        parts = [part.copy() for part in e.eval_each(tokens[:-1], 0, Phase.PREFILL)]
     assert [len(part) for part in parts] == [64, 36]
     assert np.array_equal(found, np.concatenate(parts)[2:])
 
 
 def test_a_known_beginning_is_not_read_again(model, monkeypatch):
-    with open_engine(model, policy="lru", high_tier="q8_0") as engine:
-        one = engine.tokenize("The fox sat by the river and looked.")
+    with open_engine(model, policy="lru", high_tier="q8_0") as runtime, runtime.evaluator() as e:
+        one = e.tokenize("The fox sat by the river and looked.")
         two = one[:5] + one[2:6]
-        expected = [np.stack(list(Judge(engine).rows(t, 4))) for t in (one, two)]
-        assert np.array_equal(expected[0], np.stack(list(Judge(engine).rows(one)))[3:])
-        judge, read = Judge(engine), []
-        own = engine.eval
-        monkeypatch.setattr(engine, "eval", lambda *a, **k: read.append(a[1]) or own(*a, **k))
+        expected = [np.stack(list(Judge(e).rows(t, 4))) for t in (one, two)]
+        assert np.array_equal(expected[0], np.stack(list(Judge(e).rows(one)))[3:])
+        judge, read = Judge(e), []
+        own = e.eval
+        monkeypatch.setattr(e, "eval", lambda *a, **k: read.append(a[1]) or own(*a, **k))
         found = [np.stack(list(judge.rows(t, 4))) for t in (one, two)]
         assert read == [*range(len(one) - 1), *range(3, len(two) - 1)]
         assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -70,29 +70,29 @@ def test_a_known_beginning_is_not_read_again(model, monkeypatch):
 
 @pytest.mark.parametrize("prefill", [False, True])
 def test_a_continuation_is_scored_by_the_rows_before_it(model, prefill):
-    with open_engine(model, policy="lru", high_tier="q8_0") as engine:
-        context = engine.tokenize("The fox sat by")
-        choices = [engine.tokenize(text) for text in (" the river", " a", " the river")]
-        judge = Judge(engine, prefill)
+    with open_engine(model, policy="lru", high_tier="q8_0") as runtime, runtime.evaluator() as e:
+        context = e.tokenize("The fox sat by")
+        choices = [e.tokenize(text) for text in (" the river", " a", " the river")]
+        judge = Judge(e, prefill)
         found = [judge.continuation(context, choice) for choice in choices]
         for choice, (logp, greedy) in zip(choices, found, strict=True):
-            rows = np.stack(list(Judge(engine, prefill).rows([*context, *choice])))
+            rows = np.stack(list(Judge(e, prefill).rows([*context, *choice])))
             expected = log_softmax(rows[len(context) - 1 :])
             assert np.array_equal(logp, expected[np.arange(len(choice)), choice])
             assert greedy == (expected.argmax(axis=1) == choice).all()
         judge.continuation(context, choices[0])
-        engine.eval(context[::-1], 0)
+        e.eval(context[::-1], 0)
         judge.forget()
         assert np.array_equal(judge.continuation(context, choices[0])[0], found[0][0])
 
 
 def test_too_long_a_context_loses_its_oldest_tokens(model):
-    with open_engine(model, policy="lru", high_tier="q8_0") as engine:
-        context = engine.tokenize("one two three four five six seven eight " * 40)
+    with open_engine(model, policy="lru", high_tier="q8_0") as runtime, runtime.evaluator() as e:
+        context = e.tokenize("one two three four five six seven eight " * 40)
         choice = context[:4]
-        assert len(context) > engine.n_ctx
-        kept = context[-(engine.n_ctx - len(choice)) :]
-        long, short = Judge(engine).continuation(context, choice), Judge(engine)
+        assert len(context) > e.n_ctx
+        kept = context[-(e.n_ctx - len(choice)) :]
+        long, short = Judge(e).continuation(context, choice), Judge(e)
         assert np.array_equal(long[0], short.continuation(kept, choice)[0])
 
 

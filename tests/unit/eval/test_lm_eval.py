@@ -10,11 +10,11 @@ pytest.importorskip("lm_eval", reason="needs lm_eval: pip install -e '.[eval]'")
 from lm_eval import simple_evaluate
 from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
-from orchestrator.runtime.engine import Engine, Sampling
 
 from orchestrator.config import Config
 from orchestrator.lab.eval.harness import MoeEdgeLM
 from orchestrator.lab.eval.judge import Judge, read_questions, score_choices
+from orchestrator.runtime.runtime import Runtime
 from orchestrator.runtime.texts import log_softmax
 
 SETTINGS = {"policy": "lru", "high_tier": "q4_k", "threads": 1, "ctx": 256, "expert_ram": "8MiB"}
@@ -74,7 +74,7 @@ def tasks(tmp_path, monkeypatch):
 @pytest.fixture
 def engine(model):
     settings = SETTINGS | {"expert_ram": 8 << 20, "exact_tiers": True}
-    with Engine.open(Config.build(model=model, **settings)) as engine:
+    with Runtime.open(Config.build(model=model, **settings)) as runtime, runtime.evaluator() as e:
         yield engine
 
 
@@ -82,10 +82,10 @@ def test_it_is_registered():
     assert get_model("moe-edge") is MoeEdgeLM
 
 
-def test_multiple_choice_agrees_with_our_own(model, engine, choices, tasks):
+def test_multiple_choice_agrees_with_our_own(model, e, choices, tasks):
     records = [json.loads(line) for line in choices.read_text().splitlines()]
     found = tasks(model, CHOICES, records)
-    ours = score_choices(Judge(engine), read_questions(choices))
+    ours = score_choices(Judge(e), read_questions(choices))
     right = [sample["acc"] for sample in sorted(found["samples"], key=lambda s: s["doc_id"])]
     assert right == ours.right.astype(float).tolist()
     assert found["acc_norm,none"] == pytest.approx(ours.acc_norm.value)
@@ -96,14 +96,14 @@ def test_contexts_count_for_what_is_placed_behind_them(model):
     for the next one."""
     settings = {"policy": "context", "hot_experts": 2, "threads": 1, "ctx": 256}
     lm = MoeEdgeLM(model=model, **settings)
-    with lm.engine as engine:
-        policy, k = engine.policy, engine.model.n_expert_used
-        contexts = [engine.tokenize(text) for text in ("The fox sat by", "A star, they said, is")]
-        choices = [engine.tokenize(text) for text in (" the river", " hot", " far away")]
+    with lm.engine as runtime, runtime.evaluator() as e:
+        policy, k = e.inside.policy, e.inside.model.n_expert_used
+        contexts = [e.tokenize(text) for text in ("The fox sat by", "A star, they said, is")]
+        choices = [e.tokenize(text) for text in (" the river", " hot", " far away")]
         placed = []
         for context in contexts:
             lm._loglikelihood_tokens([(None, context, choice) for choice in choices])
-            placed.append(engine.store.resident())
+            placed.append(e.inside.store.resident())
             # All tokens but the last one of the context, which is decoded; weights of the last
             # layer are predictions.
             gates = policy.use.sums[1].sum(axis=1)[:-1]
@@ -115,21 +115,21 @@ def test_contexts_count_for_what_is_placed_behind_them(model):
         assert (placed[0] != placed[1]).any()
 
 
-def test_whole_texts_agree_with_our_own(model, engine, tasks):
+def test_whole_texts_agree_with_our_own(model, e, tasks):
     text = "The fox sat by the river and looked at the stars. " * 2
     found = tasks(model, ROLLING, [{"text": text}])
-    tokens = engine.tokenize(text)
-    first = engine.model.metadata["tokenizer.ggml.eos_token_id"]
-    if engine.tokenize(""):
+    tokens = e.tokenize(text)
+    first = e.inside.model.metadata["tokenizer.ggml.eos_token_id"]
+    if e.tokenize(""):
         first, tokens = tokens[0], tokens[1:]
-    rows = list(Judge(engine).rows([first, *tokens]))
+    rows = list(Judge(e).rows([first, *tokens]))
     nll = -sum(log_softmax(row)[token] for row, token in zip(rows, tokens, strict=True))
     assert math.log(found["byte_perplexity,none"]) == pytest.approx(nll / len(text), rel=1e-6)
 
 
-def test_answers_are_the_engines(model, engine, tasks):
+def test_answers_are_the_engines(model, e, tasks):
     question = "The fox sat by"
-    expected = "".join(engine.generate(engine.tokenize(question), Sampling(temp=0), 8))
+    expected = "".join(engine.generate(e.tokenize(question), Sampling(temp=0), 8))
     expected = expected.split("\n")[0]
     found = tasks(model, ANSWERS, [{"question": question, "answer": expected}])
     assert found["samples"][0]["resps"][0][0] == expected

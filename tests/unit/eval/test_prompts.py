@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from judged import TEXT
-from orchestrator.runtime.engine import Engine
 
 from orchestrator.cli.main import cli
 from orchestrator.config import Config
@@ -15,6 +14,7 @@ from orchestrator.events import Phase
 from orchestrator.lab.eval import EvalOptions
 from orchestrator.lab.eval.judge import Judge, score_text
 from orchestrator.lab.eval.text import Document, Window
+from orchestrator.runtime.runtime import Runtime
 from orchestrator.runtime.texts import log_softmax
 
 POLICIES = {
@@ -28,41 +28,41 @@ POLICIES = {
 
 def open_engine(model, **settings):
     settings = {"ctx": 256, "threads": 1, "ubatch": 64, "exact_tiers": True} | settings
-    return Engine.open(Config.build(model=model, **settings))
+    return Runtime.open(Config.build(model=model, **settings))
 
 
-def windows(engine, prompt):
+def windows(e, prompt):
     options = EvalOptions(window=48, prompt_tokens=prompt)
-    return options.windows(engine, [Document(TEXT), Document(TEXT, "Once upon")])
+    return options.windows(e, [Document(TEXT), Document(TEXT, "Once upon")])
 
 
-def nll(engine, found):
-    return score_text(Judge(engine), found).nll
+def nll(e, found):
+    return score_text(Judge(e), found).nll
 
 
 @pytest.mark.parametrize("policy", ["plain", "lru"])
 def test_where_nothing_is_decided_a_prompt_changes_no_score(model, policy):
-    with open_engine(model, **POLICIES[policy]) as engine:
-        found = windows(engine, 12)
+    with open_engine(model, **POLICIES[policy]) as runtime, runtime.evaluator() as e:
+        found = windows(e, 12)
         assert all(each.prompt and each.first >= 12 for each in found)
         forced = [Window(each.tokens, each.first, each.domain) for each in found]
-        behind, token_by_token = nll(engine, found), nll(engine, forced)
+        behind, token_by_token = nll(e, found), nll(e, forced)
     assert len(behind) > 100
     assert behind == pytest.approx(token_by_token, abs=1e-4)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_prompt_is_read_at_once_and_the_rest_decoded(model, policy, monkeypatch):
-    with open_engine(model, **POLICIES[policy]) as engine:
-        tokens = engine.tokenize(TEXT)[:20]
-        own, read = engine.eval, []
+    with open_engine(model, **POLICIES[policy]) as runtime, runtime.evaluator() as e:
+        tokens = e.tokenize(TEXT)[:20]
+        own, read = e.eval, []
 
         def seen(tokens, pos, *args, **more):
             read.append((pos, len(tokens), more["phase"]))
             return own(tokens, pos, *args, **more)
 
-        monkeypatch.setattr(engine, "eval", seen)
-        rows = list(Judge(engine).rows(tokens, 12, prompt=True))
+        monkeypatch.setattr(e, "eval", seen)
+        rows = list(Judge(e).rows(tokens, 12, prompt=True))
         assert len(rows) == 8
         assert read[0] == (0, 11, Phase.PREFILL)
         assert read[1:] == [(at, 1, Phase.DECODE) for at in range(11, 19)]
@@ -71,38 +71,41 @@ def test_a_prompt_is_read_at_once_and_the_rest_decoded(model, policy, monkeypatc
 def test_what_is_scored_is_placed_and_no_figure_depends_on_the_disk(model):
     found = []
     for rate in (0, 2 << 20):
-        with open_engine(model, **POLICIES["context"], transition_rate=rate) as engine:
-            asked = windows(engine, 12)
-            judge = Judge(engine)
+        with (
+            open_engine(model, **POLICIES["context"], transition_rate=rate) as runtime,
+            runtime.evaluator() as e,
+        ):
+            asked = windows(e, 12)
+            judge = Judge(e)
             rows = judge.rows(asked[0].tokens, asked[0].first, prompt=True)
             next(rows)
-            resident, target = engine.store.states()
-            assert (resident == target).all() and engine.policy.updates == 1
+            resident, target = e.inside.store.states()
+            assert (resident == target).all() and e.inside.policy.updates == 1
             rest = list(rows)
             assert len(rest) == asked[0].n_scored - 1
-            assert (engine.store.states()[0] == resident).all()
-            found.append(nll(engine, asked))
-            assert engine.policy.updates == 1 + len(asked)
+            assert (e.inside.store.states()[0] == resident).all()
+            found.append(nll(e, asked))
+            assert e.inside.policy.updates == 1 + len(asked)
     assert (found[0] == found[1]).all()
 
 
 def test_contexts_of_questions_are_prompts(model):
-    with open_engine(model, **POLICIES["context"]) as engine:
-        context, choice = engine.tokenize(TEXT)[:20], engine.tokenize(" the river")
-        logp, _ = Judge(engine).continuation(context, choice)
-        assert engine.policy.updates == 1
-        assert_counted(engine, [(context, choice)])
-    with open_engine(model, **POLICIES["context"]) as engine:
-        rows = np.stack(list(Judge(engine).rows([*context, *choice], 20, prompt=True)))
+    with open_engine(model, **POLICIES["context"]) as runtime, runtime.evaluator() as e:
+        context, choice = e.tokenize(TEXT)[:20], e.tokenize(" the river")
+        logp, _ = Judge(e).continuation(context, choice)
+        assert e.inside.policy.updates == 1
+        assert_counted(e, [(context, choice)])
+    with open_engine(model, **POLICIES["context"]) as runtime, runtime.evaluator() as e:
+        rows = np.stack(list(Judge(e).rows([*context, *choice], 20, prompt=True)))
     expected = log_softmax(rows)[np.arange(len(choice)), choice]
     assert logp == pytest.approx(expected, abs=1e-9)
 
 
-def assert_counted(engine, asked):
+def assert_counted(e, asked):
     """What the policy knows is what these contexts, each with its continuations' tokens but the
     last, used: of the latest one as a sequence that is in memory, its prompt with routing
     weights."""
-    use, k = engine.policy.use, engine.model.n_expert_used
+    use, k = e.inside.policy.use, e.inside.model.n_expert_used
     *before, (context, behind) = [(len(c), len(t) - 1) for c, t in asked]
     assert (use.past.sum(axis=1) == k * sum(map(sum, before))).all()
     assert (use.sums[0].sum(axis=1) == k * (context + behind)).all()

@@ -12,11 +12,11 @@ RAM = 400 << 20
 
 
 @pytest.fixture
-def engines(monkeypatch):
-    """The config of each engine that was opened, and how many others were open."""
+def loaded(monkeypatch):
+    """The config of each model that was loaded, and how many others were loaded then."""
     opened: list[tuple[Config, int]] = []
     alive = 0
-    make, close = Engine.__init__, Engine.close
+    make, close = Runtime.__init__, Runtime.close
 
     def counted(self, config, *rest):
         nonlocal alive
@@ -29,8 +29,8 @@ def engines(monkeypatch):
         alive -= 1
         close(self)
 
-    monkeypatch.setattr(Engine, "__init__", counted)
-    monkeypatch.setattr(Engine, "close", uncounted)
+    monkeypatch.setattr(Runtime, "__init__", counted)
+    monkeypatch.setattr(Runtime, "close", uncounted)
     return opened
 
 
@@ -47,22 +47,22 @@ def text(tmp_path):
     return path
 
 
-def test_the_best_tier_is_read_first_and_within_the_cap(config, text, engines):
+def test_the_best_tier_is_read_first_and_within_the_cap(config, text, loaded):
     options = EvalOptions(text=text, tokens=40, window=32, kl=True)
     asked = config.with_changes(policy="dymoe", high_tier="q4_k", low_tier="q2_k")
     found = evaluate(asked, options, lambda _what, _share: None)
     assert found["text"]["best_tier"] == "q8_0"
-    assert [(each.policy, each.ram, others) for each, others in engines] == [
+    assert [(each.policy, each.ram, others) for each, others in loaded] == [
         ("lru", RAM, 0),
         ("dymoe", RAM, 0),
     ]
 
 
-def test_the_studies_keep_the_cap(config, text, engines, monkeypatch):
+def test_the_studies_keep_the_cap(config, text, loaded, monkeypatch):
     monkeypatch.setattr(study, "LEAST_TOKENS", 16)
     options = EvalOptions(text=text, tokens=40, window=32)
     load(STUDIES, "depth").publish(
         config, options, text.parent / "out", lambda _what, _share: None, lambda _note: None
     )
-    assert len(engines) > 2
-    assert all(each.ram == RAM and others == 0 for each, others in engines)
+    assert len(loaded) > 2
+    assert all(each.ram == RAM and others == 0 for each, others in loaded)

@@ -106,13 +106,13 @@ def test_a_card_takes_the_whole_model_or_the_host_needs_room_for_reads(planned):
 
 
 def test_a_device_that_is_not_here(model):
-    from orchestrator.runtime.engine import Engine
+    from orchestrator.runtime.runtime import Runtime
 
     for asked, named in (("cuda63", "cuda63"), ("gpu", "cuda0")):
         if named == "cuda0" and Bindings.load().api.llama_supports_gpu_offload():
             continue
         with pytest.raises(ConfigError, match=f"--device {named}: "):
-            Engine.open(Config.build(model=model, device=asked))
+            Runtime.open(Config.build(model=model, device=asked))
 
 
 def test_more_than_there_is_is_warned_of():

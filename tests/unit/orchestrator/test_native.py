@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from orchestrator.runtime.engine import Engine
 from shapes import make_decision, make_event, make_shape, make_view, prefetches
 from tables import cases
 
@@ -23,6 +22,7 @@ from orchestrator.config import Config
 from orchestrator.errors import NativeError
 from orchestrator.events import GenerationStats, percentile
 from orchestrator.native import ABI_VERSION, Library, Store, abi
+from orchestrator.runtime.runtime import Runtime
 
 HEADER = Path(__file__).resolve().parents[3] / "patches" / "native" / "moe-edge.h"
 
@@ -39,56 +39,56 @@ def engine(library, tiny_model):
     """With a store of few slots."""
     model = tiny_model("qwen3moe", "q8_0", "q4_k")
     usual = {"policy": "lru", "expert_ram": 2**20, "ctx": 256, "ubatch": 8, "threads": 1}
-    with Engine.open(Config.build(model=model, **usual)) as opened:
+    with Runtime.open(Config.build(model=model, **usual)) as opened:
         yield opened
 
 
 @cases("error", KeyError("odd"), KeyboardInterrupt(), SystemExit(3))
-def test_exception_in_the_route_is_raised_by_the_step(engine, error):
+def test_exception_in_the_route_is_raised_by_the_step(e, error):
     def route(_event):
         raise error
 
-    engine.store.set_route(route)
+    e.inside.store.set_route(route)
     with pytest.raises(type(error)) as caught:
-        engine.eval([4, 5], 0)
+        e.eval([4, 5], 0)
     assert caught.value is error
-    engine.store.set_route(None)
-    engine.eval([4, 5], 0)
+    e.inside.store.set_route(None)
+    e.eval([4, 5], 0)
 
 
-def test_callbacks_are_counted_and_timed(engine):
-    store = engine.store
+def test_callbacks_are_counted_and_timed(e):
+    store = e.inside.store
     assert store.callback_us() is None
     store.set_route(lambda event: None)
-    engine.eval([4, 5], 0)
-    assert store.calls == engine.model.n_layers and store.callback_us() > 0
+    e.eval([4, 5], 0)
+    assert store.calls == e.inside.model.n_layers and store.callback_us() > 0
     assert store.callback_us(store.calls) is None
 
 
-def test_native_reason_is_raised(engine):
-    engine.store._on_route = lambda _user: 1
-    engine.store.set_route(lambda event: None)
+def test_native_reason_is_raised(e):
+    e.inside.store._on_route = lambda _user: 1
+    e.inside.store.set_route(lambda event: None)
     with pytest.raises(NativeError, match="the route callback failed"):
-        engine.eval([4, 5], 0)
+        e.eval([4, 5], 0)
 
 
-def test_creation_refused_with_a_reason(engine):
-    few = dataclasses.replace(engine.store.spec, budget_bytes=1)
+def test_creation_refused_with_a_reason(e):
+    few = dataclasses.replace(e.inside.store.spec, budget_bytes=1)
     with pytest.raises(NativeError, match="budget"):
-        Store.create(engine.store.library, few)
+        Store.create(e.inside.store.library, few)
 
 
-def test_exception_in_progress_stops_the_warming(engine):
+def test_exception_in_progress_stops_the_warming(e):
     def progress(_share):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        engine.store.warm([(0, 0, 0), (0, 1, 0), (0, 2, 0)], progress)
-    assert engine.store.warm([(0, 3, 0)]) == 1  # nothing stays cancelled
+        e.inside.store.warm([(0, 0, 0), (0, 1, 0), (0, 2, 0)], progress)
+    assert e.inside.store.warm([(0, 3, 0)]) == 1  # nothing stays cancelled
 
 
-def test_closed_store_says_so(engine):
-    store = engine.store
+def test_closed_store_says_so(e):
+    store = e.inside.store
     engine.close()
     store.close()
     store.cancel(True)

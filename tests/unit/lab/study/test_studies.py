@@ -5,7 +5,6 @@ import sys
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from orchestrator.runtime.engine import Engine
 
 from orchestrator.cli.main import cli
 from orchestrator.config import Config
@@ -19,6 +18,7 @@ from orchestrator.lab.study.activations import (
     top,
 )
 from orchestrator.lab.study.subject import random_critical
+from orchestrator.runtime.runtime import Runtime
 
 K, N = 4, 16
 
@@ -85,8 +85,8 @@ def test_recall_and_cosine_are_their_definitions():
 def test_recorded_logits_choose_the_experts_that_the_store_sees(model):
     seen = {}
     config = Config.build(model=model, policy="dymoe", low_tier="q2_k", high_tier="q8_0", threads=1)
-    with Engine.open(config) as engine:
-        tokens = engine.tokenize("The fox sat by the river and looked at the stars.")
+    with Runtime.open(config) as runtime, runtime.evaluator() as e:
+        tokens = e.tokenize("The fox sat by the river and looked at the stars.")
 
         class Watch:
             def __getattr__(self, name):
@@ -95,11 +95,11 @@ def test_recorded_logits_choose_the_experts_that_the_store_sees(model):
             def decide(self, event, view, out):
                 seen[event.layer] = event.ids_array.copy(), event.tokens_array.copy()
 
-        own = engine.policy
-        engine.driver.policy = Watch()
-        engine.eval(tokens, 0, phase=Phase.PREFILL)
-        layer_ids = list(engine.model.layer_ids)
-        router = tensor(engine.model, f"blk.{layer_ids[0]}.ffn_gate_inp.weight")
+        own = e.inside.policy
+        e.inside.driver.policy = Watch()
+        e.eval(tokens, 0, phase=Phase.PREFILL)
+        layer_ids = list(e.inside.model.layer_ids)
+        router = tensor(e.inside.model, f"blk.{layer_ids[0]}.ffn_gate_inp.weight")
     found, again = activations_of(model, [tokens, tokens], 1)
     k = seen[0][0].shape[1]
     for layer, il in enumerate(layer_ids):
