@@ -18,7 +18,7 @@ import numpy as np
 
 from gguf_tools import built, interrupts
 from gguf_tools.experts import DEFAULT_KV, KV_TYPES
-from orchestrator.config import Sampling, native_log_enabled
+from orchestrator.config import native_log_enabled
 from orchestrator.errors import NativeError
 from orchestrator.native import Library
 from orchestrator.native.ggml import ABORT_CALLBACK, GgmlFunctions
@@ -257,27 +257,8 @@ class Model:
     def eos(self) -> str:
         return self._token_text(self.api.llama_vocab_eos(self.vocab))
 
-    def named_token(self, name: str) -> str:
-        """Return the text of the token that the file names as "bos" or "eos", for chat templates.
-
-        It is empty if the file names none. llama.cpp has a default id for each kind of tokenizer
-        then, which may be any token of the vocabulary.
-        """
-        token = self.api.llama_vocab_bos(self.vocab)
-        if name == "eos":
-            token = self.api.llama_vocab_eos(self.vocab)
-        key = f"tokenizer.ggml.{name}_token_id".encode()
-        text = ctypes.create_string_buffer(_PIECE_BYTES)
-        self.api.llama_model_meta_val_str(self.handle, key, text, _PIECE_BYTES)
-        return self._token_text(token) if text.value == str(token).encode() else ""
-
     def _token_text(self, token: int) -> str:
         return "" if token < 0 else self.piece(token, special=True).decode("utf-8", "replace")
-
-    def chat_template(self) -> str | None:
-        """The model's Jinja chat template."""
-        text = self.api.llama_model_chat_template(self.handle, None)
-        return text.decode("utf-8", "replace") if text else None
 
     def close(self) -> None:
         if self._handle is not None:
@@ -456,34 +437,3 @@ class LlamaContext:
             self.api.llama_batch_free(self._batch)
             self.api.llama_free(self._handle)
             self._handle = None
-
-
-class SamplerChain:
-    """llama.cpp's samplers for one answer. Free it with close."""
-
-    def __init__(self, context: LlamaContext, sampling: Sampling) -> None:
-        api = self.api = context.api
-        self._context = context
-        self._chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
-        if sampling.greedy:
-            samplers = [api.llama_sampler_init_greedy()]
-        else:
-            # The best first, as upstream does: top_p would sort the whole vocabulary.
-            samplers = [
-                api.llama_sampler_init_top_k(sampling.top_k),
-                api.llama_sampler_init_top_p(sampling.top_p, 1),
-                api.llama_sampler_init_min_p(sampling.min_p, 1),
-                api.llama_sampler_init_temp(sampling.temp),
-                api.llama_sampler_init_dist(sampling.start_seed()),
-            ]
-        for sampler in samplers:
-            api.llama_sampler_chain_add(self._chain, sampler)
-
-    def sample(self) -> int:
-        """The next token from the last logits; the samplers remember it."""
-        return int(self.api.llama_sampler_sample(self._chain, self._context.handle, -1))
-
-    def close(self) -> None:
-        if self._chain is not None:
-            self.api.llama_sampler_free(self._chain)
-            self._chain = None

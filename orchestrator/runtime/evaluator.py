@@ -21,6 +21,14 @@ from orchestrator.runtime.driver import Driver
 from orchestrator.runtime.load import Loaded
 
 
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities float64 [..., n_vocab] of logits of the same shape."""
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max(axis=-1, keepdims=True)
+    shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return shifted
+
+
 @dataclass(frozen=True)
 class Inside:
     """The parts of a loaded model, for programs that measure or replace them.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -12,12 +13,62 @@ from typing import Any
 
 import numpy as np
 
+from gguf_tools import built
+from gguf_tools.experts import ExpertModel
+from orchestrator.cache.profile import identity
+from orchestrator.config import Config
 from orchestrator.errors import PolicyError
+from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import NativeServer
 from orchestrator.runtime.driver import PlainDriver
-from orchestrator.runtime.prompt_copies import Listed, PromptFolder, Stored, common_prefix
-from orchestrator.runtime.prompts import LEAST_TOKENS, is_worth_writing
-from orchestrator.runtime.steps import Mark
+from orchestrator.runtime.prompt_copies import Listed, Mark, PromptFolder, Stored, common_prefix
+from orchestrator.runtime.store_layout import has_flash
+
+_FORMAT = 1
+# Fewer tokens than these are read again rather than kept.
+LEAST_TOKENS = 16
+# A sequence is written after an answer if this many of its tokens, and half of them, are not on
+# disk.
+_UNSAVED_TOKENS = 1024
+
+
+def prompt_folder(config: Config) -> PromptFolder | None:
+    """Return the folder of --prompt-cache; None without one. Raises ConfigError for a folder that
+    cannot be used."""
+    if config.prompt_cache is None:
+        return None
+    return PromptFolder(config.prompt_cache, config.prompt_cache_limit)
+
+
+def state_key(config: Config, model: ExpertModel, plan: MemoryPlan) -> str:
+    """Return a text that identifies everything on which a sequence's state depends besides its
+    tokens: the model's files, the tiers and the policy that chooses among them, and the layout of
+    keys and values.
+
+    With one tier neither policy nor budget changes the state. Without flash attention values are
+    transposed. Raises OSError.
+    """
+    files = [(path.stat().st_size, path.stat().st_mtime_ns) for path in model.files]
+    parts: dict[str, Any] = {
+        "format": _FORMAT,
+        "llama": built.stamp().get("version"),
+        "model": identity(model),
+        "files": files,
+        "kv": config.kv,
+        "flash": has_flash(config, plan),
+        "tiers": plan.tier_names,
+    }
+    policy = plan.policy
+    if policy is not None and (len(plan.tiers) > 1 or plan.skip):
+        names = [name for name, each in type(policy).Settings.declared().items() if each.recorded]
+        parts["policy"] = policy.name, plan.skip, config.renormalize, config.exact_tiers
+        parts["settings"] = {name: str(getattr(policy.settings, name)) for name in sorted(names)}
+    return json.dumps(parts, sort_keys=True)
+
+
+def is_worth_writing(n_tokens: int, n_saved: int) -> bool:
+    """Return whether to write a sequence of n_tokens after an answer if n_saved are in a file."""
+    return n_tokens - n_saved >= max(_UNSAVED_TOKENS, n_tokens // 2)
 
 
 class KeptConversations:
@@ -61,7 +112,7 @@ class KeptConversations:
             self._submitted(self._keep, each, is_good)
 
     def after_that(self, work: Callable[[], None]) -> bool:
-        """Does some work after everything that was asked for until now; False where the server
+        """Do some work after all work that was submitted before; False if the runtime
         ends."""
         return self._submitted(work) is not None
 

@@ -1,4 +1,4 @@
-"""Sequences that are kept: in memory within a budget, on disk in a file each.
+"""The files of --prompt-cache: each one keeps the tokens and the state of a sequence.
 
 A file is whole or not there, and checked before it is used. It has llama.cpp's own sequence file
 (tokens and state), the parts and the policy's states of the marks, a description in JSON, and a
@@ -16,7 +16,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -28,7 +28,6 @@ from gguf_tools.file.unfinished import UnfinishedFile, remove_abandoned
 from gguf_tools.units import format_size
 from orchestrator.errors import ConfigError
 from orchestrator.native import FileMark
-from orchestrator.runtime.steps import COPY_HEAD_BYTES, Mark
 
 
 def common_prefix(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> int:
@@ -49,81 +48,21 @@ def usable(length: int, has_part: bool, marks: Sequence[int], common: int) -> in
     return max((each for each in marks if each <= common), default=0)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Copy:
-    """A sequence: its tokens, int32 [n], its state, uint8, and its marks. key: what else the state
-    depends on."""
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in a sequence to which its memory can go back.
 
-    key: str
-    tokens: np.ndarray
-    state: np.ndarray
-    has_part: bool
-    marks: tuple[Mark, ...]
+    length: the tokens before it. part: what cannot be had by cutting, uint8; None where everything
+    can. policy: what the policy knew of the sequence there.
+    """
+
+    length: int
+    part: np.ndarray | None
+    policy: bytes | None
 
     @property
     def n_bytes(self) -> int:
-        return int(
-            self.tokens.nbytes + self.state.nbytes + sum(each.n_bytes for each in self.marks)
-        )
-
-    def usable(self, common: int) -> int:
-        places = [each.length for each in self.marks if each.part is not None]
-        return usable(len(self.tokens), self.has_part, places, common)
-
-
-class Shelf:
-    """Copies of sequences, the latest used one last.
-
-    budget_bytes: what they and the marks of the sequence that runs (live_bytes) take together at
-    most. on_drop: gets each copy that goes for want of room.
-    """
-
-    def __init__(
-        self, budget_bytes: int = 0, on_drop: Callable[[Copy], None] = lambda _copy: None
-    ) -> None:
-        self.budget_bytes = budget_bytes
-        self.live_bytes = 0
-        self._on_drop = on_drop
-        self._copies: list[Copy] = []
-
-    @property
-    def used_bytes(self) -> int:
-        return self.live_bytes + sum(each.n_bytes for each in self._copies)
-
-    def of(self, key: str) -> Iterator[Copy]:
-        """Copies that go with this key, the latest used one first."""
-        return (each for each in reversed(list(self._copies)) if each.key == key)
-
-    def keep(self, n_bytes: int) -> int:
-        """Sets the budget, for which copies go, and returns what the others take."""
-        self.budget_bytes = n_bytes
-        self.make_room(0)
-        return self.used_bytes
-
-    def make_room(self, n_bytes: int) -> bool:
-        """Lets copies go until there is room for so many bytes more; False where there never
-        is. Nothing goes then."""
-        if self.live_bytes + n_bytes > self.budget_bytes:
-            return False
-        while self.used_bytes + n_bytes > self.budget_bytes:
-            self._on_drop(self._copies.pop(0))
-        return True
-
-    def add(self, copy: Copy) -> None:
-        """Keeps a copy that there is room for, in the place of those that it goes on from."""
-        before = [
-            each
-            for each in self._copies
-            if each.key != copy.key or common_prefix(copy.tokens, each.tokens) < len(each.tokens)
-        ]
-        self._copies = [*before, copy]
-
-    def remove(self, copy: Copy) -> None:
-        self._copies.remove(copy)
-
-    def all(self) -> list[Copy]:
-        """Every copy, the latest used one last."""
-        return list(self._copies)
+        return (0 if self.part is None else self.part.nbytes) + len(self.policy or b"")
 
 
 ENDING = ".prompt"
@@ -278,18 +217,6 @@ class PromptFolder:
             )
             return
         self._tidy(key, tokens, path)
-
-    def save_copy(self, copy: Copy) -> None:
-        """As save, from memory."""
-
-        def write(path: Path) -> int:
-            with open(path, "r+b") as file:
-                file.write(_HEAD.pack(*_LLAMA, len(copy.tokens)))
-                file.write(copy.tokens.astype("<i4").tobytes())
-                file.write(copy.state[COPY_HEAD_BYTES:].data)
-                return file.tell()
-
-        self.save(copy.key, copy.tokens, copy.has_part, copy.marks, write)
 
     def load(
         self, listed: Listed, most_bytes: int | None, read_state: Callable[[Path], bool]

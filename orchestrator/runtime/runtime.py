@@ -40,9 +40,8 @@ from orchestrator.policy import PLAIN, policy_settings
 from orchestrator.runtime.answer import Answer
 from orchestrator.runtime.answering import AHEAD_BYTES, Answering, kept_prompts, server_library
 from orchestrator.runtime.evaluator import Evaluator, Inside
-from orchestrator.runtime.kept import KeptConversations
+from orchestrator.runtime.kept import KeptConversations, prompt_folder, state_key
 from orchestrator.runtime.load import Loader, Progress
-from orchestrator.runtime.prompts import prompt_folder, state_key
 from orchestrator.runtime.report import StoreCosts, memory_now, mode_line
 from orchestrator.settings import Settings
 

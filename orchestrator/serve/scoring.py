@@ -22,8 +22,7 @@ import numpy as np
 from orchestrator.errors import NativeError, sentence_of
 from orchestrator.events import Phase
 from orchestrator.native.llama import Model
-from orchestrator.runtime.evaluator import Evaluator
-from orchestrator.runtime.texts import log_softmax
+from orchestrator.runtime.evaluator import Evaluator, log_softmax
 from orchestrator.serve.admission import Body, outlasting
 from orchestrator.serve.schemas import SEVERAL
 from orchestrator.serve.served import Served

@@ -22,7 +22,7 @@ from orchestrator.lab.calibrate.table import measure_losses
 from orchestrator.lab.eval.arithmetic import kl_divergence
 from orchestrator.memory.shared import CELL_STEP
 from orchestrator.native import host_memory, touched_memory
-from orchestrator.runtime.texts import log_softmax
+from orchestrator.runtime.evaluator import log_softmax
 
 from .conftest import build, drawn, greedy, opened, run_program, until
 from .lookup_table import BLOCK, blocks_of, forget, read_bytes, widen

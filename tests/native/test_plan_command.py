@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
-from orchestrator.runtime.engine import Engine
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.chat.console import Console

@@ -49,7 +49,7 @@ from orchestrator.lab.calibrate.reader import TextReader
 from orchestrator.lab.eval.arithmetic import kl_divergence
 from orchestrator.lab.eval.judge import Reference
 from orchestrator.native.llama import Bindings, Model
-from orchestrator.runtime.texts import log_softmax
+from orchestrator.runtime.evaluator import log_softmax
 
 # Shares of the experts that are lowered, and skipped in a part and in all layers. Small moves cost
 # more than in proportion, so that the last one, which sets the scale, moves answers by about the

@@ -29,8 +29,7 @@ from orchestrator.events import Phase
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import Estimate
 from orchestrator.lab.eval.text import Window, json_lines
-from orchestrator.runtime.evaluator import Evaluator
-from orchestrator.runtime.texts import log_softmax
+from orchestrator.runtime.evaluator import Evaluator, log_softmax
 
 
 class Judge:

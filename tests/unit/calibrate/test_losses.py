@@ -26,7 +26,7 @@ from orchestrator.lab.calibrate.measure import LayerExperts, stored
 from orchestrator.lab.calibrate.methods import Method
 from orchestrator.lab.calibrate.table import measure_losses, read_windows
 from orchestrator.lab.observe import observe
-from orchestrator.runtime.texts import log_softmax
+from orchestrator.runtime.evaluator import log_softmax
 
 
 @pytest.fixture(scope="module")

@@ -206,7 +206,7 @@ def test_a_model_that_cannot_be_managed(tiny_model, monkeypatch):
     monkeypatch.setattr(llama, "EXPERT_PATTERN", rb"blk\.\d+\.ffn_gate_inp\.weight")
     report = look(tiny_model("mixtral", "q4_k"))
     [problem] = report["problems"]
-    assert "on the plain path alone: blk.0.ffn_gate_inp.weight is read by MUL_MAT" in problem
+    assert "cannot manage its experts: blk.0.ffn_gate_inp.weight is read by MUL_MAT" in problem
     assert report["tiers"][0]["plain"]["decode_tok_s"] > 0
     assert report["words"]["lost"] == []
 

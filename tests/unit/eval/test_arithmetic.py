@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from orchestrator.lab.eval import arithmetic
-from orchestrator.runtime.texts import log_softmax
+from orchestrator.runtime.evaluator import log_softmax
 
 
 def softmax(logits):

@@ -11,7 +11,7 @@ from orchestrator.config import Config
 from orchestrator.events import Phase
 from orchestrator.lab.eval.judge import Judge
 from orchestrator.runtime.runtime import Runtime
-from orchestrator.runtime.texts import log_softmax
+from orchestrator.runtime.evaluator import log_softmax
 
 
 def open_engine(model, **settings):

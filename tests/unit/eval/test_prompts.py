@@ -15,7 +15,7 @@ from orchestrator.lab.eval import EvalOptions
 from orchestrator.lab.eval.judge import Judge, score_text
 from orchestrator.lab.eval.text import Document, Window
 from orchestrator.runtime.runtime import Runtime
-from orchestrator.runtime.texts import log_softmax
+from orchestrator.runtime.evaluator import log_softmax
 
 POLICIES = {
     "plain": {"policy": "plain"},

@@ -1,7 +1,6 @@
 """The best tier that others are compared with has no memory of its own."""
 
 import pytest
-from orchestrator.runtime.engine import Engine
 
 from orchestrator.config import Config
 from orchestrator.lab.eval import EvalOptions, evaluate

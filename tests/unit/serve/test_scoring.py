@@ -23,7 +23,7 @@ from waiting import wait_until
 
 from orchestrator.config import Config
 from orchestrator.lab.eval.judge import Judge
-from orchestrator.runtime.texts import log_softmax
+from orchestrator.runtime.evaluator import log_softmax
 
 PATH = "/v1/completions"
 ASK = {"prompt": "ab", "echo": True, "logprobs": 1, "max_tokens": 0}
