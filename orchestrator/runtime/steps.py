@@ -52,7 +52,7 @@ class Sequences:
         self.lengths[number] = length
 
     def decode(self, tokens: Sequence[int], sequences: Sequence[int]) -> int:
-        """Compute one token of each sequence. Returns llama_decode's status. `accept` counts them."""
+        """Compute one token of each sequence. Returns llama_decode's status."""
         positions = [self.lengths[number] for number in sequences]
         return self._context.decode_each(
             tokens, positions, [self.name_of(number) for number in sequences]
@@ -118,7 +118,7 @@ class Steps:
         self._driver.cancel(True)
 
     def rewind(self, length: int) -> None:
-        """Drop the tokens after the first `length` ones, or all if the memory cannot be cut there."""
+        """Drop the tokens after the first `length` ones; all if the memory cannot be cut there."""
         if not self._context.forget_from(length):
             self.reset()
             return
