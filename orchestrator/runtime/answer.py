@@ -20,7 +20,7 @@ from orchestrator.native import NativeRequest
 # that a reader wakes costs the threads that compute.
 REST_S = 0.04
 # So many parts have to come fast before the next ones are taken together.
-_FAST = 2
+FAST = 2
 _EVENT, _EVENT_END, _LAST = b"data: ", b"\n\n", b"[DONE]"
 
 
@@ -36,10 +36,12 @@ class Pace:
     @property
     def rests(self) -> bool:
         """Whether to wait REST_S before the next look."""
-        return self._n_fast >= _FAST
+        return self._n_fast >= FAST
 
     def came(self) -> None:
-        """Something was read."""
+        """Something was read. After a rest, tokens stay fast."""
+        if self.rests:
+            return
         now_s = self._now_s()
         self._n_fast = self._n_fast + 1 if now_s - self._last_s < REST_S else 0
         self._last_s = now_s

@@ -31,8 +31,8 @@ CANDIDATE_BYTES = 12
 GRAMMAR_TOKEN_BYTES = 256
 
 _LOOK_S = 0.1
-_PREBUILT = "libmoe-edge-server.so"  # a wheel has it beside libllama
-_TOOL = Path(__file__).resolve().parents[2] / "patches" / "tool.py"
+PREBUILT = "libmoe-edge-server.so"  # a wheel has it beside libllama
+TOOL = Path(__file__).resolve().parents[2] / "patches" / "tool.py"
 
 
 class Stopped(Exception):
@@ -94,15 +94,15 @@ def server_library(
     if is_stopping() becomes true while it is compiled.
     """
     package = Path(bindings.api.__file__).parent
-    prebuilt = package / "lib" / _PREBUILT
+    prebuilt = package / "lib" / PREBUILT
     if prebuilt.is_file():
         return ServerLibrary(prebuilt)
-    if not _TOOL.is_file():
+    if not TOOL.is_file():
         raise NativeError(
-            f"llama.cpp's server core is missing, and {_TOOL}, which compiles it, is not there: "
+            f"llama.cpp's server core is missing, and {TOOL}, which compiles it, is not there: "
             f"install the wheel of moe-edge again, or use a checkout"
         )
-    command = [sys.executable, str(_TOOL), "server", str(package)]
+    command = [sys.executable, str(TOOL), "server", str(package)]
     # The compilers of an interrupted build would go on for minutes.
     with child(command, with_its_own=True, stdout=subprocess.PIPE) as process:
         said = None

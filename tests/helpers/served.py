@@ -20,7 +20,7 @@ from waiting import wait_until
 
 from orchestrator.native import ServerLibrary
 from orchestrator.native.llama import Bindings
-from orchestrator.serve.service import PREBUILT
+from orchestrator.runtime.answering import PREBUILT
 
 REPO = Path(__file__).resolve().parents[2]
 DEMO = REPO / "models/demo/moe-edge-demo.gguf"
